@@ -1,0 +1,14 @@
+"""Centroid-scoring attention: decode from a long, shared context while reading a few percent of its KV.
+
+This package is the method: configuration, the index and its tables, search, attention, selectors and the
+on-disk artifact. It starts no process and moves no memory between devices; `index_build` writes artifacts,
+`workers` decodes from them.
+"""
+
+import os
+
+# libgomp reads this once, when it is loaded: its default spins, and a fork-join beside a busy neighbour
+# then costs milliseconds instead of microseconds. It must be set before torch, faiss or numba come in.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+__version__ = "0.1.0"

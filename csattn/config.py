@@ -1,0 +1,127 @@
+"""How an index is made and how it is searched: frozen values, checked once, where they enter."""
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, Self
+
+from csattn.errors import ConfigError
+
+Layout = Literal["rows", "lists"]
+Basis = Literal["plain", "rope_pairs", "key_whitened"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexConfig:
+    """What `index_build` makes for one layer and head. `preset` gives the two named choices."""
+
+    layout: Layout  # rows: every key's quantised score per centroid; lists: the Top-L (index, score) pairs
+    num_subspaces: int  # m: slices of head_dim, all of one width
+    num_centroids: int  # C: per subspace
+    basis: Basis  # coordinates in which head_dim is split into subspaces
+    center_keys: bool  # subtract mean(k): softmax does not see it, ranking by parts does
+    weigh_by_norm: bool  # weigh subspace b by the norm of the query in it, instead of by 1
+    share_group: bool  # one codebook, table and selection per KV head instead of one per query head
+    score_bits: int = 4  # rows only: 4 or 8
+    list_len: float = 0.25  # lists only: L as a share of the context
+    num_iterations: int = 10  # of k-means
+    seed: int = 1234  # of k-means
+
+    def __post_init__(self) -> None:
+        _require_one_of("layout", self.layout, ("rows", "lists"))
+        _require_one_of("basis", self.basis, ("plain", "rope_pairs", "key_whitened"))
+        _require_one_of("score_bits", self.score_bits, (4, 8))
+        _require_at_least("num_subspaces", self.num_subspaces, 1)
+        _require_at_least("num_centroids", self.num_centroids, 1)
+        _require_at_least("num_iterations", self.num_iterations, 1)
+        _require_share("list_len", self.list_len)
+
+    def list_entries(self, context_len: int) -> int:
+        """L, the entries kept per centroid of a context of that length."""
+        return max(1, round(self.list_len * context_len))
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        unknown = set(data) - {f.name for f in fields(cls)}
+        if unknown:
+            raise ConfigError(f"unknown index options {sorted(unknown)}; this artifact needs a newer csattn")
+        return cls(**data)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchConfig:
+    """What is read of the context at each step."""
+
+    keep: float = 0.05  # share of the context fetched for each KV head, besides the resident rows
+    sink_len: int = 4  # first rows of the context, always attended
+    window_len: int = 64  # last rows of the context, and rows of the tail, always attended
+    lookahead: int = 0  # 1: search with the query predicted from the previous layer's input
+    search_period: int = 1  # search every so many steps, reuse the selection in between
+
+    def __post_init__(self) -> None:
+        _require_share("keep", self.keep)
+        _require_at_least("sink_len", self.sink_len, 0)
+        _require_at_least("window_len", self.window_len, 1)
+        _require_at_least("search_period", self.search_period, 1)
+        _require_one_of("lookahead", self.lookahead, (0, 1))
+
+    def top_k(self, context_len: int) -> int:
+        """K, the rows fetched per KV head from a context of that length."""
+        return max(1, round(self.keep * context_len))
+
+
+def preset(name: str, head_dim: int) -> IndexConfig:
+    """The named index configuration for heads of that width.
+
+    `paper` is the published method to the letter; `default` is what measures best (see bench/README.md).
+    """
+    if name == "default":
+        return IndexConfig(
+            layout="rows",
+            num_subspaces=max(1, head_dim // 4),
+            num_centroids=32,
+            basis="key_whitened",
+            center_keys=True,
+            weigh_by_norm=True,
+            share_group=True,
+        )
+    if name == "lists":
+        return IndexConfig(
+            layout="lists",
+            num_subspaces=8,
+            num_centroids=128,
+            basis="plain",
+            center_keys=True,
+            weigh_by_norm=True,
+            share_group=True,
+        )
+    if name == "paper":
+        return IndexConfig(
+            layout="lists",
+            num_subspaces=8,
+            num_centroids=128,
+            basis="plain",
+            center_keys=False,
+            weigh_by_norm=False,
+            share_group=False,
+        )
+    raise ConfigError(f"unknown preset {name!r}; choose one of {', '.join(PRESET_NAMES)}")
+
+
+PRESET_NAMES = ("default", "lists", "paper")
+
+
+def _require_one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} must be one of {', '.join(map(str, allowed))}, got {value!r}")
+
+
+def _require_at_least(name: str, value: int, lowest: int) -> None:
+    if value < lowest:
+        raise ConfigError(f"{name} must be at least {lowest}, got {value}")
+
+
+def _require_share(name: str, value: float) -> None:
+    if not 0.0 < value <= 1.0:
+        raise ConfigError(f"{name} must lie in (0, 1], got {value}")

@@ -1,0 +1,37 @@
+"""The index of one layer: how queries are split and matched, and the table their centroids look up."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from csattn.table.lists import ListTable
+from csattn.table.rows import RowTable
+
+
+@dataclass(frozen=True, slots=True)
+class LayerIndex:
+    """Everything that a search in one layer reads. Arrays may be read-only memory maps, shared by all requests."""
+
+    query_basis: NDArray[np.float32]  # [num_index_heads, head_dim, head_dim]: q @ query_basis, then split in order
+    codebooks: NDArray[np.float32]  # [num_index_heads, num_subspaces, num_centroids, subspace_dim], unit rows
+    key_basis: NDArray[np.float32]  # [num_index_heads, head_dim, head_dim]: (k - key_mean) @ key_basis, for new keys
+    key_mean: NDArray[np.float32]  # [num_index_heads, head_dim]; zero when keys are not centred
+    table: RowTable | ListTable
+    weigh_by_norm: bool  # subspace weight: the query's norm in it, or 1
+
+    @property
+    def num_heads(self) -> int:
+        return self.codebooks.shape[0]
+
+    @property
+    def num_subspaces(self) -> int:
+        return self.codebooks.shape[1]
+
+    @property
+    def num_centroids(self) -> int:
+        return self.codebooks.shape[2]
+
+    @property
+    def context_len(self) -> int:
+        return self.table.context_len

@@ -1,0 +1,30 @@
+"""Which context rows a step attends to besides the resident ones: a few kilobytes, whatever the context length."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The rows to fetch in one layer. `num_index_heads` is num_kv_heads, or num_q_heads when a group does not share.
+
+    Rows at and above context_len are rows of the tail that have left its window.
+    """
+
+    kv_indices: NDArray[np.int32]  # [num_index_heads, top_k], ascending, unique, -1 padded
+    valid_len: NDArray[np.int32]  # [num_index_heads]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows fetched over all heads."""
+        return int(self.valid_len.sum())
+
+    def check(self, kv_len: int) -> None:
+        """Raise AssertionError if a head's rows are unordered, repeated, outside [0, kv_len) or badly padded."""
+        for head, valid in enumerate(self.valid_len):
+            rows, padding = self.kv_indices[head, :valid], self.kv_indices[head, valid:]
+            assert (np.diff(rows) > 0).all(), f"rows of head {head} are not strictly ascending"
+            assert valid == 0 or (rows[0] >= 0 and rows[-1] < kv_len), f"head {head} selects outside [0, {kv_len})"
+            assert (padding == -1).all(), f"head {head} has rows after its valid_len {valid}"

@@ -19,18 +19,21 @@ class LayerIndex:
     key_mean: NDArray[np.float32]  # [num_index_heads, head_dim]; zero when keys are not centred
     table: RowTable | ListTable
     weigh_by_norm: bool  # subspace weight: the query's norm in it, or 1
+    # [num_q_heads, head_dim + 1, head_dim]: the next layer's query before RoPE is about [early, 1] @ next_query[h],
+    # where early is what the next layer would project from this layer's input. None in the last layer.
+    next_query: NDArray[np.float32] | None = None
 
     @property
     def num_heads(self) -> int:
-        return self.codebooks.shape[0]
+        return int(self.codebooks.shape[0])
 
     @property
     def num_subspaces(self) -> int:
-        return self.codebooks.shape[1]
+        return int(self.codebooks.shape[1])
 
     @property
     def num_centroids(self) -> int:
-        return self.codebooks.shape[2]
+        return int(self.codebooks.shape[2])
 
     @property
     def context_len(self) -> int:

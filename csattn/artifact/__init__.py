@@ -1,1 +1,33 @@
+"""The artifact: what `index_build` writes and everyone else reads.
 
+A directory in a store, named by the hash of what went into it: manifest.json, which vouches for every byte,
+the context's token ids, and per layer one file of KV rows and one of the index.
+"""
+
+from csattn.artifact.durable import require_space
+from csattn.artifact.find import find_artifact, resolve_artifact
+from csattn.artifact.layout import artifact_bytes
+from csattn.artifact.manifest import ArtifactSpec, KvDtype, Manifest, ModelGeometry, hash_token_ids
+from csattn.artifact.reader import Artifact, open_artifact, verify_artifact
+from csattn.artifact.store import ArtifactSummary, broken_artifacts, collect_garbage, list_store
+from csattn.artifact.writer import ArtifactWriter
+
+__all__ = [
+    "Artifact",
+    "ArtifactSpec",
+    "ArtifactSummary",
+    "ArtifactWriter",
+    "KvDtype",
+    "Manifest",
+    "ModelGeometry",
+    "artifact_bytes",
+    "broken_artifacts",
+    "collect_garbage",
+    "find_artifact",
+    "hash_token_ids",
+    "list_store",
+    "open_artifact",
+    "require_space",
+    "resolve_artifact",
+    "verify_artifact",
+]

@@ -1,0 +1,128 @@
+"""Files that are either there and whole, or not there: written aside, flushed to the disk, then renamed."""
+
+import errno
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from csattn.errors import ArtifactError, StoreFullError
+
+MAX_WRITE_BYTES = 16 * 2**20  # per system call, so that an interrupt is not held up
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """What a file must be, byte for byte."""
+
+    size_bytes: int
+    sha256: str  # hex
+
+    def to_json(self) -> dict[str, Any]:
+        return {"size_bytes": self.size_bytes, "sha256": self.sha256}
+
+
+class NewFile:
+    """A file under construction: appends, counts and hashes."""
+
+    def __init__(self, descriptor: int):
+        self._descriptor = descriptor
+        self._sha256 = hashlib.sha256()
+        self.size_bytes = 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        view = memoryview(data)
+        while view:
+            written = os.write(self._descriptor, view[:MAX_WRITE_BYTES])  # may be short
+            self._sha256.update(view[:written])
+            self.size_bytes += written
+            view = view[written:]
+
+    @property
+    def record(self) -> FileRecord:
+        return FileRecord(self.size_bytes, self._sha256.hexdigest())
+
+
+@contextmanager
+def new_file(path: Path, planned_bytes: int) -> Iterator[NewFile]:
+    """Write a file that appears under its name, flushed to the disk, only when the block ends without an error.
+
+    One writer per path at a time (see `BuildLock`). `planned_bytes` is for the message when the disk is full.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with store_errors(f"write {path}", path.parent, planned_bytes):
+            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+            try:
+                yield NewFile(descriptor)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            os.replace(partial, path)
+            fsync_dir(path.parent)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink()
+        raise
+
+
+def write_bytes(path: Path, data: bytes) -> FileRecord:
+    """Write a small file durably."""
+    with new_file(path, len(data)) as file:
+        file.write(data)
+    return file.record
+
+
+def fsync_dir(path: Path) -> None:
+    """Make the names in a directory survive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def require_space(store: Path, needed_bytes: int) -> None:
+    """Refuse early when the store's file system cannot hold that much more."""
+    available = available_bytes(store)
+    if available is not None and available < needed_bytes:
+        raise StoreFullError(
+            f"the store {store} has {_readable(available)} free and the build needs {_readable(needed_bytes)}; "
+            "free some space or choose another store with --store"
+        )
+
+
+def available_bytes(path: Path) -> int | None:
+    """Bytes that can still be written below the path, which need not exist yet; None when nobody can tell."""
+    for place in (path, *path.absolute().parents):
+        with suppress(OSError):
+            status = os.statvfs(place)
+            return status.f_bavail * status.f_frsize
+    return None
+
+
+@contextmanager
+def store_errors(action: str, place: Path, needed_bytes: int | None = None) -> Iterator[None]:
+    """Turn the system's refusal into a sentence."""
+    try:
+        yield
+    except OSError as error:
+        cause = error.strerror or str(error)
+        if error.errno not in _FULL:
+            raise ArtifactError(f"cannot {action}: {cause}; check the store's permissions and its disk") from error
+        available = available_bytes(place)
+        sizes = [] if needed_bytes is None else [f"{_readable(needed_bytes)} needed"]
+        sizes += [] if available is None else [f"{_readable(available)} available"]
+        raise StoreFullError(
+            f"cannot {action}: {cause} ({', '.join(sizes)}); nothing was published. "
+            "Free some space or choose another store with --store; a build goes on where it stopped"
+        ) from error
+
+
+def _readable(num_bytes: int) -> str:
+    """A size in bytes, and rounded for people."""
+    return f"{num_bytes:,} bytes ({num_bytes / 2**20:,.1f} MiB)"

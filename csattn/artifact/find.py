@@ -1,0 +1,44 @@
+"""Where artifacts lie: a directory in a store, named by the artifact's id."""
+
+import re
+from pathlib import Path
+
+from csattn.errors import ArtifactError, ArtifactNotFoundError
+
+_ID = re.compile(r"[0-9a-f]{16}")
+
+
+def is_artifact_id(name: str) -> bool:
+    return _ID.fullmatch(name) is not None
+
+
+def resolve_artifact(path: Path) -> Path:
+    """The artifact's directory, from its path or from `<store>/<start of the id>`."""
+    return path if path.is_dir() else find_artifact(path.parent, path.name)
+
+
+def find_artifact(store: Path, prefix: str) -> Path:
+    """The directory of the one artifact in the store whose id starts so. It is not opened."""
+    names = [name for name in store_entries(store) if is_artifact_id(name) and prefix and name.startswith(prefix)]
+    if len(names) == 1:
+        return store / names[0]
+    if not names:
+        raise ArtifactNotFoundError(
+            f"there is no artifact {prefix!r} in {store}; `csattn ls --store {store}` lists those that are there"
+        )
+    raise ArtifactNotFoundError(
+        f"{len(names)} artifacts in {store} start with {prefix!r} "
+        f"({', '.join(names[:4])}{', ...' if len(names) > 4 else ''}); give more digits"
+    )
+
+
+def store_entries(store: Path) -> list[str]:
+    """The names in a store, sorted; none when it does not exist yet."""
+    try:
+        return sorted(entry.name for entry in store.iterdir())
+    except FileNotFoundError:
+        return []
+    except NotADirectoryError as error:
+        raise ArtifactNotFoundError(f"{store} is a file, not a store; give a directory with --store") from error
+    except OSError as error:
+        raise ArtifactError(f"cannot list the store {store}: {error.strerror}; check its permissions") from error

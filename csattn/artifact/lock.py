@@ -1,0 +1,57 @@
+"""One builder per artifact: a lock that the kernel releases when its holder dies, however it dies."""
+
+import fcntl
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+from csattn.artifact.durable import store_errors
+
+
+class BuildLock:
+    """An exclusive flock on a file that exists only while somebody builds or waits."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._descriptor: int | None = None
+
+    def acquire(self, on_wait: Callable[[], None] | None = None) -> Self:
+        """Take the lock; call `on_wait` once before waiting for another builder."""
+        if not self.try_acquire():
+            if on_wait is not None:
+                on_wait()
+            self._lock(fcntl.LOCK_EX)
+        return self
+
+    def try_acquire(self) -> bool:
+        """Take the lock if nobody holds it."""
+        try:
+            self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def release(self) -> None:
+        """Give the lock back and remove its file."""
+        assert self._descriptor is not None, "released a lock that is not held"
+        try:
+            self._path.unlink(missing_ok=True)  # while it is locked: afterwards the file may be somebody else's
+        finally:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _lock(self, operation: int) -> None:
+        """Lock the file of that name; start again when its last holder removed the one that we had opened."""
+        while self._descriptor is None:
+            with store_errors(f"lock {self._path}", self._path.parent):
+                descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                fcntl.flock(descriptor, operation)
+                if os.path.samestat(os.fstat(descriptor), os.stat(self._path)):
+                    self._descriptor, descriptor = descriptor, -1
+            except FileNotFoundError:  # removed meanwhile, and not made anew
+                continue
+            finally:
+                if descriptor >= 0:
+                    os.close(descriptor)

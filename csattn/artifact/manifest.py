@@ -1,0 +1,206 @@
+"""What an artifact is: the identity that names it, and the manifest that vouches for every byte of it."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, Self, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from csattn.artifact.durable import FileRecord
+from csattn.config import IndexConfig
+from csattn.errors import ArtifactCorruptError, ArtifactMismatchError, ConfigError
+
+FORMAT_NAME = "csattn-artifact"
+FORMAT_VERSION = 1
+
+KvDtype = Literal["float32", "float16", "bfloat16"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelGeometry:
+    """The sizes of a model that fix an artifact's shapes."""
+
+    num_layers: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    max_positions: int  # rows that the model's positions allow
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if type(value) is not int or value < 1:
+                raise ConfigError(f"{field.name} of a model must be a positive integer, got {value!r}")
+        if self.num_q_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"{self.num_q_heads} query heads cannot share {self.num_kv_heads} KV heads in equal groups"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        return cls(**data)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArtifactSpec:
+    """Everything that decides an artifact's bytes, and so its id; `model_name` is for people and not part of it."""
+
+    model_name: str
+    model_fingerprint: str
+    model: ModelGeometry
+    tokenizer_hash: str
+    token_ids_sha256: str  # see `hash_token_ids`
+    context_len: int
+    index_config: IndexConfig
+    kv_dtype: KvDtype
+
+    def __post_init__(self) -> None:
+        if type(self.context_len) is not int or self.context_len < 1:
+            raise ConfigError(f"a context needs at least one token, got context_len={self.context_len!r}")
+        if self.kv_dtype not in get_args(KvDtype):
+            raise ConfigError(f"kv_dtype must be one of {', '.join(get_args(KvDtype))}, got {self.kv_dtype!r}")
+        if self.model.head_dim % self.index_config.num_subspaces:
+            raise ConfigError(
+                f"head_dim={self.model.head_dim} cannot be split into {self.index_config.num_subspaces} equal "
+                "subspaces; choose a divisor with --num-subspaces"
+            )
+
+    @property
+    def artifact_id(self) -> str:
+        """16 hexadecimal digits: the same for the same model, tokens and configuration."""
+        identity = [
+            FORMAT_VERSION,
+            self.model_fingerprint,
+            self.tokenizer_hash,
+            self.token_ids_sha256,
+            self.index_config.to_json(),
+            self.kv_dtype,
+        ]
+        return hashlib.sha256(canonical_json(identity)).hexdigest()[:16]
+
+    @property
+    def num_index_heads(self) -> int:
+        return self.model.num_kv_heads if self.index_config.share_group else self.model.num_q_heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """The contents of manifest.json: trusted only when manifest.sha256 agrees with it."""
+
+    spec: ArtifactSpec
+    library_versions: Mapping[str, str]
+    build_notes: Mapping[str, Any]  # whatever the builder wants remembered; JSON
+    files: Mapping[str, FileRecord]  # every file besides the manifest and its hash
+
+    def to_bytes(self) -> bytes:
+        spec = self.spec
+        document = {
+            "format": FORMAT_NAME,
+            "format_version": FORMAT_VERSION,
+            "artifact_id": spec.artifact_id,
+            "model": {"name": spec.model_name, "fingerprint": spec.model_fingerprint, **spec.model.to_json()},
+            "tokenizer_hash": spec.tokenizer_hash,
+            "token_ids_sha256": spec.token_ids_sha256,
+            "context_len": spec.context_len,
+            "index_config": spec.index_config.to_json(),
+            "kv_dtype": spec.kv_dtype,
+            "library_versions": dict(self.library_versions),
+            "build_notes": dict(self.build_notes),
+            "files": {name: record.to_json() for name, record in self.files.items()},
+        }
+        return json.dumps(document, indent=1, allow_nan=False).encode() + b"\n"
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """Read a manifest; refuse other formats, other versions, and anything that does not fit together."""
+        try:
+            document = json.loads(data, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+            _require_this_version(document)
+            manifest = cls._from_document(document)
+        except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
+            raise ArtifactCorruptError(f"the manifest is not one that csattn writes ({error!r})") from error
+        if document["artifact_id"] != manifest.spec.artifact_id:
+            raise ArtifactCorruptError(
+                f"the manifest calls itself {document['artifact_id']!r} but describes {manifest.spec.artifact_id}"
+            )
+        return manifest
+
+    @classmethod
+    def _from_document(cls, document: dict[str, Any]) -> Self:
+        model = dict(document["model"])
+        spec = ArtifactSpec(
+            model_name=_text(model.pop("name")),
+            model_fingerprint=_text(model.pop("fingerprint")),
+            model=ModelGeometry.from_json(model),
+            tokenizer_hash=_text(document["tokenizer_hash"]),
+            token_ids_sha256=_text(document["token_ids_sha256"]),
+            context_len=document["context_len"],
+            index_config=_index_config(document["index_config"]),
+            kv_dtype=document["kv_dtype"],
+        )
+        files = {name: FileRecord(**record) for name, record in document["files"].items()}
+        for name, record in files.items():
+            if type(record.size_bytes) is not int or record.size_bytes < 0 or len(_text(record.sha256)) != 64:
+                raise ValueError(f"bad size or hash of {name}")
+        return cls(
+            spec=spec,
+            library_versions=dict(document["library_versions"]),
+            build_notes=dict(document["build_notes"]),
+            files=files,
+        )
+
+
+def hash_token_ids(token_ids: NDArray[np.int32]) -> str:
+    """SHA-256 of the ids as little-endian int32."""
+    return hashlib.sha256(np.ascontiguousarray(token_ids, dtype="<i4").tobytes()).hexdigest()
+
+
+def canonical_json(value: object) -> bytes:
+    """One way to write a value down, so that its hash means something."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _require_this_version(document: dict[str, Any]) -> None:
+    if document["format"] != FORMAT_NAME:
+        raise ValueError(f"format is {document['format']!r}")
+    if document["format_version"] != FORMAT_VERSION:
+        raise ArtifactMismatchError(
+            f"the artifact has format version {document['format_version']!r} and this csattn reads version "
+            f"{FORMAT_VERSION}; build it again with `csattn build`, or use the csattn that made it"
+        )
+
+
+def _index_config(data: dict[str, Any]) -> IndexConfig:
+    """Read the configuration and require each field's type: shapes are computed from it."""
+    config = IndexConfig.from_json(data)
+    for field in fields(config):
+        value = getattr(config, field.name)
+        wanted = field.type if isinstance(field.type, type) else str  # the others are Literals of strings
+        if type(value) is not wanted and not (wanted is float and type(value) is int):
+            raise TypeError(f"index option {field.name} is {value!r}")
+    return config
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise TypeError(f"{value!r} is not a text")
+    return value
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a key appears twice")
+    return result
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number")

@@ -1,0 +1,227 @@
+"""Open a finished artifact: check what is cheap to check, map the rest, refuse anything that is not as written."""
+
+import hashlib
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from csattn.artifact.find import is_artifact_id, resolve_artifact
+from csattn.artifact.layout import (
+    MANIFEST_FILE,
+    MANIFEST_HASH_FILE,
+    MAX_LAYERS,
+    TOKENS_FILE,
+    fault_of_index,
+    file_names,
+    index_file,
+    index_from_arrays,
+    kv_file,
+    plan,
+)
+from csattn.artifact.manifest import ArtifactSpec, Manifest, hash_token_ids
+from csattn.artifact.tensor_file import how_to_heal, map_file, open_regular_file
+from csattn.errors import ArtifactCorruptError, ArtifactError, ArtifactMismatchError, ArtifactNotFoundError
+from csattn.index import LayerIndex
+
+Progress = Callable[[int, int], None]  # bytes hashed so far, bytes in all
+
+_CHUNK_BYTES = 4 * 2**20
+_MAX_MANIFEST_BYTES = 16 * 2**20
+
+
+class Artifact:
+    """An open artifact. Its arrays are read-only memory maps: they cost address space until they are touched.
+
+    What it handed out stays valid after `close`; writing into it ends the process.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, files: Mapping[str, Mapping[str, NDArray[Any]]]):
+        self.path = path
+        self.manifest = manifest
+        self.token_ids: NDArray[np.int32] = files[TOKENS_FILE]["token_ids"]  # [context_len]
+        self._files: dict[str, Mapping[str, NDArray[Any]]] = dict(files)
+        self._indexes: dict[int, LayerIndex] = {}
+
+    @property
+    def spec(self) -> ArtifactSpec:
+        return self.manifest.spec
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes on disk, without the manifest."""
+        return sum(record.size_bytes for record in self.manifest.files.values())
+
+    def layer_kv(self, layer_idx: int) -> torch.Tensor:
+        """The context's rows [num_kv_heads, context_len, 2, head_dim]: K at [..., 0, :], V at [..., 1, :]."""
+        return _as_tensor(self._file(kv_file(layer_idx))["kv"], self.spec.kv_dtype == "bfloat16")
+
+    def layer_index(self, layer_idx: int) -> LayerIndex:
+        """The layer's index, checked on first use so that a kernel can trust it."""
+        index = self._indexes.get(layer_idx)
+        if index is None:
+            name = index_file(layer_idx)
+            index = index_from_arrays(self.spec, self._file(name))
+            if fault := fault_of_index(index):
+                raise ArtifactCorruptError(f"{self.path / name}: {fault}; {how_to_heal(self.path)}")
+            self._indexes[layer_idx] = index
+        return index
+
+    def require_model(self, fingerprint: str) -> None:
+        """Refuse to serve a model that did not make this artifact."""
+        if fingerprint != self.spec.model_fingerprint:
+            raise ArtifactMismatchError(
+                f"the artifact {self.path} was built with {self.spec.model_name} (fingerprint "
+                f"{self.spec.model_fingerprint}) and the loaded model has fingerprint {fingerprint}; load the model "
+                "that built it, or build the context again with this one"
+            )
+
+    def require_tokenizer(self, tokenizer_hash: str) -> None:
+        """Refuse a tokenizer that gives other ids to the same text."""
+        if tokenizer_hash != self.spec.tokenizer_hash:
+            raise ArtifactMismatchError(
+                f"the artifact {self.path} was built with tokenizer {self.spec.tokenizer_hash} and the loaded one "
+                f"is {tokenizer_hash}; load the tokenizer that built it, or build the context again with this one"
+            )
+
+    def close(self) -> None:
+        """Let go of the maps; the last array in use holds its own."""
+        self._files.clear()
+        self._indexes.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "open" if self._files else "closed"
+        return f"<Artifact {self.spec.artifact_id} of {self.spec.context_len} tokens, {state}>"
+
+    def _file(self, name: str) -> Mapping[str, NDArray[Any]]:
+        if not self._files:
+            raise ArtifactError(f"the artifact {self.path} is closed; open it again")
+        if name not in self._files:
+            raise IndexError(f"the artifact has layers 0 to {self.spec.model.num_layers - 1}, not {name}")
+        return self._files[name]
+
+
+def open_artifact(
+    path: Path, *, verify: Literal["size", "full"] = "size", progress: Progress | None = None
+) -> Artifact:
+    """Open the artifact in that directory, or the one whose id starts so: `<store>/<start of the id>`.
+
+    Always checked: the manifest's own hash, the set of files, their sizes, headers and shapes, the token ids.
+    With verify="full" every byte is hashed and every index is checked as well.
+    """
+    path = resolve_artifact(path)
+    try:
+        manifest = _read_manifest(path)
+        _require_file_set(path, manifest)
+        if verify == "full":
+            _require_hashes(path, manifest, progress)
+        artifact = Artifact(
+            path, manifest, {name: map_file(path / name, plan(manifest.spec, name)) for name in manifest.files}
+        )
+    except OSError as error:
+        raise ArtifactError(
+            f"cannot read the artifact {path}: {error.strerror or error}; check its permissions and its disk"
+        ) from error
+    if hash_token_ids(artifact.token_ids) != manifest.spec.token_ids_sha256:
+        raise ArtifactCorruptError(f"{path / TOKENS_FILE} holds other tokens than it should; {how_to_heal(path)}")
+    if verify == "full":
+        for layer_idx in range(manifest.spec.model.num_layers):
+            artifact.layer_index(layer_idx)
+    return artifact
+
+
+def verify_artifact(path: Path, progress: Progress | None = None) -> Manifest:
+    """Read every byte and compare it with the manifest; raise ArtifactError at the first that differs."""
+    with open_artifact(path, verify="full", progress=progress) as artifact:
+        return artifact.manifest
+
+
+def _read_manifest(path: Path) -> Manifest:
+    if not (path / MANIFEST_FILE).exists():
+        raise ArtifactNotFoundError(
+            f"{path} holds no finished artifact ({MANIFEST_FILE} is missing); {how_to_heal(path)}"
+        )
+    with open_regular_file(path / MANIFEST_FILE) as file:
+        data = file.read(_MAX_MANIFEST_BYTES)
+    hash_path = path / MANIFEST_HASH_FILE
+    if not hash_path.exists():
+        raise ArtifactCorruptError(f"{hash_path} is missing; {how_to_heal(path)}")
+    with open_regular_file(hash_path) as file:
+        stored = file.read(_CHUNK_BYTES)
+    if stored != manifest_hash_line(data):
+        raise ArtifactCorruptError(
+            f"{path / MANIFEST_FILE} and {MANIFEST_HASH_FILE} do not agree: one of them is altered; {how_to_heal(path)}"
+        )
+    try:
+        return Manifest.from_bytes(data)
+    except ArtifactError as error:
+        raise type(error)(f"{path}: {error}; {how_to_heal(path)}") from error
+
+
+def manifest_hash_line(manifest: bytes) -> bytes:
+    """The contents of manifest.sha256, as `sha256sum --check` reads it."""
+    return f"{hashlib.sha256(manifest).hexdigest()}  {MANIFEST_FILE}\n".encode()
+
+
+def _require_file_set(path: Path, manifest: Manifest) -> None:
+    """Refuse missing and unknown files, and wrong sizes; the manifest itself must list what the format wants."""
+    num_layers = manifest.spec.model.num_layers
+    if num_layers > MAX_LAYERS or set(manifest.files) != set(file_names(manifest.spec)):
+        raise ArtifactCorruptError(f"{path}: the manifest lists the wrong files; {how_to_heal(path)}")
+    if is_artifact_id(path.name) and path.name != manifest.spec.artifact_id:
+        raise ArtifactCorruptError(f"{path} holds the artifact {manifest.spec.artifact_id}; {how_to_heal(path)}")
+    found = set(os.listdir(path)) - {MANIFEST_FILE, MANIFEST_HASH_FILE}
+    if missing := sorted(set(manifest.files) - found):
+        raise ArtifactCorruptError(f"{path / missing[0]} is missing; {how_to_heal(path)}")
+    if unknown := sorted(found - set(manifest.files)):
+        raise ArtifactCorruptError(
+            f"{path / unknown[0]} does not belong to the artifact; remove it if it is yours, or {how_to_heal(path)}"
+        )
+    for name, record in manifest.files.items():
+        size_bytes = os.stat(path / name).st_size
+        if size_bytes != record.size_bytes:
+            raise ArtifactCorruptError(
+                f"{path / name} has {size_bytes} bytes instead of {record.size_bytes}; {how_to_heal(path)}"
+            )
+
+
+def _require_hashes(path: Path, manifest: Manifest, progress: Progress | None) -> None:
+    total_bytes = sum(record.size_bytes for record in manifest.files.values())
+    done_bytes = 0
+    for name, record in manifest.files.items():
+        if hash_file(path / name) != record.sha256:
+            raise ArtifactCorruptError(f"{path / name} is altered: its SHA-256 is wrong; {how_to_heal(path)}")
+        done_bytes += record.size_bytes
+        if progress is not None:
+            progress(done_bytes, total_bytes)
+
+
+def hash_file(path: Path) -> str:
+    """SHA-256 of a file, hex. Read, not mapped: a file that shrinks meanwhile must not end the process."""
+    sha256 = hashlib.sha256()
+    with open_regular_file(path) as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            sha256.update(chunk)
+    return sha256.hexdigest()
+
+
+def _as_tensor(array: NDArray[Any], is_bfloat16: bool) -> torch.Tensor:
+    """The array as a tensor over the same memory."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        tensor = torch.from_numpy(array)
+    return tensor.view(torch.bfloat16) if is_bfloat16 else tensor

@@ -1,0 +1,86 @@
+"""A store: a directory of artifacts, each under its id."""
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from csattn.artifact.durable import store_errors
+from csattn.artifact.find import is_artifact_id, store_entries
+from csattn.artifact.lock import BuildLock
+from csattn.artifact.reader import open_artifact
+from csattn.artifact.writer import BUILDING_PREFIX, LOCK_SUFFIX
+from csattn.errors import ArtifactError
+
+_WORK = re.compile(rf"({re.escape(BUILDING_PREFIX)}[0-9a-f]{{16}})({re.escape(LOCK_SUFFIX)})?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArtifactSummary:
+    """One line of a store's listing."""
+
+    artifact_id: str
+    path: Path
+    model_name: str
+    context_len: int
+    layout: str  # of the table
+    kv_dtype: str
+    size_bytes: int
+
+
+def list_store(store: Path) -> list[ArtifactSummary]:
+    """The finished artifacts of a store that pass the cheap checks, by id."""
+    return _scan(store)[0]
+
+
+def broken_artifacts(store: Path) -> dict[Path, ArtifactError]:
+    """What has the name of an artifact in a store but does not pass the cheap checks, with the reason."""
+    return _scan(store)[1]
+
+
+def collect_garbage(store: Path) -> list[Path]:
+    """Remove the work of builds that ended before they published, and return what was removed.
+
+    A build that is running keeps its work; one that was interrupted can no longer be resumed.
+    """
+    removed = []
+    for name in sorted({match[1] for name in store_entries(store) if (match := _WORK.fullmatch(name))}):
+        work = store / name
+        lock = BuildLock(store / f"{name}{LOCK_SUFFIX}")
+        if not lock.try_acquire():
+            continue
+        try:
+            with store_errors(f"remove {work}", store):
+                if work.is_dir() and not work.is_symlink():
+                    shutil.rmtree(work)
+                else:
+                    work.unlink(missing_ok=True)
+            removed.append(work)
+        finally:
+            lock.release()
+    return removed
+
+
+def _scan(store: Path) -> tuple[list[ArtifactSummary], dict[Path, ArtifactError]]:
+    summaries: list[ArtifactSummary] = []
+    broken: dict[Path, ArtifactError] = {}
+    for path in (store / name for name in store_entries(store) if is_artifact_id(name)):
+        try:
+            summaries.append(_summarise(path))
+        except ArtifactError as error:
+            broken[path] = error
+    return summaries, broken
+
+
+def _summarise(path: Path) -> ArtifactSummary:
+    with open_artifact(path) as artifact:
+        spec = artifact.spec
+        return ArtifactSummary(
+            artifact_id=spec.artifact_id,
+            path=path,
+            model_name=spec.model_name,
+            context_len=spec.context_len,
+            layout=spec.index_config.layout,
+            kv_dtype=spec.kv_dtype,
+            size_bytes=artifact.size_bytes,
+        )

@@ -1,0 +1,159 @@
+"""One file of named arrays in the safetensors format, laid out so that it can be memory-mapped and pinned.
+
+The layout is a pure function of names, dtypes, shapes and metadata. A reader that knows what a file must hold
+therefore knows its header to the byte, compares it, and never interprets what it finds on disk.
+"""
+
+import json
+import math
+import os
+import stat
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from csattn.artifact.durable import FileRecord, new_file
+from csattn.errors import ArtifactCorruptError
+
+assert sys.byteorder == "little", "artifacts are little-endian and are used without a copy"
+
+# safetensors dtype -> numpy dtype of the mapped array; numpy has no bfloat16, so its bits travel as uint16
+NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
+    "BF16": np.dtype(np.uint16),
+    "F16": np.dtype(np.float16),
+    "F32": np.dtype(np.float32),
+    "I32": np.dtype(np.int32),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+}
+PAGE_BYTES = 4096
+SMALL_ALIGNMENT = 64  # of arrays below a page, and of the last byte of none
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One array of a file."""
+
+    name: str
+    dtype: str  # a key of NUMPY_DTYPES
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * NUMPY_DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class FileLayout:
+    """Where everything lies in a file: its header, and the parts that follow it without a hole."""
+
+    header: bytes  # whole pages
+    parts: tuple[tuple[TensorSpec, int], ...]  # arrays and padding, each with its offset in the file
+    size_bytes: int
+
+    @property
+    def tensors(self) -> Iterator[tuple[TensorSpec, int]]:
+        """The arrays, without the padding between them."""
+        return ((spec, offset) for spec, offset in self.parts if not _is_padding(spec))
+
+
+def plan_file(tensors: Sequence[TensorSpec], metadata: Mapping[str, str]) -> FileLayout:
+    """Lay out the arrays in their order, each on a 64-byte boundary, those of a page and more on a page.
+
+    The format allows no holes, so the space between two arrays is an array of zero bytes of its own.
+    """
+    parts: list[tuple[TensorSpec, int]] = []
+    end = 0
+    for tensor in tensors:
+        alignment = PAGE_BYTES if tensor.num_bytes >= PAGE_BYTES else SMALL_ALIGNMENT
+        if padding := -end % alignment:
+            parts.append((TensorSpec(f"padding.{len(parts)}", "U8", (padding,)), end))
+            end += padding
+        parts.append((tensor, end))
+        end += tensor.num_bytes
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    for part, start in parts:
+        entries[part.name] = {
+            "dtype": part.dtype,
+            "shape": list(part.shape),
+            "data_offsets": [start, start + part.num_bytes],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % PAGE_BYTES)
+    header = len(text).to_bytes(8, "little") + text
+    return FileLayout(header, tuple((part, len(header) + start) for part, start in parts), len(header) + end)
+
+
+def write_file(path: Path, layout: FileLayout, arrays: Mapping[str, NDArray[Any] | torch.Tensor]) -> FileRecord:
+    """Write the arrays durably under that name, or leave nothing behind. Hashes while writing."""
+    assert set(arrays) == {spec.name for spec, _ in layout.tensors}, f"{path.name} needs other arrays"
+    with new_file(path, layout.size_bytes) as file:
+        file.write(layout.header)
+        for part, offset in layout.parts:
+            assert file.size_bytes == offset, f"{part.name} does not start where it was planned"
+            if _is_padding(part):
+                file.write(bytes(part.num_bytes))
+                continue
+            for piece in _pieces(part, arrays[part.name]):
+                file.write(piece)
+    assert file.size_bytes == layout.size_bytes
+    return file.record
+
+
+def map_file(path: Path, layout: FileLayout) -> dict[str, NDArray[Any]]:
+    """Map the file read-only and return its arrays; refuse a file that is not laid out as planned.
+
+    Pages are read when they are touched. Nobody may shorten the file meanwhile: that ends a process that
+    touches what is gone (SIGBUS), which is why finished artifacts are never written again.
+    """
+    with open_regular_file(path) as file:
+        size_bytes = os.fstat(file.fileno()).st_size
+        if size_bytes != layout.size_bytes:
+            raise ArtifactCorruptError(
+                f"{path} has {size_bytes} bytes instead of {layout.size_bytes}: it is truncated or altered; "
+                f"{how_to_heal(path.parent)}"
+            )
+        if file.read(len(layout.header)) != layout.header:
+            raise ArtifactCorruptError(
+                f"{path} does not hold the arrays that the manifest describes: its header is altered, or the "
+                f"file belongs to another artifact or layer; {how_to_heal(path.parent)}"
+            )
+        mapped = np.asarray(np.memmap(file, dtype=np.uint8, mode="r"))
+    return {
+        spec.name: mapped[offset : offset + spec.num_bytes].view(NUMPY_DTYPES[spec.dtype]).reshape(spec.shape)
+        for spec, offset in layout.tensors
+    }
+
+
+def open_regular_file(path: Path) -> Any:
+    """Open for reading what is a plain file: a pipe in its place must not make a reader wait for ever."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise ArtifactCorruptError(f"{path} is not a regular file; {how_to_heal(path.parent)}")
+    return open(path, "rb")
+
+
+def how_to_heal(artifact_dir: Path) -> str:
+    """What to do about a damaged artifact, as the end of a sentence."""
+    return f"delete {artifact_dir} and build it again with `csattn build`"
+
+
+def _is_padding(part: TensorSpec) -> bool:
+    return part.name.startswith("padding.")
+
+
+def _pieces(spec: TensorSpec, array: NDArray[Any] | torch.Tensor) -> Iterator[memoryview]:
+    """The array's bytes in order, one piece per row of its first axis, so that only a piece is ever copied."""
+    if isinstance(array, torch.Tensor):
+        array = array.detach().cpu()
+        array = (array.view(torch.uint16) if array.dtype == torch.bfloat16 else array).numpy()
+    dtype = NUMPY_DTYPES[spec.dtype]
+    assert array.shape == spec.shape, f"{spec.name} has shape {array.shape} instead of {spec.shape}"
+    assert array.dtype == dtype, f"{spec.name} has dtype {array.dtype} instead of {dtype}"
+    for row in np.atleast_1d(array):
+        yield np.ascontiguousarray(row).reshape(-1).view(np.uint8).data

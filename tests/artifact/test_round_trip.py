@@ -1,0 +1,189 @@
+"""What is written comes back: the same bytes, from memory maps, under the same id."""
+
+import dataclasses
+import os
+import stat
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+
+from csattn.artifact import Artifact, ArtifactSpec, ArtifactWriter, artifact_bytes, open_artifact, verify_artifact
+from csattn.artifact.layout import MANIFEST_FILE, index_arrays, index_file, kv_file, plan
+from csattn.artifact.tensor_file import PAGE_BYTES, TensorSpec, map_file, plan_file, write_file
+from csattn.errors import ArtifactError, ConfigError
+from tests.artifact.synthetic import NOTES, VERSIONS, build, make_layer, make_spec, make_token_ids
+
+
+def assert_holds_what_was_built(artifact: Artifact, spec: ArtifactSpec) -> None:
+    for layer_idx in range(spec.model.num_layers):
+        kv, index = make_layer(spec, layer_idx)
+        got_kv, got_index = artifact.layer_kv(layer_idx), artifact.layer_index(layer_idx)
+        assert got_kv.dtype == kv.dtype
+        assert torch.equal(got_kv, kv)
+        assert got_index.weigh_by_norm == index.weigh_by_norm
+        assert got_index.context_len == spec.context_len
+        want = index_arrays(index)
+        for name, got in index_arrays(got_index).items():
+            assert got.dtype == want[name].dtype
+            np.testing.assert_array_equal(got, want[name])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    context_len=st.sampled_from([1, 2, 63, 64, 65, 131, 1021]),
+    num_layers=st.integers(1, 3),
+    num_kv_heads=st.integers(1, 3),
+    head_dim=st.sampled_from([2, 6, 64]),
+    kv_dtype=st.sampled_from(["float32", "float16", "bfloat16"]),
+    layout=st.sampled_from(["rows", "lists"]),
+    score_bits=st.sampled_from([4, 8]),
+    list_len=st.sampled_from([0.01, 0.25, 1.0]),
+    share_group=st.booleans(),
+    weigh_by_norm=st.booleans(),
+)
+def test_everything_comes_back(**shape: object) -> None:
+    spec = make_spec(**shape)  # type: ignore[arg-type]
+    with TemporaryDirectory() as store:
+        path = build(Path(store), spec)
+        manifest = verify_artifact(path)
+        assert (manifest.spec, manifest.library_versions, manifest.build_notes) == (spec, VERSIONS, NOTES)
+        with open_artifact(path) as artifact:
+            np.testing.assert_array_equal(artifact.token_ids, make_token_ids(spec.context_len))
+            assert artifact.size_bytes == artifact_bytes(spec)
+            assert_holds_what_was_built(artifact, spec)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([("F32", "f4"), ("F16", "f2"), ("I32", "i4"), ("U8", "u1"), ("I8", "i1")]),
+            st.lists(st.sampled_from([0, 1, 2, 3, 63, 65]), max_size=3),
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_the_safetensors_library_reads_our_files(kinds: list[tuple[tuple[str, str], list[int]]]) -> None:
+    specs = [TensorSpec(f"t{i}", dtype, tuple(shape)) for i, ((dtype, _), shape) in enumerate(kinds)]
+    arrays = {
+        spec.name: np.arange(np.prod(spec.shape, dtype=int)).astype(code).reshape(spec.shape)
+        for spec, ((_, code), _) in zip(specs, kinds, strict=True)
+    }
+    layout = plan_file(specs, {"note": "é"})
+    with TemporaryDirectory() as place:
+        path = Path(place) / "x.safetensors"
+        record = write_file(path, layout, arrays)
+        assert record.size_bytes == path.stat().st_size
+        theirs, ours = load_file(path), map_file(path, layout)
+        assert set(ours) == set(arrays)
+        for name, array in arrays.items():
+            np.testing.assert_array_equal(theirs[name], array)
+            np.testing.assert_array_equal(ours[name], array)
+            assert ours[name].dtype == array.dtype
+            assert not ours[name].flags.writeable
+
+
+def test_large_arrays_start_on_a_page_and_small_ones_on_a_cache_line(tmp_path: Path) -> None:
+    spec = make_spec(3001, head_dim=64, kv_dtype="bfloat16")
+    path = build(tmp_path, spec)
+    for name in (kv_file(0), index_file(0)):
+        layout = plan(spec, name)
+        for tensor, offset in layout.tensors:
+            assert offset % (PAGE_BYTES if tensor.num_bytes >= PAGE_BYTES else 64) == 0
+        for tensor, array in zip(layout.tensors, map_file(path / name, layout).values(), strict=True):
+            assert array.ctypes.data % (PAGE_BYTES if tensor[0].num_bytes >= PAGE_BYTES else 64) == 0
+
+
+def test_strided_rows_are_stored_in_order(tmp_path: Path) -> None:
+    spec = make_spec(num_layers=1, kv_dtype="bfloat16")
+    kv, index = make_layer(spec, 0)
+    with ArtifactWriter(tmp_path, spec, make_token_ids(70)) as writer:
+        writer.write_layer(0, kv.transpose(1, 2).contiguous().transpose(1, 2), index)
+        path = writer.finish({}, {})
+    with open_artifact(path) as artifact:
+        assert torch.equal(artifact.layer_kv(0), kv)
+
+
+def test_the_id_depends_on_everything_that_decides_the_bytes_and_on_nothing_else() -> None:
+    spec = make_spec()
+    others = [
+        make_spec(71),
+        make_spec(seed=1),
+        make_spec(fingerprint="model-b"),
+        make_spec(kv_dtype="float16"),
+        make_spec(layout="lists"),
+        make_spec(score_bits=8),
+        dataclasses.replace(spec, tokenizer_hash="tokenizer-b"),
+    ]
+    assert len({spec.artifact_id, *(other.artifact_id for other in others)}) == 8
+    assert dataclasses.replace(spec, model_name="a copy of it").artifact_id == spec.artifact_id
+    assert make_spec().artifact_id == spec.artifact_id
+
+
+def test_a_second_build_returns_at_once_and_touches_nothing(tmp_path: Path) -> None:
+    spec = make_spec()
+    path = build(tmp_path, spec)
+    before = {entry.name: entry.stat().st_mtime_ns for entry in path.iterdir()}
+    with ArtifactWriter(tmp_path, spec, make_token_ids(70)) as writer:
+        assert writer.finished_path == path == tmp_path / spec.artifact_id
+    assert {entry.name: entry.stat().st_mtime_ns for entry in path.iterdir()} == before
+    assert [entry.name for entry in tmp_path.iterdir()] == [spec.artifact_id]
+
+
+def test_two_builds_give_the_same_bytes(tmp_path: Path) -> None:
+    spec = make_spec(layout="lists")
+    first, second = build(tmp_path / "a", spec), build(tmp_path / "b", spec)
+    for entry in first.iterdir():
+        assert entry.read_bytes() == (second / entry.name).read_bytes()
+
+
+def test_file_modes_follow_the_umask(tmp_path: Path) -> None:
+    previous = os.umask(0o027)
+    try:
+        path = build(tmp_path / "store", make_spec())
+    finally:
+        os.umask(previous)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o750
+    assert {stat.S_IMODE(entry.stat().st_mode) for entry in path.iterdir()} == {0o640}
+
+
+def test_the_manifest_is_checked_by_sha256sum_too(tmp_path: Path) -> None:
+    path = build(tmp_path, make_spec())
+    assert (path / "manifest.sha256").read_text().endswith(f"  {MANIFEST_FILE}\n")
+
+
+def test_arrays_outlive_the_artifact_that_handed_them_out(tmp_path: Path) -> None:
+    spec = make_spec()
+    artifact = open_artifact(build(tmp_path, spec))
+    kv = artifact.layer_kv(1)
+    artifact.close()
+    assert torch.equal(kv, make_layer(spec, 1)[0])
+    assert repr(artifact) == f"<Artifact {spec.artifact_id} of 70 tokens, closed>"
+    with pytest.raises(ArtifactError, match="is closed; open it again"):
+        artifact.layer_kv(1)
+
+
+def test_a_layer_that_the_model_does_not_have(tmp_path: Path) -> None:
+    with open_artifact(build(tmp_path, make_spec())) as artifact, pytest.raises(IndexError, match="layers 0 to 1"):
+        artifact.layer_kv(2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"context_len": 0}, "at least one token"),
+        ({"kv_dtype": "int8"}, "kv_dtype must be one of"),
+        ({"head_dim": 7}, "cannot be split into 2 equal subspaces"),
+        ({"num_layers": 0}, "num_layers of a model must be a positive integer"),
+    ],
+)
+def test_a_spec_that_makes_no_sense(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_spec(**change)  # type: ignore[arg-type]

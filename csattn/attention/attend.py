@@ -1,0 +1,55 @@
+"""Attention with its log-sum-exp, by torch's fused kernels where they give one."""
+
+import torch
+from torch import Tensor
+
+from csattn.attention import reference
+from csattn.attention.merge import merge_state
+
+
+def attend(
+    q: Tensor,  # [batch_size, num_kv_heads, q_len, head_dim]; a group's heads lie one after the other in q_len
+    k: Tensor,  # [batch_size, num_kv_heads, kv_len, head_dim]; last axis contiguous
+    v: Tensor,
+    softmax_scale: float,
+    mask: Tensor | None = None,  # [q_len, kv_len] or broadcastable, bool: True where a query sees a row
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention over given rows.
+
+    Returns out, like q, and lse [batch_size, num_kv_heads, q_len] float32 (natural log of the summed weights).
+    Without rows, out is zero and lse is -inf. Definition: `reference.attend`.
+    """
+    if k.shape[-2] == 0:  # torch's kernel divides by the number of rows
+        return torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)
+    if q.device.type != "cpu":
+        return reference.attend(q, k, v, softmax_scale, mask)
+    bias = None
+    if mask is not None:
+        bias = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
+        bias = bias.expand(*(1,) * (4 - bias.dim()), *bias.shape) if bias.dim() < 4 else bias
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, False, attn_mask=bias, scale=softmax_scale
+    )
+    return out, lse
+
+
+def attend_chunk(
+    q: Tensor,  # [num_q_heads, chunk_len, head_dim]
+    k: Tensor,  # [num_kv_heads, kv_len, head_dim]; the chunk's own rows are the last chunk_len
+    v: Tensor,
+    softmax_scale: float,
+) -> Tensor:
+    """Causal attention of a chunk of queries over all rows up to each of them: [num_q_heads, chunk_len, head_dim].
+
+    The rows before the chunk need no mask; only the square on the diagonal does.
+    """
+    num_q_heads, chunk_len, head_dim = q.shape
+    num_kv_heads, kv_len = k.shape[:2]
+    past = kv_len - chunk_len
+    packed = q.reshape(1, num_kv_heads, -1, head_dim)  # the group's heads share their KV head's rows
+    causal = torch.ones(chunk_len, chunk_len, dtype=torch.bool, device=q.device).tril()
+    causal = causal.repeat(num_q_heads // num_kv_heads, 1)
+    out, lse = attend(packed, k[None, :, past:], v[None, :, past:], softmax_scale, causal)
+    if past:
+        out, _ = merge_state(out, lse, *attend(packed, k[None, :, :past], v[None, :, :past], softmax_scale))
+    return out.reshape(num_q_heads, chunk_len, head_dim)

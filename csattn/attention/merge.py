@@ -1,0 +1,20 @@
+"""Attention over the union of two disjoint row sets, from attention over each."""
+
+import torch
+from torch import Tensor
+
+
+def merge_state(
+    out_a: Tensor,  # [..., head_dim]
+    lse_a: Tensor,  # [...] float32, natural log
+    out_b: Tensor,
+    lse_b: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Merge attention over two disjoint sets of KV rows into attention over their union.
+
+    An empty side has lse -inf and a finite `out`; at least one side must have a row.
+    """
+    lse = torch.logaddexp(lse_a, lse_b)
+    weight_a = (lse_a - lse).exp()[..., None]
+    weight_b = (lse_b - lse).exp()[..., None]
+    return (weight_a * out_a + weight_b * out_b).to(out_a.dtype), lse

@@ -1,0 +1,20 @@
+"""The definition of attention with its log-sum-exp, in float64."""
+
+import torch
+from torch import Tensor
+
+
+def attend(
+    q: Tensor,  # [batch_size, num_kv_heads, q_len, head_dim]
+    k: Tensor,  # [batch_size, num_kv_heads, kv_len, head_dim]
+    v: Tensor,
+    softmax_scale: float,
+    mask: Tensor | None = None,  # [q_len, kv_len] or broadcastable, bool: True where a query sees a row
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention and its log-sum-exp [batch_size, num_kv_heads, q_len]; -inf and zeros for no rows."""
+    scores = q.double() @ k.double().transpose(-1, -2) * softmax_scale
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse[..., None]).exp().nan_to_num(0.0)
+    return (weights @ v.double()).to(q.dtype), lse.float()

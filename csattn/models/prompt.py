@@ -1,0 +1,83 @@
+"""Token ids of a context and of the turns that continue it, so that the one is a prefix of the other."""
+
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from csattn.errors import ArtifactMismatchError, ModelError
+
+# How the context is wrapped: as the system message, inside the first user message, or not at all.
+Wrapping = Literal["system", "user", "none"]
+_PROBE = "⟨context⟩"
+_BETWEEN = "\n"  # separates context and question where both stand in one message
+
+
+def choose_wrapping(tokenizer: Any, chat: bool = True) -> Wrapping:
+    """The first wrapping that this tokenizer's chat template renders as a fixed prefix; `none` without a template."""
+    if not chat or not tokenizer.chat_template:
+        return "none"
+    for wrapping in ("system", "user"):
+        try:
+            first, second = (_render(tokenizer, wrapping, question) for question in ("a", "b"))
+        except Exception:  # templates raise errors of their own for roles they do not know
+            continue
+        if _PROBE in first and first.partition(_PROBE)[0] == second.partition(_PROBE)[0]:
+            return wrapping
+    raise ModelError(
+        "the model's chat template puts the question before the context, so a prefilled context cannot be shared; "
+        "build with --no-chat"
+    )
+
+
+def context_ids(tokenizer: Any, text: str, wrapping: Wrapping) -> NDArray[np.int32]:
+    """The token ids to prefill: the context as later turns will continue it."""
+    if wrapping == "none":
+        ids = tokenizer(text).input_ids
+    else:
+        before, _ = _affixes(tokenizer, wrapping, "")
+        after = _end_of_turn(tokenizer) if wrapping == "system" else _BETWEEN
+        ids = tokenizer(before + text.strip() + after, add_special_tokens=False).input_ids
+    return np.asarray(ids, dtype=np.int32)
+
+
+def question_ids(
+    tokenizer: Any, prefix: NDArray[np.int32], question: str, wrapping: Wrapping
+) -> NDArray[np.int32]:
+    """The ids that follow the prefilled ones when this question is asked.
+
+    Raises ArtifactMismatchError when context and question together would not tokenise to a continuation.
+    """
+    if wrapping == "none":
+        rest = tokenizer(question, add_special_tokens=False).input_ids
+        if not rest:
+            raise ModelError("the prompt is empty; give at least one token")
+        return np.asarray(rest, dtype=np.int32)
+    _, after = _affixes(tokenizer, wrapping, question)
+    after = after.removeprefix(_end_of_turn(tokenizer) if wrapping == "system" else _BETWEEN)
+    whole = tokenizer(tokenizer.decode(prefix) + after, add_special_tokens=False).input_ids
+    if whole[: len(prefix)] != prefix.tolist():
+        raise ArtifactMismatchError(
+            "this question would change the tokens of the context it follows; ask it differently, or rebuild the "
+            "artifact with --no-chat"
+        )
+    return np.asarray(whole[len(prefix) :], dtype=np.int32)
+
+
+def _render(tokenizer: Any, wrapping: str, question: str) -> str:
+    if wrapping == "system":
+        messages = [{"role": "system", "content": _PROBE}, {"role": "user", "content": question}]
+    else:
+        messages = [{"role": "user", "content": _PROBE + _BETWEEN + question}]
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)  # type: ignore[no-any-return]
+
+
+def _affixes(tokenizer: Any, wrapping: str, question: str) -> tuple[str, str]:
+    before, _, after = _render(tokenizer, wrapping, question).partition(_PROBE)
+    return before, after
+
+
+def _end_of_turn(tokenizer: Any) -> str:
+    """What the template writes between the end of a system message and the next turn."""
+    alone = tokenizer.apply_chat_template([{"role": "system", "content": _PROBE}], tokenize=False)
+    return alone.partition(_PROBE)[2]  # type: ignore[no-any-return]

@@ -1,0 +1,57 @@
+"""Spherical k-means by FAISS: the only file that knows FAISS."""
+
+from typing import Any
+
+import faiss
+import numpy as np
+from numpy.typing import NDArray
+
+# Below this norm a query part has no direction worth clustering.
+_SMALLEST_NORM = 1e-12
+
+
+def spherical_kmeans(
+    points: NDArray[np.float32],  # [num_points, subspace_dim]
+    num_centroids: int,
+    num_iterations: int,
+    seed: int,
+) -> NDArray[np.float32]:
+    """Unit centroids [num_centroids, subspace_dim] of the points' directions; k-means++ seeds.
+
+    Points of norm zero have no direction and are left out. With fewer points than centroids the points
+    themselves are the centroids, repeated. Deterministic for a seed, whatever the thread count.
+    """
+    norms = np.linalg.norm(points, axis=1)
+    directions = points[norms > _SMALLEST_NORM] / norms[norms > _SMALLEST_NORM, None]
+    if len(directions) <= num_centroids:
+        return _repeat_to(directions, num_centroids, points.shape[1])
+    kmeans = faiss.Kmeans(
+        points.shape[1],
+        num_centroids,
+        niter=num_iterations,
+        spherical=True,
+        seed=seed,
+        init_method=faiss.ClusteringInitMethod_KMEANS_PLUS_PLUS,
+        min_points_per_centroid=1,
+    )
+    kmeans.train(np.ascontiguousarray(directions, dtype=np.float32))
+    centroids: NDArray[np.float32] = kmeans.centroids.copy()
+    lost = ~np.isclose(np.linalg.norm(centroids, axis=1), 1.0, atol=1e-3)  # empty, or a mean of opposite points
+    centroids[lost] = directions[:: max(1, len(directions) // num_centroids)][: lost.sum()]
+    return centroids
+
+
+def set_kmeans_threads(num_threads: int) -> None:
+    """Let each k-means use that many cores."""
+    faiss.omp_set_num_threads(num_threads)
+
+
+def kmeans_version() -> dict[str, Any]:
+    """What the manifest records of the library that placed the centroids."""
+    return {"faiss": faiss.__version__, "faiss_options": faiss.get_compile_options().strip()}
+
+
+def _repeat_to(directions: NDArray[np.float32], num_centroids: int, width: int) -> NDArray[np.float32]:
+    if len(directions) == 0:
+        directions = np.eye(1, width, dtype=np.float32)
+    return np.ascontiguousarray(np.resize(directions, (num_centroids, width)), dtype=np.float32)

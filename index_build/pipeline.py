@@ -1,0 +1,175 @@
+"""The offline job: context in, artifact out, layer by layer."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+from torch import Tensor
+
+from csattn import __version__
+from csattn.artifact import ArtifactSpec, ArtifactWriter, artifact_bytes, hash_token_ids, require_space
+from csattn.config import IndexConfig
+from csattn.errors import ContextError
+from csattn.models import LoadedModel
+from csattn.models.query import queries_before_rope
+from index_build.capture import LayerCapture, prefill
+from index_build.kmeans import kmeans_version, set_kmeans_threads
+from index_build.layer import build_layer_index
+from index_build.predictor import fit_predictor, sample_rows
+
+# Fewer rows than this are cheaper to attend to than to index.
+MIN_CONTEXT_LEN = 256
+
+
+@dataclass(frozen=True, slots=True)
+class BuildProgress:
+    """Where a build is. `done` and `total` count rows of prefill."""
+
+    layer_idx: int
+    num_layers: int
+    phase: str  # "prefill", "index" or "write"
+    done: int
+    total: int
+
+
+@dataclass(slots=True)
+class BuildReport:
+    """What a build did, and how long each part took."""
+
+    artifact_id: str
+    path: Path
+    reused: bool  # the artifact was there already
+    resumed_at: int  # first layer of this run; more than 0 when an earlier run was interrupted
+    seconds: dict[str, float] = field(default_factory=lambda: {"prefill": 0.0, "index": 0.0, "write": 0.0})
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] += time.perf_counter() - started
+
+
+def build_artifact(
+    loaded: LoadedModel,
+    token_ids: NDArray[np.int32],  # [context_len]
+    config: IndexConfig,
+    store: Path,
+    *,
+    notes: dict[str, Any] | None = None,  # JSON, kept in the manifest
+    on_progress: Callable[[BuildProgress], None] = lambda progress: None,
+    on_wait: Callable[[], None] | None = None,  # another process is building the same artifact
+    num_threads: int | None = None,
+) -> BuildReport:
+    """Prefill the context and write its KV and index to the store; go on where an interrupted build stopped.
+
+    Raises ContextError for a context that is too short or too long, CaptureError for NaN, ArtifactError or
+    StoreFullError when the store cannot be written.
+    """
+    _require_indexable(len(token_ids), config, loaded)
+    spec = ArtifactSpec(
+        model_name=loaded.name,
+        model_fingerprint=loaded.fingerprint,
+        model=loaded.geometry,
+        tokenizer_hash=loaded.tokenizer_hash,
+        token_ids_sha256=hash_token_ids(token_ids),
+        context_len=len(token_ids),
+        index_config=config,
+        kv_dtype=str(loaded.dtype).removeprefix("torch."),  # type: ignore[arg-type]  # the spec refuses others
+    )
+    with ArtifactWriter(store, spec, token_ids, on_wait) as writer:
+        report = BuildReport(spec.artifact_id, store / spec.artifact_id, reused=True, resumed_at=0)
+        if writer.finished_path is None:
+            report.reused = False
+            require_space(store, artifact_bytes(spec))
+            _write_layers(loaded, token_ids, config, writer, report, on_progress, num_threads or os.cpu_count() or 1)
+            writer.finish(_versions(), notes or {})
+    return report
+
+
+def _write_layers(
+    loaded: LoadedModel,
+    token_ids: NDArray[np.int32],
+    config: IndexConfig,
+    writer: ArtifactWriter,
+    report: BuildReport,
+    on_progress: Callable[[BuildProgress], None],
+    num_threads: int,
+) -> None:
+    resume = writer.load_checkpoint()
+    report.resumed_at = resume[0] if resume else 0
+    num_layers, context_len = loaded.geometry.num_layers, len(token_ids)
+    done = 0
+
+    def tell(layer_idx: int, phase: str) -> None:
+        on_progress(BuildProgress(layer_idx, num_layers, phase, done, context_len))
+
+    def on_chunk(layer_idx: int, num_rows: int) -> None:
+        nonlocal done
+        done += num_rows
+        tell(layer_idx, "prefill")
+
+    set_kmeans_threads(1)  # k-means of different subspaces run side by side instead
+    with ThreadPoolExecutor(num_threads) as threads:
+        layers = prefill(loaded.model, torch.from_numpy(token_ids).long(), resume=resume, on_chunk=on_chunk)
+        while True:
+            with report.timed("prefill"):
+                capture, leaving = next(layers, (None, None))
+            if capture is None or leaving is None:
+                return
+            tell(capture.layer_idx, "index")
+            with report.timed("index"):
+                next_query = _fit_next_query(loaded.model, capture, leaving)
+                index = build_layer_index(capture.q, capture.kv, config, threads, next_query)
+            tell(capture.layer_idx, "write")
+            with report.timed("write"):
+                writer.write_layer(capture.layer_idx, capture.kv, index)
+                writer.save_checkpoint(capture.layer_idx + 1, leaving)
+            done = 0
+
+
+def _fit_next_query(model: Any, capture: LayerCapture, leaving: Tensor) -> NDArray[np.float32] | None:
+    """How to tell the next layer's query from this layer's input; None after the last layer."""
+    layers = model.model.layers
+    if capture.layer_idx + 1 == len(layers):
+        return None
+    rows = sample_rows(len(leaving))
+    following = layers[capture.layer_idx + 1]
+    with torch.inference_mode():
+        return fit_predictor(
+            queries_before_rope(following, capture.hidden_in[rows]), queries_before_rope(following, leaving[rows])
+        )
+
+
+def _require_indexable(context_len: int, config: IndexConfig, loaded: LoadedModel) -> None:
+    shortest = max(MIN_CONTEXT_LEN, config.num_centroids)
+    if context_len < shortest:
+        raise ContextError(
+            f"the context has {context_len} tokens, an index needs at least {shortest}; "
+            "a context this short is better put into the prompt"
+        )
+    if context_len >= loaded.geometry.max_positions:
+        raise ContextError(
+            f"the context has {context_len} tokens and {loaded.name} has {loaded.geometry.max_positions} positions, "
+            "one at least for the question; shorten the context or use a model with more positions"
+        )
+
+
+def _versions() -> dict[str, Any]:
+    return {
+        "csattn": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "numpy": np.__version__,
+        **kmeans_version(),
+    }

@@ -1,0 +1,40 @@
+"""The context's KV in host memory, and the gather of chosen rows out of it."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class HostStore:
+    """Owns the context KV of all layers; never changed, shared by all requests.
+
+    kv: per layer [num_kv_heads, context_len, 2, head_dim], K at [..., 0, :] and V at [..., 1, :]; may be
+    memory-mapped. With K and V of one key side by side, one row is one read.
+    """
+
+    def __init__(self, kv: Sequence[Tensor]):
+        self._kv = kv
+
+    def __repr__(self) -> str:
+        num_kv_heads, context_len, _, head_dim = self._kv[0].shape
+        return f"<HostStore {len(self._kv)} layers x {num_kv_heads} heads x {context_len} rows x {head_dim}>"
+
+    def rows(self, layer_idx: int, rows: slice) -> Tensor:
+        """A contiguous range of rows, without a copy: [num_kv_heads, num_rows, 2, head_dim]."""
+        return self._kv[layer_idx][:, rows]
+
+    def gather(self, layer_idx: int, kv_indices: Tensor) -> Tensor:
+        """Copy chosen rows together.
+
+        kv_indices: [..., num_index_heads, top_k] integers; num_index_heads is a multiple of num_kv_heads, and
+        neighbours share a KV head. Indices outside the context are clamped into it: mask what they yield.
+        Returns [..., num_index_heads, top_k, 2, head_dim].
+        """
+        kv = self._kv[layer_idx]
+        num_kv_heads, context_len, _, head_dim = kv.shape
+        num_index_heads = kv_indices.shape[-2]
+        kv_head = torch.arange(num_index_heads) // (num_index_heads // num_kv_heads)
+        flat = kv_indices.clamp(0, context_len - 1) + (kv_head * context_len)[:, None]
+        rows = kv.view(num_kv_heads * context_len, 2 * head_dim).index_select(0, flat.reshape(-1))
+        return rows.view(*kv_indices.shape, 2, head_dim)

@@ -1,0 +1,185 @@
+"""One decode step in one layer, top to bottom: choose far rows, attend near and far, merge."""
+
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from csattn.attention import attend, merge_state
+from csattn.selection import Selection
+from csattn.selectors import ContextView, FarRows, Selector
+from offload.host_store import HostStore
+from offload.tail_store import TailStore
+
+# Tokens whose far rows are gathered and attended in one go.
+_TOKENS_PER_BLOCK = 16
+
+
+@dataclass(slots=True)
+class StepCount:
+    """What a request has read so far, over all layers."""
+
+    searches: int = 0
+    search_s: float = 0.0
+    far_rows: int = 0  # summed over layers and index heads
+    near_rows: int = 0  # summed over layers and KV heads
+
+
+class Observer(Protocol):
+    """Sees every layer's queries and what was chosen for them; for evaluation and plots."""
+
+    def __call__(self, layer: "LayerDecoder", q: Tensor, chosen: list[FarRows], out: Tensor) -> None: ...
+
+
+class LayerDecoder:
+    """One request's attention in one layer. `append` the step's keys and values, then `attend`."""
+
+    def __init__(
+        self,
+        layer_idx: int,
+        store: HostStore,
+        selector: Selector,
+        view: ContextView,
+        searcher: Executor,
+        count: StepCount,
+        clock: Callable[[], float],
+        observer: Observer | None = None,
+    ):
+        self.layer_idx = layer_idx
+        self.view = view
+        self.store = store
+        self._selector = selector
+        self._searcher = searcher
+        self._count = count
+        self._clock = clock
+        self._observer = observer
+        context = slice(0, view.context_len)
+        self.tail = TailStore(store.rows(layer_idx, context))
+        middle = view.middle
+        self._sinks = store.rows(layer_idx, slice(0, middle.start))
+        self._window = store.rows(layer_idx, slice(middle.stop, view.context_len))
+        self._num_indexed = 0  # rows of the tail that have left the window into the selector
+        self._early: Future[list[FarRows]] | Tensor | None = None  # a search under way, or the query for it
+        self._last: FarRows | None = None
+
+    @property
+    def kv_len(self) -> int:
+        return self.view.context_len + self.tail.num_rows
+
+    def append(self, k: Tensor, v: Tensor) -> None:
+        """k, v: [num_kv_heads, num_tokens, head_dim], after RoPE."""
+        self.tail.append(k, v)
+
+    def look_ahead(self, q: Tensor) -> None:
+        """Choose by this query, predicted before the layer's own is known. q: [num_q_heads, num_tokens, head_dim].
+
+        One token's search starts at once. Several tokens' searches wait for the step's keys, which they may need.
+        """
+        self._early = q if q.shape[1] > 1 else self._searcher.submit(self._choose, q, self.tail.num_rows)
+
+    def attend(self, q: Tensor, softmax_scale: float) -> Tensor:
+        """Attend from the last appended tokens. q: [num_q_heads, num_tokens, head_dim] -> out, same shape."""
+        early, self._early = self._early, None
+        if isinstance(early, Future):
+            chosen = early.result()
+        else:
+            chosen = self._choose(q if early is None else early, self.tail.num_rows - q.shape[1])
+        near_out, near_lse = self._attend_near(q, softmax_scale)
+        far_out, far_lse = self._attend_far(q, chosen, softmax_scale)
+        out, _ = merge_state(near_out, near_lse, far_out, far_lse)
+        if self._observer is not None:
+            self._observer(self, q, chosen, out)
+        return out
+
+    def _choose(self, q: Tensor, first_token: int) -> list[FarRows]:
+        """The far rows of each token; tokens stand at first_token, first_token + 1, ... of the tail."""
+        started = self._clock()
+        rows = []
+        by_token = q.detach().float().transpose(0, 1).contiguous().numpy()
+        for token, token_q in enumerate(by_token, start=first_token):
+            self._move_window(token)
+            if self._last is None or token % self.view.config.search_period == 0:
+                self._last = self._selector.select(token_q)
+                self._count.searches += 1
+            rows.append(self._last)
+        self._count.search_s += self._clock() - started
+        return rows
+
+    def _move_window(self, token: int) -> None:
+        """Hand rows of the tail that are out of the window of that token to the selector."""
+        if not self._selector.indexes_tail:
+            return
+        while self._num_indexed <= token - self.view.config.window_len:
+            self._selector.append(self.tail.kv[:, self._num_indexed, 0].float().numpy())
+            self._num_indexed += 1
+
+    def _attend_near(self, q: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+        """Attention over sinks, window and the tail's window: out like q, lse [num_q_heads, num_tokens]."""
+        num_tokens, num_tail = q.shape[1], self.tail.num_rows
+        first_token = num_tail - num_tokens
+        window_len = self.view.config.window_len if self._selector.indexes_tail else num_tail
+        oldest = max(0, first_token + 1 - window_len)
+        rows = torch.cat([self._sinks, self._window, self.tail.kv[:, oldest:]], dim=1)
+        num_fixed = rows.shape[1] - (num_tail - oldest)
+        self._count.near_rows += num_tokens * rows.shape[0] * rows.shape[1]
+        mask = None
+        if num_tokens > 1:
+            age = torch.arange(first_token, num_tail)[:, None] - torch.arange(oldest, num_tail)
+            mask = torch.cat([torch.ones(num_tokens, num_fixed, dtype=torch.bool), (age >= 0) & (age < window_len)], 1)
+        return _attend_grouped(q, rows, softmax_scale, mask)
+
+    def _attend_far(self, q: Tensor, chosen: list[FarRows], softmax_scale: float) -> tuple[Tensor, Tensor]:
+        """Attention over each token's far rows: out like q, lse [num_q_heads, num_tokens]."""
+        if isinstance(chosen[0], slice):
+            rows = self.store.rows(self.layer_idx, chosen[0])
+            self._count.far_rows += q.shape[1] * rows.shape[0] * rows.shape[1]
+            return _attend_grouped(q, rows, softmax_scale, None)
+        outs, lses = [], []
+        for start in range(0, len(chosen), _TOKENS_PER_BLOCK):
+            block = [rows for rows in chosen[start : start + _TOKENS_PER_BLOCK] if isinstance(rows, Selection)]
+            kv_indices = torch.from_numpy(np.stack([rows.kv_indices for rows in block]))
+            self._count.far_rows += sum(rows.num_rows for rows in block)
+            out, lse = self._attend_chosen(q[:, start : start + len(block)], kv_indices, softmax_scale)
+            outs.append(out)
+            lses.append(lse)
+        return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
+
+    def _attend_chosen(self, q: Tensor, kv_indices: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+        """kv_indices: [num_tokens, num_index_heads, top_k] -> out like q, lse [num_q_heads, num_tokens]."""
+        num_q_heads, num_tokens, head_dim = q.shape
+        rows = self.fetch(kv_indices)
+        num_index_heads = rows.shape[1]
+        grouped = q.view(num_index_heads, -1, num_tokens, head_dim).permute(2, 0, 1, 3)
+        mask = (kv_indices >= 0)[:, :, None] if (kv_indices < 0).any() else None
+        out, lse = attend(grouped, rows[..., 0, :], rows[..., 1, :], softmax_scale, mask)
+        out = out.permute(1, 2, 0, 3).reshape(num_q_heads, num_tokens, head_dim)
+        return out, lse.permute(1, 2, 0).reshape(num_q_heads, num_tokens)
+
+    def fetch(self, kv_indices: Tensor) -> Tensor:
+        """Rows of context and tail: [..., num_index_heads, top_k] -> [..., num_index_heads, top_k, 2, head_dim]."""
+        rows = self.store.gather(self.layer_idx, kv_indices)
+        in_tail = kv_indices >= self.view.context_len
+        if in_tail.any():
+            kv = self.tail.kv
+            *_, head, _ = places = in_tail.nonzero(as_tuple=True)
+            kv_head = head // (kv_indices.shape[-2] // kv.shape[0])
+            rows[places] = kv[kv_head, kv_indices[places].long() - self.view.context_len]
+        return rows
+
+
+def _attend_grouped(
+    q: Tensor,  # [num_q_heads, num_tokens, head_dim]
+    rows: Tensor,  # [num_kv_heads, num_rows, 2, head_dim], the same for all tokens
+    softmax_scale: float,
+    mask: Tensor | None,  # [num_tokens, num_rows]
+) -> tuple[Tensor, Tensor]:
+    num_q_heads, num_tokens, head_dim = q.shape
+    group_size = num_q_heads // rows.shape[0]
+    packed = q.reshape(1, rows.shape[0], group_size * num_tokens, head_dim)
+    mask = mask.repeat(group_size, 1) if mask is not None else None
+    out, lse = attend(packed, rows[None, :, :, 0], rows[None, :, :, 1], softmax_scale, mask)
+    return out.reshape(q.shape), lse.reshape(num_q_heads, num_tokens)

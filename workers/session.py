@@ -1,0 +1,216 @@
+"""Let a transformers model generate from an artifact: `model.generate(**session.ask("..."))`."""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from csattn.artifact import Artifact, open_artifact
+from csattn.config import SearchConfig
+from csattn.errors import ConfigError, ContextError
+from csattn.models import LoadedModel
+from csattn.models.attention_hook import attention_implementation
+from csattn.models.prompt import question_ids
+from csattn.models.query import queries_before_rope, rotate
+from csattn.search import SearchWorkspace
+from csattn.selectors import (
+    SELECTOR_NAMES,
+    CentroidSelector,
+    ContextView,
+    ExactSelector,
+    FullSelector,
+    Selector,
+    WindowSelector,
+)
+from offload.host_store import HostStore
+from workers.decode import LayerDecoder, Observer, StepCount
+
+
+@contextmanager
+def csattn_session(
+    loaded: LoadedModel,
+    artifact: Artifact | Path | str,
+    config: SearchConfig | None = None,
+    selector: str = "csattn",
+) -> Iterator["Session"]:
+    """Decode from an artifact with `loaded.model.generate` until the block ends.
+
+        with csattn_session(loaded, "store/3f2a...") as session:
+            loaded.model.generate(**session.ask("Who keeps the inn?"), max_new_tokens=60)
+
+    artifact: an open one, or the directory of one. Raises ArtifactError when it cannot be read or was made for
+    another model.
+    """
+    opened = open_artifact(Path(artifact)) if isinstance(artifact, str | Path) else artifact
+    try:
+        with Session(loaded, opened, config or SearchConfig(), selector) as session:
+            yield session
+    finally:
+        if opened is not artifact:
+            opened.close()
+
+
+class Session:
+    """Owns what requests share: the open artifact, its KV in host memory, and the thread that searches ahead."""
+
+    def __init__(self, loaded: LoadedModel, artifact: Artifact, config: SearchConfig, selector: str = "csattn"):
+        if selector not in SELECTOR_NAMES:
+            raise ConfigError(f"unknown selector {selector!r}; choose one of {', '.join(SELECTOR_NAMES)}")
+        artifact.require_model(loaded.fingerprint)
+        self.loaded = loaded
+        self.artifact = artifact
+        geometry, spec = loaded.geometry, artifact.manifest.spec
+        self.view = ContextView(spec.context_len, loaded.model.model.layers[0].self_attn.scaling, config)
+        self.selector = "full" if self.view.everything_kept and selector in ("csattn", "exact") else selector
+        self.store = HostStore([artifact.layer_kv(layer_idx) for layer_idx in range(geometry.num_layers)])
+        self._indexes = [artifact.layer_index(layer_idx) for layer_idx in range(geometry.num_layers)]
+        # One thread searches ahead, and nothing else searches while it does, so one workspace serves all.
+        self._searcher = ThreadPoolExecutor(1, thread_name_prefix="csattn-search")
+        group_size = geometry.num_q_heads // self._indexes[0].num_heads
+        self._workspace = SearchWorkspace(self._indexes[0], group_size)
+        self._attention = attention_implementation(loaded.model)
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> Self:
+        self._attention.__enter__()
+        if self.view.config.lookahead:
+            for layer_idx, layer in enumerate(self.loaded.model.model.layers[:-1]):
+                hook = _LookAhead(self.loaded.model, layer_idx, self._indexes[layer_idx].next_query)
+                self._hooks.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._attention.__exit__(kind, error, trace)
+        self._searcher.shutdown(wait=True)
+
+    def ask(self, question: str) -> dict[str, Any]:
+        """Arguments for `generate` that continue the context with a question, wrapped as the context was."""
+        wrapping = self.artifact.manifest.build_notes.get("wrapping", "none")
+        ids = question_ids(self.loaded.tokenizer, self.artifact.token_ids, question, wrapping)
+        return self.continue_with(ids)
+
+    def continue_with(self, token_ids: NDArray[np.int32], observer: Observer | None = None) -> dict[str, Any]:
+        """Arguments for `generate` that continue the context with given ids [num_tokens]: a request of its own."""
+        whole = np.concatenate([self.artifact.token_ids, token_ids])
+        positions = self.loaded.geometry.max_positions
+        if len(whole) >= positions:
+            raise ContextError(
+                f"context and question have {len(whole)} tokens together, the model has {positions} positions; "
+                "ask a shorter question"
+            )
+        ids = torch.from_numpy(whole).long()[None]
+        return {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "past_key_values": self.request(observer),
+        }
+
+    def request(self, observer: Observer | None = None) -> "RequestCache":
+        """An empty request: a transformers cache that holds the context and no question yet."""
+        count = StepCount()
+        decoders = [
+            LayerDecoder(
+                layer_idx,
+                self.store,
+                self._make_selector(layer_idx),
+                self.view,
+                self._searcher,
+                count,
+                time.perf_counter,
+                observer,
+            )
+            for layer_idx in range(self.loaded.geometry.num_layers)
+        ]
+        return RequestCache(decoders, count)
+
+    def _make_selector(self, layer_idx: int) -> Selector:
+        if self.selector == "full":
+            return FullSelector(self.view)
+        if self.selector == "window":
+            return WindowSelector(self.view)
+        if self.selector == "exact":
+            return ExactSelector(self.store.rows(layer_idx, slice(0, self.view.context_len))[:, :, 0], self.view)
+        return CentroidSelector(self._indexes[layer_idx], self.view, self._workspace)
+
+
+class RequestCache(Cache):
+    """One request as transformers sees it: a cache whose layers attend for themselves."""
+
+    def __init__(self, decoders: list[LayerDecoder], count: StepCount):
+        super().__init__(layers=[_CacheLayer(decoder) for decoder in decoders])
+        self.decoders = decoders
+        self.count = count
+
+
+class _CacheLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped
+    """A layer of `RequestCache`: takes keys and values, hands itself to the attention function."""
+
+    is_sliding = False
+    is_croppable = False
+    is_compileable = False
+    supports_early_init = False
+
+    def __init__(self, decoder: LayerDecoder):
+        super().__init__()
+        self._decoder = decoder
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing is left to do: the context is there from the start."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if key_states.shape[0] != 1:
+            raise ConfigError(
+                f"a request is one sequence, got a batch of {key_states.shape[0]}; make one request per sequence, "
+                "without beams and with num_return_sequences=1"
+            )
+        self._decoder.append(key_states[0], value_states[0])
+        return self, self
+
+    def attend(self, q: Tensor, softmax_scale: float) -> Tensor:
+        return self._decoder.attend(q[0], softmax_scale)[None]
+
+    def get_seq_length(self) -> int:
+        return self._decoder.kv_len
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._decoder.kv_len + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.11
+
+
+class _LookAhead:
+    """Before a layer runs: tell the next layer's queries from this layer's input, and start their search."""
+
+    def __init__(self, model: Any, layer_idx: int, next_query: NDArray[np.float32] | None):
+        assert next_query is not None, f"layer {layer_idx} has no next_query"
+        self._next_layer = model.model.layers[layer_idx + 1]
+        self._next_idx = layer_idx + 1
+        weights = torch.tensor(next_query, dtype=model.dtype)
+        self._matrix, self._offset = weights[:, :-1], weights[:, -1:]
+
+    def __call__(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        cache = kwargs.get("past_key_values")
+        if not isinstance(cache, RequestCache):
+            return
+        hidden = args[0] if args else kwargs["hidden_states"]
+        cos, sin = kwargs["position_embeddings"]
+        early = queries_before_rope(self._next_layer, hidden[0])
+        q = rotate(early @ self._matrix + self._offset, cos[0], sin[0])
+        cache.decoders[self._next_idx].look_ahead(q)

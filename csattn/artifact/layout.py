@@ -51,8 +51,7 @@ def plan(spec: ArtifactSpec, name: str) -> FileLayout:
 
 def artifact_bytes(spec: ArtifactSpec) -> int:
     """What all tensor files together will take on disk."""
-    per_layer = sum(plan(spec, name).size_bytes for name in (kv_file(0), index_file(0)))
-    return plan(spec, TOKENS_FILE).size_bytes + spec.model.num_layers * per_layer
+    return sum(plan(spec, name).size_bytes for name in file_names(spec))
 
 
 def kv_tensor(spec: ArtifactSpec) -> TensorSpec:

@@ -81,9 +81,12 @@ def make_layer(spec: ArtifactSpec, layer_idx: int) -> tuple[torch.Tensor, LayerI
     lists = (num_heads, config.num_subspaces, config.num_centroids)
     table: RowTable | ListTable
     if config.layout == "rows":
-        dtype = np.int8 if config.score_bits == 8 else np.uint8
-        codes = rng.integers(0, 100, (*lists, row_bytes(spec.context_len, config.score_bits)), dtype=dtype)
-        table = RowTable(codes, rng.standard_normal(lists, np.float32), spec.context_len)
+        codes = rng.integers(0, 100, (*lists, row_bytes(spec.context_len, config.score_bits)), dtype=np.uint8)
+        table = RowTable(
+            codes.view(np.int8) if config.score_bits == 8 else codes,
+            rng.standard_normal(lists, np.float32),
+            spec.context_len,
+        )
     else:
         list_len = config.list_entries(spec.context_len)
         table = ListTable(
@@ -98,6 +101,9 @@ def make_layer(spec: ArtifactSpec, layer_idx: int) -> tuple[torch.Tensor, LayerI
         key_mean=rng.standard_normal((num_heads, model.head_dim), np.float32),
         table=table,
         weigh_by_norm=config.weigh_by_norm,
+        next_query=None
+        if layer_idx + 1 == model.num_layers
+        else rng.standard_normal((model.num_q_heads, model.head_dim + 1, model.head_dim), np.float32),
     )
     return kv.to(TORCH_DTYPES[spec.kv_dtype]), index
 

@@ -1,9 +1,13 @@
 """One way to compile a CPU kernel: without the GIL, cached on disk where there is a place to cache."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 from numba import njit
+from numpy.typing import NDArray
+
+Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -13,8 +17,28 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     Kernels are serial: parallel callers bring their own threads, because numba's fallback threading layer
     aborts the process when two threads enter a parallel kernel at once.
     """
-    options: dict[str, Any] = {"nogil": True, "fastmath": True, "error_model": "numpy"}
+    return _compile(function, fastmath=True)
+
+
+def exact_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Like `kernel`, but every operation is rounded where it is written: results are the same on every machine."""
+    return _compile(function, fastmath=False)
+
+
+def _compile(function: Callable[..., Any], *, fastmath: bool) -> Callable[..., Any]:
+    options: dict[str, Any] = {"nogil": True, "fastmath": fastmath, "error_model": "numpy"}
     try:
         return njit(cache=True, **options)(function)  # type: ignore[no-any-return]
     except RuntimeError:  # no writable place for a cache: read-only site-packages and home
         return njit(**options)(function)  # type: ignore[no-any-return]
+
+
+def readonly(array: NDArray[Scalar]) -> NDArray[Scalar]:
+    """A read-only view for a kernel's inputs.
+
+    Memory maps are read-only and numba compiles a version for each kind of array: this way there is one.
+    """
+    assert array.flags.c_contiguous, f"an array of shape {array.shape} must be contiguous, it has strides {array.strides}"
+    view = np.asarray(array).view()
+    view.flags.writeable = False
+    return view

@@ -1,1 +1,19 @@
+"""Search on the CPU: from a step's queries to the context rows each head should attend to.
 
+`reference.py` is the definition. `search` serves one token in the calling thread, `search_tokens` several,
+`SearchPool` shares the same work out among threads; none of them allocates memory that grows with the context.
+"""
+
+from csattn.search.pool import SearchPool
+from csattn.search.run import LayerSearch, search, search_tokens
+from csattn.search.workspace import SearchWorkspace, TokenSelections, empty_selection
+
+__all__ = [
+    "LayerSearch",
+    "SearchPool",
+    "SearchWorkspace",
+    "TokenSelections",
+    "empty_selection",
+    "search",
+    "search_tokens",
+]

@@ -1,0 +1,135 @@
+"""The definition of a search, in plain numpy: slow, obviously right, and what every faster version must meet.
+
+One search serves one token of one request in one layer. Index head h answers for the query rows
+h * group_size ... (h + 1) * group_size - 1. A row's position in the request's KV is its kv index: the context
+comes first, row t of the tail has index context_len + t.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from csattn.index import LayerIndex
+from csattn.search.weights import integer_weights
+from csattn.selection import Selection
+from csattn.table.lists import ListTable
+from csattn.table.rows import RowTable, unpack_codes
+from csattn.table.tail import ListTail, RowTail, Tail
+
+# A key's share in one query row's softmax counts as at least this much, so that shares never underflow and
+# a scored key is never mistaken for one that is not: 2**-220 is e**-152, far below anything attention sees.
+LEAST_SHARE = 2.0**-220
+
+
+def search(
+    q: NDArray[np.float32],  # [num_q_heads, head_dim]
+    index: LayerIndex,
+    tail: Tail | None,
+    top_k: int,
+    sink_len: int,
+    window_len: int,
+    softmax_scale: float,
+    out: Selection,  # kv_indices [num_heads, top_k]
+) -> None:
+    """Choose, per index head, the top_k rows of the context and the tail that this token should fetch."""
+    group_size = q.shape[0] // index.num_heads
+    num_keys = index.context_len + (tail.num_rows if tail is not None else 0)
+    eligible = np.ones(num_keys, bool)  # neither sink nor window: those are resident
+    eligible[: min(sink_len, index.context_len)] = False
+    eligible[max(0, index.context_len - window_len) : index.context_len] = False
+    for head in range(index.num_heads):
+        rows = [score_keys(q[head * group_size + g], index, tail, head) for g in range(group_size)]
+        worth, scored = combine_group(rows, softmax_scale)
+        candidates = np.flatnonzero(eligible & scored)
+        chosen = top_k_of(worth[candidates], top_k)
+        out.valid_len[head] = len(chosen)
+        out.kv_indices[head] = -1
+        out.kv_indices[head, : len(chosen)] = candidates[chosen]
+
+
+def score_keys(
+    q: NDArray[np.float32], index: LayerIndex, tail: Tail | None, head: int
+) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """One query row's scores [num_keys] of all keys, and which keys are scored at all."""
+    centroid_ids, weights = match_centroids(q, index, head)
+    if isinstance(index.table, RowTable):
+        assert tail is None or isinstance(tail, RowTail)
+        unit, scores = integer_scores(index.table, tail, head, centroid_ids, weights)
+        return unit * scores, np.ones(len(scores), bool)
+    assert tail is None or isinstance(tail, ListTail)
+    return list_scores(index.table, tail, head, centroid_ids, weights)
+
+
+def match_centroids(
+    q: NDArray[np.float32], index: LayerIndex, head: int
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """The nearest centroid of each subspace, and the subspace's weight: both [num_subspaces].
+
+    Sums run in index order in float64, where products of float32 are exact: fused or not, vectorised or not,
+    every machine rounds alike.
+    """
+    rotated = _dot_in_order(q, index.query_basis[head].T).astype(np.float32)
+    parts = rotated.reshape(index.num_subspaces, -1)
+    centroid_ids = np.empty(index.num_subspaces, np.int64)
+    weights = np.ones(index.num_subspaces)
+    for b, part in enumerate(parts):
+        centroid_ids[b] = np.argmax(_dot_in_order(part, index.codebooks[head, b]))  # the lowest of equals
+        if index.weigh_by_norm:
+            weights[b] = np.sqrt(_dot_in_order(part, part[None])[0])
+    return centroid_ids, weights
+
+
+def integer_scores(
+    table: RowTable, tail: RowTail | None, head: int, centroid_ids: NDArray[np.int64], weights: NDArray[np.float64]
+) -> tuple[float, NDArray[np.int16]]:
+    """A unit and scores [num_keys] in that unit: sum over b of W_b * code_b, small enough for int16 by choice of W."""
+    subspaces = np.arange(len(centroid_ids))
+    scaled = weights * table.scales[head, subspaces, centroid_ids].astype(np.float64)
+    unit, multipliers = integer_weights(scaled, table.largest_code)
+    codes = unpack_codes(table.codes[head, subspaces, centroid_ids], table.context_len)
+    if tail is not None:
+        codes = np.concatenate([codes, tail.codes[head, subspaces, centroid_ids, : tail.num_rows]], axis=1)
+    scores = multipliers @ codes.astype(np.int64)
+    assert (np.abs(scores) <= 32767).all()
+    return unit, scores.astype(np.int16)
+
+
+def list_scores(
+    table: ListTable, tail: ListTail | None, head: int, centroid_ids: NDArray[np.int64], weights: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Reduce by key: the weighted scores of the chosen lists, summed in float32 in the order of the subspaces."""
+    num_keys = table.context_len + (tail.num_rows if tail is not None else 0)
+    sums = np.zeros(num_keys, np.float32)
+    listed = np.zeros(num_keys, bool)
+    for b, centroid in enumerate(centroid_ids):
+        indices, scores = table.indices[head, b, centroid], table.scores[head, b, centroid]
+        if tail is not None:
+            indices, scores = tail.merged_list(head, b, int(centroid))
+        sums[indices] += np.float32(weights[b]) * scores.astype(np.float32)
+        listed[indices] = True
+    return sums.astype(np.float64), listed
+
+
+def combine_group(
+    rows: list[tuple[NDArray[np.float64], NDArray[np.bool_]]], softmax_scale: float
+) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """What each key is worth to the group [num_keys]: its score, or the sum of its shares in each row's softmax."""
+    if len(rows) == 1:
+        return rows[0]
+    worth = np.zeros(len(rows[0][0]))
+    for scores, scored in rows:
+        if scored.any():
+            logits = softmax_scale * scores[scored]
+            shares = np.exp(logits - logits.max())
+            worth[scored] += np.maximum(shares / shares.sum(), LEAST_SHARE)
+    return worth, worth > 0
+
+
+def top_k_of(worth: NDArray[np.float64], top_k: int) -> NDArray[np.int64]:
+    """Positions of the top_k largest, ascending; of equals the first."""
+    order = np.argsort(-worth, kind="stable")
+    return np.sort(order[:top_k])
+
+
+def _dot_in_order(x: NDArray[np.float32], rows: NDArray[np.float32]) -> NDArray[np.float64]:
+    """x [n] times each of rows [r, n], as float64 sums in index order."""
+    return np.add.accumulate(rows.astype(np.float64) * x.astype(np.float64), axis=1)[:, -1]

@@ -1,0 +1,241 @@
+"""The streaming update: keys that leave a request's window join the index of that request.
+
+The shared table is never written. A tail holds what the request adds to it: row t of the tail is key
+context_len + t. A tail belongs to one request and one layer; it is not safe to append while a search reads it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from csattn.jit import exact_kernel, readonly
+from csattn.table.lists import ListTable
+from csattn.table.rows import KEYS_PER_BLOCK
+
+if TYPE_CHECKING:
+    from csattn.index import LayerIndex
+
+def make_tail(index: LayerIndex) -> Tail:
+    """An empty tail over the shared index of one layer."""
+    return ListTail(index) if isinstance(index.table, ListTable) else RowTail(index)
+
+
+class RowTail:
+    """Quantised scores of the appended keys for all centroids, in the scales of the shared rows."""
+
+    def __init__(self, index: LayerIndex) -> None:
+        self._index = index
+        self.num_rows = 0
+        # [num_index_heads, num_subspaces, num_centroids, capacity] int8, also over 4-bit tables; codes at and
+        # above num_rows are 0
+        self.codes: NDArray[np.int8] = np.zeros((*index.codebooks.shape[:3], KEYS_PER_BLOCK), np.int8)
+
+    def append(self, k: NDArray[np.float32]) -> None:
+        """Add one key: k [num_kv_heads, head_dim], as it lies in the KV cache."""
+        if self.num_rows == self.codes.shape[-1]:
+            self.codes = np.concatenate([self.codes, np.zeros_like(self.codes)], axis=-1)
+        scores = score_key(k, self._index)
+        table = self._index.table
+        _store_codes(scores, readonly(table.scales), table.largest_code, self.codes, self.num_rows)  # type: ignore[union-attr]
+        self.num_rows += 1
+
+    def check(self) -> None:
+        """Raise AssertionError if a code is out of its range or written where no row is."""
+        largest = self._index.table.largest_code  # type: ignore[union-attr]
+        assert 0 <= self.num_rows <= self.codes.shape[-1], f"{self!r} holds more rows than it has room for"
+        assert self.codes.shape[-1] % KEYS_PER_BLOCK == 0, f"{self!r} has a capacity that is no multiple of a block"
+        assert (np.abs(self.codes.astype(np.int16)) <= largest).all(), f"{self!r} holds a code beyond {largest}"
+        assert not self.codes[..., self.num_rows :].any(), f"{self!r} holds codes after its last row"
+
+    def __repr__(self) -> str:
+        return f"<RowTail {self.num_rows} rows, room for {self.codes.shape[-1]}, {self.codes.nbytes} bytes>"
+
+
+class ListTail:
+    """Which entries of the shared lists still count, and the appended keys that took the others' places.
+
+    Lists keep their length: a new key enters one whose lowest score it beats, and the lowest entry leaves. List
+    (h, b, j) is now the first list_len - num_inserted[h, b, j] entries of the shared list merged with that many
+    inserted ones.
+    """
+
+    def __init__(self, index: LayerIndex) -> None:
+        assert isinstance(index.table, ListTable)
+        self._index = index
+        self._table = index.table
+        lists = index.codebooks.shape[:3]
+        self.num_rows = 0
+        self.num_inserted: NDArray[np.int32] = np.zeros(lists, np.int32)  # [num_index_heads, num_subspaces, num_centroids]
+        # [num_index_heads, num_subspaces, num_centroids, capacity], ordered like the lists; scores are float16 values
+        self.inserted_indices: NDArray[np.int32] = np.full((*lists, 16), -1, np.int32)
+        self.inserted_scores: NDArray[np.float32] = np.zeros((*lists, 16), np.float32)
+        # [num_index_heads, num_subspaces, num_centroids]: the score that a new key must beat
+        self._lowest: NDArray[np.float32] = self._table.scores[..., -1].astype(np.float32)
+
+    def append(self, k: NDArray[np.float32]) -> None:
+        """Try to insert one key into every list: k [num_kv_heads, head_dim], as it lies in the KV cache."""
+        if self.num_inserted.max(initial=0) == self.inserted_indices.shape[-1]:
+            self._grow()
+        # float16 is what the lists hold; adding 0 turns -0.0, which no list may hold, into 0.0
+        scores = score_key(k, self._index).astype(np.float16).astype(np.float32) + np.float32(0)
+        _insert_scores(
+            scores,
+            self._table.context_len + self.num_rows,
+            readonly(self._table.scores.view(np.uint16)),
+            self.num_inserted,
+            self.inserted_indices,
+            self.inserted_scores,
+            self._lowest,
+        )
+        self.num_rows += 1
+
+    def merged_list(self, head: int, subspace: int, centroid: int) -> tuple[NDArray[np.int32], NDArray[np.float16]]:
+        """List (head, subspace, centroid) as it is now: indices and scores [list_len], in the lists' order."""
+        where = head, subspace, centroid
+        inserted = int(self.num_inserted[where])
+        kept = self._table.list_len - inserted
+        indices = np.concatenate([self._table.indices[where][:kept], self.inserted_indices[where][:inserted]])
+        new_scores = self.inserted_scores[where][:inserted].astype(np.float16)
+        scores = np.concatenate([self._table.scores[where][:kept], new_scores])
+        order = np.lexsort((indices, -scores.astype(np.float32)))
+        return indices[order], scores[order]
+
+    def check(self) -> None:
+        """Raise AssertionError if a list is not what inserting key by key makes of it."""
+        for head, subspace, centroid in np.ndindex(*self.num_inserted.shape):
+            inserted = self.num_inserted[head, subspace, centroid]
+            assert 0 <= inserted <= min(self.num_rows, self._table.list_len), f"{self!r} inserted too many keys"
+            indices, scores = self.merged_list(head, subspace, centroid)
+            assert len(np.unique(indices)) == self._table.list_len, f"{self!r} holds a key twice"
+            assert indices.max() < self._table.context_len + self.num_rows, f"{self!r} holds a key that is not there"
+            assert scores[-1] == self._lowest[head, subspace, centroid], f"{self!r} has lost a list's lowest score"
+            own = self.inserted_indices[head, subspace, centroid, :inserted]
+            own_scores = self.inserted_scores[head, subspace, centroid, :inserted]
+            order = np.lexsort((own, -own_scores))
+            assert (order == np.arange(inserted)).all(), f"{self!r} holds inserted keys out of order"
+
+    def _grow(self) -> None:
+        self.inserted_indices = np.concatenate([self.inserted_indices, np.full_like(self.inserted_indices, -1)], axis=-1)
+        self.inserted_scores = np.concatenate([self.inserted_scores, np.zeros_like(self.inserted_scores)], axis=-1)
+
+    def __repr__(self) -> str:
+        room = self.inserted_indices.shape[-1]
+        num_bytes = self.inserted_indices.nbytes + self.inserted_scores.nbytes
+        inserted = int(self.num_inserted.sum())
+        return f"<ListTail {self.num_rows} rows, {inserted} insertions, room for {room} a list, {num_bytes} bytes>"
+
+
+Tail: TypeAlias = RowTail | ListTail
+
+
+def score_key(k: NDArray[np.float32], index: LayerIndex) -> NDArray[np.float32]:
+    """Scores [num_index_heads, num_subspaces, num_centroids] of one new key k [num_kv_heads, head_dim]."""
+    head_dim = index.key_mean.shape[1]
+    assert k.ndim == 2 and k.shape[1] == head_dim, f"k has shape {k.shape}, wanted [num_kv_heads, {head_dim}]"
+    assert index.num_heads % k.shape[0] == 0, f"{k.shape[0]} KV heads do not divide {index.num_heads} index heads"
+    scores = np.empty(index.codebooks.shape[:3], np.float32)
+    _score_key(
+        readonly(np.ascontiguousarray(k, np.float32)),
+        readonly(index.key_mean),
+        readonly(index.key_basis),
+        readonly(index.codebooks),
+        scores,
+    )
+    return scores
+
+
+@exact_kernel
+def _score_key(
+    k: NDArray[np.float32],  # [num_kv_heads, head_dim]
+    key_mean: NDArray[np.float32],
+    key_basis: NDArray[np.float32],
+    codebooks: NDArray[np.float32],
+    scores: NDArray[np.float32],  # [num_index_heads, num_subspaces, num_centroids], written
+) -> None:
+    num_heads, num_subspaces, num_centroids, subspace_dim = codebooks.shape
+    head_dim = key_mean.shape[1]
+    rotated = np.empty(head_dim, np.float64)
+    for head in range(num_heads):
+        kv_head = head * k.shape[0] // num_heads
+        rotated[:] = 0.0
+        for i in range(head_dim):
+            centred = np.float64(k[kv_head, i]) - np.float64(key_mean[head, i])
+            for j in range(head_dim):
+                rotated[j] += centred * key_basis[head, i, j]
+        for b in range(num_subspaces):
+            for j in range(num_centroids):
+                total = 0.0
+                for d in range(subspace_dim):
+                    total += rotated[b * subspace_dim + d] * codebooks[head, b, j, d]
+                scores[head, b, j] = total
+
+
+@exact_kernel
+def _store_codes(
+    scores: NDArray[np.float32],
+    scales: NDArray[np.float32],
+    largest_code: int,
+    codes: NDArray[np.int8],  # [num_index_heads, num_subspaces, num_centroids, capacity], column `row` is written
+    row: int,
+) -> None:
+    num_heads, num_subspaces, num_centroids = scores.shape
+    for head in range(num_heads):
+        for b in range(num_subspaces):
+            for j in range(num_centroids):
+                scale = scales[head, b, j]
+                if scale > 0.0:
+                    code = np.rint(scores[head, b, j] / scale)
+                    codes[head, b, j, row] = np.int8(min(max(code, -largest_code), largest_code))
+
+
+@exact_kernel
+def _insert_scores(
+    scores: NDArray[np.float32],  # [num_index_heads, num_subspaces, num_centroids] of the new key
+    kv_index: int,
+    shared_scores: NDArray[np.uint16],  # float16 bits
+    num_inserted: NDArray[np.int32],
+    inserted_indices: NDArray[np.int32],
+    inserted_scores: NDArray[np.float32],
+    lowest: NDArray[np.float32],
+) -> None:
+    """Insert the key into every list whose lowest score it beats; that entry leaves. There must be room."""
+    num_heads, num_subspaces, num_centroids = scores.shape
+    list_len = shared_scores.shape[3]
+    for head in range(num_heads):
+        for b in range(num_subspaces):
+            for j in range(num_centroids):
+                score = scores[head, b, j]
+                if not score > lowest[head, b, j]:
+                    continue
+                inserted = num_inserted[head, b, j]
+                own = inserted_scores[head, b, j]
+                own_indices = inserted_indices[head, b, j]
+                # of equal scores the inserted key has the higher index, so it is the one that leaves
+                if inserted > 0 and own[inserted - 1] == lowest[head, b, j]:
+                    inserted -= 1
+                at = inserted
+                while at > 0 and own[at - 1] < score:
+                    own[at] = own[at - 1]
+                    own_indices[at] = own_indices[at - 1]
+                    at -= 1
+                own[at] = score
+                own_indices[at] = kv_index
+                inserted += 1
+                num_inserted[head, b, j] = inserted
+                kept = list_len - inserted
+                remaining = own[inserted - 1]
+                if kept > 0:
+                    remaining = min(remaining, _half_to_float(shared_scores[head, b, j, kept - 1]))
+                lowest[head, b, j] = remaining
+
+
+@exact_kernel
+def _half_to_float(bits: int) -> float:
+    """The finite float16 with these bits."""
+    exponent = (bits >> 10) & 31
+    mantissa = bits & 1023
+    magnitude = np.ldexp(1024.0 + mantissa, exponent - 25) if exponent > 0 else np.ldexp(float(mantissa), -24)
+    return -magnitude if bits & 0x8000 else magnitude

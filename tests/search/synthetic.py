@@ -1,0 +1,107 @@
+"""Indexes over random keys, built in a few lines of numpy, and searches over them."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from csattn.index import LayerIndex
+from csattn.search.workspace import SearchWorkspace, empty_selection
+from csattn.selection import Selection
+from csattn.table.lists import ListTable
+from csattn.table.rows import RowTable, pack_codes
+from csattn.table.tail import Tail, make_tail
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexSpec:
+    """One synthetic layer."""
+
+    layout: str = "rows4"  # rows4, rows8, lists
+    context_len: int = 1000
+    num_heads: int = 2
+    head_dim: int = 32
+    num_subspaces: int = 8
+    num_centroids: int = 6
+    list_len: float = 0.25
+    weigh_by_norm: bool = True
+    distinct_keys: int = 0  # that many different keys, repeated; 0: all differ
+    seed: int = 0
+
+
+def make_keys(spec: IndexSpec, rng: np.random.Generator) -> NDArray[np.float32]:
+    """Keys [num_heads, context_len, head_dim]."""
+    keys = rng.standard_normal((spec.num_heads, spec.context_len, spec.head_dim), dtype=np.float32)
+    if spec.distinct_keys:
+        keys = keys[:, np.arange(spec.context_len) % spec.distinct_keys]
+    return keys
+
+
+def make_index(spec: IndexSpec) -> LayerIndex:
+    """An index over random keys, read-only as a memory map is."""
+    rng = np.random.default_rng(spec.seed)
+    keys = make_keys(spec, rng)
+    basis = np.linalg.qr(rng.standard_normal((spec.num_heads, spec.head_dim, spec.head_dim)))[0].astype(np.float32)
+    key_mean = keys.mean(axis=1) if spec.context_len else np.zeros((spec.num_heads, spec.head_dim), np.float32)
+    subspace_dim = spec.head_dim // spec.num_subspaces
+    shape = spec.num_heads, spec.num_subspaces, spec.num_centroids, subspace_dim
+    codebooks = rng.standard_normal(shape).astype(np.float32)
+    codebooks /= np.linalg.norm(codebooks, axis=-1, keepdims=True)
+    parts = ((keys - key_mean[:, None]) @ basis).reshape(spec.num_heads, -1, spec.num_subspaces, subspace_dim)
+    scores = np.einsum("hnbd,hbjd->hbjn", parts, codebooks, optimize=True).astype(np.float32)
+    table = make_lists(scores, spec.list_len) if spec.layout == "lists" else make_rows(scores, int(spec.layout[4:]))
+    arrays = (table.indices, table.scores) if isinstance(table, ListTable) else (table.codes, table.scales)
+    for array in (basis, codebooks, key_mean, *arrays):
+        array.flags.writeable = False
+    return LayerIndex(basis, codebooks, basis, key_mean, table, spec.weigh_by_norm)
+
+
+def make_rows(scores: NDArray[np.float32], score_bits: int) -> RowTable:
+    """Quantise scores [num_heads, num_subspaces, num_centroids, context_len]."""
+    largest = 127 if score_bits == 8 else 7
+    scales = np.abs(scores).max(axis=-1, initial=0.0).astype(np.float32) / np.float32(largest)
+    codes = np.rint(scores / np.maximum(scales, np.float32(1e-30))[..., None]).astype(np.int8)
+    return RowTable(pack_codes(codes, score_bits), scales, scores.shape[-1])
+
+
+def make_lists(scores: NDArray[np.float32], list_len: float) -> ListTable:
+    """The Top-L lists of scores [num_heads, num_subspaces, num_centroids, context_len]."""
+    length = max(1, round(list_len * scores.shape[-1]))
+    halves = scores.astype(np.float16) + np.float16(0)
+    order = np.argsort(-halves, axis=-1, kind="stable")[..., :length].astype(np.int32)
+    return ListTable(order, np.take_along_axis(halves, order, axis=-1), scores.shape[-1])
+
+
+def make_queries(spec: IndexSpec, group_size: int, seed: int = 1, scale: float = 1.0) -> NDArray[np.float32]:
+    """Queries [num_q_heads, head_dim]."""
+    rng = np.random.default_rng(seed)
+    q = rng.standard_normal((spec.num_heads * group_size, spec.head_dim), dtype=np.float32)
+    return q * np.float32(scale)
+
+
+def append_keys(tail: Tail, spec: IndexSpec, num_rows: int, seed: int = 2) -> Tail:
+    """The tail, with that many random keys appended."""
+    rng = np.random.default_rng(seed)
+    for _ in range(num_rows):
+        tail.append(rng.standard_normal((spec.num_heads, spec.head_dim), dtype=np.float32))
+    return tail
+
+
+def make_tail_of(index: LayerIndex, spec: IndexSpec, num_rows: int) -> Tail | None:
+    """None for no rows."""
+    return append_keys(make_tail(index), spec, num_rows) if num_rows else None
+
+
+def poisoned_selection(num_heads: int, top_k: int) -> Selection:
+    """Room for a selection, filled with what no search may leave there."""
+    out = empty_selection(num_heads, top_k)
+    out.kv_indices[:] = -777
+    out.valid_len[:] = -777
+    return out
+
+
+def poisoned_workspace(num_bytes: int = 1 << 20) -> SearchWorkspace:
+    """Scratch memory full of NaN, whatever type it is read as."""
+    workspace = SearchWorkspace()
+    workspace.reserve(num_bytes)[:] = 0xFF
+    return workspace

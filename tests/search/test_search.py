@@ -1,0 +1,202 @@
+"""Every search agrees with the definition in `reference.py`."""
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from csattn.index import LayerIndex
+from csattn.search import SearchPool, reference, search, search_tokens
+from csattn.search.run import LayerSearch
+from csattn.search.workspace import SearchWorkspace, TokenSelections, empty_selection
+from csattn.selection import Selection
+from csattn.table.tail import Tail, make_tail
+from tests.search.synthetic import (
+    IndexSpec,
+    make_index,
+    make_queries,
+    make_tail_of,
+    poisoned_selection,
+    poisoned_workspace,
+)
+
+LAYOUTS = ["rows4", "rows8", "lists"]
+SCALE = 0.2  # softmax_scale
+
+
+def run_both(
+    q: NDArray[np.float32],
+    index: LayerIndex,
+    tail: Tail | None,
+    top_k: int,
+    sink_len: int = 4,
+    window_len: int = 16,
+    softmax_scale: float = SCALE,
+) -> tuple[Selection, Selection]:
+    """The kernel's selection and the reference's; the kernel runs first, into poisoned memory."""
+    got = poisoned_selection(index.num_heads, top_k)
+    want = empty_selection(index.num_heads, top_k)
+    search(q, index, tail, top_k, sink_len, window_len, softmax_scale, poisoned_workspace(), got)
+    reference.search(q, index, tail, top_k, sink_len, window_len, softmax_scale, want)
+    return got, want
+
+
+def assert_worth_the_same(
+    got: Selection, want: Selection, q: NDArray[np.float32], index: LayerIndex, tail: Tail | None, scale: float = SCALE
+) -> None:
+    """Rounding of exp may swap rows of nearly equal worth: compare what the chosen rows are worth, in order."""
+    np.testing.assert_array_equal(got.valid_len, want.valid_len)
+    got.check(index.context_len + (tail.num_rows if tail else 0))
+    group_size = q.shape[0] // index.num_heads
+    for head in range(index.num_heads):
+        rows = [reference.score_keys(q[head * group_size + g], index, tail, head) for g in range(group_size)]
+        worth, scored = reference.combine_group(rows, scale)
+        mine, theirs = got.kv_indices[head, : got.valid_len[head]], want.kv_indices[head, : want.valid_len[head]]
+        assert scored[mine].all(), f"head {head} chose a key that no list holds"
+        np.testing.assert_allclose(np.sort(worth[mine]), np.sort(worth[theirs]), rtol=3e-5, atol=0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("group_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("context_len", [1, 63, 64, 65, 127, 128, 129, 1009])
+@pytest.mark.parametrize("tail_rows", [0, 1, 70])
+def test_search_agrees_with_the_reference(layout: str, group_size: int, context_len: int, tail_rows: int) -> None:
+    spec = IndexSpec(layout=layout, context_len=context_len)
+    index, q = make_index(spec), make_queries(spec, group_size, scale=3.0)
+    tail = make_tail_of(index, spec, tail_rows)
+    got, want = run_both(q, index, tail, top_k=50)
+    if group_size == 1:
+        np.testing.assert_array_equal(got.kv_indices, want.kv_indices)
+    assert_worth_the_same(got, want, q, index, tail)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("group_size", [1, 3])
+@pytest.mark.parametrize("top_k", [0, 1, 7, 978, 979, 980, 981, 2000])
+def test_any_number_of_rows_can_be_asked_for(layout: str, group_size: int, top_k: int) -> None:
+    spec = IndexSpec(layout=layout, context_len=1000, list_len=1.0)
+    index, q = make_index(spec), make_queries(spec, group_size)
+    got, want = run_both(q, index, None, top_k)  # 980 candidates: 1000 less 4 and 16
+    assert (got.valid_len == min(top_k, 980)).all()
+    assert_worth_the_same(got, want, q, index, None)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("sink_len, window_len", [(0, 0), (0, 1), (1, 0), (500, 500), (500, 501), (2000, 1), (3, 2000)])
+def test_resident_rows_are_never_chosen(layout: str, sink_len: int, window_len: int) -> None:
+    spec = IndexSpec(layout=layout, context_len=1000, list_len=1.0)
+    index, q = make_index(spec), make_queries(spec, 2)
+    tail = make_tail_of(index, spec, 3)
+    got, want = run_both(q, index, tail, 1003, sink_len, window_len)
+    expected = [*range(sink_len, 1000 - window_len), 1000, 1001, 1002]
+    if layout != "lists":
+        for head in range(index.num_heads):
+            assert got.kv_indices[head, : got.valid_len[head]].tolist() == expected
+    np.testing.assert_array_equal(got.kv_indices, want.kv_indices)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("group_size", [1, 4])
+@pytest.mark.parametrize("distinct_keys", [1, 2, 11])
+def test_ties_go_to_the_lowest_index(layout: str, group_size: int, distinct_keys: int) -> None:
+    spec = IndexSpec(layout=layout, context_len=5000, distinct_keys=distinct_keys)
+    index, q = make_index(spec), make_queries(spec, group_size)
+    got, want = run_both(q, index, None, 321)
+    np.testing.assert_array_equal(got.kv_indices, want.kv_indices)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("group_size", [1, 4])
+def test_a_zero_query_takes_the_first_rows(layout: str, group_size: int) -> None:
+    spec = IndexSpec(layout=layout, context_len=1000, list_len=1.0)
+    index, q = make_index(spec), make_queries(spec, group_size, scale=0.0)
+    got, _ = run_both(q, index, None, 30)
+    np.testing.assert_array_equal(got.kv_indices, np.tile(np.arange(4, 34), (2, 1)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_zero_query_beside_others_changes_nothing(layout: str) -> None:
+    spec = IndexSpec(layout=layout, context_len=3000, list_len=1.0)
+    index, q = make_index(spec), make_queries(spec, 3)
+    q[[1, 2, 4, 5]] = 0
+    got, _ = run_both(q, index, None, 100)
+    alone, _ = run_both(np.ascontiguousarray(q[[0, 3]]), index, None, 100)
+    np.testing.assert_array_equal(got.kv_indices, alone.kv_indices)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("scale", [30.0, 300.0, 3000.0])
+def test_sharp_softmax_neither_overflows_nor_underflows(layout: str, scale: float) -> None:
+    spec = IndexSpec(layout=layout, context_len=2000)
+    index, q = make_index(spec), make_queries(spec, 3, scale=scale)
+    got, want = run_both(q, index, None, 200)
+    assert_worth_the_same(got, want, q, index, None)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nan_queries_still_give_sound_selections(layout: str) -> None:
+    spec = IndexSpec(layout=layout, context_len=2000)
+    index, q = make_index(spec), make_queries(spec, 3)
+    q[0, 5] = np.nan
+    q[3, 0] = np.inf
+    out = poisoned_selection(2, 100)
+    search(q, index, None, 100, 4, 16, SCALE, SearchWorkspace(), out)
+    out.check(2000)
+
+
+def test_unit_weights_when_the_index_asks_for_them() -> None:
+    spec = IndexSpec(layout="rows8", weigh_by_norm=False)
+    index, q = make_index(spec), make_queries(spec, 1)
+    got, want = run_both(q, index, None, 50)
+    np.testing.assert_array_equal(got.kv_indices, want.kv_indices)
+    scaled, _ = run_both(q * 2, index, None, 50)
+    np.testing.assert_array_equal(scaled.kv_indices, want.kv_indices)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("tail_rows", [0, 5])
+def test_several_tokens_are_searched_as_if_one_by_one(layout: str, tail_rows: int) -> None:
+    spec = IndexSpec(layout=layout, context_len=777)
+    index = make_index(spec)
+    tail = make_tail_of(index, spec, tail_rows)
+    q = np.stack([make_queries(spec, 2, seed=t) for t in range(5)])
+    got = search_tokens(q, index, tail, 40, 4, 16, SCALE, SearchWorkspace())
+    for token in range(5):
+        alone = poisoned_selection(2, 40)
+        search(q[token], index, tail, 40, 4, 16, SCALE, SearchWorkspace(), alone)
+        np.testing.assert_array_equal(got[token].kv_indices, alone.kv_indices)
+        np.testing.assert_array_equal(got[token].valid_len, alone.valid_len)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_results_do_not_depend_on_the_number_of_threads(num_threads: int) -> None:
+    layers = []
+    for seed, layout in enumerate(LAYOUTS):
+        spec = IndexSpec(layout=layout, context_len=40_000, seed=seed, num_heads=3)
+        q = np.stack([make_queries(spec, 2, seed=t) for t in range(2)])
+        out = TokenSelections(np.full((2, 3, 500), -777, np.int32), np.full((2, 3), -777, np.int32))
+        layers.append(LayerSearch(q, make_index(spec), None, 4, 16, SCALE, out))
+    with SearchPool(num_threads) as pool:
+        pool.search_layers(layers)
+        again = pool.search_tokens(layers[0].q, layers[0].index, None, 500, 4, 16, SCALE)
+    np.testing.assert_array_equal(again.kv_indices, layers[0].out.kv_indices)
+    for layer in layers:
+        alone = search_tokens(layer.q, layer.index, None, 500, 4, 16, SCALE, SearchWorkspace())
+        np.testing.assert_array_equal(layer.out.kv_indices, alone.kv_indices)
+        np.testing.assert_array_equal(layer.out.valid_len, alone.valid_len)
+
+
+def test_a_pool_serves_one_token(pool_threads: int = 2) -> None:
+    spec = IndexSpec(context_len=100_000, num_heads=4)
+    index, q = make_index(spec), make_queries(spec, 2)
+    got, want = poisoned_selection(4, 700), poisoned_selection(4, 700)
+    with SearchPool(pool_threads) as pool:
+        pool.search(q, index, make_tail(index), 700, 4, 16, SCALE, got)
+    search(q, index, None, 700, 4, 16, SCALE, SearchWorkspace(), want)
+    np.testing.assert_array_equal(got.kv_indices, want.kv_indices)
+
+
+def test_a_pool_passes_errors_on() -> None:
+    spec = IndexSpec(context_len=100)
+    index, q = make_index(spec), make_queries(spec, 2)
+    with SearchPool(2) as pool, pytest.raises(AssertionError, match="wanted 30"):
+        pool.search(q, index, None, 30, 4, 16, SCALE, empty_selection(2, 20))

@@ -1,0 +1,35 @@
+"""What all tests share: repeatable randomness, threads that do not fight, no network, no GPU where there is none."""
+
+import os
+
+# before torch, faiss or numba are loaded
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.load_profile("repeatable")
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """The same numbers in every run."""
+    return np.random.default_rng(20_240_607)
+
+
+@pytest.fixture(autouse=True)
+def fixed_torch_seed() -> None:
+    torch.manual_seed(20_240_607)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(pytest.mark.skip(reason="this machine has no CUDA device"))

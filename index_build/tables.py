@@ -33,10 +33,8 @@ def make_row_table(
     """Every key's score for every centroid, as symmetric codes with one scale per row."""
     num_heads, num_subspaces, num_centroids, subspace_dim = codebooks.shape
     context_len = keys[0].shape[0]
-    codes = np.empty(
-        (num_heads, num_subspaces, num_centroids, row_bytes(context_len, score_bits)),
-        dtype=np.int8 if score_bits == 8 else np.uint8,
-    )
+    shape = (num_heads, num_subspaces, num_centroids, row_bytes(context_len, score_bits))
+    codes = np.empty(shape, dtype=np.int8) if score_bits == 8 else np.empty(shape, dtype=np.uint8)
     scales = np.empty((num_heads, num_subspaces, num_centroids), dtype=np.float32)
     for head in range(num_heads):
         for subspace in range(num_subspaces):

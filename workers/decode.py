@@ -25,8 +25,8 @@ class StepCount:
 
     searches: int = 0
     search_s: float = 0.0
-    far_rows: int = 0  # summed over layers and index heads
-    near_rows: int = 0  # summed over layers and KV heads
+    far_rows: float = 0.0  # rows per head that were fetched, summed over layers and tokens
+    near_rows: float = 0.0  # resident rows per head, likewise
 
 
 class Observer(Protocol):
@@ -69,6 +69,15 @@ class LayerDecoder:
     @property
     def kv_len(self) -> int:
         return self.view.context_len + self.tail.num_rows
+
+    @property
+    def _tail_window(self) -> int:
+        """How many rows of the tail a token sees as resident ones, its own included."""
+        return self.view.config.window_len if self._selector.indexes_tail else self.tail.num_rows
+
+    def oldest_resident(self, token: int) -> int:
+        """The first row of the tail that is resident for that token of the tail."""
+        return max(0, token + 1 - self._tail_window)
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """k, v: [num_kv_heads, num_tokens, head_dim], after RoPE."""
@@ -121,28 +130,28 @@ class LayerDecoder:
         """Attention over sinks, window and the tail's window: out like q, lse [num_q_heads, num_tokens]."""
         num_tokens, num_tail = q.shape[1], self.tail.num_rows
         first_token = num_tail - num_tokens
-        window_len = self.view.config.window_len if self._selector.indexes_tail else num_tail
-        oldest = max(0, first_token + 1 - window_len)
+        oldest = self.oldest_resident(first_token)
         rows = torch.cat([self._sinks, self._window, self.tail.kv[:, oldest:]], dim=1)
         num_fixed = rows.shape[1] - (num_tail - oldest)
-        self._count.near_rows += num_tokens * rows.shape[0] * rows.shape[1]
+        self._count.near_rows += num_tokens * rows.shape[1]
         mask = None
         if num_tokens > 1:
             age = torch.arange(first_token, num_tail)[:, None] - torch.arange(oldest, num_tail)
-            mask = torch.cat([torch.ones(num_tokens, num_fixed, dtype=torch.bool), (age >= 0) & (age < window_len)], 1)
+            seen = (age >= 0) & (age < self._tail_window)
+            mask = torch.cat([torch.ones(num_tokens, num_fixed, dtype=torch.bool), seen], dim=1)
         return _attend_grouped(q, rows, softmax_scale, mask)
 
     def _attend_far(self, q: Tensor, chosen: list[FarRows], softmax_scale: float) -> tuple[Tensor, Tensor]:
         """Attention over each token's far rows: out like q, lse [num_q_heads, num_tokens]."""
         if isinstance(chosen[0], slice):
             rows = self.store.rows(self.layer_idx, chosen[0])
-            self._count.far_rows += q.shape[1] * rows.shape[0] * rows.shape[1]
+            self._count.far_rows += q.shape[1] * rows.shape[1]
             return _attend_grouped(q, rows, softmax_scale, None)
         outs, lses = [], []
         for start in range(0, len(chosen), _TOKENS_PER_BLOCK):
             block = [rows for rows in chosen[start : start + _TOKENS_PER_BLOCK] if isinstance(rows, Selection)]
             kv_indices = torch.from_numpy(np.stack([rows.kv_indices for rows in block]))
-            self._count.far_rows += sum(rows.num_rows for rows in block)
+            self._count.far_rows += float((kv_indices >= 0).sum()) / kv_indices.shape[1]
             out, lse = self._attend_chosen(q[:, start : start + len(block)], kv_indices, softmax_scale)
             outs.append(out)
             lses.append(lse)

@@ -75,8 +75,7 @@ class Session:
         self._indexes = [artifact.layer_index(layer_idx) for layer_idx in range(geometry.num_layers)]
         # One thread searches ahead, and nothing else searches while it does, so one workspace serves all.
         self._searcher = ThreadPoolExecutor(1, thread_name_prefix="csattn-search")
-        group_size = geometry.num_q_heads // self._indexes[0].num_heads
-        self._workspace = SearchWorkspace(self._indexes[0], group_size)
+        self._workspace = SearchWorkspace()
         self._attention = attention_implementation(loaded.model)
         self._hooks: list[Any] = []
 
@@ -97,11 +96,15 @@ class Session:
         self._attention.__exit__(kind, error, trace)
         self._searcher.shutdown(wait=True)
 
-    def ask(self, question: str) -> dict[str, Any]:
+    def ask(self, question: str, observer: Observer | None = None) -> dict[str, Any]:
         """Arguments for `generate` that continue the context with a question, wrapped as the context was."""
         wrapping = self.artifact.manifest.build_notes.get("wrapping", "none")
         ids = question_ids(self.loaded.tokenizer, self.artifact.token_ids, question, wrapping)
-        return self.continue_with(ids)
+        return self.continue_with(ids, observer)
+
+    def room_for(self, prompt_len: int, max_new_tokens: int) -> int:
+        """As many new tokens as were asked for, or as the model has positions left."""
+        return min(max_new_tokens, self.loaded.geometry.max_positions - prompt_len)
 
     def continue_with(self, token_ids: NDArray[np.int32], observer: Observer | None = None) -> dict[str, Any]:
         """Arguments for `generate` that continue the context with given ids [num_tokens]: a request of its own."""
@@ -147,7 +150,7 @@ class Session:
         return CentroidSelector(self._indexes[layer_idx], self.view, self._workspace)
 
 
-class RequestCache(Cache):
+class RequestCache(Cache):  # type: ignore[misc]  # transformers is untyped
     """One request as transformers sees it: a cache whose layers attend for themselves."""
 
     def __init__(self, decoders: list[LayerDecoder], count: StepCount):

@@ -58,6 +58,12 @@ class Artifact:
         """Bytes on disk, without the manifest."""
         return sum(record.size_bytes for record in self.manifest.files.values())
 
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of the index files: codebooks, tables and what else a search reads."""
+        names = (index_file(layer_idx) for layer_idx in range(self.spec.model.num_layers))
+        return sum(self.manifest.files[name].size_bytes for name in names)
+
     def layer_kv(self, layer_idx: int) -> torch.Tensor:
         """The context's rows [num_kv_heads, context_len, 2, head_dim]: K at [..., 0, :], V at [..., 1, :]."""
         return _as_tensor(self._file(kv_file(layer_idx))["kv"], self.spec.kv_dtype == "bfloat16")

@@ -36,7 +36,7 @@ def _attention(
     module: Any, query: Tensor, key: Any, value: Any, attention_mask: Tensor | None, scaling: float, **kwargs: Any
 ) -> tuple[Tensor, None]:
     if isinstance(key, Tensor):  # an ordinary cache in a model that is also used with ours
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)  # type: ignore[return-value]
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
     return key.attend(query, scaling).transpose(1, 2).contiguous(), None
 
 

@@ -41,9 +41,7 @@ def context_ids(tokenizer: Any, text: str, wrapping: Wrapping) -> NDArray[np.int
     return np.asarray(ids, dtype=np.int32)
 
 
-def question_ids(
-    tokenizer: Any, prefix: NDArray[np.int32], question: str, wrapping: Wrapping
-) -> NDArray[np.int32]:
+def question_ids(tokenizer: Any, prefix: NDArray[np.int32], question: str, wrapping: Wrapping) -> NDArray[np.int32]:
     """The ids that follow the prefilled ones when this question is asked.
 
     Raises ArtifactMismatchError when context and question together would not tokenise to a continuation.

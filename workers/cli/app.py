@@ -1,0 +1,192 @@
+"""The verbs of `csattn` and their options; each one's work is in the module that it imports."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import click
+import typer
+
+from csattn.config import PRESET_NAMES
+from csattn.errors import CsattnError
+
+app = typer.Typer(
+    help="Decode from a long, shared context while reading a few percent of its KV.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+# Verbs import what they need when they run: `csattn --help` should not wait for torch.
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
+Model = Annotated[
+    str | None, typer.Option(help="Model directory, .gguf file or hub id. [default: the installed SmolLM2-135M]")
+]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
+Store = Annotated[Path, typer.Option(help="Directory that holds artifacts.")]
+ArtifactPath = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="Its directory, or STORE/start-of-its-id.")]
+Keep = Annotated[float, typer.Option(help="Share of the context read per step, in (0, 1].")]
+Lookahead = Annotated[int, typer.Option(help="1: search one layer ahead, on the predicted query.")]
+
+
+@app.command()
+def build(
+    context: Annotated[str, typer.Option(help="Text file, or - for standard input.")],
+    model: Model = None,
+    store: Store = Path("store"),
+    preset: Annotated[str, typer.Option(help=", ".join(PRESET_NAMES))] = "default",
+    layout: Annotated[str | None, typer.Option(help="rows or lists.")] = None,
+    num_subspaces: Annotated[int | None, typer.Option(help="m, slices of head_dim.")] = None,
+    num_centroids: Annotated[int | None, typer.Option(help="C, per subspace.")] = None,
+    score_bits: Annotated[int | None, typer.Option(help="rows: 4 or 8.")] = None,
+    list_len: Annotated[float | None, typer.Option(help="lists: L as a share of the context.")] = None,
+    dtype: Dtype = "float32",
+    chat: Annotated[bool, typer.Option(help="Wrap the context by the model's chat template.")] = True,
+    threads: Annotated[int | None, typer.Option(help="CPU threads. [default: all cores]")] = None,
+    json: Json = False,
+) -> None:
+    """Prefill a context once and index it: writes an artifact to the store."""
+    from workers.cli import building, terminal
+
+    changes = {
+        "layout": layout,
+        "num_subspaces": num_subspaces,
+        "num_centroids": num_centroids,
+        "score_bits": score_bits,
+        "list_len": list_len,
+    }
+    result = building.build(context, model, store, preset, changes, dtype, chat, threads)
+    terminal.out.print(f"artifact {result['artifact']} in {result['path']}, {terminal.size(result['size_bytes'])}")
+    if json:
+        terminal.print_json(result)
+
+
+@app.command()
+def generate(
+    artifact: ArtifactPath,
+    prompt: Annotated[str, typer.Option(help="The question to ask about the context.")],
+    keep: Keep = 0.05,
+    selector: Annotated[str, typer.Option(help="csattn, exact, full or window.")] = "csattn",
+    lookahead: Lookahead = 1,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    compare: Annotated[bool, typer.Option(help="Print full attention's answer beside it.")] = False,
+    search_period: Annotated[int, typer.Option(help="Search every so many steps.")] = 1,
+    window_len: Annotated[int | None, typer.Option(help="Recent rows that are always read.")] = None,
+    model: Model = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads. [default: all cores]")] = None,
+    json: Json = False,
+) -> None:
+    """Answer a question from an artifact; tokens appear as they come."""
+    from workers.cli import asking, terminal
+
+    config = asking.search_config(keep, lookahead, search_period, window_len)
+    result = asking.ask(artifact, prompt, config, selector, max_new_tokens, compare, model, threads)
+    if json:
+        terminal.print_json(result)
+
+
+@app.command(name="eval")
+def evaluate(
+    text: Annotated[Path, typer.Option(help="Text file, at least context-len + eval-len + 1 tokens.")],
+    model: Model = None,
+    context_len: Annotated[int, typer.Option(min=1, help="Tokens that are prefilled and indexed.")] = 7680,
+    eval_len: Annotated[int, typer.Option(min=1, help="Tokens after them that are predicted.")] = 512,
+    keep: Keep = 0.05,
+    presets: Annotated[str, typer.Option(help="Comma-separated, or empty.")] = "default,paper",
+    selectors: Annotated[str, typer.Option(help="Comma-separated, or empty.")] = "exact,window",
+    lookahead: Annotated[str, typer.Option(help="0, 1, or 0,1: for the presets.")] = "0",
+    search_period: Annotated[int, typer.Option(help="Search every so many steps.")] = 1,
+    window_len: Annotated[int | None, typer.Option(help="Recent rows that are always read.")] = None,
+    dtype: Dtype = "float32",
+    store: Annotated[Path | None, typer.Option(help="Keep the artifacts here. [default: a scratch directory]")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads. [default: all cores]")] = None,
+    json: Json = False,
+) -> None:
+    """Teacher-force a text's next tokens, sparse in every layer, and compare with full attention."""
+    from workers.cli import asking, comparing, terminal
+
+    plan = comparing.Plan(
+        context_len=context_len,
+        eval_len=eval_len,
+        config=asking.search_config(keep, 0, search_period, window_len),
+        presets=comparing.names("presets", presets, PRESET_NAMES),
+        selectors=comparing.names("selectors", selectors, ("exact", "full", "window")),
+        lookaheads=[int(ahead) for ahead in comparing.names("lookahead", lookahead, ("0", "1"))],
+    )
+    result = comparing.compare(text, plan, model, dtype, store, threads)
+    if json:
+        terminal.print_json(result)
+
+
+@app.command()
+def inspect(artifact: ArtifactPath, json: Json = False) -> None:
+    """Show what an artifact holds and how it was made."""
+    from workers.cli import shelf, terminal
+
+    result = shelf.inspect(artifact)
+    if json:
+        terminal.print_json(result)
+
+
+@app.command()
+def verify(artifact: ArtifactPath, json: Json = False) -> None:
+    """Read every byte of an artifact and compare it with its manifest."""
+    from workers.cli import shelf, terminal
+
+    result = shelf.verify(artifact)
+    if json:
+        terminal.print_json(result)
+
+
+@app.command()
+def ls(store: Store = Path("store"), json: Json = False) -> None:
+    """List the finished artifacts of a store."""
+    from workers.cli import shelf, terminal
+
+    result = shelf.listing(store)
+    if json:
+        terminal.print_json(result)
+
+
+@app.command()
+def gc(store: Store = Path("store"), json: Json = False) -> None:
+    """Remove what interrupted builds left behind."""
+    from workers.cli import shelf, terminal
+
+    result = shelf.clean(store)
+    if json:
+        terminal.print_json(result)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Where the picture and the artifact go.")] = Path("demo-out"),
+    json: Json = False,
+) -> None:
+    """Build from a document that ships with the project, ask three questions, draw what was read."""
+    from workers.cli import showing, terminal
+
+    result = showing.run(out)
+    if json:
+        terminal.print_json(result)
+
+
+def main() -> None:
+    """Entry point of `csattn`: exit code 0 only on success, and every failure is a sentence on stderr."""
+    try:
+        app(standalone_mode=False)
+    except CsattnError as error:
+        _fail({"type": type(error).__name__, "message": str(error)}, 1)
+    except click.ClickException as error:
+        _fail({"type": "UsageError", "message": error.format_message()}, error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        _fail({"type": "Interrupted", "message": "interrupted; a build goes on where it stopped when run again"}, 130)
+
+
+def _fail(error: dict[str, Any], exit_code: int) -> None:
+    print(f"error: {error['message']}", file=sys.stderr)
+    if "--json" in sys.argv[1:]:
+        from workers.cli.terminal import print_json
+
+        print_json({"error": error})
+    sys.exit(exit_code)

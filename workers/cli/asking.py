@@ -1,0 +1,78 @@
+"""`csattn generate`: one question, one artifact, tokens as they come; full attention beside it on request."""
+
+from pathlib import Path
+from typing import Any
+
+from csattn.artifact import Artifact, open_artifact
+from csattn.config import SearchConfig
+from csattn.models import LoadedModel
+from workers.cli.building import show_loading, use_threads
+from workers.cli.terminal import out, table
+from workers.decode import Observer
+from workers.generate import Answer, answer
+from workers.session import csattn_session
+
+
+def search_config(keep: float, lookahead: int, search_period: int, window_len: int | None) -> SearchConfig:
+    given = {} if window_len is None else {"window_len": window_len}
+    return SearchConfig(keep=keep, lookahead=lookahead, search_period=search_period, **given)
+
+
+def ask(
+    path: Path,
+    prompt: str,
+    config: SearchConfig,
+    selector: str,
+    max_new_tokens: int,
+    compare: bool,
+    model: str | None,
+    threads: int | None,
+) -> dict[str, Any]:
+    """Answer, and return the verb's JSON object."""
+    use_threads(threads)
+    with open_artifact(path) as artifact:
+        loaded = show_loading(model or artifact.spec.model_name, artifact.spec.kv_dtype)
+        sparse = stream(loaded, artifact, config, selector, prompt, max_new_tokens)
+        result = sparse.to_json()
+        if compare:
+            full = stream(loaded, artifact, config, "full", prompt, max_new_tokens)
+            out.print(comparison([("sparse", sparse), ("full attention", full)]))
+            result["full"] = full.to_json()
+    return result
+
+
+def stream(
+    loaded: LoadedModel,
+    artifact: Artifact,
+    config: SearchConfig,
+    selector: str,
+    prompt: str,
+    max_new_tokens: int,
+    observer: Observer | None = None,
+) -> Answer:
+    """Answer with the text written out as it comes."""
+    out.print(f"[bold]{selector}[/bold]: ", end="")
+    with csattn_session(loaded, artifact, config, selector) as session:
+        said = answer(session, prompt, max_new_tokens, _write, observer)
+    out.print()
+    return said
+
+
+def comparison(answers: list[tuple[str, Answer]]) -> Any:
+    """Answers side by side: speed and what was read."""
+    rows = [
+        [
+            name,
+            said.selector,
+            f"{said.first_token_s * 1e3:.0f} ms",
+            f"{said.tokens_per_s:.1f}",
+            f"{said.rows_read_per_step:.0f}",
+            f"{100 * said.rows_read_per_step / said.rows_full_attention:.1f} %",
+        ]
+        for name, said in answers
+    ]
+    return table("", ["", "selector", "first token", "tokens/s", "rows read per step and head", "of all"], rows)
+
+
+def _write(text: str) -> None:
+    out.print(text, end="", markup=False, soft_wrap=True)

@@ -1,0 +1,108 @@
+"""`csattn build`: read the context, load the model, run the job, show how far it is."""
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from csattn.artifact import open_artifact
+from csattn.config import IndexConfig, preset
+from csattn.errors import ConfigError, ContextError
+from csattn.models import LoadedModel, load_model
+from csattn.models.prompt import choose_wrapping, context_ids
+from index_build.pipeline import BuildReport, build_artifact
+from workers.cli.terminal import BuildDisplay, err
+
+
+def build(
+    context: str,
+    model: str | None,
+    store: Path,
+    preset_name: str,
+    changes: dict[str, Any],
+    dtype: str,
+    chat: bool,
+    threads: int | None,
+) -> dict[str, Any]:
+    """Build and return the verb's JSON object."""
+    use_threads(threads)
+    preset(preset_name, head_dim=64)  # a misspelt option should fail before a model is loaded
+    text = read_text(context)
+    loaded = show_loading(model, dtype)
+    wrapping = choose_wrapping(loaded.tokenizer, chat)
+    token_ids = context_ids(loaded.tokenizer, text, wrapping)
+    config = make_config(preset_name, loaded.geometry.head_dim, changes)
+    notes = {"wrapping": wrapping, "preset": preset_name, "source": "stdin" if context == "-" else Path(context).name}
+    report = run_build(loaded, token_ids, config, store, notes)
+    with open_artifact(report.path) as artifact:
+        return {
+            "artifact": report.artifact_id,
+            "path": str(report.path),
+            "reused": report.reused,
+            "resumed_at_layer": report.resumed_at,
+            "context_len": artifact.spec.context_len,
+            "size_bytes": artifact.size_bytes,
+            "index_bytes": artifact.index_bytes,
+            "seconds": {phase: round(seconds, 3) for phase, seconds in report.seconds.items()},
+        }
+
+
+def run_build(
+    loaded: LoadedModel, token_ids: NDArray[np.int32], config: IndexConfig, store: Path, notes: dict[str, Any]
+) -> BuildReport:
+    """Build with a progress display."""
+    with BuildDisplay() as display:
+        report = build_artifact(
+            loaded,
+            token_ids,
+            config,
+            store,
+            notes=notes,
+            on_progress=display,
+            on_wait=lambda: err.print("another process is building this artifact; waiting for it"),
+        )
+    if report.reused:
+        err.print("this context was built before with the same model and options; nothing to do")
+    return report
+
+
+def make_config(preset_name: str, head_dim: int, changes: dict[str, Any]) -> IndexConfig:
+    """The preset with the options that were given."""
+    given = {name: value for name, value in changes.items() if value is not None}
+    config = replace(preset(preset_name, head_dim), **given)
+    unused = {"rows": "list_len", "lists": "score_bits"}[config.layout]
+    if unused in given:
+        raise ConfigError(f"--{unused.replace('_', '-')} has no meaning for layout {config.layout!r}; leave it out")
+    return config
+
+
+def read_text(context: str) -> str:
+    """The contents of a UTF-8 file, or of standard input for `-`. Raises ContextError when there is no text."""
+    try:
+        text = sys.stdin.buffer.read().decode() if context == "-" else Path(context).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ContextError(f"cannot read {context}: {error.strerror}; give a text file, or - for stdin") from error
+    except UnicodeDecodeError as error:
+        raise ContextError(f"{context} is not UTF-8 text (byte {error.start}); convert it first") from error
+    if not text.strip():
+        raise ContextError(f"{context} holds no text; there is nothing to build from")
+    return text
+
+
+def show_loading(model: str | None, dtype: str) -> LoadedModel:
+    """Load a model and say so: a first load may convert it."""
+    err.print(f"loading {model or 'the demo model'}")
+    return load_model(model, dtype)
+
+
+def use_threads(threads: int | None) -> None:
+    """Bound what torch uses."""
+    import torch
+
+    if threads is not None and not 1 <= threads <= 4096:
+        raise ConfigError(f"--threads must be at least 1, got {threads}")
+    torch.set_num_threads(threads or len(os.sched_getaffinity(0)))

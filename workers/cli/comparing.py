@@ -1,0 +1,117 @@
+"""`csattn eval`: presets and selectors on one text, against full attention and one another."""
+
+import tempfile
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from csattn.artifact import open_artifact
+from csattn.config import SearchConfig, preset
+from csattn.errors import ConfigError, ContextError
+from csattn.models import LoadedModel
+from workers.cli.building import read_text, run_build, show_loading, use_threads
+from workers.cli.terminal import counting, err, out, table
+from workers.evaluate import full_attention, measure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What to evaluate on the text."""
+
+    context_len: int  # tokens that are prefilled and indexed
+    eval_len: int  # tokens after them whose successors are predicted
+    config: SearchConfig
+    presets: list[str]
+    selectors: list[str]
+    lookaheads: list[int]  # of the presets
+
+
+def compare(
+    text: Path, plan: Plan, model: str | None, dtype: str, store: Path | None, threads: int | None
+) -> dict[str, Any]:
+    """Evaluate, and return the verb's JSON object."""
+    use_threads(threads)
+    content = read_text(str(text))
+    loaded = show_loading(model, dtype)
+    context, following = _cut(text, content, loaded, plan)
+    results = []
+    with ExitStack() as stack:
+        place = store or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="csattn-eval-")))
+        artifacts = {}
+        # Selectors without an index need the context's KV only, which any preset's artifact has.
+        for name in plan.presets or ["default"]:
+            err.print(f"context, preset {name}")
+            config = preset(name, loaded.geometry.head_dim)
+            report = run_build(loaded, context, config, place, {"wrapping": "none", "preset": name})
+            artifacts[name] = stack.enter_context(open_artifact(report.path))
+        any_artifact = next(iter(artifacts.values()))
+        with counting("full attention", plan.eval_len, "tokens"):
+            baseline = full_attention(loaded, any_artifact, following)
+        runs = [("preset", name, artifacts[name], ahead) for name in plan.presets for ahead in plan.lookaheads]
+        runs += [("selector", name, any_artifact, 0) for name in plan.selectors]
+        for kind, name, artifact, ahead in runs:
+            selector = name if kind == "selector" else "csattn"
+            with counting(f"{name}, lookahead {ahead}", plan.eval_len, "tokens") as count:
+                search = replace(plan.config, lookahead=ahead)
+                quality = measure(loaded, artifact, search, selector, following, baseline, count)
+            results.append({kind: name, "lookahead": ahead, **quality.to_json()})
+    out.print(_results_table(text.name, baseline.nll, results))
+    return {
+        "text": str(text),
+        "model": loaded.name,
+        "context_len": plan.context_len,
+        "eval_len": plan.eval_len,
+        "search": asdict(plan.config),
+        "nll_full": round(baseline.nll, 6),
+        "results": results,
+    }
+
+
+def names(option: str, value: str, allowed: tuple[str, ...]) -> list[str]:
+    """The parts of a comma-separated option. Raises ConfigError for one that is not allowed."""
+    given = [name.strip() for name in value.split(",") if name.strip()]
+    for name in given:
+        if name not in allowed:
+            raise ConfigError(f"--{option} got {name!r}; choose from {', '.join(allowed)}")
+    return given
+
+
+def _cut(text: Path, content: str, loaded: LoadedModel, plan: Plan) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """The context's ids, and the ids that follow: one more than are fed, because each predicts the next."""
+    token_ids = np.asarray(loaded.tokenizer(content).input_ids, dtype=np.int32)
+    needed = plan.context_len + plan.eval_len + 1
+    if len(token_ids) < needed:
+        raise ContextError(
+            f"{text} has {len(token_ids)} tokens, context and evaluation need {needed}; "
+            "give a longer text, or a smaller --context-len or --eval-len"
+        )
+    if needed - 1 > loaded.geometry.max_positions:
+        raise ContextError(
+            f"context and evaluation take {needed - 1} positions, the model has {loaded.geometry.max_positions}; "
+            "give a smaller --context-len or --eval-len"
+        )
+    return token_ids[: plan.context_len], token_ids[plan.context_len : needed]
+
+
+def _results_table(text: str, nll_full: float, results: list[dict[str, Any]]) -> Any:
+    rows = [
+        [
+            f"{result.get('preset', result.get('selector'))}{', lookahead 1' if result['lookahead'] else ''}",
+            f"{result['nll'] - nll_full:+.4f}",
+            f"{result['kl']:.4f}",
+            f"{result['top1_agreement']:.3f}",
+            f"{result['recall_at_k']:.3f}",
+            f"{result['attention_mass']:.3f}",
+            f"{result['output_error']:.3f}",
+            f"{100 * result['rows_read_share']:.1f} %",
+            f"{result['index_bytes_per_key']:.0f}",
+            f"{result['search_ms_per_step']:.1f}",
+        ]
+        for result in results
+    ]
+    columns = ["", "NLL gap", "KL", "top-1", "recall", "mass", "error", "rows read", "bytes/key", "search ms/step"]
+    return table(f"{text}: full attention has NLL {nll_full:.4f}", columns, rows)

@@ -1,0 +1,107 @@
+"""What the command line shows: progress, tables, one JSON line, and errors as sentences."""
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from index_build.pipeline import BuildProgress
+
+# Tables need room where nobody resizes a window: in pipes and logs.
+_WIDTH = None if sys.stdout.isatty() else 140
+out = Console(highlight=False, width=_WIDTH)
+err = Console(stderr=True, highlight=False)
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """One JSON object on one line of stdout: the last line a verb prints."""
+    sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+    sys.stdout.flush()
+
+
+def table(title: str, columns: list[str], rows: list[list[str]]) -> Table:
+    """A table whose first column is text and whose others are figures."""
+    shown = Table(title=title, title_justify="left", header_style="bold")
+    for position, column in enumerate(columns):
+        shown.add_column(column, justify="left" if position == 0 else "right")
+    for row in rows:
+        shown.add_row(*row)
+    return shown
+
+
+def size(num_bytes: float) -> str:
+    """A number of bytes as people read it."""
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.2f} GiB"
+
+
+class BuildDisplay:
+    """A build's progress: a bar with layer, phase, rate and time left; a plain line per layer without a terminal."""
+
+    def __init__(self) -> None:
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeRemainingColumn(),
+            console=err,
+            disable=not err.is_terminal,
+        )
+        self._task = self._bar.add_task("prefill", total=None, rate="")
+        self._started = time.monotonic()
+        self._first_rows: int | None = None
+
+    def __enter__(self) -> "BuildDisplay":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._bar.stop()
+
+    def __call__(self, progress: BuildProgress) -> None:
+        rows = progress.layer_idx * progress.total + progress.done
+        all_rows = progress.num_layers * progress.total
+        if self._first_rows is None:
+            self._first_rows = progress.layer_idx * progress.total  # a resumed build starts there
+        elapsed = time.monotonic() - self._started
+        rate = (rows - self._first_rows) / progress.num_layers / max(elapsed, 1e-9)
+        where = f"layer {progress.layer_idx + 1}/{progress.num_layers} {progress.phase:7}"
+        self._bar.update(
+            self._task, description=where, completed=rows, total=all_rows, rate=f"{rate:.0f} tokens/s", refresh=True
+        )
+        if not err.is_terminal and progress.phase == "write":
+            left = elapsed * (all_rows - rows) / max(rows - self._first_rows, 1)
+            err.print(f"{where} {100 * rows / all_rows:.0f} %, {rate:.0f} tokens/s, {left:.0f} s left")
+
+
+@contextmanager
+def counting(what: str, total: int, unit: str) -> Iterator["Counter"]:
+    """Progress of anything that is counted; without a terminal a line when it starts and one when it ends."""
+    columns = (TextColumn(f"{what}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    started = time.monotonic()
+    if not err.is_terminal:
+        err.print(f"{what}: {total} {unit}")
+    with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as bar:
+        yield Counter(bar, total)
+    err.print(f"{what}: done in {time.monotonic() - started:.1f} s")
+
+
+class Counter:
+    """Called with how many more are done."""
+
+    def __init__(self, bar: Progress, total: int):
+        self._bar = bar
+        self._task = bar.add_task("", total=total)
+
+    def __call__(self, more: int) -> None:
+        self._bar.advance(self._task, more)

@@ -1,0 +1,106 @@
+"""How far sparse attention moves a model's predictions: teacher-forced, sparse in every layer."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from csattn.artifact import Artifact
+from csattn.config import SearchConfig
+from csattn.models import LoadedModel
+from workers.observe import AttentionProbe
+from workers.session import RequestCache, Session, csattn_session
+
+# Tokens that pass through the model at a time, and how many of the text's tokens are looked at in detail.
+_CHUNK_LEN = 64
+_MAX_OBSERVED = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quality:
+    """Means over the evaluated tokens (and, from `recall_at_k` to `output_error`, over layers and heads)."""
+
+    nll: float  # nats per token
+    kl: float  # nats, of the next-token distribution from full attention's
+    top1_agreement: float  # share of tokens whose most likely successor is full attention's
+    recall_at_k: float  # share of the true Top-K rows that were selected
+    attention_mass: float  # softmax weight of the rows attended to
+    output_error: float  # |out - full out| / |full out| of a head
+    rows_read_share: float  # rows attended to, as a share of all rows before the token
+    index_bytes_per_key: float  # and KV head; 0 for selectors without an index
+    search_ms_per_step: float  # all layers
+
+    def to_json(self) -> dict[str, float]:
+        return {name: round(value, 6) for name, value in asdict(self).items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """Full attention's predictions for the same tokens."""
+
+    log_probs: Tensor  # [num_tokens, vocab_size] float32
+    nll: float
+
+
+def full_attention(loaded: LoadedModel, artifact: Artifact, token_ids: NDArray[np.int32]) -> Baseline:
+    """Predictions after each of token_ids but the last, which is only predicted: [num_tokens + 1] ids."""
+    with csattn_session(loaded, artifact, SearchConfig(), "full") as session:
+        log_probs = _predict(session, session.request(), token_ids[:-1])
+    return Baseline(log_probs, _nll(log_probs, token_ids[1:]))
+
+
+def measure(
+    loaded: LoadedModel,
+    artifact: Artifact,
+    config: SearchConfig,
+    selector: str,
+    token_ids: NDArray[np.int32],  # [num_tokens + 1], as for `full_attention`
+    baseline: Baseline,
+    on_token: Callable[[int], None] = lambda num_tokens: None,
+) -> Quality:
+    """Compare one selector with full attention over the same context and tokens."""
+    num_tokens = len(token_ids) - 1
+    probe = AttentionProbe(artifact.spec.model, every=-(-num_tokens // _MAX_OBSERVED))
+    with csattn_session(loaded, artifact, config, selector) as session:
+        request = session.request(probe)
+        log_probs = _predict(session, request, token_ids[:-1], on_token)
+        has_index = session.selector == "csattn"
+    spec, count = artifact.spec, request.count
+    rows_before = sum(spec.context_len + token + 1 for token in range(num_tokens)) * spec.model.num_layers
+    num_lists = spec.model.num_kv_heads * spec.model.num_layers
+    kl = (baseline.log_probs.exp() * (baseline.log_probs - log_probs)).sum(-1)
+    same = baseline.log_probs.argmax(-1) == log_probs.argmax(-1)
+    return Quality(
+        nll=_nll(log_probs, token_ids[1:]),
+        kl=float(kl.mean()),
+        top1_agreement=float(same.float().mean()),
+        recall_at_k=probe.mean(probe.recall),
+        attention_mass=probe.mean(probe.mass),
+        output_error=probe.mean(probe.error),
+        rows_read_share=(count.far_rows + count.near_rows) / rows_before,
+        index_bytes_per_key=artifact.index_bytes / (spec.context_len * num_lists) if has_index else 0.0,
+        search_ms_per_step=count.search_s * 1e3 / num_tokens,
+    )
+
+
+@torch.inference_mode()
+def _predict(
+    session: Session,
+    request: RequestCache,
+    token_ids: NDArray[np.int32],  # [num_tokens]
+    on_token: Callable[[int], None] = lambda num_tokens: None,
+) -> Tensor:
+    """Log-probabilities of the token after each: [num_tokens, vocab_size] float32."""
+    model, chunks = session.loaded.model, []
+    for chunk in np.array_split(token_ids, -(-len(token_ids) // _CHUNK_LEN)):
+        ids = torch.from_numpy(chunk).long()[None]
+        chunks.append(model(ids, past_key_values=request).logits[0].float().log_softmax(-1))
+        on_token(len(chunk))
+    return torch.cat(chunks)
+
+
+def _nll(log_probs: Tensor, targets: NDArray[np.int32]) -> float:
+    return -float(log_probs.gather(1, torch.from_numpy(targets).long()[:, None]).mean())

@@ -1,15 +1,22 @@
 """Run searches: check what came in, cut the work into one job for each (token, head), run jobs."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from csattn.index import LayerIndex
-from csattn.search import reference
+from csattn.jit import readonly
+from csattn.search import jobs
 from csattn.search.workspace import SearchWorkspace, TokenSelections, empty_token_selections
 from csattn.selection import Selection
-from csattn.table.tail import Tail
+from csattn.table.rows import RowTable
+from csattn.table.tail import ListTail, RowTail, Tail
+
+NO_CODES = np.empty(0, np.int8)
+NO_INDICES = np.empty(0, np.int32)
+NO_SCORES = np.empty(0, np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +54,49 @@ class LayerSearch:
 
     def run(self, first_job: int, last_job: int, workspace: SearchWorkspace) -> None:
         """Run the jobs [first_job, last_job); job t * num_heads + h serves head h of token t."""
-        for job in range(first_job, last_job):
-            token, head = divmod(job, self.index.num_heads)
-            if head == 0:
-                reference.search(
-                    self.q[token],
-                    self.index,
-                    self.tail,
-                    self.out.kv_indices.shape[2],
-                    self.sink_len,
-                    self.window_len,
-                    self.softmax_scale,
-                    self.out[token],
-                )
+        index, table, tail = self.index, self.index.table, self.tail
+        group_size = self.q.shape[1] // index.num_heads
+        tail_rows = tail.num_rows if tail is not None else 0
+        common = (
+            first_job,
+            last_job,
+            readonly(self.q),
+            readonly(index.query_basis),
+            readonly(index.codebooks),
+            index.weigh_by_norm,
+        )
+        shape = table.context_len, tail_rows, self.sink_len, self.window_len
+        score_type = np.dtype(np.int16 if isinstance(table, RowTable) else np.float32)
+        scratch = workspace.arrays(score_type, group_size, table.context_len + tail_rows)
+        rest = (shape, self.softmax_scale, *scratch, self.out.kv_indices, self.out.valid_len)
+        if isinstance(table, RowTable):
+            assert tail is None or isinstance(tail, RowTail), f"a table of rows cannot use {tail!r}"
+            tail_codes = NO_CODES if tail is None else tail.codes
+            jobs.search_rows(
+                *common,
+                _flat(table.codes, np.uint8),
+                readonly(table.scales),
+                table.score_bits,
+                _flat(tail_codes, np.uint8),
+                tail_codes.shape[-1],
+                *rest,
+            )
+        else:
+            assert tail is None or isinstance(tail, ListTail), f"a table of lists cannot use {tail!r}"
+            jobs.search_lists(
+                *common,
+                _flat(table.indices, np.int32),
+                _flat(table.scores, np.uint16),
+                _flat(NO_INDICES if tail is None else tail.num_inserted, np.int32),
+                _flat(NO_INDICES if tail is None else tail.inserted_indices, np.int32),
+                _flat(NO_SCORES if tail is None else tail.inserted_scores, np.float32),
+                *rest,
+            )
+
+
+def _flat(array: NDArray[Any], dtype: type[np.generic]) -> NDArray[Any]:
+    """A read-only one-dimensional view of the same bytes as elements of `dtype`."""
+    return readonly(array).reshape(-1).view(dtype)
 
 
 def search(

@@ -1,11 +1,15 @@
 """What a search writes to: the caller's selections, and scratch memory that is used again and again."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from csattn.selection import Selection
+
+# kernels write whole blocks: up to 128 keys of the context, and 64 of the tail from any key on
+PADDING = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,20 @@ class SearchWorkspace:
     """
 
     _memory: NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
+
+    def arrays(
+        self, score_type: np.dtype[Any], group_size: int, num_keys: int
+    ) -> tuple[NDArray[Any], int, NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
+        """Scores [group_size * stride], stride, and three int32 arrays [stride], with whatever was left in them."""
+        stride = -(-num_keys // PADDING) * PADDING + PADDING
+        score_bytes = score_type.itemsize * group_size * stride
+        self.reserve(score_bytes + 3 * 4 * stride)
+        scores = self._memory[:score_bytes].view(score_type)
+        worth, copied, copied_worth = (
+            self._memory[start : start + 4 * stride].view(np.int32)
+            for start in range(score_bytes, score_bytes + 3 * 4 * stride, 4 * stride)
+        )
+        return scores, stride, worth, copied, copied_worth
 
     def reserve(self, num_bytes: int) -> NDArray[np.uint8]:
         """At least num_bytes of scratch memory, with whatever was left in it."""

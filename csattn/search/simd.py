@@ -1,0 +1,348 @@
+"""Vectors as values inside kernels: `a = load(I16x32, x, i)`, `a * b + c`, `store(x, i, a)`.
+
+LLVM's own vector types carry the code to any machine: what is wider than the machine's registers is split, no
+instruction set is named. Loads and stores need no alignment and check no bounds. Integers wrap around; floats
+round at each operation, `fma` once.
+
+Numba's cache looks at the file of the kernel only: after a change in here, kernels elsewhere must be recompiled
+by hand (remove the `__pycache__` folders).
+"""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.typing.templates import AbstractTemplate, infer_global, signature
+from numba.extending import intrinsic, lower_builtin, models, register_model, typeof_impl
+
+INDEX = ir.IntType(64)
+
+
+class Vector(types.Type):  # type: ignore[misc]
+    """A fixed number of equal scalars."""
+
+    def __init__(self, element: types.Type, lanes: int) -> None:
+        self.element = element
+        self.lanes = lanes
+        super().__init__(name=f"Vector({element}, {lanes})")
+
+    @property
+    def is_float(self) -> bool:
+        return isinstance(self.element, types.Float)
+
+    def llvm_type(self) -> ir.VectorType:
+        if self.is_float:
+            scalar = ir.FloatType() if self.element.bitwidth == 32 else ir.DoubleType()
+        else:
+            scalar = ir.IntType(self.element.bitwidth)
+        return ir.VectorType(scalar, self.lanes)
+
+
+@register_model(Vector)
+class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, vector: Vector) -> None:
+        super().__init__(manager, vector, vector.llvm_type())
+
+
+@typeof_impl.register(Vector)  # type: ignore[untyped-decorator]
+def _typeof_vector_type(vector: Vector, _context: Any) -> types.TypeRef:
+    return types.TypeRef(vector)
+
+
+I8x32 = Vector(types.int8, 32)
+U16x16 = Vector(types.uint16, 16)
+I16x16 = Vector(types.int16, 16)
+U16x32 = Vector(types.uint16, 32)
+I16x32 = Vector(types.int16, 32)
+I16x64 = Vector(types.int16, 64)
+I32x16 = Vector(types.int32, 16)
+F32x16 = Vector(types.float32, 16)
+
+
+def _define_arithmetic(op: Callable[[Any, Any], Any], build: Callable[[ir.IRBuilder, Vector, Any, Any], Any]) -> None:
+    """Give vectors of one type the operator `op`."""
+
+    @infer_global(op)
+    class _Template(AbstractTemplate):  # type: ignore[misc]
+        def generic(self, args: Any, kws: Any) -> Any:
+            if len(args) == 2 and isinstance(args[0], Vector) and args[0] == args[1]:
+                return signature(args[0], *args)
+            return None
+
+    @lower_builtin(op, Vector, Vector)  # type: ignore[untyped-decorator]
+    def _lower(_context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        return build(builder, sig.args[0], *args)
+
+
+for _op, _in_place, _build in (
+    (operator.add, operator.iadd, lambda ir_, v, a, b: ir_.fadd(a, b) if v.is_float else ir_.add(a, b)),
+    (operator.sub, operator.isub, lambda ir_, v, a, b: ir_.fsub(a, b) if v.is_float else ir_.sub(a, b)),
+    (operator.mul, operator.imul, lambda ir_, v, a, b: ir_.fmul(a, b) if v.is_float else ir_.mul(a, b)),
+    (operator.and_, operator.iand, lambda ir_, v, a, b: ir_.and_(a, b)),
+    (operator.or_, operator.ior, lambda ir_, v, a, b: ir_.or_(a, b)),
+    (operator.xor, operator.ixor, lambda ir_, v, a, b: ir_.xor(a, b)),
+    (operator.lshift, operator.ilshift, lambda ir_, v, a, b: ir_.shl(a, b)),
+    (operator.rshift, operator.irshift, lambda ir_, v, a, b: ir_.ashr(a, b) if v.element.signed else ir_.lshr(a, b)),
+):
+    _define_arithmetic(_op, _build)
+    _define_arithmetic(_in_place, _build)
+
+
+def _pointer(context: Any, builder: ir.IRBuilder, array_type: Any, array: Any, start: Any, start_type: Any) -> Any:
+    """Where element `start` of a contiguous array lies."""
+    data = context.make_array(array_type)(context, builder, array).data
+    return builder.gep(data, [context.cast(builder, start, start_type, types.intp)])
+
+
+@intrinsic
+def load(typing_context, vector, array, start):  # type: ignore[no-untyped-def]
+    """The vector of elements start, start + 1, ... of a contiguous array, whose bytes are taken as they are."""
+    sig = vector.instance_type(vector, array, start)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        address = _pointer(context, builder, sig.args[1], args[1], args[2], sig.args[2])
+        address = builder.bitcast(address, sig.return_type.llvm_type().as_pointer())
+        return builder.load(address, align=1)
+
+    return sig, generate
+
+
+@intrinsic
+def store(typing_context, array, start, value):  # type: ignore[no-untyped-def]
+    """Write a vector to elements start, start + 1, ... of a contiguous array."""
+    sig = types.void(array, start, value)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        address = _pointer(context, builder, sig.args[0], args[0], args[1], sig.args[1])
+        builder.store(args[2], builder.bitcast(address, args[2].type.as_pointer()), align=1)
+        return context.get_dummy_value()
+
+    return sig, generate
+
+
+@intrinsic
+def prefetch(typing_context, array, start):  # type: ignore[no-untyped-def]
+    """Ask for the cache line of element `start`; harmless beyond the end of the array."""
+    sig = types.void(array, start)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        address = builder.bitcast(_pointer(context, builder, sig.args[0], args[0], args[1], sig.args[1]), cgutils.voidptr_t)
+        i32 = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, i32, i32, i32])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        builder.call(function, [address, i32(0), i32(3), i32(1)])
+        return context.get_dummy_value()
+
+    return sig, generate
+
+
+@intrinsic
+def fill(typing_context, vector, scalar):  # type: ignore[no-untyped-def]
+    """A vector with the scalar, converted to its element type, in every lane."""
+    sig = vector.instance_type(vector, scalar)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        element = context.cast(builder, args[1], sig.args[1], sig.return_type.element)
+        undefined = ir.Constant(sig.return_type.llvm_type(), ir.Undefined)
+        lane_0 = builder.insert_element(undefined, element, ir.IntType(32)(0))
+        mask = ir.Constant(ir.VectorType(ir.IntType(32), sig.return_type.lanes), [0] * sig.return_type.lanes)
+        return builder.shuffle_vector(lane_0, undefined, mask)
+
+    return sig, generate
+
+
+@intrinsic
+def lane_numbers(typing_context, vector):  # type: ignore[no-untyped-def]
+    """The integer vector 0, 1, 2, ..."""
+    sig = vector.instance_type(vector)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        return ir.Constant(sig.return_type.llvm_type(), list(range(sig.return_type.lanes)))
+
+    return sig, generate
+
+
+@intrinsic
+def convert(typing_context, vector, value):  # type: ignore[no-untyped-def]
+    """Each lane's value in another element type: integer to wider integer, integer to float, float to wider float."""
+    sig = vector.instance_type(vector, value)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        source, target = sig.args[1], sig.return_type
+        if source.is_float:
+            return builder.fpext(args[1], target.llvm_type())
+        if target.is_float:
+            return builder.sitofp(args[1], target.llvm_type())
+        extend = builder.sext if source.element.signed else builder.zext
+        return extend(args[1], target.llvm_type())
+
+    return sig, generate
+
+
+@intrinsic
+def as_bits(typing_context, vector, value):  # type: ignore[no-untyped-def]
+    """The same bits as another vector type of the same size."""
+    sig = vector.instance_type(vector, value)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        return builder.bitcast(args[1], sig.return_type.llvm_type())
+
+    return sig, generate
+
+
+@intrinsic
+def interleave(typing_context, even, odd):  # type: ignore[no-untyped-def]
+    """even[0], odd[0], even[1], odd[1], ...: a vector of twice the lanes."""
+    sig = Vector(even.element, 2 * even.lanes)(even, odd)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        lanes = sig.args[0].lanes
+        order = [lane for pair in zip(range(lanes), range(lanes, 2 * lanes), strict=True) for lane in pair]
+        return builder.shuffle_vector(*args, ir.Constant(ir.VectorType(ir.IntType(32), 2 * lanes), order))
+
+    return sig, generate
+
+
+@intrinsic
+def part(typing_context, vector, value, number):  # type: ignore[no-untyped-def]
+    """Part `number` (a literal) of a vector, cut into pieces of the given type."""
+    if not isinstance(number, types.IntegerLiteral):
+        return None
+    piece = number.literal_value
+    sig = vector.instance_type(vector, value, number)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        lanes = sig.return_type.lanes
+        order = list(range(piece * lanes, (piece + 1) * lanes))
+        return builder.shuffle_vector(args[1], args[1], ir.Constant(ir.VectorType(ir.IntType(32), lanes), order))
+
+    return sig, generate
+
+
+def _call(builder: ir.IRBuilder, name: str, result: ir.Type, args: list[Any]) -> Any:
+    kind = ir.FunctionType(result, [arg.type for arg in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
+
+
+def _suffix(vector: Vector) -> str:
+    return f"v{vector.lanes}{'f' if vector.is_float else 'i'}{vector.element.bitwidth}"
+
+
+@intrinsic
+def fma(typing_context, a, b, c):  # type: ignore[no-untyped-def]
+    """a * b + c, rounded once, on every machine."""
+    sig = a(a, b, c)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        return _call(builder, f"llvm.fma.{_suffix(sig.return_type)}", args[0].type, list(args))
+
+    return sig, generate
+
+
+@intrinsic
+def larger(typing_context, a, b):  # type: ignore[no-untyped-def]
+    """The larger of each two lanes; b where a is NaN."""
+    sig = a(a, b)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        compare = builder.fcmp_ordered if sig.return_type.is_float else builder.icmp_signed
+        return builder.select(compare(">", *args), *args)
+
+    return sig, generate
+
+
+@intrinsic
+def where_equal(typing_context, a, b, then, otherwise):  # type: ignore[no-untyped-def]
+    """`then` in the lanes where the integers a and b are equal, `otherwise` in the others."""
+    sig = then(a, b, then, otherwise)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        return builder.select(builder.icmp_signed("==", args[0], args[1]), args[2], args[3])
+
+    return sig, generate
+
+
+@intrinsic
+def where_less(typing_context, a, b, then, otherwise):  # type: ignore[no-untyped-def]
+    """`then` in the lanes where the signed integer a is less than b, `otherwise` in the others."""
+    sig = then(a, b, then, otherwise)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        return builder.select(builder.icmp_signed("<", args[0], args[1]), args[2], args[3])
+
+    return sig, generate
+
+
+@intrinsic
+def mask_at_least(typing_context, a, b):  # type: ignore[no-untyped-def]
+    """A uint64 with bit i set where lane i of the signed integers a is at least that of b; up to 64 lanes."""
+    sig = types.uint64(a, b)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        bits = builder.icmp_signed(">=", *args)
+        return builder.zext(builder.bitcast(bits, ir.IntType(sig.args[0].lanes)), INDEX)
+
+    return sig, generate
+
+
+@intrinsic
+def sum_of_lanes(typing_context, value):  # type: ignore[no-untyped-def]
+    """The sum of all lanes; of floats in the order of the lanes."""
+    sig = value.element(value)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        vector = sig.args[0]
+        scalar = vector.llvm_type().element
+        if vector.is_float:
+            return _call(builder, f"llvm.vector.reduce.fadd.{_suffix(vector)}", scalar, [scalar(0.0), args[0]])
+        return _call(builder, f"llvm.vector.reduce.add.{_suffix(vector)}", scalar, [args[0]])
+
+    return sig, generate
+
+
+@intrinsic
+def largest_lane(typing_context, value):  # type: ignore[no-untyped-def]
+    """The largest of the signed integer lanes."""
+    sig = value.element(value)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        vector = sig.args[0]
+        return _call(builder, f"llvm.vector.reduce.smax.{_suffix(vector)}", vector.llvm_type().element, [args[0]])
+
+    return sig, generate
+
+
+@intrinsic
+def trailing_zeros(typing_context, bits):  # type: ignore[no-untyped-def]
+    """The number of the lowest set bit of a uint64; there must be one."""
+    sig = types.uint64(types.uint64)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        return builder.cttz(args[0], ir.IntType(1)(1))
+
+    return sig, generate
+
+
+@intrinsic
+def population(typing_context, bits):  # type: ignore[no-untyped-def]
+    """How many bits of a uint64 are set."""
+    sig = types.uint64(types.uint64)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        return builder.ctpop(args[0])
+
+    return sig, generate
+
+
+@intrinsic
+def lane_0(typing_context, value):  # type: ignore[no-untyped-def]
+    """The first lane."""
+    sig = value.element(value)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        return builder.extract_element(args[0], ir.IntType(32)(0))
+
+    return sig, generate

@@ -1,0 +1,208 @@
+"""What each key is worth to a group of query rows, as an int32 that orders keys.
+
+A query row's share of a key is its softmax weight, at least LEAST_SHARE (`reference.combine_group`). Shares are
+computed as 2 ** (HEADROOM + log2 share): float32 then reaches from 2 ** -126, which stands for LEAST_SHARE, to
+group_size * 2 ** HEADROOM. Positive floats order like their bits, so the bits of the summed shares are the worth.
+
+Scores come as int16 (rows) or float32 (lists); a float32 score of -0.0 marks a key that no list holds.
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import types
+from numba.extending import overload
+from numpy.typing import NDArray
+
+from csattn.jit import exact_kernel
+from csattn.search.simd import (
+    F32x16,
+    I16x16,
+    I32x16,
+    as_bits,
+    convert,
+    fill,
+    fma,
+    lane_0,
+    lane_numbers,
+    larger,
+    largest_lane,
+    load,
+    store,
+    sum_of_lanes,
+    where_equal,
+    where_less,
+)
+
+LANES = 16
+NOT_SCORED = -(2**31)  # worth of what may not be chosen, and the bits of -0.0
+HEADROOM = 94
+LOG2_E = 1.4426950408889634
+ROUNDER = 1.5 * 2.0**23  # x + ROUNDER - ROUNDER rounds x to an integer, which the sum's low bits hold
+KEYS_PER_SUM = 1 << 14  # shares summed in float32 before the sum moves to float64
+
+
+@exact_kernel
+def combine_group(
+    scores: NDArray[Any],  # [group_size * stride] int16 or float32: rows of num_keys scores, then anything
+    stride: int,
+    num_keys: int,
+    factors: NDArray[np.float64],  # [group_size] softmax_scale * unit of a score
+    worth: NDArray[np.int32],  # [num_keys rounded up to LANES], written
+) -> None:
+    """worth[i] = int32 that orders keys as the sum of the rows' shares does; NOT_SCORED where no row scores key i."""
+    group_size = len(factors)
+    tops = np.empty(group_size, np.float64)
+    slopes = np.empty(group_size, np.float32)
+    fractions = np.empty(group_size, np.float32)
+    floors = np.empty(group_size, np.float32)
+    rounders = np.empty(group_size, np.float32)
+    for row in range(group_size):
+        tops[row] = largest_score(scores, row * stride, num_keys)
+        slopes[row] = factors[row] * LOG2_E
+        total = sum_of_shares(scores, row * stride, num_keys, tops[row], slopes[row])
+        shift = HEADROOM - np.log2(total)
+        offset = np.floor(shift)
+        fractions[row] = shift - offset
+        floors[row] = -126 - offset
+        rounders[row] = ROUNDER + offset
+    zero, not_scored = fill(I32x16, 0), fill(I32x16, NOT_SCORED)
+    for key in range(0, num_keys, LANES):
+        share = fill(F32x16, 0)
+        for row in range(group_size):
+            at = row * stride + key
+            power = fma(scores_below(scores, at, tops[row]), fill(F32x16, slopes[row]), fill(F32x16, fractions[row]))
+            power = exp2_lanes(power, fill(F32x16, floors[row]), fill(F32x16, rounders[row]))
+            share += scored_only(scores, at, power)
+        bits = as_bits(I32x16, share)
+        store(worth, key, where_equal(bits, zero, not_scored, bits))
+
+
+@exact_kernel
+def sum_of_shares(scores: NDArray[Any], start: int, num_keys: int, top: float, slope: float) -> float:
+    """Sum over the scored keys of 2 ** (slope * (score - top))."""
+    total = 0.0
+    slope_lanes, zero = fill(F32x16, slope), fill(F32x16, 0)
+    floor, rounder = fill(F32x16, -126), fill(F32x16, ROUNDER)
+    for first in range(0, num_keys, KEYS_PER_SUM):
+        last = min(first + KEYS_PER_SUM, num_keys)
+        whole = last - (last - first) % LANES
+        sums = fill(F32x16, 0)
+        for key in range(first, whole, LANES):
+            power = exp2_lanes(scores_below(scores, start + key, top) * slope_lanes, floor, rounder)
+            sums += scored_only(scores, start + key, power)
+        if whole < last:
+            power = exp2_lanes(scores_below(scores, start + whole, top) * slope_lanes, floor, rounder)
+            power = scored_only(scores, start + whole, power)
+            sums += where_less(lane_numbers(I32x16), fill(I32x16, last - whole), power, zero)
+        total += sum_of_lanes(sums)
+    return total
+
+
+@exact_kernel
+def largest_score(scores: NDArray[Any], start: int, num_keys: int) -> float:
+    """The largest score of a scored key; there must be one."""
+    return from_worth(scores, largest_worth(scores, start, num_keys))
+
+
+@exact_kernel
+def largest_worth(scores: NDArray[Any], start: int, num_keys: int) -> int:
+    tops = fill(I32x16, NOT_SCORED)
+    whole = num_keys - num_keys % LANES
+    for key in range(0, whole, LANES):
+        tops = larger(tops, scores_as_worth(scores, start + key))
+    if whole < num_keys:
+        rest = scores_as_worth(scores, start + whole)
+        inside = fill(I32x16, num_keys - whole)
+        tops = larger(tops, where_less(lane_numbers(I32x16), inside, rest, fill(I32x16, NOT_SCORED)))
+    return largest_lane(tops)
+
+
+@exact_kernel
+def worth_of_scores(scores: NDArray[Any], num_keys: int, worth: NDArray[np.int32]) -> None:
+    """The worth of keys to a single query row: int32 in the order of the scores, NOT_SCORED where there is none."""
+    for key in range(0, num_keys, LANES):
+        store(worth, key, scores_as_worth(scores, key))
+
+
+@exact_kernel
+def exp2_lanes(x, floor, rounder):  # type: ignore[no-untyped-def]
+    """2 ** (max(x, floor) + offset) in float32, where rounder is ROUNDER + offset, offset an integer.
+
+    The result must be a normal float32. Its relative error is 2.3e-7 at most.
+    """
+    x = larger(x, floor)
+    rounded = x + rounder
+    fraction = x - (rounded - rounder)
+    power = fma(fill(F32x16, 0.0013276468962430954), fraction, fill(F32x16, 0.009675540961325169))
+    power = fma(power, fraction, fill(F32x16, 0.05550713464617729))
+    power = fma(power, fraction, fill(F32x16, 0.24022120237350464))
+    power = fma(power, fraction, fill(F32x16, 0.6931469440460205))
+    power = fma(power, fraction, fill(F32x16, 1.0000001192092896))
+    exponent = as_bits(I32x16, rounded) << fill(I32x16, 23)
+    return as_bits(F32x16, as_bits(I32x16, power) + exponent)
+
+
+def scores_below(scores: NDArray[Any], at: int, top: float) -> Any:
+    """score - top of the keys from `at` on, as float32 lanes; exact for int16."""
+    raise NotImplementedError("only kernels can call this")
+
+
+@overload(scores_below, strict=False)  # type: ignore[untyped-decorator]
+def _scores_below(scores: Any, at: Any, top: Any) -> Any:
+    if scores.dtype == types.int16:
+        return lambda scores, at, top: convert(
+            F32x16, convert(I32x16, load(I16x16, scores, at)) - fill(I32x16, top)
+        )
+    return lambda scores, at, top: load(F32x16, scores, at) - fill(F32x16, top)
+
+
+def scored_only(scores: NDArray[Any], at: int, value: Any) -> Any:
+    """`value` in the lanes of scored keys from `at` on, 0.0 in the others."""
+    raise NotImplementedError("only kernels can call this")
+
+
+@overload(scored_only, strict=False)  # type: ignore[untyped-decorator]
+def _scored_only(scores: Any, at: Any, value: Any) -> Any:
+    if scores.dtype == types.int16:
+        return lambda scores, at, value: value
+    return lambda scores, at, value: where_equal(
+        load(I32x16, scores, at), fill(I32x16, NOT_SCORED), fill(F32x16, 0), value
+    )
+
+
+def scores_as_worth(scores: NDArray[Any], at: int) -> Any:
+    """int32 lanes in the order of the scores from `at` on, NOT_SCORED for keys that are not scored."""
+    raise NotImplementedError("only kernels can call this")
+
+
+@overload(scores_as_worth, strict=False)  # type: ignore[untyped-decorator]
+def _scores_as_worth(scores: Any, at: Any) -> Any:
+    if scores.dtype == types.int16:
+        return lambda scores, at: convert(I32x16, load(I16x16, scores, at))
+
+    def of_floats(scores: Any, at: Any) -> Any:
+        bits = load(I32x16, scores, at)
+        ordered = bits ^ ((bits >> fill(I32x16, 31)) & fill(I32x16, 0x7FFFFFFF))  # negative floats order backwards
+        not_scored = fill(I32x16, NOT_SCORED)
+        return where_equal(bits, not_scored, not_scored, ordered)
+
+    return of_floats
+
+
+def from_worth(scores: NDArray[Any], worth: int) -> Any:
+    """The score that has this worth to a single query row."""
+    raise NotImplementedError("only kernels can call this")
+
+
+@overload(from_worth, strict=False)  # type: ignore[untyped-decorator]
+def _from_worth(scores: Any, worth: Any) -> Any:
+    if scores.dtype == types.int16:
+        return lambda scores, worth: np.float64(worth)
+
+    def float_of(scores: Any, worth: Any) -> Any:
+        bits = fill(I32x16, worth)
+        bits ^= (bits >> fill(I32x16, 31)) & fill(I32x16, 0x7FFFFFFF)
+        return np.float64(lane_0(as_bits(F32x16, bits)))
+
+    return float_of

@@ -34,7 +34,8 @@ class ContextView:
     @property
     def everything_kept(self) -> bool:
         """Whether top_k covers the whole middle, so that there is nothing to choose."""
-        return self.top_k >= self.middle.stop - self.middle.start
+        num_middle: int = self.middle.stop - self.middle.start
+        return self.top_k >= num_middle
 
 
 class Selector(Protocol):

@@ -1,0 +1,39 @@
+"""Every basis keeps dot products; the whitened one gives keys unit covariance and deals energy out evenly."""
+
+import numpy as np
+import pytest
+
+from index_build.basis import make_basis
+
+
+@pytest.mark.parametrize("kind", ["plain", "rope_pairs", "key_whitened"])
+@pytest.mark.parametrize(("head_dim", "num_subspaces"), [(16, 4), (64, 16), (64, 64), (80, 20), (16, 1)])
+def test_scores_do_not_change(kind, head_dim: int, num_subspaces: int, rng: np.random.Generator) -> None:
+    stretch = rng.uniform(0.1, 10, head_dim)
+    queries = (rng.standard_normal((300, head_dim)) * stretch + 1).astype(np.float32)
+    keys = (rng.standard_normal((200, head_dim)) * stretch[::-1]).astype(np.float32)
+    query_basis, key_basis = make_basis(kind, queries, keys, num_subspaces)
+    want = queries @ keys.T
+    np.testing.assert_allclose((queries @ query_basis) @ (keys @ key_basis).T, want, atol=1e-3 * np.abs(want).max())
+
+
+def test_whitened_keys_have_unit_covariance_and_subspaces_like_energy(rng: np.random.Generator) -> None:
+    keys = (rng.standard_normal((5000, 32)) @ (rng.standard_normal((32, 32)) + 8 * np.eye(32))).astype(np.float32)
+    queries = (rng.standard_normal((5000, 32)) @ (rng.standard_normal((32, 32)) + 8 * np.eye(32))).astype(np.float32)
+    query_basis, key_basis = make_basis("key_whitened", queries, keys, 8)
+    white = keys @ key_basis
+    np.testing.assert_allclose(white.T @ white / len(white), np.eye(32), atol=0.02)
+    energy = ((queries @ query_basis) ** 2).mean(0).reshape(8, 4).sum(1)
+    assert energy.max() < 2.5 * energy.min()
+
+
+def test_rope_pairs_stay_in_one_subspace() -> None:
+    query_basis, _ = make_basis("rope_pairs", np.zeros((1, 16), np.float32), np.zeros((1, 16), np.float32), 4)
+    order = query_basis.argmax(axis=0).reshape(4, 4)
+    for dims in order.tolist():
+        assert {d % 8 for d in dims if d < 8} == {d % 8 for d in dims if d >= 8}
+
+
+def test_keys_that_do_not_vary_give_a_finite_basis() -> None:
+    bases = make_basis("key_whitened", np.ones((10, 8), np.float32), np.zeros((10, 8), np.float32), 2)
+    assert all(np.isfinite(basis).all() for basis in bases)

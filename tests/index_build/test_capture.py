@@ -1,0 +1,76 @@
+"""The layer-by-layer prefill yields what an ordinary forward pass of the model computes."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from csattn.errors import CaptureError
+from index_build.capture import prefill
+from tests.tiny import FAMILIES, make_model, token_ids
+
+
+def all_layers(model, ids, **options):
+    return [(c.q.clone(), c.kv.clone(), leaving) for c, leaving in prefill(model, ids, **options)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prefill_equals_the_models_own_forward(family: str) -> None:
+    model, ids = make_model(family), torch.from_numpy(token_ids(150)).long()
+    layers = all_layers(model, ids, chunk_len=64)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        want = model.model(ids[None], past_key_values=cache, output_hidden_states=True)
+    for layer_idx, (_, kv, leaving) in enumerate(layers):
+        torch.testing.assert_close(kv[:, :, 0], cache.layers[layer_idx].keys[0], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(kv[:, :, 1], cache.layers[layer_idx].values[0], rtol=1e-4, atol=1e-4)
+        if layer_idx + 1 < len(layers):
+            torch.testing.assert_close(leaving, want.hidden_states[layer_idx + 1][0], rtol=1e-3, atol=1e-3)
+
+
+def test_captured_queries_reproduce_the_captured_attention() -> None:
+    """The query is taken after RoPE: attention computed from it by hand must give the layer's own output."""
+    model, ids = make_model("llama"), torch.from_numpy(token_ids(60)).long()
+    seen = {}
+    attention = model.model.layers[0].self_attn
+    hook = attention.o_proj.register_forward_pre_hook(lambda module, args: seen.setdefault("out", args[0].clone()))
+    q, kv, _ = all_layers(model, ids)[0]
+    hook.remove()
+    k, v = (kv[:, :, i].repeat_interleave(2, dim=0) for i in (0, 1))
+    scores = (q @ k.transpose(1, 2) * attention.scaling).masked_fill(~torch.ones(60, 60).tril().bool(), -torch.inf)
+    torch.testing.assert_close(seen["out"][0], (scores.softmax(-1) @ v).transpose(0, 1).reshape(60, -1))
+
+
+@pytest.mark.parametrize("chunk_len", [1, 63, 64, 200])
+def test_results_do_not_depend_on_the_chunk_size(chunk_len: int) -> None:
+    model, ids = make_model("llama"), torch.from_numpy(token_ids(129)).long()
+    for got, want in zip(all_layers(model, ids, chunk_len=chunk_len), all_layers(model, ids), strict=True):
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+def test_a_resumed_prefill_goes_on_where_it_stopped() -> None:
+    model, ids = make_model("llama"), torch.from_numpy(token_ids(100)).long()
+    whole = all_layers(model, ids)
+    resumed = all_layers(model, ids, resume=(1, whole[0][2]))
+    assert len(resumed) == len(whole) - 1
+    for got, want in zip(resumed, whole[1:], strict=True):
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_nan_in_captured_keys_is_refused_by_name() -> None:
+    model, ids = make_model("llama"), torch.from_numpy(token_ids(30)).long()
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight[0, 0] = torch.nan
+    with pytest.raises(CaptureError, match="layer 1 .* keys"):
+        all_layers(model, ids)
+
+
+def test_the_models_own_attention_is_put_back_even_after_an_error() -> None:
+    model, ids = make_model("llama"), torch.from_numpy(token_ids(30)).long()
+    before = model.config._attn_implementation
+    layers = prefill(model, ids)
+    next(layers)
+    assert model.config._attn_implementation == "csattn"
+    layers.close()
+    assert model.config._attn_implementation == before

@@ -11,7 +11,7 @@ from csattn.search.match import match_centroids
 from csattn.search.rows import STEP_BYTES, SUM_BYTES, add_rows4, add_rows8
 from csattn.search.select import select_top_k
 from csattn.search.weights import integer_weights
-from csattn.search.worth import NOT_SCORED, combine_group, worth_of_scores
+from csattn.search.worth import LOG2_E, NO_SHIFT, NOT_SCORED, add_powers, combine_group, worth_of_scores
 
 
 @exact_kernel
@@ -45,7 +45,9 @@ def search_rows(
     row_bytes = len(codes) // (num_heads * num_subspaces * num_centroids)
     rotated = np.empty(q.shape[2], np.float64)
     centroid_ids, starts = np.empty(num_subspaces, np.int64), np.empty(num_subspaces, np.int64)
-    weights, factors = np.empty(num_subspaces, np.float64), np.empty(group_size, np.float64)
+    weights = np.empty(num_subspaces, np.float64)
+    slopes = np.empty(group_size, np.float32)
+    shifts, totals = np.empty(group_size, np.float64), np.empty(group_size, np.float64)
     sums = np.empty(SUM_BYTES // 2, np.uint16)
     edge = np.empty(num_subspaces * STEP_BYTES, np.uint8)
     for job in range(first_job, last_job):
@@ -64,7 +66,7 @@ def search_rows(
                 starts[b] = (head * num_subspaces + b) * num_centroids + centroid_ids[b]
                 weights[b] *= scales[head, b, centroid_ids[b]]
             unit, multipliers = integer_weights(weights, largest_code)
-            factors[row] = softmax_scale * unit
+            slopes[row] = softmax_scale * unit * LOG2_E
             at = row * stride
             if score_bits == 8:
                 add_rows8(codes, starts * row_bytes, multipliers, row_bytes, scores, at)
@@ -81,8 +83,10 @@ def search_rows(
             # the tail's scores follow the context's, over the scores of the padding
             tail_bytes = -(-tail_rows // STEP_BYTES) * STEP_BYTES
             add_rows8(tail_codes, starts * tail_room, multipliers, tail_bytes, scores, at + context_len)
+            if group_size > 1:
+                shifts[row], totals[row] = add_powers(scores, at, context_len + tail_rows, slopes[row], NO_SHIFT, 0.0)
         valid_len[token, head] = choose(
-            scores, stride, factors, shape, worth, copied, copied_worth, kv_indices[token, head]
+            scores, stride, slopes, shifts, totals, shape, worth, copied, copied_worth, kv_indices[token, head]
         )
 
 
@@ -118,7 +122,8 @@ def search_lists(
     num_keys = shape[0] + shape[1]
     rotated = np.empty(q.shape[2], np.float64)
     centroid_ids, weights = np.empty(num_subspaces, np.int64), np.empty(num_subspaces, np.float64)
-    factors = np.full(group_size, softmax_scale)
+    slopes = np.full(group_size, np.float32(softmax_scale * LOG2_E), np.float32)
+    shifts, totals = np.empty(group_size, np.float64), np.empty(group_size, np.float64)
     step = np.empty(KEYS_PER_STEP, np.float32)
     for job in range(first_job, last_job):
         token, head = divmod(job, num_heads)
@@ -141,8 +146,10 @@ def search_lists(
                 weight = np.float32(weights[b])
                 for i in range(number * tail_room, number * tail_room + inserted):
                     scores[row * stride + inserted_indices[i]] += weight * inserted_scores[i] + np.float32(0)
+            if group_size > 1:
+                shifts[row], totals[row] = add_powers(scores, row * stride, num_keys, slopes[row], NO_SHIFT, 0.0)
         valid_len[token, head] = choose(
-            scores, stride, factors, shape, worth, copied, copied_worth, kv_indices[token, head]
+            scores, stride, slopes, shifts, totals, shape, worth, copied, copied_worth, kv_indices[token, head]
         )
 
 
@@ -150,7 +157,9 @@ def search_lists(
 def choose(
     scores: NDArray[Any],  # [group_size * stride] int16 or float32
     stride: int,
-    factors: NDArray[np.float64],  # [group_size]
+    slopes: NDArray[np.float32],  # [group_size], as the next two: see `worth`
+    shifts: NDArray[np.float64],
+    totals: NDArray[np.float64],
     shape: tuple[int, int, int, int],  # context_len, tail_rows, sink_len, window_len
     worth: NDArray[np.int32],
     copied: NDArray[np.int32],
@@ -160,10 +169,10 @@ def choose(
     """Combine the group's scores, put the resident rows out of reach, select."""
     context_len, tail_rows, sink_len, window_len = shape
     num_keys = context_len + tail_rows
-    if len(factors) == 1:
+    if len(slopes) == 1:
         worth_of_scores(scores, num_keys, worth)
     else:
-        combine_group(scores, stride, num_keys, factors, worth)
+        combine_group(scores, stride, num_keys, slopes, shifts, totals, worth)
     for key in range(min(sink_len, context_len)):
         worth[key] = NOT_SCORED
     for key in range(max(0, context_len - window_len), context_len):

@@ -16,8 +16,8 @@ from csattn.table.rows import RowTable, unpack_codes
 from csattn.table.tail import ListTail, RowTail, Tail
 
 # A key's share in one query row's softmax counts as at least this much, so that shares never underflow and
-# a scored key is never mistaken for one that is not: 2**-220 is e**-152, far below anything attention sees.
-LEAST_SHARE = 2.0**-220
+# a scored key is never mistaken for one that is not: 2**-216 is e**-149, far below anything attention sees.
+LEAST_SHARE = 2.0**-216
 
 
 def search(

@@ -44,7 +44,7 @@ class LayerDecoder:
         store: HostStore,
         selector: Selector,
         view: ContextView,
-        searcher: Executor,
+        ahead: Executor,
         count: StepCount,
         clock: Callable[[], float],
         observer: Observer | None = None,
@@ -53,7 +53,7 @@ class LayerDecoder:
         self.view = view
         self.store = store
         self._selector = selector
-        self._searcher = searcher
+        self._ahead = ahead
         self._count = count
         self._clock = clock
         self._observer = observer
@@ -88,7 +88,7 @@ class LayerDecoder:
 
         One token's search starts at once. Several tokens' searches wait for the step's keys, which they may need.
         """
-        self._early = q if q.shape[1] > 1 else self._searcher.submit(self._choose, q, self.tail.num_rows)
+        self._early = q if q.shape[1] > 1 else self._ahead.submit(self._choose, q, self.tail.num_rows)
 
     def attend(self, q: Tensor, softmax_scale: float) -> Tensor:
         """Attend from the last appended tokens. q: [num_q_heads, num_tokens, head_dim] -> out, same shape."""

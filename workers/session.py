@@ -1,5 +1,6 @@
 """Let a transformers model generate from an artifact: `model.generate(**session.ask("..."))`."""
 
+import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,7 @@ from csattn.models import LoadedModel
 from csattn.models.attention_hook import attention_implementation
 from csattn.models.prompt import question_ids
 from csattn.models.query import queries_before_rope, rotate
-from csattn.search import SearchWorkspace
+from csattn.search import SearchPool
 from csattn.selectors import (
     SELECTOR_NAMES,
     CentroidSelector,
@@ -60,9 +61,16 @@ def csattn_session(
 
 
 class Session:
-    """Owns what requests share: the open artifact, its KV in host memory, and the thread that searches ahead."""
+    """Owns what requests share: the open artifact, its KV in host memory, and the threads that search."""
 
-    def __init__(self, loaded: LoadedModel, artifact: Artifact, config: SearchConfig, selector: str = "csattn"):
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        artifact: Artifact,
+        config: SearchConfig,
+        selector: str = "csattn",
+        num_threads: int | None = None,  # that search; all cores unless said
+    ):
         if selector not in SELECTOR_NAMES:
             raise ConfigError(f"unknown selector {selector!r}; choose one of {', '.join(SELECTOR_NAMES)}")
         artifact.require_model(loaded.fingerprint)
@@ -73,9 +81,8 @@ class Session:
         self.selector = "full" if self.view.everything_kept and selector in ("csattn", "exact") else selector
         self.store = HostStore([artifact.layer_kv(layer_idx) for layer_idx in range(geometry.num_layers)])
         self._indexes = [artifact.layer_index(layer_idx) for layer_idx in range(geometry.num_layers)]
-        # One thread searches ahead, and nothing else searches while it does, so one workspace serves all.
-        self._searcher = ThreadPoolExecutor(1, thread_name_prefix="csattn-search")
-        self._workspace = SearchWorkspace()
+        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="csattn-ahead")
+        self._pool = SearchPool(num_threads or len(os.sched_getaffinity(0)))
         self._attention = attention_implementation(loaded.model)
         self._hooks: list[Any] = []
 
@@ -94,7 +101,8 @@ class Session:
             hook.remove()
         self._hooks.clear()
         self._attention.__exit__(kind, error, trace)
-        self._searcher.shutdown(wait=True)
+        self._ahead.shutdown(wait=True)
+        self._pool.close()
 
     def ask(self, question: str, observer: Observer | None = None) -> dict[str, Any]:
         """Arguments for `generate` that continue the context with a question, wrapped as the context was."""
@@ -131,7 +139,7 @@ class Session:
                 self.store,
                 self._make_selector(layer_idx),
                 self.view,
-                self._searcher,
+                self._ahead,
                 count,
                 time.perf_counter,
                 observer,
@@ -147,7 +155,7 @@ class Session:
             return WindowSelector(self.view)
         if self.selector == "exact":
             return ExactSelector(self.store.rows(layer_idx, slice(0, self.view.context_len))[:, :, 0], self.view)
-        return CentroidSelector(self._indexes[layer_idx], self.view, self._workspace)
+        return CentroidSelector(self._indexes[layer_idx], self.view, self._pool)
 
 
 class RequestCache(Cache):  # type: ignore[misc]  # transformers is untyped

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from csattn.index import LayerIndex
-from csattn.search import SearchWorkspace, empty_selection, search
+from csattn.search import SearchPool, empty_selection
 from csattn.selection import Selection
 from csattn.selectors.base import ContextView
 from csattn.table.tail import make_tail
@@ -15,11 +15,11 @@ class CentroidSelector:
 
     indexes_tail = True
 
-    def __init__(self, index: LayerIndex, view: ContextView, workspace: SearchWorkspace):
-        """workspace: scratch memory; one per thread that searches, shared by its layers and requests."""
+    def __init__(self, index: LayerIndex, view: ContextView, pool: SearchPool):
+        """pool: threads and scratch memory, shared by all layers and requests."""
         self._index = index
         self._view = view
-        self._workspace = workspace
+        self._pool = pool
         self._tail = make_tail(index)
 
     def append(self, k: NDArray[np.float32]) -> None:
@@ -27,7 +27,7 @@ class CentroidSelector:
 
     def select(self, q: NDArray[np.float32]) -> Selection:
         out = empty_selection(self._index.num_heads, self._view.top_k)
-        search(
+        self._pool.search(
             q,
             self._index,
             self._tail,
@@ -35,7 +35,6 @@ class CentroidSelector:
             self._view.config.sink_len,
             self._view.config.window_len,
             self._view.softmax_scale,
-            self._workspace,
             out,
         )
         return out

@@ -62,7 +62,7 @@ def test_nan_in_captured_keys_is_refused_by_name() -> None:
     model, ids = make_model("llama"), torch.from_numpy(token_ids(30)).long()
     with torch.no_grad():
         model.model.layers[1].self_attn.k_proj.weight[0, 0] = torch.nan
-    with pytest.raises(CaptureError, match="layer 1 .* keys"):
+    with pytest.raises(CaptureError, match=r"layer 1 .* keys"):
         all_layers(model, ids)
 
 

@@ -1,0 +1,143 @@
+"""The whole offline job on a small model: built once, resumed, refused, and never half there."""
+
+import multiprocessing
+import os
+import random
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from csattn.artifact import broken_artifacts, list_store, open_artifact, verify_artifact
+from csattn.config import preset
+from csattn.errors import CaptureError, ContextError, StoreFullError
+from csattn.models.loader import wrap_model
+from index_build.pipeline import BuildProgress, build_artifact
+from tests.tiny import MAX_POSITIONS, byte_tokenizer, loaded, make_model, token_ids
+
+NUM_KILLS = 50
+
+
+def build(store: Path, num_tokens: int = 300, preset_name: str = "default", **options):
+    return build_artifact(loaded(), token_ids(num_tokens), preset(preset_name, 16), store, **options)
+
+
+@pytest.mark.parametrize("preset_name", ["default", "lists", "paper"])
+def test_a_build_can_be_opened_and_verified(tmp_path: Path, preset_name: str) -> None:
+    report = build(tmp_path, preset_name=preset_name)
+    verify_artifact(report.path)
+    with open_artifact(report.path) as artifact:
+        np.testing.assert_array_equal(artifact.token_ids, token_ids(300))
+        assert artifact.layer_kv(2).shape == (2, 300, 2, 16)
+        index = artifact.layer_index(0)
+        assert index.num_heads == (4 if preset_name == "paper" else 2)
+        assert index.next_query is not None
+        assert artifact.layer_index(2).next_query is None
+
+
+def test_the_same_context_is_built_once(tmp_path: Path) -> None:
+    first = build(tmp_path)
+    second = build(tmp_path)
+    assert (first.reused, second.reused) == (False, True)
+    assert second.path == first.path
+    assert build(tmp_path, preset_name="paper").path != first.path
+    assert len(list_store(tmp_path)) == 2
+
+
+def test_the_same_input_gives_the_same_bytes_on_any_number_of_threads(tmp_path: Path) -> None:
+    reports = [build(tmp_path / str(n), num_threads=n) for n in (1, 3)]
+    for file in reports[0].path.glob("*.safetensors"):
+        assert file.read_bytes() == (reports[1].path / file.name).read_bytes(), file.name
+
+
+def test_progress_names_every_layer_and_phase(tmp_path: Path) -> None:
+    seen: list[BuildProgress] = []
+    build(tmp_path, on_progress=seen.append)
+    assert [(p.layer_idx, p.phase) for p in seen] == [(i, p) for i in range(3) for p in ("prefill", "index", "write")]
+    assert all(p.done == p.total == 300 for p in seen)
+
+
+class Stop(Exception):
+    """Ends a build at a chosen place."""
+
+
+def test_an_interrupted_build_goes_on_at_the_layer_where_it_stopped(tmp_path: Path) -> None:
+    def stop(progress: BuildProgress) -> None:
+        if (progress.layer_idx, progress.phase) == (2, "index"):
+            raise Stop
+
+    with pytest.raises(Stop):
+        build(tmp_path / "a", on_progress=stop)
+    assert list_store(tmp_path / "a") == []
+    resumed, straight = build(tmp_path / "a"), build(tmp_path / "b")
+    assert (resumed.resumed_at, straight.resumed_at) == (2, 0)
+    for file in straight.path.glob("*.safetensors"):
+        assert file.read_bytes() == (resumed.path / file.name).read_bytes(), file.name
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "match"), [(0, "0 tokens"), (1, "at least 256"), (255, "256"), (MAX_POSITIONS, "positions")]
+)
+def test_a_context_of_the_wrong_length_is_refused_before_anything_is_written(tmp_path, num_tokens, match) -> None:
+    with pytest.raises(ContextError, match=match):
+        build(tmp_path, num_tokens)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nan_in_the_model_leaves_no_artifact(tmp_path: Path) -> None:
+    model = make_model()
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight[0, 0] = torch.nan
+    with pytest.raises(CaptureError, match="NaN"):
+        build_artifact(wrap_model(model, byte_tokenizer(), "broken"), token_ids(300), preset("default", 16), tmp_path)
+    assert list_store(tmp_path) == []
+
+
+def test_a_full_disk_is_named_before_work_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.statvfs(tmp_path)
+    full = os.statvfs_result((*real[:2], real[2], 0, 0, *real[5:]))
+    monkeypatch.setattr(os, "statvfs", lambda path: full)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: (100, 100, 0))
+    with pytest.raises(StoreFullError, match="needs"):
+        build(tmp_path)
+    assert list_store(tmp_path) == []
+
+
+def _build_in_child(store: Path) -> None:
+    torch.set_num_threads(1)
+    build(store)
+
+
+@pytest.mark.filterwarnings("ignore:This process")
+def test_a_build_killed_at_any_moment_never_leaves_a_broken_artifact(tmp_path: Path) -> None:
+    """50 builds are killed at random moments; whatever they leave, the next one completes and verifies."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.index_build.test_pipeline"])
+    chance = random.Random(7)
+    whole_s = []
+    for name in ("warm-up", "timing"):
+        started = time.monotonic()
+        child = context.Process(target=_build_in_child, args=(tmp_path / name,))
+        child.start()
+        child.join()
+        assert child.exitcode == 0
+        whole_s.append(time.monotonic() - started)
+    want = list_store(tmp_path / "timing")[0].artifact_id
+    num_interrupted = 0
+    for trial in range(NUM_KILLS):
+        store = tmp_path / f"store-{trial}"
+        child = context.Process(target=_build_in_child, args=(store,))
+        child.start()
+        child.join(timeout=chance.uniform(0, 1.05 * whole_s[1]))
+        child.kill()
+        child.join()
+        listed = [summary.artifact_id for summary in list_store(store)]
+        assert broken_artifacts(store) == {}
+        assert listed in ([], [want])
+        num_interrupted += not listed
+        report = build(store)
+        verify_artifact(report.path)
+        assert report.artifact_id == want
+    assert num_interrupted > NUM_KILLS // 3, "the kills came too late to mean anything"

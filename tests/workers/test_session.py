@@ -1,0 +1,173 @@
+"""Decoding from an artifact through `model.generate`: the same answer as full attention where nothing is left out,
+and the same answer whichever way the same rows are chosen."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from csattn.artifact import open_artifact
+from csattn.config import SearchConfig, preset
+from csattn.errors import ArtifactMismatchError, ConfigError, ContextError
+from index_build.pipeline import build_artifact
+from tests.tiny import FAMILIES, MAX_POSITIONS, byte_tokenizer, loaded, make_model, token_ids
+from csattn.models.loader import wrap_model
+from workers.session import csattn_session
+
+CONTEXT_LEN = 400
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("store")
+
+
+def artifact_of(store: Path, family: str = "llama", preset_name: str = "default") -> Path:
+    model = loaded(family)
+    return build_artifact(model, token_ids(CONTEXT_LEN), preset(preset_name, 16), store).path
+
+
+def logits_of(session, ids, chunk_sizes, observer=None):
+    """Feed ids in chunks of those sizes to one request; the logits after each."""
+    request, parts = session.request(observer), torch.from_numpy(ids).long()[None].split(chunk_sizes, 1)
+    with torch.inference_mode():
+        return torch.cat([session.loaded.model(part, past_key_values=request).logits[0] for part in parts])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("keep", "selector"), [(1.0, "csattn"), (1.0, "exact"), (0.05, "full")])
+def test_reading_everything_generates_what_full_attention_does(store, family, keep, selector) -> None:
+    model = loaded(family)
+    question = token_ids(9, seed=1)
+    with csattn_session(model, artifact_of(store, family), SearchConfig(keep=keep), selector) as session:
+        arguments = session.continue_with(question)
+        got = model.model.generate(**arguments, max_new_tokens=60, do_sample=False)
+    want = model.model.generate(
+        arguments["input_ids"], attention_mask=arguments["attention_mask"], max_new_tokens=60, do_sample=False
+    )
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("preset_name", ["default", "lists", "paper"])
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_a_question_in_one_piece_equals_the_question_token_by_token(store, preset_name, lookahead) -> None:
+    """Also where the question is longer than the window, so that its own rows move into the index meanwhile."""
+    config = SearchConfig(keep=0.1, window_len=8, lookahead=lookahead)
+    ids = token_ids(30, seed=2)
+    with csattn_session(loaded(), artifact_of(store, preset_name=preset_name), config) as session:
+        whole = logits_of(session, ids, [30])
+        torch.testing.assert_close(logits_of(session, ids, [1] * 30), whole, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(logits_of(session, ids, [7, 1, 13, 9]), whole, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("selector", ["csattn", "exact"])
+def test_keeping_more_comes_nearer_to_full_attention(store, selector) -> None:
+    ids, distance = token_ids(40, seed=3), []
+    for keep in (0.02, 0.3, 0.9):
+        with csattn_session(loaded(), artifact_of(store), SearchConfig(keep=keep, window_len=16), selector) as session:
+            sparse = logits_of(session, ids, [40]).log_softmax(-1)
+        with csattn_session(loaded(), artifact_of(store), SearchConfig(), "full") as session:
+            full = logits_of(session, ids, [40]).log_softmax(-1)
+        distance.append(float((full.exp() * (full - sparse)).sum(-1).mean()))
+    assert distance[0] > 2 * distance[1] > 4 * distance[2]
+
+
+def test_window_reads_nothing_far_and_is_worse_than_the_index(store) -> None:
+    ids = token_ids(40, seed=3)
+    config = SearchConfig(keep=0.2, window_len=16)
+    with csattn_session(loaded(), artifact_of(store), SearchConfig(), "full") as session:
+        full = logits_of(session, ids, [40])
+    with csattn_session(loaded(), artifact_of(store), config, "window") as session:
+        request = session.request()
+        with torch.inference_mode():
+            window = loaded().model(torch.from_numpy(ids).long()[None], past_key_values=request).logits[0]
+        assert request.count.far_rows == 0
+    with csattn_session(loaded(), artifact_of(store), config) as session:
+        indexed = logits_of(session, ids, [40])
+    assert (indexed - full).norm() < 0.5 * (window - full).norm()
+
+
+def test_selections_are_valid_and_disjoint_from_resident_rows(store) -> None:
+    config, seen = SearchConfig(keep=0.1, window_len=8), []
+
+    def observe(layer, q, chosen, out) -> None:
+        first_token = layer.tail.num_rows - q.shape[1]
+        for token, selection in enumerate(chosen, start=first_token):
+            selection.check(CONTEXT_LEN + max(0, token + 1 - 8))
+            rows = selection.kv_indices[selection.kv_indices >= 0]
+            in_window = (rows >= CONTEXT_LEN - 8) & (rows < CONTEXT_LEN)
+            assert not (rows < 4).any()
+            assert not in_window.any()
+            seen.append((rows >= CONTEXT_LEN).any())
+
+    with csattn_session(loaded(), artifact_of(store), config) as session:
+        logits_of(session, token_ids(40, seed=4), [40], observe)
+    assert any(seen), "rows of the tail should be selected once they have left its window"
+
+
+def test_requests_of_one_session_do_not_see_each_other(store) -> None:
+    first, second = token_ids(40, seed=5), token_ids(40, seed=6)
+    with csattn_session(loaded(), artifact_of(store), SearchConfig(keep=0.1, window_len=8)) as session:
+        alone = logits_of(session, first, [40])
+        requests = [session.request(), session.request()]
+        mixed = []
+        with torch.inference_mode():
+            for a, b in zip(first.reshape(8, 5), second.reshape(8, 5), strict=True):
+                for request, chunk in zip(requests, (a, b), strict=True):
+                    ids = torch.from_numpy(chunk).long()[None]
+                    mixed.append(loaded().model(ids, past_key_values=request).logits[0])
+    torch.testing.assert_close(torch.cat(mixed[::2]), alone, rtol=1e-3, atol=1e-3)
+
+
+def test_a_search_period_reuses_selections(store) -> None:
+    with csattn_session(loaded(), artifact_of(store), SearchConfig(keep=0.1, search_period=4)) as session:
+        request = session.request()
+        with torch.inference_mode():
+            loaded().model(torch.from_numpy(token_ids(16)).long()[None], past_key_values=request)
+    assert request.count.searches == 4 * 3
+
+
+def test_a_batch_is_refused_with_a_sentence(store) -> None:
+    with csattn_session(loaded(), artifact_of(store)) as session, pytest.raises(ConfigError, match="one sequence"):
+        loaded().model(torch.zeros(2, 3, dtype=torch.long), past_key_values=session.request())
+
+
+def test_another_models_artifact_is_refused(store) -> None:
+    other = wrap_model(make_model(seed=9), byte_tokenizer(), "other")
+    with pytest.raises(ArtifactMismatchError), csattn_session(other, artifact_of(store)):
+        pass
+
+
+def test_a_question_beyond_the_models_positions_is_refused(store) -> None:
+    with csattn_session(loaded(), artifact_of(store)) as session, pytest.raises(ContextError, match="positions"):
+        session.continue_with(token_ids(MAX_POSITIONS - CONTEXT_LEN))
+
+
+def test_an_unknown_selector_is_refused(store) -> None:
+    with pytest.raises(ConfigError, match="unknown selector"), csattn_session(loaded(), artifact_of(store), selector="x"):
+        pass
+
+
+def test_the_model_is_as_before_when_the_session_ends(store) -> None:
+    model = loaded().model
+    before = model.config._attn_implementation
+    with csattn_session(loaded(), artifact_of(store), SearchConfig(lookahead=1)):
+        assert any(layer._forward_pre_hooks for layer in model.model.layers)
+    assert model.config._attn_implementation == before
+    assert not any(layer._forward_pre_hooks for layer in model.model.layers)
+
+
+def test_a_chat_question_continues_the_context_token_for_token(tmp_path: Path) -> None:
+    from csattn.models.prompt import choose_wrapping, context_ids
+
+    model, text = loaded(), "the tide is high at noon. " * 12
+    wrapping = choose_wrapping(model.tokenizer)
+    ids = context_ids(model.tokenizer, text, wrapping)
+    report = build_artifact(model, ids, preset("default", 16), tmp_path, notes={"wrapping": wrapping})
+    with open_artifact(report.path) as artifact, csattn_session(model, artifact) as session:
+        asked = session.ask("when?")["input_ids"][0].tolist()
+    messages = [{"role": "system", "content": text.strip()}, {"role": "user", "content": "when?"}]
+    want = model.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert asked == model.tokenizer(want, add_special_tokens=False).input_ids
+    assert asked[: len(ids)] == np.asarray(ids).tolist()

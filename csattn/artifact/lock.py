@@ -8,6 +8,18 @@ from typing import Self
 
 from csattn.artifact.durable import store_errors
 
+_held: set[int] = set()  # descriptors of the locks that this process holds
+
+
+def _let_go_after_fork() -> None:
+    """A forked child must not keep a lock alive that its parent gives back or dies with."""
+    for descriptor in _held:
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_let_go_after_fork)
+
 
 class BuildLock:
     """An exclusive flock on a file that exists only while somebody builds or waits."""
@@ -32,12 +44,17 @@ class BuildLock:
             return False
         return True
 
+    def exists(self) -> bool:
+        """Whether somebody holds the lock, or died while holding it."""
+        return self._path.exists()
+
     def release(self) -> None:
         """Give the lock back and remove its file."""
         assert self._descriptor is not None, "released a lock that is not held"
         try:
             self._path.unlink(missing_ok=True)  # while it is locked: afterwards the file may be somebody else's
         finally:
+            _held.remove(self._descriptor)
             os.close(self._descriptor)
             self._descriptor = None
 
@@ -49,6 +66,7 @@ class BuildLock:
             try:
                 fcntl.flock(descriptor, operation)
                 if os.path.samestat(os.fstat(descriptor), os.stat(self._path)):
+                    _held.add(descriptor)
                     self._descriptor, descriptor = descriptor, -1
             except FileNotFoundError:  # removed meanwhile, and not made anew
                 continue

@@ -13,7 +13,6 @@ believed, and removed otherwise.
 import hashlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -45,6 +44,7 @@ from csattn.index import LayerIndex
 
 BUILDING_PREFIX = ".building-"
 LOCK_SUFFIX = ".lock"
+CHECKPOINT_FILE = "checkpoint.json"
 
 _CHECKPOINT_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
@@ -90,6 +90,7 @@ class ArtifactWriter:
 
     def __enter__(self) -> Self:
         if self._is_published():
+            self._tidy_up()
             return self
         with store_errors(f"make the store {self._store}", self._store):
             self._store.mkdir(parents=True, exist_ok=True)
@@ -138,7 +139,7 @@ class ArtifactWriter:
         dtype, shape = _CHECKPOINT_DTYPES[hidden.dtype], tuple(hidden.shape)
         record = write_file(self._building / name, _checkpoint_layout(dtype, shape), {"hidden": hidden})
         _write_record(
-            self._building / "checkpoint.json",
+            self._building / CHECKPOINT_FILE,
             {"next_layer": next_layer, "file": name, "dtype": dtype, "shape": shape, **record.to_json()},
         )
         with store_errors(f"remove an old checkpoint in {self._building}", self._store):
@@ -148,16 +149,11 @@ class ArtifactWriter:
 
     def load_checkpoint(self) -> tuple[int, torch.Tensor] | None:
         """The layer to go on with and the hidden state that enters it, or None to start from the first."""
-        record = _read_record(self._building / "checkpoint.json")
-        if record is None or record["next_layer"] > self.finished_layers:
+        record = self._intact_checkpoint()
+        if record is None:
             return None
-        path = self._building / record["file"]
-        try:
-            if hash_file(path) != record["sha256"]:
-                return None
-            array = map_file(path, _checkpoint_layout(record["dtype"], tuple(record["shape"])))["hidden"]
-        except (OSError, ArtifactError):
-            return None
+        layout = _checkpoint_layout(record["dtype"], tuple(record["shape"]))
+        array = map_file(self._building / record["file"], layout)["hidden"]
         hidden = torch.from_numpy(np.array(array))  # a copy: the file goes with the next checkpoint
         return record["next_layer"], hidden.view(torch.bfloat16) if record["dtype"] == "BF16" else hidden
 
@@ -204,14 +200,11 @@ class ArtifactWriter:
             if records is None:
                 break
             self._layers.append(records)
-        kept = {"artifact", "checkpoint.json", *(self._layer_record(i).name for i in range(self.finished_layers))}
-        for entry in self._building.iterdir():
-            if entry.name not in kept and not re.fullmatch(r"hidden-\d{3}\.safetensors", entry.name):
-                _remove(entry)
-        kept = {name for records in self._layers for name in records}
-        for entry in self._parts.iterdir():
-            if entry.name not in kept:
-                _remove(entry)
+        checkpoint = self._intact_checkpoint()
+        work = {"artifact", *(self._layer_record(layer_idx).name for layer_idx in range(self.finished_layers))}
+        work |= {CHECKPOINT_FILE, checkpoint["file"]} if checkpoint is not None else set()
+        _remove_others(self._building, work)
+        _remove_others(self._parts, {name for records in self._layers for name in records})
 
     def _intact_layer(self, layer_idx: int) -> dict[str, FileRecord] | None:
         record = _read_record(self._layer_record(layer_idx))
@@ -229,12 +222,30 @@ class ArtifactWriter:
             return None
         return records
 
+    def _intact_checkpoint(self) -> dict[str, Any] | None:
+        record = _read_record(self._building / CHECKPOINT_FILE)
+        if record is None or record["next_layer"] > self.finished_layers:
+            return None
+        try:
+            return record if hash_file(self._building / record["file"]) == record["sha256"] else None
+        except (OSError, ArtifactError):
+            return None
+
     def _layer_record(self, layer_idx: int) -> Path:
         return self._building / f"layer-{layer_idx:03d}.json"
 
     def _discard_work(self) -> None:
         """Remove the building directory; what cannot be removed is left to `collect_garbage`."""
         shutil.rmtree(self._building, ignore_errors=True)
+
+    def _tidy_up(self) -> None:
+        """Remove what a builder left that was killed between publishing and clearing up."""
+        if self._building.exists() or self._lock.exists():
+            with suppress(ArtifactError):  # a store that may only be read, say
+                self._locked = self._lock.try_acquire()
+                if self._locked:
+                    self._discard_work()
+                    self._release()
 
     def _release(self) -> None:
         if self._locked:
@@ -263,6 +274,12 @@ def _read_record(path: Path) -> dict[str, Any] | None:
         return None
     record: dict[str, Any] = json.loads(body)
     return record
+
+
+def _remove_others(directory: Path, kept: set[str]) -> None:
+    for entry in directory.iterdir():
+        if entry.name not in kept:
+            _remove(entry)
 
 
 def _remove(path: Path) -> None:

@@ -1,0 +1,257 @@
+"""Whatever happened to a finished artifact, a reader refuses it with a sentence, and never crashes or waits."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from csattn.artifact import ArtifactWriter, open_artifact, verify_artifact
+from csattn.artifact.layout import index_file, kv_file, plan
+from csattn.errors import ArtifactCorruptError, ArtifactError, ArtifactMismatchError, ArtifactNotFoundError
+from tests.artifact.faults import flip_byte, public_place, reseal, seal, without_root
+from tests.artifact.synthetic import build, make_layer, make_spec, make_token_ids
+
+
+@pytest.fixture
+def artifact_dir(tmp_path: Path) -> Path:
+    return build(tmp_path / "store", make_spec(layout="lists"))
+
+
+@pytest.mark.parametrize("layout", ["rows", "lists"])
+def test_a_thousand_random_changes_are_all_refused(tmp_path: Path, layout: str, rng: np.random.Generator) -> None:
+    path = build(tmp_path, make_spec(layout=layout))
+    files = sorted(path.iterdir())
+    for _ in range(500):
+        file = files[rng.integers(len(files))]
+        original = file.read_bytes()
+        position = int(rng.integers(len(original)))
+        if rng.random() < 0.75:
+            flip_byte(file, position, int(rng.integers(1, 256)))
+        else:
+            os.truncate(file, position)
+        with pytest.raises(ArtifactError, match="build it again") as refusal:
+            verify_artifact(path)
+        assert str(path) in str(refusal.value)
+        file.write_bytes(original)
+    verify_artifact(path)
+
+
+@pytest.mark.parametrize("name", [kv_file(0), index_file(1), "tokens.safetensors", "manifest.json", "manifest.sha256"])
+def test_a_missing_file_is_named(artifact_dir: Path, name: str) -> None:
+    (artifact_dir / name).unlink()
+    with pytest.raises(ArtifactError, match=f"{name}.* is missing"):
+        open_artifact(artifact_dir)
+
+
+def test_a_file_that_does_not_belong_is_refused(artifact_dir: Path) -> None:
+    (artifact_dir / "notes.txt").touch()
+    with pytest.raises(ArtifactCorruptError, match=r"notes\.txt does not belong to the artifact; remove it"):
+        open_artifact(artifact_dir)
+
+
+def test_files_of_equal_shape_are_not_confused(tmp_path: Path) -> None:
+    one, other = build(tmp_path, make_spec()), build(tmp_path, make_spec(seed=1), seed=1)
+    for source, name in [(other / kv_file(0), kv_file(0)), (one / kv_file(1), kv_file(0))]:
+        victim = shutil.copytree(one, tmp_path / "copy")
+        shutil.copy(source, victim / name)
+        with pytest.raises(ArtifactCorruptError, match="belongs to another artifact or layer"):
+            open_artifact(victim)
+        reseal(victim)  # even when the hashes have been made to agree
+        with pytest.raises(ArtifactCorruptError, match="belongs to another artifact or layer"):
+            open_artifact(victim)
+        shutil.rmtree(victim)
+
+
+def test_a_directory_named_after_another_artifact_is_refused(tmp_path: Path) -> None:
+    one, other = build(tmp_path, make_spec()), build(tmp_path, make_spec(seed=1), seed=1)
+    shutil.rmtree(one)
+    other.rename(one)
+    with pytest.raises(ArtifactCorruptError, match=f"holds the artifact {other.name}"):
+        open_artifact(one)
+
+
+def test_another_format_version_is_not_guessed_at(artifact_dir: Path) -> None:
+    reseal(artifact_dir, lambda manifest: manifest.update(format_version=2))
+    with pytest.raises(ArtifactMismatchError, match="has format version 2 and this csattn reads version 1"):
+        open_artifact(artifact_dir)
+
+
+def test_another_model_or_tokenizer_is_refused(artifact_dir: Path) -> None:
+    with open_artifact(artifact_dir) as artifact:
+        artifact.require_model("model-a")
+        artifact.require_tokenizer("tokenizer-a")
+        with pytest.raises(ArtifactMismatchError, match=r"built with Made-Up-1M \(fingerprint model-a\).*model-b"):
+            artifact.require_model("model-b")
+        with pytest.raises(ArtifactMismatchError, match="tokenizer-a and the loaded one is tokenizer-b"):
+            artifact.require_tokenizer("tokenizer-b")
+
+
+FORGERIES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "other format": lambda m: m.update(format="zip"),
+    "no version": lambda m: m.pop("format_version"),
+    "no model": lambda m: m.pop("model"),
+    "model is a list": lambda m: m.update(model=[1]),
+    "unknown geometry": lambda m: m["model"].update(wings=2),
+    "no layers": lambda m: m["model"].update(num_layers=0),
+    "more layers than files": lambda m: m["model"].update(num_layers=3),
+    "a billion layers": lambda m: m["model"].update(num_layers=10**9),
+    "fractional heads": lambda m: m["model"].update(num_kv_heads=2.0),
+    "other head_dim": lambda m: m["model"].update(head_dim=8),
+    "head_dim that cannot be split": lambda m: m["model"].update(head_dim=5),
+    "true for 1": lambda m: m.update(context_len=True),
+    "longer context": lambda m: m.update(context_len=71),
+    "enormous context": lambda m: m.update(context_len=10**18),
+    "negative context": lambda m: m.update(context_len=-70),
+    "other id": lambda m: m.update(artifact_id="0" * 16),
+    "other tokenizer": lambda m: m.update(tokenizer_hash="tokenizer-b"),
+    "empty tokenizer": lambda m: m.update(tokenizer_hash=""),
+    "other kv dtype": lambda m: m.update(kv_dtype="float16"),
+    "unknown kv dtype": lambda m: m.update(kv_dtype="float8"),
+    "option of a later version": lambda m: m["index_config"].update(warp=9),
+    "missing option": lambda m: m["index_config"].pop("layout"),
+    "option of another type": lambda m: m["index_config"].update(num_subspaces="2"),
+    "fractional option": lambda m: m["index_config"].update(num_centroids=3.0),
+    "other layout": lambda m: m["index_config"].update(layout="rows"),
+    "files is a list": lambda m: m.update(files=[]),
+    "no files": lambda m: m.update(files={}),
+    "file outside": lambda m: m["files"].update({"../../etc/passwd": m["files"].pop(kv_file(0))}),
+    "record with more in it": lambda m: m["files"][kv_file(0)].update(mode=7),
+    "negative size": lambda m: m["files"][kv_file(0)].update(size_bytes=-1),
+    "short hash": lambda m: m["files"][kv_file(0)].update(sha256="00"),
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_a_forged_manifest_with_a_good_hash_is_refused(artifact_dir: Path, forgery: str) -> None:
+    reseal(artifact_dir, FORGERIES[forgery])
+    with pytest.raises(ArtifactCorruptError, match="build it again"):
+        open_artifact(artifact_dir)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"[]",
+        b"null",
+        b"{}",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"format": "csattn-artifact", "format_version": NaN}',
+        b'{"format": "csattn-artifact", "format": "csattn-artifact", "format_version": 1}',
+    ],
+)
+def test_a_manifest_that_is_no_manifest_is_refused(artifact_dir: Path, text: bytes) -> None:
+    seal(artifact_dir, text)
+    with pytest.raises(ArtifactError, match="not one that csattn writes"):
+        open_artifact(artifact_dir)
+
+
+def forge_array(artifact_dir: Path, name: str, forge: Callable[[NDArray[Any]], object], layer_idx: int = 0) -> None:
+    """Change an array of a layer's index in its file, and make all hashes agree."""
+    with open_artifact(artifact_dir) as artifact:
+        layout = plan(artifact.spec, index_file(layer_idx))
+    spec, offset = next((spec, offset) for spec, offset in layout.tensors if spec.name == name)
+    dtype = {"I32": np.int32, "F32": np.float32, "F16": np.float16}[spec.dtype]
+    array = np.memmap(artifact_dir / index_file(layer_idx), dtype, "r+", offset, spec.shape)
+    forge(array)
+    array.flush()
+    reseal(artifact_dir)
+
+
+@pytest.mark.parametrize("row", [-1, 70, 2**31 - 1, -(2**31)])
+def test_forged_list_indices_never_reach_a_kernel(artifact_dir: Path, row: int) -> None:
+    forge_array(artifact_dir, "indices", lambda indices: _set(indices, row))
+    with pytest.raises(ArtifactCorruptError, match="indices point outside the context's 70 rows"):
+        verify_artifact(artifact_dir)
+    with open_artifact(artifact_dir) as artifact:
+        artifact.layer_index(1)
+        with pytest.raises(ArtifactCorruptError, match="indices point outside the context's 70 rows"):
+            artifact.layer_index(0)
+
+
+def _set(array: NDArray[Any], value: float) -> None:
+    array[(-1,) * array.ndim] = value
+
+
+@pytest.mark.parametrize("name", ["scores", "codebooks", "query_basis", "key_basis", "key_mean", "next_query"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_forged_values_that_are_not_finite_are_refused(artifact_dir: Path, name: str, value: float) -> None:
+    forge_array(artifact_dir, name, lambda array: _set(array, value))
+    with open_artifact(artifact_dir) as artifact, pytest.raises(ArtifactCorruptError, match=f"{name} holds NaN or inf"):
+        artifact.layer_index(0)
+
+
+def test_forged_scales_of_rows_are_refused(tmp_path: Path) -> None:
+    path = build(tmp_path, make_spec())
+    forge_array(path, "scales", lambda array: _set(array, np.nan))
+    with pytest.raises(ArtifactCorruptError, match="scales holds NaN or infinity"):
+        verify_artifact(path)
+
+
+def test_a_negative_zero_score_is_refused(artifact_dir: Path) -> None:
+    forge_array(artifact_dir, "scores", lambda array: _set(array, -0.0))
+    with pytest.raises(ArtifactCorruptError, match=r"scores hold -0\.0"):
+        verify_artifact(artifact_dir)
+
+
+def test_a_writer_does_not_publish_what_a_reader_would_refuse(tmp_path: Path) -> None:
+    spec = make_spec()
+    kv, index = make_layer(spec, 0)
+    index.codebooks[0, 0, 0, 0] = np.nan
+    with (
+        ArtifactWriter(tmp_path, spec, make_token_ids(70)) as writer,
+        pytest.raises(ArtifactError, match="index of layer 0 cannot be stored: codebooks holds NaN"),
+    ):
+        writer.write_layer(0, kv, index)
+
+
+def test_forged_tokens_are_refused(artifact_dir: Path) -> None:
+    flip_byte(artifact_dir / "tokens.safetensors", -1)
+    reseal(artifact_dir)
+    with pytest.raises(ArtifactCorruptError, match="holds other tokens"):
+        open_artifact(artifact_dir)
+
+
+@pytest.mark.parametrize("name", [kv_file(0), "manifest.json", "manifest.sha256"])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "directory"])
+def test_what_is_not_a_file_is_not_waited_for(artifact_dir: Path, name: str, make: Callable[[Path], None]) -> None:
+    (artifact_dir / name).unlink()
+    make(artifact_dir / name)
+    with pytest.raises(ArtifactCorruptError):
+        verify_artifact(artifact_dir)
+
+
+def test_no_artifact_here(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactNotFoundError, match="there is no artifact 'nothing'"):
+        open_artifact(tmp_path / "nothing")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ArtifactNotFoundError, match="holds no finished artifact"):
+        open_artifact(tmp_path / "empty")
+    (tmp_path / "file").touch()
+    with pytest.raises(ArtifactNotFoundError, match="is a file, not a store"):
+        open_artifact(tmp_path / "file" / "abc")
+
+
+@pytest.mark.parametrize("name", [kv_file(1), "manifest.json", "."])
+def test_a_file_that_may_not_be_read(name: str) -> None:
+    with public_place() as place:
+        path = build(place, make_spec())
+        (path / name).chmod(0)
+        with without_root(), pytest.raises(ArtifactError, match="Permission denied; check its permissions"):
+            open_artifact(path)
+        (path / name).chmod(0o755)
+
+
+def test_progress_of_a_verification_reaches_the_end(artifact_dir: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    verify_artifact(artifact_dir, lambda done, total: seen.append((done, total)))
+    assert len(seen) == len(json.loads((artifact_dir / "manifest.json").read_bytes())["files"])
+    assert seen == sorted(seen)
+    assert seen[-1][0] == seen[-1][1] == sum(f.stat().st_size for f in artifact_dir.glob("*.safetensors"))

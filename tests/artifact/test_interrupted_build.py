@@ -1,0 +1,357 @@
+"""A build may be killed, starved of disk or raced by another at any moment: the store stays whole."""
+
+import os
+import re
+import resource
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from csattn.artifact import (
+    ArtifactSpec,
+    ArtifactWriter,
+    broken_artifacts,
+    collect_garbage,
+    list_store,
+    open_artifact,
+    require_space,
+    verify_artifact,
+)
+from csattn.artifact.layout import index_file, kv_file
+from csattn.errors import ArtifactError, StoreFullError
+from tests.artifact.faults import (
+    DISK_BROKEN,
+    DISK_FULL,
+    SYSTEM_CALLS,
+    before_call,
+    exit_status,
+    flip_byte,
+    fork,
+    kill_self,
+    public_place,
+    without_root,
+)
+from tests.artifact.synthetic import build, hidden_state, make_layer, make_spec, make_token_ids
+
+SPEC = make_spec(num_layers=2, num_kv_heads=1)
+WRITING = ("write", "fsync", "replace", "rename")
+
+
+@pytest.fixture
+def tmp_path(tmp_path: Path) -> Iterator[Path]:
+    """A place in memory where there is one: these tests flush thousands of files."""
+    memory = Path("/dev/shm")
+    if not os.access(memory, os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir=memory) as name:
+        yield Path(name)
+
+
+def building_dir(store: Path, spec: ArtifactSpec = SPEC) -> Path:
+    return store / f".building-{spec.artifact_id}"
+
+
+def write_layers(store: Path, num_layers: int, spec: ArtifactSpec = SPEC) -> None:
+    """A build that stops after some layers."""
+    with ArtifactWriter(store, spec, make_token_ids(spec.context_len)) as writer:
+        for layer_idx in range(num_layers):
+            writer.write_layer(layer_idx, *make_layer(spec, layer_idx))
+            writer.save_checkpoint(layer_idx + 1, hidden_state(layer_idx + 1))
+
+
+def assert_store_is_sound(store: Path) -> None:
+    """Nothing is listed that is not whole."""
+    assert not broken_artifacts(store)
+    for summary in list_store(store):
+        verify_artifact(summary.path)
+
+
+def assert_completes(store: Path, spec: ArtifactSpec = SPEC) -> None:
+    """A second build finishes what the first left, and leaves nothing but the artifact."""
+    path = build(store, spec)
+    verify_artifact(path)
+    assert [entry.name for entry in store.iterdir()] == [spec.artifact_id]
+    with open_artifact(path) as artifact:
+        for layer_idx in range(spec.model.num_layers):
+            assert torch.equal(artifact.layer_kv(layer_idx), make_layer(spec, layer_idx)[0])
+
+
+def num_calls(tmp_path: Path, calls: tuple[str, ...]) -> int:
+    """How many of those system calls an undisturbed build makes."""
+    with before_call(calls, -1, kill_self) as made:
+        build(tmp_path / "undisturbed", SPEC)
+    assert set(made) == set(calls)
+    return len(made)
+
+
+def test_killed_before_every_system_call(tmp_path: Path) -> None:
+    def build_and_die(store: Path, number: int) -> None:
+        with before_call(SYSTEM_CALLS, number, kill_self):
+            build(store, SPEC)
+
+    for number in range(num_calls(tmp_path, SYSTEM_CALLS)):
+        store = tmp_path / str(number)
+        pid = fork(lambda store=store, number=number: build_and_die(store, number))  # type: ignore[misc]
+        assert exit_status(pid) == -signal.SIGKILL
+        assert_store_is_sound(store)
+        assert_completes(store)
+
+
+def test_killed_at_fifty_random_moments(tmp_path: Path, rng: np.random.Generator) -> None:
+    spec = make_spec(257, num_layers=6)
+    started = time.perf_counter()
+    assert exit_status(fork(lambda: build(tmp_path / "undisturbed", spec))) == 0
+    build_s = time.perf_counter() - started
+    store, resumed, killed, finished = tmp_path / "store", 0, 0, 0
+    while killed < 50:
+        pid = fork(lambda: build(store, spec))
+        time.sleep(float(rng.uniform(0, build_s)))
+        os.kill(pid, signal.SIGKILL)
+        killed += exit_status(pid) == -signal.SIGKILL
+        assert_store_is_sound(store)
+        with ArtifactWriter(store, spec, make_token_ids(257)) as writer:
+            resumed += writer.finished_layers > 0
+            path = writer.finished_path
+        if path is not None:
+            finished += 1
+            assert finished < 500, "the kills come too late"
+            path.rename(tmp_path / f"finished-{finished}")
+    assert resumed > 0
+    assert_completes(store, spec)
+
+
+@pytest.mark.parametrize(
+    ("act", "calls", "error", "message"),
+    [
+        (DISK_FULL, WRITING, StoreFullError, "No space left on device.*available.*nothing was published"),
+        (DISK_BROKEN, (*WRITING, "open"), ArtifactError, "Input/output error; check the store's permissions"),
+    ],
+    ids=["disk full", "disk broken"],
+)
+def test_a_disk_that_fails_at_every_call(
+    tmp_path: Path, act: Callable[[], None], calls: tuple[str, ...], error: type[ArtifactError], message: str
+) -> None:
+    refused = 0
+    for number in range(num_calls(tmp_path, calls)):
+        store = tmp_path / str(number)
+        sentence = ""
+        with before_call(calls, number, act):
+            try:
+                build(store, SPEC)
+            except error as refusal:
+                sentence = str(refusal)
+        refused += re.search(message, sentence) is not None
+        assert not list(store.rglob("*.partial"))
+        assert_store_is_sound(store)
+        assert_completes(store)
+    assert refused >= number - 2  # clearing up afterwards may fail without harm
+
+
+def test_files_and_names_are_flushed_before_anything_builds_on_them(tmp_path: Path) -> None:
+    with before_call(("write", "open", "fsync", "replace", "rename"), -1, kill_self) as made:
+        build(tmp_path, SPEC)
+    renames = [i for i, call in enumerate(made) if call == "replace"]
+    assert len(renames) >= 2 * SPEC.model.num_layers + 3
+    for i in renames:
+        assert made[i - 1] == "fsync"  # the file
+        assert made[i + 1 : i + 3] == ["open", "fsync"]  # its directory
+    publication = made.index("rename")
+    assert made[publication + 1 : publication + 3] == ["open", "fsync"]  # the store
+
+
+def test_a_file_size_limit_of_the_system(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
+    try:
+        with pytest.raises(StoreFullError, match="File too large"):
+            build(tmp_path, SPEC)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.rglob("*.partial"))
+    assert_completes(tmp_path)
+
+
+def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:1001]))
+    verify_artifact(build(tmp_path, SPEC))
+
+
+def test_space_is_asked_for_in_advance(tmp_path: Path) -> None:
+    require_space(tmp_path / "not" / "yet", 1)
+    with pytest.raises(StoreFullError, match=r"has [\d,]+ bytes .* free and the build needs 1,000,000,000,000,000,000"):
+        require_space(tmp_path, 10**18)
+
+
+def test_a_store_that_may_not_be_written() -> None:
+    with public_place() as place:
+        finished = build(place, SPEC)
+        place.chmod(0o555)
+        with without_root():
+            with pytest.raises(ArtifactError, match="Permission denied; check the store's permissions"):
+                build(place, make_spec(71))
+            with pytest.raises(ArtifactError, match=r"make the store .*: Permission denied"):
+                build(place / "new", SPEC)
+            assert build(place, SPEC) == finished
+            assert [summary.path for summary in list_store(place)] == [finished]
+        assert [entry.name for entry in place.iterdir()] == [SPEC.artifact_id]
+
+
+def test_a_second_builder_waits_and_finds_the_artifact(tmp_path: Path) -> None:
+    waits, says_so = os.pipe()
+
+    def say_so() -> None:
+        os.write(says_so, b"w")
+
+    def wait_for_the_other() -> None:
+        with ArtifactWriter(tmp_path, SPEC, make_token_ids(70), say_so) as writer:
+            assert writer.finished_path is not None
+
+    with ArtifactWriter(tmp_path, SPEC, make_token_ids(70)) as writer:
+        pid = fork(wait_for_the_other)
+        assert os.read(waits, 1) == b"w"
+        assert collect_garbage(tmp_path) == []  # what somebody works on is no garbage
+        for layer_idx in range(2):
+            writer.write_layer(layer_idx, *make_layer(SPEC, layer_idx))
+        writer.finish({}, {})
+    assert exit_status(pid) == 0
+    assert_completes(tmp_path)
+
+
+def test_many_builders_of_one_artifact(tmp_path: Path) -> None:
+    for round_number in range(10):
+        store = tmp_path / str(round_number)
+        pids = [fork(lambda store=store: build(store, SPEC)) for _ in range(4)]  # type: ignore[misc]
+        assert [exit_status(pid) for pid in pids] == [0] * 4
+        assert_completes(store)
+
+
+def test_builders_in_threads_of_one_process(tmp_path: Path) -> None:
+    paths: list[Path] = []
+    threads = [threading.Thread(target=lambda: paths.append(build(tmp_path, SPEC))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert paths == [tmp_path / SPEC.artifact_id] * 4
+    assert_completes(tmp_path)
+
+
+def test_a_build_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    write_layers(tmp_path, 1)
+    with ArtifactWriter(tmp_path, SPEC, make_token_ids(70)) as writer:
+        assert repr(writer) == f"<ArtifactWriter {SPEC.artifact_id}: 1/2 layers>"
+        checkpoint = writer.load_checkpoint()
+        assert checkpoint is not None
+        assert checkpoint[0] == writer.finished_layers == 1
+        assert torch.equal(checkpoint[1], hidden_state(1))
+    assert_completes(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_checkpoint_keeps_dtype_and_shape(tmp_path: Path, dtype: torch.dtype) -> None:
+    hidden = torch.randn(7, 3).to(dtype)
+    with ArtifactWriter(tmp_path, SPEC, make_token_ids(70)) as writer:
+        assert writer.load_checkpoint() is None
+        writer.save_checkpoint(0, hidden)
+        got = writer.load_checkpoint()
+    assert got is not None
+    assert got[0] == 0
+    assert got[1].dtype == dtype
+    assert torch.equal(got[1], hidden)
+
+
+@pytest.mark.parametrize(
+    ("name", "intact_layers", "has_checkpoint"),
+    [
+        (f"artifact/{kv_file(0)}", 0, False),
+        (f"artifact/{index_file(1)}", 1, False),
+        ("layer-000.json", 0, False),
+        ("layer-001.json", 1, False),
+        ("checkpoint.json", 2, False),
+        ("hidden-002.safetensors", 2, False),
+    ],
+)
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "directory"])
+def test_damaged_work_counts_as_absent(
+    tmp_path: Path, name: str, intact_layers: int, has_checkpoint: bool, damage: str
+) -> None:
+    write_layers(tmp_path, 2)
+    victim = building_dir(tmp_path) / name
+    if damage == "flip":
+        flip_byte(victim, victim.stat().st_size // 2)
+    elif damage == "cut":
+        os.truncate(victim, victim.stat().st_size - 1)
+    else:
+        victim.unlink()
+    if damage == "directory":
+        victim.mkdir()
+    with ArtifactWriter(tmp_path, SPEC, make_token_ids(70)) as writer:
+        assert writer.finished_layers == intact_layers
+        assert (writer.load_checkpoint() is not None) == has_checkpoint
+    assert_completes(tmp_path)
+
+
+def test_strange_things_in_the_building_directory_are_removed(tmp_path: Path) -> None:
+    write_layers(tmp_path, 1)
+    work = building_dir(tmp_path)
+    (work / "artifact" / "passwords.txt").touch()
+    (work / "artifact" / f".{kv_file(1)}.partial").touch()
+    (work / "artifact" / "folder").mkdir()
+    (work / "folder").mkdir()
+    with ArtifactWriter(tmp_path, SPEC, make_token_ids(70)) as writer:
+        assert writer.finished_layers == 1
+        assert {entry.name for entry in (work / "artifact").iterdir()} == {kv_file(0), index_file(0)}
+    assert_completes(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "empty directory"])
+def test_a_strange_building_directory_is_made_anew(tmp_path: Path, kind: str) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    (tmp_path / "elsewhere" / "artifact").mkdir(parents=True)
+    (tmp_path / "elsewhere" / "precious").touch()
+    if kind == "file":
+        building_dir(store).touch()
+    elif kind == "link":
+        building_dir(store).symlink_to(tmp_path / "elsewhere")
+    else:
+        building_dir(store).mkdir()
+    assert_completes(store)
+    assert (tmp_path / "elsewhere" / "precious").exists()
+
+
+def test_a_broken_artifact_is_replaced(tmp_path: Path) -> None:
+    path = build(tmp_path, SPEC)
+    os.truncate(path / kv_file(0), 100)
+    assert list(broken_artifacts(tmp_path)) == [path]
+    assert list_store(tmp_path) == []
+    assert_completes(tmp_path)
+
+
+def test_replacing_a_broken_artifact_does_not_disturb_its_readers(tmp_path: Path) -> None:
+    artifact = open_artifact(build(tmp_path, SPEC))
+    (artifact.path / "manifest.sha256").unlink()
+    assert_completes(tmp_path)
+    assert torch.equal(artifact.layer_kv(0), make_layer(SPEC, 0)[0])
+
+
+def test_interrupted_by_the_keyboard_leaves_what_is_finished(tmp_path: Path) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with before_call(("replace",), 4, interrupt), pytest.raises(KeyboardInterrupt):
+        build(tmp_path, SPEC)
+    assert not list(tmp_path.rglob("*.partial"))
+    assert not list(tmp_path.glob("*.lock"))
+    with ArtifactWriter(tmp_path, SPEC, make_token_ids(70)) as writer:
+        assert writer.finished_layers == 1
+    assert_completes(tmp_path)

@@ -1,0 +1,86 @@
+"""Stores: finding an artifact, listing what is whole, clearing up what was abandoned."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from csattn.artifact import (
+    ArtifactWriter,
+    broken_artifacts,
+    collect_garbage,
+    find_artifact,
+    list_store,
+    open_artifact,
+    resolve_artifact,
+)
+from csattn.errors import ArtifactCorruptError, ArtifactNotFoundError
+from tests.artifact.synthetic import build, make_layer, make_spec, make_token_ids
+
+
+def test_found_by_path_and_by_the_start_of_the_id(tmp_path: Path) -> None:
+    path = build(tmp_path, make_spec())
+    assert resolve_artifact(path) == path
+    for length in (1, 8, 16):
+        assert find_artifact(tmp_path, path.name[:length]) == path
+        with open_artifact(tmp_path / path.name[:length]) as artifact:
+            assert artifact.path == path
+    moved = path.rename(tmp_path / "my book")
+    with open_artifact(moved) as artifact:
+        assert artifact.spec == make_spec()
+
+
+@pytest.mark.parametrize("prefix", ["", "0123456789abcdef0", "zz", "../store"])
+def test_no_such_artifact(tmp_path: Path, prefix: str) -> None:
+    build(tmp_path, make_spec())
+    with pytest.raises(ArtifactNotFoundError, match="csattn ls --store"):
+        find_artifact(tmp_path, prefix)
+
+
+def test_an_ambiguous_prefix_asks_for_more_digits(tmp_path: Path) -> None:
+    for digit in range(6):
+        (tmp_path / f"abcd{digit:012x}").mkdir()
+    with pytest.raises(ArtifactNotFoundError, match=r"6 artifacts .* start with 'abcd' .*\.\.\.\); give more digits"):
+        find_artifact(tmp_path, "abcd")
+
+
+def test_a_listing_shows_whole_artifacts_only(tmp_path: Path) -> None:
+    specs = [make_spec(seed=seed, layout=layout) for seed, layout in [(0, "rows"), (1, "lists"), (2, "rows")]]
+    paths = [build(tmp_path, spec, seed) for seed, spec in enumerate(specs)]
+    (paths[2] / "notes.txt").touch()
+    (tmp_path / "0123456789abcdef").mkdir()
+    (tmp_path / "README").touch()
+    with ArtifactWriter(tmp_path, make_spec(seed=3), make_token_ids(70, 3)) as writer:
+        writer.write_layer(0, *make_layer(writer.spec, 0))
+    listed = list_store(tmp_path)
+    assert {summary.path for summary in listed} == set(paths[:2])
+    assert listed == sorted(listed, key=lambda summary: summary.artifact_id)
+    for summary in listed:
+        assert summary.size_bytes == sum(f.stat().st_size for f in summary.path.glob("*.safetensors"))
+        assert (summary.model_name, summary.context_len, summary.kv_dtype) == ("Made-Up-1M", 70, "float32")
+    assert {summary.layout for summary in listed} == {"rows", "lists"}
+    broken = broken_artifacts(tmp_path)
+    assert set(broken) == {paths[2], tmp_path / "0123456789abcdef"}
+    assert isinstance(broken[paths[2]], ArtifactCorruptError)
+
+
+def test_a_store_that_does_not_exist_is_empty(tmp_path: Path) -> None:
+    assert list_store(tmp_path / "none") == []
+    assert broken_artifacts(tmp_path / "none") == {}
+    assert collect_garbage(tmp_path / "none") == []
+
+
+def test_garbage_is_what_nobody_works_on(tmp_path: Path) -> None:
+    finished = build(tmp_path, make_spec())
+    abandoned = make_spec(seed=1)
+    with ArtifactWriter(tmp_path, abandoned, make_token_ids(70, 1)) as writer:
+        writer.write_layer(0, *make_layer(abandoned, 0))
+    (tmp_path / ".building-of-my-own").touch()
+    lock_of_a_dead_process = tmp_path / f".building-{'0' * 16}.lock"
+    lock_of_a_dead_process.touch()
+    with ArtifactWriter(tmp_path, make_spec(seed=2), make_token_ids(70, 2)) as writer:
+        removed = collect_garbage(tmp_path)
+        assert removed == [lock_of_a_dead_process.with_suffix(""), tmp_path / f".building-{abandoned.artifact_id}"]
+        writer.write_layer(0, *make_layer(writer.spec, 0))
+    shutil.rmtree(tmp_path / f".building-{writer.spec.artifact_id}")
+    assert {entry.name for entry in tmp_path.iterdir()} == {finished.name, ".building-of-my-own"}

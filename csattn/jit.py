@@ -38,7 +38,7 @@ def readonly(array: NDArray[Scalar]) -> NDArray[Scalar]:
 
     Memory maps are read-only and numba compiles a version for each kind of array: this way there is one.
     """
-    assert array.flags.c_contiguous, f"an array of shape {array.shape} must be contiguous, it has strides {array.strides}"
+    assert array.flags.c_contiguous, f"an array of shape {array.shape} must be contiguous, not strided {array.strides}"
     view = np.asarray(array).view()
     view.flags.writeable = False
     return view

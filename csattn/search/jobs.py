@@ -177,4 +177,5 @@ def choose(
         worth[key] = NOT_SCORED
     for key in range(max(0, context_len - window_len), context_len):
         worth[key] = NOT_SCORED
-    return select_top_k(worth, num_keys, copied, copied_worth, chosen)
+    num_chosen: int = select_top_k(worth, num_keys, copied, copied_worth, chosen)
+    return num_chosen

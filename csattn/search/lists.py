@@ -4,11 +4,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from csattn.jit import exact_kernel
-from csattn.search.simd import F32x16, I32x16, U16x16, as_bits, convert, fill, load, store
+from csattn.search.simd import F32x16, I32x16, U16x16, as_bits, convert, fill, load, prefetch, store
 
 LANES = 16
 KEYS_PER_STEP = 256  # scores converted at a time: their float32 values stay in the L1 cache
-MINUS_ZERO_BITS = -(2**31)
+AHEAD = 1024  # prefetch distance in entries: the scattered additions leave hardware prefetching no room
 
 
 @exact_kernel
@@ -40,6 +40,8 @@ def add_list(
     base = np.uint64(start)
     for offset in range(first, first + whole, KEYS_PER_STEP):
         for i in range(0, KEYS_PER_STEP, LANES):
+            prefetch(indices, offset + i + AHEAD)
+            prefetch(halves, offset + i + AHEAD)
             store(step, i, weighted(load(U16x16, halves, offset + i), weights))
         for i in range(KEYS_PER_STEP):
             scores[base + np.uint64(indices[np.uint64(offset + i)])] += step[np.uint64(i)]

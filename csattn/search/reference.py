@@ -54,7 +54,7 @@ def score_keys(
     if isinstance(index.table, RowTable):
         assert tail is None or isinstance(tail, RowTail)
         unit, scores = integer_scores(index.table, tail, head, centroid_ids, weights)
-        return unit * scores, np.ones(len(scores), bool)
+        return unit * scores.astype(np.float64), np.ones(len(scores), np.bool_)
     assert tail is None or isinstance(tail, ListTail)
     return list_scores(index.table, tail, head, centroid_ids, weights)
 

@@ -4,20 +4,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from csattn.jit import exact_kernel
-from csattn.search.simd import (
-    I8x32,
-    I16x32,
-    I16x64,
-    U16x32,
-    as_bits,
-    convert,
-    fill,
-    interleave,
-    load,
-    part,
-    prefetch,
-    store,
-)
+from csattn.search.lanes import interleave, part
+from csattn.search.simd import I8x32, I16x32, I16x64, U16x32, as_bits, convert, fill, load, prefetch, store
 
 ROWS_AT_ONCE = 8  # more streams than this alias in the L1 cache when rows are a power of two long
 CHUNK_BYTES = 4096  # of each row, before the next rows: the sums of a chunk of 4-bit codes fill 16 KiB

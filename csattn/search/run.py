@@ -33,13 +33,13 @@ class LayerSearch:
 
     @property
     def num_jobs(self) -> int:
-        return self.q.shape[0] * self.index.num_heads
+        return len(self.q) * self.index.num_heads
 
     @property
     def num_scored_keys(self) -> int:
         """A measure of the work: keys scored, over all query rows."""
         tail_rows = self.tail.num_rows if self.tail is not None else 0
-        return self.q.shape[0] * self.q.shape[1] * (self.index.context_len + tail_rows)
+        return int(np.prod(self.q.shape[:2])) * (self.index.context_len + tail_rows)
 
     def check(self) -> None:
         """Raise AssertionError if the shapes do not fit together."""

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from csattn.jit import exact_kernel
-from csattn.search.simd import I32x16, fill, load, mask_at_least, population, trailing_zeros
+from csattn.search.lanes import mask_at_least, population, trailing_zeros
+from csattn.search.simd import I32x16, fill, load
 from csattn.search.worth import LANES, NOT_SCORED
 
 SAMPLE = 2048  # values looked at for the first guess
@@ -58,7 +59,7 @@ def copy_enough(
 
     Returns how many, and the guess.
     """
-    lowest = np.int64(NOT_SCORED + 1)
+    lowest = NOT_SCORED + 1
     expected = top_k * SAMPLE / max(num_keys, 1)
     rank = int(expected + 3.0 * np.sqrt(expected) + 4.0) if num_keys > 2 * SAMPLE else SAMPLE
     while True:
@@ -68,7 +69,7 @@ def copy_enough(
             stride = num_keys // SAMPLE
             for i in range(SAMPLE):
                 sample[i] = worth[np.uint64(i * stride + i % stride)]  # a walking phase: no period lines up with it
-            guess = max(lowest, kth_largest(sample, SAMPLE, rank, np.int64(NOT_SCORED)))
+            guess = max(lowest, kth_largest(sample, SAMPLE, rank, NOT_SCORED))
         num_copied = copy_at_least(worth, num_keys, guess, copied, copied_worth)
         if num_copied >= top_k or guess == lowest:
             return num_copied, guess
@@ -79,8 +80,9 @@ def copy_enough(
 def copy_at_least(
     worth: NDArray[np.int32], num_keys: int, guess: int, copied: NDArray[np.int32], copied_worth: NDArray[np.int32]
 ) -> int:
+    """Copy out the indices whose worth reaches the guess, in their order, and their worth; return how many."""
     threshold = fill(I32x16, guess)
-    at = np.uint64(0)
+    num_copied = 0
     for block in range(0, num_keys, 64):
         bits = mask_at_least(load(I32x16, worth, block), threshold)
         for piece in range(1, 4):
@@ -88,11 +90,11 @@ def copy_at_least(
             bits |= reach << np.uint64(piece * LANES)
         while bits != np.uint64(0):
             key = np.uint64(block) + trailing_zeros(bits)
-            copied[at] = key
-            copied_worth[at] = worth[key]
-            at += np.uint64(1)
+            copied[np.uint64(num_copied)] = key
+            copied_worth[np.uint64(num_copied)] = worth[key]
+            num_copied += 1
             bits &= bits - np.uint64(1)
-    return np.int64(at)
+    return num_copied
 
 
 @exact_kernel
@@ -101,7 +103,7 @@ def kth_largest(values: NDArray[np.int32], num_values: int, k: int, low: int) ->
 
     By bisection: at least k of the values must reach `low`.
     """
-    high = np.int64(2**31)  # fewer than k reach it
+    high = 2**31  # fewer than k reach it
     while high - low > 1:
         middle = (low + high) >> 1
         reach = count_at_least(values, num_values, middle)
@@ -121,7 +123,7 @@ def count_at_least(values: NDArray[np.int32], num_values: int, threshold: int) -
         return 0
     limit = fill(I32x16, threshold)
     whole = num_values - num_values % LANES
-    count = np.int64(0)
+    count = 0
     for i in range(0, whole, LANES):
         count += population(mask_at_least(load(I32x16, values, i), limit))
     for i in range(whole, num_values):

@@ -1,8 +1,8 @@
-"""Vectors as values inside kernels: `a = load(I16x32, x, i)`, `a * b + c`, `store(x, i, a)`.
+"""Vectors as values inside kernels: `a = load(I16x32, x, i)`, `a * b + c`, `store(x, i, a)`; see also `lanes.py`.
 
 LLVM's own vector types carry the code to any machine: what is wider than the machine's registers is split, no
 instruction set is named. Loads and stores need no alignment and check no bounds. Integers wrap around; floats
-round at each operation, `fma` once.
+round at each operation.
 
 Numba's cache looks at the file of the kernel only: after a change in here, kernels elsewhere must be recompiled
 by hand (remove the `__pycache__` folders).
@@ -17,8 +17,6 @@ from numba import types
 from numba.core import cgutils
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin, models, register_model, typeof_impl
-
-INDEX = ir.IntType(64)
 
 
 class Vector(types.Type):  # type: ignore[misc]
@@ -129,7 +127,8 @@ def prefetch(typing_context, array, start):  # type: ignore[no-untyped-def]
     sig = types.void(array, start)
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        address = builder.bitcast(_pointer(context, builder, sig.args[0], args[0], args[1], sig.args[1]), cgutils.voidptr_t)
+        address = _pointer(context, builder, sig.args[0], args[0], args[1], sig.args[1])
+        address = builder.bitcast(address, cgutils.voidptr_t)
         i32 = ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, i32, i32, i32])
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
@@ -189,160 +188,5 @@ def as_bits(typing_context, vector, value):  # type: ignore[no-untyped-def]
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         return builder.bitcast(args[1], sig.return_type.llvm_type())
-
-    return sig, generate
-
-
-@intrinsic
-def interleave(typing_context, even, odd):  # type: ignore[no-untyped-def]
-    """even[0], odd[0], even[1], odd[1], ...: a vector of twice the lanes."""
-    sig = Vector(even.element, 2 * even.lanes)(even, odd)
-
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        lanes = sig.args[0].lanes
-        order = [lane for pair in zip(range(lanes), range(lanes, 2 * lanes), strict=True) for lane in pair]
-        return builder.shuffle_vector(*args, ir.Constant(ir.VectorType(ir.IntType(32), 2 * lanes), order))
-
-    return sig, generate
-
-
-@intrinsic
-def part(typing_context, vector, value, number):  # type: ignore[no-untyped-def]
-    """Part `number` (a literal) of a vector, cut into pieces of the given type."""
-    if not isinstance(number, types.IntegerLiteral):
-        return None
-    piece = number.literal_value
-    sig = vector.instance_type(vector, value, number)
-
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        lanes = sig.return_type.lanes
-        order = list(range(piece * lanes, (piece + 1) * lanes))
-        return builder.shuffle_vector(args[1], args[1], ir.Constant(ir.VectorType(ir.IntType(32), lanes), order))
-
-    return sig, generate
-
-
-def _call(builder: ir.IRBuilder, name: str, result: ir.Type, args: list[Any]) -> Any:
-    kind = ir.FunctionType(result, [arg.type for arg in args])
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
-
-
-def _suffix(vector: Vector) -> str:
-    return f"v{vector.lanes}{'f' if vector.is_float else 'i'}{vector.element.bitwidth}"
-
-
-@intrinsic
-def fma(typing_context, a, b, c):  # type: ignore[no-untyped-def]
-    """a * b + c, rounded once, on every machine."""
-    sig = a(a, b, c)
-
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        return _call(builder, f"llvm.fma.{_suffix(sig.return_type)}", args[0].type, list(args))
-
-    return sig, generate
-
-
-@intrinsic
-def larger(typing_context, a, b):  # type: ignore[no-untyped-def]
-    """The larger of each two lanes; b where a is NaN."""
-    sig = a(a, b)
-
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        compare = builder.fcmp_ordered if sig.return_type.is_float else builder.icmp_signed
-        return builder.select(compare(">", *args), *args)
-
-    return sig, generate
-
-
-@intrinsic
-def where_equal(typing_context, a, b, then, otherwise):  # type: ignore[no-untyped-def]
-    """`then` in the lanes where the integers a and b are equal, `otherwise` in the others."""
-    sig = then(a, b, then, otherwise)
-
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        return builder.select(builder.icmp_signed("==", args[0], args[1]), args[2], args[3])
-
-    return sig, generate
-
-
-@intrinsic
-def where_less(typing_context, a, b, then, otherwise):  # type: ignore[no-untyped-def]
-    """`then` in the lanes where the signed integer a is less than b, `otherwise` in the others."""
-    sig = then(a, b, then, otherwise)
-
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        return builder.select(builder.icmp_signed("<", args[0], args[1]), args[2], args[3])
-
-    return sig, generate
-
-
-@intrinsic
-def mask_at_least(typing_context, a, b):  # type: ignore[no-untyped-def]
-    """A uint64 with bit i set where lane i of the signed integers a is at least that of b; up to 64 lanes."""
-    sig = types.uint64(a, b)
-
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        bits = builder.icmp_signed(">=", *args)
-        return builder.zext(builder.bitcast(bits, ir.IntType(sig.args[0].lanes)), INDEX)
-
-    return sig, generate
-
-
-@intrinsic
-def sum_of_lanes(typing_context, value):  # type: ignore[no-untyped-def]
-    """The sum of all lanes; of floats in the order of the lanes."""
-    sig = value.element(value)
-
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        vector = sig.args[0]
-        scalar = vector.llvm_type().element
-        if vector.is_float:
-            return _call(builder, f"llvm.vector.reduce.fadd.{_suffix(vector)}", scalar, [scalar(0.0), args[0]])
-        return _call(builder, f"llvm.vector.reduce.add.{_suffix(vector)}", scalar, [args[0]])
-
-    return sig, generate
-
-
-@intrinsic
-def largest_lane(typing_context, value):  # type: ignore[no-untyped-def]
-    """The largest of the signed integer lanes."""
-    sig = value.element(value)
-
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        vector = sig.args[0]
-        return _call(builder, f"llvm.vector.reduce.smax.{_suffix(vector)}", vector.llvm_type().element, [args[0]])
-
-    return sig, generate
-
-
-@intrinsic
-def trailing_zeros(typing_context, bits):  # type: ignore[no-untyped-def]
-    """The number of the lowest set bit of a uint64; there must be one."""
-    sig = types.uint64(types.uint64)
-
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        return builder.cttz(args[0], ir.IntType(1)(1))
-
-    return sig, generate
-
-
-@intrinsic
-def population(typing_context, bits):  # type: ignore[no-untyped-def]
-    """How many bits of a uint64 are set."""
-    sig = types.uint64(types.uint64)
-
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        return builder.ctpop(args[0])
-
-    return sig, generate
-
-
-@intrinsic
-def lane_0(typing_context, value):  # type: ignore[no-untyped-def]
-    """The first lane."""
-    sig = value.element(value)
-
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        return builder.extract_element(args[0], ir.IntType(32)(0))
 
     return sig, generate

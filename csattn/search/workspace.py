@@ -20,7 +20,7 @@ class TokenSelections:
     valid_len: NDArray[np.int32]  # [num_tokens, num_index_heads]
 
     def __len__(self) -> int:
-        return self.kv_indices.shape[0]
+        return len(self.kv_indices)
 
     def __getitem__(self, token: int) -> Selection:
         return Selection(self.kv_indices[token], self.valid_len[token])

@@ -19,24 +19,8 @@ from numba.extending import overload
 from numpy.typing import NDArray
 
 from csattn.jit import exact_kernel
-from csattn.search.simd import (
-    F32x16,
-    I16x16,
-    I32x16,
-    as_bits,
-    convert,
-    fill,
-    fma,
-    lane_0,
-    lane_numbers,
-    larger,
-    largest_lane,
-    load,
-    store,
-    sum_of_lanes,
-    where_equal,
-    where_less,
-)
+from csattn.search.lanes import fma, lane_0, larger, largest_lane, sum_of_lanes, where_equal, where_less
+from csattn.search.simd import F32x16, I16x16, I32x16, as_bits, convert, fill, lane_numbers, load, store
 
 LANES = 16
 NOT_SCORED = -(2**31)  # worth of what may not be chosen, and the bits of -0.0
@@ -80,7 +64,8 @@ def sum_of_powers(scores: NDArray[Any], start: int, num_keys: int, slope: np.flo
         power = exp2_lanes(fma(score_lanes(scores, at), slopes, shifts), floor, rounder)
         power = scored_only(scores, at, power)
         sums += where_less(lane_numbers(I32x16), fill(I32x16, num_keys - whole), power, zero)
-    return sum_of_lanes(sums)
+    total: np.float32 = sum_of_lanes(sums)
+    return total
 
 
 @exact_kernel
@@ -126,7 +111,8 @@ def largest_worth(scores: NDArray[Any], start: int, num_keys: int) -> int:
         rest = scores_as_worth(scores, start + whole)
         inside = fill(I32x16, num_keys - whole)
         tops = larger(tops, where_less(lane_numbers(I32x16), inside, rest, fill(I32x16, NOT_SCORED)))
-    return largest_lane(tops)
+    top: int = largest_lane(tops)
+    return top
 
 
 @exact_kernel

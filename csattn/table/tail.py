@@ -18,6 +18,7 @@ from csattn.table.rows import KEYS_PER_BLOCK
 if TYPE_CHECKING:
     from csattn.index import LayerIndex
 
+
 def make_tail(index: LayerIndex) -> Tail:
     """An empty tail over the shared index of one layer."""
     return ListTail(index) if isinstance(index.table, ListTable) else RowTail(index)
@@ -68,7 +69,8 @@ class ListTail:
         self._table = index.table
         lists = index.codebooks.shape[:3]
         self.num_rows = 0
-        self.num_inserted: NDArray[np.int32] = np.zeros(lists, np.int32)  # [num_index_heads, num_subspaces, num_centroids]
+        # appended keys in each list: [num_index_heads, num_subspaces, num_centroids]
+        self.num_inserted: NDArray[np.int32] = np.zeros(lists, np.int32)
         # [num_index_heads, num_subspaces, num_centroids, capacity], ordered like the lists; scores are float16 values
         self.inserted_indices: NDArray[np.int32] = np.full((*lists, 16), -1, np.int32)
         self.inserted_scores: NDArray[np.float32] = np.zeros((*lists, 16), np.float32)
@@ -106,7 +108,7 @@ class ListTail:
     def check(self) -> None:
         """Raise AssertionError if a list is not what inserting key by key makes of it."""
         for head, subspace, centroid in np.ndindex(*self.num_inserted.shape):
-            inserted = self.num_inserted[head, subspace, centroid]
+            inserted = int(self.num_inserted[head, subspace, centroid])
             assert 0 <= inserted <= min(self.num_rows, self._table.list_len), f"{self!r} inserted too many keys"
             indices, scores = self.merged_list(head, subspace, centroid)
             assert len(np.unique(indices)) == self._table.list_len, f"{self!r} holds a key twice"
@@ -118,8 +120,9 @@ class ListTail:
             assert (order == np.arange(inserted)).all(), f"{self!r} holds inserted keys out of order"
 
     def _grow(self) -> None:
-        self.inserted_indices = np.concatenate([self.inserted_indices, np.full_like(self.inserted_indices, -1)], axis=-1)
-        self.inserted_scores = np.concatenate([self.inserted_scores, np.zeros_like(self.inserted_scores)], axis=-1)
+        indices, scores = self.inserted_indices, self.inserted_scores
+        self.inserted_indices = np.concatenate([indices, np.full_like(indices, -1)], axis=-1)
+        self.inserted_scores = np.concatenate([scores, np.zeros_like(scores)], axis=-1)
 
     def __repr__(self) -> str:
         room = self.inserted_indices.shape[-1]
@@ -238,4 +241,5 @@ def _half_to_float(bits: int) -> float:
     exponent = (bits >> 10) & 31
     mantissa = bits & 1023
     magnitude = np.ldexp(1024.0 + mantissa, exponent - 25) if exponent > 0 else np.ldexp(float(mantissa), -24)
-    return -magnitude if bits & 0x8000 else magnitude
+    value: float = -magnitude if bits & 0x8000 else magnitude
+    return value

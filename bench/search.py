@@ -1,0 +1,273 @@
+"""How fast is the search on this machine's CPU? `python -m bench.search [--json FILE] [--quick]`.
+
+One step is the search of one layer: 8 KV heads, 4 query heads each, 5 % of the context chosen. At every size the
+kernels must agree with the reference before they are timed. Cold figures rotate over tables far larger than the
+last-level cache; hot ones search one head with one query over and over.
+"""
+
+import argparse
+import itertools
+import os
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.reduce_by_sort import reduce_by_sort
+from bench.timing import finish, gate, machine, measure, read_bandwidth_gbps
+from csattn.index import LayerIndex
+from csattn.jit import exact_kernel, readonly
+from csattn.search import SearchPool, SearchWorkspace, empty_selection, reference, search
+from csattn.search.lists import KEYS_PER_STEP, add_list, clear_scores
+from csattn.selection import Selection
+from csattn.table.lists import ListTable
+from csattn.table.rows import RowTable, row_bytes
+
+NUM_HEADS, GROUP_SIZE, HEAD_DIM = 8, 4, 128
+SINK_LEN, WINDOW_LEN, SOFTMAX_SCALE, KEEP = 4, 64, HEAD_DIM**-0.5, 0.05
+TABLE_BYTES = 400 << 20  # of a layer, about: more than a last-level cache holds
+NUM_QUERIES = 16  # that the cold runs take in turn
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A kind of table that is measured."""
+
+    name: str
+    num_subspaces: int
+    score_bits: int = 0  # 0: lists
+    list_len: float = 0.25
+
+    def bytes_per_row(self, context_len: int) -> int:
+        """Bytes of one row of codes or one list: what a query head reads per subspace."""
+        if self.score_bits:
+            return row_bytes(context_len, self.score_bits)
+        return round(self.list_len * context_len) * 6
+
+
+LAYOUTS = (Layout("rows4 m=16", 16, 4), Layout("rows8 m=8", 8, 8), Layout("lists m=8 L=N/4", 8))
+
+
+def make_layer(layout: Layout, context_len: int, num_heads: int = NUM_HEADS) -> LayerIndex:
+    """Random tables: their contents steer neither the scoring nor, sampling aside, the selection."""
+    rng = np.random.default_rng(context_len)
+    per_centroid = num_heads * layout.num_subspaces * layout.bytes_per_row(context_len)
+    num_centroids = max(2, min(32, TABLE_BYTES // per_centroid))
+    shape = num_heads, layout.num_subspaces, num_centroids
+    table: RowTable | ListTable
+    if layout.score_bits:
+        scales = rng.uniform(0.2, 0.3, shape).astype(np.float32) * np.float32(7 / (2 ** (layout.score_bits - 1) - 1))
+        codes = _random_codes(rng, (*shape, row_bytes(context_len, layout.score_bits)), layout.score_bits)
+        table = RowTable(codes, scales, context_len)
+    else:
+        table = _random_lists(rng, shape, context_len, round(layout.list_len * context_len))
+    codebooks = rng.standard_normal((*shape, HEAD_DIM // layout.num_subspaces), dtype=np.float32)
+    codebooks /= np.linalg.norm(codebooks, axis=-1, keepdims=True)
+    basis = np.tile(np.eye(HEAD_DIM, dtype=np.float32), (num_heads, 1, 1))
+    return LayerIndex(basis, codebooks, basis, np.zeros((num_heads, HEAD_DIM), np.float32), table, True)
+
+
+def _random_codes(
+    rng: np.random.Generator, shape: tuple[int, ...], score_bits: int
+) -> NDArray[np.int8] | NDArray[np.uint8]:
+    codes = np.empty(shape, np.uint8)
+    flat = codes.reshape(-1)
+    # bell-shaped like real scores; a pattern of prime length saves minutes of random numbers
+    if score_bits == 8:
+        pattern = np.clip(np.rint(rng.normal(0, 38, 10_000_019)), -127, 127).astype(np.int8).view(np.uint8)
+    else:
+        halves = np.clip(np.rint(rng.normal(8, 2.1, (2, 10_000_019))), 1, 15).astype(np.uint8)
+        pattern = halves[0] | halves[1] << 4
+    for start in range(0, len(flat), len(pattern)):
+        flat[start : start + len(pattern)] = pattern[: len(flat) - start]
+    return codes.view(np.int8) if score_bits == 8 else codes
+
+
+def _random_lists(rng: np.random.Generator, shape: tuple[int, ...], context_len: int, list_len: int) -> ListTable:
+    indices = np.empty((*shape, list_len), np.int32)
+    order = rng.permutation(context_len).astype(np.int32)
+    for where in np.ndindex(*shape):  # windows of one random order: each list has distinct keys, in random places
+        start = int(rng.integers(context_len))
+        indices[where] = np.roll(order, -start)[:list_len]
+    scores = np.sort(rng.normal(3, 1, list_len))[::-1].astype(np.float16)
+    return ListTable(indices, np.broadcast_to(scores, indices.shape).copy(), context_len)
+
+
+def only_first_head(index: LayerIndex) -> LayerIndex:
+    table: RowTable | ListTable
+    if isinstance(index.table, RowTable):
+        table = RowTable(index.table.codes[:1], index.table.scales[:1], index.context_len)
+    else:
+        table = ListTable(index.table.indices[:1], index.table.scores[:1], index.context_len)
+    basis, mean = index.query_basis[:1], index.key_mean[:1]
+    return LayerIndex(basis, index.codebooks[:1], basis, mean, table, index.weigh_by_norm)
+
+
+def measure_layout(layout: Layout, context_len: int, peaks: dict[int, float], seconds: float) -> dict[str, Any]:
+    """Gate, then time one size of one layout."""
+    index = make_layer(layout, context_len)
+    one_head = only_first_head(index)
+    rng = np.random.default_rng(0)
+    queries = rng.standard_normal((NUM_QUERIES, NUM_HEADS * GROUP_SIZE, HEAD_DIM), dtype=np.float32) * np.float32(2)
+    top_k = round(KEEP * context_len)
+    q_one = np.ascontiguousarray(queries[0, :GROUP_SIZE])
+    out, out_one, workspace = empty_selection(NUM_HEADS, top_k), empty_selection(1, top_k), SearchWorkspace()
+    rules = (top_k, SINK_LEN, WINDOW_LEN, SOFTMAX_SCALE)
+
+    search(q_one, one_head, None, *rules, workspace, out_one)
+    reference_ms = check_against_reference(q_one, one_head, rules, out_one.kv_indices.copy())
+    read_bytes = NUM_HEADS * GROUP_SIZE * layout.num_subspaces * layout.bytes_per_row(context_len)
+    result: dict[str, Any] = {
+        "layout": layout.name,
+        "context_len": context_len,
+        "reference_1head_ms": round(reference_ms, 2),
+        "hot_1head": measure(lambda: search(q_one, one_head, None, *rules, workspace, out_one), seconds),
+        "read_mbytes": round(read_bytes / 1e6, 1),
+        "threads": {},
+    }
+    turn = itertools.count()
+    for num_threads, peak_gbps in peaks.items():
+        with SearchPool(num_threads) as pool:
+            step = partial(search_next, pool, queries, turn, index, rules, out)
+            timed = measure(step, seconds)
+        gbps = read_bytes / timed["p50_ms"] / 1e6
+        per_head_us = timed["p50_ms"] * 1e3 / (NUM_HEADS * GROUP_SIZE)
+        result["threads"][num_threads] = timed | {
+            "us_per_query_head": round(per_head_us, 2),
+            "gbps": round(gbps, 1),
+            "of_peak": round(gbps / peak_gbps, 3),
+        }
+        if not layout.score_bits:
+            entries = layout.num_subspaces * round(layout.list_len * context_len)
+            result["threads"][num_threads]["ns_per_entry"] = round(per_head_us * 1e3 / entries, 3)
+    return result
+
+
+def search_next(
+    pool: SearchPool,
+    queries: NDArray[np.float32],
+    turn: "itertools.count[int]",
+    index: LayerIndex,
+    rules: tuple[int, int, int, float],
+    out: Selection,
+) -> None:
+    """Search with the query whose turn it is: tables that were read a step ago do not help."""
+    pool.search(queries[next(turn) % NUM_QUERIES], index, None, *rules, out)
+
+
+def check_against_reference(
+    q: NDArray[np.float32], index: LayerIndex, rules: tuple[int, int, int, float], got: NDArray[np.int32]
+) -> float:
+    """Refuse a selection that is worth less than the reference's; return the reference's time in ms."""
+    want = empty_selection(1, rules[0])
+    started = time.perf_counter()
+    reference.search(q, index, None, *rules, want)
+    reference_ms = (time.perf_counter() - started) * 1e3
+    worth, _ = reference.combine_group([reference.score_keys(row, index, None, 0) for row in q], rules[3])
+    mine, best = np.sort(worth[got[0]]), np.sort(worth[want.kv_indices[0]])
+    gate(len(np.unique(got[0])) == rules[0], f"{index.context_len} keys: the kernel chose a row twice or too few")
+    gate(bool(np.allclose(mine, best, rtol=3e-5)), f"{index.context_len} keys: the kernel's choice is worth less")
+    return reference_ms
+
+
+def measure_reduce_by_key(context_len: int, seconds: float) -> dict[str, Any]:
+    """The accumulator against sorting, for one query head's 8 lists."""
+    index = make_layer(LAYOUTS[2], context_len, num_heads=1)
+    assert isinstance(index.table, ListTable)
+    lists = index.table.indices[0, :, 0], index.table.scores[0, :, 0]
+    indices, halves = (readonly(np.ascontiguousarray(a)).reshape(-1) for a in lists)
+    sums = np.empty(context_len + 64, np.float32)
+    weights = np.ones(8)
+    bits, step = readonly(halves.view(np.uint16)), np.empty(KEYS_PER_STEP, np.float32)
+    add_lists(sums, context_len, indices, bits, weights, step)
+    keys, values = indices.copy(), halves.astype(np.float32)
+    spare_keys, spare_values = np.empty_like(keys), np.empty_like(values)
+    num_sums = reduce_by_sort(keys, values, spare_keys, spare_values)
+    gate(bool(np.allclose(sums[keys[:num_sums]], values[:num_sums], rtol=1e-3)), "the two ways to reduce disagree")
+    floats = halves.astype(np.float32)
+
+    def by_sort() -> None:
+        keys[:], values[:] = indices, floats
+        reduce_by_sort(keys, values, spare_keys, spare_values)
+
+    entries = len(indices)
+    accumulate = measure(lambda: add_lists(sums, context_len, indices, bits, weights, step), seconds)
+    by_sorting = measure(by_sort, seconds)
+    return {
+        "context_len": context_len,
+        "accumulator_ns_per_entry": round(accumulate["p50_ms"] * 1e6 / entries, 3),
+        "sort_ns_per_entry": round(by_sorting["p50_ms"] * 1e6 / entries, 3),
+    }
+
+
+@exact_kernel
+def add_lists(
+    sums: NDArray[np.float32],
+    num_keys: int,
+    indices: NDArray[np.int32],
+    halves: NDArray[np.uint16],
+    weights: NDArray[np.float64],
+    step: NDArray[np.float32],
+) -> None:
+    """Clear the sums and add len(weights) lists that follow each other."""
+    clear_scores(sums, 0, num_keys)
+    length = len(indices) // len(weights)
+    for b in range(len(weights)):
+        add_list(sums, 0, indices, halves, b * length, length, weights[b], step)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="write the result there, too")
+    parser.add_argument("--quick", action="store_true", help="two sizes, short runs")
+    args = parser.parse_args()
+    sizes = [8192, 131_072] if args.quick else [8192, 32_768, 131_072, 524_288, 1_048_576]
+    seconds = 0.3 if args.quick else 1.0
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    thread_counts = sorted({1, *(n for n in (2, 4, 8, 16, 32, 64) if n < cpus), cpus})
+    peaks = {n: read_bandwidth_gbps(n) for n in thread_counts}
+    print("read bandwidth:", ", ".join(f"{n} threads {gbps:.1f} GB/s" for n, gbps in peaks.items()))
+    print(f"{'layout':<16}{'keys':>9}{'threads':>8}{'ms/step':>9}{'p99':>9}{'us/q head':>10}{'GB/s':>7}{'peak':>6}")
+    searches = []
+    for layout in LAYOUTS:
+        for context_len in sizes:
+            result = measure_layout(layout, context_len, peaks, seconds)
+            searches.append(result)
+            hot = result["hot_1head"]
+            print(
+                f"{layout.name:<16}{context_len:>9}{'hot 1':>8}{hot['p50_ms']:>9.3f}{hot['p99_ms']:>9.3f}"
+                f"{hot['p50_ms'] * 1e3 / GROUP_SIZE:>10.2f}   (one head; reference {result['reference_1head_ms']} ms)"
+            )
+            for n, t in result["threads"].items():
+                extra = f"  {t['ns_per_entry']} ns/entry" if "ns_per_entry" in t else ""
+                print(
+                    f"{'':<16}{context_len:>9}{n:>8}{t['p50_ms']:>9.3f}{t['p99_ms']:>9.3f}"
+                    f"{t['us_per_query_head']:>10.2f}{t['gbps']:>7.1f}{t['of_peak']:>6.2f}{extra}"
+                )
+    reductions = [measure_reduce_by_key(n, seconds) for n in sizes]
+    for r in reductions:
+        print(
+            f"reduce by key {r['context_len']:>9} keys: accumulator {r['accumulator_ns_per_entry']} ns/entry, "
+            f"sort {r['sort_ns_per_entry']} ns/entry"
+        )
+    step = {"num_heads": NUM_HEADS, "group_size": GROUP_SIZE, "head_dim": HEAD_DIM, "keep": KEEP}
+    peaks_out = {n: round(gbps, 1) for n, gbps in peaks.items()}
+    finish(
+        {
+            "name": "search-cpu",
+            "machine": machine(),
+            "step": step,
+            "read_gbps": peaks_out,
+            "searches": searches,
+            "reduce_by_key": reductions,
+        },
+        args.json,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""What benchmarks share: a gate before any figure, percentiles, the machine's memory ceiling, one JSON line last."""
+
+import json
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from csattn.jit import exact_kernel, readonly
+from csattn.search.lanes import sum_of_lanes
+from csattn.search.simd import I32x16, fill, load
+
+PROBE_BYTES = 1 << 28  # far more than any cache
+
+
+class GateError(Exception):
+    """A result is wrong, so its speed is of no interest."""
+
+
+def gate(condition: bool, message: str) -> None:
+    """Refuse to measure what does not hold."""
+    if not condition:
+        raise GateError(message)
+
+
+def measure(run: Callable[[], object], seconds: float = 0.5, least: int = 5) -> dict[str, float]:
+    """p50, p99 and the least time of `run` in ms, after one run to warm up, over about that many seconds."""
+    run()
+    times_ms: list[float] = []
+    deadline = time.perf_counter() + seconds
+    while len(times_ms) < least or time.perf_counter() < deadline:
+        started = time.perf_counter()
+        run()
+        times_ms.append((time.perf_counter() - started) * 1e3)
+    p50, p99 = np.percentile(times_ms, [50, 99])
+    return {"p50_ms": round(float(p50), 4), "p99_ms": round(float(p99), 4), "min_ms": round(min(times_ms), 4)}
+
+
+def read_bandwidth_gbps(num_threads: int = 1) -> float:
+    """The rate in GB/s at which that many threads read memory that is in no cache: the best of several tries."""
+    memory = readonly(np.ones(PROBE_BYTES, np.uint8))
+    share = PROBE_BYTES // num_threads // 256 * 256
+
+    def read_all() -> None:
+        threads = [threading.Thread(target=_read, args=(memory, i * share, share)) for i in range(1, num_threads)]
+        for thread in threads:
+            thread.start()
+        _read(memory, 0, share)
+        for thread in threads:
+            thread.join()
+
+    return share * num_threads / (measure(read_all, seconds=1.0)["min_ms"] * 1e-3) / 1e9
+
+
+@exact_kernel
+def _read(memory: NDArray[np.uint8], start: int, num_bytes: int) -> int:
+    a, b, c, d = fill(I32x16, 0), fill(I32x16, 0), fill(I32x16, 0), fill(I32x16, 0)
+    for at in range(start, start + num_bytes, 256):
+        a += load(I32x16, memory, at)
+        b += load(I32x16, memory, at + 64)
+        c += load(I32x16, memory, at + 128)
+        d += load(I32x16, memory, at + 192)
+    total: int = sum_of_lanes(a + b + c + d)
+    return total
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        model = names[0] if names else model
+    load_average = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+    return {"cpu": model, "cpus": os.cpu_count(), "load_average": load_average, "numpy": np.__version__}
+
+
+def finish(result: dict[str, Any], json_path: Path | None) -> None:
+    """Print the result as the last line, one JSON object, and keep it in a file if one is named."""
+    if json_path is not None:
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        json_path.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))

@@ -1,0 +1,165 @@
+"""Operations on the lanes of `simd` vectors: shuffles, choices, comparisons to bit masks, reductions."""
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from csattn.search.simd import Vector
+
+
+@intrinsic
+def interleave(typing_context, even, odd):  # type: ignore[no-untyped-def]
+    """even[0], odd[0], even[1], odd[1], ...: a vector of twice the lanes."""
+    sig = Vector(even.element, 2 * even.lanes)(even, odd)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        lanes = sig.args[0].lanes
+        order = [lane for pair in zip(range(lanes), range(lanes, 2 * lanes), strict=True) for lane in pair]
+        return builder.shuffle_vector(*args, ir.Constant(ir.VectorType(ir.IntType(32), 2 * lanes), order))
+
+    return sig, generate
+
+
+@intrinsic
+def part(typing_context, vector, value, number):  # type: ignore[no-untyped-def]
+    """Part `number` (a literal) of a vector, cut into pieces of the given type."""
+    if not isinstance(number, types.IntegerLiteral):
+        return None
+    piece = number.literal_value
+    sig = vector.instance_type(vector, value, number)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        lanes = sig.return_type.lanes
+        order = list(range(piece * lanes, (piece + 1) * lanes))
+        return builder.shuffle_vector(args[1], args[1], ir.Constant(ir.VectorType(ir.IntType(32), lanes), order))
+
+    return sig, generate
+
+
+def _call(builder: ir.IRBuilder, name: str, result: ir.Type, args: list[Any]) -> Any:
+    kind = ir.FunctionType(result, [arg.type for arg in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
+
+
+def _suffix(vector: Vector) -> str:
+    return f"v{vector.lanes}{'f' if vector.is_float else 'i'}{vector.element.bitwidth}"
+
+
+@intrinsic
+def fma(typing_context, a, b, c):  # type: ignore[no-untyped-def]
+    """a * b + c, rounded once, on every machine."""
+    sig = a(a, b, c)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        return _call(builder, f"llvm.fma.{_suffix(sig.return_type)}", args[0].type, list(args))
+
+    return sig, generate
+
+
+@intrinsic
+def larger(typing_context, a, b):  # type: ignore[no-untyped-def]
+    """The larger of each two lanes; b where a is NaN."""
+    sig = a(a, b)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        compare = builder.fcmp_ordered if sig.return_type.is_float else builder.icmp_signed
+        return builder.select(compare(">", *args), *args)
+
+    return sig, generate
+
+
+@intrinsic
+def where_equal(typing_context, a, b, then, otherwise):  # type: ignore[no-untyped-def]
+    """`then` in the lanes where the integers a and b are equal, `otherwise` in the others."""
+    sig = then(a, b, then, otherwise)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        return builder.select(builder.icmp_signed("==", args[0], args[1]), args[2], args[3])
+
+    return sig, generate
+
+
+@intrinsic
+def where_less(typing_context, a, b, then, otherwise):  # type: ignore[no-untyped-def]
+    """`then` in the lanes where the signed integer a is less than b, `otherwise` in the others."""
+    sig = then(a, b, then, otherwise)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        return builder.select(builder.icmp_signed("<", args[0], args[1]), args[2], args[3])
+
+    return sig, generate
+
+
+@intrinsic
+def mask_at_least(typing_context, a, b):  # type: ignore[no-untyped-def]
+    """A uint64 with bit i set where lane i of the signed integers a is at least that of b; up to 64 lanes."""
+    sig = types.uint64(a, b)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        bits = builder.icmp_signed(">=", *args)
+        return builder.zext(builder.bitcast(bits, ir.IntType(sig.args[0].lanes)), ir.IntType(64))
+
+    return sig, generate
+
+
+@intrinsic
+def sum_of_lanes(typing_context, value):  # type: ignore[no-untyped-def]
+    """The sum of all lanes; of floats in the order of the lanes."""
+    sig = value.element(value)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        vector = sig.args[0]
+        scalar = vector.llvm_type().element
+        if vector.is_float:
+            return _call(builder, f"llvm.vector.reduce.fadd.{_suffix(vector)}", scalar, [scalar(0.0), args[0]])
+        return _call(builder, f"llvm.vector.reduce.add.{_suffix(vector)}", scalar, [args[0]])
+
+    return sig, generate
+
+
+@intrinsic
+def largest_lane(typing_context, value):  # type: ignore[no-untyped-def]
+    """The largest of the signed integer lanes."""
+    sig = value.element(value)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        vector = sig.args[0]
+        return _call(builder, f"llvm.vector.reduce.smax.{_suffix(vector)}", vector.llvm_type().element, [args[0]])
+
+    return sig, generate
+
+
+@intrinsic
+def trailing_zeros(typing_context, bits):  # type: ignore[no-untyped-def]
+    """The number of the lowest set bit of a uint64; there must be one."""
+    sig = types.uint64(types.uint64)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        return builder.cttz(args[0], ir.IntType(1)(1))
+
+    return sig, generate
+
+
+@intrinsic
+def population(typing_context, bits):  # type: ignore[no-untyped-def]
+    """How many bits of a uint64 are set, as int64."""
+    sig = types.int64(types.uint64)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        return builder.ctpop(args[0])
+
+    return sig, generate
+
+
+@intrinsic
+def lane_0(typing_context, value):  # type: ignore[no-untyped-def]
+    """The first lane."""
+    sig = value.element(value)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        return builder.extract_element(args[0], ir.IntType(32)(0))
+
+    return sig, generate

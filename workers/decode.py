@@ -133,12 +133,12 @@ class LayerDecoder:
         oldest = self.oldest_resident(first_token)
         rows = torch.cat([self._sinks, self._window, self.tail.kv[:, oldest:]], dim=1)
         num_fixed = rows.shape[1] - (num_tail - oldest)
-        self._count.near_rows += num_tokens * rows.shape[1]
         mask = None
         if num_tokens > 1:
             age = torch.arange(first_token, num_tail)[:, None] - torch.arange(oldest, num_tail)
             seen = (age >= 0) & (age < self._tail_window)
             mask = torch.cat([torch.ones(num_tokens, num_fixed, dtype=torch.bool), seen], dim=1)
+        self._count.near_rows += rows.shape[1] if mask is None else int(mask.sum())
         return _attend_grouped(q, rows, softmax_scale, mask)
 
     def _attend_far(self, q: Tensor, chosen: list[FarRows], softmax_scale: float) -> tuple[Tensor, Tensor]:

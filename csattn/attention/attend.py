@@ -26,10 +26,13 @@ def attend(
     bias = None
     if mask is not None:
         bias = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
-        bias = bias.expand(*(1,) * (4 - bias.dim()), *bias.shape) if bias.dim() < 4 else bias
+        bias = bias.view(*(1,) * (4 - bias.dim()), *bias.shape)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, False, attn_mask=bias, scale=softmax_scale
     )
+    if mask is not None and not (sees := mask.any(-1)).all():  # the kernel leaves queries that see no row undefined
+        out = out.masked_fill(~sees[..., None], 0.0)
+        lse = lse.masked_fill(~sees, -torch.inf)
     return out, lse
 
 

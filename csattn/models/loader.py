@@ -2,10 +2,12 @@
 
 import hashlib
 import importlib.util
+import io
 import json
 import os
 import shutil
 import tempfile
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,13 +112,16 @@ def _converted(gguf: Path) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=target.parent, prefix=".converting-"))
     try:
-        _convert_gguf(gguf, scratch)
+        with redirect_stderr(io.StringIO()):  # transformers draws a bar of its own here
+            _convert_gguf(gguf, scratch)
         scratch.chmod(0o755)
         try:
             scratch.rename(target)
         except OSError:  # another process converted the same file first
             if not target.is_dir():
                 raise
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelError(f"{gguf} could not be converted: {_first_line(error)}") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return target

@@ -22,7 +22,9 @@ def choose_wrapping(tokenizer: Any, chat: bool = True) -> Wrapping:
             first, second = (_render(tokenizer, wrapping, question) for question in ("a", "b"))
         except Exception:  # templates raise errors of their own for roles they do not know
             continue
-        if _PROBE in first and first.partition(_PROBE)[0] == second.partition(_PROBE)[0]:
+        before, _, after = first.partition(_PROBE)
+        same_start = second.startswith(before + _PROBE)
+        if same_start and after.startswith(_separator(tokenizer, wrapping)):
             return wrapping
     raise ModelError(
         "the model's chat template puts the question before the context, so a prefilled context cannot be shared; "
@@ -36,8 +38,8 @@ def context_ids(tokenizer: Any, text: str, wrapping: Wrapping) -> NDArray[np.int
         ids = tokenizer(text).input_ids
     else:
         before, _ = _affixes(tokenizer, wrapping, "")
-        after = _end_of_turn(tokenizer) if wrapping == "system" else _BETWEEN
-        ids = tokenizer(before + text.strip() + after, add_special_tokens=False).input_ids
+        whole = before + text.strip() + _separator(tokenizer, wrapping)
+        ids = tokenizer(whole, add_special_tokens=False).input_ids
     return np.asarray(ids, dtype=np.int32)
 
 
@@ -52,7 +54,7 @@ def question_ids(tokenizer: Any, prefix: NDArray[np.int32], question: str, wrapp
             raise ModelError("the prompt is empty; give at least one token")
         return np.asarray(rest, dtype=np.int32)
     _, after = _affixes(tokenizer, wrapping, question)
-    after = after.removeprefix(_end_of_turn(tokenizer) if wrapping == "system" else _BETWEEN)
+    after = after.removeprefix(_separator(tokenizer, wrapping))
     whole = tokenizer(tokenizer.decode(prefix) + after, add_special_tokens=False).input_ids
     if whole[: len(prefix)] != prefix.tolist():
         raise ArtifactMismatchError(
@@ -75,7 +77,9 @@ def _affixes(tokenizer: Any, wrapping: str, question: str) -> tuple[str, str]:
     return before, after
 
 
-def _end_of_turn(tokenizer: Any) -> str:
-    """What the template writes between the end of a system message and the next turn."""
+def _separator(tokenizer: Any, wrapping: str) -> str:
+    """What stands between the context and the question's turn, or the question itself."""
+    if wrapping == "user":
+        return _BETWEEN
     alone = tokenizer.apply_chat_template([{"role": "system", "content": _PROBE}], tokenize=False)
     return alone.partition(_PROBE)[2]  # type: ignore[no-any-return]

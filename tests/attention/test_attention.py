@@ -43,6 +43,18 @@ def test_masked_rows_do_not_count() -> None:
     torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-5)
 
 
+def test_a_query_that_sees_no_row_gets_zeros_and_minus_infinity() -> None:
+    q, k, v = make(2, 4, 16, 1), make(2, 40, 16, 2), make(2, 40, 16, 3)
+    mask = torch.ones(4, 40, dtype=torch.bool)
+    mask[2] = False
+    out, lse = attend(q, k, v, SCALE, mask)
+    want_out, want_lse = reference.attend(q, k, v, SCALE, mask)
+    assert torch.isneginf(lse[:, :, 2]).all()
+    assert not out[:, :, 2].any()
+    torch.testing.assert_close(out, want_out, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(("past", "chunk_len"), [(0, 1), (0, 17), (1, 1), (40, 1), (40, 9), (3, 64)])
 @pytest.mark.parametrize("group_size", [1, 3])
 def test_a_chunk_attends_to_all_rows_up_to_each_of_its_own(past: int, chunk_len: int, group_size: int) -> None:

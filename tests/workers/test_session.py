@@ -10,9 +10,9 @@ import torch
 from csattn.artifact import open_artifact
 from csattn.config import SearchConfig, preset
 from csattn.errors import ArtifactMismatchError, ConfigError, ContextError
+from csattn.models.loader import wrap_model
 from index_build.pipeline import build_artifact
 from tests.tiny import FAMILIES, MAX_POSITIONS, byte_tokenizer, loaded, make_model, token_ids
-from csattn.models.loader import wrap_model
 from workers.session import csattn_session
 
 CONTEXT_LEN = 400
@@ -145,7 +145,10 @@ def test_a_question_beyond_the_models_positions_is_refused(store) -> None:
 
 
 def test_an_unknown_selector_is_refused(store) -> None:
-    with pytest.raises(ConfigError, match="unknown selector"), csattn_session(loaded(), artifact_of(store), selector="x"):
+    with (
+        pytest.raises(ConfigError, match="unknown selector"),
+        csattn_session(loaded(), artifact_of(store), selector="x"),
+    ):
         pass
 
 

@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import typer
 
 from csattn.config import PRESET_NAMES
@@ -171,15 +170,19 @@ def demo(
         terminal.print_json(result)
 
 
+# typer brings its own copy of click in some versions; this is ClickException in all of them
+_ClickError: Any = typer.BadParameter.__mro__[2]
+
+
 def main() -> None:
     """Entry point of `csattn`: exit code 0 only on success, and every failure is a sentence on stderr."""
     try:
         app(standalone_mode=False)
     except CsattnError as error:
         _fail({"type": type(error).__name__, "message": str(error)}, 1)
-    except click.ClickException as error:
+    except _ClickError as error:
         _fail({"type": "UsageError", "message": error.format_message()}, error.exit_code)
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         _fail({"type": "Interrupted", "message": "interrupted; a build goes on where it stopped when run again"}, 130)
 
 

@@ -51,8 +51,8 @@ def stream(
     observer: Observer | None = None,
 ) -> Answer:
     """Answer with the text written out as it comes."""
-    out.print(f"[bold]{selector}[/bold]: ", end="")
     with csattn_session(loaded, artifact, config, selector) as session:
+        out.print(f"[bold]{selector}[/bold]: ", end="")
         said = answer(session, prompt, max_new_tokens, _write, observer)
     out.print()
     return said

@@ -1,0 +1,150 @@
+"""Models: what is refused and how, what tells one from another, and how text becomes a shared prefix."""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from csattn.errors import ArtifactMismatchError, ModelError
+from csattn.models import load_model
+from csattn.models.families import require_supported
+from csattn.models.loader import wrap_model
+from csattn.models.prompt import choose_wrapping, context_ids, question_ids
+from csattn.models.query import queries_before_rope, rotate
+from index_build.capture import prefill
+from tests.tiny import FAMILIES, byte_tokenizer, loaded, make_model, save, tiny_config, token_ids
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_supported_families_pass(family: str) -> None:
+    require_supported(tiny_config(family))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "match"),
+    [
+        ("mistral", {"sliding_window": 128}, "sliding window"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "sliding window"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
+        ("llama", {"model_type": "gpt_oss"}, "gpt_oss"),
+    ],
+)
+def test_attention_that_would_come_out_wrong_is_refused(family, changes, match) -> None:
+    config = tiny_config(family, **{name: value for name, value in changes.items() if name != "model_type"})
+    if "model_type" in changes:
+        config.model_type = changes["model_type"]
+    with pytest.raises(ModelError, match=match):
+        require_supported(config)
+
+
+def test_a_saved_model_loads_with_its_identity(tmp_path: Path) -> None:
+    first, second = load_model(str(save(tmp_path / "a"))), load_model(str(save(tmp_path / "b", seed=1)))
+    again = load_model(str(tmp_path / "a"))
+    assert first.fingerprint == again.fingerprint != second.fingerprint
+    assert first.tokenizer_hash == again.tokenizer_hash
+    assert first.geometry == again.geometry
+    assert load_model(str(tmp_path / "a"), "bfloat16").fingerprint != first.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("/no/such/dir", "no model at"),
+        ("./missing.gguf", "no model at"),
+        ("nonsense", "no model at"),
+        ("{tmp}", "no config.json"),
+        ("{tmp}/notes.txt", "not a .gguf"),
+        ("{tmp}/bad.gguf", "could not be"),
+        ("{tmp}/broken", "could not be loaded"),
+    ],
+)
+def test_a_model_that_is_not_there_is_named_in_one_sentence(tmp_path: Path, name: str, match: str) -> None:
+    (tmp_path / "notes.txt").write_text("x")
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF" + bytes(100))
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ModelError, match=match) as raised:
+        load_model(name.format(tmp=tmp_path))
+    assert "\n" not in str(raised.value)
+
+
+def test_an_unknown_dtype_is_refused() -> None:
+    with pytest.raises(ModelError, match="float8"):
+        load_model("x/y", "float8")
+
+
+def test_a_change_of_one_tensor_changes_the_fingerprint() -> None:
+    model = make_model()
+    with torch.no_grad():
+        model.model.layers[2].mlp.down_proj.weight += 1e-3
+    assert wrap_model(model, byte_tokenizer(), "x").fingerprint != loaded().fingerprint
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_queries_of_a_layers_own_input_are_the_captured_ones(family: str) -> None:
+    model, ids = make_model(family), torch.from_numpy(token_ids(40)).long()
+    for capture, _ in prefill(model, ids):
+        layer = model.model.layers[capture.layer_idx]
+        cos, sin = model.model.rotary_emb(capture.hidden_in[None], position_ids=torch.arange(40)[None])
+        with torch.no_grad():
+            q = rotate(queries_before_rope(layer, capture.hidden_in), cos[0], sin[0])
+        torch.testing.assert_close(q, capture.q, rtol=1e-4, atol=1e-4)
+
+
+USER_ONLY = (
+    "{% for m in messages %}{% if m.role != 'user' %}{{ raise_exception('no') }}{% endif %}"
+    "<{{ m.content }}>{% endfor %}"
+)
+QUESTION_FIRST = "{{ messages[-1].content[-1] }}{% for m in messages %}<{{ m.content }}>{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "wrapping"), [(None, "none"), (USER_ONLY, "user")], ids=["no template", "no system role"]
+)
+def test_the_wrapping_follows_the_template(template: str | None, wrapping: str) -> None:
+    tokenizer = byte_tokenizer(template)
+    assert choose_wrapping(tokenizer) == wrapping
+    prefix = context_ids(tokenizer, "a long text", wrapping)
+    rest = question_ids(tokenizer, prefix, "why?", wrapping)
+    assert "a long text" in tokenizer.decode(prefix)
+    assert "why?" in tokenizer.decode(rest)
+    assert tokenizer.decode(np.concatenate([prefix, rest])).count("why?") == 1
+
+
+def test_no_chat_leaves_the_text_alone() -> None:
+    tokenizer = byte_tokenizer()
+    assert choose_wrapping(tokenizer) == "system"
+    assert choose_wrapping(tokenizer, chat=False) == "none"
+    assert tokenizer.decode(context_ids(tokenizer, " as it is ", "none")) == " as it is "
+
+
+def test_a_template_that_puts_the_question_first_is_refused() -> None:
+    with pytest.raises(ModelError, match="--no-chat"):
+        choose_wrapping(byte_tokenizer(QUESTION_FIRST))
+
+
+def test_a_question_that_changes_the_contexts_tokens_is_refused() -> None:
+    class Merging:
+        """A tokenizer whose tokens depend on what follows."""
+
+        chat_template = "x"
+
+        def apply_chat_template(self, messages, **options):
+            return "".join(f"[{m['content']}]" for m in messages)
+
+        def __call__(self, text, add_special_tokens=True):
+            digest = hashlib.sha256(text.encode()).digest()
+            return type("Encoding", (), {"input_ids": list(digest)})
+
+        def decode(self, ids):
+            return "[context]"
+
+    with pytest.raises(ArtifactMismatchError, match="change the tokens"):
+        question_ids(Merging(), np.array([1, 2, 3], dtype=np.int32), "why?", "system")
+
+
+def test_an_empty_continuation_is_refused() -> None:
+    with pytest.raises(ModelError, match="empty"):
+        question_ids(byte_tokenizer(None), np.array([1], dtype=np.int32), "", "none")

@@ -1,0 +1,182 @@
+"""The command line as a user meets it: a process, its exit code, its last line."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import save
+from workers.cli import main
+
+ENV = {**os.environ, "HF_HUB_OFFLINE": "1"}
+
+
+def in_process(*arguments: object, capsys: pytest.CaptureFixture[str]) -> subprocess.CompletedProcess[str]:
+    """The same without a new process, which would take seconds to import torch."""
+    exit_code = 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["csattn", *map(str, arguments)])
+        capsys.readouterr()
+        try:
+            main()
+        except SystemExit as ended:
+            exit_code = int(ended.code or 0)
+    printed = capsys.readouterr()
+    return subprocess.CompletedProcess(sys.argv, exit_code, printed.out, printed.err)
+
+
+def csattn(*arguments: object, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from workers.cli import main; main()", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, input=stdin, env=ENV, timeout=120)
+
+
+def last_line(done: subprocess.CompletedProcess[str]) -> dict:
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A directory with a model, a text, and a store with one artifact of them."""
+    place = tmp_path_factory.mktemp("cli")
+    save(place / "model")
+    text = "".join(f"Lamp {i} is lit at {i % 12 + 1} o'clock by keeper {i * 7 % 13}. " for i in range(20))
+    (place / "text.txt").write_text(text)
+    done = csattn(
+        "build", "--context", place / "text.txt", "--model", place / "model", "--store", place / "store", "--json"
+    )
+    (place / "built.json").write_text(json.dumps(last_line(done)))
+    assert "layer 3/3" in done.stderr, "progress should show as plain lines without a terminal"
+    return place
+
+
+@pytest.fixture(scope="module")
+def artifact(place: Path) -> Path:
+    return Path(json.loads((place / "built.json").read_text())["path"])
+
+
+def test_build_reports_what_it_made_and_reuses_it(place: Path, artifact: Path) -> None:
+    built = json.loads((place / "built.json").read_text())
+    assert (artifact / "manifest.json").is_file()
+    assert built["artifact"] == artifact.name
+    assert built["reused"] is False
+    again = csattn(
+        "build", "--context", "-", "--model", place / "model", "--store", place / "store", "--json",
+        stdin=(place / "text.txt").read_text(),
+    )  # fmt: skip
+    assert last_line(again)["reused"] is True
+
+
+def test_generate_streams_and_compares(capsys, artifact: Path) -> None:
+    done = in_process(
+        "generate",
+        artifact,
+        "--prompt",
+        "who?",
+        "--keep",
+        "1.0",
+        "--max-new-tokens",
+        5,
+        "--compare",
+        "--json",
+        capsys=capsys,
+    )
+    result = last_line(done)
+    assert len(result["token_ids"]) == 5
+    assert result["token_ids"] == result["full"]["token_ids"], "keep 1.0 is full attention"
+
+
+def test_generate_reads_less_than_full_attention(capsys, artifact: Path) -> None:
+    result = last_line(
+        in_process(
+            "generate", artifact, "--prompt", "who?", "--keep", "0.05", "--window-len", 8, "--json", capsys=capsys
+        )
+    )
+    assert result["rows_read_per_step"] < 0.2 * result["rows_full_attention"]
+
+
+def test_an_artifact_is_found_by_the_start_of_its_id(capsys, place: Path, artifact: Path) -> None:
+    assert (
+        last_line(in_process("inspect", artifact.parent / artifact.name[:6], "--json", capsys=capsys))["artifact"]
+        == artifact.name
+    )
+
+
+def test_eval_compares_presets_and_selectors(capsys, place: Path) -> None:
+    done = in_process(
+        "eval", "--text", place / "text.txt", "--model", place / "model", "--context-len", 400, "--eval-len", 40,
+        "--keep", 0.2, "--presets", "default,paper", "--selectors", "exact,window,full", "--lookahead", "0,1", "--json",
+        capsys=capsys,
+    )  # fmt: skip
+    result = last_line(done)
+    by_name = {(r.get("preset") or r["selector"], r["lookahead"]): r for r in result["results"]}
+    assert set(by_name) == {
+        ("default", 0), ("default", 1), ("paper", 0), ("paper", 1), ("exact", 0), ("window", 0), ("full", 0),
+    }  # fmt: skip
+    assert by_name["full", 0]["kl"] == pytest.approx(0, abs=1e-5)
+    assert by_name["full", 0]["rows_read_share"] == pytest.approx(1)
+    assert by_name["exact", 0]["recall_at_k"] == pytest.approx(1)
+    assert by_name["exact", 0]["kl"] < by_name["window", 0]["kl"]
+    assert by_name["default", 0]["index_bytes_per_key"] > 0
+
+
+def test_inspect_verify_and_ls_agree(capsys, place: Path, artifact: Path) -> None:
+    inspected, verified = (
+        last_line(in_process("inspect", artifact, "--json", capsys=capsys)),
+        last_line(in_process("verify", artifact, "--json", capsys=capsys)),
+    )
+    listed = last_line(in_process("ls", "--store", place / "store", "--json", capsys=capsys))
+    assert inspected["size_bytes"] == verified["size_bytes"] == listed["artifacts"][0]["size_bytes"]
+    assert verified["intact"] is True
+    assert last_line(in_process("gc", "--store", place / "store", "--json", capsys=capsys))["removed"] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "words"),
+    [
+        (["build", "--context", "{place}/none.txt"], 1, "cannot read"),
+        (["build", "--context", "{place}/empty.txt"], 1, "holds no text"),
+        (["build", "--context", "{place}/latin.txt"], 1, "not UTF-8"),
+        (["build", "--context", "{place}/short.txt", "--model", "{place}/model"], 1, "at least 256"),
+        (["build", "--context", "{place}/long.txt", "--model", "{place}/model"], 1, "positions"),
+        (["build", "--context", "{place}/text.txt", "--model", "/no/model"], 1, "no model at"),
+        (["build", "--context", "{place}/text.txt", "--preset", "fast"], 1, "unknown preset"),
+        (
+            ["build", "--context", "{place}/text.txt", "--model", "{place}/model", "--num-subspaces", "5"],
+            1,
+            "subspaces",
+        ),
+        (["build", "--context", "{place}/text.txt", "--model", "{place}/model", "--list-len", "0.5"], 1, "no meaning"),
+        (["build"], 2, "--context"),
+        (["generate", "{artifact}", "--prompt", "x", "--keep", "0"], 1, "keep must lie in (0, 1]"),
+        (["generate", "{artifact}", "--prompt", "x", "--keep", "1.5"], 1, "keep must lie in (0, 1]"),
+        (["generate", "{artifact}", "--prompt", "x", "--selector", "best"], 1, "unknown selector"),
+        (["generate", "{place}/store/ffff", "--prompt", "x"], 1, "no artifact"),
+        (["generate", "{artifact}", "--prompt", "x", "--model", "{place}/other"], 1, "model"),
+        (["eval", "--text", "{place}/text.txt", "--model", "{place}/model", "--selectors", "best"], 1, "choose from"),
+        (["eval", "--text", "{place}/text.txt", "--model", "{place}/model"], 1, "longer text"),
+        (["verify", "{place}"], 1, "artifact"),
+        (["frobnicate"], 2, "No such command"),
+    ],
+    ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else None,
+)
+def test_bad_input_is_a_sentence_and_an_exit_code(capsys, place, artifact, arguments, exit_code, words) -> None:
+    (place / "empty.txt").write_text("  \n")
+    (place / "latin.txt").write_bytes(b"caf\xe9 " * 100)
+    (place / "short.txt").write_text("too short")
+    (place / "long.txt").write_text("too long " * 200)
+    if "{place}/other" in arguments and not (place / "other").exists():
+        save(place / "other", seed=5)
+    before = sorted((place / "store").iterdir())
+    filled = [argument.format(place=place, artifact=artifact) for argument in arguments]
+    if filled[0] == "build":
+        filled += ["--store", str(place / "store")]
+    done = in_process(*filled, "--json", capsys=capsys)
+    assert done.returncode == exit_code, done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert words in json.loads(done.stdout.strip().splitlines()[-1])["error"]["message"]
+    assert sorted((place / "store").iterdir()) == before, "nothing may be left half-written"

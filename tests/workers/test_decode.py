@@ -1,0 +1,121 @@
+"""One layer's step against attention over the same rows, with poison in every row that must not be read."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from csattn.attention import reference
+from csattn.config import SearchConfig
+from csattn.selection import Selection
+from csattn.selectors import ContextView
+from offload.host_store import HostStore
+from workers.decode import LayerDecoder, StepCount
+
+CONTEXT_LEN, SINK_LEN, WINDOW_LEN, HEAD_DIM, SCALE = 70, 3, 8, 16, 0.25
+
+
+class Chosen:
+    """A selector that was told what to choose."""
+
+    indexes_tail = True
+
+    def __init__(self, selection):
+        self.selection = selection
+        self.appended = []
+
+    def append(self, k):
+        self.appended.append(k.copy())
+
+    def select(self, q):
+        return self.selection
+
+
+def make_decoder(context, selector, ahead=None):
+    view = ContextView(CONTEXT_LEN, SCALE, SearchConfig(keep=0.1, sink_len=SINK_LEN, window_len=WINDOW_LEN))
+    return LayerDecoder(0, HostStore([context]), selector, view, ahead, StepCount(), lambda: 0.0)
+
+
+def poisoned_except(context, rows_by_head):
+    poisoned = torch.full_like(context, torch.nan)
+    always = [*range(SINK_LEN), *range(CONTEXT_LEN - WINDOW_LEN, CONTEXT_LEN)]
+    for head, rows in enumerate(rows_by_head):
+        keep = sorted({*always, *(row for row in rows if 0 <= row < CONTEXT_LEN)})
+        poisoned[head, keep] = context[head, keep]
+    return poisoned
+
+
+@pytest.mark.parametrize("num_index_heads", [2, 6], ids=["shared by the group", "one per query head"])
+@pytest.mark.parametrize("num_chosen", [0, 1, 5])
+@pytest.mark.parametrize("tail_len", [1, WINDOW_LEN, WINDOW_LEN + 6])
+def test_a_step_attends_to_exactly_the_resident_and_chosen_rows(num_index_heads, num_chosen, tail_len, rng) -> None:
+    num_q_heads, num_kv_heads, top_k = 6, 2, 7
+    context = torch.randn(num_kv_heads, CONTEXT_LEN, 2, HEAD_DIM)
+    tail = torch.randn(num_kv_heads, tail_len, 2, HEAD_DIM)
+    num_left = max(0, tail_len - WINDOW_LEN)  # rows of the tail that only a selection can bring back
+    candidates = np.concatenate([np.arange(SINK_LEN, CONTEXT_LEN - WINDOW_LEN), CONTEXT_LEN + np.arange(num_left)])
+    kv_indices = np.full((num_index_heads, top_k), -1, dtype=np.int32)
+    valid_len = np.zeros(num_index_heads, dtype=np.int32)
+    for head in range(num_index_heads):
+        rows = rng.choice(candidates, num_chosen, replace=False)
+        if num_left and num_chosen:
+            rows[0] = CONTEXT_LEN + num_left - 1
+        kv_indices[head, :num_chosen] = np.sort(np.unique(rows)) if num_chosen else rows
+        valid_len[head] = num_chosen
+    group = num_index_heads // num_kv_heads
+    read = [set(kv_indices[h * group : (h + 1) * group].ravel().tolist()) for h in range(num_kv_heads)]
+
+    selector = Chosen(Selection(kv_indices, valid_len))
+    decoder = make_decoder(poisoned_except(context, read), selector)
+    decoder.append(tail[:, :, 0], tail[:, :, 1])
+    q = torch.randn(num_q_heads, 1, HEAD_DIM)
+    out = decoder.attend(q, SCALE)
+
+    kv = torch.cat([context, tail], dim=1)
+    for head in range(num_q_heads):
+        chosen = kv_indices[head * num_index_heads // num_q_heads]
+        resident = [*range(SINK_LEN), *range(CONTEXT_LEN - WINDOW_LEN, CONTEXT_LEN)]
+        resident += range(CONTEXT_LEN + num_left, CONTEXT_LEN + tail_len)
+        rows = kv[head // 3, [*resident, *chosen[chosen >= 0].tolist()]]
+        want, _ = reference.attend(q[None, head : head + 1], rows[None, None, :, 0], rows[None, None, :, 1], SCALE)
+        torch.testing.assert_close(out[head], want[0, 0], rtol=1e-4, atol=1e-5)
+    assert len(selector.appended) == num_left
+    for row, k in enumerate(selector.appended):
+        np.testing.assert_array_equal(k, tail[:, row, 0].numpy())
+
+
+def test_a_search_submitted_ahead_is_the_one_that_is_used() -> None:
+    context = torch.randn(2, CONTEXT_LEN, 2, HEAD_DIM)
+    asked = []
+
+    class Recorder(Chosen):
+        def select(self, q):
+            asked.append(q.copy())
+            return self.selection
+
+    rows = np.array([[10, 11], [12, 13]], dtype=np.int32)
+    with ThreadPoolExecutor(1) as ahead:
+        decoder = make_decoder(context, Recorder(Selection(rows, np.array([2, 2], dtype=np.int32))), ahead)
+        early, own = torch.randn(6, 1, HEAD_DIM), torch.randn(6, 1, HEAD_DIM)
+        for _ in range(2):
+            decoder.look_ahead(early)
+            decoder.append(torch.randn(2, 1, HEAD_DIM), torch.randn(2, 1, HEAD_DIM))
+            decoder.attend(own, SCALE)
+        decoder.append(torch.randn(2, 1, HEAD_DIM), torch.randn(2, 1, HEAD_DIM))
+        decoder.attend(own, SCALE)
+    np.testing.assert_array_equal(asked[0], early[:, 0].numpy())
+    np.testing.assert_array_equal(asked[2], own[:, 0].numpy())
+
+
+def test_an_error_in_a_search_ahead_reaches_the_step() -> None:
+    class Failing(Chosen):
+        def select(self, q):
+            raise RuntimeError("the index is gone")
+
+    with ThreadPoolExecutor(1) as ahead:
+        decoder = make_decoder(torch.randn(2, CONTEXT_LEN, 2, HEAD_DIM), Failing(None), ahead)
+        decoder.look_ahead(torch.randn(6, 1, HEAD_DIM))
+        decoder.append(torch.randn(2, 1, HEAD_DIM), torch.randn(2, 1, HEAD_DIM))
+        with pytest.raises(RuntimeError, match="the index is gone"):
+            decoder.attend(torch.randn(6, 1, HEAD_DIM), SCALE)

@@ -121,11 +121,12 @@ def measure_layout(layout: Layout, context_len: int, peaks: dict[int, float], se
     search(q_one, one_head, None, *rules, workspace, out_one)
     reference_ms = check_against_reference(q_one, one_head, rules, out_one.kv_indices.copy())
     read_bytes = NUM_HEADS * GROUP_SIZE * layout.num_subspaces * layout.bytes_per_row(context_len)
+    hot = measure(lambda: search(q_one, one_head, None, *rules, workspace, out_one), seconds)
     result: dict[str, Any] = {
         "layout": layout.name,
         "context_len": context_len,
         "reference_1head_ms": round(reference_ms, 2),
-        "hot_1head": measure(lambda: search(q_one, one_head, None, *rules, workspace, out_one), seconds),
+        "hot_1head": hot | {"gbps": round(read_bytes / NUM_HEADS / hot["p50_ms"] / 1e6, 1)},
         "read_mbytes": round(read_bytes / 1e6, 1),
         "threads": {},
     }
@@ -240,7 +241,7 @@ def main() -> None:
             hot = result["hot_1head"]
             print(
                 f"{layout.name:<16}{context_len:>9}{'hot 1':>8}{hot['p50_ms']:>9.3f}{hot['p99_ms']:>9.3f}"
-                f"{hot['p50_ms'] * 1e3 / GROUP_SIZE:>10.2f}   (one head; reference {result['reference_1head_ms']} ms)"
+                f"{hot['p50_ms'] * 1e3 / GROUP_SIZE:>10.2f}{hot['gbps']:>7.1f}       (one head; reference {result['reference_1head_ms']} ms)"
             )
             for n, t in result["threads"].items():
                 extra = f"  {t['ns_per_entry']} ns/entry" if "ns_per_entry" in t else ""

@@ -6,9 +6,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from csattn.errors import ConfigError
 from csattn.index import LayerIndex
 from csattn.jit import readonly
 from csattn.search import jobs
+from csattn.search.weights import weight_room
 from csattn.search.workspace import SearchWorkspace, TokenSelections, empty_token_selections
 from csattn.selection import Selection
 from csattn.table.rows import RowTable
@@ -42,7 +44,7 @@ class LayerSearch:
         return int(np.prod(self.q.shape[:2])) * (self.index.context_len + tail_rows)
 
     def check(self) -> None:
-        """Raise AssertionError if the shapes do not fit together."""
+        """Raise AssertionError if the shapes do not fit together, ConfigError if the index cannot be searched."""
         num_tokens, num_q_heads, head_dim = self.q.shape
         heads = self.index.num_heads
         assert self.q.dtype == np.float32, f"q must be float32, got {self.q.dtype}"
@@ -51,6 +53,12 @@ class LayerSearch:
         wanted = num_tokens, heads
         assert self.out.kv_indices.shape[:2] == wanted, f"out has shape {self.out.kv_indices.shape}, wanted {wanted}"
         assert self.out.valid_len.shape == wanted, f"out.valid_len has shape {self.out.valid_len.shape}"
+        table = self.index.table
+        if isinstance(table, RowTable) and weight_room(self.index.num_subspaces, table.largest_code) <= 0:
+            raise ConfigError(
+                f"{self.index.num_subspaces} subspaces of {table.score_bits}-bit scores do not fit into 16-bit sums; "
+                f"rebuild the index with fewer subspaces or with 4-bit scores"
+            )
 
     def run(self, first_job: int, last_job: int, workspace: SearchWorkspace) -> None:
         """Run the jobs [first_job, last_job); job t * num_heads + h serves head h of token t."""

@@ -8,6 +8,7 @@ from csattn.jit import exact_kernel
 MAX_SCORE = 32767  # of int16
 
 
+@exact_kernel
 def weight_room(num_subspaces: int, largest_code: int) -> float:
     """What is left of MAX_SCORE for the weights themselves once each may be rounded up by one half.
 
@@ -32,7 +33,7 @@ def integer_weights(
     total = 0.0
     for b in range(len(scaled)):
         total += scaled[b]
-    unit = total * largest_code / (MAX_SCORE - 1 - largest_code * len(scaled) / 2)
+    unit = total * largest_code / weight_room(len(scaled), largest_code)
     if not 0.0 < unit < np.inf:
         return 0.0, multipliers
     for b in range(len(scaled)):

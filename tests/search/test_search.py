@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from csattn.errors import ConfigError
 from csattn.index import LayerIndex
 from csattn.search import SearchPool, reference, search, search_tokens
 from csattn.search.run import LayerSearch
@@ -193,6 +194,13 @@ def test_a_pool_serves_one_token(pool_threads: int = 2) -> None:
         pool.search(q, index, make_tail(index), 700, 4, 16, SCALE, got)
     search(q, index, None, 700, 4, 16, SCALE, SearchWorkspace(), want)
     np.testing.assert_array_equal(got.kv_indices, want.kv_indices)
+
+
+def test_more_subspaces_than_16_bits_can_sum_are_refused() -> None:
+    spec = IndexSpec(layout="rows8", context_len=64, num_heads=1, head_dim=520, num_subspaces=520, num_centroids=1)
+    index, q = make_index(spec), make_queries(spec, 1)
+    with pytest.raises(ConfigError, match="520 subspaces of 8-bit scores"):
+        search(q, index, None, 5, 4, 16, SCALE, SearchWorkspace(), empty_selection(1, 5))
 
 
 def test_a_pool_passes_errors_on() -> None:

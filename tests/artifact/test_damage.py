@@ -134,6 +134,15 @@ def test_a_forged_manifest_with_a_good_hash_is_refused(artifact_dir: Path, forge
         open_artifact(artifact_dir)
 
 
+def test_a_layer_left_out_of_manifest_and_directory_is_missed(artifact_dir: Path) -> None:
+    (artifact_dir / kv_file(1)).unlink()
+    manifest = json.loads((artifact_dir / "manifest.json").read_bytes())
+    del manifest["files"][kv_file(1)]
+    seal(artifact_dir, json.dumps(manifest).encode())
+    with pytest.raises(ArtifactCorruptError, match="the manifest lists the wrong files"):
+        open_artifact(artifact_dir)
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -25,6 +25,7 @@ from csattn.artifact import (
     verify_artifact,
 )
 from csattn.artifact.layout import index_file, kv_file
+from csattn.artifact.lock import BuildLock
 from csattn.errors import ArtifactError, StoreFullError
 from tests.artifact.faults import (
     DISK_BROKEN,
@@ -226,6 +227,23 @@ def test_a_second_builder_waits_and_finds_the_artifact(tmp_path: Path) -> None:
     assert_completes(tmp_path)
 
 
+def test_who_waited_for_a_lock_holds_the_one_that_others_see(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    first, second, third = BuildLock(path), BuildLock(path).acquire(), BuildLock(path)
+    waiting = threading.Event()
+    waiter = threading.Thread(target=lambda: first.acquire(waiting.set))
+    waiter.start()
+    assert waiting.wait(10)
+    time.sleep(0.05)  # let it reach the kernel
+    second.release()
+    waiter.join(10)
+    assert not third.try_acquire()
+    first.release()
+    assert third.try_acquire()
+    third.release()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_many_builders_of_one_artifact(tmp_path: Path) -> None:
     for round_number in range(10):
         store = tmp_path / str(round_number)
@@ -287,7 +305,7 @@ def test_damaged_work_counts_as_absent(
     write_layers(tmp_path, 2)
     victim = building_dir(tmp_path) / name
     if damage == "flip":
-        flip_byte(victim, victim.stat().st_size // 2)
+        flip_byte(victim, victim.stat().st_size * 3 // 4)
     elif damage == "cut":
         os.truncate(victim, victim.stat().st_size - 1)
     else:

@@ -29,6 +29,7 @@ from csattn.artifact.layout import (
     MANIFEST_FILE,
     MANIFEST_HASH_FILE,
     TOKENS_FILE,
+    artifact_bytes,
     fault_of_index,
     index_arrays,
     index_file,
@@ -87,6 +88,12 @@ class ArtifactWriter:
     def finished_layers(self) -> int:
         """Layers 0 to this are on disk and intact."""
         return len(self._layers)
+
+    @property
+    def remaining_bytes(self) -> int:
+        """What is still to be written of the artifact."""
+        done = sum(record.size_bytes for records in self._layers for record in records.values())
+        return artifact_bytes(self.spec) - done
 
     def __enter__(self) -> Self:
         if self._is_published():

@@ -17,6 +17,7 @@ import torch
 from csattn.artifact import (
     ArtifactSpec,
     ArtifactWriter,
+    artifact_bytes,
     broken_artifacts,
     collect_garbage,
     list_store,
@@ -270,6 +271,8 @@ def test_a_build_goes_on_where_it_stopped(tmp_path: Path) -> None:
         checkpoint = writer.load_checkpoint()
         assert checkpoint is not None
         assert checkpoint[0] == writer.finished_layers == 1
+        first = [building_dir(tmp_path) / "artifact" / name for name in (kv_file(0), index_file(0))]
+        assert writer.remaining_bytes == artifact_bytes(SPEC) - sum(file.stat().st_size for file in first)
         assert torch.equal(checkpoint[1], hidden_state(1))
     assert_completes(tmp_path)
 

@@ -18,6 +18,7 @@ from csattn.table.tail import Tail
 
 # Handing work to a thread costs about 17 us: what takes less than a few times that stays with the caller.
 SMALL_WORK_KEYS = 1 << 17  # scored keys, summed over query rows: some tens of microseconds
+TICKET_KEYS = 1 << 16  # least work that a thread takes at a time, where there is enough for all
 
 
 class SearchPool:
@@ -64,13 +65,13 @@ class SearchPool:
         """Run several searches at once, over different layers, requests or both; return when all are done."""
         for layer in layers:
             layer.check()
-        work = [(layer, job) for layer in layers for job in range(layer.num_jobs)]
+        work = [ticket for layer in layers for ticket in self._tickets(layer)]
         helpers = min(self.num_threads, len(work)) - 1
         if helpers < 1 or self._executor is None or sum(layer.num_scored_keys for layer in layers) < SMALL_WORK_KEYS:
             for layer in layers:
                 layer.run(0, layer.num_jobs, self._workspace())
             return
-        tickets = itertools.count()  # next() on it is atomic: every job is taken once
+        tickets = itertools.count()  # next() on it is atomic: every run of jobs is taken once
         running: list[Future[None]] = [self._executor.submit(self._take_jobs, work, tickets) for _ in range(helpers)]
         try:
             self._take_jobs(work, tickets)
@@ -78,11 +79,17 @@ class SearchPool:
             for future in running:
                 future.result()
 
-    def _take_jobs(self, work: Sequence[tuple[LayerSearch, int]], tickets: "itertools.count[int]") -> None:
+    def _tickets(self, layer: LayerSearch) -> list[tuple[LayerSearch, int, int]]:
+        """The layer's jobs, cut into runs of jobs."""
+        jobs = max(1, TICKET_KEYS * layer.num_jobs // max(1, layer.num_scored_keys))
+        jobs = min(jobs, max(1, layer.num_jobs // self.num_threads))
+        return [(layer, first, min(first + jobs, layer.num_jobs)) for first in range(0, layer.num_jobs, jobs)]
+
+    def _take_jobs(self, work: Sequence[tuple[LayerSearch, int, int]], tickets: "itertools.count[int]") -> None:
         workspace = self._workspace()
         while (ticket := next(tickets)) < len(work):
-            layer, job = work[ticket]
-            layer.run(job, job + 1, workspace)
+            layer, first_job, last_job = work[ticket]
+            layer.run(first_job, last_job, workspace)
 
     def _workspace(self) -> SearchWorkspace:
         """The calling thread's own."""

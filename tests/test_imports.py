@@ -29,7 +29,6 @@ ADDRESSES: dict[str, tuple[str, ...]] = {
     "transformers": (
         "csattn/models/*.py",
         "index_build/capture.py",
-        "workers/attention_hook.py",
         "workers/generate.py",
         "workers/session.py",
     ),

@@ -1,0 +1,39 @@
+"""Builds that stop half-way, and what must be true afterwards."""
+
+from pathlib import Path
+
+import torch
+
+from csattn.artifact import ArtifactSpec, ArtifactWriter, broken_artifacts, list_store, open_artifact, verify_artifact
+from tests.artifact.synthetic import build, hidden_state, make_layer, make_spec, make_token_ids
+
+SPEC = make_spec(num_layers=2, num_kv_heads=1)
+
+
+def building_dir(store: Path, spec: ArtifactSpec = SPEC) -> Path:
+    return store / f".building-{spec.artifact_id}"
+
+
+def write_layers(store: Path, num_layers: int, spec: ArtifactSpec = SPEC) -> None:
+    """A build that stops after some layers."""
+    with ArtifactWriter(store, spec, make_token_ids(spec.context_len)) as writer:
+        for layer_idx in range(num_layers):
+            writer.write_layer(layer_idx, *make_layer(spec, layer_idx))
+            writer.save_checkpoint(layer_idx + 1, hidden_state(layer_idx + 1))
+
+
+def assert_store_is_sound(store: Path) -> None:
+    """Nothing is listed that is not whole."""
+    assert not broken_artifacts(store)
+    for summary in list_store(store):
+        verify_artifact(summary.path)
+
+
+def assert_completes(store: Path, spec: ArtifactSpec = SPEC) -> None:
+    """A second build finishes what the first left, and leaves nothing but the artifact."""
+    path = build(store, spec)
+    verify_artifact(path)
+    assert [entry.name for entry in store.iterdir()] == [spec.artifact_id]
+    with open_artifact(path) as artifact:
+        for layer_idx in range(spec.model.num_layers):
+            assert torch.equal(artifact.layer_kv(layer_idx), make_layer(spec, layer_idx)[0])

@@ -1,0 +1,127 @@
+"""A build goes on where an earlier one stopped, believes nothing that it finds, and heals what is broken."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from csattn.artifact import ArtifactWriter, artifact_bytes, broken_artifacts, list_store, open_artifact
+from csattn.artifact.layout import index_file, kv_file
+from tests.artifact.builds import SPEC, assert_completes, building_dir, write_layers
+from tests.artifact.faults import before_call, flip_byte
+from tests.artifact.synthetic import build, hidden_state, make_layer, make_token_ids
+
+
+def test_a_build_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    write_layers(tmp_path, 1)
+    with ArtifactWriter(tmp_path, SPEC, make_token_ids(70)) as writer:
+        assert repr(writer) == f"<ArtifactWriter {SPEC.artifact_id}: 1/2 layers>"
+        checkpoint = writer.load_checkpoint()
+        assert checkpoint is not None
+        assert checkpoint[0] == writer.finished_layers == 1
+        first = [building_dir(tmp_path) / "artifact" / name for name in (kv_file(0), index_file(0))]
+        assert writer.remaining_bytes == artifact_bytes(SPEC) - sum(file.stat().st_size for file in first)
+        assert torch.equal(checkpoint[1], hidden_state(1))
+    assert_completes(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_checkpoint_keeps_dtype_and_shape(tmp_path: Path, dtype: torch.dtype) -> None:
+    hidden = torch.randn(7, 3).to(dtype)
+    with ArtifactWriter(tmp_path, SPEC, make_token_ids(70)) as writer:
+        assert writer.load_checkpoint() is None
+        writer.save_checkpoint(0, hidden)
+        got = writer.load_checkpoint()
+    assert got is not None
+    assert got[0] == 0
+    assert got[1].dtype == dtype
+    assert torch.equal(got[1], hidden)
+
+
+@pytest.mark.parametrize(
+    ("name", "intact_layers", "has_checkpoint"),
+    [
+        (f"artifact/{kv_file(0)}", 0, False),
+        (f"artifact/{index_file(1)}", 1, False),
+        ("layer-000.json", 0, False),
+        ("layer-001.json", 1, False),
+        ("checkpoint.json", 2, False),
+        ("hidden-002.safetensors", 2, False),
+    ],
+)
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "directory"])
+def test_damaged_work_counts_as_absent(
+    tmp_path: Path, name: str, intact_layers: int, has_checkpoint: bool, damage: str
+) -> None:
+    write_layers(tmp_path, 2)
+    victim = building_dir(tmp_path) / name
+    if damage == "flip":
+        flip_byte(victim, victim.stat().st_size * 3 // 4)
+    elif damage == "cut":
+        os.truncate(victim, victim.stat().st_size - 1)
+    else:
+        victim.unlink()
+    if damage == "directory":
+        victim.mkdir()
+    with ArtifactWriter(tmp_path, SPEC, make_token_ids(70)) as writer:
+        assert writer.finished_layers == intact_layers
+        assert (writer.load_checkpoint() is not None) == has_checkpoint
+    assert_completes(tmp_path)
+
+
+def test_strange_things_in_the_building_directory_are_removed(tmp_path: Path) -> None:
+    write_layers(tmp_path, 1)
+    work = building_dir(tmp_path)
+    (work / "artifact" / "passwords.txt").touch()
+    (work / "artifact" / f".{kv_file(1)}.partial").touch()
+    (work / "artifact" / "folder").mkdir()
+    (work / "folder").mkdir()
+    with ArtifactWriter(tmp_path, SPEC, make_token_ids(70)) as writer:
+        assert writer.finished_layers == 1
+        assert {entry.name for entry in (work / "artifact").iterdir()} == {kv_file(0), index_file(0)}
+    assert_completes(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "empty directory"])
+def test_a_strange_building_directory_is_made_anew(tmp_path: Path, kind: str) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    (tmp_path / "elsewhere" / "artifact").mkdir(parents=True)
+    (tmp_path / "elsewhere" / "precious").touch()
+    if kind == "file":
+        building_dir(store).touch()
+    elif kind == "link":
+        building_dir(store).symlink_to(tmp_path / "elsewhere")
+    else:
+        building_dir(store).mkdir()
+    assert_completes(store)
+    assert (tmp_path / "elsewhere" / "precious").exists()
+
+
+def test_a_broken_artifact_is_replaced(tmp_path: Path) -> None:
+    path = build(tmp_path, SPEC)
+    os.truncate(path / kv_file(0), 100)
+    assert list(broken_artifacts(tmp_path)) == [path]
+    assert list_store(tmp_path) == []
+    assert_completes(tmp_path)
+
+
+def test_replacing_a_broken_artifact_does_not_disturb_its_readers(tmp_path: Path) -> None:
+    artifact = open_artifact(build(tmp_path, SPEC))
+    (artifact.path / "manifest.sha256").unlink()
+    assert_completes(tmp_path)
+    assert torch.equal(artifact.layer_kv(0), make_layer(SPEC, 0)[0])
+
+
+def test_interrupted_by_the_keyboard_leaves_what_is_finished(tmp_path: Path) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with before_call(("replace",), 4, interrupt), pytest.raises(KeyboardInterrupt):
+        build(tmp_path, SPEC)
+    assert not list(tmp_path.rglob("*.partial"))
+    assert not list(tmp_path.glob("*.lock"))
+    with ArtifactWriter(tmp_path, SPEC, make_token_ids(70)) as writer:
+        assert writer.finished_layers == 1
+    assert_completes(tmp_path)

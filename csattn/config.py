@@ -55,7 +55,7 @@ class SearchConfig:
 
     keep: float = 0.05  # share of the context fetched for each KV head, besides the resident rows
     sink_len: int = 4  # first rows of the context, always attended
-    window_len: int = 64  # last rows of the context, and rows of the tail, always attended
+    window_len: int = 256  # last rows of the context, and last rows of the tail, always attended
     lookahead: int = 0  # 1: search with the query predicted from the previous layer's input
     search_period: int = 1  # search every so many steps, reuse the selection in between
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from csattn import __version__
-from csattn.artifact import ArtifactSpec, ArtifactWriter, artifact_bytes, hash_token_ids, require_space
+from csattn.artifact import ArtifactSpec, ArtifactWriter, hash_token_ids, require_space
 from csattn.config import IndexConfig
 from csattn.errors import ContextError
 from csattn.models import LoadedModel
@@ -91,7 +91,7 @@ def build_artifact(
         report = BuildReport(spec.artifact_id, store / spec.artifact_id, reused=True, resumed_at=0)
         if writer.finished_path is None:
             report.reused = False
-            require_space(store, artifact_bytes(spec))
+            require_space(store, writer.remaining_bytes)
             _write_layers(loaded, token_ids, config, writer, report, on_progress, num_threads or os.cpu_count() or 1)
             writer.finish(_versions(), notes or {})
     return report

@@ -16,7 +16,7 @@ from workers.session import RequestCache, Session, csattn_session
 
 # Tokens that pass through the model at a time, and how many of the text's tokens are looked at in detail.
 _CHUNK_LEN = 64
-_MAX_OBSERVED = 128
+_MAX_OBSERVED = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

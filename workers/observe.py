@@ -44,13 +44,13 @@ class AttentionProbe:
     def _look(self, layer: LayerDecoder, q: Tensor, chosen: FarRows, out: Tensor, token: int) -> None:
         """q, out: [num_q_heads, head_dim] of one token of the tail."""
         context_len, layer_idx = layer.view.context_len, layer.layer_idx
-        context = layer.store.rows(layer_idx, slice(0, context_len))
-        kv = torch.cat([context, layer.tail.kv[:, : token + 1]], dim=1)
-        num_kv_heads, kv_len, _, head_dim = kv.shape
-        grouped = q.reshape(num_kv_heads, -1, head_dim)
-        logits = grouped @ kv[:, :, 0].transpose(1, 2) * layer.view.softmax_scale
+        # Two parts, because copying the context together with the tail would cost more than attending to it.
+        parts = layer.store.rows(layer_idx, slice(0, context_len)), layer.tail.kv[:, : token + 1]
+        kv_len = context_len + token + 1
+        grouped = q.reshape(parts[0].shape[0], -1, q.shape[-1])
+        logits = torch.cat([grouped @ kv[:, :, 0].transpose(1, 2) for kv in parts], dim=2) * layer.view.softmax_scale
         weights = logits.softmax(-1)
-        want = weights @ kv[:, :, 1]
+        want = weights[:, :, :context_len] @ parts[0][:, :, 1] + weights[:, :, context_len:] @ parts[1][:, :, 1]
         resident = _resident_mask(layer, token, kv_len)
         attended = (_fetched_mask(chosen, q.shape[0], kv_len) | resident).view_as(weights)
         indexed = context_len + layer.oldest_resident(token)

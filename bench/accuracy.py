@@ -1,0 +1,165 @@
+"""How far each index and selector moves a real model's predictions, and for how many bytes of index.
+
+    python -m bench.accuracy [--texts novel,speech,code] [--variants NAME,...] [--json FILE] [--plot FILE]
+    python -m bench.accuracy --show FILE [--plot FILE]     the table and plot of earlier figures
+
+For every text: prefill a context, build one artifact per variant, teacher-force the text's next tokens with
+sparse attention in every layer, and compare with full attention. Gate: reading everything gives KL < 1e-5.
+"""
+
+import argparse
+import hashlib
+import json
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.timing import finish, gate, machine
+from csattn.artifact import open_artifact
+from csattn.config import IndexConfig, SearchConfig, preset
+from csattn.models import LoadedModel, load_model
+from index_build.pipeline import build_artifact
+from workers.evaluate import full_attention, measure
+
+HERE = Path(__file__).parent
+# text -> file, tokens of context, tokens that are predicted
+TEXTS = {
+    "novel": (HERE / "texts" / "novel.txt", 7680, 512),
+    "speech": (HERE / "texts" / "speech.txt", 6144, 256),
+    "code": (Path(argparse.__file__), 6144, 256),
+}
+
+
+def variants(head_dim: int) -> dict[str, IndexConfig]:
+    """What is compared: the presets, and one change to the default at a time."""
+    default, lists = preset("default", head_dim), preset("lists", head_dim)
+    return {
+        "default": default,
+        "plain split": replace(default, basis="plain"),
+        "RoPE pairs": replace(default, basis="rope_pairs"),
+        "64 centroids": replace(default, num_centroids=64),
+        "8 bits": replace(default, score_bits=8),
+        "half the subspaces": replace(default, num_subspaces=default.num_subspaces // 2, num_centroids=64),
+        "lists": lists,
+        "lists, whitened": replace(lists, basis="key_whitened"),
+        "lists, L = N/2": replace(lists, list_len=0.5),
+        "paper": preset("paper", head_dim),
+    }
+
+
+LOOKAHEAD = ("default",)  # variants that are also measured looking a layer ahead
+SELECTORS = ("exact", "window")
+
+
+def evaluate(loaded: LoadedModel, text: str, names: list[str]) -> dict[str, Any]:
+    """All variants and selectors on one text."""
+    path, context_len, eval_len = TEXTS[text]
+    content = path.read_bytes()
+    ids = np.asarray(loaded.tokenizer(content.decode()).input_ids, dtype=np.int32)
+    gate(len(ids) > context_len + eval_len, f"{path} has {len(ids)} tokens only")
+    context, following = ids[:context_len], ids[context_len : context_len + eval_len + 1]
+    search, results, baseline = SearchConfig(), [], None
+    for name in names:
+        with tempfile.TemporaryDirectory() as store:
+            report = build_artifact(loaded, context, variants(loaded.geometry.head_dim)[name], Path(store))
+            with open_artifact(report.path) as artifact:
+                runs = [("csattn", replace(search, lookahead=a)) for a in ((0, 1) if name in LOOKAHEAD else (0,))]
+                if baseline is None:
+                    baseline = full_attention(loaded, artifact, following)
+                    whole = measure(loaded, artifact, replace(search, keep=1.0), "csattn", following, baseline)
+                    gate(whole.kl < 1e-5, f"reading everything should be full attention, KL is {whole.kl}")
+                    runs += [(selector, search) for selector in SELECTORS]
+                for selector, config in runs:
+                    quality = measure(loaded, artifact, config, selector, following, baseline)
+                    label = name if selector == "csattn" else selector
+                    label += ", looking ahead" if config.lookahead else ""
+                    results.append({"name": label, **quality.to_json(), "build_s": report.seconds})
+                    print(f"{text:8} {label:28} KL {quality.kl:.4f}", flush=True)
+    assert baseline is not None
+    return {
+        "text": text,
+        "file": path.name,
+        "sha256": hashlib.sha256(content).hexdigest(),
+        "context_len": context_len,
+        "eval_len": eval_len,
+        "nll_full": round(baseline.nll, 5),
+        "results": results,
+    }
+
+
+def table(texts: list[dict[str, Any]]) -> str:
+    """Markdown: KL of every variant on every text, as figure and as a multiple of exact selection's."""
+    lines = [
+        "| | bytes per key | " + " | ".join(f"{t['text']}: KL | × exact | NLL gap | top-1" for t in texts) + " |",
+        "|---|---:|" + "---:|---:|---:|---:|" * len(texts),
+    ]
+    for i, first in enumerate(texts[0]["results"]):
+        cells = []
+        for t in texts:
+            exact = next(r["kl"] for r in t["results"] if r["name"] == "exact")
+            r = t["results"][i]
+            gap = r["nll"] - t["nll_full"]
+            cells.append(f"{r['kl']:.4f} | {r['kl'] / exact:.2f} | {gap:+.4f} | {r['top1_agreement']:.3f}")
+        lines.append(f"| {first['name']} | {first['index_bytes_per_key']:.0f} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def plot(texts: list[dict[str, Any]], path: Path) -> None:
+    """KL over bytes of index, a panel per text, with exact selection and window as lines."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(texts), figsize=(5.2 * len(texts), 4.6), sharey=True, squeeze=False)
+    markers = "oPs^vDX<>*p"
+    names = [r["name"] for r in texts[0]["results"] if r["index_bytes_per_key"]]
+    colours = plt.get_cmap("tab10")
+    for axis, t in zip(axes[0], texts, strict=True):
+        for r in t["results"]:
+            if not r["index_bytes_per_key"]:
+                style = {"exact": "-", "window": ":"}[r["name"]]
+                axis.axhline(r["kl"], color="black", linestyle=style, linewidth=1, label=r["name"])
+                continue
+            i = names.index(r["name"])
+            axis.plot(
+                r["index_bytes_per_key"], r["kl"], markers[i % len(markers)], color=colours(i % 10), markersize=9,
+                label=r["name"], markeredgecolor="white",
+            )  # fmt: skip
+        axis.set(xscale="log", yscale="log", xlabel="bytes of index per key and KV head", title=t["text"])
+        axis.set_xticks([256, 512, 1024, 2048, 4096], ["256", "512", "1024", "2048", "4096"])
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("KL against full attention (nats)")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.suptitle("5 % of the KV read: what each index costs and keeps")
+    figure.legend(handles, labels, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110, bbox_inches="tight")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--texts", default=",".join(TEXTS))
+    parser.add_argument("--variants", default="")
+    parser.add_argument("--model")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--show", type=Path, nargs="+")
+    arguments = parser.parse_args()
+    if arguments.show:
+        texts = [text for file in arguments.show for text in json.loads(file.read_text())["texts"]]
+    else:
+        loaded = load_model(arguments.model)
+        names = [n for n in arguments.variants.split(",") if n] or list(variants(loaded.geometry.head_dim))
+        texts = [evaluate(loaded, text, names) for text in arguments.texts.split(",")]
+    print(table(texts))
+    if arguments.plot:
+        plot(texts, arguments.plot)
+    finish({"bench": "accuracy", "keep": SearchConfig().keep, "machine": machine(), "texts": texts}, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

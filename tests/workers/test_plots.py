@@ -1,0 +1,48 @@
+"""The picture of what was attended to: written, of the promised size, and different for different reads."""
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from workers.plots import PICTURE_SIZE, AttentionPicture, draw_attention_map
+
+
+def draw(path: Path, pictures: list[AttentionPicture], context_len: int = 1000) -> bytes:
+    draw_attention_map(pictures, path, context_len=context_len, sink_len=4, window_len=64, keep=0.05)
+    return path.read_bytes()
+
+
+def make_picture(rng: np.random.Generator, num_layers: int, num_kv_heads: int, answer_at: int) -> AttentionPicture:
+    return AttentionPicture(
+        "Who keeps the light, and why is this question far longer than any title over a map should ever be?",
+        "Nobody.",
+        answer_at,
+        rng.random((num_layers, num_kv_heads, 128)),
+        rng.random((num_layers, num_kv_heads)),
+    )
+
+
+@pytest.mark.parametrize(("num_pictures", "num_layers", "num_kv_heads"), [(1, 1, 1), (3, 30, 3), (2, 7, 8)])
+def test_the_picture_is_a_png_of_the_promised_size(tmp_path, rng, num_pictures, num_layers, num_kv_heads):
+    pictures = [make_picture(rng, num_layers, num_kv_heads, 100 + number) for number in range(num_pictures)]
+    png = draw(tmp_path / "new" / "map.png", pictures)
+    assert png[:8] == b"\x89PNG\r\n\x1a\n" and png.endswith(b"IEND\xaeB`\x82")
+    assert struct.unpack(">II", png[16:24]) == PICTURE_SIZE
+
+
+def test_stretches_that_nobody_reads_can_be_drawn(tmp_path):
+    nothing = AttentionPicture("?", "", 0, np.zeros((2, 2, 128)), np.zeros((2, 2)))
+    assert draw(tmp_path / "map.png", [nothing, nothing])
+
+
+@pytest.mark.parametrize("changed", ["reads", "recall", "answer_at"])
+def test_the_picture_shows_what_was_read_found_and_where_the_answer_is(tmp_path, changed):
+    values = {"answer_at": 500, "reads": np.full((2, 2, 128), 0.1), "recall": np.full((2, 2), 0.5)}
+    other = {"answer_at": 200, "reads": np.full((2, 2, 128), 0.2), "recall": np.full((2, 2), 0.9)}
+    before = draw(tmp_path / "before.png", [AttentionPicture("?", "!", **values)])
+    again = draw(tmp_path / "again.png", [AttentionPicture("?", "!", **values)])
+    after = draw(tmp_path / "after.png", [AttentionPicture("?", "!", **{**values, changed: other[changed]})])
+    assert before == again
+    assert before != after

@@ -1,0 +1,255 @@
+"""`csattn demo`: build from the document that ships with the project, ask three questions, draw what was read."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from csattn.artifact import Artifact, open_artifact
+from csattn.config import SearchConfig
+from csattn.models import LoadedModel
+from csattn.models.prompt import choose_wrapping, context_ids
+from csattn.selectors import FarRows
+from workers.cli.asking import stream
+from workers.cli.building import make_config, read_text, run_build, show_loading, use_threads
+from workers.cli.terminal import counting, out, size, table
+from workers.decode import LayerDecoder
+from workers.generate import Answer, answer
+from workers.observe import AttentionProbe
+from workers.session import csattn_session
+
+DOCUMENT = Path(__file__).parent.parent / "demo" / "gannet-island.txt"
+PICTURE_NAME = "attention.png"
+# The default window is made for longer contexts: of this one it alone would be 4 %.
+_CONFIG = SearchConfig(keep=0.05, window_len=64, lookahead=1)
+_MAX_NEW_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One question, and where its answer stands."""
+
+    text: str
+    fact: str  # as the document states it
+    answer: str  # the part of the fact that a right answer repeats
+
+
+QUESTIONS = (
+    Question(
+        "Who is the keeper of the lighthouse? Answer in one sentence.",
+        "The keeper of the lighthouse is Edmund Farrow.",
+        "Edmund Farrow",
+    ),
+    Question(
+        "Name the most valuable object in the museum.",
+        "The most valuable object in the museum is a silver astrolabe",
+        "silver astrolabe",
+    ),
+    Question("What is the name of the telescope?", "The telescope is called the Cyclops.", "Cyclops"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A question with both answers to it and what the sparse one read."""
+
+    question: Question
+    sparse: Answer
+    full: Answer
+    recall: NDArray[np.float64]  # [num_layers, num_kv_heads], of the exact Top-K rows
+    reads: NDArray[np.float64]  # [num_layers, num_kv_heads, num_stretches], share of a stretch's rows read
+
+    @property
+    def same_text(self) -> bool:
+        return self.sparse.text == self.full.text
+
+    @property
+    def share_read(self) -> float:
+        """Rows read per step, as a share of what full attention reads."""
+        return self.sparse.rows_read_per_step / self.sparse.rows_full_attention
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "question": self.question.text,
+            "expected": self.question.answer,
+            "sparse": {**self.sparse.to_json(), "right": is_right(self.sparse, self.question)},
+            "full": {**self.full.to_json(), "right": is_right(self.full, self.question)},
+            "same_text": self.same_text,
+            "share_read": round(self.share_read, 4),
+            "recall_at_k": round(float(self.recall.mean()), 4),
+        }
+
+
+def run(target: Path) -> dict[str, Any]:
+    """Show the whole of it in `target`, and return the verb's JSON object."""
+    return show(target, read_text(str(DOCUMENT)), QUESTIONS)
+
+
+def show(target: Path, document: str, questions: tuple[Question, ...]) -> dict[str, Any]:
+    """Build from a document, ask the questions, draw."""
+    seconds: dict[str, float] = {}
+    use_threads(None)
+    with _timed(seconds, "load"):
+        loaded = show_loading(None, "float32")
+    with _timed(seconds, "build"):
+        path = _build(loaded, document, target / "store")
+    with open_artifact(path) as artifact:
+        with _timed(seconds, "answer"):
+            pairs = [_ask_both(loaded, artifact, question) for question in questions]
+            window = _ask_window(loaded, artifact, questions[-1])
+        with _timed(seconds, "observe"):
+            exchanges = _observe(loaded, artifact, questions, pairs)
+        out.print(comparison(exchanges))
+        with _timed(seconds, "draw"):
+            picture = target / PICTURE_NAME
+            _draw(loaded, artifact, document, exchanges, picture)
+        out.print(f"\nThe picture of what every layer and head read: [bold]{picture}[/bold]")
+        out.print(f"Ask more: csattn generate {path} --prompt '...' --compare", soft_wrap=True)
+        return {
+            "artifact": artifact.spec.artifact_id,
+            "path": str(path),
+            "context_len": artifact.spec.context_len,
+            "search": asdict(_CONFIG),
+            "questions": [exchange.to_json() for exchange in exchanges],
+            "window": {**window.to_json(), "right": is_right(window, questions[-1])},
+            "png": str(picture),
+            "seconds": {phase: round(value, 2) for phase, value in seconds.items()},
+        }
+
+
+def comparison(exchanges: list[Exchange]) -> Any:
+    """One row per question: sparse and full attention beside each other."""
+    rows = [
+        [
+            exchange.question.text,
+            " / ".join(_mark(is_right(said, exchange.question)) for said in (exchange.sparse, exchange.full)),
+            "yes" if exchange.same_text else "no",
+            f"{exchange.sparse.tokens_per_s:.1f} / {exchange.full.tokens_per_s:.1f}",
+            f"{exchange.sparse.rows_read_per_step:.0f} / {exchange.full.rows_read_per_step:.0f}",
+            f"{100 * exchange.share_read:.1f} %",
+            f"{exchange.recall.mean():.2f}",
+        ]
+        for exchange in exchanges
+    ]
+    columns = ["", "right", "same text", "tokens/s", "rows per step and head", "share read", "recall of exact Top-K"]
+    return table("\nsparse / full attention", columns, rows)
+
+
+def is_right(said: Answer, question: Question) -> bool:
+    return question.answer.casefold() in said.text.casefold()
+
+
+def fact_row(loaded: LoadedModel, artifact: Artifact, document: str, question: Question) -> int:
+    """The row of the context where the answer begins in the document, exact to a token or two."""
+    document = document.strip()
+    before = document[: document.index(question.fact) + question.fact.index(question.answer)]
+    wrapping = artifact.manifest.build_notes["wrapping"]
+    after = len(context_ids(loaded.tokenizer, document, wrapping)) - len(
+        context_ids(loaded.tokenizer, before, wrapping)
+    )
+    return artifact.spec.context_len - after
+
+
+def _build(loaded: LoadedModel, document: str, store: Path) -> Path:
+    wrapping = choose_wrapping(loaded.tokenizer)
+    token_ids = context_ids(loaded.tokenizer, document, wrapping)
+    out.print(
+        f"\nThe document is the handbook of an island that does not exist: {len(token_ids)} tokens. They pass through "
+        "the model once; keys, values and an index of the keys go to the store, for every question to come."
+    )
+    config = make_config("default", loaded.geometry.head_dim, {})
+    notes = {"wrapping": wrapping, "preset": "default", "source": DOCUMENT.name}
+    report = run_build(loaded, token_ids, config, store, notes)
+    with open_artifact(report.path) as artifact:
+        out.print(
+            f"Artifact {report.artifact_id} has {size(artifact.size_bytes)}, "
+            f"{size(artifact.index_bytes)} of them index.\n"
+        )
+    out.print(
+        f"Now the questions. `csattn` searches the index and reads {100 * _CONFIG.keep:g} % of the rows besides the "
+        f"first {_CONFIG.sink_len} and the last {_CONFIG.window_len}; `full` reads all of them."
+    )
+    return report.path
+
+
+def _ask_both(loaded: LoadedModel, artifact: Artifact, question: Question) -> tuple[Answer, Answer]:
+    out.print(f"\n[bold]{question.text}[/bold]")
+    sparse, full = (
+        stream(loaded, artifact, _CONFIG, selector, question.text, _MAX_NEW_TOKENS) for selector in ("csattn", "full")
+    )
+    return sparse, full
+
+
+def _ask_window(loaded: LoadedModel, artifact: Artifact, question: Question) -> Answer:
+    out.print("\nWithout the search, the first and the last rows alone do not hold the answer:")
+    return stream(loaded, artifact, _CONFIG, "window", question.text, _MAX_NEW_TOKENS)
+
+
+def _observe(
+    loaded: LoadedModel, artifact: Artifact, questions: tuple[Question, ...], pairs: list[tuple[Answer, Answer]]
+) -> list[Exchange]:
+    """Answer again, looking at every step: apart from the timed answers, because looking reads all keys."""
+    exchanges = []
+    out.print()
+    with (
+        csattn_session(loaded, artifact, _CONFIG) as session,
+        counting("comparing what was read with exact Top-K", len(questions), "answers") as count,
+    ):
+        for question, (sparse, full) in zip(questions, pairs, strict=True):
+            probe = _StepProbe(AttentionProbe(loaded.geometry))
+            answer(session, question.text, _MAX_NEW_TOKENS, observer=probe)
+            seen = probe.probe
+            exchanges.append(Exchange(question, sparse, full, seen.per_head(seen.recall), seen.per_head(seen.reads)))
+            count(1)
+    return exchanges
+
+
+@dataclass(frozen=True, slots=True)
+class _StepProbe:
+    """Shows a probe the answer's tokens, and not those of the question."""
+
+    probe: AttentionProbe
+
+    def __call__(self, layer: LayerDecoder, q: Tensor, chosen: list[FarRows], out: Tensor) -> None:
+        if q.shape[1] == 1:
+            self.probe(layer, q, chosen, out)
+
+
+def _draw(loaded: LoadedModel, artifact: Artifact, document: str, exchanges: list[Exchange], picture: Path) -> None:
+    from workers.plots import AttentionPicture, draw_attention_map
+
+    pictures = [
+        AttentionPicture(
+            exchange.question.text,
+            exchange.sparse.text,
+            fact_row(loaded, artifact, document, exchange.question),
+            exchange.reads,
+            exchange.recall,
+        )
+        for exchange in exchanges
+    ]
+    draw_attention_map(
+        pictures,
+        picture,
+        context_len=artifact.spec.context_len,
+        sink_len=_CONFIG.sink_len,
+        window_len=_CONFIG.window_len,
+        keep=_CONFIG.keep,
+    )
+
+
+def _mark(right: bool) -> str:
+    return "yes" if right else "no"
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    started = time.perf_counter()
+    yield
+    seconds[phase] = time.perf_counter() - started

@@ -1,7 +1,7 @@
 """How far each index and selector moves a real model's predictions, and for how many bytes of index.
 
     python -m bench.accuracy [--texts novel,speech,code] [--variants NAME,...] [--json FILE] [--plot FILE]
-    python -m bench.accuracy --show FILE [--plot FILE]     the table and plot of earlier figures
+    python -m bench.accuracy --show FILE ... [--json FILE] [--plot FILE]     earlier figures, put together
 
 For every text: prefill a context, build one artifact per variant, teacher-force the text's next tokens with
 sparse attention in every layer, and compare with full attention. Gate: reading everything gives KL < 1e-5.
@@ -11,7 +11,8 @@ import argparse
 import hashlib
 import json
 import tempfile
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,50 +45,60 @@ def variants(head_dim: int) -> dict[str, IndexConfig]:
         "8 bits": replace(default, score_bits=8),
         "half the subspaces": replace(default, num_subspaces=default.num_subspaces // 2, num_centroids=64),
         "lists": lists,
-        "lists, whitened": replace(lists, basis="key_whitened"),
-        "lists, L = N/2": replace(lists, list_len=0.5),
+        "whitened lists": replace(lists, basis="key_whitened"),
+        "lists of N/2": replace(lists, list_len=0.5),
         "paper": preset("paper", head_dim),
     }
 
 
-LOOKAHEAD = ("default",)  # variants that are also measured looking a layer ahead
-SELECTORS = ("exact", "window")
-
-
-def evaluate(loaded: LoadedModel, text: str, names: list[str]) -> dict[str, Any]:
-    """All variants and selectors on one text."""
+def evaluate(loaded: LoadedModel, text: str, names: list[str]) -> Iterator[dict[str, Any]]:
+    """One text, variant by variant: everything measured on it so far. Selectors without an index go with `default`."""
     path, context_len, eval_len = TEXTS[text]
     content = path.read_bytes()
     ids = np.asarray(loaded.tokenizer(content.decode()).input_ids, dtype=np.int32)
     gate(len(ids) > context_len + eval_len, f"{path} has {len(ids)} tokens only")
     context, following = ids[:context_len], ids[context_len : context_len + eval_len + 1]
-    search, results, baseline = SearchConfig(), [], None
-    for name in names:
-        with tempfile.TemporaryDirectory() as store:
-            report = build_artifact(loaded, context, variants(loaded.geometry.head_dim)[name], Path(store))
-            with open_artifact(report.path) as artifact:
-                runs = [("csattn", replace(search, lookahead=a)) for a in ((0, 1) if name in LOOKAHEAD else (0,))]
-                if baseline is None:
-                    baseline = full_attention(loaded, artifact, following)
-                    whole = measure(loaded, artifact, replace(search, keep=1.0), "csattn", following, baseline)
-                    gate(whole.kl < 1e-5, f"reading everything should be full attention, KL is {whole.kl}")
-                    runs += [(selector, search) for selector in SELECTORS]
-                for selector, config in runs:
-                    quality = measure(loaded, artifact, config, selector, following, baseline)
-                    label = name if selector == "csattn" else selector
-                    label += ", looking ahead" if config.lookahead else ""
-                    results.append({"name": label, **quality.to_json(), "build_s": report.seconds})
-                    print(f"{text:8} {label:28} KL {quality.kl:.4f}", flush=True)
-    assert baseline is not None
-    return {
+    so_far: dict[str, Any] = {
         "text": text,
         "file": path.name,
         "sha256": hashlib.sha256(content).hexdigest(),
         "context_len": context_len,
         "eval_len": eval_len,
-        "nll_full": round(baseline.nll, 5),
-        "results": results,
+        "results": [],
     }
+    search, baseline = SearchConfig(), None
+    for name in names:
+        with tempfile.TemporaryDirectory() as store:
+            report = build_artifact(loaded, context, variants(loaded.geometry.head_dim)[name], Path(store))
+            with open_artifact(report.path) as artifact:
+                if baseline is None:
+                    baseline = full_attention(loaded, artifact, following)
+                    so_far["nll_full"] = round(baseline.nll, 5)
+                    whole = measure(loaded, artifact, replace(search, keep=1.0), "csattn", following, baseline)
+                    gate(whole.kl < 1e-5, f"reading everything should be full attention, KL is {whole.kl}")
+                runs = [("csattn", search)]
+                if name == "default":
+                    runs += [("csattn", replace(search, lookahead=1)), ("exact", search), ("window", search)]
+                for selector, config in runs:
+                    quality = measure(loaded, artifact, config, selector, following, baseline)
+                    label = name if selector == "csattn" else selector
+                    label += ", looking ahead" if config.lookahead else ""
+                    so_far["results"].append({"name": label, **quality.to_json(), "build_s": report.seconds})
+                    print(f"{text:8} {label:28} KL {quality.kl:.4f}", flush=True)
+        yield so_far
+
+
+def merge(texts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Figures of one text from several files in one place."""
+    merged: dict[str, dict[str, Any]] = {}
+    for text in texts:
+        if text["text"] not in merged:
+            merged[text["text"]] = text
+        else:
+            gate(merged[text["text"]]["sha256"] == text["sha256"], f"two different texts are called {text['text']}")
+            seen = {r["name"] for r in merged[text["text"]]["results"]}
+            merged[text["text"]]["results"] += [r for r in text["results"] if r["name"] not in seen]
+    return list(merged.values())
 
 
 def table(texts: list[dict[str, Any]]) -> str:
@@ -99,7 +110,7 @@ def table(texts: list[dict[str, Any]]) -> str:
     for i, first in enumerate(texts[0]["results"]):
         cells = []
         for t in texts:
-            exact = next(r["kl"] for r in t["results"] if r["name"] == "exact")
+            exact = next((r["kl"] for r in t["results"] if r["name"] == "exact"), float("nan"))
             r = t["results"][i]
             gap = r["nll"] - t["nll_full"]
             cells.append(f"{r['kl']:.4f} | {r['kl'] / exact:.2f} | {gap:+.4f} | {r['top1_agreement']:.3f}")
@@ -150,15 +161,22 @@ def main() -> None:
     parser.add_argument("--show", type=Path, nargs="+")
     arguments = parser.parse_args()
     if arguments.show:
-        texts = [text for file in arguments.show for text in json.loads(file.read_text())["texts"]]
+        files = [json.loads(file.read_text()) for file in arguments.show]
+        result = {**files[0], "texts": merge([text for file in files for text in file["texts"]])}
     else:
+        result = {"bench": "accuracy", "search": asdict(SearchConfig()), "machine": machine(), "texts": []}
         loaded = load_model(arguments.model)
         names = [n for n in arguments.variants.split(",") if n] or list(variants(loaded.geometry.head_dim))
-        texts = [evaluate(loaded, text, names) for text in arguments.texts.split(",")]
-    print(table(texts))
+        for text in arguments.texts.split(","):
+            result["texts"].append({})
+            for so_far in evaluate(loaded, text, names):
+                result["texts"][-1] = so_far
+                if arguments.json:  # what has been measured outlives an interruption
+                    arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    print(table(result["texts"]))
     if arguments.plot:
-        plot(texts, arguments.plot)
-    finish({"bench": "accuracy", "keep": SearchConfig().keep, "machine": machine(), "texts": texts}, arguments.json)
+        plot(result["texts"], arguments.plot)
+    finish(result, arguments.json)
 
 
 if __name__ == "__main__":

@@ -102,19 +102,21 @@ def merge(texts: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table(texts: list[dict[str, Any]]) -> str:
-    """Markdown: KL of every variant on every text, as figure and as a multiple of exact selection's."""
+    """Markdown: KL of what was measured on every text, as figure and as a multiple of exact selection's."""
     lines = [
         "| | bytes per key | " + " | ".join(f"{t['text']}: KL | × exact | NLL gap | top-1" for t in texts) + " |",
         "|---|---:|" + "---:|---:|---:|---:|" * len(texts),
     ]
-    for i, first in enumerate(texts[0]["results"]):
+    by_name = [{r["name"]: r for r in t["results"]} for t in texts]
+    for name, first in by_name[0].items():
+        if not all(name in results for results in by_name):
+            continue  # measured on some of the texts only
         cells = []
-        for t in texts:
-            exact = next((r["kl"] for r in t["results"] if r["name"] == "exact"), float("nan"))
-            r = t["results"][i]
+        for t, results in zip(texts, by_name, strict=True):
+            r, exact = results[name], results.get("exact", {"kl": float("nan")})["kl"]
             gap = r["nll"] - t["nll_full"]
             cells.append(f"{r['kl']:.4f} | {r['kl'] / exact:.2f} | {gap:+.4f} | {r['top1_agreement']:.3f}")
-        lines.append(f"| {first['name']} | {first['index_bytes_per_key']:.0f} | " + " | ".join(cells) + " |")
+        lines.append(f"| {name} | {first['index_bytes_per_key']:.0f} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

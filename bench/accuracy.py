@@ -129,7 +129,7 @@ def plot(texts: list[dict[str, Any]], path: Path) -> None:
 
     figure, axes = plt.subplots(1, len(texts), figsize=(5.2 * len(texts), 4.6), sharey=True, squeeze=False)
     markers = "oPs^vDX<>*p"
-    names = [r["name"] for r in texts[0]["results"] if r["index_bytes_per_key"]]
+    names = list(dict.fromkeys(r["name"] for t in texts for r in t["results"] if r["index_bytes_per_key"]))
     colours = plt.get_cmap("tab10")
     for axis, t in zip(axes[0], texts, strict=True):
         for r in t["results"]:
@@ -146,9 +146,11 @@ def plot(texts: list[dict[str, Any]], path: Path) -> None:
         axis.set_xticks([256, 512, 1024, 2048, 4096], ["256", "512", "1024", "2048", "4096"])
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("KL against full attention (nats)")
-    handles, labels = axes[0][0].get_legend_handles_labels()
+    handles = {}
+    for axis in axes[0]:
+        handles.update({label: handle for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)})
     figure.suptitle("5 % of the KV read: what each index costs and keeps")
-    figure.legend(handles, labels, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    figure.legend(handles.values(), handles.keys(), loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     figure.tight_layout()
     figure.savefig(path, dpi=110, bbox_inches="tight")
 

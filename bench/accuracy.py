@@ -127,7 +127,7 @@ def plot(texts: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, len(texts), figsize=(5.2 * len(texts), 4.6), sharey=True, squeeze=False)
+    figure, axes = plt.subplots(1, len(texts), figsize=(4.2 * len(texts), 4.6), sharey=True, squeeze=False)
     markers = "oPs^vDX<>*p"
     names = list(dict.fromkeys(r["name"] for t in texts for r in t["results"] if r["index_bytes_per_key"]))
     colours = plt.get_cmap("tab10")
@@ -140,16 +140,17 @@ def plot(texts: list[dict[str, Any]], path: Path) -> None:
             i = names.index(r["name"])
             axis.plot(
                 r["index_bytes_per_key"], r["kl"], markers[i % len(markers)], color=colours(i % 10), markersize=9,
-                label=r["name"], markeredgecolor="white",
+                label=r["name"], markeredgecolor="white", zorder=len(names) - i,
             )  # fmt: skip
         axis.set(xscale="log", yscale="log", xlabel="bytes of index per key and KV head", title=t["text"])
+        axis.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
         axis.set_xticks([256, 512, 1024, 2048, 4096], ["256", "512", "1024", "2048", "4096"])
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("KL against full attention (nats)")
     handles = {}
     for axis in axes[0]:
         handles.update({label: handle for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)})
-    figure.suptitle("5 % of the KV read: what each index costs and keeps")
+    figure.suptitle("5 % of the KV fetched: what each index costs and loses")
     figure.legend(handles.values(), handles.keys(), loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     figure.tight_layout()
     figure.savefig(path, dpi=110, bbox_inches="tight")

@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from csattn.index import LayerIndex
@@ -144,3 +146,36 @@ def test_codes_survive_packing(score_bits: int, context_len: int) -> None:
     rows = pack_codes(codes, score_bits)
     assert rows.shape[-1] == row_bytes(context_len, score_bits)
     np.testing.assert_array_equal(unpack_codes(rows, context_len), codes)
+
+
+@settings(max_examples=40)
+@given(
+    context_len=st.integers(5, 40),
+    list_len=st.sampled_from([0.1, 0.5, 1.0]),
+    new_keys=st.lists(st.integers(-3, 3), max_size=25),
+)
+def test_try_insert_keeps_the_size_the_order_and_the_better_keys(
+    context_len: int, list_len: float, new_keys: list[int]
+) -> None:
+    """New keys are small multiples of one direction, so that scores tie with one another and with a repeat."""
+    spec = IndexSpec(layout="lists", context_len=context_len, list_len=list_len)
+    index = make_index(spec)
+    assert isinstance(index.table, ListTable)
+    tail = make_tail(index)
+    assert isinstance(tail, ListTail)
+    direction = np.random.default_rng(9).standard_normal((spec.num_heads, spec.head_dim), dtype=np.float32)
+    scored = []
+    for factor in new_keys:
+        k = (factor * direction).astype(np.float32)
+        tail.append(k)
+        tail.check()
+        scored.append(score_key(k, index).astype(np.float16))
+    table = index.table
+    for head, b, c in np.ndindex(table.indices.shape[:3]):
+        entries = [
+            (-float(s), int(i)) for i, s in zip(table.indices[head, b, c], table.scores[head, b, c], strict=True)
+        ]
+        entries += [(-float(s[head, b, c]), context_len + t) for t, s in enumerate(scored)]
+        want = sorted(entries)[: table.list_len]
+        indices, scores = tail.merged_list(head, b, c)
+        assert [(-float(s), int(i)) for i, s in zip(indices, scores, strict=True)] == want

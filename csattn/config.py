@@ -1,6 +1,6 @@
 """How an index is made and how it is searched: frozen values, checked once, where they enter."""
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, Self
 
 from csattn.errors import ConfigError
@@ -86,26 +86,19 @@ def preset(name: str, head_dim: int) -> IndexConfig:
             weigh_by_norm=True,
             share_group=True,
         )
+    lists = IndexConfig(
+        layout="lists",
+        num_subspaces=8,
+        num_centroids=128,
+        basis="plain",
+        center_keys=True,
+        weigh_by_norm=True,
+        share_group=True,
+    )
     if name == "lists":
-        return IndexConfig(
-            layout="lists",
-            num_subspaces=8,
-            num_centroids=128,
-            basis="plain",
-            center_keys=True,
-            weigh_by_norm=True,
-            share_group=True,
-        )
+        return lists
     if name == "paper":
-        return IndexConfig(
-            layout="lists",
-            num_subspaces=8,
-            num_centroids=128,
-            basis="plain",
-            center_keys=False,
-            weigh_by_norm=False,
-            share_group=False,
-        )
+        return replace(lists, center_keys=False, weigh_by_norm=False, share_group=False)
     raise ConfigError(f"unknown preset {name!r}; choose one of {', '.join(PRESET_NAMES)}")
 
 

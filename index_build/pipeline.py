@@ -1,6 +1,5 @@
 """The offline job: context in, artifact out, layer by layer."""
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ from torch import Tensor
 from csattn import __version__
 from csattn.artifact import ArtifactSpec, ArtifactWriter, hash_token_ids, require_space
 from csattn.config import IndexConfig
+from csattn.cpus import available_cpus
 from csattn.errors import ContextError
 from csattn.models import LoadedModel
 from csattn.models.query import queries_before_rope
@@ -92,7 +92,7 @@ def build_artifact(
         if writer.finished_path is None:
             report.reused = False
             require_space(store, writer.remaining_bytes)
-            _write_layers(loaded, token_ids, config, writer, report, on_progress, num_threads or os.cpu_count() or 1)
+            _write_layers(loaded, token_ids, config, writer, report, on_progress, num_threads or available_cpus())
             writer.finish(_versions(), notes or {})
     return report
 

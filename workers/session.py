@@ -1,6 +1,5 @@
 """Let a transformers model generate from an artifact: `model.generate(**session.ask("..."))`."""
 
-import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from csattn.artifact import Artifact, open_artifact
 from csattn.config import SearchConfig
+from csattn.cpus import available_cpus
 from csattn.errors import ConfigError, ContextError
 from csattn.models import LoadedModel
 from csattn.models.attention_hook import attention_implementation
@@ -74,6 +74,7 @@ class Session:
         if selector not in SELECTOR_NAMES:
             raise ConfigError(f"unknown selector {selector!r}; choose one of {', '.join(SELECTOR_NAMES)}")
         artifact.require_model(loaded.fingerprint)
+        artifact.require_tokenizer(loaded.tokenizer_hash)
         self.loaded = loaded
         self.artifact = artifact
         geometry, spec = loaded.geometry, artifact.manifest.spec
@@ -82,7 +83,7 @@ class Session:
         self.store = HostStore([artifact.layer_kv(layer_idx) for layer_idx in range(geometry.num_layers)])
         self._indexes = [artifact.layer_index(layer_idx) for layer_idx in range(geometry.num_layers)]
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="csattn-ahead")
-        self._pool = SearchPool(num_threads or len(os.sched_getaffinity(0)))
+        self._pool = SearchPool(num_threads or available_cpus())
         self._attention = attention_implementation(loaded.model)
         self._hooks: list[Any] = []
 

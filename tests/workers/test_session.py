@@ -139,6 +139,12 @@ def test_another_models_artifact_is_refused(store) -> None:
         pass
 
 
+def test_another_tokenizer_is_refused(store) -> None:
+    other = wrap_model(loaded().model, byte_tokenizer(chat_template=None), "tiny-llama")
+    with pytest.raises(ArtifactMismatchError, match="tokenizer"), csattn_session(other, artifact_of(store)):
+        pass
+
+
 def test_a_question_beyond_the_models_positions_is_refused(store) -> None:
     with csattn_session(loaded(), artifact_of(store)) as session, pytest.raises(ContextError, match="positions"):
         session.continue_with(token_ids(MAX_POSITIONS - CONTEXT_LEN))

@@ -1,6 +1,5 @@
 """`csattn build`: read the context, load the model, run the job, show how far it is."""
 
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from numpy.typing import NDArray
 
 from csattn.artifact import open_artifact
 from csattn.config import IndexConfig, preset
+from csattn.cpus import available_cpus
 from csattn.errors import ConfigError, ContextError
 from csattn.models import LoadedModel, load_model
 from csattn.models.prompt import choose_wrapping, context_ids
@@ -105,4 +105,4 @@ def use_threads(threads: int | None) -> None:
 
     if threads is not None and not 1 <= threads <= 4096:
         raise ConfigError(f"--threads must be at least 1, got {threads}")
-    torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(threads or available_cpus())

@@ -12,6 +12,9 @@ import pytest
 import torch
 from hypothesis import settings
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is loaded: kernels then run as Python
+
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 

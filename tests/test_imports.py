@@ -24,6 +24,8 @@ IMPORTED_BY_NOTHING = {"tests", "bench"}
 ADDRESSES: dict[str, tuple[str, ...]] = {
     "faiss": ("index_build/kmeans.py",),
     "ray": ("*_actor.py", "*/jobs.py", "*/service.py"),
+    "cupy": ("csattn/cuda.py", "offload/cuda.py"),
+    "triton": ("csattn/attention/*.py", "workers/model_runner/*.py"),
     "typer": ("workers/cli*.py",),
     "matplotlib": ("workers/plots.py",),
     "transformers": (

@@ -1,0 +1,56 @@
+"""What one decode step of a batch works on: one token per row, everything at fixed device addresses.
+
+A captured CUDA graph reads these tensors anew at every replay; between steps their contents change, never the
+tensors. Rows may continue different contexts of different lengths, and several rows may belong to one request
+(the tokens of a question): they share its tail and see different lengths of it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """The rows of a step."""
+
+    token_ids: Tensor  # [batch_size] int64
+    positions: Tensor  # [batch_size] int64, in the sequence
+    context_ids: Tensor  # [batch_size] int32: which of the loaded contexts the row continues; -1: the row is idle
+    tail_ids: Tensor  # [batch_size] int32: which tail holds the row's own request
+    tail_lens: Tensor  # [batch_size] int32: rows of that tail that the row sees, its own included; 0 when idle
+
+    @property
+    def batch_size(self) -> int:
+        return int(self.token_ids.shape[0])
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSelection:
+    """A `Selection` for each row of a step, on the device."""
+
+    kv_indices: Tensor  # [batch_size, num_index_heads, max_top_k] int32, ascending, unique, -1 padded
+    valid_len: Tensor  # [batch_size, num_index_heads] int32
+
+
+def make_step_rows(batch_size: int, device: torch.device) -> StepRows:
+    """Rows that are all idle."""
+    zeros = torch.zeros(batch_size, dtype=torch.int64, device=device)
+    return StepRows(
+        token_ids=zeros.clone(),
+        positions=zeros.clone(),
+        context_ids=(zeros - 1).int(),
+        tail_ids=zeros.int(),
+        tail_lens=zeros.int(),
+    )
+
+
+def make_device_selection(
+    batch_size: int, num_index_heads: int, max_top_k: int, device: torch.device
+) -> DeviceSelection:
+    """A selection of nothing."""
+    return DeviceSelection(
+        torch.full((batch_size, num_index_heads, max_top_k), -1, dtype=torch.int32, device=device),
+        torch.zeros((batch_size, num_index_heads), dtype=torch.int32, device=device),
+    )

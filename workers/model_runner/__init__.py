@@ -1,0 +1,1 @@
+"""A decode loop of Llama-like models without Python work per kernel; attention is the caller's."""

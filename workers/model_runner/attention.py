@@ -1,0 +1,38 @@
+"""What the decode loop asks of an attention: the loop makes q, k and v, the attention knows where context rows are."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from csattn.batch import StepRows
+
+
+class StepAttention(Protocol):
+    """Attention of one decode step, layer by layer, on tensors whose addresses never change.
+
+    Of one step the loop calls, in this order: `begin_step`; for each layer `look_ahead` of the layer after it (where
+    `lookahead` is set and there is one), then its own `attend`; `end_step`. Rows whose context_ids is -1 are idle:
+    what is written to their `out` is never read.
+    """
+
+    # [num_layers, num_tails, num_kv_heads, tail_capacity, 2, head_dim]. Before `attend` the loop writes each row's own
+    # K and V, after RoPE, to tails[layer_idx, tail_ids[b], :, tail_lens[b] - 1].
+    tails: Tensor
+    lookahead: bool  # wants the next layer's query, predicted from this layer's input
+    # True: every method only enqueues device work, and the whole step is captured as one CUDA graph.
+    # False: methods run on the host at every step; the work between two of them is one captured graph.
+    in_graph: bool
+
+    def begin_step(self, rows: StepRows) -> None: ...
+
+    def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None:
+        """Take the predicted query of that layer, after RoPE. q: [batch_size, num_q_heads, head_dim].
+
+        Called before layer `layer_idx - 1` projects its own q, k and v. q keeps its contents until `attend` of
+        `layer_idx` has returned: work on other streams must have read it by then, in stream order.
+        """
+
+    def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
+        """Attend from each row to its context and its tail. q, out: [batch_size, num_q_heads, head_dim], q after RoPE."""
+
+    def end_step(self, rows: StepRows) -> None: ...

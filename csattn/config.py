@@ -7,6 +7,7 @@ from csattn.errors import ConfigError
 
 Layout = Literal["rows", "lists"]
 Basis = Literal["plain", "rope_pairs", "key_whitened"]
+Kmeans = Literal["faiss", "torch"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,11 +25,13 @@ class IndexConfig:
     list_len: float = 0.25  # lists only: L as a share of the context
     num_iterations: int = 10  # of k-means
     seed: int = 1234  # of k-means
+    kmeans: Kmeans = "faiss"  # which program places the centroids: they differ, so it is part of what an index is
 
     def __post_init__(self) -> None:
         _require_one_of("layout", self.layout, ("rows", "lists"))
         _require_one_of("basis", self.basis, ("plain", "rope_pairs", "key_whitened"))
         _require_one_of("score_bits", self.score_bits, (4, 8))
+        _require_one_of("kmeans", self.kmeans, ("faiss", "torch"))
         _require_at_least("num_subspaces", self.num_subspaces, 1)
         _require_at_least("num_centroids", self.num_centroids, 1)
         _require_at_least("num_iterations", self.num_iterations, 1)

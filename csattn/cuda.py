@@ -47,20 +47,21 @@ class _TorchStream:
 
 
 @cache
-def _module(source: Path, defines: tuple[tuple[str, str], ...]) -> Any:
+def _module(sources: tuple[Path, ...], defines: tuple[tuple[str, str], ...]) -> Any:
     import cupy
 
     options = ("-std=c++17", *(f"-D{name}={value}" for name, value in defines))
-    return cupy.RawModule(code=source.read_text(), options=options)
+    return cupy.RawModule(code="\n".join(source.read_text() for source in sources), options=options)
 
 
 def cuda_kernel(
-    source: Path,  # a .cu file
-    name: str,  # of an extern "C" function in it
+    source: Path | tuple[Path, ...],  # .cu files, compiled as one
+    name: str,  # of an extern "C" function in them
     defines: Mapping[str, object],  # -D options: the shape that the kernel is compiled for
     shared_bytes: int = 0,
     wide_cluster: bool = False,
 ) -> CudaKernel:
     """Compile, for the current device, or take what an earlier call compiled."""
-    module = _module(source, tuple(sorted((key, str(value)) for key, value in defines.items())))
+    sources = source if isinstance(source, tuple) else (source,)
+    module = _module(sources, tuple(sorted((key, str(value)) for key, value in defines.items())))
     return CudaKernel(module.get_function(name), shared_bytes, wide_cluster)

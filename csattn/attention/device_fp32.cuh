@@ -1,0 +1,74 @@
+// Included by device.cu for float32 rows: products without tensor cores, which would round to 10 bits.
+
+__device__ void store_out(char* out, float4 x) { *(float4*)out = x; }
+
+// Softmax attention of a warp's tiles so far. Lanes r and r + 16 score row r, for the even and for the odd heads; of the
+// output a lane has every 32nd dimension.
+struct Attention {
+    static constexpr int PAIRS = (HEADS + 1) / 2, SLICES = (HEAD_DIM + 31) / 32;
+    float max[PAIRS], sum[PAIRS];  // of the heads of the lane's half
+    float out[HEADS][SLICES];
+
+    __device__ Attention(const char*) {
+        for (int i = 0; i < PAIRS; i++) max[i] = MINUS_INFINITY, sum[i] = 0.f;
+        for (int head = 0; head < HEADS; head++)
+            for (int i = 0; i < SLICES; i++) out[head][i] = 0.f;
+    }
+
+    __device__ void add(const char* q_heads, unsigned tile, int count, float scale) {
+        const int lane = threadIdx.x % 32;
+        const float* rows = (const float*)__cvta_shared_to_generic(tile);
+        const float4* k = (const float4*)(rows + lane % TILE * (PITCH / 4));
+        float p[PAIRS], kept[PAIRS];
+#pragma unroll
+        for (int i = 0; i < PAIRS; i++) {
+            const float4* q = (const float4*)q_heads + min(2 * i + lane / TILE, HEADS - 1) * (HEAD_DIM / 4);
+            float score = 0.f;
+#pragma unroll 4
+            for (int d = 0; d < HEAD_DIM / 4; d++) {
+                const float4 x = __ldg(q + d), y = k[d];
+                score += x.x * y.x + x.y * y.y + x.z * y.z + x.w * y.w;
+            }
+            score = lane % TILE < count ? score * scale : MINUS_INFINITY;
+            float top = score;
+            for (int step = 1; step < TILE; step *= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, step));
+            top = fmaxf(top, max[i]);
+            kept[i] = exp2_of(max[i] - top);
+            max[i] = top;
+            p[i] = exp2_of(score - top);
+            sum[i] = sum[i] * kept[i] + p[i];
+        }
+#pragma unroll
+        for (int head = 0; head < HEADS; head++) {
+            const float head_kept = __shfl_sync(ALL, kept[head / 2], head % 2 * TILE);
+            for (int i = 0; i < SLICES; i++) out[head][i] *= head_kept;
+        }
+#pragma unroll 2
+        for (int r = 0; r < TILE; r++) {
+            const float* v = rows + r * (PITCH / 4) + HEAD_DIM + lane;
+#pragma unroll
+            for (int head = 0; head < HEADS; head++) {
+                const float weight = __shfl_sync(ALL, p[head / 2], head % 2 * TILE + r);
+#pragma unroll
+                for (int i = 0; i < SLICES; i++)
+                    if (i * 32 + lane < HEAD_DIM) out[head][i] += weight * v[i * 32];
+            }
+        }
+    }
+
+    __device__ void store(float* parts) {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int i = 0; i < PAIRS; i++) {
+            const int head = 2 * i + lane / TILE;
+            for (int step = 1; step < TILE; step *= 2) sum[i] += __shfl_xor_sync(ALL, sum[i], step);
+            float* part = parts + head * PART;
+            if (lane % TILE == 0 && head < HEADS) part[MAX_AT] = max[i], part[SUM_AT] = sum[i];
+        }
+#pragma unroll
+        for (int head = 0; head < HEADS; head++)
+#pragma unroll
+            for (int i = 0; i < SLICES; i++)
+                if (i * 32 + lane < HEAD_DIM) parts[head * PART + i * 32 + lane] = out[head][i];
+    }
+};

@@ -1,0 +1,184 @@
+"""The search on the device agrees with the definition, for every row of a batch, whatever stands beside it."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from csattn.batch import DeviceSelection, make_device_selection
+from csattn.config import SearchConfig
+from csattn.errors import ConfigError
+from csattn.index import LayerIndex
+from csattn.search import reference
+from csattn.search.device import DeviceIndexes, DeviceSearch, IndexShape, run, to_device
+from csattn.search.workspace import empty_selection
+from csattn.selection import Selection
+from tests.search.synthetic import IndexSpec, make_index, make_queries
+
+SCALE = 0.2  # softmax_scale
+CONFIG = SearchConfig(keep=0.05, sink_len=4, window_len=16)
+
+
+def search_on_device(
+    indexes: list[LayerIndex],
+    q: np.ndarray,
+    context_ids: list[int],
+    config: SearchConfig = CONFIG,
+    scale: float = SCALE,
+) -> DeviceSelection:
+    """One layer; q [batch_size, num_q_heads, head_dim] float32."""
+    device = torch.device("cuda")
+    shape = IndexShape.of(indexes[0], q.shape[1])
+    longest = max(index.context_len for index in indexes)
+    loaded = DeviceIndexes(1, len(indexes), config, device)
+    for number, index in enumerate(indexes):
+        loaded.load(number, index.context_len, [to_device(index, device)])
+    search = DeviceSearch(
+        shape,
+        batch_size=len(q),
+        max_context_len=longest,
+        softmax_scale=scale,
+        query_dtype=torch.float32,
+        device=device,
+    )
+    out = make_device_selection(len(q), shape.num_index_heads, config.top_k(longest), device)
+    out.kv_indices.fill_(-(2**30))
+    search.search(
+        torch.from_numpy(q).to(device), loaded, 0, torch.tensor(context_ids, dtype=torch.int32, device=device), out
+    )
+    torch.cuda.synchronize()
+    return out
+
+
+def row_of(out: DeviceSelection, row: int) -> Selection:
+    return Selection(out.kv_indices[row].cpu().numpy(), out.valid_len[row].cpu().numpy())
+
+
+def assert_right(
+    got: Selection, q: np.ndarray, index: LayerIndex, config: SearchConfig = CONFIG, scale: float = SCALE
+) -> None:
+    """Rounding of exp may swap keys of nearly equal worth: compare what the chosen keys are worth, in order."""
+    want = empty_selection(index.num_heads, config.top_k(index.context_len))
+    reference.search(q, index, None, want.kv_indices.shape[1], config.sink_len, config.window_len, scale, want)
+    np.testing.assert_array_equal(got.valid_len, want.valid_len)
+    got.check(index.context_len)
+    group_size = len(q) // index.num_heads
+    for head in range(index.num_heads):
+        rows = [reference.score_keys(q[head * group_size + g], index, None, head) for g in range(group_size)]
+        worth, scored = reference.combine_group(rows, scale)
+        mine, theirs = got.kv_indices[head, : got.valid_len[head]], want.kv_indices[head, : want.valid_len[head]]
+        assert scored[mine].all(), f"head {head} chose a key that no list holds"
+        np.testing.assert_allclose(np.sort(worth[mine]), np.sort(worth[theirs]), rtol=3e-5, atol=0)
+        if group_size == 1:
+            np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["rows4", "rows8", "lists"])
+@pytest.mark.parametrize("group_size", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("context_len", [1, 20, 21, 64, 1000, 4097, 70001])
+def test_agrees_with_the_definition(layout: str, group_size: int, context_len: int) -> None:
+    spec = IndexSpec(layout=layout, context_len=context_len, list_len=0.25)
+    q = make_queries(spec, group_size)
+    index = make_index(spec)
+    assert_right(row_of(search_on_device([index], q[None], [0]), 0), q, index)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [0.0, 0.01, 5.0, 100.0])
+@pytest.mark.parametrize("keep", [0.001, 0.3, 1.0])
+def test_flat_and_peaked_softmaxes(scale: float, keep: float) -> None:
+    spec = IndexSpec(context_len=5003, num_heads=1, head_dim=64, num_subspaces=16, num_centroids=40)
+    q, index = make_queries(spec, 4), make_index(spec)
+    config = SearchConfig(keep=keep, sink_len=0, window_len=1)
+    got = row_of(search_on_device([index], q[None], [0], config, scale), 0)
+    assert_right(got, q, index, config, scale)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["rows4", "rows8", "lists"])
+@pytest.mark.parametrize("distinct_keys", [1, 2, 37])
+@pytest.mark.parametrize("group_size", [1, 4])
+def test_of_equal_keys_the_first_are_chosen(layout: str, distinct_keys: int, group_size: int) -> None:
+    spec = IndexSpec(layout=layout, context_len=3001, distinct_keys=distinct_keys, list_len=1.0)
+    q, index = make_queries(spec, group_size), make_index(spec)
+    got = row_of(search_on_device([index], q[None], [0]), 0)
+    want = empty_selection(index.num_heads, got.kv_indices.shape[1])
+    reference.search(q, index, None, got.kv_indices.shape[1], CONFIG.sink_len, CONFIG.window_len, SCALE, want)
+    np.testing.assert_array_equal(got.kv_indices, want.kv_indices)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["rows4", "lists"])
+def test_a_row_does_not_depend_on_its_batch(layout: str) -> None:
+    specs = [IndexSpec(layout=layout, context_len=n, seed=n) for n in (3000, 129, 20000)]
+    indexes = [make_index(spec) for spec in specs]
+    context_ids = [2, -1, 0, 1, 0, 2]
+    q = np.stack([make_queries(specs[0], 4, seed=row) for row in range(len(context_ids))])
+    together = search_on_device(indexes, q, context_ids)
+    for row, context_id in enumerate(context_ids):
+        got = row_of(together, row)
+        if context_id < 0:
+            assert (got.valid_len == 0).all()
+            assert (got.kv_indices == -1).all()
+            continue
+        assert_right(got, q[row], indexes[context_id])
+        alone = row_of(search_on_device([indexes[context_id]], q[row : row + 1], [0]), 0)
+        top_k = alone.kv_indices.shape[1]
+        np.testing.assert_array_equal(got.kv_indices[:, :top_k], alone.kv_indices)
+        assert (got.kv_indices[:, top_k:] == -1).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("room", [40 << 10, 70 << 10])
+def test_scores_that_do_not_fit_into_shared_memory(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+    monkeypatch.setattr(run, "HALF_SHARED_BYTES", room)
+    monkeypatch.setattr(run, "FULL_SHARED_BYTES", room)
+    spec = IndexSpec(context_len=200_003, num_heads=1)
+    q, index = make_queries(spec, 4), make_index(spec)
+    assert_right(row_of(search_on_device([index], q[None], [0]), 0), q, index)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_short_queries_are_searched_as_the_numbers_they_are(dtype: torch.dtype) -> None:
+    spec = IndexSpec(context_len=2000)
+    index = make_index(spec)
+    q = torch.from_numpy(make_queries(spec, 4)).to(dtype)
+    device = torch.device("cuda")
+    loaded = DeviceIndexes(1, 1, CONFIG, device)
+    loaded.load(0, 2000, [to_device(index, device)])
+    shape = IndexShape.of(index, len(q))
+    arguments: dict[str, Any] = {"batch_size": 1, "max_context_len": 2000, "softmax_scale": SCALE, "device": device}
+    out = make_device_selection(1, shape.num_index_heads, CONFIG.top_k(2000), device)
+    search = DeviceSearch(shape, query_dtype=dtype, **arguments)
+    search.search(q[None].to(device), loaded, 0, torch.zeros(1, dtype=torch.int32, device=device), out)
+    assert_right(row_of(out, 0), q.float().numpy(), index)
+
+
+@pytest.mark.gpu
+def test_a_query_of_zeros_or_nan_still_selects() -> None:
+    spec = IndexSpec(context_len=2000)
+    index = make_index(spec)
+    q = make_queries(spec, 4)
+    q[0] = 0.0
+    q[5] = np.nan
+    got = row_of(search_on_device([index], q[None], [0]), 0)
+    got.check(2000)
+    assert (got.valid_len == CONFIG.top_k(2000)).all()
+
+
+def test_a_shape_that_cannot_be_searched_is_refused() -> None:
+    with pytest.raises(ConfigError, match="do not divide"):
+        IndexShape(layout="rows", num_index_heads=2, group_size=4, head_dim=64, num_subspaces=7, num_centroids=8)
+    with pytest.raises(ConfigError, match="16-bit sums"):
+        IndexShape(
+            layout="rows",
+            num_index_heads=2,
+            group_size=4,
+            head_dim=1024,
+            num_subspaces=1024,
+            num_centroids=8,
+            score_bits=8,
+        )

@@ -1,0 +1,81 @@
+// Copies rows between memories that the device can address: listed rows of pinned host memory into device slots.
+//
+// Compiled for THREADS, ROW_BYTES, MAX_LISTS, IN_FLIGHT (loads that a thread issues before it stores the first).
+
+constexpr unsigned kPieceBytes = 16;
+constexpr unsigned kPieces = ROW_BYTES / kPieceBytes;  // of a row; consecutive lanes take consecutive pieces
+constexpr unsigned kWarps = THREADS / 32;
+constexpr unsigned kTile = 32 * IN_FLIGHT;  // pieces that a warp has in flight
+
+struct Piece {
+    unsigned x, y, z, w;
+};
+
+// Rows are read once and never written while the kernel runs: no reason to keep them in L1.
+__device__ __forceinline__ Piece read_piece(unsigned long long address) {
+    Piece p;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(p.x), "=r"(p.y), "=r"(p.z), "=r"(p.w)
+                 : "l"(address));
+    return p;
+}
+
+__device__ __forceinline__ void write_piece(unsigned long long address, const Piece& p) {
+    asm volatile("st.global.cg.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(p.x), "r"(p.y), "r"(p.z), "r"(p.w)
+                 : "memory");
+}
+
+// first[i] becomes the number of rows in the lists before list i. Called by one whole warp.
+__device__ void sum_up_counts(const int* counts, unsigned num_lists, unsigned* first) {
+    const unsigned lane = threadIdx.x % 32;
+    unsigned before = 0;
+    for (unsigned base = 0; base < num_lists; base += 32) {
+        const unsigned list = base + lane;
+        unsigned sum = list < num_lists ? counts[list] : 0;
+        for (unsigned step = 1; step < 32; step *= 2) {
+            const unsigned below = __shfl_up_sync(~0u, sum, step);
+            if (lane >= step) sum += below;
+        }
+        if (list < num_lists) first[list + 1] = before + sum;
+        before += __shfl_sync(~0u, sum, 31);
+    }
+    if (lane == 0) first[0] = 0;
+}
+
+// For each list, rows from_rows[list][i] at from[list] go to rows to_rows[list][i] at to[list], i < counts[list].
+extern "C" __global__ void __launch_bounds__(THREADS) gather_rows(
+    const int* __restrict__ counts,                 // [num_lists]
+    const unsigned long long* __restrict__ from,    // [num_lists] address of row 0
+    const unsigned long long* __restrict__ to,      // [num_lists] address of row 0
+    const int* __restrict__ from_rows,              // [num_lists, capacity]
+    const int* __restrict__ to_rows,                // [num_lists, capacity]
+    long long num_lists, long long capacity) {
+    __shared__ unsigned first[MAX_LISTS + 1];
+    if (threadIdx.x < 32) sum_up_counts(counts, num_lists, first);
+    __syncthreads();
+
+    const unsigned num_pieces = first[num_lists] * kPieces;
+    const unsigned warp = blockIdx.x * kWarps + threadIdx.x / 32;
+    unsigned list = 0;  // only grows, for the pieces of a thread only grow
+    for (unsigned tile = warp * kTile; tile < num_pieces; tile += gridDim.x * kWarps * kTile) {
+        unsigned long long source[IN_FLIGHT], target[IN_FLIGHT];
+        Piece piece[IN_FLIGHT];
+#pragma unroll
+        for (unsigned i = 0; i < IN_FLIGHT; ++i) {
+            const unsigned at = tile + i * 32 + threadIdx.x % 32;
+            target[i] = 0;
+            if (at >= num_pieces) continue;
+            const unsigned row = at / kPieces, offset = at % kPieces * kPieceBytes;
+            while (row >= first[list + 1]) ++list;
+            const long long entry = list * capacity + (row - first[list]);
+            source[i] = from[list] + (unsigned long long)from_rows[entry] * ROW_BYTES + offset;
+            target[i] = to[list] + (unsigned long long)to_rows[entry] * ROW_BYTES + offset;
+        }
+#pragma unroll
+        for (unsigned i = 0; i < IN_FLIGHT; ++i)
+            if (target[i]) piece[i] = read_piece(source[i]);
+#pragma unroll
+        for (unsigned i = 0; i < IN_FLIGHT; ++i)
+            if (target[i]) write_piece(target[i], piece[i]);
+    }
+}

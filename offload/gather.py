@@ -1,0 +1,84 @@
+"""Copies listed rows between memories that the device can address, without the host and without a copy engine."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from offload.cuda import cuda_kernel
+from offload.errors import OffloadError
+
+PIECE_BYTES = 16  # what a thread copies at once
+_SOURCE = Path(__file__).with_name("gather.cu")
+
+
+@dataclass(frozen=True, slots=True)
+class RowLists:
+    """Rows to copy, all on the device: row `from_rows[l, i]` of memory `from_addresses[l]` goes to row
+    `to_rows[l, i]` of memory `to_addresses[l]`, for every list l and every i below `counts[l]`.
+
+    An address is that of the memory's row 0, a multiple of 16, and one that the device can read or write: its own
+    memory, or host memory that is pinned.
+    """
+
+    counts: Tensor  # [num_lists] int32
+    from_addresses: Tensor  # [num_lists] int64
+    to_addresses: Tensor  # [num_lists] int64
+    from_rows: Tensor  # [num_lists, capacity] int32
+    to_rows: Tensor  # [num_lists, capacity] int32
+
+
+def make_row_lists(num_lists: int, capacity: int, device: torch.device) -> RowLists:
+    """Lists that are all empty."""
+    return RowLists(
+        counts=torch.zeros(num_lists, dtype=torch.int32, device=device),
+        from_addresses=torch.zeros(num_lists, dtype=torch.int64, device=device),
+        to_addresses=torch.zeros(num_lists, dtype=torch.int64, device=device),
+        from_rows=torch.zeros(num_lists, capacity, dtype=torch.int32, device=device),
+        to_rows=torch.zeros(num_lists, capacity, dtype=torch.int32, device=device),
+    )
+
+
+class RowGather:
+    """A kernel for rows of one size. Few blocks saturate the link, so it takes few multiprocessors from others."""
+
+    def __init__(
+        self,
+        row_bytes: int,
+        max_lists: int,
+        num_blocks: int = 16,
+        threads: int = 512,
+        in_flight: int = 4,  # loads of a thread at the same time
+    ) -> None:
+        if row_bytes <= 0 or row_bytes % PIECE_BYTES:
+            raise OffloadError(
+                f"rows of {row_bytes} bytes cannot be gathered: a row has to be a multiple of {PIECE_BYTES} bytes; "
+                f"choose a head_dim and dtype of which that holds, or a placement without a gather"
+            )
+        self.row_bytes = row_bytes
+        self._max_lists = max_lists
+        self._num_blocks = num_blocks
+        self._threads = threads
+        defines = {"ROW_BYTES": row_bytes, "MAX_LISTS": max_lists, "THREADS": threads, "IN_FLIGHT": in_flight}
+        self._kernel = cuda_kernel((_SOURCE,), "gather_rows", defines)
+
+    def __repr__(self) -> str:
+        return f"<RowGather {self.row_bytes}-byte rows, {self._num_blocks} blocks of {self._threads} threads>"
+
+    def launch(self, lists: RowLists) -> None:
+        """Enqueue the copy on torch's current stream. No row may be written that another list entry reads."""
+        num_lists, capacity = lists.from_rows.shape
+        assert num_lists <= self._max_lists, f"{num_lists} lists; {self!r} was made for {self._max_lists}"
+        assert num_lists * capacity * self.row_bytes // PIECE_BYTES < 1 << 32, "the kernel counts pieces in 32 bits"
+        self._kernel.launch(
+            (self._num_blocks, 1, 1),
+            self._threads,
+            lists.counts,
+            lists.from_addresses,
+            lists.to_addresses,
+            lists.from_rows,
+            lists.to_rows,
+            num_lists,
+            capacity,
+        )

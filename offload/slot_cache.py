@@ -1,0 +1,221 @@
+"""A cache of context rows on the device: rows selected before stay, only the others move. Decided on the device.
+
+The host enqueues and never waits: a lookup and the gather of what it found missing can be part of a captured graph.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from offload.cuda import cuda_kernel
+from offload.gather import RowGather, RowLists, make_row_lists
+
+NEVER_USED = 255  # the age of an empty slot; `slot_ages.cuh` has the others
+_CLUSTER = 8  # blocks that decide about one KV head
+_THREADS = 512
+_LIST_SETS = 2  # lookups whose lists and ids live at the same time
+_SOURCES = tuple(Path(__file__).with_name(name) for name in ("cluster.cuh", "slot_ages.cuh", "slot_cache.cu"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotCacheShape:
+    """What a cache is made for. Rows of one KV head are shared by all requests that continue the same context."""
+
+    num_layers: int
+    num_contexts: int  # loaded at the same time
+    num_kv_heads: int
+    num_index_heads: int  # a multiple of num_kv_heads: neighbours share a KV head's rows
+    context_capacity: int  # rows of the longest context
+    num_slots: int  # rows on the device per layer, context and KV head
+    max_top_k: int
+    max_batch: int
+    head_dim: int
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        assert self.num_index_heads % self.num_kv_heads == 0
+        assert min(self.num_layers, self.num_contexts, self.context_capacity, self.num_slots, self.max_top_k) > 0
+
+    @property
+    def row_bytes(self) -> int:
+        """K and V of one key."""
+        return 2 * self.head_dim * self.dtype.itemsize
+
+    @property
+    def block_slots(self) -> int:
+        """Slots that one block of the kernel looks after."""
+        return -(-self.num_slots // (_CLUSTER * _THREADS)) * _THREADS
+
+
+def slot_cache_bytes(shape: SlotCacheShape) -> int:
+    """Device memory of a `SlotCache` of that shape."""
+    heads = shape.num_layers * shape.num_contexts * shape.num_kv_heads
+    state = heads * (shape.num_slots * 4 + _CLUSTER * shape.block_slots + shape.context_capacity * 4)
+    lists = shape.max_batch * shape.num_kv_heads * (8 * shape.num_slots + 20)
+    ids = shape.max_batch * shape.num_index_heads * shape.max_top_k * 4
+    table = shape.num_layers * (shape.num_contexts * 8 + 32) + shape.num_contexts * 8
+    return heads * shape.num_slots * shape.row_bytes + state + table + _LIST_SETS * (lists + ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """What a lookup yields; its tensors are written again by the second lookup after it."""
+
+    # a slot of the row's context and KV head; -2 - key for a row that is read from the host; -1 padding
+    ids: Tensor  # [batch, num_index_heads, max_top_k] int32
+    moves: RowLists  # the rows that must be gathered before any of these slots is read; batch * num_kv_heads lists
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStatistics:
+    """Sums over all lookups of one layer."""
+
+    num_selected: int  # entries of the selections
+    num_found: int  # of these, with a row that was on the device already
+    num_moved: int  # rows copied to the device; one may serve entries of several requests
+    num_spilled: int  # entries for whose row no slot was left
+
+
+class SlotCache:
+    """State of all layers in a few tensors; contexts come and go in the places that it has for them."""
+
+    def __init__(self, shape: SlotCacheShape, device: torch.device) -> None:
+        self.shape = shape
+        heads = (shape.num_layers, shape.num_contexts, shape.num_kv_heads)
+
+        def full(size: tuple[int, ...], value: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.full(size, value, dtype=dtype, device=device)
+
+        self.rows = torch.zeros(*heads, shape.num_slots, 2, shape.head_dim, dtype=shape.dtype, device=device)
+        # where each layer's and context's rows are on the host: [num_kv_heads, context_len, 2, head_dim] each
+        self.host_addresses = full((shape.num_layers, shape.num_contexts), 0, torch.int64)
+        self.context_lens = full((shape.num_contexts,), 0, torch.int64)
+        self._slot_of_key = full((*heads, shape.context_capacity), -1)
+        self._key_of_slot = full((*heads, shape.num_slots), -1)
+        self._ages = full((*heads, _CLUSTER * shape.block_slots), 0, torch.uint8)
+        self._ages[..., : shape.num_slots] = NEVER_USED
+        self._statistics = full((shape.num_layers, 4), 0, torch.int64)
+        num_lists = shape.max_batch * shape.num_kv_heads
+        self._lists = [make_row_lists(num_lists, shape.num_slots, device) for _ in range(_LIST_SETS)]
+        self._ids = full((_LIST_SETS, shape.max_batch, shape.num_index_heads, shape.max_top_k), -1)
+        self._num_lookups = 0
+        self._kernel = cuda_kernel(_SOURCES, "look_up_rows", _defines(shape), shared_bytes=shape.block_slots)
+        self._gather = RowGather(shape.row_bytes, num_lists)
+
+    def __repr__(self) -> str:
+        s = self.shape
+        return (
+            f"<SlotCache {s.num_layers} layers x {s.num_contexts} contexts x {s.num_kv_heads} heads x "
+            f"{s.num_slots} slots of {s.row_bytes} bytes>"
+        )
+
+    def load_context(self, context_id: int, addresses: Sequence[int], context_len: int) -> None:
+        """Give a place to a context; whatever the place held is forgotten.
+
+        addresses: of each layer's rows, [num_kv_heads, context_len, 2, head_dim], readable by the device.
+        """
+        assert len(addresses) == self.shape.num_layers, f"{len(addresses)} addresses for {self!r}"
+        assert 0 < context_len <= self.shape.context_capacity, f"{context_len} rows are not what {self!r} was made for"
+        self.reset(context_id)
+        self.host_addresses[:, context_id] = torch.tensor(addresses, dtype=torch.int64)
+        self.context_lens[context_id] = context_len
+
+    def reset(self, context_id: int) -> None:
+        """Forget which rows of a context are on the device."""
+        self._slot_of_key[:, context_id] = -1
+        self._key_of_slot[:, context_id] = -1
+        self._ages[:, context_id, :, : self.shape.num_slots] = NEVER_USED
+
+    def look_up(
+        self,
+        layer_idx: int,
+        kv_indices: Tensor,  # [batch, num_index_heads, max_top_k] int32, ascending, unique, below the context's length
+        valid_len: Tensor,  # [batch, num_index_heads] int32; what lies behind it is not read
+        context_ids: Tensor,  # [batch] int32, -1: idle
+    ) -> Lookup:
+        """Decide where the selected rows of a layer are or will be. Nothing has moved yet: see `fetch`."""
+        shape = self.shape
+        batch = kv_indices.shape[0]
+        assert batch <= shape.max_batch and kv_indices.shape[1:] == (shape.num_index_heads, shape.max_top_k)
+        assert kv_indices.dtype == valid_len.dtype == context_ids.dtype == torch.int32
+        assert kv_indices.is_contiguous() and valid_len.is_contiguous() and context_ids.is_contiguous()
+        turn = self._num_lookups % _LIST_SETS
+        self._num_lookups += 1
+        lists, ids = _first_lists(self._lists[turn], batch * shape.num_kv_heads), self._ids[turn, :batch]
+        self._kernel.launch(
+            (_CLUSTER, shape.num_kv_heads, batch),
+            _THREADS,
+            kv_indices,
+            valid_len,
+            context_ids,
+            self._slot_of_key[layer_idx],
+            self._key_of_slot[layer_idx],
+            self._ages[layer_idx],
+            self.rows[layer_idx],
+            self.host_addresses[layer_idx],
+            self.context_lens,
+            ids,
+            lists.counts,
+            lists.from_addresses,
+            lists.to_addresses,
+            lists.from_rows,
+            lists.to_rows,
+            self._statistics[layer_idx],
+        )
+        return Lookup(ids, lists)
+
+    def fetch(self, layer_idx: int, kv_indices: Tensor, valid_len: Tensor, context_ids: Tensor) -> Tensor:
+        """Bring the selected rows to the device, as far as there are slots; returns `Lookup.ids`."""
+        lookup = self.look_up(layer_idx, kv_indices, valid_len, context_ids)
+        self._gather.launch(lookup.moves)
+        return lookup.ids
+
+    def statistics(self) -> list[LayerStatistics]:
+        """Per layer, since the cache was made or `clear_statistics`. Waits for the device."""
+        return [LayerStatistics(*counts) for counts in self._statistics.tolist()]
+
+    def clear_statistics(self) -> None:
+        self._statistics.zero_()
+
+    def check(self) -> None:
+        """Raise AssertionError if a row is lost or has two owners. Waits for the device."""
+        capacity, num_slots = self.shape.context_capacity, self.shape.num_slots
+        slots, keys = self._slot_of_key.flatten(0, 2), self._key_of_slot.flatten(0, 2)
+        ages = self._ages.flatten(0, 2)
+        assert bool(((slots >= -1) & (slots < num_slots)).all()), f"{self!r} has a key in no slot of its own"
+        assert bool(((keys >= -1) & (keys < capacity)).all()), f"{self!r} has a slot with no key of its context"
+        assert bool(((slots >= 0).sum(1) == (keys >= 0).sum(1)).all()), f"{self!r} lost or shared a row"
+        owner = slots.gather(1, keys.clamp(min=0).long())
+        expected = torch.arange(num_slots, device=slots.device)
+        assert bool(((keys < 0) | (owner == expected)).all()), f"{self!r} has maps that contradict each other"
+        assert bool((ages[:, num_slots:] == 0).all()), f"{self!r} has aged slots that do not exist"
+        assert bool(((ages[:, :num_slots] == NEVER_USED) == (keys < 0)).all()), f"{self!r} has ages that contradict"
+        assert bool((ages[:, :num_slots] > 0).all()), f"{self!r} lost a slot"
+
+
+def _first_lists(lists: RowLists, num_lists: int) -> RowLists:
+    return RowLists(
+        lists.counts[:num_lists],
+        lists.from_addresses[:num_lists],
+        lists.to_addresses[:num_lists],
+        lists.from_rows[:num_lists],
+        lists.to_rows[:num_lists],
+    )
+
+
+def _defines(shape: SlotCacheShape) -> dict[str, int]:
+    return {
+        "THREADS": _THREADS,
+        "CLUSTER": _CLUSTER,
+        "NUM_KV_HEADS": shape.num_kv_heads,
+        "HEADS_PER_KV": shape.num_index_heads // shape.num_kv_heads,
+        "MAX_TOP_K": shape.max_top_k,
+        "NUM_SLOTS": shape.num_slots,
+        "CAPACITY": shape.context_capacity,
+        "ROW_BYTES": shape.row_bytes,
+        "MAX_BATCH": shape.max_batch,
+        "BLOCK_SLOTS": shape.block_slots,
+    }

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from csattn.batch import DeviceSelection, StepRows
-from csattn.cuda import cuda_kernel
+from csattn.cuda import CudaKernel, cuda_kernel
 from csattn.errors import ConfigError
 
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
@@ -80,36 +80,12 @@ class DeviceAttention:
         self._max_resident_len = max_resident_len
         self._scale = np.float32(softmax_scale * log2(np.e))  # the kernel's exponentials are powers of 2
 
-        row_bytes = 2 * head_dim * dtype.itemsize
-        shared_bytes = WARPS * STAGES * TILE_ROWS * (row_bytes + 16)
-        blocks_per_sm = SHARED_BYTES_PER_SM // (shared_bytes + RESERVED_BYTES_PER_BLOCK)
-        blocks_per_sm = max(1, min(blocks_per_sm, MAX_BLOCKS_PER_SM))
+        self._kernel, blocks_per_sm = _compile(group_size, head_dim, dtype)
         # the splits of one row of the batch fill the device once
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._max_splits = max(1, num_sms * blocks_per_sm // num_index_heads)
         max_rows = max_top_k + max_resident_len + tail_capacity
         self._grid = (batch_size * num_index_heads, min(self._max_splits, max(1, -(-max_rows // MIN_SPLIT_ROWS))), 1)
-
-        element = ELEMENTS[dtype]
-        math = Path(__file__).with_name("device_fp32.cuh" if dtype == torch.float32 else "device_mma.cuh")
-        self._kernel = cuda_kernel(
-            Path(__file__).with_suffix(".cu"),
-            "attend_step",
-            {
-                "HEAD_DIM": head_dim,
-                "HEADS": group_size,
-                "ELEMENT": element,
-                "ELEMENT_BYTES": dtype.itemsize,
-                "WARPS": WARPS,
-                "STAGES": STAGES,
-                "MIN_SPLIT_ROWS": MIN_SPLIT_ROWS,
-                "BLOCKS_PER_SM": blocks_per_sm,
-                "WARP_ATTENTION": f'"{math}"',
-                # compiled kernels are kept by source and options, which do not show what an included file holds
-                "WARP_ATTENTION_HASH": sha256(math.read_bytes()).hexdigest()[:16],
-            },
-            shared_bytes,
-        )
         num_units = batch_size * num_index_heads
         partial_shape = (num_units, self._max_splits, group_size, head_dim + 4)
         self._partials = torch.empty(partial_shape, dtype=torch.float32, device=device)
@@ -177,3 +153,25 @@ def _require_supported(
         )
     if dtype not in ELEMENTS:
         raise ConfigError(f"attention on the device takes {', '.join(map(str, ELEMENTS))}, not {dtype}; cast the KV")
+
+
+def _compile(group_size: int, head_dim: int, dtype: torch.dtype) -> tuple[CudaKernel, int]:
+    """The kernel, and how many of its blocks an SM holds."""
+    shared_bytes = WARPS * STAGES * TILE_ROWS * (2 * head_dim * dtype.itemsize + 16)
+    blocks_per_sm = SHARED_BYTES_PER_SM // (shared_bytes + RESERVED_BYTES_PER_BLOCK)
+    blocks_per_sm = max(1, min(blocks_per_sm, MAX_BLOCKS_PER_SM))
+    math = Path(__file__).with_name("device_fp32.cuh" if dtype == torch.float32 else "device_mma.cuh")
+    defines = {
+        "HEAD_DIM": head_dim,
+        "HEADS": group_size,
+        "ELEMENT": ELEMENTS[dtype],
+        "ELEMENT_BYTES": dtype.itemsize,
+        "WARPS": WARPS,
+        "STAGES": STAGES,
+        "MIN_SPLIT_ROWS": MIN_SPLIT_ROWS,
+        "BLOCKS_PER_SM": blocks_per_sm,
+        "WARP_ATTENTION": f'"{math}"',
+        # compiled kernels are kept by source and options, which do not tell what an included file holds
+        "WARP_ATTENTION_HASH": sha256(math.read_bytes()).hexdigest()[:16],
+    }
+    return cuda_kernel(Path(__file__).with_suffix(".cu"), "attend_step", defines, shared_bytes), blocks_per_sm

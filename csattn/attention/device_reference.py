@@ -37,7 +37,7 @@ def attend_step(
             parts = [far[context][kv_head, ids[ids >= 0]], resident[context][kv_head], tail[kv_head]]
             if spill is not None:
                 parts.append(spill[context][kv_head, -2 - ids[ids <= -2]])
-            kv = torch.cat([part.to(q.device) for part in parts])
+            kv = torch.cat(parts)
             head_out, _ = reference.attend(
                 q[b, head][None, None, None], kv[None, None, :, 0], kv[None, None, :, 1], softmax_scale
             )

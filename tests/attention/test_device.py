@@ -1,0 +1,152 @@
+"""Attention over a step's rows on the device: agreement with the definition, and bits that depend on a row alone."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from csattn.attention import reference
+from csattn.attention.device import DeviceAttention, make_row_source
+from csattn.batch import DeviceSelection
+from csattn.errors import ConfigError
+from tests.attention.device_steps import OnDevice, Shape, assert_close, attend_on_device, make_kv, make_step
+
+CONTEXTS = [(300, 20), (77, 40), (500, 1)]  # context_len and resident_len
+MIXED = [(0, 5, 100), (1, 24, 17), (-1, 0, 0), (2, 1, 64), (0, 0, 1), (1, 3, 0)]  # context, tail_len, top_k
+LONG = Shape(num_q_heads=8, num_kv_heads=2, head_dim=128, dtype=torch.bfloat16, max_top_k=9000)
+LONG_CONTEXTS = [(12000, 40), (3000, 17), (20000, 40)]
+LONG_BATCH = [(0, 24, 9000), (1, 9, 1300), (-1, 0, 0), (2, 0, 4096), (2, 24, 129)]
+
+
+def test_any_placement_of_a_contexts_rows_is_attention_over_all_of_them() -> None:
+    shape = Shape(dtype=torch.float64, max_top_k=50)
+    kv, q = make_kv(shape, 90), torch.randn(1, shape.num_q_heads, shape.head_dim).double()
+    step = make_step(shape, [(90, 30)], [(0, 10, 50)])
+    step.far[0][:, :50], step.spill[0][:, :50] = kv[:, :50], kv[:, :50]
+    step.resident[0].copy_(kv[:, 50:80])
+    step.tails[0, :, :10] = kv[:, 80:]
+    ids = torch.randperm(50).int()
+    ids[::7] = -2 - ids[::7]
+    selection = DeviceSelection(ids.repeat(1, 2, 1), torch.full((1, 2), 50, dtype=torch.int32))
+    packed = q.view(1, shape.num_kv_heads, -1, shape.head_dim)
+    want, _ = reference.attend(packed, kv[None, :, :, 0], kv[None, :, :, 1], shape.softmax_scale)
+    got = replace(step, q=q, far_rows=selection).wanted()
+    torch.testing.assert_close(got.view(packed.shape), want)
+
+
+def test_rows_that_attend_to_nothing_are_zero() -> None:
+    step = make_step(Shape(), [(9, 0)], [(-1, 0, 0), (0, 0, 0)])
+    assert not step.wanted().any()
+
+
+def test_a_source_tells_addresses_and_lengths() -> None:
+    contexts = [make_kv(Shape(), num_rows) for num_rows in (7, 3)]
+    source = make_row_source(contexts, torch.device("cpu"))
+    assert source.addresses.tolist() == [kv.data_ptr() for kv in contexts]
+    assert source.rows_per_head.tolist() == [7, 3]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"num_q_heads": 7}, "do not divide into groups"),
+        ({"num_index_heads": 4}, "do not divide into groups"),
+        ({"num_q_heads": 18}, "9 query heads share a selection"),
+        ({"head_dim": 72}, "multiples of 16 up to 256"),
+        ({"head_dim": 272}, "multiples of 16 up to 256"),
+        ({"dtype": torch.float64}, "not torch.float64"),
+    ],
+)
+def test_a_shape_that_the_kernel_does_not_take_is_refused(changed: dict[str, object], message: str) -> None:
+    plan: dict[str, object] = {"num_q_heads": 8, "num_kv_heads": 2, "num_index_heads": 2, "head_dim": 64}
+    plan |= {"dtype": torch.float32, "batch_size": 1, "max_top_k": 1, "max_resident_len": 1, "tail_capacity": 1}
+    with pytest.raises(ConfigError, match=message):
+        DeviceAttention(**plan | changed, softmax_scale=1.0, device=torch.device("cuda"))  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("num_q_heads", "num_kv_heads", "num_index_heads", "head_dim"),
+    [(8, 2, 2, 128), (9, 3, 3, 64), (8, 2, 8, 64), (7, 1, 1, 80), (2, 2, 2, 16), (16, 2, 2, 256)],
+)
+def test_agrees_with_the_definition(
+    num_q_heads: int, num_kv_heads: int, num_index_heads: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    shape = Shape(
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        num_index_heads=num_index_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+    )
+    step = make_step(shape, CONTEXTS, MIXED, num_spilled=3)
+    assert_close(attend_on_device(step), step.wanted())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_agrees_where_rows_are_cut_into_splits(dtype: torch.dtype) -> None:
+    step = make_step(replace(LONG, dtype=dtype), LONG_CONTEXTS, LONG_BATCH, num_spilled=20)
+    assert_close(attend_on_device(step), step.wanted())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 257])
+def test_agrees_around_the_sizes_of_tiles_and_splits(num_rows: int) -> None:
+    shape = Shape(num_q_heads=2, num_kv_heads=1, num_index_heads=1, max_top_k=300, dtype=torch.float16)
+    step = make_step(shape, [(400, 0)], [(0, 0, num_rows)])
+    assert_close(attend_on_device(step), step.wanted())
+
+
+@pytest.mark.gpu
+def test_large_scores_do_not_overflow() -> None:
+    step = make_step(Shape(), CONTEXTS, MIXED)
+    step = replace(step, q=step.q * 300)
+    assert_close(attend_on_device(step), step.wanted())
+
+
+@pytest.mark.gpu
+def test_a_rows_bits_do_not_depend_on_the_batch() -> None:
+    step = make_step(LONG, LONG_CONTEXTS, LONG_BATCH, num_spilled=20)
+    whole = attend_on_device(step)
+    for batch_rows in ([0], [3], [4, 1], [2, 2, 0, 0, 1, 3, 4, 0, 1]):
+        assert torch.equal(attend_on_device(step.take(batch_rows)), whole[batch_rows])
+
+
+@pytest.mark.gpu
+def test_a_rows_bits_do_not_depend_on_where_its_rows_lie() -> None:
+    step = make_step(LONG, LONG_CONTEXTS, LONG_BATCH)
+    want = attend_on_device(step)
+    slots = [torch.randperm(kv.shape[1]) for kv in step.far]  # slot of each row
+    pools = [kv[:, slot.argsort()] for kv, slot in zip(step.far, slots, strict=True)]
+    ids = step.far_rows.kv_indices.clone()
+    for b, context in enumerate(step.rows.context_ids.tolist()):
+        row_ids = ids[b].long()
+        ids[b] = torch.where(row_ids < 0, row_ids, slots[context][row_ids]).int()
+    pooled = replace(step, far=pools, far_rows=replace(step.far_rows, kv_indices=ids))
+    assert torch.equal(attend_on_device(pooled), want)
+    in_host = torch.rand(ids.shape) < 0.05
+    ids = torch.where(in_host & (ids >= 0), -2 - step.far_rows.kv_indices, ids)
+    spilled = replace(pooled, spill=step.far, far_rows=replace(step.far_rows, kv_indices=ids))
+    assert torch.equal(attend_on_device(spilled), want)
+
+
+@pytest.mark.gpu
+def test_a_replayed_graph_reads_new_lengths() -> None:
+    first = make_step(LONG, LONG_CONTEXTS, LONG_BATCH)
+    on_device = OnDevice(first)
+    on_device.attend()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        on_device.attend()
+    batches = (LONG_BATCH, [(2, 0, 3), (0, 24, 8000), (1, 1, 2048), (-1, 0, 0), (0, 2, 700)], LONG_BATCH[::-1])
+    for batch in batches:
+        step = make_step(LONG, LONG_CONTEXTS, batch)
+        on_device.copy_step(step)
+        graph.replay()
+        got = on_device.out.cpu()
+        assert_close(got, step.wanted())
+        graph.replay()
+        assert torch.equal(on_device.out.cpu(), got)

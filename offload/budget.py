@@ -1,0 +1,118 @@
+"""Is there memory for what is planned? Asked before any work, so that nothing fails in the middle of a decode."""
+
+import os
+import resource
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from offload.errors import MemoryPlanError
+
+GIB = 1 << 30
+_REMEDIES = "choose a smaller slot cache, another placement, a shorter context or fewer concurrent requests"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPart:
+    """What one part of an engine takes."""
+
+    name: str  # as it reads in a sentence: "the slot cache"
+    device_bytes: int = 0
+    pinned_bytes: int = 0  # of host memory, on top of what is allocated already
+
+    def __post_init__(self) -> None:
+        assert self.device_bytes >= 0 and self.pinned_bytes >= 0, f"{self.name} takes a negative number of bytes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AvailableMemory:
+    """What a machine has left."""
+
+    device_bytes: int
+    host_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """All parts of an engine."""
+
+    parts: tuple[MemoryPart, ...]
+    max_context_len: int  # rows of the longest context that the parts are made for
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(part.device_bytes for part in self.parts)
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(part.pinned_bytes for part in self.parts)
+
+    def __repr__(self) -> str:
+        return (
+            f"<MemoryPlan {self.device_bytes / GIB:.2f} GiB on the device, {self.pinned_bytes / GIB:.2f} GiB pinned, "
+            f"contexts of up to {self.max_context_len} rows>"
+        )
+
+    def require(self, available: AvailableMemory) -> None:
+        """Raise MemoryPlanError if a part of the machine has less than is needed."""
+        needed = [(part.name, part.device_bytes) for part in self.parts]
+        _require("device memory", needed, available.device_bytes)
+        needed = [(part.name, part.pinned_bytes) for part in self.parts]
+        _require("pinned host memory", needed, available.host_bytes)
+
+    def require_context(self, context_len: int) -> None:
+        """Raise MemoryPlanError if a context is longer than it was planned for."""
+        if context_len > self.max_context_len:
+            raise MemoryPlanError(
+                f"the context has {context_len:,} rows, memory was planned for contexts of up to "
+                f"{self.max_context_len:,}; start the engine with a larger maximal context length"
+            )
+
+
+def _require(place: str, parts: Sequence[tuple[str, int]], available_bytes: int) -> None:
+    needed_bytes = sum(num_bytes for _, num_bytes in parts)
+    if needed_bytes <= available_bytes:
+        return
+    name, biggest_bytes = max(parts, key=lambda part: part[1])
+    raise MemoryPlanError(
+        f"the plan needs {_amount(needed_bytes)} of {place} and {_amount(available_bytes)} is available; "
+        f"the biggest part is {name} with {_amount(biggest_bytes)}: {_REMEDIES}"
+    )
+
+
+def _amount(num_bytes: int) -> str:
+    return f"{num_bytes:,} bytes ({num_bytes / GIB:.1f} GiB)"
+
+
+def available_memory(device: torch.device) -> AvailableMemory:
+    """What this machine has left now. What torch has cached of the device's memory counts as left."""
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    cached_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return AvailableMemory(device_bytes=free_bytes + cached_bytes, host_bytes=host_memory_bytes())
+
+
+def host_memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Host memory that this process can still have, by the system's and its container's account."""
+    meminfo = proc / "meminfo"
+    if not meminfo.exists():  # no Linux: all there is
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+    system_bytes = int(lines["MemAvailable"].split()[0]) * 1024
+    return min(system_bytes, _container_bytes(cgroup))
+
+
+def _container_bytes(cgroup: Path) -> int:
+    """What is left of the container's limit; files in the page cache are given up when memory is wanted."""
+    limit, used, stat = cgroup / "memory.max", cgroup / "memory.current", cgroup / "memory.stat"
+    if not (limit.exists() and used.exists() and stat.exists()) or limit.read_text().strip() == "max":
+        return 1 << 62
+    counts = dict(line.split() for line in stat.read_text().splitlines())
+    return max(0, int(limit.read_text()) - int(used.read_text()) + int(counts.get("inactive_file", 0)))
+
+
+def locked_limit_bytes() -> int:
+    """RLIMIT_MEMLOCK. CUDA's page locks are not counted against it everywhere, so it explains and does not decide."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return 1 << 62 if limit == resource.RLIM_INFINITY else limit

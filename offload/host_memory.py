@@ -1,0 +1,53 @@
+"""Large host memory: pages of its own, touched by several threads so that the system maps them quickly."""
+
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_PIECE_BYTES = 64 << 20  # that a thread fills at once
+_MAX_THREADS = 16
+
+
+def allocate_rows(num_layers: int, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+    """Zeros, per layer of that shape; each layer begins a page."""
+    layers = [_map_pages(torch.Size(shape).numel() * dtype.itemsize) for _ in range(num_layers)]
+    _in_pieces(lambda layer, begin, end: layer[begin:end].fill(0), layers)
+    return [torch.from_numpy(layer).view(dtype).view(*shape) for layer in layers]
+
+
+def copy_rows(layers: Sequence[Tensor]) -> list[Tensor]:
+    """The same values in memory of their own; the sources may be read-only memory maps."""
+    sources = [layer.reshape(-1).view(torch.uint8).numpy() for layer in layers]
+    copies = [_map_pages(len(source)) for source in sources]
+    source_of = {copy.ctypes.data: source for copy, source in zip(copies, sources, strict=True)}
+
+    def fill(copy: NDArray[np.uint8], begin: int, end: int) -> None:
+        copy[begin:end] = source_of[copy.ctypes.data][begin:end]
+
+    _in_pieces(fill, copies)
+    return [torch.from_numpy(c).view(s.dtype).view(s.shape) for c, s in zip(copies, layers, strict=True)]
+
+
+def _map_pages(num_bytes: int) -> NDArray[np.uint8]:
+    pages = mmap.mmap(-1, max(num_bytes, 1))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(pages, np.uint8, count=num_bytes)
+
+
+def _in_pieces(fill: Callable[[NDArray[np.uint8], int, int], None], layers: Sequence[NDArray[np.uint8]]) -> None:
+    """numpy's copies leave the GIL to others, and unlike torch's do not start threads of their own."""
+    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
+        pieces = [
+            pool.submit(fill, layer, begin, min(begin + _PIECE_BYTES, len(layer)))
+            for layer in layers
+            for begin in range(0, len(layer), _PIECE_BYTES)
+        ]
+        for piece in pieces:
+            piece.result()

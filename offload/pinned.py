@@ -1,0 +1,150 @@
+"""Context KV in host memory that the device reads by itself: page-locked and mapped at its own address."""
+
+import mmap
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from offload.budget import GIB, host_memory_bytes, locked_limit_bytes
+from offload.cuda import host_register, host_unregister
+from offload.errors import PinningError
+from offload.host_memory import copy_rows
+
+MAX_CHUNK_BYTES = 16 << 30  # one registration of 512 GiB fails; 64 GiB and less are known to work
+_PAGE = mmap.PAGESIZE
+
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
+
+
+class Register(Protocol):
+    """Makes host memory readable for the device; raises PinningError and leaves nothing pending if it cannot."""
+
+    def __call__(self, address: int, num_bytes: int, read_only: bool = False) -> None: ...
+
+
+class PinnedRows:
+    """Owns the context KV of all layers, and its page locks until `close`. Never changed, shared by all requests.
+
+    When the memory cannot be pinned, `pinned` is False, `how` says why, and only the host can read the rows.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Tensor],  # per layer [num_kv_heads, context_len, 2, head_dim], contiguous; memory maps as well
+        *,
+        chunk_bytes: int = 2 << 30,  # of one registration; progress is told after each
+        progress: Progress | None = None,
+        register: Register = host_register,
+        unregister: Callable[[int], None] = host_unregister,
+    ) -> None:
+        assert all(layer.is_contiguous() for layer in layers), "rows of a layer have to be contiguous"
+        assert 0 < chunk_bytes <= MAX_CHUNK_BYTES and chunk_bytes % _PAGE == 0
+        self.layers = list(layers)
+        self._pinner = _Pinner(chunk_bytes, progress or (lambda done, total: None), register, unregister)
+        self._chunks: list[tuple[int, int]] = []
+        self.how = self._pin()
+        self.pinned = bool(self._chunks)
+        # the locks go before the memory does, also when nobody calls `close`
+        self._release = weakref.finalize(self, _release, self._chunks, unregister, self.layers)
+
+    def __repr__(self) -> str:
+        state = "closed" if not self._release.alive else "pinned" if self.pinned else "not pinned"
+        return f"<PinnedRows {len(self.layers)} layers, {_num_bytes(self.layers) / GIB:.2f} GiB, {state}: {self.how}>"
+
+    @property
+    def addresses(self) -> list[int]:
+        """Where the device finds row 0 of each layer."""
+        if not self.pinned or not self._release.alive:
+            raise PinningError(f"the device cannot read {self!r}; move its rows through staging slots instead")
+        return [layer.data_ptr() for layer in self.layers]
+
+    def close(self) -> None:
+        """Give the page locks back. No work that reads the rows may be under way."""
+        self._release()
+
+    def check(self) -> None:
+        """Raise AssertionError if a row of a pinned layer lies in no registered chunk, or in two."""
+        assert all(begin < end <= begin + MAX_CHUNK_BYTES for begin, end in self._chunks)
+        assert all(end <= begin for (_, end), (begin, _) in zip(self._chunks, self._chunks[1:], strict=False))
+        merged = _merge(self._chunks)
+        for layer in self.layers if self.pinned else []:
+            begin, end = _span(layer)
+            assert any(first <= begin and end <= last for first, last in merged), f"{self!r} has a layer that is not"
+
+    def _pin(self) -> str:
+        """Where the rows are if that can be, else a copy of them; returns how it went."""
+        refusals = []
+        for how, read_only in (("in place", False), ("in place, read only", True)):
+            try:
+                self._chunks = self._pinner.pin(self.layers, read_only)
+                return how
+            except PinningError as error:
+                refusals.append(error)
+        needed, available = _num_bytes(self.layers), host_memory_bytes()
+        if needed > available:
+            return f"{refusals[0]}; a copy needs {needed:,} bytes and {available:,} are available"
+        copies = copy_rows(self.layers)
+        try:
+            self._chunks = self._pinner.pin(copies, read_only=False)
+        except PinningError as error:
+            limit = locked_limit_bytes()
+            return str(error) + (f"; `ulimit -l` allows {limit:,} bytes" if limit < needed else "")
+        self.layers = copies
+        return "a copy, for the rows themselves could not be"
+
+
+class _Pinner:
+    """Registers memory chunk by chunk: all of it or nothing."""
+
+    def __init__(
+        self, chunk_bytes: int, progress: Progress, register: Register, unregister: Callable[[int], None]
+    ) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._progress = progress
+        self._register = register
+        self._unregister = unregister
+
+    def pin(self, layers: Sequence[Tensor], read_only: bool) -> list[tuple[int, int]]:
+        """The registered chunks as half-open ranges of addresses."""
+        # a page cannot be registered twice, so layers that share one are registered together
+        ranges = _merge(_span(layer) for layer in layers)
+        total = sum(end - begin for begin, end in ranges)
+        chunks: list[tuple[int, int]] = []
+        try:
+            for begin, end in ranges:
+                for at in range(begin, end, self._chunk_bytes):
+                    chunk = (at, min(at + self._chunk_bytes, end))
+                    self._register(at, chunk[1] - at, read_only=read_only)
+                    chunks.append(chunk)
+                    self._progress(sum(end - begin for begin, end in chunks), total)
+        except PinningError:
+            _release(chunks, self._unregister)
+            raise
+        return chunks
+
+
+def _release(chunks: list[tuple[int, int]], unregister: Callable[[int], None], *_memory: object) -> None:
+    while chunks:
+        unregister(chunks.pop()[0])
+
+
+def _span(layer: Tensor) -> tuple[int, int]:
+    """The whole pages that a layer lies in."""
+    begin, end = layer.data_ptr(), layer.data_ptr() + layer.nbytes
+    return begin // _PAGE * _PAGE, -(-end // _PAGE) * _PAGE
+
+
+def _merge(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for begin, end in sorted(ranges):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def _num_bytes(layers: Sequence[Tensor]) -> int:
+    return sum(layer.nbytes for layer in layers)

@@ -1,0 +1,1 @@
+"""How fast a step decodes on a GPU: `python -m bench.decode --help`."""

@@ -1,0 +1,101 @@
+"""How fast a step decodes on a GPU, over context lengths, batch sizes, placements and schedules.
+
+    python -m bench.decode record [--recording FILE]             once, where the demo model is
+    python -m bench.decode op   --out FILE [--contexts 16384,131072] [--batches 1,4] [--variants full,"rows 16x64"]
+    python -m bench.decode e2e  --out FILE [--placements device,hybrid] [--contexts ...] [--batches ...]
+    python -m bench.decode show FILE ... [--out FILE] [--plots DIRECTORY]
+
+`op` is one layer's attention, `e2e` the whole model. What a file holds already is not measured again. Queries and
+keys are a small model's, recorded (see recorded.py) and brought to the shape and length (see widened.py).
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from bench.decode import recorded
+from bench.decode.results import Results, merge_files
+from csattn.config import SearchConfig
+
+CONTEXT_LENS = "8192,16384,32768,65536,131072,262144,524288,1048576"
+OP_VARIANTS = "full,streamed,window,rows 16x64,paper"
+E2E_VARIANTS = "full,streamed,window,rows 16x64"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    record = commands.add_parser("record", help="run the demo model and keep what the benchmarks need")
+    op = commands.add_parser("op", help="measure one layer's attention")
+    e2e = commands.add_parser("e2e", help="measure whole steps")
+    show = commands.add_parser("show", help="tables and plots of result files")
+    for command in (record, op, e2e):
+        command.add_argument("--recording", type=Path, default=recorded.default_path())
+    for command, variants in ((op, OP_VARIANTS), (e2e, E2E_VARIANTS)):
+        command.add_argument("--out", type=Path)
+        command.add_argument("--contexts", type=_numbers, default=_numbers(CONTEXT_LENS))
+        command.add_argument("--batches", type=_numbers, default=[1, 4, 8])
+        command.add_argument("--variants", type=_names, default=_names(variants))
+        command.add_argument("--shape", default="llama-3.1-8b")
+        command.add_argument("--keep", type=float, default=0.05)
+        command.add_argument("--seconds", type=float, default=0.3, help="of measuring, per figure")
+        command.add_argument("--pin-gib", type=float, default=4.0, help="host memory that streaming may pin")
+    e2e.add_argument("--placements", type=_names, default=_names("device,hybrid,host"))
+    show.add_argument("files", type=Path, nargs="+")
+    show.add_argument("--out", type=Path)
+    show.add_argument("--plots", type=Path)
+    arguments = parser.parse_args()
+    if arguments.command == "record":
+        recorded.record(arguments.recording)
+    elif arguments.command == "show":
+        _show(arguments)
+    else:
+        _measure(arguments)
+
+
+def _measure(arguments: argparse.Namespace) -> None:
+    import torch
+
+    from bench.decode.gpu_timing import ceilings, device_machine
+    from bench.decode.op import Options, run_op_cases
+    from workers.model_runner.shapes import shape_named
+
+    header: dict[str, Any] = {"machine": device_machine(), "ceilings": ceilings(), "shape": arguments.shape}
+    print(json.dumps(header), flush=True)
+    torch.cuda.empty_cache()
+    search = SearchConfig(keep=arguments.keep)
+    options = Options(
+        shape=shape_named(arguments.shape),
+        search=search,
+        ceilings=header["ceilings"],
+        seconds=arguments.seconds,
+        pinned_bytes=round(arguments.pin_gib * 2**30),
+    )
+    results = Results(arguments.out, header)
+    run_op_cases(
+        results,
+        recorded.load(arguments.recording),
+        options,
+        arguments.contexts,
+        arguments.batches,
+        arguments.variants,
+    )
+
+
+def _show(arguments: argparse.Namespace) -> None:
+    content = merge_files(arguments.files)
+    if arguments.out:
+        arguments.out.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(name) for name in _names(text)]
+
+
+if __name__ == "__main__":
+    main()

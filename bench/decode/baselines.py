@@ -1,0 +1,185 @@
+"""Full attention to compare with: the fastest way torch has for a shape, and the KV streamed from host memory."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from bench.decode.gpu_timing import Timing, time_graph
+from bench.timing import gate
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v as in `full_attention_ways`, out like q
+
+# A row more or less changes the output of random values far more than this.
+TOLERANCE = 0.02
+SPLITS = (4, 16, 64)
+
+
+def full_attention_ways() -> dict[str, Attention]:
+    """Every way to attend to all rows that torch offers: name -> function.
+
+    q: [batch_size, num_q_heads, 1, head_dim]; k, v: [batch_size, num_kv_heads, kv_len, head_dim], contiguous.
+    "packed": the query heads of a group take the place of query rows, so that one pass over the KV serves them all.
+    "n splits": so many parts of the KV attended as if they were heads, then merged by their log-sum-exps.
+    """
+    backends = {
+        "flash": SDPBackend.FLASH_ATTENTION,
+        "cudnn": SDPBackend.CUDNN_ATTENTION,
+        "efficient": SDPBackend.EFFICIENT_ATTENTION,
+        "math": SDPBackend.MATH,
+    }
+    ways: dict[str, Attention] = {}
+    for name, backend in backends.items():
+        ways[name] = _grouped(backend)
+        ways[f"{name}, packed"] = _packed(backend)
+    for num_splits in SPLITS:
+        ways[f"flash, packed, {num_splits} splits"] = _split(num_splits)
+    return ways
+
+
+@dataclass(frozen=True, slots=True)
+class FullAttention:
+    """The fastest way for a shape, and how long all of them took."""
+
+    name: str
+    attend: Attention
+    timing: Timing
+    candidates: dict[str, float | str]  # µs per call, or why it does not run
+
+
+def fastest_full_attention(
+    inputs: list[tuple[Tensor, Tensor, Tensor]],  # sets of q, k, v that the calls go round
+    seconds: float = 0.3,
+) -> FullAttention:
+    """Try all ways in a graph each, refuse one that disagrees with the others, time the fastest again for longer."""
+    q, k, v = inputs[0]
+    want = reference_attention(q, k, v)
+    times: dict[str, float] = {}
+    failures: dict[str, float | str] = {}
+    ways = full_attention_ways()
+    for name, attend in ways.items():
+        try:
+            error = relative_error(attend(q, k, v), want)
+            gate(error < TOLERANCE, f"full attention by {name} is off by {error:.3f}")
+            calls = [_call(attend, *one) for one in inputs]
+            times[name] = round(time_graph(calls, seconds=0.05, least=5).p50_us, 2)
+        except (RuntimeError, torch.OutOfMemoryError) as error:
+            failures[name] = str(error).strip().splitlines()[0][:100]
+            torch.cuda.empty_cache()
+    best = min(times, key=lambda name: times[name])
+    timing = time_graph([_call(ways[best], *one) for one in inputs], seconds)
+    return FullAttention(best, ways[best], timing, {**times, **failures})
+
+
+def reference_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """One request and KV head after the other, in float32: out like q."""
+    group_size = q.shape[1] // k.shape[1]
+    out = torch.empty_like(q)
+    for request in range(q.shape[0]):
+        for head in range(k.shape[1]):
+            group = slice(head * group_size, (head + 1) * group_size)
+            scores = q[request, group, 0].float() @ k[request, head].float().T * q.shape[-1] ** -0.5
+            out[request, group, 0] = (scores.softmax(-1) @ v[request, head].float()).to(q.dtype)
+    return out
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """|got - want| / |want| over all elements; NaN counts as infinite."""
+    error = float((got.float() - want.float()).norm() / want.float().norm())
+    return error if error == error else float("inf")
+
+
+class StreamedAttention:
+    """Full attention over KV in pinned host memory: each layer's is copied while the layer before is attended to.
+
+    Two device buffers take turns. A copy waits until its buffer has been read, an attention until it is filled.
+    """
+
+    def __init__(
+        self,
+        layers: list[tuple[Tensor, Tensor]],  # pinned k, v [batch_size, num_kv_heads, kv_len, head_dim] of each layer
+        attend: Attention,
+    ):
+        assert all(tensor.is_pinned() for layer in layers for tensor in layer)
+        self._layers = layers
+        self._attend = attend
+        self._buffers = [[torch.empty_like(t, device="cuda") for t in layers[0]] for _ in range(2)]
+        self._stream = torch.cuda.Stream()
+        self._filled = [torch.cuda.Event() for _ in range(2)]
+        self._read = [torch.cuda.Event() for _ in range(2)]
+        self._next = 0  # the layer whose copy is next, counted on for ever
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    @property
+    def layer_bytes(self) -> int:
+        """What one layer copies."""
+        return sum(t.numel() * t.element_size() for t in self._layers[0])
+
+    def prefetch(self) -> None:
+        """Start the next layer's copy, once its buffer is free."""
+        turn = self._next % 2
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(self._read[turn])
+            for target, source in zip(self._buffers[turn], self._layers[self._next % self.num_layers], strict=True):
+                target.copy_(source, non_blocking=True)
+            self._filled[turn].record()
+        self._next += 1
+
+    def attend(self, layer_idx: int, q: Tensor) -> Tensor:
+        """Attend in a layer, in their order and round again. q: [batch_size, num_q_heads, 1, head_dim] -> out."""
+        if self._next == 0:
+            self.prefetch()
+        turn = (self._next - 1) % 2
+        assert (self._next - 1) % self.num_layers == layer_idx, "layers come one after the other"
+        self.prefetch()
+        stream = torch.cuda.current_stream()
+        stream.wait_event(self._filled[turn])
+        out = self._attend(q, *self._buffers[turn])
+        self._read[turn].record(stream)
+        return out
+
+    def finish(self) -> None:
+        """Wait for the copy under way and begin anew with layer 0."""
+        torch.cuda.synchronize()
+        self._next = 0
+
+
+def _grouped(backend: SDPBackend) -> Attention:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    return attend
+
+
+def _packed(backend: SDPBackend) -> Attention:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        packed = q.view(q.shape[0], k.shape[1], -1, q.shape[3])
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(packed, k, v).reshape(q.shape)
+
+    return attend
+
+
+def _split(num_splits: int) -> Attention:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        batch_size, num_kv_heads, kv_len, head_dim = k.shape
+        whole = kv_len // num_splits * num_splits
+        gate(whole == kv_len, f"{kv_len} rows do not split into {num_splits}")
+        parts = batch_size * num_kv_heads, num_splits, -1, head_dim
+        packed = q.view(parts[0], 1, -1, head_dim).expand(-1, num_splits, -1, -1)
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(packed, k.view(parts), v.view(parts))
+        weights = lse.softmax(1)[..., None]
+        return (out * weights).sum(1).to(q.dtype).view(q.shape)
+
+    return attend
+
+
+def _call(attend: Attention, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], object]:
+    return lambda: attend(q, k, v)

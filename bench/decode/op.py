@@ -1,0 +1,198 @@
+"""One layer's attention of one step, by itself: full attention in its fastest form, the window alone, and ours."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.decode.baselines import (
+    TOLERANCE,
+    Attention,
+    StreamedAttention,
+    fastest_full_attention,
+    full_attention_ways,
+    reference_attention,
+    relative_error,
+)
+from bench.decode.gpu_timing import Timing, num_input_sets, time_graph, time_replays
+from bench.decode.recorded import Recorded
+from bench.decode.results import Results
+from bench.decode.roofline import full_bytes, selected_bytes, table_row_bytes
+from bench.decode.sparse_op import SET_BYTES, SparseOp
+from bench.decode.tables import distinct_rows
+from bench.decode.workload import Workload
+from bench.timing import gate
+from csattn.config import SearchConfig
+from workers.model_runner.shapes import ModelShape
+
+MOST_STREAMED_LAYERS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What all cases of a run have in common."""
+
+    shape: ModelShape
+    search: SearchConfig
+    ceilings: dict[str, float]  # see `gpu_timing.ceilings`
+    seconds: float  # of measuring, per figure
+    pinned_bytes: int  # host memory that streaming may pin
+
+    @property
+    def every_4th(self) -> SearchConfig:
+        """The published schedule without a search at every step: more rows, chosen every fourth step."""
+        return replace(self.search, keep=0.15, search_period=4)
+
+
+def run_op_cases(
+    results: Results,
+    recorded: Recorded,
+    options: Options,
+    context_lens: list[int],
+    batch_sizes: list[int],
+    variants: list[str],  # "full", "streamed", "window", or names of recorded indexes
+) -> None:
+    """Measure whatever the results do not hold yet, shortest contexts first."""
+    for context_len in context_lens:
+        for batch_size in batch_sizes:
+            work = Workload(recorded, context_len, batch_size, torch.device("cuda"))
+            for variant in variants:
+                for schedule, search in _schedules(variant, options):
+                    key = {
+                        "kind": "op",
+                        "context_len": context_len,
+                        "batch_size": batch_size,
+                        "variant": variant,
+                        "placement": "host" if variant == "streamed" else "device",
+                        "schedule": schedule,
+                    }
+                    if not results.has(**key):
+                        results.add({**key, **_measure(work, options, variant, search, results)})
+                        torch.cuda.empty_cache()
+
+
+def _schedules(variant: str, options: Options) -> list[tuple[str, SearchConfig]]:
+    if variant in ("full", "streamed", "window"):
+        return [("none", options.search)]
+    return [("every step", options.search), ("every 4th step, keep 0.15", options.every_4th)]
+
+
+def _measure(work: Workload, options: Options, variant: str, search: SearchConfig, results: Results) -> dict[str, Any]:
+    try:
+        if variant == "full":
+            return full_attention_case(work, options)
+        if variant == "streamed":
+            return streamed_case(work, options, _full_attention_of(results, work))
+        return sparse_case(work, options, None if variant == "window" else variant, search)
+    except torch.OutOfMemoryError as error:
+        return {"refused": str(error).splitlines()[0]}
+
+
+def full_attention_case(work: Workload, options: Options) -> dict[str, Any]:
+    """Every backend on the same rows, the fastest named."""
+    moved = work.batch_size * full_bytes(options.shape, work.context_len)
+    num_sets = max(1, min(num_input_sets(moved, 16), SET_BYTES // moved))
+    inputs = [(work.queries(i)[i][:, :, None], *work.separate_kv(i)) for i in range(num_sets)]
+    full = fastest_full_attention(inputs, options.seconds)
+    return {
+        **full.timing.to_json(),
+        **_against_roofline(full.timing, moved, options.ceilings["read_gbps"]),
+        "backend": full.name,
+        "candidates_us": full.candidates,
+        "hbm_bytes": moved,
+    }
+
+
+def streamed_case(work: Workload, options: Options, attend: Attention) -> dict[str, Any]:
+    """Full attention over KV that is copied from pinned host memory, each layer's during the layer before."""
+    moved = work.batch_size * full_bytes(options.shape, work.context_len)
+    num_layers = min(MOST_STREAMED_LAYERS, options.pinned_bytes // moved)
+    if num_layers == 0:
+        return {"refused": f"a layer's KV has {moved} bytes, this run pins {options.pinned_bytes}; raise --pin-gib"}
+    kv = torch.stack(work.separate_kv(0))
+    q = work.queries(0)[0][:, :, None]
+    want = reference_attention(q, *kv)
+    pool = _pinned(options.pinned_bytes)[: num_layers * moved].view(kv.dtype).view(num_layers, *kv.shape)
+    pool.copy_(kv)
+    del kv
+    streamed = StreamedAttention([(k, v) for k, v in pool], attend)
+    error = relative_error(streamed.attend(0, q), want)
+    gate(error < TOLERANCE, f"streamed full attention is off by {error:.3f}")
+    streamed.finish()
+
+    def step() -> None:
+        for layer_idx in range(num_layers):
+            streamed.attend(layer_idx, q)
+
+    timing = time_replays(step, num_layers, options.seconds, least=3)
+    streamed.finish()
+    return {
+        **timing.to_json(),
+        **_against_roofline(timing, moved, options.ceilings["h2d_gbps"]),
+        "hbm_bytes": 2 * moved,
+    }
+
+
+def sparse_case(work: Workload, options: Options, index_name: str | None, search: SearchConfig) -> dict[str, Any]:
+    """Search and attention on the device; without an index, the resident rows alone."""
+    op = SparseOp(work, options.shape, search, index_name)
+    steps, read_gbps = range(op.num_calls), options.ceilings["read_gbps"]
+
+    def timed(calls: list[Callable[[], None]]) -> Timing:
+        return time_graph(calls, options.seconds)
+
+    if op.config is None or index_name is None:
+        timing = timed([op.attend_call(i) for i in steps])
+        return {
+            **timing.to_json(),
+            **_against_roofline(timing, work.batch_size * op.resident_bytes, read_gbps),
+            "hbm_bytes": op.hbm_bytes,
+        }
+    op.check()
+    whole = timed([op.step_call(i) for i in steps])
+    searching = timed([op.search_call(i) for i in steps[:: op.period]])
+    attending = timed([op.attend_call(i) for i in steps])
+    rows_read = distinct_rows(op.q.flatten(0, 1), work.recorded.indexes[index_name][0])
+    table = rows_read * op.num_index_heads * table_row_bytes(op.config, work.context_len) / op.period
+    kept = selected_bytes(options.shape, work.context_len, search.keep)
+    kept *= op.num_index_heads // options.shape.num_kv_heads  # heads that choose for themselves read for themselves
+    moved = work.batch_size * (table + kept + op.resident_bytes)
+    return {
+        **whole.to_json(),
+        "parts_us": {"search": round(searching.p50_us / op.period, 2), "attend": round(attending.p50_us, 2)},
+        **_against_roofline(whole, moved, read_gbps),
+        "moved_parts_bytes": {
+            "table": round(work.batch_size * table),
+            "rows": work.batch_size * (kept + op.resident_bytes),
+        },
+        "distinct_rows": round(rows_read, 2),
+        "hbm_bytes": op.hbm_bytes,
+    }
+
+
+def _full_attention_of(results: Results, work: Workload) -> Attention:
+    """The fastest way measured for this shape, or a safe one."""
+    for case in results.cases:
+        same = case["context_len"] == work.context_len and case["batch_size"] == work.batch_size
+        if same and case["variant"] == "full" and "backend" in case:
+            return full_attention_ways()[case["backend"]]
+    return full_attention_ways()["flash, packed"]
+
+
+@cache
+def _pinned(num_bytes: int) -> Tensor:
+    """Pinned once: that takes most of a second per GiB."""
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+def _against_roofline(timing: Timing, moved_bytes: float, best_gbps: float) -> dict[str, float]:
+    gbps = moved_bytes / timing.p50_us / 1e3
+    return {
+        "moved_bytes": round(moved_bytes),
+        "gbps": round(gbps, 1),
+        "roofline_us": round(moved_bytes / best_gbps / 1e3, 2),
+        "of_roofline": round(gbps / best_gbps, 3),
+    }

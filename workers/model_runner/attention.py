@@ -33,6 +33,9 @@ class StepAttention(Protocol):
         """
 
     def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
-        """Attend from each row to its context and its tail. q, out: [batch_size, num_q_heads, head_dim], q after RoPE."""
+        """Attend from each row to its context and its tail.
+
+        q (after RoPE), out: [batch_size, num_q_heads, head_dim].
+        """
 
     def end_step(self, rows: StepRows) -> None: ...

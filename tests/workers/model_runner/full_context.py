@@ -1,0 +1,59 @@
+"""A context prefilled by transformers, for the decode loop's full attention, and what transformers says next."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.tiny import token_ids
+from workers.model_runner import ModelRunner, take_weights
+from workers.model_runner.full_attention import FullAttention
+
+CONTEXT_LENS = (37, 50)
+
+
+@torch.no_grad()
+def context_kv(model: Any, ids: Tensor) -> list[Tensor]:
+    """Per layer [num_kv_heads, len(ids), 2, head_dim]."""
+    cache = model(ids[None], use_cache=True).past_key_values
+    return [torch.stack([layer.keys[0], layer.values[0]], dim=2) for layer in cache.layers]
+
+
+def contexts_of(model: Any) -> list[Tensor]:
+    """The ids of two contexts of different length."""
+    return [torch.from_numpy(token_ids(length, seed=length)).long().to(model.device) for length in CONTEXT_LENS]
+
+
+def full_attention(model: Any, num_tails: int = 4, tail_capacity: int = 60) -> FullAttention:
+    """Over both contexts. What lies behind the shorter one is NaN in K and zero in V."""
+    by_context = [context_kv(model, ids) for ids in contexts_of(model)]
+    layers = []
+    for parts in zip(*by_context, strict=True):
+        heads, _, _, head_dim = parts[0].shape
+        kv = parts[0].new_zeros(len(parts), heads, max(CONTEXT_LENS), 2, head_dim)
+        kv[:, :, :, 0] = torch.nan
+        for context_id, part in enumerate(parts):
+            kv[context_id, :, : part.shape[1]] = part
+        layers.append(kv)
+    attention = FullAttention(layers, CONTEXT_LENS, num_tails, tail_capacity, model.model.layers[0].self_attn.scaling)
+    attention.tails.fill_(torch.nan)  # nobody reads what no row has written
+    return attention
+
+
+def make_runner(model: Any, batch_sizes: tuple[int, ...] = (1, 3), **options: Any) -> ModelRunner:
+    return ModelRunner(take_weights(model, model.device), full_attention(model), batch_sizes, **options)
+
+
+@torch.no_grad()
+def greedy(model: Any, context_id: int, question: list[int], num_tokens: int) -> list[int]:
+    """The tokens that transformers generates after context and question."""
+    ids = torch.cat([contexts_of(model)[context_id], torch.tensor(question, device=model.device)])[None]
+    whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False)
+    return whole[0, ids.shape[1] :].tolist()
+
+
+@torch.no_grad()
+def logits_after(model: Any, context_id: int, continuation: list[int]) -> Tensor:
+    """transformers' logits at each token of a continuation: [len(continuation), vocab_size] float32."""
+    ids = torch.cat([contexts_of(model)[context_id], torch.tensor(continuation, device=model.device)])[None]
+    return model(ids).logits[0, -len(continuation) :].float()

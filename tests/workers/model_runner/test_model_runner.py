@@ -1,0 +1,210 @@
+"""The decode loop says what transformers says: same weights, same context, same tokens."""
+
+import pytest
+import torch
+
+from csattn.errors import ConfigError, ContextError
+from tests.tiny import FAMILIES, loaded, make_model, token_ids
+from tests.workers.model_runner.full_context import (
+    CONTEXT_LENS,
+    context_kv,
+    contexts_of,
+    full_attention,
+    greedy,
+    logits_after,
+    make_runner,
+)
+from workers.model_runner import ModelRunner, take_weights
+from workers.model_runner.full_attention import FullAttention
+
+QUESTIONS = [token_ids(length, seed=length).tolist() for length in (1, 5, 7)]
+ROPES = {
+    "linear": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 10_000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 256,
+    },
+}
+
+
+def ask(runner: ModelRunner, context_id: int, tail_id: int, question: list[int], num_tokens: int) -> list[int]:
+    """Prefill a question and decode, alone."""
+    context_len = CONTEXT_LENS[context_id]
+    first = int(runner.prefill(question, context_id, context_len, tail_id).next_ids)
+    runner.fill(1, [first], [context_len + len(question)], [context_id], [tail_id], [len(question) + 1])
+    return [first, *runner.decode(1, num_tokens - 1)[:, 0].tolist()]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_transformers(family) -> None:
+    model = loaded(family).model
+    runner = make_runner(model)
+    for tail_id, question in enumerate(QUESTIONS):
+        context_id = tail_id % 2
+        assert ask(runner, context_id, tail_id, question, 32) == greedy(model, context_id, question, 32)
+
+
+@pytest.mark.parametrize("rope_type", ROPES)
+def test_every_kind_of_rope(rope_type) -> None:
+    model = make_model(rope_parameters=ROPES[rope_type])
+    assert ask(make_runner(model), 0, 0, QUESTIONS[1], 32) == greedy(model, 0, QUESTIONS[1], 32)
+
+
+@pytest.mark.parametrize("changes", [{"tie_word_embeddings": True}, {"num_key_value_heads": 4}, {"hidden_size": 72}])
+def test_other_shapes(changes) -> None:
+    model = make_model("llama", **changes)
+    assert ask(make_runner(model), 1, 0, QUESTIONS[2], 32) == greedy(model, 1, QUESTIONS[2], 32)
+
+
+def test_requests_in_one_batch_say_what_they_say_alone() -> None:
+    """Rows of different contexts, positions and tails, beside an idle one."""
+    model = loaded("qwen3").model
+    runner = make_runner(model, batch_sizes=(2, 4))
+    rows = []
+    for tail_id, question in enumerate(QUESTIONS):
+        context_id = tail_id % 2
+        first = int(runner.prefill(question, context_id, CONTEXT_LENS[context_id], tail_id).next_ids)
+        rows.append((first, CONTEXT_LENS[context_id] + len(question), context_id, tail_id, len(question) + 1))
+    runner.fill(4, *zip(*rows, strict=True))
+    together = runner.decode(4, 20).T.tolist()
+    for row, (question, tokens) in enumerate(zip(QUESTIONS, together, strict=False)):
+        assert [rows[row][0], *tokens] == greedy(model, row % 2, question, 21)
+
+
+def test_idle_rows_stay_as_they_are() -> None:
+    runner = make_runner(loaded().model)
+    runner.fill(3, [5], [40], [0], [1], [1])
+    before = runner.attention.tails.clone()
+    runner.decode(3, 4)
+    rows = runner.rows(3)
+    assert rows.context_ids.tolist() == [0, -1, -1]
+    assert rows.positions.tolist() == [44, 0, 0]
+    assert rows.tail_lens.tolist() == [5, 0, 0]
+    changed = ~torch.isclose(before, runner.attention.tails, equal_nan=True).flatten(2).all(-1)
+    assert changed.any(0).tolist() == [False, True, False, False]
+
+
+@pytest.mark.parametrize("batch_sizes", [(1,), (2, 5), (16,)])
+def test_a_question_may_come_in_chunks_of_any_size(batch_sizes) -> None:
+    model = loaded("qwen2").model
+    question = token_ids(11, seed=3).tolist()
+    logits = make_runner(model, batch_sizes).prefill(question, 1, CONTEXT_LENS[1], tail_id=2).logits
+    want = logits_after(model, 1, question)[-1:]
+    torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_question_may_follow_an_answer() -> None:
+    model = loaded().model
+    runner = make_runner(model)
+    answer = ask(runner, 0, 0, QUESTIONS[1], 6)
+    so_far = [*QUESTIONS[1], *answer[:-1]]  # the last token is said, not yet fed
+    follow_up = [answer[-1], *QUESTIONS[2]]
+    output = runner.prefill(follow_up, 0, CONTEXT_LENS[0] + len(so_far), tail_id=0, tail_len=len(so_far))
+    want = logits_after(model, 0, [*so_far, *follow_up])[-1:]
+    torch.testing.assert_close(output.logits, want, rtol=1e-4, atol=1e-4)
+
+
+class PredictionsRecorded(FullAttention):
+    """Full attention that looks ahead and notes what it is told, and when."""
+
+    lookahead = True
+
+    def __init__(self, inner: FullAttention) -> None:
+        self.__dict__.update(inner.__dict__)
+        self.predicted: dict[int, torch.Tensor] = {}
+        self.order: list[str] = []
+
+    def begin_step(self, rows) -> None:
+        self.order.append("begin")
+
+    def look_ahead(self, layer_idx, q, rows) -> None:
+        self.predicted[layer_idx] = q.clone()
+        self.order.append(f"look ahead to {layer_idx}")
+
+    def attend(self, layer_idx, q, rows, out) -> None:
+        super().attend(layer_idx, q, rows, out)
+        self.order.append(f"attend {layer_idx}")
+
+    def end_step(self, rows) -> None:
+        self.order.append("end")
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_predicted_queries_are_those_of_the_layers_own_modules(family) -> None:
+    """As the session predicts them: the next layer's norm and projection of this layer's input, the map, RoPE."""
+    from csattn.models.query import queries_before_rope, rotate
+
+    model = loaded(family).model
+    attention = PredictionsRecorded(full_attention(model))
+    shape = take_weights(model, "cpu").shape
+    maps = torch.randn(2, shape.num_layers, shape.num_q_heads, shape.head_dim + 1, shape.head_dim) * 0.3
+    runner = ModelRunner(take_weights(model, "cpu"), attention, (2,), next_query=maps)
+    question, context_id = QUESTIONS[1][:2], 1
+    runner.prefill(question, context_id, CONTEXT_LENS[context_id], tail_id=0)
+
+    ids = torch.cat([contexts_of(model)[context_id], torch.tensor(question)])[None]
+    with torch.no_grad():
+        hidden = model(ids, output_hidden_states=True).hidden_states
+        positions = torch.arange(ids.shape[1] - 2, ids.shape[1])[None]
+        cos, sin = model.model.rotary_emb(hidden[0], positions)
+        for layer_idx in range(1, shape.num_layers):
+            early = queries_before_rope(model.model.layers[layer_idx], hidden[layer_idx - 1][0, -2:])
+            matrix = maps[context_id, layer_idx - 1]
+            want = rotate(early @ matrix[:, :-1] + matrix[:, -1:], cos[0], sin[0]).transpose(0, 1)
+            torch.testing.assert_close(attention.predicted[layer_idx], want, rtol=1e-3, atol=1e-3)
+
+
+def test_the_attention_is_called_in_the_promised_order() -> None:
+    model = loaded().model
+    attention = PredictionsRecorded(full_attention(model))
+    maps = torch.zeros(2, 3, 4, 17, 16)
+    runner = ModelRunner(take_weights(model, "cpu"), attention, (1,), next_query=maps)
+    runner.fill(1, [3], [40], [0], [0], [1])
+    runner.step(1)
+    assert attention.order == [
+        "begin",
+        "look ahead to 1",
+        "attend 0",
+        "look ahead to 2",
+        "attend 1",
+        "attend 2",
+        "end",
+    ]
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    model = loaded().model
+    runner = make_runner(model)
+    with pytest.raises(ConfigError, match="4 rows do not fit a step of 3"):
+        runner.batch_size_for(4)
+    with pytest.raises(ContextError, match="token id 256 is not in the model's vocabulary of 256"):
+        runner.prefill([1, 256], 0, CONTEXT_LENS[0], 0)
+    with pytest.raises(ContextError, match="a tail of 61 rows was asked for, tails hold 60"):
+        runner.prefill([1] * 61, 0, CONTEXT_LENS[0], 0)
+    with pytest.raises(ContextError, match="nothing to prefill"):
+        runner.prefill([], 0, CONTEXT_LENS[0], 0)
+    runner.fill(1, [1], [95], [0], [0], [59])
+    with pytest.raises(ContextError, match="a tail of 60 rows is full"):
+        runner.decode(1, 3)
+    with pytest.raises(ConfigError, match="batch sizes must be positive"):
+        make_runner(model, ())
+    with pytest.raises(ConfigError, match="needs next_query"):
+        ModelRunner(take_weights(model, "cpu"), PredictionsRecorded(full_attention(model)), (1,))
+
+
+def test_full_attention_is_what_transformers_computes_in_one_go() -> None:
+    """The context's KV that the tests put in is the one that transformers would have."""
+    model = loaded("mistral").model
+    ids = contexts_of(model)[0]
+    whole, first = context_kv(model, ids), context_kv(model, ids[:20])
+    torch.testing.assert_close(whole[-1][:, :20], first[-1], rtol=1e-5, atol=1e-5)

@@ -1,0 +1,121 @@
+"""Where weights come from: a loaded model, a directory, or chance."""
+
+import pytest
+import torch
+
+from csattn.errors import ModelError
+from csattn.models import load_model
+from csattn.models.rope import rotary_frequencies
+from tests.tiny import FAMILIES, loaded, make_model, save
+from workers.model_runner import random_weights, shape_named, take_weights
+from workers.model_runner.shapes import SHAPES, ModelShape, shape_of
+
+TINY = ModelShape(
+    num_layers=2,
+    hidden_size=64,
+    intermediate_size=96,
+    num_q_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    vocab_size=300,
+    max_positions=512,
+    norm_eps=1e-5,
+    rope={"rope_type": "default", "rope_theta": 10_000.0},
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_taken_weights_have_the_models_shape_and_number(family) -> None:
+    model = loaded(family).model
+    weights = take_weights(model, "cpu")
+    shape = weights.shape
+    assert weights.layers[0].qkv.shape == (shape.qkv_width, shape.hidden_size)
+    assert weights.layers[0].gate_up.shape == (2 * shape.intermediate_size, shape.hidden_size)
+    assert (weights.layers[0].qkv_bias is not None) == (family == "qwen2")
+    assert (weights.layers[0].head_norms is not None) == (family == "qwen3")
+    matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2)
+    assert shape.streamed_params == matrices - shape.vocab_size * shape.hidden_size
+    assert weights.streamed_bytes == 4 * shape.streamed_params
+
+
+def test_taken_weights_are_copies() -> None:
+    model = make_model()
+    weights = take_weights(model, "cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    assert weights.final_norm.isfinite().all() and weights.layers[1].down.isfinite().all()
+
+
+def test_a_consumed_model_has_given_its_layers_up() -> None:
+    model = make_model()
+    weights = take_weights(model, "cpu", consume=True)
+    assert sum(p.numel() for p in model.model.layers.parameters()) == 0
+    torch.testing.assert_close(weights.layers[2].out, make_model().model.layers[2].self_attn.o_proj.weight)
+
+
+def test_weights_of_a_directory_in_another_dtype(tmp_path) -> None:
+    model = load_model(str(save(tmp_path, "qwen3"))).model
+    weights = take_weights(model, "cpu", torch.bfloat16)
+    assert weights.dtype == torch.bfloat16 and weights.inverse_frequencies.dtype == torch.float32
+    torch.testing.assert_close(weights.head, model.lm_head.weight.bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"hidden_act": "gelu"}, "computes gated SiLU, this model's MLP has 'gelu'"),
+        ({"attention_bias": True}, "no bias in o_proj"),
+        ({"mlp_bias": True}, "no bias in down_proj"),
+    ],
+)
+def test_what_the_loop_does_not_compute_is_refused(changes, complaint) -> None:
+    with pytest.raises(ModelError, match=complaint):
+        take_weights(make_model(**changes), "cpu")
+
+
+def test_half_precision_that_overflows_is_refused() -> None:
+    with pytest.raises(ModelError, match="float32 or bfloat16, not float16"):
+        take_weights(loaded().model, "cpu", torch.float16)
+    with pytest.raises(ModelError, match="float32 or bfloat16, not float16"):
+        random_weights(TINY, "cpu", torch.float16)
+
+
+def test_random_weights_repeat() -> None:
+    first, second = random_weights(TINY, "cpu", seed=3), random_weights(TINY, "cpu", seed=3)
+    other = random_weights(TINY, "cpu", seed=4)
+    assert torch.equal(first.layers[1].down, second.layers[1].down)
+    assert not torch.equal(first.layers[1].down, other.layers[1].down)
+    assert first.dtype == torch.bfloat16
+
+
+def test_published_shapes_have_the_published_sizes() -> None:
+    """Parameters in millions, the embedding included, as the models' cards say."""
+    cards = {
+        "llama-3.1-8b": 8030,
+        "llama-3.2-1b": 1236,
+        "llama-3.2-3b": 3213,
+        "qwen2.5-7b": 7616,
+        "qwen3-8b": 8191,
+        "mistral-7b-v0.3": 7248,
+        "smollm2-135m": 134.5,
+    }
+    assert cards.keys() == SHAPES.keys()
+    for name, millions in cards.items():
+        shape = shape_named(name)
+        embedding = 0 if shape.tied_embedding else shape.vocab_size * shape.hidden_size
+        assert (shape.streamed_params + embedding) / 1e6 == pytest.approx(millions, rel=1e-3)
+
+
+def test_an_unknown_shape_is_refused() -> None:
+    with pytest.raises(ModelError, match="no model shape 'gpt-5'; choose one of llama"):
+        shape_named("gpt-5")
+
+
+def test_frequencies_of_a_shape_are_those_of_a_model_of_it() -> None:
+    rope = shape_named("llama-3.1-8b").rope | {"original_max_position_embeddings": 64}
+    model = make_model(rope_parameters=rope)
+    shape = shape_of(model.config)
+    frequencies, scale = rotary_frequencies(shape.rope, shape.head_dim, shape.max_positions)
+    assert torch.equal(frequencies, take_weights(model, "cpu").inverse_frequencies)
+    assert scale == 1.0

@@ -1,0 +1,171 @@
+"""Products of a few rows with a weight matrix, bound by the reading of the weights.
+
+A program owns BLOCK_N rows of the weights (and, with SPLIT_K, a part of their columns) and streams them once through
+the tensor cores; the step's rows are the narrow side of the product. Everything that follows a product in a
+transformer layer is done where its sum is finished. Sums are taken in an order that depends on the weights' shape
+alone: a row's result is the same in every batch.
+"""
+
+# Triton kernels are untyped, and their constants upper case by custom.
+# ruff: noqa: N803
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def normed_linear_kernel(
+    x,  # [num_rows, num_k]: hidden * norm weight, not yet divided by the row's root mean square
+    squares,  # [num_squares, num_rows] float32: parts of the sum of hidden² of each row
+    w,  # [num_out (* 2 when GATED: gates, then ups), num_k]
+    bias,  # [num_out], or w when not HAS_BIAS
+    out,  # [num_rows, num_out]
+    partials,
+    counters,
+    num_rows,
+    num_out,
+    num_k,
+    num_squares,
+    eps,
+    GATED: tl.constexpr,  # out = silu(gate) * up
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_SQUARES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PDL: tl.constexpr,
+    DOT_PRECISION: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    row = _weight_rows(tile, num_out, GATED, BLOCK_N)
+    acc, complete = _stream(
+        x, w, partials, counters, row, num_rows, num_k, tile,
+        BLOCK_M, BLOCK_N, BLOCK_K, SPLIT_K, EVEN_K, PDL, DOT_PRECISION,
+    )  # fmt: skip
+    if complete:
+        m = tl.arange(0, BLOCK_M)
+        s = tl.arange(0, BLOCK_SQUARES)
+        seen = (s < num_squares)[:, None] & (m < num_rows)[None, :]
+        parts = tl.load(squares + s[:, None] * num_rows + m[None, :], mask=seen, other=0.0)
+        scale = tl.math.rsqrt(tl.sum(parts, axis=0) / num_k + eps)
+        acc = acc * scale[None, :]
+        if GATED:
+            gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_N // 2, 2, BLOCK_M)), (0, 2, 1)))
+            value = gate * tl.sigmoid(gate) * up
+            n = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        else:
+            value = acc
+            n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            if HAS_BIAS:
+                value += tl.load(bias + n, mask=n < num_out, other=0.0).to(tl.float32)[:, None]
+        inside = (n < num_out)[:, None] & (m < num_rows)[None, :]
+        tl.store(out + m[None, :] * num_out + n[:, None], value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def linear_add_kernel(
+    x,  # [num_rows, num_k]
+    w,  # [num_out, num_k]
+    hidden,  # [num_rows, num_out]: the product is added to it
+    norm,  # [num_out]: weight of the norm that reads hidden next
+    scaled,  # [num_rows, num_out] <- hidden * norm
+    norm_ahead,  # likewise of the layer after it, or norm when not AHEAD
+    scaled_ahead,
+    squares,  # [number of tiles, num_rows] float32 <- sums of hidden² over each tile's columns
+    partials,
+    counters,
+    num_rows,
+    num_out,
+    num_k,
+    AHEAD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PDL: tl.constexpr,
+    DOT_PRECISION: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    row = _weight_rows(tile, num_out, False, BLOCK_N)
+    acc, complete = _stream(
+        x, w, partials, counters, row, num_rows, num_k, tile,
+        BLOCK_M, BLOCK_N, BLOCK_K, SPLIT_K, EVEN_K, PDL, DOT_PRECISION,
+    )  # fmt: skip
+    if complete:
+        m = tl.arange(0, BLOCK_M)
+        n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside = (n < num_out)[:, None] & (m < num_rows)[None, :]
+        at = m[None, :] * num_out + n[:, None]
+        dtype = hidden.dtype.element_ty
+        before = tl.load(hidden + at, mask=inside, other=0.0).to(tl.float32)
+        value = (before + acc).to(dtype).to(tl.float32)
+        tl.store(hidden + at, value.to(dtype), mask=inside)
+        weight = tl.load(norm + n, mask=n < num_out, other=0.0).to(tl.float32)[:, None]
+        tl.store(scaled + at, (value * weight).to(dtype), mask=inside)
+        if AHEAD:
+            weight = tl.load(norm_ahead + n, mask=n < num_out, other=0.0).to(tl.float32)[:, None]
+            tl.store(scaled_ahead + at, (value * weight).to(dtype), mask=inside)
+        value = tl.where(inside, value, 0.0)
+        tl.store(squares + tile * num_rows + m, tl.sum(value * value, axis=0), mask=m < num_rows)
+
+
+@triton.jit
+def _weight_rows(tile, num_out, GATED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The rows of the weights that a tile multiplies; those past the end repeat the last. Gates and ups alternate."""
+    r = tl.arange(0, BLOCK_N)
+    if GATED:
+        return tl.minimum(tile * (BLOCK_N // 2) + r // 2, num_out - 1) + (r % 2) * num_out
+    else:
+        return tl.minimum(tile * BLOCK_N + r, num_out - 1)
+
+
+@triton.jit
+def _stream(
+    x, w, partials, counters, row, num_rows, num_k, tile,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
+    EVEN_K: tl.constexpr, PDL: tl.constexpr, DOT_PRECISION: tl.constexpr,
+):  # fmt: skip
+    """w[row] @ x.T, [BLOCK_N, BLOCK_M] float32, and whether this program is the one that has the whole sum."""
+    part = tl.program_id(1)
+    part_len = tl.cdiv(tl.cdiv(num_k, BLOCK_K), SPLIT_K) * BLOCK_K
+    start = part * part_len
+    stop = tl.minimum(start + part_len, num_k)
+    m = tl.arange(0, BLOCK_M)
+    k = start + tl.arange(0, BLOCK_K)
+    w_at = w + row.to(tl.int64)[:, None] * num_k + k[None, :]
+    x_at = x + m[None, :] * num_k + k[:, None]
+    if PDL:
+        gdc_wait()
+    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    for at in range(start, stop, BLOCK_K):
+        if EVEN_K:
+            w_tile = tl.load(w_at, eviction_policy="evict_first")
+            x_tile = tl.load(x_at, mask=(m < num_rows)[None, :], other=0.0)
+        else:
+            inside = at + tl.arange(0, BLOCK_K) < stop
+            w_tile = tl.load(w_at, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+            x_tile = tl.load(x_at, mask=(m < num_rows)[None, :] & inside[:, None], other=0.0)
+        acc = tl.dot(w_tile, x_tile, acc, input_precision=DOT_PRECISION)
+        w_at += BLOCK_K
+        x_at += BLOCK_K
+    if PDL:  # only now: what starts earlier takes bandwidth and room from programs that still stream
+        gdc_launch_dependents()
+    complete = True
+    if SPLIT_K > 1:
+        r = tl.arange(0, BLOCK_N)
+        sum_at = partials + (tile * SPLIT_K * BLOCK_N + r)[:, None] * BLOCK_M + m[None, :]
+        tl.store(sum_at + part * BLOCK_N * BLOCK_M, acc)
+        tl.debug_barrier()  # all of the program's sums are written before one of its threads says so
+        arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel")
+        complete = arrived == SPLIT_K - 1
+        if complete:
+            tl.store(counters + tile, 0)
+            acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+            for other in range(SPLIT_K):  # in the order of the parts, whoever came last
+                acc += tl.load(sum_at + other * BLOCK_N * BLOCK_M, cache_modifier=".cg")
+    return acc, complete

@@ -1,0 +1,59 @@
+"""The rows of a step at fixed device addresses, filled by one small copy from the host."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from csattn.batch import StepRows
+
+_INT64_FIELDS, _INT32_FIELDS = 2, 3
+_ROW_BYTES = 8 * _INT64_FIELDS + 4 * _INT32_FIELDS
+
+
+class RowBuffer:
+    """`rows` on the device, and the pinned memory that they are copied from."""
+
+    def __init__(self, batch_size: int, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._device = torch.zeros(_ROW_BYTES * batch_size, dtype=torch.uint8, device=device)
+        self._host = torch.zeros(_ROW_BYTES * batch_size, dtype=torch.uint8, pin_memory=self._on_gpu)
+        self.rows = _views(self._device, batch_size)
+        self._staged = _views(self._host, batch_size)
+        self._copied = torch.cuda.Event() if self._on_gpu else None  # type: ignore[no-untyped-call]
+        self.fill([], [], [], [], [])
+
+    def fill(
+        self,
+        token_ids: Sequence[int],
+        positions: Sequence[int],
+        context_ids: Sequence[int],
+        tail_ids: Sequence[int],
+        tail_lens: Sequence[int],
+    ) -> None:
+        """Set the first rows, all of the same number, and leave the others idle."""
+        if self._copied is not None:
+            self._copied.synchronize()  # the copy before this one may still be reading the staged rows
+        self._host.zero_()
+        self._staged.context_ids.fill_(-1)
+        num_rows = len(token_ids)
+        for staged, values in (
+            (self._staged.token_ids, token_ids),
+            (self._staged.positions, positions),
+            (self._staged.context_ids, context_ids),
+            (self._staged.tail_ids, tail_ids),
+            (self._staged.tail_lens, tail_lens),
+        ):
+            assert len(values) == num_rows, f"{num_rows} token ids and {len(values)} of another field"
+            staged[:num_rows] = torch.tensor(values, dtype=staged.dtype)
+        self._device.copy_(self._host, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+
+def _views(buffer: Tensor, batch_size: int) -> StepRows:
+    wide = buffer[: 8 * _INT64_FIELDS * batch_size].view(torch.int64).view(_INT64_FIELDS, batch_size)
+    narrow = buffer[8 * _INT64_FIELDS * batch_size :].view(torch.int32).view(_INT32_FIELDS, batch_size)
+    return StepRows(
+        token_ids=wide[0], positions=wide[1], context_ids=narrow[0], tail_ids=narrow[1], tail_lens=narrow[2]
+    )

@@ -1,0 +1,239 @@
+"""The decode loop: steps of a batch as CUDA graphs, tokens fed back on the device, nothing waited for."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from csattn.batch import StepRows
+from csattn.errors import ConfigError, ContextError
+from workers.model_runner.attention import StepAttention
+from workers.model_runner.layers import Call, StepLayers
+from workers.model_runner.ops import StepOps
+from workers.model_runner.rows import RowBuffer
+from workers.model_runner.torch_ops import TorchOps
+from workers.model_runner.weights import ModelWeights
+
+
+class StepOutput(NamedTuple):
+    """What a step leaves on the device, until the next step of the same batch size overwrites it."""
+
+    logits: Tensor  # [batch_size, vocab_size] float32
+    next_ids: Tensor  # [batch_size] int64: the likeliest token of each row
+
+
+class ModelRunner:
+    """Runs steps of a few batch sizes. Work is enqueued on torch's current stream and never waited for.
+
+        runner.prefill(question_ids, context_id=0, first_position=context_len, tail_id=0)
+        runner.fill(1, [first_id], [position], [0], [0], [tail_len])
+        token_ids = runner.decode(1, num_steps=100)
+
+    When it is made it runs one step of each batch size with idle rows, then captures it: rows, attention and outputs
+    of a batch size stay at fixed addresses. On a CPU a step is the same calls, made one by one.
+    """
+
+    def __init__(
+        self,
+        weights: ModelWeights,
+        attention: StepAttention,
+        batch_sizes: Sequence[int],
+        next_query: Tensor | None = None,  # [num_contexts, num_layers, num_q_heads, head_dim + 1, head_dim]
+        use_graphs: bool = True,  # on a GPU; False to look for a fault
+    ) -> None:
+        """next_query: `LayerIndex.next_query` of every context and layer; the last layer's is never read."""
+        if not batch_sizes or min(batch_sizes) < 1:
+            raise ConfigError(f"batch sizes must be positive and at least one, got {tuple(batch_sizes)}")
+        if attention.lookahead and next_query is None:
+            raise ConfigError("an attention that looks ahead needs next_query; pass the index's, or lookahead=False")
+        self.weights, self.attention = weights, attention
+        self.batch_sizes = tuple(sorted(set(batch_sizes)))
+        if next_query is not None:
+            next_query = next_query.to(device=weights.device, dtype=weights.dtype)
+        ops = _ops_for(weights.device, self.batch_sizes[-1])
+        with torch.no_grad():
+            self._steps = {
+                batch_size: _Step(weights, attention, next_query, ops, batch_size) for batch_size in self.batch_sizes
+            }
+            if weights.device.type == "cuda" and use_graphs:
+                pool = torch.cuda.graph_pool_handle()
+                for step in reversed(self._steps.values()):  # the largest first: the others fit into its memory
+                    step.capture(pool, attention.in_graph)
+
+    def rows(self, batch_size: int) -> StepRows:
+        """The rows that the next step of that batch size works on; may be written on the device."""
+        return self._steps[batch_size].buffer.rows
+
+    def batch_size_for(self, num_rows: int) -> int:
+        """The smallest batch size that has room for so many rows."""
+        for batch_size in self.batch_sizes:
+            if batch_size >= num_rows:
+                return batch_size
+        raise ConfigError(f"{num_rows} rows do not fit a step of {self.batch_sizes[-1]}; make the runner with more")
+
+    def fill(
+        self,
+        batch_size: int,
+        token_ids: Sequence[int],
+        positions: Sequence[int],
+        context_ids: Sequence[int],
+        tail_ids: Sequence[int],
+        tail_lens: Sequence[int],  # the row's own token included
+    ) -> None:
+        """Set the rows of the next step by one copy; rows that are not given are idle."""
+        self._require_tokens(token_ids)
+        step = self._steps[batch_size]
+        step.room = self._room(max(tail_lens, default=0))
+        step.buffer.fill(token_ids, positions, context_ids, tail_ids, tail_lens)
+
+    @torch.no_grad()
+    def step(self, batch_size: int) -> StepOutput:
+        """Run one step on the rows as they are."""
+        step = self._steps[batch_size]
+        for piece in step.pieces:
+            piece()
+        return StepOutput(step.layers.logits, step.layers.next_ids)
+
+    @torch.no_grad()
+    def advance(self, batch_size: int) -> None:
+        """Feed each row the likeliest token of the last step, one position and one row of its tail further."""
+        step = self._steps[batch_size]
+        if step.room == 0:
+            raise ContextError(f"a tail of {self._tail_capacity} rows is full; end the request, or make longer tails")
+        step.room -= 1
+        step.advance()
+
+    @torch.no_grad()
+    def decode(self, batch_size: int, num_steps: int) -> Tensor:
+        """Run steps that each feed the next. Returns their tokens [num_steps, batch_size] int64, on the device.
+
+        Afterwards the rows hold the last token, ready for another call.
+        """
+        out = torch.empty(num_steps, batch_size, dtype=torch.int64, device=self.weights.device)
+        for token_ids in out:
+            token_ids.copy_(self.step(batch_size).next_ids)
+            self.advance(batch_size)
+        return out
+
+    def prefill(
+        self,
+        token_ids: Sequence[int],
+        context_id: int,
+        first_position: int,  # of the first token, in the sequence
+        tail_id: int,
+        tail_len: int = 0,  # rows the tail has already
+    ) -> StepOutput:
+        """Feed a question in as few steps as possible. Returns what followed its last token: one row."""
+        if not token_ids:
+            raise ContextError("there is nothing to prefill; give at least one token")
+        self._room(tail_len + len(token_ids))
+        for start in range(0, len(token_ids), self.batch_sizes[-1]):
+            chunk = list(token_ids[start : start + self.batch_sizes[-1]])
+            num_rows = len(chunk)
+            batch_size = self.batch_size_for(num_rows)
+            self.fill(
+                batch_size,
+                chunk,
+                [first_position + start + row for row in range(num_rows)],
+                [context_id] * num_rows,
+                [tail_id] * num_rows,
+                [tail_len + start + row + 1 for row in range(num_rows)],
+            )
+            output = self.step(batch_size)
+        return StepOutput(output.logits[num_rows - 1 : num_rows], output.next_ids[num_rows - 1 : num_rows])
+
+    @property
+    def _tail_capacity(self) -> int:
+        return self.attention.tails.shape[3]
+
+    def _room(self, tail_len: int) -> int:
+        """Rows left in a tail of that length. Raises ContextError when it is too long."""
+        if tail_len > self._tail_capacity:
+            raise ContextError(
+                f"a tail of {tail_len} rows was asked for, tails hold {self._tail_capacity}; ask a shorter question, "
+                "or make longer tails"
+            )
+        return self._tail_capacity - tail_len
+
+    def _require_tokens(self, token_ids: Sequence[int]) -> None:
+        vocab_size = self.weights.shape.vocab_size
+        for token_id in token_ids:
+            if not 0 <= token_id < vocab_size:
+                raise ContextError(f"token id {token_id} is not in the model's vocabulary of {vocab_size}")
+
+
+class _Step:
+    """A batch size: its rows, its tensors, and what to call for a step."""
+
+    def __init__(
+        self,
+        weights: ModelWeights,
+        attention: StepAttention,
+        next_query: Tensor | None,
+        ops: StepOps,
+        batch_size: int,
+    ) -> None:
+        self.buffer = RowBuffer(batch_size, weights.device)
+        self.layers = StepLayers(weights, attention, next_query, ops, self.buffer.rows)
+        self._calls = list(self.layers.calls())
+        self.pieces: list[Callable[[], None]] = [call.run for call in self._calls]
+        self.advance: Callable[[], None] = self._advance
+        self.room = 0  # rows left in the longest tail
+
+    def capture(self, pool: Any, attention_too: bool) -> None:
+        """Turn the calls into CUDA graphs: one, or one between each two calls of the attention."""
+        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for call in self._calls:  # compiles what has to be compiled; the rows are idle
+                call.run()
+            self._advance()
+        torch.cuda.current_stream().wait_stream(aside)
+        torch.cuda.synchronize()
+        self.pieces = []
+        for together in _runs_between(self._calls, attention_too):
+            if together[0].of_attention and not attention_too:
+                self.pieces += [call.run for call in together]
+            else:
+                self.pieces.append(_captured([call.run for call in together], pool))
+        self.advance = _captured([self._advance], pool)
+
+    def _advance(self) -> None:
+        rows = self.buffer.rows
+        active = rows.context_ids >= 0
+        rows.token_ids.copy_(self.layers.next_ids)
+        rows.positions.add_(active)
+        rows.tail_lens.add_(active)
+
+
+def _runs_between(calls: list[Call], attention_too: bool) -> list[list[Call]]:
+    """Neighbouring calls that are captured together."""
+    if attention_too:
+        return [calls]
+    runs: list[list[Call]] = []
+    for call in calls:
+        if runs and runs[-1][0].of_attention == call.of_attention:
+            runs[-1].append(call)
+        else:
+            runs.append([call])
+    return runs
+
+
+def _captured(calls: list[Callable[[], None]], pool: Any) -> Callable[[], None]:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        for call in calls:
+            call()
+    replay: Callable[[], None] = graph.replay
+    return replay
+
+
+def _ops_for(device: torch.device, max_batch_size: int) -> StepOps:
+    if device.type == "cpu":
+        return TorchOps()
+    from workers.model_runner.triton_ops import MAX_BATCH_SIZE, TritonOps  # Triton is only there on a GPU
+
+    if max_batch_size > MAX_BATCH_SIZE:
+        raise ConfigError(f"a step has at most {MAX_BATCH_SIZE} rows, got a batch size of {max_batch_size}")
+    return TritonOps(device)

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.decode import recorded
+from bench.decode.plots import draw_all
+from bench.decode.report import tables
 from bench.decode.results import Results, merge_files
 from csattn.config import SearchConfig
 
@@ -61,7 +63,12 @@ def _measure(arguments: argparse.Namespace) -> None:
     from bench.decode.op import Options, run_op_cases
     from workers.model_runner.shapes import shape_named
 
-    header: dict[str, Any] = {"machine": device_machine(), "ceilings": ceilings(), "shape": arguments.shape}
+    header: dict[str, Any] = {
+        "machine": device_machine(),
+        "ceilings": ceilings(),
+        "shape": arguments.shape,
+        "keep": arguments.keep,
+    }
     print(json.dumps(header), flush=True)
     torch.cuda.empty_cache()
     search = SearchConfig(keep=arguments.keep)
@@ -87,6 +94,10 @@ def _show(arguments: argparse.Namespace) -> None:
     content = merge_files(arguments.files)
     if arguments.out:
         arguments.out.write_text(json.dumps(content, indent=1) + "\n")
+    print(tables(content))
+    if arguments.plots:
+        for path in draw_all(content, arguments.plots):
+            print(f"drawn: {path}")
 
 
 def _names(text: str) -> list[str]:

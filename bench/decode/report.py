@@ -1,0 +1,142 @@
+"""Figures as Markdown tables."""
+
+from typing import Any
+
+from bench.decode.recorded import INDEXES
+from bench.decode.results import Case
+from bench.decode.roofline import best_ratio
+from workers.model_runner.shapes import shape_named
+
+NAMES = {
+    "full": "full attention",
+    "streamed": "full attention, KV streamed from the host",
+    "window": "sinks, window and tail only",
+    "rows 16x64": "csattn",
+    "rows 32x32": "csattn, 32 × 32 centroids",
+    "lists": "csattn, lists",
+    "paper": "as published",
+}
+
+
+def tables(content: dict[str, Any]) -> str:
+    """Every table that the cases give."""
+    cases, parts = content["cases"], []
+    if any(case["kind"] == "op" for case in cases):
+        parts += ["### One layer's attention, µs", "", op_table(cases)]
+    if any(case["kind"] == "e2e" for case in cases):
+        parts += ["", "### Whole steps", "", end_to_end_table(cases, content)]
+    return "\n".join([describe(content), "", *parts])
+
+
+def describe(content: dict[str, Any]) -> str:
+    """The machine in a sentence."""
+    machine, ceilings = content["machine"], content["ceilings"]
+    return (
+        f"{machine['gpu']} (driver {machine['driver']}, CUDA {machine['cuda']}), {machine['cpus']} cores of "
+        f"{machine['cpu']}, torch {machine['torch']}, triton {machine['triton']}. Measured ceilings: device read "
+        f"{ceilings['read_gbps'] / 1e3:.2f} TB/s, device copy {ceilings['copy_gbps'] / 1e3:.2f} TB/s, "
+        f"host to device {ceilings['h2d_gbps']:.1f} GB/s. Shape {content['shape']}, bfloat16."
+    )
+
+
+def op_table(cases: list[Case]) -> str:
+    """A line per context length, batch size and variant, with the ratio to full attention."""
+    lines = [
+        "| context | batch | | p50 | p99 | × full | search | attend | GB moved | of roofline | with |",
+        "|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|---|",
+    ]
+    for case in sorted((c for c in cases if c["kind"] == "op"), key=_order):
+        start = f"| {length(case['context_len'])} | {case['batch_size']} | {label(case)} |"
+        if "refused" in case:
+            lines.append(f"{start} — | | | | | | | {case['refused']} |")
+            continue
+        parts = case.get("parts_us", {})
+        lines.append(
+            f"{start} {case['p50_us']:.1f} | {case['p99_us']:.1f} | {_ratio(case, cases)} | "
+            f"{_us(parts.get('search'))} | {_us(parts.get('attend'))} | {case['moved_bytes'] / 1e9:.3f} | "
+            f"{case['of_roofline']:.2f} | {case.get('backend', '')} |"
+        )
+    return "\n".join(lines)
+
+
+def end_to_end_table(cases: list[Case], content: dict[str, Any]) -> str:
+    """A line per context length, batch size, placement and variant."""
+    lines = [
+        "| context | batch | placement | | TPOT p50, ms | p99 | tokens/s | × full | of best | attention, µs a layer | "
+        "search | gather | attend | link MB a step | cache hits | HBM, GB |",
+        "|---:|---:|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for case in sorted((c for c in cases if c["kind"] == "e2e"), key=_order):
+        start = f"| {length(case['context_len'])} | {case['batch_size']} | {case['placement']} | {label(case)} |"
+        if "refused" in case:
+            lines.append(f"{start} {case['refused']} |" + " |" * 11)
+            continue
+        parts = case.get("parts_us", {})
+        link, hits = case.get("link_bytes"), case.get("hit_rate")
+        lines.append(
+            f"{start} {case['p50_us'] / 1e3:.2f} | {case['p99_us'] / 1e3:.2f} | {case['tokens_per_s']:.0f} | "
+            f"{_ratio(case, cases)} | {_share_of_best(case, cases, content)} | {_us(case.get('attention_us'))} | "
+            f"{_us(parts.get('search'))} | {_us(parts.get('gather'))} | {_us(parts.get('attend'))} | "
+            f"{'' if link is None else f'{link / 1e6:.1f}'} | {'' if hits is None else f'{hits:.3f}'} | "
+            f"{case['hbm_bytes'] / 1e9:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def label(case: Case) -> str:
+    name = NAMES.get(case["variant"], case["variant"])
+    return name if case["schedule"] in ("none", "every step") else f"{name}, {case['schedule']}"
+
+
+def length(context_len: int) -> str:
+    return f"{context_len >> 20}M" if context_len >= 1 << 20 else f"{context_len >> 10}K"
+
+
+def full_case(case: Case, cases: list[Case]) -> Case | None:
+    """Full attention of the same run, kind, length and batch, if it was measured."""
+    for other in cases:
+        same = all(other[name] == case[name] for name in ("kind", "context_len", "batch_size"))
+        if same and other["variant"] == "full" and "p50_us" in other:
+            return other
+    return None
+
+
+def speedup(case: Case, cases: list[Case]) -> float | None:
+    full = full_case(case, cases)
+    return None if full is None else full["p50_us"] / case["p50_us"]
+
+
+def best_speedup(case: Case, content: dict[str, Any]) -> float | None:
+    """What the roofline allows a whole step of that variant."""
+    if case["variant"] not in INDEXES:
+        return None
+    config = INDEXES[case["variant"]][0]
+    shape = shape_named(content["shape"])
+    return best_ratio(shape, config, case["context_len"], case["batch_size"], content["keep"])
+
+
+def _share_of_best(case: Case, cases: list[Case], content: dict[str, Any]) -> str:
+    ratio, best = speedup(case, cases), best_speedup(case, content)
+    return "" if ratio is None or best is None or case["placement"] != "device" else f"{ratio / best:.2f} of {best:.2f}"
+
+
+def _ratio(case: Case, cases: list[Case]) -> str:
+    ratio = speedup(case, cases)
+    return "" if ratio is None or case["variant"] == "full" else f"{ratio:.2f}"
+
+
+def _order(case: Case) -> tuple[Any, ...]:
+    names, placements = list(NAMES), ["device", "hybrid", "host"]
+    variant, placement = case["variant"], case["placement"]
+    return (
+        case["context_len"],
+        case["batch_size"],
+        names.index(variant) if variant in names else len(names),
+        placements.index(placement) if placement in placements else len(placements),
+        case["schedule"] != "every step",
+        case["schedule"],
+    )
+
+
+def _us(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"

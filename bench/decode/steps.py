@@ -1,0 +1,115 @@
+"""Attentions for whole steps: recorded queries put in place of a model's, and the baselines in the loop's terms."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from bench.decode.baselines import Attention, StreamedAttention
+from bench.decode.gpu_timing import capture
+from bench.decode.widened import NUM_WIDE_LAYERS, Which
+from bench.decode.workload import Workload
+from csattn.batch import StepRows
+from workers.model_runner.attention import StepAttention
+
+
+class RecordedQueries:
+    """Passes every call on, with the recorded queries of the next step instead of those that come in.
+
+    Weights that are random make queries that mean nothing; which rows a step selects, and how many of them the last
+    step selected too, must be real. The step is counted on the device, so a captured graph goes through them all.
+    """
+
+    def __init__(self, attention: StepAttention, work: Workload) -> None:
+        self._inner = attention
+        self.tails = attention.tails
+        self.lookahead = attention.lookahead
+        self.in_graph = attention.in_graph
+        self._step = torch.zeros(1, dtype=torch.int64, device=work.device)
+        self._own = self._recorded(work, "own")
+        self._predicted = self._recorded(work, "predicted") if attention.lookahead else self._own
+        self._own_now = self._own[:1].clone()
+        self._predicted_now = self._predicted[:1].clone()
+
+    def begin_step(self, rows: StepRows) -> None:
+        torch.index_select(self._own, 0, self._step, out=self._own_now)
+        if self.lookahead:
+            torch.index_select(self._predicted, 0, self._step, out=self._predicted_now)
+        self._step.add_(1).remainder_(len(self._own))
+        self._inner.begin_step(rows)
+
+    def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None:
+        self._inner.look_ahead(layer_idx, self._predicted_now[0, layer_idx % NUM_WIDE_LAYERS], rows)
+
+    def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
+        self._inner.attend(layer_idx, self._own_now[0, layer_idx % NUM_WIDE_LAYERS], rows, out)
+
+    def end_step(self, rows: StepRows) -> None:
+        self._inner.end_step(rows)
+
+    @staticmethod
+    def _recorded(work: Workload, which: Which) -> Tensor:
+        """[num_steps, NUM_WIDE_LAYERS, batch_size, num_q_heads, head_dim]."""
+        return torch.stack([work.queries(layer_idx, which) for layer_idx in range(NUM_WIDE_LAYERS)], dim=1)
+
+
+class FullAttentionSteps:
+    """Full attention over the context on the device. Of the tail it reads nothing, which is to its advantage."""
+
+    lookahead = False
+    in_graph = True
+
+    def __init__(self, tails: Tensor, kv: list[tuple[Tensor, Tensor]], attend: Attention) -> None:
+        """kv: of each layer k, v [batch_size, num_kv_heads, context_len, head_dim]."""
+        self.tails = tails
+        self._kv = kv
+        self._attend = attend
+
+    def begin_step(self, rows: StepRows) -> None: ...
+
+    def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None: ...
+
+    def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
+        out.copy_(self._attend(q[:, :, None], *self._kv[layer_idx])[:, :, 0])
+
+    def end_step(self, rows: StepRows) -> None: ...
+
+
+class StreamedSteps:
+    """Full attention over KV in host memory. Model layers may share host layers: what is copied is as much."""
+
+    lookahead = False
+    in_graph = False
+
+    def __init__(self, tails: Tensor, streamed: StreamedAttention) -> None:
+        assert tails.shape[0] % streamed.num_layers == 0, "layers of the model go round those in host memory"
+        self.tails = tails
+        self._streamed = streamed
+
+    def begin_step(self, rows: StepRows) -> None: ...
+
+    def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None: ...
+
+    def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
+        out.copy_(self._streamed.attend(layer_idx % self._streamed.num_layers, q[:, :, None])[:, :, 0])
+
+    def end_step(self, rows: StepRows) -> None: ...
+
+
+def attention_only(attention: StepAttention, rows: StepRows, q: Tensor) -> Callable[[], None]:
+    """A function that runs one step's attention, all layers, without a model around it.
+
+    q: [batch_size, num_q_heads, head_dim], what every layer is asked with; `RecordedQueries` overrides it.
+    """
+    num_layers = attention.tails.shape[0]
+    out = torch.empty_like(q)
+
+    def step() -> None:
+        attention.begin_step(rows)
+        for layer_idx in range(num_layers):
+            if attention.lookahead and layer_idx + 1 < num_layers:
+                attention.look_ahead(layer_idx + 1, q, rows)
+            attention.attend(layer_idx, q, rows, out)
+        attention.end_step(rows)
+
+    return capture([step]).replay if attention.in_graph else step

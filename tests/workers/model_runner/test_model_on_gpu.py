@@ -1,0 +1,161 @@
+"""The decode loop as CUDA graphs: the same as the calls made one by one, and as transformers on the same device."""
+
+import pytest
+import torch
+
+from tests.tiny import FAMILIES, make_model, token_ids
+from tests.workers.model_runner.full_context import CONTEXT_LENS, full_attention, greedy, logits_after, make_runner
+from workers.model_runner import ModelRunner, random_weights, take_weights
+from workers.model_runner.full_attention import FullAttention
+from workers.model_runner.shapes import ModelShape
+
+pytestmark = pytest.mark.gpu
+
+QUESTION = token_ids(5, seed=5).tolist()
+SHAPE = ModelShape(
+    num_layers=4,
+    hidden_size=512,
+    intermediate_size=1408,
+    num_q_heads=8,
+    num_kv_heads=2,
+    head_dim=64,
+    vocab_size=3000,
+    max_positions=4096,
+    norm_eps=1e-5,
+    rope={"rope_type": "default", "rope_theta": 10_000.0},
+    qkv_bias=True,
+    qk_norm=True,
+)
+
+
+class AskedOnTheHost(FullAttention):
+    """The same attention, called between graphs; counts its calls."""
+
+    in_graph = False
+    num_calls = 0
+
+    def attend(self, layer_idx, q, rows, out) -> None:
+        self.num_calls += 1
+        super().attend(layer_idx, q, rows, out)
+
+
+class LooksAhead(FullAttention):
+    """Adds the predicted query to the layer's own, so that a wrong or late prediction shows."""
+
+    lookahead = True
+    early: torch.Tensor | None = None
+
+    def look_ahead(self, layer_idx, q, rows) -> None:
+        self.coming = q
+
+    def attend(self, layer_idx, q, rows, out) -> None:
+        told, self.early = self.early, getattr(self, "coming", None) if layer_idx < SHAPE.num_layers - 1 else None
+        super().attend(layer_idx, q if told is None else q + told, rows, out)
+
+
+def random_context(kind: type[FullAttention] = FullAttention, dtype: torch.dtype = torch.bfloat16) -> FullAttention:
+    torch.manual_seed(3)
+    size = (2, SHAPE.num_kv_heads, 300, 2, SHAPE.head_dim)
+    layers = [torch.randn(size).to("cuda", dtype) for _ in range(SHAPE.num_layers)]
+    return kind(layers, (300, 201), num_tails=8, tail_capacity=40, softmax_scale=SHAPE.softmax_scale)
+
+
+def fill(runner: ModelRunner, batch_size: int, num_rows: int) -> None:
+    rows = range(num_rows)
+    runner.fill(
+        batch_size,
+        [17 * row + 3 for row in rows],
+        [300 + row for row in rows],
+        [row % 2 for row in rows],
+        rows,
+        [1] * num_rows,
+    )
+
+
+def decoded(kind: type[FullAttention] = FullAttention, num_steps: int = 12, **options):
+    """Tokens and last logits of three requests and an idle row."""
+    weights = random_weights(SHAPE, "cuda")
+    runner = ModelRunner(weights, random_context(kind), (4,), **options)
+    fill(runner, 4, 3)
+    tokens = runner.decode(4, num_steps)[:, :3].clone()
+    return tokens, runner.step(4).logits[:3].clone()
+
+
+def test_graphs_replay_what_the_calls_compute() -> None:
+    tokens, logits = decoded()
+    want_tokens, want_logits = decoded(use_graphs=False)
+    assert torch.equal(tokens, want_tokens)
+    assert torch.equal(logits, want_logits)
+
+
+def test_an_attention_on_the_host_is_called_between_graphs() -> None:
+    tokens, logits = decoded(AskedOnTheHost)
+    want_tokens, want_logits = decoded()
+    assert torch.equal(tokens, want_tokens)
+    assert torch.equal(logits, want_logits)
+    runner = ModelRunner(random_weights(SHAPE, "cuda"), random_context(AskedOnTheHost), (1,))
+    fill(runner, 1, 1)
+    runner.attention.num_calls = 0
+    runner.decode(1, 3)
+    assert runner.attention.num_calls == 3 * SHAPE.num_layers
+
+
+def test_predictions_are_in_the_graph() -> None:
+    maps = torch.randn(2, SHAPE.num_layers, SHAPE.num_q_heads, SHAPE.head_dim + 1, SHAPE.head_dim) * 0.1
+    tokens, logits = decoded(LooksAhead, next_query=maps)
+    want_tokens, want_logits = decoded(LooksAhead, next_query=maps, use_graphs=False)
+    assert torch.equal(tokens, want_tokens)
+    assert torch.equal(logits, want_logits)
+    assert not torch.equal(logits, decoded()[1])
+
+
+@pytest.mark.parametrize("batch_size", [3, 16, 40])
+def test_a_request_does_not_see_the_size_of_its_batch(batch_size) -> None:
+    """Bit for bit, but for the attention: here the row attends alone to what its batch does."""
+    weights = random_weights(SHAPE, "cuda")
+    runner = ModelRunner(weights, RowByRow(random_context()), (1, batch_size))
+    fill(runner, batch_size, 1)
+    together = runner.step(batch_size).logits[:1].clone()
+    fill(runner, 1, 1)
+    assert torch.equal(runner.step(1).logits, together)
+
+
+class RowByRow(FullAttention):
+    """Attends as if the first row were alone, so that torch's choice of kernel is the same in every batch."""
+
+    def __init__(self, inner: FullAttention) -> None:
+        self.__dict__.update(inner.__dict__)
+
+    def attend(self, layer_idx, q, rows, out) -> None:
+        first = type(rows)(*(getattr(rows, name)[:1] for name in rows.__slots__))
+        super().attend(layer_idx, q[:1], first, out[:1])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float32_says_the_tokens_of_transformers(family) -> None:
+    model = make_model(family).cuda()
+    runner = make_runner(model, (1, 3))
+    first = int(runner.prefill(QUESTION, 1, CONTEXT_LENS[1], tail_id=0).next_ids)
+    runner.fill(1, [first], [CONTEXT_LENS[1] + len(QUESTION)], [1], [0], [len(QUESTION) + 1])
+    assert [first, *runner.decode(1, 31)[:, 0].tolist()] == greedy(model, 1, QUESTION, 32)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("batch_size", [1, 3, 16])
+def test_bfloat16_is_as_near_to_float32_as_transformers_is(family, batch_size) -> None:
+    """At every token of a long question, fed in chunks of the batch size."""
+    exact, model = make_model(family).cuda(), make_model(family).cuda().bfloat16()
+    with torch.no_grad():
+        for a, b in zip(exact.parameters(), model.parameters(), strict=True):
+            a.copy_(b)  # the same weights: only the arithmetic differs
+    question = token_ids(40, seed=6).tolist()
+    runner = ModelRunner(take_weights(model, "cuda"), full_attention(model), (batch_size,))
+    got = torch.stack(
+        [
+            runner.prefill(question[start : start + batch_size], 0, CONTEXT_LENS[0] + start, 0, start).logits[0].clone()
+            for start in range(0, len(question), batch_size)
+        ]
+    )
+    ends = [min(start + batch_size, len(question)) - 1 for start in range(0, len(question), batch_size)]
+    want, peer = logits_after(exact, 0, question)[ends], logits_after(model, 0, question)[ends]
+    assert (got - want).norm() <= 1.5 * (peer - want).norm()

@@ -12,6 +12,7 @@ from csattn.errors import ConfigError
 from csattn.index import LayerIndex
 from csattn.search import reference
 from csattn.search.device import DeviceIndexes, DeviceSearch, IndexShape, run, to_device
+from csattn.search.device.indexes import into_tiles
 from csattn.search.workspace import empty_selection
 from csattn.selection import Selection
 from tests.search.synthetic import IndexSpec, make_index, make_queries
@@ -131,13 +132,22 @@ def test_a_row_does_not_depend_on_its_batch(layout: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("room", [40 << 10, 70 << 10])
-def test_scores_that_do_not_fit_into_shared_memory(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
-    monkeypatch.setattr(run, "HALF_SHARED_BYTES", room)
-    monkeypatch.setattr(run, "FULL_SHARED_BYTES", room)
-    spec = IndexSpec(context_len=200_003, num_heads=1)
+@pytest.mark.parametrize("layout", ["rows4", "lists"])
+def test_worths_that_do_not_fit_into_shared_memory(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    monkeypatch.setattr(run, "SHARED_BYTES", 0)
+    spec = IndexSpec(layout=layout, context_len=30_003, num_heads=1)
     q, index = make_queries(spec, 4), make_index(spec)
     assert_right(row_of(search_on_device([index], q[None], [0]), 0), q, index)
+
+
+@pytest.mark.parametrize("row_bytes", [32, 512, 544, 1504])
+def test_rows_are_cut_into_tiles(row_bytes: int, rng: np.random.Generator) -> None:
+    codes = rng.integers(1, 256, (2, 3, 5, row_bytes), dtype=np.uint8)
+    tiles = into_tiles(torch.from_numpy(codes)).numpy()
+    joined = tiles.transpose(0, 2, 3, 1, 4).reshape(2, 3, 5, -1)
+    np.testing.assert_array_equal(joined[..., :row_bytes], codes)
+    assert joined.shape[-1] % 512 == 0
+    assert (joined[..., row_bytes:] == 0).all()
 
 
 @pytest.mark.gpu

@@ -12,7 +12,8 @@ from csattn.config import SearchConfig
 from csattn.index import LayerIndex
 from csattn.table.rows import RowTable
 
-ADDRESSES = 4  # of query_basis, codebooks, scores and extra: struct LayerTable of cluster.cu
+ADDRESSES = 4  # of query_basis, codebooks, scores and extra: struct LayerTable of common.cu
+TILE_BYTES = 512  # of rows.cu
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class DeviceLayerIndex:
 
     query_basis: Tensor  # [num_index_heads, head_dim, head_dim] float32
     codebooks: Tensor  # [num_index_heads, num_subspaces, num_centroids, subspace_dim] float32
-    # rows: codes [num_index_heads, num_subspaces, num_centroids, row_bytes] uint8 or int8
+    # rows: codes in tiles, [num_index_heads, num_tiles, num_subspaces, num_centroids, TILE_BYTES] uint8
     # lists: scores [num_index_heads, num_subspaces, num_centroids, list_len] float16
     scores: Tensor
     # rows: scales [num_index_heads, num_subspaces, num_centroids] float32; lists: indices, like scores, int32
@@ -39,13 +40,30 @@ class DeviceLayerIndex:
 
 def to_device(index: LayerIndex, device: torch.device) -> DeviceLayerIndex:
     """Copy one layer's index."""
-    table = index.table
-    scores, extra = (table.codes, table.scales) if isinstance(table, RowTable) else (table.scores, table.indices)
 
     def copy(array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.require(array, requirements="W")).to(device)
 
-    return DeviceLayerIndex(copy(index.query_basis), copy(index.codebooks), copy(scores), copy(extra))
+    basis, codebooks, table = copy(index.query_basis), copy(index.codebooks), index.table
+    if isinstance(table, RowTable):
+        return DeviceLayerIndex(basis, codebooks, into_tiles(copy(table.codes)), copy(table.scales))
+    return DeviceLayerIndex(basis, codebooks, copy(table.scores), copy(table.indices))
+
+
+def into_tiles(codes: Tensor) -> Tensor:
+    """Rows [num_index_heads, num_subspaces, num_centroids, row_bytes], cut where `rows.cu` wants them cut.
+
+    What is missing in the last tile is filled up with zeros: no kernel uses it.
+    """
+    *rows, row_bytes = codes.shape
+    num_tiles = -(-row_bytes // TILE_BYTES)
+    tiles = codes.new_zeros(rows[0], num_tiles, *rows[1:], TILE_BYTES, dtype=torch.uint8)
+    whole = row_bytes // TILE_BYTES
+    raw = codes.view(torch.uint8)
+    tiles[:, :whole] = raw[..., : whole * TILE_BYTES].reshape(*rows, whole, TILE_BYTES).permute(0, 3, 1, 2, 4)
+    if whole < num_tiles:
+        tiles[:, whole, ..., : row_bytes - whole * TILE_BYTES] = raw[..., whole * TILE_BYTES :]
+    return tiles
 
 
 class DeviceIndexes:

@@ -1,88 +1,108 @@
 // From the group's queries to the nearest centroid of each subspace: the same sums in float64 as on the CPU. Their order
 // differs, which can change a result only where it lies within 1e-15 of a rounding boundary.
+//
+// A launch of its own, one block for each subspace: everything a block reads is asked for at once, so that it waits for
+// memory twice, for the addresses and for what is there.
 
-struct Match {
-    float part[GROUP_SIZE * SUBSPACE_DIM];  // of the subspace at hand
-    double scaled[GROUP_SIZE][SUBSPACES];   // the subspace's weight, times the chosen row's scale
-    u32 centroid[GROUP_SIZE][SUBSPACES];
-};
+constexpr int CENTROIDS_PER_LANE = (CENTROIDS + 31) / 32;
 
 __device__ __forceinline__ float as_float(float value) { return value; }
 __device__ __forceinline__ float as_float(u16 bits) {
-#if QUERY_IS_HALF
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-    return value;
-#else
-    return __uint_as_float(static_cast<u32>(bits) << 16);
-#endif
+    return QUERY_IS_HALF ? half_as_float(bits) : __uint_as_float(static_cast<u32>(bits) << 16);
 }
 
-// part = the group's queries times the columns of query_basis that make up subspace b: 16 lanes share one sum.
-__device__ void rotate_into_subspace(const QUERY* q, const float* query_basis, int b, float* part) {
+// part [GROUP_SIZE * SUBSPACE_DIM] = the group's queries times the subspace's columns of query_basis; eight lanes to a sum.
+__device__ void rotate_into_subspace(const QUERY* q, const float* columns, float* part) {
     constexpr int NUM_SUMS = GROUP_SIZE * SUBSPACE_DIM;
-    const int lane = threadIdx.x % 32;
-    for (int first = threadIdx.x / 32 * 2; first < NUM_SUMS; first += WARPS * 2) {
-        const int sum = first + lane / 16;
+    for (int first = threadIdx.x / 32 * 4; first < NUM_SUMS; first += WARPS * 4) {
+        const int sum = first + threadIdx.x % 32 / 8;
         double total = 0;
         if (sum < NUM_SUMS) {
-            const QUERY* row = q + sum / SUBSPACE_DIM * HEAD_DIM;
-            const float* column = query_basis + b * SUBSPACE_DIM + sum % SUBSPACE_DIM;
-            for (int i = lane % 16; i < HEAD_DIM; i += 16)
-                total += static_cast<double>(as_float(row[i])) * static_cast<double>(column[i * HEAD_DIM]);
+#pragma unroll 16
+            for (int i = threadIdx.x % 8; i < HEAD_DIM; i += 8) {
+                const double x = as_float(q[sum / SUBSPACE_DIM * HEAD_DIM + i]);
+                total += x * static_cast<double>(__ldg(columns + i * HEAD_DIM + sum % SUBSPACE_DIM));
+            }
         }
-        for (int step = 8; step > 0; step >>= 1) total += __shfl_xor_sync(ALL_LANES, total, step);
-        if (lane % 16 == 0 && sum < NUM_SUMS) part[sum] = static_cast<float>(total);
+        for (int step = 4; step > 0; step >>= 1) total += __shfl_xor_sync(ALL_LANES, total, step);
+        if (threadIdx.x % 8 == 0 && sum < NUM_SUMS) part[sum] = static_cast<float>(total);
     }
 }
 
-__device__ double dot(const float* a, const float* b) {
+// The centroids that a lane compares with, and the scales of their rows.
+struct Candidates {
+    float vectors[CENTROIDS_PER_LANE][SUBSPACE_DIM];
+    float scales[CENTROIDS_PER_LANE];
+};
+
+__device__ __forceinline__ Candidates load_candidates(const float* codebook, const float* scales) {
+    Candidates mine;
+#pragma unroll
+    for (int k = 0; k < CENTROIDS_PER_LANE; ++k) {
+        const int c = min(static_cast<int>(threadIdx.x % 32) + 32 * k, CENTROIDS - 1);
+#pragma unroll
+        for (int i = 0; i < SUBSPACE_DIM; ++i) mine.vectors[k][i] = __ldg(codebook + c * SUBSPACE_DIM + i);
+        mine.scales[k] = scales ? __ldg(scales + c) : 1.0f;
+    }
+    return mine;
+}
+
+__device__ __forceinline__ double dot(const float* a, const float* b) {
     double total = 0;
+#pragma unroll
     for (int i = 0; i < SUBSPACE_DIM; ++i) total += static_cast<double>(a[i]) * static_cast<double>(b[i]);
     return total;
 }
 
-// The number of the nearest centroid to `part`, for the whole warp; of equally near ones the lowest.
-__device__ u32 nearest_centroid(const float* part, const float* codebook) {
+// The nearest centroid to `part`, for the whole warp; of equally near ones the one of the lowest number.
+__device__ Match nearest_centroid(const float* part, const Candidates& mine, bool weigh_by_norm) {
     double best = -1.0 / 0.0;
     u32 number = CENTROIDS;
-    for (u32 c = threadIdx.x % 32; c < CENTROIDS; c += 32) {
-        const double score = dot(part, codebook + c * SUBSPACE_DIM);
-        if (score > best || number == CENTROIDS) {
+    float scale = 0;
+#pragma unroll
+    for (int k = 0; k < CENTROIDS_PER_LANE; ++k) {
+        const u32 c = threadIdx.x % 32 + 32 * k;
+        const double score = dot(part, mine.vectors[k]);
+        if (c < CENTROIDS && (score > best || number == CENTROIDS)) {
             best = score;
             number = c;
+            scale = mine.scales[k];
         }
     }
     for (int step = 16; step > 0; step >>= 1) {
         const double other = __shfl_xor_sync(ALL_LANES, best, step);
         const u32 other_number = __shfl_xor_sync(ALL_LANES, number, step);
-        if (other_number < CENTROIDS && (number == CENTROIDS || other > best || (other == best && other_number < number))) {
+        const float other_scale = __shfl_xor_sync(ALL_LANES, scale, step);
+        const bool better = number == CENTROIDS || other > best || (other == best && other_number < number);
+        if (other_number < CENTROIDS && better) {
             best = other;
             number = other_number;
+            scale = other_scale;
         }
     }
-    return number;
+    return {(weigh_by_norm ? sqrt(dot(part, part)) : 1.0) * static_cast<double>(scale), number};
 }
 
-// Subspaces are dealt out to the blocks; after the next cluster_sync, block b % CLUSTER knows subspace b.
-// scales: [num_index_heads, SUBSPACES, CENTROIDS], or null for scales of 1.
-__device__ void match_centroids(const QUERY* q, const LayerTable& table, const float* scales, int head, bool weigh_by_norm,
-                                u32 rank, Match& match) {
-    const float* query_basis = reinterpret_cast<const float*>(table.query_basis) + head * HEAD_DIM * HEAD_DIM;
-    const float* codebooks = reinterpret_cast<const float*>(table.codebooks) + head * CENTROIDS * HEAD_DIM;
-    for (int b = rank; b < SUBSPACES; b += CLUSTER) {
-        rotate_into_subspace(q, query_basis, b, match.part);
-        __syncthreads();
-        for (int g = threadIdx.x / 32; g < GROUP_SIZE; g += WARPS) {
-            const float* part = match.part + g * SUBSPACE_DIM;
-            const u32 centroid = nearest_centroid(part, codebooks + b * CENTROIDS * SUBSPACE_DIM);
-            if (threadIdx.x % 32 == 0) {
-                const double weight = weigh_by_norm ? sqrt(dot(part, part)) : 1.0;
-                const double scale = scales ? scales[(head * SUBSPACES + b) * CENTROIDS + centroid] : 1.0;
-                match.centroid[g][b] = centroid;
-                match.scaled[g][b] = weight * scale;
-            }
-        }
-        __syncthreads();
+extern "C" __global__ void __launch_bounds__(THREADS) match_centroids(
+    const QUERY* q,            // [batch_size, num_index_heads * GROUP_SIZE, HEAD_DIM]
+    const LayerTable* tables,  // [num_contexts], of this layer
+    const int* context_ids,    // [batch_size], -1: idle
+    long long weigh_by_norm, long long has_scales,
+    Match* matches             // [batch_size, num_index_heads, GROUP_SIZE, SUBSPACES], written
+) {
+    __shared__ float part[GROUP_SIZE * SUBSPACE_DIM];
+    const int b = blockIdx.x, head = blockIdx.y, slot = blockIdx.z * gridDim.y + head;
+    const int context_id = context_ids[blockIdx.z];
+    if (context_id < 0) return;
+    const LayerTable table = tables[context_id];
+    const int row = (head * SUBSPACES + b) * CENTROIDS;
+    const float* scales = has_scales ? static_cast<const float*>(table.extra) + row : nullptr;
+    const Candidates mine = load_candidates(table.codebooks + row * SUBSPACE_DIM, scales);
+    rotate_into_subspace(q + static_cast<size_t>(slot) * GROUP_SIZE * HEAD_DIM,
+                         table.query_basis + head * HEAD_DIM * HEAD_DIM + b * SUBSPACE_DIM, part);
+    __syncthreads();
+    for (int g = threadIdx.x / 32; g < GROUP_SIZE; g += WARPS) {
+        const Match match = nearest_centroid(part + g * SUBSPACE_DIM, mine, weigh_by_norm);
+        if (threadIdx.x % 32 == 0) matches[(slot * GROUP_SIZE + g) * SUBSPACES + b] = match;
     }
 }

@@ -12,17 +12,22 @@ from csattn.batch import DeviceSelection
 from csattn.cuda import CudaKernel, cuda_kernel
 from csattn.errors import ConfigError
 from csattn.index import LayerIndex
-from csattn.search.device.indexes import DeviceIndexes
-from csattn.table.rows import KEYS_PER_BLOCK, RowTable
+from csattn.search.device.indexes import TILE_BYTES, DeviceIndexes
+from csattn.table.rows import RowTable
 
 HERE = Path(__file__).parent
-ROWS = ("cluster", "match", "worth", "rows", "row_worth", "select", "search_rows")
-LISTS = ("cluster", "match", "worth", "lists", "select", "search_lists")
-CLUSTER = 16  # blocks that serve one index head of one row
-THREADS = 512
-# Two blocks fit on a multiprocessor with this much dynamic shared memory each, one with the larger figure.
-HALF_SHARED_BYTES = 98 << 10
-FULL_SHARED_BYTES = 208 << 10
+MATCH = ("common", "match")
+SCORE_ROWS = ("common", "rows", "score_rows")
+CHOOSE_ROWS = ("common", "cluster", "rows", "worth", "select", "choose_rows")
+SEARCH_LISTS = ("common", "cluster", "worth", "select", "lists", "search_lists")
+MATCH_THREADS = 256
+SCORE_THREADS = 1024
+CHOOSE_THREADS = 512
+LARGEST_CLUSTER = 16  # blocks that choose for one index head of one row
+MATCH_BYTES = 16  # struct Match of common.cu
+# Worths of a block's keys that are kept in shared memory at most; two blocks still fit on a multiprocessor with half.
+SHARED_BYTES = 208 << 10
+UNIT_KEYS = 4  # of worth.cu; a unit is 16 bytes
 QUERY_TYPES = {torch.float32: "float", torch.float16: "u16", torch.bfloat16: "u16"}
 
 
@@ -46,6 +51,16 @@ class IndexShape:
         if self.layout == "rows" and largest * self.num_subspaces / 2 >= 32766:
             raise ConfigError(f"{self.num_subspaces} subspaces of {self.score_bits}-bit scores do not fit 16-bit sums")
 
+    @property
+    def tile_keys(self) -> int:
+        """Keys that are scored together (TILE_KEYS of rows.cu)."""
+        return TILE_BYTES * 8 // self.score_bits
+
+    @property
+    def keys_per_word(self) -> int:
+        """Keys of one query row whose scores share 32 bits."""
+        return 2 if self.layout == "rows" else 1
+
     @classmethod
     def of(cls, index: LayerIndex, num_q_heads: int) -> "IndexShape":
         """The shape of a layer's index."""
@@ -63,7 +78,7 @@ class IndexShape:
 
 
 class DeviceSearch:
-    """Chooses rows for a whole batch in one launch. Definition: `csattn.search.reference.search`, without a tail.
+    """Chooses rows for a whole batch, in two or three launches. Definition: `csattn.search.reference.search`, no tail.
 
     A selection does not depend on the batch it is made in. Scores are the definition's integers; shares are float32.
     """
@@ -83,11 +98,25 @@ class DeviceSearch:
         self.shape = shape
         self.batch_size = batch_size
         self.max_context_len = max_context_len
-        self._softmax_scale = softmax_scale
+        self._softmax_scale = float(softmax_scale)
         self._query_dtype = query_dtype
-        num_blocks = -(-max_context_len // KEYS_PER_BLOCK)
-        self._columns = -(-num_blocks // CLUSTER) * (KEYS_PER_BLOCK * shape.score_bits // 128)
-        self._scratch = torch.empty(batch_size * self._scratch_words, dtype=torch.int32, device=device)
+        self._max_tiles = -(-max_context_len // shape.tile_keys)
+        num_groups = batch_size * shape.num_index_heads
+        num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._splits = max(1, min(self._max_tiles, num_multiprocessors // num_groups))
+        self._cluster = _cluster_size(num_groups, self._max_tiles, num_multiprocessors)
+        self._block_units = -(-self._max_tiles // self._cluster) * shape.tile_keys // UNIT_KEYS
+
+        def words(count: int) -> Tensor:
+            return torch.empty(count, dtype=torch.int32, device=device)
+
+        self._matches = words(num_groups * shape.group_size * shape.num_subspaces * MATCH_BYTES // 4)
+        # rows: a short for every key and query row; lists: a float
+        self._scores = words(num_groups * shape.group_size * self._max_tiles * shape.tile_keys // shape.keys_per_word)
+        self._statistics = words(num_groups * shape.group_size * self._max_tiles * 2)
+        self._slopes = words(num_groups * shape.group_size)
+        self._fits = self._block_units * 16 <= SHARED_BYTES
+        self._spilled = words(0 if self._fits else num_groups * self._cluster * self._block_units * 4)
 
     def __repr__(self) -> str:
         return f"<DeviceSearch {self.shape.layout} for {self.batch_size} rows of {self.max_context_len} keys>"
@@ -95,7 +124,8 @@ class DeviceSearch:
     @property
     def workspace_bytes(self) -> int:
         """Device memory of its own."""
-        return self._scratch.numel() * 4
+        parts = self._matches, self._scores, self._statistics, self._slopes, self._spilled
+        return sum(part.numel() * part.element_size() for part in parts)
 
     def search(
         self,
@@ -110,71 +140,66 @@ class DeviceSearch:
         assert q.is_contiguous() and q.dtype == self._query_dtype, f"q is {q.dtype}, or not contiguous"
         assert q.shape == (self.batch_size, heads * shape.group_size, shape.head_dim), f"q has shape {tuple(q.shape)}"
         assert out.kv_indices.shape[:2] == (self.batch_size, heads), f"out has shape {tuple(out.kv_indices.shape)}"
-        common = (
-            q,
-            indexes.tables[layer_idx],
-            indexes.context_lens,
-            indexes.top_ks,
-            context_ids,
-            indexes.config.sink_len,
-            indexes.config.window_len,
-            float(self._softmax_scale),
-            int(shape.weigh_by_norm),
-        )
-        layout: tuple[Tensor | int, ...] = indexes.list_lens, self._scratch, self.max_context_len
-        if shape.layout == "rows":
-            layout = self._scratch, self._shared_columns, self._columns - self._shared_columns
-        result = out.kv_indices, out.valid_len, out.kv_indices.shape[2]
-        self._kernel.launch((CLUSTER, heads, self.batch_size), THREADS, *common, *layout, *result)
+        table, config, rows = indexes.tables[layer_idx], indexes.config, shape.layout == "rows"
+        matching = context_ids, int(shape.weigh_by_norm), int(rows), self._matches
+        self._match.launch((shape.num_subspaces, heads, self.batch_size), MATCH_THREADS, q, table, *matching)
+        chosen = 0 if self._fits else self._spilled, out.kv_indices, out.valid_len, out.kv_indices.shape[2]
+        grid = self._cluster, heads, self.batch_size
+        resident = config.sink_len, config.window_len
+        if rows:
+            lens, sums = indexes.context_lens, (self._scores, self._statistics, self._slopes, self._max_tiles)
+            self._score.launch(
+                (self._splits, heads, self.batch_size),
+                SCORE_THREADS,
+                *(table, lens, context_ids, self._matches, self._softmax_scale),
+                *sums,
+            )
+            contexts = lens, indexes.top_ks, context_ids
+            self._choose.launch(grid, CHOOSE_THREADS, *contexts, *resident, *sums, *chosen)
+        else:
+            lists = table, indexes.context_lens, indexes.list_lens, indexes.top_ks, context_ids
+            scores = self._softmax_scale, self._scores, self._max_tiles * shape.tile_keys, self._block_units
+            self._choose.launch(grid, CHOOSE_THREADS, *lists, self._matches, *resident, *scores, *chosen)
 
     @cached_property
-    def _kernel(self) -> CudaKernel:
+    def _match(self) -> CudaKernel:
+        return cuda_kernel(_sources(MATCH), "match_centroids", self._defines(MATCH_THREADS))
+
+    @cached_property
+    def _score(self) -> CudaKernel:
+        return cuda_kernel(_sources(SCORE_ROWS), "score_rows", self._defines(SCORE_THREADS))
+
+    @cached_property
+    def _choose(self) -> CudaKernel:
+        """The launch that ends a search: of clusters, with the worths of a block's keys in shared memory."""
+        parts, name = (CHOOSE_ROWS, "choose_rows") if self.shape.layout == "rows" else (SEARCH_LISTS, "search_lists")
+        shared_bytes = self._block_units * 16 if self._fits else 0
+        return cuda_kernel(
+            _sources(parts), name, self._defines(CHOOSE_THREADS), shared_bytes, wide_cluster=self._cluster > 8
+        )
+
+    def _defines(self, threads: int) -> dict[str, object]:
         shape = self.shape
-        defines = {
+        return {
             "GROUP_SIZE": shape.group_size,
             "HEAD_DIM": shape.head_dim,
             "SUBSPACES": shape.num_subspaces,
             "CENTROIDS": shape.num_centroids,
             "SCORE_BITS": shape.score_bits,
-            "CLUSTER": CLUSTER,
-            "THREADS": THREADS,
-            "BLOCKS_PER_SM": 2,
+            "CLUSTER": self._cluster,
+            "THREADS": threads,
             "QUERY": QUERY_TYPES[self._query_dtype],
             "QUERY_IS_HALF": int(self._query_dtype == torch.float16),
         }
-        parts, name = (ROWS, "search_rows") if shape.layout == "rows" else (LISTS, "search_lists")
-        shared_bytes = self._shared_bytes(self._shared_columns) if shape.layout == "rows" else 0
-        sources = tuple(HERE / f"{part}.cu" for part in parts)
-        return cuda_kernel(sources, name, defines, shared_bytes, wide_cluster=CLUSTER > 8)
 
-    @cached_property
-    def _shared_columns(self) -> int:
-        """How many of a block's columns keep their scores in shared memory: all, or as many as fit, in whole tiles."""
-        for room in (HALF_SHARED_BYTES, FULL_SHARED_BYTES):
-            if self._shared_bytes(self._columns) <= room:
-                return self._columns
-        columns = self._columns
-        while self._shared_bytes(columns) > FULL_SHARED_BYTES:
-            columns = (columns - 1) // 32 * 32
-        return columns
 
-    def _shared_bytes(self, shared_columns: int) -> int:
-        """Of the cells (struct Cells, with its padding), and of the statistics of all tiles."""
-        tiles = -(-self._columns // 32)
-        return self._planes * self._quads * (shared_columns + 2) * 16 + self.shape.group_size * tiles * 8
+def _sources(parts: tuple[str, ...]) -> tuple[Path, ...]:
+    return tuple(HERE / f"{part}.cu" for part in parts)
 
-    @property
-    def _planes(self) -> int:
-        return max(2, self.shape.group_size)
 
-    @property
-    def _quads(self) -> int:
-        return 16 // self.shape.score_bits
-
-    @property
-    def _scratch_words(self) -> int:
-        """Words in global memory for one row of the batch."""
-        if self.shape.layout == "lists":
-            return self.shape.num_index_heads * self.shape.group_size * self.max_context_len
-        spilled = self._columns - self._shared_columns
-        return self.shape.num_index_heads * CLUSTER * self._planes * self._quads * spilled * 4
+def _cluster_size(num_groups: int, max_tiles: int, num_multiprocessors: int) -> int:
+    """The largest power of two with which all clusters run at once, two blocks to a multiprocessor; 1 at least."""
+    size = LARGEST_CLUSTER
+    while size > 1 and (size * num_groups > 2 * num_multiprocessors or size > max_tiles):
+        size //= 2
+    return size

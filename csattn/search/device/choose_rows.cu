@@ -1,0 +1,127 @@
+// Third launch of a search over rows: from sums to worths, and from worths to the chosen keys.
+
+// What turns a query row's sums into shares.
+struct Softmax {
+    float slope;
+    float minus_top;  // of all keys' sums
+    float offset;     // HEADROOM - log2(total over all keys)
+};
+
+// One warp: all tiles of query row g, in fixed order.
+__device__ Softmax merge_tiles(const TileStatistics* tiles, int num_tiles, float slope) {
+    TileStatistics mine{0, 0};
+#pragma unroll 4
+    for (int t = threadIdx.x % 32; t < num_tiles; t += 32) {
+        const TileStatistics tile = tiles[t];
+        const u32 top = max(mine.top, tile.top);
+        mine.total = mine.total * power_of_two(-slope * static_cast<float>(top - mine.top)) +
+                     tile.total * power_of_two(-slope * static_cast<float>(top - tile.top));
+        mine.top = top;
+    }
+    const u32 top = __reduce_max_sync(ALL_LANES, mine.top);
+    const float total = sum_over_warp(mine.total * power_of_two(-slope * static_cast<float>(top - mine.top)));
+    return {slope, -static_cast<float>(top), HEADROOM - log2f(total)};
+}
+
+__device__ __forceinline__ float share(u32 sum, const Softmax& row) {
+    return power_of_two(fmaxf(fmaf(row.slope, exact_float(sum) + row.minus_top, row.offset), LEAST_EXPONENT));
+}
+
+__device__ __forceinline__ void add_shares(float4& low, float4& high, uint4 sums, const Softmax& row) {
+    low.x += share(sums.x & 0xffffu, row);
+    low.y += share(sums.y & 0xffffu, row);
+    low.z += share(sums.x >> 16, row);
+    low.w += share(sums.y >> 16, row);
+    high.x += share(sums.z & 0xffffu, row);
+    high.y += share(sums.w & 0xffffu, row);
+    high.z += share(sums.z >> 16, row);
+    high.w += share(sums.w >> 16, row);
+}
+
+__device__ __forceinline__ uint4 bits_of(float4 value) {
+    return make_uint4(__float_as_uint(value.x), __float_as_uint(value.y), __float_as_uint(value.z), __float_as_uint(value.w));
+}
+
+// The worths of a quad's eight keys: `low` those of its first four keys, `high` those of the four that go with them.
+__device__ __forceinline__ void quad_worths(const uint4* quads, size_t plane, const Softmax* rows, uint4& low, uint4& high) {
+    if (GROUP_SIZE == 1) {
+        const uint4 s = __ldg(quads);
+        low = make_uint4((s.x & 0xffffu) + 1, (s.y & 0xffffu) + 1, (s.x >> 16) + 1, (s.y >> 16) + 1);
+        high = make_uint4((s.z & 0xffffu) + 1, (s.w & 0xffffu) + 1, (s.z >> 16) + 1, (s.w >> 16) + 1);
+        return;
+    }
+    uint4 sums[GROUP_SIZE];
+#pragma unroll
+    for (int g = 0; g < GROUP_SIZE; ++g) sums[g] = __ldg(quads + g * plane);
+    float4 low_shares = make_float4(0, 0, 0, 0), high_shares = make_float4(0, 0, 0, 0);
+#pragma unroll
+    for (int g = 0; g < GROUP_SIZE; ++g) add_shares(low_shares, high_shares, sums[g], rows[g]);
+    low = bits_of(low_shares);
+    high = bits_of(high_shares);
+}
+
+// Fill `worths` with the block's keys, and count them.
+__device__ void combine_group(const uint4* quads, int max_tiles, const Softmax* rows, int first_tile, int num_tiles,
+                              const Context& context, const Worths& worths, const Range& range, u32* bins) {
+    constexpr int TILE_QUADS = QUADS * TILE_COLUMNS;
+    const size_t plane = static_cast<size_t>(max_tiles) * TILE_QUADS;
+    for (int work = threadIdx.x; work < num_tiles * TILE_QUADS; work += THREADS) {
+        const int column = work % TILE_COLUMNS, quad = work / TILE_COLUMNS % QUADS, tile = work / TILE_QUADS;
+        uint4 low, high;
+        quad_worths(quads + quad_place(0, first_tile + tile, quad, column, max_tiles), plane, rows, low, high);
+        const int key = tile * TILE_KEYS + first_key(column, 4 * quad);
+        const int high_key = tile * TILE_KEYS + first_key(column, 4 * quad + 2);
+        low = eligible_only(low, first_tile * TILE_KEYS + key, context);
+        high = eligible_only(high, first_tile * TILE_KEYS + high_key, context);
+        range.count(low, bins);
+        range.count(high, bins);
+        worths[key / UNIT_KEYS] = low;
+        worths[high_key / UNIT_KEYS] = high;
+    }
+}
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 2) choose_rows(
+    const int* context_lens,   // [num_contexts]
+    const int* top_ks,         // [num_contexts], at most max_top_k
+    const int* context_ids,    // [batch_size], -1: idle
+    long long sink_len, long long window_len,
+    const uint4* quads,                // as score_rows writes them
+    const TileStatistics* statistics,  // likewise
+    const float* slopes,               // likewise
+    long long max_tiles,
+    uint4* spilled,           // [batch_size, num_index_heads, CLUSTER, units of a block], or null: they fit shared memory
+    int* kv_indices,          // [batch_size, num_index_heads, max_top_k], written
+    int* valid_len,           // [batch_size, num_index_heads], written
+    long long max_top_k
+) {
+    extern __shared__ uint4 dynamic[];
+    __shared__ Softmax rows[GROUP_SIZE];
+    __shared__ Counts counts;
+    const u32 rank = blockIdx.x;
+    const int slot = blockIdx.z * gridDim.y + blockIdx.y;
+    int* chosen = kv_indices + slot * max_top_k;
+    const Context context = context_of(context_lens, top_ks, context_ids[blockIdx.z], sink_len, window_len);
+    write_padding(chosen, context.top_k, max_top_k, rank);
+    if (rank == 0 && threadIdx.x == 0) valid_len[slot] = context.top_k;
+    if (context.top_k == 0) return;
+
+    clear_bins(counts);
+    const int num_tiles = (context.num_keys + TILE_KEYS - 1) / TILE_KEYS;
+    for (int g = threadIdx.x / 32; g < GROUP_SIZE; g += WARPS) {
+        const int row = slot * GROUP_SIZE + g;
+        const Softmax softmax = merge_tiles(statistics + row * max_tiles, num_tiles, slopes[row]);
+        if (threadIdx.x % 32 == 0) rows[g] = softmax;
+    }
+    __syncthreads();
+    const int tiles_each = (num_tiles + CLUSTER - 1) / CLUSTER;
+    const int first_tile = min(num_tiles, static_cast<int>(rank) * tiles_each);
+    const int my_tiles = min(num_tiles - first_tile, tiles_each), num_units = my_tiles * TILE_KEYS / UNIT_KEYS;
+    const size_t max_units = (max_tiles + CLUSTER - 1) / CLUSTER * TILE_KEYS / UNIT_KEYS;
+    const Worths worths{spilled ? spilled + (static_cast<size_t>(slot) * CLUSTER + rank) * max_units : dynamic};
+    Range range = first_range(context.top_k, {1, 0xffffffffu, 5});
+    quads += static_cast<size_t>(slot) * GROUP_SIZE * max_tiles * QUADS * TILE_COLUMNS;
+    combine_group(quads, max_tiles, rows, first_tile, my_tiles, context, worths, range, counts.bins);
+    u32 quota;
+    range = find_threshold(worths, num_units, context.top_k, range, rank, counts, quota);
+    write_chosen(worths, first_tile * TILE_KEYS, num_units, range, quota, rank, counts, chosen);
+}

@@ -1,0 +1,120 @@
+// Second launch of a search over rows: sum up the rows that the matches chose.
+
+struct Row {
+    u32 offset;  // of the chosen row within a tile of the head
+    u32 weight;  // W
+};
+
+struct QueryRow {
+    Row rows[SUBSPACES];
+    u32 total_weight;
+    float slope;  // a key's logit, base 2, grows by it with each unit of score
+};
+
+// W from the weights, as csattn.search.weights.integer_weights makes them.
+__device__ void make_weights(const Match* matches, double softmax_scale, QueryRow* rows) {
+    __shared__ double weights[GROUP_SIZE * SUBSPACES];
+    if (threadIdx.x < GROUP_SIZE) rows[threadIdx.x].total_weight = 0;
+    for (int i = threadIdx.x; i < GROUP_SIZE * SUBSPACES; i += THREADS) weights[i] = matches[i].weight;
+    __syncthreads();
+    for (int i = threadIdx.x; i < GROUP_SIZE * SUBSPACES; i += THREADS) {
+        const int g = i / SUBSPACES, b = i % SUBSPACES;
+        double total = 0;
+        for (int k = 0; k < SUBSPACES; ++k) total += weights[g * SUBSPACES + k];
+        const double unit = total * LARGEST_CODE / (32767 - 1 - LARGEST_CODE * SUBSPACES / 2.0);
+        const bool usable = unit > 0 && unit < 1.0 / 0.0;
+        const u32 weight = usable ? static_cast<u32>(rint(weights[i] / unit)) : 0;
+        rows[g].rows[b] = {(b * CENTROIDS + matches[i].centroid) * TILE_BYTES, weight};
+        atomicAdd(&rows[g].total_weight, weight);
+        if (b == 0) rows[g].slope = usable ? static_cast<float>(softmax_scale * unit * LOG2_E) : 0.0f;
+    }
+    __syncthreads();
+}
+
+// Add `weight` times the codes of 16 bytes to the sums; `first_key` says which keys each sum holds.
+__device__ __forceinline__ void add_codes(u32 (&sums)[SUMS], uint4 codes, u32 weight) {
+    const u32 words[4] = {codes.x, codes.y, codes.z, codes.w};
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+        if (SCORE_BITS == 4) {
+            sums[4 * w + 0] += (words[w] & 0x000f000fu) * weight;
+            sums[4 * w + 1] += ((words[w] >> 8) & 0x000f000fu) * weight;
+            sums[4 * w + 2] += ((words[w] >> 4) & 0x000f000fu) * weight;
+            sums[4 * w + 3] += ((words[w] >> 12) & 0x000f000fu) * weight;
+        } else {
+            const u32 biased = words[w] ^ 0x80808080u;
+            sums[2 * w + 0] += (biased & 0x00ff00ffu) * weight;
+            sums[2 * w + 1] += ((biased >> 8) & 0x00ff00ffu) * weight;
+        }
+    }
+}
+
+// For the whole warp: statistics of a tile of which keys_left keys exist.
+__device__ __forceinline__ TileStatistics tile_statistics(const u32 (&sums)[SUMS], int column, int keys_left, float slope) {
+    u32 packed = 0;
+#pragma unroll
+    for (int s = 0; s < SUMS; ++s) {
+        u32 pair = sums[s];
+        if (keys_left < TILE_KEYS) {
+            pair = first_key(column, s) < keys_left ? pair : 0;
+            pair = first_key(column, s) + 2 < keys_left ? pair : pair & 0xffffu;
+        }
+        packed = __vmaxu2(packed, pair);
+    }
+    const u32 top = __reduce_max_sync(ALL_LANES, max(packed & 0xffffu, packed >> 16));
+    const float start = -static_cast<float>(top);
+    float total = 0;
+#pragma unroll
+    for (int s = 0; s < SUMS; ++s) {
+        const float low = power_of_two(slope * (exact_float(sums[s] & 0xffffu) + start));
+        const float high = power_of_two(slope * (exact_float(sums[s] >> 16) + start));
+        if (keys_left >= TILE_KEYS || first_key(column, s) < keys_left) total += low;
+        if (keys_left >= TILE_KEYS || first_key(column, s) + 2 < keys_left) total += high;
+    }
+    return {top, sum_over_warp(total)};
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) score_rows(
+    const LayerTable* tables,  // [num_contexts], of this layer
+    const int* context_lens,   // [num_contexts]
+    const int* context_ids,    // [batch_size], -1: idle
+    const Match* matches,      // as match_centroids writes them
+    double softmax_scale,
+    uint4* quads,                // [batch_size, num_index_heads, GROUP_SIZE, max_tiles, QUADS, TILE_COLUMNS], written
+    TileStatistics* statistics,  // [batch_size, num_index_heads, GROUP_SIZE, max_tiles], written
+    float* slopes,               // [batch_size, num_index_heads, GROUP_SIZE], written
+    long long max_tiles
+) {
+    __shared__ QueryRow rows[GROUP_SIZE];
+    const int head = blockIdx.y, slot = blockIdx.z * gridDim.y + head, lane = threadIdx.x % 32;
+    const int context_id = context_ids[blockIdx.z];
+    if (context_id < 0) return;
+    const int num_keys = context_lens[context_id], num_tiles = (num_keys + TILE_KEYS - 1) / TILE_KEYS;
+    if (blockIdx.x >= num_tiles) return;
+    const LayerTable table = tables[context_id];
+    make_weights(matches + slot * GROUP_SIZE * SUBSPACES, softmax_scale, rows);
+    if (blockIdx.x == 0 && threadIdx.x < GROUP_SIZE) slopes[slot * GROUP_SIZE + threadIdx.x] = rows[threadIdx.x].slope;
+
+    constexpr size_t STEP = static_cast<size_t>(SUBSPACES) * CENTROIDS * TILE_BYTES;
+    const u8* head_tiles = static_cast<const u8*>(table.scores) + head * num_tiles * STEP + lane * 16;
+    quads += static_cast<size_t>(slot) * GROUP_SIZE * max_tiles * QUADS * TILE_COLUMNS;
+    statistics += static_cast<size_t>(slot) * GROUP_SIZE * max_tiles;
+    const int my_tiles = (num_tiles - 1 - blockIdx.x) / gridDim.x + 1;
+    for (int work = threadIdx.x / 32; work < my_tiles * GROUP_SIZE; work += WARPS) {
+        const int g = work % GROUP_SIZE, tile = work / GROUP_SIZE * gridDim.x + blockIdx.x;
+        u32 sums[SUMS];
+#pragma unroll
+        for (int s = 0; s < SUMS; ++s) sums[s] = 0u - rows[g].total_weight * 0x00010001u;
+#pragma unroll 4
+        for (int b = 0; b < SUBSPACES; ++b) {
+            const Row row = rows[g].rows[b];
+            add_codes(sums, __ldg(reinterpret_cast<const uint4*>(head_tiles + tile * STEP + row.offset)), row.weight);
+        }
+#pragma unroll
+        for (int quad = 0; quad < QUADS; ++quad)
+            quads[quad_place(g, tile, quad, lane, max_tiles)] =
+                make_uint4(sums[4 * quad], sums[4 * quad + 1], sums[4 * quad + 2], sums[4 * quad + 3]);
+        const TileStatistics mine = tile_statistics(sums, lane, num_keys - tile * TILE_KEYS, rows[g].slope);
+        if (lane == 0) statistics[g * max_tiles + tile] = mine;
+    }
+}

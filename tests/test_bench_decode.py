@@ -6,9 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from bench.decode.recorded import WideIndex
+from bench.decode.baselines import StreamedAttention, full_attention_ways, reference_attention, relative_error
+from bench.decode.plots import draw_all
+from bench.decode.recorded import Recorded, WideIndex
+from bench.decode.report import tables
 from bench.decode.results import Results, merge_files
 from bench.decode.roofline import best_ratio, full_bytes, index_bytes, weight_bytes
+from bench.decode.steps import RecordedQueries
 from bench.decode.tables import centroid_scores, distinct_rows, row_codes, score_lists
 from bench.decode.widened import (
     GROUP_SIZE,
@@ -20,6 +24,8 @@ from bench.decode.widened import (
     wide_keys,
     wide_queries,
 )
+from bench.decode.workload import STEPS_BETWEEN_REQUESTS, Workload
+from csattn.batch import StepRows, make_step_rows
 from csattn.config import IndexConfig, preset
 from csattn.table.lists import ListTable
 from csattn.table.rows import pack_codes
@@ -143,6 +149,99 @@ def test_the_roofline_of_an_8b_model():
         for batch_size in (1, 4)
     }
     assert ratios == {(32_768, 1): 1.23, (32_768, 4): 1.85, (131_072, 1): 1.85, (131_072, 4): 3.56}
+
+
+class Listening:
+    """An attention that keeps what it is asked."""
+
+    lookahead, in_graph = True, True
+
+    def __init__(self) -> None:
+        self.tails = torch.zeros(9, 1, 1, 1, 2, HEAD_DIM)
+        self.asked: list[tuple[str, int, torch.Tensor]] = []
+
+    def begin_step(self, rows: StepRows) -> None:
+        self.asked.clear()
+
+    def look_ahead(self, layer_idx: int, q: torch.Tensor, rows: StepRows) -> None:
+        self.asked.append(("ahead", layer_idx, q.clone()))
+
+    def attend(self, layer_idx: int, q: torch.Tensor, rows: StepRows, out: torch.Tensor) -> None:
+        self.asked.append(("own", layer_idx, q.clone()))
+
+    def end_step(self, rows: StepRows) -> None: ...
+
+
+def test_recorded_queries_take_the_place_of_the_models_step_by_step(recording):
+    work = Workload(Recorded(recording, {}), 128, batch_size=2, device=torch.device("cpu"))
+    listening = Listening()
+    attention = RecordedQueries(listening, work)
+    rows = make_step_rows(2, work.device)
+    wrong = torch.full((2, NUM_KV_HEADS * GROUP_SIZE, HEAD_DIM), torch.nan)
+    for step in range(NUM_STEPS + 2):  # and round again
+        attention.begin_step(rows)
+        attention.look_ahead(8, wrong, rows)
+        attention.attend(8, wrong, rows, wrong)
+        attention.end_step(rows)
+        for (which, layer_idx, q), name in zip(listening.asked, ("predicted", "own"), strict=True):
+            assert layer_idx == 8 and which == {"predicted": "ahead", "own": "own"}[name]
+            recorded = wide_queries(recording, 0, name).bfloat16()  # layer 8 is wide layer 0 again
+            assert torch.equal(q[0], recorded[step % NUM_STEPS])
+            assert torch.equal(q[1], recorded[(step + STEPS_BETWEEN_REQUESTS) % NUM_STEPS])
+
+
+@pytest.mark.gpu
+def test_streamed_attention_reads_a_layer_when_it_is_there_and_not_after_it_is_gone():
+    shape = (2, 2, 8192, 64)  # copies take longer than the attention before them
+    layers = [
+        tuple(torch.randn(shape, dtype=torch.bfloat16).pin_memory() for _ in range(2)) for _ in range(3)
+    ]  # an odd number: layers change buffers from round to round
+    streamed = StreamedAttention(layers, full_attention_ways()["flash, packed"])
+    q = torch.randn(2, 4, 1, 64, dtype=torch.bfloat16, device="cuda")
+    outs = [streamed.attend(layer_idx, q) for _ in range(4) for layer_idx in range(3)]
+    for i, out in enumerate(outs):
+        k, v = (t.cuda() for t in layers[i % 3])
+        assert relative_error(out, reference_attention(q, k, v)) < 0.02
+    streamed.finish()
+    assert relative_error(streamed.attend(0, q), outs[0]) == 0
+
+
+def make_content() -> dict[str, object]:
+    """A file's content with a case of every kind."""
+    machine = dict.fromkeys(("gpu", "driver", "cuda", "cpu", "torch", "triton"), "x") | {"cpus": 1}
+    ceilings = {"read_gbps": 4000.0, "copy_gbps": 4000.0, "h2d_gbps": 50.0}
+    cases = []
+    for context_len in (8192, 65536):
+        for kind in ("op", "e2e"):
+            key = {"kind": kind, "context_len": context_len, "batch_size": 1, "placement": "device"}
+            figures = {"p50_us": 100.0, "p99_us": 101.0, "moved_bytes": 10**6, "roofline_us": 10.0, "of_roofline": 0.1}
+            figures |= {"hbm_bytes": 10**9, "tokens_per_s": 10.0, "attention_us": 3.0}
+            parts = {"search": 20.0, "select": 10.0, "attend": 5.0}
+            moved = {"table": 10**5, "rows": 10**5}
+            cases += [
+                {**key, "variant": "full", "schedule": "none", **figures, "backend": "cudnn"},
+                {**key, "variant": "rows 16x64", "schedule": "every step", **figures, "p50_us": 40.0}
+                | {"parts_us": parts, "moved_parts_bytes": moved},
+                {**key, "variant": "paper", "schedule": "every step", "refused": "no room for it"},
+            ]
+    header = {"machine": machine, "ceilings": ceilings, "shape": "llama-3.1-8b", "keep": 0.05}
+    return {**header, "cases": cases}
+
+
+def test_tables_give_ratios_and_say_what_was_refused():
+    text = tables(make_content())
+    ours = [line for line in text.splitlines() if "| csattn |" in line]
+    assert len(ours) == 4 and all("| 2.50 |" in line for line in ours)
+    assert text.count("no room for it") == 4
+
+
+def test_pictures_are_drawn_of_whatever_was_measured(tmp_path):
+    content = make_content()
+    assert len(draw_all(content, tmp_path)) == 4
+    content["cases"] = [case for case in content["cases"] if case["kind"] == "op"]
+    written = draw_all(content, tmp_path / "op")
+    assert [path.name for path in written] == ["decode-attention.png", "decode-split.png", "decode-speedup.png"]
+    assert all(path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" for path in written)
 
 
 def test_results_outlive_the_run_and_are_not_measured_twice(tmp_path):

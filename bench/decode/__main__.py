@@ -59,10 +59,13 @@ def main() -> None:
 def _measure(arguments: argparse.Namespace) -> None:
     import torch
 
+    from bench.decode.end_to_end import run_end_to_end
     from bench.decode.gpu_timing import ceilings, device_machine
     from bench.decode.op import Options, run_op_cases
     from workers.model_runner.shapes import shape_named
 
+    if not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a CUDA device, and torch finds none; `record` and `show` work without")
     header: dict[str, Any] = {
         "machine": device_machine(),
         "ceilings": ceilings(),
@@ -80,14 +83,11 @@ def _measure(arguments: argparse.Namespace) -> None:
         pinned_bytes=round(arguments.pin_gib * 2**30),
     )
     results = Results(arguments.out, header)
-    run_op_cases(
-        results,
-        recorded.load(arguments.recording),
-        options,
-        arguments.contexts,
-        arguments.batches,
-        arguments.variants,
-    )
+    which = results, recorded.load(arguments.recording), options, arguments.contexts, arguments.batches
+    if arguments.command == "op":
+        run_op_cases(*which, arguments.variants)
+    else:
+        run_end_to_end(*which, arguments.variants, arguments.placements)
 
 
 def _show(arguments: argparse.Namespace) -> None:

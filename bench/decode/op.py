@@ -1,6 +1,5 @@
 """One layer's attention of one step, by itself: full attention in its fastest form, the window alone, and ours."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -17,7 +16,8 @@ from bench.decode.baselines import (
     reference_attention,
     relative_error,
 )
-from bench.decode.gpu_timing import Timing, num_input_sets, time_graph, time_replays
+from bench.decode.gpu_timing import Timing, capture, num_input_sets, time_graph, time_replays
+from bench.decode.kernel_times import kernel_times, times_by_purpose
 from bench.decode.recorded import Recorded
 from bench.decode.results import Results
 from bench.decode.roofline import full_bytes, selected_bytes, table_row_bytes
@@ -29,6 +29,7 @@ from csattn.config import SearchConfig
 from workers.model_runner.shapes import ModelShape
 
 MOST_STREAMED_LAYERS = 2
+PROFILED_RUNS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +116,7 @@ def streamed_case(work: Workload, options: Options, attend: Attention) -> dict[s
     kv = torch.stack(work.separate_kv(0))
     q = work.queries(0)[0][:, :, None]
     want = reference_attention(q, *kv)
-    pool = _pinned(options.pinned_bytes)[: num_layers * moved].view(kv.dtype).view(num_layers, *kv.shape)
+    pool = pinned(options.pinned_bytes)[: num_layers * moved].view(kv.dtype).view(num_layers, *kv.shape)
     pool.copy_(kv)
     del kv
     streamed = StreamedAttention([(k, v) for k, v in pool], attend)
@@ -139,22 +140,18 @@ def streamed_case(work: Workload, options: Options, attend: Attention) -> dict[s
 def sparse_case(work: Workload, options: Options, index_name: str | None, search: SearchConfig) -> dict[str, Any]:
     """Search and attention on the device; without an index, the resident rows alone."""
     op = SparseOp(work, options.shape, search, index_name)
-    steps, read_gbps = range(op.num_calls), options.ceilings["read_gbps"]
-
-    def timed(calls: list[Callable[[], None]]) -> Timing:
-        return time_graph(calls, options.seconds)
-
+    read_gbps = options.ceilings["read_gbps"]
     if op.config is None or index_name is None:
-        timing = timed([op.attend_call(i) for i in steps])
+        timing = time_graph([op.attend_call(i) for i in range(op.num_calls)], options.seconds)
         return {
             **timing.to_json(),
             **_against_roofline(timing, work.batch_size * op.resident_bytes, read_gbps),
             "hbm_bytes": op.hbm_bytes,
         }
     op.check()
-    whole = timed([op.step_call(i) for i in steps])
-    searching = timed([op.search_call(i) for i in steps[:: op.period]])
-    attending = timed([op.attend_call(i) for i in steps])
+    steps = capture([op.step_call(i) for i in range(op.num_calls)])
+    whole = time_replays(steps.replay, op.num_calls, options.seconds)
+    parts = times_by_purpose(kernel_times(steps.replay, PROFILED_RUNS), op.num_calls)
     rows_read = distinct_rows(op.q.flatten(0, 1), work.recorded.indexes[index_name][0])
     table = rows_read * op.num_index_heads * table_row_bytes(op.config, work.context_len) / op.period
     kept = selected_bytes(options.shape, work.context_len, search.keep)
@@ -162,7 +159,7 @@ def sparse_case(work: Workload, options: Options, index_name: str | None, search
     moved = work.batch_size * (table + kept + op.resident_bytes)
     return {
         **whole.to_json(),
-        "parts_us": {"search": round(searching.p50_us / op.period, 2), "attend": round(attending.p50_us, 2)},
+        "parts_us": parts,
         **_against_roofline(whole, moved, read_gbps),
         "moved_parts_bytes": {
             "table": round(work.batch_size * table),
@@ -183,7 +180,7 @@ def _full_attention_of(results: Results, work: Workload) -> Attention:
 
 
 @cache
-def _pinned(num_bytes: int) -> Tensor:
+def pinned(num_bytes: int) -> Tensor:
     """Pinned once: that takes most of a second per GiB."""
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 

@@ -2,6 +2,7 @@
 
 import textwrap
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +76,24 @@ def draw_split(cases: list[Case], content: dict[str, Any]) -> Any:
     read_gbps = content["ceilings"]["read_gbps"]
     title = "What csattn's attention spends its time on"
     figure, panels = _figure(len(batch_sizes), title, f"One layer. {_setting(content)}")
-    parts = {"search": ("table", OURS, "search: score every key, choose"), "attend": ("rows", "hybrid", "attend")}
+    parts: dict[str, tuple[str | None, str, str]] = {  # -> what it reads, style, name
+        "search": ("table", OURS, "search: score every key"),
+        "select": (None, "paper", "select: choose the best"),
+        "attend": ("rows", "hybrid", "attend"),
+    }
+
+    def took(case: Case, part: str) -> float:
+        return float(case["parts_us"][part])
+
+    def least(case: Case, read: str) -> float:
+        return float(case["moved_parts_bytes"][read] / read_gbps / 1e3)
+
     for axes, batch_size in zip(panels, batch_sizes, strict=True):
         shown = [case for case in ours if case["batch_size"] == batch_size]
         for part, (read, style, name) in parts.items():
-            _line(axes, shown, style, name, lambda case, part=part: case["parts_us"][part])
-            _dotted(axes, shown, style, lambda case, read=read: case["moved_parts_bytes"][read] / read_gbps / 1e3)
+            _line(axes, [c for c in shown if part in c["parts_us"]], style, name, partial(took, part=part))
+            if read is not None:
+                _dotted(axes, shown, style, partial(least, read=read))
         _finish_panel(axes, ours, f"batch {batch_size}", _time)
     _legend(figure, panels, _LEAST_BYTES)
     return figure

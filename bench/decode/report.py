@@ -42,19 +42,19 @@ def describe(content: dict[str, Any]) -> str:
 def op_table(cases: list[Case]) -> str:
     """A line per context length, batch size and variant, with the ratio to full attention."""
     lines = [
-        "| context | batch | | p50 | p99 | × full | search | attend | GB moved | of roofline | with |",
-        "|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|---|",
+        "| context | batch | | p50 | p99 | × full | search | select | attend | GB moved | of roofline | with |",
+        "|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|---|",
     ]
     for case in sorted((c for c in cases if c["kind"] == "op"), key=_order):
         start = f"| {length(case['context_len'])} | {case['batch_size']} | {label(case)} |"
         if "refused" in case:
-            lines.append(f"{start} — | | | | | | | {case['refused']} |")
+            lines.append(f"{start} — | | | | | | | | {case['refused']} |")
             continue
         parts = case.get("parts_us", {})
         lines.append(
             f"{start} {case['p50_us']:.1f} | {case['p99_us']:.1f} | {_ratio(case, cases)} | "
-            f"{_us(parts.get('search'))} | {_us(parts.get('attend'))} | {case['moved_bytes'] / 1e9:.3f} | "
-            f"{case['of_roofline']:.2f} | {case.get('backend', '')} |"
+            f"{_us(parts.get('search'))} | {_us(parts.get('select'))} | {_us(parts.get('attend'))} | "
+            f"{case['moved_bytes'] / 1e9:.3f} | {case['of_roofline']:.2f} | {case.get('backend', '')} |"
         )
     return "\n".join(lines)
 
@@ -63,20 +63,21 @@ def end_to_end_table(cases: list[Case], content: dict[str, Any]) -> str:
     """A line per context length, batch size, placement and variant."""
     lines = [
         "| context | batch | placement | | TPOT p50, ms | p99 | tokens/s | × full | of best | attention, µs a layer | "
-        "search | gather | attend | link MB a step | cache hits | HBM, GB |",
-        "|---:|---:|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "search | select | gather | attend | link MB a step | cache hits | HBM, GB |",
+        "|---:|---:|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for case in sorted((c for c in cases if c["kind"] == "e2e"), key=_order):
         start = f"| {length(case['context_len'])} | {case['batch_size']} | {case['placement']} | {label(case)} |"
         if "refused" in case:
-            lines.append(f"{start} {case['refused']} |" + " |" * 11)
+            lines.append(f"{start} {case['refused']} |" + " |" * 12)
             continue
         parts = case.get("parts_us", {})
         link, hits = case.get("link_bytes"), case.get("hit_rate")
         lines.append(
             f"{start} {case['p50_us'] / 1e3:.2f} | {case['p99_us'] / 1e3:.2f} | {case['tokens_per_s']:.0f} | "
             f"{_ratio(case, cases)} | {_share_of_best(case, cases, content)} | {_us(case.get('attention_us'))} | "
-            f"{_us(parts.get('search'))} | {_us(parts.get('gather'))} | {_us(parts.get('attend'))} | "
+            f"{_us(parts.get('search'))} | {_us(parts.get('select'))} | {_us(parts.get('gather'))} | "
+            f"{_us(parts.get('attend'))} | "
             f"{'' if link is None else f'{link / 1e6:.1f}'} | {'' if hits is None else f'{hits:.3f}'} | "
             f"{case['hbm_bytes'] / 1e9:.1f} |"
         )
@@ -84,7 +85,7 @@ def end_to_end_table(cases: list[Case], content: dict[str, Any]) -> str:
 
 
 def label(case: Case) -> str:
-    name = NAMES.get(case["variant"], case["variant"])
+    name = NAMES.get(case["variant"]) or str(case["variant"])
     return name if case["schedule"] in ("none", "every step") else f"{name}, {case['schedule']}"
 
 

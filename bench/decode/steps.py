@@ -7,9 +7,10 @@ from torch import Tensor
 
 from bench.decode.baselines import Attention, StreamedAttention
 from bench.decode.gpu_timing import capture
-from bench.decode.widened import NUM_WIDE_LAYERS, Which
+from bench.decode.widened import GROUP_SIZE, NUM_WIDE_LAYERS, Which
 from bench.decode.workload import Workload
-from csattn.batch import StepRows
+from csattn.attention.device import DeviceAttention, make_row_source
+from csattn.batch import StepRows, make_device_selection
 from workers.model_runner.attention import StepAttention
 
 
@@ -71,6 +72,45 @@ class FullAttentionSteps:
 
     def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
         out.copy_(self._attend(q[:, :, None], *self._kv[layer_idx])[:, :, 0])
+
+    def end_step(self, rows: StepRows) -> None: ...
+
+
+class WindowSteps:
+    """Attention to sinks, window and tail, and to nothing else of the context."""
+
+    lookahead = False
+    in_graph = True
+
+    def __init__(self, tails: Tensor, resident: list[list[Tensor]], batch_size: int, softmax_scale: float) -> None:
+        """resident: of each layer and context [num_kv_heads, num_resident, 2, head_dim]."""
+        num_kv_heads, tail_capacity, _, head_dim = tails.shape[2:]
+        device = tails.device
+        self.tails = tails
+        self._resident_rows = resident
+        self._resident = [make_row_source(rows, device) for rows in resident]
+        self._nothing = make_device_selection(batch_size, num_kv_heads, 1, device)
+        self._attention = DeviceAttention(
+            batch_size=batch_size,
+            num_q_heads=num_kv_heads * GROUP_SIZE,
+            num_kv_heads=num_kv_heads,
+            num_index_heads=num_kv_heads,
+            head_dim=head_dim,
+            dtype=tails.dtype,
+            max_top_k=1,
+            max_resident_len=resident[0][0].shape[1],
+            tail_capacity=tail_capacity,
+            softmax_scale=softmax_scale,
+            device=device,
+        )
+
+    def begin_step(self, rows: StepRows) -> None: ...
+
+    def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None: ...
+
+    def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
+        resident = self._resident[layer_idx]
+        self._attention.attend(q, resident, self.tails[layer_idx], resident, self._nothing, rows, out)
 
     def end_step(self, rows: StepRows) -> None: ...
 

@@ -9,6 +9,7 @@ from bench.decode.recorded import Recorded, WideIndex
 from bench.decode.tables import row_codes, score_lists
 from bench.decode.widened import HEAD_DIM, NUM_KV_HEADS, NUM_WIDE_LAYERS, Which, tile_keys, wide_keys, wide_queries
 from csattn.search.device import DeviceLayerIndex
+from csattn.search.device.indexes import into_tiles
 
 DTYPE = torch.bfloat16
 STEPS_BETWEEN_REQUESTS = 37  # requests of a batch are that far apart in the recorded steps
@@ -64,7 +65,7 @@ def _table(keys: Tensor, index: WideIndex) -> tuple[Tensor, Tensor]:
     """Scores and extra of `DeviceLayerIndex`."""
     if index.config.layout == "lists":
         return score_lists(keys, index)
-    return row_codes(keys, index), torch.from_numpy(index.scales).to(keys.device)
+    return into_tiles(row_codes(keys, index)), torch.from_numpy(index.scales).to(keys.device)
 
 
 def clone_index(index: DeviceLayerIndex) -> DeviceLayerIndex:

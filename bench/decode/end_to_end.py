@@ -1,0 +1,130 @@
+"""Whole steps of a model with random weights: every placement of ours, and full attention beside them."""
+
+import gc
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bench.decode.gpu_timing import time_replays
+from bench.decode.kernel_times import kernel_times, times_by_purpose
+from bench.decode.op import Options
+from bench.decode.placements import placed, schedules
+from bench.decode.prepared import TAIL_LEN, Prepared, full_attention, streamed_attention, window_only
+from bench.decode.recorded import Recorded
+from bench.decode.results import Case, Results
+from bench.decode.steps import RecordedQueries, attention_only
+from bench.decode.workload import DTYPE, Workload
+from csattn.errors import CsattnError
+from workers.model_runner import ModelRunner, ModelWeights, StepAttention, random_weights
+
+WARM_UP_STEPS, STEPS, SLOW_STEPS = 48, 192, 8  # a slot cache is filled while the steps warm up
+PROFILED_STEPS = 4
+
+
+def run_end_to_end(
+    results: Results,
+    recorded: Recorded,
+    options: Options,
+    context_lens: list[int],
+    batch_sizes: list[int],
+    variants: list[str],  # "full", "streamed", "window", or names of recorded indexes
+    placements: list[str],  # of the latter
+) -> None:
+    """Measure whatever the results do not hold yet, shortest contexts first."""
+    weights = random_weights(options.shape, "cuda")
+    for context_len in context_lens:
+        for batch_size in batch_sizes:
+            work = Workload(recorded, context_len, batch_size, torch.device("cuda"))
+            for key, prepare in _cases(work, options, variants, placements):
+                if results.has(**key):
+                    continue
+                try:
+                    results.add({**key, **measure_steps(work, weights, prepare(), options)})
+                except (CsattnError, torch.OutOfMemoryError) as error:
+                    results.add({**key, "refused": str(error).splitlines()[0]})
+                gc.collect()  # graphs and what they hold
+                torch.cuda.empty_cache()
+
+
+def _cases(
+    work: Workload, options: Options, variants: list[str], placements: list[str]
+) -> Iterator[tuple[Case, Callable[[], Prepared]]]:
+    baselines = {"full": full_attention, "streamed": streamed_attention, "window": window_only}
+    key = {"kind": "e2e", "context_len": work.context_len, "batch_size": work.batch_size}
+    for variant in variants:
+        if variant in baselines:
+            place = "host" if variant == "streamed" else "device"
+            yield (
+                {**key, "variant": variant, "placement": place, "schedule": "none"},
+                partial(baselines[variant], work, options),
+            )
+            continue
+        for placement in placements:
+            for schedule, search in schedules(options.search):
+                named = {**key, "variant": variant, "placement": placement, "schedule": schedule}
+                yield named, partial(placed, work, options, variant, placement, search)
+
+
+def measure_steps(work: Workload, weights: ModelWeights, prepared: Prepared, options: Options) -> dict[str, Any]:
+    """Time per output token, and what it is made of."""
+    attention = RecordedQueries(prepared.attention, work)
+    runner = ModelRunner(weights, attention, [work.batch_size], _next_query(work, weights, attention))
+    requests = list(range(work.batch_size))
+    tail_lens = [TAIL_LEN] * work.batch_size
+    positions = [work.context_len + TAIL_LEN] * work.batch_size
+    runner.fill(work.batch_size, requests, positions, requests, requests, tail_lens)
+    rows = runner.rows(work.batch_size)
+
+    def step() -> None:
+        runner.step(work.batch_size)
+        runner.advance(work.batch_size)
+
+    times_us = _time_steps(step, *((2, SLOW_STEPS) if prepared.is_slow else (WARM_UP_STEPS, STEPS)))
+    p50, p99 = (float(x) for x in np.percentile(times_us, [50, 99]))
+    facts = prepared.facts()
+    least = weights.streamed_bytes + prepared.step_bytes
+    link_us = facts.get("link_bytes", 0) / options.ceilings["h2d_gbps"] / 1e3
+    roofline_us = max(least / options.ceilings["read_gbps"] / 1e3, link_us)
+    case: dict[str, Any] = {
+        "p50_us": round(p50, 1),
+        "p99_us": round(p99, 1),
+        "num_samples": len(times_us),
+        "tokens_per_s": round(work.batch_size / p50 * 1e6, 1),
+        "moved_bytes": round(least),
+        "roofline_us": round(roofline_us, 1),
+        "of_roofline": round(roofline_us / p50, 3),
+        "hbm_bytes": torch.cuda.memory_allocated(),
+        **facts,
+    }
+    if not prepared.is_slow:
+        parts = times_by_purpose(kernel_times(step, PROFILED_STEPS), weights.shape.num_layers)
+        q = torch.zeros(work.batch_size, weights.shape.num_q_heads, weights.shape.head_dim, dtype=DTYPE, device="cuda")
+        alone = time_replays(attention_only(attention, rows, q), weights.shape.num_layers, options.seconds)
+        case |= {"parts_us": parts, "attention_us": round(alone.p50_us, 2)}
+    return case
+
+
+def _next_query(work: Workload, weights: ModelWeights, attention: StepAttention) -> Tensor | None:
+    if not attention.lookahead:
+        return None
+    shape = weights.shape
+    sizes = work.batch_size, shape.num_layers, shape.num_q_heads, shape.head_dim + 1, shape.head_dim
+    return torch.zeros(sizes, dtype=weights.dtype, device=work.device)
+
+
+def _time_steps(step: Callable[[], None], num_warm_up: int, num_steps: int) -> list[float]:
+    for _ in range(num_warm_up):
+        step()
+    torch.cuda.synchronize()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(num_steps + 1)]
+    events[0].record()
+    for event in events[1:]:
+        step()
+        event.record()
+    torch.cuda.synchronize()
+    return [1e3 * before.elapsed_time(after) for before, after in pairwise(events)]

@@ -1,0 +1,100 @@
+"""Attentions of whole steps, filled with contexts and ready to be stepped: the baselines."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.decode.baselines import StreamedAttention, fastest_full_attention
+from bench.decode.gpu_timing import num_input_sets
+from bench.decode.op import Options, pinned
+from bench.decode.roofline import full_bytes, row_bytes
+from bench.decode.steps import FullAttentionSteps, StreamedSteps, WindowSteps
+from bench.decode.widened import NUM_WIDE_LAYERS
+from bench.decode.workload import DTYPE, Workload
+from csattn.errors import CsattnError
+from workers.model_runner import StepAttention
+
+TAIL_LEN, TAIL_CAPACITY = 64, 512
+SPARE_BYTES = 3 << 30  # that a step needs besides weights, rows and indexes
+
+
+class TooLargeError(CsattnError):
+    """A case does not fit into this machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """An attention, ready to be stepped, and what is known of it beforehand."""
+
+    attention: StepAttention
+    step_bytes: float  # of the device's memory that its part of a step must read, all layers
+    facts: Callable[[], dict[str, Any]]  # more figures, asked for after the steps
+    is_slow: bool = False
+
+
+def full_attention(work: Workload, options: Options) -> Prepared:
+    """All rows of the context on the device."""
+    shape = options.shape
+    moved = work.batch_size * shape.num_layers * full_bytes(shape, work.context_len)
+    require_memory(moved, "the KV of full attention")
+    first = [work.separate_kv(i) for i in range(min(NUM_WIDE_LAYERS, shape.num_layers))]
+    kv = first + [
+        (first[i % len(first)][0].clone(), first[i % len(first)][1].clone())
+        for i in range(len(first), shape.num_layers)
+    ]
+    num_sets = num_input_sets(moved // shape.num_layers, len(first))
+    full = fastest_full_attention([(work.queries(i)[i][:, :, None], *kv[i]) for i in range(num_sets)], seconds=0.05)
+    steps = FullAttentionSteps(make_tails(work, options), kv, full.attend)
+    return Prepared(steps, moved, lambda: {"backend": full.name})
+
+
+def streamed_attention(work: Workload, options: Options) -> Prepared:
+    """All rows in host memory, copied layer by layer."""
+    layer_bytes = work.batch_size * full_bytes(options.shape, work.context_len)
+    num_layers = max((n for n in (1, 2, 4, 8) if n * layer_bytes <= options.pinned_bytes), default=0)
+    if num_layers == 0:
+        raise TooLargeError(f"a layer's KV has {layer_bytes} bytes, this run pins {options.pinned_bytes}")
+    kv = torch.stack(work.separate_kv(0))
+    pool = pinned(options.pinned_bytes)[: num_layers * layer_bytes].view(DTYPE).view(num_layers, *kv.shape)
+    pool.copy_(kv)
+    full = fastest_full_attention([(work.queries(0)[0][:, :, None], kv[0], kv[1])], seconds=0.05)
+    del kv
+    streamed = StreamedAttention([(k, v) for k, v in pool], full.attend)
+    link_bytes = options.shape.num_layers * layer_bytes
+    facts = {"link_bytes": link_bytes, "backend": full.name}
+    return Prepared(StreamedSteps(make_tails(work, options), streamed), 2 * link_bytes, lambda: facts, is_slow=True)
+
+
+def window_only(work: Workload, options: Options) -> Prepared:
+    """Resident rows alone."""
+    shape, search = options.shape, options.search
+    num_resident = search.sink_len + search.window_len
+    resident_shape = shape.num_kv_heads, num_resident, 2, shape.head_dim
+    resident = [
+        [torch.randn(resident_shape, dtype=DTYPE, device=work.device) for _ in range(work.batch_size)]
+        for _ in range(shape.num_layers)
+    ]
+    moved = work.batch_size * shape.num_layers * row_bytes(shape) * (num_resident + TAIL_LEN)
+    steps = WindowSteps(make_tails(work, options), resident, work.batch_size, shape.softmax_scale)
+    return Prepared(steps, moved, dict)
+
+
+def make_tails(work: Workload, options: Options) -> Tensor:
+    """[num_layers, batch_size, num_kv_heads, TAIL_CAPACITY, 2, head_dim], random."""
+    shape = options.shape
+    sizes = shape.num_layers, work.batch_size, shape.num_kv_heads, TAIL_CAPACITY, 2, shape.head_dim
+    return torch.randn(sizes, dtype=DTYPE, device=work.device)
+
+
+def require_memory(num_bytes: int, what: str) -> None:
+    """Refuse a case before any work, in words."""
+    free, total = torch.cuda.mem_get_info()
+    free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    if num_bytes + SPARE_BYTES > free:
+        raise TooLargeError(
+            f"{what} needs {num_bytes / 1e9:.1f} GB and a step {SPARE_BYTES / 1e9:.1f}, "
+            f"{free / 1e9:.1f} of {total / 1e9:.1f} GB are free"
+        )

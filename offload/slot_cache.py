@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from offload.cuda import cuda_kernel
+from offload.errors import OffloadError
 from offload.gather import RowGather, RowLists, make_row_lists
 
-NEVER_USED = 255  # the age of an empty slot; `slot_ages.cuh` has the others
+NEVER_USED = 127  # the age of an empty slot; `slot_ages.cuh` has the others
 _CLUSTER = 8  # blocks that decide about one KV head
 _THREADS = 512
-_LIST_SETS = 2  # lookups whose lists and ids live at the same time
+MAX_SLOTS = 400_000  # what fits the shared memory of a cluster
+_LIST_SETS = 3  # lookups whose lists and ids live at the same time
 _SOURCES = tuple(Path(__file__).with_name(name) for name in ("cluster.cuh", "slot_ages.cuh", "slot_cache.cu"))
 
 
@@ -38,6 +40,11 @@ class SlotCacheShape:
     def __post_init__(self) -> None:
         assert self.num_index_heads % self.num_kv_heads == 0
         assert min(self.num_layers, self.num_contexts, self.context_capacity, self.num_slots, self.max_top_k) > 0
+        if self.num_slots > MAX_SLOTS:
+            raise OffloadError(
+                f"a slot cache of {self.num_slots:,} rows per KV head was asked for; its kernel keeps track of up to "
+                f"{MAX_SLOTS:,}: choose a smaller slot cache"
+            )
 
     @property
     def row_bytes(self) -> int:
@@ -62,7 +69,7 @@ def slot_cache_bytes(shape: SlotCacheShape) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """What a lookup yields; its tensors are written again by the second lookup after it."""
+    """What a lookup yields; its tensors are written again by the third lookup after it."""
 
     # a slot of the row's context and KV head; -2 - key for a row that is read from the host; -1 padding
     ids: Tensor  # [batch, num_index_heads, max_top_k] int32
@@ -102,7 +109,7 @@ class SlotCache:
         self._lists = [make_row_lists(num_lists, shape.num_slots, device) for _ in range(_LIST_SETS)]
         self._ids = full((_LIST_SETS, shape.max_batch, shape.num_index_heads, shape.max_top_k), -1)
         self._num_lookups = 0
-        self._kernel = cuda_kernel(_SOURCES, "look_up_rows", _defines(shape), shared_bytes=shape.block_slots)
+        self._kernel = cuda_kernel(_SOURCES, "look_up_rows", _defines(shape), _shared_bytes(shape))
         self._gather = RowGather(shape.row_bytes, num_lists)
 
     def __repr__(self) -> str:
@@ -204,6 +211,11 @@ def _first_lists(lists: RowLists, num_lists: int) -> RowLists:
         lists.from_rows[:num_lists],
         lists.to_rows[:num_lists],
     )
+
+
+def _shared_bytes(shape: SlotCacheShape) -> int:
+    """`Slots` of slot_ages.cuh: an age, a place in the list of replaced slots, and a bit for each of all blocks."""
+    return shape.block_slots * 3 + _CLUSTER * shape.block_slots // 8
 
 
 def _defines(shape: SlotCacheShape) -> dict[str, int]:

@@ -1,0 +1,45 @@
+"""Kernels and memory for steps of each batch size."""
+
+from dataclasses import dataclass
+
+import torch
+
+from csattn.attention.device import DeviceAttention
+from csattn.batch import DeviceSelection, make_device_selection
+from workers.engine.shape import EngineShape
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """Kernels and selections for one batch size. Two selections: one is read while the other is made."""
+
+    attention: DeviceAttention
+    selections: tuple[DeviceSelection, DeviceSelection]
+
+    def selection(self, layer_idx: int) -> DeviceSelection:
+        return self.selections[layer_idx % 2]
+
+
+def plan_batch(shape: EngineShape, batch_size: int, device: torch.device) -> BatchPlan:
+    """Set memory aside for steps of that many rows."""
+    attention = DeviceAttention(
+        batch_size=batch_size,
+        num_q_heads=shape.num_q_heads,
+        num_kv_heads=shape.num_kv_heads,
+        num_index_heads=shape.num_index_heads,
+        head_dim=shape.head_dim,
+        dtype=shape.dtype,
+        max_top_k=shape.max_top_k,
+        max_resident_len=shape.max_resident_len,
+        tail_capacity=shape.tail_capacity,
+        softmax_scale=shape.softmax_scale,
+        device=device,
+    )
+    first, second = (
+        make_device_selection(batch_size, shape.num_index_heads, shape.max_top_k, device) for _ in range(2)
+    )
+    return BatchPlan(attention, (first, second))
+
+
+def plan_batches(shape: EngineShape, device: torch.device) -> dict[int, BatchPlan]:
+    return {batch_size: plan_batch(shape, batch_size, device) for batch_size in shape.batch_sizes}

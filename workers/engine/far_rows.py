@@ -1,0 +1,111 @@
+"""Where a step's selected rows are read from: the context's KV on the device, or slots that its host rows move to."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from csattn.attention.device import RowSource
+from csattn.batch import DeviceSelection
+from offload.pinned import PinnedRows
+from offload.slot_cache import SlotCache, SlotCacheShape, slot_cache_bytes
+from workers.engine.shape import EngineShape
+
+
+class FarRows(Protocol):
+    """The context rows that a step may select, of all loaded contexts and layers."""
+
+    def fetch(self, layer_idx: int, selection: DeviceSelection, context_ids: Tensor) -> DeviceSelection:
+        """Enqueue what brings the selected rows to the device; ids of `source` for them, or of `spill`."""
+        ...
+
+    def source(self, layer_idx: int) -> RowSource: ...
+
+    def spill(self, layer_idx: int) -> RowSource | None: ...
+
+
+class DeviceRows:
+    """Owns the KV of whole contexts on the device. Selected rows are read where they are."""
+
+    def __init__(self, shape: EngineShape, device: torch.device) -> None:
+        self._shape = shape
+        self._device = device
+        self._addresses = torch.zeros(shape.num_layers, shape.num_contexts, dtype=torch.int64, device=device)
+        self._lens = torch.zeros(shape.num_contexts, dtype=torch.int32, device=device)
+        self._kv: dict[int, list[Tensor]] = {}
+
+    def __repr__(self) -> str:
+        return f"<DeviceRows {len(self._kv)}/{self._shape.num_contexts} contexts>"
+
+    def load(self, context_id: int, layers: Sequence[Tensor]) -> None:
+        """Take a context's KV, per layer [num_kv_heads, context_len, 2, head_dim]; copied unless it is there."""
+        kept = [layer.to(self._device).contiguous() for layer in layers]
+        self._kv[context_id] = kept
+        self._addresses[:, context_id] = torch.tensor([layer.data_ptr() for layer in kept], dtype=torch.int64)
+        self._lens[context_id] = kept[0].shape[1]
+
+    def fetch(self, layer_idx: int, selection: DeviceSelection, context_ids: Tensor) -> DeviceSelection:
+        return selection
+
+    def source(self, layer_idx: int) -> RowSource:
+        return RowSource(self._addresses[layer_idx], self._lens)
+
+    def spill(self, layer_idx: int) -> RowSource | None:
+        return None
+
+
+class CachedRows:
+    """Owns a slot cache over KV in pinned host memory: rows that were selected before need not move again."""
+
+    def __init__(self, shape: EngineShape, num_slots: int, device: torch.device) -> None:
+        """num_slots: per layer, context and KV head."""
+        self.cache = SlotCache(cache_shape(shape, num_slots), device)
+        places = self.cache.rows[:, :, 0, 0]  # [num_layers, num_contexts, 2, head_dim]
+        step = self.cache.rows[0, 0].nbytes
+        numbers = torch.arange(places.shape[0] * places.shape[1], dtype=torch.int64, device=device)
+        self._addresses = (self.cache.rows.data_ptr() + numbers * step).view(places.shape[:2])
+        self._num_slots = torch.full((shape.num_contexts,), num_slots, dtype=torch.int32, device=device)
+        self._lens = torch.zeros(shape.num_contexts, dtype=torch.int32, device=device)
+        self._kv: dict[int, PinnedRows] = {}
+
+    def __repr__(self) -> str:
+        return f"<CachedRows {self.cache!r}>"
+
+    def load(self, context_id: int, kv: PinnedRows) -> None:
+        """Give a place to a context, which stays on the host."""
+        context_len = kv.layers[0].shape[1]
+        self.cache.load_context(context_id, kv.addresses, context_len)
+        self._lens[context_id] = context_len
+        self._kv[context_id] = kv
+
+    def fetch(self, layer_idx: int, selection: DeviceSelection, context_ids: Tensor) -> DeviceSelection:
+        ids = self.cache.fetch(layer_idx, selection.kv_indices, selection.valid_len, context_ids)
+        return DeviceSelection(ids, selection.valid_len)
+
+    def source(self, layer_idx: int) -> RowSource:
+        return RowSource(self._addresses[layer_idx], self._num_slots)
+
+    def spill(self, layer_idx: int) -> RowSource | None:
+        return RowSource(self.cache.host_addresses[layer_idx], self._lens)
+
+
+def cache_shape(shape: EngineShape, num_slots: int) -> SlotCacheShape:
+    """The slot cache that serves steps of that shape."""
+    return SlotCacheShape(
+        num_layers=shape.num_layers,
+        num_contexts=shape.num_contexts,
+        num_kv_heads=shape.num_kv_heads,
+        num_index_heads=shape.num_index_heads,
+        context_capacity=shape.max_context_len,
+        num_slots=num_slots,
+        max_top_k=shape.max_top_k,
+        max_batch=max(shape.batch_sizes),
+        head_dim=shape.head_dim,
+        dtype=shape.dtype,
+    )
+
+
+def cache_bytes(shape: EngineShape, num_slots: int) -> int:
+    """Device memory of `CachedRows`."""
+    return slot_cache_bytes(cache_shape(shape, num_slots))

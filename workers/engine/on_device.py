@@ -1,0 +1,97 @@
+"""Attention of whole steps with the search on the device: placements `device` and `hybrid`."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from csattn.batch import DeviceSelection, StepRows
+from csattn.search.device import DeviceIndexes, DeviceLayerIndex, DeviceSearch, IndexShape
+from workers.engine.batch_plan import plan_batches
+from workers.engine.far_rows import FarRows
+from workers.engine.resident import ResidentRows
+from workers.engine.shape import EngineShape
+
+
+class SearchOnDevice:
+    """`StepAttention` whose steps are one graph. Owns the contexts' indexes, their resident rows and all tails.
+
+    With `lookahead`, a layer's search and the way of its rows to the device run beside the layer before it.
+    """
+
+    in_graph = True
+
+    def __init__(self, shape: EngineShape, index: IndexShape, far: FarRows, device: torch.device) -> None:
+        self.shape, self.far = shape, far
+        self.lookahead = bool(shape.search.lookahead)
+        self.tails = shape.make_tails(device)
+        self._resident = ResidentRows(shape, device)
+        self._indexes = DeviceIndexes(shape.num_layers, shape.num_contexts, shape.search, device)
+        self._plans = plan_batches(shape, device)
+        self._searches = _make_searches(shape, index, device)
+        self._ahead = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._fetched: dict[int, tuple[DeviceSelection, torch.cuda.Event]] = {}  # by layer, until it attends
+
+    def __repr__(self) -> str:
+        return f"<SearchOnDevice {self._indexes!r}, {self.far!r}>"
+
+    def load(self, context_id: int, kv: Sequence[Tensor], index: Sequence[DeviceLayerIndex]) -> None:
+        """Give a place to a context whose rows `far` has. No step may be in flight.
+
+        kv: per layer [num_kv_heads, context_len, 2, head_dim], wherever it lies; its resident rows are copied.
+        """
+        context_len = self.shape.require_context(kv)
+        self._resident.load(context_id, kv)
+        self._indexes.load(context_id, context_len, list(index))
+
+    def begin_step(self, rows: StepRows) -> None:
+        """Nothing has to be made ready."""
+
+    def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None:
+        # all searches share one workspace, so with lookahead all of them run on this stream, also the first layer's
+        self._ahead.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._ahead):
+            fetched = self._search(layer_idx, q, rows)
+            self._fetched[layer_idx] = fetched, self._ahead.record_event()
+
+    def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
+        if self.lookahead:
+            if layer_idx not in self._fetched:
+                self.look_ahead(layer_idx, q, rows)
+            fetched, is_there = self._fetched.pop(layer_idx)
+            torch.cuda.current_stream().wait_event(is_there)
+        else:
+            fetched = self._search(layer_idx, q, rows)
+        self._plans[rows.batch_size].attention.attend(
+            q,
+            self._resident.source(layer_idx),
+            self.tails[layer_idx],
+            self.far.source(layer_idx),
+            fetched,
+            rows,
+            out,
+            self.far.spill(layer_idx),
+        )
+
+    def end_step(self, rows: StepRows) -> None:
+        """Nothing is left to do."""
+
+    def _search(self, layer_idx: int, q: Tensor, rows: StepRows) -> DeviceSelection:
+        selection = self._plans[rows.batch_size].selection(layer_idx)
+        self._searches[rows.batch_size].search(q, self._indexes, layer_idx, rows.context_ids, selection)
+        return self.far.fetch(layer_idx, selection, rows.context_ids)
+
+
+def _make_searches(shape: EngineShape, index: IndexShape, device: torch.device) -> dict[int, DeviceSearch]:
+    """A search for each batch size."""
+    return {
+        batch_size: DeviceSearch(
+            index,
+            batch_size=batch_size,
+            max_context_len=shape.max_context_len,
+            softmax_scale=shape.softmax_scale,
+            query_dtype=shape.dtype,
+            device=device,
+        )
+        for batch_size in shape.batch_sizes
+    }

@@ -1,0 +1,81 @@
+"""What an engine is planned for: sizes that hold from its first step to its last."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from csattn.config import SearchConfig
+from csattn.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineShape:
+    """What a placement is planned for: nothing that grows beyond it is ever allocated."""
+
+    num_layers: int
+    num_q_heads: int
+    num_kv_heads: int
+    num_index_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    softmax_scale: float
+    search: SearchConfig
+    max_context_len: int
+    batch_sizes: tuple[int, ...]
+    num_contexts: int = 1  # loaded at the same time
+    num_tails: int = 1  # requests at the same time
+    tail_capacity: int = 4096  # rows of a request's own
+
+    def __post_init__(self) -> None:
+        if self.search.search_period != 1:
+            raise ConfigError(
+                f"search_period is {self.search.search_period}, but a step on a GPU is one graph and always searches; "
+                "use search_period 1, or decode on the CPU"
+            )
+
+    @property
+    def max_top_k(self) -> int:
+        return self.search.top_k(self.max_context_len)
+
+    @property
+    def max_resident_len(self) -> int:
+        """Sinks and window of a context; requests' own rows are resident besides."""
+        return self.search.sink_len + self.search.window_len
+
+    @property
+    def row_bytes(self) -> int:
+        """K and V of one key and KV head."""
+        return 2 * self.head_dim * self.dtype.itemsize
+
+    @property
+    def context_bytes(self) -> int:
+        """KV of the longest context, all layers."""
+        return self.num_layers * self.num_kv_heads * self.max_context_len * self.row_bytes
+
+    @property
+    def tails_bytes(self) -> int:
+        return self.num_layers * self.num_tails * self.num_kv_heads * self.tail_capacity * self.row_bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        return self.num_layers * self.num_contexts * self.num_kv_heads * self.max_resident_len * self.row_bytes
+
+    def make_tails(self, device: torch.device) -> Tensor:
+        """[num_layers, num_tails, num_kv_heads, tail_capacity, 2, head_dim]."""
+        size = self.num_layers, self.num_tails, self.num_kv_heads, self.tail_capacity, 2, self.head_dim
+        return torch.zeros(size, dtype=self.dtype, device=device)
+
+    def require_context(self, layers: Sequence[Tensor]) -> int:
+        """The length of a context that fits; asserts that its layers are of this shape."""
+        assert len(layers) == self.num_layers, f"got {len(layers)} layers, wanted {self.num_layers}"
+        num_kv_heads, context_len, two, head_dim = layers[0].shape
+        assert (num_kv_heads, two, head_dim) == (self.num_kv_heads, 2, self.head_dim), f"KV is {layers[0].shape}"
+        assert layers[0].dtype == self.dtype, f"KV is {layers[0].dtype}, planned was {self.dtype}"
+        if context_len > self.max_context_len:
+            raise ConfigError(
+                f"the context has {context_len:,} rows, the engine was planned for {self.max_context_len:,}; "
+                "plan it with a larger max_context_len"
+            )
+        return context_len

@@ -133,14 +133,14 @@ def _time_product(shape: ModelShape, name: str, num_out: int, num_in: int, batch
 
 def _run(ops: TritonOps | TorchOps, name: str, weight: Tensor, x: Tensor, stream: Stream) -> Callable[[], Tensor]:
     """The product as the decode loop runs it; called, it gives what it wrote."""
-    num_rows = len(weight)
+    num_out = len(weight) // 2 if name == "gate_up" else len(weight)
+    out = torch.empty(len(x), num_out, dtype=torch.float32 if name == "head" else torch.bfloat16, device="cuda")
+    norm = torch.ones_like(stream.hidden[0])
 
     def call() -> Tensor:
         if name in ("out", "down"):
-            ops.linear_add(x, weight, stream, torch.ones_like(stream.hidden[0]), None)
+            ops.linear_add(x, weight, stream, norm, None)
             return stream.hidden
-        wide = num_rows // 2 if name == "gate_up" else num_rows
-        out = torch.empty(len(x), wide, dtype=torch.float32 if name == "head" else torch.bfloat16, device="cuda")
         if name == "gate_up":
             ops.normed_gate_up(stream.scaled, stream.squares, 1e-5, weight, out)
         else:

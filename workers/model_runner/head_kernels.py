@@ -64,37 +64,38 @@ def rotate_append_kernel(
     BLOCK: tl.constexpr,  # at least HEAD_DIM // 2
     PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     row = tl.program_id(0)
     head = tl.program_id(1)  # query heads, then key heads
     half: tl.constexpr = HEAD_DIM // 2
     i = tl.arange(0, BLOCK)
     inside = i < half
     dtype = q.dtype.element_ty
+    c = tl.load(cos + row * half + i, mask=inside, other=0.0)
+    s = tl.load(sin + row * half + i, mask=inside, other=0.0)
+    slot = tl.load(tail_lens + row) - 1
+    active = (tl.load(context_ids + row) >= 0) & (slot >= 0) & (slot < tail_capacity)
+    tail_id = tl.load(tail_ids + row).to(tl.int64)
+    if PDL:  # what is read above is older than the kernel in front, and complete: that one has waited for it
+        gdc_wait()
+        gdc_launch_dependents()
     heads = qkv + row.to(tl.int64) * (NUM_Q_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
     first = tl.load(heads + head * HEAD_DIM + i, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(heads + head * HEAD_DIM + half + i, mask=inside, other=0.0).to(tl.float32)
     if HAS_NORM:
         norm = q_norm if head < NUM_Q_HEADS else k_norm
         first, second = _normed_halves(first, second, norm, i, inside, eps, HEAD_DIM)
-    first, second = _rotated(first, second, cos, sin, row, i, inside, half)
+    first, second = first * c - second * s, second * c + first * s
     if head < NUM_Q_HEADS:
         at = q + (row.to(tl.int64) * NUM_Q_HEADS + head) * HEAD_DIM
         tl.store(at + i, first.to(dtype), mask=inside)
         tl.store(at + half + i, second.to(dtype), mask=inside)
-    else:
-        kv_head = head - NUM_Q_HEADS
-        slot = tl.load(tail_lens + row) - 1
-        if (tl.load(context_ids + row) >= 0) & (slot >= 0) & (slot < tail_capacity):
-            tail_row = (tl.load(tail_ids + row).to(tl.int64) * NUM_KV_HEADS + kv_head) * tail_capacity + slot
-            at = tail + tail_row * 2 * HEAD_DIM
-            tl.store(at + i, first.to(dtype), mask=inside)
-            tl.store(at + half + i, second.to(dtype), mask=inside)
-            value = heads + (head + NUM_KV_HEADS) * HEAD_DIM
-            tl.store(at + HEAD_DIM + i, tl.load(value + i, mask=inside, other=0.0), mask=inside)
-            tl.store(at + HEAD_DIM + half + i, tl.load(value + half + i, mask=inside, other=0.0), mask=inside)
+    elif active:
+        at = tail + ((tail_id * NUM_KV_HEADS + head - NUM_Q_HEADS) * tail_capacity + slot) * 2 * HEAD_DIM
+        tl.store(at + i, first.to(dtype), mask=inside)
+        tl.store(at + half + i, second.to(dtype), mask=inside)
+        value = heads + (head + NUM_KV_HEADS) * HEAD_DIM
+        tl.store(at + HEAD_DIM + i, tl.load(value + i, mask=inside, other=0.0), mask=inside)
+        tl.store(at + HEAD_DIM + half + i, tl.load(value + half + i, mask=inside, other=0.0), mask=inside)
 
 
 @triton.jit
@@ -113,15 +114,27 @@ def predict_query_kernel(
     BLOCK: tl.constexpr,  # at least HEAD_DIM // 2
     PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     row = tl.program_id(0)
     head = tl.program_id(1)
     half: tl.constexpr = HEAD_DIM // 2
     i = tl.arange(0, BLOCK)
     inside = i < half
     dtype = q.dtype.element_ty
+    c = tl.load(cos + row * half + i, mask=inside, other=0.0)
+    s = tl.load(sin + row * half + i, mask=inside, other=0.0)
+    context_id = tl.maximum(tl.load(context_ids + row), 0).to(tl.int64)
+    matrix = maps + context_id * maps_stride + head * (HEAD_DIM + 1) * HEAD_DIM
+    quarter = i[:, None] * HEAD_DIM + i[None, :]
+    square = inside[:, None] & inside[None, :]
+    upper_left = tl.load(matrix + quarter, mask=square, other=0.0)
+    upper_right = tl.load(matrix + half + quarter, mask=square, other=0.0)
+    lower_left = tl.load(matrix + half * HEAD_DIM + quarter, mask=square, other=0.0)
+    lower_right = tl.load(matrix + half * HEAD_DIM + half + quarter, mask=square, other=0.0)
+    first = tl.load(matrix + HEAD_DIM * HEAD_DIM + i, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(matrix + HEAD_DIM * HEAD_DIM + half + i, mask=inside, other=0.0).to(tl.float32)
+    if PDL:  # what is read above is older than the kernel in front, and complete: that one has waited for it
+        gdc_wait()
+        gdc_launch_dependents()
     at = (row.to(tl.int64) * tl.num_programs(1) + head) * HEAD_DIM
     x_first = tl.load(early + at + i, mask=inside, other=0.0).to(tl.float32)
     x_second = tl.load(early + at + half + i, mask=inside, other=0.0).to(tl.float32)
@@ -129,24 +142,11 @@ def predict_query_kernel(
         x_first, x_second = _normed_halves(x_first, x_second, q_norm, i, inside, eps, HEAD_DIM)
         x_first = x_first.to(dtype).to(tl.float32)
         x_second = x_second.to(dtype).to(tl.float32)
-    context_id = tl.maximum(tl.load(context_ids + row), 0).to(tl.int64)
-    matrix = maps + context_id * maps_stride + head * (HEAD_DIM + 1) * HEAD_DIM
-    first = _mapped(x_first, x_second, matrix, i, inside, HEAD_DIM)
-    second = _mapped(x_first, x_second, matrix + half, i, inside, HEAD_DIM)
-    first, second = _rotated(first, second, cos, sin, row, i, inside, half)
+    first += tl.sum(x_first[:, None] * upper_left + x_second[:, None] * lower_left, axis=0)
+    second += tl.sum(x_first[:, None] * upper_right + x_second[:, None] * lower_right, axis=0)
+    first, second = first * c - second * s, second * c + first * s
     tl.store(q + at + i, first.to(dtype), mask=inside)
     tl.store(q + at + half + i, second.to(dtype), mask=inside)
-
-
-@triton.jit
-def _mapped(x_first, x_second, matrix, i, inside, HEAD_DIM: tl.constexpr):
-    """HEAD_DIM // 2 columns of [x, 1] @ matrix."""
-    half: tl.constexpr = HEAD_DIM // 2
-    square = inside[:, None] & inside[None, :]
-    upper = tl.load(matrix + i[:, None] * HEAD_DIM + i[None, :], mask=square, other=0.0).to(tl.float32)
-    lower = tl.load(matrix + (half + i)[:, None] * HEAD_DIM + i[None, :], mask=square, other=0.0).to(tl.float32)
-    offset = tl.load(matrix + HEAD_DIM * HEAD_DIM + i, mask=inside, other=0.0).to(tl.float32)
-    return tl.sum(x_first[:, None] * upper, axis=0) + tl.sum(x_second[:, None] * lower, axis=0) + offset
 
 
 @triton.jit
@@ -156,11 +156,3 @@ def _normed_halves(first, second, norm, i, inside, eps, HEAD_DIM: tl.constexpr):
     first_weight = tl.load(norm + i, mask=inside, other=0.0).to(tl.float32)
     second_weight = tl.load(norm + HEAD_DIM // 2 + i, mask=inside, other=0.0).to(tl.float32)
     return first * scale * first_weight, second * scale * second_weight
-
-
-@triton.jit
-def _rotated(first, second, cos, sin, row, i, inside, half: tl.constexpr):
-    """RoPE of one head, given and returned as its two halves."""
-    c = tl.load(cos + row * half + i, mask=inside, other=0.0)
-    s = tl.load(sin + row * half + i, mask=inside, other=0.0)
-    return first * c - second * s, second * c + first * s

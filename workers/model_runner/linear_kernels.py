@@ -2,8 +2,7 @@
 
 A program owns BLOCK_N rows of the weights (and, with SPLIT_K, a part of their columns) and streams them once through
 the tensor cores; the step's rows are the narrow side of the product. Everything that follows a product in a
-transformer layer is done where its sum is finished. Sums are taken in an order that depends on the weights' shape
-alone: a row's result is the same in every batch.
+transformer layer is done where its sum is finished. Sums are taken in an order that does not depend on the device.
 """
 
 # Triton kernels are untyped, and their constants upper case by custom.

@@ -109,7 +109,7 @@ def test_predictions_are_in_the_graph() -> None:
     assert not torch.equal(logits, decoded()[1])
 
 
-@pytest.mark.parametrize("batch_size", [3, 16, 40])
+@pytest.mark.parametrize("batch_size", [2, 3, 16])
 def test_a_request_does_not_see_the_size_of_its_batch(batch_size) -> None:
     """Bit for bit, but for the attention: here the row attends alone to what its batch does."""
     weights = random_weights(SHAPE, "cuda")

@@ -4,64 +4,75 @@ For any invertible A, (q @ A) . (k @ inverse(A).T) = q . k, so the split may hap
 loses least. `key_whitened` takes A = sqrt(cov(k)) @ R with R the principal axes of the queries so scaled:
 keys then have unit covariance in every subspace, so that the error of replacing a query part by its centroid
 is the same as the error of the scores; and a query's energy is sorted, and dealt out evenly to the subspaces.
+
+Second moments are summed where the rows are; their axes are found on the CPU, which is faster at such small
+matrices. Devices agree on a basis up to rounding, not to the bit.
 """
 
-import numpy as np
-from numpy.typing import NDArray
+import torch
+from torch import Tensor
 
 from csattn.config import Basis
 
 # Directions in which keys hardly vary would be blown up by whitening; this share of the mean variance keeps them.
 _RIDGE = 1e-4
+_BLOCK_LEN = 4096  # rows held in float64 at a time
 
-Matrix = NDArray[np.float32]
 
-
-def make_basis(
+def make_bases(
     kind: Basis,
-    queries: NDArray[np.float32],  # [num_queries, head_dim]
-    centered_keys: NDArray[np.float32],  # [context_len, head_dim]
+    queries: Tensor,  # [num_heads, num_queries, head_dim]
+    centered_keys: Tensor,  # [num_heads, context_len, head_dim] float32
     num_subspaces: int,
-) -> tuple[Matrix, Matrix]:
-    """query_basis and key_basis [head_dim, head_dim]: (q @ query_basis) . (k @ key_basis) = q . k."""
-    head_dim = queries.shape[1]
-    if kind == "plain":
-        identity = np.eye(head_dim, dtype=np.float32)
-        return identity, identity
+) -> tuple[Tensor, Tensor]:
+    """query_basis and key_basis, so that (q @ query_basis) . (k @ key_basis) = q . k.
+
+    Both [num_heads, head_dim, head_dim] float32, on the device of the queries.
+    """
+    num_heads, _, head_dim = queries.shape
+    if kind == "key_whitened":
+        bases = _key_whitened(_second_moments(centered_keys).cpu(), _second_moments(queries).cpu(), num_subspaces)
+        return bases[0].to(queries.device), bases[1].to(queries.device)
+    basis = torch.eye(head_dim, device=queries.device)
     if kind == "rope_pairs":
-        permutation = np.eye(head_dim, dtype=np.float32)[:, _rope_pair_order(head_dim, num_subspaces)]
-        return permutation, permutation
-    return _key_whitened(queries, centered_keys, num_subspaces)
+        basis = basis[:, _rope_pair_order(head_dim, num_subspaces)]
+    basis = basis.expand(num_heads, -1, -1).contiguous()
+    return basis, basis
 
 
-def _rope_pair_order(head_dim: int, num_subspaces: int) -> NDArray[np.int64]:
+def _rope_pair_order(head_dim: int, num_subspaces: int) -> Tensor:
     """Dimensions reordered so that a subspace holds whole RoPE pairs (d, d + head_dim/2), frequencies spread."""
     num_pairs = head_dim // 2
-    if num_pairs % num_subspaces:
-        pairs = np.arange(num_pairs)
-    else:
-        pairs = np.arange(num_pairs).reshape(-1, num_subspaces).T.reshape(-1)
-    return np.stack([pairs, pairs + num_pairs], axis=1).reshape(-1)
+    pairs = torch.arange(num_pairs)
+    if num_pairs % num_subspaces == 0:
+        pairs = pairs.view(-1, num_subspaces).T.flatten()
+    return torch.stack([pairs, pairs + num_pairs], dim=1).flatten()
 
 
-def _key_whitened(
-    queries: NDArray[np.float32], centered_keys: NDArray[np.float32], num_subspaces: int
-) -> tuple[Matrix, Matrix]:
-    head_dim = queries.shape[1]
-    keys, queries64 = centered_keys.astype(np.float64), queries.astype(np.float64)
-    covariance = keys.T @ keys / len(keys)
-    ridge = _RIDGE * np.trace(covariance) / head_dim
-    variances, axes = np.linalg.eigh(covariance + (ridge or 1.0) * np.eye(head_dim))
-    root = axes * np.sqrt(variances) @ axes.T
-    inverse_root = axes / np.sqrt(variances) @ axes.T
-    scaled = queries64 @ root
-    _, principal = np.linalg.eigh(scaled.T @ scaled / len(scaled))
-    rotation = principal[:, ::-1][:, _snake_order(head_dim, num_subspaces)]
-    return (root @ rotation).astype(np.float32), (inverse_root @ rotation).astype(np.float32)
+def _second_moments(rows: Tensor) -> Tensor:
+    """Mean of r r^T over rows [num_heads, num_rows, head_dim]: [num_heads, head_dim, head_dim] float64."""
+    head_dim = rows.shape[2]
+    total = torch.zeros(len(rows), head_dim, head_dim, dtype=torch.float64, device=rows.device)
+    for start in range(0, rows.shape[1], _BLOCK_LEN):
+        wide = rows[:, start : start + _BLOCK_LEN].double()
+        total += wide.mT @ wide
+    return total / rows.shape[1]
 
 
-def _snake_order(head_dim: int, num_subspaces: int) -> NDArray[np.int64]:
+def _key_whitened(key_moments: Tensor, query_moments: Tensor, num_subspaces: int) -> tuple[Tensor, Tensor]:
+    head_dim = key_moments.shape[1]
+    ridge = _RIDGE * key_moments.diagonal(dim1=1, dim2=2).mean(1)
+    ridge = torch.where(ridge > 0, ridge, 1.0)
+    variances, axes = torch.linalg.eigh(key_moments + ridge[:, None, None] * torch.eye(head_dim))
+    spread = variances.sqrt()[:, None]
+    root, inverse_root = axes * spread @ axes.mT, axes / spread @ axes.mT
+    _, principal = torch.linalg.eigh(root @ query_moments @ root)
+    rotation = principal.flip(2)[:, :, _snake_order(head_dim, num_subspaces)]
+    return (root @ rotation).float(), (inverse_root @ rotation).float()
+
+
+def _snake_order(head_dim: int, num_subspaces: int) -> Tensor:
     """Deal axes, strongest first, to the subspaces in turn, back and forth, so that all get like energy."""
-    rounds = np.arange(head_dim).reshape(-1, num_subspaces)
-    rounds[1::2] = rounds[1::2, ::-1]
-    return rounds.T.reshape(-1)
+    rounds = torch.arange(head_dim).view(-1, num_subspaces)
+    rounds[1::2] = rounds[1::2].flip(1)
+    return rounds.T.flatten()

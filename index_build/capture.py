@@ -2,7 +2,7 @@
 
 The hidden states of the whole context pass through layer 0, then through layer 1, and so on, in chunks of rows.
 So memory holds one layer's q, k and v whatever the depth, and a build can resume at any layer from the hidden
-states that enter it.
+states that enter it. Everything is held where the model is.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
 from transformers.cache_utils import Cache
 
 from csattn.attention import attend_chunk
@@ -18,6 +20,7 @@ from csattn.errors import CaptureError
 from csattn.models.attention_hook import attention_implementation
 
 CHUNK_LEN = 1024
+CHUNK_LEN_ON_GPU = 8192
 
 
 @dataclass(slots=True)
@@ -46,7 +49,8 @@ class _CapturingLayer:
     def attend(self, q: Tensor, softmax_scale: float) -> Tensor:
         rows = self._capture.kv[:, : self._num_rows]
         self._capture.q[:, self._num_rows - q.shape[2] : self._num_rows] = q[0]
-        return attend_chunk(q[0], rows[:, :, 0], rows[:, :, 1], softmax_scale)[None]
+        attend = attend_chunk_on_gpu if q.is_cuda else attend_chunk
+        return attend(q[0], rows[:, :, 0], rows[:, :, 1], softmax_scale)[None]
 
 
 class _CapturingCache(Cache):  # type: ignore[misc]  # transformers is untyped
@@ -67,7 +71,7 @@ def prefill(
     token_ids: Tensor,  # [context_len] int64
     *,
     resume: tuple[int, Tensor] | None = None,  # a layer, and the hidden states [context_len, hidden_size] entering it
-    chunk_len: int = CHUNK_LEN,
+    chunk_len: int | None = None,
     on_chunk: Callable[[int, int], None] = lambda layer_idx, num_rows: None,
 ) -> Iterator[tuple[LayerCapture, Tensor]]:
     """Yield each layer's capture, with the hidden states that leave the layer.
@@ -76,7 +80,9 @@ def prefill(
     """
     body, config = model.model, model.config
     context_len = token_ids.shape[0]
-    first_layer, hidden = resume or (0, body.embed_tokens(token_ids[None])[0].clone())
+    first_layer, hidden = resume or (0, body.embed_tokens(token_ids[None].to(model.device))[0].clone())
+    hidden = hidden.to(model.device)
+    chunk_len = chunk_len or (CHUNK_LEN_ON_GPU if hidden.is_cuda else CHUNK_LEN)
     head_dim = body.layers[0].self_attn.head_dim
     positions = torch.arange(context_len, device=hidden.device)[None]
     cos, sin = body.rotary_emb(hidden[None], position_ids=positions)
@@ -101,6 +107,22 @@ def prefill(
             _require_finite(capture)
             yield capture, leaving
             hidden = leaving
+
+
+def attend_chunk_on_gpu(
+    q: Tensor,  # [num_q_heads, chunk_len, head_dim]
+    k: Tensor,  # [num_kv_heads, kv_len, head_dim]; the chunk's own rows are the last chunk_len
+    v: Tensor,
+    softmax_scale: float,
+) -> Tensor:
+    """`attend_chunk` by the fused kernels that torch has for GPUs: [num_q_heads, chunk_len, head_dim]."""
+    grouped = q.dtype != torch.float32
+    if not grouped:  # the kernel that takes float32 knows no groups
+        k, v = (rows.repeat_interleave(len(q) // len(rows), dim=0) for rows in (k, v))
+    mask = causal_lower_right(q.shape[1], k.shape[1])
+    return scaled_dot_product_attention(
+        q[None], k[None], v[None], attn_mask=mask, scale=softmax_scale, enable_gqa=grouped
+    )[0]
 
 
 def _require_finite(capture: LayerCapture) -> None:

@@ -1,5 +1,7 @@
-"""Spherical k-means by FAISS: the only file that knows FAISS."""
+"""Spherical k-means by FAISS, which is the definition: the only file that knows FAISS."""
 
+from contextlib import nullcontext
+from threading import Lock
 from typing import Any
 
 import faiss
@@ -8,6 +10,8 @@ from numpy.typing import NDArray
 
 # Below this norm a query part has no direction worth clustering.
 _SMALLEST_NORM = 1e-12
+# faiss-gpu reserves device memory for each k-means: there is room for one at a time
+_gpu_turn = Lock()
 
 
 def spherical_kmeans(
@@ -19,12 +23,14 @@ def spherical_kmeans(
     """Unit centroids [num_centroids, subspace_dim] of the points' directions; k-means++ seeds.
 
     Points of norm zero have no direction and are left out. With fewer points than centroids the points
-    themselves are the centroids, repeated. Deterministic for a seed, whatever the thread count.
+    themselves are the centroids, repeated. Deterministic for a seed, whatever the thread count. Runs on the GPU
+    when FAISS was built for one.
     """
     norms = np.linalg.norm(points, axis=1)
     directions = points[norms > _SMALLEST_NORM] / norms[norms > _SMALLEST_NORM, None]
     if len(directions) <= num_centroids:
         return _repeat_to(directions, num_centroids, points.shape[1])
+    has_gpu = _num_gpus() > 0
     kmeans = faiss.Kmeans(
         points.shape[1],
         num_centroids,
@@ -33,8 +39,10 @@ def spherical_kmeans(
         seed=seed,
         init_method=faiss.ClusteringInitMethod_KMEANS_PLUS_PLUS,
         min_points_per_centroid=1,
+        gpu=has_gpu,
     )
-    kmeans.train(np.ascontiguousarray(directions, dtype=np.float32))
+    with _gpu_turn if has_gpu else nullcontext():
+        kmeans.train(np.ascontiguousarray(directions, dtype=np.float32))
     centroids: NDArray[np.float32] = kmeans.centroids.copy()
     lost = ~np.isclose(np.linalg.norm(centroids, axis=1), 1.0, atol=1e-3)  # empty, or a mean of opposite points
     centroids[lost] = directions[:: max(1, len(directions) // num_centroids)][: lost.sum()]
@@ -48,7 +56,16 @@ def set_kmeans_threads(num_threads: int) -> None:
 
 def kmeans_version() -> dict[str, Any]:
     """What the manifest records of the library that placed the centroids."""
-    return {"faiss": faiss.__version__, "faiss_options": faiss.get_compile_options().strip()}
+    return {
+        "faiss": faiss.__version__,
+        "faiss_options": faiss.get_compile_options().strip(),
+        "faiss_gpus": str(_num_gpus()),
+    }
+
+
+def _num_gpus() -> int:
+    """GPUs that FAISS can use: a build for the CPU says 0, or does not know the question."""
+    return int(getattr(faiss, "get_num_gpus", lambda: 0)())
 
 
 def _repeat_to(directions: NDArray[np.float32], num_centroids: int, width: int) -> NDArray[np.float32]:

@@ -1,5 +1,6 @@
 """From one layer's captured queries and keys to its index."""
 
+from collections.abc import Mapping
 from concurrent.futures import Executor
 
 import numpy as np
@@ -11,8 +12,8 @@ from csattn.config import IndexConfig
 from csattn.index import LayerIndex
 from csattn.table.lists import ListTable
 from csattn.table.rows import RowTable
-from index_build.basis import make_basis
-from index_build.kmeans import spherical_kmeans
+from index_build.basis import make_bases
+from index_build.codebooks import make_codebooks
 from index_build.tables import make_list_table, make_row_table
 
 
@@ -20,40 +21,62 @@ def build_layer_index(
     q: Tensor,  # [num_q_heads, context_len, head_dim], after RoPE
     kv: Tensor,  # [num_kv_heads, context_len, 2, head_dim]
     config: IndexConfig,
-    threads: Executor,  # runs the k-means of the subspaces
+    threads: Executor,  # for what runs on the CPU
     next_query: NDArray[np.float32] | None,  # see `LayerIndex.next_query`
 ) -> LayerIndex:
     """Split, cluster, score, keep: the index of every head that has one."""
-    head_dim, context_len = q.shape[2], q.shape[1]
-    num_index_heads = kv.shape[0] if config.share_group else q.shape[0]
-    queries = q.float().reshape(num_index_heads, -1, head_dim).numpy()
-    kv_head = np.arange(num_index_heads) // (num_index_heads // kv.shape[0])
-    all_keys = kv[:, :, 0].float().numpy()
-    means = all_keys.mean(axis=1, dtype=np.float64).astype(np.float32) if config.center_keys else 0 * all_keys[:, 0]
-    bases, keys, parts = [], [], []
-    for head in range(num_index_heads):
-        centered = all_keys[kv_head[head]] - means[kv_head[head]]
-        query_basis, key_basis = make_basis(config.basis, queries[head], centered, config.num_subspaces)
-        bases.append((query_basis, key_basis))
-        keys.append(torch.from_numpy(centered @ key_basis))
-        parts += np.split(queries[head] @ query_basis, config.num_subspaces, axis=1)
-    codebooks = np.stack(list(threads.map(lambda part: _cluster(part, config), parts)))
-    codebooks = codebooks.reshape(num_index_heads, config.num_subspaces, config.num_centroids, -1)
+    arrays = {name: array.cpu() for name, array in index_arrays(q, kv, config, threads).items()}
+    return as_layer_index(arrays, config, kv.shape[1], next_query)
+
+
+@torch.inference_mode()
+def index_arrays(q: Tensor, kv: Tensor, config: IndexConfig, threads: Executor) -> dict[str, Tensor]:
+    """The arrays of `LayerIndex` and its table by name, on the device of q and kv."""
+    num_q_heads, context_len, head_dim = q.shape
+    num_kv_heads = kv.shape[0]
+    num_heads = num_kv_heads if config.share_group else num_q_heads
+    queries = q.reshape(num_heads, -1, head_dim)
+    keys = kv[:, :, 0].float()
+    means = keys.mean(dim=1, dtype=torch.float64).float() if config.center_keys else torch.zeros_like(keys[:, 0])
+    keys = keys - means[:, None]
+    if num_heads != num_kv_heads:  # every query head has an index of its own
+        keys, means = (array.repeat_interleave(num_heads // num_kv_heads, dim=0) for array in (keys, means))
+    query_basis, key_basis = make_bases(config.basis, queries, keys, config.num_subspaces)
+    codebooks = make_codebooks(queries, query_basis, config, threads)
+    keys = key_basis.mT @ keys.mT  # [num_heads, head_dim, context_len]: a subspace's keys lie together
+    if config.layout == "rows":
+        table = dict(zip(("codes", "scales"), make_row_table(codebooks, keys, config.score_bits, threads), strict=True))
+    else:
+        lists = make_list_table(codebooks, keys, config.list_entries(context_len), threads)
+        table = dict(zip(("indices", "scores"), lists, strict=True))
+    return {
+        "query_basis": query_basis,
+        "codebooks": codebooks,
+        "key_basis": key_basis,
+        "key_mean": means,
+        **table,
+    }
+
+
+def as_layer_index(
+    arrays: Mapping[str, Tensor],  # of `index_arrays`, in host memory; the index uses them without a copy
+    config: IndexConfig,
+    context_len: int,
+    next_query: NDArray[np.float32] | None,
+) -> LayerIndex:
+    """The index that the arrays make up."""
+    host = {name: array.numpy() for name, array in arrays.items()}
     table: RowTable | ListTable
     if config.layout == "rows":
-        table = make_row_table(codebooks, keys, config.score_bits)
+        table = RowTable(codes=host["codes"], scales=host["scales"], context_len=context_len)
     else:
-        table = make_list_table(codebooks, keys, config.list_entries(context_len))
+        table = ListTable(indices=host["indices"], scores=host["scores"], context_len=context_len)
     return LayerIndex(
-        query_basis=np.stack([query_basis for query_basis, _ in bases]),
-        codebooks=codebooks,
-        key_basis=np.stack([key_basis for _, key_basis in bases]),
-        key_mean=means[kv_head],
+        query_basis=host["query_basis"],
+        codebooks=host["codebooks"],
+        key_basis=host["key_basis"],
+        key_mean=host["key_mean"],
         table=table,
         weigh_by_norm=config.weigh_by_norm,
         next_query=next_query,
     )
-
-
-def _cluster(part: NDArray[np.float32], config: IndexConfig) -> NDArray[np.float32]:
-    return spherical_kmeans(part, config.num_centroids, config.num_iterations, config.seed)

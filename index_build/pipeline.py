@@ -1,10 +1,11 @@
-"""The offline job: context in, artifact out, layer by layer."""
+"""The offline job: context in, artifact out, layer by layer, on the device that the model is on."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,14 @@ from csattn.models import LoadedModel
 from csattn.models.query import queries_before_rope
 from index_build.capture import LayerCapture, prefill
 from index_build.kmeans import kmeans_version, set_kmeans_threads
-from index_build.layer import build_layer_index
+from index_build.layer import as_layer_index, index_arrays
+from index_build.outbox import make_outbox
 from index_build.predictor import fit_predictor, sample_rows
 
 # Fewer rows than this are cheaper to attend to than to index.
 MIN_CONTEXT_LEN = 256
+# On a GPU a layer takes less time than its hidden states take to be written: not every layer is worth a checkpoint.
+_CHECKPOINT_EVERY_S, _CHECKPOINT_EVERY_S_ON_GPU = 0.0, 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +47,7 @@ class BuildProgress:
 
 @dataclass(slots=True)
 class BuildReport:
-    """What a build did, and how long each part took."""
+    """What a build did, and how long each part took; on a GPU, writing goes on beside the other two."""
 
     artifact_id: str
     path: Path
@@ -93,7 +97,7 @@ def build_artifact(
             report.reused = False
             require_space(store, writer.remaining_bytes)
             _write_layers(loaded, token_ids, config, writer, report, on_progress, num_threads or available_cpus())
-            writer.finish(_versions(), notes or {})
+            writer.finish(_versions(loaded.device), notes or {})
     return report
 
 
@@ -120,7 +124,9 @@ def _write_layers(
         tell(layer_idx, "prefill")
 
     set_kmeans_threads(1)  # k-means of different subspaces run side by side instead
-    with ThreadPoolExecutor(num_threads) as threads:
+    on_gpu = loaded.device.type == "cuda"
+    checkpoints = _CheckpointClock(_CHECKPOINT_EVERY_S_ON_GPU if on_gpu else _CHECKPOINT_EVERY_S)
+    with ThreadPoolExecutor(num_threads) as threads, make_outbox(loaded.device) as outbox:
         layers = prefill(loaded.model, torch.from_numpy(token_ids).long(), resume=resume, on_chunk=on_chunk)
         while True:
             with report.timed("prefill"):
@@ -128,14 +134,48 @@ def _write_layers(
             if capture is None or leaving is None:
                 return
             tell(capture.layer_idx, "index")
+            outbox.take_kv(capture.kv)
             with report.timed("index"):
                 next_query = _fit_next_query(loaded.model, capture, leaving)
-                index = build_layer_index(capture.q, capture.kv, config, threads, next_query)
+                arrays = index_arrays(capture.q, capture.kv, config, threads)
+                if on_gpu:
+                    torch.cuda.current_stream().synchronize()  # for the clock's sake
             tell(capture.layer_idx, "write")
-            with report.timed("write"):
-                writer.write_layer(capture.layer_idx, capture.kv, index)
-                writer.save_checkpoint(capture.layer_idx + 1, leaving)
+            hidden = leaving.cpu() if checkpoints.is_due() else None
+            outbox.send(arrays, partial(_write_layer, writer, report, capture.layer_idx, next_query, hidden))
             done = 0
+
+
+class _CheckpointClock:
+    """Says when hidden states should be kept."""
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self._last = time.monotonic()
+
+    def is_due(self) -> bool:
+        now = time.monotonic()
+        due = now - self._last >= self._every_s
+        self._last = now if due else self._last
+        return due
+
+
+def _write_layer(
+    writer: ArtifactWriter,
+    report: BuildReport,
+    layer_idx: int,
+    next_query: NDArray[np.float32] | None,
+    hidden: Tensor | None,  # what leaves the layer, when it is to be kept
+    arrays: Mapping[str, Tensor],
+) -> None:
+    with report.timed("write"):
+        index = {name: array for name, array in arrays.items() if name != "kv"}
+        spec = writer.spec
+        writer.write_layer(
+            layer_idx, arrays["kv"], as_layer_index(index, spec.index_config, spec.context_len, next_query)
+        )
+        if hidden is not None:
+            writer.save_checkpoint(layer_idx + 1, hidden)
 
 
 def _fit_next_query(model: Any, capture: LayerCapture, leaving: Tensor) -> NDArray[np.float32] | None:
@@ -165,11 +205,12 @@ def _require_indexable(context_len: int, config: IndexConfig, loaded: LoadedMode
         )
 
 
-def _versions() -> dict[str, Any]:
+def _versions(device: torch.device) -> dict[str, Any]:
     return {
         "csattn": __version__,
         "torch": torch.__version__,
         "transformers": version("transformers"),
         "numpy": np.__version__,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         **kmeans_version(),
     }

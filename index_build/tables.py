@@ -1,82 +1,74 @@
 """Score every centroid against every key and keep the table: quantised rows, or the L best of each row.
 
-Scores are summed in float64 and rounded once, so that every machine, blocking and thread count gets the same
-bits from the same centroids.
+The same centroids and keys give the same table to the bit on a CPU and on a GPU, see `reference.py` and
+`scales.py`.
 """
+
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from csattn.table.lists import ListTable
-from csattn.table.rows import RowTable, pack_codes, row_bytes
+from csattn.table.rows import row_bytes
+from index_build import cpu_kernels
+from index_build.scales import row_scales
 
-# A row's scores beyond this many standard deviations are clipped when it has only 4 bits.
-_CLIP_SIGMAS = 4.0
 _LARGEST_HALF = 65504.0
 
 
-def centroid_scores(
-    codebook: Tensor,  # [num_centroids, subspace_dim] float32
-    keys: Tensor,  # [context_len, subspace_dim] float32
-) -> Tensor:
-    """c_j . k_i for all pairs: [num_centroids, context_len] float32."""
-    return (codebook.double() @ keys.double().T).float()
-
-
 def make_row_table(
-    codebooks: NDArray[np.float32],  # [num_index_heads, num_subspaces, num_centroids, subspace_dim]
-    keys: list[Tensor],  # per index head [context_len, head_dim] float32, centred, in the key basis
+    codebooks: Tensor,  # [num_index_heads, num_subspaces, num_centroids, subspace_dim] float32
+    keys: Tensor,  # [num_index_heads, head_dim, context_len] float32, centred, in the key basis
     score_bits: int,
-) -> RowTable:
-    """Every key's score for every centroid, as symmetric codes with one scale per row."""
-    num_heads, num_subspaces, num_centroids, subspace_dim = codebooks.shape
-    context_len = keys[0].shape[0]
-    shape = (num_heads, num_subspaces, num_centroids, row_bytes(context_len, score_bits))
-    codes = np.empty(shape, dtype=np.int8) if score_bits == 8 else np.empty(shape, dtype=np.uint8)
-    scales = np.empty((num_heads, num_subspaces, num_centroids), dtype=np.float32)
-    for head in range(num_heads):
-        for subspace in range(num_subspaces):
-            part = keys[head][:, subspace * subspace_dim : (subspace + 1) * subspace_dim]
-            scores = centroid_scores(torch.from_numpy(codebooks[head, subspace]), part)
-            row_codes, row_scales = quantise_rows(scores, score_bits)
-            codes[head, subspace] = pack_codes(row_codes.numpy(), score_bits)
-            scales[head, subspace] = row_scales.numpy()
-    return RowTable(codes=codes, scales=scales, context_len=context_len)
+    threads: Executor,  # for tensors on the CPU
+) -> tuple[Tensor, Tensor]:
+    """Every key's score for every centroid: codes and scales as `csattn.table.rows.RowTable` has them."""
+    lists = codebooks.shape[:3]
+    centroids, parts = _by_part(codebooks, keys)
+    if keys.is_cuda:
+        from index_build import device_kernels  # Triton is only where a GPU is
 
-
-def quantise_rows(scores: Tensor, score_bits: int) -> tuple[Tensor, Tensor]:
-    """scores [num_rows, context_len] -> int8 codes of the same shape, float32 scales [num_rows].
-
-    A row whose scores are all zero has scale 0.
-    """
-    largest_code = 127 if score_bits == 8 else 7
-    limit = scores.abs().amax(1).double()
-    if score_bits == 4:
-        deviation = scores.double().std(1, correction=0)
-        limit = torch.minimum(limit, _CLIP_SIGMAS * deviation + scores.double().mean(1).abs())
-    scales = (limit / largest_code).float()
-    steps = torch.where(scales > 0, scales, 1.0)[:, None]
-    codes = (scores / steps).round_().clamp_(-largest_code, largest_code)
-    return codes.to(torch.int8), scales
+        largest = device_kernels.largest_scores(centroids, parts)
+        scales = row_scales(centroids, parts, largest, score_bits)
+        codes = device_kernels.quantise_keys(centroids, parts, scales, score_bits)
+    else:
+        largest = torch.empty(centroids.shape[:2])
+        _each_part(threads, cpu_kernels.largest_scores, centroids, parts, largest)
+        scales = row_scales(centroids, parts, largest, score_bits)
+        rows = torch.empty(*centroids.shape[:2], row_bytes(keys.shape[2], score_bits), dtype=torch.uint8)
+        largest_code = torch.full((len(parts),), 127 if score_bits == 8 else 7)
+        _each_part(threads, cpu_kernels.quantise_keys, centroids, parts, scales, largest_code, rows)
+        codes = rows.view(torch.int8) if score_bits == 8 else rows
+    return codes.view(*lists, -1), scales.view(lists)
 
 
 def make_list_table(
-    codebooks: NDArray[np.float32],
-    keys: list[Tensor],
+    codebooks: Tensor,
+    keys: Tensor,
     list_len: int,
-) -> ListTable:
-    """The `list_len` best keys of every centroid, ordered by (stored score descending, index ascending)."""
-    num_heads, num_subspaces, num_centroids, subspace_dim = codebooks.shape
-    shape = (num_heads, num_subspaces, num_centroids, list_len)
-    indices, scores = np.empty(shape, dtype=np.int32), np.empty(shape, dtype=np.float16)
-    for head in range(num_heads):
-        for subspace in range(num_subspaces):
-            part = keys[head][:, subspace * subspace_dim : (subspace + 1) * subspace_dim]
-            rows = centroid_scores(torch.from_numpy(codebooks[head, subspace]), part).numpy()
-            indices[head, subspace], scores[head, subspace] = top_l(rows, list_len)
-    return ListTable(indices=indices, scores=scores, context_len=keys[0].shape[0])
+    threads: Executor,
+) -> tuple[Tensor, Tensor]:
+    """The `list_len` best keys of every centroid, ordered by (stored score descending, index ascending).
+
+    Indices int32 and scores float16 [num_index_heads, num_subspaces, num_centroids, list_len].
+    """
+    lists = codebooks.shape[:3]
+    centroids, parts = _by_part(codebooks, keys)
+    indices = torch.empty(*centroids.shape[:2], list_len, dtype=torch.int32, device=keys.device)
+    scores = torch.empty(*centroids.shape[:2], list_len, dtype=torch.float16, device=keys.device)
+    if keys.is_cuda:
+        from index_build import device_kernels
+
+        for part in range(len(parts)):
+            rows = device_kernels.score_keys(centroids[part : part + 1], parts[part : part + 1])[0]
+            indices[part], scores[part] = top_l_sorted(rows, list_len)
+    else:
+        _each_part(threads, _list_part, centroids, parts, indices, scores)
+    return indices.view(*lists, -1), scores.view(*lists, -1)
 
 
 def top_l(rows: NDArray[np.float32], list_len: int) -> tuple[NDArray[np.int32], NDArray[np.float16]]:
@@ -89,3 +81,37 @@ def top_l(rows: NDArray[np.float32], list_len: int) -> tuple[NDArray[np.int32], 
     best = np.sort(np.partition(keyed, list_len - 1, axis=1)[:, :list_len], axis=1)
     indices = (best & 0xFFFFFFFF).astype(np.int32)
     return indices, np.take_along_axis(halves, indices.astype(np.int64), axis=1)
+
+
+def top_l_sorted(rows: Tensor, list_len: int) -> tuple[Tensor, Tensor]:
+    """`top_l` in torch, for rows [num_rows, num_keys] float32 on a GPU."""
+    halves = rows.clamp(-_LARGEST_HALF, _LARGEST_HALF).half() + 0.0
+    bits = halves.view(torch.int16).long()
+    ordinals = torch.where(bits < 0, -(bits & 0x7FFF), bits)
+    keyed = (-ordinals << 32) + torch.arange(rows.shape[1], device=rows.device)
+    best = keyed.topk(list_len, dim=1, largest=False, sorted=True).values & 0xFFFFFFFF
+    return best.int(), halves.gather(1, best)
+
+
+def _by_part(codebooks: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Centroids [num_parts, num_centroids, subspace_dim] and keys [num_parts, subspace_dim, context_len]."""
+    centroids = codebooks.flatten(0, 1).contiguous()
+    return centroids, keys.reshape(len(centroids), -1, keys.shape[2])
+
+
+def _each_part(threads: Executor, function: Callable[..., None], *arrays: Tensor) -> None:
+    """Call the function for the arrays of each part."""
+    views: list[Any] = [array.numpy() for array in arrays]
+    for _ in threads.map(function, *views):
+        pass
+
+
+def _list_part(
+    codebook: NDArray[np.float32],
+    keys: NDArray[np.float32],
+    indices: NDArray[np.int32],
+    scores: NDArray[np.float16],
+) -> None:
+    rows = np.empty((len(codebook), keys.shape[1]), np.float32)
+    cpu_kernels.score_keys(codebook, keys, rows)
+    indices[:], scores[:] = top_l(rows, len(indices[0]))

@@ -14,7 +14,7 @@ from csattn.config import IndexConfig
 from csattn.errors import ArtifactCorruptError, ArtifactMismatchError, ConfigError
 
 FORMAT_NAME = "csattn-artifact"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 KvDtype = Literal["float32", "float16", "bfloat16"]
 

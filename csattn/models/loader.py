@@ -22,6 +22,10 @@ DEMO_MODEL = "smollm2-135m-instruct"  # the GGUF file inside the package llm-smo
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SAMPLED_ROWS = 4096
 
+# MKL's vector functions find out about the CPU in their first call. When two threads make it at once, cosines of
+# RoPE have been seen with errors of 1e-4: this is the first call, from one thread.
+torch.zeros(1).cos()
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
@@ -38,9 +42,13 @@ class LoadedModel:
     def dtype(self) -> torch.dtype:
         return self.model.dtype  # type: ignore[no-any-return]
 
+    @property
+    def device(self) -> torch.device:
+        return self.model.device  # type: ignore[no-any-return]
 
-def load_model(name: str | None = None, dtype: str = "float32") -> LoadedModel:
-    """Load a Llama, Mistral, Qwen2 or Qwen3 model.
+
+def load_model(name: str | None = None, dtype: str = "float32", device: str = "cpu") -> LoadedModel:
+    """Load a Llama, Mistral, Qwen2 or Qwen3 model onto a device.
 
     name: a directory, a `.gguf` file, a hub id, or None for the demo model. A GGUF file is converted once into
     the cache directory ($CSATTN_CACHE, else ~/.cache/csattn).
@@ -57,7 +65,7 @@ def load_model(name: str | None = None, dtype: str = "float32") -> LoadedModel:
     try:
         require_supported(AutoConfig.from_pretrained(source))
         tokenizer = AutoTokenizer.from_pretrained(source)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype]).eval()
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype]).eval().to(device)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{name} could not be loaded as a causal language model: {_first_line(error)}") from error
     return wrap_model(model, tokenizer, name)

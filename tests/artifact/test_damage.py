@@ -77,8 +77,8 @@ def test_a_directory_named_after_another_artifact_is_refused(tmp_path: Path) -> 
 
 
 def test_another_format_version_is_not_guessed_at(artifact_dir: Path) -> None:
-    reseal(artifact_dir, lambda manifest: manifest.update(format_version=2))
-    with pytest.raises(ArtifactMismatchError, match="has format version 2 and this csattn reads version 1"):
+    reseal(artifact_dir, lambda manifest: manifest.update(format_version=1))
+    with pytest.raises(ArtifactMismatchError, match="has format version 1 and this csattn reads version 2"):
         open_artifact(artifact_dir)
 
 

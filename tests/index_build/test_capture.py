@@ -4,8 +4,9 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from csattn.attention import attend_chunk
 from csattn.errors import CaptureError
-from index_build.capture import prefill
+from index_build.capture import attend_chunk_on_gpu, prefill
 from tests.tiny import FAMILIES, make_model, token_ids
 
 
@@ -46,6 +47,17 @@ def test_results_do_not_depend_on_the_chunk_size(chunk_len: int) -> None:
     for got, want in zip(all_layers(model, ids, chunk_len=chunk_len), all_layers(model, ids), strict=True):
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("chunk_len", "kv_len"), [(1, 1), (7, 7), (1, 65), (64, 131)])
+def test_attention_on_a_gpu_is_attention_on_the_cpu(chunk_len: int, kv_len: int, dtype: torch.dtype) -> None:
+    """torch takes the same call on either device; on the CPU by its general path."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    q, kv = torch.randn(4, chunk_len, 16).to(dtype), torch.randn(2, kv_len, 2, 16).to(dtype)
+    got = attend_chunk_on_gpu(q.to(device), kv[:, :, 0].to(device), kv[:, :, 1].to(device), 0.3)
+    want = attend_chunk(q, kv[:, :, 0], kv[:, :, 1], 0.3)
+    torch.testing.assert_close(got.cpu(), want, **({"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {}))
 
 
 def test_a_resumed_prefill_goes_on_where_it_stopped() -> None:

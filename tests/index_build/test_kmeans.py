@@ -1,41 +1,127 @@
-"""Spherical k-means: unit centroids, whatever the points."""
+"""Spherical k-means, by FAISS and by the batched program: unit centroids whatever the points, and as good a fit."""
+
+from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
+from numpy.typing import NDArray
 
 from index_build.kmeans import set_kmeans_threads, spherical_kmeans
+from index_build.kmeans_torch import POINTS_PER_CENTROID, sample_points, spherical_kmeans_batch
+
+Kmeans = Callable[..., NDArray[np.float32]]
 
 
-def kmeans(points, num_centroids=8, seed=1):
+def by_faiss(points, num_centroids=8, seed=1):
     return spherical_kmeans(np.asarray(points, dtype=np.float32), num_centroids, 10, seed)
 
 
-@pytest.mark.parametrize("num_points", [0, 1, 7, 8, 9, 3000])
-def test_centroids_are_finite_unit_vectors(num_points: int, rng: np.random.Generator) -> None:
+def by_torch(points, num_centroids=8, seed=1):
+    sampled = torch.tensor(points, dtype=torch.float32)[None, sample_points(len(points), num_centroids, seed)]
+    return spherical_kmeans_batch(sampled, num_centroids, 10, seed)[0].numpy()
+
+
+both = pytest.mark.parametrize("kmeans", [by_faiss, by_torch])
+
+
+@both
+@pytest.mark.parametrize("num_points", [1, 7, 8, 9, 3000])
+def test_centroids_are_finite_unit_vectors(kmeans: Kmeans, num_points: int, rng: np.random.Generator) -> None:
     centroids = kmeans(rng.standard_normal((num_points, 4)))
     assert centroids.shape == (8, 4)
     np.testing.assert_allclose(np.linalg.norm(centroids, axis=1), 1.0, rtol=1e-3)
 
 
-def test_zero_and_repeated_points_do_no_harm() -> None:
+def test_no_points_at_all_give_some_unit_vector() -> None:
+    for centroids in (by_faiss(np.zeros((0, 4))), by_torch(np.zeros((1, 4)))):
+        np.testing.assert_allclose(centroids, np.eye(1, 4).repeat(8, axis=0), atol=0.01)
+
+
+@both
+def test_zero_and_repeated_points_do_no_harm(kmeans: Kmeans) -> None:
     points = np.zeros((500, 4), dtype=np.float32)
     points[:200] = [1, 0, 0, 0]
     centroids = kmeans(points)
     np.testing.assert_allclose(np.linalg.norm(centroids, axis=1), 1.0, rtol=1e-3)
 
 
-def test_well_separated_directions_are_found(rng: np.random.Generator) -> None:
+@both
+def test_well_separated_directions_are_found(kmeans: Kmeans, rng: np.random.Generator) -> None:
     directions = np.eye(8, dtype=np.float32)
     points = np.repeat(directions, 100, axis=0) * rng.uniform(0.1, 10, (800, 1)) + rng.normal(0, 1e-3, (800, 8))
     nearest = (kmeans(points) @ directions.T).max(axis=0)
     np.testing.assert_allclose(nearest, 1.0, atol=1e-2)
 
 
-def test_the_same_seed_gives_the_same_bits_on_any_number_of_threads(rng: np.random.Generator) -> None:
+@both
+def test_the_same_seed_gives_the_same_bits(kmeans: Kmeans, rng: np.random.Generator) -> None:
     points = rng.standard_normal((5000, 4))
     results = []
+    threads_before = torch.get_num_threads()
     for num_threads in (1, 2):
         set_kmeans_threads(num_threads)
+        torch.set_num_threads(num_threads)
         results.append(kmeans(points))
+    torch.set_num_threads(threads_before)
     np.testing.assert_array_equal(*results)
     assert not np.array_equal(results[0], kmeans(points, seed=2))
+
+
+def test_points_of_norm_zero_are_left_out(rng: np.random.Generator) -> None:
+    points = rng.standard_normal((300, 4)) + np.array([3, 0, 0, 0])
+    points[::3] = 0
+    assert (by_torch(points, num_centroids=2)[:, 0] > 0.5).all()
+
+
+def test_clusters_that_lose_all_points_are_filled_again(rng: np.random.Generator) -> None:
+    """Three far directions and a broad one: seeds spent twice on a far direction must come to the broad one."""
+    far = np.repeat(np.eye(4)[:3], 2000, axis=0) + rng.normal(0, 1e-4, (6000, 4))
+    points = np.concatenate([far, rng.standard_normal((500, 4))])[rng.permutation(6500)]
+    centroids = by_torch(points, num_centroids=64)
+    directions = points / np.linalg.norm(points, axis=1, keepdims=True)
+    assert len(np.unique((directions @ centroids.T).argmax(1))) >= 62
+
+
+def test_a_problem_does_not_see_its_neighbours(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    points = torch.from_numpy(rng.standard_normal((3, 2000, 4), np.float32))
+    whole = spherical_kmeans_batch(points, 8, 10, 1)
+    monkeypatch.setattr("index_build.kmeans_torch._SCORE_ELEMENTS", 1)
+    torch.testing.assert_close(spherical_kmeans_batch(points, 8, 10, 1), whole)
+
+
+def test_a_sample_has_no_point_twice_and_few_points_are_all_taken() -> None:
+    assert sorted(sample_points(100, 8, 1).tolist()) == list(range(100))
+    large = sample_points(100_000, 8, 1)
+    assert len(large.unique()) == len(large) == 8 * POINTS_PER_CENTROID
+    assert large.float().mean() == pytest.approx(50_000, rel=0.05)
+
+
+def query_parts(rng: np.random.Generator, subspace_dim: int) -> NDArray[np.float32]:
+    """Directions as queries have them: some dense groups, one stretched cloud, heavy tails."""
+    centers = rng.standard_normal((12, subspace_dim)) * rng.uniform(0.5, 3, (12, 1))
+    group = rng.choice(12, 40_000, p=rng.dirichlet(np.full(12, 0.4)))
+    mixing = rng.standard_normal((subspace_dim, subspace_dim)) * np.exp(rng.uniform(-1.5, 1.5, subspace_dim))
+    points = (centers[group] + 0.6 * rng.standard_t(3, (40_000, subspace_dim))) @ mixing
+    return points.astype(np.float32)
+
+
+def mean_distance(points: NDArray[np.float32], centroids: NDArray[np.float32]) -> float:
+    """What both minimise, 1 - cosine to the nearest centroid, over all points."""
+    directions = points / np.linalg.norm(points, axis=1, keepdims=True)
+    return float((1 - (directions @ centroids.T).max(axis=1)).mean())
+
+
+@pytest.mark.parametrize(("subspace_dim", "num_centroids"), [(4, 32), (8, 64)])
+def test_the_batched_program_fits_as_well_as_faiss(
+    subspace_dim: int, num_centroids: int, rng: np.random.Generator
+) -> None:
+    parts = [query_parts(rng, subspace_dim) for _ in range(6)]
+    sample = sample_points(40_000, num_centroids, 1).numpy()
+    sampled = torch.from_numpy(np.stack([part[sample] for part in parts]))
+    got = spherical_kmeans_batch(sampled, num_centroids, 10, 1).numpy()
+    ratios = [
+        mean_distance(part, centroids) / mean_distance(part, by_faiss(part, num_centroids))
+        for part, centroids in zip(parts, got, strict=True)
+    ]
+    assert max(ratios) < 1.01, ratios

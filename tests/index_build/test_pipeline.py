@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,15 +21,18 @@ from tests.tiny import MAX_POSITIONS, byte_tokenizer, loaded, make_model, token_
 NUM_KILLS = 50
 
 
-def build(store: Path, num_tokens: int = 300, preset_name: str = "default", **options):
-    return build_artifact(loaded(), token_ids(num_tokens), preset(preset_name, 16), store, **options)
+def build(store: Path, num_tokens: int = 300, preset_name: str = "default", kmeans="faiss", **options):
+    config = replace(preset(preset_name, 16), kmeans=kmeans)
+    return build_artifact(loaded(), token_ids(num_tokens), config, store, **options)
 
 
+@pytest.mark.parametrize("kmeans", ["faiss", "torch"])
 @pytest.mark.parametrize("preset_name", ["default", "lists", "paper"])
-def test_a_build_can_be_opened_and_verified(tmp_path: Path, preset_name: str) -> None:
-    report = build(tmp_path, preset_name=preset_name)
+def test_a_build_can_be_opened_and_verified(tmp_path: Path, preset_name: str, kmeans: str) -> None:
+    report = build(tmp_path, preset_name=preset_name, kmeans=kmeans)
     verify_artifact(report.path)
     with open_artifact(report.path) as artifact:
+        assert artifact.spec.index_config.kmeans == kmeans
         np.testing.assert_array_equal(artifact.token_ids, token_ids(300))
         assert artifact.layer_kv(2).shape == (2, 300, 2, 16)
         index = artifact.layer_index(0)
@@ -43,11 +47,13 @@ def test_the_same_context_is_built_once(tmp_path: Path) -> None:
     assert (first.reused, second.reused) == (False, True)
     assert second.path == first.path
     assert build(tmp_path, preset_name="paper").path != first.path
-    assert len(list_store(tmp_path)) == 2
+    assert build(tmp_path, kmeans="torch").path != first.path, "other centroids are another artifact"
+    assert len(list_store(tmp_path)) == 3
 
 
-def test_the_same_input_gives_the_same_bytes_on_any_number_of_threads(tmp_path: Path) -> None:
-    reports = [build(tmp_path / str(n), num_threads=n) for n in (1, 3)]
+@pytest.mark.parametrize("kmeans", ["faiss", "torch"])
+def test_the_same_input_gives_the_same_bytes_on_any_number_of_threads(tmp_path: Path, kmeans: str) -> None:
+    reports = [build(tmp_path / str(n), num_threads=n, kmeans=kmeans) for n in (1, 3)]
     for file in reports[0].path.glob("*.safetensors"):
         assert file.read_bytes() == (reports[1].path / file.name).read_bytes(), file.name
 

@@ -42,6 +42,8 @@ def build(
     dtype: Dtype = "float32",
     chat: Annotated[bool, typer.Option(help="Wrap the context by the model's chat template.")] = True,
     threads: Annotated[int | None, typer.Option(help="CPU threads. [default: all cores]")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")] = "auto",
+    kmeans: Annotated[str, typer.Option(help="faiss, torch, or auto: torch on a GPU.")] = "auto",
     json: Json = False,
 ) -> None:
     """Prefill a context once and index it: writes an artifact to the store."""
@@ -54,7 +56,7 @@ def build(
         "score_bits": score_bits,
         "list_len": list_len,
     }
-    result = building.build(context, model, store, preset, changes, dtype, chat, threads)
+    result = building.build(context, model, store, preset, changes, dtype, chat, threads, device, kmeans)
     terminal.out.print(f"artifact {result['artifact']} in {result['path']}, {terminal.size(result['size_bytes'])}")
     if json:
         terminal.print_json(result)

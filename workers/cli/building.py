@@ -17,6 +17,8 @@ from csattn.models.prompt import choose_wrapping, context_ids
 from index_build.pipeline import BuildReport, build_artifact
 from workers.cli.terminal import BuildDisplay, err
 
+DEVICES = ("auto", "cpu", "cuda")
+
 
 def build(
     context: str,
@@ -27,12 +29,16 @@ def build(
     dtype: str,
     chat: bool,
     threads: int | None,
+    device: str = "auto",
+    kmeans: str = "auto",
 ) -> dict[str, Any]:
     """Build and return the verb's JSON object."""
     use_threads(threads)
-    preset(preset_name, head_dim=64)  # a misspelt option should fail before a model is loaded
+    device = choose_device(device)
+    changes = {**changes, "kmeans": choose_kmeans(kmeans, device)}
+    make_config(preset_name, 64, {"kmeans": changes["kmeans"]})  # misspelt options fail before a model is loaded
     text = read_text(context)
-    loaded = show_loading(model, dtype)
+    loaded = show_loading(model, dtype, device)
     wrapping = choose_wrapping(loaded.tokenizer, chat)
     token_ids = context_ids(loaded.tokenizer, text, wrapping)
     config = make_config(preset_name, loaded.geometry.head_dim, changes)
@@ -44,6 +50,8 @@ def build(
             "path": str(report.path),
             "reused": report.reused,
             "resumed_at_layer": report.resumed_at,
+            "device": device,
+            "kmeans": config.kmeans,
             "context_len": artifact.spec.context_len,
             "size_bytes": artifact.size_bytes,
             "index_bytes": artifact.index_bytes,
@@ -93,10 +101,30 @@ def read_text(context: str) -> str:
     return text
 
 
-def show_loading(model: str | None, dtype: str) -> LoadedModel:
+def show_loading(model: str | None, dtype: str, device: str = "cpu") -> LoadedModel:
     """Load a model and say so: a first load may convert it."""
-    err.print(f"loading {model or 'the demo model'}")
-    return load_model(model, dtype)
+    err.print(f"loading {model or 'the demo model'}" + (" onto the GPU" if device == "cuda" else ""))
+    return load_model(model, dtype, device)
+
+
+def choose_device(device: str) -> str:
+    """`cpu` or `cuda`; `auto` is a GPU where there is one."""
+    import torch
+
+    if device not in DEVICES:
+        raise ConfigError(f"--device must be one of {', '.join(DEVICES)}, got {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda needs a GPU and a torch built for it, and this machine has none; use cpu")
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return device
+
+
+def choose_kmeans(kmeans: str, device: str) -> str:
+    """`auto` is FAISS on the CPU, and on a GPU the batched program, which is much faster there."""
+    if kmeans == "auto":
+        return "torch" if device == "cuda" else "faiss"
+    return kmeans
 
 
 def use_threads(threads: int | None) -> None:

@@ -1,0 +1,62 @@
+"""Codebooks and keys to make tables of, and the tables by definition."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from csattn.table.rows import pack_codes
+from index_build import reference
+from index_build.tables import make_list_table, make_row_table
+
+
+def centroids_and_keys(
+    rng: np.random.Generator,
+    num_heads: int,
+    num_subspaces: int,
+    num_centroids: int,
+    subspace_dim: int,
+    context_len: int,
+) -> tuple[Tensor, Tensor]:
+    """Unit centroids and keys as the build has them, with what is awkward among them.
+
+    Some keys are zero, repeated, or far from the rest; the last subspace of the first head has only zero keys.
+    """
+    codebooks = rng.standard_normal((num_heads, num_subspaces, num_centroids, subspace_dim)).astype(np.float32)
+    codebooks /= np.linalg.norm(codebooks, axis=-1, keepdims=True)
+    keys = rng.standard_normal((num_heads, num_subspaces * subspace_dim, context_len)).astype(np.float32)
+    keys[:, :, :: 7 + context_len // 3] *= 40.0
+    keys[:, :, 3:5] = 0.0
+    keys[:, :, 6:7] = keys[:, :, 5:6]
+    keys[0, -subspace_dim:] = 0.0
+    return torch.from_numpy(codebooks), torch.from_numpy(keys)
+
+
+def row_table(codebooks: Tensor, keys: Tensor, score_bits: int) -> tuple[Tensor, Tensor]:
+    with ThreadPoolExecutor(2) as threads:
+        return make_row_table(codebooks, keys, score_bits, threads)
+
+
+def list_table(codebooks: Tensor, keys: Tensor, list_len: int) -> tuple[Tensor, Tensor]:
+    with ThreadPoolExecutor(2) as threads:
+        return make_list_table(codebooks, keys, list_len, threads)
+
+
+def scores_by_definition(codebooks: Tensor, keys: Tensor) -> Tensor:
+    """Scores [num_index_heads, num_subspaces, num_centroids, context_len] float32."""
+    num_heads, num_subspaces, _, subspace_dim = codebooks.shape
+    parts = keys.view(num_heads, num_subspaces, subspace_dim, -1)
+    return torch.stack(
+        [
+            torch.stack([reference.centroid_scores(codebooks[head, b], parts[head, b]) for b in range(num_subspaces)])
+            for head in range(num_heads)
+        ]
+    )
+
+
+def rows_by_definition(codebooks: Tensor, keys: Tensor, scales: Tensor, score_bits: int) -> Tensor:
+    """The packed codes that belong to those scales."""
+    scores = scores_by_definition(codebooks, keys).flatten(0, 2)
+    codes = reference.quantise_rows(scores, scales.flatten(), 127 if score_bits == 8 else 7)
+    return torch.from_numpy(pack_codes(codes.numpy(), score_bits)).view(*codebooks.shape[:3], -1)

@@ -2,13 +2,14 @@
 
 constexpr unsigned kAll = ~0u;
 
-// Barrier of the cluster in two halves; what was written before one's arrival is seen after the other's wait.
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// What any thread of the cluster wrote before is seen by all of them after.
 __device__ __forceinline__ void cluster_sync() {
-    cluster_arrive();
-    cluster_wait();
+    asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
+
+// A block that leaves takes its shared memory along: `done_reading` others', then `wait_for_readers` before leaving.
+__device__ __forceinline__ void done_reading() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_readers() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 
 // The address of the same shared variable in another block of the cluster.
 __device__ __forceinline__ unsigned in_block(const void* here, unsigned rank) {
@@ -23,6 +24,16 @@ __device__ __forceinline__ unsigned load_in_block(const void* here, unsigned ran
     asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(in_block(here, rank)) : "memory");
     return value;
 }
-__device__ __forceinline__ void store_in_block(void* here, unsigned rank, unsigned value) {
-    asm volatile("st.shared::cluster.u8 [%0], %1;" ::"r"(in_block(here, rank)), "r"(value) : "memory");
+__device__ __forceinline__ unsigned load_short_in_block(const void* here, unsigned rank) {
+    unsigned short value;
+    asm volatile("ld.shared::cluster.u16 %0, [%1];" : "=h"(value) : "r"(in_block(here, rank)) : "memory");
+    return value;
+}
+__device__ __forceinline__ uint4 load_four_in_block(const void* here, unsigned rank) {
+    uint4 value;
+    asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "r"(in_block(here, rank))
+                 : "memory");
+    return value;
 }

@@ -32,9 +32,16 @@ class HostStore:
         Returns [..., num_index_heads, top_k, 2, head_dim].
         """
         kv = self._kv[layer_idx]
-        num_kv_heads, context_len, _, head_dim = kv.shape
-        num_index_heads = kv_indices.shape[-2]
-        kv_head = torch.arange(num_index_heads) // (num_index_heads // num_kv_heads)
-        flat = kv_indices.clamp(0, context_len - 1) + (kv_head * context_len)[:, None]
-        rows = kv.view(num_kv_heads * context_len, 2 * head_dim).index_select(0, flat.reshape(-1))
-        return rows.view(*kv_indices.shape, 2, head_dim)
+        rows = kv.view(-1, kv.shape[2:].numel()).index_select(0, row_numbers(kv, kv_indices).view(-1))
+        return rows.view(*kv_indices.shape, *kv.shape[2:])
+
+
+def row_numbers(kv: Tensor, kv_indices: Tensor) -> Tensor:
+    """Which rows of a layer, counted over all its heads, a selection names; padding becomes some row of its head.
+
+    kv: [num_kv_heads, context_len, 2, head_dim]; kv_indices: [..., num_index_heads, top_k], and so is what returns.
+    """
+    num_kv_heads, context_len = kv.shape[:2]
+    num_index_heads = kv_indices.shape[-2]
+    kv_head = torch.arange(num_index_heads) // (num_index_heads // num_kv_heads)
+    return kv_indices.long().clamp(0, context_len - 1) + (kv_head * context_len)[:, None]

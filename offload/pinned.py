@@ -45,7 +45,6 @@ class PinnedRows:
         self._pinner = _Pinner(chunk_bytes, progress or (lambda done, total: None), register, unregister)
         self._chunks: list[tuple[int, int]] = []
         self.how = self._pin()
-        self.pinned = bool(self._chunks)
         # the locks go before the memory does, also when nobody calls `close`
         self._release = weakref.finalize(self, _release, self._chunks, unregister, self.layers)
 
@@ -54,9 +53,14 @@ class PinnedRows:
         return f"<PinnedRows {len(self.layers)} layers, {_num_bytes(self.layers) / GIB:.2f} GiB, {state}: {self.how}>"
 
     @property
+    def pinned(self) -> bool:
+        """Whether the device can read the rows."""
+        return bool(self._chunks)
+
+    @property
     def addresses(self) -> list[int]:
         """Where the device finds row 0 of each layer."""
-        if not self.pinned or not self._release.alive:
+        if not self.pinned:
             raise PinningError(f"the device cannot read {self!r}; move its rows through staging slots instead")
         return [layer.data_ptr() for layer in self.layers]
 

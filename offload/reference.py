@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-_OLDEST = 252  # steps unused; longer is equally old
+_OLDEST = 124  # steps unused; longer is equally old
 
 
 class ReferenceSlotCache:

@@ -5,28 +5,25 @@
 // longest time, equally old slots by number; missing rows are taken in the order (batch row, index head, place in
 // its list). What finds no slot is left where it is ("spilled"), and its place in `ids` says so.
 //
+// Little is written to global memory before the end: a cluster's barrier waits until what was written is seen.
+//
 // Compiled for THREADS, CLUSTER, NUM_KV_HEADS, HEADS_PER_KV (index heads), MAX_TOP_K, NUM_SLOTS, CAPACITY (rows of
 // the longest context), ROW_BYTES, MAX_BATCH, BLOCK_SLOTS (slots of a block: a multiple of THREADS).
 
-// Where an entry's list is, [batch, num_index_heads]; entry % MAX_TOP_K is the place in it.
-__device__ __forceinline__ int list_of(const Head& h, const Shared& s, int entry) {
-    const int list = entry / MAX_TOP_K;
-    return (s.rows[list / HEADS_PER_KV] * NUM_KV_HEADS + h.kv_head) * HEADS_PER_KV + list % HEADS_PER_KV;
-}
-__device__ __forceinline__ int* id_of(const Head& h, const Shared& s, int entry) {
-    return h.ids + (long long)list_of(h, s, entry) * MAX_TOP_K + entry % MAX_TOP_K;
-}
-__device__ __forceinline__ int wanted_key(const Head& h, const Shared& s, int entry) {
-    const int list = list_of(h, s, entry), place = entry % MAX_TOP_K;
-    return place < h.valid_len[list] ? h.kv_indices[(long long)list * MAX_TOP_K + place] : -1;
-}
+constexpr int kClaim = -2147483647 - 1;  // kClaim + entry stands in slot_of_key while an entry's row awaits a slot
+constexpr int kWarpEntries = (MAX_BATCH * HEADS_PER_KV * MAX_TOP_K + CLUSTER * kWarps - 1) / (CLUSTER * kWarps);
+constexpr int kGroups = (kWarpEntries + 32 * kInFlight - 1) / (32 * kInFlight), kRounds = kGroups * kInFlight;
+constexpr int kUnrolledGroups = kRounds <= kFewRounds ? kGroups : 1;
+using Ids = int[kRounds];
+constexpr int kUsedWords = CLUSTER * BLOCK_SLOTS / 32;
 
 __device__ void find_rows(Shared& s, const int* context_ids, int batch, int context) {
     const unsigned lane = threadIdx.x % 32;
     int found = 0;
     for (int base = 0; base < batch; base += 32) {
         const int row = base + (int)lane;
-        const bool same = row < batch && context_ids[row] == context;
+        const int other = row < batch ? context_ids[row] : -1;
+        const bool same = row < batch && other == context;
         const unsigned ballot = __ballot_sync(kAll, same);
         if (same) s.rows[found + __popc(ballot & ((1u << lane) - 1))] = row;
         found += __popc(ballot);
@@ -34,93 +31,141 @@ __device__ void find_rows(Shared& s, const int* context_ids, int batch, int cont
     if (lane == 0) s.num_rows = found;
 }
 
-// Every entry's id becomes its row's slot, or -2 - key when the row is missing, or -1 when there is none; rows that
-// are here become used. When several lists may miss the same row, the first entry's claim on it wins.
-// Waits for the cluster once, so that every block's ages are there before they are changed. Returns what is missing.
-__device__ int look_up(const Head& h, Shared& s, unsigned char* ages) {
-    int num_found = 0, num_missing = 0, base = h.begin;
-    do {
-        int key[kInFlight], slot[kInFlight];
+// The list of an entry, [batch, num_index_heads]; entry % MAX_TOP_K is the place in it.
+__device__ __forceinline__ int list_of(const Head& h, const Shared& s, int entry) {
+    const int list = entry / MAX_TOP_K;
+    return (s.rows[list / HEADS_PER_KV] * NUM_KV_HEADS + h.kv_head) * HEADS_PER_KV + list % HEADS_PER_KV;
+}
+__device__ __forceinline__ int entry_of(const Head& h, int round) { return h.begin + 32 * round + (int)h.lane; }
+
+// Rounds that this warp has entries for: run(first round of a group), the same for all lanes.
+template <typename Run>
+__device__ __forceinline__ void for_groups(const Head& h, const Run& run) {
+#pragma unroll kUnrolledGroups
+    for (int round = 0; round < kRounds; round += kInFlight)
+        if (h.begin + 32 * round < h.end) run(round);
+}
+
+// The wanted key of each entry, -1 where there is none.
+__device__ __forceinline__ void load_keys(const Head& h, const Shared& s, Ids& key) {
+#pragma unroll kUnrolledGroups * kInFlight
+    for (int round = 0; round < kRounds; ++round) key[round] = -1;
+    for_groups(h, [&](int first) {
 #pragma unroll
-        for (int i = 0; i < kInFlight; ++i) {
-            const int entry = base + 32 * i + (int)h.lane;
-            key[i] = entry < h.end ? wanted_key(h, s, entry) : -1;
-        }
-#pragma unroll
-        for (int i = 0; i < kInFlight; ++i) slot[i] = key[i] >= 0 ? __ldcg(h.slot_of_key + key[i]) : -1;
-        if (base == h.begin) cluster_wait();
-#pragma unroll
-        for (int i = 0; i < kInFlight; ++i) {
-            const int entry = base + 32 * i + (int)h.lane;
+        for (int round = first; round < first + kInFlight; ++round) {
+            const int entry = entry_of(h, round);
             if (entry >= h.end) continue;
-            const bool found = slot[i] >= 0, missing = key[i] >= 0 && !found;
-            if (found) store_in_block(ages + slot[i] % BLOCK_SLOTS, slot[i] / BLOCK_SLOTS, kUsedNow);
-            if (missing && h.several) atomicMin(h.slot_of_key + key[i], kClaim + entry);
-            *id_of(h, s, entry) = found ? slot[i] : missing ? -2 - key[i] : -1;
-            num_found += found;
-            num_missing += missing;
+            const int list = list_of(h, s, entry), place = entry % MAX_TOP_K;
+            const int wanted = __ldg(h.kv_indices + (long long)list * MAX_TOP_K + place);  // waits for no length
+            key[round] = place < __ldg(h.valid_len + list) ? wanted : -1;
         }
-        base += 32 * kInFlight;
-    } while (base < h.end);
-    num_found = __reduce_add_sync(kAll, num_found);
-    num_missing = __reduce_add_sync(kAll, num_missing);
-    if (h.lane == 0) {
-        atomicAdd(&s.num_found, num_found);
-        atomicAdd(&s.num_missing, num_missing);
-    }
-    return num_missing;
+    });
+}
+
+// Each key becomes its row's slot, or -2 - key when the row is missing. Counts both.
+__device__ __forceinline__ void find_slots(const Head& h, Ids& id, int& num_found, int& num_missing) {
+    for_groups(h, [&](int first) {
+        int slot[kInFlight];
+#pragma unroll
+        for (int i = 0; i < kInFlight; ++i)
+            slot[i] = id[first + i] >= 0 ? __ldcg(h.slot_of_key + id[first + i]) : -1;
+#pragma unroll
+        for (int i = 0; i < kInFlight; ++i) {
+            const int key = id[first + i];
+            if (key >= 0) id[first + i] = slot[i] >= 0 ? slot[i] : -2 - key;
+            num_found += slot[i] >= 0;
+            num_missing += key >= 0 && slot[i] < 0;
+        }
+    });
+}
+
+// Marks rows that are here. When several lists may miss the same row, the first entry's claim on it wins.
+__device__ __forceinline__ void use_slots(const Head& h, const Ids& id, Slots& slots) {
+    for_groups(h, [&](int first) {
+#pragma unroll
+        for (int round = first; round < first + kInFlight; ++round) {
+            const int slot = id[round];
+            if (slot >= 0) atomicOr(&slots.used[slot / 32], 1u << slot % 32);
+            if (slot <= -2 && h.several) atomicMin(h.slot_of_key - 2 - slot, kClaim + entry_of(h, round));
+        }
+    });
 }
 
 // Whether an entry's row is missing and this entry is the first that wants it: it takes a slot if one is left.
-__device__ __forceinline__ bool takes_slot(const Head& h, int entry, int id) {
-    return id <= -2 && (!h.several || __ldcg(h.slot_of_key - 2 - id) == kClaim + entry);
+__device__ __forceinline__ bool takes_slot(const Head& h, int round, int id) {
+    return id <= -2 && (!h.several || __ldcg(h.slot_of_key - 2 - id) == kClaim + entry_of(h, round));
 }
-__device__ int count_takers(const Head& h, const Shared& s) {
+__device__ __forceinline__ int count_takers(const Head& h, const Ids& id) {
     int num_takers = 0;
-    for (int base = h.begin; base < h.end; base += 32) {
-        const int entry = base + (int)h.lane;
-        num_takers += __popc(__ballot_sync(kAll, entry < h.end && takes_slot(h, entry, *id_of(h, s, entry))));
-    }
+    for_groups(h, [&](int first) {
+#pragma unroll
+        for (int round = first; round < first + kInFlight; ++round) num_takers += takes_slot(h, round, id[round]);
+    });
     return num_takers;
 }
 
 // The rows that take slots take them in order; those that find none are no longer claimed.
-__device__ int assign_slots(const Head& h, const Shared& s, int taken, int num_moved) {
+__device__ __forceinline__ int assign_slots(const Head& h, const Shared& s, const Slots& slots, Ids& id, int taken,
+                                            int num_moved) {
     int num_served = 0;
-    for (int base = h.begin; base < h.end; base += 32) {
-        const int entry = base + (int)h.lane;
-        int* id = entry < h.end ? id_of(h, s, entry) : nullptr;
-        const int key = id ? -2 - *id : -1;
-        const bool takes = id && takes_slot(h, entry, -2 - key);
-        const unsigned takers = __ballot_sync(kAll, takes);
-        const int nth = taken + lanes_before(takers, h);
-        taken += __popc(takers);
-        if (!takes) continue;
-        const int slot = nth < num_moved ? __ldcg(h.to_rows + nth) : -1;
-        if (slot >= 0 || h.several) h.slot_of_key[key] = slot;
-        if (slot < 0) continue;
-        h.from_rows[nth] = key;
-        h.key_of_slot[slot] = key;
-        *id = slot;
-        ++num_served;
-    }
+    for_groups(h, [&](int first) {
+        int nth[kInFlight], slot[kInFlight];
+#pragma unroll
+        for (int i = 0; i < kInFlight; ++i) {
+            const bool takes = takes_slot(h, first + i, id[first + i]);
+            const unsigned takers = __ballot_sync(kAll, takes);
+            nth[i] = takes ? taken + lanes_before(takers, h) : -1;
+            taken += __popc(takers);
+        }
+#pragma unroll
+        for (int i = 0; i < kInFlight; ++i)
+            slot[i] = nth[i] >= 0 && nth[i] < num_moved ? replaced_slot(s, slots, nth[i]) : -1;
+#pragma unroll
+        for (int i = 0; i < kInFlight; ++i) {
+            const int key = -2 - id[first + i];
+            if (nth[i] >= 0 && (slot[i] >= 0 || h.several)) h.slot_of_key[key] = slot[i];
+            if (slot[i] < 0) continue;
+            h.from_rows[nth[i]] = key;
+            h.to_rows[nth[i]] = slot[i];
+            h.key_of_slot[slot[i]] = key;
+            id[first + i] = slot[i];
+            ++num_served;
+        }
+    });
     return num_served;
 }
 
 // Entries whose row another entry has fetched.
-__device__ int share_slots(const Head& h, const Shared& s) {
+__device__ __forceinline__ int share_slots(const Head& h, Ids& id) {
     int num_served = 0;
-    for (int entry = h.begin + h.lane; entry < h.end; entry += 32) {
-        int* id = id_of(h, s, entry);
-        const int slot = *id <= -2 ? __ldcg(h.slot_of_key - 2 - *id) : -1;
-        if (slot < 0) continue;
-        *id = slot;
-        ++num_served;
-    }
+    for_groups(h, [&](int first) {
+#pragma unroll
+        for (int round = first; round < first + kInFlight; ++round) {
+            const int slot = id[round] <= -2 ? __ldcg(h.slot_of_key - 2 - id[round]) : -1;
+            if (slot < 0) continue;
+            id[round] = slot;
+            ++num_served;
+        }
+    });
     return num_served;
 }
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS) look_up_rows(
+__device__ __forceinline__ void store_ids(const Head& h, const Shared& s, const Ids& id) {
+    for_groups(h, [&](int first) {
+#pragma unroll
+        for (int round = first; round < first + kInFlight; ++round) {
+            const int entry = entry_of(h, round);
+            if (entry < h.end) h.ids[(long long)list_of(h, s, entry) * MAX_TOP_K + entry % MAX_TOP_K] = id[round];
+        }
+    });
+}
+
+__device__ __forceinline__ void add_to(int& shared_sum, int of_lane) {
+    const int sum = __reduce_add_sync(kAll, of_lane);
+    if (threadIdx.x % 32 == 0) atomicAdd(&shared_sum, sum);
+}
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1) look_up_rows(
     const int* __restrict__ kv_indices,   // [batch, NUM_KV_HEADS * HEADS_PER_KV, MAX_TOP_K]
     const int* __restrict__ valid_len,    // [batch, NUM_KV_HEADS * HEADS_PER_KV]
     const int* __restrict__ context_ids,  // [batch]
@@ -134,22 +179,20 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     int* counts, unsigned long long* from, unsigned long long* to,  // [batch, NUM_KV_HEADS] lists of rows to move
     int* from_rows, int* to_rows,         // [batch, NUM_KV_HEADS, NUM_SLOTS]
     unsigned long long* statistics) {     // [4] entries, found, moved, spilled
-    extern __shared__ uint4 packed_ages[];
-    unsigned char* ages = (unsigned char*)packed_ages;
+    extern __shared__ Slots slots[];      // this block's
     __shared__ Shared s;
-    const int batch = gridDim.z, list = blockIdx.z * NUM_KV_HEADS + blockIdx.y, context = context_ids[blockIdx.z];
-    if (context >= 0 && threadIdx.x < 32) find_rows(s, context_ids, batch, context);
-    if (threadIdx.x < kAges) s.num_of_age[threadIdx.x] = 0;
+    const int list = blockIdx.z * NUM_KV_HEADS + blockIdx.y, context = context_ids[blockIdx.z];
+    if (threadIdx.x < 32) find_rows(s, context_ids, gridDim.z, context);
+    for (int i = threadIdx.x; i < kUsedWords; i += THREADS) slots->used[i] = 0;
+    if (threadIdx.x < kAges / 2) s.here.num_of_age[threadIdx.x] = 0;
     if (threadIdx.x == 0) {
-        s.num_takers = s.num_found = s.num_missing = s.num_served = 0;
+        s.here.num_takers = s.num_found = s.num_missing = s.num_served = s.equal_quota = 0;
         s.threshold = kAges;
-        s.equal_quota = s.older_below = s.equal_below = 0;
     }
     __syncthreads();
-    if (context < 0) {
-        int* idle = ids + (long long)list * HEADS_PER_KV * MAX_TOP_K;
-        for (int i = blockIdx.x * THREADS + threadIdx.x; i < HEADS_PER_KV * MAX_TOP_K; i += CLUSTER * THREADS) idle[i] = -1;
-    }
+    if (context < 0)
+        for (int i = blockIdx.x * THREADS + threadIdx.x; i < HEADS_PER_KV * MAX_TOP_K; i += CLUSTER * THREADS)
+            ids[(long long)list * HEADS_PER_KV * MAX_TOP_K + i] = -1;
     if (context < 0 || s.rows[0] != blockIdx.z) {  // the context's first row does it for all
         if (blockIdx.x == 0 && threadIdx.x == 0) counts[list] = 0;
         return;
@@ -165,30 +208,35 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                     to_rows + (long long)list * NUM_SLOTS, from_rows + (long long)list * NUM_SLOTS, (int)blockIdx.y,
                     s.num_rows * HEADS_PER_KV > 1, begin, min(begin + share, num_entries),
                     rank, warp, threadIdx.x % 32};
+    int id[kRounds], old_key[kSlotRounds], num_found = 0, num_missing = 0, taken = 0;
 
-    age_slots(h, packed_ages);
-    cluster_arrive();
-    int num_takers = look_up(h, s, ages);
-    cluster_sync();  // all ages and all claims are known
-    if (h.several) num_takers = count_takers(h, s);
-    s.takers_of[warp] = num_takers;
-    if (h.lane == 0) atomicAdd(&s.num_takers, num_takers);
-    count_ages(h, s, ages);
+    load_keys(h, s, id);
+    load_slots(h, *slots, old_key);
+    find_slots(h, id, num_found, num_missing);
+    use_slots(h, id, *slots);
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    cluster_sync();  // all uses and all claims are known
+    age_slots(h, s, *slots);
+    const int num_takers = __reduce_add_sync(kAll, h.several ? count_takers(h, id) : num_missing);
+    if (h.lane == 0) s.takers_of[warp] = num_takers;
+    if (h.lane == 0) atomicAdd(&s.here.num_takers, num_takers);
     cluster_sync();  // all counts are known
-    const int takers = h.lane < CLUSTER ? load_in_block(&s.num_takers, h.lane) : 0;
-    const int taken = __reduce_add_sync(kAll, h.lane < rank ? takers : 0) + sum_before_warp(s.takers_of, h);
-    const int num_moved = find_threshold(h, s, __reduce_add_sync(kAll, takers));
-    replace_slots(h, s, ages);
-    cluster_sync();  // the list of replaced slots is complete
-    for (unsigned i = threadIdx.x; i < BLOCK_SLOTS / 16; i += THREADS) h.ages[i] = packed_ages[i];
-    int num_served = assign_slots(h, s, taken, num_moved);
+    const int num_moved = find_threshold(h, s, taken);
+    replace_slots(h, s, *slots, old_key);
+    cluster_sync();  // it is known which slots go
+    int num_served = assign_slots(h, s, *slots, id, taken + sum_before_warp(s.takers_of, h), num_moved);
+    done_reading();
+    store_slots(h, *slots, old_key);
+    wait_for_readers();
     if (h.several) {
         cluster_sync();  // all rows that moved have their slots
-        num_served += share_slots(h, s);
+        num_served += share_slots(h, id);
     }
+    store_ids(h, s, id);
 
-    num_served = __reduce_add_sync(kAll, num_served);
-    if (h.lane == 0) atomicAdd(&s.num_served, num_served);
+    add_to(s.num_found, num_found);
+    add_to(s.num_missing, num_missing);
+    add_to(s.num_served, num_served);
     __syncthreads();
     if (threadIdx.x > 0) return;
     atomicAdd(statistics, (unsigned long long)(s.num_found + s.num_missing));

@@ -108,7 +108,7 @@ def numbered_rows(shape: SlotCacheShape, device: torch.device | None = None) -> 
     """Rows [num_contexts, num_kv_heads, context_capacity, 2, head_dim] that all differ and are never 0."""
     sizes = (shape.num_contexts, shape.num_kv_heads, shape.context_capacity)
     number = torch.arange(1, 1 + int(np.prod(sizes)), device=device).view(*sizes, 1, 1)
-    rows = torch.stack([number % 30011, 1 + number // 30011], -2).expand(*sizes, 2, shape.head_dim)
+    rows = torch.cat([number % 30011, 1 + number // 30011], -2).expand(*sizes, 2, shape.head_dim)
     return rows.to(torch.int16).contiguous()
 
 

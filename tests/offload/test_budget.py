@@ -1,0 +1,73 @@
+"""What does not fit is refused before any work, in words that say what to do."""
+
+from pathlib import Path
+
+import pytest
+
+from offload.budget import AvailableMemory, MemoryPart, MemoryPlan, host_memory_bytes, locked_limit_bytes
+from offload.errors import MemoryPlanError
+
+GIB = 1 << 30
+PLAN = MemoryPlan(
+    (
+        MemoryPart(name="the weights", device_bytes=15 * GIB),
+        MemoryPart(name="the slot cache", device_bytes=3 * GIB),
+        MemoryPart(name="the context's KV", pinned_bytes=17 * GIB),
+    ),
+    max_context_len=131072,
+)
+
+
+def test_what_fits_to_the_byte_is_accepted() -> None:
+    PLAN.require(AvailableMemory(device_bytes=18 * GIB, host_bytes=17 * GIB))
+    MemoryPlan((), max_context_len=1).require(AvailableMemory(device_bytes=0, host_bytes=0))
+    PLAN.require_context(131072)
+
+
+def test_too_little_device_memory_is_refused_with_both_numbers_and_a_remedy() -> None:
+    with pytest.raises(MemoryPlanError) as refusal:
+        PLAN.require(AvailableMemory(device_bytes=18 * GIB - 1, host_bytes=64 * GIB))
+    assert str(refusal.value) == (
+        "the plan needs 19,327,352,832 bytes (18.0 GiB) of device memory and 19,327,352,831 bytes (18.0 GiB) is "
+        "available; the biggest part is the weights with 16,106,127,360 bytes (15.0 GiB): choose a smaller slot cache, "
+        "another placement, a shorter context or fewer concurrent requests"
+    )
+
+
+def test_too_little_host_memory_is_refused() -> None:
+    with pytest.raises(MemoryPlanError, match=r"\(17.0 GiB\) of pinned host memory and .* biggest part is the context"):
+        PLAN.require(AvailableMemory(device_bytes=80 * GIB, host_bytes=16 * GIB))
+
+
+def test_a_context_beyond_the_plan_is_refused() -> None:
+    with pytest.raises(MemoryPlanError, match="131,073 rows, memory was planned for contexts of up to 131,072; start"):
+        PLAN.require_context(131073)
+
+
+def test_a_plan_says_what_it_needs() -> None:
+    assert repr(PLAN) == "<MemoryPlan 18.00 GiB on the device, 17.00 GiB pinned, contexts of up to 131072 rows>"
+
+
+def make_proc(path: Path, available_kib: int) -> Path:
+    (path / "meminfo").write_text(f"MemTotal: 99999999 kB\nMemAvailable:    {available_kib} kB\nHugePages_Total: 0\n")
+    return path
+
+
+def test_host_memory_is_what_the_system_has_left(tmp_path: Path) -> None:
+    assert host_memory_bytes(make_proc(tmp_path, 4096), tmp_path / "none") == 4 << 20
+    (tmp_path / "memory.max").write_text("max\n")
+    assert host_memory_bytes(tmp_path, tmp_path) == 4 << 20
+
+
+def test_or_what_the_container_may_still_have(tmp_path: Path) -> None:
+    make_proc(tmp_path, 4096)
+    (tmp_path / "memory.max").write_text(f"{3 << 20}\n")
+    (tmp_path / "memory.current").write_text(f"{2 << 20}\n")
+    (tmp_path / "memory.stat").write_text("anon 17\ninactive_file 5000\n")
+    assert host_memory_bytes(tmp_path, tmp_path) == (1 << 20) + 5000
+    (tmp_path / "memory.current").write_text(f"{9 << 20}\n")
+    assert host_memory_bytes(tmp_path, tmp_path) == 0
+
+
+def test_this_machine_has_memory() -> None:
+    assert host_memory_bytes() > 0 and locked_limit_bytes() > 0

@@ -1,0 +1,191 @@
+"""Host rows become readable for the device, or it is said why not; nothing stays locked."""
+
+import gc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from offload import pinned
+from offload.errors import PinningError
+from offload.gather import RowGather, make_row_lists
+from offload.host_memory import allocate_rows, copy_rows
+from offload.pinned import PinnedRows
+
+PAGE = 4096
+
+
+class FakeDriver:
+    """Remembers what is registered; refuses what it is told to."""
+
+    def __init__(self, refuses_read_write: bool = False, refuses_read_only: bool = True, refuses_from: int = 10**9):
+        self.registered: dict[int, int] = {}
+        self.most = 0
+        self._refuses = {False: refuses_read_write, True: refuses_read_only}
+        self._refuses_from = refuses_from
+
+    def register(self, address: int, num_bytes: int, read_only: bool = False) -> None:
+        if self._refuses[read_only] or len(self.registered) >= self._refuses_from:
+            raise PinningError("the driver said no")
+        assert address % PAGE == 0 and num_bytes % PAGE == 0
+        assert all(address + num_bytes <= at or at + size <= address for at, size in self.registered.items())
+        self.registered[address] = num_bytes
+        self.most = max(self.most, len(self.registered))
+
+    def unregister(self, address: int) -> None:
+        del self.registered[address]
+
+    def pin(self, layers: list[Tensor], **options: object) -> PinnedRows:
+        return PinnedRows(layers, register=self.register, unregister=self.unregister, **options)
+
+
+def make_layers(num_layers: int = 3, context_len: int = 100) -> list[Tensor]:
+    return list(torch.randn(num_layers, 2, context_len, 2, 16))
+
+
+@pytest.mark.parametrize("chunk_pages", [1, 3, 1000])
+def test_all_rows_lie_in_chunks_that_share_no_page(chunk_pages: int) -> None:
+    driver, progress = FakeDriver(), []
+    # views of one tensor: neighbours share a page
+    rows = driver.pin(
+        make_layers(), chunk_bytes=chunk_pages * PAGE, progress=lambda done, total: progress.append((done, total))
+    )
+    rows.check()
+    assert rows.pinned and rows.how == "in place"
+    assert max(driver.registered.values()) <= chunk_pages * PAGE
+    assert rows.addresses == [layer.data_ptr() for layer in rows.layers]
+    assert progress[-1][0] == progress[-1][1] == sum(driver.registered.values())
+    assert [done for done, _ in progress] == sorted({done for done, _ in progress})
+    rows.close()
+    rows.close()
+    assert not driver.registered
+    assert "closed" in repr(rows)
+    with pytest.raises(PinningError, match=r"cannot read <PinnedRows 3 layers.*closed"):
+        _ = rows.addresses
+
+
+def test_rows_apart_from_each_other_are_registered_apart() -> None:
+    driver = FakeDriver()
+    rows = driver.pin([torch.randn(2, 5000, 2, 16), torch.randn(2, 5000, 2, 16)], chunk_bytes=1 << 30)
+    rows.check()
+    assert sum(driver.registered.values()) <= 2 * (2 * 5000 * 2 * 16 * 4 + 2 * PAGE)
+
+
+def test_a_refusal_in_the_middle_leaves_nothing_locked() -> None:
+    driver = FakeDriver(refuses_from=2)
+    layers = make_layers()
+    rows = driver.pin(layers, chunk_bytes=PAGE)
+    assert driver.most == 2 and not driver.registered
+    assert not rows.pinned and rows.how.startswith("the driver said no")
+    assert rows.layers[0].data_ptr() == layers[0].data_ptr()
+    with pytest.raises(PinningError, match="not pinned: the driver said no"):
+        _ = rows.addresses
+    rows.check()
+    rows.close()
+
+
+def test_memory_that_cannot_be_written_is_registered_as_such() -> None:
+    driver = FakeDriver(refuses_read_write=True, refuses_read_only=False)
+    with_rows = driver.pin(make_layers())
+    assert with_rows.how == "in place, read only" and with_rows.pinned
+    with_rows.close()
+
+
+def read_only_map(path: Path, values: Tensor) -> Tensor:
+    values.numpy().tofile(path)
+    mapped = np.asarray(np.memmap(path, np.float32, "r", shape=tuple(values.shape)))
+    with pytest.warns(UserWarning, match="not writable"):
+        return torch.from_numpy(mapped)
+
+
+def test_a_map_that_the_driver_refuses_is_copied(tmp_path: Path) -> None:
+    values = torch.randn(2, 300, 2, 16)
+    mapped = read_only_map(tmp_path / "kv", values)
+    driver = FakeDriver()
+    own = driver.register
+    driver.register = lambda address, num_bytes, read_only=False: (  # type: ignore[method-assign]
+        own(address, num_bytes, read_only or address == mapped.data_ptr() // PAGE * PAGE)
+    )
+    rows = driver.pin([mapped])
+    assert rows.how.startswith("a copy")
+    assert torch.equal(rows.layers[0], values) and rows.addresses != [mapped.data_ptr()]
+    rows.close()
+    assert not driver.registered
+
+
+def test_without_memory_for_a_copy_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned, "host_memory_bytes", lambda: 1000)
+    rows = FakeDriver(refuses_read_write=True).pin(make_layers())
+    assert rows.how == "the driver said no; a copy needs 76,800 bytes and 1,000 are available"
+
+
+def test_a_low_limit_of_locked_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned, "locked_limit_bytes", lambda: 65536)
+    rows = FakeDriver(refuses_read_write=True).pin(make_layers())
+    assert rows.how == "the driver said no; `ulimit -l` allows 65,536 bytes"
+
+
+def test_locks_do_not_outlive_their_owner() -> None:
+    driver = FakeDriver()
+    rows = driver.pin(make_layers())
+    assert driver.registered
+    del rows
+    gc.collect()
+    assert not driver.registered
+
+
+def test_allocated_rows_begin_pages_and_are_zero() -> None:
+    layers = allocate_rows(3, (2, 101, 2, 8), torch.bfloat16)
+    assert all(layer.shape == (2, 101, 2, 8) and layer.data_ptr() % PAGE == 0 for layer in layers)
+    assert all(not layer.any() for layer in layers)
+    assert torch.equal(copy_rows(make_layers())[2], copy_rows(make_layers())[2]) is False  # of different values
+
+
+def test_copies_are_equal_and_elsewhere() -> None:
+    layers = make_layers(2, 100_003)
+    copies = copy_rows(layers)
+    for layer, copy in zip(layers, copies, strict=True):
+        assert torch.equal(layer, copy) and layer.data_ptr() != copy.data_ptr() and copy.dtype == layer.dtype
+
+
+def gathers(rows: PinnedRows) -> bool:
+    """Whether the device reads what the host has."""
+    layer = rows.layers[-1]
+    num_rows, row_bytes = layer[0, :, 0, 0].numel(), layer[0, 0].nbytes
+    lists = make_row_lists(1, num_rows, torch.device("cuda"))
+    target = torch.zeros_like(layer[0], device="cuda")
+    lists.counts.fill_(num_rows)
+    lists.from_addresses.fill_(rows.addresses[-1])
+    lists.to_addresses.fill_(target.data_ptr())
+    lists.from_rows.copy_(torch.arange(num_rows))
+    lists.to_rows.copy_(torch.arange(num_rows))
+    RowGather(row_bytes, 1).launch(lists)
+    return torch.equal(target.cpu(), layer[0])
+
+
+@pytest.mark.gpu
+def test_the_device_reads_pinned_rows_and_read_only_maps(tmp_path: Path) -> None:
+    rows = PinnedRows(make_layers(3, 5001), chunk_bytes=1 << 18)
+    rows.check()
+    assert rows.pinned and gathers(rows)
+    rows.close()
+    mapped = read_only_map(tmp_path / "kv", torch.randn(2, 5001, 2, 16))
+    rows = PinnedRows([mapped])
+    print(rows)
+    assert rows.pinned and gathers(rows)
+    torch.cuda.synchronize()
+    rows.close()
+
+
+@pytest.mark.gpu
+def test_a_failed_registration_leaves_no_error_behind() -> None:
+    layers = make_layers()
+    first = PinnedRows(layers)
+    second = PinnedRows(layers)  # the same pages again: refused, so these are copied
+    assert first.how == "in place" and second.how.startswith("a copy") and gathers(second)
+    torch.zeros(3, device="cuda").add_(1)
+    torch.cuda.synchronize()
+    first.close()
+    second.close()

@@ -12,7 +12,7 @@ from bench.decode.recorded import Recorded, WideIndex
 from bench.decode.report import tables
 from bench.decode.results import Results, merge_files
 from bench.decode.roofline import best_ratio, full_bytes, index_bytes, weight_bytes
-from bench.decode.steps import RecordedQueries
+from bench.decode.steps import STEPS_BETWEEN_LAYERS, RecordedQueries
 from bench.decode.tables import centroid_scores, distinct_rows, row_codes, score_lists
 from bench.decode.widened import (
     GROUP_SIZE,
@@ -185,9 +185,9 @@ def test_recorded_queries_take_the_place_of_the_models_step_by_step(recording):
         attention.end_step(rows)
         for (which, layer_idx, q), name in zip(listening.asked, ("predicted", "own"), strict=True):
             assert layer_idx == 8 and which == {"predicted": "ahead", "own": "own"}[name]
-            recorded = wide_queries(recording, 0, name).bfloat16()  # layer 8 is wide layer 0 again
-            assert torch.equal(q[0], recorded[step % NUM_STEPS])
-            assert torch.equal(q[1], recorded[(step + STEPS_BETWEEN_REQUESTS) % NUM_STEPS])
+            recorded = wide_queries(recording, 0, name).bfloat16()  # layer 8 is wide layer 0 again, at another step
+            assert torch.equal(q[0], recorded[(step + STEPS_BETWEEN_LAYERS) % NUM_STEPS])
+            assert torch.equal(q[1], recorded[(step + STEPS_BETWEEN_LAYERS + STEPS_BETWEEN_REQUESTS) % NUM_STEPS])
 
 
 @pytest.mark.gpu

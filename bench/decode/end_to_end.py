@@ -1,9 +1,10 @@
 """Whole steps of a model with random weights: every placement of ours, and full attention beside them."""
 
 import gc
+import itertools
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 from bench.decode.gpu_timing import time_replays
 from bench.decode.kernel_times import kernel_times, times_by_purpose
 from bench.decode.op import Options
+from bench.decode.periodic import PeriodicSteps
 from bench.decode.placements import placed, schedules
 from bench.decode.prepared import TAIL_LEN, Prepared, full_attention, streamed_attention, window_only
 from bench.decode.recorded import Recorded
@@ -43,8 +45,10 @@ def run_end_to_end(
             for key, prepare in _cases(work, options, variants, placements):
                 if results.has(**key):
                     continue
+                started = time.perf_counter()
                 try:
-                    results.add({**key, **measure_steps(work, weights, prepare(), options)})
+                    case = measure_steps(work, weights, prepare(), options)
+                    results.add({**key, **case, "case_s": round(time.perf_counter() - started, 1)})
                 except (CsattnError, torch.OutOfMemoryError) as error:
                     results.add({**key, "refused": str(error).splitlines()[0]})
                 gc.collect()  # graphs and what they hold
@@ -65,7 +69,7 @@ def _cases(
             )
             continue
         for placement in placements:
-            for schedule, search in schedules(options.search):
+            for schedule, search in schedules(options.search, placement):
                 named = {**key, "variant": variant, "placement": placement, "schedule": schedule}
                 yield named, partial(placed, work, options, variant, placement, search)
 
@@ -73,40 +77,59 @@ def _cases(
 def measure_steps(work: Workload, weights: ModelWeights, prepared: Prepared, options: Options) -> dict[str, Any]:
     """Time per output token, and what it is made of."""
     attention = RecordedQueries(prepared.attention, work)
-    runner = ModelRunner(weights, attention, [work.batch_size], _next_query(work, weights, attention))
-    requests = list(range(work.batch_size))
-    tail_lens = [TAIL_LEN] * work.batch_size
-    positions = [work.context_len + TAIL_LEN] * work.batch_size
-    runner.fill(work.batch_size, requests, positions, requests, requests, tail_lens)
-    rows = runner.rows(work.batch_size)
+    runners = _runners(work, weights, attention, prepared)
+    count = itertools.count()
 
     def step() -> None:
+        runner = runners[min(next(count) % prepared.period, len(runners) - 1)]
         runner.step(work.batch_size)
         runner.advance(work.batch_size)
 
-    times_us = _time_steps(step, *((2, SLOW_STEPS) if prepared.is_slow else (WARM_UP_STEPS, STEPS)))
+    for _ in range(2 if prepared.is_slow else WARM_UP_STEPS):
+        step()
+    prepared.start_counting()
+    times_us = _time_steps(step, SLOW_STEPS if prepared.is_slow else STEPS)
     p50, p99 = (float(x) for x in np.percentile(times_us, [50, 99]))
-    facts = prepared.facts()
+    mean = float(np.mean(times_us))
+    facts = prepared.facts(len(times_us))
     least = weights.streamed_bytes + prepared.step_bytes
     link_us = facts.get("link_bytes", 0) / options.ceilings["h2d_gbps"] / 1e3
     roofline_us = max(least / options.ceilings["read_gbps"] / 1e3, link_us)
     case: dict[str, Any] = {
         "p50_us": round(p50, 1),
         "p99_us": round(p99, 1),
+        "mean_us": round(mean, 1),
         "num_samples": len(times_us),
-        "tokens_per_s": round(work.batch_size / p50 * 1e6, 1),
+        "tokens_per_s": round(work.batch_size / mean * 1e6, 1),
         "moved_bytes": round(least),
         "roofline_us": round(roofline_us, 1),
-        "of_roofline": round(roofline_us / p50, 3),
+        "of_roofline": round(roofline_us / mean, 3),
         "hbm_bytes": torch.cuda.memory_allocated(),
         **facts,
     }
-    if not prepared.is_slow:
+    if not prepared.is_slow and prepared.period == 1:
         parts = times_by_purpose(kernel_times(step, PROFILED_STEPS), weights.shape.num_layers)
         q = torch.zeros(work.batch_size, weights.shape.num_q_heads, weights.shape.head_dim, dtype=DTYPE, device="cuda")
+        rows = runners[0].rows(work.batch_size)
         alone = time_replays(attention_only(attention, rows, q), weights.shape.num_layers, options.seconds)
         case |= {"parts_us": parts, "attention_us": round(alone.p50_us, 2)}
     return case
+
+
+def _runners(
+    work: Workload, weights: ModelWeights, attention: RecordedQueries, prepared: Prepared
+) -> list[ModelRunner]:
+    """One that searches and, where steps share a search, one that does not; every request in the middle of its tail."""
+    runners = []
+    for searches in (True, False)[: min(2, prepared.period)]:
+        if isinstance(prepared.attention, PeriodicSteps):
+            prepared.attention.searches = searches
+        runner = ModelRunner(weights, attention, [work.batch_size], _next_query(work, weights, attention))
+        requests = list(range(work.batch_size))
+        positions = [work.context_len + TAIL_LEN] * work.batch_size
+        runner.fill(work.batch_size, requests, positions, requests, requests, [TAIL_LEN] * work.batch_size)
+        runners.append(runner)
+    return runners
 
 
 def _next_query(work: Workload, weights: ModelWeights, attention: StepAttention) -> Tensor | None:
@@ -117,9 +140,7 @@ def _next_query(work: Workload, weights: ModelWeights, attention: StepAttention)
     return torch.zeros(sizes, dtype=weights.dtype, device=work.device)
 
 
-def _time_steps(step: Callable[[], None], num_warm_up: int, num_steps: int) -> list[float]:
-    for _ in range(num_warm_up):
-        step()
+def _time_steps(step: Callable[[], None], num_steps: int) -> list[float]:
     torch.cuda.synchronize()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(num_steps + 1)]
     events[0].record()
@@ -127,4 +148,4 @@ def _time_steps(step: Callable[[], None], num_warm_up: int, num_steps: int) -> l
         step()
         event.record()
     torch.cuda.synchronize()
-    return [1e3 * before.elapsed_time(after) for before, after in pairwise(events)]
+    return [1e3 * before.elapsed_time(after) for before, after in itertools.pairwise(events)]

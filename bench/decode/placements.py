@@ -1,21 +1,146 @@
 """Our own attention in whole steps: contexts of the workload, loaded in each placement."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from bench.decode.op import Options
-from bench.decode.prepared import Prepared, TooLargeError
-from bench.decode.workload import Workload
-from csattn.config import SearchConfig
+from bench.decode.periodic import PeriodicSteps
+from bench.decode.prepared import TAIL_CAPACITY, TAIL_LEN, Prepared, require_memory
+from bench.decode.roofline import full_bytes, index_bytes, row_bytes, selected_bytes, table_row_bytes
+from bench.decode.sparse_op import index_shape
+from bench.decode.tables import distinct_rows
+from bench.decode.widened import NUM_WIDE_LAYERS
+from bench.decode.workload import DTYPE, Workload, clone_index
+from csattn.config import IndexConfig, SearchConfig
+from csattn.search.device import DeviceLayerIndex
+from offload.host_memory import allocate_rows
+from offload.pinned import PinnedRows
+from workers.engine import CachedRows, DeviceRows, EngineShape, SearchOnDevice
+
+EVERY_STEP, AHEAD, PERIODIC = "every step", "one layer ahead", "every 4th step, keep 0.15"
+SLOTS = 0.15  # of the context: rows that a slot cache holds
 
 
-def schedules(search: SearchConfig) -> list[tuple[str, SearchConfig]]:
+def schedules(search: SearchConfig, placement: str) -> list[tuple[str, SearchConfig]]:
     """The published ones: at every step by its own query, ahead by a predicted one, and every fourth step."""
-    return [
-        ("every step", search),
-        ("one layer ahead", replace(search, lookahead=1)),
-        ("every 4th step, keep 0.15", replace(search, keep=0.15, search_period=4)),
-    ]
+    named = {
+        EVERY_STEP: search,
+        AHEAD: replace(search, lookahead=1),
+        PERIODIC: replace(search, keep=0.15, search_period=4),
+    }
+    offered = {"device": (EVERY_STEP, AHEAD, PERIODIC), "hybrid": (EVERY_STEP, AHEAD), "host": (AHEAD,)}
+    return [(name, named[name]) for name in offered[placement]]
 
 
 def placed(work: Workload, options: Options, index_name: str, placement: str, search: SearchConfig) -> Prepared:
-    raise TooLargeError("")
+    """Plan a placement and load every request's context into it."""
+    prepare: dict[str, Callable[..., Prepared]] = {"device": _on_device, "hybrid": _hybrid}
+    return prepare[placement](work, options, index_name, search)
+
+
+def _on_device(work: Workload, options: Options, index_name: str, search: SearchConfig) -> Prepared:
+    shape, config = options.shape, work.recorded.indexes[index_name][0].config
+    per_layer = full_bytes(shape, work.context_len) + index_bytes(shape, config, work.context_len)
+    require_memory(work.batch_size * shape.num_layers * per_layer, "context KV and index on the device")
+    engine = _engine_shape(work, options, config, search)
+    far = DeviceRows(engine, work.device)
+    steps = (PeriodicSteps if search.search_period > 1 else SearchOnDevice)(
+        engine, index_shape(config, shape), far, work.device
+    )
+    kv, index = layers_of(work.rows, shape.num_layers), indexes_of(work, shape.num_layers, index_name)
+    for context_id in range(work.batch_size):
+        own_kv = [layer.clone() for layer in kv] if context_id else kv
+        far.load(context_id, own_kv)
+        steps.load(context_id, own_kv, [clone_index(layer) for layer in index] if context_id else index)
+    return Prepared(steps, step_bytes(work, options, index_name, search), period=search.search_period)
+
+
+def _hybrid(work: Workload, options: Options, index_name: str, search: SearchConfig) -> Prepared:
+    shape, config = options.shape, work.recorded.indexes[index_name][0].config
+    num_slots = round(SLOTS * work.context_len)
+    per_layer = round(SLOTS * full_bytes(shape, work.context_len)) + index_bytes(shape, config, work.context_len)
+    require_memory(work.batch_size * shape.num_layers * per_layer, "slot cache and index on the device")
+    engine = _engine_shape(work, options, config, search)
+    far = CachedRows(engine, num_slots, work.device)
+    steps = SearchOnDevice(engine, index_shape(config, shape), far, work.device)
+    kv, index = host_rows(work, shape.num_layers), indexes_of(work, shape.num_layers, index_name)
+    for context_id in range(work.batch_size):
+        far.load(context_id, kv)
+        steps.load(context_id, kv.layers, [clone_index(layer) for layer in index] if context_id else index)
+
+    def facts(num_steps: int) -> dict[str, Any]:
+        layers = far.cache.statistics()
+        selected = sum(layer.num_selected for layer in layers)
+        crossed = sum(layer.num_moved + layer.num_spilled for layer in layers)
+        return {
+            "hit_rate": round(sum(layer.num_found for layer in layers) / selected, 4),
+            "link_bytes": round(crossed * engine.row_bytes / num_steps),
+            "link_of_selection": round(crossed / selected, 4),
+            "slot_cache_bytes": far.cache.rows.nbytes,
+        }
+
+    least = step_bytes(work, options, index_name, search)
+    return Prepared(steps, least, facts, far.cache.clear_statistics)
+
+
+def layers_of(make: Callable[[int], Tensor], num_layers: int) -> list[Tensor]:
+    """Every layer's rows, at addresses of their own."""
+    first = [make(layer_idx) for layer_idx in range(min(NUM_WIDE_LAYERS, num_layers))]
+    return first + [first[layer_idx % len(first)].clone() for layer_idx in range(len(first), num_layers)]
+
+
+def indexes_of(work: Workload, num_layers: int, index_name: str) -> list[DeviceLayerIndex]:
+    """Every layer's index, likewise."""
+    num_distinct = min(len(work.recorded.indexes[index_name]), num_layers)
+    first = [work.index(layer_idx, index_name) for layer_idx in range(num_distinct)]
+    return first + [clone_index(first[layer_idx % num_distinct]) for layer_idx in range(num_distinct, num_layers)]
+
+
+def host_rows(work: Workload, num_layers: int) -> PinnedRows:
+    """A context's KV in pinned memory. Layers that come from the same wide layer share it: pinning takes its time.
+
+    They, and the requests of a batch, ask for different rows at any one step, so a row does not come out of the host's
+    cache because somebody else has just had it.
+    """
+    first = work.rows(0)
+    layers = allocate_rows(min(NUM_WIDE_LAYERS, num_layers), first.shape, first.dtype)
+    pinned = PinnedRows([layers[layer_idx % len(layers)] for layer_idx in range(num_layers)])
+    for layer_idx, layer in enumerate(layers):
+        layer.copy_(work.rows(layer_idx))
+    torch.cuda.synchronize()
+    return pinned
+
+
+def step_bytes(work: Workload, options: Options, index_name: str, search: SearchConfig) -> float:
+    """What search and attention of a step must read of the device's memory, all layers and requests."""
+    shape, indexes = options.shape, work.recorded.indexes[index_name]
+    config = indexes[0].config
+    num_index_heads = shape.num_kv_heads if config.share_group else shape.num_q_heads
+    rows_read = distinct_rows(work.queries(0)[:64, 0], indexes[0])
+    table = rows_read * num_index_heads * table_row_bytes(config, work.context_len) / search.search_period
+    kept = selected_bytes(shape, work.context_len, search.keep) * num_index_heads // shape.num_kv_heads
+    resident = (search.sink_len + search.window_len + TAIL_LEN) * row_bytes(shape)
+    return work.batch_size * shape.num_layers * (table + kept + resident)
+
+
+def _engine_shape(work: Workload, options: Options, config: IndexConfig, search: SearchConfig) -> EngineShape:
+    shape = options.shape
+    return EngineShape(
+        num_layers=shape.num_layers,
+        num_q_heads=shape.num_q_heads,
+        num_kv_heads=shape.num_kv_heads,
+        num_index_heads=shape.num_kv_heads if config.share_group else shape.num_q_heads,
+        head_dim=shape.head_dim,
+        dtype=DTYPE,
+        softmax_scale=shape.softmax_scale,
+        search=replace(search, search_period=1),
+        max_context_len=work.context_len,
+        batch_sizes=(work.batch_size,),
+        num_contexts=work.batch_size,
+        num_tails=work.batch_size,
+        tail_capacity=TAIL_CAPACITY,
+    )

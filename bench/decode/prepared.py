@@ -31,8 +31,11 @@ class Prepared:
 
     attention: StepAttention
     step_bytes: float  # of the device's memory that its part of a step must read, all layers
-    facts: Callable[[], dict[str, Any]]  # more figures, asked for after the steps
+    # more figures of so many steps since `start_counting`
+    facts: Callable[[int], dict[str, Any]] = lambda num_steps: {}
+    start_counting: Callable[[], None] = lambda: None
     is_slow: bool = False
+    period: int = 1  # steps that share a search: more than 1 only with `PeriodicSteps`
 
 
 def full_attention(work: Workload, options: Options) -> Prepared:
@@ -48,7 +51,7 @@ def full_attention(work: Workload, options: Options) -> Prepared:
     num_sets = num_input_sets(moved // shape.num_layers, len(first))
     full = fastest_full_attention([(work.queries(i)[i][:, :, None], *kv[i]) for i in range(num_sets)], seconds=0.05)
     steps = FullAttentionSteps(make_tails(work, options), kv, full.attend)
-    return Prepared(steps, moved, lambda: {"backend": full.name})
+    return Prepared(steps, moved, lambda _: {"backend": full.name})
 
 
 def streamed_attention(work: Workload, options: Options) -> Prepared:
@@ -65,7 +68,7 @@ def streamed_attention(work: Workload, options: Options) -> Prepared:
     streamed = StreamedAttention([(k, v) for k, v in pool], full.attend)
     link_bytes = options.shape.num_layers * layer_bytes
     facts = {"link_bytes": link_bytes, "backend": full.name}
-    return Prepared(StreamedSteps(make_tails(work, options), streamed), 2 * link_bytes, lambda: facts, is_slow=True)
+    return Prepared(StreamedSteps(make_tails(work, options), streamed), 2 * link_bytes, lambda _: facts, is_slow=True)
 
 
 def window_only(work: Workload, options: Options) -> Prepared:
@@ -79,7 +82,7 @@ def window_only(work: Workload, options: Options) -> Prepared:
     ]
     moved = work.batch_size * shape.num_layers * row_bytes(shape) * (num_resident + TAIL_LEN)
     steps = WindowSteps(make_tails(work, options), resident, work.batch_size, shape.softmax_scale)
-    return Prepared(steps, moved, dict)
+    return Prepared(steps, moved)
 
 
 def make_tails(work: Workload, options: Options) -> Tensor:

@@ -104,7 +104,12 @@ def full_case(case: Case, cases: list[Case]) -> Case | None:
 
 def speedup(case: Case, cases: list[Case]) -> float | None:
     full = full_case(case, cases)
-    return None if full is None else full["p50_us"] / case["p50_us"]
+    return None if full is None else step_us(full) / step_us(case)
+
+
+def step_us(case: Case) -> float:
+    """The time that counts: the mean where steps differ in kind, as every fourth one's search makes them."""
+    return float(case["mean_us"] if case["schedule"].startswith("every 4th") and "mean_us" in case else case["p50_us"])
 
 
 def best_speedup(case: Case, content: dict[str, Any]) -> float | None:

@@ -13,6 +13,8 @@ from csattn.attention.device import DeviceAttention, make_row_source
 from csattn.batch import StepRows, make_device_selection
 from workers.model_runner.attention import StepAttention
 
+STEPS_BETWEEN_LAYERS = 61  # layers that come from the same wide layer are that far apart in the recorded steps
+
 
 class RecordedQueries:
     """Passes every call on, with the recorded queries of the next step instead of those that come in.
@@ -40,18 +42,20 @@ class RecordedQueries:
         self._inner.begin_step(rows)
 
     def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None:
-        self._inner.look_ahead(layer_idx, self._predicted_now[0, layer_idx % NUM_WIDE_LAYERS], rows)
+        self._inner.look_ahead(layer_idx, self._predicted_now[0, layer_idx], rows)
 
     def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
-        self._inner.attend(layer_idx, self._own_now[0, layer_idx % NUM_WIDE_LAYERS], rows, out)
+        self._inner.attend(layer_idx, self._own_now[0, layer_idx], rows, out)
 
     def end_step(self, rows: StepRows) -> None:
         self._inner.end_step(rows)
 
-    @staticmethod
-    def _recorded(work: Workload, which: Which) -> Tensor:
-        """[num_steps, NUM_WIDE_LAYERS, batch_size, num_q_heads, head_dim]."""
-        return torch.stack([work.queries(layer_idx, which) for layer_idx in range(NUM_WIDE_LAYERS)], dim=1)
+    def _recorded(self, work: Workload, which: Which) -> Tensor:
+        """[num_steps, num_layers, batch_size, num_q_heads, head_dim]."""
+        wide = [work.queries(layer_idx, which) for layer_idx in range(NUM_WIDE_LAYERS)]
+        rounds = [divmod(layer_idx, NUM_WIDE_LAYERS) for layer_idx in range(self.tails.shape[0])]
+        layers = [wide[wide_idx].roll(-STEPS_BETWEEN_LAYERS * before, dims=0) for before, wide_idx in rounds]
+        return torch.stack(layers, dim=1)
 
 
 class FullAttentionSteps:

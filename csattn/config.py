@@ -82,8 +82,8 @@ def preset(name: str, head_dim: int) -> IndexConfig:
     if name == "default":
         return IndexConfig(
             layout="rows",
-            num_subspaces=max(1, head_dim // 4),
-            num_centroids=32,
+            num_subspaces=_default_subspaces(head_dim),
+            num_centroids=32 * max(1, head_dim // 64),
             basis="key_whitened",
             center_keys=True,
             weigh_by_norm=True,
@@ -103,6 +103,11 @@ def preset(name: str, head_dim: int) -> IndexConfig:
     if name == "paper":
         return replace(lists, center_keys=False, weigh_by_norm=False, share_group=False)
     raise ConfigError(f"unknown preset {name!r}; choose one of {', '.join(PRESET_NAMES)}")
+
+
+def _default_subspaces(head_dim: int) -> int:
+    """Subspaces four wide, but never more than 16: each is one row that every query head reads at every step."""
+    return max(m for m in range(1, 17) if head_dim % m == 0 and (4 * m <= head_dim or m == 1))
 
 
 PRESET_NAMES = ("default", "lists", "paper")

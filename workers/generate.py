@@ -24,7 +24,9 @@ class Answer:
     tokens_per_s: float  # after the first
     rows_read_per_step: float  # rows of context and tail attended to, mean over layers
     rows_full_attention: float  # what full attention would have read
-    search_ms_per_step: float  # all layers; a step that looks ahead does not wait for all of it
+    search_ms_per_step: (
+        float | None
+    )  # all layers; a step that looks ahead does not wait for all of it; unknown on a GPU
 
     def to_json(self) -> dict[str, Any]:
         return {name: round(value, 4) if isinstance(value, float) else value for name, value in asdict(self).items()}

@@ -5,9 +5,10 @@ from typing import Any
 
 from csattn.artifact import Artifact, open_artifact
 from csattn.config import SearchConfig
+from csattn.errors import ConfigError
 from csattn.models import LoadedModel
 from workers.cli.building import show_loading, use_threads
-from workers.cli.terminal import out, table
+from workers.cli.terminal import out, steps, table
 from workers.decode import Observer
 from workers.generate import Answer, answer
 from workers.session import csattn_session
@@ -27,11 +28,16 @@ def ask(
     compare: bool,
     model: str | None,
     threads: int | None,
+    placement: str | None = None,  # on a GPU; None: on the CPU
 ) -> dict[str, Any]:
     """Answer, and return the verb's JSON object."""
     use_threads(threads)
+    if placement is not None and (selector != "csattn" or compare):
+        raise ConfigError("a placement decodes with csattn's own selector; leave out --selector and --compare")
     with open_artifact(path) as artifact:
         loaded = show_loading(model or artifact.spec.model_name, artifact.spec.kv_dtype)
+        if placement is not None:
+            return _on_gpu(loaded, artifact, config, placement, prompt, max_new_tokens, threads).to_json()
         sparse = stream(loaded, artifact, config, selector, prompt, max_new_tokens)
         result = sparse.to_json()
         if compare:
@@ -39,6 +45,28 @@ def ask(
             out.print(comparison([("sparse", sparse), ("full attention", full)]))
             result["full"] = full.to_json()
     return result
+
+
+def _on_gpu(
+    loaded: LoadedModel,
+    artifact: Artifact,
+    config: SearchConfig,
+    placement: str,
+    prompt: str,
+    max_new_tokens: int,
+    threads: int | None,
+) -> Answer:
+    """Answer on an engine, with the text written out as it comes."""
+    from workers import engine
+
+    with (
+        steps() as tell,
+        engine.Engine(loaded, [artifact], config, placement, num_threads=threads, on_progress=tell) as ready,
+    ):
+        out.print(f"[bold]{placement}[/bold]: ", end="")
+        said = engine.answer(ready, prompt, max_new_tokens, _write)
+    out.print()
+    return said
 
 
 def stream(

@@ -96,6 +96,29 @@ def counting(what: str, total: int, unit: str) -> Iterator["Counter"]:
     err.print(f"{what}: done in {time.monotonic() - started:.1f} s")
 
 
+@contextmanager
+def steps() -> Iterator["StepDisplay"]:
+    """Progress of work in several parts, each told by name; without a terminal a line for each part."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+    with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as bar:
+        yield StepDisplay(bar)
+
+
+class StepDisplay:
+    """Called with the part, what of it is done, and all of it."""
+
+    def __init__(self, bar: Progress):
+        self._bar = bar
+        self._task = bar.add_task("", total=None)
+        self._part = ""
+
+    def __call__(self, part: str, done: int, total: int) -> None:
+        if part != self._part and not err.is_terminal:
+            err.print(part)
+        self._part = part
+        self._bar.update(self._task, description=part, completed=done, total=total)
+
+
 class Counter:
     """Called with how many more are done."""
 

@@ -1,23 +1,36 @@
 """What an index costs to build: time of the index work beside its prefill, and peak memory against its bound.
 
-    python -m bench.build [--context-len 8191] [--preset default] [--json FILE]
+    python -m bench.build [--device cpu|cuda] [--context 8191] [--preset default] [--json FILE]
+    python -m bench.build --device cuda --shape llama-3.1-8b --context 131072
+    python -m bench.build --device cuda --shape llama-3.1-8b --context 131071 --prefill --layers 3
 
 Gate: the finished artifact verifies. Bound of memory: model + one layer's q, k, v + one layer's tables + 1 GiB.
+With --shape the parts of the index work are measured on made-up queries and keys (`build_parts.py`); with --prefill,
+too, a whole build of a model of that shape, with random weights and as many layers as are asked for.
 """
 
 import argparse
 import resource
 import tempfile
+import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from bench import build_parts
 from bench.timing import finish, gate, machine
 from csattn.artifact import open_artifact, verify_artifact
 from csattn.config import preset
-from csattn.models import load_model
+from csattn.models import LoadedModel, load_model
+from csattn.models.loader import wrap_model
 from index_build.pipeline import build_artifact
+from workers.model_runner.shapes import shape_named
 
 TEXT = Path(__file__).parent / "texts" / "novel.txt"
 GIB = 2**30
@@ -27,14 +40,41 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def run(context_len: int, preset_name: str, model: str | None) -> dict[str, Any]:
-    loaded = load_model(model)
-    geometry = loaded.geometry
-    ids = np.resize(np.asarray(loaded.tokenizer(TEXT.read_text()).input_ids, dtype=np.int32), context_len)
+def text_ids(loaded: LoadedModel, context_len: int) -> NDArray[np.int32]:
+    return np.resize(np.asarray(loaded.tokenizer(TEXT.read_text()).input_ids, dtype=np.int32), context_len)
+
+
+def random_model(shape_name: str, num_layers: int | None, device: str) -> LoadedModel:
+    """Weights of no meaning in bfloat16, for a model of that shape without a tokenizer."""
+    shape = shape_named(shape_name)
+    config = LlamaConfig(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=num_layers or shape.num_layers,
+        num_attention_heads=shape.num_q_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.max_positions,
+        rope_parameters=shape.rope,
+        rms_norm_eps=shape.norm_eps,
+        tie_word_embeddings=True,  # nothing is generated
+    )
+    with torch.device(device):
+        model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+    return wrap_model(model, SimpleNamespace(get_vocab=dict, chat_template=None), f"random-{shape_name}")
+
+
+def run(loaded: LoadedModel, ids: NDArray[np.int32], preset_name: str, kmeans: str) -> dict[str, Any]:
+    """Build an artifact in a scratch directory and look at what it took. Token ids [context_len]."""
+    geometry, context_len = loaded.geometry, len(ids)
     model_bytes = sum(p.numel() * p.element_size() for p in loaded.model.parameters())
+    config = replace(preset(preset_name, geometry.head_dim), kmeans=kmeans)  # type: ignore[arg-type]
     before = peak_bytes()
     with tempfile.TemporaryDirectory() as store:
-        report = build_artifact(loaded, ids, preset(preset_name, geometry.head_dim), Path(store))
+        started = time.perf_counter()
+        report = build_artifact(loaded, ids, config, Path(store))
+        wall_s = time.perf_counter() - started
         peak = peak_bytes()
         verify_artifact(report.path)
         gate(not report.reused, "the artifact was there already")
@@ -42,17 +82,24 @@ def run(context_len: int, preset_name: str, model: str | None) -> dict[str, Any]
             tables = artifact.index_bytes / geometry.num_layers
             size = artifact.size_bytes
     heads = geometry.num_q_heads + 2 * geometry.num_kv_heads
-    qkv = heads * context_len * geometry.head_dim * 4
+    qkv = heads * context_len * geometry.head_dim * loaded.dtype.itemsize
     seconds = report.seconds
+    on_gpu = loaded.device.type == "cuda"
     return {
         "bench": "build",
+        "model": loaded.name,
+        "num_layers": geometry.num_layers,
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "preset": preset_name,
+        "kmeans": kmeans,
         "context_len": context_len,
+        "wall_s": round(wall_s, 2),
         "seconds": {phase: round(value, 2) for phase, value in seconds.items()},
         "index_over_prefill": round(seconds["index"] / seconds["prefill"], 3),
         "artifact_bytes": size,
         "peak_bytes": peak,
         "peak_before_build_bytes": before,
+        "device_peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
         "bound_bytes": round(model_bytes + qkv + tables + GIB),
         "machine": machine(),
     }
@@ -60,16 +107,32 @@ def run(context_len: int, preset_name: str, model: str | None) -> dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--context-len", type=int, default=8191)
+    parser.add_argument("--context", "--context-len", type=int, default=8191)
     parser.add_argument("--preset", default="default")
-    parser.add_argument("--model")
+    parser.add_argument("--model", help="[default: the installed SmolLM2-135M]")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--kmeans", choices=["faiss", "torch"], help="[default: torch on a GPU, else faiss]")
+    parser.add_argument("--shape", help="made-up queries and keys, or with --prefill weights, of this shape")
+    parser.add_argument("--layers", type=int, help="[default: the shape's own]")
+    parser.add_argument("--prefill", action="store_true", help="build an artifact of a random model of the shape")
     parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    result = run(arguments.context_len, arguments.preset, arguments.model)
+    given = parser.parse_args()
+    kmeans = given.kmeans or ("torch" if given.device == "cuda" else "faiss")
+    if given.shape and not given.prefill:
+        device = torch.device(given.device)
+        finish(build_parts.run(given.shape, given.context, given.layers, device, kmeans), given.json)
+        return
+    if given.shape:
+        loaded = random_model(given.shape, given.layers, given.device)
+        ids = np.random.default_rng(0).integers(0, loaded.geometry.vocab_size, given.context, dtype=np.int32)
+    else:
+        loaded = load_model(given.model, device=given.device)
+        ids = text_ids(loaded, given.context)
+    result = run(loaded, ids, given.preset, kmeans)
     print(f"prefill {result['seconds']['prefill']} s, index {result['seconds']['index']} s "
           f"({result['index_over_prefill']:.0%}), write {result['seconds']['write']} s")  # fmt: skip
     print(f"peak memory {result['peak_bytes'] / GIB:.2f} GiB of {result['bound_bytes'] / GIB:.2f} GiB allowed")
-    finish(result, arguments.json)
+    finish(result, given.json)
 
 
 if __name__ == "__main__":

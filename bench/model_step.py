@@ -2,7 +2,8 @@
 
 Random bf16 weights of a published shape. Each product of a layer is timed alone, as the decode loop runs it (norm,
 SiLU and residual sum included) and as cuBLAS runs the bare product, on weights that are in no cache. Then the whole
-step is timed as the runner captures it, around an attention that does nothing. Gate: products agree with torch.
+step is timed as the runner captures it, around an attention that does nothing. Gate: products agree with torch,
+and a step repeats to the bit.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from workers.model_runner.triton_ops import TritonOps
 
 CONTEXT_POSITION = 100_000
 MAX_ERROR = 1e-2  # of the norm; bf16
+REPEATS = 20  # of a step, whose logits must be the same bits each time
 
 
 def main() -> None:
@@ -78,6 +80,8 @@ def time_steps(weights: ModelWeights, batch_sizes: list[int]) -> list[dict[str, 
             runner.fill(size, [7] * size, [CONTEXT_POSITION] * size, [0] * size, list(range(size)), [1] * size)
             logits = runner.step(size).logits
             gate(bool(logits.isfinite().all()), "logits are not finite")
+            first = logits.clone()
+            gate(all(torch.equal(first, runner.step(size).logits) for _ in range(REPEATS)), "a step's logits change")
             timing = time_replays(partial(runner.step, size), 1)
             gbps = weights.streamed_bytes / timing.p50_us / 1e3
             print(

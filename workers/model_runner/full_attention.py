@@ -9,7 +9,7 @@ from csattn.batch import StepRows
 
 
 class FullAttention:
-    """`StepAttention` over contexts that lie contiguous on the device, by torch's matrix products.
+    """`StepAttention` over contexts that lie contiguous on the device, in float32 whatever the model's dtype.
 
     Every row is scored against every context; what is not its own is masked. Tails are the attention's own.
     """
@@ -46,9 +46,9 @@ class FullAttention:
 
     def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
         batch_size, _, head_dim = q.shape
-        context, tail = self._contexts[layer_idx], self.tails[layer_idx][rows.tail_ids.long()]
+        context, tail = self._contexts[layer_idx].float(), self.tails[layer_idx][rows.tail_ids.long()].float()
         num_contexts, num_kv_heads, max_context_len = context.shape[:3]
-        grouped = q.view(batch_size, num_kv_heads, -1, head_dim)
+        grouped = q.float().view(batch_size, num_kv_heads, -1, head_dim)
         own = rows.context_ids[:, None] == self._context_ids  # [batch_size, num_contexts]
         seen_context = (own[:, :, None] & self._in_context).view(batch_size, 1, 1, -1)
         seen_tail = (self._tail_slots < rows.tail_lens[:, None]).view(batch_size, 1, 1, -1)
@@ -56,12 +56,12 @@ class FullAttention:
         by_tail = torch.einsum("bhgd,bhnd->bhgn", grouped, tail[..., 0, :])
         scores = torch.cat(
             [
-                by_context.flatten(-2).float().masked_fill(~seen_context, -torch.inf),
-                by_tail.float().masked_fill(~seen_tail, -torch.inf),
+                by_context.flatten(-2).masked_fill(~seen_context, -torch.inf),
+                by_tail.masked_fill(~seen_tail, -torch.inf),
             ],
             dim=-1,
         )
-        weights = (scores * self._softmax_scale).softmax(-1).nan_to_num(0.0).to(q.dtype)  # idle rows see nothing
+        weights = (scores * self._softmax_scale).softmax(-1).nan_to_num(0.0)  # idle rows see nothing
         num_scores = num_contexts * max_context_len
         on_context = weights[..., :num_scores].reshape(*grouped.shape[:3], num_contexts, max_context_len)
         on_tail = weights[..., num_scores:]

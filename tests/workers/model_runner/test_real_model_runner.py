@@ -52,15 +52,15 @@ def test_the_demo_model_says_the_tokens_of_transformers() -> None:
 
 
 @needs_demo_model
-@pytest.mark.gpu
-def test_the_demo_model_in_bfloat16_is_near() -> None:
+def test_the_demo_model_in_bfloat16_is_as_near_to_float32_as_transformers_is() -> None:
     exact, ids = demo_model("float32")
     model, _ = demo_model("bfloat16")
     with torch.no_grad():
         for a, b in zip(exact.parameters(), model.parameters(), strict=True):
-            a.copy_(b)
-        want = exact(ids[None]).logits[0, -1]
-        peer = model(ids[None]).logits[0, -1].float()
-    got = make_runner(model, ids, (8,)).prefill(ids[CONTEXT_LEN:].tolist(), 0, CONTEXT_LEN, 0).logits[0]
-    assert (got - want).norm() <= 1.5 * (peer - want).norm()
-    assert int(got.argmax()) == int(want.argmax())
+            a.copy_(b)  # the same weights: only the arithmetic differs
+        want = exact(ids[None]).logits[0, CONTEXT_LEN:]
+        peer = model(ids[None]).logits[0, CONTEXT_LEN:].float()
+    runner = make_runner(model, ids, (QUESTION_LEN,))
+    runner.prefill(ids[CONTEXT_LEN:].tolist(), 0, CONTEXT_LEN, 0)
+    got = runner.step(QUESTION_LEN).logits
+    assert (got - want).norm() <= 1.3 * (peer - want).norm()

@@ -12,7 +12,7 @@ from workers.model_runner import ModelRunner, take_weights
 from workers.model_runner.full_attention import FullAttention
 
 TEXT = Path(__file__).parents[3] / "bench" / "texts" / "novel.txt"
-CONTEXT_LEN, QUESTION_LEN, NUM_TOKENS = 500, 21, 60
+CONTEXT_LEN, QUESTION_LEN, NUM_TOKENS = 250, 21, 32
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 needs_demo_model = pytest.mark.skipif(
@@ -52,6 +52,7 @@ def test_the_demo_model_says_the_tokens_of_transformers() -> None:
 
 
 @needs_demo_model
+@pytest.mark.gpu
 def test_the_demo_model_in_bfloat16_is_as_near_to_float32_as_transformers_is() -> None:
     exact, ids = demo_model("float32")
     model, _ = demo_model("bfloat16")

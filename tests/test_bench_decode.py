@@ -13,7 +13,7 @@ from bench.decode.report import tables
 from bench.decode.results import Results, merge_files
 from bench.decode.roofline import best_ratio, full_bytes, index_bytes, weight_bytes
 from bench.decode.steps import STEPS_BETWEEN_LAYERS, RecordedQueries
-from bench.decode.tables import centroid_scores, distinct_rows, row_codes, score_lists
+from bench.decode.tables import distinct_rows, make_table
 from bench.decode.widened import (
     GROUP_SIZE,
     HEAD_DIM,
@@ -27,8 +27,7 @@ from bench.decode.widened import (
 from bench.decode.workload import STEPS_BETWEEN_REQUESTS, Workload
 from csattn.batch import StepRows, make_step_rows
 from csattn.config import IndexConfig, preset
-from csattn.table.lists import ListTable
-from csattn.table.rows import pack_codes
+from csattn.table.rows import unpack_codes
 from workers.model_runner.shapes import shape_named
 
 NUM_LAYERS, NUM_RECORDED_HEADS, GROUP, CONTEXT_LEN, NUM_STEPS, DIM = 4, 3, 3, 96, 10, 64
@@ -88,35 +87,27 @@ def make_index(rng: np.random.Generator, config: IndexConfig, num_heads: int) ->
         key_basis=rng.standard_normal((num_heads, HEAD_DIM, HEAD_DIM), dtype=np.float32),
         key_mean=rng.standard_normal((num_heads, HEAD_DIM), dtype=np.float32),
         codebooks=rng.standard_normal((*shape, HEAD_DIM // config.num_subspaces), dtype=np.float32),
-        scales=rng.uniform(4, 8, shape).astype(np.float32),
     )
 
 
-def test_codes_are_rounded_scores_in_the_layout_of_row_tables(recording, rng):
-    index = make_index(rng, preset("default", HEAD_DIM), NUM_KV_HEADS)
-    keys = tile_keys(wide_keys(recording, 0), 192, torch.float32, seed=2)
-    codes = row_codes(keys, index)
-    for head in (0, 7):
-        centred = (keys[head].numpy() - index.key_mean[head]) @ index.key_basis[head]
-        parts = centred.reshape(192, index.config.num_subspaces, -1)
-        scores = np.einsum("mcd,nmd->mcn", index.codebooks[head], parts)
-        want = np.clip(np.rint(scores / index.scales[head][..., None]), -7, 7).astype(np.int8)
-        differ = codes[head].numpy() != pack_codes(want, 4)
-        assert differ.mean() < 1e-3  # between two codes, rounding decides
-
-
-def test_lists_hold_the_best_keys_in_order(recording, rng):
-    config = preset("paper", HEAD_DIM)
-    index = make_index(rng, config, NUM_KV_HEADS * 2)  # two index heads for each KV head
-    keys = tile_keys(wide_keys(recording, 0), 128, torch.float32, seed=2)
-    scores, indices = score_lists(keys, index)
-    assert scores.shape == (NUM_KV_HEADS * 2, config.num_subspaces, config.num_centroids, 32)
-    ListTable(indices.numpy(), scores.numpy(), 128).check()
-    head, subspace, centroid = 5, 2, 3
-    row = centroid_scores(keys, index, head, 0)[subspace, centroid].half()
-    assert set(indices[head, subspace, centroid].tolist()) == set(
-        row.argsort(descending=True, stable=True)[:32].tolist()
-    )
+def test_tables_are_those_of_the_build(recording, rng):
+    """The keys are centred, turned into the key basis, and belong to the index head's KV head."""
+    for config, num_heads in ((preset("default", HEAD_DIM), NUM_KV_HEADS), (preset("paper", HEAD_DIM), 16)):
+        index = make_index(rng, config, num_heads)
+        keys = tile_keys(wide_keys(recording, 0), 192, torch.float32, seed=2)
+        first, second = make_table(keys, index)
+        head, subspace, centroid = num_heads - 1, 3, 5
+        centred = (keys[-1].numpy() - index.key_mean[head]) @ index.key_basis[head]
+        part = centred.reshape(192, config.num_subspaces, -1)[:, subspace]
+        scores = part @ index.codebooks[head, subspace, centroid]
+        if config.layout == "rows":
+            codes = unpack_codes(first.numpy(), 192)[head, subspace, centroid]
+            want = np.clip(scores / second[head, subspace, centroid].numpy(), -7, 7)
+            assert np.abs(codes - want).max() < 0.51
+        else:
+            want = np.sort(scores)[::-1][:48]
+            np.testing.assert_allclose(first[head, subspace, centroid].numpy(), want, rtol=2e-3)
+            np.testing.assert_allclose(scores[second[head, subspace, centroid].numpy()], want, rtol=2e-3)
 
 
 def test_distinct_rows_counts_a_row_once_for_a_group(rng):
@@ -127,7 +118,9 @@ def test_distinct_rows_counts_a_row_once_for_a_group(rng):
         for head in range(2):
             taken = set()
             for member in range(3):
-                parts = (q[step, head * 3 + member].numpy() @ index.query_basis[head]).reshape(32, -1)
+                parts = (q[step, head * 3 + member].numpy() @ index.query_basis[head]).reshape(
+                    index.config.num_subspaces, -1
+                )
                 ids = np.einsum("md,mcd->mc", parts, index.codebooks[head]).argmax(1)
                 taken |= set(enumerate(ids.tolist()))
             counts.append(len(taken))
@@ -220,7 +213,7 @@ def make_content() -> dict[str, object]:
             moved = {"table": 10**5, "rows": 10**5}
             cases += [
                 {**key, "variant": "full", "schedule": "none", **figures, "backend": "cudnn"},
-                {**key, "variant": "rows 16x64", "schedule": "every step", **figures, "p50_us": 40.0}
+                {**key, "variant": "default", "schedule": "every step", **figures, "p50_us": 40.0}
                 | {"parts_us": parts, "moved_parts_bytes": moved},
                 {**key, "variant": "paper", "schedule": "every step", "refused": "no room for it"},
             ]

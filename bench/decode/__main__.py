@@ -1,7 +1,7 @@
 """How fast a step decodes on a GPU, over context lengths, batch sizes, placements and schedules.
 
     python -m bench.decode record [--recording FILE]             once, where the demo model is
-    python -m bench.decode op   --out FILE [--contexts 16384,131072] [--batches 1,4] [--variants full,"rows 16x64"]
+    python -m bench.decode op   --out FILE [--contexts 16384,131072] [--batches 1,4] [--variants full,default]
     python -m bench.decode e2e  --out FILE [--placements device,hybrid] [--contexts ...] [--batches ...]
     python -m bench.decode show FILE ... [--out FILE] [--plots DIRECTORY]
 
@@ -21,8 +21,8 @@ from bench.decode.results import Results, merge_files
 from csattn.config import SearchConfig
 
 CONTEXT_LENS = "8192,16384,32768,65536,131072,262144,524288,1048576"
-OP_VARIANTS = "full,streamed,window,rows 16x64,paper"
-E2E_VARIANTS = "full,streamed,window,rows 16x64"
+OP_VARIANTS = "full,streamed,window,default,paper"
+E2E_VARIANTS = "full,streamed,window,default"
 
 
 def main() -> None:

@@ -47,7 +47,12 @@ def run_end_to_end(
                     continue
                 started = time.perf_counter()
                 try:
-                    case = measure_steps(work, weights, prepare(), options)
+                    prepared = prepare()
+                    try:
+                        case = measure_steps(work, weights, prepared, options)
+                    finally:
+                        prepared.close()
+                        del prepared
                     results.add({**key, **case, "case_s": round(time.perf_counter() - started, 1)})
                 except (CsattnError, torch.OutOfMemoryError) as error:
                     results.add({**key, "refused": str(error).splitlines()[0]})

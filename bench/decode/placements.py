@@ -1,7 +1,10 @@
 """Our own attention in whole steps: contexts of the workload, loaded in each placement."""
 
+import statistics
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,17 +12,22 @@ from torch import Tensor
 
 from bench.decode.op import Options
 from bench.decode.periodic import PeriodicSteps
-from bench.decode.prepared import TAIL_CAPACITY, TAIL_LEN, Prepared, require_memory
+from bench.decode.prepared import TAIL_CAPACITY, TAIL_LEN, Prepared, TooLargeError, require_memory
 from bench.decode.roofline import full_bytes, index_bytes, row_bytes, selected_bytes, table_row_bytes
 from bench.decode.sparse_op import index_shape
 from bench.decode.tables import distinct_rows
 from bench.decode.widened import NUM_WIDE_LAYERS
 from bench.decode.workload import DTYPE, Workload, clone_index
 from csattn.config import IndexConfig, SearchConfig
+from csattn.cpus import available_cpus
+from csattn.index import LayerIndex
+from csattn.search import SearchPool
 from csattn.search.device import DeviceLayerIndex
+from csattn.table.rows import RowTable
+from offload.budget import host_memory_bytes
 from offload.host_memory import allocate_rows
 from offload.pinned import PinnedRows
-from workers.engine import CachedRows, DeviceRows, EngineShape, SearchOnDevice
+from workers.engine import CachedRows, DeviceRows, EngineShape, SearchOnDevice, SearchOnHost
 
 EVERY_STEP, AHEAD, PERIODIC = "every step", "one layer ahead", "every 4th step, keep 0.15"
 SLOTS = 0.15  # of the context: rows that a slot cache holds
@@ -38,7 +46,7 @@ def schedules(search: SearchConfig, placement: str) -> list[tuple[str, SearchCon
 
 def placed(work: Workload, options: Options, index_name: str, placement: str, search: SearchConfig) -> Prepared:
     """Plan a placement and load every request's context into it."""
-    prepare: dict[str, Callable[..., Prepared]] = {"device": _on_device, "hybrid": _hybrid}
+    prepare: dict[str, Callable[..., Prepared]] = {"device": _on_device, "hybrid": _hybrid, "host": _on_host}
     return prepare[placement](work, options, index_name, search)
 
 
@@ -72,19 +80,65 @@ def _hybrid(work: Workload, options: Options, index_name: str, search: SearchCon
         far.load(context_id, kv)
         steps.load(context_id, kv.layers, [clone_index(layer) for layer in index] if context_id else index)
 
-    def facts(num_steps: int) -> dict[str, Any]:
-        layers = far.cache.statistics()
-        selected = sum(layer.num_selected for layer in layers)
-        crossed = sum(layer.num_moved + layer.num_spilled for layer in layers)
-        return {
-            "hit_rate": round(sum(layer.num_found for layer in layers) / selected, 4),
-            "link_bytes": round(crossed * engine.row_bytes / num_steps),
-            "link_of_selection": round(crossed / selected, 4),
-            "slot_cache_bytes": far.cache.rows.nbytes,
-        }
-
     least = step_bytes(work, options, index_name, search)
-    return Prepared(steps, least, facts, far.cache.clear_statistics)
+    return Prepared(steps, least, partial(_cache_facts, far, work, options), far.cache.clear_statistics)
+
+
+def _on_host(work: Workload, options: Options, index_name: str, search: SearchConfig) -> Prepared:
+    shape, config = options.shape, work.recorded.indexes[index_name][0].config
+    slots_bytes = round(SLOTS * full_bytes(shape, work.context_len)) * shape.num_layers * work.batch_size
+    require_memory(slots_bytes, "slot cache on the device")
+    stored = (full_bytes(shape, work.context_len) * NUM_WIDE_LAYERS) + shape.num_layers * index_bytes(
+        shape, config, work.context_len
+    )
+    if stored > host_memory_bytes():
+        raise TooLargeError(
+            f"KV and index take {stored / 1e9:.1f} GB of {host_memory_bytes() / 1e9:.1f} GB on the host"
+        )
+    engine = _engine_shape(work, options, config, search)
+    far = CachedRows(engine, round(SLOTS * work.context_len), work.device)
+    pool = SearchPool(available_cpus())
+    steps = SearchOnHost(engine, far, pool, work.device)
+    kv, index = host_rows(work, shape.num_layers), host_indexes(work, shape.num_layers, index_name)
+    for context_id in range(work.batch_size):
+        far.load(context_id, kv)
+        steps.load(context_id, kv.layers, index)
+
+    def facts(num_steps: int) -> dict[str, Any]:
+        cpu_us = cpu_search_us(work, index, pool, search, shape.softmax_scale)
+        return {**_cache_facts(far, work, options, num_steps), "cpu_search_us": round(cpu_us, 1)}
+
+    num_rows = search.top_k(work.context_len) + search.sink_len + search.window_len + TAIL_LEN
+    least = work.batch_size * shape.num_layers * row_bytes(shape) * num_rows
+    return Prepared(steps, least, facts, far.cache.clear_statistics, close=pool.close)
+
+
+def _cache_facts(far: CachedRows, work: Workload, options: Options, num_steps: int) -> dict[str, Any]:
+    """What the slot cache has done since its statistics were cleared."""
+    layers = far.cache.statistics()
+    selected = sum(layer.num_selected for layer in layers)
+    crossed = sum(layer.num_moved + layer.num_spilled for layer in layers)
+    kv_bytes = work.batch_size * options.shape.num_layers * full_bytes(options.shape, work.context_len)
+    return {
+        "hit_rate": round(sum(layer.num_found for layer in layers) / selected, 4),
+        "link_bytes": round(crossed * far.cache.shape.row_bytes / num_steps),
+        "link_of_selection": round(crossed / selected, 4),
+        "kv_in_hbm": round(far.cache.rows.nbytes / kv_bytes, 4),
+    }
+
+
+def cpu_search_us(
+    work: Workload, index: list[LayerIndex], pool: SearchPool, search: SearchConfig, softmax_scale: float
+) -> float:
+    """How long the CPU searches a layer for the whole batch: the median over all layers of a step."""
+    times_us = []
+    top_k = search.top_k(work.context_len)
+    for layer_idx, layer in enumerate(index):
+        q = work.queries(layer_idx, "predicted")[layer_idx].float().cpu().numpy()
+        started = time.perf_counter()
+        pool.search_tokens(q, layer, None, top_k, search.sink_len, search.window_len, softmax_scale)
+        times_us.append(1e6 * (time.perf_counter() - started))
+    return statistics.median(times_us)
 
 
 def layers_of(make: Callable[[int], Tensor], num_layers: int) -> list[Tensor]:
@@ -113,6 +167,20 @@ def host_rows(work: Workload, num_layers: int) -> PinnedRows:
         layer.copy_(work.rows(layer_idx))
     torch.cuda.synchronize()
     return pinned
+
+
+def host_indexes(work: Workload, num_layers: int, index_name: str) -> list[LayerIndex]:
+    """A context's index in host memory, every layer's at addresses of its own: no two searches read the same rows."""
+    layers = work.recorded.indexes[index_name]
+    tables = [work.table(layer_idx, index_name) for layer_idx in range(min(len(layers), num_layers))]
+    codes = allocate_rows(num_layers, tables[0][0].shape, torch.uint8)
+    indexes = []
+    for layer_idx, target in enumerate(codes):
+        layer, (on_device, scales) = layers[layer_idx % len(layers)], tables[layer_idx % len(layers)]
+        table = RowTable(target.copy_(on_device).numpy(), scales.cpu().numpy(), work.context_len)
+        weigh = layer.config.weigh_by_norm
+        indexes.append(LayerIndex(layer.query_basis, layer.codebooks, layer.key_basis, layer.key_mean, table, weigh))
+    return indexes
 
 
 def step_bytes(work: Workload, options: Options, index_name: str, search: SearchConfig) -> float:

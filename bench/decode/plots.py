@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 from bench.decode.report import NAMES, best_speedup, length, speedup
 from bench.decode.results import Case
 
-OURS = "rows 16x64"
+OURS = "default"
 _DPI = 110
 _LEFT, _RIGHT, _PANEL = 0.95, 2.8, 3.7  # inches: what stands beside the panels, and a panel
 _LEGEND_WIDTH = 27  # characters

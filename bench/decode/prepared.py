@@ -34,6 +34,7 @@ class Prepared:
     # more figures of so many steps since `start_counting`
     facts: Callable[[int], dict[str, Any]] = lambda num_steps: {}
     start_counting: Callable[[], None] = lambda: None
+    close: Callable[[], None] = lambda: None
     is_slow: bool = False
     period: int = 1  # steps that share a search: more than 1 only with `PeriodicSteps`
 

@@ -24,7 +24,6 @@ from bench.decode.widened import HEAD_DIM, NUM_WIDE_LAYERS, Recording, wide_head
 from bench.timing import gate
 from csattn.config import IndexConfig, preset
 from csattn.models.query import queries_before_rope, rotate
-from csattn.table.rows import RowTable
 
 TEXT = Path(__file__).parent.parent / "texts" / "novel.txt"
 CONTEXT_LEN, NUM_STEPS = 7680, 256
@@ -32,7 +31,7 @@ LAYERS = (3, 6, 10, 13, 17, 20, 24, 27)  # of 30: early, middle and late; layer 
 
 # name -> how it is built, and of how many wide layers (`paper` has a codebook per query head)
 INDEXES: dict[str, tuple[IndexConfig, int]] = {
-    "rows 16x64": (replace(preset("default", HEAD_DIM), num_subspaces=16, num_centroids=64), NUM_WIDE_LAYERS),
+    "default": (preset("default", HEAD_DIM), NUM_WIDE_LAYERS),
     "rows 32x32": (replace(preset("default", HEAD_DIM), num_subspaces=32, num_centroids=32), NUM_WIDE_LAYERS),
     "lists": (preset("lists", HEAD_DIM), 2),
     "paper": (preset("paper", HEAD_DIM), 2),
@@ -48,7 +47,6 @@ class WideIndex:
     key_basis: NDArray[np.float32]  # likewise
     key_mean: NDArray[np.float32]  # [num_index_heads, head_dim]
     codebooks: NDArray[np.float32]  # [num_index_heads, num_subspaces, num_centroids, subspace_dim]
-    scales: NDArray[np.float32]  # [num_index_heads, num_subspaces, num_centroids]; zeros without rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,16 +140,13 @@ def build_indexes(recording: Recording, context_q: Tensor) -> dict[str, list[Wid
                 kv = keys[:, :, None].expand(-1, -1, 2, -1)
                 shortest = replace(config, list_len=1 / kv.shape[1])  # lists are made for the length that is asked for
                 index = build_layer_index(q, kv, shortest, threads, None)
-                scales = np.zeros(index.codebooks.shape[:3], np.float32)
-                if isinstance(index.table, RowTable):
-                    scales = index.table.scales
                 indexes[name].append(
-                    WideIndex(config, index.query_basis, index.key_basis, index.key_mean, index.codebooks, scales)
+                    WideIndex(config, index.query_basis, index.key_basis, index.key_mean, index.codebooks)
                 )
     return indexes
 
 
-ARRAYS = ("query_basis", "key_basis", "key_mean", "codebooks", "scales")
+ARRAYS = ("query_basis", "key_basis", "key_mean", "codebooks")
 
 
 def save(recorded: Recorded, path: Path) -> None:
@@ -176,5 +171,11 @@ def load(path: Path) -> Recorded:
         for name, (config, num_layers) in INDEXES.items():
             if f"{name}/codebooks" in file:
                 arrays = [file[f"{name}/{array}"] for array in ARRAYS]
+                recorded_shape = arrays[ARRAYS.index("codebooks")].shape[2:4]
+                wanted_shape = config.num_subspaces, config.num_centroids
+                gate(
+                    recorded_shape == wanted_shape,
+                    f"{path} has an index {name!r} of {recorded_shape}, wanted is {wanted_shape}; record anew",
+                )
                 indexes[name] = [WideIndex(config, *(a[i] for a in arrays)) for i in range(num_layers)]
     return Recorded(Recording(**fields), indexes)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bench.decode.recorded import Recorded, WideIndex
-from bench.decode.tables import row_codes, score_lists
+from bench.decode.tables import make_table
 from bench.decode.widened import HEAD_DIM, NUM_KV_HEADS, NUM_WIDE_LAYERS, Which, tile_keys, wide_keys, wide_queries
 from csattn.search.device import DeviceLayerIndex
 from csattn.search.device.indexes import into_tiles
@@ -45,27 +45,31 @@ class Workload:
         """One context's K and V side by side: [num_kv_heads, context_len, 2, head_dim]."""
         return torch.stack([self.keys(layer_idx), self.values(layer_idx)], dim=2)
 
+    def table(self, layer_idx: int, name: str) -> tuple[Tensor, Tensor]:
+        """One context's table in one layer: codes and scales of rows, or scores and indices of lists."""
+        index, keys = self._indexed(layer_idx, name)
+        return make_table(keys, index)
+
     def index(self, layer_idx: int, name: str) -> DeviceLayerIndex:
-        """One context's index in one layer."""
-        layers = self.recorded.indexes[name]
-        index = layers[layer_idx % NUM_WIDE_LAYERS % len(layers)]
-        keys = self.keys(layer_idx % NUM_WIDE_LAYERS % len(layers))
-        scores, extra = _table(keys, index)
+        """One context's index in one layer, as searches on the device read it."""
+        index, keys = self._indexed(layer_idx, name)
         query_basis, codebooks = (torch.from_numpy(a).to(self.device) for a in (index.query_basis, index.codebooks))
+        scores, extra = make_table(keys, index)
+        if index.config.layout == "rows":
+            scores = into_tiles(scores)
         return DeviceLayerIndex(query_basis, codebooks, scores, extra)
+
+    def _indexed(self, layer_idx: int, name: str) -> tuple[WideIndex, Tensor]:
+        """A layer's index without its table, and the keys that go into one."""
+        layers = self.recorded.indexes[name]
+        recorded_idx = layer_idx % NUM_WIDE_LAYERS % len(layers)
+        return layers[recorded_idx], self.keys(recorded_idx)
 
     def queries(self, layer_idx: int, which: Which = "own") -> Tensor:
         """What the batch brings at each recorded step: [num_steps, batch_size, num_q_heads, head_dim]."""
         q = wide_queries(self.recorded.recording, layer_idx % NUM_WIDE_LAYERS, which).to(self.device, DTYPE)
         requests = range(self.batch_size)
         return torch.stack([q.roll(-STEPS_BETWEEN_REQUESTS * request, dims=0) for request in requests], dim=1)
-
-
-def _table(keys: Tensor, index: WideIndex) -> tuple[Tensor, Tensor]:
-    """Scores and extra of `DeviceLayerIndex`."""
-    if index.config.layout == "lists":
-        return score_lists(keys, index)
-    return into_tiles(row_codes(keys, index)), torch.from_numpy(index.scales).to(keys.device)
 
 
 def clone_index(index: DeviceLayerIndex) -> DeviceLayerIndex:

@@ -182,6 +182,8 @@ def test_a_query_of_zeros_or_nan_still_selects() -> None:
 def test_a_shape_that_cannot_be_searched_is_refused() -> None:
     with pytest.raises(ConfigError, match="do not divide"):
         IndexShape(layout="rows", num_index_heads=2, group_size=4, head_dim=64, num_subspaces=7, num_centroids=8)
+    with pytest.raises(ConfigError, match="at most 32"):
+        IndexShape(layout="rows", num_index_heads=2, group_size=4, head_dim=128, num_subspaces=2, num_centroids=8)
     with pytest.raises(ConfigError, match="16-bit sums"):
         IndexShape(
             layout="rows",

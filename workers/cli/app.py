@@ -8,6 +8,7 @@ import typer
 
 from csattn.config import PRESET_NAMES
 from csattn.errors import CsattnError
+from offload.errors import OffloadError
 
 app = typer.Typer(
     help="Decode from a long, shared context while reading a few percent of its KV.",
@@ -75,13 +76,16 @@ def generate(
     window_len: Annotated[int | None, typer.Option(help="Recent rows that are always read.")] = None,
     model: Model = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads. [default: all cores]")] = None,
+    placement: Annotated[
+        str | None, typer.Option(help="On a GPU: device, hybrid or host, for where index and KV lie. [default: CPU]")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Answer a question from an artifact; tokens appear as they come."""
     from workers.cli import asking, terminal
 
     config = asking.search_config(keep, lookahead, search_period, window_len)
-    result = asking.ask(artifact, prompt, config, selector, max_new_tokens, compare, model, threads)
+    result = asking.ask(artifact, prompt, config, selector, max_new_tokens, compare, model, threads, placement)
     if json:
         terminal.print_json(result)
 
@@ -180,7 +184,7 @@ def main() -> None:
     """Entry point of `csattn`: exit code 0 only on success, and every failure is a sentence on stderr."""
     try:
         app(standalone_mode=False)
-    except CsattnError as error:
+    except (CsattnError, OffloadError) as error:
         _fail({"type": type(error).__name__, "message": str(error)}, 1)
     except _ClickError as error:
         _fail({"type": "UsageError", "message": error.format_message()}, error.exit_code)

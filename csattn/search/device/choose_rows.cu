@@ -101,11 +101,12 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const int slot = blockIdx.z * gridDim.y + blockIdx.y;
     int* chosen = kv_indices + slot * max_top_k;
     const Context context = context_of(context_lens, top_ks, context_ids[blockIdx.z], sink_len, window_len);
+    clear_bins(counts);
+    wait_for_earlier();
     write_padding(chosen, context.top_k, max_top_k, rank);
     if (rank == 0 && threadIdx.x == 0) valid_len[slot] = context.top_k;
     if (context.top_k == 0) return;
 
-    clear_bins(counts);
     const int num_tiles = (context.num_keys + TILE_KEYS - 1) / TILE_KEYS;
     for (int g = threadIdx.x / 32; g < GROUP_SIZE; g += WARPS) {
         const int row = slot * GROUP_SIZE + g;

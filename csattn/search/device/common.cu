@@ -22,6 +22,12 @@ __device__ __forceinline__ float power_of_two(float exponent) {
     return value;
 }
 
+// Kernels may start while the one before them ends. Until `wait_for_earlier` returns they read only what no kernel of the
+// step writes, and write nothing; only after it do they let the next kernel start.
+__device__ __forceinline__ void wait_for_earlier() {
+    asm volatile("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;" ::: "memory");
+}
+
 // Where a context's index of one layer lies. Addresses come from a table in device memory, so that a captured graph
 // follows them when another context takes the place.
 struct LayerTable {

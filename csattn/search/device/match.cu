@@ -11,23 +11,28 @@ __device__ __forceinline__ float as_float(u16 bits) {
     return QUERY_IS_HALF ? half_as_float(bits) : __uint_as_float(static_cast<u32>(bits) << 16);
 }
 
-// part [GROUP_SIZE * SUBSPACE_DIM] = the group's queries times the subspace's columns of query_basis; eight lanes to a sum.
-__device__ void rotate_into_subspace(const QUERY* q, const float* columns, float* part) {
-    constexpr int NUM_SUMS = GROUP_SIZE * SUBSPACE_DIM;
-    for (int first = threadIdx.x / 32 * 4; first < NUM_SUMS; first += WARPS * 4) {
-        const int sum = first + threadIdx.x % 32 / 8;
-        double total = 0;
-        if (sum < NUM_SUMS) {
-#pragma unroll 16
-            for (int i = threadIdx.x % 8; i < HEAD_DIM; i += 8) {
-                const double x = as_float(q[sum / SUBSPACE_DIM * HEAD_DIM + i]);
-                total += x * static_cast<double>(__ldg(columns + i * HEAD_DIM + sum % SUBSPACE_DIM));
-            }
-        }
-        for (int step = 4; step > 0; step >>= 1) total += __shfl_xor_sync(ALL_LANES, total, step);
-        if (threadIdx.x % 8 == 0 && sum < NUM_SUMS) part[sum] = static_cast<float>(total);
+// The lane's part of a column of query_basis: eight lanes share a sum, each has every eighth term of it.
+struct Column {
+    static constexpr int TERMS = (HEAD_DIM + 7) / 8;
+    float terms[TERMS];
+
+    __device__ __forceinline__ static int index(int term) { return term * 8 + threadIdx.x % 8; }
+
+    __device__ __forceinline__ Column(const float* column) {
+#pragma unroll
+        for (int t = 0; t < TERMS; ++t) terms[t] = index(t) < HEAD_DIM ? __ldg(column + index(t) * HEAD_DIM) : 0;
     }
-}
+
+    // The query times the column, in all eight lanes.
+    __device__ __forceinline__ float times(const QUERY* q) const {
+        double total = 0;
+#pragma unroll
+        for (int t = 0; t < TERMS; ++t)
+            if (index(t) < HEAD_DIM) total += static_cast<double>(as_float(q[index(t)])) * static_cast<double>(terms[t]);
+        for (int step = 4; step > 0; step >>= 1) total += __shfl_xor_sync(ALL_LANES, total, step);
+        return static_cast<float>(total);
+    }
+};
 
 // The centroids that a lane compares with, and the scales of their rows.
 struct Candidates {
@@ -40,8 +45,20 @@ __device__ __forceinline__ Candidates load_candidates(const float* codebook, con
 #pragma unroll
     for (int k = 0; k < CENTROIDS_PER_LANE; ++k) {
         const int c = min(static_cast<int>(threadIdx.x % 32) + 32 * k, CENTROIDS - 1);
+        const float* vector = codebook + c * SUBSPACE_DIM;
+        if (SUBSPACE_DIM % 4 == 0) {
 #pragma unroll
-        for (int i = 0; i < SUBSPACE_DIM; ++i) mine.vectors[k][i] = __ldg(codebook + c * SUBSPACE_DIM + i);
+            for (int i = 0; i < SUBSPACE_DIM; i += 4) {
+                const float4 four = __ldg(reinterpret_cast<const float4*>(vector + i));
+                mine.vectors[k][i] = four.x;
+                mine.vectors[k][i + 1] = four.y;
+                mine.vectors[k][i + 2] = four.z;
+                mine.vectors[k][i + 3] = four.w;
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < SUBSPACE_DIM; ++i) mine.vectors[k][i] = __ldg(vector + i);
+        }
         mine.scales[k] = scales ? __ldg(scales + c) : 1.0f;
     }
     return mine;
@@ -93,13 +110,23 @@ extern "C" __global__ void __launch_bounds__(THREADS) match_centroids(
     __shared__ float part[GROUP_SIZE * SUBSPACE_DIM];
     const int b = blockIdx.x, head = blockIdx.y, slot = blockIdx.z * gridDim.y + head;
     const int context_id = context_ids[blockIdx.z];
-    if (context_id < 0) return;
+    if (context_id < 0) return wait_for_earlier();
     const LayerTable table = tables[context_id];
     const int row = (head * SUBSPACES + b) * CENTROIDS;
     const float* scales = has_scales ? static_cast<const float*>(table.extra) + row : nullptr;
     const Candidates mine = load_candidates(table.codebooks + row * SUBSPACE_DIM, scales);
-    rotate_into_subspace(q + static_cast<size_t>(slot) * GROUP_SIZE * HEAD_DIM,
-                         table.query_basis + head * HEAD_DIM * HEAD_DIM + b * SUBSPACE_DIM, part);
+    // eight lanes stay with one column, for one query after the other
+    const int column = threadIdx.x / 8 % SUBSPACE_DIM;
+    const Column mine_of_basis(table.query_basis + head * HEAD_DIM * HEAD_DIM + b * SUBSPACE_DIM + column);
+    wait_for_earlier();
+    q += static_cast<size_t>(slot) * GROUP_SIZE * HEAD_DIM;
+    constexpr int QUERIES_AT_ONCE = THREADS / 8 / SUBSPACE_DIM;
+    for (int first = 0; first < GROUP_SIZE; first += QUERIES_AT_ONCE) {
+        const int g = first + threadIdx.x / 8 / SUBSPACE_DIM;
+        const bool is_mine = g < min(GROUP_SIZE, first + QUERIES_AT_ONCE);
+        const float sum = mine_of_basis.times(q + (is_mine ? g : 0) * HEAD_DIM);
+        if (is_mine && threadIdx.x % 8 == 0) part[g * SUBSPACE_DIM + column] = sum;
+    }
     __syncthreads();
     for (int g = threadIdx.x / 32; g < GROUP_SIZE; g += WARPS) {
         const Match match = nearest_centroid(part + g * SUBSPACE_DIM, mine, weigh_by_norm);

@@ -24,6 +24,7 @@ MATCH_THREADS = 256
 SCORE_THREADS = 1024
 CHOOSE_THREADS = 512
 LARGEST_CLUSTER = 16  # blocks that choose for one index head of one row
+MAX_SUBSPACE_DIM = MATCH_THREADS // 8  # eight threads sum up each coordinate
 MATCH_BYTES = 16  # struct Match of common.cu
 # Worths of a block's keys that are kept in shared memory at most; two blocks still fit on a multiprocessor with half.
 SHARED_BYTES = 208 << 10
@@ -47,6 +48,11 @@ class IndexShape:
     def __post_init__(self) -> None:
         if self.head_dim % self.num_subspaces:
             raise ConfigError(f"{self.num_subspaces} subspaces do not divide head_dim {self.head_dim}")
+        if self.head_dim // self.num_subspaces > MAX_SUBSPACE_DIM:
+            raise ConfigError(
+                f"subspaces are {self.head_dim // self.num_subspaces} wide, the search on a GPU takes at most "
+                f"{MAX_SUBSPACE_DIM}; rebuild the index with more subspaces, or decode on the CPU"
+            )
         largest = 7 if self.score_bits == 4 else 127
         if self.layout == "rows" and largest * self.num_subspaces / 2 >= 32766:
             raise ConfigError(f"{self.num_subspaces} subspaces of {self.score_bits}-bit scores do not fit 16-bit sums")
@@ -163,20 +169,19 @@ class DeviceSearch:
 
     @cached_property
     def _match(self) -> CudaKernel:
-        return cuda_kernel(_sources(MATCH), "match_centroids", self._defines(MATCH_THREADS))
+        return cuda_kernel(_sources(MATCH), "match_centroids", self._defines(MATCH_THREADS), early_start=True)
 
     @cached_property
     def _score(self) -> CudaKernel:
-        return cuda_kernel(_sources(SCORE_ROWS), "score_rows", self._defines(SCORE_THREADS))
+        return cuda_kernel(_sources(SCORE_ROWS), "score_rows", self._defines(SCORE_THREADS), early_start=True)
 
     @cached_property
     def _choose(self) -> CudaKernel:
         """The launch that ends a search: of clusters, with the worths of a block's keys in shared memory."""
         parts, name = (CHOOSE_ROWS, "choose_rows") if self.shape.layout == "rows" else (SEARCH_LISTS, "search_lists")
         shared_bytes = self._block_units * 16 if self._fits else 0
-        return cuda_kernel(
-            _sources(parts), name, self._defines(CHOOSE_THREADS), shared_bytes, wide_cluster=self._cluster > 8
-        )
+        defines = self._defines(CHOOSE_THREADS)
+        return cuda_kernel(_sources(parts), name, defines, shared_bytes, self._cluster > 8, early_start=True)
 
     def _defines(self, threads: int) -> dict[str, object]:
         shape = self.shape

@@ -88,10 +88,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) score_rows(
     __shared__ QueryRow rows[GROUP_SIZE];
     const int head = blockIdx.y, slot = blockIdx.z * gridDim.y + head, lane = threadIdx.x % 32;
     const int context_id = context_ids[blockIdx.z];
-    if (context_id < 0) return;
+    if (context_id < 0) return wait_for_earlier();
     const int num_keys = context_lens[context_id], num_tiles = (num_keys + TILE_KEYS - 1) / TILE_KEYS;
-    if (blockIdx.x >= num_tiles) return;
+    if (blockIdx.x >= num_tiles) return wait_for_earlier();
     const LayerTable table = tables[context_id];
+    wait_for_earlier();
     make_weights(matches + slot * GROUP_SIZE * SUBSPACES, softmax_scale, rows);
     if (blockIdx.x == 0 && threadIdx.x < GROUP_SIZE) slopes[slot * GROUP_SIZE + threadIdx.x] = rows[threadIdx.x].slope;
 

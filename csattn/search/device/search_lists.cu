@@ -38,6 +38,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const int head = blockIdx.y, slot = blockIdx.z * gridDim.y + head, context_id = context_ids[blockIdx.z];
     int* chosen = kv_indices + slot * max_top_k;
     Context context = context_of(context_lens, top_ks, context_id, sink_len, window_len);
+    wait_for_earlier();
     if (context.top_k > 0) {
         const LayerTable table = tables[context_id];
         const int list_len = list_lens[context_id];

@@ -3,7 +3,7 @@
     python -m bench.decode record [--recording FILE]             once, where the demo model is
     python -m bench.decode op   --out FILE [--contexts 16384,131072] [--batches 1,4] [--variants full,default]
     python -m bench.decode e2e  --out FILE [--placements device,hybrid] [--contexts ...] [--batches ...]
-    python -m bench.decode show FILE ... [--out FILE] [--plots DIRECTORY]
+    python -m bench.decode show FILE ... [--out FILE] [--markdown FILE] [--plots DIRECTORY]
 
 `op` is one layer's attention, `e2e` the whole model. What a file holds already is not measured again. Queries and
 keys are a small model's, recorded (see recorded.py) and brought to the shape and length (see widened.py).
@@ -46,6 +46,7 @@ def main() -> None:
     e2e.add_argument("--placements", type=_names, default=_names("device,hybrid,host"))
     show.add_argument("files", type=Path, nargs="+")
     show.add_argument("--out", type=Path)
+    show.add_argument("--markdown", type=Path)
     show.add_argument("--plots", type=Path)
     arguments = parser.parse_args()
     if arguments.command == "record":
@@ -66,12 +67,10 @@ def _measure(arguments: argparse.Namespace) -> None:
 
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device, and torch finds none; `record` and `show` work without")
-    header: dict[str, Any] = {
-        "machine": device_machine(),
-        "ceilings": ceilings(),
-        "shape": arguments.shape,
-        "keep": arguments.keep,
-    }
+    machine = device_machine()
+    earlier = json.loads(arguments.out.read_text()) if arguments.out and arguments.out.exists() else {}
+    rates = earlier["ceilings"] if earlier.get("machine") == machine else ceilings()
+    header: dict[str, Any] = {"machine": machine, "ceilings": rates, "shape": arguments.shape, "keep": arguments.keep}
     print(json.dumps(header), flush=True)
     torch.cuda.empty_cache()
     search = SearchConfig(keep=arguments.keep)
@@ -94,7 +93,10 @@ def _show(arguments: argparse.Namespace) -> None:
     content = merge_files(arguments.files)
     if arguments.out:
         arguments.out.write_text(json.dumps(content, indent=1) + "\n")
-    print(tables(content))
+    text = tables(content)
+    print(text)
+    if arguments.markdown:
+        arguments.markdown.write_text(text + "\n")
     if arguments.plots:
         for path in draw_all(content, arguments.plots):
             print(f"drawn: {path}")

@@ -105,8 +105,10 @@ def device_machine() -> dict[str, Any]:
 
     properties = torch.cuda.get_device_properties(0)
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0"]
+    host = host_machine()
+    del host["load_average"]
     return {
-        **host_machine(),
+        **host,
         "gpu": properties.name,
         "hbm_bytes": properties.total_memory,
         "multiprocessors": properties.multi_processor_count,

@@ -1,5 +1,6 @@
 """One layer's attention of one step, by itself: full attention in its fastest form, the window alone, and ours."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -19,7 +20,7 @@ from bench.decode.baselines import (
 from bench.decode.gpu_timing import Timing, capture, num_input_sets, time_graph, time_replays
 from bench.decode.kernel_times import kernel_times, times_by_purpose
 from bench.decode.recorded import Recorded
-from bench.decode.results import Results
+from bench.decode.results import Case, Results
 from bench.decode.roofline import full_bytes, selected_bytes, table_row_bytes
 from bench.decode.sparse_op import SET_BYTES, SparseOp
 from bench.decode.tables import distinct_rows
@@ -61,35 +62,47 @@ def run_op_cases(
         for batch_size in batch_sizes:
             work = Workload(recorded, context_len, batch_size, torch.device("cuda"))
             for variant in variants:
-                for schedule, search in _schedules(variant, options):
-                    key = {
-                        "kind": "op",
-                        "context_len": context_len,
-                        "batch_size": batch_size,
-                        "variant": variant,
-                        "placement": "host" if variant == "streamed" else "device",
-                        "schedule": schedule,
-                    }
-                    if not results.has(**key):
-                        results.add({**key, **_measure(work, options, variant, search, results)})
-                        torch.cuda.empty_cache()
+                key = {
+                    "kind": "op",
+                    "context_len": context_len,
+                    "batch_size": batch_size,
+                    "variant": variant,
+                    "placement": "host" if variant == "streamed" else "device",
+                }
+                wanted = [{**key, "schedule": schedule} for schedule in _schedules(variant, options)]
+                missing = [case for case in wanted if not results.has(**case)]
+                try:
+                    for case, figures in zip(missing, _measure(work, options, missing, results), strict=True):
+                        results.add({**case, **figures})
+                except torch.OutOfMemoryError as error:
+                    for case in missing:
+                        if not results.has(**case):
+                            results.add({**case, "refused": str(error).splitlines()[0]})
+                torch.cuda.empty_cache()
 
 
-def _schedules(variant: str, options: Options) -> list[tuple[str, SearchConfig]]:
+def _schedules(variant: str, options: Options) -> dict[str, SearchConfig]:
     if variant in ("full", "streamed", "window"):
-        return [("none", options.search)]
-    return [("every step", options.search), ("every 4th step, keep 0.15", options.every_4th)]
+        return {"none": options.search}
+    return {"every step": options.search, "every 4th step, keep 0.15": options.every_4th}
 
 
-def _measure(work: Workload, options: Options, variant: str, search: SearchConfig, results: Results) -> dict[str, Any]:
-    try:
-        if variant == "full":
-            return full_attention_case(work, options)
-        if variant == "streamed":
-            return streamed_case(work, options, _full_attention_of(results, work))
-        return sparse_case(work, options, None if variant == "window" else variant, search)
-    except torch.OutOfMemoryError as error:
-        return {"refused": str(error).splitlines()[0]}
+def _measure(work: Workload, options: Options, cases: list[Case], results: Results) -> Iterator[dict[str, Any]]:
+    """Figures of cases that differ in their schedule only, one after the other."""
+    if not cases:
+        return
+    variant = cases[0]["variant"]
+    if variant == "full":
+        yield full_attention_case(work, options)
+    elif variant == "streamed":
+        yield streamed_case(work, options, _full_attention_of(results, work))
+    elif variant == "window":
+        yield window_case(SparseOp(work, options.shape, options.search, None), options)
+    else:
+        op = SparseOp(work, options.shape, options.search, variant)
+        for case in cases:
+            op.plan(_schedules(variant, options)[case["schedule"]])
+            yield sparse_case(op, options, variant)
 
 
 def full_attention_case(work: Workload, options: Options) -> dict[str, Any]:
@@ -137,17 +150,21 @@ def streamed_case(work: Workload, options: Options, attend: Attention) -> dict[s
     }
 
 
-def sparse_case(work: Workload, options: Options, index_name: str | None, search: SearchConfig) -> dict[str, Any]:
-    """Search and attention on the device; without an index, the resident rows alone."""
-    op = SparseOp(work, options.shape, search, index_name)
-    read_gbps = options.ceilings["read_gbps"]
-    if op.config is None or index_name is None:
-        timing = time_graph([op.attend_call(i) for i in range(op.num_calls)], options.seconds)
-        return {
-            **timing.to_json(),
-            **_against_roofline(timing, work.batch_size * op.resident_bytes, read_gbps),
-            "hbm_bytes": op.hbm_bytes,
-        }
+def window_case(op: SparseOp, options: Options) -> dict[str, Any]:
+    """The resident rows alone."""
+    timing = time_graph([op.attend_call(i) for i in range(op.num_calls)], options.seconds)
+    moved = op.work.batch_size * op.resident_bytes
+    return {
+        **timing.to_json(),
+        **_against_roofline(timing, moved, options.ceilings["read_gbps"]),
+        "hbm_bytes": op.hbm_bytes,
+    }
+
+
+def sparse_case(op: SparseOp, options: Options, index_name: str) -> dict[str, Any]:
+    """Search and attention on the device."""
+    assert op.config is not None
+    work, search = op.work, op.search_config
     op.check()
     steps = capture([op.step_call(i) for i in range(op.num_calls)])
     whole = time_replays(steps.replay, op.num_calls, options.seconds)
@@ -160,7 +177,7 @@ def sparse_case(work: Workload, options: Options, index_name: str | None, search
     return {
         **whole.to_json(),
         "parts_us": parts,
-        **_against_roofline(whole, moved, read_gbps),
+        **_against_roofline(whole, moved, options.ceilings["read_gbps"]),
         "moved_parts_bytes": {
             "table": round(work.batch_size * table),
             "rows": work.batch_size * (kept + op.resident_bytes),

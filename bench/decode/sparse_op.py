@@ -8,12 +8,13 @@ from torch import Tensor
 from bench.decode.baselines import TOLERANCE, relative_error
 from bench.decode.gpu_timing import num_input_sets
 from bench.decode.roofline import full_bytes, index_bytes, row_bytes, selected_bytes, table_bytes
+from bench.decode.widened import NUM_WIDE_LAYERS
 from bench.decode.workload import DTYPE, Workload, clone_index
 from bench.timing import gate
 from csattn.attention.device import DeviceAttention, make_row_source
 from csattn.batch import make_device_selection, make_step_rows
 from csattn.config import IndexConfig, SearchConfig
-from csattn.search.device import DeviceIndexes, DeviceSearch, IndexShape
+from csattn.search.device import DeviceIndexes, DeviceLayerIndex, DeviceSearch, IndexShape
 from workers.model_runner.shapes import ModelShape
 
 TAIL_LEN, TAIL_CAPACITY = 64, 256
@@ -32,19 +33,32 @@ class SparseOp:
         search: SearchConfig,
         index_name: str | None,  # None: nothing is selected, the resident rows alone are attended to
     ) -> None:
-        self.work, self.shape, self.search_config, self.period = work, shape, search, search.search_period
+        self.work, self.shape, self.search_config = work, shape, search
         self.config: IndexConfig | None = work.recorded.indexes[index_name][0].config if index_name else None
-        self.top_k = search.top_k(work.context_len) if index_name else 1
+        self.num_index_heads = shape.num_q_heads if self.config and not self.config.share_group else shape.num_kv_heads
         self.resident_bytes = (search.sink_len + search.window_len + TAIL_LEN) * row_bytes(shape)
         self.hbm_bytes = work.batch_size * self._stored_bytes()
         wanted = num_input_sets(work.batch_size * self._read_bytes(), MOST_SETS)
         self.num_sets = int(max(1, min(wanted, SET_BYTES // self.hbm_bytes)))
-        self.num_calls = max(LEAST_CALLS, self.num_sets * self.period)
-        self.num_index_heads = shape.num_q_heads if self.config and not self.config.share_group else shape.num_kv_heads
         self._make_rows()
-        self._make_inputs()
+        self._layers: list[list[DeviceLayerIndex]] = []  # of each request
         if index_name is not None:
-            self._make_search(index_name)
+            num_distinct = min(self.num_sets, len(work.recorded.indexes[index_name]))
+            distinct = [work.index(layer_idx, index_name) for layer_idx in range(num_distinct)]
+            self._layers = [
+                [clone_index(distinct[i % num_distinct]) for i in range(self.num_sets)] for _ in range(work.batch_size)
+            ]
+        self.plan(search)
+
+    def plan(self, search: SearchConfig) -> None:
+        """Make inputs, outputs and kernels for a schedule; rows and indexes stay."""
+        work, shape = self.work, self.shape
+        self.search_config, self.period = search, search.search_period
+        self.top_k = search.top_k(work.context_len) if self.config else 1
+        self.num_calls = max(LEAST_CALLS, self.num_sets * self.period)
+        self._make_inputs()
+        if self.config is not None:
+            self._make_search(self.config)
         self._attention = DeviceAttention(
             batch_size=work.batch_size,
             num_q_heads=shape.num_q_heads,
@@ -119,21 +133,22 @@ class SparseOp:
         return kv_bytes + index_bytes(self.shape, self.config, self.work.context_len)
 
     def _make_rows(self) -> None:
-        self.rows: list[list[Tensor]] = []
+        distinct = [self.work.rows(layer_idx) for layer_idx in range(min(self.num_sets, NUM_WIDE_LAYERS))]
+        self.rows: list[list[Tensor]] = []  # of each set, of each request
         self.resident_rows: list[list[Tensor]] = []
-        for layer_idx in range(self.num_sets):
-            first = self.work.rows(layer_idx)
+        for i in range(self.num_sets):
+            first = distinct[i % len(distinct)]
             window = first[:, -self.search_config.window_len :]
             ends = torch.cat([first[:, : self.search_config.sink_len], window], dim=1)
             self.resident_rows.append([ends.clone() for _ in range(self.work.batch_size)])
-            copies = [first.clone() for _ in range(self.work.batch_size - 1)] if self.config else []
-            self.rows.append([first, *copies] if self.config else self.resident_rows[-1])
+            own = [first.clone() for _ in range(self.work.batch_size)] if self.config else self.resident_rows[-1]
+            self.rows.append(own)
         self._far = [make_row_source(kv, self.work.device) for kv in self.rows]
         self._resident = [make_row_source(kv, self.work.device) for kv in self.resident_rows]
 
     def _make_inputs(self) -> None:
         batch_size, shape, device = self.work.batch_size, self.shape, self.work.device
-        queries = [self.work.queries(layer_idx) for layer_idx in range(min(8, self.num_sets))]
+        queries = [self.work.queries(layer_idx) for layer_idx in range(min(NUM_WIDE_LAYERS, self.num_sets))]
         self.q = torch.stack(  # [num_calls, batch_size, num_q_heads, head_dim]
             [queries[self._set_of(i) % len(queries)][i % len(queries[0])] for i in range(self.num_calls)]
         )
@@ -149,16 +164,13 @@ class SparseOp:
             make_device_selection(batch_size, self.num_index_heads, self.top_k, device) for _ in range(self.num_calls)
         ]
 
-    def _make_search(self, index_name: str) -> None:
-        assert self.config is not None
+    def _make_search(self, config: IndexConfig) -> None:
         batch_size, context_len = self.work.batch_size, self.work.context_len
         self._indexes = DeviceIndexes(self.num_sets, batch_size, self.search_config, self.work.device)
-        layers = [self.work.index(layer_idx, index_name) for layer_idx in range(self.num_sets)]
-        for request in range(batch_size):
-            own = layers if request == 0 else [clone_index(layer) for layer in layers]
-            self._indexes.load(request, context_len, own)
+        for request, layers in enumerate(self._layers):
+            self._indexes.load(request, context_len, layers)
         self._search = DeviceSearch(
-            index_shape(self.config, self.shape),
+            index_shape(config, self.shape),
             batch_size=batch_size,
             max_context_len=context_len,
             softmax_scale=self.shape.softmax_scale,

@@ -3,7 +3,7 @@
 // What turns a query row's sums into shares.
 struct Softmax {
     float slope;
-    float minus_top;  // of all keys' sums
+    float below_top;  // of the largest of all keys' sums
     float offset;     // HEADROOM - log2(total over all keys)
 };
 
@@ -20,11 +20,11 @@ __device__ Softmax merge_tiles(const TileStatistics* tiles, int num_tiles, float
     }
     const u32 top = __reduce_max_sync(ALL_LANES, mine.top);
     const float total = sum_over_warp(mine.total * power_of_two(-slope * static_cast<float>(top - mine.top)));
-    return {slope, -static_cast<float>(top), HEADROOM - log2f(total)};
+    return {slope, below(top), HEADROOM - log2f(total)};
 }
 
 __device__ __forceinline__ float share(u32 sum, const Softmax& row) {
-    return power_of_two(fmaxf(fmaf(row.slope, exact_float(sum) + row.minus_top, row.offset), LEAST_EXPONENT));
+    return power_of_two(fmaxf(fmaf(row.slope, distance(sum, row.below_top), row.offset), LEAST_EXPONENT));
 }
 
 __device__ __forceinline__ void add_shares(float4& low, float4& high, uint4 sums, const Softmax& row) {

@@ -35,13 +35,13 @@ struct Column {
 };
 
 // The centroids that a lane compares with, and the scales of their rows.
-struct Candidates {
+struct Nearby {
     float vectors[CENTROIDS_PER_LANE][SUBSPACE_DIM];
     float scales[CENTROIDS_PER_LANE];
 };
 
-__device__ __forceinline__ Candidates load_candidates(const float* codebook, const float* scales) {
-    Candidates mine;
+__device__ __forceinline__ Nearby load_nearby(const float* codebook, const float* scales) {
+    Nearby mine;
 #pragma unroll
     for (int k = 0; k < CENTROIDS_PER_LANE; ++k) {
         const int c = min(static_cast<int>(threadIdx.x % 32) + 32 * k, CENTROIDS - 1);
@@ -72,7 +72,7 @@ __device__ __forceinline__ double dot(const float* a, const float* b) {
 }
 
 // The nearest centroid to `part`, for the whole warp; of equally near ones the one of the lowest number.
-__device__ Match nearest_centroid(const float* part, const Candidates& mine, bool weigh_by_norm) {
+__device__ Match nearest_centroid(const float* part, const Nearby& mine, bool weigh_by_norm) {
     double best = -1.0 / 0.0;
     u32 number = CENTROIDS;
     float scale = 0;
@@ -114,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) match_centroids(
     const LayerTable table = tables[context_id];
     const int row = (head * SUBSPACES + b) * CENTROIDS;
     const float* scales = has_scales ? static_cast<const float*>(table.extra) + row : nullptr;
-    const Candidates mine = load_candidates(table.codebooks + row * SUBSPACE_DIM, scales);
+    const Nearby mine = load_nearby(table.codebooks + row * SUBSPACE_DIM, scales);
     // eight lanes stay with one column, for one query after the other
     const int column = threadIdx.x / 8 % SUBSPACE_DIM;
     const Column mine_of_basis(table.query_basis + head * HEAD_DIM * HEAD_DIM + b * SUBSPACE_DIM + column);

@@ -32,4 +32,6 @@ __device__ __forceinline__ size_t quad_place(int g, int tile, int quad, int colu
     return ((static_cast<size_t>(g) * num_tiles + tile) * QUADS + quad) * TILE_COLUMNS + column;
 }
 
-__device__ __forceinline__ float exact_float(u32 below_2_23) { return __uint_as_float(below_2_23 | 0x4b000000u) - 8388608.0f; }
+// How far a 16-bit sum lies below `top`, exactly, from the negative offset of `below(top)`.
+__device__ __forceinline__ float below(u32 top) { return -8388608.0f - static_cast<float>(top); }
+__device__ __forceinline__ float distance(u32 sum, float below_top) { return __uint_as_float(sum | 0x4b000000u) + below_top; }

@@ -49,6 +49,19 @@ __device__ __forceinline__ void add_codes(u32 (&sums)[SUMS], uint4 codes, u32 we
     }
 }
 
+// Add all chosen rows of a tile; the loads of ROWS_AT_ONCE of them are under way together.
+constexpr int ROWS_AT_ONCE = SUBSPACES % 16 == 0 ? 16 : SUBSPACES % 8 == 0 ? 8 : 1;
+
+__device__ __forceinline__ void add_rows(u32 (&sums)[SUMS], const u8* tile, const Row* rows) {
+    for (int first = 0; first < SUBSPACES; first += ROWS_AT_ONCE) {
+        uint4 codes[ROWS_AT_ONCE];
+#pragma unroll
+        for (int b = 0; b < ROWS_AT_ONCE; ++b) codes[b] = __ldg(reinterpret_cast<const uint4*>(tile + rows[first + b].offset));
+#pragma unroll
+        for (int b = 0; b < ROWS_AT_ONCE; ++b) add_codes(sums, codes[b], rows[first + b].weight);
+    }
+}
+
 // For the whole warp: statistics of a tile of which keys_left keys exist.
 __device__ __forceinline__ TileStatistics tile_statistics(const u32 (&sums)[SUMS], int column, int keys_left, float slope) {
     u32 packed = 0;
@@ -62,12 +75,12 @@ __device__ __forceinline__ TileStatistics tile_statistics(const u32 (&sums)[SUMS
         packed = __vmaxu2(packed, pair);
     }
     const u32 top = __reduce_max_sync(ALL_LANES, max(packed & 0xffffu, packed >> 16));
-    const float start = -static_cast<float>(top);
+    const float below_top = below(top);
     float total = 0;
 #pragma unroll
     for (int s = 0; s < SUMS; ++s) {
-        const float low = power_of_two(slope * (exact_float(sums[s] & 0xffffu) + start));
-        const float high = power_of_two(slope * (exact_float(sums[s] >> 16) + start));
+        const float low = power_of_two(slope * distance(sums[s] & 0xffffu, below_top));
+        const float high = power_of_two(slope * distance(sums[s] >> 16, below_top));
         if (keys_left >= TILE_KEYS || first_key(column, s) < keys_left) total += low;
         if (keys_left >= TILE_KEYS || first_key(column, s) + 2 < keys_left) total += high;
     }
@@ -106,11 +119,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) score_rows(
         u32 sums[SUMS];
 #pragma unroll
         for (int s = 0; s < SUMS; ++s) sums[s] = 0u - rows[g].total_weight * 0x00010001u;
-#pragma unroll 4
-        for (int b = 0; b < SUBSPACES; ++b) {
-            const Row row = rows[g].rows[b];
-            add_codes(sums, __ldg(reinterpret_cast<const uint4*>(head_tiles + tile * STEP + row.offset)), row.weight);
-        }
+        add_rows(sums, head_tiles + tile * STEP, rows[g].rows);
 #pragma unroll
         for (int quad = 0; quad < QUADS; ++quad)
             quads[quad_place(g, tile, quad, lane, max_tiles)] =

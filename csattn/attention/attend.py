@@ -21,19 +21,31 @@ def attend(
     """
     if k.shape[-2] == 0:  # torch's kernel divides by the number of rows
         return torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)
-    if q.device.type != "cpu":
+    if q.device.type != "cpu" and q.shape[-1] % 8:
         return reference.attend(q, k, v, softmax_scale, mask)
-    bias = None
-    if mask is not None:
-        bias = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
-        bias = bias.view(*(1,) * (4 - bias.dim()), *bias.shape)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, False, attn_mask=bias, scale=softmax_scale
-    )
+    bias = None if mask is None else _bias(mask, q, k)
+    if q.device.type == "cpu":
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, False, attn_mask=bias, scale=softmax_scale
+        )
+    elif bias is None and q.dtype != torch.float32:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, scale=softmax_scale)[:2]
+    else:
+        out, lse = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, scale=softmax_scale)[:2]
+        lse = lse[..., : q.shape[-2]]  # comes padded
     if mask is not None and not (sees := mask.any(-1)).all():  # the kernel leaves queries that see no row undefined
         out = out.masked_fill(~sees[..., None], 0.0)
         lse = lse.masked_fill(~sees, -torch.inf)
     return out, lse
+
+
+def _bias(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """0 where a query sees a row, else -inf: [batch_size, num_kv_heads, q_len, kv_len], expanded."""
+    kv_len = k.shape[-2]
+    padded_len = -(-kv_len // 8) * 8  # the kernel on the device wants rows on 16 bytes
+    bias = torch.zeros(*mask.shape[:-1], padded_len, dtype=q.dtype, device=q.device)[..., :kv_len]
+    bias.masked_fill_(~mask, -torch.inf)
+    return bias.expand(*q.shape[:-1], kv_len)
 
 
 def attend_chunk(

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from math import log2
 from pathlib import Path
 
@@ -11,29 +10,28 @@ import torch
 from torch import Tensor
 
 from csattn.batch import DeviceSelection, StepRows
-from csattn.cuda import CudaKernel, cuda_kernel
+from csattn.cuda import cuda_kernel
 from csattn.errors import ConfigError
 
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 MAX_GROUP_SIZE = 8  # query heads that share a selection: the columns of one tensor-core product
 MAX_HEAD_DIM = 256
 
-TILE_ROWS = 16  # as in device.cu
-WARPS = 4
-STAGES = 2  # tiles that each warp has in flight
-MIN_SPLIT_ROWS = TILE_ROWS * WARPS * STAGES  # all of a short split is in flight at once
-MAX_BLOCKS_PER_SM = 3
-SHARED_BYTES_PER_SM = 227 << 10
-RESERVED_BYTES_PER_BLOCK = 1 << 10
+PART_ENDS = 4  # floats after a part's output
+
+TILE_ROWS = 16  # as in the kernel
+# warps of a block, and tiles that each has in flight: the first that fits is taken
+BLOCK_SHAPES = ((8, 2), (8, 1), (4, 1))
+SHARED_BYTES_PER_BLOCK = 227 << 10
+UNIT_BYTES = 56  # of the kernel's `Unit`
+MAX_UNITS_PER_BLOCK = 64
 
 
 @dataclass(frozen=True, slots=True)
 class RowSource:
     """Where a layer's rows lie, for each loaded context. Between steps the contents may change, never the tensors."""
 
-    addresses: (
-        Tensor  # [num_contexts] int64: device or pinned host address of [num_kv_heads, rows_per_head, 2, head_dim]
-    )
+    addresses: Tensor  # [num_contexts] int64, of [num_kv_heads, rows_per_head, 2, head_dim] on the device or pinned
     rows_per_head: Tensor  # [num_contexts] int32
 
 
@@ -66,30 +64,38 @@ class DeviceAttention:
         head_dim: int,
         dtype: torch.dtype,
         max_top_k: int,
-        max_resident_len: int,
+        max_resident_len: int,  # bounds nothing yet: any number of resident rows is attended
         tail_capacity: int,
         softmax_scale: float,
         device: torch.device,
     ) -> None:
         _require_supported(num_q_heads, num_kv_heads, num_index_heads, head_dim, dtype)
-        group_size = num_q_heads // num_index_heads
         self._q_shape = (batch_size, num_q_heads, head_dim)
         self._selection_shape = (batch_size, num_index_heads, max_top_k)
         self._tail_shape = (num_kv_heads, tail_capacity, 2, head_dim)
         self._dtype = dtype
-        self._max_resident_len = max_resident_len
         self._scale = np.float32(softmax_scale * log2(np.e))  # the kernel's exponentials are powers of 2
 
-        self._kernel, blocks_per_sm = _compile(group_size, head_dim, dtype)
-        # the splits of one row of the batch fill the device once
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-        self._max_splits = max(1, num_sms * blocks_per_sm // num_index_heads)
-        max_rows = max_top_k + max_resident_len + tail_capacity
-        self._grid = (batch_size * num_index_heads, min(self._max_splits, max(1, -(-max_rows // MIN_SPLIT_ROWS))), 1)
-        num_units = batch_size * num_index_heads
-        partial_shape = (num_units, self._max_splits, group_size, head_dim + 4)
-        self._partials = torch.empty(partial_shape, dtype=torch.float32, device=device)
-        self._arrived = torch.zeros(num_units, dtype=torch.int32, device=device)
+        plan = _plan_blocks(num_sms, batch_size * num_index_heads, num_index_heads, num_q_heads, head_dim, dtype)
+        self._plan = plan
+        defines = {
+            "HEAD_DIM": head_dim,
+            "HEADS": num_q_heads // num_index_heads,
+            "NUM_INDEX_HEADS": num_index_heads,
+            "NUM_KV_HEADS": num_kv_heads,
+            "ELEMENT": ELEMENTS[dtype],
+            "ELEMENT_BYTES": dtype.itemsize,
+            "NUM_SPLITS": plan.num_splits,
+            "WARPS": plan.num_warps,
+            "STAGES": plan.num_stages,
+        }
+        math = "device_fp32.cu" if dtype == torch.float32 else "device_mma.cu"
+        sources = tuple(Path(__file__).with_name(name) for name in ("device_rows.cu", math, "device.cu"))
+        self._kernel = cuda_kernel(sources, "attend_step", defines, plan.shared_bytes)
+        # all ones: no part of a result has been posted
+        posted_shape = (plan.num_items, num_q_heads // num_index_heads, head_dim + PART_ENDS)
+        self._posted = torch.full(posted_shape, -1, dtype=torch.int32, device=device)
 
     def attend(
         self,
@@ -105,13 +111,12 @@ class DeviceAttention:
         """Enqueue attention of each row over its resident rows, its tail and its selection. Idle rows become zeros."""
         assert q.shape == out.shape == self._q_shape and q.dtype == out.dtype == tails.dtype == self._dtype
         assert tails.shape[1:] == self._tail_shape and far_rows.kv_indices.shape == self._selection_shape
+        assert far.addresses.shape == resident.addresses.shape and far.addresses.shape[0] > 0
         assert all(x.is_contiguous() for x in (q, out, tails, far_rows.kv_indices, far_rows.valid_len))
-        _, num_index_heads, max_top_k = self._selection_shape
-        num_kv_heads, tail_capacity, _, _ = self._tail_shape
         sources = (far, spill if spill is not None else far, resident)
         self._kernel.launch(
-            self._grid,
-            32 * WARPS,
+            (min(self._plan.num_sms, self._plan.num_items), 1, 1),
+            32 * self._plan.num_warps,
             q,
             *(x for source in sources for x in (source.addresses, source.rows_per_head)),
             tails,
@@ -120,17 +125,48 @@ class DeviceAttention:
             rows.context_ids,
             rows.tail_ids,
             rows.tail_lens,
-            self._partials,
-            self._arrived,
+            self._posted,
             out,
-            num_index_heads,
-            num_kv_heads,
-            max_top_k,
-            self._max_resident_len,
-            tail_capacity,
-            self._max_splits,
+            np.int32(self._plan.num_items),
+            np.int32(self._selection_shape[-1]),
+            np.int32(tails.shape[2]),
+            np.int32(far.addresses.shape[0]),
             self._scale,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """How the work is dealt out to blocks, one on each SM."""
+
+    num_sms: int
+    num_splits: int  # of a unit, which is a row of the batch and an index head
+    num_items: int  # splits of all units
+    num_warps: int
+    num_stages: int
+    shared_bytes: int
+
+
+def _plan_blocks(
+    num_sms: int, num_units: int, num_index_heads: int, num_q_heads: int, head_dim: int, dtype: torch.dtype
+) -> _Blocks:
+    """Splits are such that one row of the batch fills the device; they do not depend on the batch size."""
+    tile_bytes = TILE_ROWS * (2 * head_dim * dtype.itemsize + 16)
+    part_bytes = num_q_heads // num_index_heads * (head_dim + PART_ENDS) * 4
+    for num_warps, num_stages in BLOCK_SHAPES:
+        ring_bytes = num_warps * num_stages * tile_bytes
+        shared_bytes = ring_bytes + 2 * num_warps * part_bytes + MAX_UNITS_PER_BLOCK * UNIT_BYTES
+        if shared_bytes <= SHARED_BYTES_PER_BLOCK:
+            break
+    # a block collects the parts of a unit where the tiles were
+    num_splits = max(1, min(num_sms // num_index_heads, ring_bytes // part_bytes))
+    num_items = num_units * num_splits
+    if -(-num_items // num_sms) > (MAX_UNITS_PER_BLOCK - 2) * num_splits:
+        raise ConfigError(
+            f"{num_units} pairs of a row and an index head in one step are more than attention on the device takes; "
+            "decode fewer rows in a step"
+        )
+    return _Blocks(num_sms, num_splits, num_items, num_warps, num_stages, shared_bytes)
 
 
 def _require_supported(
@@ -153,25 +189,3 @@ def _require_supported(
         )
     if dtype not in ELEMENTS:
         raise ConfigError(f"attention on the device takes {', '.join(map(str, ELEMENTS))}, not {dtype}; cast the KV")
-
-
-def _compile(group_size: int, head_dim: int, dtype: torch.dtype) -> tuple[CudaKernel, int]:
-    """The kernel, and how many of its blocks an SM holds."""
-    shared_bytes = WARPS * STAGES * TILE_ROWS * (2 * head_dim * dtype.itemsize + 16)
-    blocks_per_sm = SHARED_BYTES_PER_SM // (shared_bytes + RESERVED_BYTES_PER_BLOCK)
-    blocks_per_sm = max(1, min(blocks_per_sm, MAX_BLOCKS_PER_SM))
-    math = Path(__file__).with_name("device_fp32.cuh" if dtype == torch.float32 else "device_mma.cuh")
-    defines = {
-        "HEAD_DIM": head_dim,
-        "HEADS": group_size,
-        "ELEMENT": ELEMENTS[dtype],
-        "ELEMENT_BYTES": dtype.itemsize,
-        "WARPS": WARPS,
-        "STAGES": STAGES,
-        "MIN_SPLIT_ROWS": MIN_SPLIT_ROWS,
-        "BLOCKS_PER_SM": blocks_per_sm,
-        "WARP_ATTENTION": f'"{math}"',
-        # compiled kernels are kept by source and options, which do not tell what an included file holds
-        "WARP_ATTENTION_HASH": sha256(math.read_bytes()).hexdigest()[:16],
-    }
-    return cuda_kernel(Path(__file__).with_suffix(".cu"), "attend_step", defines, shared_bytes), blocks_per_sm

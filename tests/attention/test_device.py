@@ -92,10 +92,19 @@ def test_agrees_where_rows_are_cut_into_splits(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 257])
+@pytest.mark.parametrize("num_rows", [1, 15, 16, 17, 255, 256, 257, 2047, 2048, 2049, 4095, 4097])
 def test_agrees_around_the_sizes_of_tiles_and_splits(num_rows: int) -> None:
-    shape = Shape(num_q_heads=2, num_kv_heads=1, num_index_heads=1, max_top_k=300, dtype=torch.float16)
-    step = make_step(shape, [(400, 0)], [(0, 0, num_rows)])
+    shape = Shape(num_q_heads=8, num_kv_heads=8, num_index_heads=8, max_top_k=5000, dtype=torch.float16)
+    step = make_step(shape, [(5000, 0)], [(0, 0, num_rows)])
+    assert_close(attend_on_device(step), step.wanted())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_contexts", [32, 33, 70])
+def test_agrees_where_each_row_has_a_context_of_its_own(num_contexts: int) -> None:
+    contexts = [(50 + 3 * i, i % 5) for i in range(num_contexts)]
+    batch = [(num_contexts - 1 - i, i % 7, 40 + i % 11) for i in range(num_contexts)]
+    step = make_step(Shape(), contexts, batch)
     assert_close(attend_on_device(step), step.wanted())
 
 

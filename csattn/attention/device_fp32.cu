@@ -1,32 +1,36 @@
-// Included by device.cu for float32 rows: products without tensor cores, which would round to 10 bits.
+// Second part, for float32: attention of one warp, without tensor cores, which would round to 10 bits.
 
 __device__ void store_out(char* out, float4 x) { *(float4*)out = x; }
 
-// Softmax attention of a warp's tiles so far. Lanes r and r + 16 score row r, for the even and for the odd heads; of the
-// output a lane has every 32nd dimension.
+// Softmax attention of a warp's tiles so far. Lanes r and r + 16 score row r, for the even and for the odd heads; of
+// the output a lane has every 32nd dimension.
 struct Attention {
     static constexpr int PAIRS = (HEADS + 1) / 2, SLICES = (HEAD_DIM + 31) / 32;
+    const float4* q;
     float max[PAIRS], sum[PAIRS];  // of the heads of the lane's half
     float out[HEADS][SLICES];
 
-    __device__ Attention(const char*) {
+    __device__ void load_q(const char* q_heads) { q = (const float4*)q_heads; }
+
+    __device__ void clear() {
         for (int i = 0; i < PAIRS; i++) max[i] = MINUS_INFINITY, sum[i] = 0.f;
         for (int head = 0; head < HEADS; head++)
             for (int i = 0; i < SLICES; i++) out[head][i] = 0.f;
     }
 
-    __device__ void add(const char* q_heads, unsigned tile, int count, float scale) {
+    // scale: softmax_scale * log2(e). The first `count` rows of the tile exist.
+    __device__ void add(unsigned tile, int count, float scale) {
         const int lane = threadIdx.x % 32;
         const float* rows = (const float*)__cvta_shared_to_generic(tile);
         const float4* k = (const float4*)(rows + lane % TILE * (PITCH / 4));
         float p[PAIRS], kept[PAIRS];
 #pragma unroll
         for (int i = 0; i < PAIRS; i++) {
-            const float4* q = (const float4*)q_heads + min(2 * i + lane / TILE, HEADS - 1) * (HEAD_DIM / 4);
+            const float4* head_q = q + min(2 * i + lane / TILE, HEADS - 1) * (HEAD_DIM / 4);
             float score = 0.f;
 #pragma unroll 4
             for (int d = 0; d < HEAD_DIM / 4; d++) {
-                const float4 x = __ldg(q + d), y = k[d];
+                const float4 x = __ldg(head_q + d), y = k[d];
                 score += x.x * y.x + x.y * y.y + x.z * y.z + x.w * y.w;
             }
             score = lane % TILE < count ? score * scale : MINUS_INFINITY;
@@ -63,7 +67,7 @@ struct Attention {
             const int head = 2 * i + lane / TILE;
             for (int step = 1; step < TILE; step *= 2) sum[i] += __shfl_xor_sync(ALL, sum[i], step);
             float* part = parts + head * PART;
-            if (lane % TILE == 0 && head < HEADS) part[MAX_AT] = max[i], part[SUM_AT] = sum[i];
+            if (lane % TILE == 0 && head < HEADS) *(float2*)(part + ENDS_AT) = make_float2(max[i], sum[i]);
         }
 #pragma unroll
         for (int head = 0; head < HEADS; head++)

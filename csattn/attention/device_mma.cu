@@ -1,4 +1,4 @@
-// Included by device.cu for bf16 and f16 rows: products on tensor cores.
+// Second part, for bf16 and f16: attention of one warp, on tensor cores.
 
 #define NAME_OF(x) #x
 #define NAME(x) NAME_OF(x)
@@ -38,26 +38,31 @@ __device__ unsigned transpose(unsigned matrix) {
 
 __device__ void store_out(char* out, float4 x) { *(uint2*)out = make_uint2(pack(x.x, x.y), pack(x.z, x.w)); }
 
-// Softmax attention of a warp's tiles so far. KV rows, then dimensions, are the 16 rows of a product and the heads its 8
-// columns: in both products a lane holds rows lane / 4 and lane / 4 + 8 of columns 2 (lane % 4) and the next.
+// Softmax attention of a warp's tiles so far. KV rows, then dimensions, are the 16 rows of a product and the heads its
+// 8 columns: in both products a lane holds rows lane / 4 and lane / 4 + 8 of columns 2 (lane % 4) and the next.
 struct Attention {
     unsigned q[HEAD_DIM / 16][2];
     float max[2], sum[2];  // the sum is over the lane's own rows
     float out[HEAD_DIM / 16][4];
 
-    __device__ Attention(const char* q_heads) {
+    __device__ void load_q(const char* q_heads) {
         const int lane = threadIdx.x % 32, head = lane / 4;
-        for (int i = 0; i < 2; i++) max[i] = MINUS_INFINITY, sum[i] = 0.f;
 #pragma unroll
         for (int k = 0; k < HEAD_DIM / 16; k++) {
             const unsigned* from = (const unsigned*)q_heads + (head * HEAD_DIM + k * 16) / 2 + lane % 4;
             for (int i = 0; i < 2; i++) q[k][i] = head < HEADS ? __ldg(from + 4 * i) : 0;
-            for (int i = 0; i < 4; i++) out[k][i] = 0.f;
         }
     }
 
+    __device__ void clear() {
+        for (int i = 0; i < 2; i++) max[i] = MINUS_INFINITY, sum[i] = 0.f;
+#pragma unroll
+        for (int k = 0; k < HEAD_DIM / 16; k++)
+            for (int i = 0; i < 4; i++) out[k][i] = 0.f;
+    }
+
     // scale: softmax_scale * log2(e). The first `count` rows of the tile exist.
-    __device__ void add(const char*, unsigned tile, int count, float scale) {
+    __device__ void add(unsigned tile, int count, float scale) {
         const int lane = threadIdx.x % 32;
         float score[2][4] = {};  // two chains, for latency
         unsigned a[4], weights[2];
@@ -66,38 +71,39 @@ struct Attention {
             load_matrices(a, tile + lane % 16 * PITCH + (2 * k + lane / 16) * 16);
             multiply_add(score[k % 2], a, q[k]);
         }
-        float p[4];
+        float p[4], top[2], kept[2];
         for (int i = 0; i < 4; i++)
             p[i] = lane / 4 + i / 2 * 8 < count ? (score[0][i] + score[1][i]) * scale : MINUS_INFINITY;
+        for (int i = 0; i < 2; i++) top[i] = fmaxf(p[i], p[i + 2]);
+        for (int step = 4; step < 32; step *= 2)
+            for (int i = 0; i < 2; i++) top[i] = fmaxf(top[i], __shfl_xor_sync(ALL, top[i], step));
         for (int i = 0; i < 2; i++) {
-            float top = fmaxf(p[i], p[i + 2]);
-            for (int step = 4; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, step));
-            top = fmaxf(top, max[i]);
-            const float kept = exp2_of(max[i] - top);
-            max[i] = top;
-            p[i] = exp2_of(p[i] - top);
-            p[i + 2] = exp2_of(p[i + 2] - top);
-            sum[i] = sum[i] * kept + p[i] + p[i + 2];
-#pragma unroll
-            for (int k = 0; k < HEAD_DIM / 16; k++) out[k][i] *= kept, out[k][i + 2] *= kept;
+            top[i] = fmaxf(top[i], max[i]);
+            kept[i] = exp2_of(max[i] - top[i]);
+            max[i] = top[i];
+            p[i] = exp2_of(p[i] - top[i]);
+            p[i + 2] = exp2_of(p[i + 2] - top[i]);
+            sum[i] = sum[i] * kept[i] + p[i] + p[i + 2];
         }
         for (int i = 0; i < 2; i++) weights[i] = transpose(pack(p[2 * i], p[2 * i + 1]));
         const unsigned values = tile + ROW_BYTES / 2 + (lane % 8 + lane / 16 * 8) * PITCH + lane / 8 % 2 * 16;
 #pragma unroll
         for (int k = 0; k < HEAD_DIM / 16; k++) {
             load_matrices_transposed(a, values + k * 32);
+            for (int i = 0; i < 4; i++) out[k][i] *= kept[i % 2];
             multiply_add(out[k], a, weights);
         }
     }
 
     __device__ void store(float* parts) {
         const int lane = threadIdx.x % 32;
+        for (int step = 4; step < 32; step *= 2)
+            for (int i = 0; i < 2; i++) sum[i] += __shfl_xor_sync(ALL, sum[i], step);
         for (int i = 0; i < 2; i++) {
             const int head = lane % 4 * 2 + i;
-            for (int step = 4; step < 32; step *= 2) sum[i] += __shfl_xor_sync(ALL, sum[i], step);
             if (head >= HEADS) continue;
             float* part = parts + head * PART;
-            if (lane < 4) part[MAX_AT] = max[i], part[SUM_AT] = sum[i];
+            if (lane < 4) *(float2*)(part + ENDS_AT) = make_float2(max[i], sum[i]);
 #pragma unroll
             for (int k = 0; k < HEAD_DIM / 16; k++) {
                 part[k * 16 + lane / 4] = out[k][i];

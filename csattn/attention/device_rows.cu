@@ -1,0 +1,101 @@
+// Decode attention of one step, first part: where a unit's KV rows lie, and their way into shared memory.
+//
+// A unit is one row of the batch and one index head with its HEADS query heads. Its KV rows come in this order: the
+// selected far rows, the resident rows, the tail. Tiles of 16 rows are dealt out in turn to the unit's NUM_SPLITS
+// splits and, within a split, to the warps: what a warp adds up depends neither on the batch nor on where a row lies.
+//
+// Defined by the caller: HEAD_DIM, HEADS, NUM_INDEX_HEADS, NUM_KV_HEADS, ELEMENT (bf16, f16 or f32), ELEMENT_BYTES,
+// NUM_SPLITS, WARPS, STAGES.
+
+constexpr int TILE = 16;  // KV rows
+constexpr int THREADS = 32 * WARPS;
+constexpr int ROW_BYTES = 2 * HEAD_DIM * ELEMENT_BYTES;  // K, then V
+constexpr int CHUNKS = ROW_BYTES / 16;
+constexpr int PITCH = ROW_BYTES + 16;  // an odd number of chunks: the same chunk of 8 rows lies in 8 different banks
+constexpr int TILE_BYTES = TILE * PITCH;
+constexpr int RING_BYTES = STAGES * TILE_BYTES;  // a warp's tiles in flight
+constexpr unsigned ALL = 0xffffffff;
+static_assert(HEAD_DIM % 16 == 0 && HEADS >= 1 && HEADS <= 8, "tiles are 16 wide and pad a unit's heads to 8");
+
+// A part of a result: each head's output, unnormalised, then the maximum of its scores and the sum of its weights.
+constexpr int PART = HEAD_DIM + 4;  // floats; keeps parts on 16 bytes
+constexpr int ENDS_AT = HEAD_DIM;
+
+#define MINUS_INFINITY __int_as_float(0xff800000)  // NVRTC has no math.h
+
+__device__ float exp2_of(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+struct Unit {
+    long long far, spill, resident, tail;  // addresses of the first row
+    const int* ids;                        // of the far rows
+    int far_len, resident_len, total;
+
+    __device__ int id_at(int position) const { return position < far_len ? __ldg(ids + position) : 0; }
+
+    __device__ long long row_at(int position, int id) const {
+        long long first = id >= 0 ? far : spill;
+        int row = id >= 0 ? id : -2 - id;
+        if (position >= far_len) {
+            const bool in_tail = position >= far_len + resident_len;
+            first = in_tail ? tail : resident;
+            row = position - far_len - (in_tail ? resident_len : 0);
+        }
+        return first + (long long)row * ROW_BYTES;
+    }
+};
+
+// The first tile of a split that the warp takes; it takes every WARPS-th of them. Splits begin at different warps, so
+// that those which get one tile more are not always the same.
+__device__ int first_tile(int split) { return (threadIdx.x / 32 + split * (WARPS - 3)) % WARPS * NUM_SPLITS + split; }
+
+// The tiles that a warp takes of its block's items, in order. An item is a split of a unit.
+struct Tiles {
+    const Unit* unit;
+    int num_items, split, tile;
+
+    __device__ Tiles(const Unit* units, int num_items, int split)
+        : unit(units), num_items(num_items), split(split), tile(first_tile(split)) {}
+
+    __device__ bool exist() const { return num_items > 0; }
+    __device__ int position() const { return tile * TILE + threadIdx.x % TILE; }  // of the lane's row
+
+    __device__ void skip_empty_items() {
+        while (exist() && tile * TILE >= unit->total) {
+            num_items--;
+            if (++split == NUM_SPLITS) split = 0, unit++;
+            tile = first_tile(split);
+        }
+    }
+    __device__ void next() {
+        tile += WARPS * NUM_SPLITS;
+        skip_empty_items();
+    }
+};
+
+// Start copying the next tile, one commit group, and loading the ids of the one after. Rows past the unit's last become
+// zeros.
+__device__ void copy_next(unsigned slot, Tiles& tiles, int& id) {
+    if (tiles.exist()) {
+        constexpr int COPIES = TILE * CHUNKS / 32;
+        const int lane = threadIdx.x % 32, count = tiles.unit->total - tiles.tile * TILE;
+        const long long row = tiles.unit->row_at(tiles.position(), id);
+        tiles.next();
+        if (tiles.exist()) id = tiles.unit->id_at(tiles.position());  // before it would queue behind the copies
+        long long from[COPIES];
+#pragma unroll
+        for (int i = 0; i < COPIES; i++) from[i] = __shfl_sync(ALL, row, (i * 32 + lane) / CHUNKS);
+#pragma unroll
+        for (int i = 0; i < COPIES; i++) {
+            const int r = (i * 32 + lane) / CHUNKS, c = (i * 32 + lane) % CHUNKS;
+            // .ca, by way of L1, has more copies in flight than .cg
+            asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(slot + r * PITCH + c * 16),
+                         "l"(from[i] + c * 16), "r"(r < count ? 16 : 0)
+                         : "memory");
+        }
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}

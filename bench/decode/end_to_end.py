@@ -22,6 +22,7 @@ from bench.decode.results import Case, Results
 from bench.decode.steps import RecordedQueries, attention_only
 from bench.decode.workload import DTYPE, Workload
 from csattn.errors import CsattnError
+from offload.errors import OffloadError
 from workers.model_runner import ModelRunner, ModelWeights, StepAttention, random_weights
 
 WARM_UP_STEPS, STEPS, SLOW_STEPS = 48, 192, 8  # a slot cache is filled while the steps warm up
@@ -54,7 +55,7 @@ def run_end_to_end(
                         prepared.close()
                         del prepared
                     results.add({**key, **case, "case_s": round(time.perf_counter() - started, 1)})
-                except (CsattnError, torch.OutOfMemoryError) as error:
+                except (CsattnError, OffloadError, torch.OutOfMemoryError) as error:
                     results.add({**key, "refused": str(error).splitlines()[0]})
                 gc.collect()  # graphs and what they hold
                 torch.cuda.empty_cache()

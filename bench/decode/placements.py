@@ -20,6 +20,7 @@ from bench.decode.widened import NUM_WIDE_LAYERS
 from bench.decode.workload import DTYPE, Workload, clone_index
 from csattn.config import IndexConfig, SearchConfig
 from csattn.cpus import available_cpus
+from csattn.errors import ConfigError
 from csattn.index import LayerIndex
 from csattn.search import SearchPool
 from csattn.search.device import DeviceLayerIndex
@@ -86,6 +87,8 @@ def _hybrid(work: Workload, options: Options, index_name: str, search: SearchCon
 
 def _on_host(work: Workload, options: Options, index_name: str, search: SearchConfig) -> Prepared:
     shape, config = options.shape, work.recorded.indexes[index_name][0].config
+    if config.layout != "rows":
+        raise ConfigError(f"index {index_name!r} has lists; the placement `host` is measured with rows only")
     slots_bytes = round(SLOTS * full_bytes(shape, work.context_len)) * shape.num_layers * work.batch_size
     require_memory(slots_bytes, "slot cache on the device")
     stored = (full_bytes(shape, work.context_len) * NUM_WIDE_LAYERS) + shape.num_layers * index_bytes(

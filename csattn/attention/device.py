@@ -64,7 +64,7 @@ class DeviceAttention:
         head_dim: int,
         dtype: torch.dtype,
         max_top_k: int,
-        max_resident_len: int,  # bounds nothing yet: any number of resident rows is attended
+        max_resident_len: int,  # takes no workspace: resident rows are counted on the device
         tail_capacity: int,
         softmax_scale: float,
         device: torch.device,
@@ -100,7 +100,7 @@ class DeviceAttention:
     def attend(
         self,
         q: Tensor,  # [batch_size, num_q_heads, head_dim]; the heads of a group lie one after the other
-        resident: RowSource,  # all of its rows are attended, at most max_resident_len
+        resident: RowSource,  # all of its rows are attended
         tails: Tensor,  # [num_tails, num_kv_heads, tail_capacity, 2, head_dim]
         far: RowSource,
         far_rows: DeviceSelection,  # ids >= 0 are rows of `far`, ids <= -2 rows -2 - id of `spill`
@@ -109,11 +109,12 @@ class DeviceAttention:
         spill: RowSource | None = None,  # where None, no id may be negative
     ) -> None:
         """Enqueue attention of each row over its resident rows, its tail and its selection. Idle rows become zeros."""
+        sources = (far, spill if spill is not None else far, resident)
         assert q.shape == out.shape == self._q_shape and q.dtype == out.dtype == tails.dtype == self._dtype
         assert tails.shape[1:] == self._tail_shape and far_rows.kv_indices.shape == self._selection_shape
-        assert far.addresses.shape == resident.addresses.shape and far.addresses.shape[0] > 0
+        assert far.addresses.shape[0] > 0
+        assert all(source.addresses.shape == far.addresses.shape for source in sources)
         assert all(x.is_contiguous() for x in (q, out, tails, far_rows.kv_indices, far_rows.valid_len))
-        sources = (far, spill if spill is not None else far, resident)
         self._kernel.launch(
             (min(self._plan.num_sms, self._plan.num_items), 1, 1),
             32 * self._plan.num_warps,

@@ -1,5 +1,6 @@
 """The parts of `bench.decode` that are arithmetic: what it decodes with, its roofline, and how it keeps figures."""
 
+import ctypes
 import json
 
 import numpy as np
@@ -12,6 +13,7 @@ from bench.decode.recorded import Recorded, WideIndex
 from bench.decode.report import tables
 from bench.decode.results import Results, merge_files
 from bench.decode.roofline import best_ratio, full_bytes, index_bytes, weight_bytes
+from bench.decode.sparse_op import SparseOp
 from bench.decode.steps import STEPS_BETWEEN_LAYERS, RecordedQueries
 from bench.decode.tables import distinct_rows, make_table
 from bench.decode.widened import (
@@ -25,8 +27,11 @@ from bench.decode.widened import (
     wide_queries,
 )
 from bench.decode.workload import STEPS_BETWEEN_REQUESTS, Workload
+from bench.timing import GateError
+from csattn.attention.device_reference import attend_step
 from csattn.batch import StepRows, make_step_rows
-from csattn.config import IndexConfig, preset
+from csattn.config import IndexConfig, SearchConfig, preset
+from csattn.search.device import IndexShape
 from csattn.table.rows import unpack_codes
 from workers.model_runner.shapes import shape_named
 
@@ -181,6 +186,70 @@ def test_recorded_queries_take_the_place_of_the_models_step_by_step(recording):
             recorded = wide_queries(recording, 0, name).bfloat16()  # layer 8 is wide layer 0 again, at another step
             assert torch.equal(q[0], recorded[(step + STEPS_BETWEEN_LAYERS) % NUM_STEPS])
             assert torch.equal(q[1], recorded[(step + STEPS_BETWEEN_LAYERS + STEPS_BETWEEN_REQUESTS) % NUM_STEPS])
+
+
+class SearchForTheFirst:
+    """In place of a search on the device: chooses the first rows behind the sinks."""
+
+    def __init__(self, shape: IndexShape, **sizes: object) -> None: ...
+
+    def search(self, q, indexes, layer_idx, context_ids, out) -> None:
+        for row, context_id in enumerate(context_ids.tolist()):
+            top_k = int(indexes.top_ks[context_id])
+            out.kv_indices[row, :, :top_k] = torch.arange(4, 4 + top_k, dtype=torch.int32)
+            out.valid_len[row] = top_k
+
+
+class AttentionAtAddresses:
+    """In place of attention on the device: the definition, on rows that it finds where their source says."""
+
+    wrong_by = 0.0
+
+    def __init__(self, *, softmax_scale: float, **sizes: object) -> None:
+        self._softmax_scale = softmax_scale
+
+    def attend(self, q, resident, tails, far, far_rows, rows, out) -> None:
+        kv = [
+            [
+                self._rows(address, num, tails)
+                for address, num in zip(source.addresses, source.rows_per_head, strict=True)
+            ]
+            for source in (resident, far)
+        ]
+        out.copy_(attend_step(q, kv[0], tails, kv[1], far_rows, rows, self._softmax_scale) + self.wrong_by)
+
+    def _rows(self, address: torch.Tensor, rows_per_head: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        shape = like.shape[1], int(rows_per_head), 2, like.shape[-1]
+        memory = (ctypes.c_uint16 * int(np.prod(shape))).from_address(int(address))
+        return torch.from_numpy(np.frombuffer(memory, np.uint16)).view(torch.bfloat16).view(shape)
+
+
+@pytest.fixture
+def sparse_op(monkeypatch, recording, rng) -> SparseOp:
+    monkeypatch.setattr("bench.decode.sparse_op.DeviceSearch", SearchForTheFirst)
+    monkeypatch.setattr("bench.decode.sparse_op.DeviceAttention", AttentionAtAddresses)
+    monkeypatch.setattr("bench.decode.sparse_op.MOST_SETS", 3)
+    indexes = {"default": [make_index(rng, preset("default", HEAD_DIM), NUM_KV_HEADS) for _ in range(2)]}
+    work = Workload(Recorded(recording, indexes), 1024, batch_size=2, device=torch.device("cpu"))
+    return SparseOp(work, shape_named("llama-3.1-8b"), SearchConfig(), "default")
+
+
+def test_steps_of_a_layer_attend_to_what_the_last_search_chose_in_it(sparse_op):
+    assert sparse_op.num_sets == 3 and sparse_op.num_calls == 8 and sparse_op.top_k == 51
+    sparse_op.check()
+    sparse_op.plan(SearchConfig(keep=0.15, search_period=4))
+    assert sparse_op.num_calls == 12 and sparse_op.top_k == 154
+    for i in range(12):
+        sparse_op.step_call(i)()
+    searched = [int(selection.valid_len.sum()) for selection in sparse_op.selections]
+    assert [i for i, rows in enumerate(searched) if rows] == [0, 4, 8]
+    assert torch.isfinite(sparse_op.out).all()
+
+
+def test_a_wrong_result_is_not_timed(sparse_op, monkeypatch):
+    monkeypatch.setattr(AttentionAtAddresses, "wrong_by", 0.1)
+    with pytest.raises(GateError, match="off by"):
+        sparse_op.check()
 
 
 @pytest.mark.gpu

@@ -104,10 +104,11 @@ class _Chunks:
 
 
 def _split_for_empty(sums: Tensor, sizes: Tensor, losses: Tensor, nudges: Tensor) -> Tensor:
-    """Give every empty cluster a centroid beside that of a cluster which loses most, the worst to the first."""
-    worst_first = losses.argsort(dim=1, descending=True, stable=True)
+    """Give every empty cluster a centroid beside that of a cluster which loses much, the worst to the first."""
     empty = sizes < 0.5
-    rank = (empty.cumsum(1) - 1).clamp_min(0)
+    worst_first = losses.masked_fill(empty, -1.0).argsort(dim=1, descending=True, stable=True)
+    num_full = (~empty).sum(1, keepdim=True).clamp_min(1)
+    rank = (empty.cumsum(1) - 1).clamp_min(0) % num_full
     donors = worst_first.gather(1, rank)[:, :, None].expand_as(sums)
     centroids = _normalised(sums)
     return torch.where(empty[:, :, None], centroids.gather(1, donors) + nudges, centroids)

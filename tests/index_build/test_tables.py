@@ -6,7 +6,7 @@ import torch
 
 from csattn.table.rows import unpack_codes
 from index_build import reference
-from index_build.scales import row_scales
+from index_build.scales import _exact_moments, row_scales
 from index_build.tables import top_l, top_l_sorted
 from tests.index_build.tables import (
     centroids_and_keys,
@@ -57,11 +57,16 @@ def test_the_scale_of_4_bits_is_four_deviations_about_the_mean(rng: np.random.Ge
     torch.testing.assert_close(scales * 7, limit.minimum(scores.abs().amax(-1)).float(), rtol=1e-5, atol=0)
 
 
-def test_scales_do_not_depend_on_the_order_of_the_keys(rng: np.random.Generator) -> None:
-    """Which is why they are the same to the bit wherever and however they are summed."""
-    codebooks, keys = centroids_and_keys(rng, 1, 2, 5, 8, 4999)
-    shuffled = keys[:, :, torch.from_numpy(rng.permutation(4999))]
-    assert torch.equal(row_table(codebooks, keys, 4)[1], row_table(codebooks, shuffled, 4)[1])
+@pytest.mark.parametrize("context_len", [300, 4999, 100_003])
+def test_moments_do_not_depend_on_the_order_of_the_keys(context_len: int, rng: np.random.Generator) -> None:
+    """Which is why scales are the same to the bit wherever and however they are summed."""
+    keys = torch.from_numpy(rng.standard_normal((3, 8, context_len)) * rng.uniform(0.01, 100, (3, 1, 1))).float()
+    keys[2] = 0.0
+    moments = [_exact_moments(some) for some in (keys, keys[:, :, torch.from_numpy(rng.permutation(context_len))])]
+    for got, again in zip(*moments, strict=True):
+        assert torch.equal(got, again)
+    covariance = keys[0].double().cov(correction=0)
+    torch.testing.assert_close(moments[0][1][0], covariance, rtol=1e-4, atol=1e-6 * float(covariance.max()))
 
 
 def test_scales_of_many_parts_are_those_of_each(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,28 @@
+"""Where a build runs and what places its centroids: chosen once, before a model is loaded."""
+
+import pytest
+import torch
+
+from csattn.errors import ConfigError
+from workers.cli.building import choose_device, choose_kmeans, make_config
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_auto_is_a_gpu_where_there_is_one(has_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    assert choose_device("auto") == ("cuda" if has_gpu else "cpu")
+    assert choose_device("cpu") == "cpu"
+
+
+@pytest.mark.parametrize(("device", "words"), [("cuda", "has none"), ("gpu", "must be one of auto, cpu, cuda")])
+def test_a_device_that_is_not_there_is_refused(device: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=words):
+        choose_device(device)
+
+
+def test_auto_kmeans_follows_the_device() -> None:
+    assert [choose_kmeans("auto", device) for device in ("cpu", "cuda")] == ["faiss", "torch"]
+    assert choose_kmeans("faiss", "cuda") == "faiss"
+    with pytest.raises(ConfigError, match="kmeans must be one of"):
+        make_config("default", 64, {"kmeans": choose_kmeans("best", "cpu")})

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NON_PORTABLE_CLUSTER_SIZE = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 PORTABLE_SHARED_BYTES = 48 << 10  # more has to be asked for
 PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
@@ -40,15 +39,11 @@ class _LaunchConfig(ctypes.Structure):
 class CudaKernel:
     """One compiled kernel. Arguments are device addresses and sizes; nothing of a launch reaches the host."""
 
-    def __init__(self, function: Any, shared_bytes: int, wide_cluster: bool, early_start: bool) -> None:
+    def __init__(self, function: Any, shared_bytes: int, early_start: bool) -> None:
         """See `cuda_kernel`."""
-        import cupy
-
         self._function = function
         if shared_bytes > PORTABLE_SHARED_BYTES:
             function.max_dynamic_shared_size_bytes = shared_bytes
-        if wide_cluster:
-            cupy.cuda.driver.funcSetAttribute(function.kernel.ptr, NON_PORTABLE_CLUSTER_SIZE, 1)
         self._handle = ctypes.c_void_p(function.kernel.ptr)
         self._attribute = _LaunchAttribute(id=PROGRAMMATIC_STREAM_SERIALIZATION)
         self._attribute.value[0] = 1
@@ -61,7 +56,7 @@ class CudaKernel:
 
         A tensor passes its address, an int 64 bits, a float a double; numpy scalars pass as they are.
         """
-        values = [_as_argument(arg) for arg in args]
+        values = [as_argument(arg) for arg in args]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         self._config.grid[:] = grid
         self._config.block[:] = (block, 1, 1)
@@ -76,16 +71,15 @@ def cuda_kernel(
     name: str,  # of an extern "C" function in them
     defines: Mapping[str, object],  # -D options: the shape that the kernel is compiled for
     shared_bytes: int = 0,  # dynamic shared memory of every launch
-    wide_cluster: bool = False,  # clusters of more than 8 blocks
     early_start: bool = False,  # may start while the kernel before it ends: then it has to wait before it reads
 ) -> CudaKernel:
     """Compile, for the current device, or take what an earlier call compiled."""
     sources = source if isinstance(source, tuple) else (source,)
     module = _module(sources, tuple(sorted((key, str(value)) for key, value in defines.items())))
-    return CudaKernel(module.get_function(name), shared_bytes, wide_cluster, early_start)
+    return CudaKernel(module.get_function(name), shared_bytes, early_start)
 
 
-def _as_argument(arg: Any) -> Any:
+def as_argument(arg: Any) -> Any:
     """The value as the kernel's parameter has it in memory."""
     if isinstance(arg, Tensor):
         return ctypes.c_uint64(arg.data_ptr())

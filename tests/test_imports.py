@@ -25,7 +25,7 @@ ADDRESSES: dict[str, tuple[str, ...]] = {
     "faiss": ("index_build/kmeans.py",),
     "ray": ("*_actor.py", "*/jobs.py", "*/service.py"),
     "cupy": ("csattn/cuda.py", "offload/cuda.py"),
-    "triton": ("csattn/attention/*.py", "workers/model_runner/*.py"),
+    "triton": ("index_build/device_kernels.py", "workers/model_runner/*.py"),
     "typer": ("workers/cli*.py",),
     "matplotlib": ("workers/plots.py",),
     "transformers": (

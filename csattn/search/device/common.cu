@@ -1,10 +1,8 @@
-// What every kernel of the search needs. Compiled for GROUP_SIZE, HEAD_DIM, SUBSPACES, CENTROIDS, SCORE_BITS, CLUSTER,
+// What every kernel of the search needs. Compiled for GROUP_SIZE, HEAD_DIM, SUBSPACES, CENTROIDS, SCORE_BITS, LISTS,
 // THREADS and QUERY: float, or u16 for bfloat16 and (QUERY_IS_HALF) float16.
-
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
+//
+// The launches of a search follow each other: match; score_rows or add_list; combine; find; write. What one leaves for the
+// next lies in memory of the search, for each index head of each row of the batch: its number is the `slot`.
 
 constexpr int WARPS = THREADS / 32;
 constexpr int SUBSPACE_DIM = HEAD_DIM / SUBSPACES;
@@ -14,18 +12,6 @@ constexpr double LOG2_E = 1.4426950408889634;
 __device__ __forceinline__ float sum_over_warp(float value) {
     for (int step = 16; step > 0; step >>= 1) value += __shfl_xor_sync(ALL_LANES, value, step);
     return value;
-}
-
-__device__ __forceinline__ float power_of_two(float exponent) {
-    float value;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(exponent));
-    return value;
-}
-
-// Kernels may start while the one before them ends. Until `wait_for_earlier` returns they read only what no kernel of the
-// step writes, and write nothing; only after it do they let the next kernel start.
-__device__ __forceinline__ void wait_for_earlier() {
-    asm volatile("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;" ::: "memory");
 }
 
 // Where a context's index of one layer lies. Addresses come from a table in device memory, so that a captured graph
@@ -62,8 +48,23 @@ struct Match {
     u32 centroid;
 };
 
-__device__ __forceinline__ float half_as_float(u16 bits) {
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+__device__ __forceinline__ u32 sum_up_to_lane(u32 value) {
+    for (int step = 1; step < 32; step <<= 1) {
+        const u32 other = __shfl_up_sync(ALL_LANES, value, step);
+        if (threadIdx.x % 32 >= step) value += other;
+    }
     return value;
+}
+
+// The sum over all threads before this one, for the whole block; `total` is that over all. scratch: [WARPS].
+__device__ __forceinline__ u32 sum_before(u32 value, u32* scratch, u32& total) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const u32 up_to = sum_up_to_lane(value);
+    __syncthreads();
+    if (lane == 31) scratch[warp] = up_to;
+    __syncthreads();
+    const u32 of_warp = lane < WARPS ? scratch[lane] : 0;
+    const u32 before = __reduce_add_sync(ALL_LANES, lane < warp ? of_warp : 0);
+    total = __reduce_add_sync(ALL_LANES, of_warp);
+    return before + up_to - value;
 }

@@ -100,12 +100,19 @@ __device__ Match nearest_centroid(const float* part, const Nearby& mine, bool we
     return {(weigh_by_norm ? sqrt(dot(part, part)) : 1.0) * static_cast<double>(scale), number};
 }
 
+// Each subspace's block clears its part.
+__device__ __forceinline__ void clear_counts(Choice& choice, int b) {
+    for (int i = b * THREADS + threadIdx.x; i < NUM_BINS; i += SUBSPACES * THREADS) choice.bins[i] = 0;
+    if (b == 0 && threadIdx.x == 0) choice.num_listed = choice.num_candidates = 0;
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) match_centroids(
     const QUERY* q,            // [batch_size, num_index_heads * GROUP_SIZE, HEAD_DIM]
     const LayerTable* tables,  // [num_contexts], of this layer
     const int* context_ids,    // [batch_size], -1: idle
     long long weigh_by_norm, long long has_scales,
-    Match* matches             // [batch_size, num_index_heads, GROUP_SIZE, SUBSPACES], written
+    Match* matches,            // [batch_size, num_index_heads, GROUP_SIZE, SUBSPACES], written
+    Choice* choices            // [batch_size, num_index_heads], cleared
 ) {
     __shared__ float part[GROUP_SIZE * SUBSPACE_DIM];
     const int b = blockIdx.x, head = blockIdx.y, slot = blockIdx.z * gridDim.y + head;
@@ -119,6 +126,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) match_centroids(
     const int column = threadIdx.x / 8 % SUBSPACE_DIM;
     const Column mine_of_basis(table.query_basis + head * HEAD_DIM * HEAD_DIM + b * SUBSPACE_DIM + column);
     wait_for_earlier();
+    clear_counts(choices[slot], b);
     q += static_cast<size_t>(slot) * GROUP_SIZE * HEAD_DIM;
     constexpr int QUERIES_AT_ONCE = THREADS / 8 / SUBSPACE_DIM;
     for (int first = 0; first < GROUP_SIZE; first += QUERIES_AT_ONCE) {

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,19 +16,14 @@ from csattn.search.device.indexes import TILE_BYTES, DeviceIndexes
 from csattn.table.rows import RowTable
 
 HERE = Path(__file__).parent
-MATCH = ("common", "match")
-SCORE_ROWS = ("common", "rows", "score_rows")
-CHOOSE_ROWS = ("common", "cluster", "rows", "worth", "select", "choose_rows")
-SEARCH_LISTS = ("common", "cluster", "worth", "select", "lists", "search_lists")
+INTRINSICS = HERE / "intrinsics.cu"
 MATCH_THREADS = 256
-SCORE_THREADS = 512
-CHOOSE_THREADS = 512
-LARGEST_CLUSTER = 16  # blocks that choose for one index head of one row
+THREADS = 512  # of all other kernels
 MAX_SUBSPACE_DIM = MATCH_THREADS // 8  # eight threads sum up each coordinate
-MATCH_BYTES = 16  # struct Match of common.cu
-# Worths of a block's keys that are kept in shared memory at most; two blocks still fit on a multiprocessor with half.
-SHARED_BYTES = 208 << 10
-UNIT_KEYS = 4  # of worth.cu; a unit is 16 bytes
+# sizes in bytes and in keys that the sources fix: structs Match, TileStatistics and Choice; CHUNK_KEYS and MAX_BLOCKS
+MATCH_BYTES, STATISTICS_BYTES, CHOICE_BYTES = 16, 8, 4 * (4096 + 3 + 256 + 2 * 512)
+CHUNK_KEYS, MAX_BLOCKS = 1024, 256
+STREAM_BYTES = THREADS // 32 * 3 * 512  # of score_rows' ring, for each row that a step of it copies
 QUERY_TYPES = {torch.float32: "float", torch.float16: "u16", torch.bfloat16: "u16"}
 
 
@@ -62,11 +57,6 @@ class IndexShape:
         """Keys that are scored together (TILE_KEYS of rows.cu)."""
         return TILE_BYTES * 8 // self.score_bits
 
-    @property
-    def keys_per_word(self) -> int:
-        """Keys of one query row whose scores share 32 bits."""
-        return 2 if self.layout == "rows" else 1
-
     @classmethod
     def of(cls, index: LayerIndex, num_q_heads: int) -> "IndexShape":
         """The shape of a layer's index."""
@@ -84,7 +74,7 @@ class IndexShape:
 
 
 class DeviceSearch:
-    """Chooses rows for a whole batch, in two or three launches. Definition: `csattn.search.reference.search`, no tail.
+    """Chooses rows for a whole batch. Definition: `csattn.search.reference.search`, without a tail.
 
     A selection does not depend on the batch it is made in. Scores are the definition's integers; shares are float32.
     """
@@ -106,23 +96,23 @@ class DeviceSearch:
         self.max_context_len = max_context_len
         self._softmax_scale = float(softmax_scale)
         self._query_dtype = query_dtype
-        self._max_tiles = -(-max_context_len // shape.tile_keys)
-        num_groups = batch_size * shape.num_index_heads
-        num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._splits = max(1, min(self._max_tiles, num_multiprocessors // num_groups))
-        self._cluster = _cluster_size(num_groups, self._max_tiles, num_multiprocessors)
-        self._block_units = -(-self._max_tiles // self._cluster) * shape.tile_keys // UNIT_KEYS
+        self._rows = shape.layout == "rows"
+        self._max_keys = -(-max_context_len // CHUNK_KEYS) * CHUNK_KEYS
+        self._max_tiles = self._max_keys // (shape.tile_keys if self._rows else CHUNK_KEYS)
+        self._slots = batch_size * shape.num_index_heads
+        queries = self._slots * shape.group_size
 
-        def words(count: int) -> Tensor:
-            return torch.empty(count, dtype=torch.int32, device=device)
+        def memory(num_bytes: int) -> Tensor:
+            return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
-        self._matches = words(num_groups * shape.group_size * shape.num_subspaces * MATCH_BYTES // 4)
-        # rows: a short for every key and query row; lists: a float
-        self._scores = words(num_groups * shape.group_size * self._max_tiles * shape.tile_keys // shape.keys_per_word)
-        self._statistics = words(num_groups * shape.group_size * self._max_tiles * 2)
-        self._slopes = words(num_groups * shape.group_size)
-        self._fits = self._block_units * 16 <= SHARED_BYTES
-        self._spilled = words(0 if self._fits else num_groups * self._cluster * self._block_units * 4)
+        self._matches = memory(queries * shape.num_subspaces * MATCH_BYTES)
+        self._scores = memory(queries * self._max_keys * (2 if self._rows else 4))  # 16-bit sums, or floats
+        self._statistics = memory(queries * self._max_tiles * STATISTICS_BYTES)
+        self._slopes = memory(queries * 4)
+        self._worths = memory(self._slots * self._max_keys * 4)
+        self._marks = memory(self._slots * self._max_keys // 8)
+        self._choices = memory(self._slots * CHOICE_BYTES)
+        self._num_multiprocessors = _num_multiprocessors(device)
 
     def __repr__(self) -> str:
         return f"<DeviceSearch {self.shape.layout} for {self.batch_size} rows of {self.max_context_len} keys>"
@@ -130,8 +120,8 @@ class DeviceSearch:
     @property
     def workspace_bytes(self) -> int:
         """Device memory of its own."""
-        parts = self._matches, self._scores, self._statistics, self._slopes, self._spilled
-        return sum(part.numel() * part.element_size() for part in parts)
+        parts = self._matches, self._scores, self._statistics, self._slopes, self._worths, self._marks, self._choices
+        return sum(part.numel() for part in parts)
 
     def search(
         self,
@@ -142,69 +132,98 @@ class DeviceSearch:
         out: DeviceSelection,  # written
     ) -> None:
         """Enqueue the search of one layer on torch's current stream."""
-        shape, heads = self.shape, self.shape.num_index_heads
+        shape, heads, config = self.shape, self.shape.num_index_heads, indexes.config
         assert q.is_contiguous() and q.dtype == self._query_dtype, f"q is {q.dtype}, or not contiguous"
         assert q.shape == (self.batch_size, heads * shape.group_size, shape.head_dim), f"q has shape {tuple(q.shape)}"
         assert out.kv_indices.shape[:2] == (self.batch_size, heads), f"out has shape {tuple(out.kv_indices.shape)}"
-        table, config, rows = indexes.tables[layer_idx], indexes.config, shape.layout == "rows"
-        matching = context_ids, int(shape.weigh_by_norm), int(rows), self._matches
-        self._match.launch((shape.num_subspaces, heads, self.batch_size), MATCH_THREADS, q, table, *matching)
-        chosen = 0 if self._fits else self._spilled, out.kv_indices, out.valid_len, out.kv_indices.shape[2]
-        grid = self._cluster, heads, self.batch_size
-        resident = config.sink_len, config.window_len
-        if rows:
-            lens, sums = indexes.context_lens, (self._scores, self._statistics, self._slopes, self._max_tiles)
-            self._score.launch(
-                (self._splits, heads, self.batch_size),
-                SCORE_THREADS,
-                *(table, lens, context_ids, self._matches, self._softmax_scale),
-                *sums,
-            )
-            contexts = lens, indexes.top_ks, context_ids
-            self._choose.launch(grid, CHOOSE_THREADS, *contexts, *resident, *sums, *chosen)
+        table, lens = indexes.tables[layer_idx], indexes.context_lens
+        matching = int(shape.weigh_by_norm), int(self._rows), self._matches, self._choices
+        self._match.launch(self._grid(shape.num_subspaces), MATCH_THREADS, q, table, context_ids, *matching)
+        context = lens, indexes.top_ks, context_ids, config.sink_len, config.window_len
+        if self._rows:
+            self._score_rows(table, lens, context_ids, context)
         else:
-            lists = table, indexes.context_lens, indexes.list_lens, indexes.top_ks, context_ids
-            scores = self._softmax_scale, self._scores, self._max_tiles * shape.tile_keys, self._block_units
-            self._choose.launch(grid, CHOOSE_THREADS, *lists, self._matches, *resident, *scores, *chosen)
+            self._add_lists(table, lens, indexes.list_lens, context_ids, context)
+        chosen = out.kv_indices, out.kv_indices.shape[2]
+        blocks = self._blocks(2, self._max_keys // CHUNK_KEYS)
+        found = self._marks, self._choices
+        self._launch(self._find, blocks, *context, self._worths, self._max_keys, *found, *chosen)
+        written = self._choices, out.kv_indices, out.valid_len, out.kv_indices.shape[2]
+        self._launch(self._write, blocks, *context, self._marks, self._max_keys, *written)
+
+    def _score_rows(self, table: Tensor, lens: Tensor, context_ids: Tensor, context: tuple[Any, ...]) -> None:
+        sums = self._scores, self._statistics, self._slopes, self._max_tiles
+        blocks = self._blocks(1, self._max_tiles)
+        self._launch(self._score, blocks, table, lens, context_ids, self._matches, self._softmax_scale, *sums)
+        blocks = self._blocks(2, self._max_tiles)
+        self._launch(self._combine, blocks, *context, *sums, self._worths, self._max_keys, self._choices)
+
+    def _add_lists(
+        self, table: Tensor, lens: Tensor, list_lens: Tensor, context_ids: Tensor, context: tuple[Any, ...]
+    ) -> None:
+        blocks, scores = self._blocks(4, self._max_keys // CHUNK_KEYS), (self._scores, self._max_keys)
+        self._launch(self._lists("clear_scores"), blocks, lens, context_ids, *scores)
+        for subspace in range(self.shape.num_subspaces):
+            chosen = table, list_lens, context_ids, self._matches, subspace
+            self._launch(self._lists("add_list"), blocks, *chosen, *scores)
+        if self.shape.group_size > 1:
+            summed = lens, context_ids, self._softmax_scale, *scores, self._statistics
+            self._launch(self._lists("sum_tiles"), blocks, *summed)
+        read = self._softmax_scale, self._scores, self._statistics
+        self._launch(self._combine, blocks, *context, *read, self._worths, self._max_keys, self._choices)
+
+    def _launch(self, kernel: CudaKernel, blocks: int, *args: Any) -> None:
+        kernel.launch(self._grid(blocks), THREADS, *args)
+
+    def _grid(self, blocks: int) -> tuple[int, int, int]:
+        return blocks, self.shape.num_index_heads, self.batch_size
+
+    def _blocks(self, per_multiprocessor: int, most: int) -> int:
+        """Blocks for each slot that together fill the device once."""
+        return max(1, min(most, MAX_BLOCKS, per_multiprocessor * self._num_multiprocessors // self._slots))
 
     @cached_property
     def _match(self) -> CudaKernel:
-        return cuda_kernel(_sources(MATCH), "match_centroids", self._defines(MATCH_THREADS), early_start=True)
+        return self._compile(("common", "choice", "match"), "match_centroids", MATCH_THREADS)
 
     @cached_property
     def _score(self) -> CudaKernel:
-        return cuda_kernel(_sources(SCORE_ROWS), "score_rows", self._defines(SCORE_THREADS), early_start=True)
+        step_rows = next(rows for rows in (8, 4, 1) if self.shape.num_subspaces % rows == 0)
+        return self._compile(("common", "rows", "score_rows"), "score_rows", shared_bytes=step_rows * STREAM_BYTES)
 
     @cached_property
-    def _choose(self) -> CudaKernel:
-        """The launch that ends a search: of clusters, with the worths of a block's keys in shared memory."""
-        parts, name = (CHOOSE_ROWS, "choose_rows") if self.shape.layout == "rows" else (SEARCH_LISTS, "search_lists")
-        shared_bytes = self._block_units * 16 if self._fits else 0
-        defines = self._defines(CHOOSE_THREADS)
-        return cuda_kernel(_sources(parts), name, defines, shared_bytes, self._cluster > 8, early_start=True)
+    def _combine(self) -> CudaKernel:
+        if self._rows:
+            return self._compile(("common", "choice", "rows", "combine_rows"), "combine_rows")
+        return self._lists("combine_lists")
 
-    def _defines(self, threads: int) -> dict[str, object]:
+    def _lists(self, name: str) -> CudaKernel:
+        return self._compile(("common", "choice", "lists", "combine_lists"), name)
+
+    @cached_property
+    def _find(self) -> CudaKernel:
+        return self._compile(("common", "choice", "find"), "find_keys")
+
+    @cached_property
+    def _write(self) -> CudaKernel:
+        return self._compile(("common", "choice", "write"), "write_keys")
+
+    def _compile(self, parts: tuple[str, ...], name: str, threads: int = THREADS, shared_bytes: int = 0) -> CudaKernel:
         shape = self.shape
-        return {
+        defines = {
             "GROUP_SIZE": shape.group_size,
             "HEAD_DIM": shape.head_dim,
             "SUBSPACES": shape.num_subspaces,
             "CENTROIDS": shape.num_centroids,
             "SCORE_BITS": shape.score_bits,
-            "CLUSTER": self._cluster,
+            "LISTS": int(not self._rows),
             "THREADS": threads,
             "QUERY": QUERY_TYPES[self._query_dtype],
             "QUERY_IS_HALF": int(self._query_dtype == torch.float16),
         }
+        sources = (INTRINSICS, *(HERE / f"{part}.cu" for part in parts))
+        return cuda_kernel(sources, name, defines, shared_bytes, early_start=True)
 
 
-def _sources(parts: tuple[str, ...]) -> tuple[Path, ...]:
-    return tuple(HERE / f"{part}.cu" for part in parts)
-
-
-def _cluster_size(num_groups: int, max_tiles: int, num_multiprocessors: int) -> int:
-    """The largest power of two with which all clusters run at once, two blocks to a multiprocessor; 1 at least."""
-    size = LARGEST_CLUSTER
-    while size > 1 and (size * num_groups > 2 * num_multiprocessors or size > max_tiles):
-        size //= 2
-    return size
+def _num_multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -49,18 +49,45 @@ __device__ __forceinline__ void add_codes(u32 (&sums)[SUMS], uint4 codes, u32 we
     }
 }
 
-// Add all chosen rows of a tile; the loads of ROWS_AT_ONCE of them are under way together.
-constexpr int ROWS_AT_ONCE = SUBSPACES % 16 == 0 ? 16 : SUBSPACES % 8 == 0 ? 8 : 1;
+// A warp's way through its tiles, STEP_ROWS rows of one tile at a time. Copies run STAGES - 1 steps ahead, into a ring in
+// which every lane reads only what it has copied itself.
+constexpr int STEP_ROWS = SUBSPACES % 8 == 0 ? 8 : SUBSPACES % 4 == 0 ? 4 : 1;
+constexpr int TILE_STEPS = SUBSPACES / STEP_ROWS;
+constexpr int STAGES = 3;
 
-__device__ __forceinline__ void add_rows(u32 (&sums)[SUMS], const u8* tile, const Row* rows) {
-    for (int first = 0; first < SUBSPACES; first += ROWS_AT_ONCE) {
-        uint4 codes[ROWS_AT_ONCE];
+struct Stream {
+    const u8* tiles;  // of the head, at the lane's column
+    const QueryRow* rows;
+    uint4* ring;  // [STAGES][STEP_ROWS][32], at the lane's column
+    int num_work;  // tiles times query rows
+
+    // Which query row and which of the head's tiles a piece of the block's work is about.
+    __device__ __forceinline__ static int row_of(int work) { return work % GROUP_SIZE; }
+    __device__ __forceinline__ static int tile_of(int work) { return work / GROUP_SIZE * gridDim.x + blockIdx.x; }
+
+    // Step s of the warp: which work, and which rows of it.
+    __device__ __forceinline__ int work_of(int s) const { return threadIdx.x / 32 + s / TILE_STEPS * WARPS; }
+
+    __device__ __forceinline__ void start(int s) const {
+        constexpr size_t TILE = static_cast<size_t>(SUBSPACES) * CENTROIDS * TILE_BYTES;
+        const int work = work_of(s);
+        if (work < num_work) {
+            const u8* tile = tiles + tile_of(work) * TILE;
+            const Row* chosen = rows[row_of(work)].rows + s % TILE_STEPS * STEP_ROWS;
 #pragma unroll
-        for (int b = 0; b < ROWS_AT_ONCE; ++b) codes[b] = __ldg(reinterpret_cast<const uint4*>(tile + rows[first + b].offset));
-#pragma unroll
-        for (int b = 0; b < ROWS_AT_ONCE; ++b) add_codes(sums, codes[b], rows[first + b].weight);
+            for (int b = 0; b < STEP_ROWS; ++b)
+                start_copy(ring + (s % STAGES * STEP_ROWS + b) * 32, tile + chosen[b].offset);
+        }
+        end_group();
     }
-}
+
+    __device__ __forceinline__ void add(int s, u32 (&sums)[SUMS]) const {
+        const Row* chosen = rows[row_of(work_of(s))].rows + s % TILE_STEPS * STEP_ROWS;
+#pragma unroll
+        for (int b = 0; b < STEP_ROWS; ++b)
+            add_codes(sums, ring[(s % STAGES * STEP_ROWS + b) * 32], chosen[b].weight);
+    }
+};
 
 // For the whole warp: statistics of a tile of which keys_left keys exist.
 __device__ __forceinline__ TileStatistics tile_statistics(const u32 (&sums)[SUMS], int column, int keys_left, float slope) {
@@ -98,28 +125,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) score_rows(
     float* slopes,               // [batch_size, num_index_heads, GROUP_SIZE], written
     long long max_tiles
 ) {
+    extern __shared__ uint4 dynamic[];  // [WARPS][STAGES][STEP_ROWS][32]
     __shared__ QueryRow rows[GROUP_SIZE];
     const int head = blockIdx.y, slot = blockIdx.z * gridDim.y + head, lane = threadIdx.x % 32;
     const int context_id = context_ids[blockIdx.z];
     if (context_id < 0) return wait_for_earlier();
     const int num_keys = context_lens[context_id], num_tiles = (num_keys + TILE_KEYS - 1) / TILE_KEYS;
-    if (blockIdx.x >= num_tiles) return wait_for_earlier();
+    if (static_cast<int>(blockIdx.x) >= num_tiles) return wait_for_earlier();
     const LayerTable table = tables[context_id];
     wait_for_earlier();
     make_weights(matches + slot * GROUP_SIZE * SUBSPACES, softmax_scale, rows);
     if (blockIdx.x == 0 && threadIdx.x < GROUP_SIZE) slopes[slot * GROUP_SIZE + threadIdx.x] = rows[threadIdx.x].slope;
 
-    constexpr size_t STEP = static_cast<size_t>(SUBSPACES) * CENTROIDS * TILE_BYTES;
-    const u8* head_tiles = static_cast<const u8*>(table.scores) + head * num_tiles * STEP + lane * 16;
     quads += static_cast<size_t>(slot) * GROUP_SIZE * max_tiles * QUADS * TILE_COLUMNS;
     statistics += static_cast<size_t>(slot) * GROUP_SIZE * max_tiles;
-    const int my_tiles = (num_tiles - 1 - blockIdx.x) / gridDim.x + 1;
-    for (int work = threadIdx.x / 32; work < my_tiles * GROUP_SIZE; work += WARPS) {
-        const int g = work % GROUP_SIZE, tile = work / GROUP_SIZE * gridDim.x + blockIdx.x;
-        u32 sums[SUMS];
+    constexpr size_t HEAD_TILE = static_cast<size_t>(SUBSPACES) * CENTROIDS * TILE_BYTES;
+    const int my_tiles = (num_tiles - 1 - static_cast<int>(blockIdx.x)) / static_cast<int>(gridDim.x) + 1;
+    const Stream stream{static_cast<const u8*>(table.scores) + head * num_tiles * HEAD_TILE + lane * 16, rows,
+                        dynamic + threadIdx.x / 32 * (STAGES * STEP_ROWS * 32) + lane, my_tiles * GROUP_SIZE};
+    for (int s = 0; s < STAGES - 1; ++s) stream.start(s);
+    u32 sums[SUMS];
+    for (int s = 0; stream.work_of(s) < stream.num_work; ++s) {
+        const int work = stream.work_of(s), g = Stream::row_of(work), tile = Stream::tile_of(work);
+        if (s % TILE_STEPS == 0) {
 #pragma unroll
-        for (int s = 0; s < SUMS; ++s) sums[s] = 0u - rows[g].total_weight * 0x00010001u;
-        add_rows(sums, head_tiles + tile * STEP, rows[g].rows);
+            for (int i = 0; i < SUMS; ++i) sums[i] = 0u - rows[g].total_weight * 0x00010001u;
+        }
+        stream.start(s + STAGES - 1);
+        wait_for_copies<STAGES - 1>();
+        stream.add(s, sums);
+        if (s % TILE_STEPS < TILE_STEPS - 1) continue;
 #pragma unroll
         for (int quad = 0; quad < QUADS; ++quad)
             quads[quad_place(g, tile, quad, lane, max_tiles)] =
@@ -127,4 +162,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) score_rows(
         const TileStatistics mine = tile_statistics(sums, lane, num_keys - tile * TILE_KEYS, rows[g].slope);
         if (lane == 0) statistics[g * max_tiles + tile] = mine;
     }
+    wait_for_copies<0>();
 }

@@ -1,4 +1,4 @@
-// Third launch of a search over rows: from sums to worths, and from worths to the chosen keys.
+// Third launch of a search over rows: from sums to worths, counted in bins.
 
 // What turns a query row's sums into shares.
 struct Softmax {
@@ -60,53 +60,26 @@ __device__ __forceinline__ void quad_worths(const uint4* quads, size_t plane, co
     high = bits_of(high_shares);
 }
 
-// Fill `worths` with the block's keys, and count them.
-__device__ void combine_group(const uint4* quads, int max_tiles, const Softmax* rows, int first_tile, int num_tiles,
-                              const Context& context, const Worths& worths, const Range& range, u32* bins) {
-    constexpr int TILE_QUADS = QUADS * TILE_COLUMNS;
-    const size_t plane = static_cast<size_t>(max_tiles) * TILE_QUADS;
-    for (int work = threadIdx.x; work < num_tiles * TILE_QUADS; work += THREADS) {
-        const int column = work % TILE_COLUMNS, quad = work / TILE_COLUMNS % QUADS, tile = work / TILE_QUADS;
-        uint4 low, high;
-        quad_worths(quads + quad_place(0, first_tile + tile, quad, column, max_tiles), plane, rows, low, high);
-        const int key = tile * TILE_KEYS + first_key(column, 4 * quad);
-        const int high_key = tile * TILE_KEYS + first_key(column, 4 * quad + 2);
-        low = eligible_only(low, first_tile * TILE_KEYS + key, context);
-        high = eligible_only(high, first_tile * TILE_KEYS + high_key, context);
-        range.count(low, bins);
-        range.count(high, bins);
-        worths[key / UNIT_KEYS] = low;
-        worths[high_key / UNIT_KEYS] = high;
-    }
-}
-
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 2) choose_rows(
-    const int* context_lens,   // [num_contexts]
-    const int* top_ks,         // [num_contexts], at most max_top_k
-    const int* context_ids,    // [batch_size], -1: idle
+extern "C" __global__ void __launch_bounds__(THREADS, 2) combine_rows(
+    const int* context_lens,           // [num_contexts]
+    const int* top_ks,                 // [num_contexts]
+    const int* context_ids,            // [batch_size], -1: idle
     long long sink_len, long long window_len,
     const uint4* quads,                // as score_rows writes them
     const TileStatistics* statistics,  // likewise
     const float* slopes,               // likewise
     long long max_tiles,
-    uint4* spilled,           // [batch_size, num_index_heads, CLUSTER, units of a block], or null: they fit shared memory
-    int* kv_indices,          // [batch_size, num_index_heads, max_top_k], written
-    int* valid_len,           // [batch_size, num_index_heads], written
-    long long max_top_k
+    uint4* worths,                     // [batch_size, num_index_heads, max_keys / UNIT_KEYS], written
+    long long max_keys,                // whole chunks
+    Choice* choices                    // [batch_size, num_index_heads], counted up
 ) {
-    extern __shared__ uint4 dynamic[];
     __shared__ Softmax rows[GROUP_SIZE];
-    __shared__ Counts counts;
-    const u32 rank = blockIdx.x;
+    __shared__ u32 bins[NUM_BINS];
     const int slot = blockIdx.z * gridDim.y + blockIdx.y;
-    int* chosen = kv_indices + slot * max_top_k;
     const Context context = context_of(context_lens, top_ks, context_ids[blockIdx.z], sink_len, window_len);
-    clear_bins(counts);
+    for (int i = threadIdx.x; i < NUM_BINS; i += THREADS) bins[i] = 0;
     wait_for_earlier();
-    write_padding(chosen, context.top_k, max_top_k, rank);
-    if (rank == 0 && threadIdx.x == 0) valid_len[slot] = context.top_k;
     if (context.top_k == 0) return;
-
     const int num_tiles = (context.num_keys + TILE_KEYS - 1) / TILE_KEYS;
     for (int g = threadIdx.x / 32; g < GROUP_SIZE; g += WARPS) {
         const int row = slot * GROUP_SIZE + g;
@@ -114,15 +87,27 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         if (threadIdx.x % 32 == 0) rows[g] = softmax;
     }
     __syncthreads();
-    const int tiles_each = (num_tiles + CLUSTER - 1) / CLUSTER;
-    const int first_tile = min(num_tiles, static_cast<int>(rank) * tiles_each);
-    const int my_tiles = min(num_tiles - first_tile, tiles_each), num_units = my_tiles * TILE_KEYS / UNIT_KEYS;
-    const size_t max_units = (max_tiles + CLUSTER - 1) / CLUSTER * TILE_KEYS / UNIT_KEYS;
-    const Worths worths{spilled ? spilled + (static_cast<size_t>(slot) * CLUSTER + rank) * max_units : dynamic};
-    Range range = first_range(context.top_k, {1, 0xffffffffu, 5});
-    quads += static_cast<size_t>(slot) * GROUP_SIZE * max_tiles * QUADS * TILE_COLUMNS;
-    combine_group(quads, max_tiles, rows, first_tile, my_tiles, context, worths, range, counts.bins);
-    u32 quota;
-    range = find_threshold(worths, num_units, context.top_k, range, rank, counts, quota);
-    write_chosen(worths, first_tile * TILE_KEYS, num_units, range, quota, rank, counts, chosen);
+    constexpr int TILE_QUADS = QUADS * TILE_COLUMNS, TILES_AT_ONCE = THREADS / TILE_QUADS;
+    static_assert(TILES_AT_ONCE >= 1 && THREADS % TILE_QUADS == 0, "a thread has a quad of a tile");
+    quads += static_cast<size_t>(slot) * GROUP_SIZE * max_tiles * TILE_QUADS;
+    worths += slot * (max_keys / UNIT_KEYS);
+    const Range range = first_range(context.top_k);
+    // neighbouring threads have neighbouring quads of a column: what they write lies side by side
+    const int quad = threadIdx.x % QUADS, column = threadIdx.x / QUADS % TILE_COLUMNS;
+    const int last_tile = (context.num_keys + CHUNK_KEYS - 1) / CHUNK_KEYS * (CHUNK_KEYS / TILE_KEYS);  // padding is worth 0
+    for (int tile = blockIdx.x * TILES_AT_ONCE + threadIdx.x / TILE_QUADS; tile < last_tile; tile += gridDim.x * TILES_AT_ONCE) {
+        uint4 low = make_uint4(0, 0, 0, 0), high = low;
+        if (tile < num_tiles)
+            quad_worths(quads + quad_place(0, tile, quad, column, max_tiles), max_tiles * TILE_QUADS, rows, low, high);
+        const int key = tile * TILE_KEYS + first_key(column, 4 * quad), high_key = tile * TILE_KEYS + first_key(column, 4 * quad + 2);
+        low = eligible_only(low, key, context);
+        high = eligible_only(high, high_key, context);
+        range.count(low, bins);
+        range.count(high, bins);
+        worths[key / UNIT_KEYS] = low;
+        worths[high_key / UNIT_KEYS] = high;
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < NUM_BINS; i += THREADS)
+        if (bins[i]) atomicAdd(&choices[slot].bins[i], bins[i]);
 }

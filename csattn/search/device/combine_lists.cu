@@ -1,0 +1,77 @@
+// From the sums of lists to worths, counted in bins.
+
+// What turns a query row's scores into shares.
+struct Softmax {
+    float top;     // of all listed keys' scores
+    float offset;  // HEADROOM - log2(total over all listed keys)
+};
+
+// One warp: all tiles of a query row, in fixed order.
+__device__ Softmax merge_tiles(const TileStatistics* tiles, int num_tiles, float slope) {
+    float top = -1.0f / 0.0f, total = 0;
+    for (int t = threadIdx.x % 32; t < num_tiles; t += 32) top = fmaxf(top, tiles[t].top);
+    for (int step = 16; step > 0; step >>= 1) top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, step));
+    for (int t = threadIdx.x % 32; t < num_tiles; t += 32)
+        if (tiles[t].total > 0) total += tiles[t].total * power_of_two(slope * (tiles[t].top - top));
+    return {top, HEADROOM - log2f(sum_over_warp(total))};
+}
+
+// The worth of a key: 0 where no row lists it. Of a single row's scores, positive ones order like their bits and negative
+// ones backwards.
+__device__ __forceinline__ u32 list_worth(const float* scores, long long plane, float slope, const Softmax* rows) {
+    if (GROUP_SIZE == 1) {
+        const u32 bits = __float_as_uint(*scores);
+        if (bits == NOT_LISTED) return 0;
+        return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+    }
+    float worth = 0;
+    for (int g = 0; g < GROUP_SIZE; ++g) {
+        const float score = scores[g * plane];
+        if (is_listed(score))
+            worth += power_of_two(fmaxf(fmaf(slope, score - rows[g].top, rows[g].offset), LEAST_EXPONENT));
+    }
+    return __float_as_uint(worth);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) combine_lists(
+    const int* context_lens, const int* top_ks, const int* context_ids, long long sink_len, long long window_len,
+    double softmax_scale,
+    const float* scores,               // as add_list leaves them
+    const TileStatistics* statistics,  // as sum_tiles writes them; of no interest to a single query row
+    uint4* worths,                     // [batch_size, num_index_heads, max_keys / UNIT_KEYS], written
+    long long max_keys,                // whole chunks
+    Choice* choices                    // [batch_size, num_index_heads], counted up
+) {
+    __shared__ Softmax rows[GROUP_SIZE];
+    __shared__ u32 bins[NUM_BINS];
+    const int slot = blockIdx.z * gridDim.y + blockIdx.y;
+    const Context context = context_of(context_lens, top_ks, context_ids[blockIdx.z], sink_len, window_len);
+    const float slope = static_cast<float>(softmax_scale * LOG2_E);
+    for (int i = threadIdx.x; i < NUM_BINS; i += THREADS) bins[i] = 0;
+    wait_for_earlier();
+    if (context.top_k == 0) return;
+    const int num_tiles = (context.num_keys + TILE_KEYS - 1) / TILE_KEYS;
+    for (int g = threadIdx.x / 32; GROUP_SIZE > 1 && g < GROUP_SIZE; g += WARPS) {
+        const TileStatistics* tiles = statistics + (static_cast<size_t>(slot) * GROUP_SIZE + g) * (max_keys / TILE_KEYS);
+        const Softmax softmax = merge_tiles(tiles, num_tiles, slope);
+        if (threadIdx.x % 32 == 0) rows[g] = softmax;
+    }
+    __syncthreads();
+    scores += static_cast<size_t>(slot) * GROUP_SIZE * max_keys;
+    worths += slot * (max_keys / UNIT_KEYS);
+    const Range range = first_range(context.top_k);
+    u32 listed = 0;
+    for (int unit = blockIdx.x * THREADS + threadIdx.x; unit < num_tiles * TILE_KEYS / UNIT_KEYS; unit += gridDim.x * THREADS) {
+        u32 four[UNIT_KEYS];
+        for (int i = 0; i < UNIT_KEYS; ++i) four[i] = list_worth(scores + unit * UNIT_KEYS + i, max_keys, slope, rows);
+        const uint4 worth = eligible_only(make_uint4(four[0], four[1], four[2], four[3]), unit * UNIT_KEYS, context);
+        range.count(worth, bins);
+        listed += (worth.x > 0) + (worth.y > 0) + (worth.z > 0) + (worth.w > 0);
+        worths[unit] = worth;
+    }
+    const u32 of_warp = __reduce_add_sync(ALL_LANES, listed);
+    if (threadIdx.x % 32 == 0 && of_warp) atomicAdd(&choices[slot].num_listed, of_warp);
+    __syncthreads();
+    for (int i = threadIdx.x; i < NUM_BINS; i += THREADS)
+        if (bins[i]) atomicAdd(&choices[slot].bins[i], bins[i]);
+}

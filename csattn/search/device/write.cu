@@ -1,0 +1,57 @@
+// Last launch: rank the candidates, mark those that fit, and write all marked keys in ascending order.
+
+// Mark the candidates that fit and lie in the part; returns how many keys before the part are marked in the end.
+__device__ u32 mark_candidates(const Choice& choice, const Part& part, u32* marks, u32* worths, u32* keys, u32* before) {
+    const u32 number = choice.num_candidates, quota = choice.quota;
+    for (u32 i = threadIdx.x; i < number; i += THREADS) {
+        worths[i] = choice.worths[i];
+        keys[i] = choice.keys[i];
+    }
+    for (u32 block = threadIdx.x; block < blockIdx.x; block += THREADS) atomicAdd(before, choice.above[block]);
+    __syncthreads();
+    for (u32 i = threadIdx.x; i < number; i += THREADS) {
+        const u32 worth = worths[i], key = keys[i];
+        u32 better = 0;
+#pragma unroll 4
+        for (u32 k = 0; k < number; ++k) better += worths[k] > worth || (worths[k] == worth && keys[k] < key);
+        if (better >= quota) continue;
+        const u32 place = key - part.first_key;  // keys before the part wrap around
+        if (place < part.num_keys) atomicOr(&marks[place / 32], 1u << place % 32);
+        if (static_cast<int>(key) < part.first_key) atomicAdd(before, 1u);
+    }
+    __syncthreads();
+    return *before;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) write_keys(
+    const int* context_lens, const int* top_ks, const int* context_ids, long long sink_len, long long window_len,
+    u32* marks,             // as `find` writes them; used up
+    long long max_keys,
+    const Choice* choices,  // [batch_size, num_index_heads]
+    int* kv_indices,        // [batch_size, num_index_heads, max_top_k], written
+    int* valid_len,         // [batch_size, num_index_heads], written
+    long long max_top_k
+) {
+    __shared__ u32 scratch[WARPS], before, worths[MAX_CANDIDATES], keys[MAX_CANDIDATES];
+    const int slot = blockIdx.z * gridDim.y + blockIdx.y;
+    const Context context = context_of(context_lens, top_ks, context_ids[blockIdx.z], sink_len, window_len);
+    const Part part(context.num_keys);
+    if (threadIdx.x == 0) before = 0;
+    wait_for_earlier();
+    const Choice& choice = choices[slot];
+    const int wanted = num_wanted(context, choice);
+    int* chosen = kv_indices + slot * max_top_k;
+    for (long long i = wanted + blockIdx.x * THREADS + threadIdx.x; i < max_top_k; i += gridDim.x * THREADS) chosen[i] = -1;
+    if (blockIdx.x == 0 && threadIdx.x == 0) valid_len[slot] = wanted;
+    if (wanted == 0 || choice.quota == ALONE) return;
+    __syncthreads();
+    marks += slot * (max_keys / 32) + part.first_key / 32;
+    u32 written = mark_candidates(choice, part, marks, worths, keys, &before);
+    for (int first = 0; first < part.num_keys / 32; first += THREADS) {
+        const int word = first + threadIdx.x;
+        u32 total, mark = word < part.num_keys / 32 ? __ldcg(&marks[word]) : 0;
+        u32 at = written + sum_before(__popc(mark), scratch, total);
+        written += total;
+        for (; mark; mark &= mark - 1) chosen[at++] = part.first_key + word * 32 + __ffs(mark) - 1;
+    }
+}

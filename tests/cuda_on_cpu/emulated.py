@@ -1,0 +1,65 @@
+"""CUDA C kernels compiled for the CPU by a C++ compiler, behind the same calls as on a device."""
+
+import ctypes
+import hashlib
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from csattn.cuda import as_argument
+
+HERE = Path(__file__).parent
+COMPILER = shutil.which("g++")
+OPTIONS = ("-std=c++17", "-O1", "-shared", "-fPIC", "-w")
+
+
+class EmulatedKernel:
+    """As `csattn.cuda.CudaKernel`: tensors are on the CPU, and a launch has ended when it returns."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def launch(self, grid: tuple[int, int, int], block: int, *args: Any) -> None:
+        values = [as_argument(arg) for arg in args]
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        assert block == self._library.num_threads(), "the kernel was compiled for another number of threads"
+        self._library.launch_kernel((ctypes.c_int * 3)(*grid), pointers)
+
+
+class Emulator:
+    """Compiles kernels into a directory of its own; the same kernel once."""
+
+    def __init__(self, directory: Path, replacements: Mapping[Path, Path]) -> None:
+        """replacements: sources that the CPU needs its own version of."""
+        self._directory = directory
+        self._replacements = replacements
+
+    def cuda_kernel(
+        self,
+        source: Path | tuple[Path, ...],
+        name: str,
+        defines: Mapping[str, object],
+        shared_bytes: int = 0,
+        early_start: bool = False,
+    ) -> EmulatedKernel:
+        """As `csattn.cuda.cuda_kernel`."""
+        sources = source if isinstance(source, tuple) else (source,)
+        code = "\n".join(self._replacements.get(path, path).read_text() for path in sources)
+        code = re.sub(r"extern __shared__ (\w+) (\w+)\[\];", r"\1* const \2 = (\1*)emulated_shared;", code)
+        lines = [f"#define {key} {value}" for key, value in defines.items()]
+        lines += [f"#define SHARED_BYTES {shared_bytes}", f'#include "{HERE / "emulator.h"}"', code]
+        lines.append('extern "C" int num_threads() { return THREADS; }')
+        lines.append(f'extern "C" void launch_kernel(const int* grid, void** args) {{ launch({name}, grid, args); }}')
+        return EmulatedKernel(self._compile("\n".join(lines)))
+
+    def _compile(self, code: str) -> ctypes.CDLL:
+        stem = self._directory / hashlib.sha256(code.encode()).hexdigest()[:16]
+        library = stem.with_suffix(".so")
+        if not library.exists():
+            assert COMPILER is not None, "there is no C++ compiler"
+            stem.with_suffix(".cpp").write_text(code)
+            subprocess.run([COMPILER, *OPTIONS, str(stem.with_suffix(".cpp")), "-o", str(library)], check=True)
+        return ctypes.CDLL(str(library))

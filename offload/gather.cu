@@ -7,24 +7,6 @@ constexpr unsigned kPieces = ROW_BYTES / kPieceBytes;  // of a row; consecutive 
 constexpr unsigned kWarps = THREADS / 32;
 constexpr unsigned kTile = 32 * IN_FLIGHT;  // pieces that a warp has in flight
 
-struct Piece {
-    unsigned x, y, z, w;
-};
-
-// Rows are read once and never written while the kernel runs: no reason to keep them in L1.
-__device__ __forceinline__ Piece read_piece(unsigned long long address) {
-    Piece p;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(p.x), "=r"(p.y), "=r"(p.z), "=r"(p.w)
-                 : "l"(address));
-    return p;
-}
-
-__device__ __forceinline__ void write_piece(unsigned long long address, const Piece& p) {
-    asm volatile("st.global.cg.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(p.x), "r"(p.y), "r"(p.z), "r"(p.w)
-                 : "memory");
-}
-
 // first[i] becomes the number of rows in the lists before list i. Called by one whole warp.
 __device__ void sum_up_counts(const int* counts, unsigned num_lists, unsigned* first) {
     const unsigned lane = threadIdx.x % 32;

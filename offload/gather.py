@@ -10,7 +10,7 @@ from offload.cuda import cuda_kernel
 from offload.errors import OffloadError
 
 PIECE_BYTES = 16  # what a thread copies at once
-_SOURCE = Path(__file__).with_name("gather.cu")
+_SOURCES = tuple(Path(__file__).with_name(name) for name in ("intrinsics.cuh", "gather.cu"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class RowGather:
         self._num_blocks = num_blocks
         self._threads = threads
         defines = {"ROW_BYTES": row_bytes, "MAX_LISTS": max_lists, "THREADS": threads, "IN_FLIGHT": in_flight}
-        self._kernel = cuda_kernel((_SOURCE,), "gather_rows", defines)
+        self._kernel = cuda_kernel(_SOURCES, "gather_rows", defines)
 
     def __repr__(self) -> str:
         return f"<RowGather {self.row_bytes}-byte rows, {self._num_blocks} blocks of {self._threads} threads>"

@@ -1,223 +1,167 @@
 // What the blocks that decide about one KV head share, and which of its slots go when rows want them.
 //
 // An age is a byte: 0 no slot (padding), 1 used by this step, n: n - 1 steps ago, 126 or longer, 127 never used.
+// Time goes by instructions issued here, not by bytes: little work is spread over many threads.
 
 constexpr int kWarps = THREADS / 32;
 constexpr int kAges = 128;
-constexpr int kNoSlot = 0, kUsedNow = 1, kOldest = 126, kNeverUsed = 127;
-constexpr unsigned kEach = 0x01010101u;  // of four bytes
+constexpr unsigned kUsedNow = 1;
 
-// What a thread holds of its warp's entries and slots: every 32nd. Loops over them go by groups of kInFlight rounds,
-// whose loads are under way at the same time. They stay in registers as long as they are few.
-constexpr int kInFlight = 4;
+// What a thread holds of its warp's slots and entries: every 32nd. Loops go over them in rounds; few rounds are
+// unrolled, so that what a thread holds stays in registers.
 constexpr int kFewRounds = 16;
 constexpr int kWarpSlots = BLOCK_SLOTS / kWarps;
 constexpr int kSlotRounds = kWarpSlots / 32;
-constexpr int kUnrolledSlots = kSlotRounds <= kFewRounds ? kSlotRounds : kInFlight;
-
-// What a block tells the others.
-struct alignas(16) Published {
-    unsigned num_of_age[kAges / 2];  // its slots, two 16-bit counts in a word
-    int num_takers;                  // its entries whose rows want slots
-};
+constexpr int kUnrolledSlots = kSlotRounds <= kFewRounds ? kSlotRounds : 4;
 
 struct Shared {
-    int rows[MAX_BATCH], num_rows;  // of the batch that continue this context
-    Published here;
-    uint4 num_of_age[CLUSTER][kAges / 8];  // of all blocks
-    int takers[CLUSTER], older[CLUSTER], equal[CLUSTER], first_replaced[CLUSTER];
-    int takers_of[kWarps], older_of[kWarps], equal_of[kWarps];  // of a warp's entries, of its slots
-    unsigned of_warp[kAges / 32];
+    alignas(16) unsigned num_of_age[kAges];  // slots of this block; other blocks read it
+    int num_takers;                          // entries of this block whose rows want slots; other blocks read it
+    uint4 all_ages[CLUSTER][kAges / 4];      // `num_of_age` of all blocks
+    int takers[CLUSTER], older[CLUSTER], equal[CLUSTER];         // of all blocks
+    int takers_of[kWarps], older_of[kWarps], equal_of[kWarps];  // of this block's warps
+    int of_warp[kAges / 32];
     int threshold, equal_quota;  // replaced: every slot older than the threshold, and so many of that age
+    int rows[BATCH], num_rows;   // of the batch that continue this context
     int num_found, num_missing, num_served;  // of this block's entries, for the statistics
 };
 
-// The block's part of the dynamic shared memory.
-struct Slots {
-    unsigned char ages[BLOCK_SLOTS];
-    unsigned short replaced[BLOCK_SLOTS];        // by number, counted from the block's first slot
-    unsigned used[CLUSTER * BLOCK_SLOTS / 32];  // a bit for every slot of the head that this block's entries use
+// The block's dynamic shared memory.
+struct alignas(16) Slots {
+    unsigned ages[BLOCK_SLOTS / 4];             // four in a word
+    unsigned used[CLUSTER * BLOCK_SLOTS / 32];  // a bit for every slot of the head: this block's entries use it
+    int replaced[BLOCK_SLOTS];  // the slots that go, by number: the nth is in block n % CLUSTER at n / CLUSTER
 };
 
-// What a block works on: one KV head of one context in one layer, and the batch that selects from it.
-struct Head {
-    int* slot_of_key;  // [CAPACITY], -1: not on the device
-    int* key_of_slot;  // [NUM_SLOTS], -1: empty
-    uint4* ages;       // this block's [BLOCK_SLOTS] bytes
-    const int* kv_indices;
-    const int* valid_len;
-    int* ids;
-    int* to_rows;    // [NUM_SLOTS] of this list: the slots that are replaced
-    int* from_rows;  // [NUM_SLOTS] of this list: the keys that move there
-    int kv_head;
-    bool several;    // lists are more than one: they may want the same row
-    int begin, end;  // this warp's entries: places in the lists of all rows of the context, one after the other
+struct Place {
     unsigned rank, warp, lane;
 };
 
-// Over the warps before this one. Called by whole warps, after a barrier.
-__device__ __forceinline__ int sum_before_warp(const int* per_warp, const Head& h) {
-    return __reduce_add_sync(kAll, h.lane < h.warp ? per_warp[h.lane] : 0);
+// Over the warps, or the blocks, before this one. Called by whole warps, after a barrier.
+__device__ __forceinline__ int sum_before(const int* values, unsigned num, unsigned lane) {
+    return __reduce_add_sync(kAll, lane < num ? values[lane] : 0);
 }
-__device__ __forceinline__ int lanes_before(unsigned ballot, const Head& h) {
-    return __popc(ballot & ((1u << h.lane) - 1));
+__device__ __forceinline__ int lanes_before(unsigned ballot, unsigned lane) {
+    return __popc(ballot & ((1u << lane) - 1));
 }
 
-// Starts to load what this block must know of its slots; ages are there after `cp.async.wait_all` and a barrier.
-__device__ __forceinline__ void load_slots(const Head& h, Slots& slots, int (&old_key)[kSlotRounds]) {
+// Starts to load the ages of this block's slots; they are there after `wait_for_copies` and a barrier.
+__device__ __forceinline__ void load_ages(const uint4* slot_ages, Slots& slots) {
+#pragma unroll 1
     for (unsigned i = threadIdx.x; i < BLOCK_SLOTS / 16; i += THREADS)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
-                         (unsigned)__cvta_generic_to_shared(slots.ages + 16 * i)),
-                     "l"(h.ages + i)
-                     : "memory");
-#pragma unroll kUnrolledSlots
-    for (int round = 0; round < kSlotRounds; ++round) {
-        const int slot = h.rank * BLOCK_SLOTS + h.warp * kWarpSlots + 32 * round + h.lane;
-        old_key[round] = slot < NUM_SLOTS ? h.key_of_slot[slot] : -1;
-    }
+        start_copy(slots.ages + 4 * i, slot_ages + i);
 }
 
-// Four ages, a step later.
+// Four ages, a step later: those from 1 to 125 grow.
 __device__ __forceinline__ unsigned older(unsigned ages) {
-    const unsigned fixed = __vcmpeq4(ages, kEach * kNoSlot) | __vcmpeq4(ages, kEach * kNeverUsed);
-    return (ages & fixed) | (__vminu4(ages + kEach, kEach * kOldest) & ~fixed);
+    return ages + ((ages + 0x7f7f7f7fu & ~(ages + 0x02020202u)) >> 7 & 0x01010101u);
 }
 
-// A step later all ages have grown, but for slots that some block's entries use. Counts the ages of the others.
-__device__ __forceinline__ void age_slots(const Head& h, Shared& s, Slots& slots) {
+// A step later all slots are older, but for those that some block's entries use. Counts the ages of the others.
+__device__ __forceinline__ void age_slots(const Place& at, Shared& s, Slots& slots) {
+#pragma unroll 1
     for (unsigned i = threadIdx.x; i < BLOCK_SLOTS / 4; i += THREADS) {
-        const unsigned first = h.rank * BLOCK_SLOTS + 4 * i;
+        const unsigned* bits = slots.used + (at.rank * BLOCK_SLOTS + 4 * i) / 32;
         unsigned used[CLUSTER], by_any = 0;
 #pragma unroll
-        for (unsigned rank = 0; rank < CLUSTER; ++rank) used[rank] = load_in_block(&slots.used[first / 32], rank);
-        unsigned ages = older(((const unsigned*)slots.ages)[i]);
+        for (unsigned rank = 0; rank < CLUSTER; ++rank) used[rank] = load_in_block(bits, rank);
+        unsigned ages = older(slots.ages[i]);
 #pragma unroll
         for (unsigned rank = 0; rank < CLUSTER; ++rank) by_any |= used[rank];
-        const unsigned bits = by_any >> first % 32 & 15;
-        const unsigned mask = (bits & 1 | (bits & 2) << 7 | (bits & 4) << 14 | (bits & 8) << 21) * 255;
-        ages = (ages & ~mask) | (kEach * kUsedNow & mask);
-        ((unsigned*)slots.ages)[i] = ages;
+        by_any = by_any >> 4 * i % 32 & 15;
+        const unsigned now = (by_any & 1) | (by_any & 2) << 7 | (by_any & 4) << 14 | (by_any & 8) << 21;
+        ages = (ages & ~(now * 255)) | now * kUsedNow;
+        slots.ages[i] = ages;
 #pragma unroll
-        for (int j = 0; j < 4; ++j, ages >>= 8) {
-            const unsigned age = ages & 255;
-            if (age > kUsedNow) atomicAdd(&s.here.num_of_age[age / 2], 1u << 16 * (age % 2));
+        for (int j = 0; j < 4; ++j) {
+            const unsigned age = ages >> 8 * j & 255;
+            if (age > kUsedNow) atomicAdd(&s.num_of_age[age], 1);
         }
     }
 }
 
-__device__ __forceinline__ unsigned num_of_age(const Shared& s, unsigned rank, int age) {
-    return ((const unsigned short*)s.num_of_age[rank])[age];
-}
-
 // Which slots go when all takers of the cluster want one; returns how many get one: all, if so many slots are unused.
-// `taken` becomes the number of takers in blocks of lower rank.
-__device__ __forceinline__ int find_threshold(const Head& h, Shared& s, int& taken) {
-    constexpr int kParts = kAges / 8;
-    for (int i = threadIdx.x; i < CLUSTER * kParts; i += THREADS)
-        s.num_of_age[i / kParts][i % kParts] = load_four_in_block(&s.here.num_of_age[i % kParts * 4], i / kParts);
-    if (threadIdx.x >= THREADS - CLUSTER) {
-        const unsigned rank = THREADS - 1 - threadIdx.x;
-        s.takers[rank] = load_in_block(&s.here.num_takers, rank);
+__device__ __forceinline__ int find_threshold(const Place& at, Shared& s) {
+#pragma unroll 1
+    for (unsigned i = threadIdx.x; i < CLUSTER * (kAges / 4); i += THREADS) {
+        const unsigned rank = i / (kAges / 4), part = i % (kAges / 4);
+        s.all_ages[rank][part] = load_four_in_block(s.num_of_age + 4 * part, rank);
+        if (part == 0) s.takers[rank] = load_in_block(&s.num_takers, rank);
     }
     __syncthreads();
-    const int takers = h.lane < CLUSTER ? s.takers[h.lane] : 0, age = kAges - 1 - (int)threadIdx.x;  // the oldest first
-    taken = __reduce_add_sync(kAll, h.lane < h.rank ? takers : 0);
-    const unsigned num_wanted = __reduce_add_sync(kAll, takers);
-    unsigned num = 0;
-    if (age >= 0)
+    const int age = kAges - 1 - (int)threadIdx.x;  // the oldest first
+    int num = 0, num_older = 0;
+    if (age >= 0) {
 #pragma unroll
-        for (unsigned rank = 0; rank < CLUSTER; ++rank) num += num_of_age(s, rank, age);
-    unsigned num_older = num;
-    for (unsigned step = 1; step < 32; step *= 2) {
-        const unsigned before = __shfl_up_sync(kAll, num_older, step);
-        if (h.lane >= step) num_older += before;
+        for (unsigned rank = 0; rank < CLUSTER; ++rank) num += ((const int*)s.all_ages[rank])[age];
+        num_older = num;
+#pragma unroll
+        for (unsigned step = 1; step < 32; step *= 2) {
+            const int before = __shfl_up_sync(kAll, num_older, step);
+            if (at.lane >= step) num_older += before;
+        }
+        if (at.lane == 31) s.of_warp[at.warp] = num_older;
+        num_older -= num;
     }
-    if (age >= 0 && h.lane == 31) s.of_warp[h.warp] = num_older;
-    num_older -= num;
     __syncthreads();
-    unsigned num_unused = 0;
-#pragma unroll
-    for (unsigned warp = 0; warp < kAges / 32; ++warp) {
-        if (warp < h.warp) num_older += s.of_warp[warp];
-        num_unused += s.of_warp[warp];
-    }
-    const unsigned num_moved = min(num_wanted, num_unused);
-    if (age >= 0 && num_older < num_moved && num_older + num >= num_moved) {
-        s.threshold = age;
-        s.equal_quota = num_moved - num_older;
+    const int num_wanted = sum_before(s.takers, CLUSTER, at.lane);
+    const int num_moved = min(num_wanted, sum_before(s.of_warp, kAges / 32, at.lane));
+    if (age >= 0) {
+        num_older += sum_before(s.of_warp, at.warp, at.lane);
+        if (num_older < num_moved && num_older + num >= num_moved) {
+            s.threshold = age;
+            s.equal_quota = num_moved - num_older;
+        }
     }
     __syncthreads();
     return num_moved;
 }
 
-// How many slots go before each block's, and how many of the threshold's age are in blocks of lower rank.
-__device__ __forceinline__ void find_first_replaced(const Head& h, Shared& s, int& equal_below) {
-    for (unsigned rank = h.warp; rank < CLUSTER; rank += kWarps) {
-        int num_older = 0;
-#pragma unroll
-        for (int age = h.lane; age < kAges; age += 32) num_older += age > s.threshold ? num_of_age(s, rank, age) : 0;
-        num_older = __reduce_add_sync(kAll, num_older);
-        if (h.lane == 0) s.older[rank] = num_older;
-        if (h.lane == 0) s.equal[rank] = s.threshold < kAges ? num_of_age(s, rank, s.threshold) : 0;
-    }
-    __syncthreads();
-    int num_older = 0, num_equal = 0;
-#pragma unroll
-    for (unsigned rank = 0; rank < CLUSTER; ++rank) {
-        if (rank == h.rank) equal_below = num_equal;
-        if (threadIdx.x == rank) s.first_replaced[rank] = num_older + min(num_equal, s.equal_quota);
-        num_older += s.older[rank];
-        num_equal += s.equal[rank];
+// Each block's slots older than the threshold, and of its age.
+__device__ __forceinline__ void count_replaced(const Place& at, Shared& s) {
+    for (unsigned rank = at.warp; rank < CLUSTER; rank += kWarps) {
+        const uint4 num = s.all_ages[rank][at.lane];
+        const int over = s.threshold - 4 * (int)at.lane;  // the threshold's place among this lane's four ages
+        const unsigned older = (over < 0 ? num.x : 0) + (over < 1 ? num.y : 0) + (over < 2 ? num.z : 0) +
+                               (over < 3 ? num.w : 0);
+        const unsigned sum = __reduce_add_sync(kAll, older);
+        if (over >= 0 && over < 4) s.equal[rank] = over == 0 ? num.x : over == 1 ? num.y : over == 2 ? num.z : num.w;
+        if (at.lane == 0) s.older[rank] = sum;
     }
 }
 
-// Lists this block's slots that go, by number. Of the keys in this thread's slots, leaves those that go.
-__device__ __forceinline__ void replace_slots(const Head& h, Shared& s, Slots& slots, int (&old_key)[kSlotRounds]) {
-    const int begin = h.warp * kWarpSlots, threshold = s.threshold;
-    int num_older = 0, num_equal = 0, equal_below;
+// Lists the slots that go; the list is complete after a barrier. Of the keys in this thread's slots, leaves theirs.
+__device__ __forceinline__ void replace_slots(const Place& at, Shared& s, Slots& slots, int (&old_key)[kSlotRounds]) {
+    unsigned char* ages = (unsigned char*)slots.ages + at.warp * kWarpSlots + at.lane;
+    const int threshold = s.threshold, quota = s.equal_quota;
+    int num_older = 0, num_equal = 0;
 #pragma unroll kUnrolledSlots
     for (int round = 0; round < kSlotRounds; ++round) {
-        const int age = slots.ages[begin + 32 * round + h.lane];
-        num_older += age > threshold;
-        num_equal += age == threshold;
+        num_older += __popc(__ballot_sync(kAll, ages[32 * round] > threshold));
+        num_equal += __popc(__ballot_sync(kAll, ages[32 * round] == threshold));
     }
-    num_older = __reduce_add_sync(kAll, num_older);
-    num_equal = __reduce_add_sync(kAll, num_equal);
-    if (h.lane == 0) {
-        s.older_of[h.warp] = num_older;
-        s.equal_of[h.warp] = num_equal;
+    if (at.lane == 0) {
+        s.older_of[at.warp] = num_older;
+        s.equal_of[at.warp] = num_equal;
     }
-    find_first_replaced(h, s, equal_below);
-    const int quota = max(0, s.equal_quota - equal_below);  // what blocks of lower rank leave
-    num_older = sum_before_warp(s.older_of, h);
-    num_equal = sum_before_warp(s.equal_of, h);
+    count_replaced(at, s);
+    __syncthreads();
+    num_older = sum_before(s.older, at.rank, at.lane) + sum_before(s.older_of, at.warp, at.lane);
+    num_equal = sum_before(s.equal, at.rank, at.lane) + sum_before(s.equal_of, at.warp, at.lane);
 #pragma unroll kUnrolledSlots
     for (int round = 0; round < kSlotRounds; ++round) {
-        const int i = begin + 32 * round + (int)h.lane, age = slots.ages[i];
+        const int age = ages[32 * round];
         const unsigned older = __ballot_sync(kAll, age > threshold), equal = __ballot_sync(kAll, age == threshold);
-        const int equal_before = num_equal + lanes_before(equal, h);
+        const int equal_before = num_equal + lanes_before(equal, at.lane);
         if (age > threshold || (age == threshold && equal_before < quota)) {
-            slots.replaced[num_older + lanes_before(older, h) + min(equal_before, quota)] = i;
-            slots.ages[i] = kUsedNow;
+            const unsigned nth = num_older + lanes_before(older, at.lane) + min(equal_before, quota);
+            const int slot = at.rank * BLOCK_SLOTS + at.warp * kWarpSlots + 32 * round + at.lane;
+            store_in_block(slots.replaced + nth / CLUSTER, nth % CLUSTER, slot);
+            ages[32 * round] = kUsedNow;
         } else {
             old_key[round] = -1;
         }
         num_older += __popc(older);
         num_equal += __popc(equal);
     }
-}
-
-// The nth of all slots that go.
-__device__ __forceinline__ int replaced_slot(const Shared& s, const Slots& slots, int nth) {
-    unsigned rank = 0;
-#pragma unroll
-    for (unsigned higher = 1; higher < CLUSTER; ++higher) rank += nth >= s.first_replaced[higher];
-    return rank * BLOCK_SLOTS + load_short_in_block(&slots.replaced[nth - s.first_replaced[rank]], rank);
-}
-
-__device__ __forceinline__ void store_slots(const Head& h, const Slots& slots, const int (&old_key)[kSlotRounds]) {
-    for (unsigned i = threadIdx.x; i < BLOCK_SLOTS / 16; i += THREADS) h.ages[i] = ((const uint4*)slots.ages)[i];
-#pragma unroll kUnrolledSlots
-    for (int round = 0; round < kSlotRounds; ++round)
-        if (old_key[round] >= 0) h.slot_of_key[old_key[round]] = -1;
 }

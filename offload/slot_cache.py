@@ -10,16 +10,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from offload.cuda import cuda_kernel
+from offload.cuda import CudaKernel, cuda_kernel
 from offload.errors import OffloadError
 from offload.gather import RowGather, RowLists, make_row_lists
 
 NEVER_USED = 127  # the age of an empty slot; `slot_ages.cuh` has the others
 _CLUSTER = 8  # blocks that decide about one KV head
 _THREADS = 512
-MAX_SLOTS = 400_000  # what fits the shared memory of a cluster
+MAX_SLOTS = 290_000  # what fits the shared memory of a cluster
 _LIST_SETS = 3  # lookups whose lists and ids live at the same time
-_SOURCES = tuple(Path(__file__).with_name(name) for name in ("cluster.cuh", "slot_ages.cuh", "slot_cache.cu"))
+_SOURCES = tuple(Path(__file__).with_name(name) for name in ("intrinsics.cuh", "slot_ages.cuh", "slot_cache.cu"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +109,7 @@ class SlotCache:
         self._lists = [make_row_lists(num_lists, shape.num_slots, device) for _ in range(_LIST_SETS)]
         self._ids = full((_LIST_SETS, shape.max_batch, shape.num_index_heads, shape.max_top_k), -1)
         self._num_lookups = 0
-        self._kernel = cuda_kernel(_SOURCES, "look_up_rows", _defines(shape), _shared_bytes(shape))
+        self._kernels = {1: _kernel(shape, 1)}
         self._gather = RowGather(shape.row_bytes, num_lists)
 
     def __repr__(self) -> str:
@@ -152,7 +152,9 @@ class SlotCache:
         turn = self._num_lookups % _LIST_SETS
         self._num_lookups += 1
         lists, ids = _first_lists(self._lists[turn], batch * shape.num_kv_heads), self._ids[turn, :batch]
-        self._kernel.launch(
+        if batch not in self._kernels:
+            self._kernels[batch] = _kernel(shape, batch)
+        self._kernels[batch].launch(
             (_CLUSTER, shape.num_kv_heads, batch),
             _THREADS,
             kv_indices,
@@ -213,13 +215,8 @@ def _first_lists(lists: RowLists, num_lists: int) -> RowLists:
     )
 
 
-def _shared_bytes(shape: SlotCacheShape) -> int:
-    """`Slots` of slot_ages.cuh: an age, a place in the list of replaced slots, and a bit for each of all blocks."""
-    return shape.block_slots * 3 + _CLUSTER * shape.block_slots // 8
-
-
-def _defines(shape: SlotCacheShape) -> dict[str, int]:
-    return {
+def _kernel(shape: SlotCacheShape, batch: int) -> CudaKernel:
+    defines = {
         "THREADS": _THREADS,
         "CLUSTER": _CLUSTER,
         "NUM_KV_HEADS": shape.num_kv_heads,
@@ -228,6 +225,9 @@ def _defines(shape: SlotCacheShape) -> dict[str, int]:
         "NUM_SLOTS": shape.num_slots,
         "CAPACITY": shape.context_capacity,
         "ROW_BYTES": shape.row_bytes,
-        "MAX_BATCH": shape.max_batch,
+        "BATCH": batch,
         "BLOCK_SLOTS": shape.block_slots,
     }
+    # an age, a place in the list of replaced slots, and a bit for each slot of all blocks
+    shared_bytes = shape.block_slots * 5 + _CLUSTER * shape.block_slots // 8
+    return cuda_kernel(_SOURCES, "look_up_rows", defines, shared_bytes)

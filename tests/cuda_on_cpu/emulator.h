@@ -1,9 +1,14 @@
 // Runs the kernels of this project on a CPU: a block's threads are fibers that take turns at every barrier and every
-// exchange within a warp, blocks run one after the other. It finds wrong results, not races between blocks.
+// exchange within a warp. Blocks run one after the other, those of a cluster side by side, each in a thread of the system
+// whose thread-local variables are the block's shared memory.
 //
-// Defined by whoever includes it: THREADS, SHARED_BYTES.
+// Defined by whoever includes it: THREADS, SHARED_BYTES, and CLUSTER where a kernel has clusters.
 
+#include <pthread.h>
+#include <sched.h>
 #include <ucontext.h>
+
+#include <atomic>
 
 #include <cmath>
 #include <cstdint>
@@ -14,7 +19,12 @@
 #define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
-#define __shared__ static
+#define __cluster_dims__(...)
+#define __restrict__
+#define __shared__ static thread_local
+#ifndef CLUSTER
+#define CLUSTER 1
+#endif
 
 template <class T> static inline T min(T a, T b) { return b < a ? b : a; }
 template <class T> static inline T max(T a, T b) { return a < b ? b : a; }
@@ -25,8 +35,9 @@ struct float4 { float x, y, z, w; };
 static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
-static dim3 threadIdx, blockIdx, gridDim;
-static uint4 emulated_shared[SHARED_BYTES / 16 + 1];
+static thread_local dim3 threadIdx, blockIdx;
+static dim3 gridDim;
+static thread_local uint4 emulated_shared[SHARED_BYTES / 16 + 1];
 
 // fibers
 
@@ -36,8 +47,8 @@ struct Fiber {
     bool done;
     char stack[STACK_BYTES];
 };
-static Fiber fibers[THREADS];
-static ucontext_t scheduler;
+static thread_local Fiber* fibers;  // [THREADS]
+static thread_local ucontext_t scheduler;
 static void (*thread_body)();
 
 static void pause_thread() { swapcontext(&fibers[threadIdx.x].context, &scheduler); }
@@ -64,6 +75,7 @@ static void run_block() {
             swapcontext(&scheduler, &fibers[t].context);
             alive = true;
         }
+        if (CLUSTER > 1) sched_yield();  // a barrier may wait for another block
     }
 }
 
@@ -87,13 +99,35 @@ struct Barrier {
         }
     }
 };
-static Barrier whole_block{0, THREADS};
-static Barrier warps[THREADS / 32];
+static thread_local Barrier whole_block{0, THREADS};
+static thread_local Barrier warps[THREADS / 32];
 static inline void __syncthreads() { whole_block.wait(); }
+static inline void __syncwarp() { warps[threadIdx.x / 32].wait(); }
+
+// The barrier of a cluster, in two halves; all threads take part.
+static std::atomic<int> cluster_arrived, cluster_round;
+static inline int arrive_at_cluster() {
+    const int round = cluster_round;
+    if (++cluster_arrived == CLUSTER * THREADS) {
+        cluster_arrived = 0;
+        ++cluster_round;
+    }
+    return round;
+}
+static inline void wait_for_cluster(int round) {
+    while (cluster_round == round) pause_thread();
+}
+
+// What another block has at the same place of its shared memory: thread-local variables of one library lie alike.
+static thread_local char anchor;
+static char* anchors[CLUSTER];
+template <class T> static inline T* in_block(const T* here, int rank) {
+    return reinterpret_cast<T*>(anchors[rank] + (reinterpret_cast<const char*>(here) - &anchor));
+}
 
 // exchanges within a warp, of all 32 lanes
 
-static uint64_t exchanged[THREADS / 32][32];
+static thread_local uint64_t exchanged[THREADS / 32][32];
 template <class T, class F> static inline auto exchange(T value, F use) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     std::memcpy(&exchanged[warp][lane], &value, sizeof value);
@@ -139,13 +173,42 @@ static inline float __fmul_rn(float a, float b) { volatile float product = a * b
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 static inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
 static inline int __ffs(unsigned x) { return __builtin_ffs(x); }
+static inline unsigned __ballot_sync(unsigned, bool value) {
+    return exchange<unsigned>(value, [](auto of_lane, int) {
+        unsigned bits = 0;
+        for (int i = 0; i < 32; ++i) bits |= of_lane(i) << i;
+        return bits;
+    });
+}
+static inline bool __any_sync(unsigned mask, bool value) { return __ballot_sync(mask, value) != 0; }
 static inline unsigned __vmaxu2(unsigned a, unsigned b) {
     return max(a & 0xffffu, b & 0xffffu) | max(a >> 16, b >> 16) << 16;
 }
 template <class T> static inline T __ldg(const T* place) { return *place; }
 template <class T> static inline T __ldcg(const T* place) { return *place; }
-template <class T> static inline T atomicAdd(T* place, T value) { const T old = *place; *place += value; return old; }
-static inline unsigned atomicOr(unsigned* place, unsigned value) { const unsigned old = *place; *place |= value; return old; }
+template <class T> static inline T atomicAdd(T* place, std::common_type_t<T> value) {
+    return __atomic_fetch_add(place, value, __ATOMIC_SEQ_CST);
+}
+template <class T> static inline T atomicOr(T* place, std::common_type_t<T> value) {
+    return __atomic_fetch_or(place, value, __ATOMIC_SEQ_CST);
+}
+template <class T, class F> static inline T exchange_if(T* place, F wanted) {
+    T old = __atomic_load_n(place, __ATOMIC_SEQ_CST);
+    while (!__atomic_compare_exchange_n(place, &old, wanted(old), false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {}
+    return old;
+}
+template <class T> static inline T atomicMin(T* place, std::common_type_t<T> value) {
+    return exchange_if(place, [=](T old) { return value < old ? value : old; });
+}
+template <class T> static inline T atomicMax(T* place, std::common_type_t<T> value) {
+    return exchange_if(place, [=](T old) { return value > old ? value : old; });
+}
+template <class T> static inline T atomicExch(T* place, std::common_type_t<T> value) {
+    return __atomic_exchange_n(place, value, __ATOMIC_SEQ_CST);
+}
+template <class T> static inline T atomicCAS(T* place, std::common_type_t<T> compare, std::common_type_t<T> value) {
+    return exchange_if(place, [=](T old) { return old == compare ? value : old; });
+}
 
 // launches
 
@@ -160,16 +223,38 @@ template <class... A> struct Kernel {
     static void run_once() { call(std::index_sequence_for<A...>()); }
 };
 
+static void* run_in_cluster(void* place) {
+    blockIdx = *static_cast<dim3*>(place);
+    anchors[blockIdx.x % CLUSTER] = &anchor;
+    fibers = new Fiber[THREADS];
+    for (int warp = 0; warp < THREADS / 32; ++warp) warps[warp] = {warp * 32, 32};
+    std::memset(emulated_shared, 0xff, sizeof emulated_shared);
+    static pthread_barrier_t all_are_here = [] {
+        pthread_barrier_t barrier;
+        pthread_barrier_init(&barrier, nullptr, CLUSTER);
+        return barrier;
+    }();
+    pthread_barrier_wait(&all_are_here);
+    run_block();
+    pthread_barrier_wait(&all_are_here);  // a block's shared memory stays as long as its cluster
+    delete[] fibers;
+    return nullptr;
+}
+
 template <class... A> static void launch(void (*kernel)(A...), const int* grid, void** args) {
     Kernel<A...>::function = kernel;
     thread_body = Kernel<A...>::run_once;
     kernel_args = args;
     gridDim = {grid[0], grid[1], grid[2]};
-    for (int warp = 0; warp < THREADS / 32; ++warp) warps[warp] = {warp * 32, 32};
-    for (blockIdx.z = 0; blockIdx.z < grid[2]; ++blockIdx.z)
-        for (blockIdx.y = 0; blockIdx.y < grid[1]; ++blockIdx.y)
-            for (blockIdx.x = 0; blockIdx.x < grid[0]; ++blockIdx.x) {
-                std::memset(emulated_shared, 0xff, sizeof emulated_shared);
-                run_block();
+    for (int z = 0; z < grid[2]; ++z)
+        for (int y = 0; y < grid[1]; ++y)
+            for (int x = 0; x < grid[0]; x += CLUSTER) {
+                pthread_t blocks[CLUSTER];
+                dim3 places[CLUSTER];
+                for (int rank = 0; rank < CLUSTER; ++rank) {
+                    places[rank] = {x + rank, y, z};
+                    pthread_create(&blocks[rank], nullptr, run_in_cluster, &places[rank]);
+                }
+                for (pthread_t block : blocks) pthread_join(block, nullptr);
             }
 }

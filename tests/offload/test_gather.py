@@ -1,13 +1,24 @@
 """Listed rows arrive where they should; nothing else is read or written."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 
+from offload import gather as module
 from offload.cuda import host_register, host_unregister
 from offload.errors import OffloadError
 from offload.gather import RowGather, RowLists, make_row_lists
+from tests.cuda_on_cpu import emulated
+from tests.cuda_on_cpu.emulated import DEVICE
 
-CUDA = torch.device("cuda")
+
+@pytest.fixture(autouse=True)
+def kernels(tmp_path_factory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU where there is no device."""
+    intrinsics = {module._SOURCES[0]: emulated.HERE / "offload_intrinsics.h"}
+    emulated.Emulator(tmp_path_factory.mktemp("kernels"), intrinsics).stand_in(monkeypatch, module)
 
 
 def test_rows_that_no_thread_can_copy_are_refused() -> None:
@@ -18,17 +29,29 @@ def test_rows_that_no_thread_can_copy_are_refused() -> None:
 def make_lists(counts: list[int], num_rows: int, sources: torch.Tensor, targets: torch.Tensor) -> RowLists:
     """Each list copies random rows of its own source to random rows of its own target."""
     capacity = max(*counts, 1)
-    lists = make_row_lists(len(counts), capacity, CUDA)
+    lists = make_row_lists(len(counts), capacity, DEVICE)
     lists.counts.copy_(torch.tensor(counts))
     lists.from_addresses.copy_(torch.tensor([source.data_ptr() for source in sources]))
     lists.to_addresses.copy_(torch.tensor([target.data_ptr() for target in targets]))
     for list_idx in range(len(counts)):
-        lists.from_rows[list_idx] = torch.randperm(num_rows, device=CUDA)[:capacity]
-        lists.to_rows[list_idx] = torch.randperm(num_rows, device=CUDA)[:capacity]
+        lists.from_rows[list_idx] = torch.randperm(num_rows, device=DEVICE)[:capacity]
+        lists.to_rows[list_idx] = torch.randperm(num_rows, device=DEVICE)[:capacity]
     return lists
 
 
-@pytest.mark.gpu
+@contextmanager
+def readable_for_device(rows: torch.Tensor) -> Iterator[None]:
+    """Pinned, where there is a device."""
+    if DEVICE.type == "cpu":
+        yield
+        return
+    host_register(rows.data_ptr(), rows.nbytes)
+    try:
+        yield
+    finally:
+        host_unregister(rows.data_ptr())
+
+
 @pytest.mark.parametrize("row_bytes", [16, 128, 256, 320, 512, 1024, 4096])
 @pytest.mark.parametrize(
     ("counts", "num_blocks"), [([0], 1), ([1], 1), ([0, 7, 0, 1009, 1, 0], 3), ([31, 32, 33] * 40, 16)]
@@ -38,7 +61,7 @@ def test_listed_rows_are_copied_and_no_others(row_bytes: int, counts: list[int],
     sources = torch.randn(len(counts), num_rows, row_bytes // 4)
     lists = make_lists(counts, num_rows, sources, sources)
     from_rows, to_rows = lists.from_rows.cpu().long(), lists.to_rows.cpu().long()
-    targets = torch.full_like(sources, -1.0, device=CUDA)
+    targets = torch.full_like(sources, -1.0, device=DEVICE)
     lists.to_addresses.copy_(torch.tensor([target.data_ptr() for target in targets]))
     wanted = torch.full_like(sources, -1.0)
     poisoned = torch.full_like(sources, float("nan"))
@@ -46,19 +69,14 @@ def test_listed_rows_are_copied_and_no_others(row_bytes: int, counts: list[int],
         wanted[i, to_rows[i, :count]] = sources[i, from_rows[i, :count]]
         poisoned[i, from_rows[i, :count]] = sources[i, from_rows[i, :count]]
     sources.copy_(poisoned)
-    host_register(sources.data_ptr(), sources.nbytes)
-    try:
-        gather = RowGather(row_bytes, max_lists=len(counts), num_blocks=num_blocks)
-        gather.launch(lists)
+    with readable_for_device(sources):
+        RowGather(row_bytes, max_lists=len(counts), num_blocks=num_blocks).launch(lists)
         assert torch.equal(targets.cpu(), wanted)
-    finally:
-        host_unregister(sources.data_ptr())
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("in_flight", [1, 2, 8])
 def test_how_many_loads_are_in_flight_changes_nothing(in_flight: int) -> None:
-    sources, targets = torch.randn(2, 500, 64, device=CUDA), torch.zeros(2, 500, 64, device=CUDA)
+    sources, targets = torch.randn(2, 500, 64, device=DEVICE), torch.zeros(2, 500, 64, device=DEVICE)
     lists = make_lists([499, 13], 500, sources, targets)
     RowGather(256, max_lists=2, num_blocks=2, threads=256, in_flight=in_flight).launch(lists)
     for i, count in enumerate([499, 13]):

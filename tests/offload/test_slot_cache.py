@@ -5,12 +5,25 @@ import pytest
 import torch
 from torch import Tensor
 
+from offload import gather, slot_cache
 from offload.cuda import host_register, host_unregister
 from offload.reference import ReferenceSlotCache
 from offload.slot_cache import SlotCache, SlotCacheShape, slot_cache_bytes
+from tests.cuda_on_cpu import emulated
+from tests.cuda_on_cpu.emulated import DEVICE
 from tests.offload.selections import make_step, masked
 
-CUDA = torch.device("cuda")
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory) -> emulated.Emulator:
+    intrinsics = {slot_cache._SOURCES[0]: emulated.HERE / "offload_intrinsics.h"}
+    return emulated.Emulator(tmp_path_factory.mktemp("kernels"), intrinsics)
+
+
+@pytest.fixture(autouse=True)
+def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU where there is no device."""
+    emulator.stand_in(monkeypatch, slot_cache, gather)
 
 
 def make_shape(**changes: int) -> SlotCacheShape:
@@ -50,7 +63,7 @@ def test_a_caches_bytes_are_what_it_allocates() -> None:
     shape = make_shape(num_slots=5000, context_capacity=20000)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    cache = SlotCache(shape, CUDA)
+    cache = SlotCache(shape, DEVICE)
     allocated = torch.cuda.memory_allocated() - before
     # torch rounds each of about twenty tensors up to 512 bytes
     assert slot_cache_bytes(cache.shape) <= allocated <= slot_cache_bytes(cache.shape) + 24 * 512
@@ -70,20 +83,26 @@ CASES = {
 }
 
 
-@pytest.mark.gpu
+def num_steps(shape: SlotCacheShape) -> int:
+    """As many as there is time for."""
+    if DEVICE.type == "cpu":
+        return 3 if shape.num_slots < 1000 else 1
+    return 40 if shape.num_slots < 1000 else 8
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_lookups_agree_with_the_definition(name: str, rng: np.random.Generator) -> None:
     shape = make_shape(**CASES[name])
-    cache = SlotCache(shape, CUDA)
+    cache = SlotCache(shape, DEVICE)
     reference = ReferenceSlotCache(shape.num_contexts, shape.num_kv_heads, shape.num_slots)
     context_lens = [shape.context_capacity, shape.context_capacity - 1][: shape.num_contexts]
     for context, context_len in enumerate(context_lens):
         cache.load_context(context, [4096 * (context + 1), 64 * (context + 1)], context_len)
     popularity = rng.standard_normal((shape.num_contexts, shape.num_index_heads, min(context_lens)))
-    for step_idx in range(40 if shape.num_slots < 1000 else 8):
+    for step_idx in range(num_steps(shape)):
         step = make_step(rng, popularity, shape.max_batch, shape.max_top_k)
         want_ids, want_moved = reference.look_up(*step)
-        lookup = cache.look_up(1, *(torch.from_numpy(part).cuda() for part in step))
+        lookup = cache.look_up(1, *(torch.from_numpy(part).to(DEVICE) for part in step))
         np.testing.assert_array_equal(lookup.ids.cpu().numpy(), want_ids, err_msg=f"step {step_idx}")
         cache.check()
         moved = lookup.moves
@@ -120,7 +139,7 @@ def wrong_rows(cache: SlotCache, ids: Tensor, rows: Tensor, keys: Tensor, contex
     num_index_heads = keys.shape[1]
     group = num_index_heads // cache.shape.num_kv_heads
     context = context_ids.clamp(min=0).long()[:, None, None]
-    head = (torch.arange(num_index_heads, device=CUDA) // group)[None, :, None]
+    head = (torch.arange(num_index_heads, device=DEVICE) // group)[None, :, None]
     cached = cache.rows[0][context, head, ids.clamp(min=0).long()]
     fresh = rows[context, head, keys.clamp(min=0).long()]
     right_row = (cached == fresh).flatten(-2).all(-1)
@@ -141,24 +160,24 @@ def test_thousands_of_replayed_steps_never_give_a_wrong_row(changes: dict[str, i
     """One captured graph: new random selections, lookup, gather from pinned memory, comparison with a fresh gather."""
     shape = make_shape(num_layers=1, **changes)
     host_rows = numbered_rows(shape)
-    rows = host_rows.cuda()
-    cache = SlotCache(shape, CUDA)
+    rows = host_rows.to(DEVICE)
+    cache = SlotCache(shape, DEVICE)
     host_register(host_rows.data_ptr(), host_rows.nbytes)
     try:
         for context in range(shape.num_contexts):
             cache.load_context(context, [host_rows[context].data_ptr()], shape.context_capacity)
-        popularity = torch.randn(shape.num_contexts, shape.num_index_heads, shape.context_capacity, device=CUDA)
-        num_wrong = torch.zeros((), dtype=torch.int64, device=CUDA)
+        popularity = torch.randn(shape.num_contexts, shape.num_index_heads, shape.context_capacity, device=DEVICE)
+        num_wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
         batch, heads, top_k = shape.max_batch, shape.num_index_heads, shape.max_top_k
 
         def step() -> None:
             popularity.mul_(0.95).add_(0.3 * torch.randn_like(popularity))
-            context_ids = torch.randint(-1 if batch > 1 else 0, shape.num_contexts, (batch,), device=CUDA).int()
+            context_ids = torch.randint(-1 if batch > 1 else 0, shape.num_contexts, (batch,), device=DEVICE).int()
             scores = popularity[context_ids.clamp(min=0).long()] + 0.2 * torch.randn(
-                batch, heads, popularity.shape[-1], device=CUDA
+                batch, heads, popularity.shape[-1], device=DEVICE
             )
-            valid_len = torch.randint(0, top_k + 1, (batch, heads), device=CUDA).int()
-            selected = torch.arange(top_k, device=CUDA) < valid_len[..., None]
+            valid_len = torch.randint(0, top_k + 1, (batch, heads), device=DEVICE).int()
+            selected = torch.arange(top_k, device=DEVICE) < valid_len[..., None]
             keys = torch.where(selected, scores.topk(top_k).indices, shape.context_capacity).sort().values
             keys = torch.where(keys < shape.context_capacity, keys, -1).int()
             ids = cache.fetch(0, keys, valid_len, context_ids)
@@ -169,7 +188,7 @@ def test_thousands_of_replayed_steps_never_give_a_wrong_row(changes: dict[str, i
         with torch.cuda.stream(stream):
             step()
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.DEVICEGraph()
         with torch.cuda.graph(graph):
             step()
         for _ in range(num_steps):
@@ -182,16 +201,15 @@ def test_thousands_of_replayed_steps_never_give_a_wrong_row(changes: dict[str, i
         host_unregister(host_rows.data_ptr())
 
 
-@pytest.mark.gpu
 def test_a_reloaded_context_is_not_mistaken_for_the_one_before(rng: np.random.Generator) -> None:
     shape = make_shape(num_layers=1, max_batch=2)
-    cache = SlotCache(shape, CUDA)
-    first, second = numbered_rows(shape, CUDA), -numbered_rows(shape, CUDA)
-    context_ids = torch.tensor([1, 0], dtype=torch.int32, device=CUDA)
+    cache = SlotCache(shape, DEVICE)
+    first, second = numbered_rows(shape, DEVICE), -numbered_rows(shape, DEVICE)
+    context_ids = torch.tensor([1, 0], dtype=torch.int32, device=DEVICE)
     popularity = rng.standard_normal((2, 2, 997))
     kv_indices, valid_len, _ = make_step(rng, popularity, 2, shape.max_top_k)
-    selection = torch.from_numpy(kv_indices).cuda(), torch.from_numpy(valid_len).cuda()
-    keys = torch.from_numpy(masked((kv_indices, valid_len, np.array([1, 0], np.int32)))[0]).cuda()
+    selection = torch.from_numpy(kv_indices).to(DEVICE), torch.from_numpy(valid_len).to(DEVICE)
+    keys = torch.from_numpy(masked((kv_indices, valid_len, np.array([1, 0], np.int32)))[0]).to(DEVICE)
     for context in range(2):
         cache.load_context(context, [first[context].data_ptr()], 997)
     cache.fetch(0, *selection, context_ids)

@@ -19,12 +19,12 @@ from csattn.search.device.indexes import into_tiles
 from csattn.search.workspace import empty_selection
 from csattn.selection import Selection
 from tests.cuda_on_cpu import emulated
+from tests.cuda_on_cpu.emulated import DEVICE
 from tests.search.synthetic import IndexSpec, make_index, make_queries
 
 SCALE = 0.2  # softmax_scale
 CONFIG = SearchConfig(keep=0.05, sink_len=4, window_len=16)
 ON_DEVICE = pytest.mark.gpu  # too much for the CPU
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +35,9 @@ def emulator(tmp_path_factory) -> emulated.Emulator:
 
 @pytest.fixture(autouse=True)
 def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE.type == "cuda":
-        return
-    if emulated.COMPILER is None:
-        pytest.skip("this machine has neither a CUDA device nor a C++ compiler to emulate one")
-    monkeypatch.setattr(run, "cuda_kernel", emulator.cuda_kernel)
-    monkeypatch.setattr(run, "_num_multiprocessors", lambda device: 6)
+    emulator.stand_in(monkeypatch, run)
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(run, "_num_multiprocessors", lambda device: 6)
 
 
 def search_on_device(

@@ -1,4 +1,4 @@
-// Blocks of one cluster: their barrier, and each other's shared memory.
+// The instructions that CUDA C has no name for. An emulator brings its own version of this file, and of nothing else.
 
 constexpr unsigned kAll = ~0u;
 
@@ -24,11 +24,6 @@ __device__ __forceinline__ unsigned load_in_block(const void* here, unsigned ran
     asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(in_block(here, rank)) : "memory");
     return value;
 }
-__device__ __forceinline__ unsigned load_short_in_block(const void* here, unsigned rank) {
-    unsigned short value;
-    asm volatile("ld.shared::cluster.u16 %0, [%1];" : "=h"(value) : "r"(in_block(here, rank)) : "memory");
-    return value;
-}
 __device__ __forceinline__ uint4 load_four_in_block(const void* here, unsigned rank) {
     uint4 value;
     asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -36,4 +31,31 @@ __device__ __forceinline__ uint4 load_four_in_block(const void* here, unsigned r
                  : "r"(in_block(here, rank))
                  : "memory");
     return value;
+}
+__device__ __forceinline__ void store_in_block(void* here, unsigned rank, unsigned value) {
+    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(in_block(here, rank)), "r"(value) : "memory");
+}
+
+// Copies into shared memory that go on behind a thread's back.
+__device__ __forceinline__ void start_copy(void* to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((unsigned)__cvta_generic_to_shared(to)), "l"(from)
+                 : "memory");
+}
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+struct Piece {
+    unsigned x, y, z, w;
+};
+
+// Rows are read once and never written while the kernel runs: no reason to keep them in L1.
+__device__ __forceinline__ Piece read_piece(unsigned long long address) {
+    Piece p;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(p.x), "=r"(p.y), "=r"(p.z), "=r"(p.w)
+                 : "l"(address));
+    return p;
+}
+__device__ __forceinline__ void write_piece(unsigned long long address, const Piece& p) {
+    asm volatile("st.global.cg.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(p.x), "r"(p.y), "r"(p.z), "r"(p.w)
+                 : "memory");
 }

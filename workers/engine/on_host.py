@@ -37,6 +37,7 @@ class SearchOnHost:
         self._mail = {batch_size: (_Mail(shape, batch_size), _Mail(shape, batch_size)) for batch_size in self._plans}
         self._indexes: dict[int, list[LayerIndex]] = {}
         self._contexts: list[int] = []  # of the rows of this step
+        self._waiting: list[LayerSearch] = []  # of the layer at hand; the pool runs one search at a time
 
     def __repr__(self) -> str:
         return f"<SearchOnHost {len(self._indexes)}/{self.shape.num_contexts} contexts, {self._pool!r}, {self.far!r}>"
@@ -58,7 +59,7 @@ class SearchOnHost:
         if not self.lookahead or layer_idx == 0:
             mail.send(q)
             self._start(layer_idx, mail)
-        self._pool.finish()
+        self._finish()
         if self.lookahead and layer_idx + 1 < self.shape.num_layers:
             self._start(layer_idx + 1, self._mail_of(layer_idx + 1, rows))
         plan = self._plans[rows.batch_size]
@@ -84,14 +85,23 @@ class SearchOnHost:
     def _start(self, layer_idx: int, mail: "_Mail") -> None:
         """Let the pool search for all rows of the step that are not idle."""
         queries = mail.receive()
-        searches = []
         for row, context_id in enumerate(self._contexts):
             if context_id >= 0:
                 index = self._indexes[context_id][layer_idx]
-                searches.append(self._search(queries[row : row + 1], index, mail.room(row, index.context_len)))
+                self._waiting.append(self._search(queries[row : row + 1], index, mail.room(row, index.context_len)))
             else:
                 mail.clear(row)
-        self._pool.start(searches)
+        self._waiting.reverse()
+        if self._waiting:
+            self._pool.start(self._waiting[-1])
+
+    def _finish(self) -> None:
+        """Return when all rows of the layer at hand have their selections."""
+        while self._waiting:
+            self._pool.finish()
+            self._waiting.pop()
+            if self._waiting:
+                self._pool.start(self._waiting[-1])
 
     def _search(self, q: NDArray[np.float32], index: LayerIndex, out: TokenSelections) -> LayerSearch:
         search = self.shape.search

@@ -60,8 +60,9 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# the other files of bench/ measure a GPU, or are parts of these
 bench: setup
-	for file in bench/[a-z]*.py; do $(BIN)/python "$$file" || exit 1; done
+	for name in search reduce_by_sort build accuracy; do $(BIN)/python -m "bench.$$name" || exit 1; done
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -36,6 +36,8 @@ def main() -> None:
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("bench.model_step measures a GPU, and there is no CUDA device here; run it on one")
     shape = shape_named(options.shape)
     with torch.no_grad():
         products = [row for size in options.batch_sizes for row in time_products(shape, size)]

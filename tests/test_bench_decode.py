@@ -1,17 +1,13 @@
 """The parts of `bench.decode` that are arithmetic: what it decodes with, its roofline, and how it keeps figures."""
 
 import ctypes
-import json
 
 import numpy as np
 import pytest
 import torch
 
 from bench.decode.baselines import StreamedAttention, full_attention_ways, reference_attention, relative_error
-from bench.decode.plots import draw_all
 from bench.decode.recorded import Recorded, WideIndex
-from bench.decode.report import tables
-from bench.decode.results import Results, merge_files
 from bench.decode.roofline import best_ratio, full_bytes, index_bytes, weight_bytes
 from bench.decode.sparse_op import SparseOp
 from bench.decode.steps import STEPS_BETWEEN_LAYERS, RecordedQueries
@@ -266,58 +262,3 @@ def test_streamed_attention_reads_a_layer_when_it_is_there_and_not_after_it_is_g
         assert relative_error(out, reference_attention(q, k, v)) < 0.02
     streamed.finish()
     assert relative_error(streamed.attend(0, q), outs[0]) == 0
-
-
-def make_content() -> dict[str, object]:
-    """A file's content with a case of every kind."""
-    machine = dict.fromkeys(("gpu", "driver", "cuda", "cpu", "torch", "triton"), "x") | {"cpus": 1}
-    ceilings = {"read_gbps": 4000.0, "copy_gbps": 4000.0, "h2d_gbps": 50.0}
-    cases = []
-    for context_len in (8192, 65536):
-        for kind in ("op", "e2e"):
-            key = {"kind": kind, "context_len": context_len, "batch_size": 1, "placement": "device"}
-            figures = {"p50_us": 100.0, "p99_us": 101.0, "moved_bytes": 10**6, "roofline_us": 10.0, "of_roofline": 0.1}
-            figures |= {"hbm_bytes": 10**9, "tokens_per_s": 10.0, "attention_us": 3.0}
-            parts = {"search": 20.0, "select": 10.0, "attend": 5.0}
-            moved = {"table": 10**5, "rows": 10**5}
-            cases += [
-                {**key, "variant": "full", "schedule": "none", **figures, "backend": "cudnn"},
-                {**key, "variant": "default", "schedule": "every step", **figures, "p50_us": 40.0}
-                | {"parts_us": parts, "moved_parts_bytes": moved},
-                {**key, "variant": "paper", "schedule": "every step", "refused": "no room for it"},
-            ]
-    header = {"machine": machine, "ceilings": ceilings, "shape": "llama-3.1-8b", "keep": 0.05}
-    return {**header, "cases": cases}
-
-
-def test_tables_give_ratios_and_say_what_was_refused():
-    text = tables(make_content())
-    ours = [line for line in text.splitlines() if "| csattn |" in line]
-    assert len(ours) == 4 and all("| 2.50 |" in line for line in ours)
-    assert text.count("no room for it") == 4
-
-
-def test_pictures_are_drawn_of_whatever_was_measured(tmp_path):
-    content = make_content()
-    assert len(draw_all(content, tmp_path)) == 4
-    content["cases"] = [case for case in content["cases"] if case["kind"] == "op"]
-    written = draw_all(content, tmp_path / "op")
-    assert [path.name for path in written] == ["decode-attention.png", "decode-split.png", "decode-speedup.png"]
-    assert all(path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" for path in written)
-
-
-def test_results_outlive_the_run_and_are_not_measured_twice(tmp_path):
-    path = tmp_path / "new" / "results.json"
-    key = {"kind": "op", "context_len": 8192, "batch_size": 1, "variant": "full", "placement": "device"}
-    first = Results(path, {"machine": "a"})
-    assert not first.has(**key)
-    first.add({**key, "p50_us": 1.0})
-    first.add({**key, "variant": "window", "refused": "no room"})
-    again = Results(path, {"machine": "b"})
-    assert again.has(**key) and not again.has(**{**key, "variant": "window"})
-    again.add({**key, "p50_us": 2.0})
-    assert json.loads(path.read_text())["machine"] == "b"
-    other = tmp_path / "other.json"
-    Results(other, {"machine": "c"}).add({**key, "p50_us": 3.0})
-    merged = merge_files([path, other])
-    assert sorted(case.get("p50_us", 0) for case in merged["cases"]) == [0, 3.0]

@@ -5,13 +5,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from index_build.pipeline import BuildProgress
+if TYPE_CHECKING:  # verbs that only look should not wait for torch, nor fail where it is broken
+    from index_build.pipeline import BuildProgress
 
 # Tables need room where nobody resizes a window: in pipes and logs.
 _WIDTH = None if sys.stdout.isatty() else 140
@@ -68,7 +69,7 @@ class BuildDisplay:
     def __exit__(self, *exc: object) -> None:
         self._bar.stop()
 
-    def __call__(self, progress: BuildProgress) -> None:
+    def __call__(self, progress: "BuildProgress") -> None:
         rows = progress.layer_idx * progress.total + progress.done
         all_rows = progress.num_layers * progress.total
         if self._first_rows is None:

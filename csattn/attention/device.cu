@@ -23,20 +23,6 @@ __device__ float4 merge(const float* parts, int quad, float& max, float& sum) {
     return merged;
 }
 
-__device__ void post(float* to, float4 x) {
-    asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
-                 : "memory");
-}
-
-__device__ float4 peek(const float* from) {
-    float4 x;
-    asm volatile("ld.relaxed.gpu.global.v4.f32 {%0,%1,%2,%3}, [%4];"
-                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-                 : "l"(from)
-                 : "memory");
-    return x;
-}
-
 __device__ bool absent(float4 x) {
     return __float_as_uint(x.x) == ABSENT || __float_as_uint(x.y) == ABSENT || __float_as_uint(x.z) == ABSENT ||
            __float_as_uint(x.w) == ABSENT;
@@ -130,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
         attention.clear();
 #pragma unroll 1
         for (int tile = first_tile(split); tile * TILE < total; tile += WARPS * NUM_SPLITS) {
-            asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
+            wait_for_copies<STAGES - 1>();
             __syncwarp();  // the other lanes' copies have arrived too
             attention.add(slot, total - tile * TILE, scale);
             __syncwarp();  // every lane has read the tile that the next copy replaces

@@ -13,6 +13,7 @@ from csattn.batch import DeviceSelection, StepRows
 from csattn.cuda import cuda_kernel
 from csattn.errors import ConfigError
 
+INTRINSICS = Path(__file__).with_name("intrinsics.cu")
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 MAX_GROUP_SIZE = 8  # query heads that share a selection: the columns of one tensor-core product
 MAX_HEAD_DIM = 256
@@ -76,7 +77,7 @@ class DeviceAttention:
         self._dtype = dtype
         self._scale = np.float32(softmax_scale * log2(np.e))  # the kernel's exponentials are powers of 2
 
-        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        num_sms = _num_multiprocessors(device)
         plan = _plan_blocks(num_sms, batch_size * num_index_heads, num_index_heads, num_q_heads, head_dim, dtype)
         self._plan = plan
         defines = {
@@ -88,10 +89,11 @@ class DeviceAttention:
             "ELEMENT_BYTES": dtype.itemsize,
             "NUM_SPLITS": plan.num_splits,
             "WARPS": plan.num_warps,
+            "THREADS": 32 * plan.num_warps,
             "STAGES": plan.num_stages,
         }
         math = "device_fp32.cu" if dtype == torch.float32 else "device_mma.cu"
-        sources = tuple(Path(__file__).with_name(name) for name in ("device_rows.cu", math, "device.cu"))
+        sources = tuple(INTRINSICS.with_name(name) for name in ("intrinsics.cu", "device_rows.cu", math, "device.cu"))
         self._kernel = cuda_kernel(sources, "attend_step", defines, plan.shared_bytes)
         # all ones: no part of a result has been posted
         posted_shape = (plan.num_items, num_q_heads // num_index_heads, head_dim + PART_ENDS)
@@ -190,3 +192,7 @@ def _require_supported(
         )
     if dtype not in ELEMENTS:
         raise ConfigError(f"attention on the device takes {', '.join(map(str, ELEMENTS))}, not {dtype}; cast the KV")
+
+
+def _num_multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -5,10 +5,9 @@
 // splits and, within a split, to the warps: what a warp adds up depends neither on the batch nor on where a row lies.
 //
 // Defined by the caller: HEAD_DIM, HEADS, NUM_INDEX_HEADS, NUM_KV_HEADS, ELEMENT (bf16, f16 or f32), ELEMENT_BYTES,
-// NUM_SPLITS, WARPS, STAGES.
+// NUM_SPLITS, WARPS, THREADS, STAGES.
 
 constexpr int TILE = 16;  // KV rows
-constexpr int THREADS = 32 * WARPS;
 constexpr int ROW_BYTES = 2 * HEAD_DIM * ELEMENT_BYTES;  // K, then V
 constexpr int CHUNKS = ROW_BYTES / 16;
 constexpr int PITCH = ROW_BYTES + 16;  // an odd number of chunks: the same chunk of 8 rows lies in 8 different banks
@@ -22,12 +21,6 @@ constexpr int PART = HEAD_DIM + 4;  // floats; keeps parts on 16 bytes
 constexpr int ENDS_AT = HEAD_DIM;
 
 #define MINUS_INFINITY __int_as_float(0xff800000)  // NVRTC has no math.h
-
-__device__ float exp2_of(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
 
 struct Unit {
     long long far, spill, resident, tail;  // addresses of the first row
@@ -91,11 +84,8 @@ __device__ void copy_next(unsigned slot, Tiles& tiles, int& id) {
 #pragma unroll
         for (int i = 0; i < COPIES; i++) {
             const int r = (i * 32 + lane) / CHUNKS, c = (i * 32 + lane) % CHUNKS;
-            // .ca, by way of L1, has more copies in flight than .cg
-            asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(slot + r * PITCH + c * 16),
-                         "l"(from[i] + c * 16), "r"(r < count ? 16 : 0)
-                         : "memory");
+            start_copy(slot + r * PITCH + c * 16, from[i] + c * 16, r < count ? 16 : 0);
         }
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    end_group();
 }

@@ -9,6 +9,7 @@ from torch import Tensor
 from csattn.attention.device import DeviceAttention, make_row_source
 from csattn.attention.device_reference import attend_step
 from csattn.batch import DeviceSelection, StepRows, make_device_selection, make_step_rows
+from tests.cuda_on_cpu.emulated import DEVICE
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
@@ -118,7 +119,7 @@ class OnDevice:
     """A step's tensors on the device, at fixed addresses, with the plan that attends to them."""
 
     def __init__(self, step: Step) -> None:
-        self.device = torch.device("cuda")
+        self.device = DEVICE
         shape = step.shape
         self.plan = DeviceAttention(
             batch_size=step.rows.batch_size,
@@ -135,7 +136,7 @@ class OnDevice:
         )
         self.q, self.tails = step.q.to(self.device), step.tails.to(self.device)
         on_device = [[kv.to(self.device) for kv in side] for side in (step.resident, step.far)]
-        self._kept = (*on_device, [kv.pin_memory() for kv in step.spill])
+        self._kept = (*on_device, [kv.pin_memory() if DEVICE.type == "cuda" else kv for kv in step.spill])
         self.resident, self.far, self.spill = (make_row_source(side, self.device) for side in self._kept)
         self.far_rows = DeviceSelection(
             step.far_rows.kv_indices.to(self.device), step.far_rows.valid_len.to(self.device)

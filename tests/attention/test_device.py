@@ -5,17 +5,40 @@ from dataclasses import replace
 import pytest
 import torch
 
-from csattn.attention import reference
+from csattn.attention import device, reference
 from csattn.attention.device import DeviceAttention, make_row_source
 from csattn.batch import DeviceSelection
 from csattn.errors import ConfigError
 from tests.attention.device_steps import OnDevice, Shape, assert_close, attend_on_device, make_kv, make_step
+from tests.cuda_on_cpu import emulated
+from tests.cuda_on_cpu.emulated import DEVICE
 
 CONTEXTS = [(300, 20), (77, 40), (500, 1)]  # context_len and resident_len
 MIXED = [(0, 5, 100), (1, 24, 17), (-1, 0, 0), (2, 1, 64), (0, 0, 1), (1, 3, 0)]  # context, tail_len, top_k
 LONG = Shape(num_q_heads=8, num_kv_heads=2, head_dim=128, dtype=torch.bfloat16, max_top_k=9000)
 LONG_CONTEXTS = [(12000, 40), (3000, 17), (20000, 40)]
 LONG_BATCH = [(0, 24, 9000), (1, 9, 1300), (-1, 0, 0), (2, 0, 4096), (2, 24, 129)]
+if DEVICE.type == "cpu":  # what is emulated is shorter, and has no tensor cores
+    LONG = replace(LONG, head_dim=32, dtype=torch.float32)
+    LONG_BATCH = [(0, 24, 2000), (1, 9, 1300), (-1, 0, 0), (2, 0, 1024), (2, 24, 129)]
+
+
+def on_tensor_cores(dtype: torch.dtype):
+    return pytest.param(dtype, marks=pytest.mark.gpu)
+
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory) -> emulated.Emulator:
+    intrinsics = {device.INTRINSICS: emulated.HERE / "attention_intrinsics.h"}
+    return emulated.Emulator(tmp_path_factory.mktemp("kernels"), intrinsics)
+
+
+@pytest.fixture(autouse=True)
+def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU where there is no device."""
+    emulator.stand_in(monkeypatch, device)
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(device, "_num_multiprocessors", lambda _: 5)
 
 
 def test_any_placement_of_a_contexts_rows_is_attention_over_all_of_them() -> None:
@@ -64,8 +87,7 @@ def test_a_shape_that_the_kernel_does_not_take_is_refused(changed: dict[str, obj
         DeviceAttention(**plan | changed, softmax_scale=1.0, device=torch.device("cuda"))  # type: ignore[arg-type]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, on_tensor_cores(torch.float16), on_tensor_cores(torch.bfloat16)])
 @pytest.mark.parametrize(
     ("num_q_heads", "num_kv_heads", "num_index_heads", "head_dim"),
     [(8, 2, 2, 128), (9, 3, 3, 64), (8, 2, 8, 64), (7, 1, 1, 80), (2, 2, 2, 16), (16, 2, 2, 256)],
@@ -84,8 +106,7 @@ def test_agrees_with_the_definition(
     assert_close(attend_on_device(step), step.wanted())
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, on_tensor_cores(torch.bfloat16)])
 def test_agrees_where_rows_are_cut_into_splits(dtype: torch.dtype) -> None:
     step = make_step(replace(LONG, dtype=dtype), LONG_CONTEXTS, LONG_BATCH, num_spilled=20)
     assert_close(attend_on_device(step), step.wanted())
@@ -99,7 +120,6 @@ def test_agrees_around_the_sizes_of_tiles_and_splits(num_rows: int) -> None:
     assert_close(attend_on_device(step), step.wanted())
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("num_contexts", [32, 33, 70])
 def test_agrees_where_each_row_has_a_context_of_its_own(num_contexts: int) -> None:
     contexts = [(50 + 3 * i, i % 5) for i in range(num_contexts)]
@@ -108,14 +128,12 @@ def test_agrees_where_each_row_has_a_context_of_its_own(num_contexts: int) -> No
     assert_close(attend_on_device(step), step.wanted())
 
 
-@pytest.mark.gpu
 def test_large_scores_do_not_overflow() -> None:
     step = make_step(Shape(), CONTEXTS, MIXED)
     step = replace(step, q=step.q * 300)
     assert_close(attend_on_device(step), step.wanted())
 
 
-@pytest.mark.gpu
 def test_a_rows_bits_do_not_depend_on_the_batch() -> None:
     step = make_step(LONG, LONG_CONTEXTS, LONG_BATCH, num_spilled=20)
     whole = attend_on_device(step)
@@ -123,7 +141,6 @@ def test_a_rows_bits_do_not_depend_on_the_batch() -> None:
         assert torch.equal(attend_on_device(step.take(batch_rows)), whole[batch_rows])
 
 
-@pytest.mark.gpu
 def test_a_rows_bits_do_not_depend_on_where_its_rows_lie() -> None:
     step = make_step(LONG, LONG_CONTEXTS, LONG_BATCH)
     want = attend_on_device(step)

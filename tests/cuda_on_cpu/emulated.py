@@ -65,7 +65,9 @@ class Emulator:
         """As `csattn.cuda.cuda_kernel`."""
         sources = source if isinstance(source, tuple) else (source,)
         code = "\n".join(self._replacements.get(path, path).read_text() for path in sources)
-        code = re.sub(r"extern __shared__ (\w+) (\w+)\[\];", r"\1* const \2 = (\1*)emulated_shared;", code)
+        code = re.sub(
+            r"extern __shared__ (?:__align__\(16\) )?(\w+) (\w+)\[\];", r"\1* const \2 = (\1*)emulated_shared;", code
+        )
         lines = [f"#define {key} {value}" for key, value in defines.items()]
         lines += [f"#define SHARED_BYTES {shared_bytes}", f'#include "{HERE / "emulator.h"}"', code]
         lines.append('extern "C" int num_threads() { return THREADS; }')

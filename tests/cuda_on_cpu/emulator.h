@@ -31,13 +31,19 @@ template <class T> static inline T max(T a, T b) { return a < b ? b : a; }
 
 struct dim3 { int x, y, z; };
 struct uint4 { unsigned x, y, z, w; };
+struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
 static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+static inline float2 make_float2(float x, float y) { return {x, y}; }
 static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 static thread_local dim3 threadIdx, blockIdx;
 static dim3 gridDim;
 static thread_local uint4 emulated_shared[SHARED_BYTES / 16 + 1];
+static inline size_t __cvta_generic_to_shared(const void* place) {
+    return static_cast<const char*>(place) - reinterpret_cast<const char*>(emulated_shared);
+}
+static inline void* __cvta_shared_to_generic(size_t place) { return reinterpret_cast<char*>(emulated_shared) + place; }
 
 // fibers
 
@@ -168,6 +174,7 @@ static inline unsigned __reduce_max_sync(unsigned, unsigned value) {
 
 static inline unsigned __float_as_uint(float value) { unsigned bits; std::memcpy(&bits, &value, 4); return bits; }
 static inline float __uint_as_float(unsigned bits) { float value; std::memcpy(&value, &bits, 4); return value; }
+static inline float __int_as_float(unsigned bits) { return __uint_as_float(bits); }
 static inline float __fadd_rn(float a, float b) { return a + b; }
 static inline float __fmul_rn(float a, float b) { volatile float product = a * b; return product; }
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }

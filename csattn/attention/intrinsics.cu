@@ -1,0 +1,31 @@
+// The instructions that CUDA C has no name for. An emulator brings its own version of this file, and of nothing else.
+// (Matrix products of tensor cores are in device_mma.cu.)
+
+// 2 ** x, with a relative error of 2 ** -22; a result below the smallest normal number is 0.
+__device__ float exp2_of(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Copies of 16 bytes into shared memory, of which `count` are copied and the others become 0. They go on behind a
+// thread's back, in groups: `wait_for_copies<N>` leaves the N last begun. By way of L1, more are in flight than past it.
+__device__ void start_copy(unsigned to, long long from, int count) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(count) : "memory");
+}
+__device__ void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LEFT> __device__ void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
+
+// What one block leaves for another that looks again and again: each float arrives whole, in any order.
+__device__ void post(float* to, float4 x) {
+    asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
+                 : "memory");
+}
+__device__ float4 peek(const float* from) {
+    float4 x;
+    asm volatile("ld.relaxed.gpu.global.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                 : "l"(from)
+                 : "memory");
+    return x;
+}

@@ -29,7 +29,8 @@ class SearchOnDevice:
         self._indexes = DeviceIndexes(shape.num_layers, shape.num_contexts, shape.search, device)
         self._plans = plan_batches(shape, device)
         self._searches = _make_searches(shape, index, device)
-        self._ahead = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        if self.lookahead:
+            self._ahead = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._fetched: dict[int, tuple[DeviceSelection, torch.cuda.Event]] = {}  # by layer, until it attends
 
     def __repr__(self) -> str:

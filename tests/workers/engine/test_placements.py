@@ -1,0 +1,124 @@
+"""Steps with the search on the device, its kernels run on the CPU where there is none: what they attend to, and where
+the rows come from."""
+
+import numpy as np
+import pytest
+import torch
+
+from csattn.artifact import Artifact, open_artifact
+from csattn.attention import device as attention
+from csattn.config import SearchConfig, preset
+from csattn.search.device import IndexShape, run, to_device
+from index_build.pipeline import build_artifact
+from offload import gather, slot_cache
+from offload.pinned import PinnedRows
+from tests.cuda_on_cpu import emulated
+from tests.cuda_on_cpu.emulated import DEVICE
+from tests.tiny import loaded, token_ids
+from workers.engine import CachedRows, DeviceRows, EngineShape, SearchOnDevice
+from workers.model_runner import ModelRunner, take_weights
+
+CONTEXT_LEN = 300
+QUESTION = token_ids(5, seed=1)
+NUM_STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory) -> emulated.Emulator:
+    intrinsics = {
+        run.INTRINSICS: emulated.HERE / "search_intrinsics.h",
+        attention.INTRINSICS: emulated.HERE / "attention_intrinsics.h",
+        slot_cache._SOURCES[0]: emulated.HERE / "offload_intrinsics.h",
+    }
+    return emulated.Emulator(tmp_path_factory.mktemp("kernels"), intrinsics)
+
+
+@pytest.fixture(autouse=True)
+def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulator.stand_in(monkeypatch, run, attention, gather, slot_cache)
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(run, "_num_multiprocessors", lambda _: 4)
+        monkeypatch.setattr(attention, "_num_multiprocessors", lambda _: 4)
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory) -> Artifact:
+    path = build_artifact(loaded(), token_ids(CONTEXT_LEN), preset("default", 16), tmp_path_factory.mktemp("s")).path
+    with open_artifact(path) as opened:
+        yield opened
+
+
+def make_shape(config: SearchConfig) -> EngineShape:
+    geometry = loaded().geometry
+    return EngineShape(
+        num_layers=geometry.num_layers,
+        num_q_heads=geometry.num_q_heads,
+        num_kv_heads=geometry.num_kv_heads,
+        num_index_heads=geometry.num_kv_heads,
+        head_dim=geometry.head_dim,
+        dtype=torch.float32,
+        softmax_scale=geometry.head_dim**-0.5,
+        search=config,
+        max_context_len=CONTEXT_LEN,
+        batch_sizes=(1, 5),
+        tail_capacity=32,
+    )
+
+
+def make_attention(artifact: Artifact, config: SearchConfig, num_slots: int | None) -> SearchOnDevice:
+    """num_slots: of a slot cache over host memory; None: the context's KV is on the device."""
+    shape = make_shape(config)
+    kv = [artifact.layer_kv(layer_idx).clone() for layer_idx in range(shape.num_layers)]
+    if num_slots is None:
+        rows = DeviceRows(shape, DEVICE)
+        rows.load(0, kv)
+    else:
+        rows = CachedRows(shape, num_slots, DEVICE)
+        on_a_device = DEVICE.type == "cuda"
+        rows.load(0, PinnedRows(kv) if on_a_device else PinnedRows(kv, register=ignore, unregister=ignore))
+    made = SearchOnDevice(shape, IndexShape.of(artifact.layer_index(0), shape.num_q_heads), rows, DEVICE)
+    indexes = [to_device(artifact.layer_index(layer_idx), DEVICE) for layer_idx in range(shape.num_layers)]
+    made.load(0, kv, indexes)
+    return made
+
+
+def ignore(*_: object, **__: object) -> None:
+    """Memory that the device reads needs no registration where the device is the CPU."""
+
+
+def decode(attention: SearchOnDevice) -> tuple[list[int], torch.Tensor]:
+    """The greedy continuation of the question, and each step's logits."""
+    runner = ModelRunner(take_weights(loaded().model, DEVICE), attention, attention.shape.batch_sizes)
+    output = runner.prefill(QUESTION.tolist(), 0, CONTEXT_LEN, 0)
+    tokens, logits = [int(output.next_ids[0])], [output.logits[0].clone()]
+    runner.fill(1, tokens, [CONTEXT_LEN + len(QUESTION)], [0], [0], [len(QUESTION) + 1])
+    for _ in range(NUM_STEPS - 1):
+        output = runner.step(1)
+        tokens.append(int(output.next_ids[0]))
+        logits.append(output.logits[0].clone())
+        runner.advance(1)
+    return tokens, torch.stack(logits).cpu()
+
+
+def test_reading_everything_says_what_transformers_says(artifact) -> None:
+    tokens, _ = decode(make_attention(artifact, SearchConfig(keep=1.0, window_len=16), None))
+    whole = torch.from_numpy(np.concatenate([artifact.token_ids, QUESTION])).long()[None]
+    want = loaded().model.generate(
+        whole, attention_mask=torch.ones_like(whole), max_new_tokens=NUM_STEPS, do_sample=False
+    )
+    assert tokens == want[0, whole.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("num_slots", [7, 60])
+def test_where_the_rows_come_from_changes_no_bit(artifact, num_slots) -> None:
+    """Seven slots are too few for a step: most of its rows are read from where they are."""
+    config = SearchConfig(keep=0.1, window_len=16)
+    tokens, logits = decode(make_attention(artifact, config, None))
+    cached = make_attention(artifact, config, num_slots)
+    cached_tokens, cached_logits = decode(cached)
+    assert cached_tokens == tokens
+    assert torch.equal(cached_logits, logits)
+    assert isinstance(cached.far, CachedRows)
+    cached.far.cache.check()
+    seen = cached.far.cache.statistics()[1]
+    assert seen.num_spilled > 0 if num_slots == 7 else seen.num_found > 0

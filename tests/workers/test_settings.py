@@ -1,0 +1,309 @@
+"""Settings: precedence, origins, refusals that say what to do, and secrets that stay secret."""
+
+import os
+import pickle
+from dataclasses import fields
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from csattn.config import PRESET_NAMES, SearchConfig
+from csattn.errors import ConfigError
+from workers.settings import Secret, ServerSettings, Settings, describe, example, load_settings
+from workers.settings.keys import KEYS, SECTIONS
+from workers.settings.load import nearest
+from workers.settings.parts import SEARCH_WORDS, BuildSettings, EngineSettings
+from workers.settings.sources import OTHER_VARIABLES, variable_of
+
+
+def written(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_without_anything_all_is_default() -> None:
+    loaded = load_settings(None, {"PATH": "/bin", "CSATTN_CACHE": "/tmp"}, {"server.port": None})
+    assert loaded.settings == Settings()
+    assert {leaf.origin.kind for leaf in loaded.leaves.values()} == {"default"}
+
+
+def test_flags_win_over_environment_over_file_over_default(tmp_path: Path) -> None:
+    file = written(tmp_path / "c.toml", "[server]\nport = 1\nhost = 'localhost'\n\n[search]\nkeep = 0.1\n")
+    environment = {"CSATTN_SERVER_PORT": "2", "CSATTN_SEARCH_KEEP": "0.2"}
+    loaded = load_settings(file, environment, {"server.port": "3"})
+    assert loaded.settings.server.port == 3
+    assert loaded.settings.search == SearchConfig(keep=0.2, lookahead=1)
+    assert loaded.settings.server.host == "localhost"
+    said = {key: str(loaded.leaves[key].origin) for key in ("server.port", "search.keep", "server.host", "store.path")}
+    assert said == {
+        "server.port": "flag",
+        "search.keep": "environment CSATTN_SEARCH_KEEP",
+        "server.host": f"file {file}, line 3",
+        "store.path": "default",
+    }
+
+
+def test_the_environment_may_name_the_file(tmp_path: Path) -> None:
+    named, given = written(tmp_path / "a.toml", "server.port = 1"), written(tmp_path / "b.toml", "server.port = 2")
+    environment = {"CSATTN_CONFIG": str(named)}
+    loaded = load_settings(None, environment, {})
+    assert (loaded.settings.server.port, loaded.file) == (1, named)
+    assert str(loaded.leaves["server.port"].origin) == f"file {named}, line 1"
+    assert load_settings(given, environment, {}).settings.server.port == 2
+
+
+@pytest.mark.parametrize("suffix", ["yaml", "yml"])
+def test_yaml_says_the_same_as_toml(tmp_path: Path, suffix: str) -> None:
+    file = written(
+        tmp_path / f"c.{suffix}",
+        "# a remark\nserver:\n  port: 9\nengine: {placement: hybrid, num_threads: null}\nbuild:\n  chat: no\n",
+    )
+    loaded = load_settings(file, {}, {})
+    assert loaded.settings.server.port == 9
+    assert loaded.settings.engine.placement == "hybrid" and loaded.settings.engine.num_threads is None
+    assert loaded.settings.build.chat is False
+    assert loaded.leaves["server.port"].origin.line == 3
+
+
+def test_every_setting_can_come_from_each_source(tmp_path: Path) -> None:
+    values = {
+        "server.host": "::1", "server.port": 7, "server.api_keys": ["one", "two"], "limits.max_body_bytes": 4096,
+        "limits.max_new_tokens": 8, "limits.max_concurrent_requests": 9, "limits.max_queued_requests": 0,
+        "limits.request_timeout_s": 1.5, "model.name": "m", "build.preset": "lists", "build.dtype": "float16",
+        "build.device": "cpu", "build.kmeans": "torch", "build.chat": False, "search.keep": 0.5, "search.sink_len": 0,
+        "search.window_len": 9, "search.lookahead": 0, "search.search_period": 2, "engine.placement": "host",
+        "engine.slot_share": 0.5, "engine.tail_capacity": 7, "engine.num_threads": 3, "store.path": "elsewhere",
+    }  # fmt: skip
+    key_file = written(tmp_path / "keys", "# ours\n\nthree # the third\n")
+    values["server.api_key_file"] = str(key_file)
+    assert values.keys() == KEYS.keys()
+    as_text = {k: ",".join(v) if isinstance(v, list) else str(v) for k, v in values.items()}
+    as_toml = "\n".join(
+        f"{k} = {str(v).lower() if isinstance(v, bool) else v if isinstance(v, list | int | float) else repr(v)}"
+        for k, v in values.items()
+    )
+    loads = [
+        load_settings(written(tmp_path / "all.toml", as_toml), {}, {}),
+        load_settings(None, {variable_of(key): text for key, text in as_text.items()}, {}),
+        load_settings(None, {}, as_text),
+        load_settings(None, {}, values),
+    ]
+    for kind, loaded in zip(("file", "environment", "flag", "flag"), loads, strict=True):
+        assert loaded.settings == loads[0].settings
+        assert {leaf.origin.kind for leaf in loaded.leaves.values()} == {kind}
+    settings = loads[0].settings
+    assert settings.server.api_keys == (Secret("one"), Secret("two"), Secret("three"))
+    for key, value in values.items():
+        section, name = key.split(".")
+        if section != "server":
+            assert str(getattr(getattr(settings, section), name)) == str(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[server]\nprot = 1", ["there is no setting server.prot", "c.toml, line 2", "did you mean server.port?"]),
+        ("[servr]\nport = 1", ["no setting servr.port", "line 2", "did you mean server.port?"]),
+        ("[servr]", ["no setting servr", "line 1"]),
+        ("port = 1", ["no setting port", "line 1", "did you mean server.port?"]),
+        ("server = 1", ["server (file", "is a section", "such as server.host"]),
+        ("[server]\nzzz = 1", ["no setting server.zzz", "csattn config show"]),
+        ("[server.tls]\ncert = 1", ["no setting server.tls"]),
+        ("[server]\n\nport = '80'", ["server.port (file", "line 3", "is '80'", "wanted a whole number"]),
+        ("[server]\nport = true", ["is True, wanted a whole number"]),
+        ("[server]\nport = 65536", ["server.port must be at most 65535, got 65536 (file", "line 2"]),
+        ("[server]\nhost = ''", ["server.host", "wanted text"]),
+        ("[limits]\nrequest_timeout_s = nan", ["limits.request_timeout_s must be greater than 0, got nan (file"]),
+        ("[limits]\nrequest_timeout_s = inf", ["must be at most 86400, got inf"]),
+        ("[search]\nkeep = 2", ["search.keep must lie in (0, 1], got 2.0 (file", "line 2"]),
+        ("[search]\nlookahead = 3", ["search.lookahead must be one of 0, 1, got 3"]),
+        ("[engine]\nplacement = 'gpu'", ["is 'gpu', wanted one of cpu, device, hybrid, host"]),
+        ("[engine]\nslot_share = 0.0", ["engine.slot_share must be greater than 0"]),
+        ("[store]\npath = 5", ["store.path", "is 5, wanted a path"]),
+        ("[build]\nchat = 'yes'", ["build.chat", "wanted true or false"]),
+        ("[model]\nname = '" + "x" * 500 + "'\ndtype = 1", ["no setting model.dtype", "did you mean build.dtype?"]),
+        ("[build]\ndtype = '" + "x" * 500 + "'", ["xxx...", "wanted one of float32"]),
+        ("[server]\nport = ", ["is not TOML", "Invalid value"]),
+        ("[server]\nhost = '0.0.0.0'", ["server.host is '0.0.0.0'", "no API key", "line 2"]),
+        ("[server]\napi_key_file = '/no/such'", ["server.api_key_file (file", "cannot read /no/such"]),
+    ],
+)  # fmt: skip
+def test_a_file_that_says_nonsense_is_refused_in_a_sentence(tmp_path: Path, text: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_settings(written(tmp_path / "c.toml", text), {}, {})
+    for word in words:
+        assert word in str(refused.value)
+    assert len(str(refused.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("server:\n  port: 1\n  port: 2\n", ["server.port twice, in lines 2 and 3"]),
+        ("- 1\n", ["holds no mapping"]),
+        ("server: [", ["is not YAML", "line 1"]),
+        ("server:\n  host: on\n", ["server.host", "line 2", "is True, wanted text"]),
+        ("server:\n  port: null\n", ["is None, wanted a whole number"]),
+        ("server: 1\n", ["server (file", "is a section"]),
+        ("server: {port: 2020-13-45}", ["is not YAML"]),
+        ("[1, 2]: 3", ["is not YAML"]),
+    ],
+)
+def test_yaml_that_says_nonsense_is_refused_in_a_sentence(tmp_path: Path, text: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_settings(written(tmp_path / "c.yaml", text), {}, {})
+    for word in words:
+        assert word in str(refused.value)
+
+
+def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
+    for name, text in (("c.toml", "# nothing\n"), ("c.yaml", ""), ("c.toml", "[server]\n"), ("c.yaml", "server:\n")):
+        assert load_settings(written(tmp_path / name, text), {}, {}).settings == Settings()
+
+
+def test_yaml_without_pyyaml_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "yaml", None)
+    with pytest.raises(ConfigError, match=r"needs PyYAML.*pip install pyyaml"):
+        load_settings(written(tmp_path / "c.yaml", "{}"), {}, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [("c.json", b"{}", "got .*c.json"), ("c.toml", b"a = '\xe9'", "not UTF-8"), ("none.toml", None, "No such file")],
+)
+def test_a_file_that_cannot_be_read_is_a_sentence(tmp_path: Path, name: str, content: bytes | None, words: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=words):
+        load_settings(tmp_path / name, {}, {})
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"CSATTN_SERVER_PROT": "1"}, "no setting CSATTN_SERVER_PROT (environment); did you mean CSATTN_SERVER_PORT?"),
+        ({"CSATTN_PORT": "1"}, "did you mean CSATTN_SERVER_PORT?"),
+        ({"CSATTN_SERVER_PORT": "x"}, "server.port (environment CSATTN_SERVER_PORT) is 'x', wanted a whole number"),
+        ({"CSATTN_SERVER_PORT": ""}, "wanted a whole number"),
+        ({"CSATTN_BUILD_CHAT": "perhaps"}, "wanted true or false"),
+        ({"CSATTN_SEARCH_KEEP": "0"}, "search.keep must lie in (0, 1], got 0.0 (environment CSATTN_SEARCH_KEEP)"),
+    ],
+)
+def test_an_environment_that_says_nonsense_is_refused(environment: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_settings(None, environment, {})
+    assert words in str(refused.value)
+
+
+def test_an_unknown_flag_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"no setting sever\.port \(flag\); did you mean server\.port\?"):
+        load_settings(None, {}, {"sever.port": 1})
+
+
+def test_an_empty_variable_is_not_set_where_there_is_such_a_thing() -> None:
+    settings = load_settings(None, {"CSATTN_ENGINE_NUM_THREADS": "", "CSATTN_SERVER_API_KEYS": ""}, {}).settings
+    assert settings.engine.num_threads is None and settings.server.api_keys == ()
+
+
+def test_secrets_are_never_shown(tmp_path: Path) -> None:
+    key_file = written(tmp_path / "keys", "hush-2\n")
+    environment = {"CSATTN_SERVER_API_KEYS": "hush-1", "CSATTN_SERVER_API_KEY_FILE": str(key_file)}
+    loaded = load_settings(None, environment, {})
+    assert loaded.settings.server.api_keys == (Secret("hush-1"), Secret("hush-2"))
+    for shown in (repr(loaded), str(loaded.settings), repr(describe(loaded)), f"{loaded.settings.server.api_keys[0]}"):
+        assert "hush" not in shown
+        assert "***" in shown
+    described = describe(loaded)["server.api_keys"]
+    assert described == {"value": ["***", "***"], "origin": f"environment CSATTN_SERVER_API_KEYS and {key_file}"}
+
+
+@pytest.mark.parametrize(
+    "text", ["server.api_keys = 'hush'", "server.api_keys = ['hush hush']", "server.api_keys = ['hush', 1]"]
+)
+def test_a_refused_secret_is_not_shown(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"server\.api_keys \(file .*, line 1\)") as refused:
+        load_settings(written(tmp_path / "c.toml", text), {}, {})
+    assert "hush" not in str(refused.value)
+    with pytest.raises(ConfigError, match="line 1") as refused:
+        load_settings(written(tmp_path / "c.yaml", "server: {api_keys: [hush"), {}, {})
+    assert "hush" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("content", "words"), [("# none\n", "holds no key"), ("a b\n", "line 1 of"), ("é\n", "ASCII")])
+def test_a_key_file_without_keys_is_refused(tmp_path: Path, content: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_settings(None, {}, {"server.api_key_file": written(tmp_path / "keys", content)})
+
+
+def test_only_a_right_key_is_admitted() -> None:
+    assert ServerSettings().admits(None)
+    server = ServerSettings(host="0.0.0.0", api_keys=(Secret("a-key"), Secret("b-key")))
+    assert server.admits("a-key") and server.admits("b-key")
+    assert not any(server.admits(key) for key in (None, "", "a-ke", "a-keyy", "A-KEY", "é"))
+
+
+@pytest.mark.parametrize(
+    ("part", "bad"),
+    [(ServerSettings, {"port": -1}), (EngineSettings, {"placement": "gpu"}), (EngineSettings, {"num_threads": 0})],
+)
+def test_parts_made_by_hand_are_checked_too(part: type, bad: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=f"^{next(iter(bad))} must be"):
+        part(**bad)
+
+
+def test_settings_travel_between_processes() -> None:
+    settings = Settings(server=ServerSettings(api_keys=(Secret("k"),)))
+    assert pickle.loads(pickle.dumps(settings)) == settings
+
+
+def test_the_example_holds_every_setting_at_its_default(tmp_path: Path) -> None:
+    text = example()
+    loaded = load_settings(written(tmp_path / "example.toml", text), {}, {})
+    assert loaded.settings == Settings()
+    for key, spec in KEYS.items():
+        section, name = key.split(".")
+        assert f"{'# ' if spec.default is None else ''}{name} =" in text.split(f"[{section}]")[1].split("\n[")[0]
+        assert loaded.leaves[key].origin.kind == ("default" if spec.default is None else "file")
+
+
+def test_keys_are_unambiguous_and_explained() -> None:
+    variables = [variable_of(key) for key in KEYS]
+    assert len(set(variables)) == len(variables) and not OTHER_VARIABLES & set(variables)
+    assert set(SEARCH_WORDS) == {item.name for item in fields(SearchConfig)}
+    assert all(spec.words.endswith(".") for spec in KEYS.values())
+    assert all(part.__doc__ for part in SECTIONS.values())
+
+
+def test_choices_are_those_of_the_code_that_takes_them() -> None:
+    from workers.engine.engine import SLOT_SHARE, TAIL_CAPACITY
+    from workers.engine.memory import PLACEMENTS
+
+    assert get_args(get_type_hints(EngineSettings)["placement"]) == ("cpu", *PLACEMENTS)
+    assert set(get_args(get_type_hints(BuildSettings)["preset"])) == set(PRESET_NAMES)
+    assert (EngineSettings().slot_share, EngineSettings().tail_capacity) == (SLOT_SHARE, TAIL_CAPACITY)
+
+
+@given(st.sampled_from(sorted(KEYS)), st.data())
+def test_a_key_with_a_letter_missing_is_recognised(key: str, data: st.DataObject) -> None:
+    name = key.split(".")[1]
+    gone = data.draw(st.integers(len(key) - len(name), len(key) - 1))
+    meant = nearest(key[:gone] + key[gone + 1 :])
+    assert meant is not None and (meant == key or meant.split(".")[0] == key.split(".")[0])
+
+
+@given(st.sampled_from(sorted(KEYS)), st.text(max_size=20))
+def test_any_text_is_taken_or_refused_in_a_sentence(key: str, text: str) -> None:
+    environment = {variable_of(key): text}
+    refused = None
+    try:
+        loaded = load_settings(None, environment, {})
+    except ConfigError as error:
+        refused = str(error)
+    assert loaded.leaves[key].origin.where == variable_of(key) if refused is None else key in refused
+
+
+def test_the_process_environment_is_accepted() -> None:
+    load_settings(None, os.environ, {})

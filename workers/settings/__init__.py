@@ -1,0 +1,36 @@
+"""The settings of the service: what there is, and where each value came from.
+
+loaded = load_settings(Path("csattn.toml"), os.environ, {"server.port": 9000})
+loaded.settings.server.port, loaded.leaves["server.port"].origin
+"""
+
+from workers.settings.load import Leaf, Loaded, load_settings
+from workers.settings.parts import (
+    BuildSettings,
+    EngineSettings,
+    LimitSettings,
+    ModelSettings,
+    Secret,
+    ServerSettings,
+    Settings,
+    StoreSettings,
+)
+from workers.settings.show import describe, example
+from workers.settings.sources import Origin
+
+__all__ = [
+    "BuildSettings",
+    "EngineSettings",
+    "Leaf",
+    "LimitSettings",
+    "Loaded",
+    "ModelSettings",
+    "Origin",
+    "Secret",
+    "ServerSettings",
+    "Settings",
+    "StoreSettings",
+    "describe",
+    "example",
+    "load_settings",
+]

@@ -1,0 +1,69 @@
+"""A written value becomes one of the setting's type, or is refused; and what is shown of it."""
+
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin
+
+from workers.settings.parts import Secret
+
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
+_SECRETS = tuple[Secret, ...]
+
+
+def convert(hint: Any, value: Any, *, is_text: bool) -> Any:
+    """ValueError where the value is not of the type; ConfigError where a secret cannot be one.
+
+    is_text: a string stands for a value of any type, as in the environment. An empty one then is "not set",
+    where there is such a thing.
+    """
+    if get_origin(hint) is UnionType:
+        inner, none = get_args(hint)
+        assert none is type(None), f"a setting is of one type or not set, not {hint}"
+        return None if value is None or (is_text and value == "") else convert(inner, value, is_text=is_text)
+    if is_text and isinstance(value, str):
+        value = _from_text(hint, value)
+    if hint == _SECRETS:
+        if not isinstance(value, list | tuple) or not all(isinstance(item, str | Secret) for item in value):
+            raise ValueError
+        return tuple(item if isinstance(item, Secret) else Secret(item) for item in value)
+    if get_origin(hint) is Literal:
+        if value not in get_args(hint):
+            raise ValueError
+        return value
+    if hint is Path and isinstance(value, str | Path) and str(value):
+        return Path(value).expanduser()
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is not hint or value == "":
+        raise ValueError
+    return value
+
+
+def wanted(hint: Any) -> str:
+    """What a setting takes, in words."""
+    if get_origin(hint) is UnionType:
+        return wanted(get_args(hint)[0])
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(map(str, get_args(hint)))}"
+    if hint == _SECRETS:
+        return "a list of keys (in an environment variable: with commas between them)"
+    return _WORDS[hint]
+
+
+def shown(value: object) -> str:
+    """A value in a message: quoted if it is text, and never long."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _from_text(hint: Any, text: str) -> Any:
+    if hint is bool:
+        if text.lower() not in _TRUE + _FALSE:
+            raise ValueError
+        return text.lower() in _TRUE
+    if hint in (int, float):
+        return hint(text)
+    if hint == _SECRETS:
+        return [part.strip() for part in text.split(",") if part.strip()]
+    return text

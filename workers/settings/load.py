@@ -1,0 +1,134 @@
+"""Flags over environment over file over defaults: one value for each setting, checked, with its origin."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from csattn.errors import ConfigError
+from workers.settings.convert import convert, shown, wanted
+from workers.settings.keys import KEYS, SECTIONS
+from workers.settings.parts import Secret, Settings
+from workers.settings.sources import (
+    CONFIG_VARIABLE,
+    PREFIX,
+    Given,
+    Origin,
+    from_environment,
+    from_file,
+    from_flags,
+    variable_of,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """The value of one setting, and who said so."""
+
+    value: Any
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """All settings, and the same by key."""
+
+    settings: Settings
+    leaves: Mapping[str, Leaf]  # by key, "server.port"
+    file: Path | None  # that was read
+
+
+def load_settings(file: Path | None, environment: Mapping[str, str], flags: Mapping[str, object]) -> Loaded:
+    """Raises ConfigError for anything unknown or out of place: what, where it stands, and what was wanted.
+
+    A flag's value is text, as after `--set`, or of the setting's own type; None is a flag that was not given.
+    Without a file, the environment's CSATTN_CONFIG names one.
+    """
+    if file is None and environment.get(CONFIG_VARIABLE):
+        file = Path(environment[CONFIG_VARIABLE])
+    leaves = {key: Leaf(spec.default, Origin(kind="default")) for key, spec in KEYS.items()}
+    _put(leaves, from_file(file) if file is not None else ())
+    _put(leaves, from_environment(environment, KEYS))
+    _put(leaves, from_flags(flags))
+    _read_keys(leaves)
+    return Loaded(_assemble(leaves), leaves, file)
+
+
+def _put(leaves: dict[str, Leaf], given: Iterable[Given]) -> None:
+    for item in given:
+        if item.key in SECTIONS and item.value in ({}, None):
+            continue  # a heading with nothing below it
+        if item.key not in KEYS:
+            raise ConfigError(_unknown(item))
+        spec = KEYS[item.key]
+        try:
+            value = convert(spec.hint, item.value, is_text=item.origin.kind in ("environment", "flag"))
+        except ConfigError as error:
+            raise ConfigError(f"{item.key} ({item.origin}): {error}") from None
+        except ValueError:
+            got = "***" if spec.is_secret else shown(item.value)
+            raise ConfigError(f"{item.key} ({item.origin}) is {got}, wanted {wanted(spec.hint)}") from None
+        leaves[item.key] = Leaf(value, item.origin)
+
+
+def _unknown(item: Given) -> str:
+    """What to say of a key that is none."""
+    if item.key in SECTIONS:
+        example = next(key for key in KEYS if key.startswith(f"{item.key}."))
+        return f"{item.key} ({item.origin}) is a section; wanted settings in it, such as {example}"
+    near = nearest(item.key)
+    is_variable = item.key.startswith(PREFIX)
+    hint = f"did you mean {variable_of(near) if is_variable else near}?" if near else "`csattn config show` lists all"
+    where = item.origin.kind if is_variable else item.origin
+    return f"there is no setting {item.key} ({where}); {hint}"
+
+
+def nearest(unknown: str) -> str | None:
+    """The setting that was probably meant."""
+    by_spelling = {variable_of(key) if unknown.startswith(PREFIX) else key: key for key in KEYS}
+    if close := get_close_matches(unknown, by_spelling, n=1, cutoff=0.7):
+        return by_spelling[close[0]]
+    by_name: dict[str, str] = {}
+    for key in KEYS:
+        by_name.setdefault(key.split(".")[1], key)
+    close = get_close_matches(unknown.removeprefix(PREFIX).lower().split(".")[-1], by_name, n=1, cutoff=0.7)
+    return by_name[close[0]] if close else None
+
+
+def _read_keys(leaves: dict[str, Leaf]) -> None:
+    """Add the API keys of the file that has them."""
+    path, named = leaves["server.api_key_file"], leaves["server.api_keys"]
+    if path.value is None:
+        return
+    where = f"server.api_key_file ({path.origin})"
+    try:
+        lines = path.value.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"{where}: cannot read {path.value}: {error.strerror}; check the path") from error
+    except UnicodeDecodeError:
+        raise ConfigError(f"{where}: {path.value} is not UTF-8 text; wanted one key a line") from None
+    found: list[Secret] = []
+    for number, line in enumerate(lines, 1):
+        text = line.split("#", 1)[0].strip()
+        try:
+            found += [Secret(text)] if text else []
+        except ConfigError as error:
+            raise ConfigError(f"{where}: line {number} of {path.value}: {error}") from None
+    if not found:
+        raise ConfigError(f"{where}: {path.value} holds no key; write one a line, or leave the setting out")
+    # the file's setting is where these keys come from, unless there were others
+    origin = path.origin if not named.value else replace(named.origin, where=f"{named.origin.where} and {path.value}")
+    leaves["server.api_keys"] = Leaf((*named.value, *found), origin)
+
+
+def _assemble(leaves: Mapping[str, Leaf]) -> Settings:
+    parts: dict[str, Any] = {}
+    for section, part in SECTIONS.items():
+        values = {item.name: leaves[f"{section}.{item.name}"].value for item in fields(part)}
+        try:
+            parts[section] = part(**values)
+        except ConfigError as error:
+            name = str(error).split()[0]  # a part's refusal begins with the name of its field
+            raise ConfigError(f"{section}.{error} ({leaves[f'{section}.{name}'].origin})") from None
+    return Settings(**parts)

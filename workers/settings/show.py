@@ -1,0 +1,54 @@
+"""Settings for people: what holds and who said so, and a file to begin with. No secret is ever in either."""
+
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from workers.settings.convert import wanted
+from workers.settings.keys import KEYS, SECTIONS, Key
+from workers.settings.load import Loaded
+from workers.settings.parts import Secret
+from workers.settings.sources import variable_of
+
+_HEAD = """\
+Settings of csattn, all at their defaults: keep the lines that you change.
+What is said in more than one place holds in this order: flags, environment, this file, defaults.
+Every setting has an environment variable: server.port is {variable}."""
+
+
+def describe(loaded: Loaded) -> dict[str, dict[str, Any]]:
+    """Per key its value, as JSON has it and with secrets as ***, and its origin."""
+    return {key: {"value": _plain(leaf.value), "origin": str(leaf.origin)} for key, leaf in loaded.leaves.items()}
+
+
+def example() -> str:
+    """A TOML file with every setting at its default, and what each means."""
+    lines = [f"# {line}" for line in _HEAD.format(variable=variable_of("server.port")).splitlines()]
+    for section, part in SECTIONS.items():
+        lines += ["", f"# {' '.join(part.__doc__.split())}", f"[{section}]"]
+        for key, spec in KEYS.items():
+            if key.startswith(f"{section}."):
+                lines += [f"# {line}" for line in textwrap.wrap(_explain(spec), 110)]
+                lines.append(_assignment(key.split(".")[1], spec.default))
+    return "\n".join(lines) + "\n"
+
+
+def _explain(spec: Key) -> str:
+    """What it means, what it takes, and its bounds."""
+    bounds = [f"at least {spec.lowest:g}"] if spec.lowest is not None else []
+    bounds += [f"more than {spec.above:g}"] if spec.above is not None else []
+    bounds += [f"at most {spec.highest:g}"] if spec.highest is not None else []
+    takes = "a list of keys" if spec.is_secret else wanted(spec.hint)
+    return f"{spec.words} ({', '.join([takes, *bounds])})"
+
+
+def _assignment(name: str, default: Any) -> str:
+    # TOML has no word for "not set"; its strings, numbers and lists of none are those of JSON
+    return f"# {name} =" if default is None else f"{name} = {json.dumps(_plain(default))}"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path | Secret) else value

@@ -5,6 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
+pytest.importorskip("triton", reason="Triton, whose interpreter runs these kernels on a CPU, is not installed")
+
 from index_build import device_kernels
 from tests.index_build.tables import (
     centroids_and_keys,

@@ -9,6 +9,7 @@ import typer
 from csattn.config import PRESET_NAMES
 from csattn.errors import CsattnError
 from offload.errors import OffloadError
+from workers.cli.configuring import config
 
 app = typer.Typer(
     help="Decode from a long, shared context while reading a few percent of its KV.",
@@ -16,6 +17,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(config, name="config")
 
 # Verbs import what they need when they run: `csattn --help` should not wait for torch.
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
@@ -174,6 +176,17 @@ def demo(
     result = showing.run(out)
     if json:
         terminal.print_json(result)
+
+
+@app.command()
+def doctor(store: Store = Path("store"), json: Json = False) -> None:
+    """Check libraries, GPU, pinning, memory and store, and say what to do. Exit code 1 if there is a problem."""
+    from workers.cli import examining, terminal
+
+    result = examining.doctor(store)
+    if json:
+        terminal.print_json(result)
+    sys.exit(0 if result["healthy"] else 1)
 
 
 # typer brings its own copy of click in some versions; this is ClickException in all of them

@@ -1,0 +1,90 @@
+"""`csattn config` and `csattn doctor` as a user meets them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.workers.test_cli import csattn, in_process, last_line
+from workers.cli import examining
+from workers.doctor import Facts, examine
+from workers.settings import example
+from workers.settings.keys import KEYS
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    file = tmp_path / "csattn.toml"
+    file.write_text("[server]\nport = 8100\nhost = '0.0.0.0'\napi_keys = ['hush']\n\n[search]\nkeep = 0.1\n")
+    return file
+
+
+def test_config_show_tells_where_each_value_comes_from(capsys, monkeypatch, file: Path) -> None:
+    monkeypatch.setenv("CSATTN_SEARCH_KEEP", "0.2")
+    done = in_process("config", "show", "--config", file, "--set", "server.port=8200", "--json", capsys=capsys)
+    result = last_line(done)
+    assert result["file"] == str(file)
+    assert result["settings"].keys() == KEYS.keys()
+    assert result["settings"]["server.port"] == {"value": 8200, "origin": "flag"}
+    assert result["settings"]["search.keep"] == {"value": 0.2, "origin": "environment CSATTN_SEARCH_KEEP"}
+    assert result["settings"]["server.host"]["origin"] == f"file {file}, line 3"
+    assert result["settings"]["store.path"] == {"value": "store", "origin": "default"}
+    assert all(key in done.stdout for key in KEYS)
+    assert "hush" not in done.stdout + done.stderr and "***" in done.stdout
+
+
+def test_config_example_is_a_file_that_config_show_reads(capsys, tmp_path: Path) -> None:
+    done = in_process("config", "example", capsys=capsys)
+    assert done.returncode == 0 and done.stdout == example()
+    (tmp_path / "all.toml").write_text(done.stdout)
+    shown = last_line(in_process("config", "show", "--config", tmp_path / "all.toml", "--json", capsys=capsys))
+    assert shown["settings"]["server.port"]["value"] == 8000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "words"),
+    [
+        (["config", "show", "--set", "server.prt=1"], 1, "did you mean server.port?"),
+        (["config", "show", "--set", "server.port"], 1, "--set takes KEY=VALUE"),
+        (["config", "show", "--set", "server.port=-1"], 1, "server.port must be at least 0, got -1 (flag)"),
+        (["config", "show", "--config", "/no/such.toml"], 1, "cannot read settings from /no/such.toml"),
+        (["config", "shew"], 2, "No such command"),
+    ],
+)
+def test_settings_that_cannot_be_are_a_sentence_and_an_exit_code(capsys, arguments, exit_code, words) -> None:
+    done = in_process(*arguments, "--json", capsys=capsys)
+    assert done.returncode == exit_code
+    assert words in done.stderr and "Traceback" not in done.stderr
+    assert words in json.loads(done.stdout.strip().splitlines()[-1])["error"]["message"]
+
+
+def test_doctor_finds_this_machine_usable(tmp_path: Path) -> None:
+    result = last_line(csattn("doctor", "--store", tmp_path / "store", "--json"))
+    assert result["healthy"] and result["problems"] == 0
+    assert {"python", "torch", "device", "cupy", "faiss", "numba", "ray", "store"} <= {
+        finding["check"] for finding in result["findings"]
+    }
+    assert not (tmp_path / "store").exists()
+
+
+def test_doctor_exits_with_1_where_there_is_a_problem(capsys, monkeypatch) -> None:
+    answers = {name: {"error": "it is broken"} for name in ("torch", "numba", "memory", "store", "faiss", "ray")}
+    sick = Facts(python=(3, 11), packages={}, probes={**answers, "cupy": {"error": ""}, "triton": {"error": ""}})
+    monkeypatch.setattr(examining, "gather_facts", lambda store: sick)
+    done = in_process("doctor", "--json", capsys=capsys)
+    assert done.returncode == 1
+    result = json.loads(done.stdout.strip().splitlines()[-1])
+    assert not result["healthy"]
+    assert [finding["status"] for finding in result["findings"]] == [finding.status for finding in examine(sick)]
+    assert "pip install --force-reinstall torch" in done.stdout
+
+
+def test_neither_loads_a_heavy_library() -> None:
+    program = (
+        "import sys; import workers.cli.app, workers.cli.examining, workers.settings, workers.doctor.facts; "
+        "print([name for name in ('torch', 'numba', 'faiss', 'numpy', 'ray') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"

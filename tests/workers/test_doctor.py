@@ -1,0 +1,288 @@
+"""The doctor: judgements over machines that need not exist, and probes of the one that does."""
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from csattn.artifact.manifest import FORMAT_VERSION
+from workers.doctor import Facts, Finding, examine, facts, gather_facts, probes
+from workers.doctor.checks import CHECKS, check_cpus, check_cupy, check_device, check_faiss, check_numba, release
+
+GIB = 1 << 30
+MISSING = {"error": "ModuleNotFoundError: No module named 'it'"}
+H200 = facts.Gpu("NVIDIA H200", "570.1", 140_000, 143_771)
+DEVICE = {"name": "NVIDIA H200", "capability": "9.0", "free_bytes": 130 * GIB, "total_bytes": 139 * GIB}
+STORE = {
+    "exists": True, "is_directory": True, "writable": True, "free_bytes": 90 * GIB, "artifacts": 2,
+    "size_bytes": 3 * GIB, "broken": {}, "format_version": 2,
+}  # fmt: skip
+
+
+def machine(packages: dict[str, str] | None = None, probed: dict[str, Any] | None = None, **others: Any) -> Facts:
+    """A healthy machine without a GPU, but for what is said."""
+    healthy = {
+        "torch": {"version": "2.13.0+cpu", "cuda": None, "devices": [], "pinning": None},
+        "numba": {"version": "0.68.1", "keeps": True},
+        "memory": {"available_bytes": 20 * GIB, "total_bytes": 24 * GIB, "locked_limit_bytes": 8 << 20},
+        "store": STORE,
+        "faiss": {"version": "1.15.1"},
+        "cupy": MISSING,
+        "triton": {"version": "3.9.0"},
+        "ray": {"version": "2.60.0"},
+    }
+    given = {"packages": packages or {"faiss-cpu": "1.15.1", "ray": "2.60.0"}, "python": (3, 11), "num_cpus": 4}
+    return Facts(**{**given, "probes": {**healthy, **(probed or {})}, **others})
+
+
+def gpu_machine(packages: dict[str, str] | None = None, probed: dict[str, Any] | None = None, **others: Any) -> Facts:
+    """A healthy machine with one."""
+    torch = {"version": "2.11.0", "cuda": "12.8", "devices": [DEVICE], "pinning": {"pinned": True, "how": "in place"}}
+    packages = {"faiss-cpu": "1", "cupy-cuda12x": "14.2"} if packages is None else packages
+    memory = {"available_bytes": 120 * GIB, "total_bytes": 128 * GIB, "locked_limit_bytes": 1 << 62}
+    probed = {"torch": torch, "cupy": {"version": "14.2"}, "memory": memory, **(probed or {})}
+    return machine(packages, probed, gpus=(H200,), **others)
+
+
+def one(found: list[Finding], check: str) -> Finding:
+    """The worst of a check's findings."""
+    return max((f for f in found if f.check == check), key=lambda f: ("ok", "warning", "problem").index(f.status))
+
+
+@pytest.mark.parametrize("healthy", [machine(), gpu_machine()], ids=["cpu", "gpu"])
+def test_a_healthy_machine_has_nothing_to_mend(healthy: Facts) -> None:
+    found = examine(healthy)
+    assert {finding.status for finding in found} == {"ok"}, found
+    assert len(found) >= len(CHECKS) - 1
+
+
+CPU = {"version": "2.13.0+cpu", "cuda": None, "devices": [], "pinning": None}
+BLIND = {"version": "2.15.0", "cuda": "13.2", "devices": [], "pinning": None}
+SICK = {"pinned": False, "how": "the driver refused to page-lock 1048576 bytes of host memory: out of memory"}
+
+
+@pytest.mark.parametrize(
+    ("sick", "check", "status", "words", "remedy"),
+    [
+        (machine(python=(3, 10)), "python", "problem", "3.10; 3.11 or later", "Install"),
+        (machine(probed={"torch": MISSING}), "torch", "problem", "cannot be loaded: ModuleNotFound", "pip install"),
+        (machine(probed={"torch": {**CPU, "version": "2.5.1"}}), "torch", "problem", "2.6 or later", "--upgrade torch"),
+        (machine(gpus=(H200,)), "torch", "warning", "has a GPU that it cannot use", "pytorch.org"),
+        (machine(gpus=(H200,), probed={"torch": BLIND}), "device", "problem", "570.1 shows NVIDIA H200", "driver"),
+        (
+            gpu_machine(probed={"torch": {**BLIND, "devices": [{**DEVICE, "free_bytes": GIB}]}}),
+            "device", "warning", "1.0 GiB of 139.0 GiB free", "nvidia-smi",
+        ),
+        (gpu_machine({}, {"cupy": MISSING}), "cupy", "warning", "not installed", "pip install 'csattn[gpu]'"),
+        (
+            gpu_machine({}, {"cupy": MISSING, "torch": {**BLIND, "devices": [DEVICE]}}),
+            "cupy", "warning", "not installed", "pip install 'csattn[gpu-cu13]'",
+        ),
+        (
+            gpu_machine(probed={"torch": {**BLIND, "devices": [DEVICE]}}),
+            "cupy", "warning", "made for CUDA 12, while torch is made for CUDA 13", "uninstall -y cupy-cuda12x",
+        ),
+        (gpu_machine(probed={"cupy": MISSING}), "cupy", "problem", "cannot be loaded", "cupy-cuda12x"),
+        (machine({"cupy-cuda12x": "14"}), "cupy", "warning", "cannot be loaded", "cupy-cuda12x"),
+        (
+            machine({"cupy": "13", "cupy-cuda12x": "14"}, {"cupy": {"version": "14"}}),
+            "cupy", "problem", "cupy and cupy-cuda12x are installed at once", "pip uninstall -y cupy cupy-cuda12x",
+        ),
+        (gpu_machine(probed={"triton": MISSING}), "triton", "problem", "cannot be loaded", "Reinstall torch"),
+        (
+            gpu_machine(probed={"torch": {**BLIND, "devices": [DEVICE], "pinning": SICK}}),
+            "pinning", "warning", "cannot be pinned for the GPU: the driver refused", "ulimit memlock",
+        ),
+        (
+            machine({"faiss-cpu": "1", "faiss-gpu-cuvs": "1"}),
+            "faiss", "problem", "overwrite each other's files",
+            "pip uninstall -y faiss-cpu faiss-gpu-cuvs && pip install faiss-cpu",
+        ),
+        (
+            machine(probed={"faiss": {"error": "the process was ended by signal 4"}}),
+            "faiss", "problem", "ended by signal 4", "faiss-cpu",
+        ),
+        (machine(probed={"numba": MISSING}), "numba", "problem", "cannot be loaded", "numba"),
+        (
+            machine(probed={"numba": {"version": "1", "keeps": False}}),
+            "numba", "warning", "every process compiles", "NUMBA_CACHE_DIR",
+        ),
+        (machine(openmp_waits="active"), "openmp", "warning", "OMP_WAIT_POLICY is active", "passive"),
+        (machine(probed={"ray": MISSING}), "ray", "problem", "cannot be loaded", "csattn[serve]"),
+        (machine(probed={"ray": {"version": "2.9.3"}}), "ray", "problem", "2.52 or later", "--upgrade"),
+        (machine(cpu_quota=1.5), "cpus", "warning", "4 CPUs are visible, but the container gives time worth 1.5", "1."),
+        (
+            machine(probed={"memory": {"available_bytes": GIB, "total_bytes": 24 * GIB, "locked_limit_bytes": 0}}),
+            "memory", "warning", "1.0 GiB of host memory", "memory limit",
+        ),
+        (machine(probed={"memory": MISSING}), "memory", "warning", "unknown", ""),
+        (
+            gpu_machine(
+                probed={"memory": {"available_bytes": 9 * GIB, "total_bytes": 9 * GIB, "locked_limit_bytes": 1 << 16}}
+            ),
+            "memory", "warning", "ulimit -l", "--ulimit memlock=-1",
+        ),
+        (machine(shared_memory_bytes=64 << 20), "memory", "warning", "/dev/shm has 0.1 GiB free", "--shm-size"),
+        (machine(probed={"store": MISSING}), "store", "problem", "cannot be looked at", "--store"),
+        (
+            machine(probed={"store": {**STORE, "is_directory": False}}),
+            "store", "problem", "no directory", "--store",
+        ),
+        (
+            machine(probed={"store": {**STORE, "writable": False, "refusal": "Read-only file system"}}),
+            "store", "warning", "cannot be written to (Read-only file system)", "permissions",
+        ),
+        (machine(probed={"store": {**STORE, "free_bytes": GIB}}), "store", "warning", "1.0 GiB free", "csattn gc"),
+        (
+            machine(probed={"store": {**STORE, "broken": {"0123": "it is of format 1, not 2"}}}),
+            "store", "problem", "0123 is not usable: it is of format 1, not 2.", "rm -r store/0123",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named_with_what_to_do(sick: Facts, check: str, status: str, words: str, remedy: str) -> None:
+    found = examine(sick)
+    worst = one(found, check)
+    assert (worst.status, words in worst.text, remedy in worst.remedy) == (status, True, True), worst
+    others = [f for f in found if f.status == "problem" and f.check != check]
+    assert not others, others
+
+
+def test_every_probe_may_fail_at_once() -> None:
+    sick = machine(probed=dict.fromkeys(machine().probes, MISSING))
+    found = examine(sick)
+    assert {f.check for f in found if f.status == "problem"} == {"torch", "faiss", "numba", "ray", "store"}
+    assert all(finding.text.endswith(".") for finding in found)
+    assert all(finding.remedy for finding in found if finding.status == "problem")
+
+
+def test_what_is_missing_is_well_where_nothing_needs_it() -> None:
+    bare = machine({"faiss-cpu": "1"}, {"triton": MISSING, "ray": MISSING})
+    assert {finding.status for finding in examine(bare)} == {"ok"}
+    assert "csattn[serve]" in one(examine(bare), "ray").remedy
+
+
+def test_a_quota_above_the_cpus_is_no_limit() -> None:
+    assert check_cpus(machine(cpu_quota=64.0))[0].status == "ok"
+
+
+def test_versions_are_compared_as_numbers() -> None:
+    assert release("2.13.0+cpu") == (2, 13) > release("2.6.0")
+    assert release("3") == (3, 0) and release("2.7rc1") == (2, 0) and release("unknown") == (0, 0)
+
+
+def test_a_second_device_is_told_of_too() -> None:
+    torch = {"version": "2.11.0", "cuda": "12.8", "devices": [DEVICE, DEVICE], "pinning": None}
+    found = check_device(gpu_machine(probed={"torch": torch}))
+    assert [finding.text[:5] for finding in found] == ["GPU 0", "GPU 1"]
+    assert "driver 570.1" in found[0].text
+
+
+def test_a_library_without_a_package_is_judged_by_what_it_says() -> None:
+    assert "CuPy 14.2." in check_cupy(gpu_machine({}))[0].text
+    assert "from no package" in check_faiss(machine({"ray": "2.60.0"}))[0].text
+
+
+def test_nvidia_smi_is_read_line_by_line() -> None:
+    text = "NVIDIA H200, 570.1, 140000, 143771\nfailed to read, 570.1, [N/A], [N/A]\n\nNo devices were found\n"
+    assert facts.parse_gpus(text) == (H200,)
+
+
+@pytest.mark.parametrize(
+    ("text", "quota"), [("max 100000", None), ("150000 100000", 1.5), ("nonsense", None), (None, None)]
+)
+def test_the_container_says_how_much_cpu_time_it_gives(tmp_path: Path, text: str | None, quota: float | None) -> None:
+    if text is not None:
+        (tmp_path / "cpu.max").write_text(text)
+    assert facts.cpu_quota(tmp_path) == quota
+
+
+def test_a_store_is_probed_without_a_trace(tmp_path: Path) -> None:
+    store = tmp_path / "deep" / "store"
+    found = probes.probe_store(str(store))
+    assert (found["exists"], found["is_directory"], found["writable"]) == (False, True, True)
+    assert not list(tmp_path.iterdir()), "a probe makes nothing"
+    (store / ("0123456789abcdef")).mkdir(parents=True)
+    found = probes.probe_store(str(store))
+    assert found["exists"] and found["artifacts"] == 0 and found["free_bytes"] > 0
+    assert list(found["broken"]) == ["0123456789abcdef"]
+    assert found["format_version"] == FORMAT_VERSION
+    assert [entry.name for entry in store.iterdir()] == ["0123456789abcdef"]
+
+
+def test_a_file_is_no_store(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        assert probes.probe_store(str(path))["is_directory"] is False
+
+
+def test_a_store_that_is_read_only_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(probes.tempfile, "TemporaryFile", refuse)
+    found = probes.probe_store(str(tmp_path))
+    assert (found["writable"], found["refusal"]) == (False, "Read-only file system")
+
+
+def test_numba_without_a_place_for_its_cache_still_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    import numba
+
+    assert probes.probe_numba()["keeps"] is True
+    real = numba.njit
+
+    def no_place(*args: Any, cache: bool = False) -> Any:
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return real(*args)
+
+    monkeypatch.setattr(numba, "njit", no_place)
+    assert probes.probe_numba() == {"version": numba.__version__, "keeps": False}
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("raise ImportError('libcudart.so.12: cannot open')", "ImportError: libcudart.so.12: cannot open"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", "ended by signal 4"),
+        ("import time; time.sleep(60)", "no answer within 5 s"),
+        ("import sys; sys.exit(3)", "exit code 3"),
+        ("import os; os._exit(0)", "without an answer"),
+    ],
+    ids=["error", "signal", "hang", "exit", "silence"],
+)
+def test_a_library_that_fails_in_any_way_is_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, words: str
+) -> None:
+    (tmp_path / "ailing.py").write_text(body)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    assert words in facts.ask("import", "ailing", timeout_s=5.0)["error"]
+
+
+def test_a_library_that_talks_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "chatty.py").write_text(
+        "import atexit\nprint('hello')\natexit.register(print, 'bye')\n__version__ = '1.2'\n"
+    )
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    assert facts.ask("import", "chatty") == {"version": "1.2"}
+
+
+def test_this_machine_is_gathered_without_loading_anything(tmp_path: Path) -> None:
+    found = gather_facts(tmp_path / "store")
+    assert found.python == sys.version_info[:2] and found.num_cpus >= 1
+    assert "torch" in found.packages and "faiss-cpu" in found.packages
+    for name in ("torch", "numba", "faiss", "memory", "store"):
+        assert "error" not in found.probes[name], found.probes[name]
+    assert found.probes["memory"]["available_bytes"] <= found.probes["memory"]["total_bytes"]
+    assert check_numba(found)[0].status in ("ok", "warning")
+    assert found.openmp_waits == os.environ["OMP_WAIT_POLICY"]
+    assert one(examine(replace(found, openmp_waits="active")), "openmp").status == "warning"
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_seen_and_pins() -> None:
+    torch = probes.probe_torch()
+    assert torch["devices"] and torch["devices"][0]["free_bytes"] > 0
+    assert torch["pinning"]["pinned"], torch["pinning"]

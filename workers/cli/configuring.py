@@ -1,0 +1,73 @@
+"""`csattn config`: the service's settings, who said so, and a file to begin with."""
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from csattn.errors import ConfigError
+
+config = typer.Typer(help="Show the service's settings, or write a file of them.", no_args_is_help=True)
+
+
+@config.command()
+def show(
+    file: Annotated[
+        Path | None, typer.Option("--config", help="TOML or YAML file. [default: $CSATTN_CONFIG, or none]")
+    ] = None,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="As a flag would: over everything else.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
+) -> None:
+    """Show every setting, its value, and where that came from: flag, environment, file or default."""
+    from workers.cli import terminal
+
+    result = settings_table(file, changes or [])
+    if json:
+        terminal.print_json(result)
+
+
+@config.command()
+def example() -> None:
+    """Print a TOML file with every setting at its default, and what each means."""
+    from workers.settings import example as text
+
+    typer.echo(text(), nl=False)
+
+
+def settings_table(file: Path | None, changes: list[str]) -> dict[str, Any]:
+    """Show, and return the verb's JSON object."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    from workers.cli.terminal import out
+    from workers.settings import describe, load_settings
+
+    loaded = load_settings(file, os.environ, parse_changes(changes))
+    described = describe(loaded)
+    shown = Table(title="settings", title_justify="left", header_style="bold")
+    for column in ("setting", "value", "from"):
+        shown.add_column(column, overflow="fold")
+    for key, leaf in described.items():
+        shown.add_row(key, escape(_plain(leaf["value"])), escape(leaf["origin"]))
+    out.print(shown)
+    return {"file": None if loaded.file is None else str(loaded.file), "settings": described}
+
+
+def parse_changes(changes: list[str]) -> dict[str, object]:
+    """What follows --set, as flags."""
+    pairs = [change.partition("=") for change in changes]
+    for key, equals, _ in pairs:
+        if not (key and equals):
+            raise ConfigError(f"--set takes KEY=VALUE, such as server.port=8000, got {key!r}")
+    return {key.strip(): value for key, _, value in pairs}
+
+
+def _plain(value: Any) -> str:
+    if value is None or value == []:
+        return "not set"
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,38 @@
+"""`csattn doctor`: what was found of this machine, and what to do about it."""
+
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from workers.cli.terminal import out
+from workers.doctor import Finding, examine, gather_facts
+
+_STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
+
+
+def doctor(store: Path) -> dict[str, Any]:
+    """Show, and return the verb's JSON object."""
+    facts = gather_facts(store)
+    findings = examine(facts)
+    out.print(_table(findings))
+    counts = {status: sum(finding.status == status for finding in findings) for status in _STYLES}
+    out.print(f"{counts['problem']} problems, {counts['warning']} warnings")
+    return {
+        "healthy": counts["problem"] == 0,
+        "problems": counts["problem"],
+        "warnings": counts["warning"],
+        "findings": [finding.to_json() for finding in findings],
+        "packages": dict(facts.packages),
+    }
+
+
+def _table(findings: list[Finding]) -> Table:
+    shown = Table(box=None, show_header=False, pad_edge=False)
+    for finding in findings:
+        words = Text(finding.text)
+        if finding.remedy:
+            words.append(f"\n→ {finding.remedy}", style="bold")
+        shown.add_row(Text(finding.status, style=_STYLES[finding.status]), Text(finding.check), words)
+    return shown

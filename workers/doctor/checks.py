@@ -1,0 +1,284 @@
+"""Judgements: each a small function from facts to findings, so that every machine can be tried without having it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from workers.doctor.facts import Answer, Facts
+
+GIB = 1 << 30
+LOW_DISK_BYTES = 2 * GIB
+LOW_HOST_BYTES = 2 * GIB
+LOW_SHARED_BYTES = GIB // 2
+LOW_DEVICE_BYTES = 4 * GIB
+
+Status = Literal["ok", "warning", "problem"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One sentence about one thing, and what to do about it."""
+
+    check: str
+    status: Status
+    text: str
+    remedy: str = ""
+
+    def to_json(self) -> dict[str, str]:
+        return {"check": self.check, "status": self.status, "text": self.text, "remedy": self.remedy}
+
+
+def examine(facts: Facts) -> list[Finding]:
+    """All checks, in the order in which one would mend things."""
+    return [finding for check in CHECKS for finding in check(facts)]
+
+
+def check_python(facts: Facts) -> Sequence[Finding]:
+    version = ".".join(map(str, facts.python))
+    if facts.python < (3, 11):
+        return [Finding("python", "problem", f"Python is {version}; 3.11 or later is needed.", "Install Python 3.12.")]
+    return [Finding("python", "ok", f"Python is {version}.")]
+
+
+def check_torch(facts: Facts) -> Sequence[Finding]:
+    torch = facts.probes["torch"]
+    if "error" in torch:
+        return [_not_loaded("torch", torch, "pip install --force-reinstall torch")]
+    if release(torch["version"]) < (2, 6):
+        text = f"torch is {torch['version']}; 2.6 or later is needed."
+        return [Finding("torch", "problem", text, "pip install --upgrade torch")]
+    built_for = f"for CUDA {torch['cuda']}" if torch["cuda"] else "without CUDA"
+    text = f"torch {torch['version']}, built {built_for}."
+    if facts.gpus and not torch["cuda"]:
+        remedy = "Install torch's CUDA build to decode on it: see https://pytorch.org/get-started/locally."
+        return [Finding("torch", "warning", f"{text} This machine has a GPU that it cannot use.", remedy)]
+    return [Finding("torch", "ok", text)]
+
+
+def check_device(facts: Facts) -> Sequence[Finding]:
+    torch, seen = facts.probes["torch"], facts.gpus
+    devices = torch.get("devices", ())
+    if not devices:
+        if seen and torch.get("cuda"):
+            text = (
+                f"The driver {seen[0].driver} shows {seen[0].name}, but torch for CUDA {torch['cuda']} cannot use it."
+            )
+            remedy = "Update the driver, or install a torch for an older CUDA; look at CUDA_VISIBLE_DEVICES too."
+            return [Finding("device", "problem", text, remedy)]
+        return [Finding("device", "ok", "No GPU is in use: prefill, search and decoding run on the CPU.")]
+    driver = f", driver {seen[0].driver}" if seen else ""
+    findings = []
+    for idx, device in enumerate(devices):
+        free_bytes = device["free_bytes"]
+        text = (
+            f"GPU {idx} is {device['name']} (compute capability {device['capability']}{driver}) with "
+            f"{_gib(free_bytes)} of {_gib(device['total_bytes'])} free."
+        )
+        if free_bytes < LOW_DEVICE_BYTES:
+            findings.append(Finding("device", "warning", text, "End what holds its memory: `nvidia-smi` lists it."))
+        else:
+            findings.append(Finding("device", "ok", text))
+    return findings
+
+
+def check_cupy(facts: Facts) -> Sequence[Finding]:
+    """CuPy compiles the kernels of the GPU placements and pins host memory."""
+    cupy, has_gpu = facts.probes["cupy"], _has_gpu(facts)
+    packages = [name for name in facts.packages if name.split("-")[0] == "cupy"]
+    extra = "gpu-cu13" if _major(facts.probes["torch"].get("cuda")) == "13" else "gpu"
+    if len(packages) > 1:
+        return [_overlap("cupy", packages, f"'csattn[{extra}]'")]
+    if not packages and "error" in cupy:
+        if has_gpu:
+            text = "CuPy is not installed, so nothing can be decoded on the GPU."
+            return [Finding("cupy", "warning", text, f"pip install 'csattn[{extra}]'")]
+        return [Finding("cupy", "ok", "CuPy is not installed; it is needed only on a GPU.")]
+    if "error" in cupy:
+        return [_not_loaded("cupy", cupy, f"pip install --force-reinstall {packages[0]}", needed=has_gpu)]
+    made_for = packages[0].removeprefix("cupy-cuda").removesuffix("x") if packages else ""
+    text = f"CuPy {cupy['version']}" + (f", made for CUDA {made_for}." if made_for.isdigit() else ".")
+    torch_major = _major(facts.probes["torch"].get("cuda"))
+    if has_gpu and made_for.isdigit() and torch_major and made_for != torch_major:
+        text = f"{text[:-1]}, while torch is made for CUDA {torch_major}: both load, each with a toolkit of its own."
+        remedy = f"pip uninstall -y {packages[0]} && pip install 'csattn[{extra}]'"
+        return [Finding("cupy", "warning", text, remedy)]
+    return [Finding("cupy", "ok", text)]
+
+
+def check_triton(facts: Facts) -> Sequence[Finding]:
+    """Triton compiles the model's kernels on a GPU."""
+    triton, has_gpu = facts.probes["triton"], _has_gpu(facts)
+    if "error" not in triton:
+        return [Finding("triton", "ok", f"Triton {triton['version']}.")]
+    if not has_gpu:
+        return [Finding("triton", "ok", "Triton cannot be loaded; it is needed only on a GPU.")]
+    return [_not_loaded("triton", triton, "Reinstall torch: its CUDA build brings the Triton that it needs.")]
+
+
+def check_pinning(facts: Facts) -> Sequence[Finding]:
+    pinning = facts.probes["torch"].get("pinning")
+    if pinning is None:
+        return []
+    if pinning["pinned"]:
+        return [Finding("pinning", "ok", f"Host memory can be pinned for the GPU ({pinning['how']}).")]
+    text = f"Host memory cannot be pinned for the GPU: {_sentence(pinning['how'])}"
+    remedy = "Only placement `device` works; install CuPy, and in a container run with --ulimit memlock=-1."
+    return [Finding("pinning", "warning", text, remedy)]
+
+
+def check_faiss(facts: Facts) -> Sequence[Finding]:
+    faiss = facts.probes["faiss"]
+    packages = [name for name in facts.packages if name.split("-")[0] == "faiss"]
+    if len(packages) > 1:
+        return [_overlap("faiss", packages, "faiss-cpu")]
+    if "error" in faiss:
+        return [_not_loaded("faiss", faiss, "pip install --force-reinstall faiss-cpu")]
+    return [Finding("faiss", "ok", f"FAISS {faiss['version']} from {packages[0] if packages else 'no package'}.")]
+
+
+def check_numba(facts: Facts) -> Sequence[Finding]:
+    numba = facts.probes["numba"]
+    if "error" in numba:
+        return [_not_loaded("numba", numba, "pip install --upgrade --force-reinstall numba")]
+    text = f"numba {numba['version']} compiles"
+    if numba["keeps"]:
+        return [Finding("numba", "ok", f"{text}, and keeps what it compiled.")]
+    text += ", but has no place to keep it: every process compiles its kernels again, for some seconds."
+    return [Finding("numba", "warning", text, "Set NUMBA_CACHE_DIR to a writable directory.")]
+
+
+def check_openmp(facts: Facts) -> Sequence[Finding]:
+    if facts.openmp_waits and facts.openmp_waits.lower() == "passive":
+        return [Finding("openmp", "ok", "OpenMP's threads sleep while they wait (OMP_WAIT_POLICY=passive).")]
+    text = f"OMP_WAIT_POLICY is {facts.openmp_waits}: waiting threads spin, and steal milliseconds from busy ones."
+    return [Finding("openmp", "warning", text, "Unset it, or set OMP_WAIT_POLICY=passive.")]
+
+
+def check_ray(facts: Facts) -> Sequence[Finding]:
+    ray = facts.probes["ray"]
+    if "ray" not in facts.packages and "error" in ray:
+        text = "Ray is not installed; only builds and services over several processes or machines need it."
+        return [Finding("ray", "ok", text, "pip install 'csattn[serve]'")]
+    if "error" in ray:
+        return [_not_loaded("ray", ray, "pip install --force-reinstall 'csattn[serve]'")]
+    if release(ray["version"]) < (2, 52):
+        text = f"Ray is {ray['version']}; 2.52 or later is needed."
+        return [Finding("ray", "problem", text, "pip install --upgrade 'ray[serve]'")]
+    return [Finding("ray", "ok", f"Ray {ray['version']}.")]
+
+
+def check_store(facts: Facts) -> Sequence[Finding]:
+    store, path = facts.probes["store"], facts.store
+    if "error" in store:
+        text = f"The store {path} cannot be looked at: {_sentence(store['error'])}"
+        return [Finding("store", "problem", text, "Give another with --store, or mend its permissions.")]
+    if not store["is_directory"]:
+        text = f"The store {path} is, or lies below, something that is no directory."
+        return [Finding("store", "problem", text, "Give a directory with --store.")]
+    findings = [_store_itself(facts)]
+    if store["writable"] and store["free_bytes"] < LOW_DISK_BYTES:
+        text = f"There is {_gib(store['free_bytes'])} free where the store {path} is."
+        findings.append(Finding("store", "warning", text, "Make room: `csattn gc` removes unfinished builds."))
+    findings += [
+        Finding(
+            "store",
+            "problem",
+            f"Artifact {name} is not usable: {_sentence(why)}",
+            f"Remove it and build it again: rm -r {path / name}",
+        )
+        for name, why in store["broken"].items()
+    ]
+    return findings
+
+
+def check_memory(facts: Facts) -> Sequence[Finding]:
+    memory = facts.probes["memory"]
+    if "error" in memory:
+        return [Finding("memory", "warning", f"How much memory there is, is unknown: {_sentence(memory['error'])}")]
+    available, total = memory["available_bytes"], memory["total_bytes"]
+    text = f"{_gib(available)} of host memory can be had, of {_gib(total)} that the machine has."
+    remedy = "" if available >= LOW_HOST_BYTES else "End other programs, or raise the container's memory limit."
+    findings = [Finding("memory", "warning" if remedy else "ok", text, remedy)]
+    if facts.probes["torch"].get("devices") and memory["locked_limit_bytes"] < available:
+        text = (
+            f"`ulimit -l` lets a process lock {_gib(memory['locked_limit_bytes'])}; some drivers count pinned memory."
+        )
+        findings.append(
+            Finding("memory", "warning", text, "If pinning fails: ulimit -l unlimited, or --ulimit memlock=-1.")
+        )
+    shared = facts.shared_memory_bytes
+    if shared is not None and shared < LOW_SHARED_BYTES:
+        text = f"/dev/shm has {_gib(shared)} free; Ray and searches in other processes exchange data there."
+        findings.append(Finding("memory", "warning", text, "Start the container with --shm-size=4g."))
+    return findings
+
+
+def check_cpus(facts: Facts) -> Sequence[Finding]:
+    text = f"{facts.num_cpus} CPUs may be used."
+    if facts.cpu_quota is not None and facts.cpu_quota < facts.num_cpus:
+        text = f"{facts.num_cpus} CPUs are visible, but the container gives time worth {facts.cpu_quota:g}."
+        return [Finding("cpus", "warning", text, f"Give --threads {max(1, int(facts.cpu_quota))}.")]
+    return [Finding("cpus", "ok", text)]
+
+
+CHECKS: tuple[Callable[[Facts], Sequence[Finding]], ...] = (
+    check_python,
+    check_cpus,
+    check_memory,
+    check_torch,
+    check_device,
+    check_cupy,
+    check_triton,
+    check_pinning,
+    check_faiss,
+    check_numba,
+    check_openmp,
+    check_ray,
+    check_store,
+)
+
+
+def release(version: str) -> tuple[int, int]:
+    """The first two numbers of a version; those that are none count as 0."""
+    parts = [part if part.isdigit() else "0" for part in version.split("+")[0].split(".")] + ["0", "0"]
+    return int(parts[0]), int(parts[1])
+
+
+def _store_itself(facts: Facts) -> Finding:
+    store, path = facts.probes["store"], facts.store
+    if not store["writable"]:
+        text = (
+            f"The store {path} cannot be written to ({store.get('refusal', 'unknown')}): it can only be decoded from."
+        )
+        return Finding("store", "warning", text, "To build, mend its permissions or give another with --store.")
+    if not store["exists"]:
+        return Finding("store", "ok", f"The store {path} does not exist yet; the first build makes it.")
+    text = f"The store {path} has {store['artifacts']} usable artifacts of format {store['format_version']}"
+    return Finding("store", "ok", f"{text} ({_gib(store['size_bytes'])}), and {_gib(store['free_bytes'])} free.")
+
+
+def _has_gpu(facts: Facts) -> bool:
+    return bool(facts.gpus or facts.probes["torch"].get("devices"))
+
+
+def _not_loaded(name: str, answer: Answer, remedy: str, needed: bool = True) -> Finding:
+    status: Status = "problem" if needed else "warning"
+    return Finding(name, status, f"{name} cannot be loaded: {_sentence(answer['error'])}", remedy)
+
+
+def _overlap(name: str, packages: Sequence[str], wanted: str) -> Finding:
+    """Packages that put files of the same library in one place: removing either breaks the other."""
+    text = f"{' and '.join(packages)} are installed at once and overwrite each other's files."
+    return Finding(name, "problem", text, f"pip uninstall -y {' '.join(packages)} && pip install {wanted}")
+
+
+def _major(version: Any) -> str:
+    return str(version).split(".")[0] if version else ""
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.1f} GiB"

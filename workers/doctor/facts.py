@@ -1,0 +1,130 @@
+"""Everything that the checks judge, gathered without loading any library into this process."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+from csattn.cpus import available_cpus
+
+IMPORTS = ("faiss", "cupy", "triton", "ray")
+_FAMILIES = ("faiss", "cupy", "torch", "triton", "numba", "ray", "csattn")
+_PROBE_TIMEOUT_S = 120.0
+
+Answer = Mapping[str, Any]  # of a probe; {"error": sentence} where it failed
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """As the driver has it."""
+
+    name: str
+    driver: str
+    free_mib: int
+    total_mib: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """A machine, before any judgement."""
+
+    python: tuple[int, int]
+    packages: Mapping[str, str]  # installed distributions that matter here, with their versions
+    gpus: tuple[Gpu, ...] = ()  # that the driver shows
+    probes: Mapping[str, Answer] = field(default_factory=dict)  # torch, numba, memory, store, and those of IMPORTS
+    store: Path = Path("store")
+    openmp_waits: str | None = "passive"  # OMP_WAIT_POLICY
+    num_cpus: int = 1  # that the process may run on
+    cpu_quota: float | None = None  # CPUs' worth of time that the container gives, where it has a limit
+    shared_memory_bytes: int | None = None  # free in /dev/shm
+
+
+def gather_facts(store: Path) -> Facts:
+    """Takes a few seconds: each library is loaded once, in a process of its own."""
+    wanted = [("torch", "torch"), ("numba", "numba"), ("memory", "memory"), ("store", "store", str(store))]
+    wanted += [(name, "import", name) for name in IMPORTS]
+    with ThreadPoolExecutor(min(4, available_cpus())) as pool:
+        answers = {name: pool.submit(ask, *probe) for name, *probe in wanted}
+        return Facts(
+            python=sys.version_info[:2],
+            packages=installed_packages(),
+            gpus=visible_gpus(),
+            probes={name: answer.result() for name, answer in answers.items()},
+            store=store,
+            openmp_waits=os.environ.get("OMP_WAIT_POLICY"),
+            num_cpus=available_cpus(),
+            cpu_quota=cpu_quota(),
+            shared_memory_bytes=_free_bytes(Path("/dev/shm")),
+        )
+
+
+def ask(probe: str, *arguments: str, timeout_s: float = _PROBE_TIMEOUT_S) -> Answer:
+    """What a probe says in its own process, or why it could not."""
+    command = [sys.executable, "-P", "-m", "workers.doctor.probes", probe, *arguments]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", env=environment, timeout=timeout_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"no answer within {timeout_s:g} s"}
+    if done.returncode < 0:
+        return {"error": f"the process was ended by signal {-done.returncode}"}
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        return {"error": lines[-1][:300] if lines else f"exit code {done.returncode}"}
+    answers = [line for line in done.stdout.splitlines() if line.startswith("{")]  # others are a library's
+    answer: Answer = json.loads(answers[-1]) if answers else {"error": "the process ended without an answer"}
+    return answer
+
+
+def installed_packages() -> dict[str, str]:
+    """Distributions of the libraries that matter; several may hold the same library."""
+    found = {}
+    for distribution in distributions():
+        name = str(distribution.metadata["Name"] or "").lower().replace("_", "-")
+        if name.split("-")[0] in _FAMILIES:
+            found[name] = distribution.version
+    return dict(sorted(found.items()))
+
+
+def visible_gpus() -> tuple[Gpu, ...]:
+    """What nvidia-smi lists; nothing where there is none, or where it fails."""
+    if shutil.which("nvidia-smi") is None:
+        return ()
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.free,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return parse_gpus(done.stdout)
+
+
+def parse_gpus(text: str) -> tuple[Gpu, ...]:
+    """Lines of `name, driver, free MiB, total MiB`; others are left out."""
+    rows = [[part.strip() for part in line.split(",")] for line in text.splitlines()]
+    return tuple(
+        Gpu(name, driver, int(free), int(total))
+        for name, driver, free, total in (row for row in rows if len(row) == 4)
+        if free.isdigit() and total.isdigit()
+    )
+
+
+def cpu_quota(cgroup: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """CPUs' worth of time that the container may use; None where there is no limit."""
+    try:
+        quota, period = (cgroup / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return None
+    return None if quota == "max" else int(quota) / int(period)
+
+
+def _free_bytes(path: Path) -> int | None:
+    return shutil.disk_usage(path).free if path.is_dir() else None

@@ -154,6 +154,8 @@ def test_every_probe_may_fail_at_once() -> None:
     sick = machine(probed=dict.fromkeys(machine().probes, MISSING))
     found = examine(sick)
     assert {f.check for f in found if f.status == "problem"} == {"torch", "faiss", "numba", "ray", "store"}
+    assert not any(f.check == "device" for f in found), "without torch nothing is known of a GPU"
+    assert one(found, "store").remedy == "Mend torch first."
     assert all(finding.text.endswith(".") for finding in found)
     assert all(finding.remedy for finding in found if finding.status == "problem")
 

@@ -57,7 +57,9 @@ def check_torch(facts: Facts) -> Sequence[Finding]:
 
 def check_device(facts: Facts) -> Sequence[Finding]:
     torch, seen = facts.probes["torch"], facts.gpus
-    devices = torch.get("devices", ())
+    if "error" in torch:
+        return []
+    devices = torch["devices"]
     if not devices:
         if seen and torch.get("cuda"):
             text = (
@@ -171,7 +173,8 @@ def check_store(facts: Facts) -> Sequence[Finding]:
     store, path = facts.probes["store"], facts.store
     if "error" in store:
         text = f"The store {path} cannot be looked at: {_sentence(store['error'])}"
-        return [Finding("store", "problem", text, "Give another with --store, or mend its permissions.")]
+        remedy = "Give another with --store, or mend its permissions."
+        return [Finding("store", "problem", text, "Mend torch first." if "error" in facts.probes["torch"] else remedy)]
     if not store["is_directory"]:
         text = f"The store {path} is, or lies below, something that is no directory."
         return [Finding("store", "problem", text, "Give a directory with --store.")]

@@ -33,7 +33,9 @@ Lookahead = Annotated[int, typer.Option(help="1: search one layer ahead, on the 
 
 @app.command()
 def build(
-    context: Annotated[str, typer.Option(help="Text file, or - for standard input.")],
+    context: Annotated[str | None, typer.Option(help="Text file, or - for standard input.")] = None,
+    jobs: Annotated[Path | None, typer.Option(help="Instead: a JSON object per line, each with a context.")] = None,
+    ray: Annotated[str | None, typer.Option(help="With --jobs, a Ray cluster: its address, auto, or local.")] = None,
     model: Model = None,
     store: Store = Path("store"),
     preset: Annotated[str, typer.Option(help=", ".join(PRESET_NAMES))] = "default",
@@ -49,16 +51,25 @@ def build(
     kmeans: Annotated[str, typer.Option(help="faiss, torch, or auto: torch on a GPU.")] = "auto",
     json: Json = False,
 ) -> None:
-    """Prefill a context once and index it: writes an artifact to the store."""
-    from workers.cli import building, terminal
+    """Prefill a context once and index it: writes an artifact to the store. With --jobs, one for each of many."""
+    from index_build.job_list import JobOptions
+    from workers.cli import batching, building, terminal
 
-    changes = {
+    batching.require_one_source(context, jobs, ray)
+    changes: dict[str, Any] = {
         "layout": layout,
         "num_subspaces": num_subspaces,
         "num_centroids": num_centroids,
         "score_bits": score_bits,
         "list_len": list_len,
     }
+    if context is None:
+        options = JobOptions(model=model, preset=preset, dtype=dtype, chat=chat, kmeans=kmeans, **changes)
+        assert jobs is not None
+        report = batching.build_jobs(jobs, options, store, ray, threads, device)
+        if json:
+            terminal.print_json(report)
+        sys.exit(1 if report["failed"] else 0)
     result = building.build(context, model, store, preset, changes, dtype, chat, threads, device, kmeans)
     terminal.out.print(f"artifact {result['artifact']} in {result['path']}, {terminal.size(result['size_bytes'])}")
     if json:

@@ -1,7 +1,5 @@
 """`csattn build`: read the context, load the model, run the job, show how far it is."""
 
-import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +7,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from csattn.artifact import open_artifact
-from csattn.config import IndexConfig, preset
+from csattn.config import IndexConfig
 from csattn.cpus import available_cpus
-from csattn.errors import ConfigError, ContextError
+from csattn.errors import ConfigError
 from csattn.models import LoadedModel, load_model
 from csattn.models.prompt import choose_wrapping, context_ids
+from index_build.inputs import choose_device, choose_kmeans, make_config, read_text
 from index_build.pipeline import BuildReport, build_artifact
 from workers.cli.terminal import BuildDisplay, err
-
-DEVICES = ("auto", "cpu", "cuda")
 
 
 def build(
@@ -78,53 +75,10 @@ def run_build(
     return report
 
 
-def make_config(preset_name: str, head_dim: int, changes: dict[str, Any]) -> IndexConfig:
-    """The preset with the options that were given."""
-    given = {name: value for name, value in changes.items() if value is not None}
-    config = replace(preset(preset_name, head_dim), **given)
-    unused = {"rows": "list_len", "lists": "score_bits"}[config.layout]
-    if unused in given:
-        raise ConfigError(f"--{unused.replace('_', '-')} has no meaning for layout {config.layout!r}; leave it out")
-    return config
-
-
-def read_text(context: str) -> str:
-    """The contents of a UTF-8 file, or of standard input for `-`. Raises ContextError when there is no text."""
-    try:
-        text = sys.stdin.buffer.read().decode() if context == "-" else Path(context).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ContextError(f"cannot read {context}: {error.strerror}; give a text file, or - for stdin") from error
-    except UnicodeDecodeError as error:
-        raise ContextError(f"{context} is not UTF-8 text (byte {error.start}); convert it first") from error
-    if not text.strip():
-        raise ContextError(f"{context} holds no text; there is nothing to build from")
-    return text
-
-
 def show_loading(model: str | None, dtype: str, device: str = "cpu") -> LoadedModel:
     """Load a model and say so: a first load may convert it."""
     err.print(f"loading {model or 'the demo model'}" + (" onto the GPU" if device == "cuda" else ""))
     return load_model(model, dtype, device)
-
-
-def choose_device(device: str) -> str:
-    """`cpu` or `cuda`; `auto` is a GPU where there is one."""
-    import torch
-
-    if device not in DEVICES:
-        raise ConfigError(f"--device must be one of {', '.join(DEVICES)}, got {device!r}")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda needs a GPU and a torch built for it, and this machine has none; use cpu")
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return device
-
-
-def choose_kmeans(kmeans: str, device: str) -> str:
-    """`auto` is FAISS on the CPU, and on a GPU the batched program, which is much faster there."""
-    if kmeans == "auto":
-        return "torch" if device == "cuda" else "faiss"
-    return kmeans
 
 
 def use_threads(threads: int | None) -> None:

@@ -13,7 +13,8 @@ from csattn.artifact import open_artifact
 from csattn.config import SearchConfig, preset
 from csattn.errors import ConfigError, ContextError
 from csattn.models import LoadedModel
-from workers.cli.building import read_text, run_build, show_loading, use_threads
+from index_build.inputs import read_text
+from workers.cli.building import run_build, show_loading, use_threads
 from workers.cli.terminal import counting, err, out, table
 from workers.evaluate import full_attention, measure
 

@@ -16,8 +16,9 @@ from csattn.config import SearchConfig
 from csattn.models import LoadedModel
 from csattn.models.prompt import choose_wrapping, context_ids
 from csattn.selectors import FarRows
+from index_build.inputs import make_config, read_text
 from workers.cli.asking import stream
-from workers.cli.building import make_config, read_text, run_build, show_loading, use_threads
+from workers.cli.building import run_build, show_loading, use_threads
 from workers.cli.terminal import counting, out, size, table
 from workers.decode import LayerDecoder
 from workers.generate import Answer, answer

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from csattn.errors import ConfigError
-from workers.cli.building import choose_device, choose_kmeans, make_config
+from index_build.inputs import choose_device, choose_kmeans, make_config
 
 
 @pytest.mark.parametrize("has_gpu", [True, False])

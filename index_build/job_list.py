@@ -1,0 +1,134 @@
+"""A list of contexts to build, one JSON object per line: read and checked as a whole before any work."""
+
+import json
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from csattn.config import PRESET_NAMES
+from csattn.errors import ConfigError, ContextError
+from csattn.models.loader import DTYPES
+from index_build.inputs import choose_kmeans, make_config, read_text
+
+_INDEX_OPTIONS = ("layout", "num_subspaces", "num_centroids", "score_bits", "list_len")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobOptions:
+    """How a context is built. A line of the list may give any of these by its name; None leaves it to the preset."""
+
+    model: str | None = None
+    preset: str = "default"
+    dtype: str = "float32"
+    chat: bool = True
+    kmeans: str = "auto"
+    layout: str | None = None
+    num_subspaces: int | None = None
+    num_centroids: int | None = None
+    score_bits: int | None = None
+    list_len: float | None = None
+
+    def index_changes(self, device: str) -> dict[str, Any]:
+        """What differs from the preset when the build runs on that device."""
+        changes = {name: getattr(self, name) for name in _INDEX_OPTIONS}
+        return {**changes, "kmeans": choose_kmeans(self.kmeans, device)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One context to build, as its line said; paths are absolute."""
+
+    line: int  # in the list, from 1
+    context: Path
+    context_bytes: int
+    options: JobOptions
+
+
+_DEFAULTS = JobOptions()
+
+
+def read_jobs(path: Path, defaults: JobOptions = _DEFAULTS) -> list[Job]:
+    """The jobs of a JSON-lines file; paths in it are relative to it. Blank lines are skipped.
+
+    Raises ConfigError that names every bad line at once, with what is wrong in it.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; give a file with one JSON object per line") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}); convert it first") from error
+    jobs: list[Job] = []
+    faults: list[str] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            jobs.append(_read_job(line, number, path.absolute().parent, defaults))
+        except (ConfigError, ContextError) as fault:
+            faults.append(f"line {number}: {fault}")
+    if faults:
+        raise ConfigError("\n  ".join([f"{path} has {_lines(len(faults))} to mend; nothing was built:", *faults]))
+    if not jobs:
+        raise ConfigError(f'{path} holds no jobs; write one line like {{"context": "handbook.txt"}} per context')
+    return jobs
+
+
+def _lines(count: int) -> str:
+    return "1 line" if count == 1 else f"{count} lines"
+
+
+def _read_job(line: str, number: int, base: Path, defaults: JobOptions) -> Job:
+    try:
+        given = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"this is not JSON ({error}); write one object per line") from error
+    if not isinstance(given, dict):
+        raise ConfigError(f'expected an object like {{"context": "handbook.txt"}}, got {line.strip()[:60]}')
+    context = given.pop("context", None)
+    if not isinstance(context, str) or not context:
+        raise ConfigError('"context" must be the path of a text file' + ("" if context is None else f", got {context}"))
+    options = _read_options(given, base, defaults)
+    file = base / Path(context).expanduser()
+    return Job(line=number, context=file, context_bytes=len(read_text(str(file)).encode()), options=options)
+
+
+def _read_options(given: dict[str, Any], base: Path, defaults: JobOptions) -> JobOptions:
+    known = [field.name for field in fields(JobOptions)]
+    if unknown := sorted(set(given) - set(known)):
+        raise ConfigError(f"unknown option {', '.join(map(repr, unknown))}; known are context, {', '.join(known)}")
+    for name, value in given.items():
+        _require_type(name, value)
+    options = replace(defaults, **{name: value for name, value in given.items() if value is not None})
+    if options.preset not in PRESET_NAMES:
+        raise ConfigError(f"unknown preset {options.preset!r}; choose one of {', '.join(PRESET_NAMES)}")
+    if options.dtype not in DTYPES:
+        raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {options.dtype!r}")
+    make_config(options.preset, 64, options.index_changes("cpu"))  # the width is the model's, and not known yet
+    # a model that the line names may lie beside the list; one from the command line is as the shell sees it
+    return replace(options, model=_locate(options.model, base if given.get("model") else Path.cwd()))
+
+
+def _require_type(name: str, value: object) -> None:
+    if name == "list_len":
+        right, wanted = isinstance(value, int | float) and not isinstance(value, bool), "a number"
+    elif name in ("num_subspaces", "num_centroids", "score_bits"):
+        right, wanted = isinstance(value, int) and not isinstance(value, bool), "a whole number"
+    elif name == "chat":
+        right, wanted = isinstance(value, bool), "true or false"
+    else:
+        right, wanted = isinstance(value, str), "a string"
+    if not right and value is not None:
+        raise ConfigError(f'"{name}" must be {wanted}, got {json.dumps(value)[:60]}')
+
+
+def _locate(model: str | None, base: Path) -> str | None:
+    """An absolute path for a model on disk; anything else is a hub id, or the name of the demo model."""
+    if model is None:
+        return None
+    path = base / Path(model).expanduser()
+    if path.exists():
+        return str(path)
+    if model.startswith(("/", ".", "~")) or model.endswith(".gguf"):
+        raise ConfigError(f"there is no model at {path}; give a directory, a .gguf file, or a hub id like owner/name")
+    return model

@@ -1,0 +1,26 @@
+"""A model and contexts on disk, and a list of jobs over them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.tiny import save
+
+
+def text(number: int, num_lamps: int = 14) -> str:
+    return "".join(f"Lamp {number * lamp} is lit at {lamp % 12} by {number}. " for lamp in range(num_lamps))
+
+
+def make_place(place: Path, num_contexts: int) -> Path:
+    """A directory with a model and that many contexts."""
+    save(place / "model")
+    for number in range(num_contexts):
+        (place / f"{number}.txt").write_text(text(number + 1))
+    return place
+
+
+def write_list(place: Path, *lines: dict[str, Any] | str) -> Path:
+    """A list of jobs from objects, or from lines as they are."""
+    file = place / "jobs.jsonl"
+    file.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return file

@@ -1,0 +1,183 @@
+"""Many contexts in one go: checked as a whole, one model loaded once, nothing built twice, no failure in the way."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+import index_build.batch
+from csattn.artifact import list_store, verify_artifact
+from csattn.errors import ConfigError
+from index_build.batch import BatchReport, JobProgress, JobResult, run_batch
+from index_build.job_list import Job, JobOptions, read_jobs
+from tests.index_build.batches import make_place, write_list
+from workers.cli import main
+from workers.cli.batch_display import BatchTotals
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_place(tmp_path_factory.mktemp("batch"), 3)
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """The models that were loaded."""
+    names: list[str | None] = []
+    load = index_build.batch.load_model
+    monkeypatch.setattr(index_build.batch, "load_model", lambda name, *rest: [names.append(name), load(name, *rest)][1])
+    return names
+
+
+def outcomes(report: BatchReport) -> list[str]:
+    return [result.outcome for result in report.results]
+
+
+def test_a_line_says_what_differs_from_the_command_line(place: Path) -> None:
+    file = write_list(
+        place, {"context": "0.txt"}, "", {"context": "1.txt", "model": "model", "list_len": 1, "preset": "paper"}
+    )
+    defaults = JobOptions(dtype="bfloat16", model="owner/name")
+    first, second = read_jobs(file, defaults)
+    assert (first.line, first.context, first.options) == (1, place / "0.txt", defaults)
+    assert (second.line, second.context_bytes) == (3, len((place / "1.txt").read_bytes()))
+    assert second.options == JobOptions(dtype="bfloat16", model=str(place / "model"), list_len=1, preset="paper")
+
+
+BAD_LINES = {
+    "{": "not JSON",
+    "[1]": "expected an object",
+    '{"model": "x"}': '"context" must be',
+    '{"context": 7}': "got 7",
+    '{"context": "absent.txt"}': "No such file",
+    '{"context": "empty.txt"}': "holds no text",
+    '{"context": "0.txt", "presett": "paper"}': "unknown option 'presett'",
+    '{"context": "0.txt", "preset": "best"}': "unknown preset 'best'",
+    '{"context": "0.txt", "dtype": "int3"}': "dtype must be one of",
+    '{"context": "0.txt", "score_bits": 5}': "score_bits must be one of 4, 8",
+    '{"context": "0.txt", "score_bits": true}': '"score_bits" must be a whole number',
+    '{"context": "0.txt", "list_len": "1"}': '"list_len" must be a number',
+    '{"context": "0.txt", "list_len": 0.5}': "has no meaning for layout 'rows'",
+    '{"context": "0.txt", "chat": 1}': '"chat" must be true or false',
+    '{"context": "0.txt", "kmeans": "best"}': "kmeans must be one of",
+    '{"context": "0.txt", "model": "./absent"}': "there is no model at",
+}
+
+
+def test_every_bad_line_is_told_at_once(place: Path) -> None:
+    (place / "empty.txt").write_text(" \n")
+    with pytest.raises(ConfigError) as refusal:
+        read_jobs(write_list(place, {"context": "0.txt"}, *BAD_LINES))
+    title, *faults = str(refusal.value).splitlines()
+    assert f"{len(BAD_LINES)} lines to mend; nothing was built" in title
+    assert len(faults) == len(BAD_LINES)
+    for number, (fault, words) in enumerate(zip(faults, BAD_LINES.values(), strict=True), start=2):
+        assert fault.startswith(f"  line {number}: ")
+        assert words in fault
+
+
+def test_a_list_without_jobs_is_refused(place: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no jobs"):
+        read_jobs(write_list(place, ""))
+    with pytest.raises(ConfigError, match="No such file"):
+        read_jobs(place / "absent.jsonl")
+
+
+def test_jobs_are_built_once_and_a_failure_stops_nothing(place: Path, tmp_path: Path, loads: list[str | None]) -> None:
+    (place / "short.txt").write_text("hello")
+    file = write_list(
+        place,
+        {"context": "0.txt", "model": "model"},
+        {"context": "0.txt", "model": "hub/absent"},
+        {"context": "short.txt", "model": "model"},
+        {"context": "1.txt", "model": "model", "preset": "lists"},
+        {"context": "0.txt", "model": "model"},
+    )
+    told: list[JobProgress | JobResult] = []
+    report = run_batch(read_jobs(file), tmp_path, device="cpu", on_progress=told.append, on_result=told.append)
+    assert outcomes(report) == ["built", "failed", "failed", "built", "reused"]
+    assert "hub/absent could not be loaded" in str(report.results[1].error)
+    assert "an index needs at least" in str(report.results[2].error)
+    assert loads == [str(place / "model"), "hub/absent"], "a model is loaded once, whatever the order"
+    assert [result for result in told if isinstance(result, JobResult)] == [report.results[i] for i in (0, 2, 3, 4, 1)]
+    shares = [progress.share for progress in told if isinstance(progress, JobProgress) and progress.job_idx == 3]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    for summary in list_store(tmp_path):
+        verify_artifact(summary.path)
+    assert {result.path for result in report.results if result.path} == {s.path for s in list_store(tmp_path)}
+    assert report.to_json()["failed"] == 2
+    again = run_batch(read_jobs(file), tmp_path, device="cpu")
+    assert outcomes(again) == ["reused", "failed", "failed", "reused", "reused"]
+
+
+def test_an_interrupted_batch_goes_on_at_the_layer_where_it_stopped(place: Path, tmp_path: Path) -> None:
+    jobs = read_jobs(write_list(place, *({"context": f"{number}.txt", "model": "model"} for number in range(3))))
+
+    def interrupt(progress: JobProgress) -> None:
+        if (progress.job_idx, progress.where) == (1, "layer 3/3 index"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_batch(jobs, tmp_path, device="cpu", on_progress=interrupt)
+    progress: list[JobProgress] = []
+    report = run_batch(jobs, tmp_path, device="cpu", on_progress=progress.append)
+    assert outcomes(report) == ["reused", "resumed", "built"]
+    assert next(p for p in progress if p.job_idx == 1).first_share == pytest.approx(2 / 3)
+    assert [result.tokens_per_s is None for result in report.results] == [True, True, False]
+
+
+def job(line: int, context_bytes: int) -> Job:
+    return Job(line=line, context=Path(f"{line}.txt"), context_bytes=context_bytes, options=JobOptions())
+
+
+def test_time_left_counts_only_what_is_built() -> None:
+    jobs = [job(1, 100), job(2, 100), job(3, 200)]
+    totals = BatchTotals(jobs, now_s=0.0)
+    assert totals.totals(0.0).left_s is None
+    totals.finish(0, JobResult(jobs[0], "reused", 0.0, context_len=50))
+    assert totals.totals(10.0).left_s is None
+    # resumed at a half, now at three quarters: 25 of 200 bytes, 25 of 100 tokens in 10 s
+    assert totals.update(JobProgress(2, 100, 0.5, 0.5, ""), 0.0) == 0
+    assert totals.update(JobProgress(2, 100, 0.5, 0.75, ""), 10.0) == pytest.approx(2.5)
+    now = totals.totals(10.0)
+    assert now.share == pytest.approx(250 / 400)
+    assert now.tokens_per_s == pytest.approx(2.5)
+    assert now.left_s == pytest.approx(10 * 150 / 50)
+    totals.finish(1, JobResult(jobs[1], "failed", 0.0, error="no"))
+    totals.finish(2, JobResult(jobs[2], "resumed", 20.0, context_len=100))
+    end = totals.totals(20.0)
+    assert (end.num_finished, end.share, end.left_s) == (3, 1.0, 0.0)
+    assert end.tokens_per_s == pytest.approx(2.5)
+
+
+def test_the_verb_ends_with_1_and_a_report_when_a_job_failed(place: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    (place / "short.txt").write_text("hello")
+    file = write_list(place, {"context": "short.txt"}, {"context": "0.txt"})
+    options = ["--jobs", file, "--model", place / "model", "--store", tmp_path, "--device", "cpu", "--json"]
+    monkeypatch.setattr(sys, "argv", ["csattn", "build", *map(str, options)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    printed = capsys.readouterr()
+    assert ended.value.code == 1
+    report = json.loads(printed.out.splitlines()[-1])
+    assert [(entry["line"], entry["outcome"]) for entry in report["jobs"]] == [(1, "failed"), (2, "built")]
+    assert (report["built"], report["failed"]) == (1, 1)
+    assert "0.txt built in" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([], "either --context FILE or --jobs FILE"),
+        (["--context", "a", "--jobs", "b"], "either --context FILE or --jobs FILE"),
+        (["--context", "a", "--ray", "auto"], "--ray builds the contexts of a list"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(options: list[str], words: str, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["csattn", "build", *options])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    assert words in capsys.readouterr().err

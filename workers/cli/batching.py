@@ -1,0 +1,75 @@
+"""`csattn build --jobs`: read the list, build it here or on a Ray cluster, show how far it is and what became of it."""
+
+from pathlib import Path
+from typing import Any
+
+from csattn.errors import ConfigError
+from index_build.batch import OUTCOMES, BatchReport, run_batch
+from index_build.job_list import JobOptions, read_jobs
+from workers.cli.batch_display import BatchDisplay
+from workers.cli.building import use_threads
+from workers.cli.terminal import err, out, table
+
+
+def build_jobs(
+    jobs_file: Path, defaults: JobOptions, store: Path, ray_address: str | None, threads: int | None, device: str
+) -> dict[str, Any]:
+    """Build and return the verb's JSON object."""
+    jobs = read_jobs(jobs_file, defaults)
+    err.print(f"{len(jobs)} contexts to build" + (f" on the Ray cluster {ray_address}" if ray_address else ""))
+    with BatchDisplay(jobs) as display:
+        if ray_address is None:
+            use_threads(threads)
+            report = run_batch(
+                jobs,
+                store,
+                device=device,
+                num_threads=threads,
+                on_progress=display.on_progress,
+                on_result=display.on_result,
+            )
+        else:
+            from index_build.jobs import run_on_ray
+
+            report = run_on_ray(
+                jobs,
+                store,
+                ray_address,
+                device=device,
+                num_threads=threads,
+                on_progress=display.on_progress,
+                on_result=display.on_result,
+            )
+    show_summary(report)
+    return report.to_json()
+
+
+def require_one_source(context: str | None, jobs_file: Path | None, ray_address: str | None) -> None:
+    """`build` takes one context or one list, and a cluster only for a list."""
+    if (context is None) == (jobs_file is None):
+        raise ConfigError("build takes either --context FILE or --jobs FILE; give one of them")
+    if ray_address is not None and jobs_file is None:
+        raise ConfigError("--ray builds the contexts of a list; give --jobs FILE, or leave --ray out")
+
+
+def show_summary(report: BatchReport) -> None:
+    """A row per context, a line for each failure, a line for all."""
+    rows = []
+    for result in report.results:
+        rate = result.tokens_per_s
+        rows.append(
+            [
+                result.job.context.name,
+                result.outcome,
+                result.artifact_id or "",
+                f"{result.context_len:,}" if result.context_len else "",
+                f"{result.seconds:.1f}",
+                "" if rate is None else f"{rate:.0f}",
+            ]
+        )
+    out.print(table("Contexts", ["context", "", "artifact", "tokens", "seconds", "tokens/s"], rows))
+    for result in report.results:
+        if result.error is not None:
+            out.print(f"line {result.job.line}, {result.job.context.name}: {result.error}", soft_wrap=True)
+    counts = ", ".join(f"{report.count(outcome)} {outcome}" for outcome in OUTCOMES if report.count(outcome))
+    out.print(f"{counts}; {report.seconds:.1f} s in all")

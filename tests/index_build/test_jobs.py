@@ -1,0 +1,133 @@
+"""The batch over a Ray cluster of this machine: a node dies half-way, eight build the same, nothing is lost."""
+
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import index_build.jobs
+from csattn.artifact import list_store, verify_artifact
+from csattn.errors import ConfigError
+from index_build.batch import JobResult, run_batch
+from index_build.job_list import read_jobs
+from index_build.jobs import TaskNeeds, choose_needs, run_on_ray
+from tests.index_build import mishaps
+from tests.index_build.batches import make_place, write_list
+
+CPU_NODE, BIG_NODE, GPU_NODE = {"CPU": 4.0}, {"CPU": 64.0}, {"CPU": 16.0, "GPU": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "device", "num_threads", "needs", "room"),
+    [
+        ([CPU_NODE, BIG_NODE], "auto", None, TaskNeeds("cpu", 4), 17),
+        ([BIG_NODE], "auto", None, TaskNeeds("cpu", 8), 8),
+        ([CPU_NODE, BIG_NODE], "cpu", 5, TaskNeeds("cpu", 5), 12),
+        ([{}, {"CPU": 1.0}], "auto", None, TaskNeeds("cpu", 1), 1),
+        ([CPU_NODE, GPU_NODE], "auto", None, TaskNeeds("cuda", 1), 2),
+        ([GPU_NODE], "cuda", 16, TaskNeeds("cuda", 16), 1),
+        ([GPU_NODE], "cpu", None, TaskNeeds("cpu", 8), 2),
+    ],
+)
+def test_what_a_task_asks_of_a_cluster(
+    nodes, device: str, num_threads: int | None, needs: TaskNeeds, room: int
+) -> None:
+    assert choose_needs(nodes, device, num_threads) == needs
+    assert needs.room(nodes) == room
+
+
+@pytest.mark.parametrize(
+    ("device", "num_threads", "words"),
+    [
+        ("cuda", None, "the cluster has none"),
+        ("auto", 5, "no node of the cluster has 5 CPU"),
+        ("auto", 0, "at least 1"),
+    ],
+)
+def test_what_no_node_can_give_is_refused(device: str, num_threads: int | None, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        choose_needs([CPU_NODE], device, num_threads)
+
+
+def test_without_ray_the_sentence_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"pip install 'csattn\[serve\]'"):
+        run_on_ray([], tmp_path)
+
+
+@pytest.fixture(scope="module")
+def two_nodes() -> Iterator[tuple[Any, Any]]:
+    """A cluster of two nodes of one CPU each, and the one that may be removed; this process is connected to it."""
+    pytest.importorskip("ray", reason="the package ray is not installed; pip install 'csattn[serve]'")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        import ray
+        from ray.cluster_utils import Cluster
+
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+        node = cluster.add_node(num_cpus=1)
+        ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
+        yield cluster, node
+        ray.shutdown()
+        cluster.shutdown()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_eight_builders_of_one_context_make_one_artifact(two_nodes: Any, tmp_path: Path, monkeypatch) -> None:
+    """... although the first of them is killed in its last layer."""
+    monkeypatch.setattr(index_build.jobs, "_build_on_worker", mishaps.die_once_in_the_last_layer)
+    place, store = make_place(tmp_path / "place", 1), tmp_path / "store"
+    jobs = read_jobs(write_list(place, *[{"context": "0.txt", "model": "model"}] * 8))
+    told: list[JobResult] = []
+    report = run_on_ray(jobs, store, num_threads=1, on_result=told.append)
+    assert sorted(result.outcome for result in report.results) == sorted(["resumed"] + ["reused"] * 7)
+    assert sorted(result.attempts for result in report.results) == [1] * 7 + [2]
+    assert sorted(result.job.line for result in told) == list(range(1, 9))
+    assert [entry.name for entry in store.iterdir()] == [report.results[0].artifact_id]
+    verify_artifact(report.results[0].path)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_node_that_dies_half_way_costs_nothing_that_was_finished(two_nodes: Any, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(index_build.jobs, "_build_on_worker", mishaps.hang_on_the_lost_node)
+    cluster, node = two_nodes
+    place, store = make_place(tmp_path / "place", 6), tmp_path / "store"
+    jobs = read_jobs(write_list(place, *({"context": f"{number}.txt", "model": "model"} for number in range(6))))
+    run_batch(jobs[:1], store, device="cpu")
+    (tmp_path / "lost-node").write_text(node.node_id)
+    inodes: dict[str, int] = {}
+
+    def remove_the_node_half_way() -> None:
+        mishaps.wait_for(tmp_path / "hangs")
+        inodes.update({summary.artifact_id: inode(summary.path) for summary in list_store(store)})
+        cluster.remove_node(node, allow_graceful=False)
+
+    remover = threading.Thread(target=remove_the_node_half_way)
+    remover.start()
+    report = run_on_ray(jobs, store, num_threads=1)
+    remover.join()
+    assert sorted(result.outcome for result in report.results) == sorted(["built"] * 4 + ["resumed", "reused"])
+    assert [result.attempts for result in report.results if result.outcome == "resumed"] == [2]
+    assert report.results[0].outcome == "reused"
+    assert len(inodes) >= 1
+    for summary in list_store(store):
+        verify_artifact(summary.path)
+        assert inodes.get(summary.artifact_id, inode(summary.path)) == inode(summary.path), "built twice"
+    assert {result.artifact_id for result in report.results} == {summary.artifact_id for summary in list_store(store)}
+    assert len(list_store(store)) == len(list(store.iterdir())) == 6
+
+
+def inode(artifact: Path) -> int:
+    return artifact.joinpath("manifest.json").stat().st_ino
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_no_cluster_at_an_address_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray", reason="the package ray is not installed; pip install 'csattn[serve]'")
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(ConfigError, match=r"cannot reach a Ray cluster at '127.0.0.1:1'"):
+        run_on_ray([], tmp_path, "127.0.0.1:1")

@@ -76,7 +76,6 @@ def two_nodes() -> Iterator[tuple[Any, Any]]:
         cluster.shutdown()
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_eight_builders_of_one_context_make_one_artifact(two_nodes: Any, tmp_path: Path, monkeypatch) -> None:
     """... although the first of them is killed in its last layer."""
     monkeypatch.setattr(index_build.jobs, "_build_on_worker", mishaps.die_once_in_the_last_layer)
@@ -91,7 +90,6 @@ def test_eight_builders_of_one_context_make_one_artifact(two_nodes: Any, tmp_pat
     verify_artifact(report.results[0].path)  # type: ignore[arg-type]
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_a_node_that_dies_half_way_costs_nothing_that_was_finished(two_nodes: Any, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(index_build.jobs, "_build_on_worker", mishaps.hang_on_the_lost_node)
     cluster, node = two_nodes
@@ -125,7 +123,6 @@ def inode(artifact: Path) -> int:
     return artifact.joinpath("manifest.json").stat().st_ino
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_no_cluster_at_an_address_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ray = pytest.importorskip("ray", reason="the package ray is not installed; pip install 'csattn[serve]'")
     monkeypatch.setattr(ray, "is_initialized", lambda: False)

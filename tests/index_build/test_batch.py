@@ -179,5 +179,5 @@ def test_options_that_contradict_each_other_are_refused(options: list[str], word
     monkeypatch.setattr(sys, "argv", ["csattn", "build", *options])
     with pytest.raises(SystemExit) as ended:
         main()
-    assert ended.value.code == 1
+    assert ended.value.code == 2
     assert words in capsys.readouterr().err

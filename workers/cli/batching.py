@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from csattn.errors import ConfigError
+import typer
+
 from index_build.batch import OUTCOMES, BatchReport, run_batch
 from index_build.job_list import JobOptions, read_jobs
 from workers.cli.batch_display import BatchDisplay
@@ -47,9 +48,9 @@ def build_jobs(
 def require_one_source(context: str | None, jobs_file: Path | None, ray_address: str | None) -> None:
     """`build` takes one context or one list, and a cluster only for a list."""
     if (context is None) == (jobs_file is None):
-        raise ConfigError("build takes either --context FILE or --jobs FILE; give one of them")
+        raise typer.BadParameter("build takes either --context FILE or --jobs FILE; give one of them")
     if ray_address is not None and jobs_file is None:
-        raise ConfigError("--ray builds the contexts of a list; give --jobs FILE, or leave --ray out")
+        raise typer.BadParameter("--ray builds the contexts of a list; give --jobs FILE, or leave --ray out")
 
 
 def show_summary(report: BatchReport) -> None:

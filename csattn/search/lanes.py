@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import llvmlite.binding
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -9,16 +10,68 @@ from numba.extending import intrinsic
 
 from csattn.search.simd import Vector
 
+llvmlite.binding.initialize_native_asmparser()
+
+
+def _shuffle(builder: ir.IRBuilder, args: Any, order: list[int]) -> Any:
+    return builder.shuffle_vector(*args, ir.Constant(ir.VectorType(ir.IntType(32), len(order)), order))
+
 
 @intrinsic
-def interleave(typing_context, even, odd):  # type: ignore[no-untyped-def]
-    """even[0], odd[0], even[1], odd[1], ...: a vector of twice the lanes."""
-    sig = Vector(even.element, 2 * even.lanes)(even, odd)
+def zip_fours(typing_context, a, b):  # type: ignore[no-untyped-def]
+    """a[0:4], b[0:4], a[4:8], b[4:8], ...: a vector of twice the lanes."""
+    sig = Vector(a.element, 2 * a.lanes)(a, b)
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        lanes = sig.args[0].lanes
-        order = [lane for pair in zip(range(lanes), range(lanes, 2 * lanes), strict=True) for lane in pair]
-        return builder.shuffle_vector(*args, ir.Constant(ir.VectorType(ir.IntType(32), 2 * lanes), order))
+        return _shuffle(builder, args, _fours(sig.args[0].lanes))
+
+    return sig, generate
+
+
+@intrinsic
+def zip_low(typing_context, a, b):  # type: ignore[no-untyped-def]
+    """Of every eight lanes the first four: a[0], b[0], ... a[3], b[3], a[8], b[8], ..."""
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        return _shuffle(builder, args, _eights(sig.return_type.lanes, 0))
+
+    return a(a, b), generate
+
+
+@intrinsic
+def zip_high(typing_context, a, b):  # type: ignore[no-untyped-def]
+    """Of every eight lanes the last four: a[4], b[4], ... a[7], b[7], a[12], b[12], ..."""
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        return _shuffle(builder, args, _eights(sig.return_type.lanes, 4))
+
+    return a(a, b), generate
+
+
+def _fours(lanes: int) -> list[int]:
+    return [vector + four + i for four in range(0, lanes, 4) for vector in (0, lanes) for i in range(4)]
+
+
+def _eights(lanes: int, first: int) -> list[int]:
+    return [vector + eight + first + i for eight in range(0, lanes, 8) for i in range(4) for vector in (0, lanes)]
+
+
+@intrinsic
+def add_dots(typing_context, sums, a, b):  # type: ignore[no-untyped-def]
+    """sums[i] + a[2i] * b[2i] + a[2i + 1] * b[2i + 1], of signed 16-bit lanes to 32-bit sums that wrap around."""
+    sig = sums(sums, a, b)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        kind = args[0].type
+        if sig.return_type.lanes == 16 and "+avx512vnni" in context.codegen().magic_tuple()[2]:
+            # LLVM knows the instruction, but takes it apart in chains of sums: shorter to wait for, and slower
+            dot = ir.FunctionType(kind, [kind, args[1].type, args[2].type])
+            return builder.asm(dot, "vpdpwssd $3, $2, $0", "=v,0,v,v", args, side_effect=False)
+        lanes = sig.args[1].lanes
+        wide = ir.VectorType(ir.IntType(32), lanes)
+        products = builder.mul(builder.sext(args[1], wide), builder.sext(args[2], wide), flags=["nsw"])
+        even, odd = (_shuffle(builder, (products, products), list(range(first, lanes, 2))) for first in (0, 1))
+        return builder.add(builder.add(even, odd), args[0])
 
     return sig, generate
 
@@ -55,6 +108,18 @@ def fma(typing_context, a, b, c):  # type: ignore[no-untyped-def]
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         return _call(builder, f"llvm.fma.{_suffix(sig.return_type)}", args[0].type, list(args))
+
+    return sig, generate
+
+
+@intrinsic
+def smaller(typing_context, a, b):  # type: ignore[no-untyped-def]
+    """The smaller of each two lanes; b where a is NaN."""
+    sig = a(a, b)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        compare = builder.fcmp_ordered if sig.return_type.is_float else builder.icmp_signed
+        return builder.select(compare("<", *args), *args)
 
     return sig, generate
 
@@ -128,6 +193,18 @@ def largest_lane(typing_context, value):  # type: ignore[no-untyped-def]
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         vector = sig.args[0]
         return _call(builder, f"llvm.vector.reduce.smax.{_suffix(vector)}", vector.llvm_type().element, [args[0]])
+
+    return sig, generate
+
+
+@intrinsic
+def smallest_lane(typing_context, value):  # type: ignore[no-untyped-def]
+    """The smallest of the signed integer lanes."""
+    sig = value.element(value)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        vector = sig.args[0]
+        return _call(builder, f"llvm.vector.reduce.smin.{_suffix(vector)}", vector.llvm_type().element, [args[0]])
 
     return sig, generate
 

@@ -1,9 +1,9 @@
-"""Threads for searches. Kernels release the GIL; what a search chooses does not depend on who runs it."""
+"""Threads for searches. They wait inside a kernel, without the GIL; what a search chooses does not depend on them."""
 
-import itertools
+import os
 import threading
+import weakref
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
 
@@ -11,24 +11,74 @@ import numpy as np
 from numpy.typing import NDArray
 
 from csattn.index import LayerIndex
-from csattn.search.run import LayerSearch
+from csattn.search.run import LayerSearch, one_token
+from csattn.search.work import CLOSED, CONTROL_WORDS, FAILED, OPENED, STOPPED, finish, serve
 from csattn.search.workspace import SearchWorkspace, TokenSelections, empty_token_selections
 from csattn.selection import Selection
 from csattn.table.tail import Tail
 
-# Handing work to a thread costs about 17 us: what takes less than a few times that stays with the caller.
-SMALL_WORK_KEYS = 1 << 17  # scored keys, summed over query rows: some tens of microseconds
-TICKET_KEYS = 1 << 16  # least work that a thread takes at a time, where there is enough for all
+SMALL_WORK_KEYS = 1 << 17  # scored keys, over all query rows: nobody is woken for some tens of microseconds of work
+SPIN_MS = 1.0  # how long threads look for the next search without a rest
+NAP_MS = 50.0  # how long they look every now and then, before they sleep
+NUM_SLOTS = 3  # jobs under way: one being scored, one being copied, one being chosen from
 
 
 class SearchPool:
-    """num_threads threads, the calling one included. Close it, or use it as a context manager."""
+    """num_threads threads, the calling one included. Close it, or use it as a context manager.
 
-    def __init__(self, num_threads: int) -> None:
+    `start` hands a search over and returns; `finish` helps with what is left of it and waits for the rest.
+    Several threads may use one pool: from its start to its finish, a search has the pool for itself.
+    """
+
+    _user: int | None  # the thread whose search is under way
+    _crew: "_Crew"
+
+    def __init__(
+        self,
+        num_threads: int,
+        cpus: Sequence[int] | None = None,  # CPUs that the pool's own threads keep to, one each; Linux
+    ) -> None:
         assert num_threads >= 1, f"a pool needs at least 1 thread, got {num_threads}"
+        if cpus is not None:
+            _check_cpus(cpus, num_threads - 1)
         self.num_threads = num_threads
-        self._executor = ThreadPoolExecutor(num_threads - 1, "search") if num_threads > 1 else None
-        self._local = threading.local()
+        self._cpus = tuple(cpus) if cpus is not None else None
+        self._open()
+
+    def start(self, search: LayerSearch) -> None:
+        """Hand the search over to the pool's threads. Until this thread's `finish`, its arrays must be left alone."""
+        self._after_fork()
+        me = threading.get_ident()
+        assert self._user != me, "this thread has started a search already; finish it first"
+        self._lock.acquire()
+        self._user = me
+        try:
+            self._crew.require_sound()
+            if search.num_scored_keys >= SMALL_WORK_KEYS:
+                self._crew.hire(self.num_threads, self._cpus)
+            self._crew.search = search
+            self._num_open = self._begin(search, 0)
+        except BaseException:
+            self._release()
+            raise
+
+    def finish(self) -> None:
+        """Return when the search that this thread has started is done."""
+        self._after_fork()
+        search = self._crew.search
+        assert self._user == threading.get_ident() and search is not None, "this thread has started no search"
+        workspace = self._crew.workspace
+        try:
+            done = 0
+            while True:
+                if not finish(workspace.calls, workspace.progress, workspace.control, self._num_open):
+                    self._crew.require_sound()
+                done += self._num_open
+                if done == search.num_jobs:
+                    break
+                self._num_open = self._begin(search, done)
+        finally:
+            self._release()
 
     def search(
         self,
@@ -41,10 +91,8 @@ class SearchPool:
         softmax_scale: float,
         out: Selection,  # kv_indices [num_heads, top_k]
     ) -> None:
-        """`csattn.search.search`, its heads shared out among the threads."""
-        assert out.kv_indices.shape[1] == top_k, f"out has room for {out.kv_indices.shape[1]} rows, wanted {top_k}"
-        stacked = TokenSelections(out.kv_indices[None], out.valid_len[None])
-        self.search_layers([LayerSearch(q[None], index, tail, sink_len, window_len, softmax_scale, stacked)])
+        """`csattn.search.search`, shared out among the threads."""
+        self.search_layers([one_token(q, index, tail, top_k, sink_len, window_len, softmax_scale, out)])
 
     def search_tokens(
         self,
@@ -56,52 +104,51 @@ class SearchPool:
         window_len: int,
         softmax_scale: float,
     ) -> TokenSelections:
-        """`csattn.search.search_tokens`, its heads and tokens shared out among the threads."""
+        """`csattn.search.search_tokens`, shared out among the threads."""
         out = empty_token_selections(q.shape[0], index.num_heads, top_k)
         self.search_layers([LayerSearch(q, index, tail, sink_len, window_len, softmax_scale, out)])
         return out
 
     def search_layers(self, layers: Sequence[LayerSearch]) -> None:
-        """Run several searches at once, over different layers, requests or both; return when all are done."""
+        """Run several searches, over different layers, requests or both; return when all are done."""
         for layer in layers:
-            layer.check()
-        work = [ticket for layer in layers for ticket in self._tickets(layer)]
-        helpers = min(self.num_threads, len(work)) - 1
-        if helpers < 1 or self._executor is None or sum(layer.num_scored_keys for layer in layers) < SMALL_WORK_KEYS:
-            for layer in layers:
-                layer.run(0, layer.num_jobs, self._workspace())
-            return
-        tickets = itertools.count()  # next() on it is atomic: every run of jobs is taken once
-        running: list[Future[None]] = [self._executor.submit(self._take_jobs, work, tickets) for _ in range(helpers)]
-        try:
-            self._take_jobs(work, tickets)
-        finally:
-            for future in running:
-                future.result()
-
-    def _tickets(self, layer: LayerSearch) -> list[tuple[LayerSearch, int, int]]:
-        """The layer's jobs, cut into runs of jobs."""
-        jobs = max(1, TICKET_KEYS * layer.num_jobs // max(1, layer.num_scored_keys))
-        jobs = min(jobs, max(1, layer.num_jobs // self.num_threads))
-        return [(layer, first, min(first + jobs, layer.num_jobs)) for first in range(0, layer.num_jobs, jobs)]
-
-    def _take_jobs(self, work: Sequence[tuple[LayerSearch, int, int]], tickets: "itertools.count[int]") -> None:
-        workspace = self._workspace()
-        while (ticket := next(tickets)) < len(work):
-            layer, first_job, last_job = work[ticket]
-            layer.run(first_job, last_job, workspace)
-
-    def _workspace(self) -> SearchWorkspace:
-        """The calling thread's own."""
-        if not hasattr(self._local, "workspace"):
-            self._local.workspace = SearchWorkspace()
-        workspace: SearchWorkspace = self._local.workspace
-        return workspace
+            self.start(layer)
+            self.finish()
 
     def close(self) -> None:
-        """Let the threads go. Searches that run are finished first."""
-        if self._executor is not None:
-            self._executor.shutdown()
+        """Let the threads go, for good. What this thread has started and not finished, it gives up."""
+        self._after_fork()
+        if self._user != threading.get_ident():
+            self._lock.acquire()
+        self._dismiss()
+        self._release()
+
+    def _open(self) -> None:
+        """Begin without threads: they come with the first search that is worth it."""
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._user = None
+        self._number, self._num_open = 0, 0
+        self._crew = _Crew(SearchWorkspace(self.num_threads, min(NUM_SLOTS, self.num_threads)))
+        self._dismiss = weakref.finalize(self, self._crew.dismiss)  # also where close is forgotten, and at exit
+
+    def _after_fork(self) -> None:
+        """A forked process has none of the threads, and the lock in whatever state it was."""
+        if self._pid != os.getpid():
+            self._dismiss.detach()
+            self._open()
+
+    def _begin(self, search: LayerSearch, first_job: int) -> int:
+        """Hand jobs over from first_job on; how many."""
+        self._number += 1
+        num_jobs = search.begin_in(self._crew.workspace, first_job, self._number)
+        if search.num_scored_keys >= SMALL_WORK_KEYS:
+            self._crew.wake()
+        return num_jobs
+
+    def _release(self) -> None:
+        self._crew.search, self._user = None, None
+        self._lock.release()
 
     def __enter__(self) -> Self:
         return self
@@ -112,4 +159,94 @@ class SearchPool:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<SearchPool {self.num_threads} threads>"
+        return f"<SearchPool {self.num_threads} threads, {len(self._crew.threads)} of them hired>"
+
+
+def _check_cpus(cpus: Sequence[int], num_wanted: int) -> None:
+    """Raise ValueError if threads cannot keep to these CPUs."""
+    if not hasattr(os, "sched_setaffinity"):
+        raise ValueError("threads cannot keep to CPUs on this system; leave `cpus` out")
+    if len(cpus) != num_wanted:
+        raise ValueError(f"got {len(cpus)} CPUs for {num_wanted} threads; name one for each but the calling one")
+    if not set(cpus) <= os.sched_getaffinity(0):
+        raise ValueError(f"this process may not use all of the CPUs {list(cpus)}; name some it may use")
+
+
+def _compile_serve() -> None:
+    closed = np.ones(CONTROL_WORDS, np.int64)
+    serve(closed, closed, closed, 1, 0, 0, 0)
+
+
+class _Crew:
+    """A pool's own threads, and what they share with those who use the pool. Knows no pool: pools may be dropped."""
+
+    def __init__(self, workspace: SearchWorkspace) -> None:
+        self.workspace = workspace
+        self.search: LayerSearch | None = None  # that is under way: its arrays must live
+        self.threads: list[threading.Thread] = []
+        self._awake = threading.Condition()
+        self._sleepers = 0
+        self._pid = os.getpid()
+        self._cause: BaseException | None = None
+
+    def require_sound(self) -> None:
+        """Raise if a thread has met an error, or all have been let go."""
+        if self._cause is not None:
+            raise RuntimeError(
+                "a thread of the search pool has failed; close the pool and make another"
+            ) from self._cause
+        if self.workspace.control[STOPPED]:
+            raise RuntimeError("the search pool is closed; make another")
+
+    def hire(self, num_threads: int, cpus: tuple[int, ...] | None) -> None:
+        """Have all threads but the calling one."""
+        if not self.threads:
+            _compile_serve()  # here, for a process that forks while another thread compiles passes on a locked compiler
+        for number in range(len(self.threads) + 1, num_threads):
+            cpu = cpus[number - 1] if cpus is not None else None
+            thread = threading.Thread(target=self._run, args=(number, cpu), name=f"search-{number}", daemon=True)
+            thread.start()
+            self.threads.append(thread)
+
+    def wake(self) -> None:
+        """To be called after a search has begun: a thread that is about to sleep sees either."""
+        if self._sleepers:
+            with self._awake:
+                self._awake.notify_all()
+
+    def dismiss(self) -> None:
+        """Let the threads go, as soon as nothing is left to do for them."""
+        if self._pid != os.getpid():
+            return  # a forked process has no threads to let go, and perhaps a lock that nobody will release
+        with self._awake:
+            self.workspace.control[STOPPED] = 1
+            self._awake.notify_all()
+        if threading.current_thread() in self.threads:
+            return  # the garbage collector has come by here; the others may wait for what this thread holds
+        for thread in self.threads:
+            thread.join()
+
+    def _run(self, number: int, cpu: int | None) -> None:
+        """What a thread does: work while there is some, sleep otherwise."""
+        shared = self.workspace.calls, self.workspace.progress, self.workspace.control
+        last_number = 0
+        try:
+            if cpu is not None:
+                os.sched_setaffinity(0, {cpu})
+            while True:
+                why, last_number = serve(*shared, number, int(SPIN_MS * 1e6), int(NAP_MS * 1e6), last_number)
+                if why == CLOSED:
+                    return
+                self._sleep(last_number)
+        except BaseException as error:
+            self._cause = error
+            self.workspace.control[FAILED] = 1
+
+    def _sleep(self, last_number: int) -> None:
+        """Until there is a search that this thread has not seen, or the pool is closed."""
+        control = self.workspace.control
+        with self._awake:
+            self._sleepers += 1
+            while not control[STOPPED] and control[OPENED] in (0, last_number):
+                self._awake.wait()
+            self._sleepers -= 1

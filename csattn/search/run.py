@@ -1,6 +1,5 @@
-"""Run searches: check what came in, cut the work into one job for each (token, head), run jobs."""
+"""Searches of a layer: check what came in, tell the kernels where it is, and run them in the calling thread."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -8,103 +7,174 @@ from numpy.typing import NDArray
 
 from csattn.errors import ConfigError
 from csattn.index import LayerIndex
-from csattn.jit import readonly
-from csattn.search import jobs
+from csattn.search.calls import LIST_STAGES, ROW_STAGES, compiled_address
+from csattn.search.plan import MAX_JOBS, SEARCH
 from csattn.search.weights import weight_room
+from csattn.search.work import begin, finish
 from csattn.search.workspace import SearchWorkspace, TokenSelections, empty_token_selections
 from csattn.selection import Selection
 from csattn.table.rows import RowTable
 from csattn.table.tail import ListTail, RowTail, Tail
 
-NO_CODES = np.empty(0, np.int8)
-NO_INDICES = np.empty(0, np.int32)
-NO_SCORES = np.empty(0, np.float32)
 
-
-@dataclass(frozen=True, slots=True)
 class LayerSearch:
-    """One layer's search of one or more tokens of a request."""
+    """One layer's search of one or more tokens of a request.
 
-    q: NDArray[np.float32]  # [num_tokens, num_q_heads, head_dim]
-    index: LayerIndex
-    tail: Tail | None
-    sink_len: int
-    window_len: int
-    softmax_scale: float
-    out: TokenSelections  # [num_tokens, num_heads, top_k]; the search chooses as many rows as it has room for
+    Making one costs more than running it again. It holds on to its arrays: fill q anew and search once more, and find
+    the new choice in out; rows that the tail has got meanwhile are searched, too.
+    """
+
+    __slots__ = (
+        "_calls",
+        "_record",
+        "_shape",
+        "_tail_array",
+        "index",
+        "out",
+        "q",
+        "sink_len",
+        "softmax_scale",
+        "tail",
+        "window_len",
+    )
+
+    def __init__(
+        self,
+        q: NDArray[np.float32],  # [num_tokens, num_q_heads, head_dim]
+        index: LayerIndex,
+        tail: Tail | None,
+        sink_len: int,
+        window_len: int,
+        softmax_scale: float,
+        out: TokenSelections,  # [num_tokens, num_heads, top_k]; as many rows are chosen as it has room for
+    ) -> None:
+        self.q, self.index, self.tail, self.out = q, index, tail, out
+        self.sink_len, self.window_len, self.softmax_scale = sink_len, window_len, softmax_scale
+        self._check()
+        self._record = self._describe()
+        self._tail_array: NDArray[Any] | None = None
+        of_rows = isinstance(index.table, RowTable)
+        self._shape = q.shape[1] // index.num_heads, index.num_subspaces, 2 if of_rows else 4
+        addresses = [compiled_address(stage) for stage in (ROW_STAGES if of_rows else LIST_STAGES)]
+        self._calls = np.array([self._record.ctypes.data, 0, *addresses], np.int64)
 
     @property
     def num_jobs(self) -> int:
-        return len(self.q) * self.index.num_heads
+        return int(self.out.valid_len.size)
 
     @property
     def num_scored_keys(self) -> int:
         """A measure of the work: keys scored, over all query rows."""
         tail_rows = self.tail.num_rows if self.tail is not None else 0
-        return int(np.prod(self.q.shape[:2])) * (self.index.context_len + tail_rows)
+        return int(self.q.shape[0] * self.q.shape[1] * (self.index.context_len + tail_rows))
 
-    def check(self) -> None:
+    def begin_in(self, workspace: SearchWorkspace, first_job: int, number: int = 1) -> int:
+        """Open jobs from first_job on to the kernels that use this workspace; return how many."""
+        tail_rows = 0
+        if self.tail is not None:
+            tail_rows = self.tail.num_rows
+            self._describe_tail(tail_rows)
+        workspace.prepare(*self._shape, self.index.context_len + tail_rows)
+        num_jobs = min(MAX_JOBS, self.num_jobs - first_job)
+        begin(workspace.calls, self._calls, workspace.progress, workspace.control, first_job, num_jobs, number)
+        return num_jobs
+
+    def run(self, workspace: SearchWorkspace) -> None:
+        """Search in the calling thread."""
+        for first_job in range(0, self.num_jobs, MAX_JOBS):
+            num_jobs = self.begin_in(workspace, first_job)
+            finish(workspace.calls, workspace.progress, workspace.control, num_jobs)
+
+    def _check(self) -> None:
         """Raise AssertionError if the shapes do not fit together, ConfigError if the index cannot be searched."""
         num_tokens, num_q_heads, head_dim = self.q.shape
-        heads = self.index.num_heads
+        heads, table = self.index.num_heads, self.index.table
         assert self.q.dtype == np.float32, f"q must be float32, got {self.q.dtype}"
         assert num_q_heads % heads == 0, f"{num_q_heads} query heads cannot be shared out to {heads} index heads"
         assert head_dim == self.index.query_basis.shape[1], f"q has head_dim {head_dim}, the index another"
         wanted = num_tokens, heads
-        assert self.out.kv_indices.shape[:2] == wanted, f"out has shape {self.out.kv_indices.shape}, wanted {wanted}"
-        assert self.out.valid_len.shape == wanted, f"out.valid_len has shape {self.out.valid_len.shape}"
-        table = self.index.table
-        if isinstance(table, RowTable) and weight_room(self.index.num_subspaces, table.largest_code) <= 0:
-            raise ConfigError(
-                f"{self.index.num_subspaces} subspaces of {table.score_bits}-bit scores do not fit into 16-bit sums; "
-                f"rebuild the index with fewer subspaces or with 4-bit scores"
-            )
-
-    def run(self, first_job: int, last_job: int, workspace: SearchWorkspace) -> None:
-        """Run the jobs [first_job, last_job); job t * num_heads + h serves head h of token t."""
-        index, table, tail = self.index, self.index.table, self.tail
-        group_size = self.q.shape[1] // index.num_heads
-        tail_rows = tail.num_rows if tail is not None else 0
-        common = (
-            first_job,
-            last_job,
-            readonly(self.q),
-            readonly(index.query_basis),
-            readonly(index.codebooks),
-            index.weigh_by_norm,
-        )
-        shape = table.context_len, tail_rows, self.sink_len, self.window_len
-        score_type = np.dtype(np.int16 if isinstance(table, RowTable) else np.float32)
-        scratch = workspace.arrays(score_type, group_size, table.context_len + tail_rows)
-        rest = (shape, self.softmax_scale, *scratch, self.out.kv_indices, self.out.valid_len)
+        kv_indices, valid_len = self.out.kv_indices, self.out.valid_len
+        assert kv_indices.shape[:2] == wanted, f"out has shape {kv_indices.shape}, wanted {wanted}"
+        assert valid_len.shape == wanted, f"out.valid_len has shape {valid_len.shape}"
+        for name, array in (("kv_indices", kv_indices), ("valid_len", valid_len)):
+            sound = array.dtype == np.int32 and array.flags.c_contiguous and array.flags.writeable
+            assert sound, f"out.{name} must be int32, contiguous and writable"
         if isinstance(table, RowTable):
-            assert tail is None or isinstance(tail, RowTail), f"a table of rows cannot use {tail!r}"
-            tail_codes = NO_CODES if tail is None else tail.codes
-            jobs.search_rows(
-                *common,
-                _flat(table.codes, np.uint8),
-                readonly(table.scales),
-                table.score_bits,
-                _flat(tail_codes, np.uint8),
-                tail_codes.shape[-1],
-                *rest,
-            )
+            assert self.tail is None or isinstance(self.tail, RowTail), f"a table of rows cannot use {self.tail!r}"
+            if weight_room(self.index.num_subspaces, table.largest_code) <= 0:
+                raise ConfigError(
+                    f"{self.index.num_subspaces} subspaces of {table.score_bits}-bit scores do not fit into 16-bit "
+                    f"sums; rebuild the index with fewer subspaces or with 4-bit scores"
+                )
         else:
-            assert tail is None or isinstance(tail, ListTail), f"a table of lists cannot use {tail!r}"
-            jobs.search_lists(
-                *common,
-                _flat(table.indices, np.int32),
-                _flat(table.scores, np.uint16),
-                _flat(NO_INDICES if tail is None else tail.num_inserted, np.int32),
-                _flat(NO_INDICES if tail is None else tail.inserted_indices, np.int32),
-                _flat(NO_SCORES if tail is None else tail.inserted_scores, np.float32),
-                *rest,
-            )
+            assert self.tail is None or isinstance(self.tail, ListTail), f"a table of lists cannot use {self.tail!r}"
+
+    def _describe(self) -> NDArray[Any]:
+        """The record of this search, but for what changes with the tail."""
+        index, table = self.index, self.index.table
+        values: dict[str, Any] = {
+            "q": _address(self.q, np.float32),
+            "query_basis": _address(index.query_basis, np.float32),
+            "codebooks": _address(index.codebooks, np.float32),
+            "kv_indices": _address(self.out.kv_indices, np.int32),
+            "valid_len": _address(self.out.valid_len, np.int32),
+            "num_heads": index.num_heads,
+            "group_size": self.q.shape[1] // index.num_heads,
+            "head_dim": self.q.shape[2],
+            "num_subspaces": index.num_subspaces,
+            "num_centroids": index.num_centroids,
+            "weigh_by_norm": index.weigh_by_norm,
+            "top_k": self.out.kv_indices.shape[2],
+            "context_len": index.context_len,
+            "sink_len": self.sink_len,
+            "window_len": self.window_len,
+            "softmax_scale": self.softmax_scale,
+        }
+        if isinstance(table, RowTable):
+            values |= _describe_rows(table)
+        else:
+            values["list_indices"] = _address(table.indices, np.int32)
+            values["list_scores"], values["list_len"] = _address(table.scores, np.float16), table.list_len
+        return np.array([tuple(values.get(name, 0) for name in SEARCH.names or ())], SEARCH)
+
+    def _describe_tail(self, tail_rows: int) -> None:
+        """What the tail now holds, and where."""
+        fields, tail = self._record, self.tail
+        fields["tail_rows"] = tail_rows
+        if isinstance(tail, RowTail) and tail.codes is not self._tail_array:
+            self._tail_array = tail.codes
+            fields["tail_codes"], fields["tail_room"] = _address(tail.codes, np.int8), tail.codes.shape[-1]
+        elif isinstance(tail, ListTail) and tail.inserted_indices is not self._tail_array:
+            self._tail_array = tail.inserted_indices
+            fields["num_inserted"] = _address(tail.num_inserted, np.int32)
+            fields["inserted_indices"] = _address(tail.inserted_indices, np.int32)
+            fields["inserted_scores"] = _address(tail.inserted_scores, np.float32)
+            fields["tail_room"] = tail.inserted_indices.shape[-1]
 
 
-def _flat(array: NDArray[Any], dtype: type[np.generic]) -> NDArray[Any]:
-    """A read-only one-dimensional view of the same bytes as elements of `dtype`."""
-    return readonly(array).reshape(-1).view(dtype)
+def _describe_rows(table: RowTable) -> dict[str, int]:
+    """Where the rows are. They may lie apart, by any number of bytes as long as it is the same between all."""
+    codes = table.codes
+    *_, num_subspaces, num_centroids, row_bytes = codes.shape
+    stride = codes.strides[2]
+    apart = num_subspaces * num_centroids * stride, num_centroids * stride, stride, 1
+    assert codes.strides == apart, f"rows of codes lie apart by {codes.strides} bytes, wanted {apart}"
+    return {
+        "codes": codes.__array_interface__["data"][0],
+        "code_bytes": (codes.size // max(row_bytes, 1) - 1) * stride + row_bytes,
+        "row_bytes": row_bytes,
+        "row_stride": stride,
+        "score_bits": table.score_bits,
+        "scales": _address(table.scales, np.float32),
+    }
+
+
+def _address(array: NDArray[Any], dtype: Any) -> int:
+    """Where the array lies: kernels take it for a contiguous one of that type."""
+    assert array.dtype == dtype, f"an array of {array.dtype} came where {np.dtype(dtype)} was wanted"
+    assert array.flags.c_contiguous, f"an array of shape {array.shape} must be contiguous, not strided {array.strides}"
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 def search(
@@ -122,11 +192,23 @@ def search(
 
     `reference.search` is the definition. Runs in the calling thread; `SearchPool` has threads of its own.
     """
+    one_token(q, index, tail, top_k, sink_len, window_len, softmax_scale, out).run(workspace)
+
+
+def one_token(
+    q: NDArray[np.float32],  # [num_q_heads, head_dim]
+    index: LayerIndex,
+    tail: Tail | None,
+    top_k: int,
+    sink_len: int,
+    window_len: int,
+    softmax_scale: float,
+    out: Selection,  # kv_indices [num_heads, top_k]
+) -> LayerSearch:
+    """The search of one token, whose choice goes to `out`."""
     assert out.kv_indices.shape[1] == top_k, f"out has room for {out.kv_indices.shape[1]} rows, wanted {top_k}"
     stacked = TokenSelections(out.kv_indices[None], out.valid_len[None])
-    layer = LayerSearch(q[None], index, tail, sink_len, window_len, softmax_scale, stacked)
-    layer.check()
-    layer.run(0, layer.num_jobs, workspace)
+    return LayerSearch(q[None], index, tail, sink_len, window_len, softmax_scale, stacked)
 
 
 def search_tokens(
@@ -141,7 +223,5 @@ def search_tokens(
 ) -> TokenSelections:
     """`search` for several tokens that see the same context and tail."""
     out = empty_token_selections(q.shape[0], index.num_heads, top_k)
-    layer = LayerSearch(q, index, tail, sink_len, window_len, softmax_scale, out)
-    layer.check()
-    layer.run(0, layer.num_jobs, workspace)
+    LayerSearch(q, index, tail, sink_len, window_len, softmax_scale, out).run(workspace)
     return out

@@ -1,100 +1,69 @@
-"""The top_k of an array, exactly: worth descending, then index ascending; written in ascending order of index.
+"""The top_k of a job's keys, exactly: worth descending, then index ascending; written in ascending order of index.
 
-A small sample guesses a threshold that a little more than top_k reach. Those are copied out, the exact threshold
-is found among the copies by bisection over the integers, and the copies are filtered. A guess that too few reach
-is lowered and tried again, so that the guess decides the time and never the result.
+A sample guesses a threshold that a little more than top_k keys reach. Those are copied out, range by range, the exact
+threshold is found among the copies by bisection over the integers, and the copies are filtered. A guess that too few
+reach is lowered and tried again, so that the guess decides the time and never the result.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
 from csattn.jit import exact_kernel
-from csattn.search.lanes import mask_at_least, population, trailing_zeros
+from csattn.search.lanes import mask_at_least, population
+from csattn.search.plan import SAMPLE
 from csattn.search.simd import I32x16, fill, load
 from csattn.search.worth import LANES, NOT_SCORED
 
-SAMPLE = 2048  # values looked at for the first guess
+SAMPLE_ROOM = 2 * SAMPLE + LANES  # for the worth of sampled keys, in whole vectors
 
 
 @exact_kernel
-def select_top_k(
-    worth: NDArray[np.int32],  # [at least num_keys rounded up to 64]; NOT_SCORED may not be chosen
-    num_keys: int,
-    copied: NDArray[np.int32],  # [as many] scratch: indices that reach the guess
-    copied_worth: NDArray[np.int32],  # [as many] scratch: and their worth
+def first_rank(top_k: int, num_sampled: int, step: int) -> int:
+    """The rank in the sample whose worth is guessed to be a little below that of the top_k-th key."""
+    expected = top_k / step
+    rank: int = int(expected + 3.0 * np.sqrt(expected) + 4.0) if step > 1 else num_sampled
+    return rank
+
+
+@exact_kernel
+def guess_threshold(sample: NDArray[np.int32], num_sampled: int, rank: int, lowest: int) -> int:
+    """A worth that about `rank` of the sampled keys reach; `lowest`, which all scored keys reach, beyond the sample."""
+    if rank >= num_sampled:
+        return lowest
+    guess: int = max(lowest, kth_largest(sample, num_sampled, rank, NOT_SCORED))
+    return guess
+
+
+@exact_kernel
+def take_best(
+    copied: NDArray[np.int32],  # [at least num_copied] indices, ascending
+    copied_worth: NDArray[np.int32],  # and their worth
+    num_copied: int,
+    guess: int,  # that the copied keys reach
     chosen: NDArray[np.int32],  # [top_k], written: ascending, -1 padded
 ) -> int:
-    """The number of chosen indices: top_k, or all that are scored if they are fewer."""
+    """The number of chosen indices: top_k, or all that are copied if they are fewer."""
     top_k = len(chosen)
-    for i in range(num_keys, -(-num_keys // 64) * 64):
-        worth[i] = NOT_SCORED
-    num_copied = 0
-    guess = NOT_SCORED + 1
-    if top_k > 0:
-        num_copied, guess = copy_enough(worth, num_keys, top_k, copied, copied_worth)
     num_chosen = min(num_copied, top_k)
     if num_copied <= top_k:
-        chosen[:num_chosen] = copied[:num_chosen]
-    else:
+        for i in range(num_chosen):
+            chosen[i] = copied[i]
+    elif top_k > 0:
         threshold = kth_largest(copied_worth, num_copied, top_k, guess)
         above = count_at_least(copied_worth, num_copied, threshold + 1)
         ties = top_k - above  # how many of those at the threshold still fit: the first ones
         at = 0
         for i in range(num_copied):
-            value = copied_worth[i]
+            if at == top_k:
+                break
+            value = copied_worth[np.uint64(i)]
             tie = value == threshold
-            if at < top_k:
-                chosen[at] = copied[i]
+            chosen[np.uint64(at)] = copied[np.uint64(i)]
             at += value > threshold or (tie and ties > 0)
             ties -= tie
-    chosen[num_chosen:] = -1
+    for i in range(num_chosen, top_k):
+        chosen[i] = -1
     return num_chosen
-
-
-@exact_kernel
-def copy_enough(
-    worth: NDArray[np.int32], num_keys: int, top_k: int, copied: NDArray[np.int32], copied_worth: NDArray[np.int32]
-) -> tuple[int, int]:
-    """Copy out all indices whose worth reaches a guess; at least top_k of them, or all that are scored.
-
-    Returns how many, and the guess.
-    """
-    lowest = NOT_SCORED + 1
-    expected = top_k * SAMPLE / max(num_keys, 1)
-    rank = int(expected + 3.0 * np.sqrt(expected) + 4.0) if num_keys > 2 * SAMPLE else SAMPLE
-    while True:
-        guess = lowest
-        if rank < SAMPLE:
-            sample = copied_worth[:SAMPLE]
-            stride = num_keys // SAMPLE
-            for i in range(SAMPLE):
-                sample[i] = worth[np.uint64(i * stride + i % stride)]  # a walking phase: no period lines up with it
-            guess = max(lowest, kth_largest(sample, SAMPLE, rank, NOT_SCORED))
-        num_copied = copy_at_least(worth, num_keys, guess, copied, copied_worth)
-        if num_copied >= top_k or guess == lowest:
-            return num_copied, guess
-        rank *= 2
-
-
-@exact_kernel
-def copy_at_least(
-    worth: NDArray[np.int32], num_keys: int, guess: int, copied: NDArray[np.int32], copied_worth: NDArray[np.int32]
-) -> int:
-    """Copy out the indices whose worth reaches the guess, in their order, and their worth; return how many."""
-    threshold = fill(I32x16, guess)
-    num_copied = 0
-    for block in range(0, num_keys, 64):
-        bits = mask_at_least(load(I32x16, worth, block), threshold)
-        for piece in range(1, 4):
-            reach = mask_at_least(load(I32x16, worth, block + piece * LANES), threshold)
-            bits |= reach << np.uint64(piece * LANES)
-        while bits != np.uint64(0):
-            key = np.uint64(block) + trailing_zeros(bits)
-            copied[np.uint64(num_copied)] = key
-            copied_worth[np.uint64(num_copied)] = worth[key]
-            num_copied += 1
-            bits &= bits - np.uint64(1)
-    return num_copied
 
 
 @exact_kernel

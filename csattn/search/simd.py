@@ -1,8 +1,8 @@
 """Vectors as values inside kernels: `a = load(I16x32, x, i)`, `a * b + c`, `store(x, i, a)`; see also `lanes.py`.
 
-LLVM's own vector types carry the code to any machine: what is wider than the machine's registers is split, no
-instruction set is named. Loads and stores need no alignment and check no bounds. Integers wrap around; floats
-round at each operation.
+LLVM's own vector types carry the code to any machine: what is wider than the machine's registers is split, and but
+for `lanes.add_dots` no instruction is named. Loads and stores need no alignment and check no bounds. Integers wrap
+around; floats round at each operation.
 
 Numba's cache looks at the file of the kernel only: after a change in here, kernels elsewhere must be recompiled
 by hand (remove the `__pycache__` folders).
@@ -58,6 +58,7 @@ I16x32 = Vector(types.int16, 32)
 I16x64 = Vector(types.int16, 64)
 I32x16 = Vector(types.int32, 16)
 F32x16 = Vector(types.float32, 16)
+F64x16 = Vector(types.float64, 16)
 
 
 def _define_arithmetic(op: Callable[[Any, Any], Any], build: Callable[[ir.IRBuilder, Vector, Any, Any], Any]) -> None:
@@ -89,7 +90,9 @@ for _op, _in_place, _build in (
     _define_arithmetic(_in_place, _build)
 
 
-def _pointer(context: Any, builder: ir.IRBuilder, array_type: Any, array: Any, start: Any, start_type: Any) -> Any:
+def element_pointer(
+    context: Any, builder: ir.IRBuilder, array_type: Any, array: Any, start: Any, start_type: Any
+) -> Any:
     """Where element `start` of a contiguous array lies."""
     data = context.make_array(array_type)(context, builder, array).data
     return builder.gep(data, [context.cast(builder, start, start_type, types.intp)])
@@ -101,7 +104,7 @@ def load(typing_context, vector, array, start):  # type: ignore[no-untyped-def]
     sig = vector.instance_type(vector, array, start)
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        address = _pointer(context, builder, sig.args[1], args[1], args[2], sig.args[2])
+        address = element_pointer(context, builder, sig.args[1], args[1], args[2], sig.args[2])
         address = builder.bitcast(address, sig.return_type.llvm_type().as_pointer())
         return builder.load(address, align=1)
 
@@ -114,7 +117,7 @@ def store(typing_context, array, start, value):  # type: ignore[no-untyped-def]
     sig = types.void(array, start, value)
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        address = _pointer(context, builder, sig.args[0], args[0], args[1], sig.args[1])
+        address = element_pointer(context, builder, sig.args[0], args[0], args[1], sig.args[1])
         builder.store(args[2], builder.bitcast(address, args[2].type.as_pointer()), align=1)
         return context.get_dummy_value()
 
@@ -124,18 +127,26 @@ def store(typing_context, array, start, value):  # type: ignore[no-untyped-def]
 @intrinsic
 def prefetch(typing_context, array, start):  # type: ignore[no-untyped-def]
     """Ask for the cache line of element `start`; harmless beyond the end of the array."""
-    sig = types.void(array, start)
+    return types.void(array, start), _prefetch_near(3)
 
+
+@intrinsic
+def prefetch_early(typing_context, array, start):  # type: ignore[no-untyped-def]
+    """Ask for a cache line that is needed later than the first-level cache would keep it."""
+    return types.void(array, start), _prefetch_near(2)
+
+
+def _prefetch_near(locality: int) -> Callable[..., Any]:
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        address = _pointer(context, builder, sig.args[0], args[0], args[1], sig.args[1])
+        address = element_pointer(context, builder, sig.args[0], args[0], args[1], sig.args[1])
         address = builder.bitcast(address, cgutils.voidptr_t)
         i32 = ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, i32, i32, i32])
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        builder.call(function, [address, i32(0), i32(3), i32(1)])
+        builder.call(function, [address, i32(0), i32(locality), i32(1)])
         return context.get_dummy_value()
 
-    return sig, generate
+    return generate
 
 
 @intrinsic

@@ -1,15 +1,20 @@
 """What a search writes to: the caller's selections, and scratch memory that is used again and again."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from csattn.search.plan import MAX_JOBS, MAX_PIECES, SCRATCH, record
+from csattn.search.select import SAMPLE_ROOM
+from csattn.search.work import CONTROL_WORDS, NUM_CALLS, PROGRESS_WORDS, SCRATCH_RECORD, await_leave
 from csattn.selection import Selection
 
-# kernels write whole blocks: up to 128 keys of the context, and 64 of the tail from any key on
-PADDING = 256
+LINE_BYTES = 64
+# Kernels write whole blocks: up to 128 keys behind the context and behind the tail. An odd number of cache lines
+# from one query row's scores or powers to the next's keeps them out of each other's places in the caches.
+STRIDE_STEP, STRIDE_EXTRA = 1024, 512 + 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,34 +42,90 @@ def empty_token_selections(num_tokens: int, num_index_heads: int, top_k: int) ->
     return TokenSelections(np.full((*shape, top_k), -1, np.int32), np.zeros(shape, np.int32))
 
 
-@dataclass(slots=True)
 class SearchWorkspace:
-    """Scratch memory of one thread's searches, over any layers: it grows to the largest search it has served.
+    """Scratch memory of searches that run one after the other, over any layers: it grows to the largest it has served.
 
     Sharing one among layers is not only smaller: it stays in the cache.
     """
 
-    _memory: NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
+    def __init__(self, num_threads: int = 1, num_slots: int = 1) -> None:
+        """num_slots: jobs that may be between their scores and their selection at a time."""
+        self.scratch = record(SCRATCH)
+        self.calls = np.zeros(NUM_CALLS, np.int64)
+        self.calls[SCRATCH_RECORD] = self.scratch.ctypes.data
+        self.progress = _aligned(8 * PROGRESS_WORDS).view(np.int64)
+        self.control = _aligned(8 * CONTROL_WORDS).view(np.int64)
+        self.control[:] = 0
+        self.scratch["num_threads"], self.scratch["num_slots"] = num_threads, num_slots
+        self._memory = _aligned(0)
+        self._layout: tuple[int, ...] = ()
 
-    def arrays(
-        self, score_type: np.dtype[Any], group_size: int, num_keys: int
-    ) -> tuple[NDArray[Any], int, NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
-        """Scores [group_size * stride], stride, and three int32 arrays [stride], with whatever was left in them."""
-        stride = -(-num_keys // PADDING) * PADDING + PADDING
-        score_bytes = score_type.itemsize * group_size * stride
-        self.reserve(score_bytes + 3 * 4 * stride)
-        scores = self._memory[:score_bytes].view(score_type)
-        worth, copied, copied_worth = (
-            self._memory[start : start + 4 * stride].view(np.int32)
-            for start in range(score_bytes, score_bytes + 3 * 4 * stride, 4 * stride)
+    def prepare(self, group_size: int, num_subspaces: int, score_bytes: int, num_keys: int) -> None:
+        """Make room for searches of that shape and describe it in `scratch`."""
+        layout = group_size, num_subspaces, score_bytes, -(-num_keys // STRIDE_STEP)
+        if layout == self._layout:
+            return
+        await_leave(self.control)
+        stride = layout[3] * STRIDE_STEP + STRIDE_EXTRA
+        row_room = -(-num_subspaces // 2) * 2
+        num_slots = int(self.scratch["num_slots"][0])
+        slot, slot_bytes = _places(_slot_arrays(group_size, stride, score_bytes))
+        jobs = 8 * (MAX_JOBS + 1) * group_size * row_room
+        whole, num_bytes = _places(
+            {"starts": jobs, "weights": jobs, "multipliers": jobs, "slopes": jobs, "slots": num_slots * slot_bytes}
         )
-        return scores, stride, worth, copied, copied_worth
+        base = self.reserve(num_bytes).ctypes.data
+        for name, place in slot.items():
+            self.scratch[name] = place
+        for name, place in whole.items():
+            self.scratch[name] = base + place
+        self.scratch["row_room"], self.scratch["stride"] = row_room, stride
+        self.scratch["sample_stride"], self.scratch["slot_bytes"] = SAMPLE_ROOM, slot_bytes
+        self._layout = layout
 
     def reserve(self, num_bytes: int) -> NDArray[np.uint8]:
         """At least num_bytes of scratch memory, with whatever was left in it."""
         if len(self._memory) < num_bytes:
-            self._memory = np.empty(num_bytes + num_bytes // 4, np.uint8)  # a tail grows by single rows
+            self._memory = _aligned(num_bytes)
+            self._layout = ()
         return self._memory
 
     def __repr__(self) -> str:
         return f"<SearchWorkspace {len(self._memory)} bytes>"
+
+
+def _slot_arrays(group_size: int, stride: int, score_bytes: int) -> dict[str, int]:
+    """Bytes of each array of a slot: see plan.SCRATCH."""
+    per_range = MAX_PIECES * group_size
+    return {
+        "at_scores": score_bytes * group_size * stride,
+        "at_powers": 4 * group_size * stride if group_size > 1 else 0,
+        "at_copied": 4 * stride,
+        "at_copied_worth": 4 * stride,
+        "at_sample": score_bytes * group_size * SAMPLE_ROOM,
+        "at_sample_worth": 4 * SAMPLE_ROOM,
+        "at_counts": 8 * MAX_PIECES,
+        "at_exact": 8 * MAX_PIECES,
+        "at_shifts": 8 * per_range,
+        "at_totals": 8 * per_range,
+        "at_lowest": 8 * per_range,
+        "at_factors": 4 * per_range,
+        "at_terms": 4 * 4 * group_size,
+        "at_guess": 8 * 2,
+    }
+
+
+def _places(sizes: dict[str, int]) -> tuple[dict[str, int], int]:
+    """Where arrays of these sizes in bytes begin, one behind the other on lines of their own; and their end."""
+    places, end = {}, 0
+    for name, num_bytes in sizes.items():
+        places[name] = end
+        end += -(-num_bytes // LINE_BYTES) * LINE_BYTES + LINE_BYTES
+    return places, end
+
+
+def _aligned(num_bytes: int) -> NDArray[Any]:
+    """Bytes that begin on a cache line, with whatever is in them."""
+    memory = np.empty(num_bytes + LINE_BYTES, np.uint8)
+    start = -memory.ctypes.data % LINE_BYTES
+    return memory[start : start + num_bytes]

@@ -4,9 +4,10 @@ A query row's share of a key is its softmax weight, at least LEAST_SHARE (`refer
 computed as 2**HEADROOM times themselves: float32 then reaches from LEAST_SHARE, well above its smallest normal
 number, to group_size * 2**HEADROOM. Positive floats order like their bits, so the bits of the sum are the worth.
 
-With slope = softmax_scale * unit * log2(e), a share is 2 ** (slope * score - shift) / total, where total is the sum
-of these powers over all scored keys, and shift an integer close to the largest slope * score: powers of two are
-exact, so a larger shift may replace a smaller one while the sum is being built.
+With slope = softmax_scale * unit * log2(e), a share is 2 ** (slope * score) / total, where total is the sum of these
+powers over all scored keys. Keys are cut into ranges, and each range has a shift: its powers are kept, and summed,
+as 2 ** (slope * score - shift). Shifts are even integers, so that scaling by them is exact: neither a share nor
+its rounding depends on where the ranges begin.
 
 Scores come as int16 (rows) or float32 (lists); a float32 score of -0.0 marks a key that no list holds.
 """
@@ -19,8 +20,18 @@ from numba.extending import overload
 from numpy.typing import NDArray
 
 from csattn.jit import exact_kernel
-from csattn.search.lanes import fma, lane_0, larger, largest_lane, sum_of_lanes, where_equal, where_less
-from csattn.search.simd import F32x16, I16x16, I32x16, as_bits, convert, fill, lane_numbers, load, store
+from csattn.search.lanes import (
+    fma,
+    lane_0,
+    larger,
+    largest_lane,
+    smaller,
+    smallest_lane,
+    sum_of_lanes,
+    where_equal,
+    where_less,
+)
+from csattn.search.simd import F32x16, I16x16, I16x32, I32x16, as_bits, convert, fill, lane_numbers, load, store
 
 LANES = 16
 NOT_SCORED = -(2**31)  # worth of what may not be chosen, and the bits of -0.0
@@ -28,109 +39,141 @@ HEADROOM = 94
 LOG2_LEAST_SHARE = -216  # of reference.LEAST_SHARE
 LOG2_E = 1.4426950408889634
 ROUNDER = 1.5 * 2.0**23  # x + ROUNDER - ROUNDER rounds x to an integer, which the sum's low bits hold
-KEYS_PER_SUM = 1 << 14  # shares summed in float32 before the sum moves to float64
-NO_SHIFT = -1e300  # of a sum over no keys
+KEYS_PER_SUM = 1 << 14  # powers summed in float32 before the sum moves to float64
+NO_SHIFT = -1e300  # of a range that has no scored key
+WIDEST = 100.0  # octaves between the powers of a range; where there are more, only their sum is of use
 
 
 @exact_kernel
-def add_powers(
-    scores: NDArray[Any], start: int, num_keys: int, slope: np.float32, shift: float, total: float
-) -> tuple[float, float]:
-    """shift and total with the scores [start, start + num_keys) added; begin with NO_SHIFT and 0."""
-    top = largest_worth(scores, start, num_keys)
-    if top == NOT_SCORED:
-        return shift, total
-    needed = np.rint(slope * from_worth(scores, top))
-    if needed > shift:
-        total = np.ldexp(total, int(max(shift - needed, -2000.0)))
-        shift = needed
-    for first in range(0, num_keys, KEYS_PER_SUM):
-        total += sum_of_powers(scores, start + first, min(KEYS_PER_SUM, num_keys - first), slope, shift)
-    return shift, total
+def keep_powers(
+    scores: NDArray[Any],  # int16 or float32
+    powers: NDArray[np.float32],  # written where the scores are, up to LANES - 1 elements more; 0 for no score
+    start: int,
+    num_keys: int,
+    slope: np.float32,
+) -> tuple[float, float, float]:
+    """Of the keys [start, start + num_keys): their shift, the sum of their powers, slope * the least score.
+
+    If the powers are `too_wide`, they are not kept. Without scored keys: NO_SHIFT, 0 and infinity.
+    """
+    least, largest = extremes(scores, start, num_keys)
+    if largest < least:
+        clear = fill(F32x16, 0)
+        for at in range(start, start + num_keys, LANES):
+            store(powers, at, clear)
+        return NO_SHIFT, 0.0, np.inf
+    lowest, shift = float(slope * least), float(2.0 * np.rint(slope * largest / 2.0))
+    floor = np.float32(-np.inf)
+    keep = not too_wide(shift, lowest)
+    if not keep:
+        floor = np.float32((shift - WIDEST) / slope)
+    total = 0.0
+    for first in range(start, start + num_keys, KEYS_PER_SUM):
+        last = min(first + KEYS_PER_SUM, start + num_keys)
+        if keep:
+            total += _store_powers(scores, powers, first, last, slope, shift)
+        else:
+            total += _sum_of_powers(scores, first, last, slope, shift, floor)
+    return shift, total, lowest
 
 
 @exact_kernel
-def sum_of_powers(scores: NDArray[Any], start: int, num_keys: int, slope: np.float32, shift: float) -> np.float32:
-    """Sum over the scored keys of 2 ** (slope * score - shift), in float32."""
-    slopes, shifts = fill(F32x16, slope), fill(F32x16, -shift)
-    floor, rounder, zero = fill(F32x16, -126), fill(F32x16, ROUNDER), fill(F32x16, 0)
-    sums = zero
-    whole = num_keys - num_keys % LANES
-    for at in range(start, start + whole, LANES):
-        power = exp2_lanes(fma(score_lanes(scores, at), slopes, shifts), floor, rounder)
-        sums += scored_only(scores, at, power)
-    if whole < num_keys:
-        at = start + whole
-        power = exp2_lanes(fma(score_lanes(scores, at), slopes, shifts), floor, rounder)
-        power = scored_only(scores, at, power)
-        sums += where_less(lane_numbers(I32x16), fill(I32x16, num_keys - whole), power, zero)
+def too_wide(shift: float, lowest: float) -> bool:
+    """Whether the powers of a range with that shift and lowest exponent span more than float32 holds."""
+    return not shift - lowest <= WIDEST
+
+
+@exact_kernel
+def _store_powers(
+    scores: NDArray[Any], powers: NDArray[np.float32], first: int, last: int, slope: np.float32, shift: float
+) -> np.float32:
+    """powers[i] = 2 ** (slope * score - shift), and their sum, over the scored keys [first, last)."""
+    slopes, rounder = fill(F32x16, slope), fill(F32x16, ROUNDER - shift)
+    sums = fill(F32x16, 0)
+    whole = last - (last - first) % LANES
+    for at in range(first, whole, LANES):
+        power = scored_only(scores, at, exp2_lanes(score_lanes(scores, at), slopes, rounder))
+        store(powers, at, power)
+        sums += power
+    if whole < last:
+        power = scored_only(scores, whole, exp2_lanes(score_lanes(scores, whole), slopes, rounder))
+        store(powers, whole, power)
+        sums += where_less(lane_numbers(I32x16), fill(I32x16, last - whole), power, fill(F32x16, 0))
     total: np.float32 = sum_of_lanes(sums)
     return total
 
 
 @exact_kernel
-def combine_group(
-    scores: NDArray[Any],  # [group_size * stride] int16 or float32: rows of num_keys scores, then anything
+def _sum_of_powers(
+    scores: NDArray[Any], first: int, last: int, slope: np.float32, shift: float, floor: np.float32
+) -> np.float32:
+    """The sum of `_store_powers`; scores below the floor count as much as the floor."""
+    slopes, rounder, floors = fill(F32x16, slope), fill(F32x16, ROUNDER - shift), fill(F32x16, floor)
+    sums = fill(F32x16, 0)
+    for at in range(first, last, LANES):
+        power = exp2_lanes(larger(score_lanes(scores, at), floors), slopes, rounder)
+        power = scored_only(scores, at, power)
+        sums += where_less(lane_numbers(I32x16), fill(I32x16, last - at), power, fill(F32x16, 0))
+    total: np.float32 = sum_of_lanes(sums)
+    return total
+
+
+@exact_kernel
+def worth_of_powers(
+    powers: NDArray[np.float32],  # [group_size * stride]
     stride: int,
-    num_keys: int,
-    slopes: NDArray[np.float32],  # [group_size]
-    shifts: NDArray[np.float64],  # [group_size]
-    totals: NDArray[np.float64],  # [group_size]
-    worth: NDArray[np.int32],  # [num_keys rounded up to LANES], written
-) -> None:
-    """worth[i] = int32 that orders keys as the sum of the rows' shares does; NOT_SCORED where no row scores key i."""
-    group_size = len(slopes)
-    negative_shifts, floors = np.empty(group_size, np.float32), np.empty(group_size, np.float32)
-    rounders, factors = np.empty(group_size, np.float32), np.empty(group_size, np.float32)
-    for row in range(group_size):
-        offset = np.floor(HEADROOM - np.log2(totals[row]))
-        negative_shifts[row] = -shifts[row]
-        floors[row] = LOG2_LEAST_SHARE + np.log2(totals[row])
-        rounders[row] = ROUNDER + offset
-        factors[row] = np.ldexp(1.0 / totals[row], HEADROOM - int(offset))
-    zero, not_scored = fill(I32x16, 0), fill(I32x16, NOT_SCORED)
-    for key in range(0, num_keys, LANES):
-        share = fill(F32x16, 0)
-        for row in range(group_size):
-            at = row * stride + key
-            power = fma(score_lanes(scores, at), fill(F32x16, slopes[row]), fill(F32x16, negative_shifts[row]))
-            power = exp2_lanes(power, fill(F32x16, floors[row]), fill(F32x16, rounders[row]))
-            share = fma(scored_only(scores, at, power), fill(F32x16, factors[row]), share)
-        bits = as_bits(I32x16, share)
-        store(worth, key, where_equal(bits, zero, not_scored, bits))
+    at: int,
+    factors: NDArray[np.float32],  # [.., group_size, ..] from `first` on: what makes shares of the powers
+    first: int,
+    group_size: int,
+) -> Any:
+    """The worth of 16 keys from `at` on, as int32 lanes: bits of 0.0 where no row scores a key."""
+    share = load(F32x16, powers, at) * fill(F32x16, factors[first])
+    for row in range(1, group_size):
+        share = fma(load(F32x16, powers, row * stride + at), fill(F32x16, factors[first + row]), share)
+    return as_bits(I32x16, share)
 
 
 @exact_kernel
-def largest_worth(scores: NDArray[Any], start: int, num_keys: int) -> int:
-    """The largest of `scores_as_worth`, NOT_SCORED if no key is scored."""
-    tops = fill(I32x16, NOT_SCORED)
-    whole = num_keys - num_keys % LANES
-    for key in range(0, whole, LANES):
-        tops = larger(tops, scores_as_worth(scores, start + key))
-    if whole < num_keys:
-        rest = scores_as_worth(scores, start + whole)
-        inside = fill(I32x16, num_keys - whole)
-        tops = larger(tops, where_less(lane_numbers(I32x16), inside, rest, fill(I32x16, NOT_SCORED)))
-    top: int = largest_lane(tops)
-    return top
+def share_terms(slope: float, shift: float, total: float) -> tuple[float, float, float, float]:
+    """Of one query row with that shift and sum over all keys: what `worth_of_shares` takes.
 
-
-@exact_kernel
-def worth_of_scores(scores: NDArray[Any], num_keys: int, worth: NDArray[np.int32]) -> None:
-    """The worth of keys to a single query row: int32 in the order of the scores, NOT_SCORED where there is none."""
-    for key in range(0, num_keys, LANES):
-        store(worth, key, scores_as_worth(scores, key))
-
-
-@exact_kernel
-def exp2_lanes(x, floor, rounder):  # type: ignore[no-untyped-def]
-    """2 ** (max(x, floor) + offset) in float32, where rounder is ROUNDER + offset, offset an integer.
-
-    The result must be a normal float32. Its relative error is 4.1e-6 at most.
+    slope, floor, rounder, factor: a share is factor * 2 ** (slope * larger(score, floor) + offset), where rounder is
+    ROUNDER + offset. The floor is the score whose share is LEAST_SHARE.
     """
-    x = larger(x, floor)
-    rounded = x + rounder
-    fraction = x - (rounded - rounder)
+    if not total > 0.0:
+        return slope, -np.inf, ROUNDER, 0.0
+    offset = 2.0 * np.floor((HEADROOM - np.log2(total)) / 2.0)
+    lowest = LOG2_LEAST_SHARE + np.log2(total) + shift
+    floor = lowest / slope if slope > 0.0 else -np.inf
+    return slope, floor, ROUNDER + offset - shift, np.ldexp(1.0 / total, HEADROOM - int(offset))
+
+
+@exact_kernel
+def worth_of_shares(
+    scores: NDArray[Any],  # [group_size * stride] int16 or float32
+    stride: int,
+    at: int,
+    terms: NDArray[np.float32],  # [4 * group_size]: `share_terms` of each row
+) -> Any:
+    """What `worth_of_powers` gives, to the bit, from the scores, and however small the shares are."""
+    share = fill(F32x16, 0)
+    for row in range(len(terms) // 4):
+        slopes, floors = fill(F32x16, terms[4 * row]), fill(F32x16, terms[4 * row + 1])
+        rounder, factors = fill(F32x16, terms[4 * row + 2]), fill(F32x16, terms[4 * row + 3])
+        power = exp2_lanes(larger(score_lanes(scores, row * stride + at), floors), slopes, rounder)
+        share = fma(scored_only(scores, row * stride + at, power), factors, share)
+    return as_bits(I32x16, share)
+
+
+@exact_kernel
+def exp2_lanes(x, slopes, rounder):  # type: ignore[no-untyped-def]
+    """2 ** (slope * x + offset) in float32, where rounder is ROUNDER + offset, offset an even integer.
+
+    The result must be a normal float32, |slope * x| below 2**21. The relative error is 4.1e-6 at most.
+    """
+    rounded = fma(x, slopes, rounder)
+    fraction = fma(x, slopes, rounder - rounded)
     power = fma(fill(F32x16, 0.009570101276040077), fraction, fill(F32x16, 0.05591785907745361))
     power = fma(power, fraction, fill(F32x16, 0.240247443318367))
     power = fma(power, fraction, fill(F32x16, 0.6931217908859253))
@@ -184,19 +227,47 @@ def _scores_as_worth(scores: Any, at: Any) -> Any:
     return of_floats
 
 
-def from_worth(scores: NDArray[Any], worth: int) -> Any:
-    """The score that has this worth to a single query row."""
+def extremes(scores: NDArray[Any], start: int, num_keys: int) -> tuple[float, float]:
+    """The least and the largest score of the scored keys [start, start + num_keys); infinity and its negative: none."""
     raise NotImplementedError("only kernels can call this")
 
 
-@overload(from_worth, strict=False)  # type: ignore[untyped-decorator]
-def _from_worth(scores: Any, worth: Any) -> Any:
-    if scores.dtype == types.int16:
-        return lambda scores, worth: np.float64(worth)
+@overload(extremes, strict=False)  # type: ignore[untyped-decorator]
+def _extremes(scores: Any, start: Any, num_keys: Any) -> Any:
+    return _extremes_of_integers if scores.dtype == types.int16 else _extremes_of_floats
 
-    def float_of(scores: Any, worth: Any) -> Any:
-        bits = fill(I32x16, worth)
-        bits ^= (bits >> fill(I32x16, 31)) & fill(I32x16, 0x7FFFFFFF)
-        return np.float64(lane_0(as_bits(F32x16, bits)))
 
-    return float_of
+def _extremes_of_integers(scores: Any, start: Any, num_keys: Any) -> Any:
+    if num_keys == 0:
+        return np.inf, -np.inf
+    end = start + num_keys
+    whole = end - num_keys % 32
+    lows, highs = fill(I16x32, scores[start]), fill(I16x32, scores[start])
+    for at in range(start, whole, 32):
+        lanes = load(I16x32, scores, at)
+        lows, highs = smaller(lows, lanes), larger(highs, lanes)
+    least, largest = np.int64(smallest_lane(lows)), np.int64(largest_lane(highs))
+    for at in range(whole, end):
+        least, largest = min(least, np.int64(scores[at])), max(largest, np.int64(scores[at]))
+    return np.float64(least), np.float64(largest)
+
+
+def _extremes_of_floats(scores: Any, start: Any, num_keys: Any) -> Any:
+    not_scored, none = fill(I32x16, NOT_SCORED), fill(I32x16, 2**31 - 1)
+    lows, highs = none, not_scored
+    for at in range(start, start + num_keys, LANES):
+        worth = scores_as_worth(scores, at)
+        worth = where_less(lane_numbers(I32x16), fill(I32x16, start + num_keys - at), worth, not_scored)
+        highs = larger(highs, worth)
+        lows = smaller(lows, where_equal(worth, not_scored, none, worth))
+    if largest_lane(highs) == NOT_SCORED:
+        return np.inf, -np.inf
+    return _float_of(smallest_lane(lows)), _float_of(largest_lane(highs))
+
+
+@exact_kernel
+def _float_of(worth: int) -> Any:
+    """The score that `scores_as_worth` turned into this worth."""
+    bits = fill(I32x16, worth)
+    bits ^= (bits >> fill(I32x16, 31)) & fill(I32x16, 0x7FFFFFFF)
+    return np.float64(lane_0(as_bits(F32x16, bits)))

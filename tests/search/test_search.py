@@ -1,5 +1,7 @@
 """Every search agrees with the definition in `reference.py`."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -7,9 +9,11 @@ from numpy.typing import NDArray
 from csattn.errors import ConfigError
 from csattn.index import LayerIndex
 from csattn.search import SearchPool, reference, search, search_tokens
+from csattn.search.plan import RANGE_KEYS
 from csattn.search.run import LayerSearch
 from csattn.search.workspace import SearchWorkspace, TokenSelections, empty_selection
 from csattn.selection import Selection
+from csattn.table.rows import RowTable
 from csattn.table.tail import Tail, make_tail
 from tests.search.synthetic import (
     IndexSpec,
@@ -72,6 +76,41 @@ def test_search_agrees_with_the_reference(layout: str, group_size: int, context_
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("group_size", [1, 3])
+@pytest.mark.parametrize("context_len", [RANGE_KEYS - 1, RANGE_KEYS, RANGE_KEYS + 1, 2 * RANGE_KEYS + 65])
+@pytest.mark.parametrize("tail_rows", [0, 130])
+def test_ranges_agree_with_the_reference(layout: str, group_size: int, context_len: int, tail_rows: int) -> None:
+    spec = IndexSpec(layout=layout, context_len=context_len, num_subspaces=4, num_centroids=2, num_heads=1)
+    index, q = make_index(spec), make_queries(spec, group_size, scale=3.0)
+    tail = make_tail_of(index, spec, tail_rows)
+    got, want = run_both(q, index, tail, context_len // 20)
+    assert_worth_the_same(got, want, q, index, tail)
+
+
+def test_a_long_tail_has_ranges_of_its_own() -> None:
+    spec = IndexSpec(layout="rows4", context_len=100, num_subspaces=2, num_centroids=2, num_heads=1)
+    index, q = make_index(spec), make_queries(spec, 2)
+    tail = make_tail_of(index, spec, RANGE_KEYS + 10)
+    got, want = run_both(q, index, tail, 400)
+    assert_worth_the_same(got, want, q, index, tail)
+
+
+@pytest.mark.parametrize("layout", ["rows4", "rows8"])
+@pytest.mark.parametrize("apart", [1, 64, 1000])
+def test_rows_may_lie_apart(layout: str, apart: int) -> None:
+    spec = IndexSpec(layout=layout, context_len=20_001)
+    index, q = make_index(spec), make_queries(spec, 3)
+    want, _ = run_both(q, index, None, 500)
+    assert isinstance(index.table, RowTable)
+    codes = index.table.codes
+    spread = np.full((*codes.shape[:-1], codes.shape[-1] + apart), 0xFF, np.uint8).view(codes.dtype)
+    spread[..., :-apart] = codes
+    table = dataclasses.replace(index.table, codes=spread[..., :-apart])
+    got, _ = run_both(q, dataclasses.replace(index, table=table), None, 500)
+    np.testing.assert_array_equal(got.kv_indices, want.kv_indices)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("group_size", [1, 3])
 @pytest.mark.parametrize("top_k", [0, 1, 7, 978, 979, 980, 981, 2000])
 def test_any_number_of_rows_can_be_asked_for(layout: str, group_size: int, top_k: int) -> None:
     spec = IndexSpec(layout=layout, context_len=1000, list_len=1.0)
@@ -98,8 +137,9 @@ def test_resident_rows_are_never_chosen(layout: str, sink_len: int, window_len: 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("group_size", [1, 4])
 @pytest.mark.parametrize("distinct_keys", [1, 2, 11])
-def test_ties_go_to_the_lowest_index(layout: str, group_size: int, distinct_keys: int) -> None:
-    spec = IndexSpec(layout=layout, context_len=5000, distinct_keys=distinct_keys)
+@pytest.mark.parametrize("context_len", [5000, 3 * RANGE_KEYS + 77])
+def test_ties_go_to_the_lowest_index(layout: str, group_size: int, distinct_keys: int, context_len: int) -> None:
+    spec = IndexSpec(layout=layout, context_len=context_len, distinct_keys=distinct_keys)
     index, q = make_index(spec), make_queries(spec, group_size)
     got, want = run_both(q, index, None, 321)
     np.testing.assert_array_equal(got.kv_indices, want.kv_indices)
@@ -126,8 +166,9 @@ def test_a_zero_query_beside_others_changes_nothing(layout: str) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("scale", [30.0, 300.0, 3000.0])
-def test_sharp_softmax_neither_overflows_nor_underflows(layout: str, scale: float) -> None:
-    spec = IndexSpec(layout=layout, context_len=2000)
+@pytest.mark.parametrize("context_len", [2000, 3 * RANGE_KEYS])
+def test_sharp_softmax_neither_overflows_nor_underflows(layout: str, scale: float, context_len: int) -> None:
+    spec = IndexSpec(layout=layout, context_len=context_len)
     index, q = make_index(spec), make_queries(spec, 3, scale=scale)
     got, want = run_both(q, index, None, 200)
     assert_worth_the_same(got, want, q, index, None)
@@ -186,11 +227,11 @@ def test_results_do_not_depend_on_the_number_of_threads(num_threads: int) -> Non
         np.testing.assert_array_equal(layer.out.valid_len, alone.valid_len)
 
 
-def test_a_pool_serves_one_token(pool_threads: int = 2) -> None:
+def test_a_pool_serves_one_token() -> None:
     spec = IndexSpec(context_len=100_000, num_heads=4)
     index, q = make_index(spec), make_queries(spec, 2)
     got, want = poisoned_selection(4, 700), poisoned_selection(4, 700)
-    with SearchPool(pool_threads) as pool:
+    with SearchPool(2) as pool:
         pool.search(q, index, make_tail(index), 700, 4, 16, SCALE, got)
     search(q, index, None, 700, 4, 16, SCALE, SearchWorkspace(), want)
     np.testing.assert_array_equal(got.kv_indices, want.kv_indices)

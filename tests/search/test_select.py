@@ -1,4 +1,4 @@
-"""The top_k of an array: exact, ordered by (worth descending, index ascending), whatever the distribution."""
+"""The top_k of a job's keys: exact, ordered by (worth descending, index ascending), whatever the distribution."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,68 +9,121 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from csattn.search.select import SAMPLE, count_at_least, kth_largest, select_top_k
+from csattn.index import LayerIndex
+from csattn.search import SearchWorkspace, empty_selection, search
+from csattn.search.plan import RANGE_KEYS, SAMPLE
+from csattn.search.select import count_at_least, kth_largest, take_best
 from csattn.search.worth import NOT_SCORED
+from csattn.table.lists import ListTable
+from csattn.table.rows import RowTable, pack_codes
+
+LARGEST = 256 * 127 + 127
 
 
-def select(worth: NDArray[np.int32], top_k: int) -> NDArray[np.int32]:
-    """The chosen indices; scratch memory and output are poisoned, and what lies behind the worth is tempting."""
-    room = -(-len(worth) // 64) * 64 + 64
-    padded = np.full(room, 2**31 - 1, np.int32)
-    padded[: len(worth)] = worth
-    scratch = np.full((2, room), -777, np.int32)
+def take(worth: NDArray[np.int32], top_k: int, guess: int) -> NDArray[np.int32]:
+    """The best of those that reach the guess; output is poisoned, what lies behind the copies is tempting."""
+    copied = np.flatnonzero(worth >= guess).astype(np.int32)
+    behind = np.full(32, 2**31 - 1, np.int32)
     chosen = np.full(top_k, -777, np.int32)
-    valid = select_top_k(padded, len(worth), scratch[0], scratch[1], chosen)
+    copies = np.concatenate([copied, behind]), np.concatenate([worth[copied], behind])
+    valid = take_best(*copies, len(copied), guess, chosen)
     assert (chosen[valid:] == -1).all()
     return chosen[:valid]
 
 
-def expected(worth: NDArray[np.int32], top_k: int) -> NDArray[np.int64]:
+def search_one_head(table: RowTable | ListTable, top_k: int) -> NDArray[np.int32]:
+    """What a search chooses with a table of a single centroid per subspace, for a single query row."""
+    num_subspaces = 2 if isinstance(table, RowTable) else 1
+    basis = np.eye(num_subspaces, dtype=np.float32)[None]
+    codebooks = np.ones((1, num_subspaces, 1, 1), np.float32)
+    index = LayerIndex(basis, codebooks, basis, np.zeros((1, num_subspaces), np.float32), table, False)
+    out = empty_selection(1, top_k)
+    q = np.ones((1, num_subspaces), np.float32)
+    search(q, index, None, top_k, 0, 0, 1.0, SearchWorkspace(), out)
+    out.check(table.context_len)
+    return out.kv_indices[0, : out.valid_len[0]]
+
+
+def select(worth: NDArray[Any], top_k: int) -> NDArray[np.int32]:
+    """The chosen indices of a search whose integer scores are the worth: 256 times one code and another added."""
+    high = np.rint(worth / 256).astype(np.int64)
+    codes = np.stack([high, worth - 256 * high]).astype(np.int64)
+    assert (np.abs(codes) <= 127).all()
+    codes = codes.astype(np.int8)
+    scales = np.array([256, 1], np.float32).reshape(1, 2, 1)  # and so the weights come out
+    rows = pack_codes(codes[None, :, None], 8)
+    return search_one_head(RowTable(rows, scales, len(worth)), top_k)
+
+
+def scores(worth: NDArray[Any]) -> NDArray[np.int64]:
+    """The nearest numbers that two codes can add up to."""
+    worth = np.clip(worth, -LARGEST, LARGEST).astype(np.int64)
+    return worth + (worth % 256 == 128)
+
+
+def expected(worth: NDArray[Any], top_k: int) -> NDArray[np.int64]:
     order = np.argsort(-worth.astype(np.int64), kind="stable")
     order = order[worth[order] != NOT_SCORED]
     return np.sort(order[:top_k])
 
 
-@given(st.lists(st.integers(-3, 3), max_size=200), st.integers(0, 220))
+@given(st.lists(st.integers(-3, 3), max_size=200), st.integers(0, 220), st.integers(-3, 3))
 @settings(deadline=None)
-def test_small_arrays_with_ties(values: list[int], top_k: int) -> None:
+def test_the_best_of_few_with_ties(values: list[int], top_k: int, guess: int) -> None:
     worth = np.array(values, np.int32)
-    worth[worth == -3] = NOT_SCORED
-    np.testing.assert_array_equal(select(worth, top_k), expected(worth, top_k))
+    reaching = np.where(worth >= guess, worth, NOT_SCORED)
+    np.testing.assert_array_equal(take(worth, top_k, guess), expected(reaching, top_k))
 
 
 DISTRIBUTIONS: dict[str, Callable[[np.random.Generator, int], NDArray[Any]]] = {
-    "gaussian": lambda rng, n: rng.normal(0, 1e6, n),
-    "full range": lambda rng, n: rng.integers(NOT_SCORED, 2**31, n),
+    "gaussian": lambda rng, n: rng.normal(0, 6000, n),
+    "full range": lambda rng, n: rng.integers(-LARGEST, LARGEST, n),
     "all equal": lambda rng, n: np.full(n, 17),
     "two values": lambda rng, n: rng.integers(0, 2, n),
     "heavy ties": lambda rng, n: np.rint(rng.normal(0, 3, n)),
-    "skewed": lambda rng, n: np.minimum(rng.pareto(0.3, n), 2e9),
-    "few scored": lambda rng, n: np.where(rng.random(n) < 0.01, rng.integers(0, 99, n), NOT_SCORED),
-    "none scored": lambda rng, n: np.full(n, NOT_SCORED),
-    "rising": lambda rng, n: np.arange(n),
-    "falling": lambda rng, n: np.arange(n)[::-1],
-    "extremes": lambda rng, n: rng.choice([2**31 - 1, NOT_SCORED + 1, 0], n),
+    "skewed": lambda rng, n: np.minimum(rng.pareto(0.3, n), LARGEST),
+    "rising": lambda rng, n: np.arange(n) // 2,
+    "falling": lambda rng, n: np.arange(n)[::-1] // 2,
+    "extremes": lambda rng, n: rng.choice([LARGEST, -LARGEST, 0], n),
 }
 
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
-@pytest.mark.parametrize("n", [0, 1, 63, 64, 65, 2 * SAMPLE, 2 * SAMPLE + 1, 50_021])
+@pytest.mark.parametrize("n", [1, 63, 64, 65, 2 * SAMPLE, 2 * SAMPLE + 1, RANGE_KEYS, 50_021])
 def test_any_distribution(name: str, n: int) -> None:
     rng = np.random.default_rng(n)
-    worth = DISTRIBUTIONS[name](rng, n).astype(np.int32)
+    worth = scores(np.rint(DISTRIBUTIONS[name](rng, n)))
     for top_k in {0, 1, n // 20, n // 2, n, n + 3}:
         np.testing.assert_array_equal(select(worth, top_k), expected(worth, top_k))
+
+
+@pytest.mark.parametrize("n", [100, 2 * SAMPLE, 50_021])
+@pytest.mark.parametrize("listed", [1, 0.01, 0.6])
+def test_keys_that_no_list_holds_are_never_chosen(n: int, listed: float) -> None:
+    rng = np.random.default_rng(n)
+    scores = np.where(rng.random(n) < listed, rng.normal(0, 3, n).astype(np.float16) + np.float16(0), -np.inf)
+    order = np.argsort(-scores, kind="stable")[: max(1, int(np.isfinite(scores).sum()))]
+    scores[order] = np.maximum(scores[order], -100)
+    lists = order.astype(np.int32)[None, None, None], scores[order].astype(np.float16)[None, None, None]
+    table = ListTable(*lists, n)
+    worth = np.full(n, NOT_SCORED, np.int64)
+    worth[order] = np.rint(scores[order].astype(np.float64) * 2**24)
+    for top_k in {1, n // 20, n // 2, n}:
+        np.testing.assert_array_equal(search_one_head(table, top_k), expected(worth, top_k))
 
 
 @pytest.mark.parametrize("low_part", [0.5, 0.9, 0.99])
 def test_a_guess_that_was_too_high_is_lowered(low_part: float) -> None:
     """Only the sampled places hold large values: the sample promises far more than there is."""
-    n = 100_000
-    worth = np.random.default_rng(0).integers(0, 1000, n).astype(np.int32)
-    stride = n // SAMPLE
-    sampled = np.arange(SAMPLE) * stride + np.arange(SAMPLE) % stride
-    worth[sampled[: int(SAMPLE * (1 - low_part))]] += 1_000_000
+    n, step = 100_000, 100_000 // SAMPLE
+    worth = np.random.default_rng(0).integers(0, 1000, n)
+    sampled = []
+    for first in range(0, n, RANGE_KEYS):
+        i = np.arange((min(first + RANGE_KEYS, n) - first) // step)
+        sampled.append(first + i * step + i % step)
+    places = np.concatenate(sampled)
+    worth[places[: int(len(places) * (1 - low_part))]] += 10_000
+    worth = scores(worth)
     for top_k in (10, 500, 5000, 60_000):
         np.testing.assert_array_equal(select(worth, top_k), expected(worth, top_k))
 

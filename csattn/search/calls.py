@@ -1,0 +1,46 @@
+"""The functions of a search's stages, compiled when the first search needs them, and where they are.
+
+`work` calls them by address. Compiled into one kernel they would be optimised again in every function that calls
+another: that takes three times as long.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from numba import cfunc, types
+
+from csattn.search import choose, score
+
+Stage = Callable[[int, int, int, int], int]  # addresses of SEARCH and SCRATCH, job, piece -> 0: done
+
+ROW_STAGES: tuple[Stage, ...] = (
+    score.match_piece,
+    score.weigh_job,
+    score.score_rows_piece,
+    choose.guess_rows_job,
+    choose.copy_rows_piece,
+    choose.choose_job,
+)
+LIST_STAGES: tuple[Stage, ...] = (
+    score.match_piece,
+    score.weigh_job,
+    score.score_lists_piece,
+    choose.guess_lists_job,
+    choose.copy_lists_piece,
+    choose.choose_job,
+)
+_KEPT: list[Any] = []  # so that the code is not freed
+
+
+@cache
+def compiled_address(stage: Stage) -> int:
+    """Where the compiled function is; it stays there."""
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+    signature = types.int64(types.int64, types.int64, types.int64, types.int64)
+    try:
+        compiled = cfunc(signature, cache=True, **options)(stage)
+    except RuntimeError:  # no writable place for a cache: read-only site-packages and home
+        compiled = cfunc(signature, **options)(stage)
+    _KEPT.append(compiled)
+    return int(compiled.address)

@@ -1,0 +1,203 @@
+"""The second half of a job: what keys are worth to the group, the best of them copied out by range, and the choice.
+
+Stages come in two versions, for scores in int16 (rows) and in float32 (lists).
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from csattn.jit import exact_kernel
+from csattn.search.atomics import array_at
+from csattn.search.lanes import mask_at_least, trailing_zeros
+from csattn.search.plan import eligible_of, scratch_at, search_at
+from csattn.search.select import first_rank, guess_threshold, take_best
+from csattn.search.simd import I32x16, fill, load, store
+from csattn.search.worth import (
+    HEADROOM,
+    LANES,
+    LOG2_LEAST_SHARE,
+    NO_SHIFT,
+    NOT_SCORED,
+    scores_as_worth,
+    share_terms,
+    too_wide,
+    worth_of_powers,
+    worth_of_shares,
+)
+
+BLOCK = 64  # keys whose worth is computed at a time
+
+
+def guess_rows_job(search_address: int, scratch_address: int, job: int, _: int) -> int:
+    """Stage: sum up the ranges, and guess a worth that a little more than top_k keys reach."""
+    _guess_job(search_at(search_address), scratch_at(scratch_address), job, np.int16(0))
+    return 0
+
+
+def guess_lists_job(search_address: int, scratch_address: int, job: int, _: int) -> int:
+    """Stage: as `guess_rows_job`."""
+    _guess_job(search_at(search_address), scratch_at(scratch_address), job, np.float32(0))
+    return 0
+
+
+def copy_rows_piece(search_address: int, scratch_address: int, job: int, piece: int) -> int:
+    """Stage: copy out the keys of one range whose worth reaches the guess, in their order."""
+    _copy_range(search_at(search_address), scratch_at(scratch_address), job, piece, np.int16(0))
+    return 0
+
+
+def copy_lists_piece(search_address: int, scratch_address: int, job: int, piece: int) -> int:
+    """Stage: as `copy_rows_piece`."""
+    _copy_range(search_at(search_address), scratch_at(scratch_address), job, piece, np.float32(0))
+    return 0
+
+
+def choose_job(search_address: int, scratch_address: int, job: int, _: int) -> int:
+    """Stage: choose among the copied keys. 1: too few reach the guess, which is lower now: copy again."""
+    search, scratch = search_at(search_address), scratch_at(scratch_address)
+    slot = scratch.slots + job % scratch.num_slots * scratch.slot_bytes
+    guess = array_at(slot + scratch.at_guess, 2, np.int64(0))
+    counts = array_at(slot + scratch.at_counts, search.num_ranges, np.int64(0))
+    num_copied, top_k, lowest = np.int64(0), search.top_k, _lowest_worth(search)
+    for number in range(search.num_ranges):
+        num_copied += counts[number]
+    if num_copied < top_k and guess[0] > lowest:
+        worth = array_at(slot + scratch.at_sample_worth, scratch.sample_stride, np.int32(0))
+        guess[1] *= 2
+        guess[0] = guess_threshold(worth, _num_sampled(search), guess[1], lowest)
+        return 1
+    copied = array_at(slot + scratch.at_copied, scratch.stride, np.int32(0))
+    copied_worth = array_at(slot + scratch.at_copied_worth, scratch.stride, np.int32(0))
+    _join_ranges(search, counts, copied, copied_worth)
+    place = search.first_job + job
+    chosen = array_at(search.kv_indices + 4 * place * top_k, top_k, np.int32(0))
+    valid_len = array_at(search.valid_len + 4 * place, 1, np.int32(0))
+    valid_len[0] = take_best(copied, copied_worth, num_copied, guess[0], chosen)
+    return 0
+
+
+@exact_kernel
+def _guess_job(search: Any, scratch: Any, job: int, like: Any) -> None:
+    slot = scratch.slots + job % scratch.num_slots * scratch.slot_bytes
+    group_size, sample_stride = search.group_size, scratch.sample_stride
+    if group_size > 1:
+        _settle_shares(search, scratch, slot, job)
+    num_sampled = _num_sampled(search)
+    sample = array_at(slot + scratch.at_sample, group_size * sample_stride, like)
+    worth = array_at(slot + scratch.at_sample_worth, sample_stride, np.int32(0))
+    terms = array_at(slot + scratch.at_terms, 4 * group_size, np.float32(0))
+    for at in range(0, num_sampled, LANES):
+        if group_size > 1:
+            store(worth, at, worth_of_shares(sample, sample_stride, at, terms))
+        else:
+            store(worth, at, scores_as_worth(sample, at))
+    guess = array_at(slot + scratch.at_guess, 2, np.int64(0))
+    guess[1] = first_rank(search.top_k, num_sampled, search.sample_step)
+    guess[0] = guess_threshold(worth, num_sampled, guess[1], _lowest_worth(search))
+
+
+@exact_kernel
+def _settle_shares(search: Any, scratch: Any, slot: int, job: int) -> None:
+    """From the ranges' shifts and sums to those over all keys, and to what makes shares of powers and scores."""
+    group_size, num_ranges = search.group_size, search.num_ranges
+    shifts = array_at(slot + scratch.at_shifts, num_ranges * group_size, np.float64(0))
+    totals = array_at(slot + scratch.at_totals, num_ranges * group_size, np.float64(0))
+    lowest = array_at(slot + scratch.at_lowest, num_ranges * group_size, np.float64(0))
+    factors = array_at(slot + scratch.at_factors, num_ranges * group_size, np.float32(0))
+    terms = array_at(slot + scratch.at_terms, 4 * group_size, np.float32(0))
+    exact = array_at(slot + scratch.at_exact, num_ranges, np.int64(0))
+    slopes = array_at(scratch.slopes + 4 * job * group_size, group_size, np.float32(0))
+    for number in range(num_ranges):
+        exact[number] = 0
+    for row in range(group_size):
+        shift, total = NO_SHIFT, 0.0
+        for i in range(row, num_ranges * group_size, group_size):
+            shift = max(shift, shifts[i])
+        for i in range(row, num_ranges * group_size, group_size):
+            total += np.ldexp(totals[i], int(max(shifts[i] - shift, -2000.0)))
+        slope, floor, rounder, factor = share_terms(np.float64(slopes[row]), shift, total)
+        terms[4 * row], terms[4 * row + 1], terms[4 * row + 2], terms[4 * row + 3] = slope, floor, rounder, factor
+        for number in range(num_ranges):
+            i = number * group_size + row
+            factors[i] = 0.0
+            if totals[i] > 0.0:
+                factors[i] = np.ldexp(1.0 / total, HEADROOM + int(max(shifts[i] - shift, -2000.0)))
+                least_share = lowest[i] - shift - np.log2(total)
+                if too_wide(shifts[i], lowest[i]) or not least_share > LOG2_LEAST_SHARE + 1:
+                    exact[number] = 1
+
+
+@exact_kernel
+def _num_sampled(search: Any) -> int:
+    count = 0
+    if search.sample_step > 1:
+        for number in range(search.num_ranges):
+            first, last = eligible_of(search, number)
+            count += (last - first) // search.sample_step
+    return count
+
+
+@exact_kernel
+def _lowest_worth(search: Any) -> int:
+    """What every scored key's worth reaches: shares are positive."""
+    return 1 if search.group_size > 1 else NOT_SCORED + 1
+
+
+@exact_kernel
+def _copy_range(search: Any, scratch: Any, job: int, number: int, like: Any) -> None:
+    """To where the range begins; the keys' worth beside them, and how many they are."""
+    group_size, stride = search.group_size, scratch.stride
+    slot = scratch.slots + job % scratch.num_slots * scratch.slot_bytes
+    scores = array_at(slot + scratch.at_scores, group_size * stride, like)
+    powers = array_at(slot + scratch.at_powers, group_size * stride, np.float32(0))
+    factors = array_at(slot + scratch.at_factors, search.num_ranges * group_size, np.float32(0))
+    terms = array_at(slot + scratch.at_terms, 4 * group_size, np.float32(0))
+    exact = array_at(slot + scratch.at_exact, search.num_ranges, np.int64(0))[number]
+    copied = array_at(slot + scratch.at_copied, stride, np.int32(0))
+    copied_worth = array_at(slot + scratch.at_copied_worth, stride, np.int32(0))
+    guess = array_at(slot + scratch.at_guess, 1, np.int64(0))[0]
+    worth, threshold = np.empty(BLOCK, np.int32), fill(I32x16, guess)
+    first, last = eligible_of(search, number)
+    to = first
+    to_index = 0 if number < search.context_ranges else search.context_len - search.tail_at
+    for block in range(first, last, BLOCK):
+        bits = np.uint64(0)
+        for piece in range(0, BLOCK, LANES):
+            at = block + piece
+            if group_size == 1:
+                lanes = scores_as_worth(scores, at)
+            elif exact == 0:
+                lanes = worth_of_powers(powers, stride, at, factors, number * group_size, group_size)
+            else:
+                lanes = worth_of_shares(scores, stride, at, terms)
+            store(worth, piece, lanes)
+            bits |= mask_at_least(lanes, threshold) << np.uint64(piece)
+        if last - block < BLOCK:
+            bits &= (np.uint64(1) << np.uint64(last - block)) - np.uint64(1)
+        while bits != np.uint64(0):
+            i = trailing_zeros(bits)
+            copied[np.uint64(to)] = block + np.int64(i) + to_index
+            copied_worth[np.uint64(to)] = worth[i]
+            to += 1
+            bits &= bits - np.uint64(1)
+    array_at(slot + scratch.at_counts, search.num_ranges, np.int64(0))[number] = to - first
+
+
+@exact_kernel
+def _join_ranges(
+    search: Any, counts: NDArray[np.int64], copied: NDArray[np.int32], copied_worth: NDArray[np.int32]
+) -> None:
+    """Move the ranges' copies together, to the front."""
+    to = 0
+    for number in range(search.num_ranges):
+        first, _ = eligible_of(search, number)
+        whole = counts[number] - counts[number] % LANES
+        for i in range(0, whole, LANES):
+            store(copied, to + i, load(I32x16, copied, first + i))
+            store(copied_worth, to + i, load(I32x16, copied_worth, first + i))
+        for i in range(whole, counts[number]):
+            copied[to + i] = copied[first + i]
+            copied_worth[to + i] = copied_worth[first + i]
+        to += counts[number]

@@ -1,0 +1,243 @@
+"""How threads share a search: each runs `work` over the same records until nothing is left to take.
+
+A job passes three stages: match, score, copy. A stage is cut into pieces; a thread takes a piece by setting its bit
+in the stage's word, and whoever finishes the last piece also does what ends the stage, and marks it done. All threads
+walk through the stages in one order, and wait only before they take a piece, for stages that come earlier in that
+order. A piece that is taken is worked on without waiting: some thread can always go on, however many there are.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from csattn.jit import exact_kernel
+from csattn.search.atomics import (
+    add,
+    call_stage,
+    load_acquire,
+    now_ns,
+    pause,
+    set_bits,
+    sleep_us,
+    store_release,
+    yield_core,
+)
+from csattn.search.lanes import trailing_zeros
+from csattn.search.plan import MAX_JOBS, NEXT_IS_KNOWN, cut_pieces, scratch_at, search_at
+
+# `calls` of a search: addresses of its records and of the functions of its stages
+SEARCH_RECORD, SCRATCH_RECORD, MATCH_PIECE, WEIGH_JOB, SCORE_PIECE, GUESS_JOB, COPY_PIECE, CHOOSE_JOB = range(8)
+NUM_CALLS = 8
+
+LINE = 8  # words of a cache line
+# of a search's progress: a line for each stage of each job
+MATCH, SCORE, COPY = 0, 1, 2
+TAKEN, FINISHED, DONE = 0, 1, 2  # in a line: bits of pieces, count of pieces, whether the stage has ended
+PROGRESS_WORDS = 3 * MAX_JOBS * LINE
+# words that a pool's threads share, each on a line of its own
+OPENED = 0 * LINE  # number of the search that may be joined, 0: none
+INSIDE = 1 * LINE  # threads that have joined
+FAILED = 2 * LINE  # a thread met an error: nobody waits any longer
+STOPPED = 3 * LINE  # the pool is closed
+CONTROL_WORDS = 4 * LINE
+
+PAUSES = 64  # a few microseconds: waiting any longer, a thread lets others have the core
+NAP_US = 50
+LAG = 1  # jobs between a job's scores and its copies: nobody waits for the last thread of a stage
+IDLE, CLOSED = 0, 1  # why `serve` returns
+
+
+@exact_kernel
+def await_leave(control: NDArray[np.int64]) -> None:
+    """Wait until no thread is inside the search before: only then may what it has read change."""
+    turn = 0
+    while load_acquire(control, INSIDE) > 0 and load_acquire(control, FAILED) == 0:
+        _wait(turn)
+        turn += 1
+
+
+@exact_kernel
+def begin(
+    calls: NDArray[np.int64],  # [NUM_CALLS] that threads see
+    wanted: NDArray[np.int64],  # [NUM_CALLS] of the search to open; of the scratch record only `calls` knows
+    progress: NDArray[np.int64],  # [PROGRESS_WORDS]
+    control: NDArray[np.int64],  # [CONTROL_WORDS]
+    first_job: int,
+    num_jobs: int,  # at most MAX_JOBS
+    number: int,  # neither 0 nor that of the search before
+) -> None:
+    """Open some jobs of a search to the threads."""
+    await_leave(control)
+    for i in range(NUM_CALLS):
+        if i != SCRATCH_RECORD:
+            calls[i] = wanted[i]
+    search = search_at(calls[SEARCH_RECORD])
+    cut_pieces(search)
+    search.first_job = first_job
+    search.num_jobs = num_jobs
+    for stage in range(3):
+        line = _line(stage, 0)
+        for word in range(line, line + num_jobs * LINE):
+            progress[word] = 0
+    store_release(control, OPENED, number)
+
+
+@exact_kernel
+def finish(calls: NDArray[np.int64], progress: NDArray[np.int64], control: NDArray[np.int64], num_jobs: int) -> bool:
+    """Help with the search, wait for its end and close it; false if a thread has failed."""
+    work(calls, progress, control, 0)
+    sound = True
+    for job in range(num_jobs):
+        sound = sound and _await(progress, control, _line(COPY, job))
+    store_release(control, OPENED, 0)
+    return sound
+
+
+@exact_kernel
+def serve(
+    calls: NDArray[np.int64],
+    progress: NDArray[np.int64],
+    control: NDArray[np.int64],
+    thread: int,
+    spin_ns: int,
+    nap_ns: int,
+    last_number: int,
+) -> tuple[int, int]:
+    """Work on one search after the other, but for the one of `last_number`; why it returns, and the last one's number.
+
+    While nothing comes, look for spin_ns without a rest, then every NAP_US; return IDLE after nap_ns.
+    """
+    turn, since = 0, now_ns()
+    while load_acquire(control, STOPPED) == 0:
+        number = load_acquire(control, OPENED)
+        if number == 0 or number == last_number:
+            turn += 1
+            pause()
+            if turn % PAUSES == 0:
+                waited_ns = now_ns() - since
+                if waited_ns > nap_ns:
+                    return IDLE, last_number
+                if waited_ns > spin_ns:
+                    sleep_us(NAP_US)
+                else:
+                    yield_core()
+            continue
+        add(control, INSIDE, 1)
+        if load_acquire(control, OPENED) == number:
+            work(calls, progress, control, thread)
+            last_number = number
+        add(control, INSIDE, -1)
+        turn, since = 0, now_ns()
+    return CLOSED, last_number
+
+
+@exact_kernel
+def work(
+    calls: NDArray[np.int64],
+    progress: NDArray[np.int64],
+    control: NDArray[np.int64],
+    thread: int,  # below num_threads: where it begins to look for pieces, so that its caches serve it again
+) -> None:
+    """Take pieces of the search until there are none."""
+    scratch = scratch_at(calls[SCRATCH_RECORD])
+    num_jobs, num_slots = search_at(calls[SEARCH_RECORD]).num_jobs, scratch.num_slots
+    first = thread * num_jobs // scratch.num_threads
+    for job in range(first, first + num_jobs):
+        _stage(calls, progress, MATCH, job % num_jobs, thread)
+    lag = min(LAG, num_slots - 1)
+    for step in range(num_jobs + lag):
+        for stage in (SCORE, COPY):
+            job = step if stage == SCORE else step - lag
+            if job < 0 or job >= num_jobs or not _any_left(calls, progress, stage, job):
+                continue
+            sound = _await(progress, control, _line(stage - 1, job))
+            if stage == SCORE and job >= num_slots:  # until the job that has had the slot before is done with it
+                sound = sound and _await(progress, control, _line(COPY, job - num_slots))
+            if not sound:
+                return
+            _stage(calls, progress, stage, job, thread)
+
+
+@exact_kernel
+def _stage(calls: NDArray[np.int64], progress: NDArray[np.int64], stage: int, job: int, thread: int) -> None:
+    """Take pieces of a job's stage while there are any, beginning with the thread's own."""
+    line, pieces = _line(stage, job), _num_pieces(calls, stage)
+    search, scratch = calls[SEARCH_RECORD], calls[SCRATCH_RECORD]
+    num_threads = scratch_at(scratch).num_threads
+    piece = _take(progress, line, pieces, thread * pieces // num_threads)
+    while piece >= 0:
+        what = piece
+        if stage == SCORE and job + 1 < search_at(search).num_jobs:
+            what += NEXT_IS_KNOWN * load_acquire(progress, _line(MATCH, job + 1) + DONE)
+        call_stage(calls[MATCH_PIECE + 2 * stage], search, scratch, job, what)
+        if add(progress, line + FINISHED, 1) == pieces - 1:
+            while call_stage(calls[WEIGH_JOB + 2 * stage], search, scratch, job, 0) != 0:
+                for again in range(pieces):
+                    call_stage(calls[MATCH_PIECE + 2 * stage], search, scratch, job, again)
+            store_release(progress, line + DONE, 1)
+        piece = _take(progress, line, pieces, piece)
+
+
+@exact_kernel
+def _num_pieces(calls: NDArray[np.int64], stage: int) -> int:
+    search = search_at(calls[SEARCH_RECORD])
+    pieces: int = search.num_ranges
+    if stage == MATCH:
+        pieces = search.match_pieces
+    elif stage == SCORE:
+        pieces = search.score_pieces
+    return pieces
+
+
+@exact_kernel
+def _line(stage: int, job: int) -> int:
+    """Where the words of a job's stage begin."""
+    return (stage * MAX_JOBS + job) * LINE
+
+
+@exact_kernel
+def _any_left(calls: NDArray[np.int64], progress: NDArray[np.int64], stage: int, job: int) -> bool:
+    any_left: bool = _free(progress, _line(stage, job), _num_pieces(calls, stage)) != np.uint64(0)
+    return any_left
+
+
+@exact_kernel
+def _free(progress: NDArray[np.int64], line: int, pieces: int) -> Any:
+    """Bits of the pieces that nobody has taken."""
+    all_pieces = ~np.uint64(0) >> np.uint64(64 - pieces)
+    return ~np.uint64(load_acquire(progress, line + TAKEN)) & all_pieces
+
+
+@exact_kernel
+def _take(progress: NDArray[np.int64], line: int, pieces: int, preferred: int) -> int:
+    """Take the first free piece from the preferred one on, or else from the start; -1: none is free."""
+    while True:
+        free = _free(progress, line, pieces)
+        if free == np.uint64(0):
+            return -1
+        later = free >> np.uint64(preferred) << np.uint64(preferred)
+        piece = trailing_zeros(later if later != np.uint64(0) else free)
+        bit = np.uint64(1) << piece
+        if np.uint64(set_bits(progress, line + TAKEN, np.int64(bit))) & bit == np.uint64(0):
+            return int(piece)
+
+
+@exact_kernel
+def _await(progress: NDArray[np.int64], control: NDArray[np.int64], line: int) -> bool:
+    """Wait for the end of a stage; false if a thread has failed and there may be none."""
+    turn = 0
+    while load_acquire(progress, line + DONE) == 0:
+        if load_acquire(control, FAILED) != 0:
+            return False
+        _wait(turn)
+        turn += 1
+    return True
+
+
+@exact_kernel
+def _wait(turn: int) -> None:
+    if turn < PAUSES:
+        pause()
+    else:
+        yield_core()

@@ -1,7 +1,7 @@
 """Search on the CPU: from a step's queries to the context rows each head should attend to.
 
 `reference.py` is the definition. `search` serves one token in the calling thread, `search_tokens` several,
-`SearchPool` shares the same work out among threads; none of them allocates memory that grows with the context.
+`SearchPool` shares the same work out among threads, at once or from `start` to `finish`. Scratch memory is kept.
 """
 
 from csattn.search.pool import SearchPool

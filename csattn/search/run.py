@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from csattn.errors import ConfigError
 from csattn.index import LayerIndex
 from csattn.search.calls import LIST_STAGES, ROW_STAGES, compiled_address
-from csattn.search.plan import MAX_JOBS, SEARCH
+from csattn.search.plan import MAX_JOBS, MAX_PIECES, SEARCH
 from csattn.search.weights import weight_room
 from csattn.search.work import begin, finish
 from csattn.search.workspace import SearchWorkspace, TokenSelections, empty_token_selections
@@ -20,8 +20,8 @@ from csattn.table.tail import ListTail, RowTail, Tail
 class LayerSearch:
     """One layer's search of one or more tokens of a request.
 
-    Making one costs more than running it again. It holds on to its arrays: fill q anew and search once more, and find
-    the new choice in out; rows that the tail has got meanwhile are searched, too.
+    Making one costs more than handing it over. It holds on to its arrays, so keep it: fill q anew, search again, and
+    find the new choice in out; rows that the tail has got meanwhile are searched, too. It runs once at a time.
     """
 
     __slots__ = (
@@ -107,6 +107,7 @@ class LayerSearch:
                     f"sums; rebuild the index with fewer subspaces or with 4-bit scores"
                 )
         else:
+            assert num_q_heads // heads <= MAX_PIECES, f"more than {MAX_PIECES} query heads share an index head"
             assert self.tail is None or isinstance(self.tail, ListTail), f"a table of lists cannot use {self.tail!r}"
 
     def _describe(self) -> NDArray[Any]:

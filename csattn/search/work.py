@@ -210,17 +210,17 @@ def _free(progress: NDArray[np.int64], line: int, pieces: int) -> Any:
 
 
 @exact_kernel
-def _take(progress: NDArray[np.int64], line: int, pieces: int, preferred: int) -> int:
+def _take(progress: NDArray[np.int64], line: int, pieces: int, preferred: int) -> np.int64:
     """Take the first free piece from the preferred one on, or else from the start; -1: none is free."""
     while True:
         free = _free(progress, line, pieces)
         if free == np.uint64(0):
-            return -1
+            return np.int64(-1)
         later = free >> np.uint64(preferred) << np.uint64(preferred)
         piece = trailing_zeros(later if later != np.uint64(0) else free)
         bit = np.uint64(1) << piece
         if np.uint64(set_bits(progress, line + TAKEN, np.int64(bit))) & bit == np.uint64(0):
-            return int(piece)
+            return np.int64(piece)
 
 
 @exact_kernel

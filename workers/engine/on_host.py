@@ -34,8 +34,9 @@ class SearchOnHost:
         self._pool = pool
         self._resident = ResidentRows(shape, device)
         self._plans = plan_batches(shape, device)
-        self._mail = {batch_size: (_Mail(shape, batch_size), _Mail(shape, batch_size)) for batch_size in self._plans}
+        self._mail = {size: (_Mail(shape, size, device), _Mail(shape, size, device)) for size in self._plans}
         self._indexes: dict[int, list[LayerIndex]] = {}
+        self._searches: dict[tuple[int, int, int, int], LayerSearch] = {}  # by batch size, layer, row and context
         self._contexts: list[int] = []  # of the rows of this step
         self._waiting: list[LayerSearch] = []  # of the layer at hand; the pool runs one search at a time
 
@@ -47,6 +48,7 @@ class SearchOnHost:
         self.shape.require_context(kv)
         self._resident.load(context_id, kv)
         self._indexes[context_id] = list(index)
+        self._searches = {key: search for key, search in self._searches.items() if key[-1] != context_id}
 
     def begin_step(self, rows: StepRows) -> None:
         self._contexts = rows.context_ids.tolist()
@@ -84,13 +86,16 @@ class SearchOnHost:
 
     def _start(self, layer_idx: int, mail: "_Mail") -> None:
         """Let the pool search for all rows of the step that are not idle."""
-        queries = mail.receive()
+        mail.receive()
         for row, context_id in enumerate(self._contexts):
-            if context_id >= 0:
-                index = self._indexes[context_id][layer_idx]
-                self._waiting.append(self._search(queries[row : row + 1], index, mail.room(row, index.context_len)))
-            else:
+            if context_id < 0:
                 mail.clear(row)
+                continue
+            key = mail.batch_size, layer_idx, row, context_id
+            if key not in self._searches:
+                self._searches[key] = self._make_search(self._indexes[context_id][layer_idx], mail, row)
+            mail.expect(row, self._searches[key].out)
+            self._waiting.append(self._searches[key])
         self._waiting.reverse()
         if self._waiting:
             self._pool.start(self._waiting[-1])
@@ -103,9 +108,13 @@ class SearchOnHost:
             if self._waiting:
                 self._pool.start(self._waiting[-1])
 
-    def _search(self, q: NDArray[np.float32], index: LayerIndex, out: TokenSelections) -> LayerSearch:
+    def _make_search(self, index: LayerIndex, mail: "_Mail", row: int) -> LayerSearch:
+        """A row's search in one layer, to be run at every step: its query and its selection have fixed places."""
         search = self.shape.search
-        return LayerSearch(q, index, None, search.sink_len, search.window_len, self.shape.softmax_scale, out)
+        out = mail.room(row, search.top_k(index.context_len))
+        return LayerSearch(
+            mail.query(row), index, None, search.sink_len, search.window_len, self.shape.softmax_scale, out
+        )
 
 
 class _Mail:
@@ -115,35 +124,44 @@ class _Mail:
     the same stream: once they have arrived, the selections have been read and may be written again.
     """
 
-    def __init__(self, shape: EngineShape, batch_size: int) -> None:
-        heads, self._search = (batch_size, shape.num_index_heads), shape.search
+    def __init__(self, shape: EngineShape, batch_size: int, device: torch.device) -> None:
+        self.batch_size = batch_size
+        on_gpu = device.type == "cuda"
+        heads = batch_size, shape.num_index_heads
         queries = batch_size, shape.num_q_heads, shape.head_dim
-        self._queries = torch.zeros(queries, dtype=torch.float32, pin_memory=True)
-        self._kv_indices = torch.full((*heads, shape.max_top_k), -1, dtype=torch.int32, pin_memory=True)
-        self._valid_len = torch.zeros(heads, dtype=torch.int32, pin_memory=True)
-        self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._narrow: list[tuple[int, TokenSelections]] = []  # rows of shorter contexts, and what was chosen for them
+        self._queries = torch.zeros(queries, dtype=torch.float32, pin_memory=on_gpu)
+        self._kv_indices = torch.full((*heads, shape.max_top_k), -1, dtype=torch.int32, pin_memory=on_gpu)
+        self._valid_len = torch.zeros(heads, dtype=torch.int32, pin_memory=on_gpu)
+        self._arrived = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+        self._narrow: list[tuple[int, TokenSelections]] = []  # rows of shorter contexts, and what is chosen for them
 
     def send(self, q: Tensor) -> None:
         self._queries.copy_(q.float(), non_blocking=True)
-        self._arrived.record()
+        if self._arrived is not None:
+            self._arrived.record()
 
-    def receive(self) -> NDArray[np.float32]:
-        """The queries, [batch_size, num_q_heads, head_dim]; waits until they are there."""
-        self._arrived.synchronize()
+    def receive(self) -> None:
+        """Wait until the queries are there."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
         self._narrow.clear()
-        queries: NDArray[np.float32] = self._queries.numpy()
+
+    def query(self, row: int) -> NDArray[np.float32]:
+        """Where a row's query arrives, [1, num_q_heads, head_dim]."""
+        queries: NDArray[np.float32] = self._queries.numpy()[row : row + 1]
         return queries
 
-    def room(self, row: int, context_len: int) -> TokenSelections:
-        """Where the row's selection is to be written: as wide as its context's top_k."""
-        top_k = self._search.top_k(context_len)
+    def room(self, row: int, top_k: int) -> TokenSelections:
+        """Where a row's selection may be written: memory of its own where the context is shorter than the longest."""
         kv_indices, valid_len = self._of_row(row)
-        if top_k == kv_indices.shape[2]:
-            return TokenSelections(kv_indices, valid_len)
-        narrow = TokenSelections(np.empty((*kv_indices.shape[:2], top_k), np.int32), valid_len)
-        self._narrow.append((row, narrow))
-        return narrow
+        if top_k < kv_indices.shape[2]:
+            kv_indices = np.empty((*kv_indices.shape[:2], top_k), np.int32)
+        return TokenSelections(kv_indices, valid_len)
+
+    def expect(self, row: int, out: TokenSelections) -> None:
+        """A row's selection will be in `out`, which `room` has made."""
+        if out.kv_indices.shape[2] < self._kv_indices.shape[2]:
+            self._narrow.append((row, out))
 
     def clear(self, row: int) -> None:
         self._of_row(row)[1].fill(0)

@@ -1,4 +1,4 @@
-"""Steps with the search on the device, its kernels run on the CPU where there is none: what they attend to, and where
+"""Steps of every placement, the device's kernels run on the CPU where there is none: what they attend to, and where
 the rows come from."""
 
 import numpy as np
@@ -8,6 +8,7 @@ import torch
 from csattn.artifact import Artifact, open_artifact
 from csattn.attention import device as attention
 from csattn.config import SearchConfig, preset
+from csattn.search import SearchPool
 from csattn.search.device import IndexShape, run, to_device
 from index_build.pipeline import build_artifact
 from offload import gather, slot_cache
@@ -15,8 +16,9 @@ from offload.pinned import PinnedRows
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
 from tests.tiny import loaded, token_ids
-from workers.engine import CachedRows, DeviceRows, EngineShape, SearchOnDevice
+from workers.engine import CachedRows, DeviceRows, EngineShape, SearchOnDevice, SearchOnHost
 from workers.model_runner import ModelRunner, take_weights
+from workers.session import csattn_session
 
 CONTEXT_LEN = 300
 QUESTION = token_ids(5, seed=1)
@@ -65,17 +67,25 @@ def make_shape(config: SearchConfig) -> EngineShape:
     )
 
 
+def context_kv(artifact: Artifact, shape: EngineShape) -> list[torch.Tensor]:
+    return [artifact.layer_kv(layer_idx).clone() for layer_idx in range(shape.num_layers)]
+
+
+def cached_rows(shape: EngineShape, kv: list[torch.Tensor], num_slots: int) -> CachedRows:
+    rows = CachedRows(shape, num_slots, DEVICE)
+    rows.load(0, PinnedRows(kv) if DEVICE.type == "cuda" else PinnedRows(kv, register=ignore, unregister=ignore))
+    return rows
+
+
 def make_attention(artifact: Artifact, config: SearchConfig, num_slots: int | None) -> SearchOnDevice:
     """num_slots: of a slot cache over host memory; None: the context's KV is on the device."""
     shape = make_shape(config)
-    kv = [artifact.layer_kv(layer_idx).clone() for layer_idx in range(shape.num_layers)]
+    kv = context_kv(artifact, shape)
     if num_slots is None:
         rows = DeviceRows(shape, DEVICE)
         rows.load(0, kv)
     else:
-        rows = CachedRows(shape, num_slots, DEVICE)
-        on_a_device = DEVICE.type == "cuda"
-        rows.load(0, PinnedRows(kv) if on_a_device else PinnedRows(kv, register=ignore, unregister=ignore))
+        rows = cached_rows(shape, kv, num_slots)
     made = SearchOnDevice(shape, IndexShape.of(artifact.layer_index(0), shape.num_q_heads), rows, DEVICE)
     indexes = [to_device(artifact.layer_index(layer_idx), DEVICE) for layer_idx in range(shape.num_layers)]
     made.load(0, kv, indexes)
@@ -86,9 +96,11 @@ def ignore(*_: object, **__: object) -> None:
     """Memory that the device reads needs no registration where the device is the CPU."""
 
 
-def decode(attention: SearchOnDevice) -> tuple[list[int], torch.Tensor]:
+def decode(
+    attention: SearchOnDevice | SearchOnHost, next_query: torch.Tensor | None = None
+) -> tuple[list[int], torch.Tensor]:
     """The greedy continuation of the question, and each step's logits."""
-    runner = ModelRunner(take_weights(loaded().model, DEVICE), attention, attention.shape.batch_sizes)
+    runner = ModelRunner(take_weights(loaded().model, DEVICE), attention, attention.shape.batch_sizes, next_query)
     output = runner.prefill(QUESTION.tolist(), 0, CONTEXT_LEN, 0)
     tokens, logits = [int(output.next_ids[0])], [output.logits[0].clone()]
     runner.fill(1, tokens, [CONTEXT_LEN + len(QUESTION)], [0], [0], [len(QUESTION) + 1])
@@ -122,3 +134,26 @@ def test_where_the_rows_come_from_changes_no_bit(artifact, num_slots) -> None:
     cached.far.cache.check()
     seen = cached.far.cache.statistics()[1]
     assert seen.num_spilled > 0 if num_slots == 7 else seen.num_found > 0
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_the_search_on_the_host_chooses_the_same_rows(artifact, lookahead) -> None:
+    config = SearchConfig(keep=0.1, window_len=16, lookahead=lookahead)
+    shape = make_shape(config)
+    kv = context_kv(artifact, shape)
+    indexes = [artifact.layer_index(layer_idx) for layer_idx in range(shape.num_layers)]
+    maps = [index.next_query for index in indexes[:-1]]
+    next_query = torch.from_numpy(np.stack([*maps, maps[0]]))[None] if lookahead else None
+    with SearchPool(2) as pool:
+        on_host = SearchOnHost(shape, cached_rows(shape, kv, 60), pool, DEVICE)
+        on_host.load(0, kv, indexes)
+        tokens, logits = decode(on_host, next_query)
+    if lookahead:  # which on a device takes streams of its own: `transformers` over the CPU's session is the measure
+        ids = torch.from_numpy(QUESTION).long()[None]
+        with csattn_session(loaded(), artifact, config) as session, torch.inference_mode():
+            want = session.loaded.model(ids, past_key_values=session.request()).logits[0, -1]
+        torch.testing.assert_close(logits[0], want, rtol=2e-3, atol=2e-3)
+        return
+    want_tokens, want = decode(make_attention(artifact, config, None))
+    assert tokens == want_tokens
+    assert torch.equal(logits, want)

@@ -1,0 +1,42 @@
+"""Who searches on the CPU: threads of this process, or search workers in processes of their own."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from csattn.artifact import Artifact
+from csattn.search.workspace import TokenSelections
+
+
+@dataclass(frozen=True, slots=True)
+class RowSearch:
+    """Rows of one step that continue the same context and search it in the same way."""
+
+    context_id: int
+    q: NDArray[np.float32]  # [num_rows, num_q_heads, head_dim], after RoPE
+    top_k: int
+    sink_len: int
+    window_len: int
+    softmax_scale: float
+    out: TokenSelections  # kv_indices [num_rows, num_index_heads, top_k]
+
+
+class Searcher(Protocol):
+    """One layer's searches at a time: `start`, then `finish`. What is chosen does not depend on who searches."""
+
+    def load(self, context_id: int, artifact: Artifact) -> None: ...
+
+    def unload(self, context_id: int) -> None: ...
+
+    def start(self, layer_idx: int, searches: Sequence[RowSearch]) -> None:
+        """Hand the searches over. Until `finish`, their arrays must be left alone."""
+        ...
+
+    def finish(self) -> None:
+        """Return when every `out` is filled. Raises SearchLostError where that cannot be had any more."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,34 @@
+"""What the HTTP side asks of the side that decodes: in the same process, or behind Ray."""
+
+from collections.abc import AsyncGenerator
+from typing import Protocol
+
+from prometheus_client import Metric
+
+from workers.serving.messages import Ask, ContextInfo, Event, Health, NewContext
+
+
+class Backend(Protocol):
+    """Every method may raise a ServingError; nothing else is raised for what a client did."""
+
+    def generate(self, ask: Ask) -> AsyncGenerator[Event, None]:
+        """Pieces as they come, then one Done.
+
+        A request that is not admitted raises before the first event. Closing the generator ends the request: its slot
+        is free within one step.
+        """
+        ...
+
+    async def contexts(self) -> list[ContextInfo]: ...
+
+    async def register(self, new: NewContext) -> ContextInfo:
+        """Start building; the same name with the same text again is the same context."""
+        ...
+
+    async def delete(self, name: str) -> None:
+        """Forget a context: new requests are refused, running ones finish. Its artifact stays in the store."""
+        ...
+
+    async def health(self) -> Health: ...
+
+    async def metrics(self) -> list[Metric]: ...

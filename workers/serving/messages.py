@@ -1,0 +1,165 @@
+"""What crosses between the HTTP side and the side that decodes: plain data, no arrays."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from csattn.errors import CsattnError
+
+Selector = Literal["csattn", "exact", "full", "window"]
+Finish = Literal["stop", "length"]
+ContextState = Literal["building", "ready", "failed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn, and when to stop. Checked where the request comes in."""
+
+    max_new_tokens: int
+    temperature: float = 0.0  # 0: the likeliest token
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()  # the answer ends before the first of them
+    top_logprobs: int | None = None  # how many beside the drawn token's; None: no logprobs at all
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One message of a conversation."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """One request. Either `turns` (chat) or `prompt` (text that goes on where the context ends)."""
+
+    request_id: str
+    context: str  # name, as registered
+    turns: tuple[Turn, ...] = ()
+    prompt: str | None = None
+    sampling: Sampling
+    keep: float | None = None  # None: as the service is set
+    lookahead: int | None = None
+    selector: Selector = "csattn"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScore:
+    """A drawn token and its log-probability before temperature; `top`: the likeliest ones (text, bytes, logprob)."""
+
+    token_id: int
+    text: str
+    logprob: float
+    top: tuple[tuple[str, bytes, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text that no further token can change; may be empty where only `scores` have come."""
+
+    text: str
+    scores: tuple[TokenScore, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """The last event of a request."""
+
+    reason: Finish
+    context_tokens: int  # prefilled long ago
+    question_tokens: int
+    new_tokens: int
+
+
+Event = Piece | Done
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewContext:
+    """A context to be built in the background."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextInfo:
+    """A registered context, as told to users."""
+
+    name: str
+    state: ContextState
+    artifact_id: str | None = None
+    num_tokens: int | None = None
+    created_at: float = 0.0  # seconds since the epoch
+    progress: float = 0.0  # of its building, 0 to 1
+    what: str = ""  # what its building is at, or why it failed
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Whether requests can be answered now; if not, a sentence why."""
+
+    ready: bool
+    why: str = ""
+
+
+class ServingError(CsattnError):
+    """A request that cannot be answered. `code` is stable, for programs; `param` the field at fault."""
+
+    code = "internal_error"
+
+    def __init__(self, message: str, param: str | None = None, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.message, self.param, self.retry_after_s = message, param, retry_after_s
+
+    def __reduce__(self) -> tuple[Any, ...]:  # it crosses processes
+        return type(self), (self.message, self.param, self.retry_after_s)
+
+
+class BadRequestError(ServingError):
+    """The request can never be answered as it is."""
+
+    code = "invalid_request"
+
+
+class ContextTooLongError(BadRequestError):
+    """Context, question and answer do not fit into the model's positions or a request's rows."""
+
+    code = "context_length_exceeded"
+
+
+class UnknownContextError(ServingError):
+    """No context has this name."""
+
+    code = "model_not_found"
+
+
+class ContextNotReadyError(ServingError):
+    """The context is still being built, or its building failed."""
+
+    code = "context_not_ready"
+
+
+class ContextExistsError(ServingError):
+    """Another text has this name already."""
+
+    code = "context_exists"
+
+
+class OverloadedError(ServingError):
+    """The queue is full; `retry_after_s` says when to come again."""
+
+    code = "overloaded"
+
+
+class TimedOutError(ServingError):
+    """The request took longer than it may."""
+
+    code = "timeout"
+
+
+class WorkerLostError(ServingError):
+    """The process that decoded this request ended; the request may be sent again."""
+
+    code = "worker_lost"

@@ -1,0 +1,86 @@
+"""What the scheduler asks of an engine: steps of rows that belong to any requests, over any contexts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from csattn.artifact import Artifact
+from csattn.config import SearchConfig
+from workers.serving.messages import Selector
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """A token of the request in that slot; several tokens of one request may stand in one step, in order."""
+
+    slot: int
+    token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fidelity:
+    """One layer's selection for one row, against exact attention; means over heads."""
+
+    recall: float  # share of the exact top-k that was chosen
+    mass: float  # share of exact attention's weight on rows that were attended to
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Results of a step, row by row."""
+
+    next_ids: NDArray[np.int64]  # [num_rows]: the likeliest token
+    logits: NDArray[np.float32] | None  # [num_rows, vocab_size], where asked for; valid until the next step
+    fidelity: Fidelity | None = None  # of the row that was watched
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCounts:
+    """What an engine has done since it was made."""
+
+    search_s: float = 0.0
+    gather_s: float = 0.0
+    attend_s: float = 0.0
+    slot_lookups: int = 0  # rows asked of the slot cache
+    slot_hits: int = 0
+    kv_bytes: int = 0  # of loaded contexts, wherever they lie
+    index_bytes: int = 0
+    device_bytes: int = 0
+
+
+class StepEngine(Protocol):
+    """Used by one thread. Results do not depend on what else is in a step, nor on how a question is cut into steps."""
+
+    max_rows: int  # of one step
+    num_slots: int  # requests at the same time
+    tail_capacity: int  # rows of one request's own, question and answer
+    max_positions: int
+    num_layers: int
+
+    def add_context(self, context_id: int, artifact: Artifact) -> None:
+        """Load; the artifact stays open until `remove_context`. Raises a sentence where it does not fit."""
+        ...
+
+    def remove_context(self, context_id: int) -> None:
+        """No slot may be open on it."""
+        ...
+
+    def open(self, slot: int, context_id: int, config: SearchConfig, selector: Selector) -> None:
+        """Begin a request with an empty tail. Raises ConfigError for what this engine cannot do."""
+        ...
+
+    def step(
+        self,
+        rows: Sequence[StepRow],
+        want_logits: bool = False,
+        watch: tuple[int, int] | None = None,  # row and layer whose fidelity is measured
+    ) -> StepResult: ...
+
+    def close_slot(self, slot: int) -> None: ...
+
+    def counts(self) -> EngineCounts: ...
+
+    def close(self) -> None: ...

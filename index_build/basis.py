@@ -6,8 +6,12 @@ keys then have unit covariance in every subspace, so that the error of replacing
 is the same as the error of the scores; and a query's energy is sorted, and dealt out evenly to the subspaces.
 
 Second moments are summed where the rows are; their axes are found on the CPU, which is faster at such small
-matrices. Devices agree on a basis up to rounding, not to the bit.
+matrices, and on one thread: from head_dim 128 on MKL's axes depend on the number of threads. Devices agree on a basis
+up to rounding, not to the bit.
 """
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -31,13 +35,25 @@ def make_bases(
     """
     num_heads, _, head_dim = queries.shape
     if kind == "key_whitened":
-        bases = _key_whitened(_second_moments(centered_keys).cpu(), _second_moments(queries).cpu(), num_subspaces)
+        moments = _second_moments(centered_keys).cpu(), _second_moments(queries).cpu()
+        with _one_thread():
+            bases = _key_whitened(*moments, num_subspaces)
         return bases[0].to(queries.device), bases[1].to(queries.device)
     basis = torch.eye(head_dim, device=queries.device)
     if kind == "rope_pairs":
         basis = basis[:, _rope_pair_order(head_dim, num_subspaces)]
     basis = basis.expand(num_heads, -1, -1).contiguous()
     return basis, basis
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def _rope_pair_order(head_dim: int, num_subspaces: int) -> Tensor:

@@ -42,6 +42,18 @@ def test_heads_do_not_see_each_other(kind) -> None:
         torch.testing.assert_close(got[1:2], want)
 
 
+def test_bits_do_not_depend_on_the_number_of_threads() -> None:
+    queries, keys = torch.randn(2, 3000, 128), torch.randn(2, 1500, 128)
+    num_threads = torch.get_num_threads()
+    found = []
+    for count in (1, 2, 4):
+        torch.set_num_threads(count)
+        found.append(make_bases("key_whitened", queries, keys, 16))
+    torch.set_num_threads(num_threads)
+    for other in found[1:]:
+        assert all(torch.equal(got, want) for got, want in zip(other, found[0], strict=True))
+
+
 def test_rope_pairs_stay_in_one_subspace() -> None:
     query_basis, _ = bases("rope_pairs", np.zeros((1, 16), np.float32), np.zeros((1, 16), np.float32), 4)
     order = query_basis.argmax(axis=0).reshape(4, 4)

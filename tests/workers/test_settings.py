@@ -72,10 +72,13 @@ def test_every_setting_can_come_from_each_source(tmp_path: Path) -> None:
     values = {
         "server.host": "::1", "server.port": 7, "server.api_keys": ["one", "two"], "limits.max_body_bytes": 4096,
         "limits.max_new_tokens": 8, "limits.max_concurrent_requests": 9, "limits.max_queued_requests": 0,
-        "limits.request_timeout_s": 1.5, "model.name": "m", "build.preset": "lists", "build.dtype": "float16",
+        "limits.request_timeout_s": 1.5, "limits.max_open_requests": 5, "limits.max_header_bytes": 2048,
+        "limits.max_json_depth": 5, "limits.max_json_values": 500, "limits.max_question_chars": 77,
+        "limits.body_timeout_s": 2.5, "limits.stall_timeout_s": 3.5, "model.name": "m", "build.preset": "lists", "build.dtype": "float16",
         "build.device": "cpu", "build.kmeans": "torch", "build.chat": False, "search.keep": 0.5, "search.sink_len": 0,
         "search.window_len": 9, "search.lookahead": 0, "search.search_period": 2, "engine.placement": "host",
-        "engine.slot_share": 0.5, "engine.tail_capacity": 7, "engine.num_threads": 3, "store.path": "elsewhere",
+        "engine.slot_share": 0.5, "engine.tail_capacity": 7, "engine.num_threads": 3, "engine.num_search_workers": 2,
+        "ray.address": "auto", "ray.num_attention_workers": 2, "ray.num_ingress_replicas": 3, "store.path": "elsewhere",
     }  # fmt: skip
     key_file = written(tmp_path / "keys", "# ours\n\nthree # the third\n")
     values["server.api_key_file"] = str(key_file)

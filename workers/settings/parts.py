@@ -85,6 +85,24 @@ class LimitSettings:
     request_timeout_s: float = field(
         default=600.0, metadata=about("From a request's arrival to its last token.", above=0.0, highest=86400.0)
     )
+    max_open_requests: int = field(
+        default=1024, metadata=about("Received, waiting or answered at once by one HTTP process.", lowest=1)
+    )
+    max_header_bytes: int = field(default=16 << 10, metadata=about("Of a request's header.", lowest=1024))
+    max_json_depth: int = field(default=16, metadata=about("Of lists and objects in each other.", lowest=4))
+    max_json_values: int = field(default=100_000, metadata=about("In one request's JSON.", lowest=100))
+    max_question_chars: int = field(
+        default=1 << 20, metadata=about("Of a request's messages together, or of its prompt.", lowest=1)
+    )
+    body_timeout_s: float = field(
+        default=60.0, metadata=about("Within which a request's body has to be here.", above=0.0, highest=3600.0)
+    )
+    stall_timeout_s: float = field(
+        default=20.0,
+        metadata=about(
+            "After which a client that neither sends nor takes a byte is cut off.", above=0.0, highest=3600.0
+        ),
+    )
 
     def __post_init__(self) -> None:
         _check(self)
@@ -144,6 +162,25 @@ class EngineSettings:
     num_threads: int | None = field(
         default=None, metadata=about("That search on the CPU. Not set: one for each CPU.", lowest=1)
     )
+    num_search_workers: int = field(
+        default=0, metadata=about("Processes of their own that search on the CPU. 0: threads do.", lowest=0)
+    )
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaySettings:
+    """The service's processes on a Ray cluster; one process has no use for them."""
+
+    address: str | None = field(
+        default=None, metadata=about("Of the cluster, or auto. Not set: one on this machine, while the service runs.")
+    )
+    num_attention_workers: int = field(
+        default=1, metadata=about("Each with the model, and a device of its own where there are GPUs.", lowest=1)
+    )
+    num_ingress_replicas: int = field(default=1, metadata=about("Processes that take HTTP requests.", lowest=1))
 
     def __post_init__(self) -> None:
         _check(self)
@@ -169,6 +206,7 @@ class Settings:
     build: BuildSettings = field(default_factory=BuildSettings)
     search: SearchConfig = field(default_factory=lambda: SearchConfig(lookahead=1))  # as `csattn generate` has it
     engine: EngineSettings = field(default_factory=EngineSettings)
+    ray: RaySettings = field(default_factory=RaySettings)
     store: StoreSettings = field(default_factory=StoreSettings)
 
 

@@ -6,11 +6,12 @@ keys then have unit covariance in every subspace, so that the error of replacing
 is the same as the error of the scores; and a query's energy is sorted, and dealt out evenly to the subspaces.
 
 Second moments are summed where the rows are; their axes are found on the CPU, which is faster at such small
-matrices, and on one thread: from head_dim 128 on MKL's axes depend on the number of threads. Devices agree on a basis
-up to rounding, not to the bit.
+matrices. Each head has one thread there: MKL's sums and axes depend on the number of threads, and on how many heads it
+is given at once. Devices agree on a basis up to rounding, not to the bit.
 """
 
 from collections.abc import Iterator
+from concurrent.futures import Executor
 from contextlib import contextmanager
 
 import torch
@@ -28,6 +29,7 @@ def make_bases(
     queries: Tensor,  # [num_heads, num_queries, head_dim]
     centered_keys: Tensor,  # [num_heads, context_len, head_dim] float32
     num_subspaces: int,
+    threads: Executor,  # for what runs on the CPU
 ) -> tuple[Tensor, Tensor]:
     """query_basis and key_basis, so that (q @ query_basis) . (k @ key_basis) = q . k.
 
@@ -35,8 +37,8 @@ def make_bases(
     """
     num_heads, _, head_dim = queries.shape
     if kind == "key_whitened":
-        moments = _second_moments(centered_keys).cpu(), _second_moments(queries).cpu()
         with _one_thread():
+            moments = _second_moments(centered_keys, threads).cpu(), _second_moments(queries, threads).cpu()
             bases = _key_whitened(*moments, num_subspaces)
         return bases[0].to(queries.device), bases[1].to(queries.device)
     basis = torch.eye(head_dim, device=queries.device)
@@ -65,14 +67,21 @@ def _rope_pair_order(head_dim: int, num_subspaces: int) -> Tensor:
     return torch.stack([pairs, pairs + num_pairs], dim=1).flatten()
 
 
-def _second_moments(rows: Tensor) -> Tensor:
+def _second_moments(rows: Tensor, threads: Executor) -> Tensor:
     """Mean of r r^T over rows [num_heads, num_rows, head_dim]: [num_heads, head_dim, head_dim] float64."""
+    if rows.is_cuda:
+        return _sum_moments(rows) / rows.shape[1]
+    return torch.cat(list(threads.map(_sum_moments, torch.split(rows, 1)))) / rows.shape[1]
+
+
+def _sum_moments(rows: Tensor) -> Tensor:
+    """Sum of r r^T over rows [num_heads, num_rows, head_dim]."""
     head_dim = rows.shape[2]
     total = torch.zeros(len(rows), head_dim, head_dim, dtype=torch.float64, device=rows.device)
     for start in range(0, rows.shape[1], _BLOCK_LEN):
         wide = rows[:, start : start + _BLOCK_LEN].double()
         total += wide.mT @ wide
-    return total / rows.shape[1]
+    return total
 
 
 def _key_whitened(key_moments: Tensor, query_moments: Tensor, num_subspaces: int) -> tuple[Tensor, Tensor]:

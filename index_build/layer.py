@@ -41,7 +41,7 @@ def index_arrays(q: Tensor, kv: Tensor, config: IndexConfig, threads: Executor) 
     keys = keys - means[:, None]
     if num_heads != num_kv_heads:  # every query head has an index of its own
         keys, means = (array.repeat_interleave(num_heads // num_kv_heads, dim=0) for array in (keys, means))
-    query_basis, key_basis = make_bases(config.basis, queries, keys, config.num_subspaces)
+    query_basis, key_basis = make_bases(config.basis, queries, keys, config.num_subspaces, threads)
     codebooks = make_codebooks(queries, query_basis, config, threads)
     keys = key_basis.mT @ keys.mT  # [num_heads, head_dim, context_len]: a subspace's keys lie together
     if config.layout == "rows":

@@ -1,11 +1,18 @@
 """Every basis keeps dot products; the whitened one gives keys unit covariance and deals energy out evenly."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 
-from index_build.basis import make_bases
+from index_build.basis import make_bases as make_bases_on
+
+
+def make_bases(*given):
+    with ThreadPoolExecutor(2) as threads:
+        return make_bases_on(*given, threads)
 
 
 def bases(kind, queries: NDArray[np.float32], keys: NDArray[np.float32], num_subspaces: int):
@@ -42,13 +49,15 @@ def test_heads_do_not_see_each_other(kind) -> None:
         torch.testing.assert_close(got[1:2], want)
 
 
-def test_bits_do_not_depend_on_the_number_of_threads() -> None:
+def test_bits_do_not_depend_on_threads_or_on_the_heads_beside_it() -> None:
     queries, keys = torch.randn(2, 3000, 128), torch.randn(2, 1500, 128)
     num_threads = torch.get_num_threads()
     found = []
     for count in (1, 2, 4):
         torch.set_num_threads(count)
         found.append(make_bases("key_whitened", queries, keys, 16))
+        heads = [make_bases("key_whitened", queries[[head]], keys[[head]], 16) for head in (0, 1)]
+        found.append(tuple(torch.cat(bases) for bases in zip(*heads, strict=True)))
     torch.set_num_threads(num_threads)
     for other in found[1:]:
         assert all(torch.equal(got, want) for got, want in zip(other, found[0], strict=True))

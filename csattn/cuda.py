@@ -90,6 +90,10 @@ def as_argument(arg: Any) -> Any:
     return (ctypes.c_char * arg.itemsize).from_buffer_copy(arg.tobytes())
 
 
+def num_multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 @cache
 def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")

@@ -12,6 +12,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.cuda_on_cpu.emulated import Emulator
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is loaded: kernels then run as Python
 
@@ -28,6 +30,12 @@ def rng() -> np.random.Generator:
 @pytest.fixture(autouse=True)
 def fixed_torch_seed() -> None:
     torch.manual_seed(20_240_607)
+
+
+@pytest.fixture(scope="session")
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+    """Compiles each kernel once for all tests."""
+    return Emulator(tmp_path_factory.mktemp("kernels"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from csattn.batch import DeviceSelection, StepRows
-from csattn.cuda import cuda_kernel
+from csattn.cuda import cuda_kernel, num_multiprocessors
 from csattn.errors import ConfigError
 
 INTRINSICS = Path(__file__).with_name("intrinsics.cu")
@@ -48,6 +48,17 @@ def make_row_source(
     )
 
 
+def row_sources(places: Tensor, rows_per_head: Tensor) -> list[RowSource]:
+    """A source for each layer, where every context has a place of the same size.
+
+    places: [num_layers, num_contexts, ...] rows, contiguous; rows_per_head: [num_contexts] int32.
+    """
+    assert places.is_contiguous()
+    numbers = torch.arange(places.shape[0] * places.shape[1], dtype=torch.int64, device=places.device)
+    addresses = (places.data_ptr() + numbers * places[0, 0].nbytes).view(places.shape[:2])
+    return [RowSource(layer, rows_per_head) for layer in addresses]
+
+
 class DeviceAttention:
     """A plan for steps of one shape, and its workspace. Definition: `device_reference.attend_step`.
 
@@ -77,7 +88,7 @@ class DeviceAttention:
         self._dtype = dtype
         self._scale = np.float32(softmax_scale * log2(np.e))  # the kernel's exponentials are powers of 2
 
-        num_sms = _num_multiprocessors(device)
+        num_sms = num_multiprocessors(device)
         plan = _plan_blocks(num_sms, batch_size * num_index_heads, num_index_heads, num_q_heads, head_dim, dtype)
         self._plan = plan
         defines = {
@@ -192,7 +203,3 @@ def _require_supported(
         )
     if dtype not in ELEMENTS:
         raise ConfigError(f"attention on the device takes {', '.join(map(str, ELEMENTS))}, not {dtype}; cast the KV")
-
-
-def _num_multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -27,18 +27,10 @@ def on_tensor_cores(dtype: torch.dtype):
     return pytest.param(dtype, marks=pytest.mark.gpu)
 
 
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory) -> emulated.Emulator:
-    intrinsics = {device.INTRINSICS: emulated.HERE / "attention_intrinsics.h"}
-    return emulated.Emulator(tmp_path_factory.mktemp("kernels"), intrinsics)
-
-
 @pytest.fixture(autouse=True)
 def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU where there is no device."""
-    emulator.stand_in(monkeypatch, device)
-    if DEVICE.type == "cpu":
-        monkeypatch.setattr(device, "_num_multiprocessors", lambda _: 5)
+    emulator.stand_in(monkeypatch, device, multiprocessors=5)
 
 
 def test_any_placement_of_a_contexts_rows_is_attention_over_all_of_them() -> None:

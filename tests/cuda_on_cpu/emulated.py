@@ -16,6 +16,13 @@ import torch
 from csattn.cuda import as_argument
 
 HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+# sources in assembly, and what the CPU has instead
+REPLACEMENTS = {
+    ROOT / "csattn/search/device/intrinsics.cu": HERE / "search_intrinsics.h",
+    ROOT / "csattn/attention/intrinsics.cu": HERE / "attention_intrinsics.h",
+    ROOT / "offload/intrinsics.cuh": HERE / "offload_intrinsics.h",
+}
 COMPILER = shutil.which("g++")
 OPTIONS = ("-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-pthread")
 
@@ -40,19 +47,19 @@ class EmulatedKernel:
 class Emulator:
     """Compiles kernels into a directory of its own; the same kernel once."""
 
-    def __init__(self, directory: Path, replacements: Mapping[Path, Path]) -> None:
-        """replacements: sources that the CPU needs its own version of."""
+    def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._replacements = replacements
 
-    def stand_in(self, monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
-        """Where there is no device, let the modules take their kernels from here."""
+    def stand_in(self, monkeypatch: pytest.MonkeyPatch, *modules: ModuleType, multiprocessors: int = 4) -> None:
+        """Where there is no device, let the modules take their kernels from here, for a device of that size."""
         if DEVICE.type == "cuda":
             return
         if COMPILER is None:
             pytest.skip("this machine has neither a CUDA device nor a C++ compiler to emulate one")
         for module in modules:
             monkeypatch.setattr(module, "cuda_kernel", self.cuda_kernel)
+            if hasattr(module, "num_multiprocessors"):
+                monkeypatch.setattr(module, "num_multiprocessors", lambda device: multiprocessors)
 
     def cuda_kernel(
         self,
@@ -64,7 +71,7 @@ class Emulator:
     ) -> EmulatedKernel:
         """As `csattn.cuda.cuda_kernel`."""
         sources = source if isinstance(source, tuple) else (source,)
-        code = "\n".join(self._replacements.get(path, path).read_text() for path in sources)
+        code = "\n".join(REPLACEMENTS.get(path, path).read_text() for path in sources)
         code = re.sub(
             r"extern __shared__ (?:__align__\(16\) )?(\w+) (\w+)\[\];", r"\1* const \2 = (\1*)emulated_shared;", code
         )

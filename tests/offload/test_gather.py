@@ -15,10 +15,9 @@ from tests.cuda_on_cpu.emulated import DEVICE
 
 
 @pytest.fixture(autouse=True)
-def kernels(tmp_path_factory, monkeypatch: pytest.MonkeyPatch) -> None:
+def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU where there is no device."""
-    intrinsics = {module._SOURCES[0]: emulated.HERE / "offload_intrinsics.h"}
-    emulated.Emulator(tmp_path_factory.mktemp("kernels"), intrinsics).stand_in(monkeypatch, module)
+    emulator.stand_in(monkeypatch, module)
 
 
 def test_rows_that_no_thread_can_copy_are_refused() -> None:

@@ -14,12 +14,6 @@ from tests.cuda_on_cpu.emulated import DEVICE
 from tests.offload.selections import make_step, masked
 
 
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory) -> emulated.Emulator:
-    intrinsics = {slot_cache._SOURCES[0]: emulated.HERE / "offload_intrinsics.h"}
-    return emulated.Emulator(tmp_path_factory.mktemp("kernels"), intrinsics)
-
-
 @pytest.fixture(autouse=True)
 def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU where there is no device."""
@@ -188,7 +182,7 @@ def test_thousands_of_replayed_steps_never_give_a_wrong_row(changes: dict[str, i
         with torch.cuda.stream(stream):
             step()
         torch.cuda.synchronize()
-        graph = torch.cuda.DEVICEGraph()
+        graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             step()
         for _ in range(num_steps):

@@ -27,17 +27,9 @@ CONFIG = SearchConfig(keep=0.05, sink_len=4, window_len=16)
 ON_DEVICE = pytest.mark.gpu  # too much for the CPU
 
 
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory) -> emulated.Emulator:
-    intrinsics = {run.INTRINSICS: emulated.HERE / "search_intrinsics.h"}
-    return emulated.Emulator(tmp_path_factory.mktemp("kernels"), intrinsics)
-
-
 @pytest.fixture(autouse=True)
 def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    emulator.stand_in(monkeypatch, run)
-    if DEVICE.type == "cpu":
-        monkeypatch.setattr(run, "_num_multiprocessors", lambda device: 6)
+    emulator.stand_in(monkeypatch, run, multiprocessors=6)
 
 
 def search_on_device(

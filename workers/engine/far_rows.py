@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from csattn.attention.device import RowSource
+from csattn.attention.device import RowSource, row_sources
 from csattn.batch import DeviceSelection
 from offload.pinned import PinnedRows
 from offload.slot_cache import SlotCache, SlotCacheShape, slot_cache_bytes
@@ -33,6 +33,7 @@ class DeviceRows:
         self._device = device
         self._addresses = torch.zeros(shape.num_layers, shape.num_contexts, dtype=torch.int64, device=device)
         self._lens = torch.zeros(shape.num_contexts, dtype=torch.int32, device=device)
+        self._sources = [RowSource(addresses, self._lens) for addresses in self._addresses]
         self._kv: dict[int, list[Tensor]] = {}
 
     def __repr__(self) -> str:
@@ -49,7 +50,7 @@ class DeviceRows:
         return selection
 
     def source(self, layer_idx: int) -> RowSource:
-        return RowSource(self._addresses[layer_idx], self._lens)
+        return self._sources[layer_idx]
 
     def spill(self, layer_idx: int) -> RowSource | None:
         return None
@@ -61,12 +62,10 @@ class CachedRows:
     def __init__(self, shape: EngineShape, num_slots: int, device: torch.device) -> None:
         """num_slots: per layer, context and KV head."""
         self.cache = SlotCache(cache_shape(shape, num_slots), device)
-        places = self.cache.rows[:, :, 0, 0]  # [num_layers, num_contexts, 2, head_dim]
-        step = self.cache.rows[0, 0].nbytes
-        numbers = torch.arange(places.shape[0] * places.shape[1], dtype=torch.int64, device=device)
-        self._addresses = (self.cache.rows.data_ptr() + numbers * step).view(places.shape[:2])
-        self._num_slots = torch.full((shape.num_contexts,), num_slots, dtype=torch.int32, device=device)
         self._lens = torch.zeros(shape.num_contexts, dtype=torch.int32, device=device)
+        slots = torch.full((shape.num_contexts,), num_slots, dtype=torch.int32, device=device)
+        self._sources = row_sources(self.cache.rows, slots)
+        self._spills = [RowSource(addresses, self._lens) for addresses in self.cache.host_addresses]
         self._kv: dict[int, PinnedRows] = {}
 
     def __repr__(self) -> str:
@@ -84,10 +83,10 @@ class CachedRows:
         return DeviceSelection(ids, selection.valid_len)
 
     def source(self, layer_idx: int) -> RowSource:
-        return RowSource(self._addresses[layer_idx], self._num_slots)
+        return self._sources[layer_idx]
 
     def spill(self, layer_idx: int) -> RowSource | None:
-        return RowSource(self.cache.host_addresses[layer_idx], self._lens)
+        return self._spills[layer_idx]
 
 
 def cache_shape(shape: EngineShape, num_slots: int) -> SlotCacheShape:

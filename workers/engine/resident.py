@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from csattn.attention.device import RowSource
+from csattn.attention.device import RowSource, row_sources
 from workers.engine.shape import EngineShape
 
 
@@ -17,10 +17,7 @@ class ResidentRows:
         size = shape.num_layers, shape.num_contexts, shape.num_kv_heads * shape.max_resident_len, 2, shape.head_dim
         self._rows = torch.zeros(size, dtype=shape.dtype, device=device)
         self._lens = torch.zeros(shape.num_contexts, dtype=torch.int32, device=device)
-        first, step = self._rows.data_ptr(), self._rows[0, 0].nbytes
-        places = torch.arange(shape.num_layers * shape.num_contexts, dtype=torch.int64, device=device)
-        addresses = (first + places * step).view(shape.num_layers, shape.num_contexts)
-        self._sources = [RowSource(layer, self._lens) for layer in addresses]
+        self._sources = row_sources(self._rows, self._lens)
 
     def load(self, context_id: int, layers: Sequence[Tensor]) -> None:
         """Take the resident rows of a context. layers: each [num_kv_heads, context_len, 2, head_dim]."""

@@ -1,6 +1,8 @@
 """The decode loop: steps of a batch as CUDA graphs, tokens fed back on the device, nothing waited for."""
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -57,9 +59,13 @@ class ModelRunner:
                 batch_size: _Step(weights, attention, next_query, ops, batch_size) for batch_size in self.batch_sizes
             }
             if weights.device.type == "cuda" and use_graphs:
-                pool = torch.cuda.graph_pool_handle()
-                for step in reversed(self._steps.values()):  # the largest first: the others fit into its memory
-                    step.capture(pool, attention.in_graph)
+                with _no_collection():
+                    self._capture(attention.in_graph)
+
+    def _capture(self, attention_too: bool) -> None:
+        pool = torch.cuda.graph_pool_handle()
+        for step in reversed(self._steps.values()):  # the largest first: the others fit into its memory
+            step.capture(pool, attention_too)
 
     def rows(self, batch_size: int) -> StepRows:
         """The rows that the next step of that batch size works on; may be written on the device."""
@@ -218,6 +224,19 @@ def _runs_between(calls: list[Call], attention_too: bool) -> list[list[Call]]:
         else:
             runs.append([call])
     return runs
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Freeing an older runner's graphs, wherever the collector happens to run, would end a capture with an error."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _captured(calls: list[Callable[[], None]], pool: Any) -> Callable[[], None]:

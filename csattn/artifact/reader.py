@@ -66,7 +66,7 @@ class Artifact:
 
     def layer_kv(self, layer_idx: int) -> torch.Tensor:
         """The context's rows [num_kv_heads, context_len, 2, head_dim]: K at [..., 0, :], V at [..., 1, :]."""
-        return _as_tensor(self._file(kv_file(layer_idx))["kv"], self.spec.kv_dtype == "bfloat16")
+        return as_tensor(self._file(kv_file(layer_idx))["kv"], self.spec.kv_dtype == "bfloat16")
 
     def layer_index(self, layer_idx: int) -> LayerIndex:
         """The layer's index, checked on first use so that a kernel can trust it."""
@@ -225,7 +225,7 @@ def hash_file(path: Path) -> str:
     return sha256.hexdigest()
 
 
-def _as_tensor(array: NDArray[Any], is_bfloat16: bool) -> torch.Tensor:
+def as_tensor(array: NDArray[Any], is_bfloat16: bool) -> torch.Tensor:
     """The array as a tensor over the same memory."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")

@@ -1,20 +1,12 @@
 """Build an artifact so that, whatever happens on the way, the store holds it whole or not at all.
 
-Work goes on in `<store>/.building-<id>/`:
-
-    artifact/            the files of the artifact, renamed to `<store>/<id>` when all are there
-    layer-000.json ...   what each finished layer's files must be; without it a layer counts as absent
-    checkpoint.json      where the pipeline goes on, and what the hidden state's file must be
-
-Every file is written aside, flushed and renamed. Whatever is found there on a later start is hashed before it is
-believed, and removed otherwise.
+Work goes on in `<store>/.building-<id>/`, see `work.py`. Whatever is found there on a later start is hashed before it
+is believed, and removed otherwise.
 """
 
-import hashlib
-import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -25,29 +17,16 @@ import torch
 from numpy.typing import NDArray
 
 from csattn.artifact.durable import FileRecord, fsync_dir, store_errors, write_bytes
-from csattn.artifact.layout import (
-    MANIFEST_FILE,
-    MANIFEST_HASH_FILE,
-    TOKENS_FILE,
-    artifact_bytes,
-    fault_of_index,
-    index_arrays,
-    index_file,
-    kv_file,
-    plan,
-)
+from csattn.artifact.handover import drop_handover, intact_handover
+from csattn.artifact.layout import MANIFEST_FILE, MANIFEST_HASH_FILE, TOKENS_FILE, artifact_bytes, kv_file
 from csattn.artifact.lock import BuildLock
-from csattn.artifact.manifest import ArtifactSpec, Manifest, canonical_json, hash_token_ids
-from csattn.artifact.reader import hash_file, manifest_hash_line, open_artifact
-from csattn.artifact.tensor_file import FileLayout, TensorSpec, map_file, plan_file, write_file
+from csattn.artifact.manifest import ArtifactSpec, Manifest, hash_token_ids
+from csattn.artifact.reader import manifest_hash_line, open_artifact
+from csattn.artifact.work import BUILDING_PREFIX, CHECKPOINT_FILE, WorkDir, remove, remove_others
 from csattn.errors import ArtifactError
 from csattn.index import LayerIndex
 
-BUILDING_PREFIX = ".building-"
 LOCK_SUFFIX = ".lock"
-CHECKPOINT_FILE = "checkpoint.json"
-
-_CHECKPOINT_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 class ArtifactWriter:
@@ -74,25 +53,33 @@ class ArtifactWriter:
         assert hash_token_ids(token_ids) == spec.token_ids_sha256, "the spec was made for other tokens"
         self.spec = spec
         self.finished_path: Path | None = None  # the artifact's directory as soon as it is in the store
+        self.work = WorkDir(store, spec)
         self._store = store
         self._token_ids = token_ids
         self._on_wait = on_wait
-        self._building = store / f"{BUILDING_PREFIX}{spec.artifact_id}"
         self._target = store / spec.artifact_id
-        self._parts = self._building / "artifact"
         self._lock = BuildLock(store / f"{BUILDING_PREFIX}{spec.artifact_id}{LOCK_SUFFIX}")
         self._locked = False
-        self._layers: list[dict[str, FileRecord]] = []  # of the finished layers, by file name
+        self._layers: dict[int, dict[str, FileRecord]] = {}  # of the finished layers, by file name
+        self._captured: set[int] = set()  # layers that an earlier run handed over and did not index
 
     @property
     def finished_layers(self) -> int:
         """Layers 0 to this are on disk and intact."""
-        return len(self._layers)
+        return _count_from_zero(self._layers)
+
+    @property
+    def captured_layers(self) -> list[int]:
+        """Unfinished layers that an earlier run prefilled, ascending; see `handover.py`."""
+        return sorted(self._captured)
+
+    def is_finished(self, layer_idx: int) -> bool:
+        return layer_idx in self._layers
 
     @property
     def remaining_bytes(self) -> int:
         """What is still to be written of the artifact."""
-        done = sum(record.size_bytes for records in self._layers for record in records.values())
+        done = sum(record.size_bytes for records in self._layers.values() for record in records.values())
         return artifact_bytes(self.spec) - done
 
     def __enter__(self) -> Self:
@@ -107,7 +94,7 @@ class ArtifactWriter:
             if self._is_published():  # by the builder that we waited for
                 self._discard_work()
             else:
-                with store_errors(f"go on building in {self._building}", self._store):
+                with store_errors(f"go on building in {self.work.path}", self._store):
                     self._resume()
         except BaseException:
             self._release()
@@ -128,57 +115,44 @@ class ArtifactWriter:
         Layers come in order; one that is already there may be written again.
         """
         assert self._locked and layer_idx <= self.finished_layers, f"{self!r} is not ready for layer {layer_idx}"
-        if fault := fault_of_index(index):
-            raise ArtifactError(f"the index of layer {layer_idx} cannot be stored: {fault}; nothing was published")
-        records = {
-            kv_file(layer_idx): self._write(kv_file(layer_idx), {"kv": kv}),
-            index_file(layer_idx): self._write(index_file(layer_idx), index_arrays(index)),
-        }
-        _write_record(
-            self._layer_record(layer_idx), {"files": {name: record.to_json() for name, record in records.items()}}
-        )
-        self._layers[layer_idx : layer_idx + 1] = [records]
+        kv_record = self.work.write_part(kv_file(layer_idx), {"kv": kv})
+        self._layers[layer_idx] = self.work.finish_layer(layer_idx, kv_record, index)
+        self._forget_capture(layer_idx)
+
+    def take_layer(self, layer_idx: int) -> bool:
+        """Count a layer that somebody has finished on our behalf; False when there is none."""
+        records = self.work.finished_layer(layer_idx)
+        if records is not None:
+            self._layers[layer_idx] = records
+            self._forget_capture(layer_idx)
+        return records is not None
 
     def save_checkpoint(self, next_layer: int, hidden: torch.Tensor) -> None:
         """Remember the hidden state that enters `next_layer`, after the layers before it have been written."""
-        assert self._locked and next_layer <= self.finished_layers, f"{self!r} cannot go on at layer {next_layer}"
-        name = f"hidden-{next_layer:03d}.safetensors"
-        dtype, shape = _CHECKPOINT_DTYPES[hidden.dtype], tuple(hidden.shape)
-        record = write_file(self._building / name, _checkpoint_layout(dtype, shape), {"hidden": hidden})
-        _write_record(
-            self._building / CHECKPOINT_FILE,
-            {"next_layer": next_layer, "file": name, "dtype": dtype, "shape": shape, **record.to_json()},
-        )
-        with store_errors(f"remove an old checkpoint in {self._building}", self._store):
-            for other in self._building.glob("hidden-*.safetensors"):
-                if other.name != name:
-                    other.unlink()
+        assert self._locked and next_layer <= self._num_ready, f"{self!r} cannot go on at layer {next_layer}"
+        self.work.save_checkpoint(next_layer, hidden)
 
     def load_checkpoint(self) -> tuple[int, torch.Tensor] | None:
         """The layer to go on with and the hidden state that enters it, or None to start from the first."""
-        record = self._intact_checkpoint()
-        if record is None:
-            return None
-        layout = _checkpoint_layout(record["dtype"], tuple(record["shape"]))
-        array = map_file(self._building / record["file"], layout)["hidden"]
-        hidden = torch.from_numpy(np.array(array))  # a copy: the file goes with the next checkpoint
-        return record["next_layer"], hidden.view(torch.bfloat16) if record["dtype"] == "BF16" else hidden
+        return self.work.load_checkpoint(self._num_ready)
 
     def finish(self, library_versions: Mapping[str, str], build_notes: Mapping[str, Any]) -> Path:
         """Publish the artifact under its id and return its directory. The notes must be JSON."""
         assert self._locked and self.finished_layers == self.spec.model.num_layers, f"{self!r} is not complete"
-        files = {TOKENS_FILE: self._write(TOKENS_FILE, {"token_ids": self._token_ids})}
-        for records in self._layers:
-            files |= records
+        files = {TOKENS_FILE: self.work.write_part(TOKENS_FILE, {"token_ids": self._token_ids})}
+        for layer_idx in range(self.finished_layers):
+            files |= self._layers[layer_idx]
+        with store_errors(f"clear up {self.work.parts}", self._store):
+            remove_others(self.work.parts, set(files))  # a lost worker may have left half a file
         manifest = Manifest(
             spec=self.spec, library_versions=library_versions, build_notes=build_notes, files=files
         ).to_bytes()
-        write_bytes(self._parts / MANIFEST_FILE, manifest)
-        write_bytes(self._parts / MANIFEST_HASH_FILE, manifest_hash_line(manifest))
+        write_bytes(self.work.parts / MANIFEST_FILE, manifest)
+        write_bytes(self.work.parts / MANIFEST_HASH_FILE, manifest_hash_line(manifest))
         with store_errors(f"publish {self._target}", self._store):
             if os.path.lexists(self._target):  # not a good artifact, or we would not be here
-                os.rename(self._target, self._building / "replaced")
-            os.rename(self._parts, self._target)
+                os.rename(self._target, self.work.path / "replaced")
+            os.rename(self.work.parts, self._target)
             fsync_dir(self._store)
         self.finished_path = self._target
         self._discard_work()
@@ -193,61 +167,45 @@ class ArtifactWriter:
         self.finished_path = self._target
         return True
 
-    def _write(self, name: str, arrays: Mapping[str, NDArray[Any] | torch.Tensor]) -> FileRecord:
-        return write_file(self._parts / name, plan(self.spec, name), arrays)
+    @property
+    def _num_ready(self) -> int:
+        """Layers 0 to this need no prefill."""
+        return _count_from_zero(self._layers.keys() | self._captured)
 
     def _resume(self) -> None:
         """Keep the layers that are intact, remove everything else."""
-        if not self._parts.is_dir() or self._building.is_symlink() or self._parts.is_symlink():
-            _remove(self._building)
-            self._parts.mkdir(parents=True)
-        self._layers = []
-        while self.finished_layers < self.spec.model.num_layers:
-            records = self._intact_layer(self.finished_layers)
-            if records is None:
-                break
-            self._layers.append(records)
-        checkpoint = self._intact_checkpoint()
-        work = {"artifact", *(self._layer_record(layer_idx).name for layer_idx in range(self.finished_layers))}
-        work |= {CHECKPOINT_FILE, checkpoint["file"]} if checkpoint is not None else set()
-        _remove_others(self._building, work)
-        _remove_others(self._parts, {name for records in self._layers for name in records})
+        work = self.work
+        if not work.parts.is_dir() or work.path.is_symlink() or work.parts.is_symlink():
+            remove(work.path)
+            work.parts.mkdir(parents=True)
+        kept, kept_parts = {"artifact"}, set[str]()
+        self._layers, self._captured = {}, set()
+        for layer_idx in range(self.spec.model.num_layers):
+            if (records := work.intact_layer(layer_idx)) is not None:
+                self._layers[layer_idx] = records
+                kept.add(work.layer_record(layer_idx).name)
+                kept_parts |= records.keys()
+            elif names := intact_handover(work, layer_idx):
+                self._captured.add(layer_idx)
+                kept |= names
+                kept_parts.add(kv_file(layer_idx))
+        checkpoint = work.intact_checkpoint(self._num_ready)
+        kept |= {CHECKPOINT_FILE, checkpoint["file"]} if checkpoint is not None else set()
+        remove_others(work.path, kept)
+        remove_others(work.parts, kept_parts)
 
-    def _intact_layer(self, layer_idx: int) -> dict[str, FileRecord] | None:
-        record = _read_record(self._layer_record(layer_idx))
-        if record is None:
-            return None
-        records = {name: FileRecord(**value) for name, value in record["files"].items()}
-        if set(records) != {kv_file(layer_idx), index_file(layer_idx)}:
-            return None
-        try:
-            for name, wanted in records.items():
-                if hash_file(self._parts / name) != wanted.sha256:
-                    return None
-                map_file(self._parts / name, plan(self.spec, name))
-        except (OSError, ArtifactError):
-            return None
-        return records
-
-    def _intact_checkpoint(self) -> dict[str, Any] | None:
-        record = _read_record(self._building / CHECKPOINT_FILE)
-        if record is None or record["next_layer"] > self.finished_layers:
-            return None
-        try:
-            return record if hash_file(self._building / record["file"]) == record["sha256"] else None
-        except (OSError, ArtifactError):
-            return None
-
-    def _layer_record(self, layer_idx: int) -> Path:
-        return self._building / f"layer-{layer_idx:03d}.json"
+    def _forget_capture(self, layer_idx: int) -> None:
+        if layer_idx in self._captured:
+            self._captured.remove(layer_idx)
+            drop_handover(self.work, layer_idx)
 
     def _discard_work(self) -> None:
         """Remove the building directory; what cannot be removed is left to `collect_garbage`."""
-        shutil.rmtree(self._building, ignore_errors=True)
+        shutil.rmtree(self.work.path, ignore_errors=True)
 
     def _tidy_up(self) -> None:
         """Remove what a builder left that was killed between publishing and clearing up."""
-        if self._building.exists() or self._lock.exists():
+        if self.work.path.exists() or self._lock.exists():
             with suppress(ArtifactError):  # a store that may only be read, say
                 self._locked = self._lock.try_acquire()
                 if self._locked:
@@ -261,37 +219,6 @@ class ArtifactWriter:
                 self._lock.release()
 
 
-def _checkpoint_layout(dtype: str, shape: tuple[int, ...]) -> FileLayout:
-    return plan_file([TensorSpec("hidden", dtype, shape)], {})
-
-
-def _write_record(path: Path, record: dict[str, Any]) -> None:
-    """Write a small JSON object with its own hash, durably."""
-    body = canonical_json(record)
-    write_bytes(path, body + b"\n" + hashlib.sha256(body).hexdigest().encode() + b"\n")
-
-
-def _read_record(path: Path) -> dict[str, Any] | None:
-    """What `_write_record` wrote, or None for anything else."""
-    try:
-        body, _, digest = path.read_bytes().partition(b"\n")
-    except OSError:
-        return None
-    if digest != hashlib.sha256(body).hexdigest().encode() + b"\n":
-        return None
-    record: dict[str, Any] = json.loads(body)
-    return record
-
-
-def _remove_others(directory: Path, kept: set[str]) -> None:
-    for entry in directory.iterdir():
-        if entry.name not in kept:
-            _remove(entry)
-
-
-def _remove(path: Path) -> None:
-    """Remove a file or a whole directory, or nothing."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+def _count_from_zero(numbers: Collection[int]) -> int:
+    """How many of 0, 1, 2, ... are there before the first that is not."""
+    return next(number for number in range(len(numbers) + 1) if number not in numbers)

@@ -1,0 +1,150 @@
+"""From those who prefill to those who index, by files in the directory in which an artifact is made:
+
+    artifact/layer-000.kv...      the layer's KV, already where it belongs
+    queries-000.safetensors       its queries, and how to tell the next layer's
+    captured-000.json             what both files must be; without it nothing was handed over
+    shard-000-000-004.safetensors the index of KV heads 0 to 4, until the layer's are joined; with a record beside it
+
+Queries and shards go when the layer is finished.
+"""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from csattn.artifact.durable import FileRecord
+from csattn.artifact.layout import index_tensors, kv_file, next_query_tensor, plan
+from csattn.artifact.reader import as_tensor, hash_file
+from csattn.artifact.tensor_file import FileLayout, TensorSpec, map_file, plan_file, write_file
+from csattn.artifact.work import WorkDir, files_from_json, files_to_json, read_record, write_record
+from csattn.errors import ArtifactCorruptError, ArtifactError
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A layer as the prefill left it, mapped from its files: not to be written to."""
+
+    q: torch.Tensor  # [num_q_heads, context_len, head_dim], after RoPE
+    kv: torch.Tensor  # [num_kv_heads, context_len, 2, head_dim]
+    next_query: NDArray[np.float32] | None  # see `LayerIndex.next_query`
+    kv_record: FileRecord
+
+
+def save_captured(
+    work: WorkDir, layer_idx: int, q: torch.Tensor, kv: torch.Tensor, next_query: NDArray[np.float32] | None
+) -> None:
+    """Hand a layer over."""
+    arrays: dict[str, NDArray[Any] | torch.Tensor] = {"q": q}
+    arrays |= {} if next_query is None else {"next_query": next_query}
+    records = {
+        kv_file(layer_idx): work.write_part(kv_file(layer_idx), {"kv": kv}),
+        _queries_file(layer_idx): write_file(
+            work.path / _queries_file(layer_idx), _queries_layout(work, layer_idx), arrays
+        ),
+    }
+    write_record(work.path / _captured_record(layer_idx), files_to_json(records))
+
+
+def is_captured(work: WorkDir, layer_idx: int) -> bool:
+    """Whether the layer was handed over and is not yet finished."""
+    return (work.path / _captured_record(layer_idx)).exists()
+
+
+def load_captured(work: WorkDir, layer_idx: int) -> Captured:
+    """Take a layer. Raises ArtifactError when it is not there."""
+    records = files_from_json(read_record(work.path / _captured_record(layer_idx)))
+    if records.keys() != {kv_file(layer_idx), _queries_file(layer_idx)}:
+        raise ArtifactCorruptError(
+            f"layer {layer_idx} was not handed over in {work.path}; give a store that every node sees under one path"
+        )
+    try:
+        kv = map_file(work.parts / kv_file(layer_idx), plan(work.spec, kv_file(layer_idx)))["kv"]
+        own = map_file(work.path / _queries_file(layer_idx), _queries_layout(work, layer_idx))
+    except OSError as error:
+        raise ArtifactError(f"cannot read what was handed over in {work.path}: {error.strerror or error}") from error
+    is_bfloat16 = work.spec.kv_dtype == "bfloat16"
+    return Captured(
+        as_tensor(own["q"], is_bfloat16), as_tensor(kv, is_bfloat16), own.get("next_query"), records[kv_file(layer_idx)]
+    )
+
+
+def intact_handover(work: WorkDir, layer_idx: int) -> set[str]:
+    """The names in the directory that hold an unfinished layer and its shards; empty when a byte of it differs."""
+    records = files_from_json(read_record(work.path / _captured_record(layer_idx)))
+    queries = records.pop(_queries_file(layer_idx), None)
+    if queries is None or records.keys() != {kv_file(layer_idx)} or not work.is_intact(records):
+        return set()
+    if not _is_intact(work.path / _queries_file(layer_idx), queries):
+        return set()
+    kept = {_captured_record(layer_idx), _queries_file(layer_idx)}
+    for record in work.path.glob(f"shard-{layer_idx:03d}-*.json"):
+        shard = record.with_suffix(".safetensors")
+        wanted = files_from_json(read_record(record)).get(shard.name)
+        if wanted is not None and _is_intact(shard, wanted):
+            kept |= {record.name, shard.name}
+    return kept
+
+
+def save_shard(work: WorkDir, layer_idx: int, heads: range, arrays: Mapping[str, torch.Tensor]) -> None:
+    """Keep the index of some KV heads of a layer."""
+    path = _shard_file(work, layer_idx, heads)
+    record = write_file(path, _shard_layout(work, path.name, heads), arrays)
+    write_record(path.with_suffix(".json"), files_to_json({path.name: record}))
+
+
+def has_shard(work: WorkDir, layer_idx: int, heads: range) -> bool:
+    return _shard_file(work, layer_idx, heads).with_suffix(".json").exists()
+
+
+def load_shards(work: WorkDir, layer_idx: int, groups: list[range]) -> dict[str, torch.Tensor]:
+    """The arrays of a layer's index, joined from those of all its heads."""
+    paths = [_shard_file(work, layer_idx, heads) for heads in groups]
+    shards = [map_file(path, _shard_layout(work, path.name, heads)) for path, heads in zip(paths, groups, strict=True)]
+    return {name: torch.from_numpy(np.concatenate([shard[name] for shard in shards])) for name in shards[0]}
+
+
+def drop_handover(work: WorkDir, layer_idx: int) -> None:
+    """Remove what a finished layer no longer needs."""
+    names = [_captured_record(layer_idx), _queries_file(layer_idx)]
+    with suppress(OSError):  # whoever goes on with the directory removes what is left
+        for path in [work.path / name for name in names] + list(work.path.glob(f"shard-{layer_idx:03d}-*")):
+            path.unlink(missing_ok=True)
+
+
+def _is_intact(path: Path, wanted: FileRecord) -> bool:
+    try:
+        return hash_file(path) == wanted.sha256
+    except (OSError, ArtifactError):
+        return False
+
+
+def _captured_record(layer_idx: int) -> str:
+    return f"captured-{layer_idx:03d}.json"
+
+
+def _queries_file(layer_idx: int) -> str:
+    return f"queries-{layer_idx:03d}.safetensors"
+
+
+def _shard_file(work: WorkDir, layer_idx: int, heads: range) -> Path:
+    return work.path / f"shard-{layer_idx:03d}-{heads.start:03d}-{heads.stop:03d}.safetensors"
+
+
+def _queries_layout(work: WorkDir, layer_idx: int) -> FileLayout:
+    spec = work.spec
+    dtype = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}[spec.kv_dtype]
+    tensors = [TensorSpec("q", dtype, (spec.model.num_q_heads, spec.context_len, spec.model.head_dim))]
+    if layer_idx + 1 < spec.model.num_layers:
+        tensors.append(next_query_tensor(spec))
+    return plan_file(tensors, {"artifact_id": spec.artifact_id, "file": _queries_file(layer_idx)})
+
+
+def _shard_layout(work: WorkDir, name: str, heads: range) -> FileLayout:
+    num_heads = len(heads) * work.spec.num_index_heads // work.spec.model.num_kv_heads
+    return plan_file(index_tensors(work.spec, num_heads), {"artifact_id": work.spec.artifact_id, "file": name})

@@ -27,6 +27,7 @@ ADDRESSES: dict[str, tuple[str, ...]] = {
     "cupy": ("csattn/cuda.py", "offload/cuda.py"),
     "triton": ("index_build/device_kernels.py", "workers/model_runner/*.py"),
     "typer": ("workers/cli*.py",),
+    "fastapi": ("workers/api/app.py",),
     "matplotlib": ("workers/plots.py",),
     "transformers": (
         "csattn/models/*.py",

@@ -1,0 +1,139 @@
+"""A backend without a model: it says what it is told to say, at the pace it is told, and fails where it is told."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field, replace
+
+from prometheus_client import Metric
+from prometheus_client.core import GaugeMetricFamily
+
+from workers.serving.messages import (
+    Ask,
+    ContextExistsError,
+    ContextInfo,
+    ContextNotReadyError,
+    Done,
+    Event,
+    Finish,
+    Health,
+    NewContext,
+    OverloadedError,
+    Piece,
+    TokenScore,
+    UnknownContextError,
+)
+
+CONTEXT_TOKENS = 1000
+
+
+@dataclass
+class Script:
+    """How one question is answered."""
+
+    words: tuple[str, ...] = ("The ", "answer ", "is ", "42.")
+    first_after_s: float = 0.0
+    pause_s: float = 0.0  # between two pieces
+    fail_at: int | None = None  # instead of the piece of that number
+    error: BaseException | None = None
+    reason: Finish = "stop"
+    top: tuple[tuple[str, bytes, float], ...] = ()
+    ends_without_done: bool = False
+
+
+@dataclass
+class FakeBackend:
+    """As a Backend has to be: a slot for each running request, a queue that has an end."""
+
+    scripts: dict[str, Script] = field(default_factory=dict)  # by the last words asked
+    num_slots: int = 4
+    max_queued: int = 4
+    infos: dict[str, ContextInfo] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+    asks: list[Ask] = field(default_factory=list)
+    more_metrics: list[Metric] = field(default_factory=list)
+    health_now: Health = field(default_factory=lambda: Health(True))
+    running: set[str] = field(default_factory=set)
+    num_queued: int = 0
+    num_ended_early: int = 0
+    ended_early_at: list[float] = field(default_factory=list)
+
+    def add(self, name: str, **changes: object) -> None:
+        ready = ContextInfo(
+            name=name, state="ready", artifact_id="a" * 64, num_tokens=CONTEXT_TOKENS, created_at=1.7e9, progress=1.0
+        )
+        self.infos[name] = replace(ready, **changes)  # type: ignore[arg-type]
+
+    async def generate(self, ask: Ask) -> AsyncGenerator[Event, None]:
+        self.asks.append(ask)
+        self._admit(ask)
+        self.num_queued += 1
+        try:
+            while len(self.running) >= self.num_slots:
+                await asyncio.sleep(0.001)
+        finally:
+            self.num_queued -= 1
+        assert ask.request_id not in self.running, "two requests of one id"
+        self.running.add(ask.request_id)
+        is_done = False
+        try:
+            question = ask.turns[-1].content if ask.turns else ask.prompt or ""
+            async for event in _said(ask, self.scripts.get(question, Script())):
+                is_done = isinstance(event, Done)
+                yield event
+        finally:
+            self.running.remove(ask.request_id)
+            if not is_done:
+                self.num_ended_early += 1
+                self.ended_early_at.append(time.monotonic())
+
+    def _admit(self, ask: Ask) -> None:
+        info = self.infos.get(ask.context)
+        if info is None:
+            raise UnknownContextError(f"there is no context {ask.context!r}", "model")
+        if info.state != "ready":
+            raise ContextNotReadyError(f"the context {ask.context!r} is {info.state}", "model")
+        if len(self.running) >= self.num_slots and self.num_queued >= self.max_queued:
+            raise OverloadedError("the queue is full; come again later", retry_after_s=2.4)
+
+    async def contexts(self) -> list[ContextInfo]:
+        return list(self.infos.values())
+
+    async def register(self, new: NewContext) -> ContextInfo:
+        if self.texts.get(new.name, new.text) != new.text:
+            raise ContextExistsError(f"another text has the name {new.name!r} already", "name")
+        self.texts[new.name] = new.text
+        if new.name not in self.infos:
+            self.add(new.name, state="building", progress=0.0, num_tokens=None, artifact_id=None, what="prefill")
+        return self.infos[new.name]
+
+    async def delete(self, name: str) -> None:
+        del self.infos[name]
+        self.texts.pop(name, None)
+
+    async def health(self) -> Health:
+        return self.health_now
+
+    async def metrics(self) -> list[Metric]:
+        running = GaugeMetricFamily("csattn_running_requests", "Requests being decoded.", value=len(self.running))
+        return [running, *self.more_metrics]
+
+
+async def _said(ask: Ask, script: Script) -> AsyncGenerator[Event, None]:
+    words = (script.words * ask.sampling.max_new_tokens)[: max(len(script.words), 1)][: ask.sampling.max_new_tokens]
+    await asyncio.sleep(script.first_after_s)
+    for index, word in enumerate(words):
+        if index == script.fail_at and script.error is not None:
+            raise script.error
+        yield Piece(word, _scores(ask, script, index, word))
+        await asyncio.sleep(script.pause_s)
+    if script.ends_without_done:
+        return
+    reason: Finish = "length" if len(words) < len(script.words) else script.reason
+    yield Done(reason=reason, context_tokens=CONTEXT_TOKENS, question_tokens=7, new_tokens=len(words))
+
+
+def _scores(ask: Ask, script: Script, index: int, word: str) -> tuple[TokenScore, ...]:
+    if ask.sampling.top_logprobs is None:
+        return ()
+    return (TokenScore(index, word, -0.5 - index, script.top[: ask.sampling.top_logprobs]),)

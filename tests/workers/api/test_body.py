@@ -1,0 +1,73 @@
+"""Bodies: what is deep, wide or no JSON is refused before it is built."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.api.body import outline, parse
+from workers.serving.messages import BadRequestError
+from workers.settings import LimitSettings
+
+LIMITS = LimitSettings(max_json_depth=5, max_json_values=100)
+
+
+def depth_of(value: Any) -> int:
+    """By the definition."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    return 1 + max(map(depth_of, value), default=0) if isinstance(value, list) else 0
+
+
+def num_values_of(value: Any) -> int:
+    if isinstance(value, dict):
+        value = list(value.values())
+    return 1 + sum(map(num_values_of, value)) if isinstance(value, list) else 1
+
+
+tricky = st.text(alphabet='\\"{}[],:a\u00e9\n', max_size=8)
+values = st.recursive(
+    st.none() | st.integers() | tricky,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(tricky, inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@given(values, st.booleans())
+def test_the_outline_is_that_of_the_value(value: Any, ascii_only: bool) -> None:
+    depth, at_most = outline(json.dumps(value, ensure_ascii=ascii_only).encode())
+    assert depth == depth_of(value)
+    assert num_values_of(value) <= at_most <= 2 * num_values_of(value)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"", "not JSON"),
+        (b"{", "not JSON: expecting property name"),
+        (b"nul", "not JSON"),
+        (b'{"a": 1} x', "not JSON: extra data"),
+        (b'{"a": "\x01"}', "not JSON: invalid control character"),
+        (b"\xff\xfe{}", "not UTF-8: byte 0"),
+        ("{}".encode("utf-16"), "not UTF-8"),
+        (b'{"a": NaN}', "holds NaN"),
+        (b'{"a": -Infinity}', "holds -Infinity"),
+        (b'{"a": 1e999}', "too large"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "too long"),
+        (b"[" * 6 + b"]" * 6, "nests 6 levels deep, wanted at most 5"),
+        (b"[" * 1_000_000, "nests 1000000 levels"),
+        (b'{"a":' * 1000, "nests 1000 levels"),
+        (b"[" + b"0," * 200 + b"0]", "wanted at most 100"),
+    ],
+)  # fmt: skip
+def test_bodies_that_are_refused(body: bytes, words: str) -> None:
+    with pytest.raises(BadRequestError, match=words) as refused:
+        parse(body, LIMITS)
+    assert len(refused.value.message) < 200
+
+
+def test_bodies_that_are_read() -> None:
+    for body in (b"[[[[[]]]]]", b'{"a": "[[[[[[[["}', rb'{"a": "\"[[[[[[[[", "b": "\\"}', b'  {"a": 1.5e3}'):
+        assert parse(body, LIMITS) == json.loads(body)

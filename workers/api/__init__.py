@@ -1,0 +1,9 @@
+"""The service over HTTP: OpenAI's addresses, contexts, measures, and a page for a person.
+
+app = make_app(backend, settings)  # for uvicorn and for Ray Serve
+"""
+
+from workers.api.app import make_app
+from workers.api.server import server_of
+
+__all__ = ["make_app", "server_of"]

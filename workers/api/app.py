@@ -1,0 +1,160 @@
+"""The HTTP application: which address does what. It holds no model; a `Backend` decodes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import FileResponse, Response
+
+from csattn import __version__
+from workers.api.answering import Answering, EventStream, unless_gone
+from workers.api.asking import Asked, read_chat, read_completion, read_new_context
+from workers.api.body import BodyReader
+from workers.api.contexts import context_object, find_context, find_model, listed, model_object
+from workers.api.errors import HttpError, error_reply
+from workers.api.guard import Guard
+from workers.api.measures import Measures
+from workers.api.names import checked_context_name, short_model_name
+from workers.api.status import status_object
+from workers.serving.backend import Backend
+from workers.serving.messages import NewContext
+from workers.settings import Settings
+
+STATIC = Path(__file__).with_name("static")
+PAGE_FILES = {"page.css": "text/css", "page.js": "text/javascript", "charts.js": "text/javascript"}
+# nothing from elsewhere, nothing inline, in no other page's frame
+PAGE_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def make_app(backend: Backend, settings: Settings) -> FastAPI:
+    """For uvicorn and for Ray Serve alike: plain ASGI, with nothing to start or to stop."""
+    measures = Measures()
+    app = FastAPI(title="csattn", version=__version__, openapi_url=None, redirect_slashes=False)
+    app.add_middleware(Guard, settings=settings, measures=measures)
+    app.add_exception_handler(HTTPException, _no_such_route)
+    routes = Routes(backend, settings, measures)
+    for method, path, handler in (
+        ("GET", "/health", routes.health),
+        ("GET", "/ready", routes.ready),
+        ("GET", "/version", routes.version),
+        ("GET", "/metrics", routes.metrics),
+        ("GET", "/v1/status", routes.status),
+        ("GET", "/v1/models", routes.models),
+        ("GET", "/v1/models/{model}", routes.model),
+        ("POST", "/v1/chat/completions", routes.chat),
+        ("POST", "/v1/completions", routes.completion),
+        ("GET", "/v1/contexts", routes.contexts),
+        ("POST", "/v1/contexts", routes.register),
+        ("GET", "/v1/contexts/{name}", routes.context),
+        ("DELETE", "/v1/contexts/{name}", routes.delete),
+        ("GET", "/", routes.page),
+        ("GET", "/static/{name}", routes.page_file),
+    ):
+        app.add_api_route(path, handler, methods=[method], response_model=None)
+    return app
+
+
+class Routes:
+    """What each address does."""
+
+    def __init__(self, backend: Backend, settings: Settings, measures: Measures) -> None:
+        self._backend, self._limits, self._measures = backend, settings.limits, measures
+        self._bodies = BodyReader(settings.limits)
+        self._model = short_model_name(settings.model.name)
+
+    async def health(self) -> Response:
+        """This process lives."""
+        return _json({"status": "ok"})
+
+    async def ready(self) -> Response:
+        """Requests can be answered."""
+        health = await self._backend.health()
+        if not health.ready:
+            return error_reply(HttpError(503, "not_ready", health.why or "the service is not ready yet"))
+        return _json({"status": "ready"})
+
+    async def version(self) -> Response:
+        return _json({"version": __version__})
+
+    async def metrics(self) -> Response:
+        return Response(self._measures.text(await self._backend.metrics()), media_type=METRICS_TYPE)
+
+    async def status(self) -> Response:
+        metrics = [*self._measures.registry.collect(), *await self._backend.metrics()]
+        health, contexts = await self._backend.health(), await self._backend.contexts()
+        return _json(status_object(self._model, health, contexts, metrics))
+
+    async def models(self) -> Response:
+        infos = await self._backend.contexts()
+        return _json(listed([model_object(info, self._model) for info in infos if info.state == "ready"]))
+
+    async def model(self, model: str) -> Response:
+        return _json(model_object(find_model(await self._backend.contexts(), model, self._model), self._model))
+
+    async def chat(self, request: Request) -> Response:
+        body = await self._bodies.read_json(request)
+        return await self._answer(request, read_chat(body, _id(request), self._model, self._limits))
+
+    async def completion(self, request: Request) -> Response:
+        body = await self._bodies.read_json(request)
+        return await self._answer(request, read_completion(body, _id(request), self._model, self._limits))
+
+    async def contexts(self) -> Response:
+        infos = await self._backend.contexts()
+        return _json(listed([context_object(info, self._model) for info in infos]))
+
+    async def register(self, request: Request) -> Response:
+        name, text = read_new_context(await self._bodies.read_json(request))
+        info = await self._backend.register(NewContext(name=checked_context_name(name), text=text))
+        return _json(context_object(info, self._model), 202 if info.state == "building" else 200)
+
+    async def context(self, name: str) -> Response:
+        return _json(context_object(find_context(await self._backend.contexts(), name), self._model))
+
+    async def delete(self, name: str) -> Response:
+        find_context(await self._backend.contexts(), name)
+        await self._backend.delete(name)
+        return _json({"id": name, "object": "context.deleted", "deleted": True})
+
+    async def page(self) -> Response:
+        return FileResponse(STATIC / "index.html", headers=PAGE_HEADERS, media_type="text/html")
+
+    async def page_file(self, name: str) -> Response:
+        if name not in PAGE_FILES:
+            raise HTTPException(404)
+        return FileResponse(STATIC / name, headers=PAGE_HEADERS, media_type=PAGE_FILES[name])
+
+    async def _answer(self, request: Request, asked: Asked) -> Response:
+        answering = Answering(
+            self._backend, asked, self._measures, request.state.arrived_at, self._limits.request_timeout_s
+        )
+        if asked.stream:
+            return EventStream(answering.chunks(), self._measures)
+        return _json(await unless_gone(answering.whole(), request.receive))
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(json.dumps(value, separators=(",", ":")), status, media_type="application/json")
+
+
+def _id(request: Request) -> str:
+    return str(request.state.request_id)
+
+
+async def _no_such_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        wrong = HttpError(
+            405, "method_not_allowed", f"this address does not do {request.method[:16]}; wanted {allowed}"
+        )
+        return error_reply(wrong, error.headers)
+    return error_reply(HttpError(error.status_code, "not_found", "there is nothing at this address"))

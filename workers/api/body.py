@@ -1,0 +1,115 @@
+"""Reading a request's JSON body: never more of it than allowed, never longer than allowed, never in the loop's way."""
+
+import asyncio
+import json
+import math
+import time
+from typing import Any, NoReturn
+
+import numpy as np
+from starlette.requests import Request
+
+from workers.api.errors import HttpError
+from workers.serving.messages import BadRequestError
+from workers.settings import LimitSettings
+
+SMALL_BYTES = 32 << 10  # parsed in place; what is larger goes to a thread
+MANY_BODIES = 8  # of the largest size: so much may be held of all bodies that are not yet complete
+
+
+class BodyReader:
+    """Reads bodies for one process, and counts what all of them hold together."""
+
+    def __init__(self, limits: LimitSettings) -> None:
+        self._limits = limits
+        self._held_bytes = 0
+
+    async def read_json(self, request: Request) -> Any:
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":  # a browser's form sends anything else without asking
+            raise HttpError(
+                415, "unsupported_media_type", "wanted a JSON body; send the header 'Content-Type: application/json'"
+            )
+        body = await self._read(request)
+        if len(body) <= SMALL_BYTES:
+            return parse(body, self._limits)
+        return await asyncio.to_thread(parse, body, self._limits)
+
+    async def _read(self, request: Request) -> bytes:
+        limits, body = self._limits, bytearray()
+        ends_at = time.monotonic() + limits.body_timeout_s
+        try:
+            while True:
+                patience_s = min(limits.stall_timeout_s, ends_at - time.monotonic())
+                try:
+                    message = await asyncio.wait_for(request.receive(), max(0.0, patience_s))
+                except TimeoutError:
+                    raise HttpError(
+                        408, "body_timeout", f"the body was not complete in time; {len(body)} bytes had come"
+                    ) from None
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                piece = message.get("body", b"")
+                if len(body) + len(piece) > limits.max_body_bytes:
+                    raise too_large(limits.max_body_bytes)
+                self._hold(len(piece))
+                body += piece
+                if not message.get("more_body", False):
+                    return bytes(body)
+        finally:
+            self._held_bytes -= len(body)
+
+    def _hold(self, size: int) -> None:
+        if self._held_bytes + size > MANY_BODIES * self._limits.max_body_bytes:
+            raise HttpError(503, "overloaded", "too many large bodies are coming in at once; send it again later")
+        self._held_bytes += size
+
+
+class ClientGone(Exception):
+    """The client closed its connection: there is nobody to answer."""
+
+
+def too_large(max_body_bytes: int) -> HttpError:
+    return HttpError(413, "body_too_large", f"the body is larger than the {max_body_bytes} bytes that are read")
+
+
+def parse(body: bytes, limits: LimitSettings) -> Any:
+    """The JSON value in a body. What would be deep or of very many values is refused before it is built."""
+    try:
+        text = body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadRequestError(f"the body is not UTF-8: byte {error.start} cannot be read") from None
+    depth, num_values = outline(body)
+    if depth > limits.max_json_depth:
+        raise BadRequestError(f"the body nests {depth} levels deep, wanted at most {limits.max_json_depth}")
+    if num_values > limits.max_json_values:
+        raise BadRequestError(f"the body holds {num_values} values, wanted at most {limits.max_json_values}")
+    try:
+        return json.loads(text, parse_constant=_no_constant, parse_float=_finite)
+    except json.JSONDecodeError as error:
+        what = error.msg[0].lower() + error.msg[1:]
+        raise BadRequestError(f"the body is not JSON: {what} at line {error.lineno}, column {error.colno}") from None
+    except ValueError:  # of a whole number of thousands of digits
+        raise BadRequestError("the body holds a number that is too long to be read") from None
+
+
+def outline(body: bytes) -> tuple[int, int]:
+    """Depth, and an upper bound of the number of values, of what may be JSON; numpy leaves other threads their turn."""
+    plain = body.replace(rb"\\", b"  ").replace(rb"\"", b"  ") if b"\\" in body else body
+    chars = np.frombuffer(plain, np.uint8)
+    outside = np.bitwise_xor.accumulate(chars == ord('"')) ^ True if len(chars) else np.zeros(0, bool)
+    opens = outside & ((chars | 0x20) == ord("{"))  # [ and { differ in that bit alone, as do ] and }
+    closes = outside & ((chars | 0x20) == ord("}"))
+    depth = int(np.cumsum(opens.astype(np.int8) - closes.astype(np.int8), dtype=np.int32).max(initial=0))
+    return depth, int(np.count_nonzero(opens) + np.count_nonzero(outside & (chars == ord(","))) + 1)
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise BadRequestError(f"the body holds {name}, which is not JSON")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise BadRequestError("the body holds a number that is too large to be read")
+    return value

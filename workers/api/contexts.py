@@ -1,0 +1,51 @@
+"""Contexts, and the models that they are to OpenAI's clients, as objects."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from workers.api.errors import clipped, quoted
+from workers.api.names import context_of, model_id
+from workers.serving.messages import ContextInfo, UnknownContextError
+
+
+def context_object(info: ContextInfo, model: str) -> dict[str, Any]:
+    return {
+        "id": info.name,
+        "object": "context",
+        "model": model_id(model, info.name),
+        "state": info.state,
+        "progress": info.progress,
+        "what": clipped(info.what),
+        "num_tokens": info.num_tokens,
+        "artifact_id": info.artifact_id,
+        "created_at": int(info.created_at),
+    }
+
+
+def model_object(info: ContextInfo, model: str) -> dict[str, Any]:
+    return {
+        "id": model_id(model, info.name),
+        "object": "model",
+        "created": int(info.created_at),
+        "owned_by": "csattn",
+        "context_tokens": info.num_tokens,
+    }
+
+
+def listed(objects: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"object": "list", "data": objects}
+
+
+def find_context(contexts: Sequence[ContextInfo], name: str) -> ContextInfo:
+    for info in contexts:
+        if info.name == name:
+            return info
+    raise UnknownContextError(f"there is no context {quoted(name, 64)}; GET /v1/contexts lists them", "name")
+
+
+def find_model(contexts: Sequence[ContextInfo], asked: str, model: str) -> ContextInfo:
+    """A context that is ready: others are no models yet."""
+    info = find_context(contexts, context_of(asked, model))
+    if info.state != "ready":
+        raise UnknownContextError(f"the context {info.name} is {info.state}; GET /v1/contexts/{info.name} says more")
+    return info

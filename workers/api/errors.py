@@ -1,0 +1,104 @@
+"""Every refusal as HTTP: its status, and OpenAI's shape around its sentence."""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.responses import Response
+
+from workers.serving.messages import (
+    BadRequestError,
+    ContextExistsError,
+    ContextNotReadyError,
+    OverloadedError,
+    ServingError,
+    TimedOutError,
+    UnknownContextError,
+    WorkerLostError,
+)
+
+MAX_MESSAGE_CHARS = 1000  # written as JSON, at most six times as many bytes: see clipped
+
+# the first that fits: subclasses before their bases
+STATUS: tuple[tuple[type[ServingError], int], ...] = (
+    (BadRequestError, 400),
+    (UnknownContextError, 404),
+    (ContextNotReadyError, 409),
+    (ContextExistsError, 409),
+    (OverloadedError, 429),
+    (WorkerLostError, 503),
+    (TimedOutError, 504),
+    (ServingError, 500),
+)
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    429: "rate_limit_error",
+}
+RETRY_AFTER_S = {429: 1.0, 503: 1.0}  # where the error itself does not say
+
+
+class HttpError(ServingError):
+    """A refusal of the HTTP side itself, with the status it goes by."""
+
+    def __init__(
+        self, status: int, code: str, message: str, param: str | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message, param, retry_after_s)
+        self.status, self.code = status, code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.status, self.code, self.message, self.param, self.retry_after_s)
+
+
+def status_of(error: ServingError) -> int:
+    if isinstance(error, HttpError):
+        return error.status
+    return next(status for kind, status in STATUS if isinstance(error, kind))
+
+
+def error_body(error: ServingError) -> dict[str, Any]:
+    """The object that OpenAI's clients look for, in a reply and in a stream alike."""
+    status = status_of(error)
+    kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    param = clipped(error.param, 64) if error.param else None
+    return {"error": {"message": clipped(error.message), "type": kind, "param": param, "code": error.code}}
+
+
+def error_reply(error: ServingError, headers: Mapping[str, str] | None = None) -> Response:
+    """At most 4 KB, whatever the error says."""
+    status = status_of(error)
+    extra = dict(headers or {})
+    retry_after_s = error.retry_after_s if error.retry_after_s is not None else RETRY_AFTER_S.get(status)
+    if retry_after_s is not None:
+        extra["retry-after"] = str(max(1, math.ceil(retry_after_s)))
+    if status == 409:
+        extra["x-should-retry"] = "false"  # OpenAI's clients else try twice more within seconds
+    return Response(json.dumps(error_body(error)), status, extra, "application/json")
+
+
+def failed() -> ServingError:
+    """What a client is told of a fault of ours."""
+    return ServingError("the service failed at this request; its log says why")
+
+
+def clipped(text: str, most: int = MAX_MESSAGE_CHARS) -> str:
+    """What fits into a message, with a mark where some is missing: as JSON at most 3 * `most` bytes."""
+    short = text if len(text) <= most else text[: most - 3] + "..."
+    if len(json.dumps(short)) > 3 * most:
+        short = short.encode("ascii", "replace").decode()
+        short = "".join(char if char.isprintable() else "?" for char in short)
+    return short
+
+
+def quoted(value: object, most: int = 40) -> str:
+    """What came, short enough to be repeated to whom it came from."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        text = repr(value)
+    return text if len(text) <= most else text[:most] + "..."

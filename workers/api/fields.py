@@ -1,0 +1,157 @@
+"""The fields of a JSON object, taken one by one with their types and bounds; every refusal names the field."""
+
+import difflib
+from typing import Any, NoReturn
+
+from workers.api.errors import quoted
+from workers.serving.messages import BadRequestError
+
+KINDS: dict[type, str] = {
+    str: "text",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    list: "a list",
+    dict: "an object",
+    type(None): "null",
+}
+
+
+class Fields:
+    """An object that came in. A field that is null counts as absent, as with OpenAI; what nobody takes is refused."""
+
+    def __init__(self, value: object, where: str = "") -> None:
+        """`where` stands before each name in a refusal, such as `messages[0].`."""
+        if not isinstance(value, dict):
+            name = where.rstrip(".") or "the body"
+            raise BadRequestError(f"{name} is {kind_of(value)}, wanted an object", where.rstrip(".") or None)
+        self._left: dict[str, Any] = {key: item for key, item in value.items() if item is not None}
+        self._where = where
+        self._known: set[str] = set()
+
+    def text(self, name: str, most_chars: int) -> str | None:
+        value = self._take(name)
+        if value is None:
+            return None
+        return self._checked_text(name, value, most_chars)
+
+    def needed_text(self, name: str, most_chars: int) -> str:
+        value = self.text(name, most_chars)
+        if value is None:
+            self.refuse(name, "is missing, wanted text")
+        return value
+
+    def whole(self, name: str, lowest: int, highest: int) -> int | None:
+        value = self._take(name)
+        if value is None:
+            return None
+        if type(value) is not int:  # true is an int to Python, not to a client
+            self.refuse(name, f"is {told(value)}, wanted a whole number from {lowest} to {highest}")
+        if not lowest <= value <= highest:
+            self.refuse(name, f"must lie between {lowest} and {highest}, got {quoted(value)}")
+        return value
+
+    def number(self, name: str, lowest: float, highest: float, *, above: bool = False) -> float | None:
+        """`above`: the lowest value itself is not allowed."""
+        value = self._take(name)
+        if value is None:
+            return None
+        bounds = f"{'more than' if above else 'at least'} {lowest:g} and at most {highest:g}"
+        if type(value) not in (int, float):
+            self.refuse(name, f"is {told(value)}, wanted a number of {bounds}")
+        if not (lowest < value if above else lowest <= value) or not value <= highest:
+            self.refuse(name, f"must be {bounds}, got {quoted(value)}")
+        return float(value)
+
+    def flag(self, name: str) -> bool:
+        """False where it is absent."""
+        value = self._take(name)
+        if value is not None and type(value) is not bool:
+            self.refuse(name, f"is {told(value)}, wanted true or false")
+        return bool(value)
+
+    def choice(self, name: str, allowed: tuple[str, ...]) -> str | None:
+        value = self._take(name)
+        if value is None:
+            return None
+        if not isinstance(value, str) or value not in allowed:
+            self.refuse(name, f"is {told(value)}, wanted one of {', '.join(allowed)}")
+        return value
+
+    def texts(self, name: str, most: int, most_chars: int) -> tuple[str, ...]:
+        """One text, or a list of at most `most`."""
+        value = self._take(name)
+        if value is None:
+            return ()
+        items = value if isinstance(value, list) else [value]
+        if len(items) > most:
+            self.refuse(name, f"has {len(items)} entries, wanted at most {most}")
+        return tuple(self._checked_text(name, item, most_chars) for item in items)
+
+    def items(self, name: str) -> list[Any]:
+        """A list of one entry or more."""
+        value = self._take(name)
+        if not isinstance(value, list) or not value:
+            self.refuse(name, "is missing" if value is None else f"is {told(value)}, wanted a list that is not empty")
+        return value
+
+    def inner(self, name: str) -> "Fields | None":
+        value = self._take(name)
+        return None if value is None else Fields(value, f"{self._where}{name}.")
+
+    def any_of(self, name: str) -> Any:
+        """The value as it came, unchecked."""
+        return self._take(name)
+
+    def ignore(self, *names: str) -> None:
+        """Fields that cannot change an answer."""
+        for name in names:
+            self._take(name)
+
+    def only(self, name: str, *neutral: Any, why: str) -> None:
+        """A field that may be sent as long as it asks for nothing."""
+        value = self._take(name)
+        if value is not None and not any(type(value) is type(item) and value == item for item in neutral):
+            self.refuse(name, f"is {told(value)}: {why}")
+
+    def finish(self) -> None:
+        """Refuse what nobody has taken."""
+        for name in self._left:
+            near = difflib.get_close_matches(name[:64], sorted(self._known), 1)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            raise BadRequestError(
+                f"{self._where}{quoted(name)[1:-1]} is not a field that this service knows{meant}", quoted(name)[1:-1]
+            )
+
+    def refuse(self, name: str, what: str) -> NoReturn:
+        raise BadRequestError(f"{self._where}{name} {what}", f"{self._where}{name}")
+
+    def _take(self, name: str) -> Any:
+        self._known.add(name)
+        return self._left.pop(name, None)
+
+    def _checked_text(self, name: str, value: object, most_chars: int) -> str:
+        if not isinstance(value, str):
+            self.refuse(name, f"is {told(value)}, wanted text")
+        if len(value) > most_chars:
+            self.refuse(name, f"has {len(value)} characters, wanted at most {most_chars}")
+        if has_lone_surrogate(value):
+            self.refuse(name, "holds half a surrogate pair (\\ud800 to \\udfff), which is no text")
+        return value
+
+
+def kind_of(value: object) -> str:
+    return KINDS.get(type(value), "of another type")
+
+
+def told(value: object) -> str:
+    """A value in a refusal: itself where that is short by nature, else its kind."""
+    return kind_of(value) if isinstance(value, dict | list) else quoted(value)
+
+
+def has_lone_surrogate(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False

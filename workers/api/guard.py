@@ -1,0 +1,185 @@
+"""What every request passes before anything is read of it: its id, its key, its sizes; and what every reply passes."""
+
+import asyncio
+import ipaddress
+import logging
+import re
+import time
+import uuid
+from collections.abc import MutableMapping
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from workers.api.body import MANY_BODIES, ClientGone, too_large
+from workers.api.errors import HttpError, error_reply, failed
+from workers.api.measures import Measures
+from workers.serving.messages import ServingError
+from workers.settings import Settings
+
+log = logging.getLogger("csattn.api")
+
+OPEN_PATHS = {"/health", "/ready", "/"}  # no key is asked for these, nor for static files
+OPEN_PREFIX = "/static/"
+ALWAYS_SERVED = {"/health", "/ready"}  # however many requests are open
+LINGER_S = 2.0  # to take in what a refused client still sends, so that it reads the refusal
+REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+CLIENT_GONE = 499
+
+
+class Guard:
+    """ASGI middleware around the whole application; it answers whatever may not pass, and whatever fails inside."""
+
+    def __init__(self, app: ASGIApp, settings: Settings, measures: Measures) -> None:
+        self._app, self._settings, self._limits, self._measures = app, settings, settings.limits, measures
+        self._num_open = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        state = scope.setdefault("state", {})
+        state["request_id"] = uuid.uuid4().hex  # never the client's, which may come twice at once
+        state["arrived_at"] = time.monotonic()
+        incoming = _Incoming(receive, headers)
+        request_id = given if REQUEST_ID.fullmatch(given) else state["request_id"]
+        outgoing = _Outgoing(send, incoming, request_id, self._limits.stall_timeout_s)
+        self._num_open += 1
+        self._measures.in_flight.inc()
+        try:
+            status = await self._answer(scope, headers, incoming, outgoing)
+        finally:
+            self._num_open -= 1
+            self._measures.in_flight.dec()
+        self._measures.requests.labels(_route(scope), status).inc()
+
+    async def _answer(self, scope: Scope, headers: Headers, incoming: "_Incoming", outgoing: "_Outgoing") -> int:
+        """Its status."""
+        try:
+            try:
+                self._admit(scope, headers)
+                await self._app(scope, incoming.receive, outgoing.send)
+            except ServingError as error:
+                await self._refuse(error, scope, incoming, outgoing)
+            except (ClientGone, OSError):
+                raise
+            except Exception:
+                log.exception("%s %s failed", scope["method"], _route(scope))
+                await self._refuse(failed(), scope, incoming, outgoing)
+        except (ClientGone, OSError):
+            return CLIENT_GONE
+        return outgoing.status
+
+    def _admit(self, scope: Scope, headers: Headers) -> None:
+        limits, path = self._limits, scope["path"].removeprefix(scope.get("root_path", ""))
+        if self._num_open > limits.max_open_requests and path not in ALWAYS_SERVED:
+            raise HttpError(503, "overloaded", "too many requests are open; send it again later")
+        header_bytes = sum(len(name) + len(value) for name, value in scope["headers"]) + len(scope["query_string"])
+        if header_bytes + len(scope["path"]) > limits.max_header_bytes:
+            raise HttpError(
+                431, "header_too_large", f"the header is larger than the {limits.max_header_bytes} bytes that are read"
+            )
+        self._check_host(headers.get("host", ""))
+        if path not in OPEN_PATHS and not path.startswith(OPEN_PREFIX):
+            self._check_key(headers)
+        length = headers.get("content-length", "")
+        if length.isdecimal() and (len(length) > 18 or int(length) > limits.max_body_bytes):
+            raise too_large(limits.max_body_bytes)
+
+    def _check_key(self, headers: Headers) -> None:
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        given = key.strip() if scheme.lower() == "bearer" else None
+        if not self._settings.server.admits(given):
+            what = "this is not an API key of this service" if given else "an API key is needed"
+            raise HttpError(401, "invalid_api_key", f"{what}; send the header 'Authorization: Bearer KEY'")
+
+    def _check_host(self, host: str) -> None:
+        """Without a key, a page of another site could reach us by a name that it lets point here."""
+        server = self._settings.server
+        name = host.rpartition(":")[0] if re.search(r":\d+$", host) else host
+        if not server.api_keys and host and name != server.host and not _is_this_machine(name.strip("[]")):
+            raise HttpError(
+                403,
+                "wrong_host",
+                "without API keys only this machine is answered, by its own name; set server.api_keys",
+            )
+
+    async def _refuse(self, error: ServingError, scope: Scope, incoming: "_Incoming", outgoing: "_Outgoing") -> None:
+        if outgoing.status:
+            return  # the reply has begun: the server breaks it off
+        reply = error_reply(error)
+        if incoming.is_complete:
+            await reply(scope, incoming.receive, outgoing.send)
+            return
+        # closed with bytes unread, the connection would be reset, and the refusal perhaps lost
+        await outgoing.send({"type": "http.response.start", "status": reply.status_code, "headers": reply.raw_headers})
+        await outgoing.send({"type": "http.response.body", "body": reply.body, "more_body": True})
+        if not incoming.waits_for_our_word:
+            await _drain(incoming.receive, MANY_BODIES * self._limits.max_body_bytes)
+        await outgoing.send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class _Incoming:
+    """The way in: remembers whether the body is complete."""
+
+    def __init__(self, receive: Receive, headers: Headers) -> None:
+        self._receive = receive
+        self.is_complete = headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
+        self.waits_for_our_word = "expect" in headers
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.disconnect" or not message.get("more_body", False):
+            self.is_complete = True
+        return message
+
+
+class _Outgoing:
+    """The way out: adds the request's id, remembers the status, and gives up on a client that takes nothing."""
+
+    def __init__(self, send: Send, incoming: _Incoming, request_id: str, stall_timeout_s: float) -> None:
+        self._send, self._incoming, self._request_id = send, incoming, request_id
+        self._stall_timeout_s = stall_timeout_s
+        self.status = 0  # of a reply that has begun
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            headers = MutableHeaders(scope=message)
+            headers["x-request-id"] = self._request_id
+            headers["x-content-type-options"] = "nosniff"
+            if not self._incoming.is_complete:
+                headers["connection"] = "close"  # what still comes of the body is no next request
+        try:
+            async with asyncio.timeout(self._stall_timeout_s):
+                await self._send(message)
+        except TimeoutError:
+            raise ClientGone from None
+
+
+async def _drain(receive: Receive, most_bytes: int) -> None:
+    """Take in and forget what still comes, for a short while."""
+    try:
+        async with asyncio.timeout(LINGER_S):
+            while most_bytes > 0:
+                message = await receive()
+                most_bytes -= len(message.get("body", b""))
+                if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                    return
+    except TimeoutError:
+        return
+
+
+def _route(scope: MutableMapping[str, Any]) -> str:
+    """Its pattern: paths that clients invent make no new series."""
+    return getattr(scope.get("route"), "path", None) or "other"
+
+
+def _is_this_machine(name: str) -> bool:
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost" or name.endswith(".localhost")

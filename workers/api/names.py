@@ -1,0 +1,42 @@
+"""What a context is called over HTTP: `model@context`."""
+
+import re
+from pathlib import PurePath
+
+from workers.api.errors import quoted
+from workers.serving.messages import BadRequestError, UnknownContextError
+
+DEMO_MODEL = "smollm2-135m"  # the installed model, where the settings name none
+CONTEXT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def short_model_name(name: str | None) -> str:
+    """The model's name without directory, owner and suffix, in small letters; nothing in it needs quoting in a URL."""
+    last = PurePath(name or DEMO_MODEL).name
+    plain = re.sub(r"[^a-z0-9._-]+", "-", last.lower().removesuffix(".gguf")).strip("-.")
+    return plain or "model"
+
+
+def model_id(model: str, context: str) -> str:
+    return f"{model}@{context}"
+
+
+def context_of(asked: str, model: str) -> str:
+    """The context that a model id names; whether there is one of that name is not looked up here."""
+    name, at, context = asked.partition("@")
+    if not at or name != model or CONTEXT_NAME.fullmatch(context) is None:
+        raise UnknownContextError(
+            f"there is no model {quoted(asked, 100)}; wanted {model}@ and a context's name; GET /v1/models lists them",
+            "model",
+        )
+    return context
+
+
+def checked_context_name(name: str) -> str:
+    if CONTEXT_NAME.fullmatch(name) is None:
+        raise BadRequestError(
+            f"name is {quoted(name)}, wanted 1 to 64 letters, digits, dots, underscores or dashes, "
+            "the first of them a letter or a digit",
+            "name",
+        )
+    return name

@@ -1,0 +1,68 @@
+"""uvicorn as this service needs it: it alone waits for ever for a header, and reads one of any length."""
+
+import asyncio
+import contextlib
+import socket
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from workers.settings import Settings
+
+KEEP_ALIVE_S = 10  # between two requests of a connection
+SHUTDOWN_S = 30  # for requests that are being answered when the service is told to stop
+
+
+def server_of(app: Any, settings: Settings, **more: Any) -> uvicorn.Server:
+    """A server of that application, where the settings say. `more`: uvicorn's own options."""
+    stall_timeout_s = settings.limits.stall_timeout_s
+
+    class Protocol(PatientProtocol):
+        header_timeout_s = stall_timeout_s
+
+    options: dict[str, Any] = {
+        "host": settings.server.host,
+        "port": settings.server.port,
+        "http": Protocol,
+        "ws": "none",
+        "lifespan": "off",
+        "h11_max_incomplete_event_size": settings.limits.max_header_bytes,
+        "timeout_keep_alive": KEEP_ALIVE_S,
+        "timeout_graceful_shutdown": SHUTDOWN_S,
+        "server_header": False,
+        "access_log": False,
+    }
+    return uvicorn.Server(uvicorn.Config(app, **{**options, **more}))
+
+
+class PatientProtocol(H11Protocol):
+    """Patient up to a point: a header that has begun has to end in time, and bytes have to be taken in time."""
+
+    header_timeout_s: float
+    _header_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._header_timer = self.loop.call_later(self.header_timeout_s, transport.abort)
+        raw = transport.get_extra_info("socket")
+        if raw is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
+            with contextlib.suppress(OSError):  # a socket of another kind
+                raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2000 * self.header_timeout_s))
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:  # a header is complete
+            self._stop_timer()
+        elif self._header_timer is None:
+            self._header_timer = self.loop.call_later(self.header_timeout_s, self.transport.abort)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def _stop_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None

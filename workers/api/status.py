@@ -1,0 +1,90 @@
+"""What the page for a person shows: the service's state and the few measures that it draws, as one object."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from prometheus_client import Metric
+
+from csattn import __version__
+from workers.api.contexts import context_object
+from workers.serving.messages import ContextInfo, Health
+
+# what the page calls it -> the metric it is; a metric that nobody gives is absent, and the page leaves it out
+NUMBERS = {
+    "open_requests": "csattn_http_requests_in_flight",
+    "running_requests": "csattn_running_requests",
+    "queued_requests": "csattn_queued_requests",
+    "kv_bytes": "csattn_kv_bytes",
+    "index_bytes": "csattn_index_bytes",
+    "generated_tokens": "csattn_generated_tokens",
+    "slot_hits": "csattn_slot_cache_hits",
+    "slot_lookups": "csattn_slot_cache_lookups",
+}
+HISTOGRAMS = {
+    "ttft": "csattn_http_ttft_seconds",
+    "tpot": "csattn_http_tpot_seconds",
+    "batch_size": "csattn_batch_size",
+    "search": "csattn_search_seconds",
+    "gather": "csattn_gather_seconds",
+    "attend": "csattn_attend_seconds",
+}
+OF_CONTEXTS = {"recall": "csattn_fidelity_recall", "mass": "csattn_fidelity_mass"}
+
+
+def status_object(
+    model: str, health: Health, contexts: Sequence[ContextInfo], metrics: Iterable[Metric]
+) -> dict[str, Any]:
+    by_name = {metric.name: metric for metric in metrics}
+    fidelity = {key: _of_contexts(by_name[name]) for key, name in OF_CONTEXTS.items() if name in by_name}
+    return {
+        "version": __version__,
+        "model": model,
+        "ready": health.ready,
+        "why": health.why,
+        "numbers": {key: _total(by_name[name]) for key, name in NUMBERS.items() if name in by_name},
+        "histograms": {key: _histogram(by_name[name]) for key, name in HISTOGRAMS.items() if name in by_name},
+        "contexts": [
+            {
+                **context_object(info, model),
+                "fidelity": {key: values[info.name] for key, values in fidelity.items() if info.name in values},
+            }
+            for info in contexts
+        ],
+    }
+
+
+def _total(metric: Metric) -> float:
+    """Over all its labels."""
+    values = [sample.value for sample in metric.samples if sample.name in (metric.name, f"{metric.name}_total")]
+    return float(sum(values))
+
+
+def _histogram(metric: Metric) -> dict[str, Any]:
+    """Over all its labels: count, sum, and how many were at most `le`, ascending; the last, of all, has no bound."""
+    buckets: dict[float, float] = {}
+    for sample in metric.samples:
+        if sample.name == f"{metric.name}_bucket":
+            bound = float(sample.labels["le"])
+            buckets[bound] = buckets.get(bound, 0.0) + sample.value
+    return {
+        "count": _sum_of(metric, "_count"),
+        "sum": _sum_of(metric, "_sum"),
+        "buckets": [[bound, buckets[bound]] for bound in sorted(buckets) if bound != float("inf")],
+    }
+
+
+def _of_contexts(metric: Metric) -> dict[str, float]:
+    """A context's mean where it is a histogram or a summary, its value where it is a gauge."""
+    values: dict[str, float] = {}
+    sums: dict[str, float] = {}
+    counts: dict[str, float] = {}
+    kinds = {metric.name: values, f"{metric.name}_sum": sums, f"{metric.name}_count": counts}
+    for sample in metric.samples:
+        into, context = kinds.get(sample.name), sample.labels.get("context")
+        if into is not None and context is not None:
+            into[context] = into.get(context, 0.0) + sample.value
+    return values | {context: sums.get(context, 0.0) / count for context, count in counts.items() if count}
+
+
+def _sum_of(metric: Metric, suffix: str) -> float:
+    return float(sum(sample.value for sample in metric.samples if sample.name == metric.name + suffix))

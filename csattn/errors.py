@@ -39,3 +39,7 @@ class ArtifactMismatchError(ArtifactError):
 
 class StoreFullError(ArtifactError):
     """The store's file system refused a write; nothing was published."""
+
+
+class SearchLostError(CsattnError):
+    """A search worker does not start or does not answer, and nobody could search in its place."""

@@ -1,0 +1,201 @@
+"""Workers choose what one thread chooses, however they share it; nothing grows, nothing is left."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from csattn.errors import ConfigError, SearchLostError
+from csattn.search import calls, work
+from csattn.search.workspace import await_leave
+from tests.workers.searchers.searching import Threads, make_artifact, make_step, search_layer, wait_until
+from workers.searchers import words
+from workers.searchers.worker import choose_cpus
+from workers.searchers.worker_searcher import WorkerSearcher
+
+KERNELS = [work.begin, work.finish, await_leave, words.post, words.await_word]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("store")
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 4])
+def test_any_split_chooses_the_same(num_workers: int, store: Path) -> None:
+    rows, lists = make_artifact(store), make_artifact(store, 1500, "lists", num_kv_heads=2)
+    alone = make_artifact(store, 700, share_group=False)
+    artifacts = {3: rows, 0: lists, 7: alone}
+
+    @given(
+        steps=st.lists(
+            st.tuples(
+                st.sampled_from(sorted(artifacts)),
+                st.integers(0, 5),  # rows
+                st.sampled_from([0, 1, 15, 300]),  # top_k
+                st.sampled_from([(0, 1), (4, 32), (1000, 1000)]),  # sinks and window; the last leave nothing between
+            ),
+            max_size=5,
+        ),
+        layer_idx=st.integers(0, 2),
+        seed=st.integers(0, 9),
+    )
+    @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+    def check(steps, layer_idx, seed) -> None:
+        searches = [
+            make_step(artifacts[context_id], num_rows, top_k, seed + turn, context_id, *resident)
+            for turn, (context_id, num_rows, top_k, resident) in enumerate(steps)
+        ]
+        search_layer(searcher, searches, artifacts, layer_idx)
+
+    with WorkerSearcher(num_workers, launch=Threads()) as searcher:
+        for context_id, artifact in artifacts.items():
+            searcher.load(context_id, artifact)
+        check()
+        assert searcher.health().num_searched_here == 0
+        assert searcher.health().num_losses == 0
+
+
+def test_a_second_worker_process_chooses_the_same(store: Path) -> None:
+    artifacts = {0: make_artifact(store)}
+    with WorkerSearcher(2) as searcher:
+        searcher.load(0, artifacts[0])
+        for turn in range(9):
+            search_layer(searcher, [make_step(artifacts[0], 1 + turn % 4, 20, turn)], artifacts, turn % 3)
+        assert searcher.health().num_searched_here == 0
+
+
+def test_rooms_grow_for_steps_that_need_more(store: Path) -> None:
+    artifact = make_artifact(store, 4000)
+    launch = Threads()
+    with WorkerSearcher(2, launch=launch) as searcher:
+        searcher.load(0, artifact)
+        sizes = []
+        for num_rows, top_k in [(1, 5), (8, 3000), (1, 5), (40, 3900), (40, 3900), (2, 100)]:
+            search_layer(searcher, [make_step(artifact, num_rows, top_k)], {0: artifact}, 1)
+            sizes.append(searcher._channels()[0].mail.num_bytes)
+        assert sizes == sorted(sizes) and sizes[0] < sizes[1] < sizes[3] == sizes[5]
+        assert searcher.health().num_searched_here == 0
+        assert launch.started[0].worker.ping().num_answers == 7
+
+
+def test_no_kernel_is_compiled_again_for_mapped_arrays(store: Path) -> None:
+    artifacts = {0: make_artifact(store), 1: make_artifact(store, 900, "lists")}
+    with WorkerSearcher(2, launch=Threads()) as searcher:
+        for context_id, artifact in artifacts.items():
+            assert not artifact.layer_index(0).codebooks.flags.writeable
+            searcher.load(context_id, artifact)
+        versions = [len(kernel.signatures) for kernel in KERNELS]
+        stages = calls.compiled_address.cache_info().currsize
+        assert all(versions), "loading has left something to compile"
+        for turn in range(6):
+            searches = [make_step(artifacts[turn % 2], 1 + turn, 10 * turn, context_id=turn % 2)]
+            search_layer(searcher, searches, artifacts, turn % 3)
+        assert [len(kernel.signatures) for kernel in KERNELS] == versions
+        assert calls.compiled_address.cache_info().currsize == stages
+
+
+def test_a_step_that_comes_again_costs_no_new_searches(store: Path) -> None:
+    """Queries change, places do not: the worker recognises the request, whatever came in between."""
+    artifact = make_artifact(store)
+    launch = Threads()
+    with WorkerSearcher(1, launch=launch) as searcher:
+        searcher.load(0, artifact)
+        for turn in range(12):
+            search_layer(searcher, [make_step(artifact, 1 + turn % 2, 20, turn)], {0: artifact}, turn % 3)
+            if turn == 5:
+                kept = len(launch.started[0].worker._mail.kept)
+        assert len(launch.started[0].worker._mail.kept) == kept == 6
+
+
+def test_contexts_come_and_go(store: Path) -> None:
+    short, long = make_artifact(store), make_artifact(store, 700)
+    launch = Threads()
+    with WorkerSearcher(2, launch=launch) as searcher:
+        searcher.load(0, short)
+        search_layer(searcher, [make_step(short, 2, 20)], {0: short}, 0)
+        searcher.load(0, long)  # the same number for another context
+        search_layer(searcher, [make_step(long, 2, 20)], {0: long}, 0)
+        searcher.unload(0)
+        with pytest.raises(AssertionError, match="context 0 is not loaded"):
+            searcher.start(0, [make_step(long, 2, 20)])
+        searcher.load(1, short)
+        search_layer(searcher, [make_step(short, 2, 20, context_id=1)], {1: short}, 2)
+        assert {started.worker.ping().context_ids for started in launch.started} == {(1,)}
+        assert searcher.health().num_searched_here == 0
+
+
+def test_a_context_that_workers_cannot_open_is_refused(store: Path, tmp_path: Path) -> None:
+    sound, gone = make_artifact(store), make_artifact(tmp_path)
+    with WorkerSearcher(2, launch=Threads()) as searcher:
+        searcher.load(0, sound)
+        gone.path.rename(tmp_path / "moved")
+        with pytest.raises(SearchLostError, match=r"cannot load .*ArtifactNotFoundError"):
+            searcher.load(1, gone)
+        search_layer(searcher, [make_step(sound, 2, 20)], {0: sound}, 0)
+        assert searcher.health().num_alive == 2
+
+
+def test_a_search_that_is_not_finished_does_not_answer_the_next(store: Path) -> None:
+    artifact = make_artifact(store)
+    with WorkerSearcher(2, launch=Threads()) as searcher:
+        searcher.load(0, artifact)
+        for turn in range(20):
+            searcher.start(turn % 3, [make_step(artifact, 3, 30, turn)])
+            search_layer(searcher, [make_step(artifact, 3, 30, 100 + turn)], {0: artifact}, (turn + 1) % 3)
+
+
+def test_spinning_and_sleeping_choose_the_same(store: Path) -> None:
+    artifact = make_artifact(store)
+    for spin_us in (0.0, 5.0, 3000.0):
+        with WorkerSearcher(2, spin_us=spin_us, launch=Threads()) as searcher:
+            searcher.load(0, artifact)
+            for turn in range(30):
+                search_layer(searcher, [make_step(artifact, 1, 30, turn)], {0: artifact}, turn % 3)
+
+
+def test_wrong_sizes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="0 search workers of 1 threads cannot search"):
+        WorkerSearcher(0, launch=Threads())
+    with pytest.raises(ConfigError, match="got 1 CPUs for 2 search workers of 2 threads"):
+        WorkerSearcher(2, threads_per_worker=2, cpus=[0], launch=Threads())
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not let threads keep to CPUs")
+def test_workers_keep_to_their_cpus(store: Path) -> None:
+    cpu = min(os.sched_getaffinity(0))
+    artifact, launch = make_artifact(store), Threads()
+    with WorkerSearcher(1, threads_per_worker=2, cpus=[cpu, cpu], launch=launch) as searcher:
+        searcher.load(0, artifact)
+        search_layer(searcher, [make_step(artifact, 2, 30)], {0: artifact}, 0)
+        assert os.sched_getaffinity(launch.started[0].thread.native_id) == {cpu}
+        assert os.sched_getaffinity(0) != {cpu} or os.cpu_count() == 1
+    assert choose_cpus(10**6) is None
+
+
+def test_launchers_that_fail_are_told_of() -> None:
+    def launch(spec):
+        raise RuntimeError("no room on this node")
+
+    with pytest.raises(SearchLostError, match="do not come up: RuntimeError: no room on this node"):
+        WorkerSearcher(2, launch=launch)
+
+
+def test_workers_that_end_before_they_come_up_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(SearchLostError, match="has ended with exit status 1"):
+        WorkerSearcher(1)
+
+
+def test_closing_ends_workers_and_closing_twice_is_fine(store: Path) -> None:
+    launch = Threads()
+    searcher = WorkerSearcher(2, launch=launch)
+    searcher.start(0, [])
+    searcher.finish()
+    searcher.close()
+    searcher.close()
+    wait_until(lambda: not any(started.thread.is_alive() for started in launch.started))
+    assert searcher.health().num_losses == 0

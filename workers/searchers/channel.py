@@ -1,0 +1,136 @@
+"""The client's end of the way to one worker: memory for what is said, a socket to wake it up and to hear it die."""
+
+import contextlib
+import os
+import select
+import socket
+import time
+from collections.abc import Sequence
+
+from csattn.errors import SearchLostError
+from workers.engine.searcher import RowSearch
+from workers.searchers.letters import Letter
+from workers.searchers.mail import (
+    FAILED,
+    KIND,
+    LAYER,
+    LEAST_BYTES,
+    LOOK,
+    REPLY_BYTES,
+    SEARCH,
+    STATUS,
+    Mail,
+    create_memory,
+    map_memory,
+)
+from workers.searchers.words import ANSWERED, ASKED, CLIENT_SLEEPS, WORKER_SLEEPS, await_word, post
+
+
+class Channel:
+    """One request at a time. Once lost, it stays lost: a late answer lies in memory that nobody reads any more."""
+
+    mail: Mail
+
+    def __init__(self, connection: socket.socket, spin_ns: int) -> None:
+        self.connection, self.spin_ns = connection, spin_ns
+        self.lost = False
+        self._asked = 0
+        self._send_memory(LEAST_BYTES)
+
+    @property
+    def failure(self) -> str | None:
+        """What the worker says went wrong with the last request; None: nothing."""
+        if int(self.mail.words[STATUS]) != FAILED:
+            return None
+        return self.mail.read_text(REPLY_BYTES)
+
+    def send(self, layer_idx: int, letter: Letter, searches: Sequence[RowSearch]) -> bool:
+        """Ask for the letter's searches; false if the worker is lost."""
+        try:
+            if letter.num_bytes > self.mail.num_bytes:
+                self._send_memory(2 * letter.num_bytes)
+            letter.write(self.mail, searches)
+            self._ask(SEARCH, layer_idx)
+        except OSError:
+            self.lose()
+        return not self.lost
+
+    def tell(self, kind: int, text: str, count_at: int) -> bool:
+        """Ask for something else than a search; false if the worker is lost."""
+        try:
+            self.mail.kept.clear()
+            self.mail.write_text(text, count_at)
+            self._ask(kind, 0)
+        except OSError:
+            self.lose()
+        return not self.lost
+
+    def await_word(self, spin_ns: int) -> bool:
+        """Whether the last request is answered. If not, the worker will wake this process up."""
+        return bool(await_word(self.mail.words, ANSWERED, self._asked, CLIENT_SLEEPS, spin_ns))
+
+    def hear(self) -> bool:
+        """Take what has come through the socket; false if nothing will come any more."""
+        try:
+            return self.connection.recv(64, socket.MSG_DONTWAIT) != b""
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def lose(self) -> None:
+        """Give the worker up. Whoever watches the socket is told, and the worker, if it lives, ends."""
+        self.lost = True
+        with contextlib.suppress(OSError):  # it may have gone by itself
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+    def __del__(self) -> None:
+        """Closed with its last user: a descriptor that one thread still waits at must not be given to another file."""
+        self.connection.close()
+
+    def _ask(self, kind: int, layer_idx: int) -> None:
+        words = self.mail.words
+        words[KIND], words[LAYER] = kind, layer_idx
+        self._asked += 1
+        if post(words, ASKED, self._asked, WORKER_SLEEPS):
+            self.connection.send(LOOK)
+
+    def _send_memory(self, num_bytes: int) -> None:
+        """Go on in new memory; nothing may be under way."""
+        try:
+            fd = create_memory(num_bytes)
+        except OSError as error:
+            raise SearchLostError(
+                f"no {num_bytes / 1e6:.1f} MB of shared memory for a search worker ({error.strerror}); free memory, or "
+                "serve fewer requests at a time"
+            ) from error
+        try:
+            self.mail = map_memory(fd)
+            self.mail.words[ASKED] = self.mail.words[ANSWERED] = self._asked
+            socket.send_fds(self.connection, [LOOK], [fd])
+        finally:
+            os.close(fd)
+
+
+def await_answers(channels: Sequence[Channel], patience_s: float) -> None:
+    """Return when every channel has its answer or is lost: dead, or silent for that long."""
+    waiting = [channel for channel in channels if not channel.lost and not channel.await_word(channel.spin_ns)]
+    if not waiting:
+        return
+    poller = select.poll()
+    for channel in waiting:
+        poller.register(channel.connection, select.POLLIN)
+    deadline = time.monotonic() + patience_s
+    while waiting:
+        ready = {fd for fd, _ in poller.poll(max(0.0, deadline - time.monotonic()) * 1e3)}
+        still = []
+        for channel in waiting:
+            alive = channel.connection.fileno() not in ready or channel.hear()
+            if channel.await_word(0):
+                poller.unregister(channel.connection)
+            elif not alive or not ready:  # nothing came from anybody until the deadline
+                poller.unregister(channel.connection)
+                channel.lose()
+            else:
+                still.append(channel)
+        waiting = still

@@ -1,0 +1,91 @@
+"""The memory through which one worker is asked and answers: a header of words, then the body.
+
+A request is its kind, a layer, and a number of records that say what to search and where in the body queries lie and
+selections go (or a text, for requests that are rare). The worker writes selections in place, then its status.
+"""
+
+import mmap
+import os
+import tempfile
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workers.searchers.words import LINE
+
+KIND, LAYER, COUNT = 4 * LINE, 4 * LINE + 1, 4 * LINE + 2  # of the request; COUNT: records, or bytes of text
+STATUS, REPLY_BYTES = 5 * LINE, 5 * LINE + 1
+HEADER_WORDS = 6 * LINE
+BODY = 8 * HEADER_WORDS  # where it begins, in bytes
+LEAST_BYTES = 1 << 16  # room for any text
+
+LOOK = b"\0"  # what goes through the socket: look at the memory; new memory comes with it as a descriptor
+SEARCH, LOAD, UNLOAD = range(3)  # kinds of request
+DONE, FAILED = range(2)  # status
+
+# words of a record
+CONTEXT, ROWS, FIRST_HEAD, HEADS, TOP_K, SINK, WINDOW, SCALE, Q_AT, KV_AT, LEN_AT = range(11)  # SCALE: a float64's bits
+RECORD_WORDS = 11
+
+
+class Mail:
+    """A view of that memory, of either side."""
+
+    def __init__(self, memory: NDArray[np.uint8]) -> None:
+        self.memory = memory
+        self.words: NDArray[np.int64] = memory[:BODY].view(np.int64)
+        self.kept: dict[Any, Any] = {}  # what its user has made over this memory, and may use again
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.memory)
+
+    def array(self, at: int, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+        """The array at that byte."""
+        num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        assert at + num_bytes <= self.num_bytes, f"an array ends at byte {at + num_bytes} of {self.num_bytes}"
+        array: NDArray[Any] = self.memory[at : at + num_bytes].view(dtype).reshape(shape)
+        return array
+
+    def records(self) -> NDArray[np.int64]:
+        """The records of the request, [count, RECORD_WORDS]."""
+        return self.array(BODY, (int(self.words[COUNT]), RECORD_WORDS), np.int64)
+
+    def write_text(self, text: str, count_at: int) -> None:
+        """Put the text in the body, as much as is sure to have room, and its length into that word."""
+        data = text.encode(errors="replace")[: LEAST_BYTES - BODY]
+        self.memory[BODY : BODY + len(data)] = np.frombuffer(data, np.uint8)
+        self.words[count_at] = len(data)
+
+    def read_text(self, count_at: int) -> str:
+        data = self.memory[BODY : BODY + int(self.words[count_at])]
+        return data.tobytes().decode(errors="replace")
+
+
+def private_mail(num_bytes: int) -> Mail:
+    """Of this process alone."""
+    return Mail(np.zeros(max(num_bytes, LEAST_BYTES), np.uint8))
+
+
+def create_memory(num_bytes: int) -> int:
+    """A file descriptor of zeroed memory that has no name: it is gone with the last process that holds it."""
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("csattn-search", os.MFD_CLOEXEC)
+    else:
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(fd, 0, num_bytes)  # an error here and now, where touching what is not there would kill
+        else:
+            os.ftruncate(fd, num_bytes)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def map_memory(fd: int) -> Mail:
+    """The memory of that descriptor, which may be closed afterwards. It is let go with the last array over it."""
+    return Mail(np.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size), np.uint8))

@@ -1,0 +1,51 @@
+"""A search worker as a child process: how it is started, and its `main`."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from workers.searchers.worker import SearchWorker, WorkerSpec
+
+ROOT = Path(__file__).resolve().parents[2]  # where the child finds the packages
+
+
+class ChildProcess:
+    """A `WorkerHandle` of a child."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._child = subprocess.Popen(
+            [sys.executable, "-P", "-m", "workers.searchers.process", json.dumps(asdict(spec))],
+            stdin=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    def fault(self) -> str | None:
+        code = self._child.poll()
+        return None if code is None else f"a search worker has ended with exit status {code}; look at its output"
+
+    def kill(self) -> None:
+        """It holds nothing that would have to be put in order."""
+        self._child.kill()
+        self._child.wait()
+
+
+def main(spec: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the client's business
+    values = json.loads(spec)
+    values["cpus"] = tuple(values["cpus"]) if values["cpus"] is not None else None
+    with contextlib.suppress(ConnectionError, FileNotFoundError):  # the client may have gone before this worker came up
+        SearchWorker(WorkerSpec(**values)).serve()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,101 @@
+"""Where a client and one worker find each other: a Unix socket of this user that is used once."""
+
+import os
+import secrets
+import shutil
+import socket
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from csattn.errors import SearchLostError
+
+LOOK_S = 0.1  # how often whoever waits for a worker looks whether it is still there
+
+
+class Rendezvous:
+    """Listens for one worker. On Linux its address is no file, so none is left; elsewhere, one in a private directory.
+
+    Both processes have to be on one machine, in one network namespace.
+    """
+
+    def __init__(self) -> None:
+        self._directory: str | None = None
+        name = f"csattn-{os.getpid()}-{secrets.token_hex(12)}"
+        if sys.platform == "linux":
+            self.address = f"@{name}"
+        else:
+            self._directory = tempfile.mkdtemp(prefix="csattn-")
+            self.address = str(Path(self._directory) / "socket")
+        self._listener = socket.socket(socket.AF_UNIX)
+        try:
+            self._listener.bind(_socket_name(self.address))
+            self._listener.listen(1)
+            self._listener.settimeout(LOOK_S)
+        except BaseException:
+            self.close()
+            raise
+
+    def accept(self, timeout_s: float, give_up: Callable[[], str | None]) -> socket.socket:
+        """The worker's connection. Raises SearchLostError after timeout_s, or as soon as give_up tells a reason."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except TimeoutError:
+                if reason := give_up():
+                    raise SearchLostError(reason) from None
+                if time.monotonic() > deadline:
+                    raise SearchLostError(
+                        f"a search worker has not come up within {timeout_s:.0f} s; look at its output, and at whether "
+                        "it runs on this machine and in this network namespace"
+                    ) from None
+                continue
+            connection.setblocking(True)
+            if _is_of_this_user(connection):
+                return connection
+            connection.close()
+
+    def close(self) -> None:
+        self._listener.close()
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def connect(address: str) -> socket.socket:
+    """A worker's way to the client. Raises OSError where nobody of this user waits for it."""
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(_socket_name(address))
+        if not _is_of_this_user(connection):
+            raise PermissionError(f"another user listens at {address}")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _socket_name(address: str) -> str:
+    return "\0" + address[1:] if address.startswith("@") else address
+
+
+def _is_of_this_user(connection: socket.socket) -> bool:
+    """Whether the other process belongs to this user. Where the system does not tell, the directory is private."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return True
+    size = struct.calcsize("3i")
+    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return bool(user == os.getuid())

@@ -1,0 +1,135 @@
+"""A search worker: answers one client's searches, in a process of its own, until either of them goes."""
+
+import contextlib
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from csattn.artifact import open_artifact
+from workers.searchers.mail import COUNT, DONE, FAILED, KIND, LOAD, LOOK, REPLY_BYTES, SEARCH, STATUS, Mail, map_memory
+from workers.searchers.rendezvous import connect
+from workers.searchers.share_searcher import ShareSearcher
+from workers.searchers.words import (
+    ANSWERED,
+    ASKED,
+    CLIENT_SLEEPS,
+    WORKER_SLEEPS,
+    await_word,
+    compile_words,
+    post,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """All that a worker has to be told: a few plain values, so that any launcher can hand them over."""
+
+    number: int
+    address: str  # where the client waits for it, on the same machine
+    num_threads: int = 1
+    cpus: tuple[int, ...] | None = None  # that its threads keep to, one each; Linux
+    spin_us: float = 0.0  # how long it looks for the next request before it sleeps
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    pid: int
+    number: int
+    context_ids: tuple[int, ...]
+    num_answers: int
+
+
+class SearchWorker:
+    """Opens the artifacts that its client names, read-only, and searches in them. It holds no state of any request.
+
+    `serve` blocks its thread until the client has gone, or `close` is called from another thread; `ping` may be called
+    at any time. Its host (a child process, an actor) calls `serve` once and ends its process when that returns. It must
+    not restart it: the client notices at once, and asks its launcher for a new worker.
+    """
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.spec = spec
+        self._connection: socket.socket | None = None
+        self._closed = False
+        self._mail: Mail | None = None
+        self._searcher: ShareSearcher | None = None
+        self._num_answers = 0
+
+    def serve(self) -> None:
+        """Answer until the client goes. Raises OSError where there is no client at the address."""
+        cpus = self.spec.cpus
+        if cpus is not None and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, cpus[:1])  # of the calling thread
+        compile_words()
+        self._searcher = ShareSearcher(self.spec.num_threads, cpus[1:] if cpus is not None else None)
+        self._connection = connect(self.spec.address)
+        try:
+            while not self._closed and self._await_request(self._num_answers + 1):
+                self._answer()
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # the client has gone
+        finally:
+            self._connection.close()
+            self._searcher.close()
+
+    def ping(self) -> WorkerState:
+        context_ids = self._searcher.context_ids if self._searcher is not None else ()
+        return WorkerState(os.getpid(), self.spec.number, context_ids, self._num_answers)
+
+    def close(self) -> None:
+        """Let `serve` return, after the search that is under way."""
+        self._closed = True
+        if self._connection is not None:
+            with contextlib.suppress(OSError):  # it may be closed already
+                self._connection.shutdown(socket.SHUT_RDWR)
+
+    def _await_request(self, number: int) -> bool:
+        """Wait for the request; false if none will come."""
+        spin_ns = int(self.spec.spin_us * 1e3)
+        while self._mail is None or not await_word(self._mail.words, ASKED, number, WORKER_SLEEPS, spin_ns):
+            if not self._listen():
+                return False
+        return True
+
+    def _listen(self) -> bool:
+        """Sleep until the client says something; false if it has gone."""
+        assert self._connection is not None
+        data, fds, _, _ = socket.recv_fds(self._connection, 64, 4)
+        for fd in fds:
+            self._mail = map_memory(fd)
+            os.close(fd)
+        return data != b""
+
+    def _answer(self) -> None:
+        assert self._mail is not None and self._connection is not None
+        mail, status = self._mail, DONE
+        try:
+            self._obey(mail)
+        except Exception as error:  # the client is told, and decides what to do
+            mail.write_text(f"{type(error).__name__}: {error}", REPLY_BYTES)
+            status = FAILED
+        mail.words[STATUS] = status
+        self._num_answers += 1
+        if post(mail.words, ANSWERED, self._num_answers, CLIENT_SLEEPS):
+            self._connection.send(LOOK)
+
+    def _obey(self, mail: Mail) -> None:
+        assert self._searcher is not None
+        kind = int(mail.words[KIND])
+        if kind == SEARCH:
+            self._searcher.search(mail)
+            return
+        context_id, _, path = mail.read_text(COUNT).partition(" ")
+        old = self._searcher.unload(int(context_id), mail)
+        if old is not None:
+            old.close()
+        if kind == LOAD:
+            self._searcher.load(int(context_id), open_artifact(Path(path)))
+
+
+def choose_cpus(num_wanted: int) -> tuple[int, ...] | None:
+    """CPUs for workers to keep to: the last ones, if as many are left for everybody else. None: too few to choose."""
+    available: Sequence[int] = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ()
+    return tuple(available[-num_wanted:]) if len(available) >= 2 * num_wanted else None

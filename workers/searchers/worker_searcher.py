@@ -1,0 +1,237 @@
+"""The engine's way to its search workers: queries down, selections up, and no worry about who is alive."""
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+from csattn.artifact import Artifact
+from csattn.cpus import available_cpus
+from csattn.errors import ConfigError, SearchLostError
+from workers.engine.searcher import RowSearch
+from workers.searchers.channel import Channel, await_answers
+from workers.searchers.keeper import Contexts, Keeper, Launch, load_context, unload_context
+from workers.searchers.letters import Letter, kind_of, write_letters
+from workers.searchers.mail import LAYER, private_mail
+from workers.searchers.process import ChildProcess
+from workers.searchers.share_searcher import ShareSearcher
+from workers.searchers.words import compile_words
+from workers.searchers.worker import WorkerSpec
+
+HUNG_S = 1.0  # a worker that is silent for so long is taken for dead
+SPIN_US = 200.0  # how long either side looks for the other's word before it sleeps, where cores are to spare
+MAX_PLANS = 256  # kinds of steps whose letters are kept
+
+
+@dataclass(frozen=True, slots=True)
+class SearchersHealth:
+    num_workers: int
+    num_alive: int
+    num_losses: int  # workers that have died or hung since the start
+    num_searched_here: int  # shares that this process searched in a worker's place
+    fault: str  # one of the last things that went wrong
+
+
+class WorkerSearcher:
+    """`Searcher` over workers in processes of their own. Used by one thread.
+
+    While a worker that was lost is started again, its share is searched here: the selections are the same, only later.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        *,
+        threads_per_worker: int = 1,
+        cpus: Sequence[int] | None = None,  # that the workers' threads keep to, one each
+        spin_us: float | None = None,  # None: as there are cores
+        launch: Launch = ChildProcess,
+    ) -> None:
+        """Return when all workers are up. Raises SearchLostError if one does not come up."""
+        num_threads = num_workers * threads_per_worker
+        _require_sizes(num_workers, threads_per_worker, cpus)
+        if spin_us is None:
+            spin_us = SPIN_US if available_cpus() >= 2 * (num_threads + 1) else 0.0
+        compile_words()
+        self._artifacts: dict[int, Artifact] = {}
+        self._contexts = Contexts()
+        self._own = ShareSearcher(threads_per_worker)
+        self._own_mail = private_mail(0)
+        self._letters: dict[tuple[Any, ...], list[Letter]] = {}
+        self._searches: Sequence[RowSearch] = ()
+        self._layer_idx = -1
+        self._asked: list[tuple[Channel, Letter]] = []
+        self._not_asked: list[Letter] = []
+        self._num_searched_here, self._fault = 0, ""
+        self._keepers = [
+            Keeper(
+                launch, partial(_spec, number, threads_per_worker, cpus, spin_us), int(spin_us * 1e3), self._contexts
+            )
+            for number in range(num_workers)
+        ]
+        self._close = weakref.finalize(self, _close, self._keepers, self._own)  # also where close is forgotten
+        self._await_workers()
+
+    def load(self, context_id: int, artifact: Artifact) -> None:
+        """Load in all workers and here. The artifact stays open until `unload`."""
+        assert not self._asked, "a search is under way; finish it first"
+        self._own.load(context_id, artifact)
+        with self._contexts.lock:
+            channels = self._channels()
+            load_context(channels, context_id, artifact.path)
+            failures = [channel.failure for channel in channels if not channel.lost and channel.failure]
+            if not failures:
+                self._contexts.paths[context_id] = artifact.path
+                self._artifacts[context_id] = artifact
+                return
+        self.unload(context_id)
+        raise SearchLostError(f"a search worker cannot load {artifact.path}: {failures[0]}")
+
+    def unload(self, context_id: int) -> None:
+        assert not self._asked, "a search is under way; finish it first"
+        with self._contexts.lock:
+            self._contexts.paths.pop(context_id, None)
+            self._artifacts.pop(context_id, None)
+            unload_context(self._channels(), context_id)
+        self._own.unload(context_id, self._own_mail)
+        self._letters.clear()
+        for channel in self._channels():
+            channel.mail.kept.clear()
+
+    def start(self, layer_idx: int, searches: Sequence[RowSearch]) -> None:
+        """Hand each worker its share. What was started before and not finished is given up."""
+        self._give_up()
+        letters = self._letters_of(searches)
+        self._searches, self._layer_idx = searches, layer_idx
+        for keeper, letter in zip(self._keepers, letters, strict=True):
+            channel = keeper.channel
+            if not letter.pieces:
+                continue
+            if channel is not None and channel.send(layer_idx, letter, searches):
+                self._asked.append((channel, letter))
+            else:
+                self._not_asked.append(letter)
+
+    def finish(self) -> None:
+        """Return when every `out` is filled. Raises SearchLostError where not even this process can search."""
+        try:
+            for letter in self._not_asked:
+                self._search_here(letter)
+            await_answers([channel for channel, _ in self._asked], HUNG_S)
+            for channel, letter in self._asked:
+                failure = None if channel.lost else channel.failure
+                self._fault = failure or self._fault
+                if channel.lost or failure is not None:
+                    self._search_here(letter)
+                else:
+                    letter.collect(channel.mail, self._searches)
+            self._asked.clear()
+        finally:
+            self._give_up()
+
+    def health(self) -> SearchersHealth:
+        """May be called from any thread."""
+        keepers = self._keepers
+        return SearchersHealth(
+            num_workers=len(keepers),
+            num_alive=sum(keeper.channel is not None for keeper in keepers),
+            num_losses=sum(keeper.num_losses for keeper in keepers),
+            num_searched_here=self._num_searched_here,
+            fault=self._fault or next((keeper.fault for keeper in keepers if keeper.fault), ""),
+        )
+
+    def close(self) -> None:
+        """End the workers."""
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        health = self.health()
+        return f"<WorkerSearcher {health.num_alive}/{health.num_workers} workers, {len(self._artifacts)} contexts>"
+
+    def _await_workers(self) -> None:
+        for keeper in self._keepers:
+            keeper.came_up.wait()
+            if keeper.channel is None and not keeper.num_losses:
+                fault = keeper.fault
+                self.close()
+                raise SearchLostError(f"the search workers do not come up: {fault}")
+
+    def _channels(self) -> list[Channel]:
+        return [channel for keeper in self._keepers if (channel := keeper.channel) is not None]
+
+    def _letters_of(self, searches: Sequence[RowSearch]) -> list[Letter]:
+        kind = kind_of(searches)
+        letters = self._letters.get(kind)
+        if letters is None:
+            for search in searches:
+                self._require(search)
+            if len(self._letters) >= MAX_PLANS:
+                self._letters.clear()
+            letters = self._letters[kind] = write_letters(searches, len(self._keepers))
+        return letters
+
+    def _require(self, search: RowSearch) -> None:
+        """Raise AssertionError if the search does not fit its context."""
+        assert search.context_id in self._artifacts, f"context {search.context_id} is not loaded"
+        spec, out = self._artifacts[search.context_id].spec, search.out
+        num_rows = search.q.shape[0]
+        assert search.q.shape[1:] == (spec.model.num_q_heads, spec.model.head_dim), f"q has shape {search.q.shape}"
+        wanted = num_rows, spec.num_index_heads
+        assert out.valid_len.shape == wanted, f"out.valid_len has shape {out.valid_len.shape}, wanted {wanted}"
+        wanted_indices = (*wanted, search.top_k)
+        assert out.kv_indices.shape == wanted_indices, f"out has shape {out.kv_indices.shape}, wanted {wanted_indices}"
+
+    def _search_here(self, letter: Letter) -> None:
+        """Search a worker's share in its place."""
+        self._num_searched_here += 1
+        if letter.num_bytes > self._own_mail.num_bytes:
+            self._own_mail = private_mail(2 * letter.num_bytes)
+        letter.write(self._own_mail, self._searches)
+        self._own_mail.words[LAYER] = self._layer_idx
+        try:
+            self._own.search(self._own_mail)
+        except Exception as error:
+            raise SearchLostError(
+                f"a search worker is lost and its share of layer {self._layer_idx} cannot be searched here "
+                f"({type(error).__name__}: {error}); ask again"
+            ) from error
+        letter.collect(self._own_mail, self._searches)
+
+    def _give_up(self) -> None:
+        """Let nothing be under way: the next request must not meet the answer of this one."""
+        await_answers([channel for channel, _ in self._asked], HUNG_S)
+        self._asked.clear()
+        self._not_asked.clear()
+        self._searches = ()
+
+
+def _require_sizes(num_workers: int, threads_per_worker: int, cpus: Sequence[int] | None) -> None:
+    if num_workers < 1 or threads_per_worker < 1:
+        raise ConfigError(
+            f"{num_workers} search workers of {threads_per_worker} threads cannot search; ask for 1 or more of each"
+        )
+    if cpus is not None and len(cpus) != num_workers * threads_per_worker:
+        raise ConfigError(
+            f"got {len(cpus)} CPUs for {num_workers} search workers of {threads_per_worker} threads; name one for each"
+        )
+
+
+def _spec(number: int, num_threads: int, cpus: Sequence[int] | None, spin_us: float, address: str) -> WorkerSpec:
+    own = tuple(cpus[number * num_threads : (number + 1) * num_threads]) if cpus is not None else None
+    return WorkerSpec(number=number, address=address, num_threads=num_threads, cpus=own, spin_us=spin_us)
+
+
+def _close(keepers: list[Keeper], own: ShareSearcher) -> None:
+    for keeper in keepers:
+        keeper.close()
+    own.close()

@@ -16,6 +16,8 @@ from workers.engine.shape import EngineShape
 class FarRows(Protocol):
     """The context rows that a step may select, of all loaded contexts and layers."""
 
+    cross_link: bool  # whether selected rows have a way to go: the longest of a step, which had better begin at once
+
     def fetch(self, layer_idx: int, selection: DeviceSelection, context_ids: Tensor) -> DeviceSelection:
         """Enqueue what brings the selected rows to the device; ids of `source` for them, or of `spill`."""
         ...
@@ -27,6 +29,8 @@ class FarRows(Protocol):
 
 class DeviceRows:
     """Owns the KV of whole contexts on the device. Selected rows are read where they are."""
+
+    cross_link = False
 
     def __init__(self, shape: EngineShape, device: torch.device) -> None:
         self._shape = shape
@@ -58,6 +62,8 @@ class DeviceRows:
 
 class CachedRows:
     """Owns a slot cache over KV in pinned host memory: rows that were selected before need not move again."""
+
+    cross_link = True
 
     def __init__(self, shape: EngineShape, num_slots: int, device: torch.device) -> None:
         """num_slots: per layer, context and KV head."""

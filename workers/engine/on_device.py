@@ -30,7 +30,8 @@ class SearchOnDevice:
         self._plans = plan_batches(shape, device)
         self._searches = _make_searches(shape, index, device)
         if self.lookahead:
-            self._ahead = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            # first where rows have to move; elsewhere the model's products, which are more to do, lose by it
+            self._ahead = torch.cuda.Stream(device, priority=-1 if far.cross_link else 0)  # type: ignore[no-untyped-call]
         self._fetched: dict[int, tuple[DeviceSelection, torch.cuda.Event]] = {}  # by layer, until it attends
 
     def __repr__(self) -> str:

@@ -189,7 +189,7 @@ class DeviceSearch:
 
     @cached_property
     def _score(self) -> CudaKernel:
-        step_rows = next(rows for rows in (8, 4, 1) if self.shape.num_subspaces % rows == 0)
+        step_rows = next(rows for rows in (4, 1) if self.shape.num_subspaces % rows == 0)
         return self._compile(("common", "rows", "score_rows"), "score_rows", shared_bytes=step_rows * STREAM_BYTES)
 
     @cached_property

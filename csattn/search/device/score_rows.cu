@@ -51,7 +51,7 @@ __device__ __forceinline__ void add_codes(u32 (&sums)[SUMS], uint4 codes, u32 we
 
 // A warp's way through its tiles, STEP_ROWS rows of one tile at a time. Copies run STAGES - 1 steps ahead, into a ring in
 // which every lane reads only what it has copied itself.
-constexpr int STEP_ROWS = SUBSPACES % 8 == 0 ? 8 : SUBSPACES % 4 == 0 ? 4 : 1;
+constexpr int STEP_ROWS = SUBSPACES % 4 == 0 ? 4 : 1;
 constexpr int TILE_STEPS = SUBSPACES / STEP_ROWS;
 constexpr int STAGES = 3;
 

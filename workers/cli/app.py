@@ -49,6 +49,7 @@ def build(
     threads: Annotated[int | None, typer.Option(help="CPU threads. [default: all cores]")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")] = "auto",
     kmeans: Annotated[str, typer.Option(help="faiss, torch, or auto: torch on a GPU.")] = "auto",
+    progress: Annotated[str, typer.Option(help="json: with --context, one JSON object a line on stderr.")] = "auto",
     json: Json = False,
 ) -> None:
     """Prefill a context once and index it: writes an artifact to the store. With --jobs, one for each of many."""
@@ -56,6 +57,7 @@ def build(
     from workers.cli import batching, building, terminal
 
     batching.require_one_source(context, jobs, ray)
+    building.require_progress(progress, jobs)
     changes: dict[str, Any] = {
         "layout": layout,
         "num_subspaces": num_subspaces,
@@ -70,7 +72,7 @@ def build(
         if json:
             terminal.print_json(report)
         sys.exit(1 if report["failed"] else 0)
-    result = building.build(context, model, store, preset, changes, dtype, chat, threads, device, kmeans)
+    result = building.build(context, model, store, preset, changes, dtype, chat, threads, device, kmeans, progress)
     terminal.out.print(f"artifact {result['artifact']} in {result['path']}, {terminal.size(result['size_bytes'])}")
     if json:
         terminal.print_json(result)

@@ -14,7 +14,7 @@ from csattn.models import LoadedModel, load_model
 from csattn.models.prompt import choose_wrapping, context_ids
 from index_build.inputs import choose_device, choose_kmeans, make_config, read_text
 from index_build.pipeline import BuildReport, build_artifact
-from workers.cli.terminal import BuildDisplay, err
+from workers.cli.terminal import BuildDisplay, JsonProgress, err
 
 
 def build(
@@ -28,6 +28,7 @@ def build(
     threads: int | None,
     device: str = "auto",
     kmeans: str = "auto",
+    progress: str = "auto",
 ) -> dict[str, Any]:
     """Build and return the verb's JSON object."""
     use_threads(threads)
@@ -40,7 +41,7 @@ def build(
     token_ids = context_ids(loaded.tokenizer, text, wrapping)
     config = make_config(preset_name, loaded.geometry.head_dim, changes)
     notes = {"wrapping": wrapping, "preset": preset_name, "source": "stdin" if context == "-" else Path(context).name}
-    report = run_build(loaded, token_ids, config, store, notes)
+    report = run_build(loaded, token_ids, config, store, notes, JsonProgress() if progress == "json" else None)
     with open_artifact(report.path) as artifact:
         return {
             "artifact": report.artifact_id,
@@ -57,10 +58,15 @@ def build(
 
 
 def run_build(
-    loaded: LoadedModel, token_ids: NDArray[np.int32], config: IndexConfig, store: Path, notes: dict[str, Any]
+    loaded: LoadedModel,
+    token_ids: NDArray[np.int32],
+    config: IndexConfig,
+    store: Path,
+    notes: dict[str, Any],
+    display: BuildDisplay | JsonProgress | None = None,
 ) -> BuildReport:
     """Build with a progress display."""
-    with BuildDisplay() as display:
+    with display or BuildDisplay() as display:
         report = build_artifact(
             loaded,
             token_ids,
@@ -79,6 +85,14 @@ def show_loading(model: str | None, dtype: str, device: str = "cpu") -> LoadedMo
     """Load a model and say so: a first load may convert it."""
     err.print(f"loading {model or 'the demo model'}" + (" onto the GPU" if device == "cuda" else ""))
     return load_model(model, dtype, device)
+
+
+def require_progress(progress: str, jobs: Path | None) -> None:
+    """A list of contexts has a display of its own."""
+    if progress not in ("auto", "json"):
+        raise ConfigError(f"--progress must be auto or json, got {progress!r}")
+    if progress == "json" and jobs is not None:
+        raise ConfigError("--progress json tells of one context; give --context, or leave it out")
 
 
 def use_threads(threads: int | None) -> None:

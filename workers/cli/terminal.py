@@ -85,6 +85,27 @@ class BuildDisplay:
             err.print(f"{where} {100 * rows / all_rows:.0f} %, {rate:.0f} tokens/s, {left:.0f} s left")
 
 
+class JsonProgress:
+    """A build's progress for programs: on stderr, one JSON object a line, whenever another hundredth is done."""
+
+    def __init__(self) -> None:
+        self._told = -1.0
+
+    def __enter__(self) -> "JsonProgress":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Nothing was opened."""
+
+    def __call__(self, progress: "BuildProgress") -> None:
+        share = (progress.layer_idx * progress.total + progress.done) / (progress.num_layers * progress.total)
+        if share < self._told + 0.01 and share < 1.0:
+            return
+        self._told = share
+        what = {"progress": round(share, 4), "layer": progress.layer_idx + 1, "layers": progress.num_layers}
+        print(json.dumps({**what, "phase": progress.phase}), file=sys.stderr, flush=True)
+
+
 @contextmanager
 def counting(what: str, total: int, unit: str) -> Iterator["Counter"]:
     """Progress of anything that is counted; without a terminal a line when it starts and one when it ends."""

@@ -2,12 +2,12 @@
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 from csattn.errors import ContextError
 from csattn.models.prompt import question_ids
 from workers.engine.engine import Engine
 from workers.generate import Answer
+from workers.serving.text import TextStream, decode
 
 
 def answer(
@@ -27,26 +27,27 @@ def answer(
     ids = question_ids(tokenizer, artifact.token_ids, question, wrapping).tolist()
     context_len = artifact.spec.context_len
     max_new_tokens = min(max_new_tokens, _room(engine, context_len, len(ids)))
-    stop_ids = _stop_ids(engine.loaded.model)
-    text = _Text(tokenizer, on_text)
+    stop_ids = engine.loaded.stop_ids
+    stream = TextStream(tokenizer)
     started = time.perf_counter()
     output = engine.runner.prefill(ids, context_id, context_len, tail_id)
     token_id = int(output.next_ids[0])
     first_token_s = time.perf_counter() - started
     token_ids = [token_id]
-    text.add(token_id)
+    on_text(stream.add(token_id))
     engine.runner.fill(1, [token_id], [context_len + len(ids)], [context_id], [tail_id], [len(ids) + 1])
     while len(token_ids) < max_new_tokens and token_ids[-1] not in stop_ids:
         token_id = int(engine.runner.step(1).next_ids[0])
         token_ids.append(token_id)
-        text.add(token_id)
+        on_text(stream.add(token_id))
         if len(token_ids) < max_new_tokens:
             engine.runner.advance(1)
     ended = time.perf_counter()
+    on_text(stream.finish())
     num_seen = len(ids) + len(token_ids) - 1
     mean_tail = (num_seen + 1) / 2
     return Answer(
-        text=text.finish(),
+        text=decode(tokenizer, token_ids).strip(),
         token_ids=token_ids,
         selector="csattn",
         question_len=len(ids),
@@ -76,34 +77,3 @@ def _rows_read(engine: Engine, context_len: int) -> int:
     search = engine.shape.search
     resident = min(context_len, search.sink_len + search.window_len)
     return resident + min(search.top_k(context_len), context_len - resident)
-
-
-def _stop_ids(model: Any) -> set[int]:
-    """The tokens at which the model ends its turn."""
-    ids = model.generation_config.eos_token_id
-    return set(ids) if isinstance(ids, list) else {ids} - {None}
-
-
-class _Text:
-    """Token ids as text, passed on as soon as no further token can change it."""
-
-    def __init__(self, tokenizer: Any, on_text: Callable[[str], None]) -> None:
-        self._tokenizer, self._on_text = tokenizer, on_text
-        self._token_ids: list[int] = []
-        self._told = 0
-
-    def add(self, token_id: int) -> None:
-        self._token_ids.append(token_id)
-        text = self._decode()
-        if not text.endswith("\ufffd"):  # a character whose bytes are not all there yet
-            self._on_text(text[self._told :])
-            self._told = len(text)
-
-    def finish(self) -> str:
-        text = self._decode()
-        self._on_text(text[self._told :])
-        return text.strip()
-
-    def _decode(self) -> str:
-        text: str = self._tokenizer.decode(self._token_ids, skip_special_tokens=True)
-        return text

@@ -1,0 +1,119 @@
+"""A `StepEngine` in a hundred lines of numpy: full attention, row by row. What any engine's keep = 1 must say."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from csattn.artifact import Artifact
+from csattn.config import SearchConfig
+from csattn.models import LoadedModel
+from workers.serving.messages import Selector
+from workers.serving.step_engine import EngineCounts, Fidelity, StepResult, StepRow
+
+
+@dataclass
+class Slot:
+    context_id: int
+    config: SearchConfig
+    selector: Selector
+    rows: list[list[NDArray[np.float32]]] = field(default_factory=list)  # [num_layers][num_tokens]: [2, heads, dim]
+    num_rows: int = 0
+
+
+class FullEngine:
+    """Rows are computed one after another, so nothing of a step can touch another row of it.
+
+    The selector `window` attends to sinks and windows alone; all others to everything.
+    """
+
+    def __init__(self, loaded: LoadedModel, max_rows: int = 16, num_slots: int = 16, tail_capacity: int = 256) -> None:
+        self.max_rows, self.num_slots, self.tail_capacity = max_rows, num_slots, tail_capacity
+        geometry = loaded.geometry
+        self.max_positions, self.num_layers = geometry.max_positions, geometry.num_layers
+        self._geometry = geometry
+        self._weights = {name: w.detach().float().numpy() for name, w in loaded.model.named_parameters()}
+        self._eps = loaded.model.config.rms_norm_eps
+        self._rope = loaded.model.model.rotary_emb.inv_freq.float().numpy()
+        self.contexts: dict[int, list[NDArray[np.float32]]] = {}
+        self.slots: dict[int, Slot] = {}
+        self.num_steps = 0
+        self.is_closed = False
+
+    def add_context(self, context_id: int, artifact: Artifact) -> None:
+        assert context_id not in self.contexts
+        self.contexts[context_id] = [artifact.layer_kv(i).float().numpy() for i in range(self.num_layers)]
+
+    def remove_context(self, context_id: int) -> None:
+        assert not any(slot.context_id == context_id for slot in self.slots.values()), "a slot is open on it"
+        del self.contexts[context_id]
+
+    def open(self, slot: int, context_id: int, config: SearchConfig, selector: Selector) -> None:
+        assert 0 <= slot < self.num_slots and slot not in self.slots
+        assert context_id in self.contexts
+        self.slots[slot] = Slot(context_id, config, selector, [[] for _ in range(self.num_layers)])
+
+    def close_slot(self, slot: int) -> None:
+        del self.slots[slot]
+
+    def counts(self) -> EngineCounts:
+        sizes = [sum(layer.nbytes for layer in layers) for layers in self.contexts.values()]
+        return EngineCounts(kv_bytes=sum(sizes), search_s=0.001 * self.num_steps)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def step(
+        self, rows: Sequence[StepRow], want_logits: bool = False, watch: tuple[int, int] | None = None
+    ) -> StepResult:
+        assert 0 < len(rows) <= self.max_rows
+        self.num_steps += 1
+        logits = np.stack([self._row(self.slots[row.slot], row.token_id) for row in rows])
+        fidelity = None if watch is None else Fidelity(1.0, 1.0)
+        return StepResult(logits.argmax(-1), logits if want_logits else None, fidelity)
+
+    def _row(self, slot: Slot, token_id: int) -> NDArray[np.float32]:
+        weights, context = self._weights, self.contexts[slot.context_id]
+        position = context[0].shape[1] + slot.num_rows
+        assert position < self.max_positions and slot.num_rows < self.tail_capacity
+        hidden = weights["model.embed_tokens.weight"][token_id]
+        for i in range(self.num_layers):
+            layer = f"model.layers.{i}"
+            normed = self._norm(hidden, f"{layer}.input_layernorm.weight")
+            hidden = hidden + self._attend(slot, i, normed, position) @ weights[f"{layer}.self_attn.o_proj.weight"].T
+            normed = self._norm(hidden, f"{layer}.post_attention_layernorm.weight")
+            gate = weights[f"{layer}.mlp.gate_proj.weight"] @ normed
+            up = weights[f"{layer}.mlp.up_proj.weight"] @ normed
+            hidden = hidden + weights[f"{layer}.mlp.down_proj.weight"] @ (gate / (1 + np.exp(-gate)) * up)
+        slot.num_rows += 1
+        logits: NDArray[np.float32] = self._weights["lm_head.weight"] @ self._norm(hidden, "model.norm.weight")
+        return logits
+
+    def _attend(self, slot: Slot, i: int, normed: NDArray[np.float32], position: int) -> NDArray[np.float32]:
+        size, weights = self._geometry, self._weights
+        q, k, v = (weights[f"model.layers.{i}.self_attn.{name}_proj.weight"] @ normed for name in "qkv")
+        q = self._rotate(q.reshape(size.num_q_heads, -1), position)
+        k = self._rotate(k.reshape(size.num_kv_heads, -1), position)
+        slot.rows[i].append(np.stack([k, v.reshape(size.num_kv_heads, -1)]))
+        tail = np.stack(slot.rows[i], axis=2)  # [2, num_kv_heads, num_tokens, head_dim]
+        context = self.contexts[slot.context_id][i]
+        if slot.selector == "window":
+            sinks, window = slot.config.sink_len, slot.config.window_len
+            context = np.concatenate([context[:, :sinks], context[:, sinks:][:, -window:]], axis=1)
+        keys, values = (np.concatenate([context[:, :, part], tail[part]], axis=1) for part in (0, 1))
+        grouped = q.reshape(size.num_kv_heads, -1, size.head_dim) * size.head_dim**-0.5
+        scores = grouped @ keys.transpose(0, 2, 1)
+        shares = np.exp(scores - scores.max(-1, keepdims=True))
+        out: NDArray[np.float32] = (shares / shares.sum(-1, keepdims=True) @ values).reshape(-1)
+        return out
+
+    def _rotate(self, x: NDArray[np.float32], position: int) -> NDArray[np.float32]:
+        angles = np.tile(np.float32(position) * self._rope, 2)
+        first, second = np.split(x, 2, axis=-1)
+        turned: NDArray[np.float32] = x * np.cos(angles) + np.concatenate([-second, first], axis=-1) * np.sin(angles)
+        return turned
+
+    def _norm(self, x: NDArray[np.float32], name: str) -> NDArray[np.float32]:
+        normed: NDArray[np.float32] = self._weights[name] * x / np.sqrt((x * x).mean() + np.float32(self._eps))
+        return normed

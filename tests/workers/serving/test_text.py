@@ -1,0 +1,127 @@
+"""Text as it comes: together exactly the whole, and never a part of a stop string."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from tests.tiny import byte_tokenizer
+from workers.serving.text import StopFinder, TextStream, decode, token_bytes
+
+BYTES = byte_tokenizer()
+
+
+def metaspace_tokenizer() -> PreTrainedTokenizerFast:
+    """As SentencePiece models have it: words begin with a mark, unknown bytes are tokens, the first space goes."""
+    words = ["\u2581a", "\u2581tide", "s", ",", "\u2581", "é", "<s>", "</s>"]
+    vocab = {token: i for i, token in enumerate([f"<0x{byte:02X}>" for byte in range(256)] + words)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+METASPACE = metaspace_tokenizer()
+
+
+def streamed(tokenizer, token_ids) -> list[str]:
+    stream = TextStream(tokenizer)
+    return [stream.add(token_id) for token_id in token_ids] + [stream.finish()]
+
+
+@pytest.mark.parametrize("tokenizer", [BYTES, METASPACE], ids=["bytes", "metaspace"])
+def test_pieces_are_exactly_the_text_of_all_tokens(tokenizer, rng) -> None:
+    for num_tokens in (0, 1, 31, 32, 33, 200):
+        for _ in range(10):
+            token_ids = rng.integers(0, len(tokenizer), num_tokens).tolist()
+            assert "".join(streamed(tokenizer, token_ids)) == decode(tokenizer, token_ids)
+
+
+@given(st.text(max_size=80))
+def test_any_text_comes_through_bytes(text) -> None:
+    token_ids = BYTES(text).input_ids
+    assert "".join(streamed(BYTES, token_ids)) == text
+
+
+@given(st.lists(st.integers(0, 263), max_size=100))
+def test_runs_of_bytes_and_words_come_through_metaspace(token_ids) -> None:
+    assert "".join(streamed(METASPACE, token_ids)) == decode(METASPACE, token_ids)
+
+
+def test_a_character_is_told_when_its_last_byte_is_there() -> None:
+    assert streamed(BYTES, BYTES("aé\u20ac").input_ids) == ["a", "", "é", "", "", "\u20ac", ""]
+
+
+def test_old_tokens_are_not_decoded_again_and_again() -> None:
+    seen = []
+
+    class Counting:
+        def __getattr__(self, name):
+            return getattr(BYTES, name)
+
+        def decode(self, token_ids, **options):
+            seen.append(len(token_ids))
+            return BYTES.decode(token_ids, **options)
+
+    streamed(Counting(), BYTES("the tide is high at noon. " * 40).input_ids)
+    assert max(seen) <= 40
+
+
+def stopped_by_definition(text: str, stops: list[str]) -> str:
+    """Read on until a stop string is whole; cut off the longest that is."""
+    for end in range(len(text) + 1):
+        if whole := [stop for stop in stops if text[:end].endswith(stop)]:
+            return text[: end - max(map(len, whole))]
+    return text
+
+
+def found(pieces: list[str], stops: list[str]) -> list[str]:
+    """What is told after each piece, and at the end."""
+    finder, told = StopFinder(stops), []
+    for piece in pieces:
+        told.append(finder.add(piece))
+        if finder.found:
+            return told
+    return [*told, finder.finish()]
+
+
+@given(
+    st.lists(st.text("ab", max_size=4), max_size=12),
+    st.lists(st.text("ab", min_size=1, max_size=5), max_size=3),
+)
+def test_stop_strings_end_the_text_wherever_tokens_begin(pieces, stops) -> None:
+    text, told = "".join(pieces), found(pieces, stops)
+    assert "".join(told) == stopped_by_definition(text, stops)
+    seen = ""
+    for at, piece in enumerate(pieces[: len(told) - 1]):
+        seen += piece
+        starts = [stop[:n] for stop in stops for n in range(1, len(stop)) if seen.endswith(stop[:n])]
+        if stopped_by_definition(seen, stops) == seen and not any(stop in seen for stop in stops):
+            assert len(seen) - len("".join(told[: at + 1])) == max(map(len, starts), default=0)
+
+
+def test_only_what_could_become_a_stop_string_is_held_back() -> None:
+    assert found(["one ", "STO", "NE ", "STOP", "never"], ["STOP"]) == ["one ", "", "STONE ", ""]
+    assert found(["a S", "T"], ["STOP"]) == ["a ", "", "ST"]
+    assert found(["abc"], ["abcd", "bc"]) == ["a"]
+
+
+def test_a_hostile_stop_string_costs_no_more_than_its_length() -> None:
+    stop = "a" * 20_000 + "b"
+    told = found(["a" * 50] * 1000, [stop])
+    assert len("".join(told)) == 50_000
+    assert told[0] == ""
+
+
+def test_tokens_are_told_as_their_bytes() -> None:
+    for token_id in range(256):
+        assert token_bytes(METASPACE, token_id) == bytes([token_id])
+    assert token_bytes(METASPACE, 257) == b" tide"
+    assert token_bytes(METASPACE, 262) == b"<s>"
+    assert token_bytes(METASPACE, 9999) == b""
+    data = "é tide\n\x00\u20ac".encode()
+    assert b"".join(token_bytes(BYTES, token_id) for token_id in BYTES(data.decode()).input_ids) == data
+    assert np.unique([token_bytes(BYTES, token_id) for token_id in range(256)]).size == 256

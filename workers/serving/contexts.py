@@ -1,0 +1,240 @@
+"""The contexts of a service by name: registered, built in the background, kept in the store, forgotten."""
+
+import asyncio
+import hashlib
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from csattn.artifact import Artifact, find_artifact, open_artifact
+from csattn.artifact.durable import write_bytes
+from csattn.errors import ArtifactError, CsattnError
+from workers.serving.context_build import build_context
+from workers.serving.context_file import ContextFile, Record
+from workers.serving.messages import (
+    BadRequestError,
+    ContextExistsError,
+    ContextInfo,
+    ContextNotReadyError,
+    NewContext,
+    UnknownContextError,
+)
+from workers.settings import Settings
+
+TEXTS = "texts"  # directory in the store: texts whose building is not finished
+MAX_BUILDS = 1  # at the same time
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+SameText = Callable[[Artifact, str], bool]  # whether an artifact was built from that text
+
+
+@dataclass(slots=True)
+class _Build:
+    task: asyncio.Task[None]
+    progress: float = 0.0
+    what: str = "waits for another build"
+
+
+class Contexts:
+    """For one event loop. The file is the truth: several services may share a store."""
+
+    def __init__(self, store: Path, settings: Settings, same_text: SameText) -> None:
+        self._store, self._settings, self._same_text = store, settings, same_text
+        self._file = ContextFile(store)
+        self._turn_to_build = asyncio.Semaphore(MAX_BUILDS)
+        self._builds: dict[str, _Build] = {}
+
+    async def start(self) -> None:
+        """Go on with builds that were under way when a service ended."""
+        for record in (await asyncio.to_thread(self._file.read)).values():
+            if record.state == "building":
+                self._build(record)
+
+    async def infos(self) -> list[ContextInfo]:
+        records = await asyncio.to_thread(self._file.read)
+        return [self._info(record) for record in records.values()]
+
+    async def artifact_path(self, name: str) -> Path:
+        """Of a context that is ready."""
+        record = (await asyncio.to_thread(self._file.read)).get(name)
+        if record is None:
+            raise UnknownContextError(f"there is no context {name[:64]!r}; register it, or list those there are")
+        if record.state == "building":
+            progress = 100 * self._info(record).progress
+            raise ContextNotReadyError(
+                f"the context {name!r} is still being built ({progress:.0f} %); ask again when it is ready"
+            )
+        if record.artifact_id is None:
+            raise ContextNotReadyError(f"the context {name!r} could not be built: {record.error}")
+        return self._store / record.artifact_id
+
+    async def register(self, new: NewContext) -> ContextInfo:
+        """Start building, unless this text has this name already; one whose building failed is built again."""
+        require_name(new.name)
+        if not new.text.strip():
+            raise BadRequestError("the context's text is empty; give some text", "text")
+        data = new.text.encode("utf-8", errors="surrogatepass")
+        digest = hashlib.sha256(data).hexdigest()
+        record = await asyncio.to_thread(self._enter, new, data, digest)
+        if record.state == "building" and new.name not in self._builds:
+            self._build(record)
+        return self._info(record)
+
+    async def delete(self, name: str) -> Path | None:
+        """Forget a context, and end its building. Its artifact stays in the store, at the path that is returned."""
+        record = await asyncio.to_thread(self._file.change, lambda records: records.pop(name, None))
+        if record is None:
+            raise UnknownContextError(f"there is no context {name[:64]!r} to delete")
+        if build := self._builds.pop(name, None):
+            build.task.cancel()
+            await asyncio.wait([build.task])
+        await asyncio.to_thread(self._drop_text, record)
+        return None if record.artifact_id is None else self._store / record.artifact_id
+
+    async def close(self) -> None:
+        """End builds; they go on when a service starts again."""
+        tasks = [build.task for build in self._builds.values()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def _enter(self, new: NewContext, data: bytes, digest: str) -> Record:
+        known = self._file.read().get(new.name)
+        if known is None or known.state == "failed":
+            text_path = self._text_path(digest)
+            text_path.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes(text_path, data)  # before the record: what is recorded can be built
+
+        def edit(records: dict[str, Record]) -> Record:
+            known = records.get(new.name)
+            if known is None:
+                records[new.name] = Record(name=new.name, created_at=time.time(), text_sha256=digest)
+            elif not self._is_same(known, new.text, digest):
+                raise ContextExistsError(
+                    f"the context {new.name!r} has another text; delete it first, or choose another name", "name"
+                )
+            elif known.state == "failed":
+                records[new.name] = replace(known, error="")
+            return records[new.name]
+
+        return self._file.change(edit)
+
+    def _is_same(self, known: Record, text: str, digest: str) -> bool:
+        if known.text_sha256 is not None or known.artifact_id is None:
+            return known.text_sha256 == digest
+        with open_artifact(self._store / known.artifact_id) as artifact:
+            return self._same_text(artifact, text)
+
+    def _build(self, record: Record) -> None:
+        build = _Build(asyncio.create_task(self._run_build(record)))
+        self._builds[record.name] = build
+        build.task.add_done_callback(lambda task: self._forget_build(record.name, build))
+
+    def _forget_build(self, name: str, build: _Build) -> None:
+        if self._builds.get(name) is build:
+            del self._builds[name]
+
+    async def _run_build(self, record: Record) -> None:
+        async with self._turn_to_build:
+            build = self._builds[record.name]
+            build.what = "starts"
+
+            def tell(progress: float, what: str) -> None:
+                build.progress, build.what = progress, what
+
+            try:
+                assert record.text_sha256 is not None, "what is being built has a text"
+                result = await build_context(self._text_path(record.text_sha256), self._store, self._settings, tell)
+                done = replace(record, artifact_id=result["artifact"], num_tokens=result["context_len"])
+            except (CsattnError, OSError) as error:
+                done = replace(record, error=str(error))
+        await asyncio.to_thread(self._finish, record, done)
+
+    def _finish(self, record: Record, done: Record) -> None:
+        def edit(records: dict[str, Record]) -> None:
+            if records.get(record.name) == record:  # it may have been deleted meanwhile
+                records[record.name] = done
+
+        self._file.change(edit)
+        if done.state == "ready":
+            self._drop_text(record)
+
+    def _drop_text(self, record: Record) -> None:
+        """Remove a text that no building needs any more."""
+
+        def edit(records: dict[str, Record]) -> None:
+            needed = {other.text_sha256 for other in records.values() if other.state != "ready"}
+            if record.text_sha256 is not None and record.text_sha256 not in needed:
+                self._text_path(record.text_sha256).unlink(missing_ok=True)
+
+        self._file.change(edit)
+
+    def _text_path(self, digest: str) -> Path:
+        return self._store / TEXTS / f"{digest[:32]}.txt"
+
+    def _info(self, record: Record) -> ContextInfo:
+        build = self._builds.get(record.name)
+        return ContextInfo(
+            name=record.name,
+            state=record.state,
+            artifact_id=record.artifact_id,
+            num_tokens=record.num_tokens,
+            created_at=record.created_at,
+            progress=1.0 if record.state == "ready" else build.progress if build else 0.0,
+            what=record.error or (build.what if build else ""),
+        )
+
+
+def name_artifact(store: Path, name: str, artifact_id: str) -> ContextInfo:
+    """Give a name to an artifact of the store, by its id or how that begins: `csattn serve --context name=id`.
+
+    The same name for the same artifact again changes nothing.
+    """
+    require_name(name)
+    with open_artifact(find_artifact(store, artifact_id)) as artifact:
+        spec = artifact.spec
+
+    def edit(records: dict[str, Record]) -> Record:
+        known = records.get(name)
+        if known is not None and known.artifact_id != spec.artifact_id:
+            raise ContextExistsError(
+                f"the context {name!r} is {known.artifact_id or 'still being built'}, not {spec.artifact_id}; delete "
+                "it first, or choose another name"
+            )
+        new = Record(name=name, created_at=time.time(), artifact_id=spec.artifact_id, num_tokens=spec.context_len)
+        return records.setdefault(name, new)
+
+    record = ContextFile(store).change(edit)
+    return ContextInfo(
+        name=name,
+        state="ready",
+        artifact_id=record.artifact_id,
+        num_tokens=record.num_tokens,
+        created_at=record.created_at,
+        progress=1.0,
+    )
+
+
+def require_name(name: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise BadRequestError(
+            f"a context's name has up to 64 letters, digits, dots, underscores and hyphens, and begins with a letter "
+            f"or a digit, got {name[:64]!r}",
+            "name",
+        )
+
+
+def require_usable(path: Path, fingerprint: str, tokenizer_hash: str) -> Artifact:
+    """Open an artifact and check all that a search relies on, so that loading it is quick."""
+    try:
+        artifact = open_artifact(path)
+        artifact.require_model(fingerprint)
+        artifact.require_tokenizer(tokenizer_hash)
+        for layer_idx in range(artifact.spec.model.num_layers):
+            artifact.layer_index(layer_idx)
+    except ArtifactError as error:
+        raise ContextNotReadyError(f"the context's artifact cannot be used: {error}") from error
+    return artifact

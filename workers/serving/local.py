@@ -1,0 +1,202 @@
+"""The decoding side in one process: an event loop's requests, answered by one engine on a thread of its own."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self
+
+from prometheus_client import Metric
+
+from csattn.artifact import Artifact, hash_token_ids
+from csattn.config import SearchConfig
+from csattn.errors import ConfigError
+from csattn.models import LoadedModel
+from csattn.models.prompt import context_ids
+from workers.serving.contexts import Contexts
+from workers.serving.messages import (
+    Ask,
+    BadRequestError,
+    ContextInfo,
+    Done,
+    Event,
+    Health,
+    NewContext,
+    OverloadedError,
+    ServingError,
+    TimedOutError,
+)
+from workers.serving.metrics import Metrics
+from workers.serving.outlet import Outlet
+from workers.serving.prompts import longest_question, prompt_ids, require_content, require_possible, room_for
+from workers.serving.request import Request, Writer
+from workers.serving.residency import Residency, Resident
+from workers.serving.scheduler import Scheduler
+from workers.serving.step_engine import StepEngine
+from workers.serving.step_thread import StepThread
+from workers.settings import Settings
+
+_NUM_TOKENISERS = 2  # threads
+_DRAIN_S = 5.0
+_COUNTS_S = 0.5  # that metrics wait for the engine's newest counts; a long step does not hold them up
+
+
+class LocalBackend:
+    """`Backend` around one engine, which it owns from now on. Between `start` and `close` it answers.
+
+    async with LocalBackend(engine, loaded, settings) as backend:
+        async for event in backend.generate(ask): ...
+    """
+
+    def __init__(self, engine: StepEngine, loaded: LoadedModel, settings: Settings) -> None:
+        self._engine, self._loaded, self._settings = engine, loaded, settings
+        self._measured = Metrics()
+        self._scheduler = Scheduler(
+            engine,
+            loaded.stop_ids,
+            max_running=settings.limits.max_concurrent_requests,
+            max_queued=settings.limits.max_queued_requests,
+            metrics=self._measured,
+        )
+        self._residency = Residency(self._scheduler, loaded)
+        self._contexts = Contexts(settings.store.path, settings, self._has_text)
+        self._tokenisers = ThreadPoolExecutor(_NUM_TOKENISERS, thread_name_prefix="csattn-tokenise")
+        self._max_chars = longest_question(loaded.tokenizer, engine.max_positions)
+        self._steps: StepThread | None = None
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        """Begin to answer, and go on with builds that a service before left unfinished."""
+        self._steps = StepThread(self._scheduler, self._engine)
+        await self._contexts.start()
+
+    async def close(self, drain_s: float = _DRAIN_S) -> None:
+        """Refuse new requests; running ones have so long to finish, then they end with an error."""
+        await self._contexts.close()
+        if self._steps is not None:
+            await asyncio.to_thread(self._steps.close, drain_s)
+        self._tokenisers.shutdown(wait=False, cancel_futures=True)
+
+    async def generate(self, ask: Ask) -> AsyncGenerator[Event, None]:
+        scheduler = self._scheduler
+        arrived_at = scheduler.clock()
+        self._reserve()
+        request = None
+        try:
+            timeout_s = self._settings.limits.request_timeout_s
+            try:
+                async with asyncio.timeout(timeout_s):
+                    require_content(ask)
+                    require_possible(ask, self._max_chars)
+                    path = await self._contexts.artifact_path(ask.context)
+                    using = self._residency.using(path)
+                    resident = await using.__aenter__()
+            except TimeoutError:
+                raise TimedOutError(f"the request waited {timeout_s:.0f} s for its context; ask again later") from None
+            try:
+                request = await self._request(ask, resident, arrived_at)
+                scheduler.inbox.submit(request)
+                while True:
+                    event = await request.outlet.next()
+                    if isinstance(event, ServingError):
+                        raise _copy(event)
+                    yield event
+                    if isinstance(event, Done):
+                        return
+            finally:
+                if request is not None:
+                    scheduler.inbox.cancel(request)  # before its context may be unloaded
+                await using.__aexit__(None, None, None)
+        finally:
+            if request is None:
+                scheduler.flow.release(was_answered=False)
+
+    async def contexts(self) -> list[ContextInfo]:
+        return await self._contexts.infos()
+
+    async def register(self, new: NewContext) -> ContextInfo:
+        return await self._contexts.register(new)
+
+    async def delete(self, name: str) -> None:
+        path = await self._contexts.delete(name)
+        self._measured.forget_context(name)
+        if path is not None and path.name not in {info.artifact_id for info in await self._contexts.infos()}:
+            await self._residency.forget(path)
+
+    async def health(self) -> Health:
+        if self._steps is None or not self._steps.is_alive:
+            return Health(False, "the service is not running")
+        refusal = self._scheduler.flow.refusal
+        return Health(refusal is None, "" if refusal is None else refusal.message)
+
+    async def metrics(self) -> list[Metric]:
+        if self._steps is not None and self._steps.is_alive:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_COUNTS_S):
+                    counts = self._scheduler.inbox.call(self._engine.counts)
+                    self._measured.engine_counts = await asyncio.wrap_future(counts)
+        return self._measured.collect()
+
+    def _reserve(self) -> None:
+        try:
+            self._scheduler.flow.reserve()
+        except OverloadedError:
+            self._measured.requests.labels("refused").inc()
+            raise
+
+    async def _request(self, ask: Ask, resident: Resident, arrived_at: float) -> Request:
+        scheduler, sampling = self._scheduler, ask.sampling
+        artifact = resident.artifact
+        ids: list[int] = await asyncio.get_running_loop().run_in_executor(
+            self._tokenisers, prompt_ids, self._loaded.tokenizer, artifact, ask
+        )
+        context_len = artifact.spec.context_len
+        room = room_for(ask, context_len, len(ids), self._engine.max_positions, self._engine.tail_capacity)
+        seed = secrets.randbits(64) if sampling.seed is None else sampling.seed & (2**64 - 1)
+        return Request(
+            request_id=ask.request_id,
+            context=ask.context,
+            context_id=resident.context_id,
+            context_len=context_len,
+            question_ids=ids,
+            sampling=sampling,
+            max_new_tokens=room,
+            config=self._search_config(ask),
+            selector=ask.selector,
+            seed=seed,
+            arrived_at=arrived_at,
+            deadline=arrived_at + self._settings.limits.request_timeout_s,
+            outlet=Outlet(asyncio.get_running_loop(), scheduler.inbox.nudge),
+            writer=Writer(self._loaded.tokenizer, sampling.stop),
+        )
+
+    def _search_config(self, ask: Ask) -> SearchConfig:
+        changes: dict[str, Any] = {"keep": ask.keep, "lookahead": ask.lookahead}
+        given = {name: value for name, value in changes.items() if value is not None}
+        try:
+            return replace(self._settings.search, **given)
+        except ConfigError as error:
+            raise BadRequestError(str(error), next(iter(given), None)) from error
+
+    def _has_text(self, artifact: Artifact, text: str) -> bool:
+        wrapping = artifact.manifest.build_notes.get("wrapping", "none")
+        ids = context_ids(self._loaded.tokenizer, text, wrapping)
+        return hash_token_ids(ids) == artifact.spec.token_ids_sha256
+
+
+def _copy(error: ServingError) -> ServingError:
+    """Several requests may be told the same, and an exception belongs to one of them."""
+    make, arguments = error.__reduce__()
+    copied: ServingError = make(*arguments)
+    return copied

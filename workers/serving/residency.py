@@ -1,0 +1,124 @@
+"""Which artifacts the engine holds: loaded when they are asked for, unloaded when the engine has no room left."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from csattn.artifact import Artifact
+from csattn.errors import CsattnError
+from csattn.models import LoadedModel
+from offload.errors import MemoryPlanError, OffloadError
+from workers.serving.contexts import require_usable
+from workers.serving.messages import OverloadedError, ServingError
+from workers.serving.scheduler import Scheduler
+
+_RETRY_S = 5.0
+
+
+@dataclass(slots=True, eq=False)
+class Resident:
+    """An artifact that the engine holds."""
+
+    context_id: int
+    artifact: Artifact
+    num_users: int = 0
+    last_used: int = 0
+    is_forgotten: bool = False  # unload it when its last user leaves
+
+
+class Residency:
+    """For one event loop. Opening and checking happens on other threads; only loading itself between two steps."""
+
+    def __init__(self, scheduler: Scheduler, loaded: LoadedModel) -> None:
+        self._scheduler, self._loaded = scheduler, loaded
+        self._residents: dict[Path, Resident] = {}
+        self._loading: dict[Path, asyncio.Task[Resident]] = {}
+        self._one_at_a_time = asyncio.Lock()  # else two could unload for each other
+        self._uses = count(1)
+
+    def __repr__(self) -> str:
+        in_use = sum(resident.num_users > 0 for resident in self._residents.values())
+        return f"<Residency {len(self._residents)} loaded, {in_use} in use>"
+
+    @asynccontextmanager
+    async def using(self, path: Path) -> AsyncIterator[Resident]:
+        """The artifact at that path, loaded until the block ends."""
+        resident = await self._resident(path)
+        try:
+            yield resident
+        finally:
+            resident.num_users -= 1
+            if resident.is_forgotten and not resident.num_users:
+                await asyncio.shield(self._unload(path))
+
+    async def forget(self, path: Path) -> None:
+        """Unload when nobody uses it any more."""
+        if resident := self._residents.get(path):
+            resident.is_forgotten = True
+            if not resident.num_users:
+                await self._unload(path)
+
+    async def _resident(self, path: Path) -> Resident:
+        """Counted as used already: between two awaits, nothing can unload it."""
+        while (resident := self._residents.get(path)) is None:
+            if path not in self._loading:
+                task = asyncio.create_task(self._load(path))
+                self._loading[path] = task
+                task.add_done_callback(lambda task: self._loading.pop(path))
+            await asyncio.shield(self._loading[path])  # one who leaves does not end it for the others
+        resident.num_users += 1
+        resident.last_used = next(self._uses)
+        resident.is_forgotten = False
+        return resident
+
+    async def _load(self, path: Path) -> Resident:
+        loaded, scheduler = self._loaded, self._scheduler
+        artifact = await asyncio.to_thread(require_usable, path, loaded.fingerprint, loaded.tokenizer_hash)
+        async with self._one_at_a_time:
+            context_id = next(i for i in count() if i not in {r.context_id for r in self._residents.values()})
+            while True:
+                try:
+                    await asyncio.wrap_future(scheduler.inbox.call(lambda: scheduler.load(context_id, artifact)))
+                    break
+                except Exception as error:
+                    if not _is_full(error):
+                        artifact.close()
+                        raise _as_serving_error(error) from error
+                    if not await self._make_room():
+                        artifact.close()
+                        raise OverloadedError(
+                            f"all contexts that are loaded are in use, and there is no room for another ({error}); "
+                            "ask again later",
+                            retry_after_s=_RETRY_S,
+                        ) from error
+            resident = Resident(context_id, artifact, last_used=next(self._uses))
+            self._residents[path] = resident
+        return resident
+
+    async def _make_room(self) -> bool:
+        """Unload the least recently used context that nobody uses; False if there is none."""
+        idle = [path for path, resident in self._residents.items() if not resident.num_users]
+        if not idle:
+            return False
+        await self._unload(min(idle, key=lambda path: self._residents[path].last_used))
+        return True
+
+    async def _unload(self, path: Path) -> None:
+        resident = self._residents.pop(path)
+        scheduler = self._scheduler
+        await asyncio.wrap_future(scheduler.inbox.call(lambda: scheduler.unload(resident.context_id)))
+        resident.artifact.close()
+
+
+def _is_full(error: Exception) -> bool:
+    return isinstance(error, MemoryPlanError | MemoryError) or type(error).__name__ == "OutOfMemoryError"  # torch's
+
+
+def _as_serving_error(error: Exception) -> ServingError:
+    if isinstance(error, ServingError):
+        return error
+    told = str(error) if isinstance(error, CsattnError | OffloadError) else f"{type(error).__name__}: {error}"
+    return ServingError(f"the context could not be loaded: {told[:300]}")

@@ -1,0 +1,59 @@
+"""Draw the next token from a step's logits, and say how likely it was."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+_FIRST_LOOK = 256  # likeliest tokens that are sorted before more are
+
+
+def draw(
+    logits: NDArray[np.float32],  # [vocab_size]
+    temperature: float,
+    top_p: float,
+    seed: int,
+    position: int,  # of the token in the answer
+) -> int:
+    """The likeliest token where temperature is 0; else one of the likeliest that together have a share of top_p.
+
+    The same logits, seed and position give the same token, whatever else is decoded beside it. Among equally likely
+    tokens the lowest id counts as the likelier one.
+    """
+    if temperature == 0:
+        return int(logits.argmax())
+    with np.errstate(over="ignore"):  # a temperature near 0 sends all but the best to -inf, as it should
+        weights = np.exp((logits.astype(np.float64) - float(logits.max())) / temperature)
+    token_ids, shares = _nucleus(weights / weights.sum(), top_p)
+    cumulative = np.cumsum(shares)
+    at = np.random.Generator(np.random.Philox(key=seed, counter=position)).random() * cumulative[-1]
+    return int(token_ids[np.searchsorted(cumulative, at, side="right")])
+
+
+def log_probabilities(logits: NDArray[np.float32]) -> NDArray[np.float64]:
+    """log-softmax, before temperature. logits: [vocab_size] -> the same shape."""
+    shifted = logits.astype(np.float64) - float(logits.max())
+    return np.asarray(shifted - np.log(np.exp(shifted).sum()))
+
+
+def likeliest(values: NDArray[np.float64], num: int) -> NDArray[np.int64]:
+    """Ids of the num greatest, by (value descending, id ascending). values: [vocab_size] -> [at most num]."""
+    if num <= 0:
+        return np.zeros(0, np.int64)
+    if num < len(values):  # ties with the last one stay in, so that their ids decide
+        candidates = np.flatnonzero(values >= np.partition(values, -num)[-num])
+    else:
+        candidates = np.arange(len(values))
+    return np.asarray(candidates[np.argsort(-values[candidates], kind="stable")][:num])
+
+
+def _nucleus(shares: NDArray[np.float64], top_p: float) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """The fewest of the likeliest tokens that have top_p together: ids and shares, likeliest first; at least one."""
+    if top_p >= 1.0:
+        return np.arange(len(shares)), shares
+    num = _FIRST_LOOK
+    while True:
+        token_ids = likeliest(shares, num)
+        cumulative = np.cumsum(shares[token_ids])
+        if cumulative[-1] >= top_p or len(token_ids) == len(shares):
+            kept = token_ids[: int(np.searchsorted(cumulative, top_p, side="left")) + 1]
+            return kept, shares[kept]
+        num *= 16

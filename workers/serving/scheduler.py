@@ -1,0 +1,273 @@
+"""Continuous batching: which requests are decoded, step by step. What a step takes is decided in `plan`."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from csattn.artifact import Artifact
+from csattn.errors import ConfigError, CsattnError
+from workers.serving.flow import Flow
+from workers.serving.inbox import Call, Inbox
+from workers.serving.messages import BadRequestError, Done, Finish, ServingError, TimedOutError, WorkerLostError
+from workers.serving.metrics import Metrics
+from workers.serving.outlet import Outlet
+from workers.serving.plan import plan_step
+from workers.serving.request import Request
+from workers.serving.soundness import Soundness
+from workers.serving.step_engine import StepEngine, StepResult, StepRow
+
+WATCH_EVERY = 100  # steps: in one of so many, a layer and a row are compared with exact attention
+STALL_S = 30.0  # a request whose reader does not read is paused, and ended after so long
+_MAX_TOLD = 300  # characters of an engine's own message
+
+
+class Scheduler:
+    """One thread owns it and takes `turn` after `turn`; others hand in through `inbox`, having asked `flow`.
+
+    Requests are admitted in the order of their arrival, and requests of any contexts share a step.
+    """
+
+    def __init__(
+        self,
+        engine: StepEngine,
+        stop_ids: set[int],
+        *,
+        max_running: int,
+        max_queued: int,
+        metrics: Metrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.max_running = min(max_running, engine.num_slots, engine.max_rows)
+        self.inbox, self.flow = Inbox(), Flow(self.max_running, max_queued, clock)
+        self.metrics, self.clock = metrics, clock
+        self.soundness = Soundness(engine)
+        self._engine, self._stop_ids = engine, stop_ids
+        self._queue: deque[Request] = deque()
+        self._running: dict[int, Request] = {}  # by slot, in the order of admission
+        self._free_slots = list(range(engine.num_slots))
+        self._num_steps = self._num_watched = 0
+        self._touched: dict[Outlet, None] = {}
+
+    def __repr__(self) -> str:
+        return f"<Scheduler {len(self._running)}/{self.max_running} running, {len(self._queue)} queued>"
+
+    def turn(self) -> float | None:
+        """Take in what came, and make one step. Returns how long nothing will have to be done; None: for ever."""
+        self._take_in()
+        now = self.clock()
+        self._end_late(now)
+        if self.soundness.fault is not None:
+            self._fail_while_unsound(now)
+        else:
+            self._admit(now)
+            plan = plan_step([r for r in self._running.values() if r.paused_at is None], self._engine.max_rows)
+            if plan:
+                self._step(plan)
+        self._tell()
+        return self._idle_s()
+
+    def load(self, context_id: int, artifact: Artifact) -> None:
+        """On the engine's thread (see `Inbox.call`); the artifact is open, checked and warm."""
+        self._engine.add_context(context_id, artifact)
+        self.soundness.contexts.add(context_id)
+
+    def unload(self, context_id: int) -> None:
+        """Likewise. No request is on it, nor will come to it."""
+        self.soundness.contexts.discard(context_id)
+        self._engine.remove_context(context_id)
+
+    def fail_all(self, error: ServingError) -> None:
+        """End every request."""
+        self._take_in()
+        for request in [*self._queue, *self._running.values()]:
+            self._end(request, "failed", error)
+        self._tell()
+
+    def check(self) -> None:
+        """Raise AssertionError if a slot is lost, or a request is in two places."""
+        slots = sorted([*self._running, *self._free_slots])
+        assert slots == list(range(self._engine.num_slots)), f"{self!r} lost or shared a slot"
+        assert all(request.slot == slot for slot, request in self._running.items()), "a request has another slot"
+        assert len(self._running) <= self.max_running, f"{self!r} runs too many"
+        known = [*self._queue, *self._running.values()]
+        assert len(set(map(id, known))) == len(known), "a request is in two places"
+        assert not any(request.is_over for request in known), "a request that is over is still here"
+        assert self.flow.num_in_flight >= len(known), f"{self!r} has requests without a place"
+
+    def _take_in(self) -> None:
+        news = self.inbox.take()
+        self._queue.extend(news.arrived)
+        for request in news.cancelled:
+            if not request.is_over:
+                self._end(request, "cancelled", None)
+        for call in news.calls:
+            _run(call)
+
+    def _end_late(self, now: float) -> None:
+        """End what took too long, and what nobody reads."""
+        for request in [*self._queue, *self._running.values()]:
+            if now >= request.deadline:
+                took = f"{now - request.arrived_at:.1f} s"
+                error = TimedOutError(f"the request took {took}, which is longer than it may; ask for fewer tokens")
+                self._end(request, "timeout", error)
+            elif not request.outlet.is_full:
+                request.paused_at = None
+            elif request.paused_at is None:
+                request.paused_at = now
+            elif now - request.paused_at >= STALL_S:
+                error = TimedOutError(f"the answer was not read for {STALL_S:.0f} s; read it as it comes")
+                self._end(request, "timeout", error)
+
+    def _fail_while_unsound(self, now: float) -> None:
+        """No request can be answered until the engine works again."""
+        assert self.soundness.fault is not None
+        error = WorkerLostError(f"{self.soundness.fault}; send the request again")
+        self.flow.refusal = error
+        for request in [*self._queue, *self._running.values()]:
+            self._end(request, "failed", error)
+        self.soundness.probe_if_due(now, self._free_slots[0])
+        if self.soundness.fault is None:
+            self.flow.refusal = None
+
+    def _admit(self, now: float) -> None:
+        """Open slots for the oldest requests."""
+        while self._queue and len(self._running) < self.max_running:
+            request, slot = self._queue[0], self._free_slots[-1]
+            try:
+                self._engine.open(slot, request.context_id, request.config, request.selector)
+            except Exception as error:
+                self._end(request, "failed", _refusal(error))
+                continue
+            self._queue.popleft()
+            self._free_slots.pop()
+            request.slot = slot
+            self._running[slot] = request
+            self.metrics.queue_s.observe(now - request.arrived_at)
+            self.metrics.context_tokens.inc(request.context_len)
+
+    def _step(self, plan: list[tuple[Request, int]]) -> None:
+        rows, last_rows = [], []
+        for request, num_rows in plan:
+            assert request.slot is not None, "a request without a slot was planned"
+            rows += [StepRow(request.slot, token_id) for token_id in request.next_inputs(num_rows)]
+            last_rows.append(len(rows) - 1)
+        gives_token = [request.question_left <= num_rows for request, num_rows in plan]
+        want_logits = any(r.needs_logits and gives for (r, _), gives in zip(plan, gives_token, strict=True))
+        watched = self._choose_watched(plan)
+        watch = None if watched is None else (last_rows[watched[0]], watched[1])
+        started = self.clock()
+        try:
+            result = self._engine.step(rows, want_logits, watch)
+        except Exception as error:
+            self._fail_step([request for request, _ in plan], error)
+            return
+        ended = self.clock()
+        self._num_steps += 1
+        self.metrics.step_s.observe(ended - started)
+        self.metrics.batch_rows.observe(len(rows))
+        if watched is not None and result.fidelity is not None:
+            self.metrics.saw_fidelity(plan[watched[0]][0].context, result.fidelity)
+        for (request, num_rows), row, gives in zip(plan, last_rows, gives_token, strict=True):
+            if request.question_left:
+                request.num_fed += num_rows
+                self.metrics.question_tokens.inc(num_rows)
+            if gives:
+                self._take_token(request, result, row, ended)
+
+    def _choose_watched(self, plan: list[tuple[Request, int]]) -> tuple[int, int] | None:
+        """In one step of many: whose last row, in which layer, is compared with exact attention. Both go round."""
+        if self._num_steps % WATCH_EVERY:
+            return None
+        sparse = [i for i, (request, _) in enumerate(plan) if request.selector != "full"]
+        if not sparse:
+            return None
+        turn, layer_idx = divmod(self._num_watched, self._engine.num_layers)
+        self._num_watched += 1
+        return sparse[turn % len(sparse)], layer_idx
+
+    def _take_token(self, request: Request, result: StepResult, row: int, now: float) -> None:
+        logits = None if result.logits is None else result.logits[row]
+        try:
+            token_id, score = request.choose(int(result.next_ids[row]), logits)
+        except ValueError as error:
+            self._end(request, "failed", ServingError(f"the model's logits cannot be drawn from: {error}"))
+            return
+        if request.first_token_at is None:
+            request.first_token_at = now
+            self.metrics.ttft.observe(now - request.arrived_at)
+        request.token_ids.append(token_id)
+        self.metrics.new_tokens.inc()
+        has_ended = token_id in self._stop_ids
+        if not has_ended:
+            self._put(request, request.writer.add(token_id, score))
+            has_ended = request.writer.has_stopped
+        if has_ended or len(request.token_ids) >= request.max_new_tokens:
+            self._put(request, request.writer.finish())
+            reason: Finish = "stop" if has_ended or request.writer.has_stopped else "length"
+            self._end(request, reason, request.done(reason))
+
+    def _fail_step(self, requests: list[Request], error: Exception) -> None:
+        """End the requests of a step that failed; others go on, if the engine still works."""
+        told = _refusal(error)
+        for request in requests:
+            self._end(request, "failed", told)
+        self.soundness.probe_after(error, requests[0], self.clock(), self._free_slots[0])
+
+    def _put(self, request: Request, event: object) -> None:
+        if event is not None:
+            request.outlet.put(event)  # type: ignore[arg-type]
+            self._touched[request.outlet] = None
+
+    def _end(self, request: Request, outcome: str, last: Done | ServingError | None) -> None:
+        """Take the request out of wherever it is, and tell its reader."""
+        now = self.clock()
+        request.is_over = True
+        if request.slot is None:
+            self._queue.remove(request)
+        else:
+            del self._running[request.slot]
+            self._free_slots.append(request.slot)
+            self.soundness.close_slot(request.slot, now)
+        self._put(request, last)
+        self.flow.release(was_answered=isinstance(last, Done))
+        self.metrics.requests.labels(outcome).inc()
+        if request.first_token_at is not None and len(request.token_ids) > 1:
+            self.metrics.tpot.observe((now - request.first_token_at) / (len(request.token_ids) - 1))
+
+    def _tell(self) -> None:
+        """Wake the readers of this turn's events."""
+        self.metrics.running.set(len(self._running))
+        self.metrics.queue_length.set(self.flow.num_in_flight - len(self._running))
+        touched, self._touched = self._touched, {}
+        Outlet.wake(touched)
+
+    def _idle_s(self) -> float | None:
+        running = self._running.values()
+        if self.soundness.fault is not None:
+            return 0.0 if self._queue or running else max(0.0, self.soundness.next_probe_at - self.clock())
+        can_admit = self._queue and len(running) < self.max_running
+        if can_admit or any(not request.outlet.is_full for request in running):
+            return 0.0
+        ends = [request.deadline for request in [*self._queue, *running]]
+        ends += [STALL_S + (self.clock() if r.paused_at is None else r.paused_at) for r in running]
+        return max(0.0, min(ends) - self.clock()) if ends else None
+
+
+def _run(call: Call) -> None:
+    work, future = call
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(work())
+    except Exception as error:
+        future.set_exception(error)
+
+
+def _refusal(error: Exception) -> ServingError:
+    """An engine's error as a request's."""
+    if isinstance(error, ServingError):
+        return error
+    if isinstance(error, ConfigError):
+        return BadRequestError(str(error))
+    told = str(error) if isinstance(error, CsattnError) else f"{type(error).__name__}: {error}"
+    return ServingError(f"the step that decoded this request failed ({told[:_MAX_TOLD]}); send the request again")

@@ -1,0 +1,56 @@
+"""The thread that owns the engine: turn after turn, until it is told to end."""
+
+import logging
+import time
+from threading import Thread
+
+from workers.serving.messages import WorkerLostError
+from workers.serving.scheduler import Scheduler
+from workers.serving.step_engine import StepEngine
+
+_CLOSING = "the service is shutting down; send the request again when it is back"
+_log = logging.getLogger(__name__)
+
+
+class StepThread:
+    """Waits without polling: an idle service takes no CPU."""
+
+    def __init__(self, scheduler: Scheduler, engine: StepEngine) -> None:
+        self._scheduler, self._engine = scheduler, engine
+        self._is_ending = False
+        self._thread = Thread(target=self._run, name="csattn-steps", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def close(self, drain_s: float) -> None:
+        """Let the requests that are here finish, for so long; then end the others with an error, and the engine.
+
+        Blocks; new requests are refused from now on.
+        """
+        flow = self._scheduler.flow
+        flow.refusal = WorkerLostError(_CLOSING)
+        deadline = time.monotonic() + drain_s
+        while flow.num_in_flight and self.is_alive and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self._scheduler.inbox.call(self._end)
+        self._thread.join()
+
+    def _end(self) -> None:
+        self._is_ending = True
+
+    def _run(self) -> None:
+        scheduler = self._scheduler
+        while not self._is_ending:
+            try:
+                idle_s = scheduler.turn()
+            except Exception as error:  # a fault of the scheduler itself: its requests must not wait for ever
+                _log.exception("a turn of the scheduler failed")
+                scheduler.fail_all(WorkerLostError(f"the scheduler failed ({error}); send the request again"))
+                continue
+            if idle_s != 0.0 and not self._is_ending:
+                scheduler.inbox.wait(idle_s)
+        scheduler.fail_all(WorkerLostError(_CLOSING))
+        self._engine.close()

@@ -1,0 +1,143 @@
+"""Token ids as text, while they come: passed on as soon as no further token can change it."""
+
+import re
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_UNFINISHED = "\ufffd"  # what a character becomes while bytes of it are missing
+_WINDOW = 16  # tokens that are decoded again beside a new one
+
+
+def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    """The text of an answer. Spaces before commas stay: taking them out would change text that was passed on."""
+    text: str = tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return text
+
+
+class TextStream:
+    """Pieces of text as tokens come. Together they are exactly `decode` of all tokens."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._token_ids: list[int] = []  # the last ones: what is before them changes no text from here on
+        self._told = 0  # characters of their text that were passed on
+        self._skipped = set(tokenizer.all_special_ids)
+        self._in_bytes = False  # in a run of tokens that are bytes: decoders judge it as a whole
+
+    def add(self, token_id: int) -> str:
+        self._token_ids.append(token_id)
+        if token_id not in self._skipped:
+            self._in_bytes = bool(_BYTE_TOKEN.fullmatch(self._tokenizer.convert_ids_to_tokens(token_id) or ""))
+        if self._in_bytes:
+            return ""
+        text = decode(self._tokenizer, self._token_ids)
+        if text.endswith(_UNFINISHED):
+            return ""
+        piece, self._told = text[self._told :], len(text)
+        if len(self._token_ids) >= 2 * _WINDOW:
+            self._forget(text)
+        return piece
+
+    def finish(self) -> str:
+        """What is left: bytes of a character that never became whole."""
+        text = decode(self._tokenizer, self._token_ids)
+        piece, self._told = text[self._told :], len(text)
+        return piece
+
+    def _forget(self, text: str) -> None:
+        """Drop early tokens, if the text of the late ones is the same without them. A decoder may strip a text's start,
+        so some text has to stay before what is to come."""
+        late = self._token_ids[-_WINDOW:]
+        late_text = decode(self._tokenizer, late)
+        if late_text.strip() and _UNFINISHED not in late_text and text.endswith(late_text):
+            self._token_ids, self._told = late, len(late_text)
+
+
+class StopFinder:
+    """Ends a text before the first stop string that comes whole; what could become one is held back.
+
+    The first is the one that ends first; of several that end together, the longest. How the text is cut into pieces
+    makes no difference.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._matches = [_Match(stop) for stop in stops if stop]
+        self._held = ""
+        self.found = False
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    def add(self, text: str) -> str:
+        """What of the text, with what was held back, cannot be part of a stop string any more."""
+        assert not self.found, "the text has ended"
+        seen = self._held + text
+        for at, char in enumerate(text, start=len(self._held) + 1):
+            if ended := [match.length for match in self._matches if match.step(char)]:
+                self.found, self._held = True, ""
+                return seen[: at - max(ended)]
+        num_held = max((match.matched for match in self._matches), default=0)
+        told = len(seen) - num_held
+        self._held = seen[told:]
+        return seen[:told]
+
+    def finish(self) -> str:
+        """What was held back and did not become a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+
+class _Match:
+    """How much of one stop string the text ends with: Knuth, Morris and Pratt's, so that no text makes it slow."""
+
+    def __init__(self, stop: str) -> None:
+        self._stop = stop
+        self._shorter = [0]  # [matched - 1]: the next shorter start of the stop string that the text ends with
+        self.matched = 0
+        for char in stop[1:]:
+            self._shorter.append(self._next(self._shorter[-1], char))
+
+    @property
+    def length(self) -> int:
+        return len(self._stop)
+
+    def step(self, char: str) -> bool:
+        """Whether the stop string is whole with this character."""
+        self.matched = self._next(self.matched, char)
+        return self.matched == len(self._stop)
+
+    def _next(self, matched: int, char: str) -> int:
+        while matched and self._stop[matched] != char:
+            matched = self._shorter[matched - 1]
+        return matched + 1 if self._stop[matched] == char else 0
+
+
+def token_bytes(tokenizer: Any, token_id: int) -> bytes:
+    """The bytes that a token stands for; a special token's name."""
+    token = tokenizer.convert_ids_to_tokens(token_id)
+    if token is None:  # models have rows for ids that no token has
+        return b""
+    if token_id in tokenizer.all_special_ids:
+        return str(token).encode()
+    if byte := _BYTE_TOKEN.fullmatch(token):
+        return bytes([int(byte[1], 16)])
+    alphabet = _bytes_of_characters()
+    if _is_byte_level(tokenizer) and all(char in alphabet for char in token):
+        return bytes(alphabet[char] for char in token)
+    return str(token).replace("\u2581", " ").encode()
+
+
+def _is_byte_level(tokenizer: Any) -> bool:
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    return decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
+
+
+@cache
+def _bytes_of_characters() -> dict[str, int]:
+    """The characters that byte-level tokenizers write bytes as: printable ones as themselves, others from U+0100."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(0x100 + i): byte for i, byte in enumerate(others)}

@@ -19,6 +19,7 @@ from workers.searchers.mail import (
     REPLY_BYTES,
     SEARCH,
     STATUS,
+    WORKED_NS,
     Mail,
     create_memory,
     map_memory,
@@ -43,6 +44,11 @@ class Channel:
         if int(self.mail.words[STATUS]) != FAILED:
             return None
         return self.mail.read_text(REPLY_BYTES)
+
+    @property
+    def worked_ns(self) -> int:
+        """What the worker has spent on the last request."""
+        return int(self.mail.words[WORKED_NS])
 
     def send(self, layer_idx: int, letter: Letter, searches: Sequence[RowSearch]) -> bool:
         """Ask for the letter's searches; false if the worker is lost."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from workers.searchers.words import LINE
 
 KIND, LAYER, COUNT = 4 * LINE, 4 * LINE + 1, 4 * LINE + 2  # of the request; COUNT: records, or bytes of text
-STATUS, REPLY_BYTES = 5 * LINE, 5 * LINE + 1
+STATUS, REPLY_BYTES, WORKED_NS = 5 * LINE, 5 * LINE + 1, 5 * LINE + 2  # of the answer; REPLY_BYTES: of its text
 HEADER_WORDS = 6 * LINE
 BODY = 8 * HEADER_WORDS  # where it begins, in bytes
 LEAST_BYTES = 1 << 16  # room for any text

@@ -3,12 +3,26 @@
 import contextlib
 import os
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from csattn.artifact import open_artifact
-from workers.searchers.mail import COUNT, DONE, FAILED, KIND, LOAD, LOOK, REPLY_BYTES, SEARCH, STATUS, Mail, map_memory
+from workers.searchers.mail import (
+    COUNT,
+    DONE,
+    FAILED,
+    KIND,
+    LOAD,
+    LOOK,
+    REPLY_BYTES,
+    SEARCH,
+    STATUS,
+    WORKED_NS,
+    Mail,
+    map_memory,
+)
 from workers.searchers.rendezvous import connect
 from workers.searchers.share_searcher import ShareSearcher
 from workers.searchers.words import (
@@ -104,13 +118,13 @@ class SearchWorker:
 
     def _answer(self) -> None:
         assert self._mail is not None and self._connection is not None
-        mail, status = self._mail, DONE
+        mail, status, since_ns = self._mail, DONE, time.perf_counter_ns()
         try:
             self._obey(mail)
         except Exception as error:  # the client is told, and decides what to do
             mail.write_text(f"{type(error).__name__}: {error}", REPLY_BYTES)
             status = FAILED
-        mail.words[STATUS] = status
+        mail.words[STATUS], mail.words[WORKED_NS] = status, time.perf_counter_ns() - since_ns
         self._num_answers += 1
         if post(mail.words, ANSWERED, self._num_answers, CLIENT_SLEEPS):
             self._connection.send(LOOK)

@@ -65,6 +65,7 @@ class WorkerSearcher:
         self._asked: list[tuple[Channel, Letter]] = []
         self._not_asked: list[Letter] = []
         self._num_searched_here, self._fault = 0, ""
+        self.worked_ns = 0  # by the worker that worked longest on the last layer
         self._keepers = [
             Keeper(
                 launch, partial(_spec, number, threads_per_worker, cpus, spin_us), int(spin_us * 1e3), self._contexts
@@ -117,6 +118,7 @@ class WorkerSearcher:
     def finish(self) -> None:
         """Return when every `out` is filled. Raises SearchLostError where not even this process can search."""
         try:
+            self.worked_ns = 0
             for letter in self._not_asked:
                 self._search_here(letter)
             await_answers([channel for channel, _ in self._asked], HUNG_S)
@@ -127,6 +129,7 @@ class WorkerSearcher:
                     self._search_here(letter)
                 else:
                     letter.collect(channel.mail, self._searches)
+                    self.worked_ns = max(self.worked_ns, channel.worked_ns)
             self._asked.clear()
         finally:
             self._give_up()

@@ -1,0 +1,208 @@
+"""What do search workers add to a search? `python -m bench.search_workers [--json FILE] [--quick] [--workers N ...]`.
+
+One layer at a time, as the engine asks: queries down, selections up. A worker says how long it has searched; what the
+client waited for beyond that is the way there and back. Beside it, in turns, the same by a Ray actor for each worker:
+one call a layer, with the same queries and selections. Then workers are killed in the middle of steps.
+Gate: all choose what this process chooses, bit for bit.
+"""
+
+import argparse
+import contextlib
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.timing import finish, gate, machine
+from csattn.artifact import Artifact, open_artifact
+from csattn.search import LayerSearch, SearchWorkspace, TokenSelections
+from tests.artifact.synthetic import build, make_spec
+from workers.engine.searcher import RowSearch
+from workers.searchers.share_searcher import index_of_heads
+from workers.searchers.shares import shares_of
+from workers.searchers.worker_searcher import WorkerSearcher
+
+NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 6, 4, 64  # two query heads for each
+KEEP, SINK_LEN, WINDOW_LEN = 0.05, 4, 256
+BETWEEN_US = 500.0  # what the engine does between two layers, in the second rhythm
+
+Layer = Callable[[int, RowSearch], int]  # searches a layer; ns that the search itself took
+
+
+def make_step(artifact: Artifact, num_rows: int, seed: int = 0) -> RowSearch:
+    model, num_heads = artifact.spec.model, artifact.spec.num_index_heads
+    q = np.random.default_rng(seed).standard_normal((num_rows, model.num_q_heads, model.head_dim), np.float32)
+    top_k = round(KEEP * artifact.spec.context_len)
+    out = TokenSelections(np.empty((num_rows, num_heads, top_k), np.int32), np.empty((num_rows, num_heads), np.int32))
+    return RowSearch(0, q, top_k, SINK_LEN, WINDOW_LEN, 0.125, out)
+
+
+def by_workers(searcher: WorkerSearcher) -> Layer:
+    def search(layer_idx: int, step: RowSearch) -> int:
+        searcher.start(layer_idx, [step])
+        searcher.finish()
+        return searcher.worked_ns
+
+    return search
+
+
+class PlainActor:
+    """The same search behind a call: what a worker does without shared memory."""
+
+    def __init__(self, path: str) -> None:
+        self._artifact, self._workspace = open_artifact(Path(path)), SearchWorkspace()
+
+    def search(
+        self, layer_idx: int, q: Any, first_head: int, num_heads: int, top_k: int, scale: float
+    ) -> tuple[Any, Any, int]:
+        since = time.perf_counter_ns()
+        index = index_of_heads(self._artifact.layer_index(layer_idx), first_head, num_heads)
+        shape = len(q), num_heads
+        out = TokenSelections(np.empty((*shape, top_k), np.int32), np.empty(shape, np.int32))
+        LayerSearch(q, index, None, SINK_LEN, WINDOW_LEN, scale, out).run(self._workspace)
+        return out.kv_indices, out.valid_len, time.perf_counter_ns() - since
+
+
+def by_calls(ray: Any, actors: list[Any]) -> Layer:
+    def search(layer_idx: int, step: RowSearch) -> int:
+        num_rows, num_heads = step.out.valid_len.shape
+        group_size = step.q.shape[1] // num_heads
+        places, answers = [], []
+        for worker, actor in enumerate(actors):
+            for share in shares_of(worker, len(actors), num_rows, num_heads):
+                rows = slice(share.first_row, share.first_row + share.num_rows)
+                first, end = share.first_head, share.first_head + share.num_heads
+                q = np.ascontiguousarray(step.q[rows, first * group_size : end * group_size])
+                answers.append(
+                    actor.search.remote(layer_idx, q, first, share.num_heads, step.top_k, step.softmax_scale)
+                )
+                places.append((rows, slice(first, end)))
+        worked_ns = 0
+        for (rows, heads), (kv_indices, valid_len, ns) in zip(places, ray.get(answers), strict=True):
+            step.out.kv_indices[rows, heads], step.out.valid_len[rows, heads] = kv_indices, valid_len
+            worked_ns = max(worked_ns, ns)
+        return worked_ns
+
+    return search
+
+
+@contextlib.contextmanager
+def actors_of(path: Path, num_actors: int) -> Iterator[tuple[Any, list[Any]]]:
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    import ray
+
+    quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "configure_logging": False}
+    ray.init("local", num_cpus=num_actors, object_store_memory=200 << 20, **quiet)
+    try:
+        yield ray, [ray.remote(PlainActor).remote(str(path)) for _ in range(num_actors)]
+    finally:
+        ray.shutdown()
+
+
+def check(search: Layer, artifact: Artifact, step: RowSearch) -> None:
+    """Refuse a choice that is not this process's own."""
+    for layer_idx in range(NUM_LAYERS):
+        search(layer_idx, step)
+        want = TokenSelections(np.empty_like(step.out.kv_indices), np.empty_like(step.out.valid_len))
+        index = artifact.layer_index(layer_idx)
+        LayerSearch(step.q, index, None, SINK_LEN, WINDOW_LEN, step.softmax_scale, want).run(SearchWorkspace())
+        same = (want.kv_indices == step.out.kv_indices).all() and (want.valid_len == step.out.valid_len).all()
+        gate(bool(same), f"layer {layer_idx} was searched otherwise than in one thread")
+
+
+def take_turns(searches: dict[str, Layer], step: RowSearch, seconds: float, between_us: float) -> dict[str, Any]:
+    """Round trips and what they add to the search, in us, layer by layer; a step of one, then a step of the other."""
+    total: dict[str, list[float]] = {name: [] for name in searches}
+    added: dict[str, list[float]] = {name: [] for name in searches}
+    deadline = time.perf_counter() + seconds
+    while time.perf_counter() < deadline:
+        for name, search in searches.items():
+            for layer_idx in range(NUM_LAYERS):
+                until = time.perf_counter() + between_us * 1e-6
+                while time.perf_counter() < until:
+                    pass
+                since = time.perf_counter_ns()
+                worked_ns = search(layer_idx, step)
+                total[name].append((time.perf_counter_ns() - since) / 1e3)
+                added[name].append(total[name][-1] - worked_ns / 1e3)
+    return {name: {"total_us": _spread(total[name]), "added_us": _spread(added[name])} for name in searches}
+
+
+def _spread(times: list[float]) -> dict[str, float]:
+    p50, p99 = np.percentile(times, [50, 99])
+    return {"p50": round(float(p50), 1), "p99": round(float(p99), 1), "min": round(min(times), 1), "num": len(times)}
+
+
+def measure_losses(searcher: WorkerSearcher, artifact: Artifact, step: RowSearch, num_kills: int) -> dict[str, Any]:
+    """How long the layer takes whose worker dies, and until the worker is back."""
+    stalls_ms, back_s = [], []
+    for turn in range(num_kills):
+        handle: Any = searcher._keepers[turn % len(searcher._keepers)].handle
+        os.kill(handle.pid, signal.SIGSTOP)  # so that it dies with the request in its hands
+        since = time.perf_counter()
+        searcher.start(turn % NUM_LAYERS, [step])
+        os.kill(handle.pid, signal.SIGKILL)
+        searcher.finish()
+        stalls_ms.append((time.perf_counter() - since) * 1e3)
+        check(by_workers(searcher), artifact, step)
+        while searcher.health().num_alive < searcher.health().num_workers:
+            time.sleep(0.01)
+        back_s.append(time.perf_counter() - since)
+    return {"kills": num_kills, "layer_ms_max": round(max(stalls_ms), 2), "back_s_max": round(max(back_s), 2)}
+
+
+def measure(artifact: Artifact, num_workers: int, num_rows: int, seconds: float, num_kills: int) -> dict[str, Any]:
+    step = make_step(artifact, num_rows)
+    result: dict[str, Any] = {"workers": num_workers, "rows": num_rows}
+    with WorkerSearcher(num_workers) as searcher:
+        searcher.load(0, artifact)
+        workers = by_workers(searcher)
+        check(workers, artifact, step)
+        result["alone"] = take_turns({"workers": workers}, step, seconds, 0.0)["workers"]
+        result["alone_with_pauses"] = take_turns({"workers": workers}, step, seconds, BETWEEN_US)["workers"]
+        with actors_of(artifact.path, num_workers) as (ray, actors):
+            calls = by_calls(ray, actors)
+            check(calls, artifact, step)
+            result["in_turns"] = turns = take_turns({"workers": workers, "calls": calls}, step, seconds, 0.0)
+            for what in ("added_us", "total_us"):
+                ratio = turns["calls"][what]["p50"] / turns["workers"][what]["p50"]
+                result[f"{what.removesuffix('_us')}_ratio"] = round(ratio, 1)
+        gate(searcher.health().num_losses == 0, "a worker was lost while it was measured")
+        result["losses"] = measure_losses(searcher, artifact, step, num_kills)
+    return result
+
+
+def main(json_path: Path | None, context_len: int, worker_counts: list[int], seconds: float, num_kills: int) -> None:
+    with tempfile.TemporaryDirectory(prefix="csattn-bench-") as store:
+        spec = make_spec(
+            context_len,
+            num_layers=NUM_LAYERS,
+            num_kv_heads=NUM_KV_HEADS,
+            head_dim=HEAD_DIM,
+            kv_dtype="bfloat16",
+            num_subspaces=16,
+            num_centroids=32,
+        )
+        results = []
+        with open_artifact(build(Path(store), spec)) as artifact:
+            for num_workers in worker_counts:
+                for num_rows in (1, 8):
+                    results.append(measure(artifact, num_workers, num_rows, seconds, num_kills))
+                    print(results[-1], flush=True)
+    finish({"name": "search-workers", "machine": machine(), "context_len": context_len, "results": results}, json_path)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="where to keep the result")
+    parser.add_argument("--quick", action="store_true", help="a short run")
+    parser.add_argument("--context", type=int, default=8192)
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
+    arguments = parser.parse_args()
+    seconds, num_kills = (1.0, 2) if arguments.quick else (5.0, 5)
+    main(arguments.json, arguments.context, arguments.workers, seconds, num_kills)

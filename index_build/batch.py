@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
+from csattn.config import IndexConfig
 from csattn.errors import CsattnError
 from csattn.models import LoadedModel, load_model
 from csattn.models.prompt import choose_wrapping, context_ids
@@ -40,7 +44,9 @@ class JobResult:
     path: Path | None = None
     context_len: int = 0
     error: str | None = None  # a sentence, when it failed
-    attempts: int = 1  # more than 1 when workers died over it
+    attempts: int = 1  # more than 1 when workers died over a piece of it
+    prefilled_layers: int = 0  # in this run, on a cluster
+    index_shards: int = 0  # made in this run, on a cluster
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -59,6 +65,8 @@ class JobResult:
             "seconds": round(self.seconds, 3),
             "tokens_per_s": None if rate is None else round(rate, 1),
             "attempts": self.attempts,
+            "prefilled_layers": self.prefilled_layers,
+            "index_shards": self.index_shards,
             "error": self.error,
         }
 
@@ -153,6 +161,15 @@ def build_job(
     return JobResult(job, outcome, seconds, report.artifact_id, report.path, context_len)
 
 
+def prepare(job: Job, loaded: LoadedModel, device: str) -> tuple[NDArray[np.int32], IndexConfig, dict[str, Any]]:
+    """The context's token ids [context_len], how its index is made on that device, and what the manifest notes."""
+    options = job.options
+    config = make_config(options.preset, loaded.geometry.head_dim, options.index_changes(device))
+    wrapping = choose_wrapping(loaded.tokenizer, options.chat)
+    token_ids = context_ids(loaded.tokenizer, read_text(str(job.context)), wrapping)
+    return token_ids, config, {"wrapping": wrapping, "preset": options.preset, "source": job.context.name}
+
+
 def sentence(error: Exception) -> str:
     """An error on one line; the project's own are sentences already."""
     lines = str(error).strip().splitlines()
@@ -170,17 +187,14 @@ def _build(
     on_progress: Callable[[JobProgress], None],
 ) -> tuple[BuildReport, int]:
     """The build's report and the context's length in tokens."""
-    options = job.options
-    config = make_config(options.preset, loaded.geometry.head_dim, options.index_changes(loaded.device.type))
-    wrapping = choose_wrapping(loaded.tokenizer, options.chat)
-    token_ids = context_ids(loaded.tokenizer, read_text(str(job.context)), wrapping)
+    token_ids, config, notes = prepare(job, loaded, loaded.device.type)
     teller = _Teller(job_idx, len(token_ids), on_progress)
     report = build_artifact(
         loaded,
         token_ids,
         config,
         store,
-        notes={"wrapping": wrapping, "preset": options.preset, "source": job.context.name},
+        notes=notes,
         on_progress=teller.tell,
         on_wait=teller.tell_waiting,
         num_threads=num_threads,

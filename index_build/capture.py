@@ -5,7 +5,7 @@ So memory holds one layer's q, k and v whatever the depth, and a build can resum
 states that enter it. Everything is held where the model is.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +73,7 @@ def prefill(
     resume: tuple[int, Tensor] | None = None,  # a layer, and the hidden states [context_len, hidden_size] entering it
     chunk_len: int | None = None,
     on_chunk: Callable[[int, int], None] = lambda layer_idx, num_rows: None,
-) -> Iterator[tuple[LayerCapture, Tensor]]:
+) -> Generator[tuple[LayerCapture, Tensor]]:
     """Yield each layer's capture, with the hidden states that leave the layer.
 
     Raises CaptureError when a layer produces NaN or infinity.

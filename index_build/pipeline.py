@@ -17,6 +17,7 @@ from torch import Tensor
 
 from csattn import __version__
 from csattn.artifact import ArtifactSpec, ArtifactWriter, hash_token_ids, require_space
+from csattn.artifact.handover import load_captured
 from csattn.config import IndexConfig
 from csattn.cpus import available_cpus
 from csattn.errors import ContextError
@@ -80,8 +81,21 @@ def build_artifact(
     Raises ContextError for a context that is too short or too long, CaptureError for NaN, ArtifactError or
     StoreFullError when the store cannot be written.
     """
+    spec = make_spec(loaded, token_ids, config)
+    with ArtifactWriter(store, spec, token_ids, on_wait) as writer:
+        report = BuildReport(spec.artifact_id, store / spec.artifact_id, reused=True, resumed_at=0)
+        if writer.finished_path is None:
+            report.reused = False
+            require_space(store, writer.remaining_bytes)
+            _write_layers(loaded, token_ids, config, writer, report, on_progress, num_threads or available_cpus())
+            writer.finish(library_versions(loaded.device), notes or {})
+    return report
+
+
+def make_spec(loaded: LoadedModel, token_ids: NDArray[np.int32], config: IndexConfig) -> ArtifactSpec:
+    """What the artifact of these tokens will be. Raises ContextError when they are too few or too many."""
     _require_indexable(len(token_ids), config, loaded)
-    spec = ArtifactSpec(
+    return ArtifactSpec(
         model_name=loaded.name,
         model_fingerprint=loaded.fingerprint,
         model=loaded.geometry,
@@ -91,14 +105,6 @@ def build_artifact(
         index_config=config,
         kv_dtype=str(loaded.dtype).removeprefix("torch."),  # type: ignore[arg-type]  # the spec refuses others
     )
-    with ArtifactWriter(store, spec, token_ids, on_wait) as writer:
-        report = BuildReport(spec.artifact_id, store / spec.artifact_id, reused=True, resumed_at=0)
-        if writer.finished_path is None:
-            report.reused = False
-            require_space(store, writer.remaining_bytes)
-            _write_layers(loaded, token_ids, config, writer, report, on_progress, num_threads or available_cpus())
-            writer.finish(_versions(loaded.device), notes or {})
-    return report
 
 
 def _write_layers(
@@ -125,8 +131,9 @@ def _write_layers(
 
     set_kmeans_threads(1)  # k-means of different subspaces run side by side instead
     on_gpu = loaded.device.type == "cuda"
-    checkpoints = _CheckpointClock(_CHECKPOINT_EVERY_S_ON_GPU if on_gpu else _CHECKPOINT_EVERY_S)
+    checkpoints = CheckpointClock(on_gpu)
     with ThreadPoolExecutor(num_threads) as threads, make_outbox(loaded.device) as outbox:
+        _index_captured(writer, report, threads)
         layers = prefill(loaded.model, torch.from_numpy(token_ids).long(), resume=resume, on_chunk=on_chunk)
         while True:
             with report.timed("prefill"):
@@ -136,7 +143,7 @@ def _write_layers(
             tell(capture.layer_idx, "index")
             outbox.take_kv(capture.kv)
             with report.timed("index"):
-                next_query = _fit_next_query(loaded.model, capture, leaving)
+                next_query = fit_next_query(loaded.model, capture, leaving)
                 arrays = index_arrays(capture.q, capture.kv, config, threads)
                 if on_gpu:
                     torch.cuda.current_stream().synchronize()  # for the clock's sake
@@ -146,11 +153,23 @@ def _write_layers(
             done = 0
 
 
-class _CheckpointClock:
+def _index_captured(writer: ArtifactWriter, report: BuildReport, threads: ThreadPoolExecutor) -> None:
+    """Index the layers that a cluster had prefilled when its build was interrupted."""
+    spec = writer.spec
+    for layer_idx in writer.captured_layers:
+        captured = load_captured(writer.work, layer_idx)
+        with report.timed("index"):
+            arrays = index_arrays(captured.q, captured.kv, spec.index_config, threads)
+        index = as_layer_index(arrays, spec.index_config, spec.context_len, captured.next_query)
+        with report.timed("write"):
+            writer.write_index(layer_idx, captured.kv_record, index)
+
+
+class CheckpointClock:
     """Says when hidden states should be kept."""
 
-    def __init__(self, every_s: float) -> None:
-        self._every_s = every_s
+    def __init__(self, on_gpu: bool) -> None:
+        self._every_s = _CHECKPOINT_EVERY_S_ON_GPU if on_gpu else _CHECKPOINT_EVERY_S
         self._last = time.monotonic()
 
     def is_due(self) -> bool:
@@ -178,7 +197,7 @@ def _write_layer(
             writer.save_checkpoint(layer_idx + 1, hidden)
 
 
-def _fit_next_query(model: Any, capture: LayerCapture, leaving: Tensor) -> NDArray[np.float32] | None:
+def fit_next_query(model: Any, capture: LayerCapture, leaving: Tensor) -> NDArray[np.float32] | None:
     """How to tell the next layer's query from this layer's input; None after the last layer."""
     layers = model.model.layers
     if capture.layer_idx + 1 == len(layers):
@@ -205,7 +224,7 @@ def _require_indexable(context_len: int, config: IndexConfig, loaded: LoadedMode
         )
 
 
-def _versions(device: torch.device) -> dict[str, Any]:
+def library_versions(device: torch.device) -> dict[str, Any]:
     return {
         "csattn": __version__,
         "torch": torch.__version__,

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from csattn.artifact.durable import FileRecord, fsync_dir, store_errors, write_bytes
 from csattn.artifact.handover import drop_handover, intact_handover
-from csattn.artifact.layout import MANIFEST_FILE, MANIFEST_HASH_FILE, TOKENS_FILE, artifact_bytes, kv_file
+from csattn.artifact.layout import MANIFEST_FILE, MANIFEST_HASH_FILE, TOKENS_FILE, artifact_bytes, file_names, kv_file
 from csattn.artifact.lock import BuildLock
 from csattn.artifact.manifest import ArtifactSpec, Manifest, hash_token_ids
 from csattn.artifact.reader import manifest_hash_line, open_artifact
@@ -119,6 +119,12 @@ class ArtifactWriter:
         self._layers[layer_idx] = self.work.finish_layer(layer_idx, kv_record, index)
         self._forget_capture(layer_idx)
 
+    def write_index(self, layer_idx: int, kv_record: FileRecord, index: LayerIndex) -> None:
+        """Store the index of a layer whose KV was handed over."""
+        assert self._locked and layer_idx in self._captured, f"{self!r} has no KV of layer {layer_idx}"
+        self._layers[layer_idx] = self.work.finish_layer(layer_idx, kv_record, index)
+        self._forget_capture(layer_idx)
+
     def take_layer(self, layer_idx: int) -> bool:
         """Count a layer that somebody has finished on our behalf; False when there is none."""
         records = self.work.finished_layer(layer_idx)
@@ -144,6 +150,7 @@ class ArtifactWriter:
             files |= self._layers[layer_idx]
         with store_errors(f"clear up {self.work.parts}", self._store):
             remove_others(self.work.parts, set(files))  # a lost worker may have left half a file
+        files = {name: files[name] for name in file_names(self.spec)}  # in the order of an undisturbed build
         manifest = Manifest(
             spec=self.spec, library_versions=library_versions, build_notes=build_notes, files=files
         ).to_bytes()

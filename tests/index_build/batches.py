@@ -1,5 +1,6 @@
 """A model and contexts on disk, and a list of jobs over them."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -24,3 +25,9 @@ def write_list(place: Path, *lines: dict[str, Any] | str) -> Path:
     file = place / "jobs.jsonl"
     file.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
     return file
+
+
+def hashes(store: Path) -> dict[str, str]:
+    """The SHA-256 of every file in a store, by its path there."""
+    files = (path for path in store.rglob("*") if path.is_file())
+    return {str(path.relative_to(store)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}

@@ -6,41 +6,35 @@ import time
 from pathlib import Path
 from typing import Any
 
-from csattn.artifact import list_store
-from csattn.models import load_model
-from index_build.batch import JobProgress, JobResult, build_job
+from csattn.artifact import ArtifactSpec, list_store
+from index_build.context_build import Piece
 from index_build.job_list import Job
-from index_build.jobs import TaskNeeds
+from index_build.tasks import index_piece
 
 PATIENCE_S = 60.0
 
 
-def die_once_in_the_last_layer(job_idx: int, job: Job, store: Path, needs: TaskNeeds, board: Any) -> JobResult:
-    """The first builder that gets there is killed with the lock in its hands."""
-
-    def die(progress: JobProgress) -> None:
-        if progress.where == "layer 3/3 index" and not (flag := store.parent / "died").exists():
-            flag.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return build_job(job_idx, job, load_model(job.options.model), store, on_progress=die)
+def die_once_in_the_last_layer(piece: Piece, job: Job, spec: ArtifactSpec, store: Path, *more: Any) -> bool:
+    """The first worker that is given heads of the last layer is killed."""
+    if piece.layer_idx == spec.model.num_layers - 1 and not (flag := store.parent / "died").exists():
+        flag.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return index_piece(piece, job, spec, store, *more)
 
 
-def hang_on_the_lost_node(job_idx: int, job: Job, store: Path, needs: TaskNeeds, board: Any) -> JobResult:
-    """Stands still in the last layer on the node that will go; elsewhere waits for that when half of six are done."""
+def hang_on_the_lost_node(piece: Piece, job: Job, spec: ArtifactSpec, store: Path, *more: Any) -> bool:
+    """Stands still on the node that will go as soon as an artifact has been built; elsewhere, half of six later, waits
+    for that."""
     import ray
 
-    is_lost = ray.get_runtime_context().get_node_id() == (store.parent / "lost-node").read_text()
-    hangs = store.parent / "hangs"
-
-    def hang(progress: JobProgress) -> None:
-        if is_lost and progress.where == "layer 3/3 index":
+    hangs, num_built = store.parent / "hangs", len(list_store(store)) - 1
+    if ray.get_runtime_context().get_node_id() == (store.parent / "lost-node").read_text():
+        if num_built >= 1:
             hangs.touch()
             time.sleep(PATIENCE_S)
-
-    if not is_lost and len(list_store(store)) >= 3:
+    elif num_built >= 2:
         wait_for(hangs)
-    return build_job(job_idx, job, load_model(job.options.model), store, on_progress=hang)
+    return index_piece(piece, job, spec, store, *more)
 
 
 def wait_for(file: Path) -> None:

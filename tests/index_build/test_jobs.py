@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
-import index_build.jobs
 from csattn.artifact import list_store, verify_artifact
 from csattn.errors import ConfigError
 from index_build.batch import JobResult, run_batch
 from index_build.job_list import read_jobs
-from index_build.jobs import TaskNeeds, choose_needs, run_on_ray
+from index_build.jobs import run_on_ray
+from index_build.needs import TaskNeeds, choose_needs
+from index_build.tasks import TASKS
 from tests.index_build import mishaps
-from tests.index_build.batches import make_place, write_list
+from tests.index_build.batches import hashes, make_place, write_list
 
 CPU_NODE, BIG_NODE, GPU_NODE = {"CPU": 4.0}, {"CPU": 64.0}, {"CPU": 16.0, "GPU": 2.0}
 
@@ -23,20 +24,20 @@ CPU_NODE, BIG_NODE, GPU_NODE = {"CPU": 4.0}, {"CPU": 64.0}, {"CPU": 16.0, "GPU":
 @pytest.mark.parametrize(
     ("nodes", "device", "num_threads", "needs", "room"),
     [
-        ([CPU_NODE, BIG_NODE], "auto", None, TaskNeeds("cpu", 4), 17),
-        ([BIG_NODE], "auto", None, TaskNeeds("cpu", 8), 8),
-        ([CPU_NODE, BIG_NODE], "cpu", 5, TaskNeeds("cpu", 5), 12),
-        ([{}, {"CPU": 1.0}], "auto", None, TaskNeeds("cpu", 1), 1),
-        ([CPU_NODE, GPU_NODE], "auto", None, TaskNeeds("cuda", 1), 2),
-        ([GPU_NODE], "cuda", 16, TaskNeeds("cuda", 16), 1),
-        ([GPU_NODE], "cpu", None, TaskNeeds("cpu", 8), 2),
+        ([CPU_NODE, BIG_NODE], "auto", None, [TaskNeeds("cpu", 4)] * 2, [17] * 2),
+        ([BIG_NODE], "auto", None, [TaskNeeds("cpu", 8)] * 2, [8] * 2),
+        ([CPU_NODE, BIG_NODE], "cpu", 5, [TaskNeeds("cpu", 5)] * 2, [12] * 2),
+        ([{}, {"CPU": 1.0}], "auto", None, [TaskNeeds("cpu", 1)] * 2, [1] * 2),
+        ([CPU_NODE, GPU_NODE], "auto", None, [TaskNeeds("cuda", 1), TaskNeeds("cpu", 4)], [2, 5]),
+        ([GPU_NODE], "cuda", 16, [TaskNeeds("cuda", 1), TaskNeeds("cpu", 16)], [2, 1]),
+        ([GPU_NODE], "cpu", None, [TaskNeeds("cpu", 8)] * 2, [2] * 2),
     ],
 )
-def test_what_a_task_asks_of_a_cluster(
-    nodes, device: str, num_threads: int | None, needs: TaskNeeds, room: int
+def test_what_prefill_and_index_ask_of_a_cluster(
+    nodes, device: str, num_threads: int | None, needs: list[TaskNeeds], room: list[int]
 ) -> None:
-    assert choose_needs(nodes, device, num_threads) == needs
-    assert needs.room(nodes) == room
+    assert list(choose_needs(nodes, device, num_threads)) == needs
+    assert [need.room(nodes) for need in needs] == room
 
 
 @pytest.mark.parametrize(
@@ -77,50 +78,60 @@ def two_nodes() -> Iterator[tuple[Any, Any]]:
 
 
 def test_eight_builders_of_one_context_make_one_artifact(two_nodes: Any, tmp_path: Path, monkeypatch) -> None:
-    """... although the first of them is killed in its last layer."""
-    monkeypatch.setattr(index_build.jobs, "_build_on_worker", mishaps.die_once_in_the_last_layer)
+    """... although the first who indexes its last layer is killed."""
+    monkeypatch.setitem(TASKS, "index", mishaps.die_once_in_the_last_layer)
     place, store = make_place(tmp_path / "place", 1), tmp_path / "store"
     jobs = read_jobs(write_list(place, *[{"context": "0.txt", "model": "model"}] * 8))
     told: list[JobResult] = []
-    report = run_on_ray(jobs, store, num_threads=1, on_result=told.append)
-    assert sorted(result.outcome for result in report.results) == sorted(["resumed"] + ["reused"] * 7)
+    report = run_on_ray(jobs, store, num_threads=1, heads_per_piece=1, on_result=told.append)
+    assert sorted(result.outcome for result in report.results) == sorted(["built"] + ["reused"] * 7)
     assert sorted(result.attempts for result in report.results) == [1] * 7 + [2]
+    assert sum(result.prefilled_layers for result in report.results) == 3
+    assert sum(result.index_shards for result in report.results) == 3 * 2
     assert sorted(result.job.line for result in told) == list(range(1, 9))
     assert [entry.name for entry in store.iterdir()] == [report.results[0].artifact_id]
-    verify_artifact(report.results[0].path)  # type: ignore[arg-type]
+    run_batch(jobs[:1], tmp_path / "in-one-go", device="cpu")
+    assert hashes(store) == hashes(tmp_path / "in-one-go")
 
 
 def test_a_node_that_dies_half_way_costs_nothing_that_was_finished(two_nodes: Any, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(index_build.jobs, "_build_on_worker", mishaps.hang_on_the_lost_node)
+    monkeypatch.setitem(TASKS, "index", mishaps.hang_on_the_lost_node)
     cluster, node = two_nodes
     place, store = make_place(tmp_path / "place", 6), tmp_path / "store"
     jobs = read_jobs(write_list(place, *({"context": f"{number}.txt", "model": "model"} for number in range(6))))
     run_batch(jobs[:1], store, device="cpu")
     (tmp_path / "lost-node").write_text(node.node_id)
-    inodes: dict[str, int] = {}
+    finished: dict[str, int] = {}
 
     def remove_the_node_half_way() -> None:
         mishaps.wait_for(tmp_path / "hangs")
-        inodes.update({summary.artifact_id: inode(summary.path) for summary in list_store(store)})
+        finished.update(finished_files(store))
         cluster.remove_node(node, allow_graceful=False)
 
     remover = threading.Thread(target=remove_the_node_half_way)
     remover.start()
     report = run_on_ray(jobs, store, num_threads=1)
     remover.join()
-    assert sorted(result.outcome for result in report.results) == sorted(["built"] * 4 + ["resumed", "reused"])
-    assert [result.attempts for result in report.results if result.outcome == "resumed"] == [2]
-    assert report.results[0].outcome == "reused"
-    assert len(inodes) >= 1
+    assert [result.outcome for result in report.results] == ["reused"] + ["built"] * 5
+    assert max(result.attempts for result in report.results) == 2
+    assert sum(result.prefilled_layers for result in report.results) == 5 * 3
+    assert sum(result.index_shards for result in report.results) == 5 * 3
+    assert len(finished) > 3 * 2
+    assert finished.items() <= finished_files(store).items(), "something was made twice"
     for summary in list_store(store):
         verify_artifact(summary.path)
-        assert inodes.get(summary.artifact_id, inode(summary.path)) == inode(summary.path), "built twice"
     assert {result.artifact_id for result in report.results} == {summary.artifact_id for summary in list_store(store)}
     assert len(list_store(store)) == len(list(store.iterdir())) == 6
 
 
-def inode(artifact: Path) -> int:
-    return artifact.joinpath("manifest.json").stat().st_ino
+def finished_files(store: Path) -> dict[str, int]:
+    """The inode of every file that an artifact has or will have, by artifact and name."""
+    return {
+        f"{path.parent.parent.name if path.parent.name == 'artifact' else path.parent.name}/{path.name}".removeprefix(
+            ".building-"
+        ): path.stat().st_ino
+        for path in [*store.glob("*/layer-*.safetensors"), *store.glob("*/artifact/layer-*.safetensors")]
+    }
 
 
 def test_no_cluster_at_an_address_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

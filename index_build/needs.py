@@ -1,0 +1,46 @@
+"""What pieces of a build get of their node, and how many a cluster has room for."""
+
+from dataclasses import dataclass
+
+from csattn.errors import ConfigError
+from index_build.inputs import DEVICES
+
+MAX_DEFAULT_THREADS = 8  # larger nodes do several pieces at a time
+
+
+@dataclass(frozen=True, slots=True)
+class TaskNeeds:
+    """What one task gets of its node."""
+
+    device: str  # "cpu" or "cuda"
+    num_threads: int
+
+    @property
+    def resources(self) -> dict[str, int]:
+        return {"CPU": self.num_threads, **({"GPU": 1} if self.device == "cuda" else {})}
+
+    def room(self, nodes: list[dict[str, float]]) -> int:
+        """How many tasks run at once on nodes with these resources."""
+        return sum(min(int(node.get(kind, 0) // count) for kind, count in self.resources.items()) for node in nodes)
+
+
+def choose_needs(nodes: list[dict[str, float]], device: str, num_threads: int | None) -> tuple[TaskNeeds, TaskNeeds]:
+    """What a prefill and an index task each ask of a cluster whose nodes have these resources.
+
+    Prefills go to GPUs where there are any, indexes to CPUs.
+    """
+    if device not in DEVICES:
+        raise ConfigError(f"--device must be one of {', '.join(DEVICES)}, got {device!r}")
+    if num_threads is not None and num_threads < 1:
+        raise ConfigError(f"--threads must be at least 1, got {num_threads}")
+    has_gpu = any(node.get("GPU", 0) >= 1 for node in nodes)
+    if device == "cuda" and not has_gpu:
+        raise ConfigError("--device cuda needs a node with a GPU, and the cluster has none; use cpu")
+    smallest = min((int(node["CPU"]) for node in nodes if node.get("CPU", 0) >= 1), default=1)
+    index = TaskNeeds("cpu", num_threads or min(smallest, MAX_DEFAULT_THREADS))
+    prefill = TaskNeeds("cuda", 1) if has_gpu and device != "cpu" else index
+    for needs in (prefill, index):
+        if not needs.room(nodes):
+            wanted = " and ".join(f"{count} {kind}" for kind, count in needs.resources.items())
+            raise ConfigError(f"no node of the cluster has {wanted} for a build; add one, or give fewer --threads")
+    return prefill, index

@@ -1,0 +1,193 @@
+"""A build in pieces: the same bytes as in one go, wherever it is interrupted, and nothing done twice."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import index_build.context_build
+from csattn.artifact import verify_artifact
+from csattn.models import LoadedModel, load_model
+from index_build.batch import JobResult, run_batch
+from index_build.context_build import MAX_ATTEMPTS, ContextBuild, Piece
+from index_build.job_list import Job, read_jobs
+from index_build.pieces import head_groups, index_heads, join_layer, make_plan, prefill_layers
+from tests.artifact.faults import flip_byte
+from tests.artifact.synthetic import make_spec
+from tests.index_build.batches import hashes, make_place, write_list
+
+NUM_LAYERS, NUM_HEADS = 3, 2
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    place = make_place(tmp_path_factory.mktemp("pieces"), 1)
+    return read_jobs(write_list(place, {"context": "0.txt", "model": "model"}))[0]
+
+
+@pytest.fixture(scope="module")
+def loaded(job: Job) -> LoadedModel:
+    return load_model(job.options.model)
+
+
+@pytest.fixture(scope="module")
+def in_one_go(job: Job, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The hash of every file of the store after a build in this process."""
+    store = tmp_path_factory.mktemp("in-one-go")
+    run_batch([job], store, device="cpu")
+    return hashes(store)
+
+
+def do(piece: Piece, build: ContextBuild, loaded: LoadedModel, store: Path) -> object:
+    """What a worker does for that piece."""
+    if piece.kind == "plan":
+        return make_plan(build.job, loaded, "cpu")
+    assert build.plan is not None
+    if piece.kind == "prefill":
+        return prefill_layers(loaded, build.plan, store, piece.stop_layer)
+    if piece.kind == "index":
+        return index_heads(build.plan.spec, store, piece.layer_idx, piece.heads, 2)
+    return join_layer(build.plan.spec, store, piece.layer_idx, build.groups)
+
+
+def work(build: ContextBuild, loaded: LoadedModel, store: Path, num_pieces: int = 1000) -> Counter[str]:
+    """Do that many pieces, or all, the last that is due first; return what was made, by kind."""
+    made: Counter[str] = Counter()
+    for _ in range(num_pieces):
+        if build.result is not None or not (due := build.due()):
+            break
+        build.start(due[-1])
+        value = do(due[-1], build, loaded, store)
+        made[due[-1].kind] += int(value) if due[-1].kind != "plan" else 0  # type: ignore[call-overload]
+        build.settle(due[-1], value)
+    build.abandon()
+    return made
+
+
+@pytest.mark.parametrize("heads_per_piece", [None, 1])
+def test_interrupted_anywhere_it_makes_the_same_bytes_and_nothing_twice(
+    job: Job, loaded: LoadedModel, in_one_go: dict[str, str], tmp_path: Path, heads_per_piece: int | None
+) -> None:
+    num_shards = NUM_LAYERS * NUM_HEADS if heads_per_piece else NUM_LAYERS
+    for num_pieces in range(2 + num_shards + (NUM_LAYERS if heads_per_piece else 0)):
+        store = tmp_path / str(num_pieces)
+        first = ContextBuild(0, job, store, heads_per_piece)
+        made = work(first, loaded, store, num_pieces)
+        assert first.result is None
+        second = ContextBuild(0, job, store, heads_per_piece)
+        made += work(second, loaded, store)
+        assert second.result is not None
+        assert second.result.outcome == ("resumed" if num_pieces > 1 else "built")
+        assert (made["prefill"], made["index"]) == (NUM_LAYERS, num_shards)
+        assert hashes(store) == in_one_go
+
+
+def test_a_build_in_one_go_takes_over_from_pieces(
+    job: Job, loaded: LoadedModel, in_one_go: dict[str, str], tmp_path: Path
+) -> None:
+    work(ContextBuild(0, job, tmp_path, 1), loaded, tmp_path, 4)
+    before = {path.name: path.stat().st_ino for path in tmp_path.rglob("*.kv.safetensors")}
+    assert len(before) == NUM_LAYERS
+    assert run_batch([job], tmp_path, device="cpu").results[0].outcome == "resumed"
+    assert hashes(tmp_path) == in_one_go
+    assert {path.name: path.stat().st_ino for path in tmp_path.rglob("*.kv.safetensors")} == before
+
+
+def test_pieces_take_over_from_a_build_in_one_go(
+    job: Job, loaded: LoadedModel, in_one_go: dict[str, str], tmp_path: Path
+) -> None:
+    def interrupt(progress: object) -> None:
+        if "layer 2/3 write" in str(progress):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_batch([job], tmp_path, device="cpu", on_progress=interrupt)
+    build = ContextBuild(0, job, tmp_path)
+    assert work(build, loaded, tmp_path) == {"prefill": 2, "index": 2, "plan": 0}
+    assert build.result is not None and build.result.outcome == "resumed"
+    assert hashes(tmp_path) == in_one_go
+
+
+@pytest.mark.parametrize(
+    ("victim", "again"),
+    [
+        ("queries-001.safetensors", {"prefill": 1, "index": 6}),
+        ("captured-001.json", {"prefill": 1, "index": 6}),
+        ("artifact/layer-001.kv.safetensors", {"prefill": 1, "index": 6}),
+        ("shard-002-000-001.safetensors", {"prefill": 0, "index": 6}),
+    ],
+)
+def test_what_was_handed_over_and_is_damaged_is_made_again(
+    job: Job, loaded: LoadedModel, in_one_go: dict[str, str], tmp_path: Path, victim: str, again: dict[str, int]
+) -> None:
+    build = ContextBuild(0, job, tmp_path, 1)
+    work(build, loaded, tmp_path, 2)
+    assert build.plan is not None
+    index_heads(build.plan.spec, tmp_path, 2, range(1), 1)
+    (path,) = tmp_path.rglob(victim)
+    flip_byte(path, path.stat().st_size * 3 // 4)
+    made = work(ContextBuild(0, job, tmp_path, 1), loaded, tmp_path)
+    whole_shard = 0 if victim.startswith("shard") else 1  # the intact one is kept
+    assert (made["prefill"], made["index"]) == (again["prefill"], again["index"] - whole_shard)
+    assert hashes(tmp_path) == in_one_go
+
+
+def test_a_prefill_stops_while_its_queries_would_take_too_much_disk(
+    job: Job, loaded: LoadedModel, in_one_go: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_build.context_build, "_HANDOVER_BYTES", 1)
+    build = ContextBuild(0, job, tmp_path)
+    most = 0
+    while build.result is None:
+        for piece in build.due():
+            build.start(piece)
+            build.settle(piece, do(piece, build, loaded, tmp_path))
+            most = max(most, len(list(tmp_path.rglob("queries-*.safetensors"))))
+    assert most == 1
+    assert hashes(tmp_path) == in_one_go
+
+
+def test_who_comes_second_waits_and_finds_the_artifact(job: Job, loaded: LoadedModel, tmp_path: Path) -> None:
+    first, second = ContextBuild(0, job, tmp_path), ContextBuild(1, job, tmp_path)
+    for build in (first, second):
+        (piece,) = build.due()
+        build.settle(piece, do(piece, build, loaded, tmp_path))
+    assert first.due() and not second.due()
+    assert second.is_waiting and not first.is_waiting
+    work(first, loaded, tmp_path)
+    assert not second.due()
+    assert [result.outcome for result in (first.result, second.result) if result] == ["built", "reused"]
+    assert isinstance(second.result, JobResult) and second.result.path is not None
+    verify_artifact(second.result.path)
+
+
+def test_a_piece_whose_workers_always_die_fails_its_context(job: Job, tmp_path: Path) -> None:
+    build = ContextBuild(0, job, tmp_path)
+    for _ in range(MAX_ATTEMPTS):
+        assert build.result is None
+        (piece,) = build.due()
+        build.start(piece)
+        assert not build.due()
+        build.lose(piece, "power")
+    assert build.result is not None
+    assert build.result.error == f"its worker died {MAX_ATTEMPTS} times, last of power"
+
+
+@pytest.mark.parametrize(
+    ("num_kv_heads", "context_len", "given", "sizes"),
+    [
+        (1, 70, None, [1]),
+        (5, 70, None, [5]),
+        (5, 70, 2, [1, 2, 2]),
+        (4, 70, 1, [1] * 4),
+        (8, 2**15, None, [2] * 4),
+        (8, 2**17, None, [1] * 8),
+    ],
+)
+def test_heads_are_indexed_together_when_they_are_short(
+    num_kv_heads: int, context_len: int, given: int | None, sizes: list[int]
+) -> None:
+    spec = make_spec(context_len, num_kv_heads=num_kv_heads)
+    groups = head_groups(spec, given)
+    assert [len(heads) for heads in groups] == sizes
+    assert [head for heads in groups for head in heads] == list(range(num_kv_heads))

@@ -23,7 +23,7 @@ IMPORTED_BY_NOTHING = {"tests", "bench"}
 # heavy library -> the files of the packages that may import it
 ADDRESSES: dict[str, tuple[str, ...]] = {
     "faiss": ("index_build/kmeans.py",),
-    "ray": ("*_actor.py", "*/jobs.py", "*/service.py"),
+    "ray": ("*_actor.py", "*/jobs.py", "workers/service/ray_*.py"),
     "cupy": ("csattn/cuda.py", "offload/cuda.py"),
     "triton": ("index_build/device_kernels.py", "workers/model_runner/*.py"),
     "typer": ("workers/cli*.py",),

@@ -202,6 +202,38 @@ def doctor(store: Store = Path("store"), json: Json = False) -> None:
     sys.exit(0 if result["healthy"] else 1)
 
 
+@app.command()
+def serve(
+    file: Annotated[
+        Path | None, typer.Option("--config", help="TOML or YAML file. [default: $CSATTN_CONFIG, or none]")
+    ] = None,
+    local: Annotated[bool, typer.Option("--local", help="In this process alone. [default: on Ray]")] = False,
+    host: Annotated[str | None, typer.Option(help="Address to listen on. [default: 127.0.0.1]")] = None,
+    port: Annotated[int | None, typer.Option(help="0: one that is free. [default: 8000]")] = None,
+    store: Annotated[Path | None, typer.Option(help="Directory that holds artifacts. [default: store]")] = None,
+    context: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=ARTIFACT", help="Serve an artifact of the store by that name.")
+    ] = None,
+    model: Model = None,
+    placement: Annotated[str | None, typer.Option(help="cpu, or on a GPU device, hybrid or host.")] = None,
+    threads: Annotated[int | None, typer.Option(help="That search on the CPU. [default: all cores]")] = None,
+    keep: Annotated[float | None, typer.Option(help="Share of the context read per step, in (0, 1].")] = None,
+    lookahead: Annotated[int | None, typer.Option(help="1: search one layer ahead, on the predicted query.")] = None,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting; `csattn config show` has all.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object when the service is ready.")] = False,
+) -> None:
+    """Answer over HTTP, as OpenAI's clients ask, from contexts that are built once. Ends with SIGTERM or Ctrl-C."""
+    from workers.cli import serving
+    from workers.cli.configuring import parse_changes
+
+    flags: dict[str, object] = {"server.host": host, "server.port": port, "store.path": store, "model.name": model}
+    flags |= {"engine.placement": placement, "engine.num_threads": threads}
+    flags |= {"search.keep": keep, "search.lookahead": lookahead}
+    serving.serve(file, flags | parse_changes(changes or []), context or [], local, json)
+
+
 # typer brings its own copy of click in some versions; this is ClickException in all of them
 _ClickError: Any = typer.BadParameter.__mro__[2]
 

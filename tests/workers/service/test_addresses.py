@@ -1,0 +1,33 @@
+"""Where the service listens."""
+
+import socket
+
+import pytest
+
+from csattn.errors import ConfigError
+from workers.service.addresses import listen, url_of
+from workers.settings import Secret, ServerSettings
+
+
+def test_port_zero_is_one_that_is_free() -> None:
+    with listen(ServerSettings(port=0)) as first, listen(ServerSettings(port=0)) as second:
+        assert first.getsockname()[0] == "127.0.0.1"
+        assert first.getsockname()[1] != second.getsockname()[1] > 0
+
+
+def test_a_port_in_use_is_a_sentence() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"port {port} of 127.0.0.1 is in use; name another with --port"):
+            listen(ServerSettings(port=port))
+
+
+def test_an_address_of_another_machine_is_a_sentence() -> None:
+    elsewhere = ServerSettings(host="203.0.113.7", port=0, api_keys=(Secret("key"),))
+    with pytest.raises(ConfigError, match=r"cannot listen on 203.0.113.7 .*; name an address of this machine"):
+        listen(elsewhere)
+
+
+def test_urls() -> None:
+    assert url_of("127.0.0.1", 80) == "http://127.0.0.1:80"
+    assert url_of("::1", 8000) == "http://[::1]:8000"

@@ -1,0 +1,208 @@
+"""Who gets which request, and what becomes of it when a worker is full, ends, or ends in the middle."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from prometheus_client.core import GaugeMetricFamily
+
+from workers.service.spread_backend import SpreadBackend
+from workers.serving.messages import (
+    Ask,
+    BadRequestError,
+    ContextInfo,
+    Done,
+    Event,
+    Health,
+    NewContext,
+    OverloadedError,
+    Piece,
+    Sampling,
+    ServingError,
+    UnknownContextError,
+    WorkerLostError,
+)
+
+DONE = Done(reason="stop", context_tokens=1, question_tokens=1, new_tokens=1)
+FULL, LOST = OverloadedError("full", retry_after_s=3.0), WorkerLostError("lost")
+
+
+@dataclass
+class Here:
+    """A worker without a process: says its name, or fails as it is told."""
+
+    name: str
+    num_running: int = 0
+    error: ServingError | None = None
+    fails_after: int = 0  # pieces
+    answers: dict[str, Any] = field(default_factory=dict)  # by method
+    asked: list[Any] = field(default_factory=list)
+    num_closed: int = 0
+
+    async def generate(self, ingress: str, ask: Ask) -> AsyncGenerator[Event, None]:
+        self.asked.append(ask.context)
+        try:
+            for number in range(3):
+                if self.error is not None and number == self.fails_after:
+                    raise self.error
+                yield Piece(self.name)
+            yield DONE
+        finally:
+            self.num_closed += 1
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        self.asked.append((method, *arguments))
+        if self.error is not None:
+            raise self.error
+        return self.answers[method]
+
+    async def health(self) -> Health:
+        return Health(self.error is None, "" if self.error is None else f"{self.name} is not there.")
+
+    async def beat(self, ingress: str) -> None:
+        pass
+
+
+def workers(count: int = 4, **changes: Any) -> list[Here]:
+    return [Here(f"attention-{number}", **changes) for number in range(count)]
+
+
+def ask(context: str) -> Ask:
+    return Ask(request_id="r", context=context, prompt="?", sampling=Sampling(max_new_tokens=3))
+
+
+def said(backend: SpreadBackend, context: str) -> list[Event]:
+    async def collect() -> list[Event]:
+        async with aclosing(backend.generate(ask(context))) as events:
+            return [event async for event in events]
+
+    return asyncio.run(collect())
+
+
+def owner(given: list[Here], context: str) -> Here:
+    said(SpreadBackend(given), context)
+    [one] = [worker for worker in given if context in worker.asked]
+    return one
+
+
+def test_a_context_always_goes_to_the_same_worker_whatever_process_asks() -> None:
+    given = workers()
+    owners = {f"context-{number}": owner(given, f"context-{number}").name for number in range(40)}
+    assert set(owners.values()) == {worker.name for worker in given}
+    again = workers()[::-1]
+    assert {context: owner(again, context).name for context in owners} == owners
+
+
+def test_without_one_worker_only_its_contexts_move() -> None:
+    names = [f"context-{number}" for number in range(40)]
+    before = {name: owner(workers(), name).name for name in names}
+    after = {name: owner(workers()[:3], name).name for name in names}
+    assert all(after[name] == before[name] for name in names if before[name] != "attention-3")
+
+
+@pytest.mark.parametrize("error", [FULL, LOST])
+def test_a_request_that_finds_no_room_goes_to_the_worker_with_the_least_to_do(error: ServingError) -> None:
+    given = workers()
+    own = owner(given, "book")
+    own.error = error
+    others = [worker for worker in given if worker is not own]
+    for number, worker in enumerate(others):
+        worker.num_running = 5 - number
+    assert said(SpreadBackend(given), "book") == [Piece(others[-1].name)] * 3 + [DONE]
+    assert [worker.asked for worker in others[:-1]] == [[], []]
+
+
+def test_what_has_told_a_token_is_not_begun_again_elsewhere() -> None:
+    given = workers()
+    own = owner(given, "book")
+    own.error, own.fails_after = LOST, 2
+    told: list[Event] = []
+
+    async def collect() -> None:
+        async for event in SpreadBackend(given).generate(ask("book")):
+            told.append(event)
+
+    with pytest.raises(WorkerLostError):
+        asyncio.run(collect())
+    assert told == [Piece(own.name)] * 2
+    assert not any(worker.asked for worker in given if worker is not own)
+
+
+def test_where_nobody_has_room_the_contexts_own_worker_says_when_to_come_again() -> None:
+    given = workers(3, error=LOST)
+    for worker in given:
+        worker.error = FULL if worker.name == owner(workers(3), "book").name else LOST
+    with pytest.raises(OverloadedError) as caught:
+        said(SpreadBackend(given), "book")
+    assert caught.value.retry_after_s == 3.0
+    assert all(worker.asked == ["book"] for worker in given)
+
+
+def test_a_request_that_is_wrong_is_refused_by_the_first() -> None:
+    given = workers(error=BadRequestError("wrong"))
+    with pytest.raises(BadRequestError):
+        said(SpreadBackend(given), "book")
+    assert sum(len(worker.asked) for worker in given) == 1
+
+
+def test_closing_ends_the_request_at_its_worker() -> None:
+    given = workers(1)
+
+    async def leave_early() -> None:
+        events = SpreadBackend(given).generate(ask("book"))
+        await anext(events)
+        await events.aclose()
+        assert given[0].num_closed == 1
+
+    asyncio.run(leave_early())
+
+
+def test_ready_while_any_worker_is() -> None:
+    given = workers(2)
+    backend = SpreadBackend(given)
+    assert asyncio.run(backend.health()) == Health(True)
+    given[0].error = LOST
+    assert asyncio.run(SpreadBackend(given).health()) == Health(True, "attention-0 is not there.")
+    given[1].error = LOST
+    assert asyncio.run(SpreadBackend(given).health()) == Health(
+        False, "attention-0 is not there. attention-1 is not there."
+    )
+
+
+def test_contexts_are_those_of_the_workers_that_answer() -> None:
+    info = ContextInfo(name="book", state="ready")
+    given = workers(2, answers={"contexts": [info]})
+    assert asyncio.run(SpreadBackend(given).contexts()) == [info]
+    given[0].error = LOST
+    assert asyncio.run(SpreadBackend(given).contexts()) == [info]
+    given[1].error = LOST
+    with pytest.raises(WorkerLostError):
+        asyncio.run(SpreadBackend(given).contexts())
+
+
+def test_a_context_is_built_by_the_worker_that_will_answer_from_it() -> None:
+    new, info = NewContext(name="book", text="text"), ContextInfo(name="book", state="building")
+    given = workers(answers={"register": info, "delete": None})
+    own = owner(given, "book")
+    for worker in given:
+        worker.asked.clear()
+    backend = SpreadBackend(given)
+    assert asyncio.run(backend.register(new)) == info
+    asyncio.run(backend.delete("book"))
+    assert own.asked == [("register", new), ("delete", "book")]
+    own.error = LOST
+    assert asyncio.run(backend.register(new)) == info
+    assert sum(("register", new) in worker.asked for worker in given if worker is not own) == 1
+    own.error = UnknownContextError("there is none")
+    with pytest.raises(UnknownContextError):
+        asyncio.run(backend.delete("book"))
+
+
+def test_metrics_are_those_of_the_workers_that_answer() -> None:
+    given = workers(2, answers={"metrics": [GaugeMetricFamily("running", "Now.", value=1.0)]})
+    given[0].error = LOST
+    [metric] = asyncio.run(SpreadBackend(given).metrics())
+    assert [sample.labels for sample in metric.samples] == [{"worker": "attention-1"}]

@@ -1,0 +1,92 @@
+"""A client whose ingress replica dies is told so. The application inside plays Serve's proxy."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from workers.service.stream_guard import StreamGuard, middlewares
+
+STREAM = [(b"content-type", b"text/event-stream; charset=utf-8")]
+JSON = [(b"content-type", b"application/json")]
+PLAIN = [(b"content-type", b"text/plain")]
+
+
+def told(inside: list[Any], path: str = "/v1/models", error: BaseException | None = None) -> list[dict[str, Any]]:
+    """What the client gets when the application sends these messages, then returns or raises."""
+    sent: list[dict[str, Any]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        for message in inside:
+            await send(message)
+        if error is not None:
+            raise error
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        raise AssertionError("nobody reads the request here")
+
+    asyncio.run(StreamGuard(app)({"type": "http", "path": path}, receive, send))
+    return sent
+
+
+def start(status: int, headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
+    return {"type": "http.response.start", "status": status, "headers": headers}
+
+
+def body(data: bytes, more_body: bool = False) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": data, "more_body": more_body}
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        [start(200, STREAM), body(b"data: a\n\n", True), body(b"data: [DONE]\n\n", True), body(b"")],
+        [start(200, JSON), body(b"{}")],
+        [start(500, JSON), body(b"{}")],
+        [start(404, PLAIN), body(b"no")],
+    ],
+    ids=["stream", "object", "the service's own error", "not found"],
+)
+def test_a_whole_reply_passes_unchanged(reply: list[dict[str, Any]]) -> None:
+    assert told(reply) == reply
+
+
+def test_a_stream_that_breaks_off_ends_with_an_error_event() -> None:
+    begun = [start(200, STREAM), body(b"data: a\n\n", True)]
+    *before, last = told(begun)
+    assert before == begun
+    assert last["more_body"] is False
+    event, done, rest = last["body"].decode().split("\n\n")
+    error = json.loads(event.removeprefix("data: "))["error"]
+    assert error["code"] == "worker_lost" and "sent again" in error["message"]
+    assert (done, rest) == ("data: [DONE]", "")
+
+
+@pytest.mark.parametrize(
+    "inside", [[], [start(500, PLAIN), body(b"Internal Server Error")], [start(503, PLAIN), body(b"busy")]]
+)
+def test_no_answer_is_a_503_that_says_when_to_come_again(inside: list[dict[str, Any]]) -> None:
+    begin, end = told(inside)
+    headers = dict(begin["headers"])
+    assert begin["status"] == 503 and headers[b"retry-after"] == b"2"
+    assert int(headers[b"content-length"]) == len(end["body"])
+    assert json.loads(end["body"])["error"]["code"] == "worker_lost"
+
+
+def test_serves_own_paths_are_not_there() -> None:
+    begin, end = told([start(200, JSON), body(b'{"/": "csattn"}')], path="/-/routes")
+    assert begin["status"] == 404 and json.loads(end["body"])["error"]["code"] == "not_found"
+
+
+def test_a_client_is_told_also_where_the_proxy_fails() -> None:
+    with pytest.raises(RuntimeError):
+        told([], error=RuntimeError("of the proxy"))
+
+
+def test_serve_gets_it_as_a_middleware() -> None:
+    [middleware] = middlewares()
+    assert middleware.cls is StreamGuard

@@ -1,0 +1,93 @@
+"""`csattn serve`: the settings, the service in one process or on Ray, and a line that says where it is."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, redirect_stdout, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from csattn.errors import ConfigError
+from workers.cli.terminal import err, out, print_json
+from workers.service.addresses import listen
+from workers.settings import Settings, load_settings
+
+
+def serve(
+    file: Path | None, flags: Mapping[str, object], contexts: Sequence[str], in_one_process: bool, json: bool
+) -> None:
+    """Until SIGTERM or SIGINT."""
+    settings = _settled(load_settings(file, os.environ, flags).settings)
+    _name(settings.store.path, contexts)
+
+    def on_ready(url: str) -> None:
+        out.print(f"ready at {url}: OpenAI's clients take base_url {url}/v1, a browser {url}/; Ctrl-C ends it")
+        if json:
+            print_json({"ready": True, "url": url, "base_url": f"{url}/v1", "pid": os.getpid()})
+
+    if in_one_process:
+        _serve_here(settings, on_ready)
+    else:
+        _serve_on_ray(settings, on_ready)
+    err.print("ended")
+
+
+def _settled(settings: Settings) -> Settings:
+    """Paths that hold in every process, and a store that is there."""
+    path = settings.store.path.absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"the store {path} cannot be used ({error.strerror}); name a directory that can be written with --store"
+        ) from error
+    model = settings.model
+    if model.name is not None and Path(model.name).exists():
+        model = replace(model, name=str(Path(model.name).absolute()))
+    return replace(settings, store=replace(settings.store, path=path), model=model)
+
+
+def _name(store: Path, contexts: Sequence[str]) -> None:
+    """Give artifacts of the store the names that are asked for."""
+    for given in contexts:
+        name, equals, artifact_id = given.partition("=")
+        if not (equals and artifact_id):
+            raise ConfigError(f"--context takes NAME=ARTIFACT, such as handbook=3f2a, got {given!r}")
+        from workers.serving.contexts import name_artifact
+
+        name_artifact(store, name, artifact_id)
+
+
+def _serve_here(settings: Settings, on_ready: Callable[[str], None]) -> None:
+    from workers.service.local_app import serve_locally
+
+    with closing(listen(settings.server)) as listener:
+        err.print("loading the model")
+        serve_locally(settings, listener, on_ready)
+
+
+def _serve_on_ray(settings: Settings, on_ready: Callable[[str], None]) -> None:
+    from workers.service.ray_app import service_on_ray
+
+    listener = listen(settings.server)
+    port: int = listener.getsockname()[1]
+    listener.close()  # Serve opens it itself
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _stop)
+    err.print("starting Ray and the workers")
+    with suppress(_Stopped), service_on_ray(settings, port) as url:
+        on_ready(url)
+        with redirect_stdout(sys.stderr):  # where Ray tells of processes that died
+            while True:
+                time.sleep(3600.0)
+
+
+class _Stopped(BaseException):
+    """The service was told to end."""
+
+
+def _stop(*_: Any) -> None:
+    raise _Stopped

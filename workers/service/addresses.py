@@ -1,0 +1,36 @@
+"""Where the service listens."""
+
+import errno
+import socket
+
+from csattn.errors import ConfigError
+from workers.settings import ServerSettings
+
+
+def listen(server: ServerSettings) -> socket.socket:
+    """A socket bound to the address that is set; its port is one that is free where 0 is set.
+
+    Raises ConfigError where the address cannot be had.
+    """
+    family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((server.host, server.port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(_refusal(server, error)) from error
+    listener.set_inheritable(True)
+    return listener
+
+
+def url_of(host: str, port: int) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _refusal(server: ServerSettings, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"port {server.port} of {server.host} is in use; name another with --port, or 0 for any that is free"
+    if error.errno == errno.EACCES:
+        return f"this user may not listen on port {server.port}; name one above 1023 with --port"
+    return f"cannot listen on {server.host} ({error.strerror or error}); name an address of this machine with --host"

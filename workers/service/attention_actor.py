@@ -1,0 +1,143 @@
+"""The attention worker as an actor: one process that owns a device, a model, and the requests that it decodes."""
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TypeVar
+
+from prometheus_client import Metric
+
+from csattn.errors import CsattnError
+from offload.errors import OffloadError
+from workers.serving.messages import Ask, ContextInfo, Event, Health, NewContext, ServingError
+from workers.settings import Settings
+
+T = TypeVar("T")
+LEASE_S = 5.0  # the requests of an ingress that has been silent for so long are ended
+_AGAIN_S = 5.0  # until a worker that could not start tries again
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """Nothing follows."""
+
+
+@dataclass(slots=True)
+class _Running:
+    ingress: str
+    pump: asyncio.Task[None]
+
+
+class AttentionActor:
+    """A backend for callers in other processes. Errors that clients are told cross as values: Ray wraps raised ones."""
+
+    def __init__(self, settings: Settings):
+        # only the process that runs this has a use for models and engines
+        from workers.service.making import make_backend
+        from workers.service.search_actor import SearchActors
+
+        self._failure: str | None = None
+        try:
+            self._backend = make_backend(settings, SearchActors())
+        except (CsattnError, OffloadError) as error:
+            self._failure = str(error)
+            threading.Timer(_AGAIN_S, os._exit, [1]).start()  # then Ray starts it again
+        self._starting: asyncio.Task[None] | None = None
+        self._running: dict[str, _Running] = {}  # by key, which the ingress makes
+        self._heard_s: dict[str, float] = {}  # by ingress
+
+    async def generate(self, key: str, ingress: str, ask: Ask) -> AsyncGenerator[list[Event | ServingError], None]:
+        """Events as they come, in one list what came together. An error is the last of them."""
+        events: asyncio.Queue[Event | ServingError | _Ended] = asyncio.Queue()
+        self._heard_s[ingress] = time.monotonic()
+        self._running[key] = _Running(ingress, asyncio.create_task(self._pump(ask, events)))
+        try:
+            ended = False
+            while not ended:
+                ready = [await events.get()]
+                while not events.empty():
+                    ready.append(events.get_nowait())
+                ended = isinstance(ready[-1], _Ended)
+                if told := [event for event in ready if not isinstance(event, _Ended)]:
+                    yield told
+        finally:
+            self._end(key)
+
+    async def end(self, key: str) -> None:
+        """Nobody waits for the rest of that request."""
+        self._end(key)
+
+    async def beat(self, ingress: str) -> int:
+        """That ingress is alive. Returns how many requests are here."""
+        await self._start()
+        self._heard_s[ingress] = time.monotonic()
+        return len(self._running)
+
+    async def contexts(self) -> list[ContextInfo] | ServingError:
+        return await self._told(self._backend.contexts())
+
+    async def register(self, new: NewContext) -> ContextInfo | ServingError:
+        return await self._told(self._backend.register(new))
+
+    async def delete(self, name: str) -> ServingError | None:
+        return await self._told(self._backend.delete(name))
+
+    async def health(self) -> Health | ServingError:
+        if self._failure is not None:
+            return Health(False, self._failure)
+        return await self._told(self._backend.health())
+
+    async def metrics(self) -> list[Metric] | ServingError:
+        return await self._told(self._backend.metrics())
+
+    async def failure(self) -> str | None:
+        """Why it could not start, if so. Until this can be asked, it is starting."""
+        return self._failure
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def _told(self, answer: Awaitable[T]) -> T | ServingError:
+        await self._start()
+        try:
+            return await answer
+        except ServingError as error:
+            return error
+
+    async def _start(self) -> None:
+        """With the first call: only then is there an event loop."""
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._backend.start())
+            self._watch = asyncio.create_task(self._end_orphans())
+        await asyncio.shield(self._starting)
+
+    async def _pump(self, ask: Ask, events: "asyncio.Queue[Event | ServingError | _Ended]") -> None:
+        try:
+            await self._start()
+            async with aclosing(self._backend.generate(ask)) as source:
+                async for event in source:
+                    events.put_nowait(event)
+        except ServingError as error:
+            events.put_nowait(error)
+        except Exception as error:  # a fault of ours: the request fails, the worker goes on
+            events.put_nowait(ServingError(f"the attention worker failed at this request ({error!r})"))
+        finally:
+            events.put_nowait(_Ended())
+
+    def _end(self, key: str) -> None:
+        if (running := self._running.pop(key, None)) is not None:
+            running.pump.cancel()
+
+    async def _end_orphans(self) -> None:
+        """An ingress that was killed cannot say that its clients are gone."""
+        while True:
+            await asyncio.sleep(LEASE_S / 4)
+            latest = time.monotonic() - LEASE_S
+            self._heard_s = {ingress: heard for ingress, heard in self._heard_s.items() if heard >= latest}
+            for key, running in list(self._running.items()):
+                if running.ingress not in self._heard_s:
+                    self._end(key)

@@ -1,0 +1,47 @@
+"""The service in one process, without Ray: the same application over the same backend."""
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable
+
+import uvicorn
+
+from workers.api import make_app, server_of
+from workers.searchers.process import ChildProcess
+from workers.service.addresses import url_of
+from workers.service.making import make_backend
+from workers.serving.local import LocalBackend
+from workers.settings import Settings
+
+DRAIN_S = 10.0  # for requests that still run when the service is told to end
+_POLL_S = 0.05
+
+
+def serve_locally(settings: Settings, listener: socket.socket, on_ready: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or SIGINT."""
+    backend = make_backend(settings, ChildProcess)
+    server = server_of(make_app(backend, settings), settings, log_config=None)
+    url = url_of(settings.server.host, listener.getsockname()[1])
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # uvicorn has its own handlers while it runs, and raises what it caught again afterwards
+        signal.signal(number, lambda *_: None)
+    asyncio.run(_serve(server, backend, listener, lambda: on_ready(url)))
+
+
+async def _serve(
+    server: uvicorn.Server, backend: LocalBackend, listener: socket.socket, on_ready: Callable[[], None]
+) -> None:
+    """Until a signal has come, and what still ran then has ended."""
+    await backend.start()
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        while not (server.started or serving.done()):
+            await asyncio.sleep(_POLL_S)
+        if server.started:
+            on_ready()
+        while not (server.should_exit or serving.done()):
+            await asyncio.sleep(_POLL_S)
+    finally:
+        await backend.close(DRAIN_S)
+    await serving

@@ -1,0 +1,45 @@
+"""From settings to what they describe: a model, an engine for it, and the backend that decodes with both."""
+
+import torch
+
+from csattn.cpus import available_cpus
+from csattn.errors import ConfigError
+from csattn.models import LoadedModel, load_model
+from workers.engine.cpu_engine import CpuEngine
+from workers.searchers.keeper import Launch
+from workers.searchers.worker_searcher import WorkerSearcher
+from workers.serving.local import LocalBackend
+from workers.serving.step_engine import StepEngine
+from workers.settings import EngineSettings, Settings
+
+
+def make_backend(settings: Settings, launch: Launch) -> LocalBackend:
+    """Load the model, which takes seconds. Raises a sentence where something that is set cannot be had."""
+    _require_engine(settings.engine)
+    torch.set_num_threads(settings.engine.num_threads or available_cpus())
+    loaded = load_model(settings.model.name, settings.build.dtype)
+    return LocalBackend(make_engine(settings, loaded, launch), loaded, settings)
+
+
+def make_engine(settings: Settings, loaded: LoadedModel, launch: Launch) -> StepEngine:
+    """The engine of the placement that is set. launch: how its search workers are started, if it has any."""
+    engine, num_requests = settings.engine, settings.limits.max_concurrent_requests
+    threads = engine.num_threads or available_cpus()
+    searcher = None
+    if engine.num_search_workers:
+        threads_each = max(1, threads // engine.num_search_workers)
+        searcher = WorkerSearcher(engine.num_search_workers, threads_per_worker=threads_each, launch=launch)
+    return CpuEngine(
+        loaded,
+        max_rows=num_requests,
+        num_slots=num_requests,
+        tail_capacity=engine.tail_capacity,
+        num_threads=threads,
+        searcher=searcher,
+    )
+
+
+def _require_engine(engine: EngineSettings) -> None:
+    """Before anything is loaded."""
+    if engine.placement != "cpu":
+        raise ConfigError(f"engine.placement is {engine.placement}, but the service decodes on the CPU; use cpu")

@@ -1,0 +1,80 @@
+"""An attention worker as seen from another process; also the one that Ray has started in its place."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+from typing import Any
+from uuid import uuid4
+
+import ray
+from ray.exceptions import RayError
+
+from workers.serving.messages import Ask, Event, Health, ServingError, WorkerLostError
+
+_AGAIN_S = 5.0  # what a client is told to wait for a worker that starts
+_ANSWER_S = 30.0  # for anything but tokens
+_HEALTH_S = 2.0
+
+
+class RayWorker:
+    """`Worker` by the name of its actor."""
+
+    def __init__(self, name: str, namespace: str):
+        self.name = name
+        self.num_running = 0
+        self._namespace = namespace
+        self._actor: Any = None
+
+    async def generate(self, ingress: str, ask: Ask) -> AsyncGenerator[Event, None]:
+        """Closing it ends the request."""
+        key, is_over = uuid4().hex, False
+        self.num_running += 1
+        try:
+            lists = self._method("generate").options(num_returns="streaming").remote(key, ingress, ask)
+            async for ref in lists:
+                for event in await ref:
+                    if isinstance(event, ServingError):
+                        is_over = True
+                        raise event
+                    yield event
+            is_over = True
+        except RayError as error:
+            raise self._lost() from error
+        finally:
+            self.num_running -= 1
+            if not is_over:
+                with suppress(RayError, ServingError):
+                    self._method("end").remote(key)
+
+    async def call(self, method: str, *arguments: Any, timeout_s: float = _ANSWER_S) -> Any:
+        try:
+            answer = await asyncio.wait_for(self._method(method).remote(*arguments), timeout_s)
+        except (RayError, TimeoutError) as error:
+            raise self._lost() from error
+        if isinstance(answer, ServingError):
+            raise answer
+        return answer
+
+    async def health(self) -> Health:
+        try:
+            health = await self.call("health", timeout_s=_HEALTH_S)
+        except ServingError as error:
+            return Health(False, error.message)
+        assert isinstance(health, Health)
+        return health
+
+    async def beat(self, ingress: str) -> None:
+        with suppress(ServingError):
+            self.num_running = await self.call("beat", ingress, timeout_s=_HEALTH_S)
+
+    def _method(self, name: str) -> Any:
+        try:
+            self._actor = self._actor or ray.get_actor(self.name, self._namespace)
+        except ValueError as error:  # there is no such actor
+            raise self._lost() from error
+        return getattr(self._actor, name)
+
+    def _lost(self) -> WorkerLostError:
+        return WorkerLostError(
+            f"the worker {self.name} ended and is being started again; send the request again", None, _AGAIN_S
+        )

@@ -1,0 +1,66 @@
+"""A search worker as a Ray actor: Ray places it, counts its CPU and sees it die. Its client alone talks to it, through
+shared memory, and starts another when it is lost."""
+
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from workers.searchers.worker import SearchWorker, WorkerSpec, WorkerState
+
+
+class SearchActor:
+    """Hosts one search worker for as long as it has its client."""
+
+    def __init__(self, spec: WorkerSpec):
+        self._worker = SearchWorker(spec)
+
+    def serve(self) -> None:
+        """Return when the client has gone."""
+        self._worker.serve()
+
+    def ping(self) -> WorkerState:
+        return self._worker.ping()
+
+
+class SearchActors:
+    """Launches search workers beside the actor that this is made in: on its node, in the room kept for them."""
+
+    def __init__(self) -> None:
+        self._room = ray.util.get_current_placement_group()
+
+    def __call__(self, spec: WorkerSpec) -> "SearchActorHandle":
+        strategy: Any = "DEFAULT"
+        if self._room is not None:
+            # the first of the bundles is the client's own
+            strategy = PlacementGroupSchedulingStrategy(self._room, placement_group_bundle_index=1 + spec.number)
+        options = ray.remote(SearchActor).options(
+            num_cpus=1,
+            max_restarts=0,
+            max_concurrency=2,
+            scheduling_strategy=strategy,
+            runtime_env={"env_vars": {"CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "passive"}},
+        )
+        return SearchActorHandle(options.remote(spec))
+
+
+class SearchActorHandle:
+    """What a searcher needs of a worker that it has launched."""
+
+    def __init__(self, actor: Any):
+        self._actor, self._serving = actor, actor.serve.remote()
+
+    def fault(self) -> str | None:
+        """Why it has ended, if it has."""
+        ended, _ = ray.wait([self._serving], timeout=0)
+        if not ended:
+            return None
+        try:
+            ray.get(self._serving)
+        except RayError as error:
+            return f"a search worker has ended: {str(error).strip().splitlines()[-1]}"
+        return "a search worker has ended"
+
+    def kill(self) -> None:
+        ray.kill(self._actor, no_restart=True)

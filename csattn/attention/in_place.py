@@ -1,0 +1,291 @@
+"""Attention of a step's rows on the CPU, over context rows where they lie and a request's own: nothing is gathered.
+
+The rows that a head attends to stand in one list: sinks, selected rows, window, tail. The list is cut into ranges by
+its length alone, each range is attended to as a piece of its own, and the ranges are merged in their order. So a row's
+result depends neither on the rows beside it nor on threads. Definition: `in_place_reference`.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from csattn.cpu.floats import LANES, exp_lanes, largest_of, load_float, load_floats, sum_of, sums_of_4, sums_of_16
+from csattn.cpu.stages import Stage
+from csattn.jit import exact_kernel
+from csattn.search.atomics import array_at
+from csattn.search.lanes import fma, larger, where_less
+from csattn.search.simd import F32x16, I32x16, fill, lane_numbers, load, prefetch, store
+
+RANGE_ROWS = 256
+MAX_RANGES = 16  # where the list is longer, ranges are
+
+# arguments: addresses, and sizes. What is "by row" is an int64 array with an element for each row of the step.
+ARGUMENTS = (
+    "num_rows",  # address of the number of rows
+    "q",  # [num_rows, num_q_heads, head_dim] float32
+    "num_q_heads",
+    "num_kv_heads",
+    "head_dim",
+    "softmax_scale",  # address of a float64
+    "kv",  # by row: the context's KV in this layer, [num_kv_heads, context_len, 2, head_dim]
+    "context_lens",  # by row
+    "sink_ends",  # by row: rows [0, sink_end) of the context are attended to,
+    "window_starts",  # by row: and rows [window_start, context_len)
+    "num_index_heads",  # by row
+    "top_ks",  # by row
+    "kv_indices",  # by row: [num_index_heads, top_k] int32
+    "valid_lens",  # by row: [num_index_heads] int32; address 0: nothing is selected
+    "tails",  # [num_tails, num_kv_heads, tail_capacity, 2, head_dim]
+    "tail_capacity",
+    "tail_ids",  # by row
+    "tail_lens",  # by row, at least 1
+    "max_index_heads",  # of all rows
+    "max_ranges",  # of all rows' lists
+    "parts",  # [num_rows, num_q_heads, MAX_RANGES, head_dim + 2] float32
+    "out",  # [num_rows, num_q_heads * head_dim] float32
+)
+(
+    _NUM_ROWS, _Q, _NUM_Q_HEADS, _NUM_KV_HEADS, _HEAD_DIM, _SCALE, _KV, _CONTEXT_LENS, _SINK_ENDS, _WINDOW_STARTS,
+    _NUM_INDEX_HEADS, _TOP_KS, _KV_INDICES, _VALID_LENS, _TAILS, _TAIL_CAPACITY, _TAIL_IDS, _TAIL_LENS,
+    _MAX_INDEX_HEADS, _MAX_RANGES, _PARTS, _OUT,
+) = range(len(ARGUMENTS))  # fmt: skip
+_NUM_ARGUMENTS = len(ARGUMENTS)
+
+
+def num_ranges(list_len: int) -> int:
+    """How many ranges a list of that many rows is cut into."""
+    ranges: int = -(-list_len // _range_rows(list_len))
+    return ranges
+
+
+def attend_stage(kind: str) -> Stage:
+    """For KV of that dtype. A piece is a range of one index head's list: max_index_heads * max_ranges a row."""
+    return _STAGES[kind]
+
+
+def merge_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
+    """Merge the ranges of what `attend_stage` has left in `parts`. A piece is a query head of a row."""
+    args = array_at(arguments, _NUM_ARGUMENTS, np.int64(0))
+    _merge(args, piece // args[_NUM_Q_HEADS], piece % args[_NUM_Q_HEADS])
+    return 0
+
+
+def _attend_float32(arguments: int, piece: int, thread: int, unused: int) -> int:
+    _attend(array_at(arguments, _NUM_ARGUMENTS, np.int64(0)), piece, np.float32(0), 4)
+    return 0
+
+
+def _attend_bfloat16(arguments: int, piece: int, thread: int, unused: int) -> int:
+    _attend(array_at(arguments, _NUM_ARGUMENTS, np.int64(0)), piece, np.uint16(0), 2)
+    return 0
+
+
+def _attend_float16(arguments: int, piece: int, thread: int, unused: int) -> int:
+    _attend(array_at(arguments, _NUM_ARGUMENTS, np.int64(0)), piece, np.int16(0), 2)
+    return 0
+
+
+_STAGES: dict[str, Stage] = {
+    "float32": _attend_float32,
+    "bfloat16": _attend_bfloat16,
+    "float16": _attend_float16,
+}
+
+
+@exact_kernel
+def _range_rows(list_len: int) -> int:
+    longest = -(-list_len // MAX_RANGES)
+    rows: int = max(RANGE_ROWS, -(-longest // LANES) * LANES)
+    return rows
+
+
+@exact_kernel
+def _attend(args: NDArray[np.int64], piece: int, like: Any, itemsize: int) -> None:
+    number = piece % args[_MAX_RANGES]
+    head = piece // args[_MAX_RANGES] % args[_MAX_INDEX_HEADS]
+    row = piece // args[_MAX_RANGES] // args[_MAX_INDEX_HEADS]
+    num_index_heads = _of_row(args, _NUM_INDEX_HEADS, row)
+    if head >= num_index_heads:
+        return
+    list_len = _list_len(args, row, head)
+    range_rows = _range_rows(list_len)
+    first, last = number * range_rows, min((number + 1) * range_rows, list_len)
+    if first >= last:
+        return
+    num_q_heads, head_dim = args[_NUM_Q_HEADS], args[_HEAD_DIM]
+    group_size = num_q_heads // num_index_heads
+    count = last - first
+    room = -(-count // LANES) * LANES
+    rows = np.empty(room, np.int64)
+    _addresses(args, row, head, first, count, 2 * head_dim * itemsize, rows)
+    for i in range(count, room):
+        rows[i] = rows[count - 1]  # a row that is there; its weight will be 0
+    q = array_at(
+        args[_Q] + 4 * (row * num_q_heads + head * group_size) * head_dim, group_size * head_dim, np.float32(0)
+    )
+    weights = np.empty(group_size * room, np.float32)
+    _score(q, rows, like, itemsize, head_dim, group_size, array_at(args[_SCALE], 1, np.float64(0))[0], weights)
+    part_words = head_dim + 2
+    for g in range(group_size):
+        place = ((row * num_q_heads + head * group_size + g) * MAX_RANGES + number) * part_words
+        part = array_at(args[_PARTS] + 4 * place, part_words, np.float32(0))
+        _weigh(weights, g * room, count, room, part, head_dim)
+        _mix(weights, g * room, rows, like, head_dim, part)
+
+
+@exact_kernel
+def _of_row(args: NDArray[np.int64], what: int, row: int) -> Any:
+    return array_at(args[what] + 8 * row, 1, np.int64(0))[0]
+
+
+@exact_kernel
+def _valid_len(args: NDArray[np.int64], row: int, head: int) -> Any:
+    address = _of_row(args, _VALID_LENS, row)
+    if address == 0:
+        return np.int64(0)
+    return np.int64(array_at(address + 4 * head, 1, np.int32(0))[0])
+
+
+@exact_kernel
+def _list_len(args: NDArray[np.int64], row: int, head: int) -> Any:
+    window_len = _of_row(args, _CONTEXT_LENS, row) - _of_row(args, _WINDOW_STARTS, row)
+    near = _of_row(args, _SINK_ENDS, row) + window_len + _of_row(args, _TAIL_LENS, row)
+    return near + _valid_len(args, row, head)
+
+
+@exact_kernel
+def _addresses(
+    args: NDArray[np.int64], row: int, head: int, first: int, count: int, row_bytes: int, rows: NDArray[np.int64]
+) -> None:
+    """Where rows [first, first + count) of an index head's list lie."""
+    kv_head = head // (_of_row(args, _NUM_INDEX_HEADS, row) // args[_NUM_KV_HEADS])
+    context_len, capacity = _of_row(args, _CONTEXT_LENS, row), args[_TAIL_CAPACITY]
+    context = _of_row(args, _KV, row) + kv_head * context_len * row_bytes
+    tail = args[_TAILS] + (_of_row(args, _TAIL_IDS, row) * args[_NUM_KV_HEADS] + kv_head) * capacity * row_bytes
+    sink_end, window_start = _of_row(args, _SINK_ENDS, row), _of_row(args, _WINDOW_STARTS, row)
+    valid = _valid_len(args, row, head)
+    window_at, tail_at = sink_end + valid, sink_end + valid + context_len - window_start
+    ids = array_at(_of_row(args, _KV_INDICES, row) + 4 * head * _of_row(args, _TOP_KS, row), valid, np.int32(0))
+    for i in range(count):
+        at = first + i
+        if at < sink_end:
+            rows[i] = context + at * row_bytes
+        elif at < window_at:
+            rows[i] = context + np.int64(ids[at - sink_end]) * row_bytes
+        elif at < tail_at:
+            rows[i] = context + (window_start + at - window_at) * row_bytes
+        else:
+            rows[i] = tail + (at - tail_at) * row_bytes
+
+
+@exact_kernel
+def _score(
+    q: NDArray[np.float32],
+    rows: NDArray[np.int64],
+    like: Any,
+    itemsize: int,
+    head_dim: int,
+    group_size: int,
+    softmax_scale: float,
+    scores: NDArray[np.float32],  # [group_size * len(rows)], written
+) -> None:
+    """scores[g * len(rows) + i] = softmax_scale * q[g] . k[i]"""
+    whole, room, scale = head_dim - head_dim % LANES, len(rows), np.float32(softmax_scale)
+    for block in range(0, room, LANES):
+        for i in range(block + LANES, min(block + 2 * LANES, room)):
+            for line in range(0, 2 * head_dim, 64 // itemsize):
+                prefetch(array_at(rows[i], 2 * head_dim, like), line)
+        for g in range(group_size):
+            a = _four_dots(q, g * head_dim, rows, block, like, whole)
+            b = _four_dots(q, g * head_dim, rows, block + 4, like, whole)
+            c = _four_dots(q, g * head_dim, rows, block + 8, like, whole)
+            d = _four_dots(q, g * head_dim, rows, block + 12, like, whole)
+            store(scores, g * room + block, sums_of_16(a, b, c, d))
+            for i in range(LANES):
+                for j in range(whole, head_dim):
+                    k = load_float(array_at(rows[block + i], head_dim, like), j)
+                    scores[g * room + block + i] += q[g * head_dim + j] * k
+            store(scores, g * room + block, load(F32x16, scores, g * room + block) * fill(F32x16, scale))
+
+
+@exact_kernel
+def _four_dots(q, at, rows, first, like, whole):  # type: ignore[no-untyped-def]
+    """Products of a query and four keys, ready for `sums_of_16`."""
+    k0, k1 = array_at(rows[first], whole, like), array_at(rows[first + 1], whole, like)
+    k2, k3 = array_at(rows[first + 2], whole, like), array_at(rows[first + 3], whole, like)
+    zero = fill(F32x16, 0.0)
+    a, b, c, d = zero, zero, zero, zero
+    for i in range(0, whole, LANES):
+        part = load(F32x16, q, at + i)
+        a = fma(part, load_floats(k0, i), a)
+        b = fma(part, load_floats(k1, i), b)
+        c = fma(part, load_floats(k2, i), c)
+        d = fma(part, load_floats(k3, i), d)
+    return sums_of_4(a, b, c, d)
+
+
+@exact_kernel
+def _weigh(weights: NDArray[np.float32], at: int, count: int, room: int, part: NDArray[np.float32], words: int) -> None:
+    """Scores become exp(score - largest); the largest and the sum go behind the part's `words` first words."""
+    largest = fill(F32x16, -np.inf)
+    for i in range(0, room, LANES):  # what stands behind `count` are the last row's scores again
+        largest = larger(load(F32x16, weights, at + i), largest)
+    top = largest_of(largest)
+    sums = fill(F32x16, 0.0)
+    for i in range(0, room, LANES):
+        power = exp_lanes(load(F32x16, weights, at + i) - fill(F32x16, top))
+        power = where_less(lane_numbers(I32x16), fill(I32x16, count - i), power, fill(F32x16, 0.0))
+        store(weights, at + i, power)
+        sums += power
+    part[words], part[words + 1] = top, sum_of(sums)
+
+
+@exact_kernel
+def _mix(
+    weights: NDArray[np.float32], at: int, rows: NDArray[np.int64], like: Any, head_dim: int, part: NDArray[np.float32]
+) -> None:
+    """part[:head_dim] = the sum of weights times values."""
+    whole = head_dim - head_dim % LANES
+    for i in range(head_dim):
+        part[i] = 0.0
+    for row in range(0, len(rows), 4):
+        v0, v1 = array_at(rows[row], 2 * head_dim, like), array_at(rows[row + 1], 2 * head_dim, like)
+        v2, v3 = array_at(rows[row + 2], 2 * head_dim, like), array_at(rows[row + 3], 2 * head_dim, like)
+        w0, w1 = weights[at + row], weights[at + row + 1]
+        w2, w3 = weights[at + row + 2], weights[at + row + 3]
+        for i in range(0, whole, LANES):
+            mixed = fma(fill(F32x16, w0), load_floats(v0, head_dim + i), load(F32x16, part, i))
+            mixed = fma(fill(F32x16, w1), load_floats(v1, head_dim + i), mixed)
+            mixed = fma(fill(F32x16, w2), load_floats(v2, head_dim + i), mixed)
+            store(part, i, fma(fill(F32x16, w3), load_floats(v3, head_dim + i), mixed))
+        for i in range(whole, head_dim):
+            mixed_one = part[i] + w0 * load_float(v0, head_dim + i)
+            mixed_one += w1 * load_float(v1, head_dim + i)
+            mixed_one += w2 * load_float(v2, head_dim + i)
+            part[i] = mixed_one + w3 * load_float(v3, head_dim + i)
+
+
+@exact_kernel
+def _merge(args: NDArray[np.int64], row: int, q_head: int) -> None:
+    num_q_heads, head_dim = args[_NUM_Q_HEADS], args[_HEAD_DIM]
+    head = q_head // (num_q_heads // _of_row(args, _NUM_INDEX_HEADS, row))
+    list_len = _list_len(args, row, head)
+    ranges, words = -(-list_len // _range_rows(list_len)), head_dim + 2
+    place = (row * num_q_heads + q_head) * MAX_RANGES * words
+    parts = array_at(args[_PARTS] + 4 * place, ranges * words, np.float32(0))
+    out = array_at(args[_OUT] + 4 * (row * num_q_heads + q_head) * head_dim, head_dim, np.float32(0))
+    top = np.float32(-np.inf)
+    for i in range(ranges):
+        top = max(top, parts[i * words + head_dim])
+    scales = np.empty(LANES, np.float32)
+    total = np.float32(0.0)
+    for j in range(head_dim):
+        out[j] = 0.0
+    for i in range(ranges):
+        store(scales, 0, exp_lanes(fill(F32x16, parts[i * words + head_dim] - top)))
+        total += scales[0] * parts[i * words + head_dim + 1]
+        for j in range(head_dim):
+            out[j] += scales[0] * parts[i * words + j]
+    for j in range(head_dim):
+        out[j] /= total

@@ -1,0 +1,154 @@
+"""Floats of any width as vectors of 16 float32, sums of vectors in one fixed order, and the exponential.
+
+Arrays of bfloat16 come as uint16, arrays of float16 as int16: numba has a type for neither.
+"""
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from csattn.jit import exact_kernel
+from csattn.search.lanes import fma, lane_0, larger, smaller
+from csattn.search.simd import F32x16, I32x16, Vector, as_bits, element_pointer, fill
+
+LANES = 16
+F32x4 = Vector(types.float32, 4)
+KINDS: dict[str, Any] = {"float32": np.float32(0), "bfloat16": np.uint16(0), "float16": np.int16(0)}  # by torch's names
+
+_F32 = ir.FloatType()
+_ROUNDER = np.float32(12582912.0)  # 1.5 * 2 ** 23: added and taken away, it rounds to the nearest integer
+
+
+def _widened(builder: ir.IRBuilder, value: Any, element: types.Type, lanes: int) -> Any:
+    """What was loaded from an array of that element type, as float32."""
+
+    def kind(scalar: ir.Type) -> ir.Type:
+        return ir.VectorType(scalar, lanes) if lanes > 1 else scalar
+
+    if element == types.float32:
+        return value
+    if element == types.int16:
+        return builder.fpext(builder.bitcast(value, kind(ir.HalfType())), kind(_F32))
+    wide = kind(ir.IntType(32))
+    shift = ir.Constant(wide, [16] * lanes) if lanes > 1 else wide(16)
+    return builder.bitcast(builder.shl(builder.zext(value, wide), shift), kind(_F32))
+
+
+@intrinsic
+def load_floats(typing_context, array, start):  # type: ignore[no-untyped-def]
+    """Elements start, start + 1, ... start + 15 of a contiguous array as float32."""
+    sig = F32x16(array, start)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        element = sig.args[0].dtype
+        address = element_pointer(context, builder, sig.args[0], args[0], args[1], sig.args[1])
+        stored = ir.VectorType(context.get_data_type(element), LANES)
+        value = builder.load(builder.bitcast(address, stored.as_pointer()), align=1)
+        return _widened(builder, value, element, LANES)
+
+    return sig, generate
+
+
+@intrinsic
+def load_float(typing_context, array, at):  # type: ignore[no-untyped-def]
+    """One element of a contiguous array as float32."""
+    sig = types.float32(array, at)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        value = builder.load(element_pointer(context, builder, sig.args[0], args[0], args[1], sig.args[1]))
+        return _widened(builder, value, sig.args[0].dtype, 1)
+
+    return sig, generate
+
+
+@intrinsic
+def store_float(typing_context, array, at, value):  # type: ignore[no-untyped-def]
+    """array[at] = value, rounded to the nearest float that the array holds, ties to even."""
+    sig = types.void(array, at, types.float32)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        element, value = sig.args[0].dtype, args[2]
+        i16, i32 = ir.IntType(16), ir.IntType(32)
+        if element == types.int16:
+            value = builder.bitcast(builder.fptrunc(value, ir.HalfType()), i16)
+        elif element == types.uint16:
+            bits = builder.bitcast(value, i32)
+            odd = builder.and_(builder.lshr(bits, i32(16)), i32(1))
+            value = builder.trunc(builder.lshr(builder.add(bits, builder.add(odd, i32(0x7FFF))), i32(16)), i16)
+        builder.store(value, element_pointer(context, builder, sig.args[0], args[0], args[1], sig.args[1]))
+        return context.get_dummy_value()
+
+    return sig, generate
+
+
+@intrinsic
+def _pair_sums(typing_context, a, b, distance):  # type: ignore[no-untyped-def]
+    """Sums of lanes `distance` (a literal power of two) apart: of a where the lane has that bit 0, of b elsewhere."""
+    if not isinstance(distance, types.IntegerLiteral):
+        return None
+    bit = distance.literal_value
+    sig = a(a, b, distance)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        def chosen(order: list[int]) -> Any:
+            return builder.shuffle_vector(args[0], args[1], ir.Constant(ir.VectorType(ir.IntType(32), LANES), order))
+
+        low = [LANES + (i ^ bit) if i & bit else i for i in range(LANES)]
+        high = [LANES + i if i & bit else i | bit for i in range(LANES)]
+        return builder.fadd(chosen(low), chosen(high))
+
+    return sig, generate
+
+
+@exact_kernel
+def sums_of_4(a, b, c, d):  # type: ignore[no-untyped-def]
+    """Four vectors, folded twice: lane i holds a part of the sum of vector i % 4; `sums_of_16` takes four of these."""
+    return _pair_sums(_pair_sums(a, b, 1), _pair_sums(c, d, 1), 2)
+
+
+@exact_kernel
+def sums_of_16(a, b, c, d):  # type: ignore[no-untyped-def]
+    """The lanes of 16 vectors, given by fours through `sums_of_4`, summed in one order: in lane i those of vector i."""
+    return _pair_sums(_pair_sums(a, b, 4), _pair_sums(c, d, 4), 8)
+
+
+@exact_kernel
+def exp_lanes(x):  # type: ignore[no-untyped-def]
+    """e ** x within two units in the last place, for x up to 88; 0 below -87."""
+    clipped = smaller(larger(x, fill(F32x16, -87.5)), fill(F32x16, 88.5))
+    shifted = fma(clipped, fill(F32x16, 1.4426950408889634), fill(F32x16, _ROUNDER))
+    whole = shifted - fill(F32x16, _ROUNDER)
+    rest = fma(whole, fill(F32x16, -0.693145751953125), clipped)
+    rest = fma(whole, fill(F32x16, -1.428606765330187e-06), rest)
+    power = fma(fill(F32x16, 1.9875691500e-4), rest, fill(F32x16, 1.3981999507e-3))
+    power = fma(power, rest, fill(F32x16, 8.3334519073e-3))
+    power = fma(power, rest, fill(F32x16, 4.1665795894e-2))
+    power = fma(power, rest, fill(F32x16, 1.6666665459e-1))
+    power = fma(power, rest, fill(F32x16, 5.0000001201e-1))
+    power = fma(power, rest * rest, rest) + fill(F32x16, 1.0)
+    exponent = as_bits(I32x16, shifted) << fill(I32x16, 23)
+    return as_bits(F32x16, as_bits(I32x16, power) + exponent)
+
+
+@exact_kernel
+def sum_of(vector):  # type: ignore[no-untyped-def]
+    """The sum of the lanes, in the order of `sums_of_16`."""
+    four = sums_of_4(vector, vector, vector, vector)
+    return lane_0(sums_of_16(four, four, four, four))
+
+
+@intrinsic
+def largest_of(typing_context, vector):  # type: ignore[no-untyped-def]
+    """The largest lane; none may be NaN."""
+    sig = types.float32(vector)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        kind = ir.FunctionType(_F32, [args[0].type])
+        function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.fmax.v{LANES}f32")
+        return builder.call(function, args)
+
+    return sig, generate

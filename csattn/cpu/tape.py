@@ -1,0 +1,158 @@
+"""Work written down once and done often: a list of stages that threads share out, without Python in between.
+
+A stage is a function, the address of what it works on, and a number of pieces. A thread takes a piece by counting up
+the stage's counter. A stage may say that it waits: its pieces are taken when all pieces of the stages before are done.
+A piece that is taken is worked on without waiting, so some thread can always go on, however many there are.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from csattn.cpu.stages import Stage, compiled_address
+from csattn.jit import exact_kernel
+from csattn.search.atomics import (
+    add,
+    array_at,
+    call_stage,
+    load_acquire,
+    now_ns,
+    pause,
+    sleep_us,
+    store_release,
+    yield_core,
+)
+
+FUNCTION, ARGUMENTS, PIECES, WAITS = range(4)  # of a stage, in `stages`
+NUM_FIELDS = 4
+LINE = 8  # words of a cache line
+# words that threads share, each on a line of its own, behind them the stages' counters
+OPENED = 0 * LINE  # number of the run that may be joined, 0: none
+INSIDE = 1 * LINE  # threads that have joined
+STOPPED = 2 * LINE
+DONE = 3 * LINE  # pieces
+STAGES = 4 * LINE  # address of the run's `stages`
+NUM_STAGES = 4 * LINE + 1
+COUNTERS = 5 * LINE
+
+PAUSES = 64  # a few microseconds: waiting any longer, a thread lets others have the core
+NAP_US = 50
+IDLE, CLOSED = 0, 1  # why `serve` returns
+
+
+class Tape:
+    """Stages in the order in which they are done. Holds on to what they work on."""
+
+    def __init__(self) -> None:
+        self._stages: list[tuple[int, int, int, int]] = []
+        self._kept: list[NDArray[np.int64]] = []
+        self._array = np.zeros((0, NUM_FIELDS), np.int64)
+
+    def add(self, stage: Stage, arguments: NDArray[np.int64], num_pieces: int = 0, waits: bool = True) -> int:
+        """Append a stage; its number. num_pieces may be set before every run, through `pieces`."""
+        assert arguments.dtype == np.int64 and arguments.flags.c_contiguous
+        self._kept.append(arguments)
+        self._stages.append((compiled_address(stage), arguments.ctypes.data, num_pieces, int(waits)))
+        self._array = np.array(self._stages, np.int64)
+        return len(self._stages) - 1
+
+    @property
+    def stages(self) -> NDArray[np.int64]:
+        """[num_stages, NUM_FIELDS]"""
+        return self._array
+
+    @property
+    def pieces(self) -> NDArray[np.int64]:
+        """[num_stages]: how many pieces each stage has in the next run; may be written."""
+        return self._array[:, PIECES]
+
+
+@exact_kernel
+def open_run(stages: NDArray[np.int64], shared: NDArray[np.int64], address: int, number: int) -> None:
+    """Let threads join a run of these stages, which lie at that address."""
+    for i in range(len(stages)):
+        shared[COUNTERS + i * LINE] = 0
+    shared[DONE], shared[STAGES], shared[NUM_STAGES] = 0, address, len(stages)
+    store_release(shared, OPENED, number)
+
+
+@exact_kernel
+def finish_run(shared: NDArray[np.int64]) -> None:
+    """Help with the run that is open, wait for its end and close it: then no thread reads its stages any more."""
+    _await_done(shared, _work(shared, 0))
+    store_release(shared, OPENED, 0)
+    turn = 0
+    while load_acquire(shared, INSIDE) > 0:
+        _wait(turn)
+        turn += 1
+
+
+@exact_kernel
+def run_at_once(stages: NDArray[np.int64], shared: NDArray[np.int64], address: int, number: int) -> None:
+    """`open_run` and `finish_run`, where nobody has to be woken."""
+    open_run(stages, shared, address, number)
+    finish_run(shared)
+
+
+@exact_kernel
+def serve(shared: NDArray[np.int64], thread: int, spin_ns: int, nap_ns: int, last_number: int) -> tuple[int, int]:
+    """Work on one run after the other, but for the one of `last_number`; why it returns, and the last one's number.
+
+    While nothing comes, look for spin_ns without a rest, then every NAP_US; return IDLE after nap_ns.
+    """
+    turn, since = 0, now_ns()
+    while load_acquire(shared, STOPPED) == 0:
+        number = load_acquire(shared, OPENED)
+        if number == 0 or number == last_number:
+            turn += 1
+            pause()
+            if turn % PAUSES == 0:
+                waited_ns = now_ns() - since
+                if waited_ns > nap_ns:
+                    return IDLE, last_number
+                if waited_ns > spin_ns:
+                    sleep_us(NAP_US)
+                else:
+                    yield_core()
+            continue
+        add(shared, INSIDE, 1)
+        if load_acquire(shared, OPENED) == number:
+            _work(shared, thread)
+            last_number = number
+        add(shared, INSIDE, -1)
+        turn, since = 0, now_ns()
+    return CLOSED, last_number
+
+
+@exact_kernel
+def _work(shared: NDArray[np.int64], thread: int) -> int:
+    """Take pieces until there are none; how many there were, all threads together."""
+    stages = array_at(shared[STAGES], shared[NUM_STAGES] * NUM_FIELDS, np.int64(0))
+    before = 0
+    for i in range(shared[NUM_STAGES]):
+        pieces, counter = stages[i * NUM_FIELDS + PIECES], COUNTERS + i * LINE
+        if pieces > 0 and load_acquire(shared, counter) < pieces:
+            if stages[i * NUM_FIELDS + WAITS] != 0:
+                _await_done(shared, before)
+            piece = add(shared, counter, 1)
+            while piece < pieces:
+                call_stage(stages[i * NUM_FIELDS + FUNCTION], stages[i * NUM_FIELDS + ARGUMENTS], piece, thread, 0)
+                add(shared, DONE, 1)
+                piece = add(shared, counter, 1)
+        before += pieces
+    return before
+
+
+@exact_kernel
+def _await_done(shared: NDArray[np.int64], pieces: int) -> None:
+    turn = 0
+    while load_acquire(shared, DONE) < pieces:
+        _wait(turn)
+        turn += 1
+
+
+@exact_kernel
+def _wait(turn: int) -> None:
+    if turn < PAUSES:
+        pause()
+    else:
+        yield_core()

@@ -1,0 +1,159 @@
+"""Attention over rows where they lie: agrees with its definition, and a row's bits depend on nothing beside it."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from csattn.attention import attend, in_place, merge_state
+from csattn.attention.in_place_reference import attend_row
+from csattn.cpu.tape import Tape
+from csattn.cpu.team import Team
+
+DTYPES = ["float32", "bfloat16", "float16"]
+NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one row of a step attends to."""
+
+    q: torch.Tensor
+    context: torch.Tensor
+    near: tuple[int, int]
+    kv_indices: torch.Tensor
+    valid_len: torch.Tensor
+    tail: torch.Tensor  # its own rows, then NaN
+
+    @property
+    def tail_len(self) -> int:
+        return int((~self.tail[0, :, 0, 0].isnan()).sum())
+
+    def want(self) -> torch.Tensor:
+        scale = self.q.shape[-1] ** -0.5
+        tail = self.tail[:, : self.tail_len]
+        return attend_row(self.q, self.context, *self.near, self.kv_indices, self.valid_len, tail, scale)
+
+
+def make_row(
+    dtype: torch.dtype,
+    heads: tuple[int, int, int],  # query heads, KV heads, index heads
+    head_dim: int,
+    context_len: int,
+    near: tuple[int, int],
+    top_k: int,
+    tail_len: int,
+    capacity: int,
+) -> Row:
+    """Rows of the context that it does not attend to are NaN."""
+    num_q_heads, num_kv_heads, num_index_heads = heads
+    kv_indices = torch.full((num_index_heads, top_k), -1, dtype=torch.int32)
+    valid_len = torch.zeros(num_index_heads, dtype=torch.int32)
+    seen = torch.zeros(num_kv_heads, context_len, dtype=torch.bool)
+    seen[:, : near[0]] = True
+    seen[:, near[1] :] = True
+    for head in range(num_index_heads):
+        valid = min(max(0, top_k - head), near[1] - near[0])
+        chosen = (torch.randperm(near[1] - near[0])[:valid] + near[0]).sort().values
+        kv_indices[head, :valid], valid_len[head] = chosen.int(), valid
+        seen[head // (num_index_heads // num_kv_heads), chosen] = True
+    context = torch.randn(num_kv_heads, context_len, 2, head_dim)
+    context[~seen] = NAN
+    tail = torch.full((num_kv_heads, capacity, 2, head_dim), NAN)
+    tail[:, :tail_len] = torch.randn(num_kv_heads, tail_len, 2, head_dim)
+    q = torch.randn(num_q_heads, head_dim)
+    return Row(q, context.to(dtype), near, kv_indices, valid_len, tail.to(dtype))
+
+
+def run(rows: list[Row], num_threads: int = 1) -> torch.Tensor:
+    """[num_rows, num_q_heads, head_dim]"""
+    num_rows, (num_q_heads, head_dim) = len(rows), rows[0].q.shape
+    q, tails = torch.stack([row.q for row in rows]), torch.stack([row.tail for row in rows])
+    by_row = {
+        "kv": [row.context.data_ptr() for row in rows],
+        "context_lens": [row.context.shape[1] for row in rows],
+        "sink_ends": [row.near[0] for row in rows],
+        "window_starts": [row.near[1] for row in rows],
+        "num_index_heads": [len(row.valid_len) for row in rows],
+        "top_ks": [row.kv_indices.shape[1] for row in rows],
+        "kv_indices": [row.kv_indices.data_ptr() for row in rows],
+        "valid_lens": [row.valid_len.data_ptr() if row.kv_indices.shape[1] else 0 for row in rows],
+        "tail_ids": list(range(num_rows)),
+        "tail_lens": [row.tail_len for row in rows],
+    }
+    lists = (row.near[0] + row.context.shape[1] - row.near[1] + row.kv_indices.shape[1] + row.tail_len for row in rows)
+    arrays = {name: np.array(values, np.int64) for name, values in by_row.items()}
+    arrays["num_rows"], arrays["softmax_scale"] = np.array([num_rows]), np.array([head_dim**-0.5])
+    arrays["parts"] = np.full((num_rows, num_q_heads, in_place.MAX_RANGES, head_dim + 2), NAN, np.float32)
+    arrays["out"] = np.full((num_rows, num_q_heads, head_dim), NAN, np.float32)
+    values = {name: array.ctypes.data for name, array in arrays.items()} | {
+        "q": q.data_ptr(),
+        "num_q_heads": num_q_heads,
+        "num_kv_heads": rows[0].context.shape[0],
+        "head_dim": head_dim,
+        "tails": tails.data_ptr(),
+        "tail_capacity": tails.shape[2],
+        "max_index_heads": max(by_row["num_index_heads"]),
+        "max_ranges": max(in_place.num_ranges(length) for length in lists),
+    }
+    arguments = np.array([values[name] for name in in_place.ARGUMENTS], np.int64)
+    tape = Tape()
+    pieces = num_rows * values["max_index_heads"] * values["max_ranges"]
+    tape.add(in_place.attend_stage(str(tails.dtype).removeprefix("torch.")), arguments, pieces)
+    tape.add(in_place.merge_stage, arguments, num_rows * num_q_heads)
+    with Team(num_threads) as team:
+        team.run(tape)
+    return torch.from_numpy(arrays["out"])
+
+
+def rows_of_all_kinds(dtype: torch.dtype = torch.float32, head_dim: int = 16) -> list[Row]:
+    return [
+        make_row(dtype, (6, 2, num_index_heads), head_dim, context_len, near, top_k, tail_len, 40)
+        for num_index_heads, context_len, near, top_k, tail_len in [
+            (2, 1, (0, 0), 0, 1),
+            (2, 50, (0, 50), 1, 1),
+            (2, 300, (4, 250), 15, 3),
+            (6, 300, (4, 250), 16, 40),  # a selection for every query head
+            (2, 255, (255, 255), 0, 1),  # exactly one range
+            (2, 255, (255, 255), 0, 2),
+            (6, 1000, (10, 800), 333, 17),
+            (2, 5001, (5001, 5001), 0, 39),  # longer than sixteen short ranges
+        ]
+    ]
+
+
+@pytest.mark.parametrize("head_dim", [2, 15, 16, 24, 64])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_it_agrees_with_its_definition(dtype: str, head_dim: int) -> None:
+    rows = rows_of_all_kinds(getattr(torch, dtype), head_dim)
+    got = run(rows)
+    for row, out in zip(rows, got, strict=True):
+        torch.testing.assert_close(out, row.want(), rtol=1e-5, atol=3e-6)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_a_rows_bits_do_not_depend_on_what_is_beside_it(num_threads: int) -> None:
+    rows = rows_of_all_kinds()
+    alone = torch.cat([run([row]) for row in rows])
+    assert torch.equal(run(rows, num_threads), alone)
+    assert torch.equal(run(rows[::-1], num_threads).flip(0), alone)
+
+
+def test_it_is_what_gathered_attention_and_a_merge_give() -> None:
+    row = make_row(torch.float32, (6, 2, 2), 32, 400, (4, 300), 50, 9, 12)
+    scale, q = 32**-0.5, row.q.view(1, 2, 3, 32)
+    near = torch.cat([row.context[:, :4], row.context[:, 300:], row.tail[:, :9]], dim=1)[None]
+    outs = []
+    for head in range(2):
+        far = row.context[head, row.kv_indices[head, : row.valid_len[head]].long()][None, None]
+        part = q[:, head : head + 1]
+        near_state = attend(part, near[:, head : head + 1, :, 0], near[:, head : head + 1, :, 1], scale)
+        outs.append(merge_state(*near_state, *attend(part, far[..., 0, :], far[..., 1, :], scale))[0][0, 0])
+    torch.testing.assert_close(run([row])[0], torch.cat(outs), rtol=1e-5, atol=1e-6)
+
+
+def test_large_scores_do_not_overflow() -> None:
+    row = make_row(torch.float32, (2, 1, 1), 16, 600, (4, 500), 300, 3, 4)
+    row.q.mul_(200)
+    torch.testing.assert_close(run([row])[0], row.want(), rtol=1e-4, atol=1e-4)

@@ -1,0 +1,97 @@
+"""Tapes: every piece once, stages that wait see what came before, on any number of threads, and threads that end."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from csattn.cpu import team as teams
+from csattn.cpu.tape import Tape
+from csattn.cpu.team import Team
+from csattn.search.atomics import array_at
+
+
+def _count(arguments: int, piece: int, thread: int, unused: int) -> int:
+    """counts[piece] += 1"""
+    args = array_at(arguments, 2, np.int64(0))
+    array_at(args[0], args[1], np.int64(0))[piece] += 1
+    return 0
+
+
+def _total(arguments: int, piece: int, thread: int, unused: int) -> int:
+    """totals[piece] = the sum of all counts, a little slowly: whoever does not wait is likely to see less."""
+    args = array_at(arguments, 4, np.int64(0))
+    counts, totals = array_at(args[0], args[1], np.int64(0)), array_at(args[2], args[3], np.int64(0))
+    total = 0
+    for i in range(len(counts) - 1, -1, -1):
+        total += counts[i]
+    totals[piece] = total
+    return 0
+
+
+def words(*arrays: np.ndarray) -> np.ndarray:
+    return np.array([word for array in arrays for word in (array.ctypes.data, len(array))], np.int64)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 5])
+def test_every_piece_is_done_once_and_stages_wait(num_threads: int) -> None:
+    tape, counts, totals = Tape(), [np.zeros(n, np.int64) for n in (1, 7, 500)], []
+    for counted in counts:
+        totals.append(np.zeros(5, np.int64))
+        tape.add(_count, words(counted), len(counted))
+        tape.add(_total, words(counted, totals[-1]), 5)
+    with Team(num_threads) as team:
+        for run in range(1, 301):
+            team.run(tape)
+            assert all((counted == run).all() for counted in counts)
+            assert all((total == run * len(counted)).all() for total, counted in zip(totals, counts, strict=True))
+
+
+def test_pieces_may_change_between_runs(rng: np.random.Generator) -> None:
+    tape, counts = Tape(), np.zeros(64, np.int64)
+    tape.add(_count, words(counts), 0)
+    tape.add(_count, words(counts), 0, waits=False)
+    want = np.zeros(64, np.int64)
+    with Team(3) as team:
+        for first, second in rng.integers(0, 65, (500, 2)):
+            tape.pieces[:] = first, 0
+            team.run(tape)
+            tape.pieces[:] = 0, second
+            team.run(tape)
+            want[:first] += 1
+            want[:second] += 1
+            np.testing.assert_array_equal(counts, want)
+
+
+def test_threads_sleep_wake_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(teams, "SPIN_MS", 0.1)
+    monkeypatch.setattr(teams, "NAP_MS", 1.0)
+    tape, counts = Tape(), np.zeros(1000, np.int64)
+    tape.add(_count, words(counts), 1000)
+    before = threading.active_count()
+    team = Team(3)
+    assert threading.active_count() == before
+    for run in range(1, 6):
+        team.run(tape)
+        deadline = time.monotonic() + 20
+        while team._crew._sleepers < 2 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert team._crew._sleepers == 2
+        assert (counts == run).all()
+    team.close()
+    assert threading.active_count() == before
+    with pytest.raises(RuntimeError, match="closed"):
+        team.run(tape)
+    team.close()
+
+
+def test_a_forgotten_team_lets_its_threads_go() -> None:
+    tape, counts = Tape(), np.zeros(10, np.int64)
+    tape.add(_count, words(counts), 10)
+    before = threading.active_count()
+    team = Team(2)
+    team.run(tape)
+    assert threading.active_count() == before + 1
+    del team
+    assert threading.active_count() == before

@@ -67,7 +67,7 @@ def take_weights(
     Raises ModelError where the decode loop does not reproduce the model.
     """
     require_supported(model.config)
-    _require_plain(model)
+    require_plain(model)
     shape = shape_of(model.config)
     require_dtype(dtype or model.dtype)
 
@@ -144,7 +144,7 @@ def require_dtype(dtype: torch.dtype) -> None:
         )
 
 
-def _require_plain(model: Any) -> None:
+def require_plain(model: Any) -> None:
     """Refuse what the four families allow and no published model of theirs has."""
     activation = model.config.hidden_act
     if activation != "silu":

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from bench.decode.baselines import StreamedAttention, full_attention_ways, reference_attention, relative_error
+from bench.decode.kernel_times import Span, own_times
 from bench.decode.recorded import Recorded, WideIndex
 from bench.decode.roofline import best_ratio, full_bytes, index_bytes, weight_bytes
 from bench.decode.sparse_op import SparseOp
@@ -262,3 +263,8 @@ def test_streamed_attention_reads_a_layer_when_it_is_there_and_not_after_it_is_g
         assert relative_error(out, reference_attention(q, k, v)) < 0.02
     streamed.finish()
     assert relative_error(streamed.attend(0, q), outs[0]) == 0
+
+
+def test_a_kernel_that_starts_early_counts_from_the_end_of_the_one_before_on_its_stream() -> None:
+    spans = [Span("match", 1, 0, 5), Span("score", 1, 2, 15), Span("other", 2, 3, 9), Span("match", 1, 20, 24)]
+    assert own_times(spans) == {"match": 9, "score": 10, "other": 6}

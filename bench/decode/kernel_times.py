@@ -2,8 +2,10 @@
 
 import warnings
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 # part of a kernel's name -> what it is for
@@ -22,15 +24,41 @@ PURPOSES = {
 }
 
 
+class Span(NamedTuple):
+    """A kernel's run on one stream."""
+
+    name: str
+    stream: int
+    start_us: float
+    end_us: float
+
+
 def kernel_times(run: Callable[[], object], num_runs: int) -> dict[str, float]:
-    """Kernel name -> µs of the device per run. Kernels that run side by side count in full, each."""
+    """Kernel name -> µs of the device per run. Kernels side by side on two streams count in full, each."""
     run()
     torch.cuda.synchronize()
     with warnings.catch_warnings(action="ignore"), profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(num_runs):
             run()
         torch.cuda.synchronize()
-    return {event.key: event.self_device_time_total / num_runs for event in profiler.key_averages()}
+    spans = [
+        Span(event.name, event.device_resource_id, event.time_range.start, event.time_range.end)
+        for event in profiler.events()
+        if event.device_type == DeviceType.CUDA
+    ]
+    return {name: us / num_runs for name, us in own_times(spans).items()}
+
+
+def own_times(spans: list[Span]) -> dict[str, float]:
+    """Kernel name -> µs. A kernel that started while the one before it on its stream ran counts from that one's end:
+    until then it may have waited for it."""
+    sums: dict[str, float] = {}
+    ended: dict[int, float] = {}
+    for span in sorted(spans, key=lambda span: span.end_us):
+        begun = max(span.start_us, ended.get(span.stream, span.start_us))
+        sums[span.name] = sums.get(span.name, 0.0) + span.end_us - begun
+        ended[span.stream] = span.end_us
+    return sums
 
 
 def times_by_purpose(times_us: dict[str, float], num_calls: int) -> dict[str, float]:

@@ -1,0 +1,327 @@
+"""The CPU engine: says what transformers says over an artifact, and the same bits alone and among others."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from csattn.artifact import Artifact, open_artifact
+from csattn.config import SearchConfig, preset
+from csattn.errors import ArtifactMismatchError, ConfigError, ContextError
+from csattn.models.loader import wrap_model
+from index_build.pipeline import build_artifact
+from tests.tiny import FAMILIES, byte_tokenizer, loaded, make_model, token_ids
+from workers.engine.cpu_engine import CpuEngine
+from workers.engine.pool_searcher import PoolSearcher
+from workers.engine.searcher import RowSearch
+from workers.serving.step_engine import StepRow
+from workers.session import csattn_session
+
+CONTEXT_LENS = (700, 391)
+CONFIG = SearchConfig(keep=0.05, window_len=64)
+SELECTORS = ("csattn", "exact", "full", "window")
+
+
+@dataclass
+class Talk:
+    """A request as a test drives it: its question, then its own likeliest tokens."""
+
+    context_id: int
+    config: SearchConfig
+    selector: str
+    question: list[int]
+    num_new: int
+    fed: int = 0
+    tokens: list[int] = field(default_factory=list)
+    logits: list[np.ndarray] = field(default_factory=list)  # after the question, and after each token
+
+    @property
+    def done(self) -> bool:
+        return len(self.tokens) == self.num_new
+
+    def next_rows(self, at_most: int) -> list[int]:
+        """The token ids to feed next."""
+        left = self.question[self.fed :]
+        return left[:at_most] if left else self.tokens[-1:]
+
+    def take(self, num_rows: int, next_ids: np.ndarray, logits: np.ndarray) -> None:
+        self.fed += num_rows
+        if self.fed >= len(self.question):
+            self.tokens.append(int(next_ids[-1]))
+            self.logits.append(logits[-1].copy())
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("store")
+
+
+def opened(store: Path, family: str, context_id: int, preset_name: str = "default") -> Artifact:
+    ids = token_ids(CONTEXT_LENS[context_id], seed=context_id)
+    return open_artifact(build_artifact(loaded(family), ids, preset(preset_name, 16), store).path)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def artifacts(store: Path, family: str) -> Iterator[list[Artifact]]:
+    made = [opened(store, family, context_id) for context_id in range(len(CONTEXT_LENS))]
+    yield made
+    for artifact in made:
+        artifact.close()
+
+
+def make_engine(artifacts: list[Artifact], family: str = "llama", **options: object) -> CpuEngine:
+    engine = CpuEngine(loaded(family), **{"num_slots": 6, "tail_capacity": 64, "num_threads": 1, **options})
+    for context_id, artifact in enumerate(artifacts):
+        engine.add_context(context_id, artifact)
+    return engine
+
+
+def alone(engine: CpuEngine, talk: Talk) -> Talk:
+    """The same request, run by itself, its question in one go."""
+    again = Talk(talk.context_id, talk.config, talk.selector, talk.question, talk.num_new)
+    engine.open(0, again.context_id, again.config, again.selector)
+    while not again.done:
+        rows = again.next_rows(engine.max_rows)
+        result = engine.step([StepRow(0, token_id) for token_id in rows], want_logits=True)
+        again.take(len(rows), result.next_ids, result.logits)
+    engine.close_slot(0)
+    return again
+
+
+def assert_same(got: Talk, want: Talk) -> None:
+    assert got.tokens == want.tokens
+    np.testing.assert_array_equal(np.stack(got.logits), np.stack(want.logits))
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_it_says_what_transformers_says_over_the_artifact(artifacts, family, selector, lookahead) -> None:
+    """As long as no row of the tail leaves its window."""
+    config, question = SearchConfig(keep=0.05, window_len=64, lookahead=lookahead), token_ids(11, seed=1)
+    with csattn_session(loaded(family), artifacts[0], config, selector) as session:
+        want = loaded(family).model.generate(
+            **session.continue_with(question),
+            max_new_tokens=12,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    with make_engine(artifacts, family) as engine:
+        got = alone(engine, Talk(0, config, selector, question.tolist(), 12))
+    assert got.tokens == want.sequences[0, -12:].tolist()
+    np.testing.assert_allclose(np.stack(got.logits), torch.cat(want.logits).numpy(), atol=2e-4)
+
+
+def random_talks(rng: np.random.Generator, num_talks: int) -> list[Talk]:
+    talks = []
+    for number in range(num_talks):
+        config = SearchConfig(
+            keep=float(rng.choice([0.02, 0.05, 1.0], p=[0.3, 0.6, 0.1])),
+            window_len=int(rng.choice([16, 64])),
+            lookahead=int(rng.integers(2)),
+        )
+        question = rng.integers(0, 256, rng.integers(1, 30)).tolist()
+        selector = str(rng.choice(SELECTORS, p=[0.7, 0.1, 0.1, 0.1]))
+        talks.append(Talk(number % 2, config, selector, question, int(rng.integers(1, 8))))
+    return talks
+
+
+def run_together(engine: CpuEngine, talks: list[Talk], rng: np.random.Generator) -> None:
+    """Begin and end requests as slots are free; questions cut at random, rows of a step in random order."""
+    waiting, running = list(talks), {}
+    while waiting or running:
+        for slot in range(engine.num_slots):
+            if slot not in running and waiting and rng.random() < 0.7:
+                running[slot] = waiting.pop(0)
+                engine.open(slot, running[slot].context_id, running[slot].config, running[slot].selector)
+        batch: list[tuple[int, int]] = []
+        for slot in rng.permutation(list(running)):
+            room = engine.max_rows - len(batch)
+            if room and rng.random() < 0.8:
+                batch += [(int(slot), token) for token in running[slot].next_rows(int(rng.integers(1, room + 1)))]
+        if not batch:
+            continue
+        # interleaved, but each request's tokens in order
+        order = np.argsort(rng.random(len(batch)))
+        places = {slot: iter([token for s, token in batch if s == slot]) for slot in running}
+        rows = [StepRow(batch[i][0], next(places[batch[i][0]])) for i in order]
+        watch = (int(rng.integers(len(rows))), int(rng.integers(engine.num_layers))) if rng.random() < 0.3 else None
+        result = engine.step(rows, want_logits=True, watch=watch)
+        assert (result.fidelity is None) == (watch is None)
+        for slot in {row.slot for row in rows}:
+            mine = [i for i, row in enumerate(rows) if row.slot == slot]
+            running[slot].take(len(mine), result.next_ids[mine], result.logits[mine])
+            if running[slot].done:
+                del running[slot]
+                engine.close_slot(slot)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_requests_run_together_say_what_each_says_alone(artifacts, family, num_threads, rng) -> None:
+    with make_engine(artifacts, family) as engine:
+        talks = random_talks(rng, 10)
+        want = [alone(engine, talk) for talk in talks]
+    with make_engine(artifacts, family, num_threads=num_threads, max_rows=11) as engine:
+        run_together(engine, talks, rng)
+    for got, wanted in zip(talks, want, strict=True):
+        assert_same(got, wanted)
+
+
+def test_contexts_come_and_go_between_steps(store, rng) -> None:
+    first, second = opened(store, "llama", 0), opened(store, "llama", 1)
+    with make_engine([first, second]) as engine:
+        talks = [Talk(context_id, CONFIG, "csattn", [7, 8, 9], 6) for context_id in (0, 1)]
+        want = [alone(engine, talk) for talk in talks]
+        kv_bytes = engine.counts().kv_bytes
+    with make_engine([first]) as engine:
+        kept, late = talks
+        engine.open(2, 0, CONFIG, "csattn")
+        while not kept.done:
+            engine.add_context(1, second)
+            assert engine.counts().kv_bytes == kv_bytes
+            engine.open(3, 1, CONFIG, "csattn")
+            late = Talk(1, CONFIG, "csattn", [7, 8, 9], 6)
+            for _ in range(2):
+                rows = [(talk, slot, talk.next_rows(3)) for talk, slot in ((late, 3), (kept, 2)) if not talk.done]
+                result = engine.step([StepRow(slot, token) for _, slot, ids in rows for token in ids], want_logits=True)
+                at = 0
+                for talk, _, ids in rows:
+                    talk.take(len(ids), result.next_ids[at : at + len(ids)], result.logits[at : at + len(ids)])
+                    at += len(ids)
+            with pytest.raises(ConfigError, match=r"in use in slots \[3\]"):
+                engine.remove_context(1)
+            engine.close_slot(3)
+            engine.remove_context(1)
+            assert late.tokens == want[1].tokens[:2]
+            np.testing.assert_array_equal(late.logits, want[1].logits[:2])
+    assert_same(kept, want[0])
+
+
+@pytest.mark.parametrize("preset_name", ["paper", "lists"])
+def test_other_indexes_serve_too(store, preset_name) -> None:
+    """`paper` selects for every query head."""
+    config, question = SearchConfig(keep=0.05, window_len=64), token_ids(9, seed=2)
+    with opened(store, "llama", 0, preset_name) as artifact:
+        with csattn_session(loaded(), artifact, config) as session:
+            arguments = session.continue_with(question)
+            want = loaded().model.generate(**arguments, max_new_tokens=8, do_sample=False)
+        with make_engine([artifact], num_threads=2) as engine:
+            got = alone(engine, Talk(0, config, "csattn", question.tolist(), 8))
+    assert got.tokens == want[0, -8:].tolist()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_weights_and_kv_lose_no_more_than_in_transformers(tmp_path, dtype) -> None:
+    narrow = wrap_model(make_model().to(getattr(torch, dtype)), byte_tokenizer(), "narrow")
+    report = build_artifact(narrow, token_ids(300), preset("default", 16), tmp_path)
+    question = token_ids(6, seed=3).tolist()
+    wide = make_model().to(getattr(torch, dtype)).float()
+    with open_artifact(report.path) as artifact, CpuEngine(narrow, num_threads=1) as engine:
+        engine.add_context(0, artifact)
+        got = alone(engine, Talk(0, SearchConfig(keep=1.0), "csattn", question, 5))
+        whole = torch.from_numpy(np.concatenate([artifact.token_ids, question, got.tokens[:-1]])).long()
+    with torch.no_grad():
+        want = wide(whole[None]).logits[0, -5:]
+        theirs = narrow.model(whole[None]).logits[0, -5:].float()
+    assert (torch.from_numpy(np.stack(got.logits)) - want).norm() <= 1.2 * (theirs - want).norm()
+
+
+def test_fidelity_is_one_where_everything_is_read_and_less_where_not(store) -> None:
+    with opened(store, "llama", 0) as artifact, make_engine([artifact]) as engine:
+        seen = {}
+        for slot, (keep, selector) in enumerate([(1.0, "csattn"), (0.05, "exact"), (0.05, "csattn"), (0.05, "window")]):
+            engine.open(slot, 0, SearchConfig(keep=keep, window_len=64), selector)
+            rows = [StepRow(slot, token) for token in (5, 6, 7)]
+            seen[keep, selector] = engine.step(rows, watch=(2, 1)).fidelity
+    full, exact, ours, window = seen.values()
+    assert (full.recall, full.mass) == (1.0, pytest.approx(1, abs=1e-5))
+    assert exact.recall == 1.0
+    assert 1 > exact.mass > ours.mass > window.mass
+    assert 1 > ours.recall > window.recall == 0
+
+
+class _Failing(PoolSearcher):
+    """Loses every search of one layer, once."""
+
+    fail = True
+
+    def start(self, layer_idx: int, searches: list[RowSearch]) -> None:
+        super().start(layer_idx, searches)
+        self._layer = layer_idx
+
+    def finish(self) -> None:
+        super().finish()
+        if self.fail and self._layer == 2:
+            self.fail = False
+            raise RuntimeError("lost")
+
+
+def test_a_step_that_fails_can_be_run_again(store) -> None:
+    config = SearchConfig(keep=0.05, window_len=64, lookahead=1)
+    with opened(store, "llama", 0) as artifact:
+        with make_engine([artifact]) as engine:
+            want = alone(engine, Talk(0, config, "csattn", [1, 2, 3], 3))
+        with make_engine([artifact], searcher=_Failing(1)) as engine:
+            got = Talk(0, config, "csattn", [1, 2, 3], 3)
+            engine.open(0, 0, config, "csattn")
+            with pytest.raises(RuntimeError, match="lost"):
+                engine.step([StepRow(0, token) for token in (1, 2, 3)])
+            while not got.done:
+                rows = got.next_rows(3)
+                result = engine.step([StepRow(0, token) for token in rows], want_logits=True)
+                got.take(len(rows), result.next_ids, result.logits)
+    assert_same(got, want)
+
+
+def test_bad_steps_are_refused_and_change_nothing(store) -> None:
+    with opened(store, "llama", 0) as artifact, make_engine([artifact], max_rows=4, tail_capacity=5) as engine:
+        with pytest.raises(ConfigError, match="slot 0 is not open"):
+            engine.step([StepRow(0, 1)])
+        with pytest.raises(ConfigError, match="no context 5"):
+            engine.open(0, 5, CONFIG, "csattn")
+        with pytest.raises(ConfigError, match="slots 0 to 5, not 6"):
+            engine.open(6, 0, CONFIG, "csattn")
+        with pytest.raises(ConfigError, match="unknown selector"):
+            engine.open(0, 0, CONFIG, "best")
+        with pytest.raises(ConfigError, match="search_period"):
+            engine.open(0, 0, SearchConfig(search_period=2), "csattn")
+        with pytest.raises(ConfigError, match="loaded already"):
+            engine.add_context(0, artifact)
+        engine.open(0, 0, CONFIG, "csattn")
+        with pytest.raises(ConfigError, match="slot 0 is taken"):
+            engine.open(0, 0, CONFIG, "csattn")
+        for num_rows in (0, 5):
+            with pytest.raises(ConfigError, match="1 to 4 rows"):
+                engine.step([StepRow(0, 1)] * num_rows)
+        for token_id in (-1, 256):
+            with pytest.raises(ContextError, match="vocabulary"):
+                engine.step([StepRow(0, token_id)])
+        with pytest.raises(ConfigError, match="cannot be watched"):
+            engine.step([StepRow(0, 1)], watch=(1, 0))
+        engine.step([StepRow(0, 1)] * 4)
+        with pytest.raises(ContextError, match="6 rows of its own and there is room for 5"):
+            engine.step([StepRow(0, 1)] * 2)
+        engine.step([StepRow(0, 1)])
+        with pytest.raises(ContextError, match="room for 5"):
+            engine.step([StepRow(0, 1)])
+
+
+def test_contexts_of_other_models_are_refused(store) -> None:
+    with opened(store, "qwen2", 0) as artifact, make_engine([]) as engine:
+        with pytest.raises(ArtifactMismatchError, match="fingerprint"):
+            engine.add_context(0, artifact)
+        with pytest.raises(ConfigError, match="no context 0"):
+            engine.remove_context(0)
+
+
+def test_an_engine_of_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="at least one row"):
+        CpuEngine(loaded(), max_rows=0)

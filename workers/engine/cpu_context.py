@@ -1,0 +1,94 @@
+"""What the CPU engine knows of a context and of a request."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from csattn.artifact import Artifact
+from csattn.selectors import ContextView
+from workers.cpu_model.model import word
+from workers.serving.messages import Selector
+
+
+@dataclass(frozen=True, slots=True)
+class CpuContext:
+    """A loaded context: its KV stays where the artifact maps it."""
+
+    artifact: Artifact
+    kv: list[Tensor]  # per layer [num_kv_heads, context_len, 2, head_dim]
+    next_queries: list[NDArray[np.float32] | None]  # per layer: what predicts the layer's queries; none for the first
+    num_index_heads: int
+
+    @property
+    def context_len(self) -> int:
+        return int(self.kv[0].shape[1])
+
+    @property
+    def kv_bytes(self) -> int:
+        return sum(layer.nbytes for layer in self.kv)
+
+    @property
+    def kv_words(self) -> NDArray[np.int64]:
+        """[num_layers]: where each layer's KV begins."""
+        return np.array([word(layer) for layer in self.kv], np.int64)
+
+    @property
+    def map_words(self) -> NDArray[np.int64]:
+        """[num_layers]: where each layer's `next_queries` begin, 0: nowhere."""
+        return np.array([word(matrix) for matrix in self.next_queries], np.int64)
+
+
+def open_context(artifact: Artifact) -> CpuContext:
+    num_layers = artifact.spec.model.num_layers
+    indexes = [artifact.layer_index(layer_idx) for layer_idx in range(num_layers)]
+    return CpuContext(
+        artifact,
+        [artifact.layer_kv(layer_idx) for layer_idx in range(num_layers)],
+        [None, *(index.next_query for index in indexes[:-1])],
+        indexes[0].num_heads,
+    )
+
+
+@dataclass(slots=True)
+class CpuRequest:
+    """A request in its slot."""
+
+    slot: int
+    context_id: int
+    context: CpuContext
+    view: ContextView
+    selector: Selector  # full where everything is kept anyway
+    tail_len: int = 0
+    near: tuple[int, int] = field(init=False)  # context rows [0, first) and [second, context_len) are attended to
+
+    def __post_init__(self) -> None:
+        middle, context_len = self.view.middle, self.view.context_len
+        self.near = (context_len, context_len) if self.selector == "full" else (middle.start, middle.stop)
+
+    @property
+    def top_k(self) -> int:
+        """Rows that are selected for each index head."""
+        middle = self.view.middle
+        return min(self.view.top_k, middle.stop - middle.start) if self.selector in ("csattn", "exact") else 0
+
+    @property
+    def num_index_heads(self) -> int:
+        return self.context.num_index_heads if self.selector == "csattn" else int(self.context.kv[0].shape[0])
+
+    @property
+    def longest_list(self) -> int:
+        """Rows that a token attends to, all but the tail."""
+        first, second = self.near
+        return first + self.top_k + self.view.context_len - second
+
+    @property
+    def looks_ahead(self) -> bool:
+        return self.top_k > 0 and bool(self.view.config.lookahead)
+
+    @property
+    def together(self) -> tuple[object, ...]:
+        """Requests for which this is equal are searched for together."""
+        config = self.view.config
+        return self.selector, self.looks_ahead, self.context_id, self.top_k, config.sink_len, config.window_len

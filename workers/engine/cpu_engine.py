@@ -1,0 +1,275 @@
+"""Steps on the CPU of rows that belong to any requests, over any contexts: the engine of machines without a GPU."""
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from csattn.artifact import Artifact
+from csattn.config import SearchConfig
+from csattn.cpu.team import Team
+from csattn.cpus import available_cpus
+from csattn.errors import ConfigError, ContextError
+from csattn.models import LoadedModel
+from csattn.selectors import SELECTOR_NAMES, ContextView
+from workers.cpu_model.model import CpuModel
+from workers.engine.cpu_context import CpuContext, CpuRequest, open_context
+from workers.engine.exact_rows import choose_exactly
+from workers.engine.fidelity import fidelity
+from workers.engine.on_cpu import AttendOnCpu
+from workers.engine.pool_searcher import PoolSearcher
+from workers.engine.row_plan import RowPlan, plan_rows
+from workers.engine.searcher import Searcher
+from workers.serving.messages import Selector
+from workers.serving.step_engine import EngineCounts, Fidelity, StepResult, StepRow
+
+
+class CpuEngine:
+    """A `StepEngine`. A row's results are the same bits alone and among others, on any number of threads.
+
+    Context rows are read where their artifacts map them. A request's own rows are all attended to.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,  # on the CPU; its weights are read in place
+        *,
+        max_rows: int = 16,
+        num_slots: int = 16,
+        tail_capacity: int = 2048,
+        num_threads: int | None = None,  # all cores unless said
+        searcher: Searcher | None = None,  # closed with the engine; threads of this process unless given
+    ) -> None:
+        if min(max_rows, num_slots, tail_capacity) < 1:
+            raise ConfigError(
+                f"an engine needs at least one row, one slot and one row in a tail, got {max_rows}, {num_slots} and "
+                f"{tail_capacity}"
+            )
+        threads = num_threads or available_cpus()
+        self.loaded = loaded
+        self.max_rows, self.num_slots = max_rows, num_slots
+        self.max_positions, self.num_layers = loaded.geometry.max_positions, loaded.geometry.num_layers
+        self.tail_capacity = min(tail_capacity, self.max_positions)
+        self._scale = float(loaded.model.model.layers[0].self_attn.scaling)
+        self._model = CpuModel(loaded.model, max_rows, num_slots, self.tail_capacity)
+        self._attention = AttendOnCpu(self._model, self._scale)
+        self._team = Team(threads)
+        self._searcher: Searcher = searcher if searcher is not None else PoolSearcher(threads)
+        self._contexts: dict[int, CpuContext] = {}
+        self._requests: dict[int, CpuRequest] = {}
+        self._planned: tuple[tuple[int, ...], RowPlan] | None = None  # the last step's slots and their plan
+        self._search_s = self._attend_s = 0.0
+
+    def __repr__(self) -> str:
+        return f"<CpuEngine {self.loaded.name}: {len(self._contexts)} contexts, {len(self._requests)} requests>"
+
+    def add_context(self, context_id: int, artifact: Artifact) -> None:
+        artifact.require_model(self.loaded.fingerprint)
+        artifact.require_tokenizer(self.loaded.tokenizer_hash)
+        if context_id in self._contexts:
+            raise ConfigError(f"context {context_id} is loaded already; remove it first, or take another number")
+        if artifact.spec.context_len >= self.max_positions:
+            raise ContextError(
+                f"the context has {artifact.spec.context_len:,} rows and the model {self.max_positions:,} positions: "
+                "nothing can follow it; build a shorter one"
+            )
+        if artifact.spec.kv_dtype != self._model.kind:
+            raise ConfigError(
+                f"the artifact's KV is {artifact.spec.kv_dtype}, the model is loaded in {self._model.kind}; "
+                f"load it in {artifact.spec.kv_dtype}"
+            )
+        context = open_context(artifact)
+        self._searcher.load(context_id, artifact)
+        self._contexts[context_id] = context
+
+    def remove_context(self, context_id: int) -> None:
+        self._context(context_id)
+        users = [slot for slot, request in self._requests.items() if request.context_id == context_id]
+        if users:
+            raise ConfigError(f"context {context_id} is in use in slots {users}; close them first")
+        self._planned = None
+        self._searcher.unload(context_id)
+        del self._contexts[context_id]
+
+    def open(self, slot: int, context_id: int, config: SearchConfig, selector: Selector) -> None:
+        context = self._context(context_id)
+        if not 0 <= slot < self.num_slots:
+            raise ConfigError(f"there are slots 0 to {self.num_slots - 1}, not {slot}")
+        if slot in self._requests:
+            raise ConfigError(f"slot {slot} is taken; close it first")
+        if selector not in SELECTOR_NAMES:
+            raise ConfigError(f"unknown selector {selector!r}; choose one of {', '.join(SELECTOR_NAMES)}")
+        if config.search_period != 1:
+            raise ConfigError(f"search_period is {config.search_period}, but this engine searches at every step; use 1")
+        view = ContextView(context.context_len, self._scale, config)
+        if selector in ("csattn", "exact") and view.everything_kept:
+            selector = "full"
+        self._requests[slot] = CpuRequest(slot, context_id, context, view, selector)
+        self._planned = None
+
+    def close_slot(self, slot: int) -> None:
+        self._request(slot)
+        del self._requests[slot]
+        self._planned = None
+
+    def step(
+        self, rows: Sequence[StepRow], want_logits: bool = False, watch: tuple[int, int] | None = None
+    ) -> StepResult:
+        """Rows see what stands before them, in this step too. If this raises, no request has moved on."""
+        self._require_rows(rows, watch)
+        plan = self._plan(tuple(row.slot for row in rows))
+        model, order = self._model, plan.order
+        tail_lens = self._tail_lens(plan)
+        positions = [
+            request.view.context_len + length - 1 for request, length in zip(plan.requests, tail_lens, strict=True)
+        ]
+        model.set_rows(
+            [rows[i].token_id for i in order], positions, [r.slot for r in plan.requests], tail_lens.tolist()
+        )
+        self._attention.set_lens(plan, tail_lens)
+        watched = (int(np.flatnonzero(order == watch[0])[0]), watch[1]) if watch is not None else None
+        seen = self._run(plan, tail_lens, watched)
+        for request, length in zip(plan.requests, tail_lens.tolist(), strict=True):
+            request.tail_len = length
+        return self._result(plan, want_logits, seen)
+
+    def counts(self) -> EngineCounts:
+        contexts = self._contexts.values()
+        return EngineCounts(
+            search_s=self._search_s,
+            attend_s=self._attend_s,
+            kv_bytes=sum(context.kv_bytes for context in contexts),
+            index_bytes=sum(context.artifact.index_bytes for context in contexts),
+        )
+
+    def close(self) -> None:
+        """Let the threads go. No step may be under way."""
+        self._team.close()
+        self._searcher.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self, plan: RowPlan, tail_lens: NDArray[np.int64], watched: tuple[int, int] | None) -> Fidelity | None:
+        """All layers; what was seen of the watched row and layer. Searches run while the layer before is computed."""
+        model, seen = self._model, None
+        self._team.run(model.begin[plan.ahead])
+        under_way = False
+        try:
+            for layer_idx in range(self.num_layers):
+                started = time.perf_counter()
+                if under_way:
+                    under_way = False
+                    self._searcher.finish()
+                self._search(layer_idx, plan)
+                if layer_idx + 1 < self.num_layers and (early := plan.early(layer_idx + 1)):
+                    under_way = True
+                    self._searcher.start(layer_idx + 1, early)
+                chosen = time.perf_counter()
+                if watched is not None and watched[1] == layer_idx:
+                    seen = self._look(plan, watched[0], layer_idx, int(tail_lens[watched[0]]))
+                attending = time.perf_counter()
+                self._team.run(self._attention.layers[layer_idx])
+                self._search_s += chosen - started
+                self._attend_s += time.perf_counter() - attending
+                self._team.run(model.after[plan.ahead][layer_idx])
+        except BaseException:
+            if under_way:
+                with suppress(Exception):  # the first error is the one to tell
+                    self._searcher.finish()
+            raise
+        return seen
+
+    def _search(self, layer_idx: int, plan: RowPlan) -> None:
+        """Choose for the rows that have waited for the layer's own queries."""
+        late = plan.late(layer_idx)
+        if late:
+            self._searcher.start(layer_idx, late)
+            self._searcher.finish()
+        for group in plan.groups:
+            if group.late is None:
+                ahead = layer_idx > 0 and group.requests[0].looks_ahead
+                q = (self._model.q_ahead[layer_idx % 2] if ahead else self._model.q)[group.rows]
+                selections = group.selections[layer_idx % 2]
+                choose_exactly(torch.from_numpy(q), group.requests[0], layer_idx, self._scale, selections)
+
+    def _look(self, plan: RowPlan, row: int, layer_idx: int, tail_len: int) -> Fidelity:
+        chosen = None
+        for group in plan.groups:
+            if group.rows.start <= row < group.rows.stop:
+                chosen = group.selections[layer_idx % 2][row - group.rows.start]
+        request = plan.requests[row]
+        tail = self._model.tails[layer_idx, request.slot, :, :tail_len]
+        q = torch.from_numpy(self._model.q[row])
+        return fidelity(request, q, request.context.kv[layer_idx], tail, chosen, self._scale)
+
+    def _result(self, plan: RowPlan, want_logits: bool, seen: Fidelity | None) -> StepResult:
+        num_rows = len(plan.requests)
+        logits = self._model.logits[:num_rows]
+        next_ids = np.empty(num_rows, np.int64)
+        next_ids[plan.order] = [row.argmax() for row in logits]
+        if not want_logits:
+            return StepResult(next_ids, None, seen)
+        in_order = bool((plan.order == np.arange(num_rows)).all())
+        return StepResult(next_ids, logits if in_order else logits[np.argsort(plan.order)], seen)
+
+    def _plan(self, slots: tuple[int, ...]) -> RowPlan:
+        if self._planned is None or self._planned[0] != slots:
+            plan = plan_rows(self._model, [self._requests[slot] for slot in slots], self._scale)
+            self._attention.set_plan(plan)
+            self._planned = slots, plan
+        return self._planned[1]
+
+    def _tail_lens(self, plan: RowPlan) -> NDArray[np.int64]:
+        """Rows of its tail that each row sees, its own included."""
+        lens: dict[int, int] = {}
+        for request in plan.requests:
+            lens.setdefault(request.slot, request.tail_len)
+        seen = []
+        for request in plan.requests:
+            lens[request.slot] += 1
+            seen.append(lens[request.slot])
+        return np.array(seen, np.int64)
+
+    def _require_rows(self, rows: Sequence[StepRow], watch: tuple[int, int] | None) -> None:
+        """Raise before anything changes."""
+        if not 1 <= len(rows) <= self.max_rows:
+            raise ConfigError(f"a step has 1 to {self.max_rows} rows, got {len(rows)}")
+        vocab_size = self.loaded.geometry.vocab_size
+        for row in rows:
+            if not 0 <= row.token_id < vocab_size:
+                raise ContextError(f"token id {row.token_id} is not in the model's vocabulary of {vocab_size}")
+        for slot, num_new in Counter(row.slot for row in rows).items():
+            request = self._request(slot)
+            length = request.tail_len + num_new
+            room = min(self.tail_capacity, self.max_positions - request.view.context_len)
+            if length > room:
+                raise ContextError(
+                    f"slot {slot} would have {length} rows of its own and there is room for {room}; end the request, "
+                    "or ask a shorter question"
+                )
+        if watch is not None and not (0 <= watch[0] < len(rows) and 0 <= watch[1] < self.num_layers):
+            raise ConfigError(
+                f"row {watch[0]} of {len(rows)} and layer {watch[1]} of {self.num_layers} cannot be watched"
+            )
+
+    def _context(self, context_id: int) -> CpuContext:
+        if context_id not in self._contexts:
+            raise ConfigError(f"there is no context {context_id}; load it first")
+        return self._contexts[context_id]
+
+    def _request(self, slot: int) -> CpuRequest:
+        if slot not in self._requests:
+            raise ConfigError(f"slot {slot} is not open; open it first")
+        return self._requests[slot]

@@ -1,0 +1,62 @@
+"""`Searcher` with threads of this process."""
+
+from collections.abc import Sequence
+
+from csattn.artifact import Artifact
+from csattn.index import LayerIndex
+from csattn.search import LayerSearch, SearchPool
+from workers.engine.searcher import RowSearch
+
+MAX_KEPT = 4096  # searches that are kept ready to be run again
+
+
+class PoolSearcher:
+    """Owns the pool. A search that comes again with the same RowSearch is not made anew."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._pool = SearchPool(num_threads)
+        self._indexes: dict[int, list[LayerIndex]] = {}
+        # by layer and the RowSearch's id; it is kept, too, so that the id stays its own
+        self._kept: dict[tuple[int, int], tuple[RowSearch, LayerSearch]] = {}
+        self._waiting: list[LayerSearch] = []  # of the layer at hand; the pool runs one search at a time
+
+    def __repr__(self) -> str:
+        return f"<PoolSearcher {len(self._indexes)} contexts, {self._pool!r}>"
+
+    def load(self, context_id: int, artifact: Artifact) -> None:
+        self._indexes[context_id] = [artifact.layer_index(i) for i in range(artifact.spec.model.num_layers)]
+        self._kept.clear()
+
+    def unload(self, context_id: int) -> None:
+        del self._indexes[context_id]
+        self._kept.clear()
+
+    def start(self, layer_idx: int, searches: Sequence[RowSearch]) -> None:
+        assert not self._waiting, "searches are under way; finish them first"
+        self._waiting = [self._search(layer_idx, search) for search in reversed(searches)]
+        if self._waiting:
+            self._pool.start(self._waiting[-1])
+
+    def finish(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        while waiting:
+            self._pool.finish()
+            waiting.pop()
+            if waiting:
+                self._pool.start(waiting[-1])
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def _search(self, layer_idx: int, search: RowSearch) -> LayerSearch:
+        key = layer_idx, id(search)
+        kept = self._kept.get(key)
+        if kept is not None:
+            return kept[1]
+        if len(self._kept) >= MAX_KEPT:
+            self._kept.clear()
+        assert search.out.kv_indices.shape[2] == search.top_k
+        index = self._indexes[search.context_id][layer_idx]
+        made = LayerSearch(search.q, index, None, search.sink_len, search.window_len, search.softmax_scale, search.out)
+        self._kept[key] = search, made
+        return made

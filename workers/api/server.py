@@ -29,7 +29,7 @@ def server_of(app: Any, settings: Settings, **more: Any) -> uvicorn.Server:
         "ws": "none",
         "lifespan": "off",
         "h11_max_incomplete_event_size": settings.limits.max_header_bytes,
-        "timeout_keep_alive": KEEP_ALIVE_S,
+        "timeout_keep_alive": min(KEEP_ALIVE_S, stall_timeout_s),  # also of a header that came with the last request
         "timeout_graceful_shutdown": SHUTDOWN_S,
         "server_header": False,
         "access_log": False,

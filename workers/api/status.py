@@ -11,24 +11,25 @@ from workers.serving.messages import ContextInfo, Health
 
 # what the page calls it -> the metric it is; a metric that nobody gives is absent, and the page leaves it out
 NUMBERS = {
-    "open_requests": "csattn_http_requests_in_flight",
-    "running_requests": "csattn_running_requests",
-    "queued_requests": "csattn_queued_requests",
+    "open": "csattn_http_requests_in_flight",
+    "running": "csattn_running_requests",
+    "queued": "csattn_queue_length",
+    "new_tokens": "csattn_new_tokens",
+    "search": "csattn_search_seconds",
+    "gather": "csattn_gather_seconds",
+    "attend": "csattn_attend_seconds",
+    "slot_hits": "csattn_slot_hits",
+    "slot_lookups": "csattn_slot_lookups",
     "kv_bytes": "csattn_kv_bytes",
     "index_bytes": "csattn_index_bytes",
-    "generated_tokens": "csattn_generated_tokens",
-    "slot_hits": "csattn_slot_cache_hits",
-    "slot_lookups": "csattn_slot_cache_lookups",
 }
 HISTOGRAMS = {
     "ttft": "csattn_http_ttft_seconds",
     "tpot": "csattn_http_tpot_seconds",
-    "batch_size": "csattn_batch_size",
-    "search": "csattn_search_seconds",
-    "gather": "csattn_gather_seconds",
-    "attend": "csattn_attend_seconds",
+    "step": "csattn_step_seconds",
+    "batch": "csattn_batch_rows",
 }
-OF_CONTEXTS = {"recall": "csattn_fidelity_recall", "mass": "csattn_fidelity_mass"}
+OF_CONTEXTS = {"recall": "csattn_fidelity_recall", "mass": "csattn_fidelity_mass"}  # histograms with a context's name
 
 
 def status_object(
@@ -73,17 +74,15 @@ def _histogram(metric: Metric) -> dict[str, Any]:
     }
 
 
-def _of_contexts(metric: Metric) -> dict[str, float]:
-    """A context's mean where it is a histogram or a summary, its value where it is a gauge."""
-    values: dict[str, float] = {}
-    sums: dict[str, float] = {}
-    counts: dict[str, float] = {}
-    kinds = {metric.name: values, f"{metric.name}_sum": sums, f"{metric.name}_count": counts}
+def _of_contexts(metric: Metric) -> dict[str, dict[str, float]]:
+    """Each context's sum and count."""
+    found: dict[str, dict[str, float]] = {}
     for sample in metric.samples:
-        into, context = kinds.get(sample.name), sample.labels.get("context")
-        if into is not None and context is not None:
-            into[context] = into.get(context, 0.0) + sample.value
-    return values | {context: sums.get(context, 0.0) / count for context, count in counts.items() if count}
+        part = sample.name.removeprefix(f"{metric.name}_")
+        if part in ("sum", "count"):
+            of_context = found.setdefault(sample.labels.get("context", ""), {"sum": 0.0, "count": 0.0})
+            of_context[part] += sample.value
+    return found
 
 
 def _sum_of(metric: Metric, suffix: str) -> float:

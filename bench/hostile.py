@@ -1,0 +1,234 @@
+"""Does the service stand hostile clients? Thousands of bad requests, and how fast /health answers meanwhile.
+
+python -m bench.hostile --url http://127.0.0.1:8000 --key KEY [--requests 5000]
+
+Gate: no 5xx but 503 with Retry-After, no refusal of more than 4 KB, nobody left waiting. Slow clients come on top
+and stay for as long as they are let.
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import random
+import socket
+import statistics
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from multiprocessing.synchronize import Event
+from typing import Any
+from urllib.parse import urlsplit
+
+from bench.hostile_requests import KINDS, Target
+
+MAX_REFUSAL_BYTES = 4096
+PATIENCE_S = 60.0  # a reply that takes longer has hung
+PROBE_EVERY_S = 0.02
+
+
+@dataclass
+class Outcome:
+    """What came of all requests."""
+
+    statuses: Counter[str] = field(default_factory=Counter)  # "closed": no reply, and the connection closed
+    by_kind: dict[str, Counter[str]] = field(default_factory=dict)
+    biggest_refusal_bytes: int = 0
+    faults: list[str] = field(default_factory=list)
+
+    def saw(self, kind: str, reply: bytes | None) -> None:
+        status, fault = judged(reply)
+        self.statuses[status] += 1
+        self.by_kind.setdefault(kind, Counter())[status] += 1
+        if reply is not None and status[0] in "45":
+            self.biggest_refusal_bytes = max(self.biggest_refusal_bytes, len(reply.partition(b"\r\n\r\n")[2]))
+        if fault:
+            self.faults.append(f"{kind}: {fault}")
+
+
+def judged(reply: bytes | None) -> tuple[str, str]:
+    """Status and fault of a whole reply; None: it did not come to an end."""
+    if reply is None:
+        return "hung", "no reply in time"
+    if not reply:
+        return "closed", ""
+    head, _, body = reply.partition(b"\r\n\r\n")
+    status = head.split(b" ", 2)[1].decode("ascii", "replace") if head.startswith(b"HTTP/1.") else "?"
+    if status == "?":
+        return status, f"no HTTP: {reply[:60]!r}"
+    if status[0] == "5" and not (status == "503" and b"retry-after:" in head.lower()):
+        return status, f"status {status}: {body[:200]!r}"
+    if status[0] in "45" and len(body) > MAX_REFUSAL_BYTES:
+        return status, f"a refusal of {len(body)} bytes"
+    return status, ""
+
+
+async def attack(target: Target, num_requests: int, concurrency: int, num_slow: int, seed: int) -> Outcome:
+    """Send that many requests of random kinds, so many at once, beside clients that are slow all the while."""
+    rng, outcome = random.Random(seed), Outcome()
+    todo = [rng.choice(list(KINDS)) for _ in range(num_requests)]
+    stop = asyncio.Event()
+    slow = [asyncio.create_task(_slow_client(target, stop, outcome)) for _ in range(num_slow)]
+
+    async def work(number: int) -> None:
+        own = random.Random(f"{seed} {number}")
+        while todo:
+            kind = todo.pop()
+            outcome.saw(kind, await _exchange(target, KINDS[kind](own, target), own))
+
+    await asyncio.gather(*(work(number) for number in range(concurrency)))
+    stop.set()
+    await asyncio.gather(*slow)
+    return outcome
+
+
+async def _exchange(target: Target, pieces: list[bytes | float], rng: random.Random) -> bytes | None:
+    """Send the pieces, waiting where one is a number of seconds; -1 hangs up. All that comes back."""
+    try:
+        reader, writer = await asyncio.open_connection(target.host, target.port)
+    except OSError:
+        return b""
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            receiving = asyncio.create_task(_received(reader))
+            for piece in pieces:
+                if receiving.done():
+                    break
+                if isinstance(piece, bytes):
+                    writer.write(piece)
+                    try:
+                        await writer.drain()
+                    except OSError:
+                        break
+                elif piece < 0:
+                    await asyncio.sleep(rng.random() * 0.05)
+                    receiving.cancel()
+                    return b""
+                else:
+                    await asyncio.sleep(piece)
+            return await receiving
+    except TimeoutError:
+        return None
+    finally:
+        writer.transport.abort()
+
+
+async def _received(reader: asyncio.StreamReader) -> bytes:
+    """One reply, or all until the other side closes."""
+    parts = b""
+    try:
+        while not _is_whole(parts):
+            part = await reader.read(1 << 16)
+            if not part:
+                break
+            parts += part
+    except OSError:
+        pass
+    return parts
+
+
+def _is_whole(reply: bytes) -> bool:
+    head, gap, body = reply.partition(b"\r\n\r\n")
+    if not gap:
+        return False
+    for line in head.lower().split(b"\r\n"):
+        if line.startswith(b"content-length:"):
+            return len(body) >= int(line.partition(b":")[2])
+    return body.endswith(b"0\r\n\r\n")
+
+
+async def _slow_client(target: Target, stop: asyncio.Event, outcome: Outcome) -> None:
+    """A byte now and then, of a body or of a header, and again from the start when cut off."""
+    rng = random.Random()
+    while not stop.is_set():
+        begin = target.head("POST", "/v1/completions", 1000) if rng.random() < 0.5 else b"GET /health HTTP/1.1\r\n"
+        try:
+            reader, writer = await asyncio.open_connection(target.host, target.port)
+            receiving = asyncio.create_task(_received(reader))
+            writer.write(begin)
+            while not stop.is_set() and not receiving.done():
+                writer.write(b"x")
+                await asyncio.sleep(0.2)
+            if receiving.done():
+                outcome.saw("slow client, cut off", receiving.result())
+            receiving.cancel()
+            writer.transport.abort()
+        except OSError:
+            await asyncio.sleep(0.2)
+
+
+def probe(host: str, port: int, stop: Event, latencies: Any) -> None:
+    """In a process of its own: how long /health takes, with a connection for each time."""
+    found: list[float] = []
+    request = f"GET /health HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode()
+    while not stop.is_set():
+        started_at = time.perf_counter()
+        try:
+            with socket.create_connection((host, port), timeout=10) as connection:
+                connection.sendall(request)
+                is_ok = connection.recv(4096).startswith(b"HTTP/1.1 200")
+        except OSError:
+            is_ok = False
+        found.append(1000 * (time.perf_counter() - started_at) if is_ok else float("inf"))
+        time.sleep(PROBE_EVERY_S)
+    latencies.put(found)
+
+
+def measured(
+    url: str, key: str, model: str, *, num_requests: int, concurrency: int = 16, num_slow: int = 8, seed: int = 0
+) -> dict[str, Any]:
+    """Attack and probe at once. The report; `faults` is empty where the service stood it."""
+    parts = urlsplit(url)
+    assert parts.hostname is not None, f"{url} names no host"
+    target = Target(parts.hostname, parts.port or 80, key, model)
+    processes = multiprocessing.get_context("spawn")
+    stop, latencies = processes.Event(), processes.Queue()
+    prober = processes.Process(target=probe, args=(target.host, target.port, stop, latencies), daemon=True)
+    prober.start()
+    started_at = time.perf_counter()
+    outcome = asyncio.run(attack(target, num_requests, concurrency, num_slow, seed))
+    seconds = time.perf_counter() - started_at
+    stop.set()
+    health_ms = sorted(latencies.get(timeout=30))
+    prober.join(10)
+    return {
+        "requests": num_requests,
+        "seconds": round(seconds, 1),
+        "statuses": dict(sorted(outcome.statuses.items())),
+        "biggest_refusal_bytes": outcome.biggest_refusal_bytes,
+        "faults": outcome.faults[:20],
+        "num_faults": len(outcome.faults),
+        "health_probes": len(health_ms),
+        "health_p50_ms": round(statistics.median(health_ms), 2),
+        "health_p99_ms": round(health_ms[min(len(health_ms) - 1, int(0.99 * len(health_ms)))], 2),
+        "health_max_ms": round(health_ms[-1], 2),
+        "seed": seed,
+        "cpus": os.cpu_count(),
+        "by_kind": {kind: dict(counts) for kind, counts in sorted(outcome.by_kind.items())},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--url", required=True)
+    parser.add_argument("--key", default="")
+    parser.add_argument("--model", default="smollm2-135m@handbook", help="a model id that is ready")
+    parser.add_argument("--requests", type=int, default=5000)
+    parser.add_argument("--concurrency", type=int, default=16)
+    parser.add_argument("--slow", type=int, default=8, help="clients that are slow all the while")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    report = measured(
+        given.url, given.key, given.model, num_requests=given.requests, concurrency=given.concurrency,
+        num_slow=given.slow, seed=given.seed,
+    )  # fmt: skip
+    for kind, counts in report["by_kind"].items():
+        print(f"{kind:40} {', '.join(f'{status} x {count}' for status, count in sorted(counts.items()))}")
+    print(json.dumps(report))
+    sys.exit(report["num_faults"] > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""A client that leaves frees its slot at once, whether it is being sent to or waits."""
+
+import json
+import socket
+import time
+
+import pytest
+
+from tests.workers.api.fake_backend import FakeBackend, Script
+from tests.workers.api.running import KEY, Running, eventually, serving, settings_with
+
+MODEL = "smollm2-135m@handbook"
+
+
+def ask(service: Running, *, stream: bool) -> socket.socket:
+    body = json.dumps({"model": MODEL, "prompt": "go", "stream": stream, "max_tokens": 1000}).encode()
+    fields = f"Host: localhost\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
+    connection = socket.create_connection(("127.0.0.1", service.port))
+    connection.sendall(f"POST /v1/completions HTTP/1.1\r\n{fields}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        Script(words=("word ",) * 1000, pause_s=0.01),
+        Script(words=("word ",) * 1000, pause_s=30.0),
+        Script(first_after_s=30.0),
+    ],
+    ids=["being sent to", "between pieces", "before the first"],
+)
+def test_a_client_that_leaves_frees_its_slot(script: Script, stream: bool) -> None:
+    with serving(FakeBackend(scripts={"go": script})) as service:
+        backend = service.backend
+        for number in range(1, 6):
+            connection = ask(service, stream=stream)
+            assert eventually(lambda: len(backend.running) == 1)
+            if stream and script.first_after_s == 0:
+                assert b"200 OK" in connection.recv(100)
+            left_at = time.monotonic()
+            connection.close()
+            assert eventually(lambda number=number: backend.num_ended_early == number)
+            assert backend.ended_early_at[-1] - left_at < 0.1
+            assert not backend.running
+
+
+def test_a_client_that_leaves_the_queue_leaves_it() -> None:
+    with serving(FakeBackend(num_slots=1, scripts={"go": Script(first_after_s=30.0)})) as service:
+        first, second = ask(service, stream=True), None
+        assert eventually(lambda: len(service.backend.running) == 1)
+        second = ask(service, stream=True)
+        assert eventually(lambda: service.backend.num_queued == 1)
+        second.close()
+        assert eventually(lambda: service.backend.num_queued == 0)
+        assert len(service.backend.running) == 1
+        first.close()
+        assert eventually(lambda: not service.backend.running)
+
+
+def test_two_hundred_leave_at_random() -> None:
+    script = Script(words=("word ",) * 1000, pause_s=0.05)
+    with serving(FakeBackend(num_slots=200, scripts={"go": script})) as service:
+        connections = [ask(service, stream=index % 2 == 0) for index in range(200)]
+        assert eventually(lambda: len(service.backend.running) == 200)
+        for connection in connections:
+            connection.close()
+        assert eventually(lambda: service.backend.num_ended_early == 200)
+        assert not service.backend.running
+
+
+def test_a_client_that_takes_nothing_is_given_up() -> None:
+    script = Script(words=("word " * 20_000,) * 1000)
+    with serving(FakeBackend(scripts={"go": script}), settings_with(stall_timeout_s=0.5)) as service:
+        connection = ask(service, stream=True)
+        assert eventually(lambda: len(service.backend.running) == 1)
+        assert eventually(lambda: service.backend.num_ended_early == 1, 5)
+        connection.close()

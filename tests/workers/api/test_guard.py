@@ -1,0 +1,277 @@
+"""Hostile and unlucky clients, over raw sockets: refused in OpenAI's shape, in time, and shortly."""
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.workers.api.fake_backend import FakeBackend, Script
+from tests.workers.api.running import KEY, Running, eventually, serving, settings_with
+from workers.settings import Settings
+
+LIMITS = {"max_body_bytes": 100_000, "max_header_bytes": 4000, "body_timeout_s": 1.5, "stall_timeout_s": 0.7}
+AUTH = {"Authorization": f"Bearer {KEY}"}
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Running]:
+    with serving(settings=settings_with(**LIMITS)) as running:
+        yield running
+
+
+def post(service: Running, path: str = "/v1/completions", **more: Any) -> httpx2.Response:
+    reply = httpx2.post(service.url + path, **{"headers": AUTH, "timeout": 10, **more})
+    assert len(reply.content) <= 4096
+    if reply.status_code >= 400:
+        assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
+    return reply
+
+
+def said(connection: socket.socket, timeout_s: float = 5.0) -> bytes:
+    """All that comes until the other side closes."""
+    connection.settimeout(timeout_s)
+    parts = []
+    try:
+        while part := connection.recv(65536):
+            parts.append(part)
+    except ConnectionResetError:
+        parts.append(b"<reset>")
+    return b"".join(parts)
+
+
+def head(path: str = "/v1/completions", *lines: str) -> bytes:
+    fields = ["Host: localhost", f"Authorization: Bearer {KEY}", "Content-Type: application/json", *lines]
+    return "\r\n".join([f"POST {path} HTTP/1.1", *fields, "", ""]).encode()
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/status", "/metrics", "/version", "/v1/contexts/x", "/nothing"])
+def test_all_but_health_is_locked(service: Running, path: str) -> None:
+    for headers in (
+        {}, {"Authorization": "Bearer"}, {"Authorization": f"Basic {KEY}"}, {"Authorization": f"Bearer {KEY}x"},
+        {"Authorization": f"Bearer {KEY[:-1]}"}, {"Authorization": b"Bearer \xff\xfe"},
+    ):  # fmt: skip
+        reply = httpx2.get(service.url + path, headers=headers)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (401, "invalid_api_key")
+    assert httpx2.get(service.url + path, headers=AUTH).status_code != 401
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/", "/static/page.js"])
+def test_what_is_open(service: Running, path: str) -> None:
+    assert httpx2.get(service.url + path).status_code == 200
+
+
+def test_without_a_key_only_this_machines_names_are_answered() -> None:
+    with serving(settings=Settings()) as service:
+        for host, status in (
+            ("localhost", 200), (f"127.0.0.1:{service.port}", 200), ("[::1]:80", 200), ("evil.example", 403),
+            ("evil.example:80", 403), ("localhost.evil.example", 403), ("127.0.0.1.evil.example", 403),
+        ):  # fmt: skip
+            reply = httpx2.get(f"{service.url}/v1/models", headers={"Host": host})
+            assert reply.status_code == status, host
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/nothing", 404),
+        ("GET", "/v1/models/a/b", 404),
+        ("GET", "/static/../app.py", 404),
+        ("GET", "/static/..%2fapp.py", 404),
+        ("GET", "/static/index.html", 404),
+        ("GET", "/health/", 404),
+        ("GET", "/openapi.json", 404),
+        ("GET", "/docs", 404),
+        ("POST", "/health", 405),
+        ("GET", "/v1/completions", 405),
+        ("PUT", "/v1/contexts", 405),
+        ("BREW", "/v1/contexts", 405),
+    ],
+)
+def test_there_is_nothing_else(service: Running, method: str, path: str, status: int) -> None:
+    reply = httpx2.request(method, service.url + path, headers=AUTH)
+    assert reply.status_code == status and reply.json()["error"]["type"].endswith("_error")
+    assert ("allow" in reply.headers) == (status == 405)
+
+
+def test_a_requests_id_comes_back(service: Running) -> None:
+    assert httpx2.get(f"{service.url}/health", headers={"X-Request-Id": "mine-1"}).headers["x-request-id"] == "mine-1"
+    for bad in ("a" * 129, "a b", "<x>", "\u00e9".encode()):
+        own = httpx2.get(f"{service.url}/health", headers={"X-Request-Id": bad}).headers["x-request-id"]
+        assert len(own) == 32
+    refused = httpx2.get(f"{service.url}/v1/models", headers={"X-Request-Id": "mine-2"})
+    assert refused.status_code == 401 and refused.headers["x-request-id"] == "mine-2"
+    body = {"model": "smollm2-135m@handbook", "prompt": "x"}
+    for _ in range(2):
+        post(service, json=body, headers={**AUTH, "X-Request-Id": "same"})
+    assert service.backend.asks[-1].request_id != service.backend.asks[-2].request_id
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "status"),
+    [
+        (b"", "application/json", 400),
+        (b"{", "application/json", 400),
+        (b"[]", "application/json; charset=utf-8", 400),
+        (b"3", "application/json", 400),
+        (b"{}", "text/plain", 415),
+        (b"a=1", "application/x-www-form-urlencoded", 415),
+        (b"{}", "", 415),
+        (b"\xff", "application/json", 400),
+        (b"[" * 90_000, "application/json", 400),
+        (b'{"model": "' + b"x" * 90_000 + b'", "prompt": "x"}', "application/json", 400),
+        (b'{"' + b"x" * 90_000 + b'": 1, "model": "m", "prompt": "x"}', "application/json", 400),
+        (b'{"model": "\\u0000\\u0001\xe2\x80\xae' + b"\\u0007" * 200 + b'", "prompt": "x"}', "application/json", 404),
+    ],
+)
+def test_bodies_that_are_no_request(service: Running, content: bytes, kind: str, status: int) -> None:
+    assert post(service, content=content, headers={**AUTH, "Content-Type": kind}).status_code == status
+
+
+def test_a_large_body_is_refused_unread_and_the_refusal_arrives(service: Running) -> None:
+    assert post(service, json={"x": "y" * 200_000}).status_code == 413
+    with socket.create_connection(("127.0.0.1", service.port)) as connection:
+        connection.sendall(head("/v1/contexts", "Content-Length: 99999999999999999999"))
+        assert b" 413 " in said(connection)
+    with socket.create_connection(("127.0.0.1", service.port)) as connection:
+        connection.sendall(head("/v1/contexts", "Content-Length: 5000000", "Expect: 100-continue"))
+        reply = said(connection)
+        assert reply.startswith(b"HTTP/1.1 413 ") and b"connection: close" in reply
+
+
+def test_a_large_body_in_chunks_is_refused_as_it_comes(service: Running) -> None:
+    pieces = iter([b"x" * 50_000] * 200)
+    num_sent = 0
+
+    def chunks() -> Iterator[bytes]:
+        nonlocal num_sent
+        for piece in pieces:
+            num_sent += 1
+            yield piece
+
+    reply = post(service, content=chunks(), headers={**AUTH, "Content-Type": "application/json"})
+    assert reply.status_code == 413 and reply.json()["error"]["code"] == "body_too_large"
+    assert num_sent < 200  # it was not all taken in
+
+
+def test_an_endless_body_is_cut_off(service: Running) -> None:
+    started_at = time.monotonic()
+    with socket.create_connection(("127.0.0.1", service.port)) as connection:
+        connection.sendall(head("/v1/contexts", "Transfer-Encoding: chunked"))
+        with suppress(OSError):
+            while time.monotonic() < started_at + 10:
+                connection.sendall(b"2710\r\n" + b"x" * 10_000 + b"\r\n")
+    assert time.monotonic() < started_at + 8
+
+
+def test_a_body_that_trickles_is_cut_off(service: Running) -> None:
+    with socket.create_connection(("127.0.0.1", service.port)) as connection:
+        started_at = time.monotonic()
+        connection.sendall(head("/v1/completions", "Content-Length: 1000"))
+        for _ in range(6):
+            connection.sendall(b"x")
+            time.sleep(0.3)
+        reply = said(connection)
+    assert b" 408 " in reply and b'"body_timeout"' in reply
+    assert time.monotonic() - started_at < 1.5 + 2.0 + 1.0
+
+
+def test_a_body_that_stops_is_cut_off(service: Running) -> None:
+    with socket.create_connection(("127.0.0.1", service.port)) as connection:
+        started_at = time.monotonic()
+        connection.sendall(head("/v1/completions", "Content-Length: 1000") + b"{")
+        connection.settimeout(5)
+        assert b" 408 " in connection.recv(4096)
+        assert time.monotonic() - started_at < 1.3
+
+
+def test_a_header_that_trickles_is_cut_off(service: Running) -> None:
+    for begin in (b"", b"GET /health HTTP/1.1\r\n", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /he"):
+        with socket.create_connection(("127.0.0.1", service.port)) as connection:
+            connection.sendall(begin)
+            started_at = time.monotonic()
+            said(connection)
+            assert 0.5 < time.monotonic() - started_at < 2.0
+
+
+def test_a_large_header_is_refused(service: Running) -> None:
+    reply = httpx2.get(f"{service.url}/health", headers={"X-Large": "x" * 3990})
+    assert reply.status_code == 431 and reply.json()["error"]["code"] == "header_too_large"
+    with socket.create_connection(("127.0.0.1", service.port)) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nX-Large: " + b"x" * 60_000)
+        assert b" 200 " not in said(connection)
+
+
+@pytest.mark.parametrize("garbage", [b"\x16\x03\x01\x02\x00", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\x00" * 999])
+def test_what_is_no_http_is_refused(service: Running, garbage: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", service.port)) as connection:
+        connection.sendall(garbage + b"\r\n\r\n")
+        assert len(said(connection)) < 4096
+    assert httpx2.get(f"{service.url}/health").status_code == 200
+
+
+def test_a_refusal_keeps_the_connection_when_the_body_was_read(service: Running) -> None:
+    with httpx2.Client(base_url=service.url, headers=AUTH) as http:
+        for _ in range(3):
+            reply = http.post("/v1/completions", json={"model": "x"})
+            assert reply.status_code == 400 and reply.headers.get("connection") != "close"
+
+
+def test_too_many_open_requests_are_told_so_and_health_still_answers() -> None:
+    backend = FakeBackend(scripts={"slow": Script(first_after_s=30.0)})
+    with serving(backend, settings_with(max_open_requests=2)) as service:
+        body = json.dumps({"model": "smollm2-135m@handbook", "prompt": "slow"}).encode()
+        waiting = [socket.create_connection(("127.0.0.1", service.port)) for _ in range(2)]
+        for connection in waiting:
+            connection.sendall(head("/v1/completions", f"Content-Length: {len(body)}") + body)
+        assert eventually(lambda: len(backend.running) == 2)
+        reply = httpx2.get(f"{service.url}/v1/models", headers=AUTH)
+        assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
+        assert httpx2.get(f"{service.url}/health").status_code == 200
+        for connection in waiting:
+            connection.close()
+        assert eventually(lambda: httpx2.get(f"{service.url}/v1/models", headers=AUTH).status_code == 200)
+
+
+def test_all_bodies_together_hold_a_bounded_share_of_memory() -> None:
+    with serving(settings=settings_with(max_body_bytes=50_000)) as service, ExitStack() as opened:
+        replies = []
+        for _ in range(9):
+            connection = opened.enter_context(socket.create_connection(("127.0.0.1", service.port)))
+            connection.sendall(head("/v1/contexts", "Content-Length: 50000") + b"x" * 49_000)
+            connection.settimeout(0.3)
+            with suppress(TimeoutError):
+                replies.append(connection.recv(4096))
+        assert len(replies) == 1 and b" 503 " in replies[0] and b"retry-after: 1" in replies[0]
+
+
+def test_eight_megabytes_of_json_do_not_hold_up_health() -> None:
+    body = b'{"model": "m", "prompt": ["' + b"\\u00e9" * 500_000 + b'", ' + b"[]," * 1_600_000 + b"1]}"
+    headers = {**AUTH, "Content-Type": "application/json"}
+    with (
+        serving() as service,
+        httpx2.Client(base_url=service.url) as http,
+        ThreadPoolExecutor(1) as other,
+    ):
+        reply = other.submit(post, service, content=body, headers=headers)
+        slowest_s = 0.0
+        while not reply.done():
+            started_at = time.monotonic()
+            assert http.get("/health").status_code == 200
+            slowest_s = max(slowest_s, time.monotonic() - started_at)
+        assert reply.result().status_code == 400
+        assert slowest_s < 0.25  # building all of it takes longer
+
+
+def test_metrics_count_by_pattern(service: Running) -> None:
+    for path in ("/v1/contexts/a", "/v1/contexts/b", "/no/1", "/no/2"):
+        httpx2.get(service.url + path, headers=AUTH)
+    text = httpx2.get(f"{service.url}/metrics", headers=AUTH).text
+    assert 'route="/v1/contexts/{name}",status="404"' in text
+    assert 'route="other",status="404"' in text and "/no/1" not in text
+    assert "csattn_running_requests 0" in text

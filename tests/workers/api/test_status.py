@@ -1,0 +1,72 @@
+"""What the page is fed, and that it is fed from what the decoding side really measures."""
+
+import json
+import re
+
+import httpx2
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.workers.api.fake_backend import FakeBackend
+from tests.workers.api.running import KEY, serving
+from workers.api.app import PAGE_FILES, STATIC
+from workers.api.measures import Measures
+from workers.api.status import HISTOGRAMS, NUMBERS, OF_CONTEXTS, status_object
+from workers.serving.messages import ContextInfo, Health
+from workers.serving.metrics import Metrics
+from workers.serving.step_engine import Fidelity
+
+
+def test_all_that_the_page_draws_is_measured() -> None:
+    decoding = Metrics()
+    decoding.saw_fidelity("novel", Fidelity(recall=0.5, mass=0.75))
+    decoding.saw_fidelity("novel", Fidelity(recall=1.0, mass=0.25))
+    decoding.running.set(3)
+    decoding.step_s.observe(0.02)
+    http = Measures()
+    http.ttft.observe(0.3)
+    contexts = [ContextInfo(name="novel", state="ready"), ContextInfo(name="new", state="building", progress=0.5)]
+    status = status_object("m", Health(True), contexts, [*http.registry.collect(), *decoding.collect()])
+    assert set(status["numbers"]) == set(NUMBERS) and set(status["histograms"]) == set(HISTOGRAMS)
+    assert status["numbers"]["running"] == 3
+    ttft = status["histograms"]["ttft"]
+    assert (ttft["count"], ttft["sum"]) == (1, 0.3)
+    assert [upto for bound, upto in ttft["buckets"] if bound in (0.25, 0.5)] == [0, 1]
+    novel, new = status["contexts"]
+    assert novel["fidelity"] == {"recall": {"sum": 1.5, "count": 2}, "mass": {"sum": 1.0, "count": 2}}
+    assert new["fidelity"] == {} and new["progress"] == 0.5 and set(OF_CONTEXTS) == set(novel["fidelity"])
+    json.dumps(status, allow_nan=False)
+
+
+def test_without_the_decoding_sides_measures_the_page_still_has_a_state() -> None:
+    status = status_object("m", Health(False, "starting"), [], [])
+    assert (status["ready"], status["why"], status["numbers"], status["histograms"]) == (False, "starting", {}, {})
+
+
+def test_metrics_are_prometheus_text_of_both_sides() -> None:
+    backend = FakeBackend(
+        more_metrics=[metric for metric in Metrics().collect() if metric.name != "csattn_running_requests"]
+    )
+    with serving(backend) as service:
+        reply = httpx2.get(f"{service.url}/metrics", headers={"Authorization": f"Bearer {KEY}"})
+    assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
+    names = {family.name for family in text_string_to_metric_families(reply.text)}
+    assert {"csattn_http_requests", "csattn_http_ttft_seconds", "csattn_running_requests", "csattn_kv_bytes"} <= names
+
+
+def test_the_page_needs_nothing_from_elsewhere() -> None:
+    page = (STATIC / "index.html").read_text()
+    script = "".join((STATIC / name).read_text() for name in PAGE_FILES if name.endswith(".js"))
+    everything = page + script + (STATIC / "page.css").read_text()
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|//cdn|@import|url\(", everything)
+    assert not re.search(r"\son\w+=|style=|<script(?! type=\"module\" src)|innerHTML|eval\(", page + script)
+    assert set(re.findall(r"\$\(\"([\w-]+)\"\)", script)) <= set(re.findall(r'id="([\w-]+)"', page))
+
+
+def test_the_page_is_sent_with_a_strict_policy() -> None:
+    with serving() as service:
+        for path, kind in {"/": "text/html", **{f"/static/{name}": kind for name, kind in PAGE_FILES.items()}}.items():
+            reply = httpx2.get(service.url + path)
+            assert reply.status_code == 200 and reply.headers["content-type"].startswith(kind)
+            policy = reply.headers["content-security-policy"]
+            assert "default-src 'none'" in policy and "unsafe" not in policy and "frame-ancestors 'none'" in policy
+            assert reply.headers["x-content-type-options"] == "nosniff"

@@ -1,0 +1,226 @@
+// Asks /v1/status every two seconds and draws it. Counters become rates by the difference of two answers.
+
+import { element, lineChart, stackedBar } from "./charts.js";
+
+const EVERY_S = 2, NUM_SLOTS = 150, FEW_SLOTS = 30, WINDOW = 5; // a latency is that of the last WINDOW answers
+const KEY = "csattn-api-key";
+const $ = (id) => document.getElementById(id);
+
+const charts = {
+  ttft: lineChart("Time to first token", seconds),
+  tpot: lineChart("Time per token", seconds),
+  load: lineChart("Requests", plain),
+  fidelity: lineChart("Fidelity of what was read", percent),
+};
+const history = { ttft: [[], []], tpot: [[], []], load: [[], []], fidelity: [[], []] };
+let answers = [], timer = null;
+
+$("charts").append(...Object.values(charts).map((chart) => chart.card));
+$("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  sessionStorage.setItem(KEY, $("key").value.trim());
+  $("key").value = "";
+  ask();
+});
+document.addEventListener("visibilitychange", () => document.hidden || ask());
+ask();
+
+async function ask() {
+  clearTimeout(timer);
+  const key = sessionStorage.getItem(KEY);
+  try {
+    const headers = key ? { Authorization: `Bearer ${key}` } : {};
+    const reply = await fetch("v1/status", { headers, cache: "no-store", signal: AbortSignal.timeout(10000) });
+    if (reply.status === 401) return askForKey(key);
+    if (!reply.ok) throw new Error((await reply.json()).error.message);
+    show(await reply.json());
+  } catch (error) {
+    setState("failed", "no answer", error.name === "TypeError" ? "The service cannot be reached." : error.message);
+  }
+  if (!document.hidden) timer = setTimeout(ask, 1000 * EVERY_S);
+}
+
+function askForKey(key) {
+  sessionStorage.removeItem(KEY);
+  $("key-error").textContent = key ? "The service does not know this key." : "";
+  $("key-form").hidden = false;
+  document.querySelector("main").hidden = true;
+  setState("", "locked", "");
+  $("key").focus();
+}
+
+function show(status) {
+  $("key-form").hidden = true;
+  document.querySelector("main").hidden = false;
+  $("model").textContent = status.model;
+  $("version").textContent = `version ${status.version}`;
+  setState(status.ready ? "ready" : "building", status.ready ? "ready" : "not ready", status.ready ? "" : status.why);
+  // a restarted service counts from nothing again: nothing before it can be compared
+  const before = answers.at(-1)?.status;
+  if (before && Object.entries(status.histograms).some(([name, now]) => now.count < (before.histograms[name]?.count ?? 0))) answers = [];
+  answers.push({ status, at: performance.now() / 1000 });
+  answers = answers.slice(-1 - WINDOW);
+  showTiles(status);
+  showCharts(status);
+  showContexts(status.contexts);
+  showStep(status);
+}
+
+function showTiles(status) {
+  const { numbers } = status;
+  const { ttft, tpot } = status.histograms;
+  const hits = share(numbers.slot_hits, numbers.slot_lookups);
+  const tiles = [
+    ["Running", plain(numbers.running ?? numbers.open), numbers.queued === undefined ? "" : `${plain(numbers.queued)} waiting`],
+    ["Tokens per s", rate("new_tokens"), numbers.new_tokens === undefined ? "" : `${plain(numbers.new_tokens)} since start`],
+    ["First token", seconds(quantile(ttft, 0.5)), `99 % within ${seconds(quantile(ttft, 0.99))}`],
+    ["Each token", seconds(quantile(tpot, 0.5)), `99 % within ${seconds(quantile(tpot, 0.99))}`],
+    ["Context KV", bytes(numbers.kv_bytes), numbers.index_bytes === undefined ? "" : `index ${bytes(numbers.index_bytes)}`],
+    ["Slot cache hits", percent(hits), "rows on the device"],
+  ];
+  const shown = tiles.filter(([name]) => name !== "Slot cache hits" || hits !== null);
+  $("tiles").replaceChildren(...shown.map(([name, value, note]) => {
+    const tile = element("div", "tile");
+    tile.append(element("div", "name", name), element("div", "value", value), element("div", "note", note));
+    return tile;
+  }));
+}
+
+function showCharts(status) {
+  const { numbers, contexts } = status;
+  const ttft = recent((one) => one.histograms.ttft), tpot = recent((one) => one.histograms.tpot);
+  remember("ttft", [quantile(ttft, 0.5), quantile(ttft, 0.95)]);
+  remember("tpot", [quantile(tpot, 0.5), quantile(tpot, 0.95)]);
+  remember("load", [numbers.running ?? numbers.open ?? null, numbers.queued ?? null]);
+  remember("fidelity", ["recall", "mass"].map((name) => fidelityOf(name, contexts)));
+  const slots = Math.max(FEW_SLOTS, history.load[0].length); // the first minute fills the width; later it grows
+  const draw = (name, names, colours, lowest, highest) => charts[name].draw(
+    names.map((title, index) => ({ name: title, colour: colours[index], values: history[name][index] })),
+    slots, lowest, highest, EVERY_S * slots,
+  );
+  draw("ttft", ["median", "95th percentile"], ["one", "two"], 0);
+  draw("tpot", ["median", "95th percentile"], ["one", "two"], 0);
+  draw("load", ["running", "waiting"], ["one", "two"], 0);
+  draw("fidelity", ["recall", "attention mass"], ["three", "one"], 0, 1);
+}
+
+function showContexts(contexts) {
+  $("no-contexts").hidden = contexts.length > 0;
+  $("contexts").replaceChildren(...contexts.map((context) => {
+    const row = element("tr");
+    const state = element("td");
+    state.append(element("span", `pill ${context.state}`, context.state));
+    if (context.state === "building") state.append(" ", bar(context.progress, "building"), percent(context.progress));
+    if (context.state !== "ready" && context.what) state.append(element("small", "", context.what));
+    const tokens = element("td", "number", context.num_tokens === null ? "–" : plain(context.num_tokens));
+    row.append(element("td", "id", context.model), state, tokens);
+    for (const name of ["recall", "mass"]) {
+      const mean = share(context.fidelity[name]?.sum, context.fidelity[name]?.count);
+      const cell = element("td", mean === null ? "quiet" : "share", mean === null ? "–" : "");
+      if (mean !== null) cell.append(bar(mean, ""), percent(mean));
+      row.append(cell);
+    }
+    return row;
+  }));
+}
+
+function showStep(status) {
+  const steps = recent((one) => one.histograms.step);
+  const old = answers[0].status.numbers;
+  const parts = [["search", "one"], ["gather", "two"], ["attend", "three"]].map(([name, colour]) => (
+    { name, colour, value: share(status.numbers[name] - old[name], steps?.count) ?? 0 }
+  ));
+  const known = parts.reduce((sum, part) => sum + part.value, 0);
+  const whole = share(steps?.sum, steps?.count);
+  $("step-card").hidden = whole === null && $("step-bar").childElementCount === 0;
+  if (whole === null) return; // nothing was decoded of late: the last picture stays
+  // parts that run beside each other may add up to more than the step
+  parts.push({ name: "the rest of the model", colour: "four", value: Math.max(0, whole - known) });
+  stackedBar($("step-bar"), $("step-legend"), parts, seconds);
+}
+
+function setState(className, text, why) {
+  $("state").className = `pill ${className}`;
+  $("state").textContent = text;
+  $("why").textContent = why;
+}
+
+function remember(name, values) {
+  values.forEach((value, index) => {
+    history[name][index].push(value);
+    history[name][index] = history[name][index].slice(-NUM_SLOTS);
+  });
+}
+
+function bar(value, className) {
+  const outer = element("span", `bar ${className}`), inner = element("i");
+  inner.style.width = `${100 * Math.min(1, Math.max(0, value))}%`;
+  outer.append(inner);
+  return outer;
+}
+
+// The part of a histogram that has come within the window: {count, sum, buckets: [[bound, how many up to it]]}.
+function recent(pick) {
+  const now = pick(answers.at(-1).status), old = pick(answers[0].status);
+  if (!now || !old) return null;
+  return {
+    count: now.count - old.count,
+    sum: now.sum - old.sum,
+    buckets: now.buckets.map(([bound, upTo], index) => [bound, upTo - (old.buckets[index]?.[1] ?? 0)]),
+  };
+}
+
+// Between a bucket's bounds as if its values lay evenly; beyond the last bound, that bound.
+function quantile(histogram, wanted) {
+  if (!histogram || histogram.count <= 0) return null;
+  const rank = wanted * histogram.count;
+  let below = 0, from = 0;
+  for (const [bound, upTo] of histogram.buckets) {
+    if (upTo >= rank) return from + ((bound - from) * (rank - below)) / Math.max(upTo - below, 1e-9);
+    [below, from] = [upTo, bound];
+  }
+  return from;
+}
+
+function fidelityOf(name, contexts) {
+  const total = (list, part) => list.reduce((sum, one) => sum + (one.fidelity[name]?.[part] ?? 0), 0);
+  const old = answers[0].status.contexts;
+  return share(total(contexts, "sum") - total(old, "sum"), total(contexts, "count") - total(old, "count"));
+}
+
+function rate(name) {
+  const [old, now] = [answers[0], answers.at(-1)];
+  const grown = now.status.numbers[name] - old.status.numbers[name];
+  return now.at > old.at && grown >= 0 ? (grown / (now.at - old.at)).toFixed(1) : "–";
+}
+
+function share(part, whole) {
+  return whole > 0 && part >= 0 ? part / whole : null;
+}
+
+function seconds(value) {
+  if (value === null) return "–";
+  if (value === 0) return "0";
+  if (value < 0.0995) return `${digits(1000 * value)}\u00a0ms`;
+  return value < 1 ? `${Math.round(1000 * value)}\u00a0ms` : `${digits(value)}\u00a0s`;
+}
+
+function percent(value) {
+  return value === null ? "–" : `${digits(100 * value)}\u00a0%`;
+}
+
+function bytes(value) {
+  if (value === undefined) return "–";
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let unit = 0;
+  for (; value >= 1024 && unit < units.length - 1; unit += 1) value /= 1024;
+  return `${digits(value)}\u00a0${units[unit]}`;
+}
+
+function plain(value) {
+  return value === undefined || value === null ? "–" : value.toLocaleString("en", { maximumFractionDigits: 1 });
+}
+
+function digits(value) {
+  return value >= 100 ? String(Math.round(value)) : String(Number(value.toPrecision(3)));
+}

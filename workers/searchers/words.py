@@ -8,14 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from csattn.jit import exact_kernel
-from csattn.search.atomics import load_acquire, now_ns, pause, store_release
+from csattn.search.atomics import load_acquire, now_ns, pause, store_release, yield_core
 
 LINE = 8  # words of a cache line
 ASKED = 0 * LINE  # number of the last request
 ANSWERED = 1 * LINE  # number of the last request that is answered
 WORKER_SLEEPS = 2 * LINE
 CLIENT_SLEEPS = 3 * LINE
-PAUSES = 16  # between two looks at the clock
+PAUSES = 64  # some microseconds: then whoever waits for the core may have it
 
 
 @exact_kernel
@@ -38,6 +38,7 @@ def await_word(words: NDArray[np.int64], at: int, value: int, sleeper: int, spin
             if load_acquire(words, at) == value:
                 return True
             pause()
+        yield_core()
     store_release(words, sleeper, 1)
     if load_acquire(words, at) != value:
         return False

@@ -1,5 +1,6 @@
 """The engine's way to its search workers: queries down, selections up, and no worry about who is alive."""
 
+import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,14 +47,13 @@ class WorkerSearcher:
         *,
         threads_per_worker: int = 1,
         cpus: Sequence[int] | None = None,  # that the workers' threads keep to, one each
-        spin_us: float | None = None,  # None: as there are cores
+        spin_us: float | None = None,  # how long both sides look before they sleep; None: as there are cores
         launch: Launch = ChildProcess,
     ) -> None:
         """Return when all workers are up. Raises SearchLostError if one does not come up."""
         num_threads = num_workers * threads_per_worker
         _require_sizes(num_workers, threads_per_worker, cpus)
-        if spin_us is None:
-            spin_us = SPIN_US if available_cpus() >= 2 * (num_threads + 1) else 0.0
+        spins_us = (spin_us, spin_us) if spin_us is not None else choose_spins(available_cpus(), num_threads)
         compile_words()
         self._artifacts: dict[int, Artifact] = {}
         self._contexts = Contexts()
@@ -66,13 +66,13 @@ class WorkerSearcher:
         self._not_asked: list[Letter] = []
         self._num_searched_here, self._fault = 0, ""
         self.worked_ns = 0  # by the worker that worked longest on the last layer
-        self._keepers = [
-            Keeper(
-                launch, partial(_spec, number, threads_per_worker, cpus, spin_us), int(spin_us * 1e3), self._contexts
-            )
-            for number in range(num_workers)
-        ]
-        self._close = weakref.finalize(self, _close, self._keepers, self._own)  # also where close is forgotten
+        self._keepers = []
+        for number in range(num_workers):
+            make_spec = partial(_spec, number, threads_per_worker, cpus, spins_us[1])
+            self._keepers.append(Keeper(launch, make_spec, int(spins_us[0] * 1e3), self._contexts))
+        self._close = weakref.finalize(
+            self, _close, os.getpid(), self._keepers, self._own
+        )  # also where it is forgotten
         self._await_workers()
 
     def load(self, context_id: int, artifact: Artifact) -> None:
@@ -218,6 +218,15 @@ class WorkerSearcher:
         self._searches = ()
 
 
+def choose_spins(num_cpus: int, num_threads: int) -> tuple[float, float]:
+    """How long client and workers look for each other's words before they sleep, in us.
+
+    The client looks only while it has nothing else to do: a core besides the workers' will do. Workers look also while
+    the client computes: at least half of the cores must be left alone by them.
+    """
+    return SPIN_US if num_cpus > num_threads else 0.0, SPIN_US if num_cpus >= 2 * (num_threads + 1) else 0.0
+
+
 def _require_sizes(num_workers: int, threads_per_worker: int, cpus: Sequence[int] | None) -> None:
     if num_workers < 1 or threads_per_worker < 1:
         raise ConfigError(
@@ -234,7 +243,9 @@ def _spec(number: int, num_threads: int, cpus: Sequence[int] | None, spin_us: fl
     return WorkerSpec(number=number, address=address, num_threads=num_threads, cpus=own, spin_us=spin_us)
 
 
-def _close(keepers: list[Keeper], own: ShareSearcher) -> None:
+def _close(pid: int, keepers: list[Keeper], own: ShareSearcher) -> None:
+    if pid != os.getpid():
+        return  # a forked process: the workers are not its own
     for keeper in keepers:
         keeper.close()
     own.close()

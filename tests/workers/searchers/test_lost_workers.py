@@ -19,6 +19,7 @@ import pytest
 from csattn.artifact import Artifact
 from csattn.errors import SearchLostError
 from tests.workers.searchers.searching import (
+    WAIT_S,
     Threads,
     assert_chosen_as_in_process,
     make_artifact,
@@ -240,16 +241,19 @@ from workers.searchers.worker_searcher import WorkerSearcher
 searcher = WorkerSearcher(2)
 searcher.load(0, open_artifact(Path(sys.argv[1])))
 print(*(keeper.handle.pid for keeper in searcher._keepers), flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_workers_end_with_their_client(artifact: Artifact) -> None:
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL), ("os.fork() or sys.exit(); os.wait()", 0)],
+    ids=["killed", "not closed, and forked meanwhile"],
+)
+def test_workers_end_with_their_client(end: str, status: int, artifact: Artifact) -> None:
     files = named_files()
-    client = subprocess.run(
-        [sys.executable, "-c", CLIENT, str(artifact.path)], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert client.returncode == -signal.SIGKILL, client.stderr
+    command = [sys.executable, "-c", CLIENT + end, str(artifact.path)]
+    client = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)
+    assert client.returncode == status, client.stderr
     pids = [int(pid) for pid in client.stdout.split()]
     assert len(pids) == 2
     wait_until(lambda: not any(_runs(pid) for pid in pids))

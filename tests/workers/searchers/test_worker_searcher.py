@@ -14,7 +14,7 @@ from csattn.search.workspace import await_leave
 from tests.workers.searchers.searching import Threads, make_artifact, make_step, search_layer, wait_until
 from workers.searchers import words
 from workers.searchers.worker import choose_cpus
-from workers.searchers.worker_searcher import WorkerSearcher
+from workers.searchers.worker_searcher import WorkerSearcher, choose_spins
 
 KERNELS = [work.begin, work.finish, await_leave, words.post, words.await_word]
 
@@ -155,6 +155,15 @@ def test_spinning_and_sleeping_choose_the_same(store: Path) -> None:
             searcher.load(0, artifact)
             for turn in range(30):
                 search_layer(searcher, [make_step(artifact, 1, 30, turn)], {0: artifact}, turn % 3)
+
+
+@pytest.mark.parametrize(
+    ("num_cpus", "num_threads", "client_spins", "workers_spin"),
+    [(1, 1, False, False), (2, 1, True, False), (2, 2, False, False), (4, 1, True, True), (16, 8, True, False)],
+)
+def test_nobody_spins_where_cores_are_few(num_cpus, num_threads, client_spins, workers_spin) -> None:
+    client_us, worker_us = choose_spins(num_cpus, num_threads)
+    assert (client_us > 0, worker_us > 0) == (client_spins, workers_spin)
 
 
 def test_wrong_sizes_are_refused() -> None:

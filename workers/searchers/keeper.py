@@ -118,10 +118,10 @@ class Keeper:
                 unload_context([channel], context_id)
             for context_id, path in wanted.items() - loaded.items():
                 load_context([channel], context_id, path)
+                if not channel.lost and channel.failure:  # the client searches in its place what it does not have
+                    self.fault = channel.failure
             if channel.lost:
                 raise SearchLostError("a search worker was lost while it loaded its contexts; it is started again")
-            if channel.failure:  # the client searches in its place what it does not have
-                self.fault = channel.failure
             loaded = wanted
 
 

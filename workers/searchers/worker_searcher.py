@@ -21,7 +21,8 @@ from workers.searchers.share_searcher import ShareSearcher
 from workers.searchers.words import compile_words
 from workers.searchers.worker import WorkerSpec
 
-HUNG_S = 1.0  # a worker that is silent for so long is taken for dead
+HUNG_S = 1.0  # a worker that is silent for so long is taken for dead; besides, as long as a layer's search may take:
+SLOWEST_NS = 25.0  # for each key and query row of the layer, about ten times what a thread needs
 SPIN_US = 200.0  # how long either side looks for the other's word before it sleeps, where cores are to spare
 MAX_PLANS = 256  # kinds of steps whose letters are kept
 
@@ -59,7 +60,8 @@ class WorkerSearcher:
         self._contexts = Contexts()
         self._own = ShareSearcher(threads_per_worker)
         self._own_mail = private_mail(0)
-        self._letters: dict[tuple[Any, ...], list[Letter]] = {}
+        self._letters: dict[tuple[Any, ...], tuple[list[Letter], float]] = {}
+        self._patience_s = 0.0
         self._searches: Sequence[RowSearch] = ()
         self._layer_idx = -1
         self._asked: list[tuple[Channel, Letter]] = []
@@ -78,6 +80,8 @@ class WorkerSearcher:
     def load(self, context_id: int, artifact: Artifact) -> None:
         """Load in all workers and here. The artifact stays open until `unload`."""
         assert not self._asked, "a search is under way; finish it first"
+        if context_id in self._artifacts:
+            self.unload(context_id)
         self._own.load(context_id, artifact)
         with self._contexts.lock:
             channels = self._channels()
@@ -104,7 +108,7 @@ class WorkerSearcher:
     def start(self, layer_idx: int, searches: Sequence[RowSearch]) -> None:
         """Hand each worker its share. What was started before and not finished is given up."""
         self._give_up()
-        letters = self._letters_of(searches)
+        letters, self._patience_s = self._letters_of(searches)
         self._searches, self._layer_idx = searches, layer_idx
         for keeper, letter in zip(self._keepers, letters, strict=True):
             channel = keeper.channel
@@ -121,7 +125,7 @@ class WorkerSearcher:
             self.worked_ns = 0
             for letter in self._not_asked:
                 self._search_here(letter)
-            await_answers([channel for channel, _ in self._asked], HUNG_S)
+            await_answers([channel for channel, _ in self._asked], self._patience_s)
             for channel, letter in self._asked:
                 failure = None if channel.lost else channel.failure
                 self._fault = failure or self._fault
@@ -172,16 +176,20 @@ class WorkerSearcher:
     def _channels(self) -> list[Channel]:
         return [channel for keeper in self._keepers if (channel := keeper.channel) is not None]
 
-    def _letters_of(self, searches: Sequence[RowSearch]) -> list[Letter]:
+    def _letters_of(self, searches: Sequence[RowSearch]) -> tuple[list[Letter], float]:
+        """The workers' letters, and how long to wait for an answer."""
         kind = kind_of(searches)
-        letters = self._letters.get(kind)
-        if letters is None:
+        kept = self._letters.get(kind)
+        if kept is None:
             for search in searches:
                 self._require(search)
             if len(self._letters) >= MAX_PLANS:
                 self._letters.clear()
-            letters = self._letters[kind] = write_letters(searches, len(self._keepers))
-        return letters
+            lengths = [self._artifacts[search.context_id].spec.context_len for search in searches]
+            num_keys = sum(s.q.shape[0] * s.q.shape[1] * length for s, length in zip(searches, lengths, strict=True))
+            letters = write_letters(searches, len(self._keepers))
+            kept = self._letters[kind] = letters, HUNG_S + num_keys * SLOWEST_NS * 1e-9
+        return kept
 
     def _require(self, search: RowSearch) -> None:
         """Raise AssertionError if the search does not fit its context."""
@@ -212,7 +220,7 @@ class WorkerSearcher:
 
     def _give_up(self) -> None:
         """Let nothing be under way: the next request must not meet the answer of this one."""
-        await_answers([channel for channel, _ in self._asked], HUNG_S)
+        await_answers([channel for channel, _ in self._asked], self._patience_s)
         self._asked.clear()
         self._not_asked.clear()
         self._searches = ()

@@ -5,6 +5,7 @@ import gc
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from tests.workers.searchers.searching import (
     wait_until,
 )
 from workers.searchers import keeper, worker_searcher
+from workers.searchers.mail import KIND, SEARCH
 from workers.searchers.process import ChildProcess
 from workers.searchers.share_searcher import ShareSearcher
 from workers.searchers.worker import SearchWorker, WorkerSpec
@@ -266,3 +268,33 @@ def test_a_worker_without_a_client_ends(artifact: Artifact) -> None:
     wait_until(lambda: child.fault() is not None)
     assert child.fault() == "a search worker has ended with exit status 0; look at its output"
     child.kill()
+
+
+def test_a_worker_is_replaced_though_a_context_has_been_deleted(tmp_path: Path) -> None:
+    """What is open stays open here: the new worker does what it can, this process the rest."""
+    artifacts = {0: make_artifact(tmp_path), 1: make_artifact(tmp_path, 500)}
+    launch = Threads()
+    with WorkerSearcher(1, launch=launch) as searcher:
+        for context_id, artifact in artifacts.items():
+            searcher.load(context_id, artifact)
+        shutil.rmtree(artifacts[1].path)
+        launch.started[0].kill()
+        wait_until(lambda: searcher.health().num_losses == 1 and searcher.health().num_alive == 1)
+        assert "ArtifactNotFoundError" in searcher.health().fault
+        search_layer(searcher, [make_step(artifacts[0], 2, 20)], artifacts, 0)
+        assert searcher.health().num_searched_here == 0
+        search_layer(searcher, [make_step(artifacts[1], 2, 20, context_id=1)], artifacts, 0)
+        assert searcher.health().num_searched_here == 1
+
+
+def test_a_number_that_serves_another_context_is_not_searched_in_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor where this process searches in the worker's place, with the same shapes."""
+    first, second = make_artifact(tmp_path), make_artifact(tmp_path, fingerprint="model-b")
+    monkeypatch.setattr(SearchWorker, "_obey", lambda self, mail: 1 / 0 if mail.words[KIND] == SEARCH else None)
+    with WorkerSearcher(1, launch=Threads()) as searcher:
+        for artifact in (first, second, first):
+            searcher.load(0, artifact)
+            search_layer(searcher, [make_step(artifact, 2, 20)], {0: artifact}, 1)
+        assert searcher.health().num_searched_here == 3

@@ -103,6 +103,8 @@ class Contexts:
 
     def _enter(self, new: NewContext, data: bytes, digest: str) -> Record:
         known = self._file.read().get(new.name)
+        if known is not None:
+            self._require_same(known, new.text, digest)
         if known is None or known.state == "failed":
             text_path = self._text_path(digest)
             text_path.parent.mkdir(parents=True, exist_ok=True)
@@ -112,21 +114,23 @@ class Contexts:
             known = records.get(new.name)
             if known is None:
                 records[new.name] = Record(name=new.name, created_at=time.time(), text_sha256=digest)
-            elif not self._is_same(known, new.text, digest):
-                raise ContextExistsError(
-                    f"the context {new.name!r} has another text; delete it first, or choose another name", "name"
-                )
-            elif known.state == "failed":
-                records[new.name] = replace(known, error="")
+                return records[new.name]
+            self._require_same(known, new.text, digest)
+            records[new.name] = replace(known, error="")
             return records[new.name]
 
         return self._file.change(edit)
 
-    def _is_same(self, known: Record, text: str, digest: str) -> bool:
+    def _require_same(self, known: Record, text: str, digest: str) -> None:
         if known.text_sha256 is not None or known.artifact_id is None:
-            return known.text_sha256 == digest
-        with open_artifact(self._store / known.artifact_id) as artifact:
-            return self._same_text(artifact, text)
+            is_same = known.text_sha256 == digest
+        else:
+            with open_artifact(self._store / known.artifact_id) as artifact:
+                is_same = self._same_text(artifact, text)
+        if not is_same:
+            raise ContextExistsError(
+                f"the context {known.name!r} has another text; delete it first, or choose another name", "name"
+            )
 
     def _build(self, record: Record) -> None:
         build = _Build(asyncio.create_task(self._run_build(record)))

@@ -17,18 +17,23 @@ class Flow:
 
     def __init__(self, max_running: int, max_queued: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.max_running, self.max_queued = max_running, max_queued
-        self.refusal: ServingError | None = None  # what every request is told, while none can be answered
+        self.fault: ServingError | None = None  # what every request is told while none can be answered
+        self.closed: ServingError | None = None  # and what from when on none will be
         self.num_in_flight = 0
         self.num_refused = 0
         self._clock = clock
         self._lock = Lock()
         self._ends: deque[float] = deque(maxlen=_REMEMBERED)
 
+    @property
+    def refusal(self) -> ServingError | None:
+        return self.closed or self.fault
+
     def reserve(self) -> None:
         """Take a place, at once or not at all."""
         with self._lock:
-            if self.refusal is not None:
-                raise type(self.refusal)(self.refusal.message, retry_after_s=self.refusal.retry_after_s)
+            if (error := self.refusal) is not None:
+                raise type(error)(error.message, retry_after_s=error.retry_after_s)
             if self.num_in_flight >= self.max_running + self.max_queued:
                 self.num_refused += 1
                 retry_after_s = self._retry_after_s()

@@ -120,14 +120,16 @@ class Scheduler:
 
     def _fail_while_unsound(self, now: float) -> None:
         """No request can be answered until the engine works again."""
-        assert self.soundness.fault is not None
-        error = WorkerLostError(f"{self.soundness.fault}; send the request again")
-        self.flow.refusal = error
+        error = self._refuse_if_unsound()
         for request in [*self._queue, *self._running.values()]:
             self._end(request, "failed", error)
         self.soundness.probe_if_due(now, self._free_slots[0])
-        if self.soundness.fault is None:
-            self.flow.refusal = None
+        self._refuse_if_unsound()
+
+    def _refuse_if_unsound(self) -> WorkerLostError | None:
+        fault = self.soundness.fault
+        self.flow.fault = error = None if fault is None else WorkerLostError(f"{fault}; send the request again")
+        return error
 
     def _admit(self, now: float) -> None:
         """Open slots for the oldest requests."""
@@ -212,6 +214,7 @@ class Scheduler:
         for request in requests:
             self._end(request, "failed", told)
         self.soundness.probe_after(error, requests[0], self.clock(), self._free_slots[0])
+        self._refuse_if_unsound()  # before readers are told: who asks again at once should know
 
     def _put(self, request: Request, event: object) -> None:
         if event is not None:
@@ -269,5 +272,7 @@ def _refusal(error: Exception) -> ServingError:
         return error
     if isinstance(error, ConfigError):
         return BadRequestError(str(error))
-    told = str(error) if isinstance(error, CsattnError) else f"{type(error).__name__}: {error}"
-    return ServingError(f"the step that decoded this request failed ({told[:_MAX_TOLD]}); send the request again")
+    if isinstance(error, CsattnError):  # it was raised on purpose: something that decodes is lost
+        return WorkerLostError(f"{error}; send the request again")
+    told = f"{type(error).__name__}: {error}"[:_MAX_TOLD]
+    return ServingError(f"the step that decoded this request failed ({told}); send the request again")

@@ -31,7 +31,7 @@ class StepThread:
         Blocks; new requests are refused from now on.
         """
         flow = self._scheduler.flow
-        flow.refusal = WorkerLostError(_CLOSING)
+        flow.closed = WorkerLostError(_CLOSING)
         deadline = time.monotonic() + drain_s
         while flow.num_in_flight and self.is_alive and time.monotonic() < deadline:
             time.sleep(0.01)

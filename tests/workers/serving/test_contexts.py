@@ -1,0 +1,260 @@
+"""Contexts by name: built in the background by real processes, kept over a kill, told of when they fail."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from csattn.errors import ArtifactCorruptError, ArtifactNotFoundError
+from csattn.models import load_model
+from tests.tiny import save
+from tests.workers.serving.artifacts import build, text_of
+from tests.workers.serving.full_engine import FullEngine
+from tests.workers.serving.test_local import answer, ask
+from workers.serving import contexts as contexts_module
+from workers.serving.context_build import BuildFailedError
+from workers.serving.context_file import FILE_NAME, ContextFile, Record
+from workers.serving.contexts import TEXTS, Contexts, name_artifact
+from workers.serving.local import LocalBackend
+from workers.serving.messages import (
+    BadRequestError,
+    ContextExistsError,
+    ContextInfo,
+    ContextNotReadyError,
+    NewContext,
+    UnknownContextError,
+)
+from workers.settings import BuildSettings, ModelSettings, Settings, StoreSettings
+
+TIMEOUT_S = 120.0
+
+
+def settings_of(place: Path, model: Path | None = None) -> Settings:
+    return Settings(
+        store=StoreSettings(path=place / "store"),
+        model=ModelSettings(name=str(model or place / "model")),
+        build=BuildSettings(device="cpu"),
+    )
+
+
+def registry(place: Path, **options: Any) -> Contexts:
+    return Contexts(place / "store", settings_of(place, **options), lambda artifact, text: False)
+
+
+async def ended(contexts: Contexts | LocalBackend, name: str) -> ContextInfo:
+    """Its state when its building has ended."""
+    infos: Callable[[], Any] = contexts.infos if isinstance(contexts, Contexts) else contexts.contexts
+    async with asyncio.timeout(TIMEOUT_S):
+        while True:
+            info = next(info for info in await infos() if info.name == name)
+            if info.state != "building":
+                return info  # type: ignore[no-any-return]
+            await asyncio.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("contexts")
+    save(place / "model")
+    return place
+
+
+def test_a_text_becomes_a_context_that_answers_and_outlives_its_service(place: Path) -> None:
+    loaded, settings, text = load_model(str(place / "model")), settings_of(place), text_of("otter")
+
+    async def first() -> tuple[str, list[ContextInfo]]:
+        async with LocalBackend(FullEngine(loaded), loaded, settings) as backend:
+            info = await backend.register(NewContext(name="otter", text=text))
+            assert (info.state, info.progress) == ("building", 0.0)
+            with pytest.raises(ContextNotReadyError, match="being built"):
+                await answer(backend, ask("otter"))
+            assert (await backend.register(NewContext(name="otter", text=text))).created_at == info.created_at
+            with pytest.raises(ContextExistsError, match="another text"):
+                await backend.register(NewContext(name="otter", text=text + "!"))
+            told = {next(iter(await backend.contexts())).progress}
+            while (now := (await backend.contexts())[0]).state == "building":
+                told.add(now.progress)
+                await asyncio.sleep(0.005)
+            assert now.state == "ready" and now.progress == 1.0 and now.num_tokens
+            assert sorted(told)[0] == 0.0 and len(told) > 1, "progress was told"
+            same = await backend.register(NewContext(name="otter", text=text))
+            assert same.artifact_id == now.artifact_id
+            return (await answer(backend, ask("otter")))[0], await backend.contexts()
+
+    async def again() -> tuple[str, list[ContextInfo]]:
+        async with LocalBackend(FullEngine(loaded), loaded, settings) as backend:
+            return (await answer(backend, ask("otter")))[0], await backend.contexts()
+
+    before = asyncio.run(first())
+    assert asyncio.run(again()) == before
+    assert not list((place / "store" / TEXTS).iterdir()), "the text is not kept longer than its building"
+
+
+KILLED = """
+import asyncio, sys
+from pathlib import Path
+from tests.workers.serving.test_contexts import registry
+from workers.serving.messages import NewContext
+
+async def main():
+    contexts = registry(Path(sys.argv[1]))
+    await contexts.start()
+    await contexts.register(NewContext(name="killed", text=sys.argv[2]))
+    print("registered", flush=True)
+    await asyncio.sleep(1000)
+
+asyncio.run(main())
+"""
+
+
+def test_a_service_that_is_killed_goes_on_building_when_it_is_back(place: Path) -> None:
+    text = text_of("killed")
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(place), text], stdout=subprocess.PIPE, cwd=os.getcwd()
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"registered\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    assert ContextFile(place / "store").read()["killed"].state == "building"
+
+    async def back() -> ContextInfo:
+        contexts = registry(place)
+        await contexts.start()
+        assert (await contexts.register(NewContext(name="killed", text=text))).state == "building"
+        return await ended(contexts, "killed")
+
+    assert asyncio.run(back()).state == "ready"
+
+
+def test_builds_wait_for_each_other_fail_with_a_sentence_and_end_when_deleted(place: Path) -> None:
+    async def main() -> None:
+        contexts = registry(place)
+        await contexts.register(NewContext(name="short", text="too short"))
+        await contexts.register(NewContext(name="waits", text=text_of("waits")))
+        assert next(i for i in await contexts.infos() if i.name == "waits").what == "waits for another build"
+        deleted = await contexts.delete("waits")
+        assert deleted is None and "waits" not in {info.name for info in await contexts.infos()}
+        failed = await ended(contexts, "short")
+        assert failed.state == "failed" and "an index needs at least" in failed.what
+        with pytest.raises(ContextNotReadyError, match="could not be built: the context has"):
+            await contexts.artifact_path("short")
+        with pytest.raises(ContextExistsError):
+            await contexts.register(NewContext(name="short", text="other text"))
+        await contexts.delete("short")
+        with pytest.raises(UnknownContextError):
+            await contexts.delete("short")
+        await contexts.close()
+        assert not list((place / "store" / TEXTS).glob("*.txt"))
+
+    asyncio.run(main())
+
+
+def test_a_build_that_dies_is_told_of_and_can_be_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[int] = []
+
+    async def die(text_path: Path, *args: Any) -> dict[str, Any]:
+        tries.append(1)
+        assert text_path.read_text() == "a text"
+        if len(tries) == 1:
+            raise BuildFailedError("the build was ended by signal 9")
+        return {"artifact": "0" * 16, "context_len": 300}
+
+    monkeypatch.setattr(contexts_module, "build_context", die)
+
+    async def main() -> None:
+        contexts = registry(tmp_path)
+        await contexts.register(NewContext(name="a", text="a text"))
+        assert (await ended(contexts, "a")).what == "the build was ended by signal 9"
+        assert (await contexts.register(NewContext(name="a", text="a text"))).state == "building"
+        assert (await ended(contexts, "a")).state == "ready"
+
+    asyncio.run(main())
+
+
+def test_closing_ends_builds_and_leaves_no_process(place: Path) -> None:
+    async def main() -> None:
+        contexts = registry(place)
+        await contexts.register(NewContext(name="closed", text=text_of("closed")))
+        await asyncio.sleep(0.5)
+        await contexts.close()
+
+    def mine() -> str:
+        return subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+
+    asyncio.run(main())
+    assert str(place / "store") not in mine()
+    assert ContextFile(place / "store").read()["closed"].state == "building"
+    ContextFile(place / "store").change(lambda records: records.pop("closed"))
+
+
+def test_artifacts_of_a_store_are_named(tmp_path: Path) -> None:
+    artifact_id = build(tmp_path, text_of("named"))
+    info = name_artifact(tmp_path, "my.context-1", artifact_id[:6])
+    assert (info.state, info.artifact_id) == ("ready", artifact_id)
+    assert name_artifact(tmp_path, "my.context-1", artifact_id) == info
+    other = build(tmp_path, text_of("other"))
+    with pytest.raises(ContextExistsError, match=other):
+        name_artifact(tmp_path, "my.context-1", other)
+    with pytest.raises(ArtifactNotFoundError, match="there is no artifact"):
+        name_artifact(tmp_path, "b", "fff")
+
+
+def test_a_named_artifacts_own_text_is_the_same_context(built: Path) -> None:
+    async def main() -> None:
+        model = load_tiny()
+        backend = LocalBackend(FullEngine(model), model, Settings(store=StoreSettings(path=built)))
+        info = await backend.register(NewContext(name="heron", text=text_of("heron")))
+        assert info.state == "ready"
+        with pytest.raises(ContextExistsError):
+            await backend.register(NewContext(name="heron", text=text_of("other")))
+        await backend.close()
+
+    asyncio.run(main())
+
+
+def load_tiny() -> Any:
+    from tests.tiny import loaded
+
+    return loaded()
+
+
+@pytest.mark.parametrize("name", ["", "a b", "../a", ".a", "a/b", "é", "a" * 65, "a\n", "-"])
+def test_names_that_are_none_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(BadRequestError, match="context's name") as refused:
+        asyncio.run(registry(tmp_path).register(NewContext(name=name, text="x")))
+    assert refused.value.param == "name"
+    assert not (tmp_path / "store").exists()
+
+
+def test_an_empty_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadRequestError, match="empty"):
+        asyncio.run(registry(tmp_path).register(NewContext(name="a", text=" \n")))
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"version": 9, "contexts": []}', b'{"version": 1}'])
+def test_a_damaged_file_is_refused_with_what_to_do(tmp_path: Path, damage: bytes) -> None:
+    (tmp_path / FILE_NAME).write_bytes(damage)
+    with pytest.raises(ArtifactCorruptError, match="move it away"):
+        ContextFile(tmp_path).read()
+
+
+def test_changes_of_several_services_are_all_kept(tmp_path: Path) -> None:
+    files = [ContextFile(tmp_path) for _ in range(4)]
+
+    def add(number: int) -> None:
+        name = f"c{number}"
+        files[number % 4].change(lambda records: records.setdefault(name, Record(name=name, created_at=float(number))))
+
+    async def main() -> None:
+        await asyncio.gather(*(asyncio.to_thread(add, number) for number in range(40)))
+
+    asyncio.run(main())
+    assert set(files[0].read()) == {f"c{number}" for number in range(40)}

@@ -1,0 +1,301 @@
+"""The backend in one process: many readers of one event loop, one engine, and every way to leave."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload.errors import MemoryPlanError
+from tests.tiny import loaded
+from tests.workers.serving.artifacts import SECRETS
+from tests.workers.serving.full_engine import FullEngine
+from workers.serving.local import LocalBackend
+from workers.serving.messages import (
+    Ask,
+    BadRequestError,
+    Done,
+    OverloadedError,
+    Piece,
+    Sampling,
+    ServingError,
+    TimedOutError,
+    Turn,
+    UnknownContextError,
+    WorkerLostError,
+)
+from workers.settings import LimitSettings, Settings, StoreSettings
+
+
+def settings_of(store: Path, **limits: Any) -> Settings:
+    return Settings(store=StoreSettings(path=store), limits=LimitSettings(**limits))
+
+
+@asynccontextmanager
+async def running(
+    store: Path, engine: FullEngine | None = None, make: Callable[..., Any] = LocalBackend, **limits: Any
+) -> AsyncIterator[LocalBackend]:
+    async with make(engine or FullEngine(loaded()), loaded(), settings_of(store, **limits)) as backend:
+        yield backend
+
+
+def ask(context: str = "heron", question: str = "who?", max_new_tokens: int = 6, **more: Any) -> Ask:
+    fields = {name: more.pop(name) for name in ("keep", "lookahead", "selector", "prompt") if name in more}
+    turns = () if "prompt" in fields else (Turn("user", question),)
+    sampling = Sampling(max_new_tokens=max_new_tokens, **more)
+    return Ask(request_id="1", context=context, turns=turns, sampling=sampling, **fields)
+
+
+async def answer(backend: LocalBackend, asked: Ask) -> tuple[str, Done]:
+    text = ""
+    async with aclosing(backend.generate(asked)) as events:
+        async for event in events:
+            if isinstance(event, Done):
+                return text, event
+            text += event.text
+    raise AssertionError("events end with Done")
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+def test_mixed_requests_are_answered_from_their_own_contexts(built: Path) -> None:
+    """Each of 200 gets the answer that it gets alone, and contexts answer differently."""
+
+    async def main() -> None:
+        kinds = [
+            ask(secret, f"who is {n}?", 4 + n % 5, temperature=0.7 * (n % 2), seed=n)
+            for n in range(10)
+            for secret in SECRETS
+        ]
+        async with running(built) as backend:
+            alone = [await answer(backend, kind) for kind in kinds]
+            together = await asyncio.gather(*(answer(backend, kind) for kind in kinds[:16] * 2))
+            assert together == alone[:16] * 2
+            order = [(7 * i) % len(kinds) for i in range(200)]
+            limit = asyncio.Semaphore(40)
+
+            async def one(kind: int) -> tuple[str, Done]:
+                async with limit:
+                    return await answer(backend, kinds[kind])
+
+            assert await asyncio.gather(*map(one, order)) == [alone[kind] for kind in order]
+        for n in range(10):
+            assert len({alone[3 * n + i][0] for i in range(3)}) == 3
+
+    asyncio.run(main())
+
+
+def test_readers_that_leave_free_their_slots_at_once(built: Path) -> None:
+    async def main() -> None:
+        engine = FullEngine(loaded(), num_slots=4, tail_capacity=600)
+        async with running(built, engine) as backend:
+            for n in range(40):
+                events = backend.generate(ask(SECRETS[n % 3], max_new_tokens=500))
+                await anext(events)
+                if n % 2:
+                    task = asyncio.ensure_future(anext(events))
+                    await asyncio.sleep(0)
+                    task.cancel()
+                    await asyncio.wait([task])
+                before = engine.num_steps
+                await events.aclose()
+                await until(lambda: not engine.slots)
+                assert engine.num_steps <= before + 2
+            await asyncio.sleep(0.05)
+            idle = engine.num_steps
+            await asyncio.sleep(0.05)
+            assert engine.num_steps == idle
+            assert backend._scheduler.flow.num_in_flight == 0
+
+    asyncio.run(main())
+
+
+def test_overload_is_told_at_once_and_passes(built: Path) -> None:
+    async def main() -> None:
+        async with running(built, max_concurrent_requests=2, max_queued_requests=2) as backend:
+            held = [backend.generate(ask(max_new_tokens=200)) for _ in range(4)]
+            first = [asyncio.ensure_future(anext(events)) for events in held]
+            await until(lambda: backend._scheduler.flow.num_in_flight == 4)
+            slowest = 0.0
+            for _ in range(40):
+                started = time.perf_counter()
+                with pytest.raises(OverloadedError) as refused:
+                    await answer(backend, ask())
+                slowest = max(slowest, time.perf_counter() - started)
+                assert refused.value.retry_after_s
+            assert slowest < 0.2
+            for task, events in zip(first, held, strict=True):
+                task.cancel()
+                await asyncio.wait([task])
+                await events.aclose()
+            assert (await answer(backend, ask()))[1].reason == "length"
+            refused_metric = {
+                sample.labels["outcome"]: sample.value
+                for metric in await backend.metrics()
+                if metric.name == "csattn_requests"
+                for sample in metric.samples
+                if sample.name.endswith("_total")
+            }
+            assert refused_metric["refused"] == 40
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "words"),
+    [
+        (ask("nobody"), UnknownContextError, "no context 'nobody'"),
+        (ask(keep=2.0), BadRequestError, "keep must lie"),
+        (ask(lookahead=3), BadRequestError, "lookahead must be"),
+        (ask(prompt=""), BadRequestError, "empty"),
+        (ask(question="x" * 900), BadRequestError, "shorter"),
+        (ask(question="x" * 5000), BadRequestError, "characters"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_before_the_first_event(built: Path, asked, error, words) -> None:
+    async def main() -> None:
+        async with running(built) as backend:
+            with pytest.raises(error, match=words):
+                await anext(backend.generate(asked))
+            assert backend._scheduler.flow.num_in_flight == 0
+            assert isinstance((await answer(backend, ask()))[1], Done)
+
+    asyncio.run(main())
+
+
+def test_a_request_that_takes_too_long_is_ended(built: Path) -> None:
+    async def main() -> None:
+        engine = FullEngine(loaded(), tail_capacity=900)
+        async with running(built, engine, request_timeout_s=0.3) as backend:
+            started = time.perf_counter()
+            with pytest.raises(TimedOutError):
+                await answer(backend, ask(max_new_tokens=600))
+            assert time.perf_counter() - started < 2.0
+            await until(lambda: not engine.slots)
+
+    asyncio.run(main())
+
+
+def test_contexts_that_do_not_fit_take_turns(built: Path) -> None:
+    class Small(FullEngine):
+        def add_context(self, context_id, artifact):
+            if len(self.contexts) == 2:
+                raise MemoryPlanError("two contexts are all that fits")
+            super().add_context(context_id, artifact)
+
+    async def main() -> None:
+        async with running(built) as roomy:
+            want = [await answer(roomy, ask(secret)) for secret in SECRETS]
+        engine = Small(loaded(), tail_capacity=600)
+        async with running(built, engine) as backend:
+            for _ in range(3):
+                assert [await answer(backend, ask(secret)) for secret in SECRETS] == want
+                assert len(engine.contexts) == 2
+            together = await asyncio.gather(*(answer(backend, ask("heron")) for _ in range(5)))
+            assert set(together) == {want[0]}
+            held = [backend.generate(ask(secret, max_new_tokens=400)) for secret in SECRETS[:2]]
+            for events in held:
+                await anext(events)
+            with pytest.raises(OverloadedError, match="in use"):
+                await answer(backend, ask(SECRETS[2]))
+            await held[0].aclose()
+            assert await answer(backend, ask(SECRETS[2])) == want[2]
+            await held[1].aclose()
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_breaks_is_not_ready_and_comes_back(built: Path) -> None:
+    async def main() -> None:
+        engine = FullEngine(loaded(), tail_capacity=600)
+        async with running(built, engine) as backend:
+            assert (await backend.health()).ready
+            events = backend.generate(ask(max_new_tokens=400))
+            await anext(events)
+            real = engine.step
+
+            def fail(*args: Any) -> Any:
+                raise RuntimeError("the device is gone")
+
+            engine.step = fail  # type: ignore[method-assign]
+            with pytest.raises(ServingError, match="the device is gone"):
+                async for _ in events:
+                    pass
+            health = await backend.health()
+            assert not health.ready and "the device is gone" in health.why
+            with pytest.raises(WorkerLostError):
+                await answer(backend, ask())
+            engine.step = real  # type: ignore[method-assign]
+            async with asyncio.timeout(5):
+                while not (await backend.health()).ready:
+                    await asyncio.sleep(0.02)
+            assert isinstance((await answer(backend, ask()))[1], Done)
+
+    asyncio.run(main())
+
+
+def test_closing_lets_requests_finish_and_then_ends_them(built: Path) -> None:
+    async def main() -> None:
+        for drain_s, ending in ((5.0, Done), (0.0, WorkerLostError)):
+            engine = FullEngine(loaded(), tail_capacity=600)
+            backend = LocalBackend(engine, loaded(), settings_of(built))
+            await backend.start()
+            events = backend.generate(ask(max_new_tokens=100))
+            seen: list[Any] = [await anext(events)]
+            closing = asyncio.create_task(backend.close(drain_s))
+            try:
+                async for event in events:
+                    seen.append(event)
+            except ServingError as error:
+                seen.append(error)
+            await closing
+            assert isinstance(seen[-1], ending)
+            assert all(isinstance(event, Piece) for event in seen[:-1])
+            assert engine.is_closed
+            assert not (await backend.health()).ready
+            with pytest.raises(WorkerLostError):
+                await answer(backend, ask())
+
+    asyncio.run(main())
+
+
+def test_an_idle_service_takes_no_cpu(built: Path) -> None:
+    async def main() -> None:
+        async with running(built) as backend:
+            await answer(backend, ask())
+            await asyncio.sleep(0.05)
+            before = time.process_time()
+            await asyncio.sleep(0.5)
+            assert time.process_time() - before < 0.1
+
+    asyncio.run(main())
+
+
+def test_measures_tell_of_requests_and_engine(built: Path) -> None:
+    async def main() -> None:
+        async with running(built) as backend:
+            for secret in SECRETS:
+                await answer(backend, replace(ask(secret, max_new_tokens=5), selector="exact"))
+            samples = {
+                (sample.name, *sample.labels.values()): sample.value
+                for metric in await backend.metrics()
+                for sample in metric.samples
+            }
+            assert samples["csattn_requests_total", "length"] == 3
+            assert samples["csattn_new_tokens_total",] == 15
+            assert samples["csattn_ttft_seconds_count",] == 3
+            assert samples["csattn_tpot_seconds_count",] == 3
+            assert samples["csattn_kv_bytes",] > 3e5
+            assert samples["csattn_search_seconds_total",] > 0
+            assert samples["csattn_running_requests",] == samples["csattn_queue_length",] == 0
+            assert samples["csattn_fidelity_recall_count", "heron"] == 1
+
+    asyncio.run(main())

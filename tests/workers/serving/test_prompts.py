@@ -1,0 +1,146 @@
+"""From messages to the ids that follow a context: those of the chat template, and refusals as sentences."""
+
+from pathlib import Path
+
+import pytest
+
+from csattn.artifact import open_artifact
+from csattn.models.prompt import context_ids, question_ids
+from tests.tiny import byte_tokenizer, loaded
+from tests.workers.serving.artifacts import text_of
+from workers.serving.context_file import ContextFile
+from workers.serving.messages import Ask, BadRequestError, ContextTooLongError, Sampling, Turn
+from workers.serving.prompts import longest_question, prompt_ids, require_possible, room_for
+
+TOKENIZER = loaded().tokenizer
+# knows no system role, and trims what is said
+STRICT = (
+    "{% for message in messages %}{% if message['role'] not in ['user', 'assistant'] %}"
+    "{{ raise_exception('only user and assistant') }}{% endif %}"
+    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('take turns') }}{% endif %}"
+    "<{{ message['role'] }}>{{ message['content'] | trim }}{% endfor %}<assistant>"
+)
+
+
+def ask(*turns: tuple[str, str], prompt: str | None = None, max_new_tokens: int = 5) -> Ask:
+    said = tuple(Turn(role, content) for role, content in turns)  # type: ignore[arg-type]
+    return Ask(
+        request_id="1", context="heron", turns=said, prompt=prompt, sampling=Sampling(max_new_tokens=max_new_tokens)
+    )
+
+
+@pytest.fixture
+def artifact(built: Path):
+    with open_artifact(built / str(ContextFile(built).read()["heron"].artifact_id)) as opened:
+        yield opened
+
+
+@pytest.fixture
+def bare(built: Path):
+    with open_artifact(built / str(ContextFile(built).read()["bare"].artifact_id)) as opened:
+        yield opened
+
+
+def whole_ids(messages: list[dict[str, str]]) -> list[int]:
+    text = TOKENIZER.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return TOKENIZER(text, add_special_tokens=False).input_ids  # type: ignore[no-any-return]
+
+
+def test_one_user_message_is_asked_as_on_the_command_line(artifact, bare) -> None:
+    for opened, wrapping in ((artifact, "system"), (bare, "none")):
+        want = question_ids(TOKENIZER, opened.token_ids, "who is it?", wrapping).tolist()
+        assert prompt_ids(TOKENIZER, opened, ask(("user", "who is it?"))) == want
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        [("user", "who?")],
+        [("user", "who?"), ("assistant", "a heron"), ("user", "really?")],
+        [("system", "be brief"), ("user", "who?")],
+        [("user", "⟨context⟩"), ("assistant", "⟨context⟩ é"), ("system", "now"), ("user", "")],
+    ],
+)
+def test_conversations_are_what_the_template_writes(artifact, turns) -> None:
+    messages = [{"role": "system", "content": text_of("heron")}]
+    messages += [{"role": role, "content": content} for role, content in turns]
+    assert artifact.token_ids.tolist() + prompt_ids(TOKENIZER, artifact, ask(*turns)) == whole_ids(messages)
+
+
+def test_a_prompt_goes_on_where_the_context_ends(artifact, bare) -> None:
+    for opened in (artifact, bare):
+        assert prompt_ids(TOKENIZER, opened, ask(prompt=" and so")) == TOKENIZER(" and so").input_ids
+
+
+def user_wrapped(built: Path):
+    """An artifact as one whose context is in the first user message: token ids and notes are all that matters."""
+    tokenizer = byte_tokenizer(STRICT)
+
+    class Manifest:
+        build_notes = {"wrapping": "user"}  # noqa: RUF012
+
+    class Opened:
+        manifest = Manifest()
+        token_ids = context_ids(tokenizer, text_of("heron"), "user")
+
+    return tokenizer, Opened()
+
+
+def test_without_a_system_role_system_turns_follow_the_context(built: Path) -> None:
+    tokenizer, opened = user_wrapped(built)
+    ids = prompt_ids(tokenizer, opened, ask(("system", "be brief"), ("user", "who?")))
+    assert tokenizer.decode(ids) == "be brief\nwho?<assistant>"
+    ids = prompt_ids(tokenizer, opened, ask(("user", "a"), ("assistant", "b"), ("user", "c")))
+    assert tokenizer.decode(ids) == "a<assistant>b<user>c<assistant>"
+
+
+@pytest.mark.parametrize(
+    ("turns", "prompt", "words"),
+    [
+        ([], None, "either messages or a prompt"),
+        ([("user", "a")], "b", "either messages or a prompt"),
+        ([("user", "a"), ("assistant", "b")], None, "end with a user message"),
+        ([], "", "empty"),
+    ],
+)
+def test_what_is_no_question_is_refused(artifact, turns, prompt, words) -> None:
+    with pytest.raises(BadRequestError, match=words):
+        prompt_ids(TOKENIZER, artifact, ask(*turns, prompt=prompt))
+
+
+def test_what_the_template_refuses_is_refused_with_its_words(built: Path) -> None:
+    tokenizer, opened = user_wrapped(built)
+    with pytest.raises(BadRequestError, match="take turns") as refused:
+        prompt_ids(tokenizer, opened, ask(("user", "a"), ("user", "b")))
+    assert refused.value.param == "messages"
+    with pytest.raises(BadRequestError, match="only user and assistant"):
+        prompt_ids(tokenizer, opened, ask(("user", "a"), ("system", "b"), ("user", "c")))
+
+
+def test_a_context_without_a_template_takes_one_message(bare) -> None:
+    with pytest.raises(BadRequestError, match="single user message, got 2"):
+        prompt_ids(TOKENIZER, bare, ask(("system", "a"), ("user", "b")))
+
+
+def test_a_template_that_puts_questions_first_is_refused(artifact) -> None:
+    tokenizer = byte_tokenizer("{% for message in messages[::-1] %}[{{ message['content'] }}]{% endfor %}")
+    with pytest.raises(BadRequestError, match="after the context"):
+        prompt_ids(tokenizer, artifact, ask(("user", "a")))
+
+
+def test_room_is_what_positions_and_rows_leave() -> None:
+    asked = ask(("user", "x"), max_new_tokens=100)
+    assert room_for(asked, 900, 24, 1024, 200) == 100
+    assert room_for(asked, 950, 24, 1024, 200) == 50
+    assert room_for(asked, 0, 24, 1024, 30) == 7
+    for sizes in ((1000, 24, 1024, 200), (0, 31, 1024, 30)):
+        with pytest.raises(ContextTooLongError, match="shorter"):
+            room_for(asked, *sizes)
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised() -> None:
+    most = longest_question(TOKENIZER, 1024)
+    assert most == 1024
+    require_possible(ask(("user", "x" * most)), most)
+    with pytest.raises(ContextTooLongError, match="1,025 characters"):
+        require_possible(ask(("user", "x" * most), ("user", "y")), most)

@@ -41,7 +41,7 @@ class JobResult:
     outcome: Outcome
     seconds: float
     artifact_id: str | None = None
-    path: Path | None = None
+    path: Path | str | None = None  # or its URL
     context_len: int = 0
     error: str | None = None  # a sentence, when it failed
     attempts: int = 1  # more than 1 when workers died over a piece of it
@@ -91,7 +91,7 @@ class BatchReport:
 
 def run_batch(
     jobs: Sequence[Job],
-    store: Path,
+    store: Path | str,
     *,
     device: str = "auto",
     num_threads: int | None = None,
@@ -118,7 +118,7 @@ def by_model(jobs: Sequence[Job]) -> list[list[int]]:
 def _run_group(
     jobs: Sequence[Job],
     group: list[int],
-    store: Path,
+    store: Path | str,
     device: str,
     num_threads: int | None,
     on_progress: Callable[[JobProgress], None],
@@ -145,7 +145,7 @@ def build_job(
     job_idx: int,
     job: Job,
     loaded: LoadedModel,
-    store: Path,
+    store: Path | str,
     *,
     num_threads: int | None = None,
     on_progress: Callable[[JobProgress], None] = lambda progress: None,
@@ -158,7 +158,7 @@ def build_job(
         return JobResult(job, "failed", time.perf_counter() - started, error=sentence(error))
     outcome: Outcome = "reused" if report.reused else "resumed" if report.resumed_at else "built"
     seconds = time.perf_counter() - started
-    return JobResult(job, outcome, seconds, report.artifact_id, report.path, context_len)
+    return JobResult(job, outcome, seconds, report.artifact_id, report.place, context_len)
 
 
 def prepare(job: Job, loaded: LoadedModel, device: str) -> tuple[NDArray[np.int32], IndexConfig, dict[str, Any]]:
@@ -182,7 +182,7 @@ def _build(
     job_idx: int,
     job: Job,
     loaded: LoadedModel,
-    store: Path,
+    store: Path | str,
     num_threads: int | None,
     on_progress: Callable[[JobProgress], None],
 ) -> tuple[BuildReport, int]:

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from csattn.artifact import ArtifactWriter, require_space
+from csattn.artifact import ArtifactWriter, cache_store, remote_store, require_space
 from csattn.artifact.handover import has_shard
 from index_build.batch import JobProgress, JobResult, Outcome
 from index_build.job_list import Job
@@ -23,7 +23,7 @@ _PREFILL_SHARE = 0.75  # of a build's time, about: for the display
 class Piece:
     """Something to be done for one context by anybody."""
 
-    kind: Literal["plan", "prefill", "index", "join"]
+    kind: Literal["plan", "prefill", "index", "join", "upload"]
     job_idx: int
     layer_idx: int = -1  # of prefill: the first layer that is not there
     stop_layer: int = -1  # of prefill
@@ -37,11 +37,13 @@ class _BusyError(Exception):
 class ContextBuild:
     """Holds the artifact's lock from the plan to the end, and knows which pieces are done, in work, or can be done."""
 
-    def __init__(self, job_idx: int, job: Job, store: Path, heads_per_piece: int | None = None):
+    def __init__(self, job_idx: int, job: Job, store: Path | str, heads_per_piece: int | None = None):
         self.job_idx, self.job = job_idx, job
         self.plan: Plan | None = None
         self.result: JobResult | None = None  # as soon as nothing more can be done
-        self._store, self._heads_per_piece = store, heads_per_piece
+        self._remote = remote_store(store)
+        self.store = Path(store).absolute() if self._remote is None else cache_store()  # where the pieces are done
+        self._heads_per_piece = heads_per_piece
         self._writer: ArtifactWriter | None = None
         self._ready: set[int] = set()  # layers that need no prefill
         self._shards: dict[int, set[int]] = {}  # of a layer in work: the groups of heads that are done
@@ -49,6 +51,8 @@ class ContextBuild:
         self._losses: Counter[Piece] = Counter()
         self._built: Counter[str] = Counter()
         self._first_share = 0.0
+        self._outcome: Outcome = "built"
+        self._is_uploading = False
         self._rows: tuple[int, int] = (-1, 0)  # a layer in prefill, and how many of its rows are done
         self._started_s = time.perf_counter()
 
@@ -58,6 +62,8 @@ class ContextBuild:
             return []
         if self.plan is None:
             pieces = [Piece("plan", self.job_idx)]
+        elif self._is_uploading:
+            pieces = [Piece("upload", self.job_idx)]
         elif self._writer is None and not self._open():
             pieces = []
         else:
@@ -72,6 +78,9 @@ class ContextBuild:
         self._in_work.discard(piece)
         if piece.kind == "plan":
             self.plan = value
+            return
+        if piece.kind == "upload":
+            self._end(self._outcome)
             return
         assert self._writer is not None
         self._built[piece.kind] += int(value)
@@ -104,9 +113,14 @@ class ContextBuild:
         self._rows = (layer_idx, num_rows)
 
     @property
+    def url(self) -> str | None:
+        """Of the store, if it is not a directory."""
+        return None if self._remote is None else self._remote.url
+
+    @property
     def is_waiting(self) -> bool:
         """Whether somebody else is building this artifact."""
-        return self.plan is not None and self._writer is None and self.result is None
+        return self.plan is not None and self._writer is None and not self._is_uploading and self.result is None
 
     @property
     def progress(self) -> JobProgress | None:
@@ -114,6 +128,8 @@ class ContextBuild:
         if self.plan is None:
             return None
         context_len = self.plan.spec.context_len
+        if self._is_uploading:
+            return JobProgress(self.job_idx, context_len, self._first_share, 1.0, "uploading")
         if self.is_waiting:
             return JobProgress(self.job_idx, context_len, 0.0, 0.0, "waiting for another builder of it")
         where = f"{len(self._ready)} layers prefilled, {self._num_finished} of {self._num_layers} indexed"
@@ -145,20 +161,23 @@ class ContextBuild:
     def _open(self) -> bool:
         """Take the artifact's lock and see what is there; False while somebody else has it."""
         assert self.plan is not None
-        writer = ArtifactWriter(self._store, self.plan.spec, self.plan.token_ids, _refuse_to_wait)
+        if self._remote is not None and self._remote.holds(self.plan.spec.artifact_id):
+            self._end("reused")
+            return False
+        writer = ArtifactWriter(self.store, self.plan.spec, self.plan.token_ids, _refuse_to_wait)
         try:
             writer.__enter__()
         except _BusyError:
             return False
         self._writer = writer
         if writer.finished_path is not None:
-            self._end("reused")
+            self._publish("reused")
             return False
-        require_space(self._store, writer.remaining_bytes)
+        require_space(self.store, writer.remaining_bytes)
         self._look()
         self._first_share = self._share
         self._finish_if_complete()
-        return self.result is None
+        return self.result is None and not self._is_uploading
 
     def _look(self) -> None:
         """See which layers have been handed over since."""
@@ -201,17 +220,27 @@ class ContextBuild:
         assert self._writer is not None and self.plan is not None
         if self.result is None and self._writer.finished_layers == self._num_layers:
             self._writer.finish(self.plan.versions, self.plan.notes)
-            self._end("resumed" if self._first_share else "built")
+            self._publish("resumed" if self._first_share else "built")
+
+    def _publish(self, outcome: Outcome) -> None:
+        """The artifact is whole on this machine; a store behind a URL needs it there."""
+        self._outcome = outcome
+        if self._remote is None:
+            self._end(outcome)
+        else:
+            self.abandon()
+            self._is_uploading = True
 
     def _end(self, outcome: Outcome, error: str | None = None) -> None:
         self.abandon()
-        artifact_id = None if self.plan is None else self.plan.spec.artifact_id
+        artifact_id = None if error or self.plan is None else self.plan.spec.artifact_id
+        place = self.store if self._remote is None else self._remote.url
         self.result = JobResult(
             self.job,
             outcome,
             time.perf_counter() - self._started_s,
-            None if error else artifact_id,
-            None if error or artifact_id is None else self._store / artifact_id,
+            artifact_id,
+            None if artifact_id is None else f"{place}/{artifact_id}" if self._remote else Path(place) / artifact_id,
             0 if self.plan is None else self.plan.spec.context_len,
             error,
             1 + max(self._losses.values(), default=0),

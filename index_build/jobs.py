@@ -28,7 +28,7 @@ _POLL_S = 0.1
 
 def run_on_ray(
     jobs: Sequence[Job],
-    store: Path,
+    store: Path | str,
     address: str = "auto",
     *,
     device: str = "auto",
@@ -48,9 +48,8 @@ def run_on_ray(
     started = time.perf_counter()
     with _connected(address) as ray:
         prefill, index = choose_needs(_nodes(ray), device, num_threads)
-        store = store.absolute()
         builds = [ContextBuild(idx, jobs[idx], store, heads_per_piece) for group in by_model(jobs) for idx in group]
-        _Dispatch(ray, builds, store, prefill, index, on_progress, on_result).run()
+        _Dispatch(ray, builds, prefill, index, on_progress, on_result).run()
     results = {build.job_idx: build.result for build in builds if build.result is not None}
     return BatchReport(tuple(results[idx] for idx in range(len(jobs))), time.perf_counter() - started)
 
@@ -106,19 +105,19 @@ class _Dispatch:
         self,
         ray: Any,
         builds: Sequence[ContextBuild],
-        store: Path,
         prefill: TaskNeeds,
         index: TaskNeeds,
         on_progress: Callable[[JobProgress], None],
         on_result: Callable[[JobResult], None],
     ):
-        self._ray, self._store = ray, store
+        self._ray = ray
         self._prefill, self._index = prefill, index
         self._on_progress, self._on_result = on_progress, on_result
         self._board = ray.remote(Board).options(num_cpus=0, max_restarts=-1).remote()
         self._news: Any = None  # what the board was asked for
         self._waiting = deque(builds)
         self._open: dict[int, ContextBuild] = {}  # by job
+        self._remotes: dict[tuple[Callable[..., Any], TaskNeeds], Any] = {}
         self._running: dict[Any, tuple[Piece, TaskNeeds]] = {}
         self._had_room = time.monotonic()
 
@@ -166,16 +165,22 @@ class _Dispatch:
                         self._start(build, piece, needs)
 
     def _start(self, build: ContextBuild, piece: Piece, needs: TaskNeeds) -> None:
-        # retries are counted here and not by Ray, which begins a task that needs too much memory again without end
-        options: dict[str, Any] = {"num_cpus": needs.num_threads, "max_retries": 0}
-        if needs.device == "cuda":
-            options |= {"num_gpus": 1, "max_calls": 1}  # a process that has met one GPU cannot be given another
-        task = self._ray.remote(**options)(TASKS[piece.kind])
         build.start(piece)
         plan = build.plan if piece.kind == "prefill" else build.plan and build.plan.spec
         device = self._prefill.device  # a plan is made on a CPU, and names it
-        more = (build.groups,) if piece.kind == "join" else (self._board,) if piece.kind == "prefill" else ()
-        self._running[task.remote(piece, build.job, plan, self._store, device, needs.num_threads, *more)] = piece, needs
+        more = {"join": (build.groups,), "prefill": (self._board,), "upload": (build.url,)}.get(piece.kind, ())
+        task = self._remote(TASKS[piece.kind], needs)
+        self._running[task.remote(piece, build.job, plan, build.store, device, needs.num_threads, *more)] = piece, needs
+
+    def _remote(self, task: Callable[..., Any], needs: TaskNeeds) -> Any:
+        """That function as a task; the same one each time, because Ray keeps what it knows of every one it is given."""
+        if (task, needs) not in self._remotes:
+            # retries are counted here and not by Ray, which begins a task that needs too much memory again without end
+            options: dict[str, Any] = {"num_cpus": needs.num_threads, "max_retries": 0}
+            if needs.device == "cuda":
+                options |= {"num_gpus": 1, "max_calls": 1}  # a process that has met one GPU cannot be given another
+            self._remotes[task, needs] = self._ray.remote(**options)(task)
+        return self._remotes[task, needs]
 
     def _give_up(self) -> None:
         """Fail what is left."""

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from csattn import __version__
-from csattn.artifact import ArtifactSpec, ArtifactWriter, hash_token_ids, require_space
+from csattn.artifact import ArtifactSpec, ArtifactWriter, cache_store, hash_token_ids, remote_store, require_space
 from csattn.artifact.handover import load_captured
 from csattn.config import IndexConfig
 from csattn.cpus import available_cpus
@@ -55,6 +55,12 @@ class BuildReport:
     reused: bool  # the artifact was there already
     resumed_at: int  # first layer of this run; more than 0 when an earlier run was interrupted
     seconds: dict[str, float] = field(default_factory=lambda: {"prefill": 0.0, "index": 0.0, "write": 0.0})
+    url: str | None = None  # when the store is a URL; then `path` is the copy on this machine, or where it would be
+
+    @property
+    def place(self) -> Path | str:
+        """What `open_artifact` takes."""
+        return self.url or self.path
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -69,7 +75,7 @@ def build_artifact(
     loaded: LoadedModel,
     token_ids: NDArray[np.int32],  # [context_len]
     config: IndexConfig,
-    store: Path,
+    store: Path | str,  # a directory, or a URL that fsspec knows
     *,
     notes: dict[str, Any] | None = None,  # JSON, kept in the manifest
     on_progress: Callable[[BuildProgress], None] = lambda progress: None,
@@ -82,13 +88,21 @@ def build_artifact(
     StoreFullError when the store cannot be written.
     """
     spec = make_spec(loaded, token_ids, config)
-    with ArtifactWriter(store, spec, token_ids, on_wait) as writer:
-        report = BuildReport(spec.artifact_id, store / spec.artifact_id, reused=True, resumed_at=0)
+    remote = remote_store(store)
+    local = Path(store) if remote is None else cache_store()
+    report = BuildReport(spec.artifact_id, local / spec.artifact_id, reused=True, resumed_at=0)
+    if remote is not None:
+        report.url = f"{remote.url}/{spec.artifact_id}"
+        if remote.holds(spec.artifact_id):
+            return report
+    with ArtifactWriter(local, spec, token_ids, on_wait) as writer:
         if writer.finished_path is None:
             report.reused = False
-            require_space(store, writer.remaining_bytes)
+            require_space(local, writer.remaining_bytes)
             _write_layers(loaded, token_ids, config, writer, report, on_progress, num_threads or available_cpus())
             writer.finish(library_versions(loaded.device), notes or {})
+    if remote is not None:
+        remote.upload(report.path)
     return report
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from csattn.artifact import ArtifactSpec
+from csattn.artifact import ArtifactSpec, RemoteStore
 from csattn.models import LoadedModel, load_model
 from index_build.context_build import Piece
 from index_build.job_list import Job
@@ -64,11 +64,19 @@ def join_piece(
     return join_layer(spec, store, piece.layer_idx, groups)
 
 
+def upload_piece(
+    piece: Piece, job: Job, spec: ArtifactSpec, store: Path, device: str, num_threads: int, url: str
+) -> bool:
+    RemoteStore(url).upload(store / spec.artifact_id)
+    return True
+
+
 TASKS: dict[str, Callable[..., Any]] = {
     "plan": plan_piece,
     "prefill": prefill_piece,
     "index": index_piece,
     "join": join_piece,
+    "upload": upload_piece,
 }
 
 

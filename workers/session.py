@@ -48,10 +48,10 @@ def csattn_session(
         with csattn_session(loaded, "store/3f2a...") as session:
             loaded.model.generate(**session.ask("Who keeps the inn?"), max_new_tokens=60)
 
-    artifact: an open one, or the directory of one. Raises ArtifactError when it cannot be read or was made for
+    artifact: an open one, or the directory or URL of one. Raises ArtifactError when it cannot be read or was made for
     another model.
     """
-    opened = open_artifact(Path(artifact)) if isinstance(artifact, str | Path) else artifact
+    opened = open_artifact(artifact) if isinstance(artifact, str | Path) else artifact
     try:
         with Session(loaded, opened, config or SearchConfig(), selector) as session:
             yield session

@@ -8,7 +8,16 @@ from csattn.artifact.durable import require_space
 from csattn.artifact.find import find_artifact, resolve_artifact
 from csattn.artifact.layout import artifact_bytes
 from csattn.artifact.manifest import ArtifactSpec, KvDtype, Manifest, ModelGeometry, hash_token_ids
-from csattn.artifact.reader import Artifact, open_artifact, verify_artifact
+from csattn.artifact.places import (
+    fetch_artifact,
+    is_url,
+    open_artifact,
+    read_manifest,
+    remote_store,
+    verify_artifact,
+)
+from csattn.artifact.reader import Artifact
+from csattn.artifact.remote import RemoteStore, cache_store, shrink_cache
 from csattn.artifact.store import ArtifactSummary, broken_artifacts, collect_garbage, list_store
 from csattn.artifact.work import WorkDir
 from csattn.artifact.writer import ArtifactWriter
@@ -21,15 +30,22 @@ __all__ = [
     "KvDtype",
     "Manifest",
     "ModelGeometry",
+    "RemoteStore",
     "WorkDir",
     "artifact_bytes",
     "broken_artifacts",
+    "cache_store",
     "collect_garbage",
+    "fetch_artifact",
     "find_artifact",
     "hash_token_ids",
+    "is_url",
     "list_store",
     "open_artifact",
+    "read_manifest",
+    "remote_store",
     "require_space",
     "resolve_artifact",
+    "shrink_cache",
     "verify_artifact",
 ]

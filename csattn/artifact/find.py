@@ -19,9 +19,15 @@ def resolve_artifact(path: Path) -> Path:
 
 def find_artifact(store: Path, prefix: str) -> Path:
     """The directory of the one artifact in the store whose id starts so. It is not opened."""
-    names = [name for name in store_entries(store) if is_artifact_id(name) and prefix and name.startswith(prefix)]
+    names = [name for name in store_entries(store) if is_artifact_id(name)]
+    return store / choose_artifact(names, store, prefix)
+
+
+def choose_artifact(names: list[str], store: Path | str, prefix: str) -> str:
+    """The one of a store's artifacts whose id starts so."""
+    names = [name for name in names if prefix and name.startswith(prefix)]
     if len(names) == 1:
-        return store / names[0]
+        return names[0]
     if not names:
         raise ArtifactNotFoundError(
             f"there is no artifact {prefix!r} in {store}; `csattn ls --store {store}` lists those that are there"

@@ -100,6 +100,16 @@ class Manifest:
     build_notes: Mapping[str, Any]  # whatever the builder wants remembered; JSON
     files: Mapping[str, FileRecord]  # every file besides the manifest and its hash
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes on disk, without the manifest."""
+        return sum(record.size_bytes for record in self.files.values())
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of the index files: codebooks, tables and what else a search reads."""
+        return sum(record.size_bytes for name, record in self.files.items() if name.endswith(".index.safetensors"))
+
     def to_bytes(self) -> bytes:
         spec = self.spec
         document = {

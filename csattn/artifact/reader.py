@@ -56,13 +56,12 @@ class Artifact:
     @property
     def size_bytes(self) -> int:
         """Bytes on disk, without the manifest."""
-        return sum(record.size_bytes for record in self.manifest.files.values())
+        return self.manifest.size_bytes
 
     @property
     def index_bytes(self) -> int:
         """Bytes of the index files: codebooks, tables and what else a search reads."""
-        names = (index_file(layer_idx) for layer_idx in range(self.spec.model.num_layers))
-        return sum(self.manifest.files[name].size_bytes for name in names)
+        return self.manifest.index_bytes
 
     def layer_kv(self, layer_idx: int) -> torch.Tensor:
         """The context's rows [num_kv_heads, context_len, 2, head_dim]: K at [..., 0, :], V at [..., 1, :]."""
@@ -168,14 +167,19 @@ def _read_manifest(path: Path) -> Manifest:
         raise ArtifactCorruptError(f"{hash_path} is missing; {how_to_heal(path)}")
     with open_regular_file(hash_path) as file:
         stored = file.read(_CHUNK_BYTES)
-    if stored != manifest_hash_line(data):
+    return parse_manifest(path, data, stored, how_to_heal(path))
+
+
+def parse_manifest(place: Path | str, data: bytes, hash_line: bytes, remedy: str) -> Manifest:
+    """The manifest of the artifact at that place, vouched for by the line that holds its hash."""
+    if hash_line != manifest_hash_line(data):
         raise ArtifactCorruptError(
-            f"{path / MANIFEST_FILE} and {MANIFEST_HASH_FILE} do not agree: one of them is altered; {how_to_heal(path)}"
+            f"{place}/{MANIFEST_FILE} and {MANIFEST_HASH_FILE} do not agree: one of them is altered; {remedy}"
         )
     try:
         return Manifest.from_bytes(data)
     except ArtifactError as error:
-        raise type(error)(f"{path}: {error}; {how_to_heal(path)}") from error
+        raise type(error)(f"{place}: {error}; {remedy}") from error
 
 
 def manifest_hash_line(manifest: bytes) -> bytes:

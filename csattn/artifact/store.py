@@ -9,8 +9,7 @@ from csattn.artifact.durable import store_errors
 from csattn.artifact.find import is_artifact_id, store_entries
 from csattn.artifact.lock import BuildLock
 from csattn.artifact.reader import open_artifact
-from csattn.artifact.work import BUILDING_PREFIX
-from csattn.artifact.writer import LOCK_SUFFIX
+from csattn.artifact.work import BUILDING_PREFIX, LOCK_SUFFIX
 from csattn.errors import ArtifactError
 
 _WORK = re.compile(rf"({re.escape(BUILDING_PREFIX)}[0-9a-f]{{16}})({re.escape(LOCK_SUFFIX)})?")

@@ -29,6 +29,7 @@ from csattn.errors import ArtifactError
 from csattn.index import LayerIndex
 
 BUILDING_PREFIX = ".building-"
+LOCK_SUFFIX = ".lock"
 CHECKPOINT_FILE = "checkpoint.json"
 
 _CHECKPOINT_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}

@@ -22,11 +22,9 @@ from csattn.artifact.layout import MANIFEST_FILE, MANIFEST_HASH_FILE, TOKENS_FIL
 from csattn.artifact.lock import BuildLock
 from csattn.artifact.manifest import ArtifactSpec, Manifest, hash_token_ids
 from csattn.artifact.reader import manifest_hash_line, open_artifact
-from csattn.artifact.work import BUILDING_PREFIX, CHECKPOINT_FILE, WorkDir, remove, remove_others
+from csattn.artifact.work import BUILDING_PREFIX, CHECKPOINT_FILE, LOCK_SUFFIX, WorkDir, remove, remove_others
 from csattn.errors import ArtifactError
 from csattn.index import LayerIndex
-
-LOCK_SUFFIX = ".lock"
 
 
 class ArtifactWriter:

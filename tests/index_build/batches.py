@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,3 +32,13 @@ def hashes(store: Path) -> dict[str, str]:
     """The SHA-256 of every file in a store, by its path there."""
     files = (path for path in store.rglob("*") if path.is_file())
     return {str(path.relative_to(store)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def finished_files(store: Path) -> dict[str, int]:
+    """The inode of every file that an artifact has or will have, by artifact and name."""
+    inodes = {}
+    for path in [*store.glob("*/layer-*.safetensors"), *store.glob("*/artifact/layer-*.safetensors")]:
+        artifact = path.parent.parent if path.parent.name == "artifact" else path.parent
+        with suppress(FileNotFoundError):  # published meanwhile
+            inodes[f"{artifact.name.removeprefix('.building-')}/{path.name}"] = path.stat().st_ino
+    return inodes

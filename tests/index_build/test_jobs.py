@@ -16,7 +16,7 @@ from index_build.jobs import run_on_ray
 from index_build.needs import TaskNeeds, choose_needs
 from index_build.tasks import TASKS
 from tests.index_build import mishaps
-from tests.index_build.batches import hashes, make_place, write_list
+from tests.index_build.batches import finished_files, hashes, make_place, write_list
 
 CPU_NODE, BIG_NODE, GPU_NODE = {"CPU": 4.0}, {"CPU": 64.0}, {"CPU": 16.0, "GPU": 2.0}
 
@@ -122,16 +122,6 @@ def test_a_node_that_dies_half_way_costs_nothing_that_was_finished(two_nodes: An
         verify_artifact(summary.path)
     assert {result.artifact_id for result in report.results} == {summary.artifact_id for summary in list_store(store)}
     assert len(list_store(store)) == len(list(store.iterdir())) == 6
-
-
-def finished_files(store: Path) -> dict[str, int]:
-    """The inode of every file that an artifact has or will have, by artifact and name."""
-    return {
-        f"{path.parent.parent.name if path.parent.name == 'artifact' else path.parent.name}/{path.name}".removeprefix(
-            ".building-"
-        ): path.stat().st_ino
-        for path in [*store.glob("*/layer-*.safetensors"), *store.glob("*/artifact/layer-*.safetensors")]
-    }
 
 
 def test_no_cluster_at_an_address_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

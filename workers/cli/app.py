@@ -19,14 +19,27 @@ app = typer.Typer(
 )
 app.add_typer(config, name="config")
 
+
+def _place(text: Any) -> Path | str:
+    """A directory, or a URL as it is."""
+    return text if "://" in str(text) else Path(text)
+
+
 # Verbs import what they need when they run: `csattn --help` should not wait for torch.
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
 Model = Annotated[
     str | None, typer.Option(help="Model directory, .gguf file or hub id. [default: the installed SmolLM2-135M]")
 ]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
-Store = Annotated[Path, typer.Option(help="Directory that holds artifacts.")]
-ArtifactPath = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="Its directory, or STORE/start-of-its-id.")]
+
+
+Store = Annotated[
+    Any, typer.Option(parser=_place, metavar="PLACE", help="Directory or URL (s3://, ...) that holds artifacts.")
+]
+LocalStore = Annotated[Path, typer.Option(help="Directory that holds artifacts.")]
+ArtifactPath = Annotated[
+    Any, typer.Argument(parser=_place, metavar="ARTIFACT", help="Its directory or URL, or STORE/start-of-its-id.")
+]
 Keep = Annotated[float, typer.Option(help="Share of the context read per step, in (0, 1].")]
 Lookahead = Annotated[int, typer.Option(help="1: search one layer ahead, on the predicted query.")]
 
@@ -169,11 +182,18 @@ def ls(store: Store = Path("store"), json: Json = False) -> None:
 
 
 @app.command()
-def gc(store: Store = Path("store"), json: Json = False) -> None:
-    """Remove what interrupted builds left behind."""
+def gc(
+    store: Store = Path("store"),
+    cache_bytes: Annotated[
+        int | None,
+        typer.Option(min=0, help="Remove copies of remote artifacts too, unused longest first."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Remove what interrupted builds left behind, and copies that take too much."""
     from workers.cli import shelf, terminal
 
-    result = shelf.clean(store)
+    result = shelf.clean(store, cache_bytes)
     if json:
         terminal.print_json(result)
 
@@ -192,7 +212,7 @@ def demo(
 
 
 @app.command()
-def doctor(store: Store = Path("store"), json: Json = False) -> None:
+def doctor(store: LocalStore = Path("store"), json: Json = False) -> None:
     """Check libraries, GPU, pinning, memory and store, and say what to do. Exit code 1 if there is a problem."""
     from workers.cli import examining, terminal
 

@@ -20,7 +20,7 @@ def search_config(keep: float, lookahead: int, search_period: int, window_len: i
 
 
 def ask(
-    path: Path,
+    place: Path | str,
     prompt: str,
     config: SearchConfig,
     selector: str,
@@ -34,7 +34,7 @@ def ask(
     use_threads(threads)
     if placement is not None and (selector != "csattn" or compare):
         raise ConfigError("a placement decodes with csattn's own selector; leave out --selector and --compare")
-    with open_artifact(path) as artifact:
+    with open_artifact(place) as artifact:
         loaded = show_loading(model or artifact.spec.model_name, artifact.spec.kv_dtype)
         if placement is not None:
             return _on_gpu(loaded, artifact, config, placement, prompt, max_new_tokens, threads).to_json()

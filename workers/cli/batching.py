@@ -13,7 +13,7 @@ from workers.cli.terminal import err, out, table
 
 
 def build_jobs(
-    jobs_file: Path, defaults: JobOptions, store: Path, ray_address: str | None, threads: int | None, device: str
+    jobs_file: Path, defaults: JobOptions, store: Path | str, ray_address: str | None, threads: int | None, device: str
 ) -> dict[str, Any]:
     """Build and return the verb's JSON object."""
     jobs = read_jobs(jobs_file, defaults)

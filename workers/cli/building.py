@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from csattn.artifact import open_artifact
+from csattn.artifact import read_manifest
 from csattn.config import IndexConfig
 from csattn.cpus import available_cpus
 from csattn.errors import ConfigError
@@ -20,7 +20,7 @@ from workers.cli.terminal import BuildDisplay, JsonProgress, err
 def build(
     context: str,
     model: str | None,
-    store: Path,
+    store: Path | str,
     preset_name: str,
     changes: dict[str, Any],
     dtype: str,
@@ -42,26 +42,26 @@ def build(
     config = make_config(preset_name, loaded.geometry.head_dim, changes)
     notes = {"wrapping": wrapping, "preset": preset_name, "source": "stdin" if context == "-" else Path(context).name}
     report = run_build(loaded, token_ids, config, store, notes, JsonProgress() if progress == "json" else None)
-    with open_artifact(report.path) as artifact:
-        return {
-            "artifact": report.artifact_id,
-            "path": str(report.path),
-            "reused": report.reused,
-            "resumed_at_layer": report.resumed_at,
-            "device": device,
-            "kmeans": config.kmeans,
-            "context_len": artifact.spec.context_len,
-            "size_bytes": artifact.size_bytes,
-            "index_bytes": artifact.index_bytes,
-            "seconds": {phase: round(seconds, 3) for phase, seconds in report.seconds.items()},
-        }
+    manifest = read_manifest(report.place)
+    return {
+        "artifact": report.artifact_id,
+        "path": str(report.place),
+        "reused": report.reused,
+        "resumed_at_layer": report.resumed_at,
+        "device": device,
+        "kmeans": config.kmeans,
+        "context_len": manifest.spec.context_len,
+        "size_bytes": manifest.size_bytes,
+        "index_bytes": manifest.index_bytes,
+        "seconds": {phase: round(seconds, 3) for phase, seconds in report.seconds.items()},
+    }
 
 
 def run_build(
     loaded: LoadedModel,
     token_ids: NDArray[np.int32],
     config: IndexConfig,
-    store: Path,
+    store: Path | str,
     notes: dict[str, Any],
     display: BuildDisplay | JsonProgress | None = None,
 ) -> BuildReport:

@@ -5,35 +5,38 @@ from typing import Any
 
 from csattn.artifact import (
     broken_artifacts,
+    cache_store,
     collect_garbage,
+    is_url,
     list_store,
-    open_artifact,
+    read_manifest,
+    remote_store,
     resolve_artifact,
+    shrink_cache,
     verify_artifact,
 )
 from workers.cli.terminal import counting, err, out, size, table
 
 
-def inspect(path: Path) -> dict[str, Any]:
-    with open_artifact(path) as artifact:
-        index_bytes, size_bytes = artifact.index_bytes, artifact.size_bytes
-        spec, manifest = artifact.spec, artifact.manifest
-        config = spec.index_config
-        bytes_per_key = index_bytes / (spec.context_len * spec.model.num_layers * spec.model.num_kv_heads)
-        result = {
-            "artifact": spec.artifact_id,
-            "path": str(artifact.path),
-            "model": spec.model_name,
-            "context_len": spec.context_len,
-            "kv_dtype": spec.kv_dtype,
-            "size_bytes": size_bytes,
-            "index_bytes": index_bytes,
-            "index_bytes_per_key": bytes_per_key,
-            "index_config": config.to_json(),
-            "geometry": spec.model.to_json(),
-            "notes": dict(manifest.build_notes),
-            "library_versions": dict(manifest.library_versions),
-        }
+def inspect(place: Path | str) -> dict[str, Any]:
+    manifest = read_manifest(place)
+    spec, size_bytes, index_bytes = manifest.spec, manifest.size_bytes, manifest.index_bytes
+    config = spec.index_config
+    bytes_per_key = index_bytes / (spec.context_len * spec.model.num_layers * spec.model.num_kv_heads)
+    result = {
+        "artifact": spec.artifact_id,
+        "path": str(place if is_url(place) else resolve_artifact(Path(place))),
+        "model": spec.model_name,
+        "context_len": spec.context_len,
+        "kv_dtype": spec.kv_dtype,
+        "size_bytes": size_bytes,
+        "index_bytes": index_bytes,
+        "index_bytes_per_key": bytes_per_key,
+        "index_config": config.to_json(),
+        "geometry": spec.model.to_json(),
+        "notes": dict(manifest.build_notes),
+        "library_versions": dict(manifest.library_versions),
+    }
     rows = [
         ["model", f"{spec.model_name} ({spec.model.num_layers} layers, {spec.model.num_kv_heads} KV heads)"],
         ["context", f"{spec.context_len} tokens from {manifest.build_notes.get('source', 'unknown')}"],
@@ -46,10 +49,8 @@ def inspect(path: Path) -> dict[str, Any]:
     return result
 
 
-def verify(path: Path) -> dict[str, Any]:
-    path = resolve_artifact(path)
-    with open_artifact(path) as artifact:
-        total = artifact.size_bytes
+def verify(place: Path | str) -> dict[str, Any]:
+    total = read_manifest(place).size_bytes
     seen = 0
     with counting("verifying", total, "bytes") as count:
 
@@ -58,37 +59,52 @@ def verify(path: Path) -> dict[str, Any]:
             count(done - seen)
             seen = done
 
-        manifest = verify_artifact(path, progress)
+        manifest = verify_artifact(place, progress)
     out.print(f"artifact {manifest.spec.artifact_id} is intact: {size(total)} in {len(manifest.files)} files")
     return {"artifact": manifest.spec.artifact_id, "intact": True, "size_bytes": total, "files": len(manifest.files)}
 
 
-def listing(store: Path) -> dict[str, Any]:
-    summaries, broken = list_store(store), broken_artifacts(store)
+def listing(store: Path | str) -> dict[str, Any]:
+    if (remote := remote_store(store)) is not None:
+        manifests, faults = remote.manifests()
+        found = [(f"{remote.url}/{name}", one.spec, one.size_bytes) for name, one in manifests.items()]
+    else:
+        opened = [read_manifest(summary.path) for summary in list_store(Path(store))]
+        found = [(str(Path(store) / one.spec.artifact_id), one.spec, one.size_bytes) for one in opened]
+        faults = {path.name: error for path, error in broken_artifacts(Path(store)).items()}
     rows = [
-        [item.artifact_id, item.model_name, str(item.context_len), item.layout, size(item.size_bytes)]
-        for item in summaries
+        [spec.artifact_id, spec.model_name, str(spec.context_len), spec.index_config.layout, size(size_bytes)]
+        for _, spec, size_bytes in found
     ]
     out.print(table(f"{len(rows)} artifacts in {store}", ["artifact", "model", "tokens", "index", "size"], rows))
-    for path, error in broken.items():
-        err.print(f"not usable: {path.name}: {error}", markup=False)
+    for name, error in faults.items():
+        err.print(f"not usable: {name}: {error}", markup=False)
     return {
         "store": str(store),
         "artifacts": [
             {
-                "artifact": item.artifact_id,
-                "path": str(item.path),
-                "model": item.model_name,
-                "context_len": item.context_len,
-                "size_bytes": item.size_bytes,
+                "artifact": spec.artifact_id,
+                "path": place,
+                "model": spec.model_name,
+                "context_len": spec.context_len,
+                "size_bytes": size_bytes,
             }
-            for item in summaries
+            for place, spec, size_bytes in found
         ],
-        "broken": {path.name: str(error) for path, error in broken.items()},
+        "broken": {name: str(error) for name, error in faults.items()},
     }
 
 
-def clean(store: Path) -> dict[str, Any]:
-    removed = collect_garbage(store)
-    out.print(f"removed {len(removed)} unfinished builds from {store}")
-    return {"store": str(store), "removed": [str(path) for path in removed]}
+def clean(store: Path | str, cache_bytes: int | None) -> dict[str, Any]:
+    """Builds for a store behind a URL go on in the cache, so that is where their leavings are."""
+    place = cache_store() if is_url(store) else Path(store)
+    removed = collect_garbage(place)
+    out.print(f"removed {len(removed)} unfinished builds from {place}")
+    copies = [] if cache_bytes is None else shrink_cache(cache_bytes)
+    if cache_bytes is not None:
+        out.print(f"removed {len(copies)} copies from {cache_store()}, to keep {size(cache_bytes)}")
+    return {
+        "store": str(store),
+        "removed": [str(path) for path in removed],
+        "removed_copies": [str(path) for path in copies],
+    }

@@ -1,0 +1,69 @@
+"""A place of an artifact or a store: a path on this machine, or a URL (see `remote.py`)."""
+
+from pathlib import Path
+from typing import Literal
+
+from csattn.artifact import reader
+from csattn.artifact.find import resolve_artifact
+from csattn.artifact.manifest import Manifest
+from csattn.artifact.reader import Artifact, Progress
+from csattn.artifact.remote import RemoteStore
+from csattn.errors import ArtifactNotFoundError
+
+
+def is_url(place: Path | str) -> bool:
+    return isinstance(place, str) and "://" in place
+
+
+def remote_store(place: Path | str) -> RemoteStore | None:
+    """The store behind a URL; None for one that is a directory."""
+    return RemoteStore(str(place)) if is_url(place) else None
+
+
+def open_artifact(
+    place: Path | str, *, verify: Literal["size", "full"] = "size", progress: Progress | None = None
+) -> Artifact:
+    """Open the artifact in that directory or at that URL, or the one whose id starts so: `<store>/<start of the id>`.
+
+    What is at a URL is opened as a copy on this machine, every byte of which was checked when it was downloaded.
+    Always checked: the manifest's own hash, the set of files, their sizes, headers and shapes, the token ids.
+    With verify="full" every byte is hashed and every index is checked as well.
+    """
+    try:
+        return reader.open_artifact(fetch_artifact(place), verify=verify, progress=progress)
+    except ArtifactNotFoundError:  # a copy may go before it is opened: another process keeps within its budget
+        if not is_url(place):
+            raise
+        return reader.open_artifact(fetch_artifact(place), verify=verify, progress=progress)
+
+
+def fetch_artifact(place: Path | str) -> Path:
+    """The artifact's directory, or that of a copy of it."""
+    if not is_url(place):
+        return resolve_artifact(Path(place))
+    remote, artifact_id = _locate(place)
+    return remote.fetch(artifact_id)
+
+
+def read_manifest(place: Path | str) -> Manifest:
+    """What the artifact at that place holds; of one at a URL nothing else is downloaded."""
+    if not is_url(place):
+        with reader.open_artifact(Path(place)) as artifact:
+            return artifact.manifest
+    remote, artifact_id = _locate(place)
+    return remote.manifest(artifact_id)
+
+
+def verify_artifact(place: Path | str, progress: Progress | None = None) -> Manifest:
+    """Read every byte where it lies and compare it with the manifest; raise ArtifactError at the first that differs."""
+    if not is_url(place):
+        return reader.verify_artifact(Path(place), progress)
+    remote, artifact_id = _locate(place)
+    return remote.verify(artifact_id, progress)
+
+
+def _locate(place: Path | str) -> tuple[RemoteStore, str]:
+    """The store and the id in an artifact's URL."""
+    url, _, prefix = str(place).rstrip("/").rpartition("/")
+    remote = RemoteStore(url)
+    return remote, remote.resolve(prefix)

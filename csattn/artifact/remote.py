@@ -1,0 +1,220 @@
+"""Stores behind a URL that fsspec can read, s3:// or memory:// say, and the verified copies that this machine keeps.
+
+A copy lies in `$CSATTN_CACHE/artifacts` [~/.cache/csattn/artifacts], which is a store like any other. It is checked
+byte by byte on its way and appears when it is whole. An upload ends with its manifest: without it there is no artifact.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from csattn.artifact.durable import FileRecord, NewFile, fsync_dir, new_file, require_space, store_errors, write_bytes
+from csattn.artifact.find import choose_artifact, is_artifact_id, store_entries
+from csattn.artifact.layout import MANIFEST_FILE, MANIFEST_HASH_FILE
+from csattn.artifact.lock import BuildLock
+from csattn.artifact.manifest import Manifest
+from csattn.artifact.reader import Progress, hash_file, open_artifact, parse_manifest
+from csattn.artifact.work import BUILDING_PREFIX, LOCK_SUFFIX, remove
+from csattn.errors import ArtifactCorruptError, ArtifactError, ArtifactNotFoundError
+
+_CHUNK_BYTES = 4 * 2**20
+
+
+def cache_store() -> Path:
+    """The store of copies; builds for a remote store go on here."""
+    return Path(os.environ.get("CSATTN_CACHE", "~/.cache/csattn")).expanduser() / "artifacts"
+
+
+class RemoteStore:
+    """A store behind a URL."""
+
+    def __init__(self, url: str):
+        self.url = url.rstrip("/")
+        try:
+            self._fs, self._root = fsspec.core.url_to_fs(self.url)
+        except (ValueError, ImportError) as error:
+            raise ArtifactError(f"cannot use the store {url}: {error}; give a directory or another URL") from error
+
+    def artifact_ids(self) -> list[str]:
+        """The ids of the artifacts that have been uploaded, ascending."""
+        with _remote_errors(f"list the store {self.url}"):
+            self._fs.invalidate_cache()
+            found = self._fs.ls(self._root, detail=False) if self._fs.isdir(self._root) else []
+        names = [str(path).rstrip("/").rpartition("/")[2] for path in found]
+        return sorted(name for name in names if is_artifact_id(name) and self.holds(name))
+
+    def holds(self, artifact_id: str) -> bool:
+        """Whether the artifact was uploaded to its end."""
+        with _remote_errors(f"look into the store {self.url}"):
+            return bool(self._fs.exists(self._file(artifact_id, MANIFEST_FILE)))
+
+    def resolve(self, prefix: str) -> str:
+        """The id of the one artifact that starts so."""
+        return prefix if is_artifact_id(prefix) else choose_artifact(self.artifact_ids(), self.url, prefix)
+
+    def manifests(self) -> tuple[dict[str, Manifest], dict[str, ArtifactError]]:
+        """What each artifact holds, and what is wrong with those whose manifest is damaged, by id."""
+        manifests, broken = dict[str, Manifest](), dict[str, ArtifactError]()
+        for artifact_id in self.artifact_ids():
+            try:
+                manifests[artifact_id] = self.manifest(artifact_id)
+            except ArtifactError as error:
+                broken[artifact_id] = error
+        return manifests, broken
+
+    def manifest(self, artifact_id: str) -> Manifest:
+        """What the artifact holds. Raises ArtifactError when it is not there, or its manifest is damaged."""
+        return self._manifest(artifact_id)[0]
+
+    def verify(self, artifact_id: str, progress: Progress | None = None) -> Manifest:
+        """Read every byte where it lies, and compare it with the manifest."""
+        manifest, done_bytes = self.manifest(artifact_id), 0
+        with open(os.devnull, "wb", buffering=0) as nowhere:
+            for name, wanted in manifest.files.items():
+                self._read(artifact_id, name, wanted, NewFile(nowhere.fileno()))
+                done_bytes += wanted.size_bytes
+                if progress is not None:
+                    progress(done_bytes, manifest.size_bytes)
+        return manifest
+
+    def fetch(self, artifact_id: str) -> Path:
+        """The directory of a whole copy of the artifact; downloads what is not here. Who comes second waits."""
+        cache = cache_store()
+        target = cache / artifact_id
+        if _is_whole(target):
+            return target
+        with store_errors(f"make the cache {cache}", cache):
+            cache.mkdir(parents=True, exist_ok=True)
+        lock = BuildLock(cache / f"{BUILDING_PREFIX}{artifact_id}{LOCK_SUFFIX}").acquire()
+        try:
+            if not _is_whole(target):
+                self._download(artifact_id, cache, target)
+        finally:
+            lock.release()
+        return target
+
+    def upload(self, path: Path) -> None:
+        """Put a finished artifact into the store, unless it is there. Its manifest comes last."""
+        if self.holds(path.name):
+            return
+        with open_artifact(path) as artifact:
+            files = {name: record.size_bytes for name, record in artifact.manifest.files.items()}
+        files |= {name: (path / name).stat().st_size for name in (MANIFEST_HASH_FILE, MANIFEST_FILE)}
+        with _remote_errors(f"upload {path} to {self.url}"):
+            self._fs.makedirs(f"{self._root}/{path.name}", exist_ok=True)
+            for name, size_bytes in files.items():
+                self._fs.put_file(str(path / name), self._file(path.name, name))
+                arrived = self._fs.info(self._file(path.name, name))["size"]
+                if arrived != size_bytes:
+                    raise OSError(f"{arrived} of {size_bytes} bytes of {name} arrived")
+
+    def _download(self, artifact_id: str, cache: Path, target: Path) -> None:
+        manifest, manifest_bytes, hash_line = self._manifest(artifact_id)
+        require_space(cache, manifest.size_bytes)
+        work = cache / f"{BUILDING_PREFIX}{artifact_id}"
+        parts = work / "download"
+        with store_errors(f"download into {work}", cache):
+            parts.mkdir(parents=True, exist_ok=True)
+        for name, wanted in manifest.files.items():
+            if not _is_intact(parts / name, wanted):
+                with new_file(parts / name, wanted.size_bytes) as file:
+                    self._read(artifact_id, name, wanted, file)
+        write_bytes(parts / MANIFEST_HASH_FILE, hash_line)
+        write_bytes(parts / MANIFEST_FILE, manifest_bytes)
+        with store_errors(f"publish {target}", cache):
+            remove(target)  # not a good copy, or we would not be here
+            os.rename(parts, target)
+            fsync_dir(cache)
+        shutil.rmtree(work, ignore_errors=True)
+
+    def _read(self, artifact_id: str, name: str, wanted: FileRecord, file: NewFile) -> None:
+        """Copy a file, and refuse it when it is not what its record says."""
+        action = f"read {self.url}/{artifact_id}/{name}"
+        with _remote_errors(action), self._fs.open(self._file(artifact_id, name), "rb") as source:
+            while file.size_bytes <= wanted.size_bytes and (chunk := source.read(_CHUNK_BYTES)):
+                file.write(chunk)
+        if file.record != wanted:
+            raise ArtifactCorruptError(
+                f"{self.url}/{artifact_id}/{name} is not what its manifest says: it is truncated or altered; delete "
+                f"{self.url}/{artifact_id} and build it again with `csattn build`"
+            )
+
+    def _manifest(self, artifact_id: str) -> tuple[Manifest, bytes, bytes]:
+        """The manifest, its bytes, and the line that holds its hash."""
+        place = f"{self.url}/{artifact_id}"
+        with _remote_errors(f"read {place}"):
+            if not self._fs.exists(self._file(artifact_id, MANIFEST_FILE)):
+                raise ArtifactNotFoundError(
+                    f"{place} holds no finished artifact; `csattn ls --store {self.url}` lists those that are there"
+                )
+            data = bytes(self._fs.cat_file(self._file(artifact_id, MANIFEST_FILE)))
+            hash_line = bytes(self._fs.cat_file(self._file(artifact_id, MANIFEST_HASH_FILE)))
+        manifest = parse_manifest(place, data, hash_line, f"delete {place} and build it again with `csattn build`")
+        if manifest.spec.artifact_id != artifact_id:
+            raise ArtifactCorruptError(f"{place} holds the artifact {manifest.spec.artifact_id}; delete it")
+        return manifest, data, hash_line
+
+    def _file(self, artifact_id: str, name: str) -> str:
+        return f"{self._root}/{artifact_id}/{name}"
+
+
+def shrink_cache(max_bytes: int) -> list[Path]:
+    """Remove the copies that were used longest ago until the others take no more than that; return what was removed.
+
+    Who has a copy open keeps it: its memory is mapped.
+    """
+    cache = cache_store()
+    copies = [cache / name for name in store_entries(cache) if is_artifact_id(name)]
+    used = sorted(copies, key=lambda path: path.stat().st_mtime, reverse=True)
+    removed, left_bytes = [], 0
+    for path in used:
+        left_bytes += sum(file.stat().st_size for file in path.iterdir())
+        lock = BuildLock(cache / f"{BUILDING_PREFIX}{path.name}{LOCK_SUFFIX}")
+        if left_bytes <= max_bytes or not lock.try_acquire():
+            continue
+        try:
+            with store_errors(f"remove {path}", cache):
+                left_bytes -= sum(file.stat().st_size for file in path.iterdir())
+                gone = cache / f"{BUILDING_PREFIX}{path.name}"
+                remove(gone)
+                os.rename(path, gone)  # at once, so that nobody opens half of it
+                remove(gone)
+            removed.append(path)
+        finally:
+            lock.release()
+    return removed
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a copy is there and passes the cheap checks; it then counts as used now."""
+    try:
+        open_artifact(path).close()
+    except ArtifactError:
+        return False
+    with suppress(OSError):  # a cache that may only be read
+        os.utime(path)
+    return True
+
+
+def _is_intact(path: Path, wanted: FileRecord) -> bool:
+    try:
+        return hash_file(path) == wanted.sha256
+    except (OSError, ArtifactError):
+        return False
+
+
+@contextmanager
+def _remote_errors(action: str) -> Iterator[None]:
+    """Turn what a file system raises, of whatever class, into a sentence."""
+    try:
+        yield
+    except ArtifactError:
+        raise
+    except Exception as error:
+        cause: Any = str(error).strip().splitlines()[:1] or [type(error).__name__]
+        raise ArtifactError(f"cannot {action}: {cause[0]}; check the URL, the network and your credentials") from error

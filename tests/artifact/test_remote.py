@@ -1,0 +1,204 @@
+"""Stores behind a URL: nothing half-uploaded is seen, nothing damaged is kept, one download serves all readers."""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+
+from csattn.artifact import (
+    RemoteStore,
+    cache_store,
+    fetch_artifact,
+    list_store,
+    open_artifact,
+    read_manifest,
+    shrink_cache,
+    verify_artifact,
+)
+from csattn.artifact.layout import index_file, kv_file
+from csattn.errors import ArtifactCorruptError, ArtifactError, ArtifactNotFoundError
+from tests.artifact.synthetic import build, make_layer, make_spec
+
+SPEC = make_spec()
+ID = SPEC.artifact_id
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CSATTN_CACHE", str(tmp_path / "cache"))
+    return cache_store()
+
+
+@pytest.fixture(params=["memory", "file"])
+def remote(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RemoteStore]:
+    """An empty store."""
+    yield RemoteStore(f"memory://{tmp_path}/store" if request.param == "memory" else f"file://{tmp_path}/remote")
+    memory = fsspec.filesystem("memory")
+    memory.store.clear()
+    memory.pseudo_dirs[:] = [""]
+
+
+@pytest.fixture
+def uploaded(remote: RemoteStore, tmp_path: Path) -> RemoteStore:
+    remote.upload(build(tmp_path / "local", SPEC))
+    return remote
+
+
+def change(remote: RemoteStore, name: str, alter: Callable[[bytes], bytes]) -> None:
+    """Alter a file of the artifact where it lies."""
+    fs, path = fsspec.core.url_to_fs(f"{remote.url}/{ID}/{name}")
+    fs.pipe_file(path, alter(fs.cat_file(path)))
+
+
+def flip(data: bytes) -> bytes:
+    return data[:-3] + bytes([data[-3] ^ 1]) + data[-2:]
+
+
+def test_what_was_uploaded_is_what_a_reader_opens(uploaded: RemoteStore, cache: Path, tmp_path: Path) -> None:
+    assert uploaded.artifact_ids() == [ID]
+    with open_artifact(f"{uploaded.url}/{ID[:5]}", verify="full") as artifact:
+        assert artifact.path == cache / ID
+        assert artifact.manifest == read_manifest(tmp_path / "local" / ID) == read_manifest(f"{uploaded.url}/{ID}")
+        assert torch.equal(artifact.layer_kv(1), make_layer(SPEC, 1)[0])
+    assert verify_artifact(f"{uploaded.url}/{ID}").spec == SPEC
+    assert [path.name for path in cache.iterdir()] == [ID]
+    assert [summary.artifact_id for summary in list_store(cache)] == [ID]
+
+
+def test_a_copy_is_downloaded_once_and_readers_at_once_share_it(
+    uploaded: RemoteStore, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    downloads: list[str] = []
+    download = RemoteStore._download
+    monkeypatch.setattr(RemoteStore, "_download", lambda *given: [downloads.append(given[1]), download(*given)])
+    places: list[Path] = []
+    url = f"{uploaded.url}/{ID}"
+    threads = [threading.Thread(target=lambda: places.append(fetch_artifact(url))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert places == [cache / ID] * 8
+    assert downloads == [ID]
+    assert [path.name for path in cache.iterdir()] == [ID]
+
+
+def test_an_upload_that_stops_before_its_end_is_not_seen(
+    remote: RemoteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = build(tmp_path / "local", SPEC)
+    put_file = type(remote._fs).put_file
+    names = [*read_manifest(local).files, "manifest.sha256", "manifest.json"]
+    for number in range(len(names)):
+        sent: list[str] = []
+
+        def fail(fs: object, source: str, target: str, last: int = number, sent: list[str] = sent, **more: object):
+            if len(sent) == last:
+                raise ConnectionError("the line is dead")
+            sent.append(target.rpartition("/")[2])
+            return put_file(fs, source, target, **more)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(remote._fs), "put_file", fail)
+            with pytest.raises(ArtifactError, match=r"cannot upload .*: the line is dead; check the URL"):
+                remote.upload(local)
+        assert sent == names[:number]
+        assert remote.artifact_ids() == []
+        with pytest.raises(ArtifactNotFoundError, match="holds no finished artifact"):
+            open_artifact(f"{remote.url}/{ID}")
+    remote.upload(local)
+    assert verify_artifact(f"{remote.url}/{ID}").spec == SPEC
+
+
+@pytest.mark.parametrize("name", ["tokens.safetensors", kv_file(0), index_file(1), "manifest.json", "manifest.sha256"])
+@pytest.mark.parametrize(
+    "alter",
+    [flip, lambda data: data[:-1], lambda data: data + b"x", lambda data: b""],
+    ids=["flip", "cut", "add", "empty"],
+)
+def test_what_is_damaged_there_never_arrives_here(
+    uploaded: RemoteStore, cache: Path, name: str, alter: Callable[[bytes], bytes]
+) -> None:
+    good = fsspec.open(f"{uploaded.url}/{ID}/{name}").open().read()
+    change(uploaded, name, alter)
+    url = f"{uploaded.url}/{ID}"
+    for look in (open_artifact, verify_artifact):
+        with pytest.raises(ArtifactCorruptError, match="altered"):
+            look(url)
+    assert not (cache / ID).exists()
+    assert (uploaded.manifests()[1].keys() == {ID}) == name.startswith("manifest")
+    change(uploaded, name, lambda data: good)
+    with open_artifact(url, verify="full") as artifact:
+        assert artifact.spec == SPEC
+
+
+def test_an_artifact_under_another_id_is_refused(uploaded: RemoteStore) -> None:
+    fs, path = fsspec.core.url_to_fs(f"{uploaded.url}/{ID}")
+    fs.mv(path, path.replace(ID, "0" * 16), recursive=True)
+    with pytest.raises(ArtifactCorruptError, match=f"holds the artifact {ID}"):
+        open_artifact(f"{uploaded.url}/{'0' * 16}")
+
+
+def test_a_download_goes_on_where_it_stopped(
+    uploaded: RemoteStore, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    read_file = RemoteStore._read
+
+    def note(store: RemoteStore, artifact_id: str, name: str, *more: object) -> None:
+        read.append(name)
+        if read.count(kv_file(1)) == 1 and name == kv_file(1):
+            raise ArtifactError("the line is dead")
+        read_file(store, artifact_id, name, *more)
+
+    monkeypatch.setattr(RemoteStore, "_read", note)
+    with pytest.raises(ArtifactError, match="the line is dead"):
+        fetch_artifact(f"{uploaded.url}/{ID}")
+    assert not (cache / ID).exists()
+    verify_artifact(fetch_artifact(f"{uploaded.url}/{ID}"))
+    assert sorted(read) == sorted([*read_manifest(cache / ID).files, kv_file(1)])
+    assert [path.name for path in cache.iterdir()] == [ID]
+
+
+def test_a_copy_that_is_damaged_later_is_downloaded_again(uploaded: RemoteStore, cache: Path) -> None:
+    path = fetch_artifact(f"{uploaded.url}/{ID}")
+    os.truncate(path / kv_file(0), 100)
+    verify_artifact(fetch_artifact(f"{uploaded.url}/{ID}"))
+
+
+def test_copies_unused_longest_go_first_and_who_reads_one_keeps_it(remote: RemoteStore, tmp_path: Path) -> None:
+    specs = [make_spec(fingerprint=f"model-{number}") for number in range(3)]
+    for spec in specs:
+        remote.upload(build(tmp_path / "local", spec))
+    for age, spec in enumerate(specs):
+        os.utime(fetch_artifact(f"{remote.url}/{spec.artifact_id}"), (1000 + age, 1000 + age))
+    fetch_artifact(f"{remote.url}/{specs[0].artifact_id}")  # used again: now the youngest
+    oldest = open_artifact(cache_store() / specs[1].artifact_id)
+    one_bytes = sum(file.stat().st_size for file in oldest.path.iterdir())
+    assert shrink_cache(10 * one_bytes) == []
+    assert shrink_cache(2 * one_bytes) == [oldest.path]
+    np.testing.assert_array_equal(oldest.layer_kv(0), make_layer(specs[1], 0)[0])
+    assert {summary.artifact_id for summary in list_store(cache_store())} == {
+        specs[0].artifact_id,
+        specs[2].artifact_id,
+    }
+    assert len(shrink_cache(0)) == 2
+    assert list(cache_store().iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("nowhere://x/y", "cannot use the store nowhere://x.*Protocol not known"),
+        ("file:///absent/store/abc", "there is no artifact 'abc' in file:///absent/store"),
+        ("file:///absent/store/0123456789abcdef", "holds no finished artifact"),
+    ],
+)
+def test_what_is_not_there_is_a_sentence(url: str, words: str) -> None:
+    with pytest.raises(ArtifactError, match=words):
+        open_artifact(url)

@@ -27,6 +27,7 @@ from bench.hostile_requests import KINDS, Target
 MAX_REFUSAL_BYTES = 4096
 PATIENCE_S = 60.0  # a reply that takes longer has hung
 PROBE_EVERY_S = 0.02
+ALONE_S = 3.0
 
 
 @dataclass
@@ -161,7 +162,7 @@ async def _slow_client(target: Target, stop: asyncio.Event, outcome: Outcome) ->
 
 def probe(host: str, port: int, stop: Event, latencies: Any) -> None:
     """In a process of its own: how long /health takes, with a connection for each time."""
-    found: list[float] = []
+    found: list[tuple[float, float]] = []  # when, and milliseconds
     request = f"GET /health HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode()
     while not stop.is_set():
         started_at = time.perf_counter()
@@ -171,7 +172,7 @@ def probe(host: str, port: int, stop: Event, latencies: Any) -> None:
                 is_ok = connection.recv(4096).startswith(b"HTTP/1.1 200")
         except OSError:
             is_ok = False
-        found.append(1000 * (time.perf_counter() - started_at) if is_ok else float("inf"))
+        found.append((started_at, 1000 * (time.perf_counter() - started_at) if is_ok else float("inf")))
         time.sleep(PROBE_EVERY_S)
     latencies.put(found)
 
@@ -187,12 +188,16 @@ def measured(
     stop, latencies = processes.Event(), processes.Queue()
     prober = processes.Process(target=probe, args=(target.host, target.port, stop, latencies), daemon=True)
     prober.start()
+    # what /health takes while nobody else asks, on this machine as busy as it is
+    time.sleep(ALONE_S)
     started_at = time.perf_counter()
     outcome = asyncio.run(attack(target, num_requests, concurrency, num_slow, seed))
     seconds = time.perf_counter() - started_at
     stop.set()
-    health_ms = sorted(latencies.get(timeout=30))
+    probes = latencies.get(timeout=30)
     prober.join(10)
+    alone_ms = sorted(ms for at, ms in probes if at < started_at)
+    health_ms = sorted(ms for at, ms in probes if at >= started_at)
     return {
         "requests": num_requests,
         "seconds": round(seconds, 1),
@@ -202,12 +207,18 @@ def measured(
         "num_faults": len(outcome.faults),
         "health_probes": len(health_ms),
         "health_p50_ms": round(statistics.median(health_ms), 2),
-        "health_p99_ms": round(health_ms[min(len(health_ms) - 1, int(0.99 * len(health_ms)))], 2),
+        "health_p99_ms": _p99(health_ms),
         "health_max_ms": round(health_ms[-1], 2),
+        "health_alone_p50_ms": round(statistics.median(alone_ms), 2),
+        "health_alone_p99_ms": _p99(alone_ms),
         "seed": seed,
         "cpus": os.cpu_count(),
         "by_kind": {kind: dict(counts) for kind, counts in sorted(outcome.by_kind.items())},
     }
+
+
+def _p99(ascending: list[float]) -> float:
+    return round(ascending[min(len(ascending) - 1, int(0.99 * len(ascending)))], 2)
 
 
 def main() -> None:

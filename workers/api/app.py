@@ -11,7 +11,7 @@ from starlette.responses import FileResponse, Response
 from csattn import __version__
 from workers.api.answering import Answering, EventStream, unless_gone
 from workers.api.asking import Asked, read_chat, read_completion, read_new_context
-from workers.api.body import BodyReader
+from workers.api.body import BodyReader, Pace
 from workers.api.contexts import context_object, find_context, find_model, listed, model_object
 from workers.api.errors import HttpError, error_reply
 from workers.api.guard import Guard
@@ -36,11 +36,11 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 def make_app(backend: Backend, settings: Settings) -> FastAPI:
     """For uvicorn and for Ray Serve alike: plain ASGI, with nothing to start or to stop."""
-    measures = Measures()
+    measures, pace = Measures(), Pace()
     app = FastAPI(title="csattn", version=__version__, openapi_url=None, redirect_slashes=False)
-    app.add_middleware(Guard, settings=settings, measures=measures)
+    app.add_middleware(Guard, settings=settings, measures=measures, pace=pace)
     app.add_exception_handler(HTTPException, _no_such_route)
-    routes = Routes(backend, settings, measures)
+    routes = Routes(backend, settings, measures, pace)
     for method, path, handler in (
         ("GET", "/health", routes.health),
         ("GET", "/ready", routes.ready),
@@ -65,9 +65,9 @@ def make_app(backend: Backend, settings: Settings) -> FastAPI:
 class Routes:
     """What each address does."""
 
-    def __init__(self, backend: Backend, settings: Settings, measures: Measures) -> None:
+    def __init__(self, backend: Backend, settings: Settings, measures: Measures, pace: Pace) -> None:
         self._backend, self._limits, self._measures = backend, settings.limits, measures
-        self._bodies = BodyReader(settings.limits)
+        self._bodies = BodyReader(settings.limits, pace)
         self._model = short_model_name(settings.model.name)
 
     async def health(self) -> Response:

@@ -14,14 +14,15 @@ from workers.serving.messages import BadRequestError
 from workers.settings import LimitSettings
 
 SMALL_BYTES = 32 << 10  # parsed in place; what is larger goes to a thread
+SMALL_PIECE_BYTES = 16 << 10  # taken as it comes
 MANY_BODIES = 8  # of the largest size: so much may be held of all bodies that are not yet complete
 
 
 class BodyReader:
     """Reads bodies for one process, and counts what all of them hold together."""
 
-    def __init__(self, limits: LimitSettings) -> None:
-        self._limits = limits
+    def __init__(self, limits: LimitSettings, pace: "Pace") -> None:
+        self._limits, self._pace = limits, pace
         self._held_bytes = 0
 
     async def read_json(self, request: Request) -> Any:
@@ -30,39 +31,59 @@ class BodyReader:
             raise HttpError(
                 415, "unsupported_media_type", "wanted a JSON body; send the header 'Content-Type: application/json'"
             )
-        body = await self._read(request)
-        if len(body) <= SMALL_BYTES:
-            return parse(body, self._limits)
-        return await asyncio.to_thread(parse, body, self._limits)
+        pieces = await self._read(request)
+        if sum(map(len, pieces)) <= SMALL_BYTES:
+            return parse(b"".join(pieces), self._limits)
+        return await asyncio.to_thread(lambda: parse(b"".join(pieces), self._limits))
 
-    async def _read(self, request: Request) -> bytes:
-        limits, body = self._limits, bytearray()
+    async def _read(self, request: Request) -> list[bytes]:
+        limits = self._limits
+        pieces: list[bytes] = []
+        num_bytes = 0
         ends_at = time.monotonic() + limits.body_timeout_s
         try:
             while True:
                 patience_s = min(limits.stall_timeout_s, ends_at - time.monotonic())
                 try:
-                    message = await asyncio.wait_for(request.receive(), max(0.0, patience_s))
+                    async with asyncio.timeout(patience_s):
+                        message = await request.receive()
                 except TimeoutError:
                     raise HttpError(
-                        408, "body_timeout", f"the body was not complete in time; {len(body)} bytes had come"
+                        408, "body_timeout", f"the body was not complete in time; {num_bytes} bytes had come"
                     ) from None
                 if message["type"] == "http.disconnect":
                     raise ClientGone
                 piece = message.get("body", b"")
-                if len(body) + len(piece) > limits.max_body_bytes:
+                if num_bytes + len(piece) > limits.max_body_bytes:
                     raise too_large(limits.max_body_bytes)
                 self._hold(len(piece))
-                body += piece
+                num_bytes += len(piece)
+                pieces.append(piece)
                 if not message.get("more_body", False):
-                    return bytes(body)
+                    return pieces
+                await self._pace.keep(len(piece))
         finally:
-            self._held_bytes -= len(body)
+            self._held_bytes -= num_bytes
 
     def _hold(self, size: int) -> None:
         if self._held_bytes + size > MANY_BODIES * self._limits.max_body_bytes:
             raise HttpError(503, "overloaded", "too many large bodies are coming in at once; send it again later")
         self._held_bytes += size
+
+
+class Pace:
+    """Large bodies come in no faster, all together, than leaves the loop time for everybody else."""
+
+    def __init__(self, bytes_per_s: float = 128 << 20) -> None:
+        self._bytes_per_s, self._free_at = bytes_per_s, 0.0
+
+    async def keep(self, size: int) -> None:
+        """Wait for one's turn after having taken so many bytes; the senders wait meanwhile."""
+        if size < SMALL_PIECE_BYTES:
+            return
+        now = time.monotonic()
+        self._free_at = max(now, self._free_at) + size / self._bytes_per_s
+        await asyncio.sleep(self._free_at - now)
 
 
 class ClientGone(Exception):

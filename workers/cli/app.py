@@ -105,7 +105,8 @@ def generate(
     model: Model = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads. [default: all cores]")] = None,
     placement: Annotated[
-        str | None, typer.Option(help="On a GPU: device, hybrid or host, for where index and KV lie. [default: CPU]")
+        str | None,
+        typer.Option(help="cpu; or on a GPU: device, hybrid or host, for where index and KV lie. [default: cpu]"),
     ] = None,
     json: Json = False,
 ) -> None:

@@ -28,17 +28,22 @@ def ask(
     compare: bool,
     model: str | None,
     threads: int | None,
-    placement: str | None = None,  # on a GPU; None: on the CPU
+    placement: str | None = None,  # cpu, or where index and KV lie for a GPU; None: cpu
 ) -> dict[str, Any]:
     """Answer, and return the verb's JSON object."""
     use_threads(threads)
-    if placement is not None and (selector != "csattn" or compare):
+    on_gpu = placement is not None and placement != "cpu"
+    if on_gpu and (selector != "csattn" or compare):
         raise ConfigError("a placement decodes with csattn's own selector; leave out --selector and --compare")
     with open_artifact(place) as artifact:
         loaded = show_loading(model or artifact.spec.model_name, artifact.spec.kv_dtype)
-        if placement is not None:
+        if on_gpu:
+            assert placement is not None
             return _on_gpu(loaded, artifact, config, placement, prompt, max_new_tokens, threads).to_json()
-        sparse = stream(loaded, artifact, config, selector, prompt, max_new_tokens)
+        if selector == "csattn" and config.search_period == 1:
+            sparse = _on_cpu(loaded, artifact, config, prompt, max_new_tokens, threads)
+        else:
+            sparse = stream(loaded, artifact, config, selector, prompt, max_new_tokens)
         result = sparse.to_json()
         if compare:
             full = stream(loaded, artifact, config, "full", prompt, max_new_tokens)
@@ -65,6 +70,25 @@ def _on_gpu(
     ):
         out.print(f"[bold]{placement}[/bold]: ", end="")
         said = engine.answer(ready, prompt, max_new_tokens, _write)
+    out.print()
+    return said
+
+
+def _on_cpu(
+    loaded: LoadedModel,
+    artifact: Artifact,
+    config: SearchConfig,
+    prompt: str,
+    max_new_tokens: int,
+    threads: int | None,
+) -> Answer:
+    """Answer by the steps that the service makes, with the text written out as it comes."""
+    from workers.engine import answer_on_cpu
+
+    artifact.require_model(loaded.fingerprint)
+    artifact.require_tokenizer(loaded.tokenizer_hash)
+    out.print("[bold]csattn[/bold]: ", end="")
+    said = answer_on_cpu(loaded, artifact, config, prompt, max_new_tokens, _write, threads)
     out.print()
     return said
 

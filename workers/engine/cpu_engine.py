@@ -114,7 +114,7 @@ class CpuEngine:
         self._planned = None
 
     def close_slot(self, slot: int) -> None:
-        self._request(slot)
+        self.request(slot)
         del self._requests[slot]
         self._planned = None
 
@@ -138,6 +138,12 @@ class CpuEngine:
         for request, length in zip(plan.requests, tail_lens.tolist(), strict=True):
             request.tail_len = length
         return self._result(plan, want_logits, seen)
+
+    def request(self, slot: int) -> CpuRequest:
+        """The request that is open there."""
+        if slot not in self._requests:
+            raise ConfigError(f"slot {slot} is not open; open it first")
+        return self._requests[slot]
 
     def counts(self) -> EngineCounts:
         contexts = self._contexts.values()
@@ -212,7 +218,7 @@ class CpuEngine:
         request = plan.requests[row]
         tail = self._model.tails[layer_idx, request.slot, :, :tail_len]
         q = torch.from_numpy(self._model.q[row])
-        return fidelity(request, q, request.context.kv[layer_idx], tail, chosen, self._scale)
+        return fidelity(request.view, request.near, q, request.context.kv[layer_idx], tail, chosen)
 
     def _result(self, plan: RowPlan, want_logits: bool, seen: Fidelity | None) -> StepResult:
         num_rows = len(plan.requests)
@@ -251,7 +257,7 @@ class CpuEngine:
             if not 0 <= row.token_id < vocab_size:
                 raise ContextError(f"token id {row.token_id} is not in the model's vocabulary of {vocab_size}")
         for slot, num_new in Counter(row.slot for row in rows).items():
-            request = self._request(slot)
+            request = self.request(slot)
             length = request.tail_len + num_new
             room = min(self.tail_capacity, self.max_positions - request.view.context_len)
             if length > room:
@@ -268,8 +274,3 @@ class CpuEngine:
         if context_id not in self._contexts:
             raise ConfigError(f"there is no context {context_id}; load it first")
         return self._contexts[context_id]
-
-    def _request(self, slot: int) -> CpuRequest:
-        if slot not in self._requests:
-            raise ConfigError(f"slot {slot} is not open; open it first")
-        return self._requests[slot]

@@ -62,19 +62,18 @@ def _name(store: Path, contexts: Sequence[str]) -> None:
 
 
 def _serve_here(settings: Settings, on_ready: Callable[[str], None]) -> None:
-    from workers.service.local_app import serve_locally
-
     with closing(listen(settings.server)) as listener:
         err.print("loading the model")
+        from workers.service.local_app import serve_locally
+
         serve_locally(settings, listener, on_ready)
 
 
 def _serve_on_ray(settings: Settings, on_ready: Callable[[str], None]) -> None:
     from workers.service.ray_app import service_on_ray
 
-    listener = listen(settings.server)
-    port: int = listener.getsockname()[1]
-    listener.close()  # Serve opens it itself
+    with closing(listen(settings.server)) as listener:
+        port: int = listener.getsockname()[1]  # free; Serve opens it itself
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)
     err.print("starting Ray and the workers")

@@ -1,0 +1,103 @@
+"""`csattn serve` as a process, and clients of it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+
+ROOT = Path(__file__).parents[3]
+COMMAND = [sys.executable, "-c", "from workers.cli import main; main()", "serve"]
+READY_S, END_S = 120.0, 60.0
+
+
+@dataclass
+class Service:
+    process: "subprocess.Popen[str]"
+    url: str
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(f"{self.url}{path}", timeout=30.0)
+
+    def register(self, name: str, text: str) -> dict[str, Any]:
+        """The context, once it is built."""
+        httpx.post(f"{self.url}/v1/contexts", json={"name": name, "text": text}, timeout=30.0).raise_for_status()
+        until = time.monotonic() + READY_S
+        while (context := self.get(f"/v1/contexts/{name}").json())["state"] == "building":
+            assert time.monotonic() < until, f"the context is not built: {context}"
+            time.sleep(0.1)
+        assert context["state"] == "ready", context
+        return dict(context)
+
+    def ask(self, context: str, question: str, max_tokens: int) -> Iterator[str]:
+        """An answer's pieces as they come. Raises openai.APIError where the service tells of an error."""
+        messages: list[Any] = [{"role": "user", "content": question}]
+        with (
+            self.client() as client,
+            client.chat.completions.create(
+                model=context, messages=messages, max_tokens=max_tokens, stream=True
+            ) as stream,
+        ):
+            for chunk in stream:
+                if chunk.choices and chunk.choices[0].delta.content:
+                    yield chunk.choices[0].delta.content
+
+    def wait_until_ready(self, timeout_s: float) -> float:
+        """Seconds until the service says that it can answer."""
+        since = time.monotonic()
+        while time.monotonic() - since < timeout_s:
+            try:
+                if self.get("/ready").status_code == 200:
+                    return time.monotonic() - since
+            except httpx.HTTPError:
+                pass
+            time.sleep(0.02)
+        raise AssertionError(f"the service is not ready after {timeout_s} s")
+
+
+def run(*options: str) -> "subprocess.CompletedProcess[str]":
+    """A call that is expected to end by itself."""
+    return subprocess.run([*COMMAND, *options], capture_output=True, text=True, timeout=READY_S, env=_environment())
+
+
+@contextmanager
+def serving(*options: str) -> Iterator[Service]:
+    """A service on a free port, until the block ends."""
+    command = [*COMMAND, "--port", "0", "--json", *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=_environment())
+    try:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("{"):
+                break
+        assert lines and lines[-1].startswith("{"), f"the service ended with {process.wait()}"
+        yield Service(process, json.loads(lines[-1])["url"])
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+        finally:
+            assert process.stdout is not None
+            process.stdout.close()
+
+
+def _environment() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("CSATTN_SERVER")}
+    return {**kept, "PYTHONPATH": str(ROOT)}

@@ -9,6 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, Response
 
 from csattn import __version__
+from csattn.errors import ConfigError
 from workers.api.answering import Answering, EventStream, unless_gone
 from workers.api.asking import Asked, read_chat, read_completion, read_new_context
 from workers.api.body import BodyReader, Pace
@@ -36,6 +37,8 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 def make_app(backend: Backend, settings: Settings) -> FastAPI:
     """For uvicorn and for Ray Serve alike: plain ASGI, with nothing to start or to stop."""
+    if settings.server.api_key_file is not None and not settings.server.api_keys:
+        raise ConfigError("api_key_file is set, but its keys were not read; make the settings by load_settings")
     measures, pace = Measures(), Pace()
     app = FastAPI(title="csattn", version=__version__, openapi_url=None, redirect_slashes=False)
     app.add_middleware(Guard, settings=settings, measures=measures, pace=pace)

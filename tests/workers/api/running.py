@@ -4,8 +4,10 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
+
+import uvicorn
 
 from tests.workers.api.fake_backend import FakeBackend
 from workers.api import make_app, server_of
@@ -20,6 +22,7 @@ class Running:
     settings: Settings
     url: str
     port: int
+    server: uvicorn.Server
 
 
 def settings_with(**limits: Any) -> Settings:
@@ -39,7 +42,7 @@ def serving(backend: FakeBackend | None = None, settings: Settings | None = None
             assert thread.is_alive(), "the server did not start"
             time.sleep(0.005)
         port = server.servers[0].sockets[0].getsockname()[1]
-        yield Running(backend, replace(settings), f"http://127.0.0.1:{port}", port)
+        yield Running(backend, settings, f"http://127.0.0.1:{port}", port, server)
     finally:
         server.should_exit = True
         thread.join(10)

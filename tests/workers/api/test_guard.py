@@ -6,14 +6,17 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 
+from csattn.errors import ConfigError
 from tests.workers.api.fake_backend import FakeBackend, Script
 from tests.workers.api.running import KEY, Running, eventually, serving, settings_with
-from workers.settings import Settings
+from workers.api import make_app
+from workers.settings import ServerSettings, Settings
 
 LIMITS = {"max_body_bytes": 100_000, "max_header_bytes": 4000, "body_timeout_s": 1.5, "stall_timeout_s": 0.7}
 AUTH = {"Authorization": f"Bearer {KEY}"}
@@ -59,6 +62,12 @@ def test_all_but_health_is_locked(service: Running, path: str) -> None:
         reply = httpx2.get(service.url + path, headers=headers)
         assert (reply.status_code, reply.json()["error"]["code"]) == (401, "invalid_api_key")
     assert httpx2.get(service.url + path, headers=AUTH).status_code != 401
+
+
+def test_a_key_file_that_nobody_read_locks_nothing_and_is_refused(tmp_path: Path) -> None:
+    settings = Settings(server=ServerSettings(api_key_file=tmp_path / "keys"))
+    with pytest.raises(ConfigError, match="its keys were not read"):
+        make_app(FakeBackend(), settings)
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/", "/static/page.js"])

@@ -2,7 +2,9 @@
 
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,7 @@ from index_build.batch import BatchReport, JobProgress, JobResult, run_batch
 from index_build.job_list import Job, JobOptions, read_jobs
 from tests.index_build.batches import make_place, write_list
 from workers.cli import main
-from workers.cli.batch_display import BatchTotals
+from workers.cli.batch_display import BatchDisplay, BatchTotals
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +142,9 @@ def test_time_left_counts_only_what_is_built() -> None:
     assert totals.totals(10.0).left_s is None
     # resumed at a half, now at three quarters: 25 of 200 bytes, 25 of 100 tokens in 10 s
     assert totals.update(JobProgress(2, 100, 0.5, 0.5, ""), 0.0) == 0
+    assert totals.left_s(2, 0.0) is None
     assert totals.update(JobProgress(2, 100, 0.5, 0.75, ""), 10.0) == pytest.approx(2.5)
+    assert totals.left_s(2, 10.0) == pytest.approx(10.0)
     now = totals.totals(10.0)
     assert now.share == pytest.approx(250 / 400)
     assert now.tokens_per_s == pytest.approx(2.5)
@@ -165,6 +169,58 @@ def test_the_verb_ends_with_1_and_a_report_when_a_job_failed(place: Path, tmp_pa
     assert [(entry["line"], entry["outcome"]) for entry in report["jobs"]] == [(1, "failed"), (2, "built")]
     assert (report["built"], report["failed"]) == (1, 1)
     assert "0.txt built in" in printed.err
+
+
+def test_without_a_terminal_lines_tell_rate_and_time_left(capsys: pytest.CaptureFixture[str]) -> None:
+    jobs, clock = [job(1, 100), job(2, 100)], [0.0]
+    with BatchDisplay(jobs, lambda: clock[0]) as display:
+        display.on_progress(JobProgress(0, 50, 0.0, 0.0, "layer 1/2 prefill"))
+        clock[0] = 20.0
+        display.on_progress(JobProgress(0, 50, 0.0, 0.5, "layer 2/2 prefill"))
+        clock[0] = 40.0
+        display.on_result(JobResult(jobs[0], "built", 40.0, context_len=50))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        "1.txt layer 2/2 prefill, 1 tokens/s, 20 s left (0/2 contexts, 25 %, 1 tokens/s, 60 s left)",
+        "1.txt built in 40.0 s (1/2 contexts, 50 %, 1 tokens/s, 40 s left)",
+    ]
+
+
+def test_the_verbs_take_a_url_for_a_store(place: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    """... and a second machine, with a cache of its own, answers from what the first has built."""
+    url = f"file://{tmp_path}/remote"
+
+    def run(*options: object) -> dict[str, Any]:
+        monkeypatch.setattr(sys, "argv", ["csattn", *map(str, options), "--json"])
+        with suppress(SystemExit):
+            main()
+        printed: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert "error" not in printed, printed
+        return printed
+
+    monkeypatch.setenv("CSATTN_CACHE", str(tmp_path / "first"))
+    build = ("build", "--context", place / "0.txt", "--model", place / "model", "--device", "cpu", "--store", url)
+    built = run(*build)
+    assert (built["path"], built["reused"]) == (f"{url}/{built['artifact']}", False)
+    jobs = write_list(place, {"context": "0.txt", "model": "model"}, {"context": "1.txt", "model": "model"})
+    report = run("build", "--jobs", jobs, "--device", "cpu", "--store", url)
+    assert [(one["outcome"], one["path"].startswith(url)) for one in report["jobs"]] == [
+        ("reused", True),
+        ("built", True),
+    ]
+    monkeypatch.setenv("CSATTN_CACHE", str(tmp_path / "second"))
+    assert run(*build)["reused"]
+    assert not (tmp_path / "second").exists(), "nothing was built or downloaded"
+    assert {one["path"] for one in run("ls", "--store", url)["artifacts"]} == {one["path"] for one in report["jobs"]}
+    assert run("inspect", built["path"])["context_len"] == built["context_len"]
+    assert run("verify", f"{url}/{built['artifact'][:6]}")["intact"]
+    assert not (tmp_path / "second").exists()
+    answer = run("generate", built["path"], "--prompt", "x", "--max-new-tokens", 2, "--selector", "exact")
+    assert answer["text"] == run("generate", tmp_path / "remote" / built["artifact"], "--prompt", "x",
+                                 "--max-new-tokens", 2, "--selector", "exact")["text"]  # fmt: skip
+    assert len(list((tmp_path / "second" / "artifacts").iterdir())) == 1
+    assert len(run("gc", "--store", url, "--cache-bytes", 0)["removed_copies"]) == 1
+    assert not list((tmp_path / "second" / "artifacts").iterdir())
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import index_build.context_build
-from csattn.artifact import verify_artifact
+from csattn.artifact import RemoteStore, verify_artifact
 from csattn.models import LoadedModel, load_model
 from index_build.batch import JobResult, run_batch
 from index_build.context_build import MAX_ATTEMPTS, ContextBuild, Piece
@@ -43,6 +43,10 @@ def do(piece: Piece, build: ContextBuild, loaded: LoadedModel, store: Path) -> o
     if piece.kind == "plan":
         return make_plan(build.job, loaded, "cpu")
     assert build.plan is not None
+    if piece.kind == "upload":
+        assert build.url is not None
+        RemoteStore(build.url).upload(store / build.plan.spec.artifact_id)
+        return 1
     if piece.kind == "prefill":
         return prefill_layers(loaded, build.plan, store, piece.stop_layer)
     if piece.kind == "index":
@@ -80,6 +84,23 @@ def test_interrupted_anywhere_it_makes_the_same_bytes_and_nothing_twice(
         assert second.result.outcome == ("resumed" if num_pieces > 1 else "built")
         assert (made["prefill"], made["index"]) == (NUM_LAYERS, num_shards)
         assert hashes(store) == in_one_go
+
+
+def test_a_store_behind_a_url_gets_the_artifact_from_any_worker(
+    job: Job, loaded: LoadedModel, in_one_go: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, cache = f"file://{tmp_path}/remote", tmp_path / "cache" / "artifacts"
+    monkeypatch.setenv("CSATTN_CACHE", str(tmp_path / "cache"))
+    first = ContextBuild(0, job, url)
+    work(first, loaded, cache)
+    assert first.result is not None
+    assert (first.result.outcome, first.result.path) == ("built", f"{url}/{first.result.artifact_id}")
+    assert hashes(tmp_path / "remote") == hashes(cache) == in_one_go
+    monkeypatch.setenv("CSATTN_CACHE", str(tmp_path / "elsewhere"))
+    second = ContextBuild(0, job, url)
+    assert work(second, loaded, cache) == {"plan": 0}
+    assert second.result is not None and second.result.outcome == "reused"
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_a_build_in_one_go_takes_over_from_pieces(

@@ -43,6 +43,11 @@ class BatchTotals:
         self._first[idx], self._share[idx] = progress.first_share, progress.share
         return self._built(idx) / max(now_s - self._job_started_s[idx], 1e-9)
 
+    def left_s(self, job_idx: int, now_s: float) -> float | None:
+        """How long the job will take from now on; None as long as nothing of it was built."""
+        built = self._share[job_idx] - self._first[job_idx]
+        return (now_s - self._job_started_s[job_idx]) * (1.0 - self._share[job_idx]) / built if built > 0 else None
+
     def finish(self, job_idx: int, result: JobResult) -> None:
         self._num_finished += 1
         self._context_lens[job_idx] = result.context_len or self._context_lens[job_idx]
@@ -93,12 +98,12 @@ class BatchDisplay:
     def on_progress(self, progress: JobProgress) -> None:
         idx, now_s = progress.job_idx, self._clock()
         rate = self._totals.update(progress, now_s)
-        self._where[idx] = f"{self._jobs[idx].context.name} {progress.where}"
+        speed = _speed(rate, self._totals.left_s(idx, now_s))
+        self._where[idx] = f"{self._jobs[idx].context.name} {progress.where}, {speed}"
         if idx not in self._tasks:
             self._tasks[idx] = self._bars.add_task("", total=1.0, rate="")
-        self._bars.update(
-            self._tasks[idx], description=self._where[idx], completed=progress.share, rate=f"{rate:.0f} tokens/s"
-        )
+        name = f"{self._jobs[idx].context.name} {progress.where}"
+        self._bars.update(self._tasks[idx], description=name, completed=progress.share, rate=speed)
         self._show_all()
         if now_s - self._last_line_s >= HEARTBEAT_S:
             self._line("; ".join(self._where.values()))
@@ -118,16 +123,17 @@ class BatchDisplay:
 
     def _show_all(self) -> None:
         totals = self._totals.totals(self._clock())
-        self._bars.update(self._all, completed=totals.share, rate=_rate(totals), refresh=True)
+        self._bars.update(
+            self._all, completed=totals.share, rate=_speed(totals.tokens_per_s, totals.left_s), refresh=True
+        )
 
     def _line(self, what: str) -> None:
         if not err.is_terminal:
             now_s = self._last_line_s = self._clock()
             totals = self._totals.totals(now_s)
             done = f"{totals.num_finished}/{len(self._jobs)} contexts, {100 * totals.share:.0f} %"
-            err.print(f"{what} ({done}, {_rate(totals)})", soft_wrap=True)
+            err.print(f"{what} ({done}, {_speed(totals.tokens_per_s, totals.left_s)})", soft_wrap=True)
 
 
-def _rate(totals: Totals) -> str:
-    left = "" if totals.left_s is None else f", {totals.left_s:.0f} s left"
-    return f"{totals.tokens_per_s:.0f} tokens/s{left}"
+def _speed(tokens_per_s: float, left_s: float | None) -> str:
+    return f"{tokens_per_s:.0f} tokens/s" + ("" if left_s is None else f", {left_s:.0f} s left")

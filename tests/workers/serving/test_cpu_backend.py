@@ -1,0 +1,74 @@
+"""The backend over the engine that machines without a GPU have: a request's bits do not depend on the others."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from csattn.artifact import open_artifact
+from csattn.config import SearchConfig
+from tests.tiny import loaded
+from tests.workers.serving.artifacts import SECRETS
+from tests.workers.serving.test_local import answer, ask
+from workers.engine.cpu_engine import CpuEngine
+from workers.serving.context_file import ContextFile
+from workers.serving.local import LocalBackend
+from workers.serving.messages import Ask, Done
+from workers.session import csattn_session
+from workers.settings import Settings, StoreSettings
+
+SEARCH = SearchConfig(keep=0.1, window_len=32, lookahead=1)
+
+
+def backend_of(store: Path, search: SearchConfig = SEARCH) -> LocalBackend:
+    engine = CpuEngine(loaded(), max_rows=16, num_slots=16, tail_capacity=128, num_threads=2)
+    return LocalBackend(engine, loaded(), Settings(store=StoreSettings(path=store), search=search))
+
+
+def kinds() -> Iterator[Ask]:
+    """Different contexts, lengths, shares, selectors and ways to draw."""
+    selectors = ("csattn", "exact", "full", "window", "csattn")
+    for n in range(16):
+        yield ask(
+            SECRETS[n % 3],
+            "who is it " + "? " * (3 * n),
+            5 + 2 * n,
+            temperature=0.8 * (n % 2),
+            seed=n,
+            top_logprobs=(None, 2)[n % 4 == 3],
+            selector=selectors[n % 5],
+            lookahead=n % 3 % 2,
+            keep=(0.05, 0.3)[n % 2],
+        )
+
+
+def test_sixteen_streams_at_once_equal_each_alone(built: Path) -> None:
+    async def main() -> None:
+        async with backend_of(built) as backend:
+            alone = [await answer(backend, kind) for kind in kinds()]
+            for _ in range(2):
+                assert await asyncio.gather(*(answer(backend, kind) for kind in kinds())) == alone
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("selector", ["csattn", "full"])
+def test_tokens_are_those_of_a_session(built: Path, selector) -> None:
+    """As `csattn generate` answers, text for text, where everything is read."""
+    search = SearchConfig(keep=1.0, window_len=32, lookahead=1)
+    path = built / str(ContextFile(built).read()["heron"].artifact_id)
+    with open_artifact(path) as artifact, csattn_session(loaded(), artifact, search, selector) as session:
+        arguments = session.ask("who is it?")
+        with torch.inference_mode():
+            whole = loaded().model.generate(**arguments, max_new_tokens=30, do_sample=False)
+    want = loaded().tokenizer.decode(whole[0, arguments["input_ids"].shape[1] :], skip_special_tokens=True)
+
+    async def main() -> tuple[str, Done]:
+        async with backend_of(built, search) as backend:
+            return await answer(backend, ask("heron", "who is it?", 30, selector=selector))
+
+    text, done = asyncio.run(main())
+    assert text == want
+    assert done.context_tokens + done.question_tokens == arguments["input_ids"].shape[1]

@@ -125,6 +125,7 @@ def main() -> None:
         result["one_process_s"] = round(in_one_go.seconds, 2)
         with two_nodes() as (cluster, node):
             warm = run_on_ray(jobs, place / "undisturbed", num_threads=1, heads_per_piece=given.heads)
+            gate(warm.count("built") == len(jobs), f"undisturbed: {[one.error for one in warm.results]}")
             result["undisturbed"] = {"seconds": round(warm.seconds, 2), **pieces(warm)}
             result["node_lost"] = lose_a_node(jobs, place / "store", cluster, node, given.heads)
             eight = run_on_ray([jobs[0]] * 8, place / "eight", num_threads=1, heads_per_piece=given.heads)

@@ -168,7 +168,8 @@ class _Dispatch:
         build.start(piece)
         plan = build.plan if piece.kind == "prefill" else build.plan and build.plan.spec
         device = self._prefill.device  # a plan is made on a CPU, and names it
-        more = {"join": (build.groups,), "prefill": (self._board,), "upload": (build.url,)}.get(piece.kind, ())
+        more = {"prefill": [self._board], "upload": [build.url]}.get(piece.kind, [])
+        more += [build.groups] if piece.kind == "join" else []
         task = self._remote(TASKS[piece.kind], needs)
         self._running[task.remote(piece, build.job, plan, build.store, device, needs.num_threads, *more)] = piece, needs
 

@@ -44,8 +44,13 @@ def text_ids(loaded: LoadedModel, context_len: int) -> NDArray[np.int32]:
     return np.resize(np.asarray(loaded.tokenizer(TEXT.read_text()).input_ids, dtype=np.int32), context_len)
 
 
-def random_model(shape_name: str, num_layers: int | None, device: str) -> LoadedModel:
-    """Weights of no meaning in bfloat16, for a model of that shape without a tokenizer."""
+def random_model(
+    shape_name: str,
+    num_layers: int | None,
+    device: str,
+    tokenizer: Any = SimpleNamespace(get_vocab=dict, chat_template=None),  # noqa: B008  # knows no text
+) -> LoadedModel:
+    """Weights of no meaning in bfloat16, for a model of that shape."""
     shape = shape_named(shape_name)
     config = LlamaConfig(
         vocab_size=shape.vocab_size,
@@ -62,7 +67,7 @@ def random_model(shape_name: str, num_layers: int | None, device: str) -> Loaded
     )
     with torch.device(device):
         model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
-    return wrap_model(model, SimpleNamespace(get_vocab=dict, chat_template=None), f"random-{shape_name}")
+    return wrap_model(model, tokenizer, f"random-{shape_name}")
 
 
 def run(loaded: LoadedModel, ids: NDArray[np.int32], preset_name: str, kmeans: str) -> dict[str, Any]:

@@ -14,15 +14,16 @@ from csattn.cpus import available_cpus
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
 from csattn.search import SearchPool
-from csattn.search.device import IndexShape, to_device
+from csattn.search.device import DeviceLayerIndex, IndexShape, to_device
 from offload.budget import available_memory
-from offload.errors import NoDeviceError
+from offload.errors import MemoryPlanError, NoDeviceError
 from offload.pinned import PinnedRows
 from workers.engine.far_rows import CachedRows, DeviceRows
-from workers.engine.memory import Placement, placement_named, plan_memory
+from workers.engine.memory import Placement, placement_named, plan_context, plan_memory
 from workers.engine.on_device import SearchOnDevice
 from workers.engine.on_host import SearchOnHost
 from workers.engine.shape import EngineShape
+from workers.engine.watch import Watch
 from workers.model_runner import ModelRunner, take_weights
 
 BATCH_SIZES = (1, 8)  # one request's steps, and its question eight tokens at a time
@@ -41,7 +42,7 @@ class Engine:
     def __init__(
         self,
         loaded: LoadedModel,
-        artifacts: Sequence[Artifact],  # each becomes the context of its number; open as long as the engine is
+        artifacts: Sequence[Artifact],  # each becomes the context of its number; open until it is removed
         config: SearchConfig,
         placement: Placement | str,
         *,
@@ -49,31 +50,37 @@ class Engine:
         batch_sizes: tuple[int, ...] = BATCH_SIZES,
         num_tails: int = 1,
         tail_capacity: int = TAIL_CAPACITY,
+        num_contexts: int | None = None,  # loaded at the same time; those that are given, unless said
+        max_context_len: int | None = None,  # rows of the longest; the longest that is given, unless said
         slot_share: float = SLOT_SHARE,
         num_threads: int | None = None,  # that search, in placement `host`; all cores unless said
         on_progress: Progress = lambda what, done, total: None,
     ) -> None:
         if not 0 < slot_share <= 1:
             raise ConfigError(f"slot_share must lie in (0, 1], got {slot_share}")
-        _require_device()
+        require_device()
         self.device = device or torch.device("cuda", 0)
+        self.loaded, self.placement = loaded, placement_named(placement)
+        self.shape = _engine_shape(
+            loaded, artifacts, config, batch_sizes, num_tails, tail_capacity, num_contexts, max_context_len
+        )
         for artifact in artifacts:
-            artifact.require_model(loaded.fingerprint)
-            artifact.require_tokenizer(loaded.tokenizer_hash)
-        self.loaded, self.artifacts, self.placement = loaded, list(artifacts), placement_named(placement)
-        self.shape = _engine_shape(loaded, self.artifacts, config, batch_sizes, num_tails, tail_capacity)
+            self._require_fit(artifact)
         self._num_slots = max(1, int(slot_share * self.shape.max_context_len))
-        self.plan = plan_memory(loaded, self.artifacts, self.shape, self.placement, self._num_slots)
+        self.plan = plan_memory(loaded, artifacts, self.shape, self.placement, self._num_slots)
         self.plan.require(available_memory(self.device))
         self._on_progress = on_progress
-        self._pinned: list[PinnedRows] = []
+        self.artifacts: dict[int, Artifact] = {}
+        self._pinned: dict[int, PinnedRows] = {}
         self._pool = SearchPool(num_threads or available_cpus()) if self.placement == "host" else None
-        self.attention = self._place()
+        self._index_config = artifacts[0].spec.index_config
+        self.far, self.attention = self._place(IndexShape.of(artifacts[0].layer_index(0), self.shape.num_q_heads))
+        self._next_query = _room_for_next_query(self.shape, self.device) if config.lookahead else None
+        for context_id, artifact in enumerate(artifacts):
+            self._load(context_id, artifact)
+        self.watch = Watch(self.attention)
         self.runner = ModelRunner(
-            take_weights(loaded.model, self.device),
-            self.attention,
-            self.shape.batch_sizes,
-            _next_queries(self.artifacts, self.device) if config.lookahead else None,
+            take_weights(loaded.model, self.device), self.watch, self.shape.batch_sizes, self._next_query
         )
 
     def __repr__(self) -> str:
@@ -89,61 +96,100 @@ class Engine:
 
     def close(self) -> None:
         """Give page locks and threads back. No step may be in flight."""
-        torch.cuda.synchronize(self.device)
-        for pinned in self._pinned:
+        self._wait()
+        for pinned in self._pinned.values():
             pinned.close()
         if self._pool is not None:
             self._pool.close()
 
-    def _place(self) -> SearchOnDevice | SearchOnHost:
-        index = IndexShape.of(self.artifacts[0].layer_index(0), self.shape.num_q_heads)
+    def add_context(self, context_id: int, artifact: Artifact) -> None:
+        """Load one more, between steps. Raises MemoryPlanError where there is no room for it."""
+        if not 0 <= context_id < self.shape.num_contexts:
+            raise MemoryPlanError(
+                f"there is room for {self.shape.num_contexts} contexts at the same time; remove one, or start the "
+                "engine with room for more"
+            )
+        assert context_id not in self.artifacts, f"there is a context {context_id} already"
+        self._require_fit(artifact)
+        if artifact.spec.index_config != self._index_config:
+            raise ConfigError("the artifacts have different index configurations; start an engine for each")
+        plan_context(self.shape, artifact, self.placement).require(available_memory(self.device))
+        self._load(context_id, artifact)
+
+    def remove_context(self, context_id: int) -> None:
+        """Forget a context, between steps."""
+        self._wait()
+        self.attention.unload(context_id)
+        self.far.unload(context_id)
+        if pinned := self._pinned.pop(context_id, None):
+            pinned.close()
+        del self.artifacts[context_id]
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _require_fit(self, artifact: Artifact) -> None:
+        artifact.require_model(self.loaded.fingerprint)
+        artifact.require_tokenizer(self.loaded.tokenizer_hash)
+        if artifact.spec.context_len > self.shape.max_context_len:
+            raise ConfigError(
+                f"the context has {artifact.spec.context_len:,} rows, the engine was planned for "
+                f"{self.shape.max_context_len:,}; start it with a larger max_context_len"
+            )
+
+    def _place(self, index: IndexShape) -> tuple[DeviceRows | CachedRows, SearchOnDevice | SearchOnHost]:
         if self.placement == "device":
             rows = DeviceRows(self.shape, self.device)
-            on_device = SearchOnDevice(self.shape, index, rows, self.device)
-            for context_id, artifact in enumerate(self.artifacts):
-                rows.load(context_id, self._layers_of(artifact))
-                self._load_index(on_device, context_id, self._layers_of(artifact))
-            return on_device
+            return rows, SearchOnDevice(self.shape, index, rows, self.device)
         cached = CachedRows(self.shape, self._num_slots, self.device)
         if self._pool is None:
-            on_device = SearchOnDevice(self.shape, index, cached, self.device)
-            for context_id in range(len(self.artifacts)):
-                self._load_index(on_device, context_id, self._pin(context_id, cached).layers)
-            return on_device
-        on_host = SearchOnHost(self.shape, cached, self._pool, self.device)
-        for context_id, artifact in enumerate(self.artifacts):
+            return cached, SearchOnDevice(self.shape, index, cached, self.device)
+        return cached, SearchOnHost(self.shape, cached, self._pool, self.device)
+
+    def _load(self, context_id: int, artifact: Artifact) -> None:
+        kv = [artifact.layer_kv(layer_idx) for layer_idx in range(self.shape.num_layers)]
+        if isinstance(self.far, DeviceRows):
+            self.far.load(context_id, kv)
+        else:
+            self._pinned[context_id] = self._pin(kv)
+            kv = self._pinned[context_id].layers
+            self.far.load(context_id, self._pinned[context_id])
+        if isinstance(self.attention, SearchOnHost):
             indexes = [artifact.layer_index(layer_idx) for layer_idx in range(self.shape.num_layers)]
-            on_host.load(context_id, self._pin(context_id, cached).layers, indexes)
-        return on_host
+            self.attention.load(context_id, kv, indexes)
+        else:
+            self.attention.load(context_id, kv, self._index_on_device(artifact))
+        if self._next_query is not None:
+            for layer_idx in range(self.shape.num_layers - 1):
+                matrix = artifact.layer_index(layer_idx).next_query
+                self._next_query[context_id, layer_idx].copy_(torch.tensor(matrix))
+        self.artifacts[context_id] = artifact
 
-    def _layers_of(self, artifact: Artifact) -> list[Tensor]:
-        return [artifact.layer_kv(layer_idx) for layer_idx in range(self.shape.num_layers)]
-
-    def _pin(self, context_id: int, cached: CachedRows) -> PinnedRows:
+    def _pin(self, kv: Sequence[Tensor]) -> PinnedRows:
         def tell(done: int, total: int) -> None:
             self._on_progress("pinning host memory", done, total)
 
-        pinned = PinnedRows(self._layers_of(self.artifacts[context_id]), progress=tell)
-        self._pinned.append(pinned)
-        cached.load(context_id, pinned)
-        return pinned
+        return PinnedRows(kv, progress=tell)
 
-    def _load_index(self, attention: SearchOnDevice, context_id: int, kv: Sequence[Tensor]) -> None:
+    def _index_on_device(self, artifact: Artifact) -> list[DeviceLayerIndex]:
         layers = []
         for layer_idx in range(self.shape.num_layers):
-            layers.append(to_device(self.artifacts[context_id].layer_index(layer_idx), self.device))
+            layers.append(to_device(artifact.layer_index(layer_idx), self.device))
             self._on_progress("loading the index", layer_idx + 1, self.shape.num_layers)
-        attention.load(context_id, kv, layers)
+        return layers
 
 
-def _require_device() -> None:
+def require_device() -> None:
     if not torch.cuda.is_available():
         raise NoDeviceError(
             "this machine has no CUDA device, or torch is a build without CUDA; leave out the placement to decode on "
             "the CPU"
         )
     if find_spec("cupy") is None:
-        raise NoDeviceError("the GPU engine needs CuPy, which is not installed: pip install 'csattn[gpu]'")
+        raise NoDeviceError(
+            "the GPU engine needs CuPy, which is not installed: pip install -e '.[gpu]', or '.[gpu-cu13]' for CUDA 13"
+        )
 
 
 def _engine_shape(
@@ -153,6 +199,8 @@ def _engine_shape(
     batch_sizes: tuple[int, ...],
     num_tails: int,
     tail_capacity: int,
+    num_contexts: int | None,
+    max_context_len: int | None,
 ) -> EngineShape:
     if not artifacts:
         raise ConfigError("an engine needs at least one artifact")
@@ -169,21 +217,15 @@ def _engine_shape(
         dtype=loaded.dtype,
         softmax_scale=loaded.model.model.layers[0].self_attn.scaling,
         search=config,
-        max_context_len=max(artifact.spec.context_len for artifact in artifacts),
+        max_context_len=max_context_len or max(artifact.spec.context_len for artifact in artifacts),
         batch_sizes=batch_sizes,
-        num_contexts=len(artifacts),
+        num_contexts=max(num_contexts or 0, len(artifacts)),
         num_tails=num_tails,
         tail_capacity=min(tail_capacity, geometry.max_positions),
     )
 
 
-def _next_queries(artifacts: Sequence[Artifact], device: torch.device) -> Tensor:
+def _room_for_next_query(shape: EngineShape, device: torch.device) -> Tensor:
     """[num_contexts, num_layers, num_q_heads, head_dim + 1, head_dim]; of the last layer nothing is read."""
-    contexts = []
-    for artifact in artifacts:
-        layers: list[Tensor] = []
-        for layer_idx in range(artifact.spec.model.num_layers):
-            matrix = artifact.layer_index(layer_idx).next_query
-            layers.append(torch.zeros_like(layers[0]) if matrix is None and layers else torch.tensor(matrix))
-        contexts.append(torch.stack(layers))
-    return torch.stack(contexts).to(device)
+    sizes = shape.num_contexts, shape.num_layers, shape.num_q_heads, shape.head_dim + 1, shape.head_dim
+    return torch.zeros(sizes, dtype=shape.dtype, device=device)

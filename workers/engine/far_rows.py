@@ -50,6 +50,10 @@ class DeviceRows:
         self._addresses[:, context_id] = torch.tensor([layer.data_ptr() for layer in kept], dtype=torch.int64)
         self._lens[context_id] = kept[0].shape[1]
 
+    def unload(self, context_id: int) -> None:
+        """Free a context's KV. No step may be in flight."""
+        del self._kv[context_id]
+
     def fetch(self, layer_idx: int, selection: DeviceSelection, context_ids: Tensor) -> DeviceSelection:
         return selection
 
@@ -83,6 +87,11 @@ class CachedRows:
         self.cache.load_context(context_id, kv.addresses, context_len)
         self._lens[context_id] = context_len
         self._kv[context_id] = kv
+
+    def unload(self, context_id: int) -> None:
+        """Let go of a context, whose rows the owner of its memory unpins. No step may be in flight."""
+        self.cache.reset(context_id)
+        del self._kv[context_id]
 
     def fetch(self, layer_idx: int, selection: DeviceSelection, context_ids: Tensor) -> DeviceSelection:
         ids = self.cache.fetch(layer_idx, selection.kv_indices, selection.valid_len, context_ids)

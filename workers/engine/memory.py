@@ -32,7 +32,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """The parts of an engine, each with its bytes."""
     weights = sum(parameter.numel() * parameter.element_size() for parameter in loaded.model.parameters())
-    kv_bytes = sum(_kv_bytes(shape, artifact.spec.context_len) for artifact in artifacts)
+    kv_bytes = sum(shape.kv_bytes(artifact.spec.context_len) for artifact in artifacts)
     index_bytes = sum(artifact.index_bytes for artifact in artifacts)
     working = search_bytes(shape) if placement != "host" else 0
     parts = [
@@ -51,12 +51,18 @@ def plan_memory(
     return MemoryPlan(tuple(parts), shape.max_context_len)
 
 
+def plan_context(shape: EngineShape, artifact: Artifact, placement: Placement) -> MemoryPlan:
+    """What one more context takes, its resident rows and slots aside: an engine has them from the start."""
+    kv_bytes = shape.kv_bytes(artifact.spec.context_len)
+    kv = {"device_bytes": kv_bytes} if placement == "device" else {"pinned_bytes": kv_bytes}
+    parts = [MemoryPart(name="the context's KV", **kv)]
+    if placement != "host":
+        parts.append(MemoryPart(name="the index", device_bytes=artifact.index_bytes))
+    return MemoryPlan(tuple(parts), shape.max_context_len)
+
+
 def search_bytes(shape: EngineShape) -> int:
     """Workspace of the searches of all batch sizes: two bytes for each key and query head, selections, statistics."""
     keys = sum(shape.batch_sizes) * shape.num_q_heads * (shape.max_context_len + 1024)
     selections = 2 * sum(shape.batch_sizes) * shape.num_index_heads * shape.max_top_k * 4
     return keys * (4 if shape.num_index_heads == shape.num_q_heads else 2) + keys // 32 + selections
-
-
-def _kv_bytes(shape: EngineShape, context_len: int) -> int:
-    return shape.num_layers * shape.num_kv_heads * context_len * shape.row_bytes

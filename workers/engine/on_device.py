@@ -46,6 +46,14 @@ class SearchOnDevice:
         self._resident.load(context_id, kv)
         self._indexes.load(context_id, context_len, list(index))
 
+    def unload(self, context_id: int) -> None:
+        """Forget a context. No step may be in flight."""
+        self._indexes.unload(context_id)
+
+    def chosen(self, layer_idx: int, rows: StepRows) -> DeviceSelection:
+        """What the step has selected in that layer, until it searches for the layer after the next."""
+        return self._plans[rows.batch_size].selection(layer_idx)
+
     def begin_step(self, rows: StepRows) -> None:
         """Nothing has to be made ready."""
 

@@ -50,6 +50,15 @@ class SearchOnHost:
         self._indexes[context_id] = list(index)
         self._searches = {key: search for key, search in self._searches.items() if key[-1] != context_id}
 
+    def unload(self, context_id: int) -> None:
+        """Forget a context. No step may be in flight."""
+        del self._indexes[context_id]
+        self._searches = {key: search for key, search in self._searches.items() if key[-1] != context_id}
+
+    def chosen(self, layer_idx: int, rows: StepRows) -> DeviceSelection:
+        """What the step has selected in that layer, until it searches for the layer after the next."""
+        return self._plans[rows.batch_size].selection(layer_idx)
+
     def begin_step(self, rows: StepRows) -> None:
         self._contexts = rows.context_ids.tolist()
 

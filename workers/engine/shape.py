@@ -49,10 +49,9 @@ class EngineShape:
         """K and V of one key and KV head."""
         return 2 * self.head_dim * self.dtype.itemsize
 
-    @property
-    def context_bytes(self) -> int:
-        """KV of the longest context, all layers."""
-        return self.num_layers * self.num_kv_heads * self.max_context_len * self.row_bytes
+    def kv_bytes(self, context_len: int) -> int:
+        """KV of a context, all layers."""
+        return self.num_layers * self.num_kv_heads * context_len * self.row_bytes
 
     @property
     def tails_bytes(self) -> int:

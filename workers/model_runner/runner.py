@@ -102,6 +102,14 @@ class ModelRunner:
         return StepOutput(step.layers.logits, step.layers.next_ids)
 
     @torch.no_grad()
+    def step_by_calls(self, batch_size: int) -> StepOutput:
+        """The same step, not as captured but call by call: slower, and the attention may look at what it is given."""
+        step = self._steps[batch_size]
+        for call in step.calls:
+            call.run()
+        return StepOutput(step.layers.logits, step.layers.next_ids)
+
+    @torch.no_grad()
     def advance(self, batch_size: int) -> None:
         """Feed each row the likeliest token of the last step, one position and one row of its tail further."""
         step = self._steps[batch_size]
@@ -182,8 +190,8 @@ class _Step:
     ) -> None:
         self.buffer = RowBuffer(batch_size, weights.device)
         self.layers = StepLayers(weights, attention, next_query, ops, self.buffer.rows)
-        self._calls = list(self.layers.calls())
-        self.pieces: list[Callable[[], None]] = [call.run for call in self._calls]
+        self.calls = list(self.layers.calls())
+        self.pieces: list[Callable[[], None]] = [call.run for call in self.calls]
         self.advance: Callable[[], None] = self._advance
         self.room = 0  # rows left in the longest tail
 
@@ -192,13 +200,13 @@ class _Step:
         aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
-            for call in self._calls:  # compiles what has to be compiled; the rows are idle
+            for call in self.calls:  # compiles what has to be compiled; the rows are idle
                 call.run()
             self._advance()
         torch.cuda.current_stream().wait_stream(aside)
         torch.cuda.synchronize()
         self.pieces = []
-        for together in _runs_between(self._calls, attention_too):
+        for together in _runs_between(self.calls, attention_too):
             if together[0].of_attention and not attention_too:
                 self.pieces += [call.run for call in together]
             else:

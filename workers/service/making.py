@@ -6,6 +6,8 @@ from csattn.cpus import available_cpus
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel, load_model
 from workers.engine.cpu_engine import CpuEngine
+from workers.engine.engine import require_device
+from workers.engine.gpu_engine import MAX_ROWS, GpuEngine
 from workers.searchers.keeper import Launch
 from workers.searchers.worker_searcher import WorkerSearcher
 from workers.serving.local import LocalBackend
@@ -24,6 +26,19 @@ def make_backend(settings: Settings, launch: Launch) -> LocalBackend:
 def make_engine(settings: Settings, loaded: LoadedModel, launch: Launch) -> StepEngine:
     """The engine of the placement that is set. launch: how its search workers are started, if it has any."""
     engine, num_requests = settings.engine, settings.limits.max_concurrent_requests
+    if engine.placement != "cpu":
+        return GpuEngine(
+            loaded,
+            settings.search,
+            engine.placement,
+            max_rows=min(num_requests, MAX_ROWS),
+            num_slots=num_requests,
+            tail_capacity=engine.tail_capacity,
+            num_contexts=engine.num_contexts,
+            max_context_len=engine.max_context_len,
+            slot_share=engine.slot_share,
+            num_threads=engine.num_threads,
+        )
     threads = engine.num_threads or available_cpus()
     searcher = None
     if engine.num_search_workers:
@@ -41,5 +56,11 @@ def make_engine(settings: Settings, loaded: LoadedModel, launch: Launch) -> Step
 
 def _require_engine(engine: EngineSettings) -> None:
     """Before anything is loaded."""
-    if engine.placement != "cpu":
-        raise ConfigError(f"engine.placement is {engine.placement}, but the service decodes on the CPU; use cpu")
+    if engine.placement == "cpu":
+        return
+    require_device()
+    if engine.num_search_workers:
+        raise ConfigError(
+            f"engine.num_search_workers is {engine.num_search_workers} and engine.placement {engine.placement}; search "
+            "workers serve the placement cpu: on a GPU, threads of the process search"
+        )

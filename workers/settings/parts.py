@@ -159,6 +159,12 @@ class EngineSettings:
     tail_capacity: int = field(
         default=2048, metadata=about("On a GPU: rows of a request's own, question and answer.", lowest=1)
     )
+    num_contexts: int = field(
+        default=4, metadata=about("On a GPU: loaded at the same time; others wait in the store.", lowest=1)
+    )
+    max_context_len: int | None = field(
+        default=None, metadata=about("On a GPU: rows of the longest context. Not set: of the first loaded.", lowest=1)
+    )
     num_threads: int | None = field(
         default=None, metadata=about("That search on the CPU. Not set: one for each CPU.", lowest=1)
     )

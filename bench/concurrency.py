@@ -1,0 +1,183 @@
+"""How many tokens a second does one device give when more and more requests share one long context?
+
+    python -m bench.concurrency --out FILE [--shape llama-3.1-8b] [--context 65535] [--placements hybrid,host]
+    python -m bench.concurrency --show FILE --plot PNG
+
+The service's own backend, without HTTP: scheduler, engine, and an artifact that is built here, of a model with random
+weights. Every request asks its own question and decodes so many tokens; a figure is all of them over the time from the
+first request to the last token. Gate: every request gets all its tokens, and the device's memory stays what it was.
+"""
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from bench.build import TEXT, random_model
+from bench.timing import finish, gate, machine
+from csattn.config import preset
+from csattn.models import LoadedModel
+from index_build.pipeline import build_artifact
+from workers.searchers.process import ChildProcess
+from workers.service.making import make_engine
+from workers.serving.contexts import name_artifact
+from workers.serving.local import LocalBackend
+from workers.serving.messages import Ask, Done, Sampling
+from workers.settings import EngineSettings, LimitSettings, Settings, StoreSettings
+
+STREAMS = (1, 2, 4, 8, 16, 32)
+QUESTION_CHARS = 48
+NAME = "shared"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--show", type=Path)
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--shape", default="llama-3.1-8b")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--context", type=int, default=65535)
+    parser.add_argument("--placements", default="hybrid,host")
+    parser.add_argument("--streams", default=",".join(map(str, STREAMS)))
+    parser.add_argument("--tokens", type=int, default=64)
+    arguments = parser.parse_args()
+    if arguments.show:
+        draw(json.loads(arguments.show.read_text()), arguments.plot)
+        return
+    streams = [int(number) for number in arguments.streams.split(",")]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as scratch:
+        store = Path(scratch)
+        loaded = random_model(arguments.shape, arguments.layers, device, byte_tokenizer())
+        build_context(loaded, arguments.context, store)
+        print(f"built after {time.perf_counter() - started:.0f} s", flush=True)
+        cases: list[dict[str, Any]] = []
+        for placement in arguments.placements.split(","):
+            settings = settings_for(store, placement, max(streams))
+            for case in asyncio.run(measure(loaded, settings, streams, arguments.tokens)):
+                cases.append({"placement": placement, **case})
+                print(cases[-1], flush=True)
+            torch.cuda.empty_cache()
+    name = torch.cuda.get_device_name() if device == "cuda" else None
+    facts = {"shape": arguments.shape, "layers": loaded.geometry.num_layers, "context_len": arguments.context}
+    finish({"name": "concurrency", "machine": {**machine(), "gpu": name}, **facts, "cases": cases}, arguments.out)
+
+
+def byte_tokenizer() -> Any:
+    """A token for each byte: what is asked of random weights has no meaning."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+
+
+def build_context(loaded: LoadedModel, context_len: int, store: Path) -> None:
+    text = np.frombuffer(TEXT.read_bytes(), np.uint8)
+    config = preset("default", loaded.geometry.head_dim)
+    if loaded.device.type == "cuda":
+        config = replace(config, kmeans="torch")
+    ids = np.resize(text, context_len).astype(np.int32)
+    report = build_artifact(loaded, ids, config, store, notes={"wrapping": "none"})
+    name_artifact(store, NAME, report.artifact_id)
+
+
+def settings_for(store: Path, placement: Any, num_streams: int) -> Settings:
+    return Settings(
+        store=StoreSettings(path=store),
+        limits=LimitSettings(max_concurrent_requests=num_streams, max_queued_requests=num_streams),
+        engine=EngineSettings(placement=placement, tail_capacity=512, num_contexts=1),
+    )
+
+
+async def measure(loaded: LoadedModel, settings: Settings, streams: list[int], num_tokens: int) -> list[dict[str, Any]]:
+    """Every number of streams on one engine."""
+    engine = make_engine(settings, loaded, ChildProcess)
+    cases = []
+    async with LocalBackend(engine, loaded, settings) as backend:
+        started = time.perf_counter()
+        await ask(backend, 0, 2)
+        load_s = time.perf_counter() - started
+        for num_streams in streams:
+            before, hits_before = memory_bytes(), engine.counts()
+            started = time.perf_counter()
+            told = await asyncio.gather(*(ask(backend, number, num_tokens) for number in range(num_streams)))
+            wall_s = time.perf_counter() - started
+            gate(all(count == num_tokens for count, _ in told), f"tokens are missing: {[count for count, _ in told]}")
+            gate(memory_bytes() == before, "the device's memory has changed")
+            hits = engine.counts()
+            lookups = hits.slot_lookups - hits_before.slot_lookups
+            cases.append(
+                {
+                    "streams": num_streams,
+                    "tokens_per_s": round(num_streams * num_tokens / wall_s, 1),
+                    "first_token_s": round(max(first - started for _, first in told), 3),
+                    "device_bytes": before,
+                    "slot_hit_rate": round((hits.slot_hits - hits_before.slot_hits) / lookups, 3) if lookups else None,
+                    "load_s": round(load_s, 1),
+                }
+            )
+    return cases
+
+
+async def ask(backend: LocalBackend, number: int, num_tokens: int) -> tuple[int, float]:
+    """Tokens that came, and when the first did."""
+    question = f"{number:04d} " * (QUESTION_CHARS // 5)
+    asked = Ask(request_id=str(number), context=NAME, prompt=question, sampling=Sampling(max_new_tokens=num_tokens))
+    first = 0.0
+    async with aclosing(backend.generate(asked)) as events:
+        async for event in events:
+            first = first or time.perf_counter()
+            if isinstance(event, Done):
+                return event.new_tokens, first
+    return 0, first
+
+
+def memory_bytes() -> int:
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Tokens a second and device memory over requests at a time."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (speed, memory) = plt.subplots(1, 2, figsize=(10, 4.2), constrained_layout=True)
+    for placement, color in (("hybrid", "#0b5fa5"), ("host", "#7b3f9e"), ("device", "#2a9d8f"), ("cpu", "#555555")):
+        cases = [case for case in result["cases"] if case["placement"] == placement]
+        if cases:
+            numbers = [case["streams"] for case in cases]
+            speed.plot(numbers, [case["tokens_per_s"] for case in cases], "o-", color=color, label=placement)
+            memory.plot(numbers, [case["device_bytes"] / 1e9 for case in cases], "o-", color=color, label=placement)
+    for axes, title in ((speed, "tokens a second, all requests together"), (memory, "GB of device memory")):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(numbers, [str(number) for number in numbers])
+        axes.set_title(title, loc="left", fontsize=11)
+        axes.set_xlabel("requests at a time")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+    speed.set_yscale("log")
+    memory.set_ylim(bottom=0)
+    speed.legend(frameon=False)
+    device = result["machine"]["gpu"] or "CPU"
+    title = f"One context of {result['context_len']:,} tokens, shared. {result['shape']}, {device}"
+    figure.suptitle(title, x=0.01, ha="left")
+    figure.savefig(path, dpi=130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""Steps on a GPU of rows that belong to any requests: what the scheduler asks for, of the engine of whole steps."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from csattn.artifact import Artifact
+from csattn.config import SearchConfig
+from csattn.errors import ConfigError, ContextError
+from csattn.models import LoadedModel
+from csattn.selectors import ContextView
+from workers.engine.engine import SLOT_SHARE, TAIL_CAPACITY, Engine
+from workers.engine.far_rows import CachedRows
+from workers.engine.fidelity import fidelity
+from workers.engine.memory import Placement
+from workers.serving.messages import Selector
+from workers.serving.step_engine import EngineCounts, Fidelity, StepResult, StepRow
+
+MAX_ROWS = 64  # of a step
+
+
+class GpuEngine:
+    """A `StepEngine` of one placement. Memory is planned, and steps are captured, when the first context comes.
+
+    All requests search as the engine is set. Rows of steps of up to 16 have the same bits alone and among others; in
+    larger steps the last bits may differ.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        config: SearchConfig,
+        placement: Placement,
+        *,
+        max_rows: int = 16,
+        num_slots: int = 16,
+        tail_capacity: int = TAIL_CAPACITY,
+        num_contexts: int = 4,  # loaded at the same time
+        max_context_len: int | None = None,  # rows of the longest; of the first one unless said
+        slot_share: float = SLOT_SHARE,
+        num_threads: int | None = None,  # that search, in placement `host`
+        device: torch.device | None = None,
+    ) -> None:
+        self.loaded, self.config, self.placement = loaded, config, placement
+        self.max_rows, self.num_slots = max_rows, num_slots
+        self.max_positions, self.num_layers = loaded.geometry.max_positions, loaded.geometry.num_layers
+        self.tail_capacity = min(tail_capacity, self.max_positions)
+        self._num_contexts, self._max_context_len = num_contexts, max_context_len
+        self._slot_share, self._num_threads, self._device = slot_share, num_threads, device
+        self._engine: Engine | None = None
+        self._places: dict[int, int] = {}  # of the scheduler's contexts among the engine's
+        self._requests: dict[int, tuple[int, int]] = {}  # by slot: context, rows of the tail
+
+    def __repr__(self) -> str:
+        return f"<GpuEngine {self.placement}: {len(self._places)} contexts, {len(self._requests)} requests>"
+
+    def add_context(self, context_id: int, artifact: Artifact) -> None:
+        if context_id in self._places:
+            raise ConfigError(f"context {context_id} is loaded already; remove it first, or take another number")
+        if artifact.spec.context_len >= self.max_positions:
+            raise ContextError(
+                f"the context has {artifact.spec.context_len:,} rows and the model {self.max_positions:,} positions: "
+                "nothing can follow it; build a shorter one"
+            )
+        if self._engine is None:
+            self._start(artifact)
+            self._places[context_id] = 0
+            return
+        place = next(i for i in range(self._num_contexts + 1) if i not in self._places.values())
+        self._engine.add_context(place, artifact)
+        self._places[context_id] = place
+
+    def remove_context(self, context_id: int) -> None:
+        place = self._place(context_id)
+        users = [slot for slot, (used, _) in self._requests.items() if used == context_id]
+        if users:
+            raise ConfigError(f"context {context_id} is in use in slots {users}; close them first")
+        self._ready().remove_context(place)
+        del self._places[context_id]
+
+    def open(self, slot: int, context_id: int, config: SearchConfig, selector: Selector) -> None:
+        self._place(context_id)
+        if not 0 <= slot < self.num_slots:
+            raise ConfigError(f"there are slots 0 to {self.num_slots - 1}, not {slot}")
+        if slot in self._requests:
+            raise ConfigError(f"slot {slot} is taken; close it first")
+        if selector != "csattn":
+            raise ConfigError(f"selector is {selector!r}, but steps on a GPU are captured with csattn's; leave it out")
+        if config != self.config:
+            raise ConfigError(
+                f"keep is {config.keep} and lookahead {config.lookahead}, but steps on a GPU are captured with "
+                f"{self.config.keep} and {self.config.lookahead}; leave them out"
+            )
+        self._requests[slot] = context_id, 0
+
+    def close_slot(self, slot: int) -> None:
+        self._request(slot)
+        del self._requests[slot]
+
+    @torch.no_grad()
+    def step(
+        self, rows: Sequence[StepRow], want_logits: bool = False, watch: tuple[int, int] | None = None
+    ) -> StepResult:
+        """Rows see what stands before them, in this step too."""
+        runner = self._ready().runner
+        lens = self._tail_lens(rows)
+        batch_size = runner.batch_size_for(len(rows))
+        contexts = [self._requests[row.slot][0] for row in rows]
+        positions = [self._context_len(context) + length - 1 for context, length in zip(contexts, lens, strict=True)]
+        places, slots = [self._places[context] for context in contexts], [row.slot for row in rows]
+        runner.fill(batch_size, [row.token_id for row in rows], positions, places, slots, lens)
+        if watch is None:
+            output = runner.step(batch_size)
+        else:
+            self._ready().watch.look_at(*watch)
+            output = runner.step_by_calls(batch_size)
+        next_ids = output.next_ids[: len(rows)].cpu().numpy()
+        logits = output.logits[: len(rows)].float().cpu().numpy() if want_logits else None
+        for row, length in zip(rows, lens, strict=True):
+            self._requests[row.slot] = self._requests[row.slot][0], length
+        seen = None if watch is None else self._fidelity(rows[watch[0]].slot, watch[1], lens[watch[0]])
+        return StepResult(next_ids, logits, seen)
+
+    def counts(self) -> EngineCounts:
+        """On a GPU the parts of a step are not timed one by one: they run side by side."""
+        if self._engine is None:
+            return EngineCounts()
+        far, artifacts = self._engine.far, self._engine.artifacts.values()
+        layers = far.cache.statistics() if isinstance(far, CachedRows) else []
+        return EngineCounts(
+            slot_lookups=sum(layer.num_selected for layer in layers),
+            slot_hits=sum(layer.num_found for layer in layers),
+            kv_bytes=sum(self._engine.shape.kv_bytes(artifact.spec.context_len) for artifact in artifacts),
+            index_bytes=sum(artifact.index_bytes for artifact in artifacts),
+            device_bytes=torch.cuda.memory_allocated(self._engine.device) if torch.cuda.is_available() else 0,
+        )
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+
+    def _start(self, artifact: Artifact) -> None:
+        sizes = {1, *(size for size in (2, 4, 8, 16, 32, 64) if size < self.max_rows), self.max_rows}
+        self._engine = Engine(
+            self.loaded,
+            [artifact],
+            self.config,
+            self.placement,
+            device=self._device,
+            batch_sizes=tuple(sorted(sizes)),
+            num_tails=self.num_slots,
+            tail_capacity=self.tail_capacity,
+            num_contexts=self._num_contexts,
+            max_context_len=self._max_context_len,
+            slot_share=self._slot_share,
+            num_threads=self._num_threads,
+        )
+
+    def _fidelity(self, slot: int, layer_idx: int, tail_len: int) -> Fidelity:
+        engine = self._ready()
+        context_id = self._requests[slot][0]
+        artifact = engine.artifacts[self._places[context_id]]
+        view = ContextView(artifact.spec.context_len, engine.shape.softmax_scale, self.config)
+        q, chosen = engine.watch.seen()
+        kv = artifact.layer_kv(layer_idx).to(engine.device)
+        tail = engine.attention.tails[layer_idx, slot, :, :tail_len]
+        return fidelity(view, (view.middle.start, view.middle.stop), q, kv, tail, chosen)
+
+    def _tail_lens(self, rows: Sequence[StepRow]) -> list[int]:
+        """Rows of its tail that each row sees, its own included. Raises before anything changes."""
+        if not 1 <= len(rows) <= self.max_rows:
+            raise ConfigError(f"a step has 1 to {self.max_rows} rows, got {len(rows)}")
+        for slot, num_new in Counter(row.slot for row in rows).items():
+            context_id, length = self._request(slot)
+            room = min(self.tail_capacity, self.max_positions - self._context_len(context_id))
+            if length + num_new > room:
+                raise ContextError(
+                    f"slot {slot} would have {length + num_new} rows of its own and there is room for {room}; end the "
+                    "request, or ask a shorter question"
+                )
+        lens = {row.slot: self._requests[row.slot][1] for row in rows}
+        seen = []
+        for row in rows:
+            lens[row.slot] += 1
+            seen.append(lens[row.slot])
+        return seen
+
+    def _context_len(self, context_id: int) -> int:
+        return int(self._ready().artifacts[self._places[context_id]].spec.context_len)
+
+    def _ready(self) -> Engine:
+        if self._engine is None:
+            raise ConfigError("no context is loaded yet; load one first")
+        return self._engine
+
+    def _place(self, context_id: int) -> int:
+        if context_id not in self._places:
+            raise ConfigError(f"there is no context {context_id}; load it first")
+        return self._places[context_id]
+
+    def _request(self, slot: int) -> tuple[int, int]:
+        if slot not in self._requests:
+            raise ConfigError(f"slot {slot} is not open; open it first")
+        return self._requests[slot]

@@ -72,14 +72,28 @@ def conversation_ids(
             "the model's chat template does not put these messages after the context; send one user message, or "
             "user and assistant messages in turn"
         )
-    after = after.removeprefix(separator)
-    whole = tokenizer(tokenizer.decode(prefix) + after, add_special_tokens=False).input_ids
-    if whole[: len(prefix)] != prefix.tolist():
-        raise ArtifactMismatchError(
-            "this question would change the tokens of the context it follows; ask it differently, or rebuild the "
-            "artifact with --no-chat"
-        )
-    return np.asarray(whole[len(prefix) :], dtype=np.int32)
+    return np.asarray(_continue(tokenizer, prefix, after.removeprefix(separator)), dtype=np.int32)
+
+
+def _continue(tokenizer: Any, prefix: NDArray[np.int32], text: str) -> list[int]:
+    """The ids of a text that follows the prefix. Text is cut at special tokens before anything else is done with it,
+    so what stands before the last of them in the prefix need not be tokenised again."""
+    for start in (_last_special(tokenizer, prefix), 0):
+        known = prefix[start:]
+        ids: list[int] = tokenizer(tokenizer.decode(known) + text, add_special_tokens=False).input_ids
+        if ids[: len(known)] == known.tolist():
+            return ids[len(known) :]
+    raise ArtifactMismatchError(
+        "this question would change the tokens of the context it follows; ask it differently, or rebuild the "
+        "artifact with --no-chat"
+    )
+
+
+def _last_special(tokenizer: Any, prefix: NDArray[np.int32]) -> int:
+    """Where the last special token of the prefix stands; 0 without one."""
+    special = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special and not token.normalized]
+    places = np.flatnonzero(np.isin(prefix, special))
+    return int(places[-1]) if len(places) else 0
 
 
 def _render(tokenizer: Any, wrapping: str, question: str) -> str:

@@ -2,6 +2,7 @@
 
 import hashlib
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -130,6 +131,7 @@ def test_a_question_that_changes_the_contexts_tokens_is_refused() -> None:
         """A tokenizer whose tokens depend on what follows."""
 
         chat_template = "x"
+        added_tokens_decoder: ClassVar[dict[int, object]] = {}
 
         def apply_chat_template(self, messages, **options):
             return "".join(f"[{m['content']}]" for m in messages)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from csattn.artifact import Artifact, find_artifact, open_artifact
 from csattn.artifact.durable import write_bytes
-from csattn.errors import ArtifactError, CsattnError
+from csattn.errors import ArtifactError
 from workers.serving.context_build import build_context
 from workers.serving.context_file import ContextFile, Record
 from workers.serving.messages import (
@@ -19,8 +19,10 @@ from workers.serving.messages import (
     ContextInfo,
     ContextNotReadyError,
     NewContext,
+    ServingError,
     UnknownContextError,
 )
+from workers.serving.prompts import require_text
 from workers.settings import Settings
 
 TEXTS = "texts"  # directory in the store: texts whose building is not finished
@@ -75,9 +77,12 @@ class Contexts:
         require_name(new.name)
         if not new.text.strip():
             raise BadRequestError("the context's text is empty; give some text", "text")
-        data = new.text.encode("utf-8", errors="surrogatepass")
+        data = require_text(new.text, "text")
         digest = hashlib.sha256(data).hexdigest()
-        record = await asyncio.to_thread(self._enter, new, data, digest)
+        try:
+            record = await asyncio.to_thread(self._enter, new, data, digest)
+        except ArtifactError as error:
+            raise ServingError(f"the context cannot be registered: {error}") from error
         if record.state == "building" and new.name not in self._builds:
             self._build(record)
         return self._info(record)
@@ -153,8 +158,8 @@ class Contexts:
                 assert record.text_sha256 is not None, "what is being built has a text"
                 result = await build_context(self._text_path(record.text_sha256), self._store, self._settings, tell)
                 done = replace(record, artifact_id=result["artifact"], num_tokens=result["context_len"])
-            except (CsattnError, OSError) as error:
-                done = replace(record, error=str(error))
+            except Exception as error:  # whatever it is, who asks for the context is told
+                done = replace(record, error=str(error) or type(error).__name__)
         await asyncio.to_thread(self._finish, record, done)
 
     def _finish(self, record: Record, done: Record) -> None:

@@ -43,6 +43,18 @@ def require_content(ask: Ask) -> None:
             f"the last message is of the role {ask.turns[-1].role!r}; end with a user message, which will be answered",
             "messages",
         )
+    for text in [turn.content for turn in ask.turns] or [ask.prompt or ""]:
+        require_text(text, _field_of(ask))
+
+
+def require_text(text: str, field: str) -> bytes:
+    """As UTF-8. JSON can write halves of characters, which are no text."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRequestError(
+            f"half a character (a lone surrogate) stands at {error.start}; send text", field
+        ) from None
 
 
 def longest_question(tokenizer: Any, num_positions: int) -> int:

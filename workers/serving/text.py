@@ -7,7 +7,7 @@ from typing import Any
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _UNFINISHED = "\ufffd"  # what a character becomes while bytes of it are missing
-_WINDOW = 16  # tokens that are decoded again beside a new one
+_WINDOW = 8  # tokens that are decoded again beside a new one
 
 
 def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:

@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from csattn.artifact import open_artifact
-from csattn.models.prompt import context_ids, question_ids
+from csattn.models.prompt import context_ids, conversation_ids, question_ids
 from tests.tiny import byte_tokenizer, loaded
 from tests.workers.serving.artifacts import text_of
 from workers.serving.context_file import ContextFile
@@ -144,3 +146,34 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised() -> None:
     require_possible(ask(("user", "x" * most)), most)
     with pytest.raises(ContextTooLongError, match="1,025 characters"):
         require_possible(ask(("user", "x" * most), ("user", "y")), most)
+
+
+@given(st.text(max_size=30), st.text(max_size=30))
+def test_behind_a_special_token_only_the_end_is_tokenised_and_nothing_changes(text, question) -> None:
+    """A context's text may hold special tokens, and beginnings of them, too."""
+    tokenizer = byte_tokenizer(
+        "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>\n{% endfor %}"
+    )
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>", "<|user|>"]})
+    seen = []
+
+    class Watched:
+        def __getattr__(self, name):
+            return getattr(tokenizer, name)
+
+        def __call__(self, text, **options):
+            seen.append(len(text))
+            return tokenizer(text, **options)
+
+    prefix = context_ids(tokenizer, f"{text}<|end|><|us" + "er|>" * (len(text) % 2), "system")
+    said = [{"role": "user", "content": question}]
+    got = conversation_ids(Watched(), prefix, said, "system").tolist()
+    whole = tokenizer.decode(prefix) + f"<|user|>{question}<|end|>\n"
+    assert prefix.tolist() + got == tokenizer(whole, add_special_tokens=False).input_ids
+    assert seen == [len(f"<|end|>\n<|user|>{question}<|end|>\n")]
+
+
+def test_half_a_character_is_refused(artifact) -> None:
+    for asked in (ask(("user", "a\ud800")), ask(prompt="\udfff")):
+        with pytest.raises(BadRequestError, match="half a character"):
+            prompt_ids(TOKENIZER, artifact, asked)

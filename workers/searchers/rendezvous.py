@@ -30,7 +30,7 @@ class Rendezvous:
         if sys.platform == "linux":
             self.address = f"@{name}"
         else:
-            self._directory = tempfile.mkdtemp(prefix="csattn-")
+            self._directory = tempfile.mkdtemp(prefix=f"csattn-{os.getpid()}-")
             self.address = str(Path(self._directory) / "socket")
         self._listener = socket.socket(socket.AF_UNIX)
         try:

@@ -23,7 +23,7 @@ from workers.searchers.worker import WorkerSpec
 
 HUNG_S = 1.0  # a worker that is silent for so long is taken for dead; besides, as long as a layer's search may take:
 SLOWEST_NS = 25.0  # for each key and query row of the layer, about ten times what a thread needs
-SPIN_US = 200.0  # how long either side looks for the other's word before it sleeps, where cores are to spare
+OWN_SPIN_US, WORKER_SPIN_US = 1000.0, 200.0  # how long either side looks before it sleeps, where cores are to spare
 MAX_PLANS = 256  # kinds of steps whose letters are kept
 
 
@@ -232,7 +232,8 @@ def choose_spins(num_cpus: int, num_threads: int) -> tuple[float, float]:
     The client looks only while it has nothing else to do: a core besides the workers' will do. Workers look also while
     the client computes: at least half of the cores must be left alone by them.
     """
-    return SPIN_US if num_cpus > num_threads else 0.0, SPIN_US if num_cpus >= 2 * (num_threads + 1) else 0.0
+    own_us = OWN_SPIN_US if num_cpus > num_threads else 0.0
+    return own_us, WORKER_SPIN_US if num_cpus >= 2 * (num_threads + 1) else 0.0
 
 
 def _require_sizes(num_workers: int, threads_per_worker: int, cpus: Sequence[int] | None) -> None:

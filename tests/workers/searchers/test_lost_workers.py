@@ -2,14 +2,12 @@
 
 import contextlib
 import gc
-import multiprocessing
 import os
 import random
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +17,7 @@ import pytest
 
 from csattn.artifact import Artifact
 from csattn.errors import SearchLostError
+from tests.workers.searchers.children import FORKS, Children, ForkedProcess, named_files, num_descriptors, runs
 from tests.workers.searchers.searching import (
     WAIT_S,
     Threads,
@@ -38,45 +37,6 @@ from workers.searchers.worker_searcher import WorkerSearcher
 ROOT = Path(__file__).resolve().parents[3]
 
 
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["workers.searchers.worker", "tests.workers.searchers.warm"])
-
-
-class ForkedProcess:
-    """A worker that is up at once: what it imports is loaded before it is forked."""
-
-    def __init__(self, spec: WorkerSpec) -> None:
-        self._child = FORKS.Process(target=SearchWorker(spec).serve)
-        self._child.start()
-        self.pid = self._child.pid
-
-    def fault(self) -> str | None:
-        return None if self._child.is_alive() else "it has ended"
-
-    def kill(self) -> None:
-        self._child.kill()
-        self._child.join()
-        self._child.close()
-
-
-class Children:
-    """Launches processes and remembers them, the latest of each place."""
-
-    def __init__(self) -> None:
-        self.kind: type[ForkedProcess] | type[ChildProcess] = ForkedProcess
-        self.started: list[ForkedProcess | ChildProcess] = []
-        self.latest: dict[int, ForkedProcess | ChildProcess] = {}
-
-    def __call__(self, spec: WorkerSpec) -> ForkedProcess | ChildProcess:
-        child = self.latest[spec.number] = self.kind(spec)
-        self.started.append(child)
-        return child
-
-    def signal(self, number: int, what: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.latest[number].pid, what)
-
-
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
     return make_artifact(tmp_path_factory.mktemp("store"), 20_000, num_subspaces=8, num_kv_heads=4)
@@ -92,28 +52,10 @@ def children(monkeypatch: pytest.MonkeyPatch) -> Iterator[Children]:
     children = Children()
     files, descriptors = named_files(), num_descriptors()
     yield children
-    wait_until(lambda: not any(_runs(child.pid) for child in children.started))
+    wait_until(lambda: not any(runs(child.pid) for child in children.started))
     assert named_files() == files
     gc.collect()
     assert num_descriptors() <= descriptors
-
-
-def named_files() -> set[str]:
-    """Shared memory and sockets that have names."""
-    shared, temporary = Path("/dev/shm"), Path(tempfile.gettempdir())
-    return {str(file) for folder in (shared, temporary) if folder.is_dir() for file in folder.glob("csattn-*")}
-
-
-def num_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
-
-
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def test_workers_are_killed_at_random_times(artifact: Artifact, children: Children) -> None:
@@ -194,7 +136,7 @@ def test_a_worker_that_hangs_is_replaced(
         search_layer(searcher, [make_step(artifact, 2, 900)], {0: artifact}, 0)
         assert 0.3 <= time.monotonic() - began < 2
         wait_until(lambda: searcher.health().num_alive == 2)
-        assert not _runs(hung.pid)
+        assert not runs(hung.pid)
         for turn in range(6):
             search_layer(searcher, [make_step(artifact, 2, 900, turn)], {0: artifact}, turn % 3)
         assert searcher.health().num_searched_here == 1
@@ -258,7 +200,7 @@ def test_workers_end_with_their_client(end: str, status: int, artifact: Artifact
     assert client.returncode == status, client.stderr
     pids = [int(pid) for pid in client.stdout.split()]
     assert len(pids) == 2
-    wait_until(lambda: not any(_runs(pid) for pid in pids))
+    wait_until(lambda: not any(runs(pid) for pid in pids))
     assert named_files() == files
     assert not client.stderr
 

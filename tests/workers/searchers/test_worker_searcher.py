@@ -155,6 +155,7 @@ def test_spinning_and_sleeping_choose_the_same(store: Path) -> None:
             searcher.load(0, artifact)
             for turn in range(30):
                 search_layer(searcher, [make_step(artifact, 1, 30, turn)], {0: artifact}, turn % 3)
+            assert searcher.health().num_searched_here == 0, "somebody was not woken up"
 
 
 @pytest.mark.parametrize(

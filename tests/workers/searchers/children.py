@@ -1,0 +1,68 @@
+"""Search workers in processes of their own that tests may kill, and what must not be left of them."""
+
+import contextlib
+import multiprocessing
+import os
+import tempfile
+from pathlib import Path
+
+from workers.searchers.process import ChildProcess
+from workers.searchers.worker import SearchWorker, WorkerSpec
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["workers.searchers.worker", "tests.workers.searchers.warm"])
+
+
+class ForkedProcess:
+    """A worker that is up at once: what it imports is loaded before it is forked."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._child = FORKS.Process(target=SearchWorker(spec).serve)
+        self._child.start()
+        self.pid = self._child.pid
+
+    def fault(self) -> str | None:
+        return None if self._child.is_alive() else "it has ended"
+
+    def kill(self) -> None:
+        self._child.kill()
+        self._child.join()
+        self._child.close()
+
+
+class Children:
+    """Launches processes and remembers them, the latest of each place."""
+
+    def __init__(self) -> None:
+        self.kind: type[ForkedProcess] | type[ChildProcess] = ForkedProcess
+        self.started: list[ForkedProcess | ChildProcess] = []
+        self.latest: dict[int, ForkedProcess | ChildProcess] = {}
+
+    def __call__(self, spec: WorkerSpec) -> ForkedProcess | ChildProcess:
+        child = self.latest[spec.number] = self.kind(spec)
+        self.started.append(child)
+        return child
+
+    def signal(self, number: int, what: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.latest[number].pid, what)
+
+
+def runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def named_files() -> set[str]:
+    """Shared memory, and this process's sockets, that have names."""
+    names = {str(file) for file in Path("/dev/shm").glob("csattn-*")}
+    names |= {str(file) for file in Path(tempfile.gettempdir()).glob(f"csattn-{os.getpid()}-*")}
+    sockets = Path("/proc/net/unix").read_text().splitlines() if os.path.exists("/proc/net/unix") else []
+    return names | {line for line in sockets if f"csattn-{os.getpid()}-" in line}
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0

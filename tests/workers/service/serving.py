@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +41,7 @@ class Service:
         assert context["state"] == "ready", context
         return dict(context)
 
-    def ask(self, context: str, question: str, max_tokens: int) -> Iterator[str]:
+    def ask(self, context: str, question: str, max_tokens: int) -> Generator[str, None, None]:
         """An answer's pieces as they come. Raises openai.APIError where the service tells of an error."""
         messages: list[Any] = [{"role": "user", "content": question}]
         with (

@@ -1,0 +1,211 @@
+"""What becomes of running answers when a process of the service is killed? `python -m bench.faults [--kills N]`.
+
+`csattn serve` on Ray, with search workers. In each trial a few streams are under way when one process gets SIGKILL at a
+random time: a search worker, the attention worker, or the ingress replica, in turns.
+Gate: every stream ends with the right tokens, or with an error event after the first of them; none hangs, none breaks
+off without a word; then the service is ready again and answers as before.
+"""
+
+import argparse
+import os
+import random
+import signal
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import psutil
+
+from bench.timing import finish, gate, machine
+from tests.workers.service.serving import Service, serving
+
+TEXT = Path(__file__).parent / "texts" / "novel.txt"
+QUESTIONS = ("What is it about?", "Who is told of here?", "Tell me a line of it.")
+# target -> how its process calls itself
+TARGETS = {
+    "search worker": "ray::SearchActor",
+    "attention worker": "ray::AttentionActor",
+    "ingress replica": "ray::ServeReplica:csattn",
+}
+HUNG_S = 180.0
+
+
+@dataclass
+class Stream:
+    """One answer that was under way."""
+
+    text: str = ""
+    first_at: float | None = None
+    ended_at: float = 0.0
+    longest_pause_s: float = 0.0
+    error: Exception | None = None
+
+    def outcome(self, wanted: str) -> str:
+        if self.error is None:
+            return "answered" if self.text == wanted else "wrong"
+        if not wanted.startswith(self.text):
+            return "wrong"
+        # an event or a reply of ours; anything else is a connection that broke
+        return "told" if isinstance(self.error, openai.APIError) and self.error.code == "worker_lost" else "cut off"
+
+
+@dataclass
+class Trial:
+    """What one kill did. Seconds count from the kill."""
+
+    outcomes: list[str]
+    end_s: list[float]  # of each stream
+    pause_s: list[float]  # the longest between two pieces of each stream
+    ready_s: float
+    back_s: float  # until there is another process in its place
+    same_again: bool
+
+
+@dataclass
+class Plan:
+    """What is asked, and what is right."""
+
+    model: str
+    questions: Sequence[str]
+    num_tokens: int
+    wanted: list[str] = field(default_factory=list)
+
+
+def prepare(service: Service, plan: Plan) -> float:
+    """Ask everything alone. Returns seconds of the longest answer."""
+    longest = 0.0
+    for question in plan.questions:
+        since = time.monotonic()
+        plan.wanted.append("".join(service.ask(plan.model, question, plan.num_tokens)))
+        longest = max(longest, time.monotonic() - since)
+    return longest
+
+
+def try_kill(service: Service, plan: Plan, target: str, delay_s: float) -> Trial:
+    """Kill a process of that kind so long after all streams have begun."""
+    streams = [Stream() for _ in plan.questions]
+    with ThreadPoolExecutor(len(streams)) as pool:
+        for stream, question in zip(streams, plan.questions, strict=True):
+            pool.submit(follow, stream, service, plan, question)
+        while not all(stream.first_at or stream.ended_at for stream in streams):
+            time.sleep(0.001)
+        time.sleep(delay_s)
+        victims = processes(service, target)
+        victim = random.choice(sorted(victims))
+        killed_at = time.monotonic()
+        os.kill(victim, signal.SIGKILL)
+    service.wait_until_ready(HUNG_S)
+    ready_s = time.monotonic() - killed_at
+    while len(processes(service, target) - {victim}) < len(victims):
+        gate(time.monotonic() - killed_at < HUNG_S, f"no {target} has come in place of the one that was killed")
+        time.sleep(0.01)
+    back_s = time.monotonic() - killed_at
+    again = ["".join(service.ask(plan.model, question, plan.num_tokens)) for question in plan.questions[:1]]
+    return Trial(
+        [stream.outcome(wanted) for stream, wanted in zip(streams, plan.wanted, strict=True)],
+        [stream.ended_at - killed_at for stream in streams],
+        [stream.longest_pause_s for stream in streams],
+        ready_s,
+        back_s,
+        again == plan.wanted[:1],
+    )
+
+
+def follow(stream: Stream, service: Service, plan: Plan, question: str) -> None:
+    last = time.monotonic()
+    try:
+        for piece in service.ask(plan.model, question, plan.num_tokens):
+            now = time.monotonic()
+            if stream.first_at is not None:
+                stream.longest_pause_s = max(stream.longest_pause_s, now - last)
+            stream.first_at, last = stream.first_at or now, now
+            stream.text += piece
+    except Exception as error:
+        stream.error = error
+    finally:
+        stream.ended_at = time.monotonic()
+
+
+def processes(service: Service, target: str) -> set[int]:
+    """The service's processes of that kind."""
+    found = set()
+    for process in psutil.Process(service.process.pid).children(recursive=True):
+        try:
+            title = process.cmdline()
+            if title and title[0].startswith(TARGETS[target]) and process.status() != psutil.STATUS_ZOMBIE:
+                found.add(process.pid)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def summary(trials: Sequence[Trial]) -> dict[str, Any]:
+    """Of the trials of one target."""
+    outcomes = Counter(outcome for trial in trials for outcome in trial.outcomes)
+    by_end: dict[str, list[float]] = {"answered": [], "told": []}
+    for trial in trials:
+        for outcome, seconds in zip(trial.outcomes, trial.end_s, strict=True):
+            by_end.setdefault(outcome, []).append(seconds)
+    return {
+        "kills": len(trials),
+        "streams": dict(outcomes),
+        "same_request_again": sum(trial.same_again for trial in trials),
+        "told_after_s": spread(by_end["told"]),
+        "answered_after_s": spread(by_end["answered"]),
+        "longest_pause_s": spread([pause for trial in trials for pause in trial.pause_s]),
+        "ready_after_s": spread([trial.ready_s for trial in trials]),
+        "replaced_after_s": spread([trial.back_s for trial in trials]),
+    }
+
+
+def spread(seconds: Sequence[float]) -> dict[str, float] | None:
+    if not seconds:
+        return None
+    return {"p50": round(float(np.median(seconds)), 3), "max": round(max(seconds), 3)}
+
+
+def require_sound(target: str, trial: Trial) -> None:
+    gate(set(trial.outcomes) <= {"answered", "told"}, f"a killed {target}: streams were {', '.join(trial.outcomes)}")
+    gate(trial.same_again, f"a killed {target}: the same request then had another answer")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=30, help="of each kind of process")
+    parser.add_argument("--model", help="as csattn serve has it")
+    parser.add_argument("--store", type=Path, help="where the context is kept; else a scratch directory")
+    parser.add_argument("--context-chars", type=int, default=8000)
+    parser.add_argument("--num-tokens", type=int, default=48)
+    parser.add_argument("--search-workers", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    random.seed(options.seed)
+    with tempfile.TemporaryDirectory() as scratch:
+        model = ["--model", options.model] if options.model else []
+        searchers = ["--set", f"engine.num_search_workers={options.search_workers}"]
+        with serving("--store", str(options.store or scratch), *model, *searchers) as service:
+            service.register("faults", TEXT.read_text()[: options.context_chars])
+            name = service.get("/v1/contexts/faults").json()["model"]
+            plan = Plan(name, QUESTIONS, options.num_tokens)
+            span_s = prepare(service, plan)
+            trials: dict[str, list[Trial]] = {target: [] for target in TARGETS}
+            for number in range(options.kills):
+                for target in TARGETS:
+                    trial = try_kill(service, plan, target, random.uniform(0.0, span_s))
+                    require_sound(target, trial)
+                    trials[target].append(trial)
+                    print(f"{number + 1}/{options.kills} {target}: {trial}", flush=True)
+    result = {target: summary(of_target) for target, of_target in trials.items()}
+    finish({"bench": "faults", "machine": machine(), "model": options.model or "smollm2-135m", **result}, options.json)
+
+
+if __name__ == "__main__":
+    main()

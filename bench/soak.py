@@ -90,7 +90,7 @@ async def measure(target: Target, options: argparse.Namespace) -> dict[str, Any]
     rate = sum(reply.num_tokens for _, reply in soak.replies) / soaked_s
     return {
         "target": options.url or "in process",
-        "model": options.model or "demo",
+        "model": options.model or ("the server's" if options.url else "demo"),
         "streams": options.streams,
         "contexts": len(PASSWORDS),
         "context_chars": options.context_chars,

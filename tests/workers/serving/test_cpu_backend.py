@@ -21,6 +21,11 @@ from workers.settings import Settings, StoreSettings
 
 SEARCH = SearchConfig(keep=0.1, window_len=32, lookahead=1)
 
+MEASURED = (
+    *("fidelity_recall_count", "fidelity_mass_count", "fidelity_mass_sum"),
+    *("search_seconds_total", "kv_bytes", "index_bytes"),
+)
+
 
 def backend_of(store: Path, search: SearchConfig = SEARCH) -> LocalBackend:
     engine = CpuEngine(loaded(), max_rows=16, num_slots=16, tail_capacity=128, num_threads=2)
@@ -50,6 +55,11 @@ def test_sixteen_streams_at_once_equal_each_alone(built: Path) -> None:
             alone = [await answer(backend, kind) for kind in kinds()]
             for _ in range(2):
                 assert await asyncio.gather(*(answer(backend, kind) for kind in kinds())) == alone
+            samples = [sample for metric in await backend.metrics() for sample in metric.samples]
+            by_name = {name: [s.value for s in samples if s.name == f"csattn_{name}"] for name in MEASURED}
+            assert sum(by_name["fidelity_recall_count"]) == sum(by_name["fidelity_mass_count"]) > 1
+            assert 0 < sum(by_name["fidelity_mass_sum"]) <= sum(by_name["fidelity_mass_count"])
+            assert min(by_name["search_seconds_total"] + by_name["kv_bytes"] + by_name["index_bytes"]) > 0
 
     asyncio.run(main())
 

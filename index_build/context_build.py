@@ -54,7 +54,8 @@ class ContextBuild:
         self._outcome: Outcome = "built"
         self._is_uploading = False
         self._rows: tuple[int, int] = (-1, 0)  # a layer in prefill, and how many of its rows are done
-        self._started_s = time.perf_counter()
+        self._is_refused = False  # the lock: somebody else has it
+        self._started_s: float | None = None
 
     def due(self) -> list[Piece]:
         """What can be done now and is not in work; what comes first is needed first."""
@@ -71,6 +72,7 @@ class ContextBuild:
         return [piece for piece in pieces if piece not in self._in_work]
 
     def start(self, piece: Piece) -> None:
+        self._started_s = self._started_s or time.perf_counter()
         self._in_work.add(piece)
 
     def settle(self, piece: Piece, value: Any) -> None:
@@ -120,7 +122,7 @@ class ContextBuild:
     @property
     def is_waiting(self) -> bool:
         """Whether somebody else is building this artifact."""
-        return self.plan is not None and self._writer is None and not self._is_uploading and self.result is None
+        return self._is_refused and self.result is None
 
     @property
     def progress(self) -> JobProgress | None:
@@ -132,6 +134,8 @@ class ContextBuild:
             return JobProgress(self.job_idx, context_len, self._first_share, 1.0, "uploading")
         if self.is_waiting:
             return JobProgress(self.job_idx, context_len, 0.0, 0.0, "waiting for another builder of it")
+        if self._writer is None:
+            return JobProgress(self.job_idx, context_len, 0.0, 0.0, "ready to begin")
         where = f"{len(self._ready)} layers prefilled, {self._num_finished} of {self._num_layers} indexed"
         return JobProgress(self.job_idx, context_len, self._first_share, self._share, where)
 
@@ -168,7 +172,9 @@ class ContextBuild:
         try:
             writer.__enter__()
         except _BusyError:
+            self._is_refused = True
             return False
+        self._is_refused = False
         self._writer = writer
         if writer.finished_path is not None:
             self._publish("reused")
@@ -238,7 +244,7 @@ class ContextBuild:
         self.result = JobResult(
             self.job,
             outcome,
-            time.perf_counter() - self._started_s,
+            0.0 if self._started_s is None else time.perf_counter() - self._started_s,
             artifact_id,
             None if artifact_id is None else f"{place}/{artifact_id}" if self._remote else Path(place) / artifact_id,
             0 if self.plan is None else self.plan.spec.context_len,

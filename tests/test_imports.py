@@ -24,6 +24,7 @@ IMPORTED_BY_NOTHING = {"tests", "bench"}
 ADDRESSES: dict[str, tuple[str, ...]] = {
     "faiss": ("index_build/kmeans.py",),
     "ray": ("*_actor.py", "*/jobs.py", "workers/service/ray_*.py"),
+    "fsspec": ("csattn/artifact/remote.py",),
     "cupy": ("csattn/cuda.py", "offload/cuda.py"),
     "triton": ("index_build/device_kernels.py", "workers/model_runner/*.py"),
     "typer": ("workers/cli*.py",),

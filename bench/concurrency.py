@@ -170,8 +170,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         axes.set_xlabel("requests at a time")
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
-    speed.set_yscale("log")
-    memory.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
     speed.legend(frameon=False)
     device = result["machine"]["gpu"] or "CPU"
     title = f"One context of {result['context_len']:,} tokens, shared. {result['shape']}, {device}"

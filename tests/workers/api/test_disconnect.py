@@ -1,13 +1,16 @@
 """A client that leaves frees its slot at once, whether it is being sent to or waits."""
 
+import asyncio
 import json
 import socket
 import time
+from typing import Any
 
 import pytest
 
 from tests.workers.api.fake_backend import FakeBackend, Script
 from tests.workers.api.running import KEY, Running, eventually, serving, settings_with
+from workers.api import make_app
 
 MODEL = "smollm2-135m@handbook"
 
@@ -78,3 +81,28 @@ def test_a_client_that_takes_nothing_is_given_up() -> None:
         # what was written and never taken does not keep the connection either
         assert eventually(lambda: not service.server.server_state.connections)
         connection.close()
+
+
+def test_a_send_that_never_ends_is_given_up_under_any_server() -> None:
+    backend = FakeBackend()
+    backend.add("handbook")
+    app = make_app(backend, settings_with(stall_timeout_s=0.2))
+    body = json.dumps({"model": MODEL, "prompt": "go", "stream": True}).encode()
+    headers = {"host": "localhost", "authorization": f"Bearer {KEY}", "content-type": "application/json"}
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
+        "path": "/v1/completions", "raw_path": b"/v1/completions", "query_string": b"", "root_path": "",
+        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+    }  # fmt: skip
+    messages = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+    async def receive() -> Any:
+        message = next(messages, None)
+        return message if message is not None else await asyncio.Future()
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.Future()
+
+    asyncio.run(asyncio.wait_for(app(scope, receive, send), 10))
+    assert backend.num_ended_early == 1 and not backend.running

@@ -153,6 +153,15 @@ def test_a_large_body_is_refused_unread_and_the_refusal_arrives(service: Running
         assert reply.startswith(b"HTTP/1.1 413 ") and b"connection: close" in reply
 
 
+def test_a_refusal_also_reaches_a_client_that_sends_all_before_it_reads(service: Running) -> None:
+    with socket.create_connection(("127.0.0.1", service.port)) as connection:
+        connection.sendall(head("/v1/contexts", "Content-Length: 600000"))
+        for _ in range(6):
+            connection.sendall(b"x" * 100_000)  # fails once the other side has closed
+            time.sleep(0.1)
+        assert said(connection).startswith(b"HTTP/1.1 413 ")
+
+
 def test_a_large_body_in_chunks_is_refused_as_it_comes(service: Running) -> None:
     pieces = iter([b"x" * 50_000] * 200)
     num_sent = 0

@@ -102,9 +102,10 @@ def _range_rows(list_len: int) -> int:
 
 @exact_kernel
 def _attend(args: NDArray[np.int64], piece: int, like: Any, itemsize: int) -> None:
-    number = piece % args[_MAX_RANGES]
-    head = piece // args[_MAX_RANGES] % args[_MAX_INDEX_HEADS]
-    row = piece // args[_MAX_RANGES] // args[_MAX_INDEX_HEADS]
+    # rows that follow each other are likely to read the same of one head: its window, and what many choose
+    num_rows = array_at(args[_NUM_ROWS], 1, np.int64(0))[0]
+    row, head_range = piece % num_rows, piece // num_rows
+    head, number = head_range // args[_MAX_RANGES], head_range % args[_MAX_RANGES]
     num_index_heads = _of_row(args, _NUM_INDEX_HEADS, row)
     if head >= num_index_heads:
         return

@@ -57,9 +57,10 @@ class CpuModel:
         self._qkv, self._early, self._gated = room(shape.qkv_width), room(shape.q_width), room(shape.intermediate_size)
         self.q, self.q_ahead = room(*heads), (room(*heads), room(*heads))
         self.attended, self.logits = room(shape.q_width), room(shape.vocab_size)
-        # pages are there once they are written
         size = shape.num_layers, num_tails, shape.num_kv_heads, tail_capacity, 2, shape.head_dim
-        self.tails = torch.zeros(size, dtype=model.dtype)
+        # numpy's zeros cost memory once they are written, torch's at once
+        tails = np.zeros(size, np.float32 if model.dtype.itemsize == 4 else np.int16)
+        self.tails = torch.from_numpy(tails).view(model.dtype)
         self._tapes: list[_RowTape] = []
         self.begin = {ahead: self._tape(self._begin, ahead) for ahead in (False, True)}
         self.after = {

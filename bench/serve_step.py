@@ -1,0 +1,199 @@
+"""What a step of the CPU engine costs, by the number of rows and of contexts; beside it a step through transformers.
+
+    python -m bench.serve_step [--rows 1,2,4,8,16] [--threads N] [--contexts 3] [--rounds N] [--store DIR] [--json FILE]
+
+Gate: each request's tokens and logits are the same bits among 16 rows as alone. The engine and transformers take turns,
+so that what else the machine does falls on both. With one thread, the calling thread's CPU time is all there is: it is
+told beside the time that went by.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.timing import finish, gate, machine
+from csattn.artifact import Artifact, open_artifact
+from csattn.config import SearchConfig, preset
+from csattn.cpus import available_cpus
+from csattn.models import LoadedModel, load_model
+from csattn.models.prompt import context_ids
+from index_build.pipeline import build_artifact
+from workers.engine.cpu_engine import CpuEngine
+from workers.serving.step_engine import StepRow
+from workers.session import Session, csattn_session
+
+TEXT = Path(__file__).parent / "texts" / "novel.txt"
+CONTEXT_LEN = 4096
+STARTS = (0, 2700, 5400)  # of the contexts in the text
+CONFIG = SearchConfig(keep=0.05, lookahead=1)
+WARM_UP = 3
+TAIL_CAPACITY = 64
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default="1,2,4,8,16")
+    parser.add_argument("--threads", type=int, default=available_cpus())
+    parser.add_argument("--contexts", type=int, default=len(STARTS))
+    parser.add_argument("--rounds", type=int, default=24)
+    parser.add_argument("--store", type=Path, default=Path("~/.cache/csattn/bench").expanduser())
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    loaded = load_model()
+    artifacts = _artifacts(loaded, args.store, args.contexts)
+    counts = [int(count) for count in args.rows.split(",")]
+    settings = [(num_contexts, num_rows) for num_contexts in (1, len(artifacts)) for num_rows in counts]
+    slots = sum(num_rows for _, num_rows in settings)
+    with CpuEngine(
+        loaded, max_rows=max(counts), num_slots=slots, tail_capacity=TAIL_CAPACITY, num_threads=args.threads
+    ) as engine:
+        for context_id, artifact in enumerate(artifacts):
+            engine.add_context(context_id, artifact)
+        _gate(engine, max(counts), len(artifacts))
+        steps, beside = _measure(engine, loaded, artifacts[0], settings, args.rounds)
+    for step in steps:
+        print(
+            f"{step['contexts']} contexts, {step['rows']:2} rows: {step['p50_ms']:6.1f} ms a step (CPU "
+            f"{step['cpu_p50_ms']:.1f}, search "
+            f"{step['search_ms']:.1f}, attention {step['attend_ms']:.1f}), {step['tokens_per_s']:6.1f} tokens/s, "
+            f"{step.get('times_one_row')} x one row (by CPU time {step.get('times_one_row_by_cpu')})"
+        )
+    print(f"one row through transformers: {beside['p50_ms']:.1f} ms")
+    finish(
+        {"bench": "serve_step", **machine(), "threads": args.threads, "steps": steps, "transformers": beside}, args.json
+    )
+
+
+def _artifacts(loaded: LoadedModel, store: Path, num_contexts: int) -> list[Artifact]:
+    ids = context_ids(loaded.tokenizer, TEXT.read_text(), "none")
+    config = preset("default", loaded.geometry.head_dim)
+    parts = [ids[start : start + CONTEXT_LEN] for start in STARTS[:num_contexts]]
+    return [open_artifact(build_artifact(loaded, part, config, store).path) for part in parts]
+
+
+def _gate(engine: CpuEngine, num_rows: int, num_contexts: int) -> None:
+    together = _run(engine, list(range(num_rows)), num_contexts, 6)
+    for request in {0, num_rows // 2, num_rows - 1}:
+        token_ids, logits = together[request]
+        alone_ids, alone_logits = _run(engine, [request], num_contexts, 6)[request]
+        gate(token_ids == alone_ids, f"request {request} said {token_ids} among others and {alone_ids} alone")
+        gate(bool((logits == alone_logits).all()), f"request {request} had other logits among others than alone")
+
+
+def _run(engine: CpuEngine, requests: list[int], num_contexts: int, num_steps: int) -> dict[int, tuple[list[int], Any]]:
+    """Tokens and last logits of requests that are stepped together; a request's number is its slot and first token."""
+    for request in requests:
+        engine.open(request, request % num_contexts, CONFIG, "csattn")
+    token_ids = {request: [1000 + request] for request in requests}
+    for _ in range(num_steps):
+        result = engine.step([StepRow(request, token_ids[request][-1]) for request in requests], want_logits=True)
+        for row, request in enumerate(requests):
+            token_ids[request].append(int(result.next_ids[row]))
+    assert result.logits is not None
+    logits = {request: result.logits[row].copy() for row, request in enumerate(requests)}
+    for request in requests:
+        engine.close_slot(request)
+    return {request: (token_ids[request], logits[request]) for request in requests}
+
+
+def _measure(
+    engine: CpuEngine, loaded: LoadedModel, artifact: Artifact, settings: list[tuple[int, int]], rounds: int
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """All settings (contexts, rows) and a session in turns."""
+    steppers, first_slot = [], 0
+    for num_contexts, num_rows in settings:
+        steppers.append(_Stepper(engine, first_slot, num_rows, num_contexts))
+        first_slot += num_rows
+    with csattn_session(loaded, artifact, CONFIG) as session:
+        through_transformers = _stepper_of(session)
+        times_ms: list[float] = []
+        cpu_ms: list[float] = []
+        for number in range(WARM_UP + rounds):
+            for stepper in steppers:
+                stepper.step(counts=number >= WARM_UP)
+            started, cpu_started = time.perf_counter(), time.thread_time()
+            through_transformers()
+            if number >= WARM_UP:
+                times_ms.append((time.perf_counter() - started) * 1e3)
+                cpu_ms.append((time.thread_time() - cpu_started) * 1e3)
+    steps = [stepper.to_json() for stepper in steppers]
+    for step in steps:
+        for one in steps:
+            if one["contexts"] == step["contexts"] and one["rows"] == 1:
+                step["times_one_row"] = round(step["rows"] * one["p50_ms"] / step["p50_ms"], 2)
+                step["times_one_row_by_cpu"] = round(step["rows"] * one["cpu_p50_ms"] / step["cpu_p50_ms"], 2)
+    return steps, _summary(times_ms, cpu_ms)
+
+
+class _Stepper:
+    """Requests over some contexts, and what their steps have cost."""
+
+    def __init__(self, engine: CpuEngine, first_slot: int, num_rows: int, num_contexts: int) -> None:
+        self._engine, self._num_contexts = engine, num_contexts
+        self._rows = [StepRow(first_slot + row, 1000 + row) for row in range(num_rows)]
+        self._times_ms: list[float] = []
+        self._cpu_ms: list[float] = []
+        self._search_s = self._attend_s = 0.0
+        for row, step_row in enumerate(self._rows):
+            engine.open(step_row.slot, row % num_contexts, CONFIG, "csattn")
+
+    def step(self, counts: bool) -> None:
+        before, started, cpu_started = self._engine.counts(), time.perf_counter(), time.thread_time()
+        result = self._engine.step(self._rows)
+        ended, cpu_ended, after = time.perf_counter(), time.thread_time(), self._engine.counts()
+        self._rows = [
+            StepRow(row.slot, int(token_id)) for row, token_id in zip(self._rows, result.next_ids, strict=True)
+        ]
+        if counts:
+            self._times_ms.append((ended - started) * 1e3)
+            self._cpu_ms.append((cpu_ended - cpu_started) * 1e3)
+            self._search_s += after.search_s - before.search_s
+            self._attend_s += after.attend_s - before.attend_s
+
+    def to_json(self) -> dict[str, Any]:
+        p50_ms, num_steps = float(np.median(self._times_ms)), len(self._times_ms)
+        return {
+            "contexts": self._num_contexts,
+            "rows": len(self._rows),
+            **_summary(self._times_ms, self._cpu_ms),
+            "tokens_per_s": round(len(self._rows) / p50_ms * 1e3, 1),
+            "search_ms": round(self._search_s / num_steps * 1e3, 3),
+            "attend_ms": round(self._attend_s / num_steps * 1e3, 3),
+        }
+
+
+def _summary(times_ms: list[float], cpu_ms: list[float]) -> dict[str, float]:
+    """cpu_p50_ms: of the calling thread."""
+    return {
+        "p50_ms": round(float(np.median(times_ms)), 3),
+        "min_ms": round(min(times_ms), 3),
+        "cpu_p50_ms": round(float(np.median(cpu_ms)), 3),
+    }
+
+
+@torch.inference_mode()
+def _stepper_of(session: Session) -> Callable[[], None]:
+    """A function that makes the next step of a request through transformers."""
+    arguments = session.continue_with(np.array([1000], np.int32))
+    cache, token_ids = arguments["past_key_values"], arguments["input_ids"][:, -1:]
+
+    @torch.inference_mode()
+    def step() -> None:
+        nonlocal token_ids
+        positions = torch.tensor([cache.get_seq_length()])
+        logits = session.loaded.model(
+            input_ids=token_ids, past_key_values=cache, cache_position=positions, position_ids=positions[None]
+        ).logits
+        token_ids = logits[:, -1:].argmax(-1)
+
+    return step
+
+
+if __name__ == "__main__":
+    main()

@@ -16,7 +16,7 @@ from csattn.models import LoadedModel
 from csattn.search import SearchPool
 from csattn.search.device import DeviceLayerIndex, IndexShape, to_device
 from offload.budget import available_memory
-from offload.errors import MemoryPlanError, NoDeviceError
+from offload.errors import MemoryPlanError, NoDeviceError, PinningError
 from offload.pinned import PinnedRows
 from workers.engine.far_rows import CachedRows, DeviceRows
 from workers.engine.memory import Placement, placement_named, plan_context, plan_memory
@@ -170,7 +170,13 @@ class Engine:
         def tell(done: int, total: int) -> None:
             self._on_progress("pinning host memory", done, total)
 
-        return PinnedRows(kv, progress=tell)
+        pinned = PinnedRows(kv, progress=tell)
+        if not pinned.pinned:
+            raise PinningError(
+                f"the device cannot read the context's KV where it lies in host memory ({pinned.how}); raise the limit "
+                "of locked memory (`ulimit -l`), choose the placement device, or decode on the CPU"
+            )
+        return pinned
 
     def _index_on_device(self, artifact: Artifact) -> list[DeviceLayerIndex]:
         layers = []

@@ -17,7 +17,8 @@ from csattn.search.device import run
 from index_build.pipeline import build_artifact
 from offload import gather, slot_cache
 from offload.budget import AvailableMemory
-from offload.errors import MemoryPlanError
+from offload.errors import MemoryPlanError, PinningError
+from offload.pinned import PinnedRows
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
 from tests.tiny import loaded, token_ids
@@ -134,6 +135,25 @@ def test_a_watched_step_says_the_same_and_how_near_it_is_to_exact_attention(arti
     np.testing.assert_allclose(got.logits, want.logits, rtol=2e-3, atol=2e-3)
     assert got.fidelity.recall == pytest.approx(want.fidelity.recall, abs=0.02)
     assert got.fidelity.mass == pytest.approx(want.fidelity.mass, abs=1e-3)
+
+
+def test_memory_that_cannot_be_pinned_is_a_sentence_and_leaves_the_engine_as_it_was(artifacts, monkeypatch) -> None:
+    ready = make_engine("hybrid")
+    try:
+        ready.add_context(0, artifacts[0])
+        monkeypatch.setattr(engine, "PinnedRows", partial(PinnedRows, register=refuse, unregister=ignore))
+        with pytest.raises(PinningError, match=r"cannot read .* host memory \(no\).*`ulimit -l`"):
+            ready.add_context(1, artifacts[1])
+        ready.open(0, 0, CONFIG, "csattn")
+        ready.step([StepRow(0, 1)])
+        with pytest.raises(ConfigError, match="no context 1"):
+            ready.open(1, 1, CONFIG, "csattn")
+    finally:
+        ready.close()
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise PinningError("no")
 
 
 def watched(engine: StepEngine):

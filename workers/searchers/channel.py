@@ -6,9 +6,9 @@ import select
 import socket
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from csattn.errors import SearchLostError
-from workers.engine.searcher import RowSearch
 from workers.searchers.letters import Letter
 from workers.searchers.mail import (
     FAILED,
@@ -25,6 +25,9 @@ from workers.searchers.mail import (
     map_memory,
 )
 from workers.searchers.words import ANSWERED, ASKED, CLIENT_SLEEPS, WORKER_SLEEPS, await_word, post
+
+if TYPE_CHECKING:  # the engine's package brings in all that decodes
+    from workers.engine.searcher import RowSearch
 
 
 class Channel:
@@ -50,7 +53,7 @@ class Channel:
         """What the worker has spent on the last request."""
         return int(self.mail.words[WORKED_NS])
 
-    def send(self, layer_idx: int, letter: Letter, searches: Sequence[RowSearch]) -> bool:
+    def send(self, layer_idx: int, letter: Letter, searches: Sequence["RowSearch"]) -> bool:
         """Ask for the letter's searches; false if the worker is lost."""
         try:
             if letter.num_bytes > self.mail.num_bytes:

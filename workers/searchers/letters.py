@@ -2,14 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from workers.engine.searcher import RowSearch
 from workers.searchers.mail import BODY, CONTEXT, COUNT, RECORD_WORDS, Mail
 from workers.searchers.shares import Share, shares_of
+
+if TYPE_CHECKING:  # the engine's package brings in all that decodes
+    from workers.engine.searcher import RowSearch
 
 ALIGNMENT = 64
 
@@ -35,7 +37,7 @@ class Letter:
     records: NDArray[np.int64]  # [num_pieces, RECORD_WORDS]
     num_bytes: int  # that the mail has to have
 
-    def write(self, mail: Mail, searches: Sequence[RowSearch]) -> None:
+    def write(self, mail: Mail, searches: Sequence["RowSearch"]) -> None:
         """Put records and queries into the mail."""
         records, views = self._views(mail)
         records[:] = self.records
@@ -43,7 +45,7 @@ class Letter:
         for piece, (q, _, _) in zip(self.pieces, views, strict=True):
             q[:] = searches[piece.search].q[piece.rows, piece.q_heads]
 
-    def collect(self, mail: Mail, searches: Sequence[RowSearch]) -> None:
+    def collect(self, mail: Mail, searches: Sequence["RowSearch"]) -> None:
         """Copy the selections from the mail to where they are wanted."""
         _, views = self._views(mail)
         for piece, (_, kv_indices, valid_len) in zip(self.pieces, views, strict=True):
@@ -59,19 +61,19 @@ class Letter:
         return views
 
 
-def write_letters(searches: Sequence[RowSearch], num_workers: int) -> list[Letter]:
+def write_letters(searches: Sequence["RowSearch"], num_workers: int) -> list[Letter]:
     """A letter for each worker; it depends on the searches' shapes and settings, not on their contents."""
     return [_write_letter(searches, worker, num_workers) for worker in range(num_workers)]
 
 
-def kind_of(searches: Sequence[RowSearch]) -> tuple[Any, ...]:
+def kind_of(searches: Sequence["RowSearch"]) -> tuple[Any, ...]:
     """What letters depend on."""
     return tuple(
         (s.context_id, s.q.shape, s.out.kv_indices.shape, s.sink_len, s.window_len, s.softmax_scale) for s in searches
     )
 
 
-def _write_letter(searches: Sequence[RowSearch], worker: int, num_workers: int) -> Letter:
+def _write_letter(searches: Sequence["RowSearch"], worker: int, num_workers: int) -> Letter:
     shares = [
         (number, share)
         for number, search in enumerate(searches)
@@ -100,7 +102,7 @@ def _write_letter(searches: Sequence[RowSearch], worker: int, num_workers: int) 
     return Letter(tuple(pieces), records, end)
 
 
-def _place(search: RowSearch, number: int, share: Share, end: int) -> tuple[Piece, int]:
+def _place(search: "RowSearch", number: int, share: Share, end: int) -> tuple[Piece, int]:
     """Where a share's arrays lie behind that byte; and their end."""
     group_size = search.q.shape[1] // search.out.valid_len.shape[1]
     head_dim, top_k = search.q.shape[2], search.out.kv_indices.shape[2]

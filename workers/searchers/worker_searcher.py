@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from csattn.artifact import Artifact
 from csattn.cpus import available_cpus
 from csattn.errors import ConfigError, SearchLostError
-from workers.engine.searcher import RowSearch
 from workers.searchers.channel import Channel, await_answers
 from workers.searchers.keeper import Contexts, Keeper, Launch, load_context, unload_context
 from workers.searchers.letters import Letter, kind_of, write_letters
@@ -20,6 +19,9 @@ from workers.searchers.process import ChildProcess
 from workers.searchers.share_searcher import ShareSearcher
 from workers.searchers.words import compile_words
 from workers.searchers.worker import WorkerSpec
+
+if TYPE_CHECKING:  # the engine's package brings in all that decodes
+    from workers.engine.searcher import RowSearch
 
 HUNG_S = 1.0  # a worker that is silent for so long is taken for dead; besides, as long as a layer's search may take:
 SLOWEST_NS = 25.0  # for each key and query row of the layer, about ten times what a thread needs
@@ -105,7 +107,7 @@ class WorkerSearcher:
         for channel in self._channels():
             channel.mail.kept.clear()
 
-    def start(self, layer_idx: int, searches: Sequence[RowSearch]) -> None:
+    def start(self, layer_idx: int, searches: Sequence["RowSearch"]) -> None:
         """Hand each worker its share. What was started before and not finished is given up."""
         self._give_up()
         letters, self._patience_s = self._letters_of(searches)
@@ -176,7 +178,7 @@ class WorkerSearcher:
     def _channels(self) -> list[Channel]:
         return [channel for keeper in self._keepers if (channel := keeper.channel) is not None]
 
-    def _letters_of(self, searches: Sequence[RowSearch]) -> tuple[list[Letter], float]:
+    def _letters_of(self, searches: Sequence["RowSearch"]) -> tuple[list[Letter], float]:
         """The workers' letters, and how long to wait for an answer."""
         kind = kind_of(searches)
         kept = self._letters.get(kind)
@@ -191,7 +193,7 @@ class WorkerSearcher:
             kept = self._letters[kind] = letters, HUNG_S + num_keys * SLOWEST_NS * 1e-9
         return kept
 
-    def _require(self, search: RowSearch) -> None:
+    def _require(self, search: "RowSearch") -> None:
         """Raise AssertionError if the search does not fit its context."""
         assert search.context_id in self._artifacts, f"context {search.context_id} is not loaded"
         spec, out = self._artifacts[search.context_id].spec, search.out

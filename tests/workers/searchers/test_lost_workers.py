@@ -79,7 +79,7 @@ def test_workers_are_killed_at_random_times(artifact: Artifact, children: Childr
         killer.start()
         slowest_s, turn = 0.0, 0
         try:
-            while num_kills < 35:
+            while num_kills < 35 or searcher.health().num_losses < 15:  # the others died while they came up
                 searches = [make_step(artifact, 1 + turn % 3, 900, turn)]
                 if turn % 5 == 0:
                     searcher.unload(1)
@@ -94,8 +94,7 @@ def test_workers_are_killed_at_random_times(artifact: Artifact, children: Childr
             stop.set()
             killer.join()
         assert slowest_s < 3
-        health = searcher.health()
-        assert health.num_losses >= 15 and health.num_searched_here >= 10
+        assert searcher.health().num_searched_here >= 10
         wait_until(lambda: searcher.health().num_alive == 2)
         search_layer(searcher, [make_step(artifact, 3, 900)], {0: artifact}, 0)
 

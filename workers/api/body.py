@@ -114,15 +114,25 @@ def parse(body: bytes, limits: LimitSettings) -> Any:
         raise BadRequestError("the body holds a number that is too long to be read") from None
 
 
-def outline(body: bytes) -> tuple[int, int]:
-    """Depth, and an upper bound of the number of values, of what may be JSON; numpy leaves other threads their turn."""
+def outline(body: bytes, stretch: int = 256 << 10) -> tuple[int, int]:
+    """Depth, and an upper bound of the number of values, of what may be JSON.
+
+    numpy leaves other threads their turn, and a stretch of bytes at a time stays in the cache.
+    """
     plain = body.replace(rb"\\", b"  ").replace(rb"\"", b"  ") if b"\\" in body else body
-    chars = np.frombuffer(plain, np.uint8)
-    outside = np.bitwise_xor.accumulate(chars == ord('"')) ^ True if len(chars) else np.zeros(0, bool)
-    opens = outside & ((chars | 0x20) == ord("{"))  # [ and { differ in that bit alone, as do ] and }
-    closes = outside & ((chars | 0x20) == ord("}"))
-    depth = int(np.cumsum(opens.astype(np.int8) - closes.astype(np.int8), dtype=np.int32).max(initial=0))
-    return depth, int(np.count_nonzero(opens) + np.count_nonzero(outside & (chars == ord(","))) + 1)
+    inside, depth, deepest, num_values = False, 0, 0, 1
+    for start in range(0, len(plain), stretch):
+        chars = np.frombuffer(plain[start : start + stretch], np.uint8)
+        is_odd = np.bitwise_xor.accumulate(chars == ord('"'))  # the number of quotes so far
+        outside = is_odd == inside
+        inside ^= bool(is_odd[-1])
+        opens = outside & ((chars | 0x20) == ord("{"))  # [ and { differ in that bit alone, as do ] and }
+        closes = outside & ((chars | 0x20) == ord("}"))
+        depths = np.cumsum(opens.view(np.int8) - closes.view(np.int8), dtype=np.int32)
+        deepest = max(deepest, depth + int(depths.max()))
+        depth += int(depths[-1])
+        num_values += int(np.count_nonzero(opens) + np.count_nonzero(outside & (chars == ord(","))))
+    return deepest, num_values
 
 
 def _no_constant(name: str) -> NoReturn:

@@ -35,9 +35,9 @@ values = st.recursive(
 )
 
 
-@given(values, st.booleans())
-def test_the_outline_is_that_of_the_value(value: Any, ascii_only: bool) -> None:
-    depth, at_most = outline(json.dumps(value, ensure_ascii=ascii_only).encode())
+@given(values, st.booleans(), st.sampled_from([1, 2, 7, 1000]))
+def test_the_outline_is_that_of_the_value(value: Any, ascii_only: bool, stretch: int) -> None:
+    depth, at_most = outline(json.dumps(value, ensure_ascii=ascii_only).encode(), stretch)
     assert depth == depth_of(value)
     assert num_values_of(value) <= at_most <= 2 * num_values_of(value)
 

@@ -74,7 +74,6 @@ def test_a_port_in_use_is_said_at_once(options: tuple[str, ...]) -> None:
         ({}, ["book"], "--context takes NAME=ARTIFACT"),
         ({}, ["book=0123abcd"], "0123abcd"),
         ({}, ["../book=0123abcd"], "a context's name"),
-        ({"engine.placement": "hybrid"}, [], "engine.placement is hybrid"),
         ({"server.host": "0.0.0.0"}, [], "there is no API key"),
         ({"store.path": "/dev/null/store"}, [], "/dev/null/store"),
     ],

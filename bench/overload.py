@@ -1,0 +1,158 @@
+"""What becomes of a service that is asked for ten times what it can do? `python -m bench.overload [--on-ray]`.
+
+First as many clients ask as requests run at once, each again when it has its answer: that is the service's rate, and
+what an admitted request takes. Then requests arrive at random times, at ten times that rate, and are not sent again.
+Gate: every request is answered or refused, a refusal is a 429 or 503 that says when to come again.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import re
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from bench.timing import finish, gate, machine
+from tests.workers.service.serving import Service, serving
+
+TEXT = Path(__file__).parent / "texts" / "novel.txt"
+FACTOR = 10
+PATIENCE_S = 120.0
+CONTENT = re.compile(r'"content":"((?:[^"\\]|\\.)*)"')  # of a chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What came of one request; seconds from when it was sent."""
+
+    status: int
+    first_s: float
+    whole_s: float
+    retry_after: str | None
+    text: str
+
+
+class Client:
+    """Asks one question over and over, each time on a connection of its own; costs little beside the service."""
+
+    def __init__(self, url: str, model: str, num_tokens: int) -> None:
+        address = urlsplit(url)
+        self._host, self._port = address.hostname, address.port
+        turns = [{"role": "user", "content": "What is it about?"}]
+        body = json.dumps({"model": model, "messages": turns, "max_tokens": num_tokens, "stream": True})
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        self._request = f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+
+    async def ask(self) -> Reply:
+        sent = time.perf_counter()
+        async with asyncio.timeout(PATIENCE_S):
+            reader, writer = await asyncio.open_connection(self._host, self._port)
+            with closing(writer):
+                writer.write(self._request)
+                head = await reader.readuntil(b"\r\n\r\n")
+                first = time.perf_counter()
+                body = await reader.read()
+        whole = time.perf_counter()
+        lines = head.decode("latin-1").lower().split("\r\n")
+        headers = dict(line.split(": ", 1) for line in lines[1:] if line)
+        text = "".join(json.loads(f'"{piece}"') for piece in CONTENT.findall(body.decode()))
+        return Reply(int(lines[0].split()[1]), first - sent, whole - sent, headers.get("retry-after"), text)
+
+
+async def measure(service: Service, model: str, options: argparse.Namespace) -> dict[str, Any]:
+    client = Client(service.url, model, options.num_tokens)
+    alone = [await client.ask() for _ in range(3)]
+    full = await closed_loop(client, options.running, options.seconds)
+    rate = len(full) / options.seconds
+    over = await open_loop(client, FACTOR * rate, options.seconds, random.Random(options.seed))
+    wanted = alone[0].text
+    admitted = [reply for reply in over if reply.status == 200]
+    refused = [reply for reply in over if reply.status != 200]
+    gate(
+        all(reply.text == wanted for reply in [*alone, *full, *admitted]), "an answer differs from the one given alone"
+    )
+    gate({reply.status for reply in refused} <= {429, 503}, f"refusals were {Counter(r.status for r in refused)}")
+    gate(all(reply.retry_after for reply in refused), "a refusal did not say when to come again")
+    full_s, over_s = ([reply.whole_s for reply in replies] for replies in (full, admitted))
+    return {
+        "requests_per_s": round(rate, 2),
+        "offered_per_s": round(len(over) / options.seconds, 2),
+        "admitted": len(admitted),
+        "refused": dict(Counter(reply.status for reply in refused)),
+        "refusal_ms": percentiles([reply.whole_s for reply in refused]),
+        "alone_ms": percentiles([reply.whole_s for reply in alone]),
+        "full_ms": percentiles(full_s),
+        "admitted_ms": percentiles(over_s),
+        "first_byte_full_ms": percentiles([reply.first_s for reply in full]),
+        "first_byte_admitted_ms": percentiles([reply.first_s for reply in admitted]),
+        "admitted_p99_to_full_p99": round(float(np.percentile(over_s, 99) / np.percentile(full_s, 99)), 3),
+    }
+
+
+async def closed_loop(client: Client, num_clients: int, seconds: float) -> list[Reply]:
+    """Each asks again when it is answered."""
+    until = time.perf_counter() + seconds
+    replies: list[Reply] = []
+
+    async def go_on() -> None:
+        while time.perf_counter() < until:
+            replies.append(await client.ask())
+
+    await asyncio.gather(*(go_on() for _ in range(num_clients)))
+    return replies
+
+
+async def open_loop(client: Client, rate: float, seconds: float, rng: random.Random) -> list[Reply]:
+    """Requests at random times, whatever became of those before."""
+    asked: list[asyncio.Task[Reply]] = []
+    since, at = time.perf_counter(), 0.0
+    while (at := at + rng.expovariate(rate)) < seconds:
+        await asyncio.sleep(max(0.0, since + at - time.perf_counter()))
+        asked.append(asyncio.create_task(client.ask()))
+    return await asyncio.gather(*asked)
+
+
+def percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
+    if not seconds:
+        return None
+    return {
+        name: round(1e3 * float(np.percentile(seconds, q)), 1) for name, q in (("p50", 50), ("p99", 99), ("max", 100))
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--on-ray", action="store_true", help="[default: in one process]")
+    parser.add_argument("--model", help="as csattn serve has it")
+    parser.add_argument("--store", type=Path, help="where the context is kept; else a scratch directory")
+    parser.add_argument("--running", type=int, default=4, help="requests that run at once")
+    parser.add_argument("--queued", type=int, default=0, help="requests that may wait")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of each part")
+    parser.add_argument("--context-chars", type=int, default=8000)
+    parser.add_argument("--num-tokens", type=int, default=32)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        given = ["--store", str(options.store or scratch), *(["--model", options.model] if options.model else [])]
+        given += ["--set", f"limits.max_concurrent_requests={options.running}"]
+        given += ["--set", f"limits.max_queued_requests={options.queued}", *([] if options.on_ray else ["--local"])]
+        with serving(*given) as service:
+            model = service.register("overload", TEXT.read_text()[: options.context_chars])["model"]
+            result = asyncio.run(measure(service, model, options))
+    told = {"model": model, "mode": "ray" if options.on_ray else "local", "running": options.running}
+    finish({"bench": "overload", "machine": machine(), **told, "queued": options.queued, **result}, options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -51,7 +51,7 @@ class TextStream:
         so some text has to stay before what is to come."""
         late = self._token_ids[-_WINDOW:]
         late_text = decode(self._tokenizer, late)
-        if late_text.strip() and _UNFINISHED not in late_text and text.endswith(late_text):
+        if late_text.strip() and text.endswith(late_text):
             self._token_ids, self._told = late, len(late_text)
 
 

@@ -8,6 +8,8 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from tests.tiny import byte_tokenizer
+from workers.serving.messages import TokenScore
+from workers.serving.request import Writer
 from workers.serving.text import StopFinder, TextStream, decode, token_bytes
 
 BYTES = byte_tokenizer()
@@ -49,6 +51,12 @@ def test_any_text_comes_through_bytes(text) -> None:
 @given(st.lists(st.integers(0, 263), max_size=100))
 def test_runs_of_bytes_and_words_come_through_metaspace(token_ids) -> None:
     assert "".join(streamed(METASPACE, token_ids)) == decode(METASPACE, token_ids)
+
+
+def test_a_space_after_many_silent_tokens_is_not_lost() -> None:
+    """A decoder that strips a text's first space must not be shown a text that begins there."""
+    token_ids = [256, *[262] * 50, 257]
+    assert "".join(streamed(METASPACE, token_ids)) == decode(METASPACE, token_ids) == "a tide"
 
 
 def test_a_character_is_told_when_its_last_byte_is_there() -> None:
@@ -107,6 +115,24 @@ def test_only_what_could_become_a_stop_string_is_held_back() -> None:
     assert found(["one ", "STO", "NE ", "STOP", "never"], ["STOP"]) == ["one ", "", "STONE ", ""]
     assert found(["a S", "T"], ["STOP"]) == ["a ", "", "ST"]
     assert found(["abc"], ["abcd", "bc"]) == ["a"]
+
+
+def written(text: str, stop: str) -> tuple[list[tuple[str, str]], bool]:
+    """Text and scored tokens of each piece, one byte a token; whether the stop string came."""
+    writer, pieces = Writer(BYTES, (stop,)), []
+    for token_id in BYTES(text).input_ids:
+        pieces.append(writer.add(token_id, TokenScore(token_id, "", 0.0)))
+        if writer.has_stopped:
+            break
+    pieces.append(writer.finish())
+    told = [(p.text, "".join(BYTES.decode([score.token_id]) for score in p.scores)) for p in pieces if p]
+    return told, writer.has_stopped
+
+
+def test_scores_are_told_with_their_text_and_those_of_a_stop_string_never() -> None:
+    assert written("one STONE", "STOP") == ([(c, c) for c in "one "] + [("STON", "STON"), ("E", "E")], False)
+    assert written("one STOP two", "STOP") == ([(c, c) for c in "one "], True)
+    assert written("a ST", "STOP") == ([("a", "a"), (" ", " "), ("ST", "ST")], False)
 
 
 def test_a_hostile_stop_string_costs_no_more_than_its_length() -> None:

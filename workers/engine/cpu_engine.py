@@ -187,7 +187,8 @@ class CpuEngine:
                     seen = self._look(plan, watched[0], layer_idx, int(tail_lens[watched[0]]))
                 attending = time.perf_counter()
                 self._team.run(self._attention.layers[layer_idx])
-                self._search_s += chosen - started
+                if plan.groups:
+                    self._search_s += chosen - started
                 self._attend_s += time.perf_counter() - attending
                 self._team.run(model.after[plan.ahead][layer_idx])
         except BaseException:

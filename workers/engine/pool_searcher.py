@@ -1,5 +1,6 @@
 """`Searcher` with threads of this process."""
 
+import weakref
 from collections.abc import Sequence
 
 from csattn.artifact import Artifact
@@ -7,17 +8,14 @@ from csattn.index import LayerIndex
 from csattn.search import LayerSearch, SearchPool
 from workers.engine.searcher import RowSearch
 
-MAX_KEPT = 4096  # searches that are kept ready to be run again
-
 
 class PoolSearcher:
-    """Owns the pool. A search that comes again with the same RowSearch is not made anew."""
+    """Owns the pool. What a RowSearch needs in each layer is made once, and kept as long as the RowSearch lives."""
 
     def __init__(self, num_threads: int) -> None:
         self._pool = SearchPool(num_threads)
         self._indexes: dict[int, list[LayerIndex]] = {}
-        # by layer and the RowSearch's id; it is kept, too, so that the id stays its own
-        self._kept: dict[tuple[int, int], tuple[RowSearch, LayerSearch]] = {}
+        self._kept: weakref.WeakKeyDictionary[RowSearch, dict[int, LayerSearch]] = weakref.WeakKeyDictionary()
         self._waiting: list[LayerSearch] = []  # of the layer at hand; the pool runs one search at a time
 
     def __repr__(self) -> str:
@@ -49,14 +47,11 @@ class PoolSearcher:
         self._pool.close()
 
     def _search(self, layer_idx: int, search: RowSearch) -> LayerSearch:
-        key = layer_idx, id(search)
-        kept = self._kept.get(key)
-        if kept is not None:
-            return kept[1]
-        if len(self._kept) >= MAX_KEPT:
-            self._kept.clear()
-        assert search.out.kv_indices.shape[2] == search.top_k
-        index = self._indexes[search.context_id][layer_idx]
-        made = LayerSearch(search.q, index, None, search.sink_len, search.window_len, search.softmax_scale, search.out)
-        self._kept[key] = search, made
-        return made
+        of_layers = self._kept.setdefault(search, {})
+        if layer_idx not in of_layers:
+            assert search.out.kv_indices.shape[2] == search.top_k
+            index = self._indexes[search.context_id][layer_idx]
+            of_layers[layer_idx] = LayerSearch(
+                search.q, index, None, search.sink_len, search.window_len, search.softmax_scale, search.out
+            )
+        return of_layers[layer_idx]

@@ -11,7 +11,7 @@ from csattn.artifact import Artifact
 from csattn.search.workspace import TokenSelections
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class RowSearch:
     """Rows of one step that continue the same context and search it in the same way."""
 

@@ -325,3 +325,18 @@ def test_contexts_of_other_models_are_refused(store) -> None:
 def test_an_engine_of_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least one row"):
         CpuEngine(loaded(), max_rows=0)
+
+
+def test_searches_are_kept_as_long_as_the_same_slots_step(store) -> None:
+    with opened(store, "llama", 0) as artifact, make_engine([artifact]) as engine:
+        for slot in range(6):
+            engine.open(slot, 0, SearchConfig(keep=0.05, window_len=64, lookahead=slot % 2), "csattn")
+        kept = engine._searcher._kept
+        for slots in ([0], [0, 1], [0, 1, 2, 3, 4, 5], [5, 1], [2]):
+            seen = []
+            for _ in range(2):
+                engine.step([StepRow(slot, 1) for slot in slots])
+                seen.append({id(search) for of_layers in kept.values() for search in of_layers.values()})
+            assert seen[0] == seen[1], "the same slots have the same searches"
+            groups = len({slot % 2 for slot in slots})
+            assert len(seen[1]) == 3 * groups, "and those of other slots are gone"

@@ -1,0 +1,42 @@
+"""An answer by the engine's steps is a session's answer: tokens, text, and what it says it has read."""
+
+import pytest
+
+from csattn.artifact import Artifact, open_artifact
+from csattn.config import SearchConfig, preset
+from csattn.errors import ContextError
+from index_build.pipeline import build_artifact
+from tests.tiny import MAX_POSITIONS, loaded, token_ids
+from workers.engine import answer_on_cpu
+from workers.generate import answer
+from workers.session import csattn_session
+
+QUESTION = "Who keeps the lamp?"
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    path = build_artifact(loaded(), token_ids(1000), preset("default", 16), tmp_path_factory.mktemp("store")).path
+    with open_artifact(path) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("config", [SearchConfig(window_len=64, lookahead=1), SearchConfig(keep=1.0)])
+@pytest.mark.parametrize("max_new_tokens", [1, 4, 50])  # the last reaches the end of the model's positions
+def test_it_is_a_sessions_answer(artifact: Artifact, config: SearchConfig, max_new_tokens: int) -> None:
+    pieces: list[str] = []
+    got = answer_on_cpu(loaded(), artifact, config, QUESTION, max_new_tokens, pieces.append, num_threads=2)
+    with csattn_session(loaded(), artifact, config) as session:
+        want = answer(session, QUESTION, max_new_tokens)
+    assert (got.token_ids, got.text, got.selector) == (want.token_ids, want.text, want.selector)
+    assert (got.question_len, got.rows_full_attention) == (want.question_len, want.rows_full_attention)
+    assert got.rows_read_per_step == pytest.approx(want.rows_read_per_step, rel=1e-3)
+    assert "".join(pieces).strip() == got.text
+    assert got.first_token_s > 0
+    assert len(got.token_ids) == min(max_new_tokens, MAX_POSITIONS - 1000 - got.question_len)
+    assert (got.search_ms_per_step > 0) == (got.selector == "csattn")
+
+
+def test_a_question_that_is_too_long_is_refused(artifact: Artifact) -> None:
+    with pytest.raises(ContextError, match="ask a shorter question"):
+        answer_on_cpu(loaded(), artifact, SearchConfig(), "why " * 20, 5)

@@ -210,11 +210,13 @@ class Scheduler:
 
     def _fail_step(self, requests: list[Request], error: Exception) -> None:
         """End the requests of a step that failed; others go on, if the engine still works."""
-        told = _refusal(error)
         for request in requests:
-            self._end(request, "failed", told)
+            self._take_out(request)
         self.soundness.probe_after(error, requests[0], self.clock(), self._free_slots[0])
         self._refuse_if_unsound()  # before readers are told: who asks again at once should know
+        told = _refusal(error)
+        for request in requests:
+            self._close(request, "failed", told)
 
     def _put(self, request: Request, event: object) -> None:
         if event is not None:
@@ -223,14 +225,20 @@ class Scheduler:
 
     def _end(self, request: Request, outcome: str, last: Done | ServingError | None) -> None:
         """Take the request out of wherever it is, and tell its reader."""
-        now = self.clock()
+        self._take_out(request)
+        self._close(request, outcome, last)
+
+    def _take_out(self, request: Request) -> None:
         request.is_over = True
         if request.slot is None:
             self._queue.remove(request)
         else:
             del self._running[request.slot]
             self._free_slots.append(request.slot)
-            self.soundness.close_slot(request.slot, now)
+            self.soundness.close_slot(request.slot, self.clock())
+
+    def _close(self, request: Request, outcome: str, last: Done | ServingError | None) -> None:
+        now = self.clock()
         self._put(request, last)
         self.flow.release(was_answered=isinstance(last, Done))
         self.metrics.requests.labels(outcome).inc()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 
 ROOT = Path(__file__).parents[3]
@@ -28,12 +28,12 @@ class Service:
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
-    def get(self, path: str) -> httpx.Response:
-        return httpx.get(f"{self.url}{path}", timeout=30.0)
+    def get(self, path: str) -> httpx2.Response:
+        return httpx2.get(f"{self.url}{path}", timeout=30.0)
 
     def register(self, name: str, text: str) -> dict[str, Any]:
         """The context, once it is built."""
-        httpx.post(f"{self.url}/v1/contexts", json={"name": name, "text": text}, timeout=30.0).raise_for_status()
+        httpx2.post(f"{self.url}/v1/contexts", json={"name": name, "text": text}, timeout=30.0).raise_for_status()
         until = time.monotonic() + READY_S
         while (context := self.get(f"/v1/contexts/{name}").json())["state"] == "building":
             assert time.monotonic() < until, f"the context is not built: {context}"
@@ -61,7 +61,7 @@ class Service:
             try:
                 if self.get("/ready").status_code == 200:
                     return time.monotonic() - since
-            except httpx.HTTPError:
+            except httpx2.HTTPError:
                 pass
             time.sleep(0.02)
         raise AssertionError(f"the service is not ready after {timeout_s} s")

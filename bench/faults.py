@@ -78,25 +78,21 @@ class Plan:
     wanted: list[str] = field(default_factory=list)
 
 
-def prepare(service: Service, plan: Plan) -> float:
-    """Ask everything alone. Returns seconds of the longest answer."""
-    longest = 0.0
+def prepare(service: Service, plan: Plan) -> None:
+    """Ask everything alone."""
     for question in plan.questions:
-        since = time.monotonic()
         plan.wanted.append("".join(service.ask(plan.model, question, plan.num_tokens)))
-        longest = max(longest, time.monotonic() - since)
-    return longest
 
 
-def try_kill(service: Service, plan: Plan, target: str, delay_s: float) -> Trial:
-    """Kill a process of that kind so long after all streams have begun."""
+def try_kill(service: Service, plan: Plan, target: str, share: float) -> Trial:
+    """Kill a process of that kind when that share of all answers has come."""
+    num_chars = share * sum(map(len, plan.wanted))
     streams = [Stream() for _ in plan.questions]
     with ThreadPoolExecutor(len(streams)) as pool:
         for stream, question in zip(streams, plan.questions, strict=True):
             pool.submit(follow, stream, service, plan, question)
-        while not all(stream.first_at or stream.ended_at for stream in streams):
+        while sum(len(stream.text) for stream in streams) < num_chars and not all(s.ended_at for s in streams):
             time.sleep(0.001)
-        time.sleep(delay_s)
         victims = processes(service, target)
         victim = random.choice(sorted(victims))
         killed_at = time.monotonic()
@@ -195,11 +191,11 @@ def main() -> None:
             service.register("faults", TEXT.read_text()[: options.context_chars])
             name = service.get("/v1/contexts/faults").json()["model"]
             plan = Plan(name, QUESTIONS, options.num_tokens)
-            span_s = prepare(service, plan)
+            prepare(service, plan)
             trials: dict[str, list[Trial]] = {target: [] for target in TARGETS}
             for number in range(options.kills):
                 for target in TARGETS:
-                    trial = try_kill(service, plan, target, random.uniform(0.0, span_s))
+                    trial = try_kill(service, plan, target, random.uniform(0.0, 0.8))
                     require_sound(target, trial)
                     trials[target].append(trial)
                     print(f"{number + 1}/{options.kills} {target}: {trial}", flush=True)

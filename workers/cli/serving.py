@@ -3,12 +3,11 @@
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, redirect_stdout, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from threading import Event
 
 from csattn.errors import ConfigError
 from workers.cli.terminal import err, out, print_json
@@ -20,6 +19,7 @@ def serve(
     file: Path | None, flags: Mapping[str, object], contexts: Sequence[str], in_one_process: bool, json: bool
 ) -> None:
     """Until SIGTERM or SIGINT."""
+    _on_signal(lambda: sys.exit(0))  # while nothing is under way
     settings = _settled(load_settings(file, os.environ, flags).settings)
     _name(settings.store.path, contexts)
 
@@ -70,23 +70,19 @@ def _serve_here(settings: Settings, on_ready: Callable[[str], None]) -> None:
 
 
 def _serve_on_ray(settings: Settings, on_ready: Callable[[str], None]) -> None:
-    from workers.service.ray_app import service_on_ray
+    from workers.service.ray_app import Stopped, service_on_ray
 
     with closing(listen(settings.server)) as listener:
         port: int = listener.getsockname()[1]  # free; Serve opens it itself
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _stop)
+    told = Event()
+    _on_signal(told.set)  # an exception would surface anywhere in Ray
     err.print("starting Ray and the workers")
-    with suppress(_Stopped), service_on_ray(settings, port) as url:
+    with suppress(Stopped), service_on_ray(settings, port, told) as url:
         on_ready(url)
         with redirect_stdout(sys.stderr):  # where Ray tells of processes that died
-            while True:
-                time.sleep(3600.0)
+            told.wait()
 
 
-class _Stopped(BaseException):
-    """The service was told to end."""
-
-
-def _stop(*_: Any) -> None:
-    raise _Stopped
+def _on_signal(act: Callable[[], object]) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: act())

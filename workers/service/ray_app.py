@@ -8,6 +8,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from threading import Event
 from typing import Any
 from uuid import uuid4
 
@@ -24,11 +25,16 @@ _ANSWERING_S = 60.0
 _POLL_S = 0.2
 
 
+class Stopped(Exception):
+    """The service was told to end before it was ready."""
+
+
 @contextmanager
-def service_on_ray(settings: Settings, port: int) -> Iterator[str]:
+def service_on_ray(settings: Settings, port: int, told: Event) -> Iterator[str]:
     """The URL of a service that answers, for as long as the block takes.
 
-    port: one that is free. Raises ConfigError where there is no Ray, no room, or no way for a worker to start.
+    port: one that is free. told: set when the service is to end; if that comes before it is ready, Stopped is raised.
+    Raises ConfigError where there is no Ray, no room, or no way for a worker to start.
     """
     with connected(settings) as ray:
         namespace = f"{APP}-{uuid4().hex}"
@@ -38,7 +44,7 @@ def service_on_ray(settings: Settings, port: int) -> Iterator[str]:
             for name in names:
                 workers.append(_start_worker(ray, settings, name, namespace))
             for name, (actor, _) in zip(names, workers, strict=True):
-                _require_started(ray, name, actor)
+                _require_started(ray, name, actor, told)
             yield _start_ingress(settings, port, names, namespace)
         finally:
             _stop(ray, workers)
@@ -64,10 +70,15 @@ def _start_worker(ray: Any, settings: Settings, name: str, namespace: str) -> tu
     return options.remote(settings), room
 
 
-def _require_started(ray: Any, name: str, actor: Any) -> None:
+def _require_started(ray: Any, name: str, actor: Any, told: Event) -> None:
     """Wait until it has loaded what it needs."""
+    answer = actor.failure.remote()
+    while not told.is_set() and not ray.wait([answer], timeout=_POLL_S)[0]:
+        pass
+    if told.is_set():
+        raise Stopped
     try:
-        failure = ray.get(actor.failure.remote())
+        failure = ray.get(answer)
     except ray.exceptions.RayError as error:
         failure = str(error).strip().splitlines()[-1]
     if failure is not None:

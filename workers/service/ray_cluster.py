@@ -51,6 +51,9 @@ def connected(settings: Settings) -> Iterator[Any]:
             f"ray.address is {settings.ray.address!r}, where no Ray cluster can be reached ({reason}); start one with "
             "`ray start --head`, or leave the setting out to have one on this machine"
         ) from error
+    except SystemExit:  # by Ray's own handler of SIGTERM
+        ray.shutdown()
+        raise SystemExit(0) from None
     try:
         for number, handler in handlers.items():  # Ray has put its own in their place
             signal.signal(number, handler)

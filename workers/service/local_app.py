@@ -1,6 +1,7 @@
 """The service in one process, without Ray: the same application over the same backend."""
 
 import asyncio
+import logging
 import signal
 import socket
 from collections.abc import Callable
@@ -20,6 +21,7 @@ _POLL_S = 0.05
 
 def serve_locally(settings: Settings, listener: socket.socket, on_ready: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT."""
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # else it warns of every client that has left
     backend = make_backend(settings, ChildProcess)
     server = server_of(make_app(backend, settings), settings, log_config=None)
     url = url_of(settings.server.host, listener.getsockname()[1])

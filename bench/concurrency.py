@@ -28,7 +28,6 @@ from bench.timing import finish, gate, machine
 from csattn.config import preset
 from csattn.models import LoadedModel
 from index_build.pipeline import build_artifact
-from workers.searchers.process import ChildProcess
 from workers.service.making import make_engine
 from workers.serving.contexts import name_artifact
 from workers.serving.local import LocalBackend
@@ -104,7 +103,7 @@ def settings_for(store: Path, placement: Any, num_streams: int) -> Settings:
 
 async def measure(loaded: LoadedModel, settings: Settings, streams: list[int], num_tokens: int) -> list[dict[str, Any]]:
     """Every number of streams on one engine."""
-    engine = make_engine(settings, loaded, ChildProcess)
+    engine = make_engine(settings, loaded, None)
     cases = []
     async with LocalBackend(engine, loaded, settings) as backend:
         started = time.perf_counter()

@@ -1,5 +1,7 @@
 """From settings to what they describe: a model, an engine for it, and the backend that decodes with both."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 
 from csattn.cpus import available_cpus
@@ -16,15 +18,25 @@ from workers.settings import EngineSettings, Settings
 
 
 def make_backend(settings: Settings, launch: Launch) -> LocalBackend:
-    """Load the model, which takes seconds. Raises a sentence where something that is set cannot be had."""
+    """Load the model, which takes seconds. Raises a sentence where something that is set cannot be had.
+
+    launch: how search workers are started, if there are to be any.
+    """
     _require_engine(settings.engine)
     torch.set_num_threads(settings.engine.num_threads or available_cpus())
-    loaded = load_model(settings.model.name, settings.build.dtype)
-    return LocalBackend(make_engine(settings, loaded, launch), loaded, settings)
+    with ThreadPoolExecutor(1) as pool:  # search workers come up while the model is loaded
+        coming = pool.submit(_make_searcher, settings.engine, launch)
+        try:
+            loaded = load_model(settings.model.name, settings.build.dtype)
+        except BaseException:
+            if (searcher := coming.result()) is not None:
+                searcher.close()
+            raise
+    return LocalBackend(make_engine(settings, loaded, coming.result()), loaded, settings)
 
 
-def make_engine(settings: Settings, loaded: LoadedModel, launch: Launch) -> StepEngine:
-    """The engine of the placement that is set. launch: how its search workers are started, if it has any."""
+def make_engine(settings: Settings, loaded: LoadedModel, searcher: WorkerSearcher | None) -> StepEngine:
+    """The engine of the placement that is set. searcher: of the placement cpu; without one, its own threads search."""
     engine, num_requests = settings.engine, settings.limits.max_concurrent_requests
     if engine.placement != "cpu":
         return GpuEngine(
@@ -39,19 +51,21 @@ def make_engine(settings: Settings, loaded: LoadedModel, launch: Launch) -> Step
             slot_share=engine.slot_share,
             num_threads=engine.num_threads,
         )
-    threads = engine.num_threads or available_cpus()
-    searcher = None
-    if engine.num_search_workers:
-        threads_each = max(1, threads // engine.num_search_workers)
-        searcher = WorkerSearcher(engine.num_search_workers, threads_per_worker=threads_each, launch=launch)
     return CpuEngine(
         loaded,
         max_rows=num_requests,
         num_slots=num_requests,
         tail_capacity=engine.tail_capacity,
-        num_threads=threads,
+        num_threads=engine.num_threads,
         searcher=searcher,
     )
+
+
+def _make_searcher(engine: EngineSettings, launch: Launch) -> WorkerSearcher | None:
+    if not engine.num_search_workers:
+        return None
+    threads_each = max(1, (engine.num_threads or available_cpus()) // engine.num_search_workers)
+    return WorkerSearcher(engine.num_search_workers, threads_per_worker=threads_each, launch=launch)
 
 
 def _require_engine(engine: EngineSettings) -> None:

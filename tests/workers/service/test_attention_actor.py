@@ -1,0 +1,105 @@
+"""The attention worker's own part, without Ray: what crosses, and when a request is ended that nobody waits for."""
+
+import asyncio
+from collections.abc import Callable
+from itertools import count
+
+import pytest
+
+pytest.importorskip("ray", reason="the package ray is not installed; pip install 'csattn[serve]'")
+
+from csattn.errors import ConfigError
+from tests.workers.api.fake_backend import FakeBackend, Script
+from workers.service import attention_actor, making, search_actor
+from workers.service.attention_actor import AttentionActor
+from workers.serving.messages import Ask, Done, Health, Piece, Sampling, UnknownContextError
+from workers.settings import Settings
+
+NUMBERS = count()
+SLOW = Script(words=("a",) * 200, pause_s=0.02)
+
+
+class Startable(FakeBackend):
+    async def start(self) -> None:
+        self.add("book")
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Startable:
+    backend = Startable(scripts={"slow": SLOW})
+    monkeypatch.setattr(making, "make_backend", lambda settings, launch: backend)
+    monkeypatch.setattr(search_actor, "SearchActors", lambda: None)
+    monkeypatch.setattr(attention_actor, "LEASE_S", 0.2)
+    return backend
+
+
+def ask(question: str, context: str = "book") -> Ask:
+    return Ask(request_id=f"{next(NUMBERS)}", context=context, prompt=question, sampling=Sampling(max_new_tokens=200))
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5.0):
+        while not is_so():
+            await asyncio.sleep(0.005)
+
+
+def test_events_and_errors_cross_as_values(backend: Startable) -> None:
+    async def run() -> None:
+        actor = AttentionActor(Settings())
+        told = [event async for events in actor.generate("1", "i", ask("quick")) for event in events]
+        assert told[:-1] == [Piece(word) for word in Script().words] and isinstance(told[-1], Done)
+        [error] = [event async for events in actor.generate("2", "i", ask("quick", "none")) for event in events]
+        assert isinstance(error, UnknownContextError)
+        assert isinstance(await actor.beat("i"), int) and await actor.beat("i") == 0
+        assert await actor.health() == Health(True) and await actor.failure() is None
+
+    asyncio.run(run())
+
+
+def test_a_request_that_nobody_waits_for_is_ended(backend: Startable) -> None:
+    async def run() -> None:
+        actor = AttentionActor(Settings())
+        events = actor.generate("1", "i", ask("slow"))
+        await anext(events)
+        assert await actor.beat("i") == len(backend.running) == 1
+        await actor.end("1")
+        await until(lambda: not backend.running)
+        assert backend.num_ended_early == 1
+        assert sum([len(told) async for told in events]) < len(SLOW.words)  # it comes to its end
+
+    asyncio.run(run())
+
+
+def test_requests_of_a_process_that_is_silent_are_ended_and_no_others(backend: Startable) -> None:
+    async def run() -> None:
+        actor = AttentionActor(Settings())
+        silent, heard = actor.generate("1", "gone", ask("slow")), actor.generate("2", "here", ask("slow"))
+        await anext(silent)
+        await anext(heard)
+        for _ in range(20):
+            await actor.beat("here")
+            await asyncio.sleep(0.02)
+        assert len(backend.running) == 1 and backend.num_ended_early == 1
+        await heard.aclose()
+        await until(lambda: not backend.running)
+
+    backend.scripts["slow"] = SLOW
+    asyncio.run(run())
+
+
+def test_a_worker_that_cannot_start_says_why_and_ends(monkeypatch: pytest.MonkeyPatch, backend: Startable) -> None:
+    def refuse(settings: Settings, launch: object) -> None:
+        raise ConfigError("there is no such model")
+
+    ended: list[int] = []
+    monkeypatch.setattr(making, "make_backend", refuse)
+    monkeypatch.setattr(attention_actor, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(attention_actor.os, "_exit", ended.append)
+
+    async def run() -> None:
+        actor = AttentionActor(Settings())
+        assert await actor.failure() == "there is no such model"
+        assert await actor.health() == Health(False, "there is no such model")
+        await until(lambda: ended == [1])
+
+    asyncio.run(run())

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.workers.test_cli import csattn, in_process, last_line
-from workers.cli import examining
+from workers.cli import examining, serving
 from workers.doctor import Facts, examine
 from workers.settings import example
 from workers.settings.keys import KEYS
@@ -88,3 +88,14 @@ def test_neither_loads_a_heavy_library() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"), [(("--local",), "needs fastapi, which"), ((), "needs fastapi, ray, which")]
+)
+def test_a_service_without_its_packages_is_a_sentence(capsys, monkeypatch, options, words) -> None:
+    found = {"prometheus_client", "uvicorn"}
+    monkeypatch.setattr(serving, "find_spec", lambda name: object() if name in found else None)
+    done = in_process("serve", *options, capsys=capsys)
+    assert done.returncode == 1
+    assert words in done.stderr and "pip install" in done.stderr

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, redirect_stdout, suppress
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Event
 
@@ -15,10 +16,14 @@ from workers.service.addresses import listen
 from workers.settings import Settings, load_settings
 
 
+_PACKAGES = ("fastapi", "prometheus_client", "uvicorn")  # whatever serves
+
+
 def serve(
     file: Path | None, flags: Mapping[str, object], contexts: Sequence[str], in_one_process: bool, json: bool
 ) -> None:
     """Until SIGTERM or SIGINT."""
+    _require_packages(_PACKAGES if in_one_process else (*_PACKAGES, "ray"))
     _on_signal(lambda: sys.exit(0))  # while nothing is under way
     settings = _settled(load_settings(file, os.environ, flags).settings)
     _name(settings.store.path, contexts)
@@ -33,6 +38,15 @@ def serve(
     else:
         _serve_on_ray(settings, on_ready)
     err.print("ended")
+
+
+def _require_packages(names: Sequence[str]) -> None:
+    missing = [name for name in names if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"the service needs {', '.join(missing)}, which the base installation leaves out; run "
+            "`pip install -c constraints.txt -e '.[serve]'`"
+        )
 
 
 def _settled(settings: Settings) -> Settings:

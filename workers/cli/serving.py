@@ -15,7 +15,6 @@ from workers.cli.terminal import err, out, print_json
 from workers.service.addresses import listen
 from workers.settings import Settings, load_settings
 
-
 _PACKAGES = ("fastapi", "prometheus_client", "uvicorn")  # whatever serves
 
 

@@ -26,6 +26,7 @@ from workers.engine.on_cpu import AttendOnCpu
 from workers.engine.pool_searcher import PoolSearcher
 from workers.engine.row_plan import RowPlan, plan_rows
 from workers.engine.searcher import Searcher
+from workers.engine.slots import require_free_slot, require_new_context, require_room, require_unused, seen_lens
 from workers.serving.messages import Selector
 from workers.serving.step_engine import EngineCounts, Fidelity, StepResult, StepRow
 
@@ -72,13 +73,7 @@ class CpuEngine:
     def add_context(self, context_id: int, artifact: Artifact) -> None:
         artifact.require_model(self.loaded.fingerprint)
         artifact.require_tokenizer(self.loaded.tokenizer_hash)
-        if context_id in self._contexts:
-            raise ConfigError(f"context {context_id} is loaded already; remove it first, or take another number")
-        if artifact.spec.context_len >= self.max_positions:
-            raise ContextError(
-                f"the context has {artifact.spec.context_len:,} rows and the model {self.max_positions:,} positions: "
-                "nothing can follow it; build a shorter one"
-            )
+        require_new_context(context_id, self._contexts, artifact, self.max_positions)
         if artifact.spec.kv_dtype != self._model.kind:
             raise ConfigError(
                 f"the artifact's KV is {artifact.spec.kv_dtype}, the model is loaded in {self._model.kind}; "
@@ -90,19 +85,14 @@ class CpuEngine:
 
     def remove_context(self, context_id: int) -> None:
         self._context(context_id)
-        users = [slot for slot, request in self._requests.items() if request.context_id == context_id]
-        if users:
-            raise ConfigError(f"context {context_id} is in use in slots {users}; close them first")
+        require_unused(context_id, {slot: request.context_id for slot, request in self._requests.items()})
         self._planned = None
         self._searcher.unload(context_id)
         del self._contexts[context_id]
 
     def open(self, slot: int, context_id: int, config: SearchConfig, selector: Selector) -> None:
         context = self._context(context_id)
-        if not 0 <= slot < self.num_slots:
-            raise ConfigError(f"there are slots 0 to {self.num_slots - 1}, not {slot}")
-        if slot in self._requests:
-            raise ConfigError(f"slot {slot} is taken; close it first")
+        require_free_slot(slot, self.num_slots, self._requests)
         if selector not in SELECTOR_NAMES:
             raise ConfigError(f"unknown selector {selector!r}; choose one of {', '.join(SELECTOR_NAMES)}")
         if config.search_period != 1:
@@ -240,14 +230,8 @@ class CpuEngine:
 
     def _tail_lens(self, plan: RowPlan) -> NDArray[np.int64]:
         """Rows of its tail that each row sees, its own included."""
-        lens: dict[int, int] = {}
-        for request in plan.requests:
-            lens.setdefault(request.slot, request.tail_len)
-        seen = []
-        for request in plan.requests:
-            lens[request.slot] += 1
-            seen.append(lens[request.slot])
-        return np.array(seen, np.int64)
+        slots = [request.slot for request in plan.requests]
+        return np.array(seen_lens(slots, {r.slot: r.tail_len for r in plan.requests}), np.int64)
 
     def _require_rows(self, rows: Sequence[StepRow], watch: tuple[int, int] | None) -> None:
         """Raise before anything changes."""
@@ -259,13 +243,8 @@ class CpuEngine:
                 raise ContextError(f"token id {row.token_id} is not in the model's vocabulary of {vocab_size}")
         for slot, num_new in Counter(row.slot for row in rows).items():
             request = self.request(slot)
-            length = request.tail_len + num_new
             room = min(self.tail_capacity, self.max_positions - request.view.context_len)
-            if length > room:
-                raise ContextError(
-                    f"slot {slot} would have {length} rows of its own and there is room for {room}; end the request, "
-                    "or ask a shorter question"
-                )
+            require_room(slot, request.tail_len + num_new, room)
         if watch is not None and not (0 <= watch[0] < len(rows) and 0 <= watch[1] < self.num_layers):
             raise ConfigError(
                 f"row {watch[0]} of {len(rows)} and layer {watch[1]} of {self.num_layers} cannot be watched"

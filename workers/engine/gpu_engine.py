@@ -7,13 +7,14 @@ import torch
 
 from csattn.artifact import Artifact
 from csattn.config import SearchConfig
-from csattn.errors import ConfigError, ContextError
+from csattn.errors import ConfigError
 from csattn.models import LoadedModel
 from csattn.selectors import ContextView
 from workers.engine.engine import SLOT_SHARE, TAIL_CAPACITY, Engine
 from workers.engine.far_rows import CachedRows
 from workers.engine.fidelity import fidelity
 from workers.engine.memory import Placement
+from workers.engine.slots import require_free_slot, require_new_context, require_room, require_unused, seen_lens
 from workers.serving.messages import Selector
 from workers.serving.step_engine import EngineCounts, Fidelity, StepResult, StepRow
 
@@ -56,13 +57,7 @@ class GpuEngine:
         return f"<GpuEngine {self.placement}: {len(self._places)} contexts, {len(self._requests)} requests>"
 
     def add_context(self, context_id: int, artifact: Artifact) -> None:
-        if context_id in self._places:
-            raise ConfigError(f"context {context_id} is loaded already; remove it first, or take another number")
-        if artifact.spec.context_len >= self.max_positions:
-            raise ContextError(
-                f"the context has {artifact.spec.context_len:,} rows and the model {self.max_positions:,} positions: "
-                "nothing can follow it; build a shorter one"
-            )
+        require_new_context(context_id, self._places, artifact, self.max_positions)
         if self._engine is None:
             self._start(artifact)
             self._places[context_id] = 0
@@ -73,18 +68,13 @@ class GpuEngine:
 
     def remove_context(self, context_id: int) -> None:
         place = self._place(context_id)
-        users = [slot for slot, (used, _) in self._requests.items() if used == context_id]
-        if users:
-            raise ConfigError(f"context {context_id} is in use in slots {users}; close them first")
+        require_unused(context_id, {slot: used for slot, (used, _) in self._requests.items()})
         self._ready().remove_context(place)
         del self._places[context_id]
 
     def open(self, slot: int, context_id: int, config: SearchConfig, selector: Selector) -> None:
         self._place(context_id)
-        if not 0 <= slot < self.num_slots:
-            raise ConfigError(f"there are slots 0 to {self.num_slots - 1}, not {slot}")
-        if slot in self._requests:
-            raise ConfigError(f"slot {slot} is taken; close it first")
+        require_free_slot(slot, self.num_slots, self._requests)
         if selector != "csattn":
             raise ConfigError(f"selector is {selector!r}, but steps on a GPU are captured with csattn's; leave it out")
         if config != self.config:
@@ -174,17 +164,8 @@ class GpuEngine:
         for slot, num_new in Counter(row.slot for row in rows).items():
             context_id, length = self._request(slot)
             room = min(self.tail_capacity, self.max_positions - self._context_len(context_id))
-            if length + num_new > room:
-                raise ContextError(
-                    f"slot {slot} would have {length + num_new} rows of its own and there is room for {room}; end the "
-                    "request, or ask a shorter question"
-                )
-        lens = {row.slot: self._requests[row.slot][1] for row in rows}
-        seen = []
-        for row in rows:
-            lens[row.slot] += 1
-            seen.append(lens[row.slot])
-        return seen
+            require_room(slot, length + num_new, room)
+        return seen_lens([row.slot for row in rows], {row.slot: self._requests[row.slot][1] for row in rows})
 
     def _context_len(self, context_id: int) -> int:
         return int(self._ready().artifacts[self._places[context_id]].spec.context_len)

@@ -1,0 +1,52 @@
+"""What every engine asks of contexts, slots and rows before it takes them; each refusal is a sentence."""
+
+from collections.abc import Collection, Mapping, Sequence
+
+from csattn.artifact import Artifact
+from csattn.errors import ConfigError, ContextError
+
+
+def require_new_context(context_id: int, loaded: Collection[int], artifact: Artifact, max_positions: int) -> None:
+    """The number is not taken, and something can follow the context."""
+    if context_id in loaded:
+        raise ConfigError(f"context {context_id} is loaded already; remove it first, or take another number")
+    if artifact.spec.context_len >= max_positions:
+        raise ContextError(
+            f"the context has {artifact.spec.context_len:,} rows and the model {max_positions:,} positions: "
+            "nothing can follow it; build a shorter one"
+        )
+
+
+def require_unused(context_id: int, contexts: Mapping[int, int]) -> None:
+    """contexts: of each open slot."""
+    users = [slot for slot, used in contexts.items() if used == context_id]
+    if users:
+        raise ConfigError(f"context {context_id} is in use in slots {users}; close them first")
+
+
+def require_free_slot(slot: int, num_slots: int, taken: Collection[int]) -> None:
+    if not 0 <= slot < num_slots:
+        raise ConfigError(f"there are slots 0 to {num_slots - 1}, not {slot}")
+    if slot in taken:
+        raise ConfigError(f"slot {slot} is taken; close it first")
+
+
+def require_room(slot: int, num_rows: int, room: int) -> None:
+    """num_rows: of the request's own, with the new ones."""
+    if num_rows > room:
+        raise ContextError(
+            f"slot {slot} would have {num_rows} rows of its own and there is room for {room}; end the request, "
+            "or ask a shorter question"
+        )
+
+
+def seen_lens(slots: Sequence[int], tail_lens: Mapping[int, int]) -> list[int]:
+    """Rows of its tail that each row of a step sees, its own included.
+
+    slots: of the rows, in order; tail_lens: of each slot, before the step.
+    """
+    lens, seen = dict(tail_lens), []
+    for slot in slots:
+        lens[slot] += 1
+        seen.append(lens[slot])
+    return seen

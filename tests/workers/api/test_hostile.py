@@ -15,5 +15,5 @@ def test_the_service_stands_hostile_clients() -> None:
         assert report["faults"] == []
         assert report["biggest_refusal_bytes"] <= 4096
         assert set(report["by_kind"]) >= set(KINDS)
-        assert report["health_p99_ms"] < 250  # on a machine that does other work; the figure is the benchmark's
+        assert report["health_p99_ms"] < 2000  # a sign of life on any machine; the figure is the benchmark's
         assert eventually(lambda: not backend.running and not backend.num_queued)

@@ -44,7 +44,7 @@ def test_a_client_that_leaves_frees_its_slot(script: Script, stream: bool) -> No
             left_at = time.monotonic()
             connection.close()
             assert eventually(lambda number=number: backend.num_ended_early == number)
-            assert backend.ended_early_at[-1] - left_at < 0.5
+            assert backend.ended_early_at[-1] - left_at < 5
             assert not backend.running
 
 

@@ -9,6 +9,10 @@ class ConfigError(CsattnError, ValueError):
     """An option is outside its range, or two options contradict each other."""
 
 
+class ArrayError(CsattnError, ValueError):
+    """An array has a shape, strides, a dtype or a device that the function does not take."""
+
+
 class ContextError(CsattnError, ValueError):
     """A context is empty, too short for an index, or longer than the model's positions."""
 

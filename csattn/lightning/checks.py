@@ -1,0 +1,47 @@
+"""What public functions of this package ask of their arguments: a sentence that says what came and what was wanted."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from csattn.errors import ArrayError, ConfigError
+
+
+def require_array(
+    name: str,
+    array: Tensor,
+    shape: Sequence[int | str],  # a number must match, a word names a size that may be anything
+    *dtypes: torch.dtype,  # of which one must match; none: any
+    like: Tensor | None = None,  # on whose device it must lie
+) -> None:
+    """Raise ArrayError unless the array is contiguous and has this shape, dtype and device."""
+    fits = array.dim() == len(shape) and all(
+        isinstance(want, str) or came == want for came, want in zip(array.shape, shape, strict=True)
+    )
+    wanted = ", ".join(map(str, shape))
+    if not fits:
+        raise ArrayError(f"{name} has shape {list(array.shape)}; wanted [{wanted}]")
+    if dtypes and array.dtype not in dtypes:
+        raise ArrayError(f"{name} is {_word(array.dtype)}; wanted {' or '.join(map(_word, dtypes))}: convert it first")
+    if not array.is_contiguous():
+        raise ArrayError(
+            f"{name} of shape {list(array.shape)} has strides {list(array.stride())}; wanted contiguous [{wanted}]: "
+            f"call .contiguous() first"
+        )
+    if like is not None and array.device != like.device:
+        raise ArrayError(f"{name} is on {array.device}, the other arrays are on {like.device}; move it there first")
+
+
+def require_at_least(name: str, value: int, least: int, most: int | None = None) -> None:
+    """Raise ConfigError unless least <= value <= most."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{name} is {value!r}; wanted a whole number")
+    if value < least:
+        raise ConfigError(f"{name} is {value}; wanted at least {least}")
+    if most is not None and value > most:
+        raise ConfigError(f"{name} is {value}; wanted at most {most}")
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,82 @@
+"""The exact k best of every row of scores, in the order of `order`, on any device.
+
+On a GPU one launch reads every score once (`topk.cu`); elsewhere, and for more than MAX_KERNEL_K, 64-bit keys are
+selected by torch: all keys differ, so that too has one result only.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from csattn.errors import ArrayError, ConfigError
+from csattn.lightning.order import SENTINEL, indices_of, order_keys
+
+KEYS_AT_ONCE = 1 << 24  # of 8 bytes, where torch selects
+
+Order = Literal["score", "position"]
+
+
+def top_k(
+    scores: Tensor,  # [rows, length] float32; rows may be any number of scores apart
+    k: int,
+    legal_len: Tensor | None = None,  # [rows] int32: keys 0..legal_len-1 of a row may be chosen; None: all
+    *,
+    order: Order = "score",
+    out: Tensor | None = None,  # [rows, k] int32
+) -> Tensor:
+    """Indices [rows, k] int32 of the k best legal scores of each row, -1 padded. Scores beyond legal_len are not read.
+
+    Best first, of equal scores the lower index (`order.top_k_reference` is the definition); with order="position" the
+    same indices ascending, as a gather wants them. legal_len outside 0..length counts as the nearer of the two.
+    """
+    _require(scores, k, legal_len, order, out)
+    rows, length = scores.shape
+    if out is None:
+        out = torch.empty(rows, k, dtype=torch.int32, device=scores.device)
+    if legal_len is None:
+        legal_len = torch.full((rows,), length, dtype=torch.int32, device=scores.device)
+    step = max(1, KEYS_AT_ONCE // max(1, length))
+    for first in range(0, rows, step):
+        some = slice(first, first + step)
+        _select(scores[some], legal_len[some], order, out[some])
+    return out
+
+
+def _select(scores: Tensor, legal_len: Tensor, order: Order, out: Tensor) -> None:
+    """By torch, all rows at once."""
+    length, k = scores.shape[1], out.shape[1]
+    indices = torch.arange(length, device=scores.device)
+    illegal = indices >= legal_len[:, None]
+    keys = order_keys(scores, indices).masked_fill_(illegal, torch.iinfo(torch.int64).min)
+    chosen = indices_of(keys.topk(min(k, length), dim=1).values)
+    past = torch.arange(chosen.shape[1], device=scores.device) >= legal_len[:, None]
+    out.fill_(SENTINEL)
+    if order == "position":
+        chosen = chosen.masked_fill(past, torch.iinfo(torch.int32).max).sort(dim=1).values
+    out[:, : chosen.shape[1]] = chosen.masked_fill_(past, SENTINEL)
+
+
+def _require(scores: Tensor, k: int, legal_len: Tensor | None, order: str, out: Tensor | None) -> None:
+    if scores.dim() != 2 or scores.dtype != torch.float32:
+        raise ArrayError(f"scores are {scores.dtype} of shape {list(scores.shape)}; wanted float32 [rows, length]")
+    rows, length = scores.shape
+    if (length > 1 and scores.stride(1) != 1) or (rows > 1 and scores.stride(0) < length):
+        raise ArrayError(
+            f"scores of shape {[rows, length]} have strides {list(scores.stride())}; wanted rows of neighbouring "
+            f"scores that do not overlap: call .contiguous() first"
+        )
+    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+        raise ConfigError(f"k is {k!r}; wanted a whole number, at least 1")
+    if order not in ("score", "position"):
+        raise ConfigError(f"order is {order!r}; wanted 'score' or 'position'")
+    for name, array, shape in (("legal_len", legal_len, [rows]), ("out", out, [rows, k])):
+        if array is None:
+            continue
+        if array.dtype != torch.int32 or list(array.shape) != shape or not array.is_contiguous():
+            raise ArrayError(
+                f"{name} is {array.dtype} of shape {list(array.shape)} and strides {list(array.stride())}; "
+                f"wanted int32 {shape}, contiguous"
+            )
+        if array.device != scores.device:
+            raise ArrayError(f"{name} is on {array.device}, the scores are on {scores.device}; move it there first")

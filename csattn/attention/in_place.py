@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from csattn.cpu.floats import LANES, exp_lanes, largest_of, load_float, load_floats, sum_of, sums_of_4, sums_of_16
+from csattn.attention.coded_rows import mix_coded, score_coded
+from csattn.attention.row_math import mix, score_16, weigh
+from csattn.cpu.floats import LANES, exp_lanes
 from csattn.cpu.stages import Stage
 from csattn.jit import exact_kernel
 from csattn.search.atomics import array_at
-from csattn.search.lanes import fma, larger, where_less
-from csattn.search.simd import F32x16, I32x16, fill, lane_numbers, load, prefetch, store
+from csattn.search.simd import F32x16, fill, prefetch, store
 
 RANGE_ROWS = 256
 MAX_RANGES = 16  # where the list is longer, ranges are
@@ -28,7 +29,11 @@ ARGUMENTS = (
     "num_kv_heads",
     "head_dim",
     "softmax_scale",  # address of a float64
-    "kv",  # by row: the context's KV in this layer, [num_kv_heads, context_len, 2, head_dim]
+    "kv",  # by row: the context's KV in this layer, [num_kv_heads, context_len] rows
+    "row_bytes",  # by row: of a row of the context
+    "v_offsets",  # by row: bytes from where a row of the context begins to its value
+    "k_readers",  # by row: see `coded_rows`; 0: the context's rows are [2, head_dim] of the stage's dtype
+    "v_readers",  # by row
     "context_lens",  # by row
     "sink_ends",  # by row: rows [0, sink_end) of the context are attended to,
     "window_starts",  # by row: and rows [window_start, context_len)
@@ -46,9 +51,9 @@ ARGUMENTS = (
     "out",  # [num_rows, num_q_heads * head_dim] float32
 )
 (
-    _NUM_ROWS, _Q, _NUM_Q_HEADS, _NUM_KV_HEADS, _HEAD_DIM, _SCALE, _KV, _CONTEXT_LENS, _SINK_ENDS, _WINDOW_STARTS,
-    _NUM_INDEX_HEADS, _TOP_KS, _KV_INDICES, _VALID_LENS, _TAILS, _TAIL_CAPACITY, _TAIL_IDS, _TAIL_LENS,
-    _MAX_INDEX_HEADS, _MAX_RANGES, _PARTS, _OUT,
+    _NUM_ROWS, _Q, _NUM_Q_HEADS, _NUM_KV_HEADS, _HEAD_DIM, _SCALE, _KV, _ROW_BYTES, _V_OFFSETS, _K_READERS, _V_READERS,
+    _CONTEXT_LENS, _SINK_ENDS, _WINDOW_STARTS, _NUM_INDEX_HEADS, _TOP_KS, _KV_INDICES, _VALID_LENS, _TAILS,
+    _TAIL_CAPACITY, _TAIL_IDS, _TAIL_LENS, _MAX_INDEX_HEADS, _MAX_RANGES, _PARTS, _OUT,
 ) = range(len(ARGUMENTS))  # fmt: skip
 _NUM_ARGUMENTS = len(ARGUMENTS)
 
@@ -119,20 +124,53 @@ def _attend(args: NDArray[np.int64], piece: int, like: Any, itemsize: int) -> No
     count = last - first
     room = -(-count // LANES) * LANES
     rows = np.empty(room, np.int64)
-    _addresses(args, row, head, first, count, 2 * head_dim * itemsize, rows)
+    num_context = _addresses(args, row, head, first, count, 2 * head_dim * itemsize, rows)
     for i in range(count, room):
         rows[i] = rows[count - 1]  # a row that is there; its weight will be 0
+    if num_context == count:
+        num_context = room
+    coded = _of_row(args, _K_READERS, row) != 0
     q = array_at(
         args[_Q] + 4 * (row * num_q_heads + head * group_size) * head_dim, group_size * head_dim, np.float32(0)
     )
+    scale = array_at(args[_SCALE], 1, np.float64(0))[0]
     weights = np.empty(group_size * room, np.float32)
-    _score(q, rows, like, itemsize, head_dim, group_size, array_at(args[_SCALE], 1, np.float64(0))[0], weights)
+    if coded:
+        reader, row_bytes = _of_row(args, _K_READERS, row), _of_row(args, _ROW_BYTES, row)
+        score_coded(q, rows, num_context, reader, row_bytes, like, head_dim, group_size, scale, weights)
+    else:
+        _score(q, rows, like, itemsize, head_dim, group_size, scale, weights)
     part_words = head_dim + 2
+    parts = args[_PARTS] + 4 * ((row * num_q_heads + head * group_size) * MAX_RANGES + number) * part_words
     for g in range(group_size):
-        place = ((row * num_q_heads + head * group_size + g) * MAX_RANGES + number) * part_words
-        part = array_at(args[_PARTS] + 4 * place, part_words, np.float32(0))
-        _weigh(weights, g * room, count, room, part, head_dim)
-        _mix(weights, g * room, rows, like, head_dim, part)
+        part = array_at(parts + 4 * g * MAX_RANGES * part_words, part_words, np.float32(0))
+        weigh(weights, g * room, count, room, part, head_dim)
+        part[:head_dim] = 0.0
+        if not coded:
+            mix(weights, g * room, rows, 0, room, head_dim, like, head_dim, part)
+    if coded:
+        reader, offset = _of_row(args, _V_READERS, row), _of_row(args, _V_OFFSETS, row)
+        part_bytes = 4 * MAX_RANGES * part_words
+        mix_coded(weights, rows, num_context, reader, offset, like, itemsize, head_dim, group_size, parts, part_bytes)
+
+
+@exact_kernel
+def _score(
+    q: NDArray[np.float32],
+    rows: NDArray[np.int64],
+    like: Any,
+    itemsize: int,
+    head_dim: int,
+    group_size: int,
+    scale: float,
+    scores: NDArray[np.float32],  # [group_size * len(rows)], written
+) -> None:
+    room = len(rows)
+    for block in range(0, room, LANES):
+        for i in range(block + LANES, min(block + 2 * LANES, room)):
+            for line in range(0, 2 * head_dim, 64 // itemsize):
+                prefetch(array_at(rows[i], 2 * head_dim, like), line)
+        score_16(q, rows, block, like, head_dim, group_size, scale, scores, block, room)
 
 
 @exact_kernel
@@ -157,13 +195,14 @@ def _list_len(args: NDArray[np.int64], row: int, head: int) -> Any:
 
 @exact_kernel
 def _addresses(
-    args: NDArray[np.int64], row: int, head: int, first: int, count: int, row_bytes: int, rows: NDArray[np.int64]
-) -> None:
-    """Where rows [first, first + count) of an index head's list lie."""
+    args: NDArray[np.int64], row: int, head: int, first: int, count: int, tail_row_bytes: int, rows: NDArray[np.int64]
+) -> Any:
+    """Where rows [first, first + count) of an index head's list lie; how many of them, the first, are the context's."""
     kv_head = head // (_of_row(args, _NUM_INDEX_HEADS, row) // args[_NUM_KV_HEADS])
     context_len, capacity = _of_row(args, _CONTEXT_LENS, row), args[_TAIL_CAPACITY]
+    row_bytes = _of_row(args, _ROW_BYTES, row)
     context = _of_row(args, _KV, row) + kv_head * context_len * row_bytes
-    tail = args[_TAILS] + (_of_row(args, _TAIL_IDS, row) * args[_NUM_KV_HEADS] + kv_head) * capacity * row_bytes
+    tail = args[_TAILS] + (_of_row(args, _TAIL_IDS, row) * args[_NUM_KV_HEADS] + kv_head) * capacity * tail_row_bytes
     sink_end, window_start = _of_row(args, _SINK_ENDS, row), _of_row(args, _WINDOW_STARTS, row)
     valid = _valid_len(args, row, head)
     window_at, tail_at = sink_end + valid, sink_end + valid + context_len - window_start
@@ -177,94 +216,8 @@ def _addresses(
         elif at < tail_at:
             rows[i] = context + (window_start + at - window_at) * row_bytes
         else:
-            rows[i] = tail + (at - tail_at) * row_bytes
-
-
-@exact_kernel
-def _score(
-    q: NDArray[np.float32],
-    rows: NDArray[np.int64],
-    like: Any,
-    itemsize: int,
-    head_dim: int,
-    group_size: int,
-    softmax_scale: float,
-    scores: NDArray[np.float32],  # [group_size * len(rows)], written
-) -> None:
-    """scores[g * len(rows) + i] = softmax_scale * q[g] . k[i]"""
-    whole, room, scale = head_dim - head_dim % LANES, len(rows), np.float32(softmax_scale)
-    for block in range(0, room, LANES):
-        for i in range(block + LANES, min(block + 2 * LANES, room)):
-            for line in range(0, 2 * head_dim, 64 // itemsize):
-                prefetch(array_at(rows[i], 2 * head_dim, like), line)
-        for g in range(group_size):
-            a = _four_dots(q, g * head_dim, rows, block, like, whole)
-            b = _four_dots(q, g * head_dim, rows, block + 4, like, whole)
-            c = _four_dots(q, g * head_dim, rows, block + 8, like, whole)
-            d = _four_dots(q, g * head_dim, rows, block + 12, like, whole)
-            store(scores, g * room + block, sums_of_16(a, b, c, d))
-            for i in range(LANES):
-                for j in range(whole, head_dim):
-                    k = load_float(array_at(rows[block + i], head_dim, like), j)
-                    scores[g * room + block + i] += q[g * head_dim + j] * k
-            store(scores, g * room + block, load(F32x16, scores, g * room + block) * fill(F32x16, scale))
-
-
-@exact_kernel
-def _four_dots(q, at, rows, first, like, whole):  # type: ignore[no-untyped-def]
-    """Products of a query and four keys, ready for `sums_of_16`."""
-    k0, k1 = array_at(rows[first], whole, like), array_at(rows[first + 1], whole, like)
-    k2, k3 = array_at(rows[first + 2], whole, like), array_at(rows[first + 3], whole, like)
-    zero = fill(F32x16, 0.0)
-    a, b, c, d = zero, zero, zero, zero
-    for i in range(0, whole, LANES):
-        part = load(F32x16, q, at + i)
-        a = fma(part, load_floats(k0, i), a)
-        b = fma(part, load_floats(k1, i), b)
-        c = fma(part, load_floats(k2, i), c)
-        d = fma(part, load_floats(k3, i), d)
-    return sums_of_4(a, b, c, d)
-
-
-@exact_kernel
-def _weigh(weights: NDArray[np.float32], at: int, count: int, room: int, part: NDArray[np.float32], words: int) -> None:
-    """Scores become exp(score - largest); the largest and the sum go behind the part's `words` first words."""
-    largest = fill(F32x16, -np.inf)
-    for i in range(0, room, LANES):  # what stands behind `count` are the last row's scores again
-        largest = larger(load(F32x16, weights, at + i), largest)
-    top = largest_of(largest)
-    sums = fill(F32x16, 0.0)
-    for i in range(0, room, LANES):
-        power = exp_lanes(load(F32x16, weights, at + i) - fill(F32x16, top))
-        power = where_less(lane_numbers(I32x16), fill(I32x16, count - i), power, fill(F32x16, 0.0))
-        store(weights, at + i, power)
-        sums += power
-    part[words], part[words + 1] = top, sum_of(sums)
-
-
-@exact_kernel
-def _mix(
-    weights: NDArray[np.float32], at: int, rows: NDArray[np.int64], like: Any, head_dim: int, part: NDArray[np.float32]
-) -> None:
-    """part[:head_dim] = the sum of weights times values."""
-    whole = head_dim - head_dim % LANES
-    for i in range(head_dim):
-        part[i] = 0.0
-    for row in range(0, len(rows), 4):
-        v0, v1 = array_at(rows[row], 2 * head_dim, like), array_at(rows[row + 1], 2 * head_dim, like)
-        v2, v3 = array_at(rows[row + 2], 2 * head_dim, like), array_at(rows[row + 3], 2 * head_dim, like)
-        w0, w1 = weights[at + row], weights[at + row + 1]
-        w2, w3 = weights[at + row + 2], weights[at + row + 3]
-        for i in range(0, whole, LANES):
-            mixed = fma(fill(F32x16, w0), load_floats(v0, head_dim + i), load(F32x16, part, i))
-            mixed = fma(fill(F32x16, w1), load_floats(v1, head_dim + i), mixed)
-            mixed = fma(fill(F32x16, w2), load_floats(v2, head_dim + i), mixed)
-            store(part, i, fma(fill(F32x16, w3), load_floats(v3, head_dim + i), mixed))
-        for i in range(whole, head_dim):
-            mixed_one = part[i] + w0 * load_float(v0, head_dim + i)
-            mixed_one += w1 * load_float(v1, head_dim + i)
-            mixed_one += w2 * load_float(v2, head_dim + i)
-            part[i] = mixed_one + w3 * load_float(v3, head_dim + i)
+            rows[i] = tail + (at - tail_at) * tail_row_bytes
+    return min(max(tail_at - first, 0), count)
 
 
 @exact_kernel

@@ -72,6 +72,10 @@ def run(rows: list[Row], num_threads: int = 1) -> torch.Tensor:
     q, tails = torch.stack([row.q for row in rows]), torch.stack([row.tail for row in rows])
     by_row = {
         "kv": [row.context.data_ptr() for row in rows],
+        "row_bytes": [row.context[0, 0].nbytes for row in rows],
+        "v_offsets": [row.context[0, 0, 0].nbytes for row in rows],
+        "k_readers": [0] * num_rows,
+        "v_readers": [0] * num_rows,
         "context_lens": [row.context.shape[1] for row in rows],
         "sink_ends": [row.near[0] for row in rows],
         "window_starts": [row.near[1] for row in rows],

@@ -35,6 +35,12 @@ class CpuContext:
         return np.array([word(layer) for layer in self.kv], np.int64)
 
     @property
+    def row_layout(self) -> tuple[int, int, int, int]:
+        """Bytes of a row, bytes before its value, and what reads keys and values (0: they are plain)."""
+        row = self.kv[0][0, 0]
+        return row.nbytes, row[0].nbytes, 0, 0
+
+    @property
     def map_words(self) -> NDArray[np.int64]:
         """[num_layers]: where each layer's `next_queries` begin, 0: nowhere."""
         return np.array([word(matrix) for matrix in self.next_queries], np.int64)

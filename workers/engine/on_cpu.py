@@ -9,6 +9,7 @@ from workers.cpu_model.model import CpuModel, word
 from workers.engine.row_plan import RowPlan
 
 _BY_ROW = ("context_lens", "sink_ends", "window_starts", "num_index_heads", "top_ks")
+_LAYOUT = ("row_bytes", "v_offsets", "k_readers", "v_readers")
 
 
 class AttendOnCpu:
@@ -17,7 +18,7 @@ class AttendOnCpu:
     def __init__(self, model: CpuModel, softmax_scale: float) -> None:
         self._model, shape, max_rows = model, model.shape, model.max_rows
         self._scale = np.array([softmax_scale])
-        self._by_row = {name: np.zeros(max_rows, np.int64) for name in _BY_ROW}
+        self._by_row = {name: np.zeros(max_rows, np.int64) for name in (*_BY_ROW, *_LAYOUT)}
         self._kv = np.zeros((shape.num_layers, max_rows), np.int64)
         self._chosen = np.zeros((2, 2, max_rows), np.int64)  # addresses: kv_indices and valid_lens; by layer in turn
         sizes = max_rows, shape.num_q_heads, in_place.MAX_RANGES, shape.head_dim + 2
@@ -38,6 +39,7 @@ class AttendOnCpu:
             [request.near[1] for request in requests],
             [request.num_index_heads for request in requests],
             [request.top_k for request in requests],
+            *zip(*(request.context.row_layout for request in requests), strict=True),
         )
         for place, of_rows in zip(self._by_row.values(), values, strict=True):
             place[: len(requests)] = of_rows

@@ -1,0 +1,105 @@
+"""Attention in place over rows of a context that are not plain floats: 16 keys or values at a time become floats.
+
+Whoever knows their format brings a reader for keys and one for values: the address of a C function
+
+    int64 read(int64 rows, int64 num_rows, int64 head_dim, int64 out)
+
+    rows: address of int64[num_rows], where each key, or each value, begins
+    out: address of float32[num_rows, head_dim], written
+
+that is called by any thread, does not fail, keeps to those bytes, and writes the same bits whatever it is asked for
+together. A request's own rows are plain. The result has the bits of attention over the same rows as float32.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from csattn.attention.row_math import mix, score_16
+from csattn.cpu.floats import LANES, load_float
+from csattn.jit import exact_kernel
+from csattn.search.atomics import array_at, call_stage
+from csattn.search.simd import prefetch
+
+
+@exact_kernel
+def score_coded(
+    q: NDArray[np.float32],
+    rows: NDArray[np.int64],  # addresses; a multiple of 16
+    num_context: int,  # rows before that one are the context's, the others plain ones of a request
+    reader: int,  # of keys
+    row_bytes: int,  # of a row of the context
+    like: Any,  # plain rows are of its type
+    head_dim: int,
+    group_size: int,
+    scale: float,
+    scores: NDArray[np.float32],  # [group_size * len(rows)], written
+) -> None:
+    """scores[g * len(rows) + i] = scale * q[g] . k[i]"""
+    room = len(rows)
+    keys, places = _space_for_16(head_dim)
+    for block in range(0, room, LANES):
+        for i in range(block + LANES, min(block + 2 * LANES, room)):
+            for byte in range(0, row_bytes, 64):
+                prefetch(array_at(rows[i], row_bytes, np.uint8(0)), byte)
+        _read_16(reader, rows, block, num_context, 0, 0, like, head_dim, keys)
+        score_16(q, places, 0, np.float32(0), head_dim, group_size, scale, scores, block, room)
+
+
+@exact_kernel
+def mix_coded(
+    weights: NDArray[np.float32],  # [group_size * len(rows)]
+    rows: NDArray[np.int64],  # as for `score_coded`
+    num_context: int,
+    reader: int,  # of values
+    v_offset: int,  # bytes from where a row of the context begins to its value
+    like: Any,
+    itemsize: int,
+    head_dim: int,
+    group_size: int,
+    parts: int,  # address of the first query head's [head_dim] sums
+    part_bytes: int,  # from one query head's to the next one's
+) -> None:
+    """Add to each query head's sums its weights times values."""
+    room = len(rows)
+    values, places = _space_for_16(head_dim)
+    for block in range(0, room, LANES):
+        _read_16(reader, rows, block, num_context, v_offset, head_dim * itemsize, like, head_dim, values)
+        for g in range(group_size):
+            part = array_at(parts + g * part_bytes, head_dim, np.float32(0))
+            mix(weights, g * room + block, places, 0, LANES, 0, np.float32(0), head_dim, part)
+
+
+@exact_kernel
+def _space_for_16(head_dim: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Memory for 16 keys or values, and where each of them lies in it."""
+    space, places = np.empty(LANES * head_dim, np.float32), np.empty(LANES, np.int64)
+    for i in range(LANES):
+        places[i] = space.ctypes.data + 4 * i * head_dim
+    return space, places
+
+
+@exact_kernel
+def _read_16(
+    reader: int,
+    rows: NDArray[np.int64],  # 16 from `first` on are read
+    first: int,
+    num_context: int,
+    in_context: int,  # bytes from where a row begins to what is read of it
+    in_tail: int,
+    like: Any,
+    head_dim: int,
+    out: NDArray[np.float32],  # [16 * head_dim]
+) -> None:
+    """Keys or values of 16 rows, one behind the other."""
+    num_coded = min(max(num_context - first, 0), LANES)
+    if num_coded > 0:
+        places = np.empty(LANES, np.int64)
+        for i in range(num_coded):
+            places[i] = rows[first + i] + in_context
+        call_stage(reader, places.ctypes.data, num_coded, head_dim, out.ctypes.data)
+    for i in range(num_coded, LANES):
+        plain = array_at(rows[first + i] + in_tail, head_dim, like)
+        for j in range(head_dim):
+            out[i * head_dim + j] = load_float(plain, j)

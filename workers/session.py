@@ -11,14 +11,13 @@ from typing import Any, Self
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
 
 from csattn.artifact import Artifact, open_artifact
 from csattn.config import SearchConfig
 from csattn.cpus import available_cpus
 from csattn.errors import ConfigError, ContextError
 from csattn.models import LoadedModel
+from csattn.models.attending_cache import AttendingCache
 from csattn.models.attention_hook import attention_implementation
 from csattn.models.prompt import question_ids
 from csattn.models.query import queries_before_rope, rotate
@@ -159,52 +158,13 @@ class Session:
         return CentroidSelector(self._indexes[layer_idx], self.view, self._pool)
 
 
-class RequestCache(Cache):  # type: ignore[misc]  # transformers is untyped
-    """One request as transformers sees it: a cache whose layers attend for themselves."""
+class RequestCache(AttendingCache):
+    """One request as transformers sees it: the context, and what the request adds to it."""
 
     def __init__(self, decoders: list[LayerDecoder], count: StepCount):
-        super().__init__(layers=[_CacheLayer(decoder) for decoder in decoders])
+        super().__init__(decoders)
         self.decoders = decoders
         self.count = count
-
-
-class _CacheLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped
-    """A layer of `RequestCache`: takes keys and values, hands itself to the attention function."""
-
-    is_sliding = False
-    is_croppable = False
-    is_compileable = False
-    supports_early_init = False
-
-    def __init__(self, decoder: LayerDecoder):
-        super().__init__()
-        self._decoder = decoder
-
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing is left to do: the context is there from the start."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if key_states.shape[0] != 1:
-            raise ConfigError(
-                f"a request is one sequence, got a batch of {key_states.shape[0]}; make one request per sequence, "
-                "without beams and with num_return_sequences=1"
-            )
-        self._decoder.append(key_states[0], value_states[0])
-        return self, self
-
-    def attend(self, q: Tensor, softmax_scale: float) -> Tensor:
-        return self._decoder.attend(q[0], softmax_scale)[None]
-
-    def get_seq_length(self) -> int:
-        return self._decoder.kv_len
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._decoder.kv_len + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    get_max_cache_shape = get_max_length  # its name before transformers 5.11
 
 
 class _LookAhead:

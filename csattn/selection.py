@@ -1,5 +1,6 @@
 """Which context rows a step attends to besides the resident ones: a few kilobytes, whatever the context length."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,14 +8,25 @@ from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
+class Rest:
+    """An estimate of what attention to the rows that were not selected would give."""
+
+    out: NDArray[np.float32]  # [num_q_heads, head_dim]
+    share: NDArray[np.float32]  # [num_q_heads], in [0, 1]: the softmax weight of those rows
+
+
+@dataclass(frozen=True, slots=True)
 class Selection:
     """The rows to fetch in one layer. `num_index_heads` is num_kv_heads, or num_q_heads when a group does not share.
 
-    Rows at and above context_len are rows of the tail that have left its window.
+    Rows at and above context_len are rows of the tail that have left its window. A step attends to resident and
+    selected rows, whose logits `log_weights` shift; with a `rest` it then gives (1 - share) * out + share * rest.out.
     """
 
     kv_indices: NDArray[np.int32]  # [num_index_heads, top_k], ascending, unique, -1 padded
     valid_len: NDArray[np.int32]  # [num_index_heads]
+    log_weights: NDArray[np.float32] | None = None  # [num_index_heads, top_k]: added to logits; 0 at padding
+    rest: Rest | None = None
 
     @property
     def num_rows(self) -> int:
@@ -28,3 +40,25 @@ class Selection:
             assert (np.diff(rows) > 0).all(), f"rows of head {head} are not strictly ascending"
             assert valid == 0 or (rows[0] >= 0 and rows[-1] < kv_len), f"head {head} selects outside [0, {kv_len})"
             assert (padding == -1).all(), f"head {head} has rows after its valid_len {valid}"
+        if self.log_weights is not None:
+            assert self.log_weights.shape == self.kv_indices.shape, "a row has no weight, or a weight no row"
+            assert np.isfinite(self.log_weights).all(), "a weight is not finite"
+            assert not self.log_weights[self.kv_indices < 0].any(), "padding has weights"
+        if self.rest is not None:
+            assert np.isfinite(self.rest.out).all(), "the estimate of the rest is not finite"
+            assert ((self.rest.share >= 0) & (self.rest.share <= 1)).all(), "a share is outside [0, 1]"
+
+
+def stack_selections(
+    selections: Sequence[Selection],  # at least one; all with weights, or none
+) -> tuple[NDArray[np.int32], NDArray[np.float32] | None]:
+    """Rows and weights of several tokens, padded to the widest: both [num_tokens, num_index_heads, top_k]."""
+    top_k = max(selection.kv_indices.shape[1] for selection in selections)
+
+    def widened(rows: NDArray[np.int32] | NDArray[np.float32], padding: float) -> NDArray[np.generic]:
+        return np.pad(rows, ((0, 0), (0, top_k - rows.shape[1])), constant_values=padding)
+
+    kv_indices = np.stack([widened(selection.kv_indices, -1) for selection in selections])
+    if selections[0].log_weights is None:
+        return kv_indices, None
+    return kv_indices, np.stack([widened(s.log_weights, 0) for s in selections if s.log_weights is not None])

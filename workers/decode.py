@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from csattn.attention import attend, merge_state
-from csattn.selection import Selection
+from csattn.selection import Selection, stack_selections
 from csattn.selectors import ContextView, FarRows, Selector
 from offload.host_store import HostStore
 from offload.tail_store import TailStore
 
-# Tokens whose far rows are gathered and attended in one go.
-_TOKENS_PER_BLOCK = 16
+# Tokens whose far rows are gathered and attended in one go, and how many rows those may be over all heads.
+_TOKENS_PER_BLOCK, _ROWS_PER_BLOCK = 16, 1 << 20
 
 
 @dataclass(slots=True)
@@ -25,6 +25,7 @@ class StepCount:
 
     searches: int = 0
     search_s: float = 0.0
+    search_bytes: int = 0  # that searches had to read
     far_rows: float = 0.0  # rows per head that were fetched, summed over layers and tokens
     near_rows: float = 0.0  # resident rows per head, likewise
 
@@ -88,7 +89,7 @@ class LayerDecoder:
 
         One token's search starts at once. Several tokens' searches wait for the step's keys, which they may need.
         """
-        self._early = q if q.shape[1] > 1 else self._ahead.submit(self._choose, q, self.tail.num_rows)
+        self._early = q if q.shape[1] > 1 else self._ahead.submit(self._choose, q, self.tail.num_rows, True)
 
     def attend(self, q: Tensor, softmax_scale: float) -> Tensor:
         """Attend from the last appended tokens. q: [num_q_heads, num_tokens, head_dim] -> out, same shape."""
@@ -96,24 +97,31 @@ class LayerDecoder:
         if isinstance(early, Future):
             chosen = early.result()
         else:
-            chosen = self._choose(q if early is None else early, self.tail.num_rows - q.shape[1])
+            first_token = self.tail.num_rows - q.shape[1]
+            chosen = self._choose(q if early is None else early, first_token, ahead=early is not None)
         near_out, near_lse = self._attend_near(q, softmax_scale)
         far_out, far_lse = self._attend_far(q, chosen, softmax_scale)
         out, _ = merge_state(near_out, near_lse, far_out, far_lse)
+        out = _mix_in_rest(out, chosen)
         if self._observer is not None:
             self._observer(self, q, chosen, out)
         return out
 
-    def _choose(self, q: Tensor, first_token: int) -> list[FarRows]:
-        """The far rows of each token; tokens stand at first_token, first_token + 1, ... of the tail."""
+    def _choose(self, q: Tensor, first_token: int, ahead: bool) -> list[FarRows]:
+        """The far rows of each token; tokens stand at first_token, first_token + 1, ... of the tail.
+
+        ahead: q is predicted. The token's own row may not be there yet, so that none is looked at.
+        """
         started = self._clock()
         rows = []
         by_token = q.detach().float().transpose(0, 1).contiguous().numpy()
         for token, token_q in enumerate(by_token, start=first_token):
             self._move_window(token)
             if self._last is None or token % self.view.config.search_period == 0:
-                self._last = self._selector.select(token_q)
+                recent = self.tail.kv[:, self.oldest_resident(token) : token if ahead else token + 1]
+                self._last = self._selector.select(token_q, recent)
                 self._count.searches += 1
+                self._count.search_bytes += self._selector.search_bytes
             rows.append(self._last)
         self._count.search_s += self._clock() - started
         return rows
@@ -123,7 +131,8 @@ class LayerDecoder:
         if not self._selector.indexes_tail:
             return
         while self._num_indexed <= token - self.view.config.window_len:
-            self._selector.append(self.tail.kv[:, self._num_indexed, 0].float().numpy())
+            k, v = self.tail.kv[:, self._num_indexed].float().unbind(1)
+            self._selector.append(k.numpy(), v.numpy())
             self._num_indexed += 1
 
     def _attend_near(self, q: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
@@ -147,24 +156,29 @@ class LayerDecoder:
             rows = self.store.rows(self.layer_idx, chosen[0])
             self._count.far_rows += q.shape[1] * rows.shape[1]
             return _attend_grouped(q, rows, softmax_scale, None)
-        outs, lses = [], []
-        for start in range(0, len(chosen), _TOKENS_PER_BLOCK):
-            block = [rows for rows in chosen[start : start + _TOKENS_PER_BLOCK] if isinstance(rows, Selection)]
-            kv_indices = torch.from_numpy(np.stack([rows.kv_indices for rows in block]))
-            self._count.far_rows += float((kv_indices >= 0).sum()) / kv_indices.shape[1]
-            out, lse = self._attend_chosen(q[:, start : start + len(block)], kv_indices, softmax_scale)
+        selections = [rows for rows in chosen if isinstance(rows, Selection)]
+        outs, lses, start = [], [], 0
+        while start < len(selections):
+            block = selections[start : start + _tokens_together(selections[start:])]
+            of_block = q[:, start : start + len(block)]
+            out, lse = self._attend_chosen(of_block, block, softmax_scale)
             outs.append(out)
             lses.append(lse)
+            start += len(block)
         return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
 
-    def _attend_chosen(self, q: Tensor, kv_indices: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
-        """kv_indices: [num_tokens, num_index_heads, top_k] -> out like q, lse [num_q_heads, num_tokens]."""
+    def _attend_chosen(self, q: Tensor, chosen: list[Selection], softmax_scale: float) -> tuple[Tensor, Tensor]:
+        """chosen: of each token -> out like q, lse [num_q_heads, num_tokens]."""
         num_q_heads, num_tokens, head_dim = q.shape
+        indices, weights = stack_selections(chosen)
+        kv_indices = torch.from_numpy(indices)  # [num_tokens, num_index_heads, top_k]
+        log_weights = None if weights is None else torch.from_numpy(weights)[:, :, None]
         rows = self.fetch(kv_indices)
         num_index_heads = rows.shape[1]
+        self._count.far_rows += float((kv_indices >= 0).sum()) / num_index_heads
         grouped = q.view(num_index_heads, -1, num_tokens, head_dim).permute(2, 0, 1, 3)
         mask = (kv_indices >= 0)[:, :, None] if (kv_indices < 0).any() else None
-        out, lse = attend(grouped, rows[..., 0, :], rows[..., 1, :], softmax_scale, mask)
+        out, lse = attend(grouped, rows[..., 0, :], rows[..., 1, :], softmax_scale, mask, log_weights)
         out = out.permute(1, 2, 0, 3).reshape(num_q_heads, num_tokens, head_dim)
         return out, lse.permute(1, 2, 0).reshape(num_q_heads, num_tokens)
 
@@ -192,3 +206,18 @@ def _attend_grouped(
     mask = mask.repeat(group_size, 1) if mask is not None else None
     out, lse = attend(packed, rows[None, :, :, 0], rows[None, :, :, 1], softmax_scale, mask)
     return out.reshape(q.shape), lse.reshape(num_q_heads, num_tokens)
+
+
+def _tokens_together(selections: list[Selection]) -> int:
+    """How many of the next tokens' far rows may be gathered in one go; at least one's."""
+    sizes = np.cumsum([selection.kv_indices.size for selection in selections[:_TOKENS_PER_BLOCK]])
+    return max(1, int((sizes <= _ROWS_PER_BLOCK).sum()))
+
+
+def _mix_in_rest(out: Tensor, chosen: list[FarRows]) -> Tensor:
+    """Give estimates of what was not selected their share of each token's output. out: like `attend`'s, changed."""
+    for token, rows in enumerate(chosen):
+        if isinstance(rows, Selection) and rows.rest is not None:
+            share = torch.from_numpy(rows.rest.share)[:, None]
+            out[:, token] = (1 - share) * out[:, token] + share * torch.from_numpy(rows.rest.out)
+    return out

@@ -31,6 +31,7 @@ class Quality:
     output_error: float  # |out - full out| / |full out| of a head
     rows_read_share: float  # rows attended to, as a share of all rows before the token
     index_bytes_per_key: float  # and KV head; 0 for selectors without an index
+    search_bytes_per_step: float  # that the search read, all layers; keys as wide as the KV has them
     search_ms_per_step: float  # all layers
 
     def to_json(self) -> dict[str, float]:
@@ -67,7 +68,7 @@ def measure(
     with csattn_session(loaded, artifact, config, selector) as session:
         request = session.request(probe)
         log_probs = _predict(session, request, token_ids[:-1], on_token)
-        has_index = session.selector == "csattn"
+        index_bytes = sum(prepared.index_bytes for prepared in session.prepared)
     spec, count = artifact.spec, request.count
     rows_before = sum(spec.context_len + token + 1 for token in range(num_tokens)) * spec.model.num_layers
     num_lists = spec.model.num_kv_heads * spec.model.num_layers
@@ -81,7 +82,8 @@ def measure(
         attention_mass=probe.mean(probe.mass),
         output_error=probe.mean(probe.error),
         rows_read_share=(count.far_rows + count.near_rows) / rows_before,
-        index_bytes_per_key=artifact.index_bytes / (spec.context_len * num_lists) if has_index else 0.0,
+        index_bytes_per_key=index_bytes / (spec.context_len * num_lists),
+        search_bytes_per_step=count.search_bytes / num_tokens,
         search_ms_per_step=count.search_s * 1e3 / num_tokens,
     )
 

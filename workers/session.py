@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -15,23 +16,16 @@ from numpy.typing import NDArray
 from csattn.artifact import Artifact, open_artifact
 from csattn.config import SearchConfig
 from csattn.cpus import available_cpus
-from csattn.errors import ConfigError, ContextError
+from csattn.errors import ContextError
 from csattn.models import LoadedModel
 from csattn.models.attending_cache import AttendingCache
 from csattn.models.attention_hook import attention_implementation
 from csattn.models.prompt import question_ids
 from csattn.models.query import queries_before_rope, rotate
 from csattn.search import SearchPool
-from csattn.selectors import (
-    SELECTOR_NAMES,
-    CentroidSelector,
-    ContextView,
-    ExactSelector,
-    FullSelector,
-    Selector,
-    WindowSelector,
-)
+from csattn.selectors import ContextView, Prepared, PreparedCentroids, prepare, selector_for
 from offload.host_store import HostStore
+from workers.context_layers import context_layers
 from workers.decode import LayerDecoder, Observer, StepCount
 
 
@@ -70,15 +64,13 @@ class Session:
         selector: str = "csattn",
         num_threads: int | None = None,  # that search; all cores unless said
     ):
-        if selector not in SELECTOR_NAMES:
-            raise ConfigError(f"unknown selector {selector!r}; choose one of {', '.join(SELECTOR_NAMES)}")
         artifact.require_model(loaded.fingerprint)
         artifact.require_tokenizer(loaded.tokenizer_hash)
         self.loaded = loaded
         self.artifact = artifact
         geometry, spec = loaded.geometry, artifact.manifest.spec
         self.view = ContextView(spec.context_len, loaded.model.model.layers[0].self_attn.scaling, config)
-        self.selector = "full" if self.view.everything_kept and selector in ("csattn", "exact") else selector
+        self.selector = selector_for(selector, self.view)
         self.store = HostStore([artifact.layer_kv(layer_idx) for layer_idx in range(geometry.num_layers)])
         self._indexes = [artifact.layer_index(layer_idx) for layer_idx in range(geometry.num_layers)]
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="csattn-ahead")
@@ -137,7 +129,7 @@ class Session:
             LayerDecoder(
                 layer_idx,
                 self.store,
-                self._make_selector(layer_idx),
+                self.prepared[layer_idx].selector(self.view),
                 self.view,
                 self._ahead,
                 count,
@@ -148,14 +140,13 @@ class Session:
         ]
         return RequestCache(decoders, count)
 
-    def _make_selector(self, layer_idx: int) -> Selector:
-        if self.selector == "full":
-            return FullSelector(self.view)
-        if self.selector == "window":
-            return WindowSelector(self.view)
-        if self.selector == "exact":
-            return ExactSelector(self.store.rows(layer_idx, slice(0, self.view.context_len))[:, :, 0], self.view)
-        return CentroidSelector(self._indexes[layer_idx], self.view, self._pool)
+    @cached_property
+    def prepared(self) -> list[Prepared]:
+        """What the selector has made of each layer of the context, once for all requests."""
+        if self.selector == "csattn":
+            num_q_heads = self.loaded.geometry.num_q_heads
+            return [PreparedCentroids(index, self._pool, num_q_heads) for index in self._indexes]
+        return [prepare(self.selector, layer) for layer in context_layers(self.loaded, self.artifact)]
 
 
 class RequestCache(AttendingCache):

@@ -13,6 +13,7 @@ def attend(
     v: Tensor,
     softmax_scale: float,
     mask: Tensor | None = None,  # [q_len, kv_len] or broadcastable, bool: True where a query sees a row
+    log_weights: Tensor | None = None,  # like mask, float32, finite: added to the logits
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention over given rows.
 
@@ -22,8 +23,8 @@ def attend(
     if k.shape[-2] == 0:  # torch's kernel divides by the number of rows
         return torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)
     if q.device.type != "cpu" and q.shape[-1] % 8:
-        return reference.attend(q, k, v, softmax_scale, mask)
-    bias = None if mask is None else _bias(mask, q, k)
+        return reference.attend(q, k, v, softmax_scale, mask, log_weights)
+    bias = None if mask is None and log_weights is None else _bias(mask, log_weights, q, k)
     if q.device.type == "cpu":
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, False, attn_mask=bias, scale=softmax_scale
@@ -39,13 +40,14 @@ def attend(
     return out, lse
 
 
-def _bias(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """0 where a query sees a row, else -inf: [batch_size, num_kv_heads, q_len, kv_len], expanded."""
+def _bias(mask: Tensor | None, log_weights: Tensor | None, q: Tensor, k: Tensor) -> Tensor:
+    """What is added to logits, -inf where a query does not see a row: [batch_size, num_kv_heads, q_len, kv_len]."""
     kv_len = k.shape[-2]
-    padded_len = -(-kv_len // 8) * 8  # the kernel on the device wants rows on 16 bytes
-    bias = torch.zeros(*mask.shape[:-1], padded_len, dtype=q.dtype, device=q.device)[..., :kv_len]
-    bias.masked_fill_(~mask, -torch.inf)
-    return bias.expand(*q.shape[:-1], kv_len)
+    bias = q.new_zeros(kv_len) if log_weights is None else log_weights.to(q.dtype)
+    if mask is not None:
+        bias = torch.where(mask, bias, -torch.inf)
+    padded = torch.nn.functional.pad(bias, (0, -kv_len % 8))  # the kernel on the device wants rows on 16 bytes
+    return padded[..., :kv_len].expand(*q.shape[:-1], kv_len)
 
 
 def attend_chunk(

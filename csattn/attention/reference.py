@@ -10,9 +10,12 @@ def attend(
     v: Tensor,
     softmax_scale: float,
     mask: Tensor | None = None,  # [q_len, kv_len] or broadcastable, bool: True where a query sees a row
+    log_weights: Tensor | None = None,  # like mask, float32, finite: added to the logits
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention and its log-sum-exp [batch_size, num_kv_heads, q_len]; -inf and zeros for no rows."""
     scores = q.double() @ k.double().transpose(-1, -2) * softmax_scale
+    if log_weights is not None:
+        scores = scores + log_weights
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
     lse = scores.logsumexp(-1)

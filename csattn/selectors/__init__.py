@@ -1,19 +1,16 @@
 """What decides which rows a step attends to: ours and those it is compared with, behind one interface."""
 
-from csattn.selectors.base import ContextView, FarRows, Selector
-from csattn.selectors.centroids import CentroidSelector
-from csattn.selectors.exact import ExactSelector
-from csattn.selectors.fixed import FullSelector, WindowSelector
-
-SELECTOR_NAMES = ("csattn", "exact", "full", "window")
+from csattn.selectors.base import ContextLayer, ContextView, FarRows, Prepared, Selector
+from csattn.selectors.centroids import PreparedCentroids
+from csattn.selectors.prepare import prepare, selector_for
 
 __all__ = [
-    "SELECTOR_NAMES",
-    "CentroidSelector",
+    "ContextLayer",
     "ContextView",
-    "ExactSelector",
     "FarRows",
-    "FullSelector",
+    "Prepared",
+    "PreparedCentroids",
     "Selector",
-    "WindowSelector",
+    "prepare",
+    "selector_for",
 ]

@@ -1,10 +1,12 @@
-"""The interface of all selectors: one object per request and layer."""
+"""The interface of all selectors: prepared once per layer of a context, then one object per request and layer."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from csattn.config import SearchConfig
 from csattn.selection import Selection
@@ -38,18 +40,75 @@ class ContextView:
         return self.top_k >= num_middle
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ContextLayer:
+    """What a selector may read of one layer of a context. Read in place, shared by all requests."""
+
+    keys: Tensor  # [num_kv_heads, context_len, head_dim], after RoPE
+    values: Tensor  # the same
+    num_q_heads: int
+    # [num_q_heads, context_len] float32: each key's softmax weights, summed over the context's own queries.
+    # Asking for it may run the model over the context.
+    attention_received: Callable[[], Tensor]
+
+    @property
+    def group_size(self) -> int:
+        return self.num_q_heads // self.keys.shape[0]
+
+
 class Selector(Protocol):
-    """Chooses the far rows of one layer for one request."""
+    """Chooses the far rows of one layer for one request.
+
+    What `select` changes of a selector it replaces, so that a shallow copy is a snapshot.
+    """
 
     @property
     def indexes_tail(self) -> bool:
         """Whether rows of the tail leave its window into the selector. If not, the whole tail stays resident."""
         ...
 
-    def append(self, k: NDArray[np.float32]) -> None:
-        """Take over the oldest row of the tail's window. k: [num_kv_heads, head_dim], after RoPE."""
+    @property
+    def search_bytes(self) -> int:
+        """Bytes that the last `select` had to read to choose: keys as wide as the KV has them."""
         ...
 
-    def select(self, q: NDArray[np.float32]) -> FarRows:
-        """Choose for one token. q: [num_q_heads, head_dim], after RoPE. Not valid after the next call."""
+    def append(self, k: NDArray[np.float32], v: NDArray[np.float32]) -> None:
+        """Take over the oldest row of the tail's window. k, v: [num_kv_heads, head_dim], k after RoPE."""
         ...
+
+    def select(self, q: NDArray[np.float32], recent: Tensor) -> FarRows:
+        """Choose for one token. Not valid after the next call.
+
+        q: [num_q_heads, head_dim], after RoPE.
+        recent: [num_kv_heads, num_recent, 2, head_dim], the tail's resident rows: to weigh against, not to choose.
+        The last is the token's own, unless the search runs ahead of it.
+        """
+        ...
+
+
+class Prepared(Protocol):
+    """What a selector has made of one layer of a context: made once, shared by all requests."""
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes that it holds beside the KV."""
+        ...
+
+    def selector(self, view: ContextView) -> Selector:
+        """For a new request."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Unprepared:
+    """`Prepared` for a selector that reads the KV as it is."""
+
+    layer: ContextLayer
+    make: Callable[[ContextLayer, ContextView], Selector]
+
+    @property
+    def index_bytes(self) -> int:
+        return 0
+
+    def selector(self, view: ContextView) -> Selector:
+        return self.make(self.layer, view)

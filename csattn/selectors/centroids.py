@@ -1,13 +1,35 @@
-"""Centroid scoring: the index finds the rows."""
+"""Centroid scoring: the index finds the rows (CSAttention, arXiv:2604.08584)."""
+
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from csattn.index import LayerIndex
 from csattn.search import SearchPool, empty_selection
 from csattn.selection import Selection
 from csattn.selectors.base import ContextView
-from csattn.table.tail import make_tail
+from csattn.table.rows import RowTable
+from csattn.table.tail import RowTail, make_tail
+
+
+class PreparedCentroids:
+    """A layer's index, as it lies in the artifact."""
+
+    def __init__(self, index: LayerIndex, pool: SearchPool, num_q_heads: int):
+        """pool: threads and scratch memory, shared by all layers and requests."""
+        self.index, self.pool, self.num_q_heads = index, pool, num_q_heads
+
+    @property
+    def index_bytes(self) -> int:
+        index, table = self.index, self.index.table
+        arrays: list[NDArray[Any]] = [index.query_basis, index.codebooks, index.key_basis, index.key_mean]
+        arrays += [table.codes, table.scales] if isinstance(table, RowTable) else [table.indices, table.scores]
+        return sum(a.nbytes for a in arrays) + (0 if index.next_query is None else index.next_query.nbytes)
+
+    def selector(self, view: ContextView) -> "CentroidSelector":
+        return CentroidSelector(self, view)
 
 
 class CentroidSelector:
@@ -15,21 +37,30 @@ class CentroidSelector:
 
     indexes_tail = True
 
-    def __init__(self, index: LayerIndex, view: ContextView, pool: SearchPool):
-        """pool: threads and scratch memory, shared by all layers and requests."""
-        self._index = index
+    def __init__(self, prepared: PreparedCentroids, view: ContextView):
+        self._prepared = prepared
         self._view = view
-        self._pool = pool
-        self._tail = make_tail(index)
+        self._tail = make_tail(prepared.index)
 
-    def append(self, k: NDArray[np.float32]) -> None:
+    @property
+    def search_bytes(self) -> int:
+        """Each query head matches its centroids and reads a row or list of each subspace."""
+        index = self._prepared.index
+        if isinstance(self._tail, RowTail):
+            row_bytes: int = index.table.codes.shape[-1] + self._tail.num_rows  # type: ignore[union-attr]
+        else:
+            row_bytes = index.table.list_len * (4 + 2)  # type: ignore[union-attr]
+        matched = index.query_basis.nbytes + index.codebooks.nbytes
+        return matched + self._prepared.num_q_heads * index.num_subspaces * row_bytes
+
+    def append(self, k: NDArray[np.float32], v: NDArray[np.float32]) -> None:
         self._tail.append(k)
 
-    def select(self, q: NDArray[np.float32]) -> Selection:
-        out = empty_selection(self._index.num_heads, self._view.top_k)
-        self._pool.search(
+    def select(self, q: NDArray[np.float32], recent: Tensor) -> Selection:
+        out = empty_selection(self._prepared.index.num_heads, self._view.top_k)
+        self._prepared.pool.search(
             q,
-            self._index,
+            self._prepared.index,
             self._tail,
             self._view.top_k,
             self._view.config.sink_len,

@@ -6,7 +6,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from csattn.selection import Selection
-from csattn.selectors.base import ContextView
+from csattn.selectors.base import ContextLayer, ContextView
+from csattn.selectors.top_rows import RowsSoFar, group_shares, top_rows
 
 
 class ExactSelector:
@@ -14,28 +15,27 @@ class ExactSelector:
 
     indexes_tail = True
 
-    def __init__(self, keys: Tensor, view: ContextView):
-        """keys: [num_kv_heads, context_len, head_dim], read in place."""
-        self._keys = keys
+    def __init__(self, layer: ContextLayer, view: ContextView):
+        self._keys = layer.keys
         self._view = view
-        self._tail = keys.new_empty(keys.shape[0], 0, keys.shape[2])
+        self._tail = RowsSoFar(layer.keys)
 
-    def append(self, k: NDArray[np.float32]) -> None:
-        row = torch.from_numpy(k).to(self._tail.dtype)[:, None]
-        self._tail = torch.cat([self._tail, row], dim=1)
+    @property
+    def search_bytes(self) -> int:
+        return self._keys.nbytes + self._tail.rows.nbytes
 
-    def select(self, q: NDArray[np.float32]) -> Selection:
-        num_kv_heads, context_len, head_dim = self._keys.shape
-        grouped = torch.from_numpy(q).to(self._keys.dtype).view(num_kv_heads, -1, head_dim)
-        keys = (self._keys, self._tail) if self._tail.shape[1] else (self._keys,)
-        logits = torch.cat([grouped @ part.transpose(1, 2) for part in keys], dim=2)
-        worth = (logits.float() * self._view.softmax_scale).softmax(-1).sum(1)
-        worth[:, : self._view.middle.start] = -1
-        worth[:, self._view.middle.stop : context_len] = -1
-        top_k = min(self._view.top_k, int((worth[0] >= 0).sum()))
-        # stable, so that of equal keys the first come first
-        order = worth.argsort(dim=1, descending=True, stable=True)[:, :top_k]
-        return Selection(
-            kv_indices=order.sort(dim=1).values.to(torch.int32).numpy(),
-            valid_len=np.full(num_kv_heads, top_k, dtype=np.int32),
-        )
+    def append(self, k: NDArray[np.float32], v: NDArray[np.float32]) -> None:
+        self._tail.append(torch.from_numpy(k))
+
+    def select(self, q: NDArray[np.float32], recent: Tensor) -> Selection:
+        return top_rows(group_shares(logits_of(q, self._keys, self._tail.rows, self._view.softmax_scale)), self._view)
+
+
+def logits_of(q: NDArray[np.float32], keys: Tensor, tail: Tensor, softmax_scale: float) -> Tensor:
+    """Scaled products with all keys, then all of the tail's: [num_kv_heads, group_size, num_keys] float32.
+
+    q: [num_q_heads, head_dim]; keys, tail: [num_kv_heads, ..., head_dim].
+    """
+    grouped = torch.from_numpy(q).to(keys.dtype).view(keys.shape[0], -1, keys.shape[2])
+    parts = (keys, tail) if tail.shape[1] else (keys,)
+    return torch.cat([grouped @ part.transpose(1, 2) for part in parts], dim=2).float() * softmax_scale

@@ -43,6 +43,20 @@ def test_masked_rows_do_not_count() -> None:
     torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_log_weights_are_added_to_logits(masked: bool) -> None:
+    """A row of weight log 3 counts as three of it do."""
+    q, k, v = make(2, 4, 16, 1), make(2, 41, 16, 2), make(2, 41, 16, 3)
+    weights = torch.zeros(2, 1, 41)
+    weights[:, :, ::2] = torch.tensor(3.0).log()
+    mask = torch.arange(41) % 3 > 0 if masked else None
+    out, lse = attend(q, k, v, SCALE, None if mask is None else mask.expand(4, 41), weights)
+    rows = [row for row in range(41) for _ in range(1 if row % 2 else 3) if mask is None or mask[row]]
+    want_out, want_lse = reference.attend(q, k[:, :, rows], v[:, :, rows], SCALE)
+    torch.testing.assert_close(out, want_out, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-5)
+
+
 def test_a_query_that_sees_no_row_gets_zeros_and_minus_infinity() -> None:
     q, k, v = make(2, 4, 16, 1), make(2, 40, 16, 2), make(2, 40, 16, 3)
     mask = torch.ones(4, 40, dtype=torch.bool)

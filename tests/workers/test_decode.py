@@ -8,7 +8,7 @@ import torch
 
 from csattn.attention import reference
 from csattn.config import SearchConfig
-from csattn.selection import Selection
+from csattn.selection import Rest, Selection
 from csattn.selectors import ContextView
 from offload.host_store import HostStore
 from workers.decode import LayerDecoder, StepCount
@@ -20,15 +20,17 @@ class Chosen:
     """A selector that was told what to choose."""
 
     indexes_tail = True
+    search_bytes = 7
 
     def __init__(self, selection):
         self.selection = selection
-        self.appended = []
+        self.appended, self.recent = [], []
 
-    def append(self, k):
-        self.appended.append(k.copy())
+    def append(self, k, v):
+        self.appended.append(np.stack([k, v], axis=1))
 
-    def select(self, q):
+    def select(self, q, recent):
+        self.recent.append(recent.clone())
         return self.selection
 
 
@@ -81,8 +83,50 @@ def test_a_step_attends_to_exactly_the_resident_and_chosen_rows(num_index_heads,
         want, _ = reference.attend(q[None, head : head + 1], rows[None, None, :, 0], rows[None, None, :, 1], SCALE)
         torch.testing.assert_close(out[head], want[0, 0], rtol=1e-4, atol=1e-5)
     assert len(selector.appended) == num_left
-    for row, k in enumerate(selector.appended):
-        np.testing.assert_array_equal(k, tail[:, row, 0].numpy())
+    for row, kv in enumerate(selector.appended):
+        np.testing.assert_array_equal(kv, tail[:, row].numpy())
+    assert torch.equal(selector.recent[0], tail[:, num_left:])
+
+
+@pytest.mark.parametrize("num_index_heads", [2, 6], ids=["shared by the group", "one per query head"])
+def test_weights_shift_the_logits_of_selected_rows_and_the_rest_takes_its_share(num_index_heads, rng) -> None:
+    """Over several tokens, whose selections differ in width."""
+    num_q_heads, num_tokens = 6, 20
+    context, tail = torch.randn(2, CONTEXT_LEN, 2, HEAD_DIM), torch.randn(2, num_tokens, 2, HEAD_DIM)
+    chosen = []
+    for _ in range(num_tokens):
+        valid_len = rng.integers(0, 5, num_index_heads).astype(np.int32)
+        kv_indices = np.full((num_index_heads, max(valid_len.max(), 1)), -1, np.int32)
+        for head, valid in enumerate(valid_len):
+            kv_indices[head, :valid] = np.sort(rng.choice(np.arange(SINK_LEN, 60), valid, replace=False))
+        weights = np.where(kv_indices >= 0, rng.standard_normal(kv_indices.shape), 0).astype(np.float32)
+        rest = Rest(rng.standard_normal((num_q_heads, HEAD_DIM), np.float32), rng.random(num_q_heads, np.float32))
+        chosen.append(Selection(kv_indices, valid_len, weights, rest))
+        chosen[-1].check(CONTEXT_LEN)
+
+    class InTurn(Chosen):
+        def select(self, q, recent):
+            return chosen[len(self.appended) + recent.shape[1] - 1]
+
+    decoder = make_decoder(context, InTurn(None))
+    decoder.append(tail[:, :, 0], tail[:, :, 1])
+    q = torch.randn(num_q_heads, num_tokens, HEAD_DIM)
+    out = decoder.attend(q, SCALE)
+
+    for token, selection in enumerate(chosen):
+        for head in range(num_q_heads):
+            index_head = head * num_index_heads // num_q_heads
+            far = selection.kv_indices[index_head, : selection.valid_len[index_head]].tolist()
+            near = [*range(SINK_LEN), *range(CONTEXT_LEN - WINDOW_LEN, CONTEXT_LEN)]
+            own = tail[head // 3, max(0, token + 1 - WINDOW_LEN) : token + 1]
+            rows = torch.cat([context[head // 3, far], context[head // 3, near], own])[None, None]
+            weights = torch.zeros(rows.shape[2])
+            weights[: len(far)] = torch.from_numpy(selection.log_weights[index_head, : len(far)])
+            query = q[head, token][None, None, None]
+            want, _ = reference.attend(query, rows[..., 0, :], rows[..., 1, :], SCALE, log_weights=weights)
+            share = float(selection.rest.share[head])
+            want = (1 - share) * want[0, 0, 0] + share * torch.from_numpy(selection.rest.out[head])
+            torch.testing.assert_close(out[head, token], want, rtol=1e-4, atol=1e-5)
 
 
 def test_a_search_submitted_ahead_is_the_one_that_is_used() -> None:
@@ -90,8 +134,8 @@ def test_a_search_submitted_ahead_is_the_one_that_is_used() -> None:
     asked = []
 
     class Recorder(Chosen):
-        def select(self, q):
-            asked.append(q.copy())
+        def select(self, q, recent):
+            asked.append((q.copy(), recent.shape[1]))
             return self.selection
 
     rows = np.array([[10, 11], [12, 13]], dtype=np.int32)
@@ -104,13 +148,14 @@ def test_a_search_submitted_ahead_is_the_one_that_is_used() -> None:
             decoder.attend(own, SCALE)
         decoder.append(torch.randn(2, 1, HEAD_DIM), torch.randn(2, 1, HEAD_DIM))
         decoder.attend(own, SCALE)
-    np.testing.assert_array_equal(asked[0], early[:, 0].numpy())
-    np.testing.assert_array_equal(asked[2], own[:, 0].numpy())
+    np.testing.assert_array_equal(asked[0][0], early[:, 0].numpy())
+    np.testing.assert_array_equal(asked[2][0], own[:, 0].numpy())
+    assert [num_recent for _, num_recent in asked] == [0, 1, 3], "ahead of its own row, a token sees those before it"
 
 
 def test_an_error_in_a_search_ahead_reaches_the_step() -> None:
     class Failing(Chosen):
-        def select(self, q):
+        def select(self, q, recent):
             raise RuntimeError("the index is gone")
 
     with ThreadPoolExecutor(1) as ahead:

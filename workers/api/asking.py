@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast, get_args
+from typing import Any, cast
 
+from csattn.selector_names import SELECTOR_NAMES
 from workers.api.fields import Fields
 from workers.api.names import context_of
 from workers.serving.messages import Ask, BadRequestError, Sampling, Selector, Turn
@@ -65,7 +66,7 @@ def _read(fields: Fields, request_id: str, model: str, limits: LimitSettings, pa
     extension: dict[str, Any] = {
         "keep": fields.number("keep", 0.0, 1.0, above=True),
         "lookahead": fields.whole("lookahead", 0, 1),
-        "selector": cast(Selector, fields.choice("selector", get_args(Selector)) or "csattn"),
+        "selector": cast(Selector, fields.choice("selector", SELECTOR_NAMES) or "csattn"),
     }
     fields.finish()
     ask = Ask(request_id=request_id, context=context_of(asked_model, model), sampling=sampling, **own, **extension)

@@ -8,6 +8,7 @@ import typer
 
 from csattn.config import PRESET_NAMES
 from csattn.errors import CsattnError
+from csattn.selector_names import SELECTOR_NAMES, described
 from offload.errors import OffloadError
 from workers.cli.configuring import config
 
@@ -96,7 +97,7 @@ def generate(
     artifact: ArtifactPath,
     prompt: Annotated[str, typer.Option(help="The question to ask about the context.")],
     keep: Keep = 0.05,
-    selector: Annotated[str, typer.Option(help="csattn, exact, full or window.")] = "csattn",
+    selector: Annotated[str, typer.Option(help=f"{described()}.")] = "csattn",
     lookahead: Lookahead = 1,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
     compare: Annotated[bool, typer.Option(help="Print full attention's answer beside it.")] = False,
@@ -127,7 +128,7 @@ def evaluate(
     eval_len: Annotated[int, typer.Option(min=1, help="Tokens after them that are predicted.")] = 512,
     keep: Keep = 0.05,
     presets: Annotated[str, typer.Option(help="Comma-separated, or empty.")] = "default,paper",
-    selectors: Annotated[str, typer.Option(help="Comma-separated, or empty.")] = "exact,window",
+    selectors: Annotated[str, typer.Option(help=f"Comma-separated, or empty: {described()}.")] = "exact,window",
     lookahead: Annotated[str, typer.Option(help="0, 1, or 0,1: for the presets.")] = "0",
     search_period: Annotated[int, typer.Option(help="Search every so many steps.")] = 1,
     window_len: Annotated[int | None, typer.Option(help="Recent rows that are always read.")] = None,
@@ -144,7 +145,7 @@ def evaluate(
         eval_len=eval_len,
         config=asking.search_config(keep, 0, search_period, window_len),
         presets=comparing.names("presets", presets, PRESET_NAMES),
-        selectors=comparing.names("selectors", selectors, ("exact", "full", "window")),
+        selectors=comparing.names("selectors", selectors, SELECTOR_NAMES),
         lookaheads=[int(ahead) for ahead in comparing.names("lookahead", lookahead, ("0", "1"))],
     )
     result = comparing.compare(text, plan, model, dtype, store, threads)

@@ -110,9 +110,11 @@ def _results_table(text: str, nll_full: float, results: list[dict[str, Any]]) ->
             f"{result['output_error']:.3f}",
             f"{100 * result['rows_read_share']:.1f} %",
             f"{result['index_bytes_per_key']:.0f}",
+            f"{result['search_bytes_per_step'] / 1e3:.0f}",
             f"{result['search_ms_per_step']:.1f}",
         ]
         for result in results
     ]
-    columns = ["", "NLL gap", "KL", "top-1", "recall", "mass", "error", "rows read", "bytes/key", "search ms/step"]
+    quality = ["NLL gap", "KL", "top-1", "recall", "mass", "error", "rows read"]
+    columns = ["", *quality, "bytes/key", "search KB/step", "search ms/step"]
     return table(f"{text}: full attention has NLL {nll_full:.4f}", columns, rows)

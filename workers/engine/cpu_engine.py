@@ -17,7 +17,7 @@ from csattn.cpu.team import Team
 from csattn.cpus import available_cpus
 from csattn.errors import ConfigError, ContextError
 from csattn.models import LoadedModel
-from csattn.selectors import SELECTOR_NAMES, ContextView
+from csattn.selectors import ContextView, selector_for
 from workers.cpu_model.model import CpuModel
 from workers.engine.cpu_context import CpuContext, CpuRequest, open_context
 from workers.engine.exact_rows import choose_exactly
@@ -93,14 +93,10 @@ class CpuEngine:
     def open(self, slot: int, context_id: int, config: SearchConfig, selector: Selector) -> None:
         context = self._context(context_id)
         require_free_slot(slot, self.num_slots, self._requests)
-        if selector not in SELECTOR_NAMES:
-            raise ConfigError(f"unknown selector {selector!r}; choose one of {', '.join(SELECTOR_NAMES)}")
         if config.search_period != 1:
             raise ConfigError(f"search_period is {config.search_period}, but this engine searches at every step; use 1")
         view = ContextView(context.context_len, self._scale, config)
-        if selector in ("csattn", "exact") and view.everything_kept:
-            selector = "full"
-        self._requests[slot] = CpuRequest(slot, context_id, context, view, selector)
+        self._requests[slot] = CpuRequest(slot, context_id, context, view, selector_for(selector, view))
         self._planned = None
 
     def close_slot(self, slot: int) -> None:

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from csattn.errors import CsattnError
+from csattn.selector_names import SelectorName
 
-Selector = Literal["csattn", "exact", "full", "window"]
+Selector = SelectorName
 Finish = Literal["stop", "length"]
 ContextState = Literal["building", "ready", "failed"]
 

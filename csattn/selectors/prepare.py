@@ -1,0 +1,32 @@
+"""From a selector's name to what it makes of a layer of a context."""
+
+from collections.abc import Callable
+from functools import partial
+
+from csattn.errors import ConfigError
+from csattn.selector_names import ABOUT, SELECTOR_NAMES, SelectorName
+from csattn.selectors.base import ContextLayer, ContextView, Prepared, Unprepared
+from csattn.selectors.exact import ExactSelector
+from csattn.selectors.fixed import FullSelector, WindowSelector
+
+# all but `csattn`, whose index the artifact holds
+_FACTORIES: dict[SelectorName, Callable[[ContextLayer], Prepared]] = {
+    "exact": partial(Unprepared, make=ExactSelector),
+    "full": partial(Unprepared, make=FullSelector),
+    "window": partial(Unprepared, make=WindowSelector),
+}
+
+
+def prepare(name: SelectorName, layer: ContextLayer) -> Prepared:
+    """What that selector makes of a layer of a context, with the options of its paper; `csattn` needs its index."""
+    return _FACTORIES[name](layer)
+
+
+def selector_for(name: str, view: ContextView) -> SelectorName:
+    """The selector that does what was asked for: `full`, where everything is kept anyway.
+
+    Raises ConfigError for a name that is not one.
+    """
+    if name not in SELECTOR_NAMES:
+        raise ConfigError(f"unknown selector {name!r}; choose one of {', '.join(SELECTOR_NAMES)}")
+    return "full" if view.everything_kept and ABOUT[name].keeps_top_k else name

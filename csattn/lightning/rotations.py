@@ -1,0 +1,52 @@
+"""Rotations of the indexer's queries and keys, of elementwise operations: a row's bits do not depend on the others."""
+
+import torch
+from torch import Tensor
+
+from csattn.errors import ArrayError
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """x times the Hadamard matrix times width ** -0.5, summed in float32: [..., width], width a power of two.
+
+    The `rotate_activation` of DeepSeek-V3.2's indexer: an orthogonal transform that spreads outliers.
+    """
+    width = x.shape[-1]
+    if width & (width - 1) or width == 0:
+        raise ArrayError(f"rows of {width} values have no Hadamard transform here; wanted a power of two")
+    y, half = x.float(), 1
+    scale: float = width**-0.5
+    while half < width:
+        low, high = y.reshape(*x.shape[:-1], width // (2 * half), 2, half).unbind(-2)
+        y = torch.stack((low + high, low - high), dim=-2)
+        half *= 2
+    return (y.reshape(x.shape) * scale).to(x.dtype)
+
+
+def rope(
+    x: Tensor,  # [rows, ..., rope_dim]
+    positions: Tensor,  # [rows]
+    inv_freq: Tensor,  # [rope_dim // 2] float32
+    *,
+    interleaved: bool,  # pairs are (0, 1), (2, 3), ...; else (0, rope_dim / 2), (1, rope_dim / 2 + 1), ...
+) -> Tensor:
+    """Rotary embedding of all channels, computed in float32."""
+    angles = positions.float()[:, None] * inv_freq
+    angles = angles.view(len(angles), *[1] * (x.dim() - 2), -1)
+    cos, sin = angles.cos(), angles.sin()
+    half, side = len(inv_freq), -1 if interleaved else -2
+    pairs = x.float().reshape(*x.shape[:-1], *((half, 2) if interleaved else (2, half)))
+    a, b = pairs.unbind(side)
+    return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=side).flatten(-2).to(x.dtype)
+
+
+def tree_sum(x: Tensor) -> Tensor:
+    """Sum over the last axis in one fixed order, whatever the other axes are: halves are added until one is left."""
+    width = x.shape[-1]
+    full = 1 << max(0, width - 1).bit_length()
+    if full != width:
+        x = torch.nn.functional.pad(x, (0, full - width))
+    while x.shape[-1] > 1:
+        low, high = x.chunk(2, dim=-1)
+        x = low + high
+    return x[..., 0]

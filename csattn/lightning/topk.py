@@ -1,7 +1,7 @@
 """The exact k best of every row of scores, in the order of `order`, on any device.
 
-On a GPU one launch reads every score once (`topk.cu`); elsewhere, and for more than MAX_KERNEL_K, 64-bit keys are
-selected by torch: all keys differ, so that too has one result only.
+On a GPU one launch reads every score once (`topk.cu`). Elsewhere, and for a larger k than that takes, torch selects among
+64-bit keys: all keys differ, so that too has one result only.
 """
 
 from typing import Literal
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from csattn.errors import ArrayError, ConfigError
 from csattn.lightning.order import SENTINEL, indices_of, order_keys
+from csattn.lightning.topk_device import MAX_K, select_on_device
 
 KEYS_AT_ONCE = 1 << 24  # of 8 bytes, where torch selects
 
@@ -23,23 +24,34 @@ def top_k(
     legal_len: Tensor | None = None,  # [rows] int32: keys 0..legal_len-1 of a row may be chosen; None: all
     *,
     order: Order = "score",
+    pages: Tensor | None = None,  # [rows, num_pages] int32: where the keys of each row lie
+    page_size: int = 1,
     out: Tensor | None = None,  # [rows, k] int32
 ) -> Tensor:
     """Indices [rows, k] int32 of the k best legal scores of each row, -1 padded. Scores beyond legal_len are not read.
 
     Best first, of equal scores the lower index (`order.top_k_reference` is the definition); with order="position" the
-    same indices ascending, as a gather wants them. legal_len outside 0..length counts as the nearer of the two.
+    same indices in ascending order, as a gather wants them. legal_len outside 0..length counts as the nearer of the two.
+    With pages, an index i is written as pages[row, i // page_size] * page_size + i % page_size.
     """
     _require(scores, k, legal_len, order, out)
+    _require_pages(scores, pages, page_size)
     rows, length = scores.shape
     if out is None:
         out = torch.empty(rows, k, dtype=torch.int32, device=scores.device)
+    if scores.device.type == "cuda" and k <= MAX_K:
+        select_on_device(scores, legal_len, order == "position", pages, page_size, out)
+        return out
     if legal_len is None:
         legal_len = torch.full((rows,), length, dtype=torch.int32, device=scores.device)
     step = max(1, KEYS_AT_ONCE // max(1, length))
     for first in range(0, rows, step):
         some = slice(first, first + step)
         _select(scores[some], legal_len[some], order, out[some])
+    if pages is not None:
+        at = out.clamp(min=0).long()
+        paged = pages.gather(1, at // page_size) * page_size + at % page_size
+        out.copy_(torch.where(out >= 0, paged, SENTINEL))
     return out
 
 
@@ -80,3 +92,21 @@ def _require(scores: Tensor, k: int, legal_len: Tensor | None, order: str, out: 
             )
         if array.device != scores.device:
             raise ArrayError(f"{name} is on {array.device}, the scores are on {scores.device}; move it there first")
+
+
+def _require_pages(scores: Tensor, pages: Tensor | None, page_size: int) -> None:
+    if pages is None:
+        return
+    if isinstance(page_size, bool) or not isinstance(page_size, int) or page_size < 1:
+        raise ConfigError(f"page_size is {page_size!r}; wanted a whole number, at least 1")
+    rows, length = scores.shape
+    if pages.dtype != torch.int32 or pages.dim() != 2 or pages.stride(1) != 1 or pages.device != scores.device:
+        raise ArrayError(
+            f"pages are {pages.dtype} of shape {list(pages.shape)} and strides {list(pages.stride())} on "
+            f"{pages.device}; wanted int32 [rows, num_pages] on {scores.device}, the pages of a row side by side"
+        )
+    if pages.shape[0] != rows or pages.shape[1] * page_size < length:
+        raise ArrayError(
+            f"pages have shape {list(pages.shape)}; {rows} rows of {length} scores in pages of {page_size} need "
+            f"[{rows}, {-(-length // page_size)}] or more"
+        )

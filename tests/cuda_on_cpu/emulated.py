@@ -21,6 +21,7 @@ ROOT = HERE.parent.parent
 REPLACEMENTS = {
     ROOT / "csattn/search/device/intrinsics.cu": HERE / "search_intrinsics.h",
     ROOT / "csattn/attention/intrinsics.cu": HERE / "attention_intrinsics.h",
+    ROOT / "csattn/lightning/intrinsics.cu": HERE / "lightning_intrinsics.h",
     ROOT / "offload/intrinsics.cuh": HERE / "offload_intrinsics.h",
 }
 COMPILER = shutil.which("g++")

@@ -108,6 +108,15 @@ struct Barrier {
 static thread_local Barrier whole_block{0, THREADS};
 static thread_local Barrier warps[THREADS / 32];
 static inline void __syncthreads() { whole_block.wait(); }
+static inline int __syncthreads_or(int value) {
+    static thread_local bool any;
+    __syncthreads();
+    any = false;
+    __syncthreads();
+    any |= value != 0;
+    __syncthreads();
+    return any;
+}
 static inline void __syncwarp() { warps[threadIdx.x / 32].wait(); }
 
 // The barrier of a cluster, in two halves; all threads take part.
@@ -179,6 +188,7 @@ static inline float __fadd_rn(float a, float b) { return a + b; }
 static inline float __fmul_rn(float a, float b) { volatile float product = a * b; return product; }
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 static inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
+static inline int __clzll(unsigned long long x) { return x ? __builtin_clzll(x) : 64; }
 static inline int __ffs(unsigned x) { return __builtin_ffs(x); }
 static inline unsigned __ballot_sync(unsigned, bool value) {
     return exchange<unsigned>(value, [](auto of_lane, int) {
@@ -192,6 +202,7 @@ static inline unsigned __vmaxu2(unsigned a, unsigned b) {
     return max(a & 0xffffu, b & 0xffffu) | max(a >> 16, b >> 16) << 16;
 }
 template <class T> static inline T __ldg(const T* place) { return *place; }
+template <class T> static inline T __ldcs(const T* place) { return *place; }
 template <class T> static inline T __ldcg(const T* place) { return *place; }
 template <class T> static inline T atomicAdd(T* place, std::common_type_t<T> value) {
     return __atomic_fetch_add(place, value, __ATOMIC_SEQ_CST);

@@ -1,0 +1,7 @@
+// What csattn/lightning/intrinsics.cu has for the device; `in_block` is the emulator's.
+
+typedef unsigned u32;
+typedef unsigned long long u64;
+
+static inline void wait_for_earlier() {}
+static inline void cluster_sync() { wait_for_cluster(arrive_at_cluster()); }

@@ -1,0 +1,144 @@
+"""The kernel that selects is exact, whatever the scores, and reads nothing that is not legal.
+
+Without a device it runs on the CPU, compiled by a C++ compiler: see `tests/cuda_on_cpu`. Its tiles are small there, so that
+short rows make room, and share rows among blocks, as often as long ones.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from csattn.lightning import topk_device
+from csattn.lightning.order import top_k_reference
+from csattn.lightning.topk_device import select_on_device
+from tests.cuda_on_cpu import emulated
+from tests.cuda_on_cpu.emulated import DEVICE
+
+K = 40
+LENGTH = 3001
+
+
+@pytest.fixture(autouse=True)
+def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulator.stand_in(monkeypatch, topk_device, multiprocessors=8)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 256 scores; room for one beside a hundred entries."""
+    if DEVICE.type == "cpu":
+        for name, value in (("THREADS", 64), ("VECTORS", 1), ("CAPACITY", 384)):
+            monkeypatch.setattr(topk_device, name, value)
+
+
+def run(
+    scores: Tensor,
+    k: int,
+    legal_len: Tensor | None,
+    by_position: bool = False,
+    pages: Tensor | None = None,
+    page_size: int = 1,
+) -> Tensor:
+    out = torch.full((len(scores), k), -7, dtype=torch.int32, device=DEVICE)
+    arrays = [None if array is None else array.to(DEVICE) for array in (legal_len, pages)]
+    select_on_device(scores.to(DEVICE), arrays[0], by_position, arrays[1], page_size, out)
+    return out.cpu()
+
+
+def agree(scores: Tensor, k: int, legal_len: list[int]) -> None:
+    """In both orders, with NaN of either sign behind what is legal."""
+    legal = torch.tensor(legal_len, dtype=torch.int32)
+    poison = torch.where(torch.arange(scores.shape[1]) % 2 == 0, torch.nan, -torch.nan)
+    poisoned = torch.where(torch.arange(scores.shape[1]) < legal[:, None], scores, poison)
+    want = top_k_reference(scores, k, legal)
+    assert torch.equal(run(poisoned, k, legal), want)
+    ascending = torch.where(want < 0, 2**31 - 1, want).sort(dim=1).values
+    assert torch.equal(run(poisoned, k, legal, by_position=True), torch.where(want < 0, -1, ascending)[:, :k])
+
+
+def make_scores(kind: str, rows: int, length: int) -> Tensor:
+    """[rows, length]"""
+    up = torch.arange(length, dtype=torch.float32).expand(rows, length)
+    random = torch.randn(rows, length)
+    bits = torch.randint(0, 2**32, (rows, length), dtype=torch.int64).to(torch.int32)
+    kinds = {
+        "random": random,
+        "ascending": up,
+        "descending": -up,
+        "all equal": torch.full((rows, length), 3.25),
+        "all zero, of either sign": torch.where(up % 3 == 0, -0.0, 0.0),
+        "one bin": (0x4280_0000 + (bits & 7)).to(torch.int32).view(torch.float32),
+        "neighbours, ascending": (0x4280_0000 + torch.arange(length))
+        .to(torch.int32)
+        .view(torch.float32)
+        .expand(rows, -1),
+        "two values": torch.where(random > 0.5, 1.0, -1.0),
+        "few winners": torch.where(up % 997 == 5, 7.0, -7.0),
+        "denormals": (bits & 0x8000_FFFF).view(torch.float32),
+        "any bits": bits.view(torch.float32),  # infinities and NaN among them
+        "infinities": torch.where(random > 1, torch.inf, torch.where(random < 0, -torch.inf, random)),
+        "mostly NaN": torch.where(random > 1.9, random, torch.nan),
+        "sawtooth": up % 300,
+    }
+    return kinds[kind].contiguous()
+
+
+KINDS = (
+    "random|ascending|descending|all equal|all zero, of either sign|one bin|neighbours, ascending|two values|few winners|"
+    "denormals|any bits|infinities|mostly NaN|sawtooth"
+).split("|")
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("kind", KINDS)
+def test_adversarial_scores(kind: str) -> None:
+    agree(make_scores(kind, 3, LENGTH), K, [LENGTH, 1500, 257])
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("rows", [1, 2, 16])  # in clusters of eight, four and one
+def test_of_rows_by_clusters(rows: int) -> None:
+    scores = make_scores("sawtooth", rows, LENGTH) + torch.randint(0, 3, (rows, LENGTH))
+    agree(scores, K, [max(0, LENGTH - 200 * row) for row in range(rows)])
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("k", [1, 2, 63, 127])
+@pytest.mark.parametrize("length", [1, 3, 64, 255, 257])
+def test_short_rows(length: int, k: int) -> None:
+    agree(make_scores("random", 5, length), k, [0, 1, length // 2, length - 1, length])
+
+
+def test_tiles_as_on_the_device() -> None:
+    """The sizes that are meant for the device, once."""
+    agree(make_scores("random", 1, 40000), 2048, [39999])
+    agree(make_scores("neighbours, ascending", 5, 14000), 2048, [14000, 13000, 2049, 2048, 5])
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("first", [0, 1, 4])
+@pytest.mark.parametrize("width", [1000, 1001])
+def test_rows_may_lie_apart_and_start_anywhere(first: int, width: int) -> None:
+    wide = torch.randn(3, width)
+    scores = wide[:, first : first + 700]
+    got = run(scores, K, None)
+    assert torch.equal(got, top_k_reference(scores.contiguous(), K, torch.tensor([700] * 3)))
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("by_position", [False, True])
+def test_positions_are_looked_up_in_pages(by_position: bool) -> None:
+    scores = torch.randn(3, 640)
+    legal = torch.tensor([640, 611, 30], dtype=torch.int32)
+    pages = torch.randperm(60).to(torch.int32).view(3, 20)[:, :10]
+    plain = run(scores, K, legal, by_position)
+    paged = run(scores, K, legal, by_position, pages, page_size=64)
+    at = plain.clamp(min=0).long()
+    want = pages.gather(1, at // 64) * 64 + (at % 64).int()
+    assert torch.equal(paged, torch.where(plain < 0, -1, want))
+
+
+def test_clusters_fill_the_device_and_no_more() -> None:
+    sizes = [topk_device._cluster_size(rows, 131072, 132) for rows in (1, 33, 34, 64, 132, 133, 2048)]
+    assert sizes == [8, 8, 4, 4, 2, 1, 1]
+    assert topk_device._cluster_size(1, 4096, 132) == 1

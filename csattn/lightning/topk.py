@@ -1,7 +1,7 @@
 """The exact k best of every row of scores, in the order of `order`, on any device.
 
-On a GPU one launch reads every score once (`topk.cu`). Elsewhere, and for a larger k than that takes, torch selects among
-64-bit keys: all keys differ, so that too has one result only.
+On a GPU one launch reads every score once (`topk.cu`). Elsewhere, and for a larger k than that takes, torch selects
+among 64-bit keys: all keys differ, so that too has one result only.
 """
 
 from typing import Literal
@@ -31,7 +31,7 @@ def top_k(
     """Indices [rows, k] int32 of the k best legal scores of each row, -1 padded. Scores beyond legal_len are not read.
 
     Best first, of equal scores the lower index (`order.top_k_reference` is the definition); with order="position" the
-    same indices in ascending order, as a gather wants them. legal_len outside 0..length counts as the nearer of the two.
+    same indices in ascending order, as a gather wants them. legal_len outside 0..length counts as the nearer of those.
     With pages, an index i is written as pages[row, i // page_size] * page_size + i % page_size.
     """
     _require(scores, k, legal_len, order, out)

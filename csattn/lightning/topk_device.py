@@ -2,12 +2,11 @@
 
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from csattn.cuda import cuda_kernel, num_multiprocessors
 
-SOURCES = (Path(__file__).with_name("intrinsics.cu"), Path(__file__).with_name("topk.cu"))
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("intrinsics.cu", "topk_entries.cu", "topk.cu"))
 MAX_K = 2048
 THREADS = 512
 VECTORS = 2  # of four scores, that a thread has of a tile

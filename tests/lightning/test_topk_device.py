@@ -68,10 +68,7 @@ def make_scores(kind: str, rows: int, length: int) -> Tensor:
         "all equal": torch.full((rows, length), 3.25),
         "all zero, of either sign": torch.where(up % 3 == 0, -0.0, 0.0),
         "one bin": (0x4280_0000 + (bits & 7)).to(torch.int32).view(torch.float32),
-        "neighbours, ascending": (0x4280_0000 + torch.arange(length))
-        .to(torch.int32)
-        .view(torch.float32)
-        .expand(rows, -1),
+        "neighbours": (0x4280_0000 + torch.arange(length)).to(torch.int32).view(torch.float32).expand(rows, -1),
         "two values": torch.where(random > 0.5, 1.0, -1.0),
         "few winners": torch.where(up % 997 == 5, 7.0, -7.0),
         "denormals": (bits & 0x8000_FFFF).view(torch.float32),

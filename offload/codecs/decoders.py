@@ -1,0 +1,140 @@
+"""Coded bytes become float32 while they are fetched, in compiled form: the values that `reference` gives."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import cfunc, types
+from numpy.typing import NDArray
+
+from offload.codecs.bits import array_at, float_of_e4m3, kernel, load_bfloat16, load_float16, load_float32
+from offload.codecs.formats import BLOCK_LEN, FORMATS, Format
+
+_HALF = BLOCK_LEN // 2
+_KEPT: list[Any] = []  # so that the code is not freed
+
+
+@kernel
+def gather_rows(
+    k_number: int,  # the keys' format
+    v_number: int,
+    coded: NDArray[np.uint8],  # [num_rows * row_bytes]
+    row_bytes: int,
+    v_offset: int,
+    row_numbers: NDArray[np.int64],  # [num_chosen]
+    out: NDArray[np.float32],  # [num_chosen, 2, head_dim], written
+) -> None:
+    """Copy chosen rows together, as float32."""
+    head_dim = out.shape[2]
+    for i in range(len(row_numbers)):
+        at = row_numbers[i] * row_bytes
+        decode_vector(k_number, coded, at, head_dim, out[i, 0])
+        decode_vector(v_number, coded, at + v_offset, head_dim, out[i, 1])
+
+
+@kernel
+def decode_vector(number: int, coded: NDArray[np.uint8], at: int, head_dim: int, out: NDArray[np.float32]) -> None:
+    """out[:head_dim] = the vector that begins at byte `at`."""
+    if number == 0:
+        for j in range(head_dim):
+            out[j] = load_float32(coded, at + 4 * j)
+    elif number == 1:
+        for j in range(head_dim):
+            out[j] = load_bfloat16(coded, at + 2 * j)
+    elif number == 2:
+        for j in range(head_dim):
+            out[j] = load_float16(coded, at + 2 * j)
+    elif number == 3:
+        _decode_q8_0(coded, at, head_dim, out)
+    elif number == 4:
+        _decode_q4_0(coded, at, head_dim, out)
+    else:
+        d = load_float32(coded, at)
+        for j in range(head_dim):
+            out[j] = float_of_e4m3(coded[at + 4 + j]) * d
+
+
+@kernel
+def _decode_q8_0(coded: NDArray[np.uint8], at: int, head_dim: int, out: NDArray[np.float32]) -> None:
+    for block in range(head_dim // BLOCK_LEN):
+        start, first = at + 34 * block, BLOCK_LEN * block
+        d = load_float16(coded, start)
+        for j in range(BLOCK_LEN):
+            out[first + j] = np.float32(np.int8(coded[start + 2 + j])) * d
+
+
+@kernel
+def _decode_q4_0(coded: NDArray[np.uint8], at: int, head_dim: int, out: NDArray[np.float32]) -> None:
+    for block in range(head_dim // BLOCK_LEN):
+        start, first = at + 18 * block, BLOCK_LEN * block
+        d = load_float16(coded, start)
+        for j in range(_HALF):
+            pair = np.int32(coded[start + 2 + j])
+            out[first + j] = np.float32(np.int32((pair & np.int32(15)) - np.int32(8))) * d
+            out[first + _HALF + j] = np.float32(np.int32((pair >> np.int32(4)) - np.int32(8))) * d
+
+
+@kernel
+def _read(number: int, num_bytes: int, rows: int, num_rows: int, head_dim: int, out: int) -> None:
+    places = array_at(rows, num_rows, np.int64(0))
+    for i in range(num_rows):
+        vector = array_at(out + 4 * head_dim * i, head_dim, np.float32(0))
+        decode_vector(number, array_at(places[i], num_bytes, np.uint8(0)), 0, head_dim, vector)
+
+
+def _read_float32(rows: int, num_rows: int, head_dim: int, out: int) -> int:
+    _read(0, 4 * head_dim, rows, num_rows, head_dim, out)
+    return 0
+
+
+def _read_bfloat16(rows: int, num_rows: int, head_dim: int, out: int) -> int:
+    _read(1, 2 * head_dim, rows, num_rows, head_dim, out)
+    return 0
+
+
+def _read_float16(rows: int, num_rows: int, head_dim: int, out: int) -> int:
+    _read(2, 2 * head_dim, rows, num_rows, head_dim, out)
+    return 0
+
+
+def _read_q8_0(rows: int, num_rows: int, head_dim: int, out: int) -> int:
+    _read(3, 34 * head_dim // BLOCK_LEN, rows, num_rows, head_dim, out)
+    return 0
+
+
+def _read_q4_0(rows: int, num_rows: int, head_dim: int, out: int) -> int:
+    _read(4, 18 * head_dim // BLOCK_LEN, rows, num_rows, head_dim, out)
+    return 0
+
+
+def _read_fp8(rows: int, num_rows: int, head_dim: int, out: int) -> int:
+    _read(5, 4 + head_dim, rows, num_rows, head_dim, out)
+    return 0
+
+
+_READERS: dict[str, Callable[[int, int, int, int], int]] = {
+    "float32": _read_float32,
+    "bfloat16": _read_bfloat16,
+    "float16": _read_float16,
+    "q8_0": _read_q8_0,
+    "q4_0": _read_q4_0,
+    "fp8": _read_fp8,
+}
+assert _READERS.keys() == FORMATS.keys()
+
+
+@cache
+def reader_address(form: Format) -> int:
+    """Of a C function int64 (int64 rows, int64 num_rows, int64 head_dim, int64 out) that decodes wherever rows lie.
+
+    rows: address of int64[num_rows], where each vector begins; out: address of float32[num_rows, head_dim], written.
+    """
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+    signature = types.int64(types.int64, types.int64, types.int64, types.int64)
+    try:
+        compiled = cfunc(signature, cache=True, **options)(_READERS[form.name])
+    except RuntimeError:  # no writable place for a cache: read-only site-packages and home
+        compiled = cfunc(signature, **options)(_READERS[form.name])
+    _KEPT.append(compiled)
+    return int(compiled.address)

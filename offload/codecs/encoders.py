@@ -1,0 +1,144 @@
+"""Vectors become coded bytes, in compiled form: the bytes that `reference` gives."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offload.codecs.bits import bits_of, float_of, kernel, store_bfloat16, store_float16, store_float32
+from offload.codecs.formats import BLOCK_LEN
+
+DONE, NOT_FINITE, TOO_LARGE = range(3)
+
+_HALF = BLOCK_LEN // 2
+_INFINITE = np.uint32(0x7F800000)
+_TOO_LARGE_FLOAT16 = np.float32(65520)  # rounds to infinity, and so does all above
+_TOO_LARGE_BFLOAT16 = np.uint32(0x7F7F8000)
+_ROUNDER = np.float32(12582912.0)  # 1.5 * 2 ** 23: added and taken away, it rounds to the nearest integer
+
+
+@kernel
+def encode_rows(
+    k_number: int,  # the keys' format
+    v_number: int,
+    rows: NDArray[np.float32],  # [num_rows, 2, head_dim]
+    coded: NDArray[np.uint8],  # [num_rows * row_bytes], written
+    row_bytes: int,
+    v_offset: int,
+) -> tuple[int, int]:
+    """DONE, or why rows cannot be written, and the number of the format that refuses: then some are written."""
+    for i in range(len(rows)):
+        status = _encode(k_number, rows[i, 0], coded, i * row_bytes)
+        if status != DONE:
+            return status, k_number
+        status = _encode(v_number, rows[i, 1], coded, i * row_bytes + v_offset)
+        if status != DONE:
+            return status, v_number
+    return DONE, k_number
+
+
+@kernel
+def _encode(number: int, x: NDArray[np.float32], out: NDArray[np.uint8], at: int) -> int:
+    """Write a vector's bytes from byte `at` on."""
+    largest = _largest_bits(x)
+    if largest >= _INFINITE:
+        return NOT_FINITE
+    if number == 0:
+        for j in range(len(x)):
+            store_float32(out, at + 4 * j, x[j])
+    elif number == 1:
+        if largest >= _TOO_LARGE_BFLOAT16:
+            return TOO_LARGE
+        for j in range(len(x)):
+            store_bfloat16(out, at + 2 * j, x[j])
+    elif number == 2:
+        if largest >= bits_of(_TOO_LARGE_FLOAT16):
+            return TOO_LARGE
+        for j in range(len(x)):
+            store_float16(out, at + 2 * j, x[j])
+    elif number == 3:
+        for block in range(len(x) // BLOCK_LEN):
+            if not _encode_q8_0(x, block * BLOCK_LEN, out, at + block * 34):
+                return TOO_LARGE
+    elif number == 4:
+        for block in range(len(x) // BLOCK_LEN):
+            if not _encode_q4_0(x, block * BLOCK_LEN, out, at + block * 18):
+                return TOO_LARGE
+    else:
+        _encode_fp8(x, out, at)
+    return DONE
+
+
+@kernel
+def _largest_bits(x: NDArray[np.float32]) -> np.uint32:
+    """Of the absolute values: floats without a sign are ordered as their bits are, NaN above infinity."""
+    largest = np.uint32(0)
+    for j in range(len(x)):
+        largest = max(largest, np.uint32(bits_of(x[j]) & np.uint32(0x7FFFFFFF)))
+    return largest
+
+
+@kernel
+def _largest(x: NDArray[np.float32], first: int, count: int) -> np.float32:
+    """Of the absolute values of finite ones."""
+    largest = np.uint32(0)
+    for j in range(count):
+        largest = max(largest, np.uint32(bits_of(x[first + j]) & np.uint32(0x7FFFFFFF)))
+    return float_of(largest)
+
+
+@kernel
+def _inverse(d: np.float32) -> np.float32:
+    inverse = np.float32(1) / d
+    return inverse if abs(inverse) < np.float32(np.inf) else np.float32(0)
+
+
+@kernel
+def _encode_q8_0(x: NDArray[np.float32], first: int, out: NDArray[np.uint8], at: int) -> bool:
+    d = _largest(x, first, BLOCK_LEN) / np.float32(127)
+    if d >= _TOO_LARGE_FLOAT16:
+        return False
+    store_float16(out, at, d)
+    inverse = _inverse(d)
+    for j in range(BLOCK_LEN):
+        scaled = x[first + j] * inverse
+        whole = np.trunc(scaled)
+        if abs(scaled - whole) >= np.float32(0.5):
+            whole += np.copysign(np.float32(1), scaled)
+        out[at + 2 + j] = np.uint8(np.int8(whole))
+    return True
+
+
+@kernel
+def _encode_q4_0(x: NDArray[np.float32], first: int, out: NDArray[np.uint8], at: int) -> bool:
+    largest = _largest(x, first, BLOCK_LEN)
+    signed = np.float32(0)
+    for j in range(BLOCK_LEN):
+        if abs(x[first + j]) == largest:  # of equally large values the first one's sign counts
+            signed = x[first + j] + np.float32(0)  # -0.0 counts as 0.0
+            break
+    d = signed / np.float32(-8)
+    if abs(d) >= _TOO_LARGE_FLOAT16:
+        return False
+    store_float16(out, at, d)
+    inverse = _inverse(d)
+    for j in range(_HALF):
+        low = min(np.int32(15), np.int32(x[first + j] * inverse + np.float32(8.5)))
+        high = min(np.int32(15), np.int32(x[first + _HALF + j] * inverse + np.float32(8.5)))
+        out[at + 2 + j] = np.uint8(low | high << 4)
+    return True
+
+
+@kernel
+def _encode_fp8(x: NDArray[np.float32], out: NDArray[np.uint8], at: int) -> None:
+    d = _largest(x, 0, len(x)) / np.float32(448)
+    store_float32(out, at, d)
+    inverse = _inverse(d)
+    for j in range(len(x)):
+        scaled = x[j] * inverse
+        bits = bits_of(scaled)
+        magnitude = np.uint32(bits & np.uint32(0x7FFFFFFF))
+        # normal numbers lose 20 bits of mantissa, ties to even; below 2 ** -6 the codes count 2 ** -9
+        odd = np.uint32((magnitude >> np.uint32(20)) & np.uint32(1))
+        normal = np.uint32((magnitude + np.uint32(0x7FFFF) + odd) >> np.uint32(20)) - np.uint32(120 << 3)
+        small = np.uint32((abs(scaled) * np.float32(512) + _ROUNDER) - _ROUNDER)
+        code = small if magnitude < np.uint32(121 << 23) else min(normal, np.uint32(0x7E))
+        out[at + 4 + j] = np.uint8(code | np.uint32((bits >> np.uint32(24)) & np.uint32(0x80)))

@@ -1,0 +1,96 @@
+"""The formats that keys and values can be kept in: what they are called, and how many bytes they take.
+
+Light on purpose: settings and the command line read names here without waiting for numba.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+from offload.errors import CodecError
+
+BLOCK_LEN = 32  # values that share a scale in Q8_0 and Q4_0
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How one vector of head_dim values is written; `reference` says it to the byte."""
+
+    name: str
+    number: int  # by which kernels know it
+    unit_len: int  # head_dim must be a multiple
+    unit_bytes: int  # that many values take
+    head_bytes: int = 0  # in front of the whole vector
+
+    def num_bytes(self, head_dim: int) -> int:
+        """Of one vector. Raises CodecError where the format has no place for such vectors."""
+        if head_dim < 1 or head_dim % self.unit_len:
+            raise CodecError(
+                f"head_dim is {head_dim}, but {self.name} takes multiples of {self.unit_len} values; choose "
+                f"{', '.join(f.name for f in FORMATS.values() if f.unit_len == 1)}"
+            )
+        return self.head_bytes + head_dim // self.unit_len * self.unit_bytes
+
+
+FORMATS = {
+    form.name: form
+    for form in (
+        Format("float32", 0, 1, 4),
+        Format("bfloat16", 1, 1, 2),
+        Format("float16", 2, 1, 2),
+        Format("q8_0", 3, BLOCK_LEN, 34),
+        Format("q4_0", 4, BLOCK_LEN, 18),
+        Format("fp8", 5, 1, 1, head_bytes=4),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class KvFormat:
+    """How a row is kept: its key's bytes, then its value's."""
+
+    k: Format
+    v: Format
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """From `q8_0`, for both, or `k=q8_0,v=q4_0`. Raises CodecError for anything else."""
+        parts = [part.strip() for part in text.split(",")]
+        if len(parts) == 1 and "=" not in text:
+            return cls(_named(parts[0], text), _named(parts[0], text))
+        given = {name.strip(): value.strip() for name, _, value in (part.partition("=") for part in parts)}
+        if len(parts) != 2 or given.keys() != {"k", "v"}:
+            raise CodecError(
+                f"{text!r} names no formats of keys and values; write one for both, as q8_0, or each, as k=q8_0,v=q4_0"
+            )
+        return cls(_named(given["k"], text), _named(given["v"], text))
+
+    def __str__(self) -> str:
+        return self.k.name if self.k == self.v else f"k={self.k.name},v={self.v.name}"
+
+    def row_bytes(self, head_dim: int) -> int:
+        """Of one row: a key and its value."""
+        return self.k.num_bytes(head_dim) + self.v.num_bytes(head_dim)
+
+    def v_offset(self, head_dim: int) -> int:
+        """Bytes from where a row begins to its value."""
+        return self.k.num_bytes(head_dim)
+
+
+def _named(name: str, text: str) -> Format:
+    if name not in FORMATS:
+        raise CodecError(f"{name!r} in {text!r} is no format of keys or values; choose from {', '.join(FORMATS)}")
+    return FORMATS[name]
+
+
+def not_finite(form: Format) -> CodecError:
+    return CodecError(
+        f"keys or values are NaN or infinite, which {form.name} cannot keep; the artifact or the model that made it is "
+        "broken: build the context again"
+    )
+
+
+def too_large(form: Format) -> CodecError:
+    return CodecError(
+        f"keys or values are too large for {form.name}: one of them, or a scale, would be written as infinity; "
+        "choose float32 or fp8"
+    )

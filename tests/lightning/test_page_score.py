@@ -1,0 +1,113 @@
+"""Scores of paged keys are the definition's, by the kernel and without it; other pages are not read."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from csattn.errors import ArrayError
+from csattn.lightning.key_cache import make_key_cache, page_views, read_keys, write_keys
+from csattn.lightning.page_score import KeyPages, score_pages
+from csattn.lightning.page_score_kernels import score_on_device
+from csattn.lightning.quantise import FP8, quantise_fp8
+from csattn.lightning.score import Operands, score_keys
+from tests.cuda_on_cpu.emulated import DEVICE
+
+HEADS = 16
+
+
+def make_queries(num_queries: int) -> tuple[Tensor, Tensor]:
+    """q [num_queries, HEADS, 128] e4m3 and weights of either sign."""
+    q, scale = quantise_fp8(torch.randn(num_queries, HEADS, 128))
+    return q, torch.randn(num_queries, HEADS) * scale[..., 0]
+
+
+def make_cache(kv_lens: list[int], max_pages: int) -> tuple[Tensor, Tensor]:
+    """A cache whose unused rows are NaN, and block tables whose unused entries lead out of it."""
+    cache = make_key_cache(2 + len(kv_lens) * max_pages)
+    values, scales = page_views(cache)
+    values.view(torch.uint8).fill_(0x7F)
+    scales.fill_(torch.nan)
+    order = torch.randperm(len(cache)).to(torch.int32)
+    block_tables = torch.full((len(kv_lens), max_pages), 2**30, dtype=torch.int32)
+    for row, kv_len in enumerate(kv_lens):
+        num_pages = -(-kv_len // 64)
+        block_tables[row, :num_pages], order = order[:num_pages], order[num_pages:]
+        token = torch.arange(kv_len)
+        write_keys(cache, torch.randn(kv_len, 128), block_tables[row, token // 64].long() * 64 + token % 64)
+    return cache, block_tables
+
+
+def score_by(how: str, q: Tensor, weights: Tensor, keys: KeyPages, pages: Tensor, lens: Tensor, longer: int) -> Tensor:
+    out = torch.full((len(q), pages.shape[1] * keys.page_size), 7.0, device=DEVICE)
+    arrays = [x.to(DEVICE) for x in (q, weights, keys.values, keys.scales, pages, lens)]
+    if how == "kernel":
+        score_on_device(*arrays, longer, out)  # type: ignore[call-arg]
+    else:
+        q, weights, values, scales, pages, lens = arrays
+        score_pages(q, weights, KeyPages(values, scales), pages, lens, longer_than=longer, out=out)
+    return out.cpu()
+
+
+@pytest.mark.parametrize("how", ["kernel", "public"])
+def test_of_a_cache_agree_with_the_definition(how: str) -> None:
+    kv_lens = [300, 0, 64, 1, 129, 100]
+    cache, tables = make_cache(kv_lens, max_pages=5)
+    q, weights = make_queries(len(kv_lens))
+    lens = torch.tensor(kv_lens, dtype=torch.int32)
+    got = score_by(how, q, weights, KeyPages.of_cache(cache), tables, lens, 100)
+    for row, kv_len in enumerate(kv_lens):
+        if kv_len <= 100:
+            assert (got[row] == 7).all(), "a query of few keys is not scored"
+            continue
+        own_k, own_scale = read_keys(cache, tables[row], kv_len)
+        want = score_keys(Operands(q[row : row + 1], own_k, weights[row : row + 1], own_scale))[0]
+        torch.testing.assert_close(got[row, :kv_len], want, rtol=1e-3, atol=1e-2)
+        assert (got[row, kv_len:] == 7).all(), "what is behind the keys is not written"
+
+
+@pytest.mark.parametrize("how", ["kernel", "public"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("num_keys", [1, 130, 512])
+def test_of_keys_side_by_side(how: str, dtype: torch.dtype, num_keys: int) -> None:
+    q, k, weights = torch.randn(3, HEADS, 32).to(dtype), torch.randn(num_keys, 32).to(dtype), torch.randn(3, HEADS)
+    operands = Operands(q, k, weights, torch.rand(num_keys))
+    keys = KeyPages.of_keys(operands, 128)
+    num_pages = len(keys.values)
+    pages = torch.stack([torch.randperm(num_pages) for _ in range(3)]).to(torch.int32)
+    got = score_by(how, q, weights, keys, pages, torch.full((3,), num_pages * 128, dtype=torch.int32), 0)
+    want = torch.zeros(3, num_pages * 128)
+    want[:, :num_keys] = score_keys(operands)
+    in_order = want.view(3, num_pages, 128).gather(1, pages.long()[..., None].expand(-1, -1, 128)).flatten(1)
+    torch.testing.assert_close(got, in_order, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("how", ["kernel", "public"])
+def test_pages_that_do_not_exist_are_worth_nothing(how: str) -> None:
+    q, weights = make_queries(1)
+    cache, tables = make_cache([128], max_pages=2)
+    tables[0, 0] = -1
+    got = score_by(how, q, weights, KeyPages.of_cache(cache), tables, torch.tensor([128], dtype=torch.int32), 0)
+    assert (got[0, :64] == -torch.inf).all()
+    assert got[0, 64:].isfinite().all()
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    q, weights = make_queries(2)
+    cache, tables = make_cache([64, 64], max_pages=1)
+    keys, lens = KeyPages.of_cache(cache), torch.tensor([64, 64], dtype=torch.int32)
+    with pytest.raises(ArrayError, match="q is float32; wanted float8_e4m3fn"):
+        score_pages(q.float(), weights, keys, tables, lens)
+    with pytest.raises(ArrayError, match=r"pages has shape \[1, 1\]"):
+        score_pages(q, weights, keys, tables[:1], lens)
+    with pytest.raises(ArrayError, match="kv_lens is int64"):
+        score_pages(q, weights, keys, tables, lens.long())
+    with pytest.raises(ArrayError, match=r"out has shape \[2, 3\]"):
+        score_pages(q, weights, keys, tables, lens, out=torch.zeros(2, 3))
+    with pytest.raises(ArrayError, match="power of two"):
+        score_pages(q, weights, KeyPages(torch.zeros(1, 3, 128).to(FP8), torch.zeros(1, 3)), tables, lens)
+    with pytest.raises(ArrayError, match="scales of keys"):
+        score_pages(q, weights, KeyPages(keys.values, keys.scales[:, :5]), tables, lens)
+    with pytest.raises(ArrayError, match="values of keys"):
+        score_pages(q, weights, KeyPages(keys.values.int(), keys.scales), tables, lens)
+    with pytest.raises(ArrayError, match="powers of two"):
+        score_on_device(q[:, :3], weights, keys.values, keys.scales, tables, lens, 0, torch.zeros(2, 64))

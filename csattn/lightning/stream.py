@@ -1,0 +1,157 @@
+"""Streaming top-k (StreamIndex): the best keys of every query without all scores in memory at once.
+
+Queries and keys go by in tiles; what of a tile is among its k best is merged with what was kept before. Since keys have
+one total order and a score the same bits in every tile, the result does not depend on the tiles, its order included.
+
+Where the workspace holds all scores of some queries, their keys are not cut and nothing is merged: on a GPU that takes
+256 MiB for 256 queries of 256K keys. Then scoring is one launch and `topk` another.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from csattn.lightning import score_cpu
+from csattn.lightning.checks import require_array, require_at_least
+from csattn.lightning.order import SENTINEL, indices_of, order_keys, scores_of
+from csattn.lightning.score import Operands
+from csattn.lightning.topk import top_k
+
+WORKSPACE_BYTES = 256 << 20
+_QUERIES = 64  # that are scored together at least: a GPU is full with them, as their keys are cut among programs
+_CPU_KEYS = 16384  # that are scored together at most on the CPU, where they are widened to float32 first
+_COLUMNS = 128  # of whose multiples a tile's rows are: score kernels write whole tiles of theirs
+_SCORES_BYTES = 40  # per chosen key and its score, while they are made
+_NOTHING = torch.iinfo(torch.int64).min
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The keys chosen for each query, best first."""
+
+    indices: Tensor  # [num_queries, k] int32, -1 padded
+    scores: Tensor | None = None  # [num_queries, k] float32 if asked for; -inf where padded
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Queries that go by together, and how many keys they are scored against at a time."""
+
+    queries: slice
+    num_keys: int  # that any of them may see
+    key_chunk: int
+
+    @property
+    def key_ranges(self) -> list[range]:
+        starts = range(0, self.num_keys, self.key_chunk)
+        return [range(start, min(start + self.key_chunk, self.num_keys)) for start in starts]
+
+    @property
+    def num_scores(self) -> int:
+        """That are in memory at the same time."""
+        num_queries: int = self.queries.stop - self.queries.start
+        return num_queries * _padded(min(self.key_chunk, self.num_keys))
+
+
+def choose_keys(
+    operands: Operands,
+    k: int,
+    legal_len: Tensor,  # [num_queries] int32, see `score.causal_lens`
+    *,
+    workspace_bytes: int = WORKSPACE_BYTES,  # for scores; where they all fit, nothing is cut
+    tile: tuple[int, int] | None = None,  # queries and keys that are scored together, instead
+    with_scores: bool = False,
+) -> Choice:
+    """Each query's k best legal keys, best first.
+
+    Definition: `order.top_k_reference` of all scores. Those are summed in an order of the device's own (`score_cpu`,
+    `score_kernels`), which is the same in every tile. Raises ArrayError and ConfigError on arguments that do not fit.
+    """
+    operands.check()
+    require_at_least("k", k, 1)
+    require_at_least("workspace_bytes", workspace_bytes, 1)
+    require_array("legal_len", legal_len, (len(operands.q),), torch.int32)
+    for name, size in zip(("tile's queries", "tile's keys"), tile or (), strict=False):
+        require_at_least(name, size, 1)
+    device, num_queries = operands.q.device, len(operands.q)
+    host_lens = legal_len.cpu().clamp(min=0, max=len(operands.k))
+    lens = host_lens.to(device)
+    choice = Choice(
+        torch.full((num_queries, k), SENTINEL, dtype=torch.int32, device=device),
+        torch.full((num_queries, k), -torch.inf, device=device) if with_scores else None,
+    )
+    row_bytes = _SCORES_BYTES * k if with_scores else 0
+    tiles = list(cut(host_lens, workspace_bytes, row_bytes, device) if tile is None else cut_evenly(host_lens, *tile))
+    workspace = torch.empty(max((t.num_scores for t in tiles), default=0), device=device)
+    for t in tiles:
+        _choose(operands.of_queries(t.queries), lens[t.queries], t, workspace, _rows_of(choice, t.queries))
+    return choice
+
+
+def cut(lens: Tensor, workspace_bytes: int, row_bytes: int, device: torch.device) -> Iterator[Tile]:
+    """Tiles whose scores fit the workspace: as many queries as it holds; where those are few, fewer keys at a time."""
+    least_bytes = workspace_bytes // min(_QUERIES, max(1, len(lens))) - row_bytes
+    most_keys = max(_COLUMNS, least_bytes // 4 // _COLUMNS * _COLUMNS)
+    if device.type == "cpu":
+        most_keys = min(most_keys, _CPU_KEYS)
+    first = num_keys = 0
+    for start in range(0, len(lens), _QUERIES):
+        stop = min(start + _QUERIES, len(lens))
+        longest = int(lens[start:stop].max())
+        bytes_each = 4 * _padded(min(max(longest, num_keys), most_keys)) + row_bytes
+        if start > first and (stop - first) * bytes_each > workspace_bytes:
+            yield Tile(slice(first, start), num_keys, most_keys)
+            first, num_keys = start, 0
+        num_keys = max(num_keys, longest)
+    if first < len(lens):
+        yield Tile(slice(first, len(lens)), num_keys, most_keys)
+
+
+def cut_evenly(lens: Tensor, num_queries: int, num_keys: int) -> Iterator[Tile]:
+    """Tiles of a given size; keys that no query of a tile may see are left out."""
+    for first in range(0, len(lens), num_queries):
+        queries = slice(first, min(first + num_queries, len(lens)))
+        yield Tile(queries, int(lens[queries].max()), num_keys)
+
+
+def _choose(operands: Operands, lens: Tensor, tile: Tile, workspace: Tensor, out: Choice) -> None:
+    """For the queries of one tile. All of `out` is padding before."""
+    ranges, k = tile.key_ranges, out.indices.shape[1]
+    kept: Tensor | None = None
+    for keys in ranges:
+        width = _padded(len(keys))
+        scores = workspace[: len(lens) * width].view(len(lens), width)
+        _score(operands, keys, lens, scores)
+        scores = scores[:, : len(keys)]
+        legal = (lens - keys.start).clamp(min=0, max=len(keys))
+        if len(ranges) == 1 and out.scores is None:
+            top_k(scores, k, legal, out=out.indices)
+            return
+        best = top_k(scores, k, legal)
+        found = order_keys(scores.gather(1, best.clamp(min=0).long()), best.clamp(min=0) + keys.start)
+        found = found.masked_fill_(best < 0, _NOTHING)
+        kept = found if kept is None else torch.cat((kept, found), dim=1).topk(k, dim=1).values
+    if kept is not None:
+        nothing = kept == _NOTHING
+        out.indices.copy_(indices_of(kept).masked_fill_(nothing, SENTINEL))
+        if out.scores is not None:
+            out.scores.copy_(scores_of(kept).masked_fill_(nothing, -torch.inf))
+
+
+def _score(operands: Operands, keys: range, lens: Tensor, out: Tensor) -> None:
+    if operands.q.is_cuda:
+        from csattn.lightning import score_kernels  # Triton is there where CUDA is
+
+        score_kernels.score_tile(operands, keys, lens, out)
+    else:
+        score_cpu.score_tile(operands, keys, lens, out)
+
+
+def _rows_of(choice: Choice, rows: slice) -> Choice:
+    return Choice(choice.indices[rows], None if choice.scores is None else choice.scores[rows])
+
+
+def _padded(num_keys: int) -> int:
+    return -(-num_keys // _COLUMNS) * _COLUMNS

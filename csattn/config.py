@@ -21,6 +21,7 @@ class IndexConfig:
     center_keys: bool  # subtract mean(k): softmax does not see it, ranking by parts does
     weigh_by_norm: bool  # weigh subspace b by the norm of the query in it, instead of by 1
     share_group: bool  # one codebook, table and selection per KV head instead of one per query head
+    pool_group: bool = False  # search with one query per KV head: the sum of its query heads' unit queries
     score_bits: int = 4  # rows only: 4 or 8
     list_len: float = 0.25  # lists only: L as a share of the context
     num_iterations: int = 10  # of k-means
@@ -36,13 +37,16 @@ class IndexConfig:
         _require_at_least("num_centroids", self.num_centroids, 1)
         _require_at_least("num_iterations", self.num_iterations, 1)
         _require_share("list_len", self.list_len)
+        if self.pool_group and not self.share_group:
+            raise ConfigError("pool_group makes one query of those that share an index; set share_group too")
 
     def list_entries(self, context_len: int) -> int:
         """L, the entries kept per centroid of a context of that length."""
         return max(1, round(self.list_len * context_len))
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """All options; pool_group only where it is set, so that indexes that are older than it keep their ids."""
+        return {name: value for name, value in asdict(self).items() if name != "pool_group" or value}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
@@ -77,18 +81,22 @@ class SearchConfig:
 def preset(name: str, head_dim: int) -> IndexConfig:
     """The named index configuration for heads of that width.
 
-    `paper` is the published method to the letter; `default` is what measures best (see bench/README.md).
+    `paper` is the published method to the letter; `default` is what measures best (see bench/README.md); `pooled` reads
+    a fraction of the table, for a selection that is somewhat worse.
     """
+    default = IndexConfig(
+        layout="rows",
+        num_subspaces=_default_subspaces(head_dim),
+        num_centroids=32 * max(1, head_dim // 64),
+        basis="key_whitened",
+        center_keys=True,
+        weigh_by_norm=True,
+        share_group=True,
+    )
     if name == "default":
-        return IndexConfig(
-            layout="rows",
-            num_subspaces=_default_subspaces(head_dim),
-            num_centroids=32 * max(1, head_dim // 64),
-            basis="key_whitened",
-            center_keys=True,
-            weigh_by_norm=True,
-            share_group=True,
-        )
+        return default
+    if name == "pooled":
+        return replace(default, pool_group=True)
     lists = IndexConfig(
         layout="lists",
         num_subspaces=8,
@@ -110,7 +118,7 @@ def _default_subspaces(head_dim: int) -> int:
     return max(m for m in range(1, 17) if head_dim % m == 0 and (4 * m <= head_dim or m == 1))
 
 
-PRESET_NAMES = ("default", "lists", "paper")
+PRESET_NAMES = ("default", "pooled", "lists", "paper")
 
 
 def _require_one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:

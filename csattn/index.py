@@ -22,6 +22,7 @@ class LayerIndex:
     # [num_q_heads, head_dim + 1, head_dim]: the next layer's query before RoPE is about [early, 1] @ next_query[h],
     # where early is what the next layer would project from this layer's input. None in the last layer.
     next_query: NDArray[np.float32] | None = None
+    pool_group: bool = False  # one query per index head: see `csattn.search.reference.pool_queries`
 
     @property
     def num_heads(self) -> int:

@@ -35,7 +35,7 @@ def index_arrays(q: Tensor, kv: Tensor, config: IndexConfig, threads: Executor) 
     num_q_heads, context_len, head_dim = q.shape
     num_kv_heads = kv.shape[0]
     num_heads = num_kv_heads if config.share_group else num_q_heads
-    queries = q.reshape(num_heads, -1, head_dim)
+    queries = _pooled(q, num_kv_heads) if config.pool_group else q.reshape(num_heads, -1, head_dim)
     keys = kv[:, :, 0].float()
     means = keys.mean(dim=1, dtype=torch.float64).float() if config.center_keys else torch.zeros_like(keys[:, 0])
     keys = keys - means[:, None]
@@ -79,4 +79,13 @@ def as_layer_index(
         table=table,
         weigh_by_norm=config.weigh_by_norm,
         next_query=next_query,
+        pool_group=config.pool_group,
     )
+
+
+def _pooled(q: Tensor, num_heads: int) -> Tensor:
+    """What searches will be made with: the sum of each group's unit queries, [num_heads, context_len, head_dim]."""
+    pooled = torch.zeros(num_heads, *q.shape[1:], device=q.device)
+    for head, rows in enumerate(q):
+        pooled[head * num_heads // len(q)] += torch.nn.functional.normalize(rows.float(), dim=-1)
+    return pooled

@@ -119,6 +119,7 @@ def index_from_arrays(spec: ArtifactSpec, arrays: Mapping[str, NDArray[Any]]) ->
         key_mean=arrays["key_mean"],
         table=table,
         weigh_by_norm=spec.index_config.weigh_by_norm,
+        pool_group=spec.index_config.pool_group,
         next_query=arrays.get("next_query"),
     )
 

@@ -56,6 +56,27 @@ def match_centroids(
 
 
 @exact_kernel
+def pool_queries(
+    q: NDArray[np.float32],  # [group_size * head_dim]
+    head_dim: int,
+) -> NDArray[np.float32]:
+    """The sum of the queries, each scaled to norm 1: [head_dim], bit for bit `reference.pool_queries`."""
+    sums = np.zeros(head_dim, np.float64)
+    for first in range(0, len(q), head_dim):
+        square = 0.0
+        for i in range(first, first + head_dim):
+            square += np.float64(q[i]) * np.float64(q[i])
+        norm = np.sqrt(square)
+        if norm > 0.0:
+            for i in range(head_dim):
+                sums[i] += np.float64(q[first + i]) / norm
+    pooled = np.empty(head_dim, np.float32)
+    for i in range(head_dim):
+        pooled[i] = np.float32(sums[i])
+    return pooled
+
+
+@exact_kernel
 def rotate(
     q: NDArray[np.float32],  # [group_size * head_dim]
     query_basis: NDArray[np.float32],  # [head_dim * head_dim]

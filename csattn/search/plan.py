@@ -28,14 +28,15 @@ SEARCH = np.dtype(
         (name, np.int64)
         for name in (
             # addresses of arrays, C-contiguous
-            "q",  # [num_tokens, num_q_heads, head_dim] float32
+            "q",  # [num_tokens, num_heads, pool_size * group_size, head_dim] float32
             "query_basis",  # [num_heads, head_dim, head_dim] float32
             "codebooks",  # [num_heads, num_subspaces, num_centroids, subspace_dim] float32
             "kv_indices",  # [num_tokens, num_heads, top_k] int32, written
             "valid_len",  # [num_tokens, num_heads] int32, written
             # sizes
             "num_heads",
-            "group_size",
+            "group_size",  # queries that one index head answers for
+            "pool_size",  # query heads that are made one query
             "head_dim",
             "num_subspaces",
             "num_centroids",

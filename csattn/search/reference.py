@@ -31,6 +31,8 @@ def search(
     out: Selection,  # kv_indices [num_heads, top_k]
 ) -> None:
     """Choose, per index head, the top_k rows of the context and the tail that this token should fetch."""
+    if index.pool_group:
+        q = pool_queries(q, index.num_heads)
     group_size = q.shape[0] // index.num_heads
     num_keys = index.context_len + (tail.num_rows if tail is not None else 0)
     eligible = np.ones(num_keys, bool)  # neither sink nor window: those are resident
@@ -44,6 +46,20 @@ def search(
         out.valid_len[head] = len(chosen)
         out.kv_indices[head] = -1
         out.kv_indices[head, : len(chosen)] = candidates[chosen]
+
+
+def pool_queries(q: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
+    """One query for each index head [num_heads, head_dim]: the sum of its query rows, each scaled to norm 1.
+
+    Sums run in index order in float64. A row of zeros adds nothing.
+    """
+    num_q_heads, head_dim = q.shape
+    pooled = np.zeros((num_heads, head_dim))
+    for row in range(num_q_heads):
+        norm = np.sqrt(_dot_in_order(q[row], q[row : row + 1])[0])
+        if norm > 0:
+            pooled[row * num_heads // num_q_heads] += q[row].astype(np.float64) / norm
+    return pooled.astype(np.float32)
 
 
 def score_keys(

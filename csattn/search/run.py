@@ -54,9 +54,14 @@ class LayerSearch:
         self._record = self._describe()
         self._tail_array: NDArray[Any] | None = None
         of_rows = isinstance(index.table, RowTable)
-        self._shape = q.shape[1] // index.num_heads, index.num_subspaces, 2 if of_rows else 4
+        self._shape = self._group_size, index.num_subspaces, 2 if of_rows else 4
         addresses = [compiled_address(stage) for stage in (ROW_STAGES if of_rows else LIST_STAGES)]
         self._calls = np.array([self._record.ctypes.data, 0, *addresses], np.int64)
+
+    @property
+    def _group_size(self) -> int:
+        """Queries that one index head answers for."""
+        return 1 if self.index.pool_group else self.q.shape[1] // self.index.num_heads
 
     @property
     def num_jobs(self) -> int:
@@ -66,7 +71,8 @@ class LayerSearch:
     def num_scored_keys(self) -> int:
         """A measure of the work: keys scored, over all query rows."""
         tail_rows = self.tail.num_rows if self.tail is not None else 0
-        return int(self.q.shape[0] * self.q.shape[1] * (self.index.context_len + tail_rows))
+        queries = self.q.shape[0] * self.index.num_heads * self._group_size
+        return int(queries * (self.index.context_len + tail_rows))
 
     def begin_in(self, workspace: SearchWorkspace, first_job: int, number: int = 1) -> int:
         """Open jobs from first_job on to the kernels that use this workspace; return how many."""
@@ -107,7 +113,7 @@ class LayerSearch:
                     f"sums; rebuild the index with fewer subspaces or with 4-bit scores"
                 )
         else:
-            assert num_q_heads // heads <= MAX_PIECES, f"more than {MAX_PIECES} query heads share an index head"
+            assert self._group_size <= MAX_PIECES, f"more than {MAX_PIECES} query heads share an index head"
             assert self.tail is None or isinstance(self.tail, ListTail), f"a table of lists cannot use {self.tail!r}"
 
     def _describe(self) -> NDArray[Any]:
@@ -120,7 +126,8 @@ class LayerSearch:
             "kv_indices": _address(self.out.kv_indices, np.int32),
             "valid_len": _address(self.out.valid_len, np.int32),
             "num_heads": index.num_heads,
-            "group_size": self.q.shape[1] // index.num_heads,
+            "group_size": self._group_size,
+            "pool_size": self.q.shape[1] // index.num_heads // self._group_size,
             "head_dim": self.q.shape[2],
             "num_subspaces": index.num_subspaces,
             "num_centroids": index.num_centroids,

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from csattn.jit import exact_kernel
 from csattn.search.atomics import array_at
 from csattn.search.lists import KEYS_PER_STEP, add_list, clear_scores
-from csattn.search.match import match_centroids, rotate
+from csattn.search.match import match_centroids, pool_queries, rotate
 from csattn.search.plan import NEXT_IS_KNOWN, eligible_of, range_of, scratch_at, search_at
 from csattn.search.rows import STEP_BYTES, add_rows4, add_rows8
 from csattn.search.weights import integer_weights
@@ -23,8 +23,10 @@ def match_piece(search_address: int, scratch_address: int, job: int, piece: int)
     subspace_dim, room = head_dim // search.num_subspaces, scratch.row_room
     first = piece * search.match_subspaces
     last = min(first + search.match_subspaces, search.num_subspaces)
-    group = group_size * head_dim
+    group = search.pool_size * group_size * head_dim
     q = array_at(search.q + 4 * (token * search.num_heads + head) * group, group, np.float32(0))
+    if search.pool_size > 1:
+        q = pool_queries(q, head_dim)
     basis = array_at(search.query_basis + 4 * head * head_dim * head_dim, head_dim * head_dim, np.float32(0))
     place = (head * search.num_subspaces + first) * num_centroids * subspace_dim
     codebooks = array_at(search.codebooks + 4 * place, (last - first) * num_centroids * subspace_dim, np.float32(0))

@@ -25,6 +25,7 @@ class IndexSpec:
     num_centroids: int = 6
     list_len: float = 0.25
     weigh_by_norm: bool = True
+    pool_group: bool = False
     distinct_keys: int = 0  # that many different keys, repeated; 0: all differ
     seed: int = 0
 
@@ -53,7 +54,7 @@ def make_index(spec: IndexSpec) -> LayerIndex:
     arrays = (table.indices, table.scores) if isinstance(table, ListTable) else (table.codes, table.scales)
     for array in (basis, codebooks, key_mean, *arrays):
         array.flags.writeable = False
-    return LayerIndex(basis, codebooks, basis, key_mean, table, spec.weigh_by_norm)
+    return LayerIndex(basis, codebooks, basis, key_mean, table, spec.weigh_by_norm, pool_group=spec.pool_group)
 
 
 def make_rows(scores: NDArray[np.float32], score_bits: int) -> RowTable:

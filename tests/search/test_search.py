@@ -75,6 +75,21 @@ def test_search_agrees_with_the_reference(layout: str, group_size: int, context_
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("group_size", [1, 2, 7])
+@pytest.mark.parametrize("head_dim, num_subspaces", [(32, 8), (40, 5), (128, 16)])
+@pytest.mark.parametrize("tail_rows", [0, 9])
+def test_a_pooled_query_chooses_what_the_definition_does(
+    layout: str, group_size: int, head_dim: int, num_subspaces: int, tail_rows: int
+) -> None:
+    spec = IndexSpec(layout=layout, head_dim=head_dim, num_subspaces=num_subspaces, pool_group=True)
+    index, q = make_index(spec), make_queries(spec, group_size, scale=3.0)
+    q[-1] = 0  # a head that asks for nothing adds nothing
+    got, want = run_both(q, index, make_tail_of(index, spec, tail_rows), top_k=50)
+    np.testing.assert_array_equal(got.kv_indices, want.kv_indices)
+    np.testing.assert_array_equal(got.valid_len, want.valid_len)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("group_size", [1, 3])
 @pytest.mark.parametrize("context_len", [RANGE_KEYS - 1, RANGE_KEYS, RANGE_KEYS + 1, 2 * RANGE_KEYS + 65])
 @pytest.mark.parametrize("tail_rows", [0, 130])

@@ -100,6 +100,7 @@ def index_of_heads(index: LayerIndex, first_head: int, num_heads: int) -> LayerI
         if isinstance(table, RowTable)
         else type(table)(table.indices[heads], table.scores[heads], table.context_len),
         weigh_by_norm=index.weigh_by_norm,
+        pool_group=index.pool_group,
     )
 
 

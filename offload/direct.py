@@ -32,7 +32,7 @@ class DirectRows:
         table.counts.fill_(top_k)
         # numbers count from the layer's first row, whichever head it belongs to
         table.from_addresses.fill_(self._addresses[layer_idx])
-        table.from_rows.copy_(row_numbers(self._kv, kv_indices).view(num_lists, top_k))
+        table.from_rows.copy_(row_numbers(self._kv.shape, kv_indices).view(num_lists, top_k))
         table.to_addresses.fill_(rows.data_ptr())
         table.to_rows.copy_(torch.arange(num_lists * top_k).view(num_lists, top_k))
         lists = _as_lists(device_table, num_lists, top_k)

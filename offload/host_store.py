@@ -1,20 +1,24 @@
 """The context's KV in host memory, and the gather of chosen rows out of it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from offload.kv_store import pieces_of
+
 
 class HostStore:
-    """Owns the context KV of all layers; never changed, shared by all requests.
+    """Owns the context KV of all layers; never changed, shared by all requests. A `KvStore`.
 
     kv: per layer [num_kv_heads, context_len, 2, head_dim], K at [..., 0, :] and V at [..., 1, :]; may be
     memory-mapped. With K and V of one key side by side, one row is one read.
+    stream_rows: of the pieces that `stream` gives; all rows at once unless said.
     """
 
-    def __init__(self, kv: Sequence[Tensor]):
+    def __init__(self, kv: Sequence[Tensor], stream_rows: int | None = None):
         self._kv = kv
+        self._stream_rows = stream_rows
 
     def __repr__(self) -> str:
         num_kv_heads, context_len, _, head_dim = self._kv[0].shape
@@ -32,16 +36,30 @@ class HostStore:
         Returns [..., num_index_heads, top_k, 2, head_dim].
         """
         kv = self._kv[layer_idx]
-        rows = kv.view(-1, kv.shape[2:].numel()).index_select(0, row_numbers(kv, kv_indices).view(-1))
+        rows = kv.view(-1, kv.shape[2:].numel()).index_select(0, row_numbers(kv.shape, kv_indices).view(-1))
         return rows.view(*kv_indices.shape, *kv.shape[2:])
 
+    def stream(self, layer_idx: int, rows: slice) -> Iterator[Tensor]:
+        """A range of rows piece after piece, without a copy."""
+        if self._stream_rows is None:
+            yield self.rows(layer_idx, rows)
+            return
+        for piece in pieces_of(rows, self._stream_rows):
+            yield self.rows(layer_idx, piece)
 
-def row_numbers(kv: Tensor, kv_indices: Tensor) -> Tensor:
+    def prefetch(self, layer_idx: int, kv_indices: Tensor) -> None:
+        """Nothing is nearer than host memory."""
+
+    def close(self) -> None:
+        """The rows belong to whoever made them."""
+
+
+def row_numbers(shape: Sequence[int], kv_indices: Tensor) -> Tensor:
     """Which rows of a layer, counted over all its heads, a selection names; padding becomes some row of its head.
 
-    kv: [num_kv_heads, context_len, 2, head_dim]; kv_indices: [..., num_index_heads, top_k], and so is what returns.
+    shape: num_kv_heads, context_len, ...; kv_indices: [..., num_index_heads, top_k], and so is what returns.
     """
-    num_kv_heads, context_len = kv.shape[:2]
+    num_kv_heads, context_len = shape[:2]
     num_index_heads = kv_indices.shape[-2]
     kv_head = torch.arange(num_index_heads) // (num_index_heads // num_kv_heads)
     return kv_indices.long().clamp(0, context_len - 1) + (kv_head * context_len)[:, None]

@@ -90,6 +90,6 @@ class StagedRows:
         slot = self._ring.next()
         host, device = slot.host[:num_bytes], slot.device[:num_bytes]
         gathered = host.view(kv.dtype).view(-1, row_elements)
-        torch.index_select(kv.view(-1, row_elements), 0, row_numbers(kv, kv_indices).view(-1), out=gathered)
+        torch.index_select(kv.view(-1, row_elements), 0, row_numbers(kv.shape, kv_indices).view(-1), out=gathered)
         rows = device.view(kv.dtype).view(*kv_indices.shape, *kv.shape[2:])
         return self._ring.send(slot, rows, lambda stream: self._ring.machine.copy(device, host, stream))

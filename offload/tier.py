@@ -19,6 +19,9 @@ class Tier:
     Not for several threads at once: its owner has the lock.
     """
 
+    BYTES_PER_PAGE = 4  # of the book-keeping
+    BYTES_PER_SLOT = 44  # likewise, with what it takes for a moment to find the oldest
+
     def __init__(self, num_pages: int, num_slots: int):
         self._slot_of = np.full(num_pages, NOWHERE, np.int32)
         self._page_in = np.full(num_slots, NOWHERE, np.int32)
@@ -40,12 +43,6 @@ class Tier:
     @property
     def num_free(self) -> int:
         return self._num_free
-
-    @property
-    def state_bytes(self) -> int:
-        """What the book-keeping itself takes: 4 bytes a page and 20 a slot, and those listed for eviction."""
-        listed = 16 * (len(self._page_in) // _SHARE_LISTED)
-        return sum(a.nbytes for a in (self._slot_of, self._page_in, self._used_at, self._pins, self._free)) + listed
 
     def look_up(self, pages: Pages) -> Slots:
         """The slot of each page, NOWHERE where it has none."""

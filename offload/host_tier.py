@@ -1,0 +1,125 @@
+"""The host tier of what lies in files: the pages used last, in memory within a budget, filled by whoever asks first."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offload.disk import aligned_bytes
+from offload.row_files import Bytes, Numbers, RowFiles
+from offload.tier import NOWHERE, Tier
+
+_LOADING, _READY, _FAILED = np.uint8(0), np.uint8(1), np.uint8(2)
+NUM_SCRATCHES = 2  # reads at the same time: a step's and a prefetch
+
+
+class HostTier:
+    """Owns the memory of `num_slots` pages, and who is reading which of them. Any thread may ask.
+
+    A page that somebody uses or fills is pinned and never replaced. What is decided is decided under one lock, the
+    disk is read outside it, and who wants a page that another fills waits for that one.
+    """
+
+    def __init__(self, files: RowFiles, num_pages: int, num_slots: int, page_bytes: int, scratch_bytes: int):
+        self._files = files
+        self.memory = aligned_bytes(num_slots * page_bytes).reshape(num_slots, page_bytes)
+        self._tier = Tier(num_pages, num_slots)
+        self._states = np.zeros(num_slots, np.uint8)
+        self._changed = threading.Condition()  # guards the tier and the states
+        self._scratch: SimpleQueue[Bytes] = SimpleQueue()
+        for _ in range(NUM_SCRATCHES):
+            self._scratch.put(aligned_bytes(scratch_bytes))
+        self.num_hits = self.num_misses = self.num_bypassed = self.bytes_read = 0
+
+    def __repr__(self) -> str:
+        return f"<HostTier {self._tier.num_used}/{len(self.memory)} pages of {self.memory.shape[1]:,} bytes>"
+
+    @staticmethod
+    def slot_bytes(page_bytes: int) -> int:
+        """Memory that a slot takes, with all that is kept of it."""
+        return page_bytes + Tier.BYTES_PER_SLOT + 1
+
+    @property
+    def num_used(self) -> int:
+        return self._tier.num_used
+
+    @contextmanager
+    def hold(self, layer_idx: int, pages: Numbers, starts: Numbers, evict: bool = True) -> Iterator[Numbers]:
+        """Slots of pages whose bytes are there until the block ends; NOWHERE for those that found no room.
+
+        pages: distinct, and starts: where they begin in the layer's file; both ascending.
+        """
+        with self._changed:
+            slots, fresh = self._claim(pages, evict)
+        try:
+            self._fill(layer_idx, slots[fresh], starts[fresh])
+            with self._changed:
+                pinned = slots[slots >= 0]
+                self._changed.wait_for(lambda: bool((self._states[pinned] != _LOADING).all()))
+                usable = slots.copy()
+                usable[slots >= 0] = np.where(self._states[pinned] == _READY, pinned, NOWHERE)
+            yield usable
+        finally:
+            with self._changed:
+                self._release(slots[slots >= 0])
+
+    def read(self, layer_idx: int, starts: Numbers, out: Bytes, places: Numbers) -> None:
+        """From the file, past the tier: out[places[i]] = the bytes from starts[i] on."""
+        scratch = self._scratch.get()
+        try:
+            num_bytes = self._files.read(layer_idx, starts, out, places, scratch)
+        finally:
+            self._scratch.put(scratch)
+        with self._changed:
+            self.bytes_read += num_bytes
+
+    def close(self) -> None:
+        """Let the memory go. No page may be in use."""
+        self.memory = self.memory[:0]
+        self._scratch = SimpleQueue()
+
+    def check(self) -> None:
+        """Raise AssertionError if the book-keeping is wrong. No page may be in use."""
+        with self._changed:
+            self._tier.check()
+            used = self._tier.page_in(np.arange(len(self.memory))) >= 0
+            assert (self._states[used] == _READY).all(), f"{self!r} keeps a page that was never filled"
+            assert not self._tier.is_pinned(np.flatnonzero(used)).any(), f"{self!r} has a page that is still in use"
+
+    def _claim(self, pages: Numbers, evict: bool) -> tuple[Numbers, NDArray[np.bool_]]:
+        """Pin what is there, and room for what is not: slots, and which of them the caller has to fill."""
+        slots = self._tier.look_up(pages)
+        missing = slots < 0
+        failed = ~missing & (self._states[slots] == _FAILED)  # goes when its last user goes; nobody fills it again
+        slots[failed] = NOWHERE
+        self._tier.pin(slots[slots >= 0])
+        slots[missing] = self._tier.put(pages[missing], evict)
+        fresh = missing & (slots >= 0)
+        self._tier.pin(slots[fresh])
+        self._states[slots[fresh]] = _LOADING
+        num_missing = int(missing.sum())
+        self.num_hits += len(pages) - num_missing
+        self.num_misses += num_missing
+        self.num_bypassed += int((slots < 0).sum())
+        return slots, fresh
+
+    def _fill(self, layer_idx: int, slots: Numbers, starts: Numbers) -> None:
+        """Read what this caller has claimed, and tell those who wait for it, also when it cannot be read."""
+        if not len(slots):
+            return
+        state = _FAILED
+        try:
+            self.read(layer_idx, starts, self.memory, slots)
+            state = _READY
+        finally:
+            with self._changed:
+                self._states[slots] = state
+                self._changed.notify_all()
+
+    def _release(self, slots: Numbers) -> None:
+        self._tier.unpin(slots)
+        gone = slots[(self._states[slots] == _FAILED) & ~self._tier.is_pinned(slots)]
+        self._tier.drop(self._tier.page_in(gone))

@@ -1,0 +1,169 @@
+"""Rows of KV read from files, many at a time: what lies close together in one read, several reads at once."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offload.disk import BLOCK_BYTES, DiskFile
+from offload.errors import DiskError
+
+Bytes = NDArray[np.uint8]
+Numbers = NDArray[np.int64]
+
+_NUM_READERS = 8  # reads under way at once: disks answer many in the time of one
+_GAP_BYTES = 2 * BLOCK_BYTES  # that is read and thrown away rather than begin another read
+
+
+@dataclass(frozen=True, slots=True)
+class FileSpan:
+    """Where an array lies."""
+
+    path: Path
+    offset: int  # of its first byte
+    num_bytes: int
+
+
+class RowFiles:
+    """Arrays of bytes in files, one per layer. Owns the open files and the threads that read. Any thread may ask."""
+
+    def __init__(self, layers: Sequence[FileSpan]):
+        self._layers = list(layers)
+        self._files: list[DiskFile] = []
+        try:
+            self._files.extend(DiskFile.open(layer.path) for layer in layers)
+            for layer, file in zip(self._layers, self._files, strict=True):
+                _require_size(layer, file)
+        except BaseException:
+            self._close_files()
+            raise
+        self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="csattn-disk")
+
+    def __repr__(self) -> str:
+        how = "past the page cache" if self.direct else "through the page cache"
+        return f"<RowFiles {len(self._layers)} layers, {sum(layer.num_bytes for layer in self._layers):,} bytes, {how}>"
+
+    @property
+    def direct(self) -> bool:
+        return all(file.direct for file in self._files)
+
+    @staticmethod
+    def least_scratch_bytes(num_bytes: int) -> int:
+        """What `read` needs for pieces of that size."""
+        return (-(-num_bytes // BLOCK_BYTES) + 3) * BLOCK_BYTES
+
+    def read(self, layer_idx: int, starts: Numbers, out: Bytes, places: Numbers, scratch: Bytes) -> int:
+        """Pieces of a layer's array: out[places[i]] = the bytes from starts[i] on. Returns how many bytes were read.
+
+        starts: [num_pieces], ascending. out: [..., piece_bytes]; of a piece that reaches behind the array, what lies
+        there is undefined. scratch: from `aligned_bytes`, at least `least_scratch_bytes`; nobody else's meanwhile.
+        Raises DiskError; some pieces may have been filled then.
+        """
+        piece_bytes, span, total = out.shape[1], self._layers[layer_idx], 0
+        begins = starts + span.offset
+        ends = np.minimum(begins + piece_bytes, span.offset + span.num_bytes)
+        runs = plan_runs(begins, ends, len(scratch) - self.least_scratch_bytes(piece_bytes) + BLOCK_BYTES)
+        windows = np.lib.stride_tricks.sliding_window_view(scratch, piece_bytes)
+        for first, last in runs.rounds(len(scratch)):
+            chosen = slice(first, last)
+            total += self._read_runs(self._files[layer_idx], runs, chosen, scratch)
+            pieces = slice(runs.pieces[first], runs.pieces[last])
+            shift = np.repeat(runs.places(chosen) - runs.begins[chosen], np.diff(runs.pieces[first : last + 1]))
+            _copy(windows, begins[pieces] + shift, out, places[pieces])
+        return total
+
+    def close(self) -> None:
+        """No read may be under way."""
+        self._readers.shutdown()
+        self._close_files()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _read_runs(self, file: DiskFile, runs: "Runs", chosen: slice, scratch: Bytes) -> int:
+        begins, ends, needed = runs.begins[chosen].tolist(), runs.ends[chosen].tolist(), runs.needed[chosen].tolist()
+        places = runs.places(chosen).tolist()
+        jobs = list(zip(begins, ends, needed, places, strict=True))
+
+        def read(share: list[tuple[int, int, int, int]]) -> None:
+            for begin, end, need, place in share:
+                file.read(scratch[place : place + end - begin], begin, at_least=need - begin)
+
+        shares = [jobs[i::_NUM_READERS] for i in range(min(_NUM_READERS, len(jobs)))]
+        others = [self._readers.submit(read, share) for share in shares[1:]]
+        try:
+            read(shares[0])
+        finally:
+            wait(others)  # scratch is somebody else's when this returns
+        for other in others:
+            other.result()
+        return int(sum(ends) - sum(begins))
+
+    def _close_files(self) -> None:
+        for file in self._files:
+            file.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Reads of whole blocks, ascending, each for some pieces that follow each other."""
+
+    begins: Numbers  # [num_runs] offsets in the file
+    ends: Numbers
+    needed: Numbers  # up to where the file has to go on
+    pieces: Numbers  # [num_runs + 1]: run i is for pieces [pieces[i], pieces[i + 1])
+
+    def rounds(self, scratch_bytes: int) -> list[tuple[int, int]]:
+        """Half-open ranges of runs that fit into scratch memory together."""
+        upto, rounds, first = np.concatenate([[0], np.cumsum(self.ends - self.begins)]), [], 0
+        while first < len(self.begins):
+            last = int(np.searchsorted(upto, upto[first] + scratch_bytes, side="right")) - 1
+            assert last > first, "a run is longer than the scratch memory"
+            rounds.append((first, last))
+            first = last
+        return rounds
+
+    def places(self, chosen: slice) -> Numbers:
+        """Where in scratch memory each run of a round goes."""
+        lengths = self.ends[chosen] - self.begins[chosen]
+        return np.asarray(np.cumsum(lengths) - lengths)
+
+
+def plan_runs(begins: Numbers, ends: Numbers, most_bytes: int) -> Runs:
+    """Put pieces together whose blocks are the same or near. begins, ends: [num_pieces] offsets in a file, ascending.
+
+    Pieces of one run begin within `most_bytes`, rounded down to blocks and at least one.
+    """
+    if not len(begins):
+        return Runs(begins, ends, ends, np.zeros(1, np.int64))
+    firsts, lasts = begins // BLOCK_BYTES * BLOCK_BYTES, -(-ends // BLOCK_BYTES) * BLOCK_BYTES
+    cell = firsts // max(most_bytes // BLOCK_BYTES * BLOCK_BYTES, BLOCK_BYTES)
+    starts_run = (firsts[1:] > lasts[:-1] + _GAP_BYTES) | (cell[1:] != cell[:-1])
+    heads = np.concatenate([[0], np.flatnonzero(starts_run) + 1])
+    pieces = np.append(heads, len(begins))
+    tails = pieces[1:] - 1
+    return Runs(firsts[heads], lasts[tails], ends[tails], pieces)
+
+
+def _copy(windows: Bytes, at: Numbers, out: Bytes, places: Numbers) -> None:
+    """Small pieces all at once, which takes a second copy of them for a moment; large ones one by one."""
+    if windows.shape[1] < BLOCK_BYTES:
+        out[places] = windows[at]
+        return
+    for source, place in zip(at.tolist(), places.tolist(), strict=True):
+        out[place] = windows[source]
+
+
+def _require_size(layer: FileSpan, file: DiskFile) -> None:
+    size_bytes, wanted = layer.path.stat().st_size, layer.offset + layer.num_bytes
+    if size_bytes < wanted:
+        raise DiskError(
+            f"{layer.path} has {size_bytes:,} bytes and its rows need {wanted:,}: it is truncated; make it again"
+        )

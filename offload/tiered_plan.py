@@ -1,0 +1,98 @@
+"""What a host budget is spent on, where a context's KV lies in files: arithmetic, before anything is allocated."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from offload.disk import BLOCK_BYTES
+from offload.errors import TierError
+from offload.host_tier import NUM_SCRATCHES, HostTier
+from offload.row_files import RowFiles
+from offload.tier import Tier
+
+_MAX_SCRATCH_BYTES = 2 << 20  # a disk is busy with that
+_MAX_PAGES = 1 << 31  # their numbers are int32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TieredPlan:
+    """How large everything is. A page is `page_rows` rows of a layer's KV head, the last of a head maybe fewer."""
+
+    num_kv_heads: int
+    context_len: int
+    row_bytes: int  # K and V
+    page_rows: int
+    stream_rows: int
+    num_pages: int
+    num_slots: int  # pages that fit into the budget
+    scratch_bytes: int  # of one read
+    resident_bytes: int
+    fixed_bytes: int  # of the budget, that is not pages
+
+    @property
+    def page_bytes(self) -> int:
+        return self.page_rows * self.row_bytes
+
+    @property
+    def pages_per_head(self) -> int:
+        return -(-self.context_len // self.page_rows)
+
+    @property
+    def stream_bytes(self) -> int:
+        """Of one piece of a stream, all heads."""
+        return self.num_kv_heads * self.stream_rows * self.row_bytes
+
+
+def plan_tiers(
+    num_layers: int,
+    shape: tuple[int, int, int],  # num_kv_heads, context_len, head_dim
+    itemsize: int,
+    budget_bytes: int,
+    resident: Sequence[slice],
+    page_rows: int | None,
+    stream_rows: int,
+) -> TieredPlan:
+    """Spend the budget. Raises TierError when it does not suffice for a page."""
+    num_kv_heads, context_len, head_dim = shape
+    row_bytes, num_heads = 2 * head_dim * itemsize, num_layers * num_kv_heads
+    page_rows = page_rows or _choose_page_rows(num_heads, context_len, budget_bytes, stream_rows)
+    num_pages = num_heads * -(-context_len // page_rows)
+    piece_bytes = max(page_rows, stream_rows) * row_bytes
+    scratch_bytes = min(budget_bytes // 64 // BLOCK_BYTES * BLOCK_BYTES, _MAX_SCRATCH_BYTES)
+    scratch_bytes = max(scratch_bytes, RowFiles.least_scratch_bytes(piece_bytes))
+    resident_bytes = num_heads * sum(rows.stop - rows.start for rows in resident) * row_bytes
+    fixed_bytes = (
+        resident_bytes
+        + 2 * num_kv_heads * stream_rows * row_bytes
+        + 2 * NUM_SCRATCHES * scratch_bytes  # twice: what was read is copied once before it lies where it should
+        + num_pages * Tier.BYTES_PER_PAGE
+    )
+    slot_bytes = HostTier.slot_bytes(page_rows * row_bytes)
+    num_slots = min(num_pages, (budget_bytes - fixed_bytes) // slot_bytes)
+    if num_slots < 1:
+        raise TierError(
+            f"a host budget of {budget_bytes:,} bytes is too small for this context: sinks, windows and buffers take "
+            f"{fixed_bytes:,} and a page {slot_bytes:,}; give at least {fixed_bytes + slot_bytes:,} bytes"
+        )
+    return TieredPlan(
+        num_kv_heads=num_kv_heads,
+        context_len=context_len,
+        row_bytes=row_bytes,
+        page_rows=page_rows,
+        stream_rows=stream_rows,
+        num_pages=num_pages,
+        num_slots=num_slots,
+        scratch_bytes=scratch_bytes,
+        resident_bytes=resident_bytes,
+        fixed_bytes=fixed_bytes,
+    )
+
+
+def _choose_page_rows(num_heads: int, context_len: int, budget_bytes: int, stream_rows: int) -> int:
+    """One, because selected rows lie apart; more where a number for each row would take much of the budget."""
+    page_rows = 1
+    while page_rows < stream_rows:
+        num_pages = num_heads * -(-context_len // page_rows)
+        if num_pages * Tier.BYTES_PER_PAGE <= budget_bytes // 16 and num_pages < _MAX_PAGES:
+            break
+        page_rows *= 2
+    return page_rows

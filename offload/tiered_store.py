@@ -1,0 +1,174 @@
+"""The context's KV in files, with what is used most in host memory: a context may be larger than memory.
+
+The files are the artifact's own: nothing is written, and a page that goes is only forgotten. They are read past the
+system's page cache where the file system allows it, so that the budget is all the host memory that the context takes.
+"""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offload.disk import aligned_bytes
+from offload.errors import DiskError, TierError
+from offload.host_store import row_numbers
+from offload.host_tier import HostTier
+from offload.kv_store import STREAM_ROWS, pieces_of
+from offload.row_files import Bytes, FileSpan, Numbers, RowFiles
+from offload.tiered_plan import plan_tiers
+
+
+class TieredStore:
+    """Owns the open files, the memory within the budget, and the thread that reads ahead. A `KvStore` for any threads.
+
+    One thread at a time can stream; another waits for it. Errors of the disk are DiskError, and no row is wrong.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[FileSpan],  # per layer an array [num_kv_heads, context_len, 2, head_dim]
+        shape: tuple[int, int, int],  # num_kv_heads, context_len, head_dim
+        dtype: torch.dtype,
+        budget_bytes: int,  # of host memory, for everything but what a call returns
+        *,
+        resident: Sequence[slice] = (),  # of each layer: rows that stay in memory once they were asked for
+        page_rows: int | None = None,  # rows that come and go together; None: as few as the budget allows
+        stream_rows: int = STREAM_ROWS,
+    ) -> None:
+        self.plan = plan_tiers(len(layers), shape, dtype.itemsize, budget_bytes, resident, page_rows, stream_rows)
+        self.budget_bytes = budget_bytes
+        self._shape, self._dtype = shape, dtype
+        self._resident_ranges = {(rows.start, rows.stop) for rows in resident}
+        self._resident: dict[tuple[int, int, int], Tensor] = {}
+        self._files, plan = RowFiles(layers), self.plan
+        self.tier = HostTier(self._files, plan.num_pages, plan.num_slots, plan.page_bytes, plan.scratch_bytes)
+        self._buffers: SimpleQueue[tuple[Bytes, Bytes]] = SimpleQueue()
+        self._buffers.put((aligned_bytes(plan.stream_bytes), aligned_bytes(plan.stream_bytes)))
+        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="csattn-read-ahead")
+
+    def __repr__(self) -> str:
+        return f"<TieredStore {self.tier!r} over {self._files!r}, {self.held_bytes:,}/{self.budget_bytes:,} bytes>"
+
+    @property
+    def held_bytes(self) -> int:
+        """Host memory that is in use, or may be in the middle of a call."""
+        return self.plan.fixed_bytes + self.tier.num_used * HostTier.slot_bytes(self.plan.page_bytes)
+
+    def rows(self, layer_idx: int, rows: slice) -> Tensor:
+        """A resident range of rows, or an empty one: [num_kv_heads, num_rows, 2, head_dim]."""
+        num_kv_heads, _, head_dim = self._shape
+        if rows.start >= rows.stop:
+            return torch.empty(num_kv_heads, 0, 2, head_dim, dtype=self._dtype)
+        if (rows.start, rows.stop) not in self._resident_ranges:
+            raise TierError(
+                f"rows {rows.start} to {rows.stop} are not among those that stay in host memory; what reads them all "
+                "cannot run within a host budget: choose another selector, or leave the budget out"
+            )
+        place = layer_idx, rows.start, rows.stop
+        if place not in self._resident:
+            pieces = [piece.clone() for piece in self.stream(layer_idx, rows)]
+            self._resident[place] = torch.cat(pieces, dim=1)
+        return self._resident[place]
+
+    def gather(self, layer_idx: int, kv_indices: Tensor) -> Tensor:
+        """Copy chosen rows together: see `KvStore.gather`."""
+        numbers = row_numbers(self._shape, kv_indices).reshape(-1).numpy()
+        out = torch.empty(*kv_indices.shape, 2, self._shape[2], dtype=self._dtype)
+        into = out.view(-1).view(torch.uint8).numpy().reshape(-1, self.plan.row_bytes)
+        pages, in_page = self._pages_of(layer_idx, numbers)
+        wanted, which = np.unique(pages, return_inverse=True)
+        with self.tier.hold(layer_idx, wanted, self._starts(wanted)) as slots:
+            lies = slots[which]
+            there = lies >= 0
+            rows = self.tier.memory.reshape(-1, self.plan.row_bytes)
+            if there.all():
+                np.take(rows, lies * self.plan.page_rows + in_page, axis=0, out=into, mode="clip")
+            else:
+                into[there] = rows[lies[there] * self.plan.page_rows + in_page[there]]
+        if not there.all():
+            places = np.flatnonzero(~there)
+            places = places[np.argsort(numbers[places], kind="stable")]
+            self.tier.read(layer_idx, numbers[places] * self.plan.row_bytes, into, places)
+        return out
+
+    def prefetch(self, layer_idx: int, kv_indices: Tensor) -> None:
+        """Read rows that will be gathered next and are not in memory, on a thread of the store's. Returns at once."""
+        pages, _ = self._pages_of(layer_idx, row_numbers(self._shape, kv_indices).reshape(-1).numpy())
+        self._ahead.submit(self._read_ahead, layer_idx, np.unique(pages))
+
+    def stream(self, layer_idx: int, rows: slice) -> Iterator[Tensor]:
+        """A range of rows piece after piece, the next one read meanwhile: see `KvStore.stream`.
+
+        Nothing is evicted for it: a range that is larger than the budget would find nothing of itself the next time.
+        """
+        buffers = self._buffers.get()
+        under_way: list[Future[Tensor]] = []
+        try:
+            for number, piece in enumerate(pieces_of(rows, self.plan.stream_rows)):
+                under_way.append(self._ahead.submit(self._fill, buffers[number % 2], layer_idx, piece))
+                if len(under_way) > 1:
+                    yield under_way.pop(0).result()
+            if under_way:
+                yield under_way.pop().result()
+        finally:
+            wait(under_way)
+            self._buffers.put(buffers)
+
+    def close(self) -> None:
+        """Give threads, files and memory back. No call may be under way."""
+        self._ahead.shutdown()
+        self._files.close()
+        self.tier.close()
+        self._resident.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def check(self) -> None:
+        """Raise AssertionError if the budget is exceeded or the book-keeping is wrong. No call may be under way."""
+        self.tier.check()
+        resident_bytes = sum(rows.nbytes for rows in self._resident.values())
+        assert resident_bytes <= self.plan.resident_bytes, f"{self!r} keeps more rows than were planned"
+        assert self.held_bytes <= self.budget_bytes, f"{self!r} exceeds its budget"
+
+    def _fill(self, buffer: Bytes, layer_idx: int, piece: slice) -> Tensor:
+        """Rows of all heads, from memory where they are there: [num_kv_heads, num_rows, 2, head_dim]."""
+        plan, (num_kv_heads, context_len, head_dim) = self.plan, self._shape
+        num_bytes = (piece.stop - piece.start) * plan.row_bytes
+        by_head = buffer[: num_kv_heads * num_bytes].reshape(num_kv_heads, num_bytes)
+        numbers, missing = np.arange(num_kv_heads) * context_len + piece.start, np.arange(num_kv_heads)
+        if plan.page_rows == plan.stream_rows:
+            pages, in_page = self._pages_of(layer_idx, numbers)
+            first = int(in_page[0]) * plan.row_bytes
+            with self.tier.hold(layer_idx, pages, self._starts(pages), evict=False) as slots:
+                for head, slot in enumerate(slots.tolist()):
+                    if slot >= 0:
+                        by_head[head] = self.tier.memory[slot, first : first + num_bytes]
+            missing = np.flatnonzero(slots < 0)
+        self.tier.read(layer_idx, numbers[missing] * plan.row_bytes, by_head, missing)
+        rows = torch.from_numpy(by_head.reshape(-1)).view(self._dtype)
+        return rows.view(num_kv_heads, -1, 2, head_dim)
+
+    def _read_ahead(self, layer_idx: int, pages: Numbers) -> None:
+        with suppress(DiskError), self.tier.hold(layer_idx, pages, self._starts(pages)):
+            pass  # who gathers meets the error again, and tells it
+
+    def _pages_of(self, layer_idx: int, numbers: Numbers) -> tuple[Numbers, Numbers]:
+        """The pages of rows, which are counted over a layer's heads, and where in them the rows are."""
+        head, row = np.divmod(numbers, self._shape[1])
+        page, in_page = np.divmod(row, self.plan.page_rows)
+        return (layer_idx * self._shape[0] + head) * self.plan.pages_per_head + page, in_page
+
+    def _starts(self, pages: Numbers) -> Numbers:
+        """Where pages begin in their layer's array, in bytes."""
+        head, page = np.divmod(pages, self.plan.pages_per_head)
+        row = (head % self._shape[0]) * self._shape[1] + page * self.plan.page_rows
+        return np.asarray(row * self.plan.row_bytes)

@@ -18,9 +18,10 @@ from bench.decode.periodic import PeriodicSteps
 from bench.decode.placements import placed, schedules
 from bench.decode.prepared import TAIL_LEN, Prepared, full_attention, streamed_attention, window_only
 from bench.decode.recorded import Recorded
-from bench.decode.results import Case, Results
+from bench.decode.results import Results
 from bench.decode.steps import RecordedQueries, attention_only
 from bench.decode.workload import DTYPE, Workload
+from bench.records import Case
 from csattn.errors import CsattnError
 from offload.errors import OffloadError
 from workers.model_runner import ModelRunner, ModelWeights, StepAttention, random_weights

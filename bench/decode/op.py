@@ -20,11 +20,12 @@ from bench.decode.baselines import (
 from bench.decode.gpu_timing import Timing, capture, num_input_sets, time_graph, time_replays
 from bench.decode.kernel_times import kernel_times, times_by_purpose
 from bench.decode.recorded import Recorded
-from bench.decode.results import Case, Results
+from bench.decode.results import Results
 from bench.decode.roofline import full_bytes, selected_bytes, table_row_bytes
 from bench.decode.sparse_op import SET_BYTES, SparseOp
 from bench.decode.tables import distinct_rows
 from bench.decode.workload import Workload
+from bench.records import Case
 from bench.timing import gate
 from csattn.config import SearchConfig
 from workers.model_runner.shapes import ModelShape

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from bench.decode.report import NAMES, best_speedup, length, speedup
-from bench.decode.results import Case
+from bench.records import Case
 
 OURS = "default"
 _DPI = 110

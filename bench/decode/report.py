@@ -3,8 +3,8 @@
 from typing import Any
 
 from bench.decode.recorded import INDEXES
-from bench.decode.results import Case
 from bench.decode.roofline import best_ratio
+from bench.records import Case
 from workers.model_runner.shapes import shape_named
 
 NAMES = {

@@ -1,14 +1,10 @@
-"""How far each index and selector moves a real model's predictions, and for how many bytes of index.
-
-    python -m bench.accuracy [--texts novel,speech,code] [--variants NAME,...] [--json FILE] [--plot FILE]
-    python -m bench.accuracy --show FILE ... [--json FILE] [--plot FILE]     earlier figures, put together
+"""How far each index moves a real model's predictions, and for how many bytes of index.
 
 For every text: prefill a context, build one artifact per variant, teacher-force the text's next tokens with
 sparse attention in every layer, and compare with full attention. Gate: reading everything gives KL < 1e-5.
 """
 
 import argparse
-import hashlib
 import json
 import tempfile
 from collections.abc import Iterator
@@ -16,8 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from bench.accuracy.texts import TEXTS, cut_text
 from bench.timing import finish, gate, machine
 from csattn.artifact import open_artifact
 from csattn.config import IndexConfig, SearchConfig, preset
@@ -25,13 +20,8 @@ from csattn.models import LoadedModel, load_model
 from index_build.pipeline import build_artifact
 from workers.evaluate import full_attention, measure
 
-HERE = Path(__file__).parent
-# text -> file, tokens of context, tokens that are predicted
-TEXTS = {
-    "novel": (HERE / "texts" / "novel.txt", 7680, 512),
-    "speech": (HERE / "texts" / "speech.txt", 6144, 256),
-    "code": (Path(argparse.__file__), 6144, 256),
-}
+# text -> tokens of context, tokens that are predicted
+LENGTHS = {"novel": (7680, 512), "speech": (6144, 256), "code": (6144, 256)}
 
 
 def variants(head_dim: int) -> dict[str, IndexConfig]:
@@ -53,15 +43,13 @@ def variants(head_dim: int) -> dict[str, IndexConfig]:
 
 def evaluate(loaded: LoadedModel, text: str, names: list[str]) -> Iterator[dict[str, Any]]:
     """One text, variant by variant: everything measured on it so far. Selectors without an index go with `default`."""
-    path, context_len, eval_len = TEXTS[text]
-    content = path.read_bytes()
-    ids = np.asarray(loaded.tokenizer(content.decode()).input_ids, dtype=np.int32)
-    gate(len(ids) > context_len + eval_len, f"{path} has {len(ids)} tokens only")
-    context, following = ids[:context_len], ids[context_len : context_len + eval_len + 1]
+    context_len, eval_len = LENGTHS[text]
+    cut = cut_text(TEXTS[text], loaded.tokenizer, context_len, eval_len)
+    context, following = cut.context, cut.following
     so_far: dict[str, Any] = {
         "text": text,
-        "file": path.name,
-        "sha256": hashlib.sha256(content).hexdigest(),
+        "file": TEXTS[text].path.name,
+        "sha256": cut.sha256,
         "context_len": context_len,
         "eval_len": eval_len,
         "results": [],
@@ -156,15 +144,16 @@ def plot(texts: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=110, bbox_inches="tight")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--texts", default=",".join(TEXTS))
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--texts", default=",".join(LENGTHS))
     parser.add_argument("--variants", default="")
     parser.add_argument("--model")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--show", type=Path, nargs="+")
-    arguments = parser.parse_args()
+    parser.add_argument("--show", type=Path, nargs="+", help="earlier figures, put together")
+
+
+def run(arguments: argparse.Namespace) -> None:
     if arguments.show:
         files = [json.loads(file.read_text()) for file in arguments.show]
         result = {**files[0], "texts": merge([text for file in files for text in file["texts"]])}
@@ -182,7 +171,3 @@ def main() -> None:
     if arguments.plot:
         plot(result["texts"], arguments.plot)
     finish(result, arguments.json)
-
-
-if __name__ == "__main__":
-    main()

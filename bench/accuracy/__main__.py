@@ -1,0 +1,39 @@
+"""How well a model predicts, finds and answers when it reads a few percent of its context.
+
+    python -m bench.accuracy [variants] [--texts novel,speech,code] [--variants NAME,...] [--json FILE] [--plot FILE]
+    python -m bench.accuracy --show FILE ... [--json FILE] [--plot FILE]     earlier figures, put together
+    python -m bench.accuracy selectors [--texts ...] [--selectors all] [--keep 0.05,0.02] [--json FILE]
+    python -m bench.accuracy tasks [--tasks ...] [--lengths ...] [--question sparse|dense] [--json FILE] [--plot FILE]
+    python -m bench.accuracy longbench FILE ... --prompts FILE [--question sparse|dense] [--json FILE]
+
+`variants` compares indexes, `selectors` what chooses rows, by the predictions of texts; `tasks` finds things that were
+hidden in contexts, `longbench` answers the questions of the data set of that name.
+"""
+
+import argparse
+import sys
+
+from bench.accuracy import longbench, selectors, tasks, variants
+from bench.timing import GateError
+from csattn.errors import CsattnError
+
+COMMANDS = {"variants": variants, "selectors": selectors, "tasks": tasks, "longbench": longbench}
+
+
+def main(words: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.accuracy", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, module in COMMANDS.items():
+        module.add_arguments(commands.add_parser(name, help=(module.__doc__ or "").splitlines()[0]))
+    is_plain = not words or (words[0].startswith("-") and words[0] not in ("-h", "--help"))
+    arguments = parser.parse_args(["variants", *words] if is_plain else words)
+    try:
+        COMMANDS[arguments.command].run(arguments)
+    except (CsattnError, GateError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,141 @@
+"""LongBench (arXiv:2308.14508) with every selector: its files in, its scores out.
+
+    python -m bench.accuracy longbench hotpotqa.jsonl --prompts dataset2prompt.json --model ... --json FILE
+
+Prompts come from LongBench's own file; prompts that are too long lose their middle, as it does. What --json holds is
+not answered again.
+"""
+
+import argparse
+import hashlib
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.accuracy.answering import FULL, SET_UPS, Prompt, answer_all
+from bench.accuracy.contenders import Contender, find_contenders
+from bench.accuracy.contexts import Context
+from bench.accuracy.longbench_file import Item, read_items, read_prompts, split_prompt
+from bench.accuracy.longbench_scores import DATA_SETS, score_answer
+from bench.records import Case, Records
+from bench.timing import finish, gate, machine
+from csattn.errors import ContextError
+from csattn.models import LoadedModel, load_model
+
+# Raise it when a case means something else than before.
+VERSION = 1
+KEY = ("version", "model", "data_set", "item", "prompt_sha256", "max_length", "question", "contender", "keep")
+_MARGIN = 692  # positions that LongBench leaves for the answer and the chat's template: 7500 of 8192 for the prompt
+_PROBE = "⟨prompt⟩"
+
+
+def run_item(
+    loaded: LoadedModel,
+    item: Item,
+    template: str,
+    max_length: int,
+    question: str,
+    runs: list[tuple[Contender, float]],
+    records: Records,
+) -> None:
+    """Answer what has not been answered yet of one question."""
+    data_set = DATA_SETS[item.data_set]
+    parts = split_prompt(template, item)
+    key = {"version": VERSION, "model": loaded.fingerprint, "data_set": item.data_set, "item": item.id}
+    key |= {"prompt_sha256": hashlib.sha256("\0".join(parts).encode()).hexdigest()}
+    key |= {"max_length": max_length, "question": question}
+    missing = [run for run in runs if not records.has(**key, contender=run[0].name, keep=run[1])]
+    if not missing:
+        return
+    chat = not data_set.few_shot and not data_set.is_code
+    prompt = make_prompt(loaded.tokenizer, *parts, max_length, chat).set_up(question)
+    options = {}
+    if item.data_set == "samsum":  # which would go on with dialogues of its own
+        options["eos_token_id"] = [*loaded.stop_ids, loaded.tokenizer("\n", add_special_tokens=False).input_ids[-1]]
+    with tempfile.TemporaryDirectory() as store, Context(loaded, prompt.context, Path(store)) as context:
+        for contender, keep in missing:
+            case = {**key, "contender": contender.name, "keep": keep, "context_len": len(prompt.context)}
+            try:
+                artifact = context.any_artifact() if contender is FULL else context.artifact(contender.preset)
+            except ContextError as error:
+                records.add({**case, "refused": str(error)})
+                continue
+            ids, new = [prompt.question], data_set.max_new_tokens
+            said = answer_all(loaded, artifact, contender, keep, ids, new, **options)[0]
+            score = score_answer(data_set, said, item.answers, item.all_classes)
+            records.add({**case, "score": round(score, 6), "said": said})
+
+
+def make_prompt(tokenizer: Any, context: str, question: str, max_length: int, chat: bool) -> Prompt:
+    """Ids of a prompt of at most max_length tokens (and the chat's own), its middle left out if it has more."""
+    whole = truncate_middle(tokenizer, context + question, max_length)
+    # Truncated text may differ by a space where it was cut and put together: the question is counted from the end.
+    place = max(1, len(whole) - len(question))
+    before, after = "", ""
+    if chat and tokenizer.chat_template:
+        turn = [{"role": "user", "content": _PROBE}]
+        rendered = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        before, _, after = rendered.partition(_PROBE)
+    first = tokenizer(before + whole[:place], add_special_tokens=not before).input_ids
+    rest = tokenizer(whole[place:] + after, add_special_tokens=False).input_ids
+    if not rest:  # a prompt that ends with its context
+        first, rest = first[:-1], first[-1:]
+    return Prompt(np.asarray(first, dtype=np.int32), np.asarray(rest, dtype=np.int32))
+
+
+def truncate_middle(tokenizer: Any, text: str, max_length: int) -> str:
+    """LongBench's rule: of a text with more tokens than that, the first half of max_length and the last."""
+    ids = tokenizer(text).input_ids
+    if len(ids) <= max_length:
+        return text
+    half = max_length // 2
+    return "".join(tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:half], ids[-half:]))
+
+
+def table(cases: list[Case]) -> str:
+    """Markdown: LongBench's score, from 0 to 100, of each contender on each data set, and their mean."""
+    scored = [case for case in cases if "score" in case]
+    names = list(dict.fromkeys(case["data_set"] for case in scored))
+    lines = ["| | " + " | ".join(names) + " | mean |", "|---|" + "---:|" * (len(names) + 1)]
+    for contender, keep in dict.fromkeys((case["contender"], case["keep"]) for case in scored):
+        own = [case for case in scored if (case["contender"], case["keep"]) == (contender, keep)]
+        scores = [[case["score"] for case in own if case["data_set"] == name] for name in names]
+        means = [100 * sum(of_set) / len(of_set) if of_set else float("nan") for of_set in scores]
+        title = contender if contender == "full" else f"{contender}, keep {100 * keep:g} %"
+        lines.append(f"| {title} | " + " | ".join(f"{mean:.2f}" for mean in [*means, float(np.mean(means))]) + " |")
+    refused = {(case["data_set"], case["item"]) for case in cases if "refused" in case}
+    if refused:
+        lines += ["", f"Left out: {len(refused)} contexts that are too short for an index."]
+    return "\n".join(lines)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="LongBench's .jsonl files")
+    parser.add_argument("--prompts", type=Path, required=True, help="LongBench's config/dataset2prompt.json")
+    parser.add_argument("--question", choices=SET_UPS, default="sparse", help="dense: in the prefill, the easy set-up")
+    parser.add_argument("--selectors", default="default", help="or all; full attention is always asked")
+    parser.add_argument("--keep", default="0.05")
+    parser.add_argument("--items", type=int, help="of each file, the first so many only")
+    parser.add_argument("--max-length", type=int, help="tokens of a prompt [default: the model's positions less 692]")
+    parser.add_argument("--model")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--json", type=Path, help="keeps the answers; what it holds is not asked again")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    prompts = read_prompts(arguments.prompts)
+    items = [item for file in arguments.files for item in read_items(file)[: arguments.items]]
+    lacking = sorted({item.data_set for item in items} - prompts.keys())
+    gate(not lacking, f"{arguments.prompts} has no prompt for {', '.join(lacking)}")
+    contenders = [c for c in find_contenders(arguments.selectors) if c != FULL]
+    runs = [(FULL, 1.0), *((c, float(keep)) for keep in arguments.keep.split(",") for c in contenders)]
+    loaded = load_model(arguments.model, arguments.dtype)
+    max_length = arguments.max_length or loaded.geometry.max_positions - _MARGIN
+    gate(max_length > 1, f"prompts need tokens, got --max-length {max_length}; give a larger one")
+    records = Records(arguments.json, {"bench": "longbench", "model": loaded.name, "machine": machine()}, KEY)
+    for item in items:
+        run_item(loaded, item, prompts[item.data_set], max_length, arguments.question, runs, records)
+    print(table([c for c in records.cases if c["version"] == VERSION and c["question"] == arguments.question]))
+    finish(records.content, None)

@@ -1,0 +1,121 @@
+"""Every selector on texts of different kinds, at several shares kept, against full attention.
+
+For every text: prefill a context, teacher-force the tokens that follow with sparse attention in every layer, and
+compare with full attention. Gate: reading everything gives KL < 1e-5. What the file holds already is not measured
+again, and contexts are built once and kept in the store, so that a long run can be cut in pieces.
+"""
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bench.accuracy.contenders import Contender, find_contenders
+from bench.accuracy.contexts import Context
+from bench.accuracy.texts import TEXTS, cut_text, find_text
+from bench.records import Case, Records
+from bench.timing import finish, gate, machine
+from csattn.config import SearchConfig
+from csattn.models import LoadedModel, load_model
+from workers.evaluate import Baseline, full_attention, measure
+
+# Raise it when the same measurement means something else than before: older figures are then not taken for it.
+VERSION = 1
+KEY = ("version", "model", "text_sha256", "context_len", "eval_len", "contender", "keep")
+STORE = Path("build/bench-accuracy")
+
+
+def compare(
+    loaded: LoadedModel,
+    name: str,
+    lengths: tuple[int, int],  # of the context, and of what is predicted
+    contenders: list[Contender],
+    keeps: list[float],
+    store: Path,
+    records: Records,
+) -> None:
+    """Measure what is missing of one text."""
+    context_len, eval_len = lengths
+    text = find_text(name)
+    cut = cut_text(text, loaded.tokenizer, context_len, eval_len)
+    key = {"version": VERSION, "model": loaded.fingerprint, "text_sha256": cut.sha256}
+    key |= {"context_len": context_len, "eval_len": eval_len}
+    missing = [
+        (contender, keep)
+        for contender in contenders
+        for keep in keeps
+        if not records.has(**key, contender=contender.name, keep=keep)
+    ]
+    if not missing:
+        return
+    with Context(loaded, cut.context, store) as context:
+        baseline = _gated_baseline(loaded, context, cut.following)
+        for contender, keep in missing:
+            quality = measure(
+                loaded,
+                context.artifact(contender.preset),
+                contender.search(keep),
+                contender.selector,
+                cut.following,
+                baseline,
+            )
+            found = {**quality.to_json(), "nll_full": round(baseline.nll, 6)}
+            records.add({**key, "text": name, "contender": contender.name, "keep": keep, **found})
+
+
+def _gated_baseline(loaded: LoadedModel, context: Context, following: Any) -> Baseline:
+    artifact = context.artifact("default")
+    baseline = full_attention(loaded, artifact, following)
+    whole = measure(loaded, artifact, SearchConfig(keep=1.0), "csattn", following, baseline)
+    gate(whole.kl < 1e-5, f"reading everything should be full attention, KL is {whole.kl}")
+    return baseline
+
+
+def table(cases: list[Case]) -> str:
+    """Markdown: a block per keep and text, the least KL first."""
+    lines: list[str] = []
+    for keep in sorted({case["keep"] for case in cases}, reverse=True):
+        for text in dict.fromkeys(case["text"] for case in cases):
+            rows = [case for case in cases if (case["keep"], case["text"]) == (keep, text)]
+            if rows:
+                lines += ["", *_block(f"keep {100 * keep:g} %, {text}", sorted(rows, key=lambda case: case["kl"]))]
+    return "\n".join(lines[1:])
+
+
+def _block(title: str, rows: list[Case]) -> list[str]:
+    columns = "KL | NLL gap | top-1 | recall | mass | error | moved MB | search MB | search ms | index B/key"
+    return [
+        f"| {title} | {columns} |",
+        "|---|" + "---:|" * (columns.count("|") + 1),
+        *(
+            f"| {r['contender']} | {r['kl']:.4f} | {r['nll'] - r['nll_full']:+.4f} | {r['top1_agreement']:.3f} | "
+            f"{r['recall_at_k']:.3f} | {r['attention_mass']:.3f} | {r['output_error']:.3f} | "
+            f"{r['moved_bytes_per_step'] / 1e6:.2f} | {r['search_bytes_per_step'] / 1e6:.2f} | "
+            f"{r['search_ms_per_step']:.1f} | {r['index_bytes_per_key']:.0f} |"
+            for r in rows
+        ),
+    ]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--texts", default="novel,code,dialogue,spanish", help=f"{', '.join(TEXTS)}, or files")
+    parser.add_argument("--selectors", default="all", help="selectors and presets (default, default+ahead, paper, ...)")
+    parser.add_argument("--keep", default="0.05,0.02")
+    parser.add_argument("--context-len", type=int, default=7680)
+    parser.add_argument("--eval-len", type=int, default=256)
+    parser.add_argument("--model")
+    parser.add_argument("--store", type=Path, default=STORE, help="keeps the contexts")
+    parser.add_argument("--json", type=Path, help="keeps the figures; what it holds is not measured again")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    contenders = find_contenders(arguments.selectors)
+    keeps = [float(keep) for keep in arguments.keep.split(",")]
+    loaded = load_model(arguments.model)
+    header = {"bench": "selectors", "model": loaded.name, "search": asdict(SearchConfig()), "machine": machine()}
+    records = Records(arguments.json, header, KEY)
+    for name in arguments.texts.split(","):
+        lengths = arguments.context_len, arguments.eval_len
+        compare(loaded, name, lengths, contenders, keeps, arguments.store, records)
+    print(table([case for case in records.cases if case["version"] == VERSION]))
+    finish(records.content, arguments.json)

@@ -1,0 +1,133 @@
+"""Whether a model finds what is hidden in its context: passkeys and keys by depth and length, chains, common words.
+
+Contexts are made by `ruler.py`, to the token as long as asked for, and the same for the same seed. Beside every score
+stands full attention's: what that does not find is not counted as a selector's failure.
+"""
+
+import argparse
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from bench.accuracy.answering import FULL, SET_UPS, Prompt, answer_all
+from bench.accuracy.contenders import Contender, find_contenders
+from bench.accuracy.contexts import Context
+from bench.accuracy.fitting import fit
+from bench.accuracy.ruler import TASKS, Haystack, Question, string_match
+from bench.accuracy.task_report import draw_depths, table
+from bench.records import Records, load_cases
+from bench.timing import finish, gate, machine
+from csattn.models import LoadedModel, load_model
+from csattn.models.prompt import choose_wrapping, context_ids, question_ids
+
+# Raise it when a case means something else than before: a generator, a prompt or a score has changed.
+VERSION = 1
+KEY = ("version", "model", "task", "length", "depth", "sample", "question", "contender", "keep")
+
+
+def run_task(
+    loaded: LoadedModel,
+    task: str,
+    length: int,
+    depths: list[float],
+    sample: int,
+    question: str,
+    runs: list[tuple[Contender, float]],
+    records: Records,
+) -> None:
+    """Ask what has not been asked yet in one sample of a task."""
+    key = {"version": VERSION, "model": loaded.fingerprint, "task": task, "length": length, "sample": sample}
+    key |= {"question": question}
+    for haystack in TASKS[task].make(Random(f"{task} {length} {sample}"), depths, length):
+        missing = [
+            run
+            for run in runs
+            if not all(
+                records.has(**key, depth=asked.depth, contender=run[0].name, keep=run[1])
+                for asked in haystack.questions
+            )
+        ]
+        for asked, prompts in _prefills(loaded, haystack, length, question) if missing else ():
+            with tempfile.TemporaryDirectory() as store, Context(loaded, prompts[0].context, Path(store)) as context:
+                for contender, keep in missing:
+                    artifact = context.any_artifact() if contender is FULL else context.artifact(contender.preset)
+                    ids = [prompt.question for prompt in prompts]
+                    said = answer_all(loaded, artifact, contender, keep, ids, TASKS[task].max_new_tokens)
+                    for one, text in zip(asked, said, strict=True):
+                        score = string_match(text, one.answers)
+                        case = {**key, "depth": one.depth, "contender": contender.name, "keep": keep}
+                        records.add({**case, "score": round(score, 4), "answers": one.answers, "said": text})
+
+
+def _prefills(
+    loaded: LoadedModel, haystack: Haystack, length: int, question: str
+) -> Iterator[tuple[list[Question], list[Prompt]]]:
+    """The questions that share what is prefilled, with their prompts."""
+    prompts = make_prompts(loaded, haystack, length)
+    if question == "sparse":
+        yield list(haystack.questions), prompts
+    else:
+        for asked, prompt in zip(haystack.questions, prompts, strict=True):
+            yield [asked], [prompt.set_up(question)]
+
+
+def make_prompts(loaded: LoadedModel, haystack: Haystack, length: int) -> list[Prompt]:
+    """A prompt per question, over one context of exactly that many tokens, wrapped as the model's chats are."""
+    tokenizer = loaded.tokenizer
+    wrapping = choose_wrapping(tokenizer)
+    text = fit(haystack.text, lambda text: len(context_ids(tokenizer, text, wrapping)), length)
+    context = context_ids(tokenizer, text, wrapping)
+    before = "" if wrapping != "none" else "\n"
+    prompts = []
+    for asked in haystack.questions:
+        ids = question_ids(tokenizer, context, before + asked.text, wrapping)
+        start = tokenizer(("\n" if before else "") + asked.answer_start, add_special_tokens=False).input_ids
+        prompts.append(Prompt(context, np.concatenate([ids, np.asarray(start, dtype=np.int32)])))
+    return prompts
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tasks", default=",".join(TASKS))
+    parser.add_argument("--lengths", default="1024,2048,4096,7680", help="tokens of context")
+    parser.add_argument("--depths", type=int, default=5, help="places where an answer stands, from first to last")
+    parser.add_argument("--samples", type=int, default=3, help="contexts per task, length (and depth)")
+    parser.add_argument("--question", choices=SET_UPS, default="sparse", help="dense: in the prefill, the easy set-up")
+    parser.add_argument("--selectors", default="default,exact,window", help="or all; full attention is always asked")
+    parser.add_argument("--keep", default="0.05")
+    parser.add_argument("--model")
+    parser.add_argument("--json", type=Path, help="keeps the answers; what it holds is not asked again")
+    parser.add_argument("--plot", type=Path, help="a directory for heat maps of depth and length")
+    parser.add_argument("--show", action="store_true", help="only show what --json holds")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    if arguments.show:
+        gate(arguments.json is not None and arguments.json.exists(), "--show needs a --json file with answers")
+        content: dict[str, Any] = {"bench": "tasks", "cases": load_cases(arguments.json)}
+    else:
+        content = _ask_all(arguments)
+    cases = [c for c in content["cases"] if c["version"] == VERSION and c["question"] == arguments.question]
+    print(table(cases))
+    if arguments.plot:
+        draw_depths(cases, arguments.plot)
+    finish(content, None)
+
+
+def _ask_all(arguments: argparse.Namespace) -> dict[str, Any]:
+    names = arguments.tasks.split(",")
+    unknown = [name for name in names if name not in TASKS]
+    gate(not unknown, f"there is no task {', '.join(unknown)}; choose from {', '.join(TASKS)}")
+    contenders = [c for c in find_contenders(arguments.selectors) if c != FULL]
+    runs = [(FULL, 1.0), *((c, float(keep)) for keep in arguments.keep.split(",") for c in contenders)]
+    depths = [float(depth) for depth in np.linspace(0, 1, arguments.depths).round(4)]
+    loaded = load_model(arguments.model)
+    records = Records(arguments.json, {"bench": "tasks", "model": loaded.name, "machine": machine()}, KEY)
+    for length in (int(length) for length in arguments.lengths.split(",")):
+        for name in names:
+            for sample in range(arguments.samples):
+                run_task(loaded, name, length, depths, sample, arguments.question, runs, records)
+    return records.content

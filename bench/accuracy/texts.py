@@ -1,0 +1,61 @@
+"""The texts that predictions are measured on, one of a kind each, and where they come from."""
+
+import argparse
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.timing import gate
+
+_HERE = Path(__file__).parent.parent / "texts"
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A text on disk; `bench/texts/README.md` says where it is from."""
+
+    kind: str
+    path: Path
+
+
+TEXTS = {
+    "novel": Text("a novel, in English", _HERE / "novel.txt"),
+    "speech": Text("a speech, in English", _HERE / "speech.txt"),
+    "code": Text("Python, from the standard library", Path(argparse.__file__)),
+    "dialogue": Text("speakers in turn, in English verse", _HERE / "dialogue.txt"),
+    "spanish": Text("a narrative, in Spanish", _HERE / "spanish.txt"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A text in two: what is prefilled, and what is then predicted."""
+
+    sha256: str  # of the file
+    context: NDArray[np.int32]  # [context_len] token ids
+    following: NDArray[np.int32]  # [eval_len + 1]: each predicts the next, the last is only predicted
+
+
+def find_text(name: str) -> Text:
+    """A text of ours by its name, or any file by its path."""
+    if name not in TEXTS:
+        gate(Path(name).is_file(), f"{name!r} is neither a text ({', '.join(TEXTS)}) nor a file")
+        return Text("a file", Path(name))
+    return TEXTS[name]
+
+
+def cut_text(text: Text, tokenizer: Any, context_len: int, eval_len: int) -> Cut:
+    """The first context_len + eval_len + 1 tokens of a text."""
+    content = text.path.read_bytes()
+    ids = np.asarray(tokenizer(content.decode()).input_ids, dtype=np.int32)
+    needed = context_len + eval_len + 1
+    gate(
+        len(ids) >= needed,
+        f"{text.path} has {len(ids)} tokens, context and evaluation need {needed}; give a longer text, or a smaller "
+        "--context-len or --eval-len",
+    )
+    return Cut(hashlib.sha256(content).hexdigest(), ids[:context_len], ids[context_len:needed])

@@ -1,0 +1,51 @@
+"""Figures as they come: one JSON file, written anew after every case, so that a run that is stopped loses nothing."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+Case = dict[str, Any]
+
+
+class Records:
+    """The cases of one file. Cases that are there already are not measured again."""
+
+    def __init__(self, path: Path | None, header: dict[str, Any], key: tuple[str, ...]) -> None:
+        """header: what holds for the whole run; a file that exists keeps its cases and gets the new header.
+
+        key: the fields that tell one case from another; whatever else a case holds was measured.
+        """
+        self._path = path
+        self._key = key
+        self.content: dict[str, Any] = {**header, "cases": []}
+        if path is not None and path.exists():
+            self.content["cases"] = load_cases(path)
+        self._seen = {self.key_of(case) for case in self.cases if "refused" not in case}
+
+    @property
+    def cases(self) -> list[Case]:
+        return self.content["cases"]  # type: ignore[no-any-return]
+
+    def key_of(self, case: Case) -> tuple[Any, ...]:
+        return tuple(case.get(name) for name in self._key)
+
+    def has(self, **key: Any) -> bool:
+        """Whether there is a measured case of that key; one that could not run does not count."""
+        return self.key_of(key) in self._seen
+
+    def add(self, case: Case) -> None:
+        """Keep a case, in place of an earlier one of the same key, and write the file."""
+        key = self.key_of(case)
+        self.content["cases"] = [c for c in self.cases if self.key_of(c) != key] + [case]
+        if "refused" not in case:
+            self._seen.add(key)
+        print(json.dumps(case), flush=True)
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            scratch = self._path.with_name(self._path.name + ".part")
+            scratch.write_text(json.dumps(self.content, indent=1) + "\n")
+            scratch.replace(self._path)
+
+
+def load_cases(path: Path) -> list[Case]:
+    return json.loads(path.read_text())["cases"]  # type: ignore[no-any-return]

@@ -1,0 +1,132 @@
+"""LongBench's scores on cases worked out by hand, and against the libraries that it uses, where they are installed."""
+
+import random
+
+import pytest
+
+from bench.accuracy.longbench_scores import (
+    DATA_SETS,
+    classification,
+    count,
+    edit_similarity,
+    qa_f1,
+    qa_f1_zh,
+    retrieval,
+    retrieval_zh,
+    rouge_l,
+    score_answer,
+)
+from bench.timing import GateError
+
+
+@pytest.mark.parametrize(
+    ("said", "right", "f1"),
+    [
+        ("The cat.", "a CAT", 1.0),  # case, articles and punctuation do not count
+        ("black cat", "cat", 2 / 3),  # precision 1/2, recall 1
+        ("cat cat", "cat", 2 / 3),  # a word counts as often as it stands in both
+        ("dog", "cat", 0.0),
+        ("", "cat", 0.0),
+        ("the", "the", 0.0),  # nothing is left to compare
+        ("it's", "its", 1.0),
+        ("theatre", "atre", 0.0),  # articles are whole words
+    ],
+)
+def test_qa_f1(said, right, f1):
+    assert qa_f1(said, right) == pytest.approx(f1)
+
+
+@pytest.mark.parametrize(
+    ("said", "right", "score"),
+    [
+        ("the cat sat", "the cat sat", 1.0),
+        ("a b c d", "a c", 2 * (2 / 4) * 1 / (2 / 4 + 1)),
+        ("b a", "a b", 0.5),  # order counts: one word of two
+        ("a b. c d", "a b c d", 1.0),  # both sentences are matched against the right one
+        ("a a a b", "a b", 1.0),  # a word counts once
+        ("", "a", 0.0),
+        ("...", "a", 0.0),
+        ("a", "", 0.0),
+        ("x y", "a b", 0.0),
+        ("a. ", "a", 2 * 0.5 / 1.5),  # the blank after the full stop is a sentence of one empty word
+    ],
+)
+def test_rouge_l(said, right, score):
+    assert rouge_l(said, right) == pytest.approx(score, abs=1e-7)
+
+
+def test_rouge_l_of_subsequences_in_two_sentences():
+    # of a b c d e, "a b x" has a b and "a c y d e" has a c d e: together all five of seven said and five wanted
+    precision, recall = 5 / 7, 1.0
+    want = 2 * precision * recall / (precision + recall)
+    assert rouge_l("a b x. a c y d e", "a b c d e") == pytest.approx(want, abs=1e-7)
+
+
+def test_scores_are_the_libraries():
+    rouge = pytest.importorskip("rouge").Rouge()
+    fuzz = pytest.importorskip("fuzzywuzzy.fuzz")
+    rng = random.Random(0)
+    words = ["the", "cat", "sat", "on", "a", "mat", ".", "dog", ",", "ran", "far", "away", "today"]
+    for _ in range(200):
+        said, right = (" ".join(rng.choices(words, k=rng.randint(1, 25))) for _ in range(2))
+        assert edit_similarity(said, right) == fuzz.ratio(said, right) / 100
+        if said.strip(" .") and right.strip(" ."):
+            assert rouge_l(said, right) == pytest.approx(rouge.get_scores([said], [right])[0]["rouge-l"]["f"])
+
+
+@pytest.mark.parametrize(
+    ("said", "score"),
+    [("Food", 1.0), ("It is Food or Date", 0.5), ("Date", 0.0), ("food", 0.0), ("Food and drink, or Food", 0.5)],
+)
+def test_classification(said, score):
+    assert classification(said, "Food", ["Food", "Date", "Food and drink"]) == score
+
+
+def test_a_class_within_the_right_ones_name_does_not_count():
+    classes = ["Food", "Food and drink", "Date"]
+    assert classification("Food and drink", "Food and drink", classes) == 1.0
+    assert classification("Food", "Food and drink", classes) == 0.0
+
+
+def test_numbers_that_are_right():
+    assert retrieval("Paragraph 3", "Paragraph 3") == 1.0
+    assert retrieval("Paragraph 3 or 4, or 3", "Paragraph 3") == pytest.approx(2 / 3)
+    assert retrieval("Paragraph 13", "Paragraph 3") == 0.0
+    assert retrieval("none", "Paragraph 3") == 0.0
+    assert retrieval_zh("段落7", "段落7") == 1.0
+    assert count("There are 12.", "12") == 1.0
+    assert count("12 of 30", "12") == 0.5
+    with pytest.raises(GateError, match="should name a paragraph"):
+        retrieval("3", "3")
+
+
+@pytest.mark.parametrize(
+    ("said", "score"),
+    [
+        ("return x", 1.0),
+        ("\n\nreturn x\nand more", 1.0),
+        ("# a comment\n```python\n// also\nreturn x", 1.0),  # the first line that is code
+        ("return y", 0.88),  # 14 of 16 characters, in whole percents
+        ("", 0.0),
+        ("# nothing else", 0.0),
+    ],
+)
+def test_edit_similarity(said, score):
+    assert edit_similarity(said, "return x") == score
+
+
+def test_chinese_words():
+    pytest.importorskip("jieba")
+    assert qa_f1_zh("北京。", "北京") == 1.0
+    assert qa_f1_zh("上海", "北京") == 0.0
+
+
+def test_the_best_answer_counts_and_of_some_data_sets_the_first_line_only():
+    assert score_answer(DATA_SETS["hotpotqa"], "yes\nno", ["yes"], []) == pytest.approx(2 / 3)
+    assert score_answer(DATA_SETS["triviaqa"], "\nyes\nno", ["yes"], []) == 1.0
+    assert score_answer(DATA_SETS["hotpotqa"], "blue", ["red", "blue"], []) == 1.0
+
+
+def test_all_21_data_sets_are_known():
+    assert len(DATA_SETS) == 21
+    assert all(0 < data_set.max_new_tokens <= 512 for data_set in DATA_SETS.values())

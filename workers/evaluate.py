@@ -30,6 +30,7 @@ class Quality:
     attention_mass: float  # softmax weight of the rows attended to
     output_error: float  # |out - full out| / |full out| of a head
     rows_read_share: float  # rows attended to, as a share of all rows before the token
+    moved_bytes_per_step: float  # rows fetched besides the resident ones, all layers; a group's shared ones count once
     index_bytes_per_key: float  # and KV head; 0 for selectors without an index
     search_bytes_per_step: float  # that the search read, all layers; keys as wide as the KV has them
     search_ms_per_step: float  # all layers
@@ -72,6 +73,7 @@ def measure(
     spec, count = artifact.spec, request.count
     rows_before = sum(spec.context_len + token + 1 for token in range(num_tokens)) * spec.model.num_layers
     num_lists = spec.model.num_kv_heads * spec.model.num_layers
+    row_bytes = 2 * spec.model.head_dim * loaded.dtype.itemsize
     kl = (baseline.log_probs.exp() * (baseline.log_probs - log_probs)).sum(-1)
     same = baseline.log_probs.argmax(-1) == log_probs.argmax(-1)
     return Quality(
@@ -82,6 +84,7 @@ def measure(
         attention_mass=probe.mean(probe.mass),
         output_error=probe.mean(probe.error),
         rows_read_share=(count.far_rows + count.near_rows) / rows_before,
+        moved_bytes_per_step=probe.mean(probe.fetched) * num_lists * row_bytes,
         index_bytes_per_key=index_bytes / (spec.context_len * num_lists),
         search_bytes_per_step=count.search_bytes / num_tokens,
         search_ms_per_step=count.search_s * 1e3 / num_tokens,

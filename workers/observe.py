@@ -23,6 +23,7 @@ class AttentionProbe:
         self.recall: NDArray[np.float64] = np.zeros(shape)  # share of the exact Top-K rows attended to
         self.mass: NDArray[np.float64] = np.zeros(shape)  # softmax weight of the rows attended to
         self.error: NDArray[np.float64] = np.zeros(shape)  # |out - full out| / |full out|
+        self.fetched: NDArray[np.float64] = np.zeros(shape)  # rows besides the resident ones, each once for a group
         self.reads: NDArray[np.float64] = np.zeros((*shape, NUM_BINS))  # share of a stretch's rows attended to
         self._seen: NDArray[np.int64] = np.zeros(model.num_layers, dtype=np.int64)
         self._every = every
@@ -52,9 +53,11 @@ class AttentionProbe:
         weights = logits.softmax(-1)
         want = weights[:, :, :context_len] @ parts[0][:, :, 1] + weights[:, :, context_len:] @ parts[1][:, :, 1]
         resident = _resident_mask(layer, token, kv_len)
-        attended = (_fetched_mask(chosen, q.shape[0], kv_len) | resident).view_as(weights)
+        fetched = _fetched_mask(chosen, q.shape[0], kv_len).view_as(weights)
+        attended = fetched | resident
         indexed = context_len + layer.oldest_resident(token)
         best = _exact_rows(logits[..., :indexed].softmax(-1), resident[:indexed], layer.view.top_k)
+        self.fetched[layer_idx] += fetched.any(1).sum(-1).numpy()
         self.mass[layer_idx] += (weights * attended).sum(-1).mean(1).numpy()
         self.error[layer_idx] += ((out.view_as(want) - want).norm(dim=-1) / want.norm(dim=-1)).mean(1).numpy()
         self.recall[layer_idx] += attended.gather(2, best).float().mean((1, 2)).numpy() if best.shape[2] else 1.0

@@ -12,6 +12,7 @@ from torch import Tensor
 from csattn.attention import attend, merge_state
 from csattn.selection import Selection, stack_selections
 from csattn.selectors import ContextView, FarRows, Selector
+from offload.coded_store import CodedStore
 from offload.host_store import HostStore
 from offload.tail_store import TailStore
 
@@ -42,7 +43,7 @@ class LayerDecoder:
     def __init__(
         self,
         layer_idx: int,
-        store: HostStore,
+        store: HostStore | CodedStore,
         selector: Selector,
         view: ContextView,
         ahead: Executor,
@@ -58,8 +59,7 @@ class LayerDecoder:
         self._count = count
         self._clock = clock
         self._observer = observer
-        context = slice(0, view.context_len)
-        self.tail = TailStore(store.rows(layer_idx, context))
+        self.tail = TailStore()
         middle = view.middle
         self._sinks = store.rows(layer_idx, slice(0, middle.start))
         self._window = store.rows(layer_idx, slice(middle.stop, view.context_len))
@@ -102,7 +102,7 @@ class LayerDecoder:
         near_out, near_lse = self._attend_near(q, softmax_scale)
         far_out, far_lse = self._attend_far(q, chosen, softmax_scale)
         out, _ = merge_state(near_out, near_lse, far_out, far_lse)
-        out = _mix_in_rest(out, chosen)
+        out = _mix_in_rest(out.to(q.dtype), chosen)
         if self._observer is not None:
             self._observer(self, q, chosen, out)
         return out
@@ -178,7 +178,7 @@ class LayerDecoder:
         self._count.far_rows += float((kv_indices >= 0).sum()) / num_index_heads
         grouped = q.view(num_index_heads, -1, num_tokens, head_dim).permute(2, 0, 1, 3)
         mask = (kv_indices >= 0)[:, :, None] if (kv_indices < 0).any() else None
-        out, lse = attend(grouped, rows[..., 0, :], rows[..., 1, :], softmax_scale, mask, log_weights)
+        out, lse = attend(grouped.to(rows.dtype), rows[..., 0, :], rows[..., 1, :], softmax_scale, mask, log_weights)
         out = out.permute(1, 2, 0, 3).reshape(num_q_heads, num_tokens, head_dim)
         return out, lse.permute(1, 2, 0).reshape(num_q_heads, num_tokens)
 
@@ -190,7 +190,7 @@ class LayerDecoder:
             kv = self.tail.kv
             *_, head, _ = places = in_tail.nonzero(as_tuple=True)
             kv_head = head // (kv_indices.shape[-2] // kv.shape[0])
-            rows[places] = kv[kv_head, kv_indices[places].long() - self.view.context_len]
+            rows[places] = kv[kv_head, kv_indices[places].long() - self.view.context_len].to(rows.dtype)
         return rows
 
 
@@ -202,7 +202,7 @@ def _attend_grouped(
 ) -> tuple[Tensor, Tensor]:
     num_q_heads, num_tokens, head_dim = q.shape
     group_size = num_q_heads // rows.shape[0]
-    packed = q.reshape(1, rows.shape[0], group_size * num_tokens, head_dim)
+    packed = q.reshape(1, rows.shape[0], group_size * num_tokens, head_dim).to(rows.dtype)
     mask = mask.repeat(group_size, 1) if mask is not None else None
     out, lse = attend(packed, rows[None, :, :, 0], rows[None, :, :, 1], softmax_scale, mask)
     return out.reshape(q.shape), lse.reshape(num_q_heads, num_tokens)

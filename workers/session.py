@@ -24,6 +24,8 @@ from csattn.models.prompt import question_ids
 from csattn.models.query import queries_before_rope, rotate
 from csattn.search import SearchPool
 from csattn.selectors import ContextView, Prepared, PreparedCentroids, prepare, selector_for
+from offload.codecs.formats import KvFormat
+from offload.coded_store import CodedStore
 from offload.host_store import HostStore
 from workers.context_layers import context_layers
 from workers.decode import LayerDecoder, Observer, StepCount
@@ -35,6 +37,7 @@ def csattn_session(
     artifact: Artifact | Path | str,
     config: SearchConfig | None = None,
     selector: str = "csattn",
+    kv_format: KvFormat | None = None,
 ) -> Iterator["Session"]:
     """Decode from an artifact with `loaded.model.generate` until the block ends.
 
@@ -42,11 +45,11 @@ def csattn_session(
             loaded.model.generate(**session.ask("Who keeps the inn?"), max_new_tokens=60)
 
     artifact: an open one, or the directory or URL of one. Raises ArtifactError when it cannot be read or was made for
-    another model.
+    another model. kv_format: how the context's rows are kept in memory; None: as the artifact maps them.
     """
     opened = open_artifact(artifact) if isinstance(artifact, str | Path) else artifact
     try:
-        with Session(loaded, opened, config or SearchConfig(), selector) as session:
+        with Session(loaded, opened, config or SearchConfig(), selector, kv_format=kv_format) as session:
             yield session
     finally:
         if opened is not artifact:
@@ -63,6 +66,7 @@ class Session:
         config: SearchConfig,
         selector: str = "csattn",
         num_threads: int | None = None,  # that search; all cores unless said
+        kv_format: KvFormat | None = None,  # of the context's rows; None: as the artifact maps them
     ):
         artifact.require_model(loaded.fingerprint)
         artifact.require_tokenizer(loaded.tokenizer_hash)
@@ -71,7 +75,8 @@ class Session:
         geometry, spec = loaded.geometry, artifact.manifest.spec
         self.view = ContextView(spec.context_len, loaded.model.model.layers[0].self_attn.scaling, config)
         self.selector = selector_for(selector, self.view)
-        self.store = HostStore([artifact.layer_kv(layer_idx) for layer_idx in range(geometry.num_layers)])
+        kv = [artifact.layer_kv(layer_idx) for layer_idx in range(geometry.num_layers)]
+        self.store = HostStore(kv) if kv_format is None else CodedStore(kv, kv_format)
         self._indexes = [artifact.layer_index(layer_idx) for layer_idx in range(geometry.num_layers)]
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="csattn-ahead")
         self._pool = SearchPool(num_threads or available_cpus())

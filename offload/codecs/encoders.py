@@ -82,7 +82,8 @@ def _largest(x: NDArray[np.float32], first: int, count: int) -> np.float32:
     largest = np.uint32(0)
     for j in range(count):
         largest = max(largest, np.uint32(bits_of(x[first + j]) & np.uint32(0x7FFFFFFF)))
-    return float_of(largest)
+    value: np.float32 = float_of(largest)
+    return value
 
 
 @kernel

@@ -30,6 +30,16 @@ class Row:
     def tail_len(self) -> int:
         return int((~self.tail[0, :, 0, 0].isnan()).sum())
 
+    @property
+    def memory(self) -> torch.Tensor:
+        """The context's rows as they are kept."""
+        return self.context
+
+    @property
+    def layout(self) -> tuple[int, int, int, int]:
+        """row_bytes, v_offset, k_reader, v_reader"""
+        return self.context[0, 0].nbytes, self.context[0, 0, 0].nbytes, 0, 0
+
     def want(self) -> torch.Tensor:
         scale = self.q.shape[-1] ** -0.5
         tail = self.tail[:, : self.tail_len]
@@ -71,11 +81,7 @@ def run(rows: list[Row], num_threads: int = 1) -> torch.Tensor:
     num_rows, (num_q_heads, head_dim) = len(rows), rows[0].q.shape
     q, tails = torch.stack([row.q for row in rows]), torch.stack([row.tail for row in rows])
     by_row = {
-        "kv": [row.context.data_ptr() for row in rows],
-        "row_bytes": [row.context[0, 0].nbytes for row in rows],
-        "v_offsets": [row.context[0, 0, 0].nbytes for row in rows],
-        "k_readers": [0] * num_rows,
-        "v_readers": [0] * num_rows,
+        "kv": [row.memory.data_ptr() for row in rows],
         "context_lens": [row.context.shape[1] for row in rows],
         "sink_ends": [row.near[0] for row in rows],
         "window_starts": [row.near[1] for row in rows],
@@ -87,6 +93,8 @@ def run(rows: list[Row], num_threads: int = 1) -> torch.Tensor:
         "tail_lens": [row.tail_len for row in rows],
     }
     lists = (row.near[0] + row.context.shape[1] - row.near[1] + row.kv_indices.shape[1] + row.tail_len for row in rows)
+    layout = "row_bytes", "v_offsets", "k_readers", "v_readers"
+    by_row |= dict(zip(layout, map(list, zip(*(row.layout for row in rows), strict=True)), strict=True))
     arrays = {name: np.array(values, np.int64) for name, values in by_row.items()}
     arrays["num_rows"], arrays["softmax_scale"] = np.array([num_rows]), np.array([head_dim**-0.5])
     arrays["parts"] = np.full((num_rows, num_q_heads, in_place.MAX_RANGES, head_dim + 2), NAN, np.float32)

@@ -8,16 +8,19 @@ from torch import Tensor
 
 from csattn.artifact import Artifact
 from csattn.selectors import ContextView
+from offload.codecs.formats import KvFormat
+from offload.coded_store import CodedStore
 from workers.cpu_model.model import word
 from workers.serving.messages import Selector
 
 
 @dataclass(frozen=True, slots=True)
 class CpuContext:
-    """A loaded context: its KV stays where the artifact maps it."""
+    """A loaded context. Steps attend to its rows as they are kept; who looks for the best rows reads them as built."""
 
     artifact: Artifact
-    kv: list[Tensor]  # per layer [num_kv_heads, context_len, 2, head_dim]
+    kv: list[Tensor]  # per layer [num_kv_heads, context_len, 2, head_dim], where the artifact maps it
+    coded: CodedStore | None  # None: steps attend to kv
     next_queries: list[NDArray[np.float32] | None]  # per layer: what predicts the layer's queries; none for the first
     num_index_heads: int
 
@@ -27,18 +30,26 @@ class CpuContext:
 
     @property
     def kv_bytes(self) -> int:
-        return sum(layer.nbytes for layer in self.kv)
+        return sum(layer.nbytes for layer in self._layers)
 
     @property
     def kv_words(self) -> NDArray[np.int64]:
-        """[num_layers]: where each layer's KV begins."""
-        return np.array([word(layer) for layer in self.kv], np.int64)
+        """[num_layers]: where each layer's rows begin."""
+        return np.array([word(layer) for layer in self._layers], np.int64)
 
     @property
     def row_layout(self) -> tuple[int, int, int, int]:
         """Bytes of a row, bytes before its value, and what reads keys and values (0: they are plain)."""
+        if self.coded is not None:
+            codec = self.coded.codec
+            return codec.row_bytes, codec.v_offset, *codec.readers
         row = self.kv[0][0, 0]
         return row.nbytes, row[0].nbytes, 0, 0
+
+    @property
+    def _layers(self) -> list[Tensor]:
+        """What steps attend to."""
+        return self.kv if self.coded is None else self.coded.layers
 
     @property
     def map_words(self) -> NDArray[np.int64]:
@@ -46,12 +57,15 @@ class CpuContext:
         return np.array([word(matrix) for matrix in self.next_queries], np.int64)
 
 
-def open_context(artifact: Artifact) -> CpuContext:
+def open_context(artifact: Artifact, kv_format: KvFormat | None) -> CpuContext:
+    """kv_format: how its rows are kept; None: as the artifact maps them."""
     num_layers = artifact.spec.model.num_layers
+    kv = [artifact.layer_kv(layer_idx) for layer_idx in range(num_layers)]
     indexes = [artifact.layer_index(layer_idx) for layer_idx in range(num_layers)]
     return CpuContext(
         artifact,
-        [artifact.layer_kv(layer_idx) for layer_idx in range(num_layers)],
+        kv,
+        None if kv_format is None else CodedStore(kv, kv_format),
         [None, *(index.next_query for index in indexes[:-1])],
         indexes[0].num_heads,
     )

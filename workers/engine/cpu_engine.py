@@ -18,6 +18,7 @@ from csattn.cpus import available_cpus
 from csattn.errors import ConfigError, ContextError
 from csattn.models import LoadedModel
 from csattn.selectors import ContextView, selector_for
+from offload.codecs.formats import KvFormat
 from workers.cpu_model.model import CpuModel
 from workers.engine.cpu_context import CpuContext, CpuRequest, open_context
 from workers.engine.exact_rows import choose_exactly
@@ -34,7 +35,7 @@ from workers.serving.step_engine import EngineCounts, Fidelity, StepResult, Step
 class CpuEngine:
     """A `StepEngine`. A row's results are the same bits alone and among others, on any number of threads.
 
-    Context rows are read where their artifacts map them. A request's own rows are all attended to.
+    A request's own rows are all attended to.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class CpuEngine:
         tail_capacity: int = 2048,
         num_threads: int | None = None,  # all cores unless said
         searcher: Searcher | None = None,  # closed with the engine; threads of this process unless given
+        kv_format: KvFormat | None = None,  # of contexts' rows; None: they are read where their artifacts map them
     ) -> None:
         if min(max_rows, num_slots, tail_capacity) < 1:
             raise ConfigError(
@@ -57,6 +59,7 @@ class CpuEngine:
         self.max_rows, self.num_slots = max_rows, num_slots
         self.max_positions, self.num_layers = loaded.geometry.max_positions, loaded.geometry.num_layers
         self.tail_capacity = min(tail_capacity, self.max_positions)
+        self._kv_format = kv_format
         self._scale = float(loaded.model.model.layers[0].self_attn.scaling)
         self._model = CpuModel(loaded.model, max_rows, num_slots, self.tail_capacity)
         self._attention = AttendOnCpu(self._model, self._scale)
@@ -79,7 +82,7 @@ class CpuEngine:
                 f"the artifact's KV is {artifact.spec.kv_dtype}, the model is loaded in {self._model.kind}; "
                 f"load it in {artifact.spec.kv_dtype}"
             )
-        context = open_context(artifact)
+        context = open_context(artifact, self._kv_format)
         self._searcher.load(context_id, artifact)
         self._contexts[context_id] = context
 

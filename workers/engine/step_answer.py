@@ -8,6 +8,7 @@ from csattn.config import SearchConfig
 from csattn.errors import ContextError
 from csattn.models import LoadedModel
 from csattn.models.prompt import question_ids
+from offload.codecs.formats import KvFormat
 from workers.engine.cpu_engine import CpuEngine
 from workers.generate import Answer
 from workers.serving.step_engine import StepEngine, StepRow
@@ -24,10 +25,12 @@ def answer_on_cpu(
     max_new_tokens: int,
     on_text: Callable[[str], None] = lambda text: None,
     num_threads: int | None = None,
+    kv_format: KvFormat | None = None,
 ) -> Answer:
     """Ask a question about an artifact, greedily. on_text gets the answer in pieces as it comes.
 
-    Raises ContextError when the question does not fit into the model's positions.
+    kv_format: how the context's rows are kept. Raises ContextError when the question does not fit into the model's
+    positions.
     """
     wrapping = artifact.manifest.build_notes.get("wrapping", "none")
     ids = question_ids(loaded.tokenizer, artifact.token_ids, question, wrapping).tolist()
@@ -41,7 +44,12 @@ def answer_on_cpu(
     num_new = min(max_new_tokens, room)
     stream = TextStream(loaded.tokenizer)
     with CpuEngine(
-        loaded, max_rows=MAX_ROWS, num_slots=1, tail_capacity=len(ids) + num_new, num_threads=num_threads
+        loaded,
+        max_rows=MAX_ROWS,
+        num_slots=1,
+        tail_capacity=len(ids) + num_new,
+        num_threads=num_threads,
+        kv_format=kv_format,
     ) as engine:
         engine.add_context(0, artifact)
         engine.open(0, 0, config, "csattn")

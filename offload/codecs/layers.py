@@ -1,0 +1,36 @@
+"""The KV of a layer becomes coded rows: in pieces, so that it is never there a second time as floats."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from offload.codecs.codec import KvCodec
+
+_PIECE_ROWS = 4096  # that a thread encodes at a time
+
+
+def encode_layer(kv: Tensor, codec: KvCodec, num_threads: int | None = None) -> Tensor:
+    """kv: [num_kv_heads, context_len, 2, head_dim] of any float dtype -> [num_kv_heads, context_len, row_bytes] uint8.
+
+    num_threads: all CPUs unless said. Raises CodecError for what the formats cannot keep.
+    """
+    num_kv_heads, context_len = kv.shape[:2]
+    coded = torch.empty(num_kv_heads, context_len, codec.row_bytes, dtype=torch.uint8)
+    pieces = [(head, first) for head in range(num_kv_heads) for first in range(0, context_len, _PIECE_ROWS)]
+
+    def encode(piece: tuple[int, int]) -> None:
+        head, first = piece
+        rows = slice(first, first + _PIECE_ROWS)
+        coded[head, rows] = torch.from_numpy(codec.encode(kv[head, rows].float().numpy()))
+
+    with ThreadPoolExecutor(num_threads or _num_cpus()) as pool:
+        for _ in pool.map(encode, pieces):
+            pass
+    return coded
+
+
+def _num_cpus() -> int:
+    """That this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

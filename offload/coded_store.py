@@ -1,0 +1,63 @@
+"""The context's KV in host memory in fewer bytes: encoded once, decoded while rows are gathered."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from offload.codecs.codec import KvCodec
+from offload.codecs.formats import KvFormat
+from offload.codecs.layers import encode_layer
+
+_STREAM_ROWS = 4096  # of a piece that is decoded and attended to at once
+
+
+class CodedStore:
+    """Owns the coded KV of all layers; never changed, shared by all requests. A `KvStore`.
+
+    Rows leave as float32, whatever they were.
+    """
+
+    def __init__(self, kv: Sequence[Tensor], form: KvFormat) -> None:
+        """kv: per layer [num_kv_heads, context_len, 2, head_dim] of any float dtype, read once, layer by layer.
+
+        Raises CodecError for what the format cannot keep.
+        """
+        self.codec = KvCodec(form, kv[0].shape[-1])
+        self.layers = [encode_layer(layer, self.codec) for layer in kv]  # [num_kv_heads, context_len, row_bytes]
+
+    def __repr__(self) -> str:
+        num_kv_heads, context_len, _ = self.layers[0].shape
+        shape = f"{len(self.layers)} layers x {num_kv_heads} heads x {context_len} rows x {self.codec.head_dim}"
+        return f"<CodedStore {shape} in {self.codec.form}>"
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers)
+
+    def rows(self, layer_idx: int, rows: slice) -> Tensor:
+        """A contiguous range of rows, decoded: [num_kv_heads, num_rows, 2, head_dim] float32."""
+        return self._decode(self.layers[layer_idx], rows)
+
+    def gather(self, layer_idx: int, kv_indices: Tensor) -> Tensor:
+        """As `KvStore.gather`."""
+        layer = self.layers[layer_idx]
+        num_kv_heads, context_len, row_bytes = layer.shape
+        kv_head = torch.arange(kv_indices.shape[-2]) // (kv_indices.shape[-2] // num_kv_heads)
+        numbers = kv_indices.long().clamp(0, context_len - 1) + (kv_head * context_len)[:, None]
+        rows = self.codec.gather(layer.view(-1, row_bytes).numpy(), numbers.view(-1).numpy())
+        return torch.from_numpy(rows).view(*kv_indices.shape, 2, self.codec.head_dim)
+
+    def stream(self, layer_idx: int, rows: slice) -> Iterator[Tensor]:
+        """A range of rows in pieces."""
+        for start in range(rows.start, rows.stop, _STREAM_ROWS):
+            yield self.rows(layer_idx, slice(start, min(start + _STREAM_ROWS, rows.stop)))
+
+    def prefetch(self, layer_idx: int, kv_indices: Tensor) -> None:
+        """Nothing is nearer than host memory."""
+
+    def close(self) -> None:
+        """The memory goes with the store."""
+
+    def _decode(self, layer: Tensor, rows: slice) -> Tensor:
+        return torch.from_numpy(self.codec.decode(layer[:, rows].numpy()))

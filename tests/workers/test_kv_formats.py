@@ -1,0 +1,132 @@
+"""Contexts whose rows are coded: session and engine attend to what the rows decode to, bit for bit, and say what
+their KV takes."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from csattn.artifact import Artifact, open_artifact
+from csattn.config import SearchConfig, preset
+from csattn.models import LoadedModel
+from csattn.models.loader import wrap_model
+from index_build.pipeline import build_artifact
+from offload.codecs.codec import KvCodec
+from offload.codecs.formats import KvFormat
+from offload.errors import CodecError
+from offload.host_store import HostStore
+from tests.tiny import byte_tokenizer, loaded, make_model, token_ids
+from workers.engine.cpu_engine import CpuEngine
+from workers.serving.step_engine import StepRow
+from workers.session import Session, csattn_session
+
+CONTEXT_LEN, HEAD_DIM = 400, 32
+CONFIG = SearchConfig(keep=0.05, window_len=64, lookahead=1)
+FORMATS = ("q8_0", "q4_0", "k=q8_0,v=q4_0", "fp8", "float16")
+
+
+@pytest.fixture(scope="module")
+def wide() -> LoadedModel:
+    """Heads of 32, as blocks are."""
+    return wrap_model(make_model(num_attention_heads=2, num_key_value_heads=1), byte_tokenizer(), "wide")
+
+
+@pytest.fixture(scope="module")
+def artifact(wide: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Artifact]:
+    store = tmp_path_factory.mktemp("store")
+    with open_artifact(build_artifact(wide, token_ids(CONTEXT_LEN), preset("default", HEAD_DIM), store).path) as made:
+        yield made
+
+
+def decoded_layers(artifact: Artifact, text: str) -> list[torch.Tensor]:
+    codec = KvCodec(KvFormat.parse(text), HEAD_DIM)
+    layers = [artifact.layer_kv(layer_idx) for layer_idx in range(artifact.spec.model.num_layers)]
+    return [torch.from_numpy(codec.decode(codec.encode(layer.float().numpy()))) for layer in layers]
+
+
+def logits_of(session: Session) -> np.ndarray:
+    """After a question of 9 tokens, and after 2 of 3 that follow."""
+    model, request = session.loaded.model, session.request()
+    with torch.inference_mode():
+        fed = [torch.from_numpy(token_ids(9 if i == 0 else 1, seed=i)).long()[None] for i in range(3)]
+        return np.stack([model(ids, past_key_values=request).logits[0, -1].float().numpy() for ids in fed])
+
+
+def steps_of(engine: CpuEngine, selector: str) -> np.ndarray:
+    """The same tokens."""
+    engine.open(0, 0, CONFIG, selector)
+    ids = [token_ids(9 if i == 0 else 1, seed=i).tolist() for i in range(3)]
+    logits = []
+    for fed in ids:
+        result = engine.step([StepRow(0, token_id) for token_id in fed], want_logits=True)
+        assert result.logits is not None
+        logits.append(result.logits[-1].copy())
+    engine.close_slot(0)
+    return np.stack(logits)
+
+
+@pytest.mark.parametrize("selector", ["csattn", "full", "exact"])
+@pytest.mark.parametrize("text", FORMATS)
+def test_a_session_attends_to_what_the_rows_decode_to(wide, artifact, text: str, selector: str) -> None:
+    with csattn_session(wide, artifact, CONFIG, selector, KvFormat.parse(text)) as session:
+        got = logits_of(session)
+    with csattn_session(wide, artifact, CONFIG, selector) as session:
+        as_built = logits_of(session)
+        session.store = HostStore(decoded_layers(artifact, text))
+        want = logits_of(session)
+    np.testing.assert_array_equal(got, want)
+    assert not np.array_equal(got, as_built)
+
+
+@pytest.mark.parametrize("selector", ["csattn", "full", "window"])
+@pytest.mark.parametrize("text", FORMATS)
+def test_the_engine_attends_to_the_same(wide, artifact, text: str, selector: str) -> None:
+    with CpuEngine(wide, num_slots=1, num_threads=2, kv_format=KvFormat.parse(text)) as engine:
+        engine.add_context(0, artifact)
+        got = steps_of(engine, selector)
+    with CpuEngine(wide, num_slots=1, num_threads=1) as engine:
+        engine.add_context(0, artifact)
+        engine._contexts[0] = replace(engine._contexts[0], kv=decoded_layers(artifact, text))
+        want = steps_of(engine, selector)
+    np.testing.assert_array_equal(got, want)
+    with csattn_session(wide, artifact, CONFIG, selector, KvFormat.parse(text)) as session:
+        np.testing.assert_allclose(got, logits_of(session), atol=2e-4)
+
+
+@pytest.mark.parametrize(("text", "share"), [("q8_0", 34 / 64), ("q4_0", 18 / 64), ("k=q8_0,v=q4_0", 26 / 64)])
+def test_bytes_are_those_of_the_format(wide, artifact, text: str, share: float) -> None:
+    as_float16 = CONTEXT_LEN * 3 * 2 * HEAD_DIM * 2  # layers, K and V
+    with CpuEngine(wide, num_slots=1, num_threads=1, kv_format=KvFormat.parse(text)) as engine:
+        engine.add_context(0, artifact)
+        assert engine.counts().kv_bytes == share * as_float16
+
+
+def test_a_session_in_bfloat16_attends_in_float32(tmp_path: Path) -> None:
+    """Rows that decode to more than bfloat16 holds keep it, and what a request adds stays in bfloat16."""
+    model = make_model(num_attention_heads=2, num_key_value_heads=1).to(torch.bfloat16)
+    half = wrap_model(model, byte_tokenizer(), "half")
+    report = build_artifact(half, token_ids(CONTEXT_LEN), preset("default", HEAD_DIM), tmp_path)
+    with open_artifact(report.path) as artifact:
+        with csattn_session(half, artifact, CONFIG, "full", KvFormat.parse("float32")) as session:
+            got, request = logits_of(session), session.request()
+            with torch.inference_mode():
+                model(torch.from_numpy(token_ids(3)).long()[None], past_key_values=request)
+            assert {decoder.tail.kv.dtype for decoder in request.decoders} == {torch.bfloat16}
+            assert session.store.rows(0, slice(0, 9)).dtype == torch.float32
+        with csattn_session(half, artifact, CONFIG, "full") as session:
+            np.testing.assert_allclose(got, logits_of(session), atol=0.1 * np.abs(got).max())
+
+
+def test_heads_that_do_not_fit_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    report = build_artifact(loaded(), token_ids(300), preset("default", 16), tmp_path)
+    form = KvFormat.parse("k=fp8,v=q4_0")
+    with open_artifact(report.path) as artifact:
+        with pytest.raises(CodecError, match="head_dim is 16, but q4_0 takes multiples of 32"):
+            Session(loaded(), artifact, CONFIG, kv_format=form)
+        with CpuEngine(loaded(), num_slots=1, num_threads=1, kv_format=form) as engine:
+            with pytest.raises(CodecError, match="head_dim is 16"):
+                engine.add_context(0, artifact)
+            assert engine.counts().kv_bytes == 0

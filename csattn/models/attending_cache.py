@@ -65,7 +65,8 @@ class _CacheLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unt
         return self._rows.kv_len
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._rows.kv_len + query_length, 0
+        """Of a step's own rows alone: for these transformers makes no mask, and the rows know what a token sees."""
+        return query_length, 0
 
     def get_max_length(self) -> int:
         return -1

@@ -11,6 +11,7 @@ from csattn.errors import CsattnError
 from csattn.selector_names import SELECTOR_NAMES, described
 from offload.errors import OffloadError
 from workers.cli.configuring import config
+from workers.cli.streaming import stream
 
 app = typer.Typer(
     help="Decode from a long, shared context while reading a few percent of its KV.",
@@ -118,6 +119,9 @@ def generate(
     result = asking.ask(artifact, prompt, config, selector, max_new_tokens, compare, model, threads, placement)
     if json:
         terminal.print_json(result)
+
+
+app.command()(stream)
 
 
 @app.command(name="eval")

@@ -1,0 +1,39 @@
+"""Let queries and keys reach a cache before RoPE, for caches that give rows places of their own."""
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from csattn.errors import ConfigError
+
+
+class unrotated:
+    """While open, a model that is called with a cache of that kind runs at position 0 throughout.
+
+    There RoPE multiplies by 1 and adds 0: what the cache's layers get is exactly what was projected, whatever the
+    family and the kind of RoPE. Where a kind scales cos and sin (YaRN), so are these queries and keys; to rotate them
+    then, cos and sin without that factor are the right ones. Calls with other caches are left alone.
+    """
+
+    def __init__(self, model: Any, cache_kind: type):
+        self._model = model
+        self._cache_kind = cache_kind
+
+    def __enter__(self) -> Self:
+        self._hook = self._model.model.register_forward_pre_hook(self._before, with_kwargs=True)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._hook.remove()
+
+    def _before(self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not isinstance(kwargs.get("past_key_values"), self._cache_kind):
+            return None
+        ids: Tensor = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"][..., 0]
+        mask = kwargs.get("attention_mask")
+        if mask is not None and not bool(mask[:, -ids.shape[1] :].all()):
+            raise ConfigError("a stream is one sequence without padding; leave out the attention mask")
+        # without a mask, none is made: the cache's layers know what each token sees
+        positions = torch.zeros(ids.shape, dtype=torch.long, device=ids.device)
+        return args, {**kwargs, "position_ids": positions, "attention_mask": None}

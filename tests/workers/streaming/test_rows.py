@@ -1,0 +1,172 @@
+"""Rows that a stream keeps: the same attention as by definition, and memory that does not grow."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workers.streaming import reference
+from workers.streaming.heavy import HeavyRows
+from workers.streaming.places import Places
+from workers.streaming.window import WindowRows
+
+HEAD_DIM, SCALE = 8, 0.4
+FREQUENCIES = 100.0 ** (-torch.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))
+
+
+def make_rows(num_tokens, num_kv_heads=2, group_size=2, seed=0, spread=1.5, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    heads = num_kv_heads * group_size, num_kv_heads, num_kv_heads
+    return [(torch.randn(h, num_tokens, HEAD_DIM, generator=generator) * spread).to(dtype) for h in heads]
+
+
+def window_rows(sink_len, window_len, block_len, like) -> WindowRows:
+    rows = WindowRows(
+        sink_len,
+        window_len,
+        block_len,
+        like[:, None, :0].expand(-1, 2, -1, -1),
+        Places(FREQUENCIES, sink_len + window_len + block_len - 1),
+    )
+    rows._rows.fill_(torch.nan)
+    return rows
+
+
+def heavy_rows(heavy_len, window_len, like) -> HeavyRows:
+    places = Places(FREQUENCIES, heavy_len + window_len)
+    rows = HeavyRows(heavy_len, window_len, like[:, None, :0].expand(-1, 2, -1, -1), places)
+    rows._rows.fill_(torch.nan)
+    return rows
+
+
+def attend_in_parts(rows, q, k, v, sizes):
+    outs = []
+    for part_q, part_k, part_v in zip(*(x.split(sizes, dim=1) for x in (q, k, v)), strict=True):
+        rows.append(part_k, part_v)
+        outs.append(rows.attend(part_q, SCALE))
+        rows.check()
+    return torch.cat(outs, dim=1)
+
+
+def parts_of(num_tokens, seed):
+    """The sizes of pieces that a text of so many tokens may come in."""
+    rng, sizes = np.random.default_rng(seed), []
+    while sum(sizes) < num_tokens:
+        sizes.append(min(int(rng.choice([1, 1, 1, 2, 7, 40])), num_tokens - sum(sizes)))
+    return sizes
+
+
+@pytest.mark.parametrize("sink_len, window_len", [(0, 1), (0, 7), (1, 1), (4, 1), (4, 12), (3, 200)])
+@pytest.mark.parametrize("block_len", [1, 5, 64])
+def test_window_rows_attend_as_defined_however_the_text_is_cut(sink_len, window_len, block_len) -> None:
+    q, k, v = make_rows(90)
+    want = reference.window_attention(q, k, v, FREQUENCIES, SCALE, sink_len, window_len)
+    for sizes in ([90], [1] * 90, parts_of(90, seed=block_len)):
+        rows = window_rows(sink_len, window_len, block_len, k)
+        torch.testing.assert_close(attend_in_parts(rows, q, k, v, sizes), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("heavy_len, window_len", [(0, 1), (0, 6), (1, 1), (5, 1), (5, 11), (60, 60)])
+@pytest.mark.parametrize("num_kv_heads, group_size", [(1, 1), (3, 2)])
+def test_heavy_rows_attend_as_defined_however_the_text_is_cut(heavy_len, window_len, num_kv_heads, group_size) -> None:
+    q, k, v = make_rows(90, num_kv_heads, group_size)
+    want, _ = reference.heavy_attention(q, k, v, FREQUENCIES, SCALE, heavy_len, window_len)
+    for sizes in ([90], [1] * 90, parts_of(90, seed=heavy_len)):
+        rows = heavy_rows(heavy_len, window_len, k)
+        torch.testing.assert_close(attend_in_parts(rows, q, k, v, sizes), want, rtol=1e-4, atol=1e-5)
+
+
+def tokens_kept(rows, marks) -> list[list[int]]:
+    """Which tokens' values each head holds, in the order of their places; marks: [num_tokens], distinct."""
+    by_mark = {float(mark): token for token, mark in enumerate(marks)}
+    held = rows._rows[1, :, : rows._num_rows, 0]
+    order = rows._place[:, : rows._num_rows].argsort(1)
+    return [[by_mark[float(held[head, slot])] for slot in order[head]] for head in range(len(held))]
+
+
+@settings(max_examples=60)
+@given(
+    heavy_len=st.integers(0, 6),
+    window_len=st.integers(1, 6),
+    spread=st.sampled_from([0.3, 1.5, 60.0]),
+    seed=st.integers(0, 1000),
+)
+def test_the_rows_that_leave_are_those_of_the_oracle(heavy_len, window_len, spread, seed) -> None:
+    """With a spread of 60 most weights are exactly 0, so that rows tie: the oldest leaves."""
+    q, k, v = make_rows(40, 2, 2, seed, spread)
+    v[:, :, 0] = torch.arange(40)
+    _, seen = reference.heavy_attention(q, k, v, FREQUENCIES, SCALE, heavy_len, window_len)
+    rows = heavy_rows(heavy_len, window_len, k)
+    for token in range(40):
+        one = slice(token, token + 1)
+        rows.append(k[:, one], v[:, one])
+        rows.attend(q[:, one], SCALE)
+        assert tokens_kept(rows, range(40)) == seen[token]
+
+
+def test_without_any_preference_the_oldest_rows_are_the_heavy_ones() -> None:
+    """Equal attention accumulates with age, so of what has left the window the newest has least."""
+    q, k, v = make_rows(20, 1, 1)
+    v[:, :, 0] = torch.arange(20)
+    rows = heavy_rows(3, 4, k)
+    attend_in_parts(rows, torch.zeros_like(q), k, v, [20])
+    assert tokens_kept(rows, range(20)) == [[0, 1, 2, 16, 17, 18, 19]]
+
+
+def test_a_row_that_is_looked_at_stays_where_a_window_loses_it() -> None:
+    q, k, v = make_rows(60, 1, 1, spread=0.1)
+    k[:, 5] = q[:, :] = torch.tensor([0.0, 0, 0, 6, 0, 0, 0, 0])  # the slowest dimension: hardly turned by places
+    v[:, :, 0] = torch.arange(60)
+    rows = heavy_rows(2, 6, k)
+    attend_in_parts(rows, q, k, v, [60])
+    assert 5 in tokens_kept(rows, range(60))[0]
+
+
+def test_attention_still_counts_after_millions_of_tokens() -> None:
+    """The quarters that a token gives to each of four rows would be lost on a float32 of 2 ** 24."""
+    q, k, v = make_rows(5, 1, 1)
+    rows = heavy_rows(3, 1, k)
+    attend_in_parts(rows, torch.zeros_like(q)[:, :4], k[:, :4], v[:, :4], [4])
+    rows._worth[:] = 2.0**24
+    attend_in_parts(rows, torch.zeros_like(q)[:, 4:], k[:, 4:], v[:, 4:], [1])
+    assert sorted(rows._worth[0].tolist()) == [0.25] + 3 * [2.0**24 + 0.25]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("policy", ["window", "heavy"])
+def test_half_precision_rows_attend_nearly_as_defined(dtype, policy) -> None:
+    q, k, v = make_rows(70, dtype=dtype)
+    exact = [x.double() for x in (q, k, v)]
+    if policy == "window":
+        want = reference.window_attention(*exact, FREQUENCIES, SCALE, 4, 12)
+        rows = window_rows(4, 12, 16, k)
+    else:
+        want, _ = reference.heavy_attention(*exact, FREQUENCIES, SCALE, 4, 12)
+        rows = heavy_rows(4, 12, k)
+    got = attend_in_parts(rows, q, k, v, parts_of(70, seed=1))
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.double(), want, rtol=0.03, atol=0.03)
+
+
+@pytest.mark.parametrize("policy", ["window", "heavy"])
+def test_memory_is_fixed_and_places_stay_below_their_number(policy) -> None:
+    """A place beyond the table, which has as many as rows are kept, would be an IndexError."""
+    q, k, v = make_rows(1500, 1, 1)
+    rows = window_rows(4, 28, 1, k) if policy == "window" else heavy_rows(16, 16, k)
+    attend_in_parts(rows, q[:, :100], k[:, :100], v[:, :100], [1] * 100)
+    storage, num_bytes = rows._rows.data_ptr(), rows.num_bytes
+    attend_in_parts(rows, q[:, 100:], k[:, 100:], v[:, 100:], parts_of(1400, seed=0))
+    assert rows.kv_len == 1500
+    assert (rows._rows.data_ptr(), rows.num_bytes) == (storage, num_bytes)
+    assert str(num_bytes) in repr(rows)
+
+
+@pytest.mark.parametrize("places", [slice(2, 5), torch.tensor([2, 3, 4]), torch.tensor([[2, 3, 4], [2, 3, 4]])])
+def test_places_rotate_as_rope_does_at_that_position(places) -> None:
+    k = make_rows(3)[1]
+    half = HEAD_DIM // 2
+    pairs = torch.complex(k[..., :half].double(), k[..., half:].double())
+    turned = pairs * torch.polar(torch.ones(3, half).double(), torch.outer(torch.arange(2.0, 5), FREQUENCIES).double())
+    want = torch.cat([turned.real, turned.imag], dim=-1).float()
+    torch.testing.assert_close(Places(FREQUENCIES, 6).rotate(k, places), want, rtol=1e-5, atol=1e-6)

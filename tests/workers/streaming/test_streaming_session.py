@@ -1,0 +1,198 @@
+"""Models that generate from the rows of a stream, against transformers' own attention over the same rows."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from csattn.errors import ConfigError, ContextError
+from csattn.models.loader import wrap_model
+from tests.tiny import FAMILIES, MAX_POSITIONS, byte_tokenizer, loaded, make_model, token_ids
+from workers.streaming.config import StreamConfig
+from workers.streaming.session import StreamSession
+
+ROPES = {
+    "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 128},
+}  # fmt: skip
+KINDS = [*((family, None) for family in FAMILIES), *(("llama", rope) for rope in ROPES)]
+
+
+def model_of(family, rope=None):
+    if rope is None:
+        return loaded(family)
+    return wrap_model(make_model(family, rope_parameters=ROPES[rope]), byte_tokenizer(), f"tiny-{rope}")
+
+
+def logits_of(session, ids, sizes):
+    """The model's logits after every token, fed to one stream in parts of those sizes."""
+    cache = session.cache()
+    with torch.inference_mode():
+        parts = torch.from_numpy(ids).long()[None].split(sizes, 1)
+        return torch.cat([session.loaded.model(part, past_key_values=cache).logits[0] for part in parts])
+
+
+@torch.inference_mode()
+def plain_logits(model, ids, kept_of):
+    """transformers' own attention, a token at a time, over a cache made anew from the rows that the token sees.
+
+    kept_of: token -> the earlier tokens it sees. Keys are kept before RoPE and rotated to their places in that cache
+    by the model's own module; the key that a step adds is turned back by the same angles.
+    """
+    rotary, width = model.model.rotary_emb, model.config.hidden_size
+    keys = [[] for _ in model.model.layers]
+    values = [[] for _ in model.model.layers]
+    logits = []
+    for token, token_id in enumerate(ids):
+        kept = kept_of(token)
+        cos, sin = rotary(torch.zeros(1, 1, width), position_ids=torch.arange(len(kept) + 1)[None])
+        cos, sin = cos / rotary.attention_scaling, sin / rotary.attention_scaling
+        cache = DynamicCache()
+        for layer_idx in range(len(keys)):
+            if kept:
+                k = torch.stack([keys[layer_idx][row] for row in kept], dim=2)
+                k = apply_rotary_pos_emb(k, k, cos[:, :-1], sin[:, :-1])[0]
+                cache.update(k, torch.stack([values[layer_idx][row] for row in kept], dim=2), layer_idx)
+        step = torch.tensor([[int(token_id)]])
+        logits.append(model(step, position_ids=torch.tensor([[len(kept)]]), past_key_values=cache).logits[0, 0])
+        for layer_idx, layer in enumerate(cache.layers):
+            k = layer.keys[:, :, -1:]
+            keys[layer_idx].append(apply_rotary_pos_emb(k, k, cos[:, -1:], -sin[:, -1:])[0][:, :, 0])
+            values[layer_idx].append(layer.values[:, :, -1])
+    return torch.stack(logits)
+
+
+@pytest.mark.parametrize(("family", "rope"), KINDS)
+@pytest.mark.parametrize("policy", ["window", "h2o"])
+def test_where_nothing_has_to_leave_a_stream_is_full_attention(family, rope, policy) -> None:
+    model, ids = model_of(family, rope), token_ids(100)
+    with torch.inference_mode():
+        want = model.model(torch.from_numpy(ids).long()[None]).logits[0]
+    with StreamSession(model, StreamConfig(policy=policy, window_len=60, sink_len=4, heavy_len=50)) as session:
+        got = logits_of(session, ids[:64], [30, 1, 33])
+    torch.testing.assert_close(got, want[:64], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("family", "rope"), KINDS)
+def test_sinks_and_window_are_transformers_attention_over_the_rows_kept(family, rope) -> None:
+    """Far beyond the window, so that a row's place and its token differ."""
+    model, ids = model_of(family, rope), token_ids(80)
+    want = plain_logits(
+        model.model, ids, lambda token: [r for r in range(token) if r < 4 or r > token - 12]
+    )  # fmt: skip
+    with StreamSession(model, StreamConfig(sink_len=4, window_len=12)) as session:
+        torch.testing.assert_close(logits_of(session, ids, [80]), want, rtol=1e-3, atol=2e-3)
+        torch.testing.assert_close(logits_of(session, ids, [1] * 80), want, rtol=1e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("family", "prompt_len"), [*((family, 60) for family in FAMILIES), ("llama", MAX_POSITIONS + 50)]
+)
+@pytest.mark.parametrize("policy", ["window", "h2o"])
+def test_generate_gives_the_tokens_of_the_stream_also_beyond_the_models_positions(family, prompt_len, policy) -> None:
+    model, prompt = loaded(family), token_ids(prompt_len)
+    with StreamSession(model, StreamConfig(policy=policy, sink_len=4, heavy_len=8, window_len=24)) as session:
+        arguments = session.start(prompt)
+        got = model.model.generate(**arguments, max_new_tokens=30, do_sample=False)[0, len(prompt) :].tolist()
+        stream = session.tokens(prompt)
+        assert [next(stream) for _ in range(30)] == got
+    assert arguments["past_key_values"].num_tokens == len(prompt) + 29
+
+
+def memory_of(cache) -> list[tuple[int, int]]:
+    tensors = [value for rows in cache.rows for value in vars(rows).values() if torch.is_tensor(value)]
+    return [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
+
+
+@pytest.mark.parametrize("policy", ["window", "h2o"])
+def test_thousands_of_tokens_take_no_more_memory(policy) -> None:
+    model = wrap_model(make_model(num_hidden_layers=1), byte_tokenizer(), "one-layer")
+    with StreamSession(model, StreamConfig(policy=policy, sink_len=4, heavy_len=8, window_len=24)) as session:
+        cache = session.cache()
+        stream = session.tokens(token_ids(5), cache)
+        before, num_bytes = memory_of(cache), cache.num_bytes
+        for _ in range(2 * MAX_POSITIONS):
+            next(stream)
+        for rows in cache.rows:
+            rows.check()
+        assert cache.num_tokens == 2 * MAX_POSITIONS + 4
+        assert (memory_of(cache), cache.num_bytes) == (before, num_bytes)
+
+
+@pytest.mark.parametrize("policy", ["window", "h2o"])
+def test_a_step_makes_no_mask_that_grows_with_the_stream(policy) -> None:
+    asked = []
+    with StreamSession(loaded(), StreamConfig(policy=policy, heavy_len=8, window_len=24)) as session:
+        cache = session.cache()
+        layer = loaded().model.model.layers[0]
+        hook = layer.register_forward_pre_hook(
+            lambda _, args, kwargs: asked.append(kwargs["attention_mask"]), with_kwargs=True
+        )
+        try:
+            with torch.inference_mode():
+                for part in torch.from_numpy(token_ids(120)).long()[None].split([50, 1, 69], 1):
+                    loaded().model(part, past_key_values=cache)
+        finally:
+            hook.remove()
+    assert asked == [None] * 3
+
+
+def test_a_stream_up_to_the_models_last_position() -> None:
+    config = StreamConfig(sink_len=4, window_len=MAX_POSITIONS - 4)
+    with StreamSession(loaded(), config) as session:
+        assert len(session._places._cos) == MAX_POSITIONS
+        logits_of(session, token_ids(8), [5, 3])
+    with pytest.raises(ConfigError, match="1025 rows needs as many positions, the model has 1024"):
+        StreamSession(loaded(), StreamConfig(sink_len=5, window_len=MAX_POSITIONS - 4))
+
+
+def test_streams_of_one_session_do_not_see_each_other() -> None:
+    first, second = token_ids(60, seed=1), token_ids(60, seed=2)
+    with StreamSession(loaded(), StreamConfig(policy="h2o", heavy_len=6, window_len=10)) as session:
+        alone = logits_of(session, first, [60])
+        caches, mixed = (session.cache(), session.cache()), []
+        with torch.inference_mode():
+            for parts in zip(first.reshape(6, 10), second.reshape(6, 10), strict=True):
+                for part, cache in zip(parts, caches, strict=True):
+                    mixed.append(loaded().model(torch.from_numpy(part).long()[None], past_key_values=cache).logits[0])
+    torch.testing.assert_close(torch.cat(mixed[::2]), alone, rtol=1e-3, atol=1e-3)
+
+
+def test_the_model_is_as_before_beside_and_after_a_session() -> None:
+    model, ids = loaded().model, torch.from_numpy(token_ids(40)).long()[None]
+    with torch.inference_mode():
+        want = model(ids).logits
+        with StreamSession(loaded(), StreamConfig(window_len=8)):
+            torch.testing.assert_close(model(ids).logits, want)
+        assert not model.model._forward_pre_hooks
+        torch.testing.assert_close(model(ids).logits, want)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"policy": "lru"}, "unknown policy 'lru'; choose one of window, h2o"),
+        ({"window_len": 0}, "a token sees its own row"),
+        ({"sink_len": -1}, "sink_len must be at least 0, got -1"),
+        ({"policy": "h2o", "heavy_len": -1}, "heavy_len must be at least 0"),
+    ],
+)
+def test_a_bad_configuration_is_refused_with_a_sentence(changes, words) -> None:
+    with pytest.raises(ConfigError, match=words):
+        StreamConfig(**changes)
+
+
+def test_bad_input_is_refused_with_a_sentence() -> None:
+    with StreamSession(loaded(), StreamConfig(window_len=8)) as session:
+        with pytest.raises(ContextError, match="at least one token"):
+            next(session.tokens(np.zeros(0, np.int32)))
+        with pytest.raises(ConfigError, match="one sequence"):
+            loaded().model(torch.zeros(2, 3, dtype=torch.long), past_key_values=session.cache())
+        padded = torch.tensor([[0, 1, 1]])
+        with pytest.raises(ConfigError, match="without padding"):
+            loaded().model(torch.zeros(1, 3, dtype=torch.long), attention_mask=padded, past_key_values=session.cache())

@@ -1,0 +1,76 @@
+"""`csattn stream`: continue a text for as long as is wanted, in memory that does not grow."""
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from csattn.errors import ConfigError
+
+if TYPE_CHECKING:  # `csattn --help` should not wait for torch
+    from workers.streaming.config import StreamConfig
+
+
+def stream(
+    prompt: Annotated[str, typer.Option(help="The text to continue, or - for standard input.")],
+    policy: Annotated[
+        str, typer.Option(help="window: first and last rows; h2o: heavy hitters and last rows.")
+    ] = "window",
+    sink_len: Annotated[int | None, typer.Option(help="window: first rows that stay. [default: 4]")] = None,
+    window_len: Annotated[int | None, typer.Option(help="Last rows, the token's own included. [default: 1020]")] = None,
+    heavy_len: Annotated[int | None, typer.Option(help="h2o: heavy hitters of a KV head. [default: 256]")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="The model may end its text before.")] = 256,
+    model: Annotated[
+        str | None, typer.Option(help="Model directory, .gguf file or hub id. [default: the installed SmolLM2-135M]")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    threads: Annotated[int | None, typer.Option(help="CPU threads. [default: all cores]")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
+) -> None:
+    """Continue a text without end, in constant memory; tokens appear as they come."""
+    from workers.cli.terminal import print_json
+
+    config = stream_config(policy, sink_len, window_len, heavy_len)
+    result = _stream(prompt, config, max_new_tokens, model, dtype, threads)
+    if json:
+        print_json(result)
+
+
+def stream_config(policy: str, sink_len: int | None, window_len: int | None, heavy_len: int | None) -> "StreamConfig":
+    """What was asked for; an option that the policy does not have is refused."""
+    from workers.streaming.config import StreamConfig
+
+    options = {"sink_len": sink_len, "window_len": window_len, "heavy_len": heavy_len}
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    unused = {"window": "heavy_len", "h2o": "sink_len"}.get(policy)
+    if unused in given:
+        raise ConfigError(f"--{unused.replace('_', '-')} has no meaning for --policy {policy}; leave it out")
+    return StreamConfig(policy=policy, **given)  # type: ignore[arg-type]  # refuses other policies by name
+
+
+def _stream(
+    prompt: str, config: "StreamConfig", max_new_tokens: int, model: str | None, dtype: str, threads: int | None
+) -> dict[str, Any]:
+    """Continue on stdout, and return the verb's JSON object."""
+    from index_build.inputs import read_text
+    from workers.cli.building import show_loading, use_threads
+    from workers.cli.terminal import err, size
+    from workers.streaming.session import StreamSession
+    from workers.streaming.text import stream_text
+
+    use_threads(threads)
+    text = read_text("-") if prompt == "-" else prompt
+    loaded = show_loading(model, dtype)
+    with StreamSession(loaded, config) as session:
+        streamed = stream_text(session, text, max_new_tokens, _write)
+    _write("\n")
+    err.print(
+        f"{streamed.num_new_tokens} tokens after {streamed.prompt_len}, {streamed.tokens_per_s:.1f} tokens/s; "
+        f"at most {config.max_rows} rows a layer, {size(streamed.kv_bytes)} in all layers"
+    )
+    return streamed.to_json()
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

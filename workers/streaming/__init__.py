@@ -1,0 +1,1 @@
+"""Unbounded generation in constant memory: which rows a stream keeps, and a model that generates from them."""

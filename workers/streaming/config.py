@@ -1,0 +1,47 @@
+"""Which rows a stream keeps: a frozen value, checked once, where it enters."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from csattn.errors import ConfigError
+
+Policy = Literal["window", "h2o"]
+POLICIES = ("window", "h2o")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamConfig:
+    """Rows that a token sees, its own included: window_len recent ones and, before them, a few that stay.
+
+    Those that stay are the first sink_len rows (`window`: StreamingLLM, arXiv:2309.17453), or in each KV head the
+    heavy_len rows with the most accumulated attention (`h2o`: heavy hitters, arXiv:2306.14048). No more rows than these
+    are ever kept. The published programs trim after a token has attended, so that it sees one row more; theirs with a
+    recent size of window_len - 1 is this.
+    """
+
+    policy: Policy = "window"
+    window_len: int = 1020
+    sink_len: int = 4  # of `window`
+    heavy_len: int = 256  # of `h2o`
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ConfigError(f"unknown policy {self.policy!r}; choose one of {', '.join(POLICIES)}")
+        if self.window_len < 1:
+            raise ConfigError(f"window_len must be at least 1, got {self.window_len}: a token sees its own row")
+        for name in ("sink_len", "heavy_len"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
+
+    @property
+    def max_rows(self) -> int:
+        """Rows that are kept at most, and so the places in the cache."""
+        return self.window_len + (self.sink_len if self.policy == "window" else self.heavy_len)
+
+    def require_positions(self, max_positions: int) -> None:
+        """Refuse more places than the model has positions."""
+        if self.max_rows > max_positions:
+            raise ConfigError(
+                f"a stream that keeps {self.max_rows} rows needs as many positions, the model has {max_positions}; "
+                "ask for a shorter window"
+            )

@@ -1,0 +1,108 @@
+"""Let a transformers model generate without end: `model.generate(**session.start(ids))`, or `session.tokens(ids)`."""
+
+from collections.abc import Iterator
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from csattn.errors import ContextError
+from csattn.models import LoadedModel
+from csattn.models.attending_cache import AttendingCache
+from csattn.models.attention_hook import attention_implementation
+from csattn.models.rope import model_frequencies
+from csattn.models.unrotated import unrotated
+from workers.streaming.config import StreamConfig
+from workers.streaming.heavy import HeavyRows
+from workers.streaming.places import Places
+from workers.streaming.window import WindowRows
+
+# Tokens of a prompt that pass through the model in one go, and that attend in one go.
+_BLOCK_LEN = 256
+
+
+class StreamSession:
+    """A model that keeps, of every sequence, the rows that a `StreamConfig` names; any number of streams share it.
+
+    with StreamSession(loaded, StreamConfig(window_len=1020)) as session:
+        for token_id in session.tokens(prompt_ids): ...
+    """
+
+    def __init__(self, loaded: LoadedModel, config: StreamConfig):
+        """Raises ConfigError when the model has fewer positions than the rows need."""
+        geometry = loaded.geometry
+        config.require_positions(geometry.max_positions)
+        self.loaded = loaded
+        self.config = config
+        # a block's later tokens have later places, and no place may lie beyond the model's positions
+        self._block_len = min(_BLOCK_LEN, geometry.max_positions - config.max_rows + 1)
+        frequencies, _ = model_frequencies(loaded.model.model.rotary_emb)
+        self._places = Places(frequencies, config.max_rows + self._block_len - 1, loaded.device)
+        self._attention = attention_implementation(loaded.model)
+        self._unrotated = unrotated(loaded.model, StreamCache)
+
+    def __enter__(self) -> Self:
+        self._attention.__enter__()
+        self._unrotated.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._unrotated.__exit__(*exc)
+        self._attention.__exit__(*exc)
+
+    def cache(self) -> "StreamCache":
+        """A sequence without tokens yet, for the model's `past_key_values`."""
+        return StreamCache([self._layer_rows() for _ in range(self.loaded.geometry.num_layers)])
+
+    def start(self, token_ids: NDArray[np.int32]) -> dict[str, Any]:
+        """Arguments for `generate`, which keeps all ids (and so grows); `tokens` does not."""
+        ids = torch.from_numpy(token_ids).long()[None].to(self.loaded.device)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "past_key_values": self.cache()}
+
+    @torch.inference_mode()
+    def tokens(self, token_ids: NDArray[np.int32], cache: "StreamCache | None" = None) -> Iterator[int]:
+        """The ids that follow given ones [num_tokens], greedily and without end; memory does not grow.
+
+        Raises ContextError where there is nothing to continue.
+        """
+        if len(token_ids) == 0:
+            raise ContextError("there is no text to continue; give at least one token")
+        cache = cache or self.cache()
+        ids = torch.from_numpy(token_ids).long()[None].to(self.loaded.device)
+        for start in range(0, len(token_ids), _BLOCK_LEN):
+            logits = self._step(ids[:, start : start + _BLOCK_LEN], cache)
+        while True:
+            token = logits[:, -1:].argmax(-1)
+            yield int(token)
+            logits = self._step(token, cache)
+
+    def _step(self, ids: Tensor, cache: "StreamCache") -> Tensor:
+        return self.loaded.model(ids, past_key_values=cache, logits_to_keep=1).logits  # type: ignore[no-any-return]
+
+    def _layer_rows(self) -> WindowRows | HeavyRows:
+        geometry, config = self.loaded.geometry, self.config
+        like = torch.empty(
+            geometry.num_kv_heads, 2, 0, geometry.head_dim, dtype=self.loaded.dtype, device=self.loaded.device
+        )
+        if config.policy == "window":
+            return WindowRows(config.sink_len, config.window_len, self._block_len, like, self._places)
+        return HeavyRows(config.heavy_len, config.window_len, like, self._places)
+
+
+class StreamCache(AttendingCache):
+    """One stream as transformers sees it. Its layers take keys before RoPE (see `unrotated`)."""
+
+    def __init__(self, rows: list[WindowRows] | list[HeavyRows] | list[WindowRows | HeavyRows]):
+        super().__init__(rows)
+        self.rows = rows
+
+    @property
+    def num_tokens(self) -> int:
+        return self.rows[0].kv_len
+
+    @property
+    def num_bytes(self) -> int:
+        """What the rows of all layers take, from the first token on."""
+        return sum(layer.num_bytes for layer in self.rows)

@@ -1,0 +1,64 @@
+"""Continue a text without end: tokens pass through a stream and leave as text; nothing is kept that grows."""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from workers.serving.text import TextStream
+from workers.streaming.session import StreamSession
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Streamed:
+    """What a stream did, and the price. Its text went to the caller piece by piece."""
+
+    policy: str
+    prompt_len: int
+    num_new_tokens: int
+    ended: Literal["stop_token", "max_new_tokens"]
+    max_rows: int  # that any token saw, in each KV head
+    kv_bytes: int  # of all layers, from the first token to the last
+    first_token_s: float  # from the start to the first token: the prompt's prefill
+    tokens_per_s: float  # after the first
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: round(value, 4) if isinstance(value, float) else value for name, value in asdict(self).items()}
+
+
+def stream_text(
+    session: StreamSession,
+    prompt: str,
+    max_new_tokens: int,  # at least 1; the model may end its text before
+    on_text: Callable[[str], None] = lambda text: None,
+) -> Streamed:
+    """Continue a prompt greedily. on_text gets the text in pieces as it comes.
+
+    Raises ContextError when the prompt has no tokens.
+    """
+    loaded, cache = session.loaded, session.cache()
+    token_ids = np.asarray(loaded.tokenizer(prompt).input_ids, dtype=np.int32)
+    text = TextStream(loaded.tokenizer)
+    started = time.perf_counter()
+    stream, num_new, stopped = session.tokens(token_ids, cache), 0, False
+    while not stopped and num_new < max_new_tokens:
+        token_id = next(stream)
+        num_new += 1
+        if num_new == 1:
+            first_token_at = time.perf_counter()
+        stopped = token_id in loaded.stop_ids
+        if not stopped:
+            on_text(text.add(token_id))
+    on_text(text.finish())
+    return Streamed(
+        policy=session.config.policy,
+        prompt_len=len(token_ids),
+        num_new_tokens=num_new,
+        ended="stop_token" if stopped else "max_new_tokens",
+        max_rows=min(session.config.max_rows, len(token_ids) + num_new - 1),
+        kv_bytes=cache.num_bytes,
+        first_token_s=first_token_at - started,
+        tokens_per_s=(num_new - 1) / max(time.perf_counter() - first_token_at, 1e-9),
+    )

@@ -8,12 +8,26 @@ from csattn.selector_names import ABOUT, SELECTOR_NAMES, SelectorName
 from csattn.selectors.base import ContextLayer, ContextView, Prepared, Unprepared
 from csattn.selectors.exact import ExactSelector
 from csattn.selectors.fixed import FullSelector, WindowSelector
+from csattn.selectors.h2o import PreparedH2o
+from csattn.selectors.loki import PreparedLoki
+from csattn.selectors.magicpig import PreparedMagicpig
+from csattn.selectors.pqcache import PreparedPqcache
+from csattn.selectors.quest import PreparedQuest
+from csattn.selectors.sparq import PreparedSparq
+from csattn.selectors.top_p import TopPSelector
 
 # all but `csattn`, whose index the artifact holds
 _FACTORIES: dict[SelectorName, Callable[[ContextLayer], Prepared]] = {
     "exact": partial(Unprepared, make=ExactSelector),
-    "full": partial(Unprepared, make=FullSelector),
+    "top_p": partial(Unprepared, make=TopPSelector),
+    "quest": PreparedQuest,
+    "sparq": PreparedSparq,
+    "loki": PreparedLoki,
+    "pqcache": PreparedPqcache,
+    "magicpig": PreparedMagicpig,
+    "h2o": PreparedH2o,
     "window": partial(Unprepared, make=WindowSelector),
+    "full": partial(Unprepared, make=FullSelector),
 }
 
 

@@ -1,5 +1,7 @@
 """What most selectors end with, and what they keep: the best rows by some worth, and rows that become more."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -15,8 +17,7 @@ def top_rows(worth: Tensor, view: ContextView) -> Selection:
     window. Changed in place.
     """
     mask_resident(worth, view)
-    num_free = worth.shape[1] - (view.context_len - (view.middle.stop - view.middle.start))
-    top_k = min(view.top_k, num_free)
+    top_k = min(view.top_k, num_free(view, worth.shape[1]))
     # stable, so that of equal rows the first come first
     order = worth.argsort(dim=1, descending=True, stable=True)[:, :top_k]
     return Selection(
@@ -25,7 +26,13 @@ def top_rows(worth: Tensor, view: ContextView) -> Selection:
     )
 
 
-def mask_resident(worth: Tensor, view: ContextView, value: float = -torch.inf) -> None:
+def num_free(view: ContextView, num_keys: int) -> int:
+    """Of that many keys of context and tail, how many are not resident."""
+    num_middle: int = view.middle.stop - view.middle.start
+    return num_middle + num_keys - view.context_len
+
+
+def mask_resident(worth: Tensor, view: ContextView, value: float | bool = -torch.inf) -> None:
     """Write that value where the context's rows are resident. worth: [..., num_keys]."""
     worth[..., : view.middle.start] = value
     worth[..., view.middle.stop : view.context_len] = value
@@ -37,6 +44,11 @@ def group_shares(logits: Tensor) -> Tensor:
     logits: [num_kv_heads, group_size, num_keys], scaled -> [num_kv_heads, num_keys] float32.
     """
     return logits.float().softmax(-1).sum(1)
+
+
+def joined(of_context: Tensor, of_tail: Tensor) -> Tensor:
+    """Both, one after the other: [num_kv_heads, num_rows, width]. Without a copy as long as the tail has no rows."""
+    return torch.cat([of_context, of_tail], dim=1) if of_tail.shape[1] else of_context
 
 
 class RowsSoFar:
@@ -57,3 +69,11 @@ class RowsSoFar:
             self._room = torch.cat([self._room, torch.empty_like(self._room)], dim=1)
         self._room[:, self.num_rows] = row.to(self._room.dtype)
         self.num_rows += 1
+
+
+def padded_selection(rows: Sequence[Tensor]) -> Selection:
+    """A selection of these rows of each index head: ascending integers, as many as there are."""
+    kv_indices = np.full((len(rows), max(len(of_head) for of_head in rows)), -1, np.int32)
+    for head, of_head in enumerate(rows):
+        kv_indices[head, : len(of_head)] = of_head.numpy()
+    return Selection(kv_indices, np.array([len(of_head) for of_head in rows], np.int32))

@@ -125,7 +125,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"keep": 0}, "keep", "more than 0"),
     ({"keep": 1.01}, "keep", "at most 1"),
     ({"lookahead": 2}, "lookahead", "between 0 and 1"),
-    ({"selector": "quest"}, "selector", "wanted one of csattn, exact, full, window"),
+    ({"selector": "best"}, "selector", "wanted one of csattn, exact, top_p, quest"),
     ({"tools": [{"type": "function"}]}, "tools", "tools are not supported"),
     ({"response_format": {"type": "json_object"}}, "response_format", "only text is written"),
     ({"frequency_penalty": 0.5}, "frequency_penalty", "penalties are not supported"),

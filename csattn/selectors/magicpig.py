@@ -1,0 +1,106 @@
+"""MagicPIG (arXiv:2410.16179): rows are sampled by locality-sensitive hashing and weighed by how likely that was.
+
+As published: L tables of K signs of random projections, one set for all heads; keys are centred before they are hashed;
+a row is taken where its key and q meet in at least two tables, and its weight in the softmax is divided by the
+probability of that, given their angle. Every query head samples for itself. K = 10, L = 150 are the paper's; how many
+rows that reads follows from the data, and `keep` has no say in it. Otherwise: the mean is that of all the context's
+keys, sinks and window included; the tail's rows are hashed as they leave its window, with that mean (the paper keeps
+them all); no layer stays dense (the paper: layers 0 and 16).
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from csattn.selection import Selection
+from csattn.selectors.base import ContextLayer, ContextView
+from csattn.selectors.top_rows import RowsSoFar, joined, mask_resident, padded_selection
+
+_SEED = 1234
+_KEYS_PER_BLOCK = 4096
+
+
+class PreparedMagicpig:
+    """The projections, and the keys' codes [num_kv_heads, context_len, num_tables] int16."""
+
+    def __init__(self, layer: ContextLayer, num_bits: int = 10, num_tables: int = 150, seed: int = _SEED):
+        """num_bits: K, at most 15; num_tables: L, at least 2."""
+        assert num_bits <= 15, "a code is an int16"
+        assert num_tables >= 2, "rows are taken where two tables agree"
+        self.num_bits, self.num_tables = num_bits, num_tables
+        self.keys = layer.keys
+        generator = torch.Generator().manual_seed(seed)
+        self.projections = torch.randn(layer.keys.shape[2], num_tables * num_bits, generator=generator)
+        self.key_mean = layer.keys.float().mean(1, keepdim=True)
+        blocks = torch.split(layer.keys, _KEYS_PER_BLOCK, dim=1)
+        self.codes = torch.cat([self.hash(block.float() - self.key_mean) for block in blocks], dim=1)
+
+    def hash(self, x: Tensor) -> Tensor:
+        """[..., head_dim] -> codes [..., num_tables] int16."""
+        signs = (x @ self.projections > 0).view(*x.shape[:-1], self.num_tables, self.num_bits)
+        places = torch.tensor([1 << bit for bit in range(self.num_bits)])
+        return (signs * places).sum(-1).to(torch.int16)
+
+    @property
+    def index_bytes(self) -> int:
+        """Per key and table a 4-byte row number in its bucket, and the buckets' ends; the keys' norms."""
+        num_kv_heads, context_len, _ = self.codes.shape
+        return 4 * num_kv_heads * (self.num_tables * (context_len + (1 << self.num_bits)) + context_len)
+
+    def selector(self, view: ContextView) -> "MagicpigSelector":
+        return MagicpigSelector(self, view)
+
+
+class MagicpigSelector:
+    """Rows that meet the query in two tables, each query head's own."""
+
+    indexes_tail = True
+
+    def __init__(self, prepared: PreparedMagicpig, view: ContextView):
+        self._prepared, self._view = prepared, view
+        self._tail_codes, self._tail_keys = RowsSoFar(prepared.codes), RowsSoFar(prepared.keys)
+        self.search_bytes = 0
+
+    def append(self, k: NDArray[np.float32], v: NDArray[np.float32]) -> None:
+        key = torch.from_numpy(k)
+        self._tail_keys.append(key)
+        self._tail_codes.append(self._prepared.hash(key - self._prepared.key_mean[:, 0]))
+
+    def select(self, q: NDArray[np.float32], recent: Tensor) -> Selection:
+        prepared, queries = self._prepared, torch.from_numpy(q)
+        codes = joined(prepared.codes, self._tail_codes.rows)
+        group_size = len(queries) // len(codes)
+        rows, chances, num_met = [], [], 0
+        for head, (query, query_codes) in enumerate(zip(queries, prepared.hash(queries), strict=True)):
+            kv_head = head // group_size
+            met = (codes[kv_head] == query_codes).sum(-1)
+            num_met += int(met.sum())
+            taken = met >= 2
+            mask_resident(taken, self._view, False)
+            rows.append(taken.nonzero()[:, 0])
+            cosines = torch.cosine_similarity(self._centred_keys(kv_head, rows[-1]), query, dim=-1)
+            chances.append(sampling_probability(cosines, prepared.num_bits, prepared.num_tables))
+        # a query reads the projections, and the row numbers in the buckets that it falls into
+        self.search_bytes = prepared.projections.nbytes + 4 * num_met
+        selection = padded_selection(rows)
+        log_weights = np.zeros(selection.kv_indices.shape, np.float32)
+        for of_head, chance in zip(log_weights, chances, strict=True):
+            of_head[: len(chance)] = -chance.log().numpy()
+        return Selection(selection.kv_indices, selection.valid_len, log_weights)
+
+    def _centred_keys(self, kv_head: int, rows: Tensor) -> Tensor:
+        """The keys of these rows, ascending, less the mean: [num_rows, head_dim] float32."""
+        context_len = self._view.context_len
+        first_of_tail = int(torch.searchsorted(rows, context_len))
+        of_context = self._prepared.keys[kv_head, rows[:first_of_tail]]
+        of_tail = self._tail_keys.rows[kv_head, rows[first_of_tail:] - context_len]
+        return torch.cat([of_context, of_tail]).float() - self._prepared.key_mean[kv_head]
+
+
+def sampling_probability(cosines: Tensor, num_bits: int, num_tables: int) -> Tensor:
+    """How likely two vectors with that cosine meet in at least two of the tables: like cosines, float64, above 0."""
+    meets = (1 - cosines.double().clamp(-1, 1).arccos() / torch.pi).clamp_min(1e-9) ** num_bits
+    at_most_one = (num_tables - 1) * torch.log1p(-meets.clamp(max=1 - 1e-12)) + torch.log1p((num_tables - 1) * meets)
+    rare = 0.5 * num_tables * (num_tables - 1) * meets**2  # to first order, where the difference from 1 is lost
+    return torch.where(num_tables * meets < 1e-5, rare, -torch.expm1(at_most_one))

@@ -1,0 +1,69 @@
+"""Quest (arXiv:2406.10774): pages of keys, ranked by the largest product that a key of theirs could have with q.
+
+As published: pages of 16, the least and the largest key of a page in each channel, both updated by new keys. Otherwise:
+a page is worth the sum over the group's query heads of its softmax share among pages, for the paper has no groups;
+pages are cut off after exactly top_k rows; the tail begins a page of its own; no layer stays dense (the paper: two).
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from csattn.selection import Selection
+from csattn.selectors.base import ContextLayer, ContextView
+from csattn.selectors.top_rows import RowsSoFar, group_shares, joined, top_rows
+
+
+class PreparedQuest:
+    """Bounds of the context's pages: [num_kv_heads, num_pages, head_dim] each."""
+
+    def __init__(self, layer: ContextLayer, page_size: int = 16):
+        pages = torch.split(layer.keys, page_size, dim=1)
+        self.page_size, self.context_len = page_size, layer.keys.shape[1]
+        self.low = torch.stack([page.amin(1) for page in pages], dim=1)
+        self.high = torch.stack([page.amax(1) for page in pages], dim=1)
+
+    @property
+    def index_bytes(self) -> int:
+        return self.low.nbytes + self.high.nbytes
+
+    def selector(self, view: ContextView) -> "QuestSelector":
+        return QuestSelector(self, view)
+
+
+class QuestSelector:
+    """The rows of the best pages."""
+
+    indexes_tail = True
+
+    def __init__(self, prepared: PreparedQuest, view: ContextView):
+        self._prepared, self._view = prepared, view
+        self._low, self._high = RowsSoFar(prepared.low), RowsSoFar(prepared.high)  # of the tail's pages
+        self._num_tail = 0
+
+    @property
+    def search_bytes(self) -> int:
+        return self._prepared.index_bytes + self._low.rows.nbytes + self._high.rows.nbytes
+
+    def append(self, k: NDArray[np.float32], v: NDArray[np.float32]) -> None:
+        key = torch.from_numpy(k)
+        if self._num_tail % self._prepared.page_size == 0:
+            self._low.append(key)
+            self._high.append(key)
+        else:
+            key = key.to(self._low.rows.dtype)
+            self._low.rows[:, -1] = torch.minimum(self._low.rows[:, -1], key)
+            self._high.rows[:, -1] = torch.maximum(self._high.rows[:, -1], key)
+        self._num_tail += 1
+
+    def select(self, q: NDArray[np.float32], recent: Tensor) -> Selection:
+        prepared = self._prepared
+        low = joined(prepared.low, self._low.rows).float()
+        high = joined(prepared.high, self._high.rows).float()
+        grouped = torch.from_numpy(q).view(low.shape[0], -1, 1, low.shape[2])
+        bounds = torch.maximum(grouped * low[:, None], grouped * high[:, None]).sum(-1)
+        pages = group_shares(bounds * self._view.softmax_scale)
+        of_context = torch.arange(prepared.context_len) // prepared.page_size
+        of_tail = prepared.low.shape[1] + torch.arange(self._num_tail) // prepared.page_size
+        return top_rows(pages[:, torch.cat([of_context, of_tail])], self._view)

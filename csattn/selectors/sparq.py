@@ -1,0 +1,89 @@
+"""SparQ (arXiv:2312.04985): scores from the largest components of q alone, and the mean value for what is left out.
+
+As published, groups as in the authors' code: the r components with the largest |q| summed over the group's query heads;
+logits from these, their temperature corrected by the share of |q| that they hold; rows by the sum of the group's
+logits; each head's output mixed with the mean of all values by the softmax share of the rows that are not attended to.
+r is a quarter of head_dim. The keys' second copy, in which components lie together, is counted and not made.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from csattn.selection import Rest, Selection
+from csattn.selectors.base import ContextLayer, ContextView
+from csattn.selectors.top_rows import RowsSoFar, mask_resident, top_rows
+
+
+class PreparedSparq:
+    """The keys as they are, and the sum of the values [num_kv_heads, head_dim] float32."""
+
+    def __init__(self, layer: ContextLayer, num_components: int | None = None):
+        """num_components: r; a quarter of head_dim unless said."""
+        self.keys = layer.keys
+        self.num_components = num_components or max(1, layer.keys.shape[2] // 4)
+        self.value_sum = layer.values.sum(1, dtype=torch.float32)
+
+    @property
+    def index_bytes(self) -> int:
+        """The paper holds the keys twice, so that components and rows are both read in one piece."""
+        return self.keys.nbytes + self.value_sum.nbytes
+
+    def selector(self, view: ContextView) -> "SparqSelector":
+        return SparqSelector(self, view)
+
+
+class SparqSelector:
+    """Rows by their approximate logits, and the rest by the mean value."""
+
+    indexes_tail = True
+
+    def __init__(self, prepared: PreparedSparq, view: ContextView):
+        self._prepared, self._view = prepared, view
+        self._tail = RowsSoFar(prepared.keys)
+        self._value_sum = prepared.value_sum
+
+    @property
+    def search_bytes(self) -> int:
+        read = self._prepared.keys.nbytes + self._tail.rows.nbytes
+        return read * self._prepared.num_components // self._prepared.keys.shape[2]
+
+    def append(self, k: NDArray[np.float32], v: NDArray[np.float32]) -> None:
+        self._tail.append(torch.from_numpy(k))
+        self._value_sum = self._value_sum + torch.from_numpy(v)
+
+    def select(self, q: NDArray[np.float32], recent: Tensor) -> Selection:
+        num_kv_heads, _, head_dim = self._prepared.keys.shape
+        grouped = torch.from_numpy(q).view(num_kv_heads, -1, head_dim)
+        logits = self._approximate_logits(grouped, recent[:, :, 0])
+        num_keys = self._view.context_len + self._tail.num_rows
+        chosen = top_rows(logits[:, :, :num_keys].sum(1), self._view)
+        values = recent[:, :, 1].sum(1, dtype=torch.float32) + self._value_sum
+        mean_value = values / (num_keys + recent.shape[1])
+        rest = Rest(
+            out=mean_value[:, None].expand_as(grouped).reshape(q.shape).numpy(),
+            share=self._left_out(logits, chosen).flatten().numpy(),
+        )
+        return Selection(chosen.kv_indices, chosen.valid_len, rest=rest)
+
+    def _approximate_logits(self, grouped: Tensor, recent: Tensor) -> Tensor:
+        """[num_kv_heads, group_size, num_keys] float32: of the context, the tail's indexed and its recent rows."""
+        size = grouped.abs()
+        best = size.sum(1).topk(self._prepared.num_components).indices[:, None]  # [num_kv_heads, 1, r]
+        covered = size.gather(2, best.expand(-1, grouped.shape[1], -1)).sum(-1, keepdim=True)
+        coverage = covered / size.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+        q_part = grouped.gather(2, best.expand(-1, grouped.shape[1], -1))
+        logits = []
+        for keys in (self._prepared.keys, self._tail.rows, recent):
+            part = keys.gather(2, best.expand(-1, keys.shape[1], -1)).float()
+            logits.append(q_part @ part.transpose(1, 2))
+        # a q of zeros covers nothing, and all its products are 0
+        return torch.cat(logits, dim=2) * self._view.softmax_scale / coverage.clamp_min(1e-12).sqrt()
+
+    def _left_out(self, logits: Tensor, chosen: Selection) -> Tensor:
+        """The softmax share of rows that are neither resident nor chosen: [num_kv_heads, group_size]."""
+        shares = logits.softmax(-1)[..., : self._view.context_len + self._tail.num_rows]
+        mask_resident(shares, self._view, 0.0)
+        rows = torch.from_numpy(chosen.kv_indices).long()[:, None].expand(-1, shares.shape[1], -1)
+        return shares.scatter(2, rows, 0.0).sum(-1).clamp(max=1.0)

@@ -1,0 +1,121 @@
+"""What each selector is to choose: one query head, one row at a time, in float64."""
+
+import numpy as np
+
+from tests.selectors.requests import SCALE
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    powers = np.exp(logits - logits.max())
+    return powers / powers.sum()
+
+
+def best_rows(worth: np.ndarray, resident: list[int], top_k: int) -> list[int]:
+    """Of equal rows the first."""
+    free = [row for row in range(len(worth)) if row not in resident]
+    return sorted(sorted(free, key=lambda row: -worth[row])[:top_k])
+
+
+def exact_worth(q: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """q: [group_size, head_dim], keys: [num_keys, head_dim] -> [num_keys]."""
+    return sum(softmax(SCALE * keys @ head) for head in q)
+
+
+def quest_worth(q: np.ndarray, keys: np.ndarray, context_len: int, page_size: int) -> np.ndarray:
+    pages = [
+        range(start, min(start + page_size, end))
+        for first, end in ((0, context_len), (context_len, len(keys)))
+        for start in range(first, end, page_size)
+    ]
+    worth = np.zeros(len(keys))
+    for head in q:
+        bounds = [max_product(head, keys[list(page)]) for page in pages]
+        for page, share in zip(pages, softmax(SCALE * np.array(bounds)), strict=True):
+            worth[list(page)] += share
+    return worth
+
+
+def max_product(q: np.ndarray, keys: np.ndarray) -> float:
+    """The largest product that a point in the keys' bounding box has with q."""
+    return np.maximum(q * keys.min(0), q * keys.max(0)).sum()
+
+
+def sparq_logits(q: np.ndarray, keys: np.ndarray, num_components: int) -> np.ndarray:
+    """[group_size, num_keys]."""
+    size = np.abs(q).sum(0)
+    used = sorted(range(len(size)), key=lambda i: -size[i])[:num_components]
+    head_dim = 1 / SCALE**2
+    temperatures = [np.sqrt(head_dim * np.abs(head[used]).sum() / np.abs(head).sum()) for head in q]
+    return np.stack([keys[:, used] @ head[used] / t for head, t in zip(q, temperatures, strict=True)])
+
+
+def loki_worth(q: np.ndarray, keys: np.ndarray, context_len: int, num_components: int) -> np.ndarray:
+    values, vectors = np.linalg.eigh(np.cov(keys[:context_len].T))
+    basis = vectors[:, np.argsort(-values)[:num_components]]
+    return exact_worth(q @ basis, keys @ basis)
+
+
+def pqcache_worth(q: np.ndarray, keys: np.ndarray, centroids: np.ndarray) -> np.ndarray:
+    """centroids: [num_subspaces, num_centroids, subspace_dim]."""
+    rebuilt = np.empty_like(keys)
+    width = centroids.shape[2]
+    for row, key in enumerate(keys):
+        for b, of_subspace in enumerate(centroids):
+            part = slice(b * width, (b + 1) * width)
+            rebuilt[row, part] = of_subspace[np.argmin(((of_subspace - key[part]) ** 2).sum(1))]
+    return exact_worth(q, rebuilt)
+
+
+def top_p_rows(q: np.ndarray, keys: np.ndarray, resident: list[int], p: float) -> list[int]:
+    """resident: also the tail's."""
+    worth = exact_worth(q, keys) / len(q)
+    free = sorted((row for row in range(len(keys)) if row not in resident), key=lambda row: -worth[row])
+    held, chosen = worth[resident].sum(), []
+    while held < p and len(chosen) < len(free):
+        chosen.append(free[len(chosen)])
+        held += worth[chosen[-1]]
+    return sorted(chosen)
+
+
+def magicpig_rows(
+    q: np.ndarray, keys: np.ndarray, mean: np.ndarray, projections: np.ndarray, num_tables: int
+) -> dict[int, float]:
+    """Rows that meet q in at least two tables, each with the probability of that. q: [head_dim]."""
+    num_bits = projections.shape[1] // num_tables
+    taken = {}
+    for row, key in enumerate(keys - mean):
+        signs = [((x @ projections) > 0).reshape(num_tables, num_bits) for x in (q, key)]
+        if (signs[0] == signs[1]).all(1).sum() >= 2:
+            # a key that is the mean has no direction: its signs agree with a query's as often as not
+            cosine = q @ key / np.linalg.norm(q) / np.linalg.norm(key) if key.any() else 0.0
+            angle = np.arccos(cosine)
+            meets = (1 - angle / np.pi) ** num_bits
+            none, one = (1 - meets) ** num_tables, num_tables * meets * (1 - meets) ** (num_tables - 1)
+            taken[row] = 1 - none - one
+    return taken
+
+
+class HeavyHitters:
+    """H2O in one KV head: the rows that are left and what each has received."""
+
+    def __init__(self, keys: np.ndarray, received: np.ndarray, resident: list[int], top_k: int):
+        self.keys, self.top_k, self.resident = list(keys), top_k, resident
+        self.received = {row: received[row] for row in best_rows(received, resident, top_k)}
+        self.recently: dict[int, float] = {}
+
+    def leave(self, row: int) -> None:
+        self.received[row] = self.recently.pop(row, 0.0)
+        if len(self.received) > self.top_k:
+            del self.received[min(self.received, key=lambda kept: (self.received[kept], -kept))]
+
+    def step(self, q: np.ndarray, recent: list[int]) -> list[int]:
+        """recent: the tail's resident rows, whose keys follow the context's in `keys`."""
+        kept = sorted(self.received)
+        rows = [*self.resident, *kept, *recent]
+        worth = exact_worth(q, np.stack([self.keys[row] for row in rows]))
+        for row, weight in zip(rows, worth, strict=True):
+            if row in self.received:
+                self.received[row] += weight
+            elif row in recent:
+                self.recently[row] = self.recently.get(row, 0.0) + weight
+        return kept

@@ -29,6 +29,7 @@ class TileShape:
     tiles: int = 64  # of a program, one after the other
     num_warps: int = 8
     num_stages: int = 3
+    max_registers: int | None = None  # of a thread
 
 
 TILE_SHAPES = {torch.float32: TileShape(columns=128, num_stages=2), FP8: TileShape(), torch.bfloat16: TileShape()}
@@ -77,6 +78,7 @@ def score_tile(
         HAS_SCALE=operands.key_scale is not None,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
+        maxnreg=shape.max_registers,
     )
 
 

@@ -90,6 +90,14 @@ def choose_keys(
     return choice
 
 
+def score_all(operands: Operands, legal_len: Tensor) -> Tensor:
+    """Every legal score, with the bits that `choose_keys` compares: [num_queries, num_keys] float32."""
+    num_queries, num_keys = len(operands.q), len(operands.k)
+    scores = torch.empty(num_queries, _padded(num_keys), device=operands.q.device)
+    _score(operands, range(num_keys), legal_len.to(scores.device), scores)
+    return scores[:, :num_keys]
+
+
 def cut(lens: Tensor, workspace_bytes: int, row_bytes: int, device: torch.device) -> Iterator[Tile]:
     """Tiles whose scores fit the workspace: as many queries as it holds; where those are few, fewer keys at a time."""
     least_bytes = workspace_bytes // min(_QUERIES, max(1, len(lens))) - row_bytes

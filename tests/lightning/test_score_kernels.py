@@ -6,12 +6,12 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton, whose interpreter runs these kernels on a CPU, is not installed")
 
+from bench.lightning.awkward import KINDS, make_operands
 from csattn.lightning.order import top_k_reference
 from csattn.lightning.quantise import FP8
 from csattn.lightning.score import Operands, causal_lens, score_keys
 from csattn.lightning.score_kernels import TileShape, score_tile
 from csattn.lightning.stream import choose_keys
-from tests.lightning.scored import KINDS, make_operands
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL = TileShape(columns=16, keys=16, tiles=2, num_warps=4, num_stages=2)

@@ -8,20 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from bench.lightning.awkward import KINDS, make_operands
 from csattn.errors import ArrayError, ConfigError
-from csattn.lightning import score_cpu
 from csattn.lightning.order import top_k_reference
 from csattn.lightning.score import Operands, causal_lens, score_keys, v4_operands, v32_operands
-from csattn.lightning.stream import choose_keys, cut
-from tests.lightning.scored import KINDS, make_operands
+from csattn.lightning.stream import choose_keys, cut, score_all
 
 
 def all_scores(operands: Operands) -> Tensor:
-    """Materialised, by the scorer of the CPU; NaN where it has not written."""
-    num_queries, num_keys = len(operands.q), len(operands.k)
-    out = torch.full((num_queries, num_keys), torch.nan)
-    score_cpu.score_tile(operands, range(num_keys), torch.full((num_queries,), num_keys, dtype=torch.int32), out)
-    return out
+    return score_all(operands, torch.full((len(operands.q),), len(operands.k), dtype=torch.int32))
 
 
 @pytest.mark.parametrize("kind", KINDS)

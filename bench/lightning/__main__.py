@@ -1,0 +1,108 @@
+"""Learned indexers against StreamIndex's published method, table by table.
+
+    python -m bench.lightning check                                    the gate: exit status 1 if a choice is wrong
+    python -m bench.lightning tune   [--tokens 65536]                  other cuts of the score kernel, GPU only
+    python -m bench.lightning tables --out FILE [--tables 2,3] [--max-tokens 1048576] [--seconds 540]
+    python -m bench.lightning show   FILE [--markdown FILE] [--plots DIRECTORY]
+
+`tables` measures what the file does not hold yet, quick rows first, and begins none after so many seconds.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.lightning.cases import KEY, cases_of
+from bench.lightning.inputs import Shape, forget_inputs
+from bench.lightning.plots import draw_all
+from bench.lightning.report import as_markdown
+from bench.records import Records
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Read the command line and do what it says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("check", help="exactness of choices")
+    tune = commands.add_parser("tune", help="rates of other cuts")
+    tune.add_argument("--tokens", type=int, default=1 << 16)
+    tables = commands.add_parser("tables", help="StreamIndex's tables, row for row")
+    tables.add_argument("--out", type=Path, required=True)
+    tables.add_argument("--tables", type=lambda text: {int(name) for name in text.split(",")}, default=set(range(2, 8)))
+    tables.add_argument("--max-tokens", type=int, default=1 << 20)
+    tables.add_argument("--seconds", type=float, default=540)
+    show = commands.add_parser("show", help="Markdown and pictures of a file")
+    show.add_argument("file", type=Path)
+    show.add_argument("--markdown", type=Path)
+    show.add_argument("--plots", type=Path)
+    chosen = parser.parse_args(arguments)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if chosen.command == "check":
+        _check(device)
+    elif chosen.command == "tune":
+        from bench.lightning.tune import tune as print_rates
+
+        print_rates(chosen.tokens, Shape())
+    elif chosen.command == "tables":
+        run_tables(chosen.out, chosen.tables, chosen.max_tokens, chosen.seconds, device)
+    else:
+        _show(chosen)
+
+
+def _check(device: str) -> None:
+    from bench.lightning.check import check
+
+    on_gpu = device == "cuda"
+    faults = check(device, *((1500, 6001, 1 << 15) if on_gpu else (70, 301, 1024)), Shape(dim=4096 if on_gpu else 64))
+    if faults:
+        raise SystemExit(f"{len(faults)} faults:\n" + "\n".join(faults))
+    print("all choices are exact")
+
+
+def run_tables(
+    out: Path, tables: set[int], max_tokens: int, seconds: float, device: str, shape: Shape | None = None
+) -> None:
+    """Measure and keep what is missing."""
+    from bench.lightning.run_case import run_case
+
+    records = Records(out, {"bench": "lightning", "machine": _machine(device)}, KEY)
+    deadline, tokens = time.monotonic() + seconds, 0
+    for case in cases_of(tables, max_tokens):
+        if records.has(**case.key):
+            continue
+        if time.monotonic() > deadline:
+            print(f"time is up before {case}; call again to go on")
+            return
+        if case.num_tokens != tokens:
+            forget_inputs()
+            tokens = case.num_tokens
+        records.add({**case.key, **run_case(case, device, shape)})
+
+
+def _machine(device: str) -> dict[str, Any]:
+    if device == "cpu":
+        from bench.timing import machine
+
+        return machine()
+    from bench.decode.gpu_timing import device_machine
+
+    return device_machine()
+
+
+def _show(chosen: argparse.Namespace) -> None:
+    content = json.loads(chosen.file.read_text())
+    text = as_markdown(content)
+    print(text)
+    if chosen.markdown:
+        chosen.markdown.write_text(text + "\n")
+    if chosen.plots:
+        for path in draw_all(content, chosen.plots):
+            print(f"drawn: {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Inputs of StreamIndex's protocol: the same numbers from the same generator, V4-shaped."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from csattn.lightning.quantise import FP8, fp4_rows_as_fp8, round_to_fp4
+from csattn.lightning.score import Operands
+
+SEED = 2026
+RATIO = 4  # tokens of a key
+_ROWS = 1 << 14  # that are quantised at a time
+_MLA_CHANNELS, _ROPE_CHANNELS = 512, 64
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of an indexer: V4-Flash, but for `dim`, which is 7168 in V4-Pro and decides nothing but the weights."""
+
+    num_heads: int = 64
+    head_dim: int = 128
+    dim: int = 4096
+
+
+@lru_cache(maxsize=1)
+def make_operands(num_tokens: int, shape: Shape, device: str) -> Operands:
+    """As published: q and k are bfloat16 noise of variance 1 / head_dim, weights a fresh projection of noise."""
+    generator = torch.Generator(device).manual_seed(SEED)
+
+    def noise(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=generator, dtype=torch.bfloat16, device=device)
+
+    q = noise(num_tokens, shape.num_heads, shape.head_dim).mul_(shape.head_dim**-0.5)
+    k = noise(num_tokens // RATIO, shape.head_dim).mul_(shape.head_dim**-0.5)
+    x = noise(num_tokens, shape.dim)
+    torch.manual_seed(SEED)
+    projection = torch.nn.Linear(shape.dim, shape.num_heads, bias=False, dtype=torch.bfloat16, device=device)
+    with torch.no_grad():
+        weights = projection(x).float() * (shape.head_dim**-0.5 * shape.num_heads**-0.5)
+    return Operands(q, k, weights)
+
+
+@lru_cache(maxsize=1)
+def make_fp8_operands(num_tokens: int, shape: Shape, device: str) -> Operands:
+    """The same on the FP4 grid, as V4 has it, packed for FP8 matrix units."""
+    plain = make_operands(num_tokens, shape, device)
+    q = torch.empty(plain.q.shape, dtype=FP8, device=device)
+    weights = torch.empty_like(plain.weights)
+    for first in range(0, num_tokens, _ROWS):
+        rows = slice(first, first + _ROWS)
+        q[rows], factors, fits = fp4_rows_as_fp8(round_to_fp4(plain.q[rows]))
+        weights[rows] = plain.weights[rows] * factors
+        assert fits.all(), "noise spreads less than FP8 holds"
+    k, k_factors, fits = fp4_rows_as_fp8(round_to_fp4(plain.k))
+    assert fits.all(), "noise spreads less than FP8 holds"
+    return Operands(q, k, weights, k_factors)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionInputs:
+    """What sparse attention over the chosen keys' tokens takes, besides the choice."""
+
+    q_nope: Tensor
+    q_pe: Tensor
+    ckv: Tensor
+    kpe: Tensor
+
+
+@lru_cache(maxsize=1)
+def make_attention_inputs(num_tokens: int, num_heads: int, device: str) -> AttentionInputs:
+    """Noise of V4's shape in StreamIndex's pipeline: rows of 512 channels and 64 with RoPE, one row for all heads."""
+    generator = torch.Generator(device).manual_seed(SEED + 1)
+
+    def noise(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=generator, dtype=torch.bfloat16, device=device)
+
+    return AttentionInputs(
+        noise(num_tokens, num_heads, _MLA_CHANNELS),
+        noise(num_tokens, num_heads, _ROPE_CHANNELS),
+        noise(num_tokens, _MLA_CHANNELS),
+        noise(num_tokens, _ROPE_CHANNELS),
+    )
+
+
+def forget_inputs() -> None:
+    """Let go of all inputs: the next ones may be as large."""
+    for make in (make_operands, make_fp8_operands, make_attention_inputs):
+        make.cache_clear()

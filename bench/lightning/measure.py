@@ -1,0 +1,64 @@
+"""StreamIndex's protocol: one call to warm up, peak memory above the inputs, then calls between events; the median."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+REPEATS = 3
+SLOW_MS, LONG_MS = 1000.0, 5000.0  # slower calls are repeated once, longer ones not at all: compiling is a small part
+
+
+def measure(run: Callable[[], object], device: str) -> dict[str, Any]:
+    """`ms`, `num_runs`, and on a GPU `peak_gib`: memory while it runs, its outputs included, its inputs not."""
+    ms, peak_gib = _watch(run, device)
+    if ms > LONG_MS:
+        times = [ms]
+    elif ms > SLOW_MS:
+        times = [_elapsed_ms(run, device)]
+    else:
+        _, peak_gib = _watch(run, device)
+        times = sorted(_elapsed_ms(run, device) for _ in range(REPEATS))
+    figures: dict[str, Any] = {"ms": round(times[len(times) // 2], 4), "num_runs": len(times)}
+    if peak_gib is not None:
+        figures["peak_gib"] = round(peak_gib, 3)
+    return figures
+
+
+def recall(got: torch.Tensor, want: torch.Tensor) -> dict[str, float]:
+    """The share of each row's wanted indices that was got. Both are [num_queries, k], -1 padded, unique in a row."""
+    num_wanted = (want >= 0).sum(1)
+    rows = num_wanted > 0
+    both = torch.cat((got.long(), want.long()), dim=1)[rows].sort(dim=1).values
+    shared = ((both[:, 1:] == both[:, :-1]) & (both[:, 1:] >= 0)).sum(1)
+    share = shared / num_wanted[rows]
+    return {
+        "mean": round(float(share.mean()), 6),
+        "min": round(float(share.min()), 6),
+        "perfect": round(float((share == 1).float().mean()), 6),
+    }
+
+
+def _watch(run: Callable[[], object], device: str) -> tuple[float, float | None]:
+    """Time of one call, and the memory that it took."""
+    if device == "cpu":
+        return _elapsed_ms(run, device), None
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    ms = _elapsed_ms(run, device)
+    return ms, (torch.cuda.max_memory_allocated() - before) / 2**30
+
+
+def _elapsed_ms(run: Callable[[], object], device: str) -> float:
+    if device == "cpu":
+        started = time.perf_counter()
+        run()
+        return (time.perf_counter() - started) * 1e3
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end))

@@ -1,0 +1,109 @@
+"""Runs one case: its inputs, its variant, what is measured of it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.lightning.cases import Case
+from bench.lightning.inputs import RATIO, Shape, make_attention_inputs, make_fp8_operands, make_operands
+from bench.lightning.measure import measure, recall
+from bench.lightning.published import exact_choice, materialise, materialise_summed, partition_merge
+from csattn.lightning.order import top_k_reference
+from csattn.lightning.score import Operands, causal_lens
+from csattn.lightning.sparse_mla import sparse_mla
+from csattn.lightning.stream import choose_keys, score_all
+
+Choose = Callable[[], Tensor]  # [num_queries, k] indices
+
+
+def run_case(case: Case, device: str, shape: Shape | None = None) -> dict[str, Any]:
+    """Its figures, or `refused` with the reason: memory."""
+    shape = shape or Shape(dim=case.dim)
+    try:
+        operands = make_inputs(case, shape, device)
+        choose = variant_of(case, operands)
+        if case.kind == "recall":
+            return _recall(case, operands, choose)
+        figures = measure(choose if case.kind == "time" else _pipeline(case, choose, shape, device), device)
+    except torch.OutOfMemoryError as error:
+        return {"refused": f"out of memory: {str(error).split('.')[0]}"}
+    finally:
+        if device != "cpu":
+            torch.cuda.empty_cache()
+    return {**figures, "tflops": round(num_flops(case, shape) / figures["ms"] / 1e9, 1)}
+
+
+def make_inputs(case: Case, shape: Shape, device: str) -> Operands:
+    """As published, or on the FP4 grid."""
+    make = make_fp8_operands if case.variant == "csattn fp8" else make_operands
+    return make(case.num_tokens, shape, device)
+
+
+def variant_of(case: Case, operands: Operands) -> Choose:
+    """The call that chooses keys."""
+    causal = case.kind != "pipeline"
+    if case.variant == "materialised":
+        if not causal:
+            return lambda: materialise_summed(operands, _top_k(case))
+        return lambda: materialise(operands, _top_k(case), RATIO)
+    if case.variant.startswith("csattn"):
+        lens = legal_lens(operands, causal)
+        tile = None if case.query_chunk is None or case.key_chunk is None else (case.query_chunk, case.key_chunk)
+        return lambda: choose_keys(operands, case.top_k, lens, tile=tile).indices
+    assert case.query_chunk is not None and case.key_chunk is not None
+    cut = (operands, case.top_k, RATIO if causal else None, case.query_chunk, case.key_chunk)
+    ablated: dict[str, dict[str, Any]] = {
+        "A1 no merge": {"merge": False},
+        "A2 short chunks skipped": {"skip_short": True},
+        "A3 float16 scores": {"score_dtype": torch.float16},
+    }
+    return lambda: partition_merge(*cut, **ablated.get(case.variant, {}))[0]
+
+
+def legal_lens(operands: Operands, causal: bool) -> Tensor:
+    """What each query may see, on the host as a server has it."""
+    num_queries, num_keys = len(operands.q), len(operands.k)
+    if causal:
+        return causal_lens(num_queries, num_keys, ratio=RATIO)
+    return torch.full((num_queries,), num_keys, dtype=torch.int32)
+
+
+def num_flops(case: Case, shape: Shape) -> float:
+    """Of the products of legal pairs, and in a pipeline of the attention too."""
+    num_keys = case.num_tokens // RATIO
+    if case.kind != "pipeline":
+        # of lengths that are multiples of the ratio
+        legal_pairs = RATIO * num_keys * (num_keys - 1) // 2 + num_keys
+        return 2.0 * legal_pairs * shape.num_heads * shape.head_dim
+    attended = RATIO * _top_k(case) * (512 + 64 + 512)
+    return 2.0 * case.num_tokens * shape.num_heads * (num_keys * shape.head_dim + attended)
+
+
+def _recall(case: Case, operands: Operands, choose: Choose) -> dict[str, Any]:
+    """Against float32 products; and whether csattn's choice is that of its own scores, materialised."""
+    got = choose()
+    figures: dict[str, Any] = {"recall": recall(got, exact_choice(operands, case.top_k, RATIO))}
+    if case.variant.startswith("csattn"):
+        lens = legal_lens(operands, causal=True)
+        want = top_k_reference(score_all(operands, lens), case.top_k, lens.to(got.device))
+        figures["identical"] = torch.equal(got, want)
+    return figures
+
+
+def _pipeline(case: Case, choose: Choose, shape: Shape, device: str) -> Callable[[], object]:
+    """Choose, take each chosen key's tokens, attend to them."""
+    inputs = make_attention_inputs(case.num_tokens, shape.num_heads, device)
+    offsets = torch.arange(RATIO, device=device, dtype=torch.int32)
+
+    def run() -> Tensor:
+        chosen = choose().to(torch.int32)[..., None]
+        tokens = torch.where(chosen >= 0, chosen * RATIO + offsets, -1).flatten(1)
+        return sparse_mla(inputs.q_nope, inputs.q_pe, inputs.ckv, inputs.kpe, tokens, softmax_scale=576**-0.5)[0]
+
+    return run
+
+
+def _top_k(case: Case) -> int:
+    return min(case.top_k, case.num_tokens // RATIO)

@@ -1,0 +1,124 @@
+"""The benchmark of learned indexers: its cases are the paper's rows; it runs, resumes, and finds what is wrong."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.lightning import check as checking
+from bench.lightning.__main__ import main, run_tables
+from bench.lightning.cases import KEY, Case, cases_of
+from bench.lightning.inputs import Shape, make_fp8_operands, make_operands
+from bench.lightning.measure import recall
+from bench.lightning.published import exact_choice, materialise, partition_merge
+from bench.lightning.run_case import run_case
+from csattn.lightning.score import score_keys
+
+TINY = Shape(num_heads=16, head_dim=32, dim=16)  # with few heads, many scores are 0, and sets of best keys not unique
+
+
+def test_cases_are_the_papers_rows() -> None:
+    cases = cases_of(set(range(2, 8)), 1 << 21)
+    published = [case for case in cases if case.variant == "published"]
+    rows = {
+        table: {c.num_tokens for c in published if c.table == table and c.kind != "recall"} for table in range(3, 8)
+    }
+    assert rows[3] == rows[4] == {2**n for n in range(15, 21)}
+    assert rows[5] == {2**n for n in (13, 15, 16, 17, 18)}
+    assert rows[6] == rows[7] == {2**18}
+    assert len([c for c in published if c.table == 6 and c.kind == "time"]) == 15
+    assert len({tuple(case.key.items()) for case in cases}) == len(cases)
+    assert {case.top_k for case in cases if case.table == 4} == {1024}
+    assert not cases_of({3}, 1 << 14)
+    assert [case.cost for case in cases] == sorted(case.cost for case in cases)
+
+
+@pytest.mark.parametrize("ratio", [4, None])
+def test_the_published_method_chooses_as_a_set_what_is_best(ratio: int | None) -> None:
+    operands = make_operands(512, TINY, "cpu")
+    indices, scores = partition_merge(operands, 16, ratio, 100, 48)
+    if ratio is None:
+        best = score_keys(operands).topk(16, dim=1).indices
+    else:
+        best = exact_choice(operands, 16, ratio)
+        assert recall(materialise(operands, 16, ratio), best)["min"] == 1.0
+    assert recall(indices, best) == {"mean": 1.0, "min": 1.0, "perfect": 1.0}
+    assert ((indices < 0) == scores.isinf()).all()
+
+
+def test_recall_counts_what_is_shared() -> None:
+    want = torch.tensor([[3, 1, -1], [5, 6, 7], [-1, -1, -1]])
+    got = torch.tensor([[1, 9, -1], [7, 6, 5], [-1, -1, -1]], dtype=torch.int32)
+    assert recall(got, want) == {"mean": 0.75, "min": 0.5, "perfect": 0.5}
+
+
+def test_fp8_operands_are_noise_on_the_grid() -> None:
+    packed = make_fp8_operands(64, TINY, "cpu")
+    assert packed.q.dtype == packed.k.dtype == torch.float8_e4m3fn
+    plain = make_operands(64, TINY, "cpu")
+    error = (score_keys(packed) - score_keys(plain)).abs().max() / score_keys(plain).abs().max()
+    assert 0 < error < 0.5
+
+
+@pytest.mark.parametrize(
+    ("kind", "variant"),
+    [
+        *(("time", variant) for variant in ("csattn", "csattn fp8", "published", "materialised")),
+        *(("pipeline", variant) for variant in ("csattn", "materialised")),
+        *(("recall", variant) for variant in ("csattn", "A1 no merge", "A2 short chunks skipped", "A3 float16 scores")),
+    ],
+)
+def test_every_kind_of_case_runs(kind: str, variant: str) -> None:
+    case = Case(
+        table=7,
+        kind=kind,
+        variant=variant,
+        num_tokens=256,
+        top_k=16,
+        query_chunk=100,
+        key_chunk=24 if "A2" not in variant else 16,
+    )
+    figures = run_case(case, "cpu", TINY)
+    if kind != "recall":
+        assert figures["ms"] > 0 and figures["tflops"] >= 0
+    elif variant == "csattn":
+        assert figures["identical"] and figures["recall"]["min"] > 0.9
+    else:
+        worst = {"A1 no merge": (0.3, 0.9), "A2 short chunks skipped": (0, 0), "A3 float16 scores": (0.9, 1)}[variant]
+        assert worst[0] <= figures["recall"]["mean"] <= worst[1]
+
+
+def test_tables_resume_where_they_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "figures.json"
+    run_tables(out, {2}, 2048, -1, "cpu", TINY)
+    assert "time is up" in capsys.readouterr().out
+    run_tables(out, {2}, 2048, 60, "cpu", TINY)
+    cases = json.loads(out.read_text())["cases"]
+    assert sorted(case["variant"] for case in cases) == ["csattn", "csattn fp8", "published"]
+    assert all(set(KEY) <= set(case) for case in cases)
+    capsys.readouterr()
+    run_tables(out, {2}, 2048, 60, "cpu", TINY)
+    assert not capsys.readouterr().out
+    main(["show", str(out), "--markdown", str(tmp_path / "figures.md")])
+    assert "| 2,048 | csattn, order as materialised | – | 512 |" in (tmp_path / "figures.md").read_text()
+
+
+def test_pictures_are_drawn(tmp_path: Path) -> None:
+    figures = {"ms": 5.0, "peak_gib": 0.4, "tflops": 600.0}
+    cases = [
+        {"table": 3, "kind": "time", "variant": variant, "num_tokens": tokens, "top_k": 512, **cut, **figures}
+        for cut in ({"query_chunk": 2048, "key_chunk": 8192},)
+        for variant in ("csattn", "published")
+        for tokens in (32768, 65536)
+    ]
+    (tmp_path / "f.json").write_text(json.dumps({"machine": {"gpu": "x"}, "cases": cases}))
+    main(["show", str(tmp_path / "f.json"), "--plots", str(tmp_path)])
+    assert (tmp_path / "lightning-table-3.png").stat().st_size > 10_000
+
+
+def test_the_gate_is_open_and_shuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = ("cpu", 9, 131, 64, TINY)
+    assert checking.check(*sizes) == []
+    monkeypatch.setattr(checking, "top_k_reference", lambda scores, k, lens: torch.full((len(scores), k), 5))
+    assert len(checking.check(*sizes)) > len(checking.KINDS)

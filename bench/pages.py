@@ -25,6 +25,7 @@ from offload.paged_rows import PagedRows
 ROW_BYTES, PAGE_SIZE = 12, 5  # small and odd, so that pages fill, split and move often
 PAGE_BYTES = ROW_BYTES * PAGE_SIZE
 OPERATIONS = ("begin", "fork", "append", "free", "demote", "promote", "pin", "unpin")
+MAX_SEQUENCES = 8
 SHARES = (0.05, 0.15, 0.35, 0.15, 0.1, 0.1, 0.05, 0.05)
 
 
@@ -51,9 +52,13 @@ class Fuzz:
         self.check()
 
     def begin(self) -> None:
+        if len(self.model) == MAX_SEQUENCES:
+            self.free()
         self.model[self.paged.new_sequence()] = np.empty((0, ROW_BYTES), np.uint8)
 
     def fork(self) -> None:
+        if len(self.model) == MAX_SEQUENCES:
+            self.free()
         if self.model:
             source = self._sequence()
             num_rows = int(self.rng.integers(len(self.model[source]) + 1))

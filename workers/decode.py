@@ -12,9 +12,9 @@ from torch import Tensor
 from csattn.attention import attend, merge_state
 from csattn.selection import Selection, stack_selections
 from csattn.selectors import ContextView, FarRows, Selector
-from offload.coded_store import CodedStore
-from offload.host_store import HostStore
+from offload.kv_store import KvStore
 from offload.tail_store import TailStore
+from workers.attend_rows import attend_pieces, attend_rows
 
 # Tokens whose far rows are gathered and attended in one go, and how many rows those may be over all heads.
 _TOKENS_PER_BLOCK, _ROWS_PER_BLOCK = 16, 1 << 20
@@ -43,7 +43,7 @@ class LayerDecoder:
     def __init__(
         self,
         layer_idx: int,
-        store: HostStore | CodedStore,
+        store: KvStore,
         selector: Selector,
         view: ContextView,
         ahead: Executor,
@@ -89,7 +89,7 @@ class LayerDecoder:
 
         One token's search starts at once. Several tokens' searches wait for the step's keys, which they may need.
         """
-        self._early = q if q.shape[1] > 1 else self._ahead.submit(self._choose, q, self.tail.num_rows, True)
+        self._early = q if q.shape[1] > 1 else self._ahead.submit(self._choose_ahead, q, self.tail.num_rows)
 
     def attend(self, q: Tensor, softmax_scale: float) -> Tensor:
         """Attend from the last appended tokens. q: [num_q_heads, num_tokens, head_dim] -> out, same shape."""
@@ -126,6 +126,14 @@ class LayerDecoder:
         self._count.search_s += self._clock() - started
         return rows
 
+    def _choose_ahead(self, q: Tensor, token: int) -> list[FarRows]:
+        """The next token's far rows, which the store may begin to fetch. q is predicted."""
+        chosen = self._choose(q, token, ahead=True)
+        for rows in chosen:
+            if isinstance(rows, Selection):
+                self.store.prefetch(self.layer_idx, torch.from_numpy(rows.kv_indices))
+        return chosen
+
     def _move_window(self, token: int) -> None:
         """Hand rows of the tail that are out of the window of that token to the selector."""
         if not self._selector.indexes_tail:
@@ -148,14 +156,14 @@ class LayerDecoder:
             seen = (age >= 0) & (age < self._tail_window)
             mask = torch.cat([torch.ones(num_tokens, num_fixed, dtype=torch.bool), seen], dim=1)
         self._count.near_rows += rows.shape[1] if mask is None else int(mask.sum())
-        return _attend_grouped(q, rows, softmax_scale, mask)
+        return attend_rows(q, rows, softmax_scale, mask)
 
     def _attend_far(self, q: Tensor, chosen: list[FarRows], softmax_scale: float) -> tuple[Tensor, Tensor]:
         """Attention over each token's far rows: out like q, lse [num_q_heads, num_tokens]."""
         if isinstance(chosen[0], slice):
-            rows = self.store.rows(self.layer_idx, chosen[0])
-            self._count.far_rows += q.shape[1] * rows.shape[1]
-            return _attend_grouped(q, rows, softmax_scale, None)
+            out, lse, num_rows = attend_pieces(q, self.store.stream(self.layer_idx, chosen[0]), softmax_scale)
+            self._count.far_rows += q.shape[1] * num_rows
+            return out, lse
         selections = [rows for rows in chosen if isinstance(rows, Selection)]
         outs, lses, start = [], [], 0
         while start < len(selections):
@@ -192,20 +200,6 @@ class LayerDecoder:
             kv_head = head // (kv_indices.shape[-2] // kv.shape[0])
             rows[places] = kv[kv_head, kv_indices[places].long() - self.view.context_len].to(rows.dtype)
         return rows
-
-
-def _attend_grouped(
-    q: Tensor,  # [num_q_heads, num_tokens, head_dim]
-    rows: Tensor,  # [num_kv_heads, num_rows, 2, head_dim], the same for all tokens
-    softmax_scale: float,
-    mask: Tensor | None,  # [num_tokens, num_rows]
-) -> tuple[Tensor, Tensor]:
-    num_q_heads, num_tokens, head_dim = q.shape
-    group_size = num_q_heads // rows.shape[0]
-    packed = q.reshape(1, rows.shape[0], group_size * num_tokens, head_dim).to(rows.dtype)
-    mask = mask.repeat(group_size, 1) if mask is not None else None
-    out, lse = attend(packed, rows[None, :, :, 0], rows[None, :, :, 1], softmax_scale, mask)
-    return out.reshape(q.shape), lse.reshape(num_q_heads, num_tokens)
 
 
 def _tokens_together(selections: list[Selection]) -> int:

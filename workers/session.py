@@ -25,9 +25,8 @@ from csattn.models.query import queries_before_rope, rotate
 from csattn.search import SearchPool
 from csattn.selectors import ContextView, Prepared, PreparedCentroids, prepare, selector_for
 from offload.codecs.formats import KvFormat
-from offload.coded_store import CodedStore
-from offload.host_store import HostStore
 from workers.context_layers import context_layers
+from workers.context_store import open_store
 from workers.decode import LayerDecoder, Observer, StepCount
 
 
@@ -38,6 +37,7 @@ def csattn_session(
     config: SearchConfig | None = None,
     selector: str = "csattn",
     kv_format: KvFormat | None = None,
+    host_budget_bytes: int | None = None,
 ) -> Iterator["Session"]:
     """Decode from an artifact with `loaded.model.generate` until the block ends.
 
@@ -46,10 +46,18 @@ def csattn_session(
 
     artifact: an open one, or the directory or URL of one. Raises ArtifactError when it cannot be read or was made for
     another model. kv_format: how the context's rows are kept in memory; None: as the artifact maps them.
+    host_budget_bytes: of the memory for them, for contexts that are larger than memory; None: all that they take.
     """
     opened = open_artifact(artifact) if isinstance(artifact, str | Path) else artifact
     try:
-        with Session(loaded, opened, config or SearchConfig(), selector, kv_format=kv_format) as session:
+        with Session(
+            loaded,
+            opened,
+            config or SearchConfig(),
+            selector,
+            kv_format=kv_format,
+            host_budget_bytes=host_budget_bytes,
+        ) as session:
             yield session
     finally:
         if opened is not artifact:
@@ -57,7 +65,7 @@ def csattn_session(
 
 
 class Session:
-    """Owns what requests share: the open artifact, its KV in host memory, and the threads that search."""
+    """Owns what requests share: the open artifact, its KV, and the threads that search."""
 
     def __init__(
         self,
@@ -67,6 +75,7 @@ class Session:
         selector: str = "csattn",
         num_threads: int | None = None,  # that search; all cores unless said
         kv_format: KvFormat | None = None,  # of the context's rows; None: as the artifact maps them
+        host_budget_bytes: int | None = None,  # of host memory for the context's rows; None: all that they take
     ):
         artifact.require_model(loaded.fingerprint)
         artifact.require_tokenizer(loaded.tokenizer_hash)
@@ -75,8 +84,7 @@ class Session:
         geometry, spec = loaded.geometry, artifact.manifest.spec
         self.view = ContextView(spec.context_len, loaded.model.model.layers[0].self_attn.scaling, config)
         self.selector = selector_for(selector, self.view)
-        kv = [artifact.layer_kv(layer_idx) for layer_idx in range(geometry.num_layers)]
-        self.store = HostStore(kv) if kv_format is None else CodedStore(kv, kv_format)
+        self.store = open_store(artifact, self.view, self.selector, kv_format, host_budget_bytes)
         self._indexes = [artifact.layer_index(layer_idx) for layer_idx in range(geometry.num_layers)]
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="csattn-ahead")
         self._pool = SearchPool(num_threads or available_cpus())
@@ -100,6 +108,7 @@ class Session:
         self._attention.__exit__(kind, error, trace)
         self._ahead.shutdown(wait=True)
         self._pool.close()
+        self.store.close()
 
     def ask(self, question: str, observer: Observer | None = None) -> dict[str, Any]:
         """Arguments for `generate` that continue the context with a question, wrapped as the context was."""

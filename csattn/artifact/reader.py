@@ -67,6 +67,15 @@ class Artifact:
         """The context's rows [num_kv_heads, context_len, 2, head_dim]: K at [..., 0, :], V at [..., 1, :]."""
         return as_tensor(self._file(kv_file(layer_idx))["kv"], self.spec.kv_dtype == "bfloat16")
 
+    def layer_kv_place(self, layer_idx: int) -> tuple[Path, int, int]:
+        """Where these rows lie without a hole: the file, the offset of the first byte, and how many they are.
+
+        For who reads the file and does not map it; what was checked at opening holds for it too.
+        """
+        self._file(name := kv_file(layer_idx))
+        [(tensor, offset)] = plan(self.spec, name).tensors
+        return self.path / name, offset, tensor.num_bytes
+
     def layer_index(self, layer_idx: int) -> LayerIndex:
         """The layer's index, checked on first use so that a kernel can trust it."""
         index = self._indexes.get(layer_idx)

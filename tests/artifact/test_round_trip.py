@@ -28,6 +28,8 @@ def assert_holds_what_was_built(artifact: Artifact, spec: ArtifactSpec) -> None:
         got_kv, got_index = artifact.layer_kv(layer_idx), artifact.layer_index(layer_idx)
         assert got_kv.dtype == kv.dtype
         assert torch.equal(got_kv, kv)
+        path, offset, num_bytes = artifact.layer_kv_place(layer_idx)
+        assert path.read_bytes()[offset : offset + num_bytes] == kv.view(torch.uint8).numpy().tobytes()
         assert got_index.weigh_by_norm == index.weigh_by_norm
         assert got_index.context_len == spec.context_len
         want = index_arrays(index)

@@ -1,0 +1,18 @@
+"""Sizes as people write them."""
+
+import re
+
+from offload.errors import TierError
+
+_UNITS = {"": 1, "b": 1, **{f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)}}
+_UNITS |= {f"{p}ib": 1024**i for i, p in enumerate("kmgt", 1)}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)")
+
+
+def parse_size(text: str) -> int:
+    """Bytes: 64MiB, 1.5 GiB, 200MB, 4096. Raises TierError for anything else, and for nothing."""
+    found = _SIZE.fullmatch(text.strip().lower())
+    num_bytes = int(float(found[1]) * _UNITS[found[2]]) if found and found[2] in _UNITS else 0
+    if num_bytes < 1:
+        raise TierError(f"{text!r} is no size; give a number of bytes or one with a unit, 64MiB or 1.5GB say")
+    return num_bytes

@@ -1,0 +1,31 @@
+"""Sizes as people write them, and sentences for what is none."""
+
+import pytest
+
+from offload.errors import TierError
+from offload.sizes import parse_size
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("1", 1),
+        ("4096", 4096),
+        ("12 B", 12),
+        ("64MiB", 64 << 20),
+        (" 64 mib ", 64 << 20),
+        ("1.5GiB", 3 << 29),
+        ("2kB", 2000),
+        ("200MB", 200_000_000),
+        ("3TB", 3 * 10**12),
+        ("1TiB", 1 << 40),
+    ],
+)
+def test_a_size_is_a_number_and_a_unit(text: str, num_bytes: int) -> None:
+    assert parse_size(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", " ", "MiB", "64 potatoes", "-1", "-1MiB", "1e3", "nan", "0", "0.4B", "64M", "1,5GiB", "\n"])
+def test_what_is_no_size_is_a_sentence(text: str) -> None:
+    with pytest.raises(TierError, match=r"is no size; give a number of bytes or one with a unit"):
+        parse_size(text)

@@ -1,0 +1,128 @@
+"""A context within a host budget decodes as one in memory does, to the bit, and what cannot be is a sentence."""
+
+import errno
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from csattn.artifact import open_artifact
+from csattn.config import SearchConfig, preset
+from csattn.errors import ConfigError
+from index_build.pipeline import build_artifact
+from offload.errors import DiskError, TierError
+from offload.host_store import HostStore
+from offload.kv_store import STREAM_ROWS
+from offload.tiered_store import TieredStore
+from tests.tiny import loaded, token_ids
+from workers.session import csattn_session
+
+CONTEXT_LEN = 700
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory) -> Path:
+    return build_artifact(
+        loaded(), token_ids(CONTEXT_LEN), preset("default", 16), tmp_path_factory.mktemp("store")
+    ).path
+
+
+def least_budget(artifact: Path, selector: str, config: SearchConfig) -> int:
+    """The smallest budget that is not refused, found by asking."""
+    low, high = 0, 1 << 24
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            with csattn_session(loaded(), artifact, config, selector, host_budget_bytes=middle):
+                high = middle
+        except TierError:
+            low = middle
+    return high
+
+
+def logits(session, num_tokens: int = 24) -> torch.Tensor:
+    """A question in one piece, then token by token."""
+    ids, request = torch.from_numpy(token_ids(num_tokens, seed=1)).long()[None], session.request()
+    with torch.inference_mode():
+        parts = [session.loaded.model(part, past_key_values=request).logits[0] for part in ids.split([9] + [1] * 15, 1)]
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("selector", ["csattn", "full", "window"])
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_within_a_budget_the_bits_are_those_of_memory(artifact, selector, lookahead) -> None:
+    config = SearchConfig(keep=0.1, window_len=8, lookahead=lookahead)
+    budget = least_budget(artifact, selector, config) + 20_000
+    with csattn_session(loaded(), artifact, config, selector, host_budget_bytes=budget) as session:
+        assert isinstance(session.store, TieredStore)
+        assert session.store.plan.num_slots < session.store.plan.num_pages
+        got = logits(session)
+        session.store._ahead.submit(int).result()
+        session.store.check()
+    with open_artifact(artifact) as opened, csattn_session(loaded(), opened, config, selector) as session:
+        # pieces as large as a budget has them; the rows of a flat store are one piece otherwise
+        kv = [opened.layer_kv(layer_idx) for layer_idx in range(3)]
+        session.store = HostStore(kv, stream_rows=STREAM_ROWS)
+        want = logits(session)
+        session.store = HostStore(kv)
+        at_once = logits(session)
+    assert torch.equal(got, want)
+    torch.testing.assert_close(got, at_once, rtol=1e-4, atol=1e-4)
+
+
+def test_nothing_of_the_kv_is_mapped_into_memory(artifact) -> None:
+    """The files are mapped at opening, which takes no memory until a row is touched: within a budget none is."""
+    maps = Path("/proc/self/smaps")
+    if not maps.exists():
+        pytest.skip("no /proc/self/smaps here")
+    for budget, some in ((4_000_000, False), (None, True)):
+        with csattn_session(loaded(), artifact, SearchConfig(keep=0.1), host_budget_bytes=budget) as session:
+            logits(session)
+            assert bool(mapped_kv_bytes(maps)) == some
+
+
+def mapped_kv_bytes(maps: Path) -> int:
+    """Of this process's memory, what is KV files."""
+    num_bytes, inside = 0, False
+    for line in maps.read_text().splitlines():
+        if "-" in line.split(" ", 1)[0]:
+            inside = line.endswith(".kv.safetensors")
+        elif inside and line.startswith("Rss:"):
+            num_bytes += int(line.split()[1]) * 1024
+    return num_bytes
+
+
+@pytest.mark.parametrize("selector", ["exact", "quest", "h2o", "top_p"])
+def test_a_selector_that_reads_all_keys_is_refused(artifact, selector) -> None:
+    with (
+        pytest.raises(ConfigError, match=f"selector '{selector}' reads all keys from host memory"),
+        csattn_session(loaded(), artifact, SearchConfig(), selector, host_budget_bytes=1 << 24),
+    ):
+        pass
+
+
+def test_a_budget_that_is_too_small_names_one_that_is_not(artifact) -> None:
+    with (
+        pytest.raises(TierError, match=r"a host budget of 1,000 bytes is too small .* give at least [\d,]+ bytes"),
+        csattn_session(loaded(), artifact, SearchConfig(), host_budget_bytes=1000),
+    ):
+        pass
+
+
+def test_a_disk_that_fails_in_the_middle_ends_the_answer_with_a_sentence(artifact, monkeypatch) -> None:
+    threads = threading.active_count()
+    with csattn_session(
+        loaded(), artifact, SearchConfig(keep=0.1, lookahead=1), host_budget_bytes=4_000_000
+    ) as session:
+
+        def fail(*args):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        monkeypatch.setattr(os, "preadv", fail)
+        with pytest.raises(DiskError, match="Input/output error; check its disk"):
+            logits(session)
+        session.store._ahead.submit(int).result()
+        session.store.check()
+    assert threading.active_count() == threads

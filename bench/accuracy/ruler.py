@@ -43,7 +43,6 @@ class Haystack:
 class Task:
     make: Callable[[Random, Sequence[float], int], list[Haystack]]  # of depths and a length in tokens
     max_new_tokens: int
-    has_depths: bool
 
 
 def passkey(rng: Random, depths: Sequence[float], length: int) -> list[Haystack]:
@@ -90,10 +89,10 @@ def common_words(rng: Random, depths: Sequence[float], length: int) -> list[Hays
 
 
 TASKS = {
-    "passkey": Task(passkey, 24, True),
-    "multikey": Task(multikey, 24, True),
-    "tracking": Task(tracking, 40, False),
-    "common_words": Task(common_words, 100, False),
+    "passkey": Task(passkey, 24),
+    "multikey": Task(multikey, 24),
+    "tracking": Task(tracking, 40),
+    "common_words": Task(common_words, 100),
 }
 
 

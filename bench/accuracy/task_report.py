@@ -52,12 +52,11 @@ def table(cases: list[Case]) -> str:
             by_full = score(case for case in rows if case["contender"] == "full")
             by_name = [[c for c in rows if (c["contender"], c["keep"]) == (name, keep)] for name in names]
             cells = [_text(score(own), kept(own, full)) for own in by_name]
-            lines.append(f"| {task}, {length} | {_text(by_full, by_full or None)} | " + " | ".join(cells) + " |")
-        left = [[c for c in shown if c["contender"] == name] for name in names]
-        totals = [_text(score(own), kept(own, full)) for own in left]
-        lines.append(
-            f"| all | {_text(score(c for c in cases if c['contender'] == 'full'), 1)} | {' | '.join(totals)} |"
-        )
+            lines.append(f"| {task}, {length} | {_percent(by_full)} | " + " | ".join(cells) + " |")
+        own = [[case for case in shown if case["contender"] == name] for name in names]
+        cells = [_text(score(of_one), kept(of_one, full)) for of_one in own]
+        by_full = score(case for case in cases if case["contender"] == "full")
+        lines.append(f"| all | {_percent(by_full)} | {' | '.join(cells)} |")
     lines += ["", "×: full attention finds nothing there, so a selector cannot fail."]
     return "\n".join(lines[1:])
 
@@ -139,4 +138,8 @@ def _keeps(cases: list[Case]) -> list[float]:
 def _text(found: float | None, left: float | None) -> str:
     if found is None:
         return ""
-    return f"{100 * found:.0f} (×)" if left is None else f"{100 * found:.0f} ({100 * left:.0f} %)"
+    return f"{_percent(found)} (×)" if left is None else f"{_percent(found)} ({_percent(left)} %)"
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.0f}"

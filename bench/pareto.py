@@ -1,0 +1,156 @@
+"""What quality costs: KL of every selector against bytes read and moved per step, bytes of index, and time to search.
+
+    python -m bench.pareto FILE ... [--texts novel,code] [--plot FILE] [--json FILE]
+
+FILE: figures of `python -m bench.accuracy selectors`. KL is the geometric mean over the texts.
+The front, drawn as a line, is made of those that nothing beats in both.
+"""
+
+import argparse
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from bench.accuracy.selectors import VERSION
+from bench.records import Case, load_cases
+from bench.timing import finish, gate
+
+# what is on the x axis -> its title, and how it is told from a case
+AXES: dict[str, tuple[str, Callable[[Case], float]]] = {
+    "read": (
+        "MB read per step: search and fetched rows",
+        lambda c: (c["search_bytes_per_step"] + c["moved_bytes_per_step"]) / 1e6,
+    ),
+    "moved": ("MB moved per step: fetched rows", lambda c: c["moved_bytes_per_step"] / 1e6),
+    "index": ("bytes of index per token and KV head", lambda c: c["index_bytes_per_key"]),
+    "time": ("ms of search per step", lambda c: c["search_ms_per_step"]),
+}
+_DPI = 110
+_OURS = ("default", "default+ahead", "lists", "paper")
+_OUR_COLOUR, _COLOUR, _LINE = "#0b61a4", "#7a4b12", "#b3261e"
+
+
+def points(cases: list[Case], keep: float, axis: str) -> dict[str, tuple[float, float]]:
+    """Cost and KL of each contender: means over texts, of KL the geometric one."""
+    shown = [case for case in cases if case["keep"] == keep]
+    texts = {case["text"] for case in shown}
+    by_name: dict[str, list[Case]] = {}
+    for case in shown:
+        by_name.setdefault(case["contender"], []).append(case)
+    cost = AXES[axis][1]
+    return {
+        name: (
+            float(np.mean([cost(case) for case in own])),
+            float(np.exp(np.mean([np.log(max(case["kl"], 1e-7)) for case in own]))),
+        )
+        for name, own in by_name.items()
+        if {case["text"] for case in own} == texts
+    }
+
+
+def front(costs: Mapping[str, tuple[float, float]]) -> list[str]:
+    """The names that nothing else is at least as good as in both and better in one, the cheapest first."""
+    return sorted(
+        (
+            name
+            for name, (x, y) in costs.items()
+            if not any(a <= x and b <= y and (a, b) != (x, y) for a, b in costs.values())
+        ),
+        key=lambda name: costs[name],
+    )
+
+
+def draw(cases: list[Case], path: Path) -> None:
+    """A row of panels per keep, a column per axis."""
+    keeps = sorted({case["keep"] for case in cases}, reverse=True)
+    figure = Figure(figsize=(5.2 * len(AXES), 4.4 * len(keeps) + 0.9), dpi=_DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    texts = list(dict.fromkeys(case["text"] for case in cases))
+    lengths = sorted({case["context_len"] for case in cases})
+    figure.suptitle(
+        f"What each selector costs and loses: {', '.join(texts)}; {', '.join(map(str, lengths))} tokens of context. "
+        "Down and left is better; red: nothing beats these.",
+        fontsize=13, x=0.01, ha="left",
+    )  # fmt: skip
+    panels = figure.subplots(len(keeps), len(AXES), squeeze=False, sharey="row")
+    for row, keep in enumerate(keeps):
+        for column, axis in enumerate(AXES):
+            _draw_panel(panels[row][column], points(cases, keep, axis), AXES[axis][0])
+        panels[row][0].set_ylabel(f"keep {100 * keep:g} %: KL from full attention (nats)")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=_DPI)
+
+
+def _draw_panel(axes: Any, costs: dict[str, tuple[float, float]], title: str) -> None:
+    """Both axes logarithmic; what costs nothing stands at the left edge, under "0"."""
+    positive = [x for x, _ in costs.values() if x > 0]
+    least, most = (min(positive), max(positive)) if positive else (1.0, 1.0)
+    nothing = least / 4
+    places = {name: (x if x > 0 else nothing, y) for name, (x, y) in costs.items()}
+    line = [places[name] for name in front(costs)]
+    axes.plot(*zip(*line, strict=True), color=_LINE, linewidth=1.4, drawstyle="steps-post", alpha=0.7, zorder=1)
+    axes.set(xscale="log", yscale="log", xlabel=title)
+    axes.set_xlim(nothing / 1.6, most * 3)
+    for name, (x, y) in places.items():
+        colour = _OUR_COLOUR if name in _OURS else _COLOUR
+        axes.plot(x, y, "D" if name in _OURS else "o", color=colour, markeredgecolor="white", markersize=8, zorder=2)
+    _label(axes, places)
+    ticks = [tick for tick in (m * 10.0**p for p in range(-3, 6) for m in (1, 2, 5)) if least / 1.5 <= tick <= most * 2]
+    step = max(1, len(ticks) // 6)
+    shown = ticks[::step]
+    zero = [nothing] if any(x == 0 for x, _ in costs.values()) else []
+    axes.set_xticks([*zero, *shown], [*("0" for _ in zero), *(f"{tick:g}" for tick in shown)])
+    axes.minorticks_off()
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _label(axes: Any, places: dict[str, tuple[float, float]]) -> None:
+    """Names beside their points, moved up where they would lie on one another."""
+    taken: list[tuple[float, float]] = []
+    for name, place in sorted(places.items(), key=lambda item: item[1][1]):
+        x, y = axes.transData.transform(place)
+        shift = 0.0
+        while any(abs(y + shift - other_y) < 15 and abs(x - other_x) < 90 for other_x, other_y in taken):
+            shift += 4
+        taken.append((x, y + shift))
+        colour = _OUR_COLOUR if name in _OURS else "#333333"
+        axes.annotate(
+            name, place, (8, shift * 72 / _DPI - 3), textcoords="offset points", fontsize=9, color=colour,
+            arrowprops={"arrowstyle": "-", "color": "#bbbbbb", "linewidth": 0.6} if shift > 8 else None,
+        )  # fmt: skip
+
+
+def run(arguments: argparse.Namespace) -> None:
+    missing = [str(file) for file in arguments.files if not file.is_file()]
+    gate(not missing, f"there is no file {', '.join(missing)}; make it by `python -m bench.accuracy selectors --json`")
+    cases = [case for file in arguments.files for case in load_cases(file) if case.get("version") == VERSION]
+    wanted = arguments.texts.split(",") if arguments.texts else None
+    cases = [case for case in cases if wanted is None or case["text"] in wanted]
+    gate(bool(cases), "there is nothing to show: no figures of these texts and this version")
+    fronts = []
+    for keep in sorted({case["keep"] for case in cases}, reverse=True):
+        for axis, (title, _) in AXES.items():
+            names = front(points(cases, keep, axis))
+            fronts.append({"keep": keep, "axis": axis, "front": names})
+            print(f"keep {100 * keep:g} %, {title}: {', '.join(names)}")
+    if arguments.plot:
+        draw(cases, arguments.plot)
+    finish({"bench": "pareto", "fronts": fronts}, arguments.json)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE")
+    parser.add_argument("--texts", help="of these texts only")
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--json", type=Path)
+    run(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()

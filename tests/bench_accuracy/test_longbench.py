@@ -1,0 +1,150 @@
+"""LongBench's files in: sentences for what is wrong with them, prompts as LongBench makes them, answers out."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from bench.accuracy import longbench
+from bench.accuracy.answering import FULL
+from bench.accuracy.contenders import find_contenders
+from bench.accuracy.longbench import KEY, make_prompt, run_item, table, truncate_middle
+from bench.accuracy.longbench_file import read_items, read_prompts, split_prompt
+from bench.records import Records
+from bench.timing import GateError
+from tests.tiny import byte_tokenizer, loaded, save
+
+LINE = {
+    "input": "Who?",
+    "context": "The keeper of the inn is Ada. " * 12,
+    "answers": ["Ada", "Ada B."],
+    "length": 84,
+    "dataset": "hotpotqa",
+    "language": "en",
+    "all_classes": None,
+    "_id": "x1",
+}
+PROMPTS = {
+    "hotpotqa": "Read.\n{context}\nQuestion: {input}\nAnswer:",
+    "samsum": "{context}\n{input}",
+    "lcc": "{context}Next:\n",
+}
+
+
+def write(path: Path, *lines: object) -> Path:
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + "\n")
+    return path
+
+
+def test_lines_become_items(tmp_path):
+    items = read_items(write(tmp_path / "a.jsonl", LINE, "", {**LINE, "dataset": "hotpotqa_e", "_id": "x2"}))
+    assert [item.id for item in items] == ["x1", "x2"]
+    assert items[0].answers == ("Ada", "Ada B.") and items[1].data_set == "hotpotqa"
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ('{"input": ', "line 2: Expecting value"),
+        ("[1]", "line 2: a JSON object was expected"),
+        ({**LINE, "dataset": "squad"}, "line 2: unknown dataset 'squad'"),
+        ({**LINE, "answers": []}, "line 2: answers is empty"),
+        ({**LINE, "answers": "Ada"}, "line 2: answers should be a list of texts, got 'Ada'"),
+        ({**LINE, "context": 3}, "line 2: context should be a text, got 3"),
+        ({k: v for k, v in LINE.items() if k != "_id"}, "line 2: _id should be a text, got None"),
+        ({**LINE, "dataset": "trec"}, "line 2: all_classes is empty, and trec is scored by them"),
+        ({**LINE, "all_classes": [1]}, "line 2: all_classes should be a list of texts"),
+    ],
+)
+def test_broken_lines_are_named(tmp_path, line, fault):
+    with pytest.raises(GateError, match="not LongBench's format") as error:
+        read_items(write(tmp_path / "a.jsonl", LINE, line, LINE))
+    assert fault in str(error.value)
+
+
+def test_many_broken_lines_are_counted(tmp_path):
+    with pytest.raises(GateError, match=r"line 5: .*; and 4 more"):
+        read_items(write(tmp_path / "a.jsonl", *["{"] * 9))
+    with pytest.raises(GateError, match="no questions"):
+        read_items(write(tmp_path / "b.jsonl", ""))
+    with pytest.raises(GateError, match="there is no file"):
+        read_items(tmp_path / "none.jsonl")
+    (tmp_path / "c.jsonl").write_bytes(b'{"input": "\xff"}\n')
+    with pytest.raises(GateError, match=r"line 1: .*utf-8"):
+        read_items(tmp_path / "c.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "should be a JSON object"),
+        ('{"lcc": "no place"}', "the prompt of lcc should be a text with one {context}"),
+        ('{"lcc": "{context} {what}"}', "braces besides"),
+        ('{"lcc": "{context} {"}', "braces besides"),
+    ],
+)
+def test_broken_prompts_are_sentences(tmp_path, content, fault):
+    with pytest.raises(GateError) as error:
+        read_prompts(write(tmp_path / "prompts.json", content))
+    assert fault in str(error.value)
+
+
+def test_what_does_not_fit_is_left_out_in_the_middle():
+    tokenizer = byte_tokenizer()
+    assert truncate_middle(tokenizer, "0123456789", 10) == "0123456789"
+    assert truncate_middle(tokenizer, "0123456789", 6) == "012789"
+    assert truncate_middle(tokenizer, "0123456789", 7) == "012789"  # half of 7 is 3
+
+
+def test_prompts_are_cut_where_the_context_ends(tmp_path):
+    (item,) = read_items(write(tmp_path / "a.jsonl", {**LINE, "context": "{braces} stay"}))
+    context, question = split_prompt(PROMPTS["hotpotqa"], item)
+    assert (context, question) == ("Read.\n{braces} stay", "\nQuestion: Who?\nAnswer:")
+    plain = make_prompt(byte_tokenizer(), context, question, 100, chat=False)
+    decode = byte_tokenizer().decode
+    assert (decode(plain.context), decode(plain.question)) == (context, question)
+    chat = make_prompt(byte_tokenizer(), "Read.\n" + 60 * "x" + "yz", question, 60, chat=True)
+    assert decode(chat.context) == "[user]Read.\n" + 29 * "x" + "yz"  # of 91 characters the first and the last 30
+    assert decode(chat.question) == question + "\n[assistant]"
+    easy = plain.set_up("dense")
+    assert len(easy.question) == 1 and decode(easy.context) + decode(easy.question) == context + question
+
+
+def test_a_prompt_that_ends_with_its_context_keeps_a_token_to_answer_from():
+    prompt = make_prompt(byte_tokenizer(), "abc", "", 100, chat=False)
+    assert len(prompt.context) == 2 and len(prompt.question) == 1
+
+
+@pytest.mark.parametrize("question", ["sparse", "dense"])
+def test_items_are_answered_once(tmp_path, question):
+    short = {**LINE, "context": "Too short.", "_id": "x2"}
+    lines = [LINE, {**LINE, "dataset": "samsum", "_id": "x3"}, short]
+    items = read_items(write(tmp_path / "a.jsonl", *lines))
+    runs = [(FULL, 1.0), *((contender, 0.2) for contender in find_contenders("default"))]
+    for _ in range(2):
+        records = Records(tmp_path / "answers.json", {}, KEY)
+        before = len(records.cases)
+        for item in items:
+            run_item(loaded(), item, PROMPTS[item.data_set], 900, question, runs, records)
+    assert before == len(records.cases) == 6
+    assert all(0 <= case["score"] <= 1 and case["said"] for case in records.cases if case["item"] != "x2")
+    assert all("a context this short" in case["refused"] for case in records.cases if case["item"] == "x2")
+    shown = table(records.cases)
+    assert "| | hotpotqa | samsum | mean |" in shown and "Left out: 1 contexts" in shown
+    assert len([line for line in shown.splitlines() if line.startswith(("| full", "| default"))]) == 2
+
+
+def test_the_command(tmp_path, capsys):
+    arguments = SimpleNamespace(
+        files=[write(tmp_path / "a.jsonl", LINE, {**LINE, "_id": "x2"})], prompts=tmp_path / "prompts.json", keep="0.2",
+        question="sparse", selectors="window", items=1, max_length=None, model=str(save(tmp_path / "model")),
+        dtype="float32", json=tmp_path / "answers.json",
+    )  # fmt: skip
+    write(arguments.prompts, {"lcc": PROMPTS["lcc"]})
+    with pytest.raises(GateError, match="has no prompt for hotpotqa"):
+        longbench.run(arguments)
+    write(arguments.prompts, PROMPTS)
+    longbench.run(arguments)
+    assert len(json.loads(capsys.readouterr().out.splitlines()[-1])["cases"]) == 2

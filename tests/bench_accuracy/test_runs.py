@@ -1,0 +1,158 @@
+"""The measurements, in small: what they measure, and that what a file holds is not measured again."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from bench import pareto
+from bench.accuracy import selectors, tasks
+from bench.accuracy.answering import FULL
+from bench.accuracy.contenders import ALL, find_contenders
+from bench.accuracy.task_report import draw_depths, kept, table
+from bench.accuracy.texts import TEXTS, cut_text
+from bench.records import Records
+from bench.timing import GateError
+from csattn.selector_names import SELECTOR_NAMES
+from tests.tiny import byte_tokenizer, loaded
+
+KEEP = 0.1
+CONTEXT_LEN, EVAL_LEN = 320, 6
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Figures of three selectors on one text."""
+    place = tmp_path_factory.mktemp("selectors")
+    measure(place, "default,exact,window")
+    return place
+
+
+def measure(place: Path, names: str) -> Records:
+    records = Records(place / "figures.json", {"bench": "selectors"}, selectors.KEY)
+    lengths = CONTEXT_LEN, EVAL_LEN
+    selectors.compare(loaded(), "novel", lengths, find_contenders(names), [KEEP], place / "store", records)
+    return records
+
+
+def test_figures_are_those_of_each_selector(measured):
+    by_name = {case["contender"]: case for case in measure(measured, "default").cases}
+    model = loaded().geometry
+    row_bytes = 2 * model.head_dim * 4 * model.num_kv_heads * model.num_layers
+    assert by_name["exact"]["moved_bytes_per_step"] == round(KEEP * CONTEXT_LEN) * row_bytes
+    assert by_name["default"]["moved_bytes_per_step"] == by_name["exact"]["moved_bytes_per_step"]
+    assert by_name["window"]["moved_bytes_per_step"] == by_name["window"]["index_bytes_per_key"] == 0
+    assert by_name["exact"]["recall_at_k"] == 1 > by_name["window"]["recall_at_k"]
+    assert by_name["window"]["kl"] >= by_name["exact"]["kl"] >= 0
+    assert by_name["default"]["index_bytes_per_key"] > 0 < by_name["default"]["search_ms_per_step"]
+    assert selectors.table(list(by_name.values())).count("| ") > 30
+
+
+def test_what_is_there_is_not_measured_again(measured, monkeypatch):
+    def refuse(*arguments: object) -> None:
+        raise AssertionError("measured again")
+
+    before = (measured / "figures.json").read_text()
+    with monkeypatch.context() as patch:
+        patch.setattr(selectors, "measure", refuse)
+        patch.setattr(selectors, "full_attention", refuse)
+        measure(measured, "window,default,exact")
+    assert (measured / "figures.json").read_text() == before
+    contexts = sorted(path.name for path in (measured / "store").iterdir())
+    again = measure(measured, "exact,default+ahead")  # only what is missing, over the context that was built
+    assert [case["contender"] for case in again.cases] == ["default", "exact", "window", "default+ahead"]
+    assert sorted(path.name for path in (measured / "store").iterdir()) == contexts
+    assert json.loads((measured / "figures.json").read_text())["cases"] == again.cases
+
+
+def test_figures_of_another_version_are_not_taken(measured, monkeypatch):
+    monkeypatch.setattr(selectors, "VERSION", selectors.VERSION + 1)
+    records = Records(measured / "figures.json", {}, selectors.KEY)
+    assert not records.has(**{**records.cases[0], "version": selectors.VERSION})
+
+
+def test_texts_are_found_cut_and_long_enough(tmp_path):
+    cut = cut_text(TEXTS["spanish"], byte_tokenizer(), 300, 5)
+    assert len(cut.context) == 300 and len(cut.following) == 6
+    with pytest.raises(GateError, match="context and evaluation need 99999999"):
+        cut_text(TEXTS["spanish"], byte_tokenizer(), 99_999_990, 8)
+    with pytest.raises(GateError, match="neither a text"):
+        selectors.find_text(str(tmp_path / "none.txt"))
+
+
+def test_contenders_by_name():
+    names = [contender.name for contender in find_contenders("all")]
+    assert names == list(ALL) and {c.selector for c in find_contenders("all,full")} == set(SELECTOR_NAMES)
+    ahead, paper, own = find_contenders("csattn+ahead, paper,csattn")
+    assert (ahead.name, ahead.search(0.1).lookahead, ahead.preset) == ("default+ahead", 1, "default")
+    assert (paper.selector, paper.preset, own.name) == ("csattn", "paper", "default")
+    for wrong in ("exact+ahead", "none", "default+behind"):
+        with pytest.raises(GateError, match="unknown selector"):
+            find_contenders(wrong)
+
+
+@pytest.mark.parametrize(("task", "question"), [("multikey", "sparse"), ("passkey", "dense")])
+def test_tasks_are_asked_once(tmp_path, monkeypatch, task, question):
+    monkeypatch.setitem(tasks.TASKS, task, replace(tasks.TASKS[task], max_new_tokens=4))
+    runs = [(FULL, 1.0), *((contender, KEEP) for contender in find_contenders("window"))]
+    depths = [0.0, 1.0]
+    for _ in range(2):
+        records = Records(tmp_path / "answers.json", {}, tasks.KEY)
+        before = len(records.cases)
+        tasks.run_task(loaded(), task, 700, depths, 0, question, runs, records)
+    assert before == len(records.cases) == len(runs) * len(depths)
+    assert {case["depth"] for case in records.cases} == set(depths)
+    assert all(case["score"] in (0, 1) for case in records.cases)
+    assert f"| {task}, 700 |" in table(records.cases)
+
+
+def test_prompts_are_as_long_as_asked_for():
+    (haystack,) = tasks.TASKS["multikey"].make(tasks.Random(1), [0.0, 0.5], 640)
+    first, second = tasks.make_prompts(loaded(), haystack, 640)
+    assert len(first.context) == 640 and (first.context == second.context).all()
+    decode = loaded().tokenizer.decode
+    assert decode(first.question).endswith("[assistant]" + haystack.questions[0].answer_start)
+    easy = second.set_up("dense")
+    assert len(easy.context) == 640 + len(second.question) - 1 and len(easy.question) == 1
+
+
+def make_answers() -> list[dict[str, object]]:
+    """Full attention finds all at depth 0 and nothing at depth 1; the selector half of it, and something more."""
+    answers = []
+    for depth, sample, by_full, by_ours in [(0.0, 0, 1.0, 1.0), (0.0, 1, 1.0, 0.0), (1.0, 0, 0.0, 1.0), (1.0, 1, 0, 0)]:
+        where = {"model": "m", "task": "passkey", "length": 1024, "depth": depth, "sample": sample}
+        where |= {"question": "sparse"}
+        answers.append({**where, "contender": "full", "keep": 1.0, "score": by_full})
+        answers.append({**where, "contender": "ours", "keep": 0.05, "score": by_ours})
+    return answers
+
+
+def test_what_full_attention_does_not_find_is_nobodys_failure(tmp_path):
+    answers = make_answers()
+    shown = table(answers)
+    assert "| passkey, 1024 | 50 | 50 (50 %) |" in shown
+    nothing = [answer for answer in answers if answer["depth"] == 1.0]
+    assert "| passkey, 1024 | 0 | 50 (×) |" in table(nothing)
+    assert kept([], {}) is None
+    (picture,) = draw_depths(answers, tmp_path)
+    assert picture.name == "tasks-passkey-5.png" and picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_the_front_has_what_nothing_beats():
+    points = {"a": (1.0, 5.0), "b": (2.0, 3.0), "c": (3.0, 3.0), "d": (4.0, 1.0), "e": (2.0, 4.0), "f": (0.0, 9.0)}
+    assert pareto.front(points) == ["f", "a", "b", "d"]
+    assert pareto.front({"a": (1.0, 1.0), "b": (1.0, 1.0)}) == ["a", "b"]  # neither is better
+    assert pareto.front({}) == []
+
+
+def test_the_pareto_plot(measured, tmp_path, capsys):
+    arguments = SimpleNamespace(files=[measured / "figures.json"], plot=tmp_path / "pareto.png", texts=None, json=None)
+    pareto.run(arguments)
+    assert arguments.plot.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert {line["axis"] for line in result["fronts"]} == set(pareto.AXES)
+    fronts = {line["axis"]: line["front"] for line in result["fronts"]}
+    assert fronts["moved"][0] == fronts["read"][0] == "window"  # it moves nothing
+    assert "exact" in fronts["index"] and "window" not in fronts["index"]  # neither has an index

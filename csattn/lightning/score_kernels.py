@@ -116,6 +116,7 @@ def _score_kernel(
     there = (of_row < num_queries) & (head < NUM_HEADS)
     pairs = of_row.to(tl.int64) * NUM_HEADS + head
     vectors = tl.load(q + pairs[:, None] * HEAD_DIM + dims[None, :], there[:, None] & (dims[None, :] < HEAD_DIM), 0.0)
+    vectors = tl.trans(vectors)
     weight = tl.load(weights + pairs, there, 0.0)
     out_rows = out + rows.to(tl.int64)[None, :] * out_stride
     for first in range(start, end, KEYS):
@@ -124,7 +125,7 @@ def _score_kernel(
         held = tl.minimum(positions, end_key - 1)
         tile = k + held.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :]
         tile = tl.load(tile) if HEAD_DIM == WIDTH else tl.load(tile, dims[None, :] < HEAD_DIM, 0.0)
-        products = tl.dot(tile, tl.trans(vectors), input_precision="ieee")
+        products = tl.dot(tile, vectors, input_precision="ieee")
         products = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
         scores = tl.sum(tl.reshape(products * weight[None, :], (KEYS, QUERIES, HEADS)), 2)
         if HAS_SCALE:

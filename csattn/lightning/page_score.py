@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from csattn.errors import ArrayError
+from csattn.lightning import score_cpu
 from csattn.lightning.checks import require_array, require_at_least
 from csattn.lightning.key_cache import page_views
-from csattn.lightning.score import OPERAND_DTYPES, Operands, score_keys
+from csattn.lightning.score import OPERAND_DTYPES, Operands
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ def score_pages(
     q: Tensor,  # [num_queries, num_heads, head_dim], like the keys' values
     weights: Tensor,  # [num_queries, num_heads] float32
     keys: KeyPages,
-    pages: Tensor,  # [num_queries, max_pages] int32
+    pages: Tensor,  # [num_queries, max_pages] int32; rows may lie any distance apart, also none
     kv_lens: Tensor,  # [num_queries] int32: keys that each query has, in its pages one after the other
     *,
     longer_than: int = 0,  # queries of no more keys than that are not scored
@@ -75,13 +76,13 @@ def score_pages(
 ) -> Tensor:
     """Scores [num_queries, max_pages * page_size] float32, in the order of each query's pages.
 
-    Definition: `score.score_keys`. Only scores of keys that a query has are written; a page number that does not exist
-    gives -inf. Entries of `pages` past a query's keys are not looked at.
+    Definition: `score.score_keys`; on the CPU with the bits of `score_cpu`. Only scores of keys that a query has are
+    written; a page number that does not exist gives -inf. Entries of `pages` past a query's keys are not looked at.
     """
     keys.check()
     require_array("q", q, ("num_queries", "num_heads", keys.values.shape[2]), keys.values.dtype, like=keys.values)
     require_array("weights", weights, tuple(q.shape[:2]), torch.float32, like=q)
-    require_array("pages", pages, (len(q), "max_pages"), torch.int32, like=q)
+    _require_pages(pages, q)
     require_array("kv_lens", kv_lens, (len(q),), torch.int32, like=q)
     max_len = pages.shape[1] * keys.page_size
     if out is None:
@@ -101,12 +102,13 @@ def score_pages(
 
 
 def _score_one(q: Tensor, weights: Tensor, keys: KeyPages, pages: Tensor) -> Tensor:
-    """All scores of one query's pages, by definition."""
+    """All scores of one query's pages, on the CPU."""
     exists = (pages >= 0) & (pages < len(keys.values))
     at = torch.where(exists, pages, 0).long()
-    values = _take(keys.values, at).flatten(0, 1)
-    scores = score_keys(Operands(q[None], values, weights[None], keys.scales[at].flatten()))[0]
-    return torch.where(exists.repeat_interleave(keys.page_size), scores, -torch.inf)
+    operands = Operands(q[None], _take(keys.values, at).flatten(0, 1), weights[None], keys.scales[at].flatten())
+    scores = torch.empty(1, len(operands.k))
+    score_cpu.score_tile(operands, range(len(operands.k)), torch.tensor([len(operands.k)], dtype=torch.int32), scores)
+    return torch.where(exists.repeat_interleave(keys.page_size), scores[0], -torch.inf)
 
 
 def _take(values: Tensor, at: Tensor) -> Tensor:
@@ -118,3 +120,12 @@ def _take(values: Tensor, at: Tensor) -> Tensor:
 
 def _side_by_side(page: Tensor) -> bool:
     return page[0].is_contiguous() if len(page) else True
+
+
+def _require_pages(pages: Tensor, q: Tensor) -> None:
+    fits = pages.dim() == 2 and pages.shape[0] == len(q) and pages.dtype == torch.int32 and pages.device == q.device
+    if not fits or (pages.shape[1] > 1 and pages.stride(1) != 1):
+        raise ArrayError(
+            f"pages are {pages.dtype} of shape {list(pages.shape)} and strides {list(pages.stride())} on "
+            f"{pages.device}; wanted int32 [{len(q)}, max_pages] on {q.device}, a query's pages side by side"
+        )

@@ -51,6 +51,7 @@ def score_on_device(
         out,
         values.stride(0),
         scales.stride(0),
+        pages.stride(0),
         max_pages,
         len(values),
         longer_than,
@@ -69,11 +70,12 @@ def _score_kernel(
     weights,  # [num_queries, NUM_HEADS]
     values,  # [num_pages, PAGE_SIZE, HEAD_DIM], pages value_stride apart
     scales,  # [num_pages, PAGE_SIZE], pages scale_stride apart
-    pages,  # [num_queries, max_pages]
+    pages,  # [num_queries, max_pages], rows pages_stride apart
     kv_lens,  # [num_queries]
     scores,  # [num_queries, max_pages * PAGE_SIZE], written
     value_stride,
     scale_stride,
+    pages_stride,
     max_pages,
     num_pages,
     longer_than,
@@ -94,7 +96,7 @@ def _score_kernel(
     of_heads = tl.load(q + query * NUM_HEADS * HEAD_DIM + head[:, None] * HEAD_DIM + channel[None, :])
     weight = tl.load(weights + query * NUM_HEADS + head)
     in_page = row[:, None] * HEAD_DIM + channel[None, :]
-    pages += query * max_pages
+    pages += query * pages_stride
     scores += query * max_pages * PAGE_SIZE
     last = tl.cdiv(tl.minimum(kv_len, first + pages_each * PAGE_SIZE), PAGE_SIZE)
     for number in tl.range(first // PAGE_SIZE, last, num_stages=NUM_STAGES):

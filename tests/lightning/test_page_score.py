@@ -97,7 +97,7 @@ def test_what_does_not_fit_is_refused() -> None:
     keys, lens = KeyPages.of_cache(cache), torch.tensor([64, 64], dtype=torch.int32)
     with pytest.raises(ArrayError, match="q is float32; wanted float8_e4m3fn"):
         score_pages(q.float(), weights, keys, tables, lens)
-    with pytest.raises(ArrayError, match=r"pages has shape \[1, 1\]"):
+    with pytest.raises(ArrayError, match=r"pages are torch.int32 of shape \[1, 1\]"):
         score_pages(q, weights, keys, tables[:1], lens)
     with pytest.raises(ArrayError, match="kv_lens is int64"):
         score_pages(q, weights, keys, tables, lens.long())

@@ -1,0 +1,166 @@
+"""HISA (arXiv:2603.28458): a learned indexer that looks at blocks of keys first, then at the keys of the best blocks.
+
+What it chooses has the form of what DSA chooses, and is the same wherever the candidates cover all keys of a query.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from csattn.errors import ConfigError
+from csattn.lightning.checks import require_array, require_at_least
+from csattn.lightning.hisa_pooling import PAGE_SIZE, pool_keys
+from csattn.lightning.order import SENTINEL
+from csattn.lightning.page_score import KeyPages, score_pages
+from csattn.lightning.score import Operands
+from csattn.lightning.topk import Order, top_k
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HisaConfig:
+    """Which blocks are looked into. The final paper always takes the first and the last, its first version 1 and 2."""
+
+    block_size: int = 128
+    num_blocks: int = 64  # candidates of a query
+    first_blocks: int = 1  # always among them
+    last_blocks: int = 1  # likewise, of the blocks that a query sees: its own, and before
+
+    def __post_init__(self) -> None:
+        require_at_least("block_size", self.block_size, 1)
+        if self.block_size & (self.block_size - 1):
+            raise ConfigError(f"block_size is {self.block_size}; wanted a power of two")
+        require_at_least("num_blocks", self.num_blocks, 1)
+        require_at_least("first_blocks", self.first_blocks, 0)
+        require_at_least("last_blocks", self.last_blocks, 0)
+        if self.first_blocks + self.last_blocks > self.num_blocks:
+            raise ConfigError(
+                f"{self.first_blocks} first and {self.last_blocks} last blocks are more than the {self.num_blocks} "
+                f"candidates; raise num_blocks"
+            )
+
+    @property
+    def pool_len(self) -> int:
+        """Keys of all candidates."""
+        return self.block_size * self.num_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class BlockedKeys:
+    """The keys that queries see, and the block keys over them. A page of keys divides a block, or is one."""
+
+    keys: KeyPages
+    pages: Tensor  # [num_queries, max_pages] int32, of each query's keys
+    block_keys: KeyPages
+    block_pages: Tensor  # [num_queries, max_block_pages] int32, of each query's block keys
+
+    @classmethod
+    def of_operands(cls, operands: Operands, block_size: int) -> "BlockedKeys":
+        """One sequence whose keys lie side by side; all queries see the same pages."""
+        num_queries, device = len(operands.q), operands.q.device
+        keys = KeyPages.of_keys(operands, block_size)
+        scale = operands.key_scale
+        if scale is None:
+            scale = torch.ones(len(operands.k), device=device)
+        values, scales = pool_keys(operands.k, scale, block_size)
+        weights = operands.weights
+        pooled = KeyPages.of_keys(Operands(operands.q, values.to(operands.q.dtype), weights, scales), PAGE_SIZE)
+        pages = [torch.arange(len(x.values), dtype=torch.int32, device=device) for x in (keys, pooled)]
+        return cls(keys, pages[0].expand(num_queries, -1), pooled, pages[1].expand(num_queries, -1))
+
+
+def hisa_top_k(
+    q: Tensor,  # [num_queries, num_heads, head_dim], like the keys
+    weights: Tensor,  # [num_queries, num_heads] float32
+    blocked: BlockedKeys,
+    kv_lens: Tensor,  # [num_queries] int32: keys that each query sees, the first of its own
+    k: int,
+    config: HisaConfig,
+    *,
+    order: Order = "score",
+    physical: bool = False,  # whether indices are page * page_size + row instead of positions in the sequence
+) -> Tensor:
+    """The best keys within the best blocks: indices [num_queries, k] int32, -1 padded, in an order of `top_k`'s."""
+    require_at_least("k", k, 1, config.pool_len)
+    candidates = choose_blocks(q, weights, blocked, kv_lens, config)
+    pages, pool_lens = candidate_pages(candidates, blocked.pages, kv_lens, blocked.keys.page_size, config.block_size)
+    scores = score_pages(q, weights, blocked.keys, pages, pool_lens)
+    where = {"pages": candidates, "page_size": config.block_size}
+    if physical:
+        where = {"pages": pages, "page_size": blocked.keys.page_size}
+    return top_k(scores, k, pool_lens, order=order, **where)  # type: ignore[arg-type]
+
+
+def block_sparse_top_k(
+    q: Tensor, weights: Tensor, blocked: BlockedKeys, kv_lens: Tensor, k: int, config: HisaConfig
+) -> Tensor:
+    """The ablation without refinement: all keys of the best blocks, k in all, ascending. Arguments: `hisa_top_k`."""
+    require_at_least("k", k, config.pool_len, config.pool_len)
+    candidates = choose_blocks(q, weights, blocked, kv_lens, config)
+    positions = candidates[..., None] * config.block_size + torch.arange(config.block_size, device=q.device)
+    seen = (candidates[..., None] >= 0) & (positions < kv_lens[:, None, None])
+    positions = torch.where(seen, positions, torch.iinfo(torch.int32).max).flatten(1).sort(dim=1).values
+    return torch.where(positions == torch.iinfo(torch.int32).max, SENTINEL, positions).to(torch.int32)
+
+
+def choose_blocks(q: Tensor, weights: Tensor, blocked: BlockedKeys, kv_lens: Tensor, config: HisaConfig) -> Tensor:
+    """The candidates of each query: [num_queries, num_blocks] int32, ascending, -1 padded."""
+    require_array("kv_lens", kv_lens, (len(q),), torch.int32, like=q)
+    num_blocks = (kv_lens + (config.block_size - 1)) // config.block_size
+    scores = score_pages(q, weights, blocked.block_keys, blocked.block_pages, num_blocks)
+    force_blocks(scores, num_blocks, config)
+    return top_k(scores, config.num_blocks, num_blocks, order="position")
+
+
+def force_blocks(scores: Tensor, num_blocks: Tensor, config: HisaConfig) -> None:
+    """Make the scores of the first and last blocks infinite. scores: [num_queries, max_blocks]; num_blocks: of each."""
+    if scores.device.type == "cuda":
+        from csattn.lightning.hisa_kernels import force_on_device  # Triton is only where a GPU is
+
+        force_on_device(scores, num_blocks, config.first_blocks, config.last_blocks)
+        return
+    block = torch.arange(scores.shape[1], device=scores.device)
+    forced = (block < config.first_blocks) | (block >= num_blocks[:, None] - config.last_blocks)
+    scores.masked_fill_(forced & (block < num_blocks[:, None]), torch.inf)
+
+
+def candidate_pages(
+    candidates: Tensor,  # [num_queries, num_blocks] int32, ascending, -1 padded
+    pages: Tensor,  # [num_queries, max_pages] int32
+    kv_lens: Tensor,  # [num_queries] int32
+    page_size: int,
+    block_size: int,
+) -> tuple[Tensor, Tensor]:
+    """The candidates' pages [num_queries, num_blocks * pages of a block] int32, and how many keys they hold.
+
+    Only the last block of a sequence may be short, and it comes last: candidates hold a prefix of their pages' keys.
+    """
+    if block_size % page_size:
+        raise ConfigError(f"blocks of {block_size} keys do not divide into pages of {page_size}")
+    each = block_size // page_size
+    if candidates.device.type == "cuda":
+        from csattn.lightning.hisa_kernels import candidates_on_device
+
+        own = candidates.new_empty(len(candidates), candidates.shape[1] * each)
+        pool_lens = torch.empty_like(kv_lens)
+        candidates_on_device(candidates, pages, kv_lens, block_size, own, pool_lens)
+        return own, pool_lens
+    numbers = (candidates[..., None] * each + torch.arange(each, dtype=torch.int32)).flatten(1)
+    there = (numbers >= 0) & (numbers * page_size < kv_lens[:, None]) & (numbers < pages.shape[1])
+    own = torch.where(there, pages.gather(1, torch.where(there, numbers, 0).long()), SENTINEL)
+    missing = ((candidates + 1) * block_size - kv_lens[:, None]).clamp(min=0)
+    return own, torch.where(candidates < 0, 0, block_size - missing).sum(1).to(torch.int32)
+
+
+def overlap(chosen: Tensor, wanted: Tensor) -> Tensor:
+    """Intersection over union of each query's two selections [num_queries, k] int32, -1 padded: [num_queries] float64.
+
+    1 where both are empty.
+    """
+    largest = int(max(chosen.max(), wanted.max())) + 2
+    sets = []
+    for indices in (chosen, wanted):
+        members = torch.zeros(len(indices), largest, dtype=torch.bool, device=indices.device)
+        sets.append(members.scatter_(1, indices.long() + 1, True)[:, 1:])
+    both, either = (sets[0] & sets[1]).sum(1), (sets[0] | sets[1]).sum(1)
+    return torch.where(either == 0, 1.0, both.double() / either.clamp(min=1))

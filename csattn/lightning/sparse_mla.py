@@ -25,20 +25,25 @@ def sparse_mla(
     *,
     attn_sink: Tensor | None = None,  # [num_heads] float32, a logit that takes its share of each head's softmax
     out: Tensor | None = None,  # like q_nope
+    lse: Tensor | None = None,  # [num_queries, num_heads] float32
 ) -> tuple[Tensor, Tensor]:
     """Output like q_nope, and the log-sum-exp [num_queries, num_heads] float32 (natural, without the sink).
 
     A query without rows gets 0 and -inf. Definition: `sparse_mla_by_definition`. On a GPU the sum over rows is split
     among programs and merged in a fixed order: the same call gives the same bits.
     """
-    _require(q_nope, q_pe, ckv, kpe, indices, softmax_scale, attn_sink, out)
+    _require(q_nope, q_pe, ckv, kpe, indices, softmax_scale, attn_sink)
     if out is None:
         out = torch.empty_like(q_nope)
+    if lse is None:
+        lse = torch.empty(q_nope.shape[:2], dtype=torch.float32, device=q_nope.device)
+    require_array("out", out, tuple(q_nope.shape), q_nope.dtype, like=q_nope)
+    require_array("lse", lse, tuple(q_nope.shape[:2]), torch.float32, like=q_nope)
     if q_nope.device.type == "cuda":
         from csattn.lightning.sparse_mla_kernels import attend_on_device  # Triton is only where a GPU is
 
-        return out, attend_on_device(q_nope, q_pe, ckv, kpe, indices, softmax_scale, attn_sink, out)
-    lse = torch.empty(q_nope.shape[:2], dtype=torch.float32, device=q_nope.device)
+        attend_on_device(q_nope, q_pe, ckv, kpe, indices, softmax_scale, attn_sink, out, lse)
+        return out, lse
     step = max(1, CHUNK_BYTES // max(1, 8 * indices.shape[1] * q_nope.shape[2]))
     for first in range(0, len(q_nope), step):
         some = slice(first, first + step)
@@ -83,7 +88,6 @@ def _require(
     indices: Tensor,
     softmax_scale: float,
     attn_sink: Tensor | None,
-    out: Tensor | None,
 ) -> None:
     require_array("q_nope", q_nope, ("num_queries", "num_heads", "latent_dim"), *DTYPES)
     num_queries, num_heads, latent_dim = q_nope.shape
@@ -96,8 +100,6 @@ def _require(
     require_array("indices", indices, (num_queries, "top_k"), torch.int32, like=q_nope)
     if attn_sink is not None:
         require_array("attn_sink", attn_sink, (num_heads,), torch.float32, like=q_nope)
-    if out is not None:
-        require_array("out", out, tuple(q_nope.shape), q_nope.dtype, like=q_nope)
     if not isinstance(softmax_scale, float) or not 0 < softmax_scale < float("inf"):
         raise ConfigError(f"softmax_scale is {softmax_scale!r}; wanted a positive number")
 

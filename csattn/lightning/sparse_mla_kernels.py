@@ -56,16 +56,16 @@ def attend_on_device(
     softmax_scale: float,
     attn_sink: Tensor | None,
     out: Tensor,
+    lse: Tensor,
     shape: AttendShape | None = None,
-) -> Tensor:
-    """Enqueue on torch's current stream; returns the log-sum-exp."""
+) -> None:
+    """Enqueue on torch's current stream."""
     num_queries, num_heads, latent_dim = q_nope.shape
     rope_dim = 0 if q_pe is None else q_pe.shape[2]
     _require_powers_of_two(latent_dim, rope_dim)
     top_k = indices.shape[1]
-    lse = torch.empty(num_queries, num_heads, dtype=torch.float32, device=q_nope.device)
     if num_queries == 0:
-        return lse
+        return
     shape = AttendShape.choose(num_queries, num_heads, top_k) if shape is None else shape
     splits = shape.num_splits
     parts, part_lse = out, lse
@@ -115,7 +115,6 @@ def attend_on_device(
             BLOCK_CHANNELS=min(latent_dim, MERGED_CHANNELS),
             num_warps=4,
         )
-    return lse
 
 
 def _require_powers_of_two(latent_dim: int, rope_dim: int) -> None:

@@ -39,8 +39,9 @@ def make_case(
 def by_kernel(case: dict[str, Tensor | None], shape: AttendShape, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     arrays = {name: None if array is None else array.to(DEVICE) for name, array in case.items()}
     out = torch.full_like(arrays["q_nope"], torch.nan)  # type: ignore[arg-type]
+    lse = torch.full(out.shape[:2], torch.nan, device=DEVICE)
     sink = None if sink is None else sink.to(DEVICE)
-    lse = attend_on_device(**arrays, softmax_scale=SCALE, attn_sink=sink, out=out, shape=shape)  # type: ignore[arg-type]
+    attend_on_device(**arrays, softmax_scale=SCALE, attn_sink=sink, out=out, lse=lse, shape=shape)  # type: ignore[arg-type]
     return out.cpu(), lse.cpu()
 
 
@@ -73,7 +74,8 @@ def test_the_shapes_of_the_models() -> None:
     want = sparse_mla_by_definition(**case, softmax_scale=0.13523378)  # type: ignore[arg-type]
     arrays = {name: array.to(DEVICE) for name, array in case.items()}  # type: ignore[union-attr]
     out = torch.full_like(arrays["q_nope"], torch.nan)
-    lse = attend_on_device(**arrays, softmax_scale=0.13523378, attn_sink=None, out=out)
+    lse = torch.full(out.shape[:2], torch.nan, device=DEVICE)
+    attend_on_device(**arrays, softmax_scale=0.13523378, attn_sink=None, out=out, lse=lse)
     agree((out.cpu(), lse.cpu()), want, 5e-3)
 
 
@@ -124,6 +126,7 @@ def test_programs_fill_the_device() -> None:
         ({"indices": torch.zeros(2, 8, dtype=torch.int64)}, ArrayError, "indices is int64"),
         ({"attn_sink": torch.zeros(3)}, ArrayError, r"attn_sink has shape \[3\]"),
         ({"out": torch.zeros(2, 4, 31)}, ArrayError, "out has shape"),
+        ({"lse": torch.zeros(2, 3)}, ArrayError, "lse has shape"),
         ({"softmax_scale": 0.0}, ConfigError, "wanted a positive number"),
     ],
 )

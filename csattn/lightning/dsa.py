@@ -1,0 +1,159 @@
+"""DeepSeek Sparse Attention while decoding: score all keys in FP8, choose exactly, attend to what is chosen.
+
+The two operators have the signatures of the FlashInfer contest of MLSys 2026, where they are called
+`dsa_topk_indexer_fp8_h64_d128_topk2048_ps64` and `dsa_sparse_attention_h16_ckv512_kpe64_topk2048_ps64`; `DsaDecoder`
+makes steps of both.
+
+What only Blackwell can do is not here. It would go to two places. Products of FP8 keys whose sums stay in tensor memory
+while another warp weighs and adds them up (`tcgen05.mma`, TMEM) belong in `page_score_kernels._score_kernel`, where
+Hopper's matrix instruction occupies the warps that also do the sum. The two products of attention likewise belong in
+`sparse_mla_kernels._attend_kernel`. FP4 keys with block scales would need a cache format of their own besides.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from csattn.errors import ArrayError
+from csattn.lightning.checks import require_array, require_at_least
+from csattn.lightning.hisa import BlockedKeys, HisaConfig, hisa_top_k
+from csattn.lightning.hisa_pooling import PooledKeys
+from csattn.lightning.key_cache import HEAD_DIM, PAGE_SIZE, TOKEN_BYTES
+from csattn.lightning.page_score import KeyPages, score_pages
+from csattn.lightning.quantise import FP8
+from csattn.lightning.sparse_mla import sparse_mla
+from csattn.lightning.topk import Order, top_k
+
+TOP_K = 2048
+LOG2_E = 1.4426950408889634
+
+
+def dsa_topk_indexer(
+    q_index_fp8: Tensor,  # [batch_size, num_heads, 128] float8_e4m3fn
+    k_index_cache_fp8: Tensor,  # [num_pages, 64, 1, 132] int8 or uint8, see `key_cache`
+    weights: Tensor,  # [batch_size, num_heads] float32
+    seq_lens: Tensor,  # [batch_size] int32
+    block_table: Tensor,  # [batch_size, max_num_pages] int32
+    *,
+    num_chosen: int = TOP_K,
+    order: Order = "position",
+    scores: Tensor | None = None,  # [batch_size, max_num_pages * 64] float32, overwritten
+    out: Tensor | None = None,  # [batch_size, num_chosen] int32
+) -> Tensor:
+    """Where the best keys of each sequence lie: [batch_size, num_chosen] int32, page * 64 + row, -1 padded.
+
+    Of a sequence of up to num_chosen keys all are chosen, in the order of the sequence without a look at them
+    (order="position"); with order="score", best first as torch.topk has them.
+    """
+    keys = KeyPages.of_cache(k_index_cache_fp8)
+    all_chosen = num_chosen if order == "position" else 0
+    scores = score_pages(q_index_fp8, weights, keys, block_table, seq_lens, longer_than=all_chosen, out=scores)
+    return top_k(scores, num_chosen, seq_lens, order=order, pages=block_table, page_size=PAGE_SIZE, out=out)
+
+
+def dsa_sparse_attention(
+    q_nope: Tensor,  # [num_tokens, num_heads, 512] bfloat16, float16 or float32
+    q_pe: Tensor,  # [num_tokens, num_heads, 64]
+    ckv_cache: Tensor,  # [num_pages, 64, 512]
+    kpe_cache: Tensor,  # [num_pages, 64, 64]
+    sparse_indices: Tensor,  # [num_tokens, top_k] int32, page * 64 + row, -1: none
+    sm_scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Output [num_tokens, num_heads, 512] like q_nope and log-sum-exp [num_tokens, num_heads] float32, base 2.
+
+    A token without rows gets 0 and -inf.
+    """
+    ckv, kpe = flat_rows("ckv_cache", ckv_cache), flat_rows("kpe_cache", kpe_cache)
+    out, lse = sparse_mla(q_nope, q_pe, ckv, kpe, sparse_indices, sm_scale)
+    return out, lse * LOG2_E
+
+
+def flat_rows(name: str, cache: Tensor) -> Tensor:
+    """A paged cache as rows: [num_pages, page_size, width] -> [num_pages * page_size, width], in its memory."""
+    if cache.dim() != 3 or cache.stride(2) != 1 or cache.stride(0) != cache.shape[1] * cache.stride(1):
+        raise ArrayError(
+            f"{name} has shape {list(cache.shape)} and strides {list(cache.stride())}; wanted "
+            f"[num_pages, page_size, width] with rows at equal distances, each contiguous"
+        )
+    return cache.flatten(0, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DsaShape:
+    """Of all steps of a decoder."""
+
+    batch_size: int
+    max_len: int  # of a sequence, in tokens
+    num_heads: int  # of the attention
+    softmax_scale: float
+    dtype: torch.dtype = torch.bfloat16  # of queries and latent rows
+    latent_dim: int = 512
+    rope_dim: int = 64
+    num_index_heads: int = 64
+    top_k: int = TOP_K
+    hisa: HisaConfig | None = None  # look at blocks of keys first; None: at all keys
+
+    @property
+    def max_pages(self) -> int:
+        return -(-self.max_len // PAGE_SIZE)
+
+
+class DsaDecoder:
+    """Steps of one layer for a batch, in memory that never moves: a step may be captured as a graph and replayed.
+
+    The caller writes queries, lengths and tables into the attributes, keys and rows into the caches, calls `step` or
+    replays it, and reads `out`, `lse` and `indices`. Nothing of a step waits for the device or looks at a value on the
+    host. Four launches: score, choose, attend, merge; with HISA six more.
+    """
+
+    def __init__(self, shape: DsaShape, device: torch.device) -> None:
+        require_at_least("batch_size", shape.batch_size, 1)
+        require_at_least("max_len", shape.max_len, 1)
+        require_at_least("top_k", shape.top_k, 1)
+        rows, heads = shape.batch_size, shape.num_heads
+        self.shape = shape
+        self.q_index = torch.zeros(rows, shape.num_index_heads, HEAD_DIM, dtype=FP8, device=device)
+        self.index_weights = torch.zeros(rows, shape.num_index_heads, device=device)
+        self.q_nope = torch.zeros(rows, heads, shape.latent_dim, dtype=shape.dtype, device=device)
+        self.q_pe = torch.zeros(rows, heads, shape.rope_dim, dtype=shape.dtype, device=device)
+        self.seq_lens = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.block_table = torch.zeros(rows, shape.max_pages, dtype=torch.int32, device=device)
+        self.indices = torch.full((rows, shape.top_k), -1, dtype=torch.int32, device=device)
+        self.out = torch.zeros_like(self.q_nope)
+        self.lse = torch.zeros(rows, heads, device=device)
+        self.block_keys: PooledKeys | None = None  # with HISA: to be kept up to date by the caller
+        self._scores = None
+        if shape.hisa is None:
+            self._scores = torch.empty(rows, shape.max_pages * PAGE_SIZE, device=device)
+        else:
+            self.block_keys = PooledKeys(rows, shape.max_len, shape.hisa.block_size, HEAD_DIM, device)
+
+    def __repr__(self) -> str:
+        return f"<DsaDecoder of {self.shape.batch_size} sequences of up to {self.shape.max_len} tokens>"
+
+    def step(
+        self,
+        key_cache: Tensor,  # [num_pages, 64, 1, 132] uint8 or int8; the step's own tokens are in it
+        ckv_cache: Tensor,  # [num_pages, 64, latent_dim]
+        kpe_cache: Tensor,  # [num_pages, 64, rope_dim]
+    ) -> None:
+        """Enqueue choice and attention of every sequence."""
+        require_array("key_cache", key_cache, ("num_pages", PAGE_SIZE, 1, TOKEN_BYTES), like=self.q_index)
+        self._choose(key_cache)
+        ckv, kpe = flat_rows("ckv_cache", ckv_cache), flat_rows("kpe_cache", kpe_cache)
+        scale = self.shape.softmax_scale
+        sparse_mla(self.q_nope, self.q_pe, ckv, kpe, self.indices, scale, out=self.out, lse=self.lse)
+
+    def _choose(self, key_cache: Tensor) -> None:
+        q, weights, k = self.q_index, self.index_weights, self.shape.top_k
+        if self.shape.hisa is None or self.block_keys is None:
+            table = self.block_table
+            dsa_topk_indexer(
+                q, key_cache, weights, self.seq_lens, table, num_chosen=k, scores=self._scores, out=self.indices
+            )
+            return
+        pooled = self.block_keys
+        blocked = BlockedKeys(KeyPages.of_cache(key_cache), self.block_table, pooled.keys, pooled.pages)
+        chosen = hisa_top_k(q, weights, blocked, self.seq_lens, k, self.shape.hisa, order="position", physical=True)
+        self.indices.copy_(chosen)

@@ -1,0 +1,151 @@
+"""Steps of DSA choose and attend as the definitions do, in memory that stays where it is."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from csattn.errors import ArrayError
+from csattn.lightning.dsa import DsaDecoder, DsaShape, dsa_sparse_attention, dsa_topk_indexer
+from csattn.lightning.hisa import HisaConfig
+from csattn.lightning.key_cache import make_key_cache, page_views, read_keys, write_keys
+from csattn.lightning.order import top_k_reference
+from csattn.lightning.quantise import quantise_fp8
+from csattn.lightning.score import Operands, score_keys
+from csattn.lightning.sparse_mla import sparse_mla_by_definition
+from tests.cuda_on_cpu.emulated import DEVICE
+
+HEADS, TOP_K = 16, 96
+KV_LENS = [400, 96, 1, 97, 0]
+SHAPE = DsaShape(
+    batch_size=len(KV_LENS),
+    max_len=512,
+    num_heads=4,
+    softmax_scale=0.2,
+    dtype=torch.float32,
+    latent_dim=32,
+    rope_dim=16,
+    num_index_heads=HEADS,
+    top_k=TOP_K,
+)
+
+
+def make_caches(kv_lens: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Index keys, latent rows and tables; what no sequence has is NaN, and table entries past its end lead nowhere."""
+    cache = make_key_cache(30)
+    values, scales = page_views(cache)
+    values.view(torch.uint8).fill_(0x7F)
+    scales.fill_(torch.nan)
+    rows = torch.full((30, 64, 48), torch.nan)
+    order = torch.randperm(30).to(torch.int32)
+    tables = torch.full((len(kv_lens), 8), 2**30, dtype=torch.int32)
+    for row, kv_len in enumerate(kv_lens):
+        num_pages = -(-kv_len // 64)
+        tables[row, :num_pages], order = order[:num_pages], order[num_pages:]
+        token = torch.arange(kv_len)
+        slots = tables[row, token // 64].long() * 64 + token % 64
+        write_keys(cache, torch.randn(kv_len, 128), slots)
+        rows.view(-1, 48)[slots] = torch.randn(kv_len, 48)
+    return cache, rows[..., :32], rows[..., 32:], tables
+
+
+def make_queries() -> tuple[Tensor, Tensor]:
+    q, scale = quantise_fp8(torch.randn(len(KV_LENS), HEADS, 128))
+    return q, torch.randn(len(KV_LENS), HEADS) * scale[..., 0]
+
+
+def chosen_by_definition(q: Tensor, weights: Tensor, cache: Tensor, tables: Tensor, order: str) -> Tensor:
+    want = torch.full((len(q), TOP_K), -1, dtype=torch.int32)
+    for row, kv_len in enumerate(KV_LENS):
+        k, scale = read_keys(cache, tables[row].clamp(max=29), kv_len)
+        scores = score_keys(Operands(q[row : row + 1], k, weights[row : row + 1], scale))
+        best = top_k_reference(scores, TOP_K, torch.tensor([kv_len]))[0]
+        best = best[best >= 0].long()
+        best = best.sort().values if order == "position" else best
+        want[row, : len(best)] = (tables[row, best // 64] * 64 + best % 64).to(torch.int32)
+    return want
+
+
+@pytest.mark.parametrize("order", ["position", "score"])
+def test_the_indexer_chooses_as_the_definition_does(order: str) -> None:
+    q, weights = make_queries()
+    cache, _, _, tables = make_caches(KV_LENS)
+    lens = torch.tensor(KV_LENS, dtype=torch.int32)
+    got = dsa_topk_indexer(q, cache.view(torch.int8), weights, lens, tables, num_chosen=TOP_K, order=order)  # type: ignore[arg-type]
+    assert torch.equal(got, chosen_by_definition(q, weights, cache, tables, order))
+
+
+def test_attention_has_the_contests_logarithm() -> None:
+    _, ckv, kpe, tables = make_caches([64])
+    ckv, kpe = ckv.contiguous(), kpe.contiguous()
+    indices = (tables[:1, :1] * 64 + torch.arange(8)).to(torch.int32)
+    q_nope, q_pe = torch.randn(1, 2, 32), torch.randn(1, 2, 16)
+    out, lse = dsa_sparse_attention(q_nope, q_pe, ckv, kpe, indices, 0.5)
+    want, want_lse = sparse_mla_by_definition(q_nope, q_pe, ckv.flatten(0, 1), kpe.flatten(0, 1), indices, 0.5)
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(torch.exp2(lse), want_lse.exp())
+    _, lse = dsa_sparse_attention(q_nope, q_pe, ckv, kpe, torch.full_like(indices, -1), 0.5)
+    assert (lse == -torch.inf).all()
+
+
+def fill(decoder: DsaDecoder, tables: Tensor) -> None:
+    q, weights = make_queries()
+    decoder.q_index.copy_(q)
+    decoder.index_weights.copy_(weights)
+    decoder.q_nope.normal_()
+    decoder.q_pe.normal_()
+    decoder.seq_lens.copy_(torch.tensor(KV_LENS))
+    decoder.block_table.copy_(tables)
+
+
+@pytest.mark.parametrize("hisa", [None, HisaConfig(num_blocks=4), HisaConfig(block_size=64, num_blocks=8)])
+def test_steps_choose_and_attend_in_place(hisa: HisaConfig | None) -> None:
+    """Blocks cover all keys here, so that HISA chooses what DSA chooses."""
+    decoder = DsaDecoder(replace(SHAPE, hisa=hisa), torch.device("cpu"))
+    places = [x.data_ptr() for x in (decoder.indices, decoder.out, decoder.lse)]
+    for _ in range(2):
+        cache, ckv, kpe, tables = make_caches(KV_LENS)
+        fill(decoder, tables)
+        if decoder.block_keys is not None:
+            for row, kv_len in enumerate(KV_LENS):
+                decoder.block_keys.load(row, *read_keys(cache, tables[row].clamp(max=29), kv_len))
+        decoder.step(cache, ckv, kpe)
+        want = chosen_by_definition(decoder.q_index, decoder.index_weights, cache, tables, "position")
+        assert torch.equal(decoder.indices, want)
+        rows = ckv.flatten(0, 1), kpe.flatten(0, 1)
+        out, lse = sparse_mla_by_definition(decoder.q_nope, decoder.q_pe, *rows, want, SHAPE.softmax_scale)
+        torch.testing.assert_close(decoder.out, out)
+        torch.testing.assert_close(decoder.lse, lse)
+    assert places == [x.data_ptr() for x in (decoder.indices, decoder.out, decoder.lse)]
+
+
+@pytest.mark.gpu
+def test_a_captured_step_follows_its_inputs() -> None:
+    decoder = DsaDecoder(SHAPE, DEVICE)
+    caches = [x.to(DEVICE) for x in make_caches(KV_LENS)]
+    fill(decoder, caches[3])
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        decoder.step(*caches[:3])
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decoder.step(*caches[:3])
+    for _ in range(3):
+        fill(decoder, caches[3])
+        graph.replay()
+        got = [x.clone() for x in (decoder.indices, decoder.out, decoder.lse)]
+        decoder.step(*caches[:3])
+        assert all(torch.equal(a, b) for a, b in zip(got, (decoder.indices, decoder.out, decoder.lse), strict=True))
+
+
+def test_caches_that_do_not_fit_are_refused() -> None:
+    decoder = DsaDecoder(SHAPE, torch.device("cpu"))
+    cache, ckv, kpe, _ = make_caches(KV_LENS)
+    with pytest.raises(ArrayError, match="key_cache has shape"):
+        decoder.step(cache[:, :32], ckv, kpe)
+    with pytest.raises(ArrayError, match="rows at equal distances"):
+        decoder.step(cache, ckv.transpose(0, 1), kpe)
+    with pytest.raises(ArrayError, match="kpe is"):
+        decoder.step(cache, ckv, kpe[..., :8])

@@ -8,6 +8,8 @@ from torch import Tensor
 from offload.codecs.codec import KvCodec
 from offload.codecs.formats import KvFormat
 from offload.codecs.layers import encode_layer
+from offload.host_store import row_numbers
+from offload.kv_store import pieces_of
 
 _STREAM_ROWS = 4096  # of a piece that is decoded and attended to at once
 
@@ -37,27 +39,22 @@ class CodedStore:
 
     def rows(self, layer_idx: int, rows: slice) -> Tensor:
         """A contiguous range of rows, decoded: [num_kv_heads, num_rows, 2, head_dim] float32."""
-        return self._decode(self.layers[layer_idx], rows)
+        return torch.from_numpy(self.codec.decode(self.layers[layer_idx][:, rows].numpy()))
 
     def gather(self, layer_idx: int, kv_indices: Tensor) -> Tensor:
         """As `KvStore.gather`."""
         layer = self.layers[layer_idx]
-        num_kv_heads, context_len, row_bytes = layer.shape
-        kv_head = torch.arange(kv_indices.shape[-2]) // (kv_indices.shape[-2] // num_kv_heads)
-        numbers = kv_indices.long().clamp(0, context_len - 1) + (kv_head * context_len)[:, None]
-        rows = self.codec.gather(layer.view(-1, row_bytes).numpy(), numbers.view(-1).numpy())
+        numbers = row_numbers(layer.shape, kv_indices).view(-1)
+        rows = self.codec.gather(layer.numpy(), numbers.numpy())
         return torch.from_numpy(rows).view(*kv_indices.shape, 2, self.codec.head_dim)
 
     def stream(self, layer_idx: int, rows: slice) -> Iterator[Tensor]:
         """A range of rows in pieces."""
-        for start in range(rows.start, rows.stop, _STREAM_ROWS):
-            yield self.rows(layer_idx, slice(start, min(start + _STREAM_ROWS, rows.stop)))
+        for piece in pieces_of(rows, _STREAM_ROWS):
+            yield self.rows(layer_idx, piece)
 
     def prefetch(self, layer_idx: int, kv_indices: Tensor) -> None:
         """Nothing is nearer than host memory."""
 
     def close(self) -> None:
         """The memory goes with the store."""
-
-    def _decode(self, layer: Tensor, rows: slice) -> Tensor:
-        return torch.from_numpy(self.codec.decode(layer[:, rows].numpy()))

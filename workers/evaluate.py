@@ -11,6 +11,7 @@ from torch import Tensor
 from csattn.artifact import Artifact
 from csattn.config import SearchConfig
 from csattn.models import LoadedModel
+from offload.codecs.formats import KvFormat
 from workers.observe import AttentionProbe
 from workers.session import RequestCache, Session, csattn_session
 
@@ -62,18 +63,23 @@ def measure(
     token_ids: NDArray[np.int32],  # [num_tokens + 1], as for `full_attention`
     baseline: Baseline,
     on_token: Callable[[int], None] = lambda num_tokens: None,
+    kv_format: KvFormat | None = None,
 ) -> Quality:
-    """Compare one selector with full attention over the same context and tokens."""
+    """Compare one selector with full attention over the same context and tokens.
+
+    kv_format: how the context's rows are kept for the selector; full attention has them as they were built.
+    """
     num_tokens = len(token_ids) - 1
-    probe = AttentionProbe(artifact.spec.model, every=-(-num_tokens // _MAX_OBSERVED))
-    with csattn_session(loaded, artifact, config, selector) as session:
+    probe = AttentionProbe(artifact, every=-(-num_tokens // _MAX_OBSERVED))
+    with csattn_session(loaded, artifact, config, selector, kv_format) as session:
         request = session.request(probe)
         log_probs = _predict(session, request, token_ids[:-1], on_token)
         index_bytes = sum(prepared.index_bytes for prepared in session.prepared)
     spec, count = artifact.spec, request.count
     rows_before = sum(spec.context_len + token + 1 for token in range(num_tokens)) * spec.model.num_layers
     num_lists = spec.model.num_kv_heads * spec.model.num_layers
-    row_bytes = 2 * spec.model.head_dim * loaded.dtype.itemsize
+    head_dim = spec.model.head_dim
+    row_bytes = 2 * head_dim * loaded.dtype.itemsize if kv_format is None else kv_format.row_bytes(head_dim)
     kl = (baseline.log_probs.exp() * (baseline.log_probs - log_probs)).sum(-1)
     same = baseline.log_probs.argmax(-1) == log_probs.argmax(-1)
     return Quality(

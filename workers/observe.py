@@ -5,7 +5,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from csattn.artifact import ModelGeometry
+from csattn.artifact import Artifact
 from csattn.selectors import FarRows
 from workers.decode import LayerDecoder
 
@@ -18,14 +18,16 @@ class AttentionProbe:
     It reads all keys, as full attention does: observe every so many tokens only.
     """
 
-    def __init__(self, model: ModelGeometry, every: int = 1):
-        shape = (model.num_layers, model.num_kv_heads)
+    def __init__(self, artifact: Artifact, every: int = 1):
+        """artifact: whose KV, as it was built, says what full attention would have been."""
+        shape = (artifact.spec.model.num_layers, artifact.spec.model.num_kv_heads)
+        self._artifact = artifact
         self.recall: NDArray[np.float64] = np.zeros(shape)  # share of the exact Top-K rows attended to
         self.mass: NDArray[np.float64] = np.zeros(shape)  # softmax weight of the rows attended to
         self.error: NDArray[np.float64] = np.zeros(shape)  # |out - full out| / |full out|
         self.fetched: NDArray[np.float64] = np.zeros(shape)  # rows besides the resident ones, each once for a group
         self.reads: NDArray[np.float64] = np.zeros((*shape, NUM_BINS))  # share of a stretch's rows attended to
-        self._seen: NDArray[np.int64] = np.zeros(model.num_layers, dtype=np.int64)
+        self._seen: NDArray[np.int64] = np.zeros(shape[0], dtype=np.int64)
         self._every = every
 
     def mean(self, sums: NDArray[np.float64]) -> float:
@@ -46,7 +48,7 @@ class AttentionProbe:
         """q, out: [num_q_heads, head_dim] of one token of the tail."""
         context_len, layer_idx = layer.view.context_len, layer.layer_idx
         # Two parts, because copying the context together with the tail would cost more than attending to it.
-        parts = layer.store.rows(layer_idx, slice(0, context_len)), layer.tail.kv[:, : token + 1]
+        parts = self._artifact.layer_kv(layer_idx), layer.tail.kv[:, : token + 1]
         kv_len = context_len + token + 1
         grouped = q.reshape(parts[0].shape[0], -1, q.shape[-1])
         logits = torch.cat([grouped @ kv[:, :, 0].transpose(1, 2) for kv in parts], dim=2) * layer.view.softmax_scale

@@ -56,13 +56,13 @@ class KvFormat:
         """From `q8_0`, for both, or `k=q8_0,v=q4_0`. Raises CodecError for anything else."""
         parts = [part.strip() for part in text.split(",")]
         if len(parts) == 1 and "=" not in text:
-            return cls(_named(parts[0], text), _named(parts[0], text))
+            return cls(_named(parts[0]), _named(parts[0]))
         given = {name.strip(): value.strip() for name, _, value in (part.partition("=") for part in parts)}
         if len(parts) != 2 or given.keys() != {"k", "v"}:
             raise CodecError(
                 f"{text!r} names no formats of keys and values; write one for both, as q8_0, or each, as k=q8_0,v=q4_0"
             )
-        return cls(_named(given["k"], text), _named(given["v"], text))
+        return cls(_named(given["k"]), _named(given["v"]))
 
     def __str__(self) -> str:
         return self.k.name if self.k == self.v else f"k={self.k.name},v={self.v.name}"
@@ -76,9 +76,9 @@ class KvFormat:
         return self.k.num_bytes(head_dim)
 
 
-def _named(name: str, text: str) -> Format:
+def _named(name: str) -> Format:
     if name not in FORMATS:
-        raise CodecError(f"{name!r} in {text!r} is no format of keys or values; choose from {', '.join(FORMATS)}")
+        raise CodecError(f"{name!r} is no format of keys or values; choose from {', '.join(FORMATS)}")
     return FORMATS[name]
 
 

@@ -98,6 +98,25 @@ def test_generate_reads_less_than_full_attention(capsys, artifact: Path) -> None
     assert result["rows_read_per_step"] < 0.2 * result["rows_full_attention"]
 
 
+def test_rows_are_kept_in_the_format_that_is_asked_for(capsys, place: Path, artifact: Path) -> None:
+    """Here fp8, for heads are 16 wide."""
+    asked = "generate", artifact, "--prompt", "who?", "--max-new-tokens", 4, "--json"
+    plain = last_line(in_process(*asked, capsys=capsys))
+    assert last_line(in_process(*asked, "--kv-codec", "float32", capsys=capsys))["token_ids"] == plain["token_ids"]
+    refused = in_process(*asked, "--kv-codec", "q8_0", capsys=capsys)
+    assert refused.returncode == 1 and "head_dim is 16, but q8_0 takes multiples of 32" in refused.stderr
+    refused = in_process(*asked, "--kv-codec", "fp8", "--placement", "device", capsys=capsys)
+    assert refused.returncode == 1 and "leave out --kv-codec fp8" in refused.stderr
+    of_text = "eval", "--text", place / "text.txt", "--model", place / "model", "--context-len", 300, "--eval-len", 20
+    done = in_process(
+        *of_text, "--presets", "", "--selectors", "full", "--kv-codec", "k=fp8,v=float16", "--json", capsys=capsys
+    )
+    result = last_line(done)
+    assert result["kv_codec"] == "k=fp8,v=float16"
+    assert 1e-7 < result["results"][0]["kl"] < 0.1
+    assert result["results"][0]["output_error"] > 1e-3
+
+
 def test_an_artifact_is_found_by_the_start_of_its_id(capsys, place: Path, artifact: Path) -> None:
     assert (
         last_line(in_process("inspect", artifact.parent / artifact.name[:6], "--json", capsys=capsys))["artifact"]

@@ -79,7 +79,7 @@ def test_every_setting_can_come_from_each_source(tmp_path: Path) -> None:
         "build.device": "cpu", "build.kmeans": "torch", "build.chat": False, "search.keep": 0.5, "search.sink_len": 0,
         "search.window_len": 9, "search.lookahead": 0, "search.search_period": 2, "engine.placement": "host",
         "engine.slot_share": 0.5, "engine.tail_capacity": 7, "engine.num_threads": 3, "engine.num_search_workers": 2,
-        "engine.num_contexts": 6, "engine.max_context_len": 99,
+        "engine.num_contexts": 6, "engine.max_context_len": 99, "engine.kv_codec": "k=q8_0,v=fp8",
         "ray.address": "auto", "ray.num_attention_workers": 2, "ray.num_ingress_replicas": 3, "store.path": "elsewhere",
     }  # fmt: skip
     key_file = written(tmp_path / "keys", "# ours\n\nthree # the third\n")
@@ -127,6 +127,8 @@ def test_every_setting_can_come_from_each_source(tmp_path: Path) -> None:
         ("[search]\nlookahead = 3", ["search.lookahead must be one of 0, 1, got 3"]),
         ("[engine]\nplacement = 'gpu'", ["is 'gpu', wanted one of cpu, device, hybrid, host"]),
         ("[engine]\nslot_share = 0.0", ["engine.slot_share must be greater than 0"]),
+        ("[engine]\nkv_codec = 'q9'", ["engine.kv_codec", "'q9' is no format of keys or values; choose from float32"]),
+        ("[engine]\nkv_codec = 'v=fp8'", ["engine.kv_codec", "write one for both, as q8_0, or each"]),
         ("[store]\npath = 5", ["store.path", "is 5, wanted a path"]),
         ("[build]\nchat = 'yes'", ["build.chat", "wanted true or false"]),
         ("[model]\nname = '" + "x" * 500 + "'\ndtype = 1", ["no setting model.dtype", "did you mean build.dtype?"]),

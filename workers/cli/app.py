@@ -43,6 +43,10 @@ ArtifactPath = Annotated[
     Any, typer.Argument(parser=_place, metavar="ARTIFACT", help="Its directory or URL, or STORE/start-of-its-id.")
 ]
 Keep = Annotated[float, typer.Option(help="Share of the context read per step, in (0, 1].")]
+KvCodec = Annotated[
+    str | None,
+    typer.Option(help="Keep rows in memory as q8_0, q4_0, fp8, float16, ..., or k=q8_0,v=q4_0. [default: as built]"),
+]
 Lookahead = Annotated[int, typer.Option(help="1: search one layer ahead, on the predicted query.")]
 
 
@@ -110,13 +114,16 @@ def generate(
         str | None,
         typer.Option(help="cpu; or on a GPU: device, hybrid or host, for where index and KV lie. [default: cpu]"),
     ] = None,
+    kv_codec: KvCodec = None,
     json: Json = False,
 ) -> None:
     """Answer a question from an artifact; tokens appear as they come."""
     from workers.cli import asking, terminal
 
     config = asking.search_config(keep, lookahead, search_period, window_len)
-    result = asking.ask(artifact, prompt, config, selector, max_new_tokens, compare, model, threads, placement)
+    result = asking.ask(
+        artifact, prompt, config, selector, max_new_tokens, compare, model, threads, placement, kv_codec
+    )
     if json:
         terminal.print_json(result)
 
@@ -139,9 +146,11 @@ def evaluate(
     dtype: Dtype = "float32",
     store: Annotated[Path | None, typer.Option(help="Keep the artifacts here. [default: a scratch directory]")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads. [default: all cores]")] = None,
+    kv_codec: KvCodec = None,
     json: Json = False,
 ) -> None:
     """Teacher-force a text's next tokens, sparse in every layer, and compare with full attention."""
+    from offload.codecs.formats import KvFormat
     from workers.cli import asking, comparing, terminal
 
     plan = comparing.Plan(
@@ -151,6 +160,7 @@ def evaluate(
         presets=comparing.names("presets", presets, PRESET_NAMES),
         selectors=comparing.names("selectors", selectors, SELECTOR_NAMES),
         lookaheads=[int(ahead) for ahead in comparing.names("lookahead", lookahead, ("0", "1"))],
+        kv_format=None if kv_codec is None else KvFormat.parse(kv_codec),
     )
     result = comparing.compare(text, plan, model, dtype, store, threads)
     if json:
@@ -242,6 +252,7 @@ def serve(
     ] = None,
     model: Model = None,
     placement: Annotated[str | None, typer.Option(help="cpu, or on a GPU device, hybrid or host.")] = None,
+    kv_codec: KvCodec = None,
     threads: Annotated[int | None, typer.Option(help="That search on the CPU. [default: all cores]")] = None,
     keep: Annotated[float | None, typer.Option(help="Share of the context read per step, in (0, 1].")] = None,
     lookahead: Annotated[int | None, typer.Option(help="1: search one layer ahead, on the predicted query.")] = None,
@@ -255,7 +266,7 @@ def serve(
     from workers.cli.configuring import parse_changes
 
     flags: dict[str, object] = {"server.host": host, "server.port": port, "store.path": store, "model.name": model}
-    flags |= {"engine.placement": placement, "engine.num_threads": threads}
+    flags |= {"engine.placement": placement, "engine.num_threads": threads, "engine.kv_codec": kv_codec}
     flags |= {"search.keep": keep, "search.lookahead": lookahead}
     serving.serve(file, flags | parse_changes(changes or []), context or [], local, json)
 

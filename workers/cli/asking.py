@@ -7,6 +7,7 @@ from csattn.artifact import Artifact, open_artifact
 from csattn.config import SearchConfig
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
+from offload.codecs.formats import KvFormat
 from workers.cli.building import show_loading, use_threads
 from workers.cli.terminal import out, steps, table
 from workers.decode import Observer
@@ -29,21 +30,25 @@ def ask(
     model: str | None,
     threads: int | None,
     placement: str | None = None,  # cpu, or where index and KV lie for a GPU; None: cpu
+    kv_codec: str | None = None,  # how the context's rows are kept; None: as they were built
 ) -> dict[str, Any]:
     """Answer, and return the verb's JSON object."""
+    kv_format = None if kv_codec is None else KvFormat.parse(kv_codec)
     use_threads(threads)
     on_gpu = placement is not None and placement != "cpu"
     if on_gpu and (selector != "csattn" or compare):
         raise ConfigError("a placement decodes with csattn's own selector; leave out --selector and --compare")
+    if on_gpu and kv_format is not None:
+        raise ConfigError(f"on a GPU, rows are kept as they were built; leave out --kv-codec {kv_format}")
     with open_artifact(place) as artifact:
         loaded = show_loading(model or artifact.spec.model_name, artifact.spec.kv_dtype)
         if on_gpu:
             assert placement is not None
             return _on_gpu(loaded, artifact, config, placement, prompt, max_new_tokens, threads).to_json()
         if selector == "csattn" and config.search_period == 1:
-            sparse = _on_cpu(loaded, artifact, config, prompt, max_new_tokens, threads)
+            sparse = _on_cpu(loaded, artifact, config, prompt, max_new_tokens, threads, kv_format)
         else:
-            sparse = stream(loaded, artifact, config, selector, prompt, max_new_tokens)
+            sparse = stream(loaded, artifact, config, selector, prompt, max_new_tokens, kv_format=kv_format)
         result = sparse.to_json()
         if compare:
             full = stream(loaded, artifact, config, "full", prompt, max_new_tokens)
@@ -81,6 +86,7 @@ def _on_cpu(
     prompt: str,
     max_new_tokens: int,
     threads: int | None,
+    kv_format: KvFormat | None,
 ) -> Answer:
     """Answer by the steps that the service makes, with the text written out as it comes."""
     from workers.engine import answer_on_cpu
@@ -88,7 +94,7 @@ def _on_cpu(
     artifact.require_model(loaded.fingerprint)
     artifact.require_tokenizer(loaded.tokenizer_hash)
     out.print("[bold]csattn[/bold]: ", end="")
-    said = answer_on_cpu(loaded, artifact, config, prompt, max_new_tokens, _write, threads)
+    said = answer_on_cpu(loaded, artifact, config, prompt, max_new_tokens, _write, threads, kv_format)
     out.print()
     return said
 
@@ -101,9 +107,10 @@ def stream(
     prompt: str,
     max_new_tokens: int,
     observer: Observer | None = None,
+    kv_format: KvFormat | None = None,
 ) -> Answer:
     """Answer with the text written out as it comes."""
-    with csattn_session(loaded, artifact, config, selector) as session:
+    with csattn_session(loaded, artifact, config, selector, kv_format) as session:
         out.print(f"[bold]{selector}[/bold]: ", end="")
         said = answer(session, prompt, max_new_tokens, _write, observer)
     out.print()

@@ -14,6 +14,7 @@ from csattn.config import SearchConfig, preset
 from csattn.errors import ConfigError, ContextError
 from csattn.models import LoadedModel
 from index_build.inputs import read_text
+from offload.codecs.formats import KvFormat
 from workers.cli.building import run_build, show_loading, use_threads
 from workers.cli.terminal import counting, err, out, table
 from workers.evaluate import full_attention, measure
@@ -29,6 +30,7 @@ class Plan:
     presets: list[str]
     selectors: list[str]
     lookaheads: list[int]  # of the presets
+    kv_format: KvFormat | None = None  # in which all but full attention have the context's rows
 
 
 def compare(
@@ -58,7 +60,7 @@ def compare(
             selector = name if kind == "selector" else "csattn"
             with counting(f"{name}, lookahead {ahead}", plan.eval_len, "tokens") as count:
                 search = replace(plan.config, lookahead=ahead)
-                quality = measure(loaded, artifact, search, selector, following, baseline, count)
+                quality = measure(loaded, artifact, search, selector, following, baseline, count, plan.kv_format)
             results.append({kind: name, "lookahead": ahead, **quality.to_json()})
     out.print(_results_table(text.name, baseline.nll, results))
     return {
@@ -67,6 +69,7 @@ def compare(
         "context_len": plan.context_len,
         "eval_len": plan.eval_len,
         "search": asdict(plan.config),
+        "kv_codec": None if plan.kv_format is None else str(plan.kv_format),
         "nll_full": round(baseline.nll, 6),
         "results": results,
     }

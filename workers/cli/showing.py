@@ -203,7 +203,7 @@ def _observe(
         counting("comparing what was read with exact Top-K", len(questions), "answers") as count,
     ):
         for question, (sparse, full) in zip(questions, pairs, strict=True):
-            probe = _StepProbe(AttentionProbe(loaded.geometry))
+            probe = _StepProbe(AttentionProbe(artifact))
             answer(session, question.text, _MAX_NEW_TOKENS, observer=probe)
             seen = probe.probe
             exchanges.append(Exchange(question, sparse, full, seen.per_head(seen.recall), seen.per_head(seen.reads)))

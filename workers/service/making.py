@@ -58,6 +58,7 @@ def make_engine(settings: Settings, loaded: LoadedModel, searcher: WorkerSearche
         tail_capacity=engine.tail_capacity,
         num_threads=engine.num_threads,
         searcher=searcher,
+        kv_format=engine.kv_format,
     )
 
 
@@ -77,4 +78,9 @@ def _require_engine(engine: EngineSettings) -> None:
         raise ConfigError(
             f"engine.num_search_workers is {engine.num_search_workers} and engine.placement {engine.placement}; search "
             "workers serve the placement cpu: on a GPU, threads of the process search"
+        )
+    if engine.kv_codec is not None:
+        raise ConfigError(
+            f"engine.kv_codec is {engine.kv_codec} and engine.placement {engine.placement}; on a GPU, rows are kept as "
+            "they were built: leave it out"
         )

@@ -11,6 +11,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from csattn.config import SearchConfig
 from csattn.errors import ConfigError
+from offload.codecs.formats import KvFormat
+from offload.errors import CodecError
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -165,6 +167,10 @@ class EngineSettings:
     max_context_len: int | None = field(
         default=None, metadata=about("On a GPU: rows of the longest context. Not set: of the first loaded.", lowest=1)
     )
+    kv_codec: str | None = field(
+        default=None,
+        metadata=about("cpu: keeps rows as q8_0, q4_0, fp8, float16, ..., or k=q8_0,v=q4_0. Not set: as built."),
+    )
     num_threads: int | None = field(
         default=None, metadata=about("That search on the CPU. Not set: one for each CPU.", lowest=1)
     )
@@ -174,6 +180,15 @@ class EngineSettings:
 
     def __post_init__(self) -> None:
         _check(self)
+        try:
+            _ = self.kv_format
+        except CodecError as error:
+            raise ConfigError(f"kv_codec cannot be {self.kv_codec!r}: {error}") from error
+
+    @property
+    def kv_format(self) -> KvFormat | None:
+        """How rows are kept; None: as they were built."""
+        return None if self.kv_codec is None else KvFormat.parse(self.kv_codec)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

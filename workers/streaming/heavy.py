@@ -4,39 +4,39 @@ import torch
 from torch import Tensor
 
 from workers.streaming.places import Places
-
-_BLOCK_LEN = 128  # tokens that attend in one go while nothing has to leave
+from workers.streaming.sliding import SlidingRows
 
 
 class HeavyRows:
     """One layer of one stream: in each KV head heavy_len rows of most attention, and the last window_len rows.
 
-    The definition is `reference.heavy_attention`. Positions roll as in the published program's streaming
-    form: keys are kept before RoPE and rotated, when they are used, by their place among the rows that the head keeps.
-    Where more than one query head reads a KV head, their attention is added up. Once the rows are full, tokens pass one
-    at a time, whatever the length of the step: each one's attention decides what the next one finds, so results do not
-    depend on how a text is cut.
+    The definition is `reference.heavy_attention`. Positions roll as in the published program's streaming form: they are
+    places among the rows that the head keeps, oldest first. So all heavy rows come before the window, and a place
+    changes only where a row before it leaves. Where more than one query head reads a KV head, their attention is added
+    up. Once the window is full, tokens pass one at a time, whatever the length of the step: each one's attention
+    decides what the next one finds, so results do not depend on how a text is cut.
     """
 
     def __init__(
         self,
         heavy_len: int,
         window_len: int,
-        kv: Tensor,  # [num_kv_heads, 2, 0, head_dim]: shape, dtype and device of the rows
-        places: Places,  # heavy_len + window_len of them
+        block_len: int,  # tokens that attend in one go while the window fills
+        like: Tensor,  # [num_kv_heads, 0, head_dim]: dtype and device
+        places: Places,  # heavy_len + window_len or more, and window_len - 1 + block_len
     ):
-        num_kv_heads, _, _, head_dim = kv.shape
-        self._heavy_len, self._window_len = heavy_len, window_len
+        num_kv_heads, _, head_dim = like.shape
+        self._heavy_len, self._window_len, self._block_len = heavy_len, window_len, block_len
         self._places = places
-        self._max_rows = heavy_len + window_len
-        self._rows = kv.new_empty(2, num_kv_heads, self._max_rows, head_dim)  # K, then V; slots in no order
-        self._place = torch.zeros(
-            num_kv_heads, self._max_rows, dtype=torch.long, device=kv.device
-        )  # of each slot's row
-        # Attention that each slot's row has had. A float32 of a million would not notice a hundredth any more.
-        self._worth = torch.zeros(num_kv_heads, self._max_rows, dtype=torch.float64, device=kv.device)
-        self._heads = torch.arange(num_kv_heads, device=kv.device)[:, None]
-        self._num_rows = 0
+        self._window = SlidingRows(window_len, block_len, like, places)
+        shape = (num_kv_heads, self._window.k.shape[1])
+        # Attention that each row has had. A float32 of a million would not notice a hundredth any more.
+        self._window_worth = torch.zeros(shape, dtype=torch.float64, device=like.device)
+        self._heavy_worth = torch.zeros(num_kv_heads, heavy_len, dtype=torch.float64, device=like.device)
+        self._before_rope = like.new_empty(num_kv_heads, heavy_len, head_dim)  # of the heavy rows, in order of place
+        self._heavy_k = like.new_empty(num_kv_heads, heavy_len, head_dim)
+        self._heavy_v = like.new_empty(num_kv_heads, heavy_len, head_dim)
+        self._num_heavy = 0
         self._pending: tuple[Tensor, Tensor] | None = None
         self._kv_len = 0
 
@@ -47,7 +47,8 @@ class HeavyRows:
     @property
     def num_bytes(self) -> int:
         """Of memory, whether rows lie there yet or not."""
-        return self._rows.nbytes + self._place.nbytes + self._worth.nbytes
+        heavy = (self._before_rope, self._heavy_k, self._heavy_v, self._heavy_worth, self._window_worth)
+        return self._window.num_bytes + sum(tensor.nbytes for tensor in heavy)
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """k, v: [num_kv_heads, num_tokens, head_dim], before RoPE; as many tokens as attend next."""
@@ -61,7 +62,7 @@ class HeavyRows:
         self._pending = None
         outs, start = [], 0
         while start < q.shape[1]:
-            num_tokens = max(1, min(_BLOCK_LEN, q.shape[1] - start, self._max_rows - self._num_rows))
+            num_tokens = max(1, min(self._block_len, q.shape[1] - start, self._window_len - self._kv_len))
             block = slice(start, start + num_tokens)
             self._store(k[:, block], v[:, block])
             outs.append(self._attend_block(q[:, block], softmax_scale))
@@ -69,49 +70,70 @@ class HeavyRows:
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
     def _store(self, k: Tensor, v: Tensor) -> None:
-        """Take in new rows; where there is no room left, one row for which an old one leaves."""
-        num_new = k.shape[1]
-        if self._num_rows == self._max_rows:
-            slots = self._evict()
-        else:
-            slots = torch.arange(self._num_rows, self._num_rows + num_new, device=k.device).expand(k.shape[0], -1)
-        self._rows[0, self._heads, slots], self._rows[1, self._heads, slots] = k, v
-        self._place[self._heads, slots] = torch.arange(self._num_rows, self._num_rows + num_new, device=k.device)
-        self._worth[self._heads, slots] = 0.0
-        self._num_rows += num_new
+        if self._kv_len >= self._window_len:
+            self._retire(self._window.end - self._window_len)
+        num_new, moved = k.shape[1], self._window.store(k, v)
+        end = self._window.end
+        if moved:
+            old = end - num_new
+            self._window_worth[:, :old] = self._window_worth[:, moved : moved + old].clone()
+        self._window_worth[:, end - num_new : end] = 0.0
         self._kv_len += num_new
 
-    def _evict(self) -> Tensor:
-        """Let the least worthy row leave that is not recent, of equals the oldest: its slots [num_kv_heads, 1]."""
-        worth = self._worth.masked_fill(self._place > self._heavy_len, torch.inf)
-        tied = worth == worth.amin(1, keepdim=True)
-        slots = self._place.masked_fill(~tied, self._max_rows).argmin(1, keepdim=True)
-        self._place -= (self._place > self._place.gather(1, slots)).long()
-        self._num_rows -= 1
-        return slots
+    def _retire(self, slot: int) -> None:
+        """The row in that slot leaves the window: to the heavy rows, where there is room or a row worth no more."""
+        if self._num_heavy < self._heavy_len:
+            self._num_heavy += 1
+            for head in range(len(self._heavy_k)):
+                self._take_in(head, self._num_heavy - 1, slot)
+        elif self._heavy_len:
+            least = self._heavy_worth.argmin(1)  # of equals the first, which is the oldest
+            enters = self._heavy_worth.gather(1, least[:, None])[:, 0] <= self._window_worth[:, slot]
+            for head in enters.nonzero()[:, 0].tolist():
+                self._take_in(head, int(least[head]), slot)
+
+    def _take_in(self, head: int, place: int, slot: int) -> None:
+        """The heavy row of that place leaves, those after it move up, and the window's row comes last."""
+        heavy = slice(place, self._num_heavy)
+        for rows, new in (
+            (self._before_rope, self._window.before_rope),
+            (self._heavy_v, self._window.v),
+            (self._heavy_worth, self._window_worth),
+        ):
+            rows[head, heavy] = torch.cat([rows[head, place + 1 : self._num_heavy], new[head, slot : slot + 1]])
+        self._heavy_k[head, heavy] = self._places.rotate(self._before_rope[head, heavy], heavy)
 
     def _attend_block(self, q: Tensor, softmax_scale: float) -> Tensor:
         """Attend from the last rows stored: q [num_q_heads, num_tokens, head_dim] -> out, same shape."""
-        num_q_heads, num_tokens, head_dim = q.shape
-        place = self._place[:, : self._num_rows]
-        first_place = self._num_rows - num_tokens
-        k = self._places.rotate(self._rows[0, :, : self._num_rows].float(), place)
-        rotated_q = self._places.rotate(q.float(), slice(first_place, self._num_rows))
-        grouped = rotated_q.reshape(k.shape[0], -1, head_dim)  # the group's heads share their KV head's rows
-        scores = (grouped @ k.transpose(1, 2) * softmax_scale).view(k.shape[0], -1, num_tokens, self._num_rows)
-        if num_tokens > 1:
-            own_place = torch.arange(first_place, self._num_rows, device=q.device)[:, None]
-            scores = scores.masked_fill(place[:, None, None] > own_place, -torch.inf)
-        weights = scores.softmax(-1)
-        self._worth[:, : self._num_rows] += weights.double().sum((1, 2))
-        out = weights.flatten(1, 2) @ self._rows[1, :, : self._num_rows].float()
-        return out.reshape(num_q_heads, num_tokens, head_dim).to(q.dtype)
+        num_kv_heads, num_tokens, end = len(self._heavy_k), q.shape[1], self._window.end
+        oldest = max(0, end - self._window_len)
+        last_place = self._num_heavy + end - oldest - 1
+        heavy, window = slice(0, self._num_heavy), slice(oldest, end)
+        own_place, slots = slice(last_place, last_place + 1), slice(end - num_tokens, end)
+        to_heavy, to_window = (
+            self._places.rotate(q, places).reshape(num_kv_heads, -1, q.shape[2]) for places in (own_place, slots)
+        )
+        heavy_scores = to_heavy @ self._heavy_k[:, heavy].transpose(1, 2)
+        window_scores = to_window @ self._window.k[:, window].transpose(1, 2)
+        scores = torch.cat([heavy_scores, window_scores], dim=2).float()
+        if num_tokens > 1:  # only while the window fills, so that there are no heavy rows
+            tokens = torch.arange(end, device=q.device)
+            unseen = tokens > tokens[slots, None]
+            scores = scores.masked_fill(unseen.repeat(scores.shape[1] // num_tokens, 1), -torch.inf)
+        weights = (scores * softmax_scale).softmax(-1)
+        worth = weights.sum(1, dtype=torch.float64)
+        self._heavy_worth[:, heavy] += worth[:, heavy]
+        self._window_worth[:, window] += worth[:, self._num_heavy :]
+        shares = weights.to(q.dtype)
+        out = shares[:, :, : self._num_heavy] @ self._heavy_v[:, heavy]
+        out += shares[:, :, self._num_heavy :] @ self._window.v[:, window]
+        return out.reshape(q.shape)
 
     def check(self) -> None:
-        """Raise AssertionError if a place is free or taken twice, or worth is lost."""
-        taken = self._place[:, : self._num_rows].sort(1).values
-        assert (taken == torch.arange(self._num_rows, device=taken.device)).all(), f"{self!r} shares or misses a place"
-        assert (self._worth[:, self._num_rows :] == 0).all(), f"{self!r} counts attention where no row is"
+        """Raise AssertionError if a row is lost, or attention is counted where no row is."""
+        num_rows = self._num_heavy + min(self._window.end, self._window_len)
+        assert num_rows == min(self._kv_len, self._heavy_len + self._window_len), f"{self!r} keeps {num_rows} rows"
+        assert not self._heavy_worth[:, self._num_heavy :].any(), f"{self!r} counts attention where no row is"
 
     def __repr__(self) -> str:
         rows = f"{self._heavy_len} + {self._window_len} rows"

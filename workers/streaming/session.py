@@ -36,10 +36,11 @@ class StreamSession:
         config.require_positions(geometry.max_positions)
         self.loaded = loaded
         self.config = config
-        # a block's later tokens have later places, and no place may lie beyond the model's positions
-        self._block_len = min(_BLOCK_LEN, geometry.max_positions - config.max_rows + 1)
+        # places are slots of a buffer that is one block longer than the window: none may be beyond the model's
+        self._block_len = min(_BLOCK_LEN, geometry.max_positions - config.window_len + 1)
         frequencies, _ = model_frequencies(loaded.model.model.rotary_emb)
-        self._places = Places(frequencies, config.max_rows + self._block_len - 1, loaded.device)
+        num_places = max(config.max_rows, config.window_len - 1 + self._block_len)
+        self._places = Places(frequencies, num_places, loaded.device)
         self._attention = attention_implementation(loaded.model)
         self._unrotated = unrotated(loaded.model, StreamCache)
 
@@ -84,11 +85,11 @@ class StreamSession:
     def _layer_rows(self) -> WindowRows | HeavyRows:
         geometry, config = self.loaded.geometry, self.config
         like = torch.empty(
-            geometry.num_kv_heads, 2, 0, geometry.head_dim, dtype=self.loaded.dtype, device=self.loaded.device
+            geometry.num_kv_heads, 0, geometry.head_dim, dtype=self.loaded.dtype, device=self.loaded.device
         )
         if config.policy == "window":
             return WindowRows(config.sink_len, config.window_len, self._block_len, like, self._places)
-        return HeavyRows(config.heavy_len, config.window_len, like, self._places)
+        return HeavyRows(config.heavy_len, config.window_len, self._block_len, like, self._places)
 
 
 class StreamCache(AttendingCache):

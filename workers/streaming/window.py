@@ -5,29 +5,30 @@ from torch import Tensor
 
 from csattn.attention import attend, merge_state
 from workers.streaming.places import Places
+from workers.streaming.sliding import SlidingRows
 
 
 class WindowRows:
     """One layer of one stream: its first sink_len rows and its last window_len. Definition: `reference`.
 
-    Keys are kept before RoPE and rotated, when they are used, by their place among the rows that are kept. The window
-    slides through a buffer that is block_len rows longer; at its end it moves back to the start.
+    Positions are places among the rows kept. Within the window these are as far apart as the tokens are; only between
+    the sinks and what follows them is there a gap to close, so queries are rotated twice: to their own place, for the
+    sinks, and to their slot in the window's buffer.
     """
 
     def __init__(
         self,
         sink_len: int,
         window_len: int,
-        block_len: int,  # tokens that attend in one go; there are sink_len + window_len + block_len - 1 places or more
-        kv: Tensor,  # [num_kv_heads, 2, 0, head_dim]: shape, dtype and device of the rows
-        places: Places,
+        block_len: int,  # tokens that attend in one go
+        like: Tensor,  # [num_kv_heads, 0, head_dim]: dtype and device
+        places: Places,  # sink_len + window_len or more, and window_len - 1 + block_len
     ):
-        num_kv_heads, _, _, head_dim = kv.shape
+        num_kv_heads, _, head_dim = like.shape
         self._sink_len, self._window_len, self._block_len = sink_len, window_len, block_len
         self._places = places
-        # K, then V: the sinks, then the buffer of the window
-        self._rows = kv.new_empty(2, num_kv_heads, sink_len + window_len - 1 + block_len, head_dim)
-        self._num_gone = 0  # row r >= sink_len lies in slot r - _num_gone
+        self._sinks = like.new_empty(2, num_kv_heads, sink_len, head_dim)  # K, rotated: their places never change; V
+        self._window = SlidingRows(window_len, block_len, like, places)
         self._pending: tuple[Tensor, Tensor] | None = None
         self._kv_len = 0
 
@@ -38,7 +39,7 @@ class WindowRows:
     @property
     def num_bytes(self) -> int:
         """Of memory, whether rows lie there yet or not."""
-        return self._rows.nbytes
+        return self._sinks.nbytes + self._window.num_bytes
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """k, v: [num_kv_heads, num_tokens, head_dim], before RoPE; as many tokens as attend next."""
@@ -54,67 +55,58 @@ class WindowRows:
         for start in range(0, q.shape[1], self._block_len):
             block = slice(start, start + self._block_len)
             self._store(k[:, block], v[:, block])
-            outs.append(self._attend_block(q[:, block], softmax_scale))
+            sinks = self._attend_sinks(q[:, block], softmax_scale)
+            window = self._attend_window(q[:, block], softmax_scale)
+            outs.append(merge_state(*sinks, *window)[0])
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
     def _store(self, k: Tensor, v: Tensor) -> None:
-        num_new, capacity = k.shape[1], self._rows.shape[2]
-        if self._kv_len - self._num_gone + num_new > capacity:
-            num_kept = self._window_len - 1
-            end = self._kv_len - self._num_gone
-            moved = end - self._sink_len - num_kept
-            window = self._rows[:, :, end - num_kept : end].clone()  # old and new place may overlap
-            self._rows[:, :, self._sink_len : self._sink_len + num_kept] = window
-            self._num_gone += moved
-        slots = slice(self._kv_len - self._num_gone, self._kv_len - self._num_gone + num_new)
-        self._rows[0, :, slots], self._rows[1, :, slots] = k, v
-        self._kv_len += num_new
+        num_sinks = max(0, min(self._sink_len - self._kv_len, k.shape[1]))
+        if num_sinks:
+            sinks = slice(self._kv_len, self._kv_len + num_sinks)
+            self._sinks[0, :, sinks] = self._places.rotate(k[:, :num_sinks], sinks)
+            self._sinks[1, :, sinks] = v[:, :num_sinks]
+        if num_sinks < k.shape[1]:
+            self._window.store(k[:, num_sinks:], v[:, num_sinks:])
+        self._kv_len += k.shape[1]
 
-    def _attend_block(self, q: Tensor, softmax_scale: float) -> Tensor:
-        """Attend from the last rows stored: q [num_q_heads, num_tokens, head_dim] -> out, same shape."""
-        tokens = torch.arange(self._kv_len - q.shape[1], self._kv_len, device=q.device)
-        sinks = self._attend_sinks(q, tokens, softmax_scale)
-        window = self._attend_window(q, tokens, softmax_scale)
-        return merge_state(*sinks, *window)[0]
-
-    def _attend_sinks(self, q: Tensor, tokens: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
-        rows = self._rows[:, :, : min(self._sink_len, self._kv_len)]
-        num_sinks, last_place = rows.shape[2], self._sink_len + self._window_len - 1
-        k = self._places.rotate(rows[0], slice(0, num_sinks))
-        rotated_q = self._places.rotate(q, tokens.clamp(max=last_place))
-        first_token = self._kv_len - q.shape[1]
+    def _attend_sinks(self, q: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+        """From the last tokens stored: out, like q [num_q_heads, num_tokens, head_dim], and lse."""
+        num_sinks, first_token = min(self._sink_len, self._kv_len), self._kv_len - q.shape[1]
+        tokens = torch.arange(first_token, self._kv_len, device=q.device)
+        rotated = self._places.rotate(q, tokens.clamp(max=self._sink_len + self._window_len - 1))
+        k, v = self._sinks[:, :, :num_sinks]
         mask = None
         if first_token < num_sinks - 1:
             mask = torch.arange(num_sinks, device=q.device) <= tokens[:, None]
-        return attend_grouped(rotated_q, k, rows[1], softmax_scale, mask)
+        return _attend_grouped(rotated, k, v, softmax_scale, mask)
 
-    def _attend_window(self, q: Tensor, tokens: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
-        num_tokens = q.shape[1]
-        oldest = max(self._sink_len, self._kv_len - num_tokens + 1 - self._window_len)
-        num_rows = max(0, self._kv_len - oldest)
-        rows = self._rows[:, :, oldest - self._num_gone :][:, :, :num_rows]
-        # A token sees its whole window at its true distance, so one numbering serves all tokens of the block: RoPE
-        # notices only differences. It is the places' own for the block's first token that sees any of these rows.
-        k = self._places.rotate(rows[0], slice(self._sink_len, self._sink_len + num_rows))
-        rotated_q = self._places.rotate(q, (tokens - oldest + self._sink_len).clamp(min=0))
+    def _attend_window(self, q: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+        """Likewise. A token that is a sink sees nothing here."""
+        num_tokens, end = q.shape[1], self._window.end
+        oldest = max(0, end - (self._window_len - 1) - min(num_tokens, end))
+        slots = torch.arange(end - num_tokens, end, device=q.device)  # negative ones: sinks
+        rotated = self._places.rotate(q, slots.clamp(min=0))
         mask = None
         if num_tokens > 1:
-            age = tokens[:, None] - torch.arange(oldest, oldest + num_rows, device=q.device)
+            age = slots[:, None] - torch.arange(oldest, end, device=q.device)
             mask = (age >= 0) & (age < self._window_len)
-        return attend_grouped(rotated_q, k, rows[1], softmax_scale, mask)
+        return _attend_grouped(
+            rotated, self._window.k[:, oldest:end], self._window.v[:, oldest:end], softmax_scale, mask
+        )
 
     def check(self) -> None:
-        """Raise AssertionError if the window is not where it must be."""
-        in_use = self._kv_len - self._num_gone
-        assert 0 <= in_use <= self._rows.shape[2], f"{self!r} uses slots that it does not have"
-        kept = min(self._kv_len, self._sink_len + self._window_len - 1)
-        assert in_use >= kept, f"{self!r} has lost a row that the next token sees"
+        """Raise AssertionError if the window has lost a row that the next token sees."""
+        kept = max(0, min(self._kv_len - self._sink_len, self._window_len - 1))
+        assert kept <= self._window.end <= self._window.k.shape[1], (
+            f"{self!r} has {self._window.end} rows in its window"
+        )
 
     def __repr__(self) -> str:
         return f"<WindowRows {self._kv_len} tokens, {self._sink_len} + {self._window_len} rows, {self.num_bytes} bytes>"
 
 
-def attend_grouped(
+def _attend_grouped(
     q: Tensor,  # [num_q_heads, num_tokens, head_dim]
     k: Tensor,  # [num_kv_heads, num_rows, head_dim], the same for all tokens
     v: Tensor,

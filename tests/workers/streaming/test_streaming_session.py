@@ -105,7 +105,8 @@ def test_generate_gives_the_tokens_of_the_stream_also_beyond_the_models_position
 
 
 def memory_of(cache) -> list[tuple[int, int]]:
-    tensors = [value for rows in cache.rows for value in vars(rows).values() if torch.is_tensor(value)]
+    holders = [holder for rows in cache.rows for holder in (rows, rows._window)]
+    tensors = [value for holder in holders for value in vars(holder).values() if torch.is_tensor(value)]
     return [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
 
 

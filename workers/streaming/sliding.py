@@ -1,0 +1,55 @@
+"""The last rows of a sequence, side by side in memory and rotated, in a buffer that does not grow."""
+
+from torch import Tensor
+
+from workers.streaming.places import Places
+
+
+class SlidingRows:
+    """At least the last window_len - 1 rows and those that came last, at most block_len of them in one go.
+
+    Rows follow one another in a buffer that is block_len longer than what is needed of it; at its end they move back
+    to the start. A key is rotated to the place that its slot is, so that it has to be rotated again only when it moves,
+    and then from what it was before RoPE: errors do not add up. RoPE notices only differences, which are the tokens'
+    own as long as queries take the place of their token's slot.
+    """
+
+    def __init__(
+        self,
+        window_len: int,
+        block_len: int,
+        like: Tensor,  # [num_kv_heads, 0, head_dim]: dtype and device
+        places: Places,  # window_len - 1 + block_len or more
+    ):
+        num_kv_heads, _, head_dim = like.shape
+        self._num_kept = window_len - 1
+        self._places = places
+        capacity = self._num_kept + block_len
+        self.before_rope = like.new_empty(num_kv_heads, capacity, head_dim)
+        self.k = like.new_empty(num_kv_heads, capacity, head_dim)  # rotated
+        self.v = like.new_empty(num_kv_heads, capacity, head_dim)
+        self.end = 0  # rows lie in the slots before this one
+
+    @property
+    def num_bytes(self) -> int:
+        return self.before_rope.nbytes + self.k.nbytes + self.v.nbytes
+
+    def store(self, k: Tensor, v: Tensor) -> int:
+        """k, v: [num_kv_heads, num_tokens, head_dim], before RoPE. Returns by how many slots older rows have moved."""
+        num_new = k.shape[1]
+        moved = 0
+        if self.end + num_new > self.k.shape[1]:
+            moved = self.end - self._num_kept
+            self._move(slice(moved, self.end))
+        slots = slice(self.end, self.end + num_new)
+        self.before_rope[:, slots], self.v[:, slots] = k, v
+        self.k[:, slots] = self._places.rotate(k, slots)
+        self.end += num_new
+        return moved
+
+    def _move(self, kept: slice) -> None:
+        slots = slice(0, kept.stop - kept.start)
+        for rows in (self.before_rope, self.v):
+            rows[:, slots] = rows[:, kept].clone()  # old and new slots may overlap
+        self.k[:, slots] = self._places.rotate(self.before_rope[:, slots], slots)
+        self.end = slots.stop

@@ -10,6 +10,7 @@ A score's bits depend on the `TileShape`, not on where its key lies in a tile, n
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -34,6 +35,16 @@ class TileShape:
 
 TILE_SHAPES = {torch.float32: TileShape(columns=128, num_stages=2), FP8: TileShape(), torch.bfloat16: TileShape()}
 TILE_SHAPES[torch.float16] = TILE_SHAPES[torch.bfloat16]
+# lists take registers too: smaller programs, three on a multiprocessor
+APPEND_SHAPES = dict.fromkeys(TILE_SHAPES, TileShape(columns=128, num_warps=4, num_stages=2))
+
+
+@dataclass(frozen=True, slots=True)
+class KeyTiles:
+    """Every step-th tile of the keys, but for every skipped-th of those."""
+
+    step: int
+    skipped: int = 0  # 0: none is skipped; else at least 2
 
 
 def score_tile(
@@ -48,38 +59,63 @@ def score_tile(
     Columns beyond a query's legal keys hold anything.
     """
     shape = TILE_SHAPES[operands.q.dtype] if shape is None else shape
-    num_queries, num_heads, head_dim = operands.q.shape
-    heads = triton.next_power_of_2(num_heads)
-    queries = max(1, shape.columns // heads)
+    num_queries = len(operands.q)
     assert out.shape[0] == num_queries and out.stride(1) == 1, f"out has shape {tuple(out.shape)}"
     assert out.shape[1] >= -(-len(keys) // shape.keys) * shape.keys, f"{out.shape[1]} columns for {len(keys)} keys"
     if not num_queries or not len(keys):
         return
+    constants = _constants(operands, shape)
     # query tiles first: programs that run at the same time read the same keys
-    grid = (triton.cdiv(num_queries, queries), triton.cdiv(len(keys), shape.keys * shape.tiles))
-    _score_kernel[grid](
-        operands.q,
-        operands.k,
-        operands.weights,
-        operands.weights if operands.key_scale is None else operands.key_scale,
-        legal_len,
-        out,
-        num_queries,
-        keys.start,
-        keys.stop,
-        out.stride(0),
-        NUM_HEADS=num_heads,
-        HEADS=heads,
-        HEAD_DIM=head_dim,
-        WIDTH=max(32, triton.next_power_of_2(head_dim)),  # a matrix product of FP8 is at least that deep
-        QUERIES=queries,
-        KEYS=shape.keys,
-        TILES=shape.tiles,
-        HAS_SCALE=operands.key_scale is not None,
-        num_warps=shape.num_warps,
-        num_stages=shape.num_stages,
-        maxnreg=shape.max_registers,
-    )
+    grid = (triton.cdiv(num_queries, constants["QUERIES"]), triton.cdiv(len(keys), shape.keys * shape.tiles))
+    sizes = num_queries, keys.start, keys.stop, out.stride(0)
+    _score_kernel[grid](*_arrays(operands), legal_len, out, *sizes, TILES=shape.tiles, **constants)
+
+
+def append_contenders(
+    operands: Operands,
+    legal_len: Tensor,  # [num_queries] int32
+    tiles: KeyTiles,
+    bar_scores: Tensor,  # [num_queries] float32
+    bar_indices: Tensor,  # [num_queries] int32
+    lists: Tensor,  # [num_queries, depth, shape.keys] int64, written
+    counts: Tensor,  # [num_queries, shape.keys] int32, written
+    shape: TileShape | None = None,
+) -> None:
+    """Score some tiles of keys and list those that reach their query's bar: (score, index) in the order of `order`.
+
+    A list belongs to one place in a tile, so that the thread that has it needs no other: its entries are a score's bits
+    above an index. What comes when a list is full is counted and not written.
+    """
+    shape = APPEND_SHAPES[operands.q.dtype] if shape is None else shape
+    num_queries, depth, lanes = lists.shape
+    assert lanes == shape.keys and num_queries == len(operands.q), f"lists have shape {tuple(lists.shape)}"
+    constants = _constants(operands, shape)
+    grid = (triton.cdiv(num_queries, constants["QUERIES"]),)
+    sizes = num_queries, len(operands.k), tiles.step
+    arrays = *_arrays(operands), legal_len, bar_scores, bar_indices, lists, counts
+    _append_kernel[grid](*arrays, *sizes, DEPTH=depth, SKIPPED=tiles.skipped, **constants)
+
+
+def _arrays(operands: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    scale = operands.weights if operands.key_scale is None else operands.key_scale
+    return operands.q, operands.k, operands.weights, scale
+
+
+def _constants(operands: Operands, shape: TileShape) -> dict[str, Any]:
+    _, num_heads, head_dim = operands.q.shape
+    heads = triton.next_power_of_2(num_heads)
+    return {
+        "NUM_HEADS": num_heads,
+        "HEADS": heads,
+        "HEAD_DIM": head_dim,
+        "WIDTH": max(32, triton.next_power_of_2(head_dim)),  # a matrix product of FP8 is at least that deep
+        "QUERIES": max(1, shape.columns // heads),
+        "KEYS": shape.keys,
+        "HAS_SCALE": operands.key_scale is not None,
+        "num_warps": shape.num_warps,
+        "num_stages": shape.num_stages,
+        "maxnreg": shape.max_registers,
+    }
 
 
 @triton.jit(do_not_specialize=["num_queries", "first_key", "end_key", "out_stride"])
@@ -111,23 +147,113 @@ def _score_kernel(
     end = tl.minimum(tl.minimum(tl.max(lens, 0), end_key), start + TILES * KEYS)
     if start >= end:
         return
-    columns = tl.arange(0, QUERIES * HEADS)
-    of_row, head, dims = query + columns // HEADS, columns % HEADS, tl.arange(0, WIDTH)
-    there = (of_row < num_queries) & (head < NUM_HEADS)
-    pairs = of_row.to(tl.int64) * NUM_HEADS + head
-    vectors = tl.load(q + pairs[:, None] * HEAD_DIM + dims[None, :], there[:, None] & (dims[None, :] < HEAD_DIM), 0.0)
-    vectors = tl.trans(vectors)
-    weight = tl.load(weights + pairs, there, 0.0)
+    vectors, weight = _load_queries(q, weights, query, num_queries, NUM_HEADS, HEADS, HEAD_DIM, WIDTH, QUERIES)
     out_rows = out + rows.to(tl.int64)[None, :] * out_stride
     for first in range(start, end, KEYS):
         positions = first + tl.arange(0, KEYS)
         # beyond the last key, it once more: the columns are there, and hold anything
         held = tl.minimum(positions, end_key - 1)
-        tile = k + held.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :]
-        tile = tl.load(tile) if HEAD_DIM == WIDTH else tl.load(tile, dims[None, :] < HEAD_DIM, 0.0)
-        products = tl.dot(tile, vectors, input_precision="ieee")
-        products = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        scores = tl.sum(tl.reshape(products * weight[None, :], (KEYS, QUERIES, HEADS)), 2)
-        if HAS_SCALE:
-            scores *= tl.load(key_scale + held)[:, None]
+        scores = _score(k, key_scale, held, vectors, weight, HEADS, HEAD_DIM, WIDTH, QUERIES, KEYS, HAS_SCALE)
         tl.store(out_rows + (positions - first_key)[:, None], scores, (rows < num_queries)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "step"])
+def _append_kernel(
+    q,
+    k,
+    weights,
+    key_scale,
+    legal_len,
+    bar_scores,
+    bar_indices,
+    lists,
+    counts,
+    num_queries,
+    num_keys,
+    step,
+    NUM_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SKIPPED: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+):
+    query = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES
+    rows = query + tl.arange(0, QUERIES)
+    lens = tl.load(legal_len + rows, rows < num_queries, 0)
+    bar_score = tl.load(bar_scores + rows, rows < num_queries, 0.0)[None, :]
+    bar_index = tl.load(bar_indices + rows, rows < num_queries, 0)[None, :]
+    num_tiles = tl.cdiv(tl.cdiv(tl.max(lens, 0), KEYS), step)  # of every step-th
+    if SKIPPED > 0:
+        num_tiles -= tl.cdiv(num_tiles, SKIPPED)
+    vectors, weight = _load_queries(q, weights, query, num_queries, NUM_HEADS, HEADS, HEAD_DIM, WIDTH, QUERIES)
+    lane = tl.arange(0, KEYS)
+    first_entries = lists + rows.to(tl.int64)[None, :] * (DEPTH * KEYS) + lane[:, None]
+    count = tl.zeros((KEYS, QUERIES), tl.int32)
+    for number in range(0, num_tiles):
+        tile = number
+        if SKIPPED > 0:
+            tile += number // (SKIPPED - 1) + 1
+        positions = tile * step * KEYS + lane
+        held = tl.minimum(positions, num_keys - 1)
+        scores = _score(k, key_scale, held, vectors, weight, HEADS, HEAD_DIM, WIDTH, QUERIES, KEYS, HAS_SCALE)
+        index = positions[:, None]
+        # asked this way round, NaN is no worse than the bar: what it is worth is decided where entries are ordered
+        worse = (scores < bar_score) | ((scores == bar_score) & (index > bar_index))
+        kept = (index < lens[None, :]) & ~worse
+        entry = (scores.to(tl.int32, bitcast=True).to(tl.int64) << 32) | index
+        tl.store(first_entries + count * KEYS, entry, kept & (count < DEPTH))
+        count += kept
+    # a lane's count says what came, also where the list had no room for it
+    tl.store(counts + rows.to(tl.int64)[None, :] * KEYS + lane[:, None], count, (rows < num_queries)[None, :])
+
+
+@triton.jit
+def _load_queries(
+    q,
+    weights,
+    query,
+    num_queries,
+    NUM_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    QUERIES: tl.constexpr,
+):
+    """Vectors [WIDTH, QUERIES * HEADS] and weights [QUERIES * HEADS]; 0 where there is no query, head or channel."""
+    columns = tl.arange(0, QUERIES * HEADS)
+    row, head, dims = query + columns // HEADS, columns % HEADS, tl.arange(0, WIDTH)
+    there = (row < num_queries) & (head < NUM_HEADS)
+    pairs = row.to(tl.int64) * NUM_HEADS + head
+    vectors = tl.load(q + pairs[:, None] * HEAD_DIM + dims[None, :], there[:, None] & (dims[None, :] < HEAD_DIM), 0.0)
+    # turned before the loop: then they go to shared memory once, not for every tile
+    return tl.trans(vectors), tl.load(weights + pairs, there, 0.0)
+
+
+@triton.jit
+def _score(
+    k,
+    key_scale,
+    keys,
+    vectors,
+    weight,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+):
+    """Scores [KEYS, QUERIES] of some keys, which must exist."""
+    dims = tl.arange(0, WIDTH)
+    tile = k + keys.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :]
+    tile = tl.load(tile) if HEAD_DIM == WIDTH else tl.load(tile, dims[None, :] < HEAD_DIM, 0.0)
+    products = tl.dot(tile, vectors, input_precision="ieee")
+    products = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    scores = tl.sum(tl.reshape(products * weight[None, :], (KEYS, QUERIES, HEADS)), 2)
+    if HAS_SCALE:
+        scores *= tl.load(key_scale + keys)[:, None]
+    return scores

@@ -13,14 +13,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from csattn.errors import ConfigError
 from csattn.lightning import score_cpu
 from csattn.lightning.checks import require_array, require_at_least
 from csattn.lightning.order import SENTINEL, indices_of, order_keys, scores_of
 from csattn.lightning.score import Operands
 from csattn.lightning.topk import top_k
+from csattn.lightning.topk_device import MAX_K
 
 WORKSPACE_BYTES = 256 << 20
 _QUERIES = 64  # that are scored together at least: a GPU is full with them, as their keys are cut among programs
+_MANY_QUERIES = 4096
 _CPU_KEYS = 16384  # that are scored together at most on the CPU, where they are widened to float32 first
 _COLUMNS = 128  # of whose multiples a tile's rows are: score kernels write whole tiles of theirs
 _SCORES_BYTES = 40  # per chosen key and its score, while they are made
@@ -63,6 +66,7 @@ def choose_keys(
     workspace_bytes: int = WORKSPACE_BYTES,  # for scores; where they all fit, nothing is cut
     tile: tuple[int, int] | None = None,  # queries and keys that are scored together, instead
     with_scores: bool = False,
+    list_contenders: bool | None = None,  # write contenders instead of scores (`contenders`); None: where it pays
 ) -> Choice:
     """Each query's k best legal keys, best first.
 
@@ -75,18 +79,60 @@ def choose_keys(
     require_array("legal_len", legal_len, (len(operands.q),), torch.int32)
     for name, size in zip(("tile's queries", "tile's keys"), tile or (), strict=False):
         require_at_least(name, size, 1)
+    lens = legal_len.cpu().clamp(min=0, max=len(operands.k))
+    if list_contenders is None:
+        list_contenders = tile is None and not with_scores and _contenders_pay(operands, k)
+    if not list_contenders:
+        return _choose_scored(operands, k, lens, workspace_bytes, tile, with_scores)
+    if with_scores or tile is not None or not operands.q.is_cuda or k > MAX_K:
+        raise ConfigError(
+            f"contenders are listed on a GPU, for k up to {MAX_K}, without scores, in tiles of their own; got operands "
+            f"on {operands.q.device}, k {k}, with_scores {with_scores}, tile {tile}: leave list_contenders out"
+        )
+    choice, unsure = _choose_listed(operands, k, lens, workspace_bytes)
+    for first in range(0, len(unsure), _MANY_QUERIES):
+        rows = unsure[first : first + _MANY_QUERIES]
+        again = _choose_scored(operands.of_queries(rows), k, lens[rows.cpu()], workspace_bytes, None, False)
+        choice.indices[rows] = again.indices
+    return choice
+
+
+def _contenders_pay(operands: Operands, k: int) -> bool:
+    """With fewer queries a GPU is not full of them; with fewer keys most would be contenders."""
+    return operands.q.is_cuda and len(operands.q) >= _MANY_QUERIES and k <= MAX_K and len(operands.k) >= 16 * k
+
+
+def _choose_listed(operands: Operands, k: int, lens: Tensor, workspace_bytes: int) -> tuple[Choice, Tensor]:
+    """The choice, and the queries whose choice is not to be trusted."""
+    from csattn.lightning.contenders import Contenders, lists_for  # Triton is there where CUDA is
+
+    num_queries, device = len(operands.q), operands.q.device
+    lists = lists_for(k, operands.q.dtype)
+    step = max(_QUERIES, workspace_bytes // lists.row_bytes(k) // _QUERIES * _QUERIES)
+    contenders = Contenders(min(step, num_queries), k, lists, device)
+    on_device, indices = lens.to(device), torch.empty(num_queries, k, dtype=torch.int32, device=device)
+    overflowed = torch.zeros(num_queries, dtype=torch.int32, device=device)
+    for first in range(0, num_queries, step):
+        rows = slice(first, min(first + step, num_queries))
+        part, num_keys = operands.of_queries(rows), int(lens[rows].max())
+        contenders.choose(part, on_device[rows], num_keys, indices[rows], overflowed[rows])
+    return Choice(indices), overflowed.nonzero()[:, 0]
+
+
+def _choose_scored(
+    operands: Operands, k: int, lens: Tensor, workspace_bytes: int, tile: tuple[int, int] | None, with_scores: bool
+) -> Choice:
     device, num_queries = operands.q.device, len(operands.q)
-    host_lens = legal_len.cpu().clamp(min=0, max=len(operands.k))
-    lens = host_lens.to(device)
+    on_device = lens.to(device)
     choice = Choice(
         torch.full((num_queries, k), SENTINEL, dtype=torch.int32, device=device),
         torch.full((num_queries, k), -torch.inf, device=device) if with_scores else None,
     )
     row_bytes = _SCORES_BYTES * k if with_scores else 0
-    tiles = list(cut(host_lens, workspace_bytes, row_bytes, device) if tile is None else cut_evenly(host_lens, *tile))
+    tiles = list(cut(lens, workspace_bytes, row_bytes, device) if tile is None else cut_evenly(lens, *tile))
     workspace = torch.empty(max((t.num_scores for t in tiles), default=0), device=device)
     for t in tiles:
-        _choose(operands.of_queries(t.queries), lens[t.queries], t, workspace, _rows_of(choice, t.queries))
+        _choose(operands.of_queries(t.queries), on_device[t.queries], t, workspace, _rows_of(choice, t.queries))
     return choice
 
 

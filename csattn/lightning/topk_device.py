@@ -6,7 +6,8 @@ from torch import Tensor
 
 from csattn.cuda import cuda_kernel, num_multiprocessors
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("intrinsics.cu", "topk_entries.cu", "topk.cu"))
+ENTRY_SOURCES = tuple(Path(__file__).with_name(name) for name in ("intrinsics.cu", "topk_entries.cu", "topk_write.cu"))
+SOURCES = (*ENTRY_SOURCES, Path(__file__).with_name("topk.cu"))
 MAX_K = 2048
 THREADS = 512
 VECTORS = 2  # of four scores, that a thread has of a tile

@@ -4,8 +4,11 @@
     python -m bench.lightning tune   [--tokens 65536]                  other cuts of the score kernel, GPU only
     python -m bench.lightning tables --out FILE [--tables 2,3] [--max-tokens 1048576] [--seconds 540]
     python -m bench.lightning show   FILE [--markdown FILE] [--plots DIRECTORY]
+    python -m bench.lightning topk|decode|hisa [--out FILE] [--seconds 150]
 
-`tables` measures what the file does not hold yet, quick rows first, and begins none after so many seconds.
+`tables` measures what the file does not hold yet, quick rows first, and begins none after so many seconds. So do the
+suites `topk` (exact selection), `decode` (steps of DSA, workloads of the FlashInfer contest) and `hisa` (its figure);
+each result is compared with its definition before it is timed.
 """
 
 import argparse
@@ -16,11 +19,15 @@ from typing import Any
 
 import torch
 
+from bench.lightning import decode_suite, hisa_suite, topk_suite
 from bench.lightning.cases import KEY, cases_of
 from bench.lightning.inputs import Shape, forget_inputs
 from bench.lightning.plots import draw_all
 from bench.lightning.report import as_markdown
+from bench.lightning.suite import run_suite
 from bench.records import Records
+
+SUITES = {"topk": topk_suite.trials, "decode": decode_suite.trials, "hisa": hisa_suite.trials}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -39,9 +46,15 @@ def main(arguments: list[str] | None = None) -> None:
     show.add_argument("file", type=Path)
     show.add_argument("--markdown", type=Path)
     show.add_argument("--plots", type=Path)
+    for name in SUITES:
+        suite = commands.add_parser(name, help=f"the suite of bench/lightning/{name}_suite.py")
+        suite.add_argument("--out", type=Path)
+        suite.add_argument("--seconds", type=float, default=150)
     chosen = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if chosen.command == "check":
+    if chosen.command in SUITES:
+        run_suite(SUITES[chosen.command](device), chosen.out, _machine(device), chosen.seconds, device)
+    elif chosen.command == "check":
         _check(device)
     elif chosen.command == "tune":
         from bench.lightning.tune import tune as print_rates

@@ -1,0 +1,218 @@
+"""Decoding with DSA on one device: the contest's workloads, and steps at long contexts, whole and in parts."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.lightning.decode_workloads import (
+    ATTENTION_PAGES,
+    ATTENTION_TOKENS,
+    INDEXER_PAGES,
+    INDEXER_WORKLOADS,
+)
+from bench.lightning.suite import Prepared, Trial
+from csattn.lightning.dsa import DsaDecoder, DsaShape, dsa_sparse_attention, dsa_topk_indexer
+from csattn.lightning.hisa import HisaConfig
+from csattn.lightning.key_cache import PAGE_SIZE, make_key_cache, read_keys, write_keys
+from csattn.lightning.order import top_k_reference
+from csattn.lightning.page_score import KeyPages, score_pages
+from csattn.lightning.quantise import quantise_fp8
+from csattn.lightning.score import Operands, score_keys
+from csattn.lightning.sparse_mla import sparse_mla, sparse_mla_by_definition
+from csattn.lightning.topk import top_k
+
+K = 1024
+TOP_K = 2048
+SCALE = 0.13523378  # as captured from the model
+INDEX_HEADS = 64
+CONTEXTS = (8 * K, 32 * K, 64 * K, 128 * K)
+BATCHES = (1, 8)
+HEADS = (16, 64, 128)
+SCORE_TOLERANCE = 4e-3  # of the largest score
+OUT_TOLERANCE = 1e-2
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Of one call: a batch whose pages lie anywhere in the cache."""
+
+    q: Tensor
+    weights: Tensor
+    cache: Tensor
+    seq_lens: Tensor
+    block_table: Tensor
+
+
+def trials(device: str) -> Iterator[Trial]:
+    """All figures of the suite; on a CPU, of small ones."""
+    small = device == "cpu"
+    for work in INDEXER_WORKLOADS[:3] if small else INDEXER_WORKLOADS:
+        yield _indexer_trial(f"workload {work.number}", work.seq_lens, 256 if small else INDEXER_PAGES, device)
+    for num_tokens in ATTENTION_TOKENS[:1] if small else ATTENTION_TOKENS:
+        for top_k_ in (TOP_K, 100):
+            yield _attention_trial(num_tokens, top_k_, 64 if small else ATTENTION_PAGES, device)
+    for context in (4096,) if small else CONTEXTS:
+        for batch_size in (1,) if small else BATCHES:
+            for part in ("score", "choose"):
+                yield _part_trial(part, context, batch_size, 16, device)
+            for num_heads in HEADS[:1] if small else HEADS:
+                yield _part_trial("attend", context, batch_size, num_heads, device)
+                yield _part_trial("step", context, batch_size, num_heads, device)
+            if context > 8 * K or small:
+                yield _part_trial("step with HISA", context, batch_size, 16, device)
+
+
+def make_inputs(seq_lens: list[int], num_pages: int, device: str, seed: int = 0) -> Inputs:
+    """Noise; a sequence's pages are scattered over the cache."""
+    generator = torch.Generator(device).manual_seed(seed)
+    rows, max_pages = len(seq_lens), -(-max(seq_lens) // PAGE_SIZE)
+
+    def noise(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=generator, device=device)
+
+    cache = make_key_cache(max(num_pages, rows * max_pages), device)
+    for first in range(0, len(cache), K):
+        pages = torch.arange(first, min(first + K, len(cache)), device=device)
+        slots = (pages[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE, device=device)).flatten()
+        write_keys(cache, noise(len(slots), 128), slots)
+    table = torch.randperm(len(cache), generator=generator, device=device)[: rows * max_pages]
+    q, scale = quantise_fp8(noise(rows, INDEX_HEADS, 128))
+    weights = noise(rows, INDEX_HEADS) * scale[..., 0] * (INDEX_HEADS * 128) ** -0.5
+    lens = torch.tensor(seq_lens, dtype=torch.int32, device=device)
+    return Inputs(q, weights, cache, lens, table.view(rows, max_pages).to(torch.int32))
+
+
+def choice_faults(inputs: Inputs, k: int) -> list[str]:
+    """Scores against the definition's; the choice, repeated, against that of the same scores."""
+    keys = KeyPages.of_cache(inputs.cache)
+    scores = score_pages(inputs.q, inputs.weights, keys, inputs.block_table, inputs.seq_lens)
+    wrong = []
+    for row, kv_len in enumerate(inputs.seq_lens.tolist()):
+        k8, scale = read_keys(inputs.cache, inputs.block_table[row], kv_len)
+        rows = slice(row, row + 1)
+        want = score_keys(Operands(inputs.q[rows], k8, inputs.weights[rows], scale))[0]
+        error = float((scores[row, :kv_len] - want).abs().max() / want.abs().max())
+        wrong += [f"scores of row {row} are off by {error:.1e}"] if error > SCORE_TOLERANCE else []
+    best = top_k_reference(scores.nan_to_num(), k, inputs.seq_lens)
+    best = torch.where(best < 0, 2**31 - 1, best).sort(dim=1).values
+    at = torch.where(best == 2**31 - 1, 0, best).long()
+    placed = inputs.block_table.gather(1, at // PAGE_SIZE) * PAGE_SIZE + at % PAGE_SIZE
+    expected = torch.where(best == 2**31 - 1, -1, placed).to(torch.int32)
+    for _ in range(3):
+        got = dsa_topk_indexer(*_arguments(inputs), num_chosen=k)
+        wrong += [] if torch.equal(got, expected) else ["the choice is not that of the scores"]
+    return wrong
+
+
+def _arguments(inputs: Inputs) -> tuple[Tensor, ...]:
+    return inputs.q, inputs.cache, inputs.weights, inputs.seq_lens, inputs.block_table
+
+
+def _indexer_trial(name: str, seq_lens: list[int], num_pages: int, device: str) -> Trial:
+    def prepare() -> Prepared:
+        inputs = make_inputs(seq_lens, num_pages, device)
+        out = torch.empty(len(seq_lens), TOP_K, dtype=torch.int32, device=device)
+        scores = torch.empty(len(seq_lens), inputs.block_table.shape[1] * PAGE_SIZE, device=device)
+
+        def call() -> Tensor:
+            return dsa_topk_indexer(*_arguments(inputs), scores=scores, out=out)
+
+        figures = {"batch_size": len(seq_lens), "longest": max(seq_lens), "all_chosen": max(seq_lens) <= TOP_K}
+        return Prepared(lambda: choice_faults(inputs, TOP_K), [call], figures)
+
+    return Trial("decode", "contest indexer", "csattn", name, prepare)
+
+
+def _attention_trial(num_tokens: int, num_chosen: int, num_pages: int, device: str) -> Trial:
+    def prepare() -> Prepared:
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        q_nope = torch.randn(num_tokens, 16, 512, device=device).to(dtype)
+        q_pe = torch.randn(num_tokens, 16, 64, device=device).to(dtype)
+        ckv = torch.randn(num_pages, PAGE_SIZE, 512, device=device).to(dtype)
+        kpe = torch.randn(num_pages, PAGE_SIZE, 64, device=device).to(dtype)
+        indices = torch.full((num_tokens, TOP_K), -1, dtype=torch.int32, device=device)
+        for row in range(num_tokens):
+            chosen = torch.randperm(num_pages * PAGE_SIZE, device=device)[:num_chosen]
+            indices[row, : len(chosen)] = chosen.sort().values.to(torch.int32)
+
+        def faults() -> list[str]:
+            rows = ckv.flatten(0, 1), kpe.flatten(0, 1)
+            return attention_faults(q_nope, q_pe, *rows, indices)
+
+        return Prepared(faults, [lambda: dsa_sparse_attention(q_nope, q_pe, ckv, kpe, indices, SCALE)])
+
+    case = f"{num_tokens} tokens, {num_chosen} of {TOP_K} indices"
+    moved = num_tokens * num_chosen * 576 * 2
+    return Trial("decode", "contest attention", "csattn", case, prepare, moved_bytes=moved)
+
+
+def attention_faults(q_nope: Tensor, q_pe: Tensor, ckv: Tensor, kpe: Tensor, indices: Tensor) -> list[str]:
+    """Against the definition, and against itself."""
+    out, lse = sparse_mla(q_nope, q_pe, ckv, kpe, indices, SCALE)
+    want, want_lse = sparse_mla_by_definition(q_nope, q_pe, ckv, kpe, indices, SCALE)
+    again, _ = sparse_mla(q_nope, q_pe, ckv, kpe, indices, SCALE)
+    error = float((out.float() - want.float()).abs().max() / want.float().abs().max())
+    of_lse = float((lse - want_lse).nan_to_num().abs().max())
+    wrong = [] if torch.equal(out, again) else ["a repetition differs"]
+    return wrong + (
+        [f"output is off by {error:.1e}, lse by {of_lse:.1e}"] if max(error, of_lse) > OUT_TOLERANCE else []
+    )
+
+
+def _part_trial(part: str, context: int, batch_size: int, num_heads: int, device: str) -> Trial:
+    def prepare() -> Prepared:
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        inputs = make_inputs([context] * batch_size, 0, device)
+        decoder, rows = _make_decoder(inputs, context, num_heads, dtype, part.endswith("HISA"), device)
+        ckv, kpe = rows[..., :512], rows[..., 512:]
+        keys = KeyPages.of_cache(inputs.cache)
+        scores = score_pages(inputs.q, inputs.weights, keys, inputs.block_table, inputs.seq_lens)
+        decoder.step(inputs.cache, ckv, kpe)
+        flat = ckv.flatten(0, 1), kpe.flatten(0, 1)
+        paged: dict[str, Any] = {"pages": inputs.block_table, "page_size": PAGE_SIZE}
+        calls = {
+            "score": lambda: score_pages(
+                inputs.q, inputs.weights, keys, inputs.block_table, inputs.seq_lens, out=scores
+            ),
+            "choose": lambda: top_k(scores, TOP_K, inputs.seq_lens, order="position", **paged),
+            "attend": lambda: sparse_mla(decoder.q_nope, decoder.q_pe, *flat, decoder.indices, SCALE),
+        }
+
+        def faults() -> list[str]:
+            wrong = attention_faults(decoder.q_nope, decoder.q_pe, *flat, decoder.indices)
+            return wrong + (choice_faults(inputs, TOP_K) if part != "step with HISA" else [])
+
+        return Prepared(faults, [calls.get(part, lambda: decoder.step(inputs.cache, ckv, kpe))])
+
+    moved = {"score": 132 * context, "choose": 4 * context, "attend": TOP_K * 576 * 2}
+    total = moved.get(part, 132 * context + TOP_K * 576 * 2) if part != "step with HISA" else 0
+    case = f"context {context}, batch {batch_size}, {num_heads} heads"
+    return Trial("decode", "long context", part, case, prepare, moved_bytes=batch_size * total)
+
+
+def _make_decoder(
+    inputs: Inputs, context: int, num_heads: int, dtype: torch.dtype, with_hisa: bool, device: str
+) -> tuple[DsaDecoder, Tensor]:
+    """A decoder with its inputs in place, and latent rows [num_pages, 64, 576]."""
+    shape = DsaShape(
+        batch_size=len(inputs.q),
+        max_len=context,
+        num_heads=num_heads,
+        softmax_scale=SCALE,
+        dtype=dtype,
+        hisa=HisaConfig(num_blocks=min(64, context // 128)) if with_hisa else None,
+    )
+    decoder = DsaDecoder(shape, torch.device(device))
+    decoder.q_index.copy_(inputs.q)
+    decoder.index_weights.copy_(inputs.weights)
+    decoder.q_nope.normal_()
+    decoder.q_pe.normal_()
+    decoder.seq_lens.copy_(inputs.seq_lens)
+    decoder.block_table.copy_(inputs.block_table)
+    if decoder.block_keys is not None:
+        for row in range(len(inputs.q)):
+            decoder.block_keys.load(row, *read_keys(inputs.cache, inputs.block_table[row], context))
+    return decoder, torch.randn(len(inputs.cache), PAGE_SIZE, 576, device=device).to(dtype)

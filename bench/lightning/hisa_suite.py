@@ -1,0 +1,147 @@
+"""HISA's figure: the indexer over 4K to 128K keys for a chunk of 1024 queries, HISA beside DSA (arXiv:2603.28458).
+
+DSA here is csattn's own: the dense score kernel and the exact selection. Both choose 2048 of what each query sees, the
+chunk being the end of the prefix. IoU is that of the two choices: on keys that mean the same for a while, as in text,
+and on noise, where a block's mean says next to nothing about its keys.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.lightning.suite import Prepared, Trial
+from csattn.lightning.hisa import BlockedKeys, HisaConfig, block_sparse_top_k, hisa_top_k, overlap
+from csattn.lightning.order import top_k_reference
+from csattn.lightning.page_score import score_pages
+from csattn.lightning.quantise import quantise_fp8
+from csattn.lightning.score import Operands, causal_lens
+from csattn.lightning.stream import choose_keys
+from csattn.lightning.topk import top_k
+
+K = 1024
+NUM_QUERIES = 1024
+PREFIXES = (4 * K, 8 * K, 16 * K, 32 * K, 64 * K, 128 * K)
+CONFIGS = {"HISA": HisaConfig(), "HISA, last 2 blocks": HisaConfig(last_blocks=2)}
+WANTED = 4  # meanings that a structured query looks for
+STRENGTH = 16.0  # of a meaning, beside noise of length 11
+ROWS_COMPARED = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of a trial."""
+
+    num_queries: int
+    num_heads: int
+    k: int
+    prefixes: tuple[int, ...]
+    configs: dict[str, HisaConfig]
+
+
+FULL = Sizes(NUM_QUERIES, 64, 2048, PREFIXES, CONFIGS)
+SMALL = Sizes(32, 4, 128, (1024, 2048), {"HISA": HisaConfig(block_size=32, num_blocks=12)})
+
+
+def trials(device: str) -> Iterator[Trial]:
+    """All figures of the suite."""
+    sizes = SMALL if device == "cpu" else FULL
+    for prefix in sizes.prefixes:
+        for keys in ("structured", "noise"):
+            for variant in ("DSA", "DSA, streamed", *sizes.configs, "block-sparse"):
+                if keys == "structured" or variant in sizes.configs:
+                    yield _trial(prefix, keys, variant, sizes, device)
+
+
+def make_operands(kind: str, num_queries: int, num_keys: int, num_heads: int, k: int, device: str) -> Operands:
+    """FP8 queries and keys with their scales.
+
+    Structured: a meaning lasts k / 2 keys, and a query's heads look for WANTED of them, so for 2 k keys in all.
+    """
+    generator = torch.Generator(device).manual_seed(2026)
+
+    def noise(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=generator, device=device)
+
+    def choose(most: int, *sizes: int) -> Tensor:
+        return torch.randint(most, sizes, generator=generator, device=device)
+
+    queries, keys = noise(num_queries, num_heads, 128), noise(num_keys, 128)
+    weights = noise(num_queries, num_heads)
+    if kind == "structured":
+        run = k // 2
+        meanings = torch.nn.functional.normalize(noise(num_keys // run + 2, 128), dim=1) * STRENGTH
+        wanted = choose(len(meanings), num_queries, WANTED).gather(1, choose(WANTED, num_queries, num_heads))
+        queries += meanings[wanted]
+        keys += meanings.repeat_interleave(run, 0)[run // 3 :][:num_keys]  # runs do not start where blocks do
+        weights = weights.abs()
+    (q, q_scale), (k8, k_scale) = quantise_fp8(queries), quantise_fp8(keys)
+    return Operands(q, k8, weights * q_scale[..., 0], k_scale[:, 0])
+
+
+def _trial(prefix: int, keys: str, variant: str, sizes: Sizes, device: str) -> Trial:
+    def prepare() -> Prepared:
+        operands = make_operands(keys, sizes.num_queries, prefix, sizes.num_heads, sizes.k, device)
+        host_lens = causal_lens(sizes.num_queries, prefix, first_position=prefix - sizes.num_queries)
+        lens = host_lens.to(device)
+        if variant == "DSA, streamed":
+            return Prepared(list, [lambda: choose_keys(operands, sizes.k, host_lens)], graph=False)
+        if variant == "DSA":
+            return _dense(operands, sizes.k, lens, device)
+        config = sizes.configs.get(variant, next(iter(sizes.configs.values())))
+        blocked = BlockedKeys.of_operands(operands, config.block_size)
+        arguments: tuple[Any, ...] = (operands.q, operands.weights, blocked, lens, sizes.k)
+        exact = choose_keys(operands, sizes.k, host_lens).indices
+        if variant == "block-sparse":
+            config = HisaConfig(block_size=config.block_size, num_blocks=sizes.k // config.block_size)
+            chosen = block_sparse_top_k(*arguments, config)
+            return Prepared(list, [lambda: block_sparse_top_k(*arguments, config)], _iou(chosen, exact))
+        chosen = hisa_top_k(*arguments, config)
+        figures = _iou(chosen, exact)
+        return Prepared(
+            lambda: _faults(operands, blocked, lens, sizes.k, config), [lambda: hisa_top_k(*arguments, config)], figures
+        )
+
+    return Trial("hisa", f"{keys} keys, {sizes.num_queries} queries, k {sizes.k}", variant, f"prefix {prefix}", prepare)
+
+
+def _dense(operands: Operands, k: int, lens: Tensor, device: str) -> Prepared:
+    """All scores of the chunk in memory, then one selection: as fast as DSA gets, and may be captured."""
+    num_queries, num_keys = len(operands.q), len(operands.k)
+    scores = torch.empty(num_queries, num_keys, device=device)
+    if device == "cpu":
+        from csattn.lightning.score_cpu import score_tile
+    else:
+        from csattn.lightning.score_kernels import score_tile
+
+    def call() -> Tensor:
+        score_tile(operands, range(num_keys), lens, scores)
+        return top_k(scores, k, lens)
+
+    def faults() -> list[str]:
+        got = call()[:ROWS_COMPARED]
+        want = top_k_reference(scores[:ROWS_COMPARED], k, lens[:ROWS_COMPARED])
+        return [] if torch.equal(got, want) else ["the choice is not that of the scores"]
+
+    return Prepared(faults, [call])
+
+
+def _faults(operands: Operands, blocked: BlockedKeys, lens: Tensor, k: int, config: HisaConfig) -> list[str]:
+    """Where the candidates cover all keys, HISA is DSA on the same scores; and repetitions do not differ."""
+    rows = slice(0, ROWS_COMPARED)
+    own = (operands.q[rows], operands.weights[rows])
+    short = lens[rows].clamp(max=config.pool_len)
+    few = BlockedKeys(blocked.keys, blocked.pages[rows], blocked.block_keys, blocked.block_pages[rows])
+    scores = score_pages(*own, few.keys, few.pages, short)
+    want = top_k_reference(scores.nan_to_num(), k, short)
+    wrong = [] if torch.equal(hisa_top_k(*own, few, short, k, config), want) else ["differs from DSA on a short prefix"]
+    first = hisa_top_k(*own, few, lens[rows], k, config)
+    again = hisa_top_k(*own, few, lens[rows], k, config)
+    return wrong + ([] if torch.equal(first, again) else ["a repetition differs"])
+
+
+def _iou(chosen: Tensor, exact: Tensor) -> dict[str, Any]:
+    shares = overlap(chosen, exact)
+    return {"iou_mean": round(float(shares.mean()), 5), "iou_min": round(float(shares.min()), 5)}

@@ -5,18 +5,13 @@ from torch import Tensor
 
 
 def kmeans(points: Tensor, num_clusters: int, num_iterations: int, seed: int) -> Tensor:
-    """Centroids by Lloyd's iterations from k-means++ seeds; the same for the same points, clusters and seed.
+    """Centroids of each set by Lloyd's iterations from k-means++ seeds; the same for the same arguments.
 
-    points: [num_points, width] float32, at least one -> [num_clusters, width]. A cluster that loses its last point
-    stays where it is; where there are fewer distinct points than clusters, centroids repeat.
+    points: [num_sets, num_points, width] float32, at least one point -> [num_sets, num_clusters, width]. A cluster that
+    loses its last point stays where it is; where there are fewer distinct points than clusters, centroids repeat.
     """
-    centroids = _spread_seeds(points, num_clusters, torch.Generator().manual_seed(seed))
-    for _ in range(num_iterations):
-        nearest = nearest_centroids(points, centroids)
-        counts = torch.bincount(nearest, minlength=num_clusters)
-        sums = torch.zeros_like(centroids).index_add_(0, nearest, points)
-        centroids = torch.where((counts > 0)[:, None], sums / counts.clamp_min(1)[:, None], centroids)
-    return centroids
+    seeds = _spread_seeds(points, num_clusters, torch.Generator().manual_seed(seed))
+    return torch.stack([_lloyd(*of_set, num_iterations) for of_set in zip(points, seeds, strict=True)])
 
 
 def nearest_centroids(points: Tensor, centroids: Tensor) -> Tensor:
@@ -30,12 +25,22 @@ def nearest_centroids(points: Tensor, centroids: Tensor) -> Tensor:
 
 def _spread_seeds(points: Tensor, num_clusters: int, generator: torch.Generator) -> Tensor:
     """k-means++: each next seed is a point, with a probability by its squared distance from the seeds so far."""
-    chosen = torch.randint(len(points), (1,), generator=generator)
-    distance = (points - points[chosen]).square().sum(-1)
+    sets = torch.arange(len(points))
+    seeds = [points[sets, torch.randint(points.shape[1], (len(points),), generator=generator)]]
+    distance = torch.full(points.shape[:2], torch.inf)
     for _ in range(num_clusters - 1):
-        # where all points are seeds already, any may repeat
-        chances = distance if distance.any() else torch.ones_like(distance)
-        new = torch.multinomial(chances, 1, generator=generator)
-        chosen = torch.cat([chosen, new])
-        distance = torch.minimum(distance, (points - points[new]).square().sum(-1))
-    return points[chosen]
+        distance = torch.minimum(distance, (points - seeds[-1][:, None]).square().sum(-1))
+        is_left = distance.amax(1, keepdim=True) > 0  # where all points are seeds already, any may repeat
+        new = torch.multinomial(torch.where(is_left, distance, 1.0), 1, generator=generator)[:, 0]
+        seeds.append(points[sets, new])
+    return torch.stack(seeds, dim=1)
+
+
+def _lloyd(points: Tensor, centroids: Tensor, num_iterations: int) -> Tensor:
+    """points: [num_points, width], centroids: [num_clusters, width] -> centroids."""
+    for _ in range(num_iterations):
+        nearest = nearest_centroids(points, centroids)
+        counts = torch.bincount(nearest, minlength=len(centroids))[:, None]
+        sums = torch.zeros_like(centroids).index_add_(0, nearest, points)
+        centroids = torch.where(counts > 0, sums / counts.clamp_min(1), centroids)
+    return centroids

@@ -15,18 +15,22 @@ from torch import Tensor
 
 from csattn.selection import Selection
 from csattn.selectors.base import ContextLayer, ContextView
-from csattn.selectors.top_rows import RowsSoFar, joined, mask_resident, padded_selection
+from csattn.selectors.top_rows import RowsSoFar, mask_resident, padded_selection
 
 _SEED = 1234
 _KEYS_PER_BLOCK = 4096
 
 
 class PreparedMagicpig:
-    """The projections, and the keys' codes [num_kv_heads, context_len, num_tables] int16."""
+    """The projections, and L hash tables of the keys of each head.
+
+    rows: [num_kv_heads, num_tables, context_len] int32, by code and then ascending; bucket c of a table is
+    rows[..., starts[..., c] : starts[..., c + 1]], starts: [num_kv_heads, num_tables, 2**num_bits + 1] int64.
+    """
 
     def __init__(self, layer: ContextLayer, num_bits: int = 10, num_tables: int = 150, seed: int = _SEED):
-        """num_bits: K, at most 15; num_tables: L, at least 2."""
-        assert num_bits <= 15, "a code is an int16"
+        """num_bits: K, at most 14; num_tables: L, at least 2."""
+        assert num_bits <= 14, "a code, and one more than the largest, is an int16"
         assert num_tables >= 2, "rows are taken where two tables agree"
         self.num_bits, self.num_tables = num_bits, num_tables
         self.keys = layer.keys
@@ -34,7 +38,11 @@ class PreparedMagicpig:
         self.projections = torch.randn(layer.keys.shape[2], num_tables * num_bits, generator=generator)
         self.key_mean = layer.keys.float().mean(1, keepdim=True)
         blocks = torch.split(layer.keys, _KEYS_PER_BLOCK, dim=1)
-        self.codes = torch.cat([self.hash(block.float() - self.key_mean) for block in blocks], dim=1)
+        codes = torch.cat([self.hash(block.float() - self.key_mean) for block in blocks], dim=1)
+        by_code, rows = codes.transpose(1, 2).contiguous().sort(dim=2, stable=True)
+        self.rows = rows.to(torch.int32)
+        bounds = torch.arange((1 << num_bits) + 1, dtype=torch.int16).expand(*rows.shape[:2], -1).contiguous()
+        self.starts = torch.searchsorted(by_code, bounds)
 
     def hash(self, x: Tensor) -> Tensor:
         """[..., head_dim] -> codes [..., num_tables] int16."""
@@ -42,11 +50,24 @@ class PreparedMagicpig:
         places = torch.tensor([1 << bit for bit in range(self.num_bits)])
         return (signs * places).sum(-1).to(torch.int16)
 
+    def meetings(self, kv_head: int, codes: Tensor) -> Tensor:
+        """In how many tables each key of the context shares a query's code: [context_len] int64.
+
+        codes: [num_tables], the query's.
+        """
+        starts, tables = self.starts[kv_head], torch.arange(self.num_tables)
+        first, last = starts[tables, codes.long()], starts[tables, codes.long() + 1]
+        sizes = last - first
+        # the buckets' places, one bucket after the other, in the tables laid end to end
+        begins = first + tables * self.rows.shape[2] - (sizes.cumsum(0) - sizes)
+        places = begins.repeat_interleave(sizes) + torch.arange(int(sizes.sum()))
+        return torch.bincount(self.rows[kv_head].flatten()[places], minlength=self.rows.shape[2])
+
     @property
     def index_bytes(self) -> int:
-        """Per key and table a 4-byte row number in its bucket, and the buckets' ends; the keys' norms."""
-        num_kv_heads, context_len, _ = self.codes.shape
-        return 4 * num_kv_heads * (self.num_tables * (context_len + (1 << self.num_bits)) + context_len)
+        """Row numbers and buckets' starts of 4 bytes, and the keys' norms, which the paper keeps."""
+        num_kv_heads, _, context_len = self.rows.shape
+        return self.rows.nbytes + 4 * self.starts.numel() + 4 * num_kv_heads * context_len
 
     def selector(self, view: ContextView) -> "MagicpigSelector":
         return MagicpigSelector(self, view)
@@ -59,7 +80,8 @@ class MagicpigSelector:
 
     def __init__(self, prepared: PreparedMagicpig, view: ContextView):
         self._prepared, self._view = prepared, view
-        self._tail_codes, self._tail_keys = RowsSoFar(prepared.codes), RowsSoFar(prepared.keys)
+        self._tail_keys = RowsSoFar(prepared.keys)
+        self._tail_codes = RowsSoFar(torch.empty(len(prepared.keys), 0, prepared.num_tables, dtype=torch.int16))
         self.search_bytes = 0
 
     def append(self, k: NDArray[np.float32], v: NDArray[np.float32]) -> None:
@@ -69,12 +91,12 @@ class MagicpigSelector:
 
     def select(self, q: NDArray[np.float32], recent: Tensor) -> Selection:
         prepared, queries = self._prepared, torch.from_numpy(q)
-        codes = joined(prepared.codes, self._tail_codes.rows)
-        group_size = len(queries) // len(codes)
+        group_size = len(queries) // len(prepared.keys)
         rows, chances, num_met = [], [], 0
-        for head, (query, query_codes) in enumerate(zip(queries, prepared.hash(queries), strict=True)):
+        for head, (query, codes) in enumerate(zip(queries, prepared.hash(queries), strict=True)):
             kv_head = head // group_size
-            met = (codes[kv_head] == query_codes).sum(-1)
+            of_tail = (self._tail_codes.rows[kv_head] == codes).sum(-1)
+            met = torch.cat([prepared.meetings(kv_head, codes), of_tail])
             num_met += int(met.sum())
             taken = met >= 2
             mask_resident(taken, self._view, False)

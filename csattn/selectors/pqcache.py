@@ -30,13 +30,9 @@ class PreparedPqcache:
         assert num_centroids <= 256, "a code is one byte"
         self.itemsize = layer.keys.itemsize
         num_centroids = min(num_centroids, layer.keys.shape[1])
-        parts = split_parts(layer.keys.float(), num_subspaces)
-        self.centroids = torch.stack(
-            [
-                torch.stack([kmeans(part, num_centroids, num_iterations, _SEED) for part in of_head])
-                for of_head in parts.transpose(0, 1)
-            ],
-        )
+        parts = split_parts(layer.keys.float(), num_subspaces).transpose(0, 1)
+        centroids = kmeans(parts.flatten(0, 1), num_centroids, num_iterations, _SEED)
+        self.centroids = centroids.view(*parts.shape[:2], num_centroids, -1)
         self.codes = self.encode(layer.keys.float())
 
     def encode(self, keys: Tensor) -> Tensor:

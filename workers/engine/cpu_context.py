@@ -7,11 +7,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from csattn.artifact import Artifact
-from csattn.selectors import ContextView
+from csattn.selector_names import SelectorName
+from csattn.selectors import ContextView, Prepared, Selector
 from offload.codecs.formats import KvFormat
 from offload.coded_store import CodedStore
+from offload.host_store import HostStore
+from offload.kv_store import KvStore
 from workers.cpu_model.model import word
-from workers.serving.messages import Selector
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,13 @@ class CpuContext:
     coded: CodedStore | None  # None: steps attend to kv
     next_queries: list[NDArray[np.float32] | None]  # per layer: what predicts the layer's queries; none for the first
     num_index_heads: int
+    # per layer, what selectors have made of the context: made for the first request that asks for one, kept for all
+    prepared: dict[SelectorName, list[Prepared]] = field(default_factory=dict)
+
+    @property
+    def store(self) -> KvStore:
+        """The rows that steps attend to."""
+        return HostStore(self.kv) if self.coded is None else self.coded
 
     @property
     def context_len(self) -> int:
@@ -79,7 +88,8 @@ class CpuRequest:
     context_id: int
     context: CpuContext
     view: ContextView
-    selector: Selector  # full where everything is kept anyway
+    selector: SelectorName  # full where everything is kept anyway
+    selectors: list[Selector] | None = None  # per layer; None: csattn, whose searches are made together, full, window
     tail_len: int = 0
     near: tuple[int, int] = field(init=False)  # context rows [0, first) and [second, context_len) are attended to
 
@@ -89,9 +99,9 @@ class CpuRequest:
 
     @property
     def top_k(self) -> int:
-        """Rows that are selected for each index head."""
+        """Rows that csattn selects for each index head."""
         middle = self.view.middle
-        return min(self.view.top_k, middle.stop - middle.start) if self.selector in ("csattn", "exact") else 0
+        return min(self.view.top_k, middle.stop - middle.start) if self.selector == "csattn" else 0
 
     @property
     def num_index_heads(self) -> int:
@@ -105,7 +115,7 @@ class CpuRequest:
 
     @property
     def looks_ahead(self) -> bool:
-        return self.top_k > 0 and bool(self.view.config.lookahead)
+        return (self.top_k > 0 or self.selectors is not None) and bool(self.view.config.lookahead)
 
     @property
     def together(self) -> tuple[object, ...]:

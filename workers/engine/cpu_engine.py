@@ -17,18 +17,19 @@ from csattn.cpu.team import Team
 from csattn.cpus import available_cpus
 from csattn.errors import ConfigError, ContextError
 from csattn.models import LoadedModel
-from csattn.selectors import ContextView, selector_for
+from csattn.selector_names import SelectorName
+from csattn.selectors import ContextView, Selector, prepare, selector_for
 from offload.codecs.formats import KvFormat
+from workers.context_layers import context_layers
 from workers.cpu_model.model import CpuModel
 from workers.engine.cpu_context import CpuContext, CpuRequest, open_context
-from workers.engine.exact_rows import choose_exactly
 from workers.engine.fidelity import fidelity
 from workers.engine.on_cpu import AttendOnCpu
+from workers.engine.plain_rows import PlainRows
 from workers.engine.pool_searcher import PoolSearcher
 from workers.engine.row_plan import RowPlan, plan_rows
 from workers.engine.searcher import Searcher
 from workers.engine.slots import require_free_slot, require_new_context, require_room, require_unused, seen_lens
-from workers.serving.messages import Selector
 from workers.serving.step_engine import EngineCounts, Fidelity, StepResult, StepRow
 
 
@@ -93,13 +94,16 @@ class CpuEngine:
         self._searcher.unload(context_id)
         del self._contexts[context_id]
 
-    def open(self, slot: int, context_id: int, config: SearchConfig, selector: Selector) -> None:
+    def open(self, slot: int, context_id: int, config: SearchConfig, selector: SelectorName) -> None:
+        """The first request of a context with another selector than csattn waits for what that makes of the context."""
         context = self._context(context_id)
         require_free_slot(slot, self.num_slots, self._requests)
         if config.search_period != 1:
             raise ConfigError(f"search_period is {config.search_period}, but this engine searches at every step; use 1")
         view = ContextView(context.context_len, self._scale, config)
-        self._requests[slot] = CpuRequest(slot, context_id, context, view, selector_for(selector, view))
+        name = selector_for(selector, view)
+        selectors = self._selectors(context, name, view)
+        self._requests[slot] = CpuRequest(slot, context_id, context, view, name, selectors)
         self._planned = None
 
     def close_slot(self, slot: int) -> None:
@@ -123,7 +127,9 @@ class CpuEngine:
         )
         self._attention.set_lens(plan, tail_lens)
         watched = (int(np.flatnonzero(order == watch[0])[0]), watch[1]) if watch is not None else None
-        seen = self._run(plan, tail_lens, watched)
+        plain = PlainRows(model, plan, tail_lens, self._scale)
+        seen = self._run(plan, plain, tail_lens, watched)
+        plain.commit()
         for request, length in zip(plan.requests, tail_lens.tolist(), strict=True):
             request.tail_len = length
         return self._result(plan, want_logits, seen)
@@ -156,7 +162,9 @@ class CpuEngine:
     ) -> None:
         self.close()
 
-    def _run(self, plan: RowPlan, tail_lens: NDArray[np.int64], watched: tuple[int, int] | None) -> Fidelity | None:
+    def _run(
+        self, plan: RowPlan, plain: PlainRows, tail_lens: NDArray[np.int64], watched: tuple[int, int] | None
+    ) -> Fidelity | None:
         """All layers; what was seen of the watched row and layer. Searches run while the layer before is computed."""
         model, seen = self._model, None
         self._team.run(model.begin[plan.ahead])
@@ -167,16 +175,20 @@ class CpuEngine:
                 if under_way:
                     under_way = False
                     self._searcher.finish()
-                self._search(layer_idx, plan)
+                if late := plan.late(layer_idx):
+                    self._searcher.start(layer_idx, late)
+                    self._searcher.finish()
                 if layer_idx + 1 < self.num_layers and (early := plan.early(layer_idx + 1)):
                     under_way = True
                     self._searcher.start(layer_idx + 1, early)
+                plain.choose(layer_idx)
                 chosen = time.perf_counter()
                 if watched is not None and watched[1] == layer_idx:
-                    seen = self._look(plan, watched[0], layer_idx, int(tail_lens[watched[0]]))
+                    seen = self._look(plan, plain, watched[0], layer_idx, int(tail_lens[watched[0]]))
                 attending = time.perf_counter()
                 self._team.run(self._attention.layers[layer_idx])
-                if plan.groups:
+                plain.attend(layer_idx)
+                if plan.groups or plain.chosen:
                     self._search_s += chosen - started
                 self._attend_s += time.perf_counter() - attending
                 self._team.run(model.after[plan.ahead][layer_idx])
@@ -187,21 +199,17 @@ class CpuEngine:
             raise
         return seen
 
-    def _search(self, layer_idx: int, plan: RowPlan) -> None:
-        """Choose for the rows that have waited for the layer's own queries."""
-        late = plan.late(layer_idx)
-        if late:
-            self._searcher.start(layer_idx, late)
-            self._searcher.finish()
-        for group in plan.groups:
-            if group.late is None:
-                ahead = layer_idx > 0 and group.requests[0].looks_ahead
-                q = (self._model.q_ahead[layer_idx % 2] if ahead else self._model.q)[group.rows]
-                selections = group.selections[layer_idx % 2]
-                choose_exactly(torch.from_numpy(q), group.requests[0], layer_idx, self._scale, selections)
+    def _selectors(self, context: CpuContext, name: SelectorName, view: ContextView) -> list[Selector] | None:
+        """For a new request, per layer; None where its rows are chosen together or not at all."""
+        if name in ("csattn", "full", "window"):
+            return None
+        if name not in context.prepared:
+            layers = context_layers(self.loaded, context.artifact)
+            context.prepared[name] = [prepare(name, layer) for layer in layers]
+        return [prepared.selector(view) for prepared in context.prepared[name]]
 
-    def _look(self, plan: RowPlan, row: int, layer_idx: int, tail_len: int) -> Fidelity:
-        chosen = None
+    def _look(self, plan: RowPlan, plain: PlainRows, row: int, layer_idx: int, tail_len: int) -> Fidelity:
+        chosen = plain.chosen.get(row)
         for group in plan.groups:
             if group.rows.start <= row < group.rows.stop:
                 chosen = group.selections[layer_idx % 2][row - group.rows.start]

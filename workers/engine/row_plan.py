@@ -20,8 +20,8 @@ class Group:
     rows: slice
     requests: list[CpuRequest]  # of the rows
     selections: tuple[TokenSelections, TokenSelections]
-    late: tuple[RowSearch, RowSearch] | None  # with the layer's own queries; None: not by a searcher
-    early: tuple[RowSearch, RowSearch] | None  # with predicted ones; None: neither
+    late: tuple[RowSearch, RowSearch]  # with the layer's own queries
+    early: tuple[RowSearch, RowSearch] | None  # with predicted ones; None: they wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class RowPlan:
 
     def late(self, layer_idx: int) -> list[RowSearch]:
         groups = [group for group in self.groups if layer_idx == 0 or group.early is None]
-        return [group.late[layer_idx % 2] for group in groups if group.late is not None]
+        return [group.late[layer_idx % 2] for group in groups]
 
 
 def plan_rows(model: CpuModel, requests: Sequence[CpuRequest], softmax_scale: float) -> RowPlan:
@@ -73,8 +73,6 @@ def _group(model: CpuModel, first: int, requests: list[CpuRequest], softmax_scal
             out=out,
         )
 
-    by_searcher = request.selector == "csattn"
-    late = (search(model.q, one), search(model.q, two)) if by_searcher else None
-    ahead = by_searcher and request.looks_ahead
-    early = (search(model.q_ahead[0], one), search(model.q_ahead[1], two)) if ahead else None
+    late = search(model.q, one), search(model.q, two)
+    early = (search(model.q_ahead[0], one), search(model.q_ahead[1], two)) if request.looks_ahead else None
     return Group(rows, requests, (one, two), late, early)

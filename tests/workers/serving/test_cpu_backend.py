@@ -34,7 +34,8 @@ def backend_of(store: Path, search: SearchConfig = SEARCH) -> LocalBackend:
 
 def kinds() -> Iterator[Ask]:
     """Different contexts, lengths, shares, selectors and ways to draw."""
-    selectors = ("csattn", "exact", "full", "window", "csattn")
+    others = "exact", "full", "window", "h2o", "sparq", "magicpig"
+    selectors = [name for other in others for name in ("csattn", other)]
     for n in range(16):
         yield ask(
             SECRETS[n % 3],
@@ -43,7 +44,7 @@ def kinds() -> Iterator[Ask]:
             temperature=0.8 * (n % 2),
             seed=n,
             top_logprobs=(None, 2)[n % 4 == 3],
-            selector=selectors[n % 5],
+            selector=selectors[n % len(selectors)],
             lookahead=n % 3 % 2,
             keep=(0.05, 0.3)[n % 2],
         )

@@ -116,22 +116,26 @@ def float_of_e4m3(typing_context, code):  # type: ignore[no-untyped-def]
     return types.float32(types.uint8), generate
 
 
-def _pointer(context: Any, builder: ir.IRBuilder, sig: Any, args: Any, kind: ir.Type) -> Any:
-    data = context.make_array(sig.args[0])(context, builder, args[0]).data
-    at = context.cast(builder, args[1], sig.args[1], types.intp)
-    return builder.bitcast(builder.gep(data, [at]), kind.as_pointer())
+def pointer_at(context: Any, builder: ir.IRBuilder, sig: Any, args: Any, which: int) -> Any:
+    """Where an element lies: args[which] is a contiguous array, the argument behind it the element's number."""
+    data = context.make_array(sig.args[which])(context, builder, args[which]).data
+    return builder.gep(data, [context.cast(builder, args[which + 1], sig.args[which + 1], types.intp)])
 
 
 def _load(kind: ir.Type, widen: Callable[[ir.IRBuilder, Any], Any]) -> Callable[..., Any]:
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        return widen(builder, builder.load(_pointer(context, builder, sig, args, kind), align=1))
+        return widen(builder, builder.load(_word(context, builder, sig, args, kind), align=1))
 
     return generate
 
 
 def _store(kind: ir.Type, narrow: Callable[[ir.IRBuilder, Any], Any]) -> Callable[..., Any]:
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        builder.store(narrow(builder, args[2]), _pointer(context, builder, sig, args, kind), align=1)
+        builder.store(narrow(builder, args[2]), _word(context, builder, sig, args, kind), align=1)
         return context.get_dummy_value()
 
     return generate
+
+
+def _word(context: Any, builder: ir.IRBuilder, sig: Any, args: Any, kind: ir.Type) -> Any:
+    return builder.bitcast(pointer_at(context, builder, sig, args, 0), kind.as_pointer())

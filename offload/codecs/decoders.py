@@ -9,9 +9,9 @@ from numba import cfunc, types
 from numpy.typing import NDArray
 
 from offload.codecs.bits import array_at, float_of_e4m3, kernel, load_bfloat16, load_float16, load_float32
+from offload.codecs.blocks import LANES, decode_e4m3, decode_q4_0, decode_q8_0
 from offload.codecs.formats import BLOCK_LEN, FORMATS, Format
 
-_HALF = BLOCK_LEN // 2
 _KEPT: list[Any] = []  # so that the code is not freed
 
 
@@ -46,33 +46,17 @@ def decode_vector(number: int, coded: NDArray[np.uint8], at: int, head_dim: int,
         for j in range(head_dim):
             out[j] = load_float16(coded, at + 2 * j)
     elif number == 3:
-        _decode_q8_0(coded, at, head_dim, out)
+        for block in range(head_dim // BLOCK_LEN):
+            decode_q8_0(coded, at + 34 * block, out, BLOCK_LEN * block)
     elif number == 4:
-        _decode_q4_0(coded, at, head_dim, out)
+        for block in range(head_dim // BLOCK_LEN):
+            decode_q4_0(coded, at + 18 * block, out, BLOCK_LEN * block)
     else:
-        d = load_float32(coded, at)
-        for j in range(head_dim):
+        d, whole = load_float32(coded, at), head_dim - head_dim % LANES
+        for j in range(0, whole, LANES):
+            decode_e4m3(coded, at + 4 + j, out, j, d)
+        for j in range(whole, head_dim):
             out[j] = float_of_e4m3(coded[at + 4 + j]) * d
-
-
-@kernel
-def _decode_q8_0(coded: NDArray[np.uint8], at: int, head_dim: int, out: NDArray[np.float32]) -> None:
-    for block in range(head_dim // BLOCK_LEN):
-        start, first = at + 34 * block, BLOCK_LEN * block
-        d = load_float16(coded, start)
-        for j in range(BLOCK_LEN):
-            out[first + j] = np.float32(np.int8(coded[start + 2 + j])) * d
-
-
-@kernel
-def _decode_q4_0(coded: NDArray[np.uint8], at: int, head_dim: int, out: NDArray[np.float32]) -> None:
-    for block in range(head_dim // BLOCK_LEN):
-        start, first = at + 18 * block, BLOCK_LEN * block
-        d = load_float16(coded, start)
-        for j in range(_HALF):
-            pair = np.int32(coded[start + 2 + j])
-            out[first + j] = np.float32(np.int32((pair & np.int32(15)) - np.int32(8))) * d
-            out[first + _HALF + j] = np.float32(np.int32((pair >> np.int32(4)) - np.int32(8))) * d
 
 
 @kernel

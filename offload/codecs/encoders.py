@@ -4,11 +4,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload.codecs.bits import bits_of, float_of, kernel, store_bfloat16, store_float16, store_float32
+from offload.codecs.blocks import largest_of_block, write_q4_0, write_q8_0
 from offload.codecs.formats import BLOCK_LEN
 
 DONE, NOT_FINITE, TOO_LARGE = range(3)
 
-_HALF = BLOCK_LEN // 2
 _INFINITE = np.uint32(0x7F800000)
 _TOO_LARGE_FLOAT16 = np.float32(65520)  # rounds to infinity, and so does all above
 _TOO_LARGE_BFLOAT16 = np.uint32(0x7F7F8000)
@@ -63,7 +63,7 @@ def _encode(number: int, x: NDArray[np.float32], out: NDArray[np.uint8], at: int
             if not _encode_q4_0(x, block * BLOCK_LEN, out, at + block * 18):
                 return TOO_LARGE
     else:
-        _encode_fp8(x, out, at)
+        _encode_fp8(x, float_of(largest), out, at)
     return DONE
 
 
@@ -77,16 +77,6 @@ def _largest_bits(x: NDArray[np.float32]) -> np.uint32:
 
 
 @kernel
-def _largest(x: NDArray[np.float32], first: int, count: int) -> np.float32:
-    """Of the absolute values of finite ones."""
-    largest = np.uint32(0)
-    for j in range(count):
-        largest = max(largest, np.uint32(bits_of(x[first + j]) & np.uint32(0x7FFFFFFF)))
-    value: np.float32 = float_of(largest)
-    return value
-
-
-@kernel
 def _inverse(d: np.float32) -> np.float32:
     inverse = np.float32(1) / d
     return inverse if abs(inverse) < np.float32(np.inf) else np.float32(0)
@@ -94,43 +84,27 @@ def _inverse(d: np.float32) -> np.float32:
 
 @kernel
 def _encode_q8_0(x: NDArray[np.float32], first: int, out: NDArray[np.uint8], at: int) -> bool:
-    d = _largest(x, first, BLOCK_LEN) / np.float32(127)
+    d = abs(largest_of_block(x, first)) / np.float32(127)
     if d >= _TOO_LARGE_FLOAT16:
         return False
     store_float16(out, at, d)
-    inverse = _inverse(d)
-    for j in range(BLOCK_LEN):
-        scaled = x[first + j] * inverse
-        whole = np.trunc(scaled)
-        if abs(scaled - whole) >= np.float32(0.5):
-            whole += np.copysign(np.float32(1), scaled)
-        out[at + 2 + j] = np.uint8(np.int8(whole))
+    write_q8_0(x, first, out, at + 2, _inverse(d))
     return True
 
 
 @kernel
 def _encode_q4_0(x: NDArray[np.float32], first: int, out: NDArray[np.uint8], at: int) -> bool:
-    largest = _largest(x, first, BLOCK_LEN)
-    signed = np.float32(0)
-    for j in range(BLOCK_LEN):
-        if abs(x[first + j]) == largest:  # of equally large values the first one's sign counts
-            signed = x[first + j] + np.float32(0)  # -0.0 counts as 0.0
-            break
-    d = signed / np.float32(-8)
+    d = (largest_of_block(x, first) + np.float32(0)) / np.float32(-8)  # -0.0 counts as 0.0
     if abs(d) >= _TOO_LARGE_FLOAT16:
         return False
     store_float16(out, at, d)
-    inverse = _inverse(d)
-    for j in range(_HALF):
-        low = min(np.int32(15), np.int32(x[first + j] * inverse + np.float32(8.5)))
-        high = min(np.int32(15), np.int32(x[first + _HALF + j] * inverse + np.float32(8.5)))
-        out[at + 2 + j] = np.uint8(low | high << 4)
+    write_q4_0(x, first, out, at + 2, _inverse(d))
     return True
 
 
 @kernel
-def _encode_fp8(x: NDArray[np.float32], out: NDArray[np.uint8], at: int) -> None:
-    d = _largest(x, 0, len(x)) / np.float32(448)
+def _encode_fp8(x: NDArray[np.float32], largest: np.float32, out: NDArray[np.uint8], at: int) -> None:
+    d = largest / np.float32(448)
     store_float32(out, at, d)
     inverse = _inverse(d)
     for j in range(len(x)):

@@ -21,8 +21,8 @@ from bench.decode.results import Results, merge_files
 from csattn.config import SearchConfig
 
 CONTEXT_LENS = "8192,16384,32768,65536,131072,262144,524288,1048576"
-OP_VARIANTS = "full,streamed,window,default,paper"
-E2E_VARIANTS = "full,streamed,window,default"
+OP_VARIANTS = "full,streamed,window,default,pooled,paper"
+E2E_VARIANTS = "full,streamed,window,default,pooled"
 
 
 def main() -> None:

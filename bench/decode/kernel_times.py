@@ -11,7 +11,8 @@ from torch.profiler import ProfilerActivity, profile
 # part of a kernel's name -> what it is for
 PURPOSES = {
     "match_centroids": "search",
-    "score_rows": "search",
+    "score_group": "search",
+    "score_single": "search",
     "clear_scores": "search",
     "add_list": "search",
     "sum_tiles": "search",

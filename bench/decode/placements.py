@@ -181,8 +181,17 @@ def host_indexes(work: Workload, num_layers: int, index_name: str) -> list[Layer
     for layer_idx, target in enumerate(codes):
         layer, (on_device, scales) = layers[layer_idx % len(layers)], tables[layer_idx % len(layers)]
         table = RowTable(target.copy_(on_device).numpy(), scales.cpu().numpy(), work.context_len)
-        weigh = layer.config.weigh_by_norm
-        indexes.append(LayerIndex(layer.query_basis, layer.codebooks, layer.key_basis, layer.key_mean, table, weigh))
+        indexes.append(
+            LayerIndex(
+                query_basis=layer.query_basis,
+                codebooks=layer.codebooks,
+                key_basis=layer.key_basis,
+                key_mean=layer.key_mean,
+                table=table,
+                weigh_by_norm=layer.config.weigh_by_norm,
+                pool_group=layer.config.pool_group,
+            )
+        )
     return indexes
 
 

@@ -32,6 +32,7 @@ LAYERS = (3, 6, 10, 13, 17, 20, 24, 27)  # of 30: early, middle and late; layer 
 # name -> how it is built, and of how many wide layers (`paper` has a codebook per query head)
 INDEXES: dict[str, tuple[IndexConfig, int]] = {
     "default": (preset("default", HEAD_DIM), NUM_WIDE_LAYERS),
+    "pooled": (preset("pooled", HEAD_DIM), NUM_WIDE_LAYERS),
     "rows 32x32": (replace(preset("default", HEAD_DIM), num_subspaces=32, num_centroids=32), NUM_WIDE_LAYERS),
     "lists": (preset("lists", HEAD_DIM), 2),
     "paper": (preset("paper", HEAD_DIM), 2),

@@ -12,6 +12,7 @@ NAMES = {
     "streamed": "full attention, KV streamed from the host",
     "window": "sinks, window and tail only",
     "default": "csattn",
+    "pooled": "csattn, one query per KV head",
     "rows 32x32": "csattn, 32 × 32 centroids",
     "lists": "csattn, lists",
     "paper": "as published",

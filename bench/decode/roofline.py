@@ -34,7 +34,8 @@ def table_bytes(shape: ModelShape, config: IndexConfig, context_len: int) -> int
 
     Heads of a group that choose the same centroid may read its row once, so it can be less.
     """
-    return shape.num_q_heads * config.num_subspaces * table_row_bytes(config, context_len)
+    queries = shape.num_kv_heads if config.pool_group else shape.num_q_heads
+    return queries * config.num_subspaces * table_row_bytes(config, context_len)
 
 
 def index_bytes(shape: ModelShape, config: IndexConfig, context_len: int) -> int:

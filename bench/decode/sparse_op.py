@@ -181,10 +181,12 @@ class SparseOp:
 
 def index_shape(config: IndexConfig, shape: ModelShape) -> IndexShape:
     """What the kernels of a search are compiled for."""
+    shared_by = shape.num_q_heads // shape.num_kv_heads if config.share_group else 1
     return IndexShape(
         layout=config.layout,
-        num_index_heads=shape.num_kv_heads if config.share_group else shape.num_q_heads,
-        group_size=shape.num_q_heads // shape.num_kv_heads if config.share_group else 1,
+        num_index_heads=shape.num_q_heads // shared_by,
+        group_size=1 if config.pool_group else shared_by,
+        pool_size=shared_by if config.pool_group else 1,
         head_dim=shape.head_dim,
         num_subspaces=config.num_subspaces,
         num_centroids=config.num_centroids,

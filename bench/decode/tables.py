@@ -31,6 +31,8 @@ def distinct_rows(q: Tensor, index: WideIndex) -> float:
 
     q: [num_steps, num_q_heads, head_dim].
     """
+    if index.config.pool_group:
+        return index.config.num_subspaces
     basis, codebooks = (torch.from_numpy(array).to(q.device) for array in (index.query_basis, index.codebooks))
     num_heads, num_subspaces, num_centroids = codebooks.shape[:3]
     grouped = q.float().view(len(q), num_heads, -1, q.shape[2])

@@ -97,6 +97,21 @@ def test_agrees_with_the_definition(layout: str, group_size: int, context_len: i
     assert_right(row_of(search_on_device([index], q[None], [0]), 0), q, index)
 
 
+@pytest.mark.parametrize("layout", ["rows4", "rows8", "lists"])
+@pytest.mark.parametrize("group_size", [1, 4])
+@pytest.mark.parametrize("keep", [0.05, 0.6])
+@pytest.mark.parametrize("context_len", [1000, 4609])
+def test_a_pooled_query_chooses_what_the_definition_does(
+    layout: str, group_size: int, keep: float, context_len: int
+) -> None:
+    spec = IndexSpec(layout=layout, context_len=context_len, head_dim=40, num_subspaces=5, pool_group=True)
+    q, index, config = make_queries(spec, group_size), make_index(spec), SearchConfig(keep=keep, window_len=16)
+    q[-1] = 0
+    got, want = search_on_device([index], q[None], [0], config), empty_selection(2, config.top_k(context_len))
+    reference.search(q, index, None, config.top_k(context_len), config.sink_len, config.window_len, SCALE, want)
+    np.testing.assert_array_equal(row_of(got, 0).kv_indices, want.kv_indices)
+
+
 @pytest.mark.parametrize("scale", [0.0, 0.01, 5.0, 100.0])
 @pytest.mark.parametrize("keep", [0.001, 0.3, 1.0])
 def test_flat_and_peaked_softmaxes(scale: float, keep: float) -> None:

@@ -47,12 +47,18 @@ struct Range {
     }
 };
 
-// The worths of all keys sum up to the group's size, so the top_k-th is at most group_size / top_k: 32 octaves below that
-// are looked at first, in bins of 1/128 octave. A single row's scores: 16 bits, or (lists) the bits of floats.
-__device__ __forceinline__ Range first_range(int top_k) {
-    if (GROUP_SIZE == 1) return {1, 0xffffffffu, LISTS ? 20u : 4u};
-    const u32 largest = __float_as_uint(exp2f(HEADROOM) * (1.01f * GROUP_SIZE) / top_k);
-    return {((largest >> 16) - (NUM_BINS - 2)) << 16, 0xffffffffu, 16};
+// Where the top_k-th worth is looked for first; if it is not there, one block looks further.
+//
+// Of a group, the worths of all keys sum up to its size, so that the top_k-th is at most group_size / top_k: 32 octaves
+// below that, in bins of 1/128 octave. Of a single query: the bits of floats (lists), or 16-bit sums, whose mean is about
+// in the middle: a small share of the keys is looked for above it, in bins of eight sums.
+__device__ __forceinline__ Range first_range(const Context& context) {
+    if (GROUP_SIZE > 1) {
+        const u32 largest = __float_as_uint(exp2f(HEADROOM) * (1.01f * GROUP_SIZE) / context.top_k);
+        return {((largest >> 16) - (NUM_BINS - 2)) << 16, 0xffffffffu, 16};
+    }
+    if (LISTS) return {1, 0xffffffffu, 20};
+    return context.top_k < context.num_keys / 4 ? Range{32769, 0xffffffffu, 3} : Range{1, 0xffffffffu, 4};
 }
 
 // worth, with 0 for keys that may not be chosen; key: the first of the four, in the context.

@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine_lists(
     __syncthreads();
     scores += static_cast<size_t>(slot) * GROUP_SIZE * max_keys;
     worths += slot * (max_keys / UNIT_KEYS);
-    const Range range = first_range(context.top_k);
+    const Range range = first_range(context);
     u32 listed = 0;
     for (int unit = blockIdx.x * THREADS + threadIdx.x; unit < num_tiles * TILE_KEYS / UNIT_KEYS; unit += gridDim.x * THREADS) {
         u32 four[UNIT_KEYS];

@@ -1,4 +1,4 @@
-// Third launch of a search over rows: from sums to worths, counted in bins.
+// Third launch of a search over rows, where several queries share an index head: from sums to worths, counted in bins.
 
 // What turns a query row's sums into shares.
 struct Softmax {
@@ -44,12 +44,6 @@ __device__ __forceinline__ uint4 bits_of(float4 value) {
 
 // The worths of a quad's eight keys: `low` those of its first four keys, `high` those of the four that go with them.
 __device__ __forceinline__ void quad_worths(const uint4* quads, size_t plane, const Softmax* rows, uint4& low, uint4& high) {
-    if (GROUP_SIZE == 1) {
-        const uint4 s = __ldg(quads);
-        low = make_uint4((s.x & 0xffffu) + 1, (s.y & 0xffffu) + 1, (s.x >> 16) + 1, (s.y >> 16) + 1);
-        high = make_uint4((s.z & 0xffffu) + 1, (s.w & 0xffffu) + 1, (s.z >> 16) + 1, (s.w >> 16) + 1);
-        return;
-    }
     uint4 sums[GROUP_SIZE];
 #pragma unroll
     for (int g = 0; g < GROUP_SIZE; ++g) sums[g] = __ldg(quads + g * plane);
@@ -65,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) combine_rows(
     const int* top_ks,                 // [num_contexts]
     const int* context_ids,            // [batch_size], -1: idle
     long long sink_len, long long window_len,
-    const uint4* quads,                // as score_rows writes them
+    const uint4* quads,                // as score_group writes them
     const TileStatistics* statistics,  // likewise
     const float* slopes,               // likewise
     long long max_tiles,
@@ -91,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) combine_rows(
     static_assert(TILES_AT_ONCE >= 1 && THREADS % TILE_QUADS == 0, "a thread has a quad of a tile");
     quads += static_cast<size_t>(slot) * GROUP_SIZE * max_tiles * TILE_QUADS;
     worths += slot * (max_keys / UNIT_KEYS);
-    const Range range = first_range(context.top_k);
+    const Range range = first_range(context);
     // neighbouring threads have neighbouring quads of a column: what they write lies side by side
     const int quad = threadIdx.x % QUADS, column = threadIdx.x / QUADS % TILE_COLUMNS;
     const int last_tile = (context.num_keys + CHUNK_KEYS - 1) / CHUNK_KEYS * (CHUNK_KEYS / TILE_KEYS);  // padding is worth 0

@@ -1,8 +1,10 @@
-// What every kernel of the search needs. Compiled for GROUP_SIZE, HEAD_DIM, SUBSPACES, CENTROIDS, SCORE_BITS, LISTS,
-// THREADS and QUERY: float, or u16 for bfloat16 and (QUERY_IS_HALF) float16.
+// What every kernel of the search needs. Compiled for GROUP_SIZE, POOL_SIZE, HEAD_DIM, SUBSPACES, CENTROIDS, SCORE_BITS,
+// LISTS, THREADS and QUERY: float, or u16 for bfloat16 and (QUERY_IS_HALF) float16. GROUP_SIZE queries share an index head,
+// and each is made of POOL_SIZE query heads.
 //
-// The launches of a search follow each other: match; score_rows or add_list; combine; find; write. What one leaves for the
-// next lies in memory of the search, for each index head of each row of the batch: its number is the `slot`.
+// The launches of a search follow each other: match; score_group, score_single or add_list; combine, but after
+// score_single; find; write. What one leaves for the next lies in memory of the search, for each index head of each row of
+// the batch: its number is the `slot`.
 
 constexpr int WARPS = THREADS / 32;
 constexpr int SUBSPACE_DIM = HEAD_DIM / SUBSPACES;

@@ -104,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) find_keys(
     const int wanted = num_wanted(context, choice);
     if (wanted == 0) return;
     worths += slot * (max_keys / UNIT_KEYS);
-    const Range range = first_range(context.top_k);
+    const Range range = first_range(context);
     const Boundary boundary = find_bin(choice.bins, wanted, scratch);
     if (boundary.inside == 0 || boundary.inside > MAX_CANDIDATES) {
         if (blockIdx.x > 0) return;

@@ -24,7 +24,7 @@ struct Column {
     }
 
     // The query times the column, in all eight lanes.
-    __device__ __forceinline__ float times(const QUERY* q) const {
+    template <typename Query> __device__ __forceinline__ float times(const Query* q) const {
         double total = 0;
 #pragma unroll
         for (int t = 0; t < TERMS; ++t)
@@ -100,6 +100,28 @@ __device__ Match nearest_centroid(const float* part, const Nearby& mine, bool we
     return {(weigh_by_norm ? sqrt(dot(part, part)) : 1.0) * static_cast<double>(scale), number};
 }
 
+// Query heads made one: the sum of each group's rows, scaled to norm 1, as csattn.search.reference.pool_queries makes it.
+__device__ void pool_queries(const QUERY* q, double* units, float* pooled) {
+    for (int row = threadIdx.x / 32; row < GROUP_SIZE * POOL_SIZE; row += WARPS) {
+        double square = 0;
+        for (int i = threadIdx.x % 32; i < HEAD_DIM; i += 32) {
+            const double value = as_float(q[row * HEAD_DIM + i]);
+            square += value * value;
+        }
+        for (int step = 16; step > 0; step >>= 1) square += __shfl_xor_sync(ALL_LANES, square, step);
+        const double norm = sqrt(square);
+        for (int i = threadIdx.x % 32; i < HEAD_DIM; i += 32)
+            units[row * HEAD_DIM + i] = norm > 0 ? static_cast<double>(as_float(q[row * HEAD_DIM + i])) / norm : 0.0;
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < GROUP_SIZE * HEAD_DIM; i += THREADS) {
+        double sum = 0;
+        for (int p = 0; p < POOL_SIZE; ++p) sum += units[(i / HEAD_DIM * POOL_SIZE + p) * HEAD_DIM + i % HEAD_DIM];
+        pooled[i] = static_cast<float>(sum);
+    }
+    __syncthreads();
+}
+
 // Each subspace's block clears its part.
 __device__ __forceinline__ void clear_counts(Choice& choice, int b) {
     for (int i = b * THREADS + threadIdx.x; i < NUM_BINS; i += SUBSPACES * THREADS) choice.bins[i] = 0;
@@ -107,14 +129,16 @@ __device__ __forceinline__ void clear_counts(Choice& choice, int b) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) match_centroids(
-    const QUERY* q,            // [batch_size, num_index_heads * GROUP_SIZE, HEAD_DIM]
+    const QUERY* q,            // [batch_size, num_index_heads * GROUP_SIZE * POOL_SIZE, HEAD_DIM]
     const LayerTable* tables,  // [num_contexts], of this layer
     const int* context_ids,    // [batch_size], -1: idle
     long long weigh_by_norm, long long has_scales,
     Match* matches,            // [batch_size, num_index_heads, GROUP_SIZE, SUBSPACES], written
     Choice* choices            // [batch_size, num_index_heads], cleared
 ) {
-    __shared__ float part[GROUP_SIZE * SUBSPACE_DIM];
+    constexpr bool POOLED = POOL_SIZE > 1;
+    __shared__ double units[POOLED ? GROUP_SIZE * POOL_SIZE * HEAD_DIM : 1];
+    __shared__ float part[GROUP_SIZE * SUBSPACE_DIM], pooled[POOLED ? GROUP_SIZE * HEAD_DIM : 1];
     const int b = blockIdx.x, head = blockIdx.y, slot = blockIdx.z * gridDim.y + head;
     const int context_id = context_ids[blockIdx.z];
     if (context_id < 0) return wait_for_earlier();
@@ -127,12 +151,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) match_centroids(
     const Column mine_of_basis(table.query_basis + head * HEAD_DIM * HEAD_DIM + b * SUBSPACE_DIM + column);
     wait_for_earlier();
     clear_counts(choices[slot], b);
-    q += static_cast<size_t>(slot) * GROUP_SIZE * HEAD_DIM;
+    q += static_cast<size_t>(slot) * GROUP_SIZE * POOL_SIZE * HEAD_DIM;
+    if (POOLED) pool_queries(q, units, pooled);
     constexpr int QUERIES_AT_ONCE = THREADS / 8 / SUBSPACE_DIM;
     for (int first = 0; first < GROUP_SIZE; first += QUERIES_AT_ONCE) {
         const int g = first + threadIdx.x / 8 / SUBSPACE_DIM;
         const bool is_mine = g < min(GROUP_SIZE, first + QUERIES_AT_ONCE);
-        const float sum = mine_of_basis.times(q + (is_mine ? g : 0) * HEAD_DIM);
+        const int at = (is_mine ? g : 0) * HEAD_DIM;
+        const float sum = POOLED ? mine_of_basis.times(pooled + at) : mine_of_basis.times(q + at);
         if (is_mine && threadIdx.x % 8 == 0) part[g * SUBSPACE_DIM + column] = sum;
     }
     __syncthreads();

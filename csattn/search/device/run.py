@@ -33,12 +33,13 @@ class IndexShape:
 
     layout: Literal["rows", "lists"]
     num_index_heads: int
-    group_size: int  # query heads that one index head answers for
+    group_size: int  # queries that one index head answers for
     head_dim: int
     num_subspaces: int
     num_centroids: int
     score_bits: int = 4  # rows only
     weigh_by_norm: bool = True
+    pool_size: int = 1  # query heads that are made one query
 
     def __post_init__(self) -> None:
         if self.head_dim % self.num_subspaces:
@@ -53,6 +54,10 @@ class IndexShape:
             raise ConfigError(f"{self.num_subspaces} subspaces of {self.score_bits}-bit scores do not fit 16-bit sums")
 
     @property
+    def num_q_heads(self) -> int:
+        return self.num_index_heads * self.group_size * self.pool_size
+
+    @property
     def tile_keys(self) -> int:
         """Keys that are scored together (TILE_KEYS of rows.cu)."""
         return TILE_BYTES * 8 // self.score_bits
@@ -64,12 +69,13 @@ class IndexShape:
         return cls(
             layout="rows" if rows else "lists",
             num_index_heads=index.num_heads,
-            group_size=num_q_heads // index.num_heads,
+            group_size=1 if index.pool_group else num_q_heads // index.num_heads,
             head_dim=int(index.query_basis.shape[1]),
             num_subspaces=index.num_subspaces,
             num_centroids=index.num_centroids,
             score_bits=index.table.score_bits if isinstance(index.table, RowTable) else 4,
             weigh_by_norm=index.weigh_by_norm,
+            pool_size=num_q_heads // index.num_heads if index.pool_group else 1,
         )
 
 
@@ -106,7 +112,10 @@ class DeviceSearch:
             return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
         self._matches = memory(queries * shape.num_subspaces * MATCH_BYTES)
-        self._scores = memory(queries * self._max_keys * (2 if self._rows else 4))  # 16-bit sums, or floats
+        if not self._rows:  # floats
+            self._scores = memory(queries * self._max_keys * 4)
+        else:  # 16-bit sums, of which a single query's are worths at once
+            self._scores = memory(queries * self._max_keys * 2 if shape.group_size > 1 else 0)
         self._statistics = memory(queries * self._max_tiles * STATISTICS_BYTES)
         self._slopes = memory(queries * 4)
         self._worths = memory(self._slots * self._max_keys * 4)
@@ -135,7 +144,7 @@ class DeviceSearch:
         """Enqueue the search of one layer on torch's current stream."""
         shape, heads, config = self.shape, self.shape.num_index_heads, indexes.config
         assert q.is_contiguous() and q.dtype == self._query_dtype, f"q is {q.dtype}, or not contiguous"
-        assert q.shape == (self.batch_size, heads * shape.group_size, shape.head_dim), f"q has shape {tuple(q.shape)}"
+        assert q.shape == (self.batch_size, shape.num_q_heads, shape.head_dim), f"q has shape {tuple(q.shape)}"
         assert out.kv_indices.shape[:2] == (self.batch_size, heads), f"out has shape {tuple(out.kv_indices.shape)}"
         table, lens = indexes.tables[layer_idx], indexes.context_lens
         matching = int(shape.weigh_by_norm), int(self._rows), self._matches, self._choices
@@ -153,8 +162,11 @@ class DeviceSearch:
         self._launch(self._write, blocks, *context, self._marks, self._max_keys, *written)
 
     def _score_rows(self, table: Tensor, lens: Tensor, context_ids: Tensor, context: tuple[Any, ...]) -> None:
-        sums = self._scores, self._statistics, self._slopes, self._max_tiles
         blocks = self._blocks(1, self._max_tiles)
+        if self.shape.group_size == 1:
+            worths = self._worths, self._max_keys, self._choices
+            return self._launch(self._score, blocks, table, *context, self._matches, *worths)
+        sums = self._scores, self._statistics, self._slopes, self._max_tiles
         self._launch(self._score, blocks, table, lens, context_ids, self._matches, self._softmax_scale, *sums)
         blocks = self._blocks(2, self._max_tiles)
         self._launch(self._combine, blocks, *context, *sums, self._worths, self._max_keys, self._choices)
@@ -190,7 +202,9 @@ class DeviceSearch:
     @cached_property
     def _score(self) -> CudaKernel:
         step_rows = next(rows for rows in (4, 1) if self.shape.num_subspaces % rows == 0)
-        return self._compile(("common", "rows", "score_rows"), "score_rows", shared_bytes=step_rows * STREAM_BYTES)
+        name = "score_single" if self.shape.group_size == 1 else "score_group"
+        parts = "common", "choice", "rows", "score_rows", name
+        return self._compile(parts, name, shared_bytes=step_rows * STREAM_BYTES)
 
     @cached_property
     def _combine(self) -> CudaKernel:
@@ -215,6 +229,7 @@ class DeviceSearch:
         shape = self.shape
         defines = {
             "GROUP_SIZE": shape.group_size,
+            "POOL_SIZE": shape.pool_size,
             "HEAD_DIM": shape.head_dim,
             "SUBSPACES": shape.num_subspaces,
             "CENTROIDS": shape.num_centroids,

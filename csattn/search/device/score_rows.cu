@@ -1,4 +1,5 @@
-// Second launch of a search over rows: sum up the rows that the matches chose.
+// Second launch of a search over rows: sum up the rows that the matches chose. What becomes of the sums is said by its two
+// kernels: score_group.cu, score_single.cu.
 
 struct Row {
     u32 offset;  // of the chosen row within a tile of the head
@@ -89,64 +90,18 @@ struct Stream {
     }
 };
 
-// For the whole warp: statistics of a tile of which keys_left keys exist.
-__device__ __forceinline__ TileStatistics tile_statistics(const u32 (&sums)[SUMS], int column, int keys_left, float slope) {
-    u32 packed = 0;
-#pragma unroll
-    for (int s = 0; s < SUMS; ++s) {
-        u32 pair = sums[s];
-        if (keys_left < TILE_KEYS) {
-            pair = first_key(column, s) < keys_left ? pair : 0;
-            pair = first_key(column, s) + 2 < keys_left ? pair : pair & 0xffffu;
-        }
-        packed = __vmaxu2(packed, pair);
-    }
-    const u32 top = __reduce_max_sync(ALL_LANES, max(packed & 0xffffu, packed >> 16));
-    const float below_top = below(top);
-    float total = 0;
-#pragma unroll
-    for (int s = 0; s < SUMS; ++s) {
-        const float low = power_of_two(slope * distance(sums[s] & 0xffffu, below_top));
-        const float high = power_of_two(slope * distance(sums[s] >> 16, below_top));
-        if (keys_left >= TILE_KEYS || first_key(column, s) < keys_left) total += low;
-        if (keys_left >= TILE_KEYS || first_key(column, s) + 2 < keys_left) total += high;
-    }
-    return {top, sum_over_warp(total)};
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, 1) score_rows(
-    const LayerTable* tables,  // [num_contexts], of this layer
-    const int* context_lens,   // [num_contexts]
-    const int* context_ids,    // [batch_size], -1: idle
-    const Match* matches,      // as match_centroids writes them
-    double softmax_scale,
-    uint4* quads,                // [batch_size, num_index_heads, GROUP_SIZE, max_tiles, QUADS, TILE_COLUMNS], written
-    TileStatistics* statistics,  // [batch_size, num_index_heads, GROUP_SIZE, max_tiles], written
-    float* slopes,               // [batch_size, num_index_heads, GROUP_SIZE], written
-    long long max_tiles
-) {
-    extern __shared__ uint4 dynamic[];  // [WARPS][STAGES][STEP_ROWS][32]
-    __shared__ QueryRow rows[GROUP_SIZE];
-    const int head = blockIdx.y, slot = blockIdx.z * gridDim.y + head, lane = threadIdx.x % 32;
-    const int context_id = context_ids[blockIdx.z];
-    if (context_id < 0) return wait_for_earlier();
-    const int num_keys = context_lens[context_id], num_tiles = (num_keys + TILE_KEYS - 1) / TILE_KEYS;
-    if (static_cast<int>(blockIdx.x) >= num_tiles) return wait_for_earlier();
-    const LayerTable table = tables[context_id];
-    wait_for_earlier();
-    make_weights(matches + slot * GROUP_SIZE * SUBSPACES, softmax_scale, rows);
-    if (blockIdx.x == 0 && threadIdx.x < GROUP_SIZE) slopes[slot * GROUP_SIZE + threadIdx.x] = rows[threadIdx.x].slope;
-
-    quads += static_cast<size_t>(slot) * GROUP_SIZE * max_tiles * QUADS * TILE_COLUMNS;
-    statistics += static_cast<size_t>(slot) * GROUP_SIZE * max_tiles;
+// Sum up the block's share of a head's tiles, and hand each one, by its whole warp, to finish(g, tile, sums).
+template <typename Finish>
+__device__ __forceinline__ void for_each_tile(const void* scores, int num_tiles, const QueryRow* rows, uint4* ring, Finish finish) {
     constexpr size_t HEAD_TILE = static_cast<size_t>(SUBSPACES) * CENTROIDS * TILE_BYTES;
+    const int lane = threadIdx.x % 32;
     const int my_tiles = (num_tiles - 1 - static_cast<int>(blockIdx.x)) / static_cast<int>(gridDim.x) + 1;
-    const Stream stream{static_cast<const u8*>(table.scores) + head * num_tiles * HEAD_TILE + lane * 16, rows,
-                        dynamic + threadIdx.x / 32 * (STAGES * STEP_ROWS * 32) + lane, my_tiles * GROUP_SIZE};
+    const Stream stream{static_cast<const u8*>(scores) + blockIdx.y * num_tiles * HEAD_TILE + lane * 16, rows,
+                        ring + threadIdx.x / 32 * (STAGES * STEP_ROWS * 32) + lane, my_tiles * GROUP_SIZE};
     for (int s = 0; s < STAGES - 1; ++s) stream.start(s);
     u32 sums[SUMS];
     for (int s = 0; stream.work_of(s) < stream.num_work; ++s) {
-        const int work = stream.work_of(s), g = Stream::row_of(work), tile = Stream::tile_of(work);
+        const int work = stream.work_of(s), g = Stream::row_of(work);
         if (s % TILE_STEPS == 0) {
 #pragma unroll
             for (int i = 0; i < SUMS; ++i) sums[i] = 0u - rows[g].total_weight * 0x00010001u;
@@ -154,13 +109,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) score_rows(
         stream.start(s + STAGES - 1);
         wait_for_copies<STAGES - 1>();
         stream.add(s, sums);
-        if (s % TILE_STEPS < TILE_STEPS - 1) continue;
-#pragma unroll
-        for (int quad = 0; quad < QUADS; ++quad)
-            quads[quad_place(g, tile, quad, lane, max_tiles)] =
-                make_uint4(sums[4 * quad], sums[4 * quad + 1], sums[4 * quad + 2], sums[4 * quad + 3]);
-        const TileStatistics mine = tile_statistics(sums, lane, num_keys - tile * TILE_KEYS, rows[g].slope);
-        if (lane == 0) statistics[g * max_tiles + tile] = mine;
+        if (s % TILE_STEPS == TILE_STEPS - 1) finish(g, Stream::tile_of(work), sums);
     }
     wait_for_copies<0>();
 }

@@ -126,7 +126,7 @@ class ModelSettings:
 class BuildSettings:
     """How contexts that are registered with the service become artifacts: as `csattn build` has it."""
 
-    preset: Literal["default", "lists", "paper"] = field(default="default", metadata=about("Of the index."))
+    preset: Literal["default", "pooled", "lists", "paper"] = field(default="default", metadata=about("Of the index."))
     dtype: Literal["float32", "bfloat16", "float16"] = field(
         default="float32", metadata=about("Of the model and of the KV.")
     )

@@ -2,14 +2,15 @@
 
 The shape of an 8B model: 32 query heads, 8 index heads, 16 subspaces of 64 centroids, 4-bit rows of 131 072 keys, of
 which 5 % are chosen. Two layers' tables, a GiB, are searched in turn with 8 queries each. How many rows a group's query
-heads share decides how much is read: queries of a group apart and alike are both measured, and rows that lie one behind
-the other, which for such a context is a power of two apart, and 64 bytes further.
+heads share decides how much is read: queries of a group apart, alike and pooled are all measured, and rows that lie one
+behind the other, which for such a context is a power of two apart, and 64 bytes further.
 """
 
 import itertools
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from csattn.table.rows import RowTable, row_bytes
 NUM_HEADS, GROUP_SIZE, HEAD_DIM, NUM_SUBSPACES, NUM_CENTROIDS = 8, 4, 128, 16, 64
 SINK_LEN, WINDOW_LEN, SOFTMAX_SCALE, KEEP = 4, 256, HEAD_DIM**-0.5, 0.05
 NUM_LAYERS, NUM_QUERIES = 2, 8  # tables and queries that are searched in turn
-CASES = ((0.0, 0), (0.8, 0), (0.0, 64), (0.8, 64))  # how alike the queries of a group, bytes between rows
+# bytes between rows, how alike the queries of a group, whether they are made one
+CASES = ((0, 0.0, False), (0, 0.8, False), (0, 0.0, True), (64, 0.0, False), (64, 0.8, False), (64, 0.0, True))
 STAGES = ("match", "weigh", "score", "guess", "copy", "choose")
 
 
@@ -64,12 +66,17 @@ def make_searches(indexes: list[LayerIndex], alike: float) -> list[LayerSearch]:
     return searches
 
 
+def queries_of(search: LayerSearch, head: int) -> NDArray[np.float32]:
+    """The queries that an index head is searched with: [group_size or 1, head_dim]."""
+    rows = search.q[0, head * GROUP_SIZE : (head + 1) * GROUP_SIZE]
+    return reference.pool_queries(rows, 1) if search.index.pool_group else rows
+
+
 def distinct_rows(search: LayerSearch) -> int:
     """How many different rows the search reads."""
     found = 0
     for head in range(NUM_HEADS):
-        rows = search.q[0, head * GROUP_SIZE : (head + 1) * GROUP_SIZE]
-        chosen = np.stack([reference.match_centroids(q, search.index, head)[0] for q in rows])
+        chosen = np.stack([reference.match_centroids(q, search.index, head)[0] for q in queries_of(search, head)])
         found += sum(len(set(chosen[:, b])) for b in range(NUM_SUBSPACES))
     return found
 
@@ -77,7 +84,7 @@ def distinct_rows(search: LayerSearch) -> int:
 def check(search: LayerSearch) -> None:
     """Refuse a choice that is worth less than the definition's, for the first head."""
     worth, _ = reference.combine_group(
-        [reference.score_keys(q, search.index, None, 0) for q in search.q[0, :GROUP_SIZE]], SOFTMAX_SCALE
+        [reference.score_keys(q, search.index, None, 0) for q in queries_of(search, 0)], SOFTMAX_SCALE
     )
     got = search.out.kv_indices[0, 0]
     eligible = np.arange(SINK_LEN, search.index.context_len - WINDOW_LEN)
@@ -156,10 +163,11 @@ def _time_stages(calls: NDArray[np.int64], num_jobs: int, spent_ns: NDArray[np.i
 
 
 def measure_case(
-    indexes: list[LayerIndex], alike: float, peaks: dict[int, float], seconds: float
+    indexes: list[LayerIndex], alike: float, pooled: bool, peaks: dict[int, float], seconds: float
 ) -> Iterator[dict[str, Any]]:
     """All thread counts of one kind of queries."""
-    searches, workspace = make_searches(indexes, alike), SearchWorkspace()
+    searches = make_searches([replace(index, pool_group=pooled) for index in indexes], alike)
+    workspace = SearchWorkspace()
     wanted = []
     for search in searches[:2]:
         search.run(workspace)
@@ -173,7 +181,7 @@ def measure_case(
         gbps = read_mbytes / timed["us"] * 1e3
         read = {"read_mbytes": round(read_mbytes, 1), "gbps": round(gbps, 1), "of_peak": round(gbps / peak_gbps, 3)}
         yield (
-            {"alike": alike, "threads": num_threads}
+            {"alike": alike, "pooled": pooled, "threads": num_threads}
             | timed
             | read
             | {"stages_cpu_us": measure_stages(searches, num_threads)}
@@ -184,11 +192,11 @@ def main(json_path: Path | None, context_len: int, thread_counts: list[int], sec
     peaks = {n: read_bandwidth_gbps(n) for n in thread_counts}
     print("read bandwidth:", ", ".join(f"{n} threads {gbps:.1f} GB/s" for n, gbps in peaks.items()), flush=True)
     results, indexes, spread = [], [], -1
-    for alike, apart in sorted(CASES, key=lambda case: case[1]):
+    for apart, alike, pooled in CASES:
         if apart != spread:
             indexes, spread = [], apart  # the old ones go before the new ones come
             indexes = [make_index(context_len, seed, apart) for seed in range(NUM_LAYERS)]
-        for result in measure_case(indexes, alike, peaks, seconds):
+        for result in measure_case(indexes, alike, pooled, peaks, seconds):
             results.append({"bytes_between_rows": apart} | result)
             print(results[-1], flush=True)
     result = {"name": "search-layer", "machine": machine(), "context_len": context_len, "results": results}

@@ -99,9 +99,9 @@ def _draw_panel(axes: Any, costs: dict[str, tuple[float, float]], title: str) ->
         colour = _OUR_COLOUR if name in _OURS else _COLOUR
         axes.plot(x, y, "D" if name in _OURS else "o", color=colour, markeredgecolor="white", markersize=8, zorder=2)
     _label(axes, places)
-    ticks = [tick for tick in (m * 10.0**p for p in range(-3, 6) for m in (1, 2, 5)) if least / 1.5 <= tick <= most * 2]
-    step = max(1, len(ticks) // 6)
-    shown = ticks[::step]
+    marks = (1,) if most / least > 300 else (1, 3) if most / least > 30 else (1, 2, 5)
+    ticks = [mark * 10.0**power for power in range(-4, 7) for mark in marks]
+    shown = [tick for tick in ticks if least / 1.5 <= tick <= most * 2]
     zero = [nothing] if any(x == 0 for x, _ in costs.values()) else []
     axes.set_xticks([*zero, *shown], [*("0" for _ in zero), *(f"{tick:g}" for tick in shown)])
     axes.minorticks_off()
@@ -120,7 +120,8 @@ def _label(axes: Any, places: dict[str, tuple[float, float]]) -> None:
         taken.append((x, y + shift))
         colour = _OUR_COLOUR if name in _OURS else "#333333"
         axes.annotate(
-            name, place, (8, shift * 72 / _DPI - 3), textcoords="offset points", fontsize=9, color=colour,
+            name, place, (8, shift * 72 / _DPI - 3), textcoords="offset points", fontsize=9, color=colour, zorder=1.5,
+            bbox={"boxstyle": "square,pad=0.05", "color": "white", "alpha": 0.75},
             arrowprops={"arrowstyle": "-", "color": "#bbbbbb", "linewidth": 0.6} if shift > 8 else None,
         )  # fmt: skip
 

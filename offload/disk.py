@@ -17,7 +17,8 @@ BLOCK_BYTES = 4096  # offsets, lengths and memory of direct reads and writes are
 
 def aligned_bytes(num_bytes: int) -> NDArray[np.uint8]:
     """Memory of its own that direct reads may go to; it costs nothing until it is touched."""
-    return np.frombuffer(mmap.mmap(-1, max(num_bytes, 1)), np.uint8, count=num_bytes)
+    pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(pages, np.uint8, count=num_bytes)
 
 
 class DiskFile:

@@ -54,7 +54,7 @@ class RowFiles:
     @staticmethod
     def least_scratch_bytes(num_bytes: int) -> int:
         """What `read` needs for pieces of that size."""
-        return (-(-num_bytes // BLOCK_BYTES) + 3) * BLOCK_BYTES
+        return (-(-num_bytes // BLOCK_BYTES) + 4) * BLOCK_BYTES
 
     def read(self, layer_idx: int, starts: Numbers, out: Bytes, places: Numbers, scratch: Bytes) -> int:
         """Pieces of a layer's array: out[places[i]] = the bytes from starts[i] on. Returns how many bytes were read.
@@ -67,13 +67,12 @@ class RowFiles:
         begins = starts + span.offset
         ends = np.minimum(begins + piece_bytes, span.offset + span.num_bytes)
         runs = plan_runs(begins, ends, len(scratch) - self.least_scratch_bytes(piece_bytes) + BLOCK_BYTES)
-        windows = np.lib.stride_tricks.sliding_window_view(scratch, piece_bytes)
-        for first, last in runs.rounds(len(scratch)):
+        for first, last in runs.rounds(len(scratch) - BLOCK_BYTES):  # a small piece may reach behind the array
             chosen = slice(first, last)
             total += self._read_runs(self._files[layer_idx], runs, chosen, scratch)
             pieces = slice(runs.pieces[first], runs.pieces[last])
             shift = np.repeat(runs.places(chosen) - runs.begins[chosen], np.diff(runs.pieces[first : last + 1]))
-            _copy(windows, begins[pieces] + shift, out, places[pieces])
+            _copy(scratch, begins[pieces] + shift, ends[pieces] + shift, out, places[pieces])
         return total
 
     def close(self) -> None:
@@ -152,13 +151,13 @@ def plan_runs(begins: Numbers, ends: Numbers, most_bytes: int) -> Runs:
     return Runs(firsts[heads], lasts[tails], ends[tails], pieces)
 
 
-def _copy(windows: Bytes, at: Numbers, out: Bytes, places: Numbers) -> None:
+def _copy(scratch: Bytes, begins: Numbers, ends: Numbers, out: Bytes, places: Numbers) -> None:
     """Small pieces all at once, which takes a second copy of them for a moment; large ones one by one."""
-    if windows.shape[1] < BLOCK_BYTES:
-        out[places] = windows[at]
+    if out.shape[1] < BLOCK_BYTES:
+        out[places] = np.lib.stride_tricks.sliding_window_view(scratch, out.shape[1])[begins]
         return
-    for source, place in zip(at.tolist(), places.tolist(), strict=True):
-        out[place] = windows[source]
+    for begin, end, place in zip(begins.tolist(), ends.tolist(), places.tolist(), strict=True):
+        out[place, : end - begin] = scratch[begin:end]
 
 
 def _require_size(layer: FileSpan, file: DiskFile) -> None:

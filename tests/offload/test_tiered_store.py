@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.disk import BLOCK_BYTES
+from offload.disk import BLOCK_BYTES, aligned_bytes
 from offload.errors import DiskError, TierError
 from offload.host_store import HostStore
 from offload.row_files import FileSpan, RowFiles, plan_runs
@@ -340,6 +340,23 @@ def test_the_store_says_what_it_holds(tmp_path) -> None:
         assert re.match(
             r"<TieredStore <HostTier 4/8 pages of 64 bytes> over <RowFiles 2 layers, 76,800 bytes, ", repr(store)
         )
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 100, 4095, 4096, 9000])
+@pytest.mark.parametrize("spare_blocks", [0, 1, 40])
+def test_pieces_are_the_bytes_of_the_file_also_at_its_end(tmp_path, rng, piece_bytes, spare_blocks) -> None:
+    data = rng.integers(256, size=60_000, dtype=np.uint8)
+    (tmp_path / "file").write_bytes(data.tobytes())
+    offset, num_bytes = 77, 50_000
+    scratch = aligned_bytes(RowFiles.least_scratch_bytes(piece_bytes) + spare_blocks * BLOCK_BYTES)
+    with RowFiles([FileSpan(tmp_path / "file", offset, num_bytes)]) as files:
+        for starts in ([0, 49_999], [49_000, 49_500, 49_998], sorted(rng.integers(50_000, size=60).tolist()), []):
+            out = np.full((len(starts), piece_bytes), POISON, np.uint8)
+            places = rng.permutation(len(starts))
+            assert files.read(0, np.array(starts, np.int64), out, places, scratch) >= len(starts[:1])
+            for start, place in zip(starts, places, strict=True):
+                there = min(piece_bytes, num_bytes - start)
+                assert np.array_equal(out[place, :there], data[offset + start :][:there])
 
 
 @given(

@@ -98,6 +98,22 @@ def test_generate_reads_less_than_full_attention(capsys, artifact: Path) -> None
     assert result["rows_read_per_step"] < 0.2 * result["rows_full_attention"]
 
 
+def test_a_context_decodes_within_a_host_budget(capsys, artifact: Path) -> None:
+    asked = "generate", artifact, "--prompt", "who?", "--max-new-tokens", 4, "--json", "--compare"
+    within = last_line(in_process(*asked, "--host-budget", "1MiB", capsys=capsys))
+    assert within["full"]["token_ids"] == last_line(in_process(*asked, capsys=capsys))["full"]["token_ids"]
+    for wrong, sentence in (
+        (["1 potato"], "is no size; give a number of bytes"),
+        (["1kB"], "a host budget of 1,000 bytes is too small for this context"),
+        (["1MiB", "--selector", "exact"], "reads all keys from host memory"),
+        (["1MiB", "--kv-codec", "fp8"], "a host budget keeps rows as the artifact has them"),
+        (["1MiB", "--placement", "device"], "leave out --host-budget"),
+    ):
+        refused = in_process(*asked[:-1], "--host-budget", *wrong, capsys=capsys)
+        assert refused.returncode == 1
+        assert sentence in " ".join(refused.stderr.split())
+
+
 def test_rows_are_kept_in_the_format_that_is_asked_for(capsys, place: Path, artifact: Path) -> None:
     """Here fp8, for heads are 16 wide."""
     asked = "generate", artifact, "--prompt", "who?", "--max-new-tokens", 4, "--json"

@@ -115,6 +115,12 @@ def generate(
         typer.Option(help="cpu; or on a GPU: device, hybrid or host, for where index and KV lie. [default: cpu]"),
     ] = None,
     kv_codec: KvCodec = None,
+    host_budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Memory for the context's rows, 64MiB say; the rest stays on disk. [default: all]"
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Answer a question from an artifact; tokens appear as they come."""
@@ -122,7 +128,7 @@ def generate(
 
     config = asking.search_config(keep, lookahead, search_period, window_len)
     result = asking.ask(
-        artifact, prompt, config, selector, max_new_tokens, compare, model, threads, placement, kv_codec
+        artifact, prompt, config, selector, max_new_tokens, compare, model, threads, placement, kv_codec, host_budget
     )
     if json:
         terminal.print_json(result)

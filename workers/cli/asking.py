@@ -8,6 +8,7 @@ from csattn.config import SearchConfig
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
 from offload.codecs.formats import KvFormat
+from offload.sizes import parse_size
 from workers.cli.building import show_loading, use_threads
 from workers.cli.terminal import out, steps, table
 from workers.decode import Observer
@@ -31,27 +32,40 @@ def ask(
     threads: int | None,
     placement: str | None = None,  # cpu, or where index and KV lie for a GPU; None: cpu
     kv_codec: str | None = None,  # how the context's rows are kept; None: as they were built
+    host_budget: str | None = None,  # of host memory for the context's rows; None: all that they take
 ) -> dict[str, Any]:
     """Answer, and return the verb's JSON object."""
     kv_format = None if kv_codec is None else KvFormat.parse(kv_codec)
+    budget = None if host_budget is None else parse_size(host_budget)
     use_threads(threads)
     on_gpu = placement is not None and placement != "cpu"
     if on_gpu and (selector != "csattn" or compare):
         raise ConfigError("a placement decodes with csattn's own selector; leave out --selector and --compare")
     if on_gpu and kv_format is not None:
         raise ConfigError(f"on a GPU, rows are kept as they were built; leave out --kv-codec {kv_format}")
+    if on_gpu and budget is not None:
+        raise ConfigError("a host budget is for decoding on the CPU; leave out --host-budget, or choose placement cpu")
     with open_artifact(place) as artifact:
         loaded = show_loading(model or artifact.spec.model_name, artifact.spec.kv_dtype)
         if on_gpu:
             assert placement is not None
             return _on_gpu(loaded, artifact, config, placement, prompt, max_new_tokens, threads).to_json()
-        if selector == "csattn" and config.search_period == 1:
+        if selector == "csattn" and config.search_period == 1 and budget is None:
             sparse = _on_cpu(loaded, artifact, config, prompt, max_new_tokens, threads, kv_format)
         else:
-            sparse = stream(loaded, artifact, config, selector, prompt, max_new_tokens, kv_format=kv_format)
+            sparse = stream(
+                loaded,
+                artifact,
+                config,
+                selector,
+                prompt,
+                max_new_tokens,
+                kv_format=kv_format,
+                host_budget_bytes=budget,
+            )
         result = sparse.to_json()
         if compare:
-            full = stream(loaded, artifact, config, "full", prompt, max_new_tokens)
+            full = stream(loaded, artifact, config, "full", prompt, max_new_tokens, host_budget_bytes=budget)
             out.print(comparison([("sparse", sparse), ("full attention", full)]))
             result["full"] = full.to_json()
     return result
@@ -108,9 +122,10 @@ def stream(
     max_new_tokens: int,
     observer: Observer | None = None,
     kv_format: KvFormat | None = None,
+    host_budget_bytes: int | None = None,
 ) -> Answer:
     """Answer with the text written out as it comes."""
-    with csattn_session(loaded, artifact, config, selector, kv_format) as session:
+    with csattn_session(loaded, artifact, config, selector, kv_format, host_budget_bytes) as session:
         out.print(f"[bold]{selector}[/bold]: ", end="")
         said = answer(session, prompt, max_new_tokens, _write, observer)
     out.print()

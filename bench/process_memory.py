@@ -1,0 +1,56 @@
+"""What this process holds of the machine's memory, by the system's account, and the most of it over a while."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+_EVERY_S = 0.01
+
+
+def resident_bytes() -> dict[str, int]:
+    """Memory of its own, of mapped files, and shared: `anon`, `file`, `shmem`."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith("Rss")}
+    return {"anon": found["RssAnon"], "file": found["RssFile"], "shmem": found["RssShmem"]}
+
+
+def mapped_bytes(suffix: str) -> int:
+    """What is in memory of mapped files with that end of their names."""
+    num_bytes, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ", 1)[0]:
+            inside = line.endswith(suffix)
+        elif inside and line.startswith("Rss:"):
+            num_bytes += int(line.split()[1]) * 1024
+    return num_bytes
+
+
+class Watch:
+    """Asks every hundredth of a second while its block runs; `most` has the largest figure of each name."""
+
+    def __init__(self, ask: Callable[[], dict[str, int]]):
+        self._ask = ask
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="bench-watch")
+        self.most: dict[str, int] = {}
+        self.num_samples = 0
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while True:
+            for name, value in self._ask().items():
+                self.most[name] = max(self.most.get(name, 0), value)
+            self.num_samples += 1
+            if self._over.wait(_EVERY_S):
+                return

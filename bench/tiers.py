@@ -1,0 +1,207 @@
+"""Does a context of four times the host budget decode from disk: right, within the budget, and how fast?
+
+    python -m bench.tiers [--context-len 6000] [--share 0.25] [--artifact DIR] [--json FILE]
+
+The demo model continues a novel: tokens of the text itself, one step each, so that what is selected changes as it does
+in real use, and then tokens of its own. Every case runs in a process of its own, whose memory is sampled throughout.
+Gates: logits and tokens are those of the same steps from memory, to the bit; no page of a KV file is mapped; the
+process never holds more than the flat one does without its KV, and the budget. The index is memory on top of it.
+"""
+
+import argparse
+import hashlib
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from bench.disk_speed import disk_speed
+from bench.process_memory import Watch, mapped_bytes, resident_bytes
+from bench.timing import finish, gate, machine
+from csattn.artifact import Artifact, open_artifact
+from csattn.config import SearchConfig, preset
+from csattn.models import load_model
+from index_build.pipeline import build_artifact
+from offload.host_store import HostStore
+from offload.kv_store import STREAM_ROWS
+from offload.tiered_store import TieredStore
+from workers.session import Session, csattn_session
+
+TEXT = Path(__file__).parent / "texts" / "novel.txt"
+STORE = Path.home() / ".cache" / "csattn" / "bench"
+DTYPE, KV_SUFFIX = "bfloat16", ".kv.safetensors"
+FORCED, GREEDY, WARM = 64, 16, 16  # tokens; the first of the forced ones fill the tier and are not timed
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One way to decode."""
+
+    selector: str
+    tiered: bool
+    lookahead: int = 1
+
+
+CASES = {
+    "csattn, memory": Case("csattn", False),
+    "csattn, disk": Case("csattn", True),
+    "csattn, disk, nothing read ahead": Case("csattn", True, lookahead=0),
+    "full, memory, at once": Case("full", False),
+    "full, memory": Case("full", False),
+    "full, disk": Case("full", True),
+}
+
+
+def run_case(name: str, path: Path, budget_bytes: int) -> dict[str, Any]:
+    """In a process of its own."""
+    case = CASES[name]
+    loaded, ids = load_model(None, DTYPE), token_ids()
+    with open_artifact(path) as artifact:
+        following = ids[artifact.spec.context_len :][:FORCED]
+        config = SearchConfig(lookahead=case.lookahead)
+        budget = budget_bytes if case.tiered else None
+        with csattn_session(loaded, artifact, config, case.selector, host_budget_bytes=budget) as session:
+            if name == "full, memory":
+                kv = [artifact.layer_kv(layer_idx) for layer_idx in range(artifact.spec.model.num_layers)]
+                session.store = HostStore(kv, STREAM_ROWS)
+            result = decode(session, following)
+            result["mapped_kv_bytes"] = mapped_bytes(KV_SUFFIX)
+            if isinstance(session.store, TieredStore):
+                session.store.check()
+    return {"case": name, **result}
+
+
+@torch.inference_mode()
+def decode(session: Session, following: NDArray[np.int32]) -> dict[str, Any]:
+    """Steps over a text, then greedy ones, with all that was held and read."""
+    store, model = session.store, session.loaded.model
+    tiered = store if isinstance(store, TieredStore) else None
+    request, logits = session.request(), hashlib.sha256()
+
+    def ask() -> dict[str, int]:
+        return {**resident_bytes(), "all": sum(resident_bytes().values()), "held": tiered.held_bytes if tiered else 0}
+
+    with Watch(ask) as watch:
+        for step, token in enumerate(following):
+            if step == WARM:
+                started, read_before = time.perf_counter(), tiered.tier.bytes_read if tiered else 0
+                counts_before = (tiered.tier.num_hits, tiered.tier.num_misses) if tiered else (0, 0)
+            out = model(torch.tensor([[int(token)]]), past_key_values=request).logits[0, -1]
+            logits.update(out.view(torch.uint8).numpy().tobytes())
+        seconds, steps = time.perf_counter() - started, len(following) - WARM
+        read = tiered.tier.bytes_read - read_before if tiered else 0
+        hits, misses = (tiered.tier.num_hits, tiered.tier.num_misses) if tiered else (0, 0)
+        said = []
+        for _ in range(GREEDY):
+            said.append(int(out.argmax()))
+            out = model(torch.tensor([[said[-1]]]), past_key_values=request).logits[0, -1]
+    result: dict[str, Any] = {
+        "tokens_per_s": round(steps / seconds, 2),
+        "logits_sha256": logits.hexdigest(),
+        "tokens": said,
+        "most_bytes": watch.most,
+        "samples": watch.num_samples,
+    }
+    if tiered:
+        hits, misses = hits - counts_before[0], misses - counts_before[1]
+        result |= {
+            "read_bytes_per_token": round(read / steps),
+            "read_mbps": round(read / seconds / 1e6, 1),
+            "found_in_memory": round(hits / max(hits + misses, 1), 4),
+            "budget_bytes": tiered.budget_bytes,
+            "page_rows": tiered.plan.page_rows,
+            "pages_of_all": round(tiered.plan.num_slots / tiered.plan.num_pages, 4),
+        }
+    return result
+
+
+def token_ids() -> NDArray[np.int32]:
+    return np.asarray(load_model(None, DTYPE).tokenizer(TEXT.read_text()).input_ids, np.int32)
+
+
+def check(results: dict[str, dict[str, Any]], budget_bytes: int) -> None:
+    """The gates."""
+    for memory, disk in (
+        ("csattn, memory", "csattn, disk"),
+        ("full, memory", "full, disk"),
+    ):
+        flat, tiered = results[memory], results[disk]
+        for what in ("logits_sha256", "tokens"):
+            gate(flat[what] == tiered[what], f"{disk}: {what} are not those of memory")
+        gate(flat["mapped_kv_bytes"] > 0, f"{memory}: maps no KV, so it is no measure of what KV takes")
+        without_kv = flat["most_bytes"]["all"] - flat["mapped_kv_bytes"]
+        extra = tiered["most_bytes"]["all"] - without_kv
+        tiered["bytes_beyond_flat_without_kv"] = extra
+        gate(extra <= budget_bytes, f"{disk}: the process held {extra:,} bytes more, the budget is {budget_bytes:,}")
+    gate(results["full, memory, at once"]["tokens"] == results["full, disk"]["tokens"], "full: other tokens")
+    for name, result in results.items():
+        if CASES[name].tiered:
+            gate(result["mapped_kv_bytes"] == 0, f"{name}: pages of KV files are mapped")
+            gate(result["most_bytes"]["held"] <= budget_bytes, f"{name}: the store held more than its budget")
+
+
+def artifact_of(options: argparse.Namespace) -> Path:
+    if options.artifact is not None:
+        return Path(options.artifact)
+    loaded = load_model(None, DTYPE)
+    config = preset("default", loaded.geometry.head_dim)
+    return build_artifact(loaded, token_ids()[: options.context_len], config, STORE).path
+
+
+def kv_bytes(artifact: Artifact) -> int:
+    return sum(artifact.layer_kv_place(layer_idx)[2] for layer_idx in range(artifact.spec.model.num_layers))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--context-len", type=int, default=6000)
+    parser.add_argument("--share", type=float, default=0.25, help="of the KV, as host budget")
+    parser.add_argument("--artifact", type=Path, help="of the demo model in bfloat16 over the same text")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--budget", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.case:
+        print(json.dumps(run_case(options.case, options.artifact, options.budget)))
+        return
+    path = artifact_of(options)
+    with open_artifact(path) as artifact:
+        total, index_bytes, context_len = kv_bytes(artifact), artifact.index_bytes, artifact.spec.context_len
+    budget_bytes = int(total * options.share)
+    disk = disk_speed(sorted(path.glob(f"*{KV_SUFFIX}")))
+    results = {}
+    for name in CASES:
+        arguments = ["--artifact", str(path), "--case", name, "--budget", str(budget_bytes)]
+        done = subprocess.run(
+            [sys.executable, "-m", "bench.tiers", *arguments], stdout=subprocess.PIPE, text=True, check=True
+        )
+        results[name] = json.loads(done.stdout.splitlines()[-1])
+        print(f"{name}: {results[name]['tokens_per_s']} tokens/s", file=sys.stderr)
+    check(results, budget_bytes)
+    for result in results.values():
+        if "read_mbps" in result:
+            result["of_sequential"] = round(result["read_mbps"] / disk["sequential_mbps"], 3)
+    finish(
+        {
+            "bench": "tiers",
+            "context_len": context_len,
+            "kv_bytes": total,
+            "host_budget_bytes": budget_bytes,
+            "index_bytes": index_bytes,
+            "disk": disk,
+            "cases": results,
+            "machine": machine(),
+        },
+        options.json,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -17,7 +17,9 @@ from csattn.errors import ArrayError
 
 FEW_PROGRAMS = 1024  # queries are cut into parts until there are that many programs
 NUM_WARPS = 4
-NUM_STAGES = 3
+# A page's number is loaded before the page, and each of the two loads is done two stages early: then one page is on its
+# way while another is scored. With fewer stages nothing is.
+NUM_STAGES = 5
 
 
 def score_on_device(
@@ -94,6 +96,7 @@ def _score_kernel(
     channel = tl.arange(0, HEAD_DIM)
     row = tl.arange(0, PAGE_SIZE)
     of_heads = tl.load(q + query * NUM_HEADS * HEAD_DIM + head[:, None] * HEAD_DIM + channel[None, :])
+    of_heads = tl.trans(of_heads)  # before the loop: then they go to shared memory once, not for every page
     weight = tl.load(weights + query * NUM_HEADS + head)
     in_page = row[:, None] * HEAD_DIM + channel[None, :]
     pages += query * pages_stride
@@ -105,6 +108,7 @@ def _score_kernel(
         read = row < tl.where((page >= 0) & (page < num_pages), rows_left, 0)
         tile = tl.load(values + page * value_stride + in_page, mask=read[:, None], other=0.0)
         scale = tl.load(scales + page * scale_stride + row, mask=read, other=0.0)
-        products = tl.dot(tile, tl.trans(of_heads), input_precision="ieee")
-        score = tl.sum(tl.maximum(products, 0.0) * weight[None, :], axis=1) * scale
+        products = tl.dot(tile, of_heads, input_precision="ieee")
+        products = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        score = tl.sum(products * weight[None, :], axis=1) * scale
         tl.store(scores + number * PAGE_SIZE + row, tl.where(read, score, float("-inf")), mask=row < rows_left)

@@ -24,6 +24,10 @@ LOG2_E = log2(np.e)
 MAX_SPLITS = 64
 ENOUGH_PROGRAMS = 128  # about one for each multiprocessor
 MERGED_CHANNELS = 128
+BLOCK_ROWS = 32  # gathered at a time
+# A row's index is loaded before the row, and each of the two loads is done two stages early: then one tile is on its way
+# while another is attended to. With fewer stages nothing is, and more do not fit shared memory.
+NUM_STAGES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +42,13 @@ class AttendShape:
 
     @classmethod
     def choose(cls, num_queries: int, num_heads: int, top_k: int) -> "AttendShape":
-        """Few heads are bound by memory: small tiles, many programs. Many heads are bound by matrix products."""
+        """Few heads are bound by memory: four warps, so that several programs share a multiprocessor. With many, the sums
+        of a program take the registers of eight warps."""
         block_heads = min(64, max(16, triton.next_power_of_2(num_heads)))
-        block_rows, num_warps = (32, 4) if block_heads < 64 else (64, 8)
         programs = num_queries * -(-num_heads // block_heads)
-        most = min(MAX_SPLITS, -(-top_k // block_rows))
+        most = min(MAX_SPLITS, -(-top_k // BLOCK_ROWS))
         num_splits = max(1, min(most, ENOUGH_PROGRAMS // max(1, programs)))
-        return cls(block_heads, block_rows, num_splits, num_warps, 2)
+        return cls(block_heads, BLOCK_ROWS, num_splits, 4 if block_heads < 64 else 8, NUM_STAGES)
 
 
 def attend_on_device(

@@ -10,6 +10,7 @@ from csattn.lightning.order import top_k_reference
 from csattn.lightning.quantise import FP8
 from csattn.lightning.score import Operands, causal_lens, score_keys
 from csattn.lightning.stream import choose_keys, score_all
+from csattn.lightning.topk_device import MAX_K
 
 TOLERANCE = 4e-3  # of the largest score, for operands of 16 bits or fewer
 AGAIN = 10
@@ -55,6 +56,11 @@ def _faults(operands: Operands, compare_scores: bool) -> list[str]:
             for tile in (None, (num_queries, num_keys // 7 + 1), (37, 128), (num_queries // 2 + 1, num_keys)):
                 if not torch.equal(choose_keys(operands, k, lens, tile=tile).indices, want):
                     wrong.append(f"choice of {k} with ratio {ratio} and tile {tile} differs")
+            if operands.q.is_cuda and k <= MAX_K:
+                listed = choose_keys(operands, k, lens, workspace_bytes=32 << 20, list_contenders=True)
+                wrong += (
+                    [] if torch.equal(listed.indices, want) else [f"choice of {k} contenders, ratio {ratio}, differs"]
+                )
     return wrong
 
 

@@ -1,70 +1,97 @@
-"""Rates of the score kernel in other cuts, and of selection: what `score_kernels.TILE_SHAPES` should be."""
+"""Other cuts of the score kernels, and both ways to choose: what `score_kernels` should have as constants.
 
-from itertools import product
+Every cut is compiled, which takes longer than to measure it: about four minutes in all.
+"""
+
+from collections.abc import Callable
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from bench.lightning.inputs import RATIO, Shape, make_fp8_operands, make_operands
 from bench.lightning.measure import measure
+from csattn.lightning import score_kernels
 from csattn.lightning.score import Operands, causal_lens
 from csattn.lightning.score_kernels import TileShape, score_tile
-from csattn.lightning.stream import choose_keys, score_all
+from csattn.lightning.stream import WORKSPACE_BYTES, choose_keys, choose_listed, score_all
 from csattn.lightning.topk import top_k
 
 QUERIES = 4096  # the last of their sequence: nearly all of their keys are legal
 SHAPES = [
-    TileShape(columns, keys, tiles, num_warps, num_stages, max_registers)
-    for (columns, keys, num_warps, max_registers), num_stages, tiles in product(
-        (
-            (256, 64, 8, None),
-            (256, 64, 8, 128),
-            (128, 64, 4, None),
-            (128, 64, 4, 168),
-            (128, 128, 8, None),
-            (128, 128, 4, None),
-            (256, 128, 8, None),
-        ),
-        (2, 3, 4),
-        (32, 128),
-    )
+    *(TileShape(num_stages=stages) for stages in (2, 3, 4)),
+    TileShape(max_registers=None, num_stages=3),
+    TileShape(tiles=16),
+    TileShape(tiles=256),
+    *(TileShape(columns=128, num_warps=4, num_stages=stages, max_registers=None) for stages in (2, 3)),
+    TileShape(columns=128, num_warps=4, max_registers=168),
+    *(TileShape(columns=128, keys=128, num_warps=warps, max_registers=None) for warps in (4, 8)),
 ]
+APPEND_SHAPES = [shape for shape in SHAPES if shape.tiles == 64 and shape.keys == 64]
 
 
 def tune(num_tokens: int, shape: Shape) -> None:
-    """Print, for each dtype, the shapes from the slowest to the fastest, then what selection and all of it take."""
+    """Print rates and times for each dtype; the fastest of each kind last."""
     for make in (make_operands, make_fp8_operands):
         operands = make(num_tokens, shape, "cuda")
-        print(f"{operands.q.dtype}, {num_tokens} tokens")
-        for rate, tried in sorted(_rates(operands), key=lambda pair: pair[0]):
-            print(f"  {rate:6.0f} TFLOP/s  {tried}", flush=True)
-        for top_k_size, mib in product((512, 1024), (64, 128, 256, 512)):
-            print(f"  k {top_k_size}, workspace {mib:4} MiB: {_whole(operands, top_k_size, mib)}", flush=True)
+        print(f"{operands.q.dtype}, {num_tokens} tokens: scores of the last {QUERIES} queries, TFLOP/s")
+        _ranked(SHAPES, lambda tried, of=operands: _score_rate(of, tried), best=max)
+        print("all of it by contenders, k 512, ms")
+        _ranked(APPEND_SHAPES, lambda tried, of=operands: _listed_ms(of, tried), best=min)
+        for k in (512, 1024):
+            print(f"k {k}: {_both_ways(operands, k)}", flush=True)
 
 
-def _rates(operands: Operands) -> list[tuple[float, Any]]:
-    last = operands.of_queries(slice(len(operands.q) - QUERIES, len(operands.q)))
+def _ranked(shapes: list[TileShape], value_of: Callable[[TileShape], float], best: Callable[..., Any]) -> None:
+    found = []
+    for tried in shapes:
+        try:
+            found.append((value_of(tried), tried))
+        except Exception as error:  # whatever a compiler finds wrong with one cut: the others are still of interest
+            print(f"  {tried}: {type(error).__name__}: {str(error).splitlines()[0][:100]}")
+    for value, tried in sorted(found, key=lambda pair: pair[0], reverse=best is min):
+        print(f"  {value:8.1f}  {tried}", flush=True)
+
+
+def _score_rate(operands: Operands, tried: TileShape) -> float:
+    last = operands.of_queries(slice(max(0, len(operands.q) - QUERIES), len(operands.q)))
     num_keys = len(operands.k)
     lens = torch.full((len(last.q),), num_keys, dtype=torch.int32, device="cuda")
     out = torch.empty(len(last.q), -(-num_keys // 128) * 128, device="cuda")
-    flops = 2.0 * last.q.numel() * num_keys
-    rates: list[tuple[float, Any]] = []
-    for tried in SHAPES:
-        try:
-            ms = measure(lambda shape=tried: score_tile(last, range(num_keys), lens, out, shape), "cuda")["ms"]
-            rates.append((flops / ms / 1e9, tried))
-        except Exception as error:  # whatever a compiler finds wrong with a shape: the others are still of interest
-            rates.append((0.0, f"{tried}: {type(error).__name__}"))
-    return rates
+    ms = measure(lambda: score_tile(last, range(num_keys), lens, out, tried), "cuda")["ms"]
+    return 2.0 * last.q.numel() * num_keys / float(ms) / 1e9
 
 
-def _whole(operands: Operands, k: int, mib: int) -> dict[str, float]:
-    """Milliseconds of all of it, and of selection alone from scores that are there: the last queries, scaled up."""
+def _listed_ms(operands: Operands, tried: TileShape) -> float:
+    with _append_shape(operands.q.dtype, tried):
+        return _choose_ms(operands, 512, list_contenders=True)
+
+
+def _both_ways(operands: Operands, k: int) -> dict[str, float]:
+    """Milliseconds by contenders and by all scores; of the latter, what selection takes."""
     lens = causal_lens(len(operands.q), len(operands.k), ratio=RATIO)
-    all_ms = measure(lambda: choose_keys(operands, k, lens, workspace_bytes=mib << 20), "cuda")["ms"]
-    num_rows = (mib << 20) // (4 * len(operands.k))
+    num_rows = (256 << 20) // (4 * len(operands.k))
     last = slice(max(0, len(operands.q) - num_rows), len(operands.q))
     scores, legal = score_all(operands.of_queries(last), lens[last]), lens[last].cuda()
-    select_ms = measure(lambda: top_k(scores, k, legal), "cuda")["ms"]
-    per_score = select_ms / float(legal.sum())
-    return {"ms": all_ms, "of it selection, about": round(per_score * float(lens.double().sum()), 2)}
+    select_ms = float(measure(lambda: top_k(scores, k, legal), "cuda")["ms"])
+    return {
+        "contenders": _choose_ms(operands, k, list_contenders=True),
+        "queries that were chosen for again": len(choose_listed(operands, k, lens, WORKSPACE_BYTES)[1]),
+        "scores": _choose_ms(operands, k, list_contenders=False),
+        "of it selection": round(select_ms / float(legal.sum()) * float(lens.double().sum()), 2),
+    }
+
+
+def _choose_ms(operands: Operands, k: int, list_contenders: bool) -> float:
+    lens = causal_lens(len(operands.q), len(operands.k), ratio=RATIO)
+    return float(measure(lambda: choose_keys(operands, k, lens, list_contenders=list_contenders), "cuda")["ms"])
+
+
+@contextmanager
+def _append_shape(dtype: torch.dtype, tried: TileShape) -> Any:
+    usual = score_kernels.APPEND_SHAPES[dtype]
+    score_kernels.APPEND_SHAPES[dtype] = tried
+    try:
+        yield
+    finally:
+        score_kernels.APPEND_SHAPES[dtype] = usual

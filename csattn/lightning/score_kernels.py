@@ -23,20 +23,27 @@ from csattn.lightning.score import Operands
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
-    """How a score kernel is cut. `python -m bench.lightning tune` measures others."""
+    """How a score kernel is cut. `python -m bench.lightning tune` measures others.
+
+    The defaults leave room for two programs on a Hopper multiprocessor: one weighs and sums while the other multiplies.
+    """
 
     columns: int = 256  # pairs of a query and a head of a program
     keys: int = 64  # of a tile
     tiles: int = 64  # of a program, one after the other
     num_warps: int = 8
-    num_stages: int = 3
-    max_registers: int | None = None  # of a thread
+    num_stages: int = 2
+    max_registers: int | None = 128  # of a thread
 
 
-TILE_SHAPES = {torch.float32: TileShape(columns=128, num_stages=2), FP8: TileShape(), torch.bfloat16: TileShape()}
-TILE_SHAPES[torch.float16] = TILE_SHAPES[torch.bfloat16]
-# lists take registers too: smaller programs, three on a multiprocessor
-APPEND_SHAPES = dict.fromkeys(TILE_SHAPES, TileShape(columns=128, num_warps=4, num_stages=2))
+_HALF, _EXACT = TileShape(), TileShape(columns=64, num_warps=4, num_stages=1, max_registers=None)
+TILE_SHAPES = {
+    FP8: TileShape(num_stages=3),
+    torch.bfloat16: _HALF,
+    torch.float16: _HALF,
+    torch.float32: _EXACT,
+}
+APPEND_SHAPES = dict(TILE_SHAPES)  # of the kernel that lists contenders
 
 
 @dataclass(frozen=True, slots=True)

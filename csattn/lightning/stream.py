@@ -89,7 +89,7 @@ def choose_keys(
             f"contenders are listed on a GPU, for k up to {MAX_K}, without scores, in tiles of their own; got operands "
             f"on {operands.q.device}, k {k}, with_scores {with_scores}, tile {tile}: leave list_contenders out"
         )
-    choice, unsure = _choose_listed(operands, k, lens, workspace_bytes)
+    choice, unsure = choose_listed(operands, k, lens, workspace_bytes)
     for first in range(0, len(unsure), _MANY_QUERIES):
         rows = unsure[first : first + _MANY_QUERIES]
         again = _choose_scored(operands.of_queries(rows), k, lens[rows.cpu()], workspace_bytes, None, False)
@@ -102,8 +102,11 @@ def _contenders_pay(operands: Operands, k: int) -> bool:
     return operands.q.is_cuda and len(operands.q) >= _MANY_QUERIES and k <= MAX_K and len(operands.k) >= 16 * k
 
 
-def _choose_listed(operands: Operands, k: int, lens: Tensor, workspace_bytes: int) -> tuple[Choice, Tensor]:
-    """The choice, and the queries whose choice is not to be trusted."""
+def choose_listed(operands: Operands, k: int, lens: Tensor, workspace_bytes: int) -> tuple[Choice, Tensor]:
+    """The choice by `contenders`, on a GPU, and the queries whose choice is not to be trusted: [n] int64.
+
+    lens: legal lengths on the host, within 0..num_keys.
+    """
     from csattn.lightning.contenders import Contenders, lists_for  # Triton is there where CUDA is
 
     num_queries, device = len(operands.q), operands.q.device

@@ -20,8 +20,10 @@ from offload.errors import CodecError
 from offload.host_store import HostStore
 from tests.tiny import byte_tokenizer, loaded, make_model, token_ids
 from workers.engine.cpu_engine import CpuEngine
+from workers.service.making import make_engine
 from workers.serving.step_engine import StepRow
 from workers.session import Session, csattn_session
+from workers.settings import EngineSettings, Settings
 
 CONTEXT_LEN, HEAD_DIM = 400, 32
 CONFIG = SearchConfig(keep=0.05, window_len=64, lookahead=1)
@@ -102,6 +104,16 @@ def test_bytes_are_those_of_the_format(wide, artifact, text: str, share: float) 
     with CpuEngine(wide, num_slots=1, num_threads=1, kv_format=KvFormat.parse(text)) as engine:
         engine.add_context(0, artifact)
         assert engine.counts().kv_bytes == share * as_float16
+
+
+def test_a_service_keeps_rows_as_its_settings_say(wide, artifact) -> None:
+    settings = Settings(engine=EngineSettings(kv_codec="k=q8_0,v=q4_0", num_threads=1))
+    engine = make_engine(settings, wide, None)
+    try:
+        engine.add_context(0, artifact)
+        assert engine.counts().kv_bytes == CONTEXT_LEN * 3 * (34 + 18)
+    finally:
+        engine.close()
 
 
 def test_a_session_in_bfloat16_attends_in_float32(tmp_path: Path) -> None:

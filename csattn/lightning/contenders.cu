@@ -12,14 +12,19 @@ __device__ __forceinline__ float score_of(u64 entry) {
     return __uint_as_float(high & 0x80000000u ? high & 0x7fffffffu : ~high);
 }
 
-__device__ void add_contenders(Shared& s, const u64* lists, const int* counts) {
-    for (int first = 0; first < LANES * DEPTH; first += THREADS) {
-        const int place = first + threadIdx.x, slot = place / LANES;
-        const bool there = slot < DEPTH && slot < counts[place % LANES];
-        if (!__syncthreads_or(there)) return;  // lists are filled from the front
-        const u32 at = reserve(s, there).first;
-        if (there) s.entries[at] = entry_of(__uint_as_float(lists[place] >> 32), static_cast<u32>(lists[place]));
+// Returns whether a list had no room for all that came to it. Each thread takes every EACH_LANE-th entry of one list.
+__device__ __forceinline__ bool add_contenders(Shared& s, const u64* lists, const int* counts) {
+    constexpr int EACH_LANE = THREADS / LANES;
+    static_assert(THREADS % LANES == 0, "a thread stays with its lane");
+    const int lane = threadIdx.x % LANES, first = threadIdx.x / LANES, came = counts[lane];
+    const int mine = max(0, min(came, DEPTH) - first + EACH_LANE - 1) / EACH_LANE;
+    const u32 at = reserve(s, mine).first;
+#pragma unroll 4
+    for (int i = 0; i < mine; ++i) {
+        const u64 raw = lists[(first + i * EACH_LANE) * LANES + lane];
+        s.entries[at + i] = entry_of(__uint_as_float(static_cast<u32>(raw >> 32)), static_cast<u32>(raw));
     }
+    return came > DEPTH;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) keep_best(
@@ -41,9 +46,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) keep_best(
     for (int i = threadIdx.x; i < num_before; i += THREADS) s.entries[i] = kept[i];
     if (threadIdx.x == 0) s.num_entries = num_before;
     __syncthreads();
-    add_contenders(s, lists, counts);
-    for (int lane = threadIdx.x; lane < LANES; lane += THREADS)
-        if (counts[lane] > DEPTH) overflowed[row] = 1;
+    if (add_contenders(s, lists, counts)) overflowed[row] = 1;
     __syncthreads();
 
     if (s.num_entries > K) drop_below(s, find_threshold<false>(s, find_range(s), K, K));

@@ -25,8 +25,8 @@ MAX_SPLITS = 64
 ENOUGH_PROGRAMS = 128  # about one for each multiprocessor
 MERGED_CHANNELS = 128
 BLOCK_ROWS = 32  # gathered at a time
-# A row's index is loaded before the row, and each of the two loads is done two stages early: then one tile is on its way
-# while another is attended to. With fewer stages nothing is, and more do not fit shared memory.
+# A row's index is loaded before the row, and each of the two loads is done two stages early: then one tile is on its
+# way while another is attended to. With fewer stages nothing is, and more do not fit shared memory.
 NUM_STAGES = 5
 
 
@@ -42,8 +42,9 @@ class AttendShape:
 
     @classmethod
     def choose(cls, num_queries: int, num_heads: int, top_k: int) -> "AttendShape":
-        """Few heads are bound by memory: four warps, so that several programs share a multiprocessor. With many, the sums
-        of a program take the registers of eight warps."""
+        """Few heads are bound by memory: four warps, so that several programs share a multiprocessor. With many, a
+        program's sums take the registers of eight warps.
+        """
         block_heads = min(64, max(16, triton.next_power_of_2(num_heads)))
         programs = num_queries * -(-num_heads // block_heads)
         most = min(MAX_SPLITS, -(-top_k // BLOCK_ROWS))

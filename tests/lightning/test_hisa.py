@@ -123,6 +123,21 @@ def test_block_keys_kept_token_by_token_are_those_made_from_scratch(num_keys: in
         assert torch.equal(kept.keys.scales[row, : len(scales)], scales)
 
 
+def test_the_kernel_keeps_block_keys_to_the_bit() -> None:
+    """One state is kept by the kernel, the other by the definition, past the end of their room."""
+    k, scale = quantise_fp8(torch.randn(3, 40, 32) * torch.rand(3, 40, 1) * 100, block=32)
+    k[1] = 0.0
+    kept = [PooledKeys(3, 37, 16, 32, torch.device("cpu")) for _ in range(2)]
+    state = [x.to(DEVICE) for x in (kept[0]._sums, kept[0]._lens, kept[0]._values, kept[0]._scales)]
+    for token in range(40):
+        key, its_scale = k[:, token].contiguous(), scale[:, token, 0].contiguous()
+        hisa_kernels.append_on_device(key.to(DEVICE), its_scale.to(DEVICE), 16, 37, *state)
+        kept[1].append(key, its_scale)
+    want = kept[1]._sums, kept[1]._lens, kept[1]._values.view(torch.uint8), kept[1]._scales
+    state[2] = state[2].view(torch.uint8)
+    assert all(torch.equal(got.cpu(), wanted) for got, wanted in zip(state, want, strict=True))
+
+
 def test_a_key_without_room_changes_nothing() -> None:
     kept = PooledKeys(1, 16, 16, 32, torch.device("cpu"))
     k, scale = quantise_fp8(torch.randn(18, 32), block=32)

@@ -1,0 +1,193 @@
+"""Generation without end: is memory flat, is the attention the one that was defined, and what does it cost.
+
+    python -m bench.streaming [--tokens 200000] [--json FILE]            memory, on a tiny random model
+    python -m bench.streaming --perplexity [--json FILE]                 the demo model on a novel
+
+**Memory.** Both policies continue a prompt for that many tokens. Resident memory is read 200 times; a line is fitted
+to it from a tenth of the way on, when allocators have settled. Gate: less than 2 MB from the first
+token to the last.
+
+**Perplexity.** The novel's tokens pass through a stream that keeps far fewer rows than there are tokens. The definition
+is transformers' own attention, one token at a time, over a cache made anew for each token from the keys that the policy
+keeps, rotated to their places in it. Gate: perplexities within 2 % of the definition's.
+"""
+
+import argparse
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bench.timing import finish, gate, machine
+from csattn.models import LoadedModel, load_model
+from workers.streaming.config import StreamConfig
+from workers.streaming.session import StreamSession
+
+TEXT = Path(__file__).parent / "texts" / "novel.txt"
+NUM_SAMPLES = 200
+MAX_GROWTH_BYTES = 2e6
+MAX_DIFFERENCE = 0.02
+
+
+def memory(num_tokens: int) -> list[dict[str, Any]]:
+    """Resident memory while a tiny random model generates."""
+    results = []
+    for config in (
+        StreamConfig(policy="window", sink_len=4, window_len=124),
+        StreamConfig(policy="h2o", heavy_len=64, window_len=64),
+    ):
+        with StreamSession(tiny_model(), config) as session:
+            cache = session.cache()
+            stream = session.tokens(np.arange(300, dtype=np.int32) % 256, cache)
+            every = max(1, num_tokens // NUM_SAMPLES)
+            started, counts, resident = time.perf_counter(), [], []
+            for count, _ in enumerate(islice(stream, num_tokens), start=1):
+                if count % every == 0:
+                    counts.append(count)
+                    resident.append(resident_bytes())
+            seconds = time.perf_counter() - started
+        settled = len(counts) // 10
+        slope = float(np.polyfit(counts[settled:], resident[settled:], 1)[0])
+        gate(slope * num_tokens < MAX_GROWTH_BYTES, f"{config.policy}: memory grows by {slope:.1f} bytes a token")
+        results.append(
+            {
+                "config": asdict(config),
+                "num_tokens": num_tokens,
+                "kv_bytes": cache.num_bytes,
+                "resident_first_mb": round(resident[settled] / 1e6, 2),
+                "resident_last_mb": round(resident[-1] / 1e6, 2),
+                "resident_most_mb": round(max(resident) / 1e6, 2),
+                "bytes_per_token": round(slope, 3),
+                "ms_per_token": round(seconds / num_tokens * 1e3, 3),
+            }
+        )
+        print(json.dumps(results[-1]), flush=True)
+    return results
+
+
+def tiny_model() -> LoadedModel:
+    """A random model of 512 positions and one layer: what is measured is what grows, not how fast it is."""
+    from csattn.models.loader import wrap_model
+    from tests.tiny import byte_tokenizer, make_model
+
+    return wrap_model(make_model(num_hidden_layers=1, max_position_embeddings=512), byte_tokenizer(), "tiny")
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def perplexity(num_tokens: int) -> list[dict[str, Any]]:
+    """Streams of the demo model over a novel, beside their definition and full attention."""
+    loaded = load_model()
+    ids = torch.tensor(loaded.tokenizer(TEXT.read_text()).input_ids[: num_tokens + 1])
+    configs = [
+        StreamConfig(policy="window", sink_len=4, window_len=252),
+        StreamConfig(policy="window", sink_len=0, window_len=256),
+        StreamConfig(policy="h2o", heavy_len=128, window_len=128),
+    ]
+    results: list[dict[str, Any]] = []
+    full = nll(lambda part: loaded.model(part).logits[0], ids, num_tokens)
+    for config in configs:
+        result: dict[str, Any] = {"config": asdict(config), "num_tokens": num_tokens}
+        with StreamSession(loaded, config) as session:
+            for name, block_len in (("stream", 512), ("stream by token", 1)):
+                cache = session.cache()
+                started = time.perf_counter()
+                scored = nll(lambda part: loaded.model(part, past_key_values=cache).logits[0], ids, block_len)  # noqa: B023
+                result[name] = _summary(scored, config.max_rows)
+                result[f"{name}, ms per token"] = round((time.perf_counter() - started) / num_tokens * 1e3, 2)
+        result["full attention"] = _summary(full, config.max_rows)
+        if config.policy == "window":
+            defined = definition(loaded, ids, config)
+            result["definition"] = _summary(defined, config.max_rows)
+            result["largest difference of a token's nll"] = float((defined - scored).abs().max())
+            apart = abs(result["stream"]["perplexity"] / result["definition"]["perplexity"] - 1)
+            gate(apart < MAX_DIFFERENCE, f"{config}: perplexity differs from its definition's by {100 * apart:.2f} %")
+            result["difference"] = apart
+        results.append(result)
+        print(json.dumps(result), flush=True)
+    return results
+
+
+@torch.inference_mode()
+def nll(logits_of: Callable[[Tensor], Tensor], ids: Tensor, block_len: int) -> Tensor:
+    """-log p of each token after the first [num_tokens]; logits_of is called with [1, at most block_len] ids."""
+    parts = []
+    for start in range(0, len(ids) - 1, block_len):
+        part = ids[:-1][start : start + block_len]
+        targets = ids[start + 1 : start + 1 + len(part)]
+        log_probs = logits_of(part[None]).float().log_softmax(-1)
+        parts.append(-log_probs.gather(1, targets[:, None])[:, 0])
+    return torch.cat(parts)
+
+
+def definition(loaded: LoadedModel, ids: Tensor, config: StreamConfig) -> Tensor:
+    """-log p of each token after the first, by transformers' attention over caches made from the rows kept."""
+    from transformers import DynamicCache
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    model = loaded.model
+    rotary = model.model.rotary_emb
+    kept: list[tuple[Tensor, Tensor]] = []  # of each layer, K before RoPE and V: [1, num_kv_heads, num_rows, head_dim]
+
+    def step(part: Tensor) -> Tensor:
+        nonlocal kept
+        num_rows = kept[0][0].shape[2] if kept else 0
+        cos, sin = rotary(torch.zeros(1, 1, 1), position_ids=torch.arange(num_rows + 1)[None])
+        cache = DynamicCache()
+        for layer_idx, (k, v) in enumerate(kept):
+            cache.update(apply_rotary_pos_emb(k, k, cos[:, :-1], sin[:, :-1])[0], v, layer_idx)
+        logits = model(part, position_ids=torch.tensor([[num_rows]]), past_key_values=cache).logits[0]
+        rows = []
+        for layer_idx, layer in enumerate(cache.layers):
+            new = layer.keys[:, :, -1:]
+            new = apply_rotary_pos_emb(new, new, cos[:, -1:], -sin[:, -1:])[0]
+            k = torch.cat([kept[layer_idx][0], new], dim=2) if kept else new
+            v = layer.values
+            if k.shape[2] == config.max_rows:  # the next token sees one row more: the oldest of the window leaves
+                stays = [row for row in range(config.max_rows) if row != config.sink_len]
+                k, v = k[:, :, stays], v[:, :, stays]
+            rows.append((k, v))
+        kept = rows
+        return logits  # type: ignore[no-any-return]
+
+    return nll(step, ids, 1)
+
+
+def _summary(scored: Tensor, max_rows: int) -> dict[str, float]:
+    """Perplexity over all tokens, and over those that no longer see all before them."""
+    return {
+        "perplexity": round(math.exp(float(scored.mean())), 5),
+        "perplexity beyond the rows": round(math.exp(float(scored[max_rows:].mean())), 5),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, help="of the memory test [200000], or of the novel [1500]")
+    parser.add_argument("--perplexity", action="store_true")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    result: dict[str, Any] = {"bench": "streaming", "machine": machine()}
+    if arguments.json is not None and arguments.json.exists():
+        result = {**json.loads(arguments.json.read_text()), **result}  # the other half of the figures
+    if arguments.perplexity:
+        result["perplexity"] = perplexity(arguments.tokens or 1500)
+    else:
+        result["memory"] = memory(arguments.tokens or 200_000)
+    finish(result, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""How an index serves a generation that outgrows its context."""

@@ -9,8 +9,8 @@ _FIRST_CAPACITY = 128
 class TailStore:
     """KV rows of one request in one layer, in order of position; grows by doubling. The first rows tell the dtype."""
 
-    def __init__(self) -> None:
-        self._rows = torch.empty(0, 0, 2, 0)
+    def __init__(self, num_kv_heads: int, head_dim: int) -> None:
+        self._rows = torch.empty(num_kv_heads, 0, 2, head_dim)
         self.num_rows = 0
 
     def __repr__(self) -> str:

@@ -59,10 +59,11 @@ class LayerDecoder:
         self._count = count
         self._clock = clock
         self._observer = observer
-        self.tail = TailStore()
         middle = view.middle
         self._sinks = store.rows(layer_idx, slice(0, middle.start))
         self._window = store.rows(layer_idx, slice(middle.stop, view.context_len))
+        num_kv_heads, _, _, head_dim = self._window.shape
+        self.tail = TailStore(num_kv_heads, head_dim)
         self._num_indexed = 0  # rows of the tail that have left the window into the selector
         self._early: Future[list[FarRows]] | Tensor | None = None  # a search under way, or the query for it
         self._last: FarRows | None = None

@@ -31,7 +31,8 @@ def test_a_range_of_rows_is_not_copied() -> None:
 
 
 def test_the_tail_keeps_its_rows_while_it_grows() -> None:
-    store, tail = TailStore(), []
+    store, tail = TailStore(2, 4), []
+    assert store.kv.shape == (2, 0, 2, 4)
     for num_new in (1, 200, 1, 0, 300):
         k, v = torch.randn(2, num_new, 4).bfloat16(), torch.randn(2, num_new, 4).bfloat16()
         store.append(k, v)

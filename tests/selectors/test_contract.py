@@ -1,0 +1,151 @@
+"""What holds for every selector: valid rows, the same ones whoever asks beside it, everything where all is kept."""
+
+from copy import copy
+
+import numpy as np
+import pytest
+import torch
+
+from csattn.attention import reference
+from csattn.errors import ConfigError
+from csattn.selection import Selection
+from csattn.selector_names import ABOUT, SELECTOR_NAMES
+from csattn.selectors import ContextLayer, prepare, selector_for
+from csattn.selectors.base import Unprepared
+from csattn.selectors.magicpig import PreparedMagicpig
+from csattn.selectors.top_p import TopPSelector
+from offload.host_store import HostStore
+from tests.selectors.requests import HEAD_DIM, NUM_KV_HEADS, SCALE, decode, make_layer, make_tail, make_view
+from workers.decode import LayerDecoder, StepCount
+
+CHOOSING = [name for name in SELECTOR_NAMES if name not in ("csattn", "full", "window")]
+TOP_K = [name for name in CHOOSING if ABOUT[name].keeps_top_k]
+
+
+def same(got: Selection, want: Selection) -> bool:
+    pairs = [(got.kv_indices, want.kv_indices), (got.valid_len, want.valid_len), (got.log_weights, want.log_weights)]
+    if got.rest is not None and want.rest is not None:
+        pairs += [(got.rest.out, want.rest.out), (got.rest.share, want.rest.share)]
+    return all(np.array_equal(a, b) for a, b in pairs if a is not None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("context_len", "group_size"), [(1, 3), (11, 1), (12, 3), (70, 3)])
+@pytest.mark.parametrize("name", CHOOSING)
+def test_selections_are_valid_and_leave_resident_rows_alone(name, context_len, group_size, dtype) -> None:
+    layer, view = make_layer(context_len, group_size, dtype=dtype), make_view(context_len)
+    num_middle = view.middle.stop - view.middle.start
+    for step in decode(prepare(name, layer).selector(view), view, make_tail(20, group_size)):
+        step.chosen.check(context_len + step.num_left)
+        rows = step.chosen.kv_indices[step.chosen.kv_indices >= 0]
+        assert ((rows >= view.middle.start) & (rows < view.middle.stop) | (rows >= context_len)).all()
+        if name in TOP_K:
+            assert (step.chosen.valid_len == min(view.top_k, num_middle + step.num_left)).all()
+
+
+@pytest.mark.parametrize("name", CHOOSING)
+def test_two_requests_of_a_context_do_not_see_each_other(name) -> None:
+    layer, view = make_layer(70), make_view(70)
+    prepared, again = prepare(name, layer), prepare(name, layer)
+    tails = make_tail(20, seed=1), make_tail(20, seed=2)
+    alone = [list(decode(again.selector(view), view, tail)) for tail in tails]
+    together = zip(*(decode(prepared.selector(view), view, tail) for tail in tails), strict=True)
+    for step, pair in enumerate(together):
+        for got, want in zip(pair, (alone[0][step], alone[1][step]), strict=True):
+            assert same(got.chosen, want.chosen)
+
+
+@pytest.mark.parametrize("name", CHOOSING)
+def test_a_shallow_copy_is_a_snapshot(name) -> None:
+    """A step that fails is run again with the copies that were made before it."""
+    layer, view, tail = make_layer(70), make_view(70), make_tail(20)
+    selector = prepare(name, layer).selector(view)
+    steps = list(decode(selector, view, tail))
+    before, after = copy(selector), copy(selector)
+    wanted = after.select(steps[-1].q, steps[-1].recent)
+    selector.select(steps[3].q, steps[-1].recent)
+    assert same(before.select(steps[-1].q, steps[-1].recent), wanted)
+
+
+@pytest.mark.parametrize("name", [name for name in TOP_K if name != "h2o"])
+def test_of_equal_rows_the_first_are_chosen(name) -> None:
+    layer, view = make_layer(70), make_view(70)
+    alike = ContextLayer(
+        layer.keys[:, :1].expand(-1, 70, -1), layer.values, layer.num_q_heads, layer.attention_received
+    )
+    selector = prepare(name, alike).selector(view)
+    chosen = selector.select(make_tail(1).q[0].numpy(), make_tail(1).kv)
+    np.testing.assert_array_equal(chosen.kv_indices, np.tile(np.arange(3, 3 + view.top_k), (NUM_KV_HEADS, 1)))
+
+
+def test_of_rows_that_received_the_same_the_latest_goes() -> None:
+    layer, view = make_layer(70), make_view(70)
+    nothing = ContextLayer(layer.keys, layer.values, layer.num_q_heads, lambda: torch.zeros(layer.num_q_heads, 70))
+    selector = prepare("h2o", nothing).selector(view)
+    selector.append(np.zeros((NUM_KV_HEADS, HEAD_DIM), np.float32), np.zeros((NUM_KV_HEADS, HEAD_DIM), np.float32))
+    chosen = selector.select(make_tail(1).q[0].numpy(), make_tail(1).kv)
+    np.testing.assert_array_equal(chosen.kv_indices, np.tile(np.arange(3, 3 + view.top_k), (NUM_KV_HEADS, 1)))
+
+
+def everything(name: str, layer: ContextLayer):
+    """That selector, with options under which nothing is left out."""
+    if name == "top_p":
+        return Unprepared(layer, lambda layer, view: TopPSelector(layer, view, p=1.0))
+    return PreparedMagicpig(layer, num_bits=1, num_tables=300) if name == "magicpig" else prepare(name, layer)
+
+
+@pytest.mark.parametrize("group_size", [1, 3])
+@pytest.mark.parametrize("name", CHOOSING)
+def test_where_everything_is_kept_it_is_full_attention(name, group_size) -> None:
+    """Also of the rows that have left the tail's window, as long as there is room; MagicPIG's weights are all but 1."""
+    context_len, num_tokens = 50, 19  # 39 rows in the middle and 11 of the tail: as many as the context has
+    layer = make_layer(context_len, group_size)
+    view = make_view(context_len, keep=1.0)
+    store = HostStore([torch.stack([layer.keys, layer.values], dim=2)])
+    selector = everything(name, layer).selector(view)
+    decoder = LayerDecoder(0, store, selector, view, None, StepCount(), lambda: 0.0)
+    tail = make_tail(num_tokens, group_size)
+    for token in range(num_tokens):
+        decoder.append(tail.kv[:, token : token + 1, 0], tail.kv[:, token : token + 1, 1])
+        out = decoder.attend(tail.q[token][:, None], SCALE)[:, 0]
+        kv = torch.cat([store.rows(0, slice(0, context_len)), tail.kv[:, : token + 1]], dim=1)[None]
+        grouped = tail.q[token].view(1, NUM_KV_HEADS, group_size, HEAD_DIM)
+        want, _ = reference.attend(grouped, kv[..., 0, :], kv[..., 1, :], SCALE)
+        rough = name == "magicpig"
+        torch.testing.assert_close(out, want.view_as(out), rtol=0.05 if rough else 1e-4, atol=0.05 if rough else 1e-5)
+
+
+@pytest.mark.parametrize("keep", [0.01, 1.0])
+@pytest.mark.parametrize("name", SELECTOR_NAMES)
+def test_everything_kept_is_full_attention_by_name(name, keep) -> None:
+    view = make_view(100, keep=keep)
+    assert selector_for(name, view) == ("full" if keep == 1.0 and ABOUT[name].keeps_top_k else name)
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match="unknown selector 'best'; choose one of csattn, exact"):
+        selector_for("best", make_view(10))
+
+
+@pytest.mark.parametrize(
+    ("name", "index_bytes", "search_bytes"),
+    [
+        # 2 KV heads, 64 keys of 16 channels in bfloat16: 4096 bytes of keys
+        ("exact", 0, 4096),
+        ("top_p", 0, 4096),
+        ("quest", 2 * 4096 // 16, 2 * 4096 // 16),
+        ("sparq", 4096 + 2 * 16 * 4, 4096 // 4),
+        ("loki", 2 * 16 * 16 * 2, 4096 // 4),
+        ("pqcache", 2 * 64 * 2 + 2 * 64 * 16 * 2, 2 * 64 * 2 + 2 * 64 * 16 * 2),
+        ("h2o", 2 * 64 * 4, 0),
+        ("window", 0, 0),
+        ("full", 0, 0),
+    ],
+)
+def test_bytes_are_counted_as_the_papers_would_hold_them(name, index_bytes, search_bytes) -> None:
+    layer, view = make_layer(64, dtype=torch.bfloat16), make_view(64)
+    prepared = prepare(name, layer)
+    selector = prepared.selector(view)
+    selector.select(make_tail(1).q[0].numpy(), make_tail(1).kv.bfloat16())
+    assert prepared.index_bytes == index_bytes
+    assert selector.search_bytes == search_bytes

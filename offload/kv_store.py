@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-STREAM_ROWS = 256  # of a piece that is attended to at once, where a context is streamed
+STREAM_ROWS = 1024  # of a piece that is attended to at once, where a context is streamed
 
 
 class KvStore(Protocol):

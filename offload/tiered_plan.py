@@ -56,23 +56,25 @@ def plan_tiers(
     row_bytes, num_heads = 2 * head_dim * itemsize, num_layers * num_kv_heads
     page_rows = page_rows or _choose_page_rows(num_heads, context_len, budget_bytes, stream_rows)
     num_pages = num_heads * -(-context_len // page_rows)
-    piece_bytes = max(page_rows, stream_rows) * row_bytes
-    scratch_bytes = min(budget_bytes // 64 // BLOCK_BYTES * BLOCK_BYTES, _MAX_SCRATCH_BYTES)
-    scratch_bytes = max(scratch_bytes, RowFiles.least_scratch_bytes(piece_bytes))
-    resident_bytes = num_heads * sum(rows.stop - rows.start for rows in resident) * row_bytes
-    fixed_bytes = (
-        resident_bytes
-        + 2 * num_kv_heads * stream_rows * row_bytes
-        + 2 * NUM_SCRATCHES * scratch_bytes  # twice: what was read is copied once before it lies where it should
-        + num_pages * Tier.BYTES_PER_PAGE
-    )
     slot_bytes = HostTier.slot_bytes(page_rows * row_bytes)
-    num_slots = min(num_pages, (budget_bytes - fixed_bytes) // slot_bytes)
-    if num_slots < 1:
+    resident_bytes = num_heads * sum(rows.stop - rows.start for rows in resident) * row_bytes
+    stream_bytes = 2 * num_kv_heads * stream_rows * row_bytes
+    copies = 2 if page_rows * row_bytes < BLOCK_BYTES else 1  # small pieces are copied once before they lie in place
+    scratches = copies * NUM_SCRATCHES
+    least_bytes = RowFiles.least_scratch_bytes(max(page_rows, stream_rows) * row_bytes)
+    without_scratch = resident_bytes + stream_bytes + num_pages * Tier.BYTES_PER_PAGE
+    needed_bytes = without_scratch + scratches * least_bytes + slot_bytes
+    if budget_bytes < needed_bytes:
         raise TierError(
-            f"a host budget of {budget_bytes:,} bytes is too small for this context: sinks, windows and buffers take "
-            f"{fixed_bytes:,} and a page {slot_bytes:,}; give at least {fixed_bytes + slot_bytes:,} bytes"
+            f"a host budget of {budget_bytes:,} bytes is too small for this context: sinks, windows, buffers and one "
+            f"page need {needed_bytes:,} bytes; give at least that, or choose a shorter window"
         )
+    wanted_bytes = max(num_kv_heads * least_bytes, budget_bytes // 128)  # a piece of each head, or many rows
+    room_bytes = (budget_bytes - without_scratch - slot_bytes) // scratches
+    scratch_bytes = max(least_bytes, min(wanted_bytes, budget_bytes // 32, _MAX_SCRATCH_BYTES, room_bytes))
+    scratch_bytes = scratch_bytes // BLOCK_BYTES * BLOCK_BYTES
+    fixed_bytes = without_scratch + scratches * scratch_bytes
+    num_slots = min(num_pages, (budget_bytes - fixed_bytes) // slot_bytes)
     return TieredPlan(
         num_kv_heads=num_kv_heads,
         context_len=context_len,

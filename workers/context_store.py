@@ -13,6 +13,8 @@ from offload.tiered_store import TieredStore
 
 _WITHOUT_ALL_KEYS = ("csattn", "full", "window")  # selectors that do not read the keys themselves
 
+_SELECTED_STREAM_ROWS = 64  # where nothing is streamed but what stays resident: the budget is for rows
+
 
 def open_store(
     artifact: Artifact,
@@ -43,6 +45,7 @@ def open_store(
         DTYPES[artifact.spec.kv_dtype],
         host_budget_bytes,
         resident=[slice(0, middle.start), slice(middle.stop, view.context_len)],
-        # rows that a search selects lie apart; a stream reads them all, and finds whole pieces again
+        # a stream reads all rows, and finds whole pieces again; rows that a search selects lie apart
         page_rows=STREAM_ROWS if selector == "full" else None,
+        stream_rows=STREAM_ROWS if selector == "full" else _SELECTED_STREAM_ROWS,
     )

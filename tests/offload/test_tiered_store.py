@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import threading
+from bisect import bisect_left
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -17,6 +18,7 @@ from offload.errors import DiskError, TierError
 from offload.host_store import HostStore
 from offload.row_files import FileSpan, RowFiles, plan_runs
 from offload.tier import Tier
+from offload.tiered_plan import plan_tiers
 from offload.tiered_store import TieredStore
 
 POISON = 0xFF  # bytes of the files around the rows: NaN as a float
@@ -38,19 +40,26 @@ class Files:
     def store(self, num_slots=10**9, page_rows=1, **options) -> TieredStore:
         """With room for so many pages."""
         options = {"stream_rows": 16, **options}
-        generous = TieredStore(self.spans, self.shape, self.dtype, 1 << 30, page_rows=page_rows, **options)
-        generous.close()
-        plan = generous.plan
-        scratch = 4 * RowFiles.least_scratch_bytes(max(plan.page_bytes, plan.stream_rows * plan.row_bytes))
-        fixed = plan.fixed_bytes - 4 * plan.scratch_bytes + scratch
-        slots = min(num_slots, plan.num_pages)
-        budget = fixed + slots * (plan.page_bytes + Tier.BYTES_PER_SLOT + 1)
+        heads, context_len, _ = self.shape
+        slots = min(num_slots, len(self.kv) * heads * -(-context_len // page_rows))
+        budgets = range(1, 1 << 24)
+        sizes = len(self.kv), self.shape, self.dtype.itemsize
+        how = options.get("resident", ()), page_rows, options["stream_rows"]
+        budget = budgets[bisect_left(budgets, slots, key=lambda budget: slots_of(*sizes, budget, *how))]
         store = TieredStore(self.spans, self.shape, self.dtype, budget, page_rows=page_rows, **options)
         assert store.plan.num_slots == slots
         return store
 
     def indices(self, rng, *shape: int) -> torch.Tensor:
         return torch.from_numpy(rng.integers(-1, self.shape[1] + 2, size=shape))
+
+
+def slots_of(*arguments) -> int:
+    """How many pages a budget has room for; 0 where it is refused."""
+    try:
+        return plan_tiers(*arguments).num_slots
+    except TierError:
+        return 0
 
 
 def same(got: torch.Tensor, want: torch.Tensor) -> bool:
@@ -143,18 +152,19 @@ def test_rows_that_stay_are_read_once_and_others_are_a_sentence(tmp_path) -> Non
         store.check()
 
 
-def test_the_budget_that_a_refusal_names_is_enough(tmp_path) -> None:
-    files = Files(tmp_path)
+@pytest.mark.parametrize(("context_len", "stream_rows", "page_rows"), [(300, 16, 4), (5000, 2000, 1), (5000, 16, 2000)])
+def test_the_budget_that_a_refusal_names_is_enough(tmp_path, context_len, stream_rows, page_rows) -> None:
+    files, how = Files(tmp_path, context_len=context_len), {"stream_rows": stream_rows, "page_rows": page_rows}
     with pytest.raises(TierError, match="a host budget of 1,000 bytes is too small") as refused:
-        TieredStore(files.spans, files.shape, files.dtype, 1000, page_rows=4)
-    least = int(re.search(r"at least ([\d,]+) bytes", str(refused.value))[1].replace(",", ""))
-    with TieredStore(files.spans, files.shape, files.dtype, least, page_rows=4) as store:
+        TieredStore(files.spans, files.shape, files.dtype, 1000, **how)
+    least = int(re.search(r"need ([\d,]+) bytes", str(refused.value))[1].replace(",", ""))
+    with TieredStore(files.spans, files.shape, files.dtype, least, **how) as store:
         kv_indices = torch.arange(60).view(2, 30)
         assert same(store.gather(1, kv_indices), files.flat.gather(1, kv_indices))
         store.check()
         assert store.held_bytes <= least
     with pytest.raises(TierError):
-        TieredStore(files.spans, files.shape, files.dtype, least - 1, page_rows=4)
+        TieredStore(files.spans, files.shape, files.dtype, least - 1, **how)
 
 
 def test_pages_grow_where_numbering_every_row_would_take_the_budget(tmp_path) -> None:

@@ -105,7 +105,9 @@ def test_a_selector_that_reads_all_keys_is_refused(artifact, selector) -> None:
 
 def test_a_budget_that_is_too_small_names_one_that_is_not(artifact) -> None:
     with (
-        pytest.raises(TierError, match=r"a host budget of 1,000 bytes is too small .* give at least [\d,]+ bytes"),
+        pytest.raises(
+            TierError, match=r"a host budget of 1,000 bytes is too small .* need [\d,]+ bytes; give at least"
+        ),
         csattn_session(loaded(), artifact, SearchConfig(), host_budget_bytes=1000),
     ):
         pass

@@ -9,7 +9,7 @@ from torch import Tensor
 from offload.cuda import cuda_kernel
 from offload.errors import OffloadError
 
-PIECE_BYTES = 16  # what a thread copies at once
+PIECE_BYTES = (16, 8, 4)  # what a thread can copy at once; the first that divides a row is taken
 _SOURCES = tuple(Path(__file__).with_name(name) for name in ("intrinsics.cuh", "gather.cu"))
 
 
@@ -19,7 +19,7 @@ class RowLists:
     `to_rows[l, i]` of memory `to_addresses[l]`, for every list l and every i below `counts[l]`.
 
     An address is that of the memory's row 0, a multiple of 16, and one that the device can read or write: its own
-    memory, or host memory that is pinned.
+    memory, or host memory that is pinned. What rows hold makes no difference: coded ones stay as they are.
     """
 
     counts: Tensor  # [num_lists] int32
@@ -51,16 +51,18 @@ class RowGather:
         threads: int = 512,
         in_flight: int = 4,  # loads of a thread at the same time
     ) -> None:
-        if row_bytes <= 0 or row_bytes % PIECE_BYTES:
+        if row_bytes <= 0 or row_bytes % PIECE_BYTES[-1]:
             raise OffloadError(
-                f"rows of {row_bytes} bytes cannot be gathered: a row has to be a multiple of {PIECE_BYTES} bytes; "
+                f"rows of {row_bytes} bytes cannot be gathered: a row has to be a multiple of {PIECE_BYTES[-1]} bytes; "
                 f"choose a head_dim and dtype of which that holds, or a placement without a gather"
             )
         self.row_bytes = row_bytes
+        self._piece_bytes = next(num_bytes for num_bytes in PIECE_BYTES if row_bytes % num_bytes == 0)
         self._max_lists = max_lists
         self._num_blocks = num_blocks
         self._threads = threads
-        defines = {"ROW_BYTES": row_bytes, "MAX_LISTS": max_lists, "THREADS": threads, "IN_FLIGHT": in_flight}
+        defines = {"ROW_BYTES": row_bytes, "PIECE_BYTES": self._piece_bytes, "MAX_LISTS": max_lists}
+        defines |= {"THREADS": threads, "IN_FLIGHT": in_flight}
         self._kernel = cuda_kernel(_SOURCES, "gather_rows", defines)
 
     def __repr__(self) -> str:
@@ -70,7 +72,8 @@ class RowGather:
         """Enqueue the copy on torch's current stream. No row may be written that another list entry reads."""
         num_lists, capacity = lists.from_rows.shape
         assert num_lists <= self._max_lists, f"{num_lists} lists; {self!r} was made for {self._max_lists}"
-        assert num_lists * capacity * self.row_bytes // PIECE_BYTES < 1 << 32, "the kernel counts pieces in 32 bits"
+        num_pieces = num_lists * capacity * self.row_bytes // self._piece_bytes
+        assert num_pieces < 1 << 32, "the kernel counts pieces in 32 bits"
         self._kernel.launch(
             (self._num_blocks, 1, 1),
             self._threads,

@@ -43,19 +43,31 @@ __device__ __forceinline__ void start_copy(void* to, const void* from) {
 }
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-struct Piece {
-    unsigned x, y, z, w;
-};
+// What a thread copies at once: as much as row sizes are multiples of. Rows are read once and never written while the
+// kernel runs: no reason to keep them in L1.
+template <unsigned BYTES> struct Piece;
+template <> struct Piece<16> { unsigned x, y, z, w; };
+template <> struct Piece<8> { unsigned x, y; };
+template <> struct Piece<4> { unsigned x; };
 
-// Rows are read once and never written while the kernel runs: no reason to keep them in L1.
-__device__ __forceinline__ Piece read_piece(unsigned long long address) {
-    Piece p;
+__device__ __forceinline__ void read_piece(unsigned long long address, Piece<16>& p) {
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(p.x), "=r"(p.y), "=r"(p.z), "=r"(p.w)
                  : "l"(address));
-    return p;
 }
-__device__ __forceinline__ void write_piece(unsigned long long address, const Piece& p) {
+__device__ __forceinline__ void read_piece(unsigned long long address, Piece<8>& p) {
+    asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(p.x), "=r"(p.y) : "l"(address));
+}
+__device__ __forceinline__ void read_piece(unsigned long long address, Piece<4>& p) {
+    asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(p.x) : "l"(address));
+}
+__device__ __forceinline__ void write_piece(unsigned long long address, const Piece<16>& p) {
     asm volatile("st.global.cg.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(p.x), "r"(p.y), "r"(p.z), "r"(p.w)
                  : "memory");
+}
+__device__ __forceinline__ void write_piece(unsigned long long address, const Piece<8>& p) {
+    asm volatile("st.global.cg.v2.u32 [%0], {%1, %2};" ::"l"(address), "r"(p.x), "r"(p.y) : "memory");
+}
+__device__ __forceinline__ void write_piece(unsigned long long address, const Piece<4>& p) {
+    asm volatile("st.global.cg.u32 [%0], %1;" ::"l"(address), "r"(p.x) : "memory");
 }

@@ -20,10 +20,12 @@ static inline void store_in_block(void* here, unsigned rank, unsigned value) {
 static inline void start_copy(void* to, const void* from) { std::memcpy(to, from, 16); }
 static inline void wait_for_copies() {}
 
-struct Piece {
-    unsigned x, y, z, w;
+template <unsigned BYTES> struct Piece {
+    unsigned words[BYTES / 4];
 };
-static inline Piece read_piece(unsigned long long address) { return *reinterpret_cast<const Piece*>(address); }
-static inline void write_piece(unsigned long long address, const Piece& piece) {
-    *reinterpret_cast<Piece*>(address) = piece;
+template <unsigned BYTES> static inline void read_piece(unsigned long long address, Piece<BYTES>& piece) {
+    piece = *reinterpret_cast<const Piece<BYTES>*>(address);
+}
+template <unsigned BYTES> static inline void write_piece(unsigned long long address, const Piece<BYTES>& piece) {
+    *reinterpret_cast<Piece<BYTES>*>(address) = piece;
 }

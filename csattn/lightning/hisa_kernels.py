@@ -11,9 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from csattn.lightning.hisa_pooling import LEAST_SCALE
 from csattn.lightning.quantise import FP8_MAX
-
-LEAST_SCALE = 1e-10  # of a block key
 
 
 def force_on_device(scores: Tensor, num_blocks: Tensor, first_blocks: int, last_blocks: int) -> None:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from csattn.errors import ArrayError
 
-FEW_PROGRAMS = 1024  # queries are cut into parts until there are that many programs
+ENOUGH_PROGRAMS = 4096  # more pages than that are shared out among as many programs
+LEAST_PAGES = 2  # of a program, which reads its query first
 NUM_WARPS = 4
 # A page's number is loaded before the page, and each of the two loads is done two stages early: then one page is on its
 # way while another is scored. With fewer stages nothing is.
@@ -42,7 +43,7 @@ def score_on_device(
     if num_queries == 0 or out.shape[1] == 0:
         return
     max_pages = pages.shape[1]
-    pages_each = -(-max_pages // max(1, FEW_PROGRAMS // num_queries))
+    pages_each = min(max_pages, max(LEAST_PAGES, num_queries * max_pages // ENOUGH_PROGRAMS))
     _score_kernel[(-(-max_pages // pages_each), num_queries)](
         q,
         weights,

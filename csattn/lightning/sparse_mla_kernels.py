@@ -66,60 +66,75 @@ def attend_on_device(
 ) -> None:
     """Enqueue on torch's current stream."""
     num_queries, num_heads, latent_dim = q_nope.shape
-    rope_dim = 0 if q_pe is None else q_pe.shape[2]
-    _require_powers_of_two(latent_dim, rope_dim)
-    top_k = indices.shape[1]
+    _require_powers_of_two(latent_dim, 0 if q_pe is None else q_pe.shape[2])
     if num_queries == 0:
         return
-    shape = AttendShape.choose(num_queries, num_heads, top_k) if shape is None else shape
-    splits = shape.num_splits
-    parts, part_lse = out, lse
-    if splits > 1:
-        parts = torch.empty(num_queries, splits, num_heads, latent_dim, dtype=torch.float32, device=q_nope.device)
-        part_lse = torch.empty(num_queries, splits, num_heads, dtype=torch.float32, device=q_nope.device)
-    split_len = -(-top_k // (splits * shape.block_rows)) * shape.block_rows
-    grid = (splits, -(-num_heads // shape.block_heads), num_queries)
-    _attend_kernel[grid](
+    shape = AttendShape.choose(num_queries, num_heads, indices.shape[1]) if shape is None else shape
+    splits, device = shape.num_splits, q_nope.device
+    if splits == 1:
+        _launch_attend(q_nope, q_pe, ckv, kpe, indices, softmax_scale, attn_sink, out, lse, shape)
+        return
+    parts = torch.empty(num_queries, splits, num_heads, latent_dim, dtype=torch.float32, device=device)
+    part_lse = torch.empty(num_queries, splits, num_heads, dtype=torch.float32, device=device)
+    _launch_attend(q_nope, q_pe, ckv, kpe, indices, softmax_scale, None, parts, part_lse, shape)
+    _merge_kernel[(num_heads, latent_dim // min(latent_dim, MERGED_CHANNELS), num_queries)](
+        parts,
+        part_lse,
+        lse if attn_sink is None else attn_sink,
+        out,
+        lse,
+        splits,
+        num_heads,
+        LATENT_DIM=latent_dim,
+        HAS_SINK=attn_sink is not None,
+        BLOCK_SPLITS=triton.next_power_of_2(splits),
+        BLOCK_CHANNELS=min(latent_dim, MERGED_CHANNELS),
+        num_warps=4,
+    )
+
+
+def _launch_attend(
+    q_nope: Tensor,
+    q_pe: Tensor | None,
+    ckv: Tensor,
+    kpe: Tensor | None,
+    indices: Tensor,
+    softmax_scale: float,
+    attn_sink: Tensor | None,
+    parts: Tensor,
+    part_lse: Tensor,
+    shape: AttendShape,
+) -> None:
+    num_queries, num_heads, latent_dim = q_nope.shape
+    top_k = indices.shape[1]
+    split_len = -(-top_k // (shape.num_splits * shape.block_rows)) * shape.block_rows
+    kpe_stride = 0 if kpe is None else kpe.stride(0)
+    _attend_kernel[(shape.num_splits, -(-num_heads // shape.block_heads), num_queries)](
         q_nope,
         q_nope if q_pe is None else q_pe,
         ckv,
         ckv if kpe is None else kpe,
         indices,
-        lse if attn_sink is None else attn_sink,
+        part_lse if attn_sink is None else attn_sink,
         parts,
         part_lse,
         ckv.stride(0),
-        ckv.stride(0) if kpe is None else kpe.stride(0),
+        kpe_stride,
         len(ckv),
         num_heads,
         top_k,
         split_len,
         softmax_scale * LOG2_E,
         LATENT_DIM=latent_dim,
-        ROPE_DIM=rope_dim,
-        HAS_SINK=attn_sink is not None and splits == 1,
-        FAR=len(ckv) * max(ckv.stride(0), 0 if kpe is None else kpe.stride(0)) >= 2**31,
+        ROPE_DIM=0 if q_pe is None else q_pe.shape[2],
+        HAS_SINK=attn_sink is not None,
+        FAR=len(ckv) * max(ckv.stride(0), kpe_stride) >= 2**31,
         BLOCK_HEADS=shape.block_heads,
         BLOCK_ROWS=shape.block_rows,
         BLOCK_SPLIT=triton.next_power_of_2(max(1, split_len)),
         NUM_STAGES=shape.num_stages,
         num_warps=shape.num_warps,
     )
-    if splits > 1:
-        _merge_kernel[(num_heads, latent_dim // min(latent_dim, MERGED_CHANNELS), num_queries)](
-            parts,
-            part_lse,
-            lse if attn_sink is None else attn_sink,
-            out,
-            lse,
-            splits,
-            num_heads,
-            LATENT_DIM=latent_dim,
-            HAS_SINK=attn_sink is not None,
-            BLOCK_SPLITS=triton.next_power_of_2(splits),
-            BLOCK_CHANNELS=min(latent_dim, MERGED_CHANNELS),
-            num_warps=4,
-        )
 
 
 def _require_powers_of_two(latent_dim: int, rope_dim: int) -> None:

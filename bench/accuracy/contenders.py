@@ -32,6 +32,11 @@ def find_contenders(names: str) -> list[Contender]:
     return [_find(name) for given in listed for name in (ALL if given == "all" else (given,))]
 
 
+def shares(text: str) -> list[float]:
+    """Comma-separated numbers, for argparse."""
+    return [float(share) for share in text.split(",")]
+
+
 def _find(name: str) -> Contender:
     preset, ahead, _ = name.partition(_AHEAD)
     preset = "default" if preset == "csattn" else preset

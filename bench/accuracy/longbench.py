@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from bench.accuracy.answering import FULL, SET_UPS, Prompt, answer_all
-from bench.accuracy.contenders import Contender, find_contenders
+from bench.accuracy.contenders import Contender, find_contenders, shares
 from bench.accuracy.contexts import Context
 from bench.accuracy.longbench_file import Item, read_items, read_prompts, split_prompt
 from bench.accuracy.longbench_scores import DATA_SETS, score_answer
@@ -116,7 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=Path, required=True, help="LongBench's config/dataset2prompt.json")
     parser.add_argument("--question", choices=SET_UPS, default="sparse", help="dense: in the prefill, the easy set-up")
     parser.add_argument("--selectors", default="default", help="or all; full attention is always asked")
-    parser.add_argument("--keep", default="0.05")
+    parser.add_argument("--keep", type=shares, default="0.05")
     parser.add_argument("--items", type=int, help="of each file, the first so many only")
     parser.add_argument("--max-length", type=int, help="tokens of a prompt [default: the model's positions less 692]")
     parser.add_argument("--model")
@@ -130,7 +130,7 @@ def run(arguments: argparse.Namespace) -> None:
     lacking = sorted({item.data_set for item in items} - prompts.keys())
     gate(not lacking, f"{arguments.prompts} has no prompt for {', '.join(lacking)}")
     contenders = [c for c in find_contenders(arguments.selectors) if c != FULL]
-    runs = [(FULL, 1.0), *((c, float(keep)) for keep in arguments.keep.split(",") for c in contenders)]
+    runs = [(FULL, 1.0), *((c, keep) for keep in arguments.keep for c in contenders)]
     loaded = load_model(arguments.model, arguments.dtype)
     max_length = arguments.max_length or loaded.geometry.max_positions - _MARGIN
     gate(max_length > 1, f"prompts need tokens, got --max-length {max_length}; give a larger one")

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.accuracy.contenders import Contender, find_contenders
+from bench.accuracy.contenders import Contender, find_contenders, shares
 from bench.accuracy.contexts import Context
 from bench.accuracy.texts import TEXTS, Cut, cut_text, find_text
 from bench.records import Case, Records
@@ -113,7 +113,7 @@ def _block(title: str, rows: list[Case]) -> list[str]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--texts", default="novel,code,dialogue,spanish", help=f"{', '.join(TEXTS)}, or files")
     parser.add_argument("--selectors", default="all", help="selectors and presets (default, default+ahead, paper, ...)")
-    parser.add_argument("--keep", default="0.05,0.02")
+    parser.add_argument("--keep", type=shares, default="0.05,0.02")
     parser.add_argument("--context-len", type=int, default=7680)
     parser.add_argument("--eval-len", type=int, default=256)
     parser.add_argument("--model")
@@ -123,12 +123,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     contenders = find_contenders(arguments.selectors)
-    keeps = [float(keep) for keep in arguments.keep.split(",")]
     loaded = load_model(arguments.model)
     header = {"bench": "selectors", "model": loaded.name, "search": asdict(SearchConfig()), "machine": machine()}
     records = Records(arguments.json, header, KEY)
     for name in arguments.texts.split(","):
         lengths = arguments.context_len, arguments.eval_len
-        compare(loaded, name, lengths, contenders, keeps, arguments.store, records)
+        compare(loaded, name, lengths, contenders, arguments.keep, arguments.store, records)
     print(table([case for case in records.cases if case["version"] == VERSION]))
     finish(records.content, arguments.json)

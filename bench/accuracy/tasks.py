@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from bench.accuracy.answering import FULL, SET_UPS, Prompt, answer_all
-from bench.accuracy.contenders import Contender, find_contenders
+from bench.accuracy.contenders import Contender, find_contenders, shares
 from bench.accuracy.contexts import Context
 from bench.accuracy.fitting import fit
 from bench.accuracy.ruler import TASKS, Haystack, Question, string_match
@@ -90,14 +90,32 @@ def make_prompts(loaded: LoadedModel, haystack: Haystack, length: int) -> list[P
     return prompts
 
 
+def _require_room(loaded: LoadedModel, tasks: list[str], depths: list[float], lengths: list[int]) -> None:
+    """Refuse at once what would fail after an hour: tasks that do not fit into a length, and lengths into the model."""
+    for task in tasks:
+        for length in {min(lengths), max(lengths)}:
+            haystack = TASKS[task].make(Random(task), depths, length)[0]
+            prompt = make_prompts(loaded, haystack, length)[0]
+            needed = length + len(prompt.question) + TASKS[task].max_new_tokens
+            gate(
+                needed <= loaded.geometry.max_positions,
+                f"{task} at {length} tokens needs {needed} positions with question and answer, the model has "
+                f"{loaded.geometry.max_positions}; give a smaller length",
+            )
+
+
+def _lengths(text: str) -> list[int]:
+    return [int(length) for length in text.split(",")]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tasks", default=",".join(TASKS))
-    parser.add_argument("--lengths", default="1024,2048,4096,7680", help="tokens of context")
+    parser.add_argument("--lengths", type=_lengths, default="1024,2048,4096,7680", help="tokens of context")
     parser.add_argument("--depths", type=int, default=5, help="places where an answer stands, from first to last")
     parser.add_argument("--samples", type=int, default=3, help="contexts per task, length (and depth)")
     parser.add_argument("--question", choices=SET_UPS, default="sparse", help="dense: in the prefill, the easy set-up")
     parser.add_argument("--selectors", default="default,exact,window", help="or all; full attention is always asked")
-    parser.add_argument("--keep", default="0.05")
+    parser.add_argument("--keep", type=shares, default="0.05")
     parser.add_argument("--model")
     parser.add_argument("--json", type=Path, help="keeps the answers; what it holds is not asked again")
     parser.add_argument("--plot", type=Path, help="a directory for heat maps of depth and length")
@@ -120,13 +138,15 @@ def run(arguments: argparse.Namespace) -> None:
 def _ask_all(arguments: argparse.Namespace) -> dict[str, Any]:
     names = arguments.tasks.split(",")
     unknown = [name for name in names if name not in TASKS]
+    gate(arguments.depths > 0 < arguments.samples, "--depths and --samples must be at least 1")
     gate(not unknown, f"there is no task {', '.join(unknown)}; choose from {', '.join(TASKS)}")
     contenders = [c for c in find_contenders(arguments.selectors) if c != FULL]
-    runs = [(FULL, 1.0), *((c, float(keep)) for keep in arguments.keep.split(",") for c in contenders)]
+    runs = [(FULL, 1.0), *((c, keep) for keep in arguments.keep for c in contenders)]
     depths = [float(depth) for depth in np.linspace(0, 1, arguments.depths).round(4)]
     loaded = load_model(arguments.model)
+    _require_room(loaded, names, depths, arguments.lengths)
     records = Records(arguments.json, {"bench": "tasks", "model": loaded.name, "machine": machine()}, KEY)
-    for length in (int(length) for length in arguments.lengths.split(",")):
+    for length in arguments.lengths:
         for name in names:
             for sample in range(arguments.samples):
                 run_task(loaded, name, length, depths, sample, arguments.question, runs, records)

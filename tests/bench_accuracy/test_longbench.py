@@ -138,7 +138,7 @@ def test_items_are_answered_once(tmp_path, question):
 
 def test_the_command(tmp_path, capsys):
     arguments = SimpleNamespace(
-        files=[write(tmp_path / "a.jsonl", LINE, {**LINE, "_id": "x2"})], prompts=tmp_path / "prompts.json", keep="0.2",
+        files=[write(tmp_path / "a.jsonl", LINE, {**LINE, "_id": "x2"})], prompts=tmp_path / "prompts.json", keep=[0.2],
         question="sparse", selectors="window", items=1, max_length=None, model=str(save(tmp_path / "model")),
         dtype="float32", json=tmp_path / "answers.json",
     )  # fmt: skip

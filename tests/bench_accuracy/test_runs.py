@@ -108,6 +108,13 @@ def test_tasks_are_asked_once(tmp_path, monkeypatch, task, question):
     assert f"| {task}, 700 |" in table(records.cases)
 
 
+def test_what_cannot_fit_is_refused_before_anything_is_asked():
+    with pytest.raises(GateError, match=r"multikey at 960 tokens needs 1\d+ positions with question and answer"):
+        tasks._require_room(loaded(), ["multikey"], [0.0], [700, 960])
+    with pytest.raises(GateError, match="tokens are too few, the task alone takes"):
+        tasks._require_room(loaded(), ["tracking"], [0.0], [300])
+
+
 def test_prompts_are_as_long_as_asked_for():
     (haystack,) = tasks.TASKS["multikey"].make(tasks.Random(1), [0.0, 0.5], 640)
     first, second = tasks.make_prompts(loaded(), haystack, 640)

@@ -15,6 +15,8 @@ from csattn.lightning.score import Operands, causal_lens
 from csattn.lightning.sparse_mla import sparse_mla
 from csattn.lightning.stream import choose_keys, score_all
 
+_ATTENDED = 16384  # queries that attend together
+
 Choose = Callable[[], Tensor]  # [num_queries, k] indices
 
 
@@ -93,14 +95,19 @@ def _recall(case: Case, operands: Operands, choose: Choose) -> dict[str, Any]:
 
 
 def _pipeline(case: Case, choose: Choose, shape: Shape, device: str) -> Callable[[], object]:
-    """Choose, take each chosen key's tokens, attend to them."""
+    """Choose, take each chosen key's tokens, attend to them: some queries at a time, so that tokens take no memory."""
     inputs = make_attention_inputs(case.num_tokens, shape.num_heads, device)
     offsets = torch.arange(RATIO, device=device, dtype=torch.int32)
 
     def run() -> Tensor:
-        chosen = choose().to(torch.int32)[..., None]
-        tokens = torch.where(chosen >= 0, chosen * RATIO + offsets, -1).flatten(1)
-        return sparse_mla(inputs.q_nope, inputs.q_pe, inputs.ckv, inputs.kpe, tokens, softmax_scale=576**-0.5)[0]
+        chosen, out = choose(), torch.empty_like(inputs.q_nope)
+        for first in range(0, len(chosen), _ATTENDED):
+            rows = slice(first, first + _ATTENDED)
+            keys = chosen[rows, :, None].to(torch.int32)
+            tokens = torch.where(keys >= 0, keys * RATIO + offsets, -1).flatten(1)
+            q = inputs.q_nope[rows], inputs.q_pe[rows]
+            sparse_mla(*q, inputs.ckv, inputs.kpe, tokens, softmax_scale=576**-0.5, out=out[rows])
+        return out
 
     return run
 

@@ -22,9 +22,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from csattn.cuda import CudaKernel, cuda_kernel
+from csattn.cuda import CudaKernel, cuda_kernel, num_multiprocessors
 from csattn.lightning.score import Operands
-from csattn.lightning.score_kernels import APPEND_SHAPES, KeyTiles, TileShape, append_contenders
+from csattn.lightning.score_kernels import (
+    APPEND_SHAPES,
+    PROGRAMS_PER_SM,
+    KeyTiles,
+    TileShape,
+    append_contenders,
+    queries_of_program,
+)
 from csattn.lightning.topk_device import ENTRY_SOURCES, OTHER_SHARED_BYTES
 
 SOURCES = (*ENTRY_SOURCES, Path(__file__).with_name("contenders.cu"))
@@ -98,6 +105,14 @@ class Contenders:
             append_contenders(operands, legal_len, tiles, *bar, entries, counts, shape)
             state = entries, counts, self._kept, self._num_kept, *bar, overflowed
             self._keep_best.launch((num_queries, 1, 1), THREADS, *state, out if tiles is rounds[-1] else 0)
+
+
+def queries_at_a_time(operands: Operands, k: int, workspace_bytes: int) -> int:
+    """As many as the workspace has room for, in whole fillings of the device: programs take about equally long."""
+    room = workspace_bytes // lists_for(k, operands.q.dtype).row_bytes(k)
+    of_program = queries_of_program(operands.q.shape[1], APPEND_SHAPES[operands.q.dtype])
+    filling = PROGRAMS_PER_SM * num_multiprocessors(operands.q.device) * of_program
+    return room // filling * filling or max(of_program, room // of_program * of_program)
 
 
 def lists_for(k: int, dtype: torch.dtype) -> Lists:

@@ -20,12 +20,14 @@ from torch import Tensor
 from csattn.lightning.quantise import FP8
 from csattn.lightning.score import Operands
 
+PROGRAMS_PER_SM = 2
+
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
     """How a score kernel is cut. `python -m bench.lightning tune` measures others.
 
-    The defaults leave room for two programs on a Hopper multiprocessor: one weighs and sums while the other multiplies.
+    The defaults leave room for PROGRAMS_PER_SM on Hopper: one weighs and sums while the other multiplies.
     """
 
     columns: int = 256  # pairs of a query and a head of a program
@@ -36,7 +38,7 @@ class TileShape:
     max_registers: int | None = 128  # of a thread
 
 
-_HALF, _EXACT = TileShape(), TileShape(columns=64, num_warps=4, num_stages=1, max_registers=None)
+_HALF, _EXACT = TileShape(), TileShape(columns=64, keys=32, num_stages=1, max_registers=None)
 TILE_SHAPES = {
     FP8: TileShape(num_stages=3),
     torch.bfloat16: _HALF,
@@ -103,6 +105,11 @@ def append_contenders(
     _append_kernel[grid](*arrays, *sizes, DEPTH=depth, SKIPPED=tiles.skipped, **constants)
 
 
+def queries_of_program(num_heads: int, shape: TileShape) -> int:
+    """Queries that a program has all heads of."""
+    return max(1, shape.columns // int(triton.next_power_of_2(num_heads)))
+
+
 def _arrays(operands: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     scale = operands.weights if operands.key_scale is None else operands.key_scale
     return operands.q, operands.k, operands.weights, scale
@@ -116,7 +123,7 @@ def _constants(operands: Operands, shape: TileShape) -> dict[str, Any]:
         "HEADS": heads,
         "HEAD_DIM": head_dim,
         "WIDTH": max(32, triton.next_power_of_2(head_dim)),  # a matrix product of FP8 is at least that deep
-        "QUERIES": max(1, shape.columns // heads),
+        "QUERIES": queries_of_program(num_heads, shape),
         "KEYS": shape.keys,
         "HAS_SCALE": operands.key_scale is not None,
         "num_warps": shape.num_warps,

@@ -89,6 +89,16 @@ def choose_keys(
             f"contenders are listed on a GPU, for k up to {MAX_K}, without scores, in tiles of their own; got operands "
             f"on {operands.q.device}, k {k}, with_scores {with_scores}, tile {tile}: leave list_contenders out"
         )
+    return choose_by_contenders(operands, k, lens, workspace_bytes)
+
+
+def _contenders_pay(operands: Operands, k: int) -> bool:
+    """With fewer queries a GPU is not full of them; with fewer keys most would be contenders."""
+    return operands.q.is_cuda and len(operands.q) >= _MANY_QUERIES and k <= MAX_K and len(operands.k) >= 16 * k
+
+
+def choose_by_contenders(operands: Operands, k: int, lens: Tensor, workspace_bytes: int) -> Choice:
+    """By `contenders`; where they are too many, once more from all scores. lens: on the host, within 0..num_keys."""
     choice, unsure = choose_listed(operands, k, lens, workspace_bytes)
     for first in range(0, len(unsure), _MANY_QUERIES):
         rows = unsure[first : first + _MANY_QUERIES]
@@ -97,21 +107,13 @@ def choose_keys(
     return choice
 
 
-def _contenders_pay(operands: Operands, k: int) -> bool:
-    """With fewer queries a GPU is not full of them; with fewer keys most would be contenders."""
-    return operands.q.is_cuda and len(operands.q) >= _MANY_QUERIES and k <= MAX_K and len(operands.k) >= 16 * k
-
-
 def choose_listed(operands: Operands, k: int, lens: Tensor, workspace_bytes: int) -> tuple[Choice, Tensor]:
-    """The choice by `contenders`, on a GPU, and the queries whose choice is not to be trusted: [n] int64.
-
-    lens: legal lengths on the host, within 0..num_keys.
-    """
-    from csattn.lightning.contenders import Contenders, lists_for  # Triton is there where CUDA is
+    """The choice from lists of contenders, and the queries whose lists were too short for them: [n] int64."""
+    from csattn.lightning.contenders import Contenders, lists_for, queries_at_a_time  # Triton is there where CUDA is
 
     num_queries, device = len(operands.q), operands.q.device
     lists = lists_for(k, operands.q.dtype)
-    step = max(_QUERIES, workspace_bytes // lists.row_bytes(k) // _QUERIES * _QUERIES)
+    step = queries_at_a_time(operands, k, workspace_bytes)
     contenders = Contenders(min(step, num_queries), k, lists, device)
     on_device, indices = lens.to(device), torch.empty(num_queries, k, dtype=torch.int32, device=device)
     overflowed = torch.zeros(num_queries, dtype=torch.int32, device=device)

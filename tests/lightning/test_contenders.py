@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from bench.lightning.awkward import KINDS, make_operands
 from csattn.errors import ConfigError
-from csattn.lightning import contenders
+from csattn.lightning import contenders, stream
 from csattn.lightning.contenders import Contenders, Lists
 from csattn.lightning.order import top_k_reference
 from csattn.lightning.score import Operands, causal_lens, score_keys
@@ -143,6 +143,33 @@ def test_lists_fit_shared_memory_and_hold_twice_what_comes(k: int) -> None:
     lists = Lists.for_k(k, 64)
     assert 8 * (k + lists.lanes * lists.depth) + contenders.OTHER_SHARED_BYTES <= 227 << 10
     assert lists.lanes * lists.depth >= 2 * (lists.growth - 1) * k
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="on a GPU, all of it is tested below")
+def test_queries_whose_lists_overflow_are_chosen_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two at a time; those of many keys have too many contenders in the last round."""
+    monkeypatch.setattr(contenders, "lists_for", lambda k, dtype: LISTS)
+    monkeypatch.setattr(contenders, "num_multiprocessors", lambda device: 1)
+    monkeypatch.setitem(contenders.APPEND_SHAPES, torch.float16, replace(SMALL, columns=4))
+    operands = make_operands("equal", 5, 208, 2, 32, torch.float16)
+    operands.k[16 * torch.arange(1, 13, 2)[:, None] + torch.arange(16), 0] = 2 + torch.rand(6, 16).half()
+    lens = torch.tensor([208, 40, 12, 208, 9], dtype=torch.int32)
+    workspace_bytes = 3 * LISTS.row_bytes(10)
+    _, unsure = stream.choose_listed(operands, 10, lens, workspace_bytes)
+    assert unsure.tolist() == [0, 3]
+    got = stream.choose_by_contenders(operands, 10, lens, workspace_bytes)
+    assert torch.equal(got.indices, top_k_reference(score_keys(operands), 10, lens))
+
+
+@pytest.mark.parametrize(("workspace_bytes", "fillings"), [(256 << 20, 7), (64 << 20, 1)])
+def test_queries_fill_the_device_a_whole_number_of_times(
+    workspace_bytes: int, fillings: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contenders, "num_multiprocessors", lambda device: 132)
+    operands = make_operands("random", 1, 1, 64, 8, torch.float16)
+    assert contenders.queries_at_a_time(operands, 512, workspace_bytes) == fillings * 2 * 132 * 4
+    assert contenders.queries_at_a_time(operands, 512, 1 << 20) == 28
+    assert contenders.queries_at_a_time(operands, 512, 1) == 4
 
 
 def test_where_contenders_cannot_be_listed_that_is_said() -> None:

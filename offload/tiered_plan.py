@@ -1,6 +1,7 @@
 """What a host budget is spent on, where a context's KV lies in files: arithmetic, before anything is allocated."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from offload.disk import BLOCK_BYTES
@@ -51,10 +52,32 @@ def plan_tiers(
     page_rows: int | None,
     stream_rows: int,
 ) -> TieredPlan:
-    """Spend the budget. Raises TierError when it does not suffice for a page."""
+    """Spend the budget. Raises TierError when it does not suffice for a page.
+
+    page_rows: None: one, because selected rows lie apart; more where a number for each row would take much of the
+    budget, or where the budget is too small for what small pages need besides.
+    """
+    if page_rows is not None:
+        return _plan(num_layers, shape, itemsize, budget_bytes, resident, page_rows, stream_rows)
+    for rows in (1 << power for power in range(stream_rows.bit_length() - 1)):
+        num_pages = num_layers * shape[0] * -(-shape[1] // rows)
+        if num_pages * Tier.BYTES_PER_PAGE <= budget_bytes // 16 and num_pages < _MAX_PAGES:
+            with suppress(TierError):
+                return _plan(num_layers, shape, itemsize, budget_bytes, resident, rows, stream_rows)
+    return _plan(num_layers, shape, itemsize, budget_bytes, resident, stream_rows, stream_rows)
+
+
+def _plan(
+    num_layers: int,
+    shape: tuple[int, int, int],
+    itemsize: int,
+    budget_bytes: int,
+    resident: Sequence[slice],
+    page_rows: int,
+    stream_rows: int,
+) -> TieredPlan:
     num_kv_heads, context_len, head_dim = shape
     row_bytes, num_heads = 2 * head_dim * itemsize, num_layers * num_kv_heads
-    page_rows = page_rows or _choose_page_rows(num_heads, context_len, budget_bytes, stream_rows)
     num_pages = num_heads * -(-context_len // page_rows)
     slot_bytes = HostTier.slot_bytes(page_rows * row_bytes)
     resident_bytes = num_heads * sum(rows.stop - rows.start for rows in resident) * row_bytes
@@ -87,14 +110,3 @@ def plan_tiers(
         resident_bytes=resident_bytes,
         fixed_bytes=fixed_bytes,
     )
-
-
-def _choose_page_rows(num_heads: int, context_len: int, budget_bytes: int, stream_rows: int) -> int:
-    """One, because selected rows lie apart; more where a number for each row would take much of the budget."""
-    page_rows = 1
-    while page_rows < stream_rows:
-        num_pages = num_heads * -(-context_len // page_rows)
-        if num_pages * Tier.BYTES_PER_PAGE <= budget_bytes // 16 and num_pages < _MAX_PAGES:
-            break
-        page_rows *= 2
-    return page_rows

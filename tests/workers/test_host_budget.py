@@ -2,12 +2,14 @@
 
 import errno
 import os
+import re
 import threading
 from pathlib import Path
 
 import pytest
 import torch
 
+from bench.process_memory import mapped_bytes
 from csattn.artifact import open_artifact
 from csattn.config import SearchConfig, preset
 from csattn.errors import ConfigError
@@ -30,16 +32,13 @@ def artifact(tmp_path_factory) -> Path:
 
 
 def least_budget(artifact: Path, selector: str, config: SearchConfig) -> int:
-    """The smallest budget that is not refused, found by asking."""
-    low, high = 0, 1 << 24
-    while high - low > 1:
-        middle = (low + high) // 2
-        try:
-            with csattn_session(loaded(), artifact, config, selector, host_budget_bytes=middle):
-                high = middle
-        except TierError:
-            low = middle
-    return high
+    """What the refusal of a byte asks for."""
+    with (
+        pytest.raises(TierError) as refused,
+        csattn_session(loaded(), artifact, config, selector, host_budget_bytes=1),
+    ):
+        pass
+    return int(re.search(r"need ([\d,]+) bytes", str(refused.value))[1].replace(",", ""))
 
 
 def logits(session, num_tokens: int = 24) -> torch.Tensor:
@@ -74,24 +73,12 @@ def test_within_a_budget_the_bits_are_those_of_memory(artifact, selector, lookah
 
 def test_nothing_of_the_kv_is_mapped_into_memory(artifact) -> None:
     """The files are mapped at opening, which takes no memory until a row is touched: within a budget none is."""
-    maps = Path("/proc/self/smaps")
-    if not maps.exists():
+    if not Path("/proc/self/smaps").exists():
         pytest.skip("no /proc/self/smaps here")
     for budget, some in ((4_000_000, False), (None, True)):
         with csattn_session(loaded(), artifact, SearchConfig(keep=0.1), host_budget_bytes=budget) as session:
             logits(session)
-            assert bool(mapped_kv_bytes(maps)) == some
-
-
-def mapped_kv_bytes(maps: Path) -> int:
-    """Of this process's memory, what is KV files."""
-    num_bytes, inside = 0, False
-    for line in maps.read_text().splitlines():
-        if "-" in line.split(" ", 1)[0]:
-            inside = line.endswith(".kv.safetensors")
-        elif inside and line.startswith("Rss:"):
-            num_bytes += int(line.split()[1]) * 1024
-    return num_bytes
+            assert bool(mapped_bytes(".kv.safetensors")) == some
 
 
 @pytest.mark.parametrize("selector", ["exact", "quest", "h2o", "top_p"])

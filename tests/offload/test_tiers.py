@@ -47,6 +47,25 @@ def test_the_least_recently_used_page_goes(batches, num_slots) -> None:
         assert {page for page in range(20) if tier.look_up(pages(page))[0] >= 0} == set(want)
 
 
+@pytest.mark.parametrize("num_slots", [100, 333])
+def test_the_oldest_are_found_among_many(rng, num_slots) -> None:
+    """Lists of candidates are used up, skipped and made again; batches of few and of many pages."""
+    tier, want = Tier(1000, num_slots), OrderedDict()
+    for most in np.tile([1, 5, 90], 60):
+        batch = np.unique(rng.zipf(1.2, int(rng.integers(most)) + 1) % 1000).astype(np.int64)
+        found = tier.look_up(batch)
+        tier.use(found[found >= 0])
+        for page in batch[found >= 0].tolist():
+            want.move_to_end(page)
+        room = num_slots - len(want)
+        for _ in range((found < 0).sum() - room):
+            want.popitem(last=False)
+        tier.put(batch[found < 0])
+        want.update(dict.fromkeys(batch[found < 0].tolist()))
+        assert set(np.flatnonzero(tier.look_up(np.arange(1000)) >= 0).tolist()) == set(want)
+        tier.check()
+
+
 def test_a_pinned_page_is_never_replaced() -> None:
     tier = Tier(10, 3)
     kept = tier.put(pages(0, 1))

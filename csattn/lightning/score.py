@@ -40,7 +40,8 @@ class Operands:
 
     def of_queries(self, rows: slice | Tensor) -> "Operands":
         """Of some queries only."""
-        return Operands(self.q[rows], self.k, self.weights[rows], self.key_scale)
+        q = self.q.view(torch.uint8)[rows].view(FP8) if self.q.dtype == FP8 else self.q[rows]  # not all index FP8
+        return Operands(q, self.k, self.weights[rows], self.key_scale)
 
 
 def score_keys(operands: Operands) -> Tensor:

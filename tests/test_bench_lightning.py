@@ -13,7 +13,7 @@ from bench.lightning.inputs import Shape, make_fp8_operands, make_operands
 from bench.lightning.measure import recall
 from bench.lightning.published import exact_choice, materialise, partition_merge
 from bench.lightning.run_case import run_case
-from csattn.lightning.score import score_keys
+from csattn.lightning.score import Operands, score_keys
 
 TINY = Shape(num_heads=16, head_dim=32, dim=16)  # with few heads, many scores are 0, and sets of best keys not unique
 
@@ -45,6 +45,17 @@ def test_the_published_method_chooses_as_a_set_what_is_best(ratio: int | None) -
         assert recall(materialise(operands, 16, ratio), best)["min"] == 1.0
     assert recall(indices, best) == {"mean": 1.0, "min": 1.0, "perfect": 1.0}
     assert ((indices < 0) == scores.isinf()).all()
+
+
+def test_the_published_kernel_scores() -> None:
+    pytest.importorskip("triton", reason="Triton, whose interpreter runs kernels on a CPU, is not installed")
+    from bench.lightning.published_kernel import score_chunk
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    operands = Operands(torch.randn(2, 16, 32).half(), torch.randn(150, 32).half(), torch.randn(2, 16))
+    moved = Operands(operands.q.to(device), operands.k.to(device), operands.weights.to(device))
+    got = score_chunk(moved, range(7, 147)).cpu()
+    torch.testing.assert_close(got, score_keys(operands)[:, 7:147], rtol=1e-3, atol=1e-3)
 
 
 def test_recall_counts_what_is_shared() -> None:

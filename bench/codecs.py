@@ -1,0 +1,188 @@
+"""What do coded rows cost in quality and in time? `python -m bench.codecs [--texts speech,code] [--json FILE]`.
+
+Quality: the demo model predicts texts over contexts whose rows are kept in each format; KL is that from full attention
+over rows as they were built, and what a format adds is its KL less that of the same selector over rows as built.
+Speed: encoding, gathering, and attention in place, each on one thread, in CPU time; rows are far more than any cache
+holds. Gates: bytes and values are those of the definition, attention has the bits of attention to decoded rows.
+"""
+
+import argparse
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bench.accuracy.texts import cut_text, find_text
+from bench.records import Records
+from bench.timing import finish, gate, machine, measure
+from csattn.artifact import open_artifact
+from csattn.attention import in_place
+from csattn.config import SearchConfig, preset
+from csattn.cpu.tape import Tape
+from csattn.cpu.team import Team
+from csattn.models import LoadedModel, load_model
+from index_build.pipeline import build_artifact
+from offload.codecs import reference
+from offload.codecs.codec import KvCodec
+from offload.codecs.formats import KvFormat
+from offload.coded_store import CodedStore
+from offload.host_store import HostStore
+from workers import evaluate
+
+CONTEXT_LEN, EVAL_LEN = 4096, 256
+FORMATS = ("float16", "bfloat16", "q8_0", "q4_0", "k=q8_0,v=q4_0", "fp8")
+SELECTORS = ("csattn", "full")
+HEADS, GROUP_SIZE, HEAD_DIM, NUM_ROWS, KEEP = 4, 4, 128, 32768, 0.05  # of what is timed
+
+
+def quality(loaded: LoadedModel, text: str, done: Records) -> Iterator[dict[str, Any]]:
+    """Every selector over rows as built, then in each format."""
+    cut = cut_text(find_text(text), loaded.tokenizer, CONTEXT_LEN, EVAL_LEN)
+    left = [(s, f) for s in SELECTORS for f in ("as built", *FORMATS) if not done.has(text=text, selector=s, format=f)]
+    if not left:
+        return
+    with tempfile.TemporaryDirectory() as store:
+        report = build_artifact(loaded, cut.context, preset("default", loaded.geometry.head_dim), Path(store))
+        with open_artifact(report.path) as artifact:
+            baseline = evaluate.full_attention(loaded, artifact, cut.following)
+            for selector, name in left:
+                form = None if name == "as built" else KvFormat.parse(name)
+                compare = partial(evaluate.measure, loaded, artifact, SearchConfig(keep=KEEP), selector, cut.following)
+                figures = compare(baseline, kv_format=form).to_json()
+                kept = {key: figures[key] for key in ("kl", "nll", "top1_agreement", "output_error")}
+                row_bytes = (
+                    2 * 4 * loaded.geometry.head_dim if form is None else form.row_bytes(loaded.geometry.head_dim)
+                )
+                yield {"text": text, "selector": selector, "format": name, "row_bytes": row_bytes, **kept}
+
+
+def speed(name: str) -> dict[str, Any]:
+    """One thread: encode, gather a selection, attend to it. name: of a format, or plain float16 or float32 rows."""
+    generator = torch.Generator().manual_seed(0)
+    kv = torch.randn(HEADS, NUM_ROWS, 2, HEAD_DIM, generator=generator)
+    q = torch.randn(HEADS * GROUP_SIZE, HEAD_DIM, generator=generator)
+    order = [torch.randperm(NUM_ROWS, generator=generator)[: int(KEEP * NUM_ROWS)] for _ in range(HEADS)]
+    chosen = torch.stack(order).sort(dim=1).values.int()
+    result: dict[str, Any] = {"speed": name}
+    if name.startswith("plain"):
+        rows: Tensor = kv.to(getattr(torch, name.removeprefix("plain ")))
+        store: HostStore | CodedStore = HostStore([rows])
+        layout = 2 * HEAD_DIM * rows.itemsize, HEAD_DIM * rows.itemsize, 0, 0
+    else:
+        codec = KvCodec(KvFormat.parse(name), HEAD_DIM)
+        _require_definition(codec, kv[0, :512])
+        values = kv[0].numpy()
+        encode_ms = measure(lambda: codec.encode(values), seconds=1.0)["cpu_p50_ms"]
+        result["encode_gbps"] = round(values.nbytes / encode_ms / 1e6, 2)  # of float32
+        store = CodedStore([kv], codec.form)
+        rows = store.layers[0]
+        layout = codec.row_bytes, codec.v_offset, *codec.readers
+        decoded = torch.from_numpy(codec.decode(rows.numpy()))
+        plain = _attention(decoded, q, chosen, (8 * HEAD_DIM, 4 * HEAD_DIM, 0, 0))()
+        gate(
+            torch.equal(_attention(rows, q, chosen, layout)(), plain), f"{name}: attention is not that to decoded rows"
+        )
+        gate(torch.equal(store.gather(0, chosen), HostStore([decoded]).gather(0, chosen)), f"{name}: gather differs")
+    result["row_bytes"] = layout[0]
+    gather_ms = measure(lambda: store.gather(0, chosen), seconds=1.0)["cpu_p50_ms"]
+    result["gather_ns_per_row"] = round(gather_ms * 1e6 / chosen.numel(), 1)
+    attend_ms = measure(_attention(rows, q, chosen, layout), seconds=1.0)["cpu_p50_ms"]
+    result["attend_us_per_row"] = round(attend_ms * 1e3 / chosen.numel(), 4)  # of a KV head, for its query heads
+    return result
+
+
+def _require_definition(codec: KvCodec, kv: Tensor) -> None:
+    coded, values = codec.encode(kv.numpy()), kv.numpy()
+    for i, form in enumerate((codec.form.k, codec.form.v)):
+        part = coded[:, : codec.v_offset] if i == 0 else coded[:, codec.v_offset :]
+        gate(bool((part == reference.encode(form, values[:, i])).all()), f"{form.name} encodes otherwise than defined")
+        want = reference.decode(form, part, codec.head_dim)
+        gate(bool((codec.decode(coded)[:, i] == want).all()), f"{form.name} decodes otherwise than defined")
+
+
+def _attention(rows: Tensor, q: Tensor, chosen: Tensor, layout: tuple[int, int, int, int]) -> Any:
+    """A function that attends to the chosen rows of every head, and to a tail of one row, and returns the outputs."""
+    kind = str(rows.dtype).removeprefix("torch.") if layout[2] == 0 else "float32"
+    tail = torch.zeros(HEADS, 1, 2, HEAD_DIM, dtype=getattr(torch, kind))
+    num_ranges = in_place.num_ranges(chosen.shape[1] + 1)
+    by_row = {
+        "num_rows": [1], "kv": [rows.data_ptr()], "context_lens": [NUM_ROWS], "sink_ends": [0],
+        "window_starts": [NUM_ROWS], "num_index_heads": [HEADS], "top_ks": [chosen.shape[1]],
+        "kv_indices": [chosen.data_ptr()], "tail_ids": [0], "tail_lens": [1],
+        **dict(zip(("row_bytes", "v_offsets", "k_readers", "v_readers"), ([x] for x in layout), strict=True)),
+    }  # fmt: skip
+    arrays: dict[str, Any] = {name: np.array(values, np.int64) for name, values in by_row.items()}
+    valid_len = np.full(HEADS, chosen.shape[1], np.int32)
+    arrays["valid_lens"] = np.array([valid_len.ctypes.data], np.int64)
+    arrays["softmax_scale"] = np.array([HEAD_DIM**-0.5])
+    arrays["parts"] = np.empty((HEADS * GROUP_SIZE, in_place.MAX_RANGES, HEAD_DIM + 2), np.float32)
+    arrays["out"] = out = np.empty((HEADS * GROUP_SIZE, HEAD_DIM), np.float32)
+    sizes = {
+        "q": q.data_ptr(), "num_q_heads": HEADS * GROUP_SIZE, "num_kv_heads": HEADS, "head_dim": HEAD_DIM,
+        "tails": tail.data_ptr(), "tail_capacity": 1, "max_index_heads": HEADS, "max_ranges": num_ranges,
+    }  # fmt: skip
+    values = {name: array.ctypes.data for name, array in arrays.items()} | sizes
+    arguments = np.array([values.get(name, 0) for name in in_place.ARGUMENTS], np.int64)
+    tape, team = Tape(), Team(1)
+    tape.add(in_place.attend_stage(kind), arguments, HEADS * num_ranges)
+    tape.add(in_place.merge_stage, arguments, HEADS * GROUP_SIZE)
+    kept = rows, q, chosen, tail, valid_len, arrays  # what the arguments point to
+
+    def run() -> Tensor:
+        assert kept
+        team.run(tape)
+        return torch.from_numpy(out.copy())
+
+    return run
+
+
+def table(cases: list[dict[str, Any]]) -> str:
+    """Markdown: quality of each text and selector, then speed."""
+    lines = ["| text | selector | format | bytes per row | KL | added | top-1 |", "|---|---|---|---:|---:|---:|---:|"]
+    built = {(c["text"], c["selector"]): c["kl"] for c in cases if c.get("format") == "as built"}
+    for c in (c for c in cases if "text" in c):
+        added = c["kl"] - built[c["text"], c["selector"]]
+        figures = f"{c['kl']:.5f} | {added:+.5f} | {c['top1_agreement']:.3f}"
+        lines.append(f"| {c['text']} | {c['selector']} | {c['format']} | {c['row_bytes']} | {figures} |")
+    lines += [
+        "",
+        "| rows | bytes per row | encode, GB/s | gather, ns/row | attend, µs/row |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for c in (c for c in cases if "speed" in c):
+        figures = f"{c.get('encode_gbps', '')} | {c['gather_ns_per_row']} | {c['attend_us_per_row']}"
+        lines.append(f"| {c['speed']} | {c['row_bytes']} | {figures} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--texts", default="speech,code", help="comma-separated, or empty")
+    parser.add_argument("--model")
+    parser.add_argument("--json", type=Path, help="cases that are there already are not measured again")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    shape = {"heads": HEADS, "group_size": GROUP_SIZE, "head_dim": HEAD_DIM, "rows": NUM_ROWS, "keep": KEEP}
+    header = {"bench": "codecs", "context_len": CONTEXT_LEN, "eval_len": EVAL_LEN, "timed": shape, "machine": machine()}
+    records = Records(arguments.json, header, ("text", "selector", "format", "speed"))
+    for name in ("plain float32", "plain bfloat16", "plain float16", *FORMATS):
+        if not records.has(speed=name):
+            records.add(speed(name))
+    texts = [name for name in arguments.texts.split(",") if name]
+    loaded = load_model(arguments.model) if texts else None
+    for text in texts:
+        assert loaded is not None
+        for case in quality(loaded, text, records):
+            records.add(case)
+            print(f"{text:8} {case['selector']:8} {case['format']:16} KL {case['kl']:.5f}", flush=True)
+    print(table(records.cases))
+    finish(records.content, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -25,6 +25,7 @@ from bench.lightning.inputs import Shape, forget_inputs
 from bench.lightning.plots import draw_all
 from bench.lightning.report import as_markdown
 from bench.lightning.suite import run_suite
+from bench.lightning.suite_report import suites_as_markdown
 from bench.records import Records
 
 SUITES = {"topk": topk_suite.trials, "decode": decode_suite.trials, "hisa": hisa_suite.trials}
@@ -108,11 +109,12 @@ def _machine(device: str) -> dict[str, Any]:
 
 def _show(chosen: argparse.Namespace) -> None:
     content = json.loads(chosen.file.read_text())
-    text = as_markdown(content)
+    of_suites = any("suite" in case for case in content["cases"])
+    text = suites_as_markdown(content) if of_suites else as_markdown(content)
     print(text)
     if chosen.markdown:
         chosen.markdown.write_text(text + "\n")
-    if chosen.plots:
+    if chosen.plots and not of_suites:
         for path in draw_all(content, chosen.plots):
             print(f"drawn: {path}")
 

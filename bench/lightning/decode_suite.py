@@ -1,4 +1,7 @@
-"""Decoding with DSA on one device: the contest's workloads, and steps at long contexts, whole and in parts."""
+"""Decoding with DSA on one device: the contest's workloads, and steps at long contexts, whole and in parts.
+
+Prefill too: attention of many queries, each over rows of its own, in the sizes that FlashMLA's tests have.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,6 +34,8 @@ INDEX_HEADS = 64
 CONTEXTS = (8 * K, 32 * K, 64 * K, 128 * K)
 BATCHES = (1, 8)
 HEADS = (16, 64, 128)
+PREFILL_QUERIES = 4096
+PREFILL_ROWS = (8 * K, 32 * K, 128 * K)
 SCORE_TOLERANCE = 4e-3  # of the largest score
 OUT_TOLERANCE = 1e-2
 
@@ -54,6 +59,9 @@ def trials(device: str) -> Iterator[Trial]:
     for num_tokens in ATTENTION_TOKENS[:1] if small else ATTENTION_TOKENS:
         for top_k_ in (TOP_K, 100):
             yield _attention_trial(num_tokens, top_k_, 64 if small else ATTENTION_PAGES, device)
+    for num_heads in HEADS[:1] if small else HEADS[1:]:
+        for num_rows in (1024,) if small else PREFILL_ROWS:
+            yield _prefill_trial(2 if small else PREFILL_QUERIES, num_heads, num_rows, device)
     for context in (4096,) if small else CONTEXTS:
         for batch_size in (1,) if small else BATCHES:
             for part in ("score", "choose"):
@@ -126,17 +134,37 @@ def _indexer_trial(name: str, seq_lens: list[int], num_pages: int, device: str) 
     return Trial("decode", "contest indexer", "csattn", name, prepare)
 
 
+def make_attention(num_tokens: int, num_heads: int, num_pages: int, num_chosen: int, device: str) -> tuple[Tensor, ...]:
+    """q_nope, q_pe, ckv and kpe in pages, and ascending indices."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    q = torch.randn(num_tokens, num_heads, 576, device=device).to(dtype)
+    rows = torch.randn(num_pages, PAGE_SIZE, 576, device=device).to(dtype)
+    indices = torch.full((num_tokens, TOP_K), -1, dtype=torch.int32, device=device)
+    for row in range(num_tokens):
+        chosen = torch.randperm(num_pages * PAGE_SIZE, device=device)[:num_chosen]
+        indices[row, : len(chosen)] = chosen.sort().values.to(torch.int32)
+    parts = q[..., :512], q[..., 512:], rows[..., :512], rows[..., 512:]
+    return *(part.contiguous() for part in parts), indices
+
+
+def _prefill_trial(num_queries: int, num_heads: int, num_rows: int, device: str) -> Trial:
+    def prepare() -> Prepared:
+        made = make_attention(num_queries, num_heads, num_rows // PAGE_SIZE, TOP_K, device)
+        q_nope, q_pe, ckv, kpe, indices = made[0], made[1], made[2].flatten(0, 1), made[3].flatten(0, 1), made[4]
+
+        def faults() -> list[str]:
+            return attention_faults(q_nope, q_pe, ckv, kpe, indices)
+
+        return Prepared(faults, [lambda: sparse_mla(q_nope, q_pe, ckv, kpe, indices, SCALE)])
+
+    case = f"{num_queries} queries, {num_heads} heads, {TOP_K} of {num_rows} rows"
+    flops = 2 * num_queries * num_heads * TOP_K * (576 + 512)
+    return Trial("decode", "prefill attention", "csattn", case, prepare, num_flops=flops)
+
+
 def _attention_trial(num_tokens: int, num_chosen: int, num_pages: int, device: str) -> Trial:
     def prepare() -> Prepared:
-        dtype = torch.float32 if device == "cpu" else torch.bfloat16
-        q_nope = torch.randn(num_tokens, 16, 512, device=device).to(dtype)
-        q_pe = torch.randn(num_tokens, 16, 64, device=device).to(dtype)
-        ckv = torch.randn(num_pages, PAGE_SIZE, 512, device=device).to(dtype)
-        kpe = torch.randn(num_pages, PAGE_SIZE, 64, device=device).to(dtype)
-        indices = torch.full((num_tokens, TOP_K), -1, dtype=torch.int32, device=device)
-        for row in range(num_tokens):
-            chosen = torch.randperm(num_pages * PAGE_SIZE, device=device)[:num_chosen]
-            indices[row, : len(chosen)] = chosen.sort().values.to(torch.int32)
+        q_nope, q_pe, ckv, kpe, indices = make_attention(num_tokens, 16, num_pages, num_chosen, device)
 
         def faults() -> list[str]:
             rows = ckv.flatten(0, 1), kpe.flatten(0, 1)
@@ -150,12 +178,13 @@ def _attention_trial(num_tokens: int, num_chosen: int, num_pages: int, device: s
 
 
 def attention_faults(q_nope: Tensor, q_pe: Tensor, ckv: Tensor, kpe: Tensor, indices: Tensor) -> list[str]:
-    """Against the definition, and against itself."""
+    """Against the definition, which takes much memory and so has the first queries only, and against itself."""
     out, lse = sparse_mla(q_nope, q_pe, ckv, kpe, indices, SCALE)
-    want, want_lse = sparse_mla_by_definition(q_nope, q_pe, ckv, kpe, indices, SCALE)
     again, _ = sparse_mla(q_nope, q_pe, ckv, kpe, indices, SCALE)
-    error = float((out.float() - want.float()).abs().max() / want.float().abs().max())
-    of_lse = float((lse - want_lse).nan_to_num().abs().max())
+    few = slice(0, 16)
+    want, want_lse = sparse_mla_by_definition(q_nope[few], q_pe[few], ckv, kpe, indices[few], SCALE)
+    error = float((out[few].float() - want.float()).abs().max() / want.float().abs().max())
+    of_lse = float((lse[few] - want_lse).nan_to_num().abs().max())
     wrong = [] if torch.equal(out, again) else ["a repetition differs"]
     return wrong + (
         [f"output is off by {error:.1e}, lse by {of_lse:.1e}"] if max(error, of_lse) > OUT_TOLERANCE else []

@@ -35,6 +35,7 @@ class Trial:
     case: str
     prepare: Callable[[], Prepared]
     moved_bytes: int = 0  # that have to be read and written at least
+    num_flops: int = 0  # of matrix products
 
     @property
     def key(self) -> dict[str, Any]:
@@ -70,4 +71,6 @@ def _figures(trial: Trial, device: str) -> dict[str, Any]:
         figures = timing.to_json()
     if trial.moved_bytes:
         figures["gbps"] = round(trial.moved_bytes / figures["p50_us"] / 1e3, 1)
+    if trial.num_flops:
+        figures["tflops"] = round(trial.num_flops / figures["p50_us"] / 1e6, 1)
     return {**figures, **prepared.figures}

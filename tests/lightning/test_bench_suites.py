@@ -10,6 +10,7 @@ import torch
 from bench.lightning import decode_suite, hisa_suite, topk_suite
 from bench.lightning.decode_workloads import INDEXER_WORKLOADS
 from bench.lightning.suite import Prepared, run_suite
+from bench.lightning.suite_report import suites_as_markdown
 from bench.timing import GateError
 
 
@@ -70,3 +71,17 @@ def test_workloads_have_their_known_lengths() -> None:
         assert tuple(lens[: len(work.known)]) == work.known
         assert lens == work.seq_lens
         assert all(1 <= n <= 5806 for n in lens)
+
+
+def test_a_report_sets_hisa_beside_the_faster_dsa() -> None:
+    common = {"suite": "hisa", "name": "noise", "case": "prefix 8"}
+    cases = [
+        {**common, "variant": "DSA", "p50_us": 300.0},
+        {**common, "variant": "DSA, streamed", "p50_us": 400.0},
+        {**common, "variant": "HISA", "p50_us": 100.0, "iou_mean": 0.5, "iou_min": 0.25},
+        {**common, "variant": "block-sparse", "case": "prefix 9", "refused": "out of memory"},
+    ]
+    lines = suites_as_markdown({"cases": cases}).splitlines()
+    assert lines[2] == "| | DSA | DSA, streamed | HISA | block-sparse |"
+    assert lines[4] == "| prefix 8 | 300.0 | 400.0 | 100.0, 3.0 ×, IoU 0.5000 (least 0.2500) |  |"
+    assert lines[5] == "| prefix 9 |  |  |  | out of memory |"

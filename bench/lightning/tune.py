@@ -27,7 +27,7 @@ SHAPES = [
     TileShape(columns=128, num_warps=4, max_registers=168),
     *(TileShape(columns=128, keys=128, num_warps=warps, max_registers=None) for warps in (4, 8)),
 ]
-APPEND_SHAPES = [shape for shape in SHAPES if shape.tiles == 64 and shape.keys == 64]
+LISTING_SHAPES = [shape for shape in SHAPES if shape.tiles == 64 and shape.keys == 64]
 
 
 def tune(num_tokens: int, shape: Shape) -> None:
@@ -37,7 +37,7 @@ def tune(num_tokens: int, shape: Shape) -> None:
         print(f"{operands.q.dtype}, {num_tokens} tokens: scores of the last {QUERIES} queries, TFLOP/s")
         _ranked(SHAPES, lambda tried, of=operands: _score_rate(of, tried), best=max)
         print("all of it by contenders, k 512, ms")
-        _ranked(APPEND_SHAPES, lambda tried, of=operands: _listed_ms(of, tried), best=min)
+        _ranked(LISTING_SHAPES, lambda tried, of=operands: _listed_ms(of, tried), best=min)
         for k in (512, 1024):
             print(f"k {k}: {_both_ways(operands, k)}", flush=True)
 
@@ -63,7 +63,7 @@ def _score_rate(operands: Operands, tried: TileShape) -> float:
 
 
 def _listed_ms(operands: Operands, tried: TileShape) -> float:
-    with _append_shape(operands.q.dtype, tried):
+    with _in_shape(operands.q.dtype, tried):
         return _choose_ms(operands, 512, list_contenders=True)
 
 
@@ -88,10 +88,10 @@ def _choose_ms(operands: Operands, k: int, list_contenders: bool) -> float:
 
 
 @contextmanager
-def _append_shape(dtype: torch.dtype, tried: TileShape) -> Any:
-    usual = score_kernels.APPEND_SHAPES[dtype]
-    score_kernels.APPEND_SHAPES[dtype] = tried
+def _in_shape(dtype: torch.dtype, tried: TileShape) -> Any:
+    usual = score_kernels.TILE_SHAPES[dtype]
+    score_kernels.TILE_SHAPES[dtype] = tried
     try:
         yield
     finally:
-        score_kernels.APPEND_SHAPES[dtype] = usual
+        score_kernels.TILE_SHAPES[dtype] = usual

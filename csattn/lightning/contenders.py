@@ -25,8 +25,8 @@ from torch import Tensor
 from csattn.cuda import CudaKernel, cuda_kernel, num_multiprocessors
 from csattn.lightning.score import Operands
 from csattn.lightning.score_kernels import (
-    APPEND_SHAPES,
     PROGRAMS_PER_SM,
+    TILE_SHAPES,
     KeyTiles,
     TileShape,
     append_contenders,
@@ -110,14 +110,14 @@ class Contenders:
 def queries_at_a_time(operands: Operands, k: int, workspace_bytes: int) -> int:
     """As many as the workspace has room for, in whole fillings of the device: programs take about equally long."""
     room = workspace_bytes // lists_for(k, operands.q.dtype).row_bytes(k)
-    of_program = queries_of_program(operands.q.shape[1], APPEND_SHAPES[operands.q.dtype])
+    of_program = queries_of_program(operands.q.shape[1], TILE_SHAPES[operands.q.dtype])
     filling = PROGRAMS_PER_SM * num_multiprocessors(operands.q.device) * of_program
     return room // filling * filling or max(of_program, room // of_program * of_program)
 
 
 def lists_for(k: int, dtype: torch.dtype) -> Lists:
     """For operands of that dtype."""
-    return Lists.for_k(k, APPEND_SHAPES[dtype].keys)
+    return Lists.for_k(k, TILE_SHAPES[dtype].keys)
 
 
 def _kernel(k: int, lists: Lists) -> CudaKernel:

@@ -2,7 +2,8 @@
 
 A program has `columns` pairs of a query and a head (four queries of 64 heads), whose vectors stay in shared memory, and
 goes through `tiles` tiles of `keys` keys: a matrix product each, ReLU, weights, the sum over a query's heads, a store.
-A score's bits depend on the `TileShape`, not on where its key lies in a tile, nor on the keys and queries beside it.
+A score's bits depend on the `TileShape`, not on where its key lies in a tile, nor on the keys and queries beside it,
+nor on which of the two kernels asks: one writes all scores of a range of keys, the other lists contenders.
 """
 
 # Triton kernels are untyped, and their constants upper case by custom.
@@ -45,7 +46,6 @@ TILE_SHAPES = {
     torch.float16: _HALF,
     torch.float32: _EXACT,
 }
-APPEND_SHAPES = dict(TILE_SHAPES)  # of the kernel that lists contenders
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def append_contenders(
     A list belongs to one place in a tile, so that the thread that has it needs no other: its entries are a score's bits
     above an index. What comes when a list is full is counted and not written.
     """
-    shape = APPEND_SHAPES[operands.q.dtype] if shape is None else shape
+    shape = TILE_SHAPES[operands.q.dtype] if shape is None else shape
     num_queries, depth, lanes = lists.shape
     assert lanes == shape.keys and num_queries == len(operands.q), f"lists have shape {tuple(lists.shape)}"
     constants = _constants(operands, shape)

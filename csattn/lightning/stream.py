@@ -4,7 +4,8 @@ Queries and keys go by in tiles; what of a tile is among its k best is merged wi
 one total order and a score the same bits in every tile, the result does not depend on the tiles, its order included.
 
 Where the workspace holds all scores of some queries, their keys are not cut and nothing is merged: on a GPU that takes
-256 MiB for 256 queries of 256K keys. Then scoring is one launch and `topk` another.
+256 MiB for 256 queries of 256K keys. Then scoring is one launch and `topk` another. For many queries of many keys a GPU
+does not even write scores: see `contenders`.
 """
 
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from csattn.lightning.topk_device import MAX_K
 
 WORKSPACE_BYTES = 256 << 20
 _QUERIES = 64  # that are scored together at least: a GPU is full with them, as their keys are cut among programs
-_MANY_QUERIES = 4096
+_MANY_QUERIES = 4096  # whose programs fill a GPU a few times, though each goes through all keys of its queries
 _CPU_KEYS = 16384  # that are scored together at most on the CPU, where they are widened to float32 first
 _COLUMNS = 128  # of whose multiples a tile's rows are: score kernels write whole tiles of theirs
 _SCORES_BYTES = 40  # per chosen key and its score, while they are made

@@ -150,7 +150,7 @@ def test_queries_whose_lists_overflow_are_chosen_for_again(monkeypatch: pytest.M
     """Two at a time; those of many keys have too many contenders in the last round."""
     monkeypatch.setattr(contenders, "lists_for", lambda k, dtype: LISTS)
     monkeypatch.setattr(contenders, "num_multiprocessors", lambda device: 1)
-    monkeypatch.setitem(contenders.APPEND_SHAPES, torch.float16, replace(SMALL, columns=4))
+    monkeypatch.setitem(contenders.TILE_SHAPES, torch.float16, replace(SMALL, columns=4))
     operands = make_operands("equal", 5, 208, 2, 32, torch.float16)
     operands.k[16 * torch.arange(1, 13, 2)[:, None] + torch.arange(16), 0] = 2 + torch.rand(6, 16).half()
     lens = torch.tensor([208, 40, 12, 208, 9], dtype=torch.int32)

@@ -5,9 +5,11 @@
 
 **Quality** (`quality.py`): the demo model's own queries and keys, a context of 2048 tokens and up to 5632 more.
 **Mechanism** (`mechanism.py`): 30 000 rows after that context. Gates: codes and searches are right to the bit.
+A file's other figures stay in it.
 """
 
 import argparse
+import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import numpy as np
 
 from bench.table_drift.makings import Layer
 from bench.table_drift.mechanism import measure_mechanism
-from bench.table_drift.quality import KEEP, layers_of, measure_point
+from bench.table_drift.quality import KEEP, WINDOW_LEN, layers_of, measure_point
 from bench.table_drift.recording import LAYERS, long_text
 from bench.timing import finish, machine
 from csattn.config import preset
@@ -47,6 +49,13 @@ def quality(layers: list[Layer], name: str) -> list[dict[str, Any]]:
     return points
 
 
+def mechanism(layer: Layer, name: str) -> list[dict[str, Any]]:
+    config = preset(name, layer.k.shape[2])
+    with ThreadPoolExecutor(2) as threads:
+        index = layer.index_of(slice(0, CONTEXT_LEN), config, threads)
+    return measure_mechanism(layer, index, LONG_TAIL_LENS)
+
+
 def _mean(values: list[Any]) -> Any:
     """The mean of nested figures of the same form."""
     if isinstance(values[0], dict):
@@ -60,19 +69,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     layers = layers_of(long_text())
-    result: dict[str, Any] = {
-        "bench": "table_drift", "machine": machine(), "context_len": CONTEXT_LEN, "layers": LAYERS, "keep": KEEP,
-    }  # fmt: skip
+    setting = {"context_len": CONTEXT_LEN, "layers": LAYERS, "keep": KEEP, "window_len": WINDOW_LEN}
+    result: dict[str, Any] = {"bench": "table_drift", "machine": machine(), **setting}
     if arguments.only != "mechanism":
         result["quality"] = {name: quality(layers, name) for name in LAYOUTS}
     if arguments.only != "quality":
-        result["mechanism"] = {}
-        for name in LAYOUTS:
-            config = preset(name, layers[1].k.shape[2])
-            with ThreadPoolExecutor(2) as threads:
-                index = layers[1].index_of(slice(0, CONTEXT_LEN), config, threads)
-            result["mechanism"][name] = measure_mechanism(layers[1], index, LONG_TAIL_LENS)
-    finish(result, arguments.json)
+        result["mechanism"] = {name: mechanism(layers[1], name) for name in LAYOUTS}
+    earlier = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.exists() else {}
+    finish({**earlier, **result}, arguments.json)
 
 
 if __name__ == "__main__":

@@ -7,19 +7,17 @@ from typing import Any
 import torch
 
 REPEATS = 3
-SLOW_MS, LONG_MS = 1000.0, 5000.0  # slower calls are repeated once, longer ones not at all: compiling is a small part
+SLOW_MS = 1000.0  # slower calls are not repeated
 
 
-def measure(run: Callable[[], object], device: str) -> dict[str, Any]:
-    """`ms`, `num_runs`, and on a GPU `peak_gib`: memory while it runs, its outputs included, its inputs not."""
+def measure(run: Callable[[], object], device: str, warm_up: Callable[[], object] | None = None) -> dict[str, Any]:
+    """`ms`, `num_runs`, and on a GPU `peak_gib`: memory while it runs, its outputs included, its inputs not.
+
+    warm_up: a shorter call that compiles what `run` needs.
+    """
+    (warm_up or run)()
     ms, peak_gib = _watch(run, device)
-    if ms > LONG_MS:
-        times = [ms]
-    elif ms > SLOW_MS:
-        times = [_elapsed_ms(run, device)]
-    else:
-        _, peak_gib = _watch(run, device)
-        times = sorted(_elapsed_ms(run, device) for _ in range(REPEATS))
+    times = [ms] if ms > SLOW_MS else sorted(_elapsed_ms(run, device) for _ in range(REPEATS))
     figures: dict[str, Any] = {"ms": round(times[len(times) // 2], 4), "num_runs": len(times)}
     if peak_gib is not None:
         figures["peak_gib"] = round(peak_gib, 3)

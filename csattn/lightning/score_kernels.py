@@ -100,9 +100,9 @@ def append_contenders(
     assert lanes == shape.keys and num_queries == len(operands.q), f"lists have shape {tuple(lists.shape)}"
     constants = _constants(operands, shape)
     grid = (triton.cdiv(num_queries, constants["QUERIES"]),)
-    sizes = num_queries, len(operands.k), tiles.step
+    sizes = num_queries, len(operands.k), depth, tiles.step
     arrays = *_arrays(operands), legal_len, bar_scores, bar_indices, lists, counts
-    _append_kernel[grid](*arrays, *sizes, DEPTH=depth, SKIPPED=tiles.skipped, **constants)
+    _append_kernel[grid](*arrays, *sizes, SKIPPED=tiles.skipped, **constants)
 
 
 def queries_of_program(num_heads: int, shape: TileShape) -> int:
@@ -171,7 +171,7 @@ def _score_kernel(
         tl.store(out_rows + (positions - first_key)[:, None], scores, (rows < num_queries)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys", "step"])
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "depth", "step"])
 def _append_kernel(
     q,
     k,
@@ -184,6 +184,7 @@ def _append_kernel(
     counts,
     num_queries,
     num_keys,
+    depth,
     step,
     NUM_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -191,7 +192,6 @@ def _append_kernel(
     WIDTH: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
-    DEPTH: tl.constexpr,
     SKIPPED: tl.constexpr,
     HAS_SCALE: tl.constexpr,
 ):
@@ -205,7 +205,7 @@ def _append_kernel(
         num_tiles -= tl.cdiv(num_tiles, SKIPPED)
     vectors, weight = _load_queries(q, weights, query, num_queries, NUM_HEADS, HEADS, HEAD_DIM, WIDTH, QUERIES)
     lane = tl.arange(0, KEYS)
-    first_entries = lists + rows.to(tl.int64)[None, :] * (DEPTH * KEYS) + lane[:, None]
+    first_entries = lists + rows.to(tl.int64)[None, :] * (depth * KEYS) + lane[:, None]
     count = tl.zeros((KEYS, QUERIES), tl.int32)
     for number in range(0, num_tiles):
         tile = number
@@ -219,7 +219,7 @@ def _append_kernel(
         worse = (scores < bar_score) | ((scores == bar_score) & (index > bar_index))
         kept = (index < lens[None, :]) & ~worse
         entry = (scores.to(tl.int32, bitcast=True).to(tl.int64) << 32) | index
-        tl.store(first_entries + count * KEYS, entry, kept & (count < DEPTH))
+        tl.store(first_entries + count * KEYS, entry, kept & (count < depth))
         count += kept
     # a lane's count says what came, also where the list had no room for it
     tl.store(counts + rows.to(tl.int64)[None, :] * KEYS + lane[:, None], count, (rows < num_queries)[None, :])

@@ -15,7 +15,7 @@ from bench.timing import gate
 
 # the punctuation of Chinese: full-width forms of ASCII's, and its own
 _CHINESE_MARKS = {chr(ord(mark) + 0xFEE0) for mark in string.punctuation if mark != "."}
-_CHINESE_MARKS |= set("｡｟｠｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏")
+_CHINESE_MARKS |= set("｡。｟｠｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏")
 _MARKS = set(string.punctuation) | _CHINESE_MARKS
 
 # prediction, right answer, all classes of the data set -> score

@@ -40,14 +40,14 @@ def test_texts_have_exactly_that_many_tokens(task, length, merging):
         assert count(fit(haystack.text, count, length)) == length
 
 
-@pytest.mark.parametrize("length", range(2040, 2060))
+@pytest.mark.parametrize("length", range(2040, 2065))  # more than a unit
 def test_no_length_is_out_of_reach(length):
     """Words are tokens here, and a padding of any size is two more at least: what is missing may be one."""
 
     def count(text: str) -> int:
         return len(re.findall(r"\s*\n\s*|\S+", text))
 
-    (haystack,) = TASKS["multikey"].make(Random(7), DEPTHS, length)
+    (haystack,) = TASKS["passkey"].make(Random(7), [0.5], length)
     assert count(fit(haystack.text, count, length)) == length
 
 

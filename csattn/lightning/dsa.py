@@ -155,5 +155,5 @@ class DsaDecoder:
             return
         pooled = self.block_keys
         blocked = BlockedKeys(KeyPages.of_cache(key_cache), self.block_table, pooled.keys, pooled.pages)
-        chosen = hisa_top_k(q, weights, blocked, self.seq_lens, k, self.shape.hisa, order="position", physical=True)
-        self.indices.copy_(chosen)
+        in_place = {"order": "position", "physical": True, "out": self.indices}
+        hisa_top_k(q, weights, blocked, self.seq_lens, k, self.shape.hisa, **in_place)  # type: ignore[arg-type]

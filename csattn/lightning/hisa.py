@@ -79,6 +79,7 @@ def hisa_top_k(
     *,
     order: Order = "score",
     physical: bool = False,  # whether indices are page * page_size + row instead of positions in the sequence
+    out: Tensor | None = None,  # [num_queries, k] int32
 ) -> Tensor:
     """The best keys within the best blocks: indices [num_queries, k] int32, -1 padded, in an order of `top_k`'s."""
     require_at_least("k", k, 1, config.pool_len)
@@ -88,7 +89,7 @@ def hisa_top_k(
     where = {"pages": candidates, "page_size": config.block_size}
     if physical:
         where = {"pages": pages, "page_size": blocked.keys.page_size}
-    return top_k(scores, k, pool_lens, order=order, **where)  # type: ignore[arg-type]
+    return top_k(scores, k, pool_lens, order=order, out=out, **where)  # type: ignore[arg-type]
 
 
 def block_sparse_top_k(

@@ -12,10 +12,11 @@ from csattn.lightning.hisa import BlockedKeys, HisaConfig, block_sparse_top_k, h
 from csattn.lightning.hisa_pooling import PooledKeys, pool_keys
 from csattn.lightning.key_cache import make_key_cache, page_views
 from csattn.lightning.order import top_k_reference
-from csattn.lightning.page_score import KeyPages
+from csattn.lightning.page_score import KeyPages, score_pages
 from csattn.lightning.quantise import quantise_fp8
 from csattn.lightning.score import Operands, score_keys
 from csattn.lightning.stream import choose_keys
+from csattn.lightning.topk import Order, top_k
 from tests.cuda_on_cpu.emulated import DEVICE
 
 CONFIG = HisaConfig(block_size=16, num_blocks=4)
@@ -77,6 +78,20 @@ def test_is_dsa_where_the_candidates_are_all_blocks() -> None:
     blocked = BlockedKeys.of_operands(operands, CONFIG.block_size)
     got = hisa_top_k(operands.q, operands.weights, blocked, kv_lens, 24, CONFIG)
     assert torch.equal(got, choose_keys(operands, 24, kv_lens).indices)
+
+
+@pytest.mark.parametrize("order", ["score", "position"])
+def test_on_a_device_is_dsa_of_the_same_scores(order: Order) -> None:
+    config = HisaConfig(num_blocks=8)
+    q, q_scale = quantise_fp8(torch.randn(40, 64, 128, device=DEVICE))
+    k, k_scale = quantise_fp8(torch.randn(5000, 128, device=DEVICE))
+    operands = Operands(q, k, torch.randn(40, 64, device=DEVICE) * q_scale[..., 0], k_scale[:, 0])
+    kv_lens = torch.arange(1024, 1024 - 40 * 25, -25, dtype=torch.int32, device=DEVICE)
+    blocked = BlockedKeys.of_operands(operands, config.block_size)
+    scores = score_pages(q, operands.weights, blocked.keys, blocked.pages, kv_lens)
+    for _ in range(3):
+        got = hisa_top_k(q, operands.weights, blocked, kv_lens, 512, config, order=order)
+        assert torch.equal(got, top_k(scores, 512, kv_lens, order=order))
 
 
 def test_of_paged_keys_of_many_sequences() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from csattn.lightning import topk_device
 from csattn.lightning.order import top_k_reference
+from csattn.lightning.topk import top_k
 from csattn.lightning.topk_device import FEW_ROWS, MANY_ROWS, BlockShape, select_on_device
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
@@ -90,6 +91,20 @@ KINDS = [
 @pytest.mark.parametrize("kind", KINDS)
 def test_adversarial_scores(kind: str) -> None:
     agree(make_scores(kind, 3, LENGTH), K, [LENGTH, 1100, 257])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 20, 64, 140])
+@pytest.mark.parametrize("kind", KINDS)
+def test_long_rows_again_and_again(kind: str, rows: int) -> None:
+    scores = make_scores(kind, rows, 131075).to(DEVICE)
+    legal = torch.tensor([131075 - 9973 * (row % 14) for row in range(rows)], dtype=torch.int32, device=DEVICE)
+    want = top_k_reference(scores, 2048, legal)
+    ascending = torch.where(want < 0, 2**31 - 1, want).sort(dim=1).values
+    ascending = torch.where(want < 0, -1, ascending)  # both are padded at their end
+    for _ in range(5):
+        assert torch.equal(top_k(scores, 2048, legal), want)
+        assert torch.equal(top_k(scores, 2048, legal, order="position"), ascending)
 
 
 @pytest.mark.usefixtures("small_tiles")

@@ -10,7 +10,20 @@ from numpy.typing import NDArray
 
 from offload.codecs.bits import array_at, float_of_e4m3, kernel, load_bfloat16, load_float16, load_float32
 from offload.codecs.blocks import LANES, decode_e4m3, decode_q4_0, decode_q8_0
-from offload.codecs.formats import BLOCK_LEN, FORMATS, Format
+from offload.codecs.formats import (
+    BFLOAT16,
+    BLOCK_LEN,
+    FLOAT16,
+    FLOAT32,
+    FORMATS,
+    FP8,
+    FP8_HEAD_BYTES,
+    Q4_0,
+    Q4_0_BYTES,
+    Q8_0,
+    Q8_0_BYTES,
+    Format,
+)
 
 _KEPT: list[Any] = []  # so that the code is not freed
 
@@ -36,27 +49,27 @@ def gather_rows(
 @kernel
 def decode_vector(number: int, coded: NDArray[np.uint8], at: int, head_dim: int, out: NDArray[np.float32]) -> None:
     """out[:head_dim] = the vector that begins at byte `at`."""
-    if number == 0:
+    if number == FLOAT32:
         for j in range(head_dim):
             out[j] = load_float32(coded, at + 4 * j)
-    elif number == 1:
+    elif number == BFLOAT16:
         for j in range(head_dim):
             out[j] = load_bfloat16(coded, at + 2 * j)
-    elif number == 2:
+    elif number == FLOAT16:
         for j in range(head_dim):
             out[j] = load_float16(coded, at + 2 * j)
-    elif number == 3:
+    elif number == Q8_0:
         for block in range(head_dim // BLOCK_LEN):
-            decode_q8_0(coded, at + 34 * block, out, BLOCK_LEN * block)
-    elif number == 4:
+            decode_q8_0(coded, at + Q8_0_BYTES * block, out, BLOCK_LEN * block)
+    elif number == Q4_0:
         for block in range(head_dim // BLOCK_LEN):
-            decode_q4_0(coded, at + 18 * block, out, BLOCK_LEN * block)
+            decode_q4_0(coded, at + Q4_0_BYTES * block, out, BLOCK_LEN * block)
     else:
         d, whole = load_float32(coded, at), head_dim - head_dim % LANES
         for j in range(0, whole, LANES):
-            decode_e4m3(coded, at + 4 + j, out, j, d)
+            decode_e4m3(coded, at + FP8_HEAD_BYTES + j, out, j, d)
         for j in range(whole, head_dim):
-            out[j] = float_of_e4m3(coded[at + 4 + j]) * d
+            out[j] = float_of_e4m3(coded[at + FP8_HEAD_BYTES + j]) * d
 
 
 @kernel
@@ -68,32 +81,32 @@ def _read(number: int, num_bytes: int, rows: int, num_rows: int, head_dim: int, 
 
 
 def _read_float32(rows: int, num_rows: int, head_dim: int, out: int) -> int:
-    _read(0, 4 * head_dim, rows, num_rows, head_dim, out)
+    _read(FLOAT32, 4 * head_dim, rows, num_rows, head_dim, out)
     return 0
 
 
 def _read_bfloat16(rows: int, num_rows: int, head_dim: int, out: int) -> int:
-    _read(1, 2 * head_dim, rows, num_rows, head_dim, out)
+    _read(BFLOAT16, 2 * head_dim, rows, num_rows, head_dim, out)
     return 0
 
 
 def _read_float16(rows: int, num_rows: int, head_dim: int, out: int) -> int:
-    _read(2, 2 * head_dim, rows, num_rows, head_dim, out)
+    _read(FLOAT16, 2 * head_dim, rows, num_rows, head_dim, out)
     return 0
 
 
 def _read_q8_0(rows: int, num_rows: int, head_dim: int, out: int) -> int:
-    _read(3, 34 * head_dim // BLOCK_LEN, rows, num_rows, head_dim, out)
+    _read(Q8_0, head_dim // BLOCK_LEN * Q8_0_BYTES, rows, num_rows, head_dim, out)
     return 0
 
 
 def _read_q4_0(rows: int, num_rows: int, head_dim: int, out: int) -> int:
-    _read(4, 18 * head_dim // BLOCK_LEN, rows, num_rows, head_dim, out)
+    _read(Q4_0, head_dim // BLOCK_LEN * Q4_0_BYTES, rows, num_rows, head_dim, out)
     return 0
 
 
 def _read_fp8(rows: int, num_rows: int, head_dim: int, out: int) -> int:
-    _read(5, 4 + head_dim, rows, num_rows, head_dim, out)
+    _read(FP8, FP8_HEAD_BYTES + head_dim, rows, num_rows, head_dim, out)
     return 0
 
 

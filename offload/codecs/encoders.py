@@ -5,7 +5,17 @@ from numpy.typing import NDArray
 
 from offload.codecs.bits import bits_of, float_of, kernel, store_bfloat16, store_float16, store_float32
 from offload.codecs.blocks import largest_of_block, write_q4_0, write_q8_0
-from offload.codecs.formats import BLOCK_LEN
+from offload.codecs.formats import (
+    BFLOAT16,
+    BLOCK_LEN,
+    FLOAT16,
+    FLOAT32,
+    FP8_HEAD_BYTES,
+    Q4_0,
+    Q4_0_BYTES,
+    Q8_0,
+    Q8_0_BYTES,
+)
 
 DONE, NOT_FINITE, TOO_LARGE = range(3)
 
@@ -41,26 +51,26 @@ def _encode(number: int, x: NDArray[np.float32], out: NDArray[np.uint8], at: int
     largest = _largest_bits(x)
     if largest >= _INFINITE:
         return NOT_FINITE
-    if number == 0:
+    if number == FLOAT32:
         for j in range(len(x)):
             store_float32(out, at + 4 * j, x[j])
-    elif number == 1:
+    elif number == BFLOAT16:
         if largest >= _TOO_LARGE_BFLOAT16:
             return TOO_LARGE
         for j in range(len(x)):
             store_bfloat16(out, at + 2 * j, x[j])
-    elif number == 2:
+    elif number == FLOAT16:
         if largest >= bits_of(_TOO_LARGE_FLOAT16):
             return TOO_LARGE
         for j in range(len(x)):
             store_float16(out, at + 2 * j, x[j])
-    elif number == 3:
+    elif number == Q8_0:
         for block in range(len(x) // BLOCK_LEN):
-            if not _encode_q8_0(x, block * BLOCK_LEN, out, at + block * 34):
+            if not _encode_q8_0(x, block * BLOCK_LEN, out, at + block * Q8_0_BYTES):
                 return TOO_LARGE
-    elif number == 4:
+    elif number == Q4_0:
         for block in range(len(x) // BLOCK_LEN):
-            if not _encode_q4_0(x, block * BLOCK_LEN, out, at + block * 18):
+            if not _encode_q4_0(x, block * BLOCK_LEN, out, at + block * Q4_0_BYTES):
                 return TOO_LARGE
     else:
         _encode_fp8(x, float_of(largest), out, at)
@@ -116,4 +126,4 @@ def _encode_fp8(x: NDArray[np.float32], largest: np.float32, out: NDArray[np.uin
         normal = np.uint32((magnitude + np.uint32(0x7FFFF) + odd) >> np.uint32(20)) - np.uint32(120 << 3)
         small = np.uint32((abs(scaled) * np.float32(512) + _ROUNDER) - _ROUNDER)
         code = small if magnitude < np.uint32(121 << 23) else min(normal, np.uint32(0x7E))
-        out[at + 4 + j] = np.uint8(code | np.uint32((bits >> np.uint32(24)) & np.uint32(0x80)))
+        out[at + FP8_HEAD_BYTES + j] = np.uint8(code | np.uint32((bits >> np.uint32(24)) & np.uint32(0x80)))

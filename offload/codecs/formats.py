@@ -9,6 +9,9 @@ from typing import Self
 from offload.errors import CodecError
 
 BLOCK_LEN = 32  # values that share a scale in Q8_0 and Q4_0
+Q8_0_BYTES, Q4_0_BYTES = 34, 18  # of such a block
+FP8_HEAD_BYTES = 4  # the scale of a whole vector
+FLOAT32, BFLOAT16, FLOAT16, Q8_0, Q4_0, FP8 = range(6)  # by which kernels know the formats
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +19,7 @@ class Format:
     """How one vector of head_dim values is written; `reference` says it to the byte."""
 
     name: str
-    number: int  # by which kernels know it
+    number: int
     unit_len: int  # head_dim must be a multiple
     unit_bytes: int  # that many values take
     head_bytes: int = 0  # in front of the whole vector
@@ -34,12 +37,12 @@ class Format:
 FORMATS = {
     form.name: form
     for form in (
-        Format("float32", 0, 1, 4),
-        Format("bfloat16", 1, 1, 2),
-        Format("float16", 2, 1, 2),
-        Format("q8_0", 3, BLOCK_LEN, 34),
-        Format("q4_0", 4, BLOCK_LEN, 18),
-        Format("fp8", 5, 1, 1, head_bytes=4),
+        Format("float32", FLOAT32, 1, 4),
+        Format("bfloat16", BFLOAT16, 1, 2),
+        Format("float16", FLOAT16, 1, 2),
+        Format("q8_0", Q8_0, BLOCK_LEN, Q8_0_BYTES),
+        Format("q4_0", Q4_0, BLOCK_LEN, Q4_0_BYTES),
+        Format("fp8", FP8, 1, 1, head_bytes=FP8_HEAD_BYTES),
     )
 }
 

@@ -17,7 +17,15 @@ in Q4_0, and no model's keys are.
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.codecs.formats import BLOCK_LEN, Format, not_finite, too_large
+from offload.codecs.formats import (
+    BLOCK_LEN,
+    FP8_HEAD_BYTES,
+    Q4_0_BYTES,
+    Q8_0_BYTES,
+    Format,
+    not_finite,
+    too_large,
+)
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
@@ -56,15 +64,15 @@ def decode(form: Format, coded: Bytes, head_dim: int) -> Floats:
         case "float16":
             return np.ascontiguousarray(coded).view(np.float16).astype(np.float32)
         case "q8_0":
-            blocks = coded.reshape(*coded.shape[:-1], -1, 34)
+            blocks = coded.reshape(*coded.shape[:-1], -1, Q8_0_BYTES)
             q = np.ascontiguousarray(blocks[..., 2:]).view(np.int8)
         case "q4_0":
-            blocks = coded.reshape(*coded.shape[:-1], -1, 18)
+            blocks = coded.reshape(*coded.shape[:-1], -1, Q4_0_BYTES)
             pairs = blocks[..., 2:].astype(np.int8)
             q = np.concatenate([pairs & 15, pairs >> 4 & 15], axis=-1) - np.int8(8)
         case _:
-            d = np.ascontiguousarray(coded[..., :4]).view(np.float32)
-            return E4M3[coded[..., 4:]] * d
+            d = np.ascontiguousarray(coded[..., :FP8_HEAD_BYTES]).view(np.float32)
+            return E4M3[coded[..., FP8_HEAD_BYTES:]] * d
     d = np.ascontiguousarray(blocks[..., :2]).view(np.float16).astype(np.float32)
     return (q.astype(np.float32) * d).reshape(*coded.shape[:-1], head_dim)
 

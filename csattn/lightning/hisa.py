@@ -85,7 +85,8 @@ def hisa_top_k(
     require_at_least("k", k, 1, config.pool_len)
     candidates = choose_blocks(q, weights, blocked, kv_lens, config)
     pages, pool_lens = candidate_pages(candidates, blocked.pages, kv_lens, blocked.keys.page_size, config.block_size)
-    scores = score_pages(q, weights, blocked.keys, pages, pool_lens)
+    all_chosen = k if order == "position" else 0  # no more keys than that are chosen without a look at them
+    scores = score_pages(q, weights, blocked.keys, pages, pool_lens, longer_than=all_chosen)
     where = {"pages": candidates, "page_size": config.block_size}
     if physical:
         where = {"pages": pages, "page_size": blocked.keys.page_size}
@@ -108,7 +109,8 @@ def choose_blocks(q: Tensor, weights: Tensor, blocked: BlockedKeys, kv_lens: Ten
     """The candidates of each query: [num_queries, num_blocks] int32, ascending, -1 padded."""
     require_array("kv_lens", kv_lens, (len(q),), torch.int32, like=q)
     num_blocks = (kv_lens + (config.block_size - 1)) // config.block_size
-    scores = score_pages(q, weights, blocked.block_keys, blocked.block_pages, num_blocks)
+    keys, all_chosen = blocked.block_keys, config.num_blocks
+    scores = score_pages(q, weights, keys, blocked.block_pages, num_blocks, longer_than=all_chosen)
     force_blocks(scores, num_blocks, config)
     return top_k(scores, config.num_blocks, num_blocks, order="position")
 

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from bench.disk_speed import disk_speed
-from bench.process_memory import Watch, mapped_bytes, resident_bytes
+from bench.process_memory import Watch, mapped_bytes, resident_bytes, small_pages_only
 from bench.timing import finish, gate, machine
 from csattn.artifact import Artifact, open_artifact
 from csattn.config import SearchConfig, preset
@@ -61,6 +61,7 @@ CASES = {
 
 def run_case(name: str, path: Path, budget_bytes: int) -> dict[str, Any]:
     """In a process of its own."""
+    small_pages_only()
     case = CASES[name]
     loaded, ids = load_model(None, DTYPE), token_ids()
     with open_artifact(path) as artifact:

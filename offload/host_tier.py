@@ -64,7 +64,7 @@ class HostTier:
             yield usable
         finally:
             with self._changed:
-                self._release(slots[slots >= 0])
+                self._release(slots, fresh)
 
     def read(self, layer_idx: int, starts: Numbers, out: Bytes, places: Numbers) -> None:
         """From the file, past the tier: out[places[i]] = the bytes from starts[i] on."""
@@ -107,19 +107,21 @@ class HostTier:
         return slots, fresh
 
     def _fill(self, layer_idx: int, slots: Numbers, starts: Numbers) -> None:
-        """Read what this caller has claimed, and tell those who wait for it, also when it cannot be read."""
+        """Read what this caller has claimed, and tell those who wait for it."""
         if not len(slots):
             return
-        state = _FAILED
-        try:
-            self.read(layer_idx, starts, self.memory, slots)
-            state = _READY
-        finally:
-            with self._changed:
-                self._states[slots] = state
-                self._changed.notify_all()
+        self.read(layer_idx, starts, self.memory, slots)
+        with self._changed:
+            self._states[slots] = _READY
+            self._changed.notify_all()
 
-    def _release(self, slots: Numbers) -> None:
+    def _release(self, slots: Numbers, fresh: NDArray[np.bool_]) -> None:
+        """Unpin, and give up what could not be read: who waits for it reads it past the tier."""
+        unread = slots[fresh][self._states[slots[fresh]] == _LOADING]
+        if len(unread):
+            self._states[unread] = _FAILED
+            self._changed.notify_all()
+        slots = slots[slots >= 0]
         self._tier.unpin(slots)
         gone = slots[(self._states[slots] == _FAILED) & ~self._tier.is_pinned(slots)]
         self._tier.drop(self._tier.page_in(gone))

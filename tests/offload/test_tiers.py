@@ -131,6 +131,24 @@ def test_pages_go_down_as_others_come_and_keep_their_bytes(tmp_path) -> None:
     tiers.close()
 
 
+def test_pages_that_selections_name_stay_longer(tmp_path) -> None:
+    tiers = three_tiers(tmp_path)
+    fill(tiers, 2)
+    tiers.use([0])
+    tiers.add(2)
+    assert [tiers.tier_of(page) for page in (0, 1, 2)] == [0, 1, 0]
+    tiers.check()
+
+
+def test_a_page_is_demoted_and_promoted_a_tier_at_a_time(tmp_path) -> None:
+    tiers = three_tiers(tmp_path)
+    fill(tiers, 1)
+    assert [tiers.demote(0) and tiers.tier_of(0) for _ in range(3)] == [1, 2, False]
+    assert [tiers.promote(0) and tiers.tier_of(0) for _ in range(3)] == [1, 0, False]
+    with tiers.hold(0) as held:
+        assert held.unique().tolist() == [0]
+
+
 def test_a_held_page_stays_where_it_is_while_others_come(tmp_path) -> None:
     tiers = three_tiers(tmp_path)
     fill(tiers, 5)

@@ -25,7 +25,7 @@ class PreparedMagicpig:
     """The projections, and L hash tables of the keys of each head.
 
     rows: [num_kv_heads, num_tables, context_len] int32, by code and then ascending; bucket c of a table is
-    rows[..., starts[..., c] : starts[..., c + 1]], starts: [num_kv_heads, num_tables, 2**num_bits + 1] int64.
+    rows[..., starts[..., c] : starts[..., c + 1]], starts: [num_kv_heads, num_tables, 2**num_bits + 1] int32.
     """
 
     def __init__(self, layer: ContextLayer, num_bits: int = 10, num_tables: int = 150, seed: int = _SEED):
@@ -42,7 +42,7 @@ class PreparedMagicpig:
         by_code, rows = codes.transpose(1, 2).contiguous().sort(dim=2, stable=True)
         self.rows = rows.to(torch.int32)
         bounds = torch.arange((1 << num_bits) + 1, dtype=torch.int16).expand(*rows.shape[:2], -1).contiguous()
-        self.starts = torch.searchsorted(by_code, bounds)
+        self.starts = torch.searchsorted(by_code, bounds, out_int32=True)
 
     def hash(self, x: Tensor) -> Tensor:
         """[..., head_dim] -> codes [..., num_tables] int16."""
@@ -56,7 +56,7 @@ class PreparedMagicpig:
         codes: [num_tables], the query's.
         """
         starts, tables = self.starts[kv_head], torch.arange(self.num_tables)
-        first, last = starts[tables, codes.long()], starts[tables, codes.long() + 1]
+        first, last = starts[tables, codes.long()].long(), starts[tables, codes.long() + 1].long()
         sizes = last - first
         # the buckets' places, one bucket after the other, in the tables laid end to end
         begins = first + tables * self.rows.shape[2] - (sizes.cumsum(0) - sizes)
@@ -65,9 +65,9 @@ class PreparedMagicpig:
 
     @property
     def index_bytes(self) -> int:
-        """Row numbers and buckets' starts of 4 bytes, and the keys' norms, which the paper keeps."""
+        """With the keys' norms, which the paper keeps."""
         num_kv_heads, _, context_len = self.rows.shape
-        return self.rows.nbytes + 4 * self.starts.numel() + 4 * num_kv_heads * context_len
+        return self.rows.nbytes + self.starts.nbytes + 4 * num_kv_heads * context_len
 
     def selector(self, view: ContextView) -> "MagicpigSelector":
         return MagicpigSelector(self, view)

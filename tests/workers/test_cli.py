@@ -143,19 +143,26 @@ def test_an_artifact_is_found_by_the_start_of_its_id(capsys, place: Path, artifa
 def test_eval_compares_presets_and_selectors(capsys, place: Path) -> None:
     done = in_process(
         "eval", "--text", place / "text.txt", "--model", place / "model", "--context-len", 400, "--eval-len", 40,
-        "--keep", 0.2, "--presets", "default,paper", "--selectors", "exact,window,full", "--lookahead", "0,1", "--json",
+        "--keep", 0.2, "--presets", "default,paper", "--selectors", "exact,window,full,quest,magicpig,h2o",
+        "--lookahead", "0,1", "--json",
         capsys=capsys,
     )  # fmt: skip
     result = last_line(done)
     by_name = {(r.get("preset") or r["selector"], r["lookahead"]): r for r in result["results"]}
     assert set(by_name) == {
         ("default", 0), ("default", 1), ("paper", 0), ("paper", 1), ("exact", 0), ("window", 0), ("full", 0),
+        ("quest", 0), ("magicpig", 0), ("h2o", 0),
     }  # fmt: skip
     assert by_name["full", 0]["kl"] == pytest.approx(0, abs=1e-5)
     assert by_name["full", 0]["rows_read_share"] == pytest.approx(1)
     assert by_name["exact", 0]["recall_at_k"] == pytest.approx(1)
     assert by_name["exact", 0]["kl"] < by_name["window", 0]["kl"]
     assert by_name["default", 0]["index_bytes_per_key"] > 0
+    assert by_name["quest", 0]["index_bytes_per_key"] == 2 * 16 * 4 / 16, "two keys of 16 float32 for a page of 16"
+    searched = {name: of["search_bytes_per_step"] for (name, ahead), of in by_name.items() if ahead == 0}
+    assert searched["window"] == searched["full"] == searched["h2o"] == 0
+    assert 0 < searched["quest"] < searched["exact"]
+    assert min(searched["default"], searched["paper"], searched["magicpig"]) > 0
 
 
 def test_inspect_verify_and_ls_agree(capsys, place: Path, artifact: Path) -> None:

@@ -13,7 +13,8 @@ from csattn.models.attending_cache import AttendingCache
 from csattn.models.attention_hook import attention_implementation
 from csattn.selectors import ContextLayer
 
-_CHUNK_LEN = 128  # tokens of the context that pass through the model at a time
+# tokens of the context that pass through the model at a time, and how many logits those may have in a layer
+_CHUNK_LEN, _CHUNK_LOGITS = 128, 1 << 27
 
 
 def context_layers(loaded: LoadedModel, artifact: Artifact) -> list[ContextLayer]:
@@ -35,11 +36,13 @@ def attention_received(loaded: LoadedModel, artifact: Artifact) -> list[Tensor]:
     The context passes through the model again, against the artifact's rows: as long as a prefill takes.
     Returns [num_q_heads, context_len] float32 of each layer.
     """
-    geometry, ids = loaded.geometry, torch.from_numpy(np.array(artifact.token_ids)).long()[None]
+    geometry, context_len = loaded.geometry, artifact.spec.context_len
+    chunk_len = max(1, min(_CHUNK_LEN, _CHUNK_LOGITS // (geometry.num_q_heads * context_len)))
+    ids = torch.from_numpy(np.array(artifact.token_ids)).long()[None]
     rows = [_Replayed(artifact.layer_kv(layer_idx), geometry.num_q_heads) for layer_idx in range(geometry.num_layers)]
     replayed = AttendingCache(rows)
     with attention_implementation(loaded.model):
-        for chunk in torch.split(ids, _CHUNK_LEN, dim=1):
+        for chunk in torch.split(ids, chunk_len, dim=1):
             loaded.model.model(chunk, past_key_values=replayed)
     return [layer_rows.received for layer_rows in rows]
 

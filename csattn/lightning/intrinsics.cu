@@ -3,8 +3,8 @@
 typedef unsigned u32;
 typedef unsigned long long u64;
 
-// A kernel may start while the one before it ends. Until this returns it reads only what no kernel of the step writes, and
-// writes nothing; only after it does it let the next kernel start.
+// A kernel may start while the one before it ends. Until this returns it reads only what no kernel of the step writes,
+// and writes nothing; only after it does it let the next kernel start.
 __device__ __forceinline__ void wait_for_earlier() {
     asm volatile("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;" ::: "memory");
 }

@@ -1,11 +1,12 @@
 // The k best scores of every row, exactly, reading each score once.
 //
-// A cluster of CLUSTER blocks has a row, each of them some tiles of it, one after the other. A block keeps entries, which
-// may be among the k best, in shared memory. When the next tile might not fit, it drops those that are not among its own
-// k best, and from then on lets in only what is at least as good as the last that it kept. At the end the blocks find the
-// k-th best entry of the row together and drop what is worse. By position, each writes what it has left behind what the
-// blocks before it have; by score, the first block collects, sorts and writes. All entries differ, since they contain
-// their index, so there is one result; whatever the scores, no entry is lost, because room is made first.
+// A cluster of CLUSTER blocks has a row, each of them some tiles of it, one after the other. A block keeps entries,
+// which may be among the k best, in shared memory. When the next tile might not fit, it drops those that are not
+// among its own k best, and from then on lets in only what is at least as good as the last that it kept. At the end
+// the blocks find the k-th best entry of the row together and drop what is worse. By position, each writes what it
+// has left behind what the blocks before it have; by score, the first block collects, sorts and writes. All entries
+// differ, since they contain their index, so there is one result; whatever the scores, no entry is lost, because
+// room is made first.
 //
 // Compiled for THREADS, CLUSTER, VECTORS (of four scores that a thread has of a tile), CAPACITY (entries of a block),
 // BLOCKS_PER_SM, BY_POSITION.

@@ -140,8 +140,8 @@ template <bool OF_ROW> __device__ Boundary find_bin(Shared& s, const u32* bins, 
     return s.boundary;
 }
 
-// An entry that at least `wanted` and at most `most` entries reach, of this block or of the row. There are that many, all
-// in the range. A range of one entry ends the search at the latest.
+// An entry that at least `wanted` and at most `most` entries reach, of this block or of the row. There are that many,
+// all in the range. A range of one entry ends the search at the latest.
 template <bool OF_ROW> __device__ u64 find_threshold(Shared& s, Range range, u32 wanted, u32 most) {
     u32 above = 0;
     for (int round = 0;; ++round) {

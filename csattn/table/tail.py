@@ -37,11 +37,17 @@ class RowTail:
     def append(self, k: NDArray[np.float32]) -> None:
         """Add one key: k [num_kv_heads, head_dim], as it lies in the KV cache."""
         if self.num_rows == self.codes.shape[-1]:
-            self.codes = np.concatenate([self.codes, np.zeros_like(self.codes)], axis=-1)
+            self._grow()
         scores = score_key(k, self._index)
         table = self._index.table
         _store_codes(scores, readonly(table.scales), table.largest_code, self.codes, self.num_rows)  # type: ignore[union-attr]
         self.num_rows += 1
+
+    def _grow(self) -> None:
+        # zeros are memory that nobody has touched: the new half costs nothing until rows come
+        grown = np.zeros((*self.codes.shape[:3], 2 * self.codes.shape[3]), np.int8)
+        grown[..., : self.num_rows] = self.codes
+        self.codes = grown
 
     def check(self) -> None:
         """Raise AssertionError if a code is out of its range or written where no row is."""

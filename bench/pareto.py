@@ -99,14 +99,20 @@ def _draw_panel(axes: Any, costs: dict[str, tuple[float, float]], title: str) ->
         colour = _OUR_COLOUR if name in _OURS else _COLOUR
         axes.plot(x, y, "D" if name in _OURS else "o", color=colour, markeredgecolor="white", markersize=8, zorder=2)
     _label(axes, places)
-    marks = (1,) if most / least > 300 else (1, 3) if most / least > 30 else (1, 2, 5)
-    ticks = [mark * 10.0**power for power in range(-4, 7) for mark in marks]
-    shown = [tick for tick in ticks if least / 1.5 <= tick <= most * 2]
+    shown = _ticks(least, most)
     zero = [nothing] if any(x == 0 for x, _ in costs.values()) else []
     axes.set_xticks([*zero, *shown], [*("0" for _ in zero), *(f"{tick:g}" for tick in shown)])
+    losses = _ticks(*axes.get_ylim())
+    axes.set_yticks(losses, [f"{tick:g}" for tick in losses])
     axes.minorticks_off()
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _ticks(least: float, most: float) -> list[float]:
+    marks = (1,) if most / least > 300 else (1, 3) if most / least > 30 else (1, 2, 5)
+    ticks = [mark * 10.0**power for power in range(-7, 7) for mark in marks]
+    return [tick for tick in ticks if least / 1.05 <= tick <= most * 1.05]
 
 
 def _label(axes: Any, places: dict[str, tuple[float, float]]) -> None:

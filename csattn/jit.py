@@ -7,6 +7,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from csattn.source_stamp import source_stamp
+
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 
@@ -28,9 +30,12 @@ def exact_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
 def _compile(function: Callable[..., Any], *, fastmath: bool) -> Callable[..., Any]:
     options: dict[str, Any] = {"nogil": True, "fastmath": fastmath, "error_model": "numpy"}
     try:
-        return njit(cache=True, **options)(function)  # type: ignore[no-any-return]
+        compiled: Callable[..., Any] = njit(cache=True, **options)(function)
     except RuntimeError:  # no writable place for a cache: read-only site-packages and home
         return njit(**options)(function)  # type: ignore[no-any-return]
+    index = compiled._cache._cache_file  # type: ignore[attr-defined]
+    index._source_stamp = index._source_stamp, source_stamp(function.__module__)
+    return compiled
 
 
 def readonly(array: NDArray[Scalar]) -> NDArray[Scalar]:

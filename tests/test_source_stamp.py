@@ -1,0 +1,87 @@
+"""A kernel is compiled again when anything that is compiled into it changes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from csattn import source_stamp as module
+from csattn.source_stamp import source_stamp
+
+ROOT = Path(__file__).parent.parent
+KERNEL = """
+from csattn.jit import kernel
+from near.constants import FACTOR
+from near import helpers
+
+@kernel
+def scaled(x):
+    return helpers.twice(x) * FACTOR
+
+if __name__ == "near.kernel":
+    print(scaled(1))
+"""
+HELPERS = """
+from csattn.jit import kernel
+
+@kernel
+def twice(x):
+    return {factor} * x
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A package of three files beside csattn: a kernel, one that it calls, a constant."""
+    (tmp_path / "csattn").symlink_to(ROOT / "csattn")
+    near = tmp_path / "near"
+    near.mkdir()
+    (near / "__init__.py").write_text("")
+    (near / "kernel.py").write_text(KERNEL)
+    (near / "helpers.py").write_text(HELPERS.format(factor=2))
+    (near / "constants.py").write_text("FACTOR = 10\n")
+    return near
+
+
+def run(package: Path) -> int:
+    """What the kernel gives in a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(package.parent), "NUMBA_CACHE_DIR": str(package.parent / "cache")}
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"  # a file that is changed twice in a second
+    command = [sys.executable, "-c", "import near.kernel"]
+    said = subprocess.run(command, env=environment, cwd=package.parent, capture_output=True, text=True, check=True)
+    return int(said.stdout)
+
+
+def test_a_change_in_another_file_is_compiled_in(package: Path) -> None:
+    assert run(package) == 20
+    (package / "helpers.py").write_text(HELPERS.format(factor=3))
+    assert run(package) == 30
+    (package / "constants.py").write_text("FACTOR = 7\n")
+    assert run(package) == 21
+
+
+def test_a_stamp_covers_what_is_imported_and_nothing_else(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = type(sys)("near")
+    found.__path__ = [str(package)]
+    monkeypatch.setitem(sys.modules, "near", found)
+
+    def stamp() -> str:
+        for cached in (module._imports, module._files_of, module._read):
+            cached.cache_clear()
+        return source_stamp("near.kernel")
+
+    before = stamp()
+    (package / "unused.py").write_text("nothing = 1\n")
+    assert stamp() == before
+    for name in ("kernel", "helpers", "constants", "__init__"):
+        file = package / f"{name}.py"
+        file.write_text(file.read_text() + "\n# another\n")
+        assert stamp() != before
+        before = stamp()
+
+
+def test_the_stamp_of_a_search_covers_its_records() -> None:
+    files = {file for name in module._imports(ROOT / "csattn/search/score.py") for file in module._files_of(name)}
+    assert ROOT / "csattn/search/plan.py" in files

@@ -44,14 +44,15 @@ class CentroidSelector:
 
     @property
     def search_bytes(self) -> int:
-        """Each query head matches its centroids and reads a row or list of each subspace."""
+        """Each query matches its centroids and reads a row or list of each subspace."""
         index = self._prepared.index
         if isinstance(self._tail, RowTail):
             row_bytes: int = index.table.codes.shape[-1] + self._tail.num_rows  # type: ignore[union-attr]
         else:
             row_bytes = index.table.list_len * (4 + 2)  # type: ignore[union-attr]
         matched = index.query_basis.nbytes + index.codebooks.nbytes
-        return matched + self._prepared.num_q_heads * index.num_subspaces * row_bytes
+        num_queries = index.num_heads if index.pool_group else self._prepared.num_q_heads
+        return matched + num_queries * index.num_subspaces * row_bytes
 
     def append(self, k: NDArray[np.float32], v: NDArray[np.float32]) -> None:
         self._tail.append(k)

@@ -1,5 +1,6 @@
 """What holds for every selector: valid rows, the same ones whoever asks beside it, everything where all is kept."""
 
+import dataclasses
 from copy import copy
 
 import numpy as np
@@ -8,13 +9,16 @@ import torch
 
 from csattn.attention import reference
 from csattn.errors import ConfigError
+from csattn.search import SearchPool
 from csattn.selection import Selection
 from csattn.selector_names import ABOUT, SELECTOR_NAMES
 from csattn.selectors import ContextLayer, prepare, selector_for
 from csattn.selectors.base import Unprepared
+from csattn.selectors.centroids import PreparedCentroids
 from csattn.selectors.magicpig import PreparedMagicpig
 from csattn.selectors.top_p import TopPSelector
 from offload.host_store import HostStore
+from tests.search.synthetic import IndexSpec, make_index
 from tests.selectors.requests import HEAD_DIM, NUM_KV_HEADS, SCALE, decode, make_layer, make_tail, make_view
 from workers.decode import LayerDecoder, StepCount
 
@@ -149,3 +153,15 @@ def test_bytes_are_counted_as_the_papers_would_hold_them(name, index_bytes, sear
     selector.select(make_tail(1).q[0].numpy(), make_tail(1).kv.bfloat16())
     assert prepared.index_bytes == index_bytes
     assert selector.search_bytes == search_bytes
+
+
+def test_a_pooled_search_reads_for_each_kv_head_once() -> None:
+    spec, view = IndexSpec(context_len=1000), make_view(1000)
+    read = []
+    for pool_group in (False, True):
+        index = make_index(dataclasses.replace(spec, pool_group=pool_group))
+        matched = index.query_basis.nbytes + index.codebooks.nbytes
+        with SearchPool(1) as pool:
+            selector = PreparedCentroids(index, pool, num_q_heads=6).selector(view)
+            read.append(selector.search_bytes - matched)
+    assert read[0] == 3 * read[1] == 6 * spec.num_subspaces * 512  # 1000 keys of 4 bits, in whole blocks of 64

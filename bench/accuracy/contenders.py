@@ -23,7 +23,13 @@ class Contender:
 
 
 # Full attention is what all are compared with.
-ALL = ("default", "default+ahead", "pooled", "paper", *(name for name in SELECTOR_NAMES if name not in ("csattn", "full")))
+ALL = (
+    "default",
+    "default+ahead",
+    "pooled",
+    "paper",
+    *(name for name in SELECTOR_NAMES if name not in ("csattn", "full")),
+)
 
 
 def find_contenders(names: str) -> list[Contender]:

@@ -10,33 +10,26 @@ from numpy.typing import NDArray
 
 from csattn.cpu.stages import Stage, compiled_address
 from csattn.jit import exact_kernel
-from csattn.search.atomics import (
-    add,
-    array_at,
-    call_stage,
-    load_acquire,
-    now_ns,
-    pause,
-    sleep_us,
-    store_release,
-    yield_core,
+from csattn.search.atomics import add, array_at, call_stage, load_acquire, store_release
+from csattn.search.waiting import (
+    CLOSED,
+    IDLE,
+    LINE,
+    NUM_WAITING_WORDS,
+    OPENED,
+    await_leave,
+    await_work,
+    leave_work,
+    wait,
 )
 
 FUNCTION, ARGUMENTS, PIECES, WAITS = range(4)  # of a stage, in `stages`
 NUM_FIELDS = 4
-LINE = 8  # words of a cache line
-# words that threads share, each on a line of its own, behind them the stages' counters
-OPENED = 0 * LINE  # number of the run that may be joined, 0: none
-INSIDE = 1 * LINE  # threads that have joined
-STOPPED = 2 * LINE
-DONE = 3 * LINE  # pieces
-STAGES = 4 * LINE  # address of the run's `stages`
-NUM_STAGES = 4 * LINE + 1
-COUNTERS = 5 * LINE
-
-PAUSES = 64  # a few microseconds: waiting any longer, a thread lets others have the core
-NAP_US = 50
-IDLE, CLOSED = 0, 1  # why `serve` returns
+# what threads share besides the words of `waiting`; behind it the stages' counters, each on a line of its own
+DONE = NUM_WAITING_WORDS  # pieces
+STAGES = DONE + LINE  # address of the run's `stages`
+NUM_STAGES = STAGES + 1
+COUNTERS = STAGES + LINE
 
 
 class Tape:
@@ -80,10 +73,7 @@ def finish_run(shared: NDArray[np.int64]) -> None:
     """Help with the run that is open, wait for its end and close it: then no thread reads its stages any more."""
     _await_done(shared, _work(shared, 0))
     store_release(shared, OPENED, 0)
-    turn = 0
-    while load_acquire(shared, INSIDE) > 0:
-        _wait(turn)
-        turn += 1
+    await_leave(shared)
 
 
 @exact_kernel
@@ -95,32 +85,14 @@ def run_at_once(stages: NDArray[np.int64], shared: NDArray[np.int64], address: i
 
 @exact_kernel
 def serve(shared: NDArray[np.int64], thread: int, spin_ns: int, nap_ns: int, last_number: int) -> tuple[int, int]:
-    """Work on one run after the other, but for the one of `last_number`; why it returns, and the last one's number.
-
-    While nothing comes, look for spin_ns without a rest, then every NAP_US; return IDLE after nap_ns.
-    """
-    turn, since = 0, now_ns()
-    while load_acquire(shared, STOPPED) == 0:
-        number = load_acquire(shared, OPENED)
-        if number == 0 or number == last_number:
-            turn += 1
-            pause()
-            if turn % PAUSES == 0:
-                waited_ns = now_ns() - since
-                if waited_ns > nap_ns:
-                    return IDLE, last_number
-                if waited_ns > spin_ns:
-                    sleep_us(NAP_US)
-                else:
-                    yield_core()
-            continue
-        add(shared, INSIDE, 1)
-        if load_acquire(shared, OPENED) == number:
-            _work(shared, thread)
-            last_number = number
-        add(shared, INSIDE, -1)
-        turn, since = 0, now_ns()
-    return CLOSED, last_number
+    """Work on one run after the other, but for that of `last_number`; IDLE or CLOSED, and the last one's number."""
+    while True:
+        number = await_work(shared, last_number, spin_ns, nap_ns)
+        if number in (IDLE, CLOSED):
+            return number, last_number
+        _work(shared, thread)
+        last_number = number
+        leave_work(shared)
 
 
 @exact_kernel
@@ -146,13 +118,5 @@ def _work(shared: NDArray[np.int64], thread: int) -> int:
 def _await_done(shared: NDArray[np.int64], pieces: int) -> None:
     turn = 0
     while load_acquire(shared, DONE) < pieces:
-        _wait(turn)
+        wait(turn)
         turn += 1
-
-
-@exact_kernel
-def _wait(turn: int) -> None:
-    if turn < PAUSES:
-        pause()
-    else:
-        yield_core()

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from csattn.index import LayerIndex
 from csattn.search.run import LayerSearch, one_token
-from csattn.search.work import CLOSED, CONTROL_WORDS, FAILED, OPENED, STOPPED, finish, serve
+from csattn.search.waiting import CLOSED, OPENED, STOPPED
+from csattn.search.work import CONTROL_WORDS, FAILED, finish, serve
 from csattn.search.workspace import SearchWorkspace, TokenSelections, empty_token_selections
 from csattn.selection import Selection
 from csattn.table.tail import Tail

@@ -12,48 +12,42 @@ import numpy as np
 from numpy.typing import NDArray
 
 from csattn.jit import exact_kernel
-from csattn.search.atomics import (
-    add,
-    call_stage,
-    load_acquire,
-    now_ns,
-    pause,
-    set_bits,
-    sleep_us,
-    store_release,
-    yield_core,
-)
+from csattn.search.atomics import add, call_stage, load_acquire, set_bits, store_release
 from csattn.search.lanes import trailing_zeros
 from csattn.search.plan import MAX_JOBS, NEXT_IS_KNOWN, cut_pieces, scratch_at, search_at
+from csattn.search.waiting import (
+    CLOSED,
+    IDLE,
+    INSIDE,
+    LINE,
+    NUM_WAITING_WORDS,
+    OPENED,
+    await_work,
+    leave_work,
+    wait,
+)
 
 # `calls` of a search: addresses of its records and of the functions of its stages
 SEARCH_RECORD, SCRATCH_RECORD, MATCH_PIECE, WEIGH_JOB, SCORE_PIECE, GUESS_JOB, COPY_PIECE, CHOOSE_JOB = range(8)
 NUM_CALLS = 8
 
-LINE = 8  # words of a cache line
 # of a search's progress: a line for each stage of each job
 MATCH, SCORE, COPY = 0, 1, 2
 TAKEN, FINISHED, DONE = 0, 1, 2  # in a line: bits of pieces, count of pieces, whether the stage has ended
 PROGRESS_WORDS = 3 * MAX_JOBS * LINE
-# words that a pool's threads share, each on a line of its own
-OPENED = 0 * LINE  # number of the search that may be joined, 0: none
-INSIDE = 1 * LINE  # threads that have joined
-FAILED = 2 * LINE  # a thread met an error: nobody waits any longer
-STOPPED = 3 * LINE  # the pool is closed
-CONTROL_WORDS = 4 * LINE
+# what a pool's threads share besides the words of `waiting`
+FAILED = NUM_WAITING_WORDS  # a thread met an error: nobody waits any longer
+CONTROL_WORDS = NUM_WAITING_WORDS + LINE
 
-PAUSES = 64  # a few microseconds: waiting any longer, a thread lets others have the core
-NAP_US = 50
 LAG = 1  # jobs between a job's scores and its copies: nobody waits for the last thread of a stage
-IDLE, CLOSED = 0, 1  # why `serve` returns
 
 
 @exact_kernel
-def await_leave(control: NDArray[np.int64]) -> None:
-    """Wait until no thread is inside the search before: only then may what it has read change."""
+def await_others(control: NDArray[np.int64]) -> None:
+    """Wait until no thread is inside the search before, unless one has failed there."""
     turn = 0
     while load_acquire(control, INSIDE) > 0 and load_acquire(control, FAILED) == 0:
-        _wait(turn)
+        wait(turn)
         turn += 1
 
 
@@ -68,7 +62,7 @@ def begin(
     number: int,  # neither 0 nor that of the search before
 ) -> None:
     """Open some jobs of a search to the threads."""
-    await_leave(control)
+    await_others(control)
     for i in range(NUM_CALLS):
         if i != SCRATCH_RECORD:
             calls[i] = wanted[i]
@@ -104,32 +98,14 @@ def serve(
     nap_ns: int,
     last_number: int,
 ) -> tuple[int, int]:
-    """Work on one search after the other, but for the one of `last_number`; why it returns, and the last one's number.
-
-    While nothing comes, look for spin_ns without a rest, then every NAP_US; return IDLE after nap_ns.
-    """
-    turn, since = 0, now_ns()
-    while load_acquire(control, STOPPED) == 0:
-        number = load_acquire(control, OPENED)
-        if number == 0 or number == last_number:
-            turn += 1
-            pause()
-            if turn % PAUSES == 0:
-                waited_ns = now_ns() - since
-                if waited_ns > nap_ns:
-                    return IDLE, last_number
-                if waited_ns > spin_ns:
-                    sleep_us(NAP_US)
-                else:
-                    yield_core()
-            continue
-        add(control, INSIDE, 1)
-        if load_acquire(control, OPENED) == number:
-            work(calls, progress, control, thread)
-            last_number = number
-        add(control, INSIDE, -1)
-        turn, since = 0, now_ns()
-    return CLOSED, last_number
+    """Work on one search after the other, but for that of `last_number`; IDLE or CLOSED, and the last one's number."""
+    while True:
+        number = await_work(control, last_number, spin_ns, nap_ns)
+        if number in (IDLE, CLOSED):
+            return number, last_number
+        work(calls, progress, control, thread)
+        last_number = number
+        leave_work(control)
 
 
 @exact_kernel
@@ -230,14 +206,6 @@ def _await(progress: NDArray[np.int64], control: NDArray[np.int64], line: int) -
     while load_acquire(progress, line + DONE) == 0:
         if load_acquire(control, FAILED) != 0:
             return False
-        _wait(turn)
+        wait(turn)
         turn += 1
     return True
-
-
-@exact_kernel
-def _wait(turn: int) -> None:
-    if turn < PAUSES:
-        pause()
-    else:
-        yield_core()

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from csattn.search.plan import MAX_JOBS, MAX_PIECES, SCRATCH, record
 from csattn.search.select import SAMPLE_ROOM
-from csattn.search.work import CONTROL_WORDS, NUM_CALLS, PROGRESS_WORDS, SCRATCH_RECORD, await_leave
+from csattn.search.work import CONTROL_WORDS, NUM_CALLS, PROGRESS_WORDS, SCRATCH_RECORD, await_others
 from csattn.selection import Selection
 
 LINE_BYTES = 64
@@ -65,7 +65,7 @@ class SearchWorkspace:
         layout = group_size, num_subspaces, score_bytes, -(-num_keys // STRIDE_STEP)
         if layout == self._layout:
             return
-        await_leave(self.control)
+        await_others(self.control)
         stride = layout[3] * STRIDE_STEP + STRIDE_EXTRA
         row_room = -(-num_subspaces // 2) * 2
         num_slots = int(self.scratch["num_slots"][0])

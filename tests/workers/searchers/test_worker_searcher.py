@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 
 from csattn.errors import ConfigError, SearchLostError
 from csattn.search import calls, work
-from csattn.search.workspace import await_leave
 from tests.workers.searchers.searching import Threads, make_artifact, make_step, search_layer, wait_until
 from workers.searchers import words
 from workers.searchers.worker import choose_cpus
 from workers.searchers.worker_searcher import WorkerSearcher, choose_spins
 
-KERNELS = [work.begin, work.finish, await_leave, words.post, words.await_word]
+KERNELS = [work.begin, work.finish, work.await_others, words.post, words.await_word]
 
 
 @pytest.fixture(scope="module")

@@ -29,12 +29,12 @@ def resident_bytes() -> dict[str, int]:
     return {"anon": found["RssAnon"], "file": found["RssFile"], "shmem": found["RssShmem"]}
 
 
-def mapped_bytes(suffix: str) -> int:
-    """What is in memory of mapped files with that end of their names."""
+def mapped_bytes(directory: Path, suffix: str) -> int:
+    """What is in memory of mapped files of a directory with that end of their names."""
     num_bytes, inside = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if "-" in line.split(" ", 1)[0]:
-            inside = line.endswith(suffix)
+            inside = f" {directory.resolve()}/" in line and line.endswith(suffix)
         elif inside and line.startswith("Rss:"):
             num_bytes += int(line.split()[1]) * 1024
     return num_bytes

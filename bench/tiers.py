@@ -82,7 +82,7 @@ def run_case(name: str, path: Path, budget_bytes: int) -> dict[str, Any]:
             if not case.reads_ahead:
                 session.store.prefetch = lambda layer_idx, kv_indices: None  # type: ignore[method-assign]
             result = decode(session, following)
-            result["mapped_kv_bytes"] = mapped_bytes(KV_SUFFIX)
+            result["mapped_kv_bytes"] = mapped_bytes(path, KV_SUFFIX)
             if isinstance(session.store, TieredStore):
                 session.store.check()
     return {"case": name, **result}

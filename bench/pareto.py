@@ -30,7 +30,7 @@ AXES: dict[str, tuple[str, Callable[[Case], float]]] = {
     "time": ("ms of search per step", lambda c: c["search_ms_per_step"]),
 }
 _DPI = 110
-_OURS = ("default", "default+ahead", "lists", "paper")
+_OURS = ("default", "default+ahead", "pooled", "lists", "paper")
 _OUR_COLOUR, _COLOUR, _LINE = "#0b61a4", "#7a4b12", "#b3261e"
 
 

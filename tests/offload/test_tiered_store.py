@@ -336,17 +336,17 @@ def test_a_file_that_is_shortened_is_a_sentence(tmp_path) -> None:
 
 def test_closing_leaves_no_thread_and_no_descriptor(tmp_path, rng) -> None:
     files = Files(tmp_path)
-    threads, descriptors = threading.active_count(), len(os.listdir("/dev/fd"))
+    threads, descriptors = set(threading.enumerate()), len(os.listdir("/dev/fd"))
     with files.store(8) as store:
         store.gather(0, files.indices(rng, 2, 50))
         store.prefetch(1, files.indices(rng, 2, 50))
         next(store.stream(0, slice(0, 300)))
-    assert threading.active_count() == threads
-    assert len(os.listdir("/dev/fd")) == descriptors
+    assert set(threading.enumerate()) <= threads
+    assert len(os.listdir("/dev/fd")) <= descriptors
     broken = [files.spans[0], FileSpan(tmp_path / "none", 0, 1)]
     with pytest.raises(DiskError, match="cannot open"):
         TieredStore(broken, files.shape, files.dtype, 1 << 20)
-    assert len(os.listdir("/dev/fd")) == descriptors
+    assert len(os.listdir("/dev/fd")) <= descriptors
 
 
 def test_the_store_says_what_it_holds(tmp_path) -> None:

@@ -103,7 +103,7 @@ def test_a_budget_that_is_too_small_names_one_that_is_not(artifact) -> None:
 
 
 def test_a_disk_that_fails_in_the_middle_ends_the_answer_with_a_sentence(artifact, monkeypatch) -> None:
-    threads = threading.active_count()
+    threads = set(threading.enumerate())
     with csattn_session(
         loaded(), artifact, SearchConfig(keep=0.1, lookahead=1), host_budget_bytes=4_000_000
     ) as session:
@@ -116,4 +116,4 @@ def test_a_disk_that_fails_in_the_middle_ends_the_answer_with_a_sentence(artifac
             logits(session)
         session.store._ahead.submit(int).result()
         session.store.check()
-    assert threading.active_count() == threads
+    assert set(threading.enumerate()) <= threads

@@ -69,10 +69,9 @@ def draw(cases: list[Case], path: Path) -> None:
     keeps = sorted({case["keep"] for case in cases}, reverse=True)
     figure = Figure(figsize=(5.2 * len(AXES), 4.4 * len(keeps) + 0.9), dpi=_DPI, layout="constrained")
     FigureCanvasAgg(figure)
-    texts = list(dict.fromkeys(case["text"] for case in cases))
     lengths = sorted({case["context_len"] for case in cases})
     figure.suptitle(
-        f"What each selector costs and loses: {', '.join(texts)}; {', '.join(map(str, lengths))} tokens of context. "
+        f"What each selector costs and loses; {', '.join(map(str, lengths))} tokens of context. "
         "Down and left is better; red: nothing beats these.",
         fontsize=13, x=0.01, ha="left",
     )  # fmt: skip
@@ -80,7 +79,8 @@ def draw(cases: list[Case], path: Path) -> None:
     for row, keep in enumerate(keeps):
         for column, axis in enumerate(AXES):
             _draw_panel(panels[row][column], points(cases, keep, axis), AXES[axis][0])
-        panels[row][0].set_ylabel(f"keep {100 * keep:g} %: KL from full attention (nats)")
+        texts = dict.fromkeys(case["text"] for case in cases if case["keep"] == keep)
+        panels[row][0].set_ylabel(f"keep {100 * keep:g} %: KL (nats)\n{', '.join(texts)}")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=_DPI)
 

@@ -1,10 +1,13 @@
 """One way to compile a CPU kernel: without the GIL, cached on disk where there is a place to cache."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import numpy as np
 from numba import njit
+from numba.core.ccallback import CFunc
+from numba.core.sigutils import normalize_signature
 from numpy.typing import NDArray
 
 from csattn.source_stamp import source_stamp
@@ -33,9 +36,25 @@ def _compile(function: Callable[..., Any], *, fastmath: bool) -> Callable[..., A
         compiled: Callable[..., Any] = njit(cache=True, **options)(function)
     except RuntimeError:  # no writable place for a cache: read-only site-packages and home
         return njit(**options)(function)  # type: ignore[no-any-return]
-    index = compiled._cache._cache_file  # type: ignore[attr-defined]
-    index._source_stamp = index._source_stamp, source_stamp(function.__module__)
+    _stamp(compiled, function)
     return compiled
+
+
+def c_function(function: Callable[..., Any], signature: Any) -> CFunc:
+    """Compile now to a function of C, cached like a kernel; whoever has its `address` has to keep it."""
+    options = {"nogil": True, "error_model": "numpy"}
+    compiled = CFunc(function, normalize_signature(signature), locals={}, options=options)
+    with suppress(RuntimeError):  # no writable place for a cache
+        compiled.enable_caching()
+        _stamp(compiled, function)
+    compiled.compile()
+    return compiled
+
+
+def _stamp(compiled: Any, function: Callable[..., Any]) -> None:
+    """Let what is cached of it count only as long as all that is compiled in is what it was."""
+    index = compiled._cache._cache_file
+    index._source_stamp = index._source_stamp, source_stamp(function.__module__)
 
 
 def readonly(array: NDArray[Scalar]) -> NDArray[Scalar]:

@@ -12,7 +12,9 @@ from csattn.source_stamp import source_stamp
 
 ROOT = Path(__file__).parent.parent
 KERNEL = """
-from csattn.jit import kernel
+import ctypes
+from numba import types
+from csattn.jit import c_function, kernel
 from near.constants import FACTOR
 from near import helpers
 
@@ -20,7 +22,12 @@ from near import helpers
 def scaled(x):
     return helpers.twice(x) * FACTOR
 
+def scaled_by_address(x):
+    return helpers.twice(x) * FACTOR
+
 if __name__ == "near.kernel":
+    compiled = c_function(scaled_by_address, types.int64(types.int64))
+    assert ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(compiled.address)(1) == scaled.py_func(1)
     print(scaled(1))
 """
 HELPERS = """

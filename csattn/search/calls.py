@@ -8,8 +8,9 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from numba import cfunc, types
+from numba import types
 
+from csattn.jit import c_function
 from csattn.search import choose, score
 
 Stage = Callable[[int, int, int, int], int]  # addresses of SEARCH and SCRATCH, job, piece -> 0: done
@@ -36,11 +37,6 @@ _KEPT: list[Any] = []  # so that the code is not freed
 @cache
 def compiled_address(stage: Stage) -> int:
     """Where the compiled function is; it stays there."""
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
-    signature = types.int64(types.int64, types.int64, types.int64, types.int64)
-    try:
-        compiled = cfunc(signature, cache=True, **options)(stage)
-    except RuntimeError:  # no writable place for a cache: read-only site-packages and home
-        compiled = cfunc(signature, **options)(stage)
+    compiled = c_function(stage, types.int64(types.int64, types.int64, types.int64, types.int64))
     _KEPT.append(compiled)
     return int(compiled.address)

@@ -10,8 +10,8 @@ from csattn.selectors.base import ContextLayer, ContextView
 from csattn.selectors.top_rows import RowsSoFar, group_shares, top_rows
 
 
-class ExactSelector:
-    """Top-K by the group's summed softmax over all keys, one selection per KV head."""
+class AllKeys:
+    """What a selector has that reads every key of context and tail."""
 
     indexes_tail = True
 
@@ -26,6 +26,10 @@ class ExactSelector:
 
     def append(self, k: NDArray[np.float32], v: NDArray[np.float32]) -> None:
         self._tail.append(torch.from_numpy(k))
+
+
+class ExactSelector(AllKeys):
+    """Top-K by the group's summed softmax over all keys, one selection per KV head."""
 
     def select(self, q: NDArray[np.float32], recent: Tensor) -> Selection:
         return top_rows(group_shares(logits_of(q, self._keys, self._tail.rows, self._view.softmax_scale)), self._view)

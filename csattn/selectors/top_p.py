@@ -12,25 +12,16 @@ from torch import Tensor
 
 from csattn.selection import Selection
 from csattn.selectors.base import ContextLayer, ContextView
-from csattn.selectors.exact import logits_of
-from csattn.selectors.top_rows import RowsSoFar, group_shares, mask_resident, num_free, padded_selection
+from csattn.selectors.exact import AllKeys, logits_of
+from csattn.selectors.top_rows import group_shares, mask_resident, num_free, padded_selection
 
 
-class TopPSelector:
+class TopPSelector(AllKeys):
     """The heaviest rows until they hold, with the resident ones, the share p."""
 
-    indexes_tail = True
-
     def __init__(self, layer: ContextLayer, view: ContextView, p: float = 0.95):
-        self._keys, self._view, self._p = layer.keys, view, p
-        self._tail = RowsSoFar(layer.keys)
-
-    @property
-    def search_bytes(self) -> int:
-        return self._keys.nbytes + self._tail.rows.nbytes
-
-    def append(self, k: NDArray[np.float32], v: NDArray[np.float32]) -> None:
-        self._tail.append(torch.from_numpy(k))
+        super().__init__(layer, view)
+        self._p = p
 
     def select(self, q: NDArray[np.float32], recent: Tensor) -> Selection:
         tail = torch.cat([self._tail.rows, recent[:, :, 0].to(self._keys.dtype)], dim=1)

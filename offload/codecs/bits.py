@@ -1,10 +1,15 @@
 """Bits and floats inside kernels: memory at addresses, words at any byte, half floats, which numba cannot convert."""
 
+import hashlib
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from llvmlite import ir
 from numba import njit, types
+from numba.core.ccallback import CFunc
+from numba.core.sigutils import normalize_signature
 from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
 
@@ -12,13 +17,37 @@ _F16, _F32 = ir.HalfType(), ir.FloatType()
 _I16, _I32 = ir.IntType(16), ir.IntType(32)
 
 
+# Numba forgets a cached kernel when its own file changes; what it calls, and compiles in, lies in this folder too.
+_SOURCE_STAMP = hashlib.sha256(
+    b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py")))
+).hexdigest()
+
+
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile when first called; every operation is rounded where it is written, the GIL is released."""
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
     try:
-        return njit(cache=True, **options)(function)  # type: ignore[no-any-return]
+        compiled: Callable[..., Any] = njit(cache=True, **options)(function)
     except RuntimeError:  # no writable place for a cache: read-only site-packages and home
         return njit(**options)(function)  # type: ignore[no-any-return]
+    _stamp(compiled)
+    return compiled
+
+
+def c_function(function: Callable[..., Any], signature: Any) -> CFunc:
+    """Compile now to a function of C, cached like a kernel; whoever has its `address` has to keep it."""
+    options = {"nogil": True, "error_model": "numpy"}
+    compiled = CFunc(function, normalize_signature(signature), locals={}, options=options)
+    with suppress(RuntimeError):  # no writable place for a cache
+        compiled.enable_caching()
+        _stamp(compiled)
+    compiled.compile()
+    return compiled
+
+
+def _stamp(compiled: Any) -> None:
+    index = compiled._cache._cache_file
+    index._source_stamp = index._source_stamp, _SOURCE_STAMP
 
 
 @intrinsic

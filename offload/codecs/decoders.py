@@ -5,10 +5,10 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import cfunc, types
+from numba import types
 from numpy.typing import NDArray
 
-from offload.codecs.bits import array_at, float_of_e4m3, kernel, load_bfloat16, load_float16, load_float32
+from offload.codecs.bits import array_at, c_function, float_of_e4m3, kernel, load_bfloat16, load_float16, load_float32
 from offload.codecs.blocks import LANES, decode_e4m3, decode_q4_0, decode_q8_0
 from offload.codecs.formats import (
     BFLOAT16,
@@ -127,11 +127,6 @@ def reader_address(form: Format) -> int:
 
     rows: address of int64[num_rows], where each vector begins; out: address of float32[num_rows, head_dim], written.
     """
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
-    signature = types.int64(types.int64, types.int64, types.int64, types.int64)
-    try:
-        compiled = cfunc(signature, cache=True, **options)(_READERS[form.name])
-    except RuntimeError:  # no writable place for a cache: read-only site-packages and home
-        compiled = cfunc(signature, **options)(_READERS[form.name])
+    compiled = c_function(_READERS[form.name], types.int64(types.int64, types.int64, types.int64, types.int64))
     _KEPT.append(compiled)
     return int(compiled.address)

@@ -11,18 +11,8 @@ from csattn.attention import reference
 from csattn.config import SearchConfig
 from csattn.selection import Rest, Selection
 from csattn.selector_names import SELECTOR_NAMES
-from tests.workers.engine.test_cpu_engine import (
-    SELECTORS,
-    Talk,
-    _Failing,
-    alone,
-    assert_as_in_a_session,
-    assert_same,
-    make_engine,
-    opened,
-    random_talks,
-    run_together,
-)
+from tests.workers.engine.talks import SELECTORS, Talk, alone, assert_same, random_talks, run_together
+from tests.workers.engine.test_cpu_engine import _Failing, assert_as_in_a_session, make_engine, opened
 from workers.engine.plain_rows import attend_row
 from workers.serving.step_engine import StepRow
 

@@ -93,3 +93,10 @@ def run(scheduler: Scheduler, max_turns: int = 10_000) -> int:
             return turn + 1
         scheduler.check()
     raise AssertionError(f"{scheduler!r} does not come to an end")
+
+
+def alone(store: Path, asked: dict) -> tuple[list[int], str]:
+    scheduler, _, _ = make_scheduler(store)
+    request = make_request(scheduler, **asked)
+    run(scheduler)
+    return request.token_ids, read(request)[0]

@@ -1,0 +1,101 @@
+"""Requests as tests of an engine drive them: alone, and many in steps of any cut."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from csattn.config import SearchConfig
+from workers.engine.cpu_engine import CpuEngine
+from workers.serving.step_engine import StepRow
+
+SELECTORS = ("csattn", "exact", "full", "window")
+
+
+@dataclass
+class Talk:
+    """A request as a test drives it: its question, then its own likeliest tokens."""
+
+    context_id: int
+    config: SearchConfig
+    selector: str
+    question: list[int]
+    num_new: int
+    fed: int = 0
+    tokens: list[int] = field(default_factory=list)
+    logits: list[np.ndarray] = field(default_factory=list)  # after the question, and after each token
+
+    @property
+    def done(self) -> bool:
+        return len(self.tokens) == self.num_new
+
+    def next_rows(self, at_most: int) -> list[int]:
+        """The token ids to feed next."""
+        left = self.question[self.fed :]
+        return left[:at_most] if left else self.tokens[-1:]
+
+    def take(self, num_rows: int, next_ids: np.ndarray, logits: np.ndarray) -> None:
+        self.fed += num_rows
+        if self.fed >= len(self.question):
+            self.tokens.append(int(next_ids[-1]))
+            self.logits.append(logits[-1].copy())
+
+
+def alone(engine: CpuEngine, talk: Talk) -> Talk:
+    """The same request, run by itself, its question in one go."""
+    again = Talk(talk.context_id, talk.config, talk.selector, talk.question, talk.num_new)
+    engine.open(0, again.context_id, again.config, again.selector)
+    while not again.done:
+        rows = again.next_rows(engine.max_rows)
+        result = engine.step([StepRow(0, token_id) for token_id in rows], want_logits=True)
+        again.take(len(rows), result.next_ids, result.logits)
+    engine.close_slot(0)
+    return again
+
+
+def assert_same(got: Talk, want: Talk) -> None:
+    assert got.tokens == want.tokens
+    np.testing.assert_array_equal(np.stack(got.logits), np.stack(want.logits))
+
+
+def random_talks(rng: np.random.Generator, num_talks: int, selectors: tuple[str, ...] = SELECTORS) -> list[Talk]:
+    talks = []
+    for number in range(num_talks):
+        config = SearchConfig(
+            keep=float(rng.choice([0.02, 0.05, 1.0], p=[0.3, 0.6, 0.1])),
+            window_len=int(rng.choice([16, 64])),
+            lookahead=int(rng.integers(2)),
+        )
+        question = rng.integers(0, 256, rng.integers(1, 30)).tolist()
+        selector = str(rng.choice(selectors)) if rng.random() < 0.5 else "csattn"
+        talks.append(Talk(number % 2, config, selector, question, int(rng.integers(1, 8))))
+    return talks
+
+
+def run_together(engine: CpuEngine, talks: list[Talk], rng: np.random.Generator) -> None:
+    """Begin and end requests as slots are free; questions cut at random, rows of a step in random order."""
+    waiting, running = list(talks), {}
+    while waiting or running:
+        for slot in range(engine.num_slots):
+            if slot not in running and waiting and rng.random() < 0.7:
+                running[slot] = waiting.pop(0)
+                engine.open(slot, running[slot].context_id, running[slot].config, running[slot].selector)
+        batch: list[tuple[int, int]] = []
+        for slot in rng.permutation(list(running)):
+            room = engine.max_rows - len(batch)
+            if room and rng.random() < 0.8:
+                batch += [(int(slot), token) for token in running[slot].next_rows(int(rng.integers(1, room + 1)))]
+        if not batch:
+            continue
+        # interleaved, but each request's tokens in order
+        order = np.argsort(rng.random(len(batch)))
+        places = {slot: iter([token for s, token in batch if s == slot]) for slot in running}
+        rows = [StepRow(batch[i][0], next(places[batch[i][0]])) for i in order]
+        watch = (int(rng.integers(len(rows))), int(rng.integers(engine.num_layers))) if rng.random() < 0.3 else None
+        result = engine.step(rows, want_logits=True, watch=watch)
+        assert (result.fidelity is None) == (watch is None)
+        for slot in {row.slot for row in rows}:
+            mine = [i for i, row in enumerate(rows) if row.slot == slot]
+            running[slot].take(len(mine), result.next_ids[mine], result.logits[mine])
+            if running[slot].done:
+                del running[slot]
+                engine.close_slot(slot)

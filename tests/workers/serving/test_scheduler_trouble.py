@@ -1,0 +1,188 @@
+"""Continuous batching when something goes wrong: deadlines, slow readers, full queues, broken engines."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from csattn.config import SearchConfig
+from csattn.errors import ConfigError
+from tests.tiny import loaded
+from tests.workers.serving.full_engine import FullEngine
+from tests.workers.serving.requests import alone, make_request, make_scheduler, read, run
+from workers.serving.messages import (
+    BadRequestError,
+    Done,
+    OverloadedError,
+    ServingError,
+    TimedOutError,
+    WorkerLostError,
+)
+from workers.serving.outlet import MAX_UNREAD
+from workers.serving.plan import plan_step
+from workers.serving.scheduler import STALL_S
+
+
+def test_what_takes_too_long_is_ended_wherever_it_is(built: Path) -> None:
+    scheduler, engine, clock = make_scheduler(built, FullEngine(loaded(), num_slots=1))
+    running = make_request(scheduler, max_new_tokens=200, timeout_s=5.0)
+    queued = make_request(scheduler, timeout_s=3.0)
+    scheduler.turn()
+    clock.now += 4
+    scheduler.turn()
+    assert isinstance(read(queued)[1], TimedOutError) and not running.is_over
+    clock.now += 1
+    scheduler.turn()
+    assert isinstance(read(running)[1], TimedOutError)
+    assert not engine.slots
+
+
+def test_a_reader_that_does_not_read_is_waited_for_and_then_left(built: Path) -> None:
+    engine = FullEngine(loaded(), tail_capacity=2000)
+    scheduler, _, clock = make_scheduler(built, engine)
+    slow = make_request(scheduler, max_new_tokens=MAX_UNREAD + 300)
+    idle_s = 0.0
+    while idle_s == 0.0:
+        idle_s = scheduler.turn()
+    assert idle_s == pytest.approx(STALL_S)
+    assert len(slow.outlet) == MAX_UNREAD and len(slow.token_ids) <= 2 * MAX_UNREAD
+    paused_at = len(slow.token_ids)
+    brisk = make_request(scheduler, max_new_tokens=10)
+    run(scheduler)
+    assert read(brisk)[1] is not None and len(slow.token_ids) == paused_at
+    read(slow)
+    assert scheduler.inbox._nudged, "reading wakes the scheduler"
+    scheduler.turn()
+    scheduler.turn()
+    assert len(slow.token_ids) == paused_at + 2
+    run(scheduler)
+    if not slow.is_over:
+        clock.now += STALL_S
+        scheduler.turn()
+    stuck = make_request(scheduler, max_new_tokens=MAX_UNREAD + 300)
+    run(scheduler)
+    scheduler.turn()
+    clock.now += STALL_S
+    scheduler.turn()
+    assert stuck.is_over and len(stuck.outlet) == MAX_UNREAD + 1
+    assert isinstance(read(stuck)[1], TimedOutError)
+    assert not engine.slots
+
+
+def test_over_the_queues_length_requests_are_told_when_to_come_again(built: Path) -> None:
+    scheduler, _, clock = make_scheduler(built, FullEngine(loaded(), num_slots=2), max_queued=3)
+    for _ in range(5):
+        make_request(scheduler, max_new_tokens=4)
+    with pytest.raises(OverloadedError) as unmeasured:
+        make_request(scheduler)
+    assert unmeasured.value.retry_after_s == 1.0
+    while scheduler.turn() == 0.0:
+        clock.now += 10.0
+    for _ in range(5):
+        make_request(scheduler, max_new_tokens=4)
+    with pytest.raises(OverloadedError) as measured:
+        make_request(scheduler)
+    # two slots, four steps of ten seconds each: a request every twenty seconds, and three wait
+    assert 20 <= measured.value.retry_after_s <= 90
+
+
+def test_a_failed_step_fails_its_requests_and_no_other(built: Path) -> None:
+    engine = FullEngine(loaded(), num_slots=2)
+    scheduler, _, _ = make_scheduler(built, engine)
+    first, second, queued = (make_request(scheduler, max_new_tokens=6) for _ in range(3))
+    scheduler.turn()
+    real, engine.step = engine.step, lambda *args: (_ for _ in ()).throw(RuntimeError("a lost row"))
+
+    def fail_once(*args):
+        engine.step = real
+        raise RuntimeError("a lost row")
+
+    engine.step = fail_once
+    scheduler.turn()
+    for request in (first, second):
+        error = read(request)[1]
+        assert isinstance(error, ServingError) and "a lost row" in error.message and "again" in error.message
+    assert scheduler.soundness.fault is None
+    run(scheduler)
+    assert (queued.token_ids, read(queued)[0]) == alone(built, {"max_new_tokens": 6})
+    scheduler.check()
+
+
+def test_an_engine_that_stays_broken_is_told_of_and_asked_again(built: Path) -> None:
+    engine = FullEngine(loaded(), num_slots=2)
+    scheduler, _, clock = make_scheduler(built, engine)
+    requests = [make_request(scheduler, max_new_tokens=6) for _ in range(4)]
+    scheduler.turn()
+    real = engine.step
+
+    def fail(*args):
+        raise RuntimeError("the device is gone")
+
+    engine.step = fail
+    scheduler.turn()
+    idle_s = scheduler.turn()
+    assert all(isinstance(read(request)[1], ServingError) for request in requests)
+    assert idle_s and 0 < idle_s <= 1.0
+    with pytest.raises(WorkerLostError, match="the device is gone"):
+        make_request(scheduler)
+    clock.now += 1
+    scheduler.turn()
+    assert scheduler.soundness.fault is not None
+    engine.step = real
+    clock.now += 1
+    scheduler.turn()
+    again = make_request(scheduler, max_new_tokens=6)
+    run(scheduler)
+    assert isinstance(read(again)[1], Done)
+    assert not engine.slots
+
+
+def test_what_an_engine_cannot_do_fails_that_request_alone(built: Path) -> None:
+    engine = FullEngine(loaded())
+    scheduler, _, _ = make_scheduler(built, engine)
+    real = engine.open
+
+    def refuse(slot, context_id, config, selector):
+        if selector == "exact":
+            raise ConfigError("this engine has no exact selector")
+        real(slot, context_id, config, selector)
+
+    engine.open = refuse
+    refused, other = make_request(scheduler, selector="exact"), make_request(scheduler)
+    run(scheduler)
+    assert isinstance(read(refused)[1], BadRequestError)
+    assert isinstance(read(other)[1], Done)
+
+
+def test_a_step_in_a_hundred_is_watched_round_robin(built: Path) -> None:
+    engine = FullEngine(loaded(), tail_capacity=2000)
+    scheduler, _, _ = make_scheduler(built, engine)
+    seen, real = [], engine.step
+
+    def watching(rows, want_logits, watch):
+        seen.append(watch if watch is None else (rows[watch[0]].slot, watch[1]))
+        return real(rows, want_logits, watch)
+
+    engine.step = watching
+    requests = [make_request(scheduler, max_new_tokens=601) for _ in range(2)]
+    while not all(request.is_over for request in requests):
+        scheduler.turn()
+        for request in requests:
+            read(request)
+    watched = [watch for watch in seen if watch is not None]
+    assert len(watched) == -(-len(seen) // 100)
+    assert len(set(watched[:6])) == 6, "each layer of each request once"
+    text = next(m for m in scheduler.metrics.collect() if m.name == "csattn_fidelity_recall")
+    assert sum(s.value for s in text.samples if s.name.endswith("_count")) == len(watched)
+
+
+def test_a_step_takes_a_row_of_every_request_that_decodes(built: Path) -> None:
+    scheduler, _, _ = make_scheduler(built, FullEngine(loaded(), max_rows=4, num_slots=16))
+    requests = [make_request(scheduler, max_new_tokens=30) for _ in range(4)]
+    plan = plan_step(requests, 4)
+    assert [num_rows for _, num_rows in plan] == [1, 1, 1, 1]
+    for request in requests[:3]:
+        request.num_fed = len(request.question_ids)
+    assert sorted(num_rows for _, num_rows in plan_step(requests, 16)) == [1, 1, 1, 4]
+    assert np.sum([num_rows for _, num_rows in plan_step(requests, 4)]) == 4
+    assert SearchConfig().keep == requests[0].config.keep

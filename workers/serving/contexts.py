@@ -198,12 +198,14 @@ class Contexts:
 
 
 def name_artifact(store: Path, name: str, artifact_id: str) -> ContextInfo:
-    """Give a name to an artifact of the store, by its id or how that begins: `csattn serve --context name=id`.
+    """Give a name to an artifact of the store, by its id, how that begins, or its path: `csattn serve --context name=id`.
 
     The same name for the same artifact again changes nothing.
     """
     require_name(name)
-    with open_artifact(find_artifact(store, artifact_id)) as artifact:
+    path = Path(artifact_id)
+    prefix = path.name if path.parent.resolve() == store.resolve() else artifact_id
+    with open_artifact(find_artifact(store, prefix)) as artifact:
         spec = artifact.spec
 
     def edit(records: dict[str, Record]) -> Record:

@@ -200,6 +200,7 @@ def test_artifacts_of_a_store_are_named(tmp_path: Path) -> None:
     info = name_artifact(tmp_path, "my.context-1", artifact_id[:6])
     assert (info.state, info.artifact_id) == ("ready", artifact_id)
     assert name_artifact(tmp_path, "my.context-1", artifact_id) == info
+    assert name_artifact(tmp_path, "my.context-1", str(tmp_path / artifact_id)) == info
     other = build(tmp_path, text_of("other"))
     with pytest.raises(ContextExistsError, match=other):
         name_artifact(tmp_path, "my.context-1", other)

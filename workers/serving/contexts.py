@@ -198,7 +198,7 @@ class Contexts:
 
 
 def name_artifact(store: Path, name: str, artifact_id: str) -> ContextInfo:
-    """Give a name to an artifact of the store, by its id, how that begins, or its path: `csattn serve --context name=id`.
+    """Give a name to an artifact of the store, by its id, how that begins, or its path: `csattn serve --context a=id`.
 
     The same name for the same artifact again changes nothing.
     """

@@ -5,15 +5,21 @@ import pytest
 import torch
 
 from bench.decode.rivals import best_rows
+from bench.decode.rivals.chosen_on_device import choose_rows
+from bench.decode.rivals.heavy import HeavySteps, heavy_rows
 from bench.decode.rivals.magicpig import SampledAttention
 from bench.decode.rivals.pqcache import PqSearch
+from bench.decode.rivals.sampled import HashedLayer, SampledSteps
 from bench.decode.rivals.sparq import SparqSearch
+from csattn.batch import StepRows, make_device_selection, make_step_rows
 from csattn.config import SearchConfig
 from csattn.cpu.team import Team
 from csattn.selectors import ContextLayer, ContextView
+from csattn.selectors.h2o import PreparedH2o
 from csattn.selectors.magicpig import PreparedMagicpig
 from csattn.selectors.pqcache import PreparedPqcache
 from csattn.selectors.sparq import PreparedSparq
+from workers.engine import EngineShape
 
 NUM_KV_HEADS, HEAD_DIM = 2, 32
 SCALE = HEAD_DIM**-0.5
@@ -155,3 +161,119 @@ def test_magicpig_attends_to_what_is_sampled_as_defined(team, context_len, group
             logits = near[:, 0] @ q[head].double() * SCALE + torch.from_numpy(want.log_weights[head, : len(rows)])
             np.testing.assert_allclose(acc / total, logits.softmax(0) @ near[:, 1], rtol=2e-3, atol=2e-3)
             np.testing.assert_allclose(top + np.log(total), logits.logsumexp(0), rtol=1e-3, atol=1e-3)
+
+
+def make_shape(context_len: int, batch_size: int, group_size: int, dtype: torch.dtype, top_k: int = 8) -> EngineShape:
+    return EngineShape(
+        num_layers=2,
+        num_q_heads=NUM_KV_HEADS * group_size,
+        num_kv_heads=NUM_KV_HEADS,
+        num_index_heads=NUM_KV_HEADS,
+        head_dim=HEAD_DIM,
+        dtype=dtype,
+        softmax_scale=SCALE,
+        search=SearchConfig(keep=top_k / context_len, sink_len=4, window_len=16),
+        max_context_len=context_len,
+        batch_sizes=(batch_size,),
+        num_contexts=batch_size,
+        num_tails=batch_size,
+        tail_capacity=80,
+    )
+
+
+def make_rows(batch_size: int, tail_lens: list[int]) -> StepRows:
+    rows = make_step_rows(batch_size, torch.device("cpu"))
+    rows.context_ids.copy_(torch.arange(batch_size))
+    rows.tail_ids.copy_(torch.arange(batch_size))
+    rows.tail_lens.copy_(torch.tensor(tail_lens))
+    return rows
+
+
+@pytest.mark.parametrize("group_size", [1, 3, 4])
+def test_h2o_attends_to_what_is_left_and_keeps_book_as_defined(group_size):
+    """Against the selector, whose rows the definition of attention gets; the last row of the step is idle."""
+    context_len, batch_size, tail_lens = 300, 3, [5, 70, 0]
+    shape, view = make_shape(context_len, batch_size, group_size, torch.float16), make_view(context_len, 0.1)
+    tails = torch.randn(2, batch_size, NUM_KV_HEADS, 80, 2, HEAD_DIM).half()
+    received = torch.rand(batch_size, NUM_KV_HEADS * group_size, context_len)
+    kv = torch.randn(batch_size, NUM_KV_HEADS, context_len, 2, HEAD_DIM).half()
+    kept_ids = [
+        heavy_rows(r.view(NUM_KV_HEADS, group_size, -1).sum(1), view.middle, view.top_k) for r in received
+    ]
+    steps = HeavySteps(shape, kept_ids[0].shape[1], torch.device("cpu"))
+    steps.tails.copy_(tails)
+    selectors = []
+    for context, ids in enumerate(kept_ids):
+        layer = ContextLayer(*kv[context].unbind(2), NUM_KV_HEADS * group_size, lambda c=context: received[c])
+        book = received[context].view(NUM_KV_HEADS, group_size, -1).sum(1).gather(1, ids)
+        steps.load(context, 1, kv[context][torch.arange(NUM_KV_HEADS)[:, None], ids], book)
+        selectors.append(PreparedH2o(layer).selector(view))
+    before = steps.received[1, 2].clone()
+    rows = make_rows(batch_size, tail_lens)
+    rows.context_ids[2] = -1
+    for _ in range(3):
+        q = torch.randn(batch_size, NUM_KV_HEADS * group_size, HEAD_DIM).half() * 2
+        out = torch.empty_like(q)
+        steps.attend(1, q, rows, out)
+        for row in range(2):
+            recent = tails[1, row, :, : tail_lens[row]]
+            selectors[row].select(q[row].float().numpy(), recent)
+            kept = kv[row][torch.arange(NUM_KV_HEADS)[:, None], kept_ids[row]]
+            everything = torch.cat([kept, recent], dim=1).float()
+            grouped = q[row].float().view(NUM_KV_HEADS, group_size, HEAD_DIM)
+            weights = (grouped @ everything[:, :, 0].mT * SCALE).softmax(-1)
+            want = (weights @ everything[:, :, 1]).view(-1, HEAD_DIM)
+            torch.testing.assert_close(out[row].float(), want, rtol=5e-3, atol=5e-3)
+            booked = steps.received[1, row, :, : view.top_k]
+            torch.testing.assert_close(booked, selectors[row]._received, rtol=1e-3, atol=1e-4)
+    assert torch.equal(steps.received[1, 2], before) and not steps.received[0].any()
+
+
+def test_magicpig_merges_what_is_sampled_with_what_is_near(team):
+    """The device's side in float16: Triton's interpreter cannot multiply bfloat16."""
+    context_len, batch_size, group_size, tail_lens = 700, 2, 3, [3, 80]
+    shape, view = make_shape(context_len, batch_size, group_size, torch.float16), make_view(context_len, 0.1)
+    layers = [make_layer(context_len, group_size, seed) for seed in range(batch_size)]
+    prepared = [PreparedMagicpig(layer, num_bits=6, num_tables=20) for layer in layers]
+    kv = [torch.stack([layer.keys, layer.values], dim=2).contiguous() for layer in layers]
+    resident = torch.tensor([*range(view.middle.start), *range(view.middle.stop, context_len)])
+    steps = SampledSteps(shape, prepared[0].projections, 20, view.middle, len(resident), team)
+    steps.tails.copy_(torch.randn(steps.tails.shape))
+    for context, of_context in enumerate(prepared):
+        norms = (layers[context].keys.float() - of_context.key_mean).norm(dim=-1).numpy()
+        mean = of_context.key_mean[:, 0].contiguous().numpy()
+        rows_, starts = of_context.rows.numpy(), of_context.starts.numpy()
+        hashed = HashedLayer(bits_of(kv[context]), rows_, starts, mean, norms)
+        steps.load(context, [hashed] * 2, [kv[context][:, resident]] * 2)
+    rows = make_rows(batch_size, tail_lens)
+    q = torch.randn(batch_size, NUM_KV_HEADS * group_size, HEAD_DIM).half() * 2
+    out = torch.empty_like(q)
+    steps.begin_step(rows)
+    steps.attend(1, q, rows, out)
+    for row in range(batch_size):
+        tail = steps.tails[1, row, :, : tail_lens[row]]
+        chosen = prepared[row].selector(view).select(q[row].float().numpy(), tail)
+        for head in range(NUM_KV_HEADS * group_size):
+            near = torch.cat([kv[row][head // group_size, resident], tail[head // group_size]]).double()
+            ids = torch.from_numpy(chosen.kv_indices[head, : chosen.valid_len[head]]).long()
+            far = kv[row][head // group_size, ids].double()
+            raised = torch.from_numpy(chosen.log_weights[head, : len(ids)]).double()
+            q_head = q[row, head].double()
+            logits = torch.cat([near[:, 0] @ q_head * SCALE, far[:, 0] @ q_head * SCALE + raised])
+            want = logits.softmax(0) @ torch.cat([near[:, 1], far[:, 1]])
+            torch.testing.assert_close(out[row, head].double(), want, rtol=2e-2, atol=2e-2)
+    assert steps.num_searches == batch_size
+
+
+def test_pqcache_on_the_device_chooses_as_defined():
+    context_len, group_size = 900, 3
+    layer, view, q = make_layer(context_len, group_size), make_view(context_len, 0.1), make_queries(group_size)
+    prepared = PreparedPqcache(layer, num_centroids=64, num_iterations=2)
+    shape = make_shape(context_len, 1, group_size, torch.bfloat16, view.top_k)
+    selection = make_device_selection(1, NUM_KV_HEADS, view.top_k, torch.device("cpu"))
+    codes = prepared.codes.permute(2, 0, 1).contiguous()
+    choose_rows(q[None], prepared.centroids, codes, view.middle, shape, selection)
+    want = prepared.selector(view).select(q.numpy(), torch.empty(NUM_KV_HEADS, 0, 2, HEAD_DIM))
+    np.testing.assert_array_equal(selection.valid_len[0], want.valid_len)
+    worth_differs = sum(len(set(a) ^ set(b)) for a, b in zip(selection.kv_indices[0].tolist(), want.kv_indices.tolist(), strict=True))
+    assert worth_differs <= 4  # keys of the same codes tie, and torch's top-k takes any of them

@@ -186,15 +186,47 @@ def _add_channels(
         for j in range(c + AT_ONCE, min(c + 2 * AT_ONCE, count)):
             for line in range(0, num_keys, 32):
                 prefetch_early(channels, best[j] * length + key + line)
-        for i in range(0, num_keys, LANES):
-            k0, k1 = load_floats(channels, c0 + i), load_floats(channels, c1 + i)
-            k2, k3 = load_floats(channels, c2 + i), load_floats(channels, c3 + i)
-            for g in range(sparq.group_size):
-                place, w = g * row + at + i, g * count + c
-                logit = fma(k0, fill(F32x16, weights[w]), load(F32x16, logits, place))
-                logit = fma(k1, fill(F32x16, weights[w + 1]), logit)
-                logit = fma(k2, fill(F32x16, weights[w + 2]), logit)
-                store(logits, place, fma(k3, fill(F32x16, weights[w + 3]), logit))
+        whole = sparq.group_size // 4 * 4
+        for g in range(0, whole, 4):
+            _add_to_four(channels, c0, c1, c2, c3, weights, g * count + c, count, logits, g * row + at, row, num_keys)
+        for g in range(whole, sparq.group_size):
+            _add_to_one(channels, c0, c1, c2, c3, weights, g * count + c, logits, g * row + at, num_keys)
+
+
+@exact_kernel
+def _add_to_four(channels, c0, c1, c2, c3, weights, w, count, logits, at, row, num_keys):  # type: ignore[no-untyped-def]
+    """Add four channels to the logits of four query heads, whose weights are `count` apart and logits `row`."""
+    a0, a1, a2, a3 = _four_weights(weights, w)
+    b0, b1, b2, b3 = _four_weights(weights, w + count)
+    d0, d1, d2, d3 = _four_weights(weights, w + 2 * count)
+    e0, e1, e2, e3 = _four_weights(weights, w + 3 * count)
+    for i in range(at, at + num_keys, LANES):
+        k0, k1 = load_floats(channels, c0 + i - at), load_floats(channels, c1 + i - at)
+        k2, k3 = load_floats(channels, c2 + i - at), load_floats(channels, c3 + i - at)
+        a = fma(k1, a1, fma(k0, a0, load(F32x16, logits, i)))
+        store(logits, i, fma(k3, a3, fma(k2, a2, a)))
+        b = fma(k1, b1, fma(k0, b0, load(F32x16, logits, i + row)))
+        store(logits, i + row, fma(k3, b3, fma(k2, b2, b)))
+        d = fma(k1, d1, fma(k0, d0, load(F32x16, logits, i + 2 * row)))
+        store(logits, i + 2 * row, fma(k3, d3, fma(k2, d2, d)))
+        e = fma(k1, e1, fma(k0, e0, load(F32x16, logits, i + 3 * row)))
+        store(logits, i + 3 * row, fma(k3, e3, fma(k2, e2, e)))
+
+
+@exact_kernel
+def _add_to_one(channels, c0, c1, c2, c3, weights, w, logits, at, num_keys):  # type: ignore[no-untyped-def]
+    a0, a1, a2, a3 = _four_weights(weights, w)
+    for i in range(at, at + num_keys, LANES):
+        k0, k1 = load_floats(channels, c0 + i - at), load_floats(channels, c1 + i - at)
+        k2, k3 = load_floats(channels, c2 + i - at), load_floats(channels, c3 + i - at)
+        a = fma(k1, a1, fma(k0, a0, load(F32x16, logits, i)))
+        store(logits, i, fma(k3, a3, fma(k2, a2, a)))
+
+
+@exact_kernel
+def _four_weights(weights, w):  # type: ignore[no-untyped-def]
+    first, second = fill(F32x16, weights[w]), fill(F32x16, weights[w + 1])
+    return first, second, fill(F32x16, weights[w + 2]), fill(F32x16, weights[w + 3])
 
 
 @exact_kernel

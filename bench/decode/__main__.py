@@ -3,10 +3,12 @@
     python -m bench.decode record [--recording FILE]             once, where the demo model is
     python -m bench.decode op   --out FILE [--contexts 16384,131072] [--batches 1,4] [--variants full,default]
     python -m bench.decode e2e  --out FILE [--placements device,hybrid] [--contexts ...] [--batches ...]
+    python -m bench.decode rivals --out FILE [--contexts ...]
     python -m bench.decode show FILE ... [--out FILE] [--markdown FILE] [--plots DIRECTORY]
 
-`op` is one layer's attention, `e2e` the whole model. What a file holds already is not measured again. Queries and
-keys are a small model's, recorded (see recorded.py) and brought to the shape and length (see widened.py).
+`op` is one layer's attention, `e2e` the whole model, `rivals` the whole model with the selectors that csattn is
+compared with. What a file holds already is not measured again. Queries and keys are a small model's, recorded (see
+recorded.py) and brought to the shape and length (see widened.py).
 """
 
 import argparse
@@ -23,6 +25,8 @@ from csattn.config import SearchConfig
 CONTEXT_LENS = "8192,16384,32768,65536,131072,262144,524288,1048576"
 OP_VARIANTS = "full,streamed,window,default,pooled,paper"
 E2E_VARIANTS = "full,streamed,window,default,pooled"
+RIVALS = "h2o,magicpig,sparq,pqcache,pqcache on the GPU,pooled,default"
+RIVAL_CONTEXT_LENS = "8192,16384,32768,65536,131072"
 
 
 def main() -> None:
@@ -31,10 +35,11 @@ def main() -> None:
     record = commands.add_parser("record", help="run the demo model and keep what the benchmarks need")
     op = commands.add_parser("op", help="measure one layer's attention")
     e2e = commands.add_parser("e2e", help="measure whole steps")
+    rivals = commands.add_parser("rivals", help="measure whole steps of the selectors that csattn is compared with")
     show = commands.add_parser("show", help="tables and plots of result files")
-    for command in (record, op, e2e):
+    for command in (record, op, e2e, rivals):
         command.add_argument("--recording", type=Path, default=recorded.default_path())
-    for command, variants in ((op, OP_VARIANTS), (e2e, E2E_VARIANTS)):
+    for command, variants in ((op, OP_VARIANTS), (e2e, E2E_VARIANTS), (rivals, RIVALS)):
         command.add_argument("--out", type=Path)
         command.add_argument("--contexts", type=_numbers, default=_numbers(CONTEXT_LENS))
         command.add_argument("--batches", type=_numbers, default=[1, 4, 8])
@@ -44,6 +49,10 @@ def main() -> None:
         command.add_argument("--seconds", type=float, default=0.3, help="of measuring, per figure")
         command.add_argument("--pin-gib", type=float, default=4.0, help="host memory that streaming may pin")
     e2e.add_argument("--placements", type=_names, default=_names("device,hybrid,host"))
+    rivals.add_argument("--placements", type=_names, default=_names("hybrid,host"))
+    for command in (e2e, rivals):
+        command.add_argument("--steps", type=int, default=192, help="that are timed of each case")
+    rivals.set_defaults(contexts=_numbers(RIVAL_CONTEXT_LENS), batches=[1])
     show.add_argument("files", type=Path, nargs="+")
     show.add_argument("--out", type=Path)
     show.add_argument("--markdown", type=Path)
@@ -80,6 +89,8 @@ def _measure(arguments: argparse.Namespace) -> None:
         ceilings=header["ceilings"],
         seconds=arguments.seconds,
         pinned_bytes=round(arguments.pin_gib * 2**30),
+        num_steps=getattr(arguments, "steps", 0),
+        takes_apart=arguments.command == "e2e",
     )
     results = Results(arguments.out, header)
     which = results, recorded.load(arguments.recording), options, arguments.contexts, arguments.batches

@@ -19,6 +19,7 @@ from bench.decode.placements import placed, schedules
 from bench.decode.prepared import TAIL_LEN, Prepared, full_attention, streamed_attention, window_only
 from bench.decode.recorded import Recorded
 from bench.decode.results import Results
+from bench.decode.rivals.cases import RIVALS
 from bench.decode.steps import RecordedQueries, attention_only
 from bench.decode.workload import DTYPE, Workload
 from bench.records import Case
@@ -26,7 +27,7 @@ from csattn.errors import CsattnError
 from offload.errors import OffloadError
 from workers.model_runner import ModelRunner, ModelWeights, StepAttention, random_weights
 
-WARM_UP_STEPS, STEPS, SLOW_STEPS = 48, 192, 8  # a slot cache is filled while the steps warm up
+WARM_UP_STEPS, SLOW_STEPS = 48, 8  # a slot cache is filled while the steps warm up
 PROFILED_STEPS = 4
 
 
@@ -67,12 +68,13 @@ def _cases(
 ) -> Iterator[tuple[Case, Callable[[], Prepared]]]:
     baselines = {"full": full_attention, "streamed": streamed_attention, "window": window_only}
     key = {"kind": "e2e", "context_len": work.context_len, "batch_size": work.batch_size}
+    others = {**baselines, **RIVALS}
     for variant in variants:
-        if variant in baselines:
-            place = "host" if variant == "streamed" else "device"
+        if variant in others:
+            place = "device" if variant in ("full", "window", "h2o") else "host"
             yield (
                 {**key, "variant": variant, "placement": place, "schedule": "none"},
-                partial(baselines[variant], work, options),
+                partial(others[variant], work, options),
             )
             continue
         for placement in placements:
@@ -95,7 +97,7 @@ def measure_steps(work: Workload, weights: ModelWeights, prepared: Prepared, opt
     for _ in range(2 if prepared.is_slow else WARM_UP_STEPS):
         step()
     prepared.start_counting()
-    times_us = _time_steps(step, SLOW_STEPS if prepared.is_slow else STEPS)
+    times_us = _time_steps(step, SLOW_STEPS if prepared.is_slow else options.num_steps)
     p50, p99 = (float(x) for x in np.percentile(times_us, [50, 99]))
     mean = float(np.mean(times_us))
     facts = prepared.facts(len(times_us))
@@ -114,7 +116,7 @@ def measure_steps(work: Workload, weights: ModelWeights, prepared: Prepared, opt
         "hbm_bytes": torch.cuda.memory_allocated(),
         **facts,
     }
-    if not prepared.is_slow and prepared.period == 1:
+    if options.takes_apart and not prepared.is_slow and prepared.period == 1:
         parts = times_by_purpose(kernel_times(step, PROFILED_STEPS), weights.shape.num_layers)
         q = torch.zeros(work.batch_size, weights.shape.num_q_heads, weights.shape.head_dim, dtype=DTYPE, device="cuda")
         rows = runners[0].rows(work.batch_size)

@@ -43,6 +43,8 @@ class Options:
     ceilings: dict[str, float]  # see `gpu_timing.ceilings`
     seconds: float  # of measuring, per figure
     pinned_bytes: int  # host memory that streaming may pin
+    num_steps: int = 192  # that are timed, of whole steps
+    takes_apart: bool = True  # whether whole steps are profiled, too
 
     @property
     def every_4th(self) -> SearchConfig:

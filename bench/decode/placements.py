@@ -55,7 +55,7 @@ def _on_device(work: Workload, options: Options, index_name: str, search: Search
     shape, config = options.shape, work.recorded.indexes[index_name][0].config
     per_layer = full_bytes(shape, work.context_len) + index_bytes(shape, config, work.context_len)
     require_memory(work.batch_size * shape.num_layers * per_layer, "context KV and index on the device")
-    engine = _engine_shape(work, options, config, search)
+    engine = engine_shape(work, options, config, search)
     far = DeviceRows(engine, work.device)
     steps = (PeriodicSteps if search.search_period > 1 else SearchOnDevice)(
         engine, index_shape(config, shape), far, work.device
@@ -73,7 +73,7 @@ def _hybrid(work: Workload, options: Options, index_name: str, search: SearchCon
     num_slots = round(SLOTS * work.context_len)
     per_layer = round(SLOTS * full_bytes(shape, work.context_len)) + index_bytes(shape, config, work.context_len)
     require_memory(work.batch_size * shape.num_layers * per_layer, "slot cache and index on the device")
-    engine = _engine_shape(work, options, config, search)
+    engine = engine_shape(work, options, config, search)
     far = CachedRows(engine, num_slots, work.device)
     steps = SearchOnDevice(engine, index_shape(config, shape), far, work.device)
     kv, index = host_rows(work, shape.num_layers), indexes_of(work, shape.num_layers, index_name)
@@ -82,7 +82,7 @@ def _hybrid(work: Workload, options: Options, index_name: str, search: SearchCon
         steps.load(context_id, kv.layers, [clone_index(layer) for layer in index] if context_id else index)
 
     least = step_bytes(work, options, index_name, search)
-    return Prepared(steps, least, partial(_cache_facts, far, work, options), far.cache.clear_statistics)
+    return Prepared(steps, least, partial(cache_facts, far, work, options), far.cache.clear_statistics)
 
 
 def _on_host(work: Workload, options: Options, index_name: str, search: SearchConfig) -> Prepared:
@@ -98,7 +98,7 @@ def _on_host(work: Workload, options: Options, index_name: str, search: SearchCo
         raise TooLargeError(
             f"KV and index take {stored / 1e9:.1f} GB of {host_memory_bytes() / 1e9:.1f} GB on the host"
         )
-    engine = _engine_shape(work, options, config, search)
+    engine = engine_shape(work, options, config, search)
     far = CachedRows(engine, round(SLOTS * work.context_len), work.device)
     pool = SearchPool(available_cpus())
     steps = SearchOnHost(engine, far, pool, work.device)
@@ -109,14 +109,14 @@ def _on_host(work: Workload, options: Options, index_name: str, search: SearchCo
 
     def facts(num_steps: int) -> dict[str, Any]:
         cpu_us = cpu_search_us(work, index, pool, search, shape.softmax_scale)
-        return {**_cache_facts(far, work, options, num_steps), "cpu_search_us": round(cpu_us, 1)}
+        return {**cache_facts(far, work, options, num_steps), "cpu_search_us": round(cpu_us, 1)}
 
     num_rows = search.top_k(work.context_len) + search.sink_len + search.window_len + TAIL_LEN
     least = work.batch_size * shape.num_layers * row_bytes(shape) * num_rows
     return Prepared(steps, least, facts, far.cache.clear_statistics, close=pool.close)
 
 
-def _cache_facts(far: CachedRows, work: Workload, options: Options, num_steps: int) -> dict[str, Any]:
+def cache_facts(far: CachedRows, work: Workload, options: Options, num_steps: int) -> dict[str, Any]:
     """What the slot cache has done since its statistics were cleared."""
     layers = far.cache.statistics()
     selected = sum(layer.num_selected for layer in layers)
@@ -207,7 +207,7 @@ def step_bytes(work: Workload, options: Options, index_name: str, search: Search
     return work.batch_size * shape.num_layers * (table + kept + resident)
 
 
-def _engine_shape(work: Workload, options: Options, config: IndexConfig, search: SearchConfig) -> EngineShape:
+def engine_shape(work: Workload, options: Options, config: IndexConfig, search: SearchConfig) -> EngineShape:
     shape = options.shape
     return EngineShape(
         num_layers=shape.num_layers,

@@ -1,13 +1,16 @@
 """The selectors that csattn is compared with, as fast as this machine lets them be, in whole steps.
 
-| | where it decides | what travels each layer and step | which kernels |
-|---|---|---|---|
-| MagicPIG | codes of q on the GPU; tables probed and rows attended on the CPU | queries and codes down, outputs with their sums up | `magicpig`, near rows by `heavy_kernels` |
-| PQCache | on the CPU | queries down, rows up: those without a slot in the cache of rows | `pqcache`, `best_rows`, the engine's slot cache, gather and attention |
-| PQCache, its authors' way | on the GPU, by torch | codes of all keys up, then rows as above | torch, then as above |
-| SparQ | on the CPU | queries, the newest row down; rows, shares and the mean value up | `sparq`, `best_rows`, then as above |
-| H2O | on the GPU, nothing to decide: what was evicted is gone | nothing | `heavy_kernels` |
+* **MagicPIG** (`sampled`, `magicpig`): the GPU hashes queries and attends to near rows; the CPU probes the tables and
+  attends to the sampled rows where they lie. Queries and codes travel down, outputs with their sums up.
+* **PQCache** (`chosen`, `choosers`, `pqcache`): the CPU looks up the codes of all keys and chooses; rows travel that
+  have no place in the slot cache. Or, as in its authors' code (`chosen_on_device`): codes travel to the GPU a layer
+  ahead, which scores and chooses with torch's operators.
+* **SparQ** (`chosen`, `choosers`, `sparq`): the CPU reads a quarter of the channels of a second copy of the keys; the
+  token's own row travels down, rows, the mean value and its share up.
+* **H2O** (`heavy`, `row_kernels`): nothing travels. The GPU attends to the rows that are left and keeps the book of
+  what they receive; what was evicted is gone.
 
-All decide by the layer's own query, as published: none of them predicts it. CPU kernels run on the team of threads that the
-CPU engine has (`csattn.cpu.team`), on all cores. Definitions: `csattn.selectors`.
+Rows travel and are attended to as ours: slot cache, gather and attention are the engine's. Kernels of the CPU run on
+the team of threads that the CPU engine has, on all cores. All decide by the layer's own query, as published.
+Definitions: `csattn.selectors`.
 """

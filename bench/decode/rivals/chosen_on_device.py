@@ -86,7 +86,7 @@ def choose_rows(
     out: DeviceSelection,
 ) -> None:
     """Top-K of the group's summed softmax over products looked up by the keys' codes."""
-    num_kv_heads, num_subspaces, num_centroids, subspace_dim = centroids.shape
+    num_kv_heads, num_subspaces, _, subspace_dim = centroids.shape
     batch_size = len(q)
     parts = q.float().view(batch_size, num_kv_heads, -1, num_subspaces, subspace_dim)
     products = torch.einsum("bhgmd,hmcd->mbhgc", parts, centroids) * shape.softmax_scale

@@ -26,9 +26,7 @@ class HeavySteps:
         size = shape.num_layers, shape.num_contexts, shape.num_kv_heads, num_kept
         self.kept = torch.zeros(*size, 2, shape.head_dim, dtype=shape.dtype, device=device)
         self.received = torch.zeros(size, dtype=torch.float32, device=device)
-        self._rows = KeptRows(
-            batch_size, shape.num_q_heads, num_kept, self.tails, shape.softmax_scale, keeps_book=True
-        )
+        self._rows = KeptRows(batch_size, shape.num_q_heads, num_kept, self.tails, shape.softmax_scale, keeps_book=True)
 
     def load(self, context_id: int, layer_idx: int, kept: Tensor, received: Tensor) -> None:
         """kept: [num_kv_heads, num_kept, 2, head_dim]; received: [num_kv_heads, num_kept] float32."""

@@ -35,7 +35,10 @@ class KeptRows:
         self._logits = torch.zeros(batch_size, num_q_heads, room, dtype=torch.float32, device=tails.device)
 
     def attend(self, q: Tensor, kept: Tensor, tail: Tensor, rows: StepRows) -> None:
-        """Enqueue the first half. kept: [num_contexts, num_kv_heads, num_kept, 2, head_dim]; tail: one layer's tails."""
+        """Enqueue the first half.
+
+        kept: [num_contexts, num_kv_heads, num_kept, 2, head_dim]; tail: one layer's tails.
+        """
         num_kv_heads, num_kept, _, head_dim = kept.shape[1:]
         attend_parts[(self._num_parts, num_kv_heads, len(q))](
             q,

@@ -46,7 +46,7 @@ LSH = record_of(
         "sampled",  # [num_q_heads, num_keys] int32
         "num_sampled",  # [num_q_heads] int64
         "parts",  # [num_q_heads, MAX_RANGES, head_dim + 2] float32
-        "out",  # [num_q_heads, head_dim + 2] float32, written: sum of weights times values, largest logit, sum of weights
+        "out",  # [num_q_heads, head_dim + 2] float32, written: weighted sum of values, largest logit, sum of weights
     ),
     ("softmax_scale",),
 )
@@ -193,7 +193,7 @@ def _range_rows(num_sampled: int) -> int:
 def _raise_by_chance(
     lsh: Any, q: NDArray[np.float32], kv_head: int, sampled: NDArray[np.int32], logits: NDArray[np.float32]
 ) -> None:
-    """Add to each row's logit what its chance to be sampled is worth: that of the angle between query and centred key."""
+    """Add to each row's logit what its chance to be sampled is worth: it follows from its angle with the query."""
     head_dim = lsh.head_dim
     mean = array_at(lsh.key_mean + 4 * kv_head * head_dim, head_dim, np.float32(0))
     norms = array_at(lsh.norms + 4 * kv_head * lsh.num_keys, lsh.num_keys, np.float32(0))

@@ -4,6 +4,7 @@ Programs of `attend_parts` take a range of rows each, those of `finish` merge th
 `csattn.attention.device_reference`, and `csattn.selectors.h2o` for what rows receive.
 """
 
+# ruff: noqa: N803
 import triton
 import triton.language as tl
 
@@ -60,9 +61,9 @@ def attend_parts(
         logits = tl.dot(q, tl.trans(k), out_dtype=tl.float32) * softmax_scale
         logits = tl.where(is_there[None, :], logits, NO_ROW)
         if KEEP_LOGITS:
-            if not in_tail:
-                at = q_heads[:, None].to(tl.int64) * num_kept + places[None, :]
-                tl.store(logits_ptr + at, logits, mask=is_member[:, None] & is_there[None, :])
+            at = q_heads[:, None].to(tl.int64) * num_kept + places[None, :]
+            is_kept = places < tl.where(in_tail, 0, num_rows)
+            tl.store(logits_ptr + at, logits, mask=is_member[:, None] & is_kept[None, :])
         higher = tl.maximum(top, tl.max(logits, axis=1))
         powers = tl.where(is_there[None, :], tl.exp(logits - higher[:, None]), 0.0)
         shrink = tl.exp(top - higher)

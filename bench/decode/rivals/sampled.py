@@ -75,6 +75,9 @@ class SampledSteps:
         for place, rows in zip(self.resident[:, context_id], resident, strict=True):
             place.copy_(rows)
 
+    def start_counting(self) -> None:
+        self.num_sampled, self.num_searches = 0, 0
+
     def begin_step(self, rows: StepRows) -> None:
         self._contexts = rows.context_ids.tolist()
 

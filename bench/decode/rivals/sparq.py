@@ -83,7 +83,7 @@ class SparqSearch:
 
 
 def components_stage(arguments: int, head: int, thread: int, unused: int) -> int:
-    """The channels where |q|, summed over the group, is largest; the queries' parts there, their temperature put right."""
+    """The channels where the group's |q| are largest, and the queries' parts there, their temperature put right."""
     sparq = sparq_at(arguments)
     dim, group_size, count = sparq.head_dim, sparq.group_size, sparq.num_components
     q = array_at(sparq.q + 4 * head * group_size * dim, group_size * dim, np.float32(0))
@@ -174,9 +174,7 @@ def _add_channels(
     """Logits of whole vectors of keys from `key` on, for all query heads of the group."""
     count = sparq.num_components
     best = array_at(sparq.best + 8 * head * count, count, np.int64(0))
-    weights = array_at(
-        sparq.weights + 4 * head * sparq.group_size * count, sparq.group_size * count, np.float32(0)
-    )
+    weights = array_at(sparq.weights + 4 * head * sparq.group_size * count, sparq.group_size * count, np.float32(0))
     for g in range(sparq.group_size):
         for i in range(0, num_keys, LANES):
             store(logits, g * row + at + i, fill(F32x16, 0.0))
@@ -236,9 +234,7 @@ def _add_channels_of_one(
 ) -> None:  # fmt: skip
     count = sparq.num_components
     best = array_at(sparq.best + 8 * head * count, count, np.int64(0))
-    weights = array_at(
-        sparq.weights + 4 * head * sparq.group_size * count, sparq.group_size * count, np.float32(0)
-    )
+    weights = array_at(sparq.weights + 4 * head * sparq.group_size * count, sparq.group_size * count, np.float32(0))
     bits = np.empty(1, np.uint32)
     for g in range(sparq.group_size):
         total = np.float32(0.0)

@@ -20,6 +20,7 @@ from bench.decode import recorded
 from bench.decode.plots import draw_all
 from bench.decode.report import tables
 from bench.decode.results import Results, merge_files
+from bench.decode.rivals.report import rival_tables, rivals_in
 from csattn.config import SearchConfig
 
 CONTEXT_LENS = "8192,16384,32768,65536,131072,262144,524288,1048576"
@@ -104,7 +105,7 @@ def _show(arguments: argparse.Namespace) -> None:
     content = merge_files(arguments.files)
     if arguments.out:
         arguments.out.write_text(json.dumps(content, indent=1) + "\n")
-    text = tables(content)
+    text = rival_tables(content) if rivals_in(content["cases"]) else tables(content)
     print(text)
     if arguments.markdown:
         arguments.markdown.write_text(text + "\n")

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from bench.decode.report import NAMES, best_speedup, length, speedup
+from bench.decode.rivals.report import RIVALS, rivals_in
 from bench.records import Case
 
 OURS = "default"
@@ -27,6 +28,11 @@ _STYLES: dict[str, tuple[str, str]] = {  # what is drawn -> colour, marker
     "device": ("#0b61a4", "D"),
     "hybrid": ("#2a9d8f", "P"),
     "host": ("#7b3fa0", "X"),
+    "h2o": ("#222222", "o"),
+    "magicpig": ("#d81b7a", "^"),
+    "sparq": ("#d98e04", "s"),
+    "pqcache": ("#b3261e", "v"),
+    "pqcache on the GPU": ("#e08a7d", "v"),
 }
 _BATCH_COLOURS = ("#7fb8de", "#0b61a4", "#0a2f5c", "#000000")
 _PLACES = {"device": "all on the GPU", "hybrid": "KV on the host", "host": "KV and search on the host"}
@@ -36,6 +42,10 @@ def draw_all(content: dict[str, Any], directory: Path) -> list[Path]:
     """Write every picture that the cases give; returns their paths."""
     directory.mkdir(parents=True, exist_ok=True)
     cases = [case for case in content["cases"] if "refused" not in case]
+    if rivals := rivals_in(cases):
+        path = directory / "decode-rivals.png"
+        draw_rivals(rivals, content).savefig(path, dpi=_DPI, pil_kwargs={"optimize": True})
+        return [path]
     pictures: dict[str, tuple[str, Callable[..., Any]]] = {
         "decode-attention.png": ("op", draw_op),
         "decode-split.png": ("op", draw_split),
@@ -143,6 +153,24 @@ def draw_speedup(cases: list[Case], content: dict[str, Any]) -> Any:
         axes.axhline(1, color="#222222", linewidth=1)
         _finish_panel(axes, [c for c in ours if c["kind"] == kind], panels_of[kind], lambda ratio: f"{ratio:g} ×")
     _legend(figure, panels, "dotted: the most that bytes allow" if "e2e" in kinds else None)
+    return figure
+
+
+def draw_rivals(cases: list[Case], content: dict[str, Any]) -> Any:
+    """Tokens per second over context length: ours in each placement beside the rivals, a panel per batch size."""
+    batch_sizes = sorted({case["batch_size"] for case in cases})
+    figure, panels = _figure(len(batch_sizes), "Decoding with the context's KV on the host", _setting(content))
+    for axes, batch_size in zip(panels, batch_sizes, strict=True):
+        shown = [case for case in cases if case["batch_size"] == batch_size]
+        for placement in ("hybrid", "host"):
+            ours = [case for case in shown if case["placement"] == placement and case["variant"] not in RIVALS]
+            name = f"csattn, {'search on the GPU' if placement == 'hybrid' else 'search on the host'}"
+            _line(axes, _fastest_schedule(ours), placement, name, lambda case: case["tokens_per_s"])
+        for rival in RIVALS:
+            line = [case for case in shown if case["variant"] == rival]
+            _line(axes, line, rival, NAMES[rival], lambda case: case["tokens_per_s"])
+        _finish_panel(axes, cases, f"batch {batch_size}", lambda rate: f"{rate:g} tokens/s")
+    _legend(figure, panels, None)
     return figure
 
 

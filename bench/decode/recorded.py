@@ -38,6 +38,9 @@ INDEXES: dict[str, tuple[IndexConfig, int]] = {
     "paper": (preset("paper", HEAD_DIM), 2),
 }
 
+# name -> the recorded one of which it has every second centroid: half the memory, where a whole one does not fit
+HALVES = {"default, 32 centroids": "default", "pooled, 32 centroids": "pooled"}
+
 
 @dataclass(frozen=True, slots=True)
 class WideIndex:
@@ -179,4 +182,14 @@ def load(path: Path) -> Recorded:
                     f"{path} has an index {name!r} of {recorded_shape}, wanted is {wanted_shape}; record anew",
                 )
                 indexes[name] = [WideIndex(config, *(a[i] for a in arrays)) for i in range(num_layers)]
+    for half, whole in HALVES.items():
+        if whole in indexes:
+            indexes[half] = [halved(layer) for layer in indexes[whole]]
     return Recorded(Recording(**fields), indexes)
+
+
+def halved(index: WideIndex) -> WideIndex:
+    """The same with every second centroid. On the recorded steps 5 % of the rows then miss 5.8 % of the softmax weight
+    instead of 5.7 % (`pooled`), and 5.1 % instead of 5.0 % (`default`)."""
+    config = replace(index.config, num_centroids=index.config.num_centroids // 2)
+    return replace(index, config=config, codebooks=np.ascontiguousarray(index.codebooks[:, :, ::2]))

@@ -13,9 +13,16 @@ NAMES = {
     "window": "sinks, window and tail only",
     "default": "csattn",
     "pooled": "csattn, one query per KV head",
+    "default, 32 centroids": "csattn, 32 centroids",
+    "pooled, 32 centroids": "csattn, one query per KV head, 32 centroids",
     "rows 32x32": "csattn, 32 × 32 centroids",
     "lists": "csattn, lists",
     "paper": "as published",
+    "h2o": "H2O",
+    "magicpig": "MagicPIG",
+    "sparq": "SparQ",
+    "pqcache": "PQCache",
+    "pqcache on the GPU": "PQCache, codes sent to the GPU",
 }
 
 

@@ -159,7 +159,7 @@ def draw_speedup(cases: list[Case], content: dict[str, Any]) -> Any:
 def draw_rivals(cases: list[Case], content: dict[str, Any]) -> Any:
     """Tokens per second over context length: ours in each placement beside the rivals, a panel per batch size."""
     batch_sizes = sorted({case["batch_size"] for case in cases})
-    figure, panels = _figure(len(batch_sizes), "Decoding with the context's KV on the host", _setting(content))
+    figure, panels = _figure(len(batch_sizes), "Tokens per second, beside other selectors", _setting(content))
     for axes, batch_size in zip(panels, batch_sizes, strict=True):
         shown = [case for case in cases if case["batch_size"] == batch_size]
         for placement in ("hybrid", "host"):
@@ -169,7 +169,7 @@ def draw_rivals(cases: list[Case], content: dict[str, Any]) -> Any:
         for rival in RIVALS:
             line = [case for case in shown if case["variant"] == rival]
             _line(axes, line, rival, NAMES[rival], lambda case: case["tokens_per_s"])
-        _finish_panel(axes, cases, f"batch {batch_size}", lambda rate: f"{rate:g} tokens/s")
+        _finish_panel(axes, cases, f"batch {batch_size}", lambda rate: f"{rate:g}")
     _legend(figure, panels, None)
     return figure
 

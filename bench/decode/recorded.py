@@ -39,7 +39,7 @@ INDEXES: dict[str, tuple[IndexConfig, int]] = {
 }
 
 # name -> the recorded one of which it has every second centroid: half the memory, where a whole one does not fit
-HALVES = {"default, 32 centroids": "default", "pooled, 32 centroids": "pooled"}
+HALVES = {"default 32": "default", "pooled 32": "pooled"}
 
 
 @dataclass(frozen=True, slots=True)

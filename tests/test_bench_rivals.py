@@ -109,10 +109,23 @@ def test_pqcache_chooses_as_defined(team, context_len, group_size):
     search.told["centroids"], search.told["codes"] = prepared.centroids.numpy(), prepared.codes.numpy()
     for _ in range(2):
         team.run(search.tape)
-        want = prepared.selector(view).select(q.numpy(), torch.empty(NUM_KV_HEADS, 0, 2, HEAD_DIM))
-        np.testing.assert_array_equal(search.told["valid_len"], want.valid_len)
-        # keys of the same codes tie, and sums that differ in their last bit break such ties no other way
-        np.testing.assert_array_equal(search.told["kv_indices"], want.kv_indices)
+        assert_best_by_codes(prepared, view, q, search.told["kv_indices"], search.told["valid_len"])
+
+
+def assert_best_by_codes(prepared: PreparedPqcache, view: ContextView, q: torch.Tensor, kv_indices, valid_len) -> None:
+    """As many rows as the selector takes, and no other is worth more, rounding aside; ascending, -1 padded."""
+    chosen = prepared.selector(view).select(q.numpy(), torch.empty(NUM_KV_HEADS, 0, 2, HEAD_DIM))
+    np.testing.assert_array_equal(valid_len, chosen.valid_len)
+    centroids = prepared.centroids.double()
+    told = [centroids[:, b][torch.arange(NUM_KV_HEADS)[:, None], prepared.codes[:, :, b].long()] for b in range(2)]
+    grouped = q.double().view(NUM_KV_HEADS, -1, HEAD_DIM)
+    worth = (grouped @ torch.cat(told, dim=2).mT * SCALE).softmax(-1).sum(1).numpy()
+    for head, num_chosen in enumerate(valid_len):
+        rows = kv_indices[head, :num_chosen]
+        assert (np.diff(rows) > 0).all() and (kv_indices[head, num_chosen:] == -1).all()
+        others = np.setdiff1d(np.arange(view.middle.start, view.middle.stop), rows)
+        assert len(others) == view.middle.stop - view.middle.start - num_chosen
+        assert worth[head, rows].min() >= worth[head, others].max(initial=0) * (1 - 1e-4)
 
 
 @pytest.mark.parametrize(("context_len", "group_size", "tail_len"), [(37, 3, 1), (500, 1, 17), (9001, 4, 33)])
@@ -267,7 +280,7 @@ def test_magicpig_merges_what_is_sampled_with_what_is_near(team):
             logits = torch.cat([near[:, 0] @ q_head * SCALE, far[:, 0] @ q_head * SCALE + raised])
             want = logits.softmax(0) @ torch.cat([near[:, 1], far[:, 1]])
             torch.testing.assert_close(out[row, head].double(), want, rtol=2e-2, atol=2e-2)
-    assert steps.num_searches == 2 * batch_size
+    assert len(steps.search_us) == 2 and steps.num_sampled > 0
 
 
 def test_pqcache_on_the_device_chooses_as_defined():
@@ -278,11 +291,7 @@ def test_pqcache_on_the_device_chooses_as_defined():
     selection = make_device_selection(1, NUM_KV_HEADS, view.top_k, torch.device("cpu"))
     codes = prepared.codes.permute(2, 0, 1).contiguous()
     choose_rows(q[None], prepared.centroids, codes, view.middle, shape, selection)
-    want = prepared.selector(view).select(q.numpy(), torch.empty(NUM_KV_HEADS, 0, 2, HEAD_DIM))
-    np.testing.assert_array_equal(selection.valid_len[0], want.valid_len)
-    pairs = zip(selection.kv_indices[0].tolist(), want.kv_indices.tolist(), strict=True)
-    # keys of the same codes tie, and torch's top-k takes any of them
-    assert sum(len(set(got) ^ set(wanted)) for got, wanted in pairs) <= 4
+    assert_best_by_codes(prepared, view, q, selection.kv_indices[0].numpy(), selection.valid_len[0].numpy())
 
 
 @pytest.mark.gpu

@@ -18,7 +18,7 @@ from csattn.search.select import first_rank, guess_threshold, take_best
 from csattn.search.simd import I32x16, fill, load
 from csattn.search.worth import LANES, NOT_SCORED
 
-RANGE_KEYS = 8192  # a piece: what is said of its keys stays in a core's cache
+RANGE_KEYS = 4096  # a piece: short contexts have enough for all cores, and what is said of its keys stays in a cache
 SAMPLE = 2048  # at least that many keys are looked at for a guess, fewer than twice as many
 LOWEST = NOT_SCORED + 1
 

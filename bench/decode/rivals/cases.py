@@ -1,9 +1,7 @@
 """The rivals over the workload's contexts, ready to be stepped: each prepares what it keeps of a context."""
 
 import statistics
-import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +10,7 @@ from bench.decode.op import Options
 from bench.decode.placements import SLOTS, cache_facts, engine_shape, host_rows
 from bench.decode.prepared import TAIL_LEN, Prepared, TooLargeError, require_memory
 from bench.decode.rivals.choosers import PqChooser, SparqChooser
-from bench.decode.rivals.chosen import Chooser, ChosenSteps
+from bench.decode.rivals.chosen import ChosenSteps
 from bench.decode.rivals.chosen_on_device import PqOnDeviceSteps
 from bench.decode.rivals.heavy import HeavySteps, heavy_rows
 from bench.decode.rivals.keys import attention_received, hash_tables, quantise
@@ -75,19 +73,13 @@ def magicpig(work: Workload, options: Options) -> Prepared:
         steps.load(context_id, [hashed[i % len(hashed)] for i in layers], [resident[i % len(hashed)] for i in layers])
 
     def facts(num_steps: int) -> dict[str, Any]:
-        share = steps.num_sampled / (steps.num_searches * engine.num_q_heads * work.context_len)
+        rows = len(steps.search_us) * work.batch_size * engine.num_q_heads * work.context_len
         mail = engine.num_q_heads * (4 * engine.head_dim + 2 * NUM_TABLES + 4 * (engine.head_dim + 2))
-
-        def search(layer_idx: int) -> float:
-            started = time.perf_counter()
-            for row in range(work.batch_size):
-                steps.attend_to_sampled(row, hashed[layer_idx % len(hashed)])
-            return 1e6 * (time.perf_counter() - started)
 
         return {
             "link_bytes": work.batch_size * engine.num_layers * mail,
-            "sampled_share": round(share, 4),
-            "cpu_search_us": _median_us(search, engine.num_layers),
+            "sampled_share": round(steps.num_sampled / rows, 4),
+            "cpu_search_us": round(statistics.median(steps.search_us), 1),
         }
 
     least = work.batch_size * engine.num_layers * row_bytes(options.shape) * (len(resident_ids) + TAIL_LEN)
@@ -174,30 +166,15 @@ def _chosen_on_cpu(
     steps = ChosenSteps(engine, far, chooser, work.device)
     _load(work, engine, far, steps)
 
+    def start_counting() -> None:
+        far.cache.clear_statistics()
+        steps.search_us.clear()
+
     def facts(num_steps: int) -> dict[str, Any]:
-        search = partial(_choose_again, chooser, work, engine)
-        return {
-            **cache_facts(far, work, options, num_steps),
-            "cpu_search_us": _median_us(search, engine.num_layers),
-        }
+        searched = round(statistics.median(steps.search_us), 1)
+        return {**cache_facts(far, work, options, num_steps), "cpu_search_us": searched}
 
-    return Prepared(steps, _step_bytes(work, options, view), facts, far.cache.clear_statistics, close=team.close)
-
-
-def _choose_again(chooser: Chooser, work: Workload, engine: EngineShape, layer_idx: int) -> float:
-    """How long one layer's choice takes for the whole batch, outside of a step, in microseconds."""
-    kv_indices = torch.empty(engine.num_kv_heads, engine.max_top_k, dtype=torch.int32)
-    valid_len = torch.empty(engine.num_kv_heads, dtype=torch.int32)
-    new_row = torch.zeros(engine.num_kv_heads, 2, engine.head_dim, dtype=torch.uint16).numpy()
-    q = work.queries(layer_idx)[layer_idx].float().cpu()
-    started = time.perf_counter()
-    for row in range(work.batch_size):
-        chooser.choose(layer_idx, row, row, q[row].numpy(), new_row, TAIL_LEN, kv_indices.numpy(), valid_len.numpy())
-    return 1e6 * (time.perf_counter() - started)
-
-
-def _median_us(run: Callable[[int], float], num_layers: int) -> float:
-    return round(statistics.median(run(layer_idx) for layer_idx in range(num_layers)), 1)
+    return Prepared(steps, _step_bytes(work, options, view), facts, start_counting, close=team.close)
 
 
 def _shape_and_view(work: Workload, options: Options) -> tuple[EngineShape, ContextView]:

@@ -1,5 +1,6 @@
 """Steps whose rows a rival's selector chooses on the CPU, and which travel as ours do: PQCache and SparQ."""
 
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -65,6 +66,7 @@ class ChosenSteps:
         self._replays = Replays(device)
         self._contexts: list[int] = []
         self._tail_lens: list[int] = []
+        self.search_us: list[float] = []  # of each layer, for all rows of the step
 
     def load(self, context_id: int, kv: Sequence[Tensor]) -> None:
         """Give a place to a context whose rows `far` has."""
@@ -83,9 +85,11 @@ class ChosenSteps:
         if self._arrived is not None:
             self._arrived.record()
             self._arrived.synchronize()
+        started = time.perf_counter()
         for row, context_id in enumerate(self._contexts):
             if context_id >= 0:
                 self._choose(layer_idx, row, context_id)
+        self.search_us.append(1e6 * (time.perf_counter() - started))
         self._replays.run(("up", *key), lambda: self._attend(layer_idx, q, rows, out))
 
     def end_step(self, rows: StepRows) -> None: ...

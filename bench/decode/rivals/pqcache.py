@@ -4,8 +4,6 @@
 A key's logits for all query heads of its group lie side by side, so that a lookup is one load of four or more floats.
 """
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -34,7 +32,7 @@ PQ = record_of(
         "products",  # [num_heads, num_subspaces, num_centroids, width] float32, scaled; 0 beyond group_size
         "powers",  # [num_heads, stride, width] float32
         "shifts",  # [num_heads, num_ranges, LANES] float32: the largest logits of a range
-        "totals",  # [num_heads, num_ranges, LANES] float32: sums of its powers
+        "totals",  # [num_heads, num_ranges, LANES] float32: sums of its powers, then what makes shares of them
     ),
     ("softmax_scale",),
 )
@@ -71,6 +69,7 @@ class PqSearch:
         self.tape = Tape()
         self.tape.add(multiply_stage, told.words, num_heads * num_subspaces)
         self.tape.add(look_up_stage, told.words, pieces)
+        self.tape.add(settle_stage, told.words, num_heads)
         self.tape.add(share_stage, told.words, pieces)
         add_choice(self.tape, told, num_heads, num_keys)
 
@@ -115,15 +114,34 @@ def look_up_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
     return 0
 
 
+def settle_stage(arguments: int, head: int, thread: int, unused: int) -> int:
+    """From the ranges' largest logits and sums to what makes shares of their powers."""
+    pq = pq_at(arguments)
+    size = pq.num_ranges * LANES
+    shifts = array_at(pq.shifts + 4 * head * size, size, np.float32(0))
+    totals = array_at(pq.totals + 4 * head * size, size, np.float32(0))
+    for g in range(LANES):
+        if g >= pq.group_size:
+            for i in range(g, size, LANES):
+                totals[i] = 0.0
+            continue
+        top, total = np.float32(-np.inf), 0.0
+        for i in range(g, size, LANES):
+            top = max(top, shifts[i])
+        for i in range(g, size, LANES):
+            total += totals[i] * np.exp(np.float64(shifts[i] - top))
+        for i in range(g, size, LANES):
+            totals[i] = np.exp(np.float64(shifts[i] - top)) / total
+    return 0
+
+
 def share_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
     """What keys of a range are worth: their softmax shares, summed over the group."""
     pq = pq_at(arguments)
     head, number = piece // pq.num_ranges, piece % pq.num_ranges
     first, width = number * RANGE_KEYS, pq.width
     num_keys = min(RANGE_KEYS, pq.num_keys - first)
-    factors = np.zeros(LANES, np.float32)
-    for g in range(pq.group_size):
-        factors[g] = _factor(pq, head, number, g)
+    factors = array_at(pq.totals + 4 * piece * LANES, LANES, np.float32(0))
     place = 4 * (head * pq.stride + first) * width
     powers = array_at(pq.powers + place, num_keys * width, np.float32(0))
     # shares are positive: they order like their bits
@@ -139,21 +157,6 @@ def share_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
                 total += powers[width * i + g] * factors[g]
             worth[i] = total
     return 0
-
-
-@exact_kernel
-def _factor(pq: Any, head: int, number: int, g: int) -> np.float32:
-    """What makes shares of a range's powers, for one query head."""
-    size = pq.num_ranges * LANES
-    shifts = array_at(pq.shifts + 4 * head * size, size, np.float32(0))
-    totals = array_at(pq.totals + 4 * head * size, size, np.float32(0))
-    top = np.float32(-np.inf)
-    for i in range(g, size, LANES):
-        top = max(top, shifts[i])
-    total = 0.0
-    for i in range(g, size, LANES):
-        total += totals[i] * np.exp(np.float64(shifts[i] - top))
-    return np.float32(np.exp(np.float64(shifts[number * LANES + g] - top)) / total)
 
 
 @exact_kernel

@@ -1,5 +1,6 @@
 """MagicPIG's step: near rows attended on the device, sampled ones on the CPU meanwhile, merged by their sums."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,7 +68,8 @@ class SampledSteps:
         self._layers: dict[int, list[HashedLayer]] = {}
         self._replays = Replays(device)
         self._contexts: list[int] = []
-        self.num_sampled, self.num_searches = 0, 0
+        self.num_sampled = 0
+        self.search_us: list[float] = []  # of each layer, for all rows of the step
 
     def load(self, context_id: int, layers: Sequence[HashedLayer], resident: Sequence[Tensor]) -> None:
         """resident: of each layer [num_kv_heads, num_resident, 2, head_dim]."""
@@ -76,7 +78,8 @@ class SampledSteps:
             place.copy_(rows)
 
     def start_counting(self) -> None:
-        self.num_sampled, self.num_searches = 0, 0
+        self.num_sampled = 0
+        self.search_us.clear()
 
     def begin_step(self, rows: StepRows) -> None:
         self._contexts = rows.context_ids.tolist()
@@ -94,9 +97,11 @@ class SampledSteps:
         self._replays.run(("near", *key), lambda: self._near.attend(q, resident, self.tails[layer_idx], rows))
         if self._arrived is not None:
             self._arrived.synchronize()
+        started = time.perf_counter()
         for row, context_id in enumerate(self._contexts):
             if context_id >= 0:
-                self.attend_to_sampled(row, self._layers[context_id][layer_idx])
+                self._attend_to_sampled(row, self._layers[context_id][layer_idx])
+        self.search_us.append(1e6 * (time.perf_counter() - started))
 
         def merge() -> None:
             self._far.copy_(self._out, non_blocking=True)
@@ -106,15 +111,13 @@ class SampledSteps:
 
     def end_step(self, rows: StepRows) -> None: ...
 
-    def attend_to_sampled(self, row: int, layer: HashedLayer) -> None:
-        """What the CPU does of a layer, for one row of the step."""
+    def _attend_to_sampled(self, row: int, layer: HashedLayer) -> None:
         told: Any = self.search.told
         told["q"], told["codes"], told["out"] = (x[row].numpy() for x in (self._q, self._codes, self._out))
         told["kv"], told["rows"], told["starts"] = layer.kv, layer.rows, layer.starts
         told["key_mean"], told["norms"] = layer.key_mean, layer.norms
         self._team.run(self.search.tape)
         self.num_sampled += int(told["num_sampled"].sum())
-        self.num_searches += 1
 
     def _send(self, q: Tensor) -> None:
         wide = q.float()

@@ -35,16 +35,15 @@ class TileShape:
     keys: int = 64  # of a tile
     tiles: int = 64  # of a program, one after the other
     num_warps: int = 8
-    num_stages: int = 2
+    num_stages: int = 3
     max_registers: int | None = 128  # of a thread
 
 
-_HALF, _EXACT = TileShape(), TileShape(columns=64, keys=32, num_stages=1, max_registers=None)
 TILE_SHAPES = {
-    FP8: TileShape(num_stages=3),
-    torch.bfloat16: _HALF,
-    torch.float16: _HALF,
-    torch.float32: _EXACT,
+    FP8: TileShape(),
+    torch.bfloat16: TileShape(),
+    torch.float16: TileShape(),
+    torch.float32: TileShape(columns=64, keys=32, num_stages=1, max_registers=None),
 }
 
 

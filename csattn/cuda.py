@@ -10,11 +10,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 PORTABLE_SHARED_BYTES = 48 << 10  # more has to be asked for
 PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_MAP_BYTES, _MAP_ALIGNMENT = 128, 64  # of CUtensorMap
 
 
 class _LaunchAttribute(ctypes.Structure):
@@ -39,12 +42,13 @@ class _LaunchConfig(ctypes.Structure):
 class CudaKernel:
     """One compiled kernel. Arguments are device addresses and sizes; nothing of a launch reaches the host."""
 
-    def __init__(self, function: Any, shared_bytes: int, early_start: bool) -> None:
+    def __init__(self, name: str, function: Any, shared_bytes: int, early_start: bool) -> None:
         """See `cuda_kernel`."""
-        self._function = function
+        self._name = name
+        self._function = function  # which keeps its module loaded
+        self._handle = ctypes.c_void_p(function.ptr)
         if shared_bytes > PORTABLE_SHARED_BYTES:
-            function.max_dynamic_shared_size_bytes = shared_bytes
-        self._handle = ctypes.c_void_p(function.kernel.ptr)
+            _require(_driver().cuFuncSetAttribute(self._handle, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes), name)
         self._attribute = _LaunchAttribute(id=PROGRAMMATIC_STREAM_SERIALIZATION)
         self._attribute.value[0] = 1
         self._config = _LaunchConfig(
@@ -61,9 +65,7 @@ class CudaKernel:
         self._config.grid[:] = grid
         self._config.block[:] = (block, 1, 1)
         self._config.stream = torch.cuda.current_stream().cuda_stream
-        error = _driver().cuLaunchKernelEx(ctypes.byref(self._config), self._handle, pointers, None)
-        if error:
-            raise RuntimeError(f"CUDA refused to launch {self._function.name} with error {error}")
+        _require(_driver().cuLaunchKernelEx(ctypes.byref(self._config), self._handle, pointers, None), self._name)
 
 
 def cuda_kernel(
@@ -72,11 +74,36 @@ def cuda_kernel(
     defines: Mapping[str, object],  # -D options: the shape that the kernel is compiled for
     shared_bytes: int = 0,  # dynamic shared memory of every launch
     early_start: bool = False,  # may start while the kernel before it ends: then it has to wait before it reads
+    architecture: str | None = None,  # to compile for; None: what the device shares with those that come after it
 ) -> CudaKernel:
     """Compile, for the current device, or take what an earlier call compiled."""
     sources = source if isinstance(source, tuple) else (source,)
-    module = _module(sources, tuple(sorted((key, str(value)) for key, value in defines.items())))
-    return CudaKernel(module.get_function(name), shared_bytes, early_start)
+    module = _module(sources, tuple(sorted((key, str(value)) for key, value in defines.items())), architecture)
+    return CudaKernel(name, module.get_function(name), shared_bytes, early_start)
+
+
+def tensor_map(
+    matrix: Tensor,  # [rows, width] of any type of 1 or 2 bytes; its address and its rows' lengths are multiples of 16
+    box: tuple[int, int],  # rows, at most 256, and columns: of 128 bytes
+) -> Any:
+    """An argument by which a kernel has the copy engine load boxes into shared memory.
+
+    16 bytes of a row come to their place ^ row % 8; what is beyond the matrix comes as zeros.
+    """
+    rows, width = matrix.shape
+    memory = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
+    place = -(-ctypes.addressof(memory) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
+    sizes = (ctypes.c_uint64 * 2)(width, rows)
+    strides = (ctypes.c_uint64 * 1)(matrix.stride(0) * matrix.itemsize)
+    boxes = (ctypes.c_uint32 * 2)(box[1], box[0])
+    each = (ctypes.c_uint32 * 2)(1, 1)
+    # of unsigned integers, two dimensions; not interleaved, in a swizzle of 128 bytes, L2 sectors of 256 bytes, zeros
+    kind, address = matrix.itemsize - 1, ctypes.c_void_p(matrix.data_ptr())
+    made = _driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(place), kind, 2, address, sizes, strides, boxes, each, 0, 3, 3, 0
+    )
+    _require(made, f"a map of a matrix of {rows} x {width}")
+    return np.frombuffer(ctypes.string_at(place, _MAP_BYTES), f"V{_MAP_BYTES}")[0]
 
 
 def as_argument(arg: Any) -> Any:
@@ -99,9 +126,33 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
+def _require(error: int, what: str) -> None:
+    if error:
+        raise RuntimeError(f"CUDA refused {what} with error {error}")
+
+
 @cache
-def _module(sources: tuple[Path, ...], defines: tuple[tuple[str, str], ...]) -> Any:
+def _module(sources: tuple[Path, ...], defines: tuple[tuple[str, str], ...], architecture: str | None) -> Any:
     import cupy
 
+    code = "\n".join(source.read_text() for source in sources)
     options = ("-std=c++17", *(f"-D{name}={value}" for name, value in defines))
-    return cupy.RawModule(code="\n".join(source.read_text() for source in sources), options=options)
+    if architecture is None:
+        return cupy.RawModule(code=code, options=options).module
+    module = cupy.cuda.function.Module()
+    module.load(_compiled(code, (*options, "-ftz=true", f"-arch={architecture}")))
+    return module
+
+
+def _compiled(code: str, options: tuple[str, ...]) -> Any:
+    """For an architecture that CuPy does not know by name."""
+    from cupy.cuda import nvrtc
+
+    program = nvrtc.createProgram(code, "kernel.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, options)
+        return nvrtc.getCUBIN(program)
+    except nvrtc.NVRTCError as error:
+        raise RuntimeError(f"CUDA C does not compile: {nvrtc.getProgramLog(program)}") from error
+    finally:
+        nvrtc.destroyProgram(program)

@@ -1,10 +1,9 @@
-// Joins what a query has kept of the keys seen so far with the contenders that have come since, and keeps the k best.
+// Puts a bar to each query from a sample of its scores, and chooses the k best of what has reached the bar.
 //
-// Contenders come in a list for each lane, that is for each place of a key in its tile: a score's bits above an index. They
-// reached the bar, which is the k-th best of what was kept. A list that came to more than DEPTH has lost some: then its
-// query is marked, and somebody else has to choose for it.
+// A list has a score's bits above an index. More may have come to it than it holds, or fewer than k: then its query is
+// marked, and somebody else has to choose for it.
 //
-// Compiled for THREADS, LANES, DEPTH, K, and what `topk_entries.cu` is compiled for: CAPACITY is K + LANES * DEPTH.
+// Compiled for THREADS, and what `topk_entries.cu` is compiled for: CAPACITY is that of a list, or of the sample.
 
 // The score that `entry_of` was given, unless it was NaN.
 __device__ __forceinline__ float score_of(u64 entry) {
@@ -12,55 +11,77 @@ __device__ __forceinline__ float score_of(u64 entry) {
     return __uint_as_float(high & 0x80000000u ? high & 0x7fffffffu : ~high);
 }
 
-// Returns whether a list had no room for all that came to it. Each thread takes every EACH_LANE-th entry of one list.
-__device__ __forceinline__ bool add_contenders(Shared& s, const u64* lists, const int* counts) {
-    constexpr int EACH_LANE = THREADS / LANES;
-    static_assert(THREADS % LANES == 0, "a thread stays with its lane");
-    const int lane = threadIdx.x % LANES, first = threadIdx.x / LANES, came = counts[lane];
-    const int mine = max(0, min(came, DEPTH) - first + EACH_LANE - 1) / EACH_LANE;
-    const u32 at = reserve(s, mine).first;
-#pragma unroll 4
-    for (int i = 0; i < mine; ++i) {
-        const u64 raw = lists[(first + i * EACH_LANE) * LANES + lane];
-        s.entries[at + i] = entry_of(__uint_as_float(static_cast<u32>(raw >> 32)), static_cast<u32>(raw));
-    }
-    return came > DEPTH;
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS) keep_best(
-    const u64* __restrict__ lists,   // [rows, DEPTH, LANES]
-    const int* __restrict__ counts,  // [rows, LANES]
-    u64* __restrict__ kept,          // [rows, K] entries, read and written
-    int* __restrict__ num_kept,      // [rows], likewise
-    float* __restrict__ bar_scores,  // [rows], written
-    int* __restrict__ bar_indices,   // [rows], likewise
-    int* __restrict__ overflowed,    // [rows]; 1 is written where a list had no room
-    int* __restrict__ chosen         // [rows, K], or null: not yet
+// What of a query's sample reaches the bar becomes the start of its list. The bar is about the wanted-th best of the
+// sample. A query whose list holds all that it may see needs none, which is said by an index of 2^31 - 1; where NaN would
+// be the bar, the query is given up: more came, it is said, than the list holds, and the bar is one that nothing reaches.
+extern "C" __global__ void __launch_bounds__(THREADS) put_bars(
+    const float* __restrict__ sample,   // [rows, sample_len]: scores of every step-th key
+    const int* __restrict__ longest,    // [query tiles]: keys that any of a tile's queries may see
+    const int* __restrict__ legal_len,  // [rows]
+    u64* __restrict__ lists,            // [rows, list_capacity], written
+    int* __restrict__ counts,           // [rows], written
+    float* __restrict__ bar_scores,     // [rows], written
+    int* __restrict__ bar_indices,      // [rows], written
+    long long sample_len,
+    long long list_capacity,
+    long long queries,    // of a query tile
+    long long tile_keys,  // of a tile of the sample
+    long long step,
+    long long wanted
 ) {
     extern __shared__ Shared shared[];
     Shared& s = *shared;
     const long long row = blockIdx.x;
-    lists += row * (LANES * DEPTH), counts += row * LANES, kept += row * K;
+    sample += row * sample_len, lists += row * list_capacity;
     wait_for_earlier();
-    const int num_before = num_kept[row];
-    for (int i = threadIdx.x; i < num_before; i += THREADS) s.entries[i] = kept[i];
-    if (threadIdx.x == 0) s.num_entries = num_before;
+    const int legal = legal_len[row], of_tile = longest[row / queries] / static_cast<int>(tile_keys * step) * tile_keys;
+    const int num_scores = min(of_tile, (legal + static_cast<int>(step) - 1) / static_cast<int>(step));
+    for (int i = threadIdx.x; i < num_scores; i += THREADS) s.entries[i] = entry_of(sample[i], i * step);
+    if (threadIdx.x == 0) s.num_entries = num_scores;
     __syncthreads();
-    if (add_contenders(s, lists, counts)) overflowed[row] = 1;
-    __syncthreads();
+    const bool fits = legal <= list_capacity;
+    u64 bar = 0;
+    if (!fits && num_scores >= wanted) {
+        drop_below(s, find_threshold<false>(s, find_range(s), wanted, wanted + wanted / 8));
+        bar = find_range(s).low;
+    }
+    const bool given_up = !fits && bar >> 32 == 0;
+    const int count = given_up ? static_cast<int>(list_capacity) + 1 : s.num_entries;
+    if (!given_up)
+        for (int i = threadIdx.x; i < count; i += THREADS) {
+            const u64 entry = s.entries[i];
+            const u32 bits = entry >> 32 ? __float_as_uint(score_of(entry)) : 0x7fc00000u;
+            lists[i] = static_cast<u64>(bits) << 32 | (0xffffffffu - static_cast<u32>(entry));
+        }
+    if (threadIdx.x == 0) {
+        counts[row] = count;
+        bar_scores[row] = given_up ? __uint_as_float(0x7f800000u) : score_of(bar);
+        bar_indices[row] = given_up ? -1 : fits ? 0x7fffffff : static_cast<int>(0xffffffffu - static_cast<u32>(bar));
+    }
+}
 
-    if (s.num_entries > K) drop_below(s, find_threshold<false>(s, find_range(s), K, K));
-    const int count = s.num_entries;
-    if (chosen) {
-        write_best(s, count, K, nullptr, 1, chosen + row * K);
+extern "C" __global__ void __launch_bounds__(THREADS) choose_best(
+    const u64* __restrict__ lists,      // [rows, CAPACITY]
+    const int* __restrict__ counts,     // [rows]
+    const int* __restrict__ legal_len,  // [rows]
+    int* __restrict__ overflowed,       // [rows]; 1 is written where `chosen` is not to be trusted
+    int* __restrict__ chosen,           // [rows, k]
+    long long k
+) {
+    extern __shared__ Shared shared[];
+    Shared& s = *shared;
+    const long long row = blockIdx.x;
+    lists += row * CAPACITY;
+    wait_for_earlier();
+    const int count = counts[row], legal = legal_len[row];
+    if (count > CAPACITY || count < min(static_cast<int>(k), legal)) {
+        if (threadIdx.x == 0) overflowed[row] = 1;
         return;
     }
-    for (int i = threadIdx.x; i < count; i += THREADS) kept[i] = s.entries[i];
-    const u64 last = find_range(s).low;
-    if (threadIdx.x == 0) {
-        num_kept[row] = count;
-        const bool full = count == K && last >> 32 != 0;  // below NaN there is nothing, and room is for all
-        bar_scores[row] = full ? score_of(last) : __uint_as_float(0xff800000u);
-        bar_indices[row] = full ? static_cast<int>(0xffffffffu - static_cast<u32>(last)) : 0x7fffffff;
-    }
+    for (int i = threadIdx.x; i < count; i += THREADS)
+        s.entries[i] = entry_of(__uint_as_float(static_cast<u32>(lists[i] >> 32)), static_cast<u32>(lists[i]));
+    if (threadIdx.x == 0) s.num_entries = count;
+    __syncthreads();
+    if (count > k) drop_below(s, find_threshold<false>(s, find_range(s), k, k));
+    write_best(s, s.num_entries, k, nullptr, 1, chosen + row * k);
 }

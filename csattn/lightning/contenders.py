@@ -1,21 +1,21 @@
-"""Choosing keys on a GPU without writing their scores: only contenders are written, a few times k for each query.
+"""Choosing keys on a GPU without writing their scores: only contenders are written, two or three times k of them.
 
-Tiles of keys go by in rounds, spread evenly over the sequence, each with growth - 1 times as many as all before. After
-a round a query's bar is the k-th best of what it has seen: a key below it is not among the k best and is not written.
-So a round has about (growth - 1) * k contenders per query, however many keys there are; scores that rise, fall or
-come in runs change little, as every round samples all of the sequence.
+Every step-th key is scored first. Of this sample the bar of a query is taken, a score that some more than k / step
+others reach: then of all keys some more than k reach it. The other keys are scored, and what reaches the bar is listed
+beside what did of the sample; the k best of the list are the choice. Scores that rise, fall or come in runs change
+little, as the sample is spread evenly over the sequence.
 
-The result is exact whatever the scores. Lists of contenders that come to more than they hold lose some; their query is
-marked then, and `stream` chooses for it from all of its scores.
+The result is exact whatever the scores: all keys that reach the bar are counted, and if they are fewer than k, or more
+than a list holds, the query is marked, and `stream` chooses for it from all of its scores.
 
 Budget on an H200 (790 TFLOP/s in bf16, 4.3 TB/s), 1M queries, 256K keys, ratio 4, k = 512. Products of legal pairs take
 2.85 s at the matrix units' peak. Writing all legal scores and reading them once is 550 GB each way, 0.26 s of
-bandwidth, and a test of every score. Contenders are some 8500 of each query, 8 bytes each, written and read: 0.14 TB,
-0.03 s; four launches of `keep_best`, a block for each query: 0.04 s if a block takes 5 us, four on a multiprocessor.
-In the score kernel there are a compare, a slot and a store per score: a fifth more instructions, beside the products.
+bandwidth, and a test of every score. The sample is a 32nd of that, 8 ms; contenders are some 1400 of each query, 8
+bytes each, written and read: 24 GB, 6 ms; both selections, a block for each query: 0.02 s if a block takes 5 us, six on
+a multiprocessor.
 """
 
-from collections.abc import Iterator
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,112 +24,104 @@ from torch import Tensor
 
 from csattn.cuda import CudaKernel, cuda_kernel, num_multiprocessors
 from csattn.lightning.score import Operands
-from csattn.lightning.score_kernels import (
-    PROGRAMS_PER_SM,
-    TILE_SHAPES,
-    KeyTiles,
-    TileShape,
-    append_contenders,
-    queries_of_program,
-)
+from csattn.lightning.score_device import Scorer
 from csattn.lightning.topk_device import ENTRY_SOURCES, OTHER_SHARED_BYTES
 
 SOURCES = (*ENTRY_SOURCES, Path(__file__).with_name("contenders.cu"))
 THREADS = 256
-_NO_BAR = torch.iinfo(torch.int32).max
+MAX_CAPACITY = 24576  # entries in shared memory
+_LEAST_STEP = 8
+_SAMPLE_LEN = 4096  # scores that are read again for each query, about
+_LEAST_CAPACITY = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class Lists:
-    """How much room contenders have, and how fast rounds grow."""
+class Sampling:
+    """How many keys are scored first, and what that says of the others."""
 
-    lanes: int  # lists of a query: keys of a tile
-    depth: int  # entries of a list
-    growth: int
+    step: int  # every step-th key is in the sample
+    wanted: int  # scores of the sample that reach the bar, at least; an eighth more at most
+    capacity: int  # entries of a list
 
     @classmethod
-    def for_k(cls, k: int, lanes: int) -> "Lists":
-        """Lists that hold two and a half times what is to be expected, and 32 at least."""
-        growth = 4 if k <= 1024 else 2  # so that lists of 2048 keys fit shared memory
-        return cls(lanes, max(32, -(-5 * (growth - 1) * k // (2 * lanes))), growth)
+    def of(cls, num_keys: int, k: int, tile_keys: int) -> "Sampling":
+        """So that of scores in random order one query in a million has too few contenders, or more than fit."""
+        step = _LEAST_STEP
+        while (num_keys > _SAMPLE_LEN * step and step < 32) or num_keys > MAX_CAPACITY * step:
+            step *= 2
+        expected = k / step  # of the k best, in the sample
+        wanted = math.ceil(expected + 5 * math.sqrt(expected)) + 4
+        # the keys behind the last whole block may all be contenders
+        most = step * (1.125 * wanted + 6 * math.sqrt(wanted)) + step * tile_keys
+        return cls(step, wanted, max(_LEAST_CAPACITY, -(-int(most) // 1024) * 1024))
 
-    def rounds(self, num_keys: int) -> Iterator[KeyTiles]:
-        """Tiles round by round, each once: in the first as many as the lists hold whatever the scores are."""
-        num_tiles, step = -(-num_keys // self.lanes), 1
-        while -(-num_tiles // step) > self.depth:
-            step *= self.growth
-        yield KeyTiles(step)
-        while step > 1:
-            step //= self.growth
-            yield KeyTiles(step, skipped=self.growth)
+    def sample_len(self, num_keys: int, tile_keys: int) -> int:
+        """Scores of the sample: those of whole blocks."""
+        return num_keys // (tile_keys * self.step) * tile_keys
 
-    def row_bytes(self, k: int) -> int:
-        """Memory of a query: lists and their counts, entries kept and their number, bar."""
-        return 8 * self.lanes * self.depth + 4 * self.lanes + 8 * k + 4 + 8
+    @property
+    def fits(self) -> bool:
+        """Whether a block has room for a list."""
+        return self.capacity <= MAX_CAPACITY
 
 
 class Contenders:
     """Memory for the queries of a tile, used again for the next."""
 
-    def __init__(self, num_queries: int, k: int, lists: Lists, device: torch.device) -> None:
-        self._k = k
-        self._lists = lists
-        self._entries = torch.empty(num_queries, lists.depth, lists.lanes, dtype=torch.int64, device=device)
-        self._counts = torch.empty(num_queries, lists.lanes, dtype=torch.int32, device=device)
-        self._kept = torch.empty(num_queries, k, dtype=torch.int64, device=device)
-        self._num_kept = torch.empty(num_queries, dtype=torch.int32, device=device)
+    def __init__(
+        self, num_queries: int, num_keys: int, sampling: Sampling, scorer: Scorer, device: torch.device
+    ) -> None:
+        self._sampling, self._scorer = sampling, scorer
+        self._sample = torch.empty(num_queries, sampling.sample_len(num_keys, scorer.tile_keys), device=device)
+        self._lists = torch.empty(num_queries, sampling.capacity, dtype=torch.int64, device=device)
+        self._counts = torch.empty(num_queries, dtype=torch.int32, device=device)
         self._bar_scores = torch.empty(num_queries, device=device)
         self._bar_indices = torch.empty(num_queries, dtype=torch.int32, device=device)
-        self._keep_best = _kernel(k, lists)
+        self._put_bars = _kernel("put_bars", _power_of_two(self._sample.shape[1]))
+        self._choose_best = _kernel("choose_best", sampling.capacity)
 
     def choose(
         self,
-        operands: Operands,  # of at most num_queries queries
+        operands: Operands,  # of at most num_queries queries, and num_keys keys
         legal_len: Tensor,  # [num_queries] int32
-        num_keys: int,  # that any of them may see
+        longest: Tensor,  # [query tiles] int32: the greatest of those of a query tile
         out: Tensor,  # [num_queries, k] int32, contiguous, written
         overflowed: Tensor,  # [num_queries] int32, 1 is written where `out` is not to be trusted
-        shape: TileShape | None = None,
     ) -> None:
-        """Enqueue all rounds on torch's current stream."""
-        num_queries = len(operands.q)
+        """Enqueue on torch's current stream."""
+        (num_queries, k), scorer, sampling = out.shape, self._scorer, self._sampling
         if not num_queries:
             return
-        self._num_kept.zero_()
-        self._bar_scores.fill_(-torch.inf)
-        self._bar_indices.fill_(_NO_BAR)
-        entries, counts = self._entries[:num_queries], self._counts[:num_queries]
-        bar = self._bar_scores[:num_queries], self._bar_indices[:num_queries]
-        rounds = list(self._lists.rounds(num_keys))
-        for tiles in rounds:
-            append_contenders(operands, legal_len, tiles, *bar, entries, counts, shape)
-            state = entries, counts, self._kept, self._num_kept, *bar, overflowed
-            self._keep_best.launch((num_queries, 1, 1), THREADS, *state, out if tiles is rounds[-1] else 0)
+        grid = num_queries, 1, 1
+        sample, lists, counts = self._sample[:num_queries], self._lists[:num_queries], self._counts[:num_queries]
+        bars = self._bar_scores[:num_queries], self._bar_indices[:num_queries]
+        every_step_th = range(0, len(operands.k), sampling.step)
+        scorer.write_scores(operands, every_step_th, legal_len, longest, sample)
+        sizes = sample.shape[1], sampling.capacity, scorer.query_tile, scorer.tile_keys, sampling.step, sampling.wanted
+        self._put_bars.launch(grid, THREADS, sample, longest, legal_len, lists, counts, *bars, *sizes)
+        scorer.list_contenders(operands, legal_len, longest, sampling.step, *bars, lists, counts)
+        self._choose_best.launch(grid, THREADS, lists, counts, legal_len, overflowed, out, k)
 
 
-def queries_at_a_time(operands: Operands, k: int, workspace_bytes: int) -> int:
+def queries_at_a_time(operands: Operands, sampling: Sampling, scorer: Scorer, workspace_bytes: int) -> int:
     """As many as the workspace has room for, in whole fillings of the device: programs take about equally long."""
-    room = workspace_bytes // lists_for(k, operands.q.dtype).row_bytes(k)
-    of_program = queries_of_program(operands.q.shape[1], TILE_SHAPES[operands.q.dtype])
-    filling = PROGRAMS_PER_SM * num_multiprocessors(operands.q.device) * of_program
-    return room // filling * filling or max(of_program, room // of_program * of_program)
+    row_bytes = 4 * sampling.sample_len(len(operands.k), scorer.tile_keys) + 8 * sampling.capacity + 12
+    room, tile = workspace_bytes // row_bytes, scorer.query_tile
+    filling = scorer.programs_per_sm * num_multiprocessors(operands.q.device) * tile
+    return room // filling * filling or max(tile, room // tile * tile)
 
 
-def lists_for(k: int, dtype: torch.dtype) -> Lists:
-    """For operands of that dtype."""
-    return Lists.for_k(k, TILE_SHAPES[dtype].keys)
+def _power_of_two(sample_len: int) -> int:
+    """At least that: a kernel is compiled for few lengths."""
+    return 1 << max(10, (sample_len - 1).bit_length())
 
 
-def _kernel(k: int, lists: Lists) -> CudaKernel:
-    capacity = k + lists.lanes * lists.depth
+def _kernel(name: str, capacity: int) -> CudaKernel:
     defines = {
         "THREADS": THREADS,
         "CLUSTER": 1,
         "VECTORS": 0,  # no tiles of scores come by
         "CAPACITY": capacity,
         "BY_POSITION": 0,
-        "LANES": lists.lanes,
-        "DEPTH": lists.depth,
-        "K": k,
     }
-    return cuda_kernel(SOURCES, "keep_best", defines, 8 * capacity + OTHER_SHARED_BYTES, early_start=True)
+    return cuda_kernel(SOURCES, name, defines, 8 * capacity + OTHER_SHARED_BYTES, early_start=True)

@@ -3,7 +3,7 @@
 A program has `columns` pairs of a query and a head (four queries of 64 heads), whose vectors stay in shared memory, and
 goes through `tiles` tiles of `keys` keys: a matrix product each, ReLU, weights, the sum over a query's heads, a store.
 A score's bits depend on the `TileShape`, not on where its key lies in a tile, nor on the keys and queries beside it,
-nor on which of the two kernels asks: one writes all scores of a range of keys, the other lists contenders.
+nor on which of the two kernels asks: one writes all scores of some keys, the other lists contenders among the rest.
 """
 
 # Triton kernels are untyped, and their constants upper case by custom.
@@ -22,6 +22,7 @@ from csattn.lightning.quantise import FP8
 from csattn.lightning.score import Operands
 
 PROGRAMS_PER_SM = 2
+NO_BAR = torch.iinfo(torch.int32).max  # an index of a bar that all keys reach
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,61 +48,53 @@ TILE_SHAPES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class KeyTiles:
-    """Every step-th tile of the keys, but for every skipped-th of those."""
-
-    step: int
-    skipped: int = 0  # 0: none is skipped; else at least 2
-
-
 def score_tile(
     operands: Operands,
-    keys: range,  # of which the scores are wanted
+    keys: range,  # of which the scores are wanted; its step is 1, or it begins at 0
     legal_len: Tensor,  # [num_queries] int32; tiles of keys beyond are not computed
     out: Tensor,  # [num_queries, width] float32, written; width: len(keys) rounded up to whole tiles, at least
     shape: TileShape | None = None,
 ) -> None:
     """Score some keys, on torch's current stream. Definition: `score.score_keys`, but for the order of summation.
 
-    Columns beyond a query's legal keys hold anything.
+    Columns beyond a query's legal keys hold anything. Of every step-th key only those are scored whose blocks of
+    shape.keys * step are whole for one of a program's queries: the rest is left to `list_contenders`.
     """
     shape = TILE_SHAPES[operands.q.dtype] if shape is None else shape
     num_queries = len(operands.q)
+    width = -(-len(keys) // shape.keys) if keys.step == 1 else len(keys) // shape.keys
     assert out.shape[0] == num_queries and out.stride(1) == 1, f"out has shape {tuple(out.shape)}"
-    assert out.shape[1] >= -(-len(keys) // shape.keys) * shape.keys, f"{out.shape[1]} columns for {len(keys)} keys"
-    if not num_queries or not len(keys):
+    assert out.shape[1] >= width * shape.keys, f"{out.shape[1]} columns for {len(keys)} keys"
+    if not num_queries or not width:
         return
     constants = _constants(operands, shape)
     # query tiles first: programs that run at the same time read the same keys
-    grid = (triton.cdiv(num_queries, constants["QUERIES"]), triton.cdiv(len(keys), shape.keys * shape.tiles))
-    sizes = num_queries, keys.start, keys.stop, out.stride(0)
+    grid = (triton.cdiv(num_queries, constants["QUERIES"]), triton.cdiv(width, shape.tiles))
+    sizes = num_queries, keys.start, keys.stop, keys.step, out.stride(0)
     _score_kernel[grid](*_arrays(operands), legal_len, out, *sizes, TILES=shape.tiles, **constants)
 
 
-def append_contenders(
+def list_contenders(
     operands: Operands,
     legal_len: Tensor,  # [num_queries] int32
-    tiles: KeyTiles,
+    step: int,
     bar_scores: Tensor,  # [num_queries] float32
     bar_indices: Tensor,  # [num_queries] int32
-    lists: Tensor,  # [num_queries, depth, shape.keys] int64, written
-    counts: Tensor,  # [num_queries, shape.keys] int32, written
+    lists: Tensor,  # [num_queries, capacity] int64, written
+    counts: Tensor,  # [num_queries] int32, read and written
     shape: TileShape | None = None,
 ) -> None:
-    """Score some tiles of keys and list those that reach their query's bar: (score, index) in the order of `order`.
+    """Score what `score_tile` with that step has not, and list what reaches its query's bar, in the order of `order`.
 
-    A list belongs to one place in a tile, so that the thread that has it needs no other: its entries are a score's bits
-    above an index. What comes when a list is full is counted and not written.
+    An entry is a score's bits above an index. What comes when a list is full is counted and not written.
     """
     shape = TILE_SHAPES[operands.q.dtype] if shape is None else shape
-    num_queries, depth, lanes = lists.shape
-    assert lanes == shape.keys and num_queries == len(operands.q), f"lists have shape {tuple(lists.shape)}"
+    num_queries, capacity = lists.shape
+    assert num_queries == len(operands.q), f"lists have shape {tuple(lists.shape)}"
     constants = _constants(operands, shape)
     grid = (triton.cdiv(num_queries, constants["QUERIES"]),)
-    sizes = num_queries, len(operands.k), depth, tiles.step
     arrays = *_arrays(operands), legal_len, bar_scores, bar_indices, lists, counts
-    _append_kernel[grid](*arrays, *sizes, SKIPPED=tiles.skipped, **constants)
+    _list_kernel[grid](*arrays, num_queries, len(operands.k), capacity, step, NO_BAR=NO_BAR, **constants)
 
 
 def queries_of_program(num_heads: int, shape: TileShape) -> int:
@@ -131,7 +124,7 @@ def _constants(operands: Operands, shape: TileShape) -> dict[str, Any]:
     }
 
 
-@triton.jit(do_not_specialize=["num_queries", "first_key", "end_key", "out_stride"])
+@triton.jit(do_not_specialize=["num_queries", "first_key", "end_key", "step", "out_stride"])
 def _score_kernel(
     q,
     k,
@@ -142,6 +135,7 @@ def _score_kernel(
     num_queries,
     first_key,
     end_key,
+    step,
     out_stride,
     NUM_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -156,22 +150,26 @@ def _score_kernel(
     query = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES
     rows = query + tl.arange(0, QUERIES)
     lens = tl.load(legal_len + rows, rows < num_queries, 0)
-    start = first_key + tl.program_id(1) * (TILES * KEYS)
-    end = tl.minimum(tl.minimum(tl.max(lens, 0), end_key), start + TILES * KEYS)
+    longest = tl.minimum(tl.max(lens, 0), end_key)
+    num_scores = longest - first_key
+    if step > 1:
+        num_scores = longest // (KEYS * step) * KEYS
+    start = tl.program_id(1) * (TILES * KEYS)
+    end = tl.minimum(num_scores, start + TILES * KEYS)
     if start >= end:
         return
     vectors, weight = _load_queries(q, weights, query, num_queries, NUM_HEADS, HEADS, HEAD_DIM, WIDTH, QUERIES)
     out_rows = out + rows.to(tl.int64)[None, :] * out_stride
     for first in range(start, end, KEYS):
-        positions = first + tl.arange(0, KEYS)
+        places = first + tl.arange(0, KEYS)
         # beyond the last key, it once more: the columns are there, and hold anything
-        held = tl.minimum(positions, end_key - 1)
+        held = tl.minimum(first_key + places * step, end_key - 1)
         scores = _score(k, key_scale, held, vectors, weight, HEADS, HEAD_DIM, WIDTH, QUERIES, KEYS, HAS_SCALE)
-        tl.store(out_rows + (positions - first_key)[:, None], scores, (rows < num_queries)[None, :])
+        tl.store(out_rows + places[:, None], scores, (rows < num_queries)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys", "depth", "step"])
-def _append_kernel(
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "capacity", "step"])
+def _list_kernel(
     q,
     k,
     weights,
@@ -183,7 +181,7 @@ def _append_kernel(
     counts,
     num_queries,
     num_keys,
-    depth,
+    capacity,
     step,
     NUM_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -191,7 +189,7 @@ def _append_kernel(
     WIDTH: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
-    SKIPPED: tl.constexpr,
+    NO_BAR: tl.constexpr,
     HAS_SCALE: tl.constexpr,
 ):
     query = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES
@@ -199,29 +197,29 @@ def _append_kernel(
     lens = tl.load(legal_len + rows, rows < num_queries, 0)
     bar_score = tl.load(bar_scores + rows, rows < num_queries, 0.0)[None, :]
     bar_index = tl.load(bar_indices + rows, rows < num_queries, 0)[None, :]
-    num_tiles = tl.cdiv(tl.cdiv(tl.max(lens, 0), KEYS), step)  # of every step-th
-    if SKIPPED > 0:
-        num_tiles -= tl.cdiv(num_tiles, SKIPPED)
+    longest = tl.max(lens, 0)
+    # of whole blocks all but every step-th key, then what is left of the sequence
+    num_blocks = tl.where(step > 1, longest // (KEYS * step), 0)
+    num_apart = num_blocks * (step - 1)
+    num_tiles = num_apart + tl.cdiv(longest - num_blocks * KEYS * step, KEYS)
     vectors, weight = _load_queries(q, weights, query, num_queries, NUM_HEADS, HEADS, HEAD_DIM, WIDTH, QUERIES)
     lane = tl.arange(0, KEYS)
-    first_entries = lists + rows.to(tl.int64)[None, :] * (depth * KEYS) + lane[:, None]
-    count = tl.zeros((KEYS, QUERIES), tl.int32)
+    first_entries = lists + rows.to(tl.int64)[None, :] * capacity + tl.zeros((KEYS, QUERIES), tl.int64)
+    of_query = counts + rows[None, :] + tl.zeros((KEYS, QUERIES), tl.int32)
+    others = tl.maximum(step - 1, 1)
     for number in range(0, num_tiles):
-        tile = number
-        if SKIPPED > 0:
-            tile += number // (SKIPPED - 1) + 1
-        positions = tile * step * KEYS + lane
-        held = tl.minimum(positions, num_keys - 1)
+        apart = number < num_apart
+        in_block = number // others * KEYS * step + 1 + number % others
+        beyond = num_blocks * KEYS * step + (number - num_apart) * KEYS
+        index = (tl.where(apart, in_block, beyond) + lane * tl.where(apart, step, 1))[:, None]
+        held = tl.minimum(tl.reshape(index, (KEYS,)), num_keys - 1)
         scores = _score(k, key_scale, held, vectors, weight, HEADS, HEAD_DIM, WIDTH, QUERIES, KEYS, HAS_SCALE)
-        index = positions[:, None]
-        # asked this way round, NaN is no worse than the bar: what it is worth is decided where entries are ordered
-        worse = (scores < bar_score) | ((scores == bar_score) & (index > bar_index))
-        kept = (index < lens[None, :]) & ~worse
+        # NaN reaches no bar; where there is none, all are kept
+        reaches = (scores > bar_score) | ((scores == bar_score) & (index <= bar_index)) | (bar_index == NO_BAR)
+        kept = reaches & (index < lens[None, :])
+        place = tl.atomic_add(of_query, 1, kept, sem="relaxed")
         entry = (scores.to(tl.int32, bitcast=True).to(tl.int64) << 32) | index
-        tl.store(first_entries + count * KEYS, entry, kept & (count < depth))
-        count += kept
-    # a lane's count says what came, also where the list had no room for it
-    tl.store(counts + rows.to(tl.int64)[None, :] * KEYS + lane[:, None], count, (rows < num_queries)[None, :])
+        tl.store(first_entries + place, entry, kept & (place < capacity))
 
 
 @triton.jit

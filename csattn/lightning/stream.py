@@ -10,6 +10,7 @@ does not even write scores: see `contenders`.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -109,19 +110,25 @@ def choose_by_contenders(operands: Operands, k: int, lens: Tensor, workspace_byt
 
 
 def choose_listed(operands: Operands, k: int, lens: Tensor, workspace_bytes: int) -> tuple[Choice, Tensor]:
-    """The choice from lists of contenders, and the queries whose lists were too short for them: [n] int64."""
-    from csattn.lightning.contenders import Contenders, lists_for, queries_at_a_time  # Triton is there where CUDA is
+    """The choice from lists of contenders, and the queries whose lists cannot be trusted: [n] int64."""
+    from csattn.lightning.contenders import Contenders, Sampling, queries_at_a_time  # Triton is there where CUDA is
+    from csattn.lightning.score_device import Scorer
 
-    num_queries, device = len(operands.q), operands.q.device
-    lists = lists_for(k, operands.q.dtype)
-    step = queries_at_a_time(operands, k, workspace_bytes)
-    contenders = Contenders(min(step, num_queries), k, lists, device)
+    num_queries, num_keys, device = len(operands.q), len(operands.k), operands.q.device
+    scorer = Scorer.for_operands(operands)
+    sampling = Sampling.of(num_keys, k, scorer.tile_keys)
+    step = queries_at_a_time(operands, sampling, scorer, workspace_bytes)
+    contenders = Contenders(min(step, num_queries), num_keys, sampling, scorer, device)
     on_device, indices = lens.to(device), torch.empty(num_queries, k, dtype=torch.int32, device=device)
+    longest, tile = scorer.longest(on_device), scorer.query_tile
     overflowed = torch.zeros(num_queries, dtype=torch.int32, device=device)
-    for first in range(0, num_queries, step):
-        rows = slice(first, min(first + step, num_queries))
-        part, num_keys = operands.of_queries(rows), int(lens[rows].max())
-        contenders.choose(part, on_device[rows], num_keys, indices[rows], overflowed[rows])
+    # the first queries are the cheapest: the device is not filled with them
+    first_step = -(-(num_queries % step) // tile) * tile
+    starts = [0, *range(first_step, num_queries, step)] if first_step else range(0, num_queries, step)
+    for first, stop in pairwise((*starts, num_queries)):
+        rows = slice(first, stop)
+        of_tiles = longest[first // tile : -(-stop // tile)]
+        contenders.choose(operands.of_queries(rows), on_device[rows], of_tiles, indices[rows], overflowed[rows])
     return Choice(indices), overflowed.nonzero()[:, 0]
 
 
@@ -202,9 +209,10 @@ def _choose(operands: Operands, lens: Tensor, tile: Tile, workspace: Tensor, out
 
 def _score(operands: Operands, keys: range, lens: Tensor, out: Tensor) -> None:
     if operands.q.is_cuda:
-        from csattn.lightning import score_kernels  # Triton is there where CUDA is
+        from csattn.lightning.score_device import Scorer  # Triton is there where CUDA is
 
-        score_kernels.score_tile(operands, keys, lens, out)
+        scorer = Scorer.for_operands(operands)
+        scorer.write_scores(operands, keys, lens, scorer.longest(lens), out)
     else:
         score_cpu.score_tile(operands, keys, lens, out)
 

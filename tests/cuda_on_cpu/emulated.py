@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,6 +23,7 @@ REPLACEMENTS = {
     ROOT / "csattn/search/device/intrinsics.cu": HERE / "search_intrinsics.h",
     ROOT / "csattn/attention/intrinsics.cu": HERE / "attention_intrinsics.h",
     ROOT / "csattn/lightning/intrinsics.cu": HERE / "lightning_intrinsics.h",
+    ROOT / "csattn/lightning/hopper_intrinsics.cu": HERE / "hopper_intrinsics.h",
     ROOT / "offload/intrinsics.cuh": HERE / "offload_intrinsics.h",
 }
 COMPILER = shutil.which("g++")
@@ -45,6 +47,15 @@ class EmulatedKernel:
         self._library.launch_kernel((ctypes.c_int * 3)(*grid), pointers)
 
 
+def tensor_map(matrix: torch.Tensor, box: tuple[int, int]) -> Any:
+    """As `csattn.cuda.tensor_map`; for `hopper_intrinsics.h`."""
+    (rows, width), size = matrix.shape, matrix.itemsize
+    assert box[1] * size == 128 and box[0] <= 256, "boxes are of 128 bytes and 256 rows at most"
+    assert matrix.data_ptr() % 16 == 0 and matrix.stride(0) * size % 16 == 0, "the copy engine takes 16 bytes at a time"
+    words = matrix.data_ptr(), rows, width * size, matrix.stride(0) * size, box[0]
+    return np.array([*words, *[0] * 11], np.int64).view("V128")[0]
+
+
 class Emulator:
     """Compiles kernels into a directory of its own; the same kernel once."""
 
@@ -59,6 +70,8 @@ class Emulator:
             pytest.skip("this machine has neither a CUDA device nor a C++ compiler to emulate one")
         for module in modules:
             monkeypatch.setattr(module, "cuda_kernel", self.cuda_kernel)
+            if hasattr(module, "tensor_map"):
+                monkeypatch.setattr(module, "tensor_map", tensor_map)
             if hasattr(module, "num_multiprocessors"):
                 monkeypatch.setattr(module, "num_multiprocessors", lambda device: multiprocessors)
 
@@ -69,6 +82,7 @@ class Emulator:
         defines: Mapping[str, object],
         shared_bytes: int = 0,
         early_start: bool = False,
+        architecture: str | None = None,
     ) -> EmulatedKernel:
         """As `csattn.cuda.cuda_kernel`."""
         sources = source if isinstance(source, tuple) else (source,)

@@ -3,7 +3,7 @@
 Without a GPU, Triton's kernel runs as Python and CUDA C is compiled for the CPU: sizes are tiny, and so are lists.
 """
 
-from dataclasses import replace
+import math
 
 import pytest
 import torch
@@ -16,17 +16,18 @@ from hypothesis import strategies as st
 
 from bench.lightning.awkward import KINDS, make_operands
 from csattn.errors import ConfigError
-from csattn.lightning import contenders, stream
-from csattn.lightning.contenders import Contenders, Lists
+from csattn.lightning import contenders, score_device, stream
+from csattn.lightning.contenders import MAX_CAPACITY, Contenders, Sampling
 from csattn.lightning.order import top_k_reference
 from csattn.lightning.score import Operands, causal_lens, score_keys
-from csattn.lightning.score_kernels import KeyTiles, TileShape, append_contenders, score_tile
+from csattn.lightning.score_device import Scorer
+from csattn.lightning.score_kernels import NO_BAR, TileShape, list_contenders, score_tile
 from csattn.lightning.stream import choose_keys
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
 
 SMALL = TileShape(columns=8, keys=16, num_warps=4, num_stages=2)
-LISTS = Lists(lanes=16, depth=5, growth=2)
+SAMPLING = Sampling(step=2, wanted=9, capacity=40)
 
 
 @pytest.fixture(autouse=True)
@@ -40,13 +41,14 @@ def to_device(operands: Operands) -> Operands:
     return Operands(*(None if array is None else array.to(DEVICE) for array in arrays))  # type: ignore[arg-type]
 
 
-def choose(operands: Operands, k: int, lens: Tensor, lists: Lists) -> tuple[Tensor, Tensor]:
+def choose(operands: Operands, k: int, lens: Tensor, sampling: Sampling = SAMPLING) -> tuple[Tensor, Tensor]:
     """Indices, and which queries are marked."""
-    num_queries = len(operands.q)
+    num_queries, num_heads, _ = operands.q.shape
     indices = torch.full((num_queries, k), -7, dtype=torch.int32, device=DEVICE)
     overflowed = torch.zeros(num_queries, dtype=torch.int32, device=DEVICE)
-    made = Contenders(num_queries, k, lists, DEVICE)
-    made.choose(to_device(operands), lens.to(DEVICE), int(lens.max()), indices, overflowed, SMALL)
+    scorer, lens = Scorer.in_triton(num_heads, SMALL), lens.to(DEVICE)
+    made = Contenders(num_queries, len(operands.k), sampling, scorer, DEVICE)
+    made.choose(to_device(operands), lens, scorer.longest(lens), indices, overflowed)
     return indices.cpu(), overflowed.cpu() > 0
 
 
@@ -59,117 +61,126 @@ def all_scores(operands: Operands, lens: Tensor) -> Tensor:
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of numpy, which is the interpreter
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("growth", [2, 4])
-def test_choices_are_those_of_all_scores(kind: str, growth: int) -> None:
-    operands = make_operands(kind, 4, 130, 2, 32, torch.float16, key_scale=kind == "random")
-    lens = torch.tensor([0, 5, 63, 130], dtype=torch.int32)
-    indices, marked = choose(operands, 10, lens, replace(LISTS, growth=growth))
+@pytest.mark.parametrize("step", [2, 4])
+def test_choices_are_those_of_all_scores(kind: str, step: int) -> None:
+    operands = make_operands(kind, 4, 200, 2, 32, torch.float16, key_scale=kind == "random")
+    lens = torch.tensor([0, 39, 143, 200], dtype=torch.int32)
+    indices, marked = choose(operands, 10, lens, Sampling(step, 6 if step == 4 else 9, 40))
     scores = all_scores(operands, lens) if kind == "random" else score_keys(operands)
     want = top_k_reference(scores, 10, lens)
     assert torch.equal(indices[~marked], want[~marked])
-    # contenders are few where scores are, whatever their order; NaN are contenders in every round
-    assert not marked.any() or kind == "nan and inf"
+    assert not marked[:2].any(), "lists hold all that these queries may see"
+    assert not marked.any() or kind in ("random", "nan and inf")
 
 
 def test_lists_that_overflow_mark_their_query_and_no_other() -> None:
-    """Keys of the last round, every other tile, are all better than those before: more of them than lists hold."""
-    operands = make_operands("equal", 3, 208, 2, 32, torch.float16)
-    operands.k[16 * torch.arange(1, 13, 2)[:, None] + torch.arange(16), 0] = 2 + torch.rand(6, 16).half()
-    lens = torch.tensor([208, 40, 208], dtype=torch.int32)
-    indices, marked = choose(operands, 10, lens, LISTS)
+    """What is not in the sample is better than what is, and more than lists hold."""
+    operands = make_operands("equal", 3, 200, 2, 32, torch.float16)
+    operands.k[1::2, 0] = 2
+    lens = torch.tensor([200, 40, 200], dtype=torch.int32)
+    indices, marked = choose(operands, 10, lens)
     assert marked.tolist() == [True, False, True]
     assert torch.equal(indices[1:2], top_k_reference(score_keys(operands), 10, lens)[1:2])
 
 
+def test_bars_that_too_few_reach_mark_their_query() -> None:
+    """All of the sample is better than what is not in it: the bar is the fourth best, of ten that are wanted."""
+    operands = make_operands("equal", 1, 200, 2, 32, torch.float16)
+    operands.k[::2, 0] = 2
+    _, marked = choose(operands, 10, torch.tensor([200], dtype=torch.int32), Sampling(step=2, wanted=4, capacity=40))
+    assert marked.all()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of numpy, which is the interpreter
+def test_nan_is_not_counted_as_reaching_a_bar() -> None:
+    operands = make_operands("ascending", 1, 200, 2, 32, torch.float16)
+    operands.k[1:100:2, 0] = torch.nan
+    lens = torch.tensor([200], dtype=torch.int32)
+    indices, marked = choose(operands, 10, lens)
+    assert not marked.any()
+    assert torch.equal(indices, top_k_reference(score_keys(operands), 10, lens))
+
+
 @pytest.mark.parametrize("k", [10, 100])
 def test_numbers_of_keys_around_k(k: int) -> None:
-    operands = make_operands("few values", 4, 70, 2, 32, torch.float16)
-    lens = torch.tensor([1, 10, 11, 70], dtype=torch.int32)
-    indices, marked = choose(operands, k, lens, LISTS)
+    operands = make_operands("few values", 4, 110, 2, 32, torch.float16)
+    lens = torch.tensor([1, k, k + 1, 110], dtype=torch.int32)
+    indices, marked = choose(operands, k, lens, Sampling(2, 60, 128))
     assert not marked.any()
     assert torch.equal(indices, top_k_reference(score_keys(operands), k, lens))
 
 
 def test_memory_of_earlier_queries_is_not_read() -> None:
-    made = Contenders(3, 10, LISTS, DEVICE)
+    scorer = Scorer.in_triton(2, SMALL)
+    made = Contenders(3, 100, SAMPLING, scorer, DEVICE)
     out, overflowed = torch.empty(3, 10, dtype=torch.int32, device=DEVICE), torch.zeros(3, dtype=torch.int32)
     for seed, num_queries in enumerate((3, 2)):
         torch.manual_seed(seed)
         operands = make_operands("one bin", num_queries, 100, 2, 32, torch.float16)
         lens = causal_lens(num_queries, 100, first_position=70)
-        rows = slice(0, num_queries)
-        made.choose(to_device(operands), lens.to(DEVICE), 100, out[rows], overflowed[rows].to(DEVICE), SMALL)
+        rows, on_device = slice(0, num_queries), lens.to(DEVICE)
+        made.choose(to_device(operands), on_device, scorer.longest(on_device), out[rows], overflowed[rows].to(DEVICE))
         assert torch.equal(out[rows].cpu(), top_k_reference(score_keys(operands), 10, lens))
 
 
-def test_keys_below_the_bar_are_not_written() -> None:
-    """Of equal scores those after the bar's index are below it."""
-    operands = make_operands("few values", 2, 64, 1, 32, torch.float16)
-    scores, lens = score_keys(operands), torch.tensor([64, 50], dtype=torch.int32)
-    bar_scores, bar_indices = torch.tensor([2.0, 1.0]), torch.tensor([30, 20], dtype=torch.int32)
-    lists = torch.full((2, 4, 16), -1, dtype=torch.int64, device=DEVICE)
-    counts = torch.full((2, 16), -1, dtype=torch.int32, device=DEVICE)
+@pytest.mark.parametrize("step", [1, 2])
+def test_keys_below_the_bar_are_not_written(step: int) -> None:
+    """Of equal scores those after the bar's index are below it. Of whole blocks every step-th key is left out."""
+    operands = make_operands("few values", 2, 70, 1, 32, torch.float16)
+    scores, lens = score_keys(operands), torch.tensor([70, 50], dtype=torch.int32)
+    bar_scores, bar_indices = torch.tensor([2.0, 1.0]), torch.tensor([30, NO_BAR], dtype=torch.int32)
+    lists = torch.full((2, 64), -1, dtype=torch.int64, device=DEVICE)
+    counts = torch.zeros(2, dtype=torch.int32, device=DEVICE)
     bar = bar_scores.to(DEVICE), bar_indices.to(DEVICE)
-    append_contenders(to_device(operands), lens.to(DEVICE), KeyTiles(1), *bar, lists, counts, SMALL)
-    index = torch.arange(64)
+    list_contenders(to_device(operands), lens.to(DEVICE), step, *bar, lists, counts, SMALL)
+    index = torch.arange(70)
+    left_out = (index % 2 == 0) & (index < 64) if step == 2 else index < 0
     for row in range(2):
         tied = (scores[row] == bar_scores[row]) & (index <= bar_indices[row])
-        want = index[((scores[row] > bar_scores[row]) | tied) & (index < lens[row])]
-        entries = lists[row].cpu()[torch.arange(4)[:, None] < counts[row].cpu()]
+        reaches = (scores[row] > bar_scores[row]) | tied | (bar_indices[row] == NO_BAR)
+        want = index[reaches & (index < lens[row]) & ~left_out]
+        entries = lists[row].cpu()[: counts[row]]
         assert sorted((entries & 0xFFFFFFFF).tolist()) == want.tolist()
         found = (entries >> 32).to(torch.int32).view(torch.float32)
         assert torch.equal(found, scores[row][entries & 0xFFFFFFFF])
 
 
-@given(st.integers(0, 1 << 19), st.sampled_from([1, 64, 512, 1024, 2048]))
-def test_rounds_have_every_tile_once(num_keys: int, k: int) -> None:
-    lists = Lists.for_k(k, 64)
-    num_tiles = -(-num_keys // 64)
-    seen: list[int] = []
-    for number, tiles in enumerate(lists.rounds(num_keys)):
-        every = range(0, num_tiles, tiles.step)
-        mine = [tile for place, tile in enumerate(every) if not tiles.skipped or place % tiles.skipped]
-        assert number or len(mine) <= lists.depth
-        # as the kernel counts them
-        count = len(every) - (-(-len(every) // tiles.skipped) if tiles.skipped else 0)
-        numbers = range(count)
-        assert mine == [(u + u // (tiles.skipped - 1) + 1 if tiles.skipped else u) * tiles.step for u in numbers]
-        seen += mine
-    assert sorted(seen) == list(range(num_tiles))
-
-
-@pytest.mark.parametrize("k", [1, 64, 512, 1024, 2048])
-def test_lists_fit_shared_memory_and_hold_twice_what_comes(k: int) -> None:
-    lists = Lists.for_k(k, 64)
-    assert 8 * (k + lists.lanes * lists.depth) + contenders.OTHER_SHARED_BYTES <= 227 << 10
-    assert lists.lanes * lists.depth >= 2 * (lists.growth - 1) * k
+@given(st.integers(1, 1 << 20), st.sampled_from([1, 64, 512, 1024, 2048]))
+def test_lists_hold_what_is_to_be_expected(num_keys: int, k: int) -> None:
+    sampling = Sampling.of(num_keys, k, 64)
+    assert sampling.wanted >= k / sampling.step + 5 * math.sqrt(k / sampling.step)
+    assert sampling.capacity >= 1.125 * sampling.wanted * sampling.step + 64 * sampling.step
+    assert sampling.capacity >= 2 * k
+    assert sampling.fits
+    assert sampling.sample_len(num_keys, 64) <= MAX_CAPACITY
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="on a GPU, all of it is tested below")
-def test_queries_whose_lists_overflow_are_chosen_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two at a time; those of many keys have too many contenders in the last round."""
-    monkeypatch.setattr(contenders, "lists_for", lambda k, dtype: LISTS)
+def test_queries_that_are_marked_are_chosen_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two at a time, but for the first."""
+    monkeypatch.setattr(Sampling, "of", lambda *arguments: SAMPLING)
     monkeypatch.setattr(contenders, "num_multiprocessors", lambda device: 1)
-    monkeypatch.setitem(contenders.TILE_SHAPES, torch.float16, replace(SMALL, columns=4))
-    operands = make_operands("equal", 5, 208, 2, 32, torch.float16)
-    operands.k[16 * torch.arange(1, 13, 2)[:, None] + torch.arange(16), 0] = 2 + torch.rand(6, 16).half()
-    lens = torch.tensor([208, 40, 12, 208, 9], dtype=torch.int32)
-    workspace_bytes = 3 * LISTS.row_bytes(10)
+    monkeypatch.setitem(score_device.TILE_SHAPES, torch.float16, TileShape(columns=4, keys=16))
+    operands = make_operands("equal", 5, 200, 2, 32, torch.float16)
+    operands.k[1::2, 0] = 2
+    lens = torch.tensor([200, 40, 12, 200, 9], dtype=torch.int32)
+    workspace_bytes = 3 * (4 * 96 + 8 * SAMPLING.capacity + 12)
     _, unsure = stream.choose_listed(operands, 10, lens, workspace_bytes)
     assert unsure.tolist() == [0, 3]
     got = stream.choose_by_contenders(operands, 10, lens, workspace_bytes)
     assert torch.equal(got.indices, top_k_reference(score_keys(operands), 10, lens))
 
 
-@pytest.mark.parametrize(("workspace_bytes", "fillings"), [(256 << 20, 7), (64 << 20, 1)])
+@pytest.mark.parametrize(("workspace_bytes", "queries"), [(256 << 20, 10560), (64 << 20, 2112), (1 << 20, 40), (1, 4)])
 def test_queries_fill_the_device_a_whole_number_of_times(
-    workspace_bytes: int, fillings: int, monkeypatch: pytest.MonkeyPatch
+    workspace_bytes: int, queries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(contenders, "num_multiprocessors", lambda device: 132)
-    operands = make_operands("random", 1, 1, 64, 8, torch.float16)
-    assert contenders.queries_at_a_time(operands, 512, workspace_bytes) == fillings * 2 * 132 * 4
-    assert contenders.queries_at_a_time(operands, 512, 1 << 20) == 28
-    assert contenders.queries_at_a_time(operands, 512, 1) == 4
+    operands = make_operands("random", 1, 16384, 64, 8, torch.float16)
+    scorer = Scorer.for_operands(operands)
+    sampling = Sampling.of(16384, 512, scorer.tile_keys)
+    assert sampling == Sampling(step=8, wanted=108, capacity=2048)
+    assert contenders.queries_at_a_time(operands, sampling, scorer, workspace_bytes) == queries
 
 
 def test_where_contenders_cannot_be_listed_that_is_said() -> None:

@@ -18,7 +18,7 @@ from csattn.lightning.order import top_k_reference
 from csattn.lightning.page_score import score_pages
 from csattn.lightning.quantise import quantise_fp8
 from csattn.lightning.score import Operands, causal_lens
-from csattn.lightning.stream import choose_keys
+from csattn.lightning.stream import choose_keys, score_into
 from csattn.lightning.topk import top_k
 
 K = 1024
@@ -111,13 +111,9 @@ def _dense(operands: Operands, k: int, lens: Tensor, device: str) -> Prepared:
     """All scores of the chunk in memory, then one selection: as fast as DSA gets, and may be captured."""
     num_queries, num_keys = len(operands.q), len(operands.k)
     scores = torch.empty(num_queries, num_keys, device=device)
-    if device == "cpu":
-        from csattn.lightning.score_cpu import score_tile
-    else:
-        from csattn.lightning.score_kernels import score_tile
 
     def call() -> Tensor:
-        score_tile(operands, range(num_keys), lens, scores)
+        score_into(scores, operands, range(num_keys), lens)
         return top_k(scores, k, lens)
 
     def faults() -> list[str]:

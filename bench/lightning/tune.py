@@ -1,9 +1,9 @@
-"""Other cuts of the score kernels, and both ways to choose: what `score_kernels` should have as constants.
+"""The rates of both score kernels, other cuts of Triton's, and both ways to choose: what is chosen by default and why.
 
 Every cut is compiled, which takes longer than to measure it: about four minutes in all.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,13 +11,14 @@ import torch
 
 from bench.lightning.inputs import RATIO, Shape, make_fp8_operands, make_operands
 from bench.lightning.measure import measure
-from csattn.lightning import score_kernels
+from csattn.lightning import score_device
 from csattn.lightning.score import Operands, causal_lens
-from csattn.lightning.score_kernels import TileShape, score_tile
+from csattn.lightning.score_device import Scorer
+from csattn.lightning.score_kernels import TileShape
 from csattn.lightning.stream import WORKSPACE_BYTES, choose_keys, choose_listed, score_all
 from csattn.lightning.topk import top_k
 
-QUERIES = 4096  # the last of their sequence: nearly all of their keys are legal
+QUERIES = 4224  # the last of their sequence, for which nearly all keys are legal; a multiple of 132 multiprocessors
 SHAPES = [
     *(TileShape(num_stages=stages) for stages in (2, 3, 4)),
     TileShape(max_registers=None, num_stages=3),
@@ -34,36 +35,40 @@ def tune(num_tokens: int, shape: Shape) -> None:
     """Print rates and times for each dtype; the fastest of each kind last."""
     for make in (make_operands, make_fp8_operands):
         operands = make(num_tokens, shape, "cuda")
+        usual = Scorer.for_operands(operands)
+        scorers = [usual, *(Scorer.in_triton(shape.num_heads, cut) for cut in SHAPES)]
         print(f"{operands.q.dtype}, {num_tokens} tokens: scores of the last {QUERIES} queries, TFLOP/s")
-        _ranked(SHAPES, lambda tried, of=operands: _score_rate(of, tried), best=max)
+        _ranked(scorers, lambda tried, of=operands: _score_rate(of, tried), best=max)
         print("all of it by contenders, k 512, ms")
-        _ranked(LISTING_SHAPES, lambda tried, of=operands: _listed_ms(of, tried), best=min)
+        listing = [scorer for scorer in scorers if scorer.shape is None or scorer.shape in LISTING_SHAPES]
+        _ranked(listing, lambda tried, of=operands: _listed_ms(of, tried), best=min)
         for k in (512, 1024):
             print(f"k {k}: {_both_ways(operands, k)}", flush=True)
 
 
-def _ranked(shapes: list[TileShape], value_of: Callable[[TileShape], float], best: Callable[..., Any]) -> None:
+def _ranked(scorers: list[Scorer], value_of: Callable[[Scorer], float], best: Callable[..., Any]) -> None:
     found = []
-    for tried in shapes:
+    for tried in scorers:
         try:
             found.append((value_of(tried), tried))
         except Exception as error:  # whatever a compiler finds wrong with one cut: the others are still of interest
-            print(f"  {tried}: {type(error).__name__}: {str(error).splitlines()[0][:100]}")
+            print(f"  {tried.shape}: {type(error).__name__}: {str(error).splitlines()[0][:100]}")
     for value, tried in sorted(found, key=lambda pair: pair[0], reverse=best is min):
-        print(f"  {value:8.1f}  {tried}", flush=True)
+        print(f"  {value:8.1f}  {tried.shape or 'wgmma'}", flush=True)
 
 
-def _score_rate(operands: Operands, tried: TileShape) -> float:
+def _score_rate(operands: Operands, tried: Scorer) -> float:
     last = operands.of_queries(slice(max(0, len(operands.q) - QUERIES), len(operands.q)))
     num_keys = len(operands.k)
     lens = torch.full((len(last.q),), num_keys, dtype=torch.int32, device="cuda")
     out = torch.empty(len(last.q), -(-num_keys // 128) * 128, device="cuda")
-    ms = measure(lambda: score_tile(last, range(num_keys), lens, out, tried), "cuda")["ms"]
+    longest = tried.longest(lens)
+    ms = measure(lambda: tried.write_scores(last, range(num_keys), lens, longest, out), "cuda")["ms"]
     return 2.0 * last.q.numel() * num_keys / float(ms) / 1e9
 
 
-def _listed_ms(operands: Operands, tried: TileShape) -> float:
-    with _in_shape(operands.q.dtype, tried):
+def _listed_ms(operands: Operands, tried: Scorer) -> float:
+    with _scored_by(tried):
         return _choose_ms(operands, 512, list_contenders=True)
 
 
@@ -88,10 +93,10 @@ def _choose_ms(operands: Operands, k: int, list_contenders: bool) -> float:
 
 
 @contextmanager
-def _in_shape(dtype: torch.dtype, tried: TileShape) -> Any:
-    usual = score_kernels.TILE_SHAPES[dtype]
-    score_kernels.TILE_SHAPES[dtype] = tried
+def _scored_by(tried: Scorer) -> Iterator[None]:
+    usual = score_device.Scorer.for_operands
+    score_device.Scorer.for_operands = classmethod(lambda cls, operands: tried)  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        score_kernels.TILE_SHAPES[dtype] = usual
+        score_device.Scorer.for_operands = usual  # type: ignore[method-assign]

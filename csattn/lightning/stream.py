@@ -26,6 +26,7 @@ from csattn.lightning.topk_device import MAX_K
 WORKSPACE_BYTES = 256 << 20
 _QUERIES = 64  # that are scored together at least: a GPU is full with them, as their keys are cut among programs
 _MANY_QUERIES = 4096  # whose programs fill a GPU a few times, though each goes through all keys of its queries
+_MOST_KEYS = 1 << 21  # of which a sample is chosen from in shared memory
 _CPU_KEYS = 16384  # that are scored together at most on the CPU, where they are widened to float32 first
 _COLUMNS = 128  # of whose multiples a tile's rows are: score kernels write whole tiles of theirs
 _SCORES_BYTES = 40  # per chosen key and its score, while they are made
@@ -86,17 +87,19 @@ def choose_keys(
         list_contenders = tile is None and not with_scores and _contenders_pay(operands, k)
     if not list_contenders:
         return _choose_scored(operands, k, lens, workspace_bytes, tile, with_scores)
-    if with_scores or tile is not None or not operands.q.is_cuda or k > MAX_K:
+    if with_scores or tile is not None or not operands.q.is_cuda or k > MAX_K or len(operands.k) > _MOST_KEYS:
         raise ConfigError(
-            f"contenders are listed on a GPU, for k up to {MAX_K}, without scores, in tiles of their own; got operands "
-            f"on {operands.q.device}, k {k}, with_scores {with_scores}, tile {tile}: leave list_contenders out"
+            f"contenders are listed on a GPU, for k up to {MAX_K} of {_MOST_KEYS} keys, without scores, in tiles of "
+            f"their own; got operands on {operands.q.device}, k {k} of {len(operands.k)} keys, with_scores "
+            f"{with_scores}, tile {tile}: leave list_contenders out"
         )
     return choose_by_contenders(operands, k, lens, workspace_bytes)
 
 
 def _contenders_pay(operands: Operands, k: int) -> bool:
     """With fewer queries a GPU is not full of them; with fewer keys most would be contenders."""
-    return operands.q.is_cuda and len(operands.q) >= _MANY_QUERIES and k <= MAX_K and len(operands.k) >= 16 * k
+    fits = operands.q.is_cuda and k <= MAX_K and len(operands.k) <= _MOST_KEYS
+    return fits and len(operands.q) >= _MANY_QUERIES and len(operands.k) >= 8 * k
 
 
 def choose_by_contenders(operands: Operands, k: int, lens: Tensor, workspace_bytes: int) -> Choice:
@@ -153,7 +156,7 @@ def score_all(operands: Operands, legal_len: Tensor) -> Tensor:
     """Every legal score, with the bits that `choose_keys` compares: [num_queries, num_keys] float32."""
     num_queries, num_keys = len(operands.q), len(operands.k)
     scores = torch.empty(num_queries, _padded(num_keys), device=operands.q.device)
-    _score(operands, range(num_keys), legal_len.to(scores.device), scores)
+    score_into(scores, operands, range(num_keys), legal_len.to(scores.device))
     return scores[:, :num_keys]
 
 
@@ -190,7 +193,7 @@ def _choose(operands: Operands, lens: Tensor, tile: Tile, workspace: Tensor, out
     for keys in ranges:
         width = _padded(len(keys))
         scores = workspace[: len(lens) * width].view(len(lens), width)
-        _score(operands, keys, lens, scores)
+        score_into(scores, operands, keys, lens)
         scores = scores[:, : len(keys)]
         legal = (lens - keys.start).clamp(min=0, max=len(keys))
         if len(ranges) == 1 and out.scores is None:
@@ -207,7 +210,13 @@ def _choose(operands: Operands, lens: Tensor, tile: Tile, workspace: Tensor, out
             out.scores.copy_(scores_of(kept).masked_fill_(nothing, -torch.inf))
 
 
-def _score(operands: Operands, keys: range, lens: Tensor, out: Tensor) -> None:
+def score_into(
+    out: Tensor,  # [num_queries, width] float32, written; width: of whole tiles of 128, at least for all of the keys
+    operands: Operands,
+    keys: range,
+    lens: Tensor,  # [num_queries] int32, on the device; columns beyond hold anything
+) -> None:
+    """Scores of some keys, with the bits that `choose_keys` compares, on torch's current stream."""
     if operands.q.is_cuda:
         from csattn.lightning.score_device import Scorer  # Triton is there where CUDA is
 

@@ -145,7 +145,7 @@ def test_keys_below_the_bar_are_not_written(step: int) -> None:
         assert torch.equal(found, scores[row][entries & 0xFFFFFFFF])
 
 
-@given(st.integers(1, 1 << 20), st.sampled_from([1, 64, 512, 1024, 2048]))
+@given(st.integers(1, stream._MOST_KEYS), st.sampled_from([1, 64, 512, 1024, 2048]))
 def test_lists_hold_what_is_to_be_expected(num_keys: int, k: int) -> None:
     sampling = Sampling.of(num_keys, k, 64)
     assert sampling.wanted >= k / sampling.step + 5 * math.sqrt(k / sampling.step)

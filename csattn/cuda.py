@@ -47,8 +47,6 @@ class CudaKernel:
         self._name = name
         self._function = function  # which keeps its module loaded
         self._handle = ctypes.c_void_p(function.ptr)
-        if shared_bytes > PORTABLE_SHARED_BYTES:
-            _require(_driver().cuFuncSetAttribute(self._handle, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes), name)
         self._attribute = _LaunchAttribute(id=PROGRAMMATIC_STREAM_SERIALIZATION)
         self._attribute.value[0] = 1
         self._config = _LaunchConfig(
@@ -78,8 +76,9 @@ def cuda_kernel(
 ) -> CudaKernel:
     """Compile, for the current device, or take what an earlier call compiled."""
     sources = source if isinstance(source, tuple) else (source,)
-    module = _module(sources, tuple(sorted((key, str(value)) for key, value in defines.items())), architecture)
-    return CudaKernel(name, module.get_function(name), shared_bytes, early_start)
+    options = tuple(f"-D{key}={value}" for key, value in sorted(defines.items()))
+    function = _function(sources, name, options, shared_bytes, architecture, torch.cuda.current_device())
+    return CudaKernel(name, function, shared_bytes, early_start)
 
 
 def tensor_map(
@@ -132,13 +131,29 @@ def _require(error: int, what: str) -> None:
 
 
 @cache
-def _module(sources: tuple[Path, ...], defines: tuple[tuple[str, str], ...], architecture: str | None) -> Any:
+def _function(
+    sources: tuple[Path, ...],
+    name: str,
+    options: tuple[str, ...],
+    shared_bytes: int,
+    architecture: str | None,
+    device: int,  # that it is loaded on
+) -> Any:
+    function = _module(sources, options, architecture, device).get_function(name)
+    function = getattr(function, "kernel", function)  # of what CuPy compiles itself
+    if shared_bytes > PORTABLE_SHARED_BYTES:
+        handle = ctypes.c_void_p(function.ptr)
+        _require(_driver().cuFuncSetAttribute(handle, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes), name)
+    return function
+
+
+@cache
+def _module(sources: tuple[Path, ...], options: tuple[str, ...], architecture: str | None, device: int) -> Any:
     import cupy
 
-    code = "\n".join(source.read_text() for source in sources)
-    options = ("-std=c++17", *(f"-D{name}={value}" for name, value in defines))
+    code, options = "\n".join(source.read_text() for source in sources), ("-std=c++17", *options)
     if architecture is None:
-        return cupy.RawModule(code=code, options=options).module
+        return cupy.RawModule(code=code, options=options)
     module = cupy.cuda.function.Module()
     module.load(_compiled(code, (*options, "-ftz=true", f"-arch={architecture}")))
     return module

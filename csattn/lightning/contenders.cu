@@ -60,6 +60,47 @@ extern "C" __global__ void __launch_bounds__(THREADS) put_bars(
     }
 }
 
+// Writes the indices of the k best, best first: entries are put into bins, and within its bin an entry counts those above
+// it. Bins are narrow, as entries reach from about the k-th best to the best; where many fall into one it takes long.
+template <int EACH> __device__ void write_in_order(Shared& s, const u64 (&mine)[EACH], int count, int k, int* chosen) {
+    u64 low = ~0ull, high = 0;
+#pragma unroll
+    for (int e = 0; e < EACH; ++e)
+        if (e * THREADS + static_cast<int>(threadIdx.x) < count) low = min(low, mine[e]), high = max(high, mine[e]);
+    u32* const bins = s.bins[0];
+    for (int i = threadIdx.x; i < BINS; i += THREADS) bins[i] = 0;
+    const Range range = join_threads(s, low, high);
+#pragma unroll
+    for (int e = 0; e < EACH; ++e)
+        if (e * THREADS + static_cast<int>(threadIdx.x) < count) atomicAdd(&bins[(mine[e] - range.low) >> range.shift], 1u);
+    __syncthreads();
+
+    const int first = BINS - (threadIdx.x + 1) * BINS_EACH;  // thread 0 has the highest bins
+    u32 counts[BINS_EACH], sum = 0;
+#pragma unroll
+    for (int i = 0; i < BINS_EACH; ++i) sum += counts[i] = bins[first + i];
+    u32 above = sum_before(sum, s.scratch);
+#pragma unroll
+    for (int i = BINS_EACH - 1; i >= 0; --i) bins[first + i] = above, above += counts[i];
+    __syncthreads();
+#pragma unroll
+    for (int e = 0; e < EACH; ++e)
+        if (e * THREADS + static_cast<int>(threadIdx.x) < count)
+            s.entries[atomicAdd(&bins[(mine[e] - range.low) >> range.shift], 1u)] = mine[e];
+    __syncthreads();  // now a bin says where the next lower one begins
+
+#pragma unroll
+    for (int e = 0; e < EACH; ++e) {
+        if (e * THREADS + static_cast<int>(threadIdx.x) >= count) continue;
+        const u32 bin = (mine[e] - range.low) >> range.shift, begin = bin + 1 < BINS ? bins[bin + 1] : 0;
+        if (begin >= static_cast<u32>(k)) continue;
+        u32 rank = begin;
+        for (u32 i = begin; i < bins[bin]; ++i) rank += s.entries[i] > mine[e];
+        if (rank < static_cast<u32>(k)) chosen[rank] = static_cast<int>(0xffffffffu - static_cast<u32>(mine[e]));
+    }
+    for (int i = count + threadIdx.x; i < k; i += THREADS) chosen[i] = -1;
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) choose_best(
     const u64* __restrict__ lists,      // [rows, CAPACITY]
     const int* __restrict__ counts,     // [rows]
@@ -78,10 +119,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) choose_best(
         if (threadIdx.x == 0) overflowed[row] = 1;
         return;
     }
-    for (int i = threadIdx.x; i < count; i += THREADS)
-        s.entries[i] = entry_of(__uint_as_float(static_cast<u32>(lists[i] >> 32)), static_cast<u32>(lists[i]));
-    if (threadIdx.x == 0) s.num_entries = count;
-    __syncthreads();
-    if (count > k) drop_below(s, find_threshold<false>(s, find_range(s), k, k));
-    write_best(s, s.num_entries, k, nullptr, 1, chosen + row * k);
+    constexpr int EACH = (CAPACITY + THREADS - 1) / THREADS;
+    u64 mine[EACH];
+#pragma unroll
+    for (int e = 0; e < EACH; ++e) {
+        const int i = e * THREADS + threadIdx.x;
+        const u64 raw = i < count ? lists[i] : 0;
+        mine[e] = entry_of(__uint_as_float(static_cast<u32>(raw >> 32)), static_cast<u32>(raw));
+    }
+    write_in_order(s, mine, count, k, chosen + row * k);
 }

@@ -18,17 +18,18 @@ a multiprocessor.
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from csattn.cuda import CudaKernel, cuda_kernel, num_multiprocessors
+from csattn.cuda import cuda_kernel, num_multiprocessors
 from csattn.lightning.score import Operands
 from csattn.lightning.score_device import Scorer
-from csattn.lightning.topk_device import ENTRY_SOURCES, OTHER_SHARED_BYTES
+from csattn.lightning.topk_device import OTHER_SHARED_BYTES
 
-SOURCES = (*ENTRY_SOURCES, Path(__file__).with_name("contenders.cu"))
-THREADS = 256
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("intrinsics.cu", "topk_entries.cu", "contenders.cu"))
+THREADS = 256  # of a block that selects, for each 2048 entries that it may have
 MAX_CAPACITY = 24576  # entries in shared memory
 _LEAST_STEP = 8
 _SAMPLE_LEN = 4096  # scores that are read again for each query, about
@@ -77,8 +78,8 @@ class Contenders:
         self._counts = torch.empty(num_queries, dtype=torch.int32, device=device)
         self._bar_scores = torch.empty(num_queries, device=device)
         self._bar_indices = torch.empty(num_queries, dtype=torch.int32, device=device)
-        self._put_bars = _kernel("put_bars", _power_of_two(self._sample.shape[1]))
-        self._choose_best = _kernel("choose_best", sampling.capacity)
+        self._put_bars = _Selection("put_bars", _power_of_two(self._sample.shape[1]))
+        self._choose_best = _Selection("choose_best", sampling.capacity)
 
     def choose(
         self,
@@ -92,15 +93,14 @@ class Contenders:
         (num_queries, k), scorer, sampling = out.shape, self._scorer, self._sampling
         if not num_queries:
             return
-        grid = num_queries, 1, 1
         sample, lists, counts = self._sample[:num_queries], self._lists[:num_queries], self._counts[:num_queries]
         bars = self._bar_scores[:num_queries], self._bar_indices[:num_queries]
         every_step_th = range(0, len(operands.k), sampling.step)
         scorer.write_scores(operands, every_step_th, legal_len, longest, sample)
         sizes = sample.shape[1], sampling.capacity, scorer.query_tile, scorer.tile_keys, sampling.step, sampling.wanted
-        self._put_bars.launch(grid, THREADS, sample, longest, legal_len, lists, counts, *bars, *sizes)
+        self._put_bars.launch(num_queries, sample, longest, legal_len, lists, counts, *bars, *sizes)
         scorer.list_contenders(operands, legal_len, longest, sampling.step, *bars, lists, counts)
-        self._choose_best.launch(grid, THREADS, lists, counts, legal_len, overflowed, out, k)
+        self._choose_best.launch(num_queries, lists, counts, legal_len, overflowed, out, k)
 
 
 def queries_at_a_time(operands: Operands, sampling: Sampling, scorer: Scorer, workspace_bytes: int) -> int:
@@ -116,12 +116,18 @@ def _power_of_two(sample_len: int) -> int:
     return 1 << max(10, (sample_len - 1).bit_length())
 
 
-def _kernel(name: str, capacity: int) -> CudaKernel:
-    defines = {
-        "THREADS": THREADS,
-        "CLUSTER": 1,
-        "VECTORS": 0,  # no tiles of scores come by
-        "CAPACITY": capacity,
-        "BY_POSITION": 0,
-    }
-    return cuda_kernel(SOURCES, name, defines, 8 * capacity + OTHER_SHARED_BYTES, early_start=True)
+class _Selection:
+    """A kernel of a block for each query."""
+
+    def __init__(self, name: str, capacity: int) -> None:
+        self._threads = THREADS * min(4, 1 << (max(1, capacity >> 11) - 1).bit_length())
+        defines = {
+            "THREADS": self._threads,
+            "CLUSTER": 1,
+            "VECTORS": 0,  # no tiles of scores come by
+            "CAPACITY": capacity,
+        }
+        self._kernel = cuda_kernel(SOURCES, name, defines, 8 * capacity + OTHER_SHARED_BYTES, early_start=True)
+
+    def launch(self, num_queries: int, *args: Any) -> None:
+        self._kernel.launch((num_queries, 1, 1), self._threads, *args)

@@ -120,17 +120,21 @@ __device__ __forceinline__ void multiply_add(float (&d)[128], u64 a, u64 b, int 
 }
 
 // Begins the products of a tile of keys and all columns. Of the result a thread of the warpgroup has, in d[4 i + 2 r + c],
-// row 16 warp + lane / 4 + 8 r and column 8 i + 2 (lane % 4) + c.
+// row 16 warp + lane / 4 + 8 r and column 8 i + 2 (lane % 4) + c. Returns when all are done but the last, which take long
+// enough for another warpgroup to begin: had it begun before, the matrix units would have served both in turns, and both
+// would have ended late.
 __device__ __forceinline__ void begin_products(float (&d)[128], const u8* keys, const u8* columns) {
+    constexpr int PARTS = ATOM_BYTES / 32, STEPS = ATOMS * PARTS, LAST = 2;
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-    for (int atom = 0; atom < ATOMS; ++atom) {
-        const u64 a = describe(keys + atom * (KEYS * ATOM_BYTES)), b = describe(columns + atom * (COLUMNS * ATOM_BYTES));
-#pragma unroll
-        for (int part = 0; part < ATOM_BYTES / 32; ++part)
-            multiply_add(d, a + part * 2, b + part * 2, atom + part > 0);
+    for (int step = 0; step < STEPS; ++step) {
+        if (step == STEPS - LAST) asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+        const u8* const a = keys + step / PARTS * (KEYS * ATOM_BYTES);
+        const u8* const b = columns + step / PARTS * (COLUMNS * ATOM_BYTES);
+        multiply_add(d, describe(a) + step % PARTS * 2, describe(b) + step % PARTS * 2, step > 0);
     }
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
 }
 __device__ __forceinline__ void wait_for_products(float (&d)[128]) {
     asm volatile("wgmma.wait_group.sync.aligned 0;" : OUT_128::"memory");

@@ -258,15 +258,15 @@ template <class Work> __device__ void score(Shared& s, const Operands& of, const
             const u32 stage = (number + i) % STAGES;
             float products[128], sums[OWNED][2];
             wait_for(&s.keys_here[stage], (number + i) / STAGES % 2);
-            wait_for_turn(group);
-            begin_products(products, s.keys[stage], s.columns[at]);
-            give_turn_to(1 - group);
             const Tile tile = work.tile(of, longest, i);
             float scale[2] = {1.0f, 1.0f};
             if (of.key_scale)
 #pragma unroll
                 for (int r = 0; r < 2; ++r)
                     scale[r] = __ldg(of.key_scale + min(tile.first + (mine.row + 8 * r) * tile.step, num_keys - 1));
+            wait_for_turn(group);
+            begin_products(products, s.keys[stage], s.columns[at]);
+            give_turn_to(1 - group);
             wait_for_products(products);
             if (lane == 0) arrive(&s.keys_used[stage]);
             sum_up(products, weights, sums);

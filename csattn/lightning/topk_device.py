@@ -7,8 +7,9 @@ from torch import Tensor
 
 from csattn.cuda import cuda_kernel, num_multiprocessors
 
-ENTRY_SOURCES = tuple(Path(__file__).with_name(name) for name in ("intrinsics.cu", "topk_entries.cu", "topk_write.cu"))
-SOURCES = (*ENTRY_SOURCES, Path(__file__).with_name("topk.cu"))
+SOURCES = tuple(
+    Path(__file__).with_name(name) for name in ("intrinsics.cu", "topk_entries.cu", "topk_write.cu", "topk.cu")
+)
 MAX_K = 2048
 MAX_CLUSTER = 8  # blocks that work on one row; more are not portable
 OTHER_SHARED_BYTES = 2 * 2048 * 4 + 1024  # of a block, besides its entries

@@ -75,14 +75,9 @@ struct Range {
 };
 static_assert(BINS == 1 << 11, "a width of n bits leaves bins of n - 11 bits");
 
-// The range of this block's entries, also left where other blocks read it; low > high where there are none.
-__device__ Range find_range(Shared& s) {
+// The range of what the block's threads have seen, also left where other blocks read it.
+__device__ Range join_threads(Shared& s, u64 low, u64 high) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    u64 low = ~0ull, high = 0;
-    for (u32 i = threadIdx.x; i < s.num_entries; i += THREADS) {
-        low = min(low, s.entries[i]);
-        high = max(high, s.entries[i]);
-    }
     for (int step = 16; step > 0; step >>= 1) {
         low = min(low, __shfl_xor_sync(ALL_LANES, low, step));
         high = max(high, __shfl_xor_sync(ALL_LANES, high, step));
@@ -92,6 +87,16 @@ __device__ Range find_range(Shared& s) {
     for (int i = 0; i < WARPS; ++i) low = min(low, s.lows[i]), high = max(high, s.highs[i]);
     if (threadIdx.x == 0) s.low = low, s.high = high;
     return Range(low, high);
+}
+
+// The range of this block's entries; low > high where there are none.
+__device__ Range find_range(Shared& s) {
+    u64 low = ~0ull, high = 0;
+    for (u32 i = threadIdx.x; i < s.num_entries; i += THREADS) {
+        low = min(low, s.entries[i]);
+        high = max(high, s.entries[i]);
+    }
+    return join_threads(s, low, high);
 }
 
 // The same over all blocks of the row, and their number of entries.

@@ -12,8 +12,8 @@ __device__ __forceinline__ float score_of(u64 entry) {
 }
 
 // What of a query's sample reaches the bar becomes the start of its list. The bar is about the wanted-th best of the
-// sample. A query whose list holds all that it may see needs none, which is said by an index of 2^31 - 1; where NaN would
-// be the bar, the query is given up: more came, it is said, than the list holds, and the bar is one that nothing reaches.
+// sample. A query whose list holds all that it may see needs none, which is said by an index of 2^31 - 1; where NaN
+// would be the bar, the query is given up: more came, it is said, than the list holds, and nothing reaches its bar.
 extern "C" __global__ void __launch_bounds__(THREADS) put_bars(
     const float* __restrict__ sample,   // [rows, sample_len]: scores of every step-th key
     const int* __restrict__ longest,    // [query tiles]: keys that any of a tile's queries may see
@@ -60,8 +60,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) put_bars(
     }
 }
 
-// Writes the indices of the k best, best first: entries are put into bins, and within its bin an entry counts those above
-// it. Bins are narrow, as entries reach from about the k-th best to the best; where many fall into one it takes long.
+// Writes the indices of the k best, best first: entries are put into bins, and within its bin an entry counts those
+// above it. Bins are narrow, as entries reach from the bar to the best; where many fall into one it takes long.
 template <int EACH> __device__ void write_in_order(Shared& s, const u64 (&mine)[EACH], int count, int k, int* chosen) {
     u64 low = ~0ull, high = 0;
 #pragma unroll
@@ -72,7 +72,8 @@ template <int EACH> __device__ void write_in_order(Shared& s, const u64 (&mine)[
     const Range range = join_threads(s, low, high);
 #pragma unroll
     for (int e = 0; e < EACH; ++e)
-        if (e * THREADS + static_cast<int>(threadIdx.x) < count) atomicAdd(&bins[(mine[e] - range.low) >> range.shift], 1u);
+        if (e * THREADS + static_cast<int>(threadIdx.x) < count)
+            atomicAdd(&bins[(mine[e] - range.low) >> range.shift], 1u);
     __syncthreads();
 
     const int first = BINS - (threadIdx.x + 1) * BINS_EACH;  // thread 0 has the highest bins

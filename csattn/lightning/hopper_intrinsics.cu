@@ -17,7 +17,9 @@ struct alignas(64) TensorMap {
     u64 words[16];
 };
 
-__device__ __forceinline__ u32 place_of(const void* shared) { return static_cast<u32>(__cvta_generic_to_shared(shared)); }
+__device__ __forceinline__ u32 place_of(const void* shared) {
+    return static_cast<u32>(__cvta_generic_to_shared(shared));
+}
 
 // A kernel may start while the one before it ends. Until this returns it reads only what no kernel of the step writes,
 // and writes nothing; only after it does it let the next kernel start.
@@ -29,12 +31,15 @@ __device__ __forceinline__ void wait_for_earlier() {
 __device__ __forceinline__ void make_barrier(u64* barrier, u32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(place_of(barrier)), "r"(count) : "memory");
 }
-__device__ __forceinline__ void barriers_are_made() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void barriers_are_made() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 __device__ __forceinline__ void arrive(u64* barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(place_of(barrier)) : "memory");
 }
 __device__ __forceinline__ void arrive_expecting(u64* barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(place_of(barrier)), "r"(bytes) : "memory");
+    const u32 place = place_of(barrier);
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(place), "r"(bytes) : "memory");
 }
 // Returns when the phase of that parity has ended: the one before the first counts as odd, and ended.
 __device__ __forceinline__ void wait_for(u64* barrier, u32 parity) {
@@ -51,16 +56,17 @@ __device__ __forceinline__ void wait_for(u64* barrier, u32 parity) {
 
 // Copies that go on behind the thread's back; their bytes arrive at the barrier.
 __device__ __forceinline__ void load_box(void* to, const TensorMap* map, int column, int row, u64* barrier) {
+    const u32 place = place_of(to), arrival = place_of(barrier);
     asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
-            place_of(to)),
-        "l"(map), "r"(column), "r"(row), "r"(place_of(barrier))
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+        ::"r"(place), "l"(map), "r"(column), "r"(row), "r"(arrival)
         : "memory");
 }
 __device__ __forceinline__ void load_bytes(void* to, const void* from, u32 bytes, u64* barrier) {
+    const u32 place = place_of(to), arrival = place_of(barrier);
     asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(place_of(to)),
-        "l"(from), "r"(bytes), "r"(place_of(barrier))
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+        ::"r"(place), "l"(from), "r"(bytes), "r"(arrival)
         : "memory");
 }
 
@@ -119,10 +125,11 @@ __device__ __forceinline__ void multiply_add(float (&d)[128], u64 a, u64 b, int 
         : "l"(a), "l"(b), "r"(add));
 }
 
-// Begins the products of a tile of keys and all columns. Of the result a thread of the warpgroup has, in d[4 i + 2 r + c],
-// row 16 warp + lane / 4 + 8 r and column 8 i + 2 (lane % 4) + c. Returns when all are done but the last, which take long
-// enough for another warpgroup to begin: had it begun before, the matrix units would have served both in turns, and both
-// would have ended late.
+// Begins the products of a tile of keys and all columns. Of the result a thread has, in d[4 i + 2 r + c], row 16 warp +
+// lane / 4 + 8 r and column 8 i + 2 (lane % 4) + c.
+//
+// Returns when all are done but the last, which take long enough for another warpgroup to begin. Had it begun before,
+// the matrix units would have served both in turns, and both would have ended late.
 __device__ __forceinline__ void begin_products(float (&d)[128], const u8* keys, const u8* columns) {
     constexpr int PARTS = ATOM_BYTES / 32, STEPS = ATOMS * PARTS, LAST = 2;
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");

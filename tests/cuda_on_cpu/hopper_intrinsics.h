@@ -1,5 +1,5 @@
-// What csattn/lightning/hopper_intrinsics.cu has for the device. A copy has ended when it returns; every thread computes
-// its own products.
+// What csattn/lightning/hopper_intrinsics.cu has for the device. A copy has ended when it returns; every thread
+// computes its own products.
 
 typedef unsigned char u8;
 typedef unsigned u32;

@@ -29,7 +29,7 @@ from csattn.lightning.score_device import Scorer
 from csattn.lightning.topk_device import OTHER_SHARED_BYTES
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("intrinsics.cu", "topk_entries.cu", "contenders.cu"))
-THREADS = 256  # of a block that selects, for each 2048 entries that it may have
+THREADS = 256  # of a block that selects, at least
 MAX_CAPACITY = 24576  # entries in shared memory
 _LEAST_STEP = 8
 _SAMPLE_LEN = 4096  # scores that are read again for each query, about
@@ -78,8 +78,9 @@ class Contenders:
         self._counts = torch.empty(num_queries, dtype=torch.int32, device=device)
         self._bar_scores = torch.empty(num_queries, device=device)
         self._bar_indices = torch.empty(num_queries, dtype=torch.int32, device=device)
-        self._put_bars = _Selection("put_bars", _power_of_two(self._sample.shape[1]))
-        self._choose_best = _Selection("choose_best", sampling.capacity)
+        self._put_bars = _Selection("put_bars", _power_of_two(self._sample.shape[1]), THREADS)
+        of_list = THREADS * min(4, -(-sampling.capacity // 4096))  # which have their entries in registers
+        self._choose_best = _Selection("choose_best", sampling.capacity, 1 << (of_list - 1).bit_length())
 
     def choose(
         self,
@@ -119,10 +120,10 @@ def _power_of_two(sample_len: int) -> int:
 class _Selection:
     """A kernel of a block for each query."""
 
-    def __init__(self, name: str, capacity: int) -> None:
-        self._threads = THREADS * min(4, 1 << (max(1, capacity >> 11) - 1).bit_length())
+    def __init__(self, name: str, capacity: int, threads: int) -> None:
+        self._threads = threads
         defines = {
-            "THREADS": self._threads,
+            "THREADS": threads,
             "CLUSTER": 1,
             "VECTORS": 0,  # no tiles of scores come by
             "CAPACITY": capacity,

@@ -27,6 +27,7 @@ class Register(Protocol):
 class PinnedRows:
     """Owns the context KV of all layers, and its page locks until `close`. Never changed, shared by all requests.
 
+    CUDA copies nothing that lies partly in a registration: each layer has one of its own, without anybody else's pages.
     When the memory cannot be pinned, `pinned` is False, `how` says why, and only the host can read the rows.
     """
 
@@ -34,7 +35,7 @@ class PinnedRows:
         self,
         layers: Sequence[Tensor],  # per layer [num_kv_heads, context_len, 2, head_dim], contiguous; memory maps as well
         *,
-        chunk_bytes: int = 2 << 30,  # of one registration; progress is told after each
+        chunk_bytes: int = MAX_CHUNK_BYTES,  # of one registration; progress is told after each
         progress: Progress | None = None,
         register: Register = host_register,
         unregister: Callable[[int], None] = host_unregister,
@@ -72,16 +73,18 @@ class PinnedRows:
         """Raise AssertionError if a row of a pinned layer lies in no registered chunk, or in two."""
         assert all(begin < end <= begin + MAX_CHUNK_BYTES for begin, end in self._chunks)
         assert all(end <= begin for (_, end), (begin, _) in zip(self._chunks, self._chunks[1:], strict=False))
-        merged = _merge(self._chunks)
         for layer in self.layers if self.pinned else []:
             begin, end = _span(layer)
-            assert any(first <= begin and end <= last for first, last in merged), f"{self!r} has a layer that is not"
+            registered = sum(max(0, min(end, last) - max(begin, first)) for first, last in self._chunks)
+            assert registered == end - begin, f"{self!r} has a layer that is not"
 
     def _pin(self) -> str:
         """Where the rows are if that can be, else a copy of them; returns how it went."""
         refusals = []
         for how, read_only in (("in place", False), ("in place, read only", True)):
             try:
+                if any(layer.data_ptr() % _PAGE for layer in self.layers):
+                    raise PinningError("they share a page with something else, which could no longer be copied")
                 self._chunks = self._pinner.pin(self.layers, read_only)
                 return how
             except PinningError as error:
@@ -112,8 +115,7 @@ class _Pinner:
 
     def pin(self, layers: Sequence[Tensor], read_only: bool) -> list[tuple[int, int]]:
         """The registered chunks as half-open ranges of addresses."""
-        # a page cannot be registered twice, so layers that share one are registered together
-        ranges = _merge(_span(layer) for layer in layers)
+        ranges = _merge(_span(layer) for layer in layers)  # the same layer may be there twice, its pages only once
         total = sum(end - begin for begin, end in ranges)
         chunks: list[tuple[int, int]] = []
         try:
@@ -143,7 +145,7 @@ def _span(layer: Tensor) -> tuple[int, int]:
 def _merge(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     merged: list[tuple[int, int]] = []
     for begin, end in sorted(ranges):
-        if merged and begin <= merged[-1][1]:
+        if merged and begin < merged[-1][1]:
             merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
         else:
             merged.append((begin, end))

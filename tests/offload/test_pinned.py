@@ -1,6 +1,7 @@
 """Host rows become readable for the device, or it is said why not; nothing stays locked."""
 
 import gc
+import mmap
 import warnings
 from pathlib import Path
 
@@ -43,13 +44,13 @@ class FakeDriver:
 
 
 def make_layers(num_layers: int = 3, context_len: int = 100) -> list[Tensor]:
-    return list(torch.randn(num_layers, 2, context_len, 2, 16))
+    """Of pages of their own; the last is not full."""
+    return copy_rows(torch.randn(num_layers, 2, context_len, 2, 16))
 
 
 @pytest.mark.parametrize("chunk_pages", [1, 3, 1000])
 def test_all_rows_lie_in_chunks_that_share_no_page(chunk_pages: int) -> None:
     driver, progress = FakeDriver(), []
-    # views of one tensor: neighbours share a page
     rows = driver.pin(
         make_layers(), chunk_bytes=chunk_pages * PAGE, progress=lambda done, total: progress.append((done, total))
     )
@@ -67,11 +68,24 @@ def test_all_rows_lie_in_chunks_that_share_no_page(chunk_pages: int) -> None:
         _ = rows.addresses
 
 
-def test_rows_apart_from_each_other_are_registered_apart() -> None:
+def test_each_layer_is_registered_by_itself_and_once() -> None:
+    """One that lies in two registrations could not be copied to the device at once."""
     driver = FakeDriver()
-    rows = driver.pin([torch.randn(2, 5000, 2, 16), torch.randn(2, 5000, 2, 16)], chunk_bytes=1 << 30)
+    pages = torch.from_numpy(np.frombuffer(mmap.mmap(-1, 7 * PAGE), np.float32))
+    layers = [pages[: 2 * PAGE // 4], pages[2 * PAGE // 4 : 5 * PAGE // 4], pages[5 * PAGE // 4 :]]
+    rows = driver.pin([layer.view(1, -1, 2, 16) for layer in (*layers, layers[1])])
     rows.check()
-    assert sum(driver.registered.values()) <= 2 * (2 * 5000 * 2 * 16 * 4 + 2 * PAGE)
+    assert rows.how == "in place"
+    assert driver.registered == {layer.data_ptr(): layer.nbytes for layer in layers}
+
+
+def test_rows_that_share_a_page_with_something_else_are_copied() -> None:
+    driver = FakeDriver()
+    whole = torch.randn(3, 2, 100, 2, 16)
+    rows = driver.pin(list(whole))
+    rows.check()
+    assert rows.how.startswith("a copy") and torch.equal(torch.stack(rows.layers), whole)
+    assert not any(begin <= whole.data_ptr() < begin + size for begin, size in driver.registered.items())
 
 
 def test_a_refusal_in_the_middle_leaves_nothing_locked() -> None:

@@ -53,7 +53,8 @@ def main() -> None:
     rivals.add_argument("--placements", type=_names, default=_names("hybrid,host"))
     for command in (e2e, rivals):
         command.add_argument("--steps", type=int, default=192, help="that are timed of each case")
-    rivals.set_defaults(contexts=_numbers(RIVAL_CONTEXT_LENS), batches=[1])
+        command.add_argument("--ahead", action="store_true", help="of our schedules, only the one that looks ahead")
+    rivals.set_defaults(contexts=_numbers(RIVAL_CONTEXT_LENS), batches=[1], ahead=True, steps=96)
     show.add_argument("files", type=Path, nargs="+")
     show.add_argument("--out", type=Path)
     show.add_argument("--markdown", type=Path)
@@ -92,6 +93,7 @@ def _measure(arguments: argparse.Namespace) -> None:
         pinned_bytes=round(arguments.pin_gib * 2**30),
         num_steps=getattr(arguments, "steps", 0),
         takes_apart=arguments.command == "e2e",
+        only_ahead=getattr(arguments, "ahead", False),
     )
     results = Results(arguments.out, header)
     which = results, recorded.load(arguments.recording), options, arguments.contexts, arguments.batches

@@ -15,7 +15,7 @@ from bench.decode.gpu_timing import time_replays
 from bench.decode.kernel_times import kernel_times, times_by_purpose
 from bench.decode.op import Options
 from bench.decode.periodic import PeriodicSteps
-from bench.decode.placements import placed, schedules
+from bench.decode.placements import AHEAD, placed, schedules
 from bench.decode.prepared import TAIL_LEN, Prepared, full_attention, streamed_attention, window_only
 from bench.decode.recorded import Recorded
 from bench.decode.results import Results
@@ -79,6 +79,8 @@ def _cases(
             continue
         for placement in placements:
             for schedule, search in schedules(options.search, placement):
+                if options.only_ahead and schedule != AHEAD:
+                    continue
                 named = {**key, "variant": variant, "placement": placement, "schedule": schedule}
                 yield named, partial(placed, work, options, variant, placement, search)
 

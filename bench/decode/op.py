@@ -45,6 +45,7 @@ class Options:
     pinned_bytes: int  # host memory that streaming may pin
     num_steps: int = 192  # that are timed, of whole steps
     takes_apart: bool = True  # whether whole steps are profiled, too
+    only_ahead: bool = False  # of our schedules
 
     @property
     def every_4th(self) -> SearchConfig:

@@ -32,6 +32,7 @@ from workers.engine import CachedRows, DeviceRows, EngineShape, SearchOnDevice, 
 
 EVERY_STEP, AHEAD, PERIODIC = "every step", "one layer ahead", "every 4th step, keep 0.15"
 SLOTS = 0.15  # of the context: rows that a slot cache holds
+KV_BYTES = 16 << 30  # of different layers in pinned memory
 
 
 def schedules(search: SearchConfig, placement: str) -> list[tuple[str, SearchConfig]]:
@@ -91,9 +92,8 @@ def _on_host(work: Workload, options: Options, index_name: str, search: SearchCo
         raise ConfigError(f"index {index_name!r} has lists; the placement `host` is measured with rows only")
     slots_bytes = round(SLOTS * full_bytes(shape, work.context_len)) * shape.num_layers * work.batch_size
     require_memory(slots_bytes, "slot cache on the device")
-    stored = (full_bytes(shape, work.context_len) * NUM_WIDE_LAYERS) + shape.num_layers * index_bytes(
-        shape, config, work.context_len
-    )
+    kv_bytes = min(KV_BYTES, full_bytes(shape, work.context_len) * NUM_WIDE_LAYERS)
+    stored = kv_bytes + shape.num_layers * index_bytes(shape, config, work.context_len)
     if stored > host_memory_bytes():
         raise TooLargeError(
             f"KV and index take {stored / 1e9:.1f} GB of {host_memory_bytes() / 1e9:.1f} GB on the host"
@@ -158,18 +158,18 @@ def indexes_of(work: Workload, num_layers: int, index_name: str) -> list[DeviceL
 
 
 def host_rows(work: Workload, num_layers: int) -> PinnedRows:
-    """A context's KV in pinned memory. Layers that come from the same wide layer share it: pinning takes its time.
+    """A context's KV in pinned memory. Layers share some of it, as much as `KV_BYTES` allow: pinning takes its time.
 
     They, and the requests of a batch, ask for different rows at any one step, so a row does not come out of the host's
-    cache because somebody else has just had it.
+    cache because somebody else has just had it. What rows hold does not steer a step: the index does.
     """
     first = work.rows(0)
-    layers = allocate_rows(min(NUM_WIDE_LAYERS, num_layers), first.shape, first.dtype)
-    pinned = PinnedRows([layers[layer_idx % len(layers)] for layer_idx in range(num_layers)])
+    num_distinct = max(1, min(NUM_WIDE_LAYERS, num_layers, KV_BYTES // first.nbytes))
+    layers = allocate_rows(num_distinct, first.shape, first.dtype)
+    # before they are pinned: no copy may reach from one page lock into the next, and layers are cut anywhere
     for layer_idx, layer in enumerate(layers):
         layer.copy_(work.rows(layer_idx))
-    torch.cuda.synchronize()
-    return pinned
+    return PinnedRows([layers[layer_idx % num_distinct] for layer_idx in range(num_layers)])
 
 
 def host_indexes(work: Workload, num_layers: int, index_name: str) -> list[LayerIndex]:

@@ -40,12 +40,13 @@ class PqOnDeviceSteps:
     def load(self, context_id: int, kv: Sequence[Tensor]) -> None:
         self._resident.load(context_id, kv)
 
-    def begin_step(self, rows: StepRows) -> None:
-        self._prefetch(0)
+    def begin_step(self, rows: StepRows) -> None: ...
 
     def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None: ...
 
     def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
+        if layer_idx == 0:
+            self._prefetch(0)
         if layer_idx in self._there:
             torch.cuda.current_stream().wait_event(self._there.pop(layer_idx))
         if layer_idx + 1 < self.shape.num_layers:

@@ -21,7 +21,8 @@ from csattn.selectors.magicpig import sampling_probability
 
 RANGE_ROWS, MAX_RANGES = 256, 16  # sampled rows are attended to in ranges of that many, more where there are many
 CHANCES = 8192  # cosines whose chance is known; between them it is interpolated
-TABLES_AHEAD = 4  # whose rows are asked for before they are counted
+TABLES_AHEAD = 12  # whose rows are asked for before they are counted
+MOST_AHEAD = 256  # rows of a bucket that are asked for: of longer ones the rest comes as it is read
 NO_ROW = np.float32(-1e30)  # the largest logit where there is none
 
 LSH = record_of(
@@ -43,7 +44,7 @@ LSH = record_of(
         "norms",  # [num_kv_heads, num_keys] float32: of the keys less their mean
         "chances",  # [CHANCES + 2] float32: minus the logarithm of how likely a row is sampled, by its cosine
         "meetings",  # [num_threads, num_keys] uint8, zero between searches
-        "sampled",  # [num_q_heads, num_keys] int32
+        "sampled",  # [num_q_heads, num_keys + 1] int32
         "num_sampled",  # [num_q_heads] int64
         "parts",  # [num_q_heads, MAX_RANGES, head_dim + 2] float32
         "out",  # [num_q_heads, head_dim + 2] float32, written: weighted sum of values, largest logit, sum of weights
@@ -76,7 +77,7 @@ class SampledAttention:
         told["softmax_scale"] = softmax_scale
         told["chances"] = log_weights(num_bits, num_tables)
         told["meetings"] = scratch((num_threads, -(-num_keys // 64) * 64), np.uint8)
-        told["sampled"] = scratch((num_q_heads, num_keys), np.int32)
+        told["sampled"] = scratch((num_q_heads, num_keys + 1), np.int32)
         told["num_sampled"] = scratch((num_q_heads,), np.int64)
         told["parts"] = scratch((num_q_heads, MAX_RANGES, head_dim + 2), np.float32)
         self.tape = Tape()
@@ -102,25 +103,26 @@ def probe_stage(arguments: int, q_head: int, thread: int, unused: int) -> int:
     rows = array_at(lsh.rows + 4 * kv_head * num_tables * num_keys, num_tables * num_keys, np.int32(0))
     room = -(-num_keys // 64) * 64
     meetings = array_at(lsh.meetings + thread * room, room, np.uint8(0))
-    sampled = array_at(lsh.sampled + 4 * q_head * num_keys, num_keys, np.int32(0))
-    begins, ends = np.empty(num_tables + TABLES_AHEAD, np.int64), np.empty(num_tables, np.int64)
+    sampled = array_at(lsh.sampled + 4 * q_head * (num_keys + 1), num_keys + 1, np.int32(0))
+    begins, ends = np.empty(num_tables, np.int64), np.empty(num_tables, np.int64)
     for table in range(num_tables):
         bucket = table * (lsh.num_codes + 1) + np.int64(codes[table])
         begins[table] = table * num_keys + np.int64(starts[bucket])
         ends[table] = table * num_keys + np.int64(starts[bucket + 1])
-    for table in range(num_tables, num_tables + TABLES_AHEAD):
-        begins[table] = begins[num_tables - 1]
-    first, last, count = lsh.first, lsh.last, 0
-    for table in range(num_tables):
-        for line in range(0, 128, 16):
-            prefetch_early(rows, begins[table + TABLES_AHEAD] + line)
+    first, last, count = np.uint64(lsh.first), np.uint64(lsh.last), np.int64(0)
+    for table in range(-TABLES_AHEAD, num_tables):
+        later = table + TABLES_AHEAD
+        if later < num_tables:
+            for line in range(begins[later], min(ends[later], begins[later] + MOST_AHEAD), 16):
+                prefetch_early(rows, line)
+        if table < 0:
+            continue
         for i in range(begins[table], ends[table]):
-            row = np.int64(rows[i])
-            met = meetings[row] + np.uint8(1)
+            row = np.uint64(rows[np.uint64(i)])
+            met = np.uint8(meetings[row] + np.uint8(1))
             meetings[row] = met
-            if met == 2 and first <= row and row < last:
-                sampled[count] = row
-                count += 1
+            sampled[np.uint64(count)] = row  # no branch, for nobody could foretell it
+            count += np.int64(met == 2) & np.int64(row >= first) & np.int64(row < last)
     array_at(lsh.num_sampled, lsh.num_q_heads, np.int64(0))[q_head] = count
     meetings[:] = 0
     return 0
@@ -136,7 +138,7 @@ def attend_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
     if first >= last:
         return 0
     head_dim, num_keys, kv_head = lsh.head_dim, lsh.num_keys, q_head // lsh.group_size
-    sampled = array_at(lsh.sampled + 4 * (q_head * num_keys + first), last - first, np.int32(0))
+    sampled = array_at(lsh.sampled + 4 * (q_head * (num_keys + 1) + first), last - first, np.int32(0))
     count, row_bytes = last - first, 4 * head_dim
     room = -(-count // LANES) * LANES
     addresses = np.empty(room, np.int64)

@@ -96,9 +96,10 @@ def _pin() -> dict[str, Any]:
     import torch
 
     try:
+        from offload.host_memory import allocate_rows
         from offload.pinned import PinnedRows
 
-        rows = PinnedRows([torch.zeros(1, 1024, 2, 128)])
+        rows = PinnedRows(allocate_rows(1, (1, 1024, 2, 128), torch.float32))
         pinned, how = rows.pinned, rows.how
         rows.close()
     except Exception as error:  # whatever it is, it is what the user should read

@@ -121,6 +121,12 @@ def num_multiprocessors(device: torch.device) -> int:
 
 
 @cache
+def has_warpgroup_products(device: torch.device) -> bool:
+    """Whether it runs what is compiled for sm_90a: products of whole warpgroups, which are Hopper's alone."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@cache
 def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 

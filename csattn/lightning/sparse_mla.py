@@ -10,6 +10,7 @@ from torch import Tensor
 
 from csattn.errors import ArrayError, ConfigError
 from csattn.lightning.checks import require_array
+from csattn.lightning.prefill_attention import attend_many, takes
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CHUNK_BYTES = 1 << 28  # of gathered rows, where torch attends
@@ -42,7 +43,8 @@ def sparse_mla(
     if q_nope.device.type == "cuda":
         from csattn.lightning.sparse_mla_kernels import attend_on_device  # Triton is only where a GPU is
 
-        attend_on_device(q_nope, q_pe, ckv, kpe, indices, softmax_scale, attn_sink, out, lse)
+        attend = attend_many if takes(q_nope, q_pe, ckv, kpe) else attend_on_device
+        attend(q_nope, q_pe, ckv, kpe, indices, softmax_scale, attn_sink, out, lse)
         return out, lse
     step = max(1, CHUNK_BYTES // max(1, 8 * indices.shape[1] * q_nope.shape[2]))
     for first in range(0, len(q_nope), step):

@@ -24,6 +24,8 @@ REPLACEMENTS = {
     ROOT / "csattn/attention/intrinsics.cu": HERE / "attention_intrinsics.h",
     ROOT / "csattn/lightning/intrinsics.cu": HERE / "lightning_intrinsics.h",
     ROOT / "csattn/lightning/hopper_intrinsics.cu": HERE / "hopper_intrinsics.h",
+    ROOT / "csattn/lightning/tensor_cores.cu": HERE / "tensor_core_intrinsics.h",
+    ROOT / "csattn/lightning/half_products.cu": HERE / "half_products.h",
     ROOT / "offload/intrinsics.cuh": HERE / "offload_intrinsics.h",
 }
 COMPILER = shutil.which("g++")

@@ -23,6 +23,22 @@ __device__ float4 merge(const float* parts, int quad, float& max, float& sum) {
     return merged;
 }
 
+// Merge what the warps have of an item, by a few threads, and post it.
+__device__ void post_merged(float* part, const float* item_parts, int thread, int num_threads) {
+    for (int quad = thread; quad < QUADS; quad += num_threads) {
+        float max, sum;
+        const float4 x = merge<WARPS>(item_parts, quad, max, sum);
+        const int head = quad / (HEAD_DIM / 4), d = quad % (HEAD_DIM / 4) * 4;
+        post(part + head * PART + d, x);
+        if (d == 0) post(part + head * PART + ENDS_AT, make_float4(max, sum, 0.f, 0.f));
+    }
+}
+
+// Items follow each other without a barrier for the whole block: one warp, another for each item, merges what all have
+// stored, while they go on. Parts lie in two places in turn, which that warp gives free again.
+constexpr int STORED = 1, LEFT = 3;  // barriers, each for two places
+__device__ int merger(int item) { return item % WARPS; }
+
 __device__ bool absent(float4 x) {
     return __float_as_uint(x.x) == ABSENT || __float_as_uint(x.y) == ABSENT || __float_as_uint(x.z) == ABSENT ||
            __float_as_uint(x.w) == ABSENT;
@@ -69,19 +85,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
     char* out,      // like q
     int num_items, int max_top_k, int tail_capacity, int num_contexts, float scale) {
     extern __shared__ __align__(16) char shared[];
-    float* warp_parts = (float*)(shared + WARPS * RING_BYTES);     // [2][WARPS][HEADS][PART], for every other item
+    float* warp_parts = (float*)(shared + WARPS * RING_BYTES);     // [2][WARPS][HEADS][PART]
     Unit* units = (Unit*)(warp_parts + 2 * WARPS * HEADS * PART);  // of the block's items
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int first_item = (unsigned)(blockIdx.x * num_items) / gridDim.x;
     const int end_item = (unsigned)((blockIdx.x + 1) * num_items) / gridDim.x;
     const int first_unit = first_item / NUM_SPLITS;
-    Tiles tiles(units, end_item - first_item, first_item % NUM_SPLITS);
-    // the ids of the first tile are loaded together with what tells whether it exists
-    const int* first_ids = kv_indices + (long long)first_unit * max_top_k;
-    int id = tiles.position() < max_top_k ? __ldg(first_ids + tiles.position()) : 0;
     for (int u = first_unit + warp; u * NUM_SPLITS < end_item; u += WARPS) {
         const int b = u / NUM_INDEX_HEADS, kv_head = u % NUM_INDEX_HEADS / (NUM_INDEX_HEADS / NUM_KV_HEADS);
-        const int context = context_ids[b], tail_id = tail_ids[b], tail_len = tail_lens[b], far_len = valid_len[u];
+        const int context = context_ids[b], tail_id = tail_ids[b], tail_len = tail_lens[b];
         // each lane looks up a context of its own, so that these loads need not wait for the row's context
         const int looked_up = num_contexts <= 32 ? min(lane, num_contexts - 1) : max(context, 0);
         const int far_rows = far_rows_per_head[looked_up], spill_rows = spill_rows_per_head[looked_up];
@@ -96,45 +108,62 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
             unit.resident = resident + resident_rows * head_bytes;
             unit.tail = (long long)tails + ((long long)tail_id * NUM_KV_HEADS + kv_head) * tail_capacity * ROW_BYTES;
             unit.ids = kv_indices + (long long)u * max_top_k;
-            unit.far_len = min(far_len, max_top_k);
-            unit.resident_len = resident_rows;
-            unit.total = context < 0 ? 0 : unit.far_len + resident_rows + min(tail_len, tail_capacity);
+            unit.resident_len = context < 0 ? 0 : resident_rows;
+            unit.tail_len = context < 0 ? 0 : min(tail_len, tail_capacity);
+            unit.set_far_len(context < 0 ? 0 : max_top_k);  // what it is in most steps
         }
+    }
+    __syncthreads();
+    // the ids of the first tile are loaded together with what tells whether it is the first
+    const int split = first_item % NUM_SPLITS, expected = units[0].position(units[0].warps_tile(split));
+    wait_for_earlier();
+    int id = expected < max_top_k ? kv_indices[(long long)first_unit * max_top_k + expected] : 0;
+    if (threadIdx.x < MAX_UNITS && (first_unit + threadIdx.x) * NUM_SPLITS < end_item) {
+        const int context = context_ids[(first_unit + threadIdx.x) / NUM_INDEX_HEADS];
+        const int far_len = valid_len[first_unit + threadIdx.x];
+        units[threadIdx.x].set_far_len(context < 0 ? 0 : min(far_len, max_top_k));
     }
     __syncthreads();
 
     const unsigned ring = (unsigned)__cvta_generic_to_shared(shared) + warp * RING_BYTES;
-    tiles.skip_empty_items();
-    if (tiles.exist() && tiles.num_items < end_item - first_item) id = tiles.unit->id_at(tiles.position());
+    Tiles tiles(units, end_item - first_item, split);
+    if (tiles.exist() && (tiles.num_items < end_item - first_item || tiles.position() != expected))
+        id = tiles.unit->id_at(tiles.position());
 #pragma unroll 1
     for (int s = 0; s < STAGES; s++) copy_next(ring + s * TILE_BYTES, tiles, id);
     Attention attention;
     unsigned slot = ring;
     for (int item = first_item; item < end_item; item++) {
-        const int u = item / NUM_SPLITS, split = item % NUM_SPLITS, total = units[u - first_unit].total;
+        const int u = item / NUM_SPLITS, split = item % NUM_SPLITS;
+        const Unit& unit = units[u - first_unit];
         if (item == first_item || split == 0) attention.load_q(q + (long long)u * HEADS * HEAD_DIM * ELEMENT_BYTES);
         attention.clear();
 #pragma unroll 1
-        for (int tile = first_tile(split); tile * TILE < total; tile += WARPS * NUM_SPLITS) {
+        for (int tile = unit.warps_tile(split), end = unit.first_tile(split + 1); tile < end; tile += WARPS) {
             wait_for_copies<STAGES - 1>();
             __syncwarp();  // the other lanes' copies have arrived too
-            attention.add(slot, total - tile * TILE, scale);
+            attention.add(slot, unit.total - tile * TILE, scale);
             __syncwarp();  // every lane has read the tile that the next copy replaces
             copy_next(slot, tiles, id);
             slot = slot + TILE_BYTES == ring + RING_BYTES ? ring : slot + TILE_BYTES;
         }
-        float* item_parts = warp_parts + (item - first_item) % 2 * (WARPS * HEADS * PART);
-        attention.store(item_parts + warp * HEADS * PART);
-        __syncthreads();
+        const int number = item - first_item;
+        float* item_parts = warp_parts + number % 2 * (WARPS * HEADS * PART);
         float* part = posted + (long long)item * HEADS * PART;
-        for (int quad = threadIdx.x; quad < QUADS; quad += THREADS) {
-            float max, sum;
-            const float4 x = merge<WARPS>(item_parts, quad, max, sum);
-            const int head = quad / (HEAD_DIM / 4), d = quad % (HEAD_DIM / 4) * 4;
-            post(part + head * PART + d, x);
-            if (d == 0) post(part + head * PART + ENDS_AT, make_float4(max, sum, 0.f, 0.f));
+        if (number >= 2 && warp != merger(number - 2)) wait_at(LEFT + number % 2);
+        attention.store(item_parts + warp * HEADS * PART);
+        if (item + 1 == end_item) {
+            __syncthreads();
+            post_merged(part, item_parts, threadIdx.x, THREADS);
+        } else if (warp == merger(number)) {
+            wait_at(STORED + number % 2);
+            post_merged(part, item_parts, lane, 32);
+            if (item + 2 < end_item) arrive_at(LEFT + number % 2);
+        } else {
+            arrive_at(STORED + number % 2);
         }
     }
+    let_next_start();
 
     // The block of a unit's last item waits for the unit's parts. They come from blocks that begin before it does and
     // that wait for none of the later ones, so some block can always go on.

@@ -102,10 +102,11 @@ class DeviceAttention:
             "WARPS": plan.num_warps,
             "THREADS": 32 * plan.num_warps,
             "STAGES": plan.num_stages,
+            "MAX_UNITS": MAX_UNITS_PER_BLOCK,
         }
         math = "device_fp32.cu" if dtype == torch.float32 else "device_mma.cu"
         sources = tuple(INTRINSICS.with_name(name) for name in ("intrinsics.cu", "device_rows.cu", math, "device.cu"))
-        self._kernel = cuda_kernel(sources, "attend_step", defines, plan.shared_bytes)
+        self._kernel = cuda_kernel(sources, "attend_step", defines, plan.shared_bytes, early_start=True)
         # all ones: no part of a result has been posted
         posted_shape = (plan.num_items, num_q_heads // num_index_heads, head_dim + PART_ENDS)
         self._posted = torch.full(posted_shape, -1, dtype=torch.int32, device=device)

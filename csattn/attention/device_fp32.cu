@@ -30,7 +30,7 @@ struct Attention {
             float score = 0.f;
 #pragma unroll 4
             for (int d = 0; d < HEAD_DIM / 4; d++) {
-                const float4 x = __ldg(head_q + d), y = k[d];
+                const float4 x = head_q[d], y = k[d];
                 score += x.x * y.x + x.y * y.y + x.z * y.z + x.w * y.w;
             }
             score = lane % TILE < count ? score * scale : MINUS_INFINITY;

@@ -50,7 +50,7 @@ struct Attention {
 #pragma unroll
         for (int k = 0; k < HEAD_DIM / 16; k++) {
             const unsigned* from = (const unsigned*)q_heads + (head * HEAD_DIM + k * 16) / 2 + lane % 4;
-            for (int i = 0; i < 2; i++) q[k][i] = head < HEADS ? __ldg(from + 4 * i) : 0;
+            for (int i = 0; i < 2; i++) q[k][i] = head < HEADS ? from[4 * i] : 0;
         }
     }
 

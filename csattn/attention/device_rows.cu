@@ -1,8 +1,9 @@
 // Decode attention of one step, first part: where a unit's KV rows lie, and their way into shared memory.
 //
 // A unit is one row of the batch and one index head with its HEADS query heads. Its KV rows come in this order: the
-// selected far rows, the resident rows, the tail. Tiles of 16 rows are dealt out in turn to the unit's NUM_SPLITS
-// splits and, within a split, to the warps: what a warp adds up depends neither on the batch nor on where a row lies.
+// selected far rows, the resident rows, the tail. Tiles of 16 rows are shared out to the unit's NUM_SPLITS splits, each of
+// which has neighbouring ones, so that a block stays within few pages of memory; within a split they are dealt out in turn
+// to the warps. What a warp adds up depends neither on the batch nor on where a row lies.
 //
 // Defined by the caller: HEAD_DIM, HEADS, NUM_INDEX_HEADS, NUM_KV_HEADS, ELEMENT (bf16, f16 or f32), ELEMENT_BYTES,
 // NUM_SPLITS, WARPS, THREADS, STAGES.
@@ -25,9 +26,21 @@ constexpr int ENDS_AT = HEAD_DIM;
 struct Unit {
     long long far, spill, resident, tail;  // addresses of the first row
     const int* ids;                        // of the far rows
-    int far_len, resident_len, total;
+    int far_len, resident_len, tail_len, total;
 
-    __device__ int id_at(int position) const { return position < far_len ? __ldg(ids + position) : 0; }
+    __device__ void set_far_len(int len) {
+        far_len = len;
+        total = far_len + resident_len + tail_len;
+    }
+
+    // The first tile of a split, and the first of its that the warp takes; it takes every WARPS-th of them. Splits begin
+    // at different warps, so that those which get one tile more are not always the same.
+    __device__ int first_tile(int split) const { return (total + TILE - 1) / TILE * split / NUM_SPLITS; }
+    __device__ int warps_tile(int split) const {
+        return first_tile(split) + (threadIdx.x / 32 + split * (WARPS - 3)) % WARPS;
+    }
+    __device__ static int position(int tile) { return tile * TILE + threadIdx.x % TILE; }  // of the lane's row
+    __device__ int id_at(int position) const { return position < far_len ? ids[position] : 0; }
 
     __device__ long long row_at(int position, int id) const {
         long long first = id >= 0 ? far : spill;
@@ -41,30 +54,31 @@ struct Unit {
     }
 };
 
-// The first tile of a split that the warp takes; it takes every WARPS-th of them. Splits begin at different warps, so
-// that those which get one tile more are not always the same.
-__device__ int first_tile(int split) { return (threadIdx.x / 32 + split * (WARPS - 3)) % WARPS * NUM_SPLITS + split; }
-
 // The tiles that a warp takes of its block's items, in order. An item is a split of a unit.
 struct Tiles {
     const Unit* unit;
-    int num_items, split, tile;
+    int num_items, split, tile, end;
 
-    __device__ Tiles(const Unit* units, int num_items, int split)
-        : unit(units), num_items(num_items), split(split), tile(first_tile(split)) {}
+    __device__ Tiles(const Unit* units, int num_items, int split) : unit(units), num_items(num_items), split(split) {
+        enter_item();
+        skip_empty_items();
+    }
 
     __device__ bool exist() const { return num_items > 0; }
-    __device__ int position() const { return tile * TILE + threadIdx.x % TILE; }  // of the lane's row
+    __device__ int position() const { return Unit::position(tile); }
 
+    __device__ void enter_item() {
+        tile = unit->warps_tile(split);
+        end = unit->first_tile(split + 1);
+    }
     __device__ void skip_empty_items() {
-        while (exist() && tile * TILE >= unit->total) {
-            num_items--;
+        while (exist() && tile >= end) {
             if (++split == NUM_SPLITS) split = 0, unit++;
-            tile = first_tile(split);
+            if (--num_items > 0) enter_item();
         }
     }
     __device__ void next() {
-        tile += WARPS * NUM_SPLITS;
+        tile += WARPS;
         skip_empty_items();
     }
 };

@@ -30,6 +30,7 @@ template <class T> static inline T min(T a, T b) { return b < a ? b : a; }
 template <class T> static inline T max(T a, T b) { return a < b ? b : a; }
 
 struct dim3 { int x, y, z; };
+struct uint2 { unsigned x, y; };
 struct uint4 { unsigned x, y, z, w; };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
@@ -198,6 +199,12 @@ static inline unsigned __ballot_sync(unsigned, bool value) {
     });
 }
 static inline bool __any_sync(unsigned mask, bool value) { return __ballot_sync(mask, value) != 0; }
+static inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+    const uint64_t bytes = static_cast<uint64_t>(y) << 32 | x;
+    unsigned result = 0;
+    for (int i = 0; i < 4; ++i) result |= static_cast<unsigned>(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+    return result;
+}
 static inline unsigned __vmaxu2(unsigned a, unsigned b) {
     return max(a & 0xffffu, b & 0xffffu) | max(a >> 16, b >> 16) << 16;
 }

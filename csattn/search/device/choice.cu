@@ -9,6 +9,7 @@ constexpr float LEAST_EXPONENT = HEADROOM - 216;  // of reference.LEAST_SHARE
 constexpr u32 NUM_BINS = 4096;
 constexpr u32 MAX_CANDIDATES = 512;  // keys in the bin of the top_k-th that are compared one by one
 constexpr u32 MAX_BLOCKS = 256;      // that share the keys of one slot
+constexpr int LEVELS = 16;           // different sums in a bin, at most
 constexpr u32 ALONE = 0xffffffffu;   // as a quota: one block has chosen by itself
 constexpr int UNIT_KEYS = 4;         // worths are read and written four at a time
 constexpr int CHUNK_KEYS = 1024;     // blocks of `find` and `write` share out whole chunks
@@ -22,6 +23,8 @@ struct Choice {
     u32 above[MAX_BLOCKS];   // keys above the bin, by block
     u32 worths[MAX_CANDIDATES];
     u32 keys[MAX_CANDIDATES];
+    u32 least;                            // worth in the bin, where worths are sums
+    u32 counts[LEVELS + 1][MAX_BLOCKS];  // of the bin's worths from `least` on, and above them, by block
 };
 
 // Worths from `low` to `last`, counted in NUM_BINS bins of 2 ** shift; the last bin also has what does not fit below it.
@@ -58,7 +61,7 @@ __device__ __forceinline__ Range first_range(const Context& context) {
         return {((largest >> 16) - (NUM_BINS - 2)) << 16, 0xffffffffu, 16};
     }
     if (LISTS) return {1, 0xffffffffu, 20};
-    return context.top_k < context.num_keys / 4 ? Range{32769, 0xffffffffu, 3} : Range{1, 0xffffffffu, 4};
+    return context.top_k < context.num_keys / 4 ? Range{32768, 65535, 3} : Range{1, 65535, 4};
 }
 
 // worth, with 0 for keys that may not be chosen; key: the first of the four, in the context.

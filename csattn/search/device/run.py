@@ -17,13 +17,13 @@ from csattn.table.rows import RowTable
 
 HERE = Path(__file__).parent
 INTRINSICS = HERE / "intrinsics.cu"
-MATCH_THREADS = 256
+MATCH_THREADS = 256  # half as many where they are enough: pooled queries need registers more than threads
 THREADS = 512  # of all other kernels
 MAX_SUBSPACE_DIM = MATCH_THREADS // 8  # eight threads sum up each coordinate
 # sizes in bytes and in keys that the sources fix: structs Match, TileStatistics and Choice; CHUNK_KEYS and MAX_BLOCKS
-MATCH_BYTES, STATISTICS_BYTES, CHOICE_BYTES = 16, 8, 4 * (4096 + 3 + 256 + 2 * 512)
+MATCH_BYTES, STATISTICS_BYTES, CHOICE_BYTES = 16, 8, 4 * (4096 + 3 + 256 + 2 * 512 + 1 + 17 * 256)
 CHUNK_KEYS, MAX_BLOCKS = 1024, 256
-STREAM_BYTES = THREADS // 32 * 3 * 512  # of score_rows' ring, for each row that a step of it copies
+STREAM_BYTES = THREADS // 32 * 5 * 512  # of score_rows' ring, for each copy that a lane makes in a step
 QUERY_TYPES = {torch.float32: "float", torch.float16: "u16", torch.bfloat16: "u16"}
 
 
@@ -56,6 +56,16 @@ class IndexShape:
     @property
     def num_q_heads(self) -> int:
         return self.num_index_heads * self.group_size * self.pool_size
+
+    @property
+    def worths_are_sums(self) -> bool:
+        """Of a single query, a sum of 16 bits says what a key is worth."""
+        return self.layout == "rows" and self.group_size == 1
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows that the lanes of a warp add up at a time (ROWS_AT_ONCE of score_rows.cu)."""
+        return self.score_bits if self.worths_are_sums and self.score_bits == 4 else 2 if self.worths_are_sums else 1
 
     @property
     def tile_keys(self) -> int:
@@ -112,14 +122,12 @@ class DeviceSearch:
             return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
         self._matches = memory(queries * shape.num_subspaces * MATCH_BYTES)
-        if not self._rows:  # floats
-            self._scores = memory(queries * self._max_keys * 4)
-        else:  # 16-bit sums, of which a single query's are worths at once
-            self._scores = memory(queries * self._max_keys * 2 if shape.group_size > 1 else 0)
+        single = shape.worths_are_sums
+        self._scores = memory(0 if single else queries * self._max_keys * (2 if self._rows else 4))
         self._statistics = memory(queries * self._max_tiles * STATISTICS_BYTES)
         self._slopes = memory(queries * 4)
-        self._worths = memory(self._slots * self._max_keys * 4)
-        self._marks = memory(self._slots * self._max_keys // 8)
+        self._worths = memory(self._slots * self._max_keys * (2 if single else 4))
+        self._marks = memory(0 if single else self._slots * self._max_keys // 8)
         self._choices = memory(self._slots * CHOICE_BYTES)
         self._list_kernels: dict[str, CudaKernel] = {}
         self._num_multiprocessors = num_multiprocessors(device)
@@ -148,7 +156,7 @@ class DeviceSearch:
         assert out.kv_indices.shape[:2] == (self.batch_size, heads), f"out has shape {tuple(out.kv_indices.shape)}"
         table, lens = indexes.tables[layer_idx], indexes.context_lens
         matching = int(shape.weigh_by_norm), int(self._rows), self._matches, self._choices
-        self._match.launch(self._grid(shape.num_subspaces), MATCH_THREADS, q, table, context_ids, *matching)
+        self._match.launch(self._grid(shape.num_subspaces), self._match_threads, q, table, context_ids, *matching)
         context = lens, indexes.top_ks, context_ids, config.sink_len, config.window_len
         if self._rows:
             self._score_rows(table, lens, context_ids, context)
@@ -156,16 +164,20 @@ class DeviceSearch:
             self._add_lists(table, lens, indexes.list_lens, context_ids, context)
         chosen = out.kv_indices, out.kv_indices.shape[2]
         blocks = self._blocks(2, self._max_keys // CHUNK_KEYS)
-        found = self._marks, self._choices
-        self._launch(self._find, blocks, *context, self._worths, self._max_keys, *found, *chosen)
-        written = self._choices, out.kv_indices, out.valid_len, out.kv_indices.shape[2]
-        self._launch(self._write, blocks, *context, self._marks, self._max_keys, *written)
+        worths, marks, choices = (self._worths, self._max_keys), self._marks, self._choices
+        written = choices, out.kv_indices, out.valid_len, out.kv_indices.shape[2]
+        if shape.worths_are_sums:
+            self._launch(self._find, blocks, *context, *worths, choices, *chosen)
+            self._launch(self._write, blocks, *context, *worths, *written)
+        else:
+            self._launch(self._find, blocks, *context, *worths, marks, choices, *chosen)
+            self._launch(self._write, blocks, *context, marks, self._max_keys, *written)
 
     def _score_rows(self, table: Tensor, lens: Tensor, context_ids: Tensor, context: tuple[Any, ...]) -> None:
-        blocks = self._blocks(1, self._max_tiles)
-        if self.shape.group_size == 1:
-            worths = self._worths, self._max_keys, self._choices
+        if self.shape.worths_are_sums:
+            blocks, worths = self._blocks(2, self._max_tiles), (self._worths, self._max_keys, self._choices)
             return self._launch(self._score, blocks, table, *context, self._matches, *worths)
+        blocks = self._blocks(1, self._max_tiles)
         sums = self._scores, self._statistics, self._slopes, self._max_tiles
         self._launch(self._score, blocks, table, lens, context_ids, self._matches, self._softmax_scale, *sums)
         blocks = self._blocks(2, self._max_tiles)
@@ -196,15 +208,24 @@ class DeviceSearch:
         return max(1, min(most, MAX_BLOCKS, per_multiprocessor * self._num_multiprocessors // self._slots))
 
     @cached_property
+    def _match_threads(self) -> int:
+        shape = self.shape
+        enough = 8 * shape.group_size * shape.head_dim // shape.num_subspaces <= MATCH_THREADS // 2
+        return MATCH_THREADS // 2 if enough else MATCH_THREADS
+
+    @cached_property
     def _match(self) -> CudaKernel:
-        return self._compile(("common", "choice", "match"), "match_centroids", MATCH_THREADS)
+        return self._compile(("common", "choice", "match"), "match_centroids", self._match_threads)
 
     @cached_property
     def _score(self) -> CudaKernel:
-        step_rows = next(rows for rows in (4, 1) if self.shape.num_subspaces % rows == 0)
-        name = "score_single" if self.shape.group_size == 1 else "score_group"
-        parts = "common", "choice", "rows", "score_rows", name
-        return self._compile(parts, name, shared_bytes=step_rows * STREAM_BYTES)
+        copies = -(-self.shape.num_subspaces // self.shape.rows_at_once)
+        shared_bytes = STREAM_BYTES * (2 if copies % 2 == 0 else 1)
+        if self.shape.worths_are_sums:
+            parts: tuple[str, ...] = "common", "choice", "rows", "sums", "score_rows", "score_single"
+            return self._compile(parts, "score_single", shared_bytes=shared_bytes)
+        parts = "common", "choice", "rows", "score_rows", "score_group"
+        return self._compile(parts, "score_group", shared_bytes=shared_bytes)
 
     @cached_property
     def _combine(self) -> CudaKernel:
@@ -219,10 +240,14 @@ class DeviceSearch:
 
     @cached_property
     def _find(self) -> CudaKernel:
-        return self._compile(("common", "choice", "find"), "find_keys")
+        if self.shape.worths_are_sums:
+            return self._compile(("common", "choice", "boundary", "sums", "find_sums"), "find_sums")
+        return self._compile(("common", "choice", "boundary", "find"), "find_keys")
 
     @cached_property
     def _write(self) -> CudaKernel:
+        if self.shape.worths_are_sums:
+            return self._compile(("common", "choice", "sums", "write_sums"), "write_sums")
         return self._compile(("common", "choice", "write"), "write_keys")
 
     def _compile(self, parts: tuple[str, ...], name: str, threads: int = THREADS, shared_bytes: int = 0) -> CudaKernel:

@@ -36,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) score_group(
     float* slopes,               // [batch_size, num_index_heads, GROUP_SIZE], written
     long long max_tiles
 ) {
-    extern __shared__ uint4 ring[];  // [WARPS][STAGES][STEP_ROWS][32]
+    extern __shared__ uint4 ring[];  // [WARPS][STAGES][STEP_COPIES][32]
     __shared__ QueryRow rows[GROUP_SIZE];
     const int slot = blockIdx.z * gridDim.y + blockIdx.y, lane = threadIdx.x % 32, context_id = context_ids[blockIdx.z];
     if (context_id < 0) return wait_for_earlier();
@@ -49,7 +49,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) score_group(
 
     quads += static_cast<size_t>(slot) * GROUP_SIZE * max_tiles * QUADS * TILE_COLUMNS;
     statistics += static_cast<size_t>(slot) * GROUP_SIZE * max_tiles;
-    for_each_tile(table.scores, num_tiles, rows, ring, [&](int g, int tile, const u32 (&sums)[SUMS]) {
+    for_each_piece(table.scores, num_tiles, rows, ring, [&](int g, int tile, int, u32 (&sums)[SUMS]) {
+        separate<4>(sums);
+#pragma unroll
+        for (int i = 0; i < SUMS; ++i) sums[i] -= rows[g].total_weight * 0x00010001u;
 #pragma unroll
         for (int quad = 0; quad < QUADS; ++quad)
             quads[quad_place(g, tile, quad, lane, max_tiles)] =

@@ -6,9 +6,14 @@ struct Row {
     u32 weight;  // W
 };
 
+// Query rows that share an index head go through whole tiles, one after the other: a lane has a column. A single one takes
+// several rows at once, so that there is work for all warps, and the lanes share out the keys whose sums they have parts of.
+constexpr int ROWS_AT_ONCE = GROUP_SIZE > 1 ? 1 : SUMS / 4;
+constexpr int QUERY_ROWS = (SUBSPACES + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE * ROWS_AT_ONCE;
+
 struct QueryRow {
-    Row rows[SUBSPACES];
-    u32 total_weight;
+    Row rows[QUERY_ROWS];  // those beyond SUBSPACES weigh nothing
+    u32 total_weight;  // what each key's sum has too much: codes are stored without sign
     float slope;  // a key's logit, base 2, grows by it with each unit of score
 };
 
@@ -17,6 +22,7 @@ __device__ void make_weights(const Match* matches, double softmax_scale, QueryRo
     __shared__ double weights[GROUP_SIZE * SUBSPACES];
     if (threadIdx.x < GROUP_SIZE) rows[threadIdx.x].total_weight = 0;
     for (int i = threadIdx.x; i < GROUP_SIZE * SUBSPACES; i += THREADS) weights[i] = matches[i].weight;
+    if (threadIdx.x < QUERY_ROWS - SUBSPACES) rows[0].rows[SUBSPACES + threadIdx.x] = {0, 0};
     __syncthreads();
     for (int i = threadIdx.x; i < GROUP_SIZE * SUBSPACES; i += THREADS) {
         const int g = i / SUBSPACES, b = i % SUBSPACES;
@@ -32,84 +38,114 @@ __device__ void make_weights(const Match* matches, double softmax_scale, QueryRo
     __syncthreads();
 }
 
-// Add `weight` times the codes of 16 bytes to the sums; `first_key` says which keys each sum holds.
-__device__ __forceinline__ void add_codes(u32 (&sums)[SUMS], uint4 codes, u32 weight) {
+constexpr int WORD_SUMS = SUMS / 4;
+
+// Bytes 1 and 3 of a word, each as a number of 16 bits.
+__device__ __forceinline__ u32 odd_bytes(u32 word) { return __byte_perm(word, 0, 0x4341); }
+
+// Add `weight` times the codes of 16 bytes to mixed sums. A word is multiplied as it is, and again with every part of it
+// taken away that another product has by itself: `separate` takes away the rest, modulo 2 ** 32.
+__device__ __forceinline__ void add_codes(u32 (&mixed)[SUMS], uint4 codes, u32 weight) {
     const u32 words[4] = {codes.x, codes.y, codes.z, codes.w};
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
         if (SCORE_BITS == 4) {
-            sums[4 * w + 0] += (words[w] & 0x000f000fu) * weight;
-            sums[4 * w + 1] += ((words[w] >> 8) & 0x000f000fu) * weight;
-            sums[4 * w + 2] += ((words[w] >> 4) & 0x000f000fu) * weight;
-            sums[4 * w + 3] += ((words[w] >> 12) & 0x000f000fu) * weight;
+            const u32 high_halves = words[w] >> 4 & 0x0f0f0f0fu;
+            mixed[4 * w + 0] += words[w] * weight;
+            mixed[4 * w + 1] += odd_bytes(words[w]) * weight;
+            mixed[4 * w + 2] += high_halves * weight;
+            mixed[4 * w + 3] += odd_bytes(high_halves) * weight;
         } else {
             const u32 biased = words[w] ^ 0x80808080u;
-            sums[2 * w + 0] += (biased & 0x00ff00ffu) * weight;
-            sums[2 * w + 1] += ((biased >> 8) & 0x00ff00ffu) * weight;
+            mixed[2 * w + 0] += biased * weight;
+            mixed[2 * w + 1] += odd_bytes(biased) * weight;
         }
     }
 }
 
-// A warp's way through its tiles, STEP_ROWS rows of one tile at a time. Copies run STAGES - 1 steps ahead, into a ring in
-// which every lane reads only what it has copied itself.
-constexpr int STEP_ROWS = SUBSPACES % 4 == 0 ? 4 : 1;
-constexpr int TILE_STEPS = SUBSPACES / STEP_ROWS;
-constexpr int STAGES = 3;
+// From the mixed sums of some words to sums; `first_key` says which keys each of them holds.
+template <int WORDS> __device__ __forceinline__ void separate(u32* sums) {
+#pragma unroll
+    for (int w = 0; w < WORDS; ++w) {
+        u32* of_word = sums + w * WORD_SUMS;
+        if (SCORE_BITS == 4) {
+            of_word[2] -= of_word[3] << 8;
+            of_word[0] -= (of_word[1] << 8) + (of_word[2] << 4);
+            of_word[1] -= of_word[3] << 4;
+        } else {
+            of_word[0] -= of_word[1] << 8;
+        }
+    }
+}
+
+// A warp's way through its pieces of tiles. The lanes of a warp read ROWS_AT_ONCE rows of a piece at a time, as many columns
+// of each as there are left; in the end every lane has sums of its own rows. Copies run STAGES - 1 steps ahead, into a ring
+// in which every lane reads only what it has copied itself.
+constexpr int COLUMNS_AT_ONCE = 32 / ROWS_AT_ONCE;
+constexpr int PIECES = TILE_COLUMNS / COLUMNS_AT_ONCE;  // of a tile
+constexpr int COPIES = QUERY_ROWS / ROWS_AT_ONCE;       // of a lane for a piece
+constexpr int STEP_COPIES = COPIES % 2 == 0 ? 2 : 1;
+constexpr int STEPS = COPIES / STEP_COPIES;
+constexpr int STAGES = 5;
 
 struct Stream {
-    const u8* tiles;  // of the head, at the lane's column
+    const u8* tiles;  // of the head, at the lane's column of a tile's first piece
     const QueryRow* rows;
-    uint4* ring;  // [STAGES][STEP_ROWS][32], at the lane's column
-    int num_work;  // tiles times query rows
+    uint4* ring;   // [STAGES][STEP_COPIES][32], at the lane's column
+    int num_work;  // pieces of the block's tiles, times query rows
 
     // Which query row and which of the head's tiles a piece of the block's work is about.
     __device__ __forceinline__ static int row_of(int work) { return work % GROUP_SIZE; }
-    __device__ __forceinline__ static int tile_of(int work) { return work / GROUP_SIZE * gridDim.x + blockIdx.x; }
+    __device__ __forceinline__ static int piece_of(int work) { return work / GROUP_SIZE % PIECES; }
+    __device__ __forceinline__ static int tile_of(int work) { return work / GROUP_SIZE / PIECES * gridDim.x + blockIdx.x; }
 
-    // Step s of the warp: which work, and which rows of it.
-    __device__ __forceinline__ int work_of(int s) const { return threadIdx.x / 32 + s / TILE_STEPS * WARPS; }
+    // The lane's row of a copy.
+    __device__ __forceinline__ const Row& row(int work, int copy) const {
+        return rows[row_of(work)].rows[copy * ROWS_AT_ONCE + threadIdx.x % 32 / COLUMNS_AT_ONCE];
+    }
 
-    __device__ __forceinline__ void start(int s) const {
+    __device__ __forceinline__ void start(int work, int step, int stage) const {
         constexpr size_t TILE = static_cast<size_t>(SUBSPACES) * CENTROIDS * TILE_BYTES;
-        const int work = work_of(s);
         if (work < num_work) {
-            const u8* tile = tiles + tile_of(work) * TILE;
-            const Row* chosen = rows[row_of(work)].rows + s % TILE_STEPS * STEP_ROWS;
+            const u8* piece = tiles + tile_of(work) * TILE + piece_of(work) * COLUMNS_AT_ONCE * 16;
 #pragma unroll
-            for (int b = 0; b < STEP_ROWS; ++b)
-                start_copy(ring + (s % STAGES * STEP_ROWS + b) * 32, tile + chosen[b].offset);
+            for (int c = 0; c < STEP_COPIES; ++c)
+                start_copy(ring + (stage * STEP_COPIES + c) * 32, piece + row(work, step * STEP_COPIES + c).offset);
         }
         end_group();
     }
 
-    __device__ __forceinline__ void add(int s, u32 (&sums)[SUMS]) const {
-        const Row* chosen = rows[row_of(work_of(s))].rows + s % TILE_STEPS * STEP_ROWS;
+    __device__ __forceinline__ void add(int work, int step, int stage, u32 (&sums)[SUMS]) const {
 #pragma unroll
-        for (int b = 0; b < STEP_ROWS; ++b)
-            add_codes(sums, ring[(s % STAGES * STEP_ROWS + b) * 32], chosen[b].weight);
+        for (int c = 0; c < STEP_COPIES; ++c)
+            add_codes(sums, ring[(stage * STEP_COPIES + c) * 32], row(work, step * STEP_COPIES + c).weight);
     }
 };
 
-// Sum up the block's share of a head's tiles, and hand each one, by its whole warp, to finish(g, tile, sums).
+// Add up the block's share of a head's tiles, and hand each piece, by its whole warp, to finish(g, tile, column, mixed sums).
 template <typename Finish>
-__device__ __forceinline__ void for_each_tile(const void* scores, int num_tiles, const QueryRow* rows, uint4* ring, Finish finish) {
+__device__ __forceinline__ void for_each_piece(const void* scores, int num_tiles, const QueryRow* rows, uint4* ring, Finish finish) {
     constexpr size_t HEAD_TILE = static_cast<size_t>(SUBSPACES) * CENTROIDS * TILE_BYTES;
-    const int lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % 32, column = lane % COLUMNS_AT_ONCE;
     const int my_tiles = (num_tiles - 1 - static_cast<int>(blockIdx.x)) / static_cast<int>(gridDim.x) + 1;
-    const Stream stream{static_cast<const u8*>(scores) + blockIdx.y * num_tiles * HEAD_TILE + lane * 16, rows,
-                        ring + threadIdx.x / 32 * (STAGES * STEP_ROWS * 32) + lane, my_tiles * GROUP_SIZE};
-    for (int s = 0; s < STAGES - 1; ++s) stream.start(s);
+    const Stream stream{static_cast<const u8*>(scores) + blockIdx.y * num_tiles * HEAD_TILE + column * 16, rows,
+                        ring + threadIdx.x / 32 * (STAGES * STEP_COPIES * 32) + lane, my_tiles * PIECES * GROUP_SIZE};
+    const int first = threadIdx.x / 32;
+    for (int s = 0; s < STAGES - 1; ++s) stream.start(first + s / STEPS * WARPS, s % STEPS, s);
+    int stage = 0;
     u32 sums[SUMS];
-    for (int s = 0; stream.work_of(s) < stream.num_work; ++s) {
-        const int work = stream.work_of(s), g = Stream::row_of(work);
-        if (s % TILE_STEPS == 0) {
+    for (int work = first; work < stream.num_work; work += WARPS) {
 #pragma unroll
-            for (int i = 0; i < SUMS; ++i) sums[i] = 0u - rows[g].total_weight * 0x00010001u;
+        for (int i = 0; i < SUMS; ++i) sums[i] = 0;
+#pragma unroll 4
+        for (int step = 0; step < STEPS; ++step) {
+            const int ahead = step + STAGES - 1;
+            stream.start(work + ahead / STEPS * WARPS, ahead % STEPS, stage == 0 ? STAGES - 1 : stage - 1);
+            wait_for_copies<STAGES - 1>();
+            stream.add(work, step, stage, sums);
+            stage = stage == STAGES - 1 ? 0 : stage + 1;
         }
-        stream.start(s + STAGES - 1);
-        wait_for_copies<STAGES - 1>();
-        stream.add(s, sums);
-        if (s % TILE_STEPS == TILE_STEPS - 1) finish(g, Stream::tile_of(work), sums);
+        finish(Stream::row_of(work), Stream::tile_of(work), Stream::piece_of(work) * COLUMNS_AT_ONCE + column, sums);
     }
     wait_for_copies<0>();
 }

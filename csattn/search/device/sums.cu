@@ -1,0 +1,37 @@
+// Where an index head has one query, a key's worth is its sum and 1: it fits 16 bits, eight keys lie in 16 bytes.
+//
+// Then no list of candidates is needed: a bin has few different worths, which are counted one by one. `find` does so for
+// each block's part of the keys, and leaves the counts to `write`, which then knows the K-th worth itself, how many keys of
+// just that worth are wanted, and how many keys of earlier parts come before its own.
+
+constexpr int SUM_KEYS = 8;  // sums are read and written eight at a time
+constexpr int LOADS = 4;     // that many, by every thread, before one is used
+
+// For each key, in order, its number among the eight and its worth.
+template <typename Use> __device__ __forceinline__ void for_each_sum(uint4 sums, Use use) {
+    const u32 words[4] = {sums.x, sums.y, sums.z, sums.w};
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+        use(2 * w, words[w] & 0xffffu);
+        use(2 * w + 1, words[w] >> 16);
+    }
+}
+
+// Whatever comes from earlier launches lies in the L2 cache; a first-level cache may hold what it was before.
+__device__ __forceinline__ void load_sums(uint4 (&sums)[LOADS], const uint4* of_part, int first, int num_keys) {
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i) {
+        const int key = (first + i * THREADS + static_cast<int>(threadIdx.x)) * SUM_KEYS;
+        sums[i] = key < num_keys ? __ldcg(of_part + key / SUM_KEYS) : make_uint4(0, 0, 0, 0);
+    }
+}
+
+// The same four at a time, with 32 bits each.
+struct WidenedSums {
+    const uint2* sums;
+
+    __device__ __forceinline__ uint4 operator[](int unit) const {
+        const uint2 four = sums[unit];
+        return make_uint4(four.x & 0xffffu, four.x >> 16, four.y & 0xffffu, four.y >> 16);
+    }
+};

@@ -112,6 +112,16 @@ def test_a_pooled_query_chooses_what_the_definition_does(
     np.testing.assert_array_equal(row_of(got, 0).kv_indices, want.kv_indices)
 
 
+@pytest.mark.parametrize("distinct_keys", [0, 300])
+def test_one_block_with_more_keys_than_it_loads_at_a_time(
+    distinct_keys: int, emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulator.stand_in(monkeypatch, run, multiprocessors=1)
+    spec = IndexSpec(context_len=18001, num_heads=2, num_subspaces=2, distinct_keys=distinct_keys)
+    q, index = make_queries(spec, 1), make_index(spec)
+    assert_right(row_of(search_on_device([index], q[None], [0]), 0), q, index)
+
+
 @pytest.mark.parametrize("scale", [0.0, 0.01, 5.0, 100.0])
 @pytest.mark.parametrize("keep", [0.001, 0.3, 1.0])
 def test_flat_and_peaked_softmaxes(scale: float, keep: float) -> None:

@@ -23,8 +23,8 @@ struct Choice {
     u32 above[MAX_BLOCKS];   // keys above the bin, by block
     u32 worths[MAX_CANDIDATES];
     u32 keys[MAX_CANDIDATES];
-    u32 least;                            // worth in the bin, where worths are sums
-    u32 counts[LEVELS + 1][MAX_BLOCKS];  // of the bin's worths from `least` on, and above them, by block
+    u32 least;                           // worth in the bin, where worths are sums
+    u32 counts[LEVELS + 1][MAX_BLOCKS];  // keys at each of the bin's worths, from `least` on, and above it, by block
 };
 
 // Worths from `low` to `last`, counted in NUM_BINS bins of 2 ** shift; the last bin also has what does not fit below it.
@@ -54,7 +54,7 @@ struct Range {
 //
 // Of a group, the worths of all keys sum up to its size, so that the top_k-th is at most group_size / top_k: 32 octaves
 // below that, in bins of 1/128 octave. Of a single query: the bits of floats (lists), or 16-bit sums, whose mean is about
-// in the middle: a small share of the keys is looked for above it, in bins of eight sums.
+// in the middle: a small share of the keys is looked for above it, in bins of eight sums. Bins have up to LEVELS sums.
 __device__ __forceinline__ Range first_range(const Context& context) {
     if (GROUP_SIZE > 1) {
         const u32 largest = __float_as_uint(exp2f(HEADROOM) * (1.01f * GROUP_SIZE) / context.top_k);

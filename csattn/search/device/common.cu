@@ -3,8 +3,8 @@
 // and each is made of POOL_SIZE query heads.
 //
 // The launches of a search follow each other: match; score_group, score_single or add_list; combine, but after
-// score_single; find; write. What one leaves for the next lies in memory of the search, for each index head of each row of
-// the batch: its number is the `slot`.
+// score_single; find; write (after score_single: find_sums, write_sums). What one leaves for the next lies in memory of the
+// search, for each index head of each row of the batch: its number is the `slot`.
 
 constexpr int WARPS = THREADS / 32;
 constexpr int SUBSPACE_DIM = HEAD_DIM / SUBSPACES;

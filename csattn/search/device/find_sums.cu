@@ -18,8 +18,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) find_sums(
     const uint4* of_part = worths + part.first_key / SUM_KEYS;
     wait_for_earlier();
     if (context.top_k == 0) return;
-    uint4 sums[LOADS];
-    load_sums(sums, of_part, 0, part.num_keys);
+    Loaded loaded;
+    loaded.load(of_part, 0, part.num_keys / SUM_KEYS);
     Choice& choice = choices[slot];
     const Range range = first_range(context);
     const Boundary boundary = find_bin(choice.bins, context.top_k, scratch);
@@ -37,10 +37,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) find_sums(
     }
     u32 above = 0;
     for (int first = 0; first * SUM_KEYS < part.num_keys; first += LOADS * THREADS) {
-        if (first > 0) load_sums(sums, of_part, first, part.num_keys);
+        if (first > 0) loaded.load(of_part, first, part.num_keys / SUM_KEYS);
 #pragma unroll
         for (int i = 0; i < LOADS; ++i) {
-            for_each_sum(sums[i], [&](int, u32 worth) {
+            for_each_sum(loaded.sums[i], [&](int, u32 worth) {
                 if (worth < least) return;
                 if (worth - least < levels)
                     atomicAdd(&counts[worth - least], 1u);

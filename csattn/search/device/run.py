@@ -17,7 +17,7 @@ from csattn.table.rows import RowTable
 
 HERE = Path(__file__).parent
 INTRINSICS = HERE / "intrinsics.cu"
-MATCH_THREADS = 256  # half as many where they are enough: pooled queries need registers more than threads
+MATCH_THREADS = 256  # half as many where they are enough, so that all blocks fit on the device at once
 THREADS = 512  # of all other kernels
 MAX_SUBSPACE_DIM = MATCH_THREADS // 8  # eight threads sum up each coordinate
 # sizes in bytes and in keys that the sources fix: structs Match, TileStatistics and Choice; CHUNK_KEYS and MAX_BLOCKS
@@ -65,7 +65,9 @@ class IndexShape:
     @property
     def rows_at_once(self) -> int:
         """Rows that the lanes of a warp add up at a time (ROWS_AT_ONCE of score_rows.cu)."""
-        return self.score_bits if self.worths_are_sums and self.score_bits == 4 else 2 if self.worths_are_sums else 1
+        if not self.worths_are_sums:
+            return 1
+        return 4 if self.score_bits == 4 else 2
 
     @property
     def tile_keys(self) -> int:

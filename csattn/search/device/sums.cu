@@ -17,14 +17,25 @@ template <typename Use> __device__ __forceinline__ void for_each_sum(uint4 sums,
     }
 }
 
-// Whatever comes from earlier launches lies in the L2 cache; a first-level cache may hold what it was before.
-__device__ __forceinline__ void load_sums(uint4 (&sums)[LOADS], const uint4* of_part, int first, int num_keys) {
-#pragma unroll
-    for (int i = 0; i < LOADS; ++i) {
-        const int key = (first + i * THREADS + static_cast<int>(threadIdx.x)) * SUM_KEYS;
-        sums[i] = key < num_keys ? __ldcg(of_part + key / SUM_KEYS) : make_uint4(0, 0, 0, 0);
+// The sums that a thread holds at a time, of `each` that every thread of the block takes. A warp's lie side by side.
+struct Loaded {
+    uint4 sums[LOADS];
+    int first, each;
+
+    // The place of sums i in the part, in units of SUM_KEYS.
+    __device__ __forceinline__ int unit(int i) const {
+        return first + (static_cast<int>(threadIdx.x) / 32 * each + i) * 32 + static_cast<int>(threadIdx.x) % 32;
     }
-}
+
+    // Whatever comes from earlier launches lies in the L2 cache; a first-level cache may hold what it was before.
+    __device__ __forceinline__ void load(const uint4* of_part, int from, int num_units) {
+        first = from;
+        each = min(LOADS, (num_units - from + THREADS - 1) / THREADS);
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i)
+            sums[i] = i < each && unit(i) < num_units ? __ldcg(of_part + unit(i)) : make_uint4(0, 0, 0, 0);
+    }
+};
 
 // The same four at a time, with 32 bits each.
 struct WidenedSums {

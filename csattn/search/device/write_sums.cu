@@ -37,6 +37,45 @@ __device__ Cut find_cut(const Choice& choice, u32 quota) {
     return cut;
 }
 
+// Which of eight keys may be taken. Two numbers of keys share 32 bits: above the cut, and 16 bits higher, at it.
+struct Taken {
+    u32 keys, equal;  // bits
+    u32 before;       // in the warp: in lanes before, and in what the warp has of earlier keys
+
+    // For the whole warp: returns how many there are.
+    __device__ __forceinline__ u32 find(uint4 sums, u32 worth_at_cut, u32 earlier) {
+        keys = equal = 0;
+        for_each_sum(sums, [&](int k, u32 worth) {
+            keys |= (worth >= worth_at_cut) << k;
+            equal |= (worth == worth_at_cut) << k;
+        });
+        const u32 mine = __popc(keys ^ equal) + (__popc(equal) << 16), up_to = sum_up_to_lane(mine);
+        before = earlier + up_to - mine;
+        return __shfl_sync(ALL_LANES, up_to, 31);
+    }
+
+    __device__ __forceinline__ void write(int* chosen, int first_key, u32 above_before, u32 equal_before, u32 quota) const {
+        for (u32 left = keys; left; left &= left - 1) {
+            const int k = __ffs(left) - 1;
+            const bool is_equal = equal >> k & 1;
+            if (!is_equal || equal_before < quota) chosen[above_before + min(equal_before, quota)] = first_key + k;
+            above_before += !is_equal;
+            equal_before += is_equal;
+        }
+    }
+};
+
+// The sum over all warps before the thread's, of what is the same in all lanes; `total` is that over all. scratch: [WARPS].
+__device__ __forceinline__ u32 sum_over_warps_before(u32 of_warp, u32* scratch, u32& total) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    __syncthreads();
+    if (lane == 0) scratch[warp] = of_warp;
+    __syncthreads();
+    const u32 theirs = lane < WARPS ? scratch[lane] : 0;
+    total = __reduce_add_sync(ALL_LANES, theirs);
+    return __reduce_add_sync(ALL_LANES, lane < warp ? theirs : 0);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 2) write_sums(
     const int* context_lens, const int* top_ks, const int* context_ids, long long sink_len, long long window_len,
     const uint4* worths,    // as score_single writes them
@@ -52,8 +91,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) write_sums(
     const Part part(context.num_keys);
     const uint4* of_part = worths + (slot * max_keys + part.first_key) / SUM_KEYS;
     // `find` has not written them, and what has is over: `find` had waited for it before this kernel began
-    uint4 sums[LOADS];
-    load_sums(sums, of_part, 0, part.num_keys);
+    Loaded loaded;
+    loaded.load(of_part, 0, part.num_keys / SUM_KEYS);
     wait_for_earlier();
     const Choice& choice = choices[slot];
     const int wanted = context.top_k;
@@ -64,25 +103,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) write_sums(
     const Cut cut = find_cut(choice, choice.quota);
     u32 above = cut.above_before, equal = cut.equal_before;  // so far
     for (int first = 0; first * SUM_KEYS < part.num_keys; first += LOADS * THREADS) {
-        if (first > 0) load_sums(sums, of_part, first, part.num_keys);
+        if (first > 0) loaded.load(of_part, first, part.num_keys / SUM_KEYS);
+        Taken taken[LOADS];
+        u32 of_warp = 0, total;
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i) of_warp += taken[i].find(loaded.sums[i], cut.worth, of_warp);
+        const u32 up_to = sum_over_warps_before(of_warp, scratch, total);
 #pragma unroll
         for (int i = 0; i < LOADS; ++i) {
-            const int unit = first + i * THREADS;
-            if (unit * SUM_KEYS >= part.num_keys) break;
-            u32 mine = 0, total;  // how many are above, and above them how many are equal
-            for_each_sum(sums[i], [&](int, u32 worth) { mine += (worth > cut.worth) + (worth == cut.worth ? 0x10000u : 0u); });
-            const u32 up_to = sum_before(mine, scratch, total);
-            u32 above_before = above + (up_to & 0xffffu), equal_before = equal + (up_to >> 16);
-            above += total & 0xffffu;
-            equal += total >> 16;
-            if (mine == 0) continue;
-            const int key = part.first_key + (unit + static_cast<int>(threadIdx.x)) * SUM_KEYS;
-            for_each_sum(sums[i], [&](int k, u32 worth) {
-                const bool is_above = worth > cut.worth, is_equal = worth == cut.worth;
-                if (is_above || (is_equal && equal_before < cut.quota)) chosen[above_before + min(equal_before, cut.quota)] = key + k;
-                above_before += is_above;
-                equal_before += is_equal;
-            });
+            const u32 before = up_to + taken[i].before;
+            taken[i].write(chosen, part.first_key + loaded.unit(i) * SUM_KEYS, above + (before & 0xffffu), equal + (before >> 16), cut.quota);
         }
+        above += total & 0xffffu;
+        equal += total >> 16;
     }
 }

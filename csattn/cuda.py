@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-PORTABLE_SHARED_BYTES = 48 << 10  # more has to be asked for
 PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64  # of CUtensorMap
@@ -147,7 +146,7 @@ def _function(
 ) -> Any:
     function = _module(sources, options, architecture, device).get_function(name)
     function = getattr(function, "kernel", function)  # of what CuPy compiles itself
-    if shared_bytes > PORTABLE_SHARED_BYTES:
+    if shared_bytes:  # has to be asked for where it is more than 48 KiB together with what the kernel declares
         handle = ctypes.c_void_p(function.ptr)
         _require(_driver().cuFuncSetAttribute(handle, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes), name)
     return function

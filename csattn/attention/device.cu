@@ -23,22 +23,6 @@ __device__ float4 merge(const float* parts, int quad, float& max, float& sum) {
     return merged;
 }
 
-// Merge what the warps have of an item, by a few threads, and post it.
-__device__ void post_merged(float* part, const float* item_parts, int thread, int num_threads) {
-    for (int quad = thread; quad < QUADS; quad += num_threads) {
-        float max, sum;
-        const float4 x = merge<WARPS>(item_parts, quad, max, sum);
-        const int head = quad / (HEAD_DIM / 4), d = quad % (HEAD_DIM / 4) * 4;
-        post(part + head * PART + d, x);
-        if (d == 0) post(part + head * PART + ENDS_AT, make_float4(max, sum, 0.f, 0.f));
-    }
-}
-
-// Items follow each other without a barrier for the whole block: one warp, another for each item, merges what all have
-// stored, while they go on. Parts lie in two places in turn, which that warp gives free again.
-constexpr int STORED = 1, LEFT = 3;  // barriers, each for two places
-__device__ int merger(int item) { return item % WARPS; }
-
 __device__ bool absent(float4 x) {
     return __float_as_uint(x.x) == ABSENT || __float_as_uint(x.y) == ABSENT || __float_as_uint(x.z) == ABSENT ||
            __float_as_uint(x.w) == ABSENT;
@@ -85,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
     char* out,      // like q
     int num_items, int max_top_k, int tail_capacity, int num_contexts, float scale) {
     extern __shared__ __align__(16) char shared[];
-    float* warp_parts = (float*)(shared + WARPS * RING_BYTES);     // [2][WARPS][HEADS][PART]
+    float* warp_parts = (float*)(shared + WARPS * RING_BYTES);     // [2][WARPS][HEADS][PART], for every other item
     Unit* units = (Unit*)(warp_parts + 2 * WARPS * HEADS * PART);  // of the block's items
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int first_item = (unsigned)(blockIdx.x * num_items) / gridDim.x;
@@ -116,6 +100,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
     __syncthreads();
     // the ids of the first tile are loaded together with what tells whether it is the first
     const int split = first_item % NUM_SPLITS, expected = units[0].position(units[0].warps_tile(split));
+    __syncthreads();
     wait_for_earlier();
     int id = expected < max_top_k ? kv_indices[(long long)first_unit * max_top_k + expected] : 0;
     if (threadIdx.x < MAX_UNITS && (first_unit + threadIdx.x) * NUM_SPLITS < end_item) {
@@ -147,20 +132,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
             copy_next(slot, tiles, id);
             slot = slot + TILE_BYTES == ring + RING_BYTES ? ring : slot + TILE_BYTES;
         }
-        const int number = item - first_item;
-        float* item_parts = warp_parts + number % 2 * (WARPS * HEADS * PART);
-        float* part = posted + (long long)item * HEADS * PART;
-        if (number >= 2 && warp != merger(number - 2)) wait_at(LEFT + number % 2);
+        float* item_parts = warp_parts + (item - first_item) % 2 * (WARPS * HEADS * PART);
         attention.store(item_parts + warp * HEADS * PART);
-        if (item + 1 == end_item) {
-            __syncthreads();
-            post_merged(part, item_parts, threadIdx.x, THREADS);
-        } else if (warp == merger(number)) {
-            wait_at(STORED + number % 2);
-            post_merged(part, item_parts, lane, 32);
-            if (item + 2 < end_item) arrive_at(LEFT + number % 2);
-        } else {
-            arrive_at(STORED + number % 2);
+        __syncthreads();
+        float* part = posted + (long long)item * HEADS * PART;
+        for (int quad = threadIdx.x; quad < QUADS; quad += THREADS) {
+            float max, sum;
+            const float4 x = merge<WARPS>(item_parts, quad, max, sum);
+            const int head = quad / (HEAD_DIM / 4), d = quad % (HEAD_DIM / 4) * 4;
+            post(part + head * PART + d, x);
+            if (d == 0) post(part + head * PART + ENDS_AT, make_float4(max, sum, 0.f, 0.f));
         }
     }
     let_next_start();

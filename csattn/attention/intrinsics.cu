@@ -14,10 +14,6 @@ __device__ void wait_for_earlier() { asm volatile("griddepcontrol.wait;" ::: "me
 // Only after that, and not so early that the next kernel's blocks take room from this one's.
 __device__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// Barriers of the block beside __syncthreads: every thread arrives, and some of them wait for all.
-__device__ void arrive_at(int barrier) { asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory"); }
-__device__ void wait_at(int barrier) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory"); }
-
 // Copies of 16 bytes into shared memory, of which `count` are copied and the others become 0. They go on behind a
 // thread's back, in groups: `wait_for_copies<N>` leaves the N last begun. By way of L1, more are in flight than past it.
 __device__ void start_copy(unsigned to, long long from, int count) {

@@ -8,18 +8,6 @@ static inline float exp2_of(float x) {
 static inline void wait_for_earlier() {}
 static inline void let_next_start() {}
 
-static thread_local int arrived_at[16], rounds_of[16];
-static inline void arrive_at(int barrier) {
-    if (++arrived_at[barrier] < THREADS) return;
-    arrived_at[barrier] = 0;
-    ++rounds_of[barrier];
-}
-static inline void wait_at(int barrier) {
-    const int round = rounds_of[barrier];
-    arrive_at(barrier);
-    while (rounds_of[barrier] == round) pause_thread();
-}
-
 static inline void start_copy(unsigned to, long long from, int count) {
     char* place = static_cast<char*>(__cvta_shared_to_generic(to));
     std::memset(place, 0, 16);

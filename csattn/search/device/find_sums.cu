@@ -40,6 +40,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) find_sums(
         if (first > 0) loaded.load(of_part, first, part.num_keys / SUM_KEYS);
 #pragma unroll
         for (int i = 0; i < LOADS; ++i) {
+            if (i >= loaded.each) break;
             for_each_sum(loaded.sums[i], [&](int, u32 worth) {
                 if (worth < least) return;
                 if (worth - least < levels)

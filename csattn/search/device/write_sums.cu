@@ -107,10 +107,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) write_sums(
         Taken taken[LOADS];
         u32 of_warp = 0, total;
 #pragma unroll
-        for (int i = 0; i < LOADS; ++i) of_warp += taken[i].find(loaded.sums[i], cut.worth, of_warp);
+        for (int i = 0; i < LOADS; ++i)
+            if (i < loaded.each) of_warp += taken[i].find(loaded.sums[i], cut.worth, of_warp);
         const u32 up_to = sum_over_warps_before(of_warp, scratch, total);
 #pragma unroll
         for (int i = 0; i < LOADS; ++i) {
+            if (i >= loaded.each) break;
             const u32 before = up_to + taken[i].before;
             taken[i].write(chosen, part.first_key + loaded.unit(i) * SUM_KEYS, above + (before & 0xffffu), equal + (before >> 16), cut.quota);
         }

@@ -4,7 +4,8 @@ Prefill too: attention of many queries, each over rows of its own, in the sizes 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ PREFILL_QUERIES = 4096
 PREFILL_ROWS = (8 * K, 32 * K, 128 * K)
 SCORE_TOLERANCE = 4e-3  # of the largest score
 OUT_TOLERANCE = 1e-2
+L2_BYTES = 60 << 20
+NUM_SETS = 16  # of inputs that one graph's calls go round, so that the L2 cache does not keep them all
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +127,21 @@ def _indexer_trial(name: str, seq_lens: list[int], num_pages: int, device: str) 
         inputs = make_inputs(seq_lens, num_pages, device)
         out = torch.empty(len(seq_lens), TOP_K, dtype=torch.int32, device=device)
         scores = torch.empty(len(seq_lens), inputs.block_table.shape[1] * PAGE_SIZE, device=device)
-
-        def call() -> Tensor:
-            return dsa_topk_indexer(*_arguments(inputs), scores=scores, out=out)
-
+        calls = []
+        for table in _other_tables(inputs, 1 if device == "cpu" else NUM_SETS):
+            arguments = _arguments(replace(inputs, block_table=table))
+            calls.append(partial(dsa_topk_indexer, *arguments, scores=scores, out=out))
         figures = {"batch_size": len(seq_lens), "longest": max(seq_lens), "all_chosen": max(seq_lens) <= TOP_K}
-        return Prepared(lambda: choice_faults(inputs, TOP_K), [call], figures)
+        return Prepared(lambda: choice_faults(inputs, TOP_K), calls, figures)
 
     return Trial("decode", "contest indexer", "csattn", name, prepare)
+
+
+def _other_tables(inputs: Inputs, number: int) -> list[Tensor]:
+    """Tables of other pages of the cache, so that what one call has read is not there for the next."""
+    tables = [torch.randperm(len(inputs.cache), device=inputs.q.device) for _ in range(number)]
+    size = inputs.block_table.numel()
+    return [table[:size].view(inputs.block_table.shape).to(torch.int32) for table in tables]
 
 
 def make_attention(num_tokens: int, num_heads: int, num_pages: int, num_chosen: int, device: str) -> tuple[Tensor, ...]:
@@ -139,12 +149,17 @@ def make_attention(num_tokens: int, num_heads: int, num_pages: int, num_chosen: 
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     q = torch.randn(num_tokens, num_heads, 576, device=device).to(dtype)
     rows = torch.randn(num_pages, PAGE_SIZE, 576, device=device).to(dtype)
+    parts = q[..., :512], q[..., 512:], rows[..., :512], rows[..., 512:]
+    return *(part.contiguous() for part in parts), choose_rows(num_tokens, num_chosen, num_pages, device)
+
+
+def choose_rows(num_tokens: int, num_chosen: int, num_pages: int, device: str) -> Tensor:
+    """Ascending [num_tokens, TOP_K] int32, -1 padded."""
     indices = torch.full((num_tokens, TOP_K), -1, dtype=torch.int32, device=device)
     for row in range(num_tokens):
         chosen = torch.randperm(num_pages * PAGE_SIZE, device=device)[:num_chosen]
         indices[row, : len(chosen)] = chosen.sort().values.to(torch.int32)
-    parts = q[..., :512], q[..., 512:], rows[..., :512], rows[..., 512:]
-    return *(part.contiguous() for part in parts), indices
+    return indices
 
 
 def _prefill_trial(num_queries: int, num_heads: int, num_rows: int, device: str) -> Trial:
@@ -170,7 +185,11 @@ def _attention_trial(num_tokens: int, num_chosen: int, num_pages: int, device: s
             rows = ckv.flatten(0, 1), kpe.flatten(0, 1)
             return attention_faults(q_nope, q_pe, *rows, indices)
 
-        return Prepared(faults, [lambda: dsa_sparse_attention(q_nope, q_pe, ckv, kpe, indices, SCALE)])
+        others = [indices]
+        for _ in range(0 if device == "cpu" else NUM_SETS - 1):
+            others.append(choose_rows(num_tokens, num_chosen, num_pages, device))
+        calls = [partial(dsa_sparse_attention, q_nope, q_pe, ckv, kpe, some, SCALE) for some in others]
+        return Prepared(faults, calls)
 
     case = f"{num_tokens} tokens, {num_chosen} of {TOP_K} indices"
     moved = num_tokens * num_chosen * 576 * 2
@@ -192,34 +211,68 @@ def attention_faults(q_nope: Tensor, q_pe: Tensor, ckv: Tensor, kpe: Tensor, ind
 
 
 def _part_trial(part: str, context: int, batch_size: int, num_heads: int, device: str) -> Trial:
-    def prepare() -> Prepared:
-        dtype = torch.float32 if device == "cpu" else torch.bfloat16
-        inputs = make_inputs([context] * batch_size, 0, device)
-        decoder, rows = _make_decoder(inputs, context, num_heads, dtype, part.endswith("HISA"), device)
-        ckv, kpe = rows[..., :512], rows[..., 512:]
-        keys = KeyPages.of_cache(inputs.cache)
-        scores = score_pages(inputs.q, inputs.weights, keys, inputs.block_table, inputs.seq_lens)
-        decoder.step(inputs.cache, ckv, kpe)
-        flat = ckv.flatten(0, 1), kpe.flatten(0, 1)
-        paged: dict[str, Any] = {"pages": inputs.block_table, "page_size": PAGE_SIZE}
-        calls = {
-            "score": lambda: score_pages(
-                inputs.q, inputs.weights, keys, inputs.block_table, inputs.seq_lens, out=scores
-            ),
-            "choose": lambda: top_k(scores, TOP_K, inputs.seq_lens, order="position", **paged),
-            "attend": lambda: sparse_mla(decoder.q_nope, decoder.q_pe, *flat, decoder.indices, SCALE),
-        }
-
-        def faults() -> list[str]:
-            wrong = attention_faults(decoder.q_nope, decoder.q_pe, *flat, decoder.indices)
-            return wrong + (choice_faults(inputs, TOP_K) if part != "step with HISA" else [])
-
-        return Prepared(faults, [calls.get(part, lambda: decoder.step(inputs.cache, ckv, kpe))])
-
     moved = {"score": 132 * context, "choose": 4 * context, "attend": TOP_K * 576 * 2}
-    total = moved.get(part, 132 * context + TOP_K * 576 * 2) if part != "step with HISA" else 0
+    total = batch_size * moved.get(part, 132 * context + TOP_K * 576 * 2)
+
+    def prepare() -> Prepared:
+        num_sets = 1 if device == "cpu" else min(NUM_SETS, max(1, -(-4 * L2_BYTES // total)))
+        with_hisa = part.endswith("HISA")
+        steps = [Step.make(context, batch_size, num_heads, with_hisa, device, seed) for seed in range(num_sets)]
+        return Prepared(lambda: steps[0].faults(with_choice=not with_hisa), [partial(step.run, part) for step in steps])
+
     case = f"context {context}, batch {batch_size}, {num_heads} heads"
-    return Trial("decode", "long context", part, case, prepare, moved_bytes=batch_size * total)
+    return Trial("decode", "long context", part, case, prepare, moved_bytes=0 if part.endswith("HISA") else total)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step and its parts, with all that they read."""
+
+    inputs: Inputs
+    decoder: DsaDecoder
+    rows: Tensor  # [num_pages, 64, 576]
+    scores: Tensor  # of the keys
+
+    @classmethod
+    def make(cls, context: int, batch_size: int, num_heads: int, with_hisa: bool, device: str, seed: int) -> "Step":
+        """After one step."""
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        inputs = make_inputs([context] * batch_size, 0, device, seed)
+        decoder, rows = _make_decoder(inputs, context, num_heads, dtype, with_hisa, device)
+        keys = KeyPages.of_cache(inputs.cache)
+        step = cls(inputs, decoder, rows, score_pages(inputs.q, inputs.weights, keys, *_places(inputs)))
+        step.run("step")
+        return step
+
+    def run(self, part: str) -> None:
+        """Enqueue the part, or the whole step."""
+        inputs, decoder, (ckv, kpe) = self.inputs, self.decoder, self._parts()
+        if part == "score":
+            keys = KeyPages.of_cache(inputs.cache)
+            score_pages(inputs.q, inputs.weights, keys, *_places(inputs), out=self.scores)
+        elif part == "choose":
+            paged: dict[str, Any] = {"pages": inputs.block_table, "page_size": PAGE_SIZE}
+            top_k(self.scores, TOP_K, inputs.seq_lens, order="position", out=decoder.indices, **paged)
+        elif part == "attend":
+            rows = ckv.flatten(0, 1), kpe.flatten(0, 1)
+            results = {"out": decoder.out, "lse": decoder.lse}
+            sparse_mla(decoder.q_nope, decoder.q_pe, *rows, decoder.indices, SCALE, **results)
+        else:
+            decoder.step(inputs.cache, ckv, kpe)
+
+    def faults(self, with_choice: bool) -> list[str]:
+        """Of attention to what was chosen; of the choice too."""
+        ckv, kpe = self._parts()
+        queries = self.decoder.q_nope, self.decoder.q_pe
+        wrong = attention_faults(*queries, ckv.flatten(0, 1), kpe.flatten(0, 1), self.decoder.indices)
+        return wrong + (choice_faults(self.inputs, TOP_K) if with_choice else [])
+
+    def _parts(self) -> tuple[Tensor, Tensor]:
+        return self.rows[..., :512], self.rows[..., 512:]
+
+
+def _places(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    return inputs.block_table, inputs.seq_lens
 
 
 def _make_decoder(

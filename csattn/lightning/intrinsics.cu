@@ -15,8 +15,8 @@ __device__ __forceinline__ void cluster_sync() {
 }
 
 // The same shared variable in another block of the cluster.
-template <class T> __device__ __forceinline__ const T* in_block(const T* here, u32 rank) {
+template <class T> __device__ __forceinline__ T* in_block(T* here, u32 rank) {
     u64 there;
     asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(here), "r"(rank));
-    return reinterpret_cast<const T*>(there);
+    return reinterpret_cast<T*>(there);
 }

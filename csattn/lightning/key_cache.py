@@ -38,11 +38,22 @@ def write_keys(
     *,
     power_of_two_scales: bool = False,
 ) -> None:
-    """Quantise keys and put each where its slot is."""
+    """Quantise keys and put each where its slot is.
+
+    On a GPU this may be captured as a graph. Slots that the cache does not have are refused, but by a captured call,
+    which cannot look at them: it does not write those tokens.
+    """
     values, scales = page_views(cache)
     require_array("keys", keys, ("num_tokens", HEAD_DIM), like=cache)
     require_array("slot_mapping", slot_mapping, (len(keys),), torch.int64, like=cache)
-    _require_within("slot_mapping", slot_mapping, -1, len(cache) * PAGE_SIZE)
+    on_device = cache.device.type == "cuda"
+    if not (on_device and torch.cuda.is_current_stream_capturing()):
+        _require_within("slot_mapping", slot_mapping, -1, len(cache) * PAGE_SIZE)
+    if on_device:
+        from csattn.lightning.key_cache_kernels import write_on_device  # Triton is only where a GPU is
+
+        write_on_device(values, scales, keys, slot_mapping, power_of_two_scales)
+        return
     written = slot_mapping >= 0
     page, row = slot_mapping[written] // PAGE_SIZE, slot_mapping[written] % PAGE_SIZE
     quantised, scale = quantise_fp8(keys[written], power_of_two_scales=power_of_two_scales)

@@ -14,12 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from csattn.errors import ArrayError
+from csattn.lightning.early_start import launch_options, wait_for_earlier
 
-ENOUGH_PROGRAMS = 4096  # more pages than that are shared out among as many programs
-LEAST_PAGES = 2  # of a program, which reads its query first
+ENOUGH_PROGRAMS = 4096  # more tiles than that are shared out among as many programs
+TILE_KEYS = 128
 NUM_WARPS = 4
-# A page's number is loaded before the page, and each of the two loads is done two stages early: then one page is on its
-# way while another is scored. With fewer stages nothing is.
+# Where a program has several tiles: the pages' numbers are loaded before the pages, and each of the two loads is done
+# two stages early. Then one tile is on its way while another is scored; with fewer stages nothing is.
 NUM_STAGES = 5
 
 
@@ -43,8 +44,10 @@ def score_on_device(
     if num_queries == 0 or out.shape[1] == 0:
         return
     max_pages = pages.shape[1]
-    pages_each = min(max_pages, max(LEAST_PAGES, num_queries * max_pages // ENOUGH_PROGRAMS))
-    _score_kernel[(-(-max_pages // pages_each), num_queries)](
+    tile_pages = max(1, TILE_KEYS // values.shape[1])
+    num_tiles = -(-max_pages // tile_pages)
+    tiles_each = max(1, num_queries * num_tiles // ENOUGH_PROGRAMS)
+    _score_kernel[(-(-num_tiles // tiles_each), num_queries)](
         q,
         weights,
         values,
@@ -58,12 +61,15 @@ def score_on_device(
         max_pages,
         len(values),
         longer_than,
-        pages_each,
+        tiles_each,
         NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
         PAGE_SIZE=values.shape[1],
+        TILE_PAGES=tile_pages,
+        ONE_TILE=tiles_each == 1,
         NUM_STAGES=NUM_STAGES,
         num_warps=NUM_WARPS,
+        **launch_options(q.device),
     )
 
 
@@ -82,34 +88,58 @@ def _score_kernel(
     max_pages,
     num_pages,
     longer_than,
-    pages_each,
+    tiles_each,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    TILE_PAGES: tl.constexpr,
+    ONE_TILE: tl.constexpr,  # tiles_each is 1
     NUM_STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_earlier(EARLY)
     query = tl.program_id(1).to(tl.int64)
-    kv_len = tl.minimum(tl.load(kv_lens + query), max_pages * PAGE_SIZE)
-    first = tl.program_id(0) * pages_each * PAGE_SIZE
-    if kv_len <= longer_than or first >= kv_len:
-        return
     head = tl.arange(0, NUM_HEADS)
     channel = tl.arange(0, HEAD_DIM)
-    row = tl.arange(0, PAGE_SIZE)
-    of_heads = tl.load(q + query * NUM_HEADS * HEAD_DIM + head[:, None] * HEAD_DIM + channel[None, :])
-    of_heads = tl.trans(of_heads)  # before the loop: then they go to shared memory once, not for every page
-    weight = tl.load(weights + query * NUM_HEADS + head)
-    in_page = row[:, None] * HEAD_DIM + channel[None, :]
+    row = tl.arange(0, TILE_PAGES * PAGE_SIZE)
     pages += query * pages_stride
     scores += query * max_pages * PAGE_SIZE
-    last = tl.cdiv(tl.minimum(kv_len, first + pages_each * PAGE_SIZE), PAGE_SIZE)
-    for number in tl.range(first // PAGE_SIZE, last, num_stages=NUM_STAGES):
-        page = tl.load(pages + number).to(tl.int64)
-        rows_left = kv_len - number * PAGE_SIZE
-        read = row < tl.where((page >= 0) & (page < num_pages), rows_left, 0)
-        tile = tl.load(values + page * value_stride + in_page, mask=read[:, None], other=0.0)
-        scale = tl.load(scales + page * scale_stride + row, mask=read, other=0.0)
-        products = tl.dot(tile, of_heads, input_precision="ieee")
-        products = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        score = tl.sum(products * weight[None, :], axis=1) * scale
-        tl.store(scores + number * PAGE_SIZE + row, tl.where(read, score, float("-inf")), mask=row < rows_left)
+    first = tl.program_id(0) * tiles_each * TILE_PAGES
+    # what does not depend on each other is loaded together: each of these takes as long as a page does
+    kv_len = tl.minimum(tl.load(kv_lens + query), max_pages * PAGE_SIZE)
+    page = tl.load(pages + first + row // PAGE_SIZE, mask=first + row // PAGE_SIZE < max_pages, other=-1)
+    of_heads = tl.load(q + query * NUM_HEADS * HEAD_DIM + head[:, None] * HEAD_DIM + channel[None, :])
+    of_heads = tl.trans(of_heads)  # before the loop: then they go to shared memory once, not for every tile
+    weight = tl.load(weights + query * NUM_HEADS + head)
+    if kv_len <= longer_than or first * PAGE_SIZE >= kv_len:
+        return
+    in_page = (row % PAGE_SIZE)[:, None] * HEAD_DIM + channel[None, :]
+    if ONE_TILE:
+        key = first * PAGE_SIZE + row
+        read = (key < kv_len) & (page >= 0) & (page < num_pages)
+        page = page.to(tl.int64)
+        tile = tl.load(values + (page * value_stride)[:, None] + in_page, mask=read[:, None], other=0.0)
+        scale = tl.load(scales + page * scale_stride + row % PAGE_SIZE, mask=read, other=0.0)
+        score = _sum_over_heads(tile, of_heads, weight) * scale
+        tl.store(scores + key, tl.where(read, score, float("-inf")), mask=key < kv_len)
+        return
+    end = tl.minimum(kv_len, (first + tiles_each * TILE_PAGES) * PAGE_SIZE)
+    for start in tl.range(first * PAGE_SIZE, end, TILE_PAGES * PAGE_SIZE, num_stages=NUM_STAGES):
+        key = start + row
+        page = tl.load(pages + key // PAGE_SIZE, mask=key < kv_len, other=-1).to(tl.int64)
+        read = (page >= 0) & (page < num_pages)
+        tile = tl.load(values + (page * value_stride)[:, None] + in_page, mask=read[:, None], other=0.0)
+        scale = tl.load(scales + page * scale_stride + row % PAGE_SIZE, mask=read, other=0.0)
+        score = _sum_over_heads(tile, of_heads, weight) * scale
+        tl.store(scores + key, tl.where(read, score, float("-inf")), mask=key < kv_len)
+
+
+@triton.jit
+def _sum_over_heads(
+    tile,  # [keys, HEAD_DIM]
+    of_heads,  # [HEAD_DIM, NUM_HEADS]
+    weight,  # [NUM_HEADS]
+):
+    products = tl.dot(tile, of_heads, input_precision="ieee")
+    products = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return tl.sum(products * weight[None, :], axis=1)

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from csattn.errors import ArrayError
+from csattn.lightning.early_start import launch_options, wait_for_earlier
 
 LOG2_E = log2(np.e)
 MAX_SPLITS = 64
@@ -90,6 +91,7 @@ def attend_on_device(
         BLOCK_SPLITS=triton.next_power_of_2(splits),
         BLOCK_CHANNELS=min(latent_dim, MERGED_CHANNELS),
         num_warps=4,
+        **launch_options(device),
     )
 
 
@@ -134,6 +136,7 @@ def _launch_attend(
         BLOCK_SPLIT=triton.next_power_of_2(max(1, split_len)),
         NUM_STAGES=shape.num_stages,
         num_warps=shape.num_warps,
+        **launch_options(q_nope.device),
     )
 
 
@@ -168,7 +171,9 @@ def _attend_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_SPLIT: tl.constexpr,  # at least split_len
     NUM_STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_earlier(EARLY)
     split = tl.program_id(0)
     query = tl.program_id(2).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
@@ -185,10 +190,11 @@ def _attend_kernel(
     total = tl.zeros([BLOCK_HEADS], tl.float32)
     acc = tl.zeros([BLOCK_HEADS, LATENT_DIM], tl.float32)
     indices += query * top_k
-    place = split * split_len + tl.arange(0, BLOCK_SPLIT)
-    mine = place < tl.minimum(top_k, (split + 1) * split_len)
-    chosen = mine & (tl.load(indices + place, mask=mine, other=-1) >= 0)
-    end = tl.max(tl.where(chosen, place + 1, 0), axis=0)  # selections are padded at their end
+    end = tl.minimum(top_k, (split + 1) * split_len)
+    if BLOCK_SPLIT > BLOCK_ROWS:  # selections are padded at their end
+        place = split * split_len + tl.arange(0, BLOCK_SPLIT)
+        chosen = (place < end) & (tl.load(indices + place, mask=place < end, other=-1) >= 0)
+        end = tl.max(tl.where(chosen, place + 1, 0), axis=0)
     for first in tl.range(split * split_len, end, BLOCK_ROWS, num_stages=NUM_STAGES):
         row = tl.load(indices + first + some, mask=first + some < end, other=-1)
         exists = (row >= 0) & (row < num_rows)
@@ -234,7 +240,9 @@ def _merge_kernel(
     HAS_SINK: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_earlier(EARLY)
     head = tl.program_id(0)
     query = tl.program_id(2).to(tl.int64)
     split = tl.arange(0, BLOCK_SPLITS)

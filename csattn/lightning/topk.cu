@@ -82,13 +82,16 @@ __device__ int count_before(const Shared& s, int rank) {
 __device__ void write_ascending(Shared& s, int first, int end, const int* pages, int page_size, int* chosen) {
     constexpr int WORDS = 2 * BINS, WORDS_EACH = WORDS / THREADS;
     const int count = s.num_entries;
-    if (end - first > 32 * WORDS) return write_best(s, count, count, pages, page_size, chosen);
+    if (end - first > 32 * WORDS) {
+        for (int i = threadIdx.x; i < count; i += THREADS) s.entries[i] &= 0xffffffffu;  // counts down with the index
+        return write_best(s.entries, count, count, pages, page_size, chosen);
+    }
     u32* marks = s.bins[0];
     __syncthreads();
     for (int i = threadIdx.x; i < WORDS; i += THREADS) marks[i] = 0;
     __syncthreads();
     for (int i = threadIdx.x; i < count; i += THREADS) {
-        const u32 place = 0xffffffffu - static_cast<u32>(s.entries[i]) - first;
+        const u32 place = index_of(s.entries[i]) - first;
         atomicOr(&marks[place / 32], 1u << place % 32);
     }
     __syncthreads();
@@ -150,6 +153,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     if (BY_POSITION)
         write_ascending(s, first, end, pages, page_size, chosen + count_before(s, rank));
     else if (rank == 0)
-        write_best(s, collect(s), k, pages, page_size, chosen);
+        write_best(s.entries, collect(s), k, pages, page_size, chosen);
     if (CLUSTER > 1) cluster_sync();  // a block that leaves takes its shared memory along
 }

@@ -5,13 +5,16 @@ from pathlib import Path
 
 from torch import Tensor
 
-from csattn.cuda import cuda_kernel, num_multiprocessors
+from csattn.cuda import CudaKernel, cuda_kernel, num_multiprocessors
 
-SOURCES = tuple(
-    Path(__file__).with_name(name) for name in ("intrinsics.cu", "topk_entries.cu", "topk_write.cu", "topk.cu")
-)
+ENTRY_SOURCES = tuple(Path(__file__).with_name(name) for name in ("intrinsics.cu", "topk_common.cu", "topk_entries.cu"))
+SOURCES = (*ENTRY_SOURCES, Path(__file__).with_name("topk.cu"))
+DIGIT_SOURCES = tuple(Path(__file__).with_name(name) for name in ("intrinsics.cu", "topk_common.cu", "topk_digits.cu"))
 MAX_K = 2048
 MAX_CLUSTER = 8  # blocks that work on one row; more are not portable
+# Of the multiprocessors, those that clusters can have at the same time: they do not reach from one cluster of
+# multiprocessors (GPC) into another, and these have 14 to 18.
+CLUSTERED_SHARE = {2: 1.0, 4: 0.9, 8: 0.75}
 OTHER_SHARED_BYTES = 2 * 2048 * 4 + 1024  # of a block, besides its entries
 
 
@@ -34,8 +37,23 @@ class BlockShape:
         return 8 * self.capacity + OTHER_SHARED_BYTES
 
 
+@dataclass(frozen=True, slots=True)
+class DigitShape:
+    """What a block is like that keeps scores in registers."""
+
+    threads: int
+    vectors: int  # of four scores, that a thread keeps
+    per_sm: int  # blocks of a multiprocessor
+
+    @property
+    def num_kept(self) -> int:
+        """Scores."""
+        return 4 * self.vectors * self.threads
+
+
 MANY_ROWS = BlockShape(512, 2, 11264, per_sm=2)  # one block reads while the other selects
-FEW_ROWS = BlockShape(1024, 2, 24576, per_sm=1)  # what a block reads of a row of 128K in a cluster of 8 fits as it is
+FEW_ROWS = DigitShape(1024, 4, per_sm=1)
+SHORT_ROWS = DigitShape(512, 4, per_sm=2)
 
 
 def select_on_device(
@@ -51,15 +69,7 @@ def select_on_device(
     if rows == 0:
         return
     shape, cluster = _choose_blocks(rows, length, num_multiprocessors(scores.device))
-    defines = {
-        "THREADS": shape.threads,
-        "CLUSTER": cluster,
-        "VECTORS": shape.vectors,
-        "CAPACITY": shape.capacity,
-        "BLOCKS_PER_SM": shape.per_sm,
-        "BY_POSITION": int(by_position),
-    }
-    kernel = cuda_kernel(SOURCES, "select_top_k", defines, shape.shared_bytes, early_start=True)
+    kernel = _kernel(shape, cluster, by_position)
     kernel.launch(
         (rows * cluster, 1, 1),
         shape.threads,
@@ -75,17 +85,35 @@ def select_on_device(
     )
 
 
-def _choose_blocks(rows: int, length: int, num_sms: int) -> tuple[BlockShape, int]:
-    """Blocks, and how many for a row: as many as the device has places, while each has at least two tiles."""
-    shape = FEW_ROWS if 2 * rows <= num_sms and length >= 4 * FEW_ROWS.tile_len else MANY_ROWS
+def _choose_blocks(rows: int, length: int, num_sms: int) -> tuple[BlockShape | DigitShape, int]:
+    """Blocks, and how many for a row."""
+    if 2 * rows > num_sms:  # each multiprocessor has a row or two
+        short = next((shape for shape in (SHORT_ROWS, FEW_ROWS) if length <= shape.num_kept), None)
+        if short is not None:
+            return short, 1
+        return MANY_ROWS, 2 if rows <= num_sms and length >= 4 * MANY_ROWS.tile_len else 1
     cluster = 1
     while (
         2 * cluster <= MAX_CLUSTER
-        and 2 * cluster * rows <= shape.per_sm * num_sms
-        and 4 * cluster * shape.tile_len <= length
+        and 2 * cluster * rows <= CLUSTERED_SHARE[2 * cluster] * num_sms
+        and cluster * FEW_ROWS.num_kept <= length
     ):
         cluster *= 2
-    return shape, cluster
+    return FEW_ROWS, cluster
+
+
+def _kernel(shape: BlockShape | DigitShape, cluster: int, by_position: bool) -> CudaKernel:
+    defines = {
+        "THREADS": shape.threads,
+        "CLUSTER": cluster,
+        "VECTORS": shape.vectors,
+        "BLOCKS_PER_SM": shape.per_sm,
+        "BY_POSITION": int(by_position),
+    }
+    if isinstance(shape, DigitShape):
+        return cuda_kernel(DIGIT_SOURCES, "select_by_digits", defines | {"MAX_K": MAX_K}, early_start=True)
+    defines |= {"CAPACITY": shape.capacity}
+    return cuda_kernel(SOURCES, "select_top_k", defines, shape.shared_bytes, early_start=True)
 
 
 def _address(array: Tensor | None) -> Tensor | int:

@@ -1,16 +1,9 @@
 // What a block keeps of a row, and how it finds the k-th best of that: alone, or with the other blocks of the row.
 // Compiled for what `topk.cu` is compiled for.
 
-constexpr int WARPS = THREADS / 32;
-constexpr u32 ALL_LANES = 0xffffffffu;
 constexpr int TILE = THREADS * 4 * VECTORS;
 constexpr u32 ROOM_LIMIT = CAPACITY - TILE;  // with more entries than that, the next tile might not fit; at least k
-constexpr int BINS = 2048, BINS_EACH = BINS / THREADS;
-static_assert(BINS % THREADS == 0 && WARPS <= 32 && CAPACITY > TILE, "threads share out the bins");
-
-struct Boundary {
-    u32 bin, above, inside;  // the bin of the wanted entry; entries in higher bins; entries in it
-};
+static_assert(CAPACITY > TILE, "a tile fits");
 
 struct alignas(16) Shared {
     u64 entries[CAPACITY];
@@ -21,31 +14,6 @@ struct alignas(16) Shared {
     u64 low, high;    // the least and the greatest of the entries; other blocks read them
     u32 num_entries;  // likewise
 };
-
-// An entry compares as its score is chosen: NaN last, -0 as 0; of equal scores the lower index.
-__device__ __forceinline__ u64 entry_of(float score, u32 index) {
-    u32 bits = __float_as_uint(score);
-    bits = bits << 1 == 0 ? 0 : bits;
-    const u32 high = bits << 1 > 0xff000000u ? 0 : bits >> 31 ? ~bits : bits | 0x80000000u;
-    return static_cast<u64>(high) << 32 | (0xffffffffu - index);
-}
-
-__device__ __forceinline__ u32 sum_up_to_lane(u32 value) {
-    for (int step = 1; step < 32; step <<= 1) {
-        const u32 other = __shfl_up_sync(ALL_LANES, value, step);
-        if (threadIdx.x % 32 >= step) value += other;
-    }
-    return value;
-}
-
-// The sum over all threads before this one. Every thread of the block takes part.
-__device__ __forceinline__ u32 sum_before(u32 value, u32* scratch) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const u32 up_to = sum_up_to_lane(value);
-    if (lane == 31) scratch[warp] = up_to;
-    __syncthreads();
-    return __reduce_add_sync(ALL_LANES, lane < warp ? scratch[lane] : 0) + up_to - value;
-}
 
 // Where a thread may write that many entries, and how many there are when its warp has written. Whole warps call it.
 struct Place {
@@ -123,26 +91,15 @@ __device__ void count_entries(const Shared& s, const Range& range, u32* bins) {
 }
 
 // The bin of the wanted-th best entry that is counted in the bins: this block's, or of all blocks together.
-template <bool OF_ROW> __device__ Boundary find_bin(Shared& s, const u32* bins, u32 wanted) {
-    const int first = BINS - (threadIdx.x + 1) * BINS_EACH;  // thread 0 has the highest bins
-    u32 mine[BINS_EACH], sum = 0;
+template <bool OF_ROW> __device__ Boundary find_entry(Shared& s, const u32* bins, u32 wanted) {
+    auto count_of = [&](int bin) {
+        if (!OF_ROW) return bins[bin];
+        u32 sum = 0;
 #pragma unroll
-    for (int i = 0; i < BINS_EACH; ++i) mine[i] = OF_ROW ? 0 : bins[first + i];
-    if (OF_ROW)
-#pragma unroll
-        for (int rank = 0; rank < CLUSTER; ++rank)
-#pragma unroll
-            for (int i = 0; i < BINS_EACH; ++i) mine[i] += in_block(bins, rank)[first + i];
-#pragma unroll
-    for (int i = 0; i < BINS_EACH; ++i) sum += mine[i];
-    u32 above = sum_before(sum, s.scratch);
-#pragma unroll
-    for (int i = BINS_EACH - 1; i >= 0; --i) {
-        if (above < wanted && wanted <= above + mine[i]) s.boundary = {static_cast<u32>(first + i), above, mine[i]};
-        above += mine[i];
-    }
-    __syncthreads();
-    return s.boundary;
+        for (int rank = 0; rank < CLUSTER; ++rank) sum += in_block(bins, rank)[bin];
+        return sum;
+    };
+    return find_bin(count_of, wanted, s.scratch, s.boundary);
 }
 
 // An entry that at least `wanted` and at most `most` entries reach, of this block or of the row. There are that many,
@@ -156,7 +113,7 @@ template <bool OF_ROW> __device__ u64 find_threshold(Shared& s, Range range, u32
             cluster_sync();
         else
             __syncthreads();
-        const Boundary boundary = find_bin<OF_ROW>(s, bins, wanted - above);
+        const Boundary boundary = find_entry<OF_ROW>(s, bins, wanted - above);
         above += boundary.above;
         range = range.of_bin(boundary.bin);
         if (above + boundary.inside <= most) return range.low;

@@ -7,7 +7,9 @@ import torch
 
 from csattn.errors import ArrayError, ConfigError
 from csattn.lightning.key_cache import make_key_cache, page_views, read_keys, write_keys
+from csattn.lightning.key_cache_kernels import write_on_device
 from csattn.lightning.quantise import quantise_fp8
+from tests.cuda_on_cpu.emulated import DEVICE
 
 
 def test_bytes_of_a_page() -> None:
@@ -37,6 +39,38 @@ def test_what_is_written_is_read(kv_len: int, dtype: torch.dtype) -> None:
     want, want_scales = quantise_fp8(keys)
     assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
     assert torch.equal(scales, want_scales[:, 0])
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_kernel_writes_the_same_bytes(dtype: torch.dtype, power_of_two: bool) -> None:
+    """Keys of all sizes, one of zeros, one whose scale is a power of two; what has no slot in the cache is left out."""
+    keys = (torch.randn(9, 128) * torch.logspace(-3, 3, 9)[:, None]).to(dtype)
+    keys[3] = 0
+    keys[4] = torch.linspace(-448, 448, 128)
+    slots = torch.tensor([70, 3, -1, 128, 5, 6, 127, 0, 64])
+    want, got = make_key_cache(2), make_key_cache(2).to(DEVICE)
+    there = (slots >= 0) & (slots < 128)
+    write_keys(want, keys[there], slots[there], power_of_two_scales=power_of_two)
+    write_on_device(*page_views(got), keys.to(DEVICE), slots.to(DEVICE), power_of_two)
+    assert torch.equal(got.cpu(), want)
+
+
+@pytest.mark.gpu
+def test_a_captured_write_follows_its_inputs() -> None:
+    cache, keys = make_key_cache(4, DEVICE), torch.randn(3, 128, device=DEVICE)
+    slots = torch.tensor([1, 70, -1], device=DEVICE)
+    write_keys(cache, keys, slots)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        write_keys(cache, keys, slots)
+    for written in ([200, 5, 6], [7, -1, 255]):
+        keys.normal_()
+        slots.copy_(torch.tensor(written))
+        want = cache.clone()
+        write_keys(want, keys, slots)
+        graph.replay()
+        assert torch.equal(cache, want)
 
 
 def test_a_token_without_a_slot_is_not_written() -> None:

@@ -1,7 +1,7 @@
-"""The kernel that selects is exact, whatever the scores, and reads nothing that is not legal.
+"""The kernels that select are exact, whatever the scores, and read nothing that is not legal.
 
-Without a device it runs on the CPU, compiled by a C++ compiler: see `tests/cuda_on_cpu`. Its tiles are small there, so
-that short rows make room, and are shared among blocks, as often as long ones.
+Without a device they run on the CPU, compiled by a C++ compiler: see `tests/cuda_on_cpu`. Blocks are small there, so
+that short rows are shared among blocks, make room and are read again as often as long ones.
 """
 
 import pytest
@@ -11,24 +11,27 @@ from torch import Tensor
 from csattn.lightning import topk_device
 from csattn.lightning.order import top_k_reference
 from csattn.lightning.topk import top_k
-from csattn.lightning.topk_device import FEW_ROWS, MANY_ROWS, BlockShape, select_on_device
+from csattn.lightning.topk_device import FEW_ROWS, MANY_ROWS, SHORT_ROWS, BlockShape, DigitShape, select_on_device
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
 
 K = 40
 LENGTH = 2001
+MULTIPROCESSORS = 16
+FEW, MANY = 2, 9  # rows: by digits, in clusters of four; one tile after the other, in clusters of two
 
 
 @pytest.fixture(autouse=True)
 def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    emulator.stand_in(monkeypatch, topk_device, multiprocessors=8)
+    emulator.stand_in(monkeypatch, topk_device, multiprocessors=MULTIPROCESSORS)
 
 
 @pytest.fixture
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of 256 scores; room for one beside a hundred entries."""
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 256 scores in registers, or in a tile; room for one beside a hundred entries."""
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(topk_device, "FEW_ROWS", BlockShape(64, 1, 384, per_sm=1))
+        monkeypatch.setattr(topk_device, "FEW_ROWS", DigitShape(64, 1, per_sm=1))
+        monkeypatch.setattr(topk_device, "SHORT_ROWS", DigitShape(32, 1, per_sm=2))
         monkeypatch.setattr(topk_device, "MANY_ROWS", BlockShape(32, 2, 384, per_sm=2))
 
 
@@ -87,10 +90,11 @@ KINDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("rows", [FEW, MANY])
 @pytest.mark.parametrize("kind", KINDS)
-def test_adversarial_scores(kind: str) -> None:
-    agree(make_scores(kind, 3, LENGTH), K, [LENGTH, 1100, 257])
+def test_adversarial_scores(kind: str, rows: int) -> None:
+    agree(make_scores(kind, rows, LENGTH), K, [LENGTH, 1100, 257, *range(K + 6, K, -1)][:rows])
 
 
 @pytest.mark.gpu
@@ -107,36 +111,39 @@ def test_long_rows_again_and_again(kind: str, rows: int) -> None:
         assert torch.equal(top_k(scores, 2048, legal, order="position"), ascending)
 
 
-@pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("rows", [1, 2, 16])  # in clusters of eight, four and one
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("rows", [1, 2, 5, 8, 9, 17])  # in clusters of eight, four, two and one; of two and one
 def test_of_rows_by_clusters(rows: int) -> None:
     scores = make_scores("sawtooth", rows, LENGTH) + torch.randint(0, 3, (rows, LENGTH))
     agree(scores, K, [max(0, LENGTH - 130 * row) for row in range(rows)])
 
 
-@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("k", [1, 2, 63, 127])
-@pytest.mark.parametrize("length", [1, 3, 64, 255, 257])
-def test_short_rows(length: int, k: int) -> None:
-    agree(make_scores("random", 5, length), k, [0, 1, length // 2, length - 1, length])
+@pytest.mark.parametrize("length", [1, 3, 64, 127, 255, 257])
+@pytest.mark.parametrize("rows", [5, 20])
+def test_short_rows(rows: int, length: int, k: int) -> None:
+    agree(make_scores("random", rows, length), k, [0, 1, length // 2, length - 1, length] * (rows // 5))
 
 
 def test_tiles_as_on_the_device() -> None:
     """The sizes that are meant for the device, once."""
-    few, many = make_scores("random", 1, 33000), make_scores("neighbours", 1, 9000)
-    want = top_k_reference(few, 2048, torch.tensor([33000])).sort(dim=1).values
-    assert torch.equal(run(few, 2048, None, by_position=True), want)
-    assert torch.equal(run(many, 2048, None), top_k_reference(many, 2048, torch.tensor([9000])))
+    for rows, length in ((1, 33000), (9, 8000), (9, 17000)):
+        scores = make_scores("random", rows, length)
+        want = top_k_reference(scores, 2048, torch.full((rows,), length)).sort(dim=1).values
+        assert torch.equal(run(scores, 2048, None, by_position=True), want)
+    scores = make_scores("neighbours", 1, 9000)
+    assert torch.equal(run(scores, 2048, None), top_k_reference(scores, 2048, torch.tensor([9000])))
 
 
-@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.usefixtures("small_blocks")
 def test_more_scores_of_a_block_than_it_marks_by_position() -> None:
     length = 2 * 2048 * 32 + 700
-    scores = torch.randn(1, length).repeat(9, 1)
-    agree(scores, K, [length, length - 1, *range(7)])
+    scores = torch.randn(1, length).repeat(17, 1)
+    agree(scores, K, [length, length - 1, *range(15)])
 
 
-@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("first", [0, 1, 4])
 @pytest.mark.parametrize("width", [1000, 1001])
 def test_rows_may_lie_apart_and_start_anywhere(first: int, width: int) -> None:
@@ -146,7 +153,7 @@ def test_rows_may_lie_apart_and_start_anywhere(first: int, width: int) -> None:
     assert torch.equal(got, top_k_reference(scores.contiguous(), K, torch.tensor([700] * 3)))
 
 
-@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("by_position", [False, True])
 def test_positions_are_looked_up_in_pages(by_position: bool) -> None:
     scores = torch.randn(3, 640)
@@ -160,11 +167,11 @@ def test_positions_are_looked_up_in_pages(by_position: bool) -> None:
 
 
 def test_clusters_fill_the_device_and_no_more() -> None:
-    rows = (1, 16, 17, 66, 67, 132, 133, 2048)
-    chosen = [topk_device._choose_blocks(n, 131072, 132) for n in rows]
-    assert [cluster for _, cluster in chosen] == [8, 8, 4, 2, 2, 2, 1, 1]
-    assert [shape == FEW_ROWS for shape, _ in chosen] == [True] * 4 + [False] * 4
-    assert topk_device._choose_blocks(1, 8192, 132) == (MANY_ROWS, 1)
-    for shape in (FEW_ROWS, MANY_ROWS):
-        assert shape.capacity - shape.tile_len > topk_device.MAX_K
-        assert shape.per_sm * (shape.shared_bytes + 1024) <= 228 << 10, "blocks share a multiprocessor's memory"
+    chosen = [topk_device._choose_blocks(rows, 131072, 132) for rows in (1, 12, 13, 29, 30, 66, 67, 132, 133, 2048)]
+    assert [cluster for _, cluster in chosen] == [8, 8, 4, 4, 2, 2, 2, 2, 1, 1]
+    assert [shape == FEW_ROWS for shape, _ in chosen] == [True] * 6 + [False] * 4
+    lengths = [topk_device._choose_blocks(1, length, 132) for length in (100, 16383, 16384, 32768, 65536)]
+    assert lengths == [(FEW_ROWS, 1), (FEW_ROWS, 1), (FEW_ROWS, 2), (FEW_ROWS, 4), (FEW_ROWS, 8)]
+    assert [topk_device._choose_blocks(1024, n, 132)[0] for n in (8192, 8193)] == [SHORT_ROWS, FEW_ROWS]
+    assert MANY_ROWS.capacity - MANY_ROWS.tile_len > topk_device.MAX_K
+    assert MANY_ROWS.per_sm * (MANY_ROWS.shared_bytes + 1024) <= 228 << 10, "blocks share a multiprocessor's memory"

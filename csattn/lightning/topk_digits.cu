@@ -1,0 +1,213 @@
+// The k best scores of every row, exactly, found digit by digit: 11 bits of their order, 11 more, and the last 10.
+//
+// A cluster of CLUSTER blocks has a row, each warp of it a run of neighbouring scores. A lane keeps its first ones in
+// registers, 4 * VECTORS of them, and reads what is beyond that again whenever it is asked for it. In each round the
+// blocks count the scores in question by their next digit, add up their counts, and go on with those whose digit is that
+// of the k-th best. At the end what is above the last range is chosen, and what is in it as far as room is left, the
+// lowest index first. Nothing is ever set aside, so nothing can overflow, whatever the scores.
+//
+// Compiled for THREADS, CLUSTER, VECTORS (of four scores), BLOCKS_PER_SM, BY_POSITION, MAX_K.
+
+constexpr int VECTOR_SCORES = 128;  // of a warp
+constexpr int AT_ONCE = 4;          // vectors that a lane reads at once, of those it does not keep
+constexpr int SHARE = BINS / CLUSTER;
+
+// How many scores lie above a range, and in it.
+struct Counts {
+    u32 above, inside;
+};
+
+struct alignas(16) Shared {
+    u64 entries[BY_POSITION ? 1 : MAX_K];  // by score: all that is chosen of the row, in its first block
+    u32 bins[BINS];
+    u32 totals[SHARE];  // of the row, for this block's share of the bins; other blocks read them
+    Counts of_warp[WARPS];
+    Counts of_block;  // other blocks read it
+    u32 scratch[WARPS];
+    Boundary boundary;
+};
+
+// Orders from low to low + width, in bins of 2 ** shift.
+struct Range {
+    u32 low, width, shift;
+
+    __device__ __forceinline__ bool holds(u32 key) const { return key - low <= width; }
+    __device__ __forceinline__ bool is_below(u32 key) const { return key > low + width; }
+    __device__ __forceinline__ Range of_bin(u32 bin) const {
+        const u32 first = low + (bin << shift);
+        return {first, min((1u << shift) - 1, low + width - first), shift > 10 ? shift - 11 : 0};
+    }
+};
+constexpr Range ALL{1, 0xfffffffeu, 21};  // the next ones have shifts of 10 and of 0
+
+// A warp's run of scores. What is not there has key 0.
+struct Run {
+    const float* scores;
+    int first, end;
+    bool aligned;
+
+    __device__ __forceinline__ static u32 key_of(float score) { return max(order_of(score), 1u); }  // NaN is there
+    __device__ __forceinline__ bool has(int vector) const { return first + vector * VECTOR_SCORES < end; }
+    // The index of this lane's first score of a vector.
+    __device__ __forceinline__ int index(int vector) const {
+        return first + vector * VECTOR_SCORES + static_cast<int>(threadIdx.x) % 32 * 4;
+    }
+    __device__ __forceinline__ uint4 load(int vector) const {
+        const int at = index(vector);
+        if (aligned && at + 4 <= end) {
+            const float4 four = __ldg(reinterpret_cast<const float4*>(scores + at));
+            return make_uint4(key_of(four.x), key_of(four.y), key_of(four.z), key_of(four.w));
+        }
+        auto key = [&](int i) { return at + i < end ? key_of(scores[at + i]) : 0; };
+        return make_uint4(key(0), key(1), key(2), key(3));
+    }
+};
+
+// Calls use(vector, keys) for all vectors of the run, in order; whole warps do.
+template <class Use> __device__ __forceinline__ void for_each(const Run& run, const uint4 (&kept)[VECTORS], const Use& use) {
+#pragma unroll
+    for (int v = 0; v < VECTORS; ++v)
+        if (run.has(v)) use(v, kept[v]);
+    for (int v = VECTORS; run.has(v); v += AT_ONCE) {
+        uint4 some[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) some[i] = run.load(v + i);
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i)
+            if (run.has(v + i)) use(v + i, some[i]);
+    }
+}
+
+// The bin of the wanted-th best score of the row that is counted in the bins.
+__device__ Boundary find_digit(Shared& s, u32 wanted, u32 rank) {
+    if (CLUSTER == 1) {
+        __syncthreads();
+        return find_bin([&](int bin) { return s.bins[bin]; }, wanted, s.scratch, s.boundary);
+    }
+    cluster_sync();
+    for (int i = threadIdx.x; i < SHARE; i += THREADS) {
+        u32 sum = 0;
+#pragma unroll
+        for (int other = 0; other < CLUSTER; ++other) sum += in_block(s.bins, other)[rank * SHARE + i];
+        s.totals[i] = sum;
+    }
+    cluster_sync();
+    auto total_of = [&](int bin) { return in_block(s.totals, bin / SHARE)[bin % SHARE]; };
+    return find_bin(total_of, wanted, s.scratch, s.boundary);
+}
+
+// The range that the k-th best score lies in, the smaller the better, and how many of it are among the k best.
+__device__ Range find_range(Shared& s, const Run& run, const uint4 (&kept)[VECTORS], u32 k, u32 rank, u32& quota) {
+    Range range = ALL;
+    quota = k;
+    while (true) {
+        auto count = [&](u32 key) {
+            if (range.holds(key)) atomicAdd(&s.bins[(key - range.low) >> range.shift], 1u);
+        };
+        for_each(run, kept, [&](int, uint4 keys) { count(keys.x), count(keys.y), count(keys.z), count(keys.w); });
+        const Boundary boundary = find_digit(s, quota, rank);
+        quota -= boundary.above;
+        range = range.of_bin(boundary.bin);
+        if (boundary.inside == quota || range.width == 0) return range;
+        for (int i = threadIdx.x; i < BINS; i += THREADS) s.bins[i] = 0;
+        __syncthreads();
+    }
+}
+
+__device__ __forceinline__ Counts count_four(uint4 keys, const Range& range) {
+    return {static_cast<u32>(range.is_below(keys.x)) + range.is_below(keys.y) + range.is_below(keys.z) + range.is_below(keys.w),
+            static_cast<u32>(range.holds(keys.x)) + range.holds(keys.y) + range.holds(keys.z) + range.holds(keys.w)};
+}
+
+// How many scores before the warp's run lie above the range, and in it.
+__device__ Counts count_before(Shared& s, const Run& run, const uint4 (&kept)[VECTORS], const Range& range, u32 rank) {
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    Counts mine{0, 0};
+    for_each(run, kept, [&](int, uint4 keys) {
+        const Counts four = count_four(keys, range);
+        mine.above += four.above, mine.inside += four.inside;
+    });
+    mine = {__reduce_add_sync(ALL_LANES, mine.above), __reduce_add_sync(ALL_LANES, mine.inside)};
+    if (lane == 0) s.of_warp[warp] = mine;
+    __syncthreads();
+    const Counts of_lane = lane < WARPS ? s.of_warp[lane] : Counts{0, 0};
+    Counts before{__reduce_add_sync(ALL_LANES, lane < warp ? of_lane.above : 0),
+                  __reduce_add_sync(ALL_LANES, lane < warp ? of_lane.inside : 0)};
+    if (CLUSTER == 1) return before;
+    const Counts all{__reduce_add_sync(ALL_LANES, of_lane.above), __reduce_add_sync(ALL_LANES, of_lane.inside)};
+    if (threadIdx.x == 0) s.of_block = all;
+    cluster_sync();
+    for (u32 other = 0; other < rank; ++other) {
+        const Counts theirs = *in_block(&s.of_block, other);
+        before.above += theirs.above, before.inside += theirs.inside;
+    }
+    return before;
+}
+
+// Calls put(place, index, key) for all that is chosen: places count up with the index.
+template <class Put>
+__device__ __forceinline__ void for_each_chosen(const Run& run, const uint4 (&kept)[VECTORS], const Range& range, u32 quota,
+                                                Counts before, const Put& put) {
+    for_each(run, kept, [&](int vector, uint4 keys) {
+        const Counts four = count_four(keys, range);
+        const u32 both = four.above | four.inside << 16;
+        if (!__any_sync(ALL_LANES, both != 0)) return;
+        const u32 up_to = sum_up_to_lane(both), of_warp = __shfl_sync(ALL_LANES, up_to, 31), below = up_to - both;
+        u32 above = before.above + (below & 0xffffu), inside = before.inside + (below >> 16);
+        const int index = run.index(vector);
+        auto choose = [&](u32 key, int i) {
+            const bool is_above = range.is_below(key), is_inside = range.holds(key);
+            if (is_above || (is_inside && inside < quota)) put(above + min(inside, quota), index + i, key);
+            above += is_above, inside += is_inside;
+        };
+        choose(keys.x, 0), choose(keys.y, 1), choose(keys.z, 2), choose(keys.w, 3);
+        before.above += of_warp & 0xffffu, before.inside += of_warp >> 16;
+    });
+}
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, BLOCKS_PER_SM) select_by_digits(
+    const float* __restrict__ scores,   // rows `row_stride` apart
+    long long row_stride, long long length,
+    const int* __restrict__ legal_len,  // [rows], or null: `length`
+    const int* __restrict__ pages,      // [rows] lists `pages_stride` apart, or null: positions are written as they are
+    long long pages_stride, long long page_size,
+    int* __restrict__ chosen,           // [rows, k]
+    long long k
+) {
+    __shared__ Shared s;
+    const int row = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER;
+    scores += row * row_stride;
+    chosen += row * k;
+    if (pages) pages += row * pages_stride;
+    for (int i = threadIdx.x; i < BINS; i += THREADS) s.bins[i] = 0;
+    wait_for_earlier();
+    const int num_scores = max(0, min(static_cast<int>(length), legal_len ? legal_len[row] : static_cast<int>(length)));
+    if (BY_POSITION && num_scores <= k) {  // nothing to choose
+        for (int i = rank * THREADS + threadIdx.x; i < k; i += CLUSTER * THREADS)
+            chosen[i] = i < num_scores ? place_of(i, pages, page_size) : -1;
+        return;
+    }
+    __syncthreads();
+
+    const int num_vectors = (num_scores + VECTOR_SCORES - 1) / VECTOR_SCORES;
+    const int run_len = (num_vectors + CLUSTER * WARPS - 1) / (CLUSTER * WARPS) * VECTOR_SCORES;
+    const int first = min((rank * WARPS + static_cast<int>(threadIdx.x) / 32) * run_len, num_scores);
+    const bool aligned = row_stride % 4 == 0 && reinterpret_cast<u64>(scores) % 16 == 0;
+    const Run run{scores, first, min(first + run_len, num_scores), aligned};
+    uint4 kept[VECTORS];
+#pragma unroll
+    for (int v = 0; v < VECTORS; ++v) kept[v] = run.load(v);
+    u32 quota = num_scores;
+    const Range range = num_scores > k ? find_range(s, run, kept, k, rank, quota) : ALL;
+    const Counts before = count_before(s, run, kept, range, rank);
+    if (BY_POSITION) {
+        auto put = [&](u32 place, int index, u32) { chosen[place] = place_of(index, pages, page_size); };
+        for_each_chosen(run, kept, range, quota, before, put);
+        if (CLUSTER > 1) cluster_sync();  // a block that leaves takes its shared memory along
+        return;
+    }
+    u64* entries = CLUSTER > 1 ? in_block(s.entries, 0) : s.entries;
+    for_each_chosen(run, kept, range, quota, before, [&](u32 place, int index, u32 key) { entries[place] = join(key, index); });
+    if (CLUSTER > 1) cluster_sync();
+    if (rank == 0) write_best(s.entries, min(num_scores, static_cast<int>(k)), k, pages, page_size, chosen);
+}

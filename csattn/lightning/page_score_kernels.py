@@ -116,22 +116,22 @@ def _score_kernel(
     in_page = (row % PAGE_SIZE)[:, None] * HEAD_DIM + channel[None, :]
     if ONE_TILE:
         key = first * PAGE_SIZE + row
-        read = (key < kv_len) & (page >= 0) & (page < num_pages)
-        page = page.to(tl.int64)
-        tile = tl.load(values + (page * value_stride)[:, None] + in_page, mask=read[:, None], other=0.0)
-        scale = tl.load(scales + page * scale_stride + row % PAGE_SIZE, mask=read, other=0.0)
+        exists = (page >= 0) & (page < num_pages) & (key < kv_len)
+        at = page.to(tl.int64)
+        tile = tl.load(values + (at * value_stride)[:, None] + in_page, mask=exists[:, None], other=0.0)
+        scale = tl.load(scales + at * scale_stride + row % PAGE_SIZE, mask=exists, other=0.0)
         score = _sum_over_heads(tile, of_heads, weight) * scale
-        tl.store(scores + key, tl.where(read, score, float("-inf")), mask=key < kv_len)
+        tl.store(scores + key, tl.where(exists, score, float("-inf")), mask=key < kv_len)
         return
     end = tl.minimum(kv_len, (first + tiles_each * TILE_PAGES) * PAGE_SIZE)
     for start in tl.range(first * PAGE_SIZE, end, TILE_PAGES * PAGE_SIZE, num_stages=NUM_STAGES):
         key = start + row
-        page = tl.load(pages + key // PAGE_SIZE, mask=key < kv_len, other=-1).to(tl.int64)
-        read = (page >= 0) & (page < num_pages)
-        tile = tl.load(values + (page * value_stride)[:, None] + in_page, mask=read[:, None], other=0.0)
-        scale = tl.load(scales + page * scale_stride + row % PAGE_SIZE, mask=read, other=0.0)
+        at = tl.load(pages + key // PAGE_SIZE, mask=key < kv_len, other=-1).to(tl.int64)
+        exists = (at >= 0) & (at < num_pages)
+        tile = tl.load(values + (at * value_stride)[:, None] + in_page, mask=exists[:, None], other=0.0)
+        scale = tl.load(scales + at * scale_stride + row % PAGE_SIZE, mask=exists, other=0.0)
         score = _sum_over_heads(tile, of_heads, weight) * scale
-        tl.store(scores + key, tl.where(read, score, float("-inf")), mask=key < kv_len)
+        tl.store(scores + key, tl.where(exists, score, float("-inf")), mask=key < kv_len)
 
 
 @triton.jit

@@ -50,7 +50,8 @@ class AttendShape:
         programs = num_queries * -(-num_heads // block_heads)
         most = min(MAX_SPLITS, -(-top_k // BLOCK_ROWS))
         num_splits = max(1, min(most, ENOUGH_PROGRAMS // max(1, programs)))
-        return cls(block_heads, BLOCK_ROWS, num_splits, 4 if block_heads < 64 else 8, NUM_STAGES)
+        num_stages = NUM_STAGES if top_k > num_splits * BLOCK_ROWS else 1  # a single tile: nothing to overlap
+        return cls(block_heads, BLOCK_ROWS, num_splits, 4 if block_heads < 64 else 8, num_stages)
 
 
 def attend_on_device(
@@ -248,7 +249,10 @@ def _merge_kernel(
     split = tl.arange(0, BLOCK_SPLITS)
     channel = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     of_part = (query * num_splits + split) * num_heads + head
+    # parts without rows are 0; both loads start together
     lse = tl.load(part_lse + of_part, mask=split < num_splits, other=float("-inf"))
+    places = parts + of_part[:, None] * LATENT_DIM + channel[None, :]
+    rows = tl.load(places, mask=(split < num_splits)[:, None], other=0.0)
     largest = tl.max(lse, axis=0)
     finite = tl.where(largest == float("-inf"), 0.0, largest)
     weight = tl.math.exp2(lse - finite)
@@ -257,8 +261,6 @@ def _merge_kernel(
     merged = largest + tl.math.log2(norm)
     if HAS_SINK:
         norm = norm * (1.0 + tl.math.exp2(tl.load(attn_sink + head) * 1.4426950408889634 - merged))
-    has_rows = weight > 0.0
-    rows = tl.load(parts + of_part[:, None] * LATENT_DIM + channel[None, :], mask=has_rows[:, None], other=0.0)
     result = tl.sum(rows * weight[:, None], axis=0) / norm
     at = query * num_heads + head
     tl.store(out + at * LATENT_DIM + channel, result.to(out.dtype.element_ty))

@@ -1,15 +1,21 @@
-// The k best scores of every row, exactly, found digit by digit: 11 bits of their order, 11 more, and the last 10.
+// The k best scores of every row, exactly, found digit by digit.
 //
 // A cluster of CLUSTER blocks has a row, each warp of it a run of neighbouring scores. A lane keeps its first ones in
 // registers, 4 * VECTORS of them, and reads what is beyond that again whenever it is asked for it. In each round the
-// blocks count the scores in question by their next digit, add up their counts, and go on with those whose digit is that
-// of the k-th best. At the end what is above the last range is chosen, and what is in it as far as room is left, the
+// blocks count the scores in question by their next 11 bits, add up their counts, and go on with those whose bits are
+// those of the k-th best. At the end what is above the last range is chosen, and what is in it as far as room is left, the
 // lowest index first. Nothing is ever set aside, so nothing can overflow, whatever the scores.
+//
+// Of long rows only the best of every 16 scores of a lane are counted at first: the k-th best of those is not better than
+// the k-th best of all, and what is worse than it is not counted later.
 //
 // Compiled for THREADS, CLUSTER, VECTORS (of four scores), BLOCKS_PER_SM, BY_POSITION, MAX_K.
 
 constexpr int VECTOR_SCORES = 128;  // of a warp
 constexpr int AT_ONCE = 4;          // vectors that a lane reads at once, of those it does not keep
+constexpr u32 FEW = 32;             // scores that are compared one by one: a lane has one
+constexpr int LONG = 32;            // times k: of longer rows the best of every 4 * AT_ONCE scores are counted first
+static_assert(VECTORS % AT_ONCE == 0, "so many have one best score");
 constexpr int SHARE = BINS / CLUSTER;
 
 // How many scores lie above a range, and in it.
@@ -23,22 +29,29 @@ struct alignas(16) Shared {
     u32 totals[SHARE];  // of the row, for this block's share of the bins; other blocks read them
     Counts of_warp[WARPS];
     Counts of_block;  // other blocks read it
+    u32 top;          // the greatest key of the block; other blocks read it
+    u32 num_listed;   // entries of the block among the last few of the row; other blocks read them, too
+    u64 listed[FEW];
+    u32 top_of_row;
     u32 scratch[WARPS];
     Boundary boundary;
 };
 
-// Orders from low to low + width, in bins of 2 ** shift.
+// Keys from low to low + width, in bins of 2 ** shift.
 struct Range {
     u32 low, width, shift;
 
+    __device__ __forceinline__ Range(u32 low_, u32 width_)
+        : low(low_), width(width_), shift(width_ < BINS ? 0 : 21 - __clz(width_)) {}
     __device__ __forceinline__ bool holds(u32 key) const { return key - low <= width; }
     __device__ __forceinline__ bool is_below(u32 key) const { return key > low + width; }
+    __device__ __forceinline__ u32 first_of(u32 bin) const { return low + (bin << shift); }
     __device__ __forceinline__ Range of_bin(u32 bin) const {
-        const u32 first = low + (bin << shift);
-        return {first, min((1u << shift) - 1, low + width - first), shift > 10 ? shift - 11 : 0};
+        return Range(first_of(bin), min((1u << shift) - 1, low + width - first_of(bin)));
     }
 };
-constexpr Range ALL{1, 0xfffffffeu, 21};  // the next ones have shifts of 10 and of 0
+static_assert(BINS == 1 << 11, "a width of n bits leaves bins of n - 11 bits");
+__device__ __forceinline__ Range all_keys() { return Range(1, 0xfffffffeu); }
 
 // A warp's run of scores. What is not there has key 0.
 struct Run {
@@ -78,39 +91,66 @@ template <class Use> __device__ __forceinline__ void for_each(const Run& run, co
     }
 }
 
-// The bin of the wanted-th best score of the row that is counted in the bins.
+// The bin of the wanted-th best score of the row that is counted in the bins. All bins are cleared then.
 __device__ Boundary find_digit(Shared& s, u32 wanted, u32 rank) {
+    Boundary found;
     if (CLUSTER == 1) {
         __syncthreads();
-        return find_bin([&](int bin) { return s.bins[bin]; }, wanted, s.scratch, s.boundary);
-    }
-    cluster_sync();
-    for (int i = threadIdx.x; i < SHARE; i += THREADS) {
-        u32 sum = 0;
+        if (threadIdx.x == 0) s.top_of_row = s.top;
+        found = find_bin([&](int bin) { return s.bins[bin]; }, wanted, s.scratch, s.boundary);
+    } else {
+        cluster_sync();
+        for (int i = threadIdx.x; i < SHARE; i += THREADS) {
+            u32 sum = 0;
 #pragma unroll
-        for (int other = 0; other < CLUSTER; ++other) sum += in_block(s.bins, other)[rank * SHARE + i];
-        s.totals[i] = sum;
+            for (int other = 0; other < CLUSTER; ++other) sum += in_block(s.bins, other)[rank * SHARE + i];
+            s.totals[i] = sum;
+        }
+        if (threadIdx.x / 32 == WARPS - 1) {
+            const u32 lane = threadIdx.x % 32, top = __reduce_max_sync(ALL_LANES, *in_block(&s.top, lane % CLUSTER));
+            if (lane == 0) s.top_of_row = top;
+        }
+        cluster_sync();
+        auto total_of = [&](int bin) { return in_block(s.totals, bin / SHARE)[bin % SHARE]; };
+        found = find_bin(total_of, wanted, s.scratch, s.boundary);
     }
-    cluster_sync();
-    auto total_of = [&](int bin) { return in_block(s.totals, bin / SHARE)[bin % SHARE]; };
-    return find_bin(total_of, wanted, s.scratch, s.boundary);
+    for (int i = threadIdx.x; i < BINS; i += THREADS) s.bins[i] = 0;
+    __syncthreads();
+    return found;
+}
+
+__device__ __forceinline__ void count_key(Shared& s, const Range& range, u32 key) {
+    if (range.holds(key)) atomicAdd(&s.bins[(key - range.low) >> range.shift], 1u);
+}
+
+// A range that the k best scores of the row lie in: from about the k-th best of those that are counted, to the best.
+__device__ Range find_floor(Shared& s, const Run& run, const uint4 (&kept)[VECTORS], u32 k, u32 rank) {
+    const Range range = all_keys();
+    u32 best = 0, top = 0;
+    for_each(run, kept, [&](int vector, uint4 keys) {
+        best = max(max(max(keys.x, keys.y), max(keys.z, keys.w)), best);
+        if (vector % AT_ONCE < AT_ONCE - 1 && run.has(vector + 1)) return;
+        count_key(s, range, best);
+        top = max(top, best);
+        best = 0;
+    });
+    top = __reduce_max_sync(ALL_LANES, top);
+    if (threadIdx.x % 32 == 0) atomicMax(&s.top, top);
+    const u32 low = range.first_of(find_digit(s, k, rank).bin);
+    return Range(low, s.top_of_row - low);
 }
 
 // The range that the k-th best score lies in, the smaller the better, and how many of it are among the k best.
-__device__ Range find_range(Shared& s, const Run& run, const uint4 (&kept)[VECTORS], u32 k, u32 rank, u32& quota) {
-    Range range = ALL;
-    quota = k;
-    while (true) {
-        auto count = [&](u32 key) {
-            if (range.holds(key)) atomicAdd(&s.bins[(key - range.low) >> range.shift], 1u);
-        };
-        for_each(run, kept, [&](int, uint4 keys) { count(keys.x), count(keys.y), count(keys.z), count(keys.w); });
+__device__ Range find_range(Shared& s, const Run& run, const uint4 (&kept)[VECTORS], Range range, u32 k, u32 rank, u32& quota,
+                            u32& inside) {
+    for (quota = k;;) {
+        for_each(run, kept, [&](int, uint4 keys) {
+            count_key(s, range, keys.x), count_key(s, range, keys.y), count_key(s, range, keys.z), count_key(s, range, keys.w);
+        });
         const Boundary boundary = find_digit(s, quota, rank);
-        quota -= boundary.above;
+        quota -= boundary.above, inside = boundary.inside;
         range = range.of_bin(boundary.bin);
-        if (boundary.inside == quota || range.width == 0) return range;
-        for (int i = threadIdx.x; i < BINS; i += THREADS) s.bins[i] = 0;
-        __syncthreads();
+        if (boundary.inside == quota || boundary.inside <= FEW || range.width == 0) return range;
     }
 }
 
@@ -119,13 +159,21 @@ __device__ __forceinline__ Counts count_four(uint4 keys, const Range& range) {
             static_cast<u32>(range.holds(keys.x)) + range.holds(keys.y) + range.holds(keys.z) + range.holds(keys.w)};
 }
 
-// How many scores before the warp's run lie above the range, and in it.
-__device__ Counts count_before(Shared& s, const Run& run, const uint4 (&kept)[VECTORS], const Range& range, u32 rank) {
+__device__ void list_inside(Shared& s, const Range& range, uint4 keys, int index) {
+    auto list = [&](u32 key, int i) {
+        if (range.holds(key)) s.listed[atomicAdd(&s.num_listed, 1u)] = join(key, index + i);
+    };
+    list(keys.x, 0), list(keys.y, 1), list(keys.z, 2), list(keys.w, 3);
+}
+
+// How many scores before the warp's run lie above the range, and in it. What is in it is listed, if so wanted.
+__device__ Counts count_before(Shared& s, const Run& run, const uint4 (&kept)[VECTORS], const Range& range, bool listed, u32 rank) {
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     Counts mine{0, 0};
-    for_each(run, kept, [&](int, uint4 keys) {
+    for_each(run, kept, [&](int vector, uint4 keys) {
         const Counts four = count_four(keys, range);
         mine.above += four.above, mine.inside += four.inside;
+        if (listed && four.inside) list_inside(s, range, keys, run.index(vector));
     });
     mine = {__reduce_add_sync(ALL_LANES, mine.above), __reduce_add_sync(ALL_LANES, mine.inside)};
     if (lane == 0) s.of_warp[warp] = mine;
@@ -142,6 +190,31 @@ __device__ Counts count_before(Shared& s, const Run& run, const uint4 (&kept)[VE
         before.above += theirs.above, before.inside += theirs.inside;
     }
     return before;
+}
+
+// The entry of the row's list that a lane has, 0 where there are not so many.
+__device__ u64 listed_entry(const Shared& s) {
+    int at = threadIdx.x % 32;
+    for (int other = 0; other < CLUSTER; ++other) {
+        const int number = *in_block(&s.num_listed, other);
+        if (at >= 0 && at < number) return in_block(s.listed, other)[at];
+        at -= number;
+    }
+    return 0;
+}
+
+// Narrows the range to the key of the last that is chosen, by the list of what is in it.
+__device__ void narrow(const Shared& s, const Run& run, Range& range, u32& quota, Counts& before) {
+    const u64 entry = listed_entry(s);
+    u32 better = 0;
+    for (int lane = 0; lane < 32; ++lane) better += __shfl_sync(ALL_LANES, entry, lane) > entry;
+    const u32 last_lane = __ffs(__ballot_sync(ALL_LANES, entry != 0 && better == quota - 1)) - 1;
+    const u32 last = __shfl_sync(ALL_LANES, entry, last_lane) >> 32, key = entry >> 32;
+    const bool is_before = index_of(entry) < static_cast<u32>(run.first);
+    before.above += __popc(__ballot_sync(ALL_LANES, key > last && is_before));
+    before.inside = __popc(__ballot_sync(ALL_LANES, key == last && is_before));
+    quota -= __popc(__ballot_sync(ALL_LANES, key > last));
+    range = Range(last, 0);
 }
 
 // Calls put(place, index, key) for all that is chosen: places count up with the index.
@@ -180,6 +253,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     chosen += row * k;
     if (pages) pages += row * pages_stride;
     for (int i = threadIdx.x; i < BINS; i += THREADS) s.bins[i] = 0;
+    if (threadIdx.x == 0) s.top = s.num_listed = 0;
     wait_for_earlier();
     const int num_scores = max(0, min(static_cast<int>(length), legal_len ? legal_len[row] : static_cast<int>(length)));
     if (BY_POSITION && num_scores <= k) {  // nothing to choose
@@ -197,9 +271,15 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     uint4 kept[VECTORS];
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) kept[v] = run.load(v);
-    u32 quota = num_scores;
-    const Range range = num_scores > k ? find_range(s, run, kept, k, rank, quota) : ALL;
-    const Counts before = count_before(s, run, kept, range, rank);
+    u32 quota = num_scores, inside = num_scores;
+    Range range = all_keys();
+    if (num_scores > k) {
+        if (num_scores / LONG >= k) range = find_floor(s, run, kept, k, rank);
+        range = find_range(s, run, kept, range, k, rank, quota, inside);
+    }
+    const bool listed = inside != quota && inside <= FEW;
+    Counts before = count_before(s, run, kept, range, listed, rank);
+    if (listed) narrow(s, run, range, quota, before);
     if (BY_POSITION) {
         auto put = [&](u32 place, int index, u32) { chosen[place] = place_of(index, pages, page_size); };
         for_each_chosen(run, kept, range, quota, before, put);

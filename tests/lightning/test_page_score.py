@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from csattn.errors import ArrayError
+from csattn.lightning import page_score_kernels
 from csattn.lightning.key_cache import make_key_cache, page_views, read_keys, write_keys
 from csattn.lightning.page_score import KeyPages, score_pages
 from csattn.lightning.page_score_kernels import score_on_device
@@ -79,6 +80,15 @@ def test_of_keys_side_by_side(how: str, dtype: torch.dtype, num_keys: int) -> No
     want[:, :num_keys] = score_keys(operands)
     in_order = want.view(3, num_pages, 128).gather(1, pages.long()[..., None].expand(-1, -1, 128)).flatten(1)
     torch.testing.assert_close(got, in_order, rtol=2e-3, atol=2e-3)
+
+
+def test_of_several_tiles_for_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, tables = make_cache([700, 500], max_pages=11)
+    q, weights = make_queries(2)
+    arrays = q, weights, KeyPages.of_cache(cache), tables, torch.tensor([700, 500], dtype=torch.int32), 0
+    each = score_by("kernel", *arrays)
+    monkeypatch.setattr(page_score_kernels, "ENOUGH_PROGRAMS", 4)
+    assert torch.equal(score_by("kernel", *arrays), each)
 
 
 @pytest.mark.parametrize("how", ["kernel", "public"])

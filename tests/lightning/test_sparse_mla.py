@@ -110,7 +110,8 @@ def test_a_sink_takes_its_share() -> None:
 
 
 def test_programs_fill_the_device() -> None:
-    assert AttendShape.choose(1, 16, 2048).num_splits == 64
+    assert AttendShape.choose(1, 16, 2048) == AttendShape(16, 32, 64, 4, 1)
+    assert AttendShape.choose(8, 16, 2048) == AttendShape(16, 32, 16, 4, 5)
     assert AttendShape.choose(8, 128, 2048).num_splits == 8
     assert AttendShape.choose(4096, 64, 2048).num_splits == 1
 

@@ -28,10 +28,10 @@ def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 256 scores in registers, or in a tile; room for one beside a hundred entries."""
+    """Of 512 or 1024 scores in registers, or tiles of 256 and room for one beside a hundred entries."""
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(topk_device, "FEW_ROWS", DigitShape(64, 1, per_sm=1))
-        monkeypatch.setattr(topk_device, "SHORT_ROWS", DigitShape(32, 1, per_sm=2))
+        monkeypatch.setattr(topk_device, "FEW_ROWS", DigitShape(64, 4, per_sm=1))
+        monkeypatch.setattr(topk_device, "SHORT_ROWS", DigitShape(32, 4, per_sm=2))
         monkeypatch.setattr(topk_device, "MANY_ROWS", BlockShape(32, 2, 384, per_sm=2))
 
 
@@ -116,6 +116,12 @@ def test_long_rows_again_and_again(kind: str, rows: int) -> None:
 def test_of_rows_by_clusters(rows: int) -> None:
     scores = make_scores("sawtooth", rows, LENGTH) + torch.randint(0, 3, (rows, LENGTH))
     agree(scores, K, [max(0, LENGTH - 130 * row) for row in range(rows)])
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("kind", ["random", "ascending", "all equal", "any bits"])
+def test_rows_that_do_not_fit_registers(kind: str) -> None:
+    agree(make_scores(kind, 8, 6001), K, [6001, 6000, 2049, 2050, 1300, K, K + 1, 0])
 
 
 @pytest.mark.usefixtures("small_blocks")

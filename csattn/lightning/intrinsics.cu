@@ -20,3 +20,41 @@ template <class T> __device__ __forceinline__ T* in_block(T* here, u32 rank) {
     asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(here), "r"(rank));
     return reinterpret_cast<T*>(there);
 }
+
+// A thread's view of its cluster, whose blocks meet at barriers that each has at the same place of its shared memory.
+// `cluster_sync` would make every thread wait until all that it wrote is seen by the whole device, which takes longer.
+template <u32 NUM_BLOCKS> struct Cluster {
+    u32 rank, place, parity;
+
+    // One thread of each block prepares the barrier; all blocks may use it after `cluster_sync`.
+    __device__ __forceinline__ Cluster(u64& barrier, u32 rank_)
+        : rank(rank_), place(static_cast<u32>(__cvta_generic_to_shared(&barrier))), parity(0) {
+        if (NUM_BLOCKS == 1) return;
+        if (threadIdx.x == 0) {
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(place), "r"(NUM_BLOCKS) : "memory");
+            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        }
+        cluster_sync();
+    }
+
+    // What any thread of the cluster wrote to shared memory before is seen by all of them after.
+    __device__ __forceinline__ void sync() {
+        __syncthreads();
+        if (NUM_BLOCKS == 1) return;
+        if (threadIdx.x < NUM_BLOCKS)
+            asm volatile(
+                "{\n\t.reg .b32 there;\n\tmapa.shared::cluster.u32 there, %0, %1;\n\t"
+                "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n\t}" ::"r"(place),
+                "r"(threadIdx.x)
+                : "memory");
+        u32 done = 0;
+        while (!done)
+            asm volatile(
+                "{\n\t.reg .pred done;\n\tmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], %2;\n\t"
+                "selp.u32 %0, 1, 0, done;\n\t}"
+                : "=r"(done)
+                : "r"(place), "r"(parity)
+                : "memory");
+        parity ^= 1;
+    }
+};

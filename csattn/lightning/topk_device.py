@@ -9,7 +9,8 @@ from csattn.cuda import CudaKernel, cuda_kernel, num_multiprocessors
 
 ENTRY_SOURCES = tuple(Path(__file__).with_name(name) for name in ("intrinsics.cu", "topk_common.cu", "topk_entries.cu"))
 SOURCES = (*ENTRY_SOURCES, Path(__file__).with_name("topk.cu"))
-DIGIT_SOURCES = tuple(Path(__file__).with_name(name) for name in ("intrinsics.cu", "topk_common.cu", "topk_digits.cu"))
+DIGIT_PARTS = ("intrinsics.cu", "topk_common.cu", "topk_source.cu", "topk_digits.cu")
+DIGIT_SOURCES = tuple(Path(__file__).with_name(name) for name in DIGIT_PARTS)
 MAX_K = 2048
 MAX_CLUSTER = 8  # blocks that work on one row; more are not portable
 # Of the multiprocessors, those that clusters can have at the same time: they do not reach from one cluster of
@@ -49,6 +50,10 @@ class DigitShape:
     def num_kept(self) -> int:
         """Scores."""
         return 4 * self.vectors * self.threads
+
+    def shared_bytes(self, by_position: bool) -> int:
+        """A list of 128 entries for each warp; by score, also all that is chosen."""
+        return 8 * 128 * self.threads // 32 + (0 if by_position else 8 * MAX_K) + OTHER_SHARED_BYTES
 
 
 MANY_ROWS = BlockShape(512, 2, 11264, per_sm=2)  # one block reads while the other selects
@@ -111,7 +116,10 @@ def _kernel(shape: BlockShape | DigitShape, cluster: int, by_position: bool) -> 
         "BY_POSITION": int(by_position),
     }
     if isinstance(shape, DigitShape):
-        return cuda_kernel(DIGIT_SOURCES, "select_by_digits", defines | {"MAX_K": MAX_K}, early_start=True)
+        defines |= {"MAX_K": MAX_K}
+        return cuda_kernel(
+            DIGIT_SOURCES, "select_by_digits", defines, shape.shared_bytes(by_position), early_start=True
+        )
     defines |= {"CAPACITY": shape.capacity}
     return cuda_kernel(SOURCES, "select_top_k", defines, shape.shared_bytes, early_start=True)
 

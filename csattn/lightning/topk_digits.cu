@@ -7,16 +7,16 @@
 // lowest index first. Nothing is ever set aside, so nothing can overflow, whatever the scores.
 //
 // Of long rows only the best of every 16 scores of a lane are counted at first: the k-th best of those is not better than
-// the k-th best of all, and what is worse than it is not counted later.
+// the k-th best of all, and what is worse than it is not looked at again. A warp lists the rest, if it is not too much.
 //
 // Compiled for THREADS, CLUSTER, VECTORS (of four scores), BLOCKS_PER_SM, BY_POSITION, MAX_K.
 
-constexpr int VECTOR_SCORES = 128;  // of a warp
-constexpr int AT_ONCE = 4;          // vectors that a lane reads at once, of those it does not keep
-constexpr u32 FEW = 32;             // scores that are compared one by one: a lane has one
-constexpr int LONG = 32;            // times k: of longer rows the best of every 4 * AT_ONCE scores are counted first
-static_assert(VECTORS % AT_ONCE == 0, "so many have one best score");
+constexpr u32 FEW = 32;   // scores that are compared one by one: a lane has one
+constexpr int LONG = 32;  // times k: of longer rows the best of every 4 * AT_ONCE scores are counted first
 constexpr int SHARE = BINS / CLUSTER;
+static_assert(VECTORS % AT_ONCE == 0, "so many have one best score");
+
+using Blocks = Cluster<CLUSTER>;
 
 // How many scores lie above a range, and in it.
 struct Counts {
@@ -24,93 +24,41 @@ struct Counts {
 };
 
 struct alignas(16) Shared {
-    u64 entries[BY_POSITION ? 1 : MAX_K];  // by score: all that is chosen of the row, in its first block
+    u64 lists[WARPS][LIST_LEN];            // entries, in the order of their index
+    u64 entries[BY_POSITION ? 2 : MAX_K];  // by score: all that is chosen of the row, in its first block
     u32 bins[BINS];
     u32 totals[SHARE];  // of the row, for this block's share of the bins; other blocks read them
     Counts of_warp[WARPS];
     Counts of_block;  // other blocks read it
     u32 top;          // the greatest key of the block; other blocks read it
-    u32 num_listed;   // entries of the block among the last few of the row; other blocks read them, too
-    u64 listed[FEW];
+    u32 num_few;      // entries of the block among the last few of the row; other blocks read them, too
+    u64 few[FEW];
+    u64 barrier;
     u32 top_of_row;
     u32 scratch[WARPS];
     Boundary boundary;
 };
 
-// Keys from low to low + width, in bins of 2 ** shift.
-struct Range {
-    u32 low, width, shift;
-
-    __device__ __forceinline__ Range(u32 low_, u32 width_)
-        : low(low_), width(width_), shift(width_ < BINS ? 0 : 21 - __clz(width_)) {}
-    __device__ __forceinline__ bool holds(u32 key) const { return key - low <= width; }
-    __device__ __forceinline__ bool is_below(u32 key) const { return key > low + width; }
-    __device__ __forceinline__ u32 first_of(u32 bin) const { return low + (bin << shift); }
-    __device__ __forceinline__ Range of_bin(u32 bin) const {
-        return Range(first_of(bin), min((1u << shift) - 1, low + width - first_of(bin)));
-    }
-};
-static_assert(BINS == 1 << 11, "a width of n bits leaves bins of n - 11 bits");
-__device__ __forceinline__ Range all_keys() { return Range(1, 0xfffffffeu); }
-
-// A warp's run of scores. What is not there has key 0.
-struct Run {
-    const float* scores;
-    int first, end;
-    bool aligned;
-
-    __device__ __forceinline__ static u32 key_of(float score) { return max(order_of(score), 1u); }  // NaN is there
-    __device__ __forceinline__ bool has(int vector) const { return first + vector * VECTOR_SCORES < end; }
-    // The index of this lane's first score of a vector.
-    __device__ __forceinline__ int index(int vector) const {
-        return first + vector * VECTOR_SCORES + static_cast<int>(threadIdx.x) % 32 * 4;
-    }
-    __device__ __forceinline__ uint4 load(int vector) const {
-        const int at = index(vector);
-        if (aligned && at + 4 <= end) {
-            const float4 four = __ldg(reinterpret_cast<const float4*>(scores + at));
-            return make_uint4(key_of(four.x), key_of(four.y), key_of(four.z), key_of(four.w));
-        }
-        auto key = [&](int i) { return at + i < end ? key_of(scores[at + i]) : 0; };
-        return make_uint4(key(0), key(1), key(2), key(3));
-    }
-};
-
-// Calls use(vector, keys) for all vectors of the run, in order; whole warps do.
-template <class Use> __device__ __forceinline__ void for_each(const Run& run, const uint4 (&kept)[VECTORS], const Use& use) {
-#pragma unroll
-    for (int v = 0; v < VECTORS; ++v)
-        if (run.has(v)) use(v, kept[v]);
-    for (int v = VECTORS; run.has(v); v += AT_ONCE) {
-        uint4 some[AT_ONCE];
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) some[i] = run.load(v + i);
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i)
-            if (run.has(v + i)) use(v + i, some[i]);
-    }
-}
-
 // The bin of the wanted-th best score of the row that is counted in the bins. All bins are cleared then.
-__device__ Boundary find_digit(Shared& s, u32 wanted, u32 rank) {
+__device__ Boundary find_digit(Shared& s, u32 wanted, Blocks& blocks) {
     Boundary found;
     if (CLUSTER == 1) {
         __syncthreads();
         if (threadIdx.x == 0) s.top_of_row = s.top;
         found = find_bin([&](int bin) { return s.bins[bin]; }, wanted, s.scratch, s.boundary);
     } else {
-        cluster_sync();
+        blocks.sync();
         for (int i = threadIdx.x; i < SHARE; i += THREADS) {
             u32 sum = 0;
 #pragma unroll
-            for (int other = 0; other < CLUSTER; ++other) sum += in_block(s.bins, other)[rank * SHARE + i];
+            for (int other = 0; other < CLUSTER; ++other) sum += in_block(s.bins, other)[blocks.rank * SHARE + i];
             s.totals[i] = sum;
         }
         if (threadIdx.x / 32 == WARPS - 1) {
             const u32 lane = threadIdx.x % 32, top = __reduce_max_sync(ALL_LANES, *in_block(&s.top, lane % CLUSTER));
             if (lane == 0) s.top_of_row = top;
         }
-        cluster_sync();
+        blocks.sync();
         auto total_of = [&](int bin) { return in_block(s.totals, bin / SHARE)[bin % SHARE]; };
         found = find_bin(total_of, wanted, s.scratch, s.boundary);
     }
@@ -123,11 +71,17 @@ __device__ __forceinline__ void count_key(Shared& s, const Range& range, u32 key
     if (range.holds(key)) atomicAdd(&s.bins[(key - range.low) >> range.shift], 1u);
 }
 
+__device__ __forceinline__ Counts count_four(uint4 keys, const Range& range) {
+    return {static_cast<u32>(range.is_below(keys.x)) + range.is_below(keys.y) + range.is_below(keys.z) + range.is_below(keys.w),
+            static_cast<u32>(range.holds(keys.x)) + range.holds(keys.y) + range.holds(keys.z) + range.holds(keys.w)};
+}
+
 // A range that the k best scores of the row lie in: from about the k-th best of those that are counted, to the best.
-__device__ Range find_floor(Shared& s, const Run& run, const uint4 (&kept)[VECTORS], u32 k, u32 rank) {
+__device__ Range find_floor(Shared& s, const Source& source, const uint4 (&kept)[VECTORS], u32 k, Blocks& blocks) {
     const Range range = all_keys();
+    const Run& run = source.run;
     u32 best = 0, top = 0;
-    for_each(run, kept, [&](int vector, uint4 keys) {
+    for_each(source, kept, [&](int vector, uint4 keys, uint4) {
         best = max(max(max(keys.x, keys.y), max(keys.z, keys.w)), best);
         if (vector % AT_ONCE < AT_ONCE - 1 && run.has(vector + 1)) return;
         count_key(s, range, best);
@@ -136,44 +90,61 @@ __device__ Range find_floor(Shared& s, const Run& run, const uint4 (&kept)[VECTO
     });
     top = __reduce_max_sync(ALL_LANES, top);
     if (threadIdx.x % 32 == 0) atomicMax(&s.top, top);
-    const u32 low = range.first_of(find_digit(s, k, rank).bin);
+    const u32 low = range.first_of(find_digit(s, k, blocks).bin);
     return Range(low, s.top_of_row - low);
 }
 
+// Lists what is in the range, and makes that the source, if there is room.
+__device__ __forceinline__ void list_inside(Shared& s, Source& source, const uint4 (&kept)[VECTORS], const Range& range) {
+    u64* list = s.lists[threadIdx.x / 32];
+    int number = 0;
+    for_each(source, kept, [&](int, uint4 keys, uint4 indices) {
+        const u32 inside = count_four(keys, range).inside;
+        if (!__any_sync(ALL_LANES, inside != 0)) return;
+        const u32 up_to = sum_up_to_lane(inside);
+        int at = number + up_to - inside;
+        auto add = [&](u32 key, u32 index) {
+            if (!range.holds(key)) return;
+            if (at < LIST_LEN) list[at] = join(key, index);
+            ++at;
+        };
+        add(keys.x, indices.x), add(keys.y, indices.y), add(keys.z, indices.z), add(keys.w, indices.w);
+        number += __shfl_sync(ALL_LANES, up_to, 31);
+    });
+    __syncwarp();
+    if (number <= LIST_LEN) source.list = list, source.list_len = number;
+}
+
 // The range that the k-th best score lies in, the smaller the better, and how many of it are among the k best.
-__device__ Range find_range(Shared& s, const Run& run, const uint4 (&kept)[VECTORS], Range range, u32 k, u32 rank, u32& quota,
-                            u32& inside) {
+__device__ Range find_range(Shared& s, const Source& source, const uint4 (&kept)[VECTORS], Range range, u32 k, Blocks& blocks,
+                            u32& quota, u32& inside) {
     for (quota = k;;) {
-        for_each(run, kept, [&](int, uint4 keys) {
+        for_each(source, kept, [&](int, uint4 keys, uint4) {
             count_key(s, range, keys.x), count_key(s, range, keys.y), count_key(s, range, keys.z), count_key(s, range, keys.w);
         });
-        const Boundary boundary = find_digit(s, quota, rank);
+        const Boundary boundary = find_digit(s, quota, blocks);
         quota -= boundary.above, inside = boundary.inside;
         range = range.of_bin(boundary.bin);
         if (boundary.inside == quota || boundary.inside <= FEW || range.width == 0) return range;
     }
 }
 
-__device__ __forceinline__ Counts count_four(uint4 keys, const Range& range) {
-    return {static_cast<u32>(range.is_below(keys.x)) + range.is_below(keys.y) + range.is_below(keys.z) + range.is_below(keys.w),
-            static_cast<u32>(range.holds(keys.x)) + range.holds(keys.y) + range.holds(keys.z) + range.holds(keys.w)};
-}
-
-__device__ void list_inside(Shared& s, const Range& range, uint4 keys, int index) {
-    auto list = [&](u32 key, int i) {
-        if (range.holds(key)) s.listed[atomicAdd(&s.num_listed, 1u)] = join(key, index + i);
+__device__ void gather_few(Shared& s, const Range& range, uint4 keys, uint4 indices) {
+    auto add = [&](u32 key, u32 index) {
+        if (range.holds(key)) s.few[atomicAdd(&s.num_few, 1u)] = join(key, index);
     };
-    list(keys.x, 0), list(keys.y, 1), list(keys.z, 2), list(keys.w, 3);
+    add(keys.x, indices.x), add(keys.y, indices.y), add(keys.z, indices.z), add(keys.w, indices.w);
 }
 
-// How many scores before the warp's run lie above the range, and in it. What is in it is listed, if so wanted.
-__device__ Counts count_before(Shared& s, const Run& run, const uint4 (&kept)[VECTORS], const Range& range, bool listed, u32 rank) {
+// How many scores before the warp's run lie above the range, and in it. What is in it is gathered, if it is few.
+__device__ Counts count_before(Shared& s, const Source& source, const uint4 (&kept)[VECTORS], const Range& range, bool is_few,
+                               Blocks& blocks) {
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     Counts mine{0, 0};
-    for_each(run, kept, [&](int vector, uint4 keys) {
+    for_each(source, kept, [&](int, uint4 keys, uint4 indices) {
         const Counts four = count_four(keys, range);
         mine.above += four.above, mine.inside += four.inside;
-        if (listed && four.inside) list_inside(s, range, keys, run.index(vector));
+        if (is_few && four.inside) gather_few(s, range, keys, indices);
     });
     mine = {__reduce_add_sync(ALL_LANES, mine.above), __reduce_add_sync(ALL_LANES, mine.inside)};
     if (lane == 0) s.of_warp[warp] = mine;
@@ -184,28 +155,28 @@ __device__ Counts count_before(Shared& s, const Run& run, const uint4 (&kept)[VE
     if (CLUSTER == 1) return before;
     const Counts all{__reduce_add_sync(ALL_LANES, of_lane.above), __reduce_add_sync(ALL_LANES, of_lane.inside)};
     if (threadIdx.x == 0) s.of_block = all;
-    cluster_sync();
-    for (u32 other = 0; other < rank; ++other) {
+    blocks.sync();
+    for (u32 other = 0; other < blocks.rank; ++other) {
         const Counts theirs = *in_block(&s.of_block, other);
         before.above += theirs.above, before.inside += theirs.inside;
     }
     return before;
 }
 
-// The entry of the row's list that a lane has, 0 where there are not so many.
-__device__ u64 listed_entry(const Shared& s) {
+// The entry of the row's last few that a lane has, 0 where there are not so many.
+__device__ u64 one_of_few(const Shared& s) {
     int at = threadIdx.x % 32;
     for (int other = 0; other < CLUSTER; ++other) {
-        const int number = *in_block(&s.num_listed, other);
-        if (at >= 0 && at < number) return in_block(s.listed, other)[at];
+        const int number = *in_block(&s.num_few, other);
+        if (at >= 0 && at < number) return in_block(s.few, other)[at];
         at -= number;
     }
     return 0;
 }
 
-// Narrows the range to the key of the last that is chosen, by the list of what is in it.
+// Narrows the range, which few are in, to the key of the last one that is chosen.
 __device__ void narrow(const Shared& s, const Run& run, Range& range, u32& quota, Counts& before) {
-    const u64 entry = listed_entry(s);
+    const u64 entry = one_of_few(s);
     u32 better = 0;
     for (int lane = 0; lane < 32; ++lane) better += __shfl_sync(ALL_LANES, entry, lane) > entry;
     const u32 last_lane = __ffs(__ballot_sync(ALL_LANES, entry != 0 && better == quota - 1)) - 1;
@@ -219,21 +190,20 @@ __device__ void narrow(const Shared& s, const Run& run, Range& range, u32& quota
 
 // Calls put(place, index, key) for all that is chosen: places count up with the index.
 template <class Put>
-__device__ __forceinline__ void for_each_chosen(const Run& run, const uint4 (&kept)[VECTORS], const Range& range, u32 quota,
-                                                Counts before, const Put& put) {
-    for_each(run, kept, [&](int vector, uint4 keys) {
+__device__ __forceinline__ void for_each_chosen(const Source& source, const uint4 (&kept)[VECTORS], const Range& range,
+                                                u32 quota, Counts before, const Put& put) {
+    for_each(source, kept, [&](int, uint4 keys, uint4 indices) {
         const Counts four = count_four(keys, range);
         const u32 both = four.above | four.inside << 16;
         if (!__any_sync(ALL_LANES, both != 0)) return;
         const u32 up_to = sum_up_to_lane(both), of_warp = __shfl_sync(ALL_LANES, up_to, 31), below = up_to - both;
         u32 above = before.above + (below & 0xffffu), inside = before.inside + (below >> 16);
-        const int index = run.index(vector);
-        auto choose = [&](u32 key, int i) {
+        auto choose = [&](u32 key, u32 index) {
             const bool is_above = range.is_below(key), is_inside = range.holds(key);
-            if (is_above || (is_inside && inside < quota)) put(above + min(inside, quota), index + i, key);
+            if (is_above || (is_inside && inside < quota)) put(above + min(inside, quota), index, key);
             above += is_above, inside += is_inside;
         };
-        choose(keys.x, 0), choose(keys.y, 1), choose(keys.z, 2), choose(keys.w, 3);
+        choose(keys.x, indices.x), choose(keys.y, indices.y), choose(keys.z, indices.z), choose(keys.w, indices.w);
         before.above += of_warp & 0xffffu, before.inside += of_warp >> 16;
     });
 }
@@ -247,13 +217,15 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     int* __restrict__ chosen,           // [rows, k]
     long long k
 ) {
-    __shared__ Shared s;
+    extern __shared__ Shared shared[];
+    Shared& s = *shared;
     const int row = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER;
     scores += row * row_stride;
     chosen += row * k;
     if (pages) pages += row * pages_stride;
     for (int i = threadIdx.x; i < BINS; i += THREADS) s.bins[i] = 0;
-    if (threadIdx.x == 0) s.top = s.num_listed = 0;
+    if (threadIdx.x == 0) s.top = s.num_few = 0;
+    Blocks blocks(s.barrier, rank);
     wait_for_earlier();
     const int num_scores = max(0, min(static_cast<int>(length), legal_len ? legal_len[row] : static_cast<int>(length)));
     if (BY_POSITION && num_scores <= k) {  // nothing to choose
@@ -267,27 +239,30 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const int run_len = (num_vectors + CLUSTER * WARPS - 1) / (CLUSTER * WARPS) * VECTOR_SCORES;
     const int first = min((rank * WARPS + static_cast<int>(threadIdx.x) / 32) * run_len, num_scores);
     const bool aligned = row_stride % 4 == 0 && reinterpret_cast<u64>(scores) % 16 == 0;
-    const Run run{scores, first, min(first + run_len, num_scores), aligned};
+    Source source{{scores, first, min(first + run_len, num_scores), aligned}, nullptr, -1};
     uint4 kept[VECTORS];
 #pragma unroll
-    for (int v = 0; v < VECTORS; ++v) kept[v] = run.load(v);
+    for (int v = 0; v < VECTORS; ++v) kept[v] = source.run.load(v);
     u32 quota = num_scores, inside = num_scores;
     Range range = all_keys();
     if (num_scores > k) {
-        if (num_scores / LONG >= k) range = find_floor(s, run, kept, k, rank);
-        range = find_range(s, run, kept, range, k, rank, quota, inside);
+        if (num_scores / LONG >= k) {
+            range = find_floor(s, source, kept, k, blocks);
+            list_inside(s, source, kept, range);
+        }
+        range = find_range(s, source, kept, range, k, blocks, quota, inside);
     }
-    const bool listed = inside != quota && inside <= FEW;
-    Counts before = count_before(s, run, kept, range, listed, rank);
-    if (listed) narrow(s, run, range, quota, before);
+    const bool is_few = inside != quota && inside <= FEW;
+    Counts before = count_before(s, source, kept, range, is_few, blocks);
+    if (is_few) narrow(s, source.run, range, quota, before);
     if (BY_POSITION) {
-        auto put = [&](u32 place, int index, u32) { chosen[place] = place_of(index, pages, page_size); };
-        for_each_chosen(run, kept, range, quota, before, put);
-        if (CLUSTER > 1) cluster_sync();  // a block that leaves takes its shared memory along
+        auto put = [&](u32 place, u32 index, u32) { chosen[place] = place_of(index, pages, page_size); };
+        for_each_chosen(source, kept, range, quota, before, put);
+        if (CLUSTER > 1) blocks.sync();  // a block that leaves takes its shared memory along
         return;
     }
     u64* entries = CLUSTER > 1 ? in_block(s.entries, 0) : s.entries;
-    for_each_chosen(run, kept, range, quota, before, [&](u32 place, int index, u32 key) { entries[place] = join(key, index); });
-    if (CLUSTER > 1) cluster_sync();
+    for_each_chosen(source, kept, range, quota, before, [&](u32 place, u32 index, u32 key) { entries[place] = join(key, index); });
+    if (CLUSTER > 1) blocks.sync();
     if (rank == 0) write_best(s.entries, min(num_scores, static_cast<int>(k)), k, pages, page_size, chosen);
 }

@@ -112,7 +112,7 @@ def test_long_rows_again_and_again(kind: str, rows: int) -> None:
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("rows", [1, 2, 5, 8, 9, 17])  # in clusters of eight, four, two and one; of two and one
+@pytest.mark.parametrize("rows", [1, 5, 8, 17])  # in clusters of eight, two and one; of one
 def test_of_rows_by_clusters(rows: int) -> None:
     scores = make_scores("sawtooth", rows, LENGTH) + torch.randint(0, 3, (rows, LENGTH))
     agree(scores, K, [max(0, LENGTH - 130 * row) for row in range(rows)])
@@ -125,8 +125,8 @@ def test_rows_that_do_not_fit_registers(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("k", [1, 2, 63, 127])
-@pytest.mark.parametrize("length", [1, 3, 64, 127, 255, 257])
+@pytest.mark.parametrize("k", [1, 63, 127])
+@pytest.mark.parametrize("length", [1, 64, 255, 257])
 @pytest.mark.parametrize("rows", [5, 20])
 def test_short_rows(rows: int, length: int, k: int) -> None:
     agree(make_scores("random", rows, length), k, [0, 1, length // 2, length - 1, length] * (rows // 5))
@@ -134,7 +134,7 @@ def test_short_rows(rows: int, length: int, k: int) -> None:
 
 def test_tiles_as_on_the_device() -> None:
     """The sizes that are meant for the device, once."""
-    for rows, length in ((1, 33000), (9, 8000), (9, 17000)):
+    for rows, length in ((1, 33000), (9, 17000)):
         scores = make_scores("random", rows, length)
         want = top_k_reference(scores, 2048, torch.full((rows,), length)).sort(dim=1).values
         assert torch.equal(run(scores, 2048, None, by_position=True), want)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from csattn.lightning.early_start import launch_options, wait_for_earlier
+from csattn.lightning.early_kernels import launch_options, wait_for_earlier
 from csattn.lightning.quantise import FP8_LEAST_AMAX, FP8_MAX
 
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from csattn.errors import ArrayError
-from csattn.lightning.early_start import launch_options, wait_for_earlier
+from csattn.lightning.early_kernels import launch_options, wait_for_earlier
 
 ENOUGH_PROGRAMS = 4096  # more tiles than that are shared out among as many programs
 TILE_KEYS = 128

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from csattn.errors import ArrayError
-from csattn.lightning.early_start import launch_options, wait_for_earlier
+from csattn.lightning.early_kernels import launch_options, wait_for_earlier
 
 LOG2_E = log2(np.e)
 MAX_SPLITS = 64

@@ -1,6 +1,6 @@
 """The exact k best of every row of scores, in the order of `order`, on any device.
 
-On a GPU one launch reads every score once (`topk.cu`). Elsewhere, and for a larger k than that takes, torch selects
+On a GPU it is one launch (`topk_device`). Elsewhere, and for a larger k than that takes, torch selects
 among 64-bit keys: all keys differ, so that too has one result only.
 """
 

@@ -13,7 +13,9 @@ __device__ __forceinline__ u32 order_of(float score) {
 }
 
 // An entry compares as its score is chosen; of equal scores the lower index first.
-__device__ __forceinline__ u64 join(u32 order, u32 index) { return static_cast<u64>(order) << 32 | (0xffffffffu - index); }
+__device__ __forceinline__ u64 join(u32 order, u32 index) {
+    return static_cast<u64>(order) << 32 | (0xffffffffu - index);
+}
 __device__ __forceinline__ u64 entry_of(float score, u32 index) { return join(order_of(score), index); }
 __device__ __forceinline__ u32 index_of(u64 entry) { return 0xffffffffu - static_cast<u32>(entry); }
 

@@ -1,4 +1,8 @@
-"""The exact k best of every row on a CUDA device: one launch, which reads every score once."""
+"""The exact k best of every row on a CUDA device, in one launch.
+
+A few rows, or short ones, are kept in registers while the k-th best is found digit by digit (`topk_digits.cu`). Of many
+long ones each score is read once, and what may be among the best is kept (`topk.cu`).
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +25,7 @@ OTHER_SHARED_BYTES = 2 * 2048 * 4 + 1024  # of a block, besides its entries
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
-    """What a block is like."""
+    """What a block is like that reads each score once."""
 
     threads: int
     vectors: int  # of four scores, that a thread has of a tile
@@ -92,10 +96,11 @@ def select_on_device(
 
 def _choose_blocks(rows: int, length: int, num_sms: int) -> tuple[BlockShape | DigitShape, int]:
     """Blocks, and how many for a row."""
+    if length <= SHORT_ROWS.num_kept:
+        return SHORT_ROWS, 1
     if 2 * rows > num_sms:  # each multiprocessor has a row or two
-        short = next((shape for shape in (SHORT_ROWS, FEW_ROWS) if length <= shape.num_kept), None)
-        if short is not None:
-            return short, 1
+        if length <= FEW_ROWS.num_kept:
+            return FEW_ROWS, 1
         return MANY_ROWS, 2 if rows <= num_sms and length >= 4 * MANY_ROWS.tile_len else 1
     cluster = 1
     while (

@@ -3,11 +3,12 @@
 // A cluster of CLUSTER blocks has a row, each warp of it a run of neighbouring scores. A lane keeps its first ones in
 // registers, 4 * VECTORS of them, and reads what is beyond that again whenever it is asked for it. In each round the
 // blocks count the scores in question by their next 11 bits, add up their counts, and go on with those whose bits are
-// those of the k-th best. At the end what is above the last range is chosen, and what is in it as far as room is left, the
-// lowest index first. Nothing is ever set aside, so nothing can overflow, whatever the scores.
+// those of the k-th best. At the end what is above the last range is chosen, and what is in it as far as room is left,
+// the lowest index first. Nothing has to be set aside, so nothing can overflow, whatever the scores.
 //
-// Of long rows only the best of every 16 scores of a lane are counted at first: the k-th best of those is not better than
-// the k-th best of all, and what is worse than it is not looked at again. A warp lists the rest, if it is not too much.
+// Of long rows only the best of every 16 scores of a lane are counted at first: the k-th best of those is not better
+// than the k-th best of all, and what is worse than it is not looked at again. A warp lists the rest if there is room;
+// if not, it goes on with all.
 //
 // Compiled for THREADS, CLUSTER, VECTORS (of four scores), BLOCKS_PER_SM, BY_POSITION, MAX_K.
 
@@ -72,12 +73,14 @@ __device__ __forceinline__ void count_key(Shared& s, const Range& range, u32 key
 }
 
 __device__ __forceinline__ Counts count_four(uint4 keys, const Range& range) {
-    return {static_cast<u32>(range.is_below(keys.x)) + range.is_below(keys.y) + range.is_below(keys.z) + range.is_below(keys.w),
-            static_cast<u32>(range.holds(keys.x)) + range.holds(keys.y) + range.holds(keys.z) + range.holds(keys.w)};
+    auto above = [&](u32 key) { return static_cast<u32>(range.is_below(key)); };
+    auto inside = [&](u32 key) { return static_cast<u32>(range.holds(key)); };
+    return {above(keys.x) + above(keys.y) + above(keys.z) + above(keys.w),
+            inside(keys.x) + inside(keys.y) + inside(keys.z) + inside(keys.w)};
 }
 
 // A range that the k best scores of the row lie in: from about the k-th best of those that are counted, to the best.
-__device__ Range find_floor(Shared& s, const Source& source, const uint4 (&kept)[VECTORS], u32 k, Blocks& blocks) {
+__device__ Range find_floor(Shared& s, const Source& source, const Kept& kept, u32 k, Blocks& blocks) {
     const Range range = all_keys();
     const Run& run = source.run;
     u32 best = 0, top = 0;
@@ -95,7 +98,7 @@ __device__ Range find_floor(Shared& s, const Source& source, const uint4 (&kept)
 }
 
 // Lists what is in the range, and makes that the source, if there is room.
-__device__ __forceinline__ void list_inside(Shared& s, Source& source, const uint4 (&kept)[VECTORS], const Range& range) {
+__device__ __forceinline__ void list_inside(Shared& s, Source& source, const Kept& kept, const Range& range) {
     u64* list = s.lists[threadIdx.x / 32];
     int number = 0;
     for_each(source, kept, [&](int, uint4 keys, uint4 indices) {
@@ -116,11 +119,12 @@ __device__ __forceinline__ void list_inside(Shared& s, Source& source, const uin
 }
 
 // The range that the k-th best score lies in, the smaller the better, and how many of it are among the k best.
-__device__ Range find_range(Shared& s, const Source& source, const uint4 (&kept)[VECTORS], Range range, u32 k, Blocks& blocks,
+__device__ Range find_range(Shared& s, const Source& source, const Kept& kept, Range range, u32 k, Blocks& blocks,
                             u32& quota, u32& inside) {
     for (quota = k;;) {
         for_each(source, kept, [&](int, uint4 keys, uint4) {
-            count_key(s, range, keys.x), count_key(s, range, keys.y), count_key(s, range, keys.z), count_key(s, range, keys.w);
+            count_key(s, range, keys.x), count_key(s, range, keys.y);
+            count_key(s, range, keys.z), count_key(s, range, keys.w);
         });
         const Boundary boundary = find_digit(s, quota, blocks);
         quota -= boundary.above, inside = boundary.inside;
@@ -137,7 +141,7 @@ __device__ void gather_few(Shared& s, const Range& range, uint4 keys, uint4 indi
 }
 
 // How many scores before the warp's run lie above the range, and in it. What is in it is gathered, if it is few.
-__device__ Counts count_before(Shared& s, const Source& source, const uint4 (&kept)[VECTORS], const Range& range, bool is_few,
+__device__ Counts count_before(Shared& s, const Source& source, const Kept& kept, const Range& range, bool is_few,
                                Blocks& blocks) {
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     Counts mine{0, 0};
@@ -190,7 +194,7 @@ __device__ void narrow(const Shared& s, const Run& run, Range& range, u32& quota
 
 // Calls put(place, index, key) for all that is chosen: places count up with the index.
 template <class Put>
-__device__ __forceinline__ void for_each_chosen(const Source& source, const uint4 (&kept)[VECTORS], const Range& range,
+__device__ __forceinline__ void for_each_chosen(const Source& source, const Kept& kept, const Range& range,
                                                 u32 quota, Counts before, const Put& put) {
     for_each(source, kept, [&](int, uint4 keys, uint4 indices) {
         const Counts four = count_four(keys, range);
@@ -240,7 +244,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const int first = min((rank * WARPS + static_cast<int>(threadIdx.x) / 32) * run_len, num_scores);
     const bool aligned = row_stride % 4 == 0 && reinterpret_cast<u64>(scores) % 16 == 0;
     Source source{{scores, first, min(first + run_len, num_scores), aligned}, nullptr, -1};
-    uint4 kept[VECTORS];
+    Kept kept;
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) kept[v] = source.run.load(v);
     u32 quota = num_scores, inside = num_scores;
@@ -262,7 +266,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         return;
     }
     u64* entries = CLUSTER > 1 ? in_block(s.entries, 0) : s.entries;
-    for_each_chosen(source, kept, range, quota, before, [&](u32 place, u32 index, u32 key) { entries[place] = join(key, index); });
+    auto put = [&](u32 place, u32 index, u32 key) { entries[place] = join(key, index); };
+    for_each_chosen(source, kept, range, quota, before, put);
     if (CLUSTER > 1) blocks.sync();
     if (rank == 0) write_best(s.entries, min(num_scores, static_cast<int>(k)), k, pages, page_size, chosen);
 }

@@ -1,8 +1,10 @@
-// The scores of a row as a warp goes through them, again and again. Compiled for VECTORS, of four scores, that a lane keeps.
+// The scores of a row as a warp goes through them, again and again.
+// Compiled for VECTORS (of four scores) that a lane keeps.
 
 constexpr int VECTOR_SCORES = 128;  // of a warp
 constexpr int AT_ONCE = 4;          // vectors that a lane reads at once, of those it does not keep
 constexpr int LIST_LEN = 128;       // of a warp
+using Kept = uint4[VECTORS];        // the keys of a lane's first scores
 
 // Keys from low to low + width, in bins of 2 ** shift.
 struct Range {
@@ -52,12 +54,14 @@ struct Source {
 
 // Calls use(vector, keys, indices) for all vectors of the source, in order; whole warps do.
 template <class Use>
-__device__ __forceinline__ void for_each(const Source& source, const uint4 (&kept)[VECTORS], const Use& use) {
+__device__ __forceinline__ void for_each(const Source& source, const Kept& kept, const Use& use) {
     const int lane = threadIdx.x % 32;
     for (int first = 0; first < source.list_len; first += VECTOR_SCORES) {
-        auto entry = [&](int i) { return first + lane * 4 + i < source.list_len ? source.list[first + lane * 4 + i] : 0; };
+        const int at = first + lane * 4;
+        auto entry = [&](int i) { return at + i < source.list_len ? source.list[at + i] : 0; };
         const u64 a = entry(0), b = entry(1), c = entry(2), d = entry(3);
-        use(0, make_uint4(a >> 32, b >> 32, c >> 32, d >> 32), make_uint4(index_of(a), index_of(b), index_of(c), index_of(d)));
+        const uint4 indices = make_uint4(index_of(a), index_of(b), index_of(c), index_of(d));
+        use(0, make_uint4(a >> 32, b >> 32, c >> 32, d >> 32), indices);
     }
     if (source.list_len >= 0) return;
     const Run& run = source.run;

@@ -176,8 +176,8 @@ def test_clusters_fill_the_device_and_no_more() -> None:
     chosen = [topk_device._choose_blocks(rows, 131072, 132) for rows in (1, 12, 13, 29, 30, 66, 67, 132, 133, 2048)]
     assert [cluster for _, cluster in chosen] == [8, 8, 4, 4, 2, 2, 2, 2, 1, 1]
     assert [shape == FEW_ROWS for shape, _ in chosen] == [True] * 6 + [False] * 4
-    lengths = [topk_device._choose_blocks(1, length, 132) for length in (100, 16383, 16384, 32768, 65536)]
-    assert lengths == [(FEW_ROWS, 1), (FEW_ROWS, 1), (FEW_ROWS, 2), (FEW_ROWS, 4), (FEW_ROWS, 8)]
+    lengths = [topk_device._choose_blocks(1, length, 132) for length in (8192, 8193, 16384, 32768, 65536)]
+    assert lengths == [(SHORT_ROWS, 1), (FEW_ROWS, 1), (FEW_ROWS, 2), (FEW_ROWS, 4), (FEW_ROWS, 8)]
     assert [topk_device._choose_blocks(1024, n, 132)[0] for n in (8192, 8193)] == [SHORT_ROWS, FEW_ROWS]
     assert MANY_ROWS.capacity - MANY_ROWS.tile_len > topk_device.MAX_K
     assert MANY_ROWS.per_sm * (MANY_ROWS.shared_bytes + 1024) <= 228 << 10, "blocks share a multiprocessor's memory"

@@ -28,7 +28,8 @@ from csattn.lightning.score import Operands
 from csattn.lightning.score_device import Scorer
 from csattn.lightning.topk_device import OTHER_SHARED_BYTES
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("intrinsics.cu", "topk_common.cu", "topk_entries.cu", "contenders.cu"))
+PARTS = ("intrinsics.cu", "topk_common.cu", "topk_entries.cu", "contenders.cu")
+SOURCES = tuple(Path(__file__).with_name(name) for name in PARTS)
 THREADS = 256  # of a block that selects, at least
 MAX_CAPACITY = 24576  # entries in shared memory
 _LEAST_STEP = 8

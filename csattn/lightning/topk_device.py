@@ -11,10 +11,9 @@ from torch import Tensor
 
 from csattn.cuda import CudaKernel, cuda_kernel, num_multiprocessors
 
-ENTRY_SOURCES = tuple(Path(__file__).with_name(name) for name in ("intrinsics.cu", "topk_common.cu", "topk_entries.cu"))
-SOURCES = (*ENTRY_SOURCES, Path(__file__).with_name("topk.cu"))
-DIGIT_PARTS = ("intrinsics.cu", "topk_common.cu", "topk_source.cu", "topk_digits.cu")
-DIGIT_SOURCES = tuple(Path(__file__).with_name(name) for name in DIGIT_PARTS)
+HERE = Path(__file__).parent
+TILE_SOURCES = tuple(HERE / name for name in ("intrinsics.cu", "topk_common.cu", "topk_entries.cu", "topk.cu"))
+DIGIT_SOURCES = tuple(HERE / name for name in ("intrinsics.cu", "topk_common.cu", "topk_source.cu", "topk_digits.cu"))
 MAX_K = 2048
 MAX_CLUSTER = 8  # blocks that work on one row; more are not portable
 # Of the multiprocessors, those that clusters can have at the same time: they do not reach from one cluster of
@@ -126,7 +125,7 @@ def _kernel(shape: BlockShape | DigitShape, cluster: int, by_position: bool) -> 
             DIGIT_SOURCES, "select_by_digits", defines, shape.shared_bytes(by_position), early_start=True
         )
     defines |= {"CAPACITY": shape.capacity}
-    return cuda_kernel(SOURCES, "select_top_k", defines, shape.shared_bytes, early_start=True)
+    return cuda_kernel(TILE_SOURCES, "select_top_k", defines, shape.shared_bytes, early_start=True)
 
 
 def _address(array: Tensor | None) -> Tensor | int:

@@ -8,7 +8,8 @@ struct Cut {
     u32 above_before, equal_before;  // keys in earlier parts
 };
 
-__device__ Cut find_cut(const Choice& choice, u32 quota) {
+__device__ Cut find_cut(const Choice& choice) {
+    const u32 quota = choice.quota, least = choice.least;  // loaded together with the counts
     __shared__ u32 in_all[LEVELS + 1], before[LEVELS + 1];
     const u32 num_parts = gridDim.x, lane = threadIdx.x % 32;
     for (int level = threadIdx.x / 32; level <= LEVELS; level += WARPS) {
@@ -32,7 +33,7 @@ __device__ Cut find_cut(const Choice& choice, u32 quota) {
         cut.quota -= in_all[level];
         cut.above_before += before[level];
     }
-    cut.worth = choice.least + level;
+    cut.worth = least + level;
     cut.equal_before = before[level];
     return cut;
 }
@@ -99,8 +100,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) write_sums(
     int* chosen = kv_indices + slot * max_top_k;
     for (long long i = wanted + blockIdx.x * THREADS + threadIdx.x; i < max_top_k; i += gridDim.x * THREADS) chosen[i] = -1;
     if (blockIdx.x == 0 && threadIdx.x == 0) valid_len[slot] = wanted;
-    if (wanted == 0 || choice.quota == ALONE) return;
-    const Cut cut = find_cut(choice, choice.quota);
+    if (wanted == 0) return;
+    const Cut cut = find_cut(choice);
+    if (choice.quota == ALONE) return;
     u32 above = cut.above_before, equal = cut.equal_before;  // so far
     for (int first = 0; first * SUM_KEYS < part.num_keys; first += LOADS * THREADS) {
         if (first > 0) loaded.load(of_part, first, part.num_keys / SUM_KEYS);

@@ -62,7 +62,7 @@ class SampledSteps:
         self._far = torch.zeros(*heads, shape.head_dim + 2, dtype=torch.float32, device=device)
         self._arrived = torch.cuda.Event() if on_gpu else None
         group = shape.num_kv_heads, shape.num_q_heads // shape.num_kv_heads, shape.head_dim
-        self.search = SampledAttention(
+        self._search = SampledAttention(
             group, shape.max_context_len, middle, shape.softmax_scale, num_bits, num_tables, team.num_threads
         )
         self._layers: dict[int, list[HashedLayer]] = {}
@@ -112,11 +112,11 @@ class SampledSteps:
     def end_step(self, rows: StepRows) -> None: ...
 
     def _attend_to_sampled(self, row: int, layer: HashedLayer) -> None:
-        told: Any = self.search.told
+        told: Any = self._search.told
         told["q"], told["codes"], told["out"] = (x[row].numpy() for x in (self._q, self._codes, self._out))
         told["kv"], told["rows"], told["starts"] = layer.kv, layer.rows, layer.starts
         told["key_mean"], told["norms"] = layer.key_mean, layer.norms
-        self._team.run(self.search.tape)
+        self._team.run(self._search.tape)
         self.num_sampled += int(told["num_sampled"].sum())
 
     def _send(self, q: Tensor) -> None:

@@ -65,8 +65,7 @@ def dsa_sparse_attention(
     A token without rows gets 0 and -inf.
     """
     ckv, kpe = flat_rows("ckv_cache", ckv_cache), flat_rows("kpe_cache", kpe_cache)
-    out, lse = sparse_mla(q_nope, q_pe, ckv, kpe, sparse_indices, sm_scale)
-    return out, lse * LOG2_E
+    return sparse_mla(q_nope, q_pe, ckv, kpe, sparse_indices, sm_scale, lse_unit=LOG2_E)
 
 
 def flat_rows(name: str, cache: Tensor) -> Tensor:

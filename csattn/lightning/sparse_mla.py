@@ -27,6 +27,7 @@ def sparse_mla(
     attn_sink: Tensor | None = None,  # [num_heads] float32, a logit that takes its share of each head's softmax
     out: Tensor | None = None,  # like q_nope
     lse: Tensor | None = None,  # [num_queries, num_heads] float32
+    lse_unit: float = 1.0,  # what lse is multiplied by: log2(e) for base 2
 ) -> tuple[Tensor, Tensor]:
     """Output like q_nope, and the log-sum-exp [num_queries, num_heads] float32 (natural, without the sink).
 
@@ -43,9 +44,12 @@ def sparse_mla(
     if q_nope.device.type == "cuda":
         from csattn.lightning.sparse_mla_kernels import attend_on_device  # Triton is only where a GPU is
 
-        attend = attend_many if takes(q_nope, q_pe, ckv, kpe) else attend_on_device
-        attend(q_nope, q_pe, ckv, kpe, indices, softmax_scale, attn_sink, out, lse)
-        return out, lse
+        arguments = q_nope, q_pe, ckv, kpe, indices, softmax_scale, attn_sink, out, lse
+        if not takes(q_nope, q_pe, ckv, kpe):
+            attend_on_device(*arguments, lse_unit=lse_unit)
+            return out, lse
+        attend_many(*arguments)
+        return out, lse.mul_(lse_unit) if lse_unit != 1 else lse
     step = max(1, CHUNK_BYTES // max(1, 8 * indices.shape[1] * q_nope.shape[2]))
     for first in range(0, len(q_nope), step):
         some = slice(first, first + step)
@@ -53,7 +57,7 @@ def sparse_mla(
         out[some], lse[some] = sparse_mla_by_definition(
             q_nope[some], of_pe, ckv, kpe, indices[some], softmax_scale, attn_sink
         )
-    return out, lse
+    return out, lse.mul_(lse_unit)
 
 
 def sparse_mla_by_definition(

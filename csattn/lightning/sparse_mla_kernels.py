@@ -65,6 +65,7 @@ def attend_on_device(
     out: Tensor,
     lse: Tensor,
     shape: AttendShape | None = None,
+    lse_unit: float = 1.0,
 ) -> None:
     """Enqueue on torch's current stream."""
     num_queries, num_heads, latent_dim = q_nope.shape
@@ -74,11 +75,11 @@ def attend_on_device(
     shape = AttendShape.choose(num_queries, num_heads, indices.shape[1]) if shape is None else shape
     splits, device = shape.num_splits, q_nope.device
     if splits == 1:
-        _launch_attend(q_nope, q_pe, ckv, kpe, indices, softmax_scale, attn_sink, out, lse, shape)
+        _launch_attend(q_nope, q_pe, ckv, kpe, indices, softmax_scale, attn_sink, out, lse, shape, lse_unit)
         return
     parts = torch.empty(num_queries, splits, num_heads, latent_dim, dtype=torch.float32, device=device)
     part_lse = torch.empty(num_queries, splits, num_heads, dtype=torch.float32, device=device)
-    _launch_attend(q_nope, q_pe, ckv, kpe, indices, softmax_scale, None, parts, part_lse, shape)
+    _launch_attend(q_nope, q_pe, ckv, kpe, indices, softmax_scale, None, parts, part_lse, shape, lse_unit)
     _merge_kernel[(num_heads, latent_dim // min(latent_dim, MERGED_CHANNELS), num_queries)](
         parts,
         part_lse,
@@ -87,6 +88,7 @@ def attend_on_device(
         lse,
         splits,
         num_heads,
+        lse_unit / LOG2_E,
         LATENT_DIM=latent_dim,
         HAS_SINK=attn_sink is not None,
         BLOCK_SPLITS=triton.next_power_of_2(splits),
@@ -107,6 +109,7 @@ def _launch_attend(
     parts: Tensor,
     part_lse: Tensor,
     shape: AttendShape,
+    lse_unit: float,
 ) -> None:
     num_queries, num_heads, latent_dim = q_nope.shape
     top_k = indices.shape[1]
@@ -128,6 +131,7 @@ def _launch_attend(
         top_k,
         split_len,
         softmax_scale * LOG2_E,
+        lse_unit / LOG2_E,
         LATENT_DIM=latent_dim,
         ROPE_DIM=0 if q_pe is None else q_pe.shape[2],
         HAS_SINK=attn_sink is not None,
@@ -156,7 +160,7 @@ def _attend_kernel(
     indices,  # [num_queries, top_k]
     attn_sink,  # [num_heads]
     parts,  # [num_queries, num_splits, num_heads, LATENT_DIM], written
-    part_lse,  # [num_queries, num_splits, num_heads], written: natural if there is one split, else base 2
+    part_lse,  # [num_queries, num_splits, num_heads], written: as wanted if there is one split, else base 2
     ckv_stride,
     kpe_stride,
     num_rows,
@@ -164,6 +168,7 @@ def _attend_kernel(
     top_k,
     split_len,
     scale,  # softmax_scale * log2(e)
+    lse_scale,  # from base 2 to what is wanted
     LATENT_DIM: tl.constexpr,
     ROPE_DIM: tl.constexpr,
     HAS_SINK: tl.constexpr,
@@ -224,7 +229,7 @@ def _attend_kernel(
     places = parts + of_part[:, None] * LATENT_DIM + latent[None, :]
     tl.store(places, acc.to(parts.dtype.element_ty), mask=is_head[:, None])
     if tl.num_programs(0) == 1:
-        lse = lse * 0.6931471805599453
+        lse = lse * lse_scale
     tl.store(part_lse + of_part, lse, mask=is_head)
 
 
@@ -234,9 +239,10 @@ def _merge_kernel(
     part_lse,  # [num_queries, num_splits, num_heads], base 2
     attn_sink,  # [num_heads]
     out,  # [num_queries, num_heads, LATENT_DIM], written
-    lse_out,  # [num_queries, num_heads], written, natural
+    lse_out,  # [num_queries, num_heads], written
     num_splits,
     num_heads,
+    lse_scale,  # from base 2 to what is wanted
     LATENT_DIM: tl.constexpr,
     HAS_SINK: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
@@ -265,4 +271,4 @@ def _merge_kernel(
     at = query * num_heads + head
     tl.store(out + at * LATENT_DIM + channel, result.to(out.dtype.element_ty))
     if tl.program_id(1) == 0:
-        tl.store(lse_out + at, merged * 0.6931471805599453)
+        tl.store(lse_out + at, merged * lse_scale)

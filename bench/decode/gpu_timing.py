@@ -43,13 +43,16 @@ def time_graph(
     return time_replays(graph.replay, len(calls), seconds, least)
 
 
-def capture(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
+def capture(
+    calls: Sequence[Callable[[], object]],
+    warm_up: Sequence[Callable[[], object]] = (),  # what runs them outside of the graph; they by themselves unless said
+) -> torch.cuda.CUDAGraph:
     """One graph of all calls, after they have run outside of it."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(WARM_UP_RUNS):
-            for call in calls:
+            for call in warm_up or calls:
                 call()
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()

@@ -148,12 +148,18 @@ def attention_only(attention: StepAttention, rows: StepRows, q: Tensor) -> Calla
     num_layers = attention.tails.shape[0]
     out = torch.empty_like(q)
 
-    def step() -> None:
-        attention.begin_step(rows)
+    def attend_layers() -> None:
         for layer_idx in range(num_layers):
             if attention.lookahead and layer_idx + 1 < num_layers:
                 attention.look_ahead(layer_idx + 1, q, rows)
             attention.attend(layer_idx, q, rows, out)
+
+    def step(attend: Callable[[], None] = attend_layers) -> None:
+        attention.begin_step(rows)
+        attend()
         attention.end_step(rows)
 
-    return capture([step]).replay if attention.in_graph else step
+    if not attention.in_graph:
+        return step
+    graph = capture([attend_layers], warm_up=[step])
+    return lambda: step(graph.replay)

@@ -4,6 +4,7 @@
 `SearchPool` shares the same work out among threads, at once or from `start` to `finish`. Scratch memory is kept.
 """
 
+from csattn.search.in_turn import SearchSeries, make_series
 from csattn.search.pool import SearchPool
 from csattn.search.run import LayerSearch, search, search_tokens
 from csattn.search.workspace import SearchWorkspace, TokenSelections, empty_selection
@@ -11,9 +12,11 @@ from csattn.search.workspace import SearchWorkspace, TokenSelections, empty_sele
 __all__ = [
     "LayerSearch",
     "SearchPool",
+    "SearchSeries",
     "SearchWorkspace",
     "TokenSelections",
     "empty_selection",
+    "make_series",
     "search",
     "search_tokens",
 ]

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from csattn.index import LayerIndex
+from csattn.search.in_turn import DONE, UNSOUND, SearchSeries, run_series
 from csattn.search.run import LayerSearch, one_token
 from csattn.search.waiting import CLOSED, OPENED, STOPPED
 from csattn.search.work import CONTROL_WORDS, FAILED, finish, serve
@@ -21,7 +22,7 @@ from csattn.table.tail import Tail
 SMALL_WORK_KEYS = 1 << 17  # scored keys, over all query rows: nobody is woken for some tens of microseconds of work
 SPIN_MS = 1.0  # how long threads look for the next search without a rest
 NAP_MS = 50.0  # how long they look every now and then, before they sleep
-NUM_SLOTS = 3  # jobs under way: one being scored, one being copied, one being chosen from
+NUM_SLOTS = 8  # jobs under way: one thread chooses, which takes as long as all take to score and copy several more
 
 
 class SearchPool:
@@ -80,6 +81,27 @@ class SearchPool:
                 self._num_open = self._begin(search, done)
         finally:
             self._release()
+
+    def run_series(self, series: SearchSeries, since: int, give_up: NDArray[np.int64]) -> bool:
+        """Run searches as their queries come; False if the word `give_up` [1] was set before the last query came.
+
+        since: what the flags of the series count from.
+        """
+        self._after_fork()
+        me = threading.get_ident()
+        assert self._user != me, "this thread has started a search already; finish it first"
+        with self._lock:
+            crew, workspace = self._crew, self._crew.workspace
+            crew.require_sound()
+            crew.hire(self.num_threads, self._cpus)
+            series.make_room(workspace)
+            crew.wake()
+            words = workspace.calls, workspace.progress, workspace.control
+            of_searches = series.calls, series.num_jobs, series.query_flags, series.choice_flags
+            why, self._number = run_series(*words, *of_searches, since, give_up, self._number)
+            if why == UNSOUND:
+                crew.require_sound()
+            return bool(why == DONE)
 
     def search(
         self,
@@ -186,7 +208,7 @@ class _Crew:
         self.search: LayerSearch | None = None  # that is under way: its arrays must live
         self.threads: list[threading.Thread] = []
         self._awake = threading.Condition()
-        self._sleepers = 0
+        self._sleepers, self._calls_to_work = 0, 0
         self._pid = os.getpid()
         self._cause: BaseException | None = None
 
@@ -210,9 +232,10 @@ class _Crew:
             self.threads.append(thread)
 
     def wake(self) -> None:
-        """To be called after a search has begun: a thread that is about to sleep sees either."""
+        """To be called after a search has begun, which a thread that is about to sleep sees, or when one is near."""
         if self._sleepers:
             with self._awake:
+                self._calls_to_work += 1
                 self._awake.notify_all()
 
     def dismiss(self) -> None:
@@ -244,10 +267,11 @@ class _Crew:
             self.workspace.control[FAILED] = 1
 
     def _sleep(self, last_number: int) -> None:
-        """Until there is a search that this thread has not seen, or the pool is closed."""
+        """Until there is a search that this thread has not seen, or will be one, or the pool is closed."""
         control = self.workspace.control
         with self._awake:
             self._sleepers += 1
-            while not control[STOPPED] and control[OPENED] in (0, last_number):
+            heard = self._calls_to_work
+            while not control[STOPPED] and control[OPENED] in (0, last_number) and self._calls_to_work == heard:
                 self._awake.wait()
             self._sleepers -= 1

@@ -76,14 +76,21 @@ class LayerSearch:
 
     def begin_in(self, workspace: SearchWorkspace, first_job: int, number: int = 1) -> int:
         """Open jobs from first_job on to the kernels that use this workspace; return how many."""
-        tail_rows = 0
         if self.tail is not None:
-            tail_rows = self.tail.num_rows
-            self._describe_tail(tail_rows)
-        workspace.prepare(*self._shape, self.index.context_len + tail_rows)
+            self._describe_tail(self.tail.num_rows)
+        self.make_room(workspace)
         num_jobs = min(MAX_JOBS, self.num_jobs - first_job)
         begin(workspace.calls, self._calls, workspace.progress, workspace.control, first_job, num_jobs, number)
         return num_jobs
+
+    def make_room(self, workspace: SearchWorkspace) -> None:
+        tail_rows = self.tail.num_rows if self.tail is not None else 0
+        workspace.prepare(*self._shape, self.index.context_len + tail_rows)
+
+    @property
+    def calls_address(self) -> int:
+        """Where `begin` finds what kernels have to call; it stays there."""
+        return int(self._calls.ctypes.data)
 
     def run(self, workspace: SearchWorkspace) -> None:
         """Search in the calling thread."""

@@ -1,81 +1,85 @@
 """Attention of whole steps with the search on the CPU: placement `host`. The device holds no index at all."""
 
 from collections.abc import Sequence
-from typing import Any
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
+from functools import partial
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from csattn.batch import DeviceSelection, StepRows
 from csattn.index import LayerIndex
-from csattn.search import SearchPool
-from csattn.search.run import LayerSearch
-from csattn.search.workspace import TokenSelections
+from csattn.search import LayerSearch, SearchPool, SearchSeries, TokenSelections, make_series
+from offload.step_mail import RowMail, SelectionMail, StepClock
 from workers.engine.batch_plan import plan_batches
+from workers.engine.beside import Beside
 from workers.engine.far_rows import CachedRows
 from workers.engine.resident import ResidentRows
 from workers.engine.shape import EngineShape
 
+PATIENCE_S = 1.0  # how often the device is asked whether it has failed, while the host waits for a step's queries
+
 
 class SearchOnHost:
-    """`StepAttention` that runs on the host between graphs: queries go down, selections come up, one copy each.
+    """`StepAttention` whose steps are one graph, in which kernels post queries and wait for what the CPU has chosen.
 
-    With `lookahead`, the CPU searches for a layer while the device computes the layer before it.
+    Beside the graph a thread of the host runs the step's searches, each as soon as its query has arrived. With
+    `lookahead`, the CPU searches for a layer while the device computes the layer before it.
     """
 
-    in_graph = False
+    in_graph = True
 
     def __init__(self, shape: EngineShape, far: CachedRows, pool: SearchPool, device: torch.device) -> None:
         self.shape, self.far = shape, far
         self.lookahead = bool(shape.search.lookahead)
         self.tails = shape.make_tails(device)
-        self._pool = pool
+        self._pool, self._device = pool, device
         self._resident = ResidentRows(shape, device)
         self._plans = plan_batches(shape, device)
-        self._mail = {size: (_Mail(shape, size, device), _Mail(shape, size, device)) for size in self._plans}
-        self._indexes: dict[int, list[LayerIndex]] = {}
-        self._searches: dict[tuple[int, int, int, int], LayerSearch] = {}  # by batch size, layer, row and context
-        self._contexts: list[int] = []  # of the rows of this step
-        self._waiting: list[LayerSearch] = []  # of the layer at hand; the pool runs one search at a time
+        self._clock = StepClock(shape.num_layers + 1, device)
+        self._mail = {size: _StepMail(shape, size, device) for size in self._plans}
+        self._beside = Beside("step-searches")
+        self._searching: Future[None] | None = None  # for the step at hand
+        self._give_up = np.zeros(1, np.int64)  # 1: its queries will not come
 
     def __repr__(self) -> str:
-        return f"<SearchOnHost {len(self._indexes)}/{self.shape.num_contexts} contexts, {self._pool!r}, {self.far!r}>"
+        return f"<SearchOnHost {self._pool!r}, {self.far!r}>"
 
     def load(self, context_id: int, kv: Sequence[Tensor], index: Sequence[LayerIndex]) -> None:
         """Give a place to a context whose rows `far` has. No step may be in flight."""
         self.shape.require_context(kv)
         self._resident.load(context_id, kv)
-        self._indexes[context_id] = list(index)
-        self._searches = {key: search for key, search in self._searches.items() if key[-1] != context_id}
+        for mail in self._mail.values():
+            mail.load(context_id, index)
 
     def unload(self, context_id: int) -> None:
         """Forget a context. No step may be in flight."""
-        del self._indexes[context_id]
-        self._searches = {key: search for key, search in self._searches.items() if key[-1] != context_id}
+        for mail in self._mail.values():
+            mail.unload(context_id)
 
     def chosen(self, layer_idx: int, rows: StepRows) -> DeviceSelection:
         """What the step has selected in that layer, until it searches for the layer after the next."""
         return self._plans[rows.batch_size].selection(layer_idx)
 
     def begin_step(self, rows: StepRows) -> None:
-        self._contexts = rows.context_ids.tolist()
+        if self._searching is not None:
+            self._abandon()  # the step before has met an error and was never ended
+        mail = self._mail[rows.batch_size]
+        self._clock.advance()
+        series = mail.series(tuple(rows.context_ids.tolist()))
+        self._searching = self._beside.start(partial(self._search, mail, series, self._clock.value(0)))
 
     def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None:
-        self._mail_of(layer_idx, rows).send(q)
+        self._mail[rows.batch_size].post(layer_idx, q, self._clock)
 
     def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
-        mail = self._mail_of(layer_idx, rows)
+        mail, plan = self._mail[rows.batch_size], self._plans[rows.batch_size]
         if not self.lookahead or layer_idx == 0:
-            mail.send(q)
-            self._start(layer_idx, mail)
-        self._finish()
-        if self.lookahead and layer_idx + 1 < self.shape.num_layers:
-            self._start(layer_idx + 1, self._mail_of(layer_idx + 1, rows))
-        plan = self._plans[rows.batch_size]
+            mail.post(layer_idx, q, self._clock)
         selection = plan.selection(layer_idx)
-        mail.deliver(selection)
+        mail.fetch(layer_idx, selection, rows, self._clock)
         plan.attention.attend(
             q,
             self._resident.source(layer_idx),
@@ -88,101 +92,106 @@ class SearchOnHost:
         )
 
     def end_step(self, rows: StepRows) -> None:
-        """Nothing is left to do."""
+        """Return when all searches of the step are done; raises what they, or the device before them, have raised."""
+        assert self._searching is not None, "no step was begun"
+        while True:
+            try:
+                self._searching.result(PATIENCE_S)
+            except NotYet:
+                self._require_sound_device()
+            else:
+                break
+        self._searching = None
 
-    def _mail_of(self, layer_idx: int, rows: StepRows) -> "_Mail":
-        return self._mail[rows.batch_size][layer_idx % 2]
+    def _search(self, mail: "_StepMail", series: SearchSeries, since: int) -> None:
+        done = False
+        try:
+            done = self._pool.run_series(series, since, self._give_up)
+        finally:
+            if not done:
+                mail.release(since + self.shape.num_layers)  # the device must not wait for what does not come
 
-    def _start(self, layer_idx: int, mail: "_Mail") -> None:
-        """Let the pool search for all rows of the step that are not idle."""
-        mail.receive()
-        for row, context_id in enumerate(self._contexts):
-            if context_id < 0:
-                mail.clear(row)
-                continue
-            key = mail.batch_size, layer_idx, row, context_id
-            if key not in self._searches:
-                self._searches[key] = self._make_search(self._indexes[context_id][layer_idx], mail, row)
-            mail.expect(row, self._searches[key].out)
-            self._waiting.append(self._searches[key])
-        self._waiting.reverse()
-        if self._waiting:
-            self._pool.start(self._waiting[-1])
+    def _require_sound_device(self) -> None:
+        """Raise if it has met an error: no query will come from it."""
+        if self._device.type == "cuda":
+            try:
+                torch.cuda.current_stream(self._device).query()
+            except RuntimeError:
+                self._abandon()
+                raise
 
-    def _finish(self) -> None:
-        """Return when all rows of the layer at hand have their selections."""
-        while self._waiting:
-            self._pool.finish()
-            self._waiting.pop()
-            if self._waiting:
-                self._pool.start(self._waiting[-1])
-
-    def _make_search(self, index: LayerIndex, mail: "_Mail", row: int) -> LayerSearch:
-        """A row's search in one layer, to be run at every step: its query and its selection have fixed places."""
-        search = self.shape.search
-        out = mail.room(row, search.top_k(index.context_len))
-        return LayerSearch(
-            mail.query(row), index, None, search.sink_len, search.window_len, self.shape.softmax_scale, out
-        )
+    def _abandon(self) -> None:
+        """End the searches of a step whose queries do not come."""
+        assert self._searching is not None
+        self._give_up[0] = 1
+        self._searching.exception()
+        self._give_up[0] = 0
+        self._searching = None
 
 
-class _Mail:
-    """Pinned memory through which one layer's queries go down and its selections come up.
+class _StepMail:
+    """What steps of one batch size and the host send each other.
 
-    Two of them serve all layers in turn. Queries of layer l + 2 are sent after selections of layer l are delivered, on
-    the same stream: once they have arrived, the selections have been read and may be written again.
+    Two mails serve all layers in turn. Queries of layer l + 2 are posted after the selections of layer l are fetched:
+    once they have arrived, the selections have been read and may be written again.
     """
 
     def __init__(self, shape: EngineShape, batch_size: int, device: torch.device) -> None:
-        self.batch_size = batch_size
-        on_gpu = device.type == "cuda"
-        heads = batch_size, shape.num_index_heads
-        queries = batch_size, shape.num_q_heads, shape.head_dim
-        self._queries = torch.zeros(queries, dtype=torch.float32, pin_memory=on_gpu)
-        self._kv_indices = torch.full((*heads, shape.max_top_k), -1, dtype=torch.int32, pin_memory=on_gpu)
-        self._valid_len = torch.zeros(heads, dtype=torch.int32, pin_memory=on_gpu)
-        self._arrived = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
-        self._narrow: list[tuple[int, TokenSelections]] = []  # rows of shorter contexts, and what is chosen for them
+        self._shape = shape
+        query = shape.num_q_heads, shape.head_dim
+        self._queries = [RowMail(batch_size, query, torch.float32, device) for _ in range(2)]
+        heads, max_top_k = shape.num_index_heads, shape.max_top_k
+        self._selections = [SelectionMail(batch_size, heads, max_top_k, device) for _ in range(2)]
+        self._indexes: dict[int, list[LayerIndex]] = {}
+        self._searches: dict[tuple[int, int, int], LayerSearch] = {}  # by layer, row and context
+        self._last: tuple[tuple[int, ...], SearchSeries] = (), make_series([], [], [])  # and the rows' contexts
 
-    def send(self, q: Tensor) -> None:
-        self._queries.copy_(q.float(), non_blocking=True)
-        if self._arrived is not None:
-            self._arrived.record()
+    def post(self, layer_idx: int, q: Tensor, clock: StepClock) -> None:
+        self._queries[layer_idx % 2].post(q.float(), clock, layer_idx + 1)
 
-    def receive(self) -> None:
-        """Wait until the queries are there."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        self._narrow.clear()
+    def fetch(self, layer_idx: int, selection: DeviceSelection, rows: StepRows, clock: StepClock) -> None:
+        mail = self._selections[layer_idx % 2]
+        mail.fetch(selection.kv_indices, selection.valid_len, rows.context_ids, clock, layer_idx + 1)
 
-    def query(self, row: int) -> NDArray[np.float32]:
-        """Where a row's query arrives, [1, num_q_heads, head_dim]."""
-        queries: NDArray[np.float32] = self._queries.numpy()[row : row + 1]
-        return queries
+    def release(self, value: int) -> None:
+        """Raise all flags of selections."""
+        for mail in self._selections:
+            mail.flags.fill_(value)
 
-    def room(self, row: int, top_k: int) -> TokenSelections:
-        """Where a row's selection may be written: memory of its own where the context is shorter than the longest."""
-        kv_indices, valid_len = self._of_row(row)
-        if top_k < kv_indices.shape[2]:
-            kv_indices = np.empty((*kv_indices.shape[:2], top_k), np.int32)
-        return TokenSelections(kv_indices, valid_len)
+    def load(self, context_id: int, index: Sequence[LayerIndex]) -> None:
+        self.unload(context_id)
+        self._indexes[context_id] = list(index)
 
-    def expect(self, row: int, out: TokenSelections) -> None:
-        """A row's selection will be in `out`, which `room` has made."""
-        if out.kv_indices.shape[2] < self._kv_indices.shape[2]:
-            self._narrow.append((row, out))
+    def unload(self, context_id: int) -> None:
+        self._indexes.pop(context_id, None)
+        self._searches = {key: search for key, search in self._searches.items() if key[-1] != context_id}
+        self._last = (), make_series([], [], [])
 
-    def clear(self, row: int) -> None:
-        self._of_row(row)[1].fill(0)
+    def series(self, contexts: tuple[int, ...]) -> SearchSeries:
+        """The searches of a step, layer by layer; contexts: of its rows, -1: idle. No step may be in flight."""
+        if self._last[0] == contexts:
+            return self._last[1]
+        searches, query_flags, choice_flags = [], [], []
+        for layer_idx in range(self._shape.num_layers):
+            queries, selections = self._queries[layer_idx % 2], self._selections[layer_idx % 2]
+            for row, context_id in enumerate(contexts):
+                if context_id >= 0:
+                    searches.append(self._search(layer_idx, row, context_id))
+                    selections.widths[row] = searches[-1].out.kv_indices.shape[2]
+                    query_flags.append((queries.flags[row].data_ptr(), layer_idx + 1))
+                    choice_flags.append((selections.flags[row].data_ptr(), layer_idx + 1))
+        self._last = contexts, make_series(searches, query_flags, choice_flags)
+        return self._last[1]
 
-    def deliver(self, selection: DeviceSelection) -> None:
-        for row, narrow in self._narrow:
-            kv_indices, _ = self._of_row(row)
-            kv_indices[:] = -1
-            kv_indices[:, :, : narrow.kv_indices.shape[2]] = narrow.kv_indices
-        selection.kv_indices.copy_(self._kv_indices, non_blocking=True)
-        selection.valid_len.copy_(self._valid_len, non_blocking=True)
-
-    def _of_row(self, row: int) -> tuple[Any, Any]:
-        """A row's kv_indices [1, num_index_heads, max_top_k] and valid_len [1, num_index_heads], as numpy arrays."""
-        return self._kv_indices.numpy()[row : row + 1], self._valid_len.numpy()[row : row + 1]
+    def _search(self, layer_idx: int, row: int, context_id: int) -> LayerSearch:
+        """A row's search in one layer, to be run at every step: its query and its selection have fixed places."""
+        key = layer_idx, row, context_id
+        if key not in self._searches:
+            index, queries = self._indexes[context_id][layer_idx], self._queries[layer_idx % 2]
+            config, selections = self._shape.search, self._selections[layer_idx % 2]
+            heads, top_k = self._shape.num_index_heads, config.top_k(index.context_len)
+            kv_indices = selections.kv_indices[row, : heads * top_k].view(1, heads, top_k).numpy()
+            out = TokenSelections(kv_indices, selections.valid_len[row : row + 1].numpy())
+            q, scale = queries.rows[row : row + 1].numpy(), self._shape.softmax_scale
+            self._searches[key] = LayerSearch(q, index, None, config.sink_len, config.window_len, scale, out)
+        return self._searches[key]

@@ -20,11 +20,12 @@ class StepAttention(Protocol):
     # K and V, after RoPE, to tails[layer_idx, tail_ids[b], :, tail_lens[b] - 1].
     tails: Tensor
     lookahead: bool  # wants the next layer's query, predicted from this layer's input
-    # True: every method only enqueues device work, and the whole step is captured as one CUDA graph.
-    # False: methods run on the host at every step; the work between two of them is one captured graph.
+    # True: `look_ahead` and `attend` only enqueue device work, and the step is captured as one CUDA graph.
+    # False: they run on the host at every step; the work between two of them is one captured graph.
     in_graph: bool
 
-    def begin_step(self, rows: StepRows) -> None: ...
+    def begin_step(self, rows: StepRows) -> None:
+        """On the host, at every step, before any of its work is enqueued."""
 
     def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None:
         """Take the predicted query of that layer, after RoPE. q: [batch_size, num_q_heads, head_dim].
@@ -39,4 +40,5 @@ class StepAttention(Protocol):
         q (after RoPE), out: [batch_size, num_q_heads, head_dim].
         """
 
-    def end_step(self, rows: StepRows) -> None: ...
+    def end_step(self, rows: StepRows) -> None:
+        """On the host, at every step, after all of its work has been enqueued."""

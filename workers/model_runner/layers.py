@@ -21,7 +21,7 @@ class Call:
     """A piece of a step."""
 
     run: Callable[[], None]
-    of_attention: bool = False
+    on_host: bool = False  # at every step; other calls only enqueue work on the device
 
 
 class StepLayers:
@@ -62,18 +62,18 @@ class StepLayers:
 
     def calls(self) -> Iterator[Call]:
         """The step, from token ids to logits."""
-        num_layers = len(self._weights.layers)
-        yield Call(partial(self._attention.begin_step, self._rows), of_attention=True)
+        num_layers, attends_on_host = len(self._weights.layers), not self._attention.in_graph
+        yield Call(partial(self._attention.begin_step, self._rows), on_host=True)
         yield Call(self._begin)
         for layer_idx in range(num_layers):
             if self._attention.lookahead and layer_idx + 1 < num_layers:
                 yield Call(partial(self._predict, layer_idx + 1))
-                yield Call(partial(self._look_ahead, layer_idx + 1), of_attention=True)
+                yield Call(partial(self._look_ahead, layer_idx + 1), attends_on_host)
             yield Call(partial(self._project, layer_idx))
-            yield Call(partial(self._attend, layer_idx), of_attention=True)
+            yield Call(partial(self._attend, layer_idx), attends_on_host)
             yield Call(partial(self._finish_layer, layer_idx))
         yield Call(self._finish)
-        yield Call(partial(self._attention.end_step, self._rows), of_attention=True)
+        yield Call(partial(self._attention.end_step, self._rows), on_host=True)
 
     def _begin(self) -> None:
         weights = self._weights

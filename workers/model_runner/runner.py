@@ -60,12 +60,12 @@ class ModelRunner:
             }
             if weights.device.type == "cuda" and use_graphs:
                 with _no_collection():
-                    self._capture(attention.in_graph)
+                    self._capture()
 
-    def _capture(self, attention_too: bool) -> None:
+    def _capture(self) -> None:
         pool = torch.cuda.graph_pool_handle()
         for step in reversed(self._steps.values()):  # the largest first: the others fit into its memory
-            step.capture(pool, attention_too)
+            step.capture(pool)
 
     def rows(self, batch_size: int) -> StepRows:
         """The rows that the next step of that batch size works on; may be written on the device."""
@@ -195,8 +195,8 @@ class _Step:
         self.advance: Callable[[], None] = self._advance
         self.room = 0  # rows left in the longest tail
 
-    def capture(self, pool: Any, attention_too: bool) -> None:
-        """Turn the calls into CUDA graphs: one, or one between each two calls of the attention."""
+    def capture(self, pool: Any) -> None:
+        """Turn the calls into CUDA graphs: one between each two calls that run on the host."""
         aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
@@ -206,8 +206,8 @@ class _Step:
         torch.cuda.current_stream().wait_stream(aside)
         torch.cuda.synchronize()
         self.pieces = []
-        for together in _runs_between(self.calls, attention_too):
-            if together[0].of_attention and not attention_too:
+        for together in _runs_between(self.calls):
+            if together[0].on_host:
                 self.pieces += [call.run for call in together]
             else:
                 self.pieces.append(_captured([call.run for call in together], pool))
@@ -221,13 +221,11 @@ class _Step:
         rows.tail_lens.add_(active)
 
 
-def _runs_between(calls: list[Call], attention_too: bool) -> list[list[Call]]:
-    """Neighbouring calls that are captured together."""
-    if attention_too:
-        return [calls]
+def _runs_between(calls: list[Call]) -> list[list[Call]]:
+    """Neighbouring calls that are captured together, or all run on the host."""
     runs: list[list[Call]] = []
     for call in calls:
-        if runs and runs[-1][0].of_attention == call.of_attention:
+        if runs and runs[-1][0].on_host == call.on_host:
             runs[-1].append(call)
         else:
             runs.append([call])

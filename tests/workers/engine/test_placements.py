@@ -11,7 +11,7 @@ from csattn.config import SearchConfig, preset
 from csattn.search import SearchPool
 from csattn.search.device import IndexShape, run, to_device
 from index_build.pipeline import build_artifact
-from offload import gather, slot_cache
+from offload import gather, slot_cache, step_mail
 from offload.pinned import PinnedRows
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
@@ -27,7 +27,7 @@ NUM_STEPS = 4
 
 @pytest.fixture(autouse=True)
 def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    emulator.stand_in(monkeypatch, run, attention, gather, slot_cache)
+    emulator.stand_in(monkeypatch, run, attention, gather, slot_cache, step_mail)
 
 
 @pytest.fixture(scope="module")

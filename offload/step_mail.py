@@ -1,0 +1,104 @@
+"""Pinned memory through which a step on the device and the host talk, without a call between them.
+
+Kernels post queries and fetch selections, so a step that asks the host many times is still one captured graph. Each
+message has a flag whose value only grows; who waits for it looks at the flag.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from offload.cuda import cuda_kernel
+
+_THREADS = 512
+_PARTS = 4  # blocks that fetch one head's selection
+_SOURCE = (Path(__file__).with_name("step_mail.cu"),)
+
+
+class StepClock:
+    """Which step it is, for kernels: flags of a step are above all of earlier ones."""
+
+    def __init__(self, flags_per_step: int, device: torch.device) -> None:
+        self.flags_per_step = flags_per_step
+        self.step = 0
+        self.on_device = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def advance(self) -> None:
+        """Enqueue the beginning of the next step."""
+        self.step += 1
+        self.on_device.fill_(self.step)
+
+    def value(self, flag_of_step: int) -> int:
+        """What a flag has once that message of this step is there; flag_of_step: from 0, below flags_per_step."""
+        return self.step * self.flags_per_step + flag_of_step
+
+
+class RowMail:
+    """Rows that the device posts: of each a flag, as soon as it is there."""
+
+    def __init__(self, num_rows: int, row_shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        """row_shape and dtype: whole multiples of 4 bytes."""
+        self.rows = pinned_zeros((num_rows, *row_shape), dtype, device)
+        self.flags = pinned_zeros((num_rows,), torch.int64, device)
+        assert self.rows[0].nbytes % 4 == 0, f"rows of {self.rows[0].nbytes} bytes are not words"
+        self._kernel = cuda_kernel(_SOURCE, "post_rows", {"THREADS": _THREADS})
+
+    def post(self, rows: Tensor, clock: StepClock, flag_of_step: int) -> None:
+        """Enqueue the copy. rows: as `self.rows`, on the device."""
+        assert rows.shape == self.rows.shape and rows.dtype == self.rows.dtype and rows.is_contiguous()
+        num_words = rows[0].nbytes // 4
+        self._kernel.launch(
+            (len(rows), 1, 1),
+            _THREADS,
+            rows,
+            self.rows,
+            self.flags,
+            clock.on_device,
+            num_words,
+            clock.flags_per_step,
+            flag_of_step,
+        )
+
+
+class SelectionMail:
+    """Selections that the host posts, and raises each row's flag for; the device waits for those of rows in use."""
+
+    def __init__(self, num_rows: int, num_heads: int, max_top_k: int, device: torch.device) -> None:
+        self.kv_indices = pinned_zeros((num_rows, num_heads * max_top_k), torch.int32, device)
+        self.valid_len = pinned_zeros((num_rows, num_heads), torch.int32, device)
+        self.widths = pinned_zeros((num_rows,), torch.int32, device)  # from one head's kv_indices to the next's
+        self.flags = pinned_zeros((num_rows,), torch.int64, device)
+        self._kernel = cuda_kernel(_SOURCE, "fetch_selections", {"THREADS": _THREADS})
+
+    def fetch(
+        self,
+        kv_indices: Tensor,  # [num_rows, num_heads, max_top_k] int32, written: -1 padded
+        valid_len: Tensor,  # [num_rows, num_heads] int32, written
+        context_ids: Tensor,  # [num_rows] int32, -1: idle, nothing is waited for
+        clock: StepClock,
+        flag_of_step: int,
+    ) -> None:
+        """Enqueue the wait and the copy."""
+        num_rows, num_heads, max_top_k = kv_indices.shape
+        assert self.kv_indices.shape == (num_rows, num_heads * max_top_k)
+        self._kernel.launch(
+            (num_heads, _PARTS, num_rows),
+            _THREADS,
+            context_ids,
+            self.kv_indices,
+            self.valid_len,
+            self.widths,
+            self.flags,
+            kv_indices,
+            valid_len,
+            clock.on_device,
+            max_top_k,
+            clock.flags_per_step,
+            flag_of_step,
+        )
+
+
+def pinned_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Host memory that the device reads and writes where it lies."""
+    return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")

@@ -1,0 +1,36 @@
+"""One more thread, for what goes on beside the calling one."""
+
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+
+_Call = tuple[Callable[[], None], "Future[None]"]
+
+
+class Beside:
+    """Runs one call at a time in a thread of its own, which does not keep the process from ending."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._thread = threading.Thread(target=_run, args=(self._calls,), name=name, daemon=True)
+        self._thread.start()
+        weakref.finalize(self, self._calls.put, None)
+
+    def start(self, call: Callable[[], None]) -> "Future[None]":
+        done: Future[None] = Future()
+        self._calls.put((call, done))
+        return done
+
+
+def _run(calls: "SimpleQueue[_Call | None]") -> None:
+    while (item := calls.get()) is not None:
+        call, done = item
+        try:
+            call()
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+        del item, call, done  # they would live until the next call comes

@@ -35,7 +35,8 @@ def copy_rows(layers: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _map_pages(num_bytes: int) -> NDArray[np.uint8]:
-    pages = mmap.mmap(-1, max(num_bytes, 1))
+    # private: shared ones, the default, never become huge pages
+    pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(pages, np.uint8, count=num_bytes)

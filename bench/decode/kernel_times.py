@@ -19,6 +19,7 @@ PURPOSES = {
     "combine_": "select",
     "find_": "select",
     "write_": "select",
+    "fetch_selections": "wait",  # for the CPU, in placement `host`
     "look_up_rows": "gather",
     "gather_rows": "gather",
     "attend_step": "attend",
@@ -63,7 +64,7 @@ def own_times(spans: list[Span]) -> dict[str, float]:
 
 
 def times_by_purpose(times_us: dict[str, float], num_calls: int) -> dict[str, float]:
-    """µs of search, select, gather and attend, as far as there are such kernels, per call of those in a run."""
+    """µs of search, select, wait, gather and attend, as far as there are such kernels, per call of those in a run."""
     sums: dict[str, float] = {}
     for name, us in times_us.items():
         for part, purpose in PURPOSES.items():

@@ -22,8 +22,9 @@ from csattn.config import IndexConfig, SearchConfig
 from csattn.cpus import available_cpus
 from csattn.errors import ConfigError
 from csattn.index import LayerIndex
-from csattn.search import SearchPool
+from csattn.search import LayerSearch, SearchPool
 from csattn.search.device import DeviceLayerIndex
+from csattn.search.workspace import empty_token_selections
 from csattn.table.rows import RowTable
 from offload.budget import host_memory_bytes
 from offload.host_memory import allocate_rows
@@ -33,6 +34,7 @@ from workers.engine import CachedRows, DeviceRows, EngineShape, SearchOnDevice, 
 EVERY_STEP, AHEAD, PERIODIC = "every step", "one layer ahead", "every 4th step, keep 0.15"
 SLOTS = 0.15  # of the context: rows that a slot cache holds
 KV_BYTES = 16 << 30  # of different layers in pinned memory
+SEARCHED_STEPS = 4  # on the CPU, with no device beside it
 
 
 def schedules(search: SearchConfig, placement: str) -> list[tuple[str, SearchConfig]]:
@@ -133,13 +135,17 @@ def cache_facts(far: CachedRows, work: Workload, options: Options, num_steps: in
 def cpu_search_us(
     work: Workload, index: list[LayerIndex], pool: SearchPool, search: SearchConfig, softmax_scale: float
 ) -> float:
-    """How long the CPU searches a layer for the whole batch: the median over all layers of a step."""
-    times_us = []
-    top_k = search.top_k(work.context_len)
+    """How long the CPU searches a layer for the whole batch: the median over all layers of a few steps."""
+    rules = search.sink_len, search.window_len, softmax_scale
+    searches = []
     for layer_idx, layer in enumerate(index):
         q = work.queries(layer_idx, "predicted")[layer_idx].float().cpu().numpy()
+        out = empty_token_selections(len(q), layer.num_heads, search.top_k(work.context_len))
+        searches.append(LayerSearch(q, layer, None, *rules, out))
+    times_us = []
+    for layer_search in SEARCHED_STEPS * searches:
         started = time.perf_counter()
-        pool.search_tokens(q, layer, None, top_k, search.sink_len, search.window_len, softmax_scale)
+        pool.search_layers([layer_search])
         times_us.append(1e6 * (time.perf_counter() - started))
     return statistics.median(times_us)
 

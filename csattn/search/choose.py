@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from csattn.jit import exact_kernel
 from csattn.search.atomics import array_at
-from csattn.search.lanes import mask_at_least, trailing_zeros
+from csattn.search.lanes import mask_at_least
 from csattn.search.plan import eligible_of, scratch_at, search_at
-from csattn.search.select import first_rank, guess_threshold, take_best
-from csattn.search.simd import I32x16, fill, load, store
+from csattn.search.select import first_rank, guess_threshold, store_lanes, take_best
+from csattn.search.simd import I32x16, fill, lane_numbers, load, store
 from csattn.search.worth import (
     HEADROOM,
     LANES,
@@ -26,8 +26,6 @@ from csattn.search.worth import (
     worth_of_powers,
     worth_of_shares,
 )
-
-BLOCK = 64  # keys whose worth is computed at a time
 
 
 def guess_rows_job(search_address: int, scratch_address: int, job: int, _: int) -> int:
@@ -158,30 +156,23 @@ def _copy_range(search: Any, scratch: Any, job: int, number: int, like: Any) -> 
     copied = array_at(slot + scratch.at_copied, stride, np.int32(0))
     copied_worth = array_at(slot + scratch.at_copied_worth, stride, np.int32(0))
     guess = array_at(slot + scratch.at_guess, 1, np.int64(0))[0]
-    worth, threshold = np.empty(BLOCK, np.int32), fill(I32x16, guess)
+    threshold = fill(I32x16, guess)
     first, last = eligible_of(search, number)
     to = first
     to_index = 0 if number < search.context_ranges else search.context_len - search.tail_at
-    for block in range(first, last, BLOCK):
-        bits = np.uint64(0)
-        for piece in range(0, BLOCK, LANES):
-            at = block + piece
-            if group_size == 1:
-                lanes = scores_as_worth(scores, at)
-            elif exact == 0:
-                lanes = worth_of_powers(powers, stride, at, factors, number * group_size, group_size)
-            else:
-                lanes = worth_of_shares(scores, stride, at, terms)
-            store(worth, piece, lanes)
-            bits |= mask_at_least(lanes, threshold) << np.uint64(piece)
-        if last - block < BLOCK:
-            bits &= (np.uint64(1) << np.uint64(last - block)) - np.uint64(1)
-        while bits != np.uint64(0):
-            i = trailing_zeros(bits)
-            copied[np.uint64(to)] = block + np.int64(i) + to_index
-            copied_worth[np.uint64(to)] = worth[i]
-            to += 1
-            bits &= bits - np.uint64(1)
+    numbers = lane_numbers(I32x16) + fill(I32x16, to_index)
+    for at in range(first, last, LANES):
+        if group_size == 1:
+            worth = scores_as_worth(scores, at)
+        elif exact == 0:
+            worth = worth_of_powers(powers, stride, at, factors, number * group_size, group_size)
+        else:
+            worth = worth_of_shares(scores, stride, at, terms)
+        bits = mask_at_least(worth, threshold)
+        if last - at < LANES:
+            bits &= (np.uint64(1) << np.uint64(last - at)) - np.uint64(1)
+        store_lanes(copied, to, numbers + fill(I32x16, at), bits)
+        to += store_lanes(copied_worth, to, worth, bits)
     array_at(slot + scratch.at_counts, search.num_ranges, np.int64(0))[number] = to - first
 
 

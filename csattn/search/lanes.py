@@ -8,7 +8,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from csattn.search.simd import Vector
+from csattn.search.simd import Vector, element_pointer
 
 llvmlite.binding.initialize_native_asmparser()
 
@@ -166,6 +166,53 @@ def mask_at_least(typing_context, a, b):  # type: ignore[no-untyped-def]
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         bits = builder.icmp_signed(">=", *args)
         return builder.zext(builder.bitcast(bits, ir.IntType(sig.args[0].lanes)), ir.IntType(64))
+
+    return sig, generate
+
+
+@intrinsic
+def pack_lanes(typing_context, value, bits):  # type: ignore[no-untyped-def]
+    """The int32 lanes whose bits are set, in their order, from lane 0 on; what is in the lanes behind them is open."""
+    sig = value(value, types.uint64)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        value, kind, lanes = args[0], args[0].type, sig.return_type.lanes
+        bits = builder.trunc(args[1], ir.IntType(lanes))
+        mask = builder.bitcast(bits, ir.VectorType(ir.IntType(1), lanes))
+        if lanes == 16 and "+avx512f" in context.codegen().magic_tuple()[2]:
+            # by name: LLVM's own would write to memory, which some machines do lane by lane
+            pack = ir.FunctionType(kind, [kind, kind, mask.type])
+            name = "llvm.x86.avx512.mask.compress.v16i32"
+            return builder.call(cgutils.get_or_insert_function(builder.module, pack, name), [value, value, mask])
+        i32 = ir.IntType(32)
+        packed = cgutils.alloca_once(builder, ir.ArrayType(i32, lanes))
+        at = i32(0)
+        for lane in range(lanes):
+            place = builder.gep(packed, [i32(0), at])
+            builder.store(builder.extract_element(value, i32(lane)), place)
+            at = builder.add(at, builder.zext(builder.extract_element(mask, i32(lane)), i32))
+        return builder.load(builder.bitcast(packed, kind.as_pointer()), align=4)
+
+    return sig, generate
+
+
+@intrinsic
+def store_first(typing_context, array, start, value, count):  # type: ignore[no-untyped-def]
+    """Write the first lanes, as many as `count` says, to elements start, start + 1, ... of a contiguous array."""
+    sig = types.void(array, start, value, types.int64)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        kind, i32 = args[2].type, ir.IntType(32)
+        lanes = kind.count
+        address = element_pointer(context, builder, sig.args[0], args[0], args[1], sig.args[1])
+        address = builder.bitcast(address, kind.as_pointer())
+        index = ir.VectorType(i32, lanes)
+        counts = builder.insert_element(ir.Constant(index, ir.Undefined), builder.trunc(args[3], i32), i32(0))
+        counts = builder.shuffle_vector(counts, counts, ir.Constant(index, [0] * lanes))
+        mask = builder.icmp_signed("<", ir.Constant(index, list(range(lanes))), counts)
+        name = f"llvm.masked.store.{_suffix(sig.args[2])}.p0"
+        _call(builder, name, ir.VoidType(), [args[2], address, i32(4), mask])
+        return context.get_dummy_value()
 
     return sig, generate
 

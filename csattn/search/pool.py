@@ -33,6 +33,7 @@ class SearchPool:
     """
 
     _user: int | None  # the thread whose search is under way
+    _number: int  # of the last search
     _crew: "_Crew"
 
     def __init__(

@@ -5,11 +5,13 @@ threshold is found among the copies by bisection over the integers, and the copi
 reach is lowered and tried again, so that the guess decides the time and never the result.
 """
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 from csattn.jit import exact_kernel
-from csattn.search.lanes import mask_at_least, population
+from csattn.search.lanes import larger, largest_lane, mask_at_least, pack_lanes, population, store_first
 from csattn.search.plan import SAMPLE
 from csattn.search.simd import I32x16, fill, load
 from csattn.search.worth import LANES, NOT_SCORED
@@ -50,20 +52,50 @@ def take_best(
             chosen[i] = copied[i]
     elif top_k > 0:
         threshold = kth_largest(copied_worth, num_copied, top_k, guess)
-        above = count_at_least(copied_worth, num_copied, threshold + 1)
-        ties = top_k - above  # how many of those at the threshold still fit: the first ones
-        at = 0
-        for i in range(num_copied):
-            if at == top_k:
-                break
-            value = copied_worth[np.uint64(i)]
-            tie = value == threshold
-            chosen[np.uint64(at)] = copied[np.uint64(i)]
-            at += value > threshold or (tie and ties > 0)
-            ties -= tie
+        _take_above(copied, copied_worth, num_copied, threshold, chosen)
     for i in range(num_chosen, top_k):
         chosen[i] = -1
     return num_chosen
+
+
+@exact_kernel
+def _take_above(
+    copied: NDArray[np.int32],
+    copied_worth: NDArray[np.int32],
+    num_copied: int,
+    threshold: int,  # worth of the last one that fits
+    chosen: NDArray[np.int32],
+) -> None:
+    """All that are worth more than the threshold and the first of those that are worth as much."""
+    top_k, limits = len(chosen), fill(I32x16, threshold)
+    ties = top_k - count_at_least(copied_worth, num_copied, threshold + 1)  # how many of those still fit
+    to = np.int64(0)
+    for at in range(0, num_copied, LANES):
+        worth = load(I32x16, copied_worth, at)
+        lanes = (np.uint64(1) << np.uint64(min(LANES, num_copied - at))) - np.uint64(1)
+        tied = mask_at_least(worth, limits) & mask_at_least(limits, worth) & lanes
+        above = mask_at_least(worth, limits) & lanes ^ tied
+        while population(tied) > ties:
+            tied ^= _highest_bit(tied)
+        ties -= population(tied)
+        to += store_lanes(chosen, to, load(I32x16, copied, at), above | tied)
+
+
+@exact_kernel
+def _highest_bit(bits: np.uint64) -> np.uint64:
+    """Of up to 16, of which there is one."""
+    highest = bits
+    for shift in (1, 2, 4, 8):
+        highest |= highest >> np.uint64(shift)
+    return np.uint64(highest ^ (highest >> np.uint64(1)))
+
+
+@exact_kernel
+def store_lanes(to: NDArray[np.int32], start: int, value: Any, bits: np.uint64) -> int:
+    """Write the lanes whose bits are set to elements start, start + 1, ...; how many they are."""
+    count: int = population(bits)
+    store_first(to, start, pack_lanes(value, bits), count)
+    return count
 
 
 @exact_kernel
@@ -72,7 +104,7 @@ def kth_largest(values: NDArray[np.int32], num_values: int, k: int, low: int) ->
 
     By bisection: at least k of the values must reach `low`.
     """
-    high = 2**31  # fewer than k reach it
+    high: int = largest_of(values, num_values) + 1  # none reaches it
     while high - low > 1:
         middle = (low + high) >> 1
         reach = count_at_least(values, num_values, middle)
@@ -83,6 +115,19 @@ def kth_largest(values: NDArray[np.int32], num_values: int, k: int, low: int) ->
         else:
             high = middle
     return low
+
+
+@exact_kernel
+def largest_of(values: NDArray[np.int32], num_values: int) -> np.int64:
+    """The largest of the values, or a number below all of them where there are none."""
+    whole = num_values - num_values % LANES
+    highs = fill(I32x16, -(2**31))
+    for i in range(0, whole, LANES):
+        highs = larger(highs, load(I32x16, values, i))
+    largest = np.int64(largest_lane(highs))
+    for i in range(whole, num_values):
+        largest = max(largest, np.int64(values[i]))
+    return largest
 
 
 @exact_kernel

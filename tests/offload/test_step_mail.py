@@ -1,0 +1,83 @@
+"""What the device posts arrives with its flag, and what it waits for is fetched whole."""
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from offload import step_mail
+from offload.step_mail import RowMail, SelectionMail, StepClock
+from tests.cuda_on_cpu import emulated
+from tests.cuda_on_cpu.emulated import DEVICE
+
+WAIT_S = 60
+NUM_HEADS, MAX_TOP_K = 3, 700
+
+
+@pytest.fixture(autouse=True)
+def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulator.stand_in(monkeypatch, step_mail)
+
+
+def make_clock(step: int) -> StepClock:
+    clock = StepClock(10, DEVICE)
+    for _ in range(step):
+        clock.advance()
+    return clock
+
+
+def beside(enqueue: Callable[[], None]) -> threading.Thread:
+    """Enqueue what may wait: on a CPU a launch ends when its kernel does."""
+    thread = threading.Thread(target=enqueue, daemon=True)
+    thread.start()
+    return thread
+
+
+def settle(thread: threading.Thread) -> None:
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("row_shape", [(1,), (4, 128), (7, 91)])
+def test_rows_arrive_and_their_flags_say_so(row_shape: tuple[int, ...]) -> None:
+    mail, rows = RowMail(3, row_shape, torch.float32, DEVICE), torch.randn(3, *row_shape)
+    settle(beside(lambda: mail.post(rows.to(DEVICE), make_clock(2), flag_of_step=4)))
+    assert torch.equal(mail.rows, rows)
+    assert mail.flags.tolist() == [24, 24, 24]
+
+
+def fill(mail: SelectionMail, row: int, width: int, lens: list[int]) -> torch.Tensor:
+    """A row's selection, head by head `width` apart; what lies behind it is tempting."""
+    mail.kv_indices[row] = 777
+    want = torch.full((NUM_HEADS, MAX_TOP_K), -1, dtype=torch.int32)
+    heads = mail.kv_indices[row, : NUM_HEADS * width].view(NUM_HEADS, width)
+    for head, length in enumerate(lens):
+        want[head, :length] = heads[head, :length] = torch.arange(length, dtype=torch.int32) * 2 + head
+    mail.widths[row] = width
+    mail.valid_len[row] = torch.tensor(lens)
+    return want
+
+
+def test_the_device_waits_for_rows_in_use_and_no_others() -> None:
+    mail, clock = SelectionMail(3, NUM_HEADS, MAX_TOP_K, DEVICE), make_clock(5)
+    kv_indices = torch.full((3, NUM_HEADS, MAX_TOP_K), -777, dtype=torch.int32, device=DEVICE)
+    valid_len = torch.full((3, NUM_HEADS), -777, dtype=torch.int32, device=DEVICE)
+    context_ids = torch.tensor([0, -1, 1], dtype=torch.int32, device=DEVICE)
+    mail.flags.fill_(52)  # of the layer before
+    waiting = beside(lambda: mail.fetch(kv_indices, valid_len, context_ids, clock, flag_of_step=3))
+    lens = [[MAX_TOP_K, 0, 1], [600, 512, 599]]
+    want = [fill(mail, 0, MAX_TOP_K, lens[0]), fill(mail, 2, 600, lens[1])]
+    mail.flags[0] = 53
+    mail.flags[2] = 54  # later is as good
+    settle(waiting)
+    assert valid_len.tolist() == [lens[0], [0, 0, 0], lens[1]]
+    assert torch.equal(kv_indices[0].cpu(), want[0]) and torch.equal(kv_indices[2].cpu(), want[1])
+    assert (kv_indices[1] == -1).all()
+
+
+def test_rows_that_are_no_words_are_refused() -> None:
+    with pytest.raises(AssertionError, match="not words"):
+        RowMail(1, (3,), torch.float16, DEVICE)

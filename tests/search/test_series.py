@@ -1,0 +1,101 @@
+"""Searches that follow one another without Python in between: each begins when its query is there, and says so when
+it has chosen."""
+
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from csattn.search import LayerSearch, SearchPool, SearchSeries, make_series
+from tests.search.synthetic import make_queries
+from tests.search.test_pool import WAIT_S, alone, big_spec, make_search
+
+SINCE = 1000
+
+
+class Line:
+    """Searches of contexts of several lengths, with the words that a device would write."""
+
+    def __init__(self, num_searches: int = 4) -> None:
+        self.specs = [big_spec(seed=i, context_len=9000 + 30_000 * (i % 2)) for i in range(num_searches)]
+        self.searches = [make_search(spec) for spec in self.specs]
+        self.arrived, self.chosen = (np.zeros(num_searches, np.int64) for _ in range(2))
+        self.give_up = np.zeros(1, np.int64)
+
+    @property
+    def series(self) -> SearchSeries:
+        flags = [
+            [(words[i:].ctypes.data, i) for i in range(len(self.searches))] for words in (self.arrived, self.chosen)
+        ]
+        return make_series(self.searches, *flags)
+
+    def send(self, i: int, value: int = SINCE) -> LayerSearch:
+        """A new query of one search."""
+        self.searches[i].q[:] = make_queries(self.specs[i], 2, seed=100 + i)
+        self.arrived[i] = value + i
+        return self.searches[i]
+
+
+def wait_until(done: Callable[[], object]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_each_begins_when_its_query_is_there_and_tells_when_it_has_chosen(num_threads: int) -> None:
+    line, ended = Line(), []
+    with SearchPool(num_threads) as pool:
+        thread = threading.Thread(target=lambda: ended.append(pool.run_series(line.series, SINCE, line.give_up)))
+        thread.start()
+        for i in range(len(line.searches)):
+            line.arrived[i] = SINCE + i - 1  # of an earlier run
+            search = line.send(i)
+            wait_until(lambda i=i: line.chosen[i] == SINCE + i)
+            got = search.out.kv_indices.copy()
+            np.testing.assert_array_equal(got, alone(search))
+            assert (line.chosen[i + 1 :] == 0).all()
+        thread.join(WAIT_S)
+    assert ended == [True]
+
+
+def test_a_series_ends_when_it_is_given_up_and_the_pool_goes_on() -> None:
+    line, ended = Line(), []
+    with SearchPool(2) as pool:
+        thread = threading.Thread(target=lambda: ended.append(pool.run_series(line.series, SINCE, line.give_up)))
+        thread.start()
+        line.send(0)
+        wait_until(lambda: line.chosen[0])
+        line.give_up[0] = 1
+        thread.join(WAIT_S)
+        assert ended == [False] and not line.chosen[1:].any()
+        line.give_up[0] = 0
+        for i in range(len(line.searches)):
+            line.send(i, 2 * SINCE)
+        assert pool.run_series(line.series, 2 * SINCE, line.give_up)
+        assert line.chosen.tolist() == [2 * SINCE + i for i in range(len(line.searches))]
+
+
+def test_threads_that_sleep_are_woken_for_a_series() -> None:
+    line = Line(1)
+    with SearchPool(3) as pool:
+        for since in (SINCE, 2 * SINCE):
+            line.send(0, since)
+            assert pool.run_series(line.series, since, line.give_up)
+            wait_until(lambda: pool._crew._sleepers == 2)
+
+
+def test_a_series_of_nothing() -> None:
+    with SearchPool(2) as pool:
+        assert pool.run_series(make_series([], [], []), SINCE, np.zeros(1, np.int64))
+
+
+def test_a_closed_pool_takes_no_series() -> None:
+    line = Line(1)
+    pool = SearchPool(2)
+    pool.close()
+    with pytest.raises(RuntimeError, match="closed; make another"):
+        pool.run_series(line.series, SINCE, line.give_up)

@@ -3,7 +3,8 @@
 The shape of an 8B model: 32 query heads, 8 index heads, 16 subspaces of 64 centroids, 4-bit rows of 131 072 keys, of
 which 5 % are chosen. Two layers' tables, a GiB, are searched in turn with 8 queries each. How many rows a group's query
 heads share decides how much is read: queries of a group apart, alike and pooled are all measured, and rows that lie one
-behind the other, which for such a context is a power of two apart, and 64 bytes further.
+behind the other, which for such a context is a power of two apart, and 64 bytes further. `timeline` says when each
+stage begins and ends while all threads work on one layer, and how long they wait for each other.
 """
 
 import itertools
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.search_timeline import STAGES, measure_timeline
 from bench.timing import finish, gate, machine, measure, read_bandwidth_gbps
 from csattn.index import LayerIndex
 from csattn.jit import exact_kernel
@@ -31,7 +33,6 @@ SINK_LEN, WINDOW_LEN, SOFTMAX_SCALE, KEEP = 4, 256, HEAD_DIM**-0.5, 0.05
 NUM_LAYERS, NUM_QUERIES = 2, 8  # tables and queries that are searched in turn
 # bytes between rows, how alike the queries of a group, whether they are made one
 CASES = ((0, 0.0, False), (0, 0.8, False), (0, 0.0, True), (64, 0.0, False), (64, 0.8, False), (64, 0.0, True))
-STAGES = ("match", "weigh", "score", "guess", "copy", "choose")
 
 
 def make_index(context_len: int, seed: int, apart: int) -> LayerIndex:
@@ -185,6 +186,7 @@ def measure_case(
             | timed
             | read
             | {"stages_cpu_us": measure_stages(searches, num_threads)}
+            | {"timeline": measure_timeline(searches, num_threads)}
         )
 
 

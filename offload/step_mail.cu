@@ -27,14 +27,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) post_rows(
 
 // Block (head, part, row) waits for the row's flag and fetches a part of the head's selection; idle rows get none.
 extern "C" __global__ void __launch_bounds__(THREADS) fetch_selections(
-    const int* __restrict__ context_ids,      // [num_rows], -1: idle
-    const volatile int* posted_kv_indices,    // [num_rows, num_heads * max_top_k], pinned; heads of a row lie widths apart
-    const volatile int* posted_valid_len,     // [num_rows, num_heads], pinned
-    const volatile int* widths,               // [num_rows], pinned
+    const int* context_ids,                   // [num_rows], -1: idle
+    // Not volatile, whose reads of pinned memory cross the link word by word; not __restrict__, which would allow
+    // reads before the wait.
+    const int* posted_kv_indices,             // [num_rows, num_heads * max_top_k], pinned; heads of a row lie widths apart
+    const int* posted_valid_len,              // [num_rows, num_heads], pinned
+    const int* widths,                        // [num_rows], pinned
     const volatile long long* flags,          // [num_rows], pinned
-    int* __restrict__ kv_indices,             // [num_rows, num_heads, max_top_k]
-    int* __restrict__ valid_len,              // [num_rows, num_heads]
-    const long long* __restrict__ step,       // [1]
+    int* kv_indices,                          // [num_rows, num_heads, max_top_k]
+    int* valid_len,                           // [num_rows, num_heads]
+    const long long* step,                    // [1]
     long long max_top_k, long long flags_per_step, long long flag_of_step) {
     const int head = blockIdx.x, num_heads = gridDim.x, row = blockIdx.z;
     const bool idle = context_ids[row] < 0;
@@ -47,8 +49,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) fetch_selections(
     const long long place = (long long)row * num_heads + head;
     const int found = idle ? 0 : posted_valid_len[place], width = idle ? 0 : widths[row];
     if (blockIdx.y == 0 && threadIdx.x == 0) valid_len[place] = found;
-    const volatile int* posted = posted_kv_indices + (row * num_heads) * max_top_k + (long long)head * width;
-#pragma unroll 4
-    for (long long i = blockIdx.y * THREADS + threadIdx.x; i < max_top_k; i += gridDim.y * THREADS)
-        kv_indices[place * max_top_k + i] = i < found ? posted[i] : -1;
+    const int* posted = posted_kv_indices + (long long)row * num_heads * max_top_k + (long long)head * width;
+    int* chosen = kv_indices + place * max_top_k;
+    const int stride = gridDim.y * THREADS;
+    for (int base = blockIdx.y * THREADS + threadIdx.x; base < max_top_k; base += 4 * stride) {
+        int index[4];  // all under way before the first is used
+#pragma unroll
+        for (int i = 0; i < 4; ++i) index[i] = base + i * stride < found ? posted[base + i * stride] : -1;
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if (base + i * stride < max_top_k) chosen[base + i * stride] = index[i];
+    }
 }

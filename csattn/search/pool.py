@@ -94,6 +94,8 @@ class SearchPool:
         with self._lock:
             crew, workspace = self._crew, self._crew.workspace
             crew.require_sound()
+            if not series.searches:
+                return True
             crew.hire(self.num_threads, self._cpus)
             series.make_room(workspace)
             crew.wake()

@@ -15,7 +15,7 @@ from csattn.config import SearchConfig, preset
 from csattn.errors import ConfigError, ContextError
 from csattn.search.device import run
 from index_build.pipeline import build_artifact
-from offload import gather, slot_cache
+from offload import gather, slot_cache, step_mail
 from offload.budget import AvailableMemory
 from offload.errors import MemoryPlanError, PinningError
 from offload.pinned import PinnedRows
@@ -35,7 +35,7 @@ NUM_STEPS = 2 if DEVICE.type == "cpu" else 12
 
 @pytest.fixture(autouse=True)
 def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    emulator.stand_in(monkeypatch, run, attention, gather, slot_cache)
+    emulator.stand_in(monkeypatch, run, attention, gather, slot_cache, step_mail)
     if DEVICE.type == "cpu":
         no_lock = partial(engine.PinnedRows, register=ignore, unregister=ignore)
         monkeypatch.setattr(engine, "PinnedRows", no_lock)

@@ -12,6 +12,7 @@ from csattn.search import SearchPool
 from csattn.search.device import IndexShape, run, to_device
 from index_build.pipeline import build_artifact
 from offload import gather, slot_cache, step_mail
+from offload.host_memory import copy_rows
 from offload.pinned import PinnedRows
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
@@ -55,7 +56,8 @@ def make_shape(config: SearchConfig) -> EngineShape:
 
 
 def context_kv(artifact: Artifact, shape: EngineShape) -> list[torch.Tensor]:
-    return [artifact.layer_kv(layer_idx).clone() for layer_idx in range(shape.num_layers)]
+    """On pages of its own: pinning takes whole pages, and a copy from memory that is half pinned is refused."""
+    return copy_rows([artifact.layer_kv(layer_idx) for layer_idx in range(shape.num_layers)])
 
 
 def cached_rows(shape: EngineShape, kv: list[torch.Tensor], num_slots: int) -> CachedRows:

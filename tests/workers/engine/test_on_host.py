@@ -1,0 +1,107 @@
+"""Steps whose searches run beside the device: what goes wrong on one side reaches the other, and nobody waits forever."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from csattn.artifact import Artifact, open_artifact
+from csattn.attention import device as attention
+from csattn.batch import StepRows, make_step_rows
+from csattn.config import SearchConfig, preset
+from csattn.search import SearchPool
+from index_build.pipeline import build_artifact
+from offload import gather, slot_cache, step_mail
+from tests.cuda_on_cpu import emulated
+from tests.cuda_on_cpu.emulated import DEVICE
+from tests.tiny import loaded, token_ids
+from tests.workers.engine.test_placements import CONTEXT_LEN, cached_rows, context_kv, make_shape
+from workers.engine import SearchOnHost
+
+CONFIG = SearchConfig(keep=0.1, window_len=16)
+
+
+@pytest.fixture(autouse=True)
+def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulator.stand_in(monkeypatch, attention, gather, slot_cache, step_mail)
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Artifact]:
+    path = build_artifact(loaded(), token_ids(CONTEXT_LEN), preset("default", 16), tmp_path_factory.mktemp("s")).path
+    with open_artifact(path) as opened:
+        yield opened
+
+
+def make_steps(artifact: Artifact, pool: SearchPool) -> SearchOnHost:
+    shape = make_shape(CONFIG)
+    kv = context_kv(artifact, shape)
+    made = SearchOnHost(shape, cached_rows(shape, kv, 60), pool, DEVICE)
+    made.load(0, kv, [artifact.layer_index(layer_idx) for layer_idx in range(shape.num_layers)])
+    return made
+
+
+def make_rows() -> StepRows:
+    """One row of context 0."""
+    rows = make_step_rows(1, DEVICE)
+    rows.context_ids.fill_(0)
+    rows.tail_lens.fill_(1)
+    return rows
+
+
+def take_step(steps: SearchOnHost, rows: StepRows, q: torch.Tensor) -> list[torch.Tensor]:
+    """What each layer attends to, all of them with one query."""
+    outs = [torch.empty_like(q) for _ in range(steps.shape.num_layers)]
+    steps.begin_step(rows)
+    for layer_idx, out in enumerate(outs):
+        steps.attend(layer_idx, q, rows, out)
+    steps.end_step(rows)
+    return outs
+
+
+def make_query(steps: SearchOnHost) -> torch.Tensor:
+    return torch.randn(1, steps.shape.num_q_heads, steps.shape.head_dim, dtype=steps.shape.dtype).to(DEVICE)
+
+
+def test_a_search_that_fails_ends_the_step_with_its_error(artifact: Artifact) -> None:
+    pool = SearchPool(2)
+    steps, rows = make_steps(artifact, pool), make_rows()
+    pool.close()
+    with pytest.raises(RuntimeError, match="the search pool is closed"):
+        take_step(steps, rows, make_query(steps))
+    with pytest.raises(RuntimeError, match="the search pool is closed"):  # and the next one, too
+        take_step(steps, rows, make_query(steps))
+
+
+def test_a_step_that_is_never_ended_does_not_hold_up_the_next(artifact: Artifact) -> None:
+    with SearchPool(2) as pool:
+        steps, rows = make_steps(artifact, pool), make_rows()
+        q = make_query(steps)
+        want = take_step(steps, rows, q)
+        steps.begin_step(rows)  # its queries never come
+        for got, wanted in zip(take_step(steps, rows, q), want, strict=True):
+            assert torch.equal(got, wanted)
+
+
+def test_idle_rows_are_searched_for_by_nobody(artifact: Artifact) -> None:
+    with SearchPool(2) as pool:
+        steps, rows = make_steps(artifact, pool), make_step_rows(1, DEVICE)
+        take_step(steps, rows, make_query(steps))
+        assert not pool._crew.threads
+        assert steps.chosen(0, rows).valid_len.sum() == 0
+
+
+def test_a_context_makes_room_for_another(artifact: Artifact) -> None:
+    """What was searched of the first is not searched any more."""
+    with SearchPool(2) as pool:
+        steps, rows = make_steps(artifact, pool), make_rows()
+        q = make_query(steps)
+        take_step(steps, rows, q)
+        steps.unload(0)
+        other = [artifact.layer_index(layer_idx) for layer_idx in reversed(range(steps.shape.num_layers))]
+        kv = context_kv(artifact, steps.shape)
+        steps.far.load(0, cached_rows(steps.shape, kv, 60)._kv[0])
+        steps.load(0, kv, other)
+        take_step(steps, rows, q)
+        searched = [search.index for search in steps._mail[1]._last[1].searches]
+        assert searched == other

@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) fetch_selections(
     const bool idle = context_ids[row] < 0;
     if (!idle && threadIdx.x == 0) {
         const long long wanted = *step * flags_per_step + flag_of_step;
-        while (flags[row] < wanted) {}
+        while (flags[row] < wanted) __nanosleep(64);
         __threadfence_system();
     }
     __syncthreads();

@@ -208,6 +208,7 @@ static inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
 static inline unsigned __vmaxu2(unsigned a, unsigned b) {
     return max(a & 0xffffu, b & 0xffffu) | max(a >> 16, b >> 16) << 16;
 }
+static inline void __nanosleep(unsigned) { sched_yield(); }
 static inline void __threadfence_system() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 template <class T> static inline T __ldg(const T* place) { return *place; }
 template <class T> static inline T __ldcs(const T* place) { return *place; }

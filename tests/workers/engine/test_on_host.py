@@ -1,4 +1,4 @@
-"""Steps whose searches run beside the device: what goes wrong on one side reaches the other, and nobody waits forever."""
+"""Steps that search beside the device: what goes wrong on one side reaches the other, and nobody waits forever."""
 
 from collections.abc import Iterator
 

@@ -6,14 +6,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numba import types
 from numpy.typing import NDArray
 
 from csattn.index import LayerIndex
 from csattn.jit import exact_kernel, readonly
 from csattn.search import lanes, lists, match, reference, rows, worth
-from csattn.search.simd import F32x16, I16x32, I32x16, U16x32, fill, load, store
+from csattn.search.simd import F32x16, I16x32, I32x16, U16x32, Vector, fill, load, store
 from csattn.search.weights import MAX_SCORE, integer_weights, weight_room
 from csattn.table.rows import RowTable, pack_codes
+
+I32x8 = Vector(types.int32, 8)
 
 
 @given(
@@ -74,6 +77,25 @@ def test_zips_take_from_both_in_turn() -> None:
     np.testing.assert_array_equal(low, pairs[:, :4].reshape(-1))
     np.testing.assert_array_equal(high, pairs[:, 4:].reshape(-1))
     np.testing.assert_array_equal(fours, np.stack([a.reshape(8, 4), b.reshape(8, 4)], axis=1).reshape(-1))
+
+
+@exact_kernel
+def _pack(vector, values, bits, count, packed, stored):  # type: ignore[no-untyped-def]
+    lanes_packed = lanes.pack_lanes(load(vector, values, 0), bits)
+    store(packed, 0, lanes_packed)
+    lanes.store_first(stored, 1, lanes_packed, count)
+
+
+@pytest.mark.parametrize("vector", [I32x8, I32x16])
+@pytest.mark.parametrize("bits", [0, 1, 0b1010_0110, 0b1000_0000, 0xFF, 0xFFFF, 0x8001])
+def test_lanes_are_packed_in_their_order(vector: Vector, bits: int) -> None:
+    """A machine has an instruction for sixteen, or does both lane by lane."""
+    values, stored = np.arange(100, 100 + vector.lanes, dtype=np.int32), np.full(20, -777, np.int32)
+    want = [value for lane, value in enumerate(values) if bits >> lane & 1]
+    packed = np.zeros(vector.lanes, np.int32)
+    _pack(vector, values, np.uint64(bits), len(want), packed, stored)
+    assert packed[: len(want)].tolist() == want
+    assert stored.tolist() == [-777, *want, *[-777] * (19 - len(want))]
 
 
 @exact_kernel

@@ -12,8 +12,9 @@ class StepAttention(Protocol):
 
     Of one step the loop calls, in this order: `begin_step`; for each layer `look_ahead` of the layer after it (where
     `lookahead` is set and there is one), then its own `attend`; `end_step`. All of them enqueue on torch's current
-    stream; work that they put on others has to be back on it by `end_step`. Rows whose context_ids is -1 are idle:
-    what is written to their `out` is never read. Before a batch size is captured, one step of idle rows runs eagerly.
+    stream; work that `look_ahead` and `attend` put on others has to be back on it by the last `attend`. Rows whose
+    context_ids is -1 are idle: what is written to their `out` is never read. Before a batch size is captured, one step
+    of idle rows runs eagerly.
     """
 
     # [num_layers, num_tails, num_kv_heads, tail_capacity, 2, head_dim]. Before `attend` the loop writes each row's own

@@ -32,7 +32,8 @@ class SearchSeries:
     num_jobs: NDArray[np.int64]  # [num_searches]
 
     def make_room(self, workspace: SearchWorkspace) -> None:
-        max(self.searches, key=lambda search: search.index.context_len).make_room(workspace)
+        if self.searches:
+            max(self.searches, key=lambda search: search.index.context_len).make_room(workspace)
 
 
 def make_series(

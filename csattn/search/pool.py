@@ -94,9 +94,7 @@ class SearchPool:
         with self._lock:
             crew, workspace = self._crew, self._crew.workspace
             crew.require_sound()
-            if not series.searches:
-                return True
-            crew.hire(self.num_threads, self._cpus)
+            crew.hire(self.num_threads, self._cpus)  # also for no searches: then nobody waits while it compiles
             series.make_room(workspace)
             crew.wake()
             words = workspace.calls, workspace.progress, workspace.control

@@ -41,7 +41,8 @@ def by_kernel(case: dict[str, Tensor | None], shape: AttendShape, sink: Tensor |
     out = torch.full_like(arrays["q_nope"], torch.nan)  # type: ignore[arg-type]
     lse = torch.full(out.shape[:2], torch.nan, device=DEVICE)
     sink = None if sink is None else sink.to(DEVICE)
-    attend_on_device(**arrays, softmax_scale=SCALE, attn_sink=sink, out=out, lse=lse, shape=shape, lse_unit=2.0)  # type: ignore[arg-type]
+    results = {"out": out, "lse": lse, "lse_unit": 2.0}
+    attend_on_device(**arrays, softmax_scale=SCALE, attn_sink=sink, shape=shape, **results)  # type: ignore[arg-type]
     return out.cpu(), lse.cpu() / 2
 
 

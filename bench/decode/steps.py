@@ -20,7 +20,8 @@ class RecordedQueries:
     """Passes every call on, with the recorded queries of the next step instead of those that come in.
 
     Weights that are random make queries that mean nothing; which rows a step selects, and how many of them the last
-    step selected too, must be real. The step is counted on the device, so a captured graph goes through them all.
+    step selected too, must be real. The step is counted on the device, in a call of its first layer: a captured graph
+    goes through them all, and nothing is launched beside it.
     """
 
     def __init__(self, attention: StepAttention, work: Workload) -> None:
@@ -33,22 +34,30 @@ class RecordedQueries:
         self._predicted = self._recorded(work, "predicted") if attention.lookahead else self._own
         self._own_now = self._own[:1].clone()
         self._predicted_now = self._predicted[:1].clone()
+        self._looks_ahead_first = attention.lookahead and attention.tails.shape[0] > 1
 
     def begin_step(self, rows: StepRows) -> None:
-        torch.index_select(self._own, 0, self._step, out=self._own_now)
-        if self.lookahead:
-            torch.index_select(self._predicted, 0, self._step, out=self._predicted_now)
-        self._step.add_(1).remainder_(len(self._own))
         self._inner.begin_step(rows)
 
     def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None:
+        if layer_idx == 1:
+            self._go_on()
         self._inner.look_ahead(layer_idx, self._predicted_now[0, layer_idx], rows)
 
     def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
+        if layer_idx == 0 and not self._looks_ahead_first:
+            self._go_on()
         self._inner.attend(layer_idx, self._own_now[0, layer_idx], rows, out)
 
     def end_step(self, rows: StepRows) -> None:
         self._inner.end_step(rows)
+
+    def _go_on(self) -> None:
+        """To the queries of the next step."""
+        torch.index_select(self._own, 0, self._step, out=self._own_now)
+        if self.lookahead:
+            torch.index_select(self._predicted, 0, self._step, out=self._predicted_now)
+        self._step.add_(1).remainder_(len(self._own))
 
     def _recorded(self, work: Workload, which: Which) -> Tensor:
         """[num_steps, num_layers, batch_size, num_q_heads, head_dim]."""

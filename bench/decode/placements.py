@@ -32,7 +32,7 @@ from offload.pinned import PinnedRows
 from workers.engine import CachedRows, DeviceRows, EngineShape, SearchOnDevice, SearchOnHost
 
 EVERY_STEP, AHEAD, PERIODIC = "every step", "one layer ahead", "every 4th step, keep 0.15"
-SLOTS = 0.15  # of the context: rows that a slot cache holds
+SLOTS = 0.14  # of the context: rows that a slot cache holds
 KV_BYTES = 16 << 30  # of different layers in pinned memory
 SEARCHED_STEPS = 4  # on the CPU, with no device beside it
 

@@ -21,21 +21,19 @@ __device__ __forceinline__ float exp2_of(float x) {
 #define REGISTERS_32(x, i) REGISTERS_8(x, i), REGISTERS_8(x, i + 8), REGISTERS_8(x, i + 16), REGISTERS_8(x, i + 24)
 
 // result [64, 32] (+)= a [64, 16] * b [32, 16] transposed.
-__device__ __forceinline__ void multiply_rows(float (&result)[16], u32 a, u32 b, int add) {
+__device__ __forceinline__ void multiply_rows(float (&result)[16], u64 a, u64 b, int add) {
     asm volatile(
-        "{\n.reg .pred add;\n.reg .b64 a, b;\nsetp.ne.b32 add, %18, 0;\n"
-        "mov.b64 a, {%16, %19};\nmov.b64 b, {%17, %19};\n"
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %18, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n32k16.f32." OPERANDS " {"
         "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
-        "}, a, b, add, 1, 1, 0, 0;\n}"
+        "}, %16, %17, add, 1, 1, 0, 0;\n}"
         : REGISTERS_8(result, 0), REGISTERS_8(result, 8)
-        : "r"(a), "r"(b), "r"(add), "r"(UPPER_HALF));
+        : "l"(a), "l"(b), "r"(add));
 }
 
 // result [64, 256] += a [64, 16] * b [16, 256].
-__device__ __forceinline__ void multiply_columns(float (&result)[128], u32 a, u32 b) {
+__device__ __forceinline__ void multiply_columns(float (&result)[128], u64 a, u64 b) {
     asm volatile(
-        "{\n.reg .b64 a, b;\nmov.b64 a, {%128, %130};\nmov.b64 b, {%129, %130};\n"
         "wgmma.mma_async.sync.aligned.m64n256k16.f32." OPERANDS " {"
         "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
         "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
@@ -45,7 +43,7 @@ __device__ __forceinline__ void multiply_columns(float (&result)[128], u32 a, u3
         "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,"
         "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,"
         "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-        "}, a, b, 1, 1, 1, 0, 1;\n}"
+        "}, %128, %129, 1, 1, 1, 0, 1;"
         : REGISTERS_32(result, 0), REGISTERS_32(result, 32), REGISTERS_32(result, 64), REGISTERS_32(result, 96)
-        : "r"(a), "r"(b), "r"(UPPER_HALF));
+        : "l"(a), "l"(b));
 }

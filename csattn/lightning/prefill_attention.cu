@@ -99,7 +99,7 @@ struct Attending {
     float logits[16], sums[128];
 
     __device__ __forceinline__ Attending(Shared& shared)
-        : s(shared), group(same_in_warp(threadIdx.x / GROUP)), head(threadIdx.x % GROUP / 32 * 16 + threadIdx.x % 32 / 4),
+        : s(shared), group(threadIdx.x / GROUP), head(threadIdx.x % GROUP / 32 * 16 + threadIdx.x % 32 / 4),
           column(threadIdx.x % 4 * 2) {
 #pragma unroll
         for (int i = 0; i < 128; ++i) sums[i] = 0;
@@ -110,7 +110,7 @@ struct Attending {
         const int part = 2 * tile + group, stage = part % STAGES;
         wait_for(&s.filled[stage], part / STAGES % 2);
         show_to_tensor_cores();
-        const u32 q = operand_at(address_of(s.q)), rows = operand_at(address_of(s.rows[stage]));
+        const u64 q = operand_at(address_of(s.q)), rows = operand_at(address_of(s.rows[stage]));
         begin_products();
 #pragma unroll
         for (int step = 0; step < LINES * 4; ++step) {
@@ -180,8 +180,8 @@ struct Attending {
     // Adds the rows of a part, each by its share, in the group's half of the channels.
     __device__ __forceinline__ void start_sums(int part) {
         const char* values = s.rows[part % STAGES][group * LATENT_LINES / 2];
-        const u32 shares = operand_at(address_of(s.shares) + part % 2 * (PART * 2));
-        const u32 rows = operand_at(address_of(values), PART_BYTES);
+        const u64 shares = operand_at(address_of(s.shares) + part % 2 * (PART * 2));
+        const u64 rows = operand_at(address_of(values), PART_BYTES);
         begin_products();
 #pragma unroll
         for (int step = 0; step < PART / 16; ++step)

@@ -57,15 +57,10 @@ template <int ID, int COUNT> __device__ __forceinline__ void meet() {
 __device__ __forceinline__ void show_to_tensor_cores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Where an operand lies: lines of 128 bytes, 8 of them 1024 bytes, their 16-byte units exchanged by xor with the line's
-// number. `to_next`: bytes to the next 64 columns, where an operand's columns are not those that are summed over. This is
-// the lower half of a descriptor, to which bytes / 16 may be added; the other half never changes.
-__device__ __forceinline__ u32 operand_at(u32 shared_address, u32 to_next = 16) {
-    return (shared_address & 0x3ffff) >> 4 | to_next >> 4 << 16;
+// number. `to_next`: bytes to the next 64 columns, where an operand's columns are not those that are summed over.
+__device__ __forceinline__ u64 operand_at(u32 shared_address, u32 to_next = 16) {
+    return (shared_address & 0x3ffff) >> 4 | static_cast<u64>(to_next >> 4) << 16 | 64ull << 32 | 1ull << 62;
 }
-constexpr u32 UPPER_HALF = 0x40000040;
-
-// What is the same in all lanes of a warp, told to the compiler.
-__device__ __forceinline__ int same_in_warp(int value) { return __shfl_sync(0xffffffffu, value, 0); }
 
 // A warpgroup's products go on behind its back. Between `begin_products` and `wait_for_products<N>`, which leaves the N
 // groups last ended, nobody touches their results. Of a result [64, N] a thread has, at [4 j + 2 i + e], row

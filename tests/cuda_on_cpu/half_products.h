@@ -28,10 +28,10 @@ static inline float from_half(const void* place) {
 
 static inline u32 pack(float first, float second) { return to_half(first) | static_cast<u32>(to_half(second)) << 16; }
 static inline float exp2_of(float x) { return std::exp2(x); }
-static inline float element(u32 operand, int line, int column) {
+static inline float element(u64 operand, int line, int column) {
     return from_half(element_at<2>(operand, line, column));
 }
-template <int N, class B> static inline void multiply(float* result, u32 a, B b, bool add) {
+template <int N, class B> static inline void multiply(float* result, u64 a, B b, bool add) {
     const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
     for (int i = 0; i < 2; ++i) {
         float of_row[16];
@@ -44,9 +44,9 @@ template <int N, class B> static inline void multiply(float* result, u32 a, B b,
             }
     }
 }
-static inline void multiply_rows(float (&result)[16], u32 a, u32 b, int add) {
+static inline void multiply_rows(float (&result)[16], u64 a, u64 b, int add) {
     multiply<32>(result, a, [b](int n, int k) { return element(b, n, k); }, add);
 }
-static inline void multiply_columns(float (&result)[128], u32 a, u32 b) {
+static inline void multiply_columns(float (&result)[128], u64 a, u64 b) {
     multiply<256>(result, a, [b](int n, int k) { return element(b, k, n); }, true);
 }

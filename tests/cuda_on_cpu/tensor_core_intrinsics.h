@@ -39,19 +39,19 @@ template <int ID, int COUNT> static inline void meet() {
 }
 
 static inline void show_to_tensor_cores() {}
-static inline u32 operand_at(u32 shared_address, u32 to_next = 16) {
-    return (shared_address & 0x3ffff) >> 4 | to_next >> 4 << 16;
+static inline u64 operand_at(u32 shared_address, u32 to_next = 16) {
+    return (shared_address & 0x3ffff) >> 4 | static_cast<u64>(to_next >> 4) << 16 | 64ull << 32 | 1ull << 62;
 }
-static inline int same_in_warp(int value) { return __shfl_sync(~0u, value, 0); }
 static inline void begin_products() {}
 static inline void end_products() {}
 template <int LEFT, int COUNT> static inline void wait_for_products(float (&)[COUNT]) {}
 
 // Where an element of an operand lies; its columns lie side by side, in units exchanged by the address's bits.
-template <int BYTES> static inline const void* element_at(u32 operand, int line, int column) {
+template <int BYTES> static inline const void* element_at(u64 operand, int line, int column) {
     constexpr int COLUMNS = 128 / BYTES;
     const u32 start = (operand & 0x3fff) << 4, to_next = (operand >> 16 & 0x3fff) << 4;
+    const u32 to_lines = (operand >> 32 & 0x3fff) << 4;
     const u32 place =
-        start + column / COLUMNS * to_next + line * 128 + column % COLUMNS * BYTES;
+        start + column / COLUMNS * to_next + line / 8 * to_lines + line % 8 * 128 + column % COLUMNS * BYTES;
     return __cvta_shared_to_generic(place ^ (place >> 7 & 7) << 4);
 }

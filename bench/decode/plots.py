@@ -14,16 +14,18 @@ from bench.decode.report import NAMES, best_speedup, length, speedup
 from bench.decode.rivals.report import RIVALS, rivals_in
 from bench.records import Case
 
-OURS = "default"
+OURS, POOLED = "default", "pooled"
 _DPI = 110
 _LEFT, _RIGHT, _PANEL = 0.95, 2.8, 3.7  # inches: what stands beside the panels, and a panel
 _LEGEND_WIDTH = 27  # characters
 _LEAST_BYTES = "dotted: the fewest bytes, at the read rate measured"
+_DASHED = "dashed: one query per KV head"
 _STYLES: dict[str, tuple[str, str]] = {  # what is drawn -> colour, marker
     "full": ("#222222", "o"),
     "streamed": ("#b3261e", "s"),
     "paper": ("#d98e04", "^"),
     OURS: ("#0b61a4", "D"),
+    POOLED: ("#5aa9e6", "D"),
     "window": ("#8a8a8a", "v"),
     "device": ("#0b61a4", "D"),
     "hybrid": ("#2a9d8f", "P"),
@@ -69,7 +71,7 @@ def draw_op(cases: list[Case], content: dict[str, Any]) -> Any:
     figure, panels = _figure(len(batch_sizes), "One layer's attention in one decode step", _setting(content))
     for axes, batch_size in zip(panels, batch_sizes, strict=True):
         shown = [c for c in cases if c["batch_size"] == batch_size and c["schedule"] in ("none", "every step")]
-        for variant in ("streamed", "full", "paper", OURS, "window"):
+        for variant in ("streamed", "full", "paper", OURS, POOLED, "window"):
             line = [case for case in shown if case["variant"] == variant]
             _line(axes, line, variant, NAMES[variant], lambda case: case["p50_us"])
             if variant in ("full", OURS):
@@ -120,20 +122,25 @@ def draw_tpot(cases: list[Case], content: dict[str, Any]) -> Any:
             _line(axes, line, variant, NAMES[variant], lambda case: case["p50_us"])
         _dotted(axes, [c for c in shown if c["variant"] == "full"], "full", lambda case: case["roofline_us"])
         for placement in ("host", "hybrid", "device"):
-            line = _fastest_schedule([c for c in shown if c["placement"] == placement and _is_ours(c)])
+            here = [case for case in shown if case["placement"] == placement]
+            line = _fastest_schedule([case for case in here if _is_ours(case)])
             _line(axes, line, placement, f"csattn, {_PLACES[placement]}", lambda case: case["p50_us"])
+            pooled = _fastest_schedule([case for case in here if _is_ours(case, POOLED)])
+            _line(axes, pooled, placement, None, lambda case: case["p50_us"])
             if placement == "device":
                 _dotted(axes, line, placement, lambda case: case["roofline_us"])
         window = [case for case in shown if case["variant"] == "window"]
         _line(axes, window, "window", NAMES["window"], lambda case: case["p50_us"])
         _finish_panel(axes, cases, f"batch {batch_size}", _time)
-    _legend(figure, panels, _LEAST_BYTES)
+    _legend(figure, panels, _DASHED, _LEAST_BYTES)
     return figure
 
 
 def draw_speedup(cases: list[Case], content: dict[str, Any]) -> Any:
     """How much faster than full attention, one layer's attention and whole steps, all on the GPU."""
-    ours = [c for c in cases if _is_ours(c) and c["placement"] == "device" and speedup(c, cases) is not None]
+    measured = [c for c in cases if c["placement"] == "device" and speedup(c, cases) is not None]
+    presets = {variant: [c for c in measured if _is_ours(c, variant)] for variant in (OURS, POOLED)}
+    ours = presets[OURS] + presets[POOLED]
     panels_of = {"op": "one layer's attention", "e2e": "whole steps"}
     kinds = [kind for kind in panels_of if any(case["kind"] == kind for case in ours)]
     title = "Times as fast as full attention"
@@ -141,18 +148,19 @@ def draw_speedup(cases: list[Case], content: dict[str, Any]) -> Any:
     batch_sizes = sorted({case["batch_size"] for case in ours})
     for axes, kind in zip(panels, kinds, strict=True):
         for batch_size, colour in zip(batch_sizes, _BATCH_COLOURS, strict=False):
-            line = [c for c in ours if c["kind"] == kind and c["batch_size"] == batch_size]
-            line = sorted(_fastest_schedule(line), key=lambda case: case["context_len"])
-            lengths = [case["context_len"] for case in line]
-            axes.plot(
-                lengths, [speedup(case, cases) for case in line], "D-", color=colour, label=f"batch {batch_size}",
-                markeredgecolor="white", linewidth=2,
-            )  # fmt: skip
-            if kind == "e2e":
-                axes.plot(lengths, [best_speedup(case, content) for case in line], ":", color=colour)
+            for variant, line in presets.items():
+                line = [c for c in line if c["kind"] == kind and c["batch_size"] == batch_size]
+                line = sorted(_fastest_schedule(line), key=lambda case: case["context_len"])
+                lengths = [case["context_len"] for case in line]
+                axes.plot(
+                    lengths, [speedup(case, cases) for case in line], "D-" if variant == OURS else "D--", color=colour,
+                    label=f"batch {batch_size}" if variant == OURS else None, markeredgecolor="white", linewidth=2,
+                )  # fmt: skip
+                if kind == "e2e" and variant == OURS:
+                    axes.plot(lengths, [best_speedup(case, content) for case in line], ":", color=colour)
         axes.axhline(1, color="#222222", linewidth=1)
         _finish_panel(axes, [c for c in ours if c["kind"] == kind], panels_of[kind], lambda ratio: f"{ratio:g} ×")
-    _legend(figure, panels, "dotted: the most that bytes allow" if "e2e" in kinds else None)
+    _legend(figure, panels, _DASHED, *(["dotted: the most that bytes allow"] if "e2e" in kinds else []))
     return figure
 
 
@@ -170,12 +178,12 @@ def draw_rivals(cases: list[Case], content: dict[str, Any]) -> Any:
             line = [case for case in shown if case["variant"] == rival]
             _line(axes, line, rival, NAMES[rival], lambda case: case["tokens_per_s"])
         _finish_panel(axes, cases, f"batch {batch_size}", lambda rate: f"{rate:g}")
-    _legend(figure, panels, None)
+    _legend(figure, panels)
     return figure
 
 
-def _is_ours(case: Case) -> bool:
-    return case["variant"] == OURS and case["schedule"] in ("every step", "one layer ahead")
+def _is_ours(case: Case, variant: str = OURS) -> bool:
+    return case["variant"] == variant and case["schedule"] in ("every step", "one layer ahead")
 
 
 def _fastest_schedule(cases: list[Case]) -> list[Case]:
@@ -208,14 +216,15 @@ def _figure(num_panels: int, title: str, subtitle: str, share_y: bool = True) ->
     return figure, panels
 
 
-def _line(axes: Any, cases: Iterable[Case], style: str, name: str, value: Callable[[Case], float]) -> None:
+def _line(axes: Any, cases: Iterable[Case], style: str, name: str | None, value: Callable[[Case], float]) -> None:
+    """Dashed where it has no name of its own."""
     ordered = sorted(cases, key=lambda case: case["context_len"])
     if not ordered:
         return
     colour, marker = _STYLES[style]
     axes.plot(
         [case["context_len"] for case in ordered], [value(case) for case in ordered], color=colour, marker=marker,
-        markersize=7, markeredgecolor="white", linewidth=2, label=name,
+        markersize=7, markeredgecolor="white", linewidth=2, linestyle="-" if name else "--", label=name,
     )  # fmt: skip
 
 
@@ -248,12 +257,12 @@ def _time(us: float) -> str:
     return f"{us:g} µs" if us < 1000 else f"{us / 1000:g} ms"
 
 
-def _legend(figure: Any, panels: list[Any], note: str | None) -> None:
+def _legend(figure: Any, panels: list[Any], *notes: str) -> None:
     handles: dict[str, Any] = {}
     for axes in panels:
         handles.update({name: handle for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)})
-    if note is not None:
-        handles[note] = Line2D([], [], linestyle=":", color="#444444")
+    for note in notes:
+        handles[note] = Line2D([], [], linestyle="--" if note == _DASHED else ":", color="#444444")
     names = ["\n".join(textwrap.wrap(name, _LEGEND_WIDTH)) for name in handles]
     figure.legend(
         handles.values(), names, loc="center left", bbox_to_anchor=(panels[-1].get_position().x1 + 0.01, 0.48),

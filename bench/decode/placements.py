@@ -172,7 +172,6 @@ def host_rows(work: Workload, num_layers: int) -> PinnedRows:
     first = work.rows(0)
     num_distinct = max(1, min(NUM_WIDE_LAYERS, num_layers, KV_BYTES // first.nbytes))
     layers = allocate_rows(num_distinct, first.shape, first.dtype)
-    # before they are pinned: no copy may reach from one page lock into the next, and layers are cut anywhere
     for layer_idx, layer in enumerate(layers):
         layer.copy_(work.rows(layer_idx))
     return PinnedRows([layers[layer_idx % num_distinct] for layer_idx in range(num_layers)])

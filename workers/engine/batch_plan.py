@@ -3,9 +3,12 @@
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from csattn.attention.device import DeviceAttention
-from csattn.batch import DeviceSelection, make_device_selection
+from csattn.batch import DeviceSelection, StepRows, make_device_selection
+from workers.engine.far_rows import FarRows
+from workers.engine.resident import ResidentRows
 from workers.engine.shape import EngineShape
 
 
@@ -18,6 +21,21 @@ class BatchPlan:
 
     def selection(self, layer_idx: int) -> DeviceSelection:
         return self.selections[layer_idx % 2]
+
+    def attend(
+        self,
+        layer_idx: int,
+        q: Tensor,
+        resident: ResidentRows,
+        tails: Tensor,  # of all layers, as in `StepAttention`
+        far: FarRows,
+        fetched: DeviceSelection,  # what `far.fetch` has returned for that layer
+        rows: StepRows,
+        out: Tensor,
+    ) -> None:
+        """Enqueue one layer's attention to resident rows, tails and what is fetched. q, out: see `StepAttention`."""
+        near, tail = resident.source(layer_idx), tails[layer_idx]
+        self.attention.attend(q, near, tail, far.source(layer_idx), fetched, rows, out, far.spill(layer_idx))
 
 
 def plan_batch(shape: EngineShape, batch_size: int, device: torch.device) -> BatchPlan:

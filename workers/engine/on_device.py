@@ -72,16 +72,8 @@ class SearchOnDevice:
             torch.cuda.current_stream().wait_event(is_there)
         else:
             fetched = self._search(layer_idx, q, rows)
-        self._plans[rows.batch_size].attention.attend(
-            q,
-            self._resident.source(layer_idx),
-            self.tails[layer_idx],
-            self.far.source(layer_idx),
-            fetched,
-            rows,
-            out,
-            self.far.spill(layer_idx),
-        )
+        plan = self._plans[rows.batch_size]
+        plan.attend(layer_idx, q, self._resident, self.tails, self.far, fetched, rows, out)
 
     def end_step(self, rows: StepRows) -> None:
         """Nothing is left to do."""

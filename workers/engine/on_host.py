@@ -80,16 +80,8 @@ class SearchOnHost:
             mail.post(layer_idx, q, self._clock)
         selection = plan.selection(layer_idx)
         mail.fetch(layer_idx, selection, rows, self._clock)
-        plan.attention.attend(
-            q,
-            self._resident.source(layer_idx),
-            self.tails[layer_idx],
-            self.far.source(layer_idx),
-            self.far.fetch(layer_idx, selection, rows.context_ids),
-            rows,
-            out,
-            self.far.spill(layer_idx),
-        )
+        fetched = self.far.fetch(layer_idx, selection, rows.context_ids)
+        plan.attend(layer_idx, q, self._resident, self.tails, self.far, fetched, rows, out)
 
     def end_step(self, rows: StepRows) -> None:
         """Return when all searches of the step are done; raises what they, or the device before them, have raised."""

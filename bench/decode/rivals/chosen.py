@@ -114,16 +114,8 @@ class ChosenSteps:
         selection = self._plan.selection(layer_idx)
         selection.kv_indices.copy_(self._kv_indices, non_blocking=True)
         selection.valid_len.copy_(self._valid_len, non_blocking=True)
-        self._plan.attention.attend(
-            q,
-            self._resident.source(layer_idx),
-            self.tails[layer_idx],
-            self.far.source(layer_idx),
-            self.far.fetch(layer_idx, selection, rows.context_ids),
-            rows,
-            out,
-            self.far.spill(layer_idx),
-        )
+        fetched = self.far.fetch(layer_idx, selection, rows.context_ids)
+        self._plan.attend(layer_idx, q, self._resident, self.tails, self.far, fetched, rows, out)
         if self._chooser.has_rest:
             device, grouped = out.device, out.view(len(out), self.shape.num_kv_heads, -1, self.shape.head_dim)
             share = self._share.to(device, non_blocking=True).view(*grouped.shape[:3], 1)

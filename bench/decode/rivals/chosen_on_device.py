@@ -54,16 +54,8 @@ class PqOnDeviceSteps:
         selection = self._plan.selection(layer_idx)
         choose_rows(q, self._centroids[layer_idx], self._on_device[layer_idx % 2], self._middle, self.shape, selection)
         selection.valid_len.masked_fill_(rows.context_ids[:, None] < 0, 0)
-        self._plan.attention.attend(
-            q,
-            self._resident.source(layer_idx),
-            self.tails[layer_idx],
-            self.far.source(layer_idx),
-            self.far.fetch(layer_idx, selection, rows.context_ids),
-            rows,
-            out,
-            self.far.spill(layer_idx),
-        )
+        fetched = self.far.fetch(layer_idx, selection, rows.context_ids)
+        self._plan.attend(layer_idx, q, self._resident, self.tails, self.far, fetched, rows, out)
 
     def end_step(self, rows: StepRows) -> None: ...
 

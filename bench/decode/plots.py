@@ -83,7 +83,7 @@ def draw_op(cases: list[Case], content: dict[str, Any]) -> Any:
 
 def draw_split(cases: list[Case], content: dict[str, Any]) -> Any:
     """Where our time goes: search and attention, each beside its fewest bytes, a panel per batch size."""
-    ours = [c for c in cases if c["variant"] == OURS and c["schedule"] == "every step"]
+    ours = [c for c in cases if c["variant"] == OURS and c["schedule"] == "every step" and c["parts_us"]]
     batch_sizes = sorted({case["batch_size"] for case in ours})
     read_gbps = content["ceilings"]["read_gbps"]
     title = "What csattn's attention spends its time on"

@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from bench.accuracy.selectors import VERSION
 from bench.records import Case, load_cases
 from bench.timing import finish, gate
+from csattn.config import PRESET_NAMES
 
 # what is on the x axis -> its title, and how it is told from a case
 AXES: dict[str, tuple[str, Callable[[Case], float]]] = {
@@ -30,7 +31,6 @@ AXES: dict[str, tuple[str, Callable[[Case], float]]] = {
     "time": ("ms of search per step", lambda c: c["search_ms_per_step"]),
 }
 _DPI = 110
-_OURS = ("default", "default+ahead", "pooled", "lists", "paper")
 _OUR_COLOUR, _COLOUR, _LINE = "#0b61a4", "#7a4b12", "#b3261e"
 
 
@@ -96,8 +96,8 @@ def _draw_panel(axes: Any, costs: dict[str, tuple[float, float]], title: str) ->
     axes.set(xscale="log", yscale="log", xlabel=title)
     axes.set_xlim(nothing / 1.6, most * 3)
     for name, (x, y) in places.items():
-        colour = _OUR_COLOUR if name in _OURS else _COLOUR
-        axes.plot(x, y, "D" if name in _OURS else "o", color=colour, markeredgecolor="white", markersize=8, zorder=2)
+        colour = _OUR_COLOUR if _is_ours(name) else _COLOUR
+        axes.plot(x, y, "D" if _is_ours(name) else "o", color=colour, markeredgecolor="white", markersize=8, zorder=2)
     _label(axes, places)
     shown = _ticks(least, most)
     zero = [nothing] if any(x == 0 for x, _ in costs.values()) else []
@@ -107,6 +107,10 @@ def _draw_panel(axes: Any, costs: dict[str, tuple[float, float]], title: str) ->
     axes.minorticks_off()
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _is_ours(name: str) -> bool:
+    return name.partition("+")[0] in PRESET_NAMES
 
 
 def _ticks(least: float, most: float) -> list[float]:
@@ -124,7 +128,7 @@ def _label(axes: Any, places: dict[str, tuple[float, float]]) -> None:
         while any(abs(y + shift - other_y) < 15 and abs(x - other_x) < 90 for other_x, other_y in taken):
             shift += 4
         taken.append((x, y + shift))
-        colour = _OUR_COLOUR if name in _OURS else "#333333"
+        colour = _OUR_COLOUR if _is_ours(name) else "#333333"
         axes.annotate(
             name, place, (8, shift * 72 / _DPI - 3), textcoords="offset points", fontsize=9, color=colour, zorder=1.5,
             bbox={"boxstyle": "square,pad=0.05", "color": "white", "alpha": 0.75},

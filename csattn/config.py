@@ -65,6 +65,7 @@ class SearchConfig:
     window_len: int = 256  # last rows of the context, and last rows of the tail, always attended
     lookahead: int = 0  # 1: search with the query predicted from the previous layer's input
     search_period: int = 1  # search every so many steps, reuse the selection in between
+    estimate_rest: bool = False  # add an estimate of what attention to the rows that are not read would give
 
     def __post_init__(self) -> None:
         _require_share("keep", self.keep)

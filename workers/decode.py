@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from csattn.attention import attend, merge_state
+from csattn.rest import Moments, estimate_rest
 from csattn.selection import Selection, stack_selections
 from csattn.selectors import ContextView, FarRows, Selector
 from offload.kv_store import KvStore
@@ -50,6 +51,7 @@ class LayerDecoder:
         count: StepCount,
         clock: Callable[[], float],
         observer: Observer | None = None,
+        moments: Moments | None = None,  # of the middle, to estimate the rows that are not chosen; None: they are not
     ):
         self.layer_idx = layer_idx
         self.view = view
@@ -59,6 +61,7 @@ class LayerDecoder:
         self._count = count
         self._clock = clock
         self._observer = observer
+        self._moments = moments
         middle = view.middle
         self._sinks = store.rows(layer_idx, slice(0, middle.start))
         self._window = store.rows(layer_idx, slice(middle.stop, view.context_len))
@@ -102,7 +105,10 @@ class LayerDecoder:
             chosen = self._choose(q if early is None else early, first_token, ahead=early is not None)
         near_out, near_lse = self._attend_near(q, softmax_scale)
         far_out, far_lse = self._attend_far(q, chosen, softmax_scale)
-        out, _ = merge_state(near_out, near_lse, far_out, far_lse)
+        out, lse = merge_state(near_out, near_lse, far_out, far_lse)
+        if self._moments is not None:
+            rest_out, rest_lse = self._estimate_rest(q, chosen, self._moments, softmax_scale)
+            out, _ = merge_state(out, lse, rest_out, rest_lse)
         out = _mix_in_rest(out.to(q.dtype), chosen)
         if self._observer is not None:
             self._observer(self, q, chosen, out)
@@ -190,6 +196,22 @@ class LayerDecoder:
         out, lse = attend(grouped.to(rows.dtype), rows[..., 0, :], rows[..., 1, :], softmax_scale, mask, log_weights)
         out = out.permute(1, 2, 0, 3).reshape(num_q_heads, num_tokens, head_dim)
         return out, lse.permute(1, 2, 0).reshape(num_q_heads, num_tokens)
+
+    def _estimate_rest(
+        self, q: Tensor, chosen: list[FarRows], moments: Moments, softmax_scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Attention to the rows that each token could have chosen and did not: out like q, lse like q's first axes.
+
+        Rows that have left the tail's window are taken to be like the context's.
+        """
+        num_tokens, middle = q.shape[1], self.view.middle
+        first_token = self.tail.num_rows - num_tokens
+        num_rows = [middle.stop - middle.start + self.oldest_resident(first_token + i) for i in range(num_tokens)]
+        num_chosen = np.stack([rows.valid_len for rows in chosen if isinstance(rows, Selection)])
+        by_token = q.detach().float().transpose(0, 1).contiguous().numpy()
+        out, lse = estimate_rest(by_token, moments, num_chosen, np.array(num_rows, np.int64), softmax_scale)
+        self._count.search_bytes += num_tokens * moments.nbytes
+        return torch.from_numpy(out).transpose(0, 1), torch.from_numpy(lse).T
 
     def fetch(self, kv_indices: Tensor) -> Tensor:
         """Rows of context and tail: [..., num_index_heads, top_k] -> [..., num_index_heads, top_k, 2, head_dim]."""

@@ -88,7 +88,10 @@ def test_contenders_by_name():
     ahead, paper, own = find_contenders("csattn+ahead, paper,csattn")
     assert (ahead.name, ahead.search(0.1).lookahead, ahead.preset) == ("default+ahead", 1, "default")
     assert (paper.selector, paper.preset, own.name) == ("csattn", "paper", "default")
-    for wrong in ("exact+ahead", "none", "default+behind"):
+    rested, best = find_contenders("default+ahead+rest,exact+rest")
+    assert (rested.name, rested.search(0.1).estimate_rest, rested.lookahead) == ("default+ahead+rest", True, 1)
+    assert (best.selector, best.search(0.1).estimate_rest) == ("exact", True)
+    for wrong in ("exact+ahead", "none", "default+behind", "quest+rest", "default+rest+ahead"):
         with pytest.raises(GateError, match="unknown selector"):
             find_contenders(wrong)
 

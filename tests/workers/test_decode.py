@@ -8,6 +8,8 @@ import torch
 
 from csattn.attention import reference
 from csattn.config import SearchConfig
+from csattn.rest import moments_of
+from csattn.rest import reference as rest_reference
 from csattn.selection import Rest, Selection
 from csattn.selectors import ContextView
 from offload.host_store import HostStore
@@ -34,9 +36,9 @@ class Chosen:
         return self.selection
 
 
-def make_decoder(context, selector, ahead=None):
+def make_decoder(context, selector, ahead=None, moments=None):
     view = ContextView(CONTEXT_LEN, SCALE, SearchConfig(keep=0.1, sink_len=SINK_LEN, window_len=WINDOW_LEN))
-    return LayerDecoder(0, HostStore([context]), selector, view, ahead, StepCount(), lambda: 0.0)
+    return LayerDecoder(0, HostStore([context]), selector, view, ahead, StepCount(), lambda: 0.0, moments=moments)
 
 
 def poisoned_except(context, rows_by_head):
@@ -164,3 +166,40 @@ def test_an_error_in_a_search_ahead_reaches_the_step() -> None:
         decoder.append(torch.randn(2, 1, HEAD_DIM), torch.randn(2, 1, HEAD_DIM))
         with pytest.raises(RuntimeError, match="the index is gone"):
             decoder.attend(torch.randn(6, 1, HEAD_DIM), SCALE)
+
+
+@pytest.mark.parametrize("num_index_heads", [2, 6], ids=["shared by the group", "one per query head"])
+def test_an_estimate_of_the_rest_joins_by_its_log_sum_exp(num_index_heads, rng) -> None:
+    """By the layer's own queries, and with the tail's rows that have left its window among those not chosen."""
+    num_q_heads, num_tokens = 6, WINDOW_LEN + 4
+    context, tail = torch.randn(2, CONTEXT_LEN, 2, HEAD_DIM), torch.randn(2, num_tokens, 2, HEAD_DIM)
+    valid_len = rng.integers(0, 5, num_index_heads).astype(np.int32)
+    kv_indices = np.full((num_index_heads, 5), -1, np.int32)
+    for head, valid in enumerate(valid_len):
+        kv_indices[head, :valid] = np.sort(rng.choice(np.arange(SINK_LEN, 60), valid, replace=False))
+    chosen = Chosen(Selection(kv_indices, valid_len))
+    num_middle = CONTEXT_LEN - SINK_LEN - WINDOW_LEN
+    moments = moments_of([context[:, SINK_LEN : SINK_LEN + num_middle]])
+    decoder = make_decoder(context, chosen, moments=moments)
+    decoder.append(tail[:, :, 0], tail[:, :, 1])
+    q = torch.randn(num_q_heads, num_tokens, HEAD_DIM)
+    out = decoder.attend(q, SCALE)
+
+    left = np.maximum(0, np.arange(1, num_tokens + 1) - WINDOW_LEN)
+    counts = np.tile(valid_len, (num_tokens, 1))
+    rest_out, rest_lse = rest_reference.estimate_rest(
+        q.transpose(0, 1).numpy(), moments, counts, num_middle + left, SCALE
+    )
+    for token in range(num_tokens):
+        for head in range(num_q_heads):
+            index_head = head * num_index_heads // num_q_heads
+            far = kv_indices[index_head, : valid_len[index_head]].tolist()
+            near = [*range(SINK_LEN), *range(CONTEXT_LEN - WINDOW_LEN, CONTEXT_LEN)]
+            rows = torch.cat(
+                [context[head // 3, far], context[head // 3, near], tail[head // 3, left[token] : token + 1]]
+            )
+            logits = SCALE * rows[:, 0] @ q[head, token]
+            values = torch.cat([rows[:, 1], torch.from_numpy(rest_out[token, head])[None]])
+            weights = torch.cat([logits, torch.tensor([rest_lse[token, head]])]).softmax(0)
+            torch.testing.assert_close(out[head, token], weights @ values, rtol=1e-4, atol=1e-5)
+    assert decoder._count.search_bytes == num_tokens * (chosen.search_bytes + moments.nbytes)

@@ -139,6 +139,33 @@ def test_a_search_period_reuses_selections(store) -> None:
     assert request.count.searches == 4 * 3
 
 
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize(("selector", "at_most"), [("csattn", 0.99), ("exact", 0.85)])
+def test_an_estimate_of_the_rest_comes_nearer_to_full_attention(store, selector, at_most, lookahead) -> None:
+    """Whichever way the question is cut; by much, where nothing that matters was missed."""
+    ids, errors = token_ids(20, seed=4), []
+    with csattn_session(loaded(), artifact_of(store), SearchConfig(), "full") as session:
+        want = logits_of(session, ids, [20])
+    for estimate_rest in (False, True):
+        config = SearchConfig(keep=0.05, window_len=8, lookahead=lookahead, estimate_rest=estimate_rest)
+        with csattn_session(loaded(), artifact_of(store), config, selector) as session:
+            got = logits_of(session, ids, [20])
+            torch.testing.assert_close(logits_of(session, ids, [1] * 20), got, rtol=1e-3, atol=1e-3)
+        errors.append(float((got - want).square().mean()))
+    assert errors[1] < at_most * errors[0]
+
+
+def test_an_estimate_goes_only_with_the_choice_of_the_best(store) -> None:
+    config = SearchConfig(estimate_rest=True)
+    with (
+        pytest.raises(ConfigError, match="estimate_rest goes with the selectors csattn and exact; quest"),
+        csattn_session(loaded(), artifact_of(store), config, "quest"),
+    ):
+        pass
+    with csattn_session(loaded(), artifact_of(store), config, "full") as session:
+        assert session.moments == []
+
+
 def test_a_batch_is_refused_with_a_sentence(store) -> None:
     with csattn_session(loaded(), artifact_of(store)) as session, pytest.raises(ConfigError, match="one sequence"):
         loaded().model(torch.zeros(2, 3, dtype=torch.long), past_key_values=session.request())

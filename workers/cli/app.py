@@ -33,8 +33,6 @@ Model = Annotated[
     str | None, typer.Option(help="Model directory, .gguf file or hub id. [default: the installed SmolLM2-135M]")
 ]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
-
-
 Store = Annotated[
     Any, typer.Option(parser=_place, metavar="PLACE", help="Directory or URL (s3://, ...) that holds artifacts.")
 ]
@@ -48,6 +46,7 @@ KvCodec = Annotated[
     typer.Option(help="Keep rows in memory as q8_0, q4_0, fp8, float16, ..., or k=q8_0,v=q4_0. [default: as built]"),
 ]
 Lookahead = Annotated[int, typer.Option(help="1: search one layer ahead, on the predicted query.")]
+EstimateRest = Annotated[bool, typer.Option(help="Estimate what the rows that are not read would add.")]
 
 
 @app.command()
@@ -108,6 +107,7 @@ def generate(
     compare: Annotated[bool, typer.Option(help="Print full attention's answer beside it.")] = False,
     search_period: Annotated[int, typer.Option(help="Search every so many steps.")] = 1,
     window_len: Annotated[int | None, typer.Option(help="Recent rows that are always read.")] = None,
+    estimate_rest: EstimateRest = False,
     model: Model = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads. [default: all cores]")] = None,
     placement: Annotated[
@@ -126,7 +126,7 @@ def generate(
     """Answer a question from an artifact; tokens appear as they come."""
     from workers.cli import asking, terminal
 
-    config = asking.search_config(keep, lookahead, search_period, window_len)
+    config = asking.search_config(keep, lookahead, search_period, window_len, estimate_rest)
     result = asking.ask(
         artifact, prompt, config, selector, max_new_tokens, compare, model, threads, placement, kv_codec, host_budget
     )
@@ -149,6 +149,7 @@ def evaluate(
     lookahead: Annotated[str, typer.Option(help="0, 1, or 0,1: for the presets.")] = "0",
     search_period: Annotated[int, typer.Option(help="Search every so many steps.")] = 1,
     window_len: Annotated[int | None, typer.Option(help="Recent rows that are always read.")] = None,
+    estimate_rest: EstimateRest = False,
     dtype: Dtype = "float32",
     store: Annotated[Path | None, typer.Option(help="Keep the artifacts here. [default: a scratch directory]")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads. [default: all cores]")] = None,
@@ -162,7 +163,7 @@ def evaluate(
     plan = comparing.Plan(
         context_len=context_len,
         eval_len=eval_len,
-        config=asking.search_config(keep, 0, search_period, window_len),
+        config=asking.search_config(keep, 0, search_period, window_len, estimate_rest),
         presets=comparing.names("presets", presets, PRESET_NAMES),
         selectors=comparing.names("selectors", selectors, SELECTOR_NAMES),
         lookaheads=[int(ahead) for ahead in comparing.names("lookahead", lookahead, ("0", "1"))],

@@ -1,5 +1,6 @@
 """`csattn generate`: one question, one artifact, tokens as they come; full attention beside it on request."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from workers.generate import Answer, answer
 from workers.session import csattn_session
 
 
-def search_config(keep: float, lookahead: int, search_period: int, window_len: int | None) -> SearchConfig:
-    given = {} if window_len is None else {"window_len": window_len}
-    return SearchConfig(keep=keep, lookahead=lookahead, search_period=search_period, **given)
+def search_config(
+    keep: float, lookahead: int, search_period: int, window_len: int | None, estimate_rest: bool
+) -> SearchConfig:
+    config = SearchConfig(keep=keep, lookahead=lookahead, search_period=search_period, estimate_rest=estimate_rest)
+    return config if window_len is None else replace(config, window_len=window_len)
 
 
 def ask(
@@ -50,7 +53,8 @@ def ask(
         if on_gpu:
             assert placement is not None
             return _on_gpu(loaded, artifact, config, placement, prompt, max_new_tokens, threads).to_json()
-        if selector == "csattn" and config.search_period == 1 and budget is None:
+        by_engine = config.search_period == 1 and not config.estimate_rest and budget is None
+        if selector == "csattn" and by_engine:
             sparse = _on_cpu(loaded, artifact, config, prompt, max_new_tokens, threads, kv_format)
         else:
             sparse = stream(

@@ -59,7 +59,9 @@ def compare(
         for kind, name, artifact, ahead in runs:
             selector = name if kind == "selector" else "csattn"
             with counting(f"{name}, lookahead {ahead}", plan.eval_len, "tokens") as count:
-                search = replace(plan.config, lookahead=ahead)
+                # as lookahead is, the estimate is the presets'; selectors are measured as published
+                estimate = plan.config.estimate_rest and kind == "preset"
+                search = replace(plan.config, lookahead=ahead, estimate_rest=estimate)
                 quality = measure(loaded, artifact, search, selector, following, baseline, count, plan.kv_format)
             results.append({kind: name, "lookahead": ahead, **quality.to_json()})
     out.print(_results_table(text.name, baseline.nll, results))

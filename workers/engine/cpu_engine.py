@@ -100,6 +100,10 @@ class CpuEngine:
         require_free_slot(slot, self.num_slots, self._requests)
         if config.search_period != 1:
             raise ConfigError(f"search_period is {config.search_period}, but this engine searches at every step; use 1")
+        if config.estimate_rest:
+            raise ConfigError(
+                "estimate_rest is done by sessions, `csattn generate` and `eval`, not by this engine; leave it out"
+            )
         view = ContextView(context.context_len, self._scale, config)
         name = selector_for(selector, view)
         selectors = self._selectors(context, name, view)

@@ -34,6 +34,8 @@ class EngineShape:
                 f"search_period is {self.search.search_period}, but a step on a GPU is one graph and always searches; "
                 "use search_period 1, or decode on the CPU"
             )
+        if self.search.estimate_rest:
+            raise ConfigError("estimate_rest is not done on a GPU; leave it out, or decode on the CPU with a session")
 
     @property
     def max_top_k(self) -> int:

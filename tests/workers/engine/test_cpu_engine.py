@@ -206,6 +206,8 @@ def test_bad_steps_are_refused_and_change_nothing(store) -> None:
             engine.open(0, 0, CONFIG, "best")
         with pytest.raises(ConfigError, match="search_period"):
             engine.open(0, 0, SearchConfig(search_period=2), "csattn")
+        with pytest.raises(ConfigError, match="estimate_rest is done by sessions"):
+            engine.open(0, 0, SearchConfig(estimate_rest=True), "csattn")
         with pytest.raises(ConfigError, match="loaded already"):
             engine.add_context(0, artifact)
         engine.open(0, 0, CONFIG, "csattn")

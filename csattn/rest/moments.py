@@ -1,0 +1,50 @@
+"""Means and covariances of a context's keys and values: all that an estimate of unread rows reads."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Of one layer's rows that may be chosen, per KV head. Shared by all requests."""
+
+    key_mean: NDArray[np.float32]  # [num_kv_heads, head_dim]
+    value_mean: NDArray[np.float32]  # [num_kv_heads, head_dim]
+    key_cov: NDArray[np.float32]  # [num_kv_heads, head_dim, head_dim]
+    cross_cov: NDArray[np.float32]  # [num_kv_heads, head_dim of the keys, head_dim of the values]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that they take, all of which each token reads."""
+        return self.key_mean.nbytes + self.value_mean.nbytes + self.key_cov.nbytes + self.cross_cov.nbytes
+
+
+def moments_of(pieces: Iterable[Tensor]) -> Moments:
+    """Moments of all rows of the pieces [num_kv_heads, num_rows, 2, head_dim]: at least one row in all.
+
+    Each piece is used before the next is asked for. Products are of float32, relative to the first piece's mean, and
+    are summed in float64.
+    """
+    origin, sums, products, num_rows = torch.empty(0), torch.empty(0), torch.empty(0), 0
+    for piece in pieces:
+        rows = piece.float().flatten(2)  # [num_kv_heads, num_rows, key and value]
+        if num_rows == 0:
+            origin = rows.mean(1, keepdim=True)
+            sums, products = torch.zeros(()).double(), torch.zeros(()).double()
+        rows = rows - origin
+        keys = rows[..., : piece.shape[3]]
+        sums = sums + rows.sum(1).double()
+        products = products + (keys.transpose(1, 2) @ rows).double()
+        num_rows += rows.shape[1]
+    assert num_rows > 0, "moments of no rows"
+    mean = sums / num_rows
+    head_dim = mean.shape[1] // 2
+    cov = products / num_rows - mean[:, :head_dim, None] * mean[:, None]
+    mean = mean + origin[:, 0].double()
+    arrays = (mean[:, :head_dim], mean[:, head_dim:], cov[..., :head_dim], cov[..., head_dim:])
+    return Moments(*(array.float().contiguous().numpy() for array in arrays))

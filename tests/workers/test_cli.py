@@ -165,6 +165,20 @@ def test_eval_compares_presets_and_selectors(capsys, place: Path) -> None:
     assert min(searched["default"], searched["paper"], searched["magicpig"]) > 0
 
 
+def test_the_rest_is_estimated_for_presets_and_not_for_what_was_published(capsys, place: Path, artifact: Path) -> None:
+    arguments = "eval", "--text", place / "text.txt", "--model", place / "model", "--context-len", 400, "--eval-len", 9
+    arguments += "--keep", 0.1, "--window-len", 8, "--presets", "default", "--selectors", "window", "--json"
+    plain, estimated = (last_line(in_process(*arguments, *more, capsys=capsys)) for more in ((), ("--estimate-rest",)))
+    assert estimated["search"]["estimate_rest"] and not plain["search"]["estimate_rest"]
+    ours, window = zip(plain["results"], estimated["results"], strict=True)
+    assert ours[0]["kl"] != ours[1]["kl"] and window[0]["kl"] == window[1]["kl"]
+    moments = 4 * (2 * 16 + 2 * 16 * 16)  # two means and two matrices of float32, for each of 2 KV heads in 3 layers
+    assert ours[1]["search_bytes_per_step"] - ours[0]["search_bytes_per_step"] == pytest.approx(3 * 2 * moments)
+    assert ours[1]["index_bytes_per_key"] - ours[0]["index_bytes_per_key"] == pytest.approx(moments / 400)
+    said = in_process("generate", artifact, "--prompt", "who?", "--estimate-rest", "--json", capsys=capsys)
+    assert last_line(said)["selector"] == "csattn"
+
+
 def test_inspect_verify_and_ls_agree(capsys, place: Path, artifact: Path) -> None:
     inspected, verified = (
         last_line(in_process("inspect", artifact, "--json", capsys=capsys)),
@@ -196,6 +210,7 @@ def test_inspect_verify_and_ls_agree(capsys, place: Path, artifact: Path) -> Non
         (["generate", "{artifact}", "--prompt", "x", "--keep", "0"], 1, "keep must lie in (0, 1]"),
         (["generate", "{artifact}", "--prompt", "x", "--keep", "1.5"], 1, "keep must lie in (0, 1]"),
         (["generate", "{artifact}", "--prompt", "x", "--selector", "best"], 1, "unknown selector"),
+        (["generate", "{artifact}", "--prompt", "x", "--selector", "h2o", "--estimate-rest"], 1, "goes with"),
         (["generate", "{place}/store/ffff", "--prompt", "x"], 1, "no artifact"),
         (["generate", "{artifact}", "--prompt", "x", "--model", "{place}/other"], 1, "model"),
         (["eval", "--text", "{place}/text.txt", "--model", "{place}/model", "--selectors", "best"], 1, "choose from"),

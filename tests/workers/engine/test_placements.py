@@ -8,6 +8,7 @@ import torch
 from csattn.artifact import Artifact, open_artifact
 from csattn.attention import device as attention
 from csattn.config import SearchConfig, preset
+from csattn.errors import ConfigError
 from csattn.search import SearchPool
 from csattn.search.device import IndexShape, run, to_device
 from index_build.pipeline import build_artifact
@@ -53,6 +54,11 @@ def make_shape(config: SearchConfig) -> EngineShape:
         batch_sizes=(1, 5),
         tail_capacity=32,
     )
+
+
+def test_what_a_gpu_does_not_do_is_refused() -> None:
+    with pytest.raises(ConfigError, match="estimate_rest is not done on a GPU; leave it out"):
+        make_shape(SearchConfig(estimate_rest=True))
 
 
 def context_kv(artifact: Artifact, shape: EngineShape) -> list[torch.Tensor]:

@@ -210,7 +210,7 @@ class LayerDecoder:
         num_chosen = np.stack([rows.valid_len for rows in chosen if isinstance(rows, Selection)])
         by_token = q.detach().float().transpose(0, 1).contiguous().numpy()
         out, lse = estimate_rest(by_token, moments, num_chosen, np.array(num_rows, np.int64), softmax_scale)
-        self._count.search_bytes += num_tokens * moments.nbytes
+        self._count.search_bytes += num_tokens * moments.table.nbytes
         return torch.from_numpy(out).transpose(0, 1), torch.from_numpy(lse).T
 
     def fetch(self, kv_indices: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ def measure(
         request = session.request(probe)
         log_probs = _predict(session, request, token_ids[:-1], on_token)
         index_bytes = sum(prepared.index_bytes for prepared in session.prepared)
-        index_bytes += sum(moments.nbytes for moments in session.moments)
+        index_bytes += sum(moments.table.nbytes for moments in session.moments)
     spec, count = artifact.spec, request.count
     rows_before = sum(spec.context_len + token + 1 for token in range(num_tokens)) * spec.model.num_layers
     num_lists = spec.model.num_kv_heads * spec.model.num_layers

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from csattn.artifact import Artifact, open_artifact
 from csattn.config import SearchConfig
 from csattn.cpus import available_cpus
-from csattn.errors import ConfigError, ContextError
+from csattn.errors import ContextError
 from csattn.models import LoadedModel
 from csattn.models.attending_cache import AttendingCache
 from csattn.models.attention_hook import attention_implementation
@@ -24,13 +24,11 @@ from csattn.models.prompt import question_ids
 from csattn.models.query import queries_before_rope, rotate
 from csattn.rest import Moments, moments_of
 from csattn.search import SearchPool
-from csattn.selectors import ContextView, Prepared, PreparedCentroids, prepare, selector_for
+from csattn.selectors import ContextView, Prepared, PreparedCentroids, estimates_rest, prepare, selector_for
 from offload.codecs.formats import KvFormat
 from workers.context_layers import context_layers
 from workers.context_store import open_store
 from workers.decode import LayerDecoder, Observer, StepCount
-
-CHOOSE_THE_BEST = ("csattn", "exact")  # selectors whose rows are the best by logit, or nearly so
 
 
 @contextmanager
@@ -87,7 +85,7 @@ class Session:
         geometry, spec = loaded.geometry, artifact.manifest.spec
         self.view = ContextView(spec.context_len, loaded.model.model.layers[0].self_attn.scaling, config)
         self.selector = selector_for(selector, self.view)
-        _require_choice_of_the_best(self.view, self.selector)
+        self._estimates_rest = estimates_rest(self.selector, self.view)
         self.store = open_store(artifact, self.view, self.selector, kv_format, host_budget_bytes)
         self._indexes = [artifact.layer_index(layer_idx) for layer_idx in range(geometry.num_layers)]
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="csattn-ahead")
@@ -162,7 +160,7 @@ class Session:
     @cached_property
     def moments(self) -> list[Moments]:
         """What estimates of the rows that are not chosen read, per layer: made once for all requests. Empty: unused."""
-        if not self.view.config.estimate_rest or self.selector not in CHOOSE_THE_BEST:
+        if not self._estimates_rest:
             return []
         layers = range(self.loaded.geometry.num_layers)
         return [moments_of(self.store.stream(layer_idx, self.view.middle)) for layer_idx in layers]
@@ -174,15 +172,6 @@ class Session:
             num_q_heads = self.loaded.geometry.num_q_heads
             return [PreparedCentroids(index, self._pool, num_q_heads) for index in self._indexes]
         return [prepare(self.selector, layer) for layer in context_layers(self.loaded, self.artifact)]
-
-
-def _require_choice_of_the_best(view: ContextView, selector: str) -> None:
-    """The estimate takes the chosen rows for those with the largest logits; `full` leaves nothing to estimate."""
-    if view.config.estimate_rest and selector not in (*CHOOSE_THE_BEST, "full"):
-        raise ConfigError(
-            f"estimate_rest goes with the selectors {' and '.join(CHOOSE_THE_BEST)}; {selector} works as it was "
-            "published: choose one of those, or leave estimate_rest out"
-        )
 
 
 class RequestCache(AttendingCache):

@@ -15,6 +15,7 @@ from csattn.attention.row_math import mix, score_16, weigh
 from csattn.cpu.floats import LANES, exp_lanes
 from csattn.cpu.stages import Stage
 from csattn.jit import exact_kernel
+from csattn.rest.estimate import rest_of_head
 from csattn.search.atomics import array_at
 from csattn.search.simd import F32x16, fill, prefetch, store
 
@@ -41,6 +42,7 @@ ARGUMENTS = (
     "top_ks",  # by row
     "kv_indices",  # by row: [num_index_heads, top_k] int32
     "valid_lens",  # by row: [num_index_heads] int32; address 0: nothing is selected
+    "moments",  # by row: `rest.Moments` of the rows that may be selected; address 0: those that are not count nothing
     "tails",  # [num_tails, num_kv_heads, tail_capacity, 2, head_dim]
     "tail_capacity",
     "tail_ids",  # by row
@@ -52,8 +54,8 @@ ARGUMENTS = (
 )
 (
     _NUM_ROWS, _Q, _NUM_Q_HEADS, _NUM_KV_HEADS, _HEAD_DIM, _SCALE, _KV, _ROW_BYTES, _V_OFFSETS, _K_READERS, _V_READERS,
-    _CONTEXT_LENS, _SINK_ENDS, _WINDOW_STARTS, _NUM_INDEX_HEADS, _TOP_KS, _KV_INDICES, _VALID_LENS, _TAILS,
-    _TAIL_CAPACITY, _TAIL_IDS, _TAIL_LENS, _MAX_INDEX_HEADS, _MAX_RANGES, _PARTS, _OUT,
+    _CONTEXT_LENS, _SINK_ENDS, _WINDOW_STARTS, _NUM_INDEX_HEADS, _TOP_KS, _KV_INDICES, _VALID_LENS, _MOMENTS,
+    _TAILS, _TAIL_CAPACITY, _TAIL_IDS, _TAIL_LENS, _MAX_INDEX_HEADS, _MAX_RANGES, _PARTS, _OUT,
 ) = range(len(ARGUMENTS))  # fmt: skip
 _NUM_ARGUMENTS = len(ARGUMENTS)
 
@@ -229,13 +231,15 @@ def _merge(args: NDArray[np.int64], row: int, q_head: int) -> None:
     place = (row * num_q_heads + q_head) * MAX_RANGES * words
     parts = array_at(args[_PARTS] + 4 * place, ranges * words, np.float32(0))
     out = array_at(args[_OUT] + 4 * (row * num_q_heads + q_head) * head_dim, head_dim, np.float32(0))
-    top = np.float32(-np.inf)
+    rest = np.zeros(head_dim, np.float32)
+    top = rest_top = _rest(args, row, q_head, rest)
     for i in range(ranges):
         top = max(top, parts[i * words + head_dim])
     scales = np.empty(LANES, np.float32)
-    total = np.float32(0.0)
+    store(scales, 0, exp_lanes(fill(F32x16, rest_top - top)))
+    total = scales[0]
     for j in range(head_dim):
-        out[j] = 0.0
+        out[j] = scales[0] * rest[j]
     for i in range(ranges):
         store(scales, 0, exp_lanes(fill(F32x16, parts[i * words + head_dim] - top)))
         total += scales[0] * parts[i * words + head_dim + 1]
@@ -243,3 +247,19 @@ def _merge(args: NDArray[np.int64], row: int, q_head: int) -> None:
             out[j] += scales[0] * parts[i * words + j]
     for j in range(head_dim):
         out[j] /= total
+
+
+@exact_kernel
+def _rest(args: NDArray[np.int64], row: int, q_head: int, out: NDArray[np.float32]) -> Any:
+    """An estimate of attention to the rows that could be selected and are not, and its log-sum-exp; -inf: none."""
+    moments, num_q_heads, head_dim = _of_row(args, _MOMENTS, row), args[_NUM_Q_HEADS], args[_HEAD_DIM]
+    if moments == 0:
+        return np.float32(-np.inf)
+    head = q_head // (num_q_heads // _of_row(args, _NUM_INDEX_HEADS, row))
+    kv_head = q_head // (num_q_heads // args[_NUM_KV_HEADS])
+    words = (2 + 2 * head_dim) * head_dim
+    table = array_at(moments + 4 * kv_head * words, words, np.float32(0))
+    q = array_at(args[_Q] + 4 * (row * num_q_heads + q_head) * head_dim, head_dim, np.float32(0))
+    num_rows = _of_row(args, _WINDOW_STARTS, row) - _of_row(args, _SINK_ENDS, row)
+    scale = array_at(args[_SCALE], 1, np.float64(0))[0]
+    return np.float32(rest_of_head(q, table, _valid_len(args, row, head), num_rows, scale, out))

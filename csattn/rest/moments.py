@@ -11,17 +11,27 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Of one layer's rows that may be chosen, per KV head. Shared by all requests."""
+    """Of one layer's rows that may be chosen. Shared by all requests; each token reads all of it."""
 
-    key_mean: NDArray[np.float32]  # [num_kv_heads, head_dim]
-    value_mean: NDArray[np.float32]  # [num_kv_heads, head_dim]
-    key_cov: NDArray[np.float32]  # [num_kv_heads, head_dim, head_dim]
-    cross_cov: NDArray[np.float32]  # [num_kv_heads, head_dim of the keys, head_dim of the values]
+    # [num_kv_heads, 2 + 2 * head_dim, head_dim]: the mean key, the mean value, the keys' covariance, and the covariance
+    # of keys (rows) with values (columns)
+    table: NDArray[np.float32]
 
     @property
-    def nbytes(self) -> int:
-        """Bytes that they take, all of which each token reads."""
-        return self.key_mean.nbytes + self.value_mean.nbytes + self.key_cov.nbytes + self.cross_cov.nbytes
+    def key_mean(self) -> NDArray[np.float32]:
+        return self.table[:, 0]
+
+    @property
+    def value_mean(self) -> NDArray[np.float32]:
+        return self.table[:, 1]
+
+    @property
+    def key_cov(self) -> NDArray[np.float32]:
+        return self.table[:, 2 : 2 + self.table.shape[2]]
+
+    @property
+    def cross_cov(self) -> NDArray[np.float32]:
+        return self.table[:, 2 + self.table.shape[2] :]
 
 
 def moments_of(pieces: Iterable[Tensor]) -> Moments:
@@ -46,5 +56,5 @@ def moments_of(pieces: Iterable[Tensor]) -> Moments:
     head_dim = mean.shape[1] // 2
     cov = products / num_rows - mean[:, :head_dim, None] * mean[:, None]
     mean = mean + origin[:, 0].double()
-    arrays = (mean[:, :head_dim], mean[:, head_dim:], cov[..., :head_dim], cov[..., head_dim:])
-    return Moments(*(array.float().contiguous().numpy() for array in arrays))
+    table = torch.cat([mean.view(-1, 2, head_dim), cov[..., :head_dim], cov[..., head_dim:]], dim=1)
+    return Moments(table.float().numpy())

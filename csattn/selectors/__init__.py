@@ -2,7 +2,7 @@
 
 from csattn.selectors.base import ContextLayer, ContextView, FarRows, Prepared, Selector
 from csattn.selectors.centroids import PreparedCentroids
-from csattn.selectors.prepare import prepare, selector_for
+from csattn.selectors.prepare import estimates_rest, prepare, selector_for
 
 __all__ = [
     "ContextLayer",
@@ -11,6 +11,7 @@ __all__ = [
     "Prepared",
     "PreparedCentroids",
     "Selector",
+    "estimates_rest",
     "prepare",
     "selector_for",
 ]

@@ -30,6 +30,8 @@ _FACTORIES: dict[SelectorName, Callable[[ContextLayer], Prepared]] = {
     "full": partial(Unprepared, make=FullSelector),
 }
 
+_CHOOSE_THE_BEST: tuple[SelectorName, ...] = ("csattn", "exact")  # by logit, or nearly so
+
 
 def prepare(name: SelectorName, layer: ContextLayer) -> Prepared:
     """What that selector makes of a layer of a context, with the options of its paper; `csattn` needs its index."""
@@ -44,3 +46,16 @@ def selector_for(name: str, view: ContextView) -> SelectorName:
     if name not in SELECTOR_NAMES:
         raise ConfigError(f"unknown selector {name!r}; choose one of {', '.join(SELECTOR_NAMES)}")
     return "full" if view.everything_kept and ABOUT[name].keeps_top_k else name
+
+
+def estimates_rest(name: SelectorName, view: ContextView) -> bool:
+    """Whether attention to the rows that it leaves out is estimated: `csattn.rest` takes its rows for the best.
+
+    Raises ConfigError where that is asked for of a selector of another kind; `full` leaves nothing out.
+    """
+    if view.config.estimate_rest and name not in (*_CHOOSE_THE_BEST, "full"):
+        raise ConfigError(
+            f"estimate_rest goes with the selectors {' and '.join(_CHOOSE_THE_BEST)}; {name} works as it was "
+            "published: choose one of those, or leave estimate_rest out"
+        )
+    return view.config.estimate_rest and name != "full"

@@ -1,6 +1,6 @@
 """Attention over rows where they lie: agrees with its definition, and a row's bits depend on nothing beside it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -10,6 +10,7 @@ from csattn.attention import attend, in_place, merge_state
 from csattn.attention.in_place_reference import attend_row
 from csattn.cpu.tape import Tape
 from csattn.cpu.team import Team
+from csattn.rest import Moments, moments_of
 
 DTYPES = ["float32", "bfloat16", "float16"]
 NAN = float("nan")
@@ -25,6 +26,7 @@ class Row:
     kv_indices: torch.Tensor
     valid_len: torch.Tensor
     tail: torch.Tensor  # its own rows, then NaN
+    moments: Moments | None = field(default=None, kw_only=True)
 
     @property
     def tail_len(self) -> int:
@@ -43,7 +45,7 @@ class Row:
     def want(self) -> torch.Tensor:
         scale = self.q.shape[-1] ** -0.5
         tail = self.tail[:, : self.tail_len]
-        return attend_row(self.q, self.context, *self.near, self.kv_indices, self.valid_len, tail, scale)
+        return attend_row(self.q, self.context, *self.near, self.kv_indices, self.valid_len, tail, scale, self.moments)
 
 
 def make_row(
@@ -89,6 +91,7 @@ def run(rows: list[Row], num_threads: int = 1) -> torch.Tensor:
         "top_ks": [row.kv_indices.shape[1] for row in rows],
         "kv_indices": [row.kv_indices.data_ptr() for row in rows],
         "valid_lens": [row.valid_len.data_ptr() if row.kv_indices.shape[1] else 0 for row in rows],
+        "moments": [row.moments.table.ctypes.data if row.moments is not None else 0 for row in rows],
         "tail_ids": list(range(num_rows)),
         "tail_lens": [row.tail_len for row in rows],
     }
@@ -142,6 +145,18 @@ def test_it_agrees_with_its_definition(dtype: str, head_dim: int) -> None:
     got = run(rows)
     for row, out in zip(rows, got, strict=True):
         torch.testing.assert_close(out, row.want(), rtol=1e-5, atol=3e-6)
+
+
+def test_an_estimate_of_what_is_not_selected_joins() -> None:
+    """In rows of all kinds, beside rows without one; where all is selected it changes nothing."""
+    plain = rows_of_all_kinds(head_dim=24)
+    rows = [replace(row, moments=moments_of([torch.randn(2, 90, 2, 24)])) for row in plain]
+    both = run([*rows, *plain])
+    assert torch.equal(both[len(rows) :], run(plain))
+    for row, out, without in zip(rows, both, run(plain), strict=False):
+        torch.testing.assert_close(out, row.want(), rtol=1e-4, atol=1e-5)
+        left = row.near[1] - row.near[0] - row.valid_len
+        assert torch.equal(out, without) == bool((left == 0).all())
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])

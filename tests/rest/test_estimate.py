@@ -75,7 +75,7 @@ def test_pieces_and_dtypes_do_not_change_the_moments() -> None:
             np.testing.assert_allclose(got.cross_cov[head], want[:, HEAD_DIM:], atol=2e-4)
     in_halves = moments_of([kv.bfloat16()])
     np.testing.assert_array_equal(in_halves.key_cov, moments_of([kv.bfloat16().float()]).key_cov)
-    assert moments.nbytes == 2 * 4 * (2 * HEAD_DIM + 2 * HEAD_DIM**2)
+    assert moments.table.nbytes == 2 * 4 * (2 * HEAD_DIM + 2 * HEAD_DIM**2)
 
 
 def test_one_row_has_no_spread() -> None:

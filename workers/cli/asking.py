@@ -53,8 +53,7 @@ def ask(
         if on_gpu:
             assert placement is not None
             return _on_gpu(loaded, artifact, config, placement, prompt, max_new_tokens, threads).to_json()
-        by_engine = config.search_period == 1 and not config.estimate_rest and budget is None
-        if selector == "csattn" and by_engine:
+        if selector == "csattn" and config.search_period == 1 and budget is None:
             sparse = _on_cpu(loaded, artifact, config, prompt, max_new_tokens, threads, kv_format)
         else:
             sparse = stream(

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from csattn.artifact import Artifact
+from csattn.rest import Moments, moments_of
 from csattn.selector_names import SelectorName
 from csattn.selectors import ContextView, Prepared, Selector
 from offload.codecs.formats import KvFormat
@@ -27,6 +28,8 @@ class CpuContext:
     num_index_heads: int
     # per layer, what selectors have made of the context: made for the first request that asks for one, kept for all
     prepared: dict[SelectorName, list[Prepared]] = field(default_factory=dict)
+    # per layer, for estimates of rows that are not read: by which rows may be chosen, made likewise
+    moments: dict[tuple[int, int], list[Moments]] = field(default_factory=dict)
 
     @property
     def store(self) -> KvStore:
@@ -36,6 +39,14 @@ class CpuContext:
     @property
     def context_len(self) -> int:
         return int(self.kv[0].shape[1])
+
+    def moments_of(self, middle: slice) -> list[Moments]:
+        """Of these rows, as steps attend to them, per layer."""
+        rows = middle.start, middle.stop
+        if rows not in self.moments:
+            store = self.store
+            self.moments[rows] = [moments_of(store.stream(layer_idx, middle)) for layer_idx in range(len(self.kv))]
+        return self.moments[rows]
 
     @property
     def kv_bytes(self) -> int:
@@ -90,6 +101,7 @@ class CpuRequest:
     view: ContextView
     selector: SelectorName  # full where everything is kept anyway
     selectors: list[Selector] | None = None  # per layer; None: csattn, whose searches are made together, full, window
+    moments: list[Moments] = field(default_factory=list)  # per layer; none: rows that are not chosen count nothing
     tail_len: int = 0
     near: tuple[int, int] = field(init=False)  # context rows [0, first) and [second, context_len) are attended to
 

@@ -18,7 +18,7 @@ from csattn.cpus import available_cpus
 from csattn.errors import ConfigError, ContextError
 from csattn.models import LoadedModel
 from csattn.selector_names import SelectorName
-from csattn.selectors import ContextView, Selector, prepare, selector_for
+from csattn.selectors import ContextView, Selector, estimates_rest, prepare, selector_for
 from offload.codecs.formats import KvFormat
 from workers.context_layers import context_layers
 from workers.cpu_model.model import CpuModel
@@ -100,14 +100,11 @@ class CpuEngine:
         require_free_slot(slot, self.num_slots, self._requests)
         if config.search_period != 1:
             raise ConfigError(f"search_period is {config.search_period}, but this engine searches at every step; use 1")
-        if config.estimate_rest:
-            raise ConfigError(
-                "estimate_rest is done by sessions, `csattn generate` and `eval`, not by this engine; leave it out"
-            )
         view = ContextView(context.context_len, self._scale, config)
         name = selector_for(selector, view)
+        moments = context.moments_of(view.middle) if estimates_rest(name, view) else []
         selectors = self._selectors(context, name, view)
-        self._requests[slot] = CpuRequest(slot, context_id, context, view, name, selectors)
+        self._requests[slot] = CpuRequest(slot, context_id, context, view, name, selectors, moments)
         self._planned = None
 
     def close_slot(self, slot: int) -> None:

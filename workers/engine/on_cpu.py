@@ -20,6 +20,7 @@ class AttendOnCpu:
         self._scale = np.array([softmax_scale])
         self._by_row = {name: np.zeros(max_rows, np.int64) for name in (*_BY_ROW, *_LAYOUT)}
         self._kv = np.zeros((shape.num_layers, max_rows), np.int64)
+        self._moments = np.zeros((shape.num_layers, max_rows), np.int64)
         self._chosen = np.zeros((2, 2, max_rows), np.int64)  # addresses: kv_indices and valid_lens; by layer in turn
         sizes = max_rows, shape.num_q_heads, in_place.MAX_RANGES, shape.head_dim + 2
         self._parts = np.zeros(sizes, np.float32)
@@ -32,6 +33,7 @@ class AttendOnCpu:
         requests = plan.requests
         for row, request in enumerate(requests):
             self._kv[:, row] = request.context.kv_words
+            self._moments[:, row] = [word(moments.table) for moments in request.moments] or 0
             self._model.maps[:, row] = request.context.map_words if request.looks_ahead else 0
         values = (
             [request.view.context_len for request in requests],
@@ -77,6 +79,7 @@ class AttendOnCpu:
             "kv": self._kv[layer_idx],
             "kv_indices": chosen[0],
             "valid_lens": chosen[1],
+            "moments": self._moments[layer_idx],
             "tails": model.tails[layer_idx],
             "tail_capacity": model.tails.shape[3],
             "tail_ids": model.tail_ids,

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from csattn.attention import attend, merge_state
+from csattn.rest import estimate_rest
 from csattn.selection import Selection
 from csattn.selectors import Selector
 from workers.cpu_model.model import CpuModel
@@ -74,7 +75,11 @@ def attend_row(
     kv_indices = torch.from_numpy(chosen.kv_indices)
     far = store.gather(layer_idx, kv_indices).float()
     weights = None if chosen.log_weights is None else torch.from_numpy(chosen.log_weights)[:, None]
-    out, _ = merge_state(*over(near, None, None), *over(far, (kv_indices >= 0)[:, None], weights))
+    out, lse = merge_state(*over(near, None, None), *over(far, (kv_indices >= 0)[:, None], weights))
+    if request.moments:
+        num_rows, moments = np.array([second - first]), request.moments[layer_idx]
+        rest, rest_lse = estimate_rest(q[None].numpy(), moments, chosen.valid_len[None], num_rows, softmax_scale)
+        out, _ = merge_state(out, lse, torch.from_numpy(rest[0]), torch.from_numpy(rest_lse[0]))
     if chosen.rest is None:
         return out
     share = torch.from_numpy(chosen.rest.share)[:, None]

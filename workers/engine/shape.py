@@ -35,7 +35,7 @@ class EngineShape:
                 "use search_period 1, or decode on the CPU"
             )
         if self.search.estimate_rest:
-            raise ConfigError("estimate_rest is not done on a GPU; leave it out, or decode on the CPU with a session")
+            raise ConfigError("estimate_rest is not done on a GPU; leave it out, or decode on the CPU")
 
     @property
     def max_top_k(self) -> int:

@@ -60,13 +60,14 @@ def assert_same(got: Talk, want: Talk) -> None:
 def random_talks(rng: np.random.Generator, num_talks: int, selectors: tuple[str, ...] = SELECTORS) -> list[Talk]:
     talks = []
     for number in range(num_talks):
+        selector = str(rng.choice(selectors)) if rng.random() < 0.5 else "csattn"
         config = SearchConfig(
             keep=float(rng.choice([0.02, 0.05, 1.0], p=[0.3, 0.6, 0.1])),
             window_len=int(rng.choice([16, 64])),
             lookahead=int(rng.integers(2)),
+            estimate_rest=selector in ("csattn", "exact") and rng.random() < 0.4,
         )
         question = rng.integers(0, 256, rng.integers(1, 30)).tolist()
-        selector = str(rng.choice(selectors)) if rng.random() < 0.5 else "csattn"
         talks.append(Talk(number % 2, config, selector, question, int(rng.integers(1, 8))))
     return talks
 

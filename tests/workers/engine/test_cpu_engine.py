@@ -61,6 +61,13 @@ def test_it_says_what_transformers_says_over_the_artifact(artifacts, family, sel
     assert_as_in_a_session(artifacts, family, SearchConfig(keep=0.05, window_len=64, lookahead=lookahead), selector)
 
 
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("selector", ["csattn", "exact"])
+def test_it_estimates_the_rest_as_a_session_does(artifacts, family, selector, lookahead) -> None:
+    config = SearchConfig(keep=0.05, window_len=64, lookahead=lookahead, estimate_rest=True)
+    assert_as_in_a_session(artifacts, family, config, selector)
+
+
 def assert_as_in_a_session(artifacts, family, config, selector) -> None:
     question = token_ids(11, seed=1)
     with csattn_session(loaded(family), artifacts[0], config, selector) as session:
@@ -206,8 +213,8 @@ def test_bad_steps_are_refused_and_change_nothing(store) -> None:
             engine.open(0, 0, CONFIG, "best")
         with pytest.raises(ConfigError, match="search_period"):
             engine.open(0, 0, SearchConfig(search_period=2), "csattn")
-        with pytest.raises(ConfigError, match="estimate_rest is done by sessions"):
-            engine.open(0, 0, SearchConfig(estimate_rest=True), "csattn")
+        with pytest.raises(ConfigError, match="estimate_rest goes with"):
+            engine.open(0, 0, SearchConfig(estimate_rest=True), "h2o")
         with pytest.raises(ConfigError, match="loaded already"):
             engine.add_context(0, artifact)
         engine.open(0, 0, CONFIG, "csattn")

@@ -8,6 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+_BLOCK_ROWS = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class Moments:
@@ -37,17 +39,17 @@ class Moments:
 def moments_of(pieces: Iterable[Tensor]) -> Moments:
     """Moments of all rows of the pieces [num_kv_heads, num_rows, 2, head_dim]: at least one row in all.
 
-    Each piece is used before the next is asked for. Products are of float32, relative to the first piece's mean, and
-    are summed in float64.
+    Each piece is used before the next is asked for. Products are of float32, relative to the mean of the first rows,
+    and are summed in float64 block after block, so that no piece is copied as a whole.
     """
     origin, sums, products, num_rows = torch.empty(0), torch.empty(0), torch.empty(0), 0
-    for piece in pieces:
-        rows = piece.float().flatten(2)  # [num_kv_heads, num_rows, key and value]
+    for block in (block for piece in pieces for block in torch.split(piece, _BLOCK_ROWS, dim=1)):
+        rows = block.float().flatten(2)  # [num_kv_heads, num_rows, key and value]
         if num_rows == 0:
             origin = rows.mean(1, keepdim=True)
             sums, products = torch.zeros(()).double(), torch.zeros(()).double()
         rows = rows - origin
-        keys = rows[..., : piece.shape[3]]
+        keys = rows[..., : block.shape[3]]
         sums = sums + rows.sum(1).double()
         products = products + (keys.transpose(1, 2) @ rows).double()
         num_rows += rows.shape[1]

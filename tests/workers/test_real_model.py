@@ -18,6 +18,7 @@ from csattn.models import LoadedModel, load_model
 from csattn.models.prompt import context_ids
 from index_build.pipeline import build_artifact
 from workers.engine.cpu_engine import CpuEngine
+from workers.evaluate import full_attention, measure
 from workers.serving.step_engine import StepRow
 from workers.session import csattn_session
 
@@ -129,3 +130,17 @@ def test_openmp_is_told_not_to_spin_before_torch_is_loaded() -> None:
     code = "import os, sys, workers.cli; print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"PATH": ""}, check=True)
     assert done.stdout.split() == ["passive", "False"]
+
+
+def test_an_estimate_of_the_rest_takes_most_of_the_loss(demo, token_ids, artifact) -> None:
+    following = token_ids[600:640]
+    baseline = full_attention(demo, artifact, following)
+    plain, estimated = (
+        measure(
+            demo, artifact, SearchConfig(keep=0.05, window_len=32, estimate_rest=rest), "csattn", following, baseline
+        )
+        for rest in (False, True)
+    )
+    assert estimated.kl < 0.25 * plain.kl
+    assert estimated.output_error < 0.5 * plain.output_error
+    assert estimated.moved_bytes_per_step == pytest.approx(plain.moved_bytes_per_step, rel=0.01)

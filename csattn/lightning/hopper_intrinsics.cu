@@ -127,8 +127,6 @@ __device__ __forceinline__ void multiply_add(float (&d)[128], u64 a, u64 b, int 
 
 // Begins the products of a tile of keys and all columns. Of the result a thread has, in d[4 i + 2 r + c], row 16 warp +
 // lane / 4 + 8 r and column 8 i + 2 (lane % 4) + c.
-//
-// Returns when all are done but the last two. To return at once was measured to be as fast.
 __device__ __forceinline__ void begin_products(float (&d)[128], const u8* keys, const u8* columns) {
     constexpr int PARTS = ATOM_BYTES / 32, STEPS = ATOMS * PARTS, LAST = 2;
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -140,6 +138,9 @@ __device__ __forceinline__ void begin_products(float (&d)[128], const u8* keys, 
         multiply_add(d, describe(a) + step % PARTS * 2, describe(b) + step % PARTS * 2, step > 0);
     }
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+// Of those, all but the last two.
+__device__ __forceinline__ void wait_for_most_products() {
     asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
 }
 __device__ __forceinline__ void wait_for_products(float (&d)[128]) {

@@ -13,6 +13,7 @@ constexpr int FETCHING_REGISTERS = 40, SCORING_REGISTERS = 232;
 constexpr u32 EVERY_LANE = 0xffffffffu;
 constexpr int NO_BAR = 0x7fffffff;
 static_assert(STAGES % 2 == 0 && THREADS == 3 * GROUP, "a place in the ring belongs to one group");
+static_assert(2 * SCORING_REGISTERS + FETCHING_REGISTERS <= 3 * 168, "a block starts with 168 for each thread");
 
 // What a query tile needs besides its keys.
 template <class Work>
@@ -62,10 +63,12 @@ template <class Work> __device__ void fetch(Shared& s, const Operands& of, const
         fetch_item(s, of, work, query_tile, item % 2);
         const int longest = of.longest[query_tile], num_tiles = work.num_tiles(longest);
         if (threadIdx.x % 32 == 0)
+#pragma unroll 1
             for (int i = 0; i < num_tiles; ++i) {
                 const u32 at = (number + i) % STAGES;
                 const Tile tile = work.tile(of, longest, i);
                 wait_for(&s.keys_used[at], (number + i) / STAGES % 2 ^ 1);
+                s.places[at] = {tile.first, tile.step, tile.row};
                 arrive_expecting(&s.keys_here[at], KEY_BYTES);
 #pragma unroll
                 for (int atom = 0; atom < ATOMS; ++atom)
@@ -79,12 +82,10 @@ template <class Work> __device__ void fetch(Shared& s, const Operands& of, const
     close_item(s, of, work, item - 1);
 }
 
-// The sums over heads, of products that are weighed here. Four threads have the columns of a key among them; of their
-// sums each keeps those of its queries, 4 i + lane % 4: sums[i][r] for the keys r of `begin_products`.
-typedef float Sums[OWNED][2];
-__device__ __forceinline__ void sum_up(const float (&products)[128], const float (&weights)[64], Sums& sums) {
+// The sums over the heads of a thread's columns, of products that are weighed here: of each query, for two keys.
+typedef float Partial[QUERIES][2];
+__device__ __forceinline__ void weigh(const float (&products)[128], const float (&weights)[64], Partial& sums) {
     constexpr int EACH = HEADS / 8;
-    float mine[QUERIES][2];
 #pragma unroll
     for (int i = 0; i < EACH; ++i)
 #pragma unroll
@@ -93,9 +94,14 @@ __device__ __forceinline__ void sum_up(const float (&products)[128], const float
             for (int r = 0; r < 2; ++r) {
                 const int at = query * EACH + i;
                 const float first = relu(products[4 * at + 2 * r]) * weights[2 * at];
-                mine[query][r] = i == 0 ? first : fmaf(relu(products[4 * at + 2 * r]), weights[2 * at], mine[query][r]);
-                mine[query][r] = fmaf(relu(products[4 * at + 2 * r + 1]), weights[2 * at + 1], mine[query][r]);
+                sums[query][r] = i == 0 ? first : fmaf(relu(products[4 * at + 2 * r]), weights[2 * at], sums[query][r]);
+                sums[query][r] = fmaf(relu(products[4 * at + 2 * r + 1]), weights[2 * at + 1], sums[query][r]);
             }
+}
+
+// Four threads have the columns of a key among them; of their sums each keeps those of its queries, 4 i + lane % 4.
+typedef float Sums[OWNED][2];
+__device__ __forceinline__ void sum_up(const Partial& mine, Sums& sums) {
     const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
 #pragma unroll
     for (int i = 0; i < OWNED; ++i)
@@ -122,6 +128,7 @@ struct Owner {
 struct Bar {
     int legal_len, index;
     float score;
+    u64* list;  // of what reaches it
 };
 
 // What a thread needs of a query tile: the weights of its columns, and where there are bars those of its queries.
@@ -130,7 +137,8 @@ struct Mine {
     float weights[64];
     Bar bars[OWNED];
 
-    template <class Work> __device__ __forceinline__ void take(const Shared& s, int at, const Owner& owner) {
+    template <class Work>
+    __device__ __forceinline__ void take(const Shared& s, const Work& work, int at, const Owner& owner) {
 #pragma unroll
         for (int i = 0; i < 64; ++i) weights[i] = s.weights[at][i / 2 * 8 + owner.query * 2 + i % 2];
         if constexpr (Work::LISTED) {
@@ -138,34 +146,46 @@ struct Mine {
 #pragma unroll
             for (int i = 0; i < OWNED; ++i) {
                 const int query = 4 * i + owner.query;
-                bars[i] = {item.legal_len[query], item.bar_indices[query], item.bar_scores[query]};
+                const long long row = static_cast<long long>(query_tile) * QUERIES + query;
+                u64* const list = work.lists + row * work.capacity;
+                bars[i] = {item.legal_len[query], item.bar_indices[query], item.bar_scores[query], list};
             }
         }
     }
 };
 
+// What is left to do of a tile while the next one is multiplied.
+struct Pending {
+    Sums sums;
+    float scale[2];
+    Place tile;
+};
+
 __device__ __forceinline__ void keep(const Listed& work, const Operands&, const Mine& mine, const Owner& owner,
-                                     const Tile& tile, const Sums& sums, Item& item) {
+                                     const Place& tile, const Sums& sums, Item& item) {
 #pragma unroll
-    for (int i = 0; i < OWNED; ++i)
+    for (int i = 0; i < OWNED; ++i) {
+        const Bar& bar = mine.bars[i];
+        // unless this query has none of both; NaN reaches no bar, and passes where there is none
+        if ((sums[i][0] < bar.score) & (sums[i][1] < bar.score)) continue;
+        const int query = 4 * i + owner.query;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int index = tile.first + (owner.row + 8 * r) * tile.step;
             const float score = sums[i][r];
-            const Bar& bar = mine.bars[i];
-            // NaN reaches no bar; where there is none, all are kept
-            const bool reaches = score > bar.score || (score == bar.score && index <= bar.index) || bar.index == NO_BAR;
-            if (reaches && index < bar.legal_len) {
-                const int query = 4 * i + owner.query, at = atomicAdd(&item.counts[query], 1);
-                const long long row = static_cast<long long>(mine.query_tile) * QUERIES + query;
-                const u64 entry = static_cast<u64>(__float_as_uint(score)) << 32 | static_cast<u32>(index);
-                if (at < work.capacity) work.lists[row * work.capacity + at] = entry;
+            const bool reaches =
+                (score > bar.score) | (score == bar.score & index <= bar.index) | (bar.index == NO_BAR);
+            if (reaches & (index < bar.legal_len)) {
+                const int at = atomicAdd(&item.counts[query], 1);
+                if (at < work.capacity)
+                    bar.list[at] = static_cast<u64>(__float_as_uint(score)) << 32 | static_cast<u32>(index);
             }
         }
+    }
 }
 
 __device__ __forceinline__ void keep(const Written& work, const Operands& of, const Mine& mine, const Owner& owner,
-                                     const Tile& tile, const Sums& sums, Item&) {
+                                     const Place& tile, const Sums& sums, Item&) {
     const int column = tile.row - work.first_key + owner.row;
 #pragma unroll
     for (int i = 0; i < OWNED; ++i) {
@@ -177,27 +197,40 @@ __device__ __forceinline__ void keep(const Written& work, const Operands& of, co
     }
 }
 
-// One tile of keys, when it has come.
+template <class Work>
+__device__ __forceinline__ void finish(const Pending& pending, const Operands& of, const Work& work, const Mine& mine,
+                                       const Owner& owner, Item& item) {
+    Sums sums;
+#pragma unroll
+    for (int i = 0; i < OWNED; ++i)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) sums[i][r] = pending.sums[i][r] * pending.scale[r];
+    keep(work, of, mine, owner, pending.tile, sums, item);
+}
+
+// Multiplies and weighs a tile that has come, and meanwhile finishes the one before it.
 template <class Work>
 __device__ __forceinline__ void score_tile(Shared& s, const Operands& of, const Work& work, const Mine& mine,
-                                           const Owner& owner, const Tile& tile, int group, int at, u32 stage) {
-    float scale[2] = {1.0f, 1.0f};
+                                           const Owner& owner, Pending& pending, bool is_first, int group, int at,
+                                           u32 stage) {
+    float products[128], scale[2] = {1.0f, 1.0f};
+    const Place tile = s.places[stage];
+    wait_for_turn(group);
+    begin_products(products, s.keys[stage], s.columns[at]);
     if (of.key_scale)
 #pragma unroll
         for (int r = 0; r < 2; ++r)
             scale[r] = __ldg(of.key_scale + min(tile.first + (owner.row + 8 * r) * tile.step, of.num_keys - 1));
-    float products[128];
-    wait_for_turn(group);
-    begin_products(products, s.keys[stage], s.columns[at]);
+    if (!is_first) finish(pending, of, work, mine, owner, s.items[at]);
+    wait_for_most_products();
     give_turn_to(1 - group);
     wait_for_products(products);
     if (threadIdx.x % 32 == 0) arrive(&s.keys_used[stage]);
-    Sums sums;
-    sum_up(products, mine.weights, sums);
-    if (of.key_scale)
-#pragma unroll
-        for (int i = 0; i < OWNED; ++i) sums[i][0] *= scale[0], sums[i][1] *= scale[1];
-    keep(work, of, mine, owner, tile, sums, s.items[at]);
+    Partial partial;
+    weigh(products, mine.weights, partial);
+    sum_up(partial, pending.sums);
+    pending.scale[0] = scale[0], pending.scale[1] = scale[1];
+    pending.tile = tile;
 }
 
 template <class Work> __device__ void score(Shared& s, const Operands& of, const Work& work, int group) {
@@ -208,13 +241,15 @@ template <class Work> __device__ void score(Shared& s, const Operands& of, const
         const int at = item % 2;
         wait_for(&s.item_here[at], item / 2 % 2);
         Mine mine{query_tile};
-        mine.take<Work>(s, at, owner);
-        const int longest = s.items[at].longest, num_tiles = work.num_tiles(longest);
-        for (int i = (number + group) % 2; i < num_tiles; i += 2) {
-            const u32 stage = (number + i) % STAGES;
+        mine.take(s, work, at, owner);
+        const int num_tiles = work.num_tiles(s.items[at].longest), first = (number + group) % 2;
+        Pending pending;
+        for (int i = first; i < num_tiles; i += 2) {
+            const u32 stage = __shfl_sync(EVERY_LANE, (number + i) % STAGES, 0);  // the same for all, the compiler learns
             wait_for(&s.keys_here[stage], (number + i) / STAGES % 2);
-            score_tile(s, of, work, mine, owner, work.tile(of, longest, i), group, at, stage);
+            score_tile(s, of, work, mine, owner, pending, i == first, group, at, stage);
         }
+        if (first < num_tiles) finish(pending, of, work, mine, owner, s.items[at]);
         number += num_tiles;
         __syncwarp();
         if (threadIdx.x % 32 == 0) arrive(&s.item_used[at]);
@@ -230,7 +265,7 @@ template <class Work> __device__ __forceinline__ void run(u8* memory, const Oper
     }
     __syncthreads();
     wait_for_earlier();
-    const int group = threadIdx.x / GROUP;
+    const int group = __shfl_sync(EVERY_LANE, threadIdx.x / GROUP, 0);
     if (group == 2) {
         leave_registers<FETCHING_REGISTERS>();
         if (threadIdx.x % GROUP < 32) fetch(s, of, work);

@@ -15,8 +15,8 @@ struct Operands {
 // 64 keys, `step` apart.
 struct Tile {
     int first, step;
+    int row, column;  // in the map
     const TensorMap* map;
-    int column, row;  // in the map
 };
 
 // The tiles of a range of keys, or of every step-th key: then only of blocks of 64 * step that are whole.
@@ -32,7 +32,7 @@ struct Written {
     }
     __device__ __forceinline__ Tile tile(const Operands& of, int, int number) const {
         const int row = first_key + number * KEYS;
-        return {row * step, step, of.every_step_th, 0, row};
+        return {row * step, step, row, 0, of.every_step_th};
     }
 };
 
@@ -53,10 +53,10 @@ struct Listed {
         const int whole = blocks(longest), rest = number - whole * (step - 1);
         if (rest >= 0) {
             const int first = whole * KEYS * step + rest * KEYS;
-            return {first, 1, of.keys, 0, first};
+            return {first, 1, first, 0, of.keys};
         }
         const int block = number / (step - 1), phase = 1 + number % (step - 1);
-        return {block * KEYS * step + phase, step, of.every_step_th, phase * HEAD_DIM, block * KEYS};
+        return {block * KEYS * step + phase, step, block * KEYS, phase * HEAD_DIM, of.every_step_th};
     }
 };
 
@@ -76,10 +76,16 @@ struct Item {
     float bar_scores[QUERIES];
 };
 
+// And about a tile of keys.
+struct Place {
+    int first, step, row;
+};
+
 struct Shared {
     u8 columns[2][COLUMN_BYTES];  // of 1024-byte alignment, as are keys
     u8 keys[STAGES][KEY_BYTES];
     float weights[2][COLUMNS];
     Item items[2];
+    Place places[STAGES];
     u64 keys_here[STAGES], keys_used[STAGES], item_here[2], item_used[2];
 };

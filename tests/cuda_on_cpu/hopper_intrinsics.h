@@ -125,6 +125,7 @@ static inline void begin_products(float (&d)[128], const u8* keys, const u8* col
         }
     }
 }
+static inline void wait_for_most_products() {}
 static inline void wait_for_products(float (&d)[128]) {}
 
 static inline float relu(float x) { return x > 0 || x != x ? x : 0; }

@@ -76,7 +76,7 @@ struct Item {
     float bar_scores[QUERIES];
 };
 
-// And about a tile of keys.
+// And about a tile of keys: to work it out takes divisions.
 struct Place {
     int first, step, row;
 };

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from csattn.errors import ArrayError
-from csattn.lightning import score_cpu
+from csattn.lightning import page_score_hopper, score_cpu
 from csattn.lightning.checks import require_array, require_at_least
 from csattn.lightning.key_cache import page_views
 from csattn.lightning.score import OPERAND_DTYPES, Operands
@@ -88,6 +88,9 @@ def score_pages(
     if out is None:
         out = torch.empty(len(q), max_len, dtype=torch.float32, device=q.device)
     require_array("out", out, (len(q), max_len), torch.float32, like=q)
+    if page_score_hopper.takes(q, keys.values, keys.scales):
+        page_score_hopper.score_on_hopper(q, weights, keys.values, pages, kv_lens, longer_than, out)
+        return out
     if q.device.type == "cuda":
         from csattn.lightning.page_score_kernels import score_on_device  # Triton is only where a GPU is
 

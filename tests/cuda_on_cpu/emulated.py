@@ -26,6 +26,7 @@ REPLACEMENTS = {
     ROOT / "csattn/lightning/hopper_intrinsics.cu": HERE / "hopper_intrinsics.h",
     ROOT / "csattn/lightning/tensor_cores.cu": HERE / "tensor_core_intrinsics.h",
     ROOT / "csattn/lightning/half_products.cu": HERE / "half_products.h",
+    ROOT / "csattn/lightning/page_products.cu": HERE / "page_products.h",
     ROOT / "offload/intrinsics.cuh": HERE / "offload_intrinsics.h",
 }
 COMPILER = shutil.which("g++")

@@ -4,22 +4,24 @@ import pytest
 import torch
 from torch import Tensor
 
+from csattn.cuda import has_warpgroup_products
 from csattn.errors import ArrayError
-from csattn.lightning import page_score_kernels
+from csattn.lightning import page_score_hopper, page_score_kernels
 from csattn.lightning.key_cache import make_key_cache, page_views, read_keys, write_keys
 from csattn.lightning.page_score import KeyPages, score_pages
 from csattn.lightning.page_score_kernels import score_on_device
 from csattn.lightning.quantise import FP8, quantise_fp8
 from csattn.lightning.score import Operands, score_keys
+from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
 
 HEADS = 16
 
 
-def make_queries(num_queries: int) -> tuple[Tensor, Tensor]:
-    """q [num_queries, HEADS, 128] e4m3 and weights of either sign."""
-    q, scale = quantise_fp8(torch.randn(num_queries, HEADS, 128))
-    return q, torch.randn(num_queries, HEADS) * scale[..., 0]
+def make_queries(num_queries: int, num_heads: int = HEADS) -> tuple[Tensor, Tensor]:
+    """q [num_queries, num_heads, 128] e4m3 and weights of either sign."""
+    q, scale = quantise_fp8(torch.randn(num_queries, num_heads, 128))
+    return q, torch.randn(num_queries, num_heads) * scale[..., 0]
 
 
 def make_cache(kv_lens: list[int], max_pages: int) -> tuple[Tensor, Tensor]:
@@ -80,6 +82,48 @@ def test_of_keys_side_by_side(how: str, dtype: torch.dtype, num_keys: int) -> No
     want[:, :num_keys] = score_keys(operands)
     in_order = want.view(3, num_pages, 128).gather(1, pages.long()[..., None].expand(-1, -1, 128)).flatten(1)
     torch.testing.assert_close(got, in_order, rtol=2e-3, atol=2e-3)
+
+
+@pytest.fixture
+def on_hopper(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE.type == "cuda" and not has_warpgroup_products(DEVICE):
+        pytest.skip("this device has no products of warpgroups")
+    emulator.stand_in(monkeypatch, page_score_hopper, multiprocessors=4)
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_of_a_cache_on_hopper_agree_with_the_definition() -> None:
+    kv_lens = [300, 0, 64, 1, 129, 100, 1100]  # of the last, pages of several blocks
+    cache, tables = make_cache(kv_lens, max_pages=18)
+    tables[6, 3] = -1
+    q, weights = make_queries(len(kv_lens), page_score_hopper.HEADS)
+    q[4, :, ::3] = q[4, :, ::3].to(torch.float32).neg().to(FP8)
+    lens = torch.tensor(kv_lens, dtype=torch.int32)
+    out = torch.full((len(q), 18 * 64), 7.0, device=DEVICE)
+    keys = KeyPages.of_cache(cache.to(DEVICE))
+    arrays = [x.to(DEVICE) for x in (q, weights)], [x.to(DEVICE) for x in (tables, lens)]
+    page_score_hopper.score_on_hopper(*arrays[0], keys.values, *arrays[1], 100, out)
+    got = out.cpu()
+    for row, kv_len in enumerate(kv_lens):
+        if kv_len <= 100:
+            assert (got[row] == 7).all(), "a query of few keys is not scored"
+            continue
+        own_k, own_scale = read_keys(cache, tables[row].clamp(min=0), kv_len)
+        want = score_keys(Operands(q[row : row + 1], own_k, weights[row : row + 1], own_scale))[0]
+        if row == 6:
+            want[3 * 64 : 4 * 64] = -torch.inf
+        torch.testing.assert_close(got[row, :kv_len], want, rtol=1e-3, atol=1e-2)
+        assert (got[row, kv_len:] == 7).all(), "what is behind the keys is not written"
+
+
+@pytest.mark.gpu
+def test_only_what_lies_as_in_a_cache_is_scored_by_hopper() -> None:
+    cache, _ = make_cache([64], max_pages=1)
+    q = make_queries(1, page_score_hopper.HEADS)[0].to(DEVICE)
+    keys = KeyPages.of_cache(cache.to(DEVICE))
+    assert page_score_hopper.takes(q, keys.values, keys.scales) == has_warpgroup_products(DEVICE)
+    assert not page_score_hopper.takes(q[:, :32], keys.values, keys.scales)
+    assert not page_score_hopper.takes(q, keys.values, keys.scales.clone())
 
 
 def test_of_several_tiles_for_a_program(monkeypatch: pytest.MonkeyPatch) -> None:

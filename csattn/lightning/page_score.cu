@@ -1,0 +1,95 @@
+// Scores of a query's keys that lie in a key cache, pages of 64 FP8 keys and their scales.
+//
+// A block has some neighbouring pages of one query. It asks the copy engine for all of them at once and weighs each when
+// it has come, so that all that a step has to read is on its way from the beginning.
+//
+// Compiled for THREADS (128), PAGES (that a block has room for).
+
+constexpr int HEADS = 64, HEAD_DIM = 128, PAGE_SIZE = 64;
+constexpr int VALUE_BYTES = PAGE_SIZE * HEAD_DIM, PAGE_BYTES = VALUE_BYTES + PAGE_SIZE * 4, UNITS = HEAD_DIM / 16;
+constexpr u32 ALL_LANES = 0xffffffffu;
+static_assert(THREADS == 128, "a warpgroup");
+
+struct alignas(1024) Shared {
+    char query[HEADS * HEAD_DIM];
+    char pages[PAGES][PAGE_BYTES];
+    u64 arrivals[PAGES];
+    int exists[PAGES];
+};
+
+__device__ void load_query(Shared& s, const uint4* q) {
+    uint4 mine[HEADS * UNITS / THREADS];
+#pragma unroll
+    for (int i = 0; i < HEADS * UNITS / THREADS; ++i) mine[i] = q[i * THREADS + threadIdx.x];
+#pragma unroll
+    for (int i = 0; i < HEADS * UNITS / THREADS; ++i) {
+        const int at = i * THREADS + threadIdx.x;
+        put_unit(s.query, at / UNITS, at % UNITS, mine[i]);
+    }
+    show_to_tensor_cores();
+}
+
+// Writes the scores of a page's keys, of the first `count`.
+__device__ void score_page(const Shared& s, int page, const float (&weights)[16], float* scores, int count) {
+    const int quad = threadIdx.x % 4, first = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+    float products[32], sums[2] = {0, 0};
+    multiply_page(products, s.pages[page], s.query);
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) sums[i] += relu(products[4 * j + 2 * i + e]) * weights[2 * j + e];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        sums[i] += __shfl_xor_sync(ALL_LANES, sums[i], 1);
+        sums[i] += __shfl_xor_sync(ALL_LANES, sums[i], 2);
+    }
+    const int key = first + 8 * quad;
+    const float scale = reinterpret_cast<const float*>(s.pages[page] + VALUE_BYTES)[key % PAGE_SIZE];
+    if (quad < 2 && key < count) scores[key] = (quad ? sums[1] : sums[0]) * scale;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) score_pages(
+    const uint4* __restrict__ q,          // [num_queries, HEADS, HEAD_DIM]
+    const float* __restrict__ weights,    // [num_queries, HEADS]
+    const char* __restrict__ cache,       // [num_pages, PAGE_BYTES]
+    const int* __restrict__ pages,        // [num_queries] lists `pages_stride` apart
+    const int* __restrict__ kv_lens,      // [num_queries]
+    float* __restrict__ scores,           // [num_queries, max_pages * PAGE_SIZE], written
+    long long pages_stride, long long max_pages, long long num_pages,
+    long long longer_than, long long pages_each
+) {
+    extern __shared__ Shared shared[];
+    Shared& s = *shared;
+    const long long query = blockIdx.y;
+    const int own = threadIdx.x, quad = threadIdx.x % 4;
+    const int first = blockIdx.x * static_cast<int>(pages_each);
+    if (own < PAGES) init_barrier(&s.arrivals[own], 1);
+    show_to_tensor_cores();  // and to the copy engine
+    wait_for_earlier();
+    const int num_keys = min(kv_lens[query], static_cast<int>(max_pages) * PAGE_SIZE);
+    const int count = min(static_cast<int>(pages_each), (num_keys + PAGE_SIZE - 1) / PAGE_SIZE - first);
+    if (num_keys <= longer_than || count <= 0) return;
+    if (own < count) {
+        const int number = pages[query * pages_stride + first + own];
+        s.exists[own] = 0 <= number && number < num_pages;
+        if (s.exists[own])
+            bring(s.pages[own], cache + static_cast<long long>(number) * PAGE_BYTES, PAGE_BYTES, &s.arrivals[own]);
+    }
+    load_query(s, q + query * (HEADS * UNITS));
+    float of_heads[16];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) of_heads[i] = weights[query * HEADS + i / 2 * 8 + quad * 2 + i % 2];
+    __syncthreads();
+    scores += (query * max_pages + first) * PAGE_SIZE;
+    for (int page = 0; page < count; ++page, scores += PAGE_SIZE) {
+        const int left = num_keys - (first + page) * PAGE_SIZE;
+        if (s.exists[page]) {
+            wait_for(&s.arrivals[page], 0);
+            score_page(s, page, of_heads, scores, left);
+        } else if (own < min(left, PAGE_SIZE)) {
+            scores[own] = __int_as_float(0xff800000);
+        }
+    }
+}

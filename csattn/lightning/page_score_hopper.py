@@ -1,0 +1,55 @@
+"""Lightning scores of a key cache on Hopper: `page_score.cu`, for 64 heads of 128 channels and pages of 64 keys in FP8.
+
+A block has up to 8 pages, all of them on their way at once; two blocks share a multiprocessor. Meaning of the
+arguments: `page_score.score_pages`.
+"""
+
+from pathlib import Path
+
+from torch import Tensor
+
+from csattn.cuda import cuda_kernel, has_warpgroup_products, num_multiprocessors
+from csattn.lightning.key_cache import HEAD_DIM, PAGE_BYTES, PAGE_SIZE
+from csattn.lightning.quantise import FP8
+
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("tensor_cores.cu", "page_products.cu", "page_score.cu"))
+HEADS = 64
+THREADS = 128
+PAGES = 8  # of a block
+SHARED_BYTES = HEADS * HEAD_DIM + PAGES * (PAGE_BYTES + 8 + 4) + 1024  # the last for alignment
+
+
+def takes(q: Tensor, values: Tensor, scales: Tensor) -> bool:
+    """Whether this is for the device, the shapes, and where keys and scales lie: in the pages of a `key_cache`."""
+    return (
+        q.is_cuda
+        and q.dtype == FP8
+        and tuple(q.shape[1:]) == (HEADS, HEAD_DIM)
+        and tuple(values.shape[1:]) == (PAGE_SIZE, HEAD_DIM)
+        and values.stride(0) == scales.stride(0) * scales.itemsize == PAGE_BYTES
+        and scales.data_ptr() - values.data_ptr() == PAGE_SIZE * HEAD_DIM
+        and values.data_ptr() % 16 == 0 == q.data_ptr() % 16
+        and has_warpgroup_products(q.device)
+    )
+
+
+def score_on_hopper(
+    q: Tensor,  # [num_queries, 64, 128]
+    weights: Tensor,
+    values: Tensor,  # [num_pages, 64, 128], each page's scales behind it
+    pages: Tensor,
+    kv_lens: Tensor,
+    longer_than: int,
+    out: Tensor,
+) -> None:
+    """Enqueue on torch's current stream."""
+    num_queries, max_pages = pages.shape
+    if num_queries == 0 or max_pages == 0:
+        return
+    places = 2 * num_multiprocessors(q.device)
+    pages_each = min(PAGES, -(-num_queries * max_pages // places))
+    defines = {"THREADS": THREADS, "PAGES": PAGES}
+    kernel = cuda_kernel(SOURCES, "score_pages", defines, SHARED_BYTES, early_start=True, architecture="sm_90a")
+    grid = -(-max_pages // pages_each), num_queries, 1
+    sizes = pages.stride(0), max_pages, len(values), longer_than, pages_each
+    kernel.launch(grid, THREADS, q, weights, values, pages, kv_lens, out, *sizes)

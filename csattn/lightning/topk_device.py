@@ -13,8 +13,7 @@ from csattn.cuda import CudaKernel, cuda_kernel, num_multiprocessors
 
 HERE = Path(__file__).parent
 TILE_SOURCES = tuple(HERE / name for name in ("intrinsics.cu", "topk_common.cu", "topk_entries.cu", "topk.cu"))
-DIGIT_PARTS = ("intrinsics.cu", "topk_common.cu", "topk_source.cu", "topk_gather.cu", "topk_digits.cu")
-DIGIT_SOURCES = tuple(HERE / name for name in DIGIT_PARTS)
+DIGIT_SOURCES = tuple(HERE / name for name in ("intrinsics.cu", "topk_common.cu", "topk_source.cu", "topk_digits.cu"))
 MAX_K = 2048
 MAX_CLUSTER = 8  # blocks that work on one row; more are not portable
 # Of the multiprocessors, those that clusters can have at the same time: they do not reach from one cluster of
@@ -55,9 +54,9 @@ class DigitShape:
         """Scores."""
         return 4 * self.vectors * self.threads
 
-    def num_entries(self, cluster: int, by_position: bool) -> int:
-        """That the first block of a cluster has room for: of what may be chosen, or by score of what is."""
-        return max(1 if by_position else MAX_K, 8 * self.threads if cluster > 1 else 0)
+    def shared_bytes(self, by_position: bool) -> int:
+        """A list of 128 entries for each warp; by score, also all that is chosen."""
+        return 8 * 128 * self.threads // 32 + (0 if by_position else 8 * MAX_K) + OTHER_SHARED_BYTES
 
 
 MANY_ROWS = BlockShape(512, 2, 11264, per_sm=2)  # one block reads while the other selects
@@ -121,10 +120,10 @@ def _kernel(shape: BlockShape | DigitShape, cluster: int, by_position: bool) -> 
         "BY_POSITION": int(by_position),
     }
     if isinstance(shape, DigitShape):
-        num_entries = shape.num_entries(cluster, by_position)
-        defines |= {"ENTRIES": num_entries}
-        shared_bytes = 8 * num_entries + OTHER_SHARED_BYTES
-        return cuda_kernel(DIGIT_SOURCES, "select_by_digits", defines, shared_bytes, early_start=True)
+        defines |= {"MAX_K": MAX_K}
+        return cuda_kernel(
+            DIGIT_SOURCES, "select_by_digits", defines, shape.shared_bytes(by_position), early_start=True
+        )
     defines |= {"CAPACITY": shape.capacity}
     return cuda_kernel(TILE_SOURCES, "select_top_k", defines, shape.shared_bytes, early_start=True)
 

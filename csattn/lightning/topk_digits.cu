@@ -12,12 +12,41 @@
 //
 // Compiled for THREADS, CLUSTER, VECTORS (of four scores), BLOCKS_PER_SM, BY_POSITION, MAX_K.
 
+constexpr u32 FEW = 32;   // scores that are compared one by one: a lane has one
+constexpr int LONG = 32;  // times k: of longer rows the best of every 4 * AT_ONCE scores are counted first
+constexpr int SHARE = BINS / CLUSTER;
+static_assert(VECTORS % AT_ONCE == 0, "so many have one best score");
+
+using Blocks = Cluster<CLUSTER>;
+
+// How many scores lie above a range, and in it.
+struct Counts {
+    u32 above, inside;
+};
+
+struct alignas(16) Shared {
+    u64 lists[WARPS][LIST_LEN];            // entries, in the order of their index
+    u64 entries[BY_POSITION ? 2 : MAX_K];  // by score: all that is chosen of the row, in its first block
+    u32 bins[BINS];
+    u32 totals[SHARE];  // of the row, for this block's share of the bins; other blocks read them
+    Counts of_warp[WARPS];
+    Counts of_block;  // other blocks read it
+    u32 top;          // the greatest key of the block; other blocks read it
+    u32 num_few;      // entries of the block among the last few of the row; other blocks read them, too
+    u64 few[FEW];
+    u64 barrier;
+    u32 top_of_row;
+    u32 scratch[WARPS];
+    Boundary boundary;
+};
+
 // The bin of the wanted-th best score of the row that is counted in the bins. All bins are cleared then.
 __device__ Boundary find_digit(Shared& s, u32 wanted, Blocks& blocks) {
     Boundary found;
     if (CLUSTER == 1) {
         __syncthreads();
-        found = find_bin([&](int bin) { return s.bins[bin]; }, wanted, s.scratch[0], s.boundary);
+        if (threadIdx.x == 0) s.top_of_row = s.top;
+        found = find_bin([&](int bin) { return s.bins[bin]; }, wanted, s.scratch, s.boundary);
     } else {
         blocks.sync();
         for (int i = threadIdx.x; i < SHARE; i += THREADS) {
@@ -26,20 +55,74 @@ __device__ Boundary find_digit(Shared& s, u32 wanted, Blocks& blocks) {
             for (int other = 0; other < CLUSTER; ++other) sum += in_block(s.bins, other)[blocks.rank * SHARE + i];
             s.totals[i] = sum;
         }
+        if (threadIdx.x / 32 == WARPS - 1) {
+            const u32 lane = threadIdx.x % 32, top = __reduce_max_sync(ALL_LANES, *in_block(&s.top, lane % CLUSTER));
+            if (lane == 0) s.top_of_row = top;
+        }
         blocks.sync();
         auto total_of = [&](int bin) { return in_block(s.totals, bin / SHARE)[bin % SHARE]; };
-        found = find_bin(total_of, wanted, s.scratch[0], s.boundary);
+        found = find_bin(total_of, wanted, s.scratch, s.boundary);
     }
     for (int i = threadIdx.x; i < BINS; i += THREADS) s.bins[i] = 0;
     __syncthreads();
     return found;
 }
 
+__device__ __forceinline__ void count_key(Shared& s, const Range& range, u32 key) {
+    if (range.holds(key)) atomicAdd(&s.bins[(key - range.low) >> range.shift], 1u);
+}
+
+__device__ __forceinline__ Counts count_four(uint4 keys, const Range& range) {
+    auto above = [&](u32 key) { return static_cast<u32>(range.is_below(key)); };
+    auto inside = [&](u32 key) { return static_cast<u32>(range.holds(key)); };
+    return {above(keys.x) + above(keys.y) + above(keys.z) + above(keys.w),
+            inside(keys.x) + inside(keys.y) + inside(keys.z) + inside(keys.w)};
+}
+
+// A range that the k best scores of the row lie in: from about the k-th best of those that are counted, to the best.
+__device__ Range find_floor(Shared& s, const Source& source, const Kept& kept, u32 k, Blocks& blocks) {
+    const Range range = all_keys();
+    const Run& run = source.run;
+    u32 best = 0, top = 0;
+    for_each(source, kept, [&](int vector, uint4 keys, uint4) {
+        best = max(max(max(keys.x, keys.y), max(keys.z, keys.w)), best);
+        if (vector % AT_ONCE < AT_ONCE - 1 && run.has(vector + 1)) return;
+        count_key(s, range, best);
+        top = max(top, best);
+        best = 0;
+    });
+    top = __reduce_max_sync(ALL_LANES, top);
+    if (threadIdx.x % 32 == 0) atomicMax(&s.top, top);
+    const u32 low = range.first_of(find_digit(s, k, blocks).bin);
+    return Range(low, s.top_of_row - low);
+}
+
+// Lists what is in the range, and makes that the source, if there is room.
+__device__ __forceinline__ void list_inside(Shared& s, Source& source, const Kept& kept, const Range& range) {
+    u64* list = s.lists[threadIdx.x / 32];
+    int number = 0;
+    for_each(source, kept, [&](int, uint4 keys, uint4 indices) {
+        const u32 inside = count_four(keys, range).inside;
+        if (!__any_sync(ALL_LANES, inside != 0)) return;
+        const u32 up_to = sum_up_to_lane(inside);
+        int at = number + up_to - inside;
+        auto add = [&](u32 key, u32 index) {
+            if (!range.holds(key)) return;
+            if (at < LIST_LEN) list[at] = join(key, index);
+            ++at;
+        };
+        add(keys.x, indices.x), add(keys.y, indices.y), add(keys.z, indices.z), add(keys.w, indices.w);
+        number += __shfl_sync(ALL_LANES, up_to, 31);
+    });
+    __syncwarp();
+    if (number <= LIST_LEN) source.list = list, source.list_len = number;
+}
+
 // The range that the k-th best score lies in, the smaller the better, and how many of it are among the k best.
-__device__ Range find_range(Shared& s, const Run& run, const Keys& kept, Range range, u32 k, Blocks& blocks,
+__device__ Range find_range(Shared& s, const Source& source, const Kept& kept, Range range, u32 k, Blocks& blocks,
                             u32& quota, u32& inside) {
     for (quota = k;;) {
-        for_each_vector(run, kept, [&](uint4 keys, int) {
+        for_each(source, kept, [&](int, uint4 keys, uint4) {
             count_key(s, range, keys.x), count_key(s, range, keys.y);
             count_key(s, range, keys.z), count_key(s, range, keys.w);
         });
@@ -50,23 +133,38 @@ __device__ Range find_range(Shared& s, const Run& run, const Keys& kept, Range r
     }
 }
 
-__device__ void gather_few(Shared& s, const Range& range, uint4 keys, int index) {
-    auto add = [&](u32 key, int i) {
-        if (range.holds(key)) s.few[atomicAdd(&s.num_few, 1u)] = join(key, index + i);
+__device__ void gather_few(Shared& s, const Range& range, uint4 keys, uint4 indices) {
+    auto add = [&](u32 key, u32 index) {
+        if (range.holds(key)) s.few[atomicAdd(&s.num_few, 1u)] = join(key, index);
     };
-    add(keys.x, 0), add(keys.y, 1), add(keys.z, 2), add(keys.w, 3);
+    add(keys.x, indices.x), add(keys.y, indices.y), add(keys.z, indices.z), add(keys.w, indices.w);
 }
 
 // How many scores before the warp's run lie above the range, and in it. What is in it is gathered, if it is few.
-__device__ Counts count_before(Shared& s, const Run& run, const Keys& kept, const Range& range, bool is_few,
+__device__ Counts count_before(Shared& s, const Source& source, const Kept& kept, const Range& range, bool is_few,
                                Blocks& blocks) {
-    Counts mine{0, 0}, all;
-    for_each_vector(run, kept, [&](uint4 keys, int index) {
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    Counts mine{0, 0};
+    for_each(source, kept, [&](int, uint4 keys, uint4 indices) {
         const Counts four = count_four(keys, range);
         mine.above += four.above, mine.inside += four.inside;
-        if (is_few && four.inside) gather_few(s, range, keys, index);
+        if (is_few && four.inside) gather_few(s, range, keys, indices);
     });
-    return sum_over_runs(s, run, mine, blocks, all);
+    mine = {__reduce_add_sync(ALL_LANES, mine.above), __reduce_add_sync(ALL_LANES, mine.inside)};
+    if (lane == 0) s.of_warp[warp] = mine;
+    __syncthreads();
+    const Counts of_lane = lane < WARPS ? s.of_warp[lane] : Counts{0, 0};
+    Counts before{__reduce_add_sync(ALL_LANES, lane < warp ? of_lane.above : 0),
+                  __reduce_add_sync(ALL_LANES, lane < warp ? of_lane.inside : 0)};
+    if (CLUSTER == 1) return before;
+    const Counts all{__reduce_add_sync(ALL_LANES, of_lane.above), __reduce_add_sync(ALL_LANES, of_lane.inside)};
+    if (threadIdx.x == 0) s.of_block = all;
+    blocks.sync();
+    for (u32 other = 0; other < blocks.rank; ++other) {
+        const Counts theirs = *in_block(&s.of_block, other);
+        before.above += theirs.above, before.inside += theirs.inside;
+    }
+    return before;
 }
 
 // The entry of the row's last few that a lane has, 0 where there are not so many.
@@ -96,20 +194,20 @@ __device__ void narrow(const Shared& s, const Run& run, Range& range, u32& quota
 
 // Calls put(place, index, key) for all that is chosen: places count up with the index.
 template <class Put>
-__device__ __forceinline__ void for_each_chosen(const Run& run, const Keys& kept, const Range& range,
+__device__ __forceinline__ void for_each_chosen(const Source& source, const Kept& kept, const Range& range,
                                                 u32 quota, Counts before, const Put& put) {
-    for_each_vector(run, kept, [&](uint4 keys, int index) {
+    for_each(source, kept, [&](int, uint4 keys, uint4 indices) {
         const Counts four = count_four(keys, range);
         const u32 both = four.above | four.inside << 16;
         if (!__any_sync(ALL_LANES, both != 0)) return;
         const u32 up_to = sum_up_to_lane(both), of_warp = __shfl_sync(ALL_LANES, up_to, 31), below = up_to - both;
         u32 above = before.above + (below & 0xffffu), inside = before.inside + (below >> 16);
-        auto choose = [&](u32 key, int i) {
+        auto choose = [&](u32 key, u32 index) {
             const bool is_above = range.is_below(key), is_inside = range.holds(key);
-            if (is_above || (is_inside && inside < quota)) put(above + min(inside, quota), index + i, key);
+            if (is_above || (is_inside && inside < quota)) put(above + min(inside, quota), index, key);
             above += is_above, inside += is_inside;
         };
-        choose(keys.x, 0), choose(keys.y, 1), choose(keys.z, 2), choose(keys.w, 3);
+        choose(keys.x, indices.x), choose(keys.y, indices.y), choose(keys.z, indices.z), choose(keys.w, indices.w);
         before.above += of_warp & 0xffffu, before.inside += of_warp >> 16;
     });
 }
@@ -130,7 +228,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     chosen += row * k;
     if (pages) pages += row * pages_stride;
     for (int i = threadIdx.x; i < BINS; i += THREADS) s.bins[i] = 0;
-    if (threadIdx.x == 0) s.num_few = 0;
+    if (threadIdx.x == 0) s.top = s.num_few = 0;
     Blocks blocks(s.barrier, rank);
     wait_for_earlier();
     const int num_scores = max(0, min(static_cast<int>(length), legal_len ? legal_len[row] : static_cast<int>(length)));
@@ -143,41 +241,33 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 
     const int num_vectors = (num_scores + VECTOR_SCORES - 1) / VECTOR_SCORES;
     const int run_len = (num_vectors + CLUSTER * WARPS - 1) / (CLUSTER * WARPS) * VECTOR_SCORES;
-    const int number = threadIdx.x / 32 * CLUSTER + rank, first = min(number * run_len, num_scores);
+    const int first = min((rank * WARPS + static_cast<int>(threadIdx.x) / 32) * run_len, num_scores);
     const bool aligned = row_stride % 4 == 0 && reinterpret_cast<u64>(scores) % 16 == 0;
-    const Run run{scores, number, first, min(first + run_len, num_scores), aligned};
-    Keys kept;
+    Source source{{scores, first, min(first + run_len, num_scores), aligned}, nullptr, -1};
+    Kept kept;
 #pragma unroll
-    for (int v = 0; v < VECTORS; ++v) kept[v] = run.load(v);
+    for (int v = 0; v < VECTORS; ++v) kept[v] = source.run.load(v);
     u32 quota = num_scores, inside = num_scores;
-    Range range = all_from(1);
+    Range range = all_keys();
     if (num_scores > k) {
-        if (CLUSTER > 1) {
-            const int lane_scores = max(1, min(run_len / 32, 4 * VECTORS));
-            const bool has_floor = 2 * k * lane_scores <= num_scores;
-            if (has_floor) range = all_from(join_floors(s, find_floor(s, run, kept, (k + CLUSTER - 1) / CLUSTER), blocks));
-            if (has_floor || num_scores <= ENTRIES) {
-                const u32 count = gather(s, run, kept, range.low, blocks);
-                if (count <= ENTRIES) {
-                    if (rank == 0) choose_gathered(s, count, range.low, k, pages, page_size, chosen);
-                    return;
-                }
-            }
+        if (num_scores / LONG >= k) {
+            range = find_floor(s, source, kept, k, blocks);
+            list_inside(s, source, kept, range);
         }
-        range = find_range(s, run, kept, range, k, blocks, quota, inside);
+        range = find_range(s, source, kept, range, k, blocks, quota, inside);
     }
     const bool is_few = inside != quota && inside <= FEW;
-    Counts before = count_before(s, run, kept, range, is_few, blocks);
-    if (is_few) narrow(s, run, range, quota, before);
+    Counts before = count_before(s, source, kept, range, is_few, blocks);
+    if (is_few) narrow(s, source.run, range, quota, before);
     if (BY_POSITION) {
         auto put = [&](u32 place, u32 index, u32) { chosen[place] = place_of(index, pages, page_size); };
-        for_each_chosen(run, kept, range, quota, before, put);
+        for_each_chosen(source, kept, range, quota, before, put);
         if (CLUSTER > 1) blocks.sync();  // a block that leaves takes its shared memory along
         return;
     }
     u64* entries = CLUSTER > 1 ? in_block(s.entries, 0) : s.entries;
     auto put = [&](u32 place, u32 index, u32 key) { entries[place] = join(key, index); };
-    for_each_chosen(run, kept, range, quota, before, put);
+    for_each_chosen(source, kept, range, quota, before, put);
     if (CLUSTER > 1) blocks.sync();
     if (rank == 0) write_best(s.entries, min(num_scores, static_cast<int>(k)), k, pages, page_size, chosen);
 }

@@ -7,7 +7,6 @@
 
 constexpr int HEADS = 64, HEAD_DIM = 128, PAGE_SIZE = 64;
 constexpr int VALUE_BYTES = PAGE_SIZE * HEAD_DIM, PAGE_BYTES = VALUE_BYTES + PAGE_SIZE * 4, UNITS = HEAD_DIM / 16;
-constexpr u32 ALL_LANES = 0xffffffffu;
 static_assert(THREADS == 128, "a warpgroup");
 
 struct alignas(1024) Shared {
@@ -29,8 +28,8 @@ __device__ void load_query(Shared& s, const uint4* q) {
     show_to_tensor_cores();
 }
 
-// Writes the scores of a page's keys, of the first `count`.
-__device__ void score_page(const Shared& s, int page, const float (&weights)[16], float* scores, int count) {
+// Writes the scores of a page's keys, of the first `count`. Returns what compares as this thread's score, 0 if it has none.
+__device__ u32 score_page(const Shared& s, int page, const float (&weights)[16], float* scores, int count) {
     const int quad = threadIdx.x % 4, first = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
     float products[32], sums[2] = {0, 0};
     multiply_page(products, s.pages[page], s.query);
@@ -47,8 +46,29 @@ __device__ void score_page(const Shared& s, int page, const float (&weights)[16]
     }
     const int key = first + 8 * quad;
     const float scale = reinterpret_cast<const float*>(s.pages[page] + VALUE_BYTES)[key % PAGE_SIZE];
-    if (quad < 2 && key < count) scores[key] = (quad ? sums[1] : sums[0]) * scale;
+    if (quad >= 2 || key >= count) return 0;
+    const float score = (quad ? sums[1] : sums[0]) * scale;
+    scores[key] = score;
+    return max(order_of(score), 1u);
 }
+
+// The best of the groups of scores, as they compare: a group has the 16 keys that a warp scores of each of some pages; or,
+// of 0 pages, every second 8 of them.
+struct Bests {
+    u32* of_row;
+    int pages;
+    u32 best;
+
+    __device__ __forceinline__ void add(int page, u32 key, bool is_last) {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        best = max(best, key);
+        if (!is_last && pages && (page + 1 & (pages - 1))) return;
+        for (int step = pages ? 1 : 4; step < 32; step *= 2) best = max(best, __shfl_xor_sync(ALL_LANES, best, step));
+        if (pages && lane == 0) of_row[page / pages * 4 + warp] = best;
+        if (!pages && lane < 2) of_row[page * 8 + warp * 2 + lane] = best;
+        best = 0;
+    }
+};
 
 extern "C" __global__ void __launch_bounds__(THREADS) score_pages(
     const uint4* __restrict__ q,          // [num_queries, HEADS, HEAD_DIM]
@@ -58,7 +78,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) score_pages(
     const int* __restrict__ kv_lens,      // [num_queries]
     float* __restrict__ scores,           // [num_queries, max_pages * PAGE_SIZE], written
     long long pages_stride, long long max_pages, long long num_pages,
-    long long longer_than, long long pages_each
+    long long longer_than, long long pages_each,
+    u32* __restrict__ bests,              // [num_queries] lists `bests_stride` apart, written, or null
+    long long bests_stride, long long group_pages,
+    u32* __restrict__ arrivals            // [num_queries], set to 0, where there are bests
 ) {
     extern __shared__ Shared shared[];
     Shared& s = *shared;
@@ -68,6 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) score_pages(
     if (own < PAGES) init_barrier(&s.arrivals[own], 1);
     show_to_tensor_cores();  // and to the copy engine
     wait_for_earlier();
+    if (bests && blockIdx.x == 0 && own == 0) arrivals[query] = 0;
     const int num_keys = min(kv_lens[query], static_cast<int>(max_pages) * PAGE_SIZE);
     const int count = min(static_cast<int>(pages_each), (num_keys + PAGE_SIZE - 1) / PAGE_SIZE - first);
     if (num_keys <= longer_than || count <= 0) return;
@@ -83,13 +107,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) score_pages(
     for (int i = 0; i < 16; ++i) of_heads[i] = weights[query * HEADS + i / 2 * 8 + quad * 2 + i % 2];
     __syncthreads();
     scores += (query * max_pages + first) * PAGE_SIZE;
+    Bests of_groups{bests + query * bests_stride, static_cast<int>(group_pages), 0};
     for (int page = 0; page < count; ++page, scores += PAGE_SIZE) {
         const int left = num_keys - (first + page) * PAGE_SIZE;
+        u32 key = 0;
         if (s.exists[page]) {
             wait_for(&s.arrivals[page], 0);
-            score_page(s, page, of_heads, scores, left);
+            key = score_page(s, page, of_heads, scores, left);
         } else if (own < min(left, PAGE_SIZE)) {
             scores[own] = __int_as_float(0xff800000);
+            key = order_of(__int_as_float(0xff800000));
         }
+        if (bests) of_groups.add(first + page, key, page == count - 1);
     }
 }

@@ -11,8 +11,10 @@ from torch import Tensor
 from csattn.cuda import cuda_kernel, has_warpgroup_products, num_multiprocessors
 from csattn.lightning.key_cache import HEAD_DIM, PAGE_BYTES, PAGE_SIZE
 from csattn.lightning.quantise import FP8
+from csattn.lightning.topk_lists import GroupBests
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("tensor_cores.cu", "page_products.cu", "page_score.cu"))
+PARTS = ("tensor_cores.cu", "page_products.cu", "topk_common.cu", "page_score.cu")
+SOURCES = tuple(Path(__file__).with_name(name) for name in PARTS)
 HEADS = 64
 THREADS = 128
 PAGES = 8  # of a block
@@ -41,6 +43,7 @@ def score_on_hopper(
     kv_lens: Tensor,
     longer_than: int,
     out: Tensor,
+    bests: GroupBests | None = None,  # written; those of queries of more than longer_than keys
 ) -> None:
     """Enqueue on torch's current stream."""
     num_queries, max_pages = pages.shape
@@ -48,8 +51,12 @@ def score_on_hopper(
         return
     places = 2 * num_multiprocessors(q.device)
     pages_each = min(PAGES, -(-num_queries * max_pages // places))
+    marks: tuple[Tensor | int, ...] = (0, 0, 0, 0)
+    if bests is not None:
+        pages_each = -(-pages_each // max(1, bests.group_pages)) * max(1, bests.group_pages)  # a group is of one block
+        marks = bests.keys, bests.keys.stride(0), bests.group_pages, bests.arrivals
     defines = {"THREADS": THREADS, "PAGES": PAGES}
     kernel = cuda_kernel(SOURCES, "score_pages", defines, SHARED_BYTES, early_start=True, architecture="sm_90a")
     grid = -(-max_pages // pages_each), num_queries, 1
-    sizes = pages.stride(0), max_pages, len(values), longer_than, pages_each
+    sizes = pages.stride(0), max_pages, len(values), longer_than, pages_each, *marks
     kernel.launch(grid, THREADS, q, weights, values, pages, kv_lens, out, *sizes)

@@ -210,6 +210,7 @@ static inline unsigned __vmaxu2(unsigned a, unsigned b) {
 }
 static inline void __nanosleep(unsigned) { sched_yield(); }
 static inline void __threadfence_system() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+static inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 template <class T> static inline T __ldg(const T* place) { return *place; }
 template <class T> static inline T __ldcs(const T* place) { return *place; }
 template <class T> static inline T __ldcg(const T* place) { return *place; }

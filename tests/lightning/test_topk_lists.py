@@ -1,0 +1,87 @@
+"""What is chosen among lists is the definition's, in ascending order, whatever the scores; groups' best are as told."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from csattn.lightning import page_score_hopper, topk_lists
+from csattn.lightning.order import orderable, top_k_reference
+from csattn.lightning.topk_lists import GroupBests, choose_listed
+from tests.cuda_on_cpu import emulated
+from tests.cuda_on_cpu.emulated import DEVICE
+from tests.lightning.test_topk_device import KINDS, make_scores
+
+K = 40
+MAX_PAGES = 34
+LENGTHS = [64 * MAX_PAGES, 64 * 31 + 5, 300, K + 1, K, 0]
+
+
+@pytest.fixture
+def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a device, blocks of 64 threads that have room for 128 entries."""
+    emulator.stand_in(monkeypatch, topk_lists)
+    if DEVICE.type == "cpu":
+        small = {"THREADS": 64, "ENTRIES": 128, "MAX_TILES": 64, "MAX_GROUPS": 512}
+        for name, value in small.items():
+            monkeypatch.setattr(topk_lists, name, value)
+
+
+def bests_by_definition(scores: Tensor, legal_len: Tensor, group_pages: int) -> GroupBests:
+    rows, length = scores.shape
+    legal = torch.arange(length) < legal_len[:, None]
+    keys = torch.where(legal, (orderable(scores).long() + 2**31).clamp(min=1), 0).view(rows, -1, 64)
+    groups = keys.view(rows, -1, 8, 8) if group_pages == 0 else keys.view(rows, -1, 4, 16)
+    best = groups.amax(3)
+    if group_pages > 1:
+        missing = -best.shape[1] % group_pages
+        best = torch.cat((best, best.new_zeros(rows, missing, 4)), dim=1)
+        best = best.view(rows, -1, group_pages, 4).amax(2)
+    best = torch.where(best >= 2**31, best - 2**32, best).to(torch.int32).flatten(1)
+    return GroupBests(best, group_pages, torch.zeros(rows, dtype=torch.int32))
+
+
+def choose(scores: Tensor, legal_len: Tensor, bests: GroupBests, k: int, pages: Tensor | None = None) -> Tensor:
+    bests = GroupBests(bests.keys.to(DEVICE), bests.group_pages, bests.arrivals.to(DEVICE))
+    out = torch.full((len(scores), k), -7, dtype=torch.int32, device=DEVICE)
+    arrays = [None if x is None else x.to(DEVICE) for x in (legal_len, pages)]
+    for _ in range(2):  # arrivals are left as they were found
+        choose_listed(scores.to(DEVICE), bests, arrays[0], arrays[1], out)  # type: ignore[arg-type]
+    return out.cpu()
+
+
+def ascending(scores: Tensor, k: int, legal_len: Tensor) -> Tensor:
+    want = top_k_reference(scores, k, legal_len)
+    want = torch.where(want < 0, 2**31 - 1, want).sort(dim=1).values
+    return torch.where(want == 2**31 - 1, -1, want)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("group_pages", [0, 1, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_adversarial_scores(kind: str, group_pages: int) -> None:
+    scores, lens = make_scores(kind, len(LENGTHS), 64 * MAX_PAGES), torch.tensor(LENGTHS, dtype=torch.int32)
+    poison = torch.where(torch.arange(scores.shape[1]) % 2 == 0, torch.nan, -torch.nan)
+    poisoned = torch.where(torch.arange(scores.shape[1]) < lens[:, None], scores, poison)
+    got = choose(poisoned, lens, bests_by_definition(scores, lens, group_pages), K)
+    assert torch.equal(got, ascending(scores, K, lens))
+
+
+@pytest.mark.usefixtures("kernels")
+def test_places_are_looked_up_in_pages() -> None:
+    scores, lens = torch.randn(2, 640), torch.tensor([611, 30], dtype=torch.int32)
+    pages = torch.randperm(20).to(torch.int32).view(2, 10)
+    bests = bests_by_definition(scores, lens, 0)
+    at = ascending(scores, K, lens)
+    want = pages.gather(1, at.clamp(min=0).long() // 64) * 64 + at % 64
+    assert torch.equal(choose(scores, lens, bests, K, pages), torch.where(at < 0, -1, want))
+
+
+def test_groups_are_neither_few_nor_many() -> None:
+    for max_pages in (512, 1000, 1024, 2047, 2048, 5000, 16384):
+        num_groups = GroupBests.make(1, max_pages, torch.device("cpu")).keys.shape[1]
+        assert topk_lists.takes(1, max_pages, 2048)
+        assert 4096 <= num_groups <= 8192 or max_pages == 1000
+    assert not topk_lists.takes(1, 511, 2048)
+    assert not topk_lists.takes(1, 16385, 2048)
+    assert not topk_lists.takes(9, 2048, 2048)
+    assert page_score_hopper.PAGES % topk_lists.MAX_GROUP_PAGES == 0, "a group is of one block"

@@ -1,4 +1,4 @@
-"""The exact k best of a few long rows in ascending order, where the best of groups of scores are known: `topk_lists.cu`.
+"""The exact k best of a few long rows, ascending, where the best of groups of scores are known: `topk_lists.cu`.
 
 `page_score_hopper` writes scores and groups' best together; one launch here makes a choice of them.
 """
@@ -25,7 +25,7 @@ SHARED_BYTES = 12 * ENTRIES + 4 * (2048 + 256) + 4 * MAX_TILES + 1024
 
 @dataclass(frozen=True, slots=True)
 class GroupBests:
-    """Of each row, the best score of every group of a warp's 16 keys in each of group_pages pages, or of 8 of a page."""
+    """Of each row the best score of every group: 16 keys at the same place of group_pages pages, or 8 of a page."""
 
     keys: Tensor  # [rows, num_groups] int32: as `order_of` has them in CUDA C, 0: no score
     group_pages: int  # a power of two; 0: two groups of 8 keys

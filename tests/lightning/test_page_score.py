@@ -12,8 +12,10 @@ from csattn.lightning.page_score import KeyPages, score_pages
 from csattn.lightning.page_score_kernels import score_on_device
 from csattn.lightning.quantise import FP8, quantise_fp8
 from csattn.lightning.score import Operands, score_keys
+from csattn.lightning.topk_lists import GroupBests
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
+from tests.lightning.test_topk_lists import bests_by_definition
 
 HEADS = 16
 
@@ -114,6 +116,31 @@ def test_of_a_cache_on_hopper_agree_with_the_definition() -> None:
             want[3 * 64 : 4 * 64] = -torch.inf
         torch.testing.assert_close(got[row, :kv_len], want, rtol=1e-3, atol=1e-2)
         assert (got[row, kv_len:] == 7).all(), "what is behind the keys is not written"
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("group_pages", [0, 1, 4])
+def test_groups_best_are_those_of_the_scores(group_pages: int) -> None:
+    kv_lens = [64 * 17 + 3, 64 * 18, 130, 100]
+    cache, tables = make_cache(kv_lens, max_pages=18)
+    tables[0, 4:9] = -1
+    q, weights = make_queries(len(kv_lens), page_score_hopper.HEADS)
+    weights[1] = torch.nan
+    lens = torch.tensor(kv_lens, dtype=torch.int32)
+    sevens = torch.full((4, 8 * 18), 7, dtype=torch.int32, device=DEVICE)
+    bests = GroupBests(sevens, group_pages, sevens[:, 0].clone())
+    out = torch.full((len(q), 18 * 64), 7.0, device=DEVICE)
+    keys = KeyPages.of_cache(cache.to(DEVICE))
+    arrays = [x.to(DEVICE) for x in (q, weights)], [x.to(DEVICE) for x in (tables, lens)]
+    page_score_hopper.score_on_hopper(*arrays[0], keys.values, *arrays[1], 100, out, bests)
+    want, got = bests_by_definition(out.cpu(), lens, group_pages).keys, bests.keys.cpu()
+    assert (bests.arrivals == 0).all()
+    assert (got[3] == 7).all(), "a query of few keys is not scored"
+    for row, kv_len in enumerate(kv_lens[:3]):
+        span, groups = (64, 8) if group_pages == 0 else (64 * group_pages, 4)
+        end = -(-kv_len // span) * groups
+        assert torch.equal(got[row, :end], want[row, :end])
+        assert (got[row, end:] == 7).all()
 
 
 @pytest.mark.gpu

@@ -28,9 +28,8 @@ __device__ void load_query(Shared& s, const uint4* q) {
     show_to_tensor_cores();
 }
 
-// Writes the scores of a page's keys, of the first `count`. Returns what compares as this thread's score, 0 if it has none.
-__device__ u32 score_page(const Shared& s, int page, const float (&weights)[16], float* scores, int count) {
-    const int quad = threadIdx.x % 4, first = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+// The score of this thread's key of a page that has come.
+__device__ float score_key(const Shared& s, int page, const float (&weights)[16], int key) {
     float products[32], sums[2] = {0, 0};
     multiply_page(products, s.pages[page], s.query);
 #pragma unroll
@@ -44,12 +43,8 @@ __device__ u32 score_page(const Shared& s, int page, const float (&weights)[16],
         sums[i] += __shfl_xor_sync(ALL_LANES, sums[i], 1);
         sums[i] += __shfl_xor_sync(ALL_LANES, sums[i], 2);
     }
-    const int key = first + 8 * quad;
-    const float scale = reinterpret_cast<const float*>(s.pages[page] + VALUE_BYTES)[key % PAGE_SIZE];
-    if (quad >= 2 || key >= count) return 0;
-    const float score = (quad ? sums[1] : sums[0]) * scale;
-    scores[key] = score;
-    return max(order_of(score), 1u);
+    const float scale = reinterpret_cast<const float*>(s.pages[page] + VALUE_BYTES)[key];
+    return (threadIdx.x % 4 ? sums[1] : sums[0]) * scale;
 }
 
 // The best of the groups of scores, as they compare: a group has the 16 keys that a warp scores of each of some pages; or,
@@ -108,16 +103,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) score_pages(
     __syncthreads();
     scores += (query * max_pages + first) * PAGE_SIZE;
     Bests of_groups{bests + query * bests_stride, static_cast<int>(group_pages), 0};
+    // of every four threads the first two have a key of each page
+    const bool has_key = quad < 2;
+    const int key = own / 32 * 16 + quad % 2 * 8 + own % 32 / 4;
     for (int page = 0; page < count; ++page, scores += PAGE_SIZE) {
-        const int left = num_keys - (first + page) * PAGE_SIZE;
-        u32 key = 0;
+        float score = __int_as_float(0xff800000);
         if (s.exists[page]) {
             wait_for(&s.arrivals[page], 0);
-            key = score_page(s, page, of_heads, scores, left);
-        } else if (own < min(left, PAGE_SIZE)) {
-            scores[own] = __int_as_float(0xff800000);
-            key = order_of(__int_as_float(0xff800000));
+            score = score_key(s, page, of_heads, key);
         }
-        if (bests) of_groups.add(first + page, key, page == count - 1);
+        const bool is_there = has_key && key < num_keys - (first + page) * PAGE_SIZE;
+        if (is_there) scores[key] = score;
+        if (bests) of_groups.add(first + page, is_there ? max(order_of(score), 1u) : 0, page == count - 1);
     }
 }

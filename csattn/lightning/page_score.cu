@@ -7,6 +7,7 @@
 
 constexpr int HEADS = 64, HEAD_DIM = 128, PAGE_SIZE = 64;
 constexpr int VALUE_BYTES = PAGE_SIZE * HEAD_DIM, PAGE_BYTES = VALUE_BYTES + PAGE_SIZE * 4, UNITS = HEAD_DIM / 16;
+constexpr int QUERY_UNITS = HEADS * UNITS;
 static_assert(THREADS == 128, "a warpgroup");
 
 struct alignas(1024) Shared {
@@ -15,18 +16,6 @@ struct alignas(1024) Shared {
     u64 arrivals[PAGES];
     int exists[PAGES];
 };
-
-__device__ void load_query(Shared& s, const uint4* q) {
-    uint4 mine[HEADS * UNITS / THREADS];
-#pragma unroll
-    for (int i = 0; i < HEADS * UNITS / THREADS; ++i) mine[i] = q[i * THREADS + threadIdx.x];
-#pragma unroll
-    for (int i = 0; i < HEADS * UNITS / THREADS; ++i) {
-        const int at = i * THREADS + threadIdx.x;
-        put_unit(s.query, at / UNITS, at % UNITS, mine[i]);
-    }
-    show_to_tensor_cores();
-}
 
 // The score of this thread's key of a page that has come.
 __device__ float score_key(const Shared& s, int page, const float (&weights)[16], int key) {
@@ -76,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) score_pages(
     long long longer_than, long long pages_each,
     u32* __restrict__ bests,              // [num_queries] lists `bests_stride` apart, written, or null
     long long bests_stride, long long group_pages,
-    u32* __restrict__ arrivals            // [num_queries], set to 0, where there are bests
+    u32* __restrict__ counters, long long num_counters  // [num_queries, num_counters], set to 0
 ) {
     extern __shared__ Shared shared[];
     Shared& s = *shared;
@@ -86,20 +75,31 @@ extern "C" __global__ void __launch_bounds__(THREADS) score_pages(
     if (own < PAGES) init_barrier(&s.arrivals[own], 1);
     show_to_tensor_cores();  // and to the copy engine
     wait_for_earlier();
-    if (bests && blockIdx.x == 0 && own == 0) arrivals[query] = 0;
+    for (int i = blockIdx.x * THREADS + own; i < num_counters; i += gridDim.x * THREADS)
+        counters[query * num_counters + i] = 0;
+    // what does not depend on each other is loaded together
+    const int place = min(first + own, static_cast<int>(max_pages) - 1);
+    const int number = own < PAGES ? pages[query * pages_stride + place] : -1;
     const int num_keys = min(kv_lens[query], static_cast<int>(max_pages) * PAGE_SIZE);
+    uint4 channels[QUERY_UNITS / THREADS];
+#pragma unroll
+    for (int i = 0; i < QUERY_UNITS / THREADS; ++i) channels[i] = q[query * QUERY_UNITS + i * THREADS + own];
+    float of_heads[16];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) of_heads[i] = weights[query * HEADS + i / 2 * 8 + quad * 2 + i % 2];
     const int count = min(static_cast<int>(pages_each), (num_keys + PAGE_SIZE - 1) / PAGE_SIZE - first);
     if (num_keys <= longer_than || count <= 0) return;
     if (own < count) {
-        const int number = pages[query * pages_stride + first + own];
         s.exists[own] = 0 <= number && number < num_pages;
         if (s.exists[own])
             bring(s.pages[own], cache + static_cast<long long>(number) * PAGE_BYTES, PAGE_BYTES, &s.arrivals[own]);
     }
-    load_query(s, q + query * (HEADS * UNITS));
-    float of_heads[16];
 #pragma unroll
-    for (int i = 0; i < 16; ++i) of_heads[i] = weights[query * HEADS + i / 2 * 8 + quad * 2 + i % 2];
+    for (int i = 0; i < QUERY_UNITS / THREADS; ++i) {
+        const int unit = i * THREADS + own;
+        put_unit(s.query, unit / UNITS, unit % UNITS, channels[i]);
+    }
+    show_to_tensor_cores();
     __syncthreads();
     scores += (query * max_pages + first) * PAGE_SIZE;
     Bests of_groups{bests + query * bests_stride, static_cast<int>(group_pages), 0};

@@ -1,6 +1,6 @@
 """Lightning scores of a key cache on Hopper: `page_score.cu`, for 64 heads of 128 channels and pages of 64 keys in FP8.
 
-A block has up to 8 pages, all of them on their way at once; two blocks share a multiprocessor. Meaning of the
+A block has up to 4 pages, all of them on their way at once; four blocks share a multiprocessor. Meaning of the
 arguments: `page_score.score_pages`.
 """
 
@@ -17,7 +17,8 @@ PARTS = ("tensor_cores.cu", "page_products.cu", "topk_common.cu", "page_score.cu
 SOURCES = tuple(Path(__file__).with_name(name) for name in PARTS)
 HEADS = 64
 THREADS = 128
-PAGES = 8  # of a block
+BLOCKS_PER_SM = 4
+PAGES = 4  # of a block
 SHARED_BYTES = HEADS * HEAD_DIM + PAGES * (PAGE_BYTES + 8 + 4) + 1024  # the last for alignment
 
 
@@ -49,12 +50,12 @@ def score_on_hopper(
     num_queries, max_pages = pages.shape
     if num_queries == 0 or max_pages == 0:
         return
-    places = 2 * num_multiprocessors(q.device)
+    places = BLOCKS_PER_SM * num_multiprocessors(q.device)
     pages_each = min(PAGES, -(-num_queries * max_pages // places))
-    marks: tuple[Tensor | int, ...] = (0, 0, 0, 0)
+    marks: tuple[Tensor | int, ...] = (0, 0, 0, 0, 0)
     if bests is not None:
         pages_each = -(-pages_each // max(1, bests.group_pages)) * max(1, bests.group_pages)  # a group is of one block
-        marks = bests.keys, bests.keys.stride(0), bests.group_pages, bests.arrivals
+        marks = bests.keys, bests.keys.stride(0), bests.group_pages, bests.counters, bests.counters.shape[1]
     defines = {"THREADS": THREADS, "PAGES": PAGES}
     kernel = cuda_kernel(SOURCES, "score_pages", defines, SHARED_BYTES, early_start=True, architecture="sm_90a")
     grid = -(-max_pages // pages_each), num_queries, 1

@@ -19,8 +19,9 @@ MAX_TILES = 256  # of a row
 MAX_GROUPS = 8192
 MAX_ROWS = 8  # of more the blocks would be many, and the lists large
 PAGE_SIZE = 64  # of the pages that groups are of
-MAX_GROUP_PAGES = 8
-SHARED_BYTES = 12 * ENTRIES + 4 * (2048 + 256) + 4 * MAX_TILES + 1024
+MAX_GROUP_PAGES = 4
+COUNTERS = 2048 + 4  # bins, and the blocks that are done
+SHARED_BYTES = 8 * ENTRIES + 4 * (2048 + 256) + 4 * MAX_TILES + 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class GroupBests:
 
     keys: Tensor  # [rows, num_groups] int32: as `order_of` has them in CUDA C, 0: no score
     group_pages: int  # a power of two; 0: two groups of 8 keys
-    arrivals: Tensor  # [rows] int32
+    counters: Tensor  # [rows, COUNTERS] int32: 0, for one choice
 
     @classmethod
     def make(cls, rows: int, max_pages: int, device: torch.device) -> "GroupBests":
@@ -39,7 +40,7 @@ class GroupBests:
             group_pages = max(1, 2 * group_pages)
         num_groups = 4 * -(-max_pages // group_pages) if group_pages else 8 * max_pages
         keys = torch.empty(rows, num_groups, dtype=torch.int32, device=device)
-        return cls(keys, group_pages, torch.empty(rows, dtype=torch.int32, device=device))
+        return cls(keys, group_pages, torch.empty(rows, COUNTERS, dtype=torch.int32, device=device))
 
 
 def takes(rows: int, max_pages: int, k: int) -> bool:
@@ -58,7 +59,7 @@ def choose_listed(
     rows, length = scores.shape
     tile_len = 4 * THREADS * -(-length // (4 * THREADS * MAX_TILES))
     num_tiles = -(-length // tile_len)
-    listed = torch.empty(rows, num_tiles * tile_len, 4, dtype=torch.int32, device=scores.device)
+    listed = torch.empty(rows, num_tiles * tile_len, dtype=torch.int64, device=scores.device)
     counts = torch.empty(rows, num_tiles, dtype=torch.int32, device=scores.device)
     defines = {"THREADS": THREADS, "ENTRIES": ENTRIES, "MAX_TILES": MAX_TILES, "MAX_GROUPS": MAX_GROUPS}
     kernel = cuda_kernel(SOURCES, "choose_listed", defines, SHARED_BYTES, early_start=True)
@@ -80,7 +81,7 @@ def choose_listed(
         listed,
         counts,
         tile_len,
-        bests.arrivals,
+        bests.counters,
         out,
         out.shape[1],
     )

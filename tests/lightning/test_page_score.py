@@ -114,7 +114,7 @@ def test_of_a_cache_on_hopper_agree_with_the_definition() -> None:
         want = score_keys(Operands(q[row : row + 1], own_k, weights[row : row + 1], own_scale))[0]
         if row == 6:
             want[3 * 64 : 4 * 64] = -torch.inf
-        torch.testing.assert_close(got[row, :kv_len], want, rtol=1e-3, atol=1e-2)
+        torch.testing.assert_close(got[row, :kv_len], want, rtol=2e-3, atol=4e-2)  # FP8 products, summed in fewer bits
         assert (got[row, kv_len:] == 7).all(), "what is behind the keys is not written"
 
 
@@ -128,13 +128,13 @@ def test_groups_best_are_those_of_the_scores(group_pages: int) -> None:
     weights[1] = torch.nan
     lens = torch.tensor(kv_lens, dtype=torch.int32)
     sevens = torch.full((4, 8 * 18), 7, dtype=torch.int32, device=DEVICE)
-    bests = GroupBests(sevens, group_pages, sevens[:, 0].clone())
+    bests = GroupBests(sevens, group_pages, sevens[:, :20].clone())
     out = torch.full((len(q), 18 * 64), 7.0, device=DEVICE)
     keys = KeyPages.of_cache(cache.to(DEVICE))
     arrays = [x.to(DEVICE) for x in (q, weights)], [x.to(DEVICE) for x in (tables, lens)]
     page_score_hopper.score_on_hopper(*arrays[0], keys.values, *arrays[1], 100, out, bests)
     want, got = bests_by_definition(out.cpu(), lens, group_pages).keys, bests.keys.cpu()
-    assert (bests.arrivals == 0).all()
+    assert (bests.counters == 0).all()
     assert (got[3] == 7).all(), "a query of few keys is not scored"
     for row, kv_len in enumerate(kv_lens[:3]):
         span, groups = (64, 8) if group_pages == 0 else (64 * group_pages, 4)

@@ -9,6 +9,27 @@ __device__ __forceinline__ void wait_for_earlier() {
     asm volatile("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;" ::: "memory");
 }
 
+// A load that is begun here, and not where its result is first wanted.
+__device__ __forceinline__ int load_now(const int* from) {
+    int value;
+    asm volatile("ld.global.s32 %0, [%1];" : "=r"(value) : "l"(from));
+    return value;
+}
+__device__ __forceinline__ float4 load_now(const float4* from) {
+    float4 four;
+    asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(four.x), "=f"(four.y), "=f"(four.z), "=f"(four.w)
+                 : "l"(from));
+    return four;
+}
+__device__ __forceinline__ uint4 load_now(const uint4* from) {
+    uint4 four;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(four.x), "=r"(four.y), "=r"(four.z), "=r"(four.w)
+                 : "l"(from));
+    return four;
+}
+
 // What any thread of the cluster wrote before is seen by all of them after.
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");

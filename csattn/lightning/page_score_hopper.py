@@ -1,6 +1,6 @@
 """Lightning scores of a key cache on Hopper: `page_score.cu`, for 64 heads of 128 channels and pages of 64 keys in FP8.
 
-A block has up to 4 pages, all of them on their way at once; four blocks share a multiprocessor. Meaning of the
+A block has up to 2 pages, both on their way at once; several blocks share a multiprocessor. Meaning of the
 arguments: `page_score.score_pages`.
 """
 
@@ -17,8 +17,8 @@ PARTS = ("tensor_cores.cu", "page_products.cu", "topk_common.cu", "page_score.cu
 SOURCES = tuple(Path(__file__).with_name(name) for name in PARTS)
 HEADS = 64
 THREADS = 128
-BLOCKS_PER_SM = 4
-PAGES = 4  # of a block
+BLOCKS_PER_SM = 8
+PAGES = 2  # of a block
 SHARED_BYTES = HEADS * HEAD_DIM + PAGES * (PAGE_BYTES + 8 + 4) + 1024  # the last for alignment
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from csattn.cuda import cuda_kernel
 
-PARTS = ("intrinsics.cu", "topk_common.cu", "topk_lists.cu")
+PARTS = ("intrinsics.cu", "topk_common.cu", "topk_lists.cu", "topk_collect.cu", "topk_choose.cu")
 SOURCES = tuple(Path(__file__).with_name(name) for name in PARTS)
 THREADS = 256
 ENTRIES = 4096  # that one block chooses among in its shared memory
@@ -19,7 +19,7 @@ MAX_TILES = 256  # of a row
 MAX_GROUPS = 8192
 MAX_ROWS = 8  # of more the blocks would be many, and the lists large
 PAGE_SIZE = 64  # of the pages that groups are of
-MAX_GROUP_PAGES = 4
+MAX_GROUP_PAGES = 2
 COUNTERS = 2048 + 4  # bins, and the blocks that are done
 SHARED_BYTES = 8 * ENTRIES + 4 * (2048 + 256) + 4 * MAX_TILES + 1024
 

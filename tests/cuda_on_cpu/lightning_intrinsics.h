@@ -4,6 +4,7 @@ typedef unsigned u32;
 typedef unsigned long long u64;
 
 static inline void wait_for_earlier() {}
+template <class T> static inline T load_now(const T* from) { return *from; }
 static inline void cluster_sync() { wait_for_cluster(arrive_at_cluster()); }
 
 template <u32 NUM_BLOCKS> struct Cluster {

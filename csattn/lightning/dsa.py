@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from csattn.errors import ArrayError
-from csattn.lightning import page_score_hopper, topk_lists
+from csattn.lightning import page_score_hopper
 from csattn.lightning.checks import require_array, require_at_least
 from csattn.lightning.hisa import BlockedKeys, HisaConfig, hisa_top_k
 from csattn.lightning.hisa_pooling import PooledKeys
@@ -25,6 +25,7 @@ from csattn.lightning.page_score import KeyPages, score_pages
 from csattn.lightning.quantise import FP8
 from csattn.lightning.sparse_mla import sparse_mla
 from csattn.lightning.topk import Order, top_k
+from csattn.lightning.topk_lists import GroupBests
 
 TOP_K = 2048
 LOG2_E = 1.4426950408889634
@@ -49,19 +50,12 @@ def dsa_topk_indexer(
     """
     keys = KeyPages.of_cache(k_index_cache_fp8)
     all_chosen = num_chosen if order == "position" else 0
-    chosen_by_lists = order == "position" and topk_lists.takes(*block_table.shape, num_chosen)
-    if chosen_by_lists and page_score_hopper.takes(q_index_fp8, keys.values, keys.scales):
-        bests = topk_lists.GroupBests.make(*block_table.shape, block_table.device)
-        if scores is None:
-            scores = torch.empty(len(block_table), block_table.shape[1] * PAGE_SIZE, device=block_table.device)
-        if out is None:
-            out = torch.empty(len(block_table), num_chosen, dtype=torch.int32, device=block_table.device)
-        arrays = q_index_fp8, weights, keys.values, block_table, seq_lens
-        page_score_hopper.score_on_hopper(*arrays, all_chosen, scores, bests)
-        topk_lists.choose_listed(scores, bests, seq_lens, block_table, out)
-        return out
-    scores = score_pages(q_index_fp8, weights, keys, block_table, seq_lens, longer_than=all_chosen, out=scores)
-    return top_k(scores, num_chosen, seq_lens, order=order, pages=block_table, page_size=PAGE_SIZE, out=out)
+    with_bests = order == "position" and page_score_hopper.takes(q_index_fp8, keys.values, keys.scales, block_table)
+    bests = GroupBests.make(block_table, num_chosen) if with_bests else None
+    arrays = q_index_fp8, weights, keys, block_table, seq_lens
+    scores = score_pages(*arrays, longer_than=all_chosen, out=scores, bests=bests)
+    paged = {"pages": block_table, "page_size": PAGE_SIZE}
+    return top_k(scores, num_chosen, seq_lens, order=order, out=out, bests=bests, **paged)  # type: ignore[arg-type]
 
 
 def dsa_sparse_attention(

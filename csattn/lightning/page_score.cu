@@ -36,20 +36,17 @@ __device__ float score_key(const Shared& s, int page, const float (&weights)[16]
     return (threadIdx.x % 4 ? sums[1] : sums[0]) * scale;
 }
 
-// The best of the groups of scores, as they compare: a group has the 16 keys that a warp scores of each of some pages; or,
-// of 0 pages, every second 8 of them.
+// The best of the groups of scores, as they compare: a group has the 16 keys that a warp scores of each of some pages.
 struct Bests {
     u32* of_row;
     int pages;
     u32 best;
 
     __device__ __forceinline__ void add(int page, u32 key, bool is_last) {
-        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         best = max(best, key);
-        if (!is_last && pages && (page + 1 & (pages - 1))) return;
-        for (int step = pages ? 1 : 4; step < 32; step *= 2) best = max(best, __shfl_xor_sync(ALL_LANES, best, step));
-        if (pages && lane == 0) of_row[page / pages * 4 + warp] = best;
-        if (!pages && lane < 2) of_row[page * 8 + warp * 2 + lane] = best;
+        if (!is_last && (page + 1 & (pages - 1))) return;
+        best = __reduce_max_sync(ALL_LANES, best);
+        if (threadIdx.x % 32 == 0) of_row[page / pages * 4 + threadIdx.x / 32] = best;
         best = 0;
     }
 };

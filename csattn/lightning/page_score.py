@@ -14,6 +14,7 @@ from csattn.lightning import page_score_hopper, score_cpu
 from csattn.lightning.checks import require_array, require_at_least
 from csattn.lightning.key_cache import page_views
 from csattn.lightning.score import OPERAND_DTYPES, Operands
+from csattn.lightning.topk_lists import GroupBests
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,7 @@ def score_pages(
     *,
     longer_than: int = 0,  # queries of no more keys than that are not scored
     out: Tensor | None = None,  # [num_queries, max_pages * page_size] float32
+    bests: GroupBests | None = None,  # of the scores, written; only where `page_score_hopper.takes` the keys
 ) -> Tensor:
     """Scores [num_queries, max_pages * page_size] float32, in the order of each query's pages.
 
@@ -88,8 +90,8 @@ def score_pages(
     if out is None:
         out = torch.empty(len(q), max_len, dtype=torch.float32, device=q.device)
     require_array("out", out, (len(q), max_len), torch.float32, like=q)
-    if page_score_hopper.takes(q, keys.values, keys.scales):
-        page_score_hopper.score_on_hopper(q, weights, keys.values, pages, kv_lens, longer_than, out)
+    if page_score_hopper.takes(q, keys.values, keys.scales, pages):
+        page_score_hopper.score_on_hopper(q, weights, keys.values, pages, kv_lens, longer_than, out, bests)
         return out
     if q.device.type == "cuda":
         from csattn.lightning.page_score_kernels import score_on_device  # Triton is only where a GPU is

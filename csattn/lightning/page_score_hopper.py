@@ -11,21 +11,27 @@ from torch import Tensor
 from csattn.cuda import cuda_kernel, has_warpgroup_products, num_multiprocessors
 from csattn.lightning.key_cache import HEAD_DIM, PAGE_BYTES, PAGE_SIZE
 from csattn.lightning.quantise import FP8
-from csattn.lightning.topk_lists import GroupBests
+from csattn.lightning.topk_lists import MAX_ROWS, GroupBests
 
 PARTS = ("tensor_cores.cu", "page_products.cu", "topk_common.cu", "page_score.cu")
 SOURCES = tuple(Path(__file__).with_name(name) for name in PARTS)
 HEADS = 64
 THREADS = 128
 BLOCKS_PER_SM = 8
+MIN_PAGES = 1024
 PAGES = 2  # of a block
 SHARED_BYTES = HEADS * HEAD_DIM + PAGES * (PAGE_BYTES + 8 + 4) + 1024  # the last for alignment
 
 
-def takes(q: Tensor, values: Tensor, scales: Tensor) -> bool:
-    """Whether this is for the device, the shapes, and where keys and scales lie: in the pages of a `key_cache`."""
+def takes(q: Tensor, values: Tensor, scales: Tensor, pages: Tensor) -> bool:
+    """Whether this is for the device, the shapes, and where keys and scales lie: in the pages of a `key_cache`.
+
+    Of more and shorter queries, whose blocks would come in turns, Triton's tiles are as fast or faster.
+    """
     return (
         q.is_cuda
+        and len(q) <= MAX_ROWS
+        and pages.shape[1] >= MIN_PAGES
         and q.dtype == FP8
         and tuple(q.shape[1:]) == (HEADS, HEAD_DIM)
         and tuple(values.shape[1:]) == (PAGE_SIZE, HEAD_DIM)
@@ -44,7 +50,7 @@ def score_on_hopper(
     kv_lens: Tensor,
     longer_than: int,
     out: Tensor,
-    bests: GroupBests | None = None,  # written; those of queries of more than longer_than keys
+    bests: GroupBests | None = None,  # of the scores, written
 ) -> None:
     """Enqueue on torch's current stream."""
     num_queries, max_pages = pages.shape
@@ -52,12 +58,12 @@ def score_on_hopper(
         return
     places = BLOCKS_PER_SM * num_multiprocessors(q.device)
     pages_each = min(PAGES, -(-num_queries * max_pages // places))
-    marks: tuple[Tensor | int, ...] = (0, 0, 0, 0, 0)
+    marks: tuple[Tensor | int, ...] = (0, 0, 1, 0, 0)
     if bests is not None:
-        pages_each = -(-pages_each // max(1, bests.group_pages)) * max(1, bests.group_pages)  # a group is of one block
+        pages_each = -(-pages_each // bests.group_pages) * bests.group_pages  # a group is of one block
         marks = bests.keys, bests.keys.stride(0), bests.group_pages, bests.counters, bests.counters.shape[1]
     defines = {"THREADS": THREADS, "PAGES": PAGES}
     kernel = cuda_kernel(SOURCES, "score_pages", defines, SHARED_BYTES, early_start=True, architecture="sm_90a")
     grid = -(-max_pages // pages_each), num_queries, 1
-    sizes = pages.stride(0), max_pages, len(values), longer_than, pages_each, *marks
-    kernel.launch(grid, THREADS, q, weights, values, pages, kv_lens, out, *sizes)
+    sizes = pages.stride(0), max_pages, len(values), longer_than, pages_each
+    kernel.launch(grid, THREADS, q, weights, values, pages, kv_lens, out, *sizes, *marks)

@@ -12,6 +12,7 @@ from torch import Tensor
 from csattn.errors import ArrayError, ConfigError
 from csattn.lightning.order import SENTINEL, indices_of, order_keys
 from csattn.lightning.topk_device import MAX_K, select_on_device
+from csattn.lightning.topk_lists import GroupBests, choose_listed
 
 KEYS_AT_ONCE = 1 << 24  # of 8 bytes, where torch selects
 
@@ -27,6 +28,7 @@ def top_k(
     pages: Tensor | None = None,  # [rows, num_pages] int32: where the keys of each row lie
     page_size: int = 1,
     out: Tensor | None = None,  # [rows, k] int32
+    bests: GroupBests | None = None,  # of these scores; for one choice by position, in pages of 64
 ) -> Tensor:
     """Indices [rows, k] int32 of the k best legal scores of each row, -1 padded. Scores beyond legal_len are not read.
 
@@ -39,6 +41,9 @@ def top_k(
     rows, length = scores.shape
     if out is None:
         out = torch.empty(rows, k, dtype=torch.int32, device=scores.device)
+    if bests is not None and legal_len is not None:
+        choose_listed(scores, bests, legal_len, pages, out)
+        return out
     if scores.device.type == "cuda" and k <= MAX_K:
         select_on_device(scores, legal_len, order == "position", pages, page_size, out)
         return out

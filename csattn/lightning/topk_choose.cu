@@ -5,7 +5,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) choose_listed(
     long long row_stride, long long length,
     const int* __restrict__ legal_len,  // [rows]
     const uint4* __restrict__ bests,    // [rows, MAX_GROUPS at most]: keys by fours
-    long long bests_stride, long long span, long long groups_of_span,  // so many groups are those of so many scores
+    long long bests_stride, long long span,  // of so many scores there are four groups
     const int* __restrict__ pages,      // [rows] lists `pages_stride` apart, or null
     long long pages_stride, long long page_shift,
     Listed* listed, u32* counts,        // [rows, num_tiles, tile_len], [rows, num_tiles]
@@ -45,8 +45,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) choose_listed(
     }
     const int num_tiles = (row.num_scores + static_cast<int>(tile_len) - 1) / static_cast<int>(tile_len);
     if (tile >= num_tiles) return;
-    const int num_spans = (row.num_scores + static_cast<int>(span) - 1) / static_cast<int>(span);
-    const int num_fours = num_spans * static_cast<int>(groups_of_span) / 4;
+    const int num_fours = (row.num_scores + static_cast<int>(span) - 1) / static_cast<int>(span);
 #pragma unroll
     for (int v = 0; v < BEST_VECTORS; ++v)
         if (v * THREADS + threadIdx.x >= num_fours) best[v] = make_uint4(0, 0, 0, 0);

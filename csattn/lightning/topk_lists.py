@@ -16,8 +16,9 @@ SOURCES = tuple(Path(__file__).with_name(name) for name in PARTS)
 THREADS = 256
 ENTRIES = 4096  # that one block chooses among in its shared memory
 MAX_TILES = 256  # of a row
-MAX_GROUPS = 8192
-MAX_ROWS = 8  # of more the blocks would be many, and the lists large
+MIN_GROUPS, MAX_GROUPS = 4096, 8192
+GROUPS_OF_SPAN = 4  # of the pages that have groups in common
+MAX_ROWS = 2  # of more the blocks would be many, and the lists large
 PAGE_SIZE = 64  # of the pages that groups are of
 MAX_GROUP_PAGES = 2
 COUNTERS = 2048 + 4  # bins, and the blocks that are done
@@ -26,26 +27,28 @@ SHARED_BYTES = 8 * ENTRIES + 4 * (2048 + 256) + 4 * MAX_TILES + 1024
 
 @dataclass(frozen=True, slots=True)
 class GroupBests:
-    """Of each row the best score of every group: 16 keys at the same place of group_pages pages, or 8 of a page."""
+    """Of each row the best score of every group: 16 keys at one place of each of group_pages neighbouring pages."""
 
     keys: Tensor  # [rows, num_groups] int32: as `order_of` has them in CUDA C, 0: no score
-    group_pages: int  # a power of two; 0: two groups of 8 keys
+    group_pages: int  # a power of two
     counters: Tensor  # [rows, COUNTERS] int32: 0, for one choice
 
     @classmethod
-    def make(cls, rows: int, max_pages: int, device: torch.device) -> "GroupBests":
-        """From 4096 to 8192 groups of a row."""
-        group_pages = 0
-        while max(1, 2 * group_pages) <= min(MAX_GROUP_PAGES, max_pages // 1024):
-            group_pages = max(1, 2 * group_pages)
-        num_groups = 4 * -(-max_pages // group_pages) if group_pages else 8 * max_pages
-        keys = torch.empty(rows, num_groups, dtype=torch.int32, device=device)
-        return cls(keys, group_pages, torch.empty(rows, COUNTERS, dtype=torch.int32, device=device))
+    def make(cls, block_table: Tensor, k: int) -> "GroupBests | None":
+        """For scores of these pages [rows, max_pages]; None where other ways to choose suit them better.
 
-
-def takes(rows: int, max_pages: int, k: int) -> bool:
-    """Whether there are enough groups, and not too many; and so few rows that this is worth its while."""
-    return rows <= MAX_ROWS and 4 * k <= 16 * max_pages and 512 <= max_pages <= MAX_GROUPS * MAX_GROUP_PAGES // 4
+        A row has from 4096 to 8192 groups, at least twice as many as are chosen: then a floor that k of them reach is
+        not far below the k-th best score.
+        """
+        rows, max_pages = block_table.shape
+        group_pages = 1
+        while max_pages >= 2048 * group_pages and group_pages < MAX_GROUP_PAGES:
+            group_pages *= 2
+        num_groups = GROUPS_OF_SPAN * -(-max_pages // group_pages)
+        if rows > MAX_ROWS or not max(2 * k, MIN_GROUPS) <= num_groups <= MAX_GROUPS:
+            return None
+        keys = torch.empty(rows, num_groups, dtype=torch.int32, device=block_table.device)
+        return cls(keys, group_pages, torch.empty(rows, COUNTERS, dtype=torch.int32, device=block_table.device))
 
 
 def choose_listed(
@@ -63,7 +66,6 @@ def choose_listed(
     counts = torch.empty(rows, num_tiles, dtype=torch.int32, device=scores.device)
     defines = {"THREADS": THREADS, "ENTRIES": ENTRIES, "MAX_TILES": MAX_TILES, "MAX_GROUPS": MAX_GROUPS}
     kernel = cuda_kernel(SOURCES, "choose_listed", defines, SHARED_BYTES, early_start=True)
-    span, groups = PAGE_SIZE * max(1, bests.group_pages), 4 if bests.group_pages else 8
     kernel.launch(
         (num_tiles, rows, 1),
         THREADS,
@@ -73,8 +75,7 @@ def choose_listed(
         legal_len,
         bests.keys,
         bests.keys.stride(0),
-        span,
-        groups,
+        PAGE_SIZE * bests.group_pages,
         0 if pages is None else pages,
         0 if pages is None else pages.stride(0),
         PAGE_SIZE.bit_length() - 1,

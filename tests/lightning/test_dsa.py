@@ -11,6 +11,7 @@ from csattn.lightning.dsa import DsaDecoder, DsaShape, dsa_sparse_attention, dsa
 from csattn.lightning.hisa import HisaConfig
 from csattn.lightning.key_cache import make_key_cache, page_views, read_keys, write_keys
 from csattn.lightning.order import top_k_reference
+from csattn.lightning.page_score import KeyPages, score_pages
 from csattn.lightning.quantise import quantise_fp8
 from csattn.lightning.score import Operands, score_keys
 from csattn.lightning.sparse_mla import sparse_mla_by_definition
@@ -138,6 +139,37 @@ def test_a_captured_step_follows_its_inputs() -> None:
         got = [x.clone() for x in (decoder.indices, decoder.out, decoder.lse)]
         decoder.step(*caches[:3])
         assert all(torch.equal(a, b) for a, b in zip(got, (decoder.indices, decoder.out, decoder.lse), strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_lens", [[131072], [131011, 65600], [2049, 2048]])
+def test_steps_of_long_contexts_choose_exactly(kv_lens: list[int]) -> None:
+    """What is chosen is the definition's choice of the scores that were chosen among; a captured step follows."""
+    rows, max_len = len(kv_lens), 131072
+    shape = replace(SHAPE, batch_size=rows, max_len=max_len, num_index_heads=64, top_k=2048, dtype=torch.bfloat16)
+    decoder = DsaDecoder(shape, DEVICE)
+    num_pages = rows * max_len // 64
+    cache = make_key_cache(num_pages, DEVICE)
+    write_keys(cache, torch.randn(num_pages * 64, 128, device=DEVICE), torch.arange(num_pages * 64, device=DEVICE))
+    latent = torch.randn(num_pages, 64, 48, device=DEVICE, dtype=torch.bfloat16)
+    decoder.block_table.copy_(torch.randperm(num_pages, device=DEVICE).view(rows, -1))
+    decoder.seq_lens.copy_(torch.tensor(kv_lens))
+    decoder.step(cache, latent[..., :32], latent[..., 32:])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decoder.step(cache, latent[..., :32], latent[..., 32:])
+    for _ in range(5):
+        q, scale = quantise_fp8(torch.randn(rows, 64, 128, device=DEVICE))
+        decoder.q_index.copy_(q)
+        decoder.index_weights.copy_(torch.randn(rows, 64, device=DEVICE) * scale[..., 0])
+        graph.replay()
+        scores = score_pages(
+            decoder.q_index, decoder.index_weights, KeyPages.of_cache(cache), decoder.block_table, decoder.seq_lens
+        )
+        best = top_k_reference(scores, 2048, decoder.seq_lens)
+        at = torch.where(best < 0, max_len, best).sort(dim=1).values.long()
+        placed = decoder.block_table.gather(1, at.clamp(max=max_len - 1) // 64) * 64 + at % 64
+        assert torch.equal(decoder.indices, torch.where(at == max_len, -1, placed).to(torch.int32))
 
 
 def test_caches_that_do_not_fit_are_refused() -> None:

@@ -93,6 +93,12 @@ def on_hopper(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> N
     emulator.stand_in(monkeypatch, page_score_hopper, multiprocessors=4)
 
 
+def make_bests(rows: int, max_pages: int, group_pages: int = 1) -> GroupBests:
+    """Of sevens."""
+    sevens = torch.full((rows, 4 * max_pages), 7, dtype=torch.int32, device=DEVICE)
+    return GroupBests(sevens, group_pages, sevens[:, :20].clone())
+
+
 @pytest.mark.usefixtures("on_hopper")
 def test_of_a_cache_on_hopper_agree_with_the_definition() -> None:
     kv_lens = [300, 0, 64, 1, 129, 100, 1100]  # of the last, pages of several blocks
@@ -104,7 +110,7 @@ def test_of_a_cache_on_hopper_agree_with_the_definition() -> None:
     out = torch.full((len(q), 18 * 64), 7.0, device=DEVICE)
     keys = KeyPages.of_cache(cache.to(DEVICE))
     arrays = [x.to(DEVICE) for x in (q, weights)], [x.to(DEVICE) for x in (tables, lens)]
-    page_score_hopper.score_on_hopper(*arrays[0], keys.values, *arrays[1], 100, out)
+    page_score_hopper.score_on_hopper(*arrays[0], keys.values, *arrays[1], 100, out, make_bests(len(q), 18))
     got = out.cpu()
     for row, kv_len in enumerate(kv_lens):
         if kv_len <= 100:
@@ -119,7 +125,7 @@ def test_of_a_cache_on_hopper_agree_with_the_definition() -> None:
 
 
 @pytest.mark.usefixtures("on_hopper")
-@pytest.mark.parametrize("group_pages", [0, 1, 2])
+@pytest.mark.parametrize("group_pages", [1, 2])
 def test_groups_best_are_those_of_the_scores(group_pages: int) -> None:
     kv_lens = [64 * 17 + 3, 64 * 18, 130, 100]
     cache, tables = make_cache(kv_lens, max_pages=18)
@@ -127,8 +133,7 @@ def test_groups_best_are_those_of_the_scores(group_pages: int) -> None:
     q, weights = make_queries(len(kv_lens), page_score_hopper.HEADS)
     weights[1] = torch.nan
     lens = torch.tensor(kv_lens, dtype=torch.int32)
-    sevens = torch.full((4, 8 * 18), 7, dtype=torch.int32, device=DEVICE)
-    bests = GroupBests(sevens, group_pages, sevens[:, :20].clone())
+    bests = make_bests(4, 18, group_pages)
     out = torch.full((len(q), 18 * 64), 7.0, device=DEVICE)
     keys = KeyPages.of_cache(cache.to(DEVICE))
     arrays = [x.to(DEVICE) for x in (q, weights)], [x.to(DEVICE) for x in (tables, lens)]
@@ -137,8 +142,7 @@ def test_groups_best_are_those_of_the_scores(group_pages: int) -> None:
     assert (bests.counters == 0).all()
     assert (got[3] == 7).all(), "a query of few keys is not scored"
     for row, kv_len in enumerate(kv_lens[:3]):
-        span, groups = (64, 8) if group_pages == 0 else (64 * group_pages, 4)
-        end = -(-kv_len // span) * groups
+        end = -(-kv_len // (64 * group_pages)) * 4
         assert torch.equal(got[row, :end], want[row, :end])
         assert (got[row, end:] == 7).all()
 
@@ -147,10 +151,11 @@ def test_groups_best_are_those_of_the_scores(group_pages: int) -> None:
 def test_only_what_lies_as_in_a_cache_is_scored_by_hopper() -> None:
     cache, _ = make_cache([64], max_pages=1)
     q = make_queries(1, page_score_hopper.HEADS)[0].to(DEVICE)
-    keys = KeyPages.of_cache(cache.to(DEVICE))
-    assert page_score_hopper.takes(q, keys.values, keys.scales) == has_warpgroup_products(DEVICE)
-    assert not page_score_hopper.takes(q[:, :32], keys.values, keys.scales)
-    assert not page_score_hopper.takes(q, keys.values, keys.scales.clone())
+    keys, pages = KeyPages.of_cache(cache.to(DEVICE)), torch.zeros(1, 1024, dtype=torch.int32, device=DEVICE)
+    assert page_score_hopper.takes(q, keys.values, keys.scales, pages) == has_warpgroup_products(DEVICE)
+    assert not page_score_hopper.takes(q, keys.values, keys.scales, pages[:, 1:])
+    assert not page_score_hopper.takes(q[:, :32], keys.values, keys.scales, pages)
+    assert not page_score_hopper.takes(q, keys.values, keys.scales.clone(), pages)
 
 
 def test_of_several_tiles_for_a_program(monkeypatch: pytest.MonkeyPatch) -> None:

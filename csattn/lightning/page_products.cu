@@ -1,5 +1,5 @@
-// Products of a page of FP8 keys with a query's heads on Hopper's tensor cores (sm_90a), and the copies that bring pages.
-// An emulator brings its own version of this file; for the rest see tensor_cores.cu.
+// Products of a page of FP8 keys with a query's heads on Hopper's tensor cores (sm_90a), and the copies that bring
+// pages. An emulator brings its own version of this file; for the rest see tensor_cores.cu.
 
 // A kernel may start while the one before it ends. Until this returns it reads only what no kernel of the step writes,
 // and writes nothing; only after it does it let the next kernel start.

@@ -1,7 +1,7 @@
 // Scores of a query's keys that lie in a key cache, pages of 64 FP8 keys and their scales.
 //
-// A block has some neighbouring pages of one query. It asks the copy engine for all of them at once and weighs each when
-// it has come, so that all that a step has to read is on its way from the beginning.
+// A block has some neighbouring pages of one query. It asks the copy engine for all of them at once and weighs each
+// when it has come.
 //
 // Compiled for THREADS (128), PAGES (that a block has room for).
 

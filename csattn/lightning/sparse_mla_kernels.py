@@ -24,7 +24,8 @@ from csattn.lightning.early_kernels import launch_options, wait_for_earlier
 LOG2_E = log2(np.e)
 MAX_SPLITS = 64
 ENOUGH_PROGRAMS = 128  # about one for each multiprocessor
-MERGED_CHANNELS = 128
+MERGED_CHANNELS = 128  # by a program; of few heads half as many, or there are not enough programs
+FEW_HEADS = 16
 BLOCK_ROWS = 32  # gathered at a time
 # A row's index is loaded before the row, and each of the two loads is done two stages early: then one tile is on its
 # way while another is attended to. With fewer stages nothing is, and more do not fit shared memory.
@@ -80,7 +81,8 @@ def attend_on_device(
     parts = torch.empty(num_queries, splits, num_heads, latent_dim, dtype=torch.float32, device=device)
     part_lse = torch.empty(num_queries, splits, num_heads, dtype=torch.float32, device=device)
     _launch_attend(q_nope, q_pe, ckv, kpe, indices, softmax_scale, None, parts, part_lse, shape, lse_unit)
-    _merge_kernel[(num_heads, latent_dim // min(latent_dim, MERGED_CHANNELS), num_queries)](
+    channels = min(latent_dim, MERGED_CHANNELS if num_heads > FEW_HEADS else MERGED_CHANNELS // 2)
+    _merge_kernel[(num_heads, latent_dim // channels, num_queries)](
         parts,
         part_lse,
         lse if attn_sink is None else attn_sink,
@@ -92,7 +94,7 @@ def attend_on_device(
         LATENT_DIM=latent_dim,
         HAS_SINK=attn_sink is not None,
         BLOCK_SPLITS=triton.next_power_of_2(splits),
-        BLOCK_CHANNELS=min(latent_dim, MERGED_CHANNELS),
+        BLOCK_CHANNELS=channels,
         num_warps=4,
         **launch_options(device),
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 from csattn.errors import ArrayError, ConfigError
 from csattn.lightning.order import SENTINEL, indices_of, order_keys
 from csattn.lightning.topk_device import MAX_K, select_on_device
-from csattn.lightning.topk_lists import GroupBests, choose_listed
+from csattn.lightning.topk_lists import PAGE_SIZE, GroupBests, choose_listed
 
 KEYS_AT_ONCE = 1 << 24  # of 8 bytes, where torch selects
 
@@ -28,7 +28,7 @@ def top_k(
     pages: Tensor | None = None,  # [rows, num_pages] int32: where the keys of each row lie
     page_size: int = 1,
     out: Tensor | None = None,  # [rows, k] int32
-    bests: GroupBests | None = None,  # of these scores; for one choice by position, in pages of 64
+    bests: GroupBests | None = None,  # of these scores, for one choice: faster by position, in pages of 64
 ) -> Tensor:
     """Indices [rows, k] int32 of the k best legal scores of each row, -1 padded. Scores beyond legal_len are not read.
 
@@ -41,7 +41,8 @@ def top_k(
     rows, length = scores.shape
     if out is None:
         out = torch.empty(rows, k, dtype=torch.int32, device=scores.device)
-    if bests is not None and legal_len is not None:
+    by_lists = order == "position" and (pages is None or page_size == PAGE_SIZE)
+    if bests is not None and legal_len is not None and by_lists:
         choose_listed(scores, bests, legal_len, pages, out)
         return out
     if scores.device.type == "cuda" and k <= MAX_K:

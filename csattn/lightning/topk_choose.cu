@@ -5,7 +5,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) choose_listed(
     long long row_stride, long long length,
     const int* __restrict__ legal_len,  // [rows]
     const uint4* __restrict__ bests,    // [rows, MAX_GROUPS at most]: keys by fours
-    long long bests_stride, long long span,  // of so many scores there are four groups
+    long long bests_stride, long long four_groups,  // the scores of four groups
     const int* __restrict__ pages,      // [rows] lists `pages_stride` apart, or null
     long long pages_stride, long long page_shift,
     Listed* listed, u32* counts,        // [rows, num_tiles, tile_len], [rows, num_tiles]
@@ -17,7 +17,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) choose_listed(
     extern __shared__ __align__(16) Shared shared[];
     Shared& s = *shared;
     const long long row_number = blockIdx.y;
-    const int tile = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int tile = blockIdx.x;
     if (threadIdx.x == 0) s.num_few = 0;
     wait_for_earlier();
     chosen += row_number * k;
@@ -45,21 +45,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) choose_listed(
     }
     const int num_tiles = (row.num_scores + static_cast<int>(tile_len) - 1) / static_cast<int>(tile_len);
     if (tile >= num_tiles) return;
-    const int num_fours = (row.num_scores + static_cast<int>(span) - 1) / static_cast<int>(span);
+    const int num_fours = (row.num_scores + static_cast<int>(four_groups) - 1) / static_cast<int>(four_groups);
 #pragma unroll
     for (int v = 0; v < BEST_VECTORS; ++v)
         if (v * THREADS + threadIdx.x >= num_fours) best[v] = make_uint4(0, 0, 0, 0);
     keys = row.without_others(keys, first);
-    const u32 wanted = (k + WARPS - 1) / WARPS;
-    u32 top, floor = fours <= BEST_VECTORS / 2 * THREADS ? find_floor<BEST_VECTORS / 2>(best, wanted, top)
-                                                          : find_floor<BEST_VECTORS>(best, wanted, top);
-    if (lane == 0) s.floors[warp] = floor, s.tops[warp] = top;
-    __syncthreads();
-    floor = ~__reduce_max_sync(ALL_LANES, ~s.floors[lane % WARPS]), top = __reduce_max_sync(ALL_LANES, s.tops[lane % WARPS]);
-    const Digit digit(floor, top);
+    const Span span = find_span(s, best, fours > BEST_VECTORS / 2 * THREADS, k);
     const long long first_list = row_number * gridDim.x;
     const Lists lists{listed + first_list * tile_len, counts + first_list, static_cast<int>(tile_len), num_tiles};
     counters += row_number * COUNTERS;
-    list_tile(s, row, lists, tile, keys, place, digit, counters);
-    if (is_last(counters + BINS, tile, num_tiles)) choose(s, lists, digit, top, counters, k, chosen);
+    list_tile(s, row, lists, tile, keys, place, Digit(span), counters);
+    if (is_last(counters + BINS, tile, num_tiles)) choose(s, lists, span, counters, k, chosen);
 }

@@ -1,5 +1,4 @@
-// How a row's last block chooses among what all of its blocks have listed. Compiled for what `topk_choose.cu` is compiled
-// for.
+// How a row's last block chooses among what all of its blocks have listed: see `topk_lists.cu`.
 
 __device__ __forceinline__ Listed read(const Listed* from) {
     const uint2 words = __ldcg(reinterpret_cast<const uint2*>(from));
@@ -66,7 +65,8 @@ __device__ __forceinline__ void copy_lists(Shared& s, const Heads& heads, const 
     for (int tile = warp; tile < lists.num_tiles; tile += WARPS) {
         const u32 start = s.starts[tile], count = s.starts[tile + 1] - start;
         const Listed* const listed = lists.listed + static_cast<long long>(tile) * lists.tile_len;
-        for (u32 i = (tile < TILES_AT_ONCE * WARPS ? 32 : 0) + lane; i < count; i += 32) take(read(listed + i), start + i);
+        const u32 taken = tile < TILES_AT_ONCE * WARPS ? 32 : 0;
+        for (u32 i = taken + lane; i < count; i += 32) take(read(listed + i), start + i);
     }
 }
 
@@ -102,7 +102,8 @@ __device__ u64 find_last(Shared& s, const Lists& lists, const Collected& all, Ra
 // Writes the places of what is not worse than `last`, in the order of the index: a warp those of neighbours.
 __device__ __forceinline__ void write_chosen_here(Shared& s, u32 total, u64 last, int* chosen) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const u32 run_len = (total + THREADS - 1) / THREADS * 32, first = warp * run_len + lane, end = min(total, (warp + 1) * run_len);
+    const u32 run_len = (total + THREADS - 1) / THREADS * 32;
+    const u32 first = warp * run_len + lane, end = min(total, (warp + 1) * run_len);
     u32 count = 0;
 #pragma unroll 4
     for (u32 i = first; i < end; i += 32) count += join(s.listed[i].key, i) >= last;
@@ -142,7 +143,7 @@ __device__ void write_chosen(Shared& s, const Lists& lists, const Collected& all
 }
 
 // Chooses among what all blocks have listed.
-__device__ __forceinline__ void choose(Shared& s, const Lists& lists, const Digit& digit, u32 top, const u32* bins, u32 k,
+__device__ __forceinline__ void choose(Shared& s, const Lists& lists, Span span, const u32* bins, u32 k,
                                        int* chosen) {
     const u32 marked = threadIdx.x < lists.num_tiles ? __ldcg(lists.counts + threadIdx.x) : 0, count = marked & ~MARK;
     u32 counted[BINS_EACH];
@@ -151,6 +152,7 @@ __device__ __forceinline__ void choose(Shared& s, const Lists& lists, const Digi
         const uint4 four = __ldcg(reinterpret_cast<const uint4*>(bins + BINS - (threadIdx.x + 1) * BINS_EACH + i));
         counted[i] = four.x, counted[i + 1] = four.y, counted[i + 2] = four.z, counted[i + 3] = four.w;
     }
+    const Digit digit(span);
     Heads heads;
     load_heads(heads, lists);
     const u32 start = sum_before(count, s.floors);
@@ -159,7 +161,7 @@ __device__ __forceinline__ void choose(Shared& s, const Lists& lists, const Digi
     const bool is_counted = !__syncthreads_or(marked != count);
     const u32 total = s.starts[MAX_TILES];
     const Collected all{total, total <= ENTRIES};
-    Range range(static_cast<u64>(digit.floor) << 32, static_cast<u64>(top) << 32 | 0xffffffffu);
+    Range range(static_cast<u64>(span.floor) << 32, static_cast<u64>(span.top) << 32 | 0xffffffffu);
     u32 wanted = k, inside = total;
     if (is_counted) {
         const Boundary found = find_bin([&](u32 bin) { return counted[bin % BINS_EACH]; }, k, s.scratch, s.boundary);

@@ -1,10 +1,12 @@
 // The k best scores of a row, exactly and in ascending order, where the best of groups of its scores are known.
 //
-// Each block has a tile of neighbouring scores. From the groups' best it finds a floor that k scores of the row reach, and
-// lists what of its tile does. Where the best scores lie scattered, that is little more than k. The block that is done last
-// chooses among what all have listed; no block waits for another.
+// Each block has a tile of neighbouring scores. From the groups' best it finds a floor that k scores of the row reach,
+// and lists what of its tile does: where the best scores lie scattered, little more than k of a row. All blocks of a
+// row find the same floor, and together count what they list by its first digit. The last one waits for the others and
+// chooses.
 //
-// This part has what all blocks do, the next what the last one does. Compiled for THREADS, ENTRIES (that the last block has room for), MAX_TILES (of a row), MAX_GROUPS.
+// This part has what all blocks do, `topk_collect.cu` what the last one does, `topk_choose.cu` the kernel. Compiled for
+// THREADS, ENTRIES (that the last block has room for), MAX_TILES (of a row), MAX_GROUPS.
 
 constexpr int CHUNK = 4 * THREADS;  // scores that a block has at a time
 constexpr int BEST_VECTORS = MAX_GROUPS / CHUNK;
@@ -13,8 +15,8 @@ constexpr u32 MARK = 1u << 31;  // of the number of a tile's entries: not all we
 constexpr int COUNTERS = BINS + 4;  // of a row; the next row's are aligned, too
 static_assert(MAX_TILES <= THREADS && MAX_GROUPS % CHUNK == 0, "a thread has a tile, and groups by fours");
 
-// What is listed of a key: how its score compares, and where it lies. Of what all blocks have listed of a row, an entry is
-// this with its number in the order of the index instead of the place; so all entries differ.
+// What is listed of a key: how its score compares, and where it lies. Of what all blocks have listed of a row, an entry
+// is this with its number in the order of the index instead of the place; so all entries differ.
 struct alignas(8) Listed {
     u32 place, key;
 };
@@ -84,6 +86,20 @@ template <int NUM_VECTORS> __device__ __forceinline__ u32 find_floor(const Bests
     return low;
 }
 
+// The keys from the least floor of the block's warps to the greatest key of the row.
+struct Span {
+    u32 floor, top;
+};
+__device__ __forceinline__ Span find_span(Shared& s, const Bests& bests, bool are_many, u32 k) {
+    const u32 lane = threadIdx.x % 32, wanted = (k + WARPS - 1) / WARPS;
+    u32 top;
+    const u32 floor = are_many ? find_floor<BEST_VECTORS>(bests, wanted, top)
+                               : find_floor<BEST_VECTORS / 2>(bests, wanted, top);
+    if (lane == 0) s.floors[threadIdx.x / 32] = floor, s.tops[threadIdx.x / 32] = top;
+    __syncthreads();
+    return {~__reduce_max_sync(ALL_LANES, ~s.floors[lane % WARPS]), __reduce_max_sync(ALL_LANES, s.tops[lane % WARPS])};
+}
+
 // What is listed of a row, by tiles.
 struct Lists {
     Listed* listed;  // tile_len of each tile
@@ -115,7 +131,7 @@ struct Row {
     // Where the key of a score lies, and those behind it up to a multiple of four.
     __device__ __forceinline__ u32 place_of(int at) const {
         if (!pages || at >= num_scores) return at;
-        return (pages[at >> page_shift] << page_shift) + (at & ((1 << page_shift) - 1));
+        return (load_now(pages + (at >> page_shift)) << page_shift) + (at & ((1 << page_shift) - 1));
     }
 };
 
@@ -123,8 +139,8 @@ struct Row {
 struct Digit {
     u32 floor, shift;
 
-    __device__ __forceinline__ Digit(u32 floor_, u32 top)
-        : floor(floor_), shift(top - floor_ < BINS ? 0 : 21 - __clz(top - floor_)) {}
+    __device__ __forceinline__ Digit(Span span)
+        : floor(span.floor), shift(span.top - floor < BINS ? 0 : 21 - __clz(span.top - floor)) {}
     __device__ __forceinline__ u32 bin_of(u32 key) const { return (key - floor) >> shift; }
     __device__ __forceinline__ Range of_bin(u32 bin) const {
         const u64 first = floor + (static_cast<u64>(bin) << shift);
@@ -132,10 +148,11 @@ struct Digit {
     }
 };
 
-// Lists what of a tile reaches the floor, in the order of its index. The tile's first keys have been loaded. It is counted
-// by its first digit, too, but of many at a time, which might wait for each other in few bins: then the tile is marked.
-__device__ __forceinline__ void list_tile(Shared& s, const Row& row, const Lists& lists, int tile, uint4 keys, u32 place,
-                                          const Digit& digit, u32* bins) {
+// Lists what of a tile reaches the floor, in the order of its index. The tile's first keys have been loaded. What is
+// listed is counted by its first digit, too; but not if it is much, which might wait for each other in few bins: then
+// the tile is marked.
+__device__ __forceinline__ void list_tile(Shared& s, const Row& row, const Lists& lists, int tile, uint4 keys,
+                                          u32 place, const Digit& digit, u32* bins) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, end = (tile + 1) * lists.tile_len;
     Listed* const listed = lists.listed + static_cast<long long>(tile) * lists.tile_len;
     u32 before = 0, mark = 0;

@@ -21,8 +21,8 @@ GROUPS_OF_SPAN = 4  # of the pages that have groups in common
 MAX_ROWS = 2  # of more the blocks would be many, and the lists large
 PAGE_SIZE = 64  # of the pages that groups are of
 MAX_GROUP_PAGES = 2
-COUNTERS = 2048 + 4  # bins, and the blocks that are done
-SHARED_BYTES = 8 * ENTRIES + 4 * (2048 + 256) + 4 * MAX_TILES + 1024
+COUNTERS = 2048 + 4  # bins, the blocks that are done, and nothing
+SHARED_BYTES = 8 * ENTRIES + 4 * (2048 + 256) + 4 * MAX_TILES + 1024  # at least `Shared` of the source
 
 
 @dataclass(frozen=True, slots=True)

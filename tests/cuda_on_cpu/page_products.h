@@ -1,5 +1,5 @@
-// What csattn/lightning/page_products.cu has for the device. A copy has ended when it returns; every thread computes its
-// own products.
+// What csattn/lightning/page_products.cu has for the device. A copy has ended when it returns; every thread computes
+// its own products.
 
 static inline void wait_for_earlier() {}
 static inline void bring(void* to, const void* from, u32 bytes, u64* barrier) {

@@ -18,19 +18,20 @@ a multiprocessor.
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from csattn.cuda import cuda_kernel, num_multiprocessors
+from csattn.cuda import CudaKernel, cuda_kernel, num_multiprocessors
 from csattn.lightning.score import Operands
 from csattn.lightning.score_device import Scorer
-from csattn.lightning.topk_device import OTHER_SHARED_BYTES
 
-PARTS = ("intrinsics.cu", "topk_common.cu", "topk_entries.cu", "contenders.cu")
+PARTS = ("intrinsics.cu", "topk_common.cu", "contenders.cu")
 SOURCES = tuple(Path(__file__).with_name(name) for name in PARTS)
-THREADS = 256  # of a block that selects, at least
+THREADS = 256  # of a block that chooses, at least
+THREADS_FOR_BARS = 128  # of one that puts a bar
+_SCORES_EACH, _ENTRIES_EACH = 32, 10  # of a thread, that it has in registers, unless there would be too many threads
+_BIN_BYTES = 2048 * 4 + 1024  # of shared memory, and what little there is besides
 MAX_CAPACITY = 24576  # entries in shared memory
 _LEAST_STEP = 8
 _SAMPLE_LEN = 4096  # scores that are read again for each query, about
@@ -68,20 +69,20 @@ class Sampling:
 
 
 class Contenders:
-    """Memory for the queries of a tile, used again for the next."""
+    """Memory for the queries of a tile, used again for the next: a row is first a sample, then a list."""
 
     def __init__(
         self, num_queries: int, num_keys: int, sampling: Sampling, scorer: Scorer, device: torch.device
     ) -> None:
         self._sampling, self._scorer = sampling, scorer
-        self._sample = torch.empty(num_queries, sampling.sample_len(num_keys, scorer.tile_keys), device=device)
-        self._lists = torch.empty(num_queries, sampling.capacity, dtype=torch.int64, device=device)
+        self._sample_len = sampling.sample_len(num_keys, scorer.tile_keys)
+        row_len = _row_len(sampling, self._sample_len)
+        self._lists = torch.empty(num_queries, row_len, dtype=torch.int64, device=device)
         self._counts = torch.empty(num_queries, dtype=torch.int32, device=device)
         self._bar_scores = torch.empty(num_queries, device=device)
         self._bar_indices = torch.empty(num_queries, dtype=torch.int32, device=device)
-        self._put_bars = _Selection("put_bars", _power_of_two(self._sample.shape[1]), THREADS)
-        of_list = THREADS * min(4, -(-sampling.capacity // 4096))  # which have their entries in registers
-        self._choose_best = _Selection("choose_best", sampling.capacity, 1 << (of_list - 1).bit_length())
+        self._put_bars = _bars_kernel(self._sample_len)
+        self._choose_best = _choice_kernel(sampling.capacity)
 
     def choose(
         self,
@@ -95,41 +96,49 @@ class Contenders:
         (num_queries, k), scorer, sampling = out.shape, self._scorer, self._sampling
         if not num_queries:
             return
-        sample, lists, counts = self._sample[:num_queries], self._lists[:num_queries], self._counts[:num_queries]
+        lists, counts = self._lists[:num_queries], self._counts[:num_queries]
         bars = self._bar_scores[:num_queries], self._bar_indices[:num_queries]
-        every_step_th = range(0, len(operands.k), sampling.step)
+        every_step_th, grid = range(0, len(operands.k), sampling.step), (num_queries, 1, 1)
+        sample = lists.view(torch.float32)[:, : self._sample_len]
         scorer.write_scores(operands, every_step_th, legal_len, longest, sample)
-        sizes = sample.shape[1], sampling.capacity, scorer.query_tile, scorer.tile_keys, sampling.step, sampling.wanted
-        self._put_bars.launch(num_queries, sample, longest, legal_len, lists, counts, *bars, *sizes)
+        row_len = lists.shape[1]
+        sizes = row_len, sampling.capacity, scorer.query_tile, scorer.tile_keys, sampling.step, sampling.wanted
+        put_bars, threads = self._put_bars
+        put_bars.launch(grid, threads, lists, longest, legal_len, counts, *bars, *sizes)
         scorer.list_contenders(operands, legal_len, longest, sampling.step, *bars, lists, counts)
-        self._choose_best.launch(num_queries, lists, counts, legal_len, overflowed, out, k)
+        choose_best, threads = self._choose_best
+        choose_best.launch(grid, threads, lists, counts, legal_len, overflowed, out, row_len, k)
 
 
-def queries_at_a_time(operands: Operands, sampling: Sampling, scorer: Scorer, workspace_bytes: int) -> int:
-    """As many as the workspace has room for, in whole fillings of the device: programs take about equally long."""
-    row_bytes = 4 * sampling.sample_len(len(operands.k), scorer.tile_keys) + 8 * sampling.capacity + 12
+def queries_at_a_time(
+    operands: Operands, sampling: Sampling, scorer: Scorer, workspace_bytes: int
+) -> tuple[int, int]:
+    """How many fill the device, and for how many there is room: for so many whole fillings, or else query tiles."""
+    row_bytes = 8 * _row_len(sampling, sampling.sample_len(len(operands.k), scorer.tile_keys)) + 12
     room, tile = workspace_bytes // row_bytes, scorer.query_tile
     filling = scorer.programs_per_sm * num_multiprocessors(operands.q.device) * tile
-    return room // filling * filling or max(tile, room // tile * tile)
+    if room < filling:
+        filling = tile
+    return filling, max(filling, room // filling * filling)
 
 
-def _power_of_two(sample_len: int) -> int:
-    """At least that: a kernel is compiled for few lengths."""
-    return 1 << max(10, (sample_len - 1).bit_length())
+def _row_len(sampling: Sampling, sample_len: int) -> int:
+    """Entries that there is room for in a row, whose vectors of four scores are aligned."""
+    return max(sampling.capacity, sample_len // 2) + 1 & ~1
 
 
-class _Selection:
-    """A kernel of a block for each query."""
+def _bars_kernel(sample_len: int) -> tuple[CudaKernel, int]:
+    """And the threads of a block, of which there is one for each query. It is compiled for few lengths."""
+    capacity = 1 << max(10, (sample_len - 1).bit_length())
+    threads = min(1024, max(THREADS_FOR_BARS, capacity // _SCORES_EACH))
+    defines = {"THREADS": threads, "CLUSTER": 1, "CAPACITY": capacity}
+    return cuda_kernel(SOURCES, "put_bars", defines, early_start=True), threads
 
-    def __init__(self, name: str, capacity: int, threads: int) -> None:
-        self._threads = threads
-        defines = {
-            "THREADS": threads,
-            "CLUSTER": 1,
-            "VECTORS": 0,  # no tiles of scores come by
-            "CAPACITY": capacity,
-        }
-        self._kernel = cuda_kernel(SOURCES, name, defines, 8 * capacity + OTHER_SHARED_BYTES, early_start=True)
 
-    def launch(self, num_queries: int, *args: Any) -> None:
-        self._kernel.launch((num_queries, 1, 1), self._threads, *args)
+def _choice_kernel(capacity: int) -> tuple[CudaKernel, int]:
+    """Likewise."""
+    threads = THREADS
+    while threads < 1024 and capacity > _ENTRIES_EACH * threads:
+        threads *= 2
+    defines = {"THREADS": threads, "CLUSTER": 1, "CAPACITY": capacity}
+    return cuda_kernel(SOURCES, "choose_best", defines, 8 * capacity + _BIN_BYTES, early_start=True), threads

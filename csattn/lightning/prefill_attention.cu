@@ -1,13 +1,14 @@
 // Attention of one query's 64 heads over selected rows of 512 channels, which are the values too, and ROPE_DIM others.
 //
-// One warpgroup gathers rows into stages of shared memory, half of a tile of 64 at a time; two others attend. Each of
-// those has the logits of its half of a tile's rows, and the sums of half of the channels: of the logits they exchange
-// the largest, and the shares of the softmax, through shared memory. Rows are there once, for both products.
+// One warpgroup gathers rows into stages of shared memory, a part of 32 at a time; two others attend. Those have the
+// logits of parts in turns, and each the sums of half of the channels: of a part they exchange the shares of the softmax
+// and their base through shared memory. While one has logits to weigh, the tensor cores have the other's products, and
+// its own sums of the part before. Rows are there once, for both products.
 //
 // Compiled for THREADS (384), ROPE_DIM (0 or 64), HALF (bf16 or f16), HAS_SINK.
 
-constexpr int HEADS = 64, ROWS = 64, LATENT_DIM = 512, STAGES = 4;
-constexpr int PART = ROWS / 2;  // rows of a stage: those of whose logits a group has
+constexpr int HEADS = 64, LATENT_DIM = 512, STAGES = 4;
+constexpr int PART = 32;  // rows of a stage
 constexpr int LINE = 64;  // channels of 128 bytes: what of a row lies together in shared memory
 constexpr int LINES = (LATENT_DIM + ROPE_DIM) / LINE, LATENT_LINES = LATENT_DIM / LINE;
 constexpr int BLOCK_BYTES = HEADS * LINE * 2;  // of one line of all heads
@@ -17,14 +18,14 @@ constexpr float LN_2 = 0.6931471805599453f, LOG2_E = 1.4426950408889634f;
 #define NOTHING __int_as_float(0xff800000)  // the logit of what is not there
 // By how much a logit may pass the base before sums are scaled to a new one: powers of two lose nothing by it.
 constexpr float LEEWAY = 8;
-static_assert(THREADS == ATTENDING + GROUP && HEADS == ROWS, "blocks of heads are as large as blocks of rows");
+static_assert(THREADS == ATTENDING + GROUP && 2 * PART == LINE, "a line has the shares of two parts");
 
 struct alignas(1024) Shared {
     char q[LINES][BLOCK_BYTES];
     char rows[STAGES][LINES][PART_BYTES];
-    char shares[BLOCK_BYTES];      // of the softmax: [HEADS, ROWS] of a tile
-    float of_group[2][HEADS];      // what the attending groups exchange
-    u64 filled[STAGES], free[STAGES];
+    char shares[BLOCK_BYTES];  // of the softmax: [HEADS, 2 * PART] of two parts
+    float of_two[2][HEADS];    // the bases of the shares, of two parts; at the end the totals of two groups
+    u64 filled[STAGES], free[STAGES], shared_out[2];
     int end;  // of the places in the selection that hold rows
 };
 
@@ -67,7 +68,7 @@ __device__ void gather(Shared& s, const Selection& selection, const char* ckv, c
                        long long kpe_bytes) {
     constexpr int TOGETHER = GROUP / 8, EACH = PART / TOGETHER;
     const int first = threadIdx.x % GROUP / 8, unit = threadIdx.x % 8;
-    const int parts = (selection.end + ROWS - 1) / ROWS * 2;
+    const int parts = (selection.end + PART - 1) / PART;
     for (int part = 0; part < parts; ++part) {
         const int stage = part % STAGES;
         int row[EACH];
@@ -95,7 +96,8 @@ __device__ void gather(Shared& s, const Selection& selection, const char* ckv, c
 struct Attending {
     Shared& s;
     const int group, head, column;  // the first column of its own: 2 (lane % 4)
-    float base[2] = {NOTHING, NOTHING}, total[2] = {0, 0};  // sums are of shares in 2 ** base; total: of own columns
+    // total: of own columns and its group's parts, in 2 ** base; sums: of the shares of all parts, in 2 ** of_sums
+    float base[2] = {NOTHING, NOTHING}, total[2] = {0, 0}, of_sums[2] = {NOTHING, NOTHING};
     float logits[16], sums[128];
 
     __device__ __forceinline__ Attending(Shared& shared)
@@ -105,9 +107,8 @@ struct Attending {
         for (int i = 0; i < 128; ++i) sums[i] = 0;
     }
 
-    // Logits of the group's half of a tile.
-    __device__ __forceinline__ void start_logits(int tile) {
-        const int part = 2 * tile + group, stage = part % STAGES;
+    __device__ __forceinline__ void start_logits(int part) {
+        const int stage = part % STAGES;
         wait_for(&s.filled[stage], part / STAGES % 2);
         show_to_tensor_cores();
         const u64 q = operand_at(address_of(s.q)), rows = operand_at(address_of(s.rows[stage]));
@@ -122,59 +123,63 @@ struct Attending {
     }
 
     // Which of the thread's 8 columns are rows: [2 j + e].
-    __device__ __forceinline__ u32 find_rows(const Selection& selection, int tile) const {
+    __device__ __forceinline__ u32 find_rows(const Selection& selection, int part) const {
         u32 there = 0;
 #pragma unroll
-        for (int i = 0; i < 8; ++i)
-            there |= (selection[tile * ROWS + group * (ROWS / 2) + i / 2 * 8 + column + i % 2] >= 0) << i;
+        for (int i = 0; i < 8; ++i) there |= (selection[part * PART + i / 2 * 8 + column + i % 2] >= 0) << i;
         return there;
     }
 
-    // The largest logit of both groups, of each head.
-    __device__ __forceinline__ void exchange_largest(float (&most)[2]) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            most[i] = max(most[i], __shfl_xor_sync(0xffffffffu, most[i], 1));
-            most[i] = max(most[i], __shfl_xor_sync(0xffffffffu, most[i], 2));
-            if (column == 0) s.of_group[group][head + 8 * i] = most[i];
-        }
-        meet<1, ATTENDING>();
-#pragma unroll
-        for (int i = 0; i < 2; ++i) most[i] = max(most[i], s.of_group[1 - group][head + 8 * i]);
-    }
-
-    // From logits to shares, which both groups see after. Sums are scaled where a logit is far above their base.
-    __device__ __forceinline__ void share_out(u32 there, float scale) {
-        float most[2] = {NOTHING, NOTHING}, shrink[2];
+    // From logits to shares in 2 ** a base, the last part's unless a logit is far above it. Both groups see them after.
+    __device__ __forceinline__ void share_out(int part, u32 there, float scale) {
+        float most[2] = {NOTHING, NOTHING};
 #pragma unroll
         for (int k = 0; k < 16; ++k) {
             const int i = k / 2 % 2;
             logits[k] = there >> (k / 4 * 2 + k % 2) & 1 ? logits[k] * scale : NOTHING;
             most[i] = max(most[i], logits[k]);
         }
-        exchange_largest(most);
+        if (part > 1) wait_for(&s.free[(part - 2) % STAGES], (part - 2) / STAGES % 2);  // its shares were here
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
+            most[i] = max(most[i], __shfl_xor_sync(0xffffffffu, most[i], 1));
+            most[i] = max(most[i], __shfl_xor_sync(0xffffffffu, most[i], 2));
             if (most[i] <= base[i] + LEEWAY) most[i] = base[i];
+            if (column == 0) s.of_two[part % 2][head + 8 * i] = most[i];
             const float finite = most[i] == NOTHING ? 0 : most[i];
-            shrink[i] = exp2_of(base[i] - finite);
+            total[i] *= exp2_of(base[i] - finite);
             base[i] = most[i];
-            total[i] *= shrink[i];
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 const float first = exp2_of(logits[4 * j + 2 * i] - finite);
                 const float second = exp2_of(logits[4 * j + 2 * i + 1] - finite);
                 total[i] += first + second;
-                const u32 place = offset_of(head + 8 * i, group * 4 + j) + column * 2;
+                const u32 place = offset_of(head + 8 * i, part % 2 * 4 + j) + column * 2;
                 *reinterpret_cast<u32*>(s.shares + place) = pack(first, second);
             }
         }
         show_to_tensor_cores();
-        meet<2, ATTENDING>();
-        if (__any_sync(0xffffffffu, shrink[0] != 1 || shrink[1] != 1)) {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) arrive(&s.shared_out[part % 2]);
+    }
+
+    // Waits for a part's shares. Whether sums have to be scaled to their base.
+    __device__ __forceinline__ bool take_shares(int part, float (&shrink)[2]) {
+        wait_for(&s.shared_out[part % 2], part / 2 % 2);
+        bool changed = false;
 #pragma unroll
-            for (int k = 0; k < 128; ++k) sums[k] *= shrink[k / 2 % 2];
+        for (int i = 0; i < 2; ++i) {
+            const float of_part = s.of_two[part % 2][head + 8 * i], finite = of_part == NOTHING ? 0 : of_part;
+            total[i] *= exp2_of(base[i] - finite), shrink[i] = exp2_of(of_sums[i] - finite);
+            changed |= of_sums[i] != of_part;
+            base[i] = of_sums[i] = of_part;
         }
+        return __any_sync(0xffffffffu, changed);
+    }
+
+    __device__ __forceinline__ void scale_sums(const float (&shrink)[2]) {
+#pragma unroll
+        for (int k = 0; k < 128; ++k) sums[k] *= shrink[k / 2 % 2];
     }
 
     // Adds the rows of a part, each by its share, in the group's half of the channels.
@@ -189,24 +194,46 @@ struct Attending {
         end_products();
     }
 
+    // The same from its shares on, where nothing else is under way.
+    __device__ __forceinline__ void add_part(int part) {
+        float shrink[2];
+        if (take_shares(part, shrink)) scale_sums(shrink);
+        start_sums(part);
+        wait_for_products<0>(sums);
+        release(part);
+    }
+
     __device__ __forceinline__ void release(int part) {
         if (threadIdx.x % 32 == 0) arrive(&s.free[part % STAGES]);
     }
 
+    // The group's parts, and after each of them the other's next one.
     __device__ __forceinline__ void attend(const Selection& selection, float scale) {
-        const int tiles = (selection.end + ROWS - 1) / ROWS;
-        if (tiles) start_logits(0);
-        for (int tile = 0; tile < tiles; ++tile) {
-            const u32 there = find_rows(selection, tile);
+        const int parts = (selection.end + PART - 1) / PART;
+        int part = group;
+        float shrink[2];
+        if (part == 0 && parts > 0) {
+            start_logits(0);
             wait_for_products<0>(logits);
-            share_out(there, scale);
-            start_sums(2 * tile), start_sums(2 * tile + 1);
-            wait_for_products<1>(sums);
-            release(2 * tile);
-            wait_for_products<0>(sums);
-            release(2 * tile + 1);
-            if (tile + 1 < tiles) start_logits(tile + 1);
+            share_out(0, find_rows(selection, 0), scale);
+            add_part(0);
+            part = 2;
         }
+        for (; part < parts; part += 2) {
+            start_logits(part);
+            const u32 there = find_rows(selection, part);
+            if (take_shares(part - 1, shrink)) {
+                wait_for_all_products();
+                scale_sums(shrink);
+            }
+            start_sums(part - 1);
+            wait_for_products<1>(logits);
+            share_out(part, there, scale);
+            wait_for_products<0>(sums);
+            release(part - 1);
+            add_part(part);
+        }
+        if (0 < part && part <= parts) add_part(part - 1);
     }
 
     __device__ __forceinline__ void write(const float* sink, int num_heads, u32* out, float* lse) {
@@ -216,13 +243,13 @@ struct Attending {
             total[i] += __shfl_xor_sync(0xffffffffu, total[i], 2);
         }
         meet<1, ATTENDING>();
-        if (column == 0) s.of_group[group][head] = total[0], s.of_group[group][head + 8] = total[1];
+        if (column == 0) s.of_two[group][head] = total[0], s.of_two[group][head + 8] = total[1];
         meet<2, ATTENDING>();
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int row = head + 8 * i;
             if (row >= num_heads) continue;
-            const float sum = s.of_group[0][row] + s.of_group[1][row], norm = sum > 0 ? sum : 1;
+            const float sum = s.of_two[0][row] + s.of_two[1][row], norm = sum > 0 ? sum : 1;
             const float log2_sum = base[i] + log2f(norm);
             float factor = 1 / norm;
             if (HAS_SINK) factor /= 1 + exp2_of(sink[row] * LOG2_E - log2_sum);
@@ -259,6 +286,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_prefill(
             init_barrier(&s.filled[stage], GROUP);
             init_barrier(&s.free[stage], ATTENDING / 32);
         }
+        for (int i = 0; i < 2; ++i) init_barrier(&s.shared_out[i], GROUP / 32);
     }
     __syncthreads();
     load_query(s, q_nope + pair * (LATENT_DIM * 2), q_pe + pair * (ROPE_DIM * 2), heads);

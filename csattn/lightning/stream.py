@@ -10,7 +10,6 @@ does not even write scores: see `contenders`.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -120,19 +119,30 @@ def choose_listed(operands: Operands, k: int, lens: Tensor, workspace_bytes: int
     num_queries, num_keys, device = len(operands.q), len(operands.k), operands.q.device
     scorer = Scorer.for_operands(operands)
     sampling = Sampling.of(num_keys, k, scorer.tile_keys)
-    step = queries_at_a_time(operands, sampling, scorer, workspace_bytes)
-    contenders = Contenders(min(step, num_queries), num_keys, sampling, scorer, device)
-    on_device, indices = lens.to(device), torch.empty(num_queries, k, dtype=torch.int32, device=device)
-    longest, tile = scorer.longest(on_device), scorer.query_tile
+    filling, room = queries_at_a_time(operands, sampling, scorer, workspace_bytes)
+    query_tile, tiles = scorer.query_tile, _cut_queries(num_queries, scorer.query_tile, filling, room)
+    contenders = Contenders(max(map(len, tiles), default=0), num_keys, sampling, scorer, device)
+    on_device = lens.to(device, non_blocking=True)
+    longest = scorer.longest(on_device)
     overflowed = torch.zeros(num_queries, dtype=torch.int32, device=device)
-    # the first queries are the cheapest: the device is not filled with them
-    first_step = -(-(num_queries % step) // tile) * tile
-    starts = [0, *range(first_step, num_queries, step)] if first_step else range(0, num_queries, step)
-    for first, stop in pairwise((*starts, num_queries)):
-        rows = slice(first, stop)
-        of_tiles = longest[first // tile : -(-stop // tile)]
+    indices = torch.empty(num_queries, k, dtype=torch.int32, device=device)
+    for tile in tiles:
+        rows = slice(tile.start, tile.stop)
+        of_tiles = longest[tile.start // query_tile : -(-tile.stop // query_tile)]
         contenders.choose(operands.of_queries(rows), on_device[rows], of_tiles, indices[rows], overflowed[rows])
-    return Choice(indices), overflowed.nonzero()[:, 0]
+    unsure = overflowed.nonzero()[:, 0] if overflowed.any() else overflowed.new_empty(0, dtype=torch.int64)
+    return Choice(indices), unsure
+
+
+def _cut_queries(num_queries: int, query_tile: int, filling: int, room: int) -> list[range]:
+    """Tiles of about equally many queries, the last first: of whole fillings of the device but for the first queries.
+
+    Those are the cheapest. While the dearest are scored the host prepares all other launches.
+    """
+    num_fillings, num_tiles = -(-num_queries // filling), -(-num_queries // room)
+    step = max(1, -(-num_fillings // max(1, num_tiles))) * filling
+    stops = range(-(-num_queries // query_tile) * query_tile, 0, -step)
+    return [range(max(0, stop - step), min(stop, num_queries)) for stop in stops]
 
 
 def _choose_scored(

@@ -72,6 +72,10 @@ template <int LEFT, int COUNT> __device__ __forceinline__ void wait_for_products
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(result[i])::"memory");
 }
+// Until all have ended, whoever's they are; their results are still to be waited for before they are touched.
+__device__ __forceinline__ void wait_for_all_products() {
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+}
 
 #define REGISTERS_8(x, i) \
     "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3]), "+f"(x[i + 4]), "+f"(x[i + 5]), "+f"(x[i + 6]), \

@@ -45,6 +45,7 @@ static inline u64 operand_at(u32 shared_address, u32 to_next = 16) {
 static inline void begin_products() {}
 static inline void end_products() {}
 template <int LEFT, int COUNT> static inline void wait_for_products(float (&)[COUNT]) {}
+static inline void wait_for_all_products() {}
 
 // Where an element of an operand lies; its columns lie side by side, in units exchanged by the address's bits.
 template <int BYTES> static inline const void* element_at(u64 operand, int line, int column) {

@@ -33,6 +33,7 @@ SAMPLING = Sampling(step=2, wanted=9, capacity=40)
 @pytest.fixture(autouse=True)
 def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contenders, "THREADS", 64)
+    monkeypatch.setattr(contenders, "THREADS_FOR_BARS", 64)
     emulator.stand_in(monkeypatch, contenders)
 
 
@@ -70,7 +71,7 @@ def test_choices_are_those_of_all_scores(kind: str, step: int) -> None:
     want = top_k_reference(scores, 10, lens)
     assert torch.equal(indices[~marked], want[~marked])
     assert not marked[:2].any(), "lists hold all that these queries may see"
-    assert not marked.any() or kind in ("random", "nan and inf")
+    assert not marked.any() or kind in ("random", "one bin", "nan and inf")
 
 
 def test_lists_that_overflow_mark_their_query_and_no_other() -> None:
@@ -171,8 +172,8 @@ def test_queries_that_are_marked_are_chosen_for_again(monkeypatch: pytest.Monkey
     assert torch.equal(got.indices, top_k_reference(score_keys(operands), 10, lens))
 
 
-@pytest.mark.parametrize(("workspace_bytes", "queries"), [(256 << 20, 10560), (64 << 20, 2112), (1 << 20, 40), (1, 4)])
-def test_queries_fill_the_device_a_whole_number_of_times(
+@pytest.mark.parametrize(("workspace_bytes", "queries"), [(256 << 20, 15840), (64 << 20, 3168), (1 << 20, 60), (1, 4)])
+def test_there_is_room_for_whole_fillings_of_the_device_or_for_a_query_tile(
     workspace_bytes: int, queries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(contenders, "num_multiprocessors", lambda device: 132)
@@ -180,7 +181,20 @@ def test_queries_fill_the_device_a_whole_number_of_times(
     scorer = Scorer.for_operands(operands)
     sampling = Sampling.of(16384, 512, scorer.tile_keys)
     assert sampling == Sampling(step=8, wanted=108, capacity=2048)
-    assert contenders.queries_at_a_time(operands, sampling, scorer, workspace_bytes) == queries
+    filling, room = contenders.queries_at_a_time(operands, sampling, scorer, workspace_bytes)
+    assert room == queries
+    assert room % filling == 0 and filling in (4, 2 * 132 * 4)
+
+
+@given(st.integers(0, 40_000), st.sampled_from([1, 4, 16]), st.integers(1, 140), st.integers(1, 30))
+def test_tiles_of_queries_cover_all_and_fit(num_queries: int, query_tile: int, tiles: int, fillings: int) -> None:
+    """All but the one of the first queries fill the device a whole number of times."""
+    filling = tiles * query_tile
+    cut = stream._cut_queries(num_queries, query_tile, filling, fillings * filling)
+    assert [query for rows in reversed(cut) for query in rows] == list(range(num_queries))
+    for rows in cut:
+        assert 0 < len(rows) <= fillings * filling and rows.start % query_tile == 0
+        assert rows.start == 0 or -(-len(rows) // query_tile) * query_tile % filling == 0
 
 
 def test_where_contenders_cannot_be_listed_that_is_said() -> None:
@@ -194,7 +208,7 @@ def test_where_contenders_cannot_be_listed_that_is_said() -> None:
 @pytest.mark.parametrize("k", [1, 512, 1024, 2048])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
 def test_contenders_on_the_gpu(kind: str, k: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contenders, "THREADS", 256)
+    monkeypatch.undo()
     made = make_operands(kind, 700, 20_001, 64, 128, key_scale=True)
     operands = to_device(Operands(made.q.to(dtype), made.k.to(dtype), made.weights, made.key_scale))
     lens = causal_lens(700, 20_001, ratio=1, first_position=19_500)

@@ -6,7 +6,7 @@ may a kernel start while the one before it ends.
 
 import ctypes
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -88,17 +88,21 @@ def tensor_map(
 
     16 bytes of a row come to their place ^ row % 8; what is beyond the matrix comes as zeros.
     """
-    rows, width = matrix.shape
+    (rows, width), size = matrix.shape, matrix.itemsize
+    return _encoded_map(matrix.data_ptr(), rows, width, matrix.stride(0) * size, size, box)
+
+
+@lru_cache(maxsize=256)  # launches that follow one another have the same arrays
+def _encoded_map(address: int, rows: int, width: int, row_bytes: int, size: int, box: tuple[int, int]) -> Any:
     memory = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
     place = -(-ctypes.addressof(memory) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
     sizes = (ctypes.c_uint64 * 2)(width, rows)
-    strides = (ctypes.c_uint64 * 1)(matrix.stride(0) * matrix.itemsize)
+    strides = (ctypes.c_uint64 * 1)(row_bytes)
     boxes = (ctypes.c_uint32 * 2)(box[1], box[0])
     each = (ctypes.c_uint32 * 2)(1, 1)
     # of unsigned integers, two dimensions; not interleaved, in a swizzle of 128 bytes, L2 sectors of 256 bytes, zeros
-    kind, address = matrix.itemsize - 1, ctypes.c_void_p(matrix.data_ptr())
     made = _driver().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(place), kind, 2, address, sizes, strides, boxes, each, 0, 3, 3, 0
+        ctypes.c_void_p(place), size - 1, 2, ctypes.c_void_p(address), sizes, strides, boxes, each, 0, 3, 3, 0
     )
     _require(made, f"a map of a matrix of {rows} x {width}")
     return np.frombuffer(ctypes.string_at(place, _MAP_BYTES), f"V{_MAP_BYTES}")[0]

@@ -19,6 +19,7 @@ struct Exchange {
 
     __device__ __forceinline__ u32 sum(u32 value, int turn) {
         value = __reduce_add_sync(ALL_LANES, value);
+        if (WARPS == 1) return value;
         u32* const all = of_warps[turn % 2][0];
         const int lane = threadIdx.x % 32;
         if (lane == 0) all[threadIdx.x / 32] = value;
@@ -28,6 +29,7 @@ struct Exchange {
     // Of two values each.
     __device__ __forceinline__ void largest(u32& a, u32& b, int turn) {
         a = __reduce_max_sync(ALL_LANES, a), b = __reduce_max_sync(ALL_LANES, b);
+        if (WARPS == 1) return;
         u32(&all)[2][WARPS] = of_warps[turn % 2];
         const int lane = threadIdx.x % 32;
         if (lane == 0) all[0][threadIdx.x / 32] = a, all[1][threadIdx.x / 32] = b;
@@ -80,7 +82,20 @@ struct Bar {
     __device__ __forceinline__ bool reached_by(u32 other, int place) const {
         return other >= key + (place > last_place);
     }
+    __device__ __forceinline__ int last_index(u32 step) const {
+        return last_place == ALL_TIES ? ALL_TIES : last_place * static_cast<int>(step);
+    }
 };
+
+// A key about in the middle of two that are not neighbours. Of those between a negative score's and a positive one's
+// most are of tiny scores: there it is the middle of the scores.
+__device__ __forceinline__ u32 key_between(u32 low, u32 high) {
+    if (low >> 31 < high >> 31) {
+        const u32 key = order_of((score_of(low) + score_of(high)) / 2);
+        if (low < key && key < high) return key;
+    }
+    return low + (high - low) / 2;
+}
 
 // A bar that at least `wanted` reach, and at most `most`; if there are not so many, one that fewer reach.
 __device__ Bar find_bar(Exchange& exchange, const Sample& sample, u32 wanted, u32 most) {
@@ -98,7 +113,7 @@ __device__ Bar find_bar(Exchange& exchange, const Sample& sample, u32 wanted, u3
     u32 num_reach = count([&](u32 key, int) { return key >= low; });
     if (num_reach < wanted) return {low, num_reach, ALL_TIES};
     while (num_reach > most && high - low > 1) {
-        const u32 middle = low + (high - low) / 2, number = count([&](u32 key, int) { return key >= middle; });
+        const u32 middle = key_between(low, high), number = count([&](u32 key, int) { return key >= middle; });
         if (number < wanted)
             high = middle;
         else
@@ -126,7 +141,7 @@ __device__ Bar find_bar(Exchange& exchange, const Sample& sample, u32 wanted, u3
 // wanted-th best of the sample. A query whose list holds all that it may see needs none, which is said by an index of
 // 2^31 - 1; where NaN would be the bar, the query is given up: more came, it is said, than the list holds, and nothing
 // reaches its bar.
-extern "C" __global__ void __launch_bounds__(THREADS) put_bars(
+extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) put_bars(
     u64* rows,                          // [rows, row_len]: at first a row has scores of every step-th key, in float32
     const int* __restrict__ longest,    // [query tiles]: keys that any of a tile's queries may see
     const int* __restrict__ legal_len,  // [rows]
@@ -134,30 +149,30 @@ extern "C" __global__ void __launch_bounds__(THREADS) put_bars(
     float* __restrict__ bar_scores,     // [rows], written
     int* __restrict__ bar_indices,      // [rows], written
     long long row_len,
-    long long list_capacity,
-    long long queries,    // of a query tile
-    long long tile_keys,  // of a tile of the sample
-    long long step,
-    long long wanted
+    u32 list_capacity,
+    u32 queries,    // of a query tile
+    u32 tile_keys,  // of a tile of the sample
+    u32 step,
+    u32 wanted
 ) {
     __shared__ Exchange exchange;
     __shared__ u32 scratch[WARPS];
     const long long row = blockIdx.x;
     u64* const list = rows + row * row_len;
     wait_for_earlier();
-    const int legal = legal_len[row], of_tile = longest[row / queries] / static_cast<int>(tile_keys * step) * tile_keys;
-    const int num_scores = min(of_tile, (legal + static_cast<int>(step) - 1) / static_cast<int>(step));
+    const u32 legal = legal_len[row], of_tile = longest[blockIdx.x / queries] / (tile_keys * step) * tile_keys;
+    const int num_scores = min(of_tile, (legal + step - 1) / step);
     const Sample sample(reinterpret_cast<const float4*>(list), num_scores);
     const bool fits = legal <= list_capacity;
     Bar bar{0, static_cast<u32>(num_scores), num_scores - 1};
     if (!fits) bar = find_bar(exchange, sample, wanted, wanted + wanted / 8);
     const bool given_up = !fits && bar.num_reach < wanted;
     if (threadIdx.x == 0) {
-        counts[row] = given_up ? static_cast<int>(list_capacity) + 1 : bar.num_reach;
+        counts[row] = static_cast<int>(given_up ? list_capacity + 1 : bar.num_reach);
         bar_scores[row] = given_up ? __uint_as_float(0x7f800000u) : score_of(bar.key);
         bar_indices[row] = given_up ? -1
                            : fits   ? NO_BAR
-                                    : min(static_cast<long long>(ALL_TIES), bar.last_place * step);
+                                    : bar.last_index(step);
     }
     if (given_up) return;
     u32 mine = 0;
@@ -206,19 +221,6 @@ struct alignas(16) Sorted {
     u32 scratch[WARPS], num_sorted;
 };
 
-// Bins of 2 ** shift keys; if all scores are equal, of 1024 indices.
-struct Bins {
-    u32 highest, shift;
-    bool all_equal;
-
-    __device__ __forceinline__ Bins(u32 lowest, u32 highest_) : highest(highest_), all_equal(lowest == highest_) {
-        const u32 width = highest - lowest;
-        shift = all_equal ? 10 : width < BINS ? 0 : 21 - __clz(width);
-    }
-    __device__ __forceinline__ u32 of(u32 key, u32 index) const { return (all_equal ? index : highest - key) >> shift; }
-};
-static_assert(BINS == 1 << 11, "a width of n bits leaves bins of n - 11 bits, as do indices of 21 bits");
-
 // From how many are in the bins to how many are above; those of which k or more are above need not be sorted.
 __device__ __forceinline__ void sum_up_bins(Sorted& s, u32 count, u32 k) {
     u32* const bins = s.bins + threadIdx.x * BINS_EACH;
@@ -237,40 +239,46 @@ __device__ __forceinline__ void sum_up_bins(Sorted& s, u32 count, u32 k) {
     __syncthreads();
 }
 
-// Writes the indices of the k best, best first: entries are put into bins, and within its bin an entry counts those
-// above it. Bins are narrow, as entries reach from the bar to the best; where many fall into one it takes long.
-__device__ void write_in_order(Sorted& s, const List& list, int k, int* chosen) {
+// Writes the indices of the k best, best first. An entry is by how much its key is below the highest, above its index;
+// if all are equal, the index twice. Entries are put into bins, and within its bin each counts those before it. Bins are
+// narrow, as entries reach from the bar to the best; where many fall into one it takes long.
+__device__ void write_in_order(Sorted& s, List& list, int k, int* chosen) {
     u32 highest = 0, not_lowest = 0;
     list.for_each([&](int e) { highest = max(highest, list.keys[e]), not_lowest = max(not_lowest, ~list.keys[e]); });
     for (int i = threadIdx.x; i < BINS; i += THREADS) s.bins[i] = 0;
     s.exchange.largest(highest, not_lowest, 0);
-    const Bins bins(~not_lowest, highest);
+    const u32 width = highest - ~not_lowest, shift = width == 0 ? 10 : width < BINS ? 0 : 21 - __clz(width);
     u32 before[2 * List::PAIRS];  // those that came to the bin before
-    list.for_each([&](int e) { before[e] = atomicAdd(&s.bins[bins.of(list.keys[e], list.indices[e])], 1u); });
+    list.for_each([&](int e) {
+        list.keys[e] = width ? highest - list.keys[e] : list.indices[e];
+        before[e] = atomicAdd(&s.bins[list.keys[e] >> shift], 1u);
+    });
     __syncthreads();
     sum_up_bins(s, list.count, k);
     list.for_each([&](int e) {
-        const u32 first = s.bins[bins.of(list.keys[e], list.indices[e])];
-        if (first < static_cast<u32>(k)) s.entries[first + before[e]] = join(list.keys[e], list.indices[e]);
+        const u32 first = s.bins[list.keys[e] >> shift];
+        if (first < static_cast<u32>(k))
+            s.entries[first + before[e]] = static_cast<u64>(list.keys[e]) << 32 | list.indices[e];
     });
     __syncthreads();
     const int num_sorted = list.count ? s.num_sorted : 0;
     for (int place = threadIdx.x; place < num_sorted; place += THREADS) {
         const u64 entry = s.entries[place];
-        const u32 of_entry = bins.of(entry >> 32, index_of(entry)), first = s.bins[of_entry], end = s.bins[of_entry + 1];
-        u32 rank = first;
-        for (u32 i = first; i < end; ++i) rank += s.entries[i] > entry;
-        if (rank < static_cast<u32>(k)) chosen[rank] = static_cast<int>(index_of(entry));
+        const u32* const bin = s.bins + (static_cast<u32>(entry >> 32) >> shift);
+        u32 rank = bin[0];
+        for (u32 i = rank, end = bin[1]; i < end; ++i) rank += s.entries[i] < entry;
+        if (rank < static_cast<u32>(k)) chosen[rank] = static_cast<int>(entry);
     }
     for (int i = list.count + threadIdx.x; i < k; i += THREADS) chosen[i] = -1;
 }
+static_assert(BINS == 1 << 11, "a width of n bits leaves bins of n - 11 bits; an index has 21");
 
-constexpr int BLOCKS = THREADS < 1536 ? 1536 / THREADS : 1;  // of a multiprocessor
+constexpr int BLOCKS = 1280 / (THREADS < 256 ? 256 : THREADS);  // of a multiprocessor, that choose
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) choose_best(
     const u64* __restrict__ lists,      // [rows, row_len], of which CAPACITY at most are used; row_len is even
     const int* __restrict__ counts,     // [rows]
     const int* __restrict__ legal_len,  // [rows]
-    int* __restrict__ overflowed,       // [rows]; 1 is written where `chosen` is not to be trusted
+    int* __restrict__ overflowed,       // [rows], written: 1 where `chosen` is not to be trusted, else 0
     int* __restrict__ chosen,           // [rows, k]
     long long row_len,
     long long k
@@ -279,10 +287,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) choose_best(
     const long long row = blockIdx.x;
     wait_for_earlier();
     const int count = counts[row], legal = legal_len[row];
-    if ((count > CAPACITY) | (count < min(static_cast<int>(k), legal))) {  // both have been read
-        if (threadIdx.x == 0) overflowed[row] = 1;
-        return;
-    }
-    const List list(reinterpret_cast<const uint4*>(lists + row * row_len), count);
+    const bool trusted = (count <= CAPACITY) & (count >= min(static_cast<int>(k), legal));  // both have been read
+    if (threadIdx.x == 0) overflowed[row] = !trusted;
+    if (!trusted) return;
+    List list(reinterpret_cast<const uint4*>(lists + row * row_len), count);
     write_in_order(*sorted, list, k, chosen + row * k);
 }

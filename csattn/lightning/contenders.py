@@ -19,6 +19,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,7 +30,7 @@ from csattn.lightning.score_device import Scorer
 PARTS = ("intrinsics.cu", "topk_common.cu", "contenders.cu")
 SOURCES = tuple(Path(__file__).with_name(name) for name in PARTS)
 THREADS = 256  # of a block that chooses, at least
-THREADS_FOR_BARS = 128  # of one that puts a bar
+THREADS_FOR_BARS = 32  # of one that puts a bar
 _SCORES_EACH, _ENTRIES_EACH = 32, 10  # of a thread, that it has in registers, unless there would be too many threads
 _BIN_BYTES = 2048 * 4 + 1024  # of shared memory, and what little there is besides
 MAX_CAPACITY = 24576  # entries in shared memory
@@ -78,11 +79,8 @@ class Contenders:
         self._sample_len = sampling.sample_len(num_keys, scorer.tile_keys)
         row_len = _row_len(sampling, self._sample_len)
         self._lists = torch.empty(num_queries, row_len, dtype=torch.int64, device=device)
-        self._counts = torch.empty(num_queries, dtype=torch.int32, device=device)
-        self._bar_scores = torch.empty(num_queries, device=device)
-        self._bar_indices = torch.empty(num_queries, dtype=torch.int32, device=device)
-        self._put_bars = _bars_kernel(self._sample_len)
-        self._choose_best = _choice_kernel(sampling.capacity)
+        numbers = torch.empty(3, num_queries, dtype=torch.int32, device=device)
+        self._counts, self._bar_indices, self._bar_scores = numbers[0], numbers[1], numbers[2].view(torch.float32)
 
     def choose(
         self,
@@ -90,7 +88,7 @@ class Contenders:
         legal_len: Tensor,  # [num_queries] int32
         longest: Tensor,  # [query tiles] int32: the greatest of those of a query tile
         out: Tensor,  # [num_queries, k] int32, contiguous, written
-        overflowed: Tensor,  # [num_queries] int32, 1 is written where `out` is not to be trusted
+        overflowed: Tensor,  # [num_queries] int32, written: 1 where `out` is not to be trusted, else 0
     ) -> None:
         """Enqueue on torch's current stream."""
         (num_queries, k), scorer, sampling = out.shape, self._scorer, self._sampling
@@ -102,11 +100,11 @@ class Contenders:
         sample = lists.view(torch.float32)[:, : self._sample_len]
         scorer.write_scores(operands, every_step_th, legal_len, longest, sample)
         row_len = lists.shape[1]
-        sizes = row_len, sampling.capacity, scorer.query_tile, scorer.tile_keys, sampling.step, sampling.wanted
-        put_bars, threads = self._put_bars
-        put_bars.launch(grid, threads, lists, longest, legal_len, counts, *bars, *sizes)
+        sizes = sampling.capacity, scorer.query_tile, scorer.tile_keys, sampling.step, sampling.wanted
+        put_bars, threads = _bars_kernel(self._sample_len)
+        put_bars.launch(grid, threads, lists, longest, legal_len, counts, *bars, row_len, *map(np.uint32, sizes))
         scorer.list_contenders(operands, legal_len, longest, sampling.step, *bars, lists, counts)
-        choose_best, threads = self._choose_best
+        choose_best, threads = _choice_kernel(sampling.capacity)
         choose_best.launch(grid, threads, lists, counts, legal_len, overflowed, out, row_len, k)
 
 

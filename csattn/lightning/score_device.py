@@ -40,6 +40,8 @@ class Scorer:
     def longest(self, legal_len: Tensor) -> Tensor:
         """The most keys that one query of a tile may see: [num_queries] int32 -> [query tiles] int32."""
         num_tiles = -(-len(legal_len) // self.query_tile)
+        if num_tiles * self.query_tile == len(legal_len) > 0:
+            return legal_len.view(num_tiles, self.query_tile).amax(1)
         whole = torch.zeros(num_tiles * self.query_tile, dtype=torch.int32, device=legal_len.device)
         whole[: len(legal_len)] = legal_len
         return whole.view(num_tiles, self.query_tile).amax(1)

@@ -124,7 +124,7 @@ def choose_listed(operands: Operands, k: int, lens: Tensor, workspace_bytes: int
     contenders = Contenders(max(map(len, tiles), default=0), num_keys, sampling, scorer, device)
     on_device = lens.to(device, non_blocking=True)
     longest = scorer.longest(on_device)
-    overflowed = torch.zeros(num_queries, dtype=torch.int32, device=device)
+    overflowed = torch.empty(num_queries, dtype=torch.int32, device=device)
     indices = torch.empty(num_queries, k, dtype=torch.int32, device=device)
     for tile in tiles:
         rows = slice(tile.start, tile.stop)

@@ -5,6 +5,7 @@ Without a GPU, Triton's kernel runs as Python and CUDA C is compiled for the CPU
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ def choose(operands: Operands, k: int, lens: Tensor, sampling: Sampling = SAMPLI
     """Indices, and which queries are marked."""
     num_queries, num_heads, _ = operands.q.shape
     indices = torch.full((num_queries, k), -7, dtype=torch.int32, device=DEVICE)
-    overflowed = torch.zeros(num_queries, dtype=torch.int32, device=DEVICE)
+    overflowed = torch.full((num_queries,), -1, dtype=torch.int32, device=DEVICE)
     scorer, lens = Scorer.in_triton(num_heads, SMALL), lens.to(DEVICE)
     made = Contenders(num_queries, len(operands.k), sampling, scorer, DEVICE)
     made.choose(to_device(operands), lens, scorer.longest(lens), indices, overflowed)
@@ -144,6 +145,37 @@ def test_keys_below_the_bar_are_not_written(step: int) -> None:
         assert sorted((entries & 0xFFFFFFFF).tolist()) == want.tolist()
         found = (entries >> 32).to(torch.int32).view(torch.float32)
         assert torch.equal(found, scores[row][entries & 0xFFFFFFFF])
+
+
+@pytest.mark.parametrize(("sample_len", "wanted"), [(96, 9), (96, 70), (1500, 100)])
+def test_a_bar_is_reached_by_about_as_many_as_are_wanted(sample_len: int, wanted: int) -> None:
+    """By an eighth more at most. They begin the list; where NaN would be the bar, nothing reaches it."""
+    values = torch.randn(6, sample_len)
+    values[1] = values[1].round()
+    values[2] = torch.tensor([0.0, -0.0])[torch.arange(sample_len) % 2]
+    values[3, : sample_len - wanted + 1] = torch.nan
+    values[4, ::3], values[4, 1::3] = torch.inf, -torch.inf
+    values[5, sample_len // 2 :] = torch.nan  # not seen
+    legal = torch.full((6,), 2 * sample_len, dtype=torch.int32)
+    legal[5] = sample_len // 2 * 2 - 1
+    rows = torch.cat((values, torch.empty_like(values)), dim=1).view(torch.int64).to(DEVICE)
+    counts, bar_indices = (torch.full((6,), -7, dtype=torch.int32, device=DEVICE) for _ in range(2))
+    bar_scores, sizes = torch.empty(6, device=DEVICE), map(np.uint32, (0, 1, 2, 2, wanted))
+    kernel, threads = contenders._bars_kernel(sample_len)
+    on_device = legal.to(DEVICE)
+    kernel.launch((6, 1, 1), threads, rows, on_device, on_device, counts, bar_scores, bar_indices, sample_len, *sizes)
+    for row in range(6):
+        seen = values[row, : sample_len // 2 if row == 5 else sample_len]
+        places = torch.arange(len(seen))
+        bar, last = bar_scores[row].cpu(), int(bar_indices[row])
+        reach = places[(seen > bar) | ((seen == bar) & (2 * places <= last))]
+        if int((~seen.isnan()).sum()) < wanted:
+            assert counts[row] == 1 and bar == torch.inf and last == -1
+            continue
+        assert counts[row] == len(reach) and wanted <= len(reach) <= wanted + wanted // 8
+        entries = rows[row, : len(reach)].cpu()
+        assert sorted((entries & 0xFFFFFFFF).tolist()) == (2 * reach).tolist()
+        assert torch.equal((entries >> 32).to(torch.int32).view(torch.float32), seen[(entries & 0xFFFFFFFF) // 2])
 
 
 @given(st.integers(1, stream._MOST_KEYS), st.sampled_from([1, 64, 512, 1024, 2048]))

@@ -163,10 +163,11 @@ struct Attending {
         if (threadIdx.x % 32 == 0) arrive(&s.shared_out[part % 2]);
     }
 
-    // Waits for a part's shares. Whether sums have to be scaled to their base.
-    __device__ __forceinline__ bool take_shares(int part, float (&shrink)[2]) {
+    // Waits for a part's shares, and scales sums to their base. No product with sums is under way, but perhaps logits.
+    template <bool WITH_LOGITS> __device__ __forceinline__ void take_shares(int part) {
         wait_for(&s.shared_out[part % 2], part / 2 % 2);
         bool changed = false;
+        float shrink[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const float of_part = s.of_two[part % 2][head + 8 * i], finite = of_part == NOTHING ? 0 : of_part;
@@ -174,15 +175,14 @@ struct Attending {
             changed |= of_sums[i] != of_part;
             base[i] = of_sums[i] = of_part;
         }
-        return __any_sync(0xffffffffu, changed);
-    }
-
-    __device__ __forceinline__ void scale_sums(const float (&shrink)[2]) {
+        if (__any_sync(0xffffffffu, changed)) {
+            if (WITH_LOGITS) wait_for_all_products();
 #pragma unroll
-        for (int k = 0; k < 128; ++k) sums[k] *= shrink[k / 2 % 2];
+            for (int k = 0; k < 128; ++k) sums[k] *= shrink[k / 2 % 2];
+        }
     }
 
-    // Adds the rows of a part, each by its share, in the group's half of the channels.
+    // Starts to add the rows of a part, each by its share, in the group's half of the channels.
     __device__ __forceinline__ void start_sums(int part) {
         const char* values = s.rows[part % STAGES][group * LATENT_LINES / 2];
         const u64 shares = operand_at(address_of(s.shares) + part % 2 * (PART * 2));
@@ -194,24 +194,22 @@ struct Attending {
         end_products();
     }
 
+    __device__ __forceinline__ void release(int part) {
+        if (threadIdx.x % 32 == 0) arrive(&s.free[part % STAGES]);
+    }
+
     // The same from its shares on, where nothing else is under way.
     __device__ __forceinline__ void add_part(int part) {
-        float shrink[2];
-        if (take_shares(part, shrink)) scale_sums(shrink);
+        take_shares<false>(part);
         start_sums(part);
         wait_for_products<0>(sums);
         release(part);
-    }
-
-    __device__ __forceinline__ void release(int part) {
-        if (threadIdx.x % 32 == 0) arrive(&s.free[part % STAGES]);
     }
 
     // The group's parts, and after each of them the other's next one.
     __device__ __forceinline__ void attend(const Selection& selection, float scale) {
         const int parts = (selection.end + PART - 1) / PART;
         int part = group;
-        float shrink[2];
         if (part == 0 && parts > 0) {
             start_logits(0);
             wait_for_products<0>(logits);
@@ -222,10 +220,7 @@ struct Attending {
         for (; part < parts; part += 2) {
             start_logits(part);
             const u32 there = find_rows(selection, part);
-            if (take_shares(part - 1, shrink)) {
-                wait_for_all_products();
-                scale_sums(shrink);
-            }
+            take_shares<true>(part - 1);
             start_sums(part - 1);
             wait_for_products<1>(logits);
             share_out(part, there, scale);

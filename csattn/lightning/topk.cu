@@ -125,11 +125,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     if (threadIdx.x == 0) s.num_entries = 0;
     wait_for_earlier();
     const int num_scores = max(0, min(static_cast<int>(length), legal_len ? legal_len[row] : static_cast<int>(length)));
-    if (BY_POSITION && num_scores <= k) {  // nothing to choose
-        for (int i = rank * THREADS + threadIdx.x; i < k; i += CLUSTER * THREADS)
-            chosen[i] = i < num_scores ? place_of(i, pages, page_size) : -1;
-        return;
-    }
+    if (BY_POSITION && num_scores <= k) return choose_all(num_scores, k, rank, CLUSTER, pages, page_size, chosen);
     __syncthreads();
 
     const bool aligned = row_stride % 4 == 0 && reinterpret_cast<u64>(scores) % 16 == 0;

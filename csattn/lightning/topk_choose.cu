@@ -38,11 +38,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) choose_listed(
         best[v] = at < fours ? load_now(bests + row_number * fours + at) : make_uint4(0, 0, 0, 0);
     }
     row.num_scores = max(0, min(static_cast<int>(length), legal));
-    if (row.num_scores <= k) {  // nothing to choose
-        for (int i = tile * THREADS + threadIdx.x; i < k; i += gridDim.x * THREADS)
-            chosen[i] = i < row.num_scores ? static_cast<int>(row.place_of(i)) : -1;
-        return;
-    }
+    if (row.num_scores <= k) return choose_all(row.num_scores, k, tile, gridDim.x, pages, 1 << page_shift, chosen);
     const int num_tiles = (row.num_scores + static_cast<int>(tile_len) - 1) / static_cast<int>(tile_len);
     if (tile >= num_tiles) return;
     const int num_fours = (row.num_scores + static_cast<int>(four_groups) - 1) / static_cast<int>(four_groups);

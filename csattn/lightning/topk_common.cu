@@ -106,6 +106,13 @@ __device__ __forceinline__ int place_of(int position, const int* pages, int page
     return pages ? pages[position / page_size] * page_size + position % page_size : position;
 }
 
+// Of up to k scores all are chosen, in the order of their index. Each of so many blocks writes its share.
+__device__ __forceinline__ void choose_all(int num_scores, int k, int block, int num_blocks, const int* pages,
+                                           int page_size, int* chosen) {
+    for (int i = block * THREADS + threadIdx.x; i < k; i += num_blocks * THREADS)
+        chosen[i] = i < num_scores ? place_of(i, pages, page_size) : -1;
+}
+
 // Writes the indices of entries in their order, and -1 behind them. There is room for as many as the next power of two.
 __device__ void write_best(u64* entries, int count, int k, const int* pages, int page_size, int* chosen) {
     int n = 64;

@@ -232,11 +232,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     Blocks blocks(s.barrier, rank);
     wait_for_earlier();
     const int num_scores = max(0, min(static_cast<int>(length), legal_len ? legal_len[row] : static_cast<int>(length)));
-    if (BY_POSITION && num_scores <= k) {  // nothing to choose
-        for (int i = rank * THREADS + threadIdx.x; i < k; i += CLUSTER * THREADS)
-            chosen[i] = i < num_scores ? place_of(i, pages, page_size) : -1;
-        return;
-    }
+    if (BY_POSITION && num_scores <= k) return choose_all(num_scores, k, rank, CLUSTER, pages, page_size, chosen);
     __syncthreads();
 
     const int num_vectors = (num_scores + VECTOR_SCORES - 1) / VECTOR_SCORES;

@@ -84,7 +84,7 @@ __device__ void write_ascending(Shared& s, int first, int end, const int* pages,
     const int count = s.num_entries;
     if (end - first > 32 * WORDS) {
         for (int i = threadIdx.x; i < count; i += THREADS) s.entries[i] &= 0xffffffffu;  // counts down with the index
-        return write_best(s.entries, count, count, pages, page_size, chosen);
+        return write_sorted(s.entries, count, count, pages, page_size, chosen);
     }
     u32* marks = s.bins[0];
     __syncthreads();
@@ -149,6 +149,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     if (BY_POSITION)
         write_ascending(s, first, end, pages, page_size, chosen + count_before(s, rank));
     else if (rank == 0)
-        write_best(s.entries, collect(s), k, pages, page_size, chosen);
+        write_best(s.entries, collect(s), k, pages, page_size, chosen, s.bins[0], s.scratch);
     if (CLUSTER > 1) cluster_sync();  // a block that leaves takes its shared memory along
 }

@@ -114,7 +114,7 @@ __device__ __forceinline__ void choose_all(int num_scores, int k, int block, int
 }
 
 // Writes the indices of entries in their order, and -1 behind them. There is room for as many as the next power of two.
-__device__ void write_best(u64* entries, int count, int k, const int* pages, int page_size, int* chosen) {
+__device__ void write_sorted(u64* entries, int count, int k, const int* pages, int page_size, int* chosen) {
     int n = 64;
     while (n < count) n *= 2;
     for (int i = count + threadIdx.x; i < n; i += THREADS) entries[i] = 0;
@@ -122,4 +122,62 @@ __device__ void write_best(u64* entries, int count, int k, const int* pages, int
     sort_descending(entries, n);
     for (int i = threadIdx.x; i < k; i += THREADS)
         chosen[i] = i < count ? place_of(index_of(entries[i]), pages, page_size) : -1;
+}
+
+// The same for up to BINS entries. They go to bins of equal width, the best first, and find their place in a bin by
+// comparing with all of it; where a bin has too many for that, all are sorted. bins: [BINS]; scratch: [WARPS].
+__device__ void write_best(u64* entries, int count, int k, const int* pages, int page_size, int* chosen, u32* bins,
+                           u32* scratch) {
+    constexpr u32 MANY = 64;
+    __shared__ u32 low, high, most;
+    u64 mine[BINS_EACH];
+    u32 rank[BINS_EACH], top = 0, bottom = 0, largest = 0;
+    if (threadIdx.x == 0) low = 0xffffffffu, high = most = 0;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < BINS_EACH; ++i) {
+        const int at = i * THREADS + threadIdx.x;
+        bins[at] = 0;
+        mine[i] = at < count ? entries[at] : 0;
+        const u32 order = mine[i] >> 32;
+        if (at < count) top = max(top, order), bottom = max(bottom, ~order);
+    }
+    top = __reduce_max_sync(ALL_LANES, top), bottom = __reduce_max_sync(ALL_LANES, bottom);
+    if (threadIdx.x % 32 == 0) atomicMax(&high, top), atomicMin(&low, ~bottom);
+    __syncthreads();
+    const u32 best = high;
+    const int shift = max(0, 21 - __clz(best - low));  // BINS are 2^11
+    auto bin_of = [&](u64 entry) { return (best - static_cast<u32>(entry >> 32)) >> shift; };
+#pragma unroll
+    for (int i = 0; i < BINS_EACH; ++i)
+        if (i * THREADS + threadIdx.x < count) {
+            rank[i] = atomicAdd(&bins[bin_of(mine[i])], 1u);
+            largest = max(largest, rank[i]);
+        }
+    largest = __reduce_max_sync(ALL_LANES, largest);
+    if (threadIdx.x % 32 == 0) atomicMax(&most, largest);
+    __syncthreads();
+    if (most >= MANY) return write_sorted(entries, count, k, pages, page_size, chosen);
+    u32 first[BINS_EACH], sum = 0;
+#pragma unroll
+    for (int i = 0; i < BINS_EACH; ++i) first[i] = sum, sum += bins[threadIdx.x * BINS_EACH + i];
+    const u32 before = sum_before(sum, scratch);
+#pragma unroll
+    for (int i = 0; i < BINS_EACH; ++i) bins[threadIdx.x * BINS_EACH + i] = before + first[i];
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < BINS_EACH; ++i)
+        if (i * THREADS + threadIdx.x < count) entries[bins[bin_of(mine[i])] + rank[i]] = mine[i];
+    __syncthreads();
+    for (int i = threadIdx.x; i < k; i += THREADS) {
+        if (i >= count) {
+            chosen[i] = -1;
+            continue;
+        }
+        const u64 entry = entries[i];
+        const u32 bin = bin_of(entry), begin = bins[bin], end = bin + 1 < BINS ? bins[bin + 1] : count;
+        u32 at = begin;
+        for (u32 other = begin; other < end; ++other) at += entries[other] > entry;
+        chosen[at] = place_of(index_of(entry), pages, page_size);
+    }
 }

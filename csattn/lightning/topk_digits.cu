@@ -265,5 +265,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     auto put = [&](u32 place, u32 index, u32 key) { entries[place] = join(key, index); };
     for_each_chosen(source, kept, range, quota, before, put);
     if (CLUSTER > 1) blocks.sync();
-    if (rank == 0) write_best(s.entries, min(num_scores, static_cast<int>(k)), k, pages, page_size, chosen);
+    if (rank > 0) return;
+    const int count = min(num_scores, static_cast<int>(k));
+    write_best(s.entries, count, k, pages, page_size, chosen, s.bins, s.scratch);
 }

@@ -4,29 +4,30 @@ DSA here is csattn's own: the dense score kernel and the exact selection. Both c
 chunk being the end of the prefix. IoU is that of the two choices: on keys that mean the same for a while, as in text,
 and on noise, where a block's mean says next to nothing about its keys. What structured keys lose lies in blocks where
 one meaning ends and another begins: their mean is of both, and the longer the prefix, the more whole blocks of other
-meanings look as good. So beyond 32K the paper's other setting, a quarter of the blocks, stands beside 64 of them.
+meanings look as good. So HISA's candidates grow with the prefix (`HisaConfig.for_prefix`); beyond 32K the paper's two
+settings, 64 blocks and a quarter of them, stand beside that.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bench.lightning.suite import Prepared, Trial
+from csattn.lightning import hopper_score
 from csattn.lightning.hisa import BlockedKeys, HisaConfig, block_sparse_top_k, hisa_top_k, overlap
 from csattn.lightning.order import top_k_reference
 from csattn.lightning.page_score import score_pages
 from csattn.lightning.quantise import quantise_fp8
 from csattn.lightning.score import Operands, causal_lens
-from csattn.lightning.stream import choose_keys, score_into
+from csattn.lightning.stream import choose_keys, score_all, score_into
 from csattn.lightning.topk import top_k
 
 K = 1024
 NUM_QUERIES = 1024
 PREFIXES = (4 * K, 8 * K, 16 * K, 32 * K, 64 * K, 128 * K)
-CONFIGS = {"HISA": HisaConfig(), "HISA, last 2 blocks": HisaConfig(last_blocks=2)}
 WANTED = 4  # meanings that a structured query looks for
 STRENGTH = 16.0  # of a meaning, beside noise of length 11
 ROWS_COMPARED = 64
@@ -40,19 +41,20 @@ class Sizes:
     num_heads: int
     k: int
     prefixes: tuple[int, ...]
-    configs: dict[str, HisaConfig]
+    fixed: HisaConfig | None = None  # instead of what suits a prefix
 
     def configs_of(self, prefix: int) -> dict[str, HisaConfig]:
-        """Those of a prefix: also a quarter of its blocks, where that is more."""
-        first = next(iter(self.configs.values()))
-        quarter = prefix // first.block_size // 4
-        if quarter <= first.num_blocks:
-            return self.configs
-        return self.configs | {"HISA, a quarter": HisaConfig(block_size=first.block_size, num_blocks=quarter)}
+        """The settings that are measured at a prefix."""
+        config = self.fixed or HisaConfig.for_prefix(prefix)
+        configs = {"HISA": config, "HISA, last 2 blocks": replace(config, last_blocks=2)}
+        if config.num_blocks > HisaConfig().num_blocks:
+            quarter = prefix // config.block_size // 4
+            configs |= {"HISA, 64 blocks": HisaConfig(), "HISA, a quarter": HisaConfig(num_blocks=quarter)}
+        return configs
 
 
-FULL = Sizes(NUM_QUERIES, 64, 2048, PREFIXES, CONFIGS)
-SMALL = Sizes(32, 4, 128, (1024, 2048), {"HISA": HisaConfig(block_size=32, num_blocks=12)})
+FULL = Sizes(NUM_QUERIES, 64, 2048, PREFIXES)
+SMALL = Sizes(32, 4, 128, (1024, 2048), HisaConfig(block_size=32, num_blocks=12))
 
 
 def trials(device: str) -> Iterator[Trial]:
@@ -101,7 +103,8 @@ def _trial(prefix: int, keys: str, variant: str, sizes: Sizes, device: str) -> T
             return Prepared(list, [lambda: choose_keys(operands, sizes.k, host_lens)], graph=False)
         if variant == "DSA":
             return _dense(operands, sizes.k, lens, device)
-        config = sizes.configs_of(prefix).get(variant, next(iter(sizes.configs.values())))
+        configs = sizes.configs_of(prefix)
+        config = configs.get(variant, configs["HISA"])
         blocked = BlockedKeys.of_operands(operands, config.block_size)
         arguments: tuple[Any, ...] = (operands.q, operands.weights, blocked, lens, sizes.k)
         exact = choose_keys(operands, sizes.k, host_lens).indices
@@ -138,10 +141,14 @@ def _dense(operands: Operands, k: int, lens: Tensor, device: str) -> Prepared:
 def _faults(operands: Operands, blocked: BlockedKeys, lens: Tensor, k: int, config: HisaConfig) -> list[str]:
     """Where the candidates cover all keys, HISA is DSA on the same scores; and repetitions do not differ."""
     rows = slice(0, ROWS_COMPARED)
-    own = (operands.q[rows], operands.weights[rows])
+    operands = operands.of_queries(rows)
+    own = (operands.q, operands.weights)
     short = lens[rows].clamp(max=config.pool_len)
-    few = BlockedKeys(blocked.keys, blocked.pages[rows], blocked.block_keys, blocked.block_pages[rows])
-    scores = score_pages(*own, few.keys, few.pages, short)
+    few = replace(blocked, pages=blocked.pages[rows], block_pages=blocked.block_pages[rows])
+    if operands.q.is_cuda and not hopper_score.suits(operands):  # then the two score in kernels of their own
+        scores = score_pages(*own, few.keys, few.pages, short)
+    else:
+        scores = score_all(operands, short)
     want = top_k_reference(scores, k, short)
     wrong = [] if torch.equal(hisa_top_k(*own, few, short, k, config), want) else ["differs from DSA on a short prefix"]
     first = hisa_top_k(*own, few, lens[rows], k, config)

@@ -109,7 +109,7 @@ class DsaDecoder:
 
     The caller writes queries, lengths and tables into the attributes, keys and rows into the caches, calls `step` or
     replays it, and reads `out`, `lse` and `indices`. Nothing of a step waits for the device or looks at a value on the
-    host. Four launches: score, choose, attend, merge; with HISA six more.
+    host. Four launches: score, choose, attend, merge; with HISA four more.
     """
 
     def __init__(self, shape: DsaShape, device: torch.device) -> None:

@@ -4,17 +4,21 @@ What it chooses has the form of what DSA chooses, and is the same wherever the c
 """
 
 from dataclasses import dataclass
+from math import ceil
 
 import torch
 from torch import Tensor
 
 from csattn.errors import ConfigError
 from csattn.lightning.checks import require_array, require_at_least
+from csattn.lightning.hisa_choice import choose_candidates
 from csattn.lightning.hisa_pooling import PAGE_SIZE, pool_keys
 from csattn.lightning.order import SENTINEL
 from csattn.lightning.page_score import KeyPages, score_pages
 from csattn.lightning.score import Operands
 from csattn.lightning.topk import Order, top_k
+
+_FEW_BLOCKS, _FEW_KEYS = 64, 32768  # the paper's candidates, and how many keys they are enough for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +26,7 @@ class HisaConfig:
     """Which blocks are looked into. The final paper always takes the first and the last, its first version 1 and 2."""
 
     block_size: int = 128
-    num_blocks: int = 64  # candidates of a query
+    num_blocks: int = _FEW_BLOCKS  # candidates of a query
     first_blocks: int = 1  # always among them
     last_blocks: int = 1  # likewise, of the blocks that a query sees: its own, and before
 
@@ -39,6 +43,16 @@ class HisaConfig:
                 f"candidates; raise num_blocks"
             )
 
+    @classmethod
+    def for_prefix(cls, num_keys: int) -> "HisaConfig":
+        """For queries that see about so many keys: 64 blocks up to 32K, beyond that as their square root grows.
+
+        The more blocks there are, the more of them look good by chance: on the structured keys of `bench.lightning`, an
+        overlap with DSA of 0.994 takes 52, 80 and 113 blocks at 32K, 64K and 128K.
+        """
+        growth = max(1.0, num_keys / _FEW_KEYS) ** 0.5
+        return cls(num_blocks=ceil(_FEW_BLOCKS * growth / 8) * 8)
+
     @property
     def pool_len(self) -> int:
         """Keys of all candidates."""
@@ -53,6 +67,7 @@ class BlockedKeys:
     pages: Tensor  # [num_queries, max_pages] int32, of each query's keys
     block_keys: KeyPages
     block_pages: Tensor  # [num_queries, max_block_pages] int32, of each query's block keys
+    in_order: bool = False  # there is one sequence, and its pages are all of the keys, the first first
 
     @classmethod
     def of_operands(cls, operands: Operands, block_size: int) -> "BlockedKeys":
@@ -66,14 +81,14 @@ class BlockedKeys:
         weights = operands.weights
         pooled = KeyPages.of_keys(Operands(operands.q, values.to(operands.q.dtype), weights, scales), PAGE_SIZE)
         pages = [torch.arange(len(x.values), dtype=torch.int32, device=device) for x in (keys, pooled)]
-        return cls(keys, pages[0].expand(num_queries, -1), pooled, pages[1].expand(num_queries, -1))
+        return cls(keys, pages[0].expand(num_queries, -1), pooled, pages[1].expand(num_queries, -1), in_order=True)
 
 
 def hisa_top_k(
     q: Tensor,  # [num_queries, num_heads, head_dim], like the keys
     weights: Tensor,  # [num_queries, num_heads] float32
     blocked: BlockedKeys,
-    kv_lens: Tensor,  # [num_queries] int32: keys that each query sees, the first of its own
+    kv_lens: Tensor,  # [num_queries] int32: keys that each query sees, the first of its pages, no more than these hold
     k: int,
     config: HisaConfig,
     *,
@@ -83,14 +98,20 @@ def hisa_top_k(
 ) -> Tensor:
     """The best keys within the best blocks: indices [num_queries, k] int32, -1 padded, in an order of `top_k`'s."""
     require_at_least("k", k, 1, config.pool_len)
-    candidates = choose_blocks(q, weights, blocked, kv_lens, config)
-    pages, pool_lens = candidate_pages(candidates, blocked.pages, kv_lens, blocked.keys.page_size, config.block_size)
+    blocks, num_keys = choose_blocks(q, weights, blocked, kv_lens, config)
     all_chosen = k if order == "position" else 0  # no more keys than that are chosen without a look at them
-    scores = score_pages(q, weights, blocked.keys, pages, pool_lens, longer_than=all_chosen)
-    where = {"pages": candidates, "page_size": config.block_size}
-    if physical:
-        where = {"pages": pages, "page_size": blocked.keys.page_size}
-    return top_k(scores, k, pool_lens, order=order, out=out, **where)  # type: ignore[arg-type]
+    where = {"pages": blocks, "page_size": config.block_size}
+    operands = _one_sequence(q, weights, blocked.keys) if blocked.in_order else None
+    if operands is not None and _suits_hopper(operands, config.block_size):
+        from csattn.lightning.hisa_score import score_candidates  # Triton is only where a GPU is
+
+        scores = score_candidates(operands, config.block_size, blocks, num_keys, longer_than=all_chosen)
+    else:
+        pages = candidate_pages(blocks, blocked.pages, kv_lens, blocked.keys.page_size, config.block_size)
+        scores = score_pages(q, weights, blocked.keys, pages, num_keys, longer_than=all_chosen)
+        if physical:
+            where = {"pages": pages, "page_size": blocked.keys.page_size}
+    return top_k(scores, k, num_keys, order=order, out=out, **where)  # type: ignore[arg-type]
 
 
 def block_sparse_top_k(
@@ -98,33 +119,52 @@ def block_sparse_top_k(
 ) -> Tensor:
     """The ablation without refinement: all keys of the best blocks, k in all, ascending. Arguments: `hisa_top_k`."""
     require_at_least("k", k, config.pool_len, config.pool_len)
-    candidates = choose_blocks(q, weights, blocked, kv_lens, config)
+    candidates, _ = choose_blocks(q, weights, blocked, kv_lens, config)
     positions = candidates[..., None] * config.block_size + torch.arange(config.block_size, device=q.device)
     seen = (candidates[..., None] >= 0) & (positions < kv_lens[:, None, None])
     positions = torch.where(seen, positions, torch.iinfo(torch.int32).max).flatten(1).sort(dim=1).values
     return torch.where(positions == torch.iinfo(torch.int32).max, SENTINEL, positions).to(torch.int32)
 
 
-def choose_blocks(q: Tensor, weights: Tensor, blocked: BlockedKeys, kv_lens: Tensor, config: HisaConfig) -> Tensor:
-    """The candidates of each query: [num_queries, num_blocks] int32, ascending, -1 padded."""
+def choose_blocks(
+    q: Tensor, weights: Tensor, blocked: BlockedKeys, kv_lens: Tensor, config: HisaConfig
+) -> tuple[Tensor, Tensor]:
+    """The candidates of each query, and how many keys it sees of them. Arguments: `hisa_top_k`; result: `best_blocks`.
+
+    Only the last block of a sequence may be short, and it comes last.
+    """
     require_array("kv_lens", kv_lens, (len(q),), torch.int32, like=q)
-    num_blocks = (kv_lens + (config.block_size - 1)) // config.block_size
-    keys, all_chosen = blocked.block_keys, config.num_blocks
-    scores = score_pages(q, weights, keys, blocked.block_pages, num_blocks, longer_than=all_chosen)
-    force_blocks(scores, num_blocks, config)
-    return top_k(scores, config.num_blocks, num_blocks, order="position")
+    operands = _one_sequence(q, weights, blocked.block_keys) if blocked.in_order else None
+    if operands is not None and _suits_hopper(operands, PAGE_SIZE):
+        from csattn.lightning.hisa_score import score_blocks  # Triton is only where a GPU is
+
+        return best_blocks(score_blocks(operands, kv_lens, config.block_size), kv_lens, config)
+    num_blocks, all_chosen = _num_blocks(kv_lens, config.block_size), config.num_blocks
+    scores = score_pages(q, weights, blocked.block_keys, blocked.block_pages, num_blocks, longer_than=all_chosen)
+    return best_blocks(scores, kv_lens, config)
 
 
-def force_blocks(scores: Tensor, num_blocks: Tensor, config: HisaConfig) -> None:
-    """Make the scores of the first and last blocks infinite. scores: [num_queries, max_blocks]; num_blocks: of each."""
+def best_blocks(
+    scores: Tensor,  # [num_queries, max_blocks] float32, overwritten; the others' are not looked at
+    kv_lens: Tensor,  # [num_queries] int32
+    config: HisaConfig,
+) -> tuple[Tensor, Tensor]:
+    """The first and last blocks, and the best of the rest: [num_queries, num_blocks] int32, ascending, -1 padded.
+
+    Also, how many keys a query sees of them: [num_queries] int32.
+    """
     if scores.device.type == "cuda":
-        from csattn.lightning.hisa_kernels import force_on_device  # Triton is only where a GPU is
-
-        force_on_device(scores, num_blocks, config.first_blocks, config.last_blocks)
-        return
-    block = torch.arange(scores.shape[1], device=scores.device)
+        chosen, num_keys = kv_lens.new_empty(len(scores), config.num_blocks), torch.empty_like(kv_lens)
+        ends = config.first_blocks, config.last_blocks
+        choose_candidates(scores, kv_lens, config.block_size, ends, chosen, num_keys)
+        return chosen, num_keys
+    num_blocks = _num_blocks(kv_lens, config.block_size)
+    block = torch.arange(scores.shape[1])
     forced = (block < config.first_blocks) | (block >= num_blocks[:, None] - config.last_blocks)
     scores.masked_fill_(forced & (block < num_blocks[:, None]), torch.inf)
+    chosen = top_k(scores, config.num_blocks, num_blocks, order="position")
+    missing = ((chosen + 1) * config.block_size - kv_lens[:, None]).clamp(min=0)
+    return chosen, torch.where(chosen < 0, 0, config.block_size - missing).sum(1).to(torch.int32)
 
 
 def candidate_pages(
@@ -133,26 +173,45 @@ def candidate_pages(
     kv_lens: Tensor,  # [num_queries] int32
     page_size: int,
     block_size: int,
-) -> tuple[Tensor, Tensor]:
-    """The candidates' pages [num_queries, num_blocks * pages of a block] int32, and how many keys they hold.
-
-    Only the last block of a sequence may be short, and it comes last: candidates hold a prefix of their pages' keys.
-    """
+) -> Tensor:
+    """The candidates' pages: [num_queries, num_blocks * pages of a block] int32, -1 where there is none."""
     if block_size % page_size:
         raise ConfigError(f"blocks of {block_size} keys do not divide into pages of {page_size}")
     each = block_size // page_size
     if candidates.device.type == "cuda":
-        from csattn.lightning.hisa_kernels import candidates_on_device
+        from csattn.lightning.hisa_kernels import pages_on_device
 
         own = candidates.new_empty(len(candidates), candidates.shape[1] * each)
-        pool_lens = torch.empty_like(kv_lens)
-        candidates_on_device(candidates, pages, kv_lens, block_size, own, pool_lens)
-        return own, pool_lens
+        pages_on_device(candidates, pages, kv_lens, block_size, own)
+        return own
     numbers = (candidates[..., None] * each + torch.arange(each, dtype=torch.int32)).flatten(1)
     there = (numbers >= 0) & (numbers * page_size < kv_lens[:, None]) & (numbers < pages.shape[1])
-    own = torch.where(there, pages.gather(1, torch.where(there, numbers, 0).long()), SENTINEL)
-    missing = ((candidates + 1) * block_size - kv_lens[:, None]).clamp(min=0)
-    return own, torch.where(candidates < 0, 0, block_size - missing).sum(1).to(torch.int32)
+    return torch.where(there, pages.gather(1, torch.where(there, numbers, 0).long()), SENTINEL)
+
+
+def _num_blocks(kv_lens: Tensor, block_size: int) -> Tensor:
+    if kv_lens.device.type == "cuda":
+        from csattn.lightning.hisa_kernels import longest_on_device  # one launch instead of two
+
+        num_blocks = torch.empty_like(kv_lens)
+        longest_on_device(kv_lens, block_size, 1, num_blocks)
+        return num_blocks
+    return (kv_lens + (block_size - 1)) // block_size
+
+
+def _one_sequence(q: Tensor, weights: Tensor, keys: KeyPages) -> Operands:
+    """All queries and all keys, those that fill up the last page included."""
+    operands = Operands(q, keys.values.flatten(0, 1), weights, keys.scales.flatten())
+    operands.check()
+    return operands
+
+
+def _suits_hopper(operands: Operands, block_size: int) -> bool:
+    if not operands.q.is_cuda:
+        return False
+    from csattn.lightning.hisa_score import suits  # Triton is only where a GPU is
+
+    return suits(operands, block_size)
 
 
 def overlap(chosen: Tensor, wanted: Tensor) -> Tensor:

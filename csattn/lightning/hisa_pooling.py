@@ -87,7 +87,7 @@ class PooledKeys:
         require_array("k", k, tuple(self._sums.shape), like=self._sums)
         require_array("key_scale", key_scale, (len(k),), torch.float32, like=self._sums)
         if k.device.type == "cuda":
-            from csattn.lightning.hisa_kernels import append_on_device  # Triton is only where a GPU is
+            from csattn.lightning.hisa_pooling_kernels import append_on_device  # Triton is only where a GPU is
 
             state = self._sums, self._lens, self._values, self._scales
             append_on_device(k, key_scale, self.block_size, self._max_len, *state)

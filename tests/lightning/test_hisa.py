@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from csattn.errors import ConfigError
-from csattn.lightning import hisa, hisa_kernels
+from csattn.lightning import hisa, hisa_choice, hisa_kernels, hisa_pooling_kernels, hopper_score
 from csattn.lightning.hisa import BlockedKeys, HisaConfig, block_sparse_top_k, hisa_top_k, overlap
 from csattn.lightning.hisa_pooling import PooledKeys, pool_keys
 from csattn.lightning.key_cache import make_key_cache, page_views
@@ -15,9 +15,9 @@ from csattn.lightning.order import top_k_reference
 from csattn.lightning.page_score import KeyPages, score_pages
 from csattn.lightning.quantise import quantise_fp8
 from csattn.lightning.score import Operands, score_keys
-from csattn.lightning.stream import choose_keys
+from csattn.lightning.stream import choose_keys, score_all
 from csattn.lightning.topk import Order, top_k
-from tests.cuda_on_cpu.emulated import DEVICE
+from tests.cuda_on_cpu.emulated import DEVICE, Emulator
 
 CONFIG = HisaConfig(block_size=16, num_blocks=4)
 
@@ -80,18 +80,21 @@ def test_is_dsa_where_the_candidates_are_all_blocks() -> None:
     assert torch.equal(got, choose_keys(operands, 24, kv_lens).indices)
 
 
-@pytest.mark.parametrize("order", ["score", "position"])
-def test_on_a_device_is_dsa_of_the_same_scores(order: Order) -> None:
-    config = HisaConfig(num_blocks=8)
+@pytest.mark.parametrize(("order", "block_size"), [("score", 128), ("position", 64)])
+def test_on_a_device_is_dsa_of_the_same_scores(order: Order, block_size: int) -> None:
+    config = HisaConfig(block_size=block_size, num_blocks=1024 // block_size)
     q, q_scale = quantise_fp8(torch.randn(40, 64, 128, device=DEVICE))
     k, k_scale = quantise_fp8(torch.randn(5000, 128, device=DEVICE))
     operands = Operands(q, k, torch.randn(40, 64, device=DEVICE) * q_scale[..., 0], k_scale[:, 0])
     kv_lens = torch.arange(1024, 1024 - 40 * 25, -25, dtype=torch.int32, device=DEVICE)
     blocked = BlockedKeys.of_operands(operands, config.block_size)
-    scores = score_pages(q, operands.weights, blocked.keys, blocked.pages, kv_lens)
-    for _ in range(3):
-        got = hisa_top_k(q, operands.weights, blocked, kv_lens, 512, config, order=order)
-        assert torch.equal(got, top_k(scores, 512, kv_lens, order=order))
+    paged = replace(blocked, in_order=False)
+    of_pages = score_pages(q, operands.weights, blocked.keys, blocked.pages, kv_lens)
+    of_keys = score_all(operands, kv_lens) if hopper_score.suits(operands) else of_pages
+    for own, scores in ((blocked, of_keys), (paged, of_pages)):
+        for _ in range(3):
+            got = hisa_top_k(q, operands.weights, own, kv_lens, 512, config, order=order)
+            assert torch.equal(got, top_k(scores, 512, kv_lens, order=order))
 
 
 def test_of_paged_keys_of_many_sequences() -> None:
@@ -146,7 +149,7 @@ def test_the_kernel_keeps_block_keys_to_the_bit() -> None:
     state = [x.to(DEVICE) for x in (kept[0]._sums, kept[0]._lens, kept[0]._values, kept[0]._scales)]
     for token in range(40):
         key, its_scale = k[:, token].contiguous(), scale[:, token, 0].contiguous()
-        hisa_kernels.append_on_device(key.to(DEVICE), its_scale.to(DEVICE), 16, 37, *state)
+        hisa_pooling_kernels.append_on_device(key.to(DEVICE), its_scale.to(DEVICE), 16, 37, *state)
         kept[1].append(key, its_scale)
     want = kept[1]._sums, kept[1]._lens, kept[1]._values.view(torch.uint8), kept[1]._scales
     state[2] = state[2].view(torch.uint8)
@@ -162,26 +165,36 @@ def test_a_key_without_room_changes_nothing() -> None:
     assert torch.equal(kept.keys.values.view(torch.uint8), before)
 
 
+@pytest.mark.parametrize("scores", ["random", "few values", "nan and inf", "of many blocks"])
 @pytest.mark.parametrize(("first_blocks", "last_blocks"), [(1, 2), (0, 1), (2, 0)])
-def test_kernels_agree_with_their_definitions(first_blocks: int, last_blocks: int) -> None:
+def test_the_kernel_chooses_blocks_by_definition(
+    first_blocks: int, last_blocks: int, scores: str, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulator.stand_in(monkeypatch, hisa_choice)
     config = HisaConfig(block_size=32, num_blocks=5, first_blocks=first_blocks, last_blocks=last_blocks)
-    num_blocks = torch.tensor([0, 1, 2, 9], dtype=torch.int32)
-    scores = torch.randn(4, 9)
-    forced = scores.to(DEVICE, copy=True)
-    hisa_kernels.force_on_device(forced, num_blocks.to(DEVICE), first_blocks, last_blocks)
-    hisa.force_blocks(scores, num_blocks, config)
-    assert torch.equal(forced.cpu(), scores)
+    kv_lens = torch.tensor([0, 9, 33, 160, 161, 280, 290, 9000], dtype=torch.int32)
+    of_blocks = torch.randn(8, 300 if scores != "of many blocks" else hisa_choice.MANY_BLOCKS + 1)
+    if scores == "few values":
+        of_blocks = of_blocks.round() * 0.0 if first_blocks else of_blocks.round()
+    if scores == "nan and inf":
+        of_blocks[of_blocks > 0.5] = torch.nan
+        of_blocks[of_blocks < -1.0] = -torch.inf
+        of_blocks[:, 7] = torch.inf
+    got = [torch.full(sizes, -7, dtype=torch.int32, device=DEVICE) for sizes in ((8, 5), (8,))]
+    ends = first_blocks, last_blocks
+    hisa_choice.choose_candidates(of_blocks.to(DEVICE, copy=True), kv_lens.to(DEVICE), 32, ends, *got)
+    want = hisa.best_blocks(of_blocks, kv_lens, config)
+    assert all(torch.equal(mine.cpu(), its) for mine, its in zip(got, want, strict=True))
+    assert want[1].tolist()[:4] == [0, 9, 33, 160]
+
+
+def test_the_kernel_finds_the_pages_of_candidates() -> None:
     candidates = torch.tensor([[-1] * 5, [0, -1, -1, -1, -1], [0, 1, -1, -1, -1], [0, 2, 5, 7, 8]], dtype=torch.int32)
     kv_lens = torch.tensor([0, 9, 33, 280], dtype=torch.int32)
     pages = torch.randperm(40).view(4, 10)[:, :18].to(torch.int32).repeat(1, 2)
-    want, want_lens = hisa.candidate_pages(candidates, pages, kv_lens, 16, 32)
-    own, lens = torch.full((4, 10), -7, dtype=torch.int32, device=DEVICE), torch.empty_like(kv_lens, device=DEVICE)
-    hisa_kernels.candidates_on_device(
-        candidates.to(DEVICE), pages.to(DEVICE), kv_lens.to(DEVICE), config.block_size, own, lens
-    )
-    assert torch.equal(own.cpu(), want)
-    assert torch.equal(lens.cpu(), want_lens)
-    assert want_lens.tolist() == [0, 9, 33, 4 * 32 + 24]
+    own = torch.full((4, 10), -7, dtype=torch.int32, device=DEVICE)
+    hisa_kernels.pages_on_device(candidates.to(DEVICE), pages.to(DEVICE), kv_lens.to(DEVICE), 32, own)
+    assert torch.equal(own.cpu(), hisa.candidate_pages(candidates, pages, kv_lens, 16, 32))
 
 
 def test_structured_keys_are_found_and_random_ones_are_not() -> None:
@@ -209,6 +222,11 @@ def test_block_sparse_selection_is_whole_blocks() -> None:
     starts = got[0, :48].view(3, 16)
     assert torch.equal(starts - starts[:, :1], torch.arange(16).expand(3, -1).to(torch.int32))
     assert got[0, -8:].tolist() == [-1] * 8, "the last block is forced, and has 8 keys"
+
+
+def test_candidates_grow_with_the_prefix() -> None:
+    assert HisaConfig.for_prefix(1) == HisaConfig.for_prefix(32768) == HisaConfig()
+    assert [HisaConfig.for_prefix(n << 10).num_blocks for n in (33, 64, 128, 512)] == [72, 96, 128, 256]
 
 
 def test_overlap_of_selections() -> None:

@@ -1,0 +1,89 @@
+"""HISA's own kernel on Hopper: scores of candidates are those of all keys, to the bit.
+
+Without a GPU the copy engine and the matrix units are emulated, swizzle and barriers included: sizes are tiny.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton, which lists each block's queries, is not installed")
+
+from bench.lightning.awkward import make_operands
+from csattn.lightning import hisa_score, hopper_score
+from csattn.lightning.hisa import HisaConfig, best_blocks
+from csattn.lightning.hisa_kernels import lists_on_device
+from csattn.lightning.quantise import FP8
+from csattn.lightning.score import Operands
+from tests.cuda_on_cpu import emulated
+from tests.cuda_on_cpu.emulated import DEVICE
+
+
+@pytest.fixture
+def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE.type == "cuda" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("this device has not what this kernel is written in")
+    emulator.stand_in(monkeypatch, hopper_score, hisa_score, multiprocessors=2)
+
+
+def some_candidates(kv_lens: Tensor, block_size: int, num_candidates: int) -> tuple[Tensor, Tensor]:
+    """Blocks that queries of such lengths look into, and how many keys they see of them."""
+    config = HisaConfig(block_size=block_size, num_blocks=num_candidates)
+    scores = torch.randn(len(kv_lens), max(1, -(-int(kv_lens.max()) // block_size)))
+    return best_blocks(scores.to(DEVICE), kv_lens.to(DEVICE), config)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    ("num_queries", "num_keys", "num_heads", "dtype", "block_size"),
+    [(37, 140, 64, FP8, 128), (35, 150, 32, FP8, 64), (3, 129, 16, torch.bfloat16, 128)],
+)
+def test_scores_are_those_of_all_keys(
+    num_queries: int, num_keys: int, num_heads: int, dtype: torch.dtype, block_size: int
+) -> None:
+    made = make_operands("random", num_queries, num_keys, num_heads, 128, key_scale=True)
+    assert made.key_scale is not None
+    scale, weights = made.key_scale.to(DEVICE), made.weights.to(DEVICE)
+    operands = Operands(made.q.to(DEVICE, dtype), made.k.to(DEVICE, dtype), weights, scale)
+    kv_lens = torch.randint(0, num_keys + 1, (num_queries,), dtype=torch.int32)
+    kv_lens[-1] = num_keys
+    candidates, num_seen = some_candidates(kv_lens, block_size, 3)
+    left_out = block_size // 2
+    got = hisa_score.score_candidates(operands, block_size, candidates, num_seen, longer_than=left_out)
+    longest = torch.full((-(-num_queries // hopper_score.queries_of_tile(num_heads)),), num_keys, dtype=torch.int32)
+    dense = torch.full((num_queries, -(-num_keys // 256) * 256), torch.nan, device=DEVICE)
+    hopper_score.write_scores(operands, range(num_keys), longest.to(DEVICE), dense)
+    positions = candidates.clamp(min=0)[..., None] * block_size + torch.arange(block_size, device=DEVICE)
+    want = dense.gather(1, positions.flatten(1).long())
+    scored = (torch.arange(got.shape[1], device=DEVICE) < num_seen[:, None]) & (num_seen[:, None] > left_out)
+    assert torch.equal(got[scored], want[scored])
+
+
+@pytest.mark.usefixtures("kernels")
+def test_scores_of_blocks_are_those_of_their_tiles_queries() -> None:
+    operands = make_operands("random", 6, 70, 64, 128, torch.float16, key_scale=True)
+    kv_lens = torch.tensor([70 * 16, 5, 0, 1, 64 * 16, 0], dtype=torch.int32)
+    assert operands.key_scale is not None
+    arrays = [x.to(DEVICE) for x in (operands.q, operands.k, operands.weights, operands.key_scale)]
+    operands = Operands(*arrays)
+    got = hisa_score.score_blocks(operands, kv_lens.to(DEVICE), 16)
+    want = torch.full((6, 128), torch.nan, device=DEVICE)
+    longest = torch.tensor([70, 64], dtype=torch.int32, device=DEVICE)
+    hopper_score.write_scores(operands, range(70), longest, want)
+    assert torch.equal(got[:4, :70], want[:4, :70])
+    assert torch.equal(got[4:, :64], want[4:, :64])
+
+
+def test_each_block_has_its_queries_once() -> None:
+    num_queries, num_blocks, parts_each = 70, 9, 5
+    kv_lens = torch.randint(0, num_blocks * 16 + 1, (num_queries,), dtype=torch.int32)
+    candidates, num_seen = (x.to(DEVICE) for x in some_candidates(kv_lens, 16, 5))
+    lists = torch.full((num_blocks, num_queries), -7, dtype=torch.int32, device=DEVICE)
+    counts = torch.zeros(num_blocks + 2, dtype=torch.int32, device=DEVICE)
+    items = torch.full((num_blocks * parts_each,), -7, dtype=torch.int32, device=DEVICE)
+    lists_on_device(candidates, num_seen, 20, 16, lists, counts, items)
+    chosen = candidates.where(num_seen[:, None] > 20, -1).flatten()
+    for block, count in enumerate(counts[:-2].tolist()):
+        assert lists[block, :count].sort().values.tolist() == (chosen == block).nonzero()[:, 0].tolist()
+    wanted = {n * parts_each + part for n, count in enumerate(counts[:-2].tolist()) for part in range(-(-count // 16))}
+    assert sorted(items[: int(counts[-2])].tolist()) == sorted(wanted)

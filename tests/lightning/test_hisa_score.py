@@ -3,6 +3,10 @@
 Without a GPU the copy engine and the matrix units are emulated, swizzle and barriers included: sizes are tiny.
 """
 
+import shutil
+import subprocess
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -17,6 +21,8 @@ from csattn.lightning.quantise import FP8
 from csattn.lightning.score import Operands
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
+
+NVCC = shutil.which("nvcc")
 
 
 @pytest.fixture
@@ -87,3 +93,15 @@ def test_each_block_has_its_queries_once() -> None:
         assert lists[block, :count].sort().values.tolist() == (chosen == block).nonzero()[:, 0].tolist()
     wanted = {n * parts_each + part for n, count in enumerate(counts[:-2].tolist()) for part in range(-(-count // 16))}
     assert sorted(items[: int(counts[-2])].tolist()) == sorted(wanted)
+
+
+@pytest.mark.skipif(NVCC is None, reason="this machine has no CUDA compiler")
+@pytest.mark.parametrize(("num_heads", "block_size"), [(64, 128), (16, 64)])
+def test_compiles_without_spills(num_heads: int, block_size: int, tmp_path: Path) -> None:
+    source = tmp_path / "kernel.cu"
+    source.write_text("\n".join(path.read_text() for path in hisa_score.SOURCES))
+    defines = hisa_score.defines_for(FP8, num_heads, 128, block_size)
+    options = [f"-D{name}={value}" for name, value in defines.items()]
+    target = ["-std=c++17", "-cubin", "-gencode=arch=compute_90a,code=sm_90a", "-Xptxas=-v", "-o", tmp_path / "kernel"]
+    said = subprocess.run([str(NVCC), *options, *target, source], check=True, capture_output=True, text=True).stderr
+    assert "0 bytes spill stores, 0 bytes spill loads" in said.partition("score_candidates")[2].split("Used")[0]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_PREFERRED_SHARED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, a percentage
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64  # of CUtensorMap
 
 
@@ -72,11 +73,12 @@ def cuda_kernel(
     shared_bytes: int = 0,  # dynamic shared memory of every launch
     early_start: bool = False,  # may start while the kernel before it ends: then it has to wait before it reads
     architecture: str | None = None,  # to compile for; None: what the device shares with those that come after it
+    most_shared: bool = False,  # shared memory takes all it can from the L1 cache: kernels that agree start side by side
 ) -> CudaKernel:
     """Compile, for the current device, or take what an earlier call compiled."""
     sources = source if isinstance(source, tuple) else (source,)
     options = tuple(f"-D{key}={value}" for key, value in sorted(defines.items()))
-    function = _function(sources, name, options, shared_bytes, architecture, torch.cuda.current_device())
+    function = _function(sources, name, options, shared_bytes, architecture, most_shared, torch.cuda.current_device())
     return CudaKernel(name, function, shared_bytes, early_start)
 
 
@@ -146,13 +148,16 @@ def _function(
     options: tuple[str, ...],
     shared_bytes: int,
     architecture: str | None,
+    most_shared: bool,
     device: int,  # that it is loaded on
 ) -> Any:
     function = _module(sources, options, architecture, device).get_function(name)
     function = getattr(function, "kernel", function)  # of what CuPy compiles itself
+    handle = ctypes.c_void_p(function.ptr)
     if shared_bytes:  # has to be asked for where it is more than 48 KiB together with what the kernel declares
-        handle = ctypes.c_void_p(function.ptr)
         _require(_driver().cuFuncSetAttribute(handle, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes), name)
+    if most_shared:
+        _require(_driver().cuFuncSetAttribute(handle, _PREFERRED_SHARED_CARVEOUT, 100), name)
     return function
 
 

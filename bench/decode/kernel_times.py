@@ -19,6 +19,7 @@ PURPOSES = {
     "combine_": "select",
     "find_": "select",
     "write_": "select",
+    "choose_sums": "select",
     "fetch_selections": "wait",  # for the CPU, in placement `host`
     "look_up_rows": "gather",
     "gather_rows": "gather",

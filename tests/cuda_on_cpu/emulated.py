@@ -86,6 +86,7 @@ class Emulator:
         shared_bytes: int = 0,
         early_start: bool = False,
         architecture: str | None = None,
+        most_shared: bool = False,
     ) -> EmulatedKernel:
         """As `csattn.cuda.cuda_kernel`."""
         sources = source if isinstance(source, tuple) else (source,)

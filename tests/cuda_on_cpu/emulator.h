@@ -19,6 +19,7 @@
 #define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __maxnreg__(...)
 #define __cluster_dims__(...)
 #define __restrict__
 #define __shared__ static thread_local
@@ -184,6 +185,8 @@ static inline unsigned __reduce_max_sync(unsigned, unsigned value) {
 
 static inline unsigned __float_as_uint(float value) { unsigned bits; std::memcpy(&bits, &value, 4); return bits; }
 static inline float __uint_as_float(unsigned bits) { float value; std::memcpy(&value, &bits, 4); return value; }
+static inline int __double2hiint(double value) { uint64_t bits; std::memcpy(&bits, &value, 8); return bits >> 32; }
+static inline long long __double_as_longlong(double value) { long long bits; std::memcpy(&bits, &value, 8); return bits; }
 static inline float __int_as_float(unsigned bits) { return __uint_as_float(bits); }
 static inline float __fadd_rn(float a, float b) { return a + b; }
 static inline float __fmul_rn(float a, float b) { volatile float product = a * b; return product; }

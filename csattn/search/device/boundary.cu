@@ -4,30 +4,46 @@ struct Boundary {
     u32 bin, above, inside;
 };
 
+// A thread's neighbouring bins of all; thread 0 has the highest.
+struct BinCounts {
+    static constexpr int EACH = NUM_BINS / THREADS;
+    static_assert(NUM_BINS % THREADS == 0 && EACH % 4 == 0, "threads share out the bins, and read them four at a time");
+    u32 counts[EACH];
+
+    __device__ __forceinline__ static int first() { return NUM_BINS - (threadIdx.x + 1) * EACH; }
+
+    __device__ __forceinline__ BinCounts(const u32* bins) {
+#pragma unroll
+        for (int i = 0; i < EACH; i += 4) {
+            const uint4 four = *reinterpret_cast<const uint4*>(bins + first() + i);
+            counts[i] = four.x;
+            counts[i + 1] = four.y;
+            counts[i + 2] = four.z;
+            counts[i + 3] = four.w;
+        }
+    }
+};
+
 // The bin that holds the `wanted`-th largest worth; inside is 0 if fewer are counted. scratch: [WARPS].
-__device__ Boundary find_bin(const u32* bins, u32 wanted, u32* scratch) {
+__device__ Boundary find_bin(const BinCounts& mine, u32 wanted, u32* scratch) {
     __shared__ Boundary found;
-    constexpr int BINS_EACH = NUM_BINS / THREADS;
-    static_assert(NUM_BINS % THREADS == 0, "threads share out the bins");
-    const int first = NUM_BINS - (threadIdx.x + 1) * BINS_EACH;  // thread 0 has the highest bins
-    u32 mine[BINS_EACH], sum = 0, total;
+    u32 sum = 0, total;
 #pragma unroll
-    for (int i = 0; i < BINS_EACH; ++i) mine[i] = bins[first + i];
-#pragma unroll
-    for (int i = 0; i < BINS_EACH; ++i) sum += mine[i];
+    for (int i = 0; i < BinCounts::EACH; ++i) sum += mine.counts[i];
     u32 above = sum_before(sum, scratch, total);
     if (threadIdx.x == 0 && total < wanted) found = {0, total, 0};
 #pragma unroll
-    for (int i = BINS_EACH - 1; i >= 0; --i) {
-        if (above < wanted && wanted <= above + mine[i]) found = {static_cast<u32>(first + i), above, mine[i]};
-        above += mine[i];
+    for (int i = BinCounts::EACH - 1; i >= 0; --i) {
+        if (above < wanted && wanted <= above + mine.counts[i])
+            found = {static_cast<u32>(BinCounts::first() + i), above, mine.counts[i]};
+        above += mine.counts[i];
     }
     __syncthreads();
     return found;
 }
 
 // The least shift that leaves a range, of that many worths besides the first, no more bins than there are.
-__device__ __forceinline__ u32 shift_for(u32 width) { return width < NUM_BINS ? 0 : 20 - __clz(width); }
+__device__ __forceinline__ u32 shift_for(u32 width) { return width < NUM_BINS ? 0 : 1 + __clz(NUM_BINS) - __clz(width); }
 
 // One block does it all by itself, over as many passes as it takes: where worths tie, or lie further apart than the bins.
 template <typename Worths>  // by units: uint4

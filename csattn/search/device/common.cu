@@ -2,9 +2,9 @@
 // LISTS, THREADS and QUERY: float, or u16 for bfloat16 and (QUERY_IS_HALF) float16. GROUP_SIZE queries share an index head,
 // and each is made of POOL_SIZE query heads.
 //
-// The launches of a search follow each other: match; score_group, score_single or add_list; combine, but after
-// score_single; find; write (after score_single: find_sums, write_sums). What one leaves for the next lies in memory of the
-// search, for each index head of each row of the batch: its number is the `slot`.
+// The launches of a search follow each other: match; score_group or add_list, combine, find, write; or score_single and
+// choose_sums. What one leaves for the next lies in memory of the search, for each index head of each row of the batch: its
+// number is the `slot`.
 
 constexpr int WARPS = THREADS / 32;
 constexpr int SUBSPACE_DIM = HEAD_DIM / SUBSPACES;
@@ -23,6 +23,9 @@ struct LayerTable {
     const float* codebooks;    // [num_index_heads, SUBSPACES, CENTROIDS, SUBSPACE_DIM]
     const void* scores;        // rows: u8 [num_index_heads, num_tiles, SUBSPACES, CENTROIDS, TILE_BYTES]; lists: halves
     const void* extra;         // rows: float scales [num_index_heads, SUBSPACES, CENTROIDS]; lists: int indices
+
+    // For `wait_for_earlier`: the table has been read.
+    __device__ __forceinline__ u32 low_bits() const { return static_cast<u32>(reinterpret_cast<u64>(scores)); }
 };
 
 // What of a context may be chosen.
@@ -45,7 +48,7 @@ __device__ __forceinline__ Context context_of(const int* context_lens, const int
 }
 
 // What a subspace's nearest centroid is to a query.
-struct Match {
+struct alignas(16) Match {
     double weight;  // the query's norm in the subspace, or 1; times the scale of the centroid's row
     u32 centroid;
 };

@@ -32,7 +32,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) find_keys(
     int* kv_indices,      // [batch_size, num_index_heads, max_top_k], written where one block chooses alone
     long long max_top_k
 ) {
-    __shared__ u32 scratch[WARPS], bins[NUM_BINS], above;
+    alignas(16) __shared__ u32 bins[NUM_BINS];
+    __shared__ u32 scratch[WARPS], above;
     const int slot = blockIdx.z * gridDim.y + blockIdx.y;
     const Context context = context_of(context_lens, top_ks, context_ids[blockIdx.z], sink_len, window_len);
     const Part part(context.num_keys);

@@ -19,9 +19,13 @@ __device__ __forceinline__ float half_as_float(u16 bits) {
 }
 
 // Kernels may start while the one before them ends. Until this returns they read only what no kernel of the step writes,
-// and write nothing; only after it do they let the next kernel start.
-__device__ __forceinline__ void wait_for_earlier() {
-    asm volatile("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;" ::: "memory");
+// and write nothing; only after it do they let the next kernel start. `known` is made of everything that must have been
+// read by then: a compiler would read it afterwards, where it is used.
+__device__ __forceinline__ void wait_for_earlier(u32 known = 0) {
+    asm volatile(
+        "{\n\t.reg .pred p;\n\tsetp.eq.u32 p, %0, 0;\n\t@p griddepcontrol.wait;\n\t@!p griddepcontrol.wait;\n\t"
+        "griddepcontrol.launch_dependents;\n\t}" ::"r"(known)
+        : "memory");
 }
 
 // Copies into shared memory that go on behind a thread's back, in groups: `wait_for_copies<N>` leaves the N last begun.
@@ -33,3 +37,43 @@ __device__ __forceinline__ void end_group() { asm volatile("cp.async.commit_grou
 template <int LEFT> __device__ __forceinline__ void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
+
+// The blocks of a cluster, which hand each other numbers.
+struct Handover {
+    u32 barrier;
+
+    // place: in shared memory, for nothing else. The blocks may hand over after `wait_for_all`.
+    __device__ __forceinline__ Handover(u64& place) : barrier(static_cast<u32>(__cvta_generic_to_shared(&place))) {
+        if (threadIdx.x == 0) {
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
+            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        }
+        asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+    }
+    __device__ __forceinline__ void wait_for_all() const { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+
+    // Put a number at the same place of another block's shared memory.
+    __device__ __forceinline__ void give(u32& place, u32 rank, u32 number) const {
+        const u32 here = static_cast<u32>(__cvta_generic_to_shared(&place));
+        asm volatile(
+            "{\n\t.reg .b32 there, barrier;\n\tmapa.shared::cluster.u32 there, %0, %3;\n\t"
+            "mapa.shared::cluster.u32 barrier, %1, %3;\n\t"
+            "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [there], %2, [barrier];\n\t}" ::"r"(here),
+            "r"(barrier), "r"(number), "r"(rank)
+            : "memory");
+    }
+    // Until so many numbers have come, from all blocks together. One thread says beforehand how many.
+    __device__ __forceinline__ void expect(u32 numbers) const {
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(numbers * 4) : "memory");
+    }
+    __device__ __forceinline__ void wait_for_numbers() const {
+        u32 done = 0;
+        while (!done)
+            asm volatile(
+                "{\n\t.reg .pred done;\n\tmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], 0;\n\t"
+                "selp.u32 %0, 1, 0, done;\n\t}"
+                : "=r"(done)
+                : "r"(barrier)
+                : "memory");
+    }
+};

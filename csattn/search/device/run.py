@@ -17,12 +17,16 @@ from csattn.table.rows import RowTable
 
 HERE = Path(__file__).parent
 INTRINSICS = HERE / "intrinsics.cu"
-MATCH_THREADS = 256  # half as many where they are enough, so that all blocks fit on the device at once
-THREADS = 512  # of all other kernels
-MAX_SUBSPACE_DIM = MATCH_THREADS // 8  # eight threads sum up each coordinate
+THREADS = 512  # of all kernels but match
+MAX_MATCH_WARPS = 8
+MAX_SUBSPACE_DIM = 32  # a centroid lies in a thread's registers
 # sizes in bytes and in keys that the sources fix: structs Match, TileStatistics and Choice; CHUNK_KEYS and MAX_BLOCKS
-MATCH_BYTES, STATISTICS_BYTES, CHOICE_BYTES = 16, 8, 4 * (4096 + 3 + 256 + 2 * 512 + 1 + 17 * 256)
-CHUNK_KEYS, MAX_BLOCKS = 1024, 256
+MATCH_BYTES, STATISTICS_BYTES, CHOICE_BYTES = 16, 8, 4 * (4096 + 3 + 256 + 2 * 512 + 5)
+CHUNK_KEYS, MAX_BLOCKS, MAX_CLUSTER = 1024, 256, 8
+# Of the multiprocessors, those that clusters can have at the same time: they do not reach from one cluster of
+# multiprocessors (GPC) into another, and these have 14 to 18.
+CLUSTERED_SHARE = {2: 1.0, 4: 0.9, 8: 0.75}
+ROUND_KEYS = THREADS * 4 * 8  # that a block of choose_sums reads at a time
 STREAM_BYTES = THREADS // 32 * 5 * 512  # of score_rows' ring, for each copy that a lane makes in a step
 QUERY_TYPES = {torch.float32: "float", torch.float16: "u16", torch.bfloat16: "u16"}
 
@@ -157,7 +161,7 @@ class DeviceSearch:
         assert q.shape == (self.batch_size, shape.num_q_heads, shape.head_dim), f"q has shape {tuple(q.shape)}"
         assert out.kv_indices.shape[:2] == (self.batch_size, heads), f"out has shape {tuple(out.kv_indices.shape)}"
         table, lens = indexes.tables[layer_idx], indexes.context_lens
-        matching = int(shape.weigh_by_norm), int(self._rows), self._matches, self._choices
+        matching = int(shape.weigh_by_norm), self._matches, self._choices
         self._match.launch(self._grid(shape.num_subspaces), self._match_threads, q, table, context_ids, *matching)
         context = lens, indexes.top_ks, context_ids, config.sink_len, config.window_len
         if self._rows:
@@ -165,15 +169,13 @@ class DeviceSearch:
         else:
             self._add_lists(table, lens, indexes.list_lens, context_ids, context)
         chosen = out.kv_indices, out.kv_indices.shape[2]
-        blocks = self._blocks(2, self._max_keys // CHUNK_KEYS)
         worths, marks, choices = (self._worths, self._max_keys), self._marks, self._choices
         written = choices, out.kv_indices, out.valid_len, out.kv_indices.shape[2]
         if shape.worths_are_sums:
-            self._launch(self._find, blocks, *context, *worths, choices, *chosen)
-            self._launch(self._write, blocks, *context, *worths, *written)
-        else:
-            self._launch(self._find, blocks, *context, *worths, marks, choices, *chosen)
-            self._launch(self._write, blocks, *context, marks, self._max_keys, *written)
+            return self._launch(self._choose, self._cluster, *context, *worths, *written)
+        blocks = self._blocks(2, self._max_keys // CHUNK_KEYS)
+        self._launch(self._find, blocks, *context, *worths, marks, choices, *chosen)
+        self._launch(self._write, blocks, *context, marks, self._max_keys, *written)
 
     def _score_rows(self, table: Tensor, lens: Tensor, context_ids: Tensor, context: tuple[Any, ...]) -> None:
         if self.shape.worths_are_sums:
@@ -211,9 +213,7 @@ class DeviceSearch:
 
     @cached_property
     def _match_threads(self) -> int:
-        shape = self.shape
-        enough = 8 * shape.group_size * shape.head_dim // shape.num_subspaces <= MATCH_THREADS // 2
-        return MATCH_THREADS // 2 if enough else MATCH_THREADS
+        return 32 * min(self.shape.group_size, MAX_MATCH_WARPS)
 
     @cached_property
     def _match(self) -> CudaKernel:
@@ -241,18 +241,31 @@ class DeviceSearch:
         return self._list_kernels[name]
 
     @cached_property
+    def _cluster(self) -> int:
+        """Blocks that together choose for one slot."""
+        cluster, chunks = 1, self._max_keys // CHUNK_KEYS
+        while (
+            2 * cluster <= min(MAX_CLUSTER, chunks)
+            and 2 * cluster * self._slots <= 2 * CLUSTERED_SHARE[2 * cluster] * self._num_multiprocessors
+        ):
+            cluster *= 2
+        return cluster
+
+    @cached_property
+    def _choose(self) -> CudaKernel:
+        parts = "common", "choice", "boundary", "sums", "choose_sums"
+        rounds = -(-self._max_keys // CHUNK_KEYS // self._cluster) * CHUNK_KEYS / ROUND_KEYS
+        return self._compile(parts, "choose_sums", CLUSTER=self._cluster, MORE_ROUNDS=int(rounds > 1))
+
+    @cached_property
     def _find(self) -> CudaKernel:
-        if self.shape.worths_are_sums:
-            return self._compile(("common", "choice", "boundary", "sums", "find_sums"), "find_sums")
         return self._compile(("common", "choice", "boundary", "find"), "find_keys")
 
     @cached_property
     def _write(self) -> CudaKernel:
-        if self.shape.worths_are_sums:
-            return self._compile(("common", "choice", "sums", "write_sums"), "write_sums")
         return self._compile(("common", "choice", "write"), "write_keys")
 
-    def _compile(self, parts: tuple[str, ...], name: str, threads: int = THREADS, shared_bytes: int = 0) -> CudaKernel:
+    def _compile(self, parts: tuple[str, ...], name: str, threads: int = THREADS, shared_bytes: int = 0, **more: int) -> CudaKernel:
         shape = self.shape
         defines = {
             "GROUP_SIZE": shape.group_size,
@@ -265,6 +278,7 @@ class DeviceSearch:
             "THREADS": threads,
             "QUERY": QUERY_TYPES[self._query_dtype],
             "QUERY_IS_HALF": int(self._query_dtype == torch.float16),
+            **more,
         }
         sources = (INTRINSICS, *(HERE / f"{part}.cu" for part in parts))
-        return cuda_kernel(sources, name, defines, shared_bytes, early_start=True)
+        return cuda_kernel(sources, name, defines, shared_bytes, early_start=True, most_shared=shape.worths_are_sums)

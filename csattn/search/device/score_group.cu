@@ -38,18 +38,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) score_group(
 ) {
     extern __shared__ uint4 ring[];  // [WARPS][STAGES][STEP_COPIES][32]
     __shared__ QueryRow rows[GROUP_SIZE];
+    __shared__ Matches of_group;
     const int slot = blockIdx.z * gridDim.y + blockIdx.y, lane = threadIdx.x % 32, context_id = context_ids[blockIdx.z];
     if (context_id < 0) return wait_for_earlier();
     const int num_keys = context_lens[context_id], num_tiles = (num_keys + TILE_KEYS - 1) / TILE_KEYS;
     if (static_cast<int>(blockIdx.x) >= num_tiles) return wait_for_earlier();
     const LayerTable table = tables[context_id];
-    wait_for_earlier();
-    make_weights(matches + slot * GROUP_SIZE * SUBSPACES, softmax_scale, rows);
-    if (blockIdx.x == 0 && threadIdx.x < GROUP_SIZE) slopes[slot * GROUP_SIZE + threadIdx.x] = rows[threadIdx.x].slope;
+    wait_for_earlier(table.low_bits());
+    of_group.read(matches + slot * GROUP_SIZE * SUBSPACES, rows);
 
     quads += static_cast<size_t>(slot) * GROUP_SIZE * max_tiles * QUADS * TILE_COLUMNS;
     statistics += static_cast<size_t>(slot) * GROUP_SIZE * max_tiles;
-    for_each_piece(table.scores, num_tiles, rows, ring, [&](int g, int tile, int, u32 (&sums)[SUMS]) {
+    auto weigh = [&] {
+        of_group.weigh(softmax_scale, rows);
+        if (blockIdx.x == 0 && threadIdx.x < GROUP_SIZE) slopes[slot * GROUP_SIZE + threadIdx.x] = rows[threadIdx.x].slope;
+    };
+    for_each_piece(table.scores, num_tiles, rows, ring, weigh, [&](int g, int tile, int, u32 (&sums)[SUMS]) {
         separate<4>(sums);
 #pragma unroll
         for (int i = 0; i < SUMS; ++i) sums[i] -= rows[g].total_weight * 0x00010001u;

@@ -17,26 +17,37 @@ struct QueryRow {
     float slope;  // a key's logit, base 2, grows by it with each unit of score
 };
 
-// W from the weights, as csattn.search.weights.integer_weights makes them.
-__device__ void make_weights(const Match* matches, double softmax_scale, QueryRow* rows) {
-    __shared__ double weights[GROUP_SIZE * SUBSPACES];
-    if (threadIdx.x < GROUP_SIZE) rows[threadIdx.x].total_weight = 0;
-    for (int i = threadIdx.x; i < GROUP_SIZE * SUBSPACES; i += THREADS) weights[i] = matches[i].weight;
-    if (threadIdx.x < QUERY_ROWS - SUBSPACES) rows[0].rows[SUBSPACES + threadIdx.x] = {0, 0};
-    __syncthreads();
-    for (int i = threadIdx.x; i < GROUP_SIZE * SUBSPACES; i += THREADS) {
-        const int g = i / SUBSPACES, b = i % SUBSPACES;
-        double total = 0;
-        for (int k = 0; k < SUBSPACES; ++k) total += weights[g * SUBSPACES + k];
-        const double unit = total * LARGEST_CODE / (32767 - 1 - LARGEST_CODE * SUBSPACES / 2.0);
-        const bool usable = unit > 0 && unit < 1.0 / 0.0;
-        const u32 weight = usable ? static_cast<u32>(rint(weights[i] / unit)) : 0;
-        rows[g].rows[b] = {(b * CENTROIDS + matches[i].centroid) * TILE_BYTES, weight};
-        atomicAdd(&rows[g].total_weight, weight);
-        if (b == 0) rows[g].slope = usable ? static_cast<float>(softmax_scale * unit * LOG2_E) : 0.0f;
+// A query row's matches and what becomes of them, in two steps: rows can be read as soon as it is known where they lie.
+struct Matches {
+    double weights[GROUP_SIZE * SUBSPACES];
+
+    __device__ __forceinline__ void read(const Match* matches, QueryRow* rows) {
+        if (threadIdx.x < GROUP_SIZE) rows[threadIdx.x].total_weight = 0;
+        if (threadIdx.x < QUERY_ROWS - SUBSPACES) rows[0].rows[SUBSPACES + threadIdx.x] = {0, 0};
+        for (int i = threadIdx.x; i < GROUP_SIZE * SUBSPACES; i += THREADS) {
+            const Match match = matches[i];
+            weights[i] = match.weight;
+            rows[i / SUBSPACES].rows[i % SUBSPACES].offset = (i % SUBSPACES * CENTROIDS + match.centroid) * TILE_BYTES;
+        }
+        __syncthreads();
     }
-    __syncthreads();
-}
+
+    // W from the weights, as csattn.search.weights.integer_weights makes them.
+    __device__ __forceinline__ void weigh(double softmax_scale, QueryRow* rows) const {
+        for (int i = threadIdx.x; i < GROUP_SIZE * SUBSPACES; i += THREADS) {
+            const int g = i / SUBSPACES, b = i % SUBSPACES;
+            double total = 0;
+            for (int k = 0; k < SUBSPACES; ++k) total += weights[g * SUBSPACES + k];
+            const double unit = total * LARGEST_CODE / (32767 - 1 - LARGEST_CODE * SUBSPACES / 2.0);
+            const bool usable = unit > 0 && unit < 1.0 / 0.0;
+            const u32 weight = usable ? static_cast<u32>(rint(weights[i] / unit)) : 0;
+            rows[g].rows[b].weight = weight;
+            atomicAdd(&rows[g].total_weight, weight);
+            if (b == 0) rows[g].slope = usable ? static_cast<float>(softmax_scale * unit * LOG2_E) : 0.0f;
+        }
+        __syncthreads();
+    }
+};
 
 constexpr int WORD_SUMS = SUMS / 4;
 
@@ -123,8 +134,10 @@ struct Stream {
 };
 
 // Add up the block's share of a head's tiles, and hand each piece, by its whole warp, to finish(g, tile, column, mixed sums).
-template <typename Finish>
-__device__ __forceinline__ void for_each_piece(const void* scores, int num_tiles, const QueryRow* rows, uint4* ring, Finish finish) {
+// Rows need not be weighed before `weigh` returns.
+template <typename Weigh, typename Finish>
+__device__ __forceinline__ void for_each_piece(const void* scores, int num_tiles, const QueryRow* rows, uint4* ring, Weigh weigh,
+                                               Finish finish) {
     constexpr size_t HEAD_TILE = static_cast<size_t>(SUBSPACES) * CENTROIDS * TILE_BYTES;
     const int lane = threadIdx.x % 32, column = lane % COLUMNS_AT_ONCE;
     const int my_tiles = (num_tiles - 1 - static_cast<int>(blockIdx.x)) / static_cast<int>(gridDim.x) + 1;
@@ -132,6 +145,7 @@ __device__ __forceinline__ void for_each_piece(const void* scores, int num_tiles
                         ring + threadIdx.x / 32 * (STAGES * STEP_COPIES * 32) + lane, my_tiles * PIECES * GROUP_SIZE};
     const int first = threadIdx.x / 32;
     for (int s = 0; s < STAGES - 1; ++s) stream.start(first + s / STEPS * WARPS, s % STEPS, s);
+    weigh();
     int stage = 0;
     u32 sums[SUMS];
     for (int work = first; work < stream.num_work; work += WARPS) {

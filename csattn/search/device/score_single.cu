@@ -39,7 +39,7 @@ __device__ __forceinline__ uint4 eligible_sums(uint4 sums, int key, const Contex
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) score_single(
+extern "C" __global__ void __launch_bounds__(THREADS, 3) score_single(
     const LayerTable* tables,  // [num_contexts], of this layer
     const int* context_lens, const int* top_ks, const int* context_ids, long long sink_len, long long window_len,
     const Match* matches,      // as match_centroids writes them
@@ -49,6 +49,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) score_single(
 ) {
     extern __shared__ uint4 ring[];  // [WARPS][STAGES][STEP_COPIES][32]
     __shared__ QueryRow rows[1];
+    __shared__ Matches of_query;
     __shared__ u32 bins[NUM_BINS];
     const int slot = blockIdx.z * gridDim.y + blockIdx.y, lane = threadIdx.x % 32, context_id = context_ids[blockIdx.z];
     const Context context = context_of(context_lens, top_ks, context_id, sink_len, window_len);
@@ -56,15 +57,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) score_single(
     if (context.top_k == 0 || static_cast<int>(blockIdx.x) >= num_tiles) return wait_for_earlier();
     const LayerTable table = tables[context_id];
     for (int i = threadIdx.x; i < NUM_BINS; i += THREADS) bins[i] = 0;
-    wait_for_earlier();
-    make_weights(matches + slot * SUBSPACES, 1.0, rows);
+    wait_for_earlier(table.low_bits());
+    of_query.read(matches + slot * SUBSPACES, rows);
 
     worths += slot * (max_keys / SUM_KEYS);
     const Range range = first_range(context);
-    const u32 excess = rows[0].total_weight - 1;
-    for_each_piece(table.scores, num_tiles, rows, ring, [&](int, int tile, int column, const u32 (&mixed)[SUMS]) {
+    auto weigh = [&] { of_query.weigh(1.0, rows); };
+    for_each_piece(table.scores, num_tiles, rows, ring, weigh, [&](int, int tile, int column, const u32 (&mixed)[SUMS]) {
         u32 mine[LANE_SUMS];
-        share_out(mixed, excess, mine);
+        share_out(mixed, rows[0].total_weight - 1, mine);
         const int key = tile * TILE_KEYS + first_key(column, first_sum(lane));
         const uint4 in_order = make_uint4(__byte_perm(mine[0], mine[1], 0x5410), __byte_perm(mine[0], mine[1], 0x7632),
                                           __byte_perm(mine[2], mine[3], 0x5410), __byte_perm(mine[2], mine[3], 0x7632));

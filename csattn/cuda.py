@@ -73,7 +73,7 @@ def cuda_kernel(
     shared_bytes: int = 0,  # dynamic shared memory of every launch
     early_start: bool = False,  # may start while the kernel before it ends: then it has to wait before it reads
     architecture: str | None = None,  # to compile for; None: what the device shares with those that come after it
-    most_shared: bool = False,  # shared memory takes all it can from the L1 cache: kernels that agree start side by side
+    most_shared: bool = False,  # shared memory has all it can of the L1 cache: kernels that agree may run side by side
 ) -> CudaKernel:
     """Compile, for the current device, or take what an earlier call compiled."""
     sources = source if isinstance(source, tuple) else (source,)

@@ -59,7 +59,7 @@ __device__ __forceinline__ u32 sum_over_warps_before(u32 of_warp, u32* scratch, 
     return __reduce_add_sync(ALL_LANES, lane < warp ? theirs : 0);
 }
 
-// The part's keys at each level of the bin, and above it.
+// Count the part's keys at each level of the bin, and above it.
 __device__ __forceinline__ void count_marked(const Tray& tray, const Marks& marks, u32 least, u32* counts) {
     for (u32 left = marks.inside; left; left &= left - 1) atomicAdd(&counts[tray.worth(__ffs(left) - 1) - least], 1u);
     const u32 above = __reduce_add_sync(ALL_LANES, __popc(marks.above));
@@ -67,7 +67,8 @@ __device__ __forceinline__ void count_marked(const Tray& tray, const Marks& mark
 }
 
 // For the whole block: write what is marked and not below the cut, and go on with the cut behind it. scratch: [WARPS].
-__device__ __forceinline__ void write_marked(const Tray& tray, Marks marks, int first_key, Cut& cut, int* chosen, u32* scratch) {
+__device__ __forceinline__ void write_marked(const Tray& tray, Marks marks, int first_key, Cut& cut, int* chosen,
+                                             u32* scratch) {
     u32 equal = 0;
     for (u32 left = marks.inside; left; left &= left - 1) {
         const int key = __ffs(left) - 1;

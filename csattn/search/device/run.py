@@ -265,7 +265,9 @@ class DeviceSearch:
     def _write(self) -> CudaKernel:
         return self._compile(("common", "choice", "write"), "write_keys")
 
-    def _compile(self, parts: tuple[str, ...], name: str, threads: int = THREADS, shared_bytes: int = 0, **more: int) -> CudaKernel:
+    def _compile(
+        self, parts: tuple[str, ...], name: str, threads: int = THREADS, shared_bytes: int = 0, **more: int
+    ) -> CudaKernel:
         shape = self.shape
         defines = {
             "GROUP_SIZE": shape.group_size,
@@ -281,4 +283,5 @@ class DeviceSearch:
             **more,
         }
         sources = (INTRINSICS, *(HERE / f"{part}.cu" for part in parts))
-        return cuda_kernel(sources, name, defines, shared_bytes, early_start=True, most_shared=shape.worths_are_sums)
+        single = shape.worths_are_sums
+        return cuda_kernel(sources, name, defines, shared_bytes, early_start=True, most_shared=single)

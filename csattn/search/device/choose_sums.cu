@@ -1,11 +1,30 @@
 // Last launch where worths are sums: the top_k-th worth, and all keys above it and the first of those that have it, in
 // ascending order. A cluster of CLUSTER blocks has a slot, each of them a part of the keys.
 
-// What the parts' counts say about one of them.
-struct Cut {
-    u32 worth;  // the top_k-th
-    u32 quota;  // keys of just that worth that are wanted
-    u32 above_before, equal_before;  // keys in earlier parts
+// Loaded sums in shared memory, from where each thread reads `each` neighbouring units of SUM_KEYS: any of its sums, in the
+// order of the keys. Units change places so that neither way meets a bank twice.
+struct Tray {
+    uint4* of_warp;  // [32 * LOADS]
+    int each;
+
+    __device__ __forceinline__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
+    __device__ __forceinline__ static int place(int unit) { return unit ^ (unit >> 3 & 7); }
+
+    __device__ __forceinline__ Tray(uint4* shared, const Loaded& loaded)
+        : of_warp(shared + threadIdx.x / 32 * (32 * LOADS)), each(loaded.each) {
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i)
+            if (i < each) of_warp[place(i * 32 + lane())] = loaded.sums[i];
+        __syncwarp();
+    }
+
+    // The thread's first unit, from the part's.
+    __device__ __forceinline__ int first() const { return (static_cast<int>(threadIdx.x) / 32 * 32 + lane()) * each; }
+    __device__ __forceinline__ uint4 unit(int i) const { return of_warp[place(lane() * each + i)]; }
+    __device__ __forceinline__ u32 word(int w) const {  // of two sums
+        return reinterpret_cast<const u32*>(of_warp + place(lane() * each + w / 4))[w % 4];
+    }
+    __device__ __forceinline__ u32 worth(int key) const { return word(key / 2) >> key % 2 * 16 & 0xffffu; }
 };
 
 // Which of the thread's keys lie above a bin, whose worths are `levels` from `least` on, and which in it: a bit for each.
@@ -48,17 +67,6 @@ __device__ Cut find_cut(const u32 (*counts)[LEVELS + 1], u32 least, u32 quota) {
     return {least + LEVELS - 1 - at, quota - higher, above_before, equal_before};
 }
 
-// The sum over all warps before the thread's, of what is the same in all lanes; `total` is that over all. scratch: [WARPS].
-__device__ __forceinline__ u32 sum_over_warps_before(u32 of_warp, u32* scratch, u32& total) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    __syncthreads();
-    if (lane == 0) scratch[warp] = of_warp;
-    __syncthreads();
-    const u32 theirs = lane < WARPS ? scratch[lane] : 0;
-    total = __reduce_add_sync(ALL_LANES, theirs);
-    return __reduce_add_sync(ALL_LANES, lane < warp ? theirs : 0);
-}
-
 // Count the part's keys at each level of the bin, and above it.
 __device__ __forceinline__ void count_marked(const Tray& tray, const Marks& marks, u32 least, u32* counts) {
     for (u32 left = marks.inside; left; left &= left - 1) atomicAdd(&counts[tray.worth(__ffs(left) - 1) - least], 1u);
@@ -66,8 +74,8 @@ __device__ __forceinline__ void count_marked(const Tray& tray, const Marks& mark
     if (threadIdx.x % 32 == 0 && above) atomicAdd(&counts[LEVELS], above);
 }
 
-// For the whole block: write what is marked and not below the cut, and go on with the cut behind it. scratch: [WARPS].
-__device__ __forceinline__ void write_marked(const Tray& tray, Marks marks, int first_key, Cut& cut, int* chosen,
+// For the whole block: write what is marked and not below the cut. scratch: [WARPS].
+__device__ __forceinline__ void write_marked(const Tray& tray, Marks marks, const Cut& cut, int first_key, int* chosen,
                                              u32* scratch) {
     u32 equal = 0;
     for (u32 left = marks.inside; left; left &= left - 1) {
@@ -83,12 +91,11 @@ __device__ __forceinline__ void write_marked(const Tray& tray, Marks marks, int 
     const u32 equal_before = cut.equal_before + (before >> 16);
     for (u32 left = cut.quota - min(cut.quota, equal_before); __popc(equal) > left;) equal ^= 0x80000000u >> __clz(equal);
     int* at = chosen + cut.above_before + (before & 0xffffu) + min(equal_before, cut.quota);
+    first_key += tray.first() * SUM_KEYS;
     for (u32 left = marks.above | equal; left; left &= left - 1) *at++ = first_key + __ffs(left) - 1;
-    cut.above_before += total & 0xffffu;
-    cut.equal_before += total >> 16;
 }
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, MORE_ROUNDS ? 2 : 3) choose_sums(
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 3) choose_sums(
     const int* context_lens, const int* top_ks, const int* context_ids, long long sink_len, long long window_len,
     const uint4* worths,    // [batch_size, num_index_heads, max_keys / SUM_KEYS]
     long long max_keys,
@@ -97,7 +104,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     int* valid_len,         // [batch_size, num_index_heads], written
     long long max_top_k
 ) {
-    __shared__ uint4 sums[ROUND];
+    __shared__ uint4 sums[LOADS * THREADS];  // a part has no more
     __shared__ u32 scratch[WARPS], mine[LEVELS + 1], counts[CLUSTER][LEVELS + 1];
     __shared__ u64 number_barrier;
     const int slot = blockIdx.z * gridDim.y + blockIdx.y, context_id = context_ids[blockIdx.z];
@@ -112,8 +119,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     if (threadIdx.x == 0) handover.expect(CLUSTER * (LEVELS + 1));
     wait_for_earlier(part.first_key ^ wanted);
     const BinCounts bin_counts(choices[slot].bins);
-    const Tray tray(sums, Loaded(of_part, 0, num_units));
-    Loaded next(of_part, ROUND, MORE_ROUNDS ? num_units : 0);  // while one is used
+    Loaded loaded;
+    loaded.load(of_part, 0, num_units);
+    const Tray tray(sums, loaded);
     const Range range = first_range(context);
     Boundary boundary{0, 0, 0};
     if (wanted > 0) boundary = find_bin(bin_counts, wanted, scratch);
@@ -130,23 +138,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const u32 least = range.low + (boundary.bin << range.shift), levels = 1u << range.shift;
     const Marks marks(tray, least, levels);
     count_marked(tray, marks, least, mine);
-    for (int first = ROUND; MORE_ROUNDS && first < num_units; first += ROUND) {
-        const Tray more(sums, next);
-        next = Loaded(of_part, first + ROUND, num_units);
-        count_marked(more, Marks(more, least, levels), least, mine);
-    }
-    if (MORE_ROUNDS) next = Loaded(of_part, 0, num_units);
     __syncthreads();
     handover.wait_for_all();
     for (int i = threadIdx.x; i < CLUSTER * (LEVELS + 1); i += THREADS)
         handover.give(counts[blockIdx.x][i % (LEVELS + 1)], i / (LEVELS + 1), mine[i % (LEVELS + 1)]);
     handover.wait_for_numbers();
-    Cut cut = find_cut(counts, least, wanted - boundary.above);
-    if (!MORE_ROUNDS) return write_marked(tray, marks, part.first_key + tray.first() * SUM_KEYS, cut, chosen, scratch);
-    for (int first = 0; first < num_units; first += ROUND) {
-        const Tray again(sums, next);
-        next = Loaded(of_part, first + ROUND, num_units);
-        const int first_key = part.first_key + (first + again.first()) * SUM_KEYS;
-        write_marked(again, Marks(again, least, levels), first_key, cut, chosen, scratch);
-    }
+    write_marked(tray, marks, find_cut(counts, least, wanted - boundary.above), part.first_key, chosen, scratch);
 }

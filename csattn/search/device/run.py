@@ -21,12 +21,12 @@ THREADS = 512  # of all kernels but match
 MAX_MATCH_WARPS = 8
 MAX_SUBSPACE_DIM = 32  # a centroid lies in a thread's registers
 # sizes in bytes and in keys that the sources fix: structs Match, TileStatistics and Choice; CHUNK_KEYS and MAX_BLOCKS
-MATCH_BYTES, STATISTICS_BYTES, CHOICE_BYTES = 16, 8, 4 * (4096 + 3 + 256 + 2 * 512 + 5)
+MATCH_BYTES, STATISTICS_BYTES, CHOICE_BYTES = 16, 8, 4 * (4096 + 3 + 256 + 2 * 512 + 1 + 33 * 256 + 4)
 CHUNK_KEYS, MAX_BLOCKS, MAX_CLUSTER = 1024, 256, 8
 # Of the multiprocessors, those that clusters can have at the same time: they do not reach from one cluster of
 # multiprocessors (GPC) into another, and these have 14 to 18.
 CLUSTERED_SHARE = {2: 1.0, 4: 0.9, 8: 0.75}
-ROUND_KEYS = THREADS * 4 * 8  # that a block of choose_sums reads at a time
+MOST_KEYS_OF_BLOCK = THREADS * 4 * 8  # LOADS x SUM_KEYS for each thread of choose_sums
 STREAM_BYTES = THREADS // 32 * 5 * 512  # of score_rows' ring, for each copy that a lane makes in a step
 QUERY_TYPES = {torch.float32: "float", torch.float16: "u16", torch.bfloat16: "u16"}
 
@@ -171,11 +171,15 @@ class DeviceSearch:
         chosen = out.kv_indices, out.kv_indices.shape[2]
         worths, marks, choices = (self._worths, self._max_keys), self._marks, self._choices
         written = choices, out.kv_indices, out.valid_len, out.kv_indices.shape[2]
-        if shape.worths_are_sums:
-            return self._launch(self._choose, self._cluster, *context, *worths, *written)
         blocks = self._blocks(2, self._max_keys // CHUNK_KEYS)
-        self._launch(self._find, blocks, *context, *worths, marks, choices, *chosen)
-        self._launch(self._write, blocks, *context, marks, self._max_keys, *written)
+        if not shape.worths_are_sums:
+            self._launch(self._find, blocks, *context, *worths, marks, choices, *chosen)
+            self._launch(self._write, blocks, *context, marks, self._max_keys, *written)
+        elif self._many_keys:
+            self._launch(self._find, blocks, *context, *worths, choices, *chosen)
+            self._launch(self._write, blocks, *context, *worths, *written)
+        else:
+            self._launch(self._choose, self._cluster, *context, *worths, *written)
 
     def _score_rows(self, table: Tensor, lens: Tensor, context_ids: Tensor, context: tuple[Any, ...]) -> None:
         if self.shape.worths_are_sums:
@@ -252,17 +256,26 @@ class DeviceSearch:
         return cluster
 
     @cached_property
+    def _many_keys(self) -> bool:
+        """More than the blocks of a cluster can hold."""
+        chunks = -(-self._max_keys // CHUNK_KEYS // self._cluster)
+        return self.shape.worths_are_sums and chunks * CHUNK_KEYS > MOST_KEYS_OF_BLOCK
+
+    @cached_property
     def _choose(self) -> CudaKernel:
         parts = "common", "choice", "boundary", "sums", "choose_sums"
-        rounds = -(-self._max_keys // CHUNK_KEYS // self._cluster) * CHUNK_KEYS / ROUND_KEYS
-        return self._compile(parts, "choose_sums", CLUSTER=self._cluster, MORE_ROUNDS=int(rounds > 1))
+        return self._compile(parts, "choose_sums", CLUSTER=self._cluster)
 
     @cached_property
     def _find(self) -> CudaKernel:
+        if self._many_keys:
+            return self._compile(("common", "choice", "boundary", "sums", "find_sums"), "find_sums")
         return self._compile(("common", "choice", "boundary", "find"), "find_keys")
 
     @cached_property
     def _write(self) -> CudaKernel:
+        if self._many_keys:
+            return self._compile(("common", "choice", "sums", "write_sums"), "write_sums")
         return self._compile(("common", "choice", "write"), "write_keys")
 
     def _compile(
@@ -280,6 +293,7 @@ class DeviceSearch:
             "THREADS": threads,
             "QUERY": QUERY_TYPES[self._query_dtype],
             "QUERY_IS_HALF": int(self._query_dtype == torch.float16),
+            "MANY_KEYS": int(self._many_keys),
             **more,
         }
         sources = (INTRINSICS, *(HERE / f"{part}.cu" for part in parts))

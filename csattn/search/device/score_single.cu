@@ -39,7 +39,7 @@ __device__ __forceinline__ uint4 eligible_sums(uint4 sums, int key, const Contex
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 3) score_single(
+extern "C" __global__ void __launch_bounds__(THREADS, MANY_KEYS ? 2 : 3) score_single(
     const LayerTable* tables,  // [num_contexts], of this layer
     const int* context_lens, const int* top_ks, const int* context_ids, long long sink_len, long long window_len,
     const Match* matches,      // as match_centroids writes them

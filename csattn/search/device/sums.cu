@@ -3,9 +3,12 @@
 // Then no list of candidates is needed: a bin has few different worths, which are counted one by one, by each block for its
 // part of the keys. From the counts of all parts a block knows the K-th worth itself, how many keys of just that worth are
 // wanted, and how many keys of earlier parts come before its own.
+//
+// Parts that a block holds at once are counted and written by one launch (choose_sums.cu); longer ones (MANY_KEYS) by two,
+// with more blocks than a cluster has (find_sums.cu, write_sums.cu).
 
 constexpr int SUM_KEYS = 8;  // sums are read and written eight at a time
-constexpr int LOADS = 4;     // that many by every thread: one bit for each of its keys makes 32
+constexpr int LOADS = 4;     // that many, by every thread, before one is used
 
 // For each key, in order, its number among the eight and its worth.
 template <typename Use> __device__ __forceinline__ void for_each_sum(uint4 sums, Use use) {
@@ -17,48 +20,24 @@ template <typename Use> __device__ __forceinline__ void for_each_sum(uint4 sums,
     }
 }
 
-constexpr int ROUND = LOADS * THREADS;  // what a block reads at a time, in units of SUM_KEYS
-
-// What a thread loads of a round: `each` units, 32 apart, so that a warp's lie side by side. Nothing of what lies beyond the
-// part. Whatever comes from earlier launches lies in the L2 cache; a first-level cache may hold what it was before.
+// The sums that a thread holds at a time, of `each` that every thread of the block takes. A warp's lie side by side.
 struct Loaded {
     uint4 sums[LOADS];
-    int each;
+    int first, each;
 
-    __device__ __forceinline__ Loaded(const uint4* of_part, int from, int num_units)
-        : each(min(LOADS, (num_units - from + THREADS - 1) / THREADS)) {
-        const int first = from + static_cast<int>(threadIdx.x) / 32 * 32 * each + static_cast<int>(threadIdx.x) % 32;
+    // The place of sums i in the part, in units of SUM_KEYS.
+    __device__ __forceinline__ int unit(int i) const {
+        return first + (static_cast<int>(threadIdx.x) / 32 * each + i) * 32 + static_cast<int>(threadIdx.x) % 32;
+    }
+
+    // Whatever comes from earlier launches lies in the L2 cache; a first-level cache may hold what it was before.
+    __device__ __forceinline__ void load(const uint4* of_part, int from, int num_units) {
+        first = from;
+        each = min(LOADS, (num_units - from + THREADS - 1) / THREADS);
 #pragma unroll
         for (int i = 0; i < LOADS; ++i)
-            sums[i] = i < each && first + i * 32 < num_units ? __ldcg(of_part + first + i * 32) : make_uint4(0, 0, 0, 0);
+            sums[i] = i < each && unit(i) < num_units ? __ldcg(of_part + unit(i)) : make_uint4(0, 0, 0, 0);
     }
-};
-
-// The same in shared memory, from where each thread reads `each` neighbouring units: any of its sums, in the order of the
-// keys. Units change places so that neither way meets a bank twice.
-struct Tray {
-    uint4* of_warp;  // [32 * LOADS]
-    int each;
-
-    __device__ __forceinline__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
-    __device__ __forceinline__ static int place(int unit) { return unit ^ (unit >> 3 & 7); }
-
-    __device__ __forceinline__ Tray(uint4* shared, const Loaded& loaded)
-        : of_warp(shared + threadIdx.x / 32 * (32 * LOADS)), each(loaded.each) {
-        __syncwarp();  // what it held before has been read
-#pragma unroll
-        for (int i = 0; i < LOADS; ++i)
-            if (i < each) of_warp[place(i * 32 + lane())] = loaded.sums[i];
-        __syncwarp();
-    }
-
-    // The thread's first unit, from the round's.
-    __device__ __forceinline__ int first() const { return (static_cast<int>(threadIdx.x) / 32 * 32 + lane()) * each; }
-    __device__ __forceinline__ uint4 unit(int i) const { return of_warp[place(lane() * each + i)]; }
-    __device__ __forceinline__ u32 word(int w) const {  // of two sums
-        return reinterpret_cast<const u32*>(of_warp + place(lane() * each + w / 4))[w % 4];
-    }
-    __device__ __forceinline__ u32 worth(int key) const { return word(key / 2) >> key % 2 * 16 & 0xffffu; }
 };
 
 // The same four at a time, with 32 bits each.
@@ -70,3 +49,21 @@ struct WidenedSums {
         return make_uint4(four.x & 0xffffu, four.x >> 16, four.y & 0xffffu, four.y >> 16);
     }
 };
+
+// What the parts' counts say about one of them.
+struct Cut {
+    u32 worth;  // the top_k-th
+    u32 quota;  // keys of just that worth that are wanted
+    u32 above_before, equal_before;  // keys in earlier parts
+};
+
+// The sum over all warps before the thread's, of what is the same in all lanes; `total` is that over all. scratch: [WARPS].
+__device__ __forceinline__ u32 sum_over_warps_before(u32 of_warp, u32* scratch, u32& total) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    __syncthreads();
+    if (lane == 0) scratch[warp] = of_warp;
+    __syncthreads();
+    const u32 theirs = lane < WARPS ? scratch[lane] : 0;
+    total = __reduce_add_sync(ALL_LANES, theirs);
+    return __reduce_add_sync(ALL_LANES, lane < warp ? theirs : 0);
+}

@@ -5,8 +5,8 @@
 // MANY_KEYS says that sums are too many for one launch to choose from them (sums.cu).
 //
 // The launches of a search follow each other: match; score_group or add_list, combine, find, write; or score_single,
-// choose_sums (of many keys: find_sums, write_sums). What one leaves for the next lies in memory of the search, for each index head of each row of the batch: its
-// number is the `slot`.
+// choose_sums (of many keys: find_sums, write_sums). What one leaves for the next lies in memory of the search, for each
+// index head of each row of the batch: its number is the `slot`.
 
 constexpr int WARPS = THREADS / 32;
 constexpr int SUBSPACE_DIM = HEAD_DIM / SUBSPACES;

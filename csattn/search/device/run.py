@@ -215,7 +215,7 @@ class DeviceSearch:
         """Blocks for each slot that together fill the device once."""
         return max(1, min(most, MAX_BLOCKS, per_multiprocessor * self._num_multiprocessors // self._slots))
 
-    @cached_property
+    @property
     def _match_threads(self) -> int:
         return 32 * min(self.shape.group_size, MAX_MATCH_WARPS)
 
@@ -297,5 +297,4 @@ class DeviceSearch:
             **more,
         }
         sources = (INTRINSICS, *(HERE / f"{part}.cu" for part in parts))
-        single = shape.worths_are_sums
-        return cuda_kernel(sources, name, defines, shared_bytes, early_start=True, most_shared=single)
+        return cuda_kernel(sources, name, defines, shared_bytes, early_start=True, most_shared=shape.worths_are_sums)

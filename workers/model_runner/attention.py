@@ -14,7 +14,8 @@ class StepAttention(Protocol):
     `lookahead` is set and there is one), then its own `attend`; `end_step`. All of them enqueue on torch's current
     stream; work that `look_ahead` and `attend` put on others has to be back on it by the last `attend`. Rows whose
     context_ids is -1 are idle: what is written to their `out` is never read. Before a batch size is captured, one step
-    of idle rows runs eagerly.
+    of idle rows runs eagerly. The next product may start while the last kernel of `attend` ends: that kernel must not
+    have ended before those in front of it.
     """
 
     # [num_layers, num_tails, num_kv_heads, tail_capacity, 2, head_dim]. Before `attend` the loop writes each row's own

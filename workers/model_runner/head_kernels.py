@@ -1,4 +1,4 @@
-"""What a step does to single rows and heads: embedding, RoPE with the append to the tail, the predicted query."""
+"""What a step does to single heads: RoPE with the append to the tail, the predicted query."""
 
 # Triton kernels are untyped, and their constants upper case by custom.
 # ruff: noqa: N803
@@ -7,40 +7,6 @@
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-
-@triton.jit
-def embed_kernel(
-    token_ids,  # [num_rows] int64
-    embedding,  # [vocab_size, hidden_size]
-    hidden,  # [num_rows, hidden_size] <- the token's row
-    norm,  # [hidden_size]
-    scaled,  # [num_rows, hidden_size] <- hidden * norm
-    norm_ahead,  # likewise of the second layer, or norm when not AHEAD
-    scaled_ahead,
-    squares,  # [num_squares, num_rows] float32 <- sums of hidden² over blocks of columns
-    num_squares,
-    hidden_size,
-    AHEAD: tl.constexpr,
-    BLOCK: tl.constexpr,  # at least hidden_size
-    SQUARES_BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0)
-    i = tl.arange(0, BLOCK)
-    inside = i < hidden_size
-    token_id = tl.load(token_ids + row)
-    value = tl.load(embedding + token_id * hidden_size + i, mask=inside, other=0.0)
-    at = row * hidden_size + i
-    tl.store(hidden + at, value, mask=inside)
-    wide = value.to(tl.float32)
-    weight = tl.load(norm + i, mask=inside, other=0.0).to(tl.float32)
-    tl.store(scaled + at, (wide * weight).to(value.dtype), mask=inside)
-    if AHEAD:
-        weight = tl.load(norm_ahead + i, mask=inside, other=0.0).to(tl.float32)
-        tl.store(scaled_ahead + at, (wide * weight).to(value.dtype), mask=inside)
-    sums = tl.sum(tl.reshape(wide * wide, (BLOCK // SQUARES_BLOCK, SQUARES_BLOCK)), axis=1)
-    s = tl.arange(0, BLOCK // SQUARES_BLOCK)
-    tl.store(squares + s * tl.num_programs(0) + row, sums, mask=s < num_squares)
 
 
 @triton.jit

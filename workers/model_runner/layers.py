@@ -51,7 +51,6 @@ class StepLayers:
         half = (shape.head_dim // 2,)
         self._rotation = Rotation(zeros(*half, dtype=torch.float32), zeros(*half, dtype=torch.float32))
         heads = (shape.num_q_heads, shape.head_dim)
-        self._qkv = zeros(shape.qkv_width)
         self._q, self._attended = zeros(*heads), zeros(*heads)
         self._early = zeros(shape.q_width)
         # two, taken in turn: a layer's predicted query must outlast the prediction of the layer after it
@@ -77,11 +76,16 @@ class StepLayers:
 
     def _begin(self) -> None:
         weights = self._weights
-        angles = self._rows.positions.float()[:, None] * weights.inverse_frequencies
-        torch.mul(angles.cos(), weights.rope_scale, out=self._rotation.cos)
-        torch.mul(angles.sin(), weights.rope_scale, out=self._rotation.sin)
         self._ops.break_chain()
-        self._ops.embed(self._rows.token_ids, weights.embedding, self._stream, *self._norms_before(0))
+        self._ops.begin(
+            self._rows,
+            weights.embedding,
+            self._stream,
+            *self._norms_before(0),
+            weights.inverse_frequencies,
+            weights.rope_scale,
+            self._rotation,
+        )
 
     def _predict(self, layer_idx: int) -> None:
         """Predict that layer's query from the input of the layer before it."""
@@ -109,13 +113,23 @@ class StepLayers:
     def _project(self, layer_idx: int) -> None:
         """q, k and v of the layer; k and v go to the tails."""
         layer, eps, stream = self._weights.layers[layer_idx], self._weights.shape.norm_eps, self._stream
-        self._ops.normed_linear(stream.scaled, stream.squares, eps, layer.qkv, layer.qkv_bias, self._qkv)
-        tail = self._attention.tails[layer_idx]
-        self._ops.rotate_append(self._qkv, layer.head_norms, eps, self._rotation, self._rows, tail, self._q)
+        self._ops.project(
+            stream.scaled,
+            stream.squares,
+            eps,
+            layer.qkv,
+            layer.qkv_bias,
+            layer.head_norms,
+            self._rotation,
+            self._rows,
+            self._attention.tails[layer_idx],
+            self._q,
+        )
 
     def _attend(self, layer_idx: int) -> None:
         self._attention.attend(layer_idx, self._q, self._rows, self._attended)
-        self._ops.break_chain()
+        if not self._attention.in_graph:  # then a graph begins here
+            self._ops.break_chain()
 
     def _finish_layer(self, layer_idx: int) -> None:
         """Attention's output projection and the MLP."""
@@ -129,7 +143,11 @@ class StepLayers:
         weights, stream = self._weights, self._stream
         eps = weights.shape.norm_eps
         self._ops.normed_linear(stream.scaled, stream.squares, eps, weights.head, None, self.logits)
-        torch.argmax(self.logits, dim=-1, out=self.next_ids)
+        self._ops.likeliest(self.logits, self.next_ids)
+
+    def advance(self) -> None:
+        """Feed the rows their likeliest tokens."""
+        self._ops.advance(self._rows, self.next_ids)
 
     def _norms_before(self, layer_idx: int) -> tuple[Tensor, Tensor | None]:
         """The norms of those who read a layer's input: the layer, and the prediction of the one after it."""

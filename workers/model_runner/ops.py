@@ -44,17 +44,30 @@ class StepOps(Protocol):
     """Each operation only enqueues work; on a CPU it is done when the call returns."""
 
     def break_chain(self) -> None:
-        """Say that work of others comes before the next operation, or that it is the first of a graph."""
+        """Say that the next operation is the first of a graph, or that others have started work beside it."""
 
-    def embed(
+    def begin(
         self,
-        token_ids: Tensor,  # [batch_size] int64
+        rows: StepRows,
         embedding: Tensor,  # [vocab_size, hidden_size]
         stream: Stream,  # all of it is written
         norm: Tensor,  # [hidden_size]: of the first layer
         norm_ahead: Tensor | None,  # [hidden_size]: of the second, if scaled_ahead is wanted
+        inverse_frequencies: Tensor,  # [head_dim // 2] float32: RoPE's angle per position
+        rope_scale: float,  # on cos and sin
+        rotation: Rotation,  # written
     ) -> None:
-        """Start the stream with the tokens' rows."""
+        """Start the stream with the tokens' rows, and the rotation with their positions."""
+
+    def likeliest(
+        self,
+        logits: Tensor,  # [batch_size, vocab_size] float32
+        next_ids: Tensor,  # [batch_size] int64
+    ) -> None:
+        """The token id of each row's largest logit, of equals the first."""
+
+    def advance(self, rows: StepRows, next_ids: Tensor) -> None:
+        """Feed the rows these tokens; those that are not idle go one position and one row of their tail further."""
 
     def normed_linear(
         self,
@@ -87,17 +100,23 @@ class StepOps(Protocol):
     ) -> None:
         """hidden += x @ weight.T"""
 
-    def rotate_append(
+    def project(
         self,
-        qkv: Tensor,  # [batch_size, (num_q_heads + 2 * num_kv_heads) * head_dim]
-        norms: HeadNorms | None,
+        scaled: Tensor,
+        squares: Tensor,
         eps: float,
+        weight: Tensor,  # [(num_q_heads + 2 * num_kv_heads) * head_dim, hidden_size]
+        bias: Tensor | None,
+        norms: HeadNorms | None,
         rotation: Rotation,
         rows: StepRows,
         tail: Tensor,  # [num_tails, num_kv_heads, tail_capacity, 2, head_dim]: one layer's
         q: Tensor,  # [batch_size, num_q_heads, head_dim]
     ) -> None:
-        """q = rope(q of qkv); rows that are not idle append their K, after RoPE, and V to their tail."""
+        """q, k, v = norm(hidden) @ weight.T + bias; q and k turned by RoPE.
+
+        Rows that are not idle append their k and v to their tail.
+        """
 
     def predict_query(
         self,

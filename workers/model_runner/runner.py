@@ -192,7 +192,7 @@ class _Step:
         self.layers = StepLayers(weights, attention, next_query, ops, self.buffer.rows)
         self.calls = list(self.layers.calls())
         self.pieces: list[Callable[[], None]] = [call.run for call in self.calls]
-        self.advance: Callable[[], None] = self._advance
+        self.advance: Callable[[], None] = self.layers.advance
         self.room = 0  # rows left in the longest tail
 
     def capture(self, pool: Any) -> None:
@@ -202,7 +202,7 @@ class _Step:
         with torch.cuda.stream(aside):
             for call in self.calls:  # compiles what has to be compiled; the rows are idle
                 call.run()
-            self._advance()
+            self.layers.advance()
         torch.cuda.current_stream().wait_stream(aside)
         torch.cuda.synchronize()
         self.pieces = []
@@ -211,14 +211,7 @@ class _Step:
                 self.pieces += [call.run for call in together]
             else:
                 self.pieces.append(_captured([call.run for call in together], pool))
-        self.advance = _captured([self._advance], pool)
-
-    def _advance(self) -> None:
-        rows = self.buffer.rows
-        active = rows.context_ids >= 0
-        rows.token_ids.copy_(self.layers.next_ids)
-        rows.positions.add_(active)
-        rows.tail_lens.add_(active)
+        self.advance = _captured([self.layers.advance], pool)
 
 
 def _runs_between(calls: list[Call]) -> list[list[Call]]:
@@ -257,7 +250,8 @@ def _captured(calls: list[Callable[[], None]], pool: Any) -> Callable[[], None]:
 def _ops_for(device: torch.device, max_batch_size: int) -> StepOps:
     if device.type == "cpu":
         return TorchOps()
-    from workers.model_runner.triton_ops import MAX_BATCH_SIZE, TritonOps  # Triton is only there on a GPU
+    from workers.model_runner.tiles import MAX_BATCH_SIZE
+    from workers.model_runner.triton_ops import TritonOps  # Triton is only there on a GPU
 
     if max_batch_size > MAX_BATCH_SIZE:
         raise ConfigError(f"a step has at most {MAX_BATCH_SIZE} rows, got a batch size of {max_batch_size}")

@@ -14,11 +14,31 @@ class TorchOps:
     def break_chain(self) -> None:
         pass
 
-    def embed(
-        self, token_ids: Tensor, embedding: Tensor, stream: Stream, norm: Tensor, norm_ahead: Tensor | None
+    def begin(
+        self,
+        rows: StepRows,
+        embedding: Tensor,
+        stream: Stream,
+        norm: Tensor,
+        norm_ahead: Tensor | None,
+        inverse_frequencies: Tensor,
+        rope_scale: float,
+        rotation: Rotation,
     ) -> None:
-        stream.hidden.copy_(embedding[token_ids])
+        stream.hidden.copy_(embedding[rows.token_ids])
         _prepare(stream, norm, norm_ahead)
+        angles = rows.positions.float()[:, None] * inverse_frequencies
+        torch.mul(angles.cos(), rope_scale, out=rotation.cos)
+        torch.mul(angles.sin(), rope_scale, out=rotation.sin)
+
+    def likeliest(self, logits: Tensor, next_ids: Tensor) -> None:
+        torch.argmax(logits, dim=-1, out=next_ids)
+
+    def advance(self, rows: StepRows, next_ids: Tensor) -> None:
+        active = rows.context_ids >= 0
+        rows.token_ids.copy_(next_ids)
+        rows.positions.add_(active)
+        rows.tail_lens.add_(active)
 
     def normed_linear(
         self, scaled: Tensor, squares: Tensor, eps: float, weight: Tensor, bias: Tensor | None, out: Tensor
@@ -34,26 +54,22 @@ class TorchOps:
         stream.hidden.copy_(stream.hidden.float() + functional.linear(x, weight).float())
         _prepare(stream, norm, norm_ahead)
 
-    def rotate_append(
+    def project(
         self,
-        qkv: Tensor,
-        norms: HeadNorms | None,
+        scaled: Tensor,
+        squares: Tensor,
         eps: float,
+        weight: Tensor,
+        bias: Tensor | None,
+        norms: HeadNorms | None,
         rotation: Rotation,
         rows: StepRows,
         tail: Tensor,
         q: Tensor,
     ) -> None:
-        num_q_heads, head_dim = q.shape[1:]
-        heads = qkv.view(rows.batch_size, -1, head_dim).float()
-        own_q, kv_heads = heads[:, :num_q_heads], heads[:, num_q_heads:]
-        k, v = kv_heads.chunk(2, dim=1)
-        if norms is not None:
-            own_q, k = _head_norm(own_q, norms.q, eps), _head_norm(k, norms.k, eps)
-        q.copy_(_rotated(own_q, rotation))
-        kv = torch.stack([_rotated(k, rotation), v], dim=2).to(tail.dtype)
-        active = rows.context_ids >= 0
-        tail[rows.tail_ids[active].long(), :, rows.tail_lens[active].long() - 1] = kv[active]
+        qkv = torch.empty(len(scaled), len(weight), dtype=q.dtype, device=q.device)
+        self.normed_linear(scaled, squares, eps, weight, bias, qkv)
+        rotate_append(qkv, norms, eps, rotation, rows, tail, q)
 
     def predict_query(
         self,
@@ -71,6 +87,28 @@ class TorchOps:
         chosen = maps[rows.context_ids.clamp(min=0).long()].float()
         mapped = torch.einsum("bhd,bhde->bhe", heads, chosen[:, :, :-1]) + chosen[:, :, -1]
         q.copy_(_rotated(mapped, rotation))
+
+
+def rotate_append(
+    qkv: Tensor,  # [batch_size, (num_q_heads + 2 * num_kv_heads) * head_dim]
+    norms: HeadNorms | None,
+    eps: float,
+    rotation: Rotation,
+    rows: StepRows,
+    tail: Tensor,
+    q: Tensor,
+) -> None:
+    """What `project` does with the products."""
+    num_q_heads, head_dim = q.shape[1:]
+    heads = qkv.view(rows.batch_size, -1, head_dim).float()
+    own_q, kv_heads = heads[:, :num_q_heads], heads[:, num_q_heads:]
+    k, v = kv_heads.chunk(2, dim=1)
+    if norms is not None:
+        own_q, k = _head_norm(own_q, norms.q, eps), _head_norm(k, norms.k, eps)
+    q.copy_(_rotated(own_q, rotation))
+    kv = torch.stack([_rotated(k, rotation), v], dim=2).to(tail.dtype)
+    active = rows.context_ids >= 0
+    tail[rows.tail_ids[active].long(), :, rows.tail_lens[active].long() - 1] = kv[active]
 
 
 def _prepare(stream: Stream, norm: Tensor, norm_ahead: Tensor | None) -> None:

@@ -1,6 +1,5 @@
-"""`StepOps` as Triton kernels: launches, and the block sizes that measured best."""
+"""`StepOps` as Triton kernels: their launches."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,15 +7,18 @@ import triton
 from torch import Tensor
 
 from csattn.batch import StepRows
-from workers.model_runner.head_kernels import embed_kernel, predict_query_kernel, rotate_append_kernel
-from workers.model_runner.linear_kernels import linear_add_kernel, normed_linear_kernel
+from workers.model_runner.head_kernels import predict_query_kernel, rotate_append_kernel
+from workers.model_runner.linear_kernels import linear_add_kernel, normed_linear_kernel, project_kernel
 from workers.model_runner.ops import SQUARES_BLOCK, HeadNorms, Rotation, Stream
+from workers.model_runner.tiles import BLOCK_N, MAX_BATCH_SIZE, MAX_SPLIT_PROGRAMS, Tiles
+from workers.model_runner.token_kernels import (
+    advance_kernel,
+    begin_kernel,
+    likeliest_kernel,
+    likeliest_of_part_kernel,
+)
 
-MAX_BATCH_SIZE = 64
-_BLOCK_N = SQUARES_BLOCK  # rows of the weights that a program owns: a tile of `linear_add` is a part of the squares
-# Programs among which one product is split: two fit on each multiprocessor of an H200. A constant, not a property of
-# the device at hand: it decides the order of sums.
-_MAX_SPLIT_PROGRAMS = 264
+_LOGITS_BLOCK = 4096  # that a program looks through
 
 
 class TritonOps:
@@ -30,21 +32,30 @@ class TritonOps:
     """
 
     def __init__(self, device: torch.device) -> None:
-        sums = _MAX_SPLIT_PROGRAMS * _BLOCK_N * MAX_BATCH_SIZE
+        sums = MAX_SPLIT_PROGRAMS * BLOCK_N * MAX_BATCH_SIZE
         self._partials = torch.empty(sums, dtype=torch.float32, device=device)
-        self._counters = torch.zeros(_MAX_SPLIT_PROGRAMS, dtype=torch.int32, device=device)
+        self._counters = torch.zeros(MAX_SPLIT_PROGRAMS, dtype=torch.int32, device=device)
         self._on_gpu = device.type == "cuda"  # else Triton's interpreter runs the kernels
         self._chained = False
 
     def break_chain(self) -> None:
         self._chained = False
 
-    def embed(
-        self, token_ids: Tensor, embedding: Tensor, stream: Stream, norm: Tensor, norm_ahead: Tensor | None
+    def begin(
+        self,
+        rows: StepRows,
+        embedding: Tensor,
+        stream: Stream,
+        norm: Tensor,
+        norm_ahead: Tensor | None,
+        inverse_frequencies: Tensor,
+        rope_scale: float,
+        rotation: Rotation,
     ) -> None:
         batch_size, hidden_size = stream.hidden.shape
-        embed_kernel[(batch_size,)](
-            token_ids,
+        begin_kernel[(batch_size,)](
+            rows.token_ids,
+            rows.positions,
             embedding,
             stream.hidden,
             norm,
@@ -52,12 +63,42 @@ class TritonOps:
             norm if norm_ahead is None else norm_ahead,
             stream.scaled_ahead,
             stream.squares,
+            inverse_frequencies,
+            rotation.cos,
+            rotation.sin,
             stream.squares.shape[0],
             hidden_size,
+            len(inverse_frequencies),
+            rope_scale,
             AHEAD=norm_ahead is not None,
             BLOCK=max(SQUARES_BLOCK, triton.next_power_of_2(hidden_size)),
             SQUARES_BLOCK=SQUARES_BLOCK,
+            HALF_BLOCK=triton.next_power_of_2(len(inverse_frequencies)),
             num_warps=8,
+        )
+
+    def likeliest(self, logits: Tensor, next_ids: Tensor) -> None:
+        batch_size, vocab_size = logits.shape
+        num_parts = -(-vocab_size // _LOGITS_BLOCK)
+        best = self._partials[: batch_size * num_parts]
+        best_ids = self._partials[len(best) : 2 * len(best)].view(torch.int32)
+        likeliest_of_part_kernel[(batch_size, num_parts)](
+            logits, best, best_ids, vocab_size, BLOCK=_LOGITS_BLOCK, num_warps=8, **self._launch()
+        )
+        block = triton.next_power_of_2(num_parts)
+        likeliest_kernel[(batch_size,)](best, best_ids, next_ids, num_parts, BLOCK=block, num_warps=1, **self._launch())
+
+    def advance(self, rows: StepRows, next_ids: Tensor) -> None:
+        block = triton.next_power_of_2(rows.batch_size)
+        advance_kernel[(1,)](
+            rows.token_ids,
+            rows.positions,
+            rows.tail_lens,
+            rows.context_ids,
+            next_ids,
+            rows.batch_size,
+            BLOCK=block,
+            num_warps=1,
         )
 
     def normed_linear(
@@ -78,7 +119,7 @@ class TritonOps:
         out: Tensor,
         gated: bool,
     ) -> None:
-        tiles = _Tiles.of(weight)
+        tiles = Tiles.of(weight)
         normed_linear_kernel[(tiles.num_tiles, tiles.split_k)](
             scaled,
             squares,
@@ -100,7 +141,7 @@ class TritonOps:
         )
 
     def linear_add(self, x: Tensor, weight: Tensor, stream: Stream, norm: Tensor, norm_ahead: Tensor | None) -> None:
-        tiles = _Tiles.of(weight)
+        tiles = Tiles.of(weight)
         linear_add_kernel[(tiles.num_tiles, tiles.split_k)](
             x,
             weight,
@@ -117,6 +158,52 @@ class TritonOps:
             weight.shape[1],
             AHEAD=norm_ahead is not None,
             **tiles.constants(len(x)),
+            **self._launch(),
+        )
+
+    def project(
+        self,
+        scaled: Tensor,
+        squares: Tensor,
+        eps: float,
+        weight: Tensor,
+        bias: Tensor | None,
+        norms: HeadNorms | None,
+        rotation: Rotation,
+        rows: StepRows,
+        tail: Tensor,
+        q: Tensor,
+    ) -> None:
+        if norms is not None or q.shape[2] % BLOCK_N:
+            qkv = torch.empty(len(scaled), len(weight), dtype=q.dtype, device=q.device)
+            self.normed_linear(scaled, squares, eps, weight, bias, qkv)
+            return self.rotate_append(qkv, norms, eps, rotation, rows, tail, q)
+        tiles = Tiles.of(weight)
+        project_kernel[(tiles.num_tiles, tiles.split_k)](
+            scaled,
+            squares,
+            weight,
+            weight if bias is None else bias,
+            rotation.cos,
+            rotation.sin,
+            rows.context_ids,
+            rows.tail_ids,
+            rows.tail_lens,
+            tail,
+            q,
+            self._partials,
+            self._counters,
+            len(scaled),
+            weight.shape[1],
+            len(squares),
+            tail.shape[2],
+            eps,
+            HAS_BIAS=bias is not None,
+            NUM_Q_HEADS=q.shape[1],
+            NUM_KV_HEADS=tail.shape[1],
+            HEAD_DIM=q.shape[2],
+            BLOCK_SQUARES=triton.next_power_of_2(len(squares)),
+            **tiles.constants(len(scaled)),
             **self._launch(),
         )
 
@@ -188,38 +275,3 @@ class TritonOps:
         if not self._on_gpu:
             return {"PDL": False}
         return {"PDL": True, "launch_pdl": chained}
-
-
-@dataclass(frozen=True, slots=True)
-class _Tiles:
-    """How a weight matrix is dealt out to programs: by its shape and element size alone."""
-
-    num_tiles: int
-    split_k: int  # programs that share a tile's columns
-    block_k: int
-    even_k: bool
-    exact: bool  # float32
-
-    @classmethod
-    def of(cls, weight: Tensor) -> "_Tiles":
-        num_rows, num_k = weight.shape
-        block_k = 256 // weight.element_size()
-        num_tiles = -(-num_rows // _BLOCK_N)
-        split_k = 1
-        while num_tiles * split_k * 2 <= _MAX_SPLIT_PROGRAMS and split_k * 2 * block_k <= num_k and split_k < 8:
-            split_k *= 2
-        even_k = num_k % (block_k * split_k) == 0
-        return cls(num_tiles, split_k, block_k, even_k, weight.dtype == torch.float32)
-
-    def constants(self, batch_size: int) -> dict[str, Any]:
-        assert batch_size <= MAX_BATCH_SIZE, f"{batch_size} rows, at most {MAX_BATCH_SIZE} fit a program"
-        return {
-            "BLOCK_M": max(16, triton.next_power_of_2(batch_size)),
-            "BLOCK_N": _BLOCK_N,
-            "BLOCK_K": self.block_k,
-            "SPLIT_K": self.split_k,
-            "EVEN_K": self.even_k,
-            "DOT_PRECISION": "ieee" if self.exact else "tf32",
-            "num_warps": 4,
-            "num_stages": 4,
-        }

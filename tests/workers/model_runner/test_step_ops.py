@@ -7,7 +7,7 @@ pytest.importorskip("triton", reason="Triton, whose interpreter runs these kerne
 
 from csattn.batch import make_step_rows
 from workers.model_runner.ops import HeadNorms, Rotation, Stream, num_squares
-from workers.model_runner.torch_ops import TorchOps
+from workers.model_runner.torch_ops import TorchOps, rotate_append
 from workers.model_runner.triton_ops import TritonOps
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -58,17 +58,52 @@ def norms(stream: Stream) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize(("batch_size", "hidden_size"), [(1, 64), (3, 100), (2, 576)])
-def test_embedding(batch_size, hidden_size, ahead, dtype) -> None:
+@pytest.mark.parametrize(("batch_size", "hidden_size", "head_dim"), [(1, 64, 16), (3, 100, 24), (2, 576, 64)])
+def test_begin(batch_size, hidden_size, head_dim, ahead, dtype) -> None:
     embedding = randn(50, hidden_size, dtype=dtype)
-    token_ids = torch.tensor([49, 0, 7][:batch_size], device=DEVICE)
+    rows = make_step_rows(batch_size, DEVICE)
+    rows.token_ids.copy_(torch.tensor([49, 0, 7][:batch_size]))
+    rows.positions.copy_(torch.tensor([131_071, 0, 900][:batch_size]))
+    frequencies = (10_000.0 ** -torch.linspace(0, 1, head_dim // 2)).to(DEVICE)
     got = make_stream(batch_size, hidden_size, dtype)
     want = copy_of(got)
+    got_rotation, want_rotation = make_rotation(batch_size, head_dim), make_rotation(batch_size, head_dim)
     norm, norm_ahead = norms(got)
-    TritonOps(DEVICE).embed(token_ids, embedding, got, norm, norm_ahead if ahead else None)
-    TorchOps().embed(token_ids, embedding, want, norm, norm_ahead if ahead else None)
-    assert torch.equal(got.hidden, embedding[token_ids])
+    ahead_norm = norm_ahead if ahead else None
+    TritonOps(DEVICE).begin(rows, embedding, got, norm, ahead_norm, frequencies, 1.25, got_rotation)
+    TorchOps().begin(rows, embedding, want, norm, ahead_norm, frequencies, 1.25, want_rotation)
+    assert torch.equal(got.hidden, embedding[rows.token_ids])
     assert_same_stream(got, want, ahead)
+    torch.testing.assert_close(got_rotation.cos, want_rotation.cos, **tolerance(torch.float32))
+    torch.testing.assert_close(got_rotation.sin, want_rotation.sin, **tolerance(torch.float32))
+
+
+@pytest.mark.parametrize("vocab_size", [5, 4096, 9001])
+def test_likeliest(vocab_size) -> None:
+    logits = randn(5, vocab_size)
+    logits[1, -1] = logits[2, 3] = logits[2, -1] = 9.0  # the last, and the first of two
+    logits[3] = -torch.inf
+    got, want = torch.full((2, 5), -1, device=DEVICE)
+    TritonOps(DEVICE).likeliest(logits, got)
+    TorchOps().likeliest(logits, want)
+    assert got.tolist()[:3] == want.tolist()[:3] and got[4] == want[4]
+    assert got[1] == vocab_size - 1 and got[2] == 3 and got[3] == 0
+
+
+def test_likeliest_of_no_numbers_is_a_token() -> None:
+    token_ids = torch.full((2,), -1, device=DEVICE)
+    TritonOps(DEVICE).likeliest(torch.full((2, 4100), torch.nan, device=DEVICE), token_ids)
+    assert (token_ids >= 0).all() and (token_ids < 4100).all()
+
+
+def test_advance() -> None:
+    got, want = make_rows([0, -1, 3], [0, 1, 2], [5, 0, 1]), make_rows([0, -1, 3], [0, 1, 2], [5, 0, 1])
+    next_ids = torch.tensor([7, 8, 2**40], device=DEVICE)
+    TritonOps(DEVICE).advance(got, next_ids)
+    TorchOps().advance(want, next_ids)
+    for field in ("token_ids", "positions", "context_ids", "tail_ids", "tail_lens"):
+        assert torch.equal(getattr(got, field), getattr(want, field)), field
+    assert got.tail_lens.tolist() == [6, 0, 2]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -183,11 +218,50 @@ def test_rotate_append(num_q_heads, num_kv_heads, head_dim, with_norms, dtype) -
     want_tail = got_tail.clone()
     got_q, want_q = randn(4, num_q_heads, head_dim, dtype=dtype), randn(4, num_q_heads, head_dim, dtype=dtype)
     TritonOps(DEVICE).rotate_append(qkv, head_norms, EPS, rotation, rows, got_tail, got_q)
-    TorchOps().rotate_append(qkv, head_norms, EPS, rotation, rows, want_tail, want_q)
+    rotate_append(qkv, head_norms, EPS, rotation, rows, want_tail, want_q)
     torch.testing.assert_close(got_q, want_q, **tolerance(dtype))
     torch.testing.assert_close(got_tail, want_tail, equal_nan=True, **tolerance(dtype))
     written = ~got_tail[:, 0, :, 0, 0].isnan()
     assert written.nonzero().tolist() == [[0, 0], [0, 1], [2, 4]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("with_norms", "with_bias"), [(False, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    ("num_q_heads", "num_kv_heads", "head_dim", "hidden_size"), [(4, 2, 64, 100), (2, 1, 128, 576), (3, 1, 24, 64)]
+)
+def test_project(num_q_heads, num_kv_heads, head_dim, hidden_size, with_norms, with_bias, dtype) -> None:
+    rows = make_rows([0, -1, 1, 1], [2, 0, 0, 0], [5, 1, 1, 2])
+    stream = prepared(4, hidden_size, dtype)
+    width = (num_q_heads + 2 * num_kv_heads) * head_dim
+    weight, bias = randn(width, hidden_size, dtype=dtype, scale=hidden_size**-0.5), randn(width, dtype=dtype)
+    head_norms = HeadNorms(1 + randn(head_dim, dtype=dtype), 1 + randn(head_dim, dtype=dtype)) if with_norms else None
+    rotation = make_rotation(4, head_dim)
+    got_tail = torch.full((3, num_kv_heads, 7, 2, head_dim), torch.nan, dtype=dtype, device=DEVICE)
+    want_tail = got_tail.clone()
+    got_q, want_q = (torch.full((4, num_q_heads, head_dim), torch.nan, dtype=dtype, device=DEVICE) for _ in "12")
+    inputs = stream.scaled, stream.squares, EPS, weight, bias if with_bias else None, head_norms, rotation, rows
+    TritonOps(DEVICE).project(*inputs, got_tail, got_q)
+    TorchOps().project(*inputs, want_tail, want_q)
+    torch.testing.assert_close(got_q, want_q, **tolerance(dtype))
+    torch.testing.assert_close(got_tail, want_tail, equal_nan=True, **tolerance(dtype))
+    assert torch.equal(got_tail.isnan(), want_tail.isnan())
+
+
+def test_project_writes_the_bits_of_its_parts() -> None:
+    rows, stream, weight = (
+        make_rows([0, 1], [1, 0], [3, 7]),
+        prepared(2, 100, DTYPES[1]),
+        randn(256, 100, dtype=DTYPES[1]),
+    )
+    rotation = make_rotation(2, 64)
+    (q, parts_q), ops = torch.full((2, 2, 2, 64), torch.nan, dtype=DTYPES[1], device=DEVICE), TritonOps(DEVICE)
+    tail, parts_tail = torch.zeros(2, 2, 1, 7, 2, 64, dtype=DTYPES[1], device=DEVICE)
+    qkv = torch.empty(2, 256, dtype=DTYPES[1], device=DEVICE)
+    ops.project(stream.scaled, stream.squares, EPS, weight, None, None, rotation, rows, tail, q)
+    ops.normed_linear(stream.scaled, stream.squares, EPS, weight, None, qkv)
+    ops.rotate_append(qkv, None, EPS, rotation, rows, parts_tail, parts_q)
+    assert torch.equal(q, parts_q) and torch.equal(tail, parts_tail)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,0 +1,114 @@
+"""Where a step begins and ends: token ids become rows of the residual stream, logits become token ids."""
+
+# Triton kernels are untyped, and their constants upper case by custom.
+# ruff: noqa: N803
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def begin_kernel(
+    token_ids,  # [num_rows] int64
+    positions,  # [num_rows] int64
+    embedding,  # [vocab_size, hidden_size]
+    hidden,  # [num_rows, hidden_size] <- the token's row
+    norm,  # [hidden_size]
+    scaled,  # [num_rows, hidden_size] <- hidden * norm
+    norm_ahead,  # likewise of the second layer, or norm when not AHEAD
+    scaled_ahead,
+    squares,  # [num_squares, num_rows] float32 <- sums of hidden² over blocks of columns
+    frequencies,  # [half] float32: RoPE's angle per position
+    cos,  # [num_rows, half] float32 <- of the position's angles, times rope_scale
+    sin,
+    num_squares,
+    hidden_size,
+    half,
+    rope_scale,
+    AHEAD: tl.constexpr,
+    BLOCK: tl.constexpr,  # at least hidden_size
+    SQUARES_BLOCK: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,  # at least half
+):
+    row = tl.program_id(0)
+    i = tl.arange(0, BLOCK)
+    inside = i < hidden_size
+    token_id = tl.load(token_ids + row)
+    value = tl.load(embedding + token_id * hidden_size + i, mask=inside, other=0.0)
+    at = row * hidden_size + i
+    tl.store(hidden + at, value, mask=inside)
+    wide = value.to(tl.float32)
+    weight = tl.load(norm + i, mask=inside, other=0.0).to(tl.float32)
+    tl.store(scaled + at, (wide * weight).to(value.dtype), mask=inside)
+    if AHEAD:
+        weight = tl.load(norm_ahead + i, mask=inside, other=0.0).to(tl.float32)
+        tl.store(scaled_ahead + at, (wide * weight).to(value.dtype), mask=inside)
+    sums = tl.sum(tl.reshape(wide * wide, (BLOCK // SQUARES_BLOCK, SQUARES_BLOCK)), axis=1)
+    s = tl.arange(0, BLOCK // SQUARES_BLOCK)
+    tl.store(squares + s * tl.num_programs(0) + row, sums, mask=s < num_squares)
+    j = tl.arange(0, HALF_BLOCK)
+    angle = tl.load(positions + row).to(tl.float32) * tl.load(frequencies + j, mask=j < half, other=0.0)
+    tl.store(cos + row * half + j, tl.cos(angle) * rope_scale, mask=j < half)
+    tl.store(sin + row * half + j, tl.sin(angle) * rope_scale, mask=j < half)
+
+
+@triton.jit
+def likeliest_of_part_kernel(
+    logits,  # [num_rows, vocab_size] float32
+    best,  # [num_rows, num_parts] float32 <- the largest logit of each part
+    best_ids,  # [num_rows, num_parts] int32 <- the first token id that has it
+    vocab_size,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row, part = tl.program_id(0), tl.program_id(1)
+    i = part * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    value = tl.load(logits + row.to(tl.int64) * vocab_size + i, mask=i < vocab_size, other=float("-inf"))
+    value = tl.where(value == value, value, float("-inf"))  # also of a row without numbers the outcome is a token
+    largest, at = tl.max(value, axis=0, return_indices=True)
+    tl.store(best + row * tl.num_programs(1) + part, largest)
+    tl.store(best_ids + row * tl.num_programs(1) + part, part * BLOCK + at)
+
+
+@triton.jit
+def likeliest_kernel(
+    best,
+    best_ids,
+    next_ids,  # [num_rows] int64 <- the token id of the largest logit, of equals the first
+    num_parts,
+    BLOCK: tl.constexpr,  # at least num_parts
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0)
+    i = tl.arange(0, BLOCK)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    value = tl.load(best + row * num_parts + i, mask=i < num_parts, other=float("-inf"))
+    token_id = tl.load(best_ids + row * num_parts + i, mask=i < num_parts, other=0)
+    _, part = tl.max(value, axis=0, return_indices=True)
+    token_id = tl.sum(tl.where(i == part, token_id, 0), axis=0)
+    tl.store(next_ids + row, token_id.to(tl.int64))
+
+
+@triton.jit
+def advance_kernel(
+    token_ids,  # [num_rows] int64 <- next_ids
+    positions,  # [num_rows] int64, and
+    tail_lens,  # [num_rows] int32: one more for each row that is not idle
+    context_ids,  # [num_rows] int32
+    next_ids,  # [num_rows] int64
+    num_rows,
+    BLOCK: tl.constexpr,
+):
+    i = tl.arange(0, BLOCK)
+    inside = i < num_rows
+    active = tl.load(context_ids + i, mask=inside, other=-1) >= 0
+    tl.store(token_ids + i, tl.load(next_ids + i, mask=inside, other=0), mask=inside)
+    tl.store(positions + i, tl.load(positions + i, mask=inside, other=0) + active.to(tl.int64), mask=inside)
+    tl.store(tail_lens + i, tl.load(tail_lens + i, mask=inside, other=0) + active.to(tl.int32), mask=inside)

@@ -51,6 +51,7 @@ class StepLayers:
         half = (shape.head_dim // 2,)
         self._rotation = Rotation(zeros(*half, dtype=torch.float32), zeros(*half, dtype=torch.float32))
         heads = (shape.num_q_heads, shape.head_dim)
+        self._qkv = zeros(shape.qkv_width)
         self._q, self._attended = zeros(*heads), zeros(*heads)
         self._early = zeros(shape.q_width)
         # two, taken in turn: a layer's predicted query must outlast the prediction of the layer after it
@@ -113,18 +114,9 @@ class StepLayers:
     def _project(self, layer_idx: int) -> None:
         """q, k and v of the layer; k and v go to the tails."""
         layer, eps, stream = self._weights.layers[layer_idx], self._weights.shape.norm_eps, self._stream
-        self._ops.project(
-            stream.scaled,
-            stream.squares,
-            eps,
-            layer.qkv,
-            layer.qkv_bias,
-            layer.head_norms,
-            self._rotation,
-            self._rows,
-            self._attention.tails[layer_idx],
-            self._q,
-        )
+        self._ops.normed_linear(stream.scaled, stream.squares, eps, layer.qkv, layer.qkv_bias, self._qkv)
+        tail = self._attention.tails[layer_idx]
+        self._ops.rotate_append(self._qkv, layer.head_norms, eps, self._rotation, self._rows, tail, self._q)
 
     def _attend(self, layer_idx: int) -> None:
         self._attention.attend(layer_idx, self._q, self._rows, self._attended)

@@ -47,9 +47,13 @@ def normed_linear_kernel(
     )  # fmt: skip
     if complete:
         m = tl.arange(0, BLOCK_M)
-        acc = acc * _scales(squares, m, num_squares, num_rows, num_k, eps, BLOCK_SQUARES)[None, :]
+        s = tl.arange(0, BLOCK_SQUARES)
+        seen = (s < num_squares)[:, None] & (m < num_rows)[None, :]
+        parts = tl.load(squares + s[:, None] * num_rows + m[None, :], mask=seen, other=0.0)
+        scale = tl.math.rsqrt(tl.sum(parts, axis=0) / num_k + eps)
+        acc = acc * scale[None, :]
         if GATED:
-            gate, up = _pairs(acc, BLOCK_N, BLOCK_M)
+            gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_N // 2, 2, BLOCK_M)), (0, 2, 1)))
             value = gate * tl.sigmoid(gate) * up
             n = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         else:
@@ -59,79 +63,6 @@ def normed_linear_kernel(
                 value += tl.load(bias + n, mask=n < num_out, other=0.0).to(tl.float32)[:, None]
         inside = (n < num_out)[:, None] & (m < num_rows)[None, :]
         tl.store(out + m[None, :] * num_out + n[:, None], value.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def project_kernel(
-    x,  # as in normed_linear_kernel
-    squares,
-    w,  # [(NUM_Q_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM, num_k]
-    bias,  # likewise, or w when not HAS_BIAS
-    cos,  # [num_rows, HEAD_DIM // 2] float32
-    sin,
-    context_ids,  # [num_rows] int32; -1: append nothing
-    tail_ids,
-    tail_lens,
-    tail,  # [num_tails, NUM_KV_HEADS, tail_capacity, 2, HEAD_DIM]
-    q,  # [num_rows, NUM_Q_HEADS, HEAD_DIM] <- rotated
-    partials,
-    counters,
-    num_rows,
-    num_k,
-    num_squares,
-    tail_capacity,
-    eps,
-    HAS_BIAS: tl.constexpr,
-    NUM_Q_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,  # a multiple of BLOCK_N: a tile's rows are pairs that turn together, of one head
-    BLOCK_M: tl.constexpr,
-    BLOCK_SQUARES: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    PDL: tl.constexpr,
-    DOT_PRECISION: tl.constexpr,
-):
-    tile = tl.program_id(0)
-    half: tl.constexpr = HEAD_DIM // 2
-    head = tile // (HEAD_DIM // BLOCK_N)  # query heads, key heads, value heads
-    first_pair = tile % (HEAD_DIM // BLOCK_N) * (BLOCK_N // 2)
-    r = tl.arange(0, BLOCK_N)
-    row = head * HEAD_DIM + first_pair + r // 2 + r % 2 * half
-    acc, complete = _stream(
-        x, w, partials, counters, row, num_rows, num_k, tile,
-        BLOCK_M, BLOCK_N, BLOCK_K, SPLIT_K, EVEN_K, PDL, DOT_PRECISION,
-    )  # fmt: skip
-    if complete:
-        m = tl.arange(0, BLOCK_M)
-        dtype = q.dtype.element_ty
-        acc = acc * _scales(squares, m, num_squares, num_rows, num_k, eps, BLOCK_SQUARES)[None, :]
-        if HAS_BIAS:
-            acc += tl.load(bias + row).to(tl.float32)[:, None]
-        first, second = _pairs(acc.to(dtype).to(tl.float32), BLOCK_N, BLOCK_M)
-        i = first_pair + tl.arange(0, BLOCK_N // 2)
-        inside = m < num_rows
-        if head < NUM_Q_HEADS + NUM_KV_HEADS:
-            angle = m[None, :] * half + i[:, None]
-            c = tl.load(cos + angle, mask=inside[None, :], other=0.0)
-            s = tl.load(sin + angle, mask=inside[None, :], other=0.0)
-            first, second = first * c - second * s, second * c + first * s
-        if head < NUM_Q_HEADS:
-            at = q + (m[None, :] * NUM_Q_HEADS + head) * HEAD_DIM + i[:, None]
-            written = inside[None, :]
-        else:
-            slot = tl.load(tail_lens + m, mask=inside, other=0) - 1
-            active = (tl.load(context_ids + m, mask=inside, other=-1) >= 0) & (slot >= 0) & (slot < tail_capacity)
-            tail_id = tl.load(tail_ids + m, mask=inside, other=0).to(tl.int64)
-            kv_head = (head - NUM_Q_HEADS) % NUM_KV_HEADS
-            side = (head - NUM_Q_HEADS) // NUM_KV_HEADS  # K, V
-            line = ((tail_id * NUM_KV_HEADS + kv_head) * tail_capacity + slot) * 2 + side
-            at = tail + line[None, :] * HEAD_DIM + i[:, None]
-            written = active[None, :]
-        tl.store(at, first.to(dtype), mask=written)
-        tl.store(at + half, second.to(dtype), mask=written)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -180,21 +111,6 @@ def linear_add_kernel(
             tl.store(scaled_ahead + at, (value * weight).to(dtype), mask=inside)
         value = tl.where(inside, value, 0.0)
         tl.store(squares + tile * num_rows + m, tl.sum(value * value, axis=0), mask=m < num_rows)
-
-
-@triton.jit
-def _scales(squares, m, num_squares, num_rows, num_k, eps, BLOCK_SQUARES: tl.constexpr):
-    """What each row of x is divided by its root mean square with, [BLOCK_M]."""
-    s = tl.arange(0, BLOCK_SQUARES)
-    seen = (s < num_squares)[:, None] & (m < num_rows)[None, :]
-    parts = tl.load(squares + s[:, None] * num_rows + m[None, :], mask=seen, other=0.0)
-    return tl.math.rsqrt(tl.sum(parts, axis=0) / num_k + eps)
-
-
-@triton.jit
-def _pairs(acc, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Rows that alternate, apart: [BLOCK_N // 2, BLOCK_M] each."""
-    return tl.split(tl.permute(tl.reshape(acc, (BLOCK_N // 2, 2, BLOCK_M)), (0, 2, 1)))
 
 
 @triton.jit

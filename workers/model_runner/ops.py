@@ -100,23 +100,17 @@ class StepOps(Protocol):
     ) -> None:
         """hidden += x @ weight.T"""
 
-    def project(
+    def rotate_append(
         self,
-        scaled: Tensor,
-        squares: Tensor,
-        eps: float,
-        weight: Tensor,  # [(num_q_heads + 2 * num_kv_heads) * head_dim, hidden_size]
-        bias: Tensor | None,
+        qkv: Tensor,  # [batch_size, (num_q_heads + 2 * num_kv_heads) * head_dim]
         norms: HeadNorms | None,
+        eps: float,
         rotation: Rotation,
         rows: StepRows,
         tail: Tensor,  # [num_tails, num_kv_heads, tail_capacity, 2, head_dim]: one layer's
         q: Tensor,  # [batch_size, num_q_heads, head_dim]
     ) -> None:
-        """q, k, v = norm(hidden) @ weight.T + bias; q and k turned by RoPE.
-
-        Rows that are not idle append their k and v to their tail.
-        """
+        """q = rope(q of qkv); rows that are not idle append their K, after RoPE, and V to their tail."""
 
     def predict_query(
         self,

@@ -54,22 +54,26 @@ class TorchOps:
         stream.hidden.copy_(stream.hidden.float() + functional.linear(x, weight).float())
         _prepare(stream, norm, norm_ahead)
 
-    def project(
+    def rotate_append(
         self,
-        scaled: Tensor,
-        squares: Tensor,
-        eps: float,
-        weight: Tensor,
-        bias: Tensor | None,
+        qkv: Tensor,
         norms: HeadNorms | None,
+        eps: float,
         rotation: Rotation,
         rows: StepRows,
         tail: Tensor,
         q: Tensor,
     ) -> None:
-        qkv = torch.empty(len(scaled), len(weight), dtype=q.dtype, device=q.device)
-        self.normed_linear(scaled, squares, eps, weight, bias, qkv)
-        rotate_append(qkv, norms, eps, rotation, rows, tail, q)
+        num_q_heads, head_dim = q.shape[1:]
+        heads = qkv.view(rows.batch_size, -1, head_dim).float()
+        own_q, kv_heads = heads[:, :num_q_heads], heads[:, num_q_heads:]
+        k, v = kv_heads.chunk(2, dim=1)
+        if norms is not None:
+            own_q, k = _head_norm(own_q, norms.q, eps), _head_norm(k, norms.k, eps)
+        q.copy_(_rotated(own_q, rotation))
+        kv = torch.stack([_rotated(k, rotation), v], dim=2).to(tail.dtype)
+        active = rows.context_ids >= 0
+        tail[rows.tail_ids[active].long(), :, rows.tail_lens[active].long() - 1] = kv[active]
 
     def predict_query(
         self,
@@ -87,28 +91,6 @@ class TorchOps:
         chosen = maps[rows.context_ids.clamp(min=0).long()].float()
         mapped = torch.einsum("bhd,bhde->bhe", heads, chosen[:, :, :-1]) + chosen[:, :, -1]
         q.copy_(_rotated(mapped, rotation))
-
-
-def rotate_append(
-    qkv: Tensor,  # [batch_size, (num_q_heads + 2 * num_kv_heads) * head_dim]
-    norms: HeadNorms | None,
-    eps: float,
-    rotation: Rotation,
-    rows: StepRows,
-    tail: Tensor,
-    q: Tensor,
-) -> None:
-    """What `project` does with the products."""
-    num_q_heads, head_dim = q.shape[1:]
-    heads = qkv.view(rows.batch_size, -1, head_dim).float()
-    own_q, kv_heads = heads[:, :num_q_heads], heads[:, num_q_heads:]
-    k, v = kv_heads.chunk(2, dim=1)
-    if norms is not None:
-        own_q, k = _head_norm(own_q, norms.q, eps), _head_norm(k, norms.k, eps)
-    q.copy_(_rotated(own_q, rotation))
-    kv = torch.stack([_rotated(k, rotation), v], dim=2).to(tail.dtype)
-    active = rows.context_ids >= 0
-    tail[rows.tail_ids[active].long(), :, rows.tail_lens[active].long() - 1] = kv[active]
 
 
 def _prepare(stream: Stream, norm: Tensor, norm_ahead: Tensor | None) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from csattn.batch import StepRows
 from workers.model_runner.head_kernels import predict_query_kernel, rotate_append_kernel
-from workers.model_runner.linear_kernels import linear_add_kernel, normed_linear_kernel, project_kernel
+from workers.model_runner.linear_kernels import linear_add_kernel, normed_linear_kernel
 from workers.model_runner.ops import SQUARES_BLOCK, HeadNorms, Rotation, Stream
 from workers.model_runner.tiles import BLOCK_N, MAX_BATCH_SIZE, MAX_SPLIT_PROGRAMS, Tiles
 from workers.model_runner.token_kernels import (
@@ -158,52 +158,6 @@ class TritonOps:
             weight.shape[1],
             AHEAD=norm_ahead is not None,
             **tiles.constants(len(x)),
-            **self._launch(),
-        )
-
-    def project(
-        self,
-        scaled: Tensor,
-        squares: Tensor,
-        eps: float,
-        weight: Tensor,
-        bias: Tensor | None,
-        norms: HeadNorms | None,
-        rotation: Rotation,
-        rows: StepRows,
-        tail: Tensor,
-        q: Tensor,
-    ) -> None:
-        if norms is not None or q.shape[2] % BLOCK_N:
-            qkv = torch.empty(len(scaled), len(weight), dtype=q.dtype, device=q.device)
-            self.normed_linear(scaled, squares, eps, weight, bias, qkv)
-            return self.rotate_append(qkv, norms, eps, rotation, rows, tail, q)
-        tiles = Tiles.of(weight)
-        project_kernel[(tiles.num_tiles, tiles.split_k)](
-            scaled,
-            squares,
-            weight,
-            weight if bias is None else bias,
-            rotation.cos,
-            rotation.sin,
-            rows.context_ids,
-            rows.tail_ids,
-            rows.tail_lens,
-            tail,
-            q,
-            self._partials,
-            self._counters,
-            len(scaled),
-            weight.shape[1],
-            len(squares),
-            tail.shape[2],
-            eps,
-            HAS_BIAS=bias is not None,
-            NUM_Q_HEADS=q.shape[1],
-            NUM_KV_HEADS=tail.shape[1],
-            HEAD_DIM=q.shape[2],
-            BLOCK_SQUARES=triton.next_power_of_2(len(squares)),
-            **tiles.constants(len(scaled)),
             **self._launch(),
         )
 

@@ -7,7 +7,7 @@ pytest.importorskip("triton", reason="Triton, whose interpreter runs these kerne
 
 from csattn.batch import make_step_rows
 from workers.model_runner.ops import HeadNorms, Rotation, Stream, num_squares
-from workers.model_runner.torch_ops import TorchOps, rotate_append
+from workers.model_runner.torch_ops import TorchOps
 from workers.model_runner.triton_ops import TritonOps
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -218,50 +218,11 @@ def test_rotate_append(num_q_heads, num_kv_heads, head_dim, with_norms, dtype) -
     want_tail = got_tail.clone()
     got_q, want_q = randn(4, num_q_heads, head_dim, dtype=dtype), randn(4, num_q_heads, head_dim, dtype=dtype)
     TritonOps(DEVICE).rotate_append(qkv, head_norms, EPS, rotation, rows, got_tail, got_q)
-    rotate_append(qkv, head_norms, EPS, rotation, rows, want_tail, want_q)
+    TorchOps().rotate_append(qkv, head_norms, EPS, rotation, rows, want_tail, want_q)
     torch.testing.assert_close(got_q, want_q, **tolerance(dtype))
     torch.testing.assert_close(got_tail, want_tail, equal_nan=True, **tolerance(dtype))
     written = ~got_tail[:, 0, :, 0, 0].isnan()
     assert written.nonzero().tolist() == [[0, 0], [0, 1], [2, 4]]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("with_norms", "with_bias"), [(False, False), (False, True), (True, True)])
-@pytest.mark.parametrize(
-    ("num_q_heads", "num_kv_heads", "head_dim", "hidden_size"), [(4, 2, 64, 100), (2, 1, 128, 576), (3, 1, 24, 64)]
-)
-def test_project(num_q_heads, num_kv_heads, head_dim, hidden_size, with_norms, with_bias, dtype) -> None:
-    rows = make_rows([0, -1, 1, 1], [2, 0, 0, 0], [5, 1, 1, 2])
-    stream = prepared(4, hidden_size, dtype)
-    width = (num_q_heads + 2 * num_kv_heads) * head_dim
-    weight, bias = randn(width, hidden_size, dtype=dtype, scale=hidden_size**-0.5), randn(width, dtype=dtype)
-    head_norms = HeadNorms(1 + randn(head_dim, dtype=dtype), 1 + randn(head_dim, dtype=dtype)) if with_norms else None
-    rotation = make_rotation(4, head_dim)
-    got_tail = torch.full((3, num_kv_heads, 7, 2, head_dim), torch.nan, dtype=dtype, device=DEVICE)
-    want_tail = got_tail.clone()
-    got_q, want_q = (torch.full((4, num_q_heads, head_dim), torch.nan, dtype=dtype, device=DEVICE) for _ in "12")
-    inputs = stream.scaled, stream.squares, EPS, weight, bias if with_bias else None, head_norms, rotation, rows
-    TritonOps(DEVICE).project(*inputs, got_tail, got_q)
-    TorchOps().project(*inputs, want_tail, want_q)
-    torch.testing.assert_close(got_q, want_q, **tolerance(dtype))
-    torch.testing.assert_close(got_tail, want_tail, equal_nan=True, **tolerance(dtype))
-    assert torch.equal(got_tail.isnan(), want_tail.isnan())
-
-
-def test_project_writes_the_bits_of_its_parts() -> None:
-    rows, stream, weight = (
-        make_rows([0, 1], [1, 0], [3, 7]),
-        prepared(2, 100, DTYPES[1]),
-        randn(256, 100, dtype=DTYPES[1]),
-    )
-    rotation = make_rotation(2, 64)
-    (q, parts_q), ops = torch.full((2, 2, 2, 64), torch.nan, dtype=DTYPES[1], device=DEVICE), TritonOps(DEVICE)
-    tail, parts_tail = torch.zeros(2, 2, 1, 7, 2, 64, dtype=DTYPES[1], device=DEVICE)
-    qkv = torch.empty(2, 256, dtype=DTYPES[1], device=DEVICE)
-    ops.project(stream.scaled, stream.squares, EPS, weight, None, None, rotation, rows, tail, q)
-    ops.normed_linear(stream.scaled, stream.squares, EPS, weight, None, qkv)
-    ops.rotate_append(qkv, None, EPS, rotation, rows, parts_tail, parts_q)
-    assert torch.equal(q, parts_q) and torch.equal(tail, parts_tail)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

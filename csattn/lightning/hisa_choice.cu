@@ -3,7 +3,21 @@
 // A block of threads has a query; a thread keeps the scores of neighbouring blocks in registers. The bar, which as many
 // reach as are wanted, is found bit by bit; of blocks at the bar the first are chosen.
 //
-// Compiled with `topk_common.cu`, for THREADS and EACH, the blocks of a thread.
+// Where lists are wanted, each candidate also gets the query: at most ITEM_QUERIES of a list are an item.
+//
+// Compiled with `topk_common.cu`, for THREADS, EACH, the blocks of a thread, and ITEM_QUERIES.
+
+// The queries of each block, as `hisa_score.cu` takes them.
+struct Lists {
+    int *entries, *counts, *items, *num_items;  // entries: may be null
+    int num_queries;
+
+    __device__ __forceinline__ void add(int block, int place) const {
+        const int at = atomicAdd(counts + block, 1), parts_each = (num_queries + ITEM_QUERIES - 1) / ITEM_QUERIES;
+        entries[static_cast<long long>(block) * num_queries + at] = place;
+        if (at % ITEM_QUERIES == 0) items[atomicAdd(num_items, 1)] = block * parts_each + at / ITEM_QUERIES;
+    }
+};
 
 __device__ __forceinline__ u32 sum_of_all(u32 value, u32* scratch) {
     value = __reduce_add_sync(ALL_LANES, value);
@@ -25,7 +39,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) choose_candidates(
     long long last_blocks,
     int* __restrict__ candidates,      // [queries, wanted], written: ascending, -1 behind them
     long long wanted,
-    int* __restrict__ num_keys         // [queries], written: that a query sees of its candidates
+    int* __restrict__ num_keys,        // [queries], written: that a query sees of its candidates
+    int* entries,                      // [blocks, queries], or null: places of candidates, written
+    int* counts,                       // [blocks + 1], counted up: entries of each block; how many items there are
+    int* items,                        // written: block * lists of ITEM_QUERIES + which of those, all with entries
+    long long listed_blocks,
+    long long longer_than              // queries that see no more keys are in no list
 ) {
     __shared__ u32 scratch[3][WARPS];
     wait_for_earlier();
@@ -33,6 +52,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) choose_candidates(
     const int end = min(static_cast<int>(max_blocks), (max(kv_len, 0) + size - 1) / size);
     scores += blockIdx.x * row_stride;
     candidates += blockIdx.x * wanted;
+    const Lists lists{entries, counts, items, counts + listed_blocks, static_cast<int>(gridDim.x)};
+    const bool is_listed = entries && kv_len > longer_than;
     u32 keys[EACH];
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
@@ -61,7 +82,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) choose_candidates(
         const int block = first + i;
         const bool is_above = keys[i] > bar, is_same = keys[i] == bar && block < end;
         const bool chosen = is_above || (is_same && same < room);
-        if (chosen) candidates[above + min(same, room)] = block;
+        const u32 place = above + min(same, room);
+        if (chosen) candidates[place] = block;
+        if (chosen && is_listed && block < listed_blocks) lists.add(block, blockIdx.x * wanted + place);
         if (block == max(end, 1) - 1)  // only the last one may be short
             num_keys[blockIdx.x] = min(end, static_cast<int>(wanted)) * size - (chosen ? max(end * size - kv_len, 0) : 0);
         above += is_above, same += is_same;

@@ -37,35 +37,6 @@ def pages_on_device(candidates: Tensor, pages: Tensor, kv_lens: Tensor, block_si
     )
 
 
-def lists_on_device(
-    candidates: Tensor,
-    num_keys: Tensor,
-    longer_than: int,
-    item_queries: int,
-    lists: Tensor,
-    counts: Tensor,
-    items: Tensor,
-) -> None:
-    """The queries of each block, as `hisa_score` takes them; the last three are written, counts are 0 before."""
-    num_queries, num_candidates = candidates.shape
-    if num_queries == 0:
-        return
-    _lists_kernel[(num_queries,)](
-        candidates,
-        num_keys,
-        lists,
-        counts,
-        items,
-        len(lists),
-        num_queries,
-        num_candidates,
-        longer_than,
-        ITEM_QUERIES=item_queries,
-        BLOCK=triton.next_power_of_2(num_candidates),
-        num_warps=1,
-    )
-
-
 @triton.jit
 def _longest_kernel(
     kv_lens,  # [num_queries]
@@ -103,29 +74,3 @@ def _pages_kernel(
         there = (block >= 0) & (number * (block_size // EACH) < kv_len) & (number < max_pages)
         page = tl.load(pages + row * pages_stride + number, mask=there, other=-1)
         tl.store(own + (row * num_blocks + i) * EACH + e, page, mask=inside)
-
-
-@triton.jit
-def _lists_kernel(
-    candidates,  # [num_queries, num_candidates], -1 padded
-    num_keys,  # [num_queries]
-    lists,  # [num_blocks, num_queries], written
-    counts,  # [num_blocks + 2], counted up
-    items,  # written
-    num_blocks,
-    num_queries,
-    num_candidates,
-    longer_than,
-    ITEM_QUERIES: tl.constexpr,
-    BLOCK: tl.constexpr,  # at least num_candidates
-):
-    row = tl.program_id(0)
-    i = tl.arange(0, BLOCK)
-    inside = (i < num_candidates) & (tl.load(num_keys + row) + tl.zeros_like(i) > longer_than)
-    block = tl.load(candidates + row.to(tl.int64) * num_candidates + i, mask=inside, other=-1)
-    listed = (block >= 0) & (block < num_blocks)
-    at = tl.atomic_add(counts + block, 1, listed, sem="relaxed")
-    tl.store(lists + block.to(tl.int64) * num_queries + at, row * num_candidates + i, listed)
-    begins = listed & (at % ITEM_QUERIES == 0)
-    number = tl.atomic_add(counts + num_blocks + tl.zeros_like(i), 1, begins, sem="relaxed")
-    tl.store(items + number, block * tl.cdiv(num_queries, ITEM_QUERIES) + at // ITEM_QUERIES, begins)

@@ -5,13 +5,13 @@
 // half of what its keys are. Two warpgroups have every second tile and take turns at the matrix units, 64 keys at a time;
 // a third has the warp that fetches. A score has the bits that `write_scores` gives it.
 //
-// Compiled with `hopper_score.cu`, whose products and sums these are; and for BLOCK_KEYS, of a block.
+// Compiled with `hopper_score.cu`, whose products and sums these are; and for BLOCK_KEYS, of a block, and ITEM_QUERIES.
 
 namespace hisa {
 
 constexpr int PARTS = BLOCK_KEYS / KEYS;  // of a block's keys
-constexpr int ITEM_QUERIES = 32;
 constexpr u32 QUERY_BYTES = HEADS * HEAD_DIM * ELEMENT_BYTES;
+static_assert(ITEM_QUERIES == 32, "a lane has a query of an item");
 static_assert(BLOCK_KEYS % KEYS == 0 && STAGES % 2 == 0, "a place in the ring belongs to one group");
 
 struct Work {

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from csattn.cuda import CudaKernel, cuda_kernel, num_multiprocessors, tensor_map
 from csattn.lightning import hopper_score
-from csattn.lightning.hisa_kernels import lists_on_device, longest_on_device
+from csattn.lightning.hisa_choice import ITEM_QUERIES, BlockLists
+from csattn.lightning.hisa_kernels import longest_on_device
 from csattn.lightning.score import Operands
 
 SOURCES = (*hopper_score.SOURCES, Path(__file__).with_name("hisa_score.cu"))
 BLOCK_SIZES = (64, 128, 256)
-ITEM_QUERIES = 32  # that a block stays for
 _ATOM_BYTES = 128
 _ROOM_BYTES = 220 << 10  # of shared memory, for keys and queries
 
@@ -49,19 +49,15 @@ def score_blocks(operands: Operands, kv_lens: Tensor, block_size: int) -> Tensor
 def score_candidates(
     operands: Operands,  # of one sequence
     block_size: int,
-    candidates: Tensor,  # [num_queries, num_candidates] int32, blocks of the sequence, -1 padded
-    num_keys: Tensor,  # [num_queries] int32: that a query sees of its candidates
-    *,
-    longer_than: int = 0,  # queries of no more keys than that are not scored
+    num_candidates: int,  # of a query
+    lists: BlockLists,  # of all blocks
 ) -> Tensor:
-    """Scores [num_queries, num_candidates * block_size] float32, with the bits of `hopper_score.write_scores`."""
-    num_queries, num_candidates = candidates.shape
-    num_blocks, parts_each = -(-len(operands.k) // block_size), -(-num_queries // ITEM_QUERIES)
-    out = torch.empty(num_queries, num_candidates * block_size, device=candidates.device)
-    lists = candidates.new_empty(num_blocks, num_queries)
-    counts = candidates.new_zeros(num_blocks + 2)  # the last: how many items there are, and how many are taken
-    items = candidates.new_empty(num_blocks * parts_each)
-    lists_on_device(candidates, num_keys, longer_than, ITEM_QUERIES, lists, counts, items)
+    """Scores [num_queries, num_candidates * block_size] float32, with the bits of `hopper_score.write_scores`.
+
+    Those of what is in no list are not written.
+    """
+    num_queries = len(operands.q)
+    out = torch.empty(num_queries, num_candidates * block_size, device=operands.q.device)
     kernel = _kernel(operands.q.dtype, operands.q.shape[1], operands.q.shape[2], block_size)
     assert operands.key_scale is not None
     kernel.launch(
@@ -71,11 +67,11 @@ def score_candidates(
         tensor_map(operands.k, (hopper_score.KEYS, _ATOM_BYTES // operands.k.itemsize)),
         operands.weights,
         operands.key_scale,
-        lists,
-        counts,
-        items,
-        counts[-2:],
-        counts[-1:],
+        lists.entries,
+        lists.counts,
+        lists.items,
+        lists.counts[-2:],
+        lists.counts[-1:],
         out,
         num_queries,
         num_candidates,
@@ -87,7 +83,8 @@ def score_candidates(
 def defines_for(dtype: torch.dtype, num_heads: int, head_dim: int, block_size: int) -> dict[str, int]:
     """What the kernel is compiled for."""
     stages = _stages(block_size, head_dim * dtype.itemsize)
-    return hopper_score.defines_for(dtype, num_heads, head_dim) | {"STAGES": stages, "BLOCK_KEYS": block_size}
+    own = {"STAGES": stages, "BLOCK_KEYS": block_size, "ITEM_QUERIES": ITEM_QUERIES}
+    return hopper_score.defines_for(dtype, num_heads, head_dim) | own
 
 
 def _stages(block_size: int, row_bytes: int) -> int:

@@ -11,12 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("triton", reason="Triton, which lists each block's queries, is not installed")
+pytest.importorskip("triton", reason="Triton, of whose kernels HISA has some beside these, is not installed")
 
 from bench.lightning.awkward import make_operands
-from csattn.lightning import hisa_score, hopper_score
-from csattn.lightning.hisa import HisaConfig, best_blocks
-from csattn.lightning.hisa_kernels import lists_on_device
+from csattn.lightning import hisa_choice, hisa_score, hopper_score
+from csattn.lightning.hisa_choice import BlockLists
 from csattn.lightning.quantise import FP8
 from csattn.lightning.score import Operands
 from tests.cuda_on_cpu import emulated
@@ -29,14 +28,19 @@ NVCC = shutil.which("nvcc")
 def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE.type == "cuda" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("this device has not what this kernel is written in")
-    emulator.stand_in(monkeypatch, hopper_score, hisa_score, multiprocessors=2)
+    emulator.stand_in(monkeypatch, hopper_score, hisa_choice, hisa_score, multiprocessors=2)
 
 
-def some_candidates(kv_lens: Tensor, block_size: int, num_candidates: int) -> tuple[Tensor, Tensor]:
-    """Blocks that queries of such lengths look into, and how many keys they see of them."""
-    config = HisaConfig(block_size=block_size, num_blocks=num_candidates)
-    scores = torch.randn(len(kv_lens), max(1, -(-int(kv_lens.max()) // block_size)))
-    return best_blocks(scores.to(DEVICE), kv_lens.to(DEVICE), config)
+def listed_candidates(
+    kv_lens: Tensor, block_size: int, num_blocks: int, longer_than: int
+) -> tuple[Tensor, Tensor, BlockLists]:
+    """Three blocks that queries of such lengths look into, how many keys they see of them, and the blocks' lists."""
+    scores = torch.randn(len(kv_lens), num_blocks)
+    chosen = [torch.full(sizes, -7, dtype=torch.int32, device=DEVICE) for sizes in ((len(kv_lens), 3), (len(kv_lens),))]
+    lists = BlockLists.empty(num_blocks, len(kv_lens), DEVICE)
+    of_queries = scores.to(DEVICE), kv_lens.to(DEVICE)
+    hisa_choice.choose_candidates(*of_queries, block_size, (1, 1), *chosen, lists=lists, longer_than=longer_than)
+    return chosen[0], chosen[1], lists
 
 
 @pytest.mark.usefixtures("kernels")
@@ -53,9 +57,10 @@ def test_scores_are_those_of_all_keys(
     operands = Operands(made.q.to(DEVICE, dtype), made.k.to(DEVICE, dtype), weights, scale)
     kv_lens = torch.randint(0, num_keys + 1, (num_queries,), dtype=torch.int32)
     kv_lens[-1] = num_keys
-    candidates, num_seen = some_candidates(kv_lens, block_size, 3)
     left_out = block_size // 2
-    got = hisa_score.score_candidates(operands, block_size, candidates, num_seen, longer_than=left_out)
+    num_blocks = -(-num_keys // block_size)
+    candidates, num_seen, lists = listed_candidates(kv_lens, block_size, num_blocks, left_out)
+    got = hisa_score.score_candidates(operands, block_size, 3, lists)
     longest = torch.full((-(-num_queries // hopper_score.queries_of_tile(num_heads)),), num_keys, dtype=torch.int32)
     dense = torch.full((num_queries, -(-num_keys // 256) * 256), torch.nan, device=DEVICE)
     hopper_score.write_scores(operands, range(num_keys), longest.to(DEVICE), dense)
@@ -80,19 +85,17 @@ def test_scores_of_blocks_are_those_of_their_tiles_queries() -> None:
     assert torch.equal(got[4:, :64], want[4:, :64])
 
 
+@pytest.mark.usefixtures("kernels")
 def test_each_block_has_its_queries_once() -> None:
-    num_queries, num_blocks, parts_each = 70, 9, 5
+    num_queries, num_blocks, parts_each = 70, 9, 3
     kv_lens = torch.randint(0, num_blocks * 16 + 1, (num_queries,), dtype=torch.int32)
-    candidates, num_seen = (x.to(DEVICE) for x in some_candidates(kv_lens, 16, 5))
-    lists = torch.full((num_blocks, num_queries), -7, dtype=torch.int32, device=DEVICE)
-    counts = torch.zeros(num_blocks + 2, dtype=torch.int32, device=DEVICE)
-    items = torch.full((num_blocks * parts_each,), -7, dtype=torch.int32, device=DEVICE)
-    lists_on_device(candidates, num_seen, 20, 16, lists, counts, items)
-    chosen = candidates.where(num_seen[:, None] > 20, -1).flatten()
-    for block, count in enumerate(counts[:-2].tolist()):
-        assert lists[block, :count].sort().values.tolist() == (chosen == block).nonzero()[:, 0].tolist()
-    wanted = {n * parts_each + part for n, count in enumerate(counts[:-2].tolist()) for part in range(-(-count // 16))}
-    assert sorted(items[: int(counts[-2])].tolist()) == sorted(wanted)
+    candidates, _, lists = listed_candidates(kv_lens, 16, num_blocks, 20)
+    chosen, counts = candidates.cpu().where(kv_lens[:, None] > 20, -1).flatten(), lists.counts.tolist()
+    for block, count in enumerate(counts[:-2]):
+        assert lists.entries[block, :count].sort().values.tolist() == (chosen == block).nonzero()[:, 0].tolist()
+    wanted = {n * parts_each + part for n, count in enumerate(counts[:-2]) for part in range(-(-count // 32))}
+    assert sorted(lists.items[: counts[-2]].tolist()) == sorted(wanted)
+    assert counts[-1] == 0
 
 
 @pytest.mark.skipif(NVCC is None, reason="this machine has no CUDA compiler")

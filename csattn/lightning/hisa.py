@@ -222,7 +222,7 @@ def _one_sequence(q: Tensor, weights: Tensor, keys: KeyPages) -> Operands:
 
 
 def _suits_hopper(operands: Operands, block_size: int) -> bool:
-    if not operands.q.is_cuda:
+    if not operands.q.is_cuda or not len(operands.q) or not len(operands.k):
         return False
     from csattn.lightning.hisa_score import suits  # Triton is only where a GPU is
 

@@ -97,6 +97,14 @@ def test_on_a_device_is_dsa_of_the_same_scores(order: Order, block_size: int) ->
             assert torch.equal(got, top_k(scores, 512, kv_lens, order=order))
 
 
+def test_on_a_device_no_queries_choose_nothing() -> None:
+    (q, q_scale), (k, k_scale) = (quantise_fp8(torch.randn(*n, 128, device=DEVICE)) for n in ((0, 64), (300,)))
+    operands = Operands(q, k, q_scale[..., 0].contiguous(), k_scale[:, 0].contiguous())
+    blocked = BlockedKeys.of_operands(operands, 128)
+    lens = torch.zeros(0, dtype=torch.int32, device=DEVICE)
+    assert hisa_top_k(q, operands.weights, blocked, lens, 16, HisaConfig(num_blocks=2)).shape == (0, 16)
+
+
 def test_of_paged_keys_of_many_sequences() -> None:
     """Blocks of two pages; positions and places; block keys kept in their own pages."""
     config = HisaConfig(block_size=128, num_blocks=3)

@@ -177,7 +177,7 @@ __device__ void score(Shared& s, const Work& of, int group) {
     for (int i = 0; i < OWNED; ++i) pending.places[i] = -1;
     if (group == 1) give_turn_to(0);
     for (u32 number = group;; number += 2) {
-        const u32 stage = __shfl_sync(EVERY_LANE, number % STAGES, 0);  // the same for all, the compiler learns
+        const u32 stage = __shfl_sync(EVERY_LANE, number % STAGES, 0);  // lets the compiler know that a warp has one
         wait_for(&s.here[stage], number / STAGES % 2);
         const Tile& tile = s.tiles[stage];
         if (tile.block < 0) break;
@@ -233,7 +233,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) score_candidates(
     }
     __syncthreads();
     wait_for_earlier();
-    const int group = threadIdx.x / GROUP;
+    const int group = __shfl_sync(EVERY_LANE, threadIdx.x / GROUP, 0);  // lets the compiler know that a warp has one
     if (group == 2) {
         leave_registers<FETCHING_REGISTERS>();
         if (threadIdx.x % GROUP < 32) hisa::fetch(s, of);

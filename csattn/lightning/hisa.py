@@ -169,9 +169,8 @@ def best_blocks(
     """
     if scores.device.type == "cuda":
         chosen, num_keys = kv_lens.new_empty(len(scores), config.num_blocks), torch.empty_like(kv_lens)
-        ends = config.first_blocks, config.last_blocks
-        listing = {"lists": lists, "longer_than": longer_than}
-        choose_candidates(scores, kv_lens, config.block_size, ends, chosen, num_keys, **listing)  # type: ignore[arg-type]
+        seen = scores, kv_lens, config.block_size, (config.first_blocks, config.last_blocks)
+        choose_candidates(*seen, chosen, num_keys, lists=lists, longer_than=longer_than)
         return chosen, num_keys
     num_blocks = _num_blocks(kv_lens, config.block_size)
     block = torch.arange(scores.shape[1])

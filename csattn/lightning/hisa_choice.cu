@@ -85,8 +85,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) choose_candidates(
         const u32 place = above + min(same, room);
         if (chosen) candidates[place] = block;
         if (chosen && is_listed && block < listed_blocks) lists.add(block, blockIdx.x * wanted + place);
-        if (block == max(end, 1) - 1)  // only the last one may be short
-            num_keys[blockIdx.x] = min(end, static_cast<int>(wanted)) * size - (chosen ? max(end * size - kv_len, 0) : 0);
+        if (block == max(end, 1) - 1) {  // only the last one may be short
+            const int missing = chosen ? max(end * size - kv_len, 0) : 0;
+            num_keys[blockIdx.x] = min(end, static_cast<int>(wanted)) * size - missing;
+        }
         above += is_above, same += is_same;
     }
     for (int i = end + threadIdx.x; i < wanted; i += THREADS) candidates[i] = -1;

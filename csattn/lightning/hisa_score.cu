@@ -1,9 +1,9 @@
 // Scores of HISA's candidates on Hopper's matrix units: a block of keys and the queries that it is a candidate of.
 //
 // An item is a block and up to 32 of its queries. Its keys stay in shared memory, while the queries, with all of their
-// heads, go by in tiles of COLUMNS pairs of a query and a head. So of each candidate its query is read from L2, which is
-// half of what its keys are. Two warpgroups have every second tile and take turns at the matrix units, 64 keys at a time;
-// a third has the warp that fetches. A score has the bits that `write_scores` gives it.
+// heads, go by in tiles of COLUMNS pairs of a query and a head: of a candidate the query is read, which is half as many
+// bytes as its keys are. Two warpgroups have every second tile and take turns at the matrix units, 64 keys at a time; a
+// third has the warp that fetches. A score has the bits that `write_scores` gives it.
 //
 // Compiled with `hopper_score.cu`, whose products and sums these are; and for BLOCK_KEYS, of a block, and ITEM_QUERIES.
 

@@ -15,6 +15,8 @@ from bench.decode.rivals.report import RIVALS, rivals_in
 from bench.records import Case
 
 OURS, POOLED = "default", "pooled"
+_POOLED = POOLED, f"{POOLED} 32"  # whatever the number of centroids
+_CLOSE = 1.6  # times as long
 _DPI = 110
 _LEFT, _RIGHT, _PANEL = 0.95, 2.8, 3.7  # inches: what stands beside the panels, and a panel
 _LEGEND_WIDTH = 27  # characters
@@ -125,7 +127,7 @@ def draw_tpot(cases: list[Case], content: dict[str, Any]) -> Any:
             here = [case for case in shown if case["placement"] == placement]
             line = _fastest_schedule([case for case in here if _is_ours(case)])
             _line(axes, line, placement, f"csattn, {_PLACES[placement]}", lambda case: case["p50_us"])
-            pooled = _fastest_schedule([case for case in here if _is_ours(case, POOLED)])
+            pooled = _fastest_schedule([case for case in here if any(_is_ours(case, name) for name in _POOLED)])
             _line(axes, pooled, placement, None, lambda case: case["p50_us"])
             if placement == "device":
                 _dotted(axes, line, placement, lambda case: case["roofline_us"])
@@ -239,7 +241,9 @@ def _finish_panel(axes: Any, cases: list[Case], title: str, name_of: Callable[[f
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     lengths = sorted({case["context_len"] for case in cases})
-    axes.set_xticks(lengths, [length(n) for n in lengths], fontsize=9)
+    # a tick close above another has no room for its name
+    names = [length(n) if n > _CLOSE * below else "" for below, n in zip([0, *lengths], lengths, strict=False)]
+    axes.set_xticks(lengths, names, fontsize=9)
     axes.set_xlim(lengths[0] / 1.3, lengths[-1] * 1.3)
     low, high = axes.get_ylim()
     marks = (1, 1.5, 2, 3, 5) if high / low < 30 else (1, 3) if high / low < 3000 else (1,)

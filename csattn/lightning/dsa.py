@@ -54,8 +54,9 @@ def dsa_topk_indexer(
     bests = GroupBests.make(block_table, num_chosen) if with_bests else None
     arrays = q_index_fp8, weights, keys, block_table, seq_lens
     scores = score_pages(*arrays, longer_than=all_chosen, out=scores, bests=bests)
-    paged = {"pages": block_table, "page_size": PAGE_SIZE}
-    return top_k(scores, num_chosen, seq_lens, order=order, out=out, bests=bests, **paged)  # type: ignore[arg-type]
+    return top_k(
+        scores, num_chosen, seq_lens, order=order, pages=block_table, page_size=PAGE_SIZE, out=out, bests=bests
+    )
 
 
 def dsa_sparse_attention(

@@ -104,7 +104,7 @@ def hisa_top_k(
     if operands is not None and _suits_hopper(operands, config.block_size):
         lists = BlockLists.empty(-(-len(operands.k) // config.block_size), len(q), q.device)
     blocks, num_keys = choose_blocks(q, weights, blocked, kv_lens, config, lists=lists, longer_than=all_chosen)
-    where = {"pages": blocks, "page_size": config.block_size}
+    where, page_size = blocks, config.block_size
     if operands is not None and lists is not None:
         from csattn.lightning.hisa_score import score_candidates  # Triton is only where a GPU is
 
@@ -113,8 +113,8 @@ def hisa_top_k(
         pages = candidate_pages(blocks, blocked.pages, kv_lens, blocked.keys.page_size, config.block_size)
         scores = score_pages(q, weights, blocked.keys, pages, num_keys, longer_than=all_chosen)
         if physical:
-            where = {"pages": pages, "page_size": blocked.keys.page_size}
-    return top_k(scores, k, num_keys, order=order, out=out, **where)  # type: ignore[arg-type]
+            where, page_size = pages, blocked.keys.page_size
+    return top_k(scores, k, num_keys, order=order, pages=where, page_size=page_size, out=out)
 
 
 def block_sparse_top_k(

@@ -10,10 +10,9 @@ from torch import Tensor
 from csattn.errors import ArrayError
 from csattn.lightning.checks import require_array, require_at_least
 from csattn.lightning.page_score import KeyPages
-from csattn.lightning.quantise import FP8, FP8_MAX
+from csattn.lightning.quantise import FP8, FP8_MAX, MEAN_LEAST_SCALE
 
 PAGE_SIZE = 64  # block keys of a page
-LEAST_SCALE = 1e-10
 
 
 def pool_keys(
@@ -105,5 +104,5 @@ class PooledKeys:
 
 
 def _quantise(means: Tensor) -> tuple[Tensor, Tensor]:
-    scales = (means.abs().amax(-1) / FP8_MAX).clamp(min=LEAST_SCALE)
+    scales = (means.abs().amax(-1) / FP8_MAX).clamp(min=MEAN_LEAST_SCALE)
     return (means / scales[:, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8), scales

@@ -8,8 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from csattn.lightning.hisa_pooling import LEAST_SCALE
-from csattn.lightning.quantise import FP8_MAX
+from csattn.lightning.quantise import FP8_MAX, MEAN_LEAST_SCALE
 
 
 def append_on_device(
@@ -37,7 +36,7 @@ def append_on_device(
         HEAD_DIM=head_dim,
         BLOCK=triton.next_power_of_2(head_dim),
         LARGEST=FP8_MAX,
-        LEAST_SCALE=LEAST_SCALE,
+        LEAST_SCALE=MEAN_LEAST_SCALE,
         num_warps=1,
         enable_fp_fusion=False,  # the definition rounds a key before it adds it
     )

@@ -12,6 +12,7 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 FP8_BLOCK = 128
 FP8_LEAST_AMAX = 1e-4
+MEAN_LEAST_SCALE = 1e-10  # of a mean of keys that already have scales
 FP4_MAX = 6.0
 FP4_BLOCK = 32
 FP4_LEAST_AMAX = 6 * 2.0**-126

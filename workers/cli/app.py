@@ -76,13 +76,8 @@ def build(
 
     batching.require_one_source(context, jobs, ray)
     building.require_progress(progress, jobs)
-    changes: dict[str, Any] = {
-        "layout": layout,
-        "num_subspaces": num_subspaces,
-        "num_centroids": num_centroids,
-        "score_bits": score_bits,
-        "list_len": list_len,
-    }
+    changes: dict[str, Any] = {"layout": layout, "num_subspaces": num_subspaces, "num_centroids": num_centroids}
+    changes |= {"score_bits": score_bits, "list_len": list_len}
     if context is None:
         options = JobOptions(model=model, preset=preset, dtype=dtype, chat=chat, kmeans=kmeans, **changes)
         assert jobs is not None

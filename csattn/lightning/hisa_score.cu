@@ -5,14 +5,15 @@
 // bytes as its keys are. Two warpgroups have every second tile and take turns at the matrix units, 64 keys at a time; a
 // third has the warp that fetches. A score has the bits that `write_scores` gives it.
 //
-// Compiled with `hopper_score.cu`, whose products and sums these are; and for BLOCK_KEYS, of a block, and ITEM_QUERIES.
+// Compiled for what `hopper_score.cu` is compiled for, whose products and sums these are; and for BLOCK_KEYS, of a block,
+// and ITEM_QUERIES.
 
 namespace hisa {
 
 constexpr int PARTS = BLOCK_KEYS / KEYS;  // of a block's keys
 constexpr u32 QUERY_BYTES = HEADS * HEAD_DIM * ELEMENT_BYTES;
 static_assert(ITEM_QUERIES == 32, "a lane has a query of an item");
-static_assert(BLOCK_KEYS % KEYS == 0 && STAGES % 2 == 0, "a place in the ring belongs to one group");
+static_assert(BLOCK_KEYS % KEYS == 0, "a block has whole tiles");
 
 struct Work {
     const TensorMap *columns, *keys;
@@ -231,14 +232,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) score_candidates(
         for (int i = 0; i < 2; ++i) make_barrier(&s.keys_here[i], 1), make_barrier(&s.keys_used[i], 2 * GROUP / 32);
         barriers_are_made();
     }
-    __syncthreads();
-    wait_for_earlier();
-    const int group = __shfl_sync(EVERY_LANE, threadIdx.x / GROUP, 0);  // lets the compiler know that a warp has one
-    if (group == 2) {
-        leave_registers<FETCHING_REGISTERS>();
-        if (threadIdx.x % GROUP < 32) hisa::fetch(s, of);
-    } else {
-        take_registers<SCORING_REGISTERS>();
-        hisa::score(s, of, group);
-    }
+    divide_work([&] { hisa::fetch(s, of); }, [&](int group) { hisa::score(s, of, group); });
 }

@@ -15,7 +15,7 @@ from csattn.lightning.hisa_choice import ITEM_QUERIES, BlockLists
 from csattn.lightning.hisa_kernels import longest_on_device
 from csattn.lightning.score import Operands
 
-SOURCES = (*hopper_score.SOURCES, Path(__file__).with_name("hisa_score.cu"))
+SOURCES = (*hopper_score.SHARED_SOURCES, Path(__file__).with_name("hisa_score.cu"))
 BLOCK_SIZES = (64, 128)
 _ATOM_BYTES = 128
 _ROOM_BYTES = 220 << 10  # of shared memory, for keys and queries

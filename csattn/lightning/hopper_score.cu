@@ -6,11 +6,7 @@
 // tile is COLUMNS pairs of a query and a head. `write_scores` writes what it has scored; `list_contenders` what reaches
 // its query's bar. A score's bits depend on neither, nor on where its key lies in a tile, nor on what is beside it.
 //
-// Compiled for DTYPE, HEAD_DIM, COLUMNS, HEADS, STAGES and THREADS, which is 3 * 128.
-
-constexpr int FETCHING_REGISTERS = 40, SCORING_REGISTERS = 232;
-static_assert(STAGES % 2 == 0 && THREADS == 3 * GROUP, "a place in the ring belongs to one group");
-static_assert(2 * SCORING_REGISTERS + FETCHING_REGISTERS <= 3 * 168, "a block starts with 168 for each thread");
+// Compiled for DTYPE, HEAD_DIM, COLUMNS, HEADS, STAGES and THREADS.
 
 // What a query tile needs besides its keys.
 template <class Work>
@@ -134,16 +130,7 @@ template <class Work> __device__ __forceinline__ void run(u8* memory, const Oper
         for (int i = 0; i < 2; ++i) make_barrier(&s.item_here[i], 1), make_barrier(&s.item_used[i], 2 * GROUP / 32);
         barriers_are_made();
     }
-    __syncthreads();
-    wait_for_earlier();
-    const int group = __shfl_sync(EVERY_LANE, threadIdx.x / GROUP, 0);  // lets the compiler know that a warp has one
-    if (group == 2) {
-        leave_registers<FETCHING_REGISTERS>();
-        if (threadIdx.x % GROUP < 32) fetch(s, of, work);
-    } else {
-        take_registers<SCORING_REGISTERS>();
-        score(s, of, work, group);
-    }
+    divide_work([&] { fetch(s, of, work); }, [&](int group) { score(s, of, work, group); });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) write_scores(

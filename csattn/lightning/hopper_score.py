@@ -20,8 +20,9 @@ from csattn.cuda import CudaKernel, cuda_kernel, num_multiprocessors, tensor_map
 from csattn.lightning.quantise import FP8
 from csattn.lightning.score import Operands
 
-PARTS = ("hopper_intrinsics.cu", "hopper_tiles.cu", "hopper_sums.cu", "hopper_score.cu")
-SOURCES = tuple(Path(__file__).with_name(name) for name in PARTS)
+SHARED = ("hopper_intrinsics.cu", "hopper_tiles.cu", "hopper_sums.cu", "hopper_groups.cu")  # with `hisa_score`
+SHARED_SOURCES = tuple(Path(__file__).with_name(name) for name in SHARED)
+SOURCES = (*SHARED_SOURCES, Path(__file__).with_name("hopper_score.cu"))
 KEYS = 64  # of a tile
 COLUMNS = 256  # pairs of a query and a head
 THREADS = 384

@@ -12,7 +12,8 @@ from torch import Tensor
 from csattn.cuda import CudaKernel, cuda_kernel, num_multiprocessors
 
 HERE = Path(__file__).parent
-TILE_SOURCES = tuple(HERE / name for name in ("intrinsics.cu", "topk_common.cu", "topk_entries.cu", "topk.cu"))
+TILE_PARTS = ("intrinsics.cu", "topk_common.cu", "topk_range.cu", "topk_entries.cu", "topk.cu")
+TILE_SOURCES = tuple(HERE / name for name in TILE_PARTS)
 DIGIT_SOURCES = tuple(HERE / name for name in ("intrinsics.cu", "topk_common.cu", "topk_source.cu", "topk_digits.cu"))
 MAX_K = 2048
 MAX_CLUSTER = 8  # blocks that work on one row; more are not portable

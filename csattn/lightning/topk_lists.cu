@@ -34,22 +34,6 @@ struct Shared {
 // Eight neighbouring bins, which a thread adds up, lie so that all banks are used.
 __device__ __forceinline__ u32& bin_at(Shared& s, u32 bin) { return s.bins[bin + bin / 8]; }
 
-// Entries from low to last, in bins of 2 ** shift values.
-struct Range {
-    u64 low, last;
-    int shift;
-
-    __device__ __forceinline__ Range(u64 low_, u64 last_) : low(low_), last(last_) {
-        const u64 width = last - low;
-        shift = width < BINS ? 0 : 53 - __clzll(width);
-    }
-    __device__ __forceinline__ bool holds(u64 entry) const { return entry >= low && entry <= last; }
-    __device__ __forceinline__ Range of_bin(u32 bin) const {
-        const u64 first = low + (static_cast<u64>(bin) << shift);
-        return Range(first, min(last, first + ((1ull << shift) - 1)));
-    }
-};
-
 using Bests = uint4[BEST_VECTORS];  // of a thread: keys, 0 where there is no group
 
 // A key that at least `wanted` of the warp's groups reach, or 1; of such keys not much less than the greatest.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from csattn.cuda import cuda_kernel
 
-PARTS = ("intrinsics.cu", "topk_common.cu", "topk_lists.cu", "topk_collect.cu", "topk_choose.cu")
+PARTS = ("intrinsics.cu", "topk_common.cu", "topk_range.cu", "topk_lists.cu", "topk_collect.cu", "topk_choose.cu")
 SOURCES = tuple(Path(__file__).with_name(name) for name in PARTS)
 THREADS = 256
 ENTRIES = 4096  # that one block chooses among in its shared memory

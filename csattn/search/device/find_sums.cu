@@ -1,5 +1,5 @@
-// Third launch over many keys whose worths are sums: the bin of the top_k-th, and how many keys of each part lie above it, and at each of
-// its levels.
+// Third launch over many keys whose worths are sums: the bin of the top_k-th, and how many keys of each part lie above it,
+// and at each of its levels.
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) find_sums(
     const int* context_lens, const int* top_ks, const int* context_ids, long long sink_len, long long window_len,

@@ -237,6 +237,13 @@ def test_what_is_not_a_file_is_not_waited_for(artifact_dir: Path, name: str, mak
         verify_artifact(artifact_dir)
 
 
+def test_nobody_is_told_to_delete_a_store_or_a_home(artifact_dir: Path) -> None:
+    store = artifact_dir.parent
+    with pytest.raises(ArtifactNotFoundError, match=r"csattn ls --store .* and the start of an id") as refusal:
+        open_artifact(store)
+    assert "delete" not in str(refusal.value)
+
+
 def test_no_artifact_here(tmp_path: Path) -> None:
     with pytest.raises(ArtifactNotFoundError, match="there is no artifact 'nothing'"):
         open_artifact(tmp_path / "nothing")

@@ -81,6 +81,14 @@ def test_doctor_exits_with_1_where_there_is_a_problem(capsys, monkeypatch) -> No
     assert "pip install --force-reinstall torch" in done.stdout
 
 
+@pytest.mark.parametrize("verb", ["build", "generate", "stream", "eval", "serve"])
+def test_help_tells_defaults_that_are_chosen_later(capsys, monkeypatch, verb) -> None:
+    """In square brackets within a help text they would vanish, taken for markup."""
+    monkeypatch.setenv("COLUMNS", "200")
+    told = in_process(verb, "--help", capsys=capsys).stdout
+    assert "the installed SmolLM2-135M" in told and "all cores" in told
+
+
 def test_neither_loads_a_heavy_library() -> None:
     program = (
         "import sys; import workers.cli.app, workers.cli.examining, workers.settings, workers.doctor.facts; "

@@ -30,7 +30,7 @@ def _place(text: Any) -> Path | str:
 # Verbs import what they need when they run: `csattn --help` should not wait for torch.
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
 Model = Annotated[
-    str | None, typer.Option(help="Model directory, .gguf file or hub id. [default: the installed SmolLM2-135M]")
+    str | None, typer.Option(help="Model directory, .gguf file or hub id.", show_default="the installed SmolLM2-135M")
 ]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
 Store = Annotated[
@@ -41,11 +41,17 @@ ArtifactPath = Annotated[
     Any, typer.Argument(parser=_place, metavar="ARTIFACT", help="Its directory or URL, or STORE/start-of-its-id.")
 ]
 Keep = Annotated[float, typer.Option(help="Share of the context read per step, in (0, 1].")]
+Placement = Annotated[
+    str | None,
+    typer.Option(help="cpu; or on a GPU device, hybrid or host: where index and KV lie.", show_default="cpu"),
+]
 KvCodec = Annotated[
     str | None,
-    typer.Option(help="Keep rows in memory as q8_0, q4_0, fp8, float16, ..., or k=q8_0,v=q4_0. [default: as built]"),
+    typer.Option(help="Keep rows as q8_0, q4_0, fp8, float16, ... or k=q8_0,v=q4_0.", show_default="as built"),
 ]
 Lookahead = Annotated[int, typer.Option(help="1: search one layer ahead, on the predicted query.")]
+WindowLen = Annotated[int | None, typer.Option(help="Recent rows that are always read.", show_default="256")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads.", show_default="all cores")]
 EstimateRest = Annotated[bool, typer.Option(help="Estimate what the rows that are not read would add.")]
 
 
@@ -64,7 +70,7 @@ def build(
     list_len: Annotated[float | None, typer.Option(help="lists: L as a share of the context.")] = None,
     dtype: Dtype = "float32",
     chat: Annotated[bool, typer.Option(help="Wrap the context by the model's chat template.")] = True,
-    threads: Annotated[int | None, typer.Option(help="CPU threads. [default: all cores]")] = None,
+    threads: Threads = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")] = "auto",
     kmeans: Annotated[str, typer.Option(help="faiss, torch, or auto: torch on a GPU.")] = "auto",
     progress: Annotated[str, typer.Option(help="json: with --context, one JSON object a line on stderr.")] = "auto",
@@ -101,20 +107,15 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
     compare: Annotated[bool, typer.Option(help="Print full attention's answer beside it.")] = False,
     search_period: Annotated[int, typer.Option(help="Search every so many steps.")] = 1,
-    window_len: Annotated[int | None, typer.Option(help="Recent rows that are always read.")] = None,
+    window_len: WindowLen = None,
     estimate_rest: EstimateRest = False,
     model: Model = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads. [default: all cores]")] = None,
-    placement: Annotated[
-        str | None,
-        typer.Option(help="cpu; or on a GPU: device, hybrid or host, for where index and KV lie. [default: cpu]"),
-    ] = None,
+    threads: Threads = None,
+    placement: Placement = None,
     kv_codec: KvCodec = None,
     host_budget: Annotated[
         str | None,
-        typer.Option(
-            metavar="SIZE", help="Memory for the context's rows, 64MiB say; the rest stays on disk. [default: all]"
-        ),
+        typer.Option(metavar="SIZE", help="Memory for context rows, 64MiB say; others on disk.", show_default="all"),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -143,11 +144,11 @@ def evaluate(
     selectors: Annotated[str, typer.Option(help=f"Comma-separated, or empty: {described()}.")] = "exact,window",
     lookahead: Annotated[str, typer.Option(help="0, 1, or 0,1: for the presets.")] = "0",
     search_period: Annotated[int, typer.Option(help="Search every so many steps.")] = 1,
-    window_len: Annotated[int | None, typer.Option(help="Recent rows that are always read.")] = None,
+    window_len: WindowLen = None,
     estimate_rest: EstimateRest = False,
     dtype: Dtype = "float32",
-    store: Annotated[Path | None, typer.Option(help="Keep the artifacts here. [default: a scratch directory]")] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads. [default: all cores]")] = None,
+    store: Annotated[Path | None, typer.Option(help="Keep artifacts here.", show_default="a scratch directory")] = None,
+    threads: Threads = None,
     kv_codec: KvCodec = None,
     json: Json = False,
 ) -> None:
@@ -243,19 +244,19 @@ def doctor(store: LocalStore = Path("store"), json: Json = False) -> None:
 @app.command()
 def serve(
     file: Annotated[
-        Path | None, typer.Option("--config", help="TOML or YAML file. [default: $CSATTN_CONFIG, or none]")
+        Path | None, typer.Option("--config", help="TOML or YAML file.", show_default="$CSATTN_CONFIG, or none")
     ] = None,
-    local: Annotated[bool, typer.Option("--local", help="In this process alone. [default: on Ray]")] = False,
-    host: Annotated[str | None, typer.Option(help="Address to listen on. [default: 127.0.0.1]")] = None,
-    port: Annotated[int | None, typer.Option(help="0: one that is free. [default: 8000]")] = None,
-    store: Annotated[Path | None, typer.Option(help="Directory that holds artifacts. [default: store]")] = None,
+    local: Annotated[bool, typer.Option("--local", help="In this process alone.", show_default="on Ray")] = False,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")] = None,
+    port: Annotated[int | None, typer.Option(help="0: one that is free.", show_default="8000")] = None,
+    store: Annotated[Path | None, typer.Option(help="Directory that holds artifacts.", show_default="store")] = None,
     context: Annotated[
         list[str] | None, typer.Option(metavar="NAME=ARTIFACT", help="Serve an artifact of the store by that name.")
     ] = None,
     model: Model = None,
-    placement: Annotated[str | None, typer.Option(help="cpu, or on a GPU device, hybrid or host.")] = None,
+    placement: Placement = None,
     kv_codec: KvCodec = None,
-    threads: Annotated[int | None, typer.Option(help="That search on the CPU. [default: all cores]")] = None,
+    threads: Annotated[int | None, typer.Option(help="That search on the CPU.", show_default="all cores")] = None,
     keep: Annotated[float | None, typer.Option(help="Share of the context read per step, in (0, 1].")] = None,
     lookahead: Annotated[int | None, typer.Option(help="1: search one layer ahead, on the predicted query.")] = None,
     changes: Annotated[

@@ -16,15 +16,18 @@ def stream(
     policy: Annotated[
         str, typer.Option(help="window: first and last rows; h2o: heavy hitters and last rows.")
     ] = "window",
-    sink_len: Annotated[int | None, typer.Option(help="window: first rows that stay. [default: 4]")] = None,
-    window_len: Annotated[int | None, typer.Option(help="Last rows, the token's own included. [default: 1020]")] = None,
-    heavy_len: Annotated[int | None, typer.Option(help="h2o: heavy hitters of a KV head. [default: 256]")] = None,
+    sink_len: Annotated[int | None, typer.Option(help="window: first rows that stay.", show_default="4")] = None,
+    window_len: Annotated[
+        int | None, typer.Option(help="Last rows, the token's own included.", show_default="1020")
+    ] = None,
+    heavy_len: Annotated[int | None, typer.Option(help="h2o: heavy hitters of a KV head.", show_default="256")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="The model may end its text before.")] = 256,
     model: Annotated[
-        str | None, typer.Option(help="Model directory, .gguf file or hub id. [default: the installed SmolLM2-135M]")
+        str | None,
+        typer.Option(help="Model directory, .gguf file or hub id.", show_default="the installed SmolLM2-135M"),
     ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    threads: Annotated[int | None, typer.Option(help="CPU threads. [default: all cores]")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads.", show_default="all cores")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
 ) -> None:
     """Continue a text without end, in constant memory; tokens appear as they come."""

@@ -166,12 +166,12 @@ def verify_artifact(path: Path, progress: Progress | None = None) -> Manifest:
 
 def _read_manifest(path: Path) -> Manifest:
     if not (path / MANIFEST_FILE).exists():
-        # only what has an artifact's name may be told to be deleted: anything else may be a store, or not ours
-        remedy = (
-            how_to_heal(path)
-            if is_artifact_id(path.name)
-            else f"if it is a store, `csattn ls --store {path}` lists its artifacts: give {path}/ and the start of an id"
-        )
+        # only what has an artifact's name is to be deleted: anything else may be a store, or somebody's home
+        remedy = how_to_heal(path)
+        if not is_artifact_id(path.name):
+            remedy = (
+                f"if it is a store, `csattn ls --store {path}` lists its artifacts: give {path}/ and how an id starts"
+            )
         raise ArtifactNotFoundError(f"{path} holds no finished artifact ({MANIFEST_FILE} is missing); {remedy}")
     with open_regular_file(path / MANIFEST_FILE) as file:
         data = file.read(_MAX_MANIFEST_BYTES)

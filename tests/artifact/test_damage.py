@@ -239,7 +239,7 @@ def test_what_is_not_a_file_is_not_waited_for(artifact_dir: Path, name: str, mak
 
 def test_nobody_is_told_to_delete_a_store_or_a_home(artifact_dir: Path) -> None:
     store = artifact_dir.parent
-    with pytest.raises(ArtifactNotFoundError, match=r"csattn ls --store .* and the start of an id") as refusal:
+    with pytest.raises(ArtifactNotFoundError, match=r"csattn ls --store .* and how an id starts") as refusal:
         open_artifact(store)
     assert "delete" not in str(refusal.value)
 

@@ -223,7 +223,7 @@ class CpuEngine:
         num_rows = len(plan.requests)
         logits = self._model.logits[:num_rows]
         next_ids = np.empty(num_rows, np.int64)
-        next_ids[plan.order] = [row.argmax() for row in logits]
+        next_ids[plan.order] = [best if np.isfinite(row[best := row.argmax()]) else -1 for row in logits]
         if not want_logits:
             return StepResult(next_ids, None, seen)
         in_order = bool((plan.order == np.arange(num_rows)).all())

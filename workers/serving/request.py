@@ -55,8 +55,13 @@ class Request:
         return [self.token_ids[-1]]
 
     def choose(self, likeliest_id: int, logits: NDArray[np.float32] | None) -> tuple[int, TokenScore | None]:
-        """The next token of the answer, and how likely it was if that was asked for. logits: [vocab_size]."""
+        """The next token of the answer, and how likely it was if that was asked for. logits: [vocab_size].
+
+        Raises ValueError where there is none: NaN or infinity is the greatest logit.
+        """
         if not self.needs_logits:
+            if likeliest_id < 0:
+                raise ValueError("NaN or infinity is the greatest")
             return likeliest_id, None
         assert logits is not None, "the step was asked for logits"
         sampling = self.sampling

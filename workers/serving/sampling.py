@@ -16,12 +16,15 @@ def draw(
     """The likeliest token where temperature is 0; else one of the likeliest that together have a share of top_p.
 
     The same logits, seed and position give the same token, whatever else is decoded beside it. Among equally likely
-    tokens the lowest id counts as the likelier one.
+    tokens the lowest id counts as the likelier one. Raises ValueError where NaN or infinity is the greatest logit.
     """
+    greatest = float(logits.max())  # NaN, if there is one
+    if not np.isfinite(greatest):
+        raise ValueError(f"the greatest is {greatest}")
     if temperature == 0:
         return int(logits.argmax())
     with np.errstate(over="ignore"):  # a temperature near 0 sends all but the best to -inf, as it should
-        weights = np.exp((logits.astype(np.float64) - float(logits.max())) / temperature)
+        weights = np.exp((logits.astype(np.float64) - greatest) / temperature)
     token_ids, shares = _nucleus(weights / weights.sum(), top_p)
     cumulative = np.cumsum(shares)
     at = np.random.Generator(np.random.Philox(key=seed, counter=position)).random() * cumulative[-1]

@@ -201,6 +201,23 @@ def test_a_step_that_fails_can_be_run_again(store) -> None:
     assert_same(got, want)
 
 
+def test_a_row_of_nan_has_no_next_token(store) -> None:
+    model = loaded("llama").model
+    with opened(store, "llama", 0) as artifact, make_engine([artifact]) as engine:
+        embedding = model.model.embed_tokens.weight.data
+        kept = embedding[7].clone()
+        embedding[7] = torch.nan
+        try:
+            engine.open(0, 0, CONFIG, "csattn")
+            engine.open(1, 0, CONFIG, "csattn")
+            next_ids = engine.step([StepRow(0, 5), StepRow(1, 7)]).next_ids.tolist()
+        finally:
+            embedding[7] = kept
+        engine.close_slot(0)
+        engine.open(0, 0, CONFIG, "csattn")
+        assert next_ids == [int(engine.step([StepRow(0, 5)]).next_ids[0]), -1]
+
+
 def test_bad_steps_are_refused_and_change_nothing(store) -> None:
     with opened(store, "llama", 0) as artifact, make_engine([artifact], max_rows=4, tail_capacity=5) as engine:
         with pytest.raises(ConfigError, match="slot 0 is not open"):

@@ -30,6 +30,13 @@ def test_temperature_0_takes_the_lowest_of_the_likeliest() -> None:
     assert draw(np.array([1, 5, 2, 5], np.float32), 0.0, 1.0, 0, 0) == 1
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("logits", [[0.0, np.nan, 1.0], [np.nan] * 3, [0.0, np.inf, 1.0], [-np.inf] * 3])
+def test_nothing_is_drawn_from_what_is_no_distribution(logits, temperature) -> None:
+    with pytest.raises(ValueError, match="the greatest is"):
+        draw(np.array(logits, np.float32), temperature, 0.9, 0, 0)
+
+
 def test_hardly_any_temperature_takes_the_likeliest(rng) -> None:
     logits = rng.standard_normal(100).astype(np.float32)
     assert {draw(logits, 1e-300, 1.0, 7, position) for position in range(20)} == {int(logits.argmax())}

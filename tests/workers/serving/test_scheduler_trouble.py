@@ -108,6 +108,33 @@ def test_a_failed_step_fails_its_requests_and_no_other(built: Path) -> None:
     scheduler.check()
 
 
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 1}, {"top_logprobs": 2}])
+def test_a_row_that_is_not_finite_fails_its_request_and_no_other(built: Path, sampling: dict[str, float]) -> None:
+    engine = FullEngine(loaded(), num_slots=2)
+    scheduler, _, _ = make_scheduler(built, engine)
+    poisoned = make_request(scheduler, max_new_tokens=6, **sampling)
+    other = make_request(scheduler, max_new_tokens=6, **sampling)
+    scheduler.turn()
+    real, slot = engine.step, poisoned.slot
+
+    def step(rows, *args):
+        result = real(rows, *args)
+        for row in (i for i, row in enumerate(rows) if row.slot == slot):
+            result.next_ids[row] = -1
+            if result.logits is not None:
+                result.logits[row, 3] = np.nan
+        return result
+
+    engine.step = step
+    scheduler.turn()
+    error = read(poisoned)[1]
+    assert isinstance(error, ServingError) and "cannot be drawn from" in error.message
+    engine.step = real
+    run(scheduler)
+    assert (other.token_ids, read(other)[0]) == alone(built, {"max_new_tokens": 6, **sampling})
+    scheduler.check()
+
+
 def test_an_engine_that_stays_broken_is_told_of_and_asked_again(built: Path) -> None:
     engine = FullEngine(loaded(), num_slots=2)
     scheduler, _, clock = make_scheduler(built, engine)

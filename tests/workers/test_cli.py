@@ -121,6 +121,8 @@ def test_rows_are_kept_in_the_format_that_is_asked_for(capsys, place: Path, arti
     assert last_line(in_process(*asked, "--kv-codec", "float32", capsys=capsys))["token_ids"] == plain["token_ids"]
     refused = in_process(*asked, "--kv-codec", "q8_0", capsys=capsys)
     assert refused.returncode == 1 and "head_dim is 16, but q8_0 takes multiples of 32" in refused.stderr
+    refused = in_process(*asked, "--placement", "gpu", capsys=capsys)
+    assert refused.returncode == 1 and "unknown placement 'gpu'; choose one of cpu, device" in refused.stderr
     refused = in_process(*asked, "--kv-codec", "fp8", "--placement", "device", capsys=capsys)
     assert refused.returncode == 1 and "leave out --kv-codec fp8" in refused.stderr
     of_text = "eval", "--text", place / "text.txt", "--model", place / "model", "--context-len", 300, "--eval-len", 20

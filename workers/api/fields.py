@@ -92,7 +92,8 @@ class Fields:
         """A list of one entry or more."""
         value = self._take(name)
         if not isinstance(value, list) or not value:
-            self.refuse(name, "is missing" if value is None else f"is {told(value)}, wanted a list that is not empty")
+            came = "missing" if value is None else "an empty list" if value == [] else told(value)
+            self.refuse(name, f"is {came}, wanted a list of one entry or more")
         return value
 
     def inner(self, name: str) -> "Fields | None":

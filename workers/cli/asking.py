@@ -13,6 +13,7 @@ from offload.sizes import parse_size
 from workers.cli.building import show_loading, use_threads
 from workers.cli.terminal import out, steps, table
 from workers.decode import Observer
+from workers.engine.memory import PLACEMENTS
 from workers.generate import Answer, answer
 from workers.session import csattn_session
 
@@ -41,6 +42,8 @@ def ask(
     kv_format = None if kv_codec is None else KvFormat.parse(kv_codec)
     budget = None if host_budget is None else parse_size(host_budget)
     use_threads(threads)
+    if placement not in (None, "cpu", *PLACEMENTS):
+        raise ConfigError(f"unknown placement {placement!r}; choose one of cpu, {', '.join(PLACEMENTS)}")
     on_gpu = placement is not None and placement != "cpu"
     if on_gpu and (selector != "csattn" or compare):
         raise ConfigError("a placement decodes with csattn's own selector; leave out --selector and --compare")

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from csattn.artifact.durable import write_bytes
+from csattn.artifact.durable import store_errors, write_bytes
 from csattn.artifact.lock import BuildLock
 from csattn.errors import ArtifactCorruptError
 from workers.serving.messages import ContextState
@@ -58,7 +58,8 @@ class ContextFile:
 
     def change(self, edit: Callable[[dict[str, Record]], T]) -> T:
         """Let `edit` change the records, and write them if it did."""
-        self._store.mkdir(parents=True, exist_ok=True)
+        with store_errors(f"make the store {self._store}", self._store):
+            self._store.mkdir(parents=True, exist_ok=True)
         lock = BuildLock(self._store / LOCK_NAME).acquire()
         try:
             records = self.read()

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import logging
 import re
 import time
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from csattn.artifact import Artifact, find_artifact, open_artifact
-from csattn.artifact.durable import write_bytes
+from csattn.artifact.durable import store_errors, write_bytes
 from csattn.errors import ArtifactError
 from workers.serving.context_build import build_context
 from workers.serving.context_file import ContextFile, Record
@@ -30,6 +31,7 @@ MAX_BUILDS = 1  # at the same time
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 SameText = Callable[[Artifact, str], bool]  # whether an artifact was built from that text
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -47,6 +49,7 @@ class Contexts:
         self._file = ContextFile(store)
         self._turn_to_build = asyncio.Semaphore(MAX_BUILDS)
         self._builds: dict[str, _Build] = {}
+        self._unwritten: dict[Record, Record] = {}  # what became of builds, where the file could not be told
 
     async def start(self) -> None:
         """Go on with builds that were under way when a service ended."""
@@ -63,6 +66,7 @@ class Contexts:
         record = (await asyncio.to_thread(self._file.read)).get(name)
         if record is None:
             raise UnknownContextError(f"there is no context {name[:64]!r}; register it, or list those there are")
+        record = self._unwritten.get(record, record)
         if record.state == "building":
             progress = 100 * self._info(record).progress
             raise ContextNotReadyError(
@@ -73,7 +77,7 @@ class Contexts:
         return self._store / record.artifact_id
 
     async def register(self, new: NewContext) -> ContextInfo:
-        """Start building, unless this text has this name already; one whose building failed is built again."""
+        """Start building, unless this text has this name already; what failed, or is gone, is built again."""
         require_name(new.name)
         if not new.text.strip():
             raise BadRequestError("the context's text is empty; give some text", "text")
@@ -89,7 +93,10 @@ class Contexts:
 
     async def delete(self, name: str) -> Path | None:
         """Forget a context, and end its building. Its artifact stays in the store, at the path that is returned."""
-        record = await asyncio.to_thread(self._file.change, lambda records: records.pop(name, None))
+        try:
+            record = await asyncio.to_thread(self._file.change, lambda records: records.pop(name, None))
+        except ArtifactError as error:
+            raise ServingError(f"the context cannot be deleted: {error}") from error
         if record is None:
             raise UnknownContextError(f"there is no context {name[:64]!r} to delete")
         if build := self._builds.pop(name, None):
@@ -110,9 +117,11 @@ class Contexts:
         known = self._file.read().get(new.name)
         if known is not None:
             self._require_same(known, new.text, digest)
-        if known is None or known.state == "failed":
+        is_gone = known is not None and known.artifact_id is not None and not self._holds(known.artifact_id)
+        if known is None or known.state == "failed" or is_gone:
             text_path = self._text_path(digest)
-            text_path.parent.mkdir(parents=True, exist_ok=True)
+            with store_errors(f"make {text_path.parent}", self._store):
+                text_path.parent.mkdir(parents=True, exist_ok=True)
             write_bytes(text_path, data)  # before the record: what is recorded can be built
 
         def edit(records: dict[str, Record]) -> Record:
@@ -121,6 +130,8 @@ class Contexts:
                 records[new.name] = Record(name=new.name, created_at=time.time(), text_sha256=digest)
                 return records[new.name]
             self._require_same(known, new.text, digest)
+            if is_gone:
+                known = replace(known, artifact_id=None, num_tokens=None, text_sha256=digest)
             records[new.name] = replace(known, error="")
             return records[new.name]
 
@@ -137,7 +148,16 @@ class Contexts:
                 f"the context {known.name!r} has another text; delete it first, or choose another name", "name"
             )
 
+    def _holds(self, artifact_id: str) -> bool:
+        """Whether the artifact is still in the store."""
+        try:
+            open_artifact(self._store / artifact_id).close()
+        except ArtifactError:
+            return False
+        return True
+
     def _build(self, record: Record) -> None:
+        self._unwritten.pop(record, None)
         build = _Build(asyncio.create_task(self._run_build(record)))
         self._builds[record.name] = build
         build.task.add_done_callback(lambda task: self._forget_build(record.name, build))
@@ -160,7 +180,11 @@ class Contexts:
                 done = replace(record, artifact_id=result["artifact"], num_tokens=result["context_len"])
             except Exception as error:  # whatever it is, who asks for the context is told
                 done = replace(record, error=str(error) or type(error).__name__)
-        await asyncio.to_thread(self._finish, record, done)
+        try:
+            await asyncio.to_thread(self._finish, record, done)
+        except Exception:  # a full disk, say: who waits for the build is told as long as this service lives
+            _log.exception("what became of the context %s could not be written", record.name)
+            self._unwritten[record] = done
 
     def _finish(self, record: Record, done: Record) -> None:
         def edit(records: dict[str, Record]) -> None:
@@ -185,6 +209,7 @@ class Contexts:
         return self._store / TEXTS / f"{digest[:32]}.txt"
 
     def _info(self, record: Record) -> ContextInfo:
+        record = self._unwritten.get(record, record)
         build = self._builds.get(record.name)
         return ContextInfo(
             name=record.name,

@@ -159,7 +159,8 @@ class EngineSettings:
         ),
     )
     tail_capacity: int = field(
-        default=2048, metadata=about("On a GPU: rows of a request's own, question and answer.", lowest=1)
+        default=2048,
+        metadata=about("Rows of a request's own, question and answer: an answer ends where there are none.", lowest=1),
     )
     num_contexts: int = field(
         default=4, metadata=about("On a GPU: loaded at the same time; others wait in the store.", lowest=1)

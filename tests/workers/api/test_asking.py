@@ -79,7 +79,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"model": None}, "model", "is missing"),
     ({"model": 3}, "model", "is 3, wanted text"),
     ({"messages": None}, "messages", "is missing"),
-    ({"messages": []}, "messages", "list that is not empty"),
+    ({"messages": []}, "messages", "is an empty list, wanted a list of one"),
     ({"messages": "hello"}, "messages", 'is "hello", wanted a list'),
     ({"messages": [3]}, "messages[0]", "is a whole number, wanted an object"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "is missing"),

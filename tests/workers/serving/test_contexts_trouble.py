@@ -1,0 +1,65 @@
+"""Contexts of a store in which something is missing, or that cannot be written any more."""
+
+import asyncio
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from csattn.errors import StoreFullError
+from tests.workers.serving.artifacts import build, text_of
+from tests.workers.serving.test_contexts import ended, registry
+from workers.serving import context_file
+from workers.serving import contexts as contexts_module
+from workers.serving.context_build import BuildFailedError
+from workers.serving.messages import ContextNotReadyError, NewContext, ServingError
+
+
+def test_a_context_whose_artifact_has_gone_is_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = tmp_path / "store"
+    artifact_id = build(store, text_of("gone"))
+    builds: list[str] = []
+
+    async def built_again(text_path: Path, *args: Any) -> dict[str, Any]:
+        builds.append(text_path.read_text())
+        return {"artifact": artifact_id, "context_len": 300}
+
+    monkeypatch.setattr(contexts_module, "build_context", built_again)
+
+    async def main() -> None:
+        contexts, new = registry(tmp_path), NewContext(name="a", text=text_of("gone"))
+        await contexts.register(new)
+        assert (await ended(contexts, "a")).state == "ready"
+        assert (await contexts.register(new)).state == "ready" and len(builds) == 1
+        shutil.rmtree(store / artifact_id)
+        assert (await contexts.register(new)).state == "building"
+        assert (await ended(contexts, "a")).state == "ready" and builds == [text_of("gone")] * 2
+
+    asyncio.run(main())
+
+
+def test_a_build_whose_end_cannot_be_written_down_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that is full stops the build and the file of contexts alike: nobody may wait for ever."""
+
+    async def fill_the_disk(*args: Any) -> dict[str, Any]:
+        monkeypatch.setattr(context_file, "write_bytes", no_room)
+        raise BuildFailedError("no space is left")
+
+    def no_room(path: Path, data: bytes) -> None:
+        raise StoreFullError(f"cannot write {path}")
+
+    monkeypatch.setattr(contexts_module, "build_context", fill_the_disk)
+
+    async def main() -> None:
+        contexts = registry(tmp_path)
+        await contexts.register(NewContext(name="a", text="a text"))
+        assert (await ended(contexts, "a")).what == "no space is left"
+        with pytest.raises(ContextNotReadyError, match="no space is left"):
+            await contexts.artifact_path("a")
+        with pytest.raises(ServingError, match="cannot be deleted: cannot write"):
+            await contexts.delete("a")
+        assert (await contexts.register(NewContext(name="a", text="a text"))).state == "building"
+        await contexts.close()
+
+    asyncio.run(main())

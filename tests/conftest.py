@@ -34,8 +34,11 @@ def fixed_torch_seed() -> None:
 
 @pytest.fixture(scope="session")
 def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
-    """Compiles each kernel once for all tests."""
-    return Emulator(tmp_path_factory.mktemp("kernels"))
+    """Compiles each kernel once for all tests, those of pytest-xdist's other processes too."""
+    own = tmp_path_factory.getbasetemp()
+    directory = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "kernels"
+    directory.mkdir(exist_ok=True)
+    return Emulator(directory)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,6 +2,7 @@
 
 import ctypes
 import hashlib
+import os
 import re
 import shutil
 import subprocess
@@ -30,7 +31,8 @@ REPLACEMENTS = {
     ROOT / "offload/intrinsics.cuh": HERE / "offload_intrinsics.h",
 }
 COMPILER = shutil.which("g++")
-OPTIONS = ("-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-pthread")
+# -U: where it is the default, a jump to another stack is taken for an error
+OPTIONS = ("-std=c++17", "-O1", "-fPIC", "-w", "-pthread", "-U_FORTIFY_SOURCE")
 
 
 # Where kernels are tested: on the device, or on the CPU in its stead.
@@ -60,7 +62,7 @@ def tensor_map(matrix: torch.Tensor, box: tuple[int, int]) -> Any:
 
 
 class Emulator:
-    """Compiles kernels into a directory of its own; the same kernel once."""
+    """Compiles kernels into a directory that several processes may share; the same kernel once."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -104,7 +106,23 @@ class Emulator:
         stem = self._directory / hashlib.sha256(code.encode()).hexdigest()[:16]
         library = stem.with_suffix(".so")
         if not library.exists():
-            assert COMPILER is not None, "there is no C++ compiler"
-            stem.with_suffix(".cpp").write_text(code)
-            subprocess.run([COMPILER, *OPTIONS, str(stem.with_suffix(".cpp")), "-o", str(library)], check=True)
+            self._run_compiler(code, library, "-x", "c++", "-shared", "-include", str(self._standard_headers()))
         return ctypes.CDLL(str(library))
+
+    def _standard_headers(self) -> Path:
+        """What the emulator includes, compiled: reading it takes as long as half of a kernel."""
+        headers = self._directory / "standard.h"
+        if not headers.exists():
+            code = "\n".join(re.findall(r"^#include <.*>$", (HERE / "emulator.h").read_text(), re.MULTILINE))
+            self._run_compiler(code, headers.with_suffix(".h.gch"), "-x", "c++-header")
+            headers.write_text(code)
+        return headers
+
+    def _run_compiler(self, code: str, result: Path, *options: str) -> None:
+        """`result` is there when it is whole."""
+        assert COMPILER is not None, "there is no C++ compiler"
+        unfinished = result.with_suffix(f".{os.getpid()}{result.suffix}")
+        source = unfinished.with_suffix(".cpp")
+        source.write_text(code)
+        subprocess.run([COMPILER, *OPTIONS, *options, str(source), "-o", str(unfinished)], check=True)
+        unfinished.replace(result)

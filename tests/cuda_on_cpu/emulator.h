@@ -6,7 +6,6 @@
 
 #include <pthread.h>
 #include <sched.h>
-#include <ucontext.h>
 
 #include <atomic>
 
@@ -47,58 +46,18 @@ static inline size_t __cvta_generic_to_shared(const void* place) {
 }
 static inline void* __cvta_shared_to_generic(size_t place) { return reinterpret_cast<char*>(emulated_shared) + place; }
 
-// fibers
-
-constexpr int STACK_BYTES = 64 << 10;
-struct Fiber {
-    ucontext_t context;
-    bool done;
-    char stack[STACK_BYTES];
-};
-static thread_local Fiber* fibers;  // [THREADS]
-static thread_local ucontext_t scheduler;
-static void (*thread_body)();
-
-static void pause_thread() { swapcontext(&fibers[threadIdx.x].context, &scheduler); }
-static void run_thread() {
-    thread_body();
-    fibers[threadIdx.x].done = true;
-}
-
-static void run_block() {
-    for (int t = 0; t < THREADS; ++t) {
-        Fiber& fiber = fibers[t];
-        fiber.done = false;
-        getcontext(&fiber.context);
-        fiber.context.uc_stack.ss_sp = fiber.stack;
-        fiber.context.uc_stack.ss_size = STACK_BYTES;
-        fiber.context.uc_link = &scheduler;
-        makecontext(&fiber.context, run_thread, 0);
-    }
-    for (bool alive = true; alive;) {
-        alive = false;
-        for (int t = 0; t < THREADS; ++t) {
-            if (fibers[t].done) continue;
-            threadIdx.x = t;
-            swapcontext(&scheduler, &fibers[t].context);
-            alive = true;
-        }
-        if (CLUSTER > 1) sched_yield();  // a barrier may wait for another block
-    }
-}
+#include "fibers.h"
 
 // barriers: a thread that has ended counts as arrived, as it does on the device
 
 struct Barrier {
-    int first, size, arrived = 0, round = 0;
+    int size, arrived = 0, round = 0;
 
-    void wait() {
+    void wait(const int& num_ended) {  // of its threads; changes while they wait
         const int mine = round;
         ++arrived;
         while (round == mine) {
-            int ended = 0;
-            for (int t = first; t < first + size; ++t) ended += fibers[t].done;
-            if (arrived + ended == size) {
+            if (arrived + num_ended == size) {
                 arrived = 0;
                 ++round;
             } else {
@@ -107,9 +66,9 @@ struct Barrier {
         }
     }
 };
-static thread_local Barrier whole_block{0, THREADS};
+static thread_local Barrier whole_block{THREADS};
 static thread_local Barrier warps[THREADS / 32];
-static inline void __syncthreads() { whole_block.wait(); }
+static inline void __syncthreads() { whole_block.wait(num_ended); }
 static inline int __syncthreads_or(int value) {
     static thread_local bool any;
     __syncthreads();
@@ -119,7 +78,7 @@ static inline int __syncthreads_or(int value) {
     __syncthreads();
     return any;
 }
-static inline void __syncwarp() { warps[threadIdx.x / 32].wait(); }
+static inline void __syncwarp() { warps[threadIdx.x / 32].wait(num_ended_of_warp[threadIdx.x / 32]); }
 
 // The barrier of a cluster, in two halves; all threads take part.
 static std::atomic<int> cluster_arrived, cluster_round;
@@ -148,14 +107,14 @@ static thread_local uint64_t exchanged[THREADS / 32][32];
 template <class T, class F> static inline auto exchange(T value, F use) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     std::memcpy(&exchanged[warp][lane], &value, sizeof value);
-    warps[warp].wait();
+    __syncwarp();
     auto of_lane = [&](int other) {
         T theirs;
         std::memcpy(&theirs, &exchanged[warp][other], sizeof theirs);
         return theirs;
     };
     const auto result = use(of_lane, lane);
-    warps[warp].wait();
+    __syncwarp();
     return result;
 }
 template <class T> static inline T __shfl_sync(unsigned, T value, int from) {
@@ -254,11 +213,13 @@ template <class... A> struct Kernel {
     static void run_once() { call(std::index_sequence_for<A...>()); }
 };
 
+static Fiber* fibers_of_rank[CLUSTER];
+
 static void* run_in_cluster(void* place) {
     blockIdx = *static_cast<dim3*>(place);
     anchors[blockIdx.x % CLUSTER] = &anchor;
-    fibers = new Fiber[THREADS];
-    for (int warp = 0; warp < THREADS / 32; ++warp) warps[warp] = {warp * 32, 32};
+    fibers = fibers_of_rank[blockIdx.x % CLUSTER];
+    for (Barrier& warp : warps) warp = {32};
     std::memset(emulated_shared, 0xff, sizeof emulated_shared);
     static pthread_barrier_t all_are_here = [] {
         pthread_barrier_t barrier;
@@ -268,7 +229,6 @@ static void* run_in_cluster(void* place) {
     pthread_barrier_wait(&all_are_here);
     run_block();
     pthread_barrier_wait(&all_are_here);  // a block's shared memory stays as long as its cluster
-    delete[] fibers;
     return nullptr;
 }
 
@@ -277,6 +237,7 @@ template <class... A> static void launch(void (*kernel)(A...), const int* grid, 
     thread_body = Kernel<A...>::run_once;
     kernel_args = args;
     gridDim = {grid[0], grid[1], grid[2]};
+    for (Fiber*& of_rank : fibers_of_rank) of_rank = new Fiber[THREADS];
     for (int z = 0; z < grid[2]; ++z)
         for (int y = 0; y < grid[1]; ++y)
             for (int x = 0; x < grid[0]; x += CLUSTER) {
@@ -288,4 +249,5 @@ template <class... A> static void launch(void (*kernel)(A...), const int* grid, 
                 }
                 for (pthread_t block : blocks) pthread_join(block, nullptr);
             }
+    for (Fiber* of_rank : fibers_of_rank) delete[] of_rank;
 }

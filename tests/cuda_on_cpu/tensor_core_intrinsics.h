@@ -34,8 +34,8 @@ static inline void wait_for(u64* barrier, u32 parity) {
     while (phases_of(barrier).ended % 2 == parity) pause_thread();
 }
 template <int ID, int COUNT> static inline void meet() {
-    static thread_local Barrier barrier{0, COUNT};
-    barrier.wait();
+    static thread_local Barrier barrier{COUNT};
+    barrier.wait(0);
 }
 
 static inline void show_to_tensor_cores() {}

@@ -1,5 +1,6 @@
 """Token ids of a context and of the turns that continue it, so that the one is a prefix of the other."""
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import numpy as np
@@ -33,14 +34,23 @@ def choose_wrapping(tokenizer: Any, chat: bool = True) -> Wrapping:
 
 
 def context_ids(tokenizer: Any, text: str, wrapping: Wrapping) -> NDArray[np.int32]:
-    """The token ids to prefill: the context as later turns will continue it."""
+    """The token ids to prefill: the context as later turns will continue it.
+
+    Raises ModelError where no question could follow them: better now than when all of it has been prefilled.
+    """
     if wrapping == "none":
-        ids = tokenizer(text).input_ids
-    else:
-        before, _ = _affixes(tokenizer, wrapping, "")
-        whole = before + text.strip() + _separator(tokenizer, wrapping)
-        ids = tokenizer(whole, add_special_tokens=False).input_ids
-    return np.asarray(ids, dtype=np.int32)
+        return np.asarray(tokenizer(text).input_ids, dtype=np.int32)
+    before, _ = _affixes(tokenizer, wrapping, "")
+    whole = before + text.strip() + _separator(tokenizer, wrapping)
+    ids = np.asarray(tokenizer(whole, add_special_tokens=False).input_ids, dtype=np.int32)
+    try:
+        question_ids(tokenizer, ids, "?", wrapping)
+    except ArtifactMismatchError as error:
+        raise ModelError(
+            "the model's tokenizer cuts this context differently when a question follows it, so a prefilled context "
+            "cannot be shared; build with --no-chat"
+        ) from error
+    return ids
 
 
 def question_ids(tokenizer: Any, prefix: NDArray[np.int32], question: str, wrapping: Wrapping) -> NDArray[np.int32]:
@@ -78,22 +88,31 @@ def conversation_ids(
 def _continue(tokenizer: Any, prefix: NDArray[np.int32], text: str) -> list[int]:
     """The ids of a text that follows the prefix. Text is cut at special tokens before anything else is done with it,
     so what stands before the last of them in the prefix need not be tokenised again."""
-    for start in (_last_special(tokenizer, prefix), 0):
+    special = _special_ids(tokenizer)
+    last = np.flatnonzero(np.isin(prefix, special))[-1:].tolist()  # none, or where it stands
+    for start in dict.fromkeys([*last, 0]):
         known = prefix[start:]
-        ids: list[int] = tokenizer(tokenizer.decode(known) + text, add_special_tokens=False).input_ids
-        if ids[: len(known)] == known.tolist():
-            return ids[len(known) :]
+        for before in _texts_of(tokenizer, known, special):
+            ids: list[int] = tokenizer(before + text, add_special_tokens=False).input_ids
+            if ids[: len(known)] == known.tolist():
+                return ids[len(known) :]
     raise ArtifactMismatchError(
         "this question would change the tokens of the context it follows; ask it differently, or rebuild the "
         "artifact with --no-chat"
     )
 
 
-def _last_special(tokenizer: Any, prefix: NDArray[np.int32]) -> int:
-    """Where the last special token of the prefix stands; 0 without one."""
-    special = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special and not token.normalized]
-    places = np.flatnonzero(np.isin(prefix, special))
-    return int(places[-1]) if len(places) else 0
+def _texts_of(tokenizer: Any, ids: NDArray[np.int32], special: list[int]) -> Iterator[str]:
+    """What the ids may have been made of. Llama's and Mistral's older tokenizers put a space before a word, and their
+    decoders take it away at the start of a text only, not behind a special token."""
+    yield tokenizer.decode(ids)
+    if len(ids) and int(ids[0]) in special:
+        yield tokenizer.decode(ids[:1]) + tokenizer.decode(ids[1:])
+
+
+def _special_ids(tokenizer: Any) -> list[int]:
+    """Tokens at which text is cut before anything else is done with it."""
+    return [i for i, token in tokenizer.added_tokens_decoder.items() if token.special and not token.normalized]
 
 
 def _render(tokenizer: Any, wrapping: str, question: str) -> str:

@@ -1,0 +1,67 @@
+"""Contexts and questions by tokenizers that put a space before words, as Llama's and Mistral's older ones do."""
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
+
+from csattn.errors import ModelError
+from csattn.models.prompt import choose_wrapping, context_ids, question_ids
+
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{% if m['role'] == 'user' %}"
+    "{{ '[INST] ' + m['content'] + ' [/INST]' }}{% else %}{{ m['content'] + eos_token }}{% endif %}{% endfor %}"
+)
+LLAMA_2 = (
+    "{% if messages[0]['role'] == 'system' %}{% set said = '<<SYS>>\n' + messages[0]['content'] + '\n<</SYS>>\n\n' %}"
+    "{% set turns = messages[1:] %}{% else %}{% set said = '' %}{% set turns = messages %}{% endif %}"
+    "{% for m in turns %}{% if m['role'] == 'user' %}"
+    "{{ bos_token + '[INST] ' + (said if loop.first else '') + m['content'] + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m['content'] + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+ZEPHYR = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}\n{% endif %}"
+)
+TEXT = "A lamp , lit .\n\n  It burns  <s> twice</s> at  night."
+
+
+def spaced_tokenizer(template: str) -> PreTrainedTokenizerFast:
+    """As those models' files have it: a space before each stretch of text between special tokens."""
+    words = ["<unk>", "<s>", "</s>", "\u2581", *(chr(code) for code in range(33, 127))]
+    vocab = {word: i for i, word in enumerate([*words, *(f"<0x{byte:02X}>" for byte in range(256))])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    fast.chat_template = template
+    return fast
+
+
+@pytest.mark.parametrize(
+    ("template", "wrapping"), [(MISTRAL, "user"), (LLAMA_2, "system"), (ZEPHYR, "system")], ids=["1", "2", "3"]
+)
+@pytest.mark.parametrize("text", [TEXT, "A lamp.", "It ends with <s>", "and with </s> again"])
+def test_questions_follow_a_context_as_the_whole_conversation_is_tokenised(template, wrapping, text) -> None:
+    tokenizer = spaced_tokenizer(template)
+    assert choose_wrapping(tokenizer) == wrapping
+    prefix = context_ids(tokenizer, text, wrapping)
+    for question in ("who lit it?", " who ?", ""):
+        if wrapping == "user":
+            messages = [{"role": "user", "content": f"{text}\n{question}"}]
+        else:
+            messages = [{"role": "system", "content": text}, {"role": "user", "content": question}]
+        conversation = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        whole = tokenizer(conversation, add_special_tokens=False).input_ids
+        assert prefix.tolist() + question_ids(tokenizer, prefix, question, wrapping).tolist() == whole
+
+
+def test_a_context_that_no_question_could_follow_is_refused_before_it_is_prefilled() -> None:
+    """Here the decoder writes small letters."""
+    tokenizer = spaced_tokenizer(ZEPHYR.replace("eos_token", "''"))
+    tokenizer.backend_tokenizer.decoder = decoders.Replace("L", "l")
+    assert len(context_ids(tokenizer, "a Lamp", "none"))
+    with pytest.raises(ModelError, match="cuts this context differently when a question follows it"):
+        context_ids(tokenizer, "a Lamp", "system")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.workers.test_cli import csattn, in_process, last_line
-from workers.cli import examining, serving
+from workers.cli import examining, serving, shelf
 from workers.doctor import Facts, examine
 from workers.settings import example
 from workers.settings.keys import KEYS
@@ -79,6 +79,16 @@ def test_doctor_exits_with_1_where_there_is_a_problem(capsys, monkeypatch) -> No
     assert not result["healthy"]
     assert [finding["status"] for finding in result["findings"]] == [finding.status for finding in examine(sick)]
     assert "pip install --force-reinstall torch" in done.stdout
+
+
+def test_an_interrupt_is_no_success(capsys, monkeypatch) -> None:
+    def interrupted(store):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shelf, "listing", interrupted)
+    done = in_process("ls", "--json", capsys=capsys)
+    assert done.returncode == 130 and "interrupted; a build goes on where it stopped" in done.stderr
+    assert json.loads(done.stdout.strip().splitlines()[-1])["error"]["type"] == "Interrupted"
 
 
 @pytest.mark.parametrize("verb", ["build", "generate", "stream", "eval", "serve"])

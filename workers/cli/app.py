@@ -281,7 +281,8 @@ _ClickError: Any = typer.BadParameter.__mro__[2]
 def main() -> None:
     """Entry point of `csattn`: exit code 0 only on success, and every failure is a sentence on stderr."""
     try:
-        app(standalone_mode=False)
+        if app(standalone_mode=False) == 130:  # typer takes Ctrl-C for itself, and returns this
+            raise KeyboardInterrupt
     except (CsattnError, OffloadError) as error:
         _fail({"type": type(error).__name__, "message": str(error)}, 1)
     except _ClickError as error:

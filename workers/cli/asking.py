@@ -1,5 +1,7 @@
 """`csattn generate`: one question, one artifact, tokens as they come; full attention beside it on request."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -92,11 +94,9 @@ def _on_gpu(
     with (
         steps() as tell,
         engine.Engine(loaded, [artifact], config, placement, num_threads=threads, on_progress=tell) as ready,
+        _speaking(placement),
     ):
-        out.print(f"[bold]{placement}[/bold]: ", end="")
-        said = engine.answer(ready, prompt, max_new_tokens, _write)
-    out.print()
-    return said
+        return engine.answer(ready, prompt, max_new_tokens, _write)
 
 
 def _on_cpu(
@@ -113,10 +113,8 @@ def _on_cpu(
 
     artifact.require_model(loaded.fingerprint)
     artifact.require_tokenizer(loaded.tokenizer_hash)
-    out.print("[bold]csattn[/bold]: ", end="")
-    said = answer_on_cpu(loaded, artifact, config, prompt, max_new_tokens, _write, threads, kv_format)
-    out.print()
-    return said
+    with _speaking("csattn"):
+        return answer_on_cpu(loaded, artifact, config, prompt, max_new_tokens, _write, threads, kv_format)
 
 
 def stream(
@@ -131,11 +129,21 @@ def stream(
     host_budget_bytes: int | None = None,
 ) -> Answer:
     """Answer with the text written out as it comes."""
-    with csattn_session(loaded, artifact, config, selector, kv_format, host_budget_bytes) as session:
-        out.print(f"[bold]{selector}[/bold]: ", end="")
-        said = answer(session, prompt, max_new_tokens, _write, observer)
-    out.print()
-    return said
+    with (
+        csattn_session(loaded, artifact, config, selector, kv_format, host_budget_bytes) as session,
+        _speaking(selector),
+    ):
+        return answer(session, prompt, max_new_tokens, _write, observer)
+
+
+@contextmanager
+def _speaking(name: str) -> Iterator[None]:
+    """Who answers, and a line that ends however the answer does."""
+    out.print(f"[bold]{name}[/bold]: ", end="")
+    try:
+        yield
+    finally:
+        out.print()
 
 
 def comparison(answers: list[tuple[str, Answer]]) -> Any:

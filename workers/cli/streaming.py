@@ -65,8 +65,10 @@ def _stream(
     text = read_text("-") if prompt == "-" else prompt
     loaded = show_loading(model, dtype)
     with StreamSession(loaded, config) as session:
-        streamed = stream_text(session, text, max_new_tokens, _write)
-    _write("\n")
+        try:
+            streamed = stream_text(session, text, max_new_tokens, _write)
+        finally:
+            _write("\n")
     err.print(
         f"{streamed.num_new_tokens} tokens after {streamed.prompt_len}, {streamed.tokens_per_s:.1f} tokens/s; "
         f"at most {config.max_rows} rows a layer, {size(streamed.kv_bytes)} in all layers"

@@ -91,9 +91,9 @@ class Artifact:
         """Refuse to serve a model that did not make this artifact."""
         if fingerprint != self.spec.model_fingerprint:
             raise ArtifactMismatchError(
-                f"the artifact {self.path} was built with {self.spec.model_name} (fingerprint "
+                f"the artifact {self.path} was built with {self.spec.model_name} in {self.spec.kv_dtype} (fingerprint "
                 f"{self.spec.model_fingerprint}) and the loaded model has fingerprint {fingerprint}; load the model "
-                "that built it, or build the context again with this one"
+                f"that built it in {self.spec.kv_dtype}, or build the context again with this one"
             )
 
     def require_tokenizer(self, tokenizer_hash: str) -> None:

@@ -25,7 +25,7 @@ def serve(
     _require_packages(_PACKAGES if in_one_process else (*_PACKAGES, "ray"))
     _on_signal(lambda: sys.exit(0))  # while nothing is under way
     settings = _settled(load_settings(file, os.environ, flags).settings)
-    _name(settings.store.path, contexts)
+    _name(settings, contexts)
 
     def on_ready(url: str) -> None:
         out.print(f"ready at {url}: OpenAI's clients take base_url {url}/v1, a browser {url}/; Ctrl-C ends it")
@@ -63,7 +63,7 @@ def _settled(settings: Settings) -> Settings:
     return replace(settings, store=replace(settings.store, path=path), model=model)
 
 
-def _name(store: Path, contexts: Sequence[str]) -> None:
+def _name(settings: Settings, contexts: Sequence[str]) -> None:
     """Give artifacts of the store the names that are asked for."""
     for given in contexts:
         name, equals, artifact_id = given.partition("=")
@@ -71,7 +71,7 @@ def _name(store: Path, contexts: Sequence[str]) -> None:
             raise ConfigError(f"--context takes NAME=ARTIFACT, such as handbook=3f2a, got {given!r}")
         from workers.serving.contexts import name_artifact
 
-        name_artifact(store, name, artifact_id)
+        name_artifact(settings.store.path, name, artifact_id, settings.build.dtype)
 
 
 def _serve_here(settings: Settings, on_ready: Callable[[str], None]) -> None:

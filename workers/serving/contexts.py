@@ -11,7 +11,7 @@ from pathlib import Path
 
 from csattn.artifact import Artifact, find_artifact, open_artifact
 from csattn.artifact.durable import store_errors, write_bytes
-from csattn.errors import ArtifactError
+from csattn.errors import ArtifactError, ConfigError
 from workers.serving.context_build import build_context
 from workers.serving.context_file import ContextFile, Record
 from workers.serving.messages import (
@@ -222,16 +222,22 @@ class Contexts:
         )
 
 
-def name_artifact(store: Path, name: str, artifact_id: str) -> ContextInfo:
+def name_artifact(store: Path, name: str, artifact_id: str, dtype: str) -> ContextInfo:
     """Give a name to an artifact of the store, by its id, how that begins, or its path: `csattn serve --context a=id`.
 
-    The same name for the same artifact again changes nothing.
+    The same name for the same artifact again changes nothing. Raises ConfigError if it is not of the dtype that the
+    service's model is loaded in.
     """
     require_name(name)
     path = Path(artifact_id)
     prefix = path.name if path.parent.resolve() == store.resolve() else artifact_id
     with open_artifact(find_artifact(store, prefix)) as artifact:
         spec = artifact.spec
+    if spec.kv_dtype != dtype:
+        raise ConfigError(
+            f"the context {name!r} was built in {spec.kv_dtype} and the service loads its model in {dtype}; start it "
+            f"with --set build.dtype={spec.kv_dtype}, or build the context again with --dtype {dtype}"
+        )
 
     def edit(records: dict[str, Record]) -> Record:
         known = records.get(name)

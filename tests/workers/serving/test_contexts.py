@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from csattn.errors import ArtifactCorruptError, ArtifactNotFoundError
+from csattn.errors import ArtifactCorruptError, ArtifactNotFoundError, ConfigError
 from csattn.models import load_model
 from tests.tiny import save
 from tests.workers.serving.artifacts import build, text_of
@@ -197,15 +197,17 @@ def test_closing_ends_builds_and_leaves_no_process(place: Path) -> None:
 
 def test_artifacts_of_a_store_are_named(tmp_path: Path) -> None:
     artifact_id = build(tmp_path, text_of("named"))
-    info = name_artifact(tmp_path, "my.context-1", artifact_id[:6])
+    info = name_artifact(tmp_path, "my.context-1", artifact_id[:6], "float32")
     assert (info.state, info.artifact_id) == ("ready", artifact_id)
-    assert name_artifact(tmp_path, "my.context-1", artifact_id) == info
-    assert name_artifact(tmp_path, "my.context-1", str(tmp_path / artifact_id)) == info
+    assert name_artifact(tmp_path, "my.context-1", artifact_id, "float32") == info
+    assert name_artifact(tmp_path, "my.context-1", str(tmp_path / artifact_id), "float32") == info
     other = build(tmp_path, text_of("other"))
     with pytest.raises(ContextExistsError, match=other):
-        name_artifact(tmp_path, "my.context-1", other)
+        name_artifact(tmp_path, "my.context-1", other, "float32")
     with pytest.raises(ArtifactNotFoundError, match="there is no artifact"):
-        name_artifact(tmp_path, "b", "fff")
+        name_artifact(tmp_path, "b", "fff", "float32")
+    with pytest.raises(ConfigError, match=r"in float32 .* loads its model in bfloat16; .*build\.dtype=float32"):
+        name_artifact(tmp_path, "c", artifact_id, "bfloat16")
 
 
 def test_a_named_artifacts_own_text_is_the_same_context(built: Path) -> None:

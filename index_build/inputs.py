@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,20 @@ DEVICES = ("auto", "cpu", "cuda")
 
 
 def read_text(context: str) -> str:
-    """The contents of a UTF-8 file, or of standard input for `-`. Raises ContextError when there is no text."""
+    """The contents of a UTF-8 file, or of standard input for `-`; a line ends with \\n, whoever wrote it.
+
+    Raises ContextError when there is no text.
+    """
+    name = "standard input" if context == "-" else context
     try:
-        text = sys.stdin.buffer.read().decode() if context == "-" else Path(context).read_text(encoding="utf-8")
+        data = sys.stdin.buffer.read() if context == "-" else Path(context).read_bytes()
+        text = TextIOWrapper(BytesIO(data), encoding="utf-8-sig").read()
     except OSError as error:
-        raise ContextError(f"cannot read {context}: {error.strerror}; give a text file, or - for stdin") from error
+        raise ContextError(f"cannot read {name}: {error.strerror}; give a text file, or - for stdin") from error
     except UnicodeDecodeError as error:
-        raise ContextError(f"{context} is not UTF-8 text (byte {error.start}); convert it first") from error
+        raise ContextError(f"{name} is not UTF-8 text (byte {error.start}); convert it first") from error
     if not text.strip():
-        raise ContextError(f"{context} holds no text; there is nothing to build from")
+        raise ContextError(f"{name} holds no text; give a text that is not empty")
     return text
 
 

@@ -53,7 +53,7 @@ def read_jobs(path: Path, defaults: JobOptions = _DEFAULTS) -> list[Job]:
     Raises ConfigError that names every bad line at once, with what is wrong in it.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; give a file with one JSON object per line") from error
     except UnicodeDecodeError as error:

@@ -1,10 +1,13 @@
 """Where a build runs and what places its centroids: chosen once, before a model is loaded."""
 
+from io import BytesIO
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from csattn.errors import ConfigError
-from index_build.inputs import choose_device, choose_kmeans, make_config
+from csattn.errors import ConfigError, ContextError
+from index_build.inputs import choose_device, choose_kmeans, make_config, read_text
 
 
 @pytest.mark.parametrize("has_gpu", [True, False])
@@ -19,6 +22,15 @@ def test_a_device_that_is_not_there_is_refused(device: str, words: str, monkeypa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=words):
         choose_device(device)
+
+
+@pytest.mark.parametrize("data", [b"one\ntwo\n", b"one\r\ntwo\r\n", b"\xef\xbb\xbfone\r\ntwo\n"])
+def test_a_text_is_the_same_whoever_wrote_it_and_however_it_comes(data, tmp_path, monkeypatch) -> None:
+    (tmp_path / "text").write_bytes(data)
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=BytesIO(data)))
+    assert read_text(str(tmp_path / "text")) == read_text("-") == "one\ntwo\n"
+    with pytest.raises(ContextError, match="standard input holds no text"):
+        read_text("-")
 
 
 def test_auto_kmeans_follows_the_device() -> None:

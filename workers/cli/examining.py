@@ -6,7 +6,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from workers.cli.terminal import out
+from workers.cli.terminal import counted, out
 from workers.doctor import Finding, examine, gather_facts
 
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
@@ -18,7 +18,7 @@ def doctor(store: Path) -> dict[str, Any]:
     findings = examine(facts)
     out.print(_table(findings))
     counts = {status: sum(finding.status == status for finding in findings) for status in _STYLES}
-    out.print(f"{counts['problem']} problems, {counts['warning']} warnings")
+    out.print(f"{counted(counts['problem'], 'problem')}, {counted(counts['warning'], 'warning')}")
     return {
         "healthy": counts["problem"] == 0,
         "problems": counts["problem"],

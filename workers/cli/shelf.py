@@ -15,7 +15,7 @@ from csattn.artifact import (
     shrink_cache,
     verify_artifact,
 )
-from workers.cli.terminal import counting, err, out, size, table
+from workers.cli.terminal import counted, counting, err, out, size, table
 
 
 def inspect(place: Path | str) -> dict[str, Any]:
@@ -76,7 +76,9 @@ def listing(store: Path | str) -> dict[str, Any]:
         [spec.artifact_id, spec.model_name, str(spec.context_len), spec.index_config.layout, size(size_bytes)]
         for _, spec, size_bytes in found
     ]
-    out.print(table(f"{len(rows)} artifacts in {store}", ["artifact", "model", "tokens", "index", "size"], rows))
+    out.print(
+        table(f"{counted(len(rows), 'artifact')} in {store}", ["artifact", "model", "tokens", "index", "size"], rows)
+    )
     for name, error in faults.items():
         err.print(f"not usable: {name}: {error}", markup=False)
     return {
@@ -99,10 +101,10 @@ def clean(store: Path | str, cache_bytes: int | None) -> dict[str, Any]:
     """Builds for a store behind a URL go on in the cache, so that is where their leavings are."""
     place = cache_store() if is_url(store) else Path(store)
     removed = collect_garbage(place)
-    out.print(f"removed {len(removed)} unfinished builds from {place}")
+    out.print(f"removed {counted(len(removed), 'unfinished build')} from {place}")
     copies = [] if cache_bytes is None else shrink_cache(cache_bytes)
     if cache_bytes is not None:
-        out.print(f"removed {len(copies)} copies from {cache_store()}, to keep {size(cache_bytes)}")
+        out.print(f"removed {counted(len(copies), 'copy', 'copies')} from {cache_store()}, to keep {size(cache_bytes)}")
     return {
         "store": str(store),
         "removed": [str(path) for path in removed],

@@ -45,6 +45,11 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.2f} GiB"
 
 
+def counted(number: int, one: str, many: str | None = None) -> str:
+    """1 artifact, 2 artifacts."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
 class BuildDisplay:
     """A build's progress: a bar with layer, phase, rate and time left; a plain line per layer without a terminal."""
 

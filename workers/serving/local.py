@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from io import StringIO
 from types import TracebackType
 from typing import Any, Self
 
@@ -191,6 +192,7 @@ class LocalBackend:
 
     def _has_text(self, artifact: Artifact, text: str) -> bool:
         wrapping = artifact.manifest.build_notes.get("wrapping", "none")
+        text = StringIO(text.removeprefix("\ufeff"), newline=None).read()  # as builds read it
         ids = context_ids(self._loaded.tokenizer, text, wrapping)
         return hash_token_ids(ids) == artifact.spec.token_ids_sha256
 

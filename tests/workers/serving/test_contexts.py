@@ -216,6 +216,8 @@ def test_a_named_artifacts_own_text_is_the_same_context(built: Path) -> None:
         backend = LocalBackend(FullEngine(model), model, Settings(store=StoreSettings(path=built)))
         info = await backend.register(NewContext(name="heron", text=text_of("heron")))
         assert info.state == "ready"
+        from_elsewhere = "\ufeff" + text_of("heron").replace("\n", "\r\n")
+        assert (await backend.register(NewContext(name="heron", text=from_elsewhere))).state == "ready"
         with pytest.raises(ContextExistsError):
             await backend.register(NewContext(name="heron", text=text_of("other")))
         await backend.close()

@@ -58,6 +58,8 @@ def run_on_ray(
 def _connected(address: str) -> Iterator[Any]:
     """The module ray, connected; what this connected it also parts again."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if address == "local":  # its ports are open to the network
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
     try:
         import ray
     except ImportError as error:

@@ -27,7 +27,9 @@ _ENVIRONMENT = {
 @contextmanager
 def connected(settings: Settings) -> Iterator[Any]:
     """The module ray, connected; what this connected it also parts again."""
-    for variable, value in _ENVIRONMENT.items():
+    # Ray's own ports are open to the network: a cluster of ours takes orders from who has this user's token alone
+    locked = {"RAY_AUTH_MODE": "token"} if settings.ray.address is None else {}
+    for variable, value in (_ENVIRONMENT | locked).items():
         os.environ.setdefault(variable, value)
     try:
         import ray

@@ -4,7 +4,7 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TypeVar
@@ -78,21 +78,21 @@ class AttentionActor:
         return len(self._running)
 
     async def contexts(self) -> list[ContextInfo] | ServingError:
-        return await self._told(self._backend.contexts())
+        return await self._told(self._backend.contexts)
 
     async def register(self, new: NewContext) -> ContextInfo | ServingError:
-        return await self._told(self._backend.register(new))
+        return await self._told(lambda: self._backend.register(new))
 
     async def delete(self, name: str) -> ServingError | None:
-        return await self._told(self._backend.delete(name))
+        return await self._told(lambda: self._backend.delete(name))
 
     async def health(self) -> Health | ServingError:
         if self._failure is not None:
             return Health(False, self._failure)
-        return await self._told(self._backend.health())
+        return await self._told(self._backend.health)
 
     async def metrics(self) -> list[Metric] | ServingError:
-        return await self._told(self._backend.metrics())
+        return await self._told(self._backend.metrics)
 
     async def failure(self) -> str | None:
         """Why it could not start, if so. Until this can be asked, it is starting."""
@@ -101,10 +101,10 @@ class AttentionActor:
     async def pid(self) -> int:
         return os.getpid()
 
-    async def _told(self, answer: Awaitable[T]) -> T | ServingError:
-        await self._start()
+    async def _told(self, answer: Callable[[], Awaitable[T]]) -> T | ServingError:
         try:
-            return await answer
+            await self._start()
+            return await answer()
         except ServingError as error:
             return error
 

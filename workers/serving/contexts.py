@@ -53,17 +53,17 @@ class Contexts:
 
     async def start(self) -> None:
         """Go on with builds that were under way when a service ended."""
-        for record in (await asyncio.to_thread(self._file.read)).values():
+        for record in (await self._records()).values():
             if record.state == "building":
                 self._build(record)
 
     async def infos(self) -> list[ContextInfo]:
-        records = await asyncio.to_thread(self._file.read)
+        records = await self._records()
         return [self._info(record) for record in records.values()]
 
     async def artifact_path(self, name: str) -> Path:
         """Of a context that is ready."""
-        record = (await asyncio.to_thread(self._file.read)).get(name)
+        record = (await self._records()).get(name)
         if record is None:
             raise UnknownContextError(f"there is no context {name[:64]!r}; register it, or list those there are")
         record = self._unwritten.get(record, record)
@@ -112,6 +112,12 @@ class Contexts:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
+
+    async def _records(self) -> dict[str, Record]:
+        try:
+            return await asyncio.to_thread(self._file.read)
+        except ArtifactError as error:
+            raise ServingError(str(error)) from error
 
     def _enter(self, new: NewContext, data: bytes, digest: str) -> Record:
         known = self._file.read().get(new.name)

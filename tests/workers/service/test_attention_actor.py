@@ -12,7 +12,7 @@ from csattn.errors import ConfigError
 from tests.workers.api.fake_backend import FakeBackend, Script
 from workers.service import attention_actor, making, search_actor
 from workers.service.attention_actor import AttentionActor
-from workers.serving.messages import Ask, Done, Health, Piece, Sampling, UnknownContextError
+from workers.serving.messages import Ask, Done, Health, Piece, Sampling, ServingError, UnknownContextError
 from workers.settings import Settings
 
 NUMBERS = count()
@@ -52,6 +52,24 @@ def test_events_and_errors_cross_as_values(backend: Startable) -> None:
         assert isinstance(error, UnknownContextError)
         assert isinstance(await actor.beat("i"), int) and await actor.beat("i") == 0
         assert await actor.health() == Health(True) and await actor.failure() is None
+
+    asyncio.run(run())
+
+
+def test_a_store_that_cannot_be_read_is_told_of_and_not_taken_for_a_lost_worker(
+    monkeypatch: pytest.MonkeyPatch, backend: Startable
+) -> None:
+    async def start() -> None:
+        raise ServingError("contexts.json cannot be read; move it away")
+
+    monkeypatch.setattr(backend, "start", start)
+
+    async def run() -> None:
+        actor = AttentionActor(Settings())
+        for told in (await actor.health(), await actor.contexts(), await actor.delete("a")):
+            assert isinstance(told, ServingError) and "move it away" in told.message
+        [error] = [event async for events in actor.generate("1", "i", ask("quick")) for event in events]
+        assert isinstance(error, ServingError) and "move it away" in error.message
 
     asyncio.run(run())
 

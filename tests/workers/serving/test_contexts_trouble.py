@@ -39,6 +39,15 @@ def test_a_context_whose_artifact_has_gone_is_built_again(tmp_path: Path, monkey
     asyncio.run(main())
 
 
+def test_a_file_of_contexts_that_is_damaged_is_told_to_who_asks(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / context_file.FILE_NAME).write_bytes(b"{")
+    contexts = registry(tmp_path)
+    for asked in (contexts.start(), contexts.infos(), contexts.artifact_path("a"), contexts.delete("a")):
+        with pytest.raises(ServingError, match="move it away and name the contexts again"):
+            asyncio.run(asked)
+
+
 def test_a_build_whose_end_cannot_be_written_down_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that is full stops the build and the file of contexts alike: nobody may wait for ever."""
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from csattn.artifact import Artifact, open_artifact
 from csattn.config import SearchConfig
 from csattn.cpus import available_cpus
-from csattn.errors import ContextError
+from csattn.errors import ConfigError, ContextError
 from csattn.models import LoadedModel
 from csattn.models.attending_cache import AttendingCache
 from csattn.models.attention_hook import attention_implementation
@@ -95,9 +95,10 @@ class Session:
 
     def __enter__(self) -> Self:
         self._attention.__enter__()
+        self._hooks.append(self.loaded.model.model.register_forward_pre_hook(self._require_next, with_kwargs=True))
         if self.view.config.lookahead:
             for layer_idx, layer in enumerate(self.loaded.model.model.layers[:-1]):
-                hook = _LookAhead(self.loaded.model, layer_idx, self._indexes[layer_idx].next_query)
+                hook = _LookAhead(self, layer_idx, self._indexes[layer_idx].next_query)
                 self._hooks.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
         return self
 
@@ -155,7 +156,19 @@ class Session:
             )
             for layer_idx in range(self.loaded.geometry.num_layers)
         ]
-        return RequestCache(decoders, count)
+        return RequestCache(self, decoders, count)
+
+    def _require_next(self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before the model runs: tokens of a request follow those that it has, or `generate` was given it again."""
+        cache, positions = kwargs.get("past_key_values"), kwargs.get("position_ids")
+        if not isinstance(cache, RequestCache) or cache.session is not self or positions is None:
+            return
+        first, kv_len = int(positions[0, 0]), cache.get_seq_length()
+        if first != kv_len:
+            raise ConfigError(
+                f"tokens at positions from {first} on do not follow a request of {kv_len}: it has been decoded "
+                "already; ask again for a new one, or go on with all the tokens that it has"
+            )
 
     @cached_property
     def moments(self) -> list[Moments]:
@@ -177,8 +190,9 @@ class Session:
 class RequestCache(AttendingCache):
     """One request as transformers sees it: the context, and what the request adds to it."""
 
-    def __init__(self, decoders: list[LayerDecoder], count: StepCount):
+    def __init__(self, session: Session, decoders: list[LayerDecoder], count: StepCount):
         super().__init__(decoders)
+        self.session = session
         self.decoders = decoders
         self.count = count
 
@@ -186,8 +200,9 @@ class RequestCache(AttendingCache):
 class _LookAhead:
     """Before a layer runs: tell the next layer's queries from this layer's input, and start their search."""
 
-    def __init__(self, model: Any, layer_idx: int, next_query: NDArray[np.float32] | None):
+    def __init__(self, session: Session, layer_idx: int, next_query: NDArray[np.float32] | None):
         assert next_query is not None, f"layer {layer_idx} has no next_query"
+        self._session, model = session, session.loaded.model
         self._next_layer = model.model.layers[layer_idx + 1]
         self._next_idx = layer_idx + 1
         weights = torch.tensor(next_query, dtype=model.dtype)
@@ -195,8 +210,8 @@ class _LookAhead:
 
     def __call__(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         cache = kwargs.get("past_key_values")
-        if not isinstance(cache, RequestCache):
-            return
+        if not isinstance(cache, RequestCache) or cache.session is not self._session:
+            return  # another session of this model has hooks of its own
         hidden = args[0] if args else kwargs["hidden_states"]
         cos, sin = kwargs["position_embeddings"]
         early = queries_before_rope(self._next_layer, hidden[0])

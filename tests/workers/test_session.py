@@ -166,6 +166,32 @@ def test_an_estimate_goes_only_with_the_choice_of_the_best(store) -> None:
         assert session.moments == []
 
 
+def test_sessions_over_one_model_do_not_look_ahead_for_each_other(store) -> None:
+    config, question = SearchConfig(keep=0.05, window_len=8, lookahead=1), token_ids(9, seed=3)
+    other = build_artifact(loaded(), token_ids(CONTEXT_LEN, seed=7), preset("default", 16), store).path
+    with csattn_session(loaded(), artifact_of(store), config) as session:
+        want = logits_of(session, question, [5] + [1] * 4)
+    with (
+        csattn_session(loaded(), artifact_of(store), config) as session,
+        csattn_session(loaded(), other, config) as beside,
+    ):
+        assert torch.equal(logits_of(session, question, [5] + [1] * 4), want)
+        assert not torch.equal(logits_of(beside, question, [5] + [1] * 4), want)
+
+
+def test_a_request_is_generated_from_once_and_may_be_gone_on_with(store) -> None:
+    model, config = loaded().model, SearchConfig(keep=0.05, window_len=8)
+    with csattn_session(loaded(), artifact_of(store), config) as session:
+        arguments = session.continue_with(token_ids(9, seed=3))
+        whole = model.generate(**arguments, max_new_tokens=8, do_sample=False)
+        with pytest.raises(ConfigError, match="it has been decoded already; ask again"):
+            model.generate(**arguments, max_new_tokens=8, do_sample=False)
+        request = session.continue_with(token_ids(9, seed=3))
+        half = model.generate(**request, max_new_tokens=4, do_sample=False)
+        rest = {**request, "input_ids": half, "attention_mask": torch.ones_like(half)}
+        assert torch.equal(model.generate(**rest, max_new_tokens=4, do_sample=False), whole)
+
+
 def test_a_batch_is_refused_with_a_sentence(store) -> None:
     with csattn_session(loaded(), artifact_of(store)) as session, pytest.raises(ConfigError, match="one sequence"):
         loaded().model(torch.zeros(2, 3, dtype=torch.long), past_key_values=session.request())

@@ -1,6 +1,7 @@
 """The index of one layer: how queries are split and matched, and the table their centroids look up."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,8 +9,10 @@ from numpy.typing import NDArray
 from csattn.table.lists import ListTable
 from csattn.table.rows import RowTable
 
+_LANES = 16
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
 class LayerIndex:
     """Everything that a search in one layer reads. Arrays may be read-only memory maps, shared by all requests."""
 
@@ -39,3 +42,14 @@ class LayerIndex:
     @property
     def context_len(self) -> int:
         return self.table.context_len
+
+    @cached_property
+    def codebook_columns(self) -> NDArray[np.float32]:
+        """The codebooks as a search on the CPU reads them: centroids side by side, zeros behind them to whole lanes.
+
+        [num_index_heads, num_subspaces, subspace_dim, num_centroids rounded up to 16].
+        """
+        room = -(-self.num_centroids // _LANES) * _LANES
+        columns = np.zeros((*self.codebooks.shape[:2], self.codebooks.shape[3], room), np.float32)
+        columns[..., : self.num_centroids] = self.codebooks.swapaxes(2, 3)
+        return columns

@@ -1,11 +1,15 @@
-"""From the queries of a group to the nearest centroids of some subspaces, and the subspaces' weights."""
+"""From the queries of a group to the nearest centroids of some subspaces, and the subspaces' weights.
+
+Every sum runs in index order in float64, where products of float32 are exact: vectors hold sums side by side, and the
+results are those of `reference`, bit for bit.
+"""
 
 import numpy as np
 from numpy.typing import NDArray
 
 from csattn.jit import exact_kernel
-from csattn.search.lanes import fma
-from csattn.search.simd import F32x16, F64x16, convert, fill, load, store
+from csattn.search.lanes import fma, larger
+from csattn.search.simd import F32x16, F64x16, convert, fill, load, narrow, prefetch_early, store
 
 LANES = 16
 
@@ -13,7 +17,7 @@ LANES = 16
 @exact_kernel
 def match_centroids(
     rotated: NDArray[np.float64],  # [group_size * (last - first) * subspace_dim]: of `rotate`
-    codebooks: NDArray[np.float32],  # [(last - first) * num_centroids * subspace_dim]: of those subspaces
+    columns: NDArray[np.float32],  # [(last - first) * subspace_dim * room]: `LayerIndex.codebook_columns` of those
     first: int,  # of the subspaces [first, last) that are matched
     last: int,
     num_centroids: int,
@@ -23,62 +27,114 @@ def match_centroids(
     weights: NDArray[np.float64],  # likewise
     stride: int,
 ) -> None:
-    """Choose centroids bit for bit as `reference.match_centroids` does.
-
-    Every sum runs in index order in float64, where products of float32 are exact: vectors hold sums side by side.
-    """
+    """Choose centroids as `reference.match_centroids` does."""
     width = (last - first) * subspace_dim
-    room = -(-num_centroids // LANES) * LANES
-    by_column = np.zeros(subspace_dim * room, np.float32)
+    room = len(columns) // width
     dots = np.empty(room, np.float64)
-    for b in range(last - first):
-        for j in range(num_centroids):
-            for d in range(subspace_dim):
-                by_column[np.uint64(d * room + j)] = codebooks[np.uint64((b * num_centroids + j) * subspace_dim + d)]
-        for row in range(len(rotated) // width):
-            part = row * width + b * subspace_dim
+    for row in range(len(rotated) // width):
+        for b in range(last - first):
+            part = b * subspace_dim
+            at = row * width + part
             for j in range(0, room, LANES):
                 sums = fill(F64x16, 0.0)
                 for d in range(subspace_dim):
-                    column = convert(F64x16, load(F32x16, by_column, d * room + j))
-                    sums = fma(fill(F64x16, rotated[np.uint64(part + d)]), column, sums)
+                    column = convert(F64x16, load(F32x16, columns, (part + d) * room + j))
+                    sums = fma(fill(F64x16, rotated[np.uint64(at + d)]), column, sums)
                 store(dots, j, sums)
-            best, centroid = -np.inf, 0
-            for j in range(num_centroids):
-                if dots[np.uint64(j)] > best:
-                    best = dots[np.uint64(j)]
-                    centroid = j
             square = 0.0
             for d in range(subspace_dim):
-                square += rotated[part + d] * rotated[part + d]
-            centroid_ids[row * stride + first + b] = centroid
+                square += rotated[at + d] * rotated[at + d]
+            centroid_ids[row * stride + first + b] = _first_largest(dots, num_centroids)
             weights[row * stride + first + b] = np.sqrt(square) if weigh_by_norm else 1.0
 
 
 @exact_kernel
+def _first_largest(values: NDArray[np.float64], count: int) -> int:
+    """Where the largest of the first `count` values stands first: NaN is none; 0 if there is no other."""
+    whole = count - count % LANES
+    largest = -np.inf
+    if whole > 0:
+        lanes, of_lanes = fill(F64x16, -np.inf), np.empty(LANES, np.float64)
+        for i in range(0, whole, LANES):
+            lanes = larger(load(F64x16, values, i), lanes)
+        store(of_lanes, 0, lanes)
+        for lane in range(LANES):
+            largest = max(largest, of_lanes[lane])
+    for i in range(whole, count):
+        if values[i] > largest:
+            largest = values[i]
+    for i in range(count):
+        if values[i] == largest and largest > -np.inf:
+            return i
+    return 0
+
+
+@exact_kernel
+def widen(values: NDArray[np.float32]) -> NDArray[np.float64]:
+    """The same numbers, ready for sums in float64."""
+    wide, whole = np.empty(len(values), np.float64), len(values) - len(values) % LANES
+    for i in range(0, whole, LANES):
+        store(wide, i, convert(F64x16, load(F32x16, values, i)))
+    for i in range(whole, len(values)):
+        wide[i] = values[i]
+    return wide
+
+
+@exact_kernel
 def pool_queries(
-    q: NDArray[np.float32],  # [group_size * head_dim]
+    q: NDArray[np.float64],  # [pool_size * head_dim]
     head_dim: int,
-) -> NDArray[np.float32]:
-    """The sum of the queries, each scaled to norm 1: [head_dim], bit for bit `reference.pool_queries`."""
-    sums = np.zeros(head_dim, np.float64)
-    for first in range(0, len(q), head_dim):
-        square = 0.0
-        for i in range(first, first + head_dim):
-            square += np.float64(q[i]) * np.float64(q[i])
-        norm = np.sqrt(square)
-        if norm > 0.0:
-            for i in range(head_dim):
-                sums[i] += np.float64(q[first + i]) / norm
-    pooled = np.empty(head_dim, np.float32)
-    for i in range(head_dim):
-        pooled[i] = np.float32(sums[i])
+) -> NDArray[np.float64]:
+    """The sum of the queries, each scaled to norm 1, rounded to float32: [head_dim], as in the `reference`."""
+    pooled, whole = np.empty(head_dim, np.float64), head_dim - head_dim % LANES
+    norms = _norms(q, head_dim)
+    for i in range(0, whole, LANES):
+        sums = fill(F64x16, 0.0)
+        for row in range(len(norms)):
+            if norms[row] > 0.0:
+                sums += load(F64x16, q, row * head_dim + i) / fill(F64x16, norms[row])
+        store(pooled, i, convert(F64x16, narrow(F32x16, sums)))
+    for i in range(whole, head_dim):
+        total = 0.0
+        for row in range(len(norms)):
+            if norms[row] > 0.0:
+                total += q[row * head_dim + i] / norms[row]
+        pooled[i] = np.float32(total)
     return pooled
 
 
 @exact_kernel
+def _norms(q: NDArray[np.float64], head_dim: int) -> NDArray[np.float64]:
+    """Of each query. Four are summed side by side: one sum alone would be waited for at every step."""
+    pool_size = len(q) // head_dim
+    norms = np.empty(pool_size, np.float64)
+    for row in range(0, pool_size, 4):
+        a, b, c, d = 0.0, 0.0, 0.0, 0.0
+        at, last = row * head_dim, pool_size - 1 - row
+        to_b, to_c, to_d = min(1, last) * head_dim, min(2, last) * head_dim, min(3, last) * head_dim
+        for i in range(at, at + head_dim):
+            x, y, z, w = q[np.uint64(i)], q[np.uint64(i + to_b)], q[np.uint64(i + to_c)], q[np.uint64(i + to_d)]
+            a += x * x
+            b += y * y
+            c += z * z
+            d += w * w
+        for i, square in enumerate((a, b, c, d)):
+            if row + i < pool_size:
+                norms[row + i] = np.sqrt(square)
+    return norms
+
+
+@exact_kernel
+def fetch_columns(query_basis: NDArray[np.float32], head_dim: int, first: int, last: int) -> None:
+    """Ask for what `rotate` reads: lines too far apart for the processor to guess."""
+    for i in range(head_dim):
+        for j in range(first, last, LANES):
+            prefetch_early(query_basis, i * head_dim + j)
+
+
+@exact_kernel
 def rotate(
-    q: NDArray[np.float32],  # [group_size * head_dim]
+    q: NDArray[np.float64],  # [group_size * head_dim]
     query_basis: NDArray[np.float32],  # [head_dim * head_dim]
     head_dim: int,
     first: int,
@@ -89,17 +145,18 @@ def rotate(
     rotated = np.empty(group_size * width, np.float64)
     whole = width - width % LANES
     for row in range(group_size):
-        for j in range(0, whole, LANES):
-            sums = fill(F64x16, 0.0)
+        for j in range(0, whole, 2 * LANES):
+            right = min(j + LANES, whole - LANES)  # of an odd number of vectors the last is summed twice
+            sums, sums_right = fill(F64x16, 0.0), fill(F64x16, 0.0)
             for i in range(head_dim):
-                column = convert(F64x16, load(F32x16, query_basis, i * head_dim + first + j))
-                sums = fma(fill(F64x16, q[np.uint64(row * head_dim + i)]), column, sums)
-            store(rotated, row * width + j, sums)
+                at, of_q = i * head_dim + first, fill(F64x16, q[np.uint64(row * head_dim + i)])
+                sums = fma(of_q, convert(F64x16, load(F32x16, query_basis, at + j)), sums)
+                sums_right = fma(of_q, convert(F64x16, load(F32x16, query_basis, at + right)), sums_right)
+            store(rotated, row * width + j, convert(F64x16, narrow(F32x16, sums)))
+            store(rotated, row * width + right, convert(F64x16, narrow(F32x16, sums_right)))
         for j in range(whole, width):
             total = 0.0
             for i in range(head_dim):
-                total += np.float64(q[row * head_dim + i]) * query_basis[i * head_dim + first + j]
-            rotated[row * width + j] = total
-    for i in range(group_size * width):
-        rotated[i] = np.float32(rotated[i])
+                total += q[row * head_dim + i] * query_basis[i * head_dim + first + j]
+            rotated[row * width + j] = np.float32(total)
     return rotated

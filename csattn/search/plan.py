@@ -19,7 +19,7 @@ MAX_PIECES = 64  # of a stage of a job: one bit each in a word
 MAX_JOBS = 64  # that are worked on at a time
 RANGE_KEYS = 8192  # at least, where there are as many: their scores and powers stay in the L2 cache
 STEP_KEYS = 4096  # ranges are multiples of this
-SUBSPACES_AT_ONCE = 4  # that a piece of matching takes, where that makes few enough pieces
+SUBSPACES_AT_ONCE = 8  # that a piece of matching takes, where that makes few enough pieces
 NEXT_IS_KNOWN = 1 << 16  # added to the number of a piece to score: what the next job reads may be fetched already
 SAMPLE = 2048  # at least that many keys are looked at for a first guess, fewer than twice as many
 
@@ -30,7 +30,7 @@ SEARCH = np.dtype(
             # addresses of arrays, C-contiguous
             "q",  # [num_tokens, num_heads, pool_size * group_size, head_dim] float32
             "query_basis",  # [num_heads, head_dim, head_dim] float32
-            "codebooks",  # [num_heads, num_subspaces, num_centroids, subspace_dim] float32
+            "codebook_columns",  # [num_heads, num_subspaces, subspace_dim, centroid_room] float32
             "kv_indices",  # [num_tokens, num_heads, top_k] int32, written
             "valid_len",  # [num_tokens, num_heads] int32, written
             # sizes
@@ -40,6 +40,7 @@ SEARCH = np.dtype(
             "head_dim",
             "num_subspaces",
             "num_centroids",
+            "centroid_room",
             "weigh_by_norm",
             "top_k",
             "context_len",

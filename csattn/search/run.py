@@ -129,7 +129,7 @@ class LayerSearch:
         values: dict[str, Any] = {
             "q": _address(self.q, np.float32),
             "query_basis": _address(index.query_basis, np.float32),
-            "codebooks": _address(index.codebooks, np.float32),
+            "codebook_columns": _address(index.codebook_columns, np.float32),
             "kv_indices": _address(self.out.kv_indices, np.int32),
             "valid_len": _address(self.out.valid_len, np.int32),
             "num_heads": index.num_heads,
@@ -138,6 +138,7 @@ class LayerSearch:
             "head_dim": self.q.shape[2],
             "num_subspaces": index.num_subspaces,
             "num_centroids": index.num_centroids,
+            "centroid_room": index.codebook_columns.shape[3],
             "weigh_by_norm": index.weigh_by_norm,
             "top_k": self.out.kv_indices.shape[2],
             "context_len": index.context_len,

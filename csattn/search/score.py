@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from csattn.jit import exact_kernel
 from csattn.search.atomics import array_at
 from csattn.search.lists import KEYS_PER_STEP, add_list, clear_scores
-from csattn.search.match import match_centroids, pool_queries, rotate
+from csattn.search.match import fetch_columns, match_centroids, pool_queries, rotate, widen
 from csattn.search.plan import NEXT_IS_KNOWN, eligible_of, range_of, scratch_at, search_at
 from csattn.search.rows import STEP_BYTES, add_rows4, add_rows8
 from csattn.search.weights import integer_weights
@@ -23,18 +23,20 @@ def match_piece(search_address: int, scratch_address: int, job: int, piece: int)
     subspace_dim, room = head_dim // search.num_subspaces, scratch.row_room
     first = piece * search.match_subspaces
     last = min(first + search.match_subspaces, search.num_subspaces)
+    basis = array_at(search.query_basis + 4 * head * head_dim * head_dim, head_dim * head_dim, np.float32(0))
+    fetch_columns(basis, head_dim, first * subspace_dim, last * subspace_dim)
     group = search.pool_size * group_size * head_dim
-    q = array_at(search.q + 4 * (token * search.num_heads + head) * group, group, np.float32(0))
+    q = widen(array_at(search.q + 4 * (token * search.num_heads + head) * group, group, np.float32(0)))
     if search.pool_size > 1:
         q = pool_queries(q, head_dim)
-    basis = array_at(search.query_basis + 4 * head * head_dim * head_dim, head_dim * head_dim, np.float32(0))
-    place = (head * search.num_subspaces + first) * num_centroids * subspace_dim
-    codebooks = array_at(search.codebooks + 4 * place, (last - first) * num_centroids * subspace_dim, np.float32(0))
+    of_subspace = subspace_dim * search.centroid_room
+    place = (head * search.num_subspaces + first) * of_subspace
+    columns = array_at(search.codebook_columns + 4 * place, (last - first) * of_subspace, np.float32(0))
     centroid_ids = array_at(scratch.starts + 8 * job * group_size * room, group_size * room, np.int64(0))
     weights = array_at(scratch.weights + 8 * job * group_size * room, group_size * room, np.float64(0))
     rotated = rotate(q, basis, head_dim, first * subspace_dim, last * subspace_dim)
     by_norm = search.weigh_by_norm != 0
-    match_centroids(rotated, codebooks, first, last, num_centroids, subspace_dim, by_norm, centroid_ids, weights, room)
+    match_centroids(rotated, columns, first, last, num_centroids, subspace_dim, by_norm, centroid_ids, weights, room)
     return 0
 
 

@@ -80,6 +80,7 @@ for _op, _in_place, _build in (
     (operator.add, operator.iadd, lambda ir_, v, a, b: ir_.fadd(a, b) if v.is_float else ir_.add(a, b)),
     (operator.sub, operator.isub, lambda ir_, v, a, b: ir_.fsub(a, b) if v.is_float else ir_.sub(a, b)),
     (operator.mul, operator.imul, lambda ir_, v, a, b: ir_.fmul(a, b) if v.is_float else ir_.mul(a, b)),
+    (operator.truediv, operator.itruediv, lambda ir_, v, a, b: ir_.fdiv(a, b)),
     (operator.and_, operator.iand, lambda ir_, v, a, b: ir_.and_(a, b)),
     (operator.or_, operator.ior, lambda ir_, v, a, b: ir_.or_(a, b)),
     (operator.xor, operator.ixor, lambda ir_, v, a, b: ir_.xor(a, b)),
@@ -188,6 +189,17 @@ def convert(typing_context, vector, value):  # type: ignore[no-untyped-def]
             return builder.sitofp(args[1], target.llvm_type())
         extend = builder.sext if source.element.signed else builder.zext
         return extend(args[1], target.llvm_type())
+
+    return sig, generate
+
+
+@intrinsic
+def narrow(typing_context, vector, value):  # type: ignore[no-untyped-def]
+    """Each lane's value as the narrower float nearest to it."""
+    sig = vector.instance_type(vector, value)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        return builder.fptrunc(args[1], sig.return_type.llvm_type())
 
     return sig, generate
 

@@ -39,7 +39,6 @@ PROGRESS_WORDS = 3 * MAX_JOBS * LINE
 FAILED = NUM_WAITING_WORDS  # a thread met an error: nobody waits any longer
 CONTROL_WORDS = NUM_WAITING_WORDS + LINE
 
-LAG = 1  # jobs between a job's scores and its copies: nobody waits for the last thread of a stage
 
 
 @exact_kernel
@@ -121,7 +120,9 @@ def work(
     first = thread * num_jobs // scratch.num_threads
     for job in range(first, first + num_jobs):
         _stage(calls, progress, MATCH, job % num_jobs, thread)
-    lag = min(LAG, num_slots - 1)
+    # Copies of a job come so many jobs after its scores: until then all threads have scores to make, and nobody waits
+    # for the last one of a stage.
+    lag = min(-(-scratch.num_threads // _num_pieces(calls, SCORE)), num_slots - 1)
     for step in range(num_jobs + lag):
         for stage in (SCORE, COPY):
             job = step if stage == SCORE else step - lag

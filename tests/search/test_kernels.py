@@ -126,10 +126,10 @@ def test_matching_is_the_definition_to_the_bit(num_subspaces, num_centroids, sub
     weights = weights.astype(np.float64)
     for first in range(0, num_subspaces, 2):
         last = min(first + 2, num_subspaces)
-        rotated = match.rotate(q.reshape(-1), basis.reshape(-1), head_dim, first * subspace_dim, last * subspace_dim)
-        books = np.ascontiguousarray(codebooks[0, first:last]).reshape(-1)
+        rotated = match.rotate(match.widen(q.reshape(-1)), basis.reshape(-1), head_dim, first * subspace_dim, last * subspace_dim)
+        columns = index.codebook_columns[0, first:last].reshape(-1)
         sizes = first, last, num_centroids, subspace_dim, True
-        match.match_centroids(rotated, books, *sizes, ids.reshape(-1), weights.reshape(-1), num_subspaces + 2)
+        match.match_centroids(rotated, columns, *sizes, ids.reshape(-1), weights.reshape(-1), num_subspaces + 2)
     for row in range(group_size):
         want_ids, want_weights = reference.match_centroids(q[row], index, 0)
         np.testing.assert_array_equal(ids[row, :-2], want_ids)

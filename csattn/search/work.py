@@ -40,7 +40,6 @@ FAILED = NUM_WAITING_WORDS  # a thread met an error: nobody waits any longer
 CONTROL_WORDS = NUM_WAITING_WORDS + LINE
 
 
-
 @exact_kernel
 def await_others(control: NDArray[np.int64]) -> None:
     """Wait until no thread is inside the search before, unless one has failed there."""

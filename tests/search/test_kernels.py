@@ -126,7 +126,9 @@ def test_matching_is_the_definition_to_the_bit(num_subspaces, num_centroids, sub
     weights = weights.astype(np.float64)
     for first in range(0, num_subspaces, 2):
         last = min(first + 2, num_subspaces)
-        rotated = match.rotate(match.widen(q.reshape(-1)), basis.reshape(-1), head_dim, first * subspace_dim, last * subspace_dim)
+        rotated = match.rotate(
+            match.widen(q.reshape(-1)), basis.reshape(-1), head_dim, first * subspace_dim, last * subspace_dim
+        )
         columns = index.codebook_columns[0, first:last].reshape(-1)
         sizes = first, last, num_centroids, subspace_dim, True
         match.match_centroids(rotated, columns, *sizes, ids.reshape(-1), weights.reshape(-1), num_subspaces + 2)

@@ -28,9 +28,21 @@ __device__ bool absent(float4 x) {
            __float_as_uint(x.w) == ABSENT;
 }
 
-// Wait for a unit's posted parts, and copy them to shared memory. A part tells by itself that it has arrived, so
-// neither a fence nor a counter stands between its writer and its reader.
-__device__ void collect(float* parts, const float* posted) {
+// Merge what the block's warps have of an item, and post it. Of neighbouring items, one half of the threads has one each.
+__device__ void post_item(float* posted, const float* warp_parts, int item) {
+    float* part = posted + (long long)item * HEADS * PART;
+    for (int quad = (threadIdx.x + item % 2 * (THREADS / 2)) % THREADS; quad < QUADS; quad += THREADS) {
+        float max, sum;
+        const float4 x = merge<WARPS>(warp_parts, quad, max, sum);
+        const int head = quad / (HEAD_DIM / 4), d = quad % (HEAD_DIM / 4) * 4;
+        post(part + head * PART + d, x);
+        if (d == 0) post(part + head * PART + ENDS_AT, make_float4(max, sum, 0.f, 0.f));
+    }
+}
+
+// Wait for a unit's posted parts, copy them to shared memory, and take them back: for the next launch, none is posted. A
+// part tells by itself that it has arrived, so neither a fence nor a counter stands between its writer and its reader.
+__device__ void collect(float* parts, float* posted) {
     constexpr int NUM = NUM_SPLITS * HEADS * PART / 4, BATCH = 9;
     const float none = __uint_as_float(ABSENT);
 #pragma unroll 1
@@ -51,6 +63,9 @@ __device__ void collect(float* parts, const float* posted) {
 #pragma unroll
         for (int k = 0; k < BATCH; k++)
             if (first + k * THREADS < NUM) *(float4*)(parts + (first + k * THREADS) * 4) = x[k];
+#pragma unroll
+        for (int k = 0; k < BATCH; k++)
+            if (first + k * THREADS < NUM) post(posted + (first + k * THREADS) * 4, make_float4(none, none, none, none));
     }
 }
 
@@ -71,6 +86,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
     extern __shared__ __align__(16) char shared[];
     float* warp_parts = (float*)(shared + WARPS * RING_BYTES);     // [2][WARPS][HEADS][PART], for every other item
     Unit* units = (Unit*)(warp_parts + 2 * WARPS * HEADS * PART);  // of the block's items
+    const Arrivals all_stored(units + MAX_UNITS);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int first_item = (unsigned)(blockIdx.x * num_items) / gridDim.x;
     const int end_item = (unsigned)((blockIdx.x + 1) * num_items) / gridDim.x;
@@ -116,6 +132,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
         id = tiles.unit->id_at(tiles.position());
 #pragma unroll 1
     for (int s = 0; s < STAGES; s++) copy_next(ring + s * TILE_BYTES, tiles, id);
+    // Warps do not wait for each other between two items: what they have of one is merged when they have the next.
+    auto parts_of = [&](int item) { return warp_parts + (item - first_item) % 2 * (WARPS * HEADS * PART); };
     Attention attention;
     unsigned slot = ring;
     for (int item = first_item; item < end_item; item++) {
@@ -132,18 +150,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
             copy_next(slot, tiles, id);
             slot = slot + TILE_BYTES == ring + RING_BYTES ? ring : slot + TILE_BYTES;
         }
-        float* item_parts = warp_parts + (item - first_item) % 2 * (WARPS * HEADS * PART);
-        attention.store(item_parts + warp * HEADS * PART);
-        __syncthreads();
-        float* part = posted + (long long)item * HEADS * PART;
-        for (int quad = threadIdx.x; quad < QUADS; quad += THREADS) {
-            float max, sum;
-            const float4 x = merge<WARPS>(item_parts, quad, max, sum);
-            const int head = quad / (HEAD_DIM / 4), d = quad % (HEAD_DIM / 4) * 4;
-            post(part + head * PART + d, x);
-            if (d == 0) post(part + head * PART + ENDS_AT, make_float4(max, sum, 0.f, 0.f));
+        if (item > first_item) {
+            all_stored.wait(item - 1 - first_item);
+            post_item(posted, parts_of(item - 1), item - 1);
         }
+        attention.store(parts_of(item) + warp * HEADS * PART);
+        all_stored.arrive();
     }
+    all_stored.wait(end_item - 1 - first_item);
+    post_item(posted, parts_of(end_item - 1), end_item - 1);
     let_next_start();
 
     // The block of a unit's last item waits for the unit's parts. They come from blocks that begin before it does and
@@ -160,9 +175,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
             store_out(out + ((long long)u * HEADS * HEAD_DIM + quad * 4) * ELEMENT_BYTES,
                       make_float4(x.x * norm, x.y * norm, x.z * norm, x.w * norm));
         }
-        const float none = __uint_as_float(ABSENT);
-        for (int i = threadIdx.x; i < NUM_SPLITS * HEADS * PART / 4; i += THREADS)
-            post(unit_posted + 4 * i, make_float4(none, none, none, none));
         __syncthreads();
     }
 }

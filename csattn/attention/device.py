@@ -24,7 +24,7 @@ TILE_ROWS = 16  # as in the kernel
 # warps of a block, and tiles that each has in flight: the first that fits is taken
 BLOCK_SHAPES = ((8, 2), (8, 1), (4, 1))
 SHARED_BYTES_PER_BLOCK = 227 << 10
-UNIT_BYTES = 56  # of the kernel's `Unit`
+UNIT_BYTES, ARRIVALS_BYTES = 56, 8  # of the kernel's `Unit` and of its barrier
 MAX_UNITS_PER_BLOCK = 64
 
 
@@ -170,7 +170,7 @@ def _plan_blocks(
     part_bytes = num_q_heads // num_index_heads * (head_dim + PART_ENDS) * 4
     for num_warps, num_stages in BLOCK_SHAPES:
         ring_bytes = num_warps * num_stages * tile_bytes
-        shared_bytes = ring_bytes + 2 * num_warps * part_bytes + MAX_UNITS_PER_BLOCK * UNIT_BYTES
+        shared_bytes = ring_bytes + 2 * num_warps * part_bytes + MAX_UNITS_PER_BLOCK * UNIT_BYTES + ARRIVALS_BYTES
         if shared_bytes <= SHARED_BYTES_PER_BLOCK:
             break
     # a block collects the parts of a unit where the tiles were

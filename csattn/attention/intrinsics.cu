@@ -35,3 +35,28 @@ __device__ float4 peek(const float* from) {
                  : "memory");
     return x;
 }
+
+// A barrier of a block's warps in two halves: a warp that has arrived goes on, and waits when it needs what the others did.
+struct Arrivals {
+    unsigned place;  // of 8 bytes in shared memory
+
+    __device__ Arrivals(const void* memory) : place((unsigned)__cvta_generic_to_shared(memory)) {
+        // for all warps once the block has met
+        if (threadIdx.x == 0) asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(place), "r"(WARPS) : "memory");
+    }
+    __device__ void arrive() const {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(place) : "memory");
+    }
+    // round: how often all warps had arrived before; at most one ago.
+    __device__ void wait(int round) const {
+        unsigned done = 0;
+        while (!done)
+            asm volatile(
+                "{\n\t.reg .pred done;\n\tmbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n\t"
+                "selp.u32 %0, 1, 0, done;\n\t}"
+                : "=r"(done)
+                : "r"(place), "r"(round & 1)
+                : "memory");
+    }
+};

@@ -23,3 +23,18 @@ static inline float4 peek(const float* from) {
     std::memcpy(&x, from, sizeof x);
     return x;
 }
+
+struct Arrivals {
+    int& arrived;  // as often as all warps together
+
+    Arrivals(void* memory) : arrived(*static_cast<int*>(memory)) {
+        if (threadIdx.x == 0) arrived = 0;
+    }
+    void arrive() const {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) ++arrived;
+    }
+    void wait(int round) const {
+        while (arrived < (round + 1) * WARPS) pause_thread();
+    }
+};

@@ -2,7 +2,8 @@
 
 A program owns BLOCK_N rows of the weights (and, with SPLIT_K, a part of their columns) and streams them once through
 the tensor cores; the step's rows are the narrow side of the product. Everything that follows a product in a
-transformer layer is done where its sum is finished. Sums are taken in an order that does not depend on the device.
+transformer layer is done where its sum is finished; what that needs besides is loaded before the weights, so that in
+the end nothing waits for memory. Sums are taken in an order that does not depend on the device.
 """
 
 # Triton kernels are untyped, and their constants upper case by custom.
@@ -41,15 +42,17 @@ def normed_linear_kernel(
 ):
     tile = tl.program_id(0)
     row = _weight_rows(tile, num_out, GATED, BLOCK_N)
+    m = tl.arange(0, BLOCK_M)
+    s = tl.arange(0, BLOCK_SQUARES)
+    seen = (s < num_squares)[:, None] & (m < num_rows)[None, :]
+    if PDL:
+        gdc_wait()
+    parts = tl.load(squares + s[:, None] * num_rows + m[None, :], mask=seen, other=0.0)
     acc, complete = _stream(
         x, w, partials, counters, row, num_rows, num_k, tile,
         BLOCK_M, BLOCK_N, BLOCK_K, SPLIT_K, EVEN_K, PDL, DOT_PRECISION,
     )  # fmt: skip
     if complete:
-        m = tl.arange(0, BLOCK_M)
-        s = tl.arange(0, BLOCK_SQUARES)
-        seen = (s < num_squares)[:, None] & (m < num_rows)[None, :]
-        parts = tl.load(squares + s[:, None] * num_rows + m[None, :], mask=seen, other=0.0)
         scale = tl.math.rsqrt(tl.sum(parts, axis=0) / num_k + eps)
         acc = acc * scale[None, :]
         if GATED:
@@ -91,24 +94,26 @@ def linear_add_kernel(
 ):
     tile = tl.program_id(0)
     row = _weight_rows(tile, num_out, False, BLOCK_N)
+    m = tl.arange(0, BLOCK_M)
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = (n < num_out)[:, None] & (m < num_rows)[None, :]
+    at = m[None, :] * num_out + n[:, None]
+    weight = tl.load(norm + n, mask=n < num_out, other=0.0)
+    weight_ahead = tl.load(norm_ahead + n, mask=n < num_out, other=0.0) if AHEAD else weight
+    if PDL:
+        gdc_wait()
+    before = tl.load(hidden + at, mask=inside, other=0.0)
     acc, complete = _stream(
         x, w, partials, counters, row, num_rows, num_k, tile,
         BLOCK_M, BLOCK_N, BLOCK_K, SPLIT_K, EVEN_K, PDL, DOT_PRECISION,
     )  # fmt: skip
     if complete:
-        m = tl.arange(0, BLOCK_M)
-        n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        inside = (n < num_out)[:, None] & (m < num_rows)[None, :]
-        at = m[None, :] * num_out + n[:, None]
         dtype = hidden.dtype.element_ty
-        before = tl.load(hidden + at, mask=inside, other=0.0).to(tl.float32)
-        value = (before + acc).to(dtype).to(tl.float32)
+        value = (before.to(tl.float32) + acc).to(dtype).to(tl.float32)
         tl.store(hidden + at, value.to(dtype), mask=inside)
-        weight = tl.load(norm + n, mask=n < num_out, other=0.0).to(tl.float32)[:, None]
-        tl.store(scaled + at, (value * weight).to(dtype), mask=inside)
+        tl.store(scaled + at, (value * weight.to(tl.float32)[:, None]).to(dtype), mask=inside)
         if AHEAD:
-            weight = tl.load(norm_ahead + n, mask=n < num_out, other=0.0).to(tl.float32)[:, None]
-            tl.store(scaled_ahead + at, (value * weight).to(dtype), mask=inside)
+            tl.store(scaled_ahead + at, (value * weight_ahead.to(tl.float32)[:, None]).to(dtype), mask=inside)
         value = tl.where(inside, value, 0.0)
         tl.store(squares + tile * num_rows + m, tl.sum(value * value, axis=0), mask=m < num_rows)
 
@@ -138,8 +143,6 @@ def _stream(
     k = start + tl.arange(0, BLOCK_K)
     w_at = w + row.to(tl.int64)[:, None] * num_k + k[None, :]
     x_at = x + m[None, :] * num_k + k[:, None]
-    if PDL:
-        gdc_wait()
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     for at in range(start, stop, BLOCK_K):
         if EVEN_K:

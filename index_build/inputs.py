@@ -32,6 +32,15 @@ def read_text(context: str) -> str:
     return text
 
 
+def require_utf8(option: str, text: str) -> str:
+    """An option's text. Raises ConfigError where the shell's bytes were none: they come as halves of characters."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{option} is not UTF-8 text (character {error.start}); convert it first") from None
+    return text
+
+
 def make_config(preset_name: str, head_dim: int, changes: dict[str, Any]) -> IndexConfig:
     """The preset with the options that were given."""
     given = {name: value for name, value in changes.items() if value is not None}

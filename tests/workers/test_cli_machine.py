@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.workers.test_cli import csattn, in_process, last_line
-from workers.cli import examining, serving, shelf
+from workers.cli import examining, serving, shelf, terminal
 from workers.doctor import Facts, examine
 from workers.settings import example
 from workers.settings.keys import KEYS
@@ -79,6 +79,20 @@ def test_doctor_exits_with_1_where_there_is_a_problem(capsys, monkeypatch) -> No
     assert not result["healthy"]
     assert [finding["status"] for finding in result["findings"]] == [finding.status for finding in examine(sick)]
     assert "pip install --force-reinstall torch" in done.stdout
+
+
+@pytest.mark.parametrize("verb", [("generate", "store/0"), ("stream",)])
+def test_a_prompt_that_is_no_text_is_a_sentence(capsys, verb) -> None:
+    done = in_process(*verb, "--prompt", "a\udcff", capsys=capsys)
+    assert done.returncode == 1 and "--prompt is not UTF-8 text (character 1)" in done.stderr
+
+
+def test_what_is_shown_is_what_is_said(capsys) -> None:
+    said = "pip install 'csattn[serve]' [/x] :smile:"
+    for show in (terminal.out.print, lambda text: terminal.out.print(terminal.table(text, [text], [[text]]))):
+        capsys.readouterr()
+        show(said)
+        assert said in capsys.readouterr().out
 
 
 def test_an_interrupt_is_no_success(capsys, monkeypatch) -> None:

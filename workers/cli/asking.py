@@ -10,6 +10,7 @@ from csattn.artifact import Artifact, open_artifact
 from csattn.config import SearchConfig
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
+from index_build.inputs import require_utf8
 from offload.codecs.formats import KvFormat
 from offload.sizes import parse_size
 from workers.cli.building import show_loading, use_threads
@@ -41,6 +42,7 @@ def ask(
     host_budget: str | None = None,  # of host memory for the context's rows; None: all that they take
 ) -> dict[str, Any]:
     """Answer, and return the verb's JSON object."""
+    require_utf8("--prompt", prompt)
     kv_format = None if kv_codec is None else KvFormat.parse(kv_codec)
     budget = None if host_budget is None else parse_size(host_budget)
     use_threads(threads)
@@ -139,7 +141,7 @@ def stream(
 @contextmanager
 def _speaking(name: str) -> Iterator[None]:
     """Who answers, and a line that ends however the answer does."""
-    out.print(f"[bold]{name}[/bold]: ", end="")
+    out.print(f"{name}: ", end="", style="bold")
     try:
         yield
     finally:
@@ -163,4 +165,4 @@ def comparison(answers: list[tuple[str, Answer]]) -> Any:
 
 
 def _write(text: str) -> None:
-    out.print(text, end="", markup=False, soft_wrap=True)
+    out.print(text, end="", soft_wrap=True)

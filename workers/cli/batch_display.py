@@ -79,10 +79,10 @@ class BatchDisplay:
         self._last_line_s = clock()
         self._where: dict[int, str] = {}  # of the jobs in work
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             TaskProgressColumn(),
-            TextColumn("{task.fields[rate]}"),
+            TextColumn("{task.fields[rate]}", markup=False),
         )
         self._bars = Progress(*columns, console=err, disable=not err.is_terminal)
         self._all = self._bars.add_task(f"all {len(jobs)} contexts", total=1.0, rate="")

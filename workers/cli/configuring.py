@@ -39,7 +39,6 @@ def example() -> None:
 
 def settings_table(file: Path | None, changes: list[str]) -> dict[str, Any]:
     """Show, and return the verb's JSON object."""
-    from rich.markup import escape
     from rich.table import Table
 
     from workers.cli.terminal import out
@@ -51,7 +50,7 @@ def settings_table(file: Path | None, changes: list[str]) -> dict[str, Any]:
     for column in ("setting", "value", "from"):
         shown.add_column(column, overflow="fold")
     for key, leaf in described.items():
-        shown.add_row(key, escape(_plain(leaf["value"])), escape(leaf["origin"]))
+        shown.add_row(key, _plain(leaf["value"]), leaf["origin"])
     out.print(shown)
     return {"file": None if loaded.file is None else str(loaded.file), "settings": described}
 

@@ -80,7 +80,7 @@ def listing(store: Path | str) -> dict[str, Any]:
         table(f"{counted(len(rows), 'artifact')} in {store}", ["artifact", "model", "tokens", "index", "size"], rows)
     )
     for name, error in faults.items():
-        err.print(f"not usable: {name}: {error}", markup=False)
+        err.print(f"not usable: {name}: {error}")
     return {
         "store": str(store),
         "artifacts": [

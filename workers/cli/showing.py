@@ -110,7 +110,8 @@ def show(target: Path, document: str, questions: tuple[Question, ...]) -> dict[s
         with _timed(seconds, "draw"):
             picture = target / PICTURE_NAME
             _draw(loaded, artifact, document, exchanges, picture)
-        out.print(f"\nThe picture of what every layer and head read: [bold]{picture}[/bold]")
+        out.print("\nThe picture of what every layer and head read: ", end="")
+        out.print(str(picture), style="bold", soft_wrap=True)
         out.print(f"Ask more: csattn generate {path} --prompt '...' --compare", soft_wrap=True)
         return {
             "artifact": artifact.spec.artifact_id,
@@ -180,7 +181,7 @@ def _build(loaded: LoadedModel, document: str, store: Path) -> Path:
 
 
 def _ask_both(loaded: LoadedModel, artifact: Artifact, question: Question) -> tuple[Answer, Answer]:
-    out.print(f"\n[bold]{question.text}[/bold]")
+    out.print(f"\n{question.text}", style="bold")
     sparse, full = (
         stream(loaded, artifact, _CONFIG, selector, question.text, _MAX_NEW_TOKENS) for selector in ("csattn", "full")
     )

@@ -55,14 +55,14 @@ def _stream(
     prompt: str, config: "StreamConfig", max_new_tokens: int, model: str | None, dtype: str, threads: int | None
 ) -> dict[str, Any]:
     """Continue on stdout, and return the verb's JSON object."""
-    from index_build.inputs import read_text
+    from index_build.inputs import read_text, require_utf8
     from workers.cli.building import show_loading, use_threads
     from workers.cli.terminal import err, size
     from workers.streaming.session import StreamSession
     from workers.streaming.text import stream_text
 
     use_threads(threads)
-    text = read_text("-") if prompt == "-" else prompt
+    text = read_text("-") if prompt == "-" else require_utf8("--prompt", prompt)
     loaded = show_loading(model, dtype)
     with StreamSession(loaded, config) as session:
         try:

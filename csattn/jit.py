@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
+from uuid import uuid4
 
 import numpy as np
 from numba import njit
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from csattn.source_stamp import source_stamp
 
 Scalar = TypeVar("Scalar", bound=np.generic)
+_PROCESS = uuid4().hex[:8]
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -52,9 +54,14 @@ def c_function(function: Callable[..., Any], signature: Any) -> CFunc:
 
 
 def _stamp(compiled: Any, function: Callable[..., Any]) -> None:
-    """Let what is cached of it count only as long as all that is compiled in is what it was."""
+    """Let what is cached of it count only as long as all that is compiled in is what it was.
+
+    Numba counts a kernel's files of machine code in an index that it writes first. Two processes that compile it for
+    different types at once would give their files one name, and either would find the other's code there.
+    """
     index = compiled._cache._cache_file
     index._source_stamp = index._source_stamp, source_stamp(function.__module__)
+    index._data_name_pattern = index._data_name_pattern.replace(".nbc", f".{_PROCESS}.nbc")
 
 
 def readonly(array: NDArray[Scalar]) -> NDArray[Scalar]:

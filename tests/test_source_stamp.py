@@ -69,6 +69,18 @@ def test_a_change_in_another_file_is_compiled_in(package: Path) -> None:
     assert run(package) == 21
 
 
+def test_two_processes_that_compile_at_once_keep_their_code_apart(package: Path) -> None:
+    """The second has read the index before the first has written it."""
+    run(package)
+    first = {file: file.read_bytes() for file in (package.parent / "cache").rglob("*scaled-*.nbc")}
+    for index in (package.parent / "cache").rglob("*.nbi"):
+        index.unlink()
+    (package / "kernel.py").write_text(KERNEL.replace("print(scaled(1))", "print(int(scaled(1.0)))"))
+    assert run(package) == 20
+    assert first and first.items() <= {file: file.read_bytes() for file in first}.items()
+    assert len(list((package.parent / "cache").rglob("*scaled-*.nbc"))) == 2 * len(first)
+
+
 def test_a_stamp_covers_what_is_imported_and_nothing_else(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = type(sys)("near")
     found.__path__ = [str(package)]

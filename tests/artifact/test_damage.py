@@ -86,7 +86,7 @@ def test_another_model_or_tokenizer_is_refused(artifact_dir: Path) -> None:
     with open_artifact(artifact_dir) as artifact:
         artifact.require_model("model-a")
         artifact.require_tokenizer("tokenizer-a")
-        with pytest.raises(ArtifactMismatchError, match=r"built with Made-Up-1M \(fingerprint model-a\).*model-b"):
+        with pytest.raises(ArtifactMismatchError, match=r"Made-Up-1M in float32 \(fingerprint model-a\).*model-b"):
             artifact.require_model("model-b")
         with pytest.raises(ArtifactMismatchError, match="tokenizer-a and the loaded one is tokenizer-b"):
             artifact.require_tokenizer("tokenizer-b")

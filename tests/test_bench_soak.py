@@ -91,4 +91,4 @@ class Telling(InProcess):
 @pytest.mark.parametrize(("kind", "words"), [(Wrong, "differ"), (Failing, "a fault"), (Telling, "another context")])
 def test_what_is_not_right_is_seen(place: Path, kind, words) -> None:
     with pytest.raises(GateError, match=words):
-        measured(place, 0.1, kind)
+        measured(place, 1.0, kind)

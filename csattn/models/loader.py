@@ -123,8 +123,14 @@ def _converted(gguf: Path) -> Path:
     target = cache / "models" / f"{gguf.stem}-{key}"
     if target.is_dir():
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(dir=target.parent, prefix=".converting-"))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(dir=target.parent, prefix=".converting-"))
+    except OSError as error:
+        raise ModelError(
+            f"{gguf} is converted once into {target.parent}, which cannot be written ({error.strerror}); name a "
+            "directory that can be with CSATTN_CACHE"
+        ) from error
     try:
         with redirect_stderr(io.StringIO()):  # transformers draws a bar of its own here
             _convert_gguf(gguf, scratch)

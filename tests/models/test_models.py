@@ -71,6 +71,14 @@ def test_a_model_that_is_not_there_is_named_in_one_sentence(tmp_path: Path, name
     assert "\n" not in str(raised.value)
 
 
+def test_a_cache_that_cannot_be_written_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model.gguf").touch()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CSATTN_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ModelError, match="cannot be written .* with CSATTN_CACHE"):
+        load_model(str(tmp_path / "model.gguf"))
+
+
 def test_an_unknown_dtype_is_refused() -> None:
     with pytest.raises(ModelError, match="float8"):
         load_model("x/y", "float8")

@@ -75,7 +75,7 @@ def test_a_cache_that_cannot_be_written_is_a_sentence(tmp_path: Path, monkeypatc
     (tmp_path / "model.gguf").touch()
     (tmp_path / "file").touch()
     monkeypatch.setenv("CSATTN_CACHE", str(tmp_path / "file"))
-    with pytest.raises(ModelError, match="cannot be written .* with CSATTN_CACHE"):
+    with pytest.raises(ModelError, match=r"cannot be written .* with CSATTN_CACHE"):
         load_model(str(tmp_path / "model.gguf"))
 
 

@@ -131,3 +131,10 @@ def test_a_service_without_its_packages_is_a_sentence(capsys, monkeypatch, optio
     done = in_process("serve", *options, capsys=capsys)
     assert done.returncode == 1
     assert words in done.stderr and "pip install" in done.stderr
+
+
+def test_a_ray_cluster_that_is_not_there_is_told_of_at_once(tmp_path: Path) -> None:
+    """Ray itself knocks for minutes, longer than a process here may take."""
+    pytest.importorskip("ray", reason="the package ray is not installed; pip install 'csattn[serve]'")
+    done = csattn("serve", "--store", tmp_path, "--port", 0, "--set", "ray.address=127.0.0.1:1")
+    assert done.returncode == 1 and "no Ray cluster can be reached" in done.stderr

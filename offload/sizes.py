@@ -12,7 +12,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)")
 def parse_size(text: str) -> int:
     """Bytes: 64MiB, 1.5 GiB, 200MB, 4096. Raises TierError for anything else, and for nothing."""
     found = _SIZE.fullmatch(text.strip().lower())
-    num_bytes = int(float(found[1]) * _UNITS[found[2]]) if found and found[2] in _UNITS else 0
-    if num_bytes < 1:
+    num_bytes = float(found[1]) * _UNITS[found[2]] if found and found[2] in _UNITS else 0.0
+    if not 1 <= num_bytes < 2**63:
         raise TierError(f"{text!r} is no size; give a number of bytes or one with a unit, 64MiB or 1.5GB say")
-    return num_bytes
+    return int(num_bytes)

@@ -14,7 +14,13 @@ def is_artifact_id(name: str) -> bool:
 
 def resolve_artifact(path: Path) -> Path:
     """The artifact's directory, from its path or from `<store>/<start of the id>`."""
-    return path if path.is_dir() else find_artifact(path.parent, path.name)
+    try:
+        is_there = path.is_dir()
+    except OSError as error:  # a whole sentence in the artifact's place, say
+        raise ArtifactNotFoundError(
+            f"there is no artifact at {str(path)[:60]!r}: {error.strerror}; give its directory, or STORE/start-of-its-id"
+        ) from error
+    return path if is_there else find_artifact(path.parent, path.name)
 
 
 def find_artifact(store: Path, prefix: str) -> Path:

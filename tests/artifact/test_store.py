@@ -30,6 +30,11 @@ def test_found_by_path_and_by_the_start_of_the_id(tmp_path: Path) -> None:
         assert artifact.spec == make_spec()
 
 
+def test_a_name_that_no_file_can_have_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactNotFoundError, match="give its directory, or STORE"):
+        resolve_artifact(tmp_path / ("what is it? " * 30))
+
+
 @pytest.mark.parametrize("prefix", ["", "0123456789abcdef0", "zz", "../store"])
 def test_no_such_artifact(tmp_path: Path, prefix: str) -> None:
     build(tmp_path, make_spec())

@@ -18,7 +18,7 @@ def resolve_artifact(path: Path) -> Path:
         is_there = path.is_dir()
     except OSError as error:  # a whole sentence in the artifact's place, say
         raise ArtifactNotFoundError(
-            f"there is no artifact at {str(path)[:60]!r}: {error.strerror}; give its directory, or STORE/start-of-its-id"
+            f"there is no artifact at {str(path)[:60]!r}: {error.strerror}; give its directory, or STORE/start-of-id"
         ) from error
     return path if is_there else find_artifact(path.parent, path.name)
 

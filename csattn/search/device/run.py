@@ -12,6 +12,7 @@ from csattn.batch import DeviceSelection
 from csattn.cuda import CudaKernel, cuda_kernel, num_multiprocessors
 from csattn.errors import ConfigError
 from csattn.index import LayerIndex
+from csattn.search.device.clusters import CHUNK_KEYS, MOST_KEYS_OF_BLOCK, cluster_size, keys_of_block
 from csattn.search.device.indexes import TILE_BYTES, DeviceIndexes
 from csattn.table.rows import RowTable
 
@@ -20,13 +21,9 @@ INTRINSICS = HERE / "intrinsics.cu"
 THREADS = 512  # of all kernels but match
 MAX_MATCH_WARPS = 8
 MAX_SUBSPACE_DIM = 32  # a centroid lies in a thread's registers
-# sizes in bytes and in keys that the sources fix: structs Match, TileStatistics and Choice; CHUNK_KEYS and MAX_BLOCKS
+# sizes in bytes that the sources fix, of structs Match, TileStatistics and Choice; and MAX_BLOCKS
 MATCH_BYTES, STATISTICS_BYTES, CHOICE_BYTES = 16, 8, 4 * (4096 + 3 + 256 + 2 * 512 + 1 + 33 * 256 + 4)
-CHUNK_KEYS, MAX_BLOCKS, MAX_CLUSTER = 1024, 256, 8
-# Of the multiprocessors, those that clusters can have at the same time: they do not reach from one cluster of
-# multiprocessors (GPC) into another, and these have 14 to 18.
-CLUSTERED_SHARE = {2: 1.0, 4: 0.9, 8: 0.75}
-MOST_KEYS_OF_BLOCK = THREADS * 4 * 8  # LOADS x SUM_KEYS for each thread of choose_sums
+MAX_BLOCKS = 256
 STREAM_BYTES = THREADS // 32 * 5 * 512  # of score_rows' ring, for each copy that a lane makes in a step
 QUERY_TYPES = {torch.float32: "float", torch.float16: "u16", torch.bfloat16: "u16"}
 
@@ -247,19 +244,12 @@ class DeviceSearch:
     @cached_property
     def _cluster(self) -> int:
         """Blocks that together choose for one slot."""
-        cluster, chunks = 1, self._max_keys // CHUNK_KEYS
-        while (
-            2 * cluster <= min(MAX_CLUSTER, chunks)
-            and 2 * cluster * self._slots <= 2 * CLUSTERED_SHARE[2 * cluster] * self._num_multiprocessors
-        ):
-            cluster *= 2
-        return cluster
+        return cluster_size(self._max_keys, self._slots, self._num_multiprocessors)
 
     @cached_property
     def _many_keys(self) -> bool:
         """More than the blocks of a cluster can hold."""
-        chunks = -(-self._max_keys // CHUNK_KEYS // self._cluster)
-        return self.shape.worths_are_sums and chunks * CHUNK_KEYS > MOST_KEYS_OF_BLOCK
+        return self.shape.worths_are_sums and keys_of_block(self._max_keys, self._cluster) > MOST_KEYS_OF_BLOCK
 
     @cached_property
     def _choose(self) -> CudaKernel:

@@ -153,3 +153,12 @@ __device__ __forceinline__ float relu(float x) {
     asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(y) : "f"(x));
     return y;
 }
+// Adds relu(x) * weight, a finite weight. Where x is not above 0 nothing is added: a maximum would be one more register
+// to write for every product, and those writes hold up the matrix units.
+__device__ __forceinline__ void add_positive(float& sum, float x, float weight) {
+    asm("{\n\t.reg .pred positive;\n\t"
+        "setp.gtu.f32 positive, %1, 0f00000000;\n\t"
+        "@positive fma.rn.ftz.f32 %0, %1, %2, %0;\n\t}"
+        : "+f"(sum)
+        : "f"(x), "f"(weight));
+}

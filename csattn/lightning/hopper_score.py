@@ -2,13 +2,14 @@
 
 A block has 256 pairs of a query and a head in shared memory (four queries of 64 heads), and tiles of 64 keys go by.
 Budget of a tile on an H200, in clocks of a multiprocessor: the products take 1024 in bfloat16, 512 in FP8; a warp
-scheduler weighs 128 x 32 of them with two instructions each, of which the maximum goes at half the rate, in about 300;
-keys are 16 or 8 KB, 16 bytes a clock.
+scheduler weighs 128 x 32 of them with two instructions each, of which the comparison goes at half the rate, in about
+300; keys are 16 or 8 KB, 16 bytes a clock.
 
-Measured by clocks read within the kernel: 1357 and 980 a tile. Weighing takes a group 500 to 1000 beside the other
-group's products, perhaps as the sums of those are in registers too; with one instruction in place of two a tile took
-1066 and 817. And power is at its limit: in bfloat16 the clock falls from 1.8 to 1.6 GHz within 150 ms, and torch's
-product, limited likewise, from 800 to 680 TFLOP/s.
+Measured by clocks read within the kernel, where contenders are listed: 1216 and 937 a tile. Weighing holds up the
+products, whose sums are in registers too, and what counts is how many registers it writes: with a maximum for every
+product, which is one more, a tile took 1348 and 958; with an eighth of the weighing 1065 in bfloat16; thirty other
+instructions fewer gained nothing. And power is at its limit: in bfloat16 the clock falls from 1.8 to 1.54 GHz within
+150 ms, and torch's product, limited likewise, from 800 to 680 TFLOP/s.
 """
 
 from pathlib import Path

@@ -20,8 +20,11 @@ __device__ __forceinline__ void weigh(const float (&products)[128], const float 
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
                     const int at = query * EACH + i;
-                    const float product = relu(products[4 * at + 2 * r + c]), weight = weights[2 * at + c];
-                    sums[query][r] = i + c == 0 ? product * weight : fmaf(product, weight, sums[query][r]);
+                    const float product = products[4 * at + 2 * r + c], weight = weights[2 * at + c];
+                    if (i + c == 0)
+                        sums[query][r] = relu(product) * weight;
+                    else
+                        add_positive(sums[query][r], product, weight);
                 }
 }
 

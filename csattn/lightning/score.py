@@ -24,7 +24,7 @@ class Operands:
 
     q: Tensor  # [num_queries, num_heads, head_dim] bfloat16, float16, float32 or float8_e4m3fn
     k: Tensor  # [num_keys, head_dim], of the same dtype
-    weights: Tensor  # [num_queries, num_heads] float32, with the queries' scales in them
+    weights: Tensor  # [num_queries, num_heads] float32, finite, with the queries' scales in them
     key_scale: Tensor | None = None  # [num_keys] float32, positive; None: all 1
 
     def check(self) -> None:

@@ -129,3 +129,6 @@ static inline void wait_for_most_products() {}
 static inline void wait_for_products(float (&d)[128]) {}
 
 static inline float relu(float x) { return x > 0 || x != x ? x : 0; }
+static inline void add_positive(float& sum, float x, float weight) {
+    if (x > 0 || x != x) sum = std::fma(x, weight, sum);
+}

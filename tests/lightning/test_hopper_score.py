@@ -65,6 +65,14 @@ def test_scores_are_their_definition(num_queries: int, num_keys: int, num_heads:
     torch.testing.assert_close(got, want, rtol=0, atol=(1e-3 if DEVICE.type == "cuda" else 1e-6) * largest)
 
 
+def test_infinite_products_below_zero_count_for_nothing_and_nan_stays() -> None:
+    operands = made_operands("equal", 4, 64, 64, torch.float16)
+    operands.k[:3, 0] = torch.tensor([-torch.inf, torch.inf, torch.nan])
+    got = scored(operands, range(64), torch.full((4,), 64, dtype=torch.int32))
+    assert got[0, :4].tolist()[:2] == [0.0, torch.inf]
+    torch.testing.assert_close(got, score_keys(operands), rtol=0, atol=0, equal_nan=True)
+
+
 def test_tiles_that_no_query_may_see_are_not_scored() -> None:
     operands = made_operands("random", 9, 200, 64, torch.float16)
     lens = torch.tensor([0, 0, 0, 0, 64, 0, 0, 1, 65], dtype=torch.int32)

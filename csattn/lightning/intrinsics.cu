@@ -30,6 +30,16 @@ __device__ __forceinline__ uint4 load_now(const uint4* from) {
     return four;
 }
 
+// Eight bytes that are written and read as one, while other blocks read and write.
+__device__ __forceinline__ void store_whole(u64* to, u64 value) {
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
+}
+__device__ __forceinline__ u64 load_whole(const u64* from) {
+    u64 value;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
+    return value;
+}
+
 // What any thread of the cluster wrote before is seen by all of them after.
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");

@@ -61,7 +61,7 @@ def score_on_hopper(
     marks: tuple[Tensor | int, ...] = (0, 0, 1, 0, 0)
     if bests is not None:
         pages_each = -(-pages_each // bests.group_pages) * bests.group_pages  # a group is of one block
-        marks = bests.keys, bests.keys.stride(0), bests.group_pages, bests.counters, bests.counters.shape[1]
+        marks = bests.keys, bests.keys.stride(0), bests.group_pages, bests.slots, 2 * bests.slots.shape[1]
     defines = {"THREADS": THREADS, "PAGES": PAGES}
     kernel = cuda_kernel(SOURCES, "score_pages", defines, SHARED_BYTES, early_start=True, architecture="sm_90a")
     grid = -(-max_pages // pages_each), num_queries, 1

@@ -13,16 +13,16 @@ from csattn.cuda import cuda_kernel
 
 PARTS = ("intrinsics.cu", "topk_common.cu", "topk_range.cu", "topk_lists.cu", "topk_collect.cu", "topk_choose.cu")
 SOURCES = tuple(Path(__file__).with_name(name) for name in PARTS)
-THREADS = 256
+THREADS = 1024
+SLOTS = 5 * THREADS  # of a row, for what its blocks list
 ENTRIES = 4096  # that one block chooses among in its shared memory
-MAX_TILES = 256  # of a row
+MAX_TILES = 64  # of a row
 MIN_GROUPS, MAX_GROUPS = 4096, 8192
 GROUPS_OF_SPAN = 4  # of the pages that have groups in common
 MAX_ROWS = 2  # of more the blocks would be many, and the lists large
 PAGE_SIZE = 64  # of the pages that groups are of
 MAX_GROUP_PAGES = 2
-COUNTERS = 2048 + 4  # bins, the blocks that are done, and nothing
-SHARED_BYTES = 8 * ENTRIES + 4 * (2048 + 256) + 4 * MAX_TILES + 1024  # at least `Shared` of the source
+SHARED_BYTES = 8 * ENTRIES + 4 * (8192 + 2048) + 4 * MAX_TILES + 1024  # at least `Shared` of the source
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class GroupBests:
 
     keys: Tensor  # [rows, num_groups] int32: as `order_of` has them in CUDA C, 0: no score
     group_pages: int  # a power of two
-    counters: Tensor  # [rows, COUNTERS] int32: 0, for one choice
+    slots: Tensor  # [rows, SLOTS] int64: 0, for one choice
 
     @classmethod
     def make(cls, block_table: Tensor, k: int) -> "GroupBests | None":
@@ -48,7 +48,7 @@ class GroupBests:
         if rows > MAX_ROWS or not max(2 * k, MIN_GROUPS) <= num_groups <= MAX_GROUPS:
             return None
         keys = torch.empty(rows, num_groups, dtype=torch.int32, device=block_table.device)
-        return cls(keys, group_pages, torch.empty(rows, COUNTERS, dtype=torch.int32, device=block_table.device))
+        return cls(keys, group_pages, torch.empty(rows, SLOTS, dtype=torch.int64, device=block_table.device))
 
 
 def choose_listed(
@@ -60,11 +60,15 @@ def choose_listed(
 ) -> None:
     """Enqueue on torch's current stream. Definition: `topk.top_k` with order="position" and pages of 64."""
     rows, length = scores.shape
-    tile_len = 4 * THREADS * -(-length // (4 * THREADS * MAX_TILES))
-    num_tiles = -(-length // tile_len)
-    listed = torch.empty(rows, num_tiles * tile_len, dtype=torch.int64, device=scores.device)
-    counts = torch.empty(rows, num_tiles, dtype=torch.int32, device=scores.device)
-    defines = {"THREADS": THREADS, "ENTRIES": ENTRIES, "MAX_TILES": MAX_TILES, "MAX_GROUPS": MAX_GROUPS}
+    num_tiles = -(-length // (4 * THREADS))
+    listed = torch.empty(rows, num_tiles, 4 * THREADS, dtype=torch.int64, device=scores.device)
+    defines = {
+        "THREADS": THREADS,
+        "SLOTS": SLOTS,
+        "ENTRIES": ENTRIES,
+        "MAX_TILES": MAX_TILES,
+        "MAX_GROUPS": MAX_GROUPS,
+    }
     kernel = cuda_kernel(SOURCES, "choose_listed", defines, SHARED_BYTES, early_start=True)
     kernel.launch(
         (num_tiles, rows, 1),
@@ -79,10 +83,8 @@ def choose_listed(
         0 if pages is None else pages,
         0 if pages is None else pages.stride(0),
         PAGE_SIZE.bit_length() - 1,
+        bests.slots,
         listed,
-        counts,
-        tile_len,
-        bests.counters,
         out,
         out.shape[1],
     )

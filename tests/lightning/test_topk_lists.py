@@ -21,7 +21,7 @@ def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> Non
     """Without a device, blocks of 64 threads that have room for 128 entries."""
     emulator.stand_in(monkeypatch, topk_lists)
     if DEVICE.type == "cpu":
-        small = {"THREADS": 64, "ENTRIES": 128, "MAX_TILES": 64, "MAX_GROUPS": 512}
+        small = {"THREADS": 64, "SLOTS": 320, "ENTRIES": 128, "MAX_TILES": 64, "MAX_GROUPS": 512}
         for name, value in small.items():
             monkeypatch.setattr(topk_lists, name, value)
 
@@ -36,11 +36,11 @@ def bests_by_definition(scores: Tensor, legal_len: Tensor, group_pages: int) -> 
         best = torch.cat((best, best.new_zeros(rows, missing, 4)), dim=1)
         best = best.view(rows, -1, group_pages, 4).amax(2)
     best = torch.where(best >= 2**31, best - 2**32, best).to(torch.int32).flatten(1)
-    return GroupBests(best, group_pages, torch.zeros(rows, topk_lists.COUNTERS, dtype=torch.int32))
+    return GroupBests(best, group_pages, torch.zeros(rows, topk_lists.SLOTS, dtype=torch.int64))
 
 
 def choose(scores: Tensor, legal_len: Tensor, bests: GroupBests, k: int, pages: Tensor | None = None) -> Tensor:
-    bests = GroupBests(bests.keys.to(DEVICE), bests.group_pages, bests.counters.to(DEVICE))
+    bests = GroupBests(bests.keys.to(DEVICE), bests.group_pages, bests.slots.to(DEVICE))
     out = torch.full((len(scores), k), -7, dtype=torch.int32, device=DEVICE)
     arrays = [None if x is None else x.to(DEVICE) for x in (legal_len, pages)]
     choose_listed(scores.to(DEVICE), bests, arrays[0], arrays[1], out)  # type: ignore[arg-type]

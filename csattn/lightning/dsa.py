@@ -42,6 +42,7 @@ def dsa_topk_indexer(
     order: Order = "position",
     scores: Tensor | None = None,  # [batch_size, max_num_pages * 64] float32, overwritten
     out: Tensor | None = None,  # [batch_size, num_chosen] int32
+    next_rows: tuple[Tensor, ...] = (),  # up to two caches [num_pages * 64, width] that are read next, where keys lie
 ) -> Tensor:
     """Where the best keys of each sequence lie: [batch_size, num_chosen] int32, page * 64 + row, -1 padded.
 
@@ -55,7 +56,15 @@ def dsa_topk_indexer(
     arrays = q_index_fp8, weights, keys, block_table, seq_lens
     scores = score_pages(*arrays, longer_than=all_chosen, out=scores, bests=bests)
     return top_k(
-        scores, num_chosen, seq_lens, order=order, pages=block_table, page_size=PAGE_SIZE, out=out, bests=bests
+        scores,
+        num_chosen,
+        seq_lens,
+        order=order,
+        pages=block_table,
+        page_size=PAGE_SIZE,
+        out=out,
+        bests=bests,
+        next_rows=next_rows,
     )
 
 
@@ -146,18 +155,16 @@ class DsaDecoder:
     ) -> None:
         """Enqueue choice and attention of every sequence."""
         require_array("key_cache", key_cache, ("num_pages", PAGE_SIZE, 1, TOKEN_BYTES), like=self.q_index)
-        self._choose(key_cache)
         ckv, kpe = flat_rows("ckv_cache", ckv_cache), flat_rows("kpe_cache", kpe_cache)
+        self._choose(key_cache, (ckv, kpe))
         scale = self.shape.softmax_scale
         sparse_mla(self.q_nope, self.q_pe, ckv, kpe, self.indices, scale, out=self.out, lse=self.lse)
 
-    def _choose(self, key_cache: Tensor) -> None:
+    def _choose(self, key_cache: Tensor, next_rows: tuple[Tensor, ...]) -> None:
         q, weights, k = self.q_index, self.index_weights, self.shape.top_k
         if self.shape.hisa is None or self.block_keys is None:
-            table = self.block_table
-            dsa_topk_indexer(
-                q, key_cache, weights, self.seq_lens, table, num_chosen=k, scores=self._scores, out=self.indices
-            )
+            arrays = q, key_cache, weights, self.seq_lens, self.block_table
+            dsa_topk_indexer(*arrays, num_chosen=k, scores=self._scores, out=self.indices, next_rows=next_rows)
             return
         pooled = self.block_keys
         blocked = BlockedKeys(KeyPages.of_cache(key_cache), self.block_table, pooled.keys, pooled.pages)

@@ -40,6 +40,13 @@ __device__ __forceinline__ u64 load_whole(const u64* from) {
     return value;
 }
 
+// Asks for what will be read soon: a multiple of 16 bytes, as is where it begins.
+__device__ __forceinline__ void bring_to_l2(const void* from, u32 bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+#endif
+}
+
 // What any thread of the cluster wrote before is seen by all of them after.
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");

@@ -36,17 +36,21 @@ __device__ float score_key(const Shared& s, int page, const float (&weights)[16]
     return (threadIdx.x % 4 ? sums[1] : sums[0]) * scale;
 }
 
-// The best of the groups of scores, as they compare: a group has the 16 keys that a warp scores of each of some pages.
+// The best of the groups of scores, as they compare: a group has the 16 keys that a warp scores of each of some pages,
+// or half of those of one page.
 struct Bests {
     u32* of_row;
-    int pages;
+    int pages;  // of a group; 0: half of one
     u32 best;
 
     __device__ __forceinline__ void add(int page, u32 key, bool is_last) {
         best = max(best, key);
-        if (!is_last && (page + 1 & (pages - 1))) return;
-        best = __reduce_max_sync(ALL_LANES, best);
-        if (threadIdx.x % 32 == 0) of_row[page / pages * 4 + threadIdx.x / 32] = best;
+        if (!is_last && pages && (page + 1 & (pages - 1))) return;
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        const u32 first = __reduce_max_sync(ALL_LANES, lane % 2 ? 0 : best);
+        const u32 second = __reduce_max_sync(ALL_LANES, lane % 2 ? best : 0);
+        if (lane == 0 && pages) of_row[page / pages * 4 + warp] = max(first, second);
+        if (lane < 2 && !pages) of_row[page * 8 + warp * 2 + lane] = lane ? second : first;
         best = 0;
     }
 };
@@ -61,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) score_pages(
     long long pages_stride, long long max_pages, long long num_pages,
     long long longer_than, long long pages_each,
     u32* __restrict__ bests,              // [num_queries] lists `bests_stride` apart, written, or null
-    long long bests_stride, long long group_pages,
+    long long bests_stride, long long group_keys,
     u32* __restrict__ counters, long long num_counters  // [num_queries, num_counters], set to 0
 ) {
     extern __shared__ Shared shared[];
@@ -99,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) score_pages(
     show_to_tensor_cores();
     __syncthreads();
     scores += (query * max_pages + first) * PAGE_SIZE;
-    Bests of_groups{bests + query * bests_stride, static_cast<int>(group_pages), 0};
+    Bests of_groups{bests + query * bests_stride, static_cast<int>(group_keys / 16), 0};
     // of every four threads the first two have a key of each page
     const bool has_key = quad < 2;
     const int key = own / 32 * 16 + quad % 2 * 8 + own % 32 / 4;

@@ -18,7 +18,7 @@ SOURCES = tuple(Path(__file__).with_name(name) for name in PARTS)
 HEADS = 64
 THREADS = 128
 BLOCKS_PER_SM = 8
-MIN_PAGES = 1024
+MIN_PAGES = 512
 PAGES = 2  # of a block
 SHARED_BYTES = HEADS * HEAD_DIM + PAGES * (PAGE_BYTES + 8 + 4) + 1024  # the last for alignment
 
@@ -58,10 +58,11 @@ def score_on_hopper(
         return
     places = BLOCKS_PER_SM * num_multiprocessors(q.device)
     pages_each = min(PAGES, -(-num_queries * max_pages // places))
-    marks: tuple[Tensor | int, ...] = (0, 0, 1, 0, 0)
+    marks: tuple[Tensor | int, ...] = (0, 0, 16, 0, 0)
     if bests is not None:
-        pages_each = -(-pages_each // bests.group_pages) * bests.group_pages  # a group is of one block
-        marks = bests.keys, bests.keys.stride(0), bests.group_pages, bests.slots, 2 * bests.slots.shape[1]
+        group_pages = max(1, bests.group_keys // 16)
+        pages_each = -(-pages_each // group_pages) * group_pages  # a group is of one block
+        marks = bests.keys, bests.keys.stride(0), bests.group_keys, bests.slots, 2 * bests.slots.shape[1]
     defines = {"THREADS": THREADS, "PAGES": PAGES}
     kernel = cuda_kernel(SOURCES, "score_pages", defines, SHARED_BYTES, early_start=True, architecture="sm_90a")
     grid = -(-max_pages // pages_each), num_queries, 1

@@ -29,6 +29,7 @@ def top_k(
     page_size: int = 1,
     out: Tensor | None = None,  # [rows, k] int32
     bests: GroupBests | None = None,  # of these scores, for one choice: faster by position, in pages of 64
+    next_rows: tuple[Tensor, ...] = (),  # see `topk_lists.choose_listed`
 ) -> Tensor:
     """Indices [rows, k] int32 of the k best legal scores of each row, -1 padded. Scores beyond legal_len are not read.
 
@@ -43,7 +44,7 @@ def top_k(
         out = torch.empty(rows, k, dtype=torch.int32, device=scores.device)
     by_lists = order == "position" and (pages is None or page_size == PAGE_SIZE)
     if bests is not None and legal_len is not None and by_lists:
-        choose_listed(scores, bests, legal_len, pages, out)
+        choose_listed(scores, bests, legal_len, pages, out, next_rows)
         return out
     if scores.device.type == "cuda" and k <= MAX_K:
         select_on_device(scores, legal_len, order == "position", pages, page_size, out)

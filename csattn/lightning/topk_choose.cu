@@ -11,31 +11,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) choose_listed(
     u64* slots,                         // [rows, SLOTS]: 0
     u64* listed,                        // [rows, num_tiles, CHUNK]
     int* __restrict__ chosen,           // [rows, k]
-    long long k
+    long long num_chosen,
+    const char* rows_a, long long stride_a, long long bytes_a,  // see `NextRows`
+    const char* rows_b, long long stride_b, long long bytes_b, long long num_rows
 ) {
     extern __shared__ __align__(16) Shared shared[];
     Shared& s = *shared;
     const long long row_number = blockIdx.y;
-    const int tile = blockIdx.x;
+    const int tile = blockIdx.x, first = tile * CHUNK + 4 * threadIdx.x, fours = bests_stride / 4;
+    const u32 k = num_chosen;
+    scores += row_number * row_stride;
+    bests += row_number * fours + threadIdx.x;
+    if (pages) pages += row_number * pages_stride;
+    chosen += row_number * k;
+    const bool aligned = row_stride % 4 == 0 && reinterpret_cast<u64>(scores) % 16 == 0;
+    Row row{scores, static_cast<int>(length), aligned, pages, static_cast<int>(page_shift)};
     prepare(s);
     wait_for_earlier();
-    chosen += row_number * k;
-    if (pages) pages += row_number * pages_stride;
-    scores += row_number * row_stride;
-    const bool aligned = row_stride % 4 == 0 && reinterpret_cast<u64>(scores) % 16 == 0;
     // what does not depend on each other is loaded together, whether it is of use or not
-    const int legal = load_now(legal_len + row_number);
+    const int legal = load_now(legal_len + row_number), page = row.load_page(first);
     Bests best;
-    const int fours = bests_stride / 4;
 #pragma unroll
-    for (int v = 0; v < BEST_VECTORS; ++v) {
-        const int at = v * THREADS + threadIdx.x;
-        best[v] = at < fours ? load_now(bests + row_number * fours + at) : make_uint4(0, 0, 0, 0);
-    }
-    Row row{scores, static_cast<int>(length), aligned, pages, static_cast<int>(page_shift)};
-    const int first = tile * CHUNK + 4 * threadIdx.x;
-    uint4 keys = row.load(first);
-    const u32 place = row.place_of(first);
+    for (int v = 0; v < BEST_VECTORS; ++v)
+        best[v] = v * THREADS + threadIdx.x < fours ? load_now(bests + v * THREADS) : make_uint4(0, 0, 0, 0);
+    const float4 four = row.load(first);
     row.num_scores = max(0, min(static_cast<int>(length), legal));
     if (row.num_scores <= k) return choose_all(row.num_scores, k, tile, gridDim.x, pages, 1 << page_shift, chosen);
     const int num_tiles = (row.num_scores + CHUNK - 1) / CHUNK;
@@ -44,10 +43,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) choose_listed(
 #pragma unroll
     for (int v = 0; v < BEST_VECTORS; ++v)
         if (v * THREADS + threadIdx.x >= num_fours) best[v] = make_uint4(0, 0, 0, 0);
-    const u32 floor = find_floor(s, best, k);
-    keys = row.without_others(keys, first);
+    const Floor floor = find_floor(s, best, num_fours, k);
+    const uint4 keys = row.keys_of(four, first);
+    const u32 place = row.place_of(first, page);
     const int tile_slots = SLOTS / gridDim.x;
     const Lists lists{slots + row_number * SLOTS, listed + row_number * gridDim.x * CHUNK, tile_slots, num_tiles};
-    list_tile(s, lists, tile, keys, place, floor);
+    if (list_tile(s, lists, tile, keys, place, floor.key)) {
+        const NextRows a{rows_a, stride_a, static_cast<u32>(bytes_a)}, b{rows_b, stride_b, static_cast<u32>(bytes_b)};
+        const u32 of_keys[4] = {keys.x, keys.y, keys.z, keys.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if (of_keys[i] >= floor.key && place + i < num_rows) a.bring(place + i), b.bring(place + i);
+    }
     if (tile == num_tiles - 1) choose(s, lists, floor, k, chosen);
 }

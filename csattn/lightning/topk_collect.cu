@@ -1,10 +1,19 @@
 // How a row's last block chooses among what all of its blocks have listed: see `topk_lists.cu`.
 
+// The wanted-th best of a few entries. Each warp compares one of them with all.
+__device__ __forceinline__ u64 find_last_of_few(Shared& s, u32 wanted, u32 number) {
+    const int lane = threadIdx.x % 32;
+    const u64 other = lane < number ? s.few[lane] : 0;
+    for (u32 i = threadIdx.x / 32; i < number; i += WARPS)
+        if (__popc(__ballot_sync(ALL_LANES, other > s.few[i])) == wanted - 1) s.last = s.few[i];
+    __syncthreads();
+    return s.last;
+}
+
 // The k-th best entry, of those that for_each(use) hands over; whole blocks do, with 0 where a thread has none. It is
 // the wanted-th best in the range, which has so many inside.
 template <class Each>
 __device__ __forceinline__ u64 find_last(Shared& s, const Each& for_each, Range range, u32 wanted, u32 inside) {
-    const int lane = threadIdx.x % 32;
 #pragma unroll 1
     while (inside != wanted && inside > FEW) {
         for (int i = threadIdx.x; i < BINS; i += THREADS) s.bins[i] = 0;
@@ -13,7 +22,7 @@ __device__ __forceinline__ u64 find_last(Shared& s, const Each& for_each, Range 
             if (range.holds(entry)) atomicAdd(&s.bins[(entry - range.low) >> range.shift], 1u);
         });
         __syncthreads();
-        const Boundary boundary = find_bin([&](int bin) { return s.bins[bin]; }, wanted, s.scratch, s.boundary);
+        const Boundary boundary = find_boundary<BINS>(s, s.bins, wanted);
         wanted -= boundary.above, inside = boundary.inside;
         range = range.of_bin(boundary.bin);
     }
@@ -22,12 +31,7 @@ __device__ __forceinline__ u64 find_last(Shared& s, const Each& for_each, Range 
         if (range.holds(entry)) s.few[atomicAdd(&s.num_few, 1u)] = entry;
     });
     __syncthreads();
-    const u64 mine = lane < inside ? s.few[lane] : 0;
-    u32 better = 0;
-#pragma unroll 4
-    for (u32 i = 0; i < inside; ++i) better += s.few[i] > mine;
-    const u32 last = __ffs(__ballot_sync(ALL_LANES, mine != 0 && better == wanted - 1)) - 1;
-    return __shfl_sync(ALL_LANES, mine, last);
+    return find_last_of_few(s, wanted, inside);
 }
 
 // Slots of a row as a block has them: a warp neighbours.
@@ -42,10 +46,12 @@ struct Slots {
 
     // Waits until all have come.
     __device__ __forceinline__ void load(const u64* slots, int count) {
+        const int there = count - number(0);
+        slots += number(0);
         for (bool is_missing = true; is_missing;) {
             is_missing = false;
 #pragma unroll
-            for (int i = 0; i < SLOTS_EACH; ++i) mine[i] = number(i) < count ? load_whole(slots + number(i)) : 1;
+            for (int i = 0; i < SLOTS_EACH; ++i) mine[i] = i * 32 < there ? load_whole(slots + i * 32) : 1;
 #pragma unroll
             for (int i = 0; i < SLOTS_EACH; ++i) is_missing |= mine[i] == 0;
         }
@@ -63,11 +69,11 @@ __device__ __forceinline__ void write_chosen(Shared& s, const Slots& slots, u64 
     }
     if (lane == 0) s.of_warps[warp] = count;
     __syncthreads();
-    chosen += __reduce_add_sync(ALL_LANES, lane < warp ? s.of_warps[lane] : 0);
+    u32 at = __reduce_add_sync(ALL_LANES, lane < warp ? s.of_warps[lane] : 0);
 #pragma unroll
     for (int i = 0; i < SLOTS_EACH; ++i) {
-        if (lanes[i] >> lane & 1) chosen[__popc(lanes[i] & ((1u << lane) - 1))] = place_of(slots.mine[i]);
-        chosen += __popc(lanes[i]);
+        if (lanes[i] >> lane & 1) chosen[at + __popc(lanes[i] & ((1u << lane) - 1))] = place_of(slots.mine[i]);
+        at += __popc(lanes[i]);
     }
 }
 
@@ -154,34 +160,40 @@ __device__ __noinline__ void choose_of_many(Shared& s, const Lists& lists, u32 f
 
 // The first digit of what is listed: the k-th best is not much above the floor.
 struct Digit {
-    static constexpr u32 SHIFT = 12;
-    u32 floor;
+    u32 floor, shift;
 
-    __device__ __forceinline__ u32 bin_of(u32 key) const { return min((key - floor) >> SHIFT, BINS - 1u); }
-    __device__ __forceinline__ Range of_bin(u32 bin) const {
-        const u64 first = floor + (bin << SHIFT), last = bin < BINS - 1 ? first + (1 << SHIFT) - 1 : 0xffffffffu;
-        return Range(first << 32, last << 32 | 0xffffffffu);
-    }
+    __device__ __forceinline__ Digit(Floor found) : floor(found.key), shift(max(found.shift - 7, 0)) {}
+    __device__ __forceinline__ u32 bin_of(u32 key) const { return key ? min((key - floor) >> shift, BINS - 1u) : BINS; }
+    __device__ __forceinline__ u64 first_of(u32 bin) const { return static_cast<u64>(floor + (bin << shift)) << 32; }
 };
 
 // Chooses among what all blocks have listed.
-__device__ __forceinline__ void choose(Shared& s, const Lists& lists, u32 floor, u32 k, int* chosen) {
+__device__ __forceinline__ void choose(Shared& s, const Lists& lists, Floor floor, u32 k, int* chosen) {
     Slots slots;
     slots.load(lists.slots, lists.num_tiles * lists.tile_slots);
-    const Digit digit{floor};
-    bool is_long = false;
+    const Digit digit(floor);
+    u32 bins[SLOTS_EACH], top = 0;
 #pragma unroll
     for (int i = 0; i < SLOTS_EACH; ++i) {
         const u32 key = key_of(slots.mine[i]);
-        is_long |= key == OVERFLOW_KEY;
-        if (key) atomicAdd(&s.bins[digit.bin_of(key)], 1u);
+        top = max(top, key);
+        atomicAdd(&s.bins[bins[i] = digit.bin_of(key)], 1u);
     }
-    if (__syncthreads_or(is_long)) return choose_of_many(s, lists, floor, k, chosen);
-    const Boundary found = find_bin([&](u32 bin) { return s.bins[bin]; }, k, s.scratch, s.boundary);
-    auto for_each = [&](const auto& use) {
+    if (__syncthreads_or(top == OVERFLOW_KEY)) return choose_of_many(s, lists, floor.key, k, chosen);
+    const Boundary found = find_boundary<BINS>(s, s.bins, k);
+    const u32 wanted = k - found.above;
+    u64 last = digit.first_of(found.bin);
+    if (found.inside != wanted) {
+        if (found.inside > FEW) return choose_of_many(s, lists, floor.key, k, chosen);
+        bool has_some = false;
 #pragma unroll
-        for (int i = 0; i < SLOTS_EACH; ++i) use(slots.entry(i));
-    };
-    const u64 last = find_last(s, for_each, digit.of_bin(found.bin), k - found.above, found.inside);
+        for (int i = 0; i < SLOTS_EACH; ++i) has_some |= bins[i] == found.bin;
+        if (has_some)
+#pragma unroll
+            for (int i = 0; i < SLOTS_EACH; ++i)
+                if (bins[i] == found.bin) s.few[atomicAdd(&s.num_few, 1u)] = slots.entry(i);
+        __syncthreads();
+        last = find_last_of_few(s, wanted, found.inside);
+    }
     write_chosen(s, slots, last, chosen);
 }

@@ -13,9 +13,9 @@
 
 constexpr int CHUNK = 4 * THREADS;  // scores of a tile
 constexpr int BEST_VECTORS = MAX_GROUPS / CHUNK;
-constexpr int FLOOR_BITS = 13, FLOOR_SHIFT = 32 - FLOOR_BITS;  // of a key, by which the groups' best are counted
-constexpr int FLOOR_BINS = 1 << FLOOR_BITS, FLOOR_BINS_EACH = FLOOR_BINS / THREADS;
-constexpr u32 FEW = 32;  // entries that are compared one by one
+constexpr int FLOOR_BINS = 1 << 13;  // of the groups' best, by their first digit
+constexpr u32 MANY_GROUPS = 640;     // whose best have the same digits: the next is looked at
+constexpr u32 FEW = 32;              // entries that are compared one by one
 static_assert(MAX_TILES <= THREADS && MAX_GROUPS % CHUNK == 0, "a thread has a tile, and groups by fours");
 
 // What is listed of a key, in 64 bits: how its score compares, and where it lies. Of what all blocks have listed of a
@@ -30,46 +30,96 @@ __device__ __forceinline__ u64 overflow_of(u32 count) { return list_key(OVERFLOW
 __device__ __forceinline__ u64 nothing_behind(u32 count) { return list_key(0, COUNT_MARK | count); }
 
 struct alignas(16) Shared {
-    u32 floor_bins[FLOOR_BINS];
-    u32 bins[BINS];
-    u64 listed[ENTRIES];
+    union {
+        u32 floor_bins[FLOOR_BINS];
+        u64 listed[ENTRIES];
+    };
+    u32 bins[BINS + 1];         // and one for what is not there
     u32 starts[MAX_TILES + 1];  // of the tiles' lists among all that is listed
     u32 scratch[WARPS], of_warps[WARPS];
-    u64 few[FEW];
-    u32 num_few, floor;
+    u64 few[FEW], last;
+    u32 num_few;
     Boundary boundary;
 };
 
-// What the last block wants to be so.
 __device__ __forceinline__ void prepare(Shared& s) {
     for (int i = threadIdx.x; i < FLOOR_BINS; i += THREADS) s.floor_bins[i] = 0;
     for (int i = threadIdx.x; i < BINS; i += THREADS) s.bins[i] = 0;
-    if (threadIdx.x == 0) s.num_few = 0, s.floor = 1;
+    if (threadIdx.x == 0) s.num_few = 0;
     __syncthreads();
+}
+
+// The bin of the wanted-th highest; of the lowest bin 0 where there are not so many. Every warp adds up its share of
+// the bins, and the first one looks where it is.
+template <int NUM_BINS> __device__ __forceinline__ Boundary find_boundary(Shared& s, const u32* bins, u32 wanted) {
+    constexpr int OF_WARP = NUM_BINS / WARPS, OF_LANE = OF_WARP / 32;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    u32 sum = 0;
+#pragma unroll 8
+    for (int i = 0; i < OF_LANE; ++i) sum += bins[warp * OF_WARP + i * 32 + lane];
+    sum = __reduce_add_sync(ALL_LANES, sum);
+    if (lane == 0) s.scratch[warp] = sum;
+    __syncthreads();
+    if (warp == 0) {
+        if (lane == 0) s.boundary = {0, 0, 0};
+        // counted from the highest: the lane that has the wanted one
+        auto find_lane = [&](u32 value, u32& above) {
+            const u32 up_to = above + sum_up_to_lane(value);
+            above = up_to - value;
+            return __ballot_sync(ALL_LANES, above < wanted && wanted <= up_to);
+        };
+        u32 above = 0;
+        const u32 lanes = find_lane(lane < WARPS ? s.scratch[WARPS - 1 - lane] : 0, above);
+        const int from = lanes ? __ffs(lanes) - 1 : 0;
+        above = __shfl_sync(ALL_LANES, above, from);
+        const int first = (WARPS - from) * OF_WARP - (lane + 1) * OF_LANE;
+        u32 of_lane = 0;
+#pragma unroll 8
+        for (int i = 0; i < OF_LANE; ++i) of_lane += bins[first + i];
+        if (find_lane(of_lane, above) >> lane & 1 && lanes)
+            for (int i = OF_LANE - 1; above < wanted; --i) {
+                s.boundary = {static_cast<u32>(first + i), above, bins[first + i]};
+                above += bins[first + i];
+            }
+    }
+    __syncthreads();
+    return s.boundary;
 }
 
 using Bests = uint4[BEST_VECTORS];  // of a thread: keys, 0 where there is no group
 
 // A key that at least k groups reach, and not many more; 1 if there are not so many. Never 0.
-__device__ __forceinline__ u32 find_floor(Shared& s, const Bests& bests, u32 k) {
-    auto count = [&](u32 best) {
-        if (best) atomicAdd(&s.floor_bins[best >> FLOOR_SHIFT], 1u);
+struct Floor {
+    u32 key;
+    int shift;  // of the digit that it was found by
+};
+__device__ __forceinline__ Floor find_floor(Shared& s, const Bests& bests, int num_fours, u32 k) {
+    auto for_each = [&](const auto& use) {
+#pragma unroll
+        for (int v = 0; v < BEST_VECTORS; ++v)
+            if (v * THREADS < num_fours) use(bests[v].x), use(bests[v].y), use(bests[v].z), use(bests[v].w);
     };
-#pragma unroll
-    for (int v = 0; v < BEST_VECTORS; ++v) count(bests[v].x), count(bests[v].y), count(bests[v].z), count(bests[v].w);
+    int shift = 19;
+    static_assert(FLOOR_BINS >> 13 == 1, "keys have 32 bits");
+    for_each([&](u32 best) { atomicAdd(&s.floor_bins[best >> shift], 1u); });
     __syncthreads();
-    const int first = FLOOR_BINS - (threadIdx.x + 1) * FLOOR_BINS_EACH;  // thread 0 has the highest bins
-    u32 mine[FLOOR_BINS_EACH], sum = 0;
-#pragma unroll
-    for (int i = 0; i < FLOOR_BINS_EACH; ++i) sum += mine[i] = s.floor_bins[first + i];
-    u32 above = sum_before(sum, s.scratch);
-#pragma unroll
-    for (int i = FLOOR_BINS_EACH - 1; i >= 0; --i) {
-        if (above < k && k <= above + mine[i]) s.floor = max(static_cast<u32>(first + i) << FLOOR_SHIFT, 1u);
-        above += mine[i];
+    Boundary found = find_boundary<FLOOR_BINS>(s, s.floor_bins, k);
+    u32 low = found.bin << shift;
+#pragma unroll 1
+    while (found.inside > MANY_GROUPS && shift > 0) {
+        const u32 width = 1u << shift;
+        shift = max(shift - 11, 0);
+        for_each([&](u32 best) {
+            if (best - low < width) atomicAdd(&s.bins[best - low >> shift], 1u);
+        });
+        __syncthreads();
+        k -= found.above;
+        found = find_boundary<BINS>(s, s.bins, k);
+        low += found.bin << shift;
+        for (int i = threadIdx.x; i < BINS; i += THREADS) s.bins[i] = 0;
+        __syncthreads();
     }
-    __syncthreads();
-    return s.floor;
+    return {max(low, 1u), shift};
 }
 
 // What is listed of a row, by tiles.
@@ -86,29 +136,40 @@ struct Row {
     const int* pages;
     int page_shift;
 
-    __device__ __forceinline__ static u32 key_of(float score) { return max(order_of(score), 1u); }  // NaN is there
-    // Four keys; 0 where there is no score.
-    __device__ __forceinline__ uint4 load(int at) const {
-        if (aligned && at + 4 <= num_scores) {
-            const float4 four = load_now(reinterpret_cast<const float4*>(scores + at));
-            return make_uint4(key_of(four.x), key_of(four.y), key_of(four.z), key_of(four.w));
-        }
-        auto key = [&](int i) { return at + i < num_scores ? key_of(scores[at + i]) : 0; };
-        return make_uint4(key(0), key(1), key(2), key(3));
+    // Four scores; something where there is none.
+    __device__ __forceinline__ float4 load(int at) const {
+        if (aligned && at + 4 <= num_scores) return load_now(reinterpret_cast<const float4*>(scores + at));
+        auto score = [&](int i) { return at + i < num_scores ? scores[at + i] : 0; };
+        return make_float4(score(0), score(1), score(2), score(3));
     }
-    __device__ __forceinline__ uint4 without_others(uint4 keys, int at) const {
-        auto key = [&](int i, u32 of_score) { return at + i < num_scores ? of_score : 0; };
-        return make_uint4(key(0, keys.x), key(1, keys.y), key(2, keys.z), key(3, keys.w));
+    // Their keys; 0 where there is no score.
+    __device__ __forceinline__ uint4 keys_of(float4 four, int at) const {
+        auto key = [&](int i, float score) { return at + i < num_scores ? max(order_of(score), 1u) : 0; };  // NaN is there
+        return make_uint4(key(0, four.x), key(1, four.y), key(2, four.z), key(3, four.w));
+    }
+    __device__ __forceinline__ int load_page(int at) const {
+        return pages && at < num_scores ? load_now(pages + (at >> page_shift)) : 0;
     }
     // Where the key of a score lies, and those behind it up to a multiple of four.
-    __device__ __forceinline__ u32 place_of(int at) const {
-        if (!pages || at >= num_scores) return at;
-        return (load_now(pages + (at >> page_shift)) << page_shift) + (at & ((1 << page_shift) - 1));
+    __device__ __forceinline__ u32 place_of(int at, int page) const {
+        return pages ? (page << page_shift) + (at & ((1 << page_shift) - 1)) : at;
+    }
+};
+
+// Rows of another array, which are read next where the keys that are chosen lie.
+struct NextRows {
+    const char* rows;  // or null
+    long long stride;
+    u32 bytes;  // a multiple of 16, as is where a row begins
+
+    __device__ __forceinline__ void bring(u32 place) const {
+        if (rows) bring_to_l2(rows + static_cast<long long>(place) * stride, bytes);
     }
 };
 
 // Lists what of a tile reaches the floor, in the order of its index: a thread has four keys and the place of the first.
-__device__ __forceinline__ void list_tile(Shared& s, const Lists& lists, int tile, uint4 keys, u32 place, u32 floor) {
+// True if there are slots for all of it.
+__device__ __forceinline__ bool list_tile(Shared& s, const Lists& lists, int tile, uint4 keys, u32 place, u32 floor) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const u32 of_keys[4] = {keys.x, keys.y, keys.z, keys.w};
     u32 count = 0;
@@ -125,19 +186,19 @@ __device__ __forceinline__ void list_tile(Shared& s, const Lists& lists, int til
     const u32 of_lane = lane < WARPS ? s.of_warps[lane] : 0, total = __reduce_add_sync(ALL_LANES, of_lane);
     to += __reduce_add_sync(ALL_LANES, lane < warp ? of_lane : 0);
     u64* const slots = lists.slots + static_cast<long long>(tile) * lists.tile_slots;
-    u64* const longer = lists.listed + static_cast<long long>(tile) * CHUNK;
     const bool fits = total <= lists.tile_slots;
+    u64* put = (fits ? slots : lists.listed + static_cast<long long>(tile) * CHUNK) + to;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        if (of_keys[i] < floor) continue;
-        store_whole(fits ? slots + to : longer + to, list_key(of_keys[i], place + i));
-        ++to;
-    }
+    for (int i = 0; i < 4; ++i)
+        if (of_keys[i] >= floor) store_whole(put++, list_key(of_keys[i], place + i));
+#pragma unroll 1
     for (int i = (fits ? total : 1) + threadIdx.x; i < lists.tile_slots; i += THREADS)
         store_whole(slots + i, nothing_behind(total));
-    if (fits) return;
+    if (fits) return true;
     __syncthreads();
-    if (threadIdx.x) return;
-    __threadfence();
-    store_whole(slots, overflow_of(total));
+    if (threadIdx.x == 0) {
+        __threadfence();
+        store_whole(slots, overflow_of(total));
+    }
+    return false;
 }

@@ -15,22 +15,24 @@ PARTS = ("intrinsics.cu", "topk_common.cu", "topk_range.cu", "topk_lists.cu", "t
 SOURCES = tuple(Path(__file__).with_name(name) for name in PARTS)
 THREADS = 1024
 SLOTS = 5 * THREADS  # of a row, for what its blocks list
-ENTRIES = 4096  # that one block chooses among in its shared memory
+ENTRIES = 8192  # that one block chooses among in its shared memory
 MAX_TILES = 64  # of a row
 MIN_GROUPS, MAX_GROUPS = 4096, 8192
-GROUPS_OF_SPAN = 4  # of the pages that have groups in common
 MAX_ROWS = 2  # of more the blocks would be many, and the lists large
 PAGE_SIZE = 64  # of the pages that groups are of
-MAX_GROUP_PAGES = 2
-SHARED_BYTES = 8 * ENTRIES + 4 * (8192 + 2048) + 4 * MAX_TILES + 1024  # at least `Shared` of the source
+MIN_GROUP_KEYS, MAX_GROUP_KEYS = 8, 32
+SHARED_BYTES = 8 * ENTRIES + 4 * 2048 + 4 * MAX_TILES + 1024  # at least `Shared` of the source
 
 
 @dataclass(frozen=True, slots=True)
 class GroupBests:
-    """Of each row the best score of every group: 16 keys at one place of each of group_pages neighbouring pages."""
+    """Of each row the best score of every group.
+
+    A group has 8 or 16 neighbouring keys of a page, or 16 at one place of each of some neighbouring pages.
+    """
 
     keys: Tensor  # [rows, num_groups] int32: as `order_of` has them in CUDA C, 0: no score
-    group_pages: int  # a power of two
+    group_keys: int  # a power of two
     slots: Tensor  # [rows, SLOTS] int64: 0, for one choice
 
     @classmethod
@@ -41,14 +43,15 @@ class GroupBests:
         not far below the k-th best score.
         """
         rows, max_pages = block_table.shape
-        group_pages = 1
-        while max_pages >= 2048 * group_pages and group_pages < MAX_GROUP_PAGES:
-            group_pages *= 2
-        num_groups = GROUPS_OF_SPAN * -(-max_pages // group_pages)
+        group_keys = MIN_GROUP_KEYS
+        while max_pages * PAGE_SIZE >= 2 * MIN_GROUPS * group_keys and group_keys < MAX_GROUP_KEYS:
+            group_keys *= 2
+        span = max(PAGE_SIZE, 4 * group_keys)  # of the pages that have groups in common
+        num_groups = -(-max_pages * PAGE_SIZE // span) * span // group_keys
         if rows > MAX_ROWS or not max(2 * k, MIN_GROUPS) <= num_groups <= MAX_GROUPS:
             return None
         keys = torch.empty(rows, num_groups, dtype=torch.int32, device=block_table.device)
-        return cls(keys, group_pages, torch.empty(rows, SLOTS, dtype=torch.int64, device=block_table.device))
+        return cls(keys, group_keys, torch.empty(rows, SLOTS, dtype=torch.int64, device=block_table.device))
 
 
 def choose_listed(
@@ -57,8 +60,12 @@ def choose_listed(
     legal_len: Tensor,  # [rows] int32
     pages: Tensor | None,  # [rows, max_pages] int32
     out: Tensor,  # [rows, k] int32, contiguous, written
+    next_rows: tuple[Tensor, ...] = (),  # up to two, [num_rows, width]: read next, where the keys that are chosen lie
 ) -> None:
-    """Enqueue on torch's current stream. Definition: `topk.top_k` with order="position" and pages of 64."""
+    """Enqueue on torch's current stream. Definition: `topk.top_k` with order="position" and pages of 64.
+
+    Of next_rows, those of keys that may be chosen are asked for, so that they are in the L2 cache when the choice ends.
+    """
     rows, length = scores.shape
     num_tiles = -(-length // (4 * THREADS))
     listed = torch.empty(rows, num_tiles, 4 * THREADS, dtype=torch.int64, device=scores.device)
@@ -79,7 +86,7 @@ def choose_listed(
         legal_len,
         bests.keys,
         bests.keys.stride(0),
-        PAGE_SIZE * bests.group_pages,
+        4 * bests.group_keys,
         0 if pages is None else pages,
         0 if pages is None else pages.stride(0),
         PAGE_SIZE.bit_length() - 1,
@@ -87,4 +94,15 @@ def choose_listed(
         listed,
         out,
         out.shape[1],
+        *_asked_for(next_rows),
     )
+
+
+def _asked_for(rows: tuple[Tensor, ...]) -> tuple[Tensor | int, ...]:
+    """Address, stride and length in bytes of two arrays' rows, 0 where the device cannot ask for them; their number."""
+    arguments: list[Tensor | int] = []
+    for array in rows:
+        stride, length = (array.itemsize * n for n in (array.stride(0), array.shape[1]))
+        fits = array.stride(1) == 1 and (array.data_ptr() | stride | length) % 16 == 0
+        arguments += (array, stride, length) if fits else (0, 0, 0)
+    return *arguments, *(0,) * (6 - len(arguments)), len(rows[0]) if rows else 0

@@ -10,6 +10,9 @@ static inline u64 load_whole(const u64* from) {
     if (!*from) pause_thread();  // another thread of the block may be about to write it
     return *from;
 }
+static inline void bring_to_l2(const void* from, u32 bytes) {
+    volatile char last = static_cast<const char*>(from)[bytes - 1];  // what is asked for is there
+}
 static inline void cluster_sync() { wait_for_cluster(arrive_at_cluster()); }
 
 template <u32 NUM_BLOCKS> struct Cluster {

@@ -93,10 +93,10 @@ def on_hopper(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> N
     emulator.stand_in(monkeypatch, page_score_hopper, multiprocessors=4)
 
 
-def make_bests(rows: int, max_pages: int, group_pages: int = 1) -> GroupBests:
+def make_bests(rows: int, max_pages: int, group_keys: int = 16) -> GroupBests:
     """Of sevens."""
-    sevens = torch.full((rows, 4 * max_pages), 7, dtype=torch.int32, device=DEVICE)
-    return GroupBests(sevens, group_pages, torch.full((rows, 20), 7, device=DEVICE))
+    sevens = torch.full((rows, 8 * max_pages), 7, dtype=torch.int32, device=DEVICE)
+    return GroupBests(sevens, group_keys, torch.full((rows, 20), 7, device=DEVICE))
 
 
 @pytest.mark.usefixtures("on_hopper")
@@ -125,24 +125,25 @@ def test_of_a_cache_on_hopper_agree_with_the_definition() -> None:
 
 
 @pytest.mark.usefixtures("on_hopper")
-@pytest.mark.parametrize("group_pages", [1, 2])
-def test_groups_best_are_those_of_the_scores(group_pages: int) -> None:
+@pytest.mark.parametrize("group_keys", [8, 16, 32])
+def test_groups_best_are_those_of_the_scores(group_keys: int) -> None:
     kv_lens = [64 * 17 + 3, 64 * 18, 130, 100]
     cache, tables = make_cache(kv_lens, max_pages=18)
     tables[0, 4:9] = -1
     q, weights = make_queries(len(kv_lens), page_score_hopper.HEADS)
     weights[1] = torch.nan
     lens = torch.tensor(kv_lens, dtype=torch.int32)
-    bests = make_bests(4, 18, group_pages)
+    bests = make_bests(4, 18, group_keys)
     out = torch.full((len(q), 18 * 64), 7.0, device=DEVICE)
     keys = KeyPages.of_cache(cache.to(DEVICE))
     arrays = [x.to(DEVICE) for x in (q, weights)], [x.to(DEVICE) for x in (tables, lens)]
     page_score_hopper.score_on_hopper(*arrays[0], keys.values, *arrays[1], 100, out, bests)
-    want, got = bests_by_definition(out.cpu(), lens, group_pages).keys, bests.keys.cpu()
+    want, got = bests_by_definition(out.cpu(), lens, group_keys).keys, bests.keys.cpu()
     assert (bests.slots == 0).all()
     assert (got[3] == 7).all(), "a query of few keys is not scored"
     for row, kv_len in enumerate(kv_lens[:3]):
-        end = -(-kv_len // (64 * group_pages)) * 4
+        span = max(64, 4 * group_keys)
+        end = -(-kv_len // span) * span // group_keys
         assert torch.equal(got[row, :end], want[row, :end])
         assert (got[row, end:] == 7).all()
 
@@ -151,7 +152,7 @@ def test_groups_best_are_those_of_the_scores(group_pages: int) -> None:
 def test_only_what_lies_as_in_a_cache_is_scored_by_hopper() -> None:
     cache, _ = make_cache([64], max_pages=1)
     q = make_queries(1, page_score_hopper.HEADS)[0].to(DEVICE)
-    keys, pages = KeyPages.of_cache(cache.to(DEVICE)), torch.zeros(1, 1024, dtype=torch.int32, device=DEVICE)
+    keys, pages = KeyPages.of_cache(cache.to(DEVICE)), torch.zeros(1, 512, dtype=torch.int32, device=DEVICE)
     assert page_score_hopper.takes(q, keys.values, keys.scales, pages) == has_warpgroup_products(DEVICE)
     assert not page_score_hopper.takes(q, keys.values, keys.scales, pages[:, 1:])
     assert not page_score_hopper.takes(q[:, :32], keys.values, keys.scales, pages)

@@ -26,21 +26,23 @@ def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> Non
             monkeypatch.setattr(topk_lists, name, value)
 
 
-def bests_by_definition(scores: Tensor, legal_len: Tensor, group_pages: int) -> GroupBests:
+def bests_by_definition(scores: Tensor, legal_len: Tensor, group_keys: int) -> GroupBests:
     rows, length = scores.shape
     legal = torch.arange(length) < legal_len[:, None]
     keys = torch.where(legal, (orderable(scores).long() + 2**31).clamp(min=1), 0).view(rows, -1, 64)
-    best = keys.view(rows, -1, 4, 16).amax(3)
+    of_page = min(group_keys, 16)
+    best = keys.view(rows, -1, 64 // of_page, of_page).amax(3)
+    group_pages = group_keys // of_page
     if group_pages > 1:
         missing = -best.shape[1] % group_pages
         best = torch.cat((best, best.new_zeros(rows, missing, 4)), dim=1)
         best = best.view(rows, -1, group_pages, 4).amax(2)
     best = torch.where(best >= 2**31, best - 2**32, best).to(torch.int32).flatten(1)
-    return GroupBests(best, group_pages, torch.zeros(rows, topk_lists.SLOTS, dtype=torch.int64))
+    return GroupBests(best, group_keys, torch.zeros(rows, topk_lists.SLOTS, dtype=torch.int64))
 
 
 def choose(scores: Tensor, legal_len: Tensor, bests: GroupBests, k: int, pages: Tensor | None = None) -> Tensor:
-    bests = GroupBests(bests.keys.to(DEVICE), bests.group_pages, bests.slots.to(DEVICE))
+    bests = GroupBests(bests.keys.to(DEVICE), bests.group_keys, bests.slots.to(DEVICE))
     out = torch.full((len(scores), k), -7, dtype=torch.int32, device=DEVICE)
     arrays = [None if x is None else x.to(DEVICE) for x in (legal_len, pages)]
     choose_listed(scores.to(DEVICE), bests, arrays[0], arrays[1], out)  # type: ignore[arg-type]
@@ -54,13 +56,13 @@ def ascending(scores: Tensor, k: int, legal_len: Tensor) -> Tensor:
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("group_pages", [1, 4])
+@pytest.mark.parametrize("group_keys", [8, 16, 64])
 @pytest.mark.parametrize("kind", KINDS)
-def test_adversarial_scores(kind: str, group_pages: int) -> None:
+def test_adversarial_scores(kind: str, group_keys: int) -> None:
     scores, lens = make_scores(kind, len(LENGTHS), 64 * MAX_PAGES), torch.tensor(LENGTHS, dtype=torch.int32)
     poison = torch.where(torch.arange(scores.shape[1]) % 2 == 0, torch.nan, -torch.nan)
     poisoned = torch.where(torch.arange(scores.shape[1]) < lens[:, None], scores, poison)
-    got = choose(poisoned, lens, bests_by_definition(scores, lens, group_pages), K)
+    got = choose(poisoned, lens, bests_by_definition(scores, lens, group_keys), K)
     assert torch.equal(got, ascending(scores, K, lens))
 
 
@@ -68,17 +70,17 @@ def test_adversarial_scores(kind: str, group_pages: int) -> None:
 def test_places_are_looked_up_in_pages() -> None:
     scores, lens = torch.randn(2, 640), torch.tensor([611, 30], dtype=torch.int32)
     pages = torch.randperm(20).to(torch.int32).view(2, 10)
-    bests = bests_by_definition(scores, lens, 1)
+    bests = bests_by_definition(scores, lens, 16)
     at = ascending(scores, K, lens)
     want = pages.gather(1, at.clamp(min=0).long() // 64) * 64 + at % 64
     assert torch.equal(choose(scores, lens, bests, K, pages), torch.where(at < 0, -1, want))
 
 
 def test_groups_are_neither_few_nor_many() -> None:
-    for max_pages in (1024, 2047, 2048, 3000, 4096):
+    for max_pages in (512, 1023, 1024, 2047, 2048, 3000, 4096):
         bests = GroupBests.make(torch.zeros(2, max_pages), 2048)
         assert bests is not None
         assert 4096 <= bests.keys.shape[1] <= 8192
-        assert page_score_hopper.PAGES % bests.group_pages == 0, "a group is of one block"
-    for rows, max_pages, k in ((1, 1023, 2048), (1, 4097, 2048), (1, 2048, 2049), (3, 2048, 2048)):
+        assert page_score_hopper.PAGES * 16 % bests.group_keys == 0, "a group is of one block"
+    for rows, max_pages, k in ((1, 511, 2048), (1, 4097, 2048), (1, 2048, 2049), (3, 2048, 2048)):
         assert GroupBests.make(torch.zeros(rows, max_pages), k) is None

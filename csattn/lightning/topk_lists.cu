@@ -9,12 +9,12 @@
 // in the first of them.
 //
 // This part has what all blocks do, `topk_collect.cu` what the last one does, `topk_choose.cu` the kernel. Compiled for
-// THREADS, SLOTS (of a row), ENTRIES (that the last block has room for), MAX_TILES (of a row), MAX_GROUPS.
+// THREADS, SLOTS (of a row), ENTRIES (that the last block has room for), MAX_TILES (of a row), MAX_GROUPS, MANY_GROUPS
+// (that have a digit in common: then the next one is looked at).
 
 constexpr int CHUNK = 4 * THREADS;  // scores of a tile
 constexpr int BEST_VECTORS = MAX_GROUPS / CHUNK;
 constexpr int FLOOR_BINS = 1 << 13;  // of the groups' best, by their first digit
-constexpr u32 MANY_GROUPS = 640;     // whose best have the same digits: the next is looked at
 constexpr u32 FEW = 32;              // entries that are compared one by one
 static_assert(MAX_TILES <= THREADS && MAX_GROUPS % CHUNK == 0, "a thread has a tile, and groups by fours");
 

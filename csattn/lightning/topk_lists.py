@@ -18,6 +18,7 @@ SLOTS = 5 * THREADS  # of a row, for what its blocks list
 ENTRIES = 8192  # that one block chooses among in its shared memory
 MAX_TILES = 64  # of a row
 MIN_GROUPS, MAX_GROUPS = 4096, 8192
+MANY_GROUPS = 640  # whose best have a digit in common: then the next one is looked at
 MAX_ROWS = 2  # of more the blocks would be many, and the lists large
 PAGE_SIZE = 64  # of the pages that groups are of
 MIN_GROUP_KEYS, MAX_GROUP_KEYS = 8, 32
@@ -75,6 +76,7 @@ def choose_listed(
         "ENTRIES": ENTRIES,
         "MAX_TILES": MAX_TILES,
         "MAX_GROUPS": MAX_GROUPS,
+        "MANY_GROUPS": MANY_GROUPS,
     }
     kernel = cuda_kernel(SOURCES, "choose_listed", defines, SHARED_BYTES, early_start=True)
     kernel.launch(

@@ -142,10 +142,13 @@ def test_a_captured_step_follows_its_inputs() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kv_lens", [[131072], [131011, 65600], [2049, 2048]])
-def test_steps_of_long_contexts_choose_exactly(kv_lens: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("max_len", "kv_lens"),
+    [(131072, [131072]), (131072, [131011, 65600]), (131072, [2049, 2048]), (65536, [65000]), (32768, [32768, 20001])],
+)
+def test_steps_of_long_contexts_choose_exactly(max_len: int, kv_lens: list[int]) -> None:
     """What is chosen is the definition's choice of the scores that were chosen among; a captured step follows."""
-    rows, max_len = len(kv_lens), 131072
+    rows = len(kv_lens)
     shape = replace(SHAPE, batch_size=rows, max_len=max_len, num_index_heads=64, top_k=2048, dtype=torch.bfloat16)
     decoder = DsaDecoder(shape, DEVICE)
     num_pages = rows * max_len // 64

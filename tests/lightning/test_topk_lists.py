@@ -21,7 +21,7 @@ def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> Non
     """Without a device, blocks of 64 threads that have room for 128 entries."""
     emulator.stand_in(monkeypatch, topk_lists)
     if DEVICE.type == "cpu":
-        small = {"THREADS": 64, "SLOTS": 320, "ENTRIES": 128, "MAX_TILES": 64, "MAX_GROUPS": 512}
+        small = {"THREADS": 64, "SLOTS": 320, "ENTRIES": 128, "MAX_TILES": 64, "MAX_GROUPS": 512, "MANY_GROUPS": 30}
         for name, value in small.items():
             monkeypatch.setattr(topk_lists, name, value)
 
@@ -41,11 +41,18 @@ def bests_by_definition(scores: Tensor, legal_len: Tensor, group_keys: int) -> G
     return GroupBests(best, group_keys, torch.zeros(rows, topk_lists.SLOTS, dtype=torch.int64))
 
 
-def choose(scores: Tensor, legal_len: Tensor, bests: GroupBests, k: int, pages: Tensor | None = None) -> Tensor:
+def choose(
+    scores: Tensor,
+    legal_len: Tensor,
+    bests: GroupBests,
+    k: int,
+    pages: Tensor | None = None,
+    next_rows: tuple[Tensor, ...] = (),
+) -> Tensor:
     bests = GroupBests(bests.keys.to(DEVICE), bests.group_keys, bests.slots.to(DEVICE))
     out = torch.full((len(scores), k), -7, dtype=torch.int32, device=DEVICE)
     arrays = [None if x is None else x.to(DEVICE) for x in (legal_len, pages)]
-    choose_listed(scores.to(DEVICE), bests, arrays[0], arrays[1], out)  # type: ignore[arg-type]
+    choose_listed(scores.to(DEVICE), bests, arrays[0], arrays[1], out, next_rows)  # type: ignore[arg-type]
     return out.cpu()
 
 
@@ -74,6 +81,18 @@ def test_places_are_looked_up_in_pages() -> None:
     at = ascending(scores, K, lens)
     want = pages.gather(1, at.clamp(min=0).long() // 64) * 64 + at % 64
     assert torch.equal(choose(scores, lens, bests, K, pages), torch.where(at < 0, -1, want))
+
+
+@pytest.mark.usefixtures("kernels")
+def test_only_rows_that_exist_are_asked_for() -> None:
+    scores, lens = torch.randn(1, 640), torch.tensor([640], dtype=torch.int32)
+    pages = torch.tensor([[3, -1, 1, 2**24, 0, 4, 2, -7, 6, 5]], dtype=torch.int32)
+    rows = torch.zeros(7 * 64, 48, device=DEVICE)
+    next_rows = rows[:, :32], rows[:, 32:]
+    bests = bests_by_definition(scores, lens, 16)
+    want = choose(scores, lens, bests, K, pages)
+    assert torch.equal(choose(scores, lens, bests, K, pages, next_rows), want)
+    assert torch.equal(choose(scores, lens, bests, K, pages, (rows[:, 1:],)), want), "rows that begin anywhere"
 
 
 def test_groups_are_neither_few_nor_many() -> None:

@@ -48,12 +48,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) choose_listed(
     const u32 place = row.place_of(first, page);
     const int tile_slots = SLOTS / gridDim.x;
     const Lists lists{slots + row_number * SLOTS, listed + row_number * gridDim.x * CHUNK, tile_slots, num_tiles};
-    if (list_tile(s, lists, tile, keys, place, floor.key)) {
-        const NextRows a{rows_a, stride_a, static_cast<u32>(bytes_a)}, b{rows_b, stride_b, static_cast<u32>(bytes_b)};
-        const u32 of_keys[4] = {keys.x, keys.y, keys.z, keys.w};
+    const bool has_slots = list_tile(s, lists, tile, keys, place, floor.key);
+    if (tile == num_tiles - 1) return choose(s, lists, floor, k, chosen);
+    if (!has_slots) return;
+    const NextRows a{rows_a, stride_a, static_cast<u32>(bytes_a)}, b{rows_b, stride_b, static_cast<u32>(bytes_b)};
+    const u32 of_keys[4] = {keys.x, keys.y, keys.z, keys.w};
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-            if (of_keys[i] >= floor.key && place + i < num_rows) a.bring(place + i), b.bring(place + i);
-    }
-    if (tile == num_tiles - 1) choose(s, lists, floor, k, chosen);
+    for (int i = 0; i < 4; ++i)
+        if (of_keys[i] >= floor.key && place + i < num_rows) a.bring(place + i), b.bring(place + i);
 }

@@ -49,37 +49,26 @@ __device__ __forceinline__ void prepare(Shared& s) {
     __syncthreads();
 }
 
-// The bin of the wanted-th highest; of the lowest bin 0 where there are not so many. Every warp adds up its share of
-// the bins, and the first one looks where it is.
+// The bin of the wanted-th highest; bin 0 and nothing in it where there are not so many. Each warp adds up its share of
+// the bins, and the one that has the bin looks where it is.
 template <int NUM_BINS> __device__ __forceinline__ Boundary find_boundary(Shared& s, const u32* bins, u32 wanted) {
-    constexpr int OF_WARP = NUM_BINS / WARPS, OF_LANE = OF_WARP / 32;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    u32 sum = 0;
-#pragma unroll 8
-    for (int i = 0; i < OF_LANE; ++i) sum += bins[warp * OF_WARP + i * 32 + lane];
-    sum = __reduce_add_sync(ALL_LANES, sum);
-    if (lane == 0) s.scratch[warp] = sum;
+    constexpr int OF_LANE = NUM_BINS / THREADS;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = threadIdx.x * OF_LANE;
+    u32 mine[OF_LANE], sum = 0;
+#pragma unroll
+    for (int i = 0; i < OF_LANE; ++i) sum += mine[i] = bins[first + i];
+    const u32 of_warp = __reduce_add_sync(ALL_LANES, sum);
+    if (lane == 0) s.scratch[warp] = of_warp;
+    if (threadIdx.x == 0) s.boundary = {0, 0, 0};
     __syncthreads();
-    if (warp == 0) {
-        if (lane == 0) s.boundary = {0, 0, 0};
-        // counted from the highest: the lane that has the wanted one
-        auto find_lane = [&](u32 value, u32& above) {
-            const u32 up_to = above + sum_up_to_lane(value);
-            above = up_to - value;
-            return __ballot_sync(ALL_LANES, above < wanted && wanted <= up_to);
-        };
-        u32 above = 0;
-        const u32 lanes = find_lane(lane < WARPS ? s.scratch[WARPS - 1 - lane] : 0, above);
-        const int from = lanes ? __ffs(lanes) - 1 : 0;
-        above = __shfl_sync(ALL_LANES, above, from);
-        const int first = (WARPS - from) * OF_WARP - (lane + 1) * OF_LANE;
-        u32 of_lane = 0;
-#pragma unroll 8
-        for (int i = 0; i < OF_LANE; ++i) of_lane += bins[first + i];
-        if (find_lane(of_lane, above) >> lane & 1 && lanes)
-            for (int i = OF_LANE - 1; above < wanted; --i) {
-                s.boundary = {static_cast<u32>(first + i), above, bins[first + i]};
-                above += bins[first + i];
+    u32 above = __reduce_add_sync(ALL_LANES, warp < lane && lane < WARPS ? s.scratch[lane] : 0);
+    if (above < wanted && wanted <= above + of_warp) {
+        above += of_warp - sum_up_to_lane(sum);
+        if (above < wanted && wanted <= above + sum)
+#pragma unroll
+            for (int i = OF_LANE - 1; i >= 0; --i) {
+                if (above < wanted && wanted <= above + mine[i]) s.boundary = {static_cast<u32>(first + i), above, mine[i]};
+                above += mine[i];
             }
     }
     __syncthreads();

@@ -8,7 +8,7 @@ import torch
 
 from bench.decode.baselines import StreamedAttention, full_attention_ways, reference_attention, relative_error
 from bench.decode.kernel_times import Span, own_times
-from bench.decode.recorded import Recorded, WideIndex
+from bench.decode.recorded import Recorded, WideIndex, of_variant
 from bench.decode.roofline import best_ratio, full_bytes, index_bytes, weight_bytes
 from bench.decode.sparse_op import SparseOp
 from bench.decode.steps import STEPS_BETWEEN_LAYERS, RecordedQueries
@@ -208,7 +208,7 @@ class AttentionAtAddresses:
     def __init__(self, *, softmax_scale: float, **sizes: object) -> None:
         self._softmax_scale = softmax_scale
 
-    def attend(self, q, resident, tails, far, far_rows, rows, out) -> None:
+    def attend(self, q, resident, tails, far, far_rows, rows, out, moments=None) -> None:
         kv = [
             [
                 self._rows(address, num, tails)
@@ -250,6 +250,17 @@ def test_a_wrong_result_is_not_timed(sparse_op, monkeypatch):
     monkeypatch.setattr(AttentionAtAddresses, "wrong_by", 0.1)
     with pytest.raises(GateError, match="off by"):
         sparse_op.check()
+
+
+def test_what_leaves_the_rest_out_where_it_is_asked_for_is_not_timed(sparse_op):
+    sparse_op.plan(SearchConfig(estimate_rest=True))
+    with pytest.raises(GateError, match="off by"):
+        sparse_op.check()
+
+
+def test_a_variant_names_an_index_and_whether_the_rest_is_estimated():
+    assert of_variant("default", SearchConfig()) == ("default", SearchConfig())
+    assert of_variant("pooled+rest", SearchConfig(keep=0.1)) == ("pooled", SearchConfig(keep=0.1, estimate_rest=True))
 
 
 @pytest.mark.gpu

@@ -1,14 +1,14 @@
 """How fast a step decodes on a GPU, over context lengths, batch sizes, placements and schedules.
 
     python -m bench.decode record [--recording FILE]             once, where the demo model is
-    python -m bench.decode op   --out FILE [--contexts 16384,131072] [--batches 1,4] [--variants full,default]
+    python -m bench.decode op   --out FILE [--contexts 16384,131072] [--batches 1,4] [--variants full,default+rest]
     python -m bench.decode e2e  --out FILE [--placements device,hybrid] [--contexts ...] [--batches ...]
     python -m bench.decode rivals --out FILE [--contexts ...]
     python -m bench.decode show FILE ... [--out FILE] [--markdown FILE] [--plots DIRECTORY]
 
 `op` is one layer's attention, `e2e` the whole model, `rivals` the whole model with the selectors that csattn is
 compared with. What a file holds already is not measured again. Queries and keys are a small model's, recorded (see
-recorded.py) and brought to the shape and length (see widened.py).
+recorded.py) and brought to the shape and length (see widened.py). `+rest`: rows that are not read are estimated.
 """
 
 import argparse

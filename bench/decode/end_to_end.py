@@ -17,7 +17,7 @@ from bench.decode.op import Options
 from bench.decode.periodic import PeriodicSteps
 from bench.decode.placements import AHEAD, placed, schedules
 from bench.decode.prepared import TAIL_LEN, Prepared, full_attention, streamed_attention, window_only
-from bench.decode.recorded import Recorded
+from bench.decode.recorded import Recorded, of_variant
 from bench.decode.results import Results
 from bench.decode.rivals.cases import RIVALS
 from bench.decode.steps import RecordedQueries, attention_only
@@ -37,7 +37,7 @@ def run_end_to_end(
     options: Options,
     context_lens: list[int],
     batch_sizes: list[int],
-    variants: list[str],  # "full", "streamed", "window", or names of recorded indexes
+    variants: list[str],  # "full", "streamed", "window", or names of recorded indexes, with "+rest" or without
     placements: list[str],  # of the latter
 ) -> None:
     """Measure whatever the results do not hold yet, shortest contexts first."""
@@ -77,12 +77,13 @@ def _cases(
                 partial(others[variant], work, options),
             )
             continue
+        index_name, of_search = of_variant(variant, options.search)
         for placement in placements:
-            for schedule, search in schedules(options.search, placement):
+            for schedule, search in schedules(of_search, placement):
                 if options.only_ahead and schedule != AHEAD:
                     continue
                 named = {**key, "variant": variant, "placement": placement, "schedule": schedule}
-                yield named, partial(placed, work, options, variant, placement, search)
+                yield named, partial(placed, work, options, index_name, placement, search)
 
 
 def measure_steps(work: Workload, weights: ModelWeights, prepared: Prepared, options: Options) -> dict[str, Any]:

@@ -19,9 +19,9 @@ from bench.decode.baselines import (
 )
 from bench.decode.gpu_timing import Timing, capture, num_input_sets, time_graph, time_replays
 from bench.decode.kernel_times import kernel_times, times_by_purpose
-from bench.decode.recorded import Recorded
+from bench.decode.recorded import Recorded, of_variant
 from bench.decode.results import Results
-from bench.decode.roofline import full_bytes, selected_bytes, table_row_bytes
+from bench.decode.roofline import full_bytes, rest_bytes, selected_bytes, table_row_bytes
 from bench.decode.sparse_op import SET_BYTES, SparseOp
 from bench.decode.tables import distinct_rows
 from bench.decode.workload import Workload
@@ -59,7 +59,7 @@ def run_op_cases(
     options: Options,
     context_lens: list[int],
     batch_sizes: list[int],
-    variants: list[str],  # "full", "streamed", "window", or names of recorded indexes
+    variants: list[str],  # "full", "streamed", "window", or names of recorded indexes, with "+rest" or without
 ) -> None:
     """Measure whatever the results do not hold yet, shortest contexts first."""
     for context_len in context_lens:
@@ -88,7 +88,8 @@ def run_op_cases(
 def _schedules(variant: str, options: Options) -> dict[str, SearchConfig]:
     if variant in ("full", "streamed", "window"):
         return {"none": options.search}
-    return {"every step": options.search, "every 4th step, keep 0.15": options.every_4th}
+    search, every_4th = (of_variant(variant, search)[1] for search in (options.search, options.every_4th))
+    return {"every step": search, "every 4th step, keep 0.15": every_4th}
 
 
 def _measure(work: Workload, options: Options, cases: list[Case], results: Results) -> Iterator[dict[str, Any]]:
@@ -103,10 +104,11 @@ def _measure(work: Workload, options: Options, cases: list[Case], results: Resul
     elif variant == "window":
         yield window_case(SparseOp(work, options.shape, options.search, None), options)
     else:
-        op = SparseOp(work, options.shape, options.search, variant)
+        index_name, search = of_variant(variant, options.search)
+        op = SparseOp(work, options.shape, search, index_name)
         for case in cases:
             op.plan(_schedules(variant, options)[case["schedule"]])
-            yield sparse_case(op, options, variant)
+            yield sparse_case(op, options, index_name)
 
 
 def full_attention_case(work: Workload, options: Options) -> dict[str, Any]:
@@ -177,14 +179,15 @@ def sparse_case(op: SparseOp, options: Options, index_name: str) -> dict[str, An
     table = rows_read * op.num_index_heads * table_row_bytes(op.config, work.context_len) / op.period
     kept = selected_bytes(options.shape, work.context_len, search.keep)
     kept *= op.num_index_heads // options.shape.num_kv_heads  # heads that choose for themselves read for themselves
-    moved = work.batch_size * (table + kept + op.resident_bytes)
+    rest = op.num_index_heads * rest_bytes(options.shape) if search.estimate_rest else 0
+    moved = work.batch_size * (table + kept + op.resident_bytes + rest)
     return {
         **whole.to_json(),
         "parts_us": parts,
         **_against_roofline(whole, moved, options.ceilings["read_gbps"]),
         "moved_parts_bytes": {
             "table": round(work.batch_size * table),
-            "rows": work.batch_size * (kept + op.resident_bytes),
+            "rows": work.batch_size * (kept + op.resident_bytes + rest),
         },
         "distinct_rows": round(rows_read, 2),
         "hbm_bytes": op.hbm_bytes,

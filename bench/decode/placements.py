@@ -13,7 +13,7 @@ from torch import Tensor
 from bench.decode.op import Options
 from bench.decode.periodic import PeriodicSteps
 from bench.decode.prepared import TAIL_CAPACITY, TAIL_LEN, Prepared, TooLargeError, require_memory
-from bench.decode.roofline import full_bytes, index_bytes, row_bytes, selected_bytes, table_row_bytes
+from bench.decode.roofline import full_bytes, index_bytes, rest_bytes, row_bytes, selected_bytes, table_row_bytes
 from bench.decode.sparse_op import index_shape
 from bench.decode.tables import distinct_rows
 from bench.decode.widened import NUM_WIDE_LAYERS
@@ -114,7 +114,8 @@ def _on_host(work: Workload, options: Options, index_name: str, search: SearchCo
         return {**cache_facts(far, work, options, num_steps), "cpu_search_us": round(cpu_us, 1)}
 
     num_rows = search.top_k(work.context_len) + search.sink_len + search.window_len + TAIL_LEN
-    least = work.batch_size * shape.num_layers * row_bytes(shape) * num_rows
+    rest = shape.num_kv_heads * rest_bytes(shape) if search.estimate_rest else 0
+    least = work.batch_size * shape.num_layers * (row_bytes(shape) * num_rows + rest)
     return Prepared(steps, least, facts, far.cache.clear_statistics, close=pool.close)
 
 
@@ -209,7 +210,8 @@ def step_bytes(work: Workload, options: Options, index_name: str, search: Search
     table = rows_read * num_index_heads * table_row_bytes(config, work.context_len) / search.search_period
     kept = selected_bytes(shape, work.context_len, search.keep) * num_index_heads // shape.num_kv_heads
     resident = (search.sink_len + search.window_len + TAIL_LEN) * row_bytes(shape)
-    return work.batch_size * shape.num_layers * (table + kept + resident)
+    rest = num_index_heads * rest_bytes(shape) if search.estimate_rest else 0
+    return work.batch_size * shape.num_layers * (table + kept + resident + rest)
 
 
 def engine_shape(work: Workload, options: Options, config: IndexConfig, search: SearchConfig) -> EngineShape:

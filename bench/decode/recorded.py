@@ -22,7 +22,7 @@ from torch import Tensor
 
 from bench.decode.widened import HEAD_DIM, NUM_WIDE_LAYERS, Recording, wide_heads, wide_keys
 from bench.timing import gate
-from csattn.config import IndexConfig, preset
+from csattn.config import IndexConfig, SearchConfig, preset
 from csattn.models.query import queries_before_rope, rotate
 
 TEXT = Path(__file__).parent.parent / "texts" / "novel.txt"
@@ -40,6 +40,12 @@ INDEXES: dict[str, tuple[IndexConfig, int]] = {
 
 # name -> the recorded one of which it has every second centroid: half the memory, where a whole one does not fit
 HALVES = {"default 32": "default", "pooled 32": "pooled"}
+
+
+def of_variant(variant: str, search: SearchConfig) -> tuple[str, SearchConfig]:
+    """The recorded index and the search of a variant; `default+rest`: the rows that are not read are estimated."""
+    name, rest, _ = variant.partition("+rest")
+    return name, replace(search, estimate_rest=bool(rest))
 
 
 @dataclass(frozen=True, slots=True)

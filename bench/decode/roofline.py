@@ -17,6 +17,11 @@ def full_bytes(shape: ModelShape, kv_len: int) -> int:
     return row_bytes(shape) * kv_len
 
 
+def rest_bytes(shape: ModelShape) -> int:
+    """What a selection's estimate of the other rows reads in one layer: a KV head's moments."""
+    return (2 + shape.head_dim) * 2 * shape.head_dim * ITEM_BYTES
+
+
 def selected_bytes(shape: ModelShape, context_len: int, keep: float) -> int:
     """K and V of the selected rows in one layer for one request."""
     return row_bytes(shape) * max(1, round(keep * context_len))

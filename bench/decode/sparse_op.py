@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,9 +12,13 @@ from bench.decode.roofline import full_bytes, index_bytes, row_bytes, selected_b
 from bench.decode.widened import NUM_WIDE_LAYERS
 from bench.decode.workload import DTYPE, Workload, clone_index
 from bench.timing import gate
+from csattn.attention import merge_state
 from csattn.attention.device import DeviceAttention, make_row_source
 from csattn.batch import make_device_selection, make_step_rows
 from csattn.config import IndexConfig, SearchConfig
+from csattn.rest import Moments, moments_of
+from csattn.rest.device import DeviceMoments, moment_table
+from csattn.rest.reference import estimate_rest
 from csattn.search.device import DeviceIndexes, DeviceLayerIndex, DeviceSearch, IndexShape
 from workers.model_runner.shapes import ModelShape
 
@@ -71,7 +76,9 @@ class SparseOp:
             tail_capacity=TAIL_CAPACITY,
             softmax_scale=shape.softmax_scale,
             device=work.device,
+            estimate_rest=search.estimate_rest,
         )
+        self._make_moments()
 
     def search_call(self, i: int) -> Callable[[], None]:
         """Choose by the queries of step i."""
@@ -83,8 +90,9 @@ class SparseOp:
         """Attend, in step i, to what the last search has selected."""
         resident, far = self._resident[self._set_of(i)], self._far[self._set_of(i)]
         selection = self.selections[i // self.period * self.period]
+        moments = self._moments[self._set_of(i)] if self._moments else None
         return lambda: self._attention.attend(
-            self.q[i], resident, self.tails, far, selection, self._step_rows, self.out
+            self.q[i], resident, self.tails, far, selection, self._step_rows, self.out, moments=moments
         )
 
     def step_call(self, i: int) -> Callable[[], None]:
@@ -112,8 +120,24 @@ class SparseOp:
                 parts = [self.rows[0][request][kv_head, chosen], self.resident_rows[0][request][kv_head]]
                 seen = torch.cat([*parts, self.tails[request, kv_head, :TAIL_LEN]]).float()
                 scores = seen[:, 0] @ self.q[0, request, head].float() * self.shape.softmax_scale
-                error = relative_error(self.out[request, head], scores.softmax(0) @ seen[:, 1])
+                want = self._with_rest(request, head, valid, scores.softmax(0) @ seen[:, 1], scores.logsumexp(0))
+                error = relative_error(self.out[request, head], want)
                 gate(error < TOLERANCE, f"attention to the selected rows is off by {error:.3f} in head {head}")
+
+    def _with_rest(self, request: int, head: int, num_chosen: int, out: Tensor, lse: Tensor) -> Tensor:
+        """What a query head attends to in step 0, [head_dim]; out, lse: without the estimate of the rest."""
+        if not self._moments:
+            return out
+        q, group_size = self.q[0, request, head].float().cpu(), self.shape.num_q_heads // self.shape.num_kv_heads
+        of_head = Moments(self._first_moments.table[head // group_size, None])
+        chosen, rows = np.array([[num_chosen]], np.int32), self._middle(self.rows[0][request]).shape[1]
+        rest = estimate_rest(q[None, None].numpy(), of_head, chosen, np.array([rows]), self.shape.softmax_scale)
+        rest_out, rest_lse = (torch.from_numpy(x[0])[0].to(out.device) for x in rest)
+        return merge_state(out, lse, rest_out, rest_lse)[0]
+
+    def _middle(self, kv: Tensor) -> Tensor:
+        """The rows of a context that may be selected."""
+        return kv[:, self.search_config.sink_len : kv.shape[1] - self.search_config.window_len]
 
     def _set_of(self, i: int) -> int:
         return i // self.period % self.num_sets
@@ -162,6 +186,19 @@ class SparseOp:
         self._step_rows.tail_lens.fill_(TAIL_LEN)
         self.selections = [
             make_device_selection(batch_size, self.num_index_heads, self.top_k, device) for _ in range(self.num_calls)
+        ]
+
+    def _make_moments(self) -> None:
+        """Of each set, where the rest is estimated; every request's at addresses of its own."""
+        self._moments: list[DeviceMoments] = []
+        if not self.search_config.estimate_rest:
+            return
+        distinct = [moments_of([self._middle(kv[0])]) for kv in self.rows[:NUM_WIDE_LAYERS]]
+        self._first_moments, requests = distinct[0], self.work.batch_size
+        tables = [moment_table(moments, self.shape.softmax_scale, DTYPE).to(self.work.device) for moments in distinct]
+        num_rows = self._middle(self.rows[0][0]).shape[1] * torch.ones_like(self._step_rows.context_ids)
+        self._moments = [
+            DeviceMoments(torch.stack([tables[i % len(distinct)]] * requests), num_rows) for i in range(self.num_sets)
         ]
 
     def _make_search(self, config: IndexConfig) -> None:

@@ -2,6 +2,7 @@
 
 constexpr unsigned ABSENT = 0xffffffff;  // a NaN that no arithmetic makes
 constexpr int QUADS = HEADS * HEAD_DIM / 4;
+constexpr int PARTS = NUM_SPLITS + ESTIMATE_REST;  // of a unit
 
 // Merge NUM parts of one head, four dimensions of it: the output, unnormalised.
 template <int NUM>
@@ -30,7 +31,7 @@ __device__ bool absent(float4 x) {
 
 // Merge what the block's warps have of an item, and post it. Of neighbouring items, one half of the threads has one each.
 __device__ void post_item(float* posted, const float* warp_parts, int item) {
-    float* part = posted + (long long)item * HEADS * PART;
+    float* part = posted + (long long)(item + item / NUM_SPLITS * ESTIMATE_REST) * HEADS * PART;
     for (int quad = (threadIdx.x + item % 2 * (THREADS / 2)) % THREADS; quad < QUADS; quad += THREADS) {
         float max, sum;
         const float4 x = merge<WARPS>(warp_parts, quad, max, sum);
@@ -40,10 +41,19 @@ __device__ void post_item(float* posted, const float* warp_parts, int item) {
     }
 }
 
+// Post the unit's last part, an estimate, by the half of the threads that does not merge the unit's first item.
+__device__ void post_rest(float* posted, const float* products, const char* q, const Unit& unit, int u) {
+    float* part = posted + (long long)(u * PARTS + NUM_SPLITS) * HEADS * PART;
+    const int first = (threadIdx.x / 32 + (u * NUM_SPLITS + 1) % 2 * (WARPS / 2)) % WARPS;
+    for (int head = first; head < HEADS; head += WARPS)
+        estimate_rest(part + head * PART, products + head * 2 * HEAD_DIM,
+                      q + ((long long)u * HEADS + head) * HEAD_DIM * ELEMENT_BYTES, unit);
+}
+
 // Wait for a unit's posted parts, copy them to shared memory, and take them back: for the next launch, none is posted. A
 // part tells by itself that it has arrived, so neither a fence nor a counter stands between its writer and its reader.
 __device__ void collect(float* parts, float* posted) {
-    constexpr int NUM = NUM_SPLITS * HEADS * PART / 4, BATCH = 9;
+    constexpr int NUM = PARTS * HEADS * PART / 4, BATCH = 9;
     const float none = __uint_as_float(ABSENT);
 #pragma unroll 1
     for (int first = threadIdx.x; first < NUM; first += THREADS * BATCH) {
@@ -80,13 +90,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
     const int* valid_len,    // [batch_size, NUM_INDEX_HEADS]
     const int* context_ids,  // [batch_size]
     const int* tail_ids, const int* tail_lens,
-    float* posted,  // [batch_size * NUM_INDEX_HEADS, NUM_SPLITS, HEADS, PART], ABSENT between launches
-    char* out,      // like q
+    const char* moments,     // [num_contexts, NUM_KV_HEADS, 2 + HEAD_DIM, 2, HEAD_DIM], for ESTIMATE_REST
+    const int* middle_lens,  // [num_contexts], likewise
+    float* posted,           // [batch_size * NUM_INDEX_HEADS, PARTS, HEADS, PART], ABSENT between launches
+    char* out,               // like q
     int num_items, int max_top_k, int tail_capacity, int num_contexts, float scale) {
     extern __shared__ __align__(16) char shared[];
     float* warp_parts = (float*)(shared + WARPS * RING_BYTES);     // [2][WARPS][HEADS][PART], for every other item
     Unit* units = (Unit*)(warp_parts + 2 * WARPS * HEADS * PART);  // of the block's items
-    const Arrivals all_stored(units + MAX_UNITS);
+    float* products = (float*)(units + MAX_UNITS);                 // [HEADS][2][HEAD_DIM], for ESTIMATE_REST
+    const Arrivals all_stored(products + HEADS * 2 * HEAD_DIM * ESTIMATE_REST);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int first_item = (unsigned)(blockIdx.x * num_items) / gridDim.x;
     const int end_item = (unsigned)((blockIdx.x + 1) * num_items) / gridDim.x;
@@ -98,6 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
         const int looked_up = num_contexts <= 32 ? min(lane, num_contexts - 1) : max(context, 0);
         const int far_rows = far_rows_per_head[looked_up], spill_rows = spill_rows_per_head[looked_up];
         const int resident_rows = resident_rows_per_head[looked_up];
+        const int middle_rows = ESTIMATE_REST ? middle_lens[looked_up] : 0;
         const long long far = far_addresses[looked_up], spill = spill_addresses[looked_up];
         const long long resident = resident_addresses[looked_up];
         if (lane == (num_contexts <= 32 ? max(context, 0) : 0)) {
@@ -108,9 +122,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
             unit.resident = resident + resident_rows * head_bytes;
             unit.tail = (long long)tails + ((long long)tail_id * NUM_KV_HEADS + kv_head) * tail_capacity * ROW_BYTES;
             unit.ids = kv_indices + (long long)u * max_top_k;
+            unit.rest_end = (long long)moments + (max(context, 0) * NUM_KV_HEADS + kv_head + 1) * MOMENTS_BYTES;
+            unit.middle_len = context < 0 ? 0 : middle_rows;
             unit.resident_len = context < 0 ? 0 : resident_rows;
             unit.tail_len = context < 0 ? 0 : min(tail_len, tail_capacity);
             unit.set_far_len(context < 0 ? 0 : max_top_k);  // what it is in most steps
+        }
+        if (ESTIMATE_REST && context >= 0) {
+            __syncwarp();
+            for (int i = lane * 128; i < 2 * ROW_BYTES; i += 32 * 128) bring_near(units[u - first_unit].means() + i);
         }
     }
     __syncthreads();
@@ -118,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
     const int split = first_item % NUM_SPLITS, expected = units[0].position(units[0].warps_tile(split));
     __syncthreads();
     wait_for_earlier();
-    int id = expected < max_top_k ? kv_indices[(long long)first_unit * max_top_k + expected] : 0;
+    int id = (unsigned)expected < max_top_k ? kv_indices[(long long)first_unit * max_top_k + expected] : 0;
     if (threadIdx.x < MAX_UNITS && (first_unit + threadIdx.x) * NUM_SPLITS < end_item) {
         const int context = context_ids[(first_unit + threadIdx.x) / NUM_INDEX_HEADS];
         const int far_len = valid_len[first_unit + threadIdx.x];
@@ -132,8 +152,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
         id = tiles.unit->id_at(tiles.position());
 #pragma unroll 1
     for (int s = 0; s < STAGES; s++) copy_next(ring + s * TILE_BYTES, tiles, id);
-    // Warps do not wait for each other between two items: what they have of one is merged when they have the next.
+    // Warps do not wait for each other between two items: what they have of one is merged when they have the next. A unit's
+    // products are read along with its first item; the next unit's must not come before all warps have done so.
+    static_assert(!ESTIMATE_REST || NUM_SPLITS >= 3, "products would be written while they are read");
     auto parts_of = [&](int item) { return warp_parts + (item - first_item) % 2 * (WARPS * HEADS * PART); };
+    auto finish = [&](int item) {
+        all_stored.wait(item - first_item);
+        post_item(posted, parts_of(item), item);
+        if (ESTIMATE_REST && item % NUM_SPLITS == 0)
+            post_rest(posted, products, q, units[item / NUM_SPLITS - first_unit], item / NUM_SPLITS);
+    };
     Attention attention;
     unsigned slot = ring;
     for (int item = first_item; item < end_item; item++) {
@@ -145,32 +173,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
         for (int tile = unit.warps_tile(split), end = unit.first_tile(split + 1); tile < end; tile += WARPS) {
             wait_for_copies<STAGES - 1>();
             __syncwarp();  // the other lanes' copies have arrived too
-            attention.add(slot, unit.total - tile * TILE, scale);
+            if (ESTIMATE_REST && tile < 0)
+                attention.multiply(slot, products + HEAD_DIM + tile * TILE);
+            else
+                attention.add(slot, unit.total - tile * TILE, scale);
             __syncwarp();  // every lane has read the tile that the next copy replaces
             copy_next(slot, tiles, id);
             slot = slot + TILE_BYTES == ring + RING_BYTES ? ring : slot + TILE_BYTES;
         }
-        if (item > first_item) {
-            all_stored.wait(item - 1 - first_item);
-            post_item(posted, parts_of(item - 1), item - 1);
-        }
+        if (item > first_item) finish(item - 1);
         attention.store(parts_of(item) + warp * HEADS * PART);
         all_stored.arrive();
     }
-    all_stored.wait(end_item - 1 - first_item);
-    post_item(posted, parts_of(end_item - 1), end_item - 1);
+    finish(end_item - 1);
     let_next_start();
 
     // The block of a unit's last item waits for the unit's parts. They come from blocks that begin before it does and
     // that wait for none of the later ones, so some block can always go on.
     for (int u = first_unit; (u + 1) * NUM_SPLITS <= end_item; u++) {
-        float* unit_posted = posted + (long long)u * NUM_SPLITS * HEADS * PART;
+        float* unit_posted = posted + (long long)u * PARTS * HEADS * PART;
         float* parts = (float*)shared;
         collect(parts, unit_posted);
         __syncthreads();
         for (int quad = threadIdx.x; quad < QUADS; quad += THREADS) {
             float max, sum;
-            const float4 x = merge<NUM_SPLITS>(parts, quad, max, sum);
+            const float4 x = merge<PARTS>(parts, quad, max, sum);
             const float norm = sum > 0.f ? 1.f / sum : 0.f;
             store_out(out + ((long long)u * HEADS * HEAD_DIM + quad * 4) * ELEMENT_BYTES,
                       make_float4(x.x * norm, x.y * norm, x.z * norm, x.w * norm));

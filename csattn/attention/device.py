@@ -12,6 +12,7 @@ from torch import Tensor
 from csattn.batch import DeviceSelection, StepRows
 from csattn.cuda import cuda_kernel, num_multiprocessors
 from csattn.errors import ConfigError
+from csattn.rest.device import DeviceMoments, moments_shape
 
 INTRINSICS = Path(__file__).with_name("intrinsics.cu")
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
@@ -24,7 +25,7 @@ TILE_ROWS = 16  # as in the kernel
 # warps of a block, and tiles that each has in flight: the first that fits is taken
 BLOCK_SHAPES = ((8, 2), (8, 1), (4, 1))
 SHARED_BYTES_PER_BLOCK = 227 << 10
-UNIT_BYTES, ARRIVALS_BYTES = 56, 8  # of the kernel's `Unit` and of its barrier
+UNIT_BYTES, ARRIVALS_BYTES = 72, 8  # of the kernel's `Unit` and of its barrier
 MAX_UNITS_PER_BLOCK = 64
 
 
@@ -80,20 +81,23 @@ class DeviceAttention:
         tail_capacity: int,
         softmax_scale: float,
         device: torch.device,
+        estimate_rest: bool = False,
     ) -> None:
         _require_supported(num_q_heads, num_kv_heads, num_index_heads, head_dim, dtype)
         self._q_shape = (batch_size, num_q_heads, head_dim)
         self._selection_shape = (batch_size, num_index_heads, max_top_k)
         self._tail_shape = (num_kv_heads, tail_capacity, 2, head_dim)
+        self._moments_shape = moments_shape(num_kv_heads, head_dim) if estimate_rest else ()
         self._dtype = dtype
         self._scale = np.float32(softmax_scale * log2(np.e))  # the kernel's exponentials are powers of 2
 
+        heads, num_units = num_q_heads // num_index_heads, batch_size * num_index_heads
         num_sms = num_multiprocessors(device)
-        plan = _plan_blocks(num_sms, batch_size * num_index_heads, num_index_heads, num_q_heads, head_dim, dtype)
+        plan = _plan_blocks(num_sms, num_units, num_index_heads, heads, head_dim, dtype, estimate_rest)
         self._plan = plan
         defines = {
             "HEAD_DIM": head_dim,
-            "HEADS": num_q_heads // num_index_heads,
+            "HEADS": heads,
             "NUM_INDEX_HEADS": num_index_heads,
             "NUM_KV_HEADS": num_kv_heads,
             "ELEMENT": ELEMENTS[dtype],
@@ -103,12 +107,14 @@ class DeviceAttention:
             "THREADS": 32 * plan.num_warps,
             "STAGES": plan.num_stages,
             "MAX_UNITS": MAX_UNITS_PER_BLOCK,
+            "ESTIMATE_REST": int(estimate_rest),
         }
         math = "device_fp32.cu" if dtype == torch.float32 else "device_mma.cu"
-        sources = tuple(INTRINSICS.with_name(name) for name in ("intrinsics.cu", "device_rows.cu", math, "device.cu"))
+        parts = "device_rows.cu", math, "device_rest.cu", "device.cu"
+        sources = INTRINSICS, *(INTRINSICS.with_name(part) for part in parts)
         self._kernel = cuda_kernel(sources, "attend_step", defines, plan.shared_bytes, early_start=True)
         # all ones: no part of a result has been posted
-        posted_shape = (plan.num_items, num_q_heads // num_index_heads, head_dim + PART_ENDS)
+        posted_shape = num_units, plan.num_splits + estimate_rest, heads, head_dim + PART_ENDS
         self._posted = torch.full(posted_shape, -1, dtype=torch.int32, device=device)
 
     def attend(
@@ -121,14 +127,20 @@ class DeviceAttention:
         rows: StepRows,
         out: Tensor,  # like q
         spill: RowSource | None = None,  # where None, no id may be negative
+        moments: DeviceMoments | None = None,  # of the rows that could be selected, where the rest is estimated
     ) -> None:
-        """Enqueue attention of each row over its resident rows, its tail and its selection. Idle rows become zeros."""
+        """Enqueue attention of each row over its resident rows, its tail, its selection and, by an estimate, the rest.
+
+        Idle rows become zeros.
+        """
         sources = (far, spill if spill is not None else far, resident)
         assert q.shape == out.shape == self._q_shape and q.dtype == out.dtype == tails.dtype == self._dtype
         assert tails.shape[1:] == self._tail_shape and far_rows.kv_indices.shape == self._selection_shape
         assert far.addresses.shape[0] > 0
         assert all(source.addresses.shape == far.addresses.shape for source in sources)
         assert all(x.is_contiguous() for x in (q, out, tails, far_rows.kv_indices, far_rows.valid_len))
+        table, num_rows = (None, None) if moments is None else (moments.table, moments.num_rows)
+        assert (() if table is None else table.shape[1:]) == self._moments_shape
         self._kernel.launch(
             (min(self._plan.num_sms, self._plan.num_items), 1, 1),
             32 * self._plan.num_warps,
@@ -140,6 +152,8 @@ class DeviceAttention:
             rows.context_ids,
             rows.tail_ids,
             rows.tail_lens,
+            0 if table is None else table,
+            0 if num_rows is None else num_rows,
             self._posted,
             out,
             np.int32(self._plan.num_items),
@@ -163,18 +177,28 @@ class _Blocks:
 
 
 def _plan_blocks(
-    num_sms: int, num_units: int, num_index_heads: int, num_q_heads: int, head_dim: int, dtype: torch.dtype
+    num_sms: int,
+    num_units: int,
+    num_index_heads: int,
+    heads: int,  # of a unit
+    head_dim: int,
+    dtype: torch.dtype,
+    estimate_rest: bool,
 ) -> _Blocks:
     """Splits are such that one row of the batch fills the device; they do not depend on the batch size."""
     tile_bytes = TILE_ROWS * (2 * head_dim * dtype.itemsize + 16)
-    part_bytes = num_q_heads // num_index_heads * (head_dim + PART_ENDS) * 4
+    part_bytes = heads * (head_dim + PART_ENDS) * 4
+    products_bytes = heads * 2 * head_dim * 4 * estimate_rest
     for num_warps, num_stages in BLOCK_SHAPES:
         ring_bytes = num_warps * num_stages * tile_bytes
-        shared_bytes = ring_bytes + 2 * num_warps * part_bytes + MAX_UNITS_PER_BLOCK * UNIT_BYTES + ARRIVALS_BYTES
+        parts_bytes = 2 * num_warps * part_bytes + products_bytes
+        shared_bytes = ring_bytes + parts_bytes + MAX_UNITS_PER_BLOCK * UNIT_BYTES + ARRIVALS_BYTES
         if shared_bytes <= SHARED_BYTES_PER_BLOCK:
             break
-    # a block collects the parts of a unit where the tiles were
-    num_splits = max(1, min(num_sms // num_index_heads, ring_bytes // part_bytes))
+    # a block collects the parts of a unit where the tiles were; the estimate is one more, and takes three splits
+    num_splits = max(
+        3 if estimate_rest else 1, min(num_sms // num_index_heads, ring_bytes // part_bytes - estimate_rest)
+    )
     num_items = num_units * num_splits
     if -(-num_items // num_sms) > (MAX_UNITS_PER_BLOCK - 2) * num_splits:
         raise ConfigError(

@@ -1,5 +1,6 @@
 // Second part, for float32: attention of one warp, without tensor cores, which would round to 10 bits.
 
+__device__ float4 load_four(const char* from) { return *(const float4*)from; }
 __device__ void store_out(char* out, float4 x) { *(float4*)out = x; }
 
 // Softmax attention of a warp's tiles so far. Lanes r and r + 16 score row r, for the even and for the odd heads; of
@@ -18,6 +19,18 @@ struct Attention {
             for (int i = 0; i < SLICES; i++) out[head][i] = 0.f;
     }
 
+    // The product of k and the i-th head of the lane's half.
+    __device__ float product(const float4* k, int i) const {
+        const float4* head_q = q + min(2 * i + threadIdx.x % 32 / TILE, HEADS - 1) * (HEAD_DIM / 4);
+        float sum = 0.f;
+#pragma unroll 4
+        for (int d = 0; d < HEAD_DIM / 4; d++) {
+            const float4 x = head_q[d], y = k[d];
+            sum += x.x * y.x + x.y * y.y + x.z * y.z + x.w * y.w;
+        }
+        return sum;
+    }
+
     // scale: softmax_scale * log2(e). The first `count` rows of the tile exist.
     __device__ void add(unsigned tile, int count, float scale) {
         const int lane = threadIdx.x % 32;
@@ -26,14 +39,7 @@ struct Attention {
         float p[PAIRS], kept[PAIRS];
 #pragma unroll
         for (int i = 0; i < PAIRS; i++) {
-            const float4* head_q = q + min(2 * i + lane / TILE, HEADS - 1) * (HEAD_DIM / 4);
-            float score = 0.f;
-#pragma unroll 4
-            for (int d = 0; d < HEAD_DIM / 4; d++) {
-                const float4 x = head_q[d], y = k[d];
-                score += x.x * y.x + x.y * y.y + x.z * y.z + x.w * y.w;
-            }
-            score = lane % TILE < count ? score * scale : MINUS_INFINITY;
+            const float score = lane % TILE < count ? product(k, i) * scale : MINUS_INFINITY;
             float top = score;
             for (int step = 1; step < TILE; step *= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, step));
             top = fmaxf(top, max[i]);
@@ -57,6 +63,17 @@ struct Attention {
                 for (int i = 0; i < SLICES; i++)
                     if (i * 32 + lane < HEAD_DIM) out[head][i] += weight * v[i * 32];
             }
+        }
+    }
+
+    // The heads' products with a tile's rows, both halves of each: [HEADS][2][HEAD_DIM], from the tile's first row on.
+    __device__ void multiply(unsigned tile, float* products) const {
+        const int lane = threadIdx.x % 32;
+        const float4* k = (const float4*)__cvta_shared_to_generic(tile) + lane % TILE * (PITCH / 16);
+        for (int i = 0; i < PAIRS; i++) {
+            const int head = 2 * i + lane / TILE;
+            for (int half = 0; head < HEADS && half < 2; half++)
+                products[(head * 2 + half) * HEAD_DIM + lane % TILE] = product(k + half * (HEAD_DIM / 4), i);
         }
     }
 

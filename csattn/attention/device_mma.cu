@@ -36,6 +36,17 @@ __device__ unsigned transpose(unsigned matrix) {
     return transposed;
 }
 
+__device__ float unpack(unsigned short half) {
+    float x;
+    asm("cvt.f32." NAME(ELEMENT) " %0, %1;" : "=f"(x) : "h"(half));
+    return x;
+}
+
+__device__ float4 load_four(const char* from) {
+    const ushort4 x = *(const ushort4*)from;
+    return make_float4(unpack(x.x), unpack(x.y), unpack(x.z), unpack(x.w));
+}
+
 __device__ void store_out(char* out, float4 x) { *(uint2*)out = make_uint2(pack(x.x, x.y), pack(x.z, x.w)); }
 
 // Softmax attention of a warp's tiles so far. KV rows, then dimensions, are the 16 rows of a product and the heads its
@@ -92,6 +103,25 @@ struct Attention {
             load_matrices_transposed(a, values + k * 32);
             for (int i = 0; i < 4; i++) out[k][i] *= kept[i % 2];
             multiply_add(out[k], a, weights);
+        }
+    }
+
+    // The heads' products with a tile's rows, both halves of each: [HEADS][2][HEAD_DIM], from the tile's first row on.
+    __device__ void multiply(unsigned tile, float* products) const {
+        const int lane = threadIdx.x % 32;
+        float sum[2][4] = {};
+        unsigned a[4];
+#pragma unroll
+        for (int k = 0; k < HEAD_DIM / 16; k++)
+            for (int half = 0; half < 2; half++) {
+                load_matrices(a, tile + lane % 16 * PITCH + half * (ROW_BYTES / 2) + (2 * k + lane / 16) * 16);
+                multiply_add(sum[half], a, q[k]);
+            }
+        for (int i = 0; i < 4; i++) {
+            const int head = lane % 4 * 2 + i % 2;
+            if (head >= HEADS) continue;
+            for (int half = 0; half < 2; half++)
+                products[(head * 2 + half) * HEAD_DIM + lane / 4 + i / 2 * 8] = sum[half][i];
         }
     }
 

@@ -2,11 +2,15 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from csattn.attention import reference
+from csattn.attention.merge import merge_state
 from csattn.batch import DeviceSelection, StepRows
+from csattn.rest import Moments
+from csattn.rest.reference import estimate_rest
 
 
 def attend_step(
@@ -18,13 +22,16 @@ def attend_step(
     rows: StepRows,
     softmax_scale: float,
     spill: Sequence[Tensor] | None = None,  # like resident
+    moments: Sequence[tuple[Moments, int]] | None = None,  # for each context: of how many rows that could be selected
 ) -> Tensor:
     """Attention of each row over all resident rows, the rows of its tail that it sees, and its selection.
+
+    And, by an estimate, over the rows that could be selected and are not.
 
     A selected id >= 0 is a row of `far`, an id <= -2 row -2 - id of `spill`. Returns out, like q; zeros for idle rows
     and where there is no row to attend to.
     """
-    out = torch.zeros_like(q)
+    out, lse = torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf)
     num_q_heads, num_kv_heads = q.shape[1], tails.shape[1]
     num_index_heads = far_rows.valid_len.shape[1]
     for b, context in enumerate(rows.context_ids.tolist()):
@@ -38,8 +45,15 @@ def attend_step(
             if spill is not None:
                 parts.append(spill[context][kv_head, -2 - ids[ids <= -2]])
             kv = torch.cat(parts)
-            head_out, _ = reference.attend(
+            head_out, lse[b, head] = reference.attend(
                 q[b, head][None, None, None], kv[None, None, :, 0], kv[None, None, :, 1], softmax_scale
             )
             out[b, head] = head_out[0, 0, 0]
+        if moments is not None:
+            of_context, num_rows = moments[context]
+            num_chosen, by_row = far_rows.valid_len[b, None].numpy(), q[b, None].float().numpy()
+            rest = estimate_rest(by_row, of_context, num_chosen, np.array([num_rows]), softmax_scale)
+            rest_out, rest_lse = (torch.from_numpy(x[0]) for x in rest)
+            merged, merged_lse = merge_state(out[b].double(), lse[b], rest_out, rest_lse)
+            out[b] = torch.where(merged_lse[:, None] > -torch.inf, merged, 0.0)
     return out

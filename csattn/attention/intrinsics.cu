@@ -22,6 +22,9 @@ __device__ void start_copy(unsigned to, long long from, int count) {
 __device__ void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LEFT> __device__ void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory"); }
 
+// Loads into the second-level cache what is read later.
+__device__ void bring_near(const char* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+
 // What one block leaves for another that looks again and again: each float arrives whole, in any order.
 __device__ void post(float* to, float4 x) {
     asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)

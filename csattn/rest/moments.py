@@ -39,8 +39,8 @@ class Moments:
 def moments_of(pieces: Iterable[Tensor]) -> Moments:
     """Moments of all rows of the pieces [num_kv_heads, num_rows, 2, head_dim]: at least one row in all.
 
-    Each piece is used before the next is asked for. Products are of float32, relative to the mean of the first rows,
-    and are summed in float64 block after block, so that no piece is copied as a whole.
+    They lie on one device, any. Each piece is used before the next is asked for. Products are of float32, relative to
+    the mean of the first rows, and are summed in float64 block after block, so that no piece is copied as a whole.
     """
     origin, sums, products, num_rows = torch.empty(0), torch.empty(0), torch.empty(0), 0
     for block in (block for piece in pieces for block in torch.split(piece, _BLOCK_ROWS, dim=1)):
@@ -59,4 +59,4 @@ def moments_of(pieces: Iterable[Tensor]) -> Moments:
     cov = products / num_rows - mean[:, :head_dim, None] * mean[:, None]
     mean = mean + origin[:, 0].double()
     table = torch.cat([mean.view(-1, 2, head_dim), cov[..., :head_dim], cov[..., head_dim:]], dim=1)
-    return Moments(table.float().numpy())
+    return Moments(table.float().cpu().numpy())

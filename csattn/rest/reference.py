@@ -48,7 +48,7 @@ def _of_head(
     query = softmax_scale * q.astype(np.float64)
     mean = query @ moments.key_mean[kv_head]
     spread = np.sqrt(max(query @ moments.key_cov[kv_head].astype(np.float64) @ query, 0.0))
-    cut = torch.special.ndtri(torch.tensor(1.0 - chosen_share).double()) - spread
+    cut = torch.special.ndtri(torch.tensor(1.0 - chosen_share, dtype=torch.float64)) - spread
     log_below = torch.special.log_ndtr(cut)
     density = torch.exp(-cut.square() / 2 - log_below) / np.sqrt(2 * np.pi)
     value = moments.value_mean[kv_head].astype(np.float64)

@@ -9,6 +9,8 @@ from torch import Tensor
 from csattn.attention.device import DeviceAttention, make_row_source
 from csattn.attention.device_reference import attend_step
 from csattn.batch import DeviceSelection, StepRows, make_device_selection, make_step_rows
+from csattn.rest import Moments
+from csattn.rest.device import DeviceMoments, moment_table
 from tests.cuda_on_cpu.emulated import DEVICE
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -44,10 +46,19 @@ class Step:
     spill: Sequence[Tensor]
     far_rows: DeviceSelection
     rows: StepRows
+    moments: Sequence[tuple[Moments, int]] | None = None  # of each context's rows that could be selected, their number
 
     def wanted(self) -> Tensor:
         return attend_step(
-            self.q, self.resident, self.tails, self.far, self.far_rows, self.rows, self.shape.softmax_scale, self.spill
+            self.q,
+            self.resident,
+            self.tails,
+            self.far,
+            self.far_rows,
+            self.rows,
+            self.shape.softmax_scale,
+            self.spill,
+            self.moments,
         )
 
     def take(self, batch_rows: Sequence[int]) -> "Step":
@@ -115,6 +126,18 @@ def _poison_unselected(far: list[Tensor], spill: list[Tensor], far_rows: DeviceS
                 kv[kv_head, unselected] = torch.nan
 
 
+def device_moments(step: Step, device: torch.device) -> DeviceMoments:
+    """Of all contexts; NaN where nothing is left to estimate."""
+    tables, num_rows = [], []
+    for context, (moments, num_rows_of_context) in enumerate(step.moments or ()):
+        tables.append(moment_table(moments, step.shape.softmax_scale, step.shape.dtype))
+        num_rows.append(num_rows_of_context)
+        of_context = step.rows.context_ids == context
+        if (step.far_rows.valid_len[of_context] >= num_rows_of_context).all():
+            tables[-1].fill_(torch.nan)
+    return DeviceMoments(torch.stack(tables).to(device), torch.tensor(num_rows, dtype=torch.int32, device=device))
+
+
 class OnDevice:
     """A step's tensors on the device, at fixed addresses, with the plan that attends to them."""
 
@@ -133,6 +156,7 @@ class OnDevice:
             tail_capacity=shape.tail_capacity,
             softmax_scale=shape.softmax_scale,
             device=self.device,
+            estimate_rest=step.moments is not None,
         )
         self.q, self.tails = step.q.to(self.device), step.tails.to(self.device)
         on_device = [[kv.to(self.device) for kv in side] for side in (step.resident, step.far)]
@@ -149,10 +173,21 @@ class OnDevice:
             step.rows.tail_lens,
         )
         self.rows = StepRows(*(x.to(self.device) for x in parts))
+        self.moments = device_moments(step, self.device) if step.moments is not None else None
         self.out = torch.full_like(self.q, torch.nan)
 
     def attend(self) -> None:
-        self.plan.attend(self.q, self.resident, self.tails, self.far, self.far_rows, self.rows, self.out, self.spill)
+        self.plan.attend(
+            self.q,
+            self.resident,
+            self.tails,
+            self.far,
+            self.far_rows,
+            self.rows,
+            self.out,
+            self.spill,
+            self.moments,
+        )
 
     def copy_step(self, step: Step) -> None:
         """Give the same tensors another step of the same shape and contexts of the same lengths."""

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from csattn.rest import Moments, estimate_rest, moments_of, reference
+from csattn.rest.device import moment_table, moments_shape
 
 HEAD_DIM, SCALE = 16, 0.25
 
@@ -76,6 +77,18 @@ def test_pieces_and_dtypes_do_not_change_the_moments() -> None:
     in_halves = moments_of([kv.bfloat16()])
     np.testing.assert_array_equal(in_halves.key_cov, moments_of([kv.bfloat16().float()]).key_cov)
     assert moments.table.nbytes == 2 * 4 * (2 * HEAD_DIM + 2 * HEAD_DIM**2)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float16, 5e-4), (torch.bfloat16, 4e-3)])
+def test_a_devices_table_is_the_moments_in_units_of_logits(dtype, tolerance) -> None:
+    moments = moments_of([normal_rows(300)])
+    table = moment_table(moments, SCALE, dtype)
+    assert table.dtype == dtype and table.shape == moments_shape(2, HEAD_DIM)
+    means, (key_cov, cross_cov) = table[:, :2].float().sum(1), table[:, 2:].float().unbind(2)
+    np.testing.assert_allclose(means[:, 0], SCALE * moments.key_mean, rtol=tolerance**2, atol=1e-6)
+    np.testing.assert_allclose(means[:, 1], moments.value_mean, rtol=tolerance**2, atol=1e-6)
+    np.testing.assert_allclose(key_cov, SCALE**2 * moments.key_cov, rtol=tolerance, atol=1e-6)
+    np.testing.assert_allclose(cross_cov.transpose(1, 2), SCALE * moments.cross_cov, rtol=tolerance, atol=1e-6)
 
 
 def test_one_row_has_no_spread() -> None:

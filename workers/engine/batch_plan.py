@@ -34,8 +34,9 @@ class BatchPlan:
         out: Tensor,
     ) -> None:
         """Enqueue one layer's attention to resident rows, tails and what is fetched. q, out: see `StepAttention`."""
-        near, tail = resident.source(layer_idx), tails[layer_idx]
-        self.attention.attend(q, near, tail, far.source(layer_idx), fetched, rows, out, far.spill(layer_idx))
+        near, source, spill = resident.source(layer_idx), far.source(layer_idx), far.spill(layer_idx)
+        moments = resident.moments(layer_idx)
+        self.attention.attend(q, near, tails[layer_idx], source, fetched, rows, out, spill, moments)
 
 
 def plan_batch(shape: EngineShape, batch_size: int, device: torch.device) -> BatchPlan:
@@ -52,6 +53,7 @@ def plan_batch(shape: EngineShape, batch_size: int, device: torch.device) -> Bat
         tail_capacity=shape.tail_capacity,
         softmax_scale=shape.softmax_scale,
         device=device,
+        estimate_rest=shape.search.estimate_rest,
     )
     first, second = (
         make_device_selection(batch_size, shape.num_index_heads, shape.max_top_k, device) for _ in range(2)

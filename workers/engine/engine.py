@@ -151,6 +151,7 @@ class Engine:
         kv = [artifact.layer_kv(layer_idx) for layer_idx in range(self.shape.num_layers)]
         if isinstance(self.far, DeviceRows):
             self.far.load(context_id, kv)
+            kv = self.far.layers(context_id)
         else:
             self._pinned[context_id] = self._pin(kv)
             kv = self._pinned[context_id].layers

@@ -50,6 +50,10 @@ class DeviceRows:
         self._addresses[:, context_id] = torch.tensor([layer.data_ptr() for layer in kept], dtype=torch.int64)
         self._lens[context_id] = kept[0].shape[1]
 
+    def layers(self, context_id: int) -> list[Tensor]:
+        """A context's KV, on the device."""
+        return self._kv[context_id]
+
     def unload(self, context_id: int) -> None:
         """Free a context's KV. No step may be in flight."""
         del self._kv[context_id]

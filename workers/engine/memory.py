@@ -39,6 +39,7 @@ def plan_memory(
         MemoryPart(name="the model's weights", device_bytes=weights if loaded.device.type == "cpu" else 0),
         MemoryPart(name="the requests' own KV", device_bytes=shape.tails_bytes),
         MemoryPart(name="the resident rows", device_bytes=shape.resident_bytes),
+        MemoryPart(name="the moments of the rows between", device_bytes=shape.moments_bytes),
         MemoryPart(name="kernels and their workspace", device_bytes=KERNELS_BYTES + working),
     ]
     if placement != "host":

@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
 
 from csattn.config import SearchConfig
 from csattn.errors import ConfigError
+from csattn.rest.device import moments_shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +36,6 @@ class EngineShape:
                 f"search_period is {self.search.search_period}, but a step on a GPU is one graph and always searches; "
                 "use search_period 1, or decode on the CPU"
             )
-        if self.search.estimate_rest:
-            raise ConfigError("estimate_rest is not done on a GPU; leave it out, or decode on the CPU")
 
     @property
     def max_top_k(self) -> int:
@@ -62,6 +62,14 @@ class EngineShape:
     @property
     def resident_bytes(self) -> int:
         return self.num_layers * self.num_contexts * self.num_kv_heads * self.max_resident_len * self.row_bytes
+
+    @property
+    def moments_bytes(self) -> int:
+        """What estimates of the rows that are not selected read, of all layers and contexts."""
+        if not self.search.estimate_rest:
+            return 0
+        of_layer = prod(moments_shape(self.num_kv_heads, self.head_dim)) * self.dtype.itemsize
+        return self.num_layers * self.num_contexts * of_layer
 
     def make_tails(self, device: torch.device) -> Tensor:
         """[num_layers, num_tails, num_kv_heads, tail_capacity, 2, head_dim]."""

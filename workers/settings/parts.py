@@ -238,7 +238,7 @@ SEARCH_WORDS = {
     "window_len": "Last rows of the context, and of the request's own, always read.",
     "lookahead": "1: search one layer ahead, on the predicted query. 0: on the query itself.",
     "search_period": "Search every so many steps; on a GPU always 1.",
-    "estimate_rest": "Estimate what the rows that are not read would add; not on a GPU.",
+    "estimate_rest": "Estimate what the rows that are not read would add.",
 }
 
 

@@ -1,6 +1,8 @@
 """Steps of every placement, the device's kernels run on the CPU where there is none: what they attend to, and where
 the rows come from."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,8 @@ from csattn.artifact import Artifact, open_artifact
 from csattn.attention import device as attention
 from csattn.config import SearchConfig, preset
 from csattn.errors import ConfigError
+from csattn.rest import moments_of
+from csattn.rest.device import moment_table
 from csattn.search import SearchPool
 from csattn.search.device import IndexShape, run, to_device
 from index_build.pipeline import build_artifact
@@ -19,6 +23,7 @@ from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
 from tests.tiny import loaded, token_ids
 from workers.engine import CachedRows, DeviceRows, EngineShape, SearchOnDevice, SearchOnHost
+from workers.engine.resident import ResidentRows
 from workers.model_runner import ModelRunner, take_weights
 from workers.session import csattn_session
 
@@ -57,8 +62,25 @@ def make_shape(config: SearchConfig) -> EngineShape:
 
 
 def test_what_a_gpu_does_not_do_is_refused() -> None:
-    with pytest.raises(ConfigError, match="estimate_rest is not done on a GPU; leave it out"):
-        make_shape(SearchConfig(estimate_rest=True))
+    with pytest.raises(ConfigError, match="always searches; use search_period 1"):
+        make_shape(SearchConfig(search_period=4))
+
+
+def test_moments_take_what_is_planned_and_are_those_of_the_context_at_hand() -> None:
+    shape = make_shape(SearchConfig(estimate_rest=True, sink_len=4, window_len=16))
+    resident = ResidentRows(shape, DEVICE)
+    held = [resident.moments(layer_idx) for layer_idx in range(shape.num_layers)]
+    assert sum(moments.table.nbytes for moments in held if moments is not None) == shape.moments_bytes
+    for context_len in (21, 300, 20, 3):
+        kv = [torch.randn(shape.num_kv_heads, context_len, 2, shape.head_dim) for _ in held]
+        resident.load(0, kv)
+        for moments, rows in zip(held, kv, strict=True):
+            assert moments is not None and moments.num_rows.tolist() == [max(0, context_len - 20)]
+            if context_len > 20:
+                want = moment_table(moments_of([rows[:, 4:-16]]), shape.softmax_scale, shape.dtype)
+                torch.testing.assert_close(moments.table[0].cpu(), want, rtol=1e-5, atol=1e-6)
+    without = make_shape(SearchConfig())
+    assert without.moments_bytes == 0 and ResidentRows(without, DEVICE).moments(0) is None
 
 
 def context_kv(artifact: Artifact, shape: EngineShape) -> list[torch.Tensor]:
@@ -116,10 +138,10 @@ def test_reading_everything_says_what_transformers_says(artifact) -> None:
     assert tokens == want[0, whole.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("num_slots", [7, 60])
-def test_where_the_rows_come_from_changes_no_bit(artifact, num_slots) -> None:
+@pytest.mark.parametrize(("num_slots", "estimate_rest"), [(7, False), (60, False), (60, True)])
+def test_where_the_rows_come_from_changes_no_bit(artifact, num_slots, estimate_rest) -> None:
     """Seven slots are too few for a step: most of its rows are read from where they are."""
-    config = SearchConfig(keep=0.1, window_len=16)
+    config = SearchConfig(keep=0.1, window_len=16, estimate_rest=estimate_rest)
     tokens, logits = decode(make_attention(artifact, config, None))
     cached = make_attention(artifact, config, num_slots)
     cached_tokens, cached_logits = decode(cached)
@@ -131,9 +153,22 @@ def test_where_the_rows_come_from_changes_no_bit(artifact, num_slots) -> None:
     assert seen.num_spilled > 0 if num_slots == 7 else seen.num_found > 0
 
 
-@pytest.mark.parametrize("lookahead", [0, 1])
-def test_the_search_on_the_host_chooses_the_same_rows(artifact, lookahead) -> None:
-    config = SearchConfig(keep=0.1, window_len=16, lookahead=lookahead)
+@pytest.mark.parametrize("keep", [0.1, 1.0])
+def test_the_rest_is_estimated_as_on_the_cpu(artifact, keep) -> None:
+    """By the session's definition; where everything is kept, it changes nothing."""
+    config = SearchConfig(keep=keep, window_len=16, estimate_rest=True)
+    _, logits = decode(make_attention(artifact, config, None))
+    ids = torch.from_numpy(QUESTION).long()[None]
+    with csattn_session(loaded(), artifact, config) as session, torch.inference_mode():
+        want = session.loaded.model(ids, past_key_values=session.request()).logits[0, -1]
+    torch.testing.assert_close(logits[0], want, rtol=2e-3, atol=2e-3)
+    _, without = decode(make_attention(artifact, replace(config, estimate_rest=False), None))
+    assert torch.allclose(logits, without, rtol=1e-4, atol=1e-4) == (keep == 1.0)
+
+
+@pytest.mark.parametrize(("lookahead", "estimate_rest"), [(0, False), (0, True), (1, True)])
+def test_the_search_on_the_host_chooses_the_same_rows(artifact, lookahead, estimate_rest) -> None:
+    config = SearchConfig(keep=0.1, window_len=16, lookahead=lookahead, estimate_rest=estimate_rest)
     shape = make_shape(config)
     kv = context_kv(artifact, shape)
     indexes = [artifact.layer_index(layer_idx) for layer_idx in range(shape.num_layers)]

@@ -1,0 +1,108 @@
+"""Attention on the device with an estimate of the rows that were not selected: agreement with the definition."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from csattn.attention import device
+from csattn.rest import Moments, moments_of
+from csattn.rest.device import moment_table
+from tests.attention.device_steps import Shape, Step, assert_close, attend_on_device, make_step
+from tests.cuda_on_cpu import emulated
+
+CONTEXTS = [(300, 20), (77, 40), (500, 1), (60, 0)]  # context_len and resident_len
+SMALL = Shape(num_q_heads=4, head_dim=32)
+COULD_BE_CHOSEN = [280, 37, 1_000_000, 60]
+# context, tail_len, top_k, of which the second head has one less
+MIXED = [(0, 5, 100), (1, 24, 17), (-1, 0, 0), (2, 1, 2), (0, 0, 1), (2, 3, 0), (1, 9, 38), (3, 0, 60)]
+
+
+def on_a_device(*values):
+    return pytest.param(*values, marks=pytest.mark.gpu)
+
+
+DTYPES = [torch.float32, on_a_device(torch.float16), on_a_device(torch.bfloat16)]
+
+
+@pytest.fixture(autouse=True)
+def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU where there is no device."""
+    emulator.stand_in(monkeypatch, device, multiprocessors=5)
+
+
+def make_moments(shape: Shape, seed: int, num_rows: int = 400) -> Moments:
+    """Of keys and values that are neither centred nor independent; rounded as they are for the device."""
+    generator = torch.Generator().manual_seed(seed)
+    width = 2 * shape.head_dim
+    mixed = torch.randn(shape.num_kv_heads, num_rows, width, generator=generator)
+    mixed = mixed @ (torch.randn(shape.num_kv_heads, width, width, generator=generator) / width**0.5)
+    offset = torch.randn(shape.num_kv_heads, 1, width, generator=generator)
+    moments = moments_of([(mixed + offset).view(shape.num_kv_heads, num_rows, 2, shape.head_dim)])
+    scale = shape.softmax_scale
+    table = moment_table(moments, scale, shape.dtype).float()
+    covs = [table[:, 2:, 0] / scale**2, table[:, 2:, 1].transpose(1, 2) / scale]
+    return Moments(np.concatenate([moments.table[:, :2], *covs], axis=1))
+
+
+def make_estimated(shape: Shape, batch: list[tuple[int, int, int]] = MIXED, size: float = 1.0) -> Step:
+    step = make_step(shape, CONTEXTS, batch, num_spilled=3)
+    moments = [(make_moments(shape, seed), num_rows) for seed, num_rows in enumerate(COULD_BE_CHOSEN)]
+    return replace(step, q=size * step.q, moments=moments)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("num_q_heads", "num_kv_heads", "num_index_heads", "head_dim"),
+    [(9, 3, 3, 64), (8, 2, 8, 16), (7, 1, 1, 80), on_a_device(8, 2, 2, 128), on_a_device(16, 2, 2, 256)],
+)
+def test_agrees_with_the_definition(
+    num_q_heads: int, num_kv_heads: int, num_index_heads: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    step = make_estimated(
+        Shape(
+            num_q_heads=num_q_heads,
+            num_kv_heads=num_kv_heads,
+            num_index_heads=num_index_heads,
+            head_dim=head_dim,
+            dtype=dtype,
+        )
+    )
+    want = step.wanted()
+    assert_close(attend_on_device(step), want)
+    assert (want - replace(step, moments=None).wanted()).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [0.0, 1e-3, 8.0, 60.0])
+def test_agrees_for_queries_of_any_size(size: float, dtype: torch.dtype) -> None:
+    """Whose logits are all the same, and whose largest ones are far from the rest."""
+    step = make_estimated(replace(SMALL, dtype=dtype), size=size)
+    assert_close(attend_on_device(step), step.wanted())
+
+
+def test_keys_without_a_spread() -> None:
+    step = make_estimated(SMALL)
+    moments = [(make_moments(step.shape, seed, num_rows=1), n) for seed, (_, n) in enumerate(step.moments or ())]
+    step = replace(step, moments=moments)
+    assert_close(attend_on_device(step), step.wanted())
+
+
+@pytest.mark.parametrize("top_k", [1, 50, 259, 260])
+def test_alone_the_estimate_is_all_that_is_said(top_k: int) -> None:
+    """Where selected rows weigh nothing, any error of its size would show in its direction only."""
+    shape = replace(SMALL, max_top_k=300)
+    step = make_step(shape, [(261, 0)], [(0, 0, top_k)])
+    step.far[0][:, :, 0] *= 0.0
+    step.far[0][:, :, 1] *= 0.0
+    moments = make_moments(shape, 5)
+    step = replace(step, moments=[(moments, 261)])
+    assert_close(attend_on_device(step), step.wanted())
+
+
+def test_a_rows_bits_do_not_depend_on_the_batch() -> None:
+    step = make_estimated(SMALL)
+    whole = attend_on_device(step)
+    for batch_rows in ([0], [3], [4, 1], [2, 6, 0, 0, 1, 7]):
+        assert torch.equal(attend_on_device(step.take(batch_rows)), whole[batch_rows])

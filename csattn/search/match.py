@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from csattn.jit import exact_kernel
 from csattn.search.lanes import fma, larger
-from csattn.search.simd import F32x16, F64x16, convert, fill, load, narrow, prefetch_early, store
+from csattn.search.simd import F32x16, F64x16, convert, fill, load, prefetch_early, store
 
 LANES = 16
 
@@ -93,7 +93,7 @@ def pool_queries(
         for row in range(len(norms)):
             if norms[row] > 0.0:
                 sums += load(F64x16, q, row * head_dim + i) / fill(F64x16, norms[row])
-        store(pooled, i, convert(F64x16, narrow(F32x16, sums)))
+        store(pooled, i, convert(F64x16, convert(F32x16, sums)))
     for i in range(whole, head_dim):
         total = 0.0
         for row in range(len(norms)):
@@ -152,8 +152,8 @@ def rotate(
                 at, of_q = i * head_dim + first, fill(F64x16, q[np.uint64(row * head_dim + i)])
                 sums = fma(of_q, convert(F64x16, load(F32x16, query_basis, at + j)), sums)
                 sums_right = fma(of_q, convert(F64x16, load(F32x16, query_basis, at + right)), sums_right)
-            store(rotated, row * width + j, convert(F64x16, narrow(F32x16, sums)))
-            store(rotated, row * width + right, convert(F64x16, narrow(F32x16, sums_right)))
+            store(rotated, row * width + j, convert(F64x16, convert(F32x16, sums)))
+            store(rotated, row * width + right, convert(F64x16, convert(F32x16, sums_right)))
         for j in range(whole, width):
             total = 0.0
             for i in range(head_dim):

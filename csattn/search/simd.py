@@ -3,9 +3,6 @@
 LLVM's own vector types carry the code to any machine: what is wider than the machine's registers is split, and but
 for `lanes.add_dots` no instruction is named. Loads and stores need no alignment and check no bounds. Integers wrap
 around; floats round at each operation.
-
-Numba's cache looks at the file of the kernel only: after a change in here, kernels elsewhere must be recompiled
-by hand (remove the `__pycache__` folders).
 """
 
 import operator
@@ -178,28 +175,18 @@ def lane_numbers(typing_context, vector):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def convert(typing_context, vector, value):  # type: ignore[no-untyped-def]
-    """Each lane's value in another element type: integer to wider integer, integer to float, float to wider float."""
+    """Each lane's value in another element type: integer to wider integer, integer to float, float to float."""
     sig = vector.instance_type(vector, value)
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         source, target = sig.args[1], sig.return_type
         if source.is_float:
-            return builder.fpext(args[1], target.llvm_type())
+            to_float = builder.fptrunc if target.element < source.element else builder.fpext
+            return to_float(args[1], target.llvm_type())
         if target.is_float:
             return builder.sitofp(args[1], target.llvm_type())
         extend = builder.sext if source.element.signed else builder.zext
         return extend(args[1], target.llvm_type())
-
-    return sig, generate
-
-
-@intrinsic
-def narrow(typing_context, vector, value):  # type: ignore[no-untyped-def]
-    """Each lane's value as the narrower float nearest to it."""
-    sig = vector.instance_type(vector, value)
-
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        return builder.fptrunc(args[1], sig.return_type.llvm_type())
 
     return sig, generate
 

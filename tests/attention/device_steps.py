@@ -1,7 +1,7 @@
 """Steps for tests of attention on the device: contexts, tails and selections of awkward lengths, poisoned with NaN."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -64,19 +64,17 @@ class Step:
     def take(self, batch_rows: Sequence[int]) -> "Step":
         """The same contexts and tails with these rows of the batch."""
         at = list(batch_rows)
-        rows = (
-            self.rows.token_ids,
-            self.rows.positions,
-            self.rows.context_ids,
-            self.rows.tail_ids,
-            self.rows.tail_lens,
-        )
         return replace(
             self,
             q=self.q[at],
             far_rows=DeviceSelection(self.far_rows.kv_indices[at], self.far_rows.valid_len[at]),
-            rows=StepRows(*(x[at] for x in rows)),
+            rows=change_rows(self.rows, lambda x: x[at]),
         )
+
+
+def change_rows(rows: StepRows, change: Callable[[Tensor], Tensor]) -> StepRows:
+    """Rows with each of their tensors changed so."""
+    return StepRows(*(change(getattr(rows, field.name)) for field in fields(rows)))
 
 
 def make_kv(shape: Shape, num_rows: int) -> Tensor:
@@ -165,14 +163,7 @@ class OnDevice:
         self.far_rows = DeviceSelection(
             step.far_rows.kv_indices.to(self.device), step.far_rows.valid_len.to(self.device)
         )
-        parts = (
-            step.rows.token_ids,
-            step.rows.positions,
-            step.rows.context_ids,
-            step.rows.tail_ids,
-            step.rows.tail_lens,
-        )
-        self.rows = StepRows(*(x.to(self.device) for x in parts))
+        self.rows = change_rows(step.rows, lambda x: x.to(self.device))
         self.moments = device_moments(step, self.device) if step.moments is not None else None
         self.out = torch.full_like(self.q, torch.nan)
 

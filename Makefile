@@ -71,7 +71,7 @@ test: $(DEV_STAMP)
 check: $(DEV_STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy $(PACKAGES)
+	$(BIN)/mypy $(PACKAGES) bench
 	$(BIN)/python -m pytest -q tests/test_imports.py
 
 format: $(DEV_STAMP)

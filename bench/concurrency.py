@@ -90,7 +90,7 @@ def build_context(loaded: LoadedModel, context_len: int, store: Path) -> None:
         config = replace(config, kmeans="torch")
     ids = np.resize(text, context_len).astype(np.int32)
     report = build_artifact(loaded, ids, config, store, notes={"wrapping": "none"})
-    name_artifact(store, NAME, report.artifact_id)
+    name_artifact(store, NAME, report.artifact_id, "bfloat16")
 
 
 def settings_for(store: Path, placement: Any, num_streams: int) -> Settings:

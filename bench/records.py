@@ -24,7 +24,7 @@ class Records:
 
     @property
     def cases(self) -> list[Case]:
-        return self.content["cases"]  # type: ignore[no-any-return]
+        return self.content["cases"]
 
     def key_of(self, case: Case) -> tuple[Any, ...]:
         return tuple(case.get(name) for name in self._key)
@@ -48,4 +48,4 @@ class Records:
 
 
 def load_cases(path: Path) -> list[Case]:
-    return json.loads(path.read_text())["cases"]  # type: ignore[no-any-return]
+    return json.loads(path.read_text())["cases"]

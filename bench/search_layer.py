@@ -193,7 +193,9 @@ def measure_case(
 def main(json_path: Path | None, context_len: int, thread_counts: list[int], seconds: float) -> None:
     peaks = {n: read_bandwidth_gbps(n) for n in thread_counts}
     print("read bandwidth:", ", ".join(f"{n} threads {gbps:.1f} GB/s" for n, gbps in peaks.items()), flush=True)
-    results, indexes, spread = [], [], -1
+    results = []
+    indexes: list[LayerIndex] = []
+    spread = -1
     for apart, alike, pooled in CASES:
         if apart != spread:
             indexes, spread = [], apart  # the old ones go before the new ones come

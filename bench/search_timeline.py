@@ -76,7 +76,7 @@ def _words(address: int) -> Any:
 def _noting_stage(stage: int, target: int, notes_address: int) -> Any:
     """A stage that calls another. Compiled anew each time: it has addresses of this process in it."""
 
-    @cfunc(types.int64(types.int64, types.int64, types.int64, types.int64), nopython=True)  # type: ignore[untyped-decorator]
+    @cfunc(types.int64(types.int64, types.int64, types.int64, types.int64), nopython=True)
     def note(search: int, scratch: int, job: int, piece: int) -> int:
         notes = array_at(notes_address, NOTE_WORDS * (MAX_NOTES + 1), np.int64(0))
         begin = now_ns()

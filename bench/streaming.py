@@ -162,7 +162,7 @@ def definition(loaded: LoadedModel, ids: Tensor, config: StreamConfig) -> Tensor
                 k, v = k[:, :, stays], v[:, :, stays]
             rows.append((k, v))
         kept = rows
-        return logits  # type: ignore[no-any-return]
+        return logits
 
     return nll(step, ids, 1)
 

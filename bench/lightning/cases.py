@@ -55,7 +55,7 @@ def _all_cases() -> Iterator[Case]:
         for variant in ("csattn", "csattn fp8"):
             yield Case(table=2, kind="recall", variant=variant, num_tokens=tokens, query_chunk=None, key_chunk=None)
     for table, top_k, dim in ((3, 512, 4096), (4, 1024, 7168)):
-        sized = {"table": table, "kind": "time", "top_k": top_k, "dim": dim}
+        sized: dict[str, Any] = {"table": table, "kind": "time", "top_k": top_k, "dim": dim}
         yield Case(**sized, variant="materialised", num_tokens=32 * K)
         for tokens in (32 * K, 64 * K, 128 * K, 256 * K, 512 * K, 1024 * K, 2048 * K):
             yield from _timed(sized, tokens, published=tokens <= 1024 * K)

@@ -255,7 +255,7 @@ class Step:
             top_k(self.scores, TOP_K, inputs.seq_lens, order="position", out=decoder.indices, **paged)
         elif part == "attend":
             rows = ckv.flatten(0, 1), kpe.flatten(0, 1)
-            results = {"out": decoder.out, "lse": decoder.lse}
+            results: dict[str, Any] = {"out": decoder.out, "lse": decoder.lse}
             sparse_mla(decoder.q_nope, decoder.q_pe, *rows, decoder.indices, SCALE, **results)
         else:
             decoder.step(inputs.cache, ckv, kpe)

@@ -106,7 +106,7 @@ def _trial(prefix: int, keys: str, variant: str, sizes: Sizes, device: str) -> T
         configs = sizes.configs_of(prefix)
         config = configs.get(variant, configs["HISA"])
         blocked = BlockedKeys.of_operands(operands, config.block_size)
-        arguments: tuple[Any, ...] = (operands.q, operands.weights, blocked, lens, sizes.k)
+        arguments = (operands.q, operands.weights, blocked, lens, sizes.k)
         exact = choose_keys(operands, sizes.k, host_lens).indices
         if variant == "block-sparse":
             config = HisaConfig(block_size=config.block_size, num_blocks=sizes.k // config.block_size)

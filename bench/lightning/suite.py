@@ -1,7 +1,7 @@
 """What the suites `topk`, `decode` and `hisa` share: trials that are gated, timed in graphs, and kept as they come."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ class Prepared:
     """Inputs are made, nothing has been measured."""
 
     faults: Callable[[], list[str]]  # what is wrong with the results
-    calls: list[Call]  # one call each on inputs of its own; captured together
+    calls: Sequence[Call]  # one call each on inputs of its own; captured together
     figures: dict[str, Any] = field(default_factory=dict)  # to keep beside the time
     graph: bool = True  # whether the calls may be captured
 

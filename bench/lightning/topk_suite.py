@@ -1,13 +1,14 @@
 """Exact top-k of rows of scores, beside torch.topk: random scores, and those that wrong selections lose winners on."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from bench.lightning.suite import Prepared, Trial
 from csattn.lightning.order import top_k_reference
-from csattn.lightning.topk import top_k
+from csattn.lightning.topk import Order, top_k
 
 SIZES = (  # rows, length, k
     (1, 131072, 2048),
@@ -44,8 +45,8 @@ def _trial(case: str, rows: int, length: int, k: int, variant: str, device: str)
         num_sets = 1 if device == "cpu" else min(16, max(1, -(-4 * L2_BYTES // (rows * length * 4))))
         sets = [make_scores(case, rows, length, device) for _ in range(num_sets)]
         if variant == "torch.topk":
-            return Prepared(list, [lambda scores=scores: scores.topk(k) for scores in sets])
-        order = "position" if variant.endswith("position") else "score"
+            return Prepared(list, [partial(torch.topk, scores, k) for scores in sets])
+        order: Order = "position" if variant.endswith("position") else "score"
         outs = [torch.empty(rows, k, dtype=torch.int32, device=device) for _ in sets]
 
         def faults() -> list[str]:
@@ -55,12 +56,12 @@ def _trial(case: str, rows: int, length: int, k: int, variant: str, device: str)
                 want = top_k_reference(scores[some], k, torch.full((len(scores[some]),), length, device=device))
                 want = want.sort(dim=1).values if order == "position" else want
                 for _ in range(3):
-                    top_k(scores, k, order=order, out=out)  # type: ignore[arg-type]
+                    top_k(scores, k, order=order, out=out)
                     wrong += [] if torch.equal(out[some], want) else ["a selection differs from the definition"]
             return wrong
 
-        calls = [lambda s=s, o=o: top_k(s, k, order=order, out=o) for s, o in zip(sets, outs, strict=True)]
-        return Prepared(faults, calls)  # type: ignore[arg-type]
+        calls = [partial(top_k, scores, k, order=order, out=out) for scores, out in zip(sets, outs, strict=True)]
+        return Prepared(faults, calls)
 
     name = f"{rows} rows of {length}, k {k}"
     return Trial("topk", name, variant, case, prepare, moved_bytes=rows * (length + k) * 4)

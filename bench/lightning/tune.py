@@ -5,6 +5,7 @@ Every cut is compiled, which takes longer than to measure it: about four minutes
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,10 +39,10 @@ def tune(num_tokens: int, shape: Shape) -> None:
         usual = Scorer.for_operands(operands)
         scorers = [usual, *(Scorer.in_triton(shape.num_heads, cut) for cut in SHAPES)]
         print(f"{operands.q.dtype}, {num_tokens} tokens: scores of the last {QUERIES} queries, TFLOP/s")
-        _ranked(scorers, lambda tried, of=operands: _score_rate(of, tried), best=max)
+        _ranked(scorers, partial(_score_rate, operands), best=max)
         print("all of it by contenders, k 512, ms")
         listing = [scorer for scorer in scorers if scorer.shape is None or scorer.shape in LISTING_SHAPES]
-        _ranked(listing, lambda tried, of=operands: _listed_ms(of, tried), best=min)
+        _ranked(listing, partial(_listed_ms, operands), best=min)
         for k in (512, 1024):
             print(f"k {k}: {_both_ways(operands, k)}", flush=True)
 

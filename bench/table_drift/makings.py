@@ -76,7 +76,8 @@ def row_makings(
 ) -> tuple[dict[str, list[Part]], dict[str, float]]:
     """Every making of an index of rows, and the seconds that those took which cluster."""
     index = layer.index_of(slice(0, context_len), config, threads)
-    num_keys, seconds = context_len + tail_len, {}
+    num_keys = context_len + tail_len
+    seconds: dict[str, float] = {}
     makings = {"streamed": [Part(index, tail_of(index, layer.k[:, context_len:num_keys]))]}
     if not tail_len:
         return makings, seconds

@@ -84,7 +84,7 @@ def ratio_tables(cases: list[Case]) -> list[str]:
 
 def method(case: Case) -> str:
     """A name that tells our placements and schedules apart."""
-    name = NAMES.get(case["variant"], case["variant"])
+    name = NAMES.get(case["variant"], str(case["variant"]))
     if case["variant"] in RIVALS:
         return name
     ahead = "" if case["schedule"] == "every step" else f", {case['schedule']}"

@@ -12,7 +12,7 @@ NO_ROW = tl.constexpr(-1e30)  # the largest logit where there is none
 
 
 @triton.jit
-def attend_parts(
+def attend_parts(  # type: ignore[no-untyped-def]
     q_ptr,  # [batch_size, num_q_heads, HEAD_DIM]
     kept_ptr,  # [num_contexts, num_kv_heads, num_kept, 2, HEAD_DIM]
     tails_ptr,  # [num_tails, num_kv_heads, tail_capacity, 2, HEAD_DIM]
@@ -77,7 +77,7 @@ def attend_parts(
 
 
 @triton.jit
-def finish(
+def finish(  # type: ignore[no-untyped-def]
     parts_ptr,  # of `attend_parts`
     far_ptr,  # [batch_size, num_q_heads, HEAD_DIM + 2] float32: one more part; read where HAS_FAR
     logits_ptr,

@@ -1,11 +1,14 @@
 """How many tokens a second does one device give when more and more requests share one long context?
 
     python -m bench.concurrency --out FILE [--shape llama-3.1-8b] [--context 65535] [--placements hybrid,host]
+        [--preset pooled]
     python -m bench.concurrency --show FILE --plot PNG
 
 The service's own backend, without HTTP: scheduler, engine, and an artifact that is built here, of a model with random
-weights. Every request asks its own question and decodes so many tokens; a figure is all of them over the time from the
-first request to the last token. Gate: every request gets all its tokens, and the device's memory stays what it was.
+weights, whose attention has no favourites: rows change from step to step as no real model's do. Every request asks its
+own question and decodes so many tokens. `tokens_per_s`: the answers' tokens over the time from the first request to the
+last token, questions included; `decoded_per_s`: by the service's own times per token, after the first ones.
+Gate: every request gets all its tokens, and the device's memory stays what it was.
 """
 
 import argparse
@@ -48,6 +51,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--context", type=int, default=65535)
     parser.add_argument("--placements", default="hybrid,host")
+    parser.add_argument("--preset", default="pooled")
     parser.add_argument("--streams", default=",".join(map(str, STREAMS)))
     parser.add_argument("--tokens", type=int, default=64)
     arguments = parser.parse_args()
@@ -60,7 +64,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         store = Path(scratch)
         loaded = random_model(arguments.shape, arguments.layers, device, byte_tokenizer())
-        build_context(loaded, arguments.context, store)
+        build_context(loaded, arguments.context, arguments.preset, store)
+        loaded.model.to("cpu")  # where a service loads it: the engine has a copy of its own
+        torch.cuda.empty_cache()
         print(f"built after {time.perf_counter() - started:.0f} s", flush=True)
         cases: list[dict[str, Any]] = []
         for placement in arguments.placements.split(","):
@@ -71,6 +77,7 @@ def main() -> None:
             torch.cuda.empty_cache()
     name = torch.cuda.get_device_name() if device == "cuda" else None
     facts = {"shape": arguments.shape, "layers": loaded.geometry.num_layers, "context_len": arguments.context}
+    facts["preset"] = arguments.preset
     finish({"name": "concurrency", "machine": {**machine(), "gpu": name}, **facts, "cases": cases}, arguments.out)
 
 
@@ -83,9 +90,9 @@ def byte_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
 
 
-def build_context(loaded: LoadedModel, context_len: int, store: Path) -> None:
+def build_context(loaded: LoadedModel, context_len: int, preset_name: str, store: Path) -> None:
     text = np.frombuffer(TEXT.read_bytes(), np.uint8)
-    config = preset("default", loaded.geometry.head_dim)
+    config = preset(preset_name, loaded.geometry.head_dim)
     if loaded.device.type == "cuda":
         config = replace(config, kmeans="torch")
     ids = np.resize(text, context_len).astype(np.int32)
@@ -110,38 +117,42 @@ async def measure(loaded: LoadedModel, settings: Settings, streams: list[int], n
         await ask(backend, 0, 2)
         load_s = time.perf_counter() - started
         for num_streams in streams:
-            before, hits_before = memory_bytes(), engine.counts()
+            device_bytes, before = memory_bytes(), await sums(backend)
             started = time.perf_counter()
-            told = await asyncio.gather(*(ask(backend, number, num_tokens) for number in range(num_streams)))
+            counts = await asyncio.gather(*(ask(backend, number, num_tokens) for number in range(num_streams)))
             wall_s = time.perf_counter() - started
-            gate(all(count == num_tokens for count, _ in told), f"tokens are missing: {[count for count, _ in told]}")
-            gate(memory_bytes() == before, "the device's memory has changed")
-            hits = engine.counts()
-            lookups = hits.slot_lookups - hits_before.slot_lookups
+            gate(all(count == num_tokens for count in counts), f"tokens are missing: {counts}")
+            gate(memory_bytes() == device_bytes, "the device's memory has changed")
+            sum_of = {name: value - before[name] for name, value in (await sums(backend)).items()}
+            lookups = sum_of["csattn_slot_lookups_total"]
             cases.append(
                 {
                     "streams": num_streams,
                     "tokens_per_s": round(num_streams * num_tokens / wall_s, 1),
-                    "first_token_s": round(max(first - started for _, first in told), 3),
-                    "device_bytes": before,
-                    "slot_hit_rate": round((hits.slot_hits - hits_before.slot_hits) / lookups, 3) if lookups else None,
+                    "decoded_per_s": round(num_streams**2 / sum_of["csattn_tpot_seconds_sum"], 1),
+                    "first_token_s": round(sum_of["csattn_ttft_seconds_sum"] / num_streams, 3),
+                    "device_bytes": device_bytes,
+                    "slot_hit_rate": round(sum_of["csattn_slot_hits_total"] / lookups, 3) if lookups else None,
                     "load_s": round(load_s, 1),
                 }
             )
     return cases
 
 
-async def ask(backend: LocalBackend, number: int, num_tokens: int) -> tuple[int, float]:
-    """Tokens that came, and when the first did."""
+async def sums(backend: LocalBackend) -> dict[str, float]:
+    """What the service has counted so far, by Prometheus' names."""
+    return {sample.name: sample.value for metric in await backend.metrics() for sample in metric.samples}
+
+
+async def ask(backend: LocalBackend, number: int, num_tokens: int) -> int:
+    """Tokens that came."""
     question = f"{number:04d} " * (QUESTION_CHARS // 5)
     asked = Ask(request_id=str(number), context=NAME, prompt=question, sampling=Sampling(max_new_tokens=num_tokens))
-    first = 0.0
     async with aclosing(backend.generate(asked)) as events:
         async for event in events:
-            first = first or time.perf_counter()
             if isinstance(event, Done):
-                return event.new_tokens, first
-    return 0, first
+                return event.new_tokens
+    return 0
 
 
 def memory_bytes() -> int:
@@ -160,9 +171,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
         cases = [case for case in result["cases"] if case["placement"] == placement]
         if cases:
             numbers = [case["streams"] for case in cases]
-            speed.plot(numbers, [case["tokens_per_s"] for case in cases], "o-", color=color, label=placement)
+            speed.plot(numbers, [case["decoded_per_s"] for case in cases], "o-", color=color, label=placement)
             memory.plot(numbers, [case["device_bytes"] / 1e9 for case in cases], "o-", color=color, label=placement)
-    for axes, title in ((speed, "tokens a second, all requests together"), (memory, "GB of device memory")):
+    for axes, title in ((speed, "tokens a second decoded, all requests together"), (memory, "GB of device memory")):
         axes.set_xscale("log", base=2)
         axes.set_xticks(numbers, [str(number) for number in numbers])
         axes.set_title(title, loc="left", fontsize=11)
@@ -172,7 +183,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
         axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
     speed.legend(frameon=False)
     device = result["machine"]["gpu"] or "CPU"
-    title = f"One context of {result['context_len']:,} tokens, shared. {result['shape']}, {device}"
+    title = (
+        f"One context of {result['context_len']:,} tokens, shared. {result['shape']}, `{result['preset']}`, {device}"
+    )
     figure.suptitle(title, x=0.01, ha="left")
     figure.savefig(path, dpi=130)
 

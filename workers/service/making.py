@@ -17,6 +17,9 @@ from workers.serving.step_engine import StepEngine
 from workers.settings import EngineSettings, Settings
 
 
+QUESTION_ROWS = 16  # that a step has at least: however few requests there may be, questions come in such pieces
+
+
 def make_backend(settings: Settings, launch: Launch) -> LocalBackend:
     """Load the model, which takes seconds. Raises a sentence where something that is set cannot be had.
 
@@ -38,12 +41,13 @@ def make_backend(settings: Settings, launch: Launch) -> LocalBackend:
 def make_engine(settings: Settings, loaded: LoadedModel, searcher: WorkerSearcher | None) -> StepEngine:
     """The engine of the placement that is set. searcher: of the placement cpu; without one, its own threads search."""
     engine, num_requests = settings.engine, settings.limits.max_concurrent_requests
+    max_rows = max(num_requests, QUESTION_ROWS)
     if engine.placement != "cpu":
         return GpuEngine(
             loaded,
             settings.search,
             engine.placement,
-            max_rows=min(num_requests, MAX_ROWS),
+            max_rows=min(max_rows, MAX_ROWS),
             num_slots=num_requests,
             tail_capacity=engine.tail_capacity,
             num_contexts=engine.num_contexts,
@@ -53,7 +57,7 @@ def make_engine(settings: Settings, loaded: LoadedModel, searcher: WorkerSearche
         )
     return CpuEngine(
         loaded,
-        max_rows=num_requests,
+        max_rows=max_rows,
         num_slots=num_requests,
         tail_capacity=engine.tail_capacity,
         num_threads=engine.num_threads,

@@ -16,7 +16,6 @@ from workers.serving.local import LocalBackend
 from workers.serving.step_engine import StepEngine
 from workers.settings import EngineSettings, Settings
 
-
 QUESTION_ROWS = 16  # that a step has at least: however few requests there may be, questions come in such pieces
 
 

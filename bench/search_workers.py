@@ -25,6 +25,7 @@ from tests.artifact.synthetic import build, make_spec
 from workers.engine.searcher import RowSearch
 from workers.searchers.share_searcher import index_of_heads
 from workers.searchers.shares import shares_of
+from workers.searchers.worker import choose_cpus
 from workers.searchers.worker_searcher import WorkerSearcher
 
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 6, 4, 64  # two query heads for each
@@ -159,7 +160,7 @@ def measure_losses(searcher: WorkerSearcher, artifact: Artifact, step: RowSearch
 def measure(artifact: Artifact, num_workers: int, num_rows: int, seconds: float, num_kills: int) -> dict[str, Any]:
     step = make_step(artifact, num_rows)
     result: dict[str, Any] = {"workers": num_workers, "rows": num_rows}
-    with WorkerSearcher(num_workers) as searcher:
+    with WorkerSearcher(num_workers, cpus=choose_cpus(num_workers)) as searcher:
         searcher.load(0, artifact)
         workers = by_workers(searcher)
         check(workers, artifact, step)

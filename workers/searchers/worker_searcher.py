@@ -235,7 +235,7 @@ def choose_spins(num_cpus: int, num_threads: int) -> tuple[float, float]:
     the client computes: at least half of the cores must be left alone by them.
     """
     own_us = OWN_SPIN_US if num_cpus > num_threads else 0.0
-    return own_us, WORKER_SPIN_US if num_cpus >= 2 * (num_threads + 1) else 0.0
+    return own_us, WORKER_SPIN_US if num_cpus >= 2 * num_threads else 0.0
 
 
 def _require_sizes(num_workers: int, threads_per_worker: int, cpus: Sequence[int] | None) -> None:

@@ -11,6 +11,7 @@ from workers.engine.cpu_engine import CpuEngine
 from workers.engine.engine import require_device
 from workers.engine.gpu_engine import MAX_ROWS, GpuEngine
 from workers.searchers.keeper import Launch
+from workers.searchers.worker import choose_cpus
 from workers.searchers.worker_searcher import WorkerSearcher
 from workers.serving.local import LocalBackend
 from workers.serving.step_engine import StepEngine
@@ -27,7 +28,7 @@ def make_backend(settings: Settings, launch: Launch) -> LocalBackend:
     _require_engine(settings.engine)
     torch.set_num_threads(settings.engine.num_threads or available_cpus())
     with ThreadPoolExecutor(1) as pool:  # search workers come up while the model is loaded
-        coming = pool.submit(_make_searcher, settings.engine, launch)
+        coming = pool.submit(make_searcher, settings, launch)
         try:
             loaded = load_model(settings.model.name, settings.build.dtype)
         except BaseException:
@@ -35,6 +36,17 @@ def make_backend(settings: Settings, launch: Launch) -> LocalBackend:
                 searcher.close()
             raise
     return LocalBackend(make_engine(settings, loaded, coming.result()), loaded, settings)
+
+
+def make_searcher(settings: Settings, launch: Launch) -> WorkerSearcher | None:
+    """The search workers that are set, up and connected; None where threads search."""
+    engine, num_workers = settings.engine, settings.engine.num_search_workers
+    if not num_workers:
+        return None
+    threads_each = max(1, (engine.num_threads or available_cpus()) // num_workers)
+    # several attention workers may stand on one machine, and would choose the same CPUs
+    cpus = choose_cpus(num_workers * threads_each) if settings.ray.num_attention_workers == 1 else None
+    return WorkerSearcher(num_workers, threads_per_worker=threads_each, cpus=cpus, launch=launch)
 
 
 def make_engine(settings: Settings, loaded: LoadedModel, searcher: WorkerSearcher | None) -> StepEngine:
@@ -63,13 +75,6 @@ def make_engine(settings: Settings, loaded: LoadedModel, searcher: WorkerSearche
         searcher=searcher,
         kv_format=engine.kv_format,
     )
-
-
-def _make_searcher(engine: EngineSettings, launch: Launch) -> WorkerSearcher | None:
-    if not engine.num_search_workers:
-        return None
-    threads_each = max(1, (engine.num_threads or available_cpus()) // engine.num_search_workers)
-    return WorkerSearcher(engine.num_search_workers, threads_per_worker=threads_each, launch=launch)
 
 
 def _require_engine(engine: EngineSettings) -> None:

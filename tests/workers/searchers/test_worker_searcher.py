@@ -159,7 +159,7 @@ def test_spinning_and_sleeping_choose_the_same(store: Path) -> None:
 
 @pytest.mark.parametrize(
     ("num_cpus", "num_threads", "client_spins", "workers_spin"),
-    [(1, 1, False, False), (2, 1, True, False), (2, 2, False, False), (4, 1, True, True), (16, 8, True, False)],
+    [(1, 1, False, False), (2, 1, True, True), (2, 2, False, False), (16, 8, True, True), (16, 9, True, False)],
 )
 def test_nobody_spins_where_cores_are_few(num_cpus, num_threads, client_spins, workers_spin) -> None:
     client_us, worker_us = choose_spins(num_cpus, num_threads)

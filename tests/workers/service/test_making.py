@@ -3,8 +3,10 @@
 import pytest
 
 from tests.tiny import loaded
-from workers.service.making import QUESTION_ROWS, make_engine
-from workers.settings import EngineSettings, LimitSettings, Settings
+from tests.workers.searchers.searching import Threads
+from workers.searchers.worker import choose_cpus
+from workers.service.making import QUESTION_ROWS, make_engine, make_searcher
+from workers.settings import EngineSettings, LimitSettings, RaySettings, Settings
 
 
 @pytest.mark.parametrize(("num_requests", "max_rows"), [(1, QUESTION_ROWS), (QUESTION_ROWS + 4, QUESTION_ROWS + 4)])
@@ -19,3 +21,17 @@ def test_a_step_has_rows_for_a_piece_of_a_question_however_few_requests_there_ma
         assert (engine.max_rows, engine.num_slots) == (max_rows, num_requests)
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("num_attention_workers", [1, 2])
+def test_search_workers_of_the_only_attention_worker_keep_to_cpus(num_attention_workers: int) -> None:
+    launch = Threads()
+    settings = Settings(
+        engine=EngineSettings(num_search_workers=1, num_threads=1),
+        ray=RaySettings(num_attention_workers=num_attention_workers),
+    )
+    searcher = make_searcher(settings, launch)
+    assert searcher is not None
+    searcher.close()
+    [worker] = launch.started
+    assert worker.worker.spec.cpus == (choose_cpus(1) if num_attention_workers == 1 else None)

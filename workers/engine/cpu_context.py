@@ -26,7 +26,7 @@ class CpuContext:
     coded: CodedStore | None  # None: steps attend to kv
     next_queries: list[NDArray[np.float32] | None]  # per layer: what predicts the layer's queries; none for the first
     num_index_heads: int
-    # per layer, what selectors have made of the context: made for the first request that asks for one, kept for all
+    # per layer, what selectors have made of the context: made before the first request with one, kept for all
     prepared: dict[SelectorName, list[Prepared]] = field(default_factory=dict)
     # per layer, for estimates of rows that are not read: by which rows may be chosen, made likewise
     moments: dict[tuple[int, int], list[Moments]] = field(default_factory=dict)
@@ -40,13 +40,10 @@ class CpuContext:
     def context_len(self) -> int:
         return int(self.kv[0].shape[1])
 
-    def moments_of(self, middle: slice) -> list[Moments]:
+    def moments_of(self, rows: slice) -> list[Moments]:
         """Of these rows, as steps attend to them, per layer."""
-        rows = middle.start, middle.stop
-        if rows not in self.moments:
-            store = self.store
-            self.moments[rows] = [moments_of(store.stream(layer_idx, middle)) for layer_idx in range(len(self.kv))]
-        return self.moments[rows]
+        store = self.store
+        return [moments_of(store.stream(layer_idx, rows)) for layer_idx in range(len(self.kv))]
 
     @property
     def kv_bytes(self) -> int:

@@ -2,8 +2,10 @@
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
+from threading import Lock
 from types import TracebackType
 from typing import Self
 
@@ -18,15 +20,15 @@ from csattn.cpus import available_cpus
 from csattn.errors import ConfigError, ContextError
 from csattn.models import LoadedModel
 from csattn.selector_names import SelectorName
-from csattn.selectors import ContextView, Selector, estimates_rest, prepare, selector_for
+from csattn.selectors import ContextView, estimates_rest, selector_for
 from offload.codecs.formats import KvFormat
-from workers.context_layers import context_layers
 from workers.cpu_model.model import CpuModel
 from workers.engine.cpu_context import CpuContext, CpuRequest, open_context
 from workers.engine.fidelity import fidelity
 from workers.engine.on_cpu import AttendOnCpu
 from workers.engine.plain_rows import PlainRows
 from workers.engine.pool_searcher import PoolSearcher
+from workers.engine.preparation import Preparation
 from workers.engine.row_plan import RowPlan, plan_rows
 from workers.engine.searcher import Searcher
 from workers.engine.slots import require_free_slot, require_new_context, require_room, require_unused, seen_lens
@@ -69,6 +71,7 @@ class CpuEngine:
         self._contexts: dict[int, CpuContext] = {}
         self._requests: dict[int, CpuRequest] = {}
         self._planned: tuple[tuple[int, ...], RowPlan] | None = None  # the last step's slots and their plan
+        self._making = Lock()  # one preparation at a time
         self._search_s = self._attend_s = 0.0
 
     def __repr__(self) -> str:
@@ -94,17 +97,18 @@ class CpuEngine:
         self._searcher.unload(context_id)
         del self._contexts[context_id]
 
+    def preparation(self, context_id: int, config: SearchConfig, selector: SelectorName) -> Callable[[], None] | None:
+        """Another selector than csattn, or an estimate of the rest, makes something of all of the context's rows."""
+        wanted = self._wanted(context_id, config, selector)
+        return None if wanted.is_made else partial(self._make, wanted)
+
     def open(self, slot: int, context_id: int, config: SearchConfig, selector: SelectorName) -> None:
-        """The first request of a context with another selector than csattn waits for what that makes of the context."""
-        context = self._context(context_id)
+        wanted = self._wanted(context_id, config, selector)
         require_free_slot(slot, self.num_slots, self._requests)
-        if config.search_period != 1:
-            raise ConfigError(f"search_period is {config.search_period}, but this engine searches at every step; use 1")
-        view = ContextView(context.context_len, self._scale, config)
-        name = selector_for(selector, view)
-        moments = context.moments_of(view.middle) if estimates_rest(name, view) else []
-        selectors = self._selectors(context, name, view)
-        self._requests[slot] = CpuRequest(slot, context_id, context, view, name, selectors, moments)
+        self._make(wanted)
+        self._requests[slot] = CpuRequest(
+            slot, context_id, wanted.context, wanted.view, wanted.selector, wanted.selectors(), wanted.moments()
+        )
         self._planned = None
 
     def close_slot(self, slot: int) -> None:
@@ -200,14 +204,20 @@ class CpuEngine:
             raise
         return seen
 
-    def _selectors(self, context: CpuContext, name: SelectorName, view: ContextView) -> list[Selector] | None:
-        """For a new request, per layer; None where its rows are chosen together or not at all."""
-        if name in ("csattn", "full", "window"):
-            return None
-        if name not in context.prepared:
-            layers = context_layers(self.loaded, context.artifact)
-            context.prepared[name] = [prepare(name, layer) for layer in layers]
-        return [prepared.selector(view) for prepared in context.prepared[name]]
+    def _wanted(self, context_id: int, config: SearchConfig, selector: SelectorName) -> Preparation:
+        """Raises ConfigError for what this engine cannot do."""
+        context = self._context(context_id)
+        if config.search_period != 1:
+            raise ConfigError(f"search_period is {config.search_period}, but this engine searches at every step; use 1")
+        view = ContextView(context.context_len, self._scale, config)
+        name = selector_for(selector, view)
+        return Preparation(context, view, name, estimates_rest(name, view))
+
+    def _make(self, wanted: Preparation) -> None:
+        """Unless it is made: then nobody waits for what another context is prepared for."""
+        if not wanted.is_made:
+            with self._making:
+                wanted.make(self.loaded)
 
     def _look(self, plan: RowPlan, plain: PlainRows, row: int, layer_idx: int, tail_len: int) -> Fidelity:
         chosen = plain.chosen.get(row)

@@ -72,6 +72,9 @@ class GpuEngine:
         self._ready().remove_context(place)
         del self._places[context_id]
 
+    def preparation(self, context_id: int, config: SearchConfig, selector: Selector) -> None:
+        """Nothing: all that requests need of a context is there once it is loaded."""
+
     def open(self, slot: int, context_id: int, config: SearchConfig, selector: Selector) -> None:
         self._place(context_id)
         require_free_slot(slot, self.num_slots, self._requests)

@@ -62,7 +62,7 @@ class LocalBackend:
             max_queued=settings.limits.max_queued_requests,
             metrics=self._measured,
         )
-        self._residency = Residency(self._scheduler, loaded)
+        self._residency = Residency(self._scheduler, engine, loaded)
         self._contexts = Contexts(settings.store.path, settings, self._has_text)
         self._tokenisers = ThreadPoolExecutor(_NUM_TOKENISERS, thread_name_prefix="csattn-tokenise")
         self._max_chars = longest_question(loaded.tokenizer, engine.max_positions)
@@ -87,6 +87,7 @@ class LocalBackend:
         await self._contexts.close()
         if self._steps is not None:
             await asyncio.to_thread(self._steps.close, drain_s)
+        self._residency.close()
         self._tokenisers.shutdown(wait=False, cancel_futures=True)
 
     async def generate(self, ask: Ask) -> AsyncGenerator[Event, None]:
@@ -101,12 +102,14 @@ class LocalBackend:
                     require_content(ask)
                     require_possible(ask, self._max_chars)
                     path = await self._contexts.artifact_path(ask.context)
-                    using = self._residency.using(path)
+                    config = self._search_config(ask)
+                    using = self._residency.using(path, config, ask.selector)
                     resident = await using.__aenter__()
             except TimeoutError:
                 raise TimedOutError(f"the request waited {timeout_s:.0f} s for its context; ask again later") from None
             try:
-                request = await self._request(ask, resident, arrived_at)
+                self._require_steps()
+                request = await self._request(ask, config, resident, arrived_at)
                 scheduler.inbox.submit(request)
                 while True:
                     event = await request.outlet.next()
@@ -156,7 +159,12 @@ class LocalBackend:
             self._measured.requests.labels("refused").inc()
             raise
 
-    async def _request(self, ask: Ask, resident: Resident, arrived_at: float) -> Request:
+    def _require_steps(self) -> None:
+        """What a request waited for may have taken longer than the service lives."""
+        if (closed := self._scheduler.flow.closed) is not None and not (self._steps and self._steps.is_alive):
+            raise _copy(closed)
+
+    async def _request(self, ask: Ask, config: SearchConfig, resident: Resident, arrived_at: float) -> Request:
         scheduler, sampling = self._scheduler, ask.sampling
         artifact = resident.artifact
         ids: list[int] = await asyncio.get_running_loop().run_in_executor(
@@ -173,7 +181,7 @@ class LocalBackend:
             question_ids=ids,
             sampling=sampling,
             max_new_tokens=room,
-            config=self._search_config(ask),
+            config=config,
             selector=ask.selector,
             seed=seed,
             arrived_at=arrived_at,

@@ -1,19 +1,22 @@
 """Which artifacts the engine holds: loaded when they are asked for, unloaded when the engine has no room left."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
 from csattn.artifact import Artifact
-from csattn.errors import CsattnError
+from csattn.config import SearchConfig
+from csattn.errors import ConfigError, CsattnError
 from csattn.models import LoadedModel
 from offload.errors import MemoryPlanError, OffloadError
 from workers.serving.contexts import require_usable
-from workers.serving.messages import OverloadedError, ServingError
+from workers.serving.messages import BadRequestError, OverloadedError, Selector, ServingError, WorkerLostError
 from workers.serving.scheduler import Scheduler
+from workers.serving.step_engine import StepEngine
 
 _RETRY_S = 5.0
 
@@ -30,13 +33,15 @@ class Resident:
 
 
 class Residency:
-    """For one event loop. Opening and checking happens on other threads; only loading itself between two steps."""
+    """For one event loop. Artifacts are opened, checked and prepared on other threads; loaded between two steps."""
 
-    def __init__(self, scheduler: Scheduler, loaded: LoadedModel) -> None:
-        self._scheduler, self._loaded = scheduler, loaded
+    def __init__(self, scheduler: Scheduler, engine: StepEngine, loaded: LoadedModel) -> None:
+        self._scheduler, self._engine, self._loaded = scheduler, engine, loaded
         self._residents: dict[Path, Resident] = {}
         self._loading: dict[Path, asyncio.Task[Resident]] = {}
         self._one_at_a_time = asyncio.Lock()  # else two could unload for each other
+        self._preparing: set[asyncio.Task[None]] = set()
+        self._preparer = ThreadPoolExecutor(1, thread_name_prefix="csattn-prepare")
         self._uses = count(1)
 
     def __repr__(self) -> str:
@@ -44,15 +49,14 @@ class Residency:
         return f"<Residency {len(self._residents)} loaded, {in_use} in use>"
 
     @asynccontextmanager
-    async def using(self, path: Path) -> AsyncIterator[Resident]:
-        """The artifact at that path, loaded until the block ends."""
+    async def using(self, path: Path, config: SearchConfig, selector: Selector) -> AsyncIterator[Resident]:
+        """The artifact at that path, loaded until the block ends, and prepared for such requests."""
         resident = await self._resident(path)
         try:
+            await self._prepare(path, resident, config, selector)
             yield resident
         finally:
-            resident.num_users -= 1
-            if resident.is_forgotten and not resident.num_users:
-                await asyncio.shield(self._unload(path))
+            await self._leave(path, resident)
 
     async def forget(self, path: Path) -> None:
         """Unload when nobody uses it any more."""
@@ -60,6 +64,10 @@ class Residency:
             resident.is_forgotten = True
             if not resident.num_users:
                 await self._unload(path)
+
+    def close(self) -> None:
+        """Prepare nothing more."""
+        self._preparer.shutdown(wait=False, cancel_futures=True)
 
     async def _resident(self, path: Path) -> Resident:
         """Counted as used already: between two awaits, nothing can unload it."""
@@ -74,6 +82,42 @@ class Residency:
         resident.is_forgotten = False
         return resident
 
+    async def _prepare(self, path: Path, resident: Resident, config: SearchConfig, selector: Selector) -> None:
+        try:
+            work = self._engine.preparation(resident.context_id, config, selector)
+        except ConfigError as error:
+            raise BadRequestError(str(error)) from error
+        if work is None:
+            return
+        resident.num_users += 1  # it cannot be stopped: one who leaves does not unload what is being read
+        task = asyncio.create_task(self._make(path, resident, work))
+        self._preparing.add(task)
+        task.add_done_callback(self._prepared)
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled() and not asyncio.current_task().cancelling():  # type: ignore[union-attr]
+                raise WorkerLostError("the service is shutting down; send the request again when it is back") from None
+            raise
+        except Exception as error:
+            raise _as_serving_error(error, "prepared") from error
+
+    async def _make(self, path: Path, resident: Resident, work: Callable[[], None]) -> None:
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._preparer, work)
+        finally:
+            await self._leave(path, resident)
+
+    def _prepared(self, task: "asyncio.Task[None]") -> None:
+        self._preparing.discard(task)
+        if not task.cancelled():
+            task.exception()  # of which those who wait are told, if any still do
+
+    async def _leave(self, path: Path, resident: Resident) -> None:
+        resident.num_users -= 1
+        if resident.is_forgotten and not resident.num_users:
+            await asyncio.shield(self._unload(path))
+
     async def _load(self, path: Path) -> Resident:
         loaded, scheduler = self._loaded, self._scheduler
         artifact = await asyncio.to_thread(require_usable, path, loaded.fingerprint, loaded.tokenizer_hash)
@@ -86,7 +130,7 @@ class Residency:
                 except Exception as error:
                     if not _is_full(error):
                         artifact.close()
-                        raise _as_serving_error(error) from error
+                        raise _as_serving_error(error, "loaded") from error
                     if not await self._make_room():
                         artifact.close()
                         raise OverloadedError(
@@ -117,8 +161,8 @@ def _is_full(error: Exception) -> bool:
     return isinstance(error, MemoryPlanError | MemoryError) or type(error).__name__ == "OutOfMemoryError"  # torch's
 
 
-def _as_serving_error(error: Exception) -> ServingError:
+def _as_serving_error(error: Exception, done: str) -> ServingError:
     if isinstance(error, ServingError):
         return error
     told = str(error) if isinstance(error, CsattnError | OffloadError) else f"{type(error).__name__}: {error}"
-    return ServingError(f"the context could not be loaded: {told[:300]}")
+    return ServingError(f"the context could not be {done}: {told[:300]}")

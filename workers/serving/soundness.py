@@ -20,7 +20,8 @@ class Soundness:
         self.next_probe_at = 0.0
         self.contexts: set[int] = set()  # loaded
         self._engine = engine
-        self._config, self._selector = SearchConfig(), "csattn"
+        self._config = SearchConfig()
+        self._selector: Selector = "csattn"
 
     def probe_after(self, error: Exception, request: Request, now: float, free_slot: int) -> None:
         """A step failed; this is one of its requests."""
@@ -43,9 +44,8 @@ class Soundness:
         if not self.contexts:
             self.fault = None  # nothing to decode from, so nothing says that it would not
             return
-        selector: Selector = self._selector  # type: ignore[assignment]
         try:
-            self._engine.open(slot, min(self.contexts), self._config, selector)
+            self._engine.open(slot, self._prepared_context(), self._config, self._selector)
             try:
                 self._engine.step([StepRow(slot, 0)])
             finally:
@@ -54,6 +54,12 @@ class Soundness:
             self._set_fault(error, now)
         else:
             self.fault = None
+
+    def _prepared_context(self) -> int:
+        """One that is quick to open: such as that of the request that failed, if it is still loaded."""
+        config, selector = self._config, self._selector
+        quick = (i for i in sorted(self.contexts) if self._engine.preparation(i, config, selector) is None)
+        return next(quick, min(self.contexts))
 
     def _set_fault(self, error: Exception, now: float) -> None:
         if self.fault is None:

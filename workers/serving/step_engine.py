@@ -1,6 +1,6 @@
 """What the scheduler asks of an engine: steps of rows that belong to any requests, over any contexts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -52,7 +52,10 @@ class EngineCounts:
 
 
 class StepEngine(Protocol):
-    """Used by one thread. Results do not depend on what else is in a step, nor on how a question is cut into steps."""
+    """Used by one thread, but for `preparation`.
+
+    Results do not depend on what else is in a step, nor on how a question is cut into steps.
+    """
 
     max_rows: int  # of one step
     num_slots: int  # requests at the same time
@@ -68,8 +71,19 @@ class StepEngine(Protocol):
         """No slot may be open on it."""
         ...
 
+    def preparation(self, context_id: int, config: SearchConfig, selector: Selector) -> Callable[[], None] | None:
+        """What such a request needs of its context that is not made yet, and may take as long as a prefill.
+
+        Asked and run on any thread, while steps go on and the context stays loaded; run twice, it is made once.
+        None where there is nothing to make. Raises ConfigError for what this engine cannot do.
+        """
+        ...
+
     def open(self, slot: int, context_id: int, config: SearchConfig, selector: Selector) -> None:
-        """Begin a request with an empty tail. Raises ConfigError for what this engine cannot do."""
+        """Begin a request with an empty tail. What is not prepared yet is made now, and steps wait for it.
+
+        Raises ConfigError for what this engine cannot do.
+        """
         ...
 
     def step(

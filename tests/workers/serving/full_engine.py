@@ -1,6 +1,6 @@
 """A `StepEngine` in a hundred lines of numpy: full attention, row by row. What any engine's keep = 1 must say."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -48,6 +48,9 @@ class FullEngine:
     def remove_context(self, context_id: int) -> None:
         assert not any(slot.context_id == context_id for slot in self.slots.values()), "a slot is open on it"
         del self.contexts[context_id]
+
+    def preparation(self, context_id: int, config: SearchConfig, selector: Selector) -> Callable[[], None] | None:
+        return None
 
     def open(self, slot: int, context_id: int, config: SearchConfig, selector: Selector) -> None:
         assert 0 <= slot < self.num_slots and slot not in self.slots

@@ -1,0 +1,128 @@
+"""What a request needs of a whole context is made beside the steps: once, and while the context cannot go."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Event
+
+import pytest
+
+from csattn.config import SearchConfig
+from tests.workers.serving.test_cpu_backend import SEARCH, backend_of
+from tests.workers.serving.test_local import answer, ask, until
+from workers.engine import cpu_context, preparation
+from workers.serving.context_file import ContextFile
+from workers.serving.messages import BadRequestError, ServingError, WorkerLostError
+
+ESTIMATING = SearchConfig(keep=0.1, window_len=32, lookahead=1, estimate_rest=True)
+QUEST, EXACT = ask("heron", selector="quest"), ask("heron", selector="exact")
+
+
+class Gate:
+    """Stands before a function: its calls are counted, and wait until the gate opens."""
+
+    def __init__(self, function) -> None:
+        self.opened, self.num_calls, self._function = Event(), 0, function
+
+    def __call__(self, *arguments):
+        self.num_calls += 1
+        assert self.opened.wait(20), "nobody opened the gate"
+        return self._function(*arguments)
+
+
+@pytest.fixture
+def gate(monkeypatch) -> Iterator[Gate]:
+    """Before what any selector makes of a layer."""
+    gate = Gate(preparation.prepare)
+    monkeypatch.setattr(preparation, "prepare", gate)
+    yield gate
+    gate.opened.set()
+
+
+def path_of(store: Path, name: str) -> Path:
+    return store / str(ContextFile(store).read()[name].artifact_id)
+
+
+@pytest.mark.parametrize("search", [SEARCH, ESTIMATING], ids=["selector", "estimate"])
+def test_streams_go_on_while_a_context_is_prepared(built: Path, monkeypatch, gate: Gate, search) -> None:
+    if search is ESTIMATING:
+        gate.opened.set()
+        gate = Gate(cpu_context.moments_of)
+        monkeypatch.setattr(cpu_context, "moments_of", gate)
+    slow = EXACT if search is ESTIMATING else QUEST
+    others = [ask(name, selector="full") for name in ("heron", "walnut")]
+
+    async def main() -> None:
+        async with backend_of(built, search) as backend:
+            preparing = [asyncio.create_task(answer(backend, slow)) for _ in range(5)]
+            await until(lambda: gate.num_calls > 0)
+            async with asyncio.timeout(10):
+                for other in others:
+                    await answer(backend, other)
+            assert not any(task.done() for task in preparing)
+            gate.opened.set()
+            assert len(set(await asyncio.gather(*preparing))) == 1
+            assert gate.num_calls == backend._engine.num_layers, "made once, for five requests"
+            await answer(backend, slow)
+            assert gate.num_calls == backend._engine.num_layers
+
+    asyncio.run(main())
+
+
+def test_a_context_that_is_prepared_is_not_unloaded(built: Path, gate: Gate) -> None:
+    """Nor when it is forgotten, and nobody waits any more."""
+
+    async def main() -> None:
+        async with backend_of(built) as backend:
+            task = asyncio.create_task(answer(backend, QUEST))
+            await until(lambda: gate.num_calls > 0)
+            task.cancel()
+            await asyncio.wait([task])
+            assert backend._scheduler.flow.num_in_flight == 0
+            await backend._residency.forget(path_of(built, "heron"))
+            assert list(backend._engine._contexts) == [0] and not await backend._residency._make_room()
+            gate.opened.set()
+            await until(lambda: not backend._engine._contexts)
+
+    asyncio.run(main())
+
+
+def test_a_preparation_that_fails_is_told_and_tried_again(built: Path, monkeypatch) -> None:
+    def fail(*arguments):
+        raise MemoryError("Unable to allocate 9 GiB")
+
+    async def main() -> None:
+        async with backend_of(built) as backend:
+            with monkeypatch.context() as patch:
+                patch.setattr(preparation, "prepare", fail)
+                with pytest.raises(ServingError, match="Unable to allocate 9 GiB"):
+                    await answer(backend, QUEST)
+            assert (await answer(backend, QUEST))[1].reason == "length"
+            assert all(resident.num_users == 0 for resident in backend._residency._residents.values())
+
+    asyncio.run(main())
+
+
+def test_what_cannot_be_prepared_is_the_requests_fault(built: Path) -> None:
+    async def main() -> None:
+        async with backend_of(built, ESTIMATING) as backend:
+            with pytest.raises(BadRequestError, match="estimate_rest goes with"):
+                await answer(backend, QUEST)
+
+    asyncio.run(main())
+
+
+def test_a_service_that_ends_does_not_leave_those_who_wait(built: Path, gate: Gate) -> None:
+    async def main() -> None:
+        backend = backend_of(built)
+        await backend.start()
+        waiting = [asyncio.create_task(answer(backend, ask(name, selector="quest"))) for name in ("heron", "walnut")]
+        await until(lambda: gate.num_calls > 0 and len(backend._residency._preparing) == 2)
+        await backend.close(drain_s=0.0)
+        gate.opened.set()
+        async with asyncio.timeout(10):
+            for task in waiting:
+                with pytest.raises(WorkerLostError, match="shutting down"):
+                    await task
+
+    asyncio.run(main())

@@ -1,12 +1,16 @@
 """`csattn config` and `csattn doctor` as a user meets them."""
 
+import errno
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
+from csattn import __version__
 from tests.workers.test_cli import csattn, in_process, last_line
 from workers.cli import examining, serving, shelf, terminal
 from workers.doctor import Facts, examine
@@ -103,6 +107,46 @@ def test_an_interrupt_is_no_success(capsys, monkeypatch) -> None:
     done = in_process("ls", "--json", capsys=capsys)
     assert done.returncode == 130 and "interrupted; a build goes on where it stopped" in done.stderr
     assert json.loads(done.stdout.strip().splitlines()[-1])["error"]["type"] == "Interrupted"
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (np, "Unable to allocate"),
+        (torch, "you tried to allocate 4611686018427387904 bytes"),
+        (MemoryError(), "nothing says how much"),
+        (RuntimeError("unable to mmap 538 bytes from file <model>: Cannot allocate memory (12)"), "unable to mmap 538"),
+        (RuntimeError("CUDA out of memory. Tried to allocate 9.31 GiB.\nGPU 0 has ..."), "Tried to allocate 9.31 GiB"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "Cannot allocate memory"),
+    ],
+    ids=["numpy", "torch", "Python", "safetensors", "a GPU", "a memory map"],
+)
+def test_memory_that_cannot_be_had_is_a_sentence(capsys, monkeypatch, error, words) -> None:
+    def listing(store):
+        if isinstance(error, Exception):
+            raise error
+        error.zeros(1 << 62, dtype=error.uint8)
+
+    monkeypatch.setattr(shelf, "listing", listing)
+    done = in_process("ls", "--json", capsys=capsys)
+    assert done.returncode == 1
+    assert "not enough memory (" in done.stderr and words in done.stderr and "`csattn doctor`" in done.stderr
+    assert json.loads(done.stdout.strip().splitlines()[-1])["error"]["type"] == "MemoryError"
+
+
+def test_another_error_of_a_library_keeps_its_traceback(capsys, monkeypatch) -> None:
+    def listing(store):
+        raise RuntimeError("sizes of tensors must match")
+
+    monkeypatch.setattr(shelf, "listing", listing)
+    with pytest.raises(RuntimeError, match="sizes of tensors"):
+        in_process("ls", capsys=capsys)
+
+
+def test_the_version_is_told_without_a_verb(capsys) -> None:
+    done = in_process("--version", capsys=capsys)
+    assert (done.returncode, done.stdout) == (0, f"csattn {__version__}\n")
+    assert "--version" in in_process("--help", capsys=capsys).stdout
 
 
 @pytest.mark.parametrize("verb", ["build", "generate", "stream", "eval", "serve"])

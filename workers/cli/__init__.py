@@ -1,5 +1,5 @@
 """The command line: the one front door that may both build and decode."""
 
-from workers.cli.app import main
+from workers.cli.entry import main
 
 __all__ = ["main"]

@@ -6,10 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
+from csattn import __version__
 from csattn.config import PRESET_NAMES
-from csattn.errors import CsattnError
 from csattn.selector_names import SELECTOR_NAMES, described
-from offload.errors import OffloadError
 from workers.cli.configuring import config
 from workers.cli.streaming import stream
 
@@ -20,6 +19,21 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(config, name="config")
+
+
+def _tell_version(asked: bool) -> None:
+    if asked:
+        print(f"csattn {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Print it.")
+    ] = False,
+) -> None:
+    """What belongs to no verb."""
 
 
 def _place(text: Any) -> Path | str:
@@ -272,29 +286,3 @@ def serve(
     flags |= {"engine.placement": placement, "engine.num_threads": threads, "engine.kv_codec": kv_codec}
     flags |= {"search.keep": keep, "search.lookahead": lookahead}
     serving.serve(file, flags | parse_changes(changes or []), context or [], local, json)
-
-
-# typer brings its own copy of click in some versions; this is ClickException in all of them
-_ClickError: Any = typer.BadParameter.__mro__[2]
-
-
-def main() -> None:
-    """Entry point of `csattn`: exit code 0 only on success, and every failure is a sentence on stderr."""
-    try:
-        if app(standalone_mode=False) == 130:  # typer takes Ctrl-C for itself, and returns this
-            raise KeyboardInterrupt
-    except (CsattnError, OffloadError) as error:
-        _fail({"type": type(error).__name__, "message": str(error)}, 1)
-    except _ClickError as error:
-        _fail({"type": "UsageError", "message": error.format_message()}, error.exit_code)
-    except (KeyboardInterrupt, typer.Abort):
-        _fail({"type": "Interrupted", "message": "interrupted; a build goes on where it stopped when run again"}, 130)
-
-
-def _fail(error: dict[str, Any], exit_code: int) -> None:
-    print(f"error: {error['message']}", file=sys.stderr)
-    if "--json" in sys.argv[1:]:
-        from workers.cli.terminal import print_json
-
-        print_json({"error": error})
-    sys.exit(exit_code)

@@ -61,7 +61,8 @@ def make_app(backend: Backend, settings: Settings) -> FastAPI:
         ("GET", "/", routes.page),
         ("GET", "/static/{name}", routes.page_file),
     ):
-        app.add_api_route(path, handler, methods=[method], response_model=None)
+        methods = ["GET", "HEAD"] if method == "GET" else [method]  # the server leaves out the body
+        app.add_api_route(path, handler, methods=methods, response_model=None)
     return app
 
 
@@ -155,7 +156,7 @@ def _id(request: Request) -> str:
 async def _no_such_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "")
+        allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
         wrong = HttpError(
             405, "method_not_allowed", f"this address does not do {request.method[:16]}; wanted {allowed}"
         )

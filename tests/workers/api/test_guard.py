@@ -16,6 +16,7 @@ from csattn.errors import ConfigError
 from tests.workers.api.fake_backend import FakeBackend, Script
 from tests.workers.api.running import KEY, Running, eventually, serving, settings_with
 from workers.api import make_app
+from workers.serving.messages import Health
 from workers.settings import ServerSettings, Settings
 
 LIMITS = {"max_body_bytes": 100_000, "max_header_bytes": 4000, "body_timeout_s": 1.5, "stall_timeout_s": 0.7}
@@ -73,6 +74,25 @@ def test_a_key_file_that_nobody_read_locks_nothing_and_is_refused(tmp_path: Path
 @pytest.mark.parametrize("path", ["/health", "/ready", "/", "/static/page.js"])
 def test_what_is_open(service: Running, path: str) -> None:
     assert httpx2.get(service.url + path).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/", "/static/page.js", "/v1/models", "/v1/contexts/none"])
+def test_head_is_get_without_a_body(service: Running, path: str) -> None:
+    with httpx2.Client(base_url=service.url, headers=AUTH) as client:
+        got, headed = client.get(path), client.head(path)
+        assert (headed.status_code, headed.content) == (got.status_code, b"")
+        assert headed.headers["content-length"] == got.headers["content-length"] != "0"
+        assert headed.headers["content-type"] == got.headers["content-type"]
+        assert client.get("/health").json() == {"status": "ok"}, "the connection is not out of step"
+
+
+def test_head_asks_for_the_key_and_tells_what_is_not_ready(service: Running) -> None:
+    assert httpx2.head(service.url + "/v1/models").status_code == 401
+    service.backend.health_now = Health(False, "not yet")
+    try:
+        assert (reply := httpx2.head(service.url + "/ready")).status_code == 503 and not reply.content
+    finally:
+        service.backend.health_now = Health(True)
 
 
 def test_without_a_key_only_this_machines_names_are_answered() -> None:

@@ -11,7 +11,7 @@ from bench.decode.kernel_times import Span, own_times
 from bench.decode.recorded import Recorded, WideIndex, of_variant
 from bench.decode.roofline import best_ratio, full_bytes, index_bytes, weight_bytes
 from bench.decode.sparse_op import SparseOp
-from bench.decode.steps import STEPS_BETWEEN_LAYERS, RecordedQueries
+from bench.decode.steps import STEPS_BETWEEN_LAYERS, RecordedQueries, apart, together
 from bench.decode.tables import distinct_rows, make_table
 from bench.decode.widened import (
     GROUP_SIZE,
@@ -261,6 +261,15 @@ def test_what_leaves_the_rest_out_where_it_is_asked_for_is_not_timed(sparse_op):
 def test_a_variant_names_an_index_and_whether_the_rest_is_estimated():
     assert of_variant("default", SearchConfig()) == ("default", SearchConfig())
     assert of_variant("pooled+rest", SearchConfig(keep=0.1)) == ("pooled", SearchConfig(keep=0.1, estimate_rest=True))
+
+
+@pytest.mark.parametrize("num_contexts", [3, 1])
+def test_full_attention_reads_a_shared_context_once_for_all_requests(num_contexts):
+    q = torch.randn(3, 8, 16)
+    k, v = (torch.randn(num_contexts, 2, 33, 16) for _ in range(2))
+    out = apart(full_attention_ways()["math, packed"](together(q, k), k, v), 3, k)
+    want = reference_attention(q[:, :, None], *(x.expand(3, -1, -1, -1) for x in (k, v)))[:, :, 0]
+    assert relative_error(out, want) < 1e-5
 
 
 @pytest.mark.gpu

@@ -2,13 +2,14 @@
 
     python -m bench.decode record [--recording FILE]             once, where the demo model is
     python -m bench.decode op   --out FILE [--contexts 16384,131072] [--batches 1,4] [--variants full,default+rest]
-    python -m bench.decode e2e  --out FILE [--placements device,hybrid] [--contexts ...] [--batches ...]
+    python -m bench.decode e2e  --out FILE [--placements device,hybrid] [--contexts ...] [--batches ...] [--shared]
     python -m bench.decode rivals --out FILE [--contexts ...]
     python -m bench.decode show FILE ... [--out FILE] [--markdown FILE] [--plots DIRECTORY]
 
 `op` is one layer's attention, `e2e` the whole model, `rivals` the whole model with the selectors that csattn is
-compared with. What a file holds already is not measured again. Queries and keys are a small model's, recorded (see
-recorded.py) and brought to the shape and length (see widened.py). `+rest`: rows that are not read are estimated.
+compared with; with `--shared` all requests of a batch continue one context. What a file holds already is not measured
+again. Queries and keys are a small model's, recorded (see recorded.py) and brought to the shape and length (see
+widened.py). `+rest`: rows that are not read are estimated.
 """
 
 import argparse
@@ -49,6 +50,7 @@ def main() -> None:
         command.add_argument("--keep", type=float, default=0.05)
         command.add_argument("--seconds", type=float, default=0.3, help="of measuring, per figure")
         command.add_argument("--pin-gib", type=float, default=4.0, help="host memory that streaming may pin")
+    e2e.add_argument("--shared", action="store_true", help="all requests of a batch continue the same context")
     e2e.add_argument("--placements", type=_names, default=_names("device,hybrid,host"))
     rivals.add_argument("--placements", type=_names, default=_names("hybrid,host"))
     for command in (e2e, rivals):
@@ -94,6 +96,7 @@ def _measure(arguments: argparse.Namespace) -> None:
         num_steps=getattr(arguments, "steps", 0),
         takes_apart=arguments.command == "e2e",
         only_ahead=getattr(arguments, "ahead", False),
+        is_shared=getattr(arguments, "shared", False),
     )
     results = Results(arguments.out, header)
     which = results, recorded.load(arguments.recording), options, arguments.contexts, arguments.batches

@@ -109,11 +109,11 @@ class StreamedAttention:
 
     def __init__(
         self,
-        layers: list[tuple[Tensor, Tensor]],  # pinned k, v [batch_size, num_kv_heads, kv_len, head_dim] of each layer
+        layers: list[tuple[Tensor, Tensor]],  # pinned k, v [num_contexts, num_kv_heads, kv_len, head_dim] of each layer
         attend: Attention,
     ):
         assert all(tensor.is_pinned() for layer in layers for tensor in layer)
-        self._layers = layers
+        self.layers = layers
         self._attend = attend
         self._buffers = [[torch.empty_like(t, device="cuda") for t in layers[0]] for _ in range(2)]
         self._stream = torch.cuda.Stream()
@@ -123,25 +123,25 @@ class StreamedAttention:
 
     @property
     def num_layers(self) -> int:
-        return len(self._layers)
+        return len(self.layers)
 
     @property
     def layer_bytes(self) -> int:
         """What one layer copies."""
-        return sum(t.numel() * t.element_size() for t in self._layers[0])
+        return sum(t.numel() * t.element_size() for t in self.layers[0])
 
     def prefetch(self) -> None:
         """Start the next layer's copy, once its buffer is free."""
         turn = self._next % 2
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(self._read[turn])
-            for target, source in zip(self._buffers[turn], self._layers[self._next % self.num_layers], strict=True):
+            for target, source in zip(self._buffers[turn], self.layers[self._next % self.num_layers], strict=True):
                 target.copy_(source, non_blocking=True)
             self._filled[turn].record()
         self._next += 1
 
     def attend(self, layer_idx: int, q: Tensor) -> Tensor:
-        """Attend in a layer, in their order and round again. q: [batch_size, num_q_heads, 1, head_dim] -> out."""
+        """Attend in a layer, in their order and round again. q: [num_contexts, num_q_heads, 1, head_dim] -> out."""
         if self._next == 0:
             self.prefetch()
         turn = (self._next - 1) % 2

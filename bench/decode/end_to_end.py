@@ -44,7 +44,7 @@ def run_end_to_end(
     weights = random_weights(options.shape, "cuda")
     for context_len in context_lens:
         for batch_size in batch_sizes:
-            work = Workload(recorded, context_len, batch_size, torch.device("cuda"))
+            work = Workload(recorded, context_len, batch_size, torch.device("cuda"), options.is_shared)
             for key, prepare in _cases(work, options, variants, placements):
                 if results.has(**key):
                     continue
@@ -67,7 +67,11 @@ def _cases(
     work: Workload, options: Options, variants: list[str], placements: list[str]
 ) -> Iterator[tuple[Case, Callable[[], Prepared]]]:
     baselines = {"full": full_attention, "streamed": streamed_attention, "window": window_only}
-    key = {"kind": "e2e", "context_len": work.context_len, "batch_size": work.batch_size}
+    key = {
+        "kind": "shared" if work.is_shared else "e2e",
+        "context_len": work.context_len,
+        "batch_size": work.batch_size,
+    }
     others = {**baselines, **RIVALS}
     for variant in variants:
         if variant in others:
@@ -139,7 +143,8 @@ def _runners(
         runner = ModelRunner(weights, attention, [work.batch_size], _next_query(work, weights, attention))
         requests = list(range(work.batch_size))
         positions = [work.context_len + TAIL_LEN] * work.batch_size
-        runner.fill(work.batch_size, requests, positions, requests, requests, [TAIL_LEN] * work.batch_size)
+        contexts = [request % work.num_contexts for request in requests]
+        runner.fill(work.batch_size, requests, positions, contexts, requests, [TAIL_LEN] * work.batch_size)
         runners.append(runner)
     return runners
 

@@ -46,6 +46,7 @@ class Options:
     num_steps: int = 192  # that are timed, of whole steps
     takes_apart: bool = True  # whether whole steps are profiled, too
     only_ahead: bool = False  # of our schedules
+    is_shared: bool = False  # one context for all requests of a batch
 
     @property
     def every_4th(self) -> SearchConfig:

@@ -57,14 +57,14 @@ def placed(work: Workload, options: Options, index_name: str, placement: str, se
 def _on_device(work: Workload, options: Options, index_name: str, search: SearchConfig) -> Prepared:
     shape, config = options.shape, work.recorded.indexes[index_name][0].config
     per_layer = full_bytes(shape, work.context_len) + index_bytes(shape, config, work.context_len)
-    require_memory(work.batch_size * shape.num_layers * per_layer, "context KV and index on the device")
+    require_memory(work.num_contexts * shape.num_layers * per_layer, "context KV and index on the device")
     engine = engine_shape(work, options, config, search)
     far = DeviceRows(engine, work.device)
     steps = (PeriodicSteps if search.search_period > 1 else SearchOnDevice)(
         engine, index_shape(config, shape), far, work.device
     )
     kv, index = layers_of(work.rows, shape.num_layers), indexes_of(work, shape.num_layers, index_name)
-    for context_id in range(work.batch_size):
+    for context_id in range(work.num_contexts):
         own_kv = [layer.clone() for layer in kv] if context_id else kv
         far.load(context_id, own_kv)
         steps.load(context_id, own_kv, [clone_index(layer) for layer in index] if context_id else index)
@@ -75,12 +75,12 @@ def _hybrid(work: Workload, options: Options, index_name: str, search: SearchCon
     shape, config = options.shape, work.recorded.indexes[index_name][0].config
     num_slots = round(SLOTS * work.context_len)
     per_layer = round(SLOTS * full_bytes(shape, work.context_len)) + index_bytes(shape, config, work.context_len)
-    require_memory(work.batch_size * shape.num_layers * per_layer, "slot cache and index on the device")
+    require_memory(work.num_contexts * shape.num_layers * per_layer, "slot cache and index on the device")
     engine = engine_shape(work, options, config, search)
     far = CachedRows(engine, num_slots, work.device)
     steps = SearchOnDevice(engine, index_shape(config, shape), far, work.device)
     kv, index = host_rows(work, shape.num_layers), indexes_of(work, shape.num_layers, index_name)
-    for context_id in range(work.batch_size):
+    for context_id in range(work.num_contexts):
         far.load(context_id, kv)
         steps.load(context_id, kv.layers, [clone_index(layer) for layer in index] if context_id else index)
 
@@ -92,7 +92,7 @@ def _on_host(work: Workload, options: Options, index_name: str, search: SearchCo
     shape, config = options.shape, work.recorded.indexes[index_name][0].config
     if config.layout != "rows":
         raise ConfigError(f"index {index_name!r} has lists; the placement `host` is measured with rows only")
-    slots_bytes = round(SLOTS * full_bytes(shape, work.context_len)) * shape.num_layers * work.batch_size
+    slots_bytes = round(SLOTS * full_bytes(shape, work.context_len)) * shape.num_layers * work.num_contexts
     require_memory(slots_bytes, "slot cache on the device")
     kv_bytes = min(KV_BYTES, full_bytes(shape, work.context_len) * NUM_WIDE_LAYERS)
     stored = kv_bytes + shape.num_layers * index_bytes(shape, config, work.context_len)
@@ -105,7 +105,7 @@ def _on_host(work: Workload, options: Options, index_name: str, search: SearchCo
     pool = SearchPool(available_cpus())
     steps = SearchOnHost(engine, far, pool, work.device)
     kv, index = host_rows(work, shape.num_layers), host_indexes(work, shape.num_layers, index_name)
-    for context_id in range(work.batch_size):
+    for context_id in range(work.num_contexts):
         far.load(context_id, kv)
         steps.load(context_id, kv.layers, index)
 
@@ -124,7 +124,7 @@ def cache_facts(far: CachedRows, work: Workload, options: Options, num_steps: in
     layers = far.cache.statistics()
     selected = sum(layer.num_selected for layer in layers)
     crossed = sum(layer.num_moved + layer.num_spilled for layer in layers)
-    kv_bytes = work.batch_size * options.shape.num_layers * full_bytes(options.shape, work.context_len)
+    kv_bytes = work.num_contexts * options.shape.num_layers * full_bytes(options.shape, work.context_len)
     return {
         "hit_rate": round(sum(layer.num_found for layer in layers) / selected, 4),
         "link_bytes": round(crossed * far.cache.shape.row_bytes / num_steps),
@@ -227,7 +227,7 @@ def engine_shape(work: Workload, options: Options, config: IndexConfig, search: 
         search=replace(search, search_period=1),
         max_context_len=work.context_len,
         batch_sizes=(work.batch_size,),
-        num_contexts=work.batch_size,
+        num_contexts=work.num_contexts,
         num_tails=work.batch_size,
         tail_capacity=TAIL_CAPACITY,
     )

@@ -11,7 +11,7 @@ from bench.decode.baselines import StreamedAttention, fastest_full_attention
 from bench.decode.gpu_timing import num_input_sets
 from bench.decode.op import Options, pinned
 from bench.decode.roofline import full_bytes, row_bytes
-from bench.decode.steps import FullAttentionSteps, StreamedSteps, WindowSteps
+from bench.decode.steps import FullAttentionSteps, StreamedSteps, WindowSteps, together
 from bench.decode.widened import NUM_WIDE_LAYERS
 from bench.decode.workload import DTYPE, Workload
 from csattn.errors import CsattnError
@@ -42,7 +42,7 @@ class Prepared:
 def full_attention(work: Workload, options: Options) -> Prepared:
     """All rows of the context on the device."""
     shape = options.shape
-    moved = work.batch_size * shape.num_layers * full_bytes(shape, work.context_len)
+    moved = work.num_contexts * shape.num_layers * full_bytes(shape, work.context_len)
     require_memory(moved, "the KV of full attention")
     first = [work.separate_kv(i) for i in range(min(NUM_WIDE_LAYERS, shape.num_layers))]
     kv = first + [
@@ -50,21 +50,22 @@ def full_attention(work: Workload, options: Options) -> Prepared:
         for i in range(len(first), shape.num_layers)
     ]
     num_sets = num_input_sets(moved // shape.num_layers, len(first))
-    full = fastest_full_attention([(work.queries(i)[i][:, :, None], *kv[i]) for i in range(num_sets)], seconds=0.05)
+    inputs = [(together(work.queries(i)[i], kv[i][0]), *kv[i]) for i in range(num_sets)]
+    full = fastest_full_attention(inputs, seconds=0.05)
     steps = FullAttentionSteps(make_tails(work, options), kv, full.attend)
     return Prepared(steps, moved, lambda _: {"backend": full.name})
 
 
 def streamed_attention(work: Workload, options: Options) -> Prepared:
     """All rows in host memory, copied layer by layer."""
-    layer_bytes = work.batch_size * full_bytes(options.shape, work.context_len)
+    layer_bytes = work.num_contexts * full_bytes(options.shape, work.context_len)
     num_layers = max((n for n in (1, 2, 4, 8) if n * layer_bytes <= options.pinned_bytes), default=0)
     if num_layers == 0:
         raise TooLargeError(f"a layer's KV has {layer_bytes} bytes, this run pins {options.pinned_bytes}")
     kv = torch.stack(work.separate_kv(0))
     pool = pinned(options.pinned_bytes)[: num_layers * layer_bytes].view(DTYPE).view(num_layers, *kv.shape)
     pool.copy_(kv)
-    full = fastest_full_attention([(work.queries(0)[0][:, :, None], kv[0], kv[1])], seconds=0.05)
+    full = fastest_full_attention([(together(work.queries(0)[0], kv[0]), kv[0], kv[1])], seconds=0.05)
     del kv
     streamed = StreamedAttention([(k, v) for k, v in pool], full.attend)
     link_bytes = options.shape.num_layers * layer_bytes

@@ -32,7 +32,10 @@ def tables(content: dict[str, Any]) -> str:
     if any(case["kind"] == "op" for case in cases):
         parts += ["### One layer's attention, µs", "", op_table(cases)]
     if any(case["kind"] == "e2e" for case in cases):
-        parts += ["", "### Whole steps", "", end_to_end_table(cases, content)]
+        parts += ["", "### Whole steps", "", end_to_end_table([c for c in cases if c["kind"] == "e2e"], content)]
+    if any(case["kind"] == "shared" for case in cases):
+        shared = [c for c in cases if c["kind"] == "shared"]
+        parts += ["", "### Whole steps of requests that share one context", "", end_to_end_table(shared, content)]
     return "\n".join([describe(content), "", *parts])
 
 
@@ -74,7 +77,7 @@ def end_to_end_table(cases: list[Case], content: dict[str, Any]) -> str:
         "search | select | gather | attend | link MB a step | cache hits | HBM, GB |",
         "|---:|---:|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    for case in sorted((c for c in cases if c["kind"] == "e2e"), key=_order):
+    for case in sorted(cases, key=_order):
         start = f"| {length(case['context_len'])} | {case['batch_size']} | {case['placement']} | {label(case)} |"
         if "refused" in case:
             lines.append(f"{start} {case['refused']} |" + " |" * 12)
@@ -123,7 +126,7 @@ def step_us(case: Case) -> float:
 
 def best_speedup(case: Case, content: dict[str, Any]) -> float | None:
     """What the roofline allows a whole step of that variant."""
-    if case["variant"] not in INDEXES:
+    if case["variant"] not in INDEXES or case["kind"] == "shared":
         return None
     config = INDEXES[case["variant"]][0]
     shape = shape_named(content["shape"])

@@ -74,7 +74,7 @@ class FullAttentionSteps:
     in_graph = True
 
     def __init__(self, tails: Tensor, kv: list[tuple[Tensor, Tensor]], attend: Attention) -> None:
-        """kv: of each layer k, v [batch_size, num_kv_heads, context_len, head_dim]."""
+        """kv: of each layer k, v [num_contexts, num_kv_heads, context_len, head_dim]."""
         self.tails = tails
         self._kv = kv
         self._attend = attend
@@ -84,7 +84,8 @@ class FullAttentionSteps:
     def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None: ...
 
     def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
-        out.copy_(self._attend(q[:, :, None], *self._kv[layer_idx])[:, :, 0])
+        k, v = self._kv[layer_idx]
+        out.copy_(apart(self._attend(together(q, k), k, v), len(q), k))
 
     def end_step(self, rows: StepRows) -> None: ...
 
@@ -144,9 +145,29 @@ class StreamedSteps:
     def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None: ...
 
     def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
-        out.copy_(self._streamed.attend(layer_idx % self._streamed.num_layers, q[:, :, None])[:, :, 0])
+        on_host = layer_idx % self._streamed.num_layers
+        k, _ = self._streamed.layers[on_host]
+        out.copy_(apart(self._streamed.attend(on_host, together(q, k)), len(q), k))
 
     def end_step(self, rows: StepRows) -> None: ...
+
+
+def together(q: Tensor, k: Tensor) -> Tensor:
+    """Queries as full attention takes them: where one context serves all requests, as heads of one of them.
+
+    q: [batch_size, num_q_heads, head_dim]; k: [num_contexts, num_kv_heads, ...].
+    """
+    if len(k) == len(q):
+        return q[:, :, None]
+    by_kv_head = q.view(len(q), k.shape[1], -1, q.shape[2]).transpose(0, 1)
+    return by_kv_head.reshape(1, -1, 1, q.shape[2])
+
+
+def apart(out: Tensor, batch_size: int, k: Tensor) -> Tensor:
+    """What `together` has put together: [batch_size, num_q_heads, head_dim]."""
+    if len(k) == batch_size:
+        return out[:, :, 0]
+    return out.view(k.shape[1], batch_size, -1, out.shape[3]).transpose(0, 1).reshape(batch_size, -1, out.shape[3])
 
 
 def attention_only(attention: StepAttention, rows: StepRows, q: Tensor) -> Callable[[], None]:

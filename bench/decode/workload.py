@@ -1,4 +1,4 @@
-"""Contexts on the device, of any length, for a batch of requests that each continue one of their own."""
+"""Contexts on the device, of any length, for a batch of requests that continue one each, or all the same."""
 
 from dataclasses import dataclass
 
@@ -23,6 +23,11 @@ class Workload:
     context_len: int
     batch_size: int
     device: torch.device
+    is_shared: bool = False  # one context for all requests
+
+    @property
+    def num_contexts(self) -> int:
+        return 1 if self.is_shared else self.batch_size
 
     def keys(self, layer_idx: int) -> Tensor:
         """[NUM_KV_HEADS, context_len, HEAD_DIM]; layers that come from the same wide layer are equal."""
@@ -37,8 +42,8 @@ class Workload:
         return torch.randn(shape, dtype=DTYPE, device=self.device, generator=generator)
 
     def separate_kv(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """The whole batch's k and v, apart: [batch_size, num_kv_heads, context_len, head_dim] each."""
-        k, v = (t[None].expand(self.batch_size, -1, -1, -1) for t in (self.keys(layer_idx), self.values(layer_idx)))
+        """All contexts' k and v, apart: [num_contexts, num_kv_heads, context_len, head_dim] each."""
+        k, v = (t[None].expand(self.num_contexts, -1, -1, -1) for t in (self.keys(layer_idx), self.values(layer_idx)))
         return k.contiguous(), v.contiguous()
 
     def rows(self, layer_idx: int) -> Tensor:

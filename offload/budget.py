@@ -2,15 +2,16 @@
 
 import os
 import resource
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import torch
 
 from offload.errors import MemoryPlanError
 
 GIB = 1 << 30
+SPARE_BYTES = 256 << 20  # of host memory, for steps and answers and whatever else is small
 _REMEDIES = "choose a smaller slot cache, another placement, a shorter context or fewer concurrent requests"
 
 
@@ -93,6 +94,16 @@ def available_memory(device: torch.device) -> AvailableMemory:
     return AvailableMemory(device_bytes=free_bytes + cached_bytes, host_bytes=host_memory_bytes())
 
 
+def require_host_memory(what: str, needed_bytes: int, remedy: str) -> None:
+    """Raise MemoryPlanError unless this process may have so much more, and something for its work besides."""
+    available_bytes = host_memory_bytes()
+    if needed_bytes + SPARE_BYTES > available_bytes:
+        raise MemoryPlanError(
+            f"{what} needs {_amount(needed_bytes)} of host memory and {_amount(available_bytes)} is available, "
+            f"of which {_amount(SPARE_BYTES)} stay free for the work itself; {remedy}"
+        )
+
+
 def host_memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """Host memory that this process can still have, by the system's and its container's account."""
     meminfo = proc / "meminfo"
@@ -100,16 +111,48 @@ def host_memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/c
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
     system_bytes = int(lines["MemAvailable"].split()[0]) * 1024
-    return min(system_bytes, _container_bytes(cgroup))
+    return min(system_bytes, *(_left_bytes(group, account) for group, account in _control_groups(proc, cgroup)))
 
 
-def _container_bytes(cgroup: Path) -> int:
-    """What is left of the container's limit; files in the page cache are given up when memory is wanted."""
-    limit, used, stat = cgroup / "memory.max", cgroup / "memory.current", cgroup / "memory.stat"
-    if not (limit.exists() and used.exists() and stat.exists()) or limit.read_text().strip() == "max":
+@dataclass(frozen=True, slots=True)
+class _Account:
+    """What the files of a control group are called."""
+
+    limit: str
+    used: str
+    files: tuple[str, ...]  # in memory.stat: page cache, which is given up when memory is wanted
+
+
+_ACCOUNTS = {
+    "": _Account("memory.max", "memory.current", ("inactive_file", "active_file")),  # of the second version
+    "memory": _Account("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
+}
+
+
+def _control_groups(proc: Path, cgroup: Path) -> Iterator[tuple[Path, _Account]]:
+    """Those that this process is in, each below the next: any of them may have a limit.
+
+    In a container paths may be the host's, which are not there: its own group is then the root.
+    """
+    listed = proc / "self" / "cgroup"
+    lines = listed.read_text().splitlines() if listed.exists() else []
+    paths = {name: path for _, names, path in (line.split(":", 2) for line in lines) for name in names.split(",")}
+    for name, account in _ACCOUNTS.items():
+        path = PurePosixPath(paths.get(name, "/"))
+        for level in (path, *path.parents):
+            yield cgroup / name / level.relative_to("/"), account
+
+
+def _left_bytes(group: Path, account: _Account) -> int:
+    try:
+        limit = (group / account.limit).read_text().strip()
+        used = int((group / account.used).read_text())
+        counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except OSError:  # it is not there, or has no limit
         return 1 << 62
-    counts = dict(line.split() for line in stat.read_text().splitlines())
-    return max(0, int(limit.read_text()) - int(used.read_text()) + int(counts.get("inactive_file", 0)))
+    if limit == "max":
+        return 1 << 62
+    return max(0, int(limit) - used + sum(int(counts.get(name, 0)) for name in account.files))
 
 
 def locked_limit_bytes() -> int:

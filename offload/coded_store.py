@@ -14,6 +14,11 @@ from offload.kv_store import pieces_of
 _STREAM_ROWS = 4096  # of a piece that is decoded and attended to at once
 
 
+def coded_bytes(kv: Sequence[Tensor], form: KvFormat) -> int:
+    """What a `CodedStore` of these rows will own. Raises CodecError for rows that the format cannot keep."""
+    return sum(layer.shape[:2].numel() for layer in kv) * form.row_bytes(kv[0].shape[-1])
+
+
 class CodedStore:
     """Owns the coded KV of all layers; never changed, shared by all requests. A `KvStore`.
 

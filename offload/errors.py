@@ -1,5 +1,15 @@
 """What can go wrong with memory and movement: every message says what came, what was wanted, and what to do."""
 
+import errno
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether it tells of memory that could not be had: of numpy, of torch on the CPU or a GPU, of a memory map."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    told = str(error).lower() if isinstance(error, RuntimeError) else ""
+    return isinstance(error, MemoryError) or "allocate memory" in told or "out of memory" in told
+
 
 class OffloadError(Exception):
     """Base of all errors that this package raises on purpose."""

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from offload import budget
 from offload.budget import AvailableMemory, MemoryPart, MemoryPlan, host_memory_bytes, locked_limit_bytes
 from offload.errors import MemoryPlanError
 
@@ -67,6 +68,47 @@ def test_or_what_the_container_may_still_have(tmp_path: Path) -> None:
     assert host_memory_bytes(tmp_path, tmp_path) == (1 << 20) + 5000
     (tmp_path / "memory.current").write_text(f"{9 << 20}\n")
     assert host_memory_bytes(tmp_path, tmp_path) == 0
+
+
+def make_group(path: Path, names: tuple[str, str], limit: object, used: int, stat: str) -> None:
+    path.mkdir(parents=True, exist_ok=True)
+    (path / names[0]).write_text(f"{limit}\n")
+    (path / names[1]).write_text(f"{used}\n")
+    (path / "memory.stat").write_text(stat)
+
+
+V1, V2 = ("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")
+
+
+def test_any_control_group_around_the_process_may_limit_it(tmp_path: Path) -> None:
+    make_proc(tmp_path, 4096)
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "cgroup").write_text("0::/system.slice/csattn.service\n")
+    group = tmp_path / "fs" / "system.slice"
+    make_group(group, V2, 3 << 20, 2 << 20, "inactive_file 5\nactive_file 7\nfile 10000\n")
+    make_group(group / "csattn.service", V2, "max", 1 << 20, "inactive_file 5\n")
+    assert host_memory_bytes(tmp_path, tmp_path / "fs") == (1 << 20) + 12
+    make_group(group / "csattn.service", V2, (1 << 20) + 9, 1 << 20, "anon 5\n")
+    assert host_memory_bytes(tmp_path, tmp_path / "fs") == 9
+
+
+@pytest.mark.parametrize("path", ["/docker/0123", "/"], ids=["of the host", "of the container"])
+def test_control_groups_of_the_first_version_count_too(tmp_path: Path, path: str) -> None:
+    make_proc(tmp_path, 4096)
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "cgroup").write_text(f"9:cpu,cpuacct:/x\n4:hugetlb,memory:{path}\n0::/\n")
+    stat = "inactive_file 1\ntotal_inactive_file 5000\ntotal_active_file 500\n"
+    make_group(tmp_path / "fs" / "memory", V1, 3 << 20, 2 << 20, stat)
+    assert host_memory_bytes(tmp_path, tmp_path / "fs") == (1 << 20) + 5500
+    make_group(tmp_path / "fs" / "memory", V1, 9223372036854771712, 2 << 20, stat)
+    assert host_memory_bytes(tmp_path, tmp_path / "fs") == 4 << 20
+
+
+def test_host_memory_is_asked_for_with_something_to_spare(monkeypatch) -> None:
+    monkeypatch.setattr(budget, "host_memory_bytes", lambda: 1000 + budget.SPARE_BYTES)
+    budget.require_host_memory("the context", 1000, "take less")
+    with pytest.raises(MemoryPlanError, match=r"the context needs 1,001 bytes .* 268,436,456 bytes .*; take less"):
+        budget.require_host_memory("the context", 1001, "take less")
 
 
 def test_this_machine_has_memory() -> None:

@@ -5,7 +5,7 @@ import torch
 
 from offload.codecs.codec import KvCodec
 from offload.codecs.formats import KvFormat
-from offload.coded_store import CodedStore
+from offload.coded_store import CodedStore, coded_bytes
 from offload.errors import CodecError
 from offload.host_store import HostStore
 
@@ -21,7 +21,7 @@ def test_coded_rows_leave_as_they_decode(text: str, dtype: torch.dtype) -> None:
     assert torch.equal(store.rows(2, slice(4000, None)), want[2][:, 4000:])
     assert store.rows(0, slice(9, 9)).shape == (2, 0, 2, 32)
     assert torch.equal(torch.cat(list(store.stream(1, slice(3, 4999))), dim=1), want[1][:, 3:4999])
-    assert store.num_bytes == 3 * 2 * 5000 * form.row_bytes(32)
+    assert store.num_bytes == 3 * 2 * 5000 * form.row_bytes(32) == coded_bytes(list(want), form)
     assert repr(store) == f"<CodedStore 3 layers x 2 heads x 5000 rows x 32 in {text}>"
 
 

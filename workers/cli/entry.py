@@ -1,18 +1,21 @@
 """The entry point of `csattn`: exit code 0 only on success, and every failure is a sentence on stderr."""
 
-import errno
 import sys
 from typing import Any
 
 import typer
 
 from csattn.errors import CsattnError
-from offload.errors import OffloadError
+from offload.errors import OffloadError, is_out_of_memory
 from workers.cli.app import app
 
 # typer brings its own copy of click in some versions; this is ClickException in all of them
 _ClickError: Any = typer.BadParameter.__mro__[2]
 _MAX_TOLD = 300  # characters of a library's message
+_REMEDIES = (
+    "end other programs, take a shorter context or a narrower --dtype, or a machine with more; "
+    "`csattn doctor` says what there is"
+)
 
 
 def main() -> None:
@@ -26,24 +29,10 @@ def main() -> None:
     except (KeyboardInterrupt, typer.Abort):
         _fail({"type": "Interrupted", "message": "interrupted; a build goes on where it stopped when run again"}, 130)
     except (MemoryError, RuntimeError, OSError) as error:
-        if not _is_memory(error):
+        if not is_out_of_memory(error):
             raise
         wanted = " ".join(str(error).split())[:_MAX_TOLD] or "nothing says how much was wanted"
         _fail({"type": "MemoryError", "message": f"there is not enough memory ({wanted}); {_REMEDIES}"}, 1)
-
-
-_REMEDIES = (
-    "end other programs, take a shorter context or a narrower --dtype, or a machine with more; "
-    "`csattn doctor` says what there is"
-)
-
-
-def _is_memory(error: Exception) -> bool:
-    """Whether it tells of memory that could not be had: of numpy, of torch on the CPU or on a GPU, of a memory map."""
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    told = str(error).lower()
-    return isinstance(error, MemoryError) or "allocate memory" in told or "out of memory" in told
 
 
 def _fail(error: dict[str, Any], exit_code: int) -> None:

@@ -10,8 +10,9 @@ from csattn.artifact import Artifact
 from csattn.rest import Moments, moments_of
 from csattn.selector_names import SelectorName
 from csattn.selectors import ContextView, Prepared, Selector
+from offload.budget import require_host_memory
 from offload.codecs.formats import KvFormat
-from offload.coded_store import CodedStore
+from offload.coded_store import CodedStore, coded_bytes
 from offload.host_store import HostStore
 from offload.kv_store import KvStore
 from workers.cpu_model.model import word
@@ -75,9 +76,15 @@ class CpuContext:
 
 
 def open_context(artifact: Artifact, kv_format: KvFormat | None) -> CpuContext:
-    """kv_format: how its rows are kept; None: as the artifact maps them."""
+    """kv_format: how its rows are kept; None: as the artifact maps them, which takes no memory.
+
+    Raises MemoryPlanError where there is none for a copy.
+    """
     num_layers = artifact.spec.model.num_layers
     kv = [artifact.layer_kv(layer_idx) for layer_idx in range(num_layers)]
+    if kv_format is not None:
+        remedy = "choose a KV codec of fewer bytes, or none: rows are then read where the artifact maps them"
+        require_host_memory(f"the context in {kv_format}", coded_bytes(kv, kv_format), remedy)
     indexes = [artifact.layer_index(layer_idx) for layer_idx in range(num_layers)]
     return CpuContext(
         artifact,

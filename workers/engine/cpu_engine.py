@@ -22,6 +22,7 @@ from csattn.models import LoadedModel
 from csattn.selector_names import SelectorName
 from csattn.selectors import ContextView, estimates_rest, selector_for
 from offload.codecs.formats import KvFormat
+from offload.host_memory import trim_heap
 from workers.cpu_model.model import CpuModel
 from workers.engine.cpu_context import CpuContext, CpuRequest, open_context
 from workers.engine.fidelity import fidelity
@@ -96,6 +97,7 @@ class CpuEngine:
         self._planned = None
         self._searcher.unload(context_id)
         del self._contexts[context_id]
+        trim_heap()
 
     def preparation(self, context_id: int, config: SearchConfig, selector: SelectorName) -> Callable[[], None] | None:
         """Another selector than csattn, or an estimate of the rest, makes something of all of the context's rows."""

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from csattn.models import LoadedModel
 from csattn.rest import Moments
 from csattn.selector_names import SelectorName
-from csattn.selectors import ContextView, Selector, prepare
+from csattn.selectors import ContextView, Prepared, Selector, prepare
+from offload.budget import require_host_memory
 from workers.context_layers import context_layers
 from workers.engine.cpu_context import CpuContext
 
@@ -26,10 +27,12 @@ class Preparation:
         return has_selector and (not self.estimates_rest or self._rows in self.context.moments)
 
     def make(self, loaded: LoadedModel) -> None:
-        """May take as long as a prefill. On one thread at a time: the model may run, hooked."""
+        """May take as long as a prefill. On one thread at a time: the model may run, hooked.
+
+        Raises MemoryPlanError where there is no memory for it.
+        """
         if self._chooses_alone and self.selector not in self.context.prepared:
-            layers = context_layers(loaded, self.context.artifact)
-            self.context.prepared[self.selector] = [prepare(self.selector, layer) for layer in layers]
+            self.context.prepared[self.selector] = self._prepare_layers(loaded)
         if self.estimates_rest and self._rows not in self.context.moments:
             self.context.moments[self._rows] = self.context.moments_of(self.view.middle)
 
@@ -42,6 +45,15 @@ class Preparation:
     def moments(self) -> list[Moments]:
         """Per layer; none where the rest is not estimated."""
         return self.context.moments[self._rows] if self.estimates_rest else []
+
+    def _prepare_layers(self, loaded: LoadedModel) -> list[Prepared]:
+        """What the first layer takes, the others will."""
+        first, *others = context_layers(loaded, self.context.artifact)
+        prepared = prepare(self.selector, first)
+        remedy = "choose another selector, or a shorter context"
+        what = f"what {self.selector} makes of the context"
+        require_host_memory(what, len(others) * prepared.index_bytes, remedy)
+        return [prepared, *(prepare(self.selector, layer) for layer in others)]
 
     @property
     def _chooses_alone(self) -> bool:

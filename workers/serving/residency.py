@@ -1,7 +1,7 @@
 """Which artifacts the engine holds: loaded when they are asked for, unloaded when the engine has no room left."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from csattn.artifact import Artifact
 from csattn.config import SearchConfig
 from csattn.errors import ConfigError, CsattnError
 from csattn.models import LoadedModel
-from offload.errors import MemoryPlanError, OffloadError
+from offload.errors import MemoryPlanError, OffloadError, is_out_of_memory
 from workers.serving.contexts import require_usable
 from workers.serving.messages import BadRequestError, OverloadedError, Selector, ServingError, WorkerLostError
 from workers.serving.scheduler import Scheduler
@@ -103,8 +103,9 @@ class Residency:
             raise _as_serving_error(error, "prepared") from error
 
     async def _make(self, path: Path, resident: Resident, work: Callable[[], None]) -> None:
+        loop = asyncio.get_running_loop()
         try:
-            await asyncio.get_running_loop().run_in_executor(self._preparer, work)
+            await self._with_room(lambda: loop.run_in_executor(self._preparer, work))
         finally:
             await self._leave(path, resident)
 
@@ -123,24 +124,30 @@ class Residency:
         artifact = await asyncio.to_thread(require_usable, path, loaded.fingerprint, loaded.tokenizer_hash)
         async with self._one_at_a_time:
             context_id = next(i for i in count() if i not in {r.context_id for r in self._residents.values()})
-            while True:
-                try:
-                    await asyncio.wrap_future(scheduler.inbox.call(lambda: scheduler.load(context_id, artifact)))
-                    break
-                except Exception as error:
-                    if not _is_full(error):
-                        artifact.close()
-                        raise _as_serving_error(error, "loaded") from error
-                    if not await self._make_room():
-                        artifact.close()
-                        raise OverloadedError(
-                            f"all contexts that are loaded are in use, and there is no room for another ({error}); "
-                            "ask again later",
-                            retry_after_s=_RETRY_S,
-                        ) from error
+            try:
+                await self._with_room(
+                    lambda: asyncio.wrap_future(scheduler.inbox.call(lambda: scheduler.load(context_id, artifact)))
+                )
+            except Exception as error:
+                artifact.close()
+                raise _as_serving_error(error, "loaded") from error
             resident = Resident(context_id, artifact, last_used=next(self._uses))
             self._residents[path] = resident
         return resident
+
+    async def _with_room(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Do what takes memory, again and again while there is too little and a context that can be unloaded."""
+        while True:
+            try:
+                return await work()
+            except Exception as error:
+                if not (isinstance(error, MemoryPlanError) or is_out_of_memory(error)):
+                    raise
+                if not await self._make_room():
+                    why = "all contexts that are loaded are in use, and " if self._residents else ""
+                    raise OverloadedError(
+                        f"{why}there is no room for more ({error}); ask again later", retry_after_s=_RETRY_S
+                    ) from error
 
     async def _make_room(self) -> bool:
         """Unload the least recently used context that nobody uses; False if there is none."""
@@ -155,10 +162,6 @@ class Residency:
         scheduler = self._scheduler
         await asyncio.wrap_future(scheduler.inbox.call(lambda: scheduler.unload(resident.context_id)))
         resident.artifact.close()
-
-
-def _is_full(error: Exception) -> bool:
-    return isinstance(error, MemoryPlanError | MemoryError) or type(error).__name__ == "OutOfMemoryError"  # torch's
 
 
 def _as_serving_error(error: Exception, done: str) -> ServingError:

@@ -9,13 +9,15 @@ import torch
 
 from csattn.artifact import open_artifact
 from csattn.config import SearchConfig
+from offload import budget
+from offload.codecs.formats import KvFormat
 from tests.tiny import loaded
 from tests.workers.serving.artifacts import SECRETS
 from tests.workers.serving.test_local import answer, ask
 from workers.engine.cpu_engine import CpuEngine
 from workers.serving.context_file import ContextFile
 from workers.serving.local import LocalBackend
-from workers.serving.messages import Ask, Done
+from workers.serving.messages import Ask, Done, OverloadedError
 from workers.session import csattn_session
 from workers.settings import Settings, StoreSettings
 
@@ -27,8 +29,8 @@ MEASURED = (
 )
 
 
-def backend_of(store: Path, search: SearchConfig = SEARCH) -> LocalBackend:
-    engine = CpuEngine(loaded(), max_rows=16, num_slots=16, tail_capacity=128, num_threads=2)
+def backend_of(store: Path, search: SearchConfig = SEARCH, kv_format: KvFormat | None = None) -> LocalBackend:
+    engine = CpuEngine(loaded(), max_rows=16, num_slots=16, tail_capacity=128, num_threads=2, kv_format=kv_format)
     return LocalBackend(engine, loaded(), Settings(store=StoreSettings(path=store), search=search))
 
 
@@ -61,6 +63,33 @@ def test_sixteen_streams_at_once_equal_each_alone(built: Path) -> None:
             assert sum(by_name["fidelity_recall_count"]) == sum(by_name["fidelity_mass_count"]) > 1
             assert 0 < sum(by_name["fidelity_mass_sum"]) <= sum(by_name["fidelity_mass_count"])
             assert min(by_name["search_seconds_total"] + by_name["kv_bytes"] + by_name["index_bytes"]) > 0
+
+    asyncio.run(main())
+
+
+def test_coded_contexts_take_turns_in_the_memory_there_is(built: Path, monkeypatch) -> None:
+    """As much as two of them take."""
+
+    async def main() -> None:
+        async with backend_of(built, kv_format=KvFormat.parse("float16")) as backend:
+            want = [await answer(backend, ask(secret)) for secret in SECRETS]
+            limit = backend._engine.counts().kv_bytes * 5 // 6
+        backend = backend_of(built, kv_format=KvFormat.parse("float16"))
+        engine = backend._engine
+        left = lambda: budget.SPARE_BYTES + limit - engine.counts().kv_bytes  # noqa: E731
+        monkeypatch.setattr(budget, "host_memory_bytes", left)
+        async with backend:
+            for _ in range(2):
+                assert [await answer(backend, ask(secret)) for secret in SECRETS] == want
+                assert len(engine._contexts) == 2
+            held = [backend.generate(ask(secret, max_new_tokens=100)) for secret in SECRETS[:2]]
+            for events in held:
+                await anext(events)
+            with pytest.raises(OverloadedError, match=r"in use.*the context in float16 needs"):
+                await answer(backend, ask(SECRETS[2]))
+            for events in held:
+                await events.aclose()
+            assert await answer(backend, ask(SECRETS[2])) == want[2]
 
     asyncio.run(main())
 

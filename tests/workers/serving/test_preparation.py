@@ -8,11 +8,12 @@ from threading import Event
 import pytest
 
 from csattn.config import SearchConfig
+from offload import budget
 from tests.workers.serving.test_cpu_backend import SEARCH, backend_of
 from tests.workers.serving.test_local import answer, ask, until
 from workers.engine import cpu_context, preparation
 from workers.serving.context_file import ContextFile
-from workers.serving.messages import BadRequestError, ServingError, WorkerLostError
+from workers.serving.messages import BadRequestError, OverloadedError, ServingError, WorkerLostError
 
 ESTIMATING = SearchConfig(keep=0.1, window_len=32, lookahead=1, estimate_rest=True)
 QUEST, EXACT = ask("heron", selector="quest"), ask("heron", selector="exact")
@@ -89,16 +90,38 @@ def test_a_context_that_is_prepared_is_not_unloaded(built: Path, gate: Gate) -> 
 
 def test_a_preparation_that_fails_is_told_and_tried_again(built: Path, monkeypatch) -> None:
     def fail(*arguments):
-        raise MemoryError("Unable to allocate 9 GiB")
+        raise ValueError("the book does not hold")
 
     async def main() -> None:
         async with backend_of(built) as backend:
             with monkeypatch.context() as patch:
                 patch.setattr(preparation, "prepare", fail)
-                with pytest.raises(ServingError, match="Unable to allocate 9 GiB"):
+                with pytest.raises(ServingError, match=r"could not be prepared: .*does not hold"):
                     await answer(backend, QUEST)
             assert (await answer(backend, QUEST))[1].reason == "length"
             assert all(resident.num_users == 0 for resident in backend._residency._residents.values())
+
+    asyncio.run(main())
+
+
+def test_contexts_make_room_for_what_is_prepared(built: Path, monkeypatch) -> None:
+    """A context that nobody uses goes, and the least recently used first; those in use stay."""
+
+    async def main() -> None:
+        async with backend_of(built) as backend:
+            engine = backend._engine
+            for name in ("heron", "walnut", "quartz"):
+                await answer(backend, ask(name))
+            want = await answer(backend, QUEST)
+            engine._contexts[0].prepared.clear()
+            room = lambda: budget.SPARE_BYTES + (0 if len(engine._contexts) > 2 else 1 << 20)  # noqa: E731
+            monkeypatch.setattr(budget, "host_memory_bytes", room)
+            assert await answer(backend, QUEST) == want
+            assert list(engine._contexts) == [0, 2]
+            monkeypatch.setattr(budget, "host_memory_bytes", lambda: 0)
+            with pytest.raises(OverloadedError, match=r"in use, and there is no room for more .what sparq makes"):
+                await answer(backend, ask("heron", selector="sparq"))
+            assert list(engine._contexts) == [0]
 
     asyncio.run(main())
 

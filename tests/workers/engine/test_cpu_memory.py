@@ -1,0 +1,76 @@
+"""What the CPU engine takes of the memory that this process may have: refused before it is taken, given back after."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from csattn.artifact import Artifact
+from csattn.config import SearchConfig
+from offload import budget
+from offload.codecs.formats import KvFormat
+from offload.errors import MemoryPlanError
+from tests.workers.engine.test_cpu_engine import make_engine, opened
+from workers.serving.step_engine import StepRow
+
+CONFIG = SearchConfig(keep=0.05, window_len=64)
+HALF = KvFormat.parse("float16")
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory) -> Iterator[Artifact]:
+    with opened(tmp_path_factory.mktemp("store"), "llama", 0) as artifact:
+        yield artifact
+
+
+def leave(monkeypatch, num_bytes: int) -> None:
+    monkeypatch.setattr(budget, "host_memory_bytes", lambda: budget.SPARE_BYTES + num_bytes)
+
+
+def test_a_coded_context_needs_memory_to_the_byte(artifact: Artifact, monkeypatch) -> None:
+    with make_engine([], kv_format=HALF) as engine:
+        engine.add_context(0, artifact)
+        num_bytes = engine.counts().kv_bytes
+        leave(monkeypatch, num_bytes)
+        engine.add_context(1, artifact)
+        leave(monkeypatch, num_bytes - 1)
+        with pytest.raises(
+            MemoryPlanError, match=f"the context in float16 needs {num_bytes:,} bytes .*choose a KV codec"
+        ):
+            engine.add_context(2, artifact)
+        with pytest.raises(Exception, match="no context 2"):
+            engine.open(0, 2, CONFIG, "csattn")
+
+
+def test_rows_that_are_read_where_they_are_mapped_need_none(artifact: Artifact, monkeypatch) -> None:
+    leave(monkeypatch, -budget.SPARE_BYTES)
+    with make_engine([artifact]) as engine:
+        engine.open(0, 0, CONFIG, "csattn")
+        assert engine.step([StepRow(0, 5)]).next_ids[0] >= 0
+
+
+def test_what_a_selector_makes_needs_memory_too(artifact: Artifact, monkeypatch) -> None:
+    with make_engine([artifact]) as engine:
+        leave(monkeypatch, 100)
+        with pytest.raises(MemoryPlanError, match="what quest makes of the context needs"):
+            engine.open(0, 0, CONFIG, "quest")
+        engine.open(0, 0, CONFIG, "exact")  # reads the keys as they are
+        leave(monkeypatch, 1 << 30)
+        engine.open(1, 0, CONFIG, "quest")
+
+
+def test_a_context_that_is_unloaded_is_nowhere_any_more(artifact: Artifact) -> None:
+    """Nor in the plan of the last step."""
+    with make_engine([], kv_format=HALF) as engine:
+        engine.add_context(0, artifact)
+        engine.open(0, 0, CONFIG, "quest")
+        engine.step([StepRow(0, 5)])
+        context = engine.request(0).context
+        kept = [weakref.ref(context.coded), weakref.ref(context.prepared["quest"][0])]
+        del context
+        engine.close_slot(0)
+        engine.remove_context(0)
+        gc.collect()
+        assert [thing() for thing in kept] == [None, None]
+        assert engine.counts().kv_bytes == 0

@@ -18,7 +18,13 @@ class FarRows(Protocol):
 
     cross_link: bool  # whether selected rows have a way to go: the longest of a step, which had better begin at once
 
-    def fetch(self, layer_idx: int, selection: DeviceSelection, context_ids: Tensor) -> DeviceSelection:
+    def fetch(
+        self,
+        layer_idx: int,
+        selection: DeviceSelection,
+        context_ids: Tensor,
+        link: torch.cuda.Stream | None = None,  # for the rows' way; None: the current one
+    ) -> DeviceSelection:
         """Enqueue what brings the selected rows to the device; ids of `source` for them, or of `spill`."""
         ...
 
@@ -58,7 +64,13 @@ class DeviceRows:
         """Free a context's KV. No step may be in flight."""
         del self._kv[context_id]
 
-    def fetch(self, layer_idx: int, selection: DeviceSelection, context_ids: Tensor) -> DeviceSelection:
+    def fetch(
+        self,
+        layer_idx: int,
+        selection: DeviceSelection,
+        context_ids: Tensor,
+        link: torch.cuda.Stream | None = None,
+    ) -> DeviceSelection:
         return selection
 
     def source(self, layer_idx: int) -> RowSource:
@@ -97,9 +109,19 @@ class CachedRows:
         self.cache.reset(context_id)
         del self._kv[context_id]
 
-    def fetch(self, layer_idx: int, selection: DeviceSelection, context_ids: Tensor) -> DeviceSelection:
-        ids = self.cache.fetch(layer_idx, selection.kv_indices, selection.valid_len, context_ids)
-        return DeviceSelection(ids, selection.valid_len)
+    def fetch(
+        self,
+        layer_idx: int,
+        selection: DeviceSelection,
+        context_ids: Tensor,
+        link: torch.cuda.Stream | None = None,
+    ) -> DeviceSelection:
+        lookup = self.cache.look_up(layer_idx, selection.kv_indices, selection.valid_len, context_ids)
+        if link is not None:
+            link.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(link):  # None changes nothing
+            self.cache.move(lookup)
+        return DeviceSelection(lookup.ids, selection.valid_len)
 
     def source(self, layer_idx: int) -> RowSource:
         return self._sources[layer_idx]

@@ -16,7 +16,8 @@ from workers.engine.shape import EngineShape
 class SearchOnDevice:
     """`StepAttention` whose steps are one graph. Owns the contexts' indexes, their resident rows and all tails.
 
-    With `lookahead`, a layer's search and the way of its rows to the device run beside the layer before it.
+    With `lookahead`, a layer's search and the way of its rows to the device run beside the layer before it, each on a
+    stream of its own: the next layer is searched while this one's rows are still on their way.
     """
 
     in_graph = True
@@ -31,7 +32,8 @@ class SearchOnDevice:
         self._searches = _make_searches(shape, index, device)
         if self.lookahead:
             # first where rows have to move; elsewhere the model's products, which are more to do, lose by it
-            self._ahead = torch.cuda.Stream(device, priority=-1 if far.cross_link else 0)  # type: ignore[no-untyped-call]
+            priority = -1 if far.cross_link else 0
+            self._ahead, self._link = (torch.cuda.Stream(device, priority=priority) for _ in range(2))  # type: ignore[no-untyped-call]
         self._fetched: dict[int, tuple[DeviceSelection, torch.cuda.Event]] = {}  # by layer, until it attends
 
     def __repr__(self) -> str:
@@ -61,8 +63,9 @@ class SearchOnDevice:
         # all searches share one workspace, so with lookahead all of them run on this stream, also the first layer's
         self._ahead.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._ahead):
-            fetched = self._search(layer_idx, q, rows)
-            self._fetched[layer_idx] = fetched, self._ahead.record_event()
+            fetched = self._search(layer_idx, q, rows, self._link)
+        last = self._link if self.far.cross_link else self._ahead
+        self._fetched[layer_idx] = fetched, last.record_event()
 
     def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
         if self.lookahead:
@@ -78,10 +81,12 @@ class SearchOnDevice:
     def end_step(self, rows: StepRows) -> None:
         """Nothing is left to do."""
 
-    def _search(self, layer_idx: int, q: Tensor, rows: StepRows) -> DeviceSelection:
+    def _search(
+        self, layer_idx: int, q: Tensor, rows: StepRows, link: torch.cuda.Stream | None = None
+    ) -> DeviceSelection:
         selection = self._plans[rows.batch_size].selection(layer_idx)
         self._searches[rows.batch_size].search(q, self._indexes, layer_idx, rows.context_ids, selection)
-        return self.far.fetch(layer_idx, selection, rows.context_ids)
+        return self.far.fetch(layer_idx, selection, rows.context_ids, link)
 
 
 def _make_searches(shape: EngineShape, index: IndexShape, device: torch.device) -> dict[int, DeviceSearch]:

@@ -31,6 +31,7 @@ MAX_BUILDS = 1  # at the same time
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 SameText = Callable[[Artifact, str], bool]  # whether an artifact was built from that text
+FaultOf = Callable[[Path], str]  # why this service cannot answer from an artifact; empty where it can
 _log = logging.getLogger(__name__)
 
 
@@ -42,10 +43,13 @@ class _Build:
 
 
 class Contexts:
-    """For one event loop. The file is the truth: several services may share a store."""
+    """For one event loop. The file is the truth, but for what this service in particular cannot answer from:
 
-    def __init__(self, store: Path, settings: Settings, same_text: SameText) -> None:
-        self._store, self._settings, self._same_text = store, settings, same_text
+    several services, of other models too, may share a store.
+    """
+
+    def __init__(self, store: Path, settings: Settings, same_text: SameText, fault_of: FaultOf) -> None:
+        self._store, self._settings, self._same_text, self._fault_of = store, settings, same_text, fault_of
         self._file = ContextFile(store)
         self._turn_to_build = asyncio.Semaphore(MAX_BUILDS)
         self._builds: dict[str, _Build] = {}
@@ -58,8 +62,9 @@ class Contexts:
                 self._build(record)
 
     async def infos(self) -> list[ContextInfo]:
-        records = await self._records()
-        return [self._info(record) for record in records.values()]
+        records = (await self._records()).values()
+        faults = await asyncio.to_thread(lambda: [self._fault(record) for record in records])
+        return [self._info(record, fault) for record, fault in zip(records, faults, strict=True)]
 
     async def artifact_path(self, name: str) -> Path:
         """Of a context that is ready."""
@@ -68,7 +73,7 @@ class Contexts:
             raise UnknownContextError(f"there is no context {name[:64]!r}; register it, or list those there are")
         record = self._unwritten.get(record, record)
         if record.state == "building":
-            progress = 100 * self._info(record).progress
+            progress = 100 * self._progress(record)
             raise ContextNotReadyError(
                 f"the context {name!r} is still being built ({progress:.0f} %); ask again when it is ready"
             )
@@ -89,7 +94,7 @@ class Contexts:
             raise ServingError(f"the context cannot be registered: {error}") from error
         if record.state == "building" and new.name not in self._builds:
             self._build(record)
-        return self._info(record)
+        return self._info(record, await asyncio.to_thread(self._fault, record))
 
     async def delete(self, name: str) -> Path | None:
         """Forget a context, and end its building. Its artifact stays in the store, at the path that is returned."""
@@ -214,17 +219,25 @@ class Contexts:
     def _text_path(self, digest: str) -> Path:
         return self._store / TEXTS / f"{digest[:32]}.txt"
 
-    def _info(self, record: Record) -> ContextInfo:
+    def _fault(self, record: Record) -> str:
+        """Of the artifact; none where there is none yet."""
+        return "" if record.artifact_id is None else self._fault_of(self._store / record.artifact_id)
+
+    def _progress(self, record: Record) -> float:
+        build = self._builds.get(record.name)
+        return 1.0 if record.state == "ready" else build.progress if build else 0.0
+
+    def _info(self, record: Record, fault: str) -> ContextInfo:
         record = self._unwritten.get(record, record)
         build = self._builds.get(record.name)
         return ContextInfo(
             name=record.name,
-            state=record.state,
+            state="failed" if fault else record.state,
             artifact_id=record.artifact_id,
             num_tokens=record.num_tokens,
             created_at=record.created_at,
-            progress=1.0 if record.state == "ready" else build.progress if build else 0.0,
-            what=record.error or (build.what if build else ""),
+            progress=self._progress(record),
+            what=record.error or fault or (build.what if build else ""),
         )
 
 
@@ -273,16 +286,3 @@ def require_name(name: str) -> None:
             f"or a digit, got {name[:64]!r}",
             "name",
         )
-
-
-def require_usable(path: Path, fingerprint: str, tokenizer_hash: str) -> Artifact:
-    """Open an artifact and check all that a search relies on, so that loading it is quick."""
-    try:
-        artifact = open_artifact(path)
-        artifact.require_model(fingerprint)
-        artifact.require_tokenizer(tokenizer_hash)
-        for layer_idx in range(artifact.spec.model.num_layers):
-            artifact.layer_index(layer_idx)
-    except ArtifactError as error:
-        raise ContextNotReadyError(f"the context's artifact cannot be used: {error}") from error
-    return artifact

@@ -38,6 +38,7 @@ from workers.serving.residency import Residency, Resident
 from workers.serving.scheduler import Scheduler
 from workers.serving.step_engine import StepEngine
 from workers.serving.step_thread import StepThread
+from workers.serving.usable import Usable
 from workers.settings import Settings
 
 _NUM_TOKENISERS = 2  # threads
@@ -62,8 +63,9 @@ class LocalBackend:
             max_queued=settings.limits.max_queued_requests,
             metrics=self._measured,
         )
-        self._residency = Residency(self._scheduler, engine, loaded)
-        self._contexts = Contexts(settings.store.path, settings, self._has_text)
+        usable = Usable(loaded)
+        self._residency = Residency(self._scheduler, engine, usable)
+        self._contexts = Contexts(settings.store.path, settings, self._has_text, usable.fault)
         self._tokenisers = ThreadPoolExecutor(_NUM_TOKENISERS, thread_name_prefix="csattn-tokenise")
         self._max_chars = longest_question(loaded.tokenizer, engine.max_positions)
         self._steps: StepThread | None = None

@@ -94,7 +94,7 @@ class ContextInfo:
     num_tokens: int | None = None
     created_at: float = 0.0  # seconds since the epoch
     progress: float = 0.0  # of its building, 0 to 1
-    what: str = ""  # what its building is at, or why it failed
+    what: str = ""  # what its building is at, why it failed, or why this service cannot answer from it
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,11 @@ from pathlib import Path
 from csattn.artifact import Artifact
 from csattn.config import SearchConfig
 from csattn.errors import ConfigError, CsattnError
-from csattn.models import LoadedModel
 from offload.errors import MemoryPlanError, OffloadError, is_out_of_memory
-from workers.serving.contexts import require_usable
 from workers.serving.messages import BadRequestError, OverloadedError, Selector, ServingError, WorkerLostError
 from workers.serving.scheduler import Scheduler
 from workers.serving.step_engine import StepEngine
+from workers.serving.usable import Usable
 
 _RETRY_S = 5.0
 
@@ -35,8 +34,8 @@ class Resident:
 class Residency:
     """For one event loop. Artifacts are opened, checked and prepared on other threads; loaded between two steps."""
 
-    def __init__(self, scheduler: Scheduler, engine: StepEngine, loaded: LoadedModel) -> None:
-        self._scheduler, self._engine, self._loaded = scheduler, engine, loaded
+    def __init__(self, scheduler: Scheduler, engine: StepEngine, usable: Usable) -> None:
+        self._scheduler, self._engine, self._usable = scheduler, engine, usable
         self._residents: dict[Path, Resident] = {}
         self._loading: dict[Path, asyncio.Task[Resident]] = {}
         self._one_at_a_time = asyncio.Lock()  # else two could unload for each other
@@ -120,8 +119,8 @@ class Residency:
             await asyncio.shield(self._unload(path))
 
     async def _load(self, path: Path) -> Resident:
-        loaded, scheduler = self._loaded, self._scheduler
-        artifact = await asyncio.to_thread(require_usable, path, loaded.fingerprint, loaded.tokenizer_hash)
+        scheduler = self._scheduler
+        artifact = await asyncio.to_thread(self._usable.open, path)
         async with self._one_at_a_time:
             context_id = next(i for i in count() if i not in {r.context_id for r in self._residents.values()})
             try:

@@ -44,7 +44,7 @@ def settings_of(place: Path, model: Path | None = None) -> Settings:
 
 
 def registry(place: Path, **options: Any) -> Contexts:
-    return Contexts(place / "store", settings_of(place, **options), lambda artifact, text: False)
+    return Contexts(place / "store", settings_of(place, **options), lambda artifact, text: False, lambda path: "")
 
 
 async def ended(contexts: Contexts | LocalBackend, name: str) -> ContextInfo:

@@ -1,0 +1,84 @@
+"""A store that services of several models share: each lists as ready what it can answer from, and changes nothing."""
+
+import asyncio
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from csattn.models import LoadedModel
+from csattn.models.loader import wrap_model
+from tests.tiny import byte_tokenizer, loaded, make_model
+from tests.workers.serving.artifacts import build, text_of
+from tests.workers.serving.full_engine import FullEngine
+from tests.workers.serving.test_local import answer, ask, settings_of
+from workers.serving import usable
+from workers.serving.context_file import FILE_NAME
+from workers.serving.contexts import name_artifact
+from workers.serving.local import LocalBackend
+from workers.serving.messages import ContextInfo, ContextNotReadyError, NewContext
+
+TEXT = text_of("heron")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    name_artifact(tmp_path, "heron", build(tmp_path, TEXT), "float32")
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def other() -> LoadedModel:
+    """Of the same shape, with other weights."""
+    return wrap_model(make_model(seed=1), byte_tokenizer(), "another")
+
+
+def backend_of(store: Path, model: LoadedModel) -> LocalBackend:
+    return LocalBackend(FullEngine(model), model, settings_of(store))
+
+
+async def only(backend: LocalBackend) -> ContextInfo:
+    (info,) = await backend.contexts()
+    return info
+
+
+def test_what_another_model_built_is_not_ready_here(store: Path, other: LoadedModel, monkeypatch) -> None:
+    opened: Counter[Path] = Counter()
+    real = usable.open_artifact
+
+    def count(path: Path):
+        opened[path] += 1
+        return real(path)
+
+    async def main() -> None:
+        before = (store / FILE_NAME).read_bytes()
+        async with backend_of(store, other) as theirs, backend_of(store, loaded()) as ours:
+            assert (await only(ours)).state == "ready"
+            with monkeypatch.context() as patch:
+                patch.setattr(usable, "open_artifact", count)
+                for _ in range(3):
+                    info = await only(theirs)
+                    assert info.state == "failed" and "tiny-llama" in info.what and "built with" in info.what
+                assert (await theirs.register(NewContext(name="heron", text=TEXT))).state == "failed"
+                assert list(opened.values()) == [1], "a poll does not read what is known"
+            with pytest.raises(ContextNotReadyError) as refused:
+                await answer(theirs, ask("heron"))
+            assert str(refused.value) == info.what
+            assert (await answer(ours, ask("heron")))[1].reason == "length"
+            assert (store / FILE_NAME).read_bytes() == before
+
+    asyncio.run(main())
+
+
+def test_what_is_missing_is_looked_for_again(store: Path) -> None:
+    async def main() -> None:
+        (artifact,) = (path for path in store.iterdir() if (path / "manifest.json").exists())
+        away = shutil.move(artifact, store / "away")
+        async with backend_of(store, loaded()) as backend:
+            info = await only(backend)
+            assert info.state == "failed" and "there is no artifact" in info.what
+            shutil.move(away, artifact)
+            assert (await only(backend)).state == "ready"
+
+    asyncio.run(main())

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from csattn.errors import ContextError
 from csattn.models.prompt import question_ids
 from workers.engine.engine import Engine
+from workers.engine.slots import require_token
 from workers.generate import Answer
 from workers.serving.text import TextStream, decode
 
@@ -20,7 +21,8 @@ def answer(
 ) -> Answer:
     """Ask a question about one of the engine's contexts, greedily. on_text gets the answer in pieces as it comes.
 
-    Raises ContextError when the question does not fit into the model's positions or the engine's tails.
+    Raises ContextError when the question does not fit into the model's positions or the engine's tails, ModelError when
+    the model gives no numbers.
     """
     artifact, tokenizer = engine.artifacts[context_id], engine.loaded.tokenizer
     wrapping = artifact.manifest.build_notes.get("wrapping", "none")
@@ -31,13 +33,13 @@ def answer(
     stream = TextStream(tokenizer)
     started = time.perf_counter()
     output = engine.runner.prefill(ids, context_id, context_len, tail_id)
-    token_id = int(output.next_ids[0])
+    token_id = require_token(int(output.next_ids[0]))
     first_token_s = time.perf_counter() - started
     token_ids = [token_id]
     on_text(stream.add(token_id))
     engine.runner.fill(1, [token_id], [context_len + len(ids)], [context_id], [tail_id], [len(ids) + 1])
     while len(token_ids) < max_new_tokens and token_ids[-1] not in stop_ids:
-        token_id = int(engine.runner.step(1).next_ids[0])
+        token_id = require_token(int(engine.runner.step(1).next_ids[0]))
         token_ids.append(token_id)
         on_text(stream.add(token_id))
         if len(token_ids) < max_new_tokens:

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 
 from csattn.artifact import Artifact
-from csattn.errors import ConfigError, ContextError
+from csattn.errors import ConfigError, ContextError, ModelError
 
 
 def require_new_context(context_id: int, loaded: Collection[int], artifact: Artifact, max_positions: int) -> None:
@@ -38,6 +38,13 @@ def require_room(slot: int, num_rows: int, room: int) -> None:
             f"slot {slot} would have {num_rows} rows of its own and there is room for {room}; end the request, "
             "or ask a shorter question"
         )
+
+
+def require_token(next_id: int) -> int:
+    """What a step said, if it is a token. Raises ModelError where NaN or infinity was the greatest logit."""
+    if next_id < 0:
+        raise ModelError("the model's logits hold NaN or infinity; load it in bfloat16 or float32, or mend its weights")
+    return next_id
 
 
 def seen_lens(slots: Sequence[int], tail_lens: Mapping[int, int]) -> list[int]:

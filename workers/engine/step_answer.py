@@ -5,11 +5,12 @@ from collections.abc import Callable
 
 from csattn.artifact import Artifact
 from csattn.config import SearchConfig
-from csattn.errors import ContextError, ModelError
+from csattn.errors import ContextError
 from csattn.models import LoadedModel
 from csattn.models.prompt import question_ids
 from offload.codecs.formats import KvFormat
 from workers.engine.cpu_engine import CpuEngine
+from workers.engine.slots import require_token
 from workers.generate import Answer
 from workers.serving.step_engine import StepEngine, StepRow
 from workers.serving.text import TextStream, decode
@@ -82,7 +83,4 @@ def _feed(engine: StepEngine, token_ids: list[int]) -> int:
     """What follows the last of these tokens."""
     for start in range(0, len(token_ids), engine.max_rows):
         result = engine.step([StepRow(0, token_id) for token_id in token_ids[start : start + engine.max_rows]])
-    next_id = int(result.next_ids[-1])
-    if next_id < 0:
-        raise ModelError("the model's logits hold NaN or infinity; load it in bfloat16 or float32, or mend its weights")
-    return next_id
+    return require_token(int(result.next_ids[-1]))

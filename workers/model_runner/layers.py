@@ -58,7 +58,7 @@ class StepLayers:
         self._q_ahead = (zeros(*heads), zeros(*heads)) if attention.lookahead else None
         self._gated = zeros(shape.intermediate_size)
         self.logits = zeros(shape.vocab_size, dtype=torch.float32)  # [batch_size, vocab_size]
-        self.next_ids = zeros(dtype=torch.int64)  # [batch_size]: the likeliest token
+        self.next_ids = zeros(dtype=torch.int64)  # [batch_size]: the likeliest token, or -1
 
     def calls(self) -> Iterator[Call]:
         """The step, from token ids to logits."""

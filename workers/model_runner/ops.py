@@ -64,10 +64,10 @@ class StepOps(Protocol):
         logits: Tensor,  # [batch_size, vocab_size] float32
         next_ids: Tensor,  # [batch_size] int64
     ) -> None:
-        """The token id of each row's largest logit, of equals the first."""
+        """The token id of each row's largest logit, of equals the first; -1 where that is NaN or infinity."""
 
     def advance(self, rows: StepRows, next_ids: Tensor) -> None:
-        """Feed the rows these tokens; those that are not idle go one position and one row of their tail further."""
+        """Feed the rows these tokens, 0 for -1; those not idle go one position and one row of their tail further."""
 
     def normed_linear(
         self,

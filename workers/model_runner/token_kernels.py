@@ -72,7 +72,7 @@ def likeliest_of_part_kernel(
         gdc_wait()
         gdc_launch_dependents()
     value = tl.load(logits + row.to(tl.int64) * vocab_size + i, mask=i < vocab_size, other=float("-inf"))
-    value = tl.where(value == value, value, float("-inf"))  # also of a row without numbers the outcome is a token
+    value = tl.where(value == value, value, float("inf"))  # NaN is the greatest
     largest, at = tl.max(value, axis=0, return_indices=True)
     tl.store(best + row * tl.num_programs(1) + part, largest)
     tl.store(best_ids + row * tl.num_programs(1) + part, part * BLOCK + at)
@@ -82,7 +82,7 @@ def likeliest_of_part_kernel(
 def likeliest_kernel(
     best,
     best_ids,
-    next_ids,  # [num_rows] int64 <- the token id of the largest logit, of equals the first
+    next_ids,  # [num_rows] int64 <- the token id of the largest logit, of equals the first; -1 of NaN or infinity
     num_parts,
     BLOCK: tl.constexpr,  # at least num_parts
     PDL: tl.constexpr,
@@ -94,14 +94,14 @@ def likeliest_kernel(
         gdc_launch_dependents()
     value = tl.load(best + row * num_parts + i, mask=i < num_parts, other=float("-inf"))
     token_id = tl.load(best_ids + row * num_parts + i, mask=i < num_parts, other=0)
-    _, part = tl.max(value, axis=0, return_indices=True)
+    largest, part = tl.max(value, axis=0, return_indices=True)
     token_id = tl.sum(tl.where(i == part, token_id, 0), axis=0)
-    tl.store(next_ids + row, token_id.to(tl.int64))
+    tl.store(next_ids + row, tl.where(largest < float("inf"), token_id, -1).to(tl.int64))
 
 
 @triton.jit
 def advance_kernel(
-    token_ids,  # [num_rows] int64 <- next_ids
+    token_ids,  # [num_rows] int64 <- next_ids; 0 for -1: the next step reads the token's row of the embedding
     positions,  # [num_rows] int64, and
     tail_lens,  # [num_rows] int32: one more for each row that is not idle
     context_ids,  # [num_rows] int32
@@ -112,6 +112,7 @@ def advance_kernel(
     i = tl.arange(0, BLOCK)
     inside = i < num_rows
     active = tl.load(context_ids + i, mask=inside, other=-1) >= 0
-    tl.store(token_ids + i, tl.load(next_ids + i, mask=inside, other=0), mask=inside)
+    next_id = tl.load(next_ids + i, mask=inside, other=0)
+    tl.store(token_ids + i, tl.where(next_id < 0, 0, next_id), mask=inside)
     tl.store(positions + i, tl.load(positions + i, mask=inside, other=0) + active.to(tl.int64), mask=inside)
     tl.store(tail_lens + i, tl.load(tail_lens + i, mask=inside, other=0) + active.to(tl.int32), mask=inside)

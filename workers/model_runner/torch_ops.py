@@ -32,11 +32,12 @@ class TorchOps:
         torch.mul(angles.sin(), rope_scale, out=rotation.sin)
 
     def likeliest(self, logits: Tensor, next_ids: Tensor) -> None:
-        torch.argmax(logits, dim=-1, out=next_ids)
+        largest, token_ids = logits.max(dim=-1)  # NaN is the greatest
+        next_ids.copy_(torch.where(largest < torch.inf, token_ids, -1))
 
     def advance(self, rows: StepRows, next_ids: Tensor) -> None:
         active = rows.context_ids >= 0
-        rows.token_ids.copy_(next_ids)
+        rows.token_ids.copy_(next_ids.clamp(min=0))
         rows.positions.add_(active)
         rows.tail_lens.add_(active)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from csattn.artifact import Artifact, open_artifact
 from csattn.attention import device as attention
@@ -187,3 +188,22 @@ def test_what_an_engine_cannot_do_is_a_sentence(artifacts) -> None:
             ready.add_context(1, artifacts[1])
     finally:
         ready.close()
+
+
+def test_a_row_of_nan_has_no_next_token(artifacts: list[Artifact]) -> None:
+    """The row beside it has one."""
+    engine = make_engine("device")
+    try:
+        engine.add_context(0, artifacts[0])
+        embedding = engine._ready().runner.weights.embedding
+        kept = embedding[7].clone()
+        embedding[7] = torch.nan
+        try:
+            engine.open(0, 0, CONFIG, "csattn")
+            engine.open(1, 0, CONFIG, "csattn")
+            next_ids = engine.step([StepRow(0, 5), StepRow(1, 7)]).next_ids.tolist()
+        finally:
+            embedding[7] = kept
+    finally:
+        engine.close()
+    assert next_ids[0] >= 0 and next_ids[1] == -1

@@ -90,20 +90,29 @@ def test_likeliest(vocab_size) -> None:
     assert got[1] == vocab_size - 1 and got[2] == 3 and got[3] == 0
 
 
-def test_likeliest_of_no_numbers_is_a_token() -> None:
-    token_ids = torch.full((2,), -1, device=DEVICE)
-    TritonOps(DEVICE).likeliest(torch.full((2, 4100), torch.nan, device=DEVICE), token_ids)
-    assert (token_ids >= 0).all() and (token_ids < 4100).all()
+@pytest.mark.parametrize("vocab_size", [5, 4096, 9001])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_likeliest_of_what_is_no_number_is_no_token(vocab_size, bad) -> None:
+    """Wherever it stands, also beside what is a number; the rows beside it have theirs."""
+    logits = randn(5, vocab_size)
+    logits[0] = bad
+    logits[1, 0] = logits[2, -1] = logits[3, vocab_size // 2] = bad
+    logits[4, 1] = -torch.inf
+    for ops in (TritonOps(DEVICE), TorchOps()):
+        token_ids = torch.full((5,), 7, device=DEVICE)
+        ops.likeliest(logits, token_ids)
+        assert token_ids.tolist() == [-1, -1, -1, -1, int(logits[4].argmax())]
 
 
 def test_advance() -> None:
     got, want = make_rows([0, -1, 3], [0, 1, 2], [5, 0, 1]), make_rows([0, -1, 3], [0, 1, 2], [5, 0, 1])
-    next_ids = torch.tensor([7, 8, 2**40], device=DEVICE)
+    next_ids = torch.tensor([7, -1, 2**40], device=DEVICE)
     TritonOps(DEVICE).advance(got, next_ids)
     TorchOps().advance(want, next_ids)
     for field in ("token_ids", "positions", "context_ids", "tail_ids", "tail_lens"):
         assert torch.equal(getattr(got, field), getattr(want, field)), field
     assert got.tail_lens.tolist() == [6, 0, 2]
+    assert got.token_ids.tolist() == [7, 0, 2**40], "a row that has no token is fed one that there is"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -65,8 +65,10 @@ class Residency:
                 await self._unload(path)
 
     def close(self) -> None:
-        """Prepare nothing more."""
+        """Prepare nothing more, and let those who wait for it know. Steps have ended: nothing is unloaded any more."""
         self._preparer.shutdown(wait=False, cancel_futures=True)
+        for task in self._preparing:
+            task.cancel()
 
     async def _resident(self, path: Path) -> Resident:
         """Counted as used already: between two awaits, nothing can unload it."""

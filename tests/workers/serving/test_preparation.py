@@ -142,10 +142,10 @@ def test_a_service_that_ends_does_not_leave_those_who_wait(built: Path, gate: Ga
         waiting = [asyncio.create_task(answer(backend, ask(name, selector="quest"))) for name in ("heron", "walnut")]
         await until(lambda: gate.num_calls > 0 and len(backend._residency._preparing) == 2)
         await backend.close(drain_s=0.0)
-        gate.opened.set()
         async with asyncio.timeout(10):
             for task in waiting:
                 with pytest.raises(WorkerLostError, match="shutting down"):
                     await task
+        assert not gate.opened.is_set(), "while one is still being prepared"
 
     asyncio.run(main())

@@ -76,8 +76,13 @@ def main() -> None:
                 print(cases[-1], flush=True)
             torch.cuda.empty_cache()
     name = torch.cuda.get_device_name() if device == "cuda" else None
-    facts = {"shape": arguments.shape, "layers": loaded.geometry.num_layers, "context_len": arguments.context}
-    facts["preset"] = arguments.preset
+    num_layers = loaded.geometry.num_layers
+    facts = {
+        "shape": arguments.shape,
+        "layers": num_layers,
+        "context_len": arguments.context,
+        "preset": arguments.preset,
+    }
     finish({"name": "concurrency", "machine": {**machine(), "gpu": name}, **facts, "cases": cases}, arguments.out)
 
 

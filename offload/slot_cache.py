@@ -143,7 +143,7 @@ class SlotCache:
         valid_len: Tensor,  # [batch, num_index_heads] int32; what lies behind it is not read
         context_ids: Tensor,  # [batch] int32, -1: idle
     ) -> Lookup:
-        """Decide where the selected rows of a layer are or will be. Nothing has moved yet: see `move`."""
+        """Decide where the selected rows of a layer are or will be. Nothing has moved yet: see `fetch`."""
         shape = self.shape
         batch = kv_indices.shape[0]
         assert batch <= shape.max_batch and kv_indices.shape[1:] == (shape.num_index_heads, shape.max_top_k)
@@ -176,15 +176,24 @@ class SlotCache:
         )
         return Lookup(ids, lists)
 
-    def fetch(self, layer_idx: int, kv_indices: Tensor, valid_len: Tensor, context_ids: Tensor) -> Tensor:
-        """Bring the selected rows to the device, as far as there are slots; returns `Lookup.ids`."""
-        lookup = self.look_up(layer_idx, kv_indices, valid_len, context_ids)
-        self.move(lookup)
-        return lookup.ids
+    def fetch(
+        self,
+        layer_idx: int,
+        kv_indices: Tensor,
+        valid_len: Tensor,
+        context_ids: Tensor,
+        link: torch.cuda.Stream | None = None,  # for the rows' way; None: the current one
+    ) -> Tensor:
+        """Bring the selected rows to the device, as far as there are slots; returns `Lookup.ids`.
 
-    def move(self, lookup: Lookup) -> None:
-        """Copy what it has found missing. The layer's next lookup, and the third of any, come after it."""
-        self._gather.launch(lookup.moves)
+        The layer's next lookup, and the third of any, must come after the rows.
+        """
+        lookup = self.look_up(layer_idx, kv_indices, valid_len, context_ids)
+        if link is not None:
+            link.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(link):  # None changes nothing
+            self._gather.launch(lookup.moves)
+        return lookup.ids
 
     def statistics(self) -> list[LayerStatistics]:
         """Per layer, since the cache was made or `clear_statistics`. Waits for the device."""

@@ -23,9 +23,7 @@ class PeriodicSteps(SearchOnDevice):
             for _ in range(shape.num_layers)
         ]
 
-    def _search(
-        self, layer_idx: int, q: Tensor, rows: StepRows, link: torch.cuda.Stream | None = None
-    ) -> DeviceSelection:
+    def _search(self, layer_idx: int, q: Tensor, rows: StepRows) -> DeviceSelection:
         kept = self._kept[layer_idx]
         if self.searches:
             self._searches[rows.batch_size].search(q, self._indexes, layer_idx, rows.context_ids, kept)

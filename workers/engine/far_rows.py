@@ -116,12 +116,8 @@ class CachedRows:
         context_ids: Tensor,
         link: torch.cuda.Stream | None = None,
     ) -> DeviceSelection:
-        lookup = self.cache.look_up(layer_idx, selection.kv_indices, selection.valid_len, context_ids)
-        if link is not None:
-            link.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(link):  # None changes nothing
-            self.cache.move(lookup)
-        return DeviceSelection(lookup.ids, selection.valid_len)
+        ids = self.cache.fetch(layer_idx, selection.kv_indices, selection.valid_len, context_ids, link)
+        return DeviceSelection(ids, selection.valid_len)
 
     def source(self, layer_idx: int) -> RowSource:
         return self._sources[layer_idx]

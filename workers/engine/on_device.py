@@ -30,10 +30,12 @@ class SearchOnDevice:
         self._indexes = DeviceIndexes(shape.num_layers, shape.num_contexts, shape.search, device)
         self._plans = plan_batches(shape, device)
         self._searches = _make_searches(shape, index, device)
+        self._link: torch.cuda.Stream | None = None  # where rows move; None: where they are searched for
         if self.lookahead:
             # first where rows have to move; elsewhere the model's products, which are more to do, lose by it
-            priority = -1 if far.cross_link else 0
-            self._ahead, self._link = (torch.cuda.Stream(device, priority=priority) for _ in range(2))  # type: ignore[no-untyped-call]
+            self._ahead = torch.cuda.Stream(device, priority=-1 if far.cross_link else 0)  # type: ignore[no-untyped-call]
+            if far.cross_link:
+                self._link = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._fetched: dict[int, tuple[DeviceSelection, torch.cuda.Event]] = {}  # by layer, until it attends
 
     def __repr__(self) -> str:
@@ -63,9 +65,8 @@ class SearchOnDevice:
         # all searches share one workspace, so with lookahead all of them run on this stream, also the first layer's
         self._ahead.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._ahead):
-            fetched = self._search(layer_idx, q, rows, self._link)
-        last = self._link if self.far.cross_link else self._ahead
-        self._fetched[layer_idx] = fetched, last.record_event()
+            fetched = self._search(layer_idx, q, rows)
+        self._fetched[layer_idx] = fetched, (self._link or self._ahead).record_event()
 
     def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
         if self.lookahead:
@@ -81,12 +82,10 @@ class SearchOnDevice:
     def end_step(self, rows: StepRows) -> None:
         """Nothing is left to do."""
 
-    def _search(
-        self, layer_idx: int, q: Tensor, rows: StepRows, link: torch.cuda.Stream | None = None
-    ) -> DeviceSelection:
+    def _search(self, layer_idx: int, q: Tensor, rows: StepRows) -> DeviceSelection:
         selection = self._plans[rows.batch_size].selection(layer_idx)
         self._searches[rows.batch_size].search(q, self._indexes, layer_idx, rows.context_ids, selection)
-        return self.far.fetch(layer_idx, selection, rows.context_ids, link)
+        return self.far.fetch(layer_idx, selection, rows.context_ids, self._link)
 
 
 def _make_searches(shape: EngineShape, index: IndexShape, device: torch.device) -> dict[int, DeviceSearch]:

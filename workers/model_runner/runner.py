@@ -22,9 +22,7 @@ class StepOutput(NamedTuple):
     """What a step leaves on the device, until the next step of the same batch size overwrites it."""
 
     logits: Tensor  # [batch_size, vocab_size] float32
-    next_ids: (
-        Tensor  # [batch_size] int64: the likeliest token of each row; -1 where NaN or infinity is the greatest logit
-    )
+    next_ids: Tensor  # [batch_size] int64: each row's likeliest token; -1 where NaN or infinity is the greatest logit
 
 
 class ModelRunner:

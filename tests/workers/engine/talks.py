@@ -3,10 +3,12 @@
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from csattn.config import SearchConfig
 from workers.engine.cpu_engine import CpuEngine
-from workers.serving.step_engine import StepRow
+from workers.serving.step_engine import StepEngine, StepRow
 
 SELECTORS = ("csattn", "exact", "full", "window")
 
@@ -100,3 +102,16 @@ def run_together(engine: CpuEngine, talks: list[Talk], rng: np.random.Generator)
             if running[slot].done:
                 del running[slot]
                 engine.close_slot(slot)
+
+
+def next_ids_beside_nan(engine: StepEngine, embedding: Tensor, config: SearchConfig) -> list[int]:
+    """Of the rows of two new requests of context 0: of token 5, and of token 7, which is made of NaN meanwhile."""
+    kept = embedding[7].clone()
+    embedding[7] = torch.nan
+    try:
+        engine.open(0, 0, config, "csattn")
+        engine.open(1, 0, config, "csattn")
+        next_ids: list[int] = engine.step([StepRow(0, 5), StepRow(1, 7)]).next_ids.tolist()
+    finally:
+        embedding[7] = kept
+    return next_ids

@@ -13,7 +13,15 @@ from csattn.errors import ArtifactMismatchError, ConfigError, ContextError
 from csattn.models.loader import wrap_model
 from index_build.pipeline import build_artifact
 from tests.tiny import FAMILIES, byte_tokenizer, loaded, make_model, token_ids
-from tests.workers.engine.talks import SELECTORS, Talk, alone, assert_same, random_talks, run_together
+from tests.workers.engine.talks import (
+    SELECTORS,
+    Talk,
+    alone,
+    assert_same,
+    next_ids_beside_nan,
+    random_talks,
+    run_together,
+)
 from workers.engine.cpu_engine import CpuEngine
 from workers.engine.pool_searcher import PoolSearcher
 from workers.engine.searcher import RowSearch
@@ -204,15 +212,7 @@ def test_a_step_that_fails_can_be_run_again(store) -> None:
 def test_a_row_of_nan_has_no_next_token(store) -> None:
     model = loaded("llama").model
     with opened(store, "llama", 0) as artifact, make_engine([artifact]) as engine:
-        embedding = model.model.embed_tokens.weight.data
-        kept = embedding[7].clone()
-        embedding[7] = torch.nan
-        try:
-            engine.open(0, 0, CONFIG, "csattn")
-            engine.open(1, 0, CONFIG, "csattn")
-            next_ids = engine.step([StepRow(0, 5), StepRow(1, 7)]).next_ids.tolist()
-        finally:
-            embedding[7] = kept
+        next_ids = next_ids_beside_nan(engine, model.model.embed_tokens.weight.data, CONFIG)
         engine.close_slot(0)
         engine.open(0, 0, CONFIG, "csattn")
         assert next_ids == [int(engine.step([StepRow(0, 5)]).next_ids[0]), -1]

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from csattn.artifact import Artifact, open_artifact
 from csattn.attention import device as attention
@@ -23,6 +22,7 @@ from offload.pinned import PinnedRows
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
 from tests.tiny import loaded, token_ids
+from tests.workers.engine.talks import next_ids_beside_nan
 from workers.engine import PLACEMENTS, engine
 from workers.engine.cpu_engine import CpuEngine
 from workers.engine.gpu_engine import GpuEngine
@@ -195,15 +195,7 @@ def test_a_row_of_nan_has_no_next_token(artifacts: list[Artifact]) -> None:
     engine = make_engine("device")
     try:
         engine.add_context(0, artifacts[0])
-        embedding = engine._ready().runner.weights.embedding
-        kept = embedding[7].clone()
-        embedding[7] = torch.nan
-        try:
-            engine.open(0, 0, CONFIG, "csattn")
-            engine.open(1, 0, CONFIG, "csattn")
-            next_ids = engine.step([StepRow(0, 5), StepRow(1, 7)]).next_ids.tolist()
-        finally:
-            embedding[7] = kept
+        next_ids = next_ids_beside_nan(engine, engine._ready().runner.weights.embedding, CONFIG)
     finally:
         engine.close()
     assert next_ids[0] >= 0 and next_ids[1] == -1

@@ -97,7 +97,8 @@ def end_to_end_table(cases: list[Case], content: dict[str, Any]) -> str:
 
 
 def label(case: Case) -> str:
-    name = NAMES.get(case["variant"]) or str(case["variant"])
+    variant, rest, _ = str(case["variant"]).partition("+rest")
+    name = NAMES.get(variant, variant) + (", the rest estimated" if rest else "")
     return name if case["schedule"] in ("none", "every step") else f"{name}, {case['schedule']}"
 
 

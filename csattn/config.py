@@ -11,6 +11,33 @@ Kmeans = Literal["faiss", "torch"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SketchConfig:
+    """A sketch of every key: see `csattn.sketch`."""
+
+    bits_per_dim: float = 2.0  # of a key, on average: coordinates have 4 bits each, and half of them are kept at 2
+    values_share: float = 0.5  # of the kept coordinates: from how many values are told
+
+    layout: Literal["sketch"] = "sketch"
+
+    def __post_init__(self) -> None:
+        _require_one_of("layout", self.layout, ("sketch",))
+        if not 0.0 < self.bits_per_dim <= 4.0:
+            raise ConfigError(f"bits_per_dim must lie in (0, 4], got {self.bits_per_dim}")
+        _require_share("values_share", self.values_share)
+
+    def num_coords(self, head_dim: int) -> int:
+        """Coordinates kept of a key: whole words of eight."""
+        return min(max(8, 8 * round(self.bits_per_dim * head_dim / 32)), head_dim // 8 * 8)
+
+    def num_values(self, head_dim: int) -> int:
+        """Coordinates that values are told from: whole words of eight."""
+        return max(8, 8 * round(self.values_share * self.num_coords(head_dim) / 8))
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class IndexConfig:
     """What `index_build` makes for one layer and head. `preset` gives the two named choices."""
 

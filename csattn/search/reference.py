@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from csattn.index import LayerIndex
 from csattn.search.weights import integer_weights
 from csattn.selection import Selection
+from csattn.sketch.index import SketchIndex
+from csattn.sketch.reference import score_head
 from csattn.table.lists import ListTable
 from csattn.table.rows import RowTable, unpack_codes
 from csattn.table.tail import ListTail, RowTail, Tail
@@ -22,8 +24,8 @@ LEAST_SHARE = 2.0**-216
 
 def search(
     q: NDArray[np.float32],  # [num_q_heads, head_dim]
-    index: LayerIndex,
-    tail: Tail | None,
+    index: LayerIndex | SketchIndex,
+    tail: Tail | None,  # a sketch has none
     top_k: int,
     sink_len: int,
     window_len: int,
@@ -31,7 +33,7 @@ def search(
     out: Selection,  # kv_indices [num_heads, top_k]
 ) -> None:
     """Choose, per index head, the top_k rows of the context and the tail that this token should fetch."""
-    if index.pool_group:
+    if isinstance(index, LayerIndex) and index.pool_group:
         q = pool_queries(q, index.num_heads)
     group_size = q.shape[0] // index.num_heads
     num_keys = index.context_len + (tail.num_rows if tail is not None else 0)
@@ -63,9 +65,13 @@ def pool_queries(q: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
 
 
 def score_keys(
-    q: NDArray[np.float32], index: LayerIndex, tail: Tail | None, head: int
+    q: NDArray[np.float32], index: LayerIndex | SketchIndex, tail: Tail | None, head: int
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """One query row's scores [num_keys] of all keys, and which keys are scored at all."""
+    if isinstance(index, SketchIndex):
+        assert tail is None
+        _, unit, scores = score_head(q, index, head)
+        return unit * scores.astype(np.float64), np.ones(len(scores), np.bool_)
     centroid_ids, weights = match_centroids(q, index, head)
     if isinstance(index.table, RowTable):
         assert tail is None or isinstance(tail, RowTail)

@@ -1,0 +1,53 @@
+"""What a layer of a context has of its sketch: all that a step reads of it."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+SEGMENT_STEP = 1024  # segments begin at multiples of this many rows
+
+
+@dataclass(frozen=True)
+class SketchIndex:
+    """The codes of all rows, and for each segment of them what turns queries into coordinates and codes into values.
+
+    Arrays may be read-only memory maps, shared by all requests. `reference` says what they mean.
+    """
+
+    codes: NDArray[np.uint32]  # [num_kv_heads, num_blocks, num_words, BLOCK_KEYS]: see `codes.pack_codes`
+    segment_starts: NDArray[np.int32]  # [num_segments] ascending, the first is 0: rows that share a transform
+    key_mean: NDArray[np.float32]  # [num_kv_heads, num_segments, head_dim]
+    query_transform: NDArray[np.float32]  # [num_kv_heads, num_segments, head_dim, num_coords]
+    value_mean: NDArray[np.float32]  # [num_kv_heads, num_segments, head_dim]
+    # [num_kv_heads, num_segments, num_values, head_dim]: values are told from the first num_values coordinates
+    value_transform: NDArray[np.float32]
+    context_len: int
+    # [num_q_heads, head_dim + 1, head_dim]: the next layer's query before RoPE is about [early, 1] @ next_query[h],
+    # where early is what the next layer would project from this layer's input. None in the last layer.
+    next_query: NDArray[np.float32] | None = None
+
+    @property
+    def num_heads(self) -> int:
+        return int(self.codes.shape[0])
+
+    @property
+    def head_dim(self) -> int:
+        return int(self.key_mean.shape[2])
+
+    @property
+    def num_coords(self) -> int:
+        return int(self.query_transform.shape[3])
+
+    @property
+    def num_values(self) -> int:
+        return int(self.value_transform.shape[2])
+
+    @property
+    def num_segments(self) -> int:
+        return len(self.segment_starts)
+
+    def segment(self, number: int) -> slice:
+        """The rows of a segment."""
+        ends = [*self.segment_starts[1:].tolist(), self.context_len]
+        return slice(int(self.segment_starts[number]), ends[number])

@@ -1,45 +1,68 @@
-"""How the codes of a sketch lie in memory: eight of a key's 4-bit codes in a word, 64 keys side by side."""
+"""How the codes of a sketch lie in memory: words of a key's fine and coarse codes, 64 keys side by side."""
 
 import numpy as np
 from numpy.typing import NDArray
 
-CODE_BITS = 4
-LARGEST_CODE = 2**CODE_BITS - 1  # of a stored code u; it stands for the odd number 2 u - 15
 BLOCK_KEYS = 64  # a sketch is padded to whole blocks; codes of padding are 0
-WORD_CODES = 8
+FINE_BITS, COARSE_BITS = 4, 2  # of a coordinate's code
+FINE_CODES, COARSE_CODES = 32 // FINE_BITS, 32 // COARSE_BITS  # in a word
 
 
 def num_blocks(num_keys: int) -> int:
     return -(-num_keys // BLOCK_KEYS)
 
 
-def num_words(num_coords: int) -> int:
-    """Words of a key."""
-    return -(-num_coords // WORD_CODES)
+def num_coords(num_fine: int, num_coarse: int) -> int:
+    """Coordinates in so many words of either kind."""
+    return FINE_CODES * num_fine + COARSE_CODES * num_coarse
+
+
+def coord_bits(num_fine: int, num_coarse: int) -> NDArray[np.int64]:
+    """The bits of each coordinate's code: the fine ones come first."""
+    return np.repeat([FINE_BITS, COARSE_BITS], [FINE_CODES * num_fine, COARSE_CODES * num_coarse])
 
 
 def pack_codes(
-    codes: NDArray[np.uint8],  # [..., num_keys, num_coords], in [0, 15]
+    codes: NDArray[np.uint8],  # [..., num_keys, num_coords], below 2**bits of their coordinate
+    num_fine: int,
+    num_coarse: int,
 ) -> NDArray[np.uint32]:
-    """Lay out as [..., num_blocks, num_words, BLOCK_KEYS].
+    """Lay out as [..., num_blocks, num_fine + num_coarse, BLOCK_KEYS].
 
-    Byte b of word w holds coordinate 8 w + b in its low half and 8 w + 4 + b in its high half.
+    Bits b, b + 1, ... of byte i of a word hold coordinate 4 * (b / bits) + i of the word: four codes, of neighbouring
+    coordinates, come out of a word by one shift and one mask.
     """
-    *lead, num_keys, num_coords = codes.shape
-    blocks, words = num_blocks(num_keys), num_words(num_coords)
-    room = [(0, 0)] * len(lead) + [(0, blocks * BLOCK_KEYS - num_keys), (0, words * WORD_CODES - num_coords)]
-    halves = np.pad(codes, room).reshape(*lead, blocks, BLOCK_KEYS, words, 2, 4)
-    as_bytes = halves[..., 0, :] | halves[..., 1, :] << CODE_BITS
-    return np.ascontiguousarray(np.ascontiguousarray(as_bytes).view("<u4")[..., 0].swapaxes(-1, -2), np.uint32)
+    *lead, num_keys, _ = codes.shape
+    blocks, split = num_blocks(num_keys), FINE_CODES * num_fine
+    padded = np.pad(codes, [(0, 0)] * len(lead) + [(0, blocks * BLOCK_KEYS - num_keys), (0, 0)])
+    words = [_pack(padded[..., :split], FINE_BITS), _pack(padded[..., split:], COARSE_BITS)]
+    by_key = np.concatenate(words, axis=-1).reshape(*lead, blocks, BLOCK_KEYS, num_fine + num_coarse)
+    return np.ascontiguousarray(by_key.swapaxes(-1, -2))
 
 
 def unpack_codes(
-    packed: NDArray[np.uint32],  # [..., num_blocks, num_words, BLOCK_KEYS]
+    packed: NDArray[np.uint32],  # [..., num_blocks, num_fine + num_coarse, BLOCK_KEYS]
     num_keys: int,
-    num_coords: int,
+    num_fine: int,
 ) -> NDArray[np.uint8]:
     """The inverse of `pack_codes`: [..., num_keys, num_coords]."""
     *lead, blocks, words, _ = packed.shape
-    as_bytes = np.ascontiguousarray(packed.swapaxes(-1, -2), "<u4")[..., None].view(np.uint8)
-    codes = np.stack([as_bytes & LARGEST_CODE, as_bytes >> CODE_BITS], axis=-2)
-    return codes.reshape(*lead, blocks * BLOCK_KEYS, words * WORD_CODES)[..., :num_keys, :num_coords]
+    by_key = packed.swapaxes(-1, -2).reshape(*lead, blocks * BLOCK_KEYS, words)[..., :num_keys, :]
+    return np.concatenate(
+        [_unpack(by_key[..., :num_fine], FINE_BITS), _unpack(by_key[..., num_fine:], COARSE_BITS)], axis=-1
+    )
+
+
+def _pack(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint32]:
+    """[..., n] codes -> [..., n * bits / 32] words."""
+    grouped = codes.reshape(*codes.shape[:-1], codes.shape[-1] * bits // 32, 8 // bits, 4)
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+    as_bytes = np.bitwise_or.reduce(grouped << shifts, axis=-2)
+    return np.ascontiguousarray(as_bytes, np.uint8).view("<u4")[..., 0].astype(np.uint32)
+
+
+def _unpack(words: NDArray[np.uint32], bits: int) -> NDArray[np.uint8]:
+    as_bytes = np.ascontiguousarray(words, "<u4")[..., None].view(np.uint8)[..., None, :]
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+    codes = (as_bytes >> shifts) & np.uint8(2**bits - 1)
+    return codes.reshape(*words.shape[:-1], words.shape[-1] * 32 // bits)

@@ -15,13 +15,14 @@ class SketchIndex:
     Arrays may be read-only memory maps, shared by all requests. `reference` says what they mean.
     """
 
-    codes: NDArray[np.uint32]  # [num_kv_heads, num_blocks, num_words, BLOCK_KEYS]: see `codes.pack_codes`
+    # [num_kv_heads, num_blocks, num_fine + num_coarse, BLOCK_KEYS] words: see `codes.pack_codes`
+    codes: NDArray[np.uint32]
+    num_fine: int  # words of 4-bit codes; the others are of 2-bit codes
     segment_starts: NDArray[np.int32]  # [num_segments] ascending, the first is 0: rows that share a transform
     key_mean: NDArray[np.float32]  # [num_kv_heads, num_segments, head_dim]
-    query_transform: NDArray[np.float32]  # [num_kv_heads, num_segments, head_dim, num_coords]
+    query_transform: NDArray[np.float16]  # [num_kv_heads, num_segments, head_dim, num_coords]
     value_mean: NDArray[np.float32]  # [num_kv_heads, num_segments, head_dim]
-    # [num_kv_heads, num_segments, num_values, head_dim]: values are told from the first num_values coordinates
-    value_transform: NDArray[np.float32]
+    value_transform: NDArray[np.float16]  # [num_kv_heads, num_segments, num_coords, head_dim]
     context_len: int
     # [num_q_heads, head_dim + 1, head_dim]: the next layer's query before RoPE is about [early, 1] @ next_query[h],
     # where early is what the next layer would project from this layer's input. None in the last layer.
@@ -36,12 +37,13 @@ class SketchIndex:
         return int(self.key_mean.shape[2])
 
     @property
-    def num_coords(self) -> int:
-        return int(self.query_transform.shape[3])
+    def num_coarse(self) -> int:
+        """Words of 2-bit codes."""
+        return int(self.codes.shape[2]) - self.num_fine
 
     @property
-    def num_values(self) -> int:
-        return int(self.value_transform.shape[2])
+    def num_coords(self) -> int:
+        return int(self.query_transform.shape[3])
 
     @property
     def num_segments(self) -> int:

@@ -1,10 +1,12 @@
 """Sketches of made-up keys: some directions matter more than others, and values follow keys in part."""
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 from csattn.sketch import SketchIndex
-from csattn.sketch.codes import pack_codes
+from csattn.sketch.codes import coord_bits, pack_codes
 from csattn.sketch.index import SEGMENT_STEP
 from csattn.sketch.reference import encode, fit
 
@@ -29,30 +31,33 @@ def make_sketch(
     q: Floats,  # [num_q_heads, num_rows, head_dim]
     k: Floats,  # [num_kv_heads, num_rows, head_dim]
     v: Floats,
-    num_coords: int,
+    num_fine: int = 2,
+    num_coarse: int = 1,
     segment_starts: tuple[int, ...] = (0,),
-    num_values: int | None = None,  # half of the coordinates unless said
 ) -> SketchIndex:
     """What the reference makes of them."""
-    num_values = num_coords // 2 if num_values is None else num_values
+    bits = coord_bits(num_fine, num_coarse)
     assert all(start % SEGMENT_STEP == 0 for start in segment_starts)
     num_heads, num_rows, _ = k.shape
     ends = *segment_starts[1:], num_rows
-    codes = np.zeros((num_heads, num_rows, num_coords), np.uint8)
+    codes = np.zeros((num_heads, num_rows, len(bits)), np.uint8)
     transforms = []
     for head, queries in enumerate(q.reshape(num_heads, -1, q.shape[-1])):
         of_head = []
         for start, end in zip(segment_starts, ends, strict=True):
-            made = fit(queries, k[head, start:end], v[head, start:end], num_coords, num_values)
-            codes[head, start:end] = encode(k[head, start:end], made.key_mean, made.key_exponent, made.key_transform)
+            made = fit(queries, k[head, start:end], v[head, start:end], bits)
+            codes[head, start:end] = encode(
+                k[head, start:end], made.key_mean, made.key_exponent, made.key_transform, bits
+            )
             of_head.append(made)
         transforms.append(of_head)
 
-    def stacked(name: str) -> Floats:
+    def stacked(name: str) -> Any:
         return np.stack([np.stack([getattr(made, name) for made in of_head]) for of_head in transforms])
 
     return SketchIndex(
-        codes=pack_codes(codes),
+        codes=pack_codes(codes, num_fine, num_coarse),
+        num_fine=num_fine,
         segment_starts=np.array(segment_starts, np.int32),
         key_mean=stacked("key_mean"),
         query_transform=stacked("query_transform"),

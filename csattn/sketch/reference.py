@@ -103,7 +103,7 @@ def encode(
 
 def signed(codes: NDArray[np.uint8], bits: NDArray[np.int64]) -> Floats:
     """The odd numbers c that codes stand for."""
-    odd: Floats = 2.0 * codes - (2**bits - 1)
+    odd: Floats = 2.0 * codes - (2.0**bits - 1)
     return odd
 
 

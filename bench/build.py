@@ -4,7 +4,7 @@
     python -m bench.build --device cuda --shape llama-3.1-8b --context 131072
     python -m bench.build --device cuda --shape llama-3.1-8b --context 131071 --prefill --layers 3
 
-Gate: the finished artifact verifies. Bound of memory: model + one layer's q, k, v + one layer's tables + 1 GiB.
+Gate: the finished artifact verifies. Bound of memory: model + one layer's q, k, v + one layer's index + 1 GiB.
 With --shape the parts of the index work are measured on made-up queries and keys (`build_parts.py`); with --prefill,
 too, a whole build of a model of that shape, with random weights and as many layers as are asked for.
 """
@@ -13,7 +13,6 @@ import argparse
 import resource
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,9 +25,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from bench import build_parts
 from bench.timing import finish, gate, machine
 from csattn.artifact import open_artifact, verify_artifact
-from csattn.config import preset
+from csattn.config import IndexConfig
 from csattn.models import LoadedModel, load_model
 from csattn.models.loader import wrap_model
+from index_build.inputs import make_config
 from index_build.pipeline import build_artifact
 from workers.model_runner.shapes import shape_named
 
@@ -70,11 +70,10 @@ def random_model(
     return wrap_model(model, tokenizer, f"random-{shape_name}")
 
 
-def run(loaded: LoadedModel, ids: NDArray[np.int32], preset_name: str, kmeans: str) -> dict[str, Any]:
+def run(loaded: LoadedModel, ids: NDArray[np.int32], config: IndexConfig) -> dict[str, Any]:
     """Build an artifact in a scratch directory and look at what it took. Token ids [context_len]."""
     geometry, context_len = loaded.geometry, len(ids)
     model_bytes = sum(p.numel() * p.element_size() for p in loaded.model.parameters())
-    config = replace(preset(preset_name, geometry.head_dim), kmeans=kmeans)  # type: ignore[arg-type]
     before = peak_bytes()
     with tempfile.TemporaryDirectory() as store:
         started = time.perf_counter()
@@ -84,10 +83,10 @@ def run(loaded: LoadedModel, ids: NDArray[np.int32], preset_name: str, kmeans: s
         verify_artifact(report.path)
         gate(not report.reused, "the artifact was there already")
         with open_artifact(report.path) as artifact:
-            tables = artifact.index_bytes / geometry.num_layers
-            size = artifact.size_bytes
+            index_bytes, size = artifact.index_bytes, artifact.size_bytes
     heads = geometry.num_q_heads + 2 * geometry.num_kv_heads
     qkv = heads * context_len * geometry.head_dim * loaded.dtype.itemsize
+    kv_bytes = 2 * 2 * geometry.num_layers * geometry.num_kv_heads * context_len * geometry.head_dim
     seconds = report.seconds
     on_gpu = loaded.device.type == "cuda"
     return {
@@ -95,17 +94,18 @@ def run(loaded: LoadedModel, ids: NDArray[np.int32], preset_name: str, kmeans: s
         "model": loaded.name,
         "num_layers": geometry.num_layers,
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
-        "preset": preset_name,
-        "kmeans": kmeans,
+        "index_config": config.to_json(),
         "context_len": context_len,
         "wall_s": round(wall_s, 2),
         "seconds": {phase: round(value, 2) for phase, value in seconds.items()},
         "index_over_prefill": round(seconds["index"] / seconds["prefill"], 3),
         "artifact_bytes": size,
+        "index_bytes": index_bytes,
+        "index_over_16_bit_kv": round(index_bytes / kv_bytes, 4),
         "peak_bytes": peak,
         "peak_before_build_bytes": before,
         "device_peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
-        "bound_bytes": round(model_bytes + qkv + tables + GIB),
+        "bound_bytes": round(model_bytes + qkv + index_bytes / geometry.num_layers + GIB),
         "machine": machine(),
     }
 
@@ -116,16 +116,14 @@ def main() -> None:
     parser.add_argument("--preset", default="default")
     parser.add_argument("--model", help="[default: the installed SmolLM2-135M]")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--kmeans", choices=["faiss", "torch"], help="[default: torch on a GPU, else faiss]")
     parser.add_argument("--shape", help="made-up queries and keys, or with --prefill weights, of this shape")
     parser.add_argument("--layers", type=int, help="[default: the shape's own]")
     parser.add_argument("--prefill", action="store_true", help="build an artifact of a random model of the shape")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    kmeans = given.kmeans or ("torch" if given.device == "cuda" else "faiss")
     if given.shape and not given.prefill:
         device = torch.device(given.device)
-        finish(build_parts.run(given.shape, given.context, given.layers, device, kmeans), given.json)
+        finish(build_parts.run(given.shape, given.context, given.layers, device), given.json)
         return
     if given.shape:
         loaded = random_model(given.shape, given.layers, given.device)
@@ -133,9 +131,10 @@ def main() -> None:
     else:
         loaded = load_model(given.model, device=given.device)
         ids = text_ids(loaded, given.context)
-    result = run(loaded, ids, given.preset, kmeans)
+    result = run(loaded, ids, make_config(given.preset, loaded.geometry.head_dim, {}, given.device))
     print(f"prefill {result['seconds']['prefill']} s, index {result['seconds']['index']} s "
-          f"({result['index_over_prefill']:.0%}), write {result['seconds']['write']} s")  # fmt: skip
+          f"({result['index_over_prefill']:.1%}), write {result['seconds']['write']} s")  # fmt: skip
+    print(f"index {result['index_bytes'] / 2**20:.1f} MiB, {result['index_over_16_bit_kv']:.2%} of a 16-bit KV")
     print(f"peak memory {result['peak_bytes'] / GIB:.2f} GiB of {result['bound_bytes'] / GIB:.2f} GiB allowed")
     finish(result, given.json)
 

@@ -1,9 +1,9 @@
-"""What the parts of an index cost per layer, on made-up queries and keys of a published model's shape.
+"""What the parts of a sketch cost per layer, on made-up queries and keys of a published model's shape.
 
 The half of `bench.build` that needs no model. Layers are indexed as a build does it, their arrays copied to host
 memory beside the next layer's work; nothing is prefilled or written. A part's time is wall clock with the device
-waited for; `index_s` is all layers as a build runs them.
-Gate: k-means fits as well as FAISS (1 %), and rows are those of the CPU to the bit.
+waited for, on a CPU added up over the heads, which run side by side; `index_s` is all layers as a build runs them.
+Gate: the sketch's logits follow the keys' (a tenth of their variance).
 """
 
 import time
@@ -16,33 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import index_build.layer as layer_module
 from bench.timing import gate, machine
-from csattn.config import IndexConfig
+from csattn.config import SketchConfig
 from csattn.cpus import available_cpus
-from index_build import reference
-from index_build.kmeans import set_kmeans_threads, spherical_kmeans
-from index_build.layer import index_arrays
+from csattn.sketch import SketchIndex, reference
+from index_build import sketch
+from index_build.layer import as_layer_index, index_arrays
 from index_build.outbox import make_outbox
-from index_build.predictor import MAX_SAMPLES, fit_predictor
-from index_build.tables import make_row_table
+from index_build.predictor import fit_predictor, sample_rows
 from workers.model_runner.shapes import ModelShape, shape_named
 
-PARTS = {"basis": "make_bases", "kmeans": "make_codebooks", "tables": "make_row_table"}
-NUM_GATED_PARTS = 4
-
-
-def make_config(head_dim: int, kmeans: str) -> IndexConfig:
-    return IndexConfig(
-        layout="rows",
-        num_subspaces=max(1, head_dim // 8),
-        num_centroids=64,
-        basis="key_whitened",
-        center_keys=True,
-        weigh_by_norm=True,
-        share_group=True,
-        kmeans=kmeans,  # type: ignore[arg-type]
-    )
+PARTS = {"queries": "fit_queries", "keys": "fit_keys", "codes": "encode", "values": "fit_values", "words": "pack"}
 
 
 def make_heads(num_heads: int, context_len: int, head_dim: int, generator: torch.Generator) -> Tensor:
@@ -77,8 +61,8 @@ def wait_for_stream(device: torch.device) -> None:
 
 @contextmanager
 def timed_parts(device: torch.device, seconds: dict[str, float]) -> Iterator[None]:
-    """While this lasts, the steps of `index_arrays` add up what each of them takes."""
-    originals = {name: getattr(layer_module, function) for name, function in PARTS.items()}
+    """While this lasts, the steps of `sketch_arrays` add up what each of them takes."""
+    originals = {name: getattr(sketch, function) for name, function in PARTS.items()}
 
     def timed(name: str) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
@@ -93,41 +77,30 @@ def timed_parts(device: torch.device, seconds: dict[str, float]) -> Iterator[Non
 
     try:
         for name, function in PARTS.items():
-            setattr(layer_module, function, timed(name))
+            setattr(sketch, function, timed(name))
         yield
     finally:
         for name, function in PARTS.items():
-            setattr(layer_module, function, originals[name])
+            setattr(sketch, function, originals[name])
 
 
-def check(q: Tensor, kv: Tensor, arrays: Mapping[str, Tensor], config: IndexConfig) -> dict[str, float]:
-    """The gate, on some parts of the first head."""
-    keys = ((kv[0, :, 0].float() - arrays["key_mean"][0]) @ arrays["key_basis"][0]).T.contiguous()
-    width = keys.shape[0] // config.num_subspaces
-    with ThreadPoolExecutor(1) as threads:
-        codes, scales = make_row_table(arrays["codebooks"][:1], keys[None], config.score_bits, threads)
-        codebooks, keys = arrays["codebooks"][:1].cpu(), keys.cpu()
-        want_codes, want_scales = make_row_table(codebooks, keys[None], config.score_bits, threads)
-    gate(torch.equal(codes.cpu(), want_codes) and torch.equal(scales.cpu(), want_scales), "rows differ from the CPU's")
-    some = reference.centroid_scores(codebooks[0, 0, :2], keys[:width, :1000])
-    gate(bool(((some / want_scales[0, 0, :2, None]).abs() < 100).all()), "a scale is far too small")
-    queries = q.reshape(kv.shape[0], -1, q.shape[2])[0].float() @ arrays["query_basis"][0]
-    ratios = []
-    for part in range(NUM_GATED_PARTS):
-        points = queries[:, part * width : (part + 1) * width]
-        directions = torch.nn.functional.normalize(points, dim=1)
-        faiss = spherical_kmeans(points.cpu().numpy(), config.num_centroids, config.num_iterations, config.seed)
-        ours, theirs = (
-            float((1 - (directions @ centroids.T).amax(1)).double().mean())
-            for centroids in (arrays["codebooks"][0, part], torch.from_numpy(faiss).to(points.device))
-        )
-        ratios.append(ours / theirs)
-    gate(max(ratios) <= 1.01, f"k-means fits worse than FAISS: {ratios}")
-    return {"mean": round(sum(ratios) / len(ratios), 4), "max": round(max(ratios), 4)}
+def check(q: Tensor, kv: Tensor, arrays: Mapping[str, Tensor], config: SketchConfig) -> float:
+    """The gate: of the last queries, what the sketch loses of their logits' variance over the keys of their head."""
+    host = {name: array.cpu() for name, array in arrays.items()}
+    index = as_layer_index(host, config, kv.shape[1], None)
+    assert isinstance(index, SketchIndex)
+    lost = []
+    for row in range(0, len(q), len(q) // len(kv)):
+        head, query = row * len(kv) // len(q), q[row, -1].float().cpu()
+        exact = kv[head, :, 0].float().cpu().numpy() @ query.numpy()
+        base, unit, scores = reference.score_head(query.numpy(), index, head)
+        lost.append(np.square(base + unit * scores - exact).mean() / exact.var())
+    gate(max(lost) < 0.1, f"the sketch loses too much of the logits' variance: {lost}")
+    return float(np.mean(lost))
 
 
 def time_parts(
-    q: Tensor, kv: Tensor, samples: tuple[Tensor, Tensor], config: IndexConfig, threads: Executor
+    q: Tensor, kv: Tensor, samples: tuple[Tensor, Tensor], config: SketchConfig, threads: Executor
 ) -> dict[str, float]:
     """Seconds of each part of one layer, one after the other. Arguments as of `index_arrays` and `fit_predictor`."""
     seconds: dict[str, float] = {}
@@ -147,18 +120,18 @@ def time_parts(
     return seconds
 
 
-def run(shape_name: str, context_len: int, num_layers: int | None, device: torch.device, kmeans: str) -> dict[str, Any]:
+def run(shape_name: str, context_len: int, num_layers: int | None, device: torch.device) -> dict[str, Any]:
     """Check, then measure the parts of one layer, then all layers in a row."""
     shape = shape_named(shape_name)
-    config = make_config(shape.head_dim, kmeans)
-    early = torch.randn(shape.num_q_heads, MAX_SAMPLES, shape.head_dim, device=device)
+    config = SketchConfig()
+    num_samples = len(range(context_len)[sample_rows(context_len, shape.head_dim)])
+    early = torch.randn(shape.num_q_heads, num_samples, shape.head_dim, device=device)
     samples = early, early + 0.1 * torch.randn_like(early)
-    set_kmeans_threads(1)
     layer_s = []
     with ThreadPoolExecutor(available_cpus()) as threads:
         q, kv = make_layer(shape, context_len, 0, device)
-        fit = check(q, kv, index_arrays(q, kv, config, threads), config)
-        print(f"gate passed: {fit}", flush=True)
+        error = check(q, kv, index_arrays(q, kv, config, threads), config)
+        print(f"gate passed: {error:.3f} of the logits' variance is lost", flush=True)
         part_s = time_parts(q, kv, samples, config, threads)
         print(f"seconds per layer: {part_s}", flush=True)
         with make_outbox(device) as outbox:
@@ -176,10 +149,8 @@ def run(shape_name: str, context_len: int, num_layers: int | None, device: torch
         "shape": shape_name,
         "context_len": context_len,
         "num_layers": len(layer_s),
-        "kmeans": config.kmeans,
-        "num_subspaces": config.num_subspaces,
-        "num_centroids": config.num_centroids,
-        "kmeans_loss_over_faiss": fit,
+        "index_config": config.to_json(),
+        "lost_variance": round(error, 4),
         "part_s": {name: round(value, 4) for name, value in part_s.items()},
         "first_layers_s": [round(took, 3) for took in layer_s[:3]],  # two of them lock host memory
         "later_layer_s": round(float(np.median(layer_s[2:])), 4) if len(layer_s) > 2 else None,

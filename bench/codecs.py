@@ -22,6 +22,7 @@ from bench.records import Records
 from bench.timing import finish, gate, machine, measure
 from csattn.artifact import open_artifact
 from csattn.attention import in_place
+from csattn.attention.in_place_arguments import ARGUMENTS, MAX_PARTS
 from csattn.config import SearchConfig, preset
 from csattn.cpu.tape import Tape
 from csattn.cpu.team import Team
@@ -113,21 +114,22 @@ def _attention(rows: Tensor, q: Tensor, chosen: Tensor, layout: tuple[int, int, 
     by_row = {
         "num_rows": [1], "kv": [rows.data_ptr()], "context_lens": [NUM_ROWS], "sink_ends": [0],
         "window_starts": [NUM_ROWS], "num_index_heads": [HEADS], "top_ks": [chosen.shape[1]],
-        "kv_indices": [chosen.data_ptr()], "moments": [0], "tail_ids": [0], "tail_lens": [1],
+        "kv_indices": [chosen.data_ptr()], "moments": [0], "sketches": [0], "tail_ids": [0],
+        "tail_lens": [1],
         **dict(zip(("row_bytes", "v_offsets", "k_readers", "v_readers"), ([x] for x in layout), strict=True)),
     }  # fmt: skip
     arrays: dict[str, Any] = {name: np.array(values, np.int64) for name, values in by_row.items()}
     valid_len = np.full(HEADS, chosen.shape[1], np.int32)
     arrays["valid_lens"] = np.array([valid_len.ctypes.data], np.int64)
     arrays["softmax_scale"] = np.array([HEAD_DIM**-0.5])
-    arrays["parts"] = np.empty((HEADS * GROUP_SIZE, in_place.MAX_RANGES, HEAD_DIM + 2), np.float32)
+    arrays["parts"] = np.empty((HEADS * GROUP_SIZE, MAX_PARTS, HEAD_DIM + 2), np.float32)
     arrays["out"] = out = np.empty((HEADS * GROUP_SIZE, HEAD_DIM), np.float32)
     sizes = {
         "q": q.data_ptr(), "num_q_heads": HEADS * GROUP_SIZE, "num_kv_heads": HEADS, "head_dim": HEAD_DIM,
         "tails": tail.data_ptr(), "tail_capacity": 1, "max_index_heads": HEADS, "max_ranges": num_ranges,
     }  # fmt: skip
     values = {name: array.ctypes.data for name, array in arrays.items()} | sizes
-    arguments = np.array([values.get(name, 0) for name in in_place.ARGUMENTS], np.int64)
+    arguments = np.array([values.get(name, 0) for name in ARGUMENTS], np.int64)
     tape, team = Tape(), Team(1)
     tape.add(in_place.attend_stage(kind), arguments, HEADS * num_ranges)
     tape.add(in_place.merge_stage, arguments, HEADS * GROUP_SIZE)

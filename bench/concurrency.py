@@ -1,7 +1,7 @@
 """How many tokens a second does one device give when more and more requests share one long context?
 
     python -m bench.concurrency --out FILE [--shape llama-3.1-8b] [--context 65535] [--placements hybrid,host]
-        [--preset pooled]
+        [--preset default]
     python -m bench.concurrency --show FILE --plot PNG
 
 The service's own backend, without HTTP: scheduler, engine, and an artifact that is built here, of a model with random
@@ -17,7 +17,6 @@ import json
 import tempfile
 import time
 from contextlib import aclosing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +27,15 @@ from transformers import PreTrainedTokenizerFast
 
 from bench.build import TEXT, random_model
 from bench.timing import finish, gate, machine
-from csattn.config import preset
+from csattn.config import SearchConfig
 from csattn.models import LoadedModel
+from index_build.inputs import make_config
 from index_build.pipeline import build_artifact
 from workers.service.making import make_engine
 from workers.serving.contexts import name_artifact
 from workers.serving.local import LocalBackend
 from workers.serving.messages import Ask, Done, Sampling
-from workers.settings import EngineSettings, LimitSettings, Settings, StoreSettings
+from workers.settings import EngineSettings, LimitSettings, Settings, StoreSettings, suited_lookahead
 
 STREAMS = (1, 2, 4, 8, 16, 32)
 QUESTION_CHARS = 48
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--context", type=int, default=65535)
     parser.add_argument("--placements", default="hybrid,host")
-    parser.add_argument("--preset", default="pooled")
+    parser.add_argument("--preset", default="default")
     parser.add_argument("--streams", default=",".join(map(str, STREAMS)))
     parser.add_argument("--tokens", type=int, default=64)
     arguments = parser.parse_args()
@@ -97,9 +97,7 @@ def byte_tokenizer() -> Any:
 
 def build_context(loaded: LoadedModel, context_len: int, preset_name: str, store: Path) -> None:
     text = np.frombuffer(TEXT.read_bytes(), np.uint8)
-    config = preset(preset_name, loaded.geometry.head_dim)
-    if loaded.device.type == "cuda":
-        config = replace(config, kmeans="torch")
+    config = make_config(preset_name, loaded.geometry.head_dim, {}, loaded.device.type)
     ids = np.resize(text, context_len).astype(np.int32)
     report = build_artifact(loaded, ids, config, store, notes={"wrapping": "none"})
     name_artifact(store, NAME, report.artifact_id, "bfloat16")
@@ -109,6 +107,7 @@ def settings_for(store: Path, placement: Any, num_streams: int) -> Settings:
     return Settings(
         store=StoreSettings(path=store),
         limits=LimitSettings(max_concurrent_requests=num_streams, max_queued_requests=num_streams),
+        search=SearchConfig(lookahead=suited_lookahead(placement)),
         engine=EngineSettings(placement=placement, tail_capacity=512, num_contexts=1),
     )
 

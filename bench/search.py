@@ -1,7 +1,7 @@
 """How fast is the search on this machine's CPU? `python -m bench.search [--json FILE] [--quick] [--layer]`.
 
-One step is the search of one layer: 8 KV heads, 4 query heads each, 5 % of the context chosen. At every size the
-kernels must agree with the reference before they are timed. Cold figures rotate over tables far larger than the
+One step is the search of one layer: 8 KV heads, 4 query heads each, 2 % of the context chosen. At every size the
+kernels must agree with the reference before they are timed. Cold figures rotate over indexes larger than the
 last-level cache; hot ones search one head with one query over and over.
 """
 
@@ -9,7 +9,7 @@ import argparse
 import itertools
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,74 +18,56 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench import search_layer
+from bench.random_sketch import random_sketch
 from bench.reduce_by_sort import reduce_by_sort
 from bench.timing import finish, gate, machine, measure, read_bandwidth_gbps
-from csattn.index import LayerIndex
+from csattn.index import LayerIndex, plain_basis
 from csattn.jit import exact_kernel, readonly
 from csattn.search import SearchPool, SearchWorkspace, empty_selection, reference, search
 from csattn.search.lists import KEYS_PER_STEP, add_list, clear_scores
 from csattn.selection import Selection
+from csattn.sketch import SketchIndex
+from csattn.sketch.rest import attend_rest
 from csattn.table.lists import ListTable
-from csattn.table.rows import RowTable, row_bytes
 
 NUM_HEADS, GROUP_SIZE, HEAD_DIM = 8, 4, 128
-SINK_LEN, WINDOW_LEN, SOFTMAX_SCALE, KEEP = 4, 64, HEAD_DIM**-0.5, 0.05
-TABLE_BYTES = 400 << 20  # of a layer, about: more than a last-level cache holds
+SINK_LEN, WINDOW_LEN, SOFTMAX_SCALE, KEEP = 4, 64, HEAD_DIM**-0.5, 0.02
+ENTRY_BYTES = 6  # of a list
+TABLE_BYTES = 400 << 20  # of an index, about: more than a last-level cache holds
 NUM_QUERIES = 16  # that the cold runs take in turn
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """A kind of table that is measured."""
-
-    name: str
-    num_subspaces: int
-    score_bits: int = 0  # 0: lists
-    list_len: float = 0.25
-
-    def bytes_per_row(self, context_len: int) -> int:
-        """Bytes of one row of codes or one list: what a query head reads per subspace."""
-        if self.score_bits:
-            return row_bytes(context_len, self.score_bits)
-        return round(self.list_len * context_len) * 6
+NUM_SUBSPACES, LIST_LEN = 8, 0.25  # of lists, whose length is a share of the context's
+LAYOUTS = "sketch", "lists"
 
 
-LAYOUTS = (Layout("rows4 m=16", 16, 4), Layout("rows8 m=8", 8, 8), Layout("lists m=8 L=N/4", 8))
+def make_layer(layout: str, context_len: int) -> list[LayerIndex | SketchIndex]:
+    """Layers that are searched in turn, more than a last-level cache holds; but one of lists, where each query reads
+    others."""
+    if layout == "lists":
+        return [make_lists(context_len, NUM_HEADS)]
+    one = random_sketch(context_len, NUM_HEADS, HEAD_DIM, 0)
+    num_layers = max(1, min(NUM_QUERIES, TABLE_BYTES // one.num_bytes))
+    return [one, *(random_sketch(context_len, NUM_HEADS, HEAD_DIM, seed) for seed in range(1, num_layers))]
 
 
-def make_layer(layout: Layout, context_len: int, num_heads: int = NUM_HEADS) -> LayerIndex:
-    """Random tables: their contents steer neither the scoring nor, sampling aside, the selection."""
+def make_lists(context_len: int, num_heads: int) -> LayerIndex:
+    """Random lists."""
     rng = np.random.default_rng(context_len)
-    per_centroid = num_heads * layout.num_subspaces * layout.bytes_per_row(context_len)
-    num_centroids = max(2, min(32, TABLE_BYTES // per_centroid))
-    shape = num_heads, layout.num_subspaces, num_centroids
-    table: RowTable | ListTable
-    if layout.score_bits:
-        scales = rng.uniform(0.2, 0.3, shape).astype(np.float32) * np.float32(7 / (2 ** (layout.score_bits - 1) - 1))
-        codes = _random_codes(rng, (*shape, row_bytes(context_len, layout.score_bits)), layout.score_bits)
-        table = RowTable(codes, scales, context_len)
-    else:
-        table = _random_lists(rng, shape, context_len, round(layout.list_len * context_len))
-    codebooks = rng.standard_normal((*shape, HEAD_DIM // layout.num_subspaces), dtype=np.float32)
+    list_len = round(LIST_LEN * context_len)
+    num_centroids = max(2, min(32, TABLE_BYTES // (num_heads * NUM_SUBSPACES * list_len * ENTRY_BYTES)))
+    shape = num_heads, NUM_SUBSPACES, num_centroids
+    codebooks = rng.standard_normal((*shape, HEAD_DIM // NUM_SUBSPACES), dtype=np.float32)
     codebooks /= np.linalg.norm(codebooks, axis=-1, keepdims=True)
-    basis = np.tile(np.eye(HEAD_DIM, dtype=np.float32), (num_heads, 1, 1))
-    return LayerIndex(basis, codebooks, basis, np.zeros((num_heads, HEAD_DIM), np.float32), table, True)
+    basis, mean = plain_basis(num_heads, HEAD_DIM), np.zeros((num_heads, HEAD_DIM), np.float32)
+    return LayerIndex(basis, codebooks, basis, mean, _random_lists(rng, shape, context_len, list_len), True)
 
 
-def _random_codes(
-    rng: np.random.Generator, shape: tuple[int, ...], score_bits: int
-) -> NDArray[np.int8] | NDArray[np.uint8]:
-    codes = np.empty(shape, np.uint8)
-    flat = codes.reshape(-1)
-    # bell-shaped like real scores; a pattern of prime length saves minutes of random numbers
-    if score_bits == 8:
-        pattern = np.clip(np.rint(rng.normal(0, 38, 10_000_019)), -127, 127).astype(np.int8).view(np.uint8)
-    else:
-        halves = np.clip(np.rint(rng.normal(8, 2.1, (2, 10_000_019))), 1, 15).astype(np.uint8)
-        pattern = halves[0] | halves[1] << 4
-    for start in range(0, len(flat), len(pattern)):
-        flat[start : start + len(pattern)] = pattern[: len(flat) - start]
-    return codes.view(np.int8) if score_bits == 8 else codes
+def read_bytes(layout: str, context_len: int) -> int:
+    """What an index head reads for its query heads: a sketch once, lists for each."""
+    if layout == "sketch":
+        return random_sketch(1, 1, HEAD_DIM, 0).codes.shape[2] * 4 * context_len
+    return GROUP_SIZE * NUM_SUBSPACES * round(LIST_LEN * context_len) * ENTRY_BYTES
 
 
 def _random_lists(rng: np.random.Generator, shape: tuple[int, ...], context_len: int, list_len: int) -> ListTable:
@@ -98,20 +80,19 @@ def _random_lists(rng: np.random.Generator, shape: tuple[int, ...], context_len:
     return ListTable(indices, np.broadcast_to(scores, indices.shape).copy(), context_len)
 
 
-def only_first_head(index: LayerIndex) -> LayerIndex:
-    table: RowTable | ListTable
-    if isinstance(index.table, RowTable):
-        table = RowTable(index.table.codes[:1], index.table.scales[:1], index.context_len)
-    else:
+def only_first_head(index: LayerIndex | SketchIndex) -> LayerIndex | SketchIndex:
+    if isinstance(index, LayerIndex):
         table = ListTable(index.table.indices[:1], index.table.scores[:1], index.context_len)
-    basis, mean = index.query_basis[:1], index.key_mean[:1]
-    return LayerIndex(basis, index.codebooks[:1], basis, mean, table, index.weigh_by_norm)
+        basis, mean = index.query_basis[:1], index.key_mean[:1]
+        return LayerIndex(basis, index.codebooks[:1], basis, mean, table, index.weigh_by_norm)
+    names = "codes", "key_mean", "query_transform", "value_mean", "value_transform"
+    return replace(index, **{name: getattr(index, name)[:1] for name in names})
 
 
-def measure_layout(layout: Layout, context_len: int, peaks: dict[int, float], seconds: float) -> dict[str, Any]:
+def measure_layout(layout: str, context_len: int, peaks: dict[int, float], seconds: float) -> dict[str, Any]:
     """Gate, then time one size of one layout."""
-    index = make_layer(layout, context_len)
-    one_head = only_first_head(index)
+    layers = make_layer(layout, context_len)
+    one_head = only_first_head(layers[0])
     rng = np.random.default_rng(0)
     queries = rng.standard_normal((NUM_QUERIES, NUM_HEADS * GROUP_SIZE, HEAD_DIM), dtype=np.float32) * np.float32(2)
     top_k = round(KEEP * context_len)
@@ -121,34 +102,39 @@ def measure_layout(layout: Layout, context_len: int, peaks: dict[int, float], se
 
     search(q_one, one_head, None, *rules, workspace, out_one)
     reference_ms = check_against_reference(q_one, one_head, rules, out_one.kv_indices.copy())
-    read_bytes = GROUP_SIZE * layout.num_subspaces * layout.bytes_per_row(context_len)
     hot = measure(lambda: search(q_one, one_head, None, *rules, workspace, out_one), seconds)
     result: dict[str, Any] = {
-        "layout": layout.name,
+        "layout": layout,
         "context_len": context_len,
         "reference_1head_ms": round(reference_ms, 2),
-        "read_mbytes": round(NUM_HEADS * read_bytes / 1e6, 1),
+        "read_mbytes": round(NUM_HEADS * read_bytes(layout, context_len) / 1e6, 1),
         "hot_1head": hot | rates(hot["cpu_p50_ms"], layout, context_len, 1),
         "threads": {},
     }
     turn = itertools.count()
     for num_threads, peak_gbps in peaks.items():
         with SearchPool(num_threads) as pool:
-            timed = measure(partial(search_next, pool, queries, turn, index, rules, out), seconds)
+            timed = measure(partial(search_next, pool, queries, turn, layers, rules, out), seconds)
         # one thread's own time does not suffer from what else the machine does; of several only the wall clock tells
         spent_ms = timed["cpu_p50_ms"] if num_threads == 1 else timed["p50_ms"]
         found = rates(spent_ms, layout, context_len, NUM_HEADS)
         result["threads"][num_threads] = timed | found | {"of_peak": round(found["gbps"] / peak_gbps, 3)}
+    if layout == "sketch":
+        timed = measure(partial(attend_next, queries, turn, layers, out), seconds)
+        result["rest"] = timed | rates(timed["cpu_p50_ms"], layout, context_len, NUM_HEADS)
     return result
 
 
-def rates(spent_ms: float, layout: Layout, context_len: int, num_heads: int) -> dict[str, float]:
-    """Time per query head, bytes of table read per second and, for lists, time per entry."""
+def rates(spent_ms: float, layout: str, context_len: int, num_heads: int) -> dict[str, float]:
+    """Time per query head, bytes of the index read per second and, for lists, time per entry."""
     per_query_head_us = spent_ms * 1e3 / (num_heads * GROUP_SIZE)
-    read_bytes = layout.num_subspaces * layout.bytes_per_row(context_len)
-    found = {"us_per_query_head": round(per_query_head_us, 2), "gbps": round(read_bytes / per_query_head_us / 1e3, 1)}
-    if not layout.score_bits:
-        found["ns_per_entry"] = round(per_query_head_us * 1e3 / (read_bytes / 6), 3)
+    per_query_head = read_bytes(layout, context_len) / GROUP_SIZE
+    found = {
+        "us_per_query_head": round(per_query_head_us, 2),
+        "gbps": round(per_query_head / per_query_head_us / 1e3, 1),
+    }
+    if layout == "lists":
+        found["ns_per_entry"] = round(per_query_head_us * 1e3 / (per_query_head / ENTRY_BYTES), 3)
     return found
 
 
@@ -156,16 +142,31 @@ def search_next(
     pool: SearchPool,
     queries: NDArray[np.float32],
     turn: "itertools.count[int]",
-    index: LayerIndex,
+    layers: list[LayerIndex | SketchIndex],
     rules: tuple[int, int, int, float],
     out: Selection,
 ) -> None:
-    """Search with the query whose turn it is: tables that were read a step ago do not help."""
-    pool.search(queries[next(turn) % NUM_QUERIES], index, None, *rules, out)
+    """Search the layer whose turn it is with the query whose turn it is: what was read a step ago does not help."""
+    number = next(turn)
+    pool.search(queries[number % NUM_QUERIES], layers[number % len(layers)], None, *rules, out)
+
+
+def attend_next(
+    queries: NDArray[np.float32],
+    turn: "itertools.count[int]",
+    layers: list[LayerIndex | SketchIndex],
+    chosen: Selection,
+) -> None:
+    """Attend to what is not chosen, by codes, in this thread."""
+    number = next(turn)
+    index, q = layers[number % len(layers)], queries[number % NUM_QUERIES]
+    assert isinstance(index, SketchIndex)
+    stop = index.context_len - WINDOW_LEN
+    attend_rest(q[None], index, chosen.kv_indices[None], chosen.valid_len[None], SINK_LEN, stop, SOFTMAX_SCALE)
 
 
 def check_against_reference(
-    q: NDArray[np.float32], index: LayerIndex, rules: tuple[int, int, int, float], got: NDArray[np.int32]
+    q: NDArray[np.float32], index: LayerIndex | SketchIndex, rules: tuple[int, int, int, float], got: NDArray[np.int32]
 ) -> float:
     """Refuse a selection that is worth less than the reference's; return the reference's time in ms."""
     want = empty_selection(1, rules[0])
@@ -181,8 +182,7 @@ def check_against_reference(
 
 def measure_reduce_by_key(context_len: int, seconds: float) -> dict[str, Any]:
     """The accumulator against sorting, for one query head's 8 lists."""
-    index = make_layer(LAYOUTS[2], context_len, num_heads=1)
-    assert isinstance(index.table, ListTable)
+    index = make_lists(context_len, num_heads=1)
     lists = index.table.indices[0, :, 0], index.table.scores[0, :, 0]
     indices, halves = (readonly(np.ascontiguousarray(a)).reshape(-1) for a in lists)
     sums = np.empty(context_len + 64, np.float32)
@@ -230,6 +230,8 @@ def print_search(result: dict[str, Any]) -> None:
     name, context_len, hot = result["layout"], result["context_len"], result["hot_1head"]
     lines = [("hot 1", hot, f"one head; reference {result['reference_1head_ms']} ms")]
     lines += [(str(n), timed, f"{timed['of_peak']:.2f} of peak") for n, timed in result["threads"].items()]
+    if "rest" in result:
+        lines.append(("rest 1", result["rest"], "attention by codes to what is not chosen"))
     for threads, timed, note in lines:
         entries = f", {timed['ns_per_entry']} ns/entry" if "ns_per_entry" in timed else ""
         times = "".join(f"{timed[key]:>9.3f}" for key in ("p50_ms", "p99_ms", "min_ms", "cpu_p50_ms"))

@@ -1,92 +1,50 @@
 """How long does one layer's search take on all cores? `python -m bench.search --layer [--threads 1 16] [--json FILE]`.
 
-The shape of an 8B model: 32 query heads, 8 index heads, 16 subspaces of 64 centroids, 4-bit rows of 131 072 keys, of
-which 5 % are chosen. Two layers' tables, a GiB, are searched in turn with 8 queries each. How many rows a group's query
-heads share decides how much is read: queries of a group apart, alike and pooled are all measured, and rows that lie one
-behind the other, which for such a context is a power of two apart, and 64 bytes further. `timeline` says when each
+The shape of an 8B model: 32 query heads, 8 KV heads, a sketch of 131 072 keys of 128 dimensions, of which 2 % are
+chosen. As many layers' sketches as a last-level cache does not hold are searched in turn. `timeline` says when each
 stage begins and ends while all threads work on one layer, and how long they wait for each other.
 """
 
 import itertools
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.random_sketch import random_sketch
 from bench.search_timeline import STAGES, measure_timeline
 from bench.timing import finish, gate, machine, measure, read_bandwidth_gbps
-from csattn.index import LayerIndex
 from csattn.jit import exact_kernel
 from csattn.search import LayerSearch, SearchPool, SearchWorkspace, TokenSelections, reference
 from csattn.search.atomics import call_stage, now_ns
 from csattn.search.plan import search_at
 from csattn.search.work import CHOOSE_JOB, MATCH_PIECE, SEARCH_RECORD
-from csattn.table.rows import RowTable, row_bytes
+from csattn.sketch import SketchIndex
 
-NUM_HEADS, GROUP_SIZE, HEAD_DIM, NUM_SUBSPACES, NUM_CENTROIDS = 8, 4, 128, 16, 64
-SINK_LEN, WINDOW_LEN, SOFTMAX_SCALE, KEEP = 4, 256, HEAD_DIM**-0.5, 0.05
-NUM_LAYERS, NUM_QUERIES = 2, 8  # tables and queries that are searched in turn
-# bytes between rows, how alike the queries of a group, whether they are made one
-CASES = ((0, 0.0, False), (0, 0.8, False), (0, 0.0, True), (64, 0.0, False), (64, 0.8, False), (64, 0.0, True))
+NUM_HEADS, GROUP_SIZE, HEAD_DIM = 8, 4, 128
+SINK_LEN, WINDOW_LEN, SOFTMAX_SCALE, KEEP = 4, 256, HEAD_DIM**-0.5, 0.02
+NUM_LAYERS = 16
 
 
-def make_index(context_len: int, seed: int, apart: int) -> LayerIndex:
-    """A random table of 4-bit rows; bell-shaped codes, as scores are. apart: bytes between rows."""
-    rng = np.random.default_rng(seed)
-    shape = NUM_HEADS, NUM_SUBSPACES, NUM_CENTROIDS
-    num_bytes = row_bytes(context_len, 4)
-    halves = np.clip(np.rint(rng.normal(8, 2.1, (2, 1_000_003))), 1, 15).astype(np.uint8)
-    memory = np.empty(np.prod(shape) * (num_bytes + apart) + 64, np.uint8)
-    start = -memory.ctypes.data % 64  # as memory maps lie: no load straddles two cache lines
-    codes = memory[start : start + memory.size - 64].reshape(*shape, num_bytes + apart)[..., :num_bytes]
-    codes[:] = np.resize(halves[0] | halves[1] << 4, codes.shape)
-    codebooks = rng.standard_normal((*shape, HEAD_DIM // NUM_SUBSPACES), dtype=np.float32)
-    codebooks /= np.linalg.norm(codebooks, axis=-1, keepdims=True)
-    basis = np.tile(np.eye(HEAD_DIM, dtype=np.float32), (NUM_HEADS, 1, 1))
-    table = RowTable(codes, rng.uniform(0.2, 0.3, shape).astype(np.float32), context_len)
-    return LayerIndex(basis, codebooks, basis, np.zeros((NUM_HEADS, HEAD_DIM), np.float32), table, True)
-
-
-def make_searches(indexes: list[LayerIndex], alike: float) -> list[LayerSearch]:
-    """Searches of one token each, over the layers in turn; alike: how much of a query its group has in common."""
+def make_searches(indexes: list[SketchIndex]) -> list[LayerSearch]:
+    """Searches of one token each, of one layer each."""
     rng = np.random.default_rng(1)
     searches = []
-    for index in indexes * NUM_QUERIES:
-        own = rng.standard_normal((1, NUM_HEADS, GROUP_SIZE, HEAD_DIM))
-        common = rng.standard_normal((1, NUM_HEADS, 1, HEAD_DIM))
-        q = 2 * (np.sqrt(1 - alike) * own + np.sqrt(alike) * common)
-        q = np.ascontiguousarray(q.reshape(1, NUM_HEADS * GROUP_SIZE, HEAD_DIM), np.float32)
+    for index in indexes:
+        q = 2 * rng.standard_normal((1, NUM_HEADS * GROUP_SIZE, HEAD_DIM), dtype=np.float32)
         top_k = round(KEEP * index.context_len)
         out = TokenSelections(np.empty((1, NUM_HEADS, top_k), np.int32), np.empty((1, NUM_HEADS), np.int32))
         searches.append(LayerSearch(q, index, None, SINK_LEN, WINDOW_LEN, SOFTMAX_SCALE, out))
     return searches
 
 
-def queries_of(search: LayerSearch, head: int) -> NDArray[np.float32]:
-    """The queries that an index head is searched with: [group_size or 1, head_dim]."""
-    rows = search.q[0, head * GROUP_SIZE : (head + 1) * GROUP_SIZE]
-    return reference.pool_queries(rows, 1) if search.index.pool_group else rows
-
-
-def distinct_rows(search: LayerSearch) -> int:
-    """How many different rows the search reads."""
-    found = 0
-    for head in range(NUM_HEADS):
-        chosen = np.stack([reference.match_centroids(q, search.index, head)[0] for q in queries_of(search, head)])
-        found += sum(len(set(chosen[:, b])) for b in range(NUM_SUBSPACES))
-    return found
-
-
 def check(search: LayerSearch) -> None:
     """Refuse a choice that is worth less than the definition's, for the first head."""
-    worth, _ = reference.combine_group(
-        [reference.score_keys(q, search.index, None, 0) for q in queries_of(search, 0)], SOFTMAX_SCALE
-    )
+    scores = [reference.score_keys(q, search.index, None, 0) for q in search.q[0, :GROUP_SIZE]]
+    worth, _ = reference.combine_group(scores, SOFTMAX_SCALE)
     got = search.out.kv_indices[0, 0]
     eligible = np.arange(SINK_LEN, search.index.context_len - WINDOW_LEN)
     best = eligible[reference.top_k_of(worth[eligible], len(got))]
@@ -163,45 +121,27 @@ def _time_stages(calls: NDArray[np.int64], num_jobs: int, spent_ns: NDArray[np.i
             spent_ns[function - MATCH_PIECE] += now_ns() - since
 
 
-def measure_case(
-    indexes: list[LayerIndex], alike: float, pooled: bool, peaks: dict[int, float], seconds: float
-) -> Iterator[dict[str, Any]]:
-    """All thread counts of one kind of queries."""
-    searches = make_searches([replace(index, pool_group=pooled) for index in indexes], alike)
-    workspace = SearchWorkspace()
-    wanted = []
+def main(json_path: Path | None, context_len: int, thread_counts: list[int], seconds: float) -> None:
+    peaks = {n: read_bandwidth_gbps(n) for n in thread_counts}
+    print("read bandwidth:", ", ".join(f"{n} threads {gbps:.1f} GB/s" for n, gbps in peaks.items()), flush=True)
+    indexes = [random_sketch(context_len, NUM_HEADS, HEAD_DIM, seed) for seed in range(NUM_LAYERS)]
+    searches, workspace, wanted = make_searches(indexes), SearchWorkspace(), []
     for search in searches[:2]:
         search.run(workspace)
         check(search)
         wanted.append(search.out.kv_indices.copy())
-    read_mbytes = distinct_rows(searches[0]) * row_bytes(indexes[0].context_len, 4) / 1e6
+    read_mbytes = indexes[0].codes.nbytes / 1e6
+    results = []
     for num_threads, peak_gbps in peaks.items():
         timed = measure_threads(searches, num_threads, seconds)
         for search, want in zip(searches, wanted, strict=False):
             gate(bool((search.out.kv_indices == want).all()), f"{num_threads} threads choose otherwise than one")
         gbps = read_mbytes / timed["us"] * 1e3
         read = {"read_mbytes": round(read_mbytes, 1), "gbps": round(gbps, 1), "of_peak": round(gbps / peak_gbps, 3)}
-        yield (
-            {"alike": alike, "pooled": pooled, "threads": num_threads}
-            | timed
-            | read
-            | {"stages_cpu_us": measure_stages(searches, num_threads)}
-            | {"timeline": measure_timeline(searches, num_threads)}
+        inside = {"stages_cpu_us": measure_stages(searches, num_threads)}
+        results.append(
+            {"threads": num_threads} | timed | read | inside | {"timeline": measure_timeline(searches, num_threads)}
         )
-
-
-def main(json_path: Path | None, context_len: int, thread_counts: list[int], seconds: float) -> None:
-    peaks = {n: read_bandwidth_gbps(n) for n in thread_counts}
-    print("read bandwidth:", ", ".join(f"{n} threads {gbps:.1f} GB/s" for n, gbps in peaks.items()), flush=True)
-    results = []
-    indexes: list[LayerIndex] = []
-    spread = -1
-    for apart, alike, pooled in CASES:
-        if apart != spread:
-            indexes, spread = [], apart  # the old ones go before the new ones come
-            indexes = [make_index(context_len, seed, apart) for seed in range(NUM_LAYERS)]
-        for result in measure_case(indexes, alike, pooled, peaks, seconds):
-            results.append({"bytes_between_rows": apart} | result)
-            print(results[-1], flush=True)
+        print(results[-1], flush=True)
     result = {"name": "search-layer", "machine": machine(), "context_len": context_len, "results": results}
     finish(result | {"read_gbps": {n: round(gbps, 1) for n, gbps in peaks.items()}}, json_path)

@@ -1,4 +1,4 @@
-"""Centroid-scoring attention: decode from a long, shared context while reading a few percent of its KV.
+"""Decode from a long, shared context: a few bits of every key, and the exact rows that matter.
 
 This package is the method: configuration, the index and its tables, search, attention, selectors and the
 on-disk artifact. It starts no process and moves no memory between devices; `index_build` writes artifacts,

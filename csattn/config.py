@@ -1,98 +1,121 @@
 """How an index is made and how it is searched: frozen values, checked once, where they enter."""
 
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal, Self
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, get_args
 
 from csattn.errors import ConfigError
 
-Layout = Literal["rows", "lists"]
-Basis = Literal["plain", "rope_pairs", "key_whitened"]
 Kmeans = Literal["faiss", "torch"]
+RestKind = Literal["sketch", "moments", "none"]
+
+SEGMENT_STEP = 1024  # segments of a sketch begin at multiples of this many rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SketchConfig:
     """A sketch of every key: see `csattn.sketch`."""
 
-    bits_per_dim: float = 2.0  # of a key, on average: coordinates have 4 bits each, and half of them are kept at 2
-    values_share: float = 0.5  # of the kept coordinates: from how many values are told
-
+    num_fine: int = 2  # words of 4-bit codes for each 64 dimensions of a key
+    num_coarse: int = 2  # words of 2-bit codes, likewise: at 2 and 2, three quarters of the coordinates are kept
+    segment_len: int = 8192  # rows that share a transform, about
     layout: Literal["sketch"] = "sketch"
 
     def __post_init__(self) -> None:
         _require_one_of("layout", self.layout, ("sketch",))
-        if not 0.0 < self.bits_per_dim <= 4.0:
-            raise ConfigError(f"bits_per_dim must lie in (0, 4], got {self.bits_per_dim}")
-        _require_share("values_share", self.values_share)
+        _require_at_least("num_fine", self.num_fine, 1)
+        _require_at_least("num_coarse", self.num_coarse, 0)
+        _require_at_least("segment_len", self.segment_len, SEGMENT_STEP)
+        if 8 * self.num_fine + 16 * self.num_coarse > 64:
+            raise ConfigError(
+                f"{self.num_fine} fine and {self.num_coarse} coarse words hold more than 64 coordinates; use fewer"
+            )
 
-    def num_coords(self, head_dim: int) -> int:
-        """Coordinates kept of a key: whole words of eight."""
-        return min(max(8, 8 * round(self.bits_per_dim * head_dim / 32)), head_dim // 8 * 8)
+    def require_head_dim(self, head_dim: int) -> None:
+        """Refuse heads that are too narrow, or so wide that codes would depend on the order of sums."""
+        if not 8 <= head_dim <= 256:
+            raise ConfigError(f"a sketch needs heads of 8 to 256 dimensions, got {head_dim}; use the preset lists")
 
-    def num_values(self, head_dim: int) -> int:
-        """Coordinates that values are told from: whole words of eight."""
-        return max(8, 8 * round(self.values_share * self.num_coords(head_dim) / 8))
+    def words(self, head_dim: int) -> tuple[int, int]:
+        """Fine and coarse words of a key: at least one, and no more than there are dimensions for."""
+        self.require_head_dim(head_dim)
+        num_fine = max(1, self.num_fine * head_dim // 64)
+        return num_fine, min(self.num_coarse * head_dim // 64, (head_dim - 8 * num_fine) // 16)
+
+    def segment_starts(self, context_len: int) -> list[int]:
+        """Segments of about segment_len rows, all but the last whole multiples of SEGMENT_STEP."""
+        num_segments = max(1, round(context_len / self.segment_len))
+        return sorted({context_len * i // num_segments // SEGMENT_STEP * SEGMENT_STEP for i in range(num_segments)})
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IndexConfig:
-    """What `index_build` makes for one layer and head. `preset` gives the two named choices."""
+class ListConfig:
+    """Query centroids, and for each the keys that it scores highest: the published method and its refinements."""
 
-    layout: Layout  # rows: every key's quantised score per centroid; lists: the Top-L (index, score) pairs
-    num_subspaces: int  # m: slices of head_dim, all of one width
-    num_centroids: int  # C: per subspace
-    basis: Basis  # coordinates in which head_dim is split into subspaces
-    center_keys: bool  # subtract mean(k): softmax does not see it, ranking by parts does
-    weigh_by_norm: bool  # weigh subspace b by the norm of the query in it, instead of by 1
-    share_group: bool  # one codebook, table and selection per KV head instead of one per query head
-    pool_group: bool = False  # search with one query per KV head: the sum of its query heads' unit queries
-    score_bits: int = 4  # rows only: 4 or 8
-    list_len: float = 0.25  # lists only: L as a share of the context
+    num_subspaces: int = 8  # m: slices of head_dim, all of one width
+    num_centroids: int = 128  # C: per subspace
+    list_len: float = 0.25  # L as a share of the context
+    center_keys: bool = True  # subtract mean(k): softmax does not see it, ranking by parts does
+    weigh_by_norm: bool = True  # weigh subspace b by the norm of the query in it, instead of by 1
+    share_group: bool = True  # one codebook, table and selection per KV head instead of one per query head
     num_iterations: int = 10  # of k-means
     seed: int = 1234  # of k-means
     kmeans: Kmeans = "faiss"  # which program places the centroids: they differ, so it is part of what an index is
+    layout: Literal["lists"] = "lists"
 
     def __post_init__(self) -> None:
-        _require_one_of("layout", self.layout, ("rows", "lists"))
-        _require_one_of("basis", self.basis, ("plain", "rope_pairs", "key_whitened"))
-        _require_one_of("score_bits", self.score_bits, (4, 8))
-        _require_one_of("kmeans", self.kmeans, ("faiss", "torch"))
+        _require_one_of("layout", self.layout, ("lists",))
+        _require_one_of("kmeans", self.kmeans, get_args(Kmeans))
         _require_at_least("num_subspaces", self.num_subspaces, 1)
         _require_at_least("num_centroids", self.num_centroids, 1)
         _require_at_least("num_iterations", self.num_iterations, 1)
         _require_share("list_len", self.list_len)
-        if self.pool_group and not self.share_group:
-            raise ConfigError("pool_group makes one query of those that share an index; set share_group too")
+
+    def require_head_dim(self, head_dim: int) -> None:
+        """Refuse heads that cannot be split."""
+        if head_dim % self.num_subspaces:
+            raise ConfigError(
+                f"head_dim={head_dim} cannot be split into {self.num_subspaces} equal subspaces; choose a divisor with "
+                "--num-subspaces"
+            )
 
     def list_entries(self, context_len: int) -> int:
         """L, the entries kept per centroid of a context of that length."""
         return max(1, round(self.list_len * context_len))
 
     def to_json(self) -> dict[str, Any]:
-        """All options; pool_group only where it is set, so that indexes that are older than it keep their ids."""
-        return {name: value for name, value in asdict(self).items() if name != "pool_group" or value}
+        return asdict(self)
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Self:
-        unknown = set(data) - {f.name for f in fields(cls)}
-        if unknown:
-            raise ConfigError(f"unknown index options {sorted(unknown)}; this artifact needs a newer csattn")
-        return cls(**data)
+
+IndexConfig = SketchConfig | ListConfig
+
+
+def index_config_from_json(data: dict[str, Any]) -> IndexConfig:
+    """The inverse of `to_json`."""
+    kinds: dict[str, type[IndexConfig]] = {"sketch": SketchConfig, "lists": ListConfig}
+    kind = kinds.get(data["layout"])
+    if kind is None:
+        raise ConfigError(f"unknown index layout {data['layout']!r}; this artifact needs another csattn")
+    unknown = set(data) - {f.name for f in fields(kind)}
+    if unknown:
+        raise ConfigError(f"unknown index options {sorted(unknown)}; this artifact needs a newer csattn")
+    return kind(**data)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchConfig:
     """What is read of the context at each step."""
 
-    keep: float = 0.05  # share of the context fetched for each KV head, besides the resident rows
+    keep: float = 0.02  # share of the context fetched for each KV head, besides the resident rows
     sink_len: int = 4  # first rows of the context, always attended
     window_len: int = 256  # last rows of the context, and last rows of the tail, always attended
     lookahead: int = 0  # 1: search with the query predicted from the previous layer's input
     search_period: int = 1  # search every so many steps, reuse the selection in between
-    estimate_rest: bool = False  # add an estimate of what attention to the rows that are not read would give
+    # how rows that are neither resident nor chosen are attended to: by their codes in the sketch, by an estimate from
+    # the context's moments, or not at all; None: as suits the index, see `csattn.selectors.resolve_rest`
+    rest: RestKind | None = None
 
     def __post_init__(self) -> None:
         _require_share("keep", self.keep)
@@ -100,6 +123,7 @@ class SearchConfig:
         _require_at_least("window_len", self.window_len, 1)
         _require_at_least("search_period", self.search_period, 1)
         _require_one_of("lookahead", self.lookahead, (0, 1))
+        _require_one_of("rest", self.rest, (*get_args(RestKind), None))
 
     def top_k(self, context_len: int) -> int:
         """K, the rows fetched per KV head from a context of that length."""
@@ -107,46 +131,21 @@ class SearchConfig:
 
 
 def preset(name: str, head_dim: int) -> IndexConfig:
-    """The named index configuration for heads of that width.
+    """The named index configuration.
 
-    `paper` is the published method to the letter; `default` is what measures best (see bench/README.md); `pooled` reads
-    a fraction of the table, for a selection that is somewhat worse.
+    `default` is the sketch; `lists` is what measures best among lists, `paper` the published method to the letter (see
+    bench/README.md).
     """
-    default = IndexConfig(
-        layout="rows",
-        num_subspaces=_default_subspaces(head_dim),
-        num_centroids=32 * max(1, head_dim // 64),
-        basis="key_whitened",
-        center_keys=True,
-        weigh_by_norm=True,
-        share_group=True,
-    )
     if name == "default":
-        return default
-    if name == "pooled":
-        return replace(default, pool_group=True)
-    lists = IndexConfig(
-        layout="lists",
-        num_subspaces=8,
-        num_centroids=128,
-        basis="plain",
-        center_keys=True,
-        weigh_by_norm=True,
-        share_group=True,
-    )
+        return SketchConfig()
     if name == "lists":
-        return lists
+        return ListConfig()
     if name == "paper":
-        return replace(lists, center_keys=False, weigh_by_norm=False, share_group=False)
+        return ListConfig(center_keys=False, weigh_by_norm=False, share_group=False)
     raise ConfigError(f"unknown preset {name!r}; choose one of {', '.join(PRESET_NAMES)}")
 
 
-def _default_subspaces(head_dim: int) -> int:
-    """Subspaces four wide, but never more than 16: each is one row that every query head reads at every step."""
-    return max(m for m in range(1, 17) if head_dim % m == 0 and (4 * m <= head_dim or m == 1))
-
-
-PRESET_NAMES = ("default", "pooled", "lists", "paper")
+PRESET_NAMES = ("default", "lists", "paper")
 
 
 def _require_one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:

@@ -7,7 +7,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from csattn.table.lists import ListTable
-from csattn.table.rows import RowTable
 
 _LANES = 16
 
@@ -20,12 +19,11 @@ class LayerIndex:
     codebooks: NDArray[np.float32]  # [num_index_heads, num_subspaces, num_centroids, subspace_dim], unit rows
     key_basis: NDArray[np.float32]  # [num_index_heads, head_dim, head_dim]: (k - key_mean) @ key_basis, for new keys
     key_mean: NDArray[np.float32]  # [num_index_heads, head_dim]; zero when keys are not centred
-    table: RowTable | ListTable
+    table: ListTable
     weigh_by_norm: bool  # subspace weight: the query's norm in it, or 1
     # [num_q_heads, head_dim + 1, head_dim]: the next layer's query before RoPE is about [early, 1] @ next_query[h],
     # where early is what the next layer would project from this layer's input. None in the last layer.
     next_query: NDArray[np.float32] | None = None
-    pool_group: bool = False  # one query per index head: see `csattn.search.reference.pool_queries`
 
     @property
     def num_heads(self) -> int:
@@ -53,3 +51,8 @@ class LayerIndex:
         columns = np.zeros((*self.codebooks.shape[:2], self.codebooks.shape[3], room), np.float32)
         columns[..., : self.num_centroids] = self.codebooks.swapaxes(2, 3)
         return columns
+
+
+def plain_basis(num_heads: int, head_dim: int) -> NDArray[np.float32]:
+    """Coordinates as they are: [num_heads, head_dim, head_dim]."""
+    return np.tile(np.eye(head_dim, dtype=np.float32), (num_heads, 1, 1))

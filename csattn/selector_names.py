@@ -19,7 +19,7 @@ class About:
 
 
 ABOUT: dict[SelectorName, About] = {
-    "csattn": About("centroid scores from the index", "CSAttention, arXiv:2604.08584", True),
+    "csattn": About("the artifact's index: a sketch, or centroids and lists", "CSAttention, arXiv:2604.08584", True),
     "exact": About("the true top-k, by reading every key", "", True),
     "top_p": About(
         "as many rows as hold 95 % of the weight, by reading every key", "Twilight, arXiv:2502.02770", False

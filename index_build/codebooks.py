@@ -7,15 +7,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from csattn.config import IndexConfig
-from index_build.kmeans import spherical_kmeans
+from csattn.config import ListConfig
 from index_build.kmeans_torch import sample_points, spherical_kmeans_batch
 
 
 def make_codebooks(
     queries: Tensor,  # [num_index_heads, num_queries, head_dim]
-    query_basis: Tensor,  # [num_index_heads, head_dim, head_dim] float32
-    config: IndexConfig,
+    config: ListConfig,
     threads: Executor,  # runs FAISS on the subspaces side by side
 ) -> Tensor:
     """Unit centroids [num_index_heads, num_subspaces, num_centroids, subspace_dim] float32 of the queries' parts."""
@@ -23,13 +21,14 @@ def make_codebooks(
     shape = (num_heads, config.num_subspaces, config.num_centroids, head_dim // config.num_subspaces)
     if config.kmeans == "torch":
         sample = sample_points(num_queries, config.num_centroids, config.seed).to(queries.device)
-        points = queries[:, sample].float() @ query_basis
+        points = queries[:, sample].float()
         points = points.view(num_heads, len(sample), *shape[1::2]).transpose(1, 2).flatten(0, 1)
         return spherical_kmeans_batch(points, config.num_centroids, config.num_iterations, config.seed).view(shape)
+    from index_build.kmeans import spherical_kmeans  # FAISS is not everywhere
+
     parts: list[NDArray[np.float32]] = []
     for head in range(num_heads):
-        points = queries[head].float() @ query_basis[head]
-        parts += np.split(points.cpu().numpy(), config.num_subspaces, axis=1)
+        parts += np.split(queries[head].float().cpu().numpy(), config.num_subspaces, axis=1)
     clusters = threads.map(
         lambda part: spherical_kmeans(part, config.num_centroids, config.num_iterations, config.seed), parts
     )

@@ -1,14 +1,14 @@
 """What a build is made from: the context's text, the options, the device; checked before a model is loaded."""
 
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from csattn.config import IndexConfig, preset
+from csattn.config import IndexConfig, ListConfig, preset
 from csattn.errors import ConfigError, ContextError
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -41,14 +41,19 @@ def require_utf8(option: str, text: str) -> str:
     return text
 
 
-def make_config(preset_name: str, head_dim: int, changes: dict[str, Any]) -> IndexConfig:
-    """The preset with the options that were given."""
+def make_config(preset_name: str, head_dim: int, changes: dict[str, Any], device: str) -> IndexConfig:
+    """The preset with the options that were given; None leaves an option to the preset.
+
+    On a GPU, k-means is the batched program unless another was asked for: it is much faster there.
+    """
+    config = preset(preset_name, head_dim)
     given = {name: value for name, value in changes.items() if value is not None}
-    config = replace(preset(preset_name, head_dim), **given)
-    unused = {"rows": "list_len", "lists": "score_bits"}[config.layout]
-    if unused in given:
-        raise ConfigError(f"--{unused.replace('_', '-')} has no meaning for layout {config.layout!r}; leave it out")
-    return config
+    if unused := sorted(given.keys() - {field.name for field in fields(config)}):
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
+        raise ConfigError(f"{options} has no meaning for the preset {preset_name!r}; leave it out")
+    if isinstance(config, ListConfig) and device == "cuda":
+        given.setdefault("kmeans", "torch")
+    return replace(config, **given)
 
 
 def choose_device(device: str) -> str:
@@ -60,10 +65,3 @@ def choose_device(device: str) -> str:
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return device
-
-
-def choose_kmeans(kmeans: str, device: str) -> str:
-    """`auto` is FAISS on the CPU, and on a GPU the batched program, which is much faster there."""
-    if kmeans == "auto":
-        return "torch" if device == "cuda" else "faiss"
-    return kmeans

@@ -8,9 +8,10 @@ from typing import Any
 from csattn.config import PRESET_NAMES
 from csattn.errors import ConfigError, ContextError
 from csattn.models.loader import DTYPES
-from index_build.inputs import choose_kmeans, make_config, read_text
+from index_build.inputs import make_config, read_text
 
-_INDEX_OPTIONS = ("layout", "num_subspaces", "num_centroids", "score_bits", "list_len")
+_COUNTS = ("num_fine", "num_coarse", "segment_len", "num_subspaces", "num_centroids")
+_INDEX_OPTIONS = (*_COUNTS, "list_len", "kmeans")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,17 +22,18 @@ class JobOptions:
     preset: str = "default"
     dtype: str = "float32"
     chat: bool = True
-    kmeans: str = "auto"
-    layout: str | None = None
+    num_fine: int | None = None
+    num_coarse: int | None = None
+    segment_len: int | None = None
     num_subspaces: int | None = None
     num_centroids: int | None = None
-    score_bits: int | None = None
     list_len: float | None = None
+    kmeans: str | None = None
 
-    def index_changes(self, device: str) -> dict[str, Any]:
-        """What differs from the preset when the build runs on that device."""
-        changes = {name: getattr(self, name) for name in _INDEX_OPTIONS}
-        return {**changes, "kmeans": choose_kmeans(self.kmeans, device)}
+    @property
+    def index_changes(self) -> dict[str, Any]:
+        """What differs from the preset."""
+        return {name: getattr(self, name) for name in _INDEX_OPTIONS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +106,7 @@ def _read_options(given: dict[str, Any], base: Path, defaults: JobOptions) -> Jo
         raise ConfigError(f"unknown preset {options.preset!r}; choose one of {', '.join(PRESET_NAMES)}")
     if options.dtype not in DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {options.dtype!r}")
-    make_config(options.preset, 64, options.index_changes("cpu"))  # the width is the model's, and not known yet
+    make_config(options.preset, 64, options.index_changes, "cpu")  # the width is the model's, and not known yet
     # a model that the line names may lie beside the list; one from the command line is as the shell sees it
     return replace(options, model=_locate(options.model, base if given.get("model") else Path.cwd()))
 
@@ -112,7 +114,7 @@ def _read_options(given: dict[str, Any], base: Path, defaults: JobOptions) -> Jo
 def _require_type(name: str, value: object) -> None:
     if name == "list_len":
         right, wanted = isinstance(value, int | float) and not isinstance(value, bool), "a number"
-    elif name in ("num_subspaces", "num_centroids", "score_bits"):
+    elif name in _COUNTS:
         right, wanted = isinstance(value, int) and not isinstance(value, bool), "a whole number"
     elif name == "chat":
         right, wanted = isinstance(value, bool), "true or false"

@@ -8,13 +8,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from csattn.config import IndexConfig
-from csattn.index import LayerIndex
+from csattn.config import IndexConfig, ListConfig, SketchConfig
+from csattn.index import LayerIndex, plain_basis
+from csattn.sketch import SketchIndex
 from csattn.table.lists import ListTable
-from csattn.table.rows import RowTable
-from index_build.basis import make_bases
 from index_build.codebooks import make_codebooks
-from index_build.tables import make_list_table, make_row_table
+from index_build.sketch import sketch_arrays
+from index_build.tables import make_list_table
 
 
 def build_layer_index(
@@ -23,39 +23,18 @@ def build_layer_index(
     config: IndexConfig,
     threads: Executor,  # for what runs on the CPU
     next_query: NDArray[np.float32] | None,  # see `LayerIndex.next_query`
-) -> LayerIndex:
-    """Split, cluster, score, keep: the index of every head that has one."""
+) -> LayerIndex | SketchIndex:
+    """The index of every head that has one."""
     arrays = {name: array.cpu() for name, array in index_arrays(q, kv, config, threads).items()}
     return as_layer_index(arrays, config, kv.shape[1], next_query)
 
 
 @torch.inference_mode()
 def index_arrays(q: Tensor, kv: Tensor, config: IndexConfig, threads: Executor) -> dict[str, Tensor]:
-    """The arrays of `LayerIndex` and its table by name, on the device of q and kv."""
-    num_q_heads, context_len, head_dim = q.shape
-    num_kv_heads = kv.shape[0]
-    num_heads = num_kv_heads if config.share_group else num_q_heads
-    queries = _pooled(q, num_kv_heads) if config.pool_group else q.reshape(num_heads, -1, head_dim)
-    keys = kv[:, :, 0].float()
-    means = keys.mean(dim=1, dtype=torch.float64).float() if config.center_keys else torch.zeros_like(keys[:, 0])
-    keys = keys - means[:, None]
-    if num_heads != num_kv_heads:  # every query head has an index of its own
-        keys, means = (array.repeat_interleave(num_heads // num_kv_heads, dim=0) for array in (keys, means))
-    query_basis, key_basis = make_bases(config.basis, queries, keys, config.num_subspaces, threads)
-    codebooks = make_codebooks(queries, query_basis, config, threads)
-    keys = key_basis.mT @ keys.mT  # [num_heads, head_dim, context_len]: a subspace's keys lie together
-    if config.layout == "rows":
-        table = dict(zip(("codes", "scales"), make_row_table(codebooks, keys, config.score_bits, threads), strict=True))
-    else:
-        lists = make_list_table(codebooks, keys, config.list_entries(context_len), threads)
-        table = dict(zip(("indices", "scores"), lists, strict=True))
-    return {
-        "query_basis": query_basis,
-        "codebooks": codebooks,
-        "key_basis": key_basis,
-        "key_mean": means,
-        **table,
-    }
+    """The arrays of which each head of an index has its part, by name, on the device of q and kv."""
+    if isinstance(config, SketchConfig):
+        return sketch_arrays(q, kv, config, threads)
+    return _list_arrays(q, kv, config, threads)
 
 
 def as_layer_index(
@@ -63,29 +42,44 @@ def as_layer_index(
     config: IndexConfig,
     context_len: int,
     next_query: NDArray[np.float32] | None,
-) -> LayerIndex:
+) -> LayerIndex | SketchIndex:
     """The index that the arrays make up."""
     host = {name: array.numpy() for name, array in arrays.items()}
-    table: RowTable | ListTable
-    if config.layout == "rows":
-        table = RowTable(codes=host["codes"], scales=host["scales"], context_len=context_len)
-    else:
-        table = ListTable(indices=host["indices"], scores=host["scores"], context_len=context_len)
+    if isinstance(config, SketchConfig):
+        return SketchIndex(
+            codes=host["codes"],
+            num_fine=config.words(host["key_mean"].shape[-1])[0],
+            segment_starts=np.array(config.segment_starts(context_len), np.int32),
+            key_mean=host["key_mean"],
+            query_transform=host["query_transform"],
+            value_mean=host["value_mean"],
+            value_transform=host["value_transform"],
+            context_len=context_len,
+            next_query=next_query,
+        )
+    basis = plain_basis(*host["key_mean"].shape)
     return LayerIndex(
-        query_basis=host["query_basis"],
+        query_basis=basis,
         codebooks=host["codebooks"],
-        key_basis=host["key_basis"],
+        key_basis=basis,
         key_mean=host["key_mean"],
-        table=table,
+        table=ListTable(indices=host["indices"], scores=host["scores"], context_len=context_len),
         weigh_by_norm=config.weigh_by_norm,
         next_query=next_query,
-        pool_group=config.pool_group,
     )
 
 
-def _pooled(q: Tensor, num_heads: int) -> Tensor:
-    """What searches will be made with: the sum of each group's unit queries, [num_heads, context_len, head_dim]."""
-    pooled = torch.zeros(num_heads, *q.shape[1:], device=q.device)
-    for head, rows in enumerate(q):
-        pooled[head * num_heads // len(q)] += torch.nn.functional.normalize(rows.float(), dim=-1)
-    return pooled
+def _list_arrays(q: Tensor, kv: Tensor, config: ListConfig, threads: Executor) -> dict[str, Tensor]:
+    """Split, cluster, score, keep."""
+    num_q_heads, _, head_dim = q.shape
+    num_kv_heads, context_len = kv.shape[:2]
+    num_heads = num_kv_heads if config.share_group else num_q_heads
+    keys = kv[:, :, 0].float()
+    means = keys.mean(dim=1, dtype=torch.float64).float() if config.center_keys else torch.zeros_like(keys[:, 0])
+    keys = keys - means[:, None]
+    if num_heads != num_kv_heads:  # every query head has an index of its own
+        keys, means = (array.repeat_interleave(num_heads // num_kv_heads, dim=0) for array in (keys, means))
+    codebooks = make_codebooks(q.reshape(num_heads, -1, head_dim), config, threads)
+    keys = keys.mT.contiguous()  # [num_heads, head_dim, context_len]: a subspace's keys lie together
+    indices, scores = make_list_table(codebooks, keys, config.list_entries(context_len), threads)
+    return {"indices": indices, "scores": scores, "codebooks": codebooks, "key_mean": means}

@@ -18,7 +18,7 @@ from torch import Tensor
 from csattn import __version__
 from csattn.artifact import ArtifactSpec, ArtifactWriter, cache_store, hash_token_ids, remote_store, require_space
 from csattn.artifact.handover import load_captured
-from csattn.config import IndexConfig
+from csattn.config import IndexConfig, ListConfig
 from csattn.cpus import available_cpus
 from csattn.errors import ContextError
 from csattn.models import LoadedModel
@@ -216,7 +216,7 @@ def fit_next_query(model: Any, capture: LayerCapture, leaving: Tensor) -> NDArra
     layers = model.model.layers
     if capture.layer_idx + 1 == len(layers):
         return None
-    rows = sample_rows(len(leaving))
+    rows = sample_rows(len(leaving), capture.q.shape[2])
     following = layers[capture.layer_idx + 1]
     with torch.inference_mode():
         return fit_predictor(
@@ -225,7 +225,7 @@ def fit_next_query(model: Any, capture: LayerCapture, leaving: Tensor) -> NDArra
 
 
 def _require_indexable(context_len: int, config: IndexConfig, loaded: LoadedModel) -> None:
-    shortest = max(MIN_CONTEXT_LEN, config.num_centroids)
+    shortest = max(MIN_CONTEXT_LEN, config.num_centroids) if isinstance(config, ListConfig) else MIN_CONTEXT_LEN
     if context_len < shortest:
         raise ContextError(
             f"the context has {context_len} tokens, an index needs at least {shortest}; "

@@ -1,4 +1,4 @@
-"""The definition of a table's scores and codes, in torch: what every faster form must meet to the bit.
+"""The definition of a centroid's scores, in torch: what every faster form must meet to the bit.
 
 The product of two float32 is exact in float64, and the sum over a subspace is taken in the order of its
 dimensions, so that every machine, device, blocking and thread count gets the same bits from the same centroids
@@ -18,13 +18,3 @@ def centroid_scores(
     for dim in range(codebook.shape[1]):
         scores += codebook[:, dim, None].double() * keys[dim].double()
     return scores.float()
-
-
-def quantise_rows(
-    scores: Tensor,  # [num_centroids, context_len] float32
-    scales: Tensor,  # [num_centroids] float32, see `index_build.scales`
-    largest_code: int,
-) -> Tensor:
-    """The int8 code nearest to each score, ties to even; a row of scale 0 has codes 0."""
-    steps = torch.where(scales > 0, scales, 1.0)[:, None]
-    return (scores / steps).round().clamp(-largest_code, largest_code).to(torch.int8)

@@ -1,7 +1,6 @@
-"""Score every centroid against every key and keep the table: quantised rows, or the L best of each row.
+"""Score every centroid against every key and keep the L best of each.
 
-The same centroids and keys give the same table to the bit on a CPU and on a GPU, see `reference.py` and
-`scales.py`.
+The same centroids and keys give the same lists to the bit on a CPU and on a GPU, see `reference.py`.
 """
 
 from collections.abc import Callable
@@ -13,44 +12,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from csattn.table.rows import row_bytes
 from index_build import cpu_kernels
-from index_build.scales import row_scales
 
 _LARGEST_HALF = 65504.0
 
 
-def make_row_table(
-    codebooks: Tensor,  # [num_index_heads, num_subspaces, num_centroids, subspace_dim] float32
-    keys: Tensor,  # [num_index_heads, head_dim, context_len] float32, centred, in the key basis
-    score_bits: int,
-    threads: Executor,  # for tensors on the CPU
-) -> tuple[Tensor, Tensor]:
-    """Every key's score for every centroid: codes and scales as `csattn.table.rows.RowTable` has them."""
-    lists = codebooks.shape[:3]
-    centroids, parts = _by_part(codebooks, keys)
-    if keys.is_cuda:
-        from index_build import device_kernels  # Triton is only where a GPU is
-
-        largest = device_kernels.largest_scores(centroids, parts)
-        scales = row_scales(centroids, parts, largest, score_bits)
-        codes = device_kernels.quantise_keys(centroids, parts, scales, score_bits)
-    else:
-        largest = torch.empty(centroids.shape[:2])
-        _each_part(threads, cpu_kernels.largest_scores, centroids, parts, largest)
-        scales = row_scales(centroids, parts, largest, score_bits)
-        rows = torch.empty(*centroids.shape[:2], row_bytes(keys.shape[2], score_bits), dtype=torch.uint8)
-        largest_code = torch.full((len(parts),), 127 if score_bits == 8 else 7)
-        _each_part(threads, cpu_kernels.quantise_keys, centroids, parts, scales, largest_code, rows)
-        codes = rows.view(torch.int8) if score_bits == 8 else rows
-    return codes.view(*lists, -1), scales.view(lists)
-
-
 def make_list_table(
-    codebooks: Tensor,
-    keys: Tensor,
+    codebooks: Tensor,  # [num_index_heads, num_subspaces, num_centroids, subspace_dim] float32
+    keys: Tensor,  # [num_index_heads, head_dim, context_len] float32, centred
     list_len: int,
-    threads: Executor,
+    threads: Executor,  # for tensors on the CPU
 ) -> tuple[Tensor, Tensor]:
     """The `list_len` best keys of every centroid, ordered by (stored score descending, index ascending).
 
@@ -61,7 +32,7 @@ def make_list_table(
     indices = torch.empty(*centroids.shape[:2], list_len, dtype=torch.int32, device=keys.device)
     scores = torch.empty(*centroids.shape[:2], list_len, dtype=torch.float16, device=keys.device)
     if keys.is_cuda:
-        from index_build import device_kernels
+        from index_build import device_kernels  # Triton is only where a GPU is
 
         for part in range(len(parts)):
             rows = device_kernels.score_keys(centroids[part : part + 1], parts[part : part + 1])[0]

@@ -1,57 +1,73 @@
-"""The parts of `bench.decode` that are arithmetic: what it decodes with, its roofline, and how it keeps figures."""
+"""The parts of `bench.decode` that are arithmetic, and steps of it with the CUDA kernels compiled for the CPU."""
 
-import ctypes
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
+from bench.decode import placements, workload
 from bench.decode.baselines import StreamedAttention, full_attention_ways, reference_attention, relative_error
 from bench.decode.kernel_times import Span, own_times
-from bench.decode.recorded import Recorded, WideIndex, of_variant
-from bench.decode.roofline import best_ratio, full_bytes, index_bytes, weight_bytes
+from bench.decode.options import Options
+from bench.decode.recording import Recording, load_recording, save_recording
+from bench.decode.roofline import best_ratio, full_bytes, index_bytes, layer_bytes, row_bytes, weight_bytes
 from bench.decode.sparse_op import SparseOp
 from bench.decode.steps import STEPS_BETWEEN_LAYERS, RecordedQueries, apart, together
-from bench.decode.tables import distinct_rows, make_table
+from bench.decode.variants import INDEXES, index_shape, of_variant
 from bench.decode.widened import (
     GROUP_SIZE,
     HEAD_DIM,
     NUM_KV_HEADS,
-    Recording,
+    NUM_WIDE_LAYERS,
     recorded_heads,
-    tile_keys,
-    wide_keys,
+    tile_rows,
+    wide_context_queries,
     wide_queries,
+    wide_rows,
 )
-from bench.decode.workload import STEPS_BETWEEN_REQUESTS, Workload
+from bench.decode.workload import STEPS_BETWEEN_REQUESTS, Workload, clone_index
 from bench.timing import GateError
-from csattn.attention.device_reference import attend_step
+from csattn.attention import device as attention
 from csattn.batch import StepRows, make_step_rows
-from csattn.config import IndexConfig, SearchConfig, preset
-from csattn.search.device import IndexShape
-from csattn.table.rows import unpack_codes
+from csattn.config import SearchConfig, SketchConfig
+from csattn.errors import ConfigError
+from csattn.index import LayerIndex
+from csattn.search.device import compiling, to_device
+from csattn.search.device import index_shape as shape_of_index
+from csattn.sketch import SketchIndex
+from offload import gather, slot_cache, step_mail
+from offload.pinned import PinnedRows
+from tests.cuda_on_cpu import emulated
+from tests.cuda_on_cpu.emulated import DEVICE
 from workers.model_runner.shapes import shape_named
 
 NUM_LAYERS, NUM_RECORDED_HEADS, GROUP, CONTEXT_LEN, NUM_STEPS, DIM = 4, 3, 3, 96, 10, 64
+SHAPE = shape_named("llama-3.1-8b")
 
 
 @pytest.fixture
 def recording(rng: np.random.Generator) -> Recording:
-    steps = NUM_LAYERS, NUM_RECORDED_HEADS * GROUP, NUM_STEPS, DIM
+    steps, rows = (NUM_LAYERS, NUM_RECORDED_HEADS * GROUP), (NUM_LAYERS, NUM_RECORDED_HEADS)
     return Recording(
-        keys=rng.integers(-127, 128, (NUM_LAYERS, NUM_RECORDED_HEADS, CONTEXT_LEN, DIM), dtype=np.int8),
-        key_steps=rng.uniform(0.01, 0.02, (NUM_LAYERS, NUM_RECORDED_HEADS, 1, DIM)).astype(np.float32),
-        own=rng.standard_normal(steps).astype(np.float16),
-        predicted=rng.standard_normal(steps).astype(np.float16),
+        keys=rng.integers(-127, 128, (*rows, CONTEXT_LEN, DIM), dtype=np.int8),
+        key_steps=rng.uniform(0.01, 0.02, (*rows, 1, DIM)).astype(np.float32),
+        values=rng.integers(-127, 128, (*rows, CONTEXT_LEN, DIM), dtype=np.int8),
+        value_steps=rng.uniform(0.01, 0.02, (*rows, 1, DIM)).astype(np.float32),
+        context_q=rng.standard_normal((*steps, 24, DIM)).astype(np.float16),
+        own=rng.standard_normal((*steps, NUM_STEPS, DIM)).astype(np.float16),
+        predicted=rng.standard_normal((*steps, NUM_STEPS, DIM)).astype(np.float16),
         layer_ids=np.arange(NUM_LAYERS),
+        stretch=1.0,
         text_sha256="",
     )
 
 
-@pytest.mark.parametrize("wide_idx", [0, 1, 7])
+@pytest.mark.parametrize("wide_idx", [0, 1, 3])
 def test_wide_heads_score_as_the_recorded_ones(recording, wide_idx):
-    keys, q = wide_keys(recording, wide_idx), wide_queries(recording, wide_idx, "own")
-    assert keys.shape == (NUM_KV_HEADS, CONTEXT_LEN, HEAD_DIM)
+    rows, q = wide_rows(recording, wide_idx), wide_queries(recording, wide_idx, "own")
+    assert rows.shape == (NUM_KV_HEADS, CONTEXT_LEN, 2, HEAD_DIM)
     assert q.shape == (NUM_STEPS, NUM_KV_HEADS * GROUP_SIZE, HEAD_DIM)
     for head, (layer, kv_head) in enumerate(recorded_heads(wide_idx, NUM_LAYERS, NUM_RECORDED_HEADS)):
         k = torch.from_numpy(recording.keys[layer, kv_head] * recording.key_steps[layer, kv_head])
@@ -59,8 +75,24 @@ def test_wide_heads_score_as_the_recorded_ones(recording, wide_idx):
         want = torch.einsum("gsd,nd->sgn", recorded_q, k) * DIM**-0.5
         want = torch.cat([want, want[:, :1].roll(NUM_STEPS // 2, dims=0)], dim=1)
         group = q[:, head * GROUP_SIZE : (head + 1) * GROUP_SIZE]
-        got = torch.einsum("sgd,nd->sgn", group, keys[head]) * HEAD_DIM**-0.5
+        got = torch.einsum("sgd,nd->sgn", group, rows[head, :, 0]) * HEAD_DIM**-0.5
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_values_are_as_far_apart_as_the_recorded_ones(recording):
+    wide, recorded = wide_rows(recording, 0)[0, :, 1], recording.rows(0)[0, :, 1]
+    ratio = torch.cdist(wide, wide)[0, 1:] / torch.cdist(recorded, recorded)[0, 1:]
+    torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio))
+
+
+def test_a_recording_comes_back_and_one_of_another_kind_is_refused(recording, tmp_path):
+    path = tmp_path / "rows.npz"
+    save_recording(recording, path)
+    found = load_recording(path)
+    assert np.array_equal(found.values, recording.values) and found.describe()["context_len"] == CONTEXT_LEN
+    np.savez(path, keys=recording.keys)
+    with pytest.raises(GateError, match="has no key_steps, values"):
+        load_recording(path)
 
 
 def test_heads_of_a_wide_layer_come_from_different_heads():
@@ -69,81 +101,82 @@ def test_heads_of_a_wide_layer_come_from_different_heads():
 
 
 @pytest.mark.parametrize("context_len", [1, 95, 96, 97, 500])
-def test_tiled_keys_repeat_the_recorded_ones_with_a_little_noise(recording, context_len):
-    keys = wide_keys(recording, 0)
-    tiled = tile_keys(keys, context_len, torch.float32, seed=1)
-    assert tiled.shape == (NUM_KV_HEADS, context_len, HEAD_DIM)
-    torch.testing.assert_close(tiled[:, :96], keys[:, :context_len], rtol=0, atol=0)
-    off = tiled - keys[:, torch.arange(context_len) % CONTEXT_LEN]
+def test_a_context_ends_with_the_recorded_rows_behind_copies_with_a_little_noise(recording, context_len):
+    rows = wide_rows(recording, 0)
+    tiled = tile_rows(rows, context_len, torch.float32, seed=1)
+    assert tiled.shape == (NUM_KV_HEADS, context_len, 2, HEAD_DIM)
+    torch.testing.assert_close(tiled[:, -96:], rows[:, -context_len:], rtol=0, atol=0)
+    off = tiled - rows[:, torch.arange(-context_len, 0) % CONTEXT_LEN]
     if context_len > 200:
-        share = off[:, 96:].std() / keys.std()
-        assert 0.08 < share < 0.12
-    assert torch.equal(tiled, tile_keys(keys, context_len, torch.float32, seed=1))
+        for part in (0, 1):
+            assert 0.08 < off[:, :-96, part].std() / rows[:, :, part].std() < 0.12
+    assert torch.equal(tiled, tile_rows(rows, context_len, torch.float32, seed=1))
 
 
-def make_index(rng: np.random.Generator, config: IndexConfig, num_heads: int) -> WideIndex:
-    shape = num_heads, config.num_subspaces, config.num_centroids
-    return WideIndex(
-        config,
-        query_basis=rng.standard_normal((num_heads, HEAD_DIM, HEAD_DIM), dtype=np.float32),
-        key_basis=rng.standard_normal((num_heads, HEAD_DIM, HEAD_DIM), dtype=np.float32),
-        key_mean=rng.standard_normal((num_heads, HEAD_DIM), dtype=np.float32),
-        codebooks=rng.standard_normal((*shape, HEAD_DIM // config.num_subspaces), dtype=np.float32),
-    )
+@pytest.mark.parametrize("name", INDEXES)
+def test_an_index_on_the_device_is_that_of_the_build(recording, name):
+    work = Workload(recording, 192, batch_size=1, device=torch.device("cpu"))
+    config = INDEXES[name]
+    got, (built,) = work.index(0, config), work.host_indexes(1, config)
+    want = to_device(built, work.device)
+    assert type(got) is type(want) and len(got.parts) == len(want.parts)
+    for part, wanted in zip(got.parts, want.parts, strict=True):
+        assert torch.equal(part, wanted) and part.is_contiguous()
+    assert [part.shape for part in clone_index(got).parts] == [part.shape for part in got.parts]
+    assert index_shape(config, SHAPE) == shape_of_index(built, SHAPE.num_q_heads)
+    if isinstance(built, SketchIndex):
+        read = built.num_bytes
+    else:
+        assert isinstance(built, LayerIndex)
+        read = built.table.indices.nbytes + built.table.scores.nbytes
+    assert index_bytes(SHAPE, config, 192) == read
 
 
-def test_tables_are_those_of_the_build(recording, rng):
-    """The keys are centred, turned into the key basis, and belong to the index head's KV head."""
-    for config, num_heads in ((preset("default", HEAD_DIM), NUM_KV_HEADS), (preset("paper", HEAD_DIM), 16)):
-        index = make_index(rng, config, num_heads)
-        keys = tile_keys(wide_keys(recording, 0), 192, torch.float32, seed=2)
-        first, second = make_table(keys, index)
-        head, subspace, centroid = num_heads - 1, 3, 5
-        centred = (keys[-1].numpy() - index.key_mean[head]) @ index.key_basis[head]
-        part = centred.reshape(192, config.num_subspaces, -1)[:, subspace]
-        scores = part @ index.codebooks[head, subspace, centroid]
-        if config.layout == "rows":
-            codes = unpack_codes(first.numpy(), 192)[head, subspace, centroid]
-            want = np.clip(scores / second[head, subspace, centroid].numpy(), -7, 7)
-            assert np.abs(codes - want).max() < 0.51
-        else:
-            want = np.sort(scores)[::-1][:48]
-            np.testing.assert_allclose(first[head, subspace, centroid].numpy(), want, rtol=2e-3)
-            np.testing.assert_allclose(scores[second[head, subspace, centroid].numpy()], want, rtol=2e-3)
+def test_the_indexes_of_layers_on_the_host_lie_apart(recording):
+    work = Workload(recording, 192, batch_size=1, device=torch.device("cpu"))
+    layers = work.host_indexes(NUM_WIDE_LAYERS + 1, INDEXES["default"])
+    assert len({layer.codes.ctypes.data for layer in layers}) == NUM_WIDE_LAYERS + 1
+    np.testing.assert_array_equal(layers[0].codes, layers[-1].codes)
+    assert not np.array_equal(layers[0].codes, layers[1].codes)
 
 
-def test_distinct_rows_counts_a_row_once_for_a_group(rng):
-    index = make_index(rng, preset("default", HEAD_DIM), 2)
-    q = torch.from_numpy(rng.standard_normal((5, 6, HEAD_DIM), dtype=np.float32))
-    counts = []
-    for step in range(5):
-        for head in range(2):
-            taken = set()
-            for member in range(3):
-                parts = (q[step, head * 3 + member].numpy() @ index.query_basis[head]).reshape(
-                    index.config.num_subspaces, -1
-                )
-                ids = np.einsum("md,mcd->mc", parts, index.codebooks[head]).argmax(1)
-                taken |= set(enumerate(ids.tolist()))
-            counts.append(len(taken))
-    assert distinct_rows(q, index) == pytest.approx(np.mean(counts))
+def test_a_result_says_what_it_decoded_with(recording):
+    device = torch.device("cpu")
+    assert Workload(recording, 96, 1, device).data == "the last 96 of 96 recorded rows"
+    assert Workload(recording, 97, 1, device).data == "96 recorded rows behind copies of them with noise"
+
+
+def test_queries_of_the_context_are_those_of_the_wide_heads(recording):
+    assert wide_context_queries(recording, 1).shape == (NUM_KV_HEADS * GROUP_SIZE, 24, HEAD_DIM)
 
 
 def test_the_roofline_of_an_8b_model():
-    shape = shape_named("llama-3.1-8b")
-    config = IndexConfig(
-        layout="rows", num_subspaces=16, num_centroids=64, basis="key_whitened", center_keys=True, weigh_by_norm=True,
-        share_group=True,
-    )  # fmt: skip
-    assert weight_bytes(shape) == pytest.approx(16.06e9, rel=1e-3)
-    assert full_bytes(shape, 1) * shape.num_layers == 131_072
-    assert index_bytes(shape, config, 131_072) == full_bytes(shape, 131_072)
+    config = INDEXES["default"]
+    assert weight_bytes(SHAPE) == pytest.approx(16.06e9, rel=1e-3)
+    assert full_bytes(SHAPE, 1) * SHAPE.num_layers == 131_072
+    codes, transforms = 131_072 * 8 * 32, 16 * 8 * 128 * (8 + 4 * 96)
+    assert index_bytes(SHAPE, config, 131_072) == codes + transforms
     ratios = {
-        (context_len, batch_size): round(best_ratio(shape, config, context_len, batch_size, 0.05), 2)
+        (context_len, batch_size): round(best_ratio(SHAPE, config, context_len, batch_size, 0.02), 2)
         for context_len in (32_768, 131_072)
         for batch_size in (1, 4)
     }
-    assert ratios == {(32_768, 1): 1.23, (32_768, 4): 1.85, (131_072, 1): 1.85, (131_072, 4): 3.56}
+    assert ratios == {(32_768, 1): 1.24, (32_768, 4): 1.88, (131_072, 1): 1.88, (131_072, 4): 3.76}
+
+
+def test_requests_of_a_context_read_its_sketch_together_and_rows_each_for_itself():
+    def parts(variant: str, num_contexts: int, lookahead: int = 0) -> dict[str, int]:
+        config, search = of_variant(variant, SearchConfig(lookahead=lookahead))
+        return layer_bytes(SHAPE, config, search, 8192, 324, batch_size=4, num_contexts=num_contexts)
+
+    sketch = index_bytes(SHAPE, INDEXES["default"], 8192)
+    assert parts("default", 4) == {"index": 4 * sketch, "rows": 4 * row_bytes(SHAPE) * (164 + 324)}
+    assert parts("default", 1)["index"] == sketch and parts("default", 1)["rows"] == parts("default", 4)["rows"]
+    assert parts("default", 1, lookahead=1)["index"] == 2 * sketch  # once to choose, once for the rest
+    assert parts("default+none", 1, lookahead=1)["index"] == sketch
+    assert parts("lists", 1)["index"] == parts("lists", 4)["index"] == 4 * 32 * 8 * 2048 * 6
+    assert parts("lists+moments", 4)["rows"] - parts("lists", 4)["rows"] == 4 * 8 * 130 * 2 * 128 * 2
+    assert parts("paper", 4)["rows"] == 4 * row_bytes(SHAPE) * (4 * 164 + 324)
 
 
 class Listening:
@@ -168,7 +201,7 @@ class Listening:
 
 
 def test_recorded_queries_take_the_place_of_the_models_step_by_step(recording):
-    work = Workload(Recorded(recording, {}), 128, batch_size=2, device=torch.device("cpu"))
+    work = Workload(recording, 128, batch_size=2, device=torch.device("cpu"))
     listening = Listening()
     attention = RecordedQueries(listening, work)
     rows = make_step_rows(2, work.device)
@@ -183,84 +216,100 @@ def test_recorded_queries_take_the_place_of_the_models_step_by_step(recording):
         asked = [(which, q) for which, layer_idx, q in listening.asked if layer_idx == 8]
         for (which, q), name in zip(asked, ("predicted", "own"), strict=True):
             assert which == {"predicted": "ahead", "own": "own"}[name]
-            recorded = wide_queries(recording, 0, name).bfloat16()  # layer 8 is wide layer 0 again, at another step
-            assert torch.equal(q[0], recorded[(step + STEPS_BETWEEN_LAYERS) % NUM_STEPS])
-            assert torch.equal(q[1], recorded[(step + STEPS_BETWEEN_LAYERS + STEPS_BETWEEN_REQUESTS) % NUM_STEPS])
+            recorded = wide_queries(
+                recording, 0, name
+            ).bfloat16()  # layer 8 is wide layer 0 for the third time, at another step
+            assert torch.equal(q[0], recorded[(step + 2 * STEPS_BETWEEN_LAYERS) % NUM_STEPS])
+            assert torch.equal(q[1], recorded[(step + 2 * STEPS_BETWEEN_LAYERS + STEPS_BETWEEN_REQUESTS) % NUM_STEPS])
 
 
-class SearchForTheFirst:
-    """In place of a search on the device: chooses the first rows behind the sinks."""
-
-    def __init__(self, shape: IndexShape, **sizes: object) -> None: ...
-
-    def search(self, q, indexes, layer_idx, context_ids, out) -> None:
-        for row, context_id in enumerate(context_ids.tolist()):
-            top_k = int(indexes.top_ks[context_id])
-            out.kv_indices[row, :, :top_k] = torch.arange(4, 4 + top_k, dtype=torch.int32)
-            out.valid_len[row] = top_k
-
-
-class AttentionAtAddresses:
-    """In place of attention on the device: the definition, on rows that it finds where their source says."""
-
-    wrong_by = 0.0
-
-    def __init__(self, *, softmax_scale: float, **sizes: object) -> None:
-        self._softmax_scale = softmax_scale
-
-    def attend(self, q, resident, tails, far, far_rows, rows, out, moments=None) -> None:
-        kv = [
-            [
-                self._rows(address, num, tails)
-                for address, num in zip(source.addresses, source.rows_per_head, strict=True)
-            ]
-            for source in (resident, far)
-        ]
-        out.copy_(attend_step(q, kv[0], tails, kv[1], far_rows, rows, self._softmax_scale) + self.wrong_by)
-
-    def _rows(self, address: torch.Tensor, rows_per_head: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        shape = like.shape[1], int(rows_per_head), 2, like.shape[-1]
-        memory = (ctypes.c_uint16 * int(np.prod(shape))).from_address(int(address))
-        return torch.from_numpy(np.frombuffer(memory, np.uint16)).view(torch.bfloat16).view(shape)
+def make_op(
+    recording: Recording, monkeypatch: pytest.MonkeyPatch, variant: str = "default", is_shared: bool = False
+) -> SparseOp:
+    monkeypatch.setattr("bench.decode.sparse_op.MOST_SETS", 2)
+    monkeypatch.setattr(placements, "require_memory", ignore)
+    options = Options(
+        shape=SHAPE, search=SearchConfig(keep=0.05, window_len=32), ceilings={}, seconds=0.0, pinned_bytes=0
+    )
+    return SparseOp(Workload(recording, 300, 2, DEVICE, is_shared), options, variant)
 
 
 @pytest.fixture
-def sparse_op(monkeypatch, recording, rng) -> SparseOp:
-    monkeypatch.setattr("bench.decode.sparse_op.DeviceSearch", SearchForTheFirst)
-    monkeypatch.setattr("bench.decode.sparse_op.DeviceAttention", AttentionAtAddresses)
-    monkeypatch.setattr("bench.decode.sparse_op.MOST_SETS", 3)
-    indexes = {"default": [make_index(rng, preset("default", HEAD_DIM), NUM_KV_HEADS) for _ in range(2)]}
-    work = Workload(Recorded(recording, indexes), 1024, batch_size=2, device=torch.device("cpu"))
-    return SparseOp(work, shape_named("llama-3.1-8b"), SearchConfig(), "default")
+def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulator.stand_in(monkeypatch, compiling, attention, gather, slot_cache, step_mail)
+    if DEVICE.type == "cpu":  # which has no tensor cores
+        for module in (workload, placements):
+            monkeypatch.setattr(module, "DTYPE", torch.float32)
 
 
-def test_steps_of_a_layer_attend_to_what_the_last_search_chose_in_it(sparse_op):
-    assert sparse_op.num_sets == 3 and sparse_op.num_calls == 8 and sparse_op.top_k == 51
-    sparse_op.check()
-    sparse_op.plan(SearchConfig(keep=0.15, search_period=4))
-    assert sparse_op.num_calls == 12 and sparse_op.top_k == 154
-    for i in range(12):
-        sparse_op.step_call(i)()
-    searched = [int(selection.valid_len.sum()) for selection in sparse_op.selections]
-    assert [i for i, rows in enumerate(searched) if rows] == [0, 4, 8]
-    assert torch.isfinite(sparse_op.out).all()
+@pytest.mark.parametrize("variant", ["default", "default+none", "lists", "lists+moments", "paper"])
+def test_steps_of_every_variant_attend_as_defined(kernels, recording, monkeypatch, variant):
+    op = make_op(recording, monkeypatch, variant)
+    assert op.num_sets == 2 and len(op.calls) == 8
+    op.check()
+    op.calls[1]()
+    assert torch.isfinite(op.out).all()
 
 
-def test_a_wrong_result_is_not_timed(sparse_op, monkeypatch):
-    monkeypatch.setattr(AttentionAtAddresses, "wrong_by", 0.1)
+def test_requests_may_share_a_context(kernels, recording, monkeypatch):
+    op = make_op(recording, monkeypatch, is_shared=True)
+    assert op.stored_bytes == make_op(recording, monkeypatch).stored_bytes // 2
+    op.check()
+
+
+def test_what_is_off_is_not_timed(kernels, recording, monkeypatch):
+    op = make_op(recording, monkeypatch)
+    op.kv = op.kv + 0.2  # what is wanted is no longer what the steps read
     with pytest.raises(GateError, match="off by"):
-        sparse_op.check()
+        op.check()
 
 
-def test_what_leaves_the_rest_out_where_it_is_asked_for_is_not_timed(sparse_op):
-    sparse_op.plan(SearchConfig(estimate_rest=True))
+@pytest.mark.parametrize("variant", ["default", "lists"])
+def test_placements_differ_in_where_they_read_only(kernels, recording, monkeypatch, variant):
+    unlocked = partial(PinnedRows, register=ignore, unregister=ignore)
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(placements, "PinnedRows", unlocked)
+    monkeypatch.setattr(placements, "require_memory", ignore)
+    work = Workload(recording, 300, 2, DEVICE)
+    options = Options(
+        shape=replace(SHAPE, num_layers=2), search=SearchConfig(), ceilings={}, seconds=0.0, pinned_bytes=0
+    )
+    outs = []
+    for placement in ("device", "hybrid", "host"):
+        prepared = placements.placed(work, options, variant, placement, SearchConfig(keep=0.05, window_len=32))
+        attended, rows = RecordedQueries(prepared.attention, work), work.step_rows(64)
+        out = torch.zeros(2, 2, SHAPE.num_q_heads, SHAPE.head_dim, dtype=workload.DTYPE, device=DEVICE)
+        prepared.start_counting()
+        attended.begin_step(rows)
+        for layer_idx in range(2):
+            attended.attend(layer_idx, out[0], rows, out[layer_idx])
+        attended.end_step(rows)
+        assert prepared.step_bytes > 0 and prepared.facts(1).keys() >= ({"link_bytes"} if outs else set())
+        prepared.close()
+        outs.append(out)
+    for out in outs[1:]:
+        torch.testing.assert_close(out, outs[0])
+    assert outs[0].abs().min() > 0
+
+
+def ignore(*_: object, **__: object) -> None:
+    """Memory needs no lock, and is enough."""
+
+
+def test_what_leaves_the_rest_out_where_it_is_asked_for_is_not_timed(kernels, recording, monkeypatch):
+    op = make_op(recording, monkeypatch, "default+none")
+    op.search = replace(op.search, rest="sketch")
     with pytest.raises(GateError, match="off by"):
-        sparse_op.check()
+        op.check()
 
 
-def test_a_variant_names_an_index_and_whether_the_rest_is_estimated():
-    assert of_variant("default", SearchConfig()) == ("default", SearchConfig())
-    assert of_variant("pooled+rest", SearchConfig(keep=0.1)) == ("pooled", SearchConfig(keep=0.1, estimate_rest=True))
+def test_a_variant_names_an_index_and_what_is_done_about_the_rest():
+    search = SearchConfig(keep=0.1)
+    assert of_variant("default", search) == (SketchConfig(), replace(search, rest="sketch"))
+    assert of_variant("default+none", search)[1].rest == "none" and of_variant("lists", search)[1].rest == "none"
+    assert of_variant("lists+moments", search) == (INDEXES["lists"], replace(search, rest="moments"))
+    with pytest.raises(ConfigError, match="needs an index that is a sketch"):
+        of_variant("lists+sketch", search)
 
 
 @pytest.mark.parametrize("num_contexts", [3, 1])

@@ -13,6 +13,8 @@ from csattn.attention import attend, merge_state
 from csattn.rest import Moments, estimate_rest
 from csattn.selection import Selection, stack_selections
 from csattn.selectors import ContextView, FarRows, Selector
+from csattn.sketch import SketchIndex
+from csattn.sketch.rest import attend_rest
 from offload.kv_store import KvStore
 from offload.tail_store import TailStore
 from workers.attend_rows import attend_pieces, attend_rows
@@ -27,7 +29,7 @@ class StepCount:
 
     searches: int = 0
     search_s: float = 0.0
-    search_bytes: int = 0  # that searches had to read
+    search_bytes: int = 0  # that searches, and attention to the rest, had to read
     far_rows: float = 0.0  # rows per head that were fetched, summed over layers and tokens
     near_rows: float = 0.0  # resident rows per head, likewise
 
@@ -51,7 +53,7 @@ class LayerDecoder:
         count: StepCount,
         clock: Callable[[], float],
         observer: Observer | None = None,
-        moments: Moments | None = None,  # of the middle, to estimate the rows that are not chosen; None: they are not
+        rest: SketchIndex | Moments | None = None,  # that tells of the middle's rows that are not chosen; None: nothing
     ):
         self.layer_idx = layer_idx
         self.view = view
@@ -61,7 +63,7 @@ class LayerDecoder:
         self._count = count
         self._clock = clock
         self._observer = observer
-        self._moments = moments
+        self._rest = rest
         middle = view.middle
         self._sinks = store.rows(layer_idx, slice(0, middle.start))
         self._window = store.rows(layer_idx, slice(middle.stop, view.context_len))
@@ -106,8 +108,8 @@ class LayerDecoder:
         near_out, near_lse = self._attend_near(q, softmax_scale)
         far_out, far_lse = self._attend_far(q, chosen, softmax_scale)
         out, lse = merge_state(near_out, near_lse, far_out, far_lse)
-        if self._moments is not None:
-            rest_out, rest_lse = self._estimate_rest(q, chosen, self._moments, softmax_scale)
+        if self._rest is not None:
+            rest_out, rest_lse = self._attend_rest(q, chosen, self._rest, softmax_scale)
             out, _ = merge_state(out, lse, rest_out, rest_lse)
         out = _mix_in_rest(out.to(q.dtype), chosen)
         if self._observer is not None:
@@ -197,20 +199,27 @@ class LayerDecoder:
         out = out.permute(1, 2, 0, 3).reshape(num_q_heads, num_tokens, head_dim)
         return out, lse.permute(1, 2, 0).reshape(num_q_heads, num_tokens)
 
-    def _estimate_rest(
-        self, q: Tensor, chosen: list[FarRows], moments: Moments, softmax_scale: float
+    def _attend_rest(
+        self, q: Tensor, chosen: list[FarRows], rest: SketchIndex | Moments, softmax_scale: float
     ) -> tuple[Tensor, Tensor]:
         """Attention to the rows that each token could have chosen and did not: out like q, lse like q's first axes.
 
-        Rows that have left the tail's window are taken to be like the context's.
+        Rows that have left the tail's window have no codes and are left out; to moments they are like the context's.
         """
         num_tokens, middle = q.shape[1], self.view.middle
-        first_token = self.tail.num_rows - num_tokens
-        num_rows = [middle.stop - middle.start + self.oldest_resident(first_token + i) for i in range(num_tokens)]
-        num_chosen = np.stack([rows.valid_len for rows in chosen if isinstance(rows, Selection)])
         by_token = q.detach().float().transpose(0, 1).contiguous().numpy()
-        out, lse = estimate_rest(by_token, moments, num_chosen, np.array(num_rows, np.int64), softmax_scale)
-        self._count.search_bytes += num_tokens * moments.table.nbytes
+        selections = [rows for rows in chosen if isinstance(rows, Selection)]
+        if isinstance(rest, SketchIndex):
+            kv_indices, _ = stack_selections(selections)
+            of_context = (kv_indices >= 0) & (kv_indices < self.view.context_len)  # rows of the tail are the last ones
+            num_chosen = of_context.sum(-1, dtype=np.int32)
+            out, lse = attend_rest(by_token, rest, kv_indices, num_chosen, middle.start, middle.stop, softmax_scale)
+        else:
+            first_token = self.tail.num_rows - num_tokens
+            num_chosen = np.stack([selection.valid_len for selection in selections])
+            num_rows = [middle.stop - middle.start + self.oldest_resident(first_token + i) for i in range(num_tokens)]
+            out, lse = estimate_rest(by_token, rest, num_chosen, np.array(num_rows, np.int64), softmax_scale)
+        self._count.search_bytes += num_tokens * rest.num_bytes
         return torch.from_numpy(out).transpose(0, 1), torch.from_numpy(lse).T
 
     def fetch(self, kv_indices: Tensor) -> Tensor:

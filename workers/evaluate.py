@@ -28,12 +28,12 @@ class Quality:
     kl: float  # nats, of the next-token distribution from full attention's
     top1_agreement: float  # share of tokens whose most likely successor is full attention's
     recall_at_k: float  # share of the true Top-K rows that were selected
-    attention_mass: float  # softmax weight of the rows attended to
+    attention_mass: float  # softmax weight of the rows that were read
     output_error: float  # |out - full out| / |full out| of a head
-    rows_read_share: float  # rows attended to, as a share of all rows before the token
+    rows_read_share: float  # rows read, as a share of all rows before the token
     moved_bytes_per_step: float  # rows fetched besides the resident ones, all layers; a group's shared ones count once
     index_bytes_per_key: float  # and KV head; 0 for selectors without an index
-    search_bytes_per_step: float  # that the search read, all layers; keys as wide as the KV has them
+    search_bytes_per_step: float  # that the search and the rest read, all layers; keys as wide as the KV has them
     search_ms_per_step: float  # all layers
 
     def to_json(self) -> dict[str, float]:
@@ -74,8 +74,7 @@ def measure(
     with csattn_session(loaded, artifact, config, selector, kv_format) as session:
         request = session.request(probe)
         log_probs = _predict(session, request, token_ids[:-1], on_token)
-        index_bytes = sum(prepared.index_bytes for prepared in session.prepared)
-        index_bytes += sum(moments.table.nbytes for moments in session.moments)
+        index_bytes = session.index_bytes
     spec, count = artifact.spec, request.count
     rows_before = sum(spec.context_len + token + 1 for token in range(num_tokens)) * spec.model.num_layers
     num_lists = spec.model.num_kv_heads * spec.model.num_layers

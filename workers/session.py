@@ -17,6 +17,7 @@ from csattn.artifact import Artifact, open_artifact
 from csattn.config import SearchConfig
 from csattn.cpus import available_cpus
 from csattn.errors import ConfigError, ContextError
+from csattn.index import LayerIndex
 from csattn.models import LoadedModel
 from csattn.models.attending_cache import AttendingCache
 from csattn.models.attention_hook import attention_implementation
@@ -24,7 +25,16 @@ from csattn.models.prompt import question_ids
 from csattn.models.query import queries_before_rope, rotate
 from csattn.rest import Moments, moments_of
 from csattn.search import SearchPool
-from csattn.selectors import ContextView, Prepared, PreparedCentroids, estimates_rest, prepare, selector_for
+from csattn.selectors import (
+    ContextView,
+    Prepared,
+    PreparedCentroids,
+    PreparedSketch,
+    prepare,
+    resolve_rest,
+    selector_for,
+)
+from csattn.sketch import SketchIndex
 from offload.codecs.formats import KvFormat
 from workers.context_layers import context_layers
 from workers.context_store import open_store
@@ -85,7 +95,7 @@ class Session:
         geometry, spec = loaded.geometry, artifact.manifest.spec
         self.view = ContextView(spec.context_len, loaded.model.model.layers[0].self_attn.scaling, config)
         self.selector = selector_for(selector, self.view)
-        self._estimates_rest = estimates_rest(self.selector, self.view)
+        self.rest = resolve_rest(config, self.selector, spec.index_config.layout)
         self.store = open_store(artifact, self.view, self.selector, kv_format, host_budget_bytes)
         self._indexes = [artifact.layer_index(layer_idx) for layer_idx in range(geometry.num_layers)]
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="csattn-ahead")
@@ -152,7 +162,7 @@ class Session:
                 count,
                 time.perf_counter,
                 observer,
-                self.moments[layer_idx] if self.moments else None,
+                self.rests[layer_idx],
             )
             for layer_idx in range(self.loaded.geometry.num_layers)
         ]
@@ -171,20 +181,33 @@ class Session:
             )
 
     @cached_property
-    def moments(self) -> list[Moments]:
-        """What estimates of the rows that are not chosen read, per layer: made once for all requests. Empty: unused."""
-        if not self._estimates_rest:
-            return []
+    def rests(self) -> list[SketchIndex | Moments | None]:
+        """What tells of the rows that are not chosen, per layer: once for all requests. None: they count nothing."""
         layers = range(self.loaded.geometry.num_layers)
-        return [moments_of(self.store.stream(layer_idx, self.view.middle)) for layer_idx in layers]
+        if self.rest == "moments":
+            return [moments_of(self.store.stream(layer_idx, self.view.middle)) for layer_idx in layers]
+        if self.rest == "none":
+            return [None for _ in layers]
+        return [index for index in self._indexes if isinstance(index, SketchIndex)]
 
     @cached_property
     def prepared(self) -> list[Prepared]:
         """What the selector has made of each layer of the context, once for all requests."""
         if self.selector == "csattn":
-            num_q_heads = self.loaded.geometry.num_q_heads
-            return [PreparedCentroids(index, self._pool, num_q_heads) for index in self._indexes]
+            return [self._prepare_index(index) for index in self._indexes]
         return [prepare(self.selector, layer) for layer in context_layers(self.loaded, self.artifact)]
+
+    def _prepare_index(self, index: LayerIndex | SketchIndex) -> Prepared:
+        if isinstance(index, SketchIndex):
+            return PreparedSketch(index, self._pool)
+        return PreparedCentroids(index, self._pool, self.loaded.geometry.num_q_heads)
+
+    @property
+    def index_bytes(self) -> int:
+        """What the selector and attention to the rest hold beside the KV, all layers."""
+        held = sum(prepared.index_bytes for prepared in self.prepared)
+        is_counted = self.selector == "csattn" and self.rest == "sketch"  # it chooses by the same sketch
+        return held + sum(rest.num_bytes for rest in self.rests if rest is not None and not is_counted)
 
 
 class RequestCache(AttendingCache):

@@ -3,21 +3,23 @@
     python -m bench.accuracy [variants] [--texts novel,speech,code] [--variants NAME,...] [--json FILE] [--plot FILE]
     python -m bench.accuracy --show FILE ... [--json FILE] [--plot FILE]     earlier figures, put together
     python -m bench.accuracy selectors [--texts ...] [--selectors all] [--keep 0.05,0.02] [--json FILE]
+    python -m bench.accuracy long [--texts ...] [--context-len 32K] [--stretch 4] [--device cuda] [--json FILE]
     python -m bench.accuracy tasks [--tasks ...] [--lengths ...] [--question sparse|dense] [--json FILE] [--plot FILE]
     python -m bench.accuracy longbench FILE ... --prompts FILE [--question sparse|dense] [--json FILE]
 
-`variants` compares indexes, `selectors` what chooses rows, by the predictions of texts; `tasks` finds things that were
-hidden in contexts, `longbench` answers the questions of the data set of that name.
+`variants` compares indexes, `selectors` what chooses rows, by the predictions of texts; `long` does so at length and on
+any device, with low-bit KV beside them; `tasks` finds things that were hidden in contexts, `longbench` answers the
+questions of the data set of that name.
 """
 
 import argparse
 import sys
 
-from bench.accuracy import longbench, selectors, tasks, variants
+from bench.accuracy import long, longbench, selectors, tasks, variants
 from bench.timing import GateError
 from csattn.errors import CsattnError
 
-COMMANDS = {"variants": variants, "selectors": selectors, "tasks": tasks, "longbench": longbench}
+COMMANDS = {"variants": variants, "selectors": selectors, "long": long, "tasks": tasks, "longbench": longbench}
 
 
 def main(words: list[str]) -> None:

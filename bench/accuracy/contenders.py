@@ -1,12 +1,13 @@
 """What is compared: every selector, and our own with its presets, by name."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import cast, get_args
 
 from bench.timing import gate
-from csattn.config import PRESET_NAMES, SearchConfig
+from csattn.config import PRESET_NAMES, RestKind, SearchConfig
 from csattn.selector_names import SELECTOR_NAMES
 
-_AHEAD, _REST = "+ahead", "+rest"
+_AHEAD, _REST = "+ahead", "+rest="
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,22 +18,23 @@ class Contender:
     selector: str
     preset: str = "default"
     lookahead: int = 0
-    estimate_rest: bool = False
+    rest: RestKind | None = None
 
     def search(self, keep: float) -> SearchConfig:
-        return replace(SearchConfig(), keep=keep, lookahead=self.lookahead, estimate_rest=self.estimate_rest)
+        return SearchConfig(keep=keep, lookahead=self.lookahead, rest=self.rest)
 
 
 # Full attention is what all are compared with.
 ALL = (
     "default",
     "default+ahead",
-    "default+rest",
-    "default+ahead+rest",
-    "pooled",
-    "pooled+rest",
-    "exact+rest",
+    "default+rest=moments",
+    "default+rest=none",
+    "lists",
+    "lists+rest=moments",
     "paper",
+    "exact+rest=sketch",
+    "exact+rest=moments",
     *(name for name in SELECTOR_NAMES if name not in ("csattn", "full")),
 )
 
@@ -40,7 +42,7 @@ ALL = (
 def find_contenders(names: str) -> list[Contender]:
     """A comma-separated list of selectors and presets; `all` for all of them.
 
-    A preset perhaps with `+ahead`, and then, as `exact`, with `+rest`: an estimate of the rows that are not read.
+    A preset perhaps with `+ahead`, and then, as `exact`, with `+rest=...`: how rows that are not read are attended to.
     """
     listed = [name.strip() for name in names.split(",") if name.strip()]
     return [_find(name) for given in listed for name in (ALL if given == "all" else (given,))]
@@ -52,13 +54,14 @@ def shares(text: str) -> list[float]:
 
 
 def _find(given: str) -> Contender:
-    name, rest, _ = given.partition(_REST)
-    preset, ahead, _ = name.partition(_AHEAD)
-    preset = "default" if preset == "csattn" else preset
-    known = given in (name, name + _REST) and name in (preset, preset + _AHEAD, "csattn", "csattn" + _AHEAD)
-    if preset in PRESET_NAMES and known:
-        return Contender(preset + ahead + rest, "csattn", preset, int(bool(ahead)), bool(rest))
-    if given == "exact" + _REST:
-        return Contender(given, "exact", estimate_rest=True)
+    chosen, _, rest = given.partition(_REST)
+    name = chosen.removesuffix(_AHEAD)
+    preset = "default" if name == "csattn" else name
+    is_preset, is_known_rest = preset in PRESET_NAMES, rest in get_args(RestKind) and given.count(_REST) == 1
+    if is_preset and (chosen == given or is_known_rest) and (rest != "sketch" or preset == "default"):
+        own_rest = cast(RestKind | None, rest or None)
+        return Contender(preset + given.removeprefix(name), "csattn", preset, int(chosen != name), own_rest)
+    if chosen == "exact" and is_known_rest:
+        return Contender(given, "exact", rest=cast(RestKind, rest))
     gate(given in SELECTOR_NAMES, f"unknown selector {given!r}; choose from {', '.join(ALL)}, or all")
     return Contender(given, given)

@@ -21,11 +21,12 @@ from bench.accuracy.longbench_file import Item, read_items, read_prompts, split_
 from bench.accuracy.longbench_scores import DATA_SETS, score_answer
 from bench.records import Case, Records
 from bench.timing import finish, gate, machine
+from csattn.config import SearchConfig
 from csattn.errors import ContextError
 from csattn.models import LoadedModel, load_model
 
 # Raise it when a case means something else than before.
-VERSION = 1
+VERSION = 2
 KEY = ("version", "model", "data_set", "item", "prompt_sha256", "max_length", "question", "contender", "keep")
 _MARGIN = 692  # positions that LongBench leaves for the answer and the chat's template: 7500 of 8192 for the prompt
 _PROBE = "⟨prompt⟩"
@@ -116,7 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=Path, required=True, help="LongBench's config/dataset2prompt.json")
     parser.add_argument("--question", choices=SET_UPS, default="sparse", help="dense: in the prefill, the easy set-up")
     parser.add_argument("--selectors", default="default", help="or all; full attention is always asked")
-    parser.add_argument("--keep", type=shares, default="0.05")
+    parser.add_argument("--keep", type=shares, default=str(SearchConfig().keep))
     parser.add_argument("--items", type=int, help="of each file, the first so many only")
     parser.add_argument("--max-length", type=int, help="tokens of a prompt [default: the model's positions less 692]")
     parser.add_argument("--model")

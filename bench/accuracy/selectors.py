@@ -20,7 +20,7 @@ from csattn.models import LoadedModel, load_model
 from workers.evaluate import Baseline, full_attention, measure
 
 # Raise it when the same measurement means something else than before: older figures are then not taken for it.
-VERSION = 1
+VERSION = 2
 KEY = ("version", "model", "text_sha256", "context_len", "eval_len", "contender", "keep")
 STORE = Path("build/bench-accuracy")
 _WARM_LEN = 512  # tokens of a context on which kernels are compiled
@@ -73,7 +73,7 @@ def _warm_up(loaded: LoadedModel, cut: Cut, contenders: list[Contender], store: 
         baseline = full_attention(loaded, context.any_artifact(), following)
         for contender in contenders:
             artifact = context.artifact(contender.preset)
-            measure(loaded, artifact, contender.search(0.05), contender.selector, following, baseline)
+            measure(loaded, artifact, contender.search(0.1), contender.selector, following, baseline)
 
 
 def _gated_baseline(loaded: LoadedModel, context: Context, following: Any) -> Baseline:
@@ -112,7 +112,7 @@ def _block(title: str, rows: list[Case]) -> list[str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--texts", default="novel,code,dialogue,spanish", help=f"{', '.join(TEXTS)}, or files")
-    parser.add_argument("--selectors", default="all", help="selectors and presets (default, default+ahead, paper, ...)")
+    parser.add_argument("--selectors", default="all", help="selectors and presets: default+rest=none, lists, ...")
     parser.add_argument("--keep", type=shares, default="0.05,0.02")
     parser.add_argument("--context-len", type=int, default=7680)
     parser.add_argument("--eval-len", type=int, default=256)

@@ -21,11 +21,12 @@ from bench.accuracy.ruler import TASKS, Haystack, Question, string_match
 from bench.accuracy.task_report import draw_depths, table
 from bench.records import Records, load_cases
 from bench.timing import finish, gate, machine
+from csattn.config import SearchConfig
 from csattn.models import LoadedModel, load_model
 from csattn.models.prompt import choose_wrapping, context_ids, question_ids
 
 # Raise it when a case means something else than before: a generator, a prompt or a score has changed.
-VERSION = 1
+VERSION = 2
 KEY = ("version", "model", "task", "length", "depth", "sample", "question", "contender", "keep")
 
 
@@ -115,7 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", type=int, default=3, help="contexts per task, length (and depth)")
     parser.add_argument("--question", choices=SET_UPS, default="sparse", help="dense: in the prefill, the easy set-up")
     parser.add_argument("--selectors", default="default,exact,window", help="or all; full attention is always asked")
-    parser.add_argument("--keep", type=shares, default="0.05")
+    parser.add_argument("--keep", type=shares, default=str(SearchConfig().keep))
     parser.add_argument("--model")
     parser.add_argument("--json", type=Path, help="keeps the answers; what it holds is not asked again")
     parser.add_argument("--plot", type=Path, help="a directory for heat maps of depth and length")

@@ -1,7 +1,9 @@
 """The texts that predictions are measured on, one of a kind each, and where they come from."""
 
+import _pydecimal
 import argparse
 import hashlib
+import pydoc_data.topics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,13 @@ class Text:
     kind: str
     path: Path
 
+    def content(self) -> str:
+        if self.path == _TOPICS:
+            return "\n\n".join(pydoc_data.topics.topics.values())
+        return self.path.read_bytes().decode()
+
+
+_TOPICS = Path(pydoc_data.topics.__file__)
 
 TEXTS = {
     "novel": Text("a novel, in English", _HERE / "novel.txt"),
@@ -28,6 +37,9 @@ TEXTS = {
     "code": Text("Python, from the standard library", Path(argparse.__file__)),
     "dialogue": Text("speakers in turn, in English verse", _HERE / "dialogue.txt"),
     "spanish": Text("a narrative, in Spanish", _HERE / "spanish.txt"),
+    # tens of thousands of tokens each
+    "decimal": Text("Python, one long module of the standard library", Path(_pydecimal.__file__)),
+    "manual": Text("a technical manual, Python's language reference", _TOPICS),
 }
 
 
@@ -35,7 +47,7 @@ TEXTS = {
 class Cut:
     """A text in two: what is prefilled, and what is then predicted."""
 
-    sha256: str  # of the file
+    sha256: str  # of the text
     context: NDArray[np.int32]  # [context_len] token ids
     following: NDArray[np.int32]  # [eval_len + 1]: each predicts the next, the last is only predicted
 
@@ -50,12 +62,19 @@ def find_text(name: str) -> Text:
 
 def cut_text(text: Text, tokenizer: Any, context_len: int, eval_len: int) -> Cut:
     """The first context_len + eval_len + 1 tokens of a text."""
-    content = text.path.read_bytes()
-    ids = np.asarray(tokenizer(content.decode()).input_ids, dtype=np.int32)
+    ids = tokenize(text, tokenizer)
     needed = context_len + eval_len + 1
     gate(
         len(ids) >= needed,
         f"{text.path} has {len(ids)} tokens, context and evaluation need {needed}; give a longer text, or a smaller "
         "--context-len or --eval-len",
     )
-    return Cut(hashlib.sha256(content).hexdigest(), ids[:context_len], ids[context_len:needed])
+    return Cut(sha256_of(text), ids[:context_len], ids[context_len:needed])
+
+
+def tokenize(text: Text, tokenizer: Any) -> NDArray[np.int32]:
+    return np.asarray(tokenizer(text.content()).input_ids, dtype=np.int32)
+
+
+def sha256_of(text: Text) -> str:
+    return hashlib.sha256(text.content().encode()).hexdigest()

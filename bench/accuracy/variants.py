@@ -15,7 +15,7 @@ from typing import Any
 from bench.accuracy.texts import TEXTS, cut_text
 from bench.timing import finish, gate, machine
 from csattn.artifact import open_artifact
-from csattn.config import IndexConfig, SearchConfig, preset
+from csattn.config import IndexConfig, ListConfig, SearchConfig, SketchConfig, preset
 from csattn.models import LoadedModel, load_model
 from index_build.pipeline import build_artifact
 from workers.evaluate import full_attention, measure
@@ -25,18 +25,15 @@ LENGTHS = {"novel": (7680, 512), "speech": (6144, 256), "code": (6144, 256)}
 
 
 def variants(head_dim: int) -> dict[str, IndexConfig]:
-    """What is compared: the presets, and one change to the default at a time."""
-    default, lists = preset("default", head_dim), preset("lists", head_dim)
+    """What is compared: the presets, and one change to them at a time."""
     return {
-        "default": default,
-        "plain split": replace(default, basis="plain"),
-        "RoPE pairs": replace(default, basis="rope_pairs"),
-        "64 centroids": replace(default, num_centroids=64),
-        "8 bits": replace(default, score_bits=8),
-        "half the subspaces": replace(default, num_subspaces=default.num_subspaces // 2, num_centroids=64),
-        "lists": lists,
-        "whitened lists": replace(lists, basis="key_whitened"),
-        "lists of N/2": replace(lists, list_len=0.5),
+        "default": preset("default", head_dim),
+        "fine codes only": SketchConfig(num_fine=4, num_coarse=0),
+        "half the codes": SketchConfig(num_fine=1, num_coarse=1),
+        "twice the fine codes": SketchConfig(num_fine=4, num_coarse=2),
+        "short segments": SketchConfig(segment_len=2048),
+        "lists": preset("lists", head_dim),
+        "lists of N/2": ListConfig(list_len=0.5),
         "paper": preset("paper", head_dim),
     }
 
@@ -55,6 +52,14 @@ def evaluate(loaded: LoadedModel, text: str, names: list[str]) -> Iterator[dict[
         "results": [],
     }
     search, baseline = SearchConfig(), None
+    more = {  # beside `default`
+        "default, looking ahead": ("csattn", replace(search, lookahead=1)),
+        "default, the rest by moments": ("csattn", replace(search, rest="moments")),
+        "default, no rest": ("csattn", replace(search, rest="none")),
+        "exact, the rest by codes": ("exact", replace(search, rest="sketch")),
+        "exact": ("exact", search),
+        "window": ("window", search),
+    }
     for name in names:
         with tempfile.TemporaryDirectory() as store:
             report = build_artifact(loaded, context, variants(loaded.geometry.head_dim)[name], Path(store))
@@ -64,13 +69,9 @@ def evaluate(loaded: LoadedModel, text: str, names: list[str]) -> Iterator[dict[
                     so_far["nll_full"] = round(baseline.nll, 5)
                     whole = measure(loaded, artifact, replace(search, keep=1.0), "csattn", following, baseline)
                     gate(whole.kl < 1e-5, f"reading everything should be full attention, KL is {whole.kl}")
-                runs = [("csattn", search)]
-                if name == "default":
-                    runs += [("csattn", replace(search, lookahead=1)), ("exact", search), ("window", search)]
-                for selector, config in runs:
+                runs = {name: ("csattn", search), **(more if name == "default" else {})}
+                for label, (selector, config) in runs.items():
                     quality = measure(loaded, artifact, config, selector, following, baseline)
-                    label = name if selector == "csattn" else selector
-                    label += ", looking ahead" if config.lookahead else ""
                     so_far["results"].append({"name": label, **quality.to_json(), "build_s": report.seconds})
                     print(f"{text:8} {label:28} KL {quality.kl:.4f}", flush=True)
         yield so_far
@@ -108,7 +109,7 @@ def table(texts: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def plot(texts: list[dict[str, Any]], path: Path) -> None:
+def plot(texts: list[dict[str, Any]], keep: float, path: Path) -> None:
     """KL over bytes of index, a panel per text, with exact selection and window as lines."""
     import matplotlib
 
@@ -132,13 +133,14 @@ def plot(texts: list[dict[str, Any]], path: Path) -> None:
             )  # fmt: skip
         axis.set(xscale="log", yscale="log", xlabel="bytes of index per key and KV head", title=t["text"])
         axis.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
-        axis.set_xticks([256, 512, 1024, 2048, 4096], ["256", "512", "1024", "2048", "4096"])
+        ticks = [4**power for power in range(1, 8)]
+        axis.set_xticks(ticks, list(map(str, ticks)))
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("KL against full attention (nats)")
     handles = {}
     for axis in axes[0]:
         handles.update({label: handle for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)})
-    figure.suptitle("5 % of the KV fetched: what each index costs and loses")
+    figure.suptitle(f"{100 * keep:g} % of the KV fetched: what each index costs and loses")
     figure.legend(handles.values(), handles.keys(), loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     figure.tight_layout()
     figure.savefig(path, dpi=110, bbox_inches="tight")
@@ -169,5 +171,5 @@ def run(arguments: argparse.Namespace) -> None:
                     arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     print(table(result["texts"]))
     if arguments.plot:
-        plot(result["texts"], arguments.plot)
+        plot(result["texts"], result["search"]["keep"], arguments.plot)
     finish(result, arguments.json)

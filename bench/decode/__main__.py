@@ -1,15 +1,15 @@
 """How fast a step decodes on a GPU, over context lengths, batch sizes, placements and schedules.
 
     python -m bench.decode record [--recording FILE]             once, where the demo model is
-    python -m bench.decode op   --out FILE [--contexts 16384,131072] [--batches 1,4] [--variants full,default+rest]
-    python -m bench.decode e2e  --out FILE [--placements device,hybrid] [--contexts ...] [--batches ...] [--shared]
+    python -m bench.decode op  --out FILE [--contexts 16384,131072] [--batches 1,4] [--variants full,default] [--shared]
+    python -m bench.decode e2e --out FILE [--placements device,hybrid] [--contexts ...] [--batches ...] [--shared]
     python -m bench.decode rivals --out FILE [--contexts ...]
     python -m bench.decode show FILE ... [--out FILE] [--markdown FILE] [--plots DIRECTORY]
 
 `op` is one layer's attention, `e2e` the whole model, `rivals` the whole model with the selectors that csattn is
 compared with; with `--shared` all requests of a batch continue one context. What a file holds already is not measured
-again. Queries and keys are a small model's, recorded (see recorded.py) and brought to the shape and length (see
-widened.py). `+rest`: rows that are not read are estimated.
+again. Rows and queries are a small model's, recorded (see recording.py) and brought to the shape and length (see
+widened.py). `lists+moments`, `default+none`: another way to go about the rows that are not chosen.
 """
 
 import argparse
@@ -17,17 +17,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bench.decode import recorded
 from bench.decode.plots import draw_all
+from bench.decode.recording import default_path, load_recording, record_demo
 from bench.decode.report import tables
 from bench.decode.results import Results, merge_files
 from bench.decode.rivals.report import rival_tables, rivals_in
 from csattn.config import SearchConfig
 
 CONTEXT_LENS = "8192,16384,32768,65536,131072,262144,524288,1048576"
-OP_VARIANTS = "full,streamed,window,default,pooled,paper"
-E2E_VARIANTS = "full,streamed,window,default,pooled"
-RIVALS = "h2o,magicpig,sparq,pqcache,pqcache on the GPU,pooled,default"
+VARIANTS = "full,streamed,window,default,lists"
+RIVALS = "h2o,magicpig,sparq,pqcache,pqcache on the GPU,default"
 RIVAL_CONTEXT_LENS = "8192,16384,32768,65536,131072"
 
 
@@ -40,17 +39,18 @@ def main() -> None:
     rivals = commands.add_parser("rivals", help="measure whole steps of the selectors that csattn is compared with")
     show = commands.add_parser("show", help="tables and plots of result files")
     for command in (record, op, e2e, rivals):
-        command.add_argument("--recording", type=Path, default=recorded.default_path())
-    for command, variants in ((op, OP_VARIANTS), (e2e, E2E_VARIANTS), (rivals, RIVALS)):
+        command.add_argument("--recording", type=Path, default=default_path())
+    for command, variants in ((op, VARIANTS), (e2e, VARIANTS), (rivals, RIVALS)):
         command.add_argument("--out", type=Path)
         command.add_argument("--contexts", type=_numbers, default=_numbers(CONTEXT_LENS))
         command.add_argument("--batches", type=_numbers, default=[1, 4, 8])
         command.add_argument("--variants", type=_names, default=_names(variants))
         command.add_argument("--shape", default="llama-3.1-8b")
-        command.add_argument("--keep", type=float, default=0.05)
+        command.add_argument("--keep", type=float, default=SearchConfig().keep)
         command.add_argument("--seconds", type=float, default=0.3, help="of measuring, per figure")
         command.add_argument("--pin-gib", type=float, default=4.0, help="host memory that streaming may pin")
-    e2e.add_argument("--shared", action="store_true", help="all requests of a batch continue the same context")
+    for command in (op, e2e):
+        command.add_argument("--shared", action="store_true", help="all requests of a batch continue the same context")
     e2e.add_argument("--placements", type=_names, default=_names("device,hybrid,host"))
     rivals.add_argument("--placements", type=_names, default=_names("hybrid,host"))
     for command in (e2e, rivals):
@@ -63,7 +63,7 @@ def main() -> None:
     show.add_argument("--plots", type=Path)
     arguments = parser.parse_args()
     if arguments.command == "record":
-        recorded.record(arguments.recording)
+        record_demo(arguments.recording)
     elif arguments.command == "show":
         _show(arguments)
     else:
@@ -75,7 +75,8 @@ def _measure(arguments: argparse.Namespace) -> None:
 
     from bench.decode.end_to_end import run_end_to_end
     from bench.decode.gpu_timing import ceilings, device_machine
-    from bench.decode.op import Options, run_op_cases
+    from bench.decode.op import run_op_cases
+    from bench.decode.options import Options
     from workers.model_runner.shapes import shape_named
 
     if not torch.cuda.is_available():
@@ -83,7 +84,9 @@ def _measure(arguments: argparse.Namespace) -> None:
     machine = device_machine()
     earlier = json.loads(arguments.out.read_text()) if arguments.out and arguments.out.exists() else {}
     rates = earlier["ceilings"] if earlier.get("machine") == machine else ceilings()
+    recording = load_recording(arguments.recording)
     header: dict[str, Any] = {"machine": machine, "ceilings": rates, "shape": arguments.shape, "keep": arguments.keep}
+    header["recording"] = recording.describe()
     print(json.dumps(header), flush=True)
     torch.cuda.empty_cache()
     search = SearchConfig(keep=arguments.keep)
@@ -99,7 +102,7 @@ def _measure(arguments: argparse.Namespace) -> None:
         is_shared=getattr(arguments, "shared", False),
     )
     results = Results(arguments.out, header)
-    which = results, recorded.load(arguments.recording), options, arguments.contexts, arguments.batches
+    which = results, recording, options, arguments.contexts, arguments.batches
     if arguments.command == "op":
         run_op_cases(*which, arguments.variants)
     else:

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from bench.decode.gpu_timing import time_replays
 from bench.decode.kernel_times import kernel_times, times_by_purpose
-from bench.decode.op import Options
-from bench.decode.periodic import PeriodicSteps
+from bench.decode.options import Options
 from bench.decode.placements import AHEAD, placed, schedules
 from bench.decode.prepared import TAIL_LEN, Prepared, full_attention, streamed_attention, window_only
-from bench.decode.recorded import Recorded, of_variant
+from bench.decode.recording import Recording
 from bench.decode.results import Results
 from bench.decode.rivals.cases import RIVALS
 from bench.decode.steps import RecordedQueries, attention_only
@@ -33,18 +32,18 @@ PROFILED_STEPS = 4
 
 def run_end_to_end(
     results: Results,
-    recorded: Recorded,
+    recording: Recording,
     options: Options,
     context_lens: list[int],
     batch_sizes: list[int],
-    variants: list[str],  # "full", "streamed", "window", or names of recorded indexes, with "+rest" or without
+    variants: list[str],  # "full", "streamed", "window", or as `variants.of_variant` reads them
     placements: list[str],  # of the latter
 ) -> None:
     """Measure whatever the results do not hold yet, shortest contexts first."""
     weights = random_weights(options.shape, "cuda")
     for context_len in context_lens:
         for batch_size in batch_sizes:
-            work = Workload(recorded, context_len, batch_size, torch.device("cuda"), options.is_shared)
+            work = Workload(recording, context_len, batch_size, torch.device("cuda"), options.is_shared)
             for key, prepare in _cases(work, options, variants, placements):
                 if results.has(**key):
                     continue
@@ -56,7 +55,7 @@ def run_end_to_end(
                     finally:
                         prepared.close()
                         del prepared
-                    results.add({**key, **case, "case_s": round(time.perf_counter() - started, 1)})
+                    results.add({**key, "data": work.data, **case, "case_s": round(time.perf_counter() - started, 1)})
                 except (CsattnError, OffloadError, torch.OutOfMemoryError) as error:
                     results.add({**key, "refused": str(error).splitlines()[0]})
                 gc.collect()  # graphs and what they hold
@@ -81,23 +80,20 @@ def _cases(
                 partial(others[variant], work, options),
             )
             continue
-        index_name, of_search = of_variant(variant, options.search)
         for placement in placements:
-            for schedule, search in schedules(of_search, placement):
+            for schedule, search in schedules(options.search, placement):
                 if options.only_ahead and schedule != AHEAD:
                     continue
                 named = {**key, "variant": variant, "placement": placement, "schedule": schedule}
-                yield named, partial(placed, work, options, index_name, placement, search)
+                yield named, partial(placed, work, options, variant, placement, search)
 
 
 def measure_steps(work: Workload, weights: ModelWeights, prepared: Prepared, options: Options) -> dict[str, Any]:
     """Time per output token, and what it is made of."""
     attention = RecordedQueries(prepared.attention, work)
-    runners = _runners(work, weights, attention, prepared)
-    count = itertools.count()
+    runner = _runner(work, weights, attention)
 
     def step() -> None:
-        runner = runners[min(next(count) % prepared.period, len(runners) - 1)]
         runner.step(work.batch_size)
         runner.advance(work.batch_size)
 
@@ -123,30 +119,23 @@ def measure_steps(work: Workload, weights: ModelWeights, prepared: Prepared, opt
         "hbm_bytes": torch.cuda.memory_allocated(),
         **facts,
     }
-    if options.takes_apart and not prepared.is_slow and prepared.period == 1:
+    if options.takes_apart and not prepared.is_slow:
         parts = times_by_purpose(kernel_times(step, PROFILED_STEPS), weights.shape.num_layers)
         q = torch.zeros(work.batch_size, weights.shape.num_q_heads, weights.shape.head_dim, dtype=DTYPE, device="cuda")
-        rows = runners[0].rows(work.batch_size)
+        rows = runner.rows(work.batch_size)
         alone = time_replays(attention_only(attention, rows, q), weights.shape.num_layers, options.seconds)
         case |= {"parts_us": parts, "attention_us": round(alone.p50_us, 2)}
     return case
 
 
-def _runners(
-    work: Workload, weights: ModelWeights, attention: RecordedQueries, prepared: Prepared
-) -> list[ModelRunner]:
-    """One that searches and, where steps share a search, one that does not; every request in the middle of its tail."""
-    runners = []
-    for searches in (True, False)[: min(2, prepared.period)]:
-        if isinstance(prepared.attention, PeriodicSteps):
-            prepared.attention.searches = searches
-        runner = ModelRunner(weights, attention, [work.batch_size], _next_query(work, weights, attention))
-        requests = list(range(work.batch_size))
-        positions = [work.context_len + TAIL_LEN] * work.batch_size
-        contexts = [request % work.num_contexts for request in requests]
-        runner.fill(work.batch_size, requests, positions, contexts, requests, [TAIL_LEN] * work.batch_size)
-        runners.append(runner)
-    return runners
+def _runner(work: Workload, weights: ModelWeights, attention: RecordedQueries) -> ModelRunner:
+    """Every request in the middle of its tail."""
+    runner = ModelRunner(weights, attention, [work.batch_size], _next_query(work, weights, attention))
+    requests = list(range(work.batch_size))
+    positions = [work.context_len + TAIL_LEN] * work.batch_size
+    contexts = [request % work.num_contexts for request in requests]
+    runner.fill(work.batch_size, requests, positions, contexts, requests, [TAIL_LEN] * work.batch_size)
+    return runner
 
 
 def _next_query(work: Workload, weights: ModelWeights, attention: StepAttention) -> Tensor | None:

@@ -10,16 +10,17 @@ from torch.profiler import ProfilerActivity, profile
 
 # part of a kernel's name -> what it is for
 PURPOSES = {
+    "project_queries": "search",
+    "make_integers": "search",
+    "score_codes": "search",
     "match_centroids": "search",
-    "score_group": "search",
-    "score_single": "search",
     "clear_scores": "search",
     "add_list": "search",
     "sum_tiles": "search",
     "combine_": "select",
-    "find_": "select",
-    "write_": "select",
-    "choose_sums": "select",
+    "find_keys": "select",
+    "write_keys": "select",
+    "attend_rest": "rest",
     "fetch_selections": "wait",  # for the CPU, in placement `host`
     "look_up_rows": "gather",
     "gather_rows": "gather",
@@ -65,7 +66,7 @@ def own_times(spans: list[Span]) -> dict[str, float]:
 
 
 def times_by_purpose(times_us: dict[str, float], num_calls: int) -> dict[str, float]:
-    """µs of search, select, wait, gather and attend, as far as there are such kernels, per call of those in a run."""
+    """Purpose -> µs, as far as there are such kernels, per call of those in a run."""
     sums: dict[str, float] = {}
     for name, us in times_us.items():
         for part, purpose in PURPOSES.items():

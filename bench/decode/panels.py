@@ -11,18 +11,18 @@ from matplotlib.lines import Line2D
 from bench.decode.report import length
 from bench.records import Case
 
-OURS, POOLED = "default", "pooled"
+OURS, LISTS = "default", "lists"
 _CLOSE = 1.6  # times as long
 DPI = 110
 _LEFT, _RIGHT, _PANEL = 0.95, 2.8, 3.7  # inches: what stands beside the panels, and a panel
 _LEGEND_WIDTH = 27  # characters
-DASHED = "dashed: one query per KV head"
+DASHED = "dashed: lists"
 _STYLES: dict[str, tuple[str, str]] = {  # what is drawn -> colour, marker
     "full": ("#222222", "o"),
     "streamed": ("#b3261e", "s"),
     "paper": ("#d98e04", "^"),
     OURS: ("#0b61a4", "D"),
-    POOLED: ("#5aa9e6", "D"),
+    LISTS: ("#5aa9e6", "D"),
     "window": ("#8a8a8a", "v"),
     "device": ("#0b61a4", "D"),
     "hybrid": ("#2a9d8f", "P"),

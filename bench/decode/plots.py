@@ -8,8 +8,8 @@ from typing import Any
 from bench.decode.panels import (
     DASHED,
     DPI,
+    LISTS,
     OURS,
-    POOLED,
     draw_dotted,
     draw_legend,
     draw_line,
@@ -22,7 +22,6 @@ from bench.decode.report import NAMES, best_speedup, length, speedup
 from bench.decode.rivals.report import RIVALS, rivals_in
 from bench.records import Case
 
-_POOLED = POOLED, f"{POOLED} 32"  # whatever the number of centroids
 _LEAST_BYTES = "dotted: the fewest bytes, at the read rate measured"
 _BATCH_COLOURS = ("#7fb8de", "#0b61a4", "#0a2f5c", "#000000")
 _PLACES = {"device": "all on the GPU", "hybrid": "KV on the host", "host": "KV and search on the host"}
@@ -62,7 +61,7 @@ def draw_op(cases: list[Case], content: dict[str, Any]) -> Any:
     figure, panels = make_figure(len(batch_sizes), "One layer's attention in one decode step", setting(content))
     for axes, batch_size in zip(panels, batch_sizes, strict=True):
         shown = [c for c in cases if c["batch_size"] == batch_size and c["schedule"] in ("none", "every step")]
-        for variant in ("streamed", "full", "paper", OURS, POOLED, "window"):
+        for variant in ("streamed", "full", "paper", LISTS, OURS, "window"):
             line = [case for case in shown if case["variant"] == variant]
             draw_line(axes, line, variant, NAMES[variant], lambda case: case["p50_us"])
             if variant in ("full", OURS):
@@ -80,8 +79,9 @@ def draw_split(cases: list[Case], content: dict[str, Any]) -> Any:
     title = "What csattn's attention spends its time on"
     figure, panels = make_figure(len(batch_sizes), title, f"One layer. {setting(content)}")
     parts: dict[str, tuple[str | None, str, str]] = {  # -> what it reads, style, name
-        "search": ("table", OURS, "search: score every key"),
+        "search": ("index", OURS, "search: score every key"),
         "select": (None, "paper", "select: choose the best"),
+        "rest": (None, "host", "rest: what is not chosen, by its codes"),
         "attend": ("rows", "hybrid", "attend"),
     }
 
@@ -116,8 +116,8 @@ def draw_tpot(cases: list[Case], content: dict[str, Any]) -> Any:
             here = [case for case in shown if case["placement"] == placement]
             line = _fastest_schedule([case for case in here if _is_ours(case)])
             draw_line(axes, line, placement, f"csattn, {_PLACES[placement]}", lambda case: case["p50_us"])
-            pooled = _fastest_schedule([case for case in here if any(_is_ours(case, name) for name in _POOLED)])
-            draw_line(axes, pooled, placement, None, lambda case: case["p50_us"])
+            lists = _fastest_schedule([case for case in here if _is_ours(case, LISTS)])
+            draw_line(axes, lists, placement, None, lambda case: case["p50_us"])
             if placement == "device":
                 draw_dotted(axes, line, placement, lambda case: case["roofline_us"])
         window = [case for case in shown if case["variant"] == "window"]
@@ -132,8 +132,8 @@ def draw_speedup(cases: list[Case], content: dict[str, Any]) -> Any:
     panels_of = {"op": "one layer's attention", "e2e": "whole steps"}
     of_panels = [c for c in cases if c["kind"] in panels_of and c["placement"] == "device"]
     measured = [c for c in of_panels if speedup(c, cases) is not None]
-    presets = {variant: [c for c in measured if _is_ours(c, variant)] for variant in (OURS, POOLED)}
-    ours = presets[OURS] + presets[POOLED]
+    presets = {variant: [c for c in measured if _is_ours(c, variant)] for variant in (OURS, LISTS)}
+    ours = presets[OURS] + presets[LISTS]
     kinds = [kind for kind in panels_of if any(case["kind"] == kind for case in ours)]
     title = "Times as fast as full attention"
     figure, panels = make_figure(len(kinds), title, f"All on the GPU. {setting(content)}", share_y=False)
@@ -178,21 +178,18 @@ def draw_shared(cases: list[Case], content: dict[str, Any]) -> Any:
     """Tokens per second over requests that continue one context, a panel per context length."""
     lengths = sorted({case["context_len"] for case in cases})
     title = "Tokens per second of all requests that share one context"
-    figure, panels = make_figure(
-        len(lengths), title, f"Searched with one query per KV head, a layer ahead. {setting(content)}"
-    )
+    figure, panels = make_figure(len(lengths), title, setting(content))
     for axes, context_len in zip(panels, lengths, strict=True):
         shown = [case for case in cases if case["context_len"] == context_len]
         for variant, placement, style in (
             ("full", "device", "full"),
-            *((POOLED, placement, placement) for placement in _PLACES),
+            *((OURS, placement, placement) for placement in _PLACES),
             ("streamed", "host", "streamed"),
         ):
             line = [case for case in shown if (case["variant"], case["placement"]) == (variant, placement)]
+            line = _fastest_schedule(line, over="batch_size")
             ours = f"csattn, {_PLACES[placement]}"
-            name = {POOLED: ours, "full": "full attention, KV on the GPU read once for all"}.get(
-                variant, NAMES[variant]
-            )
+            name = {OURS: ours, "full": "full attention, KV on the GPU read once for all"}.get(variant, NAMES[variant])
             draw_line(axes, line, style, name, lambda case: case["tokens_per_s"], over="batch_size")
         finish_panel(axes, cases, f"{length(context_len)} tokens", lambda rate: f"{rate:g}", over="batch_size")
     draw_legend(figure, panels)
@@ -203,9 +200,9 @@ def _is_ours(case: Case, variant: str = OURS) -> bool:
     return case["variant"] == variant and case["schedule"] in ("every step", "one layer ahead")
 
 
-def _fastest_schedule(cases: list[Case]) -> list[Case]:
+def _fastest_schedule(cases: list[Case], over: str = "context_len") -> list[Case]:
     best: dict[int, Case] = {}
     for case in cases:
-        if case["context_len"] not in best or case["p50_us"] < best[case["context_len"]]["p50_us"]:
-            best[case["context_len"]] = case
+        if case[over] not in best or case["p50_us"] < best[case[over]]["p50_us"]:
+            best[case[over]] = case
     return list(best.values())

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from bench.decode.baselines import StreamedAttention, fastest_full_attention
 from bench.decode.gpu_timing import num_input_sets
-from bench.decode.op import Options, pinned
+from bench.decode.options import Options
 from bench.decode.roofline import full_bytes, row_bytes
 from bench.decode.steps import FullAttentionSteps, StreamedSteps, WindowSteps, together
 from bench.decode.widened import NUM_WIDE_LAYERS
@@ -36,7 +37,6 @@ class Prepared:
     start_counting: Callable[[], None] = lambda: None
     close: Callable[[], None] = lambda: None
     is_slow: bool = False
-    period: int = 1  # steps that share a search: more than 1 only with `PeriodicSteps`
 
 
 def full_attention(work: Workload, options: Options) -> Prepared:
@@ -85,6 +85,12 @@ def window_only(work: Workload, options: Options) -> Prepared:
     moved = work.batch_size * shape.num_layers * row_bytes(shape) * (num_resident + TAIL_LEN)
     steps = WindowSteps(make_tails(work, options), resident, work.batch_size, shape.softmax_scale)
     return Prepared(steps, moved)
+
+
+@cache
+def pinned(num_bytes: int) -> Tensor:
+    """Pinned once: that takes most of a second per GiB."""
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
 def make_tails(work: Workload, options: Options) -> Tensor:

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from bench.decode.recorded import INDEXES
 from bench.decode.roofline import best_ratio
+from bench.decode.variants import INDEXES
 from bench.records import Case
 from workers.model_runner.shapes import shape_named
 
@@ -12,10 +12,6 @@ NAMES = {
     "streamed": "full attention, KV streamed from the host",
     "window": "sinks, window and tail only",
     "default": "csattn",
-    "pooled": "csattn, one query per KV head",
-    "default 32": "csattn, 32 centroids",
-    "pooled 32": "csattn, one query per KV head, 32 centroids",
-    "rows 32x32": "csattn, 32 × 32 centroids",
     "lists": "csattn, lists",
     "paper": "as published",
     "h2o": "H2O",
@@ -29,42 +25,48 @@ NAMES = {
 def tables(content: dict[str, Any]) -> str:
     """Every table that the cases give."""
     cases, parts = content["cases"], []
-    if any(case["kind"] == "op" for case in cases):
-        parts += ["### One layer's attention, µs", "", op_table(cases)]
-    if any(case["kind"] == "e2e" for case in cases):
-        parts += ["", "### Whole steps", "", end_to_end_table([c for c in cases if c["kind"] == "e2e"], content)]
-    if any(case["kind"] == "shared" for case in cases):
-        shared = [c for c in cases if c["kind"] == "shared"]
-        parts += ["", "### Whole steps of requests that share one context", "", end_to_end_table(shared, content)]
-    return "\n".join([describe(content), "", *parts])
+    titles = {
+        "op": "One layer's attention, µs",
+        "shared op": "One layer's attention for requests that share one context, µs",
+        "e2e": "Whole steps",
+        "shared": "Whole steps of requests that share one context",
+    }
+    for kind, title in titles.items():
+        if shown := [case for case in cases if case["kind"] == kind]:
+            table = op_table(shown) if kind.endswith("op") else end_to_end_table(shown, content)
+            parts += ["", f"### {title}", "", table]
+    return "\n".join([describe(content), *parts])
 
 
 def describe(content: dict[str, Any]) -> str:
-    """The machine in a sentence."""
-    machine, ceilings = content["machine"], content["ceilings"]
+    """The machine and what was decoded with, in sentences."""
+    machine, ceilings, rows = content["machine"], content["ceilings"], ""
+    if recording := content.get("recording"):
+        rows = f" {recording['context_len']} recorded rows, behind noisy copies of them where a context is longer."
     return (
         f"{machine['gpu']} (driver {machine['driver']}, CUDA {machine['cuda']}), {machine['cpus']} cores of "
         f"{machine['cpu']}, torch {machine['torch']}, triton {machine['triton']}. Measured ceilings: device read "
         f"{ceilings['read_gbps'] / 1e3:.2f} TB/s, device copy {ceilings['copy_gbps'] / 1e3:.2f} TB/s, "
-        f"host to device {ceilings['h2d_gbps']:.1f} GB/s. Shape {content['shape']}, bfloat16."
+        f"host to device {ceilings['h2d_gbps']:.1f} GB/s. Shape {content['shape']}, bfloat16.{rows}"
     )
 
 
 def op_table(cases: list[Case]) -> str:
     """A line per context length, batch size and variant, with the ratio to full attention."""
     lines = [
-        "| context | batch | | p50 | p99 | × full | search | select | attend | GB moved | of roofline | with |",
-        "|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|---|",
+        "| context | batch | | p50 | p99 | × full | search | select | rest | attend | GB moved | of roofline | with |",
+        "|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|",
     ]
-    for case in sorted((c for c in cases if c["kind"] == "op"), key=_order):
+    for case in sorted(cases, key=_order):
         start = f"| {length(case['context_len'])} | {case['batch_size']} | {label(case)} |"
         if "refused" in case:
-            lines.append(f"{start} — | | | | | | | | {case['refused']} |")
+            lines.append(f"{start} — | | | | | | | | | {case['refused']} |")
             continue
         parts = case.get("parts_us", {})
         lines.append(
             f"{start} {case['p50_us']:.1f} | {case['p99_us']:.1f} | {_ratio(case, cases)} | "
-            f"{_us(parts.get('search'))} | {_us(parts.get('select'))} | {_us(parts.get('attend'))} | "
+            f"{_us(parts.get('search'))} | {_us(parts.get('select'))} | {_us(parts.get('rest'))} | "
+            f"{_us(parts.get('attend'))} | "
             f"{case['moved_bytes'] / 1e9:.3f} | {case['of_roofline']:.2f} | {case.get('backend', '')} |"
         )
     return "\n".join(lines)
@@ -74,13 +76,13 @@ def end_to_end_table(cases: list[Case], content: dict[str, Any]) -> str:
     """A line per context length, batch size, placement and variant."""
     lines = [
         "| context | batch | placement | | TPOT p50, ms | p99 | tokens/s | × full | of best | attention, µs a layer | "
-        "search | select | gather | attend | link MB a step | cache hits | HBM, GB |",
-        "|---:|---:|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "search | select | rest | gather | attend | link MB a step | cache hits | HBM, GB |",
+        "|---:|---:|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for case in sorted(cases, key=_order):
         start = f"| {length(case['context_len'])} | {case['batch_size']} | {case['placement']} | {label(case)} |"
         if "refused" in case:
-            lines.append(f"{start} {case['refused']} |" + " |" * 12)
+            lines.append(f"{start} {case['refused']} |" + " |" * 13)
             continue
         parts = case.get("parts_us", {})
         link, hits = case.get("link_bytes"), case.get("hit_rate")
@@ -88,8 +90,7 @@ def end_to_end_table(cases: list[Case], content: dict[str, Any]) -> str:
             f"{start} {case['p50_us'] / 1e3:.2f} | {case['p99_us'] / 1e3:.2f} | {case['tokens_per_s']:.0f} | "
             f"{_ratio(case, cases)} | {_share_of_best(case, cases, content)} | {_us(case.get('attention_us'))} | "
             f"{_us(parts.get('search', case.get('cpu_search_us')))} | {_us(parts.get('select'))} | "
-            f"{_us(parts.get('gather'))} | "
-            f"{_us(parts.get('attend'))} | "
+            f"{_us(parts.get('rest'))} | {_us(parts.get('gather'))} | {_us(parts.get('attend'))} | "
             f"{'' if link is None else f'{link / 1e6:.1f}'} | {'' if hits is None else f'{hits:.3f}'} | "
             f"{case['hbm_bytes'] / 1e9:.1f} |"
         )
@@ -97,8 +98,8 @@ def end_to_end_table(cases: list[Case], content: dict[str, Any]) -> str:
 
 
 def label(case: Case) -> str:
-    variant, rest, _ = str(case["variant"]).partition("+rest")
-    name = NAMES.get(variant, variant) + (", the rest estimated" if rest else "")
+    variant, _, rest = str(case["variant"]).partition("+")
+    name = NAMES.get(variant, variant) + (f", rest {rest}" if rest else "")
     return name if case["schedule"] in ("none", "every step") else f"{name}, {case['schedule']}"
 
 
@@ -117,27 +118,21 @@ def full_case(case: Case, cases: list[Case]) -> Case | None:
 
 def speedup(case: Case, cases: list[Case]) -> float | None:
     full = full_case(case, cases)
-    return None if full is None else step_us(full) / step_us(case)
-
-
-def step_us(case: Case) -> float:
-    """The time that counts: the mean where steps differ in kind, as every fourth one's search makes them."""
-    return float(case["mean_us"] if case["schedule"].startswith("every 4th") and "mean_us" in case else case["p50_us"])
+    return None if full is None else float(full["p50_us"] / case["p50_us"])
 
 
 def best_speedup(case: Case, content: dict[str, Any]) -> float | None:
     """What the roofline allows a whole step of that variant."""
-    if case["variant"] not in INDEXES or case["kind"] == "shared":
+    if case["variant"] not in INDEXES or case["kind"].startswith("shared"):
         return None
-    config = INDEXES[case["variant"]][0]
+    config = INDEXES[case["variant"]]
     shape = shape_named(content["shape"])
     return best_ratio(shape, config, case["context_len"], case["batch_size"], content["keep"])
 
 
 def _share_of_best(case: Case, cases: list[Case], content: dict[str, Any]) -> str:
     ratio, best = speedup(case, cases), best_speedup(case, content)
-    is_other = case["placement"] != "device" or case["schedule"].startswith("every 4th")  # which keeps more
-    return "" if ratio is None or best is None or is_other else f"{ratio / best:.2f} of {best:.2f}"
+    return "" if ratio is None or best is None or case["placement"] != "device" else f"{ratio / best:.2f} of {best:.2f}"
 
 
 def _ratio(case: Case, cases: list[Case]) -> str:

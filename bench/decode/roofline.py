@@ -1,6 +1,8 @@
 """The fewest bytes that a step must read, and the best ratio over full attention that they allow."""
 
-from csattn.config import IndexConfig
+from bench.decode.variants import num_index_heads, num_segments
+from csattn.config import IndexConfig, SearchConfig, SketchConfig
+from csattn.sketch.codes import BLOCK_KEYS, num_blocks, num_coords
 from workers.model_runner.shapes import ModelShape
 
 ITEM_BYTES = 2  # of weights and KV: bfloat16
@@ -17,7 +19,7 @@ def full_bytes(shape: ModelShape, kv_len: int) -> int:
     return row_bytes(shape) * kv_len
 
 
-def rest_bytes(shape: ModelShape) -> int:
+def moments_bytes(shape: ModelShape) -> int:
     """What a selection's estimate of the other rows reads in one layer: a KV head's moments."""
     return (2 + shape.head_dim) * 2 * shape.head_dim * ITEM_BYTES
 
@@ -27,26 +29,50 @@ def selected_bytes(shape: ModelShape, context_len: int, keep: float) -> int:
     return row_bytes(shape) * max(1, round(keep * context_len))
 
 
-def table_row_bytes(config: IndexConfig, context_len: int) -> int:
-    """A centroid's row, or its list."""
-    if config.layout == "rows":
-        return context_len * config.score_bits // 8
-    return config.list_entries(context_len) * LIST_ENTRY_BYTES
-
-
-def table_bytes(shape: ModelShape, config: IndexConfig, context_len: int) -> int:
-    """What a search reads of the tables in one layer for one request when every query head reads its own rows.
-
-    Heads of a group that choose the same centroid may read its row once, so it can be less.
-    """
-    queries = shape.num_kv_heads if config.pool_group else shape.num_q_heads
-    return queries * config.num_subspaces * table_row_bytes(config, context_len)
-
-
 def index_bytes(shape: ModelShape, config: IndexConfig, context_len: int) -> int:
-    """What the tables of one layer and one context take."""
-    heads = shape.num_kv_heads if config.share_group else shape.num_q_heads
-    return heads * config.num_subspaces * config.num_centroids * table_row_bytes(config, context_len)
+    """What the index of one layer and one context takes."""
+    heads = num_index_heads(config, shape)
+    if isinstance(config, SketchConfig):
+        words = config.words(shape.head_dim)
+        codes = num_blocks(context_len) * BLOCK_KEYS * sum(words) * 4
+        transforms = shape.head_dim * (2 * 4 + 2 * num_coords(*words) * 2)
+        return heads * (codes + num_segments(config, context_len) * transforms)
+    return heads * config.num_subspaces * config.num_centroids * config.list_entries(context_len) * LIST_ENTRY_BYTES
+
+
+def search_bytes(
+    shape: ModelShape, config: IndexConfig, context_len: int, batch_size: int, num_contexts: int = 0
+) -> int:
+    """What a search reads of the index in one layer: requests of a context may read its sketch together.
+
+    Of lists, those of each query's nearest centroids; heads of a group that have the same one may read it once, so it
+    can be less. num_contexts: as many as requests unless said.
+    """
+    if isinstance(config, SketchConfig):
+        return (num_contexts or batch_size) * index_bytes(shape, config, context_len)
+    entries = shape.num_q_heads * config.num_subspaces * config.list_entries(context_len)
+    return batch_size * entries * LIST_ENTRY_BYTES
+
+
+def layer_bytes(
+    shape: ModelShape,
+    config: IndexConfig,
+    search: SearchConfig,
+    context_len: int,
+    resident_len: int,
+    batch_size: int,
+    num_contexts: int,
+) -> dict[str, int]:
+    """What search and attention must read of the device's memory in one layer: of the index, and of rows."""
+    heads = num_index_heads(config, shape)
+    passes = 2 if search.lookahead and search.rest == "sketch" else 1  # the rest is asked for by another query
+    # heads that choose for themselves read for themselves
+    selected = selected_bytes(shape, context_len, search.keep) * heads // shape.num_kv_heads
+    moments = heads * moments_bytes(shape) if search.rest == "moments" else 0
+    return {
+        "index": passes * search_bytes(shape, config, context_len, batch_size, num_contexts),
+        "rows": batch_size * (selected + resident_len * row_bytes(shape) + moments),
+    }
 
 
 def weight_bytes(shape: ModelShape) -> int:
@@ -58,8 +84,9 @@ def weight_bytes(shape: ModelShape) -> int:
 def best_ratio(shape: ModelShape, config: IndexConfig, context_len: int, batch_size: int, keep: float) -> float:
     """How much faster a whole step can at best be than with full attention, if both read at the same rate.
 
-    As a step is usually counted: all weights once, the context's KV or the tables and the kept share of it.
+    As a step is usually counted: all weights once, the context's KV or the index and the kept share of it.
     """
     full = weight_bytes(shape) + batch_size * shape.num_layers * full_bytes(shape, context_len)
-    per_layer = table_bytes(shape, config, context_len) + selected_bytes(shape, context_len, keep)
-    return full / (weight_bytes(shape) + batch_size * shape.num_layers * per_layer)
+    selected = batch_size * selected_bytes(shape, context_len, keep)
+    per_layer = search_bytes(shape, config, context_len, batch_size) + selected
+    return full / (weight_bytes(shape) + shape.num_layers * per_layer)

@@ -1,15 +1,21 @@
 """Contexts on the device, of any length, for a batch of requests that continue one each, or all the same."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from bench.decode.recorded import Recorded, WideIndex
-from bench.decode.tables import make_table
-from bench.decode.widened import HEAD_DIM, NUM_KV_HEADS, NUM_WIDE_LAYERS, Which, tile_keys, wide_keys, wide_queries
-from csattn.search.device import DeviceLayerIndex
-from csattn.search.device.indexes import into_tiles
+from bench.decode.recording import Recording
+from bench.decode.widened import NUM_WIDE_LAYERS, Which, tile_rows, wide_context_queries, wide_queries, wide_rows
+from csattn.batch import StepRows, make_step_rows
+from csattn.config import IndexConfig, SketchConfig
+from csattn.cpus import available_cpus
+from csattn.index import LayerIndex, plain_basis
+from csattn.search.device import DeviceLayerIndex, DeviceLists, DeviceSketch
+from csattn.sketch import SketchIndex
+from index_build.layer import as_layer_index, index_arrays
+from offload.host_memory import copy_rows
 
 DTYPE = torch.bfloat16
 STEPS_BETWEEN_REQUESTS = 37  # requests of a batch are that far apart in the recorded steps
@@ -19,7 +25,7 @@ STEPS_BETWEEN_REQUESTS = 37  # requests of a batch are that far apart in the rec
 class Workload:
     """Makes what a benchmark decodes with. Every call returns memory of its own."""
 
-    recorded: Recorded
+    recording: Recording
     context_len: int
     batch_size: int
     device: torch.device
@@ -29,54 +35,85 @@ class Workload:
     def num_contexts(self) -> int:
         return 1 if self.is_shared else self.batch_size
 
-    def keys(self, layer_idx: int) -> Tensor:
-        """[NUM_KV_HEADS, context_len, HEAD_DIM]; layers that come from the same wide layer are equal."""
+    @property
+    def data(self) -> str:
+        """What the rows are, for a result."""
+        recorded_len = self.recording.context_len
+        if self.context_len <= recorded_len:
+            return f"the last {self.context_len} of {recorded_len} recorded rows"
+        return f"{recorded_len} recorded rows behind copies of them with noise"
+
+    def rows(self, layer_idx: int) -> Tensor:
+        """One context's K and V side by side: [num_kv_heads, context_len, 2, head_dim].
+
+        Layers that come from the same wide layer are equal.
+        """
         wide_idx = layer_idx % NUM_WIDE_LAYERS
-        keys = wide_keys(self.recorded.recording, wide_idx).to(self.device)
-        return tile_keys(keys, self.context_len, DTYPE, seed=wide_idx)
+        rows = wide_rows(self.recording, wide_idx).to(self.device)
+        return tile_rows(rows, self.context_len, DTYPE, seed=wide_idx)
+
+    def keys(self, layer_idx: int) -> Tensor:
+        """[num_kv_heads, context_len, head_dim]."""
+        return self.rows(layer_idx)[:, :, 0].contiguous()
 
     def values(self, layer_idx: int) -> Tensor:
-        """Random, like `keys`."""
-        shape = NUM_KV_HEADS, self.context_len, HEAD_DIM
-        generator = torch.Generator(self.device).manual_seed(layer_idx % NUM_WIDE_LAYERS)
-        return torch.randn(shape, dtype=DTYPE, device=self.device, generator=generator)
+        return self.rows(layer_idx)[:, :, 1].contiguous()
 
     def separate_kv(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """All contexts' k and v, apart: [num_contexts, num_kv_heads, context_len, head_dim] each."""
-        k, v = (t[None].expand(self.num_contexts, -1, -1, -1) for t in (self.keys(layer_idx), self.values(layer_idx)))
+        k, v = (t[None].expand(self.num_contexts, -1, -1, -1) for t in self.rows(layer_idx).unbind(2))
         return k.contiguous(), v.contiguous()
 
-    def rows(self, layer_idx: int) -> Tensor:
-        """One context's K and V side by side: [num_kv_heads, context_len, 2, head_dim]."""
-        return torch.stack([self.keys(layer_idx), self.values(layer_idx)], dim=2)
-
-    def table(self, layer_idx: int, name: str) -> tuple[Tensor, Tensor]:
-        """One context's table in one layer: codes and scales of rows, or scores and indices of lists."""
-        index, keys = self._indexed(layer_idx, name)
-        return make_table(keys, index)
-
-    def index(self, layer_idx: int, name: str) -> DeviceLayerIndex:
+    def index(self, layer_idx: int, config: IndexConfig) -> DeviceLayerIndex:
         """One context's index in one layer, as searches on the device read it."""
-        index, keys = self._indexed(layer_idx, name)
-        query_basis, codebooks = (torch.from_numpy(a).to(self.device) for a in (index.query_basis, index.codebooks))
-        scores, extra = make_table(keys, index)
-        if index.config.layout == "rows":
-            scores = into_tiles(scores)
-        return DeviceLayerIndex(query_basis, codebooks, scores, extra)
+        arrays = self._index_arrays(layer_idx, config)
+        if isinstance(config, SketchConfig):
+            starts = torch.tensor(config.segment_starts(self.context_len), dtype=torch.int32, device=self.device)
+            return DeviceSketch(
+                codes=arrays["codes"].view(torch.int32),
+                segment_starts=starts,
+                key_mean=arrays["key_mean"],
+                query_transform=arrays["query_transform"],
+                value_mean=arrays["value_mean"],
+                value_transform=arrays["value_transform"],
+            )
+        basis = torch.from_numpy(plain_basis(*arrays["key_mean"].shape)).to(self.device)
+        return DeviceLists(basis, arrays["codebooks"], arrays["scores"], arrays["indices"])
 
-    def _indexed(self, layer_idx: int, name: str) -> tuple[WideIndex, Tensor]:
-        """A layer's index without its table, and the keys that go into one."""
-        layers = self.recorded.indexes[name]
-        recorded_idx = layer_idx % NUM_WIDE_LAYERS % len(layers)
-        return layers[recorded_idx], self.keys(recorded_idx)
+    def host_indexes(self, num_layers: int, config: IndexConfig) -> list[LayerIndex | SketchIndex]:
+        """A context's index in host memory, every layer's at addresses of its own: no two searches read the same."""
+        num_distinct = min(NUM_WIDE_LAYERS, num_layers)
+        distinct = [
+            {name: array.cpu() for name, array in self._index_arrays(layer_idx, config).items()}
+            for layer_idx in range(num_distinct)
+        ]
+        layers = [distinct[layer_idx % num_distinct] for layer_idx in range(num_layers)]
+        own = [dict(zip(layer, copy_rows(list(layer.values())), strict=True)) for layer in layers]
+        return [as_layer_index(arrays, config, self.context_len, None) for arrays in own]
+
+    def _index_arrays(self, layer_idx: int, config: IndexConfig) -> dict[str, Tensor]:
+        """What `index_build` makes of a layer's rows and the recorded context's queries."""
+        q = wide_context_queries(self.recording, layer_idx % NUM_WIDE_LAYERS).to(self.device)
+        with ThreadPoolExecutor(available_cpus()) as threads:
+            return index_arrays(q, self.rows(layer_idx), config, threads)
 
     def queries(self, layer_idx: int, which: Which = "own") -> Tensor:
         """What the batch brings at each recorded step: [num_steps, batch_size, num_q_heads, head_dim]."""
-        q = wide_queries(self.recorded.recording, layer_idx % NUM_WIDE_LAYERS, which).to(self.device, DTYPE)
+        q = wide_queries(self.recording, layer_idx % NUM_WIDE_LAYERS, which).to(self.device, DTYPE)
         requests = range(self.batch_size)
         return torch.stack([q.roll(-STEPS_BETWEEN_REQUESTS * request, dims=0) for request in requests], dim=1)
+
+    def step_rows(self, tail_len: int) -> StepRows:
+        """A step of all requests, each with so many rows of its own."""
+        rows = make_step_rows(self.batch_size, self.device)
+        requests = torch.arange(self.batch_size, dtype=torch.int32, device=self.device)
+        rows.context_ids.copy_(requests % self.num_contexts)
+        rows.tail_ids.copy_(requests)
+        rows.tail_lens.fill_(tail_len)
+        return rows
 
 
 def clone_index(index: DeviceLayerIndex) -> DeviceLayerIndex:
     """The same index at other addresses: another request's, as far as the memory can tell."""
-    return DeviceLayerIndex(*(part.clone() for part in index.parts))
+    parts = (part.clone() for part in index.parts)
+    return DeviceSketch(*parts) if isinstance(index, DeviceSketch) else DeviceLists(*parts)

@@ -19,7 +19,14 @@ import torch
 from numpy.typing import NDArray
 
 from csattn.artifact.durable import FileRecord
-from csattn.artifact.layout import index_tensors, kv_file, next_query_tensor, plan
+from csattn.artifact.layout import (
+    index_tensors,
+    kv_file,
+    next_query_arrays,
+    next_query_from_arrays,
+    next_query_tensors,
+    plan,
+)
 from csattn.artifact.reader import as_tensor, hash_file
 from csattn.artifact.tensor_file import FileLayout, TensorSpec, map_file, plan_file, write_file
 from csattn.artifact.work import WorkDir, files_from_json, files_to_json, read_record, write_record
@@ -41,7 +48,7 @@ def save_captured(
 ) -> None:
     """Hand a layer over."""
     arrays: dict[str, NDArray[Any] | torch.Tensor] = {"q": q}
-    arrays |= {} if next_query is None else {"next_query": next_query}
+    arrays |= next_query_arrays(next_query)
     records = {
         kv_file(layer_idx): work.write_part(kv_file(layer_idx), {"kv": kv}),
         _queries_file(layer_idx): write_file(
@@ -70,7 +77,10 @@ def load_captured(work: WorkDir, layer_idx: int) -> Captured:
         raise ArtifactError(f"cannot read what was handed over in {work.path}: {error.strerror or error}") from error
     is_bfloat16 = work.spec.kv_dtype == "bfloat16"
     return Captured(
-        as_tensor(own["q"], is_bfloat16), as_tensor(kv, is_bfloat16), own.get("next_query"), records[kv_file(layer_idx)]
+        as_tensor(own["q"], is_bfloat16),
+        as_tensor(kv, is_bfloat16),
+        next_query_from_arrays(own),
+        records[kv_file(layer_idx)],
     )
 
 
@@ -141,7 +151,7 @@ def _queries_layout(work: WorkDir, layer_idx: int) -> FileLayout:
     dtype = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}[spec.kv_dtype]
     tensors = [TensorSpec("q", dtype, (spec.model.num_q_heads, spec.context_len, spec.model.head_dim))]
     if layer_idx + 1 < spec.model.num_layers:
-        tensors.append(next_query_tensor(spec))
+        tensors += next_query_tensors(spec)
     return plan_file(tensors, {"artifact_id": spec.artifact_id, "file": _queries_file(layer_idx)})
 
 

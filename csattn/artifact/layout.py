@@ -8,9 +8,11 @@ from numpy.typing import NDArray
 
 from csattn.artifact.manifest import ArtifactSpec, KvDtype
 from csattn.artifact.tensor_file import FileLayout, TensorSpec, plan_file
-from csattn.index import LayerIndex
+from csattn.config import SEGMENT_STEP, SketchConfig
+from csattn.index import LayerIndex, plain_basis
+from csattn.sketch import SketchIndex
+from csattn.sketch.codes import BLOCK_KEYS, num_blocks, num_coords
 from csattn.table.lists import ListTable
-from csattn.table.rows import RowTable, row_bytes
 
 MANIFEST_FILE = "manifest.json"
 MANIFEST_HASH_FILE = "manifest.sha256"
@@ -44,8 +46,11 @@ def plan(spec: ArtifactSpec, name: str) -> FileLayout:
         tensors = [kv_tensor(spec)]
     else:
         tensors = index_tensors(spec, spec.num_index_heads)
+        if isinstance(spec.index_config, SketchConfig):
+            num_segments = len(spec.index_config.segment_starts(spec.context_len))
+            tensors.append(TensorSpec("segment_starts", "I32", (num_segments,)))
         if name != index_file(spec.model.num_layers - 1):
-            tensors.append(next_query_tensor(spec))
+            tensors += next_query_tensors(spec)
     return plan_file(tensors, {"artifact_id": spec.artifact_id, "file": name})
 
 
@@ -61,81 +66,117 @@ def kv_tensor(spec: ArtifactSpec) -> TensorSpec:
 
 
 def index_tensors(spec: ArtifactSpec, num_heads: int) -> list[TensorSpec]:
-    """The arrays of that many heads' index, without `next_query`."""
+    """The arrays of that many heads' index: all that each head has its part of."""
     config, head_dim = spec.index_config, spec.model.head_dim
-    lists = (num_heads, config.num_subspaces, config.num_centroids)
-    if config.layout == "rows":
-        width = row_bytes(spec.context_len, config.score_bits)
-        table = [
-            TensorSpec("codes", "I8" if config.score_bits == 8 else "U8", (*lists, width)),
-            TensorSpec("scales", "F32", lists),
+    if isinstance(config, SketchConfig):
+        words, segments = config.words(head_dim), (num_heads, len(config.segment_starts(spec.context_len)))
+        width = num_coords(*words)
+        return [
+            TensorSpec("codes", "U32", (num_heads, num_blocks(spec.context_len), sum(words), BLOCK_KEYS)),
+            TensorSpec("key_mean", "F32", (*segments, head_dim)),
+            TensorSpec("query_transform", "F16", (*segments, head_dim, width)),
+            TensorSpec("value_mean", "F32", (*segments, head_dim)),
+            TensorSpec("value_transform", "F16", (*segments, width, head_dim)),
         ]
-    else:
-        list_len = config.list_entries(spec.context_len)
-        table = [TensorSpec("indices", "I32", (*lists, list_len)), TensorSpec("scores", "F16", (*lists, list_len))]
+    lists = (num_heads, config.num_subspaces, config.num_centroids)
+    list_len = config.list_entries(spec.context_len)
     return [
-        *table,
-        TensorSpec("query_basis", "F32", (num_heads, head_dim, head_dim)),
-        TensorSpec("key_basis", "F32", (num_heads, head_dim, head_dim)),
+        TensorSpec("indices", "I32", (*lists, list_len)),
+        TensorSpec("scores", "F16", (*lists, list_len)),
         TensorSpec("codebooks", "F32", (*lists, head_dim // config.num_subspaces)),
         TensorSpec("key_mean", "F32", (num_heads, head_dim)),
     ]
 
 
-def next_query_tensor(spec: ArtifactSpec) -> TensorSpec:
-    head_dim = spec.model.head_dim
-    return TensorSpec("next_query", "F32", (spec.model.num_q_heads, head_dim + 1, head_dim))
+def next_query_tensors(spec: ArtifactSpec) -> list[TensorSpec]:
+    """`next_query` in 8 bits, with a scale for each row: what that loses is far below the error of the prediction."""
+    rows = (spec.model.num_q_heads, spec.model.head_dim + 1)
+    return [TensorSpec("next_query", "I8", (*rows, spec.model.head_dim)), TensorSpec("next_query_scale", "F32", rows)]
 
 
-def index_arrays(index: LayerIndex) -> dict[str, NDArray[Any]]:
-    """The arrays of a layer's index by their name in the file."""
-    table: dict[str, NDArray[Any]]
-    if isinstance(index.table, RowTable):
-        table = {"codes": index.table.codes, "scales": index.table.scales}
-    else:
-        table = {"indices": index.table.indices, "scores": index.table.scores}
-    lookahead = {} if index.next_query is None else {"next_query": index.next_query}
+def next_query_arrays(next_query: NDArray[np.float32] | None) -> dict[str, NDArray[Any]]:
+    """The arrays of `next_query_tensors`; none after the last layer."""
+    if next_query is None:
+        return {}
+    scale = np.abs(next_query).max(axis=-1) / np.float32(127)
+    codes = np.rint(next_query / np.where(scale > 0, scale, np.float32(1))[..., None]).astype(np.int8)
+    return {"next_query": codes, "next_query_scale": scale}
+
+
+def next_query_from_arrays(arrays: Mapping[str, NDArray[Any]]) -> NDArray[np.float32] | None:
+    """The inverse of `next_query_arrays`, nearly."""
+    if "next_query" not in arrays:
+        return None
+    rows: NDArray[np.float32] = arrays["next_query"] * arrays["next_query_scale"][..., None]
+    return rows
+
+
+def index_arrays(index: LayerIndex | SketchIndex) -> dict[str, NDArray[Any]]:
+    """The arrays of a layer's index by their name in the file, without those of `next_query`."""
+    if isinstance(index, SketchIndex):
+        names = "codes", "segment_starts", "key_mean", "query_transform", "value_mean", "value_transform"
+        return {name: getattr(index, name) for name in names}
+    assert isinstance(index.table, ListTable)
     return {
-        **table,
-        **lookahead,
-        "query_basis": index.query_basis,
-        "key_basis": index.key_basis,
+        "indices": index.table.indices,
+        "scores": index.table.scores,
         "codebooks": index.codebooks,
         "key_mean": index.key_mean,
     }
 
 
-def index_from_arrays(spec: ArtifactSpec, arrays: Mapping[str, NDArray[Any]]) -> LayerIndex:
+def index_from_arrays(spec: ArtifactSpec, arrays: Mapping[str, NDArray[Any]]) -> LayerIndex | SketchIndex:
     """The inverse of `index_arrays`."""
-    table: RowTable | ListTable
-    if spec.index_config.layout == "rows":
-        table = RowTable(arrays["codes"], arrays["scales"], spec.context_len)
-    else:
-        table = ListTable(arrays["indices"], arrays["scores"], spec.context_len)
+    config = spec.index_config
+    next_query = next_query_from_arrays(arrays)
+    if isinstance(config, SketchConfig):
+        return SketchIndex(
+            codes=arrays["codes"],
+            num_fine=config.words(spec.model.head_dim)[0],
+            segment_starts=arrays["segment_starts"],
+            key_mean=arrays["key_mean"],
+            query_transform=arrays["query_transform"],
+            value_mean=arrays["value_mean"],
+            value_transform=arrays["value_transform"],
+            context_len=spec.context_len,
+            next_query=next_query,
+        )
+    basis = plain_basis(spec.num_index_heads, spec.model.head_dim)
     return LayerIndex(
-        query_basis=arrays["query_basis"],
+        query_basis=basis,
         codebooks=arrays["codebooks"],
-        key_basis=arrays["key_basis"],
+        key_basis=basis,
         key_mean=arrays["key_mean"],
-        table=table,
-        weigh_by_norm=spec.index_config.weigh_by_norm,
-        pool_group=spec.index_config.pool_group,
-        next_query=arrays.get("next_query"),
+        table=ListTable(arrays["indices"], arrays["scores"], spec.context_len),
+        weigh_by_norm=config.weigh_by_norm,
+        next_query=next_query,
     )
 
 
-def fault_of_index(index: LayerIndex) -> str | None:
+def fault_of_index(index: LayerIndex | SketchIndex) -> str | None:
     """Why a search over this index could read out of bounds or compute NaN, or None.
 
     Kernels check no bounds: this is the only place that stands between them and a forged table.
     """
-    for name, array in index_arrays(index).items():
+    lookahead = {} if index.next_query is None else {"next_query": index.next_query}
+    for name, array in {**index_arrays(index), **lookahead}.items():
         if array.dtype.kind == "f" and not all(np.isfinite(head).all() for head in array):
             return f"{name} holds NaN or infinity"
-    if isinstance(index.table, ListTable):
-        for head in index.table.indices:
-            if head.min() < 0 or head.max() >= index.context_len:
-                return f"indices point outside the context's {index.context_len} rows"
-        if any((head.view(np.uint16) == 0x8000).any() for head in index.table.scores):
-            return "scores hold -0.0, which a search takes for an absent key"
+    return _fault_of_segments(index) if isinstance(index, SketchIndex) else _fault_of_lists(index)
+
+
+def _fault_of_segments(index: SketchIndex) -> str | None:
+    starts = index.segment_starts.astype(np.int64)
+    if starts[0] != 0 or (starts % SEGMENT_STEP).any() or (np.diff(starts, append=index.context_len) <= 0).any():
+        return f"segment_starts are not multiples of {SEGMENT_STEP} that ascend from 0 to below {index.context_len}"
+    return None
+
+
+def _fault_of_lists(index: LayerIndex) -> str | None:
+    assert isinstance(index.table, ListTable)
+    for head in index.table.indices:
+        if head.min() < 0 or head.max() >= index.context_len:
+            return f"indices point outside the context's {index.context_len} rows"
+    if any((head.view(np.uint16) == 0x8000).any() for head in index.table.scores):
+        return "scores hold -0.0, which a search takes for an absent key"
     return None

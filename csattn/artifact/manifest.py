@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from csattn.artifact.durable import FileRecord
-from csattn.config import IndexConfig
+from csattn.config import IndexConfig, ListConfig, index_config_from_json
 from csattn.errors import ArtifactCorruptError, ArtifactMismatchError, ConfigError
 
 FORMAT_NAME = "csattn-artifact"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 KvDtype = Literal["float32", "float16", "bfloat16"]
 
@@ -67,11 +67,7 @@ class ArtifactSpec:
             raise ConfigError(f"a context needs at least one token, got context_len={self.context_len!r}")
         if self.kv_dtype not in get_args(KvDtype):
             raise ConfigError(f"kv_dtype must be one of {', '.join(get_args(KvDtype))}, got {self.kv_dtype!r}")
-        if self.model.head_dim % self.index_config.num_subspaces:
-            raise ConfigError(
-                f"head_dim={self.model.head_dim} cannot be split into {self.index_config.num_subspaces} equal "
-                "subspaces; choose a divisor with --num-subspaces"
-            )
+        self.index_config.require_head_dim(self.model.head_dim)
 
     @property
     def artifact_id(self) -> str:
@@ -88,7 +84,8 @@ class ArtifactSpec:
 
     @property
     def num_index_heads(self) -> int:
-        return self.model.num_kv_heads if self.index_config.share_group else self.model.num_q_heads
+        own = isinstance(self.index_config, ListConfig) and not self.index_config.share_group
+        return self.model.num_q_heads if own else self.model.num_kv_heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +104,7 @@ class Manifest:
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of the index files: codebooks, tables and what else a search reads."""
+        """Bytes of the index files: all that a step reads besides KV."""
         return sum(record.size_bytes for name, record in self.files.items() if name.endswith(".index.safetensors"))
 
     def to_bytes(self) -> bytes:
@@ -190,7 +187,7 @@ def _require_this_version(document: dict[str, Any]) -> None:
 
 def _index_config(data: dict[str, Any]) -> IndexConfig:
     """Read the configuration and require each field's type: shapes are computed from it."""
-    config = IndexConfig.from_json(data)
+    config = index_config_from_json(data)
     for field in fields(config):
         value = getattr(config, field.name)
         wanted = field.type if isinstance(field.type, type) else str  # the others are Literals of strings

@@ -29,6 +29,7 @@ from csattn.artifact.manifest import ArtifactSpec, Manifest, hash_token_ids
 from csattn.artifact.tensor_file import how_to_heal, map_file, open_regular_file
 from csattn.errors import ArtifactCorruptError, ArtifactError, ArtifactMismatchError, ArtifactNotFoundError
 from csattn.index import LayerIndex
+from csattn.sketch import SketchIndex
 
 Progress = Callable[[int, int], None]  # bytes hashed so far, bytes in all
 
@@ -47,7 +48,7 @@ class Artifact:
         self.manifest = manifest
         self.token_ids: NDArray[np.int32] = files[TOKENS_FILE]["token_ids"]  # [context_len]
         self._files: dict[str, Mapping[str, NDArray[Any]]] = dict(files)
-        self._indexes: dict[int, LayerIndex] = {}
+        self._indexes: dict[int, LayerIndex | SketchIndex] = {}
 
     @property
     def spec(self) -> ArtifactSpec:
@@ -60,7 +61,7 @@ class Artifact:
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of the index files: codebooks, tables and what else a search reads."""
+        """Bytes of the index files: all that a step reads besides KV."""
         return self.manifest.index_bytes
 
     def layer_kv(self, layer_idx: int) -> torch.Tensor:
@@ -76,7 +77,7 @@ class Artifact:
         [(tensor, offset)] = plan(self.spec, name).tensors
         return self.path / name, offset, tensor.num_bytes
 
-    def layer_index(self, layer_idx: int) -> LayerIndex:
+    def layer_index(self, layer_idx: int) -> LayerIndex | SketchIndex:
         """The layer's index, checked on first use so that a kernel can trust it."""
         index = self._indexes.get(layer_idx)
         if index is None:

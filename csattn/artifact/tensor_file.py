@@ -29,6 +29,7 @@ NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "F16": np.dtype(np.float16),
     "F32": np.dtype(np.float32),
     "I32": np.dtype(np.int32),
+    "U32": np.dtype(np.uint32),
     "I8": np.dtype(np.int8),
     "U8": np.dtype(np.uint8),
 }

@@ -21,12 +21,13 @@ import torch
 from numpy.typing import NDArray
 
 from csattn.artifact.durable import FileRecord, store_errors, write_bytes
-from csattn.artifact.layout import fault_of_index, index_arrays, index_file, kv_file, plan
+from csattn.artifact.layout import fault_of_index, index_arrays, index_file, kv_file, next_query_arrays, plan
 from csattn.artifact.manifest import ArtifactSpec, canonical_json
 from csattn.artifact.reader import hash_file
 from csattn.artifact.tensor_file import FileLayout, TensorSpec, map_file, plan_file, write_file
 from csattn.errors import ArtifactError
 from csattn.index import LayerIndex
+from csattn.sketch import SketchIndex
 
 BUILDING_PREFIX = ".building-"
 LOCK_SUFFIX = ".lock"
@@ -48,11 +49,15 @@ class WorkDir:
         """Write a file of the artifact."""
         return write_file(self.parts / name, plan(self.spec, name), arrays)
 
-    def finish_layer(self, layer_idx: int, kv_record: FileRecord, index: LayerIndex) -> dict[str, FileRecord]:
+    def finish_layer(
+        self, layer_idx: int, kv_record: FileRecord, index: LayerIndex | SketchIndex
+    ) -> dict[str, FileRecord]:
         """Write the index of a layer whose KV is there, and with it the layer's record."""
         if fault := fault_of_index(index):
             raise ArtifactError(f"the index of layer {layer_idx} cannot be stored: {fault}; nothing was published")
-        index_record = self.write_part(index_file(layer_idx), index_arrays(index))
+        index_record = self.write_part(
+            index_file(layer_idx), {**index_arrays(index), **next_query_arrays(index.next_query)}
+        )
         records = {kv_file(layer_idx): kv_record, index_file(layer_idx): index_record}
         write_record(self.layer_record(layer_idx), files_to_json(records))
         return records

@@ -25,6 +25,7 @@ from csattn.artifact.reader import manifest_hash_line, open_artifact
 from csattn.artifact.work import BUILDING_PREFIX, CHECKPOINT_FILE, LOCK_SUFFIX, WorkDir, remove, remove_others
 from csattn.errors import ArtifactError
 from csattn.index import LayerIndex
+from csattn.sketch import SketchIndex
 
 
 class ArtifactWriter:
@@ -107,7 +108,7 @@ class ArtifactWriter:
     def __repr__(self) -> str:
         return f"<ArtifactWriter {self.spec.artifact_id}: {self.finished_layers}/{self.spec.model.num_layers} layers>"
 
-    def write_layer(self, layer_idx: int, kv: torch.Tensor, index: LayerIndex) -> None:
+    def write_layer(self, layer_idx: int, kv: torch.Tensor, index: LayerIndex | SketchIndex) -> None:
         """Store one layer: kv [num_kv_heads, context_len, 2, head_dim] in the spec's dtype, and its index.
 
         Layers come in order; one that is already there may be written again.
@@ -117,7 +118,7 @@ class ArtifactWriter:
         self._layers[layer_idx] = self.work.finish_layer(layer_idx, kv_record, index)
         self._forget_capture(layer_idx)
 
-    def write_index(self, layer_idx: int, kv_record: FileRecord, index: LayerIndex) -> None:
+    def write_index(self, layer_idx: int, kv_record: FileRecord, index: LayerIndex | SketchIndex) -> None:
         """Store the index of a layer whose KV was handed over."""
         assert self._locked and layer_idx in self._captured, f"{self!r} has no KV of layer {layer_idx}"
         self._layers[layer_idx] = self.work.finish_layer(layer_idx, kv_record, index)

@@ -2,7 +2,7 @@
 
 constexpr unsigned ABSENT = 0xffffffff;  // a NaN that no arithmetic makes
 constexpr int QUADS = HEADS * HEAD_DIM / 4;
-constexpr int PARTS = NUM_SPLITS + ESTIMATE_REST;  // of a unit
+constexpr int PARTS = NUM_SPLITS + REST_PARTS;  // of a unit; of the rest, moments have one here, others post theirs before
 
 // Merge NUM parts of one head, four dimensions of it: the output, unnormalised.
 template <int NUM>
@@ -31,7 +31,7 @@ __device__ bool absent(float4 x) {
 
 // Merge what the block's warps have of an item, and post it. Of neighbouring items, one half of the threads has one each.
 __device__ void post_item(float* posted, const float* warp_parts, int item) {
-    float* part = posted + (long long)(item + item / NUM_SPLITS * ESTIMATE_REST) * HEADS * PART;
+    float* part = posted + (long long)(item + item / NUM_SPLITS * REST_PARTS) * HEADS * PART;
     for (int quad = (threadIdx.x + item % 2 * (THREADS / 2)) % THREADS; quad < QUADS; quad += THREADS) {
         float max, sum;
         const float4 x = merge<WARPS>(warp_parts, quad, max, sum);
@@ -137,7 +137,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
     // the ids of the first tile are loaded together with what tells whether it is the first
     const int split = first_item % NUM_SPLITS, expected = units[0].position(units[0].warps_tile(split));
     __syncthreads();
-    wait_for_earlier();
+    // Where others post parts, their kernel is the one before. It lets this one start when all before it have ended and all its
+    // blocks have begun: all that is read here is there, and parts arrive by themselves.
+    if (ESTIMATE_REST || REST_PARTS == 0) wait_for_earlier();
     int id = (unsigned)expected < max_top_k ? kv_indices[(long long)first_unit * max_top_k + expected] : 0;
     if (threadIdx.x < MAX_UNITS && (first_unit + threadIdx.x) * NUM_SPLITS < end_item) {
         const int context = context_ids[(first_unit + threadIdx.x) / NUM_INDEX_HEADS];

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from csattn.batch import DeviceSelection, StepRows
+from csattn.config import RestKind
 from csattn.cuda import cuda_kernel, num_multiprocessors
 from csattn.errors import ConfigError
 from csattn.rest.device import DeviceMoments, moments_shape
@@ -27,6 +28,7 @@ BLOCK_SHAPES = ((8, 2), (8, 1), (4, 1))
 SHARED_BYTES_PER_BLOCK = 227 << 10
 UNIT_BYTES, ARRIVALS_BYTES = 72, 8  # of the kernel's `Unit` and of its barrier
 MAX_UNITS_PER_BLOCK = 64
+MOST_REST_PARTS, REST_PART_KEYS = 32, 8192  # about as many keys as share a transform
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,19 +83,20 @@ class DeviceAttention:
         tail_capacity: int,
         softmax_scale: float,
         device: torch.device,
-        estimate_rest: bool = False,
+        rest: RestKind = "none",  # what joins in for the rows that are not selected
+        max_context_len: int = 0,  # with rest `sketch`: into how many parts it is cut does not depend on the batch
     ) -> None:
         _require_supported(num_q_heads, num_kv_heads, num_index_heads, head_dim, dtype)
         self._q_shape = (batch_size, num_q_heads, head_dim)
         self._selection_shape = (batch_size, num_index_heads, max_top_k)
         self._tail_shape = (num_kv_heads, tail_capacity, 2, head_dim)
-        self._moments_shape = moments_shape(num_kv_heads, head_dim) if estimate_rest else ()
+        self._moments_shape = moments_shape(num_kv_heads, head_dim) if rest == "moments" else ()
         self._dtype = dtype
         self._scale = np.float32(softmax_scale * log2(np.e))  # the kernel's exponentials are powers of 2
 
         heads, num_units = num_q_heads // num_index_heads, batch_size * num_index_heads
         num_sms = num_multiprocessors(device)
-        plan = _plan_blocks(num_sms, num_units, num_index_heads, heads, head_dim, dtype, estimate_rest)
+        plan = _plan_blocks(num_sms, num_units, num_index_heads, heads, head_dim, dtype, rest, max_context_len)
         self._plan = plan
         defines = {
             "HEAD_DIM": head_dim,
@@ -107,15 +110,17 @@ class DeviceAttention:
             "THREADS": 32 * plan.num_warps,
             "STAGES": plan.num_stages,
             "MAX_UNITS": MAX_UNITS_PER_BLOCK,
-            "ESTIMATE_REST": int(estimate_rest),
+            "ESTIMATE_REST": int(rest == "moments"),
+            "REST_PARTS": plan.rest_parts,
         }
         math = "device_fp32.cu" if dtype == torch.float32 else "device_mma.cu"
         parts = "device_rows.cu", math, "device_rest.cu", "device.cu"
         sources = INTRINSICS, *(INTRINSICS.with_name(part) for part in parts)
         self._kernel = cuda_kernel(sources, "attend_step", defines, plan.shared_bytes, early_start=True)
-        # all ones: no part of a result has been posted
-        posted_shape = num_units, plan.num_splits + estimate_rest, heads, head_dim + PART_ENDS
-        self._posted = torch.full(posted_shape, -1, dtype=torch.int32, device=device)
+        self.rest_parts = plan.rest_parts  # of a unit, the last in `posted`
+        # all ones: no part of a result has been posted. With rest `sketch`, the kernel before posts the last.
+        posted_shape = num_units, plan.num_splits + plan.rest_parts, heads, head_dim + PART_ENDS
+        self.posted = torch.full(posted_shape, -1, dtype=torch.int32, device=device).view(torch.float32)
 
     def attend(
         self,
@@ -129,7 +134,7 @@ class DeviceAttention:
         spill: RowSource | None = None,  # where None, no id may be negative
         moments: DeviceMoments | None = None,  # of the rows that could be selected, where the rest is estimated
     ) -> None:
-        """Enqueue attention of each row over its resident rows, its tail, its selection and, by an estimate, the rest.
+        """Enqueue attention of each row over its resident rows, its tail, its selection and the rest.
 
         Idle rows become zeros.
         """
@@ -154,7 +159,7 @@ class DeviceAttention:
             rows.tail_lens,
             0 if table is None else table,
             0 if num_rows is None else num_rows,
-            self._posted,
+            self.posted,
             out,
             np.int32(self._plan.num_items),
             np.int32(self._selection_shape[-1]),
@@ -170,6 +175,7 @@ class _Blocks:
 
     num_sms: int
     num_splits: int  # of a unit, which is a row of the batch and an index head
+    rest_parts: int  # of a unit, for what is not selected
     num_items: int  # splits of all units
     num_warps: int
     num_stages: int
@@ -183,29 +189,31 @@ def _plan_blocks(
     heads: int,  # of a unit
     head_dim: int,
     dtype: torch.dtype,
-    estimate_rest: bool,
+    rest: RestKind,
+    max_context_len: int,
 ) -> _Blocks:
     """Splits are such that one row of the batch fills the device; they do not depend on the batch size."""
     tile_bytes = TILE_ROWS * (2 * head_dim * dtype.itemsize + 16)
     part_bytes = heads * (head_dim + PART_ENDS) * 4
-    products_bytes = heads * 2 * head_dim * 4 * estimate_rest
+    products_bytes = heads * 2 * head_dim * 4 * (rest == "moments")
     for num_warps, num_stages in BLOCK_SHAPES:
         ring_bytes = num_warps * num_stages * tile_bytes
         parts_bytes = 2 * num_warps * part_bytes + products_bytes
         shared_bytes = ring_bytes + parts_bytes + MAX_UNITS_PER_BLOCK * UNIT_BYTES + ARRIVALS_BYTES
         if shared_bytes <= SHARED_BYTES_PER_BLOCK:
             break
-    # a block collects the parts of a unit where the tiles were; the estimate is one more, and takes three splits
-    num_splits = max(
-        3 if estimate_rest else 1, min(num_sms // num_index_heads, ring_bytes // part_bytes - estimate_rest)
-    )
+    most_parts = ring_bytes // part_bytes  # a block collects a unit's parts where the tiles were
+    wanted = min(MOST_REST_PARTS, max(1, -(-max_context_len // REST_PART_KEYS)))
+    rest_parts = {"none": 0, "moments": 1, "sketch": min(wanted, most_parts // 2)}[rest]
+    # moments take three splits
+    num_splits = max(3 if rest == "moments" else 1, min(num_sms // num_index_heads, most_parts - rest_parts))
     num_items = num_units * num_splits
     if -(-num_items // num_sms) > (MAX_UNITS_PER_BLOCK - 2) * num_splits:
         raise ConfigError(
             f"{num_units} pairs of a row and an index head in one step are more than attention on the device takes; "
             "decode fewer rows in a step"
         )
-    return _Blocks(num_sms, num_splits, num_items, num_warps, num_stages, shared_bytes)
+    return _Blocks(num_sms, num_splits, rest_parts, num_items, num_warps, num_stages, shared_bytes)
 
 
 def _require_supported(

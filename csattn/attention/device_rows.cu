@@ -8,7 +8,7 @@
 // on the batch nor on where a row lies.
 //
 // Defined by the caller: HEAD_DIM, HEADS, NUM_INDEX_HEADS, NUM_KV_HEADS, ELEMENT (bf16, f16 or f32), ELEMENT_BYTES,
-// NUM_SPLITS, WARPS, THREADS, STAGES, ESTIMATE_REST.
+// NUM_SPLITS, WARPS, THREADS, STAGES, ESTIMATE_REST, REST_PARTS.
 
 constexpr int TILE = 16;  // KV rows
 constexpr int ROW_BYTES = 2 * HEAD_DIM * ELEMENT_BYTES;  // K, then V

@@ -31,3 +31,21 @@ def require_supported(config: Any) -> None:
             f"this model's positions are scaled by {rope_type!r}, which changes stored keys as the sequence grows; "
             f"csattn supports {', '.join(SUPPORTED_ROPE_TYPES)}"
         )
+
+
+def stretch_positions(config: Any, factor: float) -> None:
+    """Give a supported model that many times its positions by YaRN (arXiv:2309.00071). 1 leaves it as it is.
+
+    Raises ModelError when the factor is below 1, or the model's positions are scaled already.
+    """
+    if factor == 1.0:
+        return
+    if not factor > 1.0:
+        raise ModelError(f"a model's positions can only be stretched, by a factor of 1 or more, got {factor}")
+    rope = dict(config.rope_parameters or {})
+    if rope.get("rope_type", "default") != "default":
+        raise ModelError(f"this model's positions are scaled by {rope['rope_type']!r} already; load it unstretched")
+    before = config.max_position_embeddings
+    scaled = {"rope_type": "yarn", "factor": float(factor), "original_max_position_embeddings": before}
+    config.rope_parameters = rope | scaled
+    config.max_position_embeddings = int(before * factor)

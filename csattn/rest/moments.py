@@ -20,6 +20,10 @@ class Moments:
     table: NDArray[np.float32]
 
     @property
+    def num_bytes(self) -> int:
+        return self.table.nbytes
+
+    @property
     def key_mean(self) -> NDArray[np.float32]:
         return self.table[:, 0]
 

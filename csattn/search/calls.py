@@ -15,17 +15,17 @@ from csattn.search import choose, score
 
 Stage = Callable[[int, int, int, int], int]  # addresses of SEARCH and SCRATCH, job, piece -> 0: done
 
-ROW_STAGES: tuple[Stage, ...] = (
-    score.match_piece,
-    score.weigh_job,
-    score.score_rows_piece,
-    choose.guess_rows_job,
-    choose.copy_rows_piece,
+SKETCH_STAGES: tuple[Stage, ...] = (
+    score.project_piece,
+    score.weigh_codes_job,
+    score.score_codes_piece,
+    choose.guess_codes_job,
+    choose.copy_codes_piece,
     choose.choose_job,
 )
 LIST_STAGES: tuple[Stage, ...] = (
     score.match_piece,
-    score.weigh_job,
+    score.weigh_lists_job,
     score.score_lists_piece,
     choose.guess_lists_job,
     choose.copy_lists_piece,

@@ -1,6 +1,6 @@
 """The second half of a job: what keys are worth to the group, the best of them copied out by range, and the choice.
 
-Stages come in two versions, for scores in int16 (rows) and in float32 (lists).
+Stages come in two versions, for scores in int16 (sketches) and in float32 (lists).
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from csattn.jit import exact_kernel
 from csattn.search.atomics import array_at
 from csattn.search.lanes import mask_at_least
-from csattn.search.plan import eligible_of, scratch_at, search_at
+from csattn.search.plan import eligible_of, place_of, scratch_at, search_at
 from csattn.search.select import first_rank, guess_threshold, store_lanes, take_best
 from csattn.search.simd import I32x16, fill, lane_numbers, load, store
 from csattn.search.worth import (
@@ -28,26 +28,26 @@ from csattn.search.worth import (
 )
 
 
-def guess_rows_job(search_address: int, scratch_address: int, job: int, _: int) -> int:
+def guess_codes_job(search_address: int, scratch_address: int, job: int, _: int) -> int:
     """Stage: sum up the ranges, and guess a worth that a little more than top_k keys reach."""
     _guess_job(search_at(search_address), scratch_at(scratch_address), job, np.int16(0))
     return 0
 
 
 def guess_lists_job(search_address: int, scratch_address: int, job: int, _: int) -> int:
-    """Stage: as `guess_rows_job`."""
+    """Stage: as `guess_codes_job`."""
     _guess_job(search_at(search_address), scratch_at(scratch_address), job, np.float32(0))
     return 0
 
 
-def copy_rows_piece(search_address: int, scratch_address: int, job: int, piece: int) -> int:
+def copy_codes_piece(search_address: int, scratch_address: int, job: int, piece: int) -> int:
     """Stage: copy out the keys of one range whose worth reaches the guess, in their order."""
     _copy_range(search_at(search_address), scratch_at(scratch_address), job, piece, np.int16(0))
     return 0
 
 
 def copy_lists_piece(search_address: int, scratch_address: int, job: int, piece: int) -> int:
-    """Stage: as `copy_rows_piece`."""
+    """Stage: as `copy_codes_piece`."""
     _copy_range(search_at(search_address), scratch_at(scratch_address), job, piece, np.float32(0))
     return 0
 
@@ -69,7 +69,8 @@ def choose_job(search_address: int, scratch_address: int, job: int, _: int) -> i
     copied = array_at(slot + scratch.at_copied, scratch.stride, np.int32(0))
     copied_worth = array_at(slot + scratch.at_copied_worth, scratch.stride, np.int32(0))
     _join_ranges(search, counts, copied, copied_worth)
-    place = search.first_job + job
+    token, head = place_of(search, job)
+    place = token * search.num_heads + head
     chosen = array_at(search.kv_indices + 4 * place * top_k, top_k, np.int32(0))
     valid_len = array_at(search.valid_len + 4 * place, 1, np.int32(0))
     valid_len[0] = take_best(copied, copied_worth, num_copied, guess[0], chosen)
@@ -159,8 +160,7 @@ def _copy_range(search: Any, scratch: Any, job: int, number: int, like: Any) -> 
     threshold = fill(I32x16, guess)
     first, last = eligible_of(search, number)
     to = first
-    to_index = 0 if number < search.context_ranges else search.context_len - search.tail_at
-    numbers = lane_numbers(I32x16) + fill(I32x16, to_index)
+    numbers = lane_numbers(I32x16)
     for at in range(first, last, LANES):
         if group_size == 1:
             worth = scores_as_worth(scores, at)

@@ -33,7 +33,7 @@ class SearchSeries:
 
     def make_room(self, workspace: SearchWorkspace) -> None:
         if self.searches:
-            max(self.searches, key=lambda search: search.index.context_len).make_room(workspace)
+            workspace.prepare(*(max(sizes) for sizes in zip(*(search.room for search in self.searches), strict=True)))
 
 
 def make_series(

@@ -13,67 +13,8 @@ from csattn.search.simd import Vector, element_pointer
 llvmlite.binding.initialize_native_asmparser()
 
 
-def _shuffle(builder: ir.IRBuilder, args: Any, order: list[int]) -> Any:
+def shuffle(builder: ir.IRBuilder, args: Any, order: list[int]) -> Any:
     return builder.shuffle_vector(*args, ir.Constant(ir.VectorType(ir.IntType(32), len(order)), order))
-
-
-@intrinsic
-def zip_fours(typing_context, a, b):  # type: ignore[no-untyped-def]
-    """a[0:4], b[0:4], a[4:8], b[4:8], ...: a vector of twice the lanes."""
-    sig = Vector(a.element, 2 * a.lanes)(a, b)
-
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        return _shuffle(builder, args, _fours(sig.args[0].lanes))
-
-    return sig, generate
-
-
-@intrinsic
-def zip_low(typing_context, a, b):  # type: ignore[no-untyped-def]
-    """Of every eight lanes the first four: a[0], b[0], ... a[3], b[3], a[8], b[8], ..."""
-
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        return _shuffle(builder, args, _eights(sig.return_type.lanes, 0))
-
-    return a(a, b), generate
-
-
-@intrinsic
-def zip_high(typing_context, a, b):  # type: ignore[no-untyped-def]
-    """Of every eight lanes the last four: a[4], b[4], ... a[7], b[7], a[12], b[12], ..."""
-
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        return _shuffle(builder, args, _eights(sig.return_type.lanes, 4))
-
-    return a(a, b), generate
-
-
-def _fours(lanes: int) -> list[int]:
-    return [vector + four + i for four in range(0, lanes, 4) for vector in (0, lanes) for i in range(4)]
-
-
-def _eights(lanes: int, first: int) -> list[int]:
-    return [vector + eight + first + i for eight in range(0, lanes, 8) for i in range(4) for vector in (0, lanes)]
-
-
-@intrinsic
-def add_dots(typing_context, sums, a, b):  # type: ignore[no-untyped-def]
-    """sums[i] + a[2i] * b[2i] + a[2i + 1] * b[2i + 1], of signed 16-bit lanes to 32-bit sums that wrap around."""
-    sig = sums(sums, a, b)
-
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        kind = args[0].type
-        if sig.return_type.lanes == 16 and "+avx512vnni" in context.codegen().magic_tuple()[2]:
-            # LLVM knows the instruction, but takes it apart in chains of sums: shorter to wait for, and slower
-            dot = ir.FunctionType(kind, [kind, args[1].type, args[2].type])
-            return builder.asm(dot, "vpdpwssd $3, $2, $0", "=v,0,v,v", args, side_effect=False)
-        lanes = sig.args[1].lanes
-        wide = ir.VectorType(ir.IntType(32), lanes)
-        products = builder.mul(builder.sext(args[1], wide), builder.sext(args[2], wide), flags=["nsw"])
-        even, odd = (_shuffle(builder, (products, products), list(range(first, lanes, 2))) for first in (0, 1))
-        return builder.add(builder.add(even, odd), args[0])
-
-    return sig, generate
 
 
 @intrinsic
@@ -92,7 +33,7 @@ def part(typing_context, vector, value, number):  # type: ignore[no-untyped-def]
     return sig, generate
 
 
-def _call(builder: ir.IRBuilder, name: str, result: ir.Type, args: list[Any]) -> Any:
+def call(builder: ir.IRBuilder, name: str, result: ir.Type, args: list[Any]) -> Any:
     kind = ir.FunctionType(result, [arg.type for arg in args])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
 
@@ -107,7 +48,7 @@ def fma(typing_context, a, b, c):  # type: ignore[no-untyped-def]
     sig = a(a, b, c)
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        return _call(builder, f"llvm.fma.{_suffix(sig.return_type)}", args[0].type, list(args))
+        return call(builder, f"llvm.fma.{_suffix(sig.return_type)}", args[0].type, list(args))
 
     return sig, generate
 
@@ -211,7 +152,7 @@ def store_first(typing_context, array, start, value, count):  # type: ignore[no-
         counts = builder.shuffle_vector(counts, counts, ir.Constant(index, [0] * lanes))
         mask = builder.icmp_signed("<", ir.Constant(index, list(range(lanes))), counts)
         name = f"llvm.masked.store.{_suffix(sig.args[2])}.p0"
-        _call(builder, name, ir.VoidType(), [args[2], address, i32(4), mask])
+        call(builder, name, ir.VoidType(), [args[2], address, i32(4), mask])
         return context.get_dummy_value()
 
     return sig, generate
@@ -226,8 +167,8 @@ def sum_of_lanes(typing_context, value):  # type: ignore[no-untyped-def]
         vector = sig.args[0]
         scalar = vector.llvm_type().element
         if vector.is_float:
-            return _call(builder, f"llvm.vector.reduce.fadd.{_suffix(vector)}", scalar, [scalar(0.0), args[0]])
-        return _call(builder, f"llvm.vector.reduce.add.{_suffix(vector)}", scalar, [args[0]])
+            return call(builder, f"llvm.vector.reduce.fadd.{_suffix(vector)}", scalar, [scalar(0.0), args[0]])
+        return call(builder, f"llvm.vector.reduce.add.{_suffix(vector)}", scalar, [args[0]])
 
     return sig, generate
 
@@ -239,7 +180,7 @@ def largest_lane(typing_context, value):  # type: ignore[no-untyped-def]
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         vector = sig.args[0]
-        return _call(builder, f"llvm.vector.reduce.smax.{_suffix(vector)}", vector.llvm_type().element, [args[0]])
+        return call(builder, f"llvm.vector.reduce.smax.{_suffix(vector)}", vector.llvm_type().element, [args[0]])
 
     return sig, generate
 
@@ -251,7 +192,7 @@ def smallest_lane(typing_context, value):  # type: ignore[no-untyped-def]
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         vector = sig.args[0]
-        return _call(builder, f"llvm.vector.reduce.smin.{_suffix(vector)}", vector.llvm_type().element, [args[0]])
+        return call(builder, f"llvm.vector.reduce.smin.{_suffix(vector)}", vector.llvm_type().element, [args[0]])
 
     return sig, generate
 

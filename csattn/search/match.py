@@ -81,50 +81,6 @@ def widen(values: NDArray[np.float32]) -> NDArray[np.float64]:
 
 
 @exact_kernel
-def pool_queries(
-    q: NDArray[np.float64],  # [pool_size * head_dim]
-    head_dim: int,
-) -> NDArray[np.float64]:
-    """The sum of the queries, each scaled to norm 1, rounded to float32: [head_dim], as in the `reference`."""
-    pooled, whole = np.empty(head_dim, np.float64), head_dim - head_dim % LANES
-    norms = _norms(q, head_dim)
-    for i in range(0, whole, LANES):
-        sums = fill(F64x16, 0.0)
-        for row in range(len(norms)):
-            if norms[row] > 0.0:
-                sums += load(F64x16, q, row * head_dim + i) / fill(F64x16, norms[row])
-        store(pooled, i, convert(F64x16, convert(F32x16, sums)))
-    for i in range(whole, head_dim):
-        total = 0.0
-        for row in range(len(norms)):
-            if norms[row] > 0.0:
-                total += q[row * head_dim + i] / norms[row]
-        pooled[i] = np.float32(total)
-    return pooled
-
-
-@exact_kernel
-def _norms(q: NDArray[np.float64], head_dim: int) -> NDArray[np.float64]:
-    """Of each query. Four are summed side by side: one sum alone would be waited for at every step."""
-    pool_size = len(q) // head_dim
-    norms = np.empty(pool_size, np.float64)
-    for row in range(0, pool_size, 4):
-        a, b, c, d = 0.0, 0.0, 0.0, 0.0
-        at, last = row * head_dim, pool_size - 1 - row
-        to_b, to_c, to_d = min(1, last) * head_dim, min(2, last) * head_dim, min(3, last) * head_dim
-        for i in range(at, at + head_dim):
-            x, y, z, w = q[np.uint64(i)], q[np.uint64(i + to_b)], q[np.uint64(i + to_c)], q[np.uint64(i + to_d)]
-            a += x * x
-            b += y * y
-            c += z * z
-            d += w * w
-        for i, square in enumerate((a, b, c, d)):
-            if row + i < pool_size:
-                norms[row + i] = np.sqrt(square)
-    return norms
-
-
-@exact_kernel
 def fetch_columns(query_basis: NDArray[np.float32], head_dim: int, first: int, last: int) -> None:
     """Ask for what `rotate` reads: lines too far apart for the processor to guess."""
     for i in range(head_dim):

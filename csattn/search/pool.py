@@ -17,7 +17,8 @@ from csattn.search.waiting import CLOSED, OPENED, STOPPED
 from csattn.search.work import CONTROL_WORDS, FAILED, finish, serve
 from csattn.search.workspace import SearchWorkspace, TokenSelections, empty_token_selections
 from csattn.selection import Selection
-from csattn.table.tail import Tail
+from csattn.sketch.index import SketchIndex
+from csattn.table.tail import ListTail
 
 SMALL_WORK_KEYS = 1 << 17  # scored keys, over all query rows: nobody is woken for some tens of microseconds of work
 SPIN_MS = 1.0  # how long threads look for the next search without a rest
@@ -107,8 +108,8 @@ class SearchPool:
     def search(
         self,
         q: NDArray[np.float32],  # [num_q_heads, head_dim]
-        index: LayerIndex,
-        tail: Tail | None,
+        index: LayerIndex | SketchIndex,
+        tail: ListTail | None,
         top_k: int,
         sink_len: int,
         window_len: int,
@@ -121,8 +122,8 @@ class SearchPool:
     def search_tokens(
         self,
         q: NDArray[np.float32],  # [num_tokens, num_q_heads, head_dim]
-        index: LayerIndex,
-        tail: Tail | None,
+        index: LayerIndex | SketchIndex,
+        tail: ListTail | None,
         top_k: int,
         sink_len: int,
         window_len: int,

@@ -9,13 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from csattn.index import LayerIndex
-from csattn.search.weights import integer_weights
 from csattn.selection import Selection
 from csattn.sketch.index import SketchIndex
 from csattn.sketch.reference import score_head
 from csattn.table.lists import ListTable
-from csattn.table.rows import RowTable, unpack_codes
-from csattn.table.tail import ListTail, RowTail, Tail
+from csattn.table.tail import ListTail
 
 # A key's share in one query row's softmax counts as at least this much, so that shares never underflow and
 # a scored key is never mistaken for one that is not: 2**-216 is e**-149, far below anything attention sees.
@@ -25,7 +23,7 @@ LEAST_SHARE = 2.0**-216
 def search(
     q: NDArray[np.float32],  # [num_q_heads, head_dim]
     index: LayerIndex | SketchIndex,
-    tail: Tail | None,  # a sketch has none
+    tail: ListTail | None,  # a sketch has none
     top_k: int,
     sink_len: int,
     window_len: int,
@@ -33,8 +31,6 @@ def search(
     out: Selection,  # kv_indices [num_heads, top_k]
 ) -> None:
     """Choose, per index head, the top_k rows of the context and the tail that this token should fetch."""
-    if isinstance(index, LayerIndex) and index.pool_group:
-        q = pool_queries(q, index.num_heads)
     group_size = q.shape[0] // index.num_heads
     num_keys = index.context_len + (tail.num_rows if tail is not None else 0)
     eligible = np.ones(num_keys, bool)  # neither sink nor window: those are resident
@@ -50,22 +46,8 @@ def search(
         out.kv_indices[head, : len(chosen)] = candidates[chosen]
 
 
-def pool_queries(q: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
-    """One query for each index head [num_heads, head_dim]: the sum of its query rows, each scaled to norm 1.
-
-    Sums run in index order in float64. A row of zeros adds nothing.
-    """
-    num_q_heads, head_dim = q.shape
-    pooled = np.zeros((num_heads, head_dim))
-    for row in range(num_q_heads):
-        norm = np.sqrt(_dot_in_order(q[row], q[row : row + 1])[0])
-        if norm > 0:
-            pooled[row * num_heads // num_q_heads] += q[row].astype(np.float64) / norm
-    return pooled.astype(np.float32)
-
-
 def score_keys(
-    q: NDArray[np.float32], index: LayerIndex | SketchIndex, tail: Tail | None, head: int
+    q: NDArray[np.float32], index: LayerIndex | SketchIndex, tail: ListTail | None, head: int
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """One query row's scores [num_keys] of all keys, and which keys are scored at all."""
     if isinstance(index, SketchIndex):
@@ -73,11 +55,6 @@ def score_keys(
         _, unit, scores = score_head(q, index, head)
         return unit * scores.astype(np.float64), np.ones(len(scores), np.bool_)
     centroid_ids, weights = match_centroids(q, index, head)
-    if isinstance(index.table, RowTable):
-        assert tail is None or isinstance(tail, RowTail)
-        unit, scores = integer_scores(index.table, tail, head, centroid_ids, weights)
-        return unit * scores.astype(np.float64), np.ones(len(scores), np.bool_)
-    assert tail is None or isinstance(tail, ListTail)
     return list_scores(index.table, tail, head, centroid_ids, weights)
 
 
@@ -98,21 +75,6 @@ def match_centroids(
         if index.weigh_by_norm:
             weights[b] = np.sqrt(_dot_in_order(part, part[None])[0])
     return centroid_ids, weights
-
-
-def integer_scores(
-    table: RowTable, tail: RowTail | None, head: int, centroid_ids: NDArray[np.int64], weights: NDArray[np.float64]
-) -> tuple[float, NDArray[np.int16]]:
-    """A unit and scores [num_keys] in that unit: sum over b of W_b * code_b, small enough for int16 by choice of W."""
-    subspaces = np.arange(len(centroid_ids))
-    scaled = weights * table.scales[head, subspaces, centroid_ids].astype(np.float64)
-    unit, multipliers = integer_weights(scaled, table.largest_code)
-    codes = unpack_codes(table.codes[head, subspaces, centroid_ids], table.context_len)
-    if tail is not None:
-        codes = np.concatenate([codes, tail.codes[head, subspaces, centroid_ids, : tail.num_rows]], axis=1)
-    scores = multipliers @ codes.astype(np.int64)
-    assert (np.abs(scores) <= 32767).all()
-    return unit, scores.astype(np.int16)
 
 
 def list_scores(

@@ -5,16 +5,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from csattn.errors import ConfigError
 from csattn.index import LayerIndex
-from csattn.search.calls import LIST_STAGES, ROW_STAGES, compiled_address
+from csattn.search.calls import LIST_STAGES, SKETCH_STAGES, compiled_address
 from csattn.search.plan import MAX_JOBS, MAX_PIECES, SEARCH
-from csattn.search.weights import weight_room
+from csattn.search.sketch import describe_sketch, query_bytes
 from csattn.search.work import begin, finish
 from csattn.search.workspace import SearchWorkspace, TokenSelections, empty_token_selections
 from csattn.selection import Selection
-from csattn.table.rows import RowTable
-from csattn.table.tail import ListTail, RowTail, Tail
+from csattn.sketch.index import SketchIndex
+from csattn.table.tail import ListTail
 
 
 class LayerSearch:
@@ -27,7 +26,7 @@ class LayerSearch:
     __slots__ = (
         "_calls",
         "_record",
-        "_shape",
+        "_sketch",
         "_tail_array",
         "index",
         "out",
@@ -41,8 +40,8 @@ class LayerSearch:
     def __init__(
         self,
         q: NDArray[np.float32],  # [num_tokens, num_q_heads, head_dim]
-        index: LayerIndex,
-        tail: Tail | None,
+        index: LayerIndex | SketchIndex,
+        tail: ListTail | None,
         sink_len: int,
         window_len: int,
         softmax_scale: float,
@@ -51,17 +50,25 @@ class LayerSearch:
         self.q, self.index, self.tail, self.out = q, index, tail, out
         self.sink_len, self.window_len, self.softmax_scale = sink_len, window_len, softmax_scale
         self._check()
+        of_sketch = isinstance(index, SketchIndex)
+        self._sketch = describe_sketch(index) if isinstance(index, SketchIndex) else None
         self._record = self._describe()
         self._tail_array: NDArray[Any] | None = None
-        of_rows = isinstance(index.table, RowTable)
-        self._shape = self._group_size, index.num_subspaces, 2 if of_rows else 4
-        addresses = [compiled_address(stage) for stage in (ROW_STAGES if of_rows else LIST_STAGES)]
+        addresses = [compiled_address(stage) for stage in (SKETCH_STAGES if of_sketch else LIST_STAGES)]
         self._calls = np.array([self._record.ctypes.data, 0, *addresses], np.int64)
 
     @property
     def _group_size(self) -> int:
         """Queries that one index head answers for."""
-        return 1 if self.index.pool_group else self.q.shape[1] // self.index.num_heads
+        return int(self.q.shape[1] // self.index.num_heads)
+
+    @property
+    def room(self) -> tuple[int, int, int, int]:
+        """What `SearchWorkspace.prepare` is told."""
+        num_keys = self.index.context_len + (self.tail.num_rows if self.tail is not None else 0)
+        if isinstance(self.index, SketchIndex):
+            return self._group_size, query_bytes(self.index, self._group_size), 2, num_keys
+        return self._group_size, 16 * self._group_size * self.index.num_subspaces, 4, num_keys
 
     @property
     def num_jobs(self) -> int:
@@ -71,21 +78,16 @@ class LayerSearch:
     def num_scored_keys(self) -> int:
         """A measure of the work: keys scored, over all query rows."""
         tail_rows = self.tail.num_rows if self.tail is not None else 0
-        queries = self.q.shape[0] * self.index.num_heads * self._group_size
-        return int(queries * (self.index.context_len + tail_rows))
+        return int(self.q.shape[0] * self.q.shape[1] * (self.index.context_len + tail_rows))
 
     def begin_in(self, workspace: SearchWorkspace, first_job: int, number: int = 1) -> int:
         """Open jobs from first_job on to the kernels that use this workspace; return how many."""
         if self.tail is not None:
             self._describe_tail(self.tail.num_rows)
-        self.make_room(workspace)
+        workspace.prepare(*self.room)
         num_jobs = min(MAX_JOBS, self.num_jobs - first_job)
         begin(workspace.calls, self._calls, workspace.progress, workspace.control, first_job, num_jobs, number)
         return num_jobs
-
-    def make_room(self, workspace: SearchWorkspace) -> None:
-        tail_rows = self.tail.num_rows if self.tail is not None else 0
-        workspace.prepare(*self._shape, self.index.context_len + tail_rows)
 
     @property
     def calls_address(self) -> int:
@@ -99,12 +101,12 @@ class LayerSearch:
             finish(workspace.calls, workspace.progress, workspace.control, num_jobs)
 
     def _check(self) -> None:
-        """Raise AssertionError if the shapes do not fit together, ConfigError if the index cannot be searched."""
+        """Raise AssertionError if the shapes do not fit together."""
         num_tokens, num_q_heads, head_dim = self.q.shape
-        heads, table = self.index.num_heads, self.index.table
+        heads, of_sketch = self.index.num_heads, isinstance(self.index, SketchIndex)
         assert self.q.dtype == np.float32, f"q must be float32, got {self.q.dtype}"
         assert num_q_heads % heads == 0, f"{num_q_heads} query heads cannot be shared out to {heads} index heads"
-        assert head_dim == self.index.query_basis.shape[1], f"q has head_dim {head_dim}, the index another"
+        assert head_dim == self.index.key_mean.shape[-1], f"q has head_dim {head_dim}, the index another"
         wanted = num_tokens, heads
         kv_indices, valid_len = self.out.kv_indices, self.out.valid_len
         assert kv_indices.shape[:2] == wanted, f"out has shape {kv_indices.shape}, wanted {wanted}"
@@ -112,55 +114,38 @@ class LayerSearch:
         for name, array in (("kv_indices", kv_indices), ("valid_len", valid_len)):
             sound = array.dtype == np.int32 and array.flags.c_contiguous and array.flags.writeable
             assert sound, f"out.{name} must be int32, contiguous and writable"
-        if isinstance(table, RowTable):
-            assert self.tail is None or isinstance(self.tail, RowTail), f"a table of rows cannot use {self.tail!r}"
-            if weight_room(self.index.num_subspaces, table.largest_code) <= 0:
-                raise ConfigError(
-                    f"{self.index.num_subspaces} subspaces of {table.score_bits}-bit scores do not fit into 16-bit "
-                    f"sums; rebuild the index with fewer subspaces or with 4-bit scores"
-                )
-        else:
-            assert self._group_size <= MAX_PIECES, f"more than {MAX_PIECES} query heads share an index head"
-            assert self.tail is None or isinstance(self.tail, ListTail), f"a table of lists cannot use {self.tail!r}"
+        assert of_sketch or self._group_size <= MAX_PIECES, f"more than {MAX_PIECES} query heads share an index head"
+        assert self.tail is None or not of_sketch, f"a sketch cannot use {self.tail!r}"
 
     def _describe(self) -> NDArray[Any]:
         """The record of this search, but for what changes with the tail."""
-        index, table = self.index, self.index.table
+        index = self.index
         values: dict[str, Any] = {
             "q": _address(self.q, np.float32),
-            "query_basis": _address(index.query_basis, np.float32),
-            "codebook_columns": _address(index.codebook_columns, np.float32),
             "kv_indices": _address(self.out.kv_indices, np.int32),
             "valid_len": _address(self.out.valid_len, np.int32),
+            "num_tokens": self.q.shape[0],
             "num_heads": index.num_heads,
             "group_size": self._group_size,
-            "pool_size": self.q.shape[1] // index.num_heads // self._group_size,
             "head_dim": self.q.shape[2],
-            "num_subspaces": index.num_subspaces,
-            "num_centroids": index.num_centroids,
-            "centroid_room": index.codebook_columns.shape[3],
-            "weigh_by_norm": index.weigh_by_norm,
             "top_k": self.out.kv_indices.shape[2],
             "context_len": index.context_len,
             "sink_len": self.sink_len,
             "window_len": self.window_len,
             "softmax_scale": self.softmax_scale,
         }
-        if isinstance(table, RowTable):
-            values |= _describe_rows(table)
+        if isinstance(index, SketchIndex):
+            assert self._sketch is not None
+            values |= {"sketch": self._sketch.ctypes.data, "num_parts": index.num_segments}
         else:
-            values["list_indices"] = _address(table.indices, np.int32)
-            values["list_scores"], values["list_len"] = _address(table.scores, np.float16), table.list_len
+            values |= _describe_lists(index)
         return np.array([tuple(values.get(name, 0) for name in SEARCH.names or ())], SEARCH)
 
     def _describe_tail(self, tail_rows: int) -> None:
         """What the tail now holds, and where."""
         fields, tail = self._record, self.tail
         fields["tail_rows"] = tail_rows
-        if isinstance(tail, RowTail) and tail.codes is not self._tail_array:
-            self._tail_array = tail.codes
-            fields["tail_codes"], fields["tail_room"] = _address(tail.codes, np.int8), tail.codes.shape[-1]
-        elif isinstance(tail, ListTail) and tail.inserted_indices is not self._tail_array:
+        if tail is not None and tail.inserted_indices is not self._tail_array:
             self._tail_array = tail.inserted_indices
             fields["num_inserted"] = _address(tail.num_inserted, np.int32)
             fields["inserted_indices"] = _address(tail.inserted_indices, np.int32)
@@ -168,20 +153,18 @@ class LayerSearch:
             fields["tail_room"] = tail.inserted_indices.shape[-1]
 
 
-def _describe_rows(table: RowTable) -> dict[str, int]:
-    """Where the rows are. They may lie apart, by any number of bytes as long as it is the same between all."""
-    codes = table.codes
-    *_, num_subspaces, num_centroids, row_bytes = codes.shape
-    stride = codes.strides[2]
-    apart = num_subspaces * num_centroids * stride, num_centroids * stride, stride, 1
-    assert codes.strides == apart, f"rows of codes lie apart by {codes.strides} bytes, wanted {apart}"
+def _describe_lists(index: LayerIndex) -> dict[str, int]:
     return {
-        "codes": codes.__array_interface__["data"][0],
-        "code_bytes": (codes.size // max(row_bytes, 1) - 1) * stride + row_bytes,
-        "row_bytes": row_bytes,
-        "row_stride": stride,
-        "score_bits": table.score_bits,
-        "scales": _address(table.scales, np.float32),
+        "num_parts": index.num_subspaces,
+        "query_basis": _address(index.query_basis, np.float32),
+        "codebook_columns": _address(index.codebook_columns, np.float32),
+        "num_subspaces": index.num_subspaces,
+        "num_centroids": index.num_centroids,
+        "centroid_room": index.codebook_columns.shape[3],
+        "weigh_by_norm": index.weigh_by_norm,
+        "list_indices": _address(index.table.indices, np.int32),
+        "list_scores": _address(index.table.scores, np.float16),
+        "list_len": index.table.list_len,
     }
 
 
@@ -195,8 +178,8 @@ def _address(array: NDArray[Any], dtype: Any) -> int:
 
 def search(
     q: NDArray[np.float32],  # [num_q_heads, head_dim]
-    index: LayerIndex,
-    tail: Tail | None,
+    index: LayerIndex | SketchIndex,
+    tail: ListTail | None,
     top_k: int,
     sink_len: int,
     window_len: int,
@@ -213,8 +196,8 @@ def search(
 
 def one_token(
     q: NDArray[np.float32],  # [num_q_heads, head_dim]
-    index: LayerIndex,
-    tail: Tail | None,
+    index: LayerIndex | SketchIndex,
+    tail: ListTail | None,
     top_k: int,
     sink_len: int,
     window_len: int,
@@ -229,8 +212,8 @@ def one_token(
 
 def search_tokens(
     q: NDArray[np.float32],  # [num_tokens, num_q_heads, head_dim]
-    index: LayerIndex,
-    tail: Tail | None,
+    index: LayerIndex | SketchIndex,
+    tail: ListTail | None,
     top_k: int,
     sink_len: int,
     window_len: int,

@@ -1,8 +1,8 @@
 """Vectors as values inside kernels: `a = load(I16x32, x, i)`, `a * b + c`, `store(x, i, a)`; see also `lanes.py`.
 
-LLVM's own vector types carry the code to any machine: what is wider than the machine's registers is split, and but
-for `lanes.add_dots` no instruction is named. Loads and stores need no alignment and check no bounds. Integers wrap
-around; floats round at each operation.
+LLVM's own vector types carry the code to any machine: what is wider than the machine's registers is split, and but for
+`byte_lanes.add_byte_dots` no instruction is named. Loads and stores need no alignment and check no bounds. Integers
+wrap around; floats round at each operation.
 """
 
 import operator
@@ -175,11 +175,13 @@ def lane_numbers(typing_context, vector):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def convert(typing_context, vector, value):  # type: ignore[no-untyped-def]
-    """Each lane's value in another element type: integer to wider integer, integer to float, float to float."""
+    """Each lane's value in another element type: integers to wider ones, floats to integers, cut off, any to floats."""
     sig = vector.instance_type(vector, value)
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         source, target = sig.args[1], sig.return_type
+        if source.is_float and not target.is_float:
+            return builder.fptosi(args[1], target.llvm_type())
         if source.is_float:
             to_float = builder.fptrunc if target.element < source.element else builder.fpext
             return to_float(args[1], target.llvm_type())
@@ -187,6 +189,18 @@ def convert(typing_context, vector, value):  # type: ignore[no-untyped-def]
             return builder.sitofp(args[1], target.llvm_type())
         extend = builder.sext if source.element.signed else builder.zext
         return extend(args[1], target.llvm_type())
+
+    return sig, generate
+
+
+@intrinsic
+def floats_of_halves(typing_context, value):  # type: ignore[no-untyped-def]
+    """The float32 values of lanes that hold float16 bits."""
+    sig = Vector(types.float32, value.lanes)(value)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        halves = builder.bitcast(args[0], ir.VectorType(ir.HalfType(), sig.return_type.lanes))
+        return builder.fpext(halves, sig.return_type.llvm_type())
 
     return sig, generate
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from csattn.jit import exact_kernel
 from csattn.search.atomics import add, call_stage, load_acquire, set_bits, store_release
 from csattn.search.lanes import trailing_zeros
-from csattn.search.plan import MAX_JOBS, NEXT_IS_KNOWN, cut_pieces, scratch_at, search_at
+from csattn.search.plan import MAX_JOBS, cut_pieces, scratch_at, search_at
 from csattn.search.waiting import (
     CLOSED,
     IDLE,
@@ -143,10 +143,7 @@ def _stage(calls: NDArray[np.int64], progress: NDArray[np.int64], stage: int, jo
     num_threads = scratch_at(scratch).num_threads
     piece = _take(progress, line, pieces, thread * pieces // num_threads)
     while piece >= 0:
-        what = piece
-        if stage == SCORE and job + 1 < search_at(search).num_jobs:
-            what += NEXT_IS_KNOWN * load_acquire(progress, _line(MATCH, job + 1) + DONE)
-        call_stage(calls[MATCH_PIECE + 2 * stage], search, scratch, job, what)
+        call_stage(calls[MATCH_PIECE + 2 * stage], search, scratch, job, piece)
         if add(progress, line + FINISHED, 1) == pieces - 1:
             while call_stage(calls[WEIGH_JOB + 2 * stage], search, scratch, job, 0) != 0:
                 for again in range(pieces):

@@ -12,7 +12,7 @@ from csattn.search.work import CONTROL_WORDS, NUM_CALLS, PROGRESS_WORDS, SCRATCH
 from csattn.selection import Selection
 
 LINE_BYTES = 64
-# Kernels write whole blocks: up to 128 keys behind the context and behind the tail. An odd number of cache lines
+# Kernels write whole blocks: up to 63 keys behind the context. An odd number of cache lines
 # from one query row's scores or powers to the next's keeps them out of each other's places in the caches.
 STRIDE_STEP, STRIDE_EXTRA = 1024, 512 + 32
 
@@ -60,26 +60,26 @@ class SearchWorkspace:
         self._memory = _aligned(0)
         self._layout: tuple[int, ...] = ()
 
-    def prepare(self, group_size: int, num_subspaces: int, score_bytes: int, num_keys: int) -> None:
-        """Make room for searches of that shape and describe it in `scratch`."""
-        layout = group_size, num_subspaces, score_bytes, -(-num_keys // STRIDE_STEP)
+    def prepare(self, group_size: int, query_bytes: int, score_bytes: int, num_keys: int) -> None:
+        """Make room for searches of that shape and describe it in `scratch`. query_bytes: of a job's queries."""
+        layout = group_size, query_bytes, score_bytes, -(-num_keys // STRIDE_STEP)
         if layout == self._layout:
             return
         await_others(self.control)
         stride = layout[3] * STRIDE_STEP + STRIDE_EXTRA
-        row_room = -(-num_subspaces // 2) * 2
+        query_bytes = -(-query_bytes // LINE_BYTES) * LINE_BYTES
         num_slots = int(self.scratch["num_slots"][0])
         slot, slot_bytes = _places(_slot_arrays(group_size, stride, score_bytes))
-        jobs = 8 * (MAX_JOBS + 1) * group_size * row_room
+        slopes = 4 * MAX_JOBS * group_size
         whole, num_bytes = _places(
-            {"starts": jobs, "weights": jobs, "multipliers": jobs, "slopes": jobs, "slots": num_slots * slot_bytes}
+            {"queries": MAX_JOBS * query_bytes, "slopes": slopes, "slots": num_slots * slot_bytes}
         )
         base = self.reserve(num_bytes).ctypes.data
         for name, place in slot.items():
             self.scratch[name] = place
         for name, place in whole.items():
             self.scratch[name] = base + place
-        self.scratch["row_room"], self.scratch["stride"] = row_room, stride
+        self.scratch["query_bytes"], self.scratch["stride"] = query_bytes, stride
         self.scratch["sample_stride"], self.scratch["slot_bytes"] = SAMPLE_ROOM, slot_bytes
         self._layout = layout
 

@@ -9,7 +9,7 @@ powers over all scored keys. Keys are cut into ranges, and each range has a shif
 as 2 ** (slope * score - shift). Shifts are even integers, so that scaling by them is exact: neither a share nor
 its rounding depends on where the ranges begin.
 
-Scores come as int16 (rows) or float32 (lists); a float32 score of -0.0 marks a key that no list holds.
+Scores come as int16 (sketches) or float32 (lists); a float32 score of -0.0 marks a key that no list holds.
 """
 
 from typing import Any

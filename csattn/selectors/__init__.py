@@ -1,8 +1,8 @@
 """What decides which rows a step attends to: ours and those it is compared with, behind one interface."""
 
 from csattn.selectors.base import ContextLayer, ContextView, FarRows, Prepared, Selector
-from csattn.selectors.centroids import PreparedCentroids
-from csattn.selectors.prepare import estimates_rest, prepare, selector_for
+from csattn.selectors.centroids import PreparedCentroids, PreparedSketch
+from csattn.selectors.prepare import prepare, resolve_rest, selector_for
 
 __all__ = [
     "ContextLayer",
@@ -10,8 +10,9 @@ __all__ = [
     "FarRows",
     "Prepared",
     "PreparedCentroids",
+    "PreparedSketch",
     "Selector",
-    "estimates_rest",
     "prepare",
+    "resolve_rest",
     "selector_for",
 ]

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
+from csattn.config import RestKind, SearchConfig
 from csattn.errors import ConfigError
 from csattn.selector_names import ABOUT, SELECTOR_NAMES, SelectorName
 from csattn.selectors.base import ContextLayer, ContextView, Prepared, Unprepared
@@ -48,14 +49,23 @@ def selector_for(name: str, view: ContextView) -> SelectorName:
     return "full" if view.everything_kept and ABOUT[name].keeps_top_k else name
 
 
-def estimates_rest(name: SelectorName, view: ContextView) -> bool:
-    """Whether attention to the rows that it leaves out is estimated: `csattn.rest` takes its rows for the best.
+def resolve_rest(config: SearchConfig, name: SelectorName, layout: str) -> RestKind:
+    """How attention to the rows that a selector leaves out is made up for: what was asked for, or what suits the index.
 
-    Raises ConfigError where that is asked for of a selector of another kind; `full` leaves nothing out.
+    layout: of the artifact's index. Raises ConfigError for what does not go together; `full` leaves nothing out.
     """
-    if view.config.estimate_rest and name not in (*_CHOOSE_THE_BEST, "full"):
+    if name == "full" or config.rest == "none":
+        return "none"
+    if config.rest is None:
+        return "sketch" if (name, layout) == ("csattn", "sketch") else "none"
+    if name not in _CHOOSE_THE_BEST:
         raise ConfigError(
-            f"estimate_rest goes with the selectors {' and '.join(_CHOOSE_THE_BEST)}; {name} works as it was "
-            "published: choose one of those, or leave estimate_rest out"
+            f"rest {config.rest} goes with the selectors {' and '.join(_CHOOSE_THE_BEST)}; {name} works as it was "
+            "published: choose one of those, or leave rest out"
         )
-    return view.config.estimate_rest and name != "full"
+    if config.rest == "sketch" and layout != "sketch":
+        raise ConfigError(
+            f"rest sketch needs an index that is a sketch, and this context's has {layout}; build it with the preset "
+            "default, or choose rest moments or none"
+        )
+    return config.rest

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-SEGMENT_STEP = 1024  # segments begin at multiples of this many rows
-
 
 @dataclass(frozen=True)
 class SketchIndex:
@@ -48,6 +46,12 @@ class SketchIndex:
     @property
     def num_segments(self) -> int:
         return len(self.segment_starts)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of what choosing and attending by codes reads."""
+        transforms = self.key_mean.nbytes + self.query_transform.nbytes
+        return self.codes.nbytes + transforms + self.value_mean.nbytes + self.value_transform.nbytes
 
     def segment(self, number: int) -> slice:
         """The rows of a segment."""

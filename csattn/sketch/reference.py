@@ -9,7 +9,7 @@ and eigenvalue j is what coordinate j adds to the variance of a logit, as the co
 Karhunen-Loeve transform under the queries' metric. The first coordinates are kept in 4 bits each, those that follow in
 2. A code u stands for the odd number c = 2 u - (2^bits - 1), in units of half a step.
 
-Values are told from the codes by linear regression: v is about value_mean + c @ B.
+Values are predicted from the codes by linear regression: v is about mean(v) + (c - mean(c)) @ B.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ RIDGE = 1e-3  # of the regression, as a share of the codes' mean variance
 # of it, that with the least squared error on the segment's rows is taken
 NORMAL_STEP = {2: 0.996, 4: 0.335}
 STEP_MULTIPLES = (0.8, 0.9, 1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0)
-STEP_SAMPLES = 4096  # at most so many rows, evenly spaced, decide about the steps
+STEP_SAMPLES = 2048  # at most so many rows, evenly spaced, decide about the steps
 
 KEY_BITS, TRANSFORM_BITS = 20, 24  # fixed point: with 256 dimensions, sums of products fit a float64's 53 bits
 LARGEST_MULTIPLIER = 127  # of a code: a query's coordinate becomes an 8-bit integer
@@ -45,7 +45,8 @@ class Transform:
     key_transform: NDArray[np.float32]  # [head_dim, num_coords]: from k - key_mean to steps; columns in fixed point
     query_transform: NDArray[np.float16]  # [head_dim, num_coords]: q @ this is what a unit of c adds to q . k
     value_mean: NDArray[np.float32]  # [head_dim]
-    # [num_coords, head_dim]: B; its coarse rows times the variance of c, see `attend_rest`
+    # [num_coords, head_dim]: B; its coarse rows times the variance of c. What the mean of coarse codes tells is in
+    # value_mean already: see `attend_rest`
     value_transform: NDArray[np.float16]
 
 
@@ -70,8 +71,10 @@ def fit(
     exponent = int(np.ceil(np.log2(largest))) if largest > 0 else 0
     key_transform = in_fixed_point(root @ basis * per_step)
     c = signed(encode(k, key_mean, exponent, key_transform, bits), bits)
-    value_mean, value_transform = _regression(c, v.astype(np.float64))
-    value_transform *= np.where(bits == FINE_BITS, 1.0, c.var(axis=0))[:, None]
+    is_fine = bits == FINE_BITS
+    matrix = _regression(c, v.astype(np.float64))
+    value_mean = v.astype(np.float64).mean(0) - np.where(is_fine, c.mean(0), 0.0) @ matrix
+    value_transform = matrix * np.where(is_fine, 1.0, c.var(axis=0))[:, None]
     return Transform(
         key_mean,
         exponent,
@@ -155,7 +158,7 @@ def integer_query(
     for of_segment, offset in zip(np.abs(p), np.abs(shift), strict=True):
         total = float(np.add.accumulate(largest * of_segment)[-1]) + offset
         unit = max(unit, float(of_segment.max()) / LARGEST_MULTIPLIER, total / room)
-    if not 0.0 < unit < np.inf:
+    if not (0.0 < unit < np.inf and np.isfinite(shift).all()):
         return 0.0, np.zeros(p.shape, np.int64), np.zeros(len(p), np.int64)
     return unit, np.rint(p / unit).astype(np.int64), np.rint(shift / unit).astype(np.int64)
 
@@ -231,14 +234,12 @@ def _best_step(samples: Floats, deviation: float, bits: int) -> float:
     return steps[int(np.argmin(errors))]
 
 
-def _regression(c: Floats, v: Floats) -> tuple[Floats, Floats]:
-    """The mean [head_dim] and the matrix [num_coords, head_dim] with the least squared error, nearly."""
-    c_mean, v_mean = c.mean(0), v.mean(0)
-    x = c - c_mean
+def _regression(c: Floats, v: Floats) -> Floats:
+    """B [num_coords, head_dim]: v - mean(v) is about (c - mean(c)) @ B, with the least squared error, nearly."""
+    x = c - c.mean(0)
     gram = x.T @ x
     gram += (RIDGE * gram.trace() / len(gram) + 1e-9 * len(c)) * np.eye(len(gram))
-    matrix = np.linalg.solve(gram, x.T @ (v - v_mean))
-    return v_mean - c_mean @ matrix, matrix
+    return np.linalg.solve(gram, x.T @ (v - v.mean(0)))
 
 
 def _dot_in_order(x: NDArray[np.float32], columns: NDArray[np.floating]) -> Floats:

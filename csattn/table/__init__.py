@@ -1,1 +1,1 @@
-"""The table: each centroid's scores against all keys, as quantised rows or as Top-L lists."""
+"""Top-L lists, and what extends them while a request decodes."""

@@ -6,59 +6,15 @@ context_len + t. A tail belongs to one request and one layer; it is not safe to 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from csattn.jit import exact_kernel, readonly
-from csattn.table.lists import ListTable
-from csattn.table.rows import KEYS_PER_BLOCK
 
 if TYPE_CHECKING:
     from csattn.index import LayerIndex
-
-
-def make_tail(index: LayerIndex) -> Tail:
-    """An empty tail over the shared index of one layer."""
-    return ListTail(index) if isinstance(index.table, ListTable) else RowTail(index)
-
-
-class RowTail:
-    """Quantised scores of the appended keys for all centroids, in the scales of the shared rows."""
-
-    def __init__(self, index: LayerIndex) -> None:
-        self._index = index
-        self.num_rows = 0
-        # [num_index_heads, num_subspaces, num_centroids, capacity] int8, also over 4-bit tables; codes at and
-        # above num_rows are 0
-        self.codes: NDArray[np.int8] = np.zeros((*index.codebooks.shape[:3], KEYS_PER_BLOCK), np.int8)
-
-    def append(self, k: NDArray[np.float32]) -> None:
-        """Add one key: k [num_kv_heads, head_dim], as it lies in the KV cache."""
-        if self.num_rows == self.codes.shape[-1]:
-            self._grow()
-        scores = score_key(k, self._index)
-        table = self._index.table
-        _store_codes(scores, readonly(table.scales), table.largest_code, self.codes, self.num_rows)  # type: ignore[union-attr]
-        self.num_rows += 1
-
-    def _grow(self) -> None:
-        # zeros are memory that nobody has touched: the new half costs nothing until rows come
-        grown = np.zeros((*self.codes.shape[:3], 2 * self.codes.shape[3]), np.int8)
-        grown[..., : self.num_rows] = self.codes
-        self.codes = grown
-
-    def check(self) -> None:
-        """Raise AssertionError if a code is out of its range or written where no row is."""
-        largest = self._index.table.largest_code  # type: ignore[union-attr]
-        assert 0 <= self.num_rows <= self.codes.shape[-1], f"{self!r} holds more rows than it has room for"
-        assert self.codes.shape[-1] % KEYS_PER_BLOCK == 0, f"{self!r} has a capacity that is no multiple of a block"
-        assert (np.abs(self.codes.astype(np.int16)) <= largest).all(), f"{self!r} holds a code beyond {largest}"
-        assert not self.codes[..., self.num_rows :].any(), f"{self!r} holds codes after its last row"
-
-    def __repr__(self) -> str:
-        return f"<RowTail {self.num_rows} rows, room for {self.codes.shape[-1]}, {self.codes.nbytes} bytes>"
 
 
 class ListTail:
@@ -70,7 +26,6 @@ class ListTail:
     """
 
     def __init__(self, index: LayerIndex) -> None:
-        assert isinstance(index.table, ListTable)
         self._index = index
         self._table = index.table
         lists = index.codebooks.shape[:3]
@@ -137,9 +92,6 @@ class ListTail:
         return f"<ListTail {self.num_rows} rows, {inserted} insertions, room for {room} a list, {num_bytes} bytes>"
 
 
-Tail: TypeAlias = RowTail | ListTail
-
-
 def score_key(k: NDArray[np.float32], index: LayerIndex) -> NDArray[np.float32]:
     """Scores [num_index_heads, num_subspaces, num_centroids] of one new key k [num_kv_heads, head_dim]."""
     head_dim = index.key_mean.shape[1]
@@ -180,24 +132,6 @@ def _score_key(
                 for d in range(subspace_dim):
                     total += rotated[b * subspace_dim + d] * codebooks[head, b, j, d]
                 scores[head, b, j] = total
-
-
-@exact_kernel
-def _store_codes(
-    scores: NDArray[np.float32],
-    scales: NDArray[np.float32],
-    largest_code: int,
-    codes: NDArray[np.int8],  # [num_index_heads, num_subspaces, num_centroids, capacity], column `row` is written
-    row: int,
-) -> None:
-    num_heads, num_subspaces, num_centroids = scores.shape
-    for head in range(num_heads):
-        for b in range(num_subspaces):
-            for j in range(num_centroids):
-                scale = scales[head, b, j]
-                if scale > 0.0:
-                    code = np.rint(scores[head, b, j] / scale)
-                    codes[head, b, j, row] = np.int8(min(max(code, -largest_code), largest_code))
 
 
 @exact_kernel

@@ -9,10 +9,11 @@ import torch
 from numpy.typing import NDArray
 
 from csattn.artifact import ArtifactSpec, ArtifactWriter, KvDtype, ModelGeometry, hash_token_ids
-from csattn.config import IndexConfig
-from csattn.index import LayerIndex
+from csattn.config import IndexConfig, ListConfig, SketchConfig
+from csattn.index import LayerIndex, plain_basis
+from csattn.sketch import SketchIndex
+from csattn.sketch.codes import num_coords
 from csattn.table.lists import ListTable
-from csattn.table.rows import RowTable, row_bytes
 
 TORCH_DTYPES: dict[KvDtype, torch.dtype] = {
     "float32": torch.float32,
@@ -23,17 +24,10 @@ VERSIONS = {"csattn": "0.1.0"}
 NOTES = {"source": "made up", "chat": {"prefix_len": 3}}
 
 
-def make_config(layout: str = "rows", **options: Any) -> IndexConfig:
-    defaults: dict[str, Any] = {
-        "layout": layout,
-        "num_subspaces": 2,
-        "num_centroids": 3,
-        "basis": "plain",
-        "center_keys": True,
-        "weigh_by_norm": True,
-        "share_group": True,
-    }
-    return IndexConfig(**(defaults | options))
+def make_config(layout: str = "sketch", **options: Any) -> IndexConfig:
+    if layout == "sketch":
+        return SketchConfig(**options)
+    return ListConfig(**({"num_subspaces": 2, "num_centroids": 3} | options))
 
 
 def make_token_ids(context_len: int, seed: int = 0) -> NDArray[np.int32]:
@@ -45,8 +39,8 @@ def make_spec(
     *,
     num_layers: int = 2,
     num_kv_heads: int = 2,
-    head_dim: int = 4,
-    layout: str = "rows",
+    head_dim: int = 8,
+    layout: str = "sketch",
     kv_dtype: KvDtype = "float32",
     seed: int = 0,
     fingerprint: str = "model-a",
@@ -72,40 +66,59 @@ def make_spec(
     )
 
 
-def make_layer(spec: ArtifactSpec, layer_idx: int) -> tuple[torch.Tensor, LayerIndex]:
+def make_layer(spec: ArtifactSpec, layer_idx: int) -> tuple[torch.Tensor, LayerIndex | SketchIndex]:
     """A layer's KV rows and index: other ones for each layer, the same ones on every call."""
     digest = hashlib.sha256(f"{spec.artifact_id} {layer_idx}".encode()).digest()
     rng = np.random.default_rng(int.from_bytes(digest[:8], "little"))
-    config, model, num_heads = spec.index_config, spec.model, spec.num_index_heads
+    model = spec.model
     kv = torch.from_numpy(rng.standard_normal((model.num_kv_heads, spec.context_len, 2, model.head_dim), np.float32))
+    next_query = None
+    if layer_idx + 1 < model.num_layers:
+        next_query = rng.standard_normal((model.num_q_heads, model.head_dim + 1, model.head_dim), np.float32)
+    make = make_sketch if isinstance(spec.index_config, SketchConfig) else make_lists
+    return kv.to(TORCH_DTYPES[spec.kv_dtype]), make(spec, rng, next_query)
+
+
+def make_sketch(spec: ArtifactSpec, rng: np.random.Generator, next_query: NDArray[np.float32] | None) -> SketchIndex:
+    config, head_dim = spec.index_config, spec.model.head_dim
+    assert isinstance(config, SketchConfig)
+    words, starts = config.words(head_dim), config.segment_starts(spec.context_len)
+    segments, width = (spec.model.num_kv_heads, len(starts)), num_coords(*words)
+    codes = rng.integers(
+        0, 2**32, (spec.model.num_kv_heads, -(-spec.context_len // 64), sum(words), 64), dtype=np.uint32
+    )
+    return SketchIndex(
+        codes=codes,
+        num_fine=words[0],
+        segment_starts=np.array(starts, np.int32),
+        key_mean=rng.standard_normal((*segments, head_dim), np.float32),
+        query_transform=rng.standard_normal((*segments, head_dim, width), np.float32).astype(np.float16),
+        value_mean=rng.standard_normal((*segments, head_dim), np.float32),
+        value_transform=rng.standard_normal((*segments, width, head_dim), np.float32).astype(np.float16),
+        context_len=spec.context_len,
+        next_query=next_query,
+    )
+
+
+def make_lists(spec: ArtifactSpec, rng: np.random.Generator, next_query: NDArray[np.float32] | None) -> LayerIndex:
+    config, head_dim, num_heads = spec.index_config, spec.model.head_dim, spec.num_index_heads
+    assert isinstance(config, ListConfig)
     lists = (num_heads, config.num_subspaces, config.num_centroids)
-    table: RowTable | ListTable
-    if config.layout == "rows":
-        codes = rng.integers(0, 100, (*lists, row_bytes(spec.context_len, config.score_bits)), dtype=np.uint8)
-        table = RowTable(
-            codes.view(np.int8) if config.score_bits == 8 else codes,
-            rng.standard_normal(lists, np.float32),
-            spec.context_len,
-        )
-    else:
-        list_len = config.list_entries(spec.context_len)
-        table = ListTable(
-            rng.integers(0, spec.context_len, (*lists, list_len), dtype=np.int32),
-            rng.standard_normal((*lists, list_len), np.float32).astype(np.float16) + np.float16(0),
-            spec.context_len,
-        )
-    index = LayerIndex(
-        query_basis=rng.standard_normal((num_heads, model.head_dim, model.head_dim), np.float32),
-        codebooks=rng.standard_normal((*lists, model.head_dim // config.num_subspaces), np.float32),
-        key_basis=rng.standard_normal((num_heads, model.head_dim, model.head_dim), np.float32),
-        key_mean=rng.standard_normal((num_heads, model.head_dim), np.float32),
+    list_len = config.list_entries(spec.context_len)
+    table = ListTable(
+        rng.integers(0, spec.context_len, (*lists, list_len), dtype=np.int32),
+        rng.standard_normal((*lists, list_len), np.float32).astype(np.float16) + np.float16(0),
+        spec.context_len,
+    )
+    return LayerIndex(
+        query_basis=plain_basis(num_heads, head_dim),
+        codebooks=rng.standard_normal((*lists, head_dim // config.num_subspaces), np.float32),
+        key_basis=plain_basis(num_heads, head_dim),
+        key_mean=rng.standard_normal((num_heads, head_dim), np.float32),
         table=table,
         weigh_by_norm=config.weigh_by_norm,
-        next_query=None
-        if layer_idx + 1 == model.num_layers
-        else rng.standard_normal((model.num_q_heads, model.head_dim + 1, model.head_dim), np.float32),
+        next_query=next_query,
     )
-    return kv.to(TORCH_DTYPES[spec.kv_dtype]), index
 
 
 def hidden_state(layer_idx: int) -> torch.Tensor:

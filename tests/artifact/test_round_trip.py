@@ -13,12 +13,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from csattn.artifact import Artifact, ArtifactSpec, ArtifactWriter, artifact_bytes, open_artifact, verify_artifact
 from csattn.artifact.layout import MANIFEST_HASH_FILE, index_arrays, index_file, kv_file, plan
 from csattn.artifact.tensor_file import PAGE_BYTES, TensorSpec, map_file, plan_file, write_file
 from csattn.errors import ArtifactError, ConfigError
+from csattn.sketch import SketchIndex
 from tests.artifact.synthetic import NOTES, VERSIONS, build, make_layer, make_spec, make_token_ids
 
 
@@ -30,29 +32,59 @@ def assert_holds_what_was_built(artifact: Artifact, spec: ArtifactSpec) -> None:
         assert torch.equal(got_kv, kv)
         path, offset, num_bytes = artifact.layer_kv_place(layer_idx)
         assert path.read_bytes()[offset : offset + num_bytes] == kv.view(torch.uint8).numpy().tobytes()
-        assert got_index.weigh_by_norm == index.weigh_by_norm
+        assert type(got_index) is type(index)
         assert got_index.context_len == spec.context_len
+        if isinstance(index, SketchIndex):
+            assert (got_index.num_fine, got_index.num_coarse) == spec.index_config.words(spec.model.head_dim)
+        else:
+            assert got_index.weigh_by_norm == index.weigh_by_norm
+        assert_nearly_the_same(got_index.next_query, index.next_query)
         want = index_arrays(index)
         for name, got in index_arrays(got_index).items():
             assert got.dtype == want[name].dtype
             np.testing.assert_array_equal(got, want[name])
 
 
+def assert_nearly_the_same(got: NDArray[np.float32] | None, want: NDArray[np.float32] | None) -> None:
+    """To half a step of a row's 8 bits."""
+    assert (got is None) == (want is None)
+    if got is not None and want is not None:
+        assert got.dtype == np.float32
+        steps = np.abs(want).max(axis=-1, keepdims=True) / 127
+        assert (np.abs(got - want) <= 0.501 * steps).all()
+
+
+OPTIONS = st.one_of(
+    st.fixed_dictionaries(
+        {
+            "layout": st.just("sketch"),
+            "num_fine": st.sampled_from([1, 2]),
+            "num_coarse": st.sampled_from([0, 2]),
+            "segment_len": st.sampled_from([1024, 8192]),
+        }
+    ),
+    st.fixed_dictionaries(
+        {
+            "layout": st.just("lists"),
+            "list_len": st.sampled_from([0.01, 0.25, 1.0]),
+            "share_group": st.booleans(),
+            "weigh_by_norm": st.booleans(),
+        }
+    ),
+)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
-    context_len=st.sampled_from([1, 2, 63, 64, 65, 131, 1021]),
+    context_len=st.sampled_from([1, 2, 63, 64, 65, 1021, 2600]),
     num_layers=st.integers(1, 3),
     num_kv_heads=st.integers(1, 3),
-    head_dim=st.sampled_from([2, 6, 64]),
+    head_dim=st.sampled_from([8, 24, 64]),
     kv_dtype=st.sampled_from(["float32", "float16", "bfloat16"]),
-    layout=st.sampled_from(["rows", "lists"]),
-    score_bits=st.sampled_from([4, 8]),
-    list_len=st.sampled_from([0.01, 0.25, 1.0]),
-    share_group=st.booleans(),
-    weigh_by_norm=st.booleans(),
+    options=OPTIONS,
 )
-def test_everything_comes_back(**shape: object) -> None:
-    spec = make_spec(**shape)  # type: ignore[arg-type]
+def test_everything_comes_back(options: dict[str, object], **shape: object) -> None:
+    spec = make_spec(**shape, **options)  # type: ignore[arg-type]
     with TemporaryDirectory() as store:
         path = build(Path(store), spec)
         manifest = verify_artifact(path)
@@ -67,7 +99,7 @@ def test_everything_comes_back(**shape: object) -> None:
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from([("F32", "f4"), ("F16", "f2"), ("I32", "i4"), ("U8", "u1"), ("I8", "i1")]),
+            st.sampled_from([("F32", "f4"), ("F16", "f2"), ("I32", "i4"), ("U32", "u4"), ("U8", "u1"), ("I8", "i1")]),
             st.lists(st.sampled_from([0, 1, 2, 3, 63, 65]), max_size=3),
         ),
         min_size=1,
@@ -123,7 +155,7 @@ def test_the_id_depends_on_everything_that_decides_the_bytes_and_on_nothing_else
         make_spec(fingerprint="model-b"),
         make_spec(kv_dtype="float16"),
         make_spec(layout="lists"),
-        make_spec(score_bits=8),
+        make_spec(num_fine=1),
         dataclasses.replace(spec, tokenizer_hash="tokenizer-b"),
     ]
     assert len({spec.artifact_id, *(other.artifact_id for other in others)}) == 8
@@ -186,7 +218,8 @@ def test_a_layer_that_the_model_does_not_have(tmp_path: Path) -> None:
     [
         ({"context_len": 0}, "at least one token"),
         ({"kv_dtype": "int8"}, "kv_dtype must be one of"),
-        ({"head_dim": 7}, "cannot be split into 2 equal subspaces"),
+        ({"head_dim": 7, "layout": "lists"}, "cannot be split into 2 equal subspaces"),
+        ({"head_dim": 7}, "needs heads of 8 to 256 dimensions"),
         ({"num_layers": 0}, "num_layers of a model must be a positive integer"),
     ],
 )

@@ -50,7 +50,7 @@ def test_an_ambiguous_prefix_asks_for_more_digits(tmp_path: Path) -> None:
 
 
 def test_a_listing_shows_whole_artifacts_only(tmp_path: Path) -> None:
-    specs = [make_spec(seed=seed, layout=layout) for seed, layout in [(0, "rows"), (1, "lists"), (2, "rows")]]
+    specs = [make_spec(seed=seed, layout=layout) for seed, layout in [(0, "sketch"), (1, "lists"), (2, "sketch")]]
     paths = [build(tmp_path, spec, seed) for seed, spec in enumerate(specs)]
     (paths[2] / "notes.txt").touch()
     (tmp_path / "0123456789abcdef").mkdir()
@@ -63,7 +63,7 @@ def test_a_listing_shows_whole_artifacts_only(tmp_path: Path) -> None:
     for summary in listed:
         assert summary.size_bytes == sum(f.stat().st_size for f in summary.path.glob("*.safetensors"))
         assert (summary.model_name, summary.context_len, summary.kv_dtype) == ("Made-Up-1M", 70, "float32")
-    assert {summary.layout for summary in listed} == {"rows", "lists"}
+    assert {summary.layout for summary in listed} == {"sketch", "lists"}
     broken = broken_artifacts(tmp_path)
     assert set(broken) == {paths[2], tmp_path / "0123456789abcdef"}
     assert isinstance(broken[paths[2]], ArtifactCorruptError)

@@ -154,7 +154,7 @@ class OnDevice:
             tail_capacity=shape.tail_capacity,
             softmax_scale=shape.softmax_scale,
             device=self.device,
-            estimate_rest=step.moments is not None,
+            rest="moments" if step.moments is not None else "none",
         )
         self.q, self.tails = step.q.to(self.device), step.tails.to(self.device)
         on_device = [[kv.to(self.device) for kv in side] for side in (step.resident, step.far)]

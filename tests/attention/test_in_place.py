@@ -7,10 +7,15 @@ import pytest
 import torch
 
 from csattn.attention import attend, in_place, merge_state
+from csattn.attention.in_place_arguments import ARGUMENTS, MAX_PARTS
 from csattn.attention.in_place_reference import attend_row
+from csattn.attention.in_place_rest import RANGE_ROWS, num_rest_ranges, rest_queries_stage, rest_stage
 from csattn.cpu.tape import Tape
 from csattn.cpu.team import Team
 from csattn.rest import Moments, moments_of
+from csattn.search.sketch import describe_sketch, query_bytes
+from csattn.sketch import SketchIndex
+from tests.sketch.synthetic import make_heads, make_sketch
 
 DTYPES = ["float32", "bfloat16", "float16"]
 NAN = float("nan")
@@ -27,6 +32,7 @@ class Row:
     valid_len: torch.Tensor
     tail: torch.Tensor  # its own rows, then NaN
     moments: Moments | None = field(default=None, kw_only=True)
+    sketch: SketchIndex | None = field(default=None, kw_only=True)
 
     @property
     def tail_len(self) -> int:
@@ -45,7 +51,8 @@ class Row:
     def want(self) -> torch.Tensor:
         scale = self.q.shape[-1] ** -0.5
         tail = self.tail[:, : self.tail_len]
-        return attend_row(self.q, self.context, *self.near, self.kv_indices, self.valid_len, tail, scale, self.moments)
+        chosen = self.kv_indices, self.valid_len
+        return attend_row(self.q, self.context, *self.near, *chosen, tail, scale, self.moments, self.sketch)
 
 
 def make_row(
@@ -82,6 +89,10 @@ def run(rows: list[Row], num_threads: int = 1) -> torch.Tensor:
     """[num_rows, num_q_heads, head_dim]"""
     num_rows, (num_q_heads, head_dim) = len(rows), rows[0].q.shape
     q, tails = torch.stack([row.q for row in rows]), torch.stack([row.tail for row in rows])
+    sketches = [row.sketch for row in rows]
+    records = [describe_sketch(sketch) if sketch is not None else None for sketch in sketches]
+    num_kv_heads, of_query = rows[0].context.shape[0], [0]
+    of_query += [query_bytes(sketch, num_q_heads // num_kv_heads) for sketch in sketches if sketch is not None]
     by_row = {
         "kv": [row.memory.data_ptr() for row in rows],
         "context_lens": [row.context.shape[1] for row in rows],
@@ -92,6 +103,7 @@ def run(rows: list[Row], num_threads: int = 1) -> torch.Tensor:
         "kv_indices": [row.kv_indices.data_ptr() for row in rows],
         "valid_lens": [row.valid_len.data_ptr() if row.kv_indices.shape[1] else 0 for row in rows],
         "moments": [row.moments.table.ctypes.data if row.moments is not None else 0 for row in rows],
+        "sketches": [record.ctypes.data if record is not None else 0 for record in records],
         "tail_ids": list(range(num_rows)),
         "tail_lens": [row.tail_len for row in rows],
     }
@@ -100,22 +112,27 @@ def run(rows: list[Row], num_threads: int = 1) -> torch.Tensor:
     by_row |= dict(zip(layout, map(list, zip(*(row.layout for row in rows), strict=True)), strict=True))
     arrays = {name: np.array(values, np.int64) for name, values in by_row.items()}
     arrays["num_rows"], arrays["softmax_scale"] = np.array([num_rows]), np.array([head_dim**-0.5])
-    arrays["parts"] = np.full((num_rows, num_q_heads, in_place.MAX_RANGES, head_dim + 2), NAN, np.float32)
+    arrays["parts"] = np.full((num_rows, num_q_heads, MAX_PARTS, head_dim + 2), NAN, np.float32)
+    arrays["queries"] = np.full((num_rows, num_kv_heads, max(of_query)), 0xFF, np.uint8)
     arrays["out"] = np.full((num_rows, num_q_heads, head_dim), NAN, np.float32)
     values = {name: array.ctypes.data for name, array in arrays.items()} | {
         "q": q.data_ptr(),
         "num_q_heads": num_q_heads,
-        "num_kv_heads": rows[0].context.shape[0],
+        "num_kv_heads": num_kv_heads,
+        "query_bytes": max(of_query),
+        "max_rest_ranges": max(num_rest_ranges(row.near[1]) for row in rows),
         "head_dim": head_dim,
         "tails": tails.data_ptr(),
         "tail_capacity": tails.shape[2],
         "max_index_heads": max(by_row["num_index_heads"]),
         "max_ranges": max(in_place.num_ranges(length) for length in lists),
     }
-    arguments = np.array([values[name] for name in in_place.ARGUMENTS], np.int64)
+    arguments = np.array([values[name] for name in ARGUMENTS], np.int64)
     tape = Tape()
     pieces = num_rows * values["max_index_heads"] * values["max_ranges"]
-    tape.add(in_place.attend_stage(str(tails.dtype).removeprefix("torch.")), arguments, pieces)
+    tape.add(rest_queries_stage, arguments, num_rows * num_kv_heads)
+    tape.add(rest_stage, arguments, num_rows * num_kv_heads * values["max_rest_ranges"])
+    tape.add(in_place.attend_stage(str(tails.dtype).removeprefix("torch.")), arguments, pieces, waits=False)
     tape.add(in_place.merge_stage, arguments, num_rows * num_q_heads)
     with Team(num_threads) as team:
         team.run(tape)
@@ -159,9 +176,45 @@ def test_an_estimate_of_what_is_not_selected_joins() -> None:
         assert torch.equal(out, without) == bool((left == 0).all())
 
 
+def with_sketches(rows: list[Row], rng: np.random.Generator) -> list[Row]:
+    """The same rows, of which those with one selection for each KV head have a sketch of their context."""
+    sketched = []
+    for row in rows:
+        if len(row.valid_len) == row.context.shape[0]:
+            heads = make_heads(rng, 2, 3, row.context.shape[1], row.q.shape[1])
+            starts = tuple(range(0, row.context.shape[1], 3072))
+            row = replace(row, sketch=make_sketch(*heads, 1, 0, starts))
+        sketched.append(row)
+    return sketched
+
+
+def test_what_is_not_selected_is_attended_to_by_its_codes(rng) -> None:
+    """In rows of all kinds, beside rows without; where all is selected it changes nothing."""
+    long = RANGE_ROWS + 2000
+    plain = [*rows_of_all_kinds(head_dim=24), make_row(torch.float32, (6, 2, 2), 24, long, (5, long - 70), 400, 3, 40)]
+    rows = with_sketches(plain, rng)
+    both = run([*rows, *plain])
+    assert torch.equal(both[len(rows) :], run(plain))
+    for row, out, without in zip(rows, both, run(plain), strict=False):
+        torch.testing.assert_close(out, row.want(), rtol=1e-3, atol=1e-3)
+        left = row.near[1] - row.near[0] - row.valid_len
+        assert torch.equal(out, without) == (row.sketch is None or bool((left == 0).all()))
+
+
+@pytest.mark.parametrize("fault", [NAN, float("inf")])
+def test_a_query_that_is_not_finite_harms_no_other(fault: float, rng: np.random.Generator) -> None:
+    row = make_row(torch.float32, (6, 2, 2), 16, 300, (4, 250), 15, 3, 40)
+    (row,) = with_sketches([row], rng)
+    broken = replace(row, q=row.q.clone())
+    broken.q[4, 5] = fault
+    both, alone = run([broken, row]), run([row])
+    assert torch.equal(both[1], alone[0])
+    assert torch.equal(both[0, [0, 1, 2, 3, 5]], alone[0, [0, 1, 2, 3, 5]])
+
+
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
-def test_a_rows_bits_do_not_depend_on_what_is_beside_it(num_threads: int) -> None:
-    rows = rows_of_all_kinds()
+def test_a_rows_bits_do_not_depend_on_what_is_beside_it(num_threads: int, rng: np.random.Generator) -> None:
+    rows = with_sketches(rows_of_all_kinds(), rng)
     alone = torch.cat([run([row]) for row in rows])
     assert torch.equal(run(rows, num_threads), alone)
     assert torch.equal(run(rows[::-1], num_threads).flip(0), alone)

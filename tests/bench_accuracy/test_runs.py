@@ -88,10 +88,19 @@ def test_contenders_by_name():
     ahead, paper, own = find_contenders("csattn+ahead, paper,csattn")
     assert (ahead.name, ahead.search(0.1).lookahead, ahead.preset) == ("default+ahead", 1, "default")
     assert (paper.selector, paper.preset, own.name) == ("csattn", "paper", "default")
-    rested, best = find_contenders("default+ahead+rest,exact+rest")
-    assert (rested.name, rested.search(0.1).estimate_rest, rested.lookahead) == ("default+ahead+rest", True, 1)
-    assert (best.selector, best.search(0.1).estimate_rest) == ("exact", True)
-    for wrong in ("exact+ahead", "none", "default+behind", "quest+rest", "default+rest+ahead"):
+    rested, best, bare = find_contenders("csattn+ahead+rest=moments,exact+rest=sketch,default+rest=none")
+    assert (rested.name, rested.search(0.1).rest, rested.lookahead) == ("default+ahead+rest=moments", "moments", 1)
+    assert (best.name, best.selector, best.search(0.1).rest) == ("exact+rest=sketch", "exact", "sketch")
+    assert (bare.search(0.1).rest, own.search(0.1).rest) == ("none", None)
+    wrong_names = (
+        "exact+ahead",
+        "none",
+        "default+behind",
+        "quest+rest=moments",
+        "default+rest=none+ahead",
+        "default+rest",
+    )
+    for wrong in (*wrong_names, "default+rest=codes", "lists+rest=sketch", "paper+rest=sketch"):
         with pytest.raises(GateError, match="unknown selector"):
             find_contenders(wrong)
 

@@ -1,13 +1,10 @@
 """What rivals keep of keys, beside the selectors that define it; and the tables of the comparison."""
 
-import numpy as np
 import pytest
 import torch
 
-from bench.decode.recorded import WideIndex, halved
 from bench.decode.rivals.keys import attention_received, hash_tables, quantise
 from bench.decode.rivals.report import RIVALS, kl_of_selectors, rival_tables, rivals_in
-from csattn.config import preset
 from csattn.selectors import ContextLayer
 from csattn.selectors.key_clusters import nearest_centroids
 from csattn.selectors.magicpig import PreparedMagicpig
@@ -47,24 +44,15 @@ def test_attention_received_is_the_sum_of_softmax_weights(keys):
     torch.testing.assert_close(attention_received(q, keys, 0.25), want)
 
 
-def test_a_halved_index_has_every_second_centroid(rng):
-    config = preset("pooled", 128)
-    arrays = [rng.standard_normal(shape, dtype=np.float32) for shape in ((2, 128, 128), (2, 128, 128), (2, 128))]
-    index = WideIndex(config, *arrays, codebooks=rng.standard_normal((2, 16, 64, 8), dtype=np.float32))
-    half = halved(index)
-    assert half.config.num_centroids == 32 and half.config.num_subspaces == 16
-    np.testing.assert_array_equal(half.codebooks[:, :, 5], index.codebooks[:, :, 10])
-
-
 def make_case(variant: str, placement: str, context_len: int, tokens_per_s: float, **more) -> dict:
     case = {"kind": "e2e", "context_len": context_len, "batch_size": 1, "variant": variant, "placement": placement}
-    case |= {"schedule": "one layer ahead" if variant == "pooled" else "none", "tokens_per_s": tokens_per_s}
+    case |= {"schedule": "one layer ahead" if variant == "default" else "none", "tokens_per_s": tokens_per_s}
     return case | {"p50_us": 1e6 / tokens_per_s, "p99_us": 2e6 / tokens_per_s, "link_bytes": 3_000_000, **more}
 
 
 def test_tables_set_speed_beside_quality():
     cases = [
-        make_case("pooled", "hybrid", 8192, 150.0, hit_rate=0.9),
+        make_case("default", "hybrid", 8192, 150.0, hit_rate=0.9),
         make_case("h2o", "device", 8192, 200.0),
         make_case("sparq", "host", 8192, 30.0, cpu_search_us=700.4),
         {"kind": "e2e", "context_len": 16384, "batch_size": 1, "variant": "sparq", "placement": "host",
@@ -81,9 +69,9 @@ def test_tables_set_speed_beside_quality():
 
 
 def test_quality_is_known_of_every_method():
-    assert set(kl_of_selectors(0.05)) == {*RIVALS, "default", "pooled"}
+    assert set(kl_of_selectors(0.05)) == {*RIVALS, "default"}
     assert kl_of_selectors(0.03) == {}
 
 
 def test_a_run_without_rivals_is_none_of_theirs():
-    assert rivals_in([make_case("pooled", "hybrid", 8192, 150.0), make_case("full", "device", 8192, 150.0)]) == []
+    assert rivals_in([make_case("default", "hybrid", 8192, 150.0), make_case("full", "device", 8192, 150.0)]) == []

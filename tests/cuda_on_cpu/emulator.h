@@ -104,9 +104,10 @@ template <class T> static inline T* in_block(const T* here, int rank) {
 
 // exchanges within a warp, of all 32 lanes
 
-static thread_local uint64_t exchanged[THREADS / 32][32];
+static thread_local uint64_t exchanged[THREADS / 32][32][3];
 template <class T, class F> static inline auto exchange(T value, F use) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    static_assert(sizeof value <= sizeof exchanged[warp][lane], "there is room for a value");
     std::memcpy(&exchanged[warp][lane], &value, sizeof value);
     __syncwarp();
     auto of_lane = [&](int other) {

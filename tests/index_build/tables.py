@@ -6,9 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from csattn.table.rows import pack_codes
 from index_build import reference
-from index_build.tables import make_list_table, make_row_table
+from index_build.tables import make_list_table
 
 
 def centroids_and_keys(
@@ -33,11 +32,6 @@ def centroids_and_keys(
     return torch.from_numpy(codebooks), torch.from_numpy(keys)
 
 
-def row_table(codebooks: Tensor, keys: Tensor, score_bits: int) -> tuple[Tensor, Tensor]:
-    with ThreadPoolExecutor(2) as threads:
-        return make_row_table(codebooks, keys, score_bits, threads)
-
-
 def list_table(codebooks: Tensor, keys: Tensor, list_len: int) -> tuple[Tensor, Tensor]:
     with ThreadPoolExecutor(2) as threads:
         return make_list_table(codebooks, keys, list_len, threads)
@@ -53,10 +47,3 @@ def scores_by_definition(codebooks: Tensor, keys: Tensor) -> Tensor:
             for head in range(num_heads)
         ]
     )
-
-
-def rows_by_definition(codebooks: Tensor, keys: Tensor, scales: Tensor, score_bits: int) -> Tensor:
-    """The packed codes that belong to those scales."""
-    scores = scores_by_definition(codebooks, keys).flatten(0, 2)
-    codes = reference.quantise_rows(scores, scales.flatten(), 127 if score_bits == 8 else 7)
-    return torch.from_numpy(pack_codes(codes.numpy(), score_bits)).view(*codebooks.shape[:3], -1)

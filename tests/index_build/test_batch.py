@@ -57,12 +57,12 @@ BAD_LINES = {
     '{"context": "0.txt", "presett": "paper"}': "unknown option 'presett'",
     '{"context": "0.txt", "preset": "best"}': "unknown preset 'best'",
     '{"context": "0.txt", "dtype": "int3"}': "dtype must be one of",
-    '{"context": "0.txt", "score_bits": 5}': "score_bits must be one of 4, 8",
-    '{"context": "0.txt", "score_bits": true}': '"score_bits" must be a whole number',
+    '{"context": "0.txt", "num_fine": 0}': "num_fine must be at least 1",
+    '{"context": "0.txt", "num_fine": true}': '"num_fine" must be a whole number',
     '{"context": "0.txt", "list_len": "1"}': '"list_len" must be a number',
-    '{"context": "0.txt", "list_len": 0.5}': "has no meaning for layout 'rows'",
+    '{"context": "0.txt", "list_len": 0.5}': "--list-len has no meaning for the preset 'default'",
     '{"context": "0.txt", "chat": 1}': '"chat" must be true or false',
-    '{"context": "0.txt", "kmeans": "best"}': "kmeans must be one of",
+    '{"context": "0.txt", "preset": "lists", "kmeans": "best"}': "kmeans must be one of",
     '{"context": "0.txt", "model": "./absent"}': "there is no model at",
 }
 

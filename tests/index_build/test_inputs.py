@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from csattn.config import ListConfig, SketchConfig
 from csattn.errors import ConfigError, ContextError
-from index_build.inputs import choose_device, choose_kmeans, make_config, read_text
+from index_build.inputs import choose_device, make_config, read_text
 
 
 @pytest.mark.parametrize("has_gpu", [True, False])
@@ -33,8 +34,18 @@ def test_a_text_is_the_same_whoever_wrote_it_and_however_it_comes(data, tmp_path
         read_text("-")
 
 
-def test_auto_kmeans_follows_the_device() -> None:
-    assert [choose_kmeans("auto", device) for device in ("cpu", "cuda")] == ["faiss", "torch"]
-    assert choose_kmeans("faiss", "cuda") == "faiss"
+def test_kmeans_follows_the_device_unless_it_was_given() -> None:
+    made = [make_config("lists", 64, {"kmeans": None}, device) for device in ("cpu", "cuda")]
+    assert [config.kmeans for config in made if isinstance(config, ListConfig)] == ["faiss", "torch"]
+    assert make_config("lists", 64, {"kmeans": "faiss"}, "cuda") == ListConfig()
     with pytest.raises(ConfigError, match="kmeans must be one of"):
-        make_config("default", 64, {"kmeans": choose_kmeans("best", "cpu")})
+        make_config("lists", 64, {"kmeans": "best"}, "cpu")
+
+
+def test_options_change_the_preset_that_they_belong_to() -> None:
+    assert make_config("default", 64, {"num_coarse": 0, "list_len": None}, "cuda") == SketchConfig(num_coarse=0)
+    assert make_config("paper", 64, {"list_len": 0.5}, "cpu").to_json()["list_len"] == 0.5
+    for name, option in (("default", "list_len"), ("lists", "num_fine")):
+        words = f"--{option.replace('_', '-')} has no meaning for the preset '{name}'; leave it out"
+        with pytest.raises(ConfigError, match=words):
+            make_config(name, 64, {option: 1}, "cpu")

@@ -111,11 +111,9 @@ def mean_distance(points: NDArray[np.float32], centroids: NDArray[np.float32]) -
     return float((1 - (directions @ centroids.T).max(axis=1)).mean())
 
 
-@pytest.mark.parametrize(("subspace_dim", "num_centroids"), [(4, 32), (8, 64)])
-def test_the_batched_program_fits_as_well_as_faiss(
-    subspace_dim: int, num_centroids: int, rng: np.random.Generator
-) -> None:
-    parts = [query_parts(rng, subspace_dim) for _ in range(6)]
+def test_the_batched_program_fits_as_well_as_faiss(rng: np.random.Generator) -> None:
+    num_centroids = 64
+    parts = [query_parts(rng, 8) for _ in range(3)]
     sample = sample_points(40_000, num_centroids, 1).numpy()
     sampled = torch.from_numpy(np.stack([part[sample] for part in parts]))
     got = spherical_kmeans_batch(sampled, num_centroids, 10, 1).numpy()

@@ -1,6 +1,7 @@
 """The offline job with the model on a GPU: the same artifact but for rounding, written behind the computation."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from csattn.artifact import list_store, open_artifact, verify_artifact
-from csattn.config import SearchConfig, preset
+from csattn.config import IndexConfig, ListConfig, SearchConfig, SketchConfig
 from csattn.models.loader import LoadedModel, wrap_model
 from index_build.capture import prefill
 from index_build.layer import index_arrays
@@ -27,8 +28,7 @@ def on_gpu(dtype: torch.dtype = torch.float32) -> LoadedModel:
     return wrap_model(make_model().to("cuda", dtype), byte_tokenizer(), "tiny-llama")
 
 
-def build(store: Path, model: LoadedModel, kmeans="torch", preset_name: str = "default", **options):
-    config = replace(preset(preset_name, 16), kmeans=kmeans)
+def build(store: Path, model: LoadedModel, config: IndexConfig = SketchConfig(), **options):  # noqa: B008
     return build_artifact(model, token_ids(NUM_TOKENS), config, store, **options)
 
 
@@ -50,10 +50,13 @@ def test_prefill_on_the_gpu_is_prefill_on_the_cpu(dtype: torch.dtype) -> None:
             break  # random weights amplify rounding from layer to layer
 
 
-@pytest.mark.parametrize("preset_name", ["default", "lists", "paper"])
-@pytest.mark.parametrize("kmeans", ["faiss", "torch"])
-def test_an_artifact_of_the_gpu_verifies_and_decodes_on_the_cpu(tmp_path, preset_name: str, kmeans: str) -> None:
-    report = build(tmp_path, on_gpu(), kmeans, preset_name)
+@pytest.mark.parametrize(
+    "config",
+    [SketchConfig(), ListConfig(kmeans="torch"), ListConfig(), replace(ListConfig(kmeans="torch"), share_group=False)],
+    ids=["sketch", "lists", "lists of FAISS", "lists of each query head"],
+)
+def test_an_artifact_of_the_gpu_verifies_and_decodes_on_the_cpu(tmp_path, config: IndexConfig) -> None:
+    report = build(tmp_path, on_gpu(), config)
     verify_artifact(report.path)
     model = loaded()
     with csattn_session(model, report.path, SearchConfig(keep=1.0)) as session:
@@ -75,7 +78,7 @@ def test_the_same_build_gives_the_same_bytes(tmp_path: Path) -> None:
 
 def test_both_devices_make_nearly_the_same_index(tmp_path: Path) -> None:
     """Same id, and the first layer, where nothing has been amplified yet, agrees up to rounding."""
-    paths = [build(tmp_path / name, model, "faiss").path for name, model in (("a", on_gpu()), ("b", loaded()))]
+    paths = [build(tmp_path / name, model).path for name, model in (("a", on_gpu()), ("b", loaded()))]
     assert paths[0].name == paths[1].name
     with open_artifact(paths[0]) as a, open_artifact(paths[1]) as b:
         assert a.manifest.library_versions["device"] != b.manifest.library_versions["device"] == "cpu"
@@ -133,10 +136,11 @@ def test_an_error_of_the_writing_ends_the_build() -> None:
         send_one_layer(fail)
 
 
-def test_index_arrays_are_the_same_on_every_run() -> None:
+@pytest.mark.parametrize("config", [SketchConfig(segment_len=2048), ListConfig(kmeans="torch")])
+def test_index_arrays_are_the_same_on_every_run(config: IndexConfig) -> None:
     q, kv = torch.randn(8, 5000, 64, device="cuda"), torch.randn(2, 5000, 2, 64, device="cuda")
-    config = replace(preset("default", 64), kmeans="torch")
-    runs = [index_arrays(q, kv, config, threads=None) for _ in range(3)]  # type: ignore[arg-type]
+    with ThreadPoolExecutor(2) as threads:
+        runs = [index_arrays(q, kv, config, threads) for _ in range(3)]
     for again in runs[1:]:
         for name, array in runs[0].items():
-            assert torch.equal(array, again[name]), name
+            assert torch.equal(array.view(torch.uint8), again[name].view(torch.uint8)), name

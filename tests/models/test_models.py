@@ -10,10 +10,11 @@ import torch
 
 from csattn.errors import ArtifactMismatchError, ModelError
 from csattn.models import load_model
-from csattn.models.families import require_supported
+from csattn.models.families import require_supported, stretch_positions
 from csattn.models.loader import wrap_model
 from csattn.models.prompt import choose_wrapping, context_ids, question_ids
 from csattn.models.query import queries_before_rope, rotate
+from csattn.models.rope import model_frequencies
 from index_build.capture import prefill
 from tests.tiny import FAMILIES, byte_tokenizer, loaded, make_model, save, tiny_config, token_ids
 
@@ -158,3 +159,24 @@ def test_a_question_that_changes_the_contexts_tokens_is_refused() -> None:
 def test_an_empty_continuation_is_refused() -> None:
     with pytest.raises(ModelError, match="empty"):
         question_ids(byte_tokenizer(None), np.array([1], dtype=np.int32), "", "none")
+
+
+def test_positions_can_be_stretched(tmp_path) -> None:
+    source = str(save(tmp_path / "a"))
+    plain, stretched = load_model(source), load_model(source, stretch=4)
+    assert stretched.geometry.max_positions == 4 * plain.geometry.max_positions
+    assert stretched.fingerprint != plain.fingerprint == load_model(source, stretch=1).fingerprint
+    frequencies, factor = model_frequencies(stretched.model.model.rotary_emb)
+    before, _ = model_frequencies(plain.model.model.rotary_emb)
+    # the fastest pair turns as before, the slowest a quarter as fast, and logits are sharpened a little
+    torch.testing.assert_close(frequencies[0], before[0])
+    torch.testing.assert_close(frequencies[-1], before[-1] / 4)
+    assert factor > 1
+    with pytest.raises(ModelError, match="only be stretched"):
+        load_model(source, stretch=0.5)
+
+
+def test_stretched_positions_are_not_stretched_again() -> None:
+    config = tiny_config("llama", rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})
+    with pytest.raises(ModelError, match="scaled by 'linear' already"):
+        stretch_positions(config, 2.0)

@@ -1,4 +1,4 @@
-"""Indexes over random keys, built in a few lines of numpy, and searches over them."""
+"""Indexes of random keys, made in a few lines of numpy, and searches over them."""
 
 from dataclasses import dataclass
 
@@ -8,16 +8,17 @@ from numpy.typing import NDArray
 from csattn.index import LayerIndex
 from csattn.search.workspace import SearchWorkspace, empty_selection
 from csattn.selection import Selection
+from csattn.sketch import SketchIndex
+from csattn.sketch.codes import coord_bits, pack_codes
 from csattn.table.lists import ListTable
-from csattn.table.rows import RowTable, pack_codes
-from csattn.table.tail import Tail, make_tail
+from csattn.table.tail import ListTail
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexSpec:
     """One synthetic layer."""
 
-    layout: str = "rows4"  # rows4, rows8, lists
+    layout: str = "sketch"  # or lists
     context_len: int = 1000
     num_heads: int = 2
     head_dim: int = 32
@@ -25,7 +26,9 @@ class IndexSpec:
     num_centroids: int = 6
     list_len: float = 0.25
     weigh_by_norm: bool = True
-    pool_group: bool = False
+    num_fine: int = 2
+    num_coarse: int = 1
+    segment_len: int = 3072
     distinct_keys: int = 0  # that many different keys, repeated; 0: all differ
     seed: int = 0
 
@@ -38,8 +41,41 @@ def make_keys(spec: IndexSpec, rng: np.random.Generator) -> NDArray[np.float32]:
     return keys
 
 
-def make_index(spec: IndexSpec) -> LayerIndex:
-    """An index over random keys, read-only as a memory map is."""
+def make_index(spec: IndexSpec) -> LayerIndex | SketchIndex:
+    """An index, read-only as a memory map is."""
+    index = make_list_index(spec) if spec.layout == "lists" else make_sketch_index(spec)
+    arrays = [value for value in vars(index).values() if isinstance(value, np.ndarray)]
+    if isinstance(index, LayerIndex):
+        arrays += [index.table.indices, index.table.scores]
+    for array in arrays:
+        array.flags.writeable = False
+    return index
+
+
+def make_sketch_index(spec: IndexSpec) -> SketchIndex:
+    """Any codes and transforms; of repeated keys one segment."""
+    rng = np.random.default_rng(spec.seed)
+    heads, head_dim, bits = spec.num_heads, spec.head_dim, coord_bits(spec.num_fine, spec.num_coarse)
+    codes = rng.normal(0.5, 0.2, (heads, spec.context_len, len(bits))).clip(0, 0.999)
+    codes = (codes * 2.0**bits).astype(np.uint8)
+    if spec.distinct_keys:
+        codes = codes[:, np.arange(spec.context_len) % spec.distinct_keys]
+    starts = [0] if spec.distinct_keys else [*range(0, spec.context_len, spec.segment_len)]
+    shape = heads, len(starts)
+    return SketchIndex(
+        codes=pack_codes(codes, spec.num_fine, spec.num_coarse),
+        num_fine=spec.num_fine,
+        segment_starts=np.array(starts, np.int32),
+        key_mean=rng.standard_normal((*shape, head_dim)).astype(np.float32),
+        query_transform=(rng.standard_normal((*shape, head_dim, len(bits))) / 2.0**bits).astype(np.float16),
+        value_mean=rng.standard_normal((*shape, head_dim)).astype(np.float32),
+        value_transform=(rng.standard_normal((*shape, len(bits), head_dim)) / 2.0 ** bits[:, None]).astype(np.float16),
+        context_len=spec.context_len,
+    )
+
+
+def make_list_index(spec: IndexSpec) -> LayerIndex:
+    """The lists of random keys."""
     rng = np.random.default_rng(spec.seed)
     keys = make_keys(spec, rng)
     basis = np.linalg.qr(rng.standard_normal((spec.num_heads, spec.head_dim, spec.head_dim)))[0].astype(np.float32)
@@ -50,19 +86,9 @@ def make_index(spec: IndexSpec) -> LayerIndex:
     codebooks /= np.linalg.norm(codebooks, axis=-1, keepdims=True)
     parts = ((keys - key_mean[:, None]) @ basis).reshape(spec.num_heads, -1, spec.num_subspaces, subspace_dim)
     scores = np.einsum("hnbd,hbjd->hbjn", parts, codebooks, optimize=True).astype(np.float32)
-    table = make_lists(scores, spec.list_len) if spec.layout == "lists" else make_rows(scores, int(spec.layout[4:]))
-    arrays = (table.indices, table.scores) if isinstance(table, ListTable) else (table.codes, table.scales)
-    for array in (basis, codebooks, key_mean, *arrays):
-        array.flags.writeable = False
-    return LayerIndex(basis, codebooks, basis, key_mean, table, spec.weigh_by_norm, pool_group=spec.pool_group)
-
-
-def make_rows(scores: NDArray[np.float32], score_bits: int) -> RowTable:
-    """Quantise scores [num_heads, num_subspaces, num_centroids, context_len]."""
-    largest = 127 if score_bits == 8 else 7
-    scales = np.abs(scores).max(axis=-1, initial=0.0).astype(np.float32) / np.float32(largest)
-    codes = np.rint(scores / np.maximum(scales, np.float32(1e-30))[..., None]).astype(np.int8)
-    return RowTable(pack_codes(codes, score_bits), scales, scores.shape[-1])
+    return LayerIndex(
+        basis, codebooks, basis, key_mean, make_lists(scores, spec.list_len), weigh_by_norm=spec.weigh_by_norm
+    )
 
 
 def make_lists(scores: NDArray[np.float32], list_len: float) -> ListTable:
@@ -80,7 +106,7 @@ def make_queries(spec: IndexSpec, group_size: int, seed: int = 1, scale: float =
     return q * np.float32(scale)
 
 
-def append_keys(tail: Tail, spec: IndexSpec, num_rows: int, seed: int = 2) -> Tail:
+def append_keys(tail: ListTail, spec: IndexSpec, num_rows: int, seed: int = 2) -> ListTail:
     """The tail, with that many random keys appended."""
     rng = np.random.default_rng(seed)
     for _ in range(num_rows):
@@ -88,9 +114,9 @@ def append_keys(tail: Tail, spec: IndexSpec, num_rows: int, seed: int = 2) -> Ta
     return tail
 
 
-def make_tail_of(index: LayerIndex, spec: IndexSpec, num_rows: int) -> Tail | None:
+def make_tail_of(index: LayerIndex | SketchIndex, spec: IndexSpec, num_rows: int) -> ListTail | None:
     """None for no rows."""
-    return append_keys(make_tail(index), spec, num_rows) if num_rows else None
+    return append_keys(ListTail(index), spec, num_rows) if num_rows else None
 
 
 def poisoned_selection(num_heads: int, top_k: int) -> Selection:

@@ -1,4 +1,4 @@
-"""The search on the device agrees with the definition, for every row of a batch, whatever stands beside it.
+"""The search over lists on the device agrees with the definition, for every row of a batch, whatever stands beside it.
 
 Without a device the same kernels run on the CPU, compiled by a C++ compiler: see `tests/cuda_on_cpu`.
 """
@@ -14,8 +14,7 @@ from csattn.config import SearchConfig
 from csattn.errors import ConfigError
 from csattn.index import LayerIndex
 from csattn.search import reference
-from csattn.search.device import DeviceIndexes, DeviceSearch, IndexShape, run, to_device
-from csattn.search.device.indexes import into_tiles
+from csattn.search.device import DeviceIndexes, DeviceSearch, ListsShape, compiling, index_shape, to_device
 from csattn.search.workspace import empty_selection
 from csattn.selection import Selection
 from tests.cuda_on_cpu import emulated
@@ -29,7 +28,7 @@ ON_DEVICE = pytest.mark.gpu  # too much for the CPU
 
 @pytest.fixture(autouse=True)
 def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    emulator.stand_in(monkeypatch, run, multiprocessors=6)
+    emulator.stand_in(monkeypatch, compiling, multiprocessors=6)
 
 
 def search_on_device(
@@ -41,7 +40,7 @@ def search_on_device(
 ) -> DeviceSelection:
     """One layer; q [batch_size, num_q_heads, head_dim] float32."""
     device = DEVICE
-    shape = IndexShape.of(indexes[0], q.shape[1])
+    shape = index_shape(indexes[0], q.shape[1])
     longest = max(index.context_len for index in indexes)
     loaded = DeviceIndexes(1, len(indexes), config, device)
     for number, index in enumerate(indexes):
@@ -85,58 +84,31 @@ def assert_right(
             np.testing.assert_array_equal(mine, theirs)
 
 
-@pytest.mark.parametrize("layout", ["rows4", "rows8", "lists"])
 @pytest.mark.parametrize("group_size", [1, 3, 4, pytest.param(2, marks=ON_DEVICE), pytest.param(7, marks=ON_DEVICE)])
 @pytest.mark.parametrize(
     "context_len", [1, 21, 1000, pytest.param(64, marks=ON_DEVICE), pytest.param(70001, marks=ON_DEVICE), 4097]
 )
-def test_agrees_with_the_definition(layout: str, group_size: int, context_len: int) -> None:
-    spec = IndexSpec(layout=layout, context_len=context_len, list_len=0.25)
+def test_agrees_with_the_definition(group_size: int, context_len: int) -> None:
+    spec = IndexSpec(layout="lists", context_len=context_len, list_len=0.25)
     q = make_queries(spec, group_size)
     index = make_index(spec)
-    assert_right(row_of(search_on_device([index], q[None], [0]), 0), q, index)
-
-
-@pytest.mark.parametrize("layout", ["rows4", "rows8", "lists"])
-@pytest.mark.parametrize("group_size", [1, 4])
-@pytest.mark.parametrize("keep", [0.05, 0.6])
-@pytest.mark.parametrize("context_len", [1000, 4609])
-def test_a_pooled_query_chooses_what_the_definition_does(
-    layout: str, group_size: int, keep: float, context_len: int
-) -> None:
-    spec = IndexSpec(layout=layout, context_len=context_len, head_dim=40, num_subspaces=5, pool_group=True)
-    q, index, config = make_queries(spec, group_size), make_index(spec), SearchConfig(keep=keep, window_len=16)
-    q[-1] = 0
-    got, want = search_on_device([index], q[None], [0], config), empty_selection(2, config.top_k(context_len))
-    reference.search(q, index, None, config.top_k(context_len), config.sink_len, config.window_len, SCALE, want)
-    np.testing.assert_array_equal(row_of(got, 0).kv_indices, want.kv_indices)
-
-
-@pytest.mark.parametrize("distinct_keys", [0, 300])
-def test_one_block_with_more_keys_than_it_loads_at_a_time(
-    distinct_keys: int, emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    emulator.stand_in(monkeypatch, run, multiprocessors=1)
-    spec = IndexSpec(context_len=18001, num_heads=2, num_subspaces=2, distinct_keys=distinct_keys)
-    q, index = make_queries(spec, 1), make_index(spec)
     assert_right(row_of(search_on_device([index], q[None], [0]), 0), q, index)
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.01, 5.0, 100.0])
 @pytest.mark.parametrize("keep", [0.001, 0.3, 1.0])
 def test_flat_and_peaked_softmaxes(scale: float, keep: float) -> None:
-    spec = IndexSpec(context_len=5003, num_heads=1, head_dim=64, num_subspaces=16, num_centroids=40)
+    spec = IndexSpec(layout="lists", context_len=5003, num_heads=1, head_dim=64, num_subspaces=16, num_centroids=40)
     q, index = make_queries(spec, 4), make_index(spec)
     config = SearchConfig(keep=keep, sink_len=0, window_len=1)
     got = row_of(search_on_device([index], q[None], [0], config, scale), 0)
     assert_right(got, q, index, config, scale)
 
 
-@pytest.mark.parametrize("layout", ["rows4", "rows8", "lists"])
 @pytest.mark.parametrize("distinct_keys", [1, 37])
 @pytest.mark.parametrize("group_size", [1, 4])
-def test_of_equal_keys_the_first_are_chosen(layout: str, distinct_keys: int, group_size: int) -> None:
-    spec = IndexSpec(layout=layout, context_len=3001, distinct_keys=distinct_keys, list_len=1.0)
+def test_of_equal_keys_the_first_are_chosen(distinct_keys: int, group_size: int) -> None:
+    spec = IndexSpec(layout="lists", context_len=3001, distinct_keys=distinct_keys, list_len=1.0)
     q, index = make_queries(spec, group_size), make_index(spec)
     got = row_of(search_on_device([index], q[None], [0]), 0)
     want = empty_selection(index.num_heads, got.kv_indices.shape[1])
@@ -144,9 +116,8 @@ def test_of_equal_keys_the_first_are_chosen(layout: str, distinct_keys: int, gro
     np.testing.assert_array_equal(got.kv_indices, want.kv_indices)
 
 
-@pytest.mark.parametrize("layout", ["rows4", "lists"])
-def test_a_row_does_not_depend_on_its_batch(layout: str) -> None:
-    specs = [IndexSpec(layout=layout, context_len=n, seed=n) for n in (3000, 129, 5000)]
+def test_a_row_does_not_depend_on_its_batch() -> None:
+    specs = [IndexSpec(layout="lists", context_len=n, seed=n) for n in (3000, 129, 5000)]
     indexes = [make_index(spec) for spec in specs]
     context_ids = [2, -1, 0, 1, 0, 2]
     q = np.stack([make_queries(specs[0], 4, seed=row) for row in range(len(context_ids))])
@@ -164,25 +135,15 @@ def test_a_row_does_not_depend_on_its_batch(layout: str) -> None:
         assert (got.kv_indices[:, top_k:] == -1).all()
 
 
-@pytest.mark.parametrize("row_bytes", [32, 512, 544, 1504])
-def test_rows_are_cut_into_tiles(row_bytes: int, rng: np.random.Generator) -> None:
-    codes = rng.integers(1, 256, (2, 3, 5, row_bytes), dtype=np.uint8)
-    tiles = into_tiles(torch.from_numpy(codes)).numpy()
-    joined = tiles.transpose(0, 2, 3, 1, 4).reshape(2, 3, 5, -1)
-    np.testing.assert_array_equal(joined[..., :row_bytes], codes)
-    assert joined.shape[-1] % 512 == 0
-    assert (joined[..., row_bytes:] == 0).all()
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_short_queries_are_searched_as_the_numbers_they_are(dtype: torch.dtype) -> None:
-    spec = IndexSpec(context_len=2000)
+    spec = IndexSpec(layout="lists", context_len=2000)
     index = make_index(spec)
     q = torch.from_numpy(make_queries(spec, 4)).to(dtype)
     device = DEVICE
     loaded = DeviceIndexes(1, 1, CONFIG, device)
     loaded.load(0, 2000, [to_device(index, device)])
-    shape = IndexShape.of(index, len(q))
+    shape = index_shape(index, len(q))
     arguments: dict[str, Any] = {"batch_size": 1, "max_context_len": 2000, "softmax_scale": SCALE, "device": device}
     out = make_device_selection(1, shape.num_index_heads, CONFIG.top_k(2000), device)
     search = DeviceSearch(shape, query_dtype=dtype, **arguments)
@@ -191,7 +152,7 @@ def test_short_queries_are_searched_as_the_numbers_they_are(dtype: torch.dtype) 
 
 
 def test_a_query_of_zeros_or_nan_still_selects() -> None:
-    spec = IndexSpec(context_len=2000)
+    spec = IndexSpec(layout="lists", context_len=2000)
     index = make_index(spec)
     q = make_queries(spec, 4)
     q[0] = 0.0
@@ -203,16 +164,6 @@ def test_a_query_of_zeros_or_nan_still_selects() -> None:
 
 def test_a_shape_that_cannot_be_searched_is_refused() -> None:
     with pytest.raises(ConfigError, match="do not divide"):
-        IndexShape(layout="rows", num_index_heads=2, group_size=4, head_dim=64, num_subspaces=7, num_centroids=8)
+        ListsShape(num_index_heads=2, group_size=4, head_dim=64, num_subspaces=7, num_centroids=8)
     with pytest.raises(ConfigError, match="at most 32"):
-        IndexShape(layout="rows", num_index_heads=2, group_size=4, head_dim=128, num_subspaces=2, num_centroids=8)
-    with pytest.raises(ConfigError, match="16-bit sums"):
-        IndexShape(
-            layout="rows",
-            num_index_heads=2,
-            group_size=4,
-            head_dim=1024,
-            num_subspaces=1024,
-            num_centroids=8,
-            score_bits=8,
-        )
+        ListsShape(num_index_heads=2, group_size=4, head_dim=128, num_subspaces=2, num_centroids=8)

@@ -4,79 +4,154 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from numba import types
+from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from csattn.index import LayerIndex
 from csattn.jit import exact_kernel, readonly
-from csattn.search import lanes, lists, match, reference, rows, worth
-from csattn.search.simd import F32x16, I16x32, I32x16, U16x32, Vector, fill, load, store
-from csattn.search.weights import MAX_SCORE, integer_weights, weight_room
-from csattn.table.rows import RowTable, pack_codes
+from csattn.search import byte_lanes, lanes, lists, match, reference, sketch, worth
+from csattn.search.simd import F32x16, I32x16, Vector, fill, load, store
+from csattn.search.sketch_scores import score_range
+from csattn.sketch import SketchIndex
+from csattn.sketch import reference as sketch_reference
+from csattn.sketch.codes import coord_bits
+from csattn.table.lists import ListTable
+from tests.search.synthetic import IndexSpec, make_index, make_queries
 
 I32x8 = Vector(types.int32, 8)
 
 
-@given(
-    st.lists(st.floats(0, 1e6, width=32), min_size=1, max_size=128),
-    st.sampled_from([7, 127]),
-)
-@settings(deadline=None)
-def test_integer_weights_never_overflow_and_keep_proportions(scaled: list[float], largest_code: int) -> None:
-    values = np.array(scaled, np.float64)
-    unit, multipliers = integer_weights(values, largest_code)
-    assert weight_room(len(values), largest_code) > 0
-    assert (multipliers >= 0).all()
-    assert multipliers.sum() * largest_code <= MAX_SCORE
-    np.testing.assert_allclose(unit * multipliers, values, atol=unit * 0.5000001)
-    assert (unit == 0) == (values.sum() == 0)
+@exact_kernel
+def _shuffles(a, b, narrowed, turned, spread):  # type: ignore[no-untyped-def]
+    store(narrowed, 0, byte_lanes.narrow(load(I32x16, a, 0), load(I32x16, b, 0)))
+    store(turned, 0, byte_lanes.turn_fours(load(I32x16, a, 0)))
+    store(spread, 0, byte_lanes.spread_byte(load(I32x16, a, 0), 1))
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_weights_of_a_broken_query_are_zero(bad: float) -> None:
-    unit, multipliers = integer_weights(np.array([1.0, bad]), 7)
-    assert unit == 0 and not multipliers.any()
+def test_shuffles_of_halves_and_bytes(rng: np.random.Generator) -> None:
+    a, b = rng.integers(-(2**31), 2**31, (2, 16)).astype(np.int32)
+    narrowed, turned, spread = np.zeros(32, np.int16), np.zeros(16, np.int32), np.zeros(16, np.int32)
+    _shuffles(a, b, narrowed, turned, spread)
+    np.testing.assert_array_equal(narrowed, np.concatenate([a, b]).astype(np.int16))
+    fours = a.view(np.uint8).reshape(4, 4, 4)
+    np.testing.assert_array_equal(turned.view(np.uint8).reshape(4, 4, 4), fours.swapaxes(1, 2))
+    np.testing.assert_array_equal(spread.view(np.uint8).reshape(4, 4, 4), fours[:, None, :, 1].repeat(4, axis=1))
 
 
-@pytest.mark.parametrize("score_bits", [4, 8])
-@pytest.mark.parametrize("num_rows", [2, 8, 10, 16, 34])
-@pytest.mark.parametrize("num_keys", [128, 256, 1024, 1152, 8192, 20_096])
-def test_sums_of_rows_wrap_around_as_int16_does(score_bits: int, num_rows: int, num_keys: int) -> None:
-    rng = np.random.default_rng(0)
-    largest = 127 if score_bits == 8 else 7
-    codes = rng.integers(-largest, largest + 1, (num_rows, 128 + num_keys)).astype(np.int8)
-    packed = readonly(pack_codes(codes, score_bits).view(np.uint8))
-    flat, starts = packed.reshape(-1), np.arange(-1, num_rows + 1) * packed.shape[1]
-    starts[[0, -1]] = -(2**40)  # rows of others
-    weights = rng.integers(-3000, 3000, num_rows + 2)
-    scores = np.full(num_keys + 10, -777, np.int16)
-    skipped, num_bytes = 128 * score_bits // 8, num_keys * score_bits // 8
-    if score_bits == 8:
-        rows.add_rows8(flat, starts, weights, 1, num_rows, skipped, num_bytes, scores, 5)
-    else:
-        rows.add_rows4(flat, starts, weights, 1, num_rows, skipped, num_bytes, scores, 5, 2, 0)
-    want = (weights[1:-1] @ codes[:, 128:].astype(np.int64)).astype(np.int16)
-    np.testing.assert_array_equal(scores[5:-5], want)
-    assert (scores[:5] == -777).all() and (scores[-5:] == -777).all()
+@intrinsic
+def _plain_dots(typing_context, sums, a, b):  # type: ignore[no-untyped-def]
+    return sums(sums, a, b), lambda context, builder, sig, args: byte_lanes.plain_byte_dots(builder, *args)
+
+
+@intrinsic
+def _dots_in_halves(typing_context, sums, a, b):  # type: ignore[no-untyped-def]
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        if "+avx2" not in context.codegen().magic_tuple()[2]:
+            return byte_lanes.plain_byte_dots(builder, *args)
+        return builder.add(args[0], byte_lanes.pairs_of_pairs(builder, args[1], args[2]))
+
+    return sums(sums, a, b), generate
 
 
 @exact_kernel
-def _zips(a, b, low, high, fours):  # type: ignore[no-untyped-def]
-    store(low, 0, lanes.zip_low(load(U16x32, a, 0), load(U16x32, b, 0)))
-    store(high, 0, lanes.zip_high(load(U16x32, a, 0), load(U16x32, b, 0)))
-    store(fours, 0, lanes.zip_fours(load(U16x32, a, 0), load(U16x32, b, 0)))
+def _dots(sums, a, b):  # type: ignore[no-untyped-def]
+    of_a, of_b = load(I32x16, a, 0), load(I32x16, b, 0)
+    store(sums, 0, byte_lanes.add_byte_dots(load(I32x16, sums, 0), of_a, of_b))
+    store(sums, 16, _plain_dots(load(I32x16, sums, 16), of_a, of_b))
+    store(sums, 32, _dots_in_halves(load(I32x16, sums, 32), of_a, of_b))
 
 
-def test_zips_take_from_both_in_turn() -> None:
-    a, b = np.arange(32, dtype=np.uint16), np.arange(100, 132, dtype=np.uint16)
-    low, high, fours = np.zeros(32, np.uint16), np.zeros(32, np.uint16), np.zeros(64, np.uint16)
-    _zips(a, b, low, high, fours)
-    pairs = np.stack([a, b], axis=1).reshape(4, 8, 2)
-    np.testing.assert_array_equal(low, pairs[:, :4].reshape(-1))
-    np.testing.assert_array_equal(high, pairs[:, 4:].reshape(-1))
-    np.testing.assert_array_equal(fours, np.stack([a.reshape(8, 4), b.reshape(8, 4)], axis=1).reshape(-1))
+@pytest.mark.parametrize("largest", [(15, 127), (255, 15)])
+def test_every_way_to_multiply_bytes_gives_the_same(largest: tuple[int, int], rng: np.random.Generator) -> None:
+    a = rng.integers(0, largest[0] + 1, 64).astype(np.uint8)
+    b = rng.integers(-largest[1], largest[1] + 1, 64).astype(np.int8)
+    a[:8], b[:4], b[4:8] = largest[0], largest[1], -largest[1]
+    sums = np.tile(rng.integers(-(2**31), 2**31, 16).astype(np.int32), 3)
+    want = (sums[:16] + (a.astype(np.int64) * b).reshape(16, 4).sum(axis=1)).astype(np.int32)
+    _dots(sums, a, b)
+    np.testing.assert_array_equal(sums.reshape(3, 16), np.stack([want] * 3))
+
+
+@pytest.mark.parametrize("group_size", [1, 3, 4, 6])
+@pytest.mark.parametrize("scale", [1.0, 1e-20, 1e20, 0.0, np.inf, np.nan])
+@pytest.mark.parametrize("head_dim, num_fine, num_coarse", [(8, 1, 0), (24, 1, 1), (80, 3, 2), (256, 8, 8)])
+def test_queries_are_weighed_as_defined_to_the_bit(group_size, scale, head_dim, num_fine, num_coarse) -> None:
+    spec = IndexSpec(context_len=2100, head_dim=head_dim, num_fine=num_fine, num_coarse=num_coarse, segment_len=1024)
+    index = make_index(spec)
+    assert isinstance(index, SketchIndex)
+    q = make_queries(spec, group_size)
+    q[1] *= np.float32(scale)
+    bits, segments = coord_bits(num_fine, num_coarse), index.num_segments
+    shape, offsets = (group_size, segments, len(bits)), 1 - 2**bits
+    record = sketch.describe_sketch(index)
+    for head in range(spec.num_heads):
+        group = q[head * group_size : (head + 1) * group_size]
+        memory = np.full(sketch.query_bytes(index, group_size), 0xFF, np.uint8)
+        _weigh(record.ctypes.data, head, group.reshape(-1), memory)
+        fields = _fields(memory, *shape)
+        for row in range(group_size):
+            with np.errstate(invalid="ignore"):
+                means, coordinates = sketch_reference.project(group[row], index, head)
+                unit, multipliers, shifts = sketch_reference.integer_query(means, coordinates, bits)
+            np.testing.assert_array_equal(fields["coordinates"][row], coordinates)
+            np.testing.assert_array_equal(fields["units"][row], [unit, means[0]])
+            np.testing.assert_array_equal(fields["multipliers"][row], multipliers)
+            np.testing.assert_array_equal(fields["offsets"][row], shifts + multipliers @ offsets)
+
+
+@exact_kernel
+def _weigh(address, head, q, memory):  # type: ignore[no-untyped-def]
+    of_sketch = sketch.sketch_at(address)
+    wide = match.widen(q)
+    for segment in range(of_sketch.num_segments):
+        sketch.project_queries(of_sketch, head, wide, segment, segment + 1, memory.ctypes.data)
+    sketch.weigh_queries(of_sketch, len(q) // of_sketch.head_dim, memory.ctypes.data)
+
+
+def _fields(memory: NDArray[np.uint8], group_size: int, segments: int, coords: int) -> dict[str, NDArray[Any]]:
+    """The arrays of `query_places`."""
+    fields, at = {}, 0
+    for name, kind, shape in (
+        ("units", np.float64, (2,)),
+        ("bounds", np.float64, (segments, 2)),
+        ("means", np.float32, (segments,)),
+        ("coordinates", np.float32, (segments, coords)),
+        ("offsets", np.int32, (segments,)),
+        ("multipliers", np.int8, (segments, coords)),
+    ):
+        end = at + group_size * int(np.prod(shape)) * np.dtype(kind).itemsize
+        fields[name] = memory[at:end].view(kind).reshape(group_size, *shape)
+        at = end
+    assert at == len(memory)
+    return fields
+
+
+@pytest.mark.parametrize("context_len", [1, 63, 64, 65, 1025, 2500])
+@pytest.mark.parametrize("group_size", [1, 2, 4, 5, 8, 15])
+@pytest.mark.parametrize("num_fine, num_coarse", [(1, 0), (2, 1), (1, 3)])
+def test_scores_are_the_definitions(context_len, group_size, num_fine, num_coarse) -> None:
+    spec = IndexSpec(context_len=context_len, num_fine=num_fine, num_coarse=num_coarse, segment_len=1024)
+    index, q = make_index(spec), make_queries(spec, group_size)
+    assert isinstance(index, SketchIndex)
+    memory = np.full(sketch.query_bytes(index, group_size), 0xFF, np.uint8)
+    record, stride = sketch.describe_sketch(index), context_len + 70
+    for head in range(spec.num_heads):
+        group = q[head * group_size : (head + 1) * group_size]
+        _weigh(record.ctypes.data, head, group.reshape(-1), memory)
+        found = np.full((group_size, stride), -777, np.int16)
+        for first in range(0, context_len, 2048):
+            last = min(first + 2048, context_len)
+            _score(record.ctypes.data, head, memory, group_size, first, last, found.reshape(-1), stride, first + 3)
+        for row in range(group_size):
+            want = sketch_reference.score_head(group[row], index, head)[2]
+            np.testing.assert_array_equal(found[row, 3 : 3 + context_len], want)
+        assert (found[:, :3] == -777).all() and (found[:, 66 + context_len :] == -777).all()
+
+
+@exact_kernel
+def _score(address, head, memory, group_size, first, last, scores, stride, at):  # type: ignore[no-untyped-def]
+    score_range(sketch.sketch_at(address), head, memory.ctypes.data, group_size, first, last, scores, stride, at)
 
 
 @exact_kernel
@@ -98,20 +173,6 @@ def test_lanes_are_packed_in_their_order(vector: Vector, bits: int) -> None:
     assert stored.tolist() == [-777, *want, *[-777] * (19 - len(want))]
 
 
-@exact_kernel
-def _dots(sums, a, b):  # type: ignore[no-untyped-def]
-    store(sums, 0, lanes.add_dots(load(I32x16, sums, 0), load(I16x32, a, 0), load(I16x32, b, 0)))
-
-
-def test_dots_of_pairs_wrap_around_as_int32_does(rng: np.random.Generator) -> None:
-    a, b = (rng.integers(-(2**15), 2**15, 32).astype(np.int16) for _ in range(2))
-    a[:4] = b[:4] = -(2**15)
-    sums = rng.integers(-(2**31), 2**31, 16).astype(np.int32)
-    want = (sums + (a.astype(np.int64) * b).reshape(16, 2).sum(axis=1)).astype(np.int32)
-    _dots(sums, a, b)
-    np.testing.assert_array_equal(sums, want)
-
-
 @pytest.mark.parametrize("num_subspaces, num_centroids, subspace_dim", [(1, 1, 1), (5, 17, 3), (4, 64, 8), (3, 16, 32)])
 @pytest.mark.parametrize("group_size", [1, 3])
 def test_matching_is_the_definition_to_the_bit(num_subspaces, num_centroids, subspace_dim, group_size, rng) -> None:
@@ -120,7 +181,7 @@ def test_matching_is_the_definition_to_the_bit(num_subspaces, num_centroids, sub
     basis = rng.standard_normal((1, head_dim, head_dim), dtype=np.float32)
     codebooks = rng.standard_normal((1, num_subspaces, num_centroids, subspace_dim), dtype=np.float32)
     codebooks[..., num_centroids // 2, :] = codebooks[..., 0, :]  # of equals the lowest
-    table = RowTable(np.zeros((1, num_subspaces, num_centroids, 0), np.int8), np.ones(codebooks.shape[:3], "f4"), 0)
+    table = ListTable(*np.zeros((2, 1, num_subspaces, num_centroids, 0)), 0)
     index = LayerIndex(basis, codebooks, basis, np.zeros((1, head_dim), np.float32), table, True)
     ids, weights = np.full((2, group_size, num_subspaces + 2), -777)
     weights = weights.astype(np.float64)

@@ -1,20 +1,17 @@
 """Every search agrees with the definition in `reference.py`."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from csattn.errors import ConfigError
 from csattn.index import LayerIndex
 from csattn.search import SearchPool, reference, search, search_tokens
 from csattn.search.plan import RANGE_KEYS
 from csattn.search.run import LayerSearch
 from csattn.search.workspace import SearchWorkspace, TokenSelections, empty_selection
 from csattn.selection import Selection
-from csattn.table.rows import RowTable
-from csattn.table.tail import Tail, make_tail
+from csattn.sketch import SketchIndex
+from csattn.table.tail import ListTail
 from tests.search.synthetic import (
     IndexSpec,
     make_index,
@@ -24,14 +21,15 @@ from tests.search.synthetic import (
     poisoned_workspace,
 )
 
-LAYOUTS = ["rows4", "rows8", "lists"]
+LAYOUTS = ["sketch", "lists"]
+WITH_TAILS = [("sketch", 0), ("lists", 0), ("lists", 1), ("lists", 70)]
 SCALE = 0.2  # softmax_scale
 
 
 def run_both(
     q: NDArray[np.float32],
-    index: LayerIndex,
-    tail: Tail | None,
+    index: LayerIndex | SketchIndex,
+    tail: ListTail | None,
     top_k: int,
     sink_len: int = 4,
     window_len: int = 16,
@@ -46,7 +44,12 @@ def run_both(
 
 
 def assert_worth_the_same(
-    got: Selection, want: Selection, q: NDArray[np.float32], index: LayerIndex, tail: Tail | None, scale: float = SCALE
+    got: Selection,
+    want: Selection,
+    q: NDArray[np.float32],
+    index: LayerIndex | SketchIndex,
+    tail: ListTail | None,
+    scale: float = SCALE,
 ) -> None:
     """Rounding of exp may swap rows of nearly equal worth: compare what the chosen rows are worth, in order."""
     np.testing.assert_array_equal(got.valid_len, want.valid_len)
@@ -60,10 +63,9 @@ def assert_worth_the_same(
         np.testing.assert_allclose(np.sort(worth[mine]), np.sort(worth[theirs]), rtol=3e-5, atol=0)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("group_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("context_len", [1, 63, 64, 65, 127, 128, 129, 1009])
-@pytest.mark.parametrize("tail_rows", [0, 1, 70])
+@pytest.mark.parametrize("layout, tail_rows", WITH_TAILS)
+@pytest.mark.parametrize("group_size", [1, 3, 4, 5, 16])
+@pytest.mark.parametrize("context_len", [1, 63, 64, 65, 1009])
 def test_search_agrees_with_the_reference(layout: str, group_size: int, context_len: int, tail_rows: int) -> None:
     spec = IndexSpec(layout=layout, context_len=context_len)
     index, q = make_index(spec), make_queries(spec, group_size, scale=3.0)
@@ -74,19 +76,13 @@ def test_search_agrees_with_the_reference(layout: str, group_size: int, context_
     assert_worth_the_same(got, want, q, index, tail)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("group_size", [1, 2, 7])
-@pytest.mark.parametrize("head_dim, num_subspaces", [(32, 8), (40, 5), (128, 16)])
-@pytest.mark.parametrize("tail_rows", [0, 9])
-def test_a_pooled_query_chooses_what_the_definition_does(
-    layout: str, group_size: int, head_dim: int, num_subspaces: int, tail_rows: int
-) -> None:
-    spec = IndexSpec(layout=layout, head_dim=head_dim, num_subspaces=num_subspaces, pool_group=True)
-    index, q = make_index(spec), make_queries(spec, group_size, scale=3.0)
-    q[-1] = 0  # a head that asks for nothing adds nothing
-    got, want = run_both(q, index, make_tail_of(index, spec, tail_rows), top_k=50)
-    np.testing.assert_array_equal(got.kv_indices, want.kv_indices)
-    np.testing.assert_array_equal(got.valid_len, want.valid_len)
+@pytest.mark.parametrize("head_dim, num_fine, num_coarse", [(8, 1, 0), (64, 2, 2), (80, 3, 1), (96, 3, 3), (256, 8, 8)])
+@pytest.mark.parametrize("context_len", [1000, 4100, 7000])
+def test_sketches_of_any_shape(head_dim: int, num_fine: int, num_coarse: int, context_len: int) -> None:
+    spec = IndexSpec(context_len=context_len, head_dim=head_dim, num_fine=num_fine, num_coarse=num_coarse)
+    index, q = make_index(spec), make_queries(spec, 2)
+    got, want = run_both(q, index, None, 50, softmax_scale=head_dim**-0.5)
+    assert_worth_the_same(got, want, q, index, None, head_dim**-0.5)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -96,32 +92,17 @@ def test_a_pooled_query_chooses_what_the_definition_does(
 def test_ranges_agree_with_the_reference(layout: str, group_size: int, context_len: int, tail_rows: int) -> None:
     spec = IndexSpec(layout=layout, context_len=context_len, num_subspaces=4, num_centroids=2, num_heads=1)
     index, q = make_index(spec), make_queries(spec, group_size, scale=3.0)
-    tail = make_tail_of(index, spec, tail_rows)
+    tail = make_tail_of(index, spec, tail_rows if layout == "lists" else 0)
     got, want = run_both(q, index, tail, context_len // 20)
     assert_worth_the_same(got, want, q, index, tail)
 
 
 def test_a_long_tail_has_ranges_of_its_own() -> None:
-    spec = IndexSpec(layout="rows4", context_len=100, num_subspaces=2, num_centroids=2, num_heads=1)
+    spec = IndexSpec(layout="lists", context_len=100, num_subspaces=2, num_centroids=2, num_heads=1)
     index, q = make_index(spec), make_queries(spec, 2)
     tail = make_tail_of(index, spec, RANGE_KEYS + 10)
     got, want = run_both(q, index, tail, 400)
     assert_worth_the_same(got, want, q, index, tail)
-
-
-@pytest.mark.parametrize("layout", ["rows4", "rows8"])
-@pytest.mark.parametrize("apart", [1, 64, 1000])
-def test_rows_may_lie_apart(layout: str, apart: int) -> None:
-    spec = IndexSpec(layout=layout, context_len=20_001)
-    index, q = make_index(spec), make_queries(spec, 3)
-    want, _ = run_both(q, index, None, 500)
-    assert isinstance(index.table, RowTable)
-    codes = index.table.codes
-    spread = np.full((*codes.shape[:-1], codes.shape[-1] + apart), 0xFF, np.uint8).view(codes.dtype)
-    spread[..., :-apart] = codes
-    table = dataclasses.replace(index.table, codes=spread[..., :-apart])
-    got, _ = run_both(q, dataclasses.replace(index, table=table), None, 500)
-    np.testing.assert_array_equal(got.kv_indices, want.kv_indices)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -140,10 +121,10 @@ def test_any_number_of_rows_can_be_asked_for(layout: str, group_size: int, top_k
 def test_resident_rows_are_never_chosen(layout: str, sink_len: int, window_len: int) -> None:
     spec = IndexSpec(layout=layout, context_len=1000, list_len=1.0)
     index, q = make_index(spec), make_queries(spec, 2)
-    tail = make_tail_of(index, spec, 3)
+    tail = make_tail_of(index, spec, 3 if layout == "lists" else 0)
     got, want = run_both(q, index, tail, 1003, sink_len, window_len)
-    expected = [*range(sink_len, 1000 - window_len), 1000, 1001, 1002]
-    if layout != "lists":
+    expected = list(range(sink_len, 1000 - window_len))
+    if layout == "sketch":
         for head in range(index.num_heads):
             assert got.kv_indices[head, : got.valid_len[head]].tolist() == expected
     np.testing.assert_array_equal(got.kv_indices, want.kv_indices)
@@ -201,7 +182,7 @@ def test_nan_queries_still_give_sound_selections(layout: str) -> None:
 
 
 def test_unit_weights_when_the_index_asks_for_them() -> None:
-    spec = IndexSpec(layout="rows8", weigh_by_norm=False)
+    spec = IndexSpec(layout="lists", weigh_by_norm=False)
     index, q = make_index(spec), make_queries(spec, 1)
     got, want = run_both(q, index, None, 50)
     np.testing.assert_array_equal(got.kv_indices, want.kv_indices)
@@ -209,8 +190,7 @@ def test_unit_weights_when_the_index_asks_for_them() -> None:
     np.testing.assert_array_equal(scaled.kv_indices, want.kv_indices)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("tail_rows", [0, 5])
+@pytest.mark.parametrize("layout, tail_rows", WITH_TAILS)
 def test_several_tokens_are_searched_as_if_one_by_one(layout: str, tail_rows: int) -> None:
     spec = IndexSpec(layout=layout, context_len=777)
     index = make_index(spec)
@@ -247,16 +227,15 @@ def test_a_pool_serves_one_token() -> None:
     index, q = make_index(spec), make_queries(spec, 2)
     got, want = poisoned_selection(4, 700), poisoned_selection(4, 700)
     with SearchPool(2) as pool:
-        pool.search(q, index, make_tail(index), 700, 4, 16, SCALE, got)
+        pool.search(q, index, None, 700, 4, 16, SCALE, got)
     search(q, index, None, 700, 4, 16, SCALE, SearchWorkspace(), want)
     np.testing.assert_array_equal(got.kv_indices, want.kv_indices)
 
 
-def test_more_subspaces_than_16_bits_can_sum_are_refused() -> None:
-    spec = IndexSpec(layout="rows8", context_len=64, num_heads=1, head_dim=520, num_subspaces=520, num_centroids=1)
-    index, q = make_index(spec), make_queries(spec, 1)
-    with pytest.raises(ConfigError, match="520 subspaces of 8-bit scores"):
-        search(q, index, None, 5, 4, 16, SCALE, SearchWorkspace(), empty_selection(1, 5))
+def test_a_sketch_has_no_tail() -> None:
+    lists, spec = make_index(IndexSpec(layout="lists")), IndexSpec()
+    with pytest.raises(AssertionError, match="a sketch cannot use"):
+        run_both(make_queries(spec, 1), make_index(spec), ListTail(lists), 5)
 
 
 def test_a_pool_passes_errors_on() -> None:

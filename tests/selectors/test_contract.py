@@ -1,6 +1,5 @@
 """What holds for every selector: valid rows, the same ones whoever asks beside it, everything where all is kept."""
 
-import dataclasses
 from copy import copy
 
 import numpy as np
@@ -9,17 +8,19 @@ import torch
 
 from csattn.attention import reference
 from csattn.errors import ConfigError
-from csattn.search import SearchPool
+from csattn.search import SearchPool, empty_selection
+from csattn.search.reference import search
 from csattn.selection import Selection
 from csattn.selector_names import ABOUT, SELECTOR_NAMES
 from csattn.selectors import ContextLayer, prepare, selector_for
 from csattn.selectors.base import Unprepared
-from csattn.selectors.centroids import PreparedCentroids
+from csattn.selectors.centroids import PreparedCentroids, PreparedSketch
 from csattn.selectors.magicpig import PreparedMagicpig
 from csattn.selectors.top_p import TopPSelector
 from offload.host_store import HostStore
 from tests.search.synthetic import IndexSpec, make_index
 from tests.selectors.requests import HEAD_DIM, NUM_KV_HEADS, SCALE, decode, make_layer, make_tail, make_view
+from tests.sketch.synthetic import make_heads, make_sketch
 from workers.decode import LayerDecoder, StepCount
 
 CHOOSING = [name for name in SELECTOR_NAMES if name not in ("csattn", "full", "window")]
@@ -155,13 +156,26 @@ def test_bytes_are_counted_as_the_papers_would_hold_them(name, index_bytes, sear
     assert selector.search_bytes == search_bytes
 
 
-def test_a_pooled_search_reads_for_each_kv_head_once() -> None:
-    spec, view = IndexSpec(context_len=1000), make_view(1000)
-    read = []
-    for pool_group in (False, True):
-        index = make_index(dataclasses.replace(spec, pool_group=pool_group))
-        matched = index.query_basis.nbytes + index.codebooks.nbytes
-        with SearchPool(1) as pool:
-            selector = PreparedCentroids(index, pool, num_q_heads=6).selector(view)
-            read.append(selector.search_bytes - matched)
-    assert read[0] == 3 * read[1] == 6 * spec.num_subspaces * 512  # 1000 keys of 4 bits, in whole blocks of 64
+@pytest.mark.parametrize("top_k_share", [0.02, 0.2])
+def test_a_sketch_chooses_by_its_codes_and_lets_the_tail_be(top_k_share, rng) -> None:
+    view, (q, k, v) = make_view(300, keep=top_k_share), make_heads(rng, NUM_KV_HEADS, 3, 300, HEAD_DIM)
+    index = make_sketch(q, k, v, num_fine=1, num_coarse=0)
+    want = empty_selection(NUM_KV_HEADS, view.top_k)
+    search(q[:, 7], index, None, view.top_k, view.config.sink_len, view.config.window_len, SCALE, want)
+    with SearchPool(1) as pool:
+        prepared = PreparedSketch(index, pool)
+        selector = prepared.selector(view)
+        chosen = selector.select(q[:, 7].copy(), make_tail(1).kv)
+    assert not selector.indexes_tail and same(chosen, want)
+    assert prepared.index_bytes == index.num_bytes
+    assert 0 < selector.search_bytes < index.num_bytes
+
+
+def test_a_search_of_lists_reads_one_for_each_query_head_and_subspace() -> None:
+    spec, view = IndexSpec(context_len=1000, layout="lists"), make_view(1000)
+    index = make_index(spec)
+    with SearchPool(1) as pool:
+        prepared = PreparedCentroids(index, pool, num_q_heads=6)
+        read = prepared.selector(view).search_bytes - index.codebooks.nbytes
+    assert read == 6 * spec.num_subspaces * index.table.list_len * (4 + 2)
+    assert prepared.index_bytes > index.table.indices.nbytes + index.table.scores.nbytes

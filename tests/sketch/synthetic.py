@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from csattn.config import SEGMENT_STEP
 from csattn.sketch import SketchIndex
 from csattn.sketch.codes import coord_bits, pack_codes
-from csattn.sketch.index import SEGMENT_STEP
 from csattn.sketch.reference import encode, fit
 
 Floats = NDArray[np.float32]

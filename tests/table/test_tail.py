@@ -8,9 +8,8 @@ from numpy.typing import NDArray
 
 from csattn.index import LayerIndex
 from csattn.table.lists import ListTable
-from csattn.table.rows import RowTable, pack_codes, row_bytes, unpack_codes
-from csattn.table.tail import ListTail, RowTail, make_tail, score_key
-from tests.search.synthetic import IndexSpec, append_keys, make_index, make_lists
+from csattn.table.tail import ListTail, score_key
+from tests.search.synthetic import IndexSpec, make_index, make_lists
 
 
 def new_keys_of(tail_seed: int, spec: IndexSpec, num_rows: int) -> NDArray[np.float32]:
@@ -20,7 +19,7 @@ def new_keys_of(tail_seed: int, spec: IndexSpec, num_rows: int) -> NDArray[np.fl
 
 
 def test_score_key_is_the_projected_centred_key_times_the_codebook() -> None:
-    spec = IndexSpec(num_heads=3)
+    spec = IndexSpec(layout="lists", num_heads=3)
     index = make_index(spec)
     k = np.random.default_rng(5).standard_normal((3, 32), dtype=np.float32)
     rotated = np.einsum("hi,hij->hj", k - index.key_mean, index.key_basis).reshape(3, 8, 4)
@@ -28,55 +27,17 @@ def test_score_key_is_the_projected_centred_key_times_the_codebook() -> None:
 
 
 def test_index_heads_of_one_group_share_their_kv_head() -> None:
-    spec = IndexSpec(num_heads=4)
+    spec = IndexSpec(layout="lists", num_heads=4)
     index = make_index(spec)
     k = np.random.default_rng(5).standard_normal((2, 32), dtype=np.float32)
     np.testing.assert_array_equal(score_key(k, index), score_key(np.repeat(k, 2, axis=0), index))
-
-
-@pytest.mark.parametrize("layout", ["rows4", "rows8"])
-@pytest.mark.parametrize("num_rows", [0, 1, 63, 64, 65, 130])
-def test_row_tail_holds_the_rounded_and_clipped_codes(layout: str, num_rows: int) -> None:
-    spec = IndexSpec(layout=layout, context_len=20)  # so few keys that new ones exceed the scales
-    index = make_index(spec)
-    assert isinstance(index.table, RowTable)
-    before = index.table.codes.copy()
-    tail = append_keys(make_tail(index), spec, num_rows, seed=3)
-    assert isinstance(tail, RowTail) and tail.num_rows == num_rows
-    tail.check()
-    largest = index.table.largest_code
-    for t, k in enumerate(new_keys_of(3, spec, num_rows)):
-        want = np.clip(np.rint(score_key(k, index) / index.table.scales), -largest, largest)
-        np.testing.assert_array_equal(tail.codes[..., t], want)
-    np.testing.assert_array_equal(index.table.codes, before)
-    assert f"{num_rows} rows" in repr(tail)
-
-
-def test_a_row_without_a_scale_stays_zero() -> None:
-    spec = IndexSpec(layout="rows8", context_len=50, distinct_keys=1)  # centred, every key is 0
-    index = make_index(spec)
-    assert isinstance(index.table, RowTable)
-    flat = LayerIndex(
-        index.query_basis,
-        index.codebooks,
-        index.key_basis,
-        index.key_mean,
-        RowTable(index.table.codes, np.zeros_like(index.table.scales), 50),
-        True,
-    )
-    tail = append_keys(make_tail(flat), spec, 3)
-    assert isinstance(tail, RowTail)
-    assert not tail.codes.any()
-    tail.check()
 
 
 @pytest.mark.parametrize("context_len, num_rows", [(1, 3), (40, 1), (40, 100), (333, 40)])
 def test_list_tail_equals_lists_built_over_all_keys(context_len: int, num_rows: int) -> None:
     spec = IndexSpec(layout="lists", context_len=context_len)
     index = make_index(spec)
-    assert isinstance(index.table, ListTable)
-    tail = make_tail(index)
-    assert isinstance(tail, ListTail)
+    tail = ListTail(index)
     for k in new_keys_of(4, spec, num_rows):
         tail.append(k)
         tail.check()
@@ -97,15 +58,14 @@ def test_equal_scores_do_not_enter_a_list() -> None:
     index = make_index(spec)
     rng = np.random.default_rng(0)
     k = rng.standard_normal((1, 32), dtype=np.float32) * 10  # beats many lists
-    tail = make_tail(index)
-    assert isinstance(tail, ListTail)
+    tail = ListTail(index)
     tail.append(k)
     entered = tail.num_inserted.copy()
     assert entered.any()
-    for _ in range(index.table.list_len - 1):  # type: ignore[union-attr]
+    for _ in range(index.table.list_len - 1):
         tail.append(k)
     full = tail.num_inserted.copy()
-    assert full.max() == index.table.list_len  # type: ignore[union-attr]
+    assert full.max() == index.table.list_len
     tail.append(k)
     tail.check()
     np.testing.assert_array_equal(tail.num_inserted, full)
@@ -121,8 +81,7 @@ def test_zero_scores_are_never_minus_zero() -> None:
         make_lists(scores, 1.0),
         True,
     )
-    tail = make_tail(index)
-    assert isinstance(tail, ListTail)
+    tail = ListTail(index)
     tail.append(np.zeros((1, 1), np.float32))  # -1 * 0
     assert tail.num_inserted[0, 0, 0] == 1
     assert not np.signbit(tail.inserted_scores[0, 0, 0, 0])
@@ -131,21 +90,10 @@ def test_zero_scores_are_never_minus_zero() -> None:
 def test_check_notices_a_disordered_list() -> None:
     spec = IndexSpec(layout="lists", context_len=40)
     index = make_index(spec)
-    assert isinstance(index.table, ListTable)
     index.table.check()
     swapped = ListTable(index.table.indices[..., ::-1], index.table.scores[..., ::-1], 40)
     with pytest.raises(AssertionError, match="not ordered"):
         swapped.check()
-
-
-@pytest.mark.parametrize("score_bits", [4, 8])
-@pytest.mark.parametrize("context_len", [0, 1, 63, 64, 65, 200])
-def test_codes_survive_packing(score_bits: int, context_len: int) -> None:
-    largest = 127 if score_bits == 8 else 7
-    codes = np.random.default_rng(0).integers(-largest, largest + 1, (2, 3, context_len)).astype(np.int8)
-    rows = pack_codes(codes, score_bits)
-    assert rows.shape[-1] == row_bytes(context_len, score_bits)
-    np.testing.assert_array_equal(unpack_codes(rows, context_len), codes)
 
 
 @settings(max_examples=40)
@@ -160,9 +108,7 @@ def test_try_insert_keeps_the_size_the_order_and_the_better_keys(
     """New keys are small multiples of one direction, so that scores tie with one another and with a repeat."""
     spec = IndexSpec(layout="lists", context_len=context_len, list_len=list_len)
     index = make_index(spec)
-    assert isinstance(index.table, ListTable)
-    tail = make_tail(index)
-    assert isinstance(tail, ListTail)
+    tail = ListTail(index)
     direction = np.random.default_rng(9).standard_normal((spec.num_heads, spec.head_dim), dtype=np.float32)
     scored = []
     for factor in new_keys:

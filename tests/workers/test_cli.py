@@ -87,6 +87,8 @@ def test_generate_streams_and_compares(capsys, artifact: Path) -> None:
     result = last_line(done)
     assert len(result["token_ids"]) == 5
     assert result["token_ids"] == result["full"]["token_ids"], "keep 1.0 is full attention"
+    assert (result["keep"], result["rest"]) == (1.0, "none")
+    assert "keep 100 %, rest none" in done.stdout
 
 
 def test_generate_reads_less_than_full_attention(capsys, artifact: Path) -> None:
@@ -96,6 +98,7 @@ def test_generate_reads_less_than_full_attention(capsys, artifact: Path) -> None
         )
     )
     assert result["rows_read_per_step"] < 0.2 * result["rows_full_attention"]
+    assert (result["keep"], result["rest"]) == (0.05, "sketch")
 
 
 def test_a_context_decodes_within_a_host_budget(capsys, artifact: Path) -> None:
@@ -167,18 +170,33 @@ def test_eval_compares_presets_and_selectors(capsys, place: Path) -> None:
     assert min(searched["default"], searched["paper"], searched["magicpig"]) > 0
 
 
-def test_the_rest_is_estimated_for_presets_and_not_for_what_was_published(capsys, place: Path, artifact: Path) -> None:
+def test_eval_stretches_the_model_to_longer_texts(capsys, place: Path) -> None:
+    text = place / "longer.txt"
+    text.write_text(" ".join((place / "text.txt").read_text().split()[:20] * 200))
+    asked = "eval", "--text", text, "--model", place / "model", "--context-len", 1100, "--eval-len", 4, "--json"
+    refused = in_process(*asked, "--presets", "", "--selectors", "full", capsys=capsys)
+    assert refused.returncode == 1 and "or a --stretch" in refused.stderr
+    result = last_line(in_process(*asked, "--presets", "", "--selectors", "full", "--stretch", 2, capsys=capsys))
+    assert result["stretch"] == 2
+    assert result["results"][0]["kl"] == pytest.approx(0, abs=1e-5)
+
+
+def test_eval_says_how_the_rest_is_attended_to_and_leaves_what_was_published_alone(capsys, place: Path) -> None:
     arguments = "eval", "--text", place / "text.txt", "--model", place / "model", "--context-len", 400, "--eval-len", 9
     arguments += "--keep", 0.1, "--window-len", 8, "--presets", "default", "--selectors", "window", "--json"
-    plain, estimated = (last_line(in_process(*arguments, *more, capsys=capsys)) for more in ((), ("--estimate-rest",)))
-    assert estimated["search"]["estimate_rest"] and not plain["search"]["estimate_rest"]
-    ours, window = zip(plain["results"], estimated["results"], strict=True)
-    assert ours[0]["kl"] != ours[1]["kl"] and window[0]["kl"] == window[1]["kl"]
+    done = {rest: in_process(*arguments, "--rest", rest, capsys=capsys) for rest in ("none", "moments", "sketch")}
+    results = {rest: last_line(said)["results"] for rest, said in done.items()}
+    for rest, (ours, window) in results.items():
+        assert (ours["rest"], window["rest"], ours["keep"], window["keep"]) == (rest, "none", 0.1, 0.1)
+        assert window["kl"] == results["none"][1]["kl"]
+        assert "keep 10 %" in done[rest].stdout and rest in done[rest].stdout
+    assert len({ours["kl"] for ours, _ in results.values()}) == 3
     moments = 4 * (2 * 16 + 2 * 16 * 16)  # two means and two matrices of float32, for each of 2 KV heads in 3 layers
-    assert ours[1]["search_bytes_per_step"] - ours[0]["search_bytes_per_step"] == pytest.approx(3 * 2 * moments)
-    assert ours[1]["index_bytes_per_key"] - ours[0]["index_bytes_per_key"] == pytest.approx(moments / 400)
-    said = in_process("generate", artifact, "--prompt", "who?", "--estimate-rest", "--json", capsys=capsys)
-    assert last_line(said)["selector"] == "csattn"
+    none, estimated, coded = (ours for ours, _ in results.values())
+    assert estimated["search_bytes_per_step"] - none["search_bytes_per_step"] == pytest.approx(3 * 2 * moments)
+    assert estimated["index_bytes_per_key"] - none["index_bytes_per_key"] == pytest.approx(moments / 400)
+    assert coded["index_bytes_per_key"] == none["index_bytes_per_key"]
+    assert coded["search_bytes_per_step"] > none["search_bytes_per_step"]
 
 
 def test_inspect_verify_and_ls_agree(capsys, place: Path, artifact: Path) -> None:
@@ -203,7 +221,17 @@ def test_inspect_verify_and_ls_agree(capsys, place: Path, artifact: Path) -> Non
         (["build", "--context", "{place}/text.txt", "--model", "/no/model"], 1, "no model at"),
         (["build", "--context", "{place}/text.txt", "--preset", "fast"], 1, "unknown preset"),
         (
-            ["build", "--context", "{place}/text.txt", "--model", "{place}/model", "--num-subspaces", "5"],
+            [
+                "build",
+                "--context",
+                "{place}/text.txt",
+                "--model",
+                "{place}/model",
+                "--preset",
+                "lists",
+                "--num-subspaces",
+                "5",
+            ],
             1,
             "subspaces",
         ),
@@ -212,7 +240,23 @@ def test_inspect_verify_and_ls_agree(capsys, place: Path, artifact: Path) -> Non
         (["generate", "{artifact}", "--prompt", "x", "--keep", "0"], 1, "keep must lie in (0, 1]"),
         (["generate", "{artifact}", "--prompt", "x", "--keep", "1.5"], 1, "keep must lie in (0, 1]"),
         (["generate", "{artifact}", "--prompt", "x", "--selector", "best"], 1, "unknown selector"),
-        (["generate", "{artifact}", "--prompt", "x", "--selector", "h2o", "--estimate-rest"], 1, "goes with"),
+        (["generate", "{artifact}", "--prompt", "x", "--selector", "h2o", "--rest", "moments"], 1, "goes with"),
+        (["generate", "{artifact}", "--prompt", "x", "--rest", "codes"], 1, "rest must be one of sketch, moments"),
+        (
+            [
+                "eval",
+                "--text",
+                "{place}/text.txt",
+                "--model",
+                "{place}/model",
+                "--presets",
+                "paper",
+                "--rest",
+                "sketch",
+            ],
+            1,
+            "needs an index that is a sketch",
+        ),
         (["generate", "{place}/store/ffff", "--prompt", "x"], 1, "no artifact"),
         (["generate", "{artifact}", "--prompt", "x", "--model", "{place}/other"], 1, "model"),
         (["eval", "--text", "{place}/text.txt", "--model", "{place}/model", "--selectors", "best"], 1, "choose from"),

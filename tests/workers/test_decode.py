@@ -12,7 +12,9 @@ from csattn.rest import moments_of
 from csattn.rest import reference as rest_reference
 from csattn.selection import Rest, Selection
 from csattn.selectors import ContextView
+from csattn.sketch import reference as sketch_reference
 from offload.host_store import HostStore
+from tests.sketch.synthetic import make_heads, make_sketch
 from workers.decode import LayerDecoder, StepCount
 
 CONTEXT_LEN, SINK_LEN, WINDOW_LEN, HEAD_DIM, SCALE = 70, 3, 8, 16, 0.25
@@ -36,9 +38,9 @@ class Chosen:
         return self.selection
 
 
-def make_decoder(context, selector, ahead=None, moments=None):
+def make_decoder(context, selector, ahead=None, rest=None):
     view = ContextView(CONTEXT_LEN, SCALE, SearchConfig(keep=0.1, sink_len=SINK_LEN, window_len=WINDOW_LEN))
-    return LayerDecoder(0, HostStore([context]), selector, view, ahead, StepCount(), lambda: 0.0, moments=moments)
+    return LayerDecoder(0, HostStore([context]), selector, view, ahead, StepCount(), lambda: 0.0, rest=rest)
 
 
 def poisoned_except(context, rows_by_head):
@@ -180,7 +182,7 @@ def test_an_estimate_of_the_rest_joins_by_its_log_sum_exp(num_index_heads, rng) 
     chosen = Chosen(Selection(kv_indices, valid_len))
     num_middle = CONTEXT_LEN - SINK_LEN - WINDOW_LEN
     moments = moments_of([context[:, SINK_LEN : SINK_LEN + num_middle]])
-    decoder = make_decoder(context, chosen, moments=moments)
+    decoder = make_decoder(context, chosen, rest=moments)
     decoder.append(tail[:, :, 0], tail[:, :, 1])
     q = torch.randn(num_q_heads, num_tokens, HEAD_DIM)
     out = decoder.attend(q, SCALE)
@@ -203,3 +205,37 @@ def test_an_estimate_of_the_rest_joins_by_its_log_sum_exp(num_index_heads, rng) 
             weights = torch.cat([logits, torch.tensor([rest_lse[token, head]])]).softmax(0)
             torch.testing.assert_close(out[head, token], weights @ values, rtol=1e-4, atol=1e-5)
     assert decoder._count.search_bytes == num_tokens * (chosen.search_bytes + moments.table.nbytes)
+
+
+def test_the_rest_is_attended_to_by_codes(rng) -> None:
+    """All rows between sinks and window that are not chosen; the tail's have no codes, and chosen ones are exact."""
+    num_q_heads, num_kv_heads, num_tokens = 6, 2, WINDOW_LEN + 4
+    q, k, v = make_heads(rng, num_kv_heads, num_q_heads // num_kv_heads, CONTEXT_LEN, HEAD_DIM)
+    sketch = make_sketch(q, k, v, num_fine=1, num_coarse=0)
+    context = torch.from_numpy(np.stack([k, v], axis=2))
+    tail = torch.randn(num_kv_heads, num_tokens, 2, HEAD_DIM)
+    valid_len = np.array([5, 3], np.int32)
+    kv_indices = np.array([[4, 9, 33, 61, CONTEXT_LEN], [3, 40, CONTEXT_LEN + 1, -1, -1]], np.int32)
+    chosen = Chosen(Selection(kv_indices, valid_len))
+    read = [[row for row in rows if 0 <= row < CONTEXT_LEN] for rows in kv_indices.tolist()]
+    decoder = make_decoder(poisoned_except(context, read), chosen, rest=sketch)
+    decoder.append(tail[:, :, 0], tail[:, :, 1])
+    asked = torch.from_numpy(q[:, :num_tokens])
+    out = decoder.attend(asked, SCALE)
+
+    is_rest = np.zeros((num_kv_heads, CONTEXT_LEN), np.bool_)
+    is_rest[:, SINK_LEN : CONTEXT_LEN - WINDOW_LEN] = True
+    for head, rows in enumerate(read):
+        is_rest[head, rows] = False
+    for token in range(num_tokens):
+        rest_out, rest_lse = sketch_reference.attend_rest(asked[:, token].numpy(), sketch, is_rest, SCALE)
+        for head in range(num_q_heads):
+            far, of_tail = read[head // 3], [int(row) for row in kv_indices[head // 3] if row >= CONTEXT_LEN]
+            near = [*range(SINK_LEN), *range(CONTEXT_LEN - WINDOW_LEN, CONTEXT_LEN)]
+            own = [*(row - CONTEXT_LEN for row in of_tail), *range(max(0, token + 1 - WINDOW_LEN), token + 1)]
+            rows = torch.cat([context[head // 3, far], context[head // 3, near], tail[head // 3, own]])
+            logits = SCALE * rows[:, 0] @ asked[head, token]
+            weights = torch.cat([logits, torch.tensor([rest_lse[head]])]).softmax(0)
+            want = weights @ torch.cat([rows[:, 1], torch.from_numpy(rest_out[head])[None]])
+            torch.testing.assert_close(out[head, token], want, rtol=1e-3, atol=1e-3)
+    assert decoder._count.search_bytes == num_tokens * (chosen.search_bytes + sketch.num_bytes)

@@ -35,7 +35,7 @@ def test_flags_win_over_environment_over_file_over_default(tmp_path: Path) -> No
     environment = {"CSATTN_SERVER_PORT": "2", "CSATTN_SEARCH_KEEP": "0.2"}
     loaded = load_settings(file, environment, {"server.port": "3"})
     assert loaded.settings.server.port == 3
-    assert loaded.settings.search == SearchConfig(keep=0.2, lookahead=1)
+    assert loaded.settings.search == SearchConfig(keep=0.2)
     assert loaded.settings.server.host == "localhost"
     said = {key: str(loaded.leaves[key].origin) for key in ("server.port", "search.keep", "server.host", "store.path")}
     assert said == {
@@ -78,7 +78,7 @@ def test_every_setting_can_come_from_each_source(tmp_path: Path) -> None:
         "build.dtype": "float16",
         "build.device": "cpu", "build.kmeans": "torch", "build.chat": False, "search.keep": 0.5, "search.sink_len": 0,
         "search.window_len": 9, "search.lookahead": 0, "search.search_period": 2,
-        "search.estimate_rest": True, "engine.placement": "host",
+        "search.rest": "moments", "engine.placement": "host",
         "engine.slot_share": 0.5, "engine.tail_capacity": 7, "engine.num_threads": 3, "engine.num_search_workers": 2,
         "engine.num_contexts": 6, "engine.max_context_len": 99, "engine.kv_codec": "k=q8_0,v=fp8",
         "ray.address": "auto", "ray.num_attention_workers": 2, "ray.num_ingress_replicas": 3, "store.path": "elsewhere",
@@ -126,6 +126,7 @@ def test_every_setting_can_come_from_each_source(tmp_path: Path) -> None:
         ("[limits]\nrequest_timeout_s = inf", ["must be at most 86400, got inf"]),
         ("[search]\nkeep = 2", ["search.keep must lie in (0, 1], got 2.0 (file", "line 2"]),
         ("[search]\nlookahead = 3", ["search.lookahead must be one of 0, 1, got 3"]),
+        ("[search]\nrest = 'codes'", ["search.rest", "is 'codes', wanted one of sketch, moments, none"]),
         ("[engine]\nplacement = 'gpu'", ["is 'gpu', wanted one of cpu, device, hybrid, host"]),
         ("[engine]\nslot_share = 0.0", ["engine.slot_share must be greater than 0"]),
         ("[engine]\nkv_codec = 'q9'", ["engine.kv_codec", "'q9' is no format of keys or values; choose from float32"]),
@@ -223,6 +224,15 @@ def test_an_empty_variable_is_not_set_where_there_is_such_a_thing() -> None:
 def test_parts_made_by_hand_are_checked_too(part: type, bad: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=f"^{next(iter(bad))} must be"):
         part(**bad)
+
+
+@pytest.mark.parametrize(("placement", "lookahead"), [("cpu", 0), ("device", 0), ("hybrid", 1), ("host", 1)])
+def test_lookahead_suits_the_placement_unless_it_is_said(placement: str, lookahead: int) -> None:
+    loaded = load_settings(None, {"CSATTN_ENGINE_PLACEMENT": placement}, {})
+    assert loaded.settings.search.lookahead == lookahead
+    assert loaded.leaves["search.lookahead"].origin.kind == "default"
+    said = load_settings(None, {"CSATTN_ENGINE_PLACEMENT": placement}, {"search.lookahead": 1 - lookahead})
+    assert said.settings.search.lookahead == 1 - lookahead
 
 
 def test_settings_travel_between_processes() -> None:

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, cast, get_args
 
+from csattn.config import RestKind
 from csattn.selector_names import SELECTOR_NAMES
 from workers.api.fields import Fields
 from workers.api.names import context_of
@@ -66,6 +67,7 @@ def _read(fields: Fields, request_id: str, model: str, limits: LimitSettings, pa
     extension: dict[str, Any] = {
         "keep": fields.number("keep", 0.0, 1.0, above=True),
         "lookahead": fields.whole("lookahead", 0, 1),
+        "rest": cast(RestKind | None, fields.choice("rest", get_args(RestKind))),
         "selector": cast(Selector, fields.choice("selector", SELECTOR_NAMES) or "csattn"),
     }
     fields.finish()

@@ -7,9 +7,25 @@ from typing import Annotated, Any
 import typer
 
 from csattn import __version__
-from csattn.config import PRESET_NAMES
+from csattn.config import PRESET_NAMES, SearchConfig
 from csattn.selector_names import SELECTOR_NAMES, described
 from workers.cli.configuring import config
+from workers.cli.options import (
+    ArtifactPath,
+    Dtype,
+    Json,
+    Keep,
+    KvCodec,
+    LocalStore,
+    Lookahead,
+    Model,
+    Placement,
+    Rest,
+    SearchPeriod,
+    Store,
+    Threads,
+    WindowLen,
+)
 from workers.cli.streaming import stream
 
 app = typer.Typer(
@@ -36,37 +52,8 @@ def options(
     """What belongs to no verb."""
 
 
-def _place(text: Any) -> Path | str:
-    """A directory, or a URL as it is."""
-    return text if "://" in str(text) else Path(text)
-
-
 # Verbs import what they need when they run: `csattn --help` should not wait for torch.
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
-Model = Annotated[
-    str | None, typer.Option(help="Model directory, .gguf file or hub id.", show_default="the installed SmolLM2-135M")
-]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
-Store = Annotated[
-    Any, typer.Option(parser=_place, metavar="PLACE", help="Directory or URL (s3://, ...) that holds artifacts.")
-]
-LocalStore = Annotated[Path, typer.Option(help="Directory that holds artifacts.")]
-ArtifactPath = Annotated[
-    Any, typer.Argument(parser=_place, metavar="ARTIFACT", help="Its directory or URL, or STORE/start-of-its-id.")
-]
-Keep = Annotated[float, typer.Option(help="Share of the context read per step, in (0, 1].")]
-Placement = Annotated[
-    str | None,
-    typer.Option(help="cpu; or on a GPU device, hybrid or host: where index and KV lie.", show_default="cpu"),
-]
-KvCodec = Annotated[
-    str | None,
-    typer.Option(help="Keep rows as q8_0, q4_0, fp8, float16, ... or k=q8_0,v=q4_0.", show_default="as built"),
-]
-Lookahead = Annotated[int, typer.Option(help="1: search one layer ahead, on the predicted query.")]
-WindowLen = Annotated[int | None, typer.Option(help="Recent rows that are always read.", show_default="256")]
-Threads = Annotated[int | None, typer.Option(help="CPU threads.", show_default="all cores")]
-EstimateRest = Annotated[bool, typer.Option(help="Estimate what the rows that are not read would add.")]
+_SEARCH = SearchConfig()  # the defaults of what several verbs have
 
 
 @app.command()
@@ -77,16 +64,19 @@ def build(
     model: Model = None,
     store: Store = Path("store"),
     preset: Annotated[str, typer.Option(help=", ".join(PRESET_NAMES))] = "default",
-    layout: Annotated[str | None, typer.Option(help="rows or lists.")] = None,
-    num_subspaces: Annotated[int | None, typer.Option(help="m, slices of head_dim.")] = None,
-    num_centroids: Annotated[int | None, typer.Option(help="C, per subspace.")] = None,
-    score_bits: Annotated[int | None, typer.Option(help="rows: 4 or 8.")] = None,
+    num_fine: Annotated[int | None, typer.Option(help="sketch: words of 4-bit codes for 64 dimensions.")] = None,
+    num_coarse: Annotated[int | None, typer.Option(help="sketch: words of 2-bit codes for 64 dimensions.")] = None,
+    segment_len: Annotated[int | None, typer.Option(help="sketch: rows that share a transform, about.")] = None,
+    num_subspaces: Annotated[int | None, typer.Option(help="lists: m, slices of head_dim.")] = None,
+    num_centroids: Annotated[int | None, typer.Option(help="lists: C, per subspace.")] = None,
     list_len: Annotated[float | None, typer.Option(help="lists: L as a share of the context.")] = None,
+    kmeans: Annotated[
+        str | None, typer.Option(help="lists: faiss or torch.", show_default="torch on a GPU, else faiss")
+    ] = None,
     dtype: Dtype = "float32",
     chat: Annotated[bool, typer.Option(help="Wrap the context by the model's chat template.")] = True,
     threads: Threads = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")] = "auto",
-    kmeans: Annotated[str, typer.Option(help="faiss, torch, or auto: torch on a GPU.")] = "auto",
     progress: Annotated[str, typer.Option(help="json: with --context, one JSON object a line on stderr.")] = "auto",
     json: Json = False,
 ) -> None:
@@ -96,16 +86,16 @@ def build(
 
     batching.require_one_source(context, jobs, ray)
     building.require_progress(progress, jobs)
-    changes: dict[str, Any] = {"layout": layout, "num_subspaces": num_subspaces, "num_centroids": num_centroids}
-    changes |= {"score_bits": score_bits, "list_len": list_len}
+    changes: dict[str, Any] = {"num_fine": num_fine, "num_coarse": num_coarse, "segment_len": segment_len}
+    changes |= {"num_subspaces": num_subspaces, "num_centroids": num_centroids, "list_len": list_len, "kmeans": kmeans}
     if context is None:
-        options = JobOptions(model=model, preset=preset, dtype=dtype, chat=chat, kmeans=kmeans, **changes)
+        options = JobOptions(model=model, preset=preset, dtype=dtype, chat=chat, **changes)
         assert jobs is not None
         report = batching.build_jobs(jobs, options, store, ray, threads, device)
         if json:
             terminal.print_json(report)
         sys.exit(1 if report["failed"] else 0)
-    result = building.build(context, model, store, preset, changes, dtype, chat, threads, device, kmeans, progress)
+    result = building.build(context, model, store, preset, changes, dtype, chat, threads, device, progress)
     terminal.out.print(f"artifact {result['artifact']} in {result['path']}, {terminal.size(result['size_bytes'])}")
     if json:
         terminal.print_json(result)
@@ -115,14 +105,14 @@ def build(
 def generate(
     artifact: ArtifactPath,
     prompt: Annotated[str, typer.Option(help="The question to ask about the context.")],
-    keep: Keep = 0.05,
+    keep: Keep = _SEARCH.keep,
     selector: Annotated[str, typer.Option(help=f"{described()}.")] = "csattn",
-    lookahead: Lookahead = 1,
+    lookahead: Lookahead = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
     compare: Annotated[bool, typer.Option(help="Print full attention's answer beside it.")] = False,
-    search_period: Annotated[int, typer.Option(help="Search every so many steps.")] = 1,
-    window_len: WindowLen = None,
-    estimate_rest: EstimateRest = False,
+    search_period: SearchPeriod = _SEARCH.search_period,
+    window_len: WindowLen = _SEARCH.window_len,
+    rest: Rest = None,
     model: Model = None,
     threads: Threads = None,
     placement: Placement = None,
@@ -135,8 +125,11 @@ def generate(
 ) -> None:
     """Answer a question from an artifact; tokens appear as they come."""
     from workers.cli import asking, terminal
+    from workers.settings import suited_lookahead
 
-    config = asking.search_config(keep, lookahead, search_period, window_len, estimate_rest)
+    if lookahead is None:
+        lookahead = suited_lookahead(placement or "cpu", host_budget is not None)
+    config = asking.search_config(keep, lookahead, search_period, window_len, rest)
     result = asking.ask(
         artifact, prompt, config, selector, max_new_tokens, compare, model, threads, placement, kv_codec, host_budget
     )
@@ -153,14 +146,15 @@ def evaluate(
     model: Model = None,
     context_len: Annotated[int, typer.Option(min=1, help="Tokens that are prefilled and indexed.")] = 7680,
     eval_len: Annotated[int, typer.Option(min=1, help="Tokens after them that are predicted.")] = 512,
-    keep: Keep = 0.05,
+    keep: Keep = _SEARCH.keep,
     presets: Annotated[str, typer.Option(help="Comma-separated, or empty.")] = "default,paper",
     selectors: Annotated[str, typer.Option(help=f"Comma-separated, or empty: {described()}.")] = "exact,window",
     lookahead: Annotated[str, typer.Option(help="0, 1, or 0,1: for the presets.")] = "0",
-    search_period: Annotated[int, typer.Option(help="Search every so many steps.")] = 1,
-    window_len: WindowLen = None,
-    estimate_rest: EstimateRest = False,
+    search_period: SearchPeriod = _SEARCH.search_period,
+    window_len: WindowLen = _SEARCH.window_len,
+    rest: Rest = None,
     dtype: Dtype = "float32",
+    stretch: Annotated[float, typer.Option(min=1, help="Times the model's positions, by YaRN.")] = 1.0,
     store: Annotated[Path | None, typer.Option(help="Keep artifacts here.", show_default="a scratch directory")] = None,
     threads: Threads = None,
     kv_codec: KvCodec = None,
@@ -173,13 +167,13 @@ def evaluate(
     plan = comparing.Plan(
         context_len=context_len,
         eval_len=eval_len,
-        config=asking.search_config(keep, 0, search_period, window_len, estimate_rest),
+        config=asking.search_config(keep, 0, search_period, window_len, rest),
         presets=comparing.names("presets", presets, PRESET_NAMES),
         selectors=comparing.names("selectors", selectors, SELECTOR_NAMES),
         lookaheads=[int(ahead) for ahead in comparing.names("lookahead", lookahead, ("0", "1"))],
         kv_format=None if kv_codec is None else KvFormat.parse(kv_codec),
     )
-    result = comparing.compare(text, plan, model, dtype, store, threads)
+    result = comparing.compare(text, plan, model, dtype, stretch, store, threads)
     if json:
         terminal.print_json(result)
 
@@ -271,8 +265,11 @@ def serve(
     placement: Placement = None,
     kv_codec: KvCodec = None,
     threads: Annotated[int | None, typer.Option(help="That search on the CPU.", show_default="all cores")] = None,
-    keep: Annotated[float | None, typer.Option(help="Share of the context read per step, in (0, 1].")] = None,
-    lookahead: Annotated[int | None, typer.Option(help="1: search one layer ahead, on the predicted query.")] = None,
+    keep: Annotated[
+        float | None,
+        typer.Option(help="Share of the context read per step, in (0, 1].", show_default=str(_SEARCH.keep)),
+    ] = None,
+    lookahead: Lookahead = None,
     changes: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting; `csattn config show` has all.")
     ] = None,

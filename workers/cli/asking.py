@@ -2,14 +2,15 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from csattn.artifact import Artifact, open_artifact
-from csattn.config import SearchConfig
+from csattn.config import RestKind, SearchConfig
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
+from csattn.selector_names import SelectorName
+from csattn.selectors import resolve_rest
 from index_build.inputs import require_utf8
 from offload.codecs.formats import KvFormat
 from offload.sizes import parse_size
@@ -21,11 +22,14 @@ from workers.generate import Answer, answer
 from workers.session import csattn_session
 
 
-def search_config(
-    keep: float, lookahead: int, search_period: int, window_len: int | None, estimate_rest: bool
-) -> SearchConfig:
-    config = SearchConfig(keep=keep, lookahead=lookahead, search_period=search_period, estimate_rest=estimate_rest)
-    return config if window_len is None else replace(config, window_len=window_len)
+def search_config(keep: float, lookahead: int, search_period: int, window_len: int, rest: str | None) -> SearchConfig:
+    return SearchConfig(
+        keep=keep,
+        lookahead=lookahead,
+        search_period=search_period,
+        window_len=window_len,
+        rest=cast(RestKind | None, rest),  # refuses others by name
+    )
 
 
 def ask(
@@ -59,7 +63,8 @@ def ask(
         loaded = show_loading(model or artifact.spec.model_name, artifact.spec.kv_dtype)
         if on_gpu:
             assert placement is not None
-            return _on_gpu(loaded, artifact, config, placement, prompt, max_new_tokens, threads).to_json()
+            said = _on_gpu(loaded, artifact, config, placement, prompt, max_new_tokens, threads)
+            return {**said.to_json(), **_asked_for(config, said, artifact)}
         if selector == "csattn" and config.search_period == 1 and budget is None:
             sparse = _on_cpu(loaded, artifact, config, prompt, max_new_tokens, threads, kv_format)
         else:
@@ -73,12 +78,19 @@ def ask(
                 kv_format=kv_format,
                 host_budget_bytes=budget,
             )
-        result = sparse.to_json()
+        result = {**sparse.to_json(), **_asked_for(config, sparse, artifact)}
         if compare:
             full = stream(loaded, artifact, config, "full", prompt, max_new_tokens, host_budget_bytes=budget)
-            out.print(comparison([("sparse", sparse), ("full attention", full)]))
+            out.print(comparison(f"keep {100 * config.keep:g} %, rest {result['rest']}", sparse, full))
             result["full"] = full.to_json()
     return result
+
+
+def _asked_for(config: SearchConfig, said: Answer, artifact: Artifact) -> dict[str, Any]:
+    """What decided about the answer besides its selector."""
+    selector = cast(SelectorName, said.selector)
+    rest = resolve_rest(config, selector, artifact.spec.index_config.layout)
+    return {"keep": config.keep, "rest": rest}
 
 
 def _on_gpu(
@@ -148,7 +160,7 @@ def _speaking(name: str) -> Iterator[None]:
         out.print()
 
 
-def comparison(answers: list[tuple[str, Answer]]) -> Any:
+def comparison(title: str, sparse: Answer, full: Answer) -> Any:
     """Answers side by side: speed and what was read."""
     rows = [
         [
@@ -159,9 +171,9 @@ def comparison(answers: list[tuple[str, Answer]]) -> Any:
             f"{said.rows_read_per_step:.0f}",
             f"{100 * said.rows_read_per_step / said.rows_full_attention:.1f} %",
         ]
-        for name, said in answers
+        for name, said in (("sparse", sparse), ("full attention", full))
     ]
-    return table("", ["", "selector", "first token", "tokens/s", "rows read per step and head", "of all"], rows)
+    return table(title, ["", "selector", "first token", "tokens/s", "rows read per step and head", "of all"], rows)
 
 
 def _write(text: str) -> None:

@@ -12,7 +12,7 @@ from csattn.cpus import available_cpus
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel, load_model
 from csattn.models.prompt import choose_wrapping, context_ids
-from index_build.inputs import choose_device, choose_kmeans, make_config, read_text
+from index_build.inputs import choose_device, make_config, read_text
 from index_build.pipeline import BuildReport, build_artifact
 from workers.cli.terminal import BuildDisplay, JsonProgress, err
 
@@ -27,19 +27,17 @@ def build(
     chat: bool,
     threads: int | None,
     device: str = "auto",
-    kmeans: str = "auto",
     progress: str = "auto",
 ) -> dict[str, Any]:
     """Build and return the verb's JSON object."""
     use_threads(threads)
     device = choose_device(device)
-    changes = {**changes, "kmeans": choose_kmeans(kmeans, device)}
-    make_config(preset_name, 64, {"kmeans": changes["kmeans"]})  # misspelt options fail before a model is loaded
+    make_config(preset_name, 64, changes, device)  # what cannot be fails before a model is loaded
     text = read_text(context)
     loaded = show_loading(model, dtype, device)
     wrapping = choose_wrapping(loaded.tokenizer, chat)
     token_ids = context_ids(loaded.tokenizer, text, wrapping)
-    config = make_config(preset_name, loaded.geometry.head_dim, changes)
+    config = make_config(preset_name, loaded.geometry.head_dim, changes, device)
     notes = {"wrapping": wrapping, "preset": preset_name, "source": "stdin" if context == "-" else Path(context).name}
     report = run_build(loaded, token_ids, config, store, notes, JsonProgress() if progress == "json" else None)
     manifest = read_manifest(report.place)
@@ -49,7 +47,7 @@ def build(
         "reused": report.reused,
         "resumed_at_layer": report.resumed_at,
         "device": device,
-        "kmeans": config.kmeans,
+        "index_config": config.to_json(),
         "context_len": manifest.spec.context_len,
         "size_bytes": manifest.size_bytes,
         "index_bytes": manifest.index_bytes,
@@ -81,10 +79,10 @@ def run_build(
     return report
 
 
-def show_loading(model: str | None, dtype: str, device: str = "cpu") -> LoadedModel:
+def show_loading(model: str | None, dtype: str, device: str = "cpu", stretch: float = 1.0) -> LoadedModel:
     """Load a model and say so: a first load may convert it."""
     err.print(f"loading {model or 'the demo model'}" + (" onto the GPU" if device == "cuda" else ""))
-    return load_model(model, dtype, device)
+    return load_model(model, dtype, device, stretch)
 
 
 def require_progress(progress: str, jobs: Path | None) -> None:

@@ -4,7 +4,7 @@ import tempfile
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,8 @@ from csattn.artifact import open_artifact
 from csattn.config import SearchConfig, preset
 from csattn.errors import ConfigError, ContextError
 from csattn.models import LoadedModel
+from csattn.selector_names import SelectorName
+from csattn.selectors import resolve_rest
 from index_build.inputs import read_text
 from offload.codecs.formats import KvFormat
 from workers.cli.building import run_build, show_loading, use_threads
@@ -34,12 +36,14 @@ class Plan:
 
 
 def compare(
-    text: Path, plan: Plan, model: str | None, dtype: str, store: Path | None, threads: int | None
+    text: Path, plan: Plan, model: str | None, dtype: str, stretch: float, store: Path | None, threads: int | None
 ) -> dict[str, Any]:
-    """Evaluate, and return the verb's JSON object."""
+    """Evaluate, and return the verb's JSON object. stretch: times the positions that the model has."""
     use_threads(threads)
     content = read_text(str(text))
-    loaded = show_loading(model, dtype)
+    loaded = show_loading(model, dtype, stretch=stretch)
+    for name in plan.presets:  # what does not go together is refused before anything is built
+        resolve_rest(plan.config, "csattn", preset(name, loaded.geometry.head_dim).layout)
     context, following = _cut(text, content, loaded, plan)
     results = []
     with ExitStack() as stack:
@@ -57,17 +61,19 @@ def compare(
         runs = [("preset", name, artifacts[name], ahead) for name in plan.presets for ahead in plan.lookaheads]
         runs += [("selector", name, any_artifact, 0) for name in plan.selectors]
         for kind, name, artifact, ahead in runs:
-            selector = name if kind == "selector" else "csattn"
+            selector: SelectorName = "csattn" if kind == "preset" else cast(SelectorName, name)
+            # as lookahead is, the rest is the presets'; selectors are measured as published
+            search = replace(plan.config, lookahead=ahead, rest=plan.config.rest if kind == "preset" else "none")
             with counting(f"{name}, lookahead {ahead}", plan.eval_len, "tokens") as count:
-                # as lookahead is, the estimate is the presets'; selectors are measured as published
-                estimate = plan.config.estimate_rest and kind == "preset"
-                search = replace(plan.config, lookahead=ahead, estimate_rest=estimate)
                 quality = measure(loaded, artifact, search, selector, following, baseline, count, plan.kv_format)
-            results.append({kind: name, "lookahead": ahead, **quality.to_json()})
-    out.print(_results_table(text.name, baseline.nll, results))
+            rest = resolve_rest(search, selector, artifact.spec.index_config.layout)
+            results.append({kind: name, "lookahead": ahead, "keep": search.keep, "rest": rest, **quality.to_json()})
+    title = f"{text.name}: keep {100 * plan.config.keep:g} %; full attention has NLL {baseline.nll:.4f}"
+    out.print(_results_table(title, baseline.nll, results))
     return {
         "text": str(text),
         "model": loaded.name,
+        "stretch": stretch,
         "context_len": plan.context_len,
         "eval_len": plan.eval_len,
         "search": asdict(plan.config),
@@ -98,15 +104,16 @@ def _cut(text: Path, content: str, loaded: LoadedModel, plan: Plan) -> tuple[NDA
     if needed - 1 > loaded.geometry.max_positions:
         raise ContextError(
             f"context and evaluation take {needed - 1} positions, the model has {loaded.geometry.max_positions}; "
-            "give a smaller --context-len or --eval-len"
+            "give a smaller --context-len or --eval-len, or a --stretch"
         )
     return token_ids[: plan.context_len], token_ids[plan.context_len : needed]
 
 
-def _results_table(text: str, nll_full: float, results: list[dict[str, Any]]) -> Any:
+def _results_table(title: str, nll_full: float, results: list[dict[str, Any]]) -> Any:
     rows = [
         [
             f"{result.get('preset', result.get('selector'))}{', lookahead 1' if result['lookahead'] else ''}",
+            result["rest"],
             f"{result['nll'] - nll_full:+.4f}",
             f"{result['kl']:.4f}",
             f"{result['top1_agreement']:.3f}",
@@ -121,5 +128,5 @@ def _results_table(text: str, nll_full: float, results: list[dict[str, Any]]) ->
         for result in results
     ]
     quality = ["NLL gap", "KL", "top-1", "recall", "mass", "error", "rows read"]
-    columns = ["", *quality, "bytes/key", "search KB/step", "search ms/step"]
-    return table(f"{text}: full attention has NLL {nll_full:.4f}", columns, rows)
+    columns = ["", "rest", *quality, "bytes/key", "search KB/step", "search ms/step"]
+    return table(title, columns, rows)

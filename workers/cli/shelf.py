@@ -15,6 +15,7 @@ from csattn.artifact import (
     shrink_cache,
     verify_artifact,
 )
+from csattn.config import IndexConfig, SketchConfig
 from workers.cli.terminal import counted, counting, err, out, size, table
 
 
@@ -41,12 +42,19 @@ def inspect(place: Path | str) -> dict[str, Any]:
         ["model", f"{spec.model_name} ({spec.model.num_layers} layers, {spec.model.num_kv_heads} KV heads)"],
         ["context", f"{spec.context_len} tokens from {manifest.build_notes.get('source', 'unknown')}"],
         ["size", f"{size(size_bytes)}, of which {size(index_bytes)} index"],
-        ["index", f"{config.layout}, {config.num_subspaces} subspaces x {config.num_centroids} centroids"],
+        ["index", _described(config)],
         ["index per key and KV head", f"{bytes_per_key:.0f} bytes"],
         ["preset", str(manifest.build_notes.get("preset", "unknown"))],
     ]
     out.print(table(f"artifact {spec.artifact_id}", ["", ""], rows))
     return result
+
+
+def _described(config: IndexConfig) -> str:
+    if isinstance(config, SketchConfig):
+        return f"sketch, {config.num_fine} fine and {config.num_coarse} coarse words for 64 dimensions"
+    of = f"{config.num_subspaces} subspaces x {config.num_centroids} centroids"
+    return f"lists of {100 * config.list_len:g} % of the keys, {of}"
 
 
 def verify(place: Path | str) -> dict[str, Any]:

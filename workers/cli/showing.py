@@ -28,7 +28,7 @@ from workers.session import csattn_session
 DOCUMENT = Path(__file__).parent.parent / "demo" / "gannet-island.txt"
 PICTURE_NAME = "attention.png"
 # The default window is made for longer contexts: of this one it alone would be 4 %.
-_CONFIG = SearchConfig(keep=0.05, window_len=64, lookahead=1)
+_CONFIG = SearchConfig(window_len=64)
 _MAX_NEW_TOKENS = 32
 
 
@@ -165,7 +165,7 @@ def _build(loaded: LoadedModel, document: str, store: Path) -> Path:
         f"\nThe document is the handbook of an island that does not exist: {len(token_ids)} tokens. They pass through "
         "the model once; keys, values and an index of the keys go to the store, for every question to come."
     )
-    config = make_config("default", loaded.geometry.head_dim, {})
+    config = make_config("default", loaded.geometry.head_dim, {}, "cpu")
     notes = {"wrapping": wrapping, "preset": "default", "source": DOCUMENT.name}
     report = run_build(loaded, token_ids, config, store, notes)
     with open_artifact(report.path) as artifact:
@@ -175,7 +175,7 @@ def _build(loaded: LoadedModel, document: str, store: Path) -> Path:
         )
     out.print(
         f"Now the questions. `csattn` searches the index and reads {100 * _CONFIG.keep:g} % of the rows besides the "
-        f"first {_CONFIG.sink_len} and the last {_CONFIG.window_len}; `full` reads all of them."
+        f"first {_CONFIG.sink_len} and the last {_CONFIG.window_len}, and of all others a few bits; `full` reads all."
     )
     return report.path
 

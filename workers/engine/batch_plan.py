@@ -53,7 +53,8 @@ def plan_batch(shape: EngineShape, batch_size: int, device: torch.device) -> Bat
         tail_capacity=shape.tail_capacity,
         softmax_scale=shape.softmax_scale,
         device=device,
-        estimate_rest=shape.search.estimate_rest,
+        rest=shape.rest,
+        max_context_len=shape.max_context_len,
     )
     first, second = (
         make_device_selection(batch_size, shape.num_index_heads, shape.max_top_k, device) for _ in range(2)

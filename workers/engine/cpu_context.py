@@ -10,6 +10,7 @@ from csattn.artifact import Artifact
 from csattn.rest import Moments, moments_of
 from csattn.selector_names import SelectorName
 from csattn.selectors import ContextView, Prepared, Selector
+from csattn.sketch import SketchIndex
 from offload.budget import require_host_memory
 from offload.codecs.formats import KvFormat
 from offload.coded_store import CodedStore, coded_bytes
@@ -27,6 +28,7 @@ class CpuContext:
     coded: CodedStore | None  # None: steps attend to kv
     next_queries: list[NDArray[np.float32] | None]  # per layer: what predicts the layer's queries; none for the first
     num_index_heads: int
+    sketches: list[SketchIndex]  # per layer; none: the index is of lists
     # per layer, what selectors have made of the context: made before the first request with one, kept for all
     prepared: dict[SelectorName, list[Prepared]] = field(default_factory=dict)
     # per layer, for estimates of rows that are not read: by which rows may be chosen, made likewise
@@ -92,6 +94,7 @@ def open_context(artifact: Artifact, kv_format: KvFormat | None) -> CpuContext:
         None if kv_format is None else CodedStore(kv, kv_format),
         [None, *(index.next_query for index in indexes[:-1])],
         indexes[0].num_heads,
+        [index for index in indexes if isinstance(index, SketchIndex)],
     )
 
 
@@ -105,7 +108,9 @@ class CpuRequest:
     view: ContextView
     selector: SelectorName  # full where everything is kept anyway
     selectors: list[Selector] | None = None  # per layer; None: csattn, whose searches are made together, full, window
-    moments: list[Moments] = field(default_factory=list)  # per layer; none: rows that are not chosen count nothing
+    # per layer, what tells of the rows that are not chosen: one of these, or neither, and then they count nothing
+    sketches: list[SketchIndex] = field(default_factory=list)
+    moments: list[Moments] = field(default_factory=list)
     tail_len: int = 0
     near: tuple[int, int] = field(init=False)  # context rows [0, first) and [second, context_len) are attended to
 

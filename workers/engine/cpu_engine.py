@@ -20,7 +20,7 @@ from csattn.cpus import available_cpus
 from csattn.errors import ConfigError, ContextError
 from csattn.models import LoadedModel
 from csattn.selector_names import SelectorName
-from csattn.selectors import ContextView, estimates_rest, selector_for
+from csattn.selectors import ContextView, resolve_rest, selector_for
 from offload.codecs.formats import KvFormat
 from offload.host_memory import trim_heap
 from workers.cpu_model.model import CpuModel
@@ -100,7 +100,7 @@ class CpuEngine:
         trim_heap()
 
     def preparation(self, context_id: int, config: SearchConfig, selector: SelectorName) -> Callable[[], None] | None:
-        """Another selector than csattn, or an estimate of the rest, makes something of all of the context's rows."""
+        """Another selector than csattn, or an estimate by moments, makes something of all of the context's rows."""
         wanted = self._wanted(context_id, config, selector)
         return None if wanted.is_made else partial(self._make, wanted)
 
@@ -109,7 +109,14 @@ class CpuEngine:
         require_free_slot(slot, self.num_slots, self._requests)
         self._make(wanted)
         self._requests[slot] = CpuRequest(
-            slot, context_id, wanted.context, wanted.view, wanted.selector, wanted.selectors(), wanted.moments()
+            slot,
+            context_id,
+            wanted.context,
+            wanted.view,
+            wanted.selector,
+            wanted.selectors(),
+            wanted.sketches(),
+            wanted.moments(),
         )
         self._planned = None
 
@@ -213,7 +220,7 @@ class CpuEngine:
             raise ConfigError(f"search_period is {config.search_period}, but this engine searches at every step; use 1")
         view = ContextView(context.context_len, self._scale, config)
         name = selector_for(selector, view)
-        return Preparation(context, view, name, estimates_rest(name, view))
+        return Preparation(context, view, name, resolve_rest(config, name, context.artifact.spec.index_config.layout))
 
     def _make(self, wanted: Preparation) -> None:
         """Unless it is made: then nobody waits for what another context is prepared for."""

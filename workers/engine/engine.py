@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from csattn.artifact import Artifact
-from csattn.config import SearchConfig
+from csattn.config import SearchConfig, SketchConfig
 from csattn.cpus import available_cpus
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
 from csattn.search import SearchPool
-from csattn.search.device import DeviceLayerIndex, IndexShape, to_device
+from csattn.search.device import DeviceLayerIndex, IndexShape, index_shape, to_device
+from csattn.selectors import resolve_rest
 from offload.budget import available_memory
 from offload.errors import MemoryPlanError, NoDeviceError, PinningError
 from offload.pinned import PinnedRows
@@ -74,7 +75,7 @@ class Engine:
         self._pinned: dict[int, PinnedRows] = {}
         self._pool = SearchPool(num_threads or available_cpus()) if self.placement == "host" else None
         self._index_config = artifacts[0].spec.index_config
-        self.far, self.attention = self._place(IndexShape.of(artifacts[0].layer_index(0), self.shape.num_q_heads))
+        self.far, self.attention = self._place(index_shape(artifacts[0].layer_index(0), self.shape.num_q_heads))
         self._next_query = _room_for_next_query(self.shape, self.device) if config.lookahead else None
         for context_id, artifact in enumerate(artifacts):
             self._load(context_id, artifact)
@@ -145,7 +146,7 @@ class Engine:
         cached = CachedRows(self.shape, self._num_slots, self.device)
         if self._pool is None:
             return cached, SearchOnDevice(self.shape, index, cached, self.device)
-        return cached, SearchOnHost(self.shape, cached, self._pool, self.device)
+        return cached, SearchOnHost(self.shape, index, cached, self._pool, self.device)
 
     def _load(self, context_id: int, artifact: Artifact) -> None:
         kv = [artifact.layer_kv(layer_idx) for layer_idx in range(self.shape.num_layers)]
@@ -214,7 +215,8 @@ def _engine_shape(
     configs = {artifact.spec.index_config for artifact in artifacts}
     if len(configs) > 1:
         raise ConfigError("the artifacts have different index configurations; start an engine for each")
-    geometry = loaded.geometry
+    geometry, index_config = loaded.geometry, artifacts[0].spec.index_config
+    longest = max_context_len or max(artifact.spec.context_len for artifact in artifacts)
     return EngineShape(
         num_layers=geometry.num_layers,
         num_q_heads=geometry.num_q_heads,
@@ -224,11 +226,13 @@ def _engine_shape(
         dtype=loaded.dtype,
         softmax_scale=loaded.model.model.layers[0].self_attn.scaling,
         search=config,
-        max_context_len=max_context_len or max(artifact.spec.context_len for artifact in artifacts),
+        max_context_len=longest,
         batch_sizes=batch_sizes,
         num_contexts=max(num_contexts or 0, len(artifacts)),
         num_tails=num_tails,
         tail_capacity=min(tail_capacity, geometry.max_positions),
+        rest=resolve_rest(config, "csattn", index_config.layout),
+        max_segments=len(index_config.segment_starts(longest)) if isinstance(index_config, SketchConfig) else 0,
     )
 
 

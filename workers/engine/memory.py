@@ -34,7 +34,7 @@ def plan_memory(
     weights = sum(parameter.numel() * parameter.element_size() for parameter in loaded.model.parameters())
     kv_bytes = sum(shape.kv_bytes(artifact.spec.context_len) for artifact in artifacts)
     index_bytes = sum(artifact.index_bytes for artifact in artifacts)
-    working = search_bytes(shape) if placement != "host" else 0
+    working = search_bytes(shape) if index_is_on_device(shape, placement) else 0
     parts = [
         MemoryPart(name="the model's weights", device_bytes=weights if loaded.device.type == "cpu" else 0),
         MemoryPart(name="the requests' own KV", device_bytes=shape.tails_bytes),
@@ -42,7 +42,7 @@ def plan_memory(
         MemoryPart(name="the moments of the rows between", device_bytes=shape.moments_bytes),
         MemoryPart(name="kernels and their workspace", device_bytes=KERNELS_BYTES + working),
     ]
-    if placement != "host":
+    if index_is_on_device(shape, placement):
         parts.append(MemoryPart(name="the index", device_bytes=index_bytes))
     if placement == "device":
         parts.append(MemoryPart(name="the context's KV", device_bytes=kv_bytes))
@@ -57,13 +57,21 @@ def plan_context(shape: EngineShape, artifact: Artifact, placement: Placement) -
     kv_bytes = shape.kv_bytes(artifact.spec.context_len)
     kv = {"device_bytes": kv_bytes} if placement == "device" else {"pinned_bytes": kv_bytes}
     parts = [MemoryPart(name="the context's KV", **kv)]
-    if placement != "host":
+    if index_is_on_device(shape, placement):
         parts.append(MemoryPart(name="the index", device_bytes=artifact.index_bytes))
     return MemoryPlan(tuple(parts), shape.max_context_len)
 
 
+def index_is_on_device(shape: EngineShape, placement: Placement) -> bool:
+    """To search there, or to attend to the rest by codes."""
+    return placement != "host" or shape.rest == "sketch"
+
+
 def search_bytes(shape: EngineShape) -> int:
-    """Workspace of the searches of all batch sizes: two bytes for each key and query head, selections, statistics."""
-    keys = sum(shape.batch_sizes) * shape.num_q_heads * (shape.max_context_len + 1024)
-    selections = 2 * sum(shape.batch_sizes) * shape.num_index_heads * shape.max_top_k * 4
-    return keys * (4 if shape.num_index_heads == shape.num_q_heads else 2) + keys // 32 + selections
+    """Workspace of the searches of all batch sizes, and of attention to the rest, by keys, heads and segments."""
+    rows, is_sketch = sum(shape.batch_sizes), shape.max_segments > 0
+    keys = rows * (shape.max_context_len + 1024)
+    of_keys = keys * ((3 if is_sketch else 5) * shape.num_q_heads + 5 * shape.num_index_heads)
+    of_segments = rows * shape.num_q_heads * shape.max_segments * 4 * shape.head_dim
+    selections = 2 * rows * shape.num_index_heads * shape.max_top_k * 4
+    return of_keys + of_segments + selections + (keys * shape.num_q_heads if shape.rest == "sketch" else 0)

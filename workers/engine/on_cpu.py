@@ -1,11 +1,17 @@
 """Attention of a step's rows on the CPU: who attends to what, told to the kernels by addresses."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
-from csattn.attention import in_place
+from csattn.attention import in_place, in_place_rest
+from csattn.attention.in_place_arguments import ARGUMENTS, MAX_PARTS
 from csattn.cpu.tape import Tape
+from csattn.search.sketch import describe_sketch, query_bytes
 from workers.cpu_model.model import CpuModel, word
+from workers.engine.cpu_context import CpuRequest
 from workers.engine.row_plan import RowPlan
 
 _BY_ROW = ("context_lens", "sink_ends", "window_starts", "num_index_heads", "top_ks")
@@ -22,11 +28,14 @@ class AttendOnCpu:
         self._kv = np.zeros((shape.num_layers, max_rows), np.int64)
         self._moments = np.zeros((shape.num_layers, max_rows), np.int64)
         self._chosen = np.zeros((2, 2, max_rows), np.int64)  # addresses: kv_indices and valid_lens; by layer in turn
-        sizes = max_rows, shape.num_q_heads, in_place.MAX_RANGES, shape.head_dim + 2
+        self._sketches = np.zeros((shape.num_layers, max_rows), np.int64)
+        self._records: list[NDArray[Any]] = []  # that the sketches' addresses are of
+        self._queries = np.zeros((max_rows, shape.num_kv_heads, 0), np.uint8)
+        sizes = max_rows, shape.num_q_heads, MAX_PARTS, shape.head_dim + 2
         self._parts = np.zeros(sizes, np.float32)
         self._arguments = [self._describe(layer_idx) for layer_idx in range(shape.num_layers)]
         self.layers = [self._tape(arguments) for arguments in self._arguments]
-        self._pieces = (0, 0, 0)
+        self._pieces = (0, 0, 0, 0)
 
     def set_plan(self, plan: RowPlan) -> None:
         """Take over what holds as long as the same slots are in the step."""
@@ -45,6 +54,7 @@ class AttendOnCpu:
         )
         for place, of_rows in zip(self._by_row.values(), values, strict=True):
             place[: len(requests)] = of_rows
+        self._set_sketches(requests)
         self._chosen[:] = 0
         for group in plan.groups:
             for parity, selections in enumerate(group.selections):
@@ -58,14 +68,41 @@ class AttendOnCpu:
         heads = max(request.num_index_heads for request in plan.requests)
         lists = zip(plan.requests, tail_lens.tolist(), strict=True)
         ranges = max(in_place.num_ranges(request.longest_list + tail_len) for request, tail_len in lists)
-        if self._pieces == (len(tail_lens), heads, ranges):
+        rests = [in_place_rest.num_rest_ranges(request.near[1]) for request in plan.requests if _has_rest(request)]
+        rest_ranges = max(rests, default=0)
+        if self._pieces == (len(tail_lens), heads, ranges, rest_ranges):
             return
-        self._pieces = len(tail_lens), heads, ranges
-        where = in_place.ARGUMENTS.index("max_index_heads"), in_place.ARGUMENTS.index("max_ranges")
-        pieces = len(tail_lens) * heads * ranges, len(tail_lens) * self._model.shape.num_q_heads
+        self._pieces = len(tail_lens), heads, ranges, rest_ranges
+        sizes = {"max_index_heads": heads, "max_ranges": ranges, "max_rest_ranges": rest_ranges}
+        num_rows, shape = len(tail_lens), self._model.shape
+        of_rests = num_rows * shape.num_kv_heads
+        pieces = of_rests * bool(rests), of_rests * rest_ranges, num_rows * heads * ranges, num_rows * shape.num_q_heads
         for arguments, tape in zip(self._arguments, self.layers, strict=True):
-            arguments[list(where)] = heads, ranges
+            for name, size in sizes.items():
+                arguments[ARGUMENTS.index(name)] = size
             tape.pieces[:] = pieces
+
+    def _set_sketches(self, requests: Sequence[CpuRequest]) -> None:
+        """Where the rows' sketches are, and room for what becomes of the rows' queries."""
+        shape = self._model.shape
+        of_contexts: dict[int, NDArray[np.int64]] = {}
+        self._sketches[:], self._records = 0, []
+        most = 0
+        for row, request in enumerate(requests):
+            if not _has_rest(request):
+                continue
+            if request.context_id not in of_contexts:
+                records = [describe_sketch(sketch) for sketch in request.sketches]
+                self._records += records
+                of_contexts[request.context_id] = np.array([record.ctypes.data for record in records], np.int64)
+                group_size = shape.num_q_heads // shape.num_kv_heads
+                most = max(most, *(query_bytes(sketch, group_size) for sketch in request.sketches))
+            self._sketches[:, row] = of_contexts[request.context_id]
+        if most > self._queries.shape[2]:
+            self._queries = np.zeros((*self._queries.shape[:2], most), np.uint8)
+            for arguments in self._arguments:
+                arguments[ARGUMENTS.index("queries")] = word(self._queries)
+                arguments[ARGUMENTS.index("query_bytes")] = most
 
     def _describe(self, layer_idx: int) -> NDArray[np.int64]:
         model, shape, chosen = self._model, self._model.shape, self._chosen[layer_idx % 2]
@@ -80,6 +117,10 @@ class AttendOnCpu:
             "kv_indices": chosen[0],
             "valid_lens": chosen[1],
             "moments": self._moments[layer_idx],
+            "sketches": self._sketches[layer_idx],
+            "queries": 0,
+            "query_bytes": 0,
+            "max_rest_ranges": 0,
             "tails": model.tails[layer_idx],
             "tail_capacity": model.tails.shape[3],
             "tail_ids": model.tail_ids,
@@ -90,10 +131,17 @@ class AttendOnCpu:
             "out": model.attended,
             **self._by_row,
         }
-        return np.array([word(values[name]) for name in in_place.ARGUMENTS], np.int64)
+        return np.array([word(values[name]) for name in ARGUMENTS], np.int64)
 
     def _tape(self, arguments: NDArray[np.int64]) -> Tape:
         tape = Tape()
-        tape.add(in_place.attend_stage(self._model.kind), arguments)
+        tape.add(in_place_rest.rest_queries_stage, arguments)
+        tape.add(in_place_rest.rest_stage, arguments)
+        tape.add(in_place.attend_stage(self._model.kind), arguments, waits=False)
         tape.add(in_place.merge_stage, arguments)
         return tape
+
+
+def _has_rest(request: CpuRequest) -> bool:
+    """Whether its rows are attended to here, and those that are not selected by their codes."""
+    return bool(request.sketches) and request.selectors is None

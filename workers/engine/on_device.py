@@ -6,8 +6,16 @@ import torch
 from torch import Tensor
 
 from csattn.batch import DeviceSelection, StepRows
-from csattn.search.device import DeviceIndexes, DeviceLayerIndex, DeviceSearch, IndexShape
+from csattn.search.device import (
+    DeviceIndexes,
+    DeviceLayerIndex,
+    DeviceSearch,
+    IndexShape,
+    SketchPass,
+    SketchShape,
+)
 from workers.engine.batch_plan import plan_batches
+from workers.engine.coded_rest import CodedRest, post_rest
 from workers.engine.far_rows import FarRows
 from workers.engine.resident import ResidentRows
 from workers.engine.shape import EngineShape
@@ -17,7 +25,8 @@ class SearchOnDevice:
     """`StepAttention` whose steps are one graph. Owns the contexts' indexes, their resident rows and all tails.
 
     With `lookahead`, a layer's search and the way of its rows to the device run beside the layer before it, each on a
-    stream of its own: the next layer is searched while this one's rows are still on their way.
+    stream of its own: the next layer is searched while this one's rows are still on their way. What is not selected is
+    then attended to by the layer's own query, in another pass over the codes; else the search's pass serves for both.
     """
 
     in_graph = True
@@ -27,9 +36,13 @@ class SearchOnDevice:
         self.lookahead = bool(shape.search.lookahead)
         self.tails = shape.make_tails(device)
         self._resident = ResidentRows(shape, device)
-        self._indexes = DeviceIndexes(shape.num_layers, shape.num_contexts, shape.search, device)
+        self._indexes = DeviceIndexes(shape.num_layers, shape.num_contexts, shape.search, device, shape.max_segments)
         self._plans = plan_batches(shape, device)
         self._searches = _make_searches(shape, index, device)
+        self._coded_rest: CodedRest | None = None
+        if self.lookahead and shape.rest == "sketch":
+            assert isinstance(index, SketchShape)
+            self._coded_rest = CodedRest(shape, index, self._indexes, device)
         self._link: torch.cuda.Stream | None = None  # where rows move; None: where they are searched for
         if self.lookahead:
             # first where rows have to move; elsewhere the model's products, which are more to do, lose by it
@@ -69,18 +82,33 @@ class SearchOnDevice:
         self._fetched[layer_idx] = fetched, (self._link or self._ahead).record_event()
 
     def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
+        plan = self._plans[rows.batch_size]
         if self.lookahead:
             if layer_idx not in self._fetched:
                 self.look_ahead(layer_idx, q, rows)
+            if self._coded_rest is not None:
+                self._coded_rest.sum_up(layer_idx, q, rows)
             fetched, is_there = self._fetched.pop(layer_idx)
             torch.cuda.current_stream().wait_event(is_there)
         else:
             fetched = self._search(layer_idx, q, rows)
-        plan = self._plans[rows.batch_size]
+        self._post_rest(layer_idx, rows)
         plan.attend(layer_idx, q, self._resident, self.tails, self.far, fetched, rows, out)
 
     def end_step(self, rows: StepRows) -> None:
         """Nothing is left to do."""
+
+    def _post_rest(self, layer_idx: int, rows: StepRows) -> None:
+        """Of what is not selected, if that is attended to by its codes."""
+        if self.shape.rest != "sketch":
+            return
+        plan = self._plans[rows.batch_size]
+        selected = plan.selection(layer_idx)
+        if self._coded_rest is not None:
+            return self._coded_rest.post(layer_idx, selected, rows, plan.attention)
+        searched = self._searches[rows.batch_size].scores
+        assert isinstance(searched, SketchPass)
+        post_rest(searched, self._indexes, layer_idx, selected, rows, plan.attention)
 
     def _search(self, layer_idx: int, q: Tensor, rows: StepRows) -> DeviceSelection:
         selection = self._plans[rows.batch_size].selection(layer_idx)
@@ -98,6 +126,8 @@ def _make_searches(shape: EngineShape, index: IndexShape, device: torch.device) 
             softmax_scale=shape.softmax_scale,
             query_dtype=shape.dtype,
             device=device,
+            max_segments=shape.max_segments,
+            sums_rest=shape.rest == "sketch" and not shape.search.lookahead,
         )
         for batch_size in shape.batch_sizes
     }

@@ -1,4 +1,7 @@
-"""Attention of whole steps with the search on the CPU: placement `host`. The device holds no index at all."""
+"""Attention of whole steps with the search on the CPU: placement `host`.
+
+The device holds an index only where the rest is attended to by its codes.
+"""
 
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -12,9 +15,12 @@ from torch import Tensor
 from csattn.batch import DeviceSelection, StepRows
 from csattn.index import LayerIndex
 from csattn.search import LayerSearch, SearchPool, SearchSeries, TokenSelections, make_series
+from csattn.search.device import DeviceIndexes, IndexShape, SketchShape, to_device
+from csattn.sketch import SketchIndex
 from offload.step_mail import RowMail, SelectionMail, StepClock
 from workers.engine.batch_plan import plan_batches
 from workers.engine.beside import Beside
+from workers.engine.coded_rest import CodedRest
 from workers.engine.far_rows import CachedRows
 from workers.engine.resident import ResidentRows
 from workers.engine.shape import EngineShape
@@ -31,13 +37,22 @@ class SearchOnHost:
 
     in_graph = True
 
-    def __init__(self, shape: EngineShape, far: CachedRows, pool: SearchPool, device: torch.device) -> None:
+    def __init__(
+        self, shape: EngineShape, index: IndexShape, far: CachedRows, pool: SearchPool, device: torch.device
+    ) -> None:
         self.shape, self.far = shape, far
         self.lookahead = bool(shape.search.lookahead)
         self.tails = shape.make_tails(device)
         self._pool, self._device = pool, device
         self._resident = ResidentRows(shape, device)
         self._plans = plan_batches(shape, device)
+        self._indexes: DeviceIndexes | None = None  # for the rest
+        self._coded_rest: CodedRest | None = None
+        if shape.rest == "sketch":
+            assert isinstance(index, SketchShape)
+            sizes = shape.num_layers, shape.num_contexts, shape.search, device, shape.max_segments
+            self._indexes = DeviceIndexes(*sizes)
+            self._coded_rest = CodedRest(shape, index, self._indexes, device)
         self._clock = StepClock(shape.num_layers + 1, device)
         self._mail = {size: _StepMail(shape, size, device) for size in self._plans}
         self._beside = Beside("step-searches")
@@ -47,10 +62,12 @@ class SearchOnHost:
     def __repr__(self) -> str:
         return f"<SearchOnHost {self._pool!r}, {self.far!r}>"
 
-    def load(self, context_id: int, kv: Sequence[Tensor], index: Sequence[LayerIndex]) -> None:
+    def load(self, context_id: int, kv: Sequence[Tensor], index: Sequence[LayerIndex | SketchIndex]) -> None:
         """Give a place to a context whose rows `far` has. No step may be in flight."""
-        self.shape.require_context(kv)
+        context_len = self.shape.require_context(kv)
         self._resident.load(context_id, kv)
+        if self._indexes is not None:
+            self._indexes.load(context_id, context_len, [to_device(layer, self._device) for layer in index])
         for mail in self._mail.values():
             mail.load(context_id, index)
 
@@ -58,6 +75,8 @@ class SearchOnHost:
         """Forget a context. No step may be in flight."""
         for mail in self._mail.values():
             mail.unload(context_id)
+        if self._indexes is not None:
+            self._indexes.unload(context_id)
 
     def chosen(self, layer_idx: int, rows: StepRows) -> DeviceSelection:
         """What the step has selected in that layer, until it searches for the layer after the next."""
@@ -79,8 +98,12 @@ class SearchOnHost:
         if not self.lookahead or layer_idx == 0:
             mail.post(layer_idx, q, self._clock)
         selection = plan.selection(layer_idx)
+        if self._coded_rest is not None:
+            self._coded_rest.sum_up(layer_idx, q, rows)  # while the CPU searches
         mail.fetch(layer_idx, selection, rows, self._clock)
         fetched = self.far.fetch(layer_idx, selection, rows.context_ids)
+        if self._coded_rest is not None:
+            self._coded_rest.post(layer_idx, selection, rows, plan.attention)
         plan.attend(layer_idx, q, self._resident, self.tails, self.far, fetched, rows, out)
 
     def end_step(self, rows: StepRows) -> None:
@@ -134,7 +157,7 @@ class _StepMail:
         self._queries = [RowMail(batch_size, query, torch.float32, device) for _ in range(2)]
         heads, max_top_k = shape.num_index_heads, shape.max_top_k
         self._selections = [SelectionMail(batch_size, heads, max_top_k, device) for _ in range(2)]
-        self._indexes: dict[int, list[LayerIndex]] = {}
+        self._indexes: dict[int, list[LayerIndex | SketchIndex]] = {}
         self._searches: dict[tuple[int, int, int], LayerSearch] = {}  # by layer, row and context
         self._last: tuple[tuple[int, ...], SearchSeries] = (), make_series([], [], [])  # and the rows' contexts
 
@@ -150,7 +173,7 @@ class _StepMail:
         for mail in self._selections:
             mail.flags.fill_(value)
 
-    def load(self, context_id: int, index: Sequence[LayerIndex]) -> None:
+    def load(self, context_id: int, index: Sequence[LayerIndex | SketchIndex]) -> None:
         self.unload(context_id)
         self._indexes[context_id] = list(index)
 

@@ -11,6 +11,7 @@ from csattn.attention import attend, merge_state
 from csattn.rest import estimate_rest
 from csattn.selection import Selection
 from csattn.selectors import Selector
+from csattn.sketch.rest import attend_rest
 from workers.cpu_model.model import CpuModel
 from workers.engine.cpu_context import CpuRequest
 from workers.engine.row_plan import RowPlan
@@ -76,11 +77,23 @@ def attend_row(
     far = store.gather(layer_idx, kv_indices).float()
     weights = None if chosen.log_weights is None else torch.from_numpy(chosen.log_weights)[:, None]
     out, lse = merge_state(*over(near, None, None), *over(far, (kv_indices >= 0)[:, None], weights))
-    if request.moments:
-        num_rows, moments = np.array([second - first]), request.moments[layer_idx]
-        rest, rest_lse = estimate_rest(q[None].numpy(), moments, chosen.valid_len[None], num_rows, softmax_scale)
-        out, _ = merge_state(out, lse, torch.from_numpy(rest[0]), torch.from_numpy(rest_lse[0]))
+    if request.sketches or request.moments:
+        out, _ = merge_state(out, lse, *_attend_rest(q, request, layer_idx, chosen, softmax_scale))
     if chosen.rest is None:
         return out
     share = torch.from_numpy(chosen.rest.share)[:, None]
     return (1 - share) * out + share * torch.from_numpy(chosen.rest.out)
+
+
+def _attend_rest(
+    q: Tensor, request: CpuRequest, layer_idx: int, chosen: Selection, softmax_scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention to the rows that are neither near nor chosen: out like q, lse [num_q_heads]."""
+    (first, second), by_token, num_chosen = request.near, q[None].numpy(), chosen.valid_len[None]
+    if request.sketches:
+        sketch, kv_indices = request.sketches[layer_idx], chosen.kv_indices[None]
+        out, lse = attend_rest(by_token, sketch, kv_indices, num_chosen, first, second, softmax_scale)
+    else:
+        num_rows, moments = np.array([second - first]), request.moments[layer_idx]
+        out, lse = estimate_rest(by_token, moments, num_chosen, num_rows, softmax_scale)
+    return torch.from_numpy(out[0]), torch.from_numpy(lse[0])

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from csattn.artifact import Artifact
 from csattn.index import LayerIndex
 from csattn.search import LayerSearch, SearchPool
+from csattn.sketch import SketchIndex
 from workers.engine.searcher import RowSearch
 
 
@@ -14,7 +15,7 @@ class PoolSearcher:
 
     def __init__(self, num_threads: int) -> None:
         self._pool = SearchPool(num_threads)
-        self._indexes: dict[int, list[LayerIndex]] = {}
+        self._indexes: dict[int, list[LayerIndex | SketchIndex]] = {}
         self._kept: weakref.WeakKeyDictionary[RowSearch, dict[int, LayerSearch]] = weakref.WeakKeyDictionary()
         self._waiting: list[LayerSearch] = []  # of the layer at hand; the pool runs one search at a time
 

@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 
+from csattn.config import RestKind
 from csattn.models import LoadedModel
 from csattn.rest import Moments
 from csattn.selector_names import SelectorName
 from csattn.selectors import ContextView, Prepared, Selector, prepare
+from csattn.sketch import SketchIndex
 from offload.budget import require_host_memory
 from workers.context_layers import context_layers
 from workers.engine.cpu_context import CpuContext
@@ -18,13 +20,13 @@ class Preparation:
     context: CpuContext
     view: ContextView
     selector: SelectorName  # full where everything is kept anyway
-    estimates_rest: bool
+    rest: RestKind  # how rows that are not chosen are attended to
 
     @property
     def is_made(self) -> bool:
         """Asked without a lock, while another thread makes it."""
         has_selector = not self._chooses_alone or self.selector in self.context.prepared
-        return has_selector and (not self.estimates_rest or self._rows in self.context.moments)
+        return has_selector and (self.rest != "moments" or self._rows in self.context.moments)
 
     def make(self, loaded: LoadedModel) -> None:
         """May take as long as a prefill. On one thread at a time: the model may run, hooked.
@@ -33,7 +35,7 @@ class Preparation:
         """
         if self._chooses_alone and self.selector not in self.context.prepared:
             self.context.prepared[self.selector] = self._prepare_layers(loaded)
-        if self.estimates_rest and self._rows not in self.context.moments:
+        if self.rest == "moments" and self._rows not in self.context.moments:
             self.context.moments[self._rows] = self.context.moments_of(self.view.middle)
 
     def selectors(self) -> list[Selector] | None:
@@ -42,9 +44,13 @@ class Preparation:
             return None
         return [prepared.selector(self.view) for prepared in self.context.prepared[self.selector]]
 
+    def sketches(self) -> list[SketchIndex]:
+        """Per layer; none where the rest is not attended to by codes."""
+        return self.context.sketches if self.rest == "sketch" else []
+
     def moments(self) -> list[Moments]:
-        """Per layer; none where the rest is not estimated."""
-        return self.context.moments[self._rows] if self.estimates_rest else []
+        """Per layer; none where the rest is not estimated by them."""
+        return self.context.moments[self._rows] if self.rest == "moments" else []
 
     def _prepare_layers(self, loaded: LoadedModel) -> list[Prepared]:
         """What the first layer takes, the others will."""

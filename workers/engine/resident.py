@@ -24,7 +24,7 @@ class ResidentRows:
         self._lens = torch.zeros(shape.num_contexts, dtype=torch.int32, device=device)
         self._sources = row_sources(self._rows, self._lens)
         self._moments: list[DeviceMoments] = []
-        if shape.search.estimate_rest:
+        if shape.rest == "moments":
             of_layer = shape.num_contexts, *moments_shape(shape.num_kv_heads, shape.head_dim)
             tables = torch.zeros((shape.num_layers, *of_layer), dtype=shape.dtype, device=device)
             num_rows = torch.zeros_like(self._lens)

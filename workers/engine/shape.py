@@ -7,7 +7,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from csattn.config import SearchConfig
+from csattn.config import RestKind, SearchConfig
 from csattn.errors import ConfigError
 from csattn.rest.device import moments_shape
 
@@ -29,6 +29,8 @@ class EngineShape:
     num_contexts: int = 1  # loaded at the same time
     num_tails: int = 1  # requests at the same time
     tail_capacity: int = 4096  # rows of a request's own
+    rest: RestKind = "none"  # how rows that are neither resident nor selected are attended to
+    max_segments: int = 0  # of a context's sketch
 
     def __post_init__(self) -> None:
         if self.search.search_period != 1:
@@ -66,7 +68,7 @@ class EngineShape:
     @property
     def moments_bytes(self) -> int:
         """What estimates of the rows that are not selected read, of all layers and contexts."""
-        if not self.search.estimate_rest:
+        if self.rest != "moments":
             return 0
         of_layer = prod(moments_shape(self.num_kv_heads, self.head_dim)) * self.dtype.itemsize
         return self.num_layers * self.num_contexts * of_layer

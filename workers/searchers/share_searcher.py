@@ -1,6 +1,7 @@
 """Searches as a mail asks for them: what a worker does, and the client itself while a worker is away."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,7 +10,8 @@ from csattn.artifact import Artifact
 from csattn.errors import SearchLostError
 from csattn.index import LayerIndex
 from csattn.search import LayerSearch, SearchPool, TokenSelections
-from csattn.table.rows import RowTable
+from csattn.sketch import SketchIndex
+from csattn.table.lists import ListTable
 from workers.searchers.mail import (
     CONTEXT,
     FIRST_HEAD,
@@ -87,20 +89,28 @@ class ShareSearcher:
         return LayerSearch(q, index, None, words[SINK], words[WINDOW], scale, out)
 
 
-def index_of_heads(index: LayerIndex, first_head: int, num_heads: int) -> LayerIndex:
+def index_of_heads(index: LayerIndex | SketchIndex, first_head: int, num_heads: int) -> LayerIndex | SketchIndex:
     """The index of some heads only: views, no copies."""
     heads = slice(first_head, first_head + num_heads)
+    if isinstance(index, SketchIndex):
+        return replace(
+            index,
+            codes=index.codes[heads],
+            key_mean=index.key_mean[heads],
+            query_transform=index.query_transform[heads],
+            value_mean=index.value_mean[heads],
+            value_transform=index.value_transform[heads],
+            next_query=None,
+        )
     table = index.table
-    return LayerIndex(
+    return replace(
+        index,
         query_basis=index.query_basis[heads],
         codebooks=index.codebooks[heads],
         key_basis=index.key_basis[heads],
         key_mean=index.key_mean[heads],
-        table=RowTable(table.codes[heads], table.scales[heads], table.context_len)
-        if isinstance(table, RowTable)
-        else type(table)(table.indices[heads], table.scores[heads], table.context_len),
-        weigh_by_norm=index.weigh_by_norm,
-        pool_group=index.pool_group,
+        table=ListTable(table.indices[heads], table.scores[heads], table.context_len),
+        next_query=None,
     )
 
 

@@ -51,7 +51,8 @@ def _command(text_path: Path, store: Path, settings: Settings) -> list[str]:
         *(sys.executable, "-c", "from workers.cli import main; main()", "build", "--json", "--progress", "json"),
         *("--context", str(text_path), "--store", str(store)),
         *(("--model", model.name) if model.name else ()),
-        *("--preset", build.preset, "--dtype", build.dtype, "--device", build.device, "--kmeans", build.kmeans),
+        *("--preset", build.preset, "--dtype", build.dtype, "--device", build.device),
+        *(("--kmeans", build.kmeans) if build.kmeans else ()),
         "--chat" if build.chat else "--no-chat",
     ]
 

@@ -193,7 +193,7 @@ class LocalBackend:
         )
 
     def _search_config(self, ask: Ask) -> SearchConfig:
-        changes: dict[str, Any] = {"keep": ask.keep, "lookahead": ask.lookahead}
+        changes: dict[str, Any] = {"keep": ask.keep, "lookahead": ask.lookahead, "rest": ask.rest}
         given = {name: value for name, value in changes.items() if value is not None}
         try:
             return replace(self._settings.search, **given)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from csattn.config import RestKind
 from csattn.errors import CsattnError
 from csattn.selector_names import SelectorName
 
@@ -42,6 +43,7 @@ class Ask:
     sampling: Sampling
     keep: float | None = None  # None: as the service is set
     lookahead: int | None = None
+    rest: RestKind | None = None
     selector: Selector = "csattn"
 
 

@@ -16,7 +16,7 @@
 | `slot_lookups_total`, `slot_hits_total` | counter | rows asked of the device's slot cache, and found in it |
 | `kv_bytes`, `index_bytes`, `device_bytes` | gauge | of loaded contexts, and of the device |
 | `fidelity_recall` | histogram, `context` | share of the exact top-k that was chosen, in one of a hundred steps |
-| `fidelity_mass` | histogram, `context` | share of exact attention's weight on the rows attended to, likewise |
+| `fidelity_mass` | histogram, `context` | share of exact attention's weight on the rows that were read, likewise |
 
 Fidelity is that of one layer and one row of a step, which go round from one watched step to the next.
 Names of contexts come from users, so only the first MAX_CONTEXTS have a label of their own; the others share `other`.
@@ -64,7 +64,7 @@ class Metrics:
         self.new_tokens = self._counter("new_tokens", "Tokens of answers.")
         self.context_tokens = self._counter("context_tokens", "Prefilled tokens that answers stood on.")
         self._recall = self._histogram("fidelity_recall", "Share of the exact top-k chosen.", _SHARES, ["context"])
-        self._mass = self._histogram("fidelity_mass", "Share of exact attention attended to.", _SHARES, ["context"])
+        self._mass = self._histogram("fidelity_mass", "Share of exact attention on rows read.", _SHARES, ["context"])
         self._contexts: set[str] = set()
         self.engine_counts = EngineCounts()  # as the scheduler last saw them
         self.registry.register(_EngineCollector(self))

@@ -25,7 +25,7 @@ class Fidelity:
     """One layer's selection for one row, against exact attention; means over heads."""
 
     recall: float  # share of the exact top-k that was chosen
-    mass: float  # share of exact attention's weight on rows that were attended to
+    mass: float  # share of exact attention's weight on rows that were read
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from workers.settings.parts import (
     ServerSettings,
     Settings,
     StoreSettings,
+    suited_lookahead,
 )
 from workers.settings.show import describe, example
 from workers.settings.sources import Origin
@@ -35,4 +36,5 @@ __all__ = [
     "describe",
     "example",
     "load_settings",
+    "suited_lookahead",
 ]

@@ -2,13 +2,14 @@
 
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 from workers.settings.parts import Secret
 
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
 _SECRETS = tuple[Secret, ...]
+_UNIONS = (Union, UnionType)  # a Literal or None is the former
 
 
 def convert(hint: Any, value: Any, *, is_text: bool) -> Any:
@@ -17,7 +18,7 @@ def convert(hint: Any, value: Any, *, is_text: bool) -> Any:
     is_text: a string stands for a value of any type, as in the environment. An empty one then is "not set",
     where there is such a thing.
     """
-    if get_origin(hint) is UnionType:
+    if get_origin(hint) in _UNIONS:
         inner, none = get_args(hint)
         assert none is type(None), f"a setting is of one type or not set, not {hint}"
         return None if value is None or (is_text and value == "") else convert(inner, value, is_text=is_text)
@@ -42,7 +43,7 @@ def convert(hint: Any, value: Any, *, is_text: bool) -> Any:
 
 def wanted(hint: Any) -> str:
     """What a setting takes, in words."""
-    if get_origin(hint) is UnionType:
+    if get_origin(hint) in _UNIONS:
         return wanted(get_args(hint)[0])
     if get_origin(hint) is Literal:
         return f"one of {', '.join(map(str, get_args(hint)))}"

@@ -1,6 +1,6 @@
 """The settings by key, read off the parts: `server.port` is the field `port` of the part `server`."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, get_type_hints
 
 from workers.settings.parts import SEARCH_WORDS, Secret, Settings
@@ -30,7 +30,10 @@ def _all_keys() -> dict[str, Key]:
         for item in fields(part):
             default = getattr(getattr(defaults, section), item.name)
             about = item.metadata or {"words": SEARCH_WORDS[item.name]}
-            keys[f"{section}.{item.name}"] = Key(hints[item.name], default, **about)
+            key = f"{section}.{item.name}"
+            keys[key] = Key(hints[item.name], default, **about)
+    # 0 or 1 where the settings are loaded, as suits engine.placement
+    keys["search.lookahead"] = replace(keys["search.lookahead"], hint=int | None, default=None)
     return keys
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from csattn.errors import ConfigError
 from workers.settings.convert import convert, shown, wanted
 from workers.settings.keys import KEYS, SECTIONS
-from workers.settings.parts import Secret, Settings
+from workers.settings.parts import Secret, Settings, suited_lookahead
 from workers.settings.sources import (
     CONFIG_VARIABLE,
     PREFIX,
@@ -52,6 +52,9 @@ def load_settings(file: Path | None, environment: Mapping[str, str], flags: Mapp
     _put(leaves, from_environment(environment, KEYS))
     _put(leaves, from_flags(flags))
     _read_keys(leaves)
+    lookahead = leaves["search.lookahead"]
+    if lookahead.value is None:
+        leaves["search.lookahead"] = Leaf(suited_lookahead(leaves["engine.placement"].value), lookahead.origin)
     return Loaded(_assemble(leaves), leaves, file)
 
 

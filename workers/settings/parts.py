@@ -126,15 +126,15 @@ class ModelSettings:
 class BuildSettings:
     """How contexts that are registered with the service become artifacts: as `csattn build` has it."""
 
-    preset: Literal["default", "pooled", "lists", "paper"] = field(default="default", metadata=about("Of the index."))
+    preset: Literal["default", "lists", "paper"] = field(default="default", metadata=about("Of the index."))
     dtype: Literal["float32", "bfloat16", "float16"] = field(
         default="float32", metadata=about("Of the model and of the KV.")
     )
     device: Literal["auto", "cpu", "cuda"] = field(
         default="auto", metadata=about("That prefills and indexes; auto: a GPU where there is one.")
     )
-    kmeans: Literal["auto", "faiss", "torch"] = field(
-        default="auto", metadata=about("Places the centroids; auto: torch on a GPU.")
+    kmeans: Literal["faiss", "torch"] | None = field(
+        default=None, metadata=about("lists: places the centroids. Not set: torch on a GPU, else faiss.")
     )
     chat: bool = field(default=True, metadata=about("Wrap contexts by the model's chat template."))
 
@@ -226,7 +226,7 @@ class Settings:
     limits: LimitSettings = field(default_factory=LimitSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
     build: BuildSettings = field(default_factory=BuildSettings)
-    search: SearchConfig = field(default_factory=lambda: SearchConfig(lookahead=1))  # as `csattn generate` has it
+    search: SearchConfig = field(default_factory=SearchConfig)
     engine: EngineSettings = field(default_factory=EngineSettings)
     ray: RaySettings = field(default_factory=RaySettings)
     store: StoreSettings = field(default_factory=StoreSettings)
@@ -236,10 +236,15 @@ SEARCH_WORDS = {
     "keep": "Share of the context fetched at each step for each KV head, in (0, 1].",
     "sink_len": "First rows of the context, always read.",
     "window_len": "Last rows of the context, and of the request's own, always read.",
-    "lookahead": "1: search one layer ahead, on the predicted query. 0: on the query itself.",
+    "lookahead": "1: search a layer ahead, on the predicted query; 0: on its own. Not set: as suits the placement.",
     "search_period": "Search every so many steps; on a GPU always 1.",
-    "estimate_rest": "Estimate what the rows that are not read would add.",
+    "rest": "Rows that are not read: by the sketch's codes, by moments, or not at all. Not set: as suits the index.",
 }
+
+
+def suited_lookahead(placement: str, rows_on_disk: bool = False) -> int:
+    """1 where chosen rows have a way to come, which the layer before hides. Elsewhere it hides nothing."""
+    return int(rows_on_disk or placement in ("hybrid", "host"))
 
 
 def _check(part: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from bench.decode.op import Options
+from bench.decode.options import Options
 from bench.decode.placements import SLOTS, cache_facts, engine_shape, host_rows
 from bench.decode.prepared import TAIL_LEN, Prepared, TooLargeError, require_memory
 from bench.decode.rivals.choosers import PqChooser, SparqChooser
@@ -31,7 +31,7 @@ NUM_BITS, NUM_TABLES = 10, 150  # MagicPIG's K and L
 
 
 def h2o(work: Workload, options: Options) -> Prepared:
-    """What has received most of the recorded queries' attention, 5 % of the context, and the resident rows."""
+    """What has received most of the recorded queries' attention, as much as is kept, and the resident rows."""
     engine, view = _shape_and_view(work, options)
     num_kept = view.top_k + work.context_len - (view.middle.stop - view.middle.start)
     kept_bytes = work.batch_size * engine.num_layers * row_bytes(options.shape) * num_kept
@@ -179,8 +179,7 @@ def _chosen_on_cpu(
 
 def _shape_and_view(work: Workload, options: Options) -> tuple[EngineShape, ContextView]:
     """Like ours with one selection per KV head, by each layer's own query."""
-    config = work.recorded.indexes["pooled"][0].config
-    engine = engine_shape(work, options, config, options.search)
+    engine = engine_shape(work, options, None, options.search)
     return engine, ContextView(work.context_len, engine.softmax_scale, options.search)
 
 

@@ -11,14 +11,13 @@ QUALITY = Path(__file__).parents[2] / "results" / "selectors.json"
 # as measured here -> as `bench.pareto` calls it
 CONTENDERS = {
     "default": "default+ahead",
-    "pooled": "pooled",
     "h2o": "h2o",
     "magicpig": "magicpig",
     "sparq": "sparq",
     "pqcache": "pqcache",
     "pqcache on the GPU": "pqcache",
 }
-RIVALS = tuple(name for name in CONTENDERS if name not in ("default", "pooled"))
+RIVALS = tuple(name for name in CONTENDERS if name != "default")
 
 
 def rivals_in(cases: list[Case]) -> list[Case]:

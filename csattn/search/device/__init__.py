@@ -1,6 +1,20 @@
-"""The search on a CUDA device: a batch of tokens over the indexes of several contexts, one launch per layer."""
+"""The search on a CUDA device, a batch over several contexts; and attention by codes to what is not chosen."""
 
-from csattn.search.device.indexes import DeviceIndexes, DeviceLayerIndex, to_device
-from csattn.search.device.run import DeviceSearch, IndexShape
+from csattn.search.device.indexes import DeviceIndexes, DeviceLayerIndex, DeviceLists, DeviceSketch, to_device
+from csattn.search.device.run import DeviceSearch
+from csattn.search.device.shapes import IndexShape, ListsShape, SketchShape, index_shape
+from csattn.search.device.sketch_pass import SketchPass
 
-__all__ = ["DeviceIndexes", "DeviceLayerIndex", "DeviceSearch", "IndexShape", "to_device"]
+__all__ = [
+    "DeviceIndexes",
+    "DeviceLayerIndex",
+    "DeviceLists",
+    "DeviceSearch",
+    "DeviceSketch",
+    "IndexShape",
+    "ListsShape",
+    "SketchPass",
+    "SketchShape",
+    "index_shape",
+    "to_device",
+]

@@ -2,22 +2,18 @@
 // 2 ** HEADROOM (csattn.search.worth has the same scale); for a single query row, its score. 0: may not be chosen.
 //
 // The top_k keys, exactly: worth descending, then key ascending. `combine` counts all worths in bins; `find` takes the bin
-// of the top_k-th, marks what lies above it, and lists what lies in it; `write` ranks those, and writes. Where worths are
-// 16-bit sums, it goes otherwise: see sums.cu.
+// of the top_k-th, marks what lies above it, and lists what lies in it; `write` ranks those, and writes.
 
 constexpr float HEADROOM = 94;
 constexpr float LEAST_EXPONENT = HEADROOM - 216;  // of reference.LEAST_SHARE
-constexpr bool WORTHS_ARE_SUMS = GROUP_SIZE == 1 && !LISTS;
-// many keys meet less often in more bins; of few, there is less to add up
-constexpr u32 NUM_BINS = WORTHS_ARE_SUMS && !MANY_KEYS ? 2048 : 4096;
+constexpr u32 NUM_BINS = 4096;
 constexpr u32 MAX_CANDIDATES = 512;  // keys in the bin of the top_k-th that are compared one by one
 constexpr u32 MAX_BLOCKS = 256;      // that share the keys of one slot
-constexpr int LEVELS = MANY_KEYS ? 16 : 32;           // different sums in a bin, at most
 constexpr u32 ALONE = 0xffffffffu;   // as a quota: one block has chosen by itself
 constexpr int UNIT_KEYS = 4;         // worths are read and written four at a time
 constexpr int CHUNK_KEYS = 1024;     // the blocks of a slot share out whole chunks
 
-// What the launches of one slot leave for each other. `match` clears the counts.
+// What the launches of one slot leave for each other. The first one clears the counts.
 struct alignas(16) Choice {
     u32 bins[NUM_BINS];
     u32 num_listed;  // keys that may be chosen (only counted for lists)
@@ -26,9 +22,14 @@ struct alignas(16) Choice {
     u32 above[MAX_BLOCKS];   // keys above the bin, by block
     u32 worths[MAX_CANDIDATES];
     u32 keys[MAX_CANDIDATES];
-    u32 least;                           // worth in the bin, where worths are sums
-    u32 counts[LEVELS + 1][MAX_BLOCKS];  // keys at each of the bin's worths, from `least` on, and above it, by block
 };
+
+// Part of it, by one of as many blocks.
+__device__ __forceinline__ void clear_counts(Choice& choice, int part, int num_parts) {
+    uint4* bins = reinterpret_cast<uint4*>(choice.bins);
+    for (int i = part * THREADS + threadIdx.x; i < NUM_BINS / 4; i += num_parts * THREADS) bins[i] = make_uint4(0, 0, 0, 0);
+    if (part == 0 && threadIdx.x == 0) choice.num_listed = choice.num_candidates = 0;
+}
 
 // Worths from `low` to `last`, counted in NUM_BINS bins of 2 ** shift; the last bin also has what does not fit below it.
 struct Range {
@@ -56,16 +57,15 @@ struct Range {
 // Where the top_k-th worth is looked for first; if it is not there, one block looks further.
 //
 // Of a group, the worths of all keys sum up to its size, so that the top_k-th is at most group_size / top_k: 32 octaves
-// below that, in bins of 1/128 octave. Of a single query: the bits of floats (lists), or 16-bit sums, whose mean is about
-// in the middle: a small share of the keys is looked for above it. Bins have up to LEVELS sums.
+// below that, in bins of 1/128 octave. Of a single query: the bits of floats (lists), or scores of 16 bits, whose mean is about
+// in the middle: a small share of the keys is looked for above it.
 __device__ __forceinline__ Range first_range(const Context& context) {
     if (GROUP_SIZE > 1) {
         const u32 largest = __float_as_uint(exp2f(HEADROOM) * (1.01f * GROUP_SIZE) / context.top_k);
         return {((largest >> 16) - (NUM_BINS - 2)) << 16, 0xffffffffu, 16};
     }
     if (LISTS) return {1, 0xffffffffu, 20};
-    constexpr u32 WIDEST = MANY_KEYS ? 4 : 5;
-    return context.top_k < context.num_keys / 4 ? Range{32768, 65535, WIDEST - 1} : Range{1, 65535, WIDEST};
+    return context.top_k < context.num_keys / 4 ? Range{32768, 65535, 3} : Range{1, 65535, 4};
 }
 
 // worth, with 0 for keys that may not be chosen; key: the first of the four, in the context.

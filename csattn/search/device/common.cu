@@ -1,34 +1,23 @@
-// What every kernel of the search needs. Compiled for GROUP_SIZE, POOL_SIZE, HEAD_DIM, SUBSPACES, CENTROIDS, SCORE_BITS,
-// LISTS, THREADS and QUERY: float, or u16 for bfloat16 and (QUERY_IS_HALF) float16. GROUP_SIZE queries share an index head,
-// and each is made of POOL_SIZE query heads.
+// What every kernel of the search needs. Compiled for GROUP_SIZE, HEAD_DIM, LISTS, THREADS and QUERY: float, or u16 for
+// bfloat16 and (QUERY_IS_HALF) float16. GROUP_SIZE queries share an index head.
 //
-// MANY_KEYS says that sums are too many for one launch to choose from them (sums.cu).
-//
-// The launches of a search follow each other: match; score_group or add_list, combine, find, write; or score_single,
-// choose_sums (of many keys: find_sums, write_sums). What one leaves for the next lies in memory of the search, for each
-// index head of each row of the batch: its number is the `slot`.
+// The launches of a search follow each other: of a sketch project_queries, score_codes, combine_codes; of lists
+// match_centroids, add_list, combine_lists; then find_keys, write_keys. What one leaves for the next lies in memory of the
+// search, for each index head of each row of the batch: its number is the `slot`.
 
 constexpr int WARPS = THREADS / 32;
-constexpr int SUBSPACE_DIM = HEAD_DIM / SUBSPACES;
 constexpr u32 ALL_LANES = 0xffffffffu;
 constexpr double LOG2_E = 1.4426950408889634;
+
+__device__ __forceinline__ float as_float(float value) { return value; }
+__device__ __forceinline__ float as_float(u16 bits) {
+    return QUERY_IS_HALF ? half_as_float(bits) : __uint_as_float(static_cast<u32>(bits) << 16);
+}
 
 __device__ __forceinline__ float sum_over_warp(float value) {
     for (int step = 16; step > 0; step >>= 1) value += __shfl_xor_sync(ALL_LANES, value, step);
     return value;
 }
-
-// Where a context's index of one layer lies. Addresses come from a table in device memory, so that a captured graph
-// follows them when another context takes the place.
-struct LayerTable {
-    const float* query_basis;  // [num_index_heads, HEAD_DIM, HEAD_DIM]
-    const float* codebooks;    // [num_index_heads, SUBSPACES, CENTROIDS, SUBSPACE_DIM]
-    const void* scores;        // rows: u8 [num_index_heads, num_tiles, SUBSPACES, CENTROIDS, TILE_BYTES]; lists: halves
-    const void* extra;         // rows: float scales [num_index_heads, SUBSPACES, CENTROIDS]; lists: int indices
-
-    // For `wait_for_earlier`: the table has been read.
-    __device__ __forceinline__ u32 low_bits() const { return static_cast<u32>(reinterpret_cast<u64>(scores)); }
-};
 
 // What of a context may be chosen.
 struct Context {
@@ -48,12 +37,6 @@ __device__ __forceinline__ Context context_of(const int* context_lens, const int
     context.top_k = min(context.top_k, context.window_start - context.sink_end);
     return context;
 }
-
-// What a subspace's nearest centroid is to a query.
-struct alignas(16) Match {
-    double weight;  // the query's norm in the subspace, or 1; times the scale of the centroid's row
-    u32 centroid;
-};
 
 __device__ __forceinline__ u32 sum_up_to_lane(u32 value) {
     for (int step = 1; step < 32; step <<= 1) {

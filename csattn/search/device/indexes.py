@@ -9,61 +9,81 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from csattn.config import SearchConfig
+from csattn.errors import ConfigError
 from csattn.index import LayerIndex
-from csattn.table.rows import RowTable
-
-ADDRESSES = 4  # of query_basis, codebooks, scores and extra: struct LayerTable of common.cu
-TILE_BYTES = 512  # of rows.cu
+from csattn.sketch import SketchIndex
+from csattn.table.lists import ListTable
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceLayerIndex:
-    """What a search on the device reads of one layer's index. See `LayerIndex` and the tables for the layouts."""
+class DeviceLists:
+    """What a search on the device reads of one layer's lists. See `LayerIndex` and `ListTable` for the layouts."""
 
     query_basis: Tensor  # [num_index_heads, head_dim, head_dim] float32
     codebooks: Tensor  # [num_index_heads, num_subspaces, num_centroids, subspace_dim] float32
-    # rows: codes in tiles, [num_index_heads, num_tiles, num_subspaces, num_centroids, TILE_BYTES] uint8
-    # lists: scores [num_index_heads, num_subspaces, num_centroids, list_len] float16
-    scores: Tensor
-    # rows: scales [num_index_heads, num_subspaces, num_centroids] float32; lists: indices, like scores, int32
-    extra: Tensor
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(part.numel() * part.element_size() for part in self.parts)
+    scores: Tensor  # [num_index_heads, num_subspaces, num_centroids, list_len] float16
+    indices: Tensor  # likewise, int32
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """In the order of their addresses in the table."""
-        return self.query_basis, self.codebooks, self.scores, self.extra
+        """In the order of their addresses in the table: struct ListIndex of match.cu."""
+        return self.query_basis, self.codebooks, self.scores, self.indices
+
+    @property
+    def length(self) -> int:
+        """What the table has behind the addresses: list_len."""
+        return int(self.scores.shape[3])
 
 
-def to_device(index: LayerIndex, device: torch.device) -> DeviceLayerIndex:
+@dataclass(frozen=True, slots=True)
+class DeviceSketch:
+    """What a search and attention to the rest read of one layer's sketch: `SketchIndex`, on the device."""
+
+    codes: Tensor  # [num_kv_heads, num_blocks, num_fine + num_coarse, BLOCK_KEYS] int32
+    segment_starts: Tensor  # [num_segments] int32
+    key_mean: Tensor  # [num_kv_heads, num_segments, head_dim] float32
+    query_transform: Tensor  # [num_kv_heads, num_segments, head_dim, num_coords] float16
+    value_mean: Tensor  # [num_kv_heads, num_segments, head_dim] float32
+    value_transform: Tensor  # [num_kv_heads, num_segments, num_coords, head_dim] float16
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """In the order of their addresses in the table: struct Sketch of codes.cu."""
+        means = self.value_mean, self.value_transform
+        return self.codes, self.segment_starts, self.key_mean, self.query_transform, *means
+
+    @property
+    def length(self) -> int:
+        """What the table has behind the addresses: num_segments."""
+        return len(self.segment_starts)
+
+
+DeviceLayerIndex = DeviceLists | DeviceSketch
+
+
+def num_bytes(index: DeviceLayerIndex) -> int:
+    return sum(part.nbytes for part in index.parts)
+
+
+def to_device(index: LayerIndex | SketchIndex, device: torch.device) -> DeviceLayerIndex:
     """Copy one layer's index."""
 
     def copy(array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(np.require(array, requirements="W")).to(device)
+        return torch.from_numpy(np.require(array, requirements=["C", "W"])).to(device)
 
-    basis, codebooks, table = copy(index.query_basis), copy(index.codebooks), index.table
-    if isinstance(table, RowTable):
-        return DeviceLayerIndex(basis, codebooks, into_tiles(copy(table.codes)), copy(table.scales))
-    return DeviceLayerIndex(basis, codebooks, copy(table.scores), copy(table.indices))
-
-
-def into_tiles(codes: Tensor) -> Tensor:
-    """Rows [num_index_heads, num_subspaces, num_centroids, row_bytes], cut where `rows.cu` wants them cut.
-
-    What is missing in the last tile is filled up with zeros: no kernel uses it.
-    """
-    *rows, row_bytes = codes.shape
-    num_tiles = -(-row_bytes // TILE_BYTES)
-    tiles = codes.new_zeros(rows[0], num_tiles, *rows[1:], TILE_BYTES, dtype=torch.uint8)
-    whole = row_bytes // TILE_BYTES
-    raw = codes.view(torch.uint8)
-    tiles[:, :whole] = raw[..., : whole * TILE_BYTES].reshape(*rows, whole, TILE_BYTES).permute(0, 3, 1, 2, 4)
-    if whole < num_tiles:
-        tiles[:, whole, ..., : row_bytes - whole * TILE_BYTES] = raw[..., whole * TILE_BYTES :]
-    return tiles
+    if isinstance(index, SketchIndex):
+        return DeviceSketch(
+            codes=copy(index.codes.view(np.int32)),
+            segment_starts=copy(index.segment_starts),
+            key_mean=copy(index.key_mean),
+            query_transform=copy(index.query_transform),
+            value_mean=copy(index.value_mean),
+            value_transform=copy(index.value_transform),
+        )
+    assert isinstance(index.table, ListTable)
+    return DeviceLists(
+        copy(index.query_basis), copy(index.codebooks), copy(index.table.scores), copy(index.table.indices)
+    )
 
 
 class DeviceIndexes:
@@ -72,12 +92,19 @@ class DeviceIndexes:
     Contexts come and go between steps; the tensors that a captured graph reads stay where they are.
     """
 
-    def __init__(self, num_layers: int, num_contexts: int, config: SearchConfig, device: torch.device) -> None:
-        self.config = config
-        self.tables = torch.zeros(num_layers, num_contexts, ADDRESSES, dtype=torch.int64, device=device)
+    def __init__(
+        self,
+        num_layers: int,
+        num_contexts: int,
+        config: SearchConfig,
+        device: torch.device,
+        max_segments: int = 0,  # of a sketch
+    ) -> None:
+        self.config, self.max_segments = config, max_segments
+        num_addresses = 6 if max_segments else 4  # and a length
+        self.tables = torch.zeros(num_layers, num_contexts, num_addresses + 1, dtype=torch.int64, device=device)
         self.context_lens = torch.zeros(num_contexts, dtype=torch.int32, device=device)
         self.top_ks = torch.zeros(num_contexts, dtype=torch.int32, device=device)
-        self.list_lens = torch.zeros(num_contexts, dtype=torch.int32, device=device)  # 0 for tables of rows
         self._loaded: dict[int, list[DeviceLayerIndex]] = {}
 
     def __repr__(self) -> str:
@@ -85,21 +112,24 @@ class DeviceIndexes:
 
     @property
     def num_bytes(self) -> int:
-        return sum(layer.num_bytes for layers in self._loaded.values() for layer in layers)
+        return sum(num_bytes(layer) for layers in self._loaded.values() for layer in layers)
 
     def load(self, context_id: int, context_len: int, layers: list[DeviceLayerIndex]) -> None:
         """Put a context in place `context_id`. No step that reads the place may be in flight."""
         assert len(layers) == len(self.tables), f"got {len(layers)} layers, wanted {len(self.tables)}"
         for layer in layers:
+            if isinstance(layer, DeviceSketch) and layer.length > self.max_segments:
+                raise ConfigError(
+                    f"the context's sketch has {layer.length} segments, the search was planned for "
+                    f"{self.max_segments}; rebuild it with longer segments, or start with a larger max_context_len"
+                )
             for part in layer.parts:
                 assert part.is_contiguous(), "a part of the index is not contiguous"
                 assert part.data_ptr() % 16 == 0, "a part of the index is not aligned to 16 bytes"
-        addresses = [[part.data_ptr() for part in layer.parts] for layer in layers]
-        self.tables[:, context_id] = torch.tensor(addresses, dtype=torch.int64)
+        entries = [[*(part.data_ptr() for part in layer.parts), layer.length] for layer in layers]
+        self.tables[:, context_id] = torch.tensor(entries, dtype=torch.int64)
         self.context_lens[context_id] = context_len
         self.top_ks[context_id] = self.config.top_k(context_len)
-        is_lists = layers[0].scores.dtype == torch.float16
-        self.list_lens[context_id] = layers[0].scores.shape[-1] if is_lists else 0
         self._loaded[context_id] = layers
 
     def unload(self, context_id: int) -> None:

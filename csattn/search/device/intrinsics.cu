@@ -38,42 +38,33 @@ template <int LEFT> __device__ __forceinline__ void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
 
-// The blocks of a cluster, which hand each other numbers.
-struct Handover {
-    u32 barrier;
+// What one block leaves for another that looks again and again: each float arrives whole, in any order.
+__device__ __forceinline__ void post(float* to, float4 x) {
+    asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
+}
 
-    // place: in shared memory, for nothing else. The blocks may hand over after `wait_for_all`.
-    __device__ __forceinline__ Handover(u64& place) : barrier(static_cast<u32>(__cvta_generic_to_shared(&place))) {
-        if (threadIdx.x == 0) {
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
-            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        }
-        asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-    }
-    __device__ __forceinline__ void wait_for_all() const { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+// (x & mask) | bits in one operation: it takes one constant, and the compiler would make two operations of two.
+__device__ __forceinline__ u32 and_or(u32 x, u32 mask, u32 bits) {
+    u32 result;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(x), "r"(mask), "r"(bits));
+    return result;
+}
 
-    // Put a number at the same place of another block's shared memory.
-    __device__ __forceinline__ void give(u32& place, u32 rank, u32 number) const {
-        const u32 here = static_cast<u32>(__cvta_generic_to_shared(&place));
-        asm volatile(
-            "{\n\t.reg .b32 there, barrier;\n\tmapa.shared::cluster.u32 there, %0, %3;\n\t"
-            "mapa.shared::cluster.u32 barrier, %1, %3;\n\t"
-            "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [there], %2, [barrier];\n\t}" ::"r"(here),
-            "r"(barrier), "r"(number), "r"(rank)
-            : "memory");
-    }
-    // Until so many numbers have come, from all blocks together. One thread says beforehand how many.
-    __device__ __forceinline__ void expect(u32 numbers) const {
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(numbers * 4) : "memory");
-    }
-    __device__ __forceinline__ void wait_for_numbers() const {
-        u32 done = 0;
-        while (!done)
-            asm volatile(
-                "{\n\t.reg .pred done;\n\tmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], 0;\n\t"
-                "selp.u32 %0, 1, 0, done;\n\t}"
-                : "=r"(done)
-                : "r"(barrier)
-                : "memory");
-    }
-};
+// Products on tensor cores, each lane with its part of the matrices (see PTX, mma.m16n8k32 and mma.m16n8k16).
+// d = c + a * b: a of 16 rows of signed bytes, b of 8 columns of unsigned ones, 32 long.
+__device__ __forceinline__ void multiply_codes(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const int (&c)[4]) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
+        : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
+}
+// d += a * b of bfloat16, 16 long.
+__device__ __forceinline__ void multiply_values(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ u32 pack_bf16(float low, float high) {
+    u32 both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}

@@ -29,8 +29,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) clear_scores(
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) add_list(
-    const LayerTable* tables,  // [num_contexts], of this layer
-    const int* list_lens,      // [num_contexts]
+    const ListIndex* indexes,  // [num_contexts], of this layer
     const int* context_ids,    // [batch_size], -1: idle
     const Match* matches,      // as match_centroids writes them
     long long subspace,
@@ -38,15 +37,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) add_list(
 ) {
     const int head = blockIdx.y, slot = blockIdx.z * gridDim.y + head, context_id = context_ids[blockIdx.z];
     if (context_id < 0) return wait_for_earlier();
-    const LayerTable table = tables[context_id];
-    const int list_len = list_lens[context_id];
+    const ListIndex index = indexes[context_id];
+    const int list_len = static_cast<int>(index.list_len);
     wait_for_earlier();
     for (int g = 0; g < GROUP_SIZE; ++g) {
         const Match match = matches[(slot * GROUP_SIZE + g) * SUBSPACES + subspace];
         const float weight = static_cast<float>(match.weight);
         const size_t list = (static_cast<size_t>(head * SUBSPACES + subspace) * CENTROIDS + match.centroid) * list_len;
-        const int* indices = static_cast<const int*>(table.extra) + list;
-        const u16* halves = static_cast<const u16*>(table.scores) + list;
+        const int* indices = index.indices + list;
+        const u16* halves = index.scores + list;
         float* row = scores + (static_cast<size_t>(slot) * GROUP_SIZE + g) * max_keys;
         for (int i = blockIdx.x * THREADS + threadIdx.x; i < list_len; i += gridDim.x * THREADS) {
             // two roundings, as the definition has them: product, then sum; adding 0.0 turns a product of -0.0 into 0.0

@@ -4,13 +4,25 @@
 // A launch of its own, one block for each subspace and one warp for each query. What no query changes lies in registers,
 // as float64, before the query is there; from then on a warp waits neither for memory nor for another warp.
 
+constexpr int SUBSPACE_DIM = HEAD_DIM / SUBSPACES;
 constexpr int CENTROIDS_PER_LANE = (CENTROIDS + 31) / 32;
 constexpr int TERMS = (HEAD_DIM + 31) / 32;  // of a sum over a whole query, for each lane
 
-__device__ __forceinline__ float as_float(float value) { return value; }
-__device__ __forceinline__ float as_float(u16 bits) {
-    return QUERY_IS_HALF ? half_as_float(bits) : __uint_as_float(static_cast<u32>(bits) << 16);
-}
+// Where a context's lists of one layer lie. Addresses come from a table in device memory, so that a captured graph follows
+// them when another context takes the place.
+struct ListIndex {
+    const float* query_basis;  // [num_index_heads, HEAD_DIM, HEAD_DIM]
+    const float* codebooks;    // [num_index_heads, SUBSPACES, CENTROIDS, SUBSPACE_DIM]
+    const u16* scores;         // [num_index_heads, SUBSPACES, CENTROIDS, list_len] halves
+    const int* indices;        // likewise
+    long long list_len;
+};
+
+// What a subspace's nearest centroid is to a query.
+struct alignas(16) Match {
+    double weight;  // the query's norm in the subspace, or 1
+    u32 centroid;
+};
 
 __device__ __forceinline__ int lane_of() { return threadIdx.x % 32; }
 __device__ __forceinline__ int coordinate(int term) { return term * 32 + lane_of(); }
@@ -85,28 +97,24 @@ __device__ __forceinline__ u64 ordered_bits(double value) {
     return bits >> 63 ? ~bits : bits | 1ull << 63;
 }
 
-// The centroids that a lane compares with, and the scales of their rows (lists have none).
+// The centroids that a lane compares with.
 struct Nearby {
     double vectors[CENTROIDS_PER_LANE][SUBSPACE_DIM];
-    float scales[CENTROIDS_PER_LANE];
 
-    __device__ __forceinline__ Nearby(const float* codebook, const float* of_rows) {
+    __device__ __forceinline__ Nearby(const float* codebook) {
 #pragma unroll
         for (int k = 0; k < CENTROIDS_PER_LANE; ++k) {
             const int c = min(lane_of() + 32 * k, CENTROIDS - 1);
             load_floats(vectors[k], codebook + c * SUBSPACE_DIM);
-            scales[k] = LISTS ? 1.0f : __ldg(of_rows + c);
         }
     }
 
     __device__ __forceinline__ u32 mixed() const {
         u32 mixed = 0;
 #pragma unroll
-        for (int k = 0; k < CENTROIDS_PER_LANE; ++k) {
+        for (int k = 0; k < CENTROIDS_PER_LANE; ++k)
 #pragma unroll
             for (int i = 0; i < SUBSPACE_DIM; ++i) mixed ^= __double2hiint(vectors[k][i]);
-            mixed ^= __float_as_uint(scales[k]);
-        }
         return mixed;
     }
 
@@ -117,7 +125,6 @@ struct Nearby {
         for (int i = 0; i < SUBSPACE_DIM; ++i) wide[i] = part[i];
         u64 best = 0;
         u32 number = CENTROIDS;
-        float scale = 0;
 #pragma unroll
         for (int k = 0; k < CENTROIDS_PER_LANE; ++k) {
             const u32 c = lane_of() + 32 * k;
@@ -125,71 +132,24 @@ struct Nearby {
             if (c < CENTROIDS && (score > best || number == CENTROIDS)) {
                 best = score;
                 number = c;
-                scale = scales[k];
             }
         }
         const u32 high = best >> 32, highest = __reduce_max_sync(ALL_LANES, high);
         const u32 low = high == highest ? static_cast<u32>(best) : 0, lowest_bits = __reduce_max_sync(ALL_LANES, low);
         const bool is_best = high == highest && low == lowest_bits;
         number = ~__reduce_max_sync(ALL_LANES, is_best ? ~number : 0);
-        scale = __shfl_sync(ALL_LANES, scale, number % 32);
-        return {(weigh_by_norm ? sqrt(dot(wide, wide)) : 1.0) * static_cast<double>(scale), number};
+        return {weigh_by_norm ? sqrt(dot(wide, wide)) : 1.0, number};
     }
 };
 
-// A query as it is, or query heads made one: the sum of the rows, each scaled to norm 1, as
-// csattn.search.reference.pool_queries makes it.
 __device__ __forceinline__ void load_query(const QUERY* q, float (&query)[TERMS]) {
-    float rows[POOL_SIZE][TERMS];
 #pragma unroll
-    for (int p = 0; p < POOL_SIZE; ++p)
-#pragma unroll
-        for (int t = 0; t < TERMS; ++t) rows[p][t] = coordinate(t) < HEAD_DIM ? as_float(q[p * HEAD_DIM + coordinate(t)]) : 0;
-    if (POOL_SIZE == 1) {
-#pragma unroll
-        for (int t = 0; t < TERMS; ++t) query[t] = rows[0][t];
-        return;
-    }
-    double squares[POOL_SIZE], sums[TERMS];
-#pragma unroll
-    for (int p = 0; p < POOL_SIZE; ++p) {
-        squares[p] = 0;
-#pragma unroll
-        for (int t = 0; t < TERMS; ++t) squares[p] += static_cast<double>(rows[p][t]) * rows[p][t];
-    }
-    sum_over_lanes(squares);
-    // each root and its inverse is taken by one lane
-    const u32 mine = 1u << lane_of();
-    double square = 0;
-#pragma unroll
-    for (int p = 0; p < POOL_SIZE; ++p) square += mine >> p & 1 ? squares[p] : 0.0;
-    const double root = sqrt(square), inverse = 1.0 / root;
-#pragma unroll
-    for (int t = 0; t < TERMS; ++t) sums[t] = 0;
-#pragma unroll
-    for (int p = 0; p < POOL_SIZE; ++p) {
-        const double norm = __shfl_sync(ALL_LANES, root, p), by = __shfl_sync(ALL_LANES, inverse, p);
-        if (!(norm > 0)) continue;
-#pragma unroll
-        for (int t = 0; t < TERMS; ++t) {  // the quotient, rounded as a division rounds it
-            const double value = rows[p][t], near = value * by;
-            sums[t] += fma(fma(-near, norm, value), by, near);
-        }
-    }
-#pragma unroll
-    for (int t = 0; t < TERMS; ++t) query[t] = static_cast<float>(sums[t]);
-}
-
-// Each subspace's block clears its part.
-__device__ __forceinline__ void clear_counts(Choice& choice, int b) {
-    uint4* bins = reinterpret_cast<uint4*>(choice.bins);
-    for (int i = b * THREADS + threadIdx.x; i < NUM_BINS / 4; i += SUBSPACES * THREADS) bins[i] = make_uint4(0, 0, 0, 0);
-    if (b == 0 && threadIdx.x == 0) choice.num_listed = choice.num_candidates = 0;
+    for (int t = 0; t < TERMS; ++t) query[t] = coordinate(t) < HEAD_DIM ? as_float(q[coordinate(t)]) : 0;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) match_centroids(
-    const QUERY* q,            // [batch_size, num_index_heads * GROUP_SIZE * POOL_SIZE, HEAD_DIM]
-    const LayerTable* tables,  // [num_contexts], of this layer
+    const QUERY* q,            // [batch_size, num_index_heads * GROUP_SIZE, HEAD_DIM]
+    const ListIndex* indexes,  // [num_contexts], of this layer
     const int* context_ids,    // [batch_size], -1: idle
     long long weigh_by_norm,
     Match* matches,            // [batch_size, num_index_heads, GROUP_SIZE, SUBSPACES], written
@@ -198,17 +158,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) match_centroids(
     const int b = blockIdx.x, head = blockIdx.y, slot = blockIdx.z * gridDim.y + head;
     const int context_id = context_ids[blockIdx.z];
     if (context_id < 0) return wait_for_earlier();
-    const LayerTable table = tables[context_id];
-    const int row = (head * SUBSPACES + b) * CENTROIDS;
-    const Nearby nearby(table.codebooks + row * SUBSPACE_DIM, static_cast<const float*>(table.extra) + row);
-    const Basis basis(table.query_basis + head * HEAD_DIM * HEAD_DIM + b * SUBSPACE_DIM);
+    const ListIndex index = indexes[context_id];
+    const Nearby nearby(index.codebooks + (head * SUBSPACES + b) * CENTROIDS * SUBSPACE_DIM);
+    const Basis basis(index.query_basis + head * HEAD_DIM * HEAD_DIM + b * SUBSPACE_DIM);
     wait_for_earlier(nearby.mixed() ^ basis.mixed());
     for (int g = threadIdx.x / 32; g < GROUP_SIZE; g += WARPS) {
         float query[TERMS], part[SUBSPACE_DIM];
-        load_query(q + (static_cast<size_t>(slot) * GROUP_SIZE + g) * POOL_SIZE * HEAD_DIM, query);
+        load_query(q + (static_cast<size_t>(slot) * GROUP_SIZE + g) * HEAD_DIM, query);
         basis.project(query, part);
         const Match match = nearby.nearest(part, weigh_by_norm);
         if (lane_of() == 0) matches[(slot * GROUP_SIZE + g) * SUBSPACES + b] = match;
     }
-    clear_counts(choices[slot], b);
+    clear_counts(choices[slot], b, SUBSPACES);
 }

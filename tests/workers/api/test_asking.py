@@ -33,7 +33,7 @@ def test_a_plain_chat() -> None:
     sampling = asked.ask.sampling
     assert (sampling.temperature, sampling.top_p, sampling.seed, sampling.stop) == (0.0, 1.0, None, ())
     assert (sampling.max_new_tokens, sampling.top_logprobs) == (512, None)
-    assert (asked.ask.keep, asked.ask.lookahead, asked.ask.selector) == (None, None, "csattn")
+    assert (asked.ask.keep, asked.ask.lookahead, asked.ask.rest, asked.ask.selector) == (None, None, None, "csattn")
     assert (asked.stream, asked.include_usage, asked.is_chat) == (False, False, True)
 
 
@@ -47,14 +47,15 @@ def test_every_field_arrives() -> None:
     asked = chat(
         max_completion_tokens=1000, temperature=2, top_p=0.5, seed=-1, stop=["a", "b", "c", "d"], logprobs=True,
         top_logprobs=20, stream=True, stream_options={"include_usage": True, "include_obfuscation": False}, n=1,
-        keep=1, lookahead=0, selector="full", user="u", metadata={"a": "b"}, store=False, tools=[], logit_bias={},
+        keep=1, lookahead=0, rest="none", selector="full", user="u", metadata={"a": "b"}, store=False, tools=[],
+        logit_bias={},
         response_format={"type": "text"}, frequency_penalty=0.0, presence_penalty=0, tool_choice="auto",
         modalities=["text"], service_tier="auto", parallel_tool_calls=True,
     )  # fmt: skip
     sampling = asked.ask.sampling
     assert (sampling.max_new_tokens, sampling.temperature, sampling.top_p) == (1000, 2.0, 0.5)
     assert (sampling.seed, sampling.stop, sampling.top_logprobs) == (2**63 - 1, ("a", "b", "c", "d"), 20)
-    assert (asked.ask.keep, asked.ask.lookahead, asked.ask.selector) == (1.0, 0, "full")
+    assert (asked.ask.keep, asked.ask.lookahead, asked.ask.rest, asked.ask.selector) == (1.0, 0, "none", "full")
     assert asked.stream and asked.include_usage
 
 
@@ -125,6 +126,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"keep": 0}, "keep", "more than 0"),
     ({"keep": 1.01}, "keep", "at most 1"),
     ({"lookahead": 2}, "lookahead", "between 0 and 1"),
+    ({"rest": True}, "rest", "is true, wanted one of sketch, moments, none"),
     ({"selector": "best"}, "selector", "wanted one of csattn, exact, top_p, quest"),
     ({"tools": [{"type": "function"}]}, "tools", "tools are not supported"),
     ({"response_format": {"type": "json_object"}}, "response_format", "only text is written"),

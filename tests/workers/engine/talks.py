@@ -10,6 +10,7 @@ from csattn.config import SearchConfig
 from workers.engine.cpu_engine import CpuEngine
 from workers.serving.step_engine import StepEngine, StepRow
 
+RESTS = (None, None, "sketch", "moments", "none")  # over an artifact with a sketch
 SELECTORS = ("csattn", "exact", "full", "window")
 
 
@@ -67,7 +68,7 @@ def random_talks(rng: np.random.Generator, num_talks: int, selectors: tuple[str,
             keep=float(rng.choice([0.02, 0.05, 1.0], p=[0.3, 0.6, 0.1])),
             window_len=int(rng.choice([16, 64])),
             lookahead=int(rng.integers(2)),
-            estimate_rest=selector in ("csattn", "exact") and rng.random() < 0.4,
+            rest=rng.choice(RESTS) if selector in ("csattn", "exact") else None,
         )
         question = rng.integers(0, 256, rng.integers(1, 30)).tolist()
         talks.append(Talk(number % 2, config, selector, question, int(rng.integers(1, 8))))

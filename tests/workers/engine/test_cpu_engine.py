@@ -42,14 +42,9 @@ def opened(store: Path, family: str, context_id: int, preset_name: str = "defaul
     return open_artifact(build_artifact(loaded(family), ids, preset(preset_name, 16), store).path)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def family(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture(scope="module")
-def artifacts(store: Path, family: str) -> Iterator[list[Artifact]]:
-    made = [opened(store, family, context_id) for context_id in range(len(CONTEXT_LENS))]
+def artifacts(store: Path) -> Iterator[list[Artifact]]:
+    made = [opened(store, "llama", context_id) for context_id in range(len(CONTEXT_LENS))]
     yield made
     for artifact in made:
         artifact.close()
@@ -64,16 +59,26 @@ def make_engine(artifacts: list[Artifact], family: str = "llama", **options: obj
 
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("selector", SELECTORS)
-def test_it_says_what_transformers_says_over_the_artifact(artifacts, family, selector, lookahead) -> None:
+def test_it_says_what_transformers_says_over_the_artifact(artifacts, selector, lookahead) -> None:
     """As long as no row of the tail leaves its window."""
-    assert_as_in_a_session(artifacts, family, SearchConfig(keep=0.05, window_len=64, lookahead=lookahead), selector)
+    assert_as_in_a_session(artifacts, "llama", SearchConfig(keep=0.05, window_len=64, lookahead=lookahead), selector)
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "llama"])
+def test_every_family_says_what_transformers_says(store, family, rng) -> None:
+    """Looking ahead, and with everything read; together what each says alone."""
+    with opened(store, family, 0) as first, opened(store, family, 1) as second:
+        for keep in (0.05, 1.0):
+            config = SearchConfig(keep=keep, window_len=64, lookahead=1)
+            assert_as_in_a_session([first], family, config, "csattn")
+        assert_together_as_alone([first, second], family, 2, rng)
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
-@pytest.mark.parametrize("selector", ["csattn", "exact"])
-def test_it_estimates_the_rest_as_a_session_does(artifacts, family, selector, lookahead) -> None:
-    config = SearchConfig(keep=0.05, window_len=64, lookahead=lookahead, estimate_rest=True)
-    assert_as_in_a_session(artifacts, family, config, selector)
+@pytest.mark.parametrize(("selector", "rest"), [("csattn", "moments"), ("csattn", "none"), ("exact", "sketch")])
+def test_it_attends_to_the_rest_as_a_session_does(artifacts, selector, rest, lookahead) -> None:
+    config = SearchConfig(keep=0.05, window_len=64, lookahead=lookahead, rest=rest)
+    assert_as_in_a_session(artifacts, "llama", config, selector)
 
 
 def assert_as_in_a_session(artifacts, family, config, selector) -> None:
@@ -93,7 +98,11 @@ def assert_as_in_a_session(artifacts, family, config, selector) -> None:
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
-def test_requests_run_together_say_what_each_says_alone(artifacts, family, num_threads, rng) -> None:
+def test_requests_run_together_say_what_each_says_alone(artifacts, num_threads, rng) -> None:
+    assert_together_as_alone(artifacts, "llama", num_threads, rng)
+
+
+def assert_together_as_alone(artifacts, family, num_threads, rng) -> None:
     with make_engine(artifacts, family) as engine:
         talks = random_talks(rng, 10)
         want = [alone(engine, talk) for talk in talks]
@@ -230,8 +239,8 @@ def test_bad_steps_are_refused_and_change_nothing(store) -> None:
             engine.open(0, 0, CONFIG, "best")
         with pytest.raises(ConfigError, match="search_period"):
             engine.open(0, 0, SearchConfig(search_period=2), "csattn")
-        with pytest.raises(ConfigError, match="estimate_rest goes with"):
-            engine.open(0, 0, SearchConfig(estimate_rest=True), "h2o")
+        with pytest.raises(ConfigError, match="rest moments goes with"):
+            engine.open(0, 0, SearchConfig(rest="moments"), "h2o")
         with pytest.raises(ConfigError, match="loaded already"):
             engine.add_context(0, artifact)
         engine.open(0, 0, CONFIG, "csattn")

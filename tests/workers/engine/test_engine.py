@@ -65,9 +65,9 @@ def test_reading_everything_generates_what_transformers_does(store, family, plac
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("preset_name", ["default", "lists", "paper"])
 @pytest.mark.parametrize("lookahead", [0, 1])
-@pytest.mark.parametrize("estimate_rest", [False, True])
-def test_a_sparse_step_is_the_cpu_session_s(store, preset_name, lookahead, estimate_rest, placement) -> None:
-    config = SearchConfig(keep=0.1, window_len=64, lookahead=lookahead, estimate_rest=estimate_rest)
+@pytest.mark.parametrize("rest", [None, "moments"])
+def test_a_sparse_step_is_the_cpu_session_s(store, preset_name, lookahead, rest, placement) -> None:
+    config = SearchConfig(keep=0.1, window_len=64, lookahead=lookahead, rest=rest)
     path = artifact_path(store, preset_name=preset_name)
     with open_artifact(path) as artifact, csattn_session(loaded(), artifact, config) as session:
         request = session.request()
@@ -81,10 +81,10 @@ def test_a_sparse_step_is_the_cpu_session_s(store, preset_name, lookahead, estim
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("lookahead", [0, 1])
-@pytest.mark.parametrize(("keep", "estimate_rest"), [(0.05, False), (0.05, True), (1.0, False)])
-def test_all_placements_give_the_same_bits(store, keep, estimate_rest, lookahead) -> None:
+@pytest.mark.parametrize(("keep", "rest"), [(0.05, "none"), (0.05, "moments"), (0.05, "sketch"), (1.0, "none")])
+def test_all_placements_give_the_same_bits(store, keep, rest, lookahead) -> None:
     """For the same selection. The CPU's may hold another of two keys that are worth the same but for rounding."""
-    config = SearchConfig(keep=keep, window_len=64, lookahead=lookahead, estimate_rest=estimate_rest)
+    config = SearchConfig(keep=keep, window_len=64, lookahead=lookahead, rest=rest)
     results = {}
     for placement in PLACEMENTS:
         with (
@@ -103,10 +103,10 @@ def test_all_placements_give_the_same_bits(store, keep, estimate_rest, lookahead
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("estimate_rest", [False, True])
-def test_requests_of_two_contexts_in_one_batch(store, placement, estimate_rest) -> None:
+@pytest.mark.parametrize("rest", ["none", "moments", "sketch"])
+def test_requests_of_two_contexts_in_one_batch(store, placement, rest) -> None:
     """Each gets what it gets alone."""
-    config = SearchConfig(keep=0.1, window_len=64, estimate_rest=estimate_rest)
+    config = SearchConfig(keep=0.1, window_len=64, rest=rest)
     paths = [artifact_path(store), artifact_path(store, seed=37)]
     alone = []
     for path in paths:

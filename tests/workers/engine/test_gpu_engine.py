@@ -13,7 +13,7 @@ from csattn.artifact import Artifact, open_artifact
 from csattn.attention import device as attention
 from csattn.config import SearchConfig, preset
 from csattn.errors import ConfigError, ContextError
-from csattn.search.device import run
+from csattn.search.device import compiling
 from index_build.pipeline import build_artifact
 from offload import gather, slot_cache, step_mail
 from offload.budget import AvailableMemory
@@ -36,7 +36,7 @@ NUM_STEPS = 2 if DEVICE.type == "cpu" else 12
 
 @pytest.fixture(autouse=True)
 def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    emulator.stand_in(monkeypatch, run, attention, gather, slot_cache, step_mail)
+    emulator.stand_in(monkeypatch, compiling, attention, gather, slot_cache, step_mail)
     if DEVICE.type == "cpu":
         no_lock = partial(engine.PinnedRows, register=ignore, unregister=ignore)
         monkeypatch.setattr(engine, "PinnedRows", no_lock)

@@ -10,6 +10,7 @@ from csattn.attention import device as attention
 from csattn.batch import StepRows, make_step_rows
 from csattn.config import SearchConfig, preset
 from csattn.search import SearchPool
+from csattn.search.device import compiling, index_shape
 from index_build.pipeline import build_artifact
 from offload import gather, slot_cache, step_mail
 from tests.cuda_on_cpu import emulated
@@ -23,7 +24,7 @@ CONFIG = SearchConfig(keep=0.1, window_len=16)
 
 @pytest.fixture(autouse=True)
 def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    emulator.stand_in(monkeypatch, attention, gather, slot_cache, step_mail)
+    emulator.stand_in(monkeypatch, compiling, attention, gather, slot_cache, step_mail)
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +37,9 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Artifact]:
 def make_steps(artifact: Artifact, pool: SearchPool) -> SearchOnHost:
     shape = make_shape(CONFIG)
     kv = context_kv(artifact, shape)
-    made = SearchOnHost(shape, cached_rows(shape, kv, 60), pool, DEVICE)
-    made.load(0, kv, [artifact.layer_index(layer_idx) for layer_idx in range(shape.num_layers)])
+    indexes = [artifact.layer_index(layer_idx) for layer_idx in range(shape.num_layers)]
+    made = SearchOnHost(shape, index_shape(indexes[0], shape.num_q_heads), cached_rows(shape, kv, 60), pool, DEVICE)
+    made.load(0, kv, indexes)
     return made
 
 

@@ -14,7 +14,8 @@ from csattn.errors import ConfigError
 from csattn.rest import moments_of
 from csattn.rest.device import moment_table
 from csattn.search import SearchPool
-from csattn.search.device import IndexShape, run, to_device
+from csattn.search.device import compiling, index_shape, to_device
+from csattn.selectors import resolve_rest
 from index_build.pipeline import build_artifact
 from offload import gather, slot_cache, step_mail
 from offload.host_memory import copy_rows
@@ -34,7 +35,7 @@ NUM_STEPS = 4
 
 @pytest.fixture(autouse=True)
 def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    emulator.stand_in(monkeypatch, run, attention, gather, slot_cache, step_mail)
+    emulator.stand_in(monkeypatch, compiling, attention, gather, slot_cache, step_mail)
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +59,8 @@ def make_shape(config: SearchConfig) -> EngineShape:
         max_context_len=CONTEXT_LEN,
         batch_sizes=(1, 5),
         tail_capacity=32,
+        rest=resolve_rest(config, "csattn", "sketch"),
+        max_segments=1,
     )
 
 
@@ -67,7 +70,7 @@ def test_what_a_gpu_does_not_do_is_refused() -> None:
 
 
 def test_moments_take_what_is_planned_and_are_those_of_the_context_at_hand() -> None:
-    shape = make_shape(SearchConfig(estimate_rest=True, sink_len=4, window_len=16))
+    shape = make_shape(SearchConfig(rest="moments", sink_len=4, window_len=16))
     resident = ResidentRows(shape, DEVICE)
     held = [resident.moments(layer_idx) for layer_idx in range(shape.num_layers)]
     assert sum(moments.table.nbytes for moments in held if moments is not None) == shape.moments_bytes
@@ -79,7 +82,7 @@ def test_moments_take_what_is_planned_and_are_those_of_the_context_at_hand() -> 
             if context_len > 20:
                 want = moment_table(moments_of([rows[:, 4:-16]]), shape.softmax_scale, shape.dtype)
                 torch.testing.assert_close(moments.table[0].cpu(), want, rtol=1e-5, atol=1e-6)
-    without = make_shape(SearchConfig())
+    without = make_shape(SearchConfig(rest="none"))
     assert without.moments_bytes == 0 and ResidentRows(without, DEVICE).moments(0) is None
 
 
@@ -103,7 +106,7 @@ def make_attention(artifact: Artifact, config: SearchConfig, num_slots: int | No
         rows.load(0, kv)
     else:
         rows = cached_rows(shape, kv, num_slots)
-    made = SearchOnDevice(shape, IndexShape.of(artifact.layer_index(0), shape.num_q_heads), rows, DEVICE)
+    made = SearchOnDevice(shape, index_shape(artifact.layer_index(0), shape.num_q_heads), rows, DEVICE)
     indexes = [to_device(artifact.layer_index(layer_idx), DEVICE) for layer_idx in range(shape.num_layers)]
     made.load(0, kv, indexes)
     return made
@@ -138,10 +141,10 @@ def test_reading_everything_says_what_transformers_says(artifact) -> None:
     assert tokens == want[0, whole.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize(("num_slots", "estimate_rest"), [(7, False), (60, False), (60, True)])
-def test_where_the_rows_come_from_changes_no_bit(artifact, num_slots, estimate_rest) -> None:
+@pytest.mark.parametrize(("num_slots", "rest"), [(7, "none"), (60, "none"), (60, "moments"), (60, "sketch")])
+def test_where_the_rows_come_from_changes_no_bit(artifact, num_slots, rest) -> None:
     """Seven slots are too few for a step: most of its rows are read from where they are."""
-    config = SearchConfig(keep=0.1, window_len=16, estimate_rest=estimate_rest)
+    config = SearchConfig(keep=0.1, window_len=16, rest=rest)
     tokens, logits = decode(make_attention(artifact, config, None))
     cached = make_attention(artifact, config, num_slots)
     cached_tokens, cached_logits = decode(cached)
@@ -153,29 +156,32 @@ def test_where_the_rows_come_from_changes_no_bit(artifact, num_slots, estimate_r
     assert seen.num_spilled > 0 if num_slots == 7 else seen.num_found > 0
 
 
+@pytest.mark.parametrize("rest", ["moments", "sketch"])
 @pytest.mark.parametrize("keep", [0.1, 1.0])
-def test_the_rest_is_estimated_as_on_the_cpu(artifact, keep) -> None:
+def test_the_rest_is_attended_to_as_on_the_cpu(artifact, keep, rest) -> None:
     """By the session's definition; where everything is kept, it changes nothing."""
-    config = SearchConfig(keep=keep, window_len=16, estimate_rest=True)
+    config = SearchConfig(keep=keep, window_len=16, rest=rest)
     _, logits = decode(make_attention(artifact, config, None))
     ids = torch.from_numpy(QUESTION).long()[None]
     with csattn_session(loaded(), artifact, config) as session, torch.inference_mode():
         want = session.loaded.model(ids, past_key_values=session.request()).logits[0, -1]
     torch.testing.assert_close(logits[0], want, rtol=2e-3, atol=2e-3)
-    _, without = decode(make_attention(artifact, replace(config, estimate_rest=False), None))
+    _, without = decode(make_attention(artifact, replace(config, rest="none"), None))
     assert torch.allclose(logits, without, rtol=1e-4, atol=1e-4) == (keep == 1.0)
 
 
-@pytest.mark.parametrize(("lookahead", "estimate_rest"), [(0, False), (0, True), (1, True)])
-def test_the_search_on_the_host_chooses_the_same_rows(artifact, lookahead, estimate_rest) -> None:
-    config = SearchConfig(keep=0.1, window_len=16, lookahead=lookahead, estimate_rest=estimate_rest)
+@pytest.mark.parametrize(("lookahead", "rest"), [(0, "none"), (0, "sketch"), (1, "moments"), (1, "sketch")])
+def test_the_search_on_the_host_chooses_the_same_rows(artifact, lookahead, rest) -> None:
+    config = SearchConfig(keep=0.1, window_len=16, lookahead=lookahead, rest=rest)
     shape = make_shape(config)
     kv = context_kv(artifact, shape)
     indexes = [artifact.layer_index(layer_idx) for layer_idx in range(shape.num_layers)]
     maps = [index.next_query for index in indexes[:-1]]
     next_query = torch.from_numpy(np.stack([*maps, maps[0]]))[None] if lookahead else None
     with SearchPool(2) as pool:
-        on_host = SearchOnHost(shape, cached_rows(shape, kv, 60), pool, DEVICE)
+        on_host = SearchOnHost(
+            shape, index_shape(indexes[0], shape.num_q_heads), cached_rows(shape, kv, 60), pool, DEVICE
+        )
         on_host.load(0, kv, indexes)
         tokens, logits = decode(on_host, next_query)
     if lookahead:  # which on a device takes streams of its own: `transformers` over the CPU's session is the measure

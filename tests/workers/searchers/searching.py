@@ -19,7 +19,7 @@ POISON = -777
 WAIT_S = 120  # longer than a process takes to come up on a busy machine
 
 
-def make_artifact(store: Path, context_len: int = 300, layout: str = "rows", **options) -> Artifact:
+def make_artifact(store: Path, context_len: int = 300, layout: str = "sketch", **options) -> Artifact:
     spec = make_spec(context_len, layout=layout, **({"num_layers": 3, "num_kv_heads": 3, "head_dim": 16} | options))
     return open_artifact(build(store, spec))
 

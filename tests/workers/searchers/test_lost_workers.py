@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    return make_artifact(tmp_path_factory.mktemp("store"), 20_000, num_subspaces=8, num_kv_heads=4)
+    return make_artifact(tmp_path_factory.mktemp("store"), 20_000, num_kv_heads=4)
 
 
 @pytest.fixture

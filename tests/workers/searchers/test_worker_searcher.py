@@ -25,9 +25,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 4])
 def test_any_split_chooses_the_same(num_workers: int, store: Path) -> None:
-    rows, lists = make_artifact(store), make_artifact(store, 1500, "lists", num_kv_heads=2)
-    alone = make_artifact(store, 700, share_group=False)
-    artifacts = {3: rows, 0: lists, 7: alone}
+    sketch, lists = make_artifact(store), make_artifact(store, 1500, "lists", num_kv_heads=2)
+    alone = make_artifact(store, 700, "lists", share_group=False)
+    artifacts = {3: sketch, 0: lists, 7: alone}
 
     @given(
         steps=st.lists(
@@ -85,7 +85,7 @@ def test_no_kernel_is_compiled_again_for_mapped_arrays(store: Path) -> None:
     artifacts = {0: make_artifact(store), 1: make_artifact(store, 900, "lists")}
     with WorkerSearcher(2, launch=Threads()) as searcher:
         for context_id, artifact in artifacts.items():
-            assert not artifact.layer_index(0).codebooks.flags.writeable
+            assert not artifact.layer_index(0).key_mean.flags.writeable
             searcher.load(context_id, artifact)
         versions = [len(kernel.signatures) for kernel in KERNELS]
         stages = calls.compiled_address.cache_info().currsize

@@ -32,7 +32,7 @@ def test_a_context_built_over_http_answers_as_the_command_line_does(local: Servi
     context = local.get("/v1/contexts/lamps").json()
     told = "".join(local.ask("model@lamps", QUESTION, NUM_TOKENS))
     loaded = load_model(str(place / "model"))
-    config = SearchConfig(keep=0.2, lookahead=1)
+    config = SearchConfig(keep=0.2)
     with csattn_session(loaded, find_artifact(place / "store", context["artifact_id"]), config) as session:
         wanted = answer(session, QUESTION, NUM_TOKENS)
     assert told == wanted.text

@@ -15,7 +15,7 @@ from workers.engine import cpu_context, preparation
 from workers.serving.context_file import ContextFile
 from workers.serving.messages import BadRequestError, OverloadedError, ServingError, WorkerLostError
 
-ESTIMATING = SearchConfig(keep=0.1, window_len=32, lookahead=1, estimate_rest=True)
+ESTIMATING = SearchConfig(keep=0.1, window_len=32, lookahead=1, rest="moments")
 QUEST, EXACT = ask("heron", selector="quest"), ask("heron", selector="exact")
 
 
@@ -129,7 +129,7 @@ def test_contexts_make_room_for_what_is_prepared(built: Path, monkeypatch) -> No
 def test_what_cannot_be_prepared_is_the_requests_fault(built: Path) -> None:
     async def main() -> None:
         async with backend_of(built, ESTIMATING) as backend:
-            with pytest.raises(BadRequestError, match="estimate_rest goes with"):
+            with pytest.raises(BadRequestError, match="rest moments goes with"):
                 await answer(backend, QUEST)
 
     asyncio.run(main())

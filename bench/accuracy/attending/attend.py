@@ -1,0 +1,182 @@
+"""Attention of the predicted tokens to a context of which some rows are read exactly and the rest by stand-ins."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from bench.accuracy.attending.context import ContextLayer, Step
+
+_ERROR_QUERIES = 256  # of a head, evenly spaced: by them rows are told that codes describe badly
+_ELEMENTS, _ELEMENTS_ON_GPU = 1 << 25, 1 << 28  # logits that are held at a time
+
+
+class Codes:
+    """What a method keeps of a layer's context rows. It lies where the model is."""
+
+    bytes_per_key: float  # and KV head, packed, with the scales that grow with the context
+    fixed_bytes: int  # of a layer: transforms, whatever their number of rows
+
+    def logits(self, q: Tensor) -> Tensor:
+        """About q . k of all rows: q [num_kv_heads, n, head_dim] -> [num_kv_heads, n, context_len]."""
+        raise NotImplementedError
+
+    def weighted_values(self, weights: Tensor, q: Tensor) -> Tensor:
+        """About the sum of the rows' values times weights [num_kv_heads, n, context_len]: [num_kv_heads, n, head_dim].
+
+        weights: in proportion to e^logit, 0 for rows that are not in the sum.
+        """
+        raise NotImplementedError
+
+    def log_total(self, q: Tensor) -> Tensor | None:
+        """What the log of the sum of all rows' weights is taken for, [num_kv_heads, n]; None: what the logits give."""
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Which rows of a context are read exactly, and what is done about the rest."""
+
+    top_k: int  # per KV head and token, chosen besides sinks and window
+    sink_len: int
+    window_len: int
+    rest: Literal["none", "codes", "moments"]
+    always: Tensor | None = None  # [num_kv_heads, n] rows that every token reads, besides and not among the chosen
+
+
+OnChosen = Callable[[Tensor], None]  # gets the chosen rows [num_kv_heads, num_tokens, top_k] of some tokens, in turn
+
+
+def attend(
+    layer: ContextLayer, step: Step, codes: Codes | None, reading: Reading, on_chosen: OnChosen = lambda chosen: None
+) -> Tensor:
+    """out like step.q. codes: rows are chosen by them; None: by the rows themselves."""
+    num_heads, group_size, num_tokens, _ = step.q.shape
+    most = _ELEMENTS_ON_GPU if step.q.is_cuda else _ELEMENTS
+    at_once = max(1, most // (num_heads * group_size * layer.context_len))
+    moments = _Moments(layer, reading) if reading.rest == "moments" else None
+    parts = []
+    for start in range(0, num_tokens, at_once):
+        tokens = slice(start, min(start + at_once, num_tokens))
+        parts.append(_attend_tokens(layer, step, tokens, codes, reading, moments, on_chosen))
+    return torch.cat(parts, dim=2)
+
+
+def _attend_tokens(
+    layer: ContextLayer,
+    step: Step,
+    tokens: slice,
+    codes: Codes | None,
+    reading: Reading,
+    moments: "_Moments | None",
+    on_chosen: OnChosen,
+) -> Tensor:
+    q, early = step.q[:, :, tokens], step.early[:, :, tokens]
+    scale = layer.softmax_scale
+    exact = scale * _flat(q) @ layer.k.mT
+    ahead = step.early is not step.q
+    coded = exact
+    if codes is not None and (reading.rest == "codes" or not ahead):
+        coded = scale * codes.logits(_flat(q))
+    is_exact = torch.zeros(len(q), q.shape[2], layer.context_len, dtype=torch.bool, device=q.device)
+    is_exact[..., : reading.sink_len] = True
+    is_exact[..., max(0, layer.context_len - reading.window_len) :] = True
+    if reading.always is not None:
+        is_exact.scatter_(2, reading.always[:, None].expand(-1, q.shape[2], -1), True)
+    if reading.top_k > 0:
+        by = coded
+        if ahead:
+            by = scale * (_flat(early) @ layer.k.mT if codes is None else codes.logits(_flat(early)))
+        total = codes.log_total(_flat(early)) if codes is not None else None
+        share = _group_share(by.unflatten(1, q.shape[1:3]), total).masked_fill_(is_exact, -torch.inf)
+        chosen = share.topk(min(reading.top_k, layer.context_len), dim=-1).indices
+        on_chosen(chosen)
+        is_exact.scatter_(2, chosen, True)
+    mask = is_exact.repeat(1, q.shape[1], 1)
+    logits = torch.where(mask, exact, coded if reading.rest == "codes" else -torch.inf)
+    return _sum_up(layer, step, tokens, logits, mask, codes, reading, moments)
+
+
+def _sum_up(
+    layer: ContextLayer,
+    step: Step,
+    tokens: slice,
+    logits: Tensor,  # [num_kv_heads, group_size * num_tokens, context_len], of exact rows and stand-ins
+    is_exact: Tensor,  # likewise
+    codes: Codes | None,
+    reading: Reading,
+    moments: "_Moments | None",
+) -> Tensor:
+    """One softmax over the context, the rest's estimate and the tail."""
+    q = step.q[:, :, tokens]
+    positions = torch.arange(step.k.shape[1], device=q.device)
+    hidden = positions > positions[tokens, None]  # [num_tokens, tail_len]
+    tail = layer.softmax_scale * _flat(q) @ step.k.mT
+    tail = tail.masked_fill_(hidden.repeat(q.shape[1], 1), -torch.inf)
+    largest = torch.maximum(logits.amax(-1, keepdim=True), tail.amax(-1, keepdim=True))
+    weights, tail = logits.sub_(largest).exp_(), tail.sub_(largest).exp_()
+    total = weights.sum(-1, keepdim=True) + tail.sum(-1, keepdim=True)
+    out = tail @ step.v
+    if reading.rest == "codes":
+        assert codes is not None
+        out += codes.weighted_values(weights.masked_fill(is_exact, 0.0), _flat(q))
+        weights = weights.masked_fill_(~is_exact, 0.0)
+    out += weights @ layer.v
+    if moments is not None:
+        value, lse = moments.estimate(_flat(q))
+        weight = (lse - largest[..., 0]).exp()[..., None]
+        out, total = out + weight * value, total + weight
+    return (out / total).unflatten(1, q.shape[1:3])
+
+
+def worst_rows(layer: ContextLayer, codes: Codes, num_rows: int) -> Tensor:
+    """The rows whose logits the codes tell worst, over the context's own queries: [num_kv_heads, num_rows]."""
+    spacing = -(-layer.context_len // _ERROR_QUERIES)
+    error = torch.zeros(layer.k.shape[:2], device=layer.k.device)
+    for q in torch.nn.functional.normalize(layer.q[:, :, ::spacing], dim=-1).unbind(1):
+        error += (q @ layer.k.mT - codes.logits(q)).square().sum(1)
+    return error.topk(num_rows, dim=1).indices
+
+
+def _group_share(logits: Tensor, total: Tensor | None) -> Tensor:
+    """What each row is worth to the group [num_kv_heads, num_tokens, context_len]; logits are not needed afterwards.
+
+    logits: [num_kv_heads, group_size, num_tokens, context_len]; total: [num_kv_heads, group_size * num_tokens].
+    """
+    if total is not None:
+        return (logits - total.unflatten(1, logits.shape[1:3])[..., None]).clamp_max(60.0).exp().sum(1)
+    return logits[:, 0].clone() if logits.shape[1] == 1 else logits.softmax(-1).sum(1)
+
+
+def _flat(q: Tensor) -> Tensor:
+    """[num_kv_heads, group_size, num_tokens, head_dim] -> [num_kv_heads, group_size * num_tokens, head_dim]."""
+    return q.flatten(1, 2)
+
+
+class _Moments:
+    """`csattn.rest.reference` for all heads and queries at once."""
+
+    def __init__(self, layer: ContextLayer, reading: Reading):
+        middle = slice(reading.sink_len, layer.context_len - reading.window_len)
+        k, v = layer.k[:, middle].double(), layer.v[:, middle].double()
+        self._num_rows = k.shape[1]
+        self._share = min(reading.top_k, self._num_rows) / self._num_rows
+        self._scale = layer.softmax_scale
+        self._key_mean, self._value_mean = k.mean(1, keepdim=True), v.mean(1, keepdim=True)
+        k, v = k - self._key_mean, v - self._value_mean
+        self._key_cov, self._cross_cov = k.mT @ k / self._num_rows, k.mT @ v / self._num_rows
+
+    def estimate(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        """Values [num_kv_heads, n, head_dim] and log-sum-exps [num_kv_heads, n] of the rows that were not chosen."""
+        query = self._scale * q.double()
+        mean = (query @ self._key_mean.mT)[..., 0]
+        spread = (query @ self._key_cov * query).sum(-1).clamp_min(1e-12).sqrt()
+        cut = torch.special.ndtri(torch.tensor(1.0 - self._share, dtype=torch.float64, device=q.device)) - spread
+        log_below = torch.special.log_ndtr(cut)
+        density = torch.exp(-cut.square() / 2 - log_below) / (2 * torch.pi) ** 0.5
+        slope = ((spread - density) / spread)[..., None]
+        value = self._value_mean + slope * (query @ self._cross_cov)
+        lse = mean + spread.square() / 2 + log_below + torch.log(torch.tensor(float(self._num_rows)))
+        return value.float(), lse.float()

@@ -1,0 +1,159 @@
+"""A real context as every layer of a model sees it, and what the model predicts when its layers attend another way."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from csattn.artifact.layout import next_query_arrays, next_query_from_arrays
+from csattn.models import LoadedModel
+from csattn.models.attending_cache import AttendingCache
+from csattn.models.attention_hook import attention_implementation
+from csattn.models.query import queries_before_rope, rotate
+from index_build.capture import prefill
+from index_build.predictor import fit_predictor, sample_rows
+
+
+@dataclass(frozen=True, slots=True)
+class ContextLayer:
+    """A layer's rows of the context, after RoPE, and how its queries are predicted from the layer before."""
+
+    q: Tensor  # [num_kv_heads, group_size, context_len, head_dim] float32
+    k: Tensor  # [num_kv_heads, context_len, head_dim] float32
+    v: Tensor
+    cos: Tensor  # [context_len, head_dim]: shared by all layers
+    sin: Tensor
+    softmax_scale: float
+    predictor: Tensor | None  # [num_q_heads, head_dim + 1, head_dim]: see `index_build.predictor`; None in layer 0
+
+    @property
+    def context_len(self) -> int:
+        return self.k.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What the predicted tokens bring to a layer."""
+
+    q: Tensor  # [num_kv_heads, group_size, num_tokens, head_dim]
+    early: Tensor  # likewise, predicted from the input of the layer before; `q` itself where nothing is predicted
+    k: Tensor  # [num_kv_heads, num_tokens, head_dim]
+    v: Tensor
+
+
+Attend = Callable[[int, Step], Tensor]  # of the layer of that number: out like `Step.q`
+
+
+@dataclass(frozen=True, slots=True)
+class RealContext:
+    """A context that was read with full attention, and the tokens that follow it."""
+
+    loaded: LoadedModel
+    layers: Sequence[ContextLayer]
+    following: NDArray[np.int32]  # [num_tokens + 1]: each predicts the next, the last is only predicted
+    log_probs: Tensor  # [num_tokens, vocab_size] float32: full attention's
+
+    @property
+    def context_len(self) -> int:
+        return self.layers[0].context_len
+
+    @torch.inference_mode()
+    def predict(self, attend: Attend, ahead: bool = False) -> Tensor:
+        """Log-probabilities [num_tokens, vocab_size] when all layers attend that way, from all tokens at once."""
+        loaded = self.loaded
+        rows = [_Rows(layer_idx, self, attend) for layer_idx in range(len(self.layers))]
+        ids = torch.from_numpy(self.following[:-1]).long()[None].to(loaded.device)
+        with attention_implementation(loaded.model), _looking_ahead(self, rows if ahead else []):
+            return loaded.model(ids, past_key_values=AttendingCache(rows)).logits[0].float().log_softmax(-1)
+
+    def nll(self, log_probs: Tensor) -> float:
+        """Nats per token."""
+        targets = torch.from_numpy(self.following[1:]).long().to(log_probs.device)
+        return -float(log_probs.gather(1, targets[:, None]).mean())
+
+
+@torch.inference_mode()
+def read_context(loaded: LoadedModel, context: NDArray[np.int32], following: NDArray[np.int32]) -> RealContext:
+    """Run full attention over both; context [context_len], following [num_tokens + 1] token ids."""
+    model, geometry = loaded.model, loaded.geometry
+    rows, num_tokens = len(context), len(following) - 1
+    body = model.model
+    ids = torch.from_numpy(np.concatenate([context, following[:-1]])).long()
+    positions = torch.arange(rows, device=loaded.device)[None]
+    cos, sin = (t[0].float() for t in body.rotary_emb(body.embed_tokens.weight[:1, None], position_ids=positions))
+    layers: list[ContextLayer] = []
+    predictor: Tensor | None = None
+    leaving = torch.empty(0)
+    for capture, leaving in prefill(model, ids):
+        grouped = capture.q[:, :rows].float().unflatten(0, (geometry.num_kv_heads, -1))
+        k, v = capture.kv[:, :rows].float().unbind(2)
+        scale = body.layers[capture.layer_idx].self_attn.scaling
+        layers.append(ContextLayer(grouped.clone(), k.clone(), v.clone(), cos, sin, scale, predictor))
+        if capture.layer_idx + 1 < geometry.num_layers:
+            following_layer = body.layers[capture.layer_idx + 1]
+            sampled = sample_rows(rows, geometry.head_dim)
+            early, own = (queries_before_rope(following_layer, h[:rows][sampled]) for h in (capture.hidden_in, leaving))
+            stored = next_query_from_arrays(next_query_arrays(fit_predictor(early, own)))
+            assert stored is not None
+            predictor = torch.from_numpy(stored).to(loaded.device)
+    log_probs = model.lm_head(body.norm(leaving[-num_tokens:])).float().log_softmax(-1)
+    return RealContext(loaded, layers, following, log_probs)
+
+
+class _Rows:
+    """A layer of the context and of the tokens that follow, as a transformers cache wants it."""
+
+    def __init__(self, layer_idx: int, context: RealContext, attend: Attend):
+        self.layer_idx = layer_idx
+        self.layer = context.layers[layer_idx]
+        self.early: Tensor | None = None  # [num_q_heads, num_tokens, head_dim], set by the layer before
+        self._attend = attend
+        self._tail = torch.empty(0, 0, 0), torch.empty(0, 0, 0)
+
+    @property
+    def kv_len(self) -> int:
+        return self.layer.context_len + self._tail[0].shape[1]
+
+    def append(self, k: Tensor, v: Tensor) -> None:
+        self._tail = k.float(), v.float()
+
+    def attend(self, q: Tensor, softmax_scale: float) -> Tensor:
+        k, v = self._tail
+        own = q.float().unflatten(0, (len(k), -1))
+        early = own if self.early is None else self.early.float().unflatten(0, (len(k), -1))
+        return self._attend(self.layer_idx, Step(own, early, k, v)).flatten(0, 1).to(q.dtype)
+
+
+@contextmanager
+def _looking_ahead(context: RealContext, rows: list[_Rows]) -> Iterator[None]:
+    """Before a layer runs, predict the queries of the next one, for those rows that are given."""
+    hooks = []
+    for following in rows[1:]:
+        layers = context.loaded.model.model.layers
+        hook = _PredictQueries(layers[following.layer_idx], following)
+        hooks.append(layers[following.layer_idx - 1].register_forward_pre_hook(hook, with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in hooks:
+            handle.remove()
+
+
+class _PredictQueries:
+    def __init__(self, following: Any, rows: _Rows):
+        self._following = following
+        self._rows = rows
+
+    def __call__(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        weights = self._rows.layer.predictor
+        assert weights is not None, f"layer {self._rows.layer_idx} has no predictor"
+        hidden = args[0] if args else kwargs["hidden_states"]
+        cos, sin = kwargs["position_embeddings"]
+        early = queries_before_rope(self._following, hidden[0])
+        weights = weights.to(early.dtype)
+        self._rows.early = rotate(early @ weights[:, :-1] + weights[:, -1:], cos[0], sin[0])

@@ -1,0 +1,251 @@
+"""Real long contexts, and what a user would take instead: every way to keep a context small against full attention.
+
+    python -m bench.accuracy long --texts novel,code --keep 0.02
+    python -m bench.accuracy long --texts decimal,manual --context-len 32K --stretch 4 --device cuda --json FILE
+    python -m bench.accuracy long --texts manual --context-len 64K --stretch 8 --record FILE --layers 13
+    python -m bench.accuracy long --show FILE ... [--json FILE] [--plot FILE]     earlier figures, put together
+
+For every text: full attention over the context and the tokens that follow, then those tokens teacher-forced with every
+layer attending another way: KL to full attention's predictions. A text `a+b` is the context a followed by b, a question
+unlike its context. `--stretch` gives the model that many times its positions (YaRN). Runs in torch on any device; the
+sketch is built by `index_build` and searched as its definition says. Gates: reading everything gives KL < 1e-5; with
+`--gate`, KLs on the beginning of the first text are those of the product's own artifact and session.
+"""
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bench.accuracy.attending.attend import Codes, Reading, attend, worst_rows
+from bench.accuracy.attending.context import RealContext, Step, read_context
+from bench.accuracy.attending.recording import record
+from bench.accuracy.attending.slot_cache import count_hits
+from bench.accuracy.contenders import shares
+from bench.accuracy.long_contenders import FULL_KV_BYTES, LongContender, contenders, find_contenders
+from bench.accuracy.long_gate import require_product
+from bench.accuracy.long_report import draw, table
+from bench.accuracy.texts import TEXTS, find_text, sha256_of, tokenize
+from bench.decode.recording import save_recording
+from bench.records import Case, Records
+from bench.timing import finish, gate, machine
+from csattn.config import SearchConfig
+from csattn.models import LoadedModel, load_model
+
+# Raise it when the same measurement means something else than before.
+VERSION = 2
+KEY = ("version", "model", "stretch", "text", "text_sha256", "context_len", "eval_len", "contender", "keep")
+ONE_KEEP = SearchConfig().keep
+_LEAST_CONTEXT, _GATE_TOKENS = 1024, 48
+
+
+def compare(
+    loaded: LoadedModel, name: str, lengths: tuple[int, int], stretch: float, runs: Sequence[LongContender],
+    keeps: Sequence[float], records: Records,
+) -> None:  # fmt: skip
+    """Measure what is missing of one text. lengths: of the context, and of what is predicted."""
+    ids, sha256 = read_text(name, loaded.tokenizer, *lengths)
+    context_len = len(ids) - lengths[1] - 1
+    key = {"version": VERSION, "model": loaded.name, "stretch": stretch, "text": name, "text_sha256": sha256}
+    key |= {"context_len": context_len, "eval_len": lengths[1]}
+    missing = {
+        contender: [
+            keep for keep in keeps_of(contender, keeps) if not records.has(**key, contender=contender.name, keep=keep)
+        ]
+        for contender in runs
+    }
+    if not any(missing.values()):
+        return
+    started = time.perf_counter()
+    context = read_context(loaded, ids[:context_len], ids[context_len:])
+    print(f"{name}: {context_len} + {lengths[1]} tokens read in {time.perf_counter() - started:.1f} s", flush=True)
+    _require_full(context)
+    key |= {"nll_full": round(context.nll(context.log_probs), 5), "python": platform.python_version()}
+    key |= {"device": torch.cuda.get_device_name() if loaded.device.type == "cuda" else "cpu"}
+    codes: list[Codes | None] = []
+    makes: set[Any] = set()  # of the codes that are there: one, or none
+    for contender, wanted in missing.items():
+        if wanted and contender.make not in makes:
+            codes.clear()  # memory for the next ones
+            codes += [None if contender.make is None else contender.make(layer) for layer in context.layers]
+            makes = {contender.make}
+        for keep in wanted:
+            found = measure(context, contender, keep, codes)
+            exact = _kl_of(records, {**key, "contender": "exact", "keep": keep})
+            found["times_exact"] = round(found["kl"] / exact, 4) if exact else None
+            records.add({**key, "contender": contender.name, "group": contender.group, "keep": keep, **found})
+
+
+def keeps_of(contender: LongContender, keeps: Sequence[float]) -> Sequence[float]:
+    """The shares that a contender is measured at; 0 where it reads no row exactly but the last."""
+    if contender.reads_all:
+        return [0.0]
+    return [keep for keep in keeps if keep == ONE_KEEP] if contender.one_keep else keeps
+
+
+def measure(
+    context: RealContext, contender: LongContender, keep: float, codes: Sequence[Codes | None]
+) -> dict[str, Any]:
+    """What a contender's predictions are worth, what it keeps on the device, and what caches of its rows would hit."""
+    reading = contender.reading(keep, context.context_len)
+    chosen: list[list[Tensor]] = [[] for _ in context.layers]
+    num_always = contender.num_always(keep, context.context_len)
+    always = [
+        worst_rows(of[0], of[1], num_always) if of[1] and num_always else None
+        for of in zip(context.layers, codes, strict=True)
+    ]
+
+    def attend_layer(layer_idx: int, step: Step) -> Tensor:
+        layer, of_layer = context.layers[layer_idx], chosen[layer_idx]
+        of_all = replace(reading, always=always[layer_idx])
+        return attend(layer, step, codes[layer_idx], of_all, lambda rows: of_layer.append(rows.int()))
+
+    log_probs = context.predict(attend_layer, contender.ahead)
+    reference = context.log_probs
+    kl = (reference.exp() * (reference - log_probs)).sum(-1)
+    same = (reference.argmax(-1) == log_probs.argmax(-1)).float().mean()
+    found: dict[str, Any] = {"kl": float(kl.mean()), "kl_p99": float(kl.quantile(0.99)), "top1_agreement": float(same)}
+    found |= {"nll": context.nll(log_probs), **_bytes(context, reading, num_always, codes)}
+    if reading.top_k and keep == ONE_KEEP and contender.group == "ours":
+        found |= count_hits(torch.cat([torch.cat(rows, dim=1) for rows in chosen]), context.context_len)
+    return {name: round(value, 7) for name, value in found.items()}
+
+
+def _bytes(context: RealContext, reading: Reading, num_always: int, codes: Sequence[Codes | None]) -> dict[str, float]:
+    """Of a key (with its value) and KV head: codes alone, and all that lies on the device between steps.
+
+    Without codes, all keys have to lie there to be searched. Rows that are fetched lie on the host, 16 bits a number.
+    """
+    num_heads, context_len, head_dim = context.layers[0].k.shape
+    row = FULL_KV_BYTES * head_dim
+    first = codes[0]
+    near = (reading.sink_len + reading.window_len + num_always) * row / context_len
+    if first is None:
+        return {"code_bytes_per_key": row / 2, "device_bytes_per_key": row / 2 + near, "host_bytes_per_key": float(row)}
+    device = first.bytes_per_key + first.fixed_bytes / (num_heads * context_len) + near
+    if reading.rest == "moments":
+        device += (2 + 2 * head_dim) * head_dim * 4 / context_len
+    host = row if reading.top_k else 0
+    return {"code_bytes_per_key": first.bytes_per_key, "device_bytes_per_key": device, "host_bytes_per_key": host}
+
+
+def read_text(name: str, tokenizer: Any, context_len: int, eval_len: int) -> tuple[NDArray[np.int32], str]:
+    """Token ids of a context and the eval_len + 1 tokens that follow, and the SHA-256 of their text or texts.
+
+    The context is shorter where its text is.
+    """
+    parts = [find_text(part) for part in name.split("+")]
+    gate(len(parts) <= 2, f"{name!r} is more than a context and what follows it; give one text, or two")
+    context, following = tokenize(parts[0], tokenizer), tokenize(parts[-1], tokenizer)
+    sha256 = "+".join(sha256_of(part) for part in parts)
+    if len(parts) == 1:
+        ids = context[: context_len + eval_len + 1]
+    else:
+        ids = np.concatenate([context[:context_len], following[: eval_len + 1]])
+    gate(len(ids) >= _LEAST_CONTEXT + eval_len + 1, f"{name} has {len(ids)} tokens only, which is no long context")
+    return ids, sha256
+
+
+def _record(loaded: LoadedModel, arguments: argparse.Namespace) -> None:
+    """Save real rows of the first text for `bench.decode`."""
+    name = arguments.texts.split(",")[0]
+    ids, sha256 = read_text(name, loaded.tokenizer, arguments.context_len, arguments.eval_len)
+    context_len = len(ids) - arguments.eval_len - 1
+    context = read_context(loaded, ids[:context_len], ids[context_len:])
+    recording = record(context, arguments.layers, arguments.stretch, sha256)
+    save_recording(recording, arguments.record)
+    size = arguments.record.stat().st_size
+    finish({"bench": "long", "recorded": str(arguments.record), "context_len": context_len, "file_bytes": size}, None)
+
+
+def _compare_with_product(loaded: LoadedModel, name: str) -> dict[str, Any]:
+    gate(loaded.device.type == "cpu", "--gate compares with the product's path on the CPU; add --device cpu")
+    ids = read_text(name, loaded.tokenizer, _LEAST_CONTEXT, _GATE_TOKENS)[0]
+    compared = require_product(loaded, ids[:_LEAST_CONTEXT], ids[_LEAST_CONTEXT:])
+    for contender, (ours, product) in compared.items():
+        print(f"{contender}: KL {ours:.7f}, the product's {product:.7f}", flush=True)
+    return {"text": name, "context_len": _LEAST_CONTEXT, "eval_len": _GATE_TOKENS, "kl_and_product": compared}
+
+
+def _require_full(context: RealContext) -> None:
+    everything = Reading(context.context_len, 4, 16, "none")
+    log_probs = context.predict(lambda layer_idx, step: attend(context.layers[layer_idx], step, None, everything))
+    kl = float((context.log_probs.exp() * (context.log_probs - log_probs)).sum(-1).mean())
+    gate(abs(kl) < 1e-5, f"reading everything should be full attention, KL is {kl}")
+
+
+def merge(files: Sequence[Sequence[Case]], records: Records) -> list[Case]:
+    """Every case once, in the first file's order; the newest version of it, of the last file that has it."""
+    merged: dict[tuple[Any, ...], Case] = {}
+    for case in (case for cases in files for case in cases):
+        key = records.key_of({**case, "version": None})
+        if key not in merged or merged[key]["version"] <= case["version"]:
+            merged[key] = case
+    return list(merged.values())
+
+
+def _kl_of(records: Records, key: Case) -> float | None:
+    wanted = records.key_of(key)
+    return next((case["kl"] for case in records.cases if records.key_of(case) == wanted), None)
+
+
+def token_count(text: str) -> int:
+    """A number of tokens as 7680 or 32K, for argparse."""
+    return int(text[:-1]) * 1024 if text.endswith(("k", "K")) else int(text)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--texts", default="novel,speech,code,dialogue,spanish", help=f"{', '.join(TEXTS)}, or files")
+    parser.add_argument("--contenders", default="all", help="names and groups: " + ", ".join(_groups()))
+    parser.add_argument("--keep", type=shares, default="0.005,0.01,0.02,0.05")
+    parser.add_argument("--context-len", type=token_count, default="7680", help="7680, or 32K; less where a text ends")
+    parser.add_argument("--eval-len", type=int, default=256)
+    parser.add_argument("--stretch", type=float, default=1.0, help="times the model's positions (YaRN)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--gate", action="store_true", help="first compare with the product's own path")
+    parser.add_argument("--model")
+    parser.add_argument("--json", type=Path, help="keeps the figures; what it holds is not measured again")
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--record", type=Path, help="only save real rows of the first text for bench.decode (.npz)")
+    parser.add_argument("--layers", type=_numbers, default="3,13,24", help="that --record saves")
+    parser.add_argument("--show", type=Path, nargs="+", help="only show what these files hold, put together")
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def _groups() -> list[str]:
+    return sorted({contender.group for contender in contenders(64)})
+
+
+def run(arguments: argparse.Namespace) -> None:
+    loaded = None if arguments.show else load_model(arguments.model, device=arguments.device, stretch=arguments.stretch)
+    header = {"bench": "long", "search": asdict(SearchConfig()), "torch": torch.__version__}
+    records = Records(arguments.json, {**header, "machine": machine()}, KEY)
+    if loaded is None:
+        shown = [json.loads(file.read_text()) for file in arguments.show]
+        records.content["cases"] = merge([content["cases"] for content in shown], records)
+        records.content |= {"gate": next((content["gate"] for content in shown if "gate" in content), None)}
+    else:
+        runs = find_contenders(arguments.contenders, loaded.geometry.head_dim)
+        if arguments.record:
+            return _record(loaded, arguments)
+        if arguments.gate:
+            records.content["gate"] = _compare_with_product(loaded, arguments.texts.split(",")[0])
+        for name in arguments.texts.split(","):
+            lengths = arguments.context_len, arguments.eval_len
+            compare(loaded, name, lengths, arguments.stretch, runs, arguments.keep, records)
+    print(table(records.cases))
+    if arguments.plot:
+        draw(records.cases, arguments.plot)
+    finish(records.content, arguments.json)

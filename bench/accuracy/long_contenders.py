@@ -1,0 +1,146 @@
+"""What `bench.accuracy long` compares: ways to keep a context small, each with what it takes on the device."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+from bench.accuracy.attending.attend import Codes, Reading
+from bench.accuracy.attending.context import ContextLayer
+from bench.accuracy.attending.lists import ListCodes
+from bench.accuracy.attending.low_bit import kivi, kvtc, q4_0, turbo_quant
+from bench.accuracy.attending.sketches import SketchCodes, build_sketch
+from bench.accuracy.attending.variants import Variant, VariantCodes
+from bench.timing import gate
+from csattn.config import SearchConfig, SketchConfig
+
+Make = Callable[[ContextLayer], Codes]
+Group = Literal["ours", "sizes", "lists", "tried", "low-bit"]
+
+FULL_KV_BYTES = 2 * 2  # of a dimension of a row: key and value, 16 bits each
+LOW_BIT_WINDOW = 128  # rows that low-bit KV keeps as they are, the last ones
+
+
+@dataclass(frozen=True, slots=True)
+class LongContender:
+    """`make`: the codes of a layer's rows; None: the rows themselves are searched."""
+
+    name: str
+    group: Group
+    make: Make | None
+    rest: Literal["none", "codes", "moments"] = "none"
+    ahead: bool = False
+    one_keep: bool = False  # measured at one share kept only
+    always: float = 0.0  # of `keep`: the share that goes to the rows which the codes describe worst, for all tokens
+    reads_all: bool = False  # attends to all rows by their codes and chooses none
+    sink_len: int = SearchConfig().sink_len
+    window_len: int = SearchConfig().window_len
+
+    def reading(self, keep: float, context_len: int) -> Reading:
+        top_k = 0 if self.reads_all else max(1, round((1 - self.always) * keep * context_len))
+        return Reading(top_k, self.sink_len, min(self.window_len, context_len - self.sink_len), self.rest)
+
+    def num_always(self, keep: float, context_len: int) -> int:
+        return round(self.always * keep * context_len)
+
+
+def contenders(head_dim: int) -> list[LongContender]:
+    """All of them; those that share codes stand side by side."""
+    default = partial(_sketch, SketchConfig())
+    lists = ListCodes
+    return [
+        LongContender("exact", "ours", None),
+        LongContender("exact+ahead", "ours", None, ahead=True, one_keep=True),
+        LongContender("exact+rest=moments", "ours", None, "moments", one_keep=True),
+        LongContender("default", "ours", default, "codes"),
+        LongContender("default+ahead", "ours", default, "codes", ahead=True),
+        LongContender("default, an eighth for the worst coded", "ours", default, "codes", always=1 / 8),
+        LongContender("default, a quarter for the worst coded", "ours", default, "codes", always=1 / 4),
+        LongContender("default+rest=moments", "ours", default, "moments", one_keep=True),
+        LongContender("default+rest=none", "ours", default, one_keep=True),
+        *_sizes(),
+        LongContender("lists", "lists", lists, one_keep=True),
+        LongContender("lists+rest=moments", "lists", lists, "moments", one_keep=True),
+        *(
+            LongContender(name, "low-bit", make, "codes", reads_all=True, sink_len=sinks, window_len=LOW_BIT_WINDOW)
+            for name, make, sinks in LOW_BIT
+        ),
+        *(
+            LongContender(name, "tried", partial(_variant, variant), "codes", one_keep=True)
+            for name, variant in variants(head_dim).items()
+        ),
+    ]
+
+
+LOW_BIT: tuple[tuple[str, Make, int], ...] = (
+    ("KIVI, 2 bits", kivi(2), 0),
+    ("KIVI, 4 bits", kivi(4), 0),
+    ("TurboQuant, 3 bits", turbo_quant(3, 3), 0),
+    ("TurboQuant, 3.5 bits", turbo_quant(3, 4), 0),
+    ("TurboQuant, 4 bits", turbo_quant(4, 4), 0),
+    ("KVTC's transform, 1 bit", kvtc(1.0), 4),
+    ("KVTC's transform, 2 bits", kvtc(2.0), 4),
+    ("KVTC's transform, 4 bits", kvtc(4.0), 4),
+    ("q4_0", q4_0, 0),
+)
+
+
+def variants(head_dim: int) -> dict[str, Variant]:
+    """One change to the default at a time, in floating point."""
+    fine, coarse, half = head_dim // 4, head_dim // 2, head_dim // 2
+    base = Variant(bits=(4,) * fine + (2,) * coarse, measured=fine)
+    only_fine = Variant(bits=(4,) * half, measured=half)
+    return {
+        "default, in floating point": base,
+        "one transform for all rows": replace(base, segment_len=0),
+        "segments of 2K rows": replace(base, segment_len=base.segment_len // 4),
+        "segments of 1K rows": replace(base, segment_len=base.segment_len // 8),
+        "half the coordinates, 4 bits each": only_fine,
+        "half, values from half of them": replace(only_fine, measured=fine, respond=False),
+        "half, values from a quarter of them": replace(only_fine, measured=fine // 2, respond=False),
+        "values from all codes, measured": replace(base, measured=fine + coarse),
+        "values from the fine codes alone": replace(base, respond=False),
+        "values by their mean": replace(base, measured=0, respond=False),
+        "values have codes: 1 bit besides": replace(base, value_bits=(4,) * (fine // 2) + (2,) * fine),
+        "values have codes: 1 bit of the 2": replace(
+            base, bits=(4,) * (fine // 2) + (2,) * fine, value_bits=(4,) * (fine // 2) + (2,) * fine
+        ),
+        "0 to 4 bits by reverse water-filling": replace(base, deal_bits=True),
+        "half, 4 bits, levels by Lloyd": replace(only_fine, levels="lloyd"),
+        "mass corrected by what codes lose": replace(base, correct_mass=True),
+        "shares of a normal estimate's sum": replace(base, normal_shares=True),
+    }
+
+
+def find_contenders(names: str, head_dim: int) -> list[LongContender]:
+    """A comma-separated list of names and groups (their own names hold commas: separated by ';' then); or all."""
+    every = contenders(head_dim)
+    listed = [name.strip() for name in names.split(";" if ";" in names else ",")]
+    known = {c.name for c in every} | {c.group for c in every} | {"all"}
+    unknown = [name for name in listed if name not in known]
+    if unknown and names in known:
+        listed, unknown = [names], []
+    gate(not unknown, f"unknown contender {', '.join(unknown)}; choose from {'; '.join(sorted(known))}")
+    return [c for c in every if {c.name, c.group, "all"} & set(listed)]
+
+
+def _sizes() -> list[LongContender]:
+    """Sketches of other sizes than the default's."""
+    words = (2, 0), (2, 1), (4, 0), (4, 2)
+    return [
+        LongContender(
+            f"sketch of {fine} + {coarse} words",
+            "sizes",
+            partial(_sketch, SketchConfig(num_fine=fine, num_coarse=coarse)),
+            "codes",
+        )
+        for fine, coarse in words
+    ]
+
+
+def _sketch(config: SketchConfig, layer: ContextLayer) -> Codes:
+    return SketchCodes(build_sketch(layer, config), layer)
+
+
+def _variant(variant: Variant, layer: ContextLayer) -> Codes:
+    return VariantCodes(layer, variant)

@@ -1,0 +1,61 @@
+"""The figures of `bench.accuracy long` are those of the product: compared with its artifact and session."""
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from bench.accuracy.attending.attend import Codes, attend
+from bench.accuracy.attending.context import RealContext, read_context
+from bench.accuracy.long_contenders import LongContender, contenders
+from bench.timing import gate
+from csattn.artifact import open_artifact
+from csattn.config import SearchConfig, preset
+from csattn.models import LoadedModel
+from index_build.pipeline import build_artifact
+from workers.evaluate import full_attention, measure
+
+_TOLERANCE = 0.02  # of a KL
+
+
+def require_product(
+    loaded: LoadedModel,  # on the CPU, where the product's path runs
+    context: NDArray[np.int32],  # [context_len] token ids
+    following: NDArray[np.int32],  # [num_tokens + 1]
+) -> dict[str, tuple[float, float]]:
+    """KL and the product's KL by contender. Raises GateError where they differ."""
+    read = read_context(loaded, context, following)
+    named = {c.name: c for c in contenders(loaded.geometry.head_dim)}
+    compared: dict[str, tuple[float, float]] = {}
+    with tempfile.TemporaryDirectory() as store:
+        report = build_artifact(loaded, context, preset("default", loaded.geometry.head_dim), Path(store))
+        with open_artifact(report.path) as artifact:
+            baseline = full_attention(loaded, artifact, following)
+            for name in ("default", "default+ahead", "default+rest=moments", "default+rest=none", "exact"):
+                search = _search(named[name])
+                selector = "exact" if named[name].make is None else "csattn"
+                product = measure(loaded, artifact, search, selector, following, baseline).kl
+                compared[name] = kl_of(read, named[name], search.keep), product
+    for name, (ours, product) in compared.items():
+        gate(
+            abs(ours - product) <= _TOLERANCE * product, f"the KL of {name} is {ours:.6f}, the product's {product:.6f}"
+        )
+    return compared
+
+
+def kl_of(context: RealContext, contender: LongContender, keep: float) -> float:
+    codes: list[Codes | None] = [contender.make(layer) if contender.make else None for layer in context.layers]
+    reading = contender.reading(keep, context.context_len)
+    log_probs = context.predict(
+        lambda layer_idx, step: attend(context.layers[layer_idx], step, codes[layer_idx], reading), contender.ahead
+    )
+    reference = context.log_probs
+    with torch.inference_mode():
+        return float((reference.exp() * (reference - log_probs)).sum(-1).mean())
+
+
+def _search(contender: LongContender) -> SearchConfig:
+    rest = {"none": "none", "codes": "sketch", "moments": "moments"}[contender.rest]
+    return SearchConfig(lookahead=int(contender.ahead), rest=rest)  # type: ignore[arg-type]  # one of its kinds

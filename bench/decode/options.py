@@ -1,0 +1,21 @@
+"""What all cases of a run have in common."""
+
+from dataclasses import dataclass
+
+from csattn.config import SearchConfig
+from workers.model_runner.shapes import ModelShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Of a run."""
+
+    shape: ModelShape
+    search: SearchConfig
+    ceilings: dict[str, float]  # see `gpu_timing.ceilings`
+    seconds: float  # of measuring, per figure
+    pinned_bytes: int  # host memory that streaming may pin
+    num_steps: int = 192  # that are timed, of whole steps
+    takes_apart: bool = True  # whether whole steps are profiled, too
+    only_ahead: bool = False  # of our schedules
+    is_shared: bool = False  # one context for all requests of a batch

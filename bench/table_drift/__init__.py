@@ -1,1 +1,0 @@
-"""How an index serves a generation that outgrows its context."""

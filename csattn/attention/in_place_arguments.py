@@ -1,0 +1,85 @@
+"""What attention in place is told: int64 words, addresses and sizes."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from csattn.jit import exact_kernel
+from csattn.search.atomics import array_at
+
+MAX_RANGES = 16  # of a row's list; of its rest as many
+MAX_PARTS = 2 * MAX_RANGES
+
+# What is "by row" is the address of an int64 array with an element for each row of the step.
+ARGUMENTS = (
+    "num_rows",  # address of the number of rows
+    "q",  # [num_rows, num_q_heads, head_dim] float32
+    "num_q_heads",
+    "num_kv_heads",
+    "head_dim",
+    "softmax_scale",  # address of a float64
+    "kv",  # by row: the context's KV in this layer, [num_kv_heads, context_len] rows
+    "row_bytes",  # by row: of a row of the context
+    "v_offsets",  # by row: bytes from where a row of the context begins to its value
+    "k_readers",  # by row: see `coded_rows`; 0: the context's rows are [2, head_dim] of the stage's dtype
+    "v_readers",  # by row
+    "context_lens",  # by row
+    "sink_ends",  # by row: rows [0, sink_end) of the context are attended to,
+    "window_starts",  # by row: and rows [window_start, context_len)
+    "num_index_heads",  # by row
+    "top_ks",  # by row
+    "kv_indices",  # by row: [num_index_heads, top_k] int32
+    "valid_lens",  # by row: [num_index_heads] int32; address 0: nothing is selected
+    "moments",  # by row: `rest.Moments` of the rows that may be selected; address 0: those that are not count nothing
+    "sketches",  # by row: `sketch.SKETCH`; address 0: rows that are not selected are not attended to by codes
+    "queries",  # [num_rows, num_kv_heads] blocks of
+    "query_bytes",
+    "max_rest_ranges",  # of all rows
+    "tails",  # [num_tails, num_kv_heads, tail_capacity, 2, head_dim]
+    "tail_capacity",
+    "tail_ids",  # by row
+    "tail_lens",  # by row, at least 1
+    "max_index_heads",  # of all rows
+    "max_ranges",  # of all rows' lists
+    "parts",  # [num_rows, num_q_heads, MAX_PARTS, head_dim + 2] float32
+    "out",  # [num_rows, num_q_heads * head_dim] float32
+)
+(
+    NUM_ROWS, Q, NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, SCALE, KV, ROW_BYTES, V_OFFSETS, K_READERS, V_READERS,
+    CONTEXT_LENS, SINK_ENDS, WINDOW_STARTS, NUM_INDEX_HEADS, TOP_KS, KV_INDICES, VALID_LENS, MOMENTS,
+    SKETCHES, QUERIES, QUERY_BYTES, REST_RANGES, TAILS, TAIL_CAPACITY, TAIL_IDS, TAIL_LENS,
+    INDEX_HEADS, LIST_RANGES, PARTS, OUT,
+) = range(len(ARGUMENTS))  # fmt: skip
+
+
+@exact_kernel
+def arguments_at(address: int) -> Any:
+    """The words at an address."""
+    return array_at(address, len(ARGUMENTS), np.int64(0))
+
+
+@exact_kernel
+def of_row(args: NDArray[np.int64], what: int, row: int) -> Any:
+    return array_at(args[what] + 8 * row, 1, np.int64(0))[0]
+
+
+@exact_kernel
+def valid_len_of(args: NDArray[np.int64], row: int, head: int) -> Any:
+    address = of_row(args, VALID_LENS, row)
+    if address == 0:
+        return np.int64(0)
+    return np.int64(array_at(address + 4 * head, 1, np.int32(0))[0])
+
+
+@exact_kernel
+def chosen_of(args: NDArray[np.int64], row: int, head: int) -> Any:
+    address = of_row(args, KV_INDICES, row) + 4 * head * of_row(args, TOP_KS, row)
+    return array_at(address, valid_len_of(args, row, head), np.int32(0))
+
+
+@exact_kernel
+def list_len_of(args: NDArray[np.int64], row: int, head: int) -> Any:
+    window_len = of_row(args, CONTEXT_LENS, row) - of_row(args, WINDOW_STARTS, row)
+    near = of_row(args, SINK_ENDS, row) + window_len + of_row(args, TAIL_LENS, row)
+    return near + valid_len_of(args, row, head)

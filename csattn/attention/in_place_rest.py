@@ -1,0 +1,89 @@
+"""The rest of attention in place: the rows of the middle that are not chosen, attended to by the codes of a sketch.
+
+The middle is cut into ranges by the context's length alone; each leaves a part like those of the rows' lists.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from csattn.attention.in_place_arguments import (
+    HEAD_DIM,
+    MAX_PARTS,
+    MAX_RANGES,
+    NUM_KV_HEADS,
+    NUM_Q_HEADS,
+    NUM_ROWS,
+    PARTS,
+    QUERIES,
+    QUERY_BYTES,
+    REST_RANGES,
+    SCALE,
+    SINK_ENDS,
+    SKETCHES,
+    WINDOW_STARTS,
+    Q,
+    arguments_at,
+    chosen_of,
+    of_row,
+)  # fmt: skip
+from csattn.jit import exact_kernel
+from csattn.search.atomics import array_at
+from csattn.search.match import widen
+from csattn.search.sketch import project_queries, sketch_at, weigh_queries
+from csattn.sketch.code_sums import CHUNK_KEYS
+from csattn.sketch.rest import attend_rows
+
+RANGE_ROWS = 16384  # where the middle is longer than MAX_RANGES of them, ranges are
+
+
+def rest_queries_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
+    """What `rest_stage` needs of the queries. A piece is a KV head of a row."""
+    args = arguments_at(arguments)
+    row, head = piece // args[NUM_KV_HEADS], piece % args[NUM_KV_HEADS]
+    if of_row(args, SKETCHES, row) != 0:
+        group_size, head_dim = args[NUM_Q_HEADS] // args[NUM_KV_HEADS], args[HEAD_DIM]
+        q = array_at(args[Q] + 4 * piece * group_size * head_dim, group_size * head_dim, np.float32(0))
+        sketch, queries = sketch_at(of_row(args, SKETCHES, row)), args[QUERIES] + piece * args[QUERY_BYTES]
+        project_queries(sketch, head, widen(q), 0, sketch.num_segments, queries)
+        weigh_queries(sketch, group_size, queries)
+    return 0
+
+
+def rest_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
+    """A piece is a range of one KV head's middle: num_kv_heads * max_rest_ranges a row."""
+    _attend_rest(arguments_at(arguments), piece)
+    return 0
+
+
+@exact_kernel
+def num_rest_ranges(middle_end: int) -> int:
+    """How many ranges rows up to that one are cut into."""
+    ranges: int = -(-middle_end // _range_rows(middle_end))
+    return ranges
+
+
+@exact_kernel
+def _attend_rest(args: NDArray[np.int64], piece: int) -> None:
+    # rows that follow each other are likely to read the same codes
+    num_rows = array_at(args[NUM_ROWS], 1, np.int64(0))[0]
+    row, head_range = piece % num_rows, piece // num_rows
+    head, number = head_range // args[REST_RANGES], head_range % args[REST_RANGES]
+    sketch, window_start = of_row(args, SKETCHES, row), of_row(args, WINDOW_STARTS, row)
+    if sketch == 0 or number >= num_rest_ranges(window_start):
+        return
+    range_rows = _range_rows(window_start)
+    first, stop = max(number * range_rows, of_row(args, SINK_ENDS, row)), min((number + 1) * range_rows, window_start)
+    num_kv_heads, part_words = args[NUM_KV_HEADS], args[HEAD_DIM] + 2
+    group_size = args[NUM_Q_HEADS] // num_kv_heads
+    queries = args[QUERIES] + (row * num_kv_heads + head) * args[QUERY_BYTES]
+    place = (row * args[NUM_Q_HEADS] + head * group_size) * MAX_PARTS + MAX_RANGES + number
+    parts, scale = args[PARTS] + 4 * place * part_words, array_at(args[SCALE], 1, np.float64(0))[0]
+    chosen = chosen_of(args, row, head)
+    attend_rows(sketch_at(sketch), head, queries, group_size, first, stop, chosen, scale, parts, MAX_PARTS * part_words)
+
+
+@exact_kernel
+def _range_rows(middle_end: int) -> int:
+    longest = -(-middle_end // MAX_RANGES)
+    rows: int = max(RANGE_ROWS, -(-longest // CHUNK_KEYS) * CHUNK_KEYS)
+    return rows

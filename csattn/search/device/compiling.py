@@ -1,0 +1,55 @@
+"""How the kernels of this folder are compiled."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from csattn.cuda import CudaKernel, cuda_kernel, num_multiprocessors
+from csattn.errors import ConfigError
+from csattn.search.device.shapes import IndexShape, SketchShape
+
+HERE = Path(__file__).parent
+THREADS = 512
+CHUNK_KEYS, MAX_BLOCKS = 1024, 256  # of choice.cu
+Places = tuple[Tensor, Tensor, Tensor, int, int]  # context_lens, top_ks, context_ids, sink_len and window_len
+QUERY_TYPES = {torch.float32: "float", torch.float16: "u16", torch.bfloat16: "u16"}
+
+
+def multiprocessors(device: torch.device) -> int:
+    return num_multiprocessors(device)
+
+
+def blocks_of_slot(device: torch.device, num_slots: int, max_keys: int, per_multiprocessor: int) -> int:
+    """Blocks that share out the keys of each slot: together they fill the device once."""
+    return max(1, min(max_keys // CHUNK_KEYS, MAX_BLOCKS, per_multiprocessor * multiprocessors(device) // num_slots))
+
+
+def compiled(
+    name: str,
+    parts: tuple[str, ...],  # sources, besides what all have
+    shape: IndexShape,
+    query_dtype: torch.dtype = torch.float32,
+    threads: int = THREADS,
+    shared_bytes: int = 0,
+    **more: int,
+) -> CudaKernel:
+    """A kernel for indexes of that shape."""
+    if query_dtype not in QUERY_TYPES:
+        raise ConfigError(f"queries of {query_dtype} cannot be searched with; use float32, float16 or bfloat16")
+    defines: dict[str, object] = {
+        "GROUP_SIZE": shape.group_size,
+        "NUM_HEADS": shape.num_index_heads,
+        "HEAD_DIM": shape.head_dim,
+        "LISTS": int(not isinstance(shape, SketchShape)),
+        "THREADS": threads,
+        "QUERY": QUERY_TYPES[query_dtype],
+        "QUERY_IS_HALF": int(query_dtype == torch.float16),
+        **more,
+    }
+    if isinstance(shape, SketchShape):
+        defines |= {"FINE": shape.num_fine, "COARSE": shape.num_coarse}
+    else:
+        defines |= {"SUBSPACES": shape.num_subspaces, "CENTROIDS": shape.num_centroids}
+    sources = tuple(HERE / f"{part}.cu" for part in ("intrinsics", "common", *parts))
+    return cuda_kernel(sources, name, defines, shared_bytes, early_start=True)

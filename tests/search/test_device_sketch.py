@@ -1,0 +1,281 @@
+"""The search over sketches on the device, and attention to the rest, agree with their definitions."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from csattn.batch import DeviceSelection, make_device_selection
+from csattn.config import SearchConfig
+from csattn.errors import ConfigError
+from csattn.search import reference
+from csattn.search.device import (
+    DeviceIndexes,
+    DeviceSearch,
+    SketchPass,
+    SketchShape,
+    compiling,
+    index_shape,
+    to_device,
+)
+from csattn.search.workspace import empty_selection
+from csattn.selection import Selection
+from csattn.sketch import SketchIndex
+from csattn.sketch.reference import attend_rest, score_head
+from tests.cuda_on_cpu import emulated
+from tests.cuda_on_cpu.emulated import DEVICE
+from tests.sketch.synthetic import make_heads, make_sketch
+
+SCALE = 0.1  # softmax_scale
+CONFIG = SearchConfig(keep=0.05, sink_len=4, window_len=16)
+ON_DEVICE = pytest.mark.gpu  # too much for the CPU
+REST_PARTS = 3
+
+
+@pytest.fixture(autouse=True)
+def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulator.stand_in(monkeypatch, compiling, multiprocessors=3)
+
+
+def make_index(
+    num_rows: int, num_heads: int = 2, group_size: int = 4, head_dim: int = 32, seed: int = 0, **sizes: Any
+) -> tuple[SketchIndex, np.ndarray]:
+    """A sketch with a few segments, and queries [64, num_q_heads, head_dim]."""
+    rng = np.random.default_rng(seed)
+    q, k, v = make_heads(rng, num_heads, group_size, max(num_rows, 64), head_dim)
+    starts = tuple(start for start in (0, 1024, 3072) if start < num_rows)
+    index = make_sketch(q, k[:, :num_rows], v[:, :num_rows], segment_starts=starts, **sizes)
+    return index, np.ascontiguousarray(q[:, :64].swapaxes(0, 1))
+
+
+class Searched:
+    """A search of one layer, and attention to the rest after it."""
+
+    def __init__(
+        self,
+        indexes: list[SketchIndex],
+        q: np.ndarray,  # [batch_size, num_q_heads, head_dim]
+        context_ids: list[int],
+        config: SearchConfig = CONFIG,
+        scale: float = SCALE,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.shape = index_shape(indexes[0], q.shape[1])
+        longest = max(index.context_len for index in indexes)
+        most_segments = max(index.num_segments for index in indexes)
+        loaded = DeviceIndexes(1, len(indexes), config, DEVICE, most_segments)
+        for number, index in enumerate(indexes):
+            loaded.load(number, index.context_len, [to_device(index, DEVICE)])
+        search = DeviceSearch(
+            self.shape,
+            batch_size=len(q),
+            max_context_len=longest,
+            softmax_scale=scale,
+            query_dtype=dtype,
+            device=DEVICE,
+            max_segments=most_segments,
+            sums_rest=True,
+        )
+        assert isinstance(search.scores, SketchPass)
+        self.pass_over = search.scores
+        self.out = make_device_selection(len(q), self.shape.num_index_heads, config.top_k(longest), DEVICE)
+        self.out.kv_indices.fill_(-(2**30))
+        ids = torch.tensor(context_ids, dtype=torch.int32, device=DEVICE)
+        search.search(torch.from_numpy(np.ascontiguousarray(q)).to(DEVICE, dtype), loaded, 0, ids, self.out)
+        size = len(q) * self.shape.num_index_heads, REST_PARTS + 2, self.shape.group_size, self.shape.head_dim + 4
+        self.posted = torch.full(size, torch.nan, device=DEVICE)
+        search.scores.attend_rest(loaded, 0, ids, self.out, self.posted, REST_PARTS)
+
+    def scores(self, row: int, q_head: int, num_keys: int) -> np.ndarray:
+        query = row * self.shape.num_index_heads * self.shape.group_size + q_head
+        of_query = self.pass_over._scores.view(-1, self.pass_over.max_keys)[query, :num_keys]
+        return of_query.cpu().numpy().view(np.uint16).astype(np.int32) - 32768
+
+    def selection(self, row: int) -> Selection:
+        return Selection(self.out.kv_indices[row].cpu().numpy(), self.out.valid_len[row].cpu().numpy())
+
+    def rest(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """out [num_q_heads, head_dim] and lse [num_q_heads], as attend_step would join the parts."""
+        heads, parts = self.shape.num_index_heads, self.posted.cpu().double().numpy()
+        assert np.isnan(parts[:, :2]).all(), "parts of attention to other rows were written"
+        of_row = parts[row * heads : (row + 1) * heads, 2:].swapaxes(1, 2)  # [heads, group, parts, head_dim + 4]
+        values, tops, sums = (of_row[..., : self.shape.head_dim], of_row[..., -4], of_row[..., -3])
+        top = tops.max(-1, keepdims=True)
+        weights = np.where(tops == -np.inf, 0.0, np.exp2(tops - np.where(top == -np.inf, 0.0, top)))
+        total = (weights * sums).sum(-1)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            out = np.where(total[..., None] > 0, (weights[..., None] * values).sum(-2) / total[..., None], 0.0)
+            lse = (np.log2(total) + top[..., 0]) * np.log(2)
+        return out.reshape(-1, out.shape[-1]), np.where(total > 0, lse, -np.inf).reshape(-1)
+
+
+def wanted(q: np.ndarray, index: SketchIndex, config: SearchConfig = CONFIG, scale: float = SCALE) -> Selection:
+    want = empty_selection(index.num_heads, config.top_k(index.context_len))
+    reference.search(q, index, None, want.kv_indices.shape[1], config.sink_len, config.window_len, scale, want)
+    return want
+
+
+def assert_right(
+    got: Selection, q: np.ndarray, index: SketchIndex, config: SearchConfig = CONFIG, scale: float = SCALE
+) -> None:
+    """Rounding of exp may swap keys of nearly equal score: compare the chosen keys' group scores, in order."""
+    want = wanted(q, index, config, scale)
+    np.testing.assert_array_equal(got.valid_len, want.valid_len)
+    got.check(index.context_len)
+    group_size = len(q) // index.num_heads
+    for head in range(index.num_heads):
+        rows = [reference.score_keys(q[head * group_size + g], index, None, head) for g in range(group_size)]
+        scores, _ = reference.combine_group(rows, scale)
+        mine, theirs = got.kv_indices[head, : got.valid_len[head]], want.kv_indices[head, : want.valid_len[head]]
+        np.testing.assert_allclose(np.sort(scores[mine]), np.sort(scores[theirs]), rtol=3e-5, atol=0)
+        if group_size == 1:
+            np.testing.assert_array_equal(mine, theirs)
+
+
+def assert_rest_is_right(
+    searched: Searched,
+    row: int,
+    q: np.ndarray,
+    index: SketchIndex,
+    config: SearchConfig = CONFIG,
+    scale: float = SCALE,
+) -> None:
+    """For what was chosen on the device. Weights are rounded to bfloat16; as what was chosen is taken out of sums over
+    all rows, what is left is right in comparison with these."""
+    may_be_chosen = np.zeros((index.num_heads, index.context_len), bool)
+    may_be_chosen[:, min(config.sink_len, index.context_len) : max(0, index.context_len - config.window_len)] = True
+    is_rest, chosen = may_be_chosen.copy(), searched.selection(row)
+    for head in range(index.num_heads):
+        is_rest[head, chosen.kv_indices[head, : chosen.valid_len[head]]] = False
+    want_out, want_lse = attend_rest(q, index, is_rest, scale)
+    _, of_all = attend_rest(q, index, may_be_chosen, scale)
+    out, lse = searched.rest(row)
+    some = of_all > -np.inf
+    shares, want_shares = np.exp(lse[some] - of_all[some]), np.exp(want_lse[some] - of_all[some])
+    np.testing.assert_allclose(shares, want_shares, rtol=4e-3, atol=1e-5)
+    assert (lse[~some] == -np.inf).all()
+    error = np.abs(out[some] - want_out[some]).max(1, initial=0) * want_shares
+    assert (error < 5e-3 * max(np.abs(want_out).max(), 1e-9)).all(), f"attention to the rest is off by {error}"
+
+
+@pytest.mark.parametrize("num_rows", [1, 21, 511, 513, 1000, 1024, 1025, 4097])
+def test_search_and_rest_agree_with_their_definitions(num_rows: int) -> None:
+    index, q = make_index(num_rows)
+    searched = Searched([index], q[:1], [0])
+    for q_head in range(8):
+        want = score_head(q[0, q_head], index, q_head // 4)[2]
+        np.testing.assert_array_equal(searched.scores(0, q_head, num_rows), want)
+    assert_right(searched.selection(0), q[0], index)
+    assert_rest_is_right(searched, 0, q[0], index)
+
+
+SHAPES = [(1, 64, 2, 2), (2, 80, 2, 2), (3, 96, 3, 3), (4, 128, 4, 4), (5, 24, 1, 0), (7, 64, 2, 1), (16, 256, 8, 8)]
+
+
+@pytest.mark.parametrize(("group_size", "head_dim", "num_fine", "num_coarse"), SHAPES)
+def test_heads_and_groups_of_all_sizes(group_size: int, head_dim: int, num_fine: int, num_coarse: int) -> None:
+    index, q = make_index(1200, 2, group_size, head_dim, num_fine=num_fine, num_coarse=num_coarse)
+    searched = Searched([index], q[:1], [0])
+    for q_head in range(2 * group_size):
+        want = score_head(q[0, q_head], index, q_head // group_size)[2]
+        np.testing.assert_array_equal(searched.scores(0, q_head, 1200), want)
+    assert_right(searched.selection(0), q[0], index)
+    assert_rest_is_right(searched, 0, q[0], index)
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 20.0])
+@pytest.mark.parametrize("keep", [0.001, 0.3, 1.0])
+def test_flat_and_peaked_softmaxes(scale: float, keep: float) -> None:
+    index, q = make_index(2100, 1)
+    config = SearchConfig(keep=keep, sink_len=0, window_len=1)
+    searched = Searched([index], q[:1], [0], config, scale)
+    assert_right(searched.selection(0), q[0], index, config, scale)
+    assert_rest_is_right(searched, 0, q[0], index, config, scale)
+
+
+def test_where_all_is_chosen_nothing_is_left() -> None:
+    index, q = make_index(1500)
+    searched = Searched([index], q[:1], [0], SearchConfig(keep=1.0, window_len=16))
+    out, lse = searched.rest(0)
+    assert not out.any() and (lse == -np.inf).all()
+
+
+@pytest.mark.parametrize("group_size", [1, 4])
+@pytest.mark.parametrize("distinct_keys", [1, 37])
+def test_of_equal_keys_the_first_are_chosen(distinct_keys: int, group_size: int, rng: np.random.Generator) -> None:
+    q, k, v = make_heads(rng, 2, group_size, 1100, 32)
+    at = np.arange(1100) % distinct_keys
+    index = make_sketch(q, k[:, at], v[:, at])
+    got = Searched([index], q[None, :, 0], [0]).selection(0)
+    np.testing.assert_array_equal(got.kv_indices, wanted(q[:, 0], index).kv_indices)
+
+
+def test_a_row_does_not_depend_on_its_batch() -> None:
+    made = [make_index(num_rows, seed=num_rows) for num_rows in (2000, 129, 4200)]
+    indexes = [index for index, _ in made]
+    context_ids = [2, -1, 0, 1, 0, 2, 2, 2, 2, 0]
+    q = np.stack([made[max(0, context)][1][row] for row, context in enumerate(context_ids)])
+    together = Searched(indexes, q, context_ids)
+    for row, context in enumerate(context_ids):
+        got = together.selection(row)
+        if context < 0:
+            assert (got.valid_len == 0).all() and (got.kv_indices == -1).all()
+            assert (together.rest(row)[1] == -np.inf).all()
+            continue
+        assert_right(got, q[row], indexes[context])
+        assert_rest_is_right(together, row, q[row], indexes[context])
+        alone = Searched([indexes[context]], q[row : row + 1], [0])
+        top_k = alone.out.kv_indices.shape[2]
+        np.testing.assert_array_equal(got.kv_indices[:, :top_k], alone.selection(0).kv_indices)
+        assert (got.kv_indices[:, top_k:] == -1).all()
+        heads = slice(row * 2, row * 2 + 2)
+        assert torch.equal(together.posted[heads, 2:], alone.posted[:, 2:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_short_queries_are_searched_as_the_numbers_they_are(dtype: torch.dtype) -> None:
+    index, q = make_index(1500)
+    rounded = torch.from_numpy(q[:1]).to(dtype).float().numpy()
+    searched = Searched([index], q[:1], [0], dtype=dtype)
+    np.testing.assert_array_equal(searched.scores(0, 5, 1500), score_head(rounded[0, 5], index, 1)[2])
+    assert_right(searched.selection(0), rounded[0], index)
+
+
+@pytest.mark.parametrize("fault", [0.0, np.nan, np.inf, 1e36, 1e-30])
+def test_a_query_that_is_hardly_one_still_selects(fault: float) -> None:
+    index, q = make_index(1500)
+    q[0, 0] = fault if np.isfinite(fault) else q[0, 0]
+    q[0, 5, 3] = fault
+    searched = Searched([index], q[:1], [0])
+    got = searched.selection(0)
+    got.check(1500)
+    assert (got.valid_len == CONFIG.top_k(1500)).all()
+    with np.errstate(all="ignore"):
+        for q_head in (0, 1, 5):
+            want = score_head(q[0, q_head], index, q_head // 4)[2]
+            np.testing.assert_array_equal(searched.scores(0, q_head, 1500), want)
+
+
+def test_a_long_context_of_many_segments() -> None:
+    rng = np.random.default_rng(3)
+    q, k, v = make_heads(rng, 1, 2, 9000, 16)
+    index = make_sketch(q, k, v, 1, 0, tuple(range(0, 9000, 1024)))
+    assert index.num_segments == 9
+    searched = Searched([index], q[None, :, 0], [0])
+    assert_right(searched.selection(0), q[:, 0], index)
+    assert_rest_is_right(searched, 0, q[:, 0], index)
+
+
+def test_what_cannot_be_searched_is_refused() -> None:
+    with pytest.raises(ConfigError, match="at most 16"):
+        SketchShape(num_index_heads=2, group_size=17, head_dim=64, num_fine=2, num_coarse=2)
+    index, _ = make_index(1500)
+    with pytest.raises(ConfigError, match="has 2 segments, the search was planned for 1"):
+        DeviceIndexes(1, 1, CONFIG, DEVICE, 1).load(0, 1500, [to_device(index, DEVICE)])
+
+
+def test_a_selection_is_written_whole(rng: np.random.Generator) -> None:
+    index, q = make_index(700)
+    out: DeviceSelection = Searched([index], q[:2], [0, -1]).out
+    assert int(out.kv_indices.min()) == -1

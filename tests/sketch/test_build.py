@@ -1,0 +1,141 @@
+"""The build of a sketch against its definition: codes to the bit, transforms by what they give."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from csattn.config import SketchConfig
+from csattn.sketch import SketchIndex, reference
+from csattn.sketch.codes import coord_bits, pack_codes, unpack_codes
+from index_build import sketch
+from index_build.layer import build_layer_index
+from tests.sketch.synthetic import Floats, make_heads, make_sketch
+
+SCALE = 0.1
+
+
+def build(q: Floats, k: Floats, v: Floats, config: SketchConfig, num_threads: int = 2, device: str = "cpu"):
+    """The index of these heads, on that device; arrays as of `make_heads`."""
+    kv = torch.from_numpy(np.stack([k, v], axis=2)).to(device)
+    with ThreadPoolExecutor(num_threads) as threads:
+        return build_layer_index(torch.from_numpy(q).to(device), kv, config, threads, None)
+
+
+def assert_gives_the_same(got: SketchIndex, want: SketchIndex, queries: Floats) -> None:
+    """Nearly the same logits and the same attention to the rest. queries: [num_q_heads, head_dim]."""
+    np.testing.assert_array_equal(got.segment_starts, want.segment_starts)
+    for name in ("codes", "key_mean", "query_transform", "value_mean", "value_transform"):
+        array, wanted = getattr(got, name), getattr(want, name)
+        assert (array.shape, array.dtype) == (wanted.shape, wanted.dtype), name
+        assert array.flags.c_contiguous, name
+    for row, q in enumerate(queries):
+        logits = []
+        for index in (got, want):
+            base, unit, scores = reference.score_head(q, index, row * index.num_heads // len(queries))
+            logits.append(base + unit * scores)
+        assert np.abs(logits[0] - logits[1]).mean() <= 1e-2 * logits[1].std() + 1e-5 * np.abs(logits[1]).max()
+    is_rest = np.ones((got.num_heads, got.context_len), bool)
+    for mine, wanted in zip(*(reference.attend_rest(queries, i, is_rest, SCALE) for i in (got, want)), strict=True):
+        np.testing.assert_allclose(mine, wanted, atol=2e-2 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "group_size", "num_rows", "segment_len"),
+    [
+        (8, 1, 65, 8192),
+        (16, 16, 60, 8192),
+        (64, 3, 1300, 8192),
+        (64, 1, 2100, 1024),
+        (80, 2, 1025, 1024),
+        (96, 7, 300, 8192),
+        (128, 4, 1500, 8192),
+        (256, 1, 1100, 8192),
+    ],
+)
+def test_it_gives_what_the_definition_gives(head_dim, group_size, num_rows, segment_len, rng) -> None:
+    q, k, v = make_heads(rng, 2, group_size, num_rows, head_dim)
+    config = SketchConfig(segment_len=segment_len)
+    want = make_sketch(q, k, v, *config.words(head_dim), tuple(config.segment_starts(num_rows)))
+    assert_gives_the_same(build(q, k, v, config), want, q[:, -1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("head_dim", "num_rows"), [(8, 1), (64, 63), (80, 1023), (128, 1024), (256, 1025)])
+def test_codes_of_a_transform_are_those_of_the_definition_to_the_bit(head_dim, num_rows, dtype, rng) -> None:
+    q, k, _ = make_heads(rng, 2, 1, num_rows, head_dim)
+    bits = coord_bits(*SketchConfig().words(head_dim))
+    keys = torch.from_numpy(k).to(dtype)
+    made = sketch.fit_keys(keys, (0,), sketch.fit_queries(torch.from_numpy(q)), torch.from_numpy(bits))
+    keys = torch.cat([keys, 100 * keys[:, :3]], dim=1)  # the last are outside what the transform was made for
+    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        codes = sketch.encode(keys.to(device), (0,), made, torch.from_numpy(bits)).cpu()
+        for head in range(2):
+            mean, exponent, columns = made.key_mean, made.key_exponent, made.key_transform
+            transform = mean[head, 0].numpy(), int(exponent[head, 0]), columns[head, 0].numpy()
+            want = reference.encode(keys[head].float().numpy(), *transform, bits)
+            np.testing.assert_array_equal(codes[head], want)
+
+
+@pytest.mark.parametrize("num_rows", [1, 63, 64, 65, 1023, 1024, 1025, 2049])
+@pytest.mark.parametrize("words", [(1, 0), (2, 2), (1, 3)])
+def test_words_are_those_of_the_definition(num_rows, words, rng) -> None:
+    codes = rng.integers(0, 1 << coord_bits(*words), (2, num_rows, len(coord_bits(*words)))).astype(np.uint8)
+    got = sketch.pack(torch.from_numpy(codes), *words).numpy()
+    assert got.dtype == np.uint32
+    np.testing.assert_array_equal(got, pack_codes(codes, *words))
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 20])
+def test_fewer_rows_than_dimensions(num_rows, rng) -> None:
+    q, k, v = make_heads(rng, 2, 2, num_rows, 64)
+    assert_gives_the_same(build(q, k, v, SketchConfig()), make_sketch(q, k, v, 2, 2), q[:, 0])
+
+
+@pytest.mark.parametrize("zero", ["queries", "keys", "values"])
+def test_what_is_constant_gives_what_the_definition_gives(zero, rng) -> None:
+    q, k, v = make_heads(rng, 2, 2, 100, 64)
+    {"queries": q, "keys": k, "values": v}[zero][:] = 0.0 if zero == "queries" else 0.1
+    index = build(q, k, v, SketchConfig())
+    queries = rng.standard_normal((4, 64)).astype(np.float32)
+    assert_gives_the_same(index, make_sketch(q, k, v, 2, 2), queries)
+    if zero == "keys":
+        base, unit, _ = reference.score_head(queries[0], index, 0)
+        assert unit == 0
+        np.testing.assert_allclose(base, k[0, 0] @ queries[0], rtol=1e-5)
+
+
+def test_heads_do_not_depend_on_each_other_nor_on_the_threads(rng) -> None:
+    q, k, v = make_heads(rng, 3, 2, 2500, 64)
+    config = SketchConfig(segment_len=1024)
+    together = build(q, k, v, config, num_threads=3)
+    before = torch.get_num_threads()
+    for head in range(3):
+        heads, group = slice(head, head + 1), slice(2 * head, 2 * head + 2)
+        alone = build(q[group], k[heads], v[heads], config, num_threads=1)
+        for name in ("codes", "key_mean", "query_transform", "value_mean", "value_transform"):
+            np.testing.assert_array_equal(getattr(alone, name)[0], getattr(together, name)[head])
+    assert torch.get_num_threads() == before
+
+
+def test_a_sample_of_the_queries_is_enough(rng, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = make_heads(rng, 1, 4, 2000, 64)
+    exact = k[0] @ q[0, -1]
+    errors = []
+    for per_dim in (1000, 16):
+        monkeypatch.setattr(sketch, "_QUERIES_PER_DIM", per_dim)
+        base, unit, scores = reference.score_head(q[0, -1], build(q, k, v, SketchConfig()), 0)
+        errors.append(np.square(base + unit * scores - exact).mean() / exact.var())
+    assert errors[1] < 1.2 * errors[0] < 0.05
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("head_dim", "num_rows"), [(64, 3000), (128, 20_000)])
+def test_a_gpu_gives_what_the_cpu_gives(head_dim, num_rows, rng) -> None:
+    q, k, v = make_heads(rng, 3, 2, num_rows, head_dim)
+    got = build(q, k, v, SketchConfig(), device="cuda")
+    assert_gives_the_same(got, build(q, k, v, SketchConfig()), q[:, -1])
+    again = build(q, k, v, SketchConfig(), device="cuda")
+    np.testing.assert_array_equal(got.codes, again.codes)
+    assert unpack_codes(got.codes, num_rows, got.num_fine).any()

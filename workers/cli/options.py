@@ -1,0 +1,51 @@
+"""Options that several verbs of `csattn` have. Loads no heavy library."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def _place(text: Any) -> Path | str:
+    """A directory, or a URL as it is."""
+    return text if "://" in str(text) else Path(text)
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
+Model = Annotated[
+    str | None, typer.Option(help="Model directory, .gguf file or hub id.", show_default="the installed SmolLM2-135M")
+]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
+Store = Annotated[
+    Any, typer.Option(parser=_place, metavar="PLACE", help="Directory or URL (s3://, ...) that holds artifacts.")
+]
+LocalStore = Annotated[Path, typer.Option(help="Directory that holds artifacts.")]
+ArtifactPath = Annotated[
+    Any, typer.Argument(parser=_place, metavar="ARTIFACT", help="Its directory or URL, or STORE/start-of-its-id.")
+]
+Keep = Annotated[float, typer.Option(help="Share of the context read per step, in (0, 1].")]
+Placement = Annotated[
+    str | None,
+    typer.Option(help="cpu; or on a GPU device, hybrid or host: where index and KV lie.", show_default="cpu"),
+]
+KvCodec = Annotated[
+    str | None,
+    typer.Option(help="Keep rows as q8_0, q4_0, fp8, float16, ... or k=q8_0,v=q4_0.", show_default="as built"),
+]
+Lookahead = Annotated[
+    int | None,
+    typer.Option(
+        help="1: search one layer ahead, on the predicted query.",
+        show_default="1 where chosen rows come over a link or from disk, else 0",
+    ),
+]
+WindowLen = Annotated[int, typer.Option(help="Recent rows that are always read.")]
+SearchPeriod = Annotated[int, typer.Option(help="Search every so many steps.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads.", show_default="all cores")]
+Rest = Annotated[
+    str | None,
+    typer.Option(
+        help="How rows that are not read count: sketch, by their codes; moments; or none.",
+        show_default="sketch where there is one",
+    ),
+]

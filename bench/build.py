@@ -131,7 +131,7 @@ def main() -> None:
     else:
         loaded = load_model(given.model, device=given.device)
         ids = text_ids(loaded, given.context)
-    result = run(loaded, ids, make_config(given.preset, loaded.geometry.head_dim, {}, given.device))
+    result = run(loaded, ids, make_config(given.preset, {}, given.device))
     print(f"prefill {result['seconds']['prefill']} s, index {result['seconds']['index']} s "
           f"({result['index_over_prefill']:.1%}), write {result['seconds']['write']} s")  # fmt: skip
     print(f"index {result['index_bytes'] / 2**20:.1f} MiB, {result['index_over_16_bit_kv']:.2%} of a 16-bit KV")

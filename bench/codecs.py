@@ -48,7 +48,7 @@ def quality(loaded: LoadedModel, text: str, done: Records) -> Iterator[dict[str,
     if not left:
         return
     with tempfile.TemporaryDirectory() as store:
-        report = build_artifact(loaded, cut.context, preset("default", loaded.geometry.head_dim), Path(store))
+        report = build_artifact(loaded, cut.context, preset("default"), Path(store))
         with open_artifact(report.path) as artifact:
             baseline = evaluate.full_attention(loaded, artifact, cut.following)
             for selector, name in left:

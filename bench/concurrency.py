@@ -97,7 +97,7 @@ def byte_tokenizer() -> Any:
 
 def build_context(loaded: LoadedModel, context_len: int, preset_name: str, store: Path) -> None:
     text = np.frombuffer(TEXT.read_bytes(), np.uint8)
-    config = make_config(preset_name, loaded.geometry.head_dim, {}, loaded.device.type)
+    config = make_config(preset_name, {}, loaded.device.type)
     ids = np.resize(text, context_len).astype(np.int32)
     report = build_artifact(loaded, ids, config, store, notes={"wrapping": "none"})
     name_artifact(store, NAME, report.artifact_id, "bfloat16")

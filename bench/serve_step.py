@@ -72,7 +72,7 @@ def main() -> None:
 
 def _artifacts(loaded: LoadedModel, store: Path, num_contexts: int) -> list[Artifact]:
     ids = context_ids(loaded.tokenizer, TEXT.read_text(), "none")
-    config = preset("default", loaded.geometry.head_dim)
+    config = preset("default")
     parts = [ids[start : start + CONTEXT_LEN] for start in STARTS[:num_contexts]]
     return [open_artifact(build_artifact(loaded, part, config, store).path) for part in parts]
 

@@ -166,7 +166,7 @@ def artifact_of(options: argparse.Namespace) -> Path:
     if options.artifact is not None:
         return Path(options.artifact)
     loaded = load_model(None, DTYPE)
-    config = preset("default", loaded.geometry.head_dim)
+    config = preset("default")
     return build_artifact(loaded, token_ids(loaded)[: options.context_len], config, STORE).path
 
 

@@ -130,7 +130,7 @@ class SearchConfig:
         return max(1, round(self.keep * context_len))
 
 
-def preset(name: str, head_dim: int) -> IndexConfig:
+def preset(name: str) -> IndexConfig:
     """The named index configuration.
 
     `default` is the sketch; `lists` is what measures best among lists, `paper` the published method to the letter (see

@@ -164,7 +164,7 @@ def build_job(
 def prepare(job: Job, loaded: LoadedModel, device: str) -> tuple[NDArray[np.int32], IndexConfig, dict[str, Any]]:
     """The context's token ids [context_len], how its index is made on that device, and what the manifest notes."""
     options = job.options
-    config = make_config(options.preset, loaded.geometry.head_dim, options.index_changes, device)
+    config = make_config(options.preset, options.index_changes, device)
     wrapping = choose_wrapping(loaded.tokenizer, options.chat)
     token_ids = context_ids(loaded.tokenizer, read_text(str(job.context)), wrapping)
     return token_ids, config, {"wrapping": wrapping, "preset": options.preset, "source": job.context.name}

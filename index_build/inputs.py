@@ -41,12 +41,12 @@ def require_utf8(option: str, text: str) -> str:
     return text
 
 
-def make_config(preset_name: str, head_dim: int, changes: dict[str, Any], device: str) -> IndexConfig:
+def make_config(preset_name: str, changes: dict[str, Any], device: str) -> IndexConfig:
     """The preset with the options that were given; None leaves an option to the preset.
 
     On a GPU, k-means is the batched program unless another was asked for: it is much faster there.
     """
-    config = preset(preset_name, head_dim)
+    config = preset(preset_name)
     given = {name: value for name, value in changes.items() if value is not None}
     if unused := sorted(given.keys() - {field.name for field in fields(config)}):
         options = ", ".join(f"--{name.replace('_', '-')}" for name in unused)

@@ -106,7 +106,7 @@ def _read_options(given: dict[str, Any], base: Path, defaults: JobOptions) -> Jo
         raise ConfigError(f"unknown preset {options.preset!r}; choose one of {', '.join(PRESET_NAMES)}")
     if options.dtype not in DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {options.dtype!r}")
-    make_config(options.preset, 64, options.index_changes, "cpu")  # the width is the model's, and not known yet
+    make_config(options.preset, options.index_changes, "cpu")  # refuses what does not go together
     # a model that the line names may lie beside the list; one from the command line is as the shell sees it
     return replace(options, model=_locate(options.model, base if given.get("model") else Path.cwd()))
 

@@ -29,7 +29,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     wrapping = choose_wrapping(loaded.tokenizer)
     for number, password in enumerate(soak.PASSWORDS):
         ids = context_ids(loaded.tokenizer, soak.text_of(number, password, CHARS), wrapping)
-        report = build_artifact(loaded, ids, preset("default", 16), place / "store", notes={"wrapping": wrapping})
+        report = build_artifact(loaded, ids, preset("default"), place / "store", notes={"wrapping": wrapping})
         name_artifact(place / "store", f"soak-{number}", report.artifact_id, "float32")
     return place
 

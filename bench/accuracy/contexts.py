@@ -34,7 +34,7 @@ class Context:
 
     def artifact(self, preset_name: str) -> Artifact:
         if preset_name not in self._open:
-            config = preset(preset_name, self._loaded.geometry.head_dim)
+            config = preset(preset_name)
             report = build_artifact(self._loaded, self._token_ids, config, self._store)
             self._open[preset_name] = self._stack.enter_context(open_artifact(report.path))
         return self._open[preset_name]

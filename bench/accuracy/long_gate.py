@@ -30,7 +30,7 @@ def require_product(
     named = {c.name: c for c in contenders(loaded.geometry.head_dim)}
     compared: dict[str, tuple[float, float]] = {}
     with tempfile.TemporaryDirectory() as store:
-        report = build_artifact(loaded, context, preset("default", loaded.geometry.head_dim), Path(store))
+        report = build_artifact(loaded, context, preset("default"), Path(store))
         with open_artifact(report.path) as artifact:
             baseline = full_attention(loaded, artifact, following)
             for name in ("default", "default+ahead", "default+rest=moments", "default+rest=none", "exact"):

@@ -24,18 +24,17 @@ from workers.evaluate import full_attention, measure
 LENGTHS = {"novel": (7680, 512), "speech": (6144, 256), "code": (6144, 256)}
 
 
-def variants(head_dim: int) -> dict[str, IndexConfig]:
-    """What is compared: the presets, and one change to them at a time."""
-    return {
-        "default": preset("default", head_dim),
-        "fine codes only": SketchConfig(num_fine=4, num_coarse=0),
-        "half the codes": SketchConfig(num_fine=1, num_coarse=1),
-        "twice the fine codes": SketchConfig(num_fine=4, num_coarse=2),
-        "short segments": SketchConfig(segment_len=2048),
-        "lists": preset("lists", head_dim),
-        "lists of N/2": ListConfig(list_len=0.5),
-        "paper": preset("paper", head_dim),
-    }
+# what is compared: the presets, and one change to them at a time
+VARIANTS: dict[str, IndexConfig] = {
+    "default": preset("default"),
+    "fine codes only": SketchConfig(num_fine=4, num_coarse=0),
+    "half the codes": SketchConfig(num_fine=1, num_coarse=1),
+    "twice the fine codes": SketchConfig(num_fine=4, num_coarse=2),
+    "short segments": SketchConfig(segment_len=2048),
+    "lists": preset("lists"),
+    "lists of N/2": ListConfig(list_len=0.5),
+    "paper": preset("paper"),
+}
 
 
 def evaluate(loaded: LoadedModel, text: str, names: list[str]) -> Iterator[dict[str, Any]]:
@@ -62,7 +61,7 @@ def evaluate(loaded: LoadedModel, text: str, names: list[str]) -> Iterator[dict[
     }
     for name in names:
         with tempfile.TemporaryDirectory() as store:
-            report = build_artifact(loaded, context, variants(loaded.geometry.head_dim)[name], Path(store))
+            report = build_artifact(loaded, context, VARIANTS[name], Path(store))
             with open_artifact(report.path) as artifact:
                 if baseline is None:
                     baseline = full_attention(loaded, artifact, following)
@@ -162,7 +161,7 @@ def run(arguments: argparse.Namespace) -> None:
     else:
         result = {"bench": "accuracy", "search": asdict(SearchConfig()), "machine": machine(), "texts": []}
         loaded = load_model(arguments.model)
-        names = [n for n in arguments.variants.split(",") if n] or list(variants(loaded.geometry.head_dim))
+        names = [n for n in arguments.variants.split(",") if n] or list(VARIANTS)
         for text in arguments.texts.split(","):
             result["texts"].append({})
             for so_far in evaluate(loaded, text, names):

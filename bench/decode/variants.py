@@ -7,18 +7,16 @@ from csattn.search.device import IndexShape, ListsShape, SketchShape
 from csattn.selectors import resolve_rest
 from workers.model_runner.shapes import ModelShape
 
-_HEAD_DIM = 128
-
 
 def _lists(name: str) -> ListConfig:
     """By torch's k-means, which runs where the benchmark does."""
-    config = preset(name, _HEAD_DIM)
+    config = preset(name)
     assert isinstance(config, ListConfig)
     return replace(config, kmeans="torch")
 
 
 INDEXES: dict[str, IndexConfig] = {
-    "default": preset("default", _HEAD_DIM),
+    "default": preset("default"),
     "lists": _lists("lists"),
     "paper": _lists("paper"),
 }

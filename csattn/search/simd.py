@@ -47,12 +47,9 @@ def _typeof_vector_type(vector: Vector, _context: Any) -> types.TypeRef:
     return types.TypeRef(vector)
 
 
-I8x32 = Vector(types.int8, 32)
 U16x16 = Vector(types.uint16, 16)
 I16x16 = Vector(types.int16, 16)
-U16x32 = Vector(types.uint16, 32)
 I16x32 = Vector(types.int16, 32)
-I16x64 = Vector(types.int16, 64)
 I32x16 = Vector(types.int32, 16)
 F32x16 = Vector(types.float32, 16)
 F64x16 = Vector(types.float64, 16)

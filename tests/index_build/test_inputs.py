@@ -35,17 +35,17 @@ def test_a_text_is_the_same_whoever_wrote_it_and_however_it_comes(data, tmp_path
 
 
 def test_kmeans_follows_the_device_unless_it_was_given() -> None:
-    made = [make_config("lists", 64, {"kmeans": None}, device) for device in ("cpu", "cuda")]
+    made = [make_config("lists", {"kmeans": None}, device) for device in ("cpu", "cuda")]
     assert [config.kmeans for config in made if isinstance(config, ListConfig)] == ["faiss", "torch"]
-    assert make_config("lists", 64, {"kmeans": "faiss"}, "cuda") == ListConfig()
+    assert make_config("lists", {"kmeans": "faiss"}, "cuda") == ListConfig()
     with pytest.raises(ConfigError, match="kmeans must be one of"):
-        make_config("lists", 64, {"kmeans": "best"}, "cpu")
+        make_config("lists", {"kmeans": "best"}, "cpu")
 
 
 def test_options_change_the_preset_that_they_belong_to() -> None:
-    assert make_config("default", 64, {"num_coarse": 0, "list_len": None}, "cuda") == SketchConfig(num_coarse=0)
-    assert make_config("paper", 64, {"list_len": 0.5}, "cpu").to_json()["list_len"] == 0.5
+    assert make_config("default", {"num_coarse": 0, "list_len": None}, "cuda") == SketchConfig(num_coarse=0)
+    assert make_config("paper", {"list_len": 0.5}, "cpu").to_json()["list_len"] == 0.5
     for name, option in (("default", "list_len"), ("lists", "num_fine")):
         words = f"--{option.replace('_', '-')} has no meaning for the preset '{name}'; leave it out"
         with pytest.raises(ConfigError, match=words):
-            make_config(name, 64, {option: 1}, "cpu")
+            make_config(name, {option: 1}, "cpu")

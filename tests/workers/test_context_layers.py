@@ -23,7 +23,7 @@ def store(tmp_path_factory) -> Path:
 def test_attention_received_is_what_eager_attention_gives(store, family) -> None:
     model, ids = loaded(family), token_ids(CONTEXT_LEN)
     before = model.model.config._attn_implementation
-    with open_artifact(build_artifact(model, ids, preset("default", 16), store).path) as artifact:
+    with open_artifact(build_artifact(model, ids, preset("default"), store).path) as artifact:
         layers = context_layers(model, artifact)
         received = [layer.attention_received() for layer in layers]
         kv = [artifact.layer_kv(layer_idx).clone() for layer_idx in range(len(layers))]
@@ -45,7 +45,7 @@ def test_the_model_passes_over_the_context_once_and_only_if_asked(store) -> None
     model, num_tokens = loaded(), []
     hook = model.model.model.embed_tokens.register_forward_pre_hook(lambda _, args: num_tokens.append(args[0].numel()))
     try:
-        path = build_artifact(model, token_ids(CONTEXT_LEN), preset("default", 16), store).path
+        path = build_artifact(model, token_ids(CONTEXT_LEN), preset("default"), store).path
         with open_artifact(path) as artifact:
             num_tokens.clear()
             layers = context_layers(model, artifact)

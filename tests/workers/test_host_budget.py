@@ -27,9 +27,7 @@ CONTEXT_LEN = 700
 
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory) -> Path:
-    return build_artifact(
-        loaded(), token_ids(CONTEXT_LEN), preset("default", 16), tmp_path_factory.mktemp("store")
-    ).path
+    return build_artifact(loaded(), token_ids(CONTEXT_LEN), preset("default"), tmp_path_factory.mktemp("store")).path
 
 
 def least_budget(artifact: Path, selector: str, config: SearchConfig) -> int:

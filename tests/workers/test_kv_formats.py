@@ -39,7 +39,7 @@ def wide() -> LoadedModel:
 @pytest.fixture(scope="module")
 def artifact(wide: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Artifact]:
     store = tmp_path_factory.mktemp("store")
-    with open_artifact(build_artifact(wide, token_ids(CONTEXT_LEN), preset("default", HEAD_DIM), store).path) as made:
+    with open_artifact(build_artifact(wide, token_ids(CONTEXT_LEN), preset("default"), store).path) as made:
         yield made
 
 
@@ -120,7 +120,7 @@ def test_a_session_in_bfloat16_attends_in_float32(tmp_path: Path) -> None:
     """Rows that decode to more than bfloat16 holds keep it, and what a request adds stays in bfloat16."""
     model = make_model(num_attention_heads=2, num_key_value_heads=1).to(torch.bfloat16)
     half = wrap_model(model, byte_tokenizer(), "half")
-    report = build_artifact(half, token_ids(CONTEXT_LEN), preset("default", HEAD_DIM), tmp_path)
+    report = build_artifact(half, token_ids(CONTEXT_LEN), preset("default"), tmp_path)
     with open_artifact(report.path) as artifact:
         with csattn_session(half, artifact, CONFIG, "full", KvFormat.parse("float32")) as session:
             got, request = logits_of(session), session.request()
@@ -133,7 +133,7 @@ def test_a_session_in_bfloat16_attends_in_float32(tmp_path: Path) -> None:
 
 
 def test_heads_that_do_not_fit_are_refused_in_a_sentence(tmp_path: Path) -> None:
-    report = build_artifact(loaded(), token_ids(300), preset("default", 16), tmp_path)
+    report = build_artifact(loaded(), token_ids(300), preset("default"), tmp_path)
     form = KvFormat.parse("k=fp8,v=q4_0")
     with open_artifact(report.path) as artifact:
         with pytest.raises(CodecError, match="head_dim is 16, but q4_0 takes multiples of 32"):

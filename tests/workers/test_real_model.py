@@ -44,7 +44,7 @@ def artifact(
 ) -> Iterator[Artifact]:
     """Of the text's first 600 tokens."""
     store = tmp_path_factory.mktemp("store")
-    report = build_artifact(demo, token_ids[:600], preset("default", demo.geometry.head_dim), store)
+    report = build_artifact(demo, token_ids[:600], preset("default"), store)
     with open_artifact(report.path) as opened:
         yield opened
 

@@ -26,7 +26,7 @@ def store(tmp_path_factory) -> Path:
 
 def artifact_of(store: Path, family: str = "llama", preset_name: str = "default") -> Path:
     model = loaded(family)
-    return build_artifact(model, token_ids(CONTEXT_LEN), preset(preset_name, 16), store).path
+    return build_artifact(model, token_ids(CONTEXT_LEN), preset(preset_name), store).path
 
 
 def logits_of(session, ids, chunk_sizes, observer=None):
@@ -148,7 +148,7 @@ def test_a_search_period_reuses_selections(store) -> None:
 def wide(store) -> tuple[LoadedModel, Path]:
     """Heads of 64, of which a sketch keeps as much as it does of real ones, and an artifact."""
     model = wrap_model(make_model("qwen3", head_dim=64), byte_tokenizer(), "tiny-wide")
-    return model, build_artifact(model, token_ids(CONTEXT_LEN), preset("default", 64), store).path
+    return model, build_artifact(model, token_ids(CONTEXT_LEN), preset("default"), store).path
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
@@ -188,7 +188,7 @@ def test_full_attention_has_no_rest(store) -> None:
 
 def test_sessions_over_one_model_do_not_look_ahead_for_each_other(store) -> None:
     config, question = SearchConfig(keep=0.05, window_len=8, lookahead=1), token_ids(9, seed=3)
-    other = build_artifact(loaded(), token_ids(CONTEXT_LEN, seed=7), preset("default", 16), store).path
+    other = build_artifact(loaded(), token_ids(CONTEXT_LEN, seed=7), preset("default"), store).path
     with csattn_session(loaded(), artifact_of(store), config) as session:
         want = logits_of(session, question, [5] + [1] * 4)
     with (
@@ -257,7 +257,7 @@ def test_a_chat_question_continues_the_context_token_for_token(tmp_path: Path) -
     model, text = loaded(), "the tide is high at noon. " * 12
     wrapping = choose_wrapping(model.tokenizer)
     ids = context_ids(model.tokenizer, text, wrapping)
-    report = build_artifact(model, ids, preset("default", 16), tmp_path, notes={"wrapping": wrapping})
+    report = build_artifact(model, ids, preset("default"), tmp_path, notes={"wrapping": wrapping})
     with open_artifact(report.path) as artifact, csattn_session(model, artifact) as session:
         asked = session.ask("when?")["input_ids"][0].tolist()
     messages = [{"role": "system", "content": text.strip()}, {"role": "user", "content": "when?"}]

@@ -32,12 +32,11 @@ def build(
     """Build and return the verb's JSON object."""
     use_threads(threads)
     device = choose_device(device)
-    make_config(preset_name, 64, changes, device)  # what cannot be fails before a model is loaded
+    config = make_config(preset_name, changes, device)  # what cannot be fails before a model is loaded
     text = read_text(context)
     loaded = show_loading(model, dtype, device)
     wrapping = choose_wrapping(loaded.tokenizer, chat)
     token_ids = context_ids(loaded.tokenizer, text, wrapping)
-    config = make_config(preset_name, loaded.geometry.head_dim, changes, device)
     notes = {"wrapping": wrapping, "preset": preset_name, "source": "stdin" if context == "-" else Path(context).name}
     report = run_build(loaded, token_ids, config, store, notes, JsonProgress() if progress == "json" else None)
     manifest = read_manifest(report.place)

@@ -41,9 +41,9 @@ def compare(
     """Evaluate, and return the verb's JSON object. stretch: times the positions that the model has."""
     use_threads(threads)
     content = read_text(str(text))
+    for name in plan.presets:  # what does not go together is refused before a model is loaded
+        resolve_rest(plan.config, "csattn", preset(name).layout)
     loaded = show_loading(model, dtype, stretch=stretch)
-    for name in plan.presets:  # what does not go together is refused before anything is built
-        resolve_rest(plan.config, "csattn", preset(name, loaded.geometry.head_dim).layout)
     context, following = _cut(text, content, loaded, plan)
     results = []
     with ExitStack() as stack:
@@ -52,7 +52,7 @@ def compare(
         # Selectors without an index need the context's KV only, which any preset's artifact has.
         for name in plan.presets or ["default"]:
             err.print(f"context, preset {name}")
-            config = preset(name, loaded.geometry.head_dim)
+            config = preset(name)
             report = run_build(loaded, context, config, place, {"wrapping": "none", "preset": name})
             artifacts[name] = stack.enter_context(open_artifact(report.path))
         any_artifact = next(iter(artifacts.values()))

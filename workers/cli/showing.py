@@ -165,7 +165,7 @@ def _build(loaded: LoadedModel, document: str, store: Path) -> Path:
         f"\nThe document is the handbook of an island that does not exist: {len(token_ids)} tokens. They pass through "
         "the model once; keys, values and an index of the keys go to the store, for every question to come."
     )
-    config = make_config("default", loaded.geometry.head_dim, {}, "cpu")
+    config = make_config("default", {}, "cpu")
     notes = {"wrapping": wrapping, "preset": "default", "source": DOCUMENT.name}
     report = run_build(loaded, token_ids, config, store, notes)
     with open_artifact(report.path) as artifact:

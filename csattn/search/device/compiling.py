@@ -25,6 +25,13 @@ def blocks_of_slot(device: torch.device, num_slots: int, max_keys: int, per_mult
     return max(1, min(max_keys // CHUNK_KEYS, MAX_BLOCKS, per_multiprocessor * multiprocessors(device) // num_slots))
 
 
+def require_queries(q: Tensor, shape: IndexShape, batch_size: int, dtype: torch.dtype) -> None:
+    """Raise AssertionError unless q is [batch_size, num_q_heads, head_dim] as kernels were compiled for it."""
+    assert q.is_contiguous() and q.dtype == dtype, f"q is {q.dtype}, or not contiguous"
+    expected = batch_size, shape.num_index_heads * shape.group_size, shape.head_dim
+    assert q.shape == expected, f"q has shape {tuple(q.shape)}, wanted {expected}"
+
+
 def compiled(
     name: str,
     parts: tuple[str, ...],  # sources, besides what all have

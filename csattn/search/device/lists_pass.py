@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from csattn.cuda import CudaKernel
-from csattn.search.device.compiling import CHUNK_KEYS, THREADS, Places, blocks_of_slot, compiled
+from csattn.search.device.compiling import CHUNK_KEYS, THREADS, Places, blocks_of_slot, compiled, require_queries
 from csattn.search.device.indexes import DeviceIndexes
 from csattn.search.device.shapes import ListsShape
 
@@ -51,9 +51,7 @@ class ListsPass:
     ) -> None:
         """Enqueue on torch's current stream."""
         shape, table, lens = self.shape, indexes.tables[layer_idx], indexes.context_lens
-        assert q.is_contiguous() and q.dtype == self._query_dtype, f"q is {q.dtype}, or not contiguous"
-        expected = self._batch_size, shape.num_index_heads * shape.group_size, shape.head_dim
-        assert q.shape == expected, f"q has shape {tuple(q.shape)}, wanted {expected}"
+        require_queries(q, shape, self._batch_size, self._query_dtype)
         grid = shape.num_subspaces, shape.num_index_heads, self._batch_size
         matching = q, table, context_ids, int(shape.weigh_by_norm), self._matches, choices
         self._match.launch(grid, self._match_threads, *matching)

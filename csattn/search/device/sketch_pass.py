@@ -8,7 +8,15 @@ from torch import Tensor
 
 from csattn.batch import DeviceSelection
 from csattn.cuda import CudaKernel
-from csattn.search.device.compiling import CHUNK_KEYS, THREADS, Places, blocks_of_slot, compiled, multiprocessors
+from csattn.search.device.compiling import (
+    CHUNK_KEYS,
+    THREADS,
+    Places,
+    blocks_of_slot,
+    compiled,
+    multiprocessors,
+    require_queries,
+)
 from csattn.search.device.indexes import DeviceIndexes
 from csattn.search.device.shapes import SketchShape
 
@@ -83,9 +91,7 @@ class SketchPass:
     ) -> None:
         """Enqueue on torch's current stream."""
         shape = self.shape
-        assert q.is_contiguous() and q.dtype == self._query_dtype, f"q is {q.dtype}, or not contiguous"
-        expected = self.batch_size, shape.num_index_heads * shape.group_size, shape.head_dim
-        assert q.shape == expected, f"q has shape {tuple(q.shape)}, wanted {expected}"
+        require_queries(q, shape, self.batch_size, self._query_dtype)
         assert indexes.max_segments == self.max_segments, f"indexes have up to {indexes.max_segments} segments"
         table, config = indexes.tables[layer_idx], indexes.config
         grid = self.max_segments, shape.num_index_heads, self.batch_size

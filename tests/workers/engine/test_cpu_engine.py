@@ -39,7 +39,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def opened(store: Path, family: str, context_id: int, preset_name: str = "default") -> Artifact:
     ids = token_ids(CONTEXT_LENS[context_id], seed=context_id)
-    return open_artifact(build_artifact(loaded(family), ids, preset(preset_name, 16), store).path)
+    return open_artifact(build_artifact(loaded(family), ids, preset(preset_name), store).path)
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +158,7 @@ def test_other_indexes_serve_too(store, preset_name) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_narrow_weights_and_kv_lose_no_more_than_in_transformers(tmp_path, dtype) -> None:
     narrow = wrap_model(make_model().to(getattr(torch, dtype)), byte_tokenizer(), "narrow")
-    report = build_artifact(narrow, token_ids(300), preset("default", 16), tmp_path)
+    report = build_artifact(narrow, token_ids(300), preset("default"), tmp_path)
     question = token_ids(6, seed=3).tolist()
     wide = make_model().to(getattr(torch, dtype)).float()
     with open_artifact(report.path) as artifact, CpuEngine(narrow, num_threads=1) as engine:

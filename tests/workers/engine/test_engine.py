@@ -28,7 +28,7 @@ def store(tmp_path_factory) -> Path:
 
 def artifact_path(store: Path, family: str = "llama", preset_name: str = "default", seed: int = 0) -> Path:
     ids = token_ids(CONTEXT_LEN + seed, seed=seed)
-    return build_artifact(loaded(family), ids, preset(preset_name, 16), store).path
+    return build_artifact(loaded(family), ids, preset(preset_name), store).path
 
 
 def decode(engine: Engine, num_steps: int, context_id: int = 0, tail_id: int = 0) -> tuple[list[int], torch.Tensor]:

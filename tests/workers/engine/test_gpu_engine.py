@@ -55,7 +55,7 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Artifac
     with ExitStack() as stack:
         yield [
             stack.enter_context(
-                open_artifact(build_artifact(loaded(), token_ids(n, seed=n), preset("default", 16), store).path)
+                open_artifact(build_artifact(loaded(), token_ids(n, seed=n), preset("default"), store).path)
             )
             for n in CONTEXT_LENS
         ]

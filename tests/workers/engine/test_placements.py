@@ -40,7 +40,7 @@ def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory) -> Artifact:
-    path = build_artifact(loaded(), token_ids(CONTEXT_LEN), preset("default", 16), tmp_path_factory.mktemp("s")).path
+    path = build_artifact(loaded(), token_ids(CONTEXT_LEN), preset("default"), tmp_path_factory.mktemp("s")).path
     with open_artifact(path) as opened:
         yield opened
 

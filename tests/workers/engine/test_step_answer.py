@@ -16,7 +16,7 @@ QUESTION = "Who keeps the lamp?"
 
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    path = build_artifact(loaded(), token_ids(1000), preset("default", 16), tmp_path_factory.mktemp("store")).path
+    path = build_artifact(loaded(), token_ids(1000), preset("default"), tmp_path_factory.mktemp("store")).path
     with open_artifact(path) as opened:
         yield opened
 

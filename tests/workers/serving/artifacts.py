@@ -19,4 +19,4 @@ def build(store: Path, text: str, chat: bool = True) -> str:
     model = loaded()
     wrapping = choose_wrapping(model.tokenizer, chat)
     ids = context_ids(model.tokenizer, text, wrapping)
-    return build_artifact(model, ids, preset("default", 16), store, notes={"wrapping": wrapping}).artifact_id
+    return build_artifact(model, ids, preset("default"), store, notes={"wrapping": wrapping}).artifact_id

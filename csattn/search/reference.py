@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from csattn.index import LayerIndex
 from csattn.selection import Selection
+from csattn.sketch import reference as sketch
 from csattn.sketch.index import SketchIndex
-from csattn.sketch.reference import score_head
 from csattn.table.lists import ListTable
 from csattn.table.tail import ListTail
 
@@ -37,8 +37,11 @@ def search(
     eligible[: min(sink_len, index.context_len)] = False
     eligible[max(0, index.context_len - window_len) : index.context_len] = False
     for head in range(index.num_heads):
-        rows = [score_keys(q[head * group_size + g], index, tail, head) for g in range(group_size)]
-        worth, scored = combine_group(rows, softmax_scale)
+        group = q[head * group_size : (head + 1) * group_size]
+        if isinstance(index, SketchIndex):
+            worth, scored = sketch_worth(group, index, head, top_k, softmax_scale), np.ones(num_keys, np.bool_)
+        else:
+            worth, scored = combine_group([score_keys(row, index, tail, head) for row in group], softmax_scale)
         candidates = np.flatnonzero(eligible & scored)
         chosen = top_k_of(worth[candidates], top_k)
         out.valid_len[head] = len(chosen)
@@ -46,14 +49,23 @@ def search(
         out.kv_indices[head, : len(chosen)] = candidates[chosen]
 
 
+def sketch_worth(
+    group: NDArray[np.float32],  # [group_size, head_dim]
+    index: SketchIndex,
+    head: int,
+    top_k: int,
+    softmax_scale: float,
+) -> NDArray[np.float64]:
+    """What each key is worth to the group by a sketch [context_len]; marked ones come first where they are few."""
+    _, exponent, scores = sketch.score_group(group, index, head, softmax_scale)
+    marks = index.marked_rows(head) if index.heeds_marks(top_k) else None
+    return sketch.worth(scores, exponent, marks).astype(np.float64)
+
+
 def score_keys(
-    q: NDArray[np.float32], index: LayerIndex | SketchIndex, tail: ListTail | None, head: int
+    q: NDArray[np.float32], index: LayerIndex, tail: ListTail | None, head: int
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """One query row's scores [num_keys] of all keys, and which keys are scored at all."""
-    if isinstance(index, SketchIndex):
-        assert tail is None
-        _, unit, scores = score_head(q, index, head)
-        return unit * scores.astype(np.float64), np.ones(len(scores), np.bool_)
     centroid_ids, weights = match_centroids(q, index, head)
     return list_scores(index.table, tail, head, centroid_ids, weights)
 

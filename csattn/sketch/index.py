@@ -1,9 +1,14 @@
 """What a layer of a context has of its sketch: all that a step reads of it."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from csattn.sketch.codes import unpack_marks
+
+MARKED_SHARE = 400  # of so many rows of a segment one is marked
 
 
 @dataclass(frozen=True)
@@ -15,6 +20,9 @@ class SketchIndex:
 
     # [num_kv_heads, num_blocks, num_fine + num_coarse, BLOCK_KEYS] words: see `codes.pack_codes`
     codes: NDArray[np.uint32]
+    # [num_kv_heads, num_blocks, 2] words: bit i of word j is 1 where key 32 j + i of the block is marked: its codes
+    # tell the queries' logits so badly that it is read whatever they say. As many in each head.
+    marks: NDArray[np.uint32]
     num_fine: int  # words of 4-bit codes; the others are of 2-bit codes
     segment_starts: NDArray[np.int32]  # [num_segments] ascending, the first is 0: rows that share a transform
     key_mean: NDArray[np.float32]  # [num_kv_heads, num_segments, head_dim]
@@ -51,9 +59,23 @@ class SketchIndex:
     def num_bytes(self) -> int:
         """Of what choosing and attending by codes reads."""
         transforms = self.key_mean.nbytes + self.query_transform.nbytes
-        return self.codes.nbytes + transforms + self.value_mean.nbytes + self.value_transform.nbytes
+        return self.codes.nbytes + self.marks.nbytes + transforms + self.value_mean.nbytes + self.value_transform.nbytes
+
+    def heeds_marks(self, top_k: int) -> bool:
+        """Whether marked rows are chosen first: where others get at least half of the choice."""
+        return 2 * num_marked(self.context_len, self.segment_starts) <= top_k
+
+    def marked_rows(self, head: int) -> NDArray[np.bool_]:
+        """Whether each row is marked [context_len]."""
+        return unpack_marks(self.marks[head][None], self.context_len)[0]
 
     def segment(self, number: int) -> slice:
         """The rows of a segment."""
         ends = [*self.segment_starts[1:].tolist(), self.context_len]
         return slice(int(self.segment_starts[number]), ends[number])
+
+
+def num_marked(context_len: int, segment_starts: Iterable[int]) -> int:
+    """Rows of a head that are marked."""
+    ends = [*list(segment_starts)[1:], context_len]
+    return sum((int(end) - int(start)) // MARKED_SHARE for start, end in zip(segment_starts, ends, strict=True))

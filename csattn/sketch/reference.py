@@ -7,9 +7,12 @@ let A be the root of the unit queries' mean of q q^T, and V the eigenvectors of 
 
 and eigenvalue j is what coordinate j adds to the variance of a logit, as the context's own queries see it: the
 Karhunen-Loeve transform under the queries' metric. The first coordinates are kept in 4 bits each, those that follow in
-2. A code u stands for the odd number c = 2 u - (2^bits - 1), in units of half a step.
+2. A code u = 0, 1, ... of so many bits stands for u - (2^bits - 1) / 2 steps.
 
-Values are predicted from the codes by linear regression: v is about mean(v) + (c - mean(c)) @ B.
+Values are predicted from the codes by linear regression: v is about mean(v) + (u - mean(u)) @ B.
+
+Logits are in octaves here, softmax_scale * log2(e) * q . k, and weights are powers of two: scores are integers whose
+unit is a power of two of octaves, so that every machine makes the same choice.
 """
 
 from dataclasses import dataclass
@@ -18,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from csattn.sketch.codes import FINE_BITS, FINE_CODES, coord_bits, unpack_codes
-from csattn.sketch.index import SketchIndex
+from csattn.sketch.index import MARKED_SHARE, SketchIndex
 
 Floats = NDArray[np.float64]
 
@@ -34,6 +37,10 @@ STEP_SAMPLES = 2048  # at most so many rows, evenly spaced, decide about the ste
 KEY_BITS, TRANSFORM_BITS = 20, 24  # fixed point: with 256 dimensions, sums of products fit a float64's 53 bits
 LARGEST_MULTIPLIER = 127  # of a code: a query's coordinate becomes an 8-bit integer
 SCORE_ROOM = 32700.0  # of an int16 score, before what is set aside for the rounding of multipliers
+LARGEST_EXPONENT = 15  # a unit of score is 2**-15, 2**-14, ... or 2**15 octaves
+TOTAL_BITS = 24  # of the largest weight, in a total by whole octaves
+LOG_BITS = 16  # after the point, of its logarithm
+LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +50,12 @@ class Transform:
     key_mean: NDArray[np.float32]  # [head_dim]
     key_exponent: int  # |k - key_mean| <= 2**key_exponent in the rows that it was fitted to
     key_transform: NDArray[np.float32]  # [head_dim, num_coords]: from k - key_mean to steps; columns in fixed point
-    query_transform: NDArray[np.float16]  # [head_dim, num_coords]: q @ this is what a unit of c adds to q . k
+    query_transform: NDArray[np.float16]  # [head_dim, num_coords]: q @ this is what a step adds to q . k
     value_mean: NDArray[np.float32]  # [head_dim]
-    # [num_coords, head_dim]: B; its coarse rows times the variance of c. What the mean of coarse codes tells is in
+    # [num_coords, head_dim]: B; its coarse rows times the variance of u. What the mean of coarse codes tells is in
     # value_mean already: see `attend_rest`
     value_transform: NDArray[np.float16]
+    marked: NDArray[np.int64]  # ascending: the rows whose logits the codes tell worst
 
 
 def fit(
@@ -70,18 +78,19 @@ def fit(
     largest = np.abs(k.astype(np.float64) - key_mean).max()
     exponent = int(np.ceil(np.log2(largest))) if largest > 0 else 0
     key_transform = in_fixed_point(root @ basis * per_step)
-    c = signed(encode(k, key_mean, exponent, key_transform, bits), bits)
+    u = encode(k, key_mean, exponent, key_transform, bits).astype(np.float64)
     is_fine = bits == FINE_BITS
-    matrix = _regression(c, v.astype(np.float64))
-    value_mean = v.astype(np.float64).mean(0) - np.where(is_fine, c.mean(0), 0.0) @ matrix
-    value_transform = matrix * np.where(is_fine, 1.0, c.var(axis=0))[:, None]
+    matrix = _regression(u, v.astype(np.float64))
+    value_mean = v.astype(np.float64).mean(0) - np.where(is_fine, u.mean(0), 0.0) @ matrix
+    value_transform = matrix * np.where(is_fine, 1.0, u.var(axis=0))[:, None]
     return Transform(
         key_mean,
         exponent,
         key_transform,
-        _half(inverse @ basis * (step / 2)),
+        _half(inverse @ basis * step),
         value_mean.astype(np.float32),
         _half(value_transform),
+        _told_worst(centred @ root, basis, step * (u - (2.0**bits - 1) / 2)),
     )
 
 
@@ -104,63 +113,114 @@ def encode(
     return codes
 
 
-def signed(codes: NDArray[np.uint8], bits: NDArray[np.int64]) -> Floats:
-    """The odd numbers c that codes stand for."""
-    odd: Floats = 2.0 * codes - (2.0**bits - 1)
-    return odd
-
-
-def score_head(
-    q: NDArray[np.float32],  # [head_dim]
+def score_group(
+    q: NDArray[np.float32],  # [group_size, head_dim], of the query heads that share a KV head
     index: SketchIndex,
     head: int,
-) -> tuple[float, float, NDArray[np.int16]]:
-    """base, unit and scores [context_len]: q . k is about base + unit * score.
+    softmax_scale: float,
+) -> tuple[NDArray[np.float32], int, NDArray[np.int16]]:
+    """bases [group_size], exponent and scores [group_size, context_len]: logits are about base + 2**exponent * score.
 
-    All segments share the unit and the base, which is the first segment's q . key_mean: the others' scores are shifted
-    by what theirs differ. Multipliers are such that a score fits 16 bits whatever the codes.
+    All segments share a query's base, its product with the first key_mean; the others' scores are shifted by what
+    theirs differ. Multipliers are such that a score fits 16 bits whatever the codes.
     """
-    means, coordinates = project(q, index, head)
-    bits = coord_bits(index.num_fine, index.num_coarse)
-    unit, multipliers, shifts = integer_query(means, coordinates, bits)
-    c = signed(unpack_codes(index.codes[head], index.context_len, index.num_fine), bits).astype(np.int64)
-    scores = np.empty(index.context_len, np.int64)
+    means, coordinates = project(q, index, head, softmax_scale)
+    exponent, multipliers, offsets = integer_queries(means, coordinates, coord_bits(index.num_fine, index.num_coarse))
+    u = unpack_codes(index.codes[head], index.context_len, index.num_fine).astype(np.int64)
+    scores = np.empty((len(q), index.context_len), np.int64)
     for number in range(index.num_segments):
         rows = index.segment(number)
-        scores[rows] = c[rows] @ multipliers[number] + shifts[number]
+        scores[:, rows] = multipliers[:, number] @ u[rows].T + offsets[:, number, None]
     assert (np.abs(scores) <= 32767).all()
-    return float(means[0]), unit, scores.astype(np.int16)
+    return means[:, 0], exponent, scores.astype(np.int16)
 
 
-def project(q: NDArray[np.float32], index: SketchIndex, head: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """q . key_mean [num_segments] and q's coordinates [num_segments, num_coords] in the segments of a head.
+def project(
+    q: NDArray[np.float32], index: SketchIndex, head: int, softmax_scale: float
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """In octaves, for the segments of a head: q . key_mean [group_size, num_segments], and what a step of each
+    coordinate adds [group_size, num_segments, num_coords].
 
-    Sums run in index order in float64, where products of such numbers are exact, and are rounded to float32.
+    Sums run in index order in float64, where products of such numbers are exact; the results are rounded to float32.
     """
-    means = np.array([_dot_in_order(q, mean[:, None])[0] for mean in index.key_mean[head]])
-    coordinates = np.array([_dot_in_order(q, transform) for transform in index.query_transform[head]])
-    return means.astype(np.float32), coordinates.astype(np.float32)
+    octaves = softmax_scale * LOG2_E
+    means = [[octaves * _dot_in_order(row, mean[:, None])[0] for mean in index.key_mean[head]] for row in q]
+    coordinates = [[octaves * _dot_in_order(row, columns) for columns in index.query_transform[head]] for row in q]
+    return np.array(means).astype(np.float32), np.array(coordinates).astype(np.float32)
 
 
-def integer_query(
+def integer_queries(
+    means: NDArray[np.float32],  # [group_size, num_segments]
+    coordinates: NDArray[np.float32],  # [group_size, num_segments, num_coords]
+    bits: NDArray[np.int64],  # [num_coords]
+) -> tuple[int, NDArray[np.int64], NDArray[np.int64]]:
+    """exponent, multipliers [group_size, num_segments, num_coords] and offsets of scores [group_size, num_segments].
+
+    The group's unit is the least power of two that all of its queries can be told in. A query that is not finite, or
+    asks for more than 2**LARGEST_EXPONENT, has no say and gets zeros.
+    """
+    asked = np.array([unit_asked(*of_query, bits) for of_query in zip(means, coordinates, strict=True)])
+    sound = asked <= 2.0**LARGEST_EXPONENT  # not where it is no number
+    largest = max(asked[sound].max(initial=0.0), 2.0**-LARGEST_EXPONENT)
+    fraction, exponent = np.frexp(largest)
+    exponent -= fraction == 0.5  # the least with largest <= 2**exponent
+    unit = 2.0 ** int(exponent)
+    differences = means.astype(np.float64) - means[:, :1].astype(np.float64)
+    multipliers = np.rint(np.where(sound[:, None, None], coordinates.astype(np.float64), 0.0) / unit).astype(np.int64)
+    offsets = np.rint(np.where(sound[:, None], differences, 0.0) / unit).astype(np.int64)
+    return int(exponent), multipliers, offsets - (multipliers @ (2**bits - 1) >> 1)
+
+
+def unit_asked(
     means: NDArray[np.float32],  # [num_segments]
     coordinates: NDArray[np.float32],  # [num_segments, num_coords]
     bits: NDArray[np.int64],  # [num_coords]
-) -> tuple[float, NDArray[np.int64], NDArray[np.int64]]:
-    """unit, multipliers [num_segments, num_coords] and shifts [num_segments]; all 0 where a query is not finite.
+) -> float:
+    """The least unit, in octaves, in which a query's multipliers fit 8 bits and its scores 16; NaN: there is none.
 
-    Sums run in index order. Rounding adds at most one half to each number that a score is made of: that is set aside.
+    Rounding adds at most one half to each number that a score is made of: that is set aside. Sums run in index order.
     """
-    p, shift = coordinates.astype(np.float64), means.astype(np.float64) - np.float64(means[0])
-    largest = 2.0**bits - 1
-    room = SCORE_ROOM - largest.sum() / 2
-    unit = 0.0
-    for of_segment, offset in zip(np.abs(p), np.abs(shift), strict=True):
-        total = float(np.add.accumulate(largest * of_segment)[-1]) + offset
-        unit = max(unit, float(of_segment.max()) / LARGEST_MULTIPLIER, total / room)
-    if not (0.0 < unit < np.inf and np.isfinite(shift).all()):
-        return 0.0, np.zeros(p.shape, np.int64), np.zeros(len(p), np.int64)
-    return unit, np.rint(p / unit).astype(np.int64), np.rint(shift / unit).astype(np.int64)
+    half = (2.0**bits - 1) / 2
+    room = SCORE_ROOM - half.sum() / 2
+    sizes, differences = np.abs(coordinates.astype(np.float64)), np.abs(means.astype(np.float64) - np.float64(means[0]))
+    asked = 0.0
+    for of_segment, difference in zip(sizes, differences, strict=True):
+        total = np.add.accumulate(half * of_segment)[-1] + difference
+        if not np.isfinite(total):
+            return np.nan
+        asked = max(asked, of_segment.max() / LARGEST_MULTIPLIER, total / room)
+    return asked
+
+
+def worth(
+    scores: NDArray[np.int16],  # [group_size, context_len]
+    exponent: int,
+    marks: NDArray[np.bool_] | None = None,  # [context_len]: rows to choose before all others
+) -> NDArray[np.int64]:
+    """What each row is worth to the group, in 16 bits: its greatest share of a query's softmax, as a score.
+
+    Shares are scores less their query's normaliser. Normalisers are told by whole octaves of weights: a choice needs no
+    more, and integers have the same sum in any order.
+    """
+    normalisers = np.array([normaliser(row, exponent) for row in scores])
+    shares = scores.astype(np.int64) - (normalisers - normalisers.min())[:, None]
+    best: NDArray[np.int64] = shares.max(axis=0).clip(-32768, 32767)
+    return best if marks is None else np.where(marks, 32767, best)
+
+
+def normaliser(scores: NDArray[np.int16], exponent: int) -> int:
+    """About log2 of the sum of 2**(2**exponent * score), in units of score: integers throughout.
+
+    A weight counts as the power of two that it is at most half above, relative to the largest, and a logarithm goes
+    straight from one power of two to the next.
+    """
+    top = int(scores.max())
+    below = top - scores.astype(np.int64)
+    octaves = below >> -exponent if exponent <= 0 else below << exponent
+    total = int((2**TOTAL_BITS >> np.minimum(octaves, TOTAL_BITS + 1)).sum())
+    whole = total.bit_length() - 1
+    log = (whole - TOTAL_BITS << LOG_BITS) + (total >> whole - LOG_BITS) - 2**LOG_BITS
+    return top + (log >> LOG_BITS + exponent)
 
 
 def attend_rest(
@@ -172,27 +232,27 @@ def attend_rest(
     """Attention to rows by their codes: out like q and lse [num_q_heads]; zeros and -inf where there are none.
 
     Of a segment, the weighted mean of the values follows that of the codes. Of fine codes it is measured. Of coarse
-    ones it is told from the query: weighing by e^logit moves the mean of a normal c by its variance times the slope.
+    ones it is told from the query: weighing by e^logit moves the mean of a normal u by its variance times the slope.
     """
     out, lse = np.zeros(q.shape, np.float32), np.full(len(q), -np.inf, np.float32)
-    num_measured = FINE_CODES * index.num_fine
-    bits = coord_bits(index.num_fine, index.num_coarse)
-    for row in range(len(q)):
-        head = row * index.num_heads // len(q)
-        if not is_rest[head].any():
-            continue
-        base, unit, scores = score_head(q[row], index, head)
-        logits = np.where(is_rest[head], softmax_scale * (base + unit * scores.astype(np.float64)), -np.inf)
-        weights = np.exp(logits - logits.max())
-        weights /= weights.sum()
-        lse[row] = logits.max() + np.log(np.exp(logits - logits.max()).sum())
-        c = signed(unpack_codes(index.codes[head], index.context_len, index.num_fine), bits)[:, :num_measured]
-        slopes = softmax_scale * project(q[row], index, head)[1][:, num_measured:].astype(np.float64)
-        for number in range(index.num_segments):
-            of_segment = weights[index.segment(number)]
-            share = of_segment.sum()
-            codes = np.concatenate([of_segment @ c[index.segment(number)], share * slopes[number]])
-            out[row] += share * index.value_mean[head, number] + codes @ index.value_transform[head, number]
+    group_size, num_measured = len(q) // index.num_heads, FINE_CODES * index.num_fine
+    for head in np.flatnonzero(is_rest.any(axis=1)):
+        rows = slice(head * group_size, (head + 1) * group_size)
+        bases, exponent, scores = score_group(q[rows], index, head, softmax_scale)
+        coordinates = project(q[rows], index, head, softmax_scale)[1]
+        u = unpack_codes(index.codes[head], index.context_len, index.num_fine)[:, :num_measured].astype(np.float64)
+        for g in range(group_size):
+            logits = np.where(is_rest[head], bases[g] + 2.0**exponent * scores[g], -np.inf) / LOG2_E
+            weights = np.exp(logits - logits.max())
+            lse[rows][g] = logits.max() + np.log(weights.sum())
+            weights /= weights.sum()
+            slopes = coordinates[g, :, num_measured:].astype(np.float64) / LOG2_E
+            for number in range(index.num_segments):
+                of_segment = weights[index.segment(number)]
+                share = of_segment.sum()
+                codes = np.concatenate([of_segment @ u[index.segment(number)], share * slopes[number]])
+                values = codes @ index.value_transform[head, number]
+                out[rows][g] += share * index.value_mean[head, number] + values
     return out, lse
 
 
@@ -222,6 +282,16 @@ def _query_metric(q: Floats) -> tuple[Floats, Floats]:
     return directions * root @ directions.T, directions / root @ directions.T
 
 
+def _told_worst(k: Floats, basis: Floats, decoded: Floats) -> NDArray[np.int64]:
+    """The rows with the greatest squared error of a logit, in the mean over unit queries; of equals the first.
+
+    k: [num_rows, head_dim] under the queries' metric; basis: [head_dim, num_coords]; decoded: [num_rows, num_coords].
+    """
+    x = k @ basis
+    errors = np.square(k).sum(axis=1) - np.square(x).sum(axis=1) + np.square(x - decoded).sum(axis=1)
+    return np.sort(np.argsort(-errors, kind="stable")[: len(k) // MARKED_SHARE])
+
+
 def _best_step(samples: Floats, deviation: float, bits: int) -> float:
     """The step that loses least of a coordinate; 0 where it has no energy."""
     if deviation == 0:
@@ -234,11 +304,11 @@ def _best_step(samples: Floats, deviation: float, bits: int) -> float:
     return steps[int(np.argmin(errors))]
 
 
-def _regression(c: Floats, v: Floats) -> Floats:
-    """B [num_coords, head_dim]: v - mean(v) is about (c - mean(c)) @ B, with the least squared error, nearly."""
-    x = c - c.mean(0)
+def _regression(u: Floats, v: Floats) -> Floats:
+    """B [num_coords, head_dim]: v - mean(v) is about (u - mean(u)) @ B, with the least squared error, nearly."""
+    x = u - u.mean(0)
     gram = x.T @ x
-    gram += (RIDGE * gram.trace() / len(gram) + 1e-9 * len(c)) * np.eye(len(gram))
+    gram += (RIDGE * gram.trace() / len(gram) + 1e-9 * len(u)) * np.eye(len(gram))
     return np.linalg.solve(gram, x.T @ (v - v.mean(0)))
 
 

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from csattn.config import SEGMENT_STEP
 from csattn.sketch import SketchIndex
-from csattn.sketch.codes import coord_bits, pack_codes
+from csattn.sketch.codes import coord_bits, pack_codes, pack_marks
 from csattn.sketch.reference import encode, fit
 
 Floats = NDArray[np.float32]
@@ -41,6 +41,7 @@ def make_sketch(
     num_heads, num_rows, _ = k.shape
     ends = *segment_starts[1:], num_rows
     codes = np.zeros((num_heads, num_rows, len(bits)), np.uint8)
+    marked = np.zeros((num_heads, num_rows), np.bool_)
     transforms = []
     for head, queries in enumerate(q.reshape(num_heads, -1, q.shape[-1])):
         of_head = []
@@ -49,6 +50,7 @@ def make_sketch(
             codes[head, start:end] = encode(
                 k[head, start:end], made.key_mean, made.key_exponent, made.key_transform, bits
             )
+            marked[head, start + made.marked] = True
             of_head.append(made)
         transforms.append(of_head)
 
@@ -57,6 +59,7 @@ def make_sketch(
 
     return SketchIndex(
         codes=pack_codes(codes, num_fine, num_coarse),
+        marks=pack_marks(marked),
         num_fine=num_fine,
         segment_starts=np.array(segment_starts, np.int32),
         key_mean=stacked("key_mean"),

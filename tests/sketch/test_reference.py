@@ -6,6 +6,7 @@ import pytest
 from csattn.config import SketchConfig
 from csattn.sketch import reference
 from csattn.sketch.codes import coord_bits, pack_codes, unpack_codes
+from csattn.sketch.index import num_marked
 from tests.sketch.synthetic import make_heads, make_sketch
 
 
@@ -57,9 +58,10 @@ def test_codes_do_not_depend_on_the_order_of_sums(rng):
     assert len(np.unique(codes[:, :32])) == 16 and len(np.unique(codes[:, 32:])) == 4
 
 
-def logits_of(q, index, head):
-    base, unit, scores = reference.score_head(q, index, head)
-    return base + unit * scores
+def logits_of(q, index, head, scale):
+    """Of a query, in octaves."""
+    bases, exponent, scores = reference.score_group(q[None], index, head, scale)
+    return bases[0] + 2.0**exponent * scores[0]
 
 
 @pytest.mark.parametrize("segments", [(0,), (0, 1024), (0, 1024, 2048)])
@@ -68,7 +70,7 @@ def test_scores_follow_the_dot_products(segments, rng):
     index = make_sketch(q, k, v, 2, 2, segments)
     for row in range(6):
         exact = k[row // 3] @ q[row, -1]
-        error = logits_of(q[row, -1], index, row // 3) - exact
+        error = logits_of(q[row, -1], index, row // 3, 0.1) / (0.1 * reference.LOG2_E) - exact
         assert np.square(error).mean() < 0.05 * exact.var()
         assert abs(error.mean()) < 0.05 * exact.std()
 
@@ -81,7 +83,7 @@ def test_all_coordinates_in_eight_bits_are_nearly_exact(rng, monkeypatch):
     bits = np.full(64, 8)
     made, codes = fit_all(q, k[0], v[0], bits)
     assert codes.min() > 0 and codes.max() < 255
-    logits = q[0, 0] @ made.key_mean + reference.signed(codes, bits) @ (q[0, 0] @ made.query_transform)
+    logits = q[0, 0] @ made.key_mean + (codes - 127.5) @ (q[0, 0] @ made.query_transform)
     assert np.abs(logits - k[0] @ q[0, 0]).max() < 0.1 * (k[0] @ q[0, 0]).std()
 
 
@@ -94,8 +96,8 @@ def test_the_rest_is_attention_to_coded_rows(segments, rng):
     out, lse = reference.attend_rest(q[:, 0], index, is_rest, scale)
     for row in range(4):
         rows = is_rest[row // 2]
-        coded = np.exp(scale * logits_of(q[row, 0], index, row // 2)[rows])
-        np.testing.assert_allclose(lse[row], np.log(coded.sum()), rtol=1e-5)
+        coded = np.exp2(logits_of(q[row, 0], index, row // 2, scale)[rows])
+        np.testing.assert_allclose(lse[row], np.log(coded.sum()), atol=1e-3)
         weights = np.exp(scale * k[row // 2][rows] @ q[row, 0])
         np.testing.assert_allclose(lse[row], np.log(weights.sum()), atol=0.05)
         exact = weights @ v[row // 2][rows] / weights.sum()
@@ -114,33 +116,67 @@ def test_fewer_rows_than_dimensions(num_rows, rng):
     q, k, v = make_heads(rng, 1, 2, num_rows, 64)
     index = make_sketch(q, k, v, 2, 2)
     assert all(np.isfinite(array).all() for array in (index.query_transform, index.value_transform, index.value_mean))
-    _, _, scores = reference.score_head(q[0, 0], index, 0)
-    assert len(scores) == num_rows
+    _, _, scores = reference.score_group(q[:, 0], index, 0, 0.1)
+    assert scores.shape == (2, num_rows)
 
 
 def test_constant_keys_are_all_alike(rng):
     q, _, v = make_heads(rng, 1, 2, 100, 32)
     k = np.full((1, 100, 32), 2.5, np.float32)
+    bases, _, scores = reference.score_group(q[:, 0], make_sketch(q, k, v, 1, 1), 0, 1.0)
+    assert not scores.any()
+    np.testing.assert_allclose(bases / reference.LOG2_E, q[:, 0] @ k[0, 0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("fault", [np.nan, np.inf, 1e38])
+def test_a_query_that_is_not_finite_scores_all_keys_alike_and_leaves_the_others(fault, rng):
+    q, k, v = make_heads(rng, 1, 3, 100, 32)
     index = make_sketch(q, k, v, 1, 1)
-    base, unit, scores = reference.score_head(q[0, 0], index, 0)
-    assert unit == 0 and not scores.any()
-    np.testing.assert_allclose(base, k[0, 0] @ q[0, 0], rtol=1e-5)
+    group = q[:, 0].copy()
+    group[1, 3] = fault
+    with np.errstate(invalid="ignore", over="ignore"):
+        _, exponent, scores = reference.score_group(group, index, 0, 0.1)
+    assert not scores[1].any()
+    _, alone, others = reference.score_group(group[[0, 2]], index, 0, 0.1)
+    np.testing.assert_array_equal(scores[[0, 2]], others)
+    assert exponent == alone
 
 
-@pytest.mark.parametrize("fault", [np.nan, np.inf])
-def test_a_query_that_is_not_finite_scores_all_keys_alike(fault, rng):
-    q, k, v = make_heads(rng, 1, 1, 100, 32)
-    index = make_sketch(q, k, v, 1, 1)
-    broken = q[0, 0].copy()
-    broken[3] = fault
-    with np.errstate(invalid="ignore"):
-        _, unit, scores = reference.score_head(broken, index, 0)
-    assert unit == 0 and not scores.any()
-
-
-@pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 1e4, 1e20])
-def test_scores_fit_into_16_bits_whatever_the_query(scale, rng):
-    q, k, v = make_heads(rng, 1, 1, 300, 256)
+@pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 1e3, 1e20])
+def test_scores_fit_into_16_bits_whatever_the_queries(scale, rng):
+    q, k, v = make_heads(rng, 1, 2, 300, 256)
     index = make_sketch(q, k, v, 8, 8)
-    _, _, scores = reference.score_head((q[0, 0] * scale).astype(np.float32), index, 0)
-    assert 1000 < np.abs(scores.astype(int)).max() <= 32767
+    _, exponent, scores = reference.score_group((q[:, 0] * [[scale], [scale / 7]]).astype(np.float32), index, 0, 0.1)
+    assert np.abs(scores.astype(int)).max() <= 32767
+    if -15 < exponent < 15:
+        assert np.abs(scores[0].astype(int)).max() > 300
+
+
+def test_shares_are_scores_less_what_queries_sum_up_to(rng):
+    scores = rng.integers(-9000, 9000, (3, 500)).astype(np.int16)
+    scores[1] //= 50
+    for exponent in (-12, -8, -3, 0, 2):
+        for row in scores:
+            x = 2.0**exponent * row.astype(np.float64)
+            exact = x.max() + np.log2(np.exp2(x - x.max()).sum())
+            assert -0.1 <= reference.normaliser(row, exponent) * 2.0**exponent - exact <= 1.0 + 2.0**exponent
+    shares = np.exp2(scores / 256.0)
+    shares /= shares.sum(axis=1, keepdims=True)
+    ordered = np.argsort(-reference.worth(scores, -8), kind="stable")[:25]
+    assert np.sort(shares.max(axis=0))[-25:].sum() < 1.1 * shares.max(axis=0)[ordered].sum()
+
+
+def test_the_worth_of_one_query_is_its_score_and_of_marked_rows_the_greatest(rng):
+    scores = rng.integers(-30000, 30000, (1, 100)).astype(np.int16)
+    np.testing.assert_array_equal(reference.worth(scores, -8), scores[0])
+    marks = rng.random(100) < 0.1
+    assert (reference.worth(scores, -8, marks)[marks] == 32767).all()
+
+
+def test_marked_rows_are_those_that_codes_tell_worst(rng):
+    q, k, v = make_heads(rng, 1, 2, 1200, 64)
+    k[0, [7, 1100]] *= 12.0
+    index = make_sketch(q, k, v, 2, 2, (0, 1024))
+    marked = np.flatnonzero(index.marked_rows(0))
+    assert 7 in marked and len(marked) == 2 == num_marked(1200, (0, 1024))
+    assert index.heeds_marks(4) and not index.heeds_marks(3)

@@ -26,7 +26,14 @@ from index_build.outbox import make_outbox
 from index_build.predictor import fit_predictor, sample_rows
 from workers.model_runner.shapes import ModelShape, shape_named
 
-PARTS = {"queries": "fit_queries", "keys": "fit_keys", "codes": "encode", "values": "fit_values", "words": "pack"}
+PARTS = {
+    "queries": "fit_queries",
+    "keys": "fit_keys",
+    "codes": "encode",
+    "values": "fit_values",
+    "words": "pack",
+    "marks": "mark",
+}
 
 
 def make_heads(num_heads: int, context_len: int, head_dim: int, generator: torch.Generator) -> Tensor:
@@ -91,10 +98,10 @@ def check(q: Tensor, kv: Tensor, arrays: Mapping[str, Tensor], config: SketchCon
     assert isinstance(index, SketchIndex)
     lost = []
     for row in range(0, len(q), len(q) // len(kv)):
-        head, query = row * len(kv) // len(q), q[row, -1].float().cpu()
-        exact = kv[head, :, 0].float().cpu().numpy() @ query.numpy()
-        base, unit, scores = reference.score_head(query.numpy(), index, head)
-        lost.append(np.square(base + unit * scores - exact).mean() / exact.var())
+        head, query = row * len(kv) // len(q), q[row, -1].float().cpu().numpy()
+        exact = kv[head, :, 0].float().cpu().numpy() @ query
+        bases, exponent, scores = reference.score_group(query[None], index, head, 1.0 / reference.LOG2_E)
+        lost.append(np.square(bases[0] + 2.0**exponent * scores[0] - exact).mean() / exact.var())
     gate(max(lost) < 0.1, f"the sketch loses too much of the logits' variance: {lost}")
     return float(np.mean(lost))
 

@@ -5,7 +5,8 @@ from numpy.typing import NDArray
 
 from csattn.config import SketchConfig
 from csattn.sketch import SketchIndex
-from csattn.sketch.codes import BLOCK_KEYS, num_blocks, num_coords
+from csattn.sketch.codes import BLOCK_KEYS, num_blocks, num_coords, pack_marks
+from csattn.sketch.index import MARKED_SHARE
 
 PATTERN_WORDS = 1_000_003  # a pattern of prime length saves minutes of random numbers
 
@@ -22,6 +23,7 @@ def random_sketch(context_len: int, num_heads: int, head_dim: int, seed: int) ->
     energy = 1 / (1 + np.arange(coords))
     return SketchIndex(
         codes=codes,
+        marks=pack_marks(_marks(num_heads, context_len, starts)),
         num_fine=num_fine,
         segment_starts=starts,
         key_mean=rng.standard_normal((*shape, head_dim), dtype=np.float32),
@@ -30,6 +32,14 @@ def random_sketch(context_len: int, num_heads: int, head_dim: int, seed: int) ->
         value_transform=(0.1 * rng.standard_normal((*shape, coords, head_dim))).astype(np.float16),
         context_len=context_len,
     )
+
+
+def _marks(num_heads: int, context_len: int, starts: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """As many of each segment as a build marks, evenly spaced."""
+    marked = np.zeros((num_heads, context_len), np.bool_)
+    for start, end in zip(starts, [*starts[1:], context_len], strict=True):
+        marked[:, start + MARKED_SHARE - 1 : end : MARKED_SHARE] = True
+    return marked
 
 
 def _bell_shaped_words(rng: np.random.Generator, bits: int) -> NDArray[np.uint32]:

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from csattn.search import LayerSearch, SearchPool
 from csattn.search.atomics import add, array_at, call_stage, now_ns
-from csattn.search.work import MATCH_PIECE, NUM_CALLS
+from csattn.search.work import FIRST_STAGE, NUM_CALLS
 
-STAGES = ("match", "weigh", "score", "guess", "copy", "choose")
+STAGES = ("project", "weigh", "score", "guess", "copy", "choose", "attend", "join")
 NOTE_WORDS, MAX_NOTES = 4, 1 << 14  # stage, job, begin, end; of one search
 ROUNDS = 4
 
@@ -58,11 +58,11 @@ def _noted(searches: Sequence[LayerSearch], notes: NDArray[np.int64]) -> Iterato
     plain = [of_search.copy() for of_search in calls]
     noting = {}
     for stage in range(len(STAGES)):
-        address = int(calls[0][MATCH_PIECE + stage])
+        address = int(calls[0][FIRST_STAGE + stage])
         noting[address] = _noting_stage(stage, address, notes.ctypes.data)
     try:
         for of_search in calls:
-            of_search[MATCH_PIECE:] = [noting[int(address)].address for address in of_search[MATCH_PIECE:]]
+            of_search[FIRST_STAGE:] = [noting[int(address)].address for address in of_search[FIRST_STAGE:]]
         yield
     finally:
         for of_search, addresses in zip(calls, plain, strict=True):

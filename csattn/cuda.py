@@ -18,6 +18,7 @@ PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM
 _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _PREFERRED_SHARED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, a percentage
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64  # of CUtensorMap
+_asked_shared_bytes: dict[int, int] = {}  # dynamic shared memory of a function's launches, at most
 
 
 class _LaunchAttribute(ctypes.Structure):
@@ -154,8 +155,10 @@ def _function(
     function = _module(sources, options, architecture, device).get_function(name)
     function = getattr(function, "kernel", function)  # of what CuPy compiles itself
     handle = ctypes.c_void_p(function.ptr)
-    if shared_bytes:  # has to be asked for where it is more than 48 KiB together with what the kernel declares
+    # has to be asked for where it is more than 48 KiB together with what the kernel declares; never less than before
+    if shared_bytes > _asked_shared_bytes.get(function.ptr, 0):
         _require(_driver().cuFuncSetAttribute(handle, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes), name)
+        _asked_shared_bytes[function.ptr] = shared_bytes
     if most_shared:
         _require(_driver().cuFuncSetAttribute(handle, _PREFERRED_SHARED_CARVEOUT, 100), name)
     return function

@@ -48,6 +48,7 @@ def as_layer_index(
     if isinstance(config, SketchConfig):
         return SketchIndex(
             codes=host["codes"],
+            marks=host["marks"],
             num_fine=config.words(host["key_mean"].shape[-1])[0],
             segment_starts=np.array(config.segment_starts(context_len), np.int32),
             key_mean=host["key_mean"],

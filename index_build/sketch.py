@@ -1,8 +1,9 @@
 """The sketch of one layer's keys. Definition: `csattn.sketch.reference`.
 
-Sums over the rows are taken block by block in float64, where the rows are. Only eigenvectors are found on the CPU, by
-many threads: at such small matrices that is faster than a GPU. On a CPU each head has a thread of its own, because a
-library's sums depend on the number of threads and on how many heads it is given at once.
+Sums over the rows are taken where the rows are: in float32 within a block of them, in float64 over the blocks. Only
+eigenvectors are found on the CPU, by many threads: at such small matrices that is faster than a GPU. On a CPU each head
+has a thread of its own, because a library's sums depend on the number of threads and on how many heads it is given at
+once.
 
 From the same transform every device makes the same codes; transforms agree up to rounding.
 """
@@ -11,15 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from csattn.config import SketchConfig
-from csattn.sketch.codes import BLOCK_KEYS, COARSE_BITS, FINE_BITS, coord_bits, num_blocks, pack_codes
+from csattn.sketch.codes import BLOCK_KEYS, COARSE_BITS, FINE_BITS, FINE_CODES, coord_bits, num_blocks
+from csattn.sketch.index import MARKED_SHARE
 from csattn.sketch.reference import (
     KEY_BITS,
     LEAST_KEY_ENERGY,
@@ -31,11 +32,13 @@ from csattn.sketch.reference import (
     TRANSFORM_BITS,
 )
 
-# of a head, held in float64 at a time: on a CPU its cache's worth; so few that sums of codes' products fit a float32
+# of a head, held in floating point at a time: on a CPU its cache's worth; sums of codes' products have to fit a float32
 _BLOCK_ROWS, _BLOCK_ROWS_ON_GPU = 2**10, 2**15
 _QUERIES_PER_DIM = 64  # of a KV head's queries so many for each dimension, evenly spaced; more change nothing
+_WORD_KEYS = 32  # whose marks are in a word
 
 Map = Callable[..., Any]  # the builtin, or a pool's
+Part = tuple[slice, slice]  # of the segments and of the rows: as many rows of each of these segments
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +83,11 @@ def _sketch_heads(
     bits = torch.from_numpy(coord_bits(*words)).to(kv.device)
     k, v = kv[:, :, 0], kv[:, :, 1]
     made = fit_keys(k, segment_starts, fit_queries(queries, side_by_side), bits, side_by_side)
-    codes = encode(k, segment_starts, made, bits)
+    codes, errors = encode(k, segment_starts, made, bits)
     value_mean, value_transform = fit_values(codes, v, segment_starts, bits)
     arrays = {
         "codes": pack(codes, *words),
+        "marks": mark(errors, segment_starts),
         "key_mean": made.key_mean,
         "query_transform": made.query_transform,
         "value_mean": value_mean,
@@ -96,10 +100,10 @@ def fit_queries(queries: Tensor, side_by_side: Map = map) -> tuple[Tensor, Tenso
     """The root of the mean of q q^T over unit queries, and its inverse: [num_heads, head_dim, head_dim] float64."""
     queries = queries[:, :: -(-queries.shape[1] // (_QUERIES_PER_DIM * queries.shape[2]))]
     total = _zeros(queries, queries.shape[2], queries.shape[2])
-    for rows in _blocks(queries):
-        wide = queries[:, rows].double()
-        norm = wide.square().sum(2, keepdim=True).sqrt()
-        unit = wide.mul_(torch.where(norm > 0, 1.0 / norm, 0.0))
+    for _, rows in _parts(queries, (0,)):
+        of_rows = queries[:, rows].float()
+        norm = torch.linalg.vector_norm(of_rows, dim=2, keepdim=True)
+        unit = of_rows * torch.where(norm > 0, 1.0 / norm, 0.0)
         total += unit.mT @ unit
     energy, directions = _eigh(total / queries.shape[1], side_by_side)
     greatest = energy[:, -1:]
@@ -115,35 +119,60 @@ def fit_keys(
     side_by_side: Map = map,
 ) -> KeyTransforms:
     """Which coordinates are kept of these keys, and their steps."""
-    segments = [k[:, rows] for rows in _segments(segment_starts, k)]
-    mean, covariance, largest = (torch.stack(of, dim=1) for of in zip(*map(_moments, segments), strict=True))
+    mean, covariance, largest = _moments(k, segment_starts)
     root, inverse = (array[:, None] for array in metric)
     energy, basis = _eigh(root @ covariance @ root, side_by_side)
-    energy, basis = energy.flip(2)[:, :, : len(bits)], basis.flip(3)[:, :, :, : len(bits)]
+    energy, basis = energy.flip(2)[:, :, : len(bits)], basis.flip(3)[..., : len(bits)]
     deviation = torch.where(energy > LEAST_KEY_ENERGY * energy[:, :, :1], energy, 0.0).clamp_min(0.0).sqrt()
-    forward, steps = root @ basis, []
-    for number, rows in enumerate(segments):
-        samples = rows[:, :: -(-rows.shape[1] // STEP_SAMPLES)].double().sub_(mean[:, None, number])
-        steps.append(_best_steps(samples @ forward[:, number], deviation[:, number], bits))
-    step = torch.stack(steps, dim=1)[:, :, None]
-    columns = torch.where(step > 0, forward / torch.where(step > 0, step, 1.0), 0.0)
-    return KeyTransforms(
-        mean.float(), _exponent(largest), _in_fixed_point(columns), (inverse @ basis * (step / 2)).half()
-    )
+    forward, step = root @ basis, torch.empty_like(deviation)
+    for part in _runs(segment_starts, k.shape[1]):
+        rows = _rows(k, part)
+        samples = rows[:, :, :: -(-rows.shape[2] // STEP_SAMPLES)] - mean[:, part[0], None].float()
+        step[:, part[0]] = _best_steps(samples @ forward[:, part[0]].float(), deviation[:, part[0]], bits)
+    wide = step[:, :, None]
+    columns = torch.where(wide > 0, forward / torch.where(wide > 0, wide, 1.0), 0.0)
+    back = inverse @ basis * wide
+    return KeyTransforms(mean.float(), _exponent(largest), _in_fixed_point(columns), _half(back))
 
 
-def encode(k: Tensor, segment_starts: Sequence[int], made: KeyTransforms, bits: Tensor) -> Tensor:
-    """Codes [num_heads, context_len, num_coords] uint8 on the device of k: to the bit those of the reference."""
+def encode(k: Tensor, segment_starts: Sequence[int], made: KeyTransforms, bits: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [num_heads, context_len, num_coords] uint8 on the device of k: to the bit those of the reference.
+
+    And how far each key is from what its codes say, squared: [num_heads, context_len] float32.
+    """
     per_unit = _power_of_two(KEY_BITS - made.key_exponent)[:, :, None, None]
     mean, transform = made.key_mean.double()[:, :, None], made.key_transform / per_unit
-    half = (1 << bits - 1).double()
+    half, back = (1 << bits - 1).float(), made.query_transform.float().mT
+    told_by_zeros = (made.key_mean - (half - 0.5) @ back)[:, :, None]
     codes = torch.empty(*k.shape[:2], len(bits), dtype=torch.uint8, device=k.device)
-    for number, segment in enumerate(_segments(segment_starts, k)):
-        for rows in _blocks(k, segment):
-            whole = k[:, rows].double().sub_(mean[:, number]).mul_(per_unit[:, number]).round_()
-            steps = (whole.clamp_(-(2.0**KEY_BITS), 2.0**KEY_BITS) @ transform[:, number]).floor_()
-            codes[:, rows] = steps.clamp_(-half, half - 1).add_(half)
-    return codes
+    errors = torch.empty(k.shape[:2], dtype=torch.float32, device=k.device)
+    for part in _parts(k, segment_starts):
+        of = part[0]
+        whole = _rows(k, part).double().sub_(mean[:, of]).mul_(per_unit[:, of]).round_()
+        steps = whole.clamp_(-(2.0**KEY_BITS), 2.0**KEY_BITS) @ transform[:, of]
+        u = steps.floor_().float().clamp_(-half, half - 1).add_(half)
+        _rows(codes, part)[:] = u
+        missed = (_rows(k, part) - told_by_zeros[:, of]).sub_(u @ back[:, of])
+        _rows(errors, part)[:] = missed.square_().sum(3)
+    return codes, errors
+
+
+def mark(errors: Tensor, segment_starts: Sequence[int]) -> Tensor:
+    """Mark the rows with the greatest errors, of equals the first: words as of `pack_marks`.
+
+    errors: [num_heads, context_len] float32, none below 0.
+    """
+    size = num_blocks(errors.shape[1]) * BLOCK_KEYS // _WORD_KEYS
+    words = torch.zeros(len(errors), size, dtype=torch.int64, device=errors.device)
+    for part in _runs(segment_starts, errors.shape[1]):
+        of_rows = _rows(errors, part)
+        num_marked = of_rows.shape[2] // MARKED_SHARE
+        places = torch.arange(of_rows.shape[2], device=errors.device)
+        keys = (of_rows.contiguous().view(torch.int32).long() << 32) - places  # bits of floats >= 0 ascend as they do
+        first = torch.tensor(segment_starts[part[0]], device=errors.device)
+        rows = (keys.topk(num_marked, dim=2).indices + first[:, None]).flatten(1)
+        words.scatter_add_(1, rows // _WORD_KEYS, torch.ones_like(rows) << rows % _WORD_KEYS)
+    return words.view(len(errors), -1, BLOCK_KEYS // _WORD_KEYS).to(torch.int32).view(torch.uint32)
 
 
 def fit_values(codes: Tensor, v: Tensor, segment_starts: Sequence[int], bits: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,34 +181,27 @@ def fit_values(codes: Tensor, v: Tensor, segment_starts: Sequence[int], bits: Te
     codes: of `encode`. v: [num_heads, context_len, head_dim]. value_mean [num_heads, num_segments, head_dim] float32;
     value_transform [num_heads, num_segments, num_coords, head_dim] float16.
     """
-    segments, largest = _segments(segment_starts, v), ((1 << bits) - 1).float()
-    sums = (_value_sums(codes[:, rows], v[:, rows], largest) for rows in segments)
-    c_total, v_total, gram, cross = (torch.stack(of, dim=1) for of in zip(*sums, strict=True))
-    num_rows = torch.tensor([rows.stop - rows.start for rows in segments], device=v.device)[None, :, None, None]
-    c_mean, v_mean = c_total[:, :, None] / num_rows, v_total[:, :, None] / num_rows
-    gram, cross = gram / num_rows - c_mean.mT @ c_mean, cross / num_rows - c_mean.mT @ v_mean
+    u_mean, v_mean, gram, cross = _value_moments(codes, v, segment_starts)
+    gram, cross = gram - u_mean.mT @ u_mean, cross - u_mean.mT @ v_mean
     variance = gram.diagonal(dim1=2, dim2=3)[..., None]
-    ridge = RIDGE * variance.mean(2, keepdim=True) + 1e-9
-    matrix = torch.linalg.solve(gram + ridge * torch.eye(len(bits), dtype=gram.dtype, device=v.device), cross)
+    ridge = RIDGE * (variance.mean(2, keepdim=True) + 1.0)
+    matrix = _solve(gram + ridge * torch.eye(len(bits), dtype=gram.dtype, device=v.device), cross)
     fine = (bits == FINE_BITS).double()
     scaled = matrix * torch.where(fine[:, None] > 0, 1.0, variance)
-    return (v_mean - fine * c_mean @ matrix)[:, :, 0].float(), scaled.half()
+    return (v_mean - fine * u_mean @ matrix)[:, :, 0].float(), _half(scaled)
 
 
 def pack(codes: Tensor, num_fine: int, num_coarse: int) -> Tensor:
     """`pack_codes` in torch: [num_heads, num_blocks, num_fine + num_coarse, BLOCK_KEYS] uint32.
 
-    A word is the sum of its codes times powers of two, which float64 holds exactly; a code of 1 tells its power.
+    Four codes of neighbouring coordinates, a byte each, need only be shifted to be where a word has them.
     """
-    num_heads, num_rows, num_coords = codes.shape
-    ones = pack_codes(np.eye(num_coords, dtype=np.uint8), num_fine, num_coarse).swapaxes(1, 2)
-    powers = torch.from_numpy(ones.reshape(-1, num_fine + num_coarse)[:num_coords].astype(np.float64)).to(codes.device)
-    size = num_heads, num_blocks(num_rows) * BLOCK_KEYS, num_fine + num_coarse
-    words = torch.zeros(size, dtype=torch.int64, device=codes.device)
-    for rows in _blocks(codes):
-        words[:, rows][:, : num_rows - rows.start] = (codes[:, rows].double() @ powers).long()
+    num_heads, num_rows, _ = codes.shape
+    fours = torch.nn.functional.pad(codes.view(torch.int32), (0, 0, 0, -num_rows % BLOCK_KEYS))
+    fine, coarse = fours.tensor_split([num_fine * FINE_CODES // 4], dim=2)
+    words = torch.cat([_shifted_together(fine, FINE_BITS), _shifted_together(coarse, COARSE_BITS)], dim=2)
     by_block = words.view(num_heads, -1, BLOCK_KEYS, num_fine + num_coarse).mT
-    return by_block.to(torch.int32).contiguous().view(torch.uint32)
+    return by_block.contiguous().view(torch.uint32)
 
 
 @contextmanager
@@ -192,33 +214,69 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
-def _segments(starts: Sequence[int], rows: Tensor) -> list[slice]:
-    """Of rows [num_heads, num_rows, ...]."""
-    return [slice(start, stop) for start, stop in pairwise((*starts, rows.shape[1]))]
+def _runs(starts: Sequence[int], num_rows: int) -> Iterator[Part]:
+    """Neighbouring segments of equal length, and their rows."""
+    edges = (*starts, num_rows)
+    for _, run in groupby(range(len(starts)), key=lambda number: edges[number + 1] - edges[number]):
+        numbers = list(run)
+        stop = numbers[-1] + 1
+        yield slice(numbers[0], stop), slice(edges[numbers[0]], edges[stop])
 
 
-def _blocks(rows: Tensor, within: slice | None = None) -> Iterator[slice]:
-    """The rows [num_heads, num_rows, ...] in blocks, in order; those of a segment, or all."""
-    within = within or slice(0, rows.shape[1])
-    size = _BLOCK_ROWS_ON_GPU if rows.is_cuda else _BLOCK_ROWS
-    return (slice(start, min(start + size, within.stop)) for start in range(within.start, within.stop, size))
+def _parts(rows: Tensor, starts: Sequence[int]) -> Iterator[Part]:
+    """All rows [num_heads, num_rows, ...] in order: of some segments of equal length at a time, or a piece of one."""
+    most = _BLOCK_ROWS_ON_GPU if rows.is_cuda else _BLOCK_ROWS
+    for segments, of_run in _runs(starts, rows.shape[1]):
+        length = (of_run.stop - of_run.start) // (segments.stop - segments.start)
+        at_once, piece = max(1, most // length), min(length, most)
+        for first in range(segments.start, segments.stop, at_once):
+            last = min(first + at_once, segments.stop)
+            begin, end = (of_run.start + (number - segments.start) * length for number in (first, last))
+            for start in range(begin, end, at_once * piece):
+                yield slice(first, last), slice(start, min(start + at_once * piece, end))
+
+
+def _rows(rows: Tensor, part: Part) -> Tensor:
+    """That part of rows [num_heads, num_rows, ...], segment by segment: [num_heads, num_segments, num_rows, ...]."""
+    segments, of_part = part
+    return torch.unflatten(rows[:, of_part], 1, (segments.stop - segments.start, -1))
+
+
+def _lengths(starts: Sequence[int], rows: Tensor) -> Tensor:
+    """Of the segments of rows [num_heads, num_rows, ...]: [num_segments, 1] float64."""
+    edges = torch.tensor([*starts, rows.shape[1]], dtype=torch.float64, device=rows.device)
+    return edges.diff()[:, None]
 
 
 def _zeros(like: Tensor, *shape: int) -> Tensor:
     return torch.zeros(len(like), *shape, dtype=torch.float64, device=like.device)
 
 
+def _half(x: Tensor) -> Tensor:
+    """Rounded to float16; what is too large for it, to its largest."""
+    limit = torch.finfo(torch.float16).max
+    return x.clamp(-limit, limit).half()
+
+
 def _eigh(matrices: Tensor, side_by_side: Map) -> tuple[Tensor, Tensor]:
     """Eigenvalues, ascending, and eigenvectors of symmetric matrices [..., n, n], found on the CPU."""
+    on_gpu = matrices.is_cuda
+    here = matrices.flatten(0, -3).to("cpu", non_blocking=True)  # a GPU's go to locked memory: many times as fast
+    values = torch.empty(here.shape[:2], dtype=here.dtype, pin_memory=on_gpu)
+    vectors = torch.empty(here.shape, dtype=here.dtype, pin_memory=on_gpu)  # in rows, as they are found
+    if on_gpu:
+        torch.cuda.current_stream(matrices.device).synchronize()
 
-    def alone(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    @torch.inference_mode()
+    def alone(number: int) -> None:
         torch.set_num_threads(1)
-        values, vectors = torch.linalg.eigh(matrix)
-        return values, vectors
+        values[number], columns = torch.linalg.eigh(here[number])
+        vectors[number] = columns.mT
 
-    found = side_by_side(alone, matrices.flatten(0, -3).cpu())
-    values, vectors = (torch.stack(of).to(matrices.device) for of in zip(*found, strict=True))
-    return values.view(matrices.shape[:-1]), vectors.view(matrices.shape)
+    for _ in side_by_side(alone, range(len(here))):
+        pass
+    values, vectors = (found.to(matrices.device, non_blocking=True) for found in (values, vectors))
+    return values.view(matrices.shape[:-1]), vectors.view(matrices.shape).mT
 
 
 def _exponent(x: Tensor) -> Tensor:
@@ -238,46 +296,74 @@ def _in_fixed_point(columns: Tensor) -> Tensor:
     return ((columns / unit).round() * unit).float()
 
 
-def _moments(k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of keys [num_heads, num_rows, head_dim] the mean, the covariance and the largest distance in a dimension."""
-    total = _zeros(k, k.shape[2])
-    for rows in _blocks(k):
-        total += k[:, rows].double().sum(1)
-    mean = total / k.shape[1]
-    covariance, largest = _zeros(k, k.shape[2], k.shape[2]), _zeros(k)
-    for rows in _blocks(k):
-        centred = k[:, rows].double().sub_(mean[:, None])
-        covariance += centred.mT @ centred
-        largest = largest.maximum(centred.abs_().amax((1, 2)))
-    return mean, covariance / k.shape[1], largest
+def _moments(k: Tensor, starts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each segment of the keys the mean, the covariance and the largest distance in a dimension: float64.
+
+    [num_heads, num_segments, head_dim], [num_heads, num_segments, head_dim, head_dim] and [num_heads, num_segments].
+    """
+    num_rows, shape = _lengths(starts, k), (len(starts), k.shape[2])
+    mean = _zeros(k, *shape)
+    least, most = mean + torch.inf, mean - torch.inf
+    for part in _parts(k, starts):
+        rows, segments = _rows(k, part), part[0]
+        mean[:, segments] += rows.sum(2, dtype=torch.float64)
+        least[:, segments] = least[:, segments].minimum(rows.amin(2))
+        most[:, segments] = most[:, segments].maximum(rows.amax(2))
+    mean /= num_rows
+    covariance, shift = _zeros(k, *shape, k.shape[2]), mean.float()[:, :, None]
+    for part in _parts(k, starts):
+        centred = _rows(k, part) - shift[:, part[0]]
+        covariance[:, part[0]] += centred.mT @ centred
+    return mean, covariance / num_rows[..., None], torch.maximum(most - mean, mean - least).amax(2)
 
 
 def _best_steps(samples: Tensor, deviation: Tensor, bits: Tensor) -> Tensor:
-    """The steps [num_heads, num_coords] that lose least; 0 where a coordinate has no energy.
+    """The steps [..., num_coords] that lose least; 0 where a coordinate has no energy.
 
-    samples: [num_heads, num_samples, num_coords], deviation: [num_heads, num_coords].
+    samples: [..., num_samples, num_coords] float32, deviation: [..., num_coords] float64.
     """
     normal = torch.where(bits == FINE_BITS, NORMAL_STEP[FINE_BITS], NORMAL_STEP[COARSE_BITS])
     last = (1 << bits - 1)[:, None].float() - 1
-    sizes = (samples.mT.abs() / torch.where(deviation > 0, deviation * normal, torch.inf)[:, :, None]).float()
+    sizes = samples.mT.abs() / torch.where(deviation > 0, deviation * normal, torch.inf)[..., None].float()
     errors = []
     for multiple in STEP_MULTIPLES:
-        distance = sizes / multiple  # in steps, to the start of the level, then to its middle
+        distance = sizes * (1 / multiple)  # in steps, to the start of the level, then to its middle
         distance.sub_(distance.floor().minimum(last)).sub_(0.5)
-        errors.append(multiple**2 * distance.square_().mean(2))
+        errors.append(multiple**2 * distance.square_().mean(-1))
     multiples = torch.tensor(STEP_MULTIPLES, dtype=torch.float64, device=samples.device)
     return deviation * normal * multiples[torch.stack(errors).argmin(0)]
 
 
-def _value_sums(codes: Tensor, v: Tensor, largest: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sums over the rows of c, v, c c^T and c v^T."""
-    num_coords, head_dim = codes.shape[2], v.shape[2]
-    c_total, v_total = _zeros(v, num_coords), _zeros(v, head_dim)
-    gram, cross = _zeros(v, num_coords, num_coords), _zeros(v, num_coords, head_dim)
-    for rows in _blocks(v):
-        c, wide = codes[:, rows].float().mul_(2.0).sub_(largest), v[:, rows].double()
-        c_total += c.sum(1)
-        v_total += wide.sum(1)
-        gram += c.mT @ c
-        cross += c.double().mT @ wide
-    return c_total, v_total, gram, cross
+def _value_moments(codes: Tensor, v: Tensor, starts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Means over the rows of u, v, u u^T and u v^T, segment by segment, in float64.
+
+    The means of vectors are [num_heads, num_segments, 1, width], those of products [num_heads, num_segments, width of
+    u, width]. Within a block sums are float32's: those of codes' products are whole numbers that it holds.
+    """
+    num_coords, head_dim, num_rows = codes.shape[2], v.shape[2], _lengths(starts, v)[..., None]
+    sums = _zeros(v, len(starts), 1, num_coords + head_dim)
+    products = _zeros(v, len(starts), num_coords, num_coords + head_dim)
+    for part in _parts(v, starts):
+        rows = torch.cat([_rows(codes, part).float(), _rows(v, part).float()], dim=3)
+        sums[:, part[0]] += rows.sum(2, keepdim=True)
+        products[:, part[0]] += rows[..., :num_coords].mT @ rows
+    (u_mean, v_mean), (gram, cross) = (
+        (totals / num_rows).tensor_split([num_coords], dim=3) for totals in (sums, products)
+    )
+    return u_mean, v_mean, gram, cross
+
+
+def _solve(gram: Tensor, right: Tensor) -> Tensor:
+    """x with gram @ x = right, for positive definite matrices [..., n, n]."""
+    lower: Tensor = torch.linalg.cholesky_ex(gram).L
+    half_way = torch.linalg.solve_triangular(lower, right, upper=False)
+    solved: Tensor = torch.linalg.solve_triangular(lower.mT, half_way, upper=True)
+    return solved
+
+
+def _shifted_together(fours: Tensor, bits: int) -> Tensor:
+    """[..., n] int32 of four codes each -> [..., n * bits / 8] words."""
+    words, *others = torch.unflatten(fours, -1, (-1, 8 // bits)).unbind(-1)
+    for number, other in enumerate(others, start=1):
+        words = words | other << number * bits
+    return words

@@ -154,8 +154,8 @@ def test_the_roofline_of_an_8b_model():
     config = INDEXES["default"]
     assert weight_bytes(SHAPE) == pytest.approx(16.06e9, rel=1e-3)
     assert full_bytes(SHAPE, 1) * SHAPE.num_layers == 131_072
-    codes, transforms = 131_072 * 8 * 32, 16 * 8 * 128 * (8 + 4 * 96)
-    assert index_bytes(SHAPE, config, 131_072) == codes + transforms
+    codes, marks, transforms = 131_072 * 8 * 32, 131_072 * 8 // 8, 16 * 8 * 128 * (8 + 4 * 96)
+    assert index_bytes(SHAPE, config, 131_072) == codes + marks + transforms
     ratios = {
         (context_len, batch_size): round(best_ratio(SHAPE, config, context_len, batch_size, 0.02), 2)
         for context_len in (32_768, 131_072)

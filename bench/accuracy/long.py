@@ -17,7 +17,7 @@ import json
 import platform
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bench.accuracy.attending.attend import Codes, Reading, attend, worst_rows
+from bench.accuracy.attending.attend import Codes, Reading, attend
 from bench.accuracy.attending.context import RealContext, Step, read_context
 from bench.accuracy.attending.recording import record
 from bench.accuracy.attending.slot_cache import count_hits
@@ -42,7 +42,7 @@ from csattn.config import SearchConfig
 from csattn.models import LoadedModel, load_model
 
 # Raise it when the same measurement means something else than before.
-VERSION = 2
+VERSION = 3
 KEY = ("version", "model", "stretch", "text", "text_sha256", "context_len", "eval_len", "contender", "keep")
 ONE_KEEP = SearchConfig().keep
 _LEAST_CONTEXT, _GATE_TOKENS = 1024, 48
@@ -98,29 +98,23 @@ def measure(
     """What a contender's predictions are worth, what it keeps on the device, and what caches of its rows would hit."""
     reading = contender.reading(keep, context.context_len)
     chosen: list[list[Tensor]] = [[] for _ in context.layers]
-    num_always = contender.num_always(keep, context.context_len)
-    always = [
-        worst_rows(of[0], of[1], num_always) if of[1] and num_always else None
-        for of in zip(context.layers, codes, strict=True)
-    ]
 
     def attend_layer(layer_idx: int, step: Step) -> Tensor:
         layer, of_layer = context.layers[layer_idx], chosen[layer_idx]
-        of_all = replace(reading, always=always[layer_idx])
-        return attend(layer, step, codes[layer_idx], of_all, lambda rows: of_layer.append(rows.int()))
+        return attend(layer, step, codes[layer_idx], reading, lambda rows: of_layer.append(rows.int()))
 
     log_probs = context.predict(attend_layer, contender.ahead)
     reference = context.log_probs
     kl = (reference.exp() * (reference - log_probs)).sum(-1)
     same = (reference.argmax(-1) == log_probs.argmax(-1)).float().mean()
     found: dict[str, Any] = {"kl": float(kl.mean()), "kl_p99": float(kl.quantile(0.99)), "top1_agreement": float(same)}
-    found |= {"nll": context.nll(log_probs), **_bytes(context, reading, num_always, codes)}
+    found |= {"nll": context.nll(log_probs), **_bytes(context, reading, codes)}
     if reading.top_k and keep == ONE_KEEP and contender.group == "ours":
         found |= count_hits(torch.cat([torch.cat(rows, dim=1) for rows in chosen]), context.context_len)
     return {name: round(value, 7) for name, value in found.items()}
 
 
-def _bytes(context: RealContext, reading: Reading, num_always: int, codes: Sequence[Codes | None]) -> dict[str, float]:
+def _bytes(context: RealContext, reading: Reading, codes: Sequence[Codes | None]) -> dict[str, float]:
     """Of a key (with its value) and KV head: codes alone, and all that lies on the device between steps.
 
     Without codes, all keys have to lie there to be searched. Rows that are fetched lie on the host, 16 bits a number.
@@ -128,7 +122,7 @@ def _bytes(context: RealContext, reading: Reading, num_always: int, codes: Seque
     num_heads, context_len, head_dim = context.layers[0].k.shape
     row = FULL_KV_BYTES * head_dim
     first = codes[0]
-    near = (reading.sink_len + reading.window_len + num_always) * row / context_len
+    near = (reading.sink_len + reading.window_len) * row / context_len
     if first is None:
         return {"code_bytes_per_key": row / 2, "device_bytes_per_key": row / 2 + near, "host_bytes_per_key": float(row)}
     device = first.bytes_per_key + first.fixed_bytes / (num_heads * context_len) + near

@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
+import numpy as np
+
 from bench.accuracy.attending.attend import Codes, Reading
 from bench.accuracy.attending.context import ContextLayer
 from bench.accuracy.attending.lists import ListCodes
@@ -31,17 +33,13 @@ class LongContender:
     rest: Literal["none", "codes", "moments"] = "none"
     ahead: bool = False
     one_keep: bool = False  # measured at one share kept only
-    always: float = 0.0  # of `keep`: the share that goes to the rows which the codes describe worst, for all tokens
     reads_all: bool = False  # attends to all rows by their codes and chooses none
     sink_len: int = SearchConfig().sink_len
     window_len: int = SearchConfig().window_len
 
     def reading(self, keep: float, context_len: int) -> Reading:
-        top_k = 0 if self.reads_all else max(1, round((1 - self.always) * keep * context_len))
+        top_k = 0 if self.reads_all else max(1, round(keep * context_len))
         return Reading(top_k, self.sink_len, min(self.window_len, context_len - self.sink_len), self.rest)
-
-    def num_always(self, keep: float, context_len: int) -> int:
-        return round(self.always * keep * context_len)
 
 
 def contenders(head_dim: int) -> list[LongContender]:
@@ -54,8 +52,6 @@ def contenders(head_dim: int) -> list[LongContender]:
         LongContender("exact+rest=moments", "ours", None, "moments", one_keep=True),
         LongContender("default", "ours", default, "codes"),
         LongContender("default+ahead", "ours", default, "codes", ahead=True),
-        LongContender("default, an eighth for the worst coded", "ours", default, "codes", always=1 / 8),
-        LongContender("default, a quarter for the worst coded", "ours", default, "codes", always=1 / 4),
         LongContender("default+rest=moments", "ours", default, "moments", one_keep=True),
         LongContender("default+rest=none", "ours", default, one_keep=True),
         *_sizes(),
@@ -65,6 +61,7 @@ def contenders(head_dim: int) -> list[LongContender]:
             LongContender(name, "low-bit", make, "codes", reads_all=True, sink_len=sinks, window_len=LOW_BIT_WINDOW)
             for name, make, sinks in LOW_BIT
         ),
+        LongContender("default, without marks", "tried", _sketch_without_marks, "codes", one_keep=True),
         *(
             LongContender(name, "tried", partial(_variant, variant), "codes", one_keep=True)
             for name, variant in variants(head_dim).items()
@@ -140,6 +137,11 @@ def _sizes() -> list[LongContender]:
 
 def _sketch(config: SketchConfig, layer: ContextLayer) -> Codes:
     return SketchCodes(build_sketch(layer, config), layer)
+
+
+def _sketch_without_marks(layer: ContextLayer) -> Codes:
+    index = build_sketch(layer, SketchConfig())
+    return SketchCodes(replace(index, marks=np.zeros_like(index.marks)), layer)
 
 
 def _variant(variant: Variant, layer: ContextLayer) -> Codes:

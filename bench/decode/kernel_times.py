@@ -11,8 +11,8 @@ from torch.profiler import ProfilerActivity, profile
 # part of a kernel's name -> what it is for
 PURPOSES = {
     "project_queries": "search",
-    "make_integers": "search",
     "score_codes": "search",
+    "choose_codes": "select",
     "match_centroids": "search",
     "clear_scores": "search",
     "add_list": "search",

@@ -35,8 +35,9 @@ def index_bytes(shape: ModelShape, config: IndexConfig, context_len: int) -> int
     if isinstance(config, SketchConfig):
         words = config.words(shape.head_dim)
         codes = num_blocks(context_len) * BLOCK_KEYS * sum(words) * 4
+        marks = num_blocks(context_len) * BLOCK_KEYS // 8
         transforms = shape.head_dim * (2 * 4 + 2 * num_coords(*words) * 2)
-        return heads * (codes + num_segments(config, context_len) * transforms)
+        return heads * (codes + marks + num_segments(config, context_len) * transforms)
     return heads * config.num_subspaces * config.num_centroids * config.list_entries(context_len) * LIST_ENTRY_BYTES
 
 

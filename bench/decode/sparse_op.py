@@ -127,6 +127,7 @@ def on_host(index: DeviceSketch, context_len: int, head: int) -> SketchIndex:
     num_words, num_coords = index.codes.shape[2], index.query_transform.shape[3]
     return SketchIndex(
         codes=of_head(index.codes).view(np.uint32),
+        marks=of_head(index.marks).view(np.uint32),
         num_fine=2 * num_words - num_coords // FINE_CODES,  # a coarse word holds twice as many
         segment_starts=index.segment_starts.cpu().numpy(),
         key_mean=of_head(index.key_mean),

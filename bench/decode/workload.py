@@ -76,6 +76,7 @@ class Workload:
                 query_transform=arrays["query_transform"],
                 value_mean=arrays["value_mean"],
                 value_transform=arrays["value_transform"],
+                marks=arrays["marks"].view(torch.int32),
             )
         basis = torch.from_numpy(plain_basis(*arrays["key_mean"].shape)).to(self.device)
         return DeviceLists(basis, arrays["codebooks"], arrays["scores"], arrays["indices"])

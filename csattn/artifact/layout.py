@@ -11,7 +11,8 @@ from csattn.artifact.tensor_file import FileLayout, TensorSpec, plan_file
 from csattn.config import SEGMENT_STEP, SketchConfig
 from csattn.index import LayerIndex, plain_basis
 from csattn.sketch import SketchIndex
-from csattn.sketch.codes import BLOCK_KEYS, num_blocks, num_coords
+from csattn.sketch.codes import BLOCK_KEYS, num_blocks, num_coords, unpack_marks
+from csattn.sketch.index import num_marked
 from csattn.table.lists import ListTable
 
 MANIFEST_FILE = "manifest.json"
@@ -73,6 +74,7 @@ def index_tensors(spec: ArtifactSpec, num_heads: int) -> list[TensorSpec]:
         width = num_coords(*words)
         return [
             TensorSpec("codes", "U32", (num_heads, num_blocks(spec.context_len), sum(words), BLOCK_KEYS)),
+            TensorSpec("marks", "U32", (num_heads, num_blocks(spec.context_len), BLOCK_KEYS // 32)),
             TensorSpec("key_mean", "F32", (*segments, head_dim)),
             TensorSpec("query_transform", "F16", (*segments, head_dim, width)),
             TensorSpec("value_mean", "F32", (*segments, head_dim)),
@@ -114,7 +116,7 @@ def next_query_from_arrays(arrays: Mapping[str, NDArray[Any]]) -> NDArray[np.flo
 def index_arrays(index: LayerIndex | SketchIndex) -> dict[str, NDArray[Any]]:
     """The arrays of a layer's index by their name in the file, without those of `next_query`."""
     if isinstance(index, SketchIndex):
-        names = "codes", "segment_starts", "key_mean", "query_transform", "value_mean", "value_transform"
+        names = "codes", "marks", "segment_starts", "key_mean", "query_transform", "value_mean", "value_transform"
         return {name: getattr(index, name) for name in names}
     assert isinstance(index.table, ListTable)
     return {
@@ -132,6 +134,7 @@ def index_from_arrays(spec: ArtifactSpec, arrays: Mapping[str, NDArray[Any]]) ->
     if isinstance(config, SketchConfig):
         return SketchIndex(
             codes=arrays["codes"],
+            marks=arrays["marks"],
             num_fine=config.words(spec.model.head_dim)[0],
             segment_starts=arrays["segment_starts"],
             key_mean=arrays["key_mean"],
@@ -162,13 +165,17 @@ def fault_of_index(index: LayerIndex | SketchIndex) -> str | None:
     for name, array in {**index_arrays(index), **lookahead}.items():
         if array.dtype.kind == "f" and not all(np.isfinite(head).all() for head in array):
             return f"{name} holds NaN or infinity"
-    return _fault_of_segments(index) if isinstance(index, SketchIndex) else _fault_of_lists(index)
+    return _fault_of_sketch(index) if isinstance(index, SketchIndex) else _fault_of_lists(index)
 
 
-def _fault_of_segments(index: SketchIndex) -> str | None:
+def _fault_of_sketch(index: SketchIndex) -> str | None:
     starts = index.segment_starts.astype(np.int64)
     if starts[0] != 0 or (starts % SEGMENT_STEP).any() or (np.diff(starts, append=index.context_len) <= 0).any():
         return f"segment_starts are not multiples of {SEGMENT_STEP} that ascend from 0 to below {index.context_len}"
+    wanted = num_marked(index.context_len, starts.tolist())
+    marked = unpack_marks(index.marks, num_blocks(index.context_len) * BLOCK_KEYS)
+    if marked[:, index.context_len :].any() or (marked.sum(axis=1) != wanted).any():
+        return f"marks are not at {wanted} of each head's {index.context_len} rows"
     return None
 
 

@@ -14,7 +14,7 @@ from csattn.config import IndexConfig, ListConfig, index_config_from_json
 from csattn.errors import ArtifactCorruptError, ArtifactMismatchError, ConfigError
 
 FORMAT_NAME = "csattn-artifact"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 KvDtype = Literal["float32", "float16", "bfloat16"]
 

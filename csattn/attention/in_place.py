@@ -3,7 +3,8 @@
 The rows that a head attends to stand in one list: sinks, selected rows, window, tail. The list is cut into ranges by
 its length alone, each range is attended to as a piece of its own, and the ranges are merged in their order. So a row's
 result depends neither on the rows beside it nor on threads. So it is with the rest, the rows between sinks and window
-that are not selected, where a sketch says what they are. Definition: `in_place_reference`.
+that are not selected, where a sketch says what they are, unless who selected has attended to them.
+`in_place_reference` is the definition.
 """
 
 from typing import Any
@@ -27,6 +28,7 @@ from csattn.attention.in_place_arguments import (
     NUM_ROWS,
     OUT,
     PARTS,
+    RESTS,
     ROW_BYTES,
     SCALE,
     SINK_ENDS,
@@ -209,6 +211,9 @@ def _merge(args: NDArray[np.int64], row: int, q_head: int) -> None:
     out = array_at(args[OUT] + 4 * (row * num_q_heads + q_head) * head_dim, head_dim, np.float32(0))
     rest = np.zeros(head_dim, np.float32)
     top = rest_top = _rest(args, row, q_head, rest)
+    given = _given_rest(args, row, q_head)
+    if len(given) > 0:
+        top = max(top, given[head_dim])
     for i in range(ranges + rest_ranges):
         top = max(top, parts[_part_of(i, ranges) * words + head_dim])
     scales = np.empty(LANES, np.float32)
@@ -218,12 +223,29 @@ def _merge(args: NDArray[np.int64], row: int, q_head: int) -> None:
         out[j] = scales[0] * rest[j]
     for i in range(ranges + rest_ranges):
         at = _part_of(i, ranges) * words
-        store(scales, 0, exp_lanes(fill(F32x16, parts[at + head_dim] - top)))
-        total += scales[0] * parts[at + head_dim + 1]
-        for j in range(head_dim):
-            out[j] += scales[0] * parts[at + j]
+        total += _add_part(parts[at : at + words], top, out)
+    if len(given) > 0:
+        total += _add_part(given, top, out)
     for j in range(head_dim):
         out[j] /= total
+
+
+@exact_kernel
+def _add_part(part: NDArray[np.float32], top: np.float32, out: NDArray[np.float32]) -> Any:
+    """Add what it has to `out`; how much its weights are together."""
+    head_dim, scales = len(out), np.empty(LANES, np.float32)
+    store(scales, 0, exp_lanes(fill(F32x16, part[head_dim] - top)))
+    for j in range(head_dim):
+        out[j] += scales[0] * part[j]
+    return scales[0] * part[head_dim + 1]
+
+
+@exact_kernel
+def _given_rest(args: NDArray[np.int64], row: int, q_head: int) -> NDArray[np.float32]:
+    """The part of the rest that came with the selection; empty: none."""
+    rests, words = of_row(args, RESTS, row), args[HEAD_DIM] + 2
+    part: NDArray[np.float32] = array_at(rests + 4 * q_head * words, words if rests != 0 else 0, np.float32(0))
+    return part
 
 
 @exact_kernel

@@ -33,6 +33,8 @@ ARGUMENTS = (
     "valid_lens",  # by row: [num_index_heads] int32; address 0: nothing is selected
     "moments",  # by row: `rest.Moments` of the rows that may be selected; address 0: those that are not count nothing
     "sketches",  # by row: `sketch.SKETCH`; address 0: rows that are not selected are not attended to by codes
+    # by row: [num_q_heads, head_dim + 2] float32, parts of the rest as of `csattn.search.rest`; address 0: none comes
+    "rests",
     "queries",  # [num_rows, num_kv_heads] blocks of
     "query_bytes",
     "max_rest_ranges",  # of all rows
@@ -48,7 +50,7 @@ ARGUMENTS = (
 (
     NUM_ROWS, Q, NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, SCALE, KV, ROW_BYTES, V_OFFSETS, K_READERS, V_READERS,
     CONTEXT_LENS, SINK_ENDS, WINDOW_STARTS, NUM_INDEX_HEADS, TOP_KS, KV_INDICES, VALID_LENS, MOMENTS,
-    SKETCHES, QUERIES, QUERY_BYTES, REST_RANGES, TAILS, TAIL_CAPACITY, TAIL_IDS, TAIL_LENS,
+    SKETCHES, RESTS, QUERIES, QUERY_BYTES, REST_RANGES, TAILS, TAIL_CAPACITY, TAIL_IDS, TAIL_LENS,
     INDEX_HEADS, LIST_RANGES, PARTS, OUT,
 ) = range(len(ARGUMENTS))  # fmt: skip
 

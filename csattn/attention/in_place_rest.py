@@ -28,10 +28,10 @@ from csattn.attention.in_place_arguments import (
 )  # fmt: skip
 from csattn.jit import exact_kernel
 from csattn.search.atomics import array_at
+from csattn.search.code_sums import CHUNK_KEYS
 from csattn.search.match import widen
+from csattn.search.rest import attend_rows
 from csattn.search.sketch import project_queries, sketch_at, weigh_queries
-from csattn.sketch.code_sums import CHUNK_KEYS
-from csattn.sketch.rest import attend_rows
 
 RANGE_ROWS = 16384  # where the middle is longer than MAX_RANGES of them, ranges are
 
@@ -44,7 +44,8 @@ def rest_queries_stage(arguments: int, piece: int, thread: int, unused: int) -> 
         group_size, head_dim = args[NUM_Q_HEADS] // args[NUM_KV_HEADS], args[HEAD_DIM]
         q = array_at(args[Q] + 4 * piece * group_size * head_dim, group_size * head_dim, np.float32(0))
         sketch, queries = sketch_at(of_row(args, SKETCHES, row)), args[QUERIES] + piece * args[QUERY_BYTES]
-        project_queries(sketch, head, widen(q), 0, sketch.num_segments, queries)
+        scale = array_at(args[SCALE], 1, np.float64(0))[0]
+        project_queries(sketch, head, widen(q), 0, sketch.num_segments, scale, queries)
         weigh_queries(sketch, group_size, queries)
     return 0
 
@@ -77,9 +78,8 @@ def _attend_rest(args: NDArray[np.int64], piece: int) -> None:
     group_size = args[NUM_Q_HEADS] // num_kv_heads
     queries = args[QUERIES] + (row * num_kv_heads + head) * args[QUERY_BYTES]
     place = (row * args[NUM_Q_HEADS] + head * group_size) * MAX_PARTS + MAX_RANGES + number
-    parts, scale = args[PARTS] + 4 * place * part_words, array_at(args[SCALE], 1, np.float64(0))[0]
-    chosen = chosen_of(args, row, head)
-    attend_rows(sketch_at(sketch), head, queries, group_size, first, stop, chosen, scale, parts, MAX_PARTS * part_words)
+    parts, chosen = args[PARTS] + 4 * place * part_words, chosen_of(args, row, head)
+    attend_rows(sketch_at(sketch), head, queries, group_size, first, stop, chosen, parts, MAX_PARTS * part_words)
 
 
 @exact_kernel

@@ -11,18 +11,6 @@ from csattn.search.simd import Vector
 
 
 @intrinsic
-def narrow(typing_context, a, b):  # type: ignore[no-untyped-def]
-    """The lower halves of a's lanes, then of b's."""
-    sig = Vector(types.Integer.from_bitwidth(a.element.bitwidth // 2, True), 2 * a.lanes)(a, b)
-
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        halves = [builder.bitcast(value, sig.return_type.llvm_type()) for value in args]
-        return shuffle(builder, halves, list(range(0, 2 * sig.return_type.lanes, 2)))
-
-    return sig, generate
-
-
-@intrinsic
 def turn_fours(typing_context, value):  # type: ignore[no-untyped-def]
     """Of every four lanes of four bytes, byte i of lane j becomes byte j of lane i."""
     return value(value), _shuffle_bytes([4 * byte + lane for lane in range(4) for byte in range(4)])
@@ -51,6 +39,31 @@ def _shuffle_bytes(order: list[int]) -> Any:
 
 
 @intrinsic
+def bits_of_bytes(typing_context, value, first, count):  # type: ignore[no-untyped-def]
+    """Of each byte of 32-bit lanes, so many bits from that one on (literals), as a number."""
+    if not (isinstance(first, types.IntegerLiteral) and isinstance(count, types.IntegerLiteral)):
+        return None
+    sig = value(value, first, count)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        shift, number, kind = sig.args[1].literal_value, sig.args[2].literal_value, args[0].type
+        masks = ir.Constant(kind, [((1 << number) - 1) * 0x01010101] * kind.count)
+        if shift == 0:
+            return builder.and_(args[0], masks)
+        if kind.count == 16 and "+gfni" in context.codegen().magic_tuple()[2]:
+            # a product with a matrix of bits: byte 7 - i of it says which of the bits make up bit i
+            matrix = sum(1 << (8 * (7 - i) + shift + i) for i in range(number))
+            as_bytes = ir.VectorType(ir.IntType(8), 4 * kind.count)
+            matrices = ir.Constant(ir.VectorType(ir.IntType(64), kind.count // 2), [matrix] * (kind.count // 2))
+            operands = [builder.bitcast(x, as_bytes) for x in (args[0], matrices)]
+            name = "llvm.x86.vgf2p8affineqb.512"
+            return builder.bitcast(call(builder, name, as_bytes, [*operands, ir.IntType(8)(0)]), kind)
+        return builder.and_(builder.lshr(args[0], ir.Constant(kind, [shift] * kind.count)), masks)
+
+    return sig, generate
+
+
+@intrinsic
 def add_byte_dots(typing_context, sums, a, b):  # type: ignore[no-untyped-def]
     """sums[i] + the sum over lane i's four bytes of a, unsigned, times those of b, signed, as 32-bit lanes.
 
@@ -58,30 +71,84 @@ def add_byte_dots(typing_context, sums, a, b):  # type: ignore[no-untyped-def]
     """
     sig = sums(sums, a, b)
 
+    return sig, _add_byte_dots
+
+
+@intrinsic
+def add_half_dots(typing_context, sums, a, b):  # type: ignore[no-untyped-def]
+    """As `add_byte_dots`, modulo 2**16, of which `join_halves` makes the sums."""
+    sig = sums(sums, a, b)
+
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        kind, features = args[0].type, context.codegen().magic_tuple()[2]
-        if sig.return_type.lanes == 16 and "+avx512vnni" in features:
-            # LLVM knows the instruction, but takes it apart in chains of sums: shorter to wait for, and slower
-            dot = ir.FunctionType(kind, [kind, kind, kind])
-            return builder.asm(dot, "vpdpbusd $3, $2, $0", "=v,0,v,v", args, side_effect=False)
-        if sig.return_type.lanes == 16 and "+avx2" in features:
-            return builder.add(args[0], pairs_of_pairs(builder, args[1], args[2]))
-        return plain_byte_dots(builder, *args)
+        features = context.codegen().magic_tuple()[2]
+        if not _sums_in_halves(sig.return_type, features):
+            return _add_byte_dots(context, builder, sig, args)
+        halves = ir.VectorType(ir.IntType(16), 2 * sig.return_type.lanes)
+        pairs = _pairs(builder, "+avx512bw" in features, args[1], args[2])
+        return builder.bitcast(builder.add(builder.bitcast(args[0], halves), pairs), args[0].type)
 
     return sig, generate
 
 
-def pairs_of_pairs(builder: ir.IRBuilder, a: Any, b: Any) -> Any:
-    """The products' sums in AVX2, half a vector at a time: of two bytes in 16 bits, then of two of those in 32."""
-    i8, i16, i32 = (ir.IntType(bits) for bits in (8, 16, 32))
-    ones, halves = ir.Constant(ir.VectorType(i16, 16), [1] * 16), []
+@intrinsic
+def join_halves(typing_context, a, b):  # type: ignore[no-untyped-def]
+    """The 16-bit sums of `add_half_dots` in a's lanes, then in b's; they began with numbers from 0 to 2**16 - 1."""
+    sig = Vector(types.Integer.from_bitwidth(a.element.bitwidth // 2, False), 2 * a.lanes)(a, b)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        halves = [builder.bitcast(value, sig.return_type.llvm_type()) for value in args]
+        sums = shuffle(builder, halves, list(range(0, 2 * sig.return_type.lanes, 2)))
+        if _sums_in_halves(sig.args[0], context.codegen().magic_tuple()[2]):
+            sums = builder.add(sums, shuffle(builder, halves, list(range(1, 2 * sig.return_type.lanes, 2))))
+        return sums
+
+    return sig, generate
+
+
+def _add_byte_dots(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+    features = context.codegen().magic_tuple()[2]
+    if sig.return_type.lanes == 16 and "+avx512vnni" in features:
+        return _fused_dots(builder, *args)
+    if sig.return_type.lanes == 16 and "+avx2" in features:
+        return builder.add(args[0], pairs_of_pairs(builder, "+avx512bw" in features, args[1], args[2]))
+    return plain_byte_dots(builder, *args)
+
+
+def _sums_in_halves(vector: Vector, features: str) -> bool:
+    """Whether lanes hold two sums of 16 bits each: where products come in pairs, that saves joining them each time."""
+    return vector.lanes == 16 and "+avx2" in features and "+avx512vnni" not in features
+
+
+def _fused_dots(builder: ir.IRBuilder, sums: Any, a: Any, b: Any) -> Any:
+    # LLVM knows the instruction, but takes it apart in chains of sums: shorter to wait for, and slower
+    dot = ir.FunctionType(sums.type, [sums.type] * 3)
+    return builder.asm(dot, "vpdpbusd $3, $2, $0", "=v,0,v,v", [sums, a, b], side_effect=False)
+
+
+def _pairs(builder: ir.IRBuilder, whole: bool, a: Any, b: Any) -> Any:
+    """Sums of two products of bytes, in 16 bits; AVX2 takes half a vector at a time."""
+    i8, i16 = ir.IntType(8), ir.IntType(16)
+    a, b = (builder.bitcast(x, ir.VectorType(i8, 64)) for x in (a, b))
+    if whole:
+        return call(builder, "llvm.x86.avx512.pmaddubs.w.512", ir.VectorType(i16, 32), [a, b])
+    halves = []
     for first in (0, 32):
-        bytes_a, bytes_b = (
-            shuffle(builder, [builder.bitcast(x, ir.VectorType(i8, 64))] * 2, list(range(first, first + 32)))
-            for x in (a, b)
-        )
-        pairs = call(builder, "llvm.x86.avx2.pmadd.ub.sw", ones.type, [bytes_a, bytes_b])
-        halves.append(call(builder, "llvm.x86.avx2.pmadd.wd", ir.VectorType(i32, 8), [pairs, ones]))
+        parts = [shuffle(builder, [x] * 2, list(range(first, first + 32))) for x in (a, b)]
+        halves.append(call(builder, "llvm.x86.avx2.pmadd.ub.sw", ir.VectorType(i16, 16), parts))
+    return shuffle(builder, halves, list(range(32)))
+
+
+def pairs_of_pairs(builder: ir.IRBuilder, whole: bool, a: Any, b: Any) -> Any:
+    """The products' sums in AVX2, or of a `whole` vector in AVX-512: of two bytes in 16 bits, then of two of those."""
+    i16, i32 = ir.IntType(16), ir.IntType(32)
+    pairs = _pairs(builder, whole, a, b)
+    if whole:
+        ones = ir.Constant(ir.VectorType(i16, 32), [1] * 32)
+        return call(builder, "llvm.x86.avx512.pmaddw.d.512", ir.VectorType(i32, 16), [pairs, ones])
+    ones, halves = ir.Constant(ir.VectorType(i16, 16), [1] * 16), []
+    for first in (0, 16):
+        part = shuffle(builder, [pairs] * 2, list(range(first, first + 16)))
+        halves.append(call(builder, "llvm.x86.avx2.pmadd.wd", ir.VectorType(i32, 8), [part, ones]))
     return shuffle(builder, halves, list(range(16)))
 
 

@@ -11,24 +11,26 @@ from typing import Any
 from numba import types
 
 from csattn.jit import c_function
-from csattn.search import choose, score
+from csattn.search import choose, score, sketch_stages
 
 Stage = Callable[[int, int, int, int], int]  # addresses of SEARCH and SCRATCH, job, piece -> 0: done
 
+# of each stage, what does a piece and what ends it
 SKETCH_STAGES: tuple[Stage, ...] = (
-    score.project_piece,
-    score.weigh_codes_job,
-    score.score_codes_piece,
-    choose.guess_codes_job,
-    choose.copy_codes_piece,
+    sketch_stages.project_piece,
+    sketch_stages.weigh_job,
+    sketch_stages.score_piece,
+    sketch_stages.guess_job,
+    sketch_stages.copy_piece,
     choose.choose_job,
 )
+REST_STAGE: tuple[Stage, ...] = sketch_stages.attend_piece, sketch_stages.join_job  # follows those, if it is asked for
 LIST_STAGES: tuple[Stage, ...] = (
     score.match_piece,
-    score.weigh_lists_job,
-    score.score_lists_piece,
-    choose.guess_lists_job,
-    choose.copy_lists_piece,
+    score.weigh_job,
+    score.score_piece,
+    choose.guess_job,
+    choose.copy_piece,
     choose.choose_job,
 )
 _KEPT: list[Any] = []  # so that the code is not freed

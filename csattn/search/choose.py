@@ -1,6 +1,6 @@
-"""The second half of a job: what keys are worth to the group, the best of them copied out by range, and the choice.
+"""The second half of a job over lists: what keys are worth to the group, the best of them copied out by range.
 
-Stages come in two versions, for scores in int16 (sketches) and in float32 (lists).
+And the choice among what is copied, which ends jobs over sketches, too.
 """
 
 from typing import Any
@@ -14,9 +14,11 @@ from csattn.search.lanes import mask_at_least
 from csattn.search.plan import eligible_of, place_of, scratch_at, search_at
 from csattn.search.select import first_rank, guess_threshold, store_lanes, take_best
 from csattn.search.simd import I32x16, fill, lane_numbers, load, store
+from csattn.search.sketch_worth import LEAST_WORTH
 from csattn.search.worth import (
     HEADROOM,
     LANES,
+    LOG2_E,
     LOG2_LEAST_SHARE,
     NO_SHIFT,
     NOT_SCORED,
@@ -28,27 +30,28 @@ from csattn.search.worth import (
 )
 
 
-def guess_codes_job(search_address: int, scratch_address: int, job: int, _: int) -> int:
+def guess_job(search_address: int, scratch_address: int, job: int, _: int) -> int:
     """Stage: sum up the ranges, and guess a worth that a little more than top_k keys reach."""
-    _guess_job(search_at(search_address), scratch_at(scratch_address), job, np.int16(0))
+    search, scratch = search_at(search_address), scratch_at(scratch_address)
+    slot = scratch.slots + job % scratch.num_slots * scratch.slot_bytes
+    group_size, sample_stride = search.group_size, scratch.sample_stride
+    if group_size > 1:
+        _settle_shares(search, scratch, slot)
+    sample = array_at(slot + scratch.at_sample, group_size * sample_stride, np.float32(0))
+    worth = array_at(slot + scratch.at_sample_worth, sample_stride, np.int32(0))
+    terms = array_at(slot + scratch.at_terms, 4 * group_size, np.float32(0))
+    for at in range(0, num_sampled(search), LANES):
+        if group_size > 1:
+            store(worth, at, worth_of_shares(sample, sample_stride, at, terms))
+        else:
+            store(worth, at, scores_as_worth(sample, at))
+    first_guess(search, scratch, slot)
     return 0
 
 
-def guess_lists_job(search_address: int, scratch_address: int, job: int, _: int) -> int:
-    """Stage: as `guess_codes_job`."""
-    _guess_job(search_at(search_address), scratch_at(scratch_address), job, np.float32(0))
-    return 0
-
-
-def copy_codes_piece(search_address: int, scratch_address: int, job: int, piece: int) -> int:
+def copy_piece(search_address: int, scratch_address: int, job: int, piece: int) -> int:
     """Stage: copy out the keys of one range whose worth reaches the guess, in their order."""
-    _copy_range(search_at(search_address), scratch_at(scratch_address), job, piece, np.int16(0))
-    return 0
-
-
-def copy_lists_piece(search_address: int, scratch_address: int, job: int, piece: int) -> int:
-    """Stage: as `copy_codes_piece`."""
-    _copy_range(search_at(search_address), scratch_at(scratch_address), job, piece, np.float32(0))
+    _copy_range(search_at(search_address), scratch_at(scratch_address), job, piece)
     return 0
 
 
@@ -64,7 +67,7 @@ def choose_job(search_address: int, scratch_address: int, job: int, _: int) -> i
     if num_copied < top_k and guess[0] > lowest:
         worth = array_at(slot + scratch.at_sample_worth, scratch.sample_stride, np.int32(0))
         guess[1] *= 2
-        guess[0] = guess_threshold(worth, _num_sampled(search), guess[1], lowest)
+        guess[0] = guess_threshold(worth, num_sampled(search), guess[1], lowest)
         return 1
     copied = array_at(slot + scratch.at_copied, scratch.stride, np.int32(0))
     copied_worth = array_at(slot + scratch.at_copied_worth, scratch.stride, np.int32(0))
@@ -78,27 +81,17 @@ def choose_job(search_address: int, scratch_address: int, job: int, _: int) -> i
 
 
 @exact_kernel
-def _guess_job(search: Any, scratch: Any, job: int, like: Any) -> None:
-    slot = scratch.slots + job % scratch.num_slots * scratch.slot_bytes
-    group_size, sample_stride = search.group_size, scratch.sample_stride
-    if group_size > 1:
-        _settle_shares(search, scratch, slot, job)
-    num_sampled = _num_sampled(search)
-    sample = array_at(slot + scratch.at_sample, group_size * sample_stride, like)
-    worth = array_at(slot + scratch.at_sample_worth, sample_stride, np.int32(0))
-    terms = array_at(slot + scratch.at_terms, 4 * group_size, np.float32(0))
-    for at in range(0, num_sampled, LANES):
-        if group_size > 1:
-            store(worth, at, worth_of_shares(sample, sample_stride, at, terms))
-        else:
-            store(worth, at, scores_as_worth(sample, at))
+def first_guess(search: Any, scratch: Any, slot: int) -> None:
+    """From the worth of the sampled keys."""
     guess = array_at(slot + scratch.at_guess, 2, np.int64(0))
-    guess[1] = first_rank(search.top_k, num_sampled, search.sample_step)
-    guess[0] = guess_threshold(worth, num_sampled, guess[1], _lowest_worth(search))
+    worth = array_at(slot + scratch.at_sample_worth, scratch.sample_stride, np.int32(0))
+    count = num_sampled(search)
+    guess[1] = first_rank(search.top_k, count, search.sample_step)
+    guess[0] = guess_threshold(worth, count, guess[1], _lowest_worth(search))
 
 
 @exact_kernel
-def _settle_shares(search: Any, scratch: Any, slot: int, job: int) -> None:
+def _settle_shares(search: Any, scratch: Any, slot: int) -> None:
     """From the ranges' shifts and sums to those over all keys, and to what makes shares of powers and scores."""
     group_size, num_ranges = search.group_size, search.num_ranges
     shifts = array_at(slot + scratch.at_shifts, num_ranges * group_size, np.float64(0))
@@ -107,7 +100,7 @@ def _settle_shares(search: Any, scratch: Any, slot: int, job: int) -> None:
     factors = array_at(slot + scratch.at_factors, num_ranges * group_size, np.float32(0))
     terms = array_at(slot + scratch.at_terms, 4 * group_size, np.float32(0))
     exact = array_at(slot + scratch.at_exact, num_ranges, np.int64(0))
-    slopes = array_at(scratch.slopes + 4 * job * group_size, group_size, np.float32(0))
+    slope_of_all = np.float64(np.float32(search.softmax_scale * LOG2_E))
     for number in range(num_ranges):
         exact[number] = 0
     for row in range(group_size):
@@ -116,7 +109,7 @@ def _settle_shares(search: Any, scratch: Any, slot: int, job: int) -> None:
             shift = max(shift, shifts[i])
         for i in range(row, num_ranges * group_size, group_size):
             total += np.ldexp(totals[i], int(max(shifts[i] - shift, -2000.0)))
-        slope, floor, rounder, factor = share_terms(np.float64(slopes[row]), shift, total)
+        slope, floor, rounder, factor = share_terms(slope_of_all, shift, total)
         terms[4 * row], terms[4 * row + 1], terms[4 * row + 2], terms[4 * row + 3] = slope, floor, rounder, factor
         for number in range(num_ranges):
             i = number * group_size + row
@@ -129,7 +122,7 @@ def _settle_shares(search: Any, scratch: Any, slot: int, job: int) -> None:
 
 
 @exact_kernel
-def _num_sampled(search: Any) -> int:
+def num_sampled(search: Any) -> int:
     count = 0
     if search.sample_step > 1:
         for number in range(search.num_ranges):
@@ -141,15 +134,17 @@ def _num_sampled(search: Any) -> int:
 @exact_kernel
 def _lowest_worth(search: Any) -> int:
     """What every scored key's worth reaches: shares are positive."""
+    if search.sketch != 0:
+        return LEAST_WORTH
     return 1 if search.group_size > 1 else NOT_SCORED + 1
 
 
 @exact_kernel
-def _copy_range(search: Any, scratch: Any, job: int, number: int, like: Any) -> None:
+def _copy_range(search: Any, scratch: Any, job: int, number: int) -> None:
     """To where the range begins; the keys' worth beside them, and how many they are."""
     group_size, stride = search.group_size, scratch.stride
     slot = scratch.slots + job % scratch.num_slots * scratch.slot_bytes
-    scores = array_at(slot + scratch.at_scores, group_size * stride, like)
+    scores = array_at(slot + scratch.at_scores, group_size * stride, np.float32(0))
     powers = array_at(slot + scratch.at_powers, group_size * stride, np.float32(0))
     factors = array_at(slot + scratch.at_factors, search.num_ranges * group_size, np.float32(0))
     terms = array_at(slot + scratch.at_terms, 4 * group_size, np.float32(0))

@@ -38,6 +38,13 @@ def call(builder: ir.IRBuilder, name: str, result: ir.Type, args: list[Any]) -> 
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
 
 
+def _compare(builder: ir.IRBuilder, vector: Vector) -> Any:
+    """The comparison of such lanes."""
+    if vector.is_float:
+        return builder.fcmp_ordered
+    return builder.icmp_signed if vector.element.signed else builder.icmp_unsigned
+
+
 def _suffix(vector: Vector) -> str:
     return f"v{vector.lanes}{'f' if vector.is_float else 'i'}{vector.element.bitwidth}"
 
@@ -59,8 +66,7 @@ def smaller(typing_context, a, b):  # type: ignore[no-untyped-def]
     sig = a(a, b)
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        compare = builder.fcmp_ordered if sig.return_type.is_float else builder.icmp_signed
-        return builder.select(compare("<", *args), *args)
+        return builder.select(_compare(builder, sig.return_type)("<", *args), *args)
 
     return sig, generate
 
@@ -71,8 +77,18 @@ def larger(typing_context, a, b):  # type: ignore[no-untyped-def]
     sig = a(a, b)
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        compare = builder.fcmp_ordered if sig.return_type.is_float else builder.icmp_signed
-        return builder.select(compare(">", *args), *args)
+        return builder.select(_compare(builder, sig.return_type)(">", *args), *args)
+
+    return sig, generate
+
+
+@intrinsic
+def less_or_zero(typing_context, a, b):  # type: ignore[no-untyped-def]
+    """a - b in the lanes of unsigned integers where that is above 0, 0 in the others."""
+    sig = a(a, b)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        return call(builder, f"llvm.usub.sat.{_suffix(sig.return_type)}", args[0].type, list(args))
 
     return sig, generate
 
@@ -101,11 +117,11 @@ def where_less(typing_context, a, b, then, otherwise):  # type: ignore[no-untype
 
 @intrinsic
 def mask_at_least(typing_context, a, b):  # type: ignore[no-untyped-def]
-    """A uint64 with bit i set where lane i of the signed integers a is at least that of b; up to 64 lanes."""
+    """A uint64 with bit i set where lane i of the integers a is at least that of b; up to 64 lanes."""
     sig = types.uint64(a, b)
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        bits = builder.icmp_signed(">=", *args)
+        bits = _compare(builder, sig.args[0])(">=", *args)
         return builder.zext(builder.bitcast(bits, ir.IntType(sig.args[0].lanes)), ir.IntType(64))
 
     return sig, generate
@@ -175,12 +191,13 @@ def sum_of_lanes(typing_context, value):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def largest_lane(typing_context, value):  # type: ignore[no-untyped-def]
-    """The largest of the signed integer lanes."""
+    """The largest of the integer lanes."""
     sig = value.element(value)
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         vector = sig.args[0]
-        return call(builder, f"llvm.vector.reduce.smax.{_suffix(vector)}", vector.llvm_type().element, [args[0]])
+        kind = "smax" if vector.element.signed else "umax"
+        return call(builder, f"llvm.vector.reduce.{kind}.{_suffix(vector)}", vector.llvm_type().element, [args[0]])
 
     return sig, generate
 
@@ -193,6 +210,25 @@ def smallest_lane(typing_context, value):  # type: ignore[no-untyped-def]
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         vector = sig.args[0]
         return call(builder, f"llvm.vector.reduce.smin.{_suffix(vector)}", vector.llvm_type().element, [args[0]])
+
+    return sig, generate
+
+
+@intrinsic
+def largest_of_eights(typing_context, a, b, c, d):  # type: ignore[no-untyped-def]
+    """Of every eight neighbouring lanes the largest, of a's first; each has 32."""
+    sig = Vector(a.element, a.lanes // 2)(a, b, c, d)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        compare, largest = _compare(builder, sig.args[0]), []
+        for value in args:
+            for step in (1, 2, 4):
+                turned = shuffle(builder, [value, value], [lane ^ step for lane in range(sig.args[0].lanes)])
+                value = builder.select(compare(">", value, turned), value, turned)
+            largest.append(value)
+        firsts = list(range(0, 2 * sig.args[0].lanes, 8))
+        halves = [shuffle(builder, largest[i : i + 2], firsts) for i in (0, 2)]
+        return shuffle(builder, halves, list(range(2 * len(firsts))))
 
     return sig, generate
 

@@ -30,6 +30,7 @@ SEARCH = np.dtype(
             "q",  # [num_tokens, num_heads, group_size, head_dim] float32
             "kv_indices",  # [num_tokens, num_heads, top_k] int32, written
             "valid_len",  # [num_tokens, num_heads] int32, written
+            "rest",  # [num_tokens, num_heads, group_size, head_dim + 2] float32, written: parts as of `rest`; 0: none
             # sizes
             "num_tokens",
             "num_heads",
@@ -43,6 +44,8 @@ SEARCH = np.dtype(
             "tail_room",
             "first_job",  # job h * num_tokens + t serves head h of token t: neighbours read the same
             "num_jobs",
+            "heeds_marks",  # whether marked keys are chosen first
+            "num_stages",
             # pieces
             "num_parts",  # that a query is matched with: subspaces or segments
             "match_parts",  # of a piece
@@ -82,24 +85,28 @@ SCRATCH = np.dtype(
             # address of MAX_JOBS blocks of query_bytes. Of a sketch: see `sketch.query_places`. Of lists: [group_size,
             # num_subspaces] int64, the matched centroid, then the number of its list; likewise float64, its weight
             "queries",
-            "slopes",  # [MAX_JOBS, group_size] float32
             "slots",  # address of num_slots blocks of slot_bytes
             "slot_bytes",
             # where arrays begin in a slot
-            "at_scores",  # [group_size, stride] int16 or float32
-            "at_powers",  # [group_size, stride] float32
             "at_copied",  # [stride] int32
             "at_copied_worth",  # [stride] int32
             "at_sample",  # [group_size, sample_stride], like scores
             "at_sample_worth",  # [sample_stride] int32
             "at_counts",  # [num_ranges] int64: keys that reach the guess
+            "at_guess",  # [2] int64: what the copied keys reach, and which rank of the sample that is
+            # of sketches
+            "at_scores",  # [group_size, stride] uint16, of lists float32
+            "at_greatest",  # [group_size, stride / NORMALISER_KEYS] uint16: of `keep_greatest`
+            "at_group_shifts",  # [group_size] uint16: of `best_share`
+            "at_parts",  # [num_ranges, group_size, head_dim + 2] float32: of the rest, if it is asked for
+            # of lists
+            "at_powers",  # [group_size, stride] float32
             "at_exact",  # [num_ranges] int64: whether powers do not serve
             "at_shifts",  # [num_ranges, group_size] float64
             "at_totals",  # [num_ranges, group_size] float64
             "at_lowest",  # [num_ranges, group_size] float64
             "at_factors",  # [num_ranges, group_size] float32
             "at_terms",  # [group_size, 4] float32: of `worth_of_shares`
-            "at_guess",  # [2] int64: what the copied keys reach, and which rank of the sample that is
         )
     ]
 )

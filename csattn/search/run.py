@@ -6,11 +6,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from csattn.index import LayerIndex
-from csattn.search.calls import LIST_STAGES, SKETCH_STAGES, compiled_address
+from csattn.search.calls import LIST_STAGES, REST_STAGE, SKETCH_STAGES, Stage, compiled_address
 from csattn.search.plan import MAX_JOBS, MAX_PIECES, SEARCH
 from csattn.search.sketch import describe_sketch, query_bytes
-from csattn.search.work import begin, finish
-from csattn.search.workspace import SearchWorkspace, TokenSelections, empty_token_selections
+from csattn.search.work import FIRST_STAGE, NUM_CALLS, SEARCH_RECORD, begin, finish
+from csattn.search.workspace import (
+    LIST_SCORE_BYTES,
+    SKETCH_SCORE_BYTES,
+    SearchWorkspace,
+    TokenSelections,
+    empty_token_selections,
+)
 from csattn.selection import Selection
 from csattn.sketch.index import SketchIndex
 from csattn.table.tail import ListTail
@@ -50,12 +56,19 @@ class LayerSearch:
         self.q, self.index, self.tail, self.out = q, index, tail, out
         self.sink_len, self.window_len, self.softmax_scale = sink_len, window_len, softmax_scale
         self._check()
-        of_sketch = isinstance(index, SketchIndex)
         self._sketch = describe_sketch(index) if isinstance(index, SketchIndex) else None
         self._record = self._describe()
         self._tail_array: NDArray[Any] | None = None
-        addresses = [compiled_address(stage) for stage in (SKETCH_STAGES if of_sketch else LIST_STAGES)]
-        self._calls = np.array([self._record.ctypes.data, 0, *addresses], np.int64)
+        self._calls = np.zeros(NUM_CALLS, np.int64)
+        self._calls[SEARCH_RECORD] = self._record.ctypes.data
+        for i, stage in enumerate(self._stages):
+            self._calls[FIRST_STAGE + i] = compiled_address(stage)
+
+    @property
+    def _stages(self) -> tuple[Stage, ...]:
+        if not isinstance(self.index, SketchIndex):
+            return LIST_STAGES
+        return SKETCH_STAGES + (REST_STAGE if self.out.rest is not None else ())
 
     @property
     def _group_size(self) -> int:
@@ -63,12 +76,14 @@ class LayerSearch:
         return int(self.q.shape[1] // self.index.num_heads)
 
     @property
-    def room(self) -> tuple[int, int, int, int]:
+    def room(self) -> tuple[int, int, int, int, int]:
         """What `SearchWorkspace.prepare` is told."""
         num_keys = self.index.context_len + (self.tail.num_rows if self.tail is not None else 0)
         if isinstance(self.index, SketchIndex):
-            return self._group_size, query_bytes(self.index, self._group_size), 2, num_keys
-        return self._group_size, 16 * self._group_size * self.index.num_subspaces, 4, num_keys
+            part_words = self.out.rest.shape[2] if self.out.rest is not None else 0
+            num_bytes = query_bytes(self.index, self._group_size)
+            return self._group_size, num_bytes, SKETCH_SCORE_BYTES, num_keys, part_words
+        return self._group_size, 16 * self._group_size * self.index.num_subspaces, LIST_SCORE_BYTES, num_keys, 0
 
     @property
     def num_jobs(self) -> int:
@@ -111,9 +126,18 @@ class LayerSearch:
         kv_indices, valid_len = self.out.kv_indices, self.out.valid_len
         assert kv_indices.shape[:2] == wanted, f"out has shape {kv_indices.shape}, wanted {wanted}"
         assert valid_len.shape == wanted, f"out.valid_len has shape {valid_len.shape}"
-        for name, array in (("kv_indices", kv_indices), ("valid_len", valid_len)):
-            sound = array.dtype == np.int32 and array.flags.c_contiguous and array.flags.writeable
-            assert sound, f"out.{name} must be int32, contiguous and writable"
+        written: list[tuple[str, NDArray[Any], Any]] = [
+            ("kv_indices", kv_indices, np.int32),
+            ("valid_len", valid_len, np.int32),
+        ]
+        if self.out.rest is not None:
+            assert of_sketch, "lists tell nothing of rows that are not chosen"
+            rest_shape = num_tokens, num_q_heads, head_dim + 2
+            assert self.out.rest.shape == rest_shape, f"out.rest has shape {self.out.rest.shape}, wanted {rest_shape}"
+            written.append(("rest", self.out.rest, np.float32))
+        for name, array, dtype in written:
+            sound = array.dtype == dtype and array.flags.c_contiguous and array.flags.writeable
+            assert sound, f"out.{name} must be {np.dtype(dtype)}, contiguous and writable"
         assert of_sketch or self._group_size <= MAX_PIECES, f"more than {MAX_PIECES} query heads share an index head"
         assert self.tail is None or not of_sketch, f"a sketch cannot use {self.tail!r}"
 
@@ -133,10 +157,14 @@ class LayerSearch:
             "sink_len": self.sink_len,
             "window_len": self.window_len,
             "softmax_scale": self.softmax_scale,
+            "num_stages": len(self._stages) // 2,
         }
         if isinstance(index, SketchIndex):
             assert self._sketch is not None
+            heeds_marks = index.heeds_marks(self.out.kv_indices.shape[2])
+            rest = _address(self.out.rest, np.float32) if self.out.rest is not None else 0
             values |= {"sketch": self._sketch.ctypes.data, "num_parts": index.num_segments}
+            values |= {"heeds_marks": heeds_marks, "rest": rest}
         else:
             values |= _describe_lists(index)
         return np.array([tuple(values.get(name, 0) for name in SEARCH.names or ())], SEARCH)

@@ -1,4 +1,4 @@
-"""The first half of a job: match its queries, score its keys and turn scores into powers, piece by piece."""
+"""The first half of a job over lists: match its queries, score its keys and turn scores into powers."""
 
 from typing import Any
 
@@ -10,47 +10,7 @@ from csattn.search.atomics import array_at
 from csattn.search.lists import KEYS_PER_STEP, add_list, clear_scores
 from csattn.search.match import fetch_columns, match_centroids, rotate, widen
 from csattn.search.plan import eligible_of, place_of, range_of, scratch_at, search_at
-from csattn.search.sketch import project_queries, sketch_at, weigh_queries
-from csattn.search.sketch_scores import score_range
 from csattn.search.worth import LOG2_E, keep_powers
-
-
-def project_piece(search_address: int, scratch_address: int, job: int, piece: int) -> int:
-    """Stage: the group's coordinates in some segments of a sketch."""
-    search, scratch = search_at(search_address), scratch_at(scratch_address)
-    token, head = place_of(search, job)
-    first = piece * search.match_parts
-    last = min(first + search.match_parts, search.num_parts)
-    queries = scratch.queries + job * scratch.query_bytes
-    project_queries(sketch_at(search.sketch), head, widen(_queries_of(search, token, head)), first, last, queries)
-    return 0
-
-
-def weigh_codes_job(search_address: int, scratch_address: int, job: int, _: int) -> int:
-    """Stage: from coordinates to what multiplies codes."""
-    search, scratch = search_at(search_address), scratch_at(scratch_address)
-    queries, group_size = scratch.queries + job * scratch.query_bytes, search.group_size
-    weigh_queries(sketch_at(search.sketch), group_size, queries)
-    units = array_at(queries, 2 * group_size, np.float64(0))
-    slopes = array_at(scratch.slopes + 4 * job * group_size, group_size, np.float32(0))
-    for row in range(group_size):
-        slopes[row] = search.softmax_scale * LOG2_E * units[2 * row]
-    return 0
-
-
-def score_codes_piece(search_address: int, scratch_address: int, job: int, piece: int) -> int:
-    """Stage: all query rows of the group over one range: codes are read from memory once."""
-    search, scratch = search_at(search_address), scratch_at(scratch_address)
-    first, last = range_of(search, piece)
-    _, head = place_of(search, job)
-    group_size, stride = search.group_size, scratch.stride
-    slot = scratch.slots + job % scratch.num_slots * scratch.slot_bytes
-    scores = array_at(slot + scratch.at_scores, group_size * stride, np.int16(0))
-    queries = scratch.queries + job * scratch.query_bytes
-    score_range(sketch_at(search.sketch), head, queries, group_size, first, last, scores, stride, first)
-    for row in range(group_size):
-        _keep_range(search, scratch, slot, job, row, piece, scores)
-    return 0
 
 
 def match_piece(search_address: int, scratch_address: int, job: int, piece: int) -> int:
@@ -67,7 +27,7 @@ def match_piece(search_address: int, scratch_address: int, job: int, piece: int)
     place = (head * num_subspaces + first) * of_subspace
     columns = array_at(search.codebook_columns + 4 * place, (last - first) * of_subspace, np.float32(0))
     centroid_ids, weights = _matches_of(search, scratch, job)
-    q = widen(_queries_of(search, token, head))
+    q = widen(queries_of(search, token, head))
     rotated = rotate(q, basis, head_dim, first * subspace_dim, last * subspace_dim)
     match_centroids(
         rotated, columns, first, last, search.num_centroids, subspace_dim, search.weigh_by_norm != 0,
@@ -76,13 +36,12 @@ def match_piece(search_address: int, scratch_address: int, job: int, piece: int)
     return 0
 
 
-def weigh_lists_job(search_address: int, scratch_address: int, job: int, _: int) -> int:
+def weigh_job(search_address: int, scratch_address: int, job: int, _: int) -> int:
     """Stage: from centroids to the numbers of their lists; a query that is not finite weighs nothing."""
     search, scratch = search_at(search_address), scratch_at(scratch_address)
     _, head = place_of(search, job)
     group_size, num_subspaces = search.group_size, search.num_subspaces
     lists, weights = _matches_of(search, scratch, job)
-    slopes = array_at(scratch.slopes + 4 * job * group_size, group_size, np.float32(0))
     for row in range(group_size):
         first, sound = row * num_subspaces, True
         for b in range(num_subspaces):
@@ -91,11 +50,10 @@ def weigh_lists_job(search_address: int, scratch_address: int, job: int, _: int)
         if not sound:
             for b in range(num_subspaces):
                 weights[first + b] = 0.0
-        slopes[row] = search.softmax_scale * LOG2_E
     return 0
 
 
-def score_lists_piece(search_address: int, scratch_address: int, job: int, row: int) -> int:
+def score_piece(search_address: int, scratch_address: int, job: int, row: int) -> int:
     """Stage: all keys for one query row."""
     search, scratch = search_at(search_address), scratch_at(scratch_address)
     list_len, tail_room, stride = search.list_len, search.tail_room, scratch.stride
@@ -118,12 +76,12 @@ def score_lists_piece(search_address: int, scratch_address: int, job: int, row: 
         for entry in range(number * tail_room, number * tail_room + inserted):
             scores[at + inserted_indices[entry]] += weight * inserted_scores[entry] + np.float32(0)
     for number in range(search.num_ranges):
-        _keep_range(search, scratch, slot, job, row, number, scores)
+        _keep_range(search, scratch, slot, row, number, scores)
     return 0
 
 
 @exact_kernel
-def _queries_of(search: Any, token: int, head: int) -> NDArray[np.float32]:
+def queries_of(search: Any, token: int, head: int) -> NDArray[np.float32]:
     """A job's queries [group_size * head_dim]."""
     size = search.group_size * search.head_dim
     queries: NDArray[np.float32] = array_at(
@@ -141,7 +99,7 @@ def _matches_of(search: Any, scratch: Any, job: int) -> tuple[NDArray[np.int64],
 
 
 @exact_kernel
-def _keep_range(search: Any, scratch: Any, slot: int, job: int, row: int, number: int, scores: NDArray[Any]) -> None:
+def _keep_range(search: Any, scratch: Any, slot: int, row: int, number: int, scores: NDArray[np.float32]) -> None:
     """Keep what the second half of the job needs of one range of one query row: powers, their sum, a sample."""
     group_size, stride = search.group_size, scratch.stride
     if group_size > 1:
@@ -151,20 +109,27 @@ def _keep_range(search: Any, scratch: Any, slot: int, job: int, row: int, number
         shifts = array_at(slot + scratch.at_shifts, size, np.float64(0))
         totals = array_at(slot + scratch.at_totals, size, np.float64(0))
         lowest = array_at(slot + scratch.at_lowest, size, np.float64(0))
-        slope = array_at(scratch.slopes + 4 * job * group_size, group_size, np.float32(0))[row]
+        slope = np.float32(search.softmax_scale * LOG2_E)
         shifts[i], totals[i], lowest[i] = keep_powers(scores, powers, row * stride + first, last - first, slope)
+    keep_sample(search, scratch, slot, row, number, scores)
+
+
+@exact_kernel
+def keep_sample(search: Any, scratch: Any, slot: int, row: int, number: int, scores: NDArray[Any]) -> None:
+    """Of one range of one query row, the scores that the first guess looks at."""
     step = search.sample_step
-    if step > 1:
-        sample = array_at(slot + scratch.at_sample, group_size * scratch.sample_stride, scores[0])
-        to = row * scratch.sample_stride
-        for earlier in range(number):
-            first, last = eligible_of(search, earlier)
-            to += (last - first) // step
-        first, last = eligible_of(search, number)
-        at, phase = row * stride + first, 0
-        for i in range((last - first) // step):
-            sample[to + i] = scores[np.uint64(at + phase)]
-            at += step
-            phase += 1  # walking: no period of the scores lines up with it
-            if phase == step:
-                phase = 0
+    if step == 1:
+        return
+    sample = array_at(slot + scratch.at_sample, search.group_size * scratch.sample_stride, scores[0])
+    to = row * scratch.sample_stride
+    for earlier in range(number):
+        first, last = eligible_of(search, earlier)
+        to += (last - first) // step
+    first, last = eligible_of(search, number)
+    at, phase = row * scratch.stride + first, 0
+    for i in range((last - first) // step):
+        sample[to + i] = scores[np.uint64(at + phase)]
+        at += step
+        phase += 1  # walking: no period of the scores lines up with it
+        if phase == step:
+            phase = 0

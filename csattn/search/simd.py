@@ -48,8 +48,7 @@ def _typeof_vector_type(vector: Vector, _context: Any) -> types.TypeRef:
 
 
 U16x16 = Vector(types.uint16, 16)
-I16x16 = Vector(types.int16, 16)
-I16x32 = Vector(types.int16, 32)
+U16x32 = Vector(types.uint16, 32)
 I32x16 = Vector(types.int32, 16)
 F32x16 = Vector(types.float32, 16)
 F64x16 = Vector(types.float64, 16)
@@ -194,6 +193,18 @@ def convert(typing_context, vector, value):  # type: ignore[no-untyped-def]
 def floats_of_halves(typing_context, value):  # type: ignore[no-untyped-def]
     """The float32 values of lanes that hold float16 bits."""
     sig = Vector(types.float32, value.lanes)(value)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        halves = builder.bitcast(args[0], ir.VectorType(ir.HalfType(), sig.return_type.lanes))
+        return builder.fpext(halves, sig.return_type.llvm_type())
+
+    return sig, generate
+
+
+@intrinsic
+def doubles_of_halves(typing_context, value):  # type: ignore[no-untyped-def]
+    """The float64 values of lanes that hold float16 bits."""
+    sig = Vector(types.float64, value.lanes)(value)
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         halves = builder.bitcast(args[0], ir.VectorType(ir.HalfType(), sig.return_type.lanes))

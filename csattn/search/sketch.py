@@ -15,13 +15,25 @@ from numpy.typing import NDArray
 from csattn.jit import exact_kernel
 from csattn.search.atomics import array_at
 from csattn.search.lanes import fma
-from csattn.search.simd import F32x16, F64x16, U16x16, convert, fill, floats_of_halves, load, prefetch_early, store
+from csattn.search.simd import (
+    F32x16,
+    F64x16,
+    U16x16,
+    convert,
+    doubles_of_halves,
+    fill,
+    floats_of_halves,
+    load,
+    prefetch_early,
+    store,
+)
 from csattn.sketch.codes import COARSE_BITS, COARSE_CODES, FINE_BITS, FINE_CODES
 from csattn.sketch.index import SketchIndex
-from csattn.sketch.reference import LARGEST_MULTIPLIER, SCORE_ROOM
+from csattn.sketch.reference import LARGEST_EXPONENT, LARGEST_MULTIPLIER, LOG2_E, SCORE_ROOM
 
 LANES = 16
-_ARRAYS = "codes", "segment_starts", "key_mean", "query_transform", "value_mean", "value_transform"
+LARGEST_FINE, LARGEST_COARSE = 2**FINE_BITS - 1, 2**COARSE_BITS - 1
+_ARRAYS = "codes", "marks", "segment_starts", "key_mean", "query_transform", "value_mean", "value_transform"
 SKETCH = np.dtype(
     [
         (name, np.int64)
@@ -62,7 +74,7 @@ def sketch_at(typing_context, address):  # type: ignore[no-untyped-def]
 
 def query_bytes(index: SketchIndex, group_size: int) -> int:
     """Of the memory of a group's queries."""
-    return 16 * group_size + group_size * index.num_segments * (24 + 5 * index.num_coords)
+    return 8 + group_size * index.num_segments * (24 + 5 * index.num_coords)
 
 
 @exact_kernel
@@ -71,14 +83,20 @@ def query_places(sketch: Any, group_size: int) -> tuple[int, int, int, int, int]
 
     bounds [group_size, num_segments, 2] float64, means [group_size, num_segments] float32, coordinates [group_size,
     num_segments, num_coords] float32, offsets [group_size, num_segments] int32 and multipliers [group_size,
-    num_segments, num_coords] int8. At its begin there are units [group_size, 2] float64: of scores, and their base.
+    num_segments, num_coords] int8. At its begin there is the exponent, an int64.
     """
     segments = group_size * sketch.num_segments
-    bounds = 16 * group_size
+    bounds = 8
     means = bounds + 16 * segments
     coordinates = means + 4 * segments
     offsets = coordinates + 4 * segments * sketch.num_coords
     return bounds, means, coordinates, offsets, offsets + 4 * segments
+
+
+@exact_kernel
+def exponent_of(queries: int) -> Any:
+    """Of weighed queries: a unit of their scores is 2**exponent octaves."""
+    return array_at(queries, 1, np.int64(0))[0]
 
 
 @exact_kernel
@@ -95,11 +113,12 @@ def project_queries(
     q: NDArray[np.float64],  # [group_size * head_dim]
     first: int,  # of the segments [first, last)
     last: int,
+    softmax_scale: float,
     memory: int,  # address of the group's queries: means, coordinates and bounds are written
 ) -> None:
-    """`reference.project`; bounds are the largest coordinate's magnitude and the sum of what scores are made of."""
+    """`reference.project`; bounds are the largest coordinate's magnitude, and the most that codes add to a score."""
     head_dim, num_coords, num_segments = sketch.head_dim, sketch.num_coords, sketch.num_segments
-    group_size = len(q) // head_dim
+    group_size, octaves = len(q) // head_dim, softmax_scale * LOG2_E
     at_bounds, at_means, at_coordinates, _, _ = query_places(sketch, group_size)
     bounds = array_at(memory + at_bounds, 2 * group_size * num_segments, np.float64(0))
     means = array_at(memory + at_means, group_size * num_segments, np.float32(0))
@@ -110,7 +129,8 @@ def project_queries(
         size = head_dim * num_coords
         transform = array_at(sketch.query_transform + 2 * place * size, size, np.uint16(0))
         for row in range(0, group_size, 4):
-            _project_four(q, head_dim, row, key_mean, transform, num_coords, segment, num_segments, means, coordinates)
+            place = row, segment, num_segments
+            _project_four(q, head_dim, octaves, place, key_mean, transform, num_coords, means, coordinates)
             _bound_four(sketch, coordinates, row, group_size, segment, bounds)
 
 
@@ -125,15 +145,15 @@ def four_rows(row: int, group_size: int) -> tuple[int, int, int, int]:
 def _project_four(
     q: NDArray[np.float64],
     head_dim: int,
-    row: int,
+    octaves: float,  # for 1 of a product
+    place: tuple[int, int, int],  # first of the rows, segment, num_segments
     key_mean: NDArray[np.float32],
     transform: NDArray[np.uint16],
     num_coords: int,
-    segment: int,
-    num_segments: int,
     means: NDArray[np.float32],
     coordinates: NDArray[np.float32],
 ) -> None:
+    row, segment, num_segments = place
     r0, r1, r2, r3 = four_rows(row, len(q) // head_dim)
     q0, q1, q2, q3 = r0 * head_dim, r1 * head_dim, r2 * head_dim, r3 * head_dim
     a, b, c, d = 0.0, 0.0, 0.0, 0.0
@@ -143,40 +163,41 @@ def _project_four(
         b += q[np.uint64(q1 + i)] * mean
         c += q[np.uint64(q2 + i)] * mean
         d += q[np.uint64(q3 + i)] * mean
-    means[r0 * num_segments + segment], means[r1 * num_segments + segment] = a, b
-    means[r2 * num_segments + segment], means[r3 * num_segments + segment] = c, d
+    means[r0 * num_segments + segment], means[r1 * num_segments + segment] = octaves * a, octaves * b
+    means[r2 * num_segments + segment], means[r3 * num_segments + segment] = octaves * c, octaves * d
     for wanted in range(0, num_coords, LANES):
         j = min(wanted, num_coords - LANES)  # of the last ones some may be done twice
         if j < 0:
             for row in (r0, r1, r2, r3):
-                _project_few(q, row, head_dim, transform, num_coords, coordinates, row * num_segments + segment)
+                _project_few(q, head_dim, octaves, (row, segment, num_segments), transform, num_coords, coordinates)
             return
-        zero = fill(F64x16, 0.0)
+        zero, of_one = fill(F64x16, 0.0), fill(F64x16, octaves)
         w, x, y, z = zero, zero, zero, zero
         for i in range(head_dim):
             prefetch_early(transform, (head_dim + i) * num_coords + j)  # of the next segment
-            column = convert(F64x16, floats_of_halves(load(U16x16, transform, i * num_coords + j)))
+            column = doubles_of_halves(load(U16x16, transform, i * num_coords + j))
             w = fma(fill(F64x16, q[np.uint64(q0 + i)]), column, w)
             x = fma(fill(F64x16, q[np.uint64(q1 + i)]), column, x)
             y = fma(fill(F64x16, q[np.uint64(q2 + i)]), column, y)
             z = fma(fill(F64x16, q[np.uint64(q3 + i)]), column, z)
-        store(coordinates, (r0 * num_segments + segment) * num_coords + j, convert(F32x16, w))
-        store(coordinates, (r1 * num_segments + segment) * num_coords + j, convert(F32x16, x))
-        store(coordinates, (r2 * num_segments + segment) * num_coords + j, convert(F32x16, y))
-        store(coordinates, (r3 * num_segments + segment) * num_coords + j, convert(F32x16, z))
+        store(coordinates, (r0 * num_segments + segment) * num_coords + j, convert(F32x16, w * of_one))
+        store(coordinates, (r1 * num_segments + segment) * num_coords + j, convert(F32x16, x * of_one))
+        store(coordinates, (r2 * num_segments + segment) * num_coords + j, convert(F32x16, y * of_one))
+        store(coordinates, (r3 * num_segments + segment) * num_coords + j, convert(F32x16, z * of_one))
 
 
 @exact_kernel
 def _project_few(
     q: NDArray[np.float64],
-    row: int,
     head_dim: int,
+    octaves: float,
+    place: tuple[int, int, int],  # row, segment, num_segments
     transform: NDArray[np.uint16],
     num_coords: int,  # 8
     coordinates: NDArray[np.float32],
-    place: int,
 ) -> None:
     """Fewer coordinates than a vector holds: two rows of the transform at a time, of which one is used."""
+    row, segment, num_segments = place
     both, sums = np.empty(LANES, np.float32), np.zeros(num_coords, np.float64)
     for i in range(head_dim):
         at = min(i, head_dim - 2)
@@ -184,7 +205,7 @@ def _project_few(
         for j in range(num_coords):
             sums[j] += q[row * head_dim + i] * np.float64(both[(i - at) * num_coords + j])
     for j in range(num_coords):
-        coordinates[place * num_coords + j] = sums[j]
+        coordinates[(row * num_segments + segment) * num_coords + j] = octaves * sums[j]
 
 
 @exact_kernel
@@ -197,11 +218,11 @@ def _bound_four(
     p2, p3 = r2 * num_segments + segment, r3 * num_segments + segment
     a, b, c, d = 0.0, 0.0, 0.0, 0.0
     for i in range(num_coords):
-        largest = 2.0**FINE_BITS - 1.0 if i < num_fine else 2.0**COARSE_BITS - 1.0
-        a += largest * abs(np.float64(coordinates[np.uint64(p0 * num_coords + i)]))
-        b += largest * abs(np.float64(coordinates[np.uint64(p1 * num_coords + i)]))
-        c += largest * abs(np.float64(coordinates[np.uint64(p2 * num_coords + i)]))
-        d += largest * abs(np.float64(coordinates[np.uint64(p3 * num_coords + i)]))
+        half = LARGEST_FINE / 2 if i < num_fine else LARGEST_COARSE / 2
+        a += half * abs(np.float64(coordinates[np.uint64(p0 * num_coords + i)]))
+        b += half * abs(np.float64(coordinates[np.uint64(p1 * num_coords + i)]))
+        c += half * abs(np.float64(coordinates[np.uint64(p2 * num_coords + i)]))
+        d += half * abs(np.float64(coordinates[np.uint64(p3 * num_coords + i)]))
     for place, total in ((p0, a), (p1, b), (p2, c), (p3, d)):
         of_segment = np.float32(0.0)
         for i in range(place * num_coords, (place + 1) * num_coords):
@@ -211,25 +232,23 @@ def _bound_four(
 
 @exact_kernel
 def weigh_queries(sketch: Any, group_size: int, memory: int) -> None:
-    """`reference.integer_query`: units, multipliers and offsets are written. Offsets are for codes of 0 and above."""
-    num_coords, num_segments, num_fine = sketch.num_coords, sketch.num_segments, FINE_CODES * sketch.num_fine
-    at_bounds, at_means, at_coordinates, at_offsets, at_multipliers = query_places(sketch, group_size)
-    fine, coarse = 2**FINE_BITS - 1, 2**COARSE_BITS - 1
-    room = SCORE_ROOM - (fine * num_fine + coarse * COARSE_CODES * sketch.num_coarse) / 2
+    """`reference.integer_queries`: the exponent, multipliers and offsets are written."""
+    num_coords, num_segments = sketch.num_coords, sketch.num_segments
+    _, at_means, at_coordinates, at_offsets, at_multipliers = query_places(sketch, group_size)
+    asked, largest = np.empty(group_size, np.float64), 0.0
     for row in range(group_size):
+        asked[row] = _unit_asked(sketch, group_size, row, memory)
+        if asked[row] <= 2.0**LARGEST_EXPONENT:
+            largest = max(largest, asked[row])
+    exponent = -LARGEST_EXPONENT
+    while 2.0**exponent < largest:
+        exponent += 1
+    array_at(memory, 1, np.int64(0))[0] = exponent
+    for row in range(group_size):
+        sound, per_unit = asked[row] <= 2.0**LARGEST_EXPONENT, 2.0**-exponent
         of_row = row * num_segments
-        units = array_at(memory + 16 * row, 2, np.float64(0))
-        bounds = array_at(memory + at_bounds + 16 * of_row, 2 * num_segments, np.float64(0))
         means = array_at(memory + at_means + 4 * of_row, num_segments, np.float32(0))
         offsets = array_at(memory + at_offsets + 4 * of_row, num_segments, np.int32(0))
-        unit, base = 0.0, np.float64(means[0])
-        for segment in range(num_segments):
-            total = bounds[2 * segment + 1] + abs(np.float64(means[segment]) - base)
-            if not total < np.inf:
-                unit = np.inf
-            unit = max(unit, bounds[2 * segment] / LARGEST_MULTIPLIER, total / room)
-        sound = unit > 0.0 and unit < np.inf
-        units[0], units[1] = unit if sound else 0.0, base
         for segment in range(num_segments):
             place = (of_row + segment) * num_coords
             coordinates = array_at(memory + at_coordinates + 4 * place, num_coords, np.float32(0))
@@ -238,11 +257,35 @@ def weigh_queries(sketch: Any, group_size: int, memory: int) -> None:
                 multipliers[:] = 0
                 offsets[segment] = 0
                 continue
-            offset = np.int64(np.rint((np.float64(means[segment]) - base) / unit))
             for i in range(num_coords):
-                multipliers[i] = np.int8(np.rint(np.float64(coordinates[i]) / unit))
-            for i in range(num_fine):
-                offset -= fine * np.int64(multipliers[i])
-            for i in range(num_fine, num_coords):
-                offset -= coarse * np.int64(multipliers[i])
-            offsets[segment] = offset
+                multipliers[i] = np.int32(np.rint(np.float64(coordinates[i]) * per_unit))
+            difference = np.float64(means[segment]) - np.float64(means[0])
+            offsets[segment] = np.int64(np.rint(difference * per_unit)) - (_largest_sum(sketch, multipliers) >> 1)
+
+
+@exact_kernel
+def _largest_sum(sketch: Any, multipliers: NDArray[np.int8]) -> np.int64:
+    """Of multipliers times the largest codes."""
+    num_fine, fine, coarse = FINE_CODES * sketch.num_fine, np.int64(0), np.int64(0)
+    for i in range(num_fine):
+        fine += multipliers[i]
+    for i in range(num_fine, len(multipliers)):
+        coarse += multipliers[i]
+    return np.int64(LARGEST_FINE * fine + LARGEST_COARSE * coarse)
+
+
+@exact_kernel
+def _unit_asked(sketch: Any, group_size: int, row: int, memory: int) -> float:
+    """`reference.unit_asked`; infinity: there is none."""
+    num_segments = sketch.num_segments
+    at_bounds, at_means, _, _, _ = query_places(sketch, group_size)
+    bounds = array_at(memory + at_bounds + 16 * row * num_segments, 2 * num_segments, np.float64(0))
+    means = array_at(memory + at_means + 4 * row * num_segments, num_segments, np.float32(0))
+    half_sum = (LARGEST_FINE * FINE_CODES * sketch.num_fine + LARGEST_COARSE * COARSE_CODES * sketch.num_coarse) / 2
+    room, asked = SCORE_ROOM - half_sum / 2, 0.0
+    for segment in range(num_segments):
+        total = bounds[2 * segment + 1] + abs(np.float64(means[segment]) - np.float64(means[0]))
+        if not total < np.inf:
+            return np.inf
+        asked = max(asked, bounds[2 * segment] / LARGEST_MULTIPLIER, total / room)
+    return asked

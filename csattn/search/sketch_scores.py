@@ -1,4 +1,7 @@
-"""Scores of coded keys, sums of codes times 8-bit multipliers: a code that is read serves four query heads."""
+"""Scores of coded keys, sums of codes times 8-bit multipliers: a code that is read serves four query heads.
+
+`sketch_worth` says how they are kept.
+"""
 
 from typing import Any
 
@@ -7,15 +10,16 @@ from numpy.typing import NDArray
 
 from csattn.jit import exact_kernel, inlined_kernel
 from csattn.search.atomics import array_at
-from csattn.search.byte_lanes import add_byte_dots, narrow
+from csattn.search.byte_lanes import add_half_dots, bits_of_bytes, join_halves
 from csattn.search.simd import I32x16, fill, load, prefetch_early, store
 from csattn.search.sketch import query_places, rows_of_segment
+from csattn.search.sketch_worth import BIAS, keep_greatest
 from csattn.sketch.codes import BLOCK_KEYS, COARSE_BITS, FINE_BITS
+from csattn.sketch.reference import NORMALISER_KEYS
 
 LANES = 16
 AHEAD_WORDS = 16384  # prefetch distance: 64 KiB; hardware stops at every page
 STEP_KEYS = 1024  # whose codes stay in the caches while all of the group's rows are scored
-FINE_MASK, COARSE_MASK = 0x0F0F0F0F, 0x03030303  # of four neighbouring codes in a word
 
 
 @exact_kernel
@@ -26,11 +30,13 @@ def score_range(
     group_size: int,
     first: int,  # of the keys [first, last): a multiple of 64
     last: int,
-    scores: NDArray[np.int16],  # row g's from g * stride + at on are written, up to 63 more than there are keys
+    scores: NDArray[np.uint16],  # row g's from g * stride + at on are written, up to 63 more than there are keys
     stride: int,
     at: int,
+    # row g's from (g * stride + at) / NORMALISER_KEYS on are written, see `keep_greatest`; empty: they are not wanted
+    greatest: NDArray[np.uint16],
 ) -> None:
-    """Scores of some keys, for all query rows of a group."""
+    """Scores of some keys, for all query rows of a group, BIAS added to them."""
     num_coords, num_segments = sketch.num_coords, sketch.num_segments
     _, _, _, at_offsets, at_multipliers = query_places(sketch, group_size)
     starts = array_at(sketch.segment_starts, num_segments, np.int32(0))
@@ -57,6 +63,11 @@ def score_range(
                 stride,
                 at + key - first,
             )
+            if len(greatest) > 0:
+                for row in range(group_size):
+                    place = row * stride + at + key - first
+                    num_keys = min(STEP_KEYS, end - key)
+                    keep_greatest(scores, place, num_keys, greatest, place // NORMALISER_KEYS)
 
 
 @exact_kernel
@@ -71,11 +82,11 @@ def score_blocks(
     offsets: NDArray[np.int32],  # a query row's is every row_offsets
     row_offsets: int,
     group_size: int,
-    scores: NDArray[np.int16],  # row g's from g * stride + at on are written: 64 for each block
+    scores: NDArray[np.uint16],  # row g's from g * stride + at on are written: 64 for each block
     stride: int,
     at: int,
 ) -> None:
-    """scores = 2 * the sum over coordinates of multiplier * code + offset."""
+    """scores = the sum over coordinates of multiplier * code + offset + BIAS."""
     size = num_fine, num_coarse
     row = 0
     while row < group_size:
@@ -101,45 +112,48 @@ def _score_one(
     multipliers: NDArray[np.int32],
     place: int,
     offset: int,
-    scores: NDArray[np.int16],
+    scores: NDArray[np.uint16],
     at: int,
 ) -> None:
-    fine_mask, coarse_mask = fill(I32x16, FINE_MASK), fill(I32x16, COARSE_MASK)
-    fine_step, coarse_step = fill(I32x16, FINE_BITS), fill(I32x16, COARSE_BITS)
-    zero, offsets = fill(I32x16, 0), fill(I32x16, offset)
+    begin = fill(I32x16, _biased(offset))
     num_fine, num_coarse = size
     for block in range(first, last):
-        sums = zero, zero, zero, zero
+        sums = begin, begin, begin, begin
         i, m = block * (num_fine + num_coarse) * BLOCK_KEYS, place
         for _ in range(num_fine):
-            sums = _add_word(sums, codes, i, multipliers, m, fine_mask, fine_step, 2)
+            sums = _add_fine(sums, codes, i, multipliers, m)
             i, m = i + BLOCK_KEYS, m + 2
         for _ in range(num_coarse):
-            sums = _add_word(sums, codes, i, multipliers, m, coarse_mask, coarse_step, 4)
+            sums = _add_coarse(sums, codes, i, multipliers, m)
             i, m = i + BLOCK_KEYS, m + 4
-        _store_scores(scores, at + (block - first) * BLOCK_KEYS, sums[0], sums[1], sums[2], sums[3], offsets)
+        _store_scores(scores, at + (block - first) * BLOCK_KEYS, sums[0], sums[1], sums[2], sums[3])
 
 
 @inlined_kernel
-def _add_word(sums, codes, at, multipliers, place, mask, step, count):  # type: ignore[no-untyped-def]
+def _add_fine(sums, codes, at, multipliers, place):  # type: ignore[no-untyped-def]
     """One query row's sums of 64 keys with a word's codes added, four at a time."""
-    a, b, c, d = _load_word(codes, at)
-    m = fill(I32x16, multipliers[np.uint64(place)])
-    sums = _add_one(sums, a & mask, b & mask, c & mask, d & mask, m)
-    for i in range(1, count):
-        a, b, c, d = a >> step, b >> step, c >> step, d >> step
-        m = fill(I32x16, multipliers[np.uint64(place + i)])
-        sums = _add_one(sums, a & mask, b & mask, c & mask, d & mask, m)
-    return sums
+    word = _load_word(codes, at)
+    sums = _add_one(sums, word, 0, FINE_BITS, multipliers[np.uint64(place)])
+    return _add_one(sums, word, 4, FINE_BITS, multipliers[np.uint64(place + 1)])
 
 
 @inlined_kernel
-def _add_one(sums, a, b, c, d, multiplier):  # type: ignore[no-untyped-def]
+def _add_coarse(sums, codes, at, multipliers, place):  # type: ignore[no-untyped-def]
+    word = _load_word(codes, at)
+    sums = _add_one(sums, word, 0, COARSE_BITS, multipliers[np.uint64(place)])
+    sums = _add_one(sums, word, 2, COARSE_BITS, multipliers[np.uint64(place + 1)])
+    sums = _add_one(sums, word, 4, COARSE_BITS, multipliers[np.uint64(place + 2)])
+    return _add_one(sums, word, 6, COARSE_BITS, multipliers[np.uint64(place + 3)])
+
+
+@inlined_kernel
+def _add_one(sums, word, first, count, multiplier):  # type: ignore[no-untyped-def]
+    m = fill(I32x16, multiplier)
     return (
-        add_byte_dots(sums[0], a, multiplier),
-        add_byte_dots(sums[1], b, multiplier),
-        add_byte_dots(sums[2], c, multiplier),
-        add_byte_dots(sums[3], d, multiplier),
+        add_half_dots(sums[0], bits_of_bytes(word[0], first, count), m),
+        add_half_dots(sums[1], bits_of_bytes(word[1], first, count), m),
+        add_half_dots(sums[2], bits_of_bytes(word[2], first, count), m),
+        add_half_dots(sums[3], bits_of_bytes(word[3], first, count), m),
     )
 
 
@@ -152,60 +166,68 @@ def _score_four(
     multipliers: NDArray[np.int32],
     offsets: NDArray[np.int32],
     of_rows: tuple[int, int, int, int],
-    scores: NDArray[np.int16],
+    scores: NDArray[np.uint16],
     at: int,
     stride: int,
 ) -> None:
-    fine_mask, coarse_mask = fill(I32x16, FINE_MASK), fill(I32x16, COARSE_MASK)
-    fine_step, coarse_step = fill(I32x16, FINE_BITS), fill(I32x16, COARSE_BITS)
-    zero = fill(I32x16, 0)
     num_fine, num_coarse = size
     place, row_multipliers, offset_place, row_offsets = of_rows
-    none = zero, zero, zero, zero
+    begin = (
+        fill(I32x16, _biased(offsets[offset_place])),
+        fill(I32x16, _biased(offsets[offset_place + row_offsets])),
+        fill(I32x16, _biased(offsets[offset_place + 2 * row_offsets])),
+        fill(I32x16, _biased(offsets[offset_place + 3 * row_offsets])),
+    )
     for block in range(first, last):
-        a, b, c, d = none, none, none, none  # of 16 keys each, four rows' sums
+        a, b, c, d = begin, begin, begin, begin  # of 16 keys each, four rows' sums
         i, m = block * (num_fine + num_coarse) * BLOCK_KEYS, place
         for _ in range(num_fine):
-            a, b, c, d = _add_word_of_four(
-                a, b, c, d, codes, i, multipliers, m, row_multipliers, fine_mask, fine_step, 2
-            )
+            a, b, c, d = _add_fine_to_four(a, b, c, d, codes, i, multipliers, m, row_multipliers)
             i, m = i + BLOCK_KEYS, m + 2
         for _ in range(num_coarse):
-            a, b, c, d = _add_word_of_four(
-                a, b, c, d, codes, i, multipliers, m, row_multipliers, coarse_mask, coarse_step, 4
-            )
+            a, b, c, d = _add_coarse_to_four(a, b, c, d, codes, i, multipliers, m, row_multipliers)
             i, m = i + BLOCK_KEYS, m + 4
         to = at + (block - first) * BLOCK_KEYS
-        of_row = _of_rows(offsets, offset_place, row_offsets)
-        _store_scores(scores, to, a[0], b[0], c[0], d[0], of_row[0])
-        _store_scores(scores, to + stride, a[1], b[1], c[1], d[1], of_row[1])
-        _store_scores(scores, to + 2 * stride, a[2], b[2], c[2], d[2], of_row[2])
-        _store_scores(scores, to + 3 * stride, a[3], b[3], c[3], d[3], of_row[3])
+        _store_scores(scores, to, a[0], b[0], c[0], d[0])
+        _store_scores(scores, to + stride, a[1], b[1], c[1], d[1])
+        _store_scores(scores, to + 2 * stride, a[2], b[2], c[2], d[2])
+        _store_scores(scores, to + 3 * stride, a[3], b[3], c[3], d[3])
 
 
 @inlined_kernel
-def _add_word_of_four(  # type: ignore[no-untyped-def]
-    sums_a, sums_b, sums_c, sums_d, codes, at, multipliers, place, row_multipliers, mask, step, count
-):
-    a, b, c, d = _load_word(codes, at)
-    m = _of_rows(multipliers, place, row_multipliers)
-    sums_a, sums_b = _add_four(sums_a, a & mask, m), _add_four(sums_b, b & mask, m)
-    sums_c, sums_d = _add_four(sums_c, c & mask, m), _add_four(sums_d, d & mask, m)
-    for i in range(1, count):
-        a, b, c, d = a >> step, b >> step, c >> step, d >> step
-        m = _of_rows(multipliers, place + i, row_multipliers)
-        sums_a, sums_b = _add_four(sums_a, a & mask, m), _add_four(sums_b, b & mask, m)
-        sums_c, sums_d = _add_four(sums_c, c & mask, m), _add_four(sums_d, d & mask, m)
-    return sums_a, sums_b, sums_c, sums_d
+def _add_fine_to_four(a, b, c, d, codes, at, multipliers, place, row_multipliers):  # type: ignore[no-untyped-def]
+    """Four query rows' sums, of 16 keys each in a, b, c and d, with a word's codes added, four at a time."""
+    word = _load_word(codes, at)
+    a, b, c, d = _add_bits(a, b, c, d, word, 0, FINE_BITS, _of_rows(multipliers, place, row_multipliers))
+    return _add_bits(a, b, c, d, word, 4, FINE_BITS, _of_rows(multipliers, place + 1, row_multipliers))
+
+
+@inlined_kernel
+def _add_coarse_to_four(a, b, c, d, codes, at, multipliers, place, row_multipliers):  # type: ignore[no-untyped-def]
+    word = _load_word(codes, at)
+    a, b, c, d = _add_bits(a, b, c, d, word, 0, COARSE_BITS, _of_rows(multipliers, place, row_multipliers))
+    a, b, c, d = _add_bits(a, b, c, d, word, 2, COARSE_BITS, _of_rows(multipliers, place + 1, row_multipliers))
+    a, b, c, d = _add_bits(a, b, c, d, word, 4, COARSE_BITS, _of_rows(multipliers, place + 2, row_multipliers))
+    return _add_bits(a, b, c, d, word, 6, COARSE_BITS, _of_rows(multipliers, place + 3, row_multipliers))
+
+
+@inlined_kernel
+def _add_bits(a, b, c, d, word, first, count, multipliers):  # type: ignore[no-untyped-def]
+    return (
+        _add_four(a, bits_of_bytes(word[0], first, count), multipliers),
+        _add_four(b, bits_of_bytes(word[1], first, count), multipliers),
+        _add_four(c, bits_of_bytes(word[2], first, count), multipliers),
+        _add_four(d, bits_of_bytes(word[3], first, count), multipliers),
+    )
 
 
 @inlined_kernel
 def _add_four(sums, codes, multipliers):  # type: ignore[no-untyped-def]
     return (
-        add_byte_dots(sums[0], codes, multipliers[0]),
-        add_byte_dots(sums[1], codes, multipliers[1]),
-        add_byte_dots(sums[2], codes, multipliers[2]),
-        add_byte_dots(sums[3], codes, multipliers[3]),
+        add_half_dots(sums[0], codes, multipliers[0]),
+        add_half_dots(sums[1], codes, multipliers[1]),
+        add_half_dots(sums[2], codes, multipliers[2]),
+        add_half_dots(sums[3], codes, multipliers[3]),
     )
 
 
@@ -234,6 +256,12 @@ def _load_word(codes, at):  # type: ignore[no-untyped-def]
 
 
 @inlined_kernel
-def _store_scores(scores, at, a, b, c, d, offset):  # type: ignore[no-untyped-def]
-    store(scores, at, narrow(a + a + offset, b + b + offset))
-    store(scores, at + 2 * LANES, narrow(c + c + offset, d + d + offset))
+def _store_scores(scores, at, a, b, c, d):  # type: ignore[no-untyped-def]
+    store(scores, at, join_halves(a, b))
+    store(scores, at + 2 * LANES, join_halves(c, d))
+
+
+@inlined_kernel
+def _biased(offset):  # type: ignore[no-untyped-def]
+    """What sums begin with: modulo 2**16, as scores are kept."""
+    return (np.int64(offset) + BIAS) & 0xFFFF

@@ -1,7 +1,7 @@
 """How threads share a search: each runs `work` over the same records until nothing is left to take.
 
-A job passes three stages: match, score, copy. A stage is cut into pieces; a thread takes a piece by setting its bit
-in the stage's word, and whoever finishes the last piece also does what ends the stage, and marks it done. All threads
+A job passes some stages: `calls` says which. A stage is cut into pieces; a thread takes a piece by setting its bit in
+the stage's word, and whoever finishes the last piece also does what ends the stage, and marks it done. All threads
 walk through the stages in one order, and wait only before they take a piece, for stages that come earlier in that
 order. A piece that is taken is worked on without waiting: some thread can always go on, however many there are.
 """
@@ -27,14 +27,16 @@ from csattn.search.waiting import (
     wait,
 )
 
-# `calls` of a search: addresses of its records and of the functions of its stages
-SEARCH_RECORD, SCRATCH_RECORD, MATCH_PIECE, WEIGH_JOB, SCORE_PIECE, GUESS_JOB, COPY_PIECE, CHOOSE_JOB = range(8)
-NUM_CALLS = 8
+# `calls` of a search: addresses of its records and of the functions of its stages, two of each: of a piece and, when
+# all pieces are done, of the job
+SEARCH_RECORD, SCRATCH_RECORD, FIRST_STAGE = 0, 1, 2
+MAX_STAGES = 4
+NUM_CALLS = FIRST_STAGE + 2 * MAX_STAGES
 
 # of a search's progress: a line for each stage of each job
-MATCH, SCORE, COPY = 0, 1, 2
+MATCH, SCORE = 0, 1  # the first stages; what follows is by range
 TAKEN, FINISHED, DONE = 0, 1, 2  # in a line: bits of pieces, count of pieces, whether the stage has ended
-PROGRESS_WORDS = 3 * MAX_JOBS * LINE
+PROGRESS_WORDS = MAX_STAGES * MAX_JOBS * LINE
 # what a pool's threads share besides the words of `waiting`
 FAILED = NUM_WAITING_WORDS  # a thread met an error: nobody waits any longer
 CONTROL_WORDS = NUM_WAITING_WORDS + LINE
@@ -68,7 +70,7 @@ def begin(
     cut_pieces(search)
     search.first_job = first_job
     search.num_jobs = num_jobs
-    for stage in range(3):
+    for stage in range(search.num_stages):
         line = _line(stage, 0)
         for word in range(line, line + num_jobs * LINE):
             progress[word] = 0
@@ -79,9 +81,9 @@ def begin(
 def finish(calls: NDArray[np.int64], progress: NDArray[np.int64], control: NDArray[np.int64], num_jobs: int) -> bool:
     """Help with the search, wait for its end and close it; false if a thread has failed."""
     work(calls, progress, control, 0)
-    sound = True
+    sound, last_stage = True, search_at(calls[SEARCH_RECORD]).num_stages - 1
     for job in range(num_jobs):
-        sound = sound and _await(progress, control, _line(COPY, job))
+        sound = sound and _await(progress, control, _line(last_stage, job))
     store_release(control, OPENED, 0)
     return sound
 
@@ -114,22 +116,22 @@ def work(
     thread: int,  # below num_threads: where it begins to look for pieces, so that its caches serve it again
 ) -> None:
     """Take pieces of the search until there are none."""
-    scratch = scratch_at(calls[SCRATCH_RECORD])
-    num_jobs, num_slots = search_at(calls[SEARCH_RECORD]).num_jobs, scratch.num_slots
+    search, scratch = search_at(calls[SEARCH_RECORD]), scratch_at(calls[SCRATCH_RECORD])
+    num_jobs, num_slots, last_stage = search.num_jobs, scratch.num_slots, search.num_stages - 1
     first = thread * num_jobs // scratch.num_threads
     for job in range(first, first + num_jobs):
         _stage(calls, progress, MATCH, job % num_jobs, thread)
-    # Copies of a job come so many jobs after its scores: until then all threads have scores to make, and nobody waits
-    # for the last one of a stage.
-    lag = min(-(-scratch.num_threads // _num_pieces(calls, SCORE)), num_slots - 1)
-    for step in range(num_jobs + lag):
-        for stage in (SCORE, COPY):
-            job = step if stage == SCORE else step - lag
+    # A stage of a job comes so many jobs after the one before it: until then all threads have other pieces, and nobody
+    # waits for the last one of a stage. What a slot waits for must come earlier than its next job's scores.
+    lag = min(-(-scratch.num_threads // _num_pieces(calls, SCORE)), (num_slots - 1) // (last_stage - SCORE))
+    for step in range(num_jobs + lag * (last_stage - SCORE)):
+        for stage in range(SCORE, last_stage + 1):
+            job = step - lag * (stage - SCORE)
             if job < 0 or job >= num_jobs or not _any_left(calls, progress, stage, job):
                 continue
             sound = _await(progress, control, _line(stage - 1, job))
             if stage == SCORE and job >= num_slots:  # until the job that has had the slot before is done with it
-                sound = sound and _await(progress, control, _line(COPY, job - num_slots))
+                sound = sound and _await(progress, control, _line(last_stage, job - num_slots))
             if not sound:
                 return
             _stage(calls, progress, stage, job, thread)
@@ -143,11 +145,11 @@ def _stage(calls: NDArray[np.int64], progress: NDArray[np.int64], stage: int, jo
     num_threads = scratch_at(scratch).num_threads
     piece = _take(progress, line, pieces, thread * pieces // num_threads)
     while piece >= 0:
-        call_stage(calls[MATCH_PIECE + 2 * stage], search, scratch, job, piece)
+        call_stage(calls[FIRST_STAGE + 2 * stage], search, scratch, job, piece)
         if add(progress, line + FINISHED, 1) == pieces - 1:
-            while call_stage(calls[WEIGH_JOB + 2 * stage], search, scratch, job, 0) != 0:
+            while call_stage(calls[FIRST_STAGE + 1 + 2 * stage], search, scratch, job, 0) != 0:
                 for again in range(pieces):
-                    call_stage(calls[MATCH_PIECE + 2 * stage], search, scratch, job, again)
+                    call_stage(calls[FIRST_STAGE + 2 * stage], search, scratch, job, again)
             store_release(progress, line + DONE, 1)
         piece = _take(progress, line, pieces, piece)
 

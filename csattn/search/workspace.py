@@ -10,8 +10,10 @@ from csattn.search.plan import MAX_JOBS, MAX_PIECES, SCRATCH, record
 from csattn.search.select import SAMPLE_ROOM
 from csattn.search.work import CONTROL_WORDS, NUM_CALLS, PROGRESS_WORDS, SCRATCH_RECORD, await_others
 from csattn.selection import Selection
+from csattn.sketch.reference import NORMALISER_KEYS
 
 LINE_BYTES = 64
+SKETCH_SCORE_BYTES, LIST_SCORE_BYTES = 2, 4
 # Kernels write whole blocks: up to 63 keys behind the context. An odd number of cache lines
 # from one query row's scores or powers to the next's keeps them out of each other's places in the caches.
 STRIDE_STEP, STRIDE_EXTRA = 1024, 512 + 32
@@ -23,6 +25,9 @@ class TokenSelections:
 
     kv_indices: NDArray[np.int32]  # [num_tokens, num_index_heads, top_k], each row as in Selection
     valid_len: NDArray[np.int32]  # [num_tokens, num_index_heads]
+    # of a sketch, if wanted: attention by codes to the rows that are neither resident nor chosen, as parts to be merged
+    # with others [num_tokens, num_q_heads, head_dim + 2]: see `csattn.search.rest`
+    rest: NDArray[np.float32] | None = None
 
     def __len__(self) -> int:
         return len(self.kv_indices)
@@ -60,20 +65,20 @@ class SearchWorkspace:
         self._memory = _aligned(0)
         self._layout: tuple[int, ...] = ()
 
-    def prepare(self, group_size: int, query_bytes: int, score_bytes: int, num_keys: int) -> None:
-        """Make room for searches of that shape and describe it in `scratch`. query_bytes: of a job's queries."""
-        layout = group_size, query_bytes, score_bytes, -(-num_keys // STRIDE_STEP)
+    def prepare(self, group_size: int, query_bytes: int, score_bytes: int, num_keys: int, part_words: int) -> None:
+        """Make room for searches of that shape and describe it in `scratch`.
+
+        query_bytes: of a job's queries; part_words: of a query row's part of the rest, 0 if it is not asked for.
+        """
+        layout = group_size, query_bytes, score_bytes, -(-num_keys // STRIDE_STEP), part_words
         if layout == self._layout:
             return
         await_others(self.control)
         stride = layout[3] * STRIDE_STEP + STRIDE_EXTRA
         query_bytes = -(-query_bytes // LINE_BYTES) * LINE_BYTES
         num_slots = int(self.scratch["num_slots"][0])
-        slot, slot_bytes = _places(_slot_arrays(group_size, stride, score_bytes))
-        slopes = 4 * MAX_JOBS * group_size
-        whole, num_bytes = _places(
-            {"queries": MAX_JOBS * query_bytes, "slopes": slopes, "slots": num_slots * slot_bytes}
-        )
+        slot, slot_bytes = _places(_slot_arrays(group_size, stride, score_bytes, part_words))
+        whole, num_bytes = _places({"queries": MAX_JOBS * query_bytes, "slots": num_slots * slot_bytes})
         base = self.reserve(num_bytes).ctypes.data
         for name, place in slot.items():
             self.scratch[name] = place
@@ -94,24 +99,32 @@ class SearchWorkspace:
         return f"<SearchWorkspace {len(self._memory)} bytes>"
 
 
-def _slot_arrays(group_size: int, stride: int, score_bytes: int) -> dict[str, int]:
+def _slot_arrays(group_size: int, stride: int, score_bytes: int, part_words: int) -> dict[str, int]:
     """Bytes of each array of a slot: see plan.SCRATCH."""
     per_range = MAX_PIECES * group_size
-    return {
+    common = {
         "at_scores": score_bytes * group_size * stride,
-        "at_powers": 4 * group_size * stride if group_size > 1 else 0,
         "at_copied": 4 * stride,
         "at_copied_worth": 4 * stride,
         "at_sample": score_bytes * group_size * SAMPLE_ROOM,
         "at_sample_worth": 4 * SAMPLE_ROOM,
         "at_counts": 8 * MAX_PIECES,
+        "at_guess": 8 * 2,
+    }
+    if score_bytes == SKETCH_SCORE_BYTES:
+        return common | {
+            "at_greatest": 2 * group_size * stride // NORMALISER_KEYS,
+            "at_group_shifts": 2 * group_size,
+            "at_parts": 4 * per_range * part_words,
+        }
+    return common | {
+        "at_powers": 4 * group_size * stride if group_size > 1 else 0,
         "at_exact": 8 * MAX_PIECES,
         "at_shifts": 8 * per_range,
         "at_totals": 8 * per_range,
         "at_lowest": 8 * per_range,
         "at_factors": 4 * per_range,
         "at_terms": 4 * 4 * group_size,
-        "at_guess": 8 * 2,
     }
 
 

@@ -1,22 +1,20 @@
-"""What each key is worth to a group of query rows, as an int32 that orders keys.
+"""What each key of lists is worth to a group of query rows, as an int32 that orders keys.
 
 A query row's share of a key is its softmax weight, at least LEAST_SHARE (`reference.combine_group`). Shares are
 computed as 2**HEADROOM times themselves: float32 then reaches from LEAST_SHARE, well above its smallest normal
 number, to group_size * 2**HEADROOM. Positive floats order like their bits, so the bits of the sum are the worth.
 
-With slope = softmax_scale * unit * log2(e), a share is 2 ** (slope * score) / total, where total is the sum of these
+With slope = softmax_scale * log2(e), a share is 2 ** (slope * score) / total, where total is the sum of these
 powers over all scored keys. Keys are cut into ranges, and each range has a shift: its powers are kept, and summed,
 as 2 ** (slope * score - shift). Shifts are even integers, so that scaling by them is exact: neither a share nor
 its rounding depends on where the ranges begin.
 
-Scores come as int16 (sketches) or float32 (lists); a float32 score of -0.0 marks a key that no list holds.
+Scores are float32; -0.0 marks a key that no list holds.
 """
 
 from typing import Any
 
 import numpy as np
-from numba import types
-from numba.extending import overload
 from numpy.typing import NDArray
 
 from csattn.jit import exact_kernel
@@ -31,7 +29,7 @@ from csattn.search.lanes import (
     where_equal,
     where_less,
 )
-from csattn.search.simd import F32x16, I16x16, I16x32, I32x16, as_bits, convert, fill, lane_numbers, load, store
+from csattn.search.simd import F32x16, I32x16, as_bits, fill, lane_numbers, load, store
 
 LANES = 16
 NOT_SCORED = -(2**31)  # worth of what may not be chosen, and the bits of -0.0
@@ -46,7 +44,7 @@ WIDEST = 100.0  # octaves between the powers of a range; where there are more, o
 
 @exact_kernel
 def keep_powers(
-    scores: NDArray[Any],  # int16 or float32
+    scores: NDArray[np.float32],
     powers: NDArray[np.float32],  # written where the scores are, up to LANES - 1 elements more; 0 for no score
     start: int,
     num_keys: int,
@@ -85,18 +83,18 @@ def too_wide(shift: float, lowest: float) -> bool:
 
 @exact_kernel
 def _store_powers(
-    scores: NDArray[Any], powers: NDArray[np.float32], first: int, last: int, slope: np.float32, shift: float
+    scores: NDArray[np.float32], powers: NDArray[np.float32], first: int, last: int, slope: np.float32, shift: float
 ) -> np.float32:
     """powers[i] = 2 ** (slope * score - shift), and their sum, over the scored keys [first, last)."""
     slopes, rounder = fill(F32x16, slope), fill(F32x16, ROUNDER - shift)
     sums = fill(F32x16, 0)
     whole = last - (last - first) % LANES
     for at in range(first, whole, LANES):
-        power = scored_only(scores, at, exp2_lanes(score_lanes(scores, at), slopes, rounder))
+        power = scored_only(scores, at, exp2_lanes(load(F32x16, scores, at), slopes, rounder))
         store(powers, at, power)
         sums += power
     if whole < last:
-        power = scored_only(scores, whole, exp2_lanes(score_lanes(scores, whole), slopes, rounder))
+        power = scored_only(scores, whole, exp2_lanes(load(F32x16, scores, whole), slopes, rounder))
         store(powers, whole, power)
         sums += where_less(lane_numbers(I32x16), fill(I32x16, last - whole), power, fill(F32x16, 0))
     total: np.float32 = sum_of_lanes(sums)
@@ -105,13 +103,13 @@ def _store_powers(
 
 @exact_kernel
 def _sum_of_powers(
-    scores: NDArray[Any], first: int, last: int, slope: np.float32, shift: float, floor: np.float32
+    scores: NDArray[np.float32], first: int, last: int, slope: np.float32, shift: float, floor: np.float32
 ) -> np.float32:
     """The sum of `_store_powers`; scores below the floor count as much as the floor."""
     slopes, rounder, floors = fill(F32x16, slope), fill(F32x16, ROUNDER - shift), fill(F32x16, floor)
     sums = fill(F32x16, 0)
     for at in range(first, last, LANES):
-        power = exp2_lanes(larger(score_lanes(scores, at), floors), slopes, rounder)
+        power = exp2_lanes(larger(load(F32x16, scores, at), floors), slopes, rounder)
         power = scored_only(scores, at, power)
         sums += where_less(lane_numbers(I32x16), fill(I32x16, last - at), power, fill(F32x16, 0))
     total: np.float32 = sum_of_lanes(sums)
@@ -151,7 +149,7 @@ def share_terms(slope: float, shift: float, total: float) -> tuple[float, float,
 
 @exact_kernel
 def worth_of_shares(
-    scores: NDArray[Any],  # [group_size * stride] int16 or float32
+    scores: NDArray[np.float32],  # [group_size * stride]
     stride: int,
     at: int,
     terms: NDArray[np.float32],  # [4 * group_size]: `share_terms` of each row
@@ -161,7 +159,7 @@ def worth_of_shares(
     for row in range(len(terms) // 4):
         slopes, floors = fill(F32x16, terms[4 * row]), fill(F32x16, terms[4 * row + 1])
         rounder, factors = fill(F32x16, terms[4 * row + 2]), fill(F32x16, terms[4 * row + 3])
-        power = exp2_lanes(larger(score_lanes(scores, row * stride + at), floors), slopes, rounder)
+        power = exp2_lanes(larger(load(F32x16, scores, row * stride + at), floors), slopes, rounder)
         share = fma(scored_only(scores, row * stride + at, power), factors, share)
     return as_bits(I32x16, share)
 
@@ -182,77 +180,23 @@ def exp2_lanes(x, slopes, rounder):  # type: ignore[no-untyped-def]
     return as_bits(F32x16, as_bits(I32x16, power) + exponent)
 
 
-def score_lanes(scores: NDArray[Any], at: int) -> Any:
-    """The scores from `at` on, as float32 lanes."""
-    raise NotImplementedError("only kernels can call this")
-
-
-@overload(score_lanes, strict=False)  # type: ignore[untyped-decorator]
-def _score_lanes(scores: Any, at: Any) -> Any:
-    if scores.dtype == types.int16:
-        return lambda scores, at: convert(F32x16, convert(I32x16, load(I16x16, scores, at)))
-    return lambda scores, at: load(F32x16, scores, at)
-
-
-def scored_only(scores: NDArray[Any], at: int, value: Any) -> Any:
+@exact_kernel
+def scored_only(scores, at, value):  # type: ignore[no-untyped-def]
     """`value` in the lanes of scored keys from `at` on, 0.0 in the others."""
-    raise NotImplementedError("only kernels can call this")
+    return where_equal(load(I32x16, scores, at), fill(I32x16, NOT_SCORED), fill(F32x16, 0), value)
 
 
-@overload(scored_only, strict=False)  # type: ignore[untyped-decorator]
-def _scored_only(scores: Any, at: Any, value: Any) -> Any:
-    if scores.dtype == types.int16:
-        return lambda scores, at, value: value
-    return lambda scores, at, value: where_equal(
-        load(I32x16, scores, at), fill(I32x16, NOT_SCORED), fill(F32x16, 0), value
-    )
-
-
-def scores_as_worth(scores: NDArray[Any], at: int) -> Any:
+@exact_kernel
+def scores_as_worth(scores: NDArray[np.float32], at: int) -> Any:
     """int32 lanes in the order of the scores from `at` on, NOT_SCORED for keys that are not scored."""
-    raise NotImplementedError("only kernels can call this")
+    bits, not_scored = load(I32x16, scores, at), fill(I32x16, NOT_SCORED)
+    ordered = bits ^ ((bits >> fill(I32x16, 31)) & fill(I32x16, 0x7FFFFFFF))  # negative floats order backwards
+    return where_equal(bits, not_scored, not_scored, ordered)
 
 
-@overload(scores_as_worth, strict=False)  # type: ignore[untyped-decorator]
-def _scores_as_worth(scores: Any, at: Any) -> Any:
-    if scores.dtype == types.int16:
-        return lambda scores, at: convert(I32x16, load(I16x16, scores, at))
-
-    def of_floats(scores: Any, at: Any) -> Any:
-        bits = load(I32x16, scores, at)
-        ordered = bits ^ ((bits >> fill(I32x16, 31)) & fill(I32x16, 0x7FFFFFFF))  # negative floats order backwards
-        not_scored = fill(I32x16, NOT_SCORED)
-        return where_equal(bits, not_scored, not_scored, ordered)
-
-    return of_floats
-
-
-def extremes(scores: NDArray[Any], start: int, num_keys: int) -> tuple[float, float]:
+@exact_kernel
+def extremes(scores: NDArray[np.float32], start: int, num_keys: int) -> tuple[float, float]:
     """The least and the largest score of the scored keys [start, start + num_keys); infinity and its negative: none."""
-    raise NotImplementedError("only kernels can call this")
-
-
-@overload(extremes, strict=False)  # type: ignore[untyped-decorator]
-def _extremes(scores: Any, start: Any, num_keys: Any) -> Any:
-    return _extremes_of_integers if scores.dtype == types.int16 else _extremes_of_floats
-
-
-def _extremes_of_integers(scores: Any, start: Any, num_keys: Any) -> Any:
-    if num_keys == 0:
-        return np.inf, -np.inf
-    end = start + num_keys
-    whole = end - num_keys % 32
-    lows, highs = fill(I16x32, scores[start]), fill(I16x32, scores[start])
-    for at in range(start, whole, 32):
-        lanes = load(I16x32, scores, at)
-        lows, highs = smaller(lows, lanes), larger(highs, lanes)
-    least, largest = np.int64(smallest_lane(lows)), np.int64(largest_lane(highs))
-    for at in range(whole, end):
-        least, largest = min(least, np.int64(scores[at])), max(largest, np.int64(scores[at]))
-    return np.float64(least), np.float64(largest)
-
-
-def _extremes_of_floats(scores: Any, start: Any, num_keys: Any) -> Any:
     not_scored, none = fill(I32x16, NOT_SCORED), fill(I32x16, 2**31 - 1)
     lows, highs = none, not_scored
     for at in range(start, start + num_keys, LANES):

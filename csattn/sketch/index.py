@@ -1,7 +1,8 @@
 """What a layer of a context has of its sketch: all that a step reads of it."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +22,7 @@ class SketchIndex:
     # [num_kv_heads, num_blocks, num_fine + num_coarse, BLOCK_KEYS] words: see `codes.pack_codes`
     codes: NDArray[np.uint32]
     # [num_kv_heads, num_blocks, 2] words: bit i of word j is 1 where key 32 j + i of the block is marked: its codes
-    # tell the queries' logits so badly that it is read whatever they say. As many in each head.
+    # tell the key so badly that it is read whatever they say. As many in each head.
     marks: NDArray[np.uint32]
     num_fine: int  # words of 4-bit codes; the others are of 2-bit codes
     segment_starts: NDArray[np.int32]  # [num_segments] ascending, the first is 0: rows that share a transform
@@ -62,12 +63,13 @@ class SketchIndex:
         return self.codes.nbytes + self.marks.nbytes + transforms + self.value_mean.nbytes + self.value_transform.nbytes
 
     def heeds_marks(self, top_k: int) -> bool:
-        """Whether marked rows are chosen first: where others get at least half of the choice."""
-        return 2 * num_marked(self.context_len, self.segment_starts) <= top_k
+        """As the function of that name."""
+        return heeds_marks(self.context_len, self.segment_starts.tolist(), top_k)
 
     def marked_rows(self, head: int) -> NDArray[np.bool_]:
         """Whether each row is marked [context_len]."""
-        return unpack_marks(self.marks[head][None], self.context_len)[0]
+        marked: NDArray[np.bool_] = unpack_marks(self.marks[head][None], self.context_len)[0]
+        return marked
 
     def segment(self, number: int) -> slice:
         """The rows of a segment."""
@@ -75,7 +77,11 @@ class SketchIndex:
         return slice(int(self.segment_starts[number]), ends[number])
 
 
-def num_marked(context_len: int, segment_starts: Iterable[int]) -> int:
+def num_marked(context_len: int, segment_starts: Sequence[int]) -> int:
     """Rows of a head that are marked."""
-    ends = [*list(segment_starts)[1:], context_len]
-    return sum((int(end) - int(start)) // MARKED_SHARE for start, end in zip(segment_starts, ends, strict=True))
+    return sum((stop - start) // MARKED_SHARE for start, stop in pairwise((*segment_starts, context_len)))
+
+
+def heeds_marks(context_len: int, segment_starts: Sequence[int], top_k: int) -> bool:
+    """Whether marked rows are chosen first: where others get at least half of the choice."""
+    return 2 * num_marked(context_len, segment_starts) <= top_k

@@ -26,8 +26,8 @@ from csattn.sketch.index import MARKED_SHARE, SketchIndex
 Floats = NDArray[np.float64]
 
 LEAST_QUERY_ENERGY = 1e-6  # of a direction, as a share of the greatest: A has to be inverted
-LEAST_KEY_ENERGY = 1e-12  # of a coordinate, likewise: below, its codes say nothing and count nothing
-RIDGE = 1e-3  # of the regression, as a share of the codes' mean variance
+LEAST_KEY_ENERGY = 1e-6  # of a coordinate, likewise: below, its codes say nothing and count nothing
+RIDGE = 1e-3  # of the regression, as a share of the codes' mean variance and 1
 # in units of a coordinate's deviation: the step that is best for a normal distribution, by the bits; of these multiples
 # of it, that with the least squared error on the segment's rows is taken
 NORMAL_STEP = {2: 0.996, 4: 0.335}
@@ -38,6 +38,7 @@ KEY_BITS, TRANSFORM_BITS = 20, 24  # fixed point: with 256 dimensions, sums of p
 LARGEST_MULTIPLIER = 127  # of a code: a query's coordinate becomes an 8-bit integer
 SCORE_ROOM = 32700.0  # of an int16 score, before what is set aside for the rounding of multipliers
 LARGEST_EXPONENT = 15  # a unit of score is 2**-15, 2**-14, ... or 2**15 octaves
+NORMALISER_KEYS, LEAST_OCTAVE, GREATEST_OCTAVE = 8, -32, 95  # see `normaliser`
 TOTAL_BITS = 24  # of the largest weight, in a total by whole octaves
 LOG_BITS = 16  # after the point, of its logarithm
 LOG2_E = 1.4426950408889634
@@ -55,7 +56,7 @@ class Transform:
     # [num_coords, head_dim]: B; its coarse rows times the variance of u. What the mean of coarse codes tells is in
     # value_mean already: see `attend_rest`
     value_transform: NDArray[np.float16]
-    marked: NDArray[np.int64]  # ascending: the rows whose logits the codes tell worst
+    marked: NDArray[np.int64]  # ascending: the rows whose keys the codes tell worst
 
 
 def fit(
@@ -83,14 +84,16 @@ def fit(
     matrix = _regression(u, v.astype(np.float64))
     value_mean = v.astype(np.float64).mean(0) - np.where(is_fine, u.mean(0), 0.0) @ matrix
     value_transform = matrix * np.where(is_fine, 1.0, u.var(axis=0))[:, None]
+    query_transform = _half(inverse @ basis * step)
+    told = key_mean + (u - (2.0**bits - 1) / 2) @ query_transform.T.astype(np.float64)
     return Transform(
         key_mean,
         exponent,
         key_transform,
-        _half(inverse @ basis * step),
+        query_transform,
         value_mean.astype(np.float32),
         _half(value_transform),
-        _told_worst(centred @ root, basis, step * (u - (2.0**bits - 1) / 2)),
+        _farthest(k - told),
     )
 
 
@@ -204,23 +207,27 @@ def worth(
     """
     normalisers = np.array([normaliser(row, exponent) for row in scores])
     shares = scores.astype(np.int64) - (normalisers - normalisers.min())[:, None]
-    best: NDArray[np.int64] = shares.max(axis=0).clip(-32768, 32767)
+    best: NDArray[np.int64] = shares.max(axis=0).clip(-32767, 32767)
     return best if marks is None else np.where(marks, 32767, best)
 
 
 def normaliser(scores: NDArray[np.int16], exponent: int) -> int:
     """About log2 of the sum of 2**(2**exponent * score), in units of score: integers throughout.
 
-    A weight counts as the power of two that it is at most half above, relative to the largest, and a logarithm goes
-    straight from one power of two to the next.
+    Of NORMALISER_KEYS neighbouring keys the greatest score stands for all, told in whole octaves from LEAST_OCTAVE to
+    GREATEST_OCTAVE. A logarithm goes straight from one power of two to the next.
     """
-    top = int(scores.max())
-    below = top - scores.astype(np.int64)
-    octaves = below >> -exponent if exponent <= 0 else below << exponent
-    total = int((2**TOTAL_BITS >> np.minimum(octaves, TOTAL_BITS + 1)).sum())
+    room = -len(scores) % NORMALISER_KEYS
+    greatest = (
+        np.pad(scores.astype(np.int64), (0, room), constant_values=-32768).reshape(-1, NORMALISER_KEYS).max(axis=1)
+    )
+    octaves = greatest >> -exponent if exponent <= 0 else greatest << exponent
+    counts = np.bincount(octaves.clip(LEAST_OCTAVE, GREATEST_OCTAVE) - LEAST_OCTAVE)
+    top = len(counts) - 1
+    total = sum(int(counts[top - below]) << TOTAL_BITS - below for below in range(min(top, TOTAL_BITS) + 1))
     whole = total.bit_length() - 1
-    log = (whole - TOTAL_BITS << LOG_BITS) + (total >> whole - LOG_BITS) - 2**LOG_BITS
-    return top + (log >> LOG_BITS + exponent)
+    log = (top + LEAST_OCTAVE + whole - TOTAL_BITS << LOG_BITS) + (total >> whole - LOG_BITS) - 2**LOG_BITS
+    return int(log >> LOG_BITS + exponent)
 
 
 def attend_rest(
@@ -236,7 +243,7 @@ def attend_rest(
     """
     out, lse = np.zeros(q.shape, np.float32), np.full(len(q), -np.inf, np.float32)
     group_size, num_measured = len(q) // index.num_heads, FINE_CODES * index.num_fine
-    for head in np.flatnonzero(is_rest.any(axis=1)):
+    for head in np.flatnonzero(is_rest.any(axis=1)).tolist():
         rows = slice(head * group_size, (head + 1) * group_size)
         bases, exponent, scores = score_group(q[rows], index, head, softmax_scale)
         coordinates = project(q[rows], index, head, softmax_scale)[1]
@@ -282,14 +289,13 @@ def _query_metric(q: Floats) -> tuple[Floats, Floats]:
     return directions * root @ directions.T, directions / root @ directions.T
 
 
-def _told_worst(k: Floats, basis: Floats, decoded: Floats) -> NDArray[np.int64]:
-    """The rows with the greatest squared error of a logit, in the mean over unit queries; of equals the first.
+def _farthest(errors: Floats) -> NDArray[np.int64]:
+    """The rows [num_rows, head_dim] with the greatest squares, ascending; of equals the first.
 
-    k: [num_rows, head_dim] under the queries' metric; basis: [head_dim, num_coords]; decoded: [num_rows, num_coords].
+    All directions count alike: what codes lose must not be missed by queries that are unlike the context's own.
     """
-    x = k @ basis
-    errors = np.square(k).sum(axis=1) - np.square(x).sum(axis=1) + np.square(x - decoded).sum(axis=1)
-    return np.sort(np.argsort(-errors, kind="stable")[: len(k) // MARKED_SHARE])
+    order = np.argsort(-np.square(errors).sum(axis=1), kind="stable")
+    return np.sort(order[: len(errors) // MARKED_SHARE])
 
 
 def _best_step(samples: Floats, deviation: float, bits: int) -> float:
@@ -308,7 +314,7 @@ def _regression(u: Floats, v: Floats) -> Floats:
     """B [num_coords, head_dim]: v - mean(v) is about (u - mean(u)) @ B, with the least squared error, nearly."""
     x = u - u.mean(0)
     gram = x.T @ x
-    gram += (RIDGE * gram.trace() / len(gram) + 1e-9 * len(u)) * np.eye(len(gram))
+    gram += RIDGE * (gram.trace() / len(gram) + len(u)) * np.eye(len(gram))
     return np.linalg.solve(gram, x.T @ (v - v.mean(0)))
 
 

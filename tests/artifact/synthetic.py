@@ -12,7 +12,8 @@ from csattn.artifact import ArtifactSpec, ArtifactWriter, KvDtype, ModelGeometry
 from csattn.config import IndexConfig, ListConfig, SketchConfig
 from csattn.index import LayerIndex, plain_basis
 from csattn.sketch import SketchIndex
-from csattn.sketch.codes import num_coords
+from csattn.sketch.codes import num_coords, pack_marks
+from csattn.sketch.index import num_marked
 from csattn.table.lists import ListTable
 
 TORCH_DTYPES: dict[KvDtype, torch.dtype] = {
@@ -87,8 +88,10 @@ def make_sketch(spec: ArtifactSpec, rng: np.random.Generator, next_query: NDArra
     codes = rng.integers(
         0, 2**32, (spec.model.num_kv_heads, -(-spec.context_len // 64), sum(words), 64), dtype=np.uint32
     )
+    marked = np.arange(spec.context_len) < num_marked(spec.context_len, starts)
     return SketchIndex(
         codes=codes,
+        marks=pack_marks(rng.permuted(np.tile(marked, (len(codes), 1)), axis=1)),
         num_fine=words[0],
         segment_starts=np.array(starts, np.int32),
         key_mean=rng.standard_normal((*segments, head_dim), np.float32),

@@ -78,16 +78,16 @@ def test_a_directory_named_after_another_artifact_is_refused(tmp_path: Path) -> 
         open_artifact(one)
 
 
-@pytest.mark.parametrize("version", [2, 4])
+@pytest.mark.parametrize("version", [2, 3, 5])
 def test_another_format_version_is_to_be_built_again(artifact_dir: Path, version: int) -> None:
-    """What csattn wrote before sketches, too: its index has a layout that is gone."""
+    """What csattn wrote before sketches, too: its index has a layout that is gone. Version 3 had no marks."""
 
     def as_of_then(manifest: dict[str, Any]) -> None:
         manifest.update(format_version=version)
         manifest["index_config"].update(layout="rows", score_bits=4, basis="key_whitened")
 
     reseal(artifact_dir, as_of_then)
-    words = f"has format version {version} and this csattn reads version 3; build it again with `csattn build`"
+    words = f"has format version {version} and this csattn reads version 4; build it again with `csattn build`"
     with pytest.raises(ArtifactMismatchError, match=words):
         open_artifact(artifact_dir)
 
@@ -221,6 +221,26 @@ def test_forged_segments_are_refused(tmp_path: Path, starts: list[int]) -> None:
     verify_artifact(path)
     forge_array(path, "segment_starts", lambda array: array.__setitem__(slice(None), starts))
     with pytest.raises(ArtifactCorruptError, match="segment_starts are not multiples of 1024 that ascend from 0"):
+        verify_artifact(path)
+
+
+def _swap_marks(marks: NDArray[np.uint32]) -> None:
+    """The first marked row of the first head is not, and a row beyond the context is in its place."""
+    word = tuple(index[0] for index in np.nonzero(marks))
+    marks[word] &= marks[word] - np.uint32(1)
+    marks[0, -1, -1] |= np.uint32(1 << 31)
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [_swap_marks, lambda marks: marks.__setitem__(..., 0), lambda marks: np.invert(marks, out=marks)],
+    ids=["beyond", "none", "most"],
+)
+def test_forged_marks_are_refused(tmp_path: Path, forge: Callable[[NDArray[Any]], None]) -> None:
+    path = build(tmp_path, make_spec(2600, num_layers=1, segment_len=1300))
+    verify_artifact(path)
+    forge_array(path, "marks", forge)
+    with pytest.raises(ArtifactCorruptError, match="marks are not at 5 of each head's 2600 rows"):
         verify_artifact(path)
 
 

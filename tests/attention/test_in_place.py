@@ -15,6 +15,7 @@ from csattn.cpu.team import Team
 from csattn.rest import Moments, moments_of
 from csattn.search.sketch import describe_sketch, query_bytes
 from csattn.sketch import SketchIndex
+from csattn.sketch.rest import attend_rest
 from tests.sketch.synthetic import make_heads, make_sketch
 
 DTYPES = ["float32", "bfloat16", "float16"]
@@ -33,6 +34,7 @@ class Row:
     tail: torch.Tensor  # its own rows, then NaN
     moments: Moments | None = field(default=None, kw_only=True)
     sketch: SketchIndex | None = field(default=None, kw_only=True)
+    rest: np.ndarray | None = field(default=None, kw_only=True)  # [num_q_heads, head_dim + 2]: instead of a sketch
 
     @property
     def tail_len(self) -> int:
@@ -104,6 +106,7 @@ def run(rows: list[Row], num_threads: int = 1) -> torch.Tensor:
         "valid_lens": [row.valid_len.data_ptr() if row.kv_indices.shape[1] else 0 for row in rows],
         "moments": [row.moments.table.ctypes.data if row.moments is not None else 0 for row in rows],
         "sketches": [record.ctypes.data if record is not None else 0 for record in records],
+        "rests": [row.rest.ctypes.data if row.rest is not None else 0 for row in rows],
         "tail_ids": list(range(num_rows)),
         "tail_lens": [row.tail_len for row in rows],
     }
@@ -199,6 +202,18 @@ def test_what_is_not_selected_is_attended_to_by_its_codes(rng) -> None:
         torch.testing.assert_close(out, row.want(), rtol=1e-3, atol=1e-3)
         left = row.near[1] - row.near[0] - row.valid_len
         assert torch.equal(out, without) == (row.sketch is None or bool((left == 0).all()))
+
+
+def test_a_rest_that_comes_with_the_selection_joins(rng: np.random.Generator) -> None:
+    """As one of the same sketch does."""
+    rows = [row for row in with_sketches(rows_of_all_kinds(head_dim=24), rng) if row.sketch is not None]
+    given = []
+    for row in rows:
+        of_token = row.q[None].numpy(), row.sketch, row.kv_indices[None].numpy(), row.valid_len[None].numpy()
+        (out,), (lse,) = attend_rest(*of_token, *row.near, 24**-0.5)
+        rest = np.concatenate([out, lse[:, None], np.isfinite(lse)[:, None]], axis=1).astype(np.float32)
+        given.append(replace(row, sketch=None, rest=rest))
+    torch.testing.assert_close(run(given), run(rows), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("fault", [NAN, float("inf")])

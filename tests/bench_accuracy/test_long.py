@@ -3,7 +3,6 @@
 import importlib.util
 import json
 from collections import OrderedDict
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -13,10 +12,10 @@ import torch
 
 from bench.accuracy import long
 from bench.accuracy.attending import low_bit
-from bench.accuracy.attending.attend import Codes, Reading, attend, worst_rows
+from bench.accuracy.attending.attend import Codes, Reading, attend
 from bench.accuracy.attending.context import ContextLayer, Step, read_context
 from bench.accuracy.attending.recording import record
-from bench.accuracy.attending.sketches import SketchCodes, integer_queries
+from bench.accuracy.attending.sketches import SketchCodes, integer_queries, normaliser
 from bench.accuracy.attending.slot_cache import SIZES, count_hits
 from bench.accuracy.attending.variants import Variant, VariantCodes
 from bench.accuracy.long_contenders import contenders, find_contenders
@@ -98,38 +97,58 @@ def test_the_sketch_is_the_reference(segments, head_dim, rng):
     out = codes.weighted_values(weights.flatten(1, 2), q.flatten(1, 2)).unflatten(1, q.shape[1:3])
     for token in range(q.shape[2]):
         of_token = q[:, :, token].flatten(0, 1).numpy()
-        for row in range(4):
-            base, unit, scores = reference.score_head(of_token[row], index, row // 2)
-            np.testing.assert_allclose(logits[row // 2, row % 2, token], base + unit * scores, rtol=1e-5, atol=1e-5)
+        for head in range(2):
+            group = of_token[2 * head : 2 * head + 2]
+            bases, exponent, scores = reference.score_group(group, index, head, SCALE)
+            octaves = SCALE * reference.LOG2_E * logits[head, :, token].numpy()
+            np.testing.assert_allclose(octaves, bases[:, None] + 2.0**exponent * scores, rtol=1e-5, atol=1e-5)
+            for top_k in (5, 6):
+                marks = index.marked_rows(head) if index.heeds_marks(top_k) else None
+                wanted = reference.worth(scores, exponent, marks)
+                worth = codes.worth(q[:, :, token : token + 1], top_k)[head, 0].numpy()
+                np.testing.assert_array_equal(np.ceil(worth), wanted)
+                assert (np.argsort(-worth) == np.argsort(-wanted, kind="stable")).all()
         expected, _ = reference.attend_rest(of_token, index, is_rest, SCALE)
         np.testing.assert_allclose(out[:, :, token].flatten(0, 1), expected, rtol=1e-3, atol=1e-4)
 
 
 def test_queries_become_the_same_integers(rng):
     bits = coord_bits(2, 1)
-    p = rng.standard_normal((2, 3, 5, len(bits))).astype(np.float32)
-    p[0, :, 1] = 0.0
-    p[1, :, 2] = np.nan
-    p[1, :, 3] = np.inf
-    means = rng.standard_normal((2, 3, 5)).astype(np.float32)
-    means[0, :, 1] = 1.0
-    unit, multipliers, shifts = integer_queries(
+    p = rng.standard_normal((2, 3, 4, 5, len(bits))).astype(np.float32)  # 3 segments, groups of 4, 5 tokens
+    p[:, :, 1:] *= 0.1
+    p[0, :, 0, 1] = 0.0
+    p[1, :, 0, 2] = np.nan
+    p[1, :, 0, 3] = np.inf
+    p[1, :, :, 4] = np.nan
+    means = rng.standard_normal((2, 3, 4, 5)).astype(np.float32)
+    means[0, :, 0, 1] = 1.0
+    means[0, 1, 2, 2] = 1e30
+    p[0, :, :, 3], means[0, :, :, 3] = 0.0, 1.0
+    exponent, multipliers, offsets = integer_queries(
         torch.from_numpy(means), torch.from_numpy(p), torch.from_numpy(2**bits - 1)
     )
     for head, n in product(range(2), range(5)):
         with np.errstate(invalid="ignore"):
-            expected = reference.integer_query(means[head, :, n], p[head, :, n], bits)
-        assert float(unit[head, n]) == pytest.approx(expected[0], rel=1e-12)
-        np.testing.assert_array_equal(multipliers[head, :, n], expected[1])
-        np.testing.assert_array_equal(shifts[head, :, n], expected[2])
+            expected = reference.integer_queries(means[head, :, :, n].T, p[head, :, :, n].swapaxes(0, 1), bits)
+        assert int(exponent[head, n]) == expected[0]
+        np.testing.assert_array_equal(multipliers[head, :, :, n].transpose(0, 1), expected[1])
+        np.testing.assert_array_equal(offsets[head, :, :, n].T, expected[2])
+
+
+@pytest.mark.parametrize("exponent", [-15, -9, -1, 0, 1, 15])
+def test_normalisers_are_the_same_integers(exponent, rng):
+    scores = rng.integers(-32767, 32768, (5, 300))
+    scores[0], scores[1] = 7, scores[1] // 1000
+    got = normaliser(torch.from_numpy(scores).float(), torch.full((5,), exponent, dtype=torch.int32))
+    assert got.tolist() == [reference.normaliser(row.astype(np.int16), exponent) for row in scores]
 
 
 def test_the_default_in_floating_point_is_nearly_the_sketch(rng):
     layer = make_layer(rng, num_rows=1500)
-    step, reading = make_step(rng, layer), Reading(30, 4, 50, "codes")
+    step, reading = make_step(rng, layer), Reading(0, 4, 50, "codes")
     index = make_sketch(layer.q.flatten(0, 1).numpy(), layer.k.numpy(), layer.v.numpy(), 2, 2)
     sketch, variant = SketchCodes(index, layer), VariantCodes(layer, Variant())
-    assert sketch.bytes_per_key == variant.bytes_per_key == 16
+    assert sketch.bytes_per_key - 1 / 8 == variant.bytes_per_key == 16
     out = attend(layer, step, sketch, reading)
     error = (attend(layer, step, variant, reading) - out).norm() / (out - full_attention(layer, step)).norm()
     assert error < 0.2
@@ -285,15 +304,14 @@ def test_the_newest_figure_of_a_case_is_kept():
         assert long.merge(files, records) == [newer, other]
 
 
-def test_the_rows_that_codes_describe_worst_are_read_by_all_tokens(rng):
-    layer = make_layer(rng, num_rows=1100)
-    codes = VariantCodes(layer, Variant())
-    unlike = torch.tensor([[300], [700]])
-    layer.k.scatter_(1, unlike[..., None].expand(-1, -1, 64), 9.0 * torch.randn(2, 1, 64))  # after the codes were made
-    assert torch.equal(worst_rows(layer, codes, 1), unlike)
-    step, without = make_step(rng, layer), Reading(20, 4, 50, "codes")
-    chosen: list[torch.Tensor] = []
-    out = attend(layer, step, codes, replace(without, always=unlike), chosen.append)
-    assert not (chosen[0] == unlike[:, None]).any()
-    expected = full_attention(layer, step)
-    assert (out - expected).norm() < 0.5 * (attend(layer, step, codes, without) - expected).norm()
+def test_marked_rows_are_read_by_all_tokens_where_others_get_half_of_the_choice(rng):
+    layer = make_layer(rng, group_size=2, num_rows=1300)
+    unlike = torch.tensor([[300, 511, 900], [700, 701, 1000]])
+    layer.k.scatter_(1, unlike[..., None].expand(-1, -1, 64), 9.0 * torch.randn(2, 3, 64))
+    index = make_sketch(layer.q.flatten(0, 1).numpy(), layer.k.numpy(), layer.v.numpy(), 2, 2)
+    codes, step = SketchCodes(index, layer), make_step(rng, layer)
+    for top_k, all_read in ((5, False), (6, True)):
+        chosen: list[torch.Tensor] = []
+        attend(layer, step, codes, Reading(top_k, 4, 50, "codes"), chosen.append)
+        is_read = (chosen[0][..., None] == unlike[:, None, None]).any(2)
+        assert bool(is_read.all()) == all_read

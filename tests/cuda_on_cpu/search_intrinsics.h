@@ -18,11 +18,16 @@ static inline float half_as_float(u16 bits) {
 
 static inline void wait_for_earlier(u32 known = 0) {}
 static inline void start_copy(uint4* to, const void* from) { std::memcpy(to, from, 16); }
+template <int TO, int FROM> static inline void start_copy_at(u32 place, const void* from) {
+    std::memcpy(__cvta_shared_to_generic(place + TO), static_cast<const char*>(from) + FROM, 16);
+}
+static inline u32 kept(u32 x) { return x; }
 static inline void end_group() {}
 template <int LEFT> static inline void wait_for_copies() {}
 
 static inline void post(float* to, float4 x) { std::memcpy(to, &x, sizeof x); }
 static inline u32 and_or(u32 x, u32 mask, u32 bits) { return (x & mask) | bits; }
+static inline u32 shifted_down(u32 x, u32 by) { return by < 32 ? x >> by : 0; }
 
 // What a lane has of the operands of a product.
 struct Operands {
@@ -61,3 +66,5 @@ static inline u32 pack_bf16(float low, float high) {
     };
     return rounded(low) | rounded(high) << 16;
 }
+
+static inline void cluster_sync() { wait_for_cluster(arrive_at_cluster()); }  // `in_block` is the emulator's

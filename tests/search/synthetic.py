@@ -9,7 +9,8 @@ from csattn.index import LayerIndex
 from csattn.search.workspace import SearchWorkspace, empty_selection
 from csattn.selection import Selection
 from csattn.sketch import SketchIndex
-from csattn.sketch.codes import coord_bits, pack_codes
+from csattn.sketch.codes import coord_bits, pack_codes, pack_marks
+from csattn.sketch.index import MARKED_SHARE
 from csattn.table.lists import ListTable
 from csattn.table.tail import ListTail
 
@@ -64,6 +65,7 @@ def make_sketch_index(spec: IndexSpec) -> SketchIndex:
     shape = heads, len(starts)
     return SketchIndex(
         codes=pack_codes(codes, spec.num_fine, spec.num_coarse),
+        marks=pack_marks(make_marks(spec, starts)),
         num_fine=spec.num_fine,
         segment_starts=np.array(starts, np.int32),
         key_mean=rng.standard_normal((*shape, head_dim)).astype(np.float32),
@@ -72,6 +74,14 @@ def make_sketch_index(spec: IndexSpec) -> SketchIndex:
         value_transform=(rng.standard_normal((*shape, len(bits), head_dim)) / 2.0 ** bits[:, None]).astype(np.float16),
         context_len=spec.context_len,
     )
+
+
+def make_marks(spec: IndexSpec, starts: list[int]) -> NDArray[np.bool_]:
+    """Of each head [num_heads, context_len] as many rows as `num_marked` says, the last of each segment."""
+    marked = np.zeros((spec.num_heads, spec.context_len), np.bool_)
+    for start, end in zip(starts, [*starts[1:], spec.context_len], strict=True):
+        marked[:, end - (end - start) // MARKED_SHARE : end] = True
+    return marked
 
 
 def make_list_index(spec: IndexSpec) -> LayerIndex:

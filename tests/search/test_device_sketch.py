@@ -17,12 +17,13 @@ from csattn.search.device import (
     SketchShape,
     compiling,
     index_shape,
+    sketch_pass,
     to_device,
 )
 from csattn.search.workspace import empty_selection
 from csattn.selection import Selection
 from csattn.sketch import SketchIndex
-from csattn.sketch.reference import attend_rest, score_head
+from csattn.sketch.reference import attend_rest, score_group
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
 from tests.sketch.synthetic import make_heads, make_sketch
@@ -119,18 +120,23 @@ def wanted(q: np.ndarray, index: SketchIndex, config: SearchConfig = CONFIG, sca
 def assert_right(
     got: Selection, q: np.ndarray, index: SketchIndex, config: SearchConfig = CONFIG, scale: float = SCALE
 ) -> None:
-    """Rounding of exp may swap keys of nearly equal score: compare the chosen keys' group scores, in order."""
+    """To the bit, whatever the device."""
     want = wanted(q, index, config, scale)
     np.testing.assert_array_equal(got.valid_len, want.valid_len)
     got.check(index.context_len)
+    most = want.kv_indices.shape[1]
+    np.testing.assert_array_equal(got.kv_indices[:, :most], want.kv_indices)
+    assert (got.kv_indices[:, most:] == -1).all()
+
+
+def assert_scores_are_right(searched: "Searched", q: np.ndarray, index: SketchIndex, scale: float = SCALE) -> None:
+    """Of the first row."""
     group_size = len(q) // index.num_heads
     for head in range(index.num_heads):
-        rows = [reference.score_keys(q[head * group_size + g], index, None, head) for g in range(group_size)]
-        scores, _ = reference.combine_group(rows, scale)
-        mine, theirs = got.kv_indices[head, : got.valid_len[head]], want.kv_indices[head, : want.valid_len[head]]
-        np.testing.assert_allclose(np.sort(scores[mine]), np.sort(scores[theirs]), rtol=3e-5, atol=0)
-        if group_size == 1:
-            np.testing.assert_array_equal(mine, theirs)
+        of_head = range(head * group_size, (head + 1) * group_size)
+        want = score_group(q[of_head], index, head, scale)[2]
+        got = np.stack([searched.scores(0, q_head, index.context_len) for q_head in of_head])
+        np.testing.assert_array_equal(got, want)
 
 
 def assert_rest_is_right(
@@ -163,9 +169,7 @@ def assert_rest_is_right(
 def test_search_and_rest_agree_with_their_definitions(num_rows: int) -> None:
     index, q = make_index(num_rows)
     searched = Searched([index], q[:1], [0])
-    for q_head in range(8):
-        want = score_head(q[0, q_head], index, q_head // 4)[2]
-        np.testing.assert_array_equal(searched.scores(0, q_head, num_rows), want)
+    assert_scores_are_right(searched, q[0], index)
     assert_right(searched.selection(0), q[0], index)
     assert_rest_is_right(searched, 0, q[0], index)
 
@@ -177,9 +181,7 @@ SHAPES = [(1, 64, 2, 2), (2, 80, 2, 2), (3, 96, 3, 3), (4, 128, 4, 4), (5, 24, 1
 def test_heads_and_groups_of_all_sizes(group_size: int, head_dim: int, num_fine: int, num_coarse: int) -> None:
     index, q = make_index(1200, 2, group_size, head_dim, num_fine=num_fine, num_coarse=num_coarse)
     searched = Searched([index], q[:1], [0])
-    for q_head in range(2 * group_size):
-        want = score_head(q[0, q_head], index, q_head // group_size)[2]
-        np.testing.assert_array_equal(searched.scores(0, q_head, 1200), want)
+    assert_scores_are_right(searched, q[0], index)
     assert_right(searched.selection(0), q[0], index)
     assert_rest_is_right(searched, 0, q[0], index)
 
@@ -192,6 +194,66 @@ def test_flat_and_peaked_softmaxes(scale: float, keep: float) -> None:
     searched = Searched([index], q[:1], [0], config, scale)
     assert_right(searched.selection(0), q[0], index, config, scale)
     assert_rest_is_right(searched, 0, q[0], index, config, scale)
+
+
+@pytest.mark.parametrize("clusters_of", [300, 1000])
+@pytest.mark.parametrize(
+    ("group_size", "scale", "keep"), [(1, 0.1, 0.02), (4, 0.1, 0.3), (4, 20.0, 0.7), (3, 1e-4, 0.05)]
+)
+def test_a_cluster_of_blocks_chooses_as_one(
+    clusters_of: int, group_size: int, scale: float, keep: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sketch_pass, "LEAST_CLUSTER_KEYS", clusters_of)
+    monkeypatch.setattr(sketch_pass, "multiprocessors", lambda device: 16)
+    index, q = make_index(3700, 2, group_size)
+    config = SearchConfig(keep=keep, sink_len=4, window_len=16)
+    searched = Searched([index], q[:1], [0], config, scale)
+    assert searched.pass_over._cluster == min(8, 2 ** int(np.ceil(np.log2(4096 / clusters_of))))
+    assert_right(searched.selection(0), q[0], index, config, scale)
+
+
+@pytest.mark.parametrize("keep", [0.004, 0.0051, 0.02])
+def test_marked_rows_are_chosen_where_they_are_few(keep: float) -> None:
+    index, q = make_index(4200)
+    config = SearchConfig(keep=keep, sink_len=4, window_len=16)
+    searched = Searched([index], q[:1], [0], config)
+    assert_right(searched.selection(0), q[0], index, config)
+    marked = np.flatnonzero(index.marked_rows(1)[4:-16]) + 4
+    assert set(marked) <= set(searched.selection(0).kv_indices[1]) or not index.heeds_marks(config.top_k(4200))
+    assert_rest_is_right(searched, 0, q[0], index, config)
+
+
+def test_worths_that_do_not_fit_into_shared_memory_lie_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sketch_pass, "MOST_WORTH_BYTES", 1024)
+    index, q = make_index(3700)
+    searched = Searched([index], q[:2], [0, 0])
+    assert_right(searched.selection(0), q[0], index)
+    assert_right(searched.selection(1), q[1], index)
+
+
+def test_the_rest_is_the_same_after_a_pass_of_its_own() -> None:
+    index, q = make_index(2100)
+    searched = Searched([index], q[:3], [0, -1, 0])
+    loaded = DeviceIndexes(1, 1, CONFIG, DEVICE, index.num_segments)
+    loaded.load(0, 2100, [to_device(index, DEVICE)])
+    alone = SketchPass(
+        searched.shape,
+        batch_size=3,
+        max_context_len=2100,
+        max_segments=index.num_segments,
+        softmax_scale=SCALE,
+        query_dtype=torch.float32,
+        device=DEVICE,
+        keeps_scores=False,
+        sums_rest=True,
+    )
+    ids, posted = (
+        torch.tensor([0, -1, 0], dtype=torch.int32, device=DEVICE),
+        torch.full_like(searched.posted, torch.nan),
+    )
+    alone.run(torch.from_numpy(q[:3].copy()).to(DEVICE), loaded, 0, ids)
+    alone.attend_rest(loaded, 0, ids, searched.out, posted, REST_PARTS)
+    assert torch.equal(posted[:, 2:], searched.posted[:, 2:])
 
 
 def test_where_all_is_chosen_nothing_is_left() -> None:
@@ -238,7 +300,7 @@ def test_short_queries_are_searched_as_the_numbers_they_are(dtype: torch.dtype) 
     index, q = make_index(1500)
     rounded = torch.from_numpy(q[:1]).to(dtype).float().numpy()
     searched = Searched([index], q[:1], [0], dtype=dtype)
-    np.testing.assert_array_equal(searched.scores(0, 5, 1500), score_head(rounded[0, 5], index, 1)[2])
+    assert_scores_are_right(searched, rounded[0], index)
     assert_right(searched.selection(0), rounded[0], index)
 
 
@@ -252,9 +314,8 @@ def test_a_query_that_is_hardly_one_still_selects(fault: float) -> None:
     got.check(1500)
     assert (got.valid_len == CONFIG.top_k(1500)).all()
     with np.errstate(all="ignore"):
-        for q_head in (0, 1, 5):
-            want = score_head(q[0, q_head], index, q_head // 4)[2]
-            np.testing.assert_array_equal(searched.scores(0, q_head, 1500), want)
+        assert_scores_are_right(searched, q[0], index)
+        assert_right(got, q[0], index)
 
 
 def test_a_long_context_of_many_segments() -> None:

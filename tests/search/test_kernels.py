@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 
 from csattn.index import LayerIndex
 from csattn.jit import exact_kernel, readonly
-from csattn.search import byte_lanes, lanes, lists, match, reference, sketch, worth
+from csattn.search import byte_lanes, lanes, lists, match, reference, sketch, sketch_worth, worth
 from csattn.search.simd import F32x16, I32x16, Vector, fill, load, store
 from csattn.search.sketch_scores import score_range
+from csattn.search.sketch_worth import BIAS
 from csattn.sketch import SketchIndex
 from csattn.sketch import reference as sketch_reference
 from csattn.sketch.codes import coord_bits
@@ -20,23 +21,30 @@ from csattn.table.lists import ListTable
 from tests.search.synthetic import IndexSpec, make_index, make_queries
 
 I32x8 = Vector(types.int32, 8)
+SCALE = 0.2  # softmax_scale
 
 
 @exact_kernel
-def _shuffles(a, b, narrowed, turned, spread):  # type: ignore[no-untyped-def]
-    store(narrowed, 0, byte_lanes.narrow(load(I32x16, a, 0), load(I32x16, b, 0)))
-    store(turned, 0, byte_lanes.turn_fours(load(I32x16, a, 0)))
-    store(spread, 0, byte_lanes.spread_byte(load(I32x16, a, 0), 1))
+def _shuffles(a, turned, spread, fine, coarse):  # type: ignore[no-untyped-def]
+    value = load(I32x16, a, 0)
+    store(turned, 0, byte_lanes.turn_fours(value))
+    store(spread, 0, byte_lanes.spread_byte(value, 1))
+    store(fine, 0, byte_lanes.bits_of_bytes(value, 0, 4))
+    store(fine, 16, byte_lanes.bits_of_bytes(value, 4, 4))
+    store(coarse, 0, byte_lanes.bits_of_bytes(value, 4, 2))
+    store(coarse, 16, byte_lanes.bits_of_bytes(value, 6, 2))
 
 
-def test_shuffles_of_halves_and_bytes(rng: np.random.Generator) -> None:
-    a, b = rng.integers(-(2**31), 2**31, (2, 16)).astype(np.int32)
-    narrowed, turned, spread = np.zeros(32, np.int16), np.zeros(16, np.int32), np.zeros(16, np.int32)
-    _shuffles(a, b, narrowed, turned, spread)
-    np.testing.assert_array_equal(narrowed, np.concatenate([a, b]).astype(np.int16))
+def test_shuffles_of_bytes_and_bits(rng: np.random.Generator) -> None:
+    a = rng.integers(-(2**31), 2**31, 16).astype(np.int32)
+    turned, spread, fine, coarse = (np.zeros(size, np.int32) for size in (16, 16, 32, 32))
+    _shuffles(a, turned, spread, fine, coarse)
     fours = a.view(np.uint8).reshape(4, 4, 4)
     np.testing.assert_array_equal(turned.view(np.uint8).reshape(4, 4, 4), fours.swapaxes(1, 2))
     np.testing.assert_array_equal(spread.view(np.uint8).reshape(4, 4, 4), fours[:, None, :, 1].repeat(4, axis=1))
+    as_bytes = a.view(np.uint8)
+    np.testing.assert_array_equal(fine.view(np.uint8), np.concatenate([as_bytes & 15, as_bytes >> 4]))
+    np.testing.assert_array_equal(coarse.view(np.uint8), np.concatenate([as_bytes >> 4 & 3, as_bytes >> 6]))
 
 
 @intrinsic
@@ -44,22 +52,31 @@ def _plain_dots(typing_context, sums, a, b):  # type: ignore[no-untyped-def]
     return sums(sums, a, b), lambda context, builder, sig, args: byte_lanes.plain_byte_dots(builder, *args)
 
 
-@intrinsic
-def _dots_in_halves(typing_context, sums, a, b):  # type: ignore[no-untyped-def]
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        if "+avx2" not in context.codegen().magic_tuple()[2]:
-            return byte_lanes.plain_byte_dots(builder, *args)
-        return builder.add(args[0], byte_lanes.pairs_of_pairs(builder, args[1], args[2]))
+def _dots_in_pairs(whole: bool, feature: str) -> Any:
+    @intrinsic
+    def dots(typing_context, sums, a, b):  # type: ignore[no-untyped-def]
+        def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            if feature not in context.codegen().magic_tuple()[2]:
+                return byte_lanes.plain_byte_dots(builder, *args)
+            return builder.add(args[0], byte_lanes.pairs_of_pairs(builder, whole, args[1], args[2]))
 
-    return sums(sums, a, b), generate
+        return sums(sums, a, b), generate
+
+    return dots
+
+
+_dots_of_halves, _dots_of_whole = _dots_in_pairs(False, "+avx2"), _dots_in_pairs(True, "+avx512bw")
 
 
 @exact_kernel
-def _dots(sums, a, b):  # type: ignore[no-untyped-def]
+def _dots(sums, a, b, joined):  # type: ignore[no-untyped-def]
     of_a, of_b = load(I32x16, a, 0), load(I32x16, b, 0)
+    begin = load(I32x16, sums, 0) & fill(I32x16, 0xFFFF)
+    store(joined, 0, byte_lanes.join_halves(begin, byte_lanes.add_half_dots(begin, of_a, of_b)))
     store(sums, 0, byte_lanes.add_byte_dots(load(I32x16, sums, 0), of_a, of_b))
     store(sums, 16, _plain_dots(load(I32x16, sums, 16), of_a, of_b))
-    store(sums, 32, _dots_in_halves(load(I32x16, sums, 32), of_a, of_b))
+    store(sums, 32, _dots_of_halves(load(I32x16, sums, 32), of_a, of_b))
+    store(sums, 48, _dots_of_whole(load(I32x16, sums, 48), of_a, of_b))
 
 
 @pytest.mark.parametrize("largest", [(15, 127), (255, 15)])
@@ -67,10 +84,12 @@ def test_every_way_to_multiply_bytes_gives_the_same(largest: tuple[int, int], rn
     a = rng.integers(0, largest[0] + 1, 64).astype(np.uint8)
     b = rng.integers(-largest[1], largest[1] + 1, 64).astype(np.int8)
     a[:8], b[:4], b[4:8] = largest[0], largest[1], -largest[1]
-    sums = np.tile(rng.integers(-(2**31), 2**31, 16).astype(np.int32), 3)
-    want = (sums[:16] + (a.astype(np.int64) * b).reshape(16, 4).sum(axis=1)).astype(np.int32)
-    _dots(sums, a, b)
-    np.testing.assert_array_equal(sums.reshape(3, 16), np.stack([want] * 3))
+    begin = rng.integers(-(2**31), 2**31, 16).astype(np.int32)
+    sums, joined = np.tile(begin, 4), np.zeros(32, np.uint16)
+    want = (begin + (a.astype(np.int64) * b).reshape(16, 4).sum(axis=1)).astype(np.int32)
+    _dots(sums, a, b, joined)
+    np.testing.assert_array_equal(sums.reshape(4, 16), np.stack([want] * 4))
+    np.testing.assert_array_equal(joined, np.concatenate([begin, want]).astype(np.uint16))
 
 
 @pytest.mark.parametrize("group_size", [1, 3, 4, 6])
@@ -83,21 +102,20 @@ def test_queries_are_weighed_as_defined_to_the_bit(group_size, scale, head_dim, 
     q = make_queries(spec, group_size)
     q[1] *= np.float32(scale)
     bits, segments = coord_bits(num_fine, num_coarse), index.num_segments
-    shape, offsets = (group_size, segments, len(bits)), 1 - 2**bits
     record = sketch.describe_sketch(index)
     for head in range(spec.num_heads):
         group = q[head * group_size : (head + 1) * group_size]
         memory = np.full(sketch.query_bytes(index, group_size), 0xFF, np.uint8)
         _weigh(record.ctypes.data, head, group.reshape(-1), memory)
-        fields = _fields(memory, *shape)
-        for row in range(group_size):
-            with np.errstate(invalid="ignore"):
-                means, coordinates = sketch_reference.project(group[row], index, head)
-                unit, multipliers, shifts = sketch_reference.integer_query(means, coordinates, bits)
-            np.testing.assert_array_equal(fields["coordinates"][row], coordinates)
-            np.testing.assert_array_equal(fields["units"][row], [unit, means[0]])
-            np.testing.assert_array_equal(fields["multipliers"][row], multipliers)
-            np.testing.assert_array_equal(fields["offsets"][row], shifts + multipliers @ offsets)
+        fields = _fields(memory, group_size, segments, len(bits))
+        with np.errstate(invalid="ignore", over="ignore"):
+            means, coordinates = sketch_reference.project(group, index, head, SCALE)
+            exponent, multipliers, offsets = sketch_reference.integer_queries(means, coordinates, bits)
+        np.testing.assert_array_equal(fields["means"], means)
+        np.testing.assert_array_equal(fields["coordinates"], coordinates)
+        assert memory[:8].view(np.int64) == exponent
+        np.testing.assert_array_equal(fields["multipliers"], multipliers)
+        np.testing.assert_array_equal(fields["offsets"], offsets)
 
 
 @exact_kernel
@@ -105,15 +123,14 @@ def _weigh(address, head, q, memory):  # type: ignore[no-untyped-def]
     of_sketch = sketch.sketch_at(address)
     wide = match.widen(q)
     for segment in range(of_sketch.num_segments):
-        sketch.project_queries(of_sketch, head, wide, segment, segment + 1, memory.ctypes.data)
+        sketch.project_queries(of_sketch, head, wide, segment, segment + 1, SCALE, memory.ctypes.data)
     sketch.weigh_queries(of_sketch, len(q) // of_sketch.head_dim, memory.ctypes.data)
 
 
 def _fields(memory: NDArray[np.uint8], group_size: int, segments: int, coords: int) -> dict[str, NDArray[Any]]:
     """The arrays of `query_places`."""
-    fields, at = {}, 0
+    fields, at = {}, 8
     for name, kind, shape in (
-        ("units", np.float64, (2,)),
         ("bounds", np.float64, (segments, 2)),
         ("means", np.float32, (segments,)),
         ("coordinates", np.float32, (segments, coords)),
@@ -134,24 +151,60 @@ def test_scores_are_the_definitions(context_len, group_size, num_fine, num_coars
     spec = IndexSpec(context_len=context_len, num_fine=num_fine, num_coarse=num_coarse, segment_len=1024)
     index, q = make_index(spec), make_queries(spec, group_size)
     assert isinstance(index, SketchIndex)
-    memory = np.full(sketch.query_bytes(index, group_size), 0xFF, np.uint8)
+    memory, nothing = np.full(sketch.query_bytes(index, group_size), 0xFF, np.uint8), np.empty(0, np.uint16)
+    poison = 777
     record, stride = sketch.describe_sketch(index), context_len + 70
     for head in range(spec.num_heads):
         group = q[head * group_size : (head + 1) * group_size]
         _weigh(record.ctypes.data, head, group.reshape(-1), memory)
-        found = np.full((group_size, stride), -777, np.int16)
+        found = np.full((group_size, stride), poison, np.uint16)
         for first in range(0, context_len, 2048):
             last = min(first + 2048, context_len)
-            _score(record.ctypes.data, head, memory, group_size, first, last, found.reshape(-1), stride, first + 3)
-        for row in range(group_size):
-            want = sketch_reference.score_head(group[row], index, head)[2]
-            np.testing.assert_array_equal(found[row, 3 : 3 + context_len], want)
-        assert (found[:, :3] == -777).all() and (found[:, 66 + context_len :] == -777).all()
+            sizes = group_size, first, last
+            _score(record.ctypes.data, head, memory, *sizes, found.reshape(-1), stride, first + 3, nothing)
+        want = sketch_reference.score_group(group, index, head, SCALE)[2].astype(np.int64) + BIAS
+        np.testing.assert_array_equal(found[:, 3 : 3 + context_len], want)
+        assert (found[:, :3] == poison).all() and (found[:, 66 + context_len :] == poison).all()
 
 
 @exact_kernel
-def _score(address, head, memory, group_size, first, last, scores, stride, at):  # type: ignore[no-untyped-def]
-    score_range(sketch.sketch_at(address), head, memory.ctypes.data, group_size, first, last, scores, stride, at)
+def _score(address, head, memory, group_size, first, last, scores, stride, at, greatest):  # type: ignore[no-untyped-def]
+    of_sketch, queries = sketch.sketch_at(address), memory.ctypes.data
+    score_range(of_sketch, head, queries, group_size, first, last, scores, stride, at, greatest)
+
+
+@exact_kernel
+def _worth(scores, stride, num_keys, exponent, greatest, shifts, out):  # type: ignore[no-untyped-def]
+    normalisers, per_row = np.empty(len(shifts), np.int64), stride // 8
+    for row in range(len(shifts)):
+        for at in range(0, num_keys, 1024):
+            count, place = min(num_keys - at, 1024), row * stride + at
+            sketch_worth.keep_greatest(scores, place, count, greatest, place // 8)
+        normalisers[row] = sketch_worth.normaliser(greatest, row * per_row, -(-num_keys // 8), exponent)
+    for row in range(len(shifts)):
+        shifts[row] = min(normalisers[row] - normalisers.min(), 2**16 - 1)
+    for at in range(0, num_keys, 32):
+        store(out, at, sketch_worth.best_share(scores, stride, at, shifts))
+    return normalisers
+
+
+@pytest.mark.parametrize("num_keys", [1, 7, 8, 9, 33, 1000, 5003, 20_000])
+@pytest.mark.parametrize("exponent", [-15, -9, -1, 0, 1, 4, 5, 8, 15])
+@pytest.mark.parametrize("group_size", [1, 4, 7])
+def test_worth_is_the_definitions(num_keys: int, exponent: int, group_size: int, rng: np.random.Generator) -> None:
+    """Of rows that are spread widely, of equal scores and of the most extreme ones."""
+    scores = rng.normal(0, 4000, (group_size, num_keys)).clip(-32767, 32767).astype(np.int16)
+    scores[group_size // 2] = rng.choice([-32767, 32767], num_keys)
+    scores[-1] = 5
+    stride = -(-num_keys // 8) * 8 + 128
+    padded = np.full((group_size, stride), 2**16 - 1, np.uint16)  # tempting neighbours
+    padded[:, :num_keys] = scores.astype(np.int64) + BIAS
+    greatest = np.full(padded.size // 8 + 16, 2**16 - 1, np.uint16)
+    out, shifts = np.zeros(num_keys + 64, np.uint16), np.zeros(group_size, np.uint16)
+    found = _worth(padded.reshape(-1), stride, num_keys, exponent, greatest, shifts, out)
+    assert found.tolist() == [sketch_reference.normaliser(row, exponent) for row in scores]
+    worth_of_all = out[:num_keys] - np.int64(BIAS)
+    np.testing.assert_array_equal(worth_of_all, sketch_reference.worth(scores, exponent))
 
 
 @exact_kernel
@@ -215,26 +268,22 @@ def test_exp2_is_accurate(offset: int, slope: float) -> None:
     np.testing.assert_allclose(out, np.exp2(slope * x.astype(np.float64) + offset), rtol=4.2e-6)
 
 
-def scores_of(kind: str, num_keys: int, rng: np.random.Generator) -> NDArray[Any]:
-    """Scores of the two kinds; of the float ones some keys have none."""
-    values = np.rint(rng.normal(0, 3000, num_keys))
-    if kind == "int16":
-        return values.astype(np.int16)
-    scores = values.astype(np.float32)
+def scores_of(num_keys: int, rng: np.random.Generator) -> NDArray[np.float32]:
+    """Scores, of which some keys have none."""
+    scores = np.rint(rng.normal(0, 3000, num_keys)).astype(np.float32)
     scores[rng.random(num_keys) < 0.3] = -0.0
     scores[0] = 0.0  # scored
     return scores
 
 
-@pytest.mark.parametrize("kind", ["int16", "float32"])
 @pytest.mark.parametrize("num_keys", [1, 15, 16, 33, 1000, 40_000])
 @pytest.mark.parametrize("slope", [0.0, 0.001, 0.02, 3.0])
-def test_powers_of_a_range(kind: str, num_keys: int, slope: float, rng: np.random.Generator) -> None:
-    padded = np.full(num_keys + 32, 32_000, np.int16 if kind == "int16" else np.float32)  # tempting neighbours
-    padded[5 : 5 + num_keys] = scores = scores_of(kind, num_keys, rng)
+def test_powers_of_a_range(num_keys: int, slope: float, rng: np.random.Generator) -> None:
+    padded = np.full(num_keys + 32, 32_000, np.float32)  # tempting neighbours
+    padded[5 : 5 + num_keys] = scores = scores_of(num_keys, rng)
     powers = np.full(num_keys + 32, np.nan, np.float32)
     shift, total, lowest = worth.keep_powers(padded, powers, 5, num_keys, np.float32(slope))
-    scored = np.ones(num_keys, bool) if kind == "int16" else scores.view(np.int32) != worth.NOT_SCORED
+    scored = scores.view(np.int32) != worth.NOT_SCORED
     exponents = np.float64(np.float32(slope)) * scores[scored].astype(np.float64)
     assert shift % 2 == 0 and abs(shift - exponents.max()) <= 1
     assert lowest == pytest.approx(exponents.min(), rel=1e-6, abs=1e-6)
@@ -260,12 +309,11 @@ def _both_worths(scores, powers, stride, factors, terms, by_power, by_share):  #
         store(by_share, at, worth.worth_of_shares(scores, stride, at, terms))
 
 
-@pytest.mark.parametrize("kind", ["int16", "float32"])
 @pytest.mark.parametrize("shifted", [-38, 0, 22])
-def test_worth_is_the_same_whether_from_powers_or_from_scores(kind: str, shifted: int, rng) -> None:
+def test_worth_is_the_same_whether_from_powers_or_from_scores(shifted: int, rng) -> None:
     """To the bit, and whatever the range's own shift is: a tie across ranges is a tie."""
     slopes, num_keys = (0.003, 0.0011, 0.0047), 800
-    scores = np.stack([scores_of(kind, num_keys, rng) for _ in slopes])
+    scores = np.stack([scores_of(num_keys, rng) for _ in slopes])
     powers, factors = np.empty((3, num_keys), np.float32), np.empty(3, np.float32)
     terms = np.empty((3, 4), np.float32)
     for row, slope in enumerate(slopes):
@@ -275,7 +323,7 @@ def test_worth_is_the_same_whether_from_powers_or_from_scores(kind: str, shifted
     by_power, by_share = np.full((2, num_keys), -777, np.int32)
     _both_worths(scores.reshape(-1), powers.reshape(-1), num_keys, factors, terms.reshape(-1), by_power, by_share)
     np.testing.assert_array_equal(by_power, by_share)
-    scored = np.ones((3, num_keys), bool) if kind == "int16" else scores.view(np.int32) != worth.NOT_SCORED
+    scored = scores.view(np.int32) != worth.NOT_SCORED
     exponents = np.array(slopes)[:, None] * scores.astype(np.float64)
     shares = np.where(scored, np.exp2(exponents - exponents.max(axis=1, keepdims=True)), 0)
     want = (shares / shares.sum(axis=1, keepdims=True)).sum(axis=0)

@@ -11,6 +11,7 @@ from csattn.search.run import LayerSearch
 from csattn.search.workspace import SearchWorkspace, TokenSelections, empty_selection
 from csattn.selection import Selection
 from csattn.sketch import SketchIndex
+from csattn.sketch import reference as sketch_reference
 from csattn.table.tail import ListTail
 from tests.search.synthetic import (
     IndexSpec,
@@ -51,9 +52,13 @@ def assert_worth_the_same(
     tail: ListTail | None,
     scale: float = SCALE,
 ) -> None:
-    """Rounding of exp may swap rows of nearly equal worth: compare what the chosen rows are worth, in order."""
+    """Sketches choose to the bit. Over lists, rounding of exp may swap rows of nearly equal worth: compare what the
+    chosen rows are worth, in order."""
     np.testing.assert_array_equal(got.valid_len, want.valid_len)
     got.check(index.context_len + (tail.num_rows if tail else 0))
+    if isinstance(index, SketchIndex):
+        np.testing.assert_array_equal(got.kv_indices, want.kv_indices)
+        return
     group_size = q.shape[0] // index.num_heads
     for head in range(index.num_heads):
         rows = [reference.score_keys(q[head * group_size + g], index, tail, head) for g in range(group_size)]
@@ -83,6 +88,53 @@ def test_sketches_of_any_shape(head_dim: int, num_fine: int, num_coarse: int, co
     index, q = make_index(spec), make_queries(spec, 2)
     got, want = run_both(q, index, None, 50, softmax_scale=head_dim**-0.5)
     assert_worth_the_same(got, want, q, index, None, head_dim**-0.5)
+
+
+@pytest.mark.parametrize("group_size", [1, 4])
+@pytest.mark.parametrize("context_len", [900, 5000, RANGE_KEYS + 3072 + 5])
+def test_marked_rows_come_first_where_there_are_few(group_size: int, context_len: int) -> None:
+    spec = IndexSpec(context_len=context_len)
+    index, q = make_index(spec), make_queries(spec, group_size, scale=3.0)
+    assert isinstance(index, SketchIndex)
+    marked = np.flatnonzero(index.marked_rows(0)[4 : context_len - 16]) + 4
+    for top_k in (1, 2 * int(index.marked_rows(0).sum()) - 1, 2 * int(index.marked_rows(0).sum()), 300):
+        got, want = run_both(q, index, None, top_k)
+        np.testing.assert_array_equal(got.kv_indices, want.kv_indices)
+        assert not index.heeds_marks(top_k) or np.isin(marked, got.kv_indices[0]).all()
+
+
+@pytest.mark.parametrize(
+    "head_dim, num_fine, num_coarse, group_size",
+    [(8, 1, 0, 1), (64, 2, 2, 7), (80, 2, 2, 2), (96, 3, 3, 16), (128, 4, 4, 4), (256, 8, 8, 5)],
+)
+@pytest.mark.parametrize("context_len", [1, 65, 1009, RANGE_KEYS + 3072 + 5])
+def test_a_search_attends_to_what_it_does_not_choose(head_dim, num_fine, num_coarse, group_size, context_len) -> None:
+    spec = IndexSpec(context_len=context_len, head_dim=head_dim, num_fine=num_fine, num_coarse=num_coarse)
+    index, q = make_index(spec), make_queries(spec, group_size)
+    assert isinstance(index, SketchIndex)
+    chosen, plain = poisoned_selections(index, 1, group_size, 50), poisoned_selection(2, 50)
+    LayerSearch(q[None], index, None, 4, 16, SCALE, chosen).run(poisoned_workspace())
+    search(q, index, None, 50, 4, 16, SCALE, SearchWorkspace(), plain)
+    np.testing.assert_array_equal(chosen.kv_indices[0], plain.kv_indices)
+    is_rest = np.zeros((2, context_len), np.bool_)
+    is_rest[:, 4 : context_len - 16] = True
+    for head, valid in enumerate(plain.valid_len):
+        is_rest[head, plain.kv_indices[head, :valid]] = False
+    want, want_lse = sketch_reference.attend_rest(q, index, is_rest, SCALE)
+    assert chosen.rest is not None
+    (sums,), (tops,), (totals,) = np.split(chosen.rest, [head_dim, head_dim + 1], axis=2)
+    if not is_rest.any():
+        assert (tops == -np.inf).all() and not sums.any() and not totals.any()
+        return
+    np.testing.assert_allclose(sums / totals, want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
+    np.testing.assert_allclose((tops + np.log(totals))[:, 0], want_lse, rtol=1e-5, atol=3e-4)
+
+
+def poisoned_selections(index: SketchIndex, num_tokens: int, group_size: int, top_k: int) -> TokenSelections:
+    """Room for selections and the rest, filled with what no search may leave there."""
+    shape = num_tokens, index.num_heads
+    rest = np.full((num_tokens, index.num_heads * group_size, index.head_dim + 2), np.nan, np.float32)
+    return TokenSelections(np.full((*shape, top_k), -777, np.int32), np.full(shape, -777, np.int32), rest)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -171,14 +223,17 @@ def test_sharp_softmax_neither_overflows_nor_underflows(layout: str, scale: floa
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_nan_queries_still_give_sound_selections(layout: str) -> None:
+@pytest.mark.parametrize("fault", [np.nan, np.inf, 1e30])
+def test_faulty_queries_still_give_sound_selections(layout: str, fault: float) -> None:
     spec = IndexSpec(layout=layout, context_len=2000)
     index, q = make_index(spec), make_queries(spec, 3)
-    q[0, 5] = np.nan
-    q[3, 0] = np.inf
-    out = poisoned_selection(2, 100)
-    search(q, index, None, 100, 4, 16, SCALE, SearchWorkspace(), out)
-    out.check(2000)
+    q[0, 5] = fault
+    q[3, 0] = -fault
+    with np.errstate(invalid="ignore"):
+        got, want = run_both(q, index, None, 100)
+    got.check(2000)
+    if layout == "sketch":
+        np.testing.assert_array_equal(got.kv_indices, want.kv_indices)
 
 
 def test_unit_weights_when_the_index_asks_for_them() -> None:
@@ -210,8 +265,11 @@ def test_results_do_not_depend_on_the_number_of_threads(num_threads: int) -> Non
     for seed, layout in enumerate(LAYOUTS):
         spec = IndexSpec(layout=layout, context_len=40_000, seed=seed, num_heads=3)
         q = np.stack([make_queries(spec, 2, seed=t) for t in range(2)])
+        index = make_index(spec)
         out = TokenSelections(np.full((2, 3, 500), -777, np.int32), np.full((2, 3), -777, np.int32))
-        layers.append(LayerSearch(q, make_index(spec), None, 4, 16, SCALE, out))
+        if isinstance(index, SketchIndex):
+            out = poisoned_selections(index, 2, 2, 500)
+        layers.append(LayerSearch(q, index, None, 4, 16, SCALE, out))
     with SearchPool(num_threads) as pool:
         pool.search_layers(layers)
         again = pool.search_tokens(layers[0].q, layers[0].index, None, 500, 4, 16, SCALE)
@@ -220,6 +278,11 @@ def test_results_do_not_depend_on_the_number_of_threads(num_threads: int) -> Non
         alone = search_tokens(layer.q, layer.index, None, 500, 4, 16, SCALE, SearchWorkspace())
         np.testing.assert_array_equal(layer.out.kv_indices, alone.kv_indices)
         np.testing.assert_array_equal(layer.out.valid_len, alone.valid_len)
+    found = layers[0].out.rest
+    assert found is not None
+    rest = found.copy()
+    layers[0].run(SearchWorkspace())
+    np.testing.assert_array_equal(found, rest)
 
 
 def test_a_pool_serves_one_token() -> None:

@@ -10,16 +10,18 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from csattn.index import LayerIndex
-from csattn.search import SearchWorkspace, empty_selection, reference, search
+from csattn.search import SearchWorkspace, empty_selection, search
 from csattn.search.plan import RANGE_KEYS, SAMPLE
 from csattn.search.select import count_at_least, kth_largest, take_best
 from csattn.search.worth import NOT_SCORED
 from csattn.sketch import SketchIndex
-from csattn.sketch.codes import pack_codes
+from csattn.sketch.codes import pack_codes, pack_marks
+from csattn.sketch.reference import LOG2_E, score_group
 from csattn.table.lists import ListTable
 
 LARGEST = 2047
-# of eight coordinates: with codes c of 1, 16 and thrice of the same key, a score can be any odd number up to 4095
+SCALE = 1 / LOG2_E  # 1 of a product is an octave
+# of eight coordinates: with codes of 1, 16 and thrice of the same key, a score can be any number from 0 to 4095
 MULTIPLIERS = np.array([1, 16, 127, 127, 2, 0, 0, 0])
 
 
@@ -38,7 +40,7 @@ def search_one_head(index: LayerIndex | SketchIndex, top_k: int) -> NDArray[np.i
     """What a search chooses for a single query row of ones."""
     out = empty_selection(1, top_k)
     q = np.ones((1, index.key_mean.shape[-1]), np.float32)
-    search(q, index, None, top_k, 0, 0, 1.0, SearchWorkspace(), out)
+    search(q, index, None, top_k, 0, 0, SCALE, SearchWorkspace(), out)
     out.check(index.context_len)
     return out.kv_indices[0, : out.valid_len[0]]
 
@@ -50,12 +52,13 @@ def list_index(table: ListTable) -> LayerIndex:
 
 
 def select(worth: NDArray[Any], top_k: int) -> NDArray[np.int32]:
-    """The chosen indices of a search whose scores are 2 * worth + 1."""
+    """The chosen indices of a search whose scores are worth + 1."""
     digits = [(worth + LARGEST + 1) // 16**i % 16 for i in (0, 1, 2, 2, 2)]
     codes = np.stack([*digits, *[np.zeros(len(worth))] * 3], axis=-1).astype(np.uint8)
     nothing = np.zeros((1, 1, 8), np.float32)
     index = SketchIndex(
         codes=pack_codes(codes[None], 1, 0),
+        marks=pack_marks(np.zeros((1, len(worth)), np.bool_)),
         num_fine=1,
         segment_starts=np.zeros(1, np.int32),
         key_mean=nothing,
@@ -64,8 +67,8 @@ def select(worth: NDArray[Any], top_k: int) -> NDArray[np.int32]:
         value_transform=np.zeros((1, 1, 8, 8), np.float16),
         context_len=len(worth),
     )
-    unit, found = reference.score_head(np.ones(8, np.float32), index, 0)[1:]
-    assert unit == 1 and (found == 2 * worth + 1).all()
+    _, exponent, found = score_group(np.ones((1, 8), np.float32), index, 0, SCALE)
+    assert exponent == 0 and (found == worth + 1).all()
     return search_one_head(index, top_k)
 
 

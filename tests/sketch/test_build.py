@@ -1,19 +1,24 @@
 """The build of a sketch against its definition: codes to the bit, transforms by what they give."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from csattn.config import SketchConfig
 from csattn.sketch import SketchIndex, reference
-from csattn.sketch.codes import coord_bits, pack_codes, unpack_codes
+from csattn.sketch.codes import coord_bits, pack_codes, pack_marks, unpack_codes, unpack_marks
+from csattn.sketch.index import num_marked
 from index_build import sketch
 from index_build.layer import build_layer_index
 from tests.sketch.synthetic import Floats, make_heads, make_sketch
 
 SCALE = 0.1
+ARRAYS = "codes", "marks", "key_mean", "query_transform", "value_mean", "value_transform"
 
 
 def build(q: Floats, k: Floats, v: Floats, config: SketchConfig, num_threads: int = 2, device: str = "cpu"):
@@ -26,19 +31,26 @@ def build(q: Floats, k: Floats, v: Floats, config: SketchConfig, num_threads: in
 def assert_gives_the_same(got: SketchIndex, want: SketchIndex, queries: Floats) -> None:
     """Nearly the same logits and the same attention to the rest. queries: [num_q_heads, head_dim]."""
     np.testing.assert_array_equal(got.segment_starts, want.segment_starts)
-    for name in ("codes", "key_mean", "query_transform", "value_mean", "value_transform"):
+    for name in ARRAYS:
         array, wanted = getattr(got, name), getattr(want, name)
         assert (array.shape, array.dtype) == (wanted.shape, wanted.dtype), name
         assert array.flags.c_contiguous, name
     for row, q in enumerate(queries):
-        logits = []
-        for index in (got, want):
-            base, unit, scores = reference.score_head(q, index, row * index.num_heads // len(queries))
-            logits.append(base + unit * scores)
+        logits = [logits_of(q, index, row * index.num_heads // len(queries)) for index in (got, want)]
         assert np.abs(logits[0] - logits[1]).mean() <= 1e-2 * logits[1].std() + 1e-5 * np.abs(logits[1]).max()
     is_rest = np.ones((got.num_heads, got.context_len), bool)
     for mine, wanted in zip(*(reference.attend_rest(queries, i, is_rest, SCALE) for i in (got, want)), strict=True):
         np.testing.assert_allclose(mine, wanted, atol=2e-2 * np.abs(wanted).max())
+    count = num_marked(got.context_len, got.segment_starts.tolist())
+    for head in range(got.num_heads):
+        marks = got.marked_rows(head), want.marked_rows(head)
+        assert marks[0].sum() == count and (marks[0] & marks[1]).sum() >= 0.9 * count  # others nearly tie
+
+
+def logits_of(q: Floats, index: SketchIndex, head: int) -> NDArray[np.float64]:
+    """Of a query [head_dim], in octaves [context_len]."""
+    bases, exponent, scores = reference.score_group(q[None], index, head, SCALE)
+    return bases[0] + 2.0**exponent * scores[0]
 
 
 @pytest.mark.parametrize(
@@ -70,12 +82,52 @@ def test_codes_of_a_transform_are_those_of_the_definition_to_the_bit(head_dim, n
     made = sketch.fit_keys(keys, (0,), sketch.fit_queries(torch.from_numpy(q)), torch.from_numpy(bits))
     keys = torch.cat([keys, 100 * keys[:, :3]], dim=1)  # the last are outside what the transform was made for
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
-        codes = sketch.encode(keys.to(device), (0,), made, torch.from_numpy(bits)).cpu()
+        here = sketch.KeyTransforms(**{f.name: getattr(made, f.name).to(device) for f in fields(made)})
+        codes, _ = sketch.encode(keys.to(device), (0,), here, torch.from_numpy(bits).to(device))
         for head in range(2):
             mean, exponent, columns = made.key_mean, made.key_exponent, made.key_transform
             transform = mean[head, 0].numpy(), int(exponent[head, 0]), columns[head, 0].numpy()
             want = reference.encode(keys[head].float().numpy(), *transform, bits)
-            np.testing.assert_array_equal(codes[head], want)
+            np.testing.assert_array_equal(codes[head].cpu(), want)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "num_rows", "starts"), [(8, 900, (0,)), (64, 5000, (0, 1024, 3072, 4096)), (96, 65, (0,))]
+)
+def test_errors_are_what_codes_lose_of_keys(head_dim, num_rows, starts, rng) -> None:
+    q, k, _ = (torch.from_numpy(rows) for rows in make_heads(rng, 1, 2, num_rows, head_dim))
+    queries, bits = q.reshape(1, -1, head_dim), torch.from_numpy(coord_bits(*SketchConfig().words(head_dim)))
+    made = sketch.fit_keys(k, starts, sketch.fit_queries(queries), bits)
+    codes, errors = sketch.encode(k, starts, made, bits)
+    steps = codes[0] - ((1 << bits) - 1) / 2
+    for number, (start, stop) in enumerate(pairwise((*starts, num_rows))):
+        told = made.key_mean[0, number] + steps[start:stop] @ made.query_transform[0, number].float().mT
+        wanted = (k[0, start:stop] - told).square().sum(1)
+        torch.testing.assert_close(errors[0, start:stop], wanted, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("num_rows", "starts"), [(1, (0,)), (399, (0,)), (400, (0,)), (4500, (0, 1024, 2048, 3072))])
+def test_the_rows_with_the_greatest_errors_are_marked_and_of_equals_the_first(num_rows, starts, rng) -> None:
+    errors = rng.integers(0, 9, (3, num_rows)).astype(np.float32)
+    marked = np.zeros(errors.shape, bool)
+    for start, stop in pairwise((*starts, num_rows)):
+        worst = np.argsort(-errors[:, start:stop], axis=1, kind="stable")[:, : (stop - start) // 400]
+        np.put_along_axis(marked[:, start:stop], worst, True, axis=1)
+    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        got = sketch.mark(torch.from_numpy(errors).to(device), starts).cpu().numpy()
+        assert got.dtype == np.uint32
+        np.testing.assert_array_equal(got, pack_marks(marked))
+        np.testing.assert_array_equal(unpack_marks(got, num_rows), marked)
+
+
+@pytest.mark.parametrize("num_marked_rows", [1, 7])
+def test_rows_unlike_all_others_are_marked(num_marked_rows, rng) -> None:
+    q, k, v = make_heads(rng, 2, 2, 400 * num_marked_rows, 64)
+    unlike = rng.permutation(k.shape[1])[:num_marked_rows]
+    k[:, unlike] *= 20.0
+    index = build(q, k, v, SketchConfig())
+    for head in range(2):
+        np.testing.assert_array_equal(np.flatnonzero(index.marked_rows(head)), np.sort(unlike))
 
 
 @pytest.mark.parametrize("num_rows", [1, 63, 64, 65, 1023, 1024, 1025, 2049])
@@ -101,9 +153,9 @@ def test_what_is_constant_gives_what_the_definition_gives(zero, rng) -> None:
     queries = rng.standard_normal((4, 64)).astype(np.float32)
     assert_gives_the_same(index, make_sketch(q, k, v, 2, 2), queries)
     if zero == "keys":
-        base, unit, _ = reference.score_head(queries[0], index, 0)
-        assert unit == 0
-        np.testing.assert_allclose(base, k[0, 0] @ queries[0], rtol=1e-5)
+        bases, _, scores = reference.score_group(queries[:2], index, 0, SCALE)
+        assert not scores.any()
+        np.testing.assert_allclose(bases, SCALE * reference.LOG2_E * queries[:2] @ k[0, 0], rtol=1e-5)
 
 
 def test_heads_do_not_depend_on_each_other_nor_on_the_threads(rng) -> None:
@@ -114,19 +166,19 @@ def test_heads_do_not_depend_on_each_other_nor_on_the_threads(rng) -> None:
     for head in range(3):
         heads, group = slice(head, head + 1), slice(2 * head, 2 * head + 2)
         alone = build(q[group], k[heads], v[heads], config, num_threads=1)
-        for name in ("codes", "key_mean", "query_transform", "value_mean", "value_transform"):
+        for name in ARRAYS:
             np.testing.assert_array_equal(getattr(alone, name)[0], getattr(together, name)[head])
     assert torch.get_num_threads() == before
 
 
 def test_a_sample_of_the_queries_is_enough(rng, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = make_heads(rng, 1, 4, 2000, 64)
-    exact = k[0] @ q[0, -1]
+    exact = SCALE * reference.LOG2_E * k[0] @ q[0, -1]
     errors = []
     for per_dim in (1000, 16):
         monkeypatch.setattr(sketch, "_QUERIES_PER_DIM", per_dim)
-        base, unit, scores = reference.score_head(q[0, -1], build(q, k, v, SketchConfig()), 0)
-        errors.append(np.square(base + unit * scores - exact).mean() / exact.var())
+        logits = logits_of(q[0, -1], build(q, k, v, SketchConfig()), 0)
+        errors.append(np.square(logits - exact).mean() / exact.var())
     assert errors[1] < 1.2 * errors[0] < 0.05
 
 
@@ -138,4 +190,5 @@ def test_a_gpu_gives_what_the_cpu_gives(head_dim, num_rows, rng) -> None:
     assert_gives_the_same(got, build(q, k, v, SketchConfig()), q[:, -1])
     again = build(q, k, v, SketchConfig(), device="cuda")
     np.testing.assert_array_equal(got.codes, again.codes)
+    np.testing.assert_array_equal(got.marks, again.marks)
     assert unpack_codes(got.codes, num_rows, got.num_fine).any()

@@ -152,14 +152,26 @@ def test_scores_fit_into_16_bits_whatever_the_queries(scale, rng):
         assert np.abs(scores[0].astype(int)).max() > 300
 
 
-def test_shares_are_scores_less_what_queries_sum_up_to(rng):
-    scores = rng.integers(-9000, 9000, (3, 500)).astype(np.int16)
-    scores[1] //= 50
-    for exponent in (-12, -8, -3, 0, 2):
-        for row in scores:
-            x = 2.0**exponent * row.astype(np.float64)
-            exact = x.max() + np.log2(np.exp2(x - x.max()).sum())
-            assert -0.1 <= reference.normaliser(row, exponent) * 2.0**exponent - exact <= 1.0 + 2.0**exponent
+@pytest.mark.parametrize("exponent", [-12, -8, -4, 0, 2])
+def test_normalisers_are_about_the_logarithms_of_sums(exponent, rng):
+    for size in (1, 5.0, 30.0):
+        octaves = size * rng.standard_normal(500)
+        scores = np.rint(octaves / 2.0**exponent).clip(-32767, 32767).astype(np.int16)
+        x = 2.0**exponent * np.pad(scores.astype(np.float64), (0, 4), constant_values=-1e9).reshape(-1, 8).max(axis=1)
+        exact = x.max() + np.log2(np.exp2(x - x.max()).sum())
+        assert -1.1 - 2.0**exponent <= reference.normaliser(scores, exponent) * 2.0**exponent - exact <= 0.1
+
+
+def test_normalisers_do_not_overflow():
+    for exponent in (-15, -1, 0, 1, 15):
+        for score in (-32767, 0, 32767):
+            found = reference.normaliser(np.full(2**20, score, np.int16), exponent)
+            assert abs(found) < 2**31
+
+
+def test_the_greatest_shares_are_worth_most(rng):
+    scores = rng.integers(-9000, 9000, (3, 800)).astype(np.int16)
+    scores[1] //= 5
     shares = np.exp2(scores / 256.0)
     shares /= shares.sum(axis=1, keepdims=True)
     ordered = np.argsort(-reference.worth(scores, -8), kind="stable")[:25]

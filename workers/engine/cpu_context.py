@@ -139,7 +139,13 @@ class CpuRequest:
         return (self.top_k > 0 or self.selectors is not None) and bool(self.view.config.lookahead)
 
     @property
+    def searches_attend(self) -> bool:
+        """Whether searches attend to what they do not choose, with the query that they choose by: the layer's own."""
+        return bool(self.sketches) and self.top_k > 0 and not self.looks_ahead
+
+    @property
     def together(self) -> tuple[object, ...]:
         """Requests for which this is equal are searched for together."""
         config = self.view.config
-        return self.selector, self.looks_ahead, self.context_id, self.top_k, config.sink_len, config.window_len
+        searched_for = self.context_id, self.top_k, config.sink_len, config.window_len, self.searches_attend
+        return self.selector, self.looks_ahead, *searched_for

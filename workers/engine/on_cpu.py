@@ -27,7 +27,7 @@ class AttendOnCpu:
         self._by_row = {name: np.zeros(max_rows, np.int64) for name in (*_BY_ROW, *_LAYOUT)}
         self._kv = np.zeros((shape.num_layers, max_rows), np.int64)
         self._moments = np.zeros((shape.num_layers, max_rows), np.int64)
-        self._chosen = np.zeros((2, 2, max_rows), np.int64)  # addresses: kv_indices and valid_lens; by layer in turn
+        self._chosen = np.zeros((2, 3, max_rows), np.int64)  # addresses: kv_indices, valid_lens, rest; by layer in turn
         self._sketches = np.zeros((shape.num_layers, max_rows), np.int64)
         self._records: list[NDArray[Any]] = []  # that the sketches' addresses are of
         self._queries = np.zeros((max_rows, shape.num_kv_heads, 0), np.uint8)
@@ -58,17 +58,17 @@ class AttendOnCpu:
         self._chosen[:] = 0
         for group in plan.groups:
             for parity, selections in enumerate(group.selections):
-                for row, kv_indices, valid_len in zip(
-                    range(group.rows.start, group.rows.stop), selections.kv_indices, selections.valid_len, strict=True
-                ):
-                    self._chosen[parity, :, row] = word(kv_indices), word(valid_len)
+                for i, row in enumerate(range(group.rows.start, group.rows.stop)):
+                    rest = selections.rest[i] if selections.rest is not None else None
+                    words = word(selections.kv_indices[i]), word(selections.valid_len[i]), word(rest)
+                    self._chosen[parity, :, row] = words
 
     def set_lens(self, plan: RowPlan, tail_lens: NDArray[np.int64]) -> None:
         """Cut the next step's work into pieces."""
         heads = max(request.num_index_heads for request in plan.requests)
         lists = zip(plan.requests, tail_lens.tolist(), strict=True)
         ranges = max(in_place.num_ranges(request.longest_list + tail_len) for request, tail_len in lists)
-        rests = [in_place_rest.num_rest_ranges(request.near[1]) for request in plan.requests if _has_rest(request)]
+        rests = [in_place_rest.num_rest_ranges(request.near[1]) for request in plan.requests if _scores_anew(request)]
         rest_ranges = max(rests, default=0)
         if self._pieces == (len(tail_lens), heads, ranges, rest_ranges):
             return
@@ -89,7 +89,7 @@ class AttendOnCpu:
         self._sketches[:], self._records = 0, []
         most = 0
         for row, request in enumerate(requests):
-            if not _has_rest(request):
+            if not _scores_anew(request):
                 continue
             if request.context_id not in of_contexts:
                 records = [describe_sketch(sketch) for sketch in request.sketches]
@@ -118,6 +118,7 @@ class AttendOnCpu:
             "valid_lens": chosen[1],
             "moments": self._moments[layer_idx],
             "sketches": self._sketches[layer_idx],
+            "rests": chosen[2],
             "queries": 0,
             "query_bytes": 0,
             "max_rest_ranges": 0,
@@ -142,6 +143,6 @@ class AttendOnCpu:
         return tape
 
 
-def _has_rest(request: CpuRequest) -> bool:
-    """Whether its rows are attended to here, and those that are not selected by their codes."""
-    return bool(request.sketches) and request.selectors is None
+def _scores_anew(request: CpuRequest) -> bool:
+    """Whether rows that are not selected are attended to here, by codes: no search does it on the way."""
+    return bool(request.sketches) and request.selectors is None and not request.searches_attend

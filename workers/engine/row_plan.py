@@ -1,7 +1,7 @@
 """In what order a step's rows are worked on, and which of them are searched for together."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
@@ -60,6 +60,9 @@ def plan_rows(model: CpuModel, requests: Sequence[CpuRequest], softmax_scale: fl
 def _group(model: CpuModel, first: int, requests: list[CpuRequest], softmax_scale: float) -> Group:
     request, rows = requests[0], slice(first, first + len(requests))
     one, two = (empty_token_selections(len(requests), request.num_index_heads, request.top_k) for _ in range(2))
+    if request.searches_attend:
+        sizes = len(requests), model.shape.num_q_heads, model.shape.head_dim + 2
+        one, two = (replace(selections, rest=np.zeros(sizes, np.float32)) for selections in (one, two))
 
     def search(q: NDArray[np.float32], out: TokenSelections) -> RowSearch:
         config = request.view.config

@@ -26,7 +26,7 @@ class Piece:
     heads: slice
     top_k: int
     head_dim: int
-    places: tuple[int, int, int]  # of queries, kv_indices and valid_len
+    places: tuple[int, int, int, int]  # of queries, kv_indices, valid_len and rest; 0: that is not asked for
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,16 +42,18 @@ class Letter:
         records, views = self._views(mail)
         records[:] = self.records
         mail.words[COUNT] = len(self.pieces)
-        for piece, (q, _, _) in zip(self.pieces, views, strict=True):
+        for piece, (q, *_) in zip(self.pieces, views, strict=True):
             q[:] = searches[piece.search].q[piece.rows, piece.q_heads]
 
     def collect(self, mail: Mail, searches: Sequence["RowSearch"]) -> None:
         """Copy the selections from the mail to where they are wanted."""
         _, views = self._views(mail)
-        for piece, (_, kv_indices, valid_len) in zip(self.pieces, views, strict=True):
+        for piece, (_, kv_indices, valid_len, *rest) in zip(self.pieces, views, strict=True):
             out = searches[piece.search].out
             out.kv_indices[piece.rows, piece.heads] = kv_indices
             out.valid_len[piece.rows, piece.heads] = valid_len
+            if out.rest is not None:
+                out.rest[piece.rows, piece.q_heads] = rest[0]
 
     def _views(self, mail: Mail) -> tuple[NDArray[np.int64], list[tuple[NDArray[Any], ...]]]:
         views: tuple[NDArray[np.int64], list[tuple[NDArray[Any], ...]]] | None = mail.kept.get(self)
@@ -69,7 +71,8 @@ def write_letters(searches: Sequence["RowSearch"], num_workers: int) -> list[Let
 def kind_of(searches: Sequence["RowSearch"]) -> tuple[Any, ...]:
     """What letters depend on."""
     return tuple(
-        (s.context_id, s.q.shape, s.out.kv_indices.shape, s.sink_len, s.window_len, s.softmax_scale) for s in searches
+        (s.context_id, s.q.shape, s.out.kv_indices.shape, s.out.rest is None, s.sink_len, s.window_len, s.softmax_scale)
+        for s in searches
     )
 
 
@@ -111,18 +114,24 @@ def _place(search: "RowSearch", number: int, share: Share, end: int) -> tuple[Pi
     for num_bytes in (4 * jobs * group_size * head_dim, 4 * jobs * top_k, 4 * jobs):
         places.append(-(-end // ALIGNMENT) * ALIGNMENT)
         end = places[-1] + num_bytes
+    rest_at = 0
+    if search.out.rest is not None:
+        rest_at = -(-end // ALIGNMENT) * ALIGNMENT
+        end = rest_at + 4 * jobs * group_size * (head_dim + 2)
     rows = slice(share.first_row, share.first_row + share.num_rows)
     heads = slice(share.first_head, share.first_head + share.num_heads)
     q_heads = slice(heads.start * group_size, heads.stop * group_size)
-    return Piece(number, rows, q_heads, heads, top_k, head_dim, (places[0], places[1], places[2])), end
+    return Piece(number, rows, q_heads, heads, top_k, head_dim, (places[0], places[1], places[2], rest_at)), end
 
 
 def _views_of(piece: Piece, mail: Mail) -> tuple[NDArray[Any], ...]:
-    """Queries, kv_indices and valid_len of the piece."""
+    """Queries, kv_indices and valid_len of the piece, and its rest, if that is asked for."""
     rows, heads, q_heads = (part.stop - part.start for part in (piece.rows, piece.heads, piece.q_heads))
-    q_at, kv_at, len_at = piece.places
+    q_at, kv_at, len_at, rest_at = piece.places
+    rest = (mail.array(rest_at, (rows, q_heads, piece.head_dim + 2), np.float32),) if rest_at else ()
     return (
         mail.array(q_at, (rows, q_heads, piece.head_dim), np.float32),
         mail.array(kv_at, (rows, heads, piece.top_k), np.int32),
         mail.array(len_at, (rows, heads), np.int32),
+        *rest,
     )

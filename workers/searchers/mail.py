@@ -25,8 +25,9 @@ SEARCH, LOAD, UNLOAD = range(3)  # kinds of request
 DONE, FAILED = range(2)  # status
 
 # words of a record
-CONTEXT, ROWS, FIRST_HEAD, HEADS, TOP_K, SINK, WINDOW, SCALE, Q_AT, KV_AT, LEN_AT = range(11)  # SCALE: a float64's bits
-RECORD_WORDS = 11
+# SCALE: a float64's bits; REST_AT 0: the rest is not asked for
+CONTEXT, ROWS, FIRST_HEAD, HEADS, TOP_K, SINK, WINDOW, SCALE, Q_AT, KV_AT, LEN_AT, REST_AT = range(12)
+RECORD_WORDS = 12
 
 
 class Mail:

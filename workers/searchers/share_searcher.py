@@ -20,6 +20,7 @@ from workers.searchers.mail import (
     LAYER,
     LEN_AT,
     Q_AT,
+    REST_AT,
     ROWS,
     SCALE,
     SINK,
@@ -84,6 +85,7 @@ class ShareSearcher:
         out = TokenSelections(
             mail.array(words[KV_AT], (rows, heads, words[TOP_K]), np.int32),
             mail.array(words[LEN_AT], (rows, heads), np.int32),
+            mail.array(words[REST_AT], (rows, q.shape[1], q.shape[2] + 2), np.float32) if words[REST_AT] else None,
         )
         scale = float(record[SCALE : SCALE + 1].view(np.float64)[0])
         return LayerSearch(q, index, None, words[SINK], words[WINDOW], scale, out)
@@ -96,6 +98,7 @@ def index_of_heads(index: LayerIndex | SketchIndex, first_head: int, num_heads: 
         return replace(
             index,
             codes=index.codes[heads],
+            marks=index.marks[heads],
             key_mean=index.key_mean[heads],
             query_transform=index.query_transform[heads],
             value_mean=index.value_mean[heads],
@@ -115,8 +118,11 @@ def index_of_heads(index: LayerIndex | SketchIndex, first_head: int, num_heads: 
 
 
 def _first_search(artifact: Artifact) -> LayerSearch:
-    """A search whose answer is of no interest."""
+    """A search whose answer is of no interest, with all stages that a search of the context may have."""
     model, num_heads = artifact.spec.model, artifact.spec.num_index_heads
     q = np.ones((1, model.num_q_heads, model.head_dim), np.float32)
-    out = TokenSelections(np.empty((1, num_heads, 1), np.int32), np.empty((1, num_heads), np.int32))
-    return LayerSearch(q, artifact.layer_index(0), None, 0, 0, 1.0, out)
+    index, rest = artifact.layer_index(0), None
+    if isinstance(index, SketchIndex):
+        rest = np.empty((1, model.num_q_heads, model.head_dim + 2), np.float32)
+    out = TokenSelections(np.empty((1, num_heads, 1), np.int32), np.empty((1, num_heads), np.int32), rest)
+    return LayerSearch(q, index, None, 0, 0, 1.0, out)

@@ -203,6 +203,9 @@ class WorkerSearcher:
         assert out.valid_len.shape == wanted, f"out.valid_len has shape {out.valid_len.shape}, wanted {wanted}"
         wanted_indices = (*wanted, search.top_k)
         assert out.kv_indices.shape == wanted_indices, f"out has shape {out.kv_indices.shape}, wanted {wanted_indices}"
+        if out.rest is not None:
+            wanted_rest = num_rows, spec.model.num_q_heads, spec.model.head_dim + 2
+            assert out.rest.shape == wanted_rest, f"out.rest has shape {out.rest.shape}, wanted {wanted_rest}"
 
     def _search_here(self, letter: Letter) -> None:
         """Search a worker's share in its place."""

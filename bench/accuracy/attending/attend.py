@@ -9,7 +9,6 @@ from torch import Tensor
 
 from bench.accuracy.attending.context import ContextLayer, Step
 
-_ERROR_QUERIES = 256  # of a head, evenly spaced: by them rows are told that codes describe badly
 _ELEMENTS, _ELEMENTS_ON_GPU = 1 << 25, 1 << 28  # logits that are held at a time
 
 
@@ -20,8 +19,18 @@ class Codes:
     fixed_bytes: int  # of a layer: transforms, whatever their number of rows
 
     def logits(self, q: Tensor) -> Tensor:
-        """About q . k of all rows: q [num_kv_heads, n, head_dim] -> [num_kv_heads, n, context_len]."""
+        """About q . k of all rows: q [num_kv_heads, n, head_dim] -> [num_kv_heads, n, context_len].
+
+        The n queries are those of some tokens, one of the group's heads after the other.
+        """
         raise NotImplementedError
+
+    def worth(self, q: Tensor, top_k: int) -> Tensor | None:
+        """By what a group's top_k rows are chosen [num_kv_heads, num_tokens, context_len]; None: shares by the logits.
+
+        q: [num_kv_heads, group_size, num_tokens, head_dim].
+        """
+        return None
 
     def weighted_values(self, weights: Tensor, q: Tensor) -> Tensor:
         """About the sum of the rows' values times weights [num_kv_heads, n, context_len]: [num_kv_heads, n, head_dim].
@@ -43,7 +52,6 @@ class Reading:
     sink_len: int
     window_len: int
     rest: Literal["none", "codes", "moments"]
-    always: Tensor | None = None  # [num_kv_heads, n] rows that every token reads, besides and not among the chosen
 
 
 OnChosen = Callable[[Tensor], None]  # gets the chosen rows [num_kv_heads, num_tokens, top_k] of some tokens, in turn
@@ -83,15 +91,15 @@ def _attend_tokens(
     is_exact = torch.zeros(len(q), q.shape[2], layer.context_len, dtype=torch.bool, device=q.device)
     is_exact[..., : reading.sink_len] = True
     is_exact[..., max(0, layer.context_len - reading.window_len) :] = True
-    if reading.always is not None:
-        is_exact.scatter_(2, reading.always[:, None].expand(-1, q.shape[2], -1), True)
     if reading.top_k > 0:
-        by = coded
-        if ahead:
-            by = scale * (_flat(early) @ layer.k.mT if codes is None else codes.logits(_flat(early)))
-        total = codes.log_total(_flat(early)) if codes is not None else None
-        share = _group_share(by.unflatten(1, q.shape[1:3]), total).masked_fill_(is_exact, -torch.inf)
-        chosen = share.topk(min(reading.top_k, layer.context_len), dim=-1).indices
+        worth = codes.worth(early, reading.top_k) if codes is not None else None
+        if worth is None:
+            by = coded
+            if ahead:
+                by = scale * (_flat(early) @ layer.k.mT if codes is None else codes.logits(_flat(early)))
+            total = codes.log_total(_flat(early)) if codes is not None else None
+            worth = _group_share(by.unflatten(1, q.shape[1:3]), total)
+        chosen = worth.masked_fill_(is_exact, -torch.inf).topk(min(reading.top_k, layer.context_len), dim=-1).indices
         on_chosen(chosen)
         is_exact.scatter_(2, chosen, True)
     mask = is_exact.repeat(1, q.shape[1], 1)
@@ -129,15 +137,6 @@ def _sum_up(
         weight = (lse - largest[..., 0]).exp()[..., None]
         out, total = out + weight * value, total + weight
     return (out / total).unflatten(1, q.shape[1:3])
-
-
-def worst_rows(layer: ContextLayer, codes: Codes, num_rows: int) -> Tensor:
-    """The rows whose logits the codes tell worst, over the context's own queries: [num_kv_heads, num_rows]."""
-    spacing = -(-layer.context_len // _ERROR_QUERIES)
-    error = torch.zeros(layer.k.shape[:2], device=layer.k.device)
-    for q in torch.nn.functional.normalize(layer.q[:, :, ::spacing], dim=-1).unbind(1):
-        error += (q @ layer.k.mT - codes.logits(q)).square().sum(1)
-    return error.topk(num_rows, dim=1).indices
 
 
 def _group_share(logits: Tensor, total: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-// What each key is worth to the group, as bits that order keys: the sum of its shares in the query rows' softmaxes, times
+// Of lists: what each key is worth to the group, as bits that order keys: the sum of its shares in the query rows' softmaxes, times
 // 2 ** HEADROOM (csattn.search.worth has the same scale); for a single query row, its score. 0: may not be chosen.
 //
 // The top_k keys, exactly: worth descending, then key ascending. `combine` counts all worths in bins; `find` takes the bin
@@ -16,7 +16,7 @@ constexpr int CHUNK_KEYS = 1024;     // the blocks of a slot share out whole chu
 // What the launches of one slot leave for each other. The first one clears the counts.
 struct alignas(16) Choice {
     u32 bins[NUM_BINS];
-    u32 num_listed;  // keys that may be chosen (only counted for lists)
+    u32 num_listed;  // keys that may be chosen
     u32 num_candidates;
     u32 quota;               // how many of the candidates fit
     u32 above[MAX_BLOCKS];   // keys above the bin, by block
@@ -57,15 +57,13 @@ struct Range {
 // Where the top_k-th worth is looked for first; if it is not there, one block looks further.
 //
 // Of a group, the worths of all keys sum up to its size, so that the top_k-th is at most group_size / top_k: 32 octaves
-// below that, in bins of 1/128 octave. Of a single query: the bits of floats (lists), or scores of 16 bits, whose mean is about
-// in the middle: a small share of the keys is looked for above it.
+// below that, in bins of 1/128 octave. Of a single query: the bits of floats.
 __device__ __forceinline__ Range first_range(const Context& context) {
     if (GROUP_SIZE > 1) {
         const u32 largest = __float_as_uint(exp2f(HEADROOM) * (1.01f * GROUP_SIZE) / context.top_k);
         return {((largest >> 16) - (NUM_BINS - 2)) << 16, 0xffffffffu, 16};
     }
-    if (LISTS) return {1, 0xffffffffu, 20};
-    return context.top_k < context.num_keys / 4 ? Range{32768, 65535, 3} : Range{1, 65535, 4};
+    return {1, 0xffffffffu, 20};
 }
 
 // worth, with 0 for keys that may not be chosen; key: the first of the four, in the context.
@@ -98,5 +96,5 @@ struct Part {
 
 // How many keys are wanted: what was planned, or as many as are listed.
 __device__ __forceinline__ int num_wanted(const Context& context, const Choice& choice) {
-    return LISTS ? min(context.top_k, static_cast<int>(choice.num_listed)) : context.top_k;
+    return min(context.top_k, static_cast<int>(choice.num_listed));
 }

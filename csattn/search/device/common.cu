@@ -1,8 +1,8 @@
-// What every kernel of the search needs. Compiled for GROUP_SIZE, HEAD_DIM, LISTS, THREADS and QUERY: float, or u16 for
+// What every kernel of the search needs. Compiled for GROUP_SIZE, HEAD_DIM, THREADS and QUERY: float, or u16 for
 // bfloat16 and (QUERY_IS_HALF) float16. GROUP_SIZE queries share an index head.
 //
-// The launches of a search follow each other: of a sketch project_queries, score_codes, combine_codes; of lists
-// match_centroids, add_list, combine_lists; then find_keys, write_keys. What one leaves for the next lies in memory of the
+// The launches of a search follow each other: of a sketch project_queries, score_codes, choose_codes; of lists
+// match_centroids, add_list, combine_lists, find_keys, write_keys. What one leaves for the next lies in memory of the
 // search, for each index head of each row of the batch: its number is the `slot`.
 
 constexpr int WARPS = THREADS / 32;

@@ -12,7 +12,6 @@ from csattn.search.device.shapes import IndexShape, SketchShape
 HERE = Path(__file__).parent
 THREADS = 512
 CHUNK_KEYS, MAX_BLOCKS = 1024, 256  # of choice.cu
-Places = tuple[Tensor, Tensor, Tensor, int, int]  # context_lens, top_ks, context_ids, sink_len and window_len
 QUERY_TYPES = {torch.float32: "float", torch.float16: "u16", torch.bfloat16: "u16"}
 
 
@@ -48,7 +47,6 @@ def compiled(
         "GROUP_SIZE": shape.group_size,
         "NUM_HEADS": shape.num_index_heads,
         "HEAD_DIM": shape.head_dim,
-        "LISTS": int(not isinstance(shape, SketchShape)),
         "THREADS": threads,
         "QUERY": QUERY_TYPES[query_dtype],
         "QUERY_IS_HALF": int(query_dtype == torch.float16),

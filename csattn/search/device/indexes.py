@@ -12,6 +12,7 @@ from csattn.config import SearchConfig
 from csattn.errors import ConfigError
 from csattn.index import LayerIndex
 from csattn.sketch import SketchIndex
+from csattn.sketch.index import heeds_marks
 from csattn.table.lists import ListTable
 
 
@@ -45,12 +46,13 @@ class DeviceSketch:
     query_transform: Tensor  # [num_kv_heads, num_segments, head_dim, num_coords] float16
     value_mean: Tensor  # [num_kv_heads, num_segments, head_dim] float32
     value_transform: Tensor  # [num_kv_heads, num_segments, num_coords, head_dim] float16
+    marks: Tensor  # [num_kv_heads, num_blocks, 2] int32
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
         """In the order of their addresses in the table: struct Sketch of codes.cu."""
         means = self.value_mean, self.value_transform
-        return self.codes, self.segment_starts, self.key_mean, self.query_transform, *means
+        return self.codes, self.segment_starts, self.key_mean, self.query_transform, *means, self.marks
 
     @property
     def length(self) -> int:
@@ -79,6 +81,7 @@ def to_device(index: LayerIndex | SketchIndex, device: torch.device) -> DeviceLa
             query_transform=copy(index.query_transform),
             value_mean=copy(index.value_mean),
             value_transform=copy(index.value_transform),
+            marks=copy(index.marks.view(np.int32)),
         )
     assert isinstance(index.table, ListTable)
     return DeviceLists(
@@ -101,7 +104,7 @@ class DeviceIndexes:
         max_segments: int = 0,  # of a sketch
     ) -> None:
         self.config, self.max_segments = config, max_segments
-        num_addresses = 6 if max_segments else 4  # and a length
+        num_addresses = 7 if max_segments else 4  # and a length
         self.tables = torch.zeros(num_layers, num_contexts, num_addresses + 1, dtype=torch.int64, device=device)
         self.context_lens = torch.zeros(num_contexts, dtype=torch.int32, device=device)
         self.top_ks = torch.zeros(num_contexts, dtype=torch.int32, device=device)
@@ -126,10 +129,14 @@ class DeviceIndexes:
             for part in layer.parts:
                 assert part.is_contiguous(), "a part of the index is not contiguous"
                 assert part.data_ptr() % 16 == 0, "a part of the index is not aligned to 16 bytes"
+        top_k = self.config.top_k(context_len)
         entries = [[*(part.data_ptr() for part in layer.parts), layer.length] for layer in layers]
+        for layer, entry in zip(layers, entries, strict=True):
+            if isinstance(layer, DeviceSketch) and not heeds_marks(context_len, layer.segment_starts.tolist(), top_k):
+                entry[-2] = 0  # where kernels look for marks
         self.tables[:, context_id] = torch.tensor(entries, dtype=torch.int64)
         self.context_lens[context_id] = context_len
-        self.top_ks[context_id] = self.config.top_k(context_len)
+        self.top_ks[context_id] = top_k
         self._loaded[context_id] = layers
 
     def unload(self, context_id: int) -> None:

@@ -33,6 +33,15 @@ __device__ __forceinline__ void start_copy(uint4* to, const void* from) {
     const u32 place = static_cast<u32>(__cvta_generic_to_shared(to));
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(place), "l"(from) : "memory");
 }
+// The same, with constant distances in bytes from a place in shared memory and from an address.
+template <int TO, int FROM> __device__ __forceinline__ void start_copy_at(u32 place, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0 + %2], [%1 + %3], 16;" ::"r"(place), "l"(from), "n"(TO), "n"(FROM) : "memory");
+}
+// The compiler keeps it in a register, rather than make it again wherever it is used.
+__device__ __forceinline__ u32 kept(u32 x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
 __device__ __forceinline__ void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LEFT> __device__ __forceinline__ void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
@@ -47,6 +56,13 @@ __device__ __forceinline__ void post(float* to, float4 x) {
 __device__ __forceinline__ u32 and_or(u32 x, u32 mask, u32 bits) {
     u32 result;
     asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(x), "r"(mask), "r"(bits));
+    return result;
+}
+
+// By 32 or more: 0.
+__device__ __forceinline__ u32 shifted_down(u32 x, u32 by) {
+    u32 result;
+    asm("shr.u32 %0, %1, %2;" : "=r"(result) : "r"(x), "r"(by));
     return result;
 }
 
@@ -67,4 +83,15 @@ __device__ __forceinline__ u32 pack_bf16(float low, float high) {
     u32 both;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
     return both;
+}
+
+// Blocks of a cluster. What any thread of it wrote before is seen by all of them after.
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// The same shared variable in another block of the cluster.
+template <class T> __device__ __forceinline__ T* in_block(T* here, u32 rank) {
+    u64 there;
+    asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(here), "r"(rank));
+    return reinterpret_cast<T*>(there);
 }

@@ -1,19 +1,26 @@
 """The scores of lists: those that the queries' nearest centroids have, summed up by key."""
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
+from csattn.batch import DeviceSelection
 from csattn.cuda import CudaKernel
-from csattn.search.device.compiling import CHUNK_KEYS, THREADS, Places, blocks_of_slot, compiled, require_queries
+from csattn.search.device.compiling import CHUNK_KEYS, THREADS, blocks_of_slot, compiled, require_queries
 from csattn.search.device.indexes import DeviceIndexes
 from csattn.search.device.shapes import ListsShape
 
 MATCH_BYTES, STATISTICS_BYTES = 16, 8  # of structs Match and TileStatistics
+CHOICE_BYTES = 4 * (4096 + 3 + 256 + 2 * 512 + 1)  # of struct Choice
 MAX_MATCH_WARPS = 8
 
 
 class ListsPass:
-    """Queries of a batch over their contexts' lists. Definition: `csattn.search.reference.list_scores`."""
+    """Queries of a batch over their contexts' lists, and the choice. Definition: `csattn.search.reference`.
+
+    Scores are the definition's; shares are float32.
+    """
 
     def __init__(
         self,
@@ -34,12 +41,17 @@ class ListsPass:
         self._matches = torch.zeros(queries * shape.num_subspaces, MATCH_BYTES, dtype=torch.uint8, device=device)
         self._scores = torch.zeros(queries * self.max_keys, dtype=torch.float32, device=device)
         self._statistics = torch.zeros(queries * self.max_keys // CHUNK_KEYS, STATISTICS_BYTES // 4, device=device)
+        self._choosing_blocks = blocks_of_slot(device, slots, self.max_keys, 2)
+        self._worths = torch.zeros(slots, self.max_keys, dtype=torch.int32, device=device)
+        self._marks = torch.zeros(slots, self.max_keys // 32, dtype=torch.int32, device=device)
+        self._choices = torch.zeros(slots, CHOICE_BYTES, dtype=torch.uint8, device=device)
         self._kernels: dict[str, CudaKernel] = {}
 
     @property
     def workspace_bytes(self) -> int:
         """Device memory of its own."""
-        return self._matches.nbytes + self._scores.nbytes + self._statistics.nbytes
+        scored = self._matches, self._scores, self._statistics
+        return sum(part.nbytes for part in (*scored, self._worths, self._marks, self._choices))
 
     def run(
         self,
@@ -47,13 +59,12 @@ class ListsPass:
         indexes: DeviceIndexes,
         layer_idx: int,
         context_ids: Tensor,  # [batch_size] int32, -1: idle
-        choices: Tensor,  # of a search, cleared for it
     ) -> None:
         """Enqueue on torch's current stream."""
         shape, table, lens = self.shape, indexes.tables[layer_idx], indexes.context_lens
         require_queries(q, shape, self._batch_size, self._query_dtype)
         grid = shape.num_subspaces, shape.num_index_heads, self._batch_size
-        matching = q, table, context_ids, int(shape.weigh_by_norm), self._matches, choices
+        matching = q, table, context_ids, int(shape.weigh_by_norm), self._matches, self._choices
         self._match.launch(grid, self._match_threads, *matching)
         scores = self._scores, self.max_keys
         self._launch("clear_scores", lens, context_ids, *scores)
@@ -62,10 +73,17 @@ class ListsPass:
         if shape.group_size > 1:
             self._launch("sum_tiles", lens, context_ids, self._softmax_scale, *scores, self._statistics)
 
-    def combine(self, places: Places, worths: Tensor, choices: Tensor) -> None:
-        """Enqueue what makes group scores of the scores, and counts them."""
+    def choose(self, indexes: DeviceIndexes, layer_idx: int, context_ids: Tensor, out: DeviceSelection) -> None:
+        """Enqueue the choice, after `run` with the same rows."""
+        config, max_keys = indexes.config, self.max_keys
+        places = indexes.context_lens, indexes.top_ks, context_ids, config.sink_len, config.window_len
         read = self._softmax_scale, self._scores, self._statistics
-        self._launch("combine_lists", *places, *read, worths, self.max_keys, choices)
+        self._launch("combine_lists", *places, *read, self._worths, max_keys, self._choices)
+        grid = self._choosing_blocks, self.shape.num_index_heads, self._batch_size
+        chosen = out.kv_indices, out.kv_indices.shape[2]
+        self._find.launch(grid, THREADS, *places, self._worths, max_keys, self._marks, self._choices, *chosen)
+        written = self._choices, out.kv_indices, out.valid_len, out.kv_indices.shape[2]
+        self._write.launch(grid, THREADS, *places, self._marks, max_keys, *written)
 
     def _launch(self, name: str, *args: Tensor | int | float) -> None:
         if name not in self._kernels:
@@ -83,3 +101,11 @@ class ListsPass:
             made = compiled("match_centroids", ("choice", "match"), self.shape, self._query_dtype, self._match_threads)
             self._kernels["match"] = made
         return self._kernels["match"]
+
+    @cached_property
+    def _find(self) -> CudaKernel:
+        return compiled("find_keys", ("choice", "boundary", "find"), self.shape)
+
+    @cached_property
+    def _write(self) -> CudaKernel:
+        return compiled("write_keys", ("choice", "write"), self.shape)

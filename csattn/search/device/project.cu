@@ -1,41 +1,63 @@
-// First launches over a sketch: the queries' coordinates in each segment, and what becomes of them in integers. To the bit as
+// First launch over a sketch: the queries' coordinates in each segment, in octaves, and what unit they ask for. To the bit as
 // csattn.sketch.reference: float64 sums in index order, where products are exact.
 
-constexpr int PAIRS = COORDS / 2 + 1;  // of a query: two coordinates; in the end, the mean keys of the segment and of the first
 constexpr double LARGEST_MULTIPLIER = 127, SCORE_ROOM = 32700;
-constexpr double ROOM = SCORE_ROOM - (15.0 * 8 * FINE + 3.0 * 16 * COARSE) / 2;
+constexpr double ROOM = SCORE_ROOM - (7.5 * 8 * FINE + 1.5 * 16 * COARSE) / 2;
+constexpr int PAIRS = COORDS / 2;
 
-// What one segment asks of the unit: it is the greatest of all. reference.integer_query says why.
-__device__ __forceinline__ double least_unit(const float* coordinates, double shift) {
-    double total = 0, largest = 0;
-#pragma unroll 8
+// A half as a float64, but for a factor of 2 ** -1008: its bits moved to where a float64 has them. What the device has for it
+// takes far longer. bits: of the half, in the upper 16.
+__device__ __forceinline__ double shrunk_half(u32 bits) {
+    return __hiloint2double(static_cast<int>(bits) >> 6 & 0x81fffc00, 0);
+}
+constexpr double OF_QUERIES = 0x1p500, OF_SUMS = 0x1p508;  // the other factors: all together make 1
+
+// What a coordinate adds to a score at most, in octaves.
+__device__ __forceinline__ double most_of(float coordinate, int j) {
+    return fabs(static_cast<double>(coordinate)) * (j < 8 * FINE ? 7.5 : 1.5);
+}
+
+// The exponent of the least power of two that is at least what one segment asks of the unit: reference.unit_asked. most: [COORDS].
+__device__ __forceinline__ u8 unit_exponent(const float* coordinates, const double* most, double difference) {
+    double total = 0;
+    float largest = 0;
+#pragma unroll 16
     for (int j = 0; j < COORDS; ++j) {
-        const double size = fabs(static_cast<double>(coordinates[j]));
-        total += size * (j < 8 * FINE ? 15.0 : 3.0);
-        largest = size > largest || size != size ? size : largest;
+        total += most[j];
+        largest = fmaxf(largest, fabsf(coordinates[j]));
     }
-    const double of_total = (total + fabs(shift)) / ROOM, of_largest = largest / LARGEST_MULTIPLIER;
-    return of_largest > of_total ? of_largest : of_total;
+    total += fabs(difference);
+    const double of_total = total / ROOM, of_largest = static_cast<double>(largest) / LARGEST_MULTIPLIER;
+    const double asked = of_largest > of_total ? of_largest : of_total;
+    if (!(total < 0x1p1000 && asked <= static_cast<double>(1 << LARGEST_EXPONENT))) return UNSOUND;
+    const u64 bits = static_cast<u64>(__double_as_longlong(asked));
+    const int exponent = static_cast<int>(bits >> 52) - 1023 + ((bits & 0xfffffffffffffull) != 0);
+    return static_cast<u8>(max(exponent, -LARGEST_EXPONENT) + LARGEST_EXPONENT);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) project_queries(
     const QUERY* q,          // [batch_size, num_heads * GROUP_SIZE, HEAD_DIM]
     const Sketch* sketches,  // [num_contexts], of this layer
     const int* context_ids,  // [batch_size], -1: idle
-    float* coordinates,      // [slots, max_segments, GROUP_SIZE, COORDS], written
-    float* means,            // [slots, max_segments, GROUP_SIZE], written: products with the mean keys
-    double* asked,           // likewise: what a segment asks of the unit
-    long long max_segments,
-    Choice* choices          // [slots], cleared; or null
+    double octaves,          // softmax_scale * log2(e)
+    float* coordinates, float* means, u8* asked, long long max_segments,  // `Queries`, written
+    u32* octave_counts      // [slots, GROUP_SIZE, NUM_OCTAVES], cleared; or null
 ) {
     extern __shared__ uint4 memory[];  // HEAD_DIM rows of COORDS halves, then two mean keys
     __shared__ double query[GROUP_SIZE][HEAD_DIM];
-    __shared__ float projected[GROUP_SIZE][2 * PAIRS];
+    alignas(16) __shared__ float projected[GROUP_SIZE][COORDS];
+    alignas(16) __shared__ double most[GROUP_SIZE][COORDS];
+    __shared__ float mean[GROUP_SIZE][2];  // products with the mean keys of the segment and of the first
     const int segment = blockIdx.x, head = blockIdx.y, slot = blockIdx.z * gridDim.y + head, context_id = context_ids[blockIdx.z];
     if (context_id < 0) return wait_for_earlier();
     const Sketch sketch = sketches[context_id];
     const int num_segments = static_cast<int>(sketch.num_segments);
-    if (segment >= num_segments) return wait_for_earlier();
+    asked += slot * GROUP_SIZE * max_segments + segment;
+    if (segment >= num_segments) {
+        wait_for_earlier(sketch.low_bits());
+        for (int g = threadIdx.x; g < GROUP_SIZE; g += THREADS) asked[g * max_segments] = 0;
+        return;
+    }
     const long long of_head = head * sketch.num_segments, here = of_head + segment;
     constexpr int TRANSFORM_UNITS = HEAD_DIM * COORDS / 8;  // of 16 bytes
     const uint4* transform = reinterpret_cast<const uint4*>(sketch.query_transform + here * (HEAD_DIM * COORDS));
@@ -47,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) project_queries(
     end_group();
     wait_for_earlier(sketch.low_bits());
     for (int i = threadIdx.x; i < GROUP_SIZE * HEAD_DIM; i += THREADS)
-        query[i / HEAD_DIM][i % HEAD_DIM] = as_float(q[static_cast<size_t>(slot) * GROUP_SIZE * HEAD_DIM + i]);
+        query[i / HEAD_DIM][i % HEAD_DIM] = OF_QUERIES * as_float(q[static_cast<size_t>(slot) * GROUP_SIZE * HEAD_DIM + i]);
     wait_for_copies<0>();
     __syncthreads();
 
@@ -59,63 +81,27 @@ extern "C" __global__ void __launch_bounds__(THREADS) project_queries(
         double first = 0, second = 0;
 #pragma unroll 8
         for (int d = 0; d < HEAD_DIM; ++d) {
-            const u32 both = *reinterpret_cast<const u32*>(columns + d * COORDS + min(j, COORDS - 2));
-            const float x = j < COORDS ? half_as_float(static_cast<u16>(both)) : mean_keys[d];
-            const float y = j < COORDS ? half_as_float(static_cast<u16>(both >> 16)) : mean_keys[HEAD_DIM + d];
-            first = fma(query[g][d], static_cast<double>(x), first);
-            second = fma(query[g][d], static_cast<double>(y), second);
+            const u32 both = *reinterpret_cast<const u32*>(columns + d * COORDS + j);
+            first = fma(query[g][d], shrunk_half(both << 16), first);
+            second = fma(query[g][d], shrunk_half(both), second);
         }
-        const float2 both = make_float2(static_cast<float>(first), static_cast<float>(second));
+        const float2 both = make_float2(static_cast<float>(octaves * (first * OF_SUMS)), static_cast<float>(octaves * (second * OF_SUMS)));
         projected[g][j] = both.x, projected[g][j + 1] = both.y;
-        if (j < COORDS) *reinterpret_cast<float2*>(coordinates + (of_segment + g) * COORDS + j) = both;
+        most[g][j] = most_of(both.x, j), most[g][j + 1] = most_of(both.y, j + 1);
+        *reinterpret_cast<float2*>(coordinates + (of_segment + g) * COORDS + j) = both;
     }
-    if (choices) clear_counts(choices[slot], segment, num_segments);
+    for (int i = THREADS - 1 - threadIdx.x; i < 2 * GROUP_SIZE; i += THREADS) {  // by threads that have no coordinates
+        const int g = i / 2, which = i % 2;
+        double sum = 0;
+#pragma unroll 8
+        for (int d = 0; d < HEAD_DIM; ++d) sum = fma(query[g][d], static_cast<double>(mean_keys[which * HEAD_DIM + d]), sum);
+        mean[g][which] = static_cast<float>(octaves * (sum * (1 / OF_QUERIES)));
+    }
+    if (octave_counts && segment == 0)
+        for (int i = threadIdx.x; i < GROUP_SIZE * NUM_OCTAVES; i += THREADS) octave_counts[slot * GROUP_SIZE * NUM_OCTAVES + i] = 0;
     __syncthreads();
     for (int g = threadIdx.x; g < GROUP_SIZE; g += THREADS) {
-        const float mean = projected[g][COORDS], first_mean = projected[g][COORDS + 1];
-        means[of_segment + g] = mean;
-        asked[of_segment + g] = least_unit(projected[g], static_cast<double>(mean) - static_cast<double>(first_mean));
-    }
-}
-
-// What is no number asks for nothing.
-__device__ __forceinline__ double greater(double greatest, double asked) { return asked > greatest ? asked : greatest; }
-
-// Second launch: the unit is the greatest that is asked for; integers are to the nearest, a half to even.
-extern "C" __global__ void __launch_bounds__(THREADS) make_integers(
-    const Sketch* sketches, const int* context_ids, double softmax_scale,
-    const float* coordinates, const float* means, const double* asked, long long max_segments,  // as project_queries has them
-    u32* multipliers, int* offsets, float* slopes  // `Queries`, written
-) {
-    const int segment = blockIdx.x, head = blockIdx.y, slot = blockIdx.z * gridDim.y + head, context_id = context_ids[blockIdx.z];
-    if (context_id < 0) return wait_for_earlier();
-    const int num_segments = static_cast<int>(sketches[context_id].num_segments);
-    wait_for_earlier(num_segments);
-    if (segment >= num_segments) return;
-    const int lane = threadIdx.x % 32;
-    const long long of_slot = slot * max_segments * GROUP_SIZE, of_segment = of_slot + segment * GROUP_SIZE;
-    for (int g = threadIdx.x / 32; g < GROUP_SIZE; g += WARPS) {
-        double unit = 0;
-#pragma unroll 4
-        for (int other = lane; other < num_segments; other += 32) unit = greater(unit, asked[of_slot + other * GROUP_SIZE + g]);
-        for (int step = 1; step < 32; step <<= 1) unit = greater(unit, __shfl_xor_sync(ALL_LANES, unit, step));
-        if (!(unit < 1.0 / 0.0)) unit = 0;
-        int excess = 0;  // a code u stands for 2 u - largest
-        for (int i = lane; i < COORDS / 4; i += 32) {
-            const float4 four = *reinterpret_cast<const float4*>(coordinates + (of_segment + g) * COORDS + 4 * i);
-            const float each[4] = {four.x, four.y, four.z, four.w};
-            u32 bytes = 0;
-            for (int k = 0; k < 4; ++k) {
-                const int whole = unit > 0 ? static_cast<int>(rint(static_cast<double>(each[k]) / unit)) : 0;
-                bytes |= (whole & 0xff) << 8 * k;
-                excess += whole * (i < 2 * FINE ? 15 : 3);
-            }
-            multipliers[(of_segment + g) * (COORDS / 4) + i] = bytes;
-        }
-        excess = static_cast<int>(__reduce_add_sync(ALL_LANES, static_cast<u32>(excess)));
-        if (lane > 0) continue;
-        const double shift = static_cast<double>(means[of_segment + g]) - static_cast<double>(means[of_slot + g]);
-        offsets[of_segment + g] = SCORE_BITS + (unit > 0 ? static_cast<int>(rint(shift / unit)) - excess : 0);
-        if (segment == 0) slopes[slot * GROUP_SIZE + g] = static_cast<float>(softmax_scale * unit * LOG2_E);
+        means[of_segment + g] = mean[g][0];
+        asked[g * max_segments] = unit_exponent(projected[g], most[g], static_cast<double>(mean[g][0]) - static_cast<double>(mean[g][1]));
     }
 }

@@ -59,6 +59,7 @@ __device__ __forceinline__ void load_words(const Sketch& sketch, int head, int n
 __device__ __forceinline__ void sum_chosen(const Sketch& sketch, const QueryRows& rows, int head, int num_keys, const int* ids,
                                            const Bounds& chosen, const float* exponents, uint4* tray, float* of_warp) {
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
+    const LanePlaces places;
     ValueSums<OCTETS> values;
     values.clear();
     for (int first = chosen.first + threadIdx.x / 32 * HALF_KEYS; first < chosen.end; first += WARPS * HALF_KEYS) {
@@ -81,7 +82,7 @@ __device__ __forceinline__ void sum_chosen(const Sketch& sketch, const QueryRows
                 weights[o][i] = pack_bf16(at < chosen.end ? low : 0.0f, at + 1 < chosen.end ? high : 0.0f);
             }
         }
-        values.add(tray, 32, weights);
+        values.add(tray, 32, places, weights);
     }
 #pragma unroll
     for (int o = 0; o < OCTETS; ++o)
@@ -91,11 +92,11 @@ __device__ __forceinline__ void sum_chosen(const Sketch& sketch, const QueryRows
 }
 
 // A part's exponents: the greatest of its tiles. One warp has a query.
-__device__ void find_exponents(const float2* statistics, long long max_tiles, const Part& part, float* exponents) {
+__device__ void find_exponents(const float* tile_exponents, long long max_tiles, const Part& part, float* exponents) {
     for (int g = threadIdx.x / 32; g < GROUP_SIZE; g += WARPS) {
         float top = -1e30f;
         for (int t = part.first_tile + threadIdx.x % 32; t < part.end_tile; t += 32)
-            top = fmaxf(top, __ldcg(statistics + g * max_tiles + t).x);
+            top = fmaxf(top, __ldcg(tile_exponents + g * max_tiles + t));
         for (int step = 16; step > 0; step >>= 1) top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, step));
         if (threadIdx.x % 32 == 0) exponents[g] = top;
     }
@@ -105,7 +106,7 @@ __device__ void find_exponents(const float2* statistics, long long max_tiles, co
 // four sums; scratch: [SHARERS][GROUP_SIZE][SUMS].
 constexpr int FOURS = GROUP_SIZE * (SUMS / 4), SHARED_BY = THREADS / FOURS;
 constexpr int SHARERS = SHARED_BY < 1 ? 1 : SHARED_BY < WARPS ? SHARED_BY : WARPS;
-__device__ void sum_tiles(const float* sums, const float2* statistics, long long max_tiles, int first_tile, int end_tile,
+__device__ void sum_tiles(const float* sums, const float* tile_exponents, long long max_tiles, int first_tile, int end_tile,
                           const float* exponents, float* scratch, float (*all)[SUMS]) {
     for (int i = threadIdx.x; i < SHARERS * FOURS; i += THREADS) {
         const int g = i % FOURS / (SUMS / 4), j = i % (SUMS / 4) * 4;
@@ -113,7 +114,7 @@ __device__ void sum_tiles(const float* sums, const float2* statistics, long long
 #pragma unroll 4
         for (int t = first_tile + i / FOURS; t < end_tile; t += SHARERS) {
             const float4 four = __ldcg(reinterpret_cast<const float4*>(sums + (g * max_tiles + t) * SUMS + j));
-            const float factor = power_of_two(__ldcg(statistics + g * max_tiles + t).x - exponents[g]);
+            const float factor = power_of_two(__ldcg(tile_exponents + g * max_tiles + t) - exponents[g]);
             sum.x += four.x * factor, sum.y += four.y * factor, sum.z += four.z * factor, sum.w += four.w * factor;
         }
         *reinterpret_cast<float4*>(scratch + (i / FOURS * GROUP_SIZE + g) * SUMS + j) = sum;
@@ -145,7 +146,7 @@ struct Segment {
     float (*codes)[COORDS];
 
     // Start what needs no chosen rows: coarse codes are told from the query, see reference.attend_rest.
-    __device__ __forceinline__ void begin(const Sketch& sketch, int head, int segment, const float* coordinates, float softmax_scale) const {
+    __device__ __forceinline__ void begin(const Sketch& sketch, int head, int segment, const float* coordinates) const {
         const long long here = head * sketch.num_segments + segment;
         const uint4* columns = reinterpret_cast<const uint4*>(sketch.value_transform + here * (COORDS * HEAD_DIM));
         const uint4* mean = reinterpret_cast<const uint4*>(sketch.value_mean + here * HEAD_DIM);
@@ -154,7 +155,7 @@ struct Segment {
         end_group();
         for (int i = threadIdx.x; i < GROUP_SIZE * 16 * COARSE; i += THREADS) {
             const int g = i / (16 * COARSE), j = 8 * FINE + i % (16 * COARSE);
-            codes[g][j] = softmax_scale * coordinates[g * COORDS + j];
+            codes[g][j] = static_cast<float>(1 / LOG2_E) * coordinates[g * COORDS + j];
         }
     }
 
@@ -174,7 +175,7 @@ struct Segment {
     __device__ __forceinline__ void add(float (*out)[HEAD_DIM], float* weights) const {
         for (int i = threadIdx.x; i < GROUP_SIZE * 32 * FINE_GROUPS; i += THREADS) {
             const int g = i / (32 * FINE_GROUPS), number = i % (32 * FINE_GROUPS), j = coordinate_of(number);
-            if (j < 8 * FINE) codes[g][j] = 2 * left[g][number] - 271 * left[g][WEIGHTS_AT];  // c = 2 u - 15
+            if (j < 8 * FINE) codes[g][j] = left[g][number] - 128 * left[g][WEIGHTS_AT];  // they came as 128 + u
         }
         wait_for_copies<0>();
         __syncthreads();
@@ -197,9 +198,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_rest(
     const Sketch* sketches,   // [num_contexts], of this layer
     const int* context_lens,  // [num_contexts]
     const int* context_ids,   // [batch_size], -1: idle
-    const u32* multipliers, const int* offsets, const float* slopes, long long max_segments,  // `Queries`
-    const float* coordinates, const float* means, double softmax_scale,  // as project_queries has them
-    const float2* statistics, const float* sums, long long max_tiles,  // as score_codes writes them
+    const float* coordinates, const float* means, const u8* asked, long long max_segments,  // `Queries`
+    const float* tile_exponents, const float* sums, long long max_tiles,  // as score_codes writes them
     const int* kv_indices,    // [batch_size, num_heads, max_top_k]: the chosen keys, ascending
     const int* valid_len,     // [batch_size, num_heads]
     long long max_top_k,
@@ -215,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_rest(
     const int num_keys = context_id < 0 ? 0 : context_lens[context_id], num_tiles = (num_keys + TILE_KEYS - 1) / TILE_KEYS;
     const Part part{static_cast<int>(num_tiles * blockIdx.x / REST_PARTS),
                     static_cast<int>(num_tiles * (blockIdx.x + 1) / REST_PARTS)};
-    const Queries queries{multipliers, offsets, slopes, max_segments};
+    const Queries queries{coordinates, means, asked, max_segments};
     uint4* tray = memory + TRANSFORM_UNITS + HEAD_DIM / 4 + warp * FINE_GROUPS * 32;
     float* taken = reinterpret_cast<float*>(memory + TRANSFORM_UNITS + HEAD_DIM / 4 + WARPS * FINE_GROUPS * 32);
     for (int i = threadIdx.x; i < GROUP_SIZE * HEAD_DIM; i += THREADS) out[i / HEAD_DIM][i % HEAD_DIM] = 0;
@@ -224,10 +224,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_rest(
     // after a search, what score_codes has left is there before the last of its launches begins
     bool waited = !AFTER_SEARCH;
     if (waited || part.first_tile == part.end_tile) wait_for_earlier();
-    statistics += slot * GROUP_SIZE * max_tiles;
+    tile_exponents += slot * GROUP_SIZE * max_tiles;
     sums += slot * GROUP_SIZE * max_tiles * SUMS;
     kv_indices += slot * max_top_k;
-    find_exponents(statistics, max_tiles, part, exponents);
+    find_exponents(tile_exponents, max_tiles, part, exponents);
     __syncthreads();
     for (int tile = part.first_tile, end_tile; tile < part.end_tile; tile = end_tile) {
         const Sketch& sketch = sketches[context_id];
@@ -235,11 +235,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_rest(
         end_tile = min(part.end_tile, (sketch.segment_end(segment, num_keys) + TILE_KEYS - 1) / TILE_KEYS);
         const Segment values{memory, left, codes};
         const long long of_segment = (slot * max_segments + segment) * GROUP_SIZE;
-        values.begin(sketch, head, segment, coordinates + of_segment * COORDS, static_cast<float>(softmax_scale));
-        sum_tiles(sums, statistics, max_tiles, tile, end_tile, exponents, taken, left);
+        values.begin(sketch, head, segment, coordinates + of_segment * COORDS);
+        sum_tiles(sums, tile_exponents, max_tiles, tile, end_tile, exponents, taken, left);
         QueryRows rows;
-        for (int o = 0; o < 2; ++o)
+        for (int o = 0; o < OCTETS; ++o)
             rows.load(o, queries, slot, min(8 * o + static_cast<int>(threadIdx.x) % 32 / 4, GROUP_SIZE - 1), segment);
+        if (OCTETS == 1) rows.clear_second();
         if (!waited) wait_for_earlier();
         waited = true;
         const Bounds chosen = bounds_of(kv_indices, valid_len[slot], tile * TILE_KEYS, end_tile * TILE_KEYS, scratch);
@@ -259,8 +260,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_rest(
         if (d < HEAD_DIM)
             four = make_float4(out[g][d], out[g][d + 1], out[g][d + 2], out[g][d + 3]);
         else if (weights[g] > 0) {
-            const float base = static_cast<float>(softmax_scale * LOG2_E * means[slot * max_segments * GROUP_SIZE + g]);
-            four = make_float4(exponents[g] + base, weights[g], 0, 0);
+            four = make_float4(exponents[g] + means[slot * max_segments * GROUP_SIZE + g], weights[g], 0, 0);
         }
         post(mine + g * PART + d, four);
     }

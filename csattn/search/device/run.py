@@ -1,25 +1,19 @@
 """Plan once, search at every step: memory is set aside here, launches allocate nothing and never wait."""
 
-from functools import cached_property
-
 import torch
 from torch import Tensor
 
 from csattn.batch import DeviceSelection
-from csattn.cuda import CudaKernel
-from csattn.search.device.compiling import THREADS, blocks_of_slot, compiled
 from csattn.search.device.indexes import DeviceIndexes
 from csattn.search.device.lists_pass import ListsPass
 from csattn.search.device.shapes import IndexShape, SketchShape
 from csattn.search.device.sketch_pass import SketchPass
 
-CHOICE_BYTES = 4 * (4096 + 3 + 256 + 2 * 512 + 1)  # of struct Choice
-
 
 class DeviceSearch:
     """Chooses rows for a whole batch. Definition: `csattn.search.reference.search`, without a tail.
 
-    A selection does not depend on the batch it is made in. Scores are the definition's; shares are float32.
+    A selection does not depend on the batch it is made in.
     """
 
     def __init__(
@@ -57,11 +51,6 @@ class DeviceSearch:
                 query_dtype=query_dtype,
                 device=device,
             )
-        slots = batch_size * shape.num_index_heads
-        self._blocks = blocks_of_slot(device, slots, self.scores.max_keys, 2)
-        self._worths = torch.zeros(slots, self.scores.max_keys, dtype=torch.int32, device=device)
-        self._marks = torch.zeros(slots, self.scores.max_keys // 32, dtype=torch.int32, device=device)
-        self._choices = torch.zeros(slots, CHOICE_BYTES, dtype=torch.uint8, device=device)
 
     def __repr__(self) -> str:
         return f"<DeviceSearch for {self.batch_size} rows of {self.max_context_len} keys>"
@@ -69,7 +58,7 @@ class DeviceSearch:
     @property
     def workspace_bytes(self) -> int:
         """Device memory of its own."""
-        return self.scores.workspace_bytes + self._worths.nbytes + self._marks.nbytes + self._choices.nbytes
+        return self.scores.workspace_bytes
 
     def search(
         self,
@@ -82,20 +71,5 @@ class DeviceSearch:
         """Enqueue the search of one layer on torch's current stream."""
         expected = self.batch_size, self.shape.num_index_heads
         assert out.kv_indices.shape[:2] == expected, f"out has shape {tuple(out.kv_indices.shape)}"
-        config, max_keys = indexes.config, self.scores.max_keys
-        places = indexes.context_lens, indexes.top_ks, context_ids, config.sink_len, config.window_len
-        grid = self._blocks, self.shape.num_index_heads, self.batch_size
-        self.scores.run(q, indexes, layer_idx, context_ids, self._choices)
-        self.scores.combine(places, self._worths, self._choices)
-        chosen = out.kv_indices, out.kv_indices.shape[2]
-        self._find.launch(grid, THREADS, *places, self._worths, max_keys, self._marks, self._choices, *chosen)
-        written = self._choices, out.kv_indices, out.valid_len, out.kv_indices.shape[2]
-        self._write.launch(grid, THREADS, *places, self._marks, max_keys, *written)
-
-    @cached_property
-    def _find(self) -> CudaKernel:
-        return compiled("find_keys", ("choice", "boundary", "find"), self.shape)
-
-    @cached_property
-    def _write(self) -> CudaKernel:
-        return compiled("write_keys", ("choice", "write"), self.shape)
+        self.scores.run(q, indexes, layer_idx, context_ids)
+        self.scores.choose(indexes, layer_idx, context_ids, out)

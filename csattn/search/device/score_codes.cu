@@ -1,13 +1,9 @@
-// Second launch over a sketch: one pass over the codes. Kept of it are (SCORES) biased scores of 16 bits and, for every tile
-// of keys, what a softmax over them needs; and (REST) sums of weights and of weighted codes over the rows that may be chosen.
+// Second launch over a sketch: one pass over the codes. Kept of it are (SCORES) biased scores of 16 bits and counts by octaves of
+// the greatest of eight keys, and (REST), for every tile of keys, sums of weights and of weighted codes over the rows that may be
+// chosen.
 //
 // All rows of the batch with the same context and all query heads of a group read the codes once, as far as they fit into 16
 // rows of a product. The warps of the device share out the tiles. What becomes of a tile depends on nothing beside it.
-
-// Of a tile of keys and a query: weights are 2 ** (slope * score - exponent).
-struct TileStatistics {
-    float exponent, total;
-};
 
 // What a warp has of a tile so far. The exponent is such that the weights of its first keys are at most 1; it rises when a
 // weight would exceed 2 ** SPARE.
@@ -15,13 +11,14 @@ struct TileStatistics {
 // TWINS: four queries at most. Rows 4 to 7 of a product are rows 0 to 3 again, and their lanes have the second half of a block.
 template <int OCTETS, bool TWINS> struct Tile {
     static constexpr float SPARE = 60;
-    float exponents[OCTETS], totals[OCTETS];
-    u32 limits[OCTETS];  // twice, side by side: the largest score of 16 bits that needs no other exponent
+    uint4* scores[OCTETS];  // where the lane's next ones go
+    float exponents[OCTETS];
+    u32 limits[OCTETS];  // twice, side by side: the largest that needs no other exponent
     ValueSums<OCTETS> values;
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
-        for (int o = 0; o < OCTETS; ++o) exponents[o] = -1e30f, totals[o] = 0, limits[o] = 0;
+        for (int o = 0; o < OCTETS; ++o) exponents[o] = -1e30f, limits[o] = 0;
         if (REST) values.clear();
     }
 
@@ -36,8 +33,7 @@ template <int OCTETS, bool TWINS> struct Tile {
         const float exponent = rises ? ceilf(slope * (static_cast<float>(top) - BIAS)) : exponents[o];
         const float factor = power_of_two(exponents[o] - exponent);
         exponents[o] = exponent;
-        totals[o] *= factor;
-        const float limit = fminf(65535.0f, (exponent + SPARE) / slope + BIAS);  // infinite where the slope is 0
+        const float limit = fminf(65535.0f, (exponent + SPARE) / slope + BIAS);
         limits[o] = static_cast<u32>(limit) * 0x00010001u;
         if (!REST) return;
         const int c = threadIdx.x % 4;
@@ -71,17 +67,79 @@ struct RowPlaces {
 };
 
 struct Kept {
-    uint4* scores;               // [slots, GROUP_SIZE, max_keys / 8]: eight scores of 16 bits
-    TileStatistics* statistics;  // [slots, GROUP_SIZE, max_tiles]
-    float* sums;                 // [slots, GROUP_SIZE, max_tiles, SUMS]
+    uint4* scores;     // [slots, GROUP_SIZE, max_keys / 8]: eight scores of 16 bits
+    u32* octaves;      // [slots, GROUP_SIZE, NUM_OCTAVES], counted up: the greatest scores of eight keys, by octave
+    float* exponents;  // [slots, GROUP_SIZE, max_tiles]: weights, in the sums, are 2 ** (slope * score - exponent)
+    float* sums;       // [slots, GROUP_SIZE, max_tiles, SUMS]
     long long max_keys, max_tiles;
 };
 
-// Eight scores of each octet into the sums; weights two by two, for `ValueSums`. EDGE: not all keys are in the context and may
-// be chosen.
+// The queries that a warp multiplies codes with, as long as it stays with them, and what it counts of their scores.
+struct Rows {
+    const RowGroup* group = nullptr;
+    int head = -1, segment_end = 0;
+    LanePlaces lanes;
+    QueryRows queries;
+    TwinRows twins;  // of four queries at most
+    u32* octaves;    // [MOST_QUERIES][NUM_OCTAVES] of the warp
+    u32 first_row;   // the lane's of the first octet
+
+    __device__ __forceinline__ explicit Rows(u32* all_octaves) : octaves(all_octaves + threadIdx.x / 32 * (MOST_QUERIES * NUM_OCTAVES)) {
+        for (int i = threadIdx.x % 32; COUNTS && i < MOST_QUERIES * NUM_OCTAVES; i += 32) octaves[i] = 0;
+    }
+
+    __device__ __forceinline__ void load(const Walk& at, const Sketch* sketches, const Queries& all, const RowPlaces& places,
+                                         const Kept& kept) {
+        const int key = at.tile * TILE_KEYS;
+        const bool stays = at.group == group && at.head == head;
+        if (stays && key < segment_end) return;
+        if (!stays) hand_over(kept);
+        group = at.group, head = at.head;
+        const Sketch& sketch = sketches[group->context_id];
+        const int segment = sketch.segment_of(key), num_queries = group->num_rows * GROUP_SIZE;
+        segment_end = sketch.segment_end(segment, group->num_keys);
+        first_row = threadIdx.x % 32 / 4 % (num_queries <= 4 ? 4 : 8);
+#pragma unroll
+        for (int o = 0; o < 2; ++o) {
+            const int query = static_cast<int>(places.query[places.there[o] ? o : 0]);
+            if (o == 0 || (MOST_QUERIES > 8 && num_queries > 8))
+                queries.load(o, all, query / GROUP_SIZE, query % GROUP_SIZE, segment);
+            else
+                queries.clear_second();
+        }
+        if (num_queries <= 4) twins.load(queries);
+    }
+
+    // One more of a query's scores of 16 bits, the greatest of eight keys.
+    __device__ __forceinline__ void count(int o, u32 greatest) const {
+        const int exponent = queries.exponents[o];
+        const int octave = (static_cast<int>(greatest) - BIAS) * (1 << max(exponent, 0)) >> max(-exponent, 0);
+        const int place = min(max(octave - LEAST_OCTAVE, 0), NUM_OCTAVES - 1);
+        atomicAdd(&octaves[(first_row + 8 * o) * NUM_OCTAVES + place], 1u);
+    }
+
+    // Add the counts to those of all warps.
+    __device__ __forceinline__ void hand_over(const Kept& kept) const {
+        if (!COUNTS || head < 0) return;
+        __syncwarp();
+        for (int row = 0; row < group->num_rows * GROUP_SIZE; ++row) {
+            bool there;
+            const long long query = RowPlaces::query_of(*group, head, row, there);
+            for (int i = threadIdx.x % 32; i < NUM_OCTAVES; i += 32) {
+                const u32 count = octaves[row * NUM_OCTAVES + i];
+                if (count) atomicAdd(&kept.octaves[query * NUM_OCTAVES + i], count);
+                octaves[row * NUM_OCTAVES + i] = 0;
+            }
+        }
+        __syncwarp();
+    }
+};
+
+// Keep eight scores of each octet, from `key` on, and make weights of them, two by two, for `ValueSums`. EDGE: not all keys are in
+// the context and may be chosen.
 template <int OCTETS, bool TWINS, bool EDGE>
-__device__ __forceinline__ void weigh(const u32 (&scores)[OCTETS][8], const QueryRows& rows, const RowPlaces& places, int key,
-                                      const Context& context, Tile<OCTETS, TWINS>& tile, const Kept& kept, u32 (&weights)[OCTETS][4]) {
+__device__ __forceinline__ void weigh(const u32 (&scores)[OCTETS][8], const Rows& rows, const RowPlaces& places, int key,
+                                      const Context& context, Tile<OCTETS, TWINS>& tile, int half, u32 (&weights)[OCTETS][4]) {
     const u32 counted = EDGE ? keys_of(key, 0, context.num_keys) : 0xff;
     const u32 in_rest = EDGE ? keys_of(key, context.sink_end, context.window_start) : 0xff;
 #pragma unroll
@@ -93,15 +151,16 @@ __device__ __forceinline__ void weigh(const u32 (&scores)[OCTETS][8], const Quer
             if (EDGE) pairs[i] &= (counted >> 2 * i & 1) * 0xffffu | (counted >> (2 * i + 1) & 1) * 0xffff0000u;
         }
         if (SCORES && places.there[o])
-            kept.scores[(places.query[o] * kept.max_keys + key) / 8] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+            tile.scores[o][half * (HALF_KEYS / 8)] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
         const u32 top = __vmaxu2(__vmaxu2(pairs[0], pairs[1]), __vmaxu2(pairs[2], pairs[3]));
-        while (__any_sync(ALL_LANES, __vmaxu2(top, tile.limits[o]) != tile.limits[o])) tile.raise(o, max(top & 0xffff, top >> 16), rows.slopes[o]);
+        if (COUNTS && places.there[o] && (!EDGE || counted)) rows.count(o, max(top & 0xffff, top >> 16));
+        while (REST && __any_sync(ALL_LANES, __vmaxu2(top, tile.limits[o]) != tile.limits[o]))
+            tile.raise(o, max(top & 0xffff, top >> 16), rows.queries.slopes[o]);
+        if (!REST) continue;
         float mine[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            mine[i] = weight_of(scores[o][i], rows.slopes[o], tile.exponents[o]);
-            if (EDGE && !(counted >> i & 1)) mine[i] = 0;
-            if (SCORES) tile.totals[o] += mine[i];
+            mine[i] = weight_of(scores[o][i], rows.queries.slopes[o], tile.exponents[o]);
             if (EDGE && !(in_rest >> i & 1)) mine[i] = 0;
         }
 #pragma unroll
@@ -109,39 +168,37 @@ __device__ __forceinline__ void weigh(const u32 (&scores)[OCTETS][8], const Quer
     }
 }
 
-template <int OCTETS>
-__device__ __forceinline__ void score_piece(const uint4* half, const QueryRows& rows, u32 (&scores)[OCTETS][8]) {
-    uint4 words[WORD_GROUPS];
+// A lane's words of half a block.
+__device__ __forceinline__ void read_words(const uint4* half, const LanePlaces& lanes, uint4 (&words)[WORD_GROUPS]) {
 #pragma unroll
-    for (int i = 0; i < WORD_GROUPS; ++i) words[i] = half[2 * i * CHUNK + place_of(threadIdx.x % 32)];
-    score_half<OCTETS>(words, rows, scores);
+    for (int i = 0; i < WORD_GROUPS; ++i) words[i] = lanes.read(half + 2 * i * CHUNK, lanes.own);
 }
 
 template <int OCTETS, bool TWINS, bool EDGE>
-__device__ __forceinline__ void add_block(const uint4* block, const QueryRows& rows, const RowPlaces& places, int first_key,
-                                          const Context& context, Tile<OCTETS, TWINS>& tile, const Kept& kept) {
+__device__ __forceinline__ void add_block(const uint4* block, const Rows& rows, const RowPlaces& places, int first_key,
+                                          const Context& context, Tile<OCTETS, TWINS>& tile) {
     const int lane = threadIdx.x % 32, key = first_key + 8 * (lane % 4);
+    uint4 words[WORD_GROUPS];
     u32 scores[OCTETS][8], weights[OCTETS][4];
-    if (TWINS) {
-        const bool second = lane >= 16;
-        u32 others[OCTETS][8];
-        score_piece<OCTETS>(block, rows, scores);
-        score_piece<OCTETS>(block + CHUNK, rows, others);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) scores[0][i] = second ? others[0][i] : scores[0][i];
-        weigh<OCTETS, TWINS, EDGE>(scores, rows, places, key + second * HALF_KEYS, context, tile, kept, weights);
+    if constexpr (TWINS) {
+        uint4 others[WORD_GROUPS];
+        read_words(block, rows.lanes, words);
+        read_words(block + CHUNK, rows.lanes, others);
+        rows.twins.score(words, others, rows.queries.offsets, scores);
+        weigh<OCTETS, TWINS, EDGE>(scores, rows, places, key + lane / 16 * HALF_KEYS, context, tile, 0, weights);
         if (!REST) return;
-        tile.values.add(block, 2 * CHUNK, weights);
+        tile.values.add(block, 2 * CHUNK, rows.lanes, weights);
 #pragma unroll
         for (int i = 0; i < 4; ++i) weights[0][i] = __shfl_xor_sync(ALL_LANES, weights[0][i], 16);
-        tile.values.add(block + CHUNK, 2 * CHUNK, weights);
-        return;
-    }
+        tile.values.add(block + CHUNK, 2 * CHUNK, rows.lanes, weights);
+    } else {
 #pragma unroll 1
-    for (int half = 0; half < 2; ++half) {
-        score_piece<OCTETS>(block + half * CHUNK, rows, scores);
-        weigh<OCTETS, TWINS, EDGE>(scores, rows, places, key + half * HALF_KEYS, context, tile, kept, weights);
-        if (REST) tile.values.add(block + half * CHUNK, 2 * CHUNK, weights);
+        for (int half = 0; half < 2; ++half) {
+            read_words(block + half * CHUNK, rows.lanes, words);
+            score_half<OCTETS>(words, rows.queries, scores);
+            weigh<OCTETS, TWINS, EDGE>(scores, rows, places, key + half * HALF_KEYS, context, tile, half, weights);
+            if (REST) tile.values.add(block + half * CHUNK, 2 * CHUNK, rows.lanes, weights);
+        }
     }
 }
 
@@ -150,10 +207,7 @@ __device__ __forceinline__ void finish_tile(const Tile<OCTETS, TWINS>& tile, con
     const int c = threadIdx.x % 4;
 #pragma unroll
     for (int o = 0; o < OCTETS; ++o) {
-        float total = tile.totals[o];
-        for (int step = 1; step < 4; step <<= 1) total += __shfl_xor_sync(ALL_LANES, total, step);
-        if (TWINS) total += __shfl_xor_sync(ALL_LANES, total, 16);
-        if (c == 0 && places.there[o]) kept.statistics[places.query[o] * kept.max_tiles + at.tile] = {tile.exponents[o], total};
+        if (REST && c == 0 && places.there[o]) kept.exponents[places.query[o] * kept.max_tiles + at.tile] = tile.exponents[o];
 #pragma unroll
         for (int e = 0; REST && e < 2; ++e) {
             bool there;
@@ -163,33 +217,15 @@ __device__ __forceinline__ void finish_tile(const Tile<OCTETS, TWINS>& tile, con
     }
 }
 
-// The queries that a warp multiplies codes with, as long as it stays with them.
-struct Loaded {
-    const RowGroup* group = nullptr;
-    int head = -1, segment_end = 0;
-    QueryRows rows;
-
-    __device__ __forceinline__ void load(const Walk& at, const Sketch* sketches, const Queries& queries, const RowPlaces& places) {
-        const int key = at.tile * TILE_KEYS;
-        if (at.group == group && at.head == head && key < segment_end) return;
-        group = at.group, head = at.head;
-        const Sketch& sketch = sketches[group->context_id];
-        const int segment = sketch.segment_of(key);
-        segment_end = sketch.segment_end(segment, group->num_keys);
-#pragma unroll
-        for (int o = 0; o < 2; ++o) {
-            const int query = static_cast<int>(places.query[places.there[o] ? o : 0]);
-            rows.load(o, queries, query / GROUP_SIZE, query % GROUP_SIZE, segment);
-        }
-    }
-};
-
 template <int OCTETS, bool TWINS>
-__device__ __forceinline__ void add_tile(Ring& ring, Source& source, const Walk& at, const Context& context, const QueryRows& rows,
+__device__ __forceinline__ void add_tile(Ring& ring, Source& source, const Walk& at, const Context& context, const Rows& rows,
                                          const RowPlaces& places, const Kept& kept) {
+    const int first_key = at.tile * TILE_KEYS, end_key = first_key + at.num_blocks() * BLOCK_KEYS, lane = threadIdx.x % 32;
     Tile<OCTETS, TWINS> tile;
     tile.clear();
-    const int first_key = at.tile * TILE_KEYS, end_key = first_key + at.num_blocks() * BLOCK_KEYS;
+#pragma unroll
+    for (int o = 0; o < OCTETS; ++o)
+        tile.scores[o] = kept.scores + (places.query[o] * kept.max_keys + first_key) / 8 + lane % 4 + TWINS * (lane / 16) * (HALF_KEYS / 8);
 #pragma unroll 1
     for (int key = first_key; key < end_key; key += BLOCK_KEYS) {
         source.copy_next(ring.at(ring.stage == 0 ? STAGES - 1 : ring.stage - 1));
@@ -197,9 +233,11 @@ __device__ __forceinline__ void add_tile(Ring& ring, Source& source, const Walk&
         __syncwarp();  // lanes read what others have copied
         const uint4* block = ring.at(ring.stage);
         if (key >= context.sink_end && key + BLOCK_KEYS <= context.window_start)
-            add_block<OCTETS, TWINS, false>(block, rows, places, key, context, tile, kept);
+            add_block<OCTETS, TWINS, false>(block, rows, places, key, context, tile);
         else
-            add_block<OCTETS, TWINS, true>(block, rows, places, key, context, tile, kept);
+            add_block<OCTETS, TWINS, true>(block, rows, places, key, context, tile);
+#pragma unroll
+        for (int o = 0; o < OCTETS; ++o) tile.scores[o] += BLOCK_KEYS / 8;
         __syncwarp();  // before the next copy into what was read
         ring.next();
     }
@@ -211,10 +249,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) score_codes(
     const int* context_lens,  // [num_contexts]
     const int* context_ids,   // [batch_size], -1: idle
     long long sink_len, long long window_len,
-    const u32* multipliers, const int* offsets, const float* slopes, long long max_segments,  // `Queries`
-    uint4* scores, TileStatistics* statistics, float* sums, long long max_keys, long long max_tiles  // `Kept`, written
+    const float* coordinates, const float* means, const u8* asked, long long max_segments,  // `Queries`
+    uint4* scores, u32* octaves, float* exponents, float* sums, long long max_keys, long long max_tiles  // `Kept`, written
 ) {
-    extern __shared__ uint4 memory[];  // [WARPS][STAGES][BLOCK_CHUNKS][CHUNK]
+    // [WARPS][STAGES][BLOCK_CHUNKS][CHUNK]; then, if (COUNTS), [WARPS][MOST_QUERIES][NUM_OCTAVES] counts
+    extern __shared__ uint4 memory[];
     __shared__ RowGroup groups[BATCH + 1];
     const int num_groups = find_groups(context_ids, context_lens, groups);
     const long long warp = threadIdx.x / 32 * gridDim.x + blockIdx.x, num_warps = static_cast<long long>(gridDim.x) * WARPS;
@@ -225,21 +264,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) score_codes(
     Ring ring{memory + threadIdx.x / 32 * (STAGES * BLOCK_CHUNKS * CHUNK), 0};
     for (int s = 0; s < STAGES - 1; ++s) source.copy_next(ring.at(s));
     wait_for_earlier();
-    const Queries queries{multipliers, offsets, slopes, max_segments};
-    const Kept kept{scores, statistics, sums, max_keys, max_tiles};
-    Loaded loaded;
+    const Queries queries{coordinates, means, asked, max_segments};
+    const Kept kept{scores, octaves, exponents, sums, max_keys, max_tiles};
+    Rows rows(reinterpret_cast<u32*>(memory + WARPS * STAGES * BLOCK_CHUNKS * CHUNK));
     for (; at.goes_on(); at.next()) {
         const int num_queries = at.group->num_rows * GROUP_SIZE;
         const RowPlaces places(*at.group, at.head, num_queries <= 4);
-        loaded.load(at, sketches, queries, places);
+        rows.load(at, sketches, queries, places, kept);
         const int num_keys = at.group->num_keys, sink_end = min(static_cast<int>(sink_len), num_keys);
         const Context context{num_keys, 0, sink_end, max(sink_end, num_keys - static_cast<int>(window_len))};
         if (num_queries <= 4)
-            add_tile<1, true>(ring, source, at, context, loaded.rows, places, kept);
-        else if (num_queries <= 8)
-            add_tile<1, false>(ring, source, at, context, loaded.rows, places, kept);
-        else
-            add_tile<2, false>(ring, source, at, context, loaded.rows, places, kept);
+            add_tile<1, true>(ring, source, at, context, rows, places, kept);
+        else if (MOST_QUERIES > 4 && num_queries <= 8)
+            add_tile<1, false>(ring, source, at, context, rows, places, kept);
+        else if (MOST_QUERIES > 8)
+            add_tile<2, false>(ring, source, at, context, rows, places, kept);
     }
+    rows.hand_over(kept);
     wait_for_copies<0>();
 }

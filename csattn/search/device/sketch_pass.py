@@ -10,22 +10,23 @@ from csattn.batch import DeviceSelection
 from csattn.cuda import CudaKernel
 from csattn.search.device.compiling import (
     CHUNK_KEYS,
-    THREADS,
-    Places,
-    blocks_of_slot,
     compiled,
     multiprocessors,
     require_queries,
 )
 from csattn.search.device.indexes import DeviceIndexes
 from csattn.search.device.shapes import SketchShape
+from csattn.sketch.reference import GREATEST_OCTAVE, LEAST_OCTAVE, LOG2_E
 
 LEAST_TILE_KEYS, MOST_TILE_KEYS = 256, 1024
 TILES_OF_CONTEXT = 512  # at least, of long ones: what tiles leave is read by many
-INTEGER_THREADS = 128
 PASS_WARPS, MOST_STAGES = 12, 4
 MOST_SHARED_BYTES = 208 << 10  # of a ring; a block has more besides
+MOST_WORTH_BYTES = 192 << 10
 REST_THREADS = 256
+CHOOSE_THREADS, MOST_CLUSTER, LEAST_CLUSTER_KEYS = 1024, 8, 8192  # larger clusters are not portable
+NUM_OCTAVES = GREATEST_OCTAVE - LEAST_OCTAVE + 1
+SEGMENT_STEP = 16  # kernels read so many segments at a time
 
 
 class SketchPass:
@@ -49,7 +50,7 @@ class SketchPass:
         sums_rest: bool,  # to attend to what is not chosen
     ) -> None:
         self.shape, self.batch_size, self.max_segments = shape, batch_size, max_segments
-        self._softmax_scale, self._query_dtype = float(softmax_scale), query_dtype
+        self._octaves, self._query_dtype = float(softmax_scale) * LOG2_E, query_dtype
         self._keeps_scores, self._sums_rest = keeps_scores, sums_rest
         self._num_blocks = multiprocessors(device)
         self.max_keys = -(-max_context_len // CHUNK_KEYS) * CHUNK_KEYS
@@ -57,19 +58,19 @@ class SketchPass:
         self.max_tiles = self.max_keys // self._tile_keys
         slots = batch_size * shape.num_index_heads
         queries = slots * shape.group_size
-        self._combining_blocks = blocks_of_slot(device, slots, self.max_keys, 2)
+        self._cluster = cluster_size(slots, self.max_keys, multiprocessors(device))
 
         def memory(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
 
-        self._coordinates = memory(queries * max_segments, shape.num_coords)
-        self._means = memory(queries * max_segments)
-        self._asked = memory(queries * max_segments, dtype=torch.float64)
-        self._multipliers = memory(queries * max_segments, shape.num_coords, dtype=torch.int8)
-        self._offsets = memory(queries * max_segments, dtype=torch.int32)
-        self._slopes = memory(queries)
+        self._segment_room = -(-max_segments // SEGMENT_STEP) * SEGMENT_STEP
+        self._coordinates = memory(queries * self._segment_room, shape.num_coords)
+        self._means = memory(queries * self._segment_room)
+        self._asked = memory(queries * self._segment_room, dtype=torch.uint8)
         self._scores = memory(queries * self.max_keys * keeps_scores, dtype=torch.int16)
-        self._statistics = memory(queries, self.max_tiles, 2)
+        self._octave_counts = memory(queries * keeps_scores, NUM_OCTAVES, dtype=torch.int32)
+        self._worths = memory(slots * self.max_keys * (keeps_scores and not self._worths_fit), dtype=torch.int16)
+        self._exponents = memory(queries * sums_rest, self.max_tiles)
         self._sums = memory(queries * self.max_tiles * sums_rest, self._num_sums)
 
     def __repr__(self) -> str:
@@ -78,8 +79,9 @@ class SketchPass:
     @property
     def workspace_bytes(self) -> int:
         """Device memory of its own."""
-        queries = self._coordinates, self._means, self._asked, self._multipliers, self._offsets, self._slopes
-        return sum(part.nbytes for part in (*queries, self._scores, self._statistics, self._sums))
+        queries = self._coordinates, self._means, self._asked
+        scores = self._scores, self._octave_counts, self._worths
+        return sum(part.nbytes for part in (*queries, *scores, self._exponents, self._sums))
 
     def run(
         self,
@@ -87,7 +89,6 @@ class SketchPass:
         indexes: DeviceIndexes,
         layer_idx: int,
         context_ids: Tensor,  # [batch_size] int32, -1: idle
-        choices: Tensor | None = None,  # of a search, cleared for it
     ) -> None:
         """Enqueue on torch's current stream."""
         shape = self.shape
@@ -95,26 +96,25 @@ class SketchPass:
         assert indexes.max_segments == self.max_segments, f"indexes have up to {indexes.max_segments} segments"
         table, config = indexes.tables[layer_idx], indexes.config
         grid = self.max_segments, shape.num_index_heads, self.batch_size
-        projected = self._coordinates, self._means, self._asked, self.max_segments
-        cleared = 0 if choices is None else choices
-        self._project.launch(grid, self._project_threads, q, table, context_ids, *projected, cleared)
-        self._make_integers.launch(
-            grid, INTEGER_THREADS, table, context_ids, self._softmax_scale, *projected, *self._queries[:-1]
-        )
+        projected = *self._queries, self._octave_counts if self._keeps_scores else 0
+        self._project.launch(grid, self._project_threads, q, table, context_ids, self._octaves, *projected)
         self._score.launch(
             (self._num_blocks, 1, 1),
             32 * PASS_WARPS,
             *(table, indexes.context_lens, context_ids, config.sink_len, config.window_len, *self._queries),
-            *(self._scores, self._statistics, self._sums, self.max_keys, self.max_tiles),
+            *(self._scores, self._octave_counts, self._exponents, self._sums, self.max_keys, self.max_tiles),
         )
 
-    def combine(self, places: Places, worths: Tensor, choices: Tensor) -> None:
-        """Enqueue what makes group scores of the scores, and counts them."""
-        self._combine.launch(
-            (self._combining_blocks, self.shape.num_index_heads, self.batch_size),
-            THREADS,
-            *(*places, self._scores, self._statistics, self.max_tiles, self._slopes),
-            *(worths, self.max_keys, choices),
+    def choose(self, indexes: DeviceIndexes, layer_idx: int, context_ids: Tensor, out: DeviceSelection) -> None:
+        """Enqueue the choice, after `run` with the same rows."""
+        config = indexes.config
+        self._choose.launch(
+            (self._cluster, self.shape.num_index_heads, self.batch_size),
+            CHOOSE_THREADS,
+            *(indexes.context_lens, indexes.top_ks, context_ids, config.sink_len, config.window_len),
+            *(indexes.tables[layer_idx], *self._queries),
+            *(self._scores, self.max_keys, self._octave_counts, self._worths),
+            *(out.kv_indices, out.valid_len, out.kv_indices.shape[2]),
         )
 
     def attend_rest(
@@ -134,15 +134,14 @@ class SketchPass:
             (rest_parts, shape.num_index_heads, self.batch_size),
             REST_THREADS,
             *(indexes.tables[layer_idx], indexes.context_lens, context_ids, *self._queries),
-            *(self._coordinates, self._means, self._softmax_scale),
-            *(self._statistics, self._sums, self.max_tiles),
+            *(self._exponents, self._sums, self.max_tiles),
             *(chosen.kv_indices, chosen.valid_len, chosen.kv_indices.shape[2], posted, posted.shape[1]),
         )
 
     @property
     def _queries(self) -> tuple[Tensor, Tensor, Tensor, int]:
         """Struct Queries of codes.cu."""
-        return self._multipliers, self._offsets, self._slopes, self.max_segments
+        return self._coordinates, self._means, self._asked, self._segment_room
 
     @property
     def _word_groups(self) -> int:
@@ -155,36 +154,44 @@ class SketchPass:
 
     @property
     def _project_threads(self) -> int:
-        pairs = self.shape.group_size * (self.shape.num_coords // 2 + 1)
-        return int(np.clip(-(-pairs // 32) * 32, 64, 512))
+        pairs = self.shape.group_size * self.shape.num_coords // 2
+        return int(np.clip(32 + -(-pairs // 32) * 32, 64, 512))
 
     @cached_property
     def _project(self) -> CudaKernel:
         shared_bytes = self.shape.head_dim * (2 * self.shape.num_coords + 8)
         how = self._query_dtype, self._project_threads, shared_bytes
-        return compiled("project_queries", ("choice", "codes", "project"), self.shape, *how, TILE_KEYS=self._tile_keys)
-
-    @cached_property
-    def _make_integers(self) -> CudaKernel:
-        parts = "choice", "codes", "project"
-        return compiled(
-            "make_integers", parts, self.shape, self._query_dtype, INTEGER_THREADS, TILE_KEYS=self._tile_keys
-        )
+        return compiled("project_queries", ("codes", "project"), self.shape, *how, TILE_KEYS=self._tile_keys)
 
     @cached_property
     def _score(self) -> CudaKernel:
         stage_bytes = PASS_WARPS * self._word_groups * 1024
-        stages = max(2, min(MOST_STAGES, MOST_SHARED_BYTES // stage_bytes))
+        together = min(self.batch_size, max(1, 16 // self.shape.group_size)) * self.shape.group_size
+        count_bytes = PASS_WARPS * together * NUM_OCTAVES * 4 * (self._keeps_scores and self.shape.group_size > 1)
+        stages = max(2, min(MOST_STAGES, (MOST_SHARED_BYTES - count_bytes) // stage_bytes))
         more = {"BATCH": self.batch_size, "STAGES": stages, "TILE_KEYS": self._tile_keys}
         more |= {"SCORES": int(self._keeps_scores), "REST": int(self._sums_rest)}
         parts, shape = ("codes", "tiles", "score_codes"), self.shape
-        shared_bytes = stages * stage_bytes
+        shared_bytes = stages * stage_bytes + count_bytes
         return compiled("score_codes", parts, shape, self._query_dtype, 32 * PASS_WARPS, shared_bytes, **more)
 
     @cached_property
-    def _combine(self) -> CudaKernel:
-        parts = "choice", "codes", "combine_codes"
-        return compiled("combine_codes", parts, self.shape, TILE_KEYS=self._tile_keys)
+    def _choose(self) -> CudaKernel:
+        how = torch.float32, CHOOSE_THREADS, self._block_worth_bytes * self._worths_fit
+        parts, fit = ("codes", "choose_codes"), int(self._worths_fit)
+        tile_keys = self._tile_keys
+        return compiled(
+            "choose_codes", parts, self.shape, *how, TILE_KEYS=tile_keys, CLUSTER=self._cluster, IN_SHARED=fit
+        )
+
+    @property
+    def _block_worth_bytes(self) -> int:
+        """Of the worths of a block that chooses: 16 for eight keys."""
+        return -(-self.max_keys // (8 * self._cluster)) * 16
+
+    @property
+    def _worths_fit(self) -> bool:
+        return self._block_worth_bytes <= MOST_WORTH_BYTES
 
     def _rest(self, rest_parts: int) -> CudaKernel:
         shape, warps = self.shape, REST_THREADS // 32
@@ -202,3 +209,15 @@ def tile_keys(max_context_len: int) -> int:
     while keys < MOST_TILE_KEYS and keys * TILES_OF_CONTEXT < max_context_len:
         keys *= 2
     return keys
+
+
+def cluster_size(num_slots: int, max_keys: int, num_multiprocessors: int) -> int:
+    """Blocks that choose for one slot: as many as there are multiprocessors for, and keys."""
+    size = 1
+    while (
+        2 * size <= MOST_CLUSTER
+        and 2 * size * num_slots <= num_multiprocessors
+        and size * LEAST_CLUSTER_KEYS < max_keys
+    ):
+        size *= 2
+    return size

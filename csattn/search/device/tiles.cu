@@ -4,6 +4,8 @@ constexpr int TILE_BLOCKS = TILE_KEYS / BLOCK_KEYS;
 constexpr int GROUP_ROWS = GROUP_SIZE < 16 ? 16 / GROUP_SIZE : 1;  // rows of the batch that go together
 constexpr int CHUNK = 32;                                         // pieces of 16 bytes: of half a block's words of a group
 constexpr int BLOCK_CHUNKS = 2 * WORD_GROUPS;
+constexpr int MOST_QUERIES = (BATCH < GROUP_ROWS ? BATCH : GROUP_ROWS) * GROUP_SIZE;
+constexpr bool COUNTS = SCORES && GROUP_SIZE > 1;  // scores by octave
 static_assert(GROUP_SIZE <= 16, "the queries of a group are rows of one product");
 
 // Rows of the batch that continue one context.
@@ -79,8 +81,12 @@ struct Source {
     const Sketch* sketches;
     const u32* block;  // at what the lane copies
     int blocks_left;   // in the group
+    u32 place;         // in a stage, in bytes
 
-    __device__ __forceinline__ Source(const Walk& walk, const Sketch* sketches) : walk(walk), sketches(sketches), blocks_left(0) { enter_group(); }
+    __device__ __forceinline__ Source(const Walk& walk, const Sketch* sketches)
+        : walk(walk), sketches(sketches), blocks_left(0), place(kept(16 * place_of(threadIdx.x % 8 * 4 + threadIdx.x % 32 / 8))) {
+        enter_group();
+    }
 
     __device__ __forceinline__ void enter_group() {
         if (!walk.goes_on()) return;
@@ -96,18 +102,19 @@ struct Source {
         return tile / num_tiles * of_head + min(tile % num_tiles * TILE_BLOCKS, of_head);
     }
 
+    template <int I> __device__ __forceinline__ void copy_groups(u32 to) const {
+        constexpr int FIRST = I < FINE_GROUPS ? 4 * I : FINE + 4 * (I - FINE_GROUPS), END = I < FINE_GROUPS ? FINE : WORDS;
+        if (FIRST + 4 <= END || FIRST + static_cast<int>(threadIdx.x) % 32 / 8 < END) {  // for lane 4 r + c, r = lane % 8, c = lane / 8
+            start_copy_at<2 * I * CHUNK * 16, FIRST * BLOCK_KEYS * 4>(to, block);
+            start_copy_at<(2 * I + 1) * CHUNK * 16, (FIRST * BLOCK_KEYS + HALF_KEYS) * 4>(to, block);
+        }
+        if constexpr (I + 1 < WORD_GROUPS) copy_groups<I + 1>(to);
+    }
+
     // Start copying the next block, one group of copies, into a stage [BLOCK_CHUNKS][CHUNK].
     __device__ __forceinline__ void copy_next(uint4* stage) {
         if (blocks_left > 0) {
-            const int lane = threadIdx.x % 32, c = lane / 8;  // for lane 4 r + c, r = lane % 8
-            uint4* const to = stage + place_of(lane % 8 * 4 + c);
-#pragma unroll
-            for (int i = 0; i < WORD_GROUPS; ++i) {
-                const int first = i < FINE_GROUPS ? 4 * i : FINE + 4 * (i - FINE_GROUPS);
-                if (first + c >= (i < FINE_GROUPS ? FINE : WORDS)) continue;
-                start_copy(to + 2 * i * CHUNK, block + first * BLOCK_KEYS);
-                start_copy(to + (2 * i + 1) * CHUNK, block + first * BLOCK_KEYS + HALF_KEYS);
-            }
+            copy_groups<0>(static_cast<u32>(__cvta_generic_to_shared(stage)) + place);
             block += WORDS * BLOCK_KEYS;
             if (--blocks_left == 0 && walk.goes_on()) {
                 walk.enter_next_group();

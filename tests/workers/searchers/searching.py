@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,14 @@ def make_artifact(store: Path, context_len: int = 300, layout: str = "sketch", *
 
 
 def make_step(
-    artifact: Artifact, num_rows: int, top_k: int, seed: int = 0, context_id: int = 0, sink_len=4, window_len=32
+    artifact: Artifact,
+    num_rows: int,
+    top_k: int,
+    seed: int = 0,
+    context_id: int = 0,
+    sink_len: int = 4,
+    window_len: int = 32,
+    wants_rest: bool = False,
 ) -> RowSearch:
     rng = np.random.default_rng(seed)
     model, num_heads = artifact.spec.model, artifact.spec.num_index_heads
@@ -33,6 +40,9 @@ def make_step(
     out = TokenSelections(
         np.full((num_rows, num_heads, top_k), POISON, np.int32), np.full((num_rows, num_heads), POISON, np.int32)
     )
+    if wants_rest:
+        sizes = num_rows, model.num_q_heads, model.head_dim + 2
+        out = replace(out, rest=np.full(sizes, POISON, np.float32))
     return RowSearch(context_id, q, top_k, sink_len, window_len, 0.25, out)
 
 
@@ -42,12 +52,14 @@ def assert_chosen_as_in_process(searches: Sequence[RowSearch], artifacts: dict[i
         for search in searches:
             index = artifacts[search.context_id].layer_index(layer_idx)
             got = search.out
-            want = TokenSelections(np.full_like(got.kv_indices, POISON - 1), np.full_like(got.valid_len, POISON - 1))
+            arrays = got.kv_indices, got.valid_len, got.rest
+            want = TokenSelections(*(None if array is None else np.full_like(array, POISON - 1) for array in arrays))
             pool.search_layers(
                 [LayerSearch(search.q, index, None, search.sink_len, search.window_len, search.softmax_scale, want)]
             )
             np.testing.assert_array_equal(got.kv_indices, want.kv_indices)
             np.testing.assert_array_equal(got.valid_len, want.valid_len)
+            np.testing.assert_array_equal(got.rest, want.rest)
 
 
 def search_layer(

@@ -45,7 +45,7 @@ def test_any_split_chooses_the_same(num_workers: int, store: Path) -> None:
     @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
     def check(steps, layer_idx, seed) -> None:
         searches = [
-            make_step(artifacts[context_id], num_rows, top_k, seed + turn, context_id, *resident)
+            make_step(artifacts[context_id], num_rows, top_k, seed + turn, context_id, *resident, context_id == 3)
             for turn, (context_id, num_rows, top_k, resident) in enumerate(steps)
         ]
         search_layer(searcher, searches, artifacts, layer_idx)
@@ -63,7 +63,9 @@ def test_a_second_worker_process_chooses_the_same(store: Path) -> None:
     with WorkerSearcher(2) as searcher:
         searcher.load(0, artifacts[0])
         for turn in range(9):
-            search_layer(searcher, [make_step(artifacts[0], 1 + turn % 4, 20, turn)], artifacts, turn % 3)
+            search_layer(
+                searcher, [make_step(artifacts[0], 1 + turn % 4, 20, turn, wants_rest=True)], artifacts, turn % 3
+            )
         assert searcher.health().num_searched_here == 0
 
 

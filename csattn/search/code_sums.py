@@ -12,51 +12,72 @@ from numpy.typing import NDArray
 from csattn.jit import exact_kernel, inlined_kernel
 from csattn.search.byte_lanes import add_byte_dots, spread_byte, turn_fours
 from csattn.search.lanes import fma, larger, largest_lane, sum_of_lanes, where_equal
-from csattn.search.simd import F32x16, I16x16, I16x32, I32x16, convert, fill, load, store
-from csattn.search.worth import ROUNDER, exp2_lanes
+from csattn.search.simd import F32x16, I32x16, U16x16, U16x32, as_bits, convert, fill, load, prefetch_early, store
+from csattn.search.sketch_worth import NOT_COUNTED
 from csattn.sketch.codes import BLOCK_KEYS, FINE_BITS
 
 LANES = 16
 CHUNK_KEYS = 512  # whose weights stay in the first-level cache
 WEIGHT_BITS = 15  # of the largest
-NOT_COUNTED = -(2**15)  # instead of a score
 WEIGHT_BYTES = 8  # of a key: both bytes, four times
+FURTHEST = 40  # octaves from the largest weight: what is below counts as much, which is nothing
+AHEAD_BLOCKS = 32  # prefetch distance
+MANTISSA_BITS = 23
+_MANTISSA, _ONE = 2**MANTISSA_BITS - 1, 127 << MANTISSA_BITS  # bits of a float32; those of 1.0
+# 2**(x - 1) of x from 1 to 2 is C0 + C1 x + C2 x**2 + C3 x**3 but for a relative error of POLY_ERROR at most
+C0, C1, C2, C3 = 0.45213589, 0.4777697, -0.0080044232, 0.078024112
+POLY_ERROR = 7.5e-5
 _FINE_MASK = 0x0F0F0F0F
-_LEAST = -40.0  # octaves from the largest weight: what is below counts as much, which is nothing
 _DITHER = (((np.arange(BLOCK_KEYS) * 37) % BLOCK_KEYS + 0.5) / BLOCK_KEYS).astype(np.float32)
 
 
 @exact_kernel
 def weigh_chunk(
-    scores: NDArray[np.int16],
+    scores: NDArray[np.uint16],  # from `at` on as of `sketch_scores`, or NOT_COUNTED
     at: int,
     num_keys: int,  # a multiple of 64
-    slope: np.float32,  # a weight is 2 ** (slope * score)
+    exponent: int,  # a weight is 2 ** (2**exponent * score)
     weights: NDArray[np.int32],  # [.., num_keys / 16, 2, 16, ..] from `to` on, written: of every four keys the lower
     to: int,  # bytes of their weights, four times, then the upper ones
+    codes: NDArray[np.uint32],
+    word: int,  # where a word of the same keys' begins: half of its lines are asked for, some chunks ahead
+    block_words: int,  # from one block of keys to the next
 ) -> tuple[Any, Any]:
-    """log2 of the largest weight and the sum of all in units of 2**-15 of that; -inf and 0 where no key counts."""
-    highs = fill(I16x32, NOT_COUNTED)
+    """The largest score and the sum of the weights in units of 2**-15 of its own; NOT_COUNTED and 0: no key counts."""
+    highs = fill(U16x32, NOT_COUNTED)
     for i in range(at, at + num_keys, 2 * LANES):
-        highs = larger(highs, load(I16x32, scores, i))
-    largest = np.int64(largest_lane(highs))
+        highs = larger(highs, load(U16x32, scores, i))
+    top = np.int64(largest_lane(highs))
     zero, not_counted = fill(I32x16, 0), fill(I32x16, NOT_COUNTED)
-    if largest == NOT_COUNTED:
+    if top == NOT_COUNTED:
         for i in range(to, to + num_keys * WEIGHT_BYTES // 4, LANES):
             store(weights, i, zero)
-        return -np.inf, 0
-    floor = np.float32(_LEAST) / slope if slope > 0 else np.float32(-np.inf)
-    slopes, floors, rounder = fill(F32x16, slope), fill(F32x16, floor), fill(F32x16, ROUNDER + WEIGHT_BITS)
-    largests, sums = fill(I32x16, largest), zero
+        return top, np.int64(0)
+    furthest = FURTHEST << -exponent if exponent <= 0 else max(FURTHEST >> exponent, 1)
+    shift = min(MANTISSA_BITS + exponent, 30)  # from units of score to those of a float's exponent
+    floors, shifts, sums = fill(I32x16, top - furthest), fill(I32x16, shift), zero
+    of_zero = fill(I32x16, (WEIGHT_BITS << MANTISSA_BITS) - (top << shift))  # modulo 2**32, as what is added to it
     for i in range(0, num_keys, LANES):
-        score = convert(I32x16, load(I16x16, scores, at + i))
-        power = exp2_lanes(larger(convert(F32x16, score - largests), floors), slopes, rounder)
+        score = convert(I32x16, load(U16x16, scores, at + i))
+        power = _power_of_two((larger(score, floors) << shifts) + of_zero)
         weight = convert(I32x16, power + load(F32x16, _DITHER, i % BLOCK_KEYS))
         weight = where_equal(score, not_counted, zero, weight)
         sums += weight
         store(weights, to + 2 * i, spread_byte(weight, 0))
         store(weights, to + 2 * i + LANES, spread_byte(weight, 1))
-    return np.float64(slope) * largest, np.int64(sum_of_lanes(sums))
+        if i % (2 * LANES) == 0:
+            prefetch_early(codes, word + (i // BLOCK_KEYS + AHEAD_BLOCKS) * block_words + i % BLOCK_KEYS)
+    return top, np.int64(sum_of_lanes(sums))
+
+
+@inlined_kernel
+def _power_of_two(x):  # type: ignore[no-untyped-def]
+    """2 ** (x / 2**MANTISSA_BITS) of integers, with a relative error of POLY_ERROR at most."""
+    bits = as_bits(F32x16, (x & fill(I32x16, _MANTISSA)) | fill(I32x16, _ONE))  # from 1.0 to 2.0
+    power = fma(fill(F32x16, C3), bits, fill(F32x16, C2))
+    power = fma(power, bits, fill(F32x16, C1))
+    power = fma(power, bits, fill(F32x16, C0))
+    return as_bits(F32x16, as_bits(I32x16, power) + (x & fill(I32x16, ~_MANTISSA)))
 
 
 @exact_kernel
@@ -132,6 +153,8 @@ def _add_four(
         begin = (place + block * num_words) * BLOCK_KEYS
         for i in range(begin, begin + BLOCK_KEYS, LANES):
             word = turn_fours(load(I32x16, codes, i))
+            if i % (2 * LANES) != 0:  # the others `weigh_chunk` has asked for
+                prefetch_early(codes, i + AHEAD_BLOCKS * num_words * BLOCK_KEYS)
             low, high = word & mask, (word >> step) & mask
             a = _add_word(a, low, high, weights, at)
             b = _add_word(b, low, high, weights, at + row_weights)

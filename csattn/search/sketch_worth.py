@@ -1,0 +1,97 @@
+"""What each coded key is worth to a group of query rows. `csattn.sketch.reference.worth` is the definition.
+
+Kernels keep scores as 16-bit numbers above 0, by BIAS more than they are: then unsigned numbers order them, and 0 is
+below them all. Integers throughout, so that neither ranges nor their order matter.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from csattn.jit import exact_kernel, inlined_kernel
+from csattn.search.lanes import (
+    larger,
+    largest_lane,
+    largest_of_eights,
+    less_or_zero,
+    smaller,
+    sum_of_lanes,
+    where_less,
+)
+from csattn.search.simd import I32x16, U16x16, U16x32, convert, fill, lane_numbers, load, store
+from csattn.sketch.reference import GREATEST_OCTAVE, LEAST_OCTAVE, LOG_BITS, NORMALISER_KEYS, TOTAL_BITS
+
+LANES = 16
+BIAS = 2**15  # of the scores that are kept
+NOT_COUNTED = 0  # instead of a score
+VECTORS_PER_SUM = 1 << 6  # whose weights add up to less than 2**31 in each lane
+NO_OCTAVE = LEAST_OCTAVE - 2 * TOTAL_BITS
+LEAST_WORTH = 1
+MARKED = 2**16 - 1  # worth of a marked key, which no other key exceeds
+
+
+@exact_kernel
+def keep_greatest(scores: NDArray[np.uint16], at: int, num_keys: int, greatest: NDArray[np.uint16], to: int) -> None:
+    """Of every NORMALISER_KEYS from `at` on the greatest score, written from `to` on, up to 15 more than there are.
+
+    Where the last ones are fewer, scores behind them are overwritten.
+    """
+    for i in range(at + num_keys, at - (-num_keys // NORMALISER_KEYS) * NORMALISER_KEYS):
+        scores[i] = NOT_COUNTED
+    for i in range(0, num_keys, LANES * NORMALISER_KEYS):
+        a, b = load(U16x32, scores, at + i), load(U16x32, scores, at + i + 2 * LANES)
+        c, d = load(U16x32, scores, at + i + 4 * LANES), load(U16x32, scores, at + i + 6 * LANES)
+        store(greatest, to + i // NORMALISER_KEYS, largest_of_eights(a, b, c, d))
+
+
+@exact_kernel
+def normaliser(greatest: NDArray[np.uint16], first: int, count: int, exponent: int) -> int:
+    """`reference.normaliser`, of what `keep_greatest` has left from `first` on."""
+    highs = fill(I32x16, LEAST_OCTAVE)
+    for at in range(first, first + count, LANES):
+        highs = larger(highs, _octaves(greatest, at, first + count, exponent))
+    top, total = np.int64(largest_lane(highs)), np.int64(0)
+    tops, furthest = fill(I32x16, top), fill(I32x16, TOTAL_BITS + 1)
+    for block in range(first, first + count, VECTORS_PER_SUM * LANES):
+        sums = fill(I32x16, 0)
+        for at in range(block, min(block + VECTORS_PER_SUM * LANES, first + count), LANES):
+            below = smaller(tops - _octaves(greatest, at, first + count, exponent), furthest)
+            sums += fill(I32x16, 1 << TOTAL_BITS) >> below
+        total += _wide_sum(sums)
+    whole = 0
+    while total >> whole + 1 != 0:
+        whole += 1
+    log = (top + whole - TOTAL_BITS << LOG_BITS) + (total >> whole - LOG_BITS) - 2**LOG_BITS
+    found: int = log >> LOG_BITS + exponent
+    return found
+
+
+@inlined_kernel
+def _octaves(greatest, at, end, exponent):  # type: ignore[no-untyped-def]
+    """Whole octaves of 16 scores, far below all others from `end` on."""
+    score = convert(I32x16, load(U16x16, greatest, at)) - fill(I32x16, BIAS)
+    octaves = score >> fill(I32x16, max(-exponent, 0)) << fill(I32x16, max(exponent, 0))
+    octaves = larger(smaller(octaves, fill(I32x16, GREATEST_OCTAVE)), fill(I32x16, LEAST_OCTAVE))
+    return where_less(lane_numbers(I32x16), fill(I32x16, end - at), octaves, fill(I32x16, NO_OCTAVE))
+
+
+@exact_kernel
+def _wide_sum(sums):  # type: ignore[no-untyped-def]
+    """The sum of int32 lanes, none of them negative, in 64 bits."""
+    high, low = sums >> fill(I32x16, 16), sums & fill(I32x16, 0xFFFF)
+    return (np.int64(sum_of_lanes(high)) << 16) + np.int64(sum_of_lanes(low))
+
+
+@exact_kernel
+def best_share(
+    scores: NDArray[np.uint16],  # [group_size * stride]
+    stride: int,
+    at: int,
+    shifts: NDArray[np.uint16],  # [group_size]: normalisers less the least of them
+) -> Any:
+    """The worth of 32 keys from `at` on, in uint16 lanes that hold 2**15 more than it is."""
+    best = fill(U16x32, LEAST_WORTH)
+    for row in range(len(shifts)):
+        best = larger(best, less_or_zero(load(U16x32, scores, row * stride + at), fill(U16x32, shifts[row])))
+    return best

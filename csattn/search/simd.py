@@ -202,18 +202,6 @@ def floats_of_halves(typing_context, value):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def doubles_of_halves(typing_context, value):  # type: ignore[no-untyped-def]
-    """The float64 values of lanes that hold float16 bits."""
-    sig = Vector(types.float64, value.lanes)(value)
-
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        halves = builder.bitcast(args[0], ir.VectorType(ir.HalfType(), sig.return_type.lanes))
-        return builder.fpext(halves, sig.return_type.llvm_type())
-
-    return sig, generate
-
-
-@intrinsic
 def as_bits(typing_context, vector, value):  # type: ignore[no-untyped-def]
     """The same bits as another vector type of the same size."""
     sig = vector.instance_type(vector, value)

@@ -14,13 +14,9 @@ from numpy.typing import NDArray
 
 from csattn.jit import exact_kernel
 from csattn.search.atomics import array_at
-from csattn.search.lanes import fma
 from csattn.search.simd import (
     F32x16,
-    F64x16,
     U16x16,
-    convert,
-    doubles_of_halves,
     fill,
     floats_of_halves,
     load,
@@ -123,6 +119,9 @@ def project_queries(
     bounds = array_at(memory + at_bounds, 2 * group_size * num_segments, np.float64(0))
     means = array_at(memory + at_means, group_size * num_segments, np.float32(0))
     coordinates = array_at(memory + at_coordinates, group_size * num_segments * num_coords, np.float32(0))
+    scaled = np.empty(len(q), np.float32)
+    for i in range(len(q)):
+        scaled[i] = octaves * q[i]
     for segment in range(first, last):
         place = head * num_segments + segment
         key_mean = array_at(sketch.key_mean + 4 * place * head_dim, head_dim, np.float32(0))
@@ -130,7 +129,8 @@ def project_queries(
         transform = array_at(sketch.query_transform + 2 * place * size, size, np.uint16(0))
         for row in range(0, group_size, 4):
             place = row, segment, num_segments
-            _project_four(q, head_dim, octaves, place, key_mean, transform, num_coords, means, coordinates)
+            _mean_four(q, octaves, place, key_mean, means)
+            _project_four(scaled, head_dim, place, transform, num_coords, coordinates)
             _bound_four(sketch, coordinates, row, group_size, segment, bounds)
 
 
@@ -142,18 +142,15 @@ def four_rows(row: int, group_size: int) -> tuple[int, int, int, int]:
 
 
 @exact_kernel
-def _project_four(
+def _mean_four(
     q: NDArray[np.float64],
-    head_dim: int,
     octaves: float,  # for 1 of a product
     place: tuple[int, int, int],  # first of the rows, segment, num_segments
     key_mean: NDArray[np.float32],
-    transform: NDArray[np.uint16],
-    num_coords: int,
     means: NDArray[np.float32],
-    coordinates: NDArray[np.float32],
 ) -> None:
     row, segment, num_segments = place
+    head_dim = len(key_mean)
     r0, r1, r2, r3 = four_rows(row, len(q) // head_dim)
     q0, q1, q2, q3 = r0 * head_dim, r1 * head_dim, r2 * head_dim, r3 * head_dim
     a, b, c, d = 0.0, 0.0, 0.0, 0.0
@@ -165,32 +162,45 @@ def _project_four(
         d += q[np.uint64(q3 + i)] * mean
     means[r0 * num_segments + segment], means[r1 * num_segments + segment] = octaves * a, octaves * b
     means[r2 * num_segments + segment], means[r3 * num_segments + segment] = octaves * c, octaves * d
+
+
+@exact_kernel
+def _project_four(
+    q: NDArray[np.float32],  # in octaves
+    head_dim: int,
+    place: tuple[int, int, int],  # first of the rows, segment, num_segments
+    transform: NDArray[np.uint16],
+    num_coords: int,
+    coordinates: NDArray[np.float32],
+) -> None:
+    row, segment, num_segments = place
+    r0, r1, r2, r3 = four_rows(row, len(q) // head_dim)
+    q0, q1, q2, q3 = r0 * head_dim, r1 * head_dim, r2 * head_dim, r3 * head_dim
     for wanted in range(0, num_coords, LANES):
         j = min(wanted, num_coords - LANES)  # of the last ones some may be done twice
         if j < 0:
             for row in (r0, r1, r2, r3):
-                _project_few(q, head_dim, octaves, (row, segment, num_segments), transform, num_coords, coordinates)
+                _project_few(q, head_dim, (row, segment, num_segments), transform, num_coords, coordinates)
             return
-        zero, of_one = fill(F64x16, 0.0), fill(F64x16, octaves)
+        zero = fill(F32x16, 0.0)
         w, x, y, z = zero, zero, zero, zero
         for i in range(head_dim):
             prefetch_early(transform, (head_dim + i) * num_coords + j)  # of the next segment
-            column = doubles_of_halves(load(U16x16, transform, i * num_coords + j))
-            w = fma(fill(F64x16, q[np.uint64(q0 + i)]), column, w)
-            x = fma(fill(F64x16, q[np.uint64(q1 + i)]), column, x)
-            y = fma(fill(F64x16, q[np.uint64(q2 + i)]), column, y)
-            z = fma(fill(F64x16, q[np.uint64(q3 + i)]), column, z)
-        store(coordinates, (r0 * num_segments + segment) * num_coords + j, convert(F32x16, w * of_one))
-        store(coordinates, (r1 * num_segments + segment) * num_coords + j, convert(F32x16, x * of_one))
-        store(coordinates, (r2 * num_segments + segment) * num_coords + j, convert(F32x16, y * of_one))
-        store(coordinates, (r3 * num_segments + segment) * num_coords + j, convert(F32x16, z * of_one))
+            column = floats_of_halves(load(U16x16, transform, i * num_coords + j))
+            w = w + fill(F32x16, q[np.uint64(q0 + i)]) * column
+            x = x + fill(F32x16, q[np.uint64(q1 + i)]) * column
+            y = y + fill(F32x16, q[np.uint64(q2 + i)]) * column
+            z = z + fill(F32x16, q[np.uint64(q3 + i)]) * column
+        store(coordinates, (r0 * num_segments + segment) * num_coords + j, w)
+        store(coordinates, (r1 * num_segments + segment) * num_coords + j, x)
+        store(coordinates, (r2 * num_segments + segment) * num_coords + j, y)
+        store(coordinates, (r3 * num_segments + segment) * num_coords + j, z)
 
 
 @exact_kernel
 def _project_few(
-    q: NDArray[np.float64],
+    q: NDArray[np.float32],
     head_dim: int,
-    octaves: float,
     place: tuple[int, int, int],  # row, segment, num_segments
     transform: NDArray[np.uint16],
     num_coords: int,  # 8
@@ -198,14 +208,14 @@ def _project_few(
 ) -> None:
     """Fewer coordinates than a vector holds: two rows of the transform at a time, of which one is used."""
     row, segment, num_segments = place
-    both, sums = np.empty(LANES, np.float32), np.zeros(num_coords, np.float64)
+    both, sums = np.empty(LANES, np.float32), np.zeros(num_coords, np.float32)
     for i in range(head_dim):
         at = min(i, head_dim - 2)
         store(both, 0, floats_of_halves(load(U16x16, transform, at * num_coords)))
         for j in range(num_coords):
-            sums[j] += q[row * head_dim + i] * np.float64(both[(i - at) * num_coords + j])
+            sums[j] += q[row * head_dim + i] * both[(i - at) * num_coords + j]
     for j in range(num_coords):
-        coordinates[(row * num_segments + segment) * num_coords + j] = octaves * sums[j]
+        coordinates[(row * num_segments + segment) * num_coords + j] = sums[j]
 
 
 @exact_kernel

@@ -144,12 +144,16 @@ def project(
     """In octaves, for the segments of a head: q . key_mean [group_size, num_segments], and what a step of each
     coordinate adds [group_size, num_segments, num_coords].
 
-    Sums run in index order in float64, where products of such numbers are exact; the results are rounded to float32.
+    A mean is summed up in index order in float64, where products of such numbers are exact, and rounded to float32.
+    Coordinates need less: the query in octaves is rounded to float32, and so is each product, and each sum in turn.
     """
-    octaves = softmax_scale * LOG2_E
-    means = [[octaves * _dot_in_order(row, mean[:, None])[0] for mean in index.key_mean[head]] for row in q]
-    coordinates = [[octaves * _dot_in_order(row, columns) for columns in index.query_transform[head]] for row in q]
-    return np.array(means).astype(np.float32), np.array(coordinates).astype(np.float32)
+    octaves, wide = softmax_scale * LOG2_E, q.astype(np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is dealt with later
+        products = wide[:, None] * index.key_mean[head].astype(np.float64)
+        means = octaves * np.add.accumulate(products, axis=2)[:, :, -1]
+        columns = index.query_transform[head].astype(np.float32)
+        coordinates = np.add.accumulate((octaves * wide).astype(np.float32)[:, None, :, None] * columns, axis=2)
+    return means.astype(np.float32), coordinates[:, :, -1]
 
 
 def integer_queries(
@@ -316,9 +320,3 @@ def _regression(u: Floats, v: Floats) -> Floats:
     gram = x.T @ x
     gram += RIDGE * (gram.trace() / len(gram) + len(u)) * np.eye(len(gram))
     return np.linalg.solve(gram, x.T @ (v - v.mean(0)))
-
-
-def _dot_in_order(x: NDArray[np.float32], columns: NDArray[np.floating]) -> Floats:
-    """x [n] times columns [n, m], as float64 sums in index order."""
-    sums: Floats = np.add.accumulate(x.astype(np.float64)[:, None] * columns.astype(np.float64), axis=0)[-1]
-    return sums

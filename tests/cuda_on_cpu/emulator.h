@@ -149,12 +149,6 @@ static inline float __uint_as_float(unsigned bits) { float value; std::memcpy(&v
 static inline int __double2hiint(double value) { uint64_t bits; std::memcpy(&bits, &value, 8); return bits >> 32; }
 static inline long long __double_as_longlong(double value) { long long bits; std::memcpy(&bits, &value, 8); return bits; }
 static inline float __int_as_float(unsigned bits) { return __uint_as_float(bits); }
-static inline double __hiloint2double(int high, int low) {
-    const uint64_t bits = static_cast<uint64_t>(static_cast<unsigned>(high)) << 32 | static_cast<unsigned>(low);
-    double value;
-    std::memcpy(&value, &bits, 8);
-    return value;
-}
 static inline int __float2int_rn(float value) { return static_cast<int>(std::nearbyint(value)); }
 static inline int __dp4a(int a, int b, int sum) {
     for (int shift = 0; shift < 32; shift += 8) sum += static_cast<signed char>(a >> shift) * static_cast<signed char>(b >> shift);

@@ -112,7 +112,10 @@ class SketchCodes(Codes):
         """As `csattn.sketch.reference.project`: [num_kv_heads, num_segments, n] and [..., num_coords] float32."""
         wide = q.double()[:, None]
         means = (wide @ self._key_mean.double()[..., None])[..., 0]
-        return (self._octaves * means).float(), (self._octaves * (wide @ self._query_transform.double())).float()
+        short, coordinates = (self._octaves * wide).float(), torch.zeros((), device=q.device)
+        for i in range(q.shape[-1]):  # in that order, each product and each sum rounded
+            coordinates = coordinates + short[..., i, None] * self._query_transform[:, :, i, None]
+        return (self._octaves * means).float(), coordinates
 
 
 def integer_queries(

@@ -1,16 +1,9 @@
 // First launch over a sketch: the queries' coordinates in each segment, in octaves, and what unit they ask for. To the bit as
-// csattn.sketch.reference: float64 sums in index order, where products are exact.
+// csattn.sketch.reference: sums run in index order, and where the compiler would fuse two roundings, it is told not to.
 
 constexpr double LARGEST_MULTIPLIER = 127, SCORE_ROOM = 32700;
 constexpr double ROOM = SCORE_ROOM - (7.5 * 8 * FINE + 1.5 * 16 * COARSE) / 2;
 constexpr int PAIRS = COORDS / 2;
-
-// A half as a float64, but for a factor of 2 ** -1008: its bits moved to where a float64 has them. What the device has for it
-// takes far longer. bits: of the half, in the upper 16.
-__device__ __forceinline__ double shrunk_half(u32 bits) {
-    return __hiloint2double(static_cast<int>(bits) >> 6 & 0x81fffc00, 0);
-}
-constexpr double OF_QUERIES = 0x1p500, OF_SUMS = 0x1p508;  // the other factors: all together make 1
 
 // What a coordinate adds to a score at most, in octaves.
 __device__ __forceinline__ double most_of(float coordinate, int j) {
@@ -45,6 +38,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) project_queries(
 ) {
     extern __shared__ uint4 memory[];  // HEAD_DIM rows of COORDS halves, then two mean keys
     __shared__ double query[GROUP_SIZE][HEAD_DIM];
+    alignas(16) __shared__ float scaled[GROUP_SIZE][HEAD_DIM];  // in octaves
     alignas(16) __shared__ float projected[GROUP_SIZE][COORDS];
     alignas(16) __shared__ double most[GROUP_SIZE][COORDS];
     __shared__ float mean[GROUP_SIZE][2];  // products with the mean keys of the segment and of the first
@@ -68,8 +62,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) project_queries(
         start_copy(memory + TRANSFORM_UNITS + i, i < HEAD_DIM / 4 ? mean_key + i : first_mean_key + i - HEAD_DIM / 4);
     end_group();
     wait_for_earlier(sketch.low_bits());
-    for (int i = threadIdx.x; i < GROUP_SIZE * HEAD_DIM; i += THREADS)
-        query[i / HEAD_DIM][i % HEAD_DIM] = OF_QUERIES * as_float(q[static_cast<size_t>(slot) * GROUP_SIZE * HEAD_DIM + i]);
+    for (int i = threadIdx.x; i < GROUP_SIZE * HEAD_DIM; i += THREADS) {
+        const double wide = as_float(q[static_cast<size_t>(slot) * GROUP_SIZE * HEAD_DIM + i]);
+        query[i / HEAD_DIM][i % HEAD_DIM] = wide, scaled[i / HEAD_DIM][i % HEAD_DIM] = static_cast<float>(octaves * wide);
+    }
     wait_for_copies<0>();
     __syncthreads();
 
@@ -78,14 +74,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) project_queries(
     const long long of_segment = (slot * max_segments + segment) * GROUP_SIZE;
     for (int i = threadIdx.x; i < GROUP_SIZE * PAIRS; i += THREADS) {
         const int g = i / PAIRS, j = i % PAIRS * 2;
-        double first = 0, second = 0;
-#pragma unroll 8
+        float2 both = make_float2(0, 0);
+#pragma unroll 16
         for (int d = 0; d < HEAD_DIM; ++d) {
-            const u32 both = *reinterpret_cast<const u32*>(columns + d * COORDS + j);
-            first = fma(query[g][d], shrunk_half(both << 16), first);
-            second = fma(query[g][d], shrunk_half(both), second);
+            const u32 halves = *reinterpret_cast<const u32*>(columns + d * COORDS + j);
+            both.x = __fadd_rn(both.x, __fmul_rn(scaled[g][d], half_as_float(static_cast<u16>(halves))));
+            both.y = __fadd_rn(both.y, __fmul_rn(scaled[g][d], half_as_float(static_cast<u16>(halves >> 16))));
         }
-        const float2 both = make_float2(static_cast<float>(octaves * (first * OF_SUMS)), static_cast<float>(octaves * (second * OF_SUMS)));
         projected[g][j] = both.x, projected[g][j + 1] = both.y;
         most[g][j] = most_of(both.x, j), most[g][j + 1] = most_of(both.y, j + 1);
         *reinterpret_cast<float2*>(coordinates + (of_segment + g) * COORDS + j) = both;
@@ -95,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) project_queries(
         double sum = 0;
 #pragma unroll 8
         for (int d = 0; d < HEAD_DIM; ++d) sum = fma(query[g][d], static_cast<double>(mean_keys[which * HEAD_DIM + d]), sum);
-        mean[g][which] = static_cast<float>(octaves * (sum * (1 / OF_QUERIES)));
+        mean[g][which] = static_cast<float>(octaves * sum);
     }
     if (octave_counts && segment == 0)
         for (int i = threadIdx.x; i < GROUP_SIZE * NUM_OCTAVES; i += THREADS) octave_counts[slot * GROUP_SIZE * NUM_OCTAVES + i] = 0;

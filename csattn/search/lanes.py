@@ -45,6 +45,15 @@ def _compare(builder: ir.IRBuilder, vector: Vector) -> Any:
     return builder.icmp_signed if vector.element.signed else builder.icmp_unsigned
 
 
+def _first_where(comparison: str) -> Any:
+    """What generates the choice between two vectors: the lanes of the first where that is true."""
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        return builder.select(_compare(builder, sig.return_type)(comparison, *args), *args)
+
+    return generate
+
+
 def _suffix(vector: Vector) -> str:
     return f"v{vector.lanes}{'f' if vector.is_float else 'i'}{vector.element.bitwidth}"
 
@@ -63,23 +72,13 @@ def fma(typing_context, a, b, c):  # type: ignore[no-untyped-def]
 @intrinsic
 def smaller(typing_context, a, b):  # type: ignore[no-untyped-def]
     """The smaller of each two lanes; b where a is NaN."""
-    sig = a(a, b)
-
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        return builder.select(_compare(builder, sig.return_type)("<", *args), *args)
-
-    return sig, generate
+    return a(a, b), _first_where("<")
 
 
 @intrinsic
 def larger(typing_context, a, b):  # type: ignore[no-untyped-def]
     """The larger of each two lanes; b where a is NaN."""
-    sig = a(a, b)
-
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        return builder.select(_compare(builder, sig.return_type)(">", *args), *args)
-
-    return sig, generate
+    return a(a, b), _first_where(">")
 
 
 @intrinsic

@@ -39,7 +39,7 @@ def attend_rows(
 ) -> None:
     """Parts of some rows."""
     scores = np.empty(group_size * CHUNK_KEYS, np.uint16)
-    _attend(sketch, head, queries, group_size, first, stop, chosen, scores, 0, parts, part_words)
+    attend_scored(sketch, head, queries, group_size, first, stop, chosen, scores, 0, parts, part_words)
 
 
 @exact_kernel
@@ -52,12 +52,28 @@ def attend_scored(
     stop: int,
     chosen: NDArray[np.int32],
     scores: NDArray[np.uint16],  # row g's of key i at g * stride + i; those of rows that do not count are overwritten,
-    stride: int,  # and up to CHUNK_KEYS before `first` and 63 from `stop` on
+    stride: int,  # and up to CHUNK_KEYS before `first` and 63 from `stop` on. 0: none yet, but room for a chunk's
     parts: int,
     part_words: int,
 ) -> None:
     """`attend_rows`, to the bit, of rows that have been scored."""
-    _attend(sketch, head, queries, group_size, first, stop, chosen, scores, stride, parts, part_words)
+    head_dim, num_segments, unit = sketch.head_dim, sketch.num_segments, 2.0 ** exponent_of(queries)
+    starts = array_at(sketch.segment_starts, num_segments, np.int32(0))
+    means = array_at(queries + query_places(sketch, group_size)[1], group_size * num_segments, np.float32(0))
+    tops, totals = np.zeros(group_size, np.int64), np.zeros(group_size, np.float64)
+    for g in range(group_size):
+        array_at(parts + 4 * g * part_words, head_dim + 2, np.float32(0))[:] = 0.0
+    for segment in range(num_segments):
+        begin, end = rows_of_segment(starts, segment, first, stop)
+        if begin < end:
+            of_segment = _sum_segment(sketch, head, queries, group_size, begin, end, chosen, scores, stride)
+            values = _values_of(sketch, head, queries, group_size, segment, of_segment[1], of_segment[2])
+            _join(unit, of_segment[0], of_segment[1], values, tops, totals, parts, part_words)
+    for g in range(group_size):
+        part = array_at(parts + 4 * g * part_words, head_dim + 2, np.float32(0))
+        logit = (np.float64(means[g * num_segments]) + unit * (tops[g] - BIAS)) / LOG2_E
+        part[head_dim] = logit if totals[g] > 0 else -np.inf
+        part[head_dim + 1] = totals[g]
 
 
 @exact_kernel
@@ -83,39 +99,6 @@ def join_parts(
             for j in range(head_dim):
                 joined[j] += scale * all_parts[at + j]
             joined[head_dim + 1] += scale * all_parts[at + head_dim + 1]
-
-
-@exact_kernel
-def _attend(
-    sketch: Any,
-    head: int,
-    queries: int,
-    group_size: int,
-    first: int,
-    stop: int,
-    chosen: NDArray[np.int32],
-    scores: NDArray[np.uint16],
-    stride: int,  # 0: there are no scores yet, and room for a chunk's
-    parts: int,
-    part_words: int,
-) -> None:
-    head_dim, num_segments, unit = sketch.head_dim, sketch.num_segments, 2.0 ** exponent_of(queries)
-    starts = array_at(sketch.segment_starts, num_segments, np.int32(0))
-    means = array_at(queries + query_places(sketch, group_size)[1], group_size * num_segments, np.float32(0))
-    tops, totals = np.zeros(group_size, np.int64), np.zeros(group_size, np.float64)
-    for g in range(group_size):
-        array_at(parts + 4 * g * part_words, head_dim + 2, np.float32(0))[:] = 0.0
-    for segment in range(num_segments):
-        begin, end = rows_of_segment(starts, segment, first, stop)
-        if begin < end:
-            of_segment = _sum_segment(sketch, head, queries, group_size, begin, end, chosen, scores, stride)
-            values = _values_of(sketch, head, queries, group_size, segment, of_segment[1], of_segment[2])
-            _join(unit, of_segment[0], of_segment[1], values, tops, totals, parts, part_words)
-    for g in range(group_size):
-        part = array_at(parts + 4 * g * part_words, head_dim + 2, np.float32(0))
-        logit = (np.float64(means[g * num_segments]) + unit * (tops[g] - BIAS)) / LOG2_E
-        part[head_dim] = logit if totals[g] > 0 else -np.inf
-        part[head_dim + 1] = totals[g]
 
 
 @exact_kernel

@@ -1,4 +1,4 @@
-"""Vectors as values inside kernels: `a = load(I16x32, x, i)`, `a * b + c`, `store(x, i, a)`; see also `lanes.py`.
+"""Vectors as values inside kernels: `a = load(I32x16, x, i)`, `a * b + c`, `store(x, i, a)`; see also `lanes.py`.
 
 LLVM's own vector types carry the code to any machine: what is wider than the machine's registers is split, and but for
 `byte_lanes.add_byte_dots` no instruction is named. Loads and stores need no alignment and check no bounds. Integers

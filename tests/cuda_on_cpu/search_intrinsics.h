@@ -27,7 +27,6 @@ template <int LEFT> static inline void wait_for_copies() {}
 
 static inline void post(float* to, float4 x) { std::memcpy(to, &x, sizeof x); }
 static inline u32 and_or(u32 x, u32 mask, u32 bits) { return (x & mask) | bits; }
-static inline u32 shifted_down(u32 x, u32 by) { return by < 32 ? x >> by : 0; }
 
 // What a lane has of the operands of a product.
 struct Operands {

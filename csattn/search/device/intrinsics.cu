@@ -59,13 +59,6 @@ __device__ __forceinline__ u32 and_or(u32 x, u32 mask, u32 bits) {
     return result;
 }
 
-// By 32 or more: 0.
-__device__ __forceinline__ u32 shifted_down(u32 x, u32 by) {
-    u32 result;
-    asm("shr.u32 %0, %1, %2;" : "=r"(result) : "r"(x), "r"(by));
-    return result;
-}
-
 // Products on tensor cores, each lane with its part of the matrices (see PTX, mma.m16n8k32 and mma.m16n8k16).
 // d = c + a * b: a of 16 rows of signed bytes, b of 8 columns of unsigned ones, 32 long.
 __device__ __forceinline__ void multiply_codes(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const int (&c)[4]) {

@@ -31,6 +31,8 @@ REPLACEMENTS = {
     ROOT / "offload/intrinsics.cuh": HERE / "offload_intrinsics.h",
 }
 COMPILER = shutil.which("g++")
+LARGE_VARIABLES = "emulated_shared", "exchanged"  # of the emulator itself
+MOST_STATIC_SHARED_BYTES = 48 * 1024
 # -U: where it is the default, a jump to another stack is taken for an error
 OPTIONS = ("-std=c++17", "-O1", "-fPIC", "-w", "-pthread", "-U_FORTIFY_SOURCE")
 
@@ -59,6 +61,14 @@ def tensor_map(matrix: torch.Tensor, box: tuple[int, int]) -> Any:
     assert matrix.data_ptr() % 16 == 0 and matrix.stride(0) * size % 16 == 0, "the copy engine takes 16 bytes at a time"
     words = matrix.data_ptr(), rows, width * size, matrix.stride(0) * size, box[0]
     return np.array([*words, *[0] * 11], np.int64).view("V128")[0]
+
+
+def _require_static_shared_fits(library: Path) -> None:
+    """A kernel's `__shared__` variables are `thread_local` here, as few of the emulator's own are."""
+    listed = subprocess.run(["readelf", "--symbols", "--wide", library], check=True, capture_output=True, text=True)
+    symbols = [line.split() for line in listed.stdout.splitlines() if " TLS " in line]
+    static_bytes = sum(int(s[2], 0) for s in symbols if not any(name in s[-1] for name in LARGE_VARIABLES))
+    assert static_bytes <= MOST_STATIC_SHARED_BYTES, f"{static_bytes} bytes of static shared memory: no device compiles it"
 
 
 class Emulator:
@@ -107,6 +117,7 @@ class Emulator:
         library = stem.with_suffix(".so")
         if not library.exists():
             self._run_compiler(code, library, "-x", "c++", "-shared", "-include", str(self._standard_headers()))
+        _require_static_shared_fits(library)
         return ctypes.CDLL(str(library))
 
     def _standard_headers(self) -> Path:

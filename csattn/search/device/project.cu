@@ -28,6 +28,15 @@ __device__ __forceinline__ u8 unit_exponent(const float* coordinates, const doub
     return static_cast<u8>(max(exponent, -LARGEST_EXPONENT) + LARGEST_EXPONENT);
 }
 
+// What a block makes of its slot's queries; with the most heads and dimensions it is too large for static shared memory.
+struct Projection {
+    double query[GROUP_SIZE][HEAD_DIM];
+    double most[GROUP_SIZE][COORDS];
+    float scaled[GROUP_SIZE][HEAD_DIM];  // in octaves
+    float projected[GROUP_SIZE][COORDS];
+    float mean[GROUP_SIZE][2];  // products with the mean keys of the segment and of the first
+};
+
 extern "C" __global__ void __launch_bounds__(THREADS) project_queries(
     const QUERY* q,          // [batch_size, num_heads * GROUP_SIZE, HEAD_DIM]
     const Sketch* sketches,  // [num_contexts], of this layer
@@ -36,12 +45,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) project_queries(
     float* coordinates, float* means, u8* asked, long long max_segments,  // `Queries`, written
     u32* octave_counts      // [slots, GROUP_SIZE, NUM_OCTAVES], cleared; or null
 ) {
-    extern __shared__ uint4 memory[];  // HEAD_DIM rows of COORDS halves, then two mean keys
-    __shared__ double query[GROUP_SIZE][HEAD_DIM];
-    alignas(16) __shared__ float scaled[GROUP_SIZE][HEAD_DIM];  // in octaves
-    alignas(16) __shared__ float projected[GROUP_SIZE][COORDS];
-    alignas(16) __shared__ double most[GROUP_SIZE][COORDS];
-    __shared__ float mean[GROUP_SIZE][2];  // products with the mean keys of the segment and of the first
+    extern __shared__ uint4 memory[];  // HEAD_DIM rows of COORDS halves, then two mean keys, then `Projection`
     const int segment = blockIdx.x, head = blockIdx.y, slot = blockIdx.z * gridDim.y + head, context_id = context_ids[blockIdx.z];
     if (context_id < 0) return wait_for_earlier();
     const Sketch sketch = sketches[context_id];
@@ -54,6 +58,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) project_queries(
     }
     const long long of_head = head * sketch.num_segments, here = of_head + segment;
     constexpr int TRANSFORM_UNITS = HEAD_DIM * COORDS / 8;  // of 16 bytes
+    auto& [query, most, scaled, projected, mean] = *reinterpret_cast<Projection*>(memory + TRANSFORM_UNITS + HEAD_DIM / 2);
     const uint4* transform = reinterpret_cast<const uint4*>(sketch.query_transform + here * (HEAD_DIM * COORDS));
     const uint4* mean_key = reinterpret_cast<const uint4*>(sketch.key_mean + here * HEAD_DIM);
     for (int i = threadIdx.x; i < TRANSFORM_UNITS; i += THREADS) start_copy(memory + i, transform + i);

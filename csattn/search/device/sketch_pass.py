@@ -159,8 +159,9 @@ class SketchPass:
 
     @cached_property
     def _project(self) -> CudaKernel:
-        shared_bytes = self.shape.head_dim * (2 * self.shape.num_coords + 8)
-        how = self._query_dtype, self._project_threads, shared_bytes
+        head_dim, num_coords, group_size = self.shape.head_dim, self.shape.num_coords, self.shape.group_size
+        of_queries = group_size * (12 * head_dim + 12 * num_coords + 8)
+        how = self._query_dtype, self._project_threads, head_dim * (2 * num_coords + 8) + of_queries
         return compiled("project_queries", ("codes", "project"), self.shape, *how, TILE_KEYS=self._tile_keys)
 
     @cached_property

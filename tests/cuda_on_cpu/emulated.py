@@ -68,7 +68,9 @@ def _require_static_shared_fits(library: Path) -> None:
     listed = subprocess.run(["readelf", "--symbols", "--wide", library], check=True, capture_output=True, text=True)
     symbols = [line.split() for line in listed.stdout.splitlines() if " TLS " in line]
     static_bytes = sum(int(s[2], 0) for s in symbols if not any(name in s[-1] for name in LARGE_VARIABLES))
-    assert static_bytes <= MOST_STATIC_SHARED_BYTES, f"{static_bytes} bytes of static shared memory: no device compiles it"
+    assert static_bytes <= MOST_STATIC_SHARED_BYTES, (
+        f"{static_bytes} bytes of static shared memory: no device compiles it"
+    )
 
 
 class Emulator:

@@ -2,22 +2,19 @@
 
     python -m bench.movement --out bench/results/movement.json
 
-Copies listed rows of several sizes with several numbers of blocks, against one large copy over the same link and
-against a gather by the CPU; then replays captured lookups of the slot cache over selections that drift as a decode's
-do. Needs a CUDA device.
+Copies listed rows of several sizes with several numbers of blocks, against one large copy over the same link; then
+replays captured lookups of the slot cache over selections that drift as a decode's do. Needs a CUDA device.
 """
 
 import argparse
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.timing import finish, gate, machine
-from offload.calibrate import calibrate
 from offload.gather import RowGather, RowLists, make_row_lists
 from offload.host_memory import allocate_rows
 from offload.pinned import PinnedRows
@@ -42,9 +39,6 @@ def main() -> None:
     result: dict[str, Any] = {"name": "movement", "device": torch.cuda.get_device_name(), "machine": machine()}
     result["link_gbps"] = round(link_gbps, 1)
     result["gather"] = [measure_gather(host, *case, link_gbps) for case in gather_cases()]
-    calibration = calibrate(host, TOP_K, torch.device("cuda"))
-    print(calibration, flush=True)
-    result["ways"] = asdict(calibration)
     result["slot_cache"] = [measure_slot_cache(host, *case) for case in slot_cache_cases()]
     host.close()
     finish(result, args.out)

@@ -80,7 +80,7 @@ format: $(DEV_STAMP)
 
 # the other files of bench/ measure a GPU, or are parts of these
 bench: $(DEV_STAMP)
-	for name in search reduce_by_sort build accuracy; do $(BIN)/python -m "bench.$$name" || exit 1; done
+	for name in search build accuracy; do $(BIN)/python -m "bench.$$name" || exit 1; done
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

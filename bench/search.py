@@ -19,12 +19,9 @@ from numpy.typing import NDArray
 
 from bench import search_layer
 from bench.random_sketch import random_sketch
-from bench.reduce_by_sort import reduce_by_sort
 from bench.timing import finish, gate, machine, measure, read_bandwidth_gbps
 from csattn.index import LayerIndex, plain_basis
-from csattn.jit import exact_kernel, readonly
 from csattn.search import LayerSearch, SearchPool, SearchWorkspace, TokenSelections, empty_selection, reference, search
-from csattn.search.lists import KEYS_PER_STEP, add_list, clear_scores
 from csattn.search.workspace import empty_token_selections
 from csattn.sketch import SketchIndex
 from csattn.sketch.rest import attend_rest
@@ -191,51 +188,6 @@ def check_against_reference(
     return reference_ms
 
 
-def measure_reduce_by_key(context_len: int, seconds: float) -> dict[str, Any]:
-    """The accumulator against sorting, for one query head's 8 lists."""
-    index = make_lists(context_len, num_heads=1)
-    lists = index.table.indices[0, :, 0], index.table.scores[0, :, 0]
-    indices, halves = (readonly(np.ascontiguousarray(a)).reshape(-1) for a in lists)
-    sums = np.empty(context_len + 64, np.float32)
-    weights = np.ones(8)
-    bits, step = readonly(halves.view(np.uint16)), np.empty(KEYS_PER_STEP, np.float32)
-    add_lists(sums, context_len, indices, bits, weights, step)
-    keys, values = indices.copy(), halves.astype(np.float32)
-    spare_keys, spare_values = np.empty_like(keys), np.empty_like(values)
-    num_sums = reduce_by_sort(keys, values, spare_keys, spare_values)
-    gate(bool(np.allclose(sums[keys[:num_sums]], values[:num_sums], rtol=1e-3)), "the two ways to reduce disagree")
-    floats = halves.astype(np.float32)
-
-    def by_sort() -> None:
-        keys[:], values[:] = indices, floats
-        reduce_by_sort(keys, values, spare_keys, spare_values)
-
-    entries = len(indices)
-    accumulate = measure(lambda: add_lists(sums, context_len, indices, bits, weights, step), seconds)
-    by_sorting = measure(by_sort, seconds)
-    return {
-        "context_len": context_len,
-        "accumulator_ns_per_entry": round(accumulate["p50_ms"] * 1e6 / entries, 3),
-        "sort_ns_per_entry": round(by_sorting["p50_ms"] * 1e6 / entries, 3),
-    }
-
-
-@exact_kernel
-def add_lists(
-    sums: NDArray[np.float32],
-    num_keys: int,
-    indices: NDArray[np.int32],
-    halves: NDArray[np.uint16],
-    weights: NDArray[np.float64],
-    step: NDArray[np.float32],
-) -> None:
-    """Clear the sums and add len(weights) lists that follow each other."""
-    clear_scores(sums, 0, num_keys)
-    length = len(indices) // len(weights)
-    for b in range(len(weights)):
-        add_list(sums, 0, indices, halves, b * length, length, weights[b], step)
-
-
 def print_search(result: dict[str, Any]) -> None:
     """One size of one layout: the hot figure of one head, then a line for each number of threads."""
     name, context_len, hot = result["layout"], result["context_len"], result["hot_1head"]
@@ -286,19 +238,12 @@ def main() -> None:
         for context_len in sizes:
             searches.append(measure_layout(layout, context_len, peaks, seconds))
             print_search(searches[-1])
-    reductions = [measure_reduce_by_key(n, seconds) for n in sizes]
-    for r in reductions:
-        print(
-            f"reduce by key {r['context_len']:>9} keys: accumulator {r['accumulator_ns_per_entry']} ns/entry, "
-            f"sort {r['sort_ns_per_entry']} ns/entry"
-        )
     result = {
         "name": "search-cpu",
         "machine": machine(),
         "step": {"num_heads": NUM_HEADS, "group_size": GROUP_SIZE, "head_dim": HEAD_DIM, "keep": KEEP},
         "read_gbps": {n: round(gbps, 1) for n, gbps in peaks.items()},
         "searches": searches,
-        "reduce_by_key": reductions,
     }
     finish(result, args.json)
 

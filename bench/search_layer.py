@@ -1,8 +1,7 @@
 """How long does one layer's search take on all cores? `python -m bench.search --layer [--threads 1 16] [--json FILE]`.
 
 The shape of an 8B model: 32 query heads, 8 KV heads, a sketch of 131 072 keys of 128 dimensions, of which 2 % are
-chosen. As many layers' sketches as a last-level cache does not hold are searched in turn. `timeline` says when each
-stage begins and ends while all threads work on one layer, and how long they wait for each other.
+chosen. As many layers' sketches as a last-level cache does not hold are searched in turn.
 """
 
 import itertools
@@ -16,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.random_sketch import random_sketch
-from bench.search_timeline import STAGES, measure_timeline
 from bench.timing import finish, gate, machine, measure, read_bandwidth_gbps
 from csattn.jit import exact_kernel
 from csattn.search import LayerSearch, SearchPool, SearchWorkspace, reference
@@ -29,6 +27,7 @@ from csattn.sketch import SketchIndex
 NUM_HEADS, GROUP_SIZE, HEAD_DIM = 8, 4, 128
 SINK_LEN, WINDOW_LEN, SOFTMAX_SCALE, KEEP = 4, 256, HEAD_DIM**-0.5, 0.02
 NUM_LAYERS = 16
+STAGES = ("project", "weigh", "score", "guess", "copy", "choose", "attend", "join")
 
 
 def make_searches(indexes: list[SketchIndex]) -> list[LayerSearch]:
@@ -141,9 +140,7 @@ def main(json_path: Path | None, context_len: int, thread_counts: list[int], sec
         gbps = read_mbytes / timed["us"] * 1e3
         read = {"read_mbytes": round(read_mbytes, 1), "gbps": round(gbps, 1), "of_peak": round(gbps / peak_gbps, 3)}
         inside = {"stages_cpu_us": measure_stages(searches, num_threads)}
-        results.append(
-            {"threads": num_threads} | timed | read | inside | {"timeline": measure_timeline(searches, num_threads)}
-        )
+        results.append({"threads": num_threads} | timed | read | inside)
         print(results[-1], flush=True)
     result = {"name": "search-layer", "machine": machine(), "context_len": context_len, "results": results}
     finish(result | {"read_gbps": {n: round(gbps, 1) for n, gbps in peaks.items()}}, json_path)

@@ -3,13 +3,12 @@
     python -m bench.decode record [--recording FILE]             once, where the demo model is
     python -m bench.decode op  --out FILE [--contexts 16384,131072] [--batches 1,4] [--variants full,default] [--shared]
     python -m bench.decode e2e --out FILE [--placements device,hybrid] [--contexts ...] [--batches ...] [--shared]
-    python -m bench.decode rivals --out FILE [--contexts ...]
     python -m bench.decode show FILE ... [--out FILE] [--markdown FILE] [--plots DIRECTORY]
 
-`op` is one layer's attention, `e2e` the whole model, `rivals` the whole model with the selectors that csattn is
-compared with; with `--shared` all requests of a batch continue one context. What a file holds already is not measured
-again. Rows and queries are a small model's, recorded (see recording.py) and brought to the shape and length (see
-widened.py). `lists+moments`, `default+none`: another way to go about the rows that are not chosen.
+`op` is one layer's attention, `e2e` the whole model; with `--shared` all requests of a batch continue one context.
+What a file holds already is not measured again. Rows and queries are a small model's, recorded (see recording.py) and
+brought to the shape and length (see widened.py). `lists+moments`, `default+none`: another way to go about the rows that
+are not chosen.
 """
 
 import argparse
@@ -21,13 +20,10 @@ from bench.decode.plots import draw_all
 from bench.decode.recording import default_path, load_recording, record_demo
 from bench.decode.report import tables
 from bench.decode.results import Results, merge_files
-from bench.decode.rivals.report import rival_tables, rivals_in
 from csattn.config import SearchConfig
 
 CONTEXT_LENS = "8192,16384,32768,65536,131072,262144,524288,1048576"
 VARIANTS = "full,streamed,window,default,lists"
-RIVALS = "h2o,magicpig,sparq,pqcache,pqcache on the GPU,default"
-RIVAL_CONTEXT_LENS = "8192,16384,32768,65536,131072"
 
 
 def main() -> None:
@@ -36,27 +32,22 @@ def main() -> None:
     record = commands.add_parser("record", help="run the demo model and keep what the benchmarks need")
     op = commands.add_parser("op", help="measure one layer's attention")
     e2e = commands.add_parser("e2e", help="measure whole steps")
-    rivals = commands.add_parser("rivals", help="measure whole steps of the selectors that csattn is compared with")
     show = commands.add_parser("show", help="tables and plots of result files")
-    for command in (record, op, e2e, rivals):
+    for command in (record, op, e2e):
         command.add_argument("--recording", type=Path, default=default_path())
-    for command, variants in ((op, VARIANTS), (e2e, VARIANTS), (rivals, RIVALS)):
+    for command in (op, e2e):
         command.add_argument("--out", type=Path)
         command.add_argument("--contexts", type=_numbers, default=_numbers(CONTEXT_LENS))
         command.add_argument("--batches", type=_numbers, default=[1, 4, 8])
-        command.add_argument("--variants", type=_names, default=_names(variants))
+        command.add_argument("--variants", type=_names, default=_names(VARIANTS))
         command.add_argument("--shape", default="llama-3.1-8b")
         command.add_argument("--keep", type=float, default=SearchConfig().keep)
         command.add_argument("--seconds", type=float, default=0.3, help="of measuring, per figure")
         command.add_argument("--pin-gib", type=float, default=4.0, help="host memory that streaming may pin")
-    for command in (op, e2e):
         command.add_argument("--shared", action="store_true", help="all requests of a batch continue the same context")
     e2e.add_argument("--placements", type=_names, default=_names("device,hybrid,host"))
-    rivals.add_argument("--placements", type=_names, default=_names("hybrid,host"))
-    for command in (e2e, rivals):
-        command.add_argument("--steps", type=int, default=192, help="that are timed of each case")
-        command.add_argument("--ahead", action="store_true", help="of our schedules, only the one that looks ahead")
-    rivals.set_defaults(contexts=_numbers(RIVAL_CONTEXT_LENS), batches=[1], ahead=True, steps=96)
+    e2e.add_argument("--steps", type=int, default=192, help="that are timed of each case")
+    e2e.add_argument("--ahead", action="store_true", help="of our schedules, only the one that looks ahead")
     show.add_argument("files", type=Path, nargs="+")
     show.add_argument("--out", type=Path)
     show.add_argument("--markdown", type=Path)
@@ -97,7 +88,6 @@ def _measure(arguments: argparse.Namespace) -> None:
         seconds=arguments.seconds,
         pinned_bytes=round(arguments.pin_gib * 2**30),
         num_steps=getattr(arguments, "steps", 0),
-        takes_apart=arguments.command == "e2e",
         only_ahead=getattr(arguments, "ahead", False),
         is_shared=getattr(arguments, "shared", False),
     )
@@ -113,7 +103,7 @@ def _show(arguments: argparse.Namespace) -> None:
     content = merge_files(arguments.files)
     if arguments.out:
         arguments.out.write_text(json.dumps(content, indent=1) + "\n")
-    text = rival_tables(content) if rivals_in(content["cases"]) else tables(content)
+    text = tables(content)
     print(text)
     if arguments.markdown:
         arguments.markdown.write_text(text + "\n")

@@ -18,7 +18,6 @@ from bench.decode.placements import AHEAD, placed, schedules
 from bench.decode.prepared import TAIL_LEN, Prepared, full_attention, streamed_attention, window_only
 from bench.decode.recording import Recording
 from bench.decode.results import Results
-from bench.decode.rivals.cases import RIVALS
 from bench.decode.steps import RecordedQueries, attention_only
 from bench.decode.workload import DTYPE, Workload
 from bench.records import Case
@@ -71,13 +70,12 @@ def _cases(
         "context_len": work.context_len,
         "batch_size": work.batch_size,
     }
-    others = {**baselines, **RIVALS}
     for variant in variants:
-        if variant in others:
-            place = "device" if variant in ("full", "window", "h2o") else "host"
+        if variant in baselines:
+            place = "host" if variant == "streamed" else "device"
             yield (
                 {**key, "variant": variant, "placement": place, "schedule": "none"},
-                partial(others[variant], work, options),
+                partial(baselines[variant], work, options),
             )
             continue
         for placement in placements:
@@ -119,7 +117,7 @@ def measure_steps(work: Workload, weights: ModelWeights, prepared: Prepared, opt
         "hbm_bytes": torch.cuda.memory_allocated(),
         **facts,
     }
-    if options.takes_apart and not prepared.is_slow:
+    if not prepared.is_slow:
         parts = times_by_purpose(kernel_times(step, PROFILED_STEPS), weights.shape.num_layers)
         q = torch.zeros(work.batch_size, weights.shape.num_q_heads, weights.shape.head_dim, dtype=DTYPE, device="cuda")
         rows = runner.rows(work.batch_size)

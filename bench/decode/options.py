@@ -16,6 +16,5 @@ class Options:
     seconds: float  # of measuring, per figure
     pinned_bytes: int  # host memory that streaming may pin
     num_steps: int = 192  # that are timed, of whole steps
-    takes_apart: bool = True  # whether whole steps are profiled, too
     only_ahead: bool = False  # of our schedules
     is_shared: bool = False  # one context for all requests of a batch

@@ -27,11 +27,6 @@ _STYLES: dict[str, tuple[str, str]] = {  # what is drawn -> colour, marker
     "device": ("#0b61a4", "D"),
     "hybrid": ("#2a9d8f", "P"),
     "host": ("#7b3fa0", "X"),
-    "h2o": ("#222222", "o"),
-    "magicpig": ("#d81b7a", "^"),
-    "sparq": ("#d98e04", "s"),
-    "pqcache": ("#b3261e", "v"),
-    "pqcache on the GPU": ("#e08a7d", "v"),
 }
 
 

@@ -28,6 +28,7 @@ from offload.pinned import PinnedRows
 from workers.engine import CachedRows, DeviceRows, EngineShape, SearchOnDevice, SearchOnHost
 from workers.engine.memory import index_is_on_device
 from workers.model_runner.shapes import ModelShape
+from workers.searchers.step_searches import StepSearches
 
 EVERY_STEP, AHEAD = "every step", "one layer ahead"
 SLOTS = 0.14  # of the context: rows that a slot cache holds
@@ -106,10 +107,12 @@ def _on_host(work: Workload, options: Options, config: IndexConfig, search: Sear
         )
     far = CachedRows(engine, round(SLOTS * work.context_len), work.device)
     pool = SearchPool(available_cpus())
-    steps = SearchOnHost(engine, index_shape(config, shape), far, pool, work.device)
+    searcher = StepSearches(pool)
+    steps = SearchOnHost(engine, index_shape(config, shape), far, searcher, work.device)
     kv, index = host_rows(work, shape.num_layers), work.host_indexes(shape.num_layers, config)
     for context_id in range(work.num_contexts):
         far.load(context_id, kv)
+        searcher.load_layers(context_id, index)
         steps.load(context_id, kv.layers, index)
 
     def facts(num_steps: int) -> dict[str, Any]:
@@ -193,7 +196,7 @@ def _step_bytes(work: Workload, options: Options, config: IndexConfig, search: S
 def engine_shape(
     work: Workload,
     options: Options,
-    config: IndexConfig | None,  # None: no index of ours, one selection per KV head
+    config: IndexConfig,
     search: SearchConfig,
 ) -> EngineShape:
     shape = options.shape
@@ -201,7 +204,7 @@ def engine_shape(
         num_layers=shape.num_layers,
         num_q_heads=shape.num_q_heads,
         num_kv_heads=shape.num_kv_heads,
-        num_index_heads=num_index_heads(config, shape) if config else shape.num_kv_heads,
+        num_index_heads=num_index_heads(config, shape),
         head_dim=shape.head_dim,
         dtype=DTYPE,
         softmax_scale=shape.softmax_scale,
@@ -212,5 +215,5 @@ def engine_shape(
         num_tails=work.batch_size,
         tail_capacity=TAIL_CAPACITY,
         rest=search.rest or "none",
-        max_segments=num_segments(config, work.context_len) if config else 0,
+        max_segments=num_segments(config, work.context_len),
     )

@@ -19,7 +19,6 @@ from bench.decode.panels import (
     time_name,
 )
 from bench.decode.report import NAMES, best_speedup, length, speedup
-from bench.decode.rivals.report import RIVALS, rivals_in
 from bench.records import Case
 
 _LEAST_BYTES = "dotted: the fewest bytes, at the read rate measured"
@@ -31,10 +30,6 @@ def draw_all(content: dict[str, Any], directory: Path) -> list[Path]:
     """Write every picture that the cases give; returns their paths."""
     directory.mkdir(parents=True, exist_ok=True)
     cases = [case for case in content["cases"] if "refused" not in case]
-    if rivals := rivals_in(cases):
-        path = directory / "decode-rivals.png"
-        draw_rivals(rivals, content).savefig(path, dpi=DPI, pil_kwargs={"optimize": True})
-        return [path]
     pictures: dict[str, tuple[str, Callable[..., Any]]] = {
         "decode-attention.png": ("op", draw_op),
         "decode-split.png": ("op", draw_split),
@@ -153,24 +148,6 @@ def draw_speedup(cases: list[Case], content: dict[str, Any]) -> Any:
         axes.axhline(1, color="#222222", linewidth=1)
         finish_panel(axes, [c for c in ours if c["kind"] == kind], panels_of[kind], lambda ratio: f"{ratio:g} ×")
     draw_legend(figure, panels, DASHED, *(["dotted: the most that bytes allow"] if "e2e" in kinds else []))
-    return figure
-
-
-def draw_rivals(cases: list[Case], content: dict[str, Any]) -> Any:
-    """Tokens per second over context length: ours in each placement beside the rivals, a panel per batch size."""
-    batch_sizes = sorted({case["batch_size"] for case in cases})
-    figure, panels = make_figure(len(batch_sizes), "Tokens per second, beside other selectors", setting(content))
-    for axes, batch_size in zip(panels, batch_sizes, strict=True):
-        shown = [case for case in cases if case["batch_size"] == batch_size]
-        for placement in ("hybrid", "host"):
-            ours = [case for case in shown if case["placement"] == placement and case["variant"] not in RIVALS]
-            name = f"csattn, {'search on the GPU' if placement == 'hybrid' else 'search on the host'}"
-            draw_line(axes, _fastest_schedule(ours), placement, name, lambda case: case["tokens_per_s"])
-        for rival in RIVALS:
-            line = [case for case in shown if case["variant"] == rival]
-            draw_line(axes, line, rival, NAMES[rival], lambda case: case["tokens_per_s"])
-        finish_panel(axes, cases, f"batch {batch_size}", lambda rate: f"{rate:g}")
-    draw_legend(figure, panels)
     return figure
 
 

@@ -14,11 +14,6 @@ NAMES = {
     "default": "csattn",
     "lists": "csattn, lists",
     "paper": "as published",
-    "h2o": "H2O",
-    "magicpig": "MagicPIG",
-    "sparq": "SparQ",
-    "pqcache": "PQCache",
-    "pqcache on the GPU": "PQCache, codes sent to the GPU",
 }
 
 

@@ -28,7 +28,6 @@ from offload.pinned import PinnedRows
 from workers.engine import CachedRows, DeviceRows, EngineShape, SearchOnDevice, SearchOnHost
 from workers.engine.memory import index_is_on_device
 from workers.model_runner.shapes import ModelShape
-from workers.searchers.step_searches import StepSearches
 
 EVERY_STEP, AHEAD = "every step", "one layer ahead"
 SLOTS = 0.14  # of the context: rows that a slot cache holds
@@ -107,12 +106,10 @@ def _on_host(work: Workload, options: Options, config: IndexConfig, search: Sear
         )
     far = CachedRows(engine, round(SLOTS * work.context_len), work.device)
     pool = SearchPool(available_cpus())
-    searcher = StepSearches(pool)
-    steps = SearchOnHost(engine, index_shape(config, shape), far, searcher, work.device)
+    steps = SearchOnHost(engine, index_shape(config, shape), far, pool, work.device)
     kv, index = host_rows(work, shape.num_layers), work.host_indexes(shape.num_layers, config)
     for context_id in range(work.num_contexts):
         far.load(context_id, kv)
-        searcher.load_layers(context_id, index)
         steps.load(context_id, kv.layers, index)
 
     def facts(num_steps: int) -> dict[str, Any]:

@@ -17,24 +17,19 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 _PROCESS = uuid4().hex[:8]
 
 
-def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+def exact_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile lazily to machine code that releases the GIL.
 
-    NaN is legal input to no kernel (inputs are checked where they enter), so arithmetic may be reordered.
-    Kernels are serial: parallel callers bring their own threads, because numba's fallback threading layer
-    aborts the process when two threads enter a parallel kernel at once.
+    Every operation is rounded where it is written: results are the same on every machine. Kernels are serial: parallel
+    callers bring their own threads, because numba's fallback threading layer aborts the process when two threads enter
+    a parallel kernel at once.
     """
-    return _compile(function, fastmath=True)
-
-
-def exact_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Like `kernel`, but every operation is rounded where it is written: results are the same on every machine."""
-    return _compile(function, fastmath=False)
+    return _compile(function)
 
 
 def inlined_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """Like `exact_kernel`, and made part of every kernel that calls it: what goes in and out stays in registers."""
-    return _compile(function, fastmath=False, forceinline=True)
+    return _compile(function, forceinline=True)
 
 
 def _compile(function: Callable[..., Any], **special: Any) -> Callable[..., Any]:

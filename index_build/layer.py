@@ -17,20 +17,13 @@ from index_build.sketch import sketch_arrays
 from index_build.tables import make_list_table
 
 
-def build_layer_index(
+@torch.inference_mode()
+def index_arrays(
     q: Tensor,  # [num_q_heads, context_len, head_dim], after RoPE
     kv: Tensor,  # [num_kv_heads, context_len, 2, head_dim]
     config: IndexConfig,
     threads: Executor,  # for what runs on the CPU
-    next_query: NDArray[np.float32] | None,  # see `LayerIndex.next_query`
-) -> LayerIndex | SketchIndex:
-    """The index of every head that has one."""
-    arrays = {name: array.cpu() for name, array in index_arrays(q, kv, config, threads).items()}
-    return as_layer_index(arrays, config, kv.shape[1], next_query)
-
-
-@torch.inference_mode()
-def index_arrays(q: Tensor, kv: Tensor, config: IndexConfig, threads: Executor) -> dict[str, Tensor]:
+) -> dict[str, Tensor]:
     """The arrays of which each head of an index has its part, by name, on the device of q and kv."""
     if isinstance(config, SketchConfig):
         return sketch_arrays(q, kv, config, threads)
@@ -41,7 +34,7 @@ def as_layer_index(
     arrays: Mapping[str, Tensor],  # of `index_arrays`, in host memory; the index uses them without a copy
     config: IndexConfig,
     context_len: int,
-    next_query: NDArray[np.float32] | None,
+    next_query: NDArray[np.float32] | None,  # see `LayerIndex.next_query`
 ) -> LayerIndex | SketchIndex:
     """The index that the arrays make up."""
     host = {name: array.numpy() for name, array in arrays.items()}

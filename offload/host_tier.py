@@ -32,7 +32,7 @@ class HostTier:
         self._scratch: SimpleQueue[Bytes] = SimpleQueue()
         for _ in range(NUM_SCRATCHES):
             self._scratch.put(aligned_bytes(scratch_bytes))
-        self.num_hits = self.num_misses = self.num_bypassed = self.bytes_read = 0
+        self.num_hits = self.num_misses = self.bytes_read = 0
 
     def __repr__(self) -> str:
         return f"<HostTier {self._tier.num_used}/{len(self.memory)} pages of {self.memory.shape[1]:,} bytes>"
@@ -103,7 +103,6 @@ class HostTier:
         num_missing = int(missing.sum())
         self.num_hits += len(pages) - num_missing
         self.num_misses += num_missing
-        self.num_bypassed += int((slots < 0).sum())
         return slots, fresh
 
     def _fill(self, layer_idx: int, slots: Numbers, starts: Numbers) -> None:

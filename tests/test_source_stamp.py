@@ -14,11 +14,11 @@ ROOT = Path(__file__).parent.parent
 KERNEL = """
 import ctypes
 from numba import types
-from csattn.jit import c_function, kernel
+from csattn.jit import c_function, exact_kernel
 from near.constants import FACTOR
 from near import helpers
 
-@kernel
+@exact_kernel
 def scaled(x):
     return helpers.twice(x) * FACTOR
 
@@ -31,9 +31,9 @@ if __name__ == "near.kernel":
     print(scaled(1))
 """
 HELPERS = """
-from csattn.jit import kernel
+from csattn.jit import exact_kernel
 
-@kernel
+@exact_kernel
 def twice(x):
     return {factor} * x
 """

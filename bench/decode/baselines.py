@@ -125,11 +125,6 @@ class StreamedAttention:
     def num_layers(self) -> int:
         return len(self.layers)
 
-    @property
-    def layer_bytes(self) -> int:
-        """What one layer copies."""
-        return sum(t.numel() * t.element_size() for t in self.layers[0])
-
     def prefetch(self) -> None:
         """Start the next layer's copy, once its buffer is free."""
         turn = self._next % 2

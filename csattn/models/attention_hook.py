@@ -1,6 +1,6 @@
 """Where a transformers model's attention meets ours: the cache hands over an object that attends."""
 
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from transformers import AttentionInterface
@@ -8,14 +8,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 IMPLEMENTATION = "csattn"
-
-
-class AttendingLayer(Protocol):
-    """What a cache's `update` may return in place of keys and values."""
-
-    def attend(self, q: Tensor, softmax_scale: float) -> Tensor:
-        """q [batch_size, num_q_heads, q_len, head_dim] after RoPE -> out of the same shape."""
-        ...
 
 
 class attention_implementation:
@@ -37,6 +29,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     if isinstance(key, Tensor):  # an ordinary cache in a model that is also used with ours
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
+    # the cache's `update` has given its layer: q [batch_size, num_q_heads, q_len, head_dim] after RoPE -> out, likewise
     return key.attend(query, scaling).transpose(1, 2).contiguous(), None
 
 

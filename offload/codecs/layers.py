@@ -11,10 +11,10 @@ from offload.codecs.codec import KvCodec
 _PIECE_ROWS = 4096  # that a thread encodes at a time
 
 
-def encode_layer(kv: Tensor, codec: KvCodec, num_threads: int | None = None) -> Tensor:
+def encode_layer(kv: Tensor, codec: KvCodec) -> Tensor:
     """kv: [num_kv_heads, context_len, 2, head_dim] of any float dtype -> [num_kv_heads, context_len, row_bytes] uint8.
 
-    num_threads: all CPUs unless said. Raises CodecError for what the formats cannot keep.
+    Raises CodecError for what the formats cannot keep.
     """
     num_kv_heads, context_len = kv.shape[:2]
     coded = torch.empty(num_kv_heads, context_len, codec.row_bytes, dtype=torch.uint8)
@@ -25,7 +25,7 @@ def encode_layer(kv: Tensor, codec: KvCodec, num_threads: int | None = None) -> 
         rows = slice(first, first + _PIECE_ROWS)
         coded[head, rows] = torch.from_numpy(codec.encode(kv[head, rows].float().numpy()))
 
-    with ThreadPoolExecutor(num_threads or _num_cpus()) as pool:
+    with ThreadPoolExecutor(_num_cpus()) as pool:
         for _ in pool.map(encode, pieces):
             pass
     return coded

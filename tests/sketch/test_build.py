@@ -14,7 +14,7 @@ from csattn.sketch import SketchIndex, reference
 from csattn.sketch.codes import coord_bits, pack_codes, pack_marks, unpack_codes, unpack_marks
 from csattn.sketch.index import num_marked
 from index_build import sketch
-from index_build.layer import build_layer_index
+from index_build.layer import as_layer_index, index_arrays
 from tests.sketch.synthetic import Floats, make_heads, make_sketch
 
 SCALE = 0.1
@@ -25,7 +25,8 @@ def build(q: Floats, k: Floats, v: Floats, config: SketchConfig, num_threads: in
     """The index of these heads, on that device; arrays as of `make_heads`."""
     kv = torch.from_numpy(np.stack([k, v], axis=2)).to(device)
     with ThreadPoolExecutor(num_threads) as threads:
-        return build_layer_index(torch.from_numpy(q).to(device), kv, config, threads, None)
+        arrays = index_arrays(torch.from_numpy(q).to(device), kv, config, threads)
+    return as_layer_index({name: array.cpu() for name, array in arrays.items()}, config, k.shape[1], None)
 
 
 def assert_gives_the_same(got: SketchIndex, want: SketchIndex, queries: Floats) -> None:

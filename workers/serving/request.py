@@ -35,7 +35,6 @@ class Request:
     slot: int | None = None
     num_fed: int = 0  # tokens of the question that the engine has
     token_ids: list[int] = field(default_factory=list)
-    admitted_at: float = 0.0
     first_token_at: float | None = None
     paused_at: float | None = None  # since when its reader does not read
     is_over: bool = False

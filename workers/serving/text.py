@@ -67,10 +67,6 @@ class StopFinder:
         self._held = ""
         self.found = False
 
-    @property
-    def num_held(self) -> int:
-        return len(self._held)
-
     def add(self, text: str) -> str:
         """What of the text, with what was held back, cannot be part of a stop string any more."""
         assert not self.found, "the text has ended"

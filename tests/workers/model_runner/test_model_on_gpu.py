@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from tests.tiny import FAMILIES, make_model, token_ids
+from tests.workers.model_runner.full_attention import FullAttention
 from tests.workers.model_runner.full_context import CONTEXT_LENS, full_attention, greedy, logits_after, make_runner
 from workers.model_runner import ModelRunner, random_weights, take_weights
-from workers.model_runner.full_attention import FullAttention
 from workers.model_runner.shapes import ModelShape
 
 pytestmark = pytest.mark.gpu

@@ -5,6 +5,7 @@ import torch
 
 from csattn.errors import ConfigError, ContextError
 from tests.tiny import FAMILIES, loaded, make_model, token_ids
+from tests.workers.model_runner.full_attention import FullAttention
 from tests.workers.model_runner.full_context import (
     CONTEXT_LENS,
     context_kv,
@@ -15,7 +16,6 @@ from tests.workers.model_runner.full_context import (
     make_runner,
 )
 from workers.model_runner import ModelRunner, take_weights
-from workers.model_runner.full_attention import FullAttention
 
 QUESTIONS = [token_ids(length, seed=length).tolist() for length in (1, 5, 7)]
 ROPES = {

@@ -3,8 +3,9 @@
 // Compiled for THREADS, ROW_BYTES, PIECE_BYTES (16, 8 or 4), MAX_LISTS, IN_FLIGHT (loads that a thread issues before it
 // stores the first).
 
+#include "../csattn/cuda/warps.cuh"
+
 constexpr unsigned kPieces = ROW_BYTES / PIECE_BYTES;  // of a row; consecutive lanes take consecutive pieces
-constexpr unsigned kWarps = THREADS / 32;
 constexpr unsigned kTile = 32 * IN_FLIGHT;  // pieces that a warp has in flight
 
 // first[i] becomes the number of rows in the lists before list i. Called by one whole warp.
@@ -13,13 +14,9 @@ __device__ void sum_up_counts(const int* counts, unsigned num_lists, unsigned* f
     unsigned before = 0;
     for (unsigned base = 0; base < num_lists; base += 32) {
         const unsigned list = base + lane;
-        unsigned sum = list < num_lists ? counts[list] : 0;
-        for (unsigned step = 1; step < 32; step *= 2) {
-            const unsigned below = __shfl_up_sync(~0u, sum, step);
-            if (lane >= step) sum += below;
-        }
+        const unsigned sum = sum_up_to_lane(list < num_lists ? counts[list] : 0);
         if (list < num_lists) first[list + 1] = before + sum;
-        before += __shfl_sync(~0u, sum, 31);
+        before += __shfl_sync(ALL_LANES, sum, 31);
     }
     if (lane == 0) first[0] = 0;
 }
@@ -37,9 +34,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) gather_rows(
     __syncthreads();
 
     const unsigned num_pieces = first[num_lists] * kPieces;
-    const unsigned warp = blockIdx.x * kWarps + threadIdx.x / 32;
+    const unsigned warp = blockIdx.x * WARPS + threadIdx.x / 32;
     unsigned list = 0;  // only grows, for the pieces of a thread only grow
-    for (unsigned tile = warp * kTile; tile < num_pieces; tile += gridDim.x * kWarps * kTile) {
+    for (unsigned tile = warp * kTile; tile < num_pieces; tile += gridDim.x * WARPS * kTile) {
         unsigned long long source[IN_FLIGHT], target[IN_FLIGHT];
         Piece<PIECE_BYTES> piece[IN_FLIGHT];
 #pragma unroll

@@ -6,11 +6,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from offload.cuda import cuda_kernel
+from csattn.cuda import cuda_kernel
 from offload.errors import OffloadError
 
 PIECE_BYTES = (16, 8, 4)  # what a thread can copy at once; the first that divides a row is taken
-_SOURCES = tuple(Path(__file__).with_name(name) for name in ("intrinsics.cuh", "gather.cu"))
+_SOURCE = Path(__file__).with_name("gather.cu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class RowGather:
         self._threads = threads
         defines = {"ROW_BYTES": row_bytes, "PIECE_BYTES": self._piece_bytes, "MAX_LISTS": max_lists}
         defines |= {"THREADS": threads, "IN_FLIGHT": in_flight}
-        self._kernel = cuda_kernel(_SOURCES, "gather_rows", defines)
+        self._kernel = cuda_kernel(_SOURCE, "gather_rows", defines)
 
     def __repr__(self) -> str:
         return f"<RowGather {self.row_bytes}-byte rows, {self._num_blocks} blocks of {self._threads} threads>"

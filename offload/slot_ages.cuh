@@ -2,15 +2,17 @@
 //
 // An age is a byte: 0 no slot (padding), 1 used by this step, n: n - 1 steps ago, 126 or longer, 127 never used.
 // Time goes by instructions issued here, not by bytes: little work is spread over many threads.
+#pragma once
 
-constexpr int kWarps = THREADS / 32;
+#include "../csattn/cuda/warps.cuh"
+
 constexpr int kAges = 128;
 constexpr unsigned kUsedNow = 1;
 
 // What a thread holds of its warp's slots and entries: every 32nd. Loops go over them in rounds; few rounds are
 // unrolled, so that what a thread holds stays in registers.
 constexpr int kFewRounds = 16;
-constexpr int kWarpSlots = BLOCK_SLOTS / kWarps;
+constexpr int kWarpSlots = BLOCK_SLOTS / WARPS;
 constexpr int kSlotRounds = kWarpSlots / 32;
 constexpr int kUnrolledSlots = kSlotRounds <= kFewRounds ? kSlotRounds : 4;
 
@@ -19,7 +21,7 @@ struct Shared {
     int num_takers;                          // entries of this block whose rows want slots; other blocks read it
     uint4 all_ages[CLUSTER][kAges / 4];      // `num_of_age` of all blocks
     int takers[CLUSTER], older[CLUSTER], equal[CLUSTER];         // of all blocks
-    int takers_of[kWarps], older_of[kWarps], equal_of[kWarps];  // of this block's warps
+    int takers_of[WARPS], older_of[WARPS], equal_of[WARPS];  // of this block's warps
     int of_warp[kAges / 32];
     int threshold, equal_quota;  // replaced: every slot older than the threshold, and so many of that age
     int rows[BATCH], num_rows;   // of the batch that continue this context
@@ -38,14 +40,14 @@ struct Place {
 };
 
 // Over the warps, or the blocks, before this one. Called by whole warps, after a barrier.
-__device__ __forceinline__ int sum_before(const int* values, unsigned num, unsigned lane) {
-    return __reduce_add_sync(kAll, lane < num ? values[lane] : 0);
+__device__ __forceinline__ int sum_of_first(const int* values, unsigned num, unsigned lane) {
+    return __reduce_add_sync(ALL_LANES, lane < num ? values[lane] : 0);
 }
 __device__ __forceinline__ int lanes_before(unsigned ballot, unsigned lane) {
     return __popc(ballot & ((1u << lane) - 1));
 }
 
-// Starts to load the ages of this block's slots; they are there after `wait_for_copies` and a barrier.
+// Starts to load the ages of this block's slots; they are there after `wait_for_all_copies` and a barrier.
 __device__ __forceinline__ void load_ages(const uint4* slot_ages, Slots& slots) {
 #pragma unroll 1
     for (unsigned i = threadIdx.x; i < BLOCK_SLOTS / 16; i += THREADS)
@@ -94,20 +96,15 @@ __device__ __forceinline__ int find_threshold(const Place& at, Shared& s) {
     if (age >= 0) {
 #pragma unroll
         for (unsigned rank = 0; rank < CLUSTER; ++rank) num += ((const int*)s.all_ages[rank])[age];
-        num_older = num;
-#pragma unroll
-        for (unsigned step = 1; step < 32; step *= 2) {
-            const int before = __shfl_up_sync(kAll, num_older, step);
-            if (at.lane >= step) num_older += before;
-        }
+        num_older = sum_up_to_lane(num);
         if (at.lane == 31) s.of_warp[at.warp] = num_older;
         num_older -= num;
     }
     __syncthreads();
-    const int num_wanted = sum_before(s.takers, CLUSTER, at.lane);
-    const int num_moved = min(num_wanted, sum_before(s.of_warp, kAges / 32, at.lane));
+    const int num_wanted = sum_of_first(s.takers, CLUSTER, at.lane);
+    const int num_moved = min(num_wanted, sum_of_first(s.of_warp, kAges / 32, at.lane));
     if (age >= 0) {
-        num_older += sum_before(s.of_warp, at.warp, at.lane);
+        num_older += sum_of_first(s.of_warp, at.warp, at.lane);
         if (num_older < num_moved && num_older + num >= num_moved) {
             s.threshold = age;
             s.equal_quota = num_moved - num_older;
@@ -119,12 +116,12 @@ __device__ __forceinline__ int find_threshold(const Place& at, Shared& s) {
 
 // Each block's slots older than the threshold, and of its age.
 __device__ __forceinline__ void count_replaced(const Place& at, Shared& s) {
-    for (unsigned rank = at.warp; rank < CLUSTER; rank += kWarps) {
+    for (unsigned rank = at.warp; rank < CLUSTER; rank += WARPS) {
         const uint4 num = s.all_ages[rank][at.lane];
         const int over = s.threshold - 4 * (int)at.lane;  // the threshold's place among this lane's four ages
         const unsigned older = (over < 0 ? num.x : 0) + (over < 1 ? num.y : 0) + (over < 2 ? num.z : 0) +
                                (over < 3 ? num.w : 0);
-        const unsigned sum = __reduce_add_sync(kAll, older);
+        const unsigned sum = __reduce_add_sync(ALL_LANES, older);
         if (over >= 0 && over < 4) s.equal[rank] = over == 0 ? num.x : over == 1 ? num.y : over == 2 ? num.z : num.w;
         if (at.lane == 0) s.older[rank] = sum;
     }
@@ -137,8 +134,8 @@ __device__ __forceinline__ void replace_slots(const Place& at, Shared& s, Slots&
     int num_older = 0, num_equal = 0;
 #pragma unroll kUnrolledSlots
     for (int round = 0; round < kSlotRounds; ++round) {
-        num_older += __popc(__ballot_sync(kAll, ages[32 * round] > threshold));
-        num_equal += __popc(__ballot_sync(kAll, ages[32 * round] == threshold));
+        num_older += __popc(__ballot_sync(ALL_LANES, ages[32 * round] > threshold));
+        num_equal += __popc(__ballot_sync(ALL_LANES, ages[32 * round] == threshold));
     }
     if (at.lane == 0) {
         s.older_of[at.warp] = num_older;
@@ -146,12 +143,12 @@ __device__ __forceinline__ void replace_slots(const Place& at, Shared& s, Slots&
     }
     count_replaced(at, s);
     __syncthreads();
-    num_older = sum_before(s.older, at.rank, at.lane) + sum_before(s.older_of, at.warp, at.lane);
-    num_equal = sum_before(s.equal, at.rank, at.lane) + sum_before(s.equal_of, at.warp, at.lane);
+    num_older = sum_of_first(s.older, at.rank, at.lane) + sum_of_first(s.older_of, at.warp, at.lane);
+    num_equal = sum_of_first(s.equal, at.rank, at.lane) + sum_of_first(s.equal_of, at.warp, at.lane);
 #pragma unroll kUnrolledSlots
     for (int round = 0; round < kSlotRounds; ++round) {
         const int age = ages[32 * round];
-        const unsigned older = __ballot_sync(kAll, age > threshold), equal = __ballot_sync(kAll, age == threshold);
+        const unsigned older = __ballot_sync(ALL_LANES, age > threshold), equal = __ballot_sync(ALL_LANES, age == threshold);
         const int equal_before = num_equal + lanes_before(equal, at.lane);
         if (age > threshold || (age == threshold && equal_before < quota)) {
             const unsigned nth = num_older + lanes_before(older, at.lane) + min(equal_before, quota);

@@ -10,6 +10,8 @@
 // Compiled for THREADS, CLUSTER, NUM_KV_HEADS, HEADS_PER_KV (index heads), MAX_TOP_K, NUM_SLOTS, CAPACITY (rows of
 // the longest context), ROW_BYTES, BATCH, BLOCK_SLOTS (slots of a block: a multiple of THREADS).
 
+#include "slot_ages.cuh"
+
 constexpr int kClaim = -2147483647 - 1;  // kClaim + entry stands in slot_of_key while an entry's row awaits a slot
 constexpr int kLists = BATCH * HEADS_PER_KV;  // several lists may want the same row
 
@@ -39,7 +41,7 @@ __device__ void find_rows(Shared& s, const int* context_ids, int batch, int cont
     for (int base = 0; base < batch; base += 32) {
         const int row = base + (int)lane, other = row < batch ? context_ids[row] : -1;
         const bool same = row < batch && other == context;
-        const unsigned ballot = __ballot_sync(kAll, same);
+        const unsigned ballot = __ballot_sync(ALL_LANES, same);
         if (same) s.rows[found + lanes_before(ballot, lane)] = row;
         found += __popc(ballot);
     }
@@ -88,8 +90,8 @@ __device__ __forceinline__ void use_slots(const Head& h, Shared& s, Slots& slots
     for_entries(h, entries, [&](const Entry& entry, int number) {
         if (entry.id >= 0) atomicOr(&slots.used[entry.id / 32], 1u << entry.id % 32);
         if (kLists > 1 && entry.id <= -2) atomicMin(h.slot_of_key - 2 - entry.id, kClaim + number);
-        num_found += __popc(__ballot_sync(kAll, entry.id >= 0));
-        num_missing += __popc(__ballot_sync(kAll, entry.id <= -2));
+        num_found += __popc(__ballot_sync(ALL_LANES, entry.id >= 0));
+        num_missing += __popc(__ballot_sync(ALL_LANES, entry.id <= -2));
     });
     if (h.at.lane > 0) return;
     atomicAdd(&s.num_found, num_found);
@@ -101,7 +103,7 @@ __device__ __forceinline__ void find_takers(const Head& h, Shared& s, Entry (&en
     int num_takers = 0;
     for_entries(h, entries, [&](Entry& entry, int number) {
         if (entry.id <= -2 && (kLists == 1 || __ldcg(h.slot_of_key - 2 - entry.id) == kClaim + number)) entry.nth = 0;
-        num_takers += __popc(__ballot_sync(kAll, entry.nth == 0));
+        num_takers += __popc(__ballot_sync(ALL_LANES, entry.nth == 0));
     });
     if (h.at.lane > 0) return;
     s.takers_of[h.at.warp] = num_takers;
@@ -111,11 +113,11 @@ __device__ __forceinline__ void find_takers(const Head& h, Shared& s, Entry (&en
 // The rows that take slots take them in order; those that find none are no longer claimed.
 __device__ __forceinline__ void assign_slots(const Head& h, Shared& s, const Slots& slots, int num_moved,
                                              int* from_rows, int* to_rows, Entry (&entries)[kRounds]) {
-    int taken = sum_before(s.takers, h.at.rank, h.at.lane) + sum_before(s.takers_of, h.at.warp, h.at.lane);
+    int taken = sum_of_first(s.takers, h.at.rank, h.at.lane) + sum_of_first(s.takers_of, h.at.warp, h.at.lane);
     const int num_served = max(0, min(num_moved - taken, s.takers_of[h.at.warp]));
     if (h.at.lane == 0) atomicAdd(&s.num_served, num_served);
     for_entries(h, entries, [&](Entry& entry, int) {
-        const unsigned takers = __ballot_sync(kAll, entry.nth == 0);
+        const unsigned takers = __ballot_sync(ALL_LANES, entry.nth == 0);
         const int nth = taken + lanes_before(takers, h.at.lane);
         taken += __popc(takers);
         if (entry.nth < 0) return;
@@ -147,7 +149,7 @@ __device__ __forceinline__ void share_slots(const Head& h, Shared& s, Entry (&en
             ++num_served;
         }
     });
-    num_served = __reduce_add_sync(kAll, num_served);
+    num_served = __reduce_add_sync(ALL_LANES, num_served);
     if (h.at.lane == 0) atomicAdd(&s.num_served, num_served);
 }
 
@@ -202,7 +204,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const int head = context * NUM_KV_HEADS + blockIdx.y;
     const int num_entries = kLists == 1 ? MAX_TOP_K : s.num_rows * HEADS_PER_KV * MAX_TOP_K;
     const int share = (num_entries + CLUSTER * THREADS - 1) / (CLUSTER * THREADS) * 32;
-    const int begin = min((int)(at.rank * kWarps + at.warp) * share, num_entries);
+    const int begin = min((int)(at.rank * WARPS + at.warp) * share, num_entries);
     const Head h = {slot_of_key + (long long)head * CAPACITY, key_of_slot + (long long)head * NUM_SLOTS, begin,
                     min(begin + share, num_entries), at};
     slot_ages += (head * CLUSTER + at.rank) * (BLOCK_SLOTS / 16);
@@ -214,7 +216,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     load_old_keys(h, old_key);
     find_slots(h, entries);
     use_slots(h, s, *slots, entries);
-    wait_for_copies();
+    wait_for_all_copies();
     cluster_sync();  // all uses and all claims are known
     age_slots(at, s, *slots);
     find_takers(h, s, entries);

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from offload.cuda import CudaKernel, cuda_kernel
+from csattn.cuda import CudaKernel, cuda_kernel
 from offload.errors import OffloadError
 from offload.gather import RowGather, RowLists, make_row_lists
 
@@ -19,7 +19,7 @@ _CLUSTER = 8  # blocks that decide about one KV head
 _THREADS = 512
 MAX_SLOTS = 290_000  # what fits the shared memory of a cluster
 _LIST_SETS = 3  # lookups whose lists and ids live at the same time
-_SOURCES = tuple(Path(__file__).with_name(name) for name in ("intrinsics.cuh", "slot_ages.cuh", "slot_cache.cu"))
+_SOURCE = Path(__file__).with_name("slot_cache.cu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,4 +243,4 @@ def _kernel(shape: SlotCacheShape, batch: int) -> CudaKernel:
     }
     # an age, a place in the list of replaced slots, and a bit for each slot of all blocks
     shared_bytes = shape.block_slots * 5 + _CLUSTER * shape.block_slots // 8
-    return cuda_kernel(_SOURCES, "look_up_rows", defines, shared_bytes)
+    return cuda_kernel(_SOURCE, "look_up_rows", defines, shared_bytes)

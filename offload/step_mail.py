@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from offload.cuda import cuda_kernel
+from csattn.cuda import cuda_kernel
 
 _THREADS = 512
 _PARTS = 4  # blocks that fetch one head's selection
-_SOURCE = (Path(__file__).with_name("step_mail.cu"),)
+_SOURCE = Path(__file__).with_name("step_mail.cu")
 
 
 class StepClock:

@@ -1,5 +1,13 @@
 // Last part: the kernel, and how parts of a result merge.
 
+#include "device_rows.cuh"  // before one of two includes it: see `source_text`
+#if ELEMENT_BYTES == 4
+#include "device_fp32.cuh"
+#else
+#include "device_mma.cuh"
+#endif
+#include "device_rest.cuh"  // whose `load_four` is of the one or the other
+
 constexpr unsigned ABSENT = 0xffffffff;  // a NaN that no arithmetic makes
 constexpr int QUADS = HEADS * HEAD_DIM / 4;
 constexpr int PARTS = NUM_SPLITS + REST_PARTS;  // of a unit; of the rest, moments have one here, others post theirs before
@@ -17,7 +25,7 @@ __device__ float4 merge(const float* parts, int quad, float& max, float& sum) {
     for (int i = 0; i < NUM; i++) {
         const float2 ends = *(const float2*)(part + i * HEADS * PART + ENDS_AT);
         const float4 x = *(const float4*)(part + i * HEADS * PART + d);
-        const float weight = ends.x == MINUS_INFINITY ? 0.f : exp2_of(ends.x - max);  // without rows; so may all be
+        const float weight = ends.x == MINUS_INFINITY ? 0.f : exp2_approx(ends.x - max);  // without rows; so may all be
         sum += weight * ends.y;
         merged.x += weight * x.x, merged.y += weight * x.y, merged.z += weight * x.z, merged.w += weight * x.w;
     }
@@ -99,7 +107,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
     float* warp_parts = (float*)(shared + WARPS * RING_BYTES);     // [2][WARPS][HEADS][PART], for every other item
     Unit* units = (Unit*)(warp_parts + 2 * WARPS * HEADS * PART);  // of the block's items
     float* products = (float*)(units + MAX_UNITS);                 // [HEADS][2][HEAD_DIM], for ESTIMATE_REST
-    const Arrivals all_stored(products + HEADS * 2 * HEAD_DIM * ESTIMATE_REST);
+    // each warp arrives once for each item, and waits only when it needs what the others have stored of it
+    u64* const all_stored = (u64*)(products + HEADS * 2 * HEAD_DIM * ESTIMATE_REST);
+    if (threadIdx.x == 0) make_barrier(all_stored, WARPS);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int first_item = (unsigned)(blockIdx.x * num_items) / gridDim.x;
     const int end_item = (unsigned)((blockIdx.x + 1) * num_items) / gridDim.x;
@@ -130,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
         }
         if (ESTIMATE_REST && context >= 0) {
             __syncwarp();
-            for (int i = lane * 128; i < 2 * ROW_BYTES; i += 32 * 128) bring_near(units[u - first_unit].means() + i);
+            for (int i = lane * 128; i < 2 * ROW_BYTES; i += 32 * 128) bring_to_l2(units[u - first_unit].means() + i);
         }
     }
     __syncthreads();
@@ -139,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
     __syncthreads();
     // Where others post parts, their kernel is the one before. It lets this one start when all before it have ended and all its
     // blocks have begun: all that is read here is there, and parts arrive by themselves.
-    if (ESTIMATE_REST || REST_PARTS == 0) wait_for_earlier();
+    if (ESTIMATE_REST || REST_PARTS == 0) wait_for_earlier_kernels();
     int id = (unsigned)expected < max_top_k ? kv_indices[(long long)first_unit * max_top_k + expected] : 0;
     if (threadIdx.x < MAX_UNITS && (first_unit + threadIdx.x) * NUM_SPLITS < end_item) {
         const int context = context_ids[(first_unit + threadIdx.x) / NUM_INDEX_HEADS];
@@ -159,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
     static_assert(!ESTIMATE_REST || NUM_SPLITS >= 3, "products would be written while they are read");
     auto parts_of = [&](int item) { return warp_parts + (item - first_item) % 2 * (WARPS * HEADS * PART); };
     auto finish = [&](int item) {
-        all_stored.wait(item - first_item);
+        wait_for(all_stored, (item - first_item) % 2);
         post_item(posted, parts_of(item), item);
         if (ESTIMATE_REST && item % NUM_SPLITS == 0)
             post_rest(posted, products, q, units[item / NUM_SPLITS - first_unit], item / NUM_SPLITS);
@@ -185,10 +195,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
         }
         if (item > first_item) finish(item - 1);
         attention.store(parts_of(item) + warp * HEADS * PART);
-        all_stored.arrive();
+        __syncwarp();
+        if (lane == 0) arrive(all_stored);
     }
     finish(end_item - 1);
-    let_next_start();
+    let_next_kernel_start();  // not so early that its blocks take room from this one's
 
     // The block of a unit's last item waits for the unit's parts. They come from blocks that begin before it does and
     // that wait for none of the later ones, so some block can always go on.

@@ -15,7 +15,7 @@ from csattn.cuda import cuda_kernel, num_multiprocessors
 from csattn.errors import ConfigError
 from csattn.rest.device import DeviceMoments, moments_shape
 
-INTRINSICS = Path(__file__).with_name("intrinsics.cu")
+SOURCE = Path(__file__).with_name("device.cu")
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 MAX_GROUP_SIZE = 8  # query heads that share a selection: the columns of one tensor-core product
 MAX_HEAD_DIM = 256
@@ -106,17 +106,13 @@ class DeviceAttention:
             "ELEMENT": ELEMENTS[dtype],
             "ELEMENT_BYTES": dtype.itemsize,
             "NUM_SPLITS": plan.num_splits,
-            "WARPS": plan.num_warps,
             "THREADS": 32 * plan.num_warps,
             "STAGES": plan.num_stages,
             "MAX_UNITS": MAX_UNITS_PER_BLOCK,
             "ESTIMATE_REST": int(rest == "moments"),
             "REST_PARTS": plan.rest_parts,
         }
-        math = "device_fp32.cu" if dtype == torch.float32 else "device_mma.cu"
-        parts = "device_rows.cu", math, "device_rest.cu", "device.cu"
-        sources = INTRINSICS, *(INTRINSICS.with_name(part) for part in parts)
-        self._kernel = cuda_kernel(sources, "attend_step", defines, plan.shared_bytes, early_start=True)
+        self._kernel = cuda_kernel(SOURCE, "attend_step", defines, plan.shared_bytes, early_start=True)
         self.rest_parts = plan.rest_parts  # of a unit, the last in `posted`
         # all ones: no part of a result has been posted. With rest `sketch`, the kernel before posts the last.
         posted_shape = num_units, plan.num_splits + plan.rest_parts, heads, head_dim + PART_ENDS

@@ -5,6 +5,8 @@
 //
 // Compiled for THREADS and CAPACITY: that many entries at most are in a list, or scores in the sample.
 
+#include "topk_common.cuh"
+
 constexpr u32 LEAST_KEY = 0x007fffffu;  // of a score: below are those of NaN
 constexpr int NO_BAR = 0x7fffffff, ALL_TIES = NO_BAR - 1;  // more than any index
 
@@ -159,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) put_bars(
     __shared__ u32 scratch[WARPS];
     const long long row = blockIdx.x;
     u64* const list = rows + row * row_len;
-    wait_for_earlier();
+    wait_then_let_next_start();
     const u32 legal = legal_len[row], of_tile = longest[blockIdx.x / queries] / (tile_keys * step) * tile_keys;
     const int num_scores = min(of_tile, (legal + step - 1) / step);
     const Sample sample(reinterpret_cast<const float4*>(list), num_scores);
@@ -285,7 +287,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) choose_best(
 ) {
     extern __shared__ Sorted sorted[];
     const long long row = blockIdx.x;
-    wait_for_earlier();
+    wait_then_let_next_start();
     const int count = counts[row], legal = legal_len[row];
     const bool trusted = (count <= CAPACITY) & (count >= min(static_cast<int>(k), legal));  // both have been read
     if (threadIdx.x == 0) overflowed[row] = !trusted;

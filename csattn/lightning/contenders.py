@@ -27,8 +27,7 @@ from csattn.cuda import CudaKernel, cuda_kernel, num_multiprocessors
 from csattn.lightning.score import Operands
 from csattn.lightning.score_device import Scorer
 
-PARTS = ("intrinsics.cu", "topk_common.cu", "contenders.cu")
-SOURCES = tuple(Path(__file__).with_name(name) for name in PARTS)
+SOURCE = Path(__file__).with_name("contenders.cu")
 THREADS = 256  # of a block that chooses, at least
 THREADS_FOR_BARS = 32  # of one that puts a bar
 _SCORES_EACH, _ENTRIES_EACH = 32, 10  # of a thread, that it has in registers, unless there would be too many threads
@@ -128,7 +127,7 @@ def _bars_kernel(sample_len: int) -> tuple[CudaKernel, int]:
     capacity = 1 << max(10, (sample_len - 1).bit_length())
     threads = min(1024, max(THREADS_FOR_BARS, capacity // _SCORES_EACH))
     defines = {"THREADS": threads, "CLUSTER": 1, "CAPACITY": capacity}
-    return cuda_kernel(SOURCES, "put_bars", defines, early_start=True), threads
+    return cuda_kernel(SOURCE, "put_bars", defines, early_start=True), threads
 
 
 def _choice_kernel(capacity: int) -> tuple[CudaKernel, int]:
@@ -137,4 +136,4 @@ def _choice_kernel(capacity: int) -> tuple[CudaKernel, int]:
     while threads < 1024 and capacity > _ENTRIES_EACH * threads:
         threads *= 2
     defines = {"THREADS": threads, "CLUSTER": 1, "CAPACITY": capacity}
-    return cuda_kernel(SOURCES, "choose_best", defines, 8 * capacity + _BIN_BYTES, early_start=True), threads
+    return cuda_kernel(SOURCE, "choose_best", defines, 8 * capacity + _BIN_BYTES, early_start=True), threads

@@ -5,7 +5,9 @@
 //
 // Where lists are wanted, each candidate also gets the query: at most ITEM_QUERIES of a list are an item.
 //
-// Compiled with `topk_common.cu`, for THREADS, EACH, the blocks of a thread, and ITEM_QUERIES.
+// Compiled for THREADS, EACH, the blocks of a thread, and ITEM_QUERIES.
+
+#include "topk_common.cuh"
 
 // The queries of each block, as `hisa_score.cu` takes them.
 struct Lists {
@@ -47,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) choose_candidates(
     long long longer_than              // queries that see no more keys are in no list
 ) {
     __shared__ u32 scratch[3][WARPS];
-    wait_for_earlier();
+    wait_then_let_next_start();
     const int kv_len = kv_lens[blockIdx.x], size = block_size, first = threadIdx.x * EACH;
     const int end = min(static_cast<int>(max_blocks), (max(kv_len, 0) + size - 1) / size);
     scores += blockIdx.x * row_stride;

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from csattn.cuda import cuda_kernel
 
-HERE = Path(__file__).parent
-SOURCES = tuple(HERE / name for name in ("intrinsics.cu", "topk_common.cu", "hisa_choice.cu"))
+SOURCE = Path(__file__).with_name("hisa_choice.cu")
 FEW_THREADS, MANY_THREADS = 128, 1024  # of a query
 MANY_BLOCKS = 4096  # that more threads choose from
 ITEM_QUERIES = 32
@@ -49,7 +48,7 @@ def choose_candidates(
     threads = FEW_THREADS if max_blocks <= MANY_BLOCKS else MANY_THREADS
     each = 1 << (max(1, -(-max_blocks // threads)) - 1).bit_length()
     defines = {"THREADS": threads, "EACH": each, "ITEM_QUERIES": ITEM_QUERIES}
-    kernel = cuda_kernel(SOURCES, "choose_candidates", defines, early_start=True)
+    kernel = cuda_kernel(SOURCE, "choose_candidates", defines, early_start=True)
     kernel.launch(
         (num_queries, 1, 1),
         threads,

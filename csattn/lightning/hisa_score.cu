@@ -8,6 +8,8 @@
 // Compiled for what `hopper_score.cu` is compiled for, whose products and sums these are; and for BLOCK_KEYS, of a block,
 // and ITEM_QUERIES.
 
+#include "hopper_groups.cuh"
+
 namespace hisa {
 
 constexpr int PARTS = BLOCK_KEYS / KEYS;  // of a block's keys
@@ -48,7 +50,7 @@ struct Item {
 
 __device__ __forceinline__ Item take_item(const Work& of) {
     const int lane = threadIdx.x % 32, parts_each = (of.num_queries + ITEM_QUERIES - 1) / ITEM_QUERIES;
-    const int number = __shfl_sync(EVERY_LANE, lane == 0 ? atomicAdd(of.taken, 1) : 0, 0);
+    const int number = __shfl_sync(ALL_LANES, lane == 0 ? atomicAdd(of.taken, 1) : 0, 0);
     if (number >= *of.num_items) return {-1, 0, -1};
     const int item = of.items[number], block = item / parts_each, first = item % parts_each * ITEM_QUERIES;
     const int count = min(ITEM_QUERIES, of.counts[block] - first);
@@ -106,7 +108,7 @@ __device__ void fetch(Shared& s, const Work& of) {
             const int first = i * QUERIES;
             tile.count = max(0, min(QUERIES, item.count - first));
             tile.is_first = i < 2, tile.is_last = i >= num_tiles - 2;
-            fetch_tile(s, of, tile, __shfl_sync(EVERY_LANE, item.place, (first + lane) % 32), number);
+            fetch_tile(s, of, tile, __shfl_sync(ALL_LANES, item.place, (first + lane) % 32), number);
         }
     }
     tile.count = 0;
@@ -155,10 +157,10 @@ __device__ __forceinline__ void score_tile(Shared& s, const Work& of, const floa
     for (int part = 0; part < PARTS; ++part) {
         float products[128];
         wait_for_turn(group);
-        begin_products(products, s.keys[at][part], s.columns[stage]);
+        multiply_tile(products, s.keys[at][part], s.columns[stage]);
         give_turn_to(1 - group);  // when most are done was measured to be slower by 4 %
         write(of, pending);
-        wait_for_products(products);
+        wait_for_products<0>(products);
         Partial partial;
         weigh(products, mine.weights, partial);
         sum_up(partial, pending.sums);
@@ -178,7 +180,7 @@ __device__ void score(Shared& s, const Work& of, int group) {
     for (int i = 0; i < OWNED; ++i) pending.places[i] = -1;
     if (group == 1) give_turn_to(0);
     for (u32 number = group;; number += 2) {
-        const u32 stage = __shfl_sync(EVERY_LANE, number % STAGES, 0);  // lets the compiler know that a warp has one
+        const u32 stage = __shfl_sync(ALL_LANES, number % STAGES, 0);  // lets the compiler know that a warp has one
         wait_for(&s.here[stage], number / STAGES % 2);
         const Tile& tile = s.tiles[stage];
         if (tile.block < 0) break;
@@ -224,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) score_candidates(
     long long num_keys
 ) {
     extern __shared__ u8 memory[];
-    hisa::Shared& s = *reinterpret_cast<hisa::Shared*>(memory + (-place_of(memory) & 1023));
+    hisa::Shared& s = *reinterpret_cast<hisa::Shared*>(memory + (-shared_address(memory) & 1023));
     const hisa::Work of{&columns, &keys, weights, key_scale, lists, counts, items, num_items, taken, out,
                         static_cast<int>(num_queries), static_cast<int>(num_candidates), static_cast<int>(num_keys)};
     if (threadIdx.x == 0) {

@@ -15,7 +15,7 @@ from csattn.lightning.hisa_choice import ITEM_QUERIES, BlockLists
 from csattn.lightning.hisa_kernels import longest_on_device
 from csattn.lightning.score import Operands
 
-SOURCES = (*hopper_score.SHARED_SOURCES, Path(__file__).with_name("hisa_score.cu"))
+SOURCE = Path(__file__).with_name("hisa_score.cu")
 BLOCK_SIZES = (64, 128)
 _ATOM_BYTES = 128
 _ROOM_BYTES = 220 << 10  # of shared memory, for keys and queries
@@ -98,4 +98,4 @@ def _kernel(dtype: torch.dtype, num_heads: int, head_dim: int, block_size: int) 
     stages_bytes = defines["STAGES"] * hopper_score.COLUMNS * (row_bytes + 4)
     # the first is for alignment, the last for what is said of tiles, and barriers
     shared_bytes = 1024 + stages_bytes + 2 * block_size * row_bytes + 2048
-    return cuda_kernel(SOURCES, "score_candidates", defines, shared_bytes, early_start=True, architecture="sm_90a")
+    return cuda_kernel(SOURCE, "score_candidates", defines, shared_bytes, early_start=True, architecture="sm_90a")

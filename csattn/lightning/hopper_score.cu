@@ -8,6 +8,8 @@
 //
 // Compiled for DTYPE, HEAD_DIM, COLUMNS, HEADS, STAGES and THREADS.
 
+#include "hopper_groups.cuh"
+
 // What a query tile needs besides its keys.
 template <class Work>
 __device__ void fetch_item(Shared& s, const Operands& of, const Work& work, int query_tile, int at) {
@@ -83,15 +85,15 @@ __device__ __forceinline__ void score_tile(Shared& s, const Operands& of, const 
     float products[128], scale[2] = {1.0f, 1.0f};
     const Place tile = s.places[stage];
     wait_for_turn(group);
-    begin_products(products, s.keys[stage], s.columns[at]);
+    multiply_tile(products, s.keys[stage], s.columns[at]);
     if (of.key_scale)
 #pragma unroll
         for (int r = 0; r < 2; ++r)
             scale[r] = __ldg(of.key_scale + min(tile.first + (owner.row + 8 * r) * tile.step, of.num_keys - 1));
     if (!is_first) finish(pending, of, work, mine, owner, s.items[at]);
-    wait_for_most_products();
+    wait_for_products<1>();
     give_turn_to(1 - group);
-    wait_for_products(products);
+    wait_for_products<0>(products);
     if (threadIdx.x % 32 == 0) arrive(&s.keys_used[stage]);
     Partial partial;
     weigh(products, mine.weights, partial);
@@ -124,7 +126,7 @@ template <class Work> __device__ void score(Shared& s, const Operands& of, const
 }
 
 template <class Work> __device__ __forceinline__ void run(u8* memory, const Operands& of, const Work& work) {
-    Shared& s = *reinterpret_cast<Shared*>(memory + (-place_of(memory) & 1023));
+    Shared& s = *reinterpret_cast<Shared*>(memory + (-shared_address(memory) & 1023));
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) make_barrier(&s.keys_here[i], 1), make_barrier(&s.keys_used[i], GROUP / 32);
         for (int i = 0; i < 2; ++i) make_barrier(&s.item_here[i], 1), make_barrier(&s.item_used[i], 2 * GROUP / 32);

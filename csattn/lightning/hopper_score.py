@@ -21,9 +21,7 @@ from csattn.cuda import CudaKernel, cuda_kernel, num_multiprocessors, tensor_map
 from csattn.lightning.quantise import FP8
 from csattn.lightning.score import Operands
 
-SHARED = ("hopper_intrinsics.cu", "hopper_tiles.cu", "hopper_sums.cu", "hopper_groups.cu")  # with `hisa_score`
-SHARED_SOURCES = tuple(Path(__file__).with_name(name) for name in SHARED)
-SOURCES = (*SHARED_SOURCES, Path(__file__).with_name("hopper_score.cu"))
+SOURCE = Path(__file__).with_name("hopper_score.cu")
 KEYS = 64  # of a tile
 COLUMNS = 256  # pairs of a query and a head
 THREADS = 384
@@ -115,4 +113,4 @@ def _kernel(name: str, dtype: torch.dtype, num_heads: int, head_dim: int) -> Cud
     defines = defines_for(dtype, num_heads, head_dim)
     # the first is for alignment, the last for weights, bars and barriers
     shared_bytes = 1024 + (2 * COLUMNS + defines["STAGES"] * KEYS) * head_dim * dtype.itemsize + 4096
-    return cuda_kernel(SOURCES, name, defines, shared_bytes, early_start=True, architecture="sm_90a")
+    return cuda_kernel(SOURCE, name, defines, shared_bytes, early_start=True, architecture="sm_90a")

@@ -5,6 +5,9 @@
 //
 // Compiled for THREADS (128), PAGES (that a block has room for).
 
+#include "page_products.cuh"
+#include "topk_common.cuh"
+
 constexpr int HEADS = 64, HEAD_DIM = 128, PAGE_SIZE = 64;
 constexpr int VALUE_BYTES = PAGE_SIZE * HEAD_DIM, PAGE_BYTES = VALUE_BYTES + PAGE_SIZE * 4, UNITS = HEAD_DIM / 16;
 constexpr int QUERY_UNITS = HEADS * UNITS;
@@ -73,9 +76,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) score_pages(
     const long long query = blockIdx.y;
     const int own = threadIdx.x, quad = threadIdx.x % 4;
     const int first = blockIdx.x * static_cast<int>(pages_each);
-    if (own < PAGES) init_barrier(&s.arrivals[own], 1);
+    if (own < PAGES) make_barrier(&s.arrivals[own], 1);
     show_to_tensor_cores();  // and to the copy engine
-    wait_for_earlier();
+    wait_then_let_next_start();
     for (int i = blockIdx.x * THREADS + own; i < num_counters; i += gridDim.x * THREADS)
         counters[query * num_counters + i] = 0;
     // what does not depend on each other is loaded together
@@ -92,8 +95,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) score_pages(
     if (num_keys <= longer_than || count <= 0) return;
     if (own < count) {
         s.exists[own] = 0 <= number && number < num_pages;
-        if (s.exists[own])
-            bring(s.pages[own], cache + static_cast<long long>(number) * PAGE_BYTES, PAGE_BYTES, &s.arrivals[own]);
+        if (s.exists[own]) {
+            arrive_expecting(&s.arrivals[own], PAGE_BYTES);
+            load_bytes(s.pages[own], cache + static_cast<long long>(number) * PAGE_BYTES, PAGE_BYTES, &s.arrivals[own]);
+        }
     }
 #pragma unroll
     for (int i = 0; i < QUERY_UNITS / THREADS; ++i) {

@@ -13,8 +13,7 @@ from csattn.lightning.key_cache import HEAD_DIM, PAGE_BYTES, PAGE_SIZE
 from csattn.lightning.quantise import FP8
 from csattn.lightning.topk_lists import MAX_ROWS, GroupBests
 
-PARTS = ("tensor_cores.cu", "page_products.cu", "topk_common.cu", "page_score.cu")
-SOURCES = tuple(Path(__file__).with_name(name) for name in PARTS)
+SOURCE = Path(__file__).with_name("page_score.cu")
 HEADS = 64
 THREADS = 128
 BLOCKS_PER_SM = 8
@@ -64,7 +63,7 @@ def score_on_hopper(
         pages_each = -(-pages_each // group_pages) * group_pages  # a group is of one block
         marks = bests.keys, bests.keys.stride(0), bests.group_keys, bests.slots, 2 * bests.slots.shape[1]
     defines = {"THREADS": THREADS, "PAGES": PAGES}
-    kernel = cuda_kernel(SOURCES, "score_pages", defines, SHARED_BYTES, early_start=True, architecture="sm_90a")
+    kernel = cuda_kernel(SOURCE, "score_pages", defines, SHARED_BYTES, early_start=True, architecture="sm_90a")
     grid = -(-max_pages // pages_each), num_queries, 1
     sizes = pages.stride(0), max_pages, len(values), longer_than, pages_each
     kernel.launch(grid, THREADS, q, weights, values, pages, kv_lens, out, *sizes, *marks)

@@ -7,6 +7,8 @@
 //
 // Compiled for THREADS (384), ROPE_DIM (0 or 64), HALF (bf16 or f16), HAS_SINK.
 
+#include "half_products.cuh"
+
 constexpr int HEADS = 64, LATENT_DIM = 512, STAGES = 4;
 constexpr int PART = 32;  // rows of a stage
 constexpr int LINE = 64;  // channels of 128 bytes: what of a row lies together in shared memory
@@ -57,9 +59,9 @@ __device__ void load_query(Shared& s, const char* q_nope, const char* q_pe, int 
         const int unit = i % 8, line = i / 8 % LINES, head = i / (8 * LINES), there = head < num_heads ? 16 : 0;
         const char* from = line < LATENT_LINES ? q_nope + head * (LATENT_DIM * 2) + line * 128
                                                : q_pe + head * (ROPE_DIM * 2) + (line - LATENT_LINES) * 128;
-        start_copy(address_of(s.q[line]) + offset_of(head, unit), there ? from + unit * 16 : q_nope, there);
+        start_copy(shared_address(s.q[line]) + offset_of(head, unit), there ? from + unit * 16 : q_nope, there);
     }
-    end_copies();
+    end_copy_group();
     wait_for_copies<0>();
 }
 
@@ -80,7 +82,7 @@ __device__ void gather(Shared& s, const Selection& selection, const char* ckv, c
             const int count = row[i] < 0 ? 0 : 16;
             const char* latent = ckv + max(row[i], 0) * ckv_bytes + unit * 16;
             const char* rope = kpe + max(row[i], 0) * kpe_bytes + unit * 16;
-            const u32 to = address_of(s.rows[stage]) + offset_of(i * TOGETHER + first, unit);
+            const u32 to = shared_address(s.rows[stage]) + offset_of(i * TOGETHER + first, unit);
 #pragma unroll
             for (int line = 0; line < LINES; ++line)
                 start_copy(to + line * PART_BYTES,
@@ -88,7 +90,7 @@ __device__ void gather(Shared& s, const Selection& selection, const char* ckv, c
         }
         arrive_when_copied(&s.filled[stage]);
     }
-    end_copies();
+    end_copy_group();
     wait_for_copies<0>();
 }
 
@@ -111,7 +113,7 @@ struct Attending {
         const int stage = part % STAGES;
         wait_for(&s.filled[stage], part / STAGES % 2);
         show_to_tensor_cores();
-        const u64 q = operand_at(address_of(s.q)), rows = operand_at(address_of(s.rows[stage]));
+        const u64 q = operand_at(shared_address(s.q)), rows = operand_at(shared_address(s.rows[stage]));
         begin_products();
 #pragma unroll
         for (int step = 0; step < LINES * 4; ++step) {
@@ -147,12 +149,12 @@ struct Attending {
             if (most[i] <= base[i] + LEEWAY) most[i] = base[i];
             if (column == 0) s.of_two[part % 2][head + 8 * i] = most[i];
             const float finite = most[i] == NOTHING ? 0 : most[i];
-            total[i] *= exp2_of(base[i] - finite);
+            total[i] *= exp2_approx(base[i] - finite);
             base[i] = most[i];
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                const float first = exp2_of(logits[4 * j + 2 * i] - finite);
-                const float second = exp2_of(logits[4 * j + 2 * i + 1] - finite);
+                const float first = exp2_approx(logits[4 * j + 2 * i] - finite);
+                const float second = exp2_approx(logits[4 * j + 2 * i + 1] - finite);
                 total[i] += first + second;
                 const u32 place = offset_of(head + 8 * i, part % 2 * 4 + j) + column * 2;
                 *reinterpret_cast<u32*>(s.shares + place) = pack(first, second);
@@ -171,12 +173,12 @@ struct Attending {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const float of_part = s.of_two[part % 2][head + 8 * i], finite = of_part == NOTHING ? 0 : of_part;
-            total[i] *= exp2_of(base[i] - finite), shrink[i] = exp2_of(of_sums[i] - finite);
+            total[i] *= exp2_approx(base[i] - finite), shrink[i] = exp2_approx(of_sums[i] - finite);
             changed |= of_sums[i] != of_part;
             base[i] = of_sums[i] = of_part;
         }
         if (__any_sync(0xffffffffu, changed)) {
-            if (WITH_LOGITS) wait_for_all_products();
+            if (WITH_LOGITS) wait_for_products<0>();
 #pragma unroll
             for (int k = 0; k < 128; ++k) sums[k] *= shrink[k / 2 % 2];
         }
@@ -185,8 +187,8 @@ struct Attending {
     // Starts to add the rows of a part, each by its share, in the group's half of the channels.
     __device__ __forceinline__ void start_sums(int part) {
         const char* values = s.rows[part % STAGES][group * LATENT_LINES / 2];
-        const u64 shares = operand_at(address_of(s.shares) + part % 2 * (PART * 2));
-        const u64 rows = operand_at(address_of(values), PART_BYTES);
+        const u64 shares = operand_at(shared_address(s.shares) + part % 2 * (PART * 2));
+        const u64 rows = operand_at(shared_address(values), PART_BYTES);
         begin_products();
 #pragma unroll
         for (int step = 0; step < PART / 16; ++step)
@@ -247,7 +249,7 @@ struct Attending {
             const float sum = s.of_two[0][row] + s.of_two[1][row], norm = sum > 0 ? sum : 1;
             const float log2_sum = base[i] + log2f(norm);
             float factor = 1 / norm;
-            if (HAS_SINK) factor /= 1 + exp2_of(sink[row] * LOG2_E - log2_sum);
+            if (HAS_SINK) factor /= 1 + exp2_approx(sink[row] * LOG2_E - log2_sum);
             if (group == 0 && column == 0) lse[row] = log2_sum * LN_2;
             u32* to = out + (row * LATENT_DIM + group * (LATENT_DIM / 2) + column) / 2;
 #pragma unroll
@@ -278,10 +280,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_prefill(
     if (threadIdx.x == 0) {
         s.end = 0;
         for (int stage = 0; stage < STAGES; ++stage) {
-            init_barrier(&s.filled[stage], GROUP);
-            init_barrier(&s.free[stage], ATTENDING / 32);
+            make_barrier(&s.filled[stage], GROUP);
+            make_barrier(&s.free[stage], ATTENDING / 32);
         }
-        for (int i = 0; i < 2; ++i) init_barrier(&s.shared_out[i], GROUP / 32);
+        for (int i = 0; i < 2; ++i) make_barrier(&s.shared_out[i], GROUP / 32);
     }
     __syncthreads();
     load_query(s, q_nope + pair * (LATENT_DIM * 2), q_pe + pair * (ROPE_DIM * 2), heads);
@@ -289,10 +291,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_prefill(
     const int end = find_end(indices, top_k, num_rows, &s.end);
     const Selection selection{indices, static_cast<int>(num_rows), end};
     if (threadIdx.x / GROUP == 2) {
-        release_registers<56>();
+        leave_registers<56>();
         gather(s, selection, ckv, kpe, ckv_bytes, kpe_bytes);
     } else {
-        claim_registers<224>();
+        take_registers<224>();
         Attending attending(s);
         attending.attend(selection, scale);
         attending.write(sink + first_head, heads, reinterpret_cast<u32*>(out) + pair * (LATENT_DIM / 2), lse + pair);

@@ -9,9 +9,7 @@ from torch import Tensor
 
 from csattn.cuda import cuda_kernel, has_warpgroup_products
 
-SOURCES = tuple(
-    Path(__file__).with_name(name) for name in ("tensor_cores.cu", "half_products.cu", "prefill_attention.cu")
-)
+SOURCE = Path(__file__).with_name("prefill_attention.cu")
 LATENT_DIM, ROPE_DIMS = 512, (0, 64)
 HEADS = 64  # of a block; fewer waste what they leave out
 MIN_BLOCKS = 64
@@ -54,7 +52,7 @@ def attend_many(
         "HALF": DTYPES[q_nope.dtype],
         "HAS_SINK": int(attn_sink is not None),
     }
-    kernel = cuda_kernel(SOURCES, "attend_prefill", defines, SHARED_BYTES, architecture="sm_90a")
+    kernel = cuda_kernel(SOURCE, "attend_prefill", defines, SHARED_BYTES, architecture="sm_90a")
     kernel.launch(
         (num_queries * -(-num_heads // HEADS), 1, 1),
         THREADS,

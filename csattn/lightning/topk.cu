@@ -11,6 +11,8 @@
 // Compiled for THREADS, CLUSTER, VECTORS (of four scores that a thread has of a tile), CAPACITY (entries of a block),
 // BLOCKS_PER_SM, BY_POSITION.
 
+#include "topk_entries.cuh"
+
 struct Tile {
     float4 scores[VECTORS];
 };
@@ -123,7 +125,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     chosen += row * k;
     if (pages) pages += row * pages_stride;
     if (threadIdx.x == 0) s.num_entries = 0;
-    wait_for_earlier();
+    wait_then_let_next_start();
     const int num_scores = max(0, min(static_cast<int>(length), legal_len ? legal_len[row] : static_cast<int>(length)));
     if (BY_POSITION && num_scores <= k) return choose_all(num_scores, k, rank, CLUSTER, pages, page_size, chosen);
     __syncthreads();

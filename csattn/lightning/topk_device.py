@@ -12,9 +12,7 @@ from torch import Tensor
 from csattn.cuda import CudaKernel, cuda_kernel, num_multiprocessors
 
 HERE = Path(__file__).parent
-TILE_PARTS = ("intrinsics.cu", "topk_common.cu", "topk_range.cu", "topk_entries.cu", "topk.cu")
-TILE_SOURCES = tuple(HERE / name for name in TILE_PARTS)
-DIGIT_SOURCES = tuple(HERE / name for name in ("intrinsics.cu", "topk_common.cu", "topk_source.cu", "topk_digits.cu"))
+TILE_SOURCE, DIGIT_SOURCE = HERE / "topk.cu", HERE / "topk_digits.cu"
 MAX_K = 2048
 MAX_CLUSTER = 8  # blocks that work on one row; more are not portable
 # Of the multiprocessors, those that clusters can have at the same time: they do not reach from one cluster of
@@ -122,11 +120,9 @@ def _kernel(shape: BlockShape | DigitShape, cluster: int, by_position: bool) -> 
     }
     if isinstance(shape, DigitShape):
         defines |= {"MAX_K": MAX_K}
-        return cuda_kernel(
-            DIGIT_SOURCES, "select_by_digits", defines, shape.shared_bytes(by_position), early_start=True
-        )
+        return cuda_kernel(DIGIT_SOURCE, "select_by_digits", defines, shape.shared_bytes(by_position), early_start=True)
     defines |= {"CAPACITY": shape.capacity}
-    return cuda_kernel(TILE_SOURCES, "select_top_k", defines, shape.shared_bytes, early_start=True)
+    return cuda_kernel(TILE_SOURCE, "select_top_k", defines, shape.shared_bytes, early_start=True)
 
 
 def _address(array: Tensor | None) -> Tensor | int:

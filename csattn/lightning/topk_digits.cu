@@ -12,6 +12,8 @@
 //
 // Compiled for THREADS, CLUSTER, VECTORS (of four scores), BLOCKS_PER_SM, BY_POSITION, MAX_K.
 
+#include "topk_source.cuh"
+
 constexpr u32 FEW = 32;   // scores that are compared one by one: a lane has one
 constexpr int LONG = 32;  // times k: of longer rows the best of every 4 * AT_ONCE scores are counted first
 constexpr int SHARE = BINS / CLUSTER;
@@ -230,7 +232,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     for (int i = threadIdx.x; i < BINS; i += THREADS) s.bins[i] = 0;
     if (threadIdx.x == 0) s.top = s.num_few = 0;
     Blocks blocks(s.barrier, rank);
-    wait_for_earlier();
+    wait_then_let_next_start();
     const int num_scores = max(0, min(static_cast<int>(length), legal_len ? legal_len[row] : static_cast<int>(length)));
     if (BY_POSITION && num_scores <= k) return choose_all(num_scores, k, rank, CLUSTER, pages, page_size, chosen);
     __syncthreads();

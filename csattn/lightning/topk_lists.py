@@ -11,8 +11,7 @@ from torch import Tensor
 
 from csattn.cuda import cuda_kernel
 
-PARTS = ("intrinsics.cu", "topk_common.cu", "topk_range.cu", "topk_lists.cu", "topk_collect.cu", "topk_choose.cu")
-SOURCES = tuple(Path(__file__).with_name(name) for name in PARTS)
+SOURCE = Path(__file__).with_name("topk_lists.cu")
 THREADS = 1024
 SLOTS = 5 * THREADS  # of a row, for what its blocks list
 ENTRIES = 8192  # that one block chooses among in its shared memory
@@ -78,7 +77,7 @@ def choose_listed(
         "MAX_GROUPS": MAX_GROUPS,
         "MANY_GROUPS": MANY_GROUPS,
     }
-    kernel = cuda_kernel(SOURCES, "choose_listed", defines, SHARED_BYTES, early_start=True)
+    kernel = cuda_kernel(SOURCE, "choose_listed", defines, SHARED_BYTES, early_start=True)
     kernel.launch(
         (num_tiles, rows, 1),
         THREADS,

@@ -15,20 +15,17 @@ import numpy as np
 import pytest
 import torch
 
-from csattn.cuda import as_argument
+from csattn.cuda import as_argument, source_text
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-# sources in assembly, and what the CPU has instead
+# files of assembly, and what the CPU has instead: what these include is relative to what they replace
 REPLACEMENTS = {
-    ROOT / "csattn/search/device/intrinsics.cu": HERE / "search_intrinsics.h",
-    ROOT / "csattn/attention/intrinsics.cu": HERE / "attention_intrinsics.h",
-    ROOT / "csattn/lightning/intrinsics.cu": HERE / "lightning_intrinsics.h",
-    ROOT / "csattn/lightning/hopper_intrinsics.cu": HERE / "hopper_intrinsics.h",
-    ROOT / "csattn/lightning/tensor_cores.cu": HERE / "tensor_core_intrinsics.h",
-    ROOT / "csattn/lightning/half_products.cu": HERE / "half_products.h",
-    ROOT / "csattn/lightning/page_products.cu": HERE / "page_products.h",
-    ROOT / "offload/intrinsics.cuh": HERE / "offload_intrinsics.h",
+    ROOT / "csattn/cuda/intrinsics.cuh": HERE / "intrinsics.h",
+    ROOT / "csattn/lightning/hopper_products.cuh": HERE / "hopper_products.h",
+    ROOT / "csattn/lightning/tensor_cores.cuh": HERE / "tensor_cores.h",
+    ROOT / "csattn/lightning/half_products.cuh": HERE / "half_products.h",
+    ROOT / "csattn/lightning/page_products.cuh": HERE / "page_products.h",
 }
 COMPILER = shutil.which("g++")
 LARGE_VARIABLES = "emulated_shared", "exchanged"  # of the emulator itself
@@ -55,7 +52,7 @@ class EmulatedKernel:
 
 
 def tensor_map(matrix: torch.Tensor, box: tuple[int, int]) -> Any:
-    """As `csattn.cuda.tensor_map`; for `hopper_intrinsics.h`."""
+    """As `csattn.cuda.tensor_map`; for `hopper_products.h`."""
     (rows, width), size = matrix.shape, matrix.itemsize
     assert box[1] * size == 128 and box[0] <= 256, "boxes are of 128 bytes and 256 rows at most"
     assert matrix.data_ptr() % 16 == 0 and matrix.stride(0) * size % 16 == 0, "the copy engine takes 16 bytes at a time"
@@ -94,7 +91,7 @@ class Emulator:
 
     def cuda_kernel(
         self,
-        source: Path | tuple[Path, ...],
+        source: Path,
         name: str,
         defines: Mapping[str, object],
         shared_bytes: int = 0,
@@ -103,8 +100,7 @@ class Emulator:
         most_shared: bool = False,
     ) -> EmulatedKernel:
         """As `csattn.cuda.cuda_kernel`."""
-        sources = source if isinstance(source, tuple) else (source,)
-        code = "\n".join(REPLACEMENTS.get(path, path).read_text() for path in sources)
+        code = source_text(source, lambda path: REPLACEMENTS.get(path, path).read_text())
         code = re.sub(
             r"extern __shared__ (?:__align__\(16\) )?(\w+) (\w+)\[\];", r"\1* const \2 = (\1*)emulated_shared;", code
         )

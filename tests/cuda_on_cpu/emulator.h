@@ -156,6 +156,25 @@ static inline int __dp4a(int a, int b, int sum) {
 }
 static inline float __fadd_rn(float a, float b) { return a + b; }
 static inline float __fmul_rn(float a, float b) { volatile float product = a * b; return product; }
+
+// The standard normal's distribution and its inverse, and exp(x * x) * erfc(x) for x >= 0.
+static inline float normcdff(float x) { return std::erfc(-x / std::sqrt(2.0)) / 2; }
+static inline float normcdfinvf(float share) {
+    if (share == 0) return -INFINITY;
+    double low = -40, high = 40;
+    for (int i = 0; i < 100; ++i) {
+        const double middle = (low + high) / 2;
+        (std::erfc(-middle / std::sqrt(2.0)) / 2 < share ? low : high) = middle;
+    }
+    return low;
+}
+static inline float erfcxf(float x) {
+    if (x < 5) return std::exp(static_cast<double>(x) * x) * std::erfc(static_cast<double>(x));
+    double fraction = x;
+    for (int k = 40; k > 0; --k) fraction = x + k / 2.0 / fraction;
+    return 1 / (fraction * std::sqrt(M_PI));
+}
+
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
 static inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
 static inline int __clzll(unsigned long long x) { return x ? __builtin_clzll(x) : 64; }

@@ -1,4 +1,6 @@
-// What csattn/lightning/half_products.cu has for the device.
+// What csattn/lightning/half_products.cuh has for the device.
+
+#include "tensor_cores.cuh"
 
 #define IS_bf16 1
 #define IS_f16 0
@@ -27,7 +29,6 @@ static inline float from_half(const void* place) {
 }
 
 static inline u32 pack(float first, float second) { return to_half(first) | static_cast<u32>(to_half(second)) << 16; }
-static inline float exp2_of(float x) { return std::exp2(x); }
 static inline float element(u64 operand, int line, int column) {
     return from_half(element_at<2>(operand, line, column));
 }

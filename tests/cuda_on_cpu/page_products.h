@@ -1,11 +1,7 @@
-// What csattn/lightning/page_products.cu has for the device. A copy has ended when it returns; every thread computes
-// its own products.
+// What csattn/lightning/page_products.cuh has for the device: every thread computes its own products.
 
-static inline void wait_for_earlier() {}
-static inline void bring(void* to, const void* from, u32 bytes, u64* barrier) {
-    std::memcpy(to, from, bytes);
-    arrive(barrier);
-}
+#include "tensor_cores.cuh"
+
 static inline void put_unit(char* query, int head, int unit, uint4 channels) {
     std::memcpy(query + head * 128 + unit * 16, &channels, 16);
 }
@@ -24,4 +20,3 @@ static inline void multiply_page(float (&products)[32], const char* page, const 
         for (int i = 0; i < 128; ++i) products[j] += from_e4m3(page[key * 128 + i]) * from_e4m3(query[head * 128 + i]);
     }
 }
-static inline float relu(float x) { return x > 0 || x != x ? x : 0; }

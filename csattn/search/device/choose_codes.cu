@@ -2,6 +2,8 @@
 // ones. In integers throughout, so that neither the device nor how keys are shared out makes a difference: see
 // csattn.sketch.reference.worth.
 
+#include "codes.cuh"
+
 constexpr u32 NUM_BINS = 1024;
 constexpr int BINS_PER_OCTAVE_LOG = 5;         // at first: 32 octaves in all
 constexpr int TOTAL_BITS = 24, LOG_BITS = 16;  // of reference.normaliser
@@ -210,7 +212,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const u8* marks = context_id < 0 ? nullptr : sketches[context_id].marks;
     for (int i = 0; i < 3; ++i) counts[i][threadIdx.x] = 0;
     if (threadIdx.x == 0) chosen_here = {0, 0};
-    wait_for_earlier(context.num_keys + static_cast<u32>(reinterpret_cast<u64>(marks)));
+    wait_then_let_next_start(context.num_keys + static_cast<u32>(reinterpret_cast<u64>(marks)));
     const u32 wanted = context.top_k;
     int* chosen = kv_indices + slot * max_top_k;
     for (long long i = wanted + blockIdx.x * THREADS + threadIdx.x; i < max_top_k; i += CLUSTER * THREADS) chosen[i] = -1;

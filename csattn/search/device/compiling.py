@@ -11,7 +11,7 @@ from csattn.search.device.shapes import IndexShape, SketchShape
 
 HERE = Path(__file__).parent
 THREADS = 512
-CHUNK_KEYS, MAX_BLOCKS = 1024, 256  # of choice.cu
+CHUNK_KEYS, MAX_BLOCKS = 1024, 256  # of choice.cuh
 QUERY_TYPES = {torch.float32: "float", torch.float16: "u16", torch.bfloat16: "u16"}
 
 
@@ -32,8 +32,8 @@ def require_queries(q: Tensor, shape: IndexShape, batch_size: int, dtype: torch.
 
 
 def compiled(
+    source: str,  # a file of this folder
     name: str,
-    parts: tuple[str, ...],  # sources, besides what all have
     shape: IndexShape,
     query_dtype: torch.dtype = torch.float32,
     threads: int = THREADS,
@@ -56,5 +56,4 @@ def compiled(
         defines |= {"FINE": shape.num_fine, "COARSE": shape.num_coarse}
     else:
         defines |= {"SUBSPACES": shape.num_subspaces, "CENTROIDS": shape.num_centroids}
-    sources = tuple(HERE / f"{part}.cu" for part in ("intrinsics", "common", *parts))
-    return cuda_kernel(sources, name, defines, shared_bytes, early_start=True)
+    return cuda_kernel(HERE / source, name, defines, shared_bytes, early_start=True)

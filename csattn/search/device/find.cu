@@ -1,5 +1,7 @@
 // Fourth launch: the bin of the top_k-th worth, a mark for every key above it, a list of the keys in it.
 
+#include "boundary.cuh"
+
 // Mark the part's keys above the range, count them, and list those in it.
 __device__ u32 mark_part(const uint4* worths, const Part& part, const Range& range, u32* marks, Choice& choice) {
     u32 above = 0;
@@ -38,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) find_keys(
     const Context context = context_of(context_lens, top_ks, context_ids[blockIdx.z], sink_len, window_len);
     const Part part(context.num_keys);
     if (threadIdx.x == 0) above = 0;
-    wait_for_earlier();
+    wait_then_let_next_start();
     Choice& choice = choices[slot];
     const int wanted = num_wanted(context, choice);
     if (wanted == 0) return;

@@ -27,7 +27,7 @@ class DeviceLists:
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """In the order of their addresses in the table: struct ListIndex of match.cu."""
+        """In the order of their addresses in the table: struct ListIndex of list_index.cuh."""
         return self.query_basis, self.codebooks, self.scores, self.indices
 
     @property
@@ -50,7 +50,7 @@ class DeviceSketch:
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """In the order of their addresses in the table: struct Sketch of codes.cu."""
+        """In the order of their addresses in the table: struct Sketch of codes.cuh."""
         means = self.value_mean, self.value_transform
         return self.codes, self.segment_starts, self.key_mean, self.query_transform, *means, self.marks
 

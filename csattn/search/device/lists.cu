@@ -1,7 +1,10 @@
 // Scores of the keys that the chosen lists hold, summed by key in global memory, one launch for each subspace.
 //
 // A key occurs once in a list, so the additions of one launch never meet, and launches follow each other: every sum is
-// built in the order of the subspaces. -0.0 marks a key that no list holds; no stored score is -0.0.
+// built in the order of the subspaces. -0.0 marks a key that no list holds; no stored score is -0.0. `combine_lists` makes
+// worths of the sums, counted in bins.
+
+#include "list_index.cuh"
 
 constexpr u32 NOT_LISTED = 0x80000000u;
 constexpr int TILE_KEYS = 1024;  // keys of which a warp makes the statistics
@@ -20,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) clear_scores(
     long long max_keys
 ) {
     const int slot = blockIdx.z * gridDim.y + blockIdx.y, context_id = context_ids[blockIdx.z];
-    wait_for_earlier();
+    wait_then_let_next_start();
     if (context_id < 0) return;
     const int num_keys = (context_lens[context_id] + CHUNK_KEYS - 1) / CHUNK_KEYS * CHUNK_KEYS;
     for (int g = 0; g < GROUP_SIZE; ++g)
@@ -36,10 +39,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) add_list(
     float* scores, long long max_keys
 ) {
     const int head = blockIdx.y, slot = blockIdx.z * gridDim.y + head, context_id = context_ids[blockIdx.z];
-    if (context_id < 0) return wait_for_earlier();
+    if (context_id < 0) return wait_then_let_next_start();
     const ListIndex index = indexes[context_id];
     const int list_len = static_cast<int>(index.list_len);
-    wait_for_earlier();
+    wait_then_let_next_start();
     for (int g = 0; g < GROUP_SIZE; ++g) {
         const Match match = matches[(slot * GROUP_SIZE + g) * SUBSPACES + subspace];
         const float weight = static_cast<float>(match.weight);
@@ -62,7 +65,7 @@ __device__ TileStatistics tile_statistics(const float* tile, float slope) {
         if (is_listed(tile[key])) top = fmaxf(top, tile[key]);
     for (int step = 16; step > 0; step >>= 1) top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, step));
     for (int key = threadIdx.x % 32; key < TILE_KEYS; key += 32)
-        if (is_listed(tile[key])) total += power_of_two(slope * (tile[key] - top));
+        if (is_listed(tile[key])) total += exp2_approx(slope * (tile[key] - top));
     return {top, sum_over_warp(total)};
 }
 
@@ -73,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sum_tiles(
 ) {
     const int slot = blockIdx.z * gridDim.y + blockIdx.y, context_id = context_ids[blockIdx.z];
     const float slope = static_cast<float>(softmax_scale * LOG2_E);
-    wait_for_earlier();
+    wait_then_let_next_start();
     if (context_id < 0) return;
     const int num_tiles = (context_lens[context_id] + TILE_KEYS - 1) / TILE_KEYS;
     for (int work = blockIdx.x * WARPS + threadIdx.x / 32; work < num_tiles * GROUP_SIZE; work += gridDim.x * WARPS) {
@@ -82,4 +85,80 @@ extern "C" __global__ void __launch_bounds__(THREADS) sum_tiles(
         const TileStatistics mine = tile_statistics(scores + row * max_keys + tile * TILE_KEYS, slope);
         if (threadIdx.x % 32 == 0) statistics[row * (max_keys / TILE_KEYS) + tile] = mine;
     }
+}
+
+// What turns a query row's scores into shares.
+struct Softmax {
+    float top;     // of all listed keys' scores
+    float offset;  // HEADROOM - log2(total over all listed keys)
+};
+
+// One warp: all tiles of a query row, in fixed order.
+__device__ Softmax merge_tiles(const TileStatistics* tiles, int num_tiles, float slope) {
+    float top = -1.0f / 0.0f, total = 0;
+    for (int t = threadIdx.x % 32; t < num_tiles; t += 32) top = fmaxf(top, tiles[t].top);
+    for (int step = 16; step > 0; step >>= 1) top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, step));
+    for (int t = threadIdx.x % 32; t < num_tiles; t += 32)
+        if (tiles[t].total > 0) total += tiles[t].total * exp2_approx(slope * (tiles[t].top - top));
+    return {top, HEADROOM - log2f(sum_over_warp(total))};
+}
+
+// The worth of a key: 0 where no row lists it. Of a single row's scores, positive ones order like their bits and negative
+// ones backwards.
+__device__ __forceinline__ u32 list_worth(const float* scores, long long plane, float slope, const Softmax* rows) {
+    if (GROUP_SIZE == 1) {
+        const u32 bits = __float_as_uint(*scores);
+        if (bits == NOT_LISTED) return 0;
+        return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+    }
+    float worth = 0;
+    for (int g = 0; g < GROUP_SIZE; ++g) {
+        const float score = scores[g * plane];
+        if (is_listed(score))
+            worth += exp2_approx(fmaxf(fmaf(slope, score - rows[g].top, rows[g].offset), LEAST_EXPONENT));
+    }
+    return __float_as_uint(worth);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) combine_lists(
+    const int* context_lens, const int* top_ks, const int* context_ids, long long sink_len, long long window_len,
+    double softmax_scale,
+    const float* scores,               // as add_list leaves them
+    const TileStatistics* statistics,  // as sum_tiles writes them; of no interest to a single query row
+    uint4* worths,                     // [batch_size, num_index_heads, max_keys / UNIT_KEYS], written
+    long long max_keys,                // whole chunks
+    Choice* choices                    // [batch_size, num_index_heads], counted up
+) {
+    __shared__ Softmax rows[GROUP_SIZE];
+    __shared__ u32 bins[NUM_BINS];
+    const int slot = blockIdx.z * gridDim.y + blockIdx.y;
+    const Context context = context_of(context_lens, top_ks, context_ids[blockIdx.z], sink_len, window_len);
+    const float slope = static_cast<float>(softmax_scale * LOG2_E);
+    for (int i = threadIdx.x; i < NUM_BINS; i += THREADS) bins[i] = 0;
+    wait_then_let_next_start();
+    if (context.top_k == 0) return;
+    const int num_tiles = (context.num_keys + TILE_KEYS - 1) / TILE_KEYS;
+    for (int g = threadIdx.x / 32; GROUP_SIZE > 1 && g < GROUP_SIZE; g += WARPS) {
+        const TileStatistics* tiles = statistics + (static_cast<size_t>(slot) * GROUP_SIZE + g) * (max_keys / TILE_KEYS);
+        const Softmax softmax = merge_tiles(tiles, num_tiles, slope);
+        if (threadIdx.x % 32 == 0) rows[g] = softmax;
+    }
+    __syncthreads();
+    scores += static_cast<size_t>(slot) * GROUP_SIZE * max_keys;
+    worths += slot * (max_keys / UNIT_KEYS);
+    const Range range = first_range(context);
+    u32 listed = 0;
+    for (int unit = blockIdx.x * THREADS + threadIdx.x; unit < num_tiles * TILE_KEYS / UNIT_KEYS; unit += gridDim.x * THREADS) {
+        u32 four[UNIT_KEYS];
+        for (int i = 0; i < UNIT_KEYS; ++i) four[i] = list_worth(scores + unit * UNIT_KEYS + i, max_keys, slope, rows);
+        const uint4 worth = eligible_only(make_uint4(four[0], four[1], four[2], four[3]), unit * UNIT_KEYS, context);
+        range.count(worth, bins);
+        listed += (worth.x > 0) + (worth.y > 0) + (worth.z > 0) + (worth.w > 0);
+        worths[unit] = worth;
+    }
+    const u32 of_warp = __reduce_add_sync(ALL_LANES, listed);
+    if (threadIdx.x % 32 == 0 && of_warp) atomicAdd(&choices[slot].num_listed, of_warp);
+    __syncthreads();
+    for (int i = threadIdx.x; i < NUM_BINS; i += THREADS)
+        if (bins[i]) atomicAdd(&choices[slot].bins[i], bins[i]);
 }

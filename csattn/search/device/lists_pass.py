@@ -87,7 +87,7 @@ class ListsPass:
 
     def _launch(self, name: str, *args: Tensor | int | float) -> None:
         if name not in self._kernels:
-            self._kernels[name] = compiled(name, ("choice", "match", "lists", "combine_lists"), self.shape)
+            self._kernels[name] = compiled("lists.cu", name, self.shape)
         grid = self._blocks, self.shape.num_index_heads, self._batch_size
         self._kernels[name].launch(grid, THREADS, *args)
 
@@ -98,14 +98,14 @@ class ListsPass:
     @property
     def _match(self) -> CudaKernel:
         if "match" not in self._kernels:
-            made = compiled("match_centroids", ("choice", "match"), self.shape, self._query_dtype, self._match_threads)
+            made = compiled("match.cu", "match_centroids", self.shape, self._query_dtype, self._match_threads)
             self._kernels["match"] = made
         return self._kernels["match"]
 
     @cached_property
     def _find(self) -> CudaKernel:
-        return compiled("find_keys", ("choice", "boundary", "find"), self.shape)
+        return compiled("find.cu", "find_keys", self.shape)
 
     @cached_property
     def _write(self) -> CudaKernel:
-        return compiled("write_keys", ("choice", "write"), self.shape)
+        return compiled("write.cu", "write_keys", self.shape)

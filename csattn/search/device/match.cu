@@ -4,25 +4,10 @@
 // A launch of its own, one block for each subspace and one warp for each query. What no query changes lies in registers,
 // as float64, before the query is there; from then on a warp waits neither for memory nor for another warp.
 
-constexpr int SUBSPACE_DIM = HEAD_DIM / SUBSPACES;
+#include "list_index.cuh"
+
 constexpr int CENTROIDS_PER_LANE = (CENTROIDS + 31) / 32;
 constexpr int TERMS = (HEAD_DIM + 31) / 32;  // of a sum over a whole query, for each lane
-
-// Where a context's lists of one layer lie. Addresses come from a table in device memory, so that a captured graph follows
-// them when another context takes the place.
-struct ListIndex {
-    const float* query_basis;  // [num_index_heads, HEAD_DIM, HEAD_DIM]
-    const float* codebooks;    // [num_index_heads, SUBSPACES, CENTROIDS, SUBSPACE_DIM]
-    const u16* scores;         // [num_index_heads, SUBSPACES, CENTROIDS, list_len] halves
-    const int* indices;        // likewise
-    long long list_len;
-};
-
-// What a subspace's nearest centroid is to a query.
-struct alignas(16) Match {
-    double weight;  // the query's norm in the subspace, or 1
-    u32 centroid;
-};
 
 __device__ __forceinline__ int lane_of() { return threadIdx.x % 32; }
 __device__ __forceinline__ int coordinate(int term) { return term * 32 + lane_of(); }
@@ -157,11 +142,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) match_centroids(
 ) {
     const int b = blockIdx.x, head = blockIdx.y, slot = blockIdx.z * gridDim.y + head;
     const int context_id = context_ids[blockIdx.z];
-    if (context_id < 0) return wait_for_earlier();
+    if (context_id < 0) return wait_then_let_next_start();
     const ListIndex index = indexes[context_id];
     const Nearby nearby(index.codebooks + (head * SUBSPACES + b) * CENTROIDS * SUBSPACE_DIM);
     const Basis basis(index.query_basis + head * HEAD_DIM * HEAD_DIM + b * SUBSPACE_DIM);
-    wait_for_earlier(nearby.mixed() ^ basis.mixed());
+    wait_then_let_next_start(nearby.mixed() ^ basis.mixed());
     for (int g = threadIdx.x / 32; g < GROUP_SIZE; g += WARPS) {
         float query[TERMS], part[SUBSPACE_DIM];
         load_query(q + (static_cast<size_t>(slot) * GROUP_SIZE + g) * HEAD_DIM, query);

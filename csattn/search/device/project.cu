@@ -1,6 +1,8 @@
 // First launch over a sketch: the queries' coordinates in each segment, in octaves, and what unit they ask for. To the bit as
 // csattn.sketch.reference: sums run in index order, and where the compiler would fuse two roundings, it is told not to.
 
+#include "codes.cuh"
+
 constexpr double LARGEST_MULTIPLIER = 127, SCORE_ROOM = 32700;
 constexpr double ROOM = SCORE_ROOM - (7.5 * 8 * FINE + 1.5 * 16 * COARSE) / 2;
 constexpr int PAIRS = COORDS / 2;
@@ -47,12 +49,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) project_queries(
 ) {
     extern __shared__ uint4 memory[];  // HEAD_DIM rows of COORDS halves, then two mean keys, then `Projection`
     const int segment = blockIdx.x, head = blockIdx.y, slot = blockIdx.z * gridDim.y + head, context_id = context_ids[blockIdx.z];
-    if (context_id < 0) return wait_for_earlier();
+    if (context_id < 0) return wait_then_let_next_start();
     const Sketch sketch = sketches[context_id];
     const int num_segments = static_cast<int>(sketch.num_segments);
     asked += slot * GROUP_SIZE * max_segments + segment;
     if (segment >= num_segments) {
-        wait_for_earlier(sketch.low_bits());
+        wait_then_let_next_start(sketch.low_bits());
         for (int g = threadIdx.x; g < GROUP_SIZE; g += THREADS) asked[g * max_segments] = 0;
         return;
     }
@@ -65,8 +67,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) project_queries(
     const uint4* first_mean_key = reinterpret_cast<const uint4*>(sketch.key_mean + of_head * HEAD_DIM);
     for (int i = threadIdx.x; i < HEAD_DIM / 2; i += THREADS)
         start_copy(memory + TRANSFORM_UNITS + i, i < HEAD_DIM / 4 ? mean_key + i : first_mean_key + i - HEAD_DIM / 4);
-    end_group();
-    wait_for_earlier(sketch.low_bits());
+    end_copy_group();
+    wait_then_let_next_start(sketch.low_bits());
     for (int i = threadIdx.x; i < GROUP_SIZE * HEAD_DIM; i += THREADS) {
         const double wide = as_float(q[static_cast<size_t>(slot) * GROUP_SIZE * HEAD_DIM + i]);
         query[i / HEAD_DIM][i % HEAD_DIM] = wide, scaled[i / HEAD_DIM][i % HEAD_DIM] = static_cast<float>(octaves * wide);

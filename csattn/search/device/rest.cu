@@ -3,6 +3,8 @@
 // score_codes has summed up all rows that may be chosen. Here the chosen ones are taken out again: their weights and codes are
 // made by the same functions, so that what is taken out is what was put in, to the bit. A block has the tiles of one part.
 
+#include "codes.cuh"
+
 constexpr int PART = HEAD_DIM + 4;   // floats of a part: the output, unnormalised, then its exponent and the sum of its weights
 constexpr int OCTETS = GROUP_SIZE > 8 ? 2 : 1;
 constexpr int NUM_SUMS = SUMS - 3, WEIGHTS_AT = 32 * FINE_GROUPS;  // of a query
@@ -114,7 +116,7 @@ __device__ void sum_tiles(const float* sums, const float* tile_exponents, long l
 #pragma unroll 4
         for (int t = first_tile + i / FOURS; t < end_tile; t += SHARERS) {
             const float4 four = __ldcg(reinterpret_cast<const float4*>(sums + (g * max_tiles + t) * SUMS + j));
-            const float factor = power_of_two(__ldcg(tile_exponents + g * max_tiles + t) - exponents[g]);
+            const float factor = exp2_approx(__ldcg(tile_exponents + g * max_tiles + t) - exponents[g]);
             sum.x += four.x * factor, sum.y += four.y * factor, sum.z += four.z * factor, sum.w += four.w * factor;
         }
         *reinterpret_cast<float4*>(scratch + (i / FOURS * GROUP_SIZE + g) * SUMS + j) = sum;
@@ -152,7 +154,7 @@ struct Segment {
         const uint4* mean = reinterpret_cast<const uint4*>(sketch.value_mean + here * HEAD_DIM);
         for (int i = threadIdx.x; i < TRANSFORM_UNITS; i += THREADS) start_copy(transform + i, columns + i);
         for (int i = threadIdx.x; i < HEAD_DIM / 4; i += THREADS) start_copy(transform + TRANSFORM_UNITS + i, mean + i);
-        end_group();
+        end_copy_group();
         for (int i = threadIdx.x; i < GROUP_SIZE * 16 * COARSE; i += THREADS) {
             const int g = i / (16 * COARSE), j = 8 * FINE + i % (16 * COARSE);
             codes[g][j] = static_cast<float>(1 / LOG2_E) * coordinates[g * COORDS + j];
@@ -223,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_rest(
     __syncthreads();
     // after a search, what score_codes has left is there before the last of its launches begins
     bool waited = !AFTER_SEARCH;
-    if (waited || part.first_tile == part.end_tile) wait_for_earlier();
+    if (waited || part.first_tile == part.end_tile) wait_then_let_next_start();
     tile_exponents += slot * GROUP_SIZE * max_tiles;
     sums += slot * GROUP_SIZE * max_tiles * SUMS;
     kv_indices += slot * max_top_k;
@@ -241,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_rest(
         for (int o = 0; o < OCTETS; ++o)
             rows.load(o, queries, slot, min(8 * o + static_cast<int>(threadIdx.x) % 32 / 4, GROUP_SIZE - 1), segment);
         if (OCTETS == 1) rows.clear_second();
-        if (!waited) wait_for_earlier();
+        if (!waited) wait_then_let_next_start();
         waited = true;
         const Bounds chosen = bounds_of(kv_indices, valid_len[slot], tile * TILE_KEYS, end_tile * TILE_KEYS, scratch);
         const int num_warps = min(WARPS, (chosen.end - chosen.first + HALF_KEYS - 1) / HALF_KEYS);

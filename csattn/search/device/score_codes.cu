@@ -5,6 +5,8 @@
 // All rows of the batch with the same context and all query heads of a group read the codes once, as far as they fit into 16
 // rows of a product. The warps of the device share out the tiles. What becomes of a tile depends on nothing beside it.
 
+#include "tiles.cuh"
+
 // What a warp has of a tile so far. The exponent is such that the weights of its first keys are at most 1; it rises when a
 // weight would exceed 2 ** SPARE.
 //
@@ -31,7 +33,7 @@ template <int OCTETS, bool TWINS> struct Tile {
         }
         const bool rises = top > (limits[o] & 0xffff);
         const float exponent = rises ? ceilf(slope * (static_cast<float>(top) - BIAS)) : exponents[o];
-        const float factor = power_of_two(exponents[o] - exponent);
+        const float factor = exp2_approx(exponents[o] - exponent);
         exponents[o] = exponent;
         const float limit = fminf(65535.0f, (exponent + SPARE) / slope + BIAS);
         limits[o] = static_cast<u32>(limit) * 0x00010001u;
@@ -263,7 +265,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) score_codes(
     Source source(at, sketches);
     Ring ring{memory + threadIdx.x / 32 * (STAGES * BLOCK_CHUNKS * CHUNK), 0};
     for (int s = 0; s < STAGES - 1; ++s) source.copy_next(ring.at(s));
-    wait_for_earlier();
+    wait_then_let_next_start();
     const Queries queries{coordinates, means, asked, max_segments};
     const Kept kept{scores, octaves, exponents, sums, max_keys, max_tiles};
     Rows rows(reinterpret_cast<u32*>(memory + WARPS * STAGES * BLOCK_CHUNKS * CHUNK));

@@ -140,7 +140,7 @@ class SketchPass:
 
     @property
     def _queries(self) -> tuple[Tensor, Tensor, Tensor, int]:
-        """Struct Queries of codes.cu."""
+        """Struct Queries of codes.cuh."""
         return self._coordinates, self._means, self._asked, self._segment_room
 
     @property
@@ -162,7 +162,7 @@ class SketchPass:
         head_dim, num_coords, group_size = self.shape.head_dim, self.shape.num_coords, self.shape.group_size
         of_queries = group_size * (12 * head_dim + 12 * num_coords + 8)
         how = self._query_dtype, self._project_threads, head_dim * (2 * num_coords + 8) + of_queries
-        return compiled("project_queries", ("codes", "project"), self.shape, *how, TILE_KEYS=self._tile_keys)
+        return compiled("project.cu", "project_queries", self.shape, *how, TILE_KEYS=self._tile_keys)
 
     @cached_property
     def _score(self) -> CudaKernel:
@@ -172,18 +172,14 @@ class SketchPass:
         stages = max(2, min(MOST_STAGES, (MOST_SHARED_BYTES - count_bytes) // stage_bytes))
         more = {"BATCH": self.batch_size, "STAGES": stages, "TILE_KEYS": self._tile_keys}
         more |= {"SCORES": int(self._keeps_scores), "REST": int(self._sums_rest)}
-        parts, shape = ("codes", "tiles", "score_codes"), self.shape
-        shared_bytes = stages * stage_bytes + count_bytes
-        return compiled("score_codes", parts, shape, self._query_dtype, 32 * PASS_WARPS, shared_bytes, **more)
+        dtype, threads, shared_bytes = self._query_dtype, 32 * PASS_WARPS, stages * stage_bytes + count_bytes
+        return compiled("score_codes.cu", "score_codes", self.shape, dtype, threads, shared_bytes, **more)
 
     @cached_property
     def _choose(self) -> CudaKernel:
-        how = torch.float32, CHOOSE_THREADS, self._block_worth_bytes * self._worths_fit
-        parts, fit = ("codes", "choose_codes"), int(self._worths_fit)
-        tile_keys = self._tile_keys
-        return compiled(
-            "choose_codes", parts, self.shape, *how, TILE_KEYS=tile_keys, CLUSTER=self._cluster, IN_SHARED=fit
-        )
+        dtype, shared_bytes = torch.float32, self._block_worth_bytes * self._worths_fit
+        more = {"TILE_KEYS": self._tile_keys, "CLUSTER": self._cluster, "IN_SHARED": int(self._worths_fit)}
+        return compiled("choose_codes.cu", "choose_codes", self.shape, dtype, CHOOSE_THREADS, shared_bytes, **more)
 
     @property
     def _block_worth_bytes(self) -> int:
@@ -199,9 +195,8 @@ class SketchPass:
         transform_bytes = 2 * shape.num_coords * shape.head_dim + 4 * shape.head_dim
         tray_bytes = warps * -(-shape.num_fine // 4) * 512
         shared_bytes = transform_bytes + tray_bytes + warps * shape.group_size * self._num_sums * 4
-        parts = "codes", "rest"
         more = {"REST_PARTS": rest_parts, "TILE_KEYS": self._tile_keys, "AFTER_SEARCH": int(self._keeps_scores)}
-        return compiled("attend_rest", parts, shape, self._query_dtype, REST_THREADS, shared_bytes, **more)
+        return compiled("rest.cu", "attend_rest", shape, self._query_dtype, REST_THREADS, shared_bytes, **more)
 
 
 def tile_keys(max_context_len: int) -> int:

@@ -1,5 +1,7 @@
 // Last launch: rank the candidates, mark those that fit, and write all marked keys in ascending order.
 
+#include "choice.cuh"
+
 // Mark the candidates that fit and lie in the part; returns how many keys before the part are marked in the end.
 __device__ u32 mark_candidates(const Choice& choice, const Part& part, u32* marks, u32* worths, u32* keys, u32* before) {
     const u32 number = choice.num_candidates, quota = choice.quota;
@@ -45,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) write_keys(
     const Context context = context_of(context_lens, top_ks, context_ids[blockIdx.z], sink_len, window_len);
     const Part part(context.num_keys);
     if (threadIdx.x == 0) before = 0;
-    wait_for_earlier();
+    wait_then_let_next_start();
     const Choice& choice = choices[slot];
     const int wanted = num_wanted(context, choice);
     int* chosen = kv_indices + slot * max_top_k;

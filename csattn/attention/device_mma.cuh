@@ -1,0 +1,147 @@
+// Second part, for bf16 and f16: attention of one warp, on tensor cores.
+#pragma once
+
+#include "device_rows.cuh"
+
+#define NAME_OF(x) #x
+#define NAME(x) NAME_OF(x)
+
+__device__ void load_matrices(unsigned (&a)[4], unsigned address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+__device__ void load_matrices_transposed(unsigned (&a)[4], unsigned address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+__device__ void multiply_add(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." NAME(ELEMENT) "." NAME(ELEMENT) ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+        "{%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+__device__ unsigned pack(float low, float high) {
+    unsigned both;
+    asm("cvt.rn." NAME(ELEMENT) "x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+__device__ unsigned transpose(unsigned matrix) {
+    unsigned transposed;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(matrix));
+    return transposed;
+}
+
+__device__ float unpack(unsigned short half) {
+    float x;
+    asm("cvt.f32." NAME(ELEMENT) " %0, %1;" : "=f"(x) : "h"(half));
+    return x;
+}
+
+__device__ float4 load_four(const char* from) {
+    const ushort4 x = *(const ushort4*)from;
+    return make_float4(unpack(x.x), unpack(x.y), unpack(x.z), unpack(x.w));
+}
+
+__device__ void store_out(char* out, float4 x) { *(uint2*)out = make_uint2(pack(x.x, x.y), pack(x.z, x.w)); }
+
+// Softmax attention of a warp's tiles so far. KV rows, then dimensions, are the 16 rows of a product and the heads its
+// 8 columns: in both products a lane holds rows lane / 4 and lane / 4 + 8 of columns 2 (lane % 4) and the next.
+struct Attention {
+    unsigned q[HEAD_DIM / 16][2];
+    float max[2], sum[2];  // the sum is over the lane's own rows
+    float out[HEAD_DIM / 16][4];
+
+    __device__ void load_q(const char* q_heads) {
+        const int lane = threadIdx.x % 32, head = lane / 4;
+#pragma unroll
+        for (int k = 0; k < HEAD_DIM / 16; k++) {
+            const unsigned* from = (const unsigned*)q_heads + (head * HEAD_DIM + k * 16) / 2 + lane % 4;
+            for (int i = 0; i < 2; i++) q[k][i] = head < HEADS ? from[4 * i] : 0;
+        }
+    }
+
+    __device__ void clear() {
+        for (int i = 0; i < 2; i++) max[i] = MINUS_INFINITY, sum[i] = 0.f;
+#pragma unroll
+        for (int k = 0; k < HEAD_DIM / 16; k++)
+            for (int i = 0; i < 4; i++) out[k][i] = 0.f;
+    }
+
+    // scale: softmax_scale * log2(e). The first `count` rows of the tile exist.
+    __device__ void add(unsigned tile, int count, float scale) {
+        const int lane = threadIdx.x % 32;
+        float score[2][4] = {};  // two chains, for latency
+        unsigned a[4], weights[2];
+#pragma unroll
+        for (int k = 0; k < HEAD_DIM / 16; k++) {
+            load_matrices(a, tile + lane % 16 * PITCH + (2 * k + lane / 16) * 16);
+            multiply_add(score[k % 2], a, q[k]);
+        }
+        float p[4], top[2], kept[2];
+        for (int i = 0; i < 4; i++)
+            p[i] = lane / 4 + i / 2 * 8 < count ? (score[0][i] + score[1][i]) * scale : MINUS_INFINITY;
+        for (int i = 0; i < 2; i++) top[i] = fmaxf(p[i], p[i + 2]);
+        for (int step = 4; step < 32; step *= 2)
+            for (int i = 0; i < 2; i++) top[i] = fmaxf(top[i], __shfl_xor_sync(ALL_LANES, top[i], step));
+        for (int i = 0; i < 2; i++) {
+            top[i] = fmaxf(top[i], max[i]);
+            kept[i] = exp2_approx(max[i] - top[i]);
+            max[i] = top[i];
+            p[i] = exp2_approx(p[i] - top[i]);
+            p[i + 2] = exp2_approx(p[i + 2] - top[i]);
+            sum[i] = sum[i] * kept[i] + p[i] + p[i + 2];
+        }
+        for (int i = 0; i < 2; i++) weights[i] = transpose(pack(p[2 * i], p[2 * i + 1]));
+        const unsigned values = tile + ROW_BYTES / 2 + (lane % 8 + lane / 16 * 8) * PITCH + lane / 8 % 2 * 16;
+#pragma unroll
+        for (int k = 0; k < HEAD_DIM / 16; k++) {
+            load_matrices_transposed(a, values + k * 32);
+            for (int i = 0; i < 4; i++) out[k][i] *= kept[i % 2];
+            multiply_add(out[k], a, weights);
+        }
+    }
+
+    // The heads' products with a tile's rows, both halves of each: [HEADS][2][HEAD_DIM], from the tile's first row on.
+    __device__ void multiply(unsigned tile, float* products) const {
+        const int lane = threadIdx.x % 32;
+        float sum[2][4] = {};
+        unsigned a[4];
+#pragma unroll
+        for (int k = 0; k < HEAD_DIM / 16; k++)
+            for (int half = 0; half < 2; half++) {
+                load_matrices(a, tile + lane % 16 * PITCH + half * (ROW_BYTES / 2) + (2 * k + lane / 16) * 16);
+                multiply_add(sum[half], a, q[k]);
+            }
+        for (int i = 0; i < 4; i++) {
+            const int head = lane % 4 * 2 + i % 2;
+            if (head >= HEADS) continue;
+            for (int half = 0; half < 2; half++)
+                products[(head * 2 + half) * HEAD_DIM + lane / 4 + i / 2 * 8] = sum[half][i];
+        }
+    }
+
+    __device__ void store(float* parts) {
+        const int lane = threadIdx.x % 32;
+        for (int step = 4; step < 32; step *= 2)
+            for (int i = 0; i < 2; i++) sum[i] += __shfl_xor_sync(ALL_LANES, sum[i], step);
+        for (int i = 0; i < 2; i++) {
+            const int head = lane % 4 * 2 + i;
+            if (head >= HEADS) continue;
+            float* part = parts + head * PART;
+            if (lane < 4) *(float2*)(part + ENDS_AT) = make_float2(max[i], sum[i]);
+#pragma unroll
+            for (int k = 0; k < HEAD_DIM / 16; k++) {
+                part[k * 16 + lane / 4] = out[k][i];
+                part[k * 16 + lane / 4 + 8] = out[k][i + 2];
+            }
+        }
+    }
+};

@@ -1,0 +1,213 @@
+"""CUDA C kernels: compiled once from the source beside their caller, launched on torch's stream.
+
+The ground floor: it imports nothing of the project, and all packages may import it. CuPy compiles and loads.
+Launches go to the driver directly: only there may a kernel start while the one before it ends.
+
+`intrinsics.cuh` has the instructions without a name in CUDA C, `warps.cuh` sums over warps and blocks.
+"""
+
+import ctypes
+import re
+from collections.abc import Callable, Mapping
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_PREFERRED_SHARED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, a percentage
+_INCLUDE = re.compile(r'^#include "(.+)".*$', re.MULTILINE)
+_MAP_BYTES, _MAP_ALIGNMENT = 128, 64  # of CUtensorMap
+_asked_shared_bytes: dict[int, int] = {}  # dynamic shared memory of a function's launches, at most
+
+
+class _LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute: an id, padded to 8 bytes, and a value of 64 bytes."""
+
+    _fields_ = (("id", ctypes.c_int), ("_padding", ctypes.c_int), ("value", ctypes.c_int * 16))
+
+
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_LaunchAttribute)),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
+class CudaKernel:
+    """One compiled kernel. Arguments are device addresses and sizes; nothing of a launch reaches the host."""
+
+    def __init__(self, name: str, function: Any, shared_bytes: int, early_start: bool) -> None:
+        """See `cuda_kernel`."""
+        self._name = name
+        self._function = function  # which keeps its module loaded
+        self._handle = ctypes.c_void_p(function.ptr)
+        self._attribute = _LaunchAttribute(id=PROGRAMMATIC_STREAM_SERIALIZATION)
+        self._attribute.value[0] = 1
+        self._config = _LaunchConfig(
+            shared_bytes=shared_bytes, attributes=ctypes.pointer(self._attribute), num_attributes=int(early_start)
+        )
+
+    def launch(self, grid: tuple[int, int, int], block: int, *args: Any) -> None:
+        """Enqueue on torch's current stream.
+
+        A tensor passes its address, an int 64 bits, a float a double; numpy scalars pass as they are.
+        """
+        values = [as_argument(arg) for arg in args]
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        self._config.grid[:] = grid
+        self._config.block[:] = (block, 1, 1)
+        self._config.stream = torch.cuda.current_stream().cuda_stream
+        _require(_driver().cuLaunchKernelEx(ctypes.byref(self._config), self._handle, pointers, None), self._name)
+
+
+def cuda_kernel(
+    source: Path,  # a .cu file; see `source_text`
+    name: str,  # of an extern "C" function in it
+    defines: Mapping[str, object],  # -D options: the shape that the kernel is compiled for
+    shared_bytes: int = 0,  # dynamic shared memory of every launch
+    early_start: bool = False,  # may start while the kernel before it ends: then it has to wait before it reads
+    architecture: str | None = None,  # to compile for; None: what the device shares with those that come after it
+    most_shared: bool = False,  # shared memory has all it can of the L1 cache: kernels that agree may run side by side
+) -> CudaKernel:
+    """Compile, for the current device, or take what an earlier call compiled."""
+    options = tuple(f"-D{key}={value}" for key, value in sorted(defines.items()))
+    function = _function(source, name, options, shared_bytes, architecture, most_shared, torch.cuda.current_device())
+    return CudaKernel(name, function, shared_bytes, early_start)
+
+
+def source_text(
+    source: Path,
+    read: Callable[[Path], str] = Path.read_text,  # of a file, whose includes are relative to where the file lies
+) -> str:
+    """The text of a file with those that it includes by `#include "..."`, each of them where it is first named.
+
+    That may be within `#if`: what is also needed elsewhere has to be named before. All is one text because CuPy's cache
+    of compiled kernels would not see that an included file has changed.
+    """
+    return _with_includes(source.resolve(), read, set())
+
+
+def _with_includes(source: Path, read: Callable[[Path], str], seen: set[Path]) -> str:
+    if source in seen:
+        return ""
+    seen.add(source)
+    text = read(source).replace("#pragma once\n", "")  # which compilers warn of here
+    return _INCLUDE.sub(lambda line: _with_includes((source.parent / line[1]).resolve(), read, seen), text)
+
+
+def tensor_map(
+    matrix: Tensor,  # [rows, width] of any type of 1 or 2 bytes; its address and its rows' lengths are multiples of 16
+    box: tuple[int, int],  # rows, at most 256, and columns: of 128 bytes
+) -> Any:
+    """An argument by which a kernel has the copy engine load boxes into shared memory.
+
+    16 bytes of a row come to their place ^ row % 8; what is beyond the matrix comes as zeros.
+    """
+    (rows, width), size = matrix.shape, matrix.itemsize
+    return _encoded_map(matrix.data_ptr(), rows, width, matrix.stride(0) * size, size, box)
+
+
+@lru_cache(maxsize=256)  # launches that follow one another have the same arrays
+def _encoded_map(address: int, rows: int, width: int, row_bytes: int, size: int, box: tuple[int, int]) -> Any:
+    memory = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
+    place = -(-ctypes.addressof(memory) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
+    sizes = (ctypes.c_uint64 * 2)(width, rows)
+    strides = (ctypes.c_uint64 * 1)(row_bytes)
+    boxes = (ctypes.c_uint32 * 2)(box[1], box[0])
+    each = (ctypes.c_uint32 * 2)(1, 1)
+    # of unsigned integers, two dimensions; not interleaved, in a swizzle of 128 bytes, L2 sectors of 256 bytes, zeros
+    made = _driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(place), size - 1, 2, ctypes.c_void_p(address), sizes, strides, boxes, each, 0, 3, 3, 0
+    )
+    _require(made, f"a map of a matrix of {rows} x {width}")
+    return np.frombuffer(ctypes.string_at(place, _MAP_BYTES), f"V{_MAP_BYTES}")[0]
+
+
+def as_argument(arg: Any) -> Any:
+    """The value as the kernel's parameter has it in memory."""
+    if isinstance(arg, Tensor):
+        return ctypes.c_uint64(arg.data_ptr())
+    if isinstance(arg, int):
+        return ctypes.c_int64(arg)
+    if isinstance(arg, float) and not hasattr(arg, "dtype"):
+        return ctypes.c_double(arg)
+    return (ctypes.c_char * arg.itemsize).from_buffer_copy(arg.tobytes())
+
+
+def num_multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@cache
+def has_warpgroup_products(device: torch.device) -> bool:
+    """Whether it runs what is compiled for sm_90a: products of whole warpgroups, which are Hopper's alone."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _require(error: int, what: str) -> None:
+    if error:
+        raise RuntimeError(f"CUDA refused {what} with error {error}")
+
+
+@cache
+def _function(
+    source: Path,
+    name: str,
+    options: tuple[str, ...],
+    shared_bytes: int,
+    architecture: str | None,
+    most_shared: bool,
+    device: int,  # that it is loaded on
+) -> Any:
+    function = _module(source, options, architecture, device).get_function(name)
+    function = getattr(function, "kernel", function)  # of what CuPy compiles itself
+    handle = ctypes.c_void_p(function.ptr)
+    # has to be asked for where it is more than 48 KiB together with what the kernel declares; never less than before
+    if shared_bytes > _asked_shared_bytes.get(function.ptr, 0):
+        _require(_driver().cuFuncSetAttribute(handle, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes), name)
+        _asked_shared_bytes[function.ptr] = shared_bytes
+    if most_shared:
+        _require(_driver().cuFuncSetAttribute(handle, _PREFERRED_SHARED_CARVEOUT, 100), name)
+    return function
+
+
+@cache
+def _module(source: Path, options: tuple[str, ...], architecture: str | None, device: int) -> Any:
+    import cupy
+
+    code, options = source_text(source), ("-std=c++17", *options)
+    if architecture is None:
+        return cupy.RawModule(code=code, options=options)
+    module = cupy.cuda.function.Module()
+    module.load(_compiled(code, (*options, "-ftz=true", f"-arch={architecture}")))
+    return module
+
+
+def _compiled(code: str, options: tuple[str, ...]) -> Any:
+    """For an architecture that CuPy does not know by name."""
+    from cupy.cuda import nvrtc
+
+    program = nvrtc.createProgram(code, "kernel.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, options)
+        return nvrtc.getCUBIN(program)
+    except nvrtc.NVRTCError as error:
+        raise RuntimeError(f"CUDA C does not compile: {nvrtc.getProgramLog(program)}") from error
+    finally:
+        nvrtc.destroyProgram(program)

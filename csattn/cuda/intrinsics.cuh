@@ -1,0 +1,309 @@
+// The instructions that CUDA C has no name for. An emulator brings its own version of this file, and of nothing else here.
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+// Arithmetic
+
+// 2 ** x, with a relative error of 2 ** -22; a result below the smallest normal number is 0.
+__device__ __forceinline__ float exp2_approx(float x) {
+    float value;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));
+    return value;
+}
+
+// The greater of x and 0, or NaN.
+__device__ __forceinline__ float relu(float x) {
+    float y;
+    asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float half_as_float(u16 bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}
+__device__ __forceinline__ u32 pack_bf16(float low, float high) {
+    u32 both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+// (x & mask) | bits in one operation: it takes one constant, and the compiler would make two operations of two.
+__device__ __forceinline__ u32 and_or(u32 x, u32 mask, u32 bits) {
+    u32 result;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(x), "r"(mask), "r"(bits));
+    return result;
+}
+
+// The compiler keeps it in a register, rather than make it again wherever it is used.
+__device__ __forceinline__ u32 kept(u32 x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
+// Products on tensor cores, each lane with its part of the matrices (see PTX, mma.m16n8k32 and mma.m16n8k16).
+// d = c + a * b: a of 16 rows of signed bytes, b of 8 columns of unsigned ones, 32 long.
+__device__ __forceinline__ void multiply_codes(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const int (&c)[4]) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
+        : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
+}
+// d += a * b of bfloat16, 16 long.
+__device__ __forceinline__ void multiply_values(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Programmatic dependent launch: a kernel may start while the one before it ends
+
+// Until this returns a kernel reads only what no kernel of the step writes, and writes nothing.
+__device__ __forceinline__ void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// Only after that. The next kernel's blocks take room from this one's as soon as all of these have called it, or ended.
+__device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+// The one, then the other.
+__device__ __forceinline__ void wait_then_let_next_start() {
+    asm volatile("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;" ::: "memory");
+}
+// The same. `known` is made of everything that must have been read by then: a compiler would read it afterwards, where it
+// is used.
+__device__ __forceinline__ void wait_then_let_next_start(u32 known) {
+    asm volatile(
+        "{\n\t.reg .pred p;\n\tsetp.eq.u32 p, %0, 0;\n\t@p griddepcontrol.wait;\n\t@!p griddepcontrol.wait;\n\t"
+        "griddepcontrol.launch_dependents;\n\t}" ::"r"(known)
+        : "memory");
+}
+
+// Global memory
+
+// A load that is begun here, and not where its result is first wanted.
+__device__ __forceinline__ int load_now(const int* from) {
+    int value;
+    asm volatile("ld.global.s32 %0, [%1];" : "=r"(value) : "l"(from));
+    return value;
+}
+__device__ __forceinline__ float4 load_now(const float4* from) {
+    float4 four;
+    asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(four.x), "=f"(four.y), "=f"(four.z), "=f"(four.w)
+                 : "l"(from));
+    return four;
+}
+__device__ __forceinline__ uint4 load_now(const uint4* from) {
+    uint4 four;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(four.x), "=r"(four.y), "=r"(four.z), "=r"(four.w)
+                 : "l"(from));
+    return four;
+}
+
+// What one block leaves for another that looks again and again: each float arrives whole, in any order.
+__device__ __forceinline__ void post(float* to, float4 x) {
+    asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
+}
+__device__ __forceinline__ float4 peek(const float* from) {
+    float4 x;
+    asm volatile("ld.relaxed.gpu.global.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                 : "l"(from)
+                 : "memory");
+    return x;
+}
+// Likewise eight bytes, which arrive as one.
+__device__ __forceinline__ void store_whole(u64* to, u64 value) {
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
+}
+__device__ __forceinline__ u64 load_whole(const u64* from) {
+    u64 value;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
+    return value;
+}
+
+// Asks for a line that will be read soon; or for a multiple of 16 bytes, as is where it begins.
+__device__ __forceinline__ void bring_to_l2(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+__device__ __forceinline__ void bring_to_l2(const void* from, u32 bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+#endif
+}
+
+// What a thread copies at once: as much as row sizes are multiples of. Rows are read once and never written while the
+// kernel runs: no reason to keep them in L1.
+template <u32 BYTES> struct Piece;
+template <> struct Piece<16> { u32 x, y, z, w; };
+template <> struct Piece<8> { u32 x, y; };
+template <> struct Piece<4> { u32 x; };
+
+__device__ __forceinline__ void read_piece(u64 address, Piece<16>& p) {
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(p.x), "=r"(p.y), "=r"(p.z), "=r"(p.w)
+                 : "l"(address));
+}
+__device__ __forceinline__ void read_piece(u64 address, Piece<8>& p) {
+    asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(p.x), "=r"(p.y) : "l"(address));
+}
+__device__ __forceinline__ void read_piece(u64 address, Piece<4>& p) {
+    asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(p.x) : "l"(address));
+}
+__device__ __forceinline__ void write_piece(u64 address, const Piece<16>& p) {
+    asm volatile("st.global.cg.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(p.x), "r"(p.y), "r"(p.z), "r"(p.w)
+                 : "memory");
+}
+__device__ __forceinline__ void write_piece(u64 address, const Piece<8>& p) {
+    asm volatile("st.global.cg.v2.u32 [%0], {%1, %2};" ::"l"(address), "r"(p.x), "r"(p.y) : "memory");
+}
+__device__ __forceinline__ void write_piece(u64 address, const Piece<4>& p) {
+    asm volatile("st.global.cg.u32 [%0], %1;" ::"l"(address), "r"(p.x) : "memory");
+}
+
+// Copies of 16 bytes into shared memory, which go on behind a thread's back, in groups
+
+// Where something lies in shared memory.
+__device__ __forceinline__ u32 shared_address(const void* place) {
+    return static_cast<u32>(__cvta_generic_to_shared(place));
+}
+
+__device__ __forceinline__ void start_copy(void* to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+// The same, with constant distances in bytes from a place in shared memory and from an address.
+template <int TO, int FROM> __device__ __forceinline__ void start_copy_at(u32 place, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0 + %2], [%1 + %3], 16;" ::"r"(place), "l"(from), "n"(TO), "n"(FROM) : "memory");
+}
+// Of the 16 bytes `count` are copied, and the others become 0.
+__device__ __forceinline__ void start_copy(u32 to, const void* from, int count) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(count) : "memory");
+}
+// The same by way of L1: more are in flight than past it.
+__device__ __forceinline__ void start_copy_through_l1(u32 to, u64 from, int count) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(count) : "memory");
+}
+__device__ __forceinline__ void end_copy_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Leaves the LEFT groups last ended.
+template <int LEFT> __device__ __forceinline__ void wait_for_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
+// Also for those in no group.
+__device__ __forceinline__ void wait_for_all_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// Barriers in shared memory: a phase ends when `count` have arrived and the bytes expected have come
+
+__device__ __forceinline__ void make_barrier(u64* barrier, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
+}
+// For the copy engine and for other blocks; the block's own threads see it once they have met.
+__device__ __forceinline__ void barriers_are_made() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void arrive(u64* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+__device__ __forceinline__ void arrive_expecting(u64* barrier, u32 bytes) {
+    const u32 place = shared_address(barrier);
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(place), "r"(bytes) : "memory");
+}
+// Arrives when all copies that the thread has started are done.
+__device__ __forceinline__ void arrive_when_copied(u64* barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+// Returns when the phase of that parity has ended: the one before the first counts as odd, and ended.
+__device__ __forceinline__ void wait_for(u64* barrier, u32 parity) {
+    asm volatile(
+        "{\n\t.reg .pred done;\n"
+        "AGAIN:\n\t"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
+        "@done bra DONE;\n\t"
+        "bra AGAIN;\n"
+        "DONE:\n\t}" ::"r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+}
+// A copy behind the thread's back, of a multiple of 16 bytes, that arrive at the barrier.
+__device__ __forceinline__ void load_bytes(void* to, const void* from, u32 bytes, u64* barrier) {
+    const u32 place = shared_address(to), arrival = shared_address(barrier);
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+        ::"r"(place), "l"(from), "r"(bytes), "r"(arrival)
+        : "memory");
+}
+
+// Clusters
+
+// What any thread of the cluster wrote before is seen by all of them after.
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// A block that leaves takes its shared memory along: `done_reading` others', then `wait_for_readers` before leaving.
+__device__ __forceinline__ void done_reading() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_readers() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+
+// The same shared variable in another block of the cluster.
+template <class T> __device__ __forceinline__ T* in_block(T* here, u32 rank) {
+    u64 there;
+    asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(here), "r"(rank));
+    return reinterpret_cast<T*>(there);
+}
+// Its address among the cluster's shared memories, and what is done with that: in order with other volatile instructions.
+__device__ __forceinline__ u32 address_in_block(const void* here, u32 rank) {
+    u32 there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(here)), "r"(rank));
+    return there;
+}
+__device__ __forceinline__ u32 load_in_block(const void* here, u32 rank) {
+    u32 value;
+    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(address_in_block(here, rank)) : "memory");
+    return value;
+}
+__device__ __forceinline__ uint4 load_four_in_block(const void* here, u32 rank) {
+    uint4 value;
+    asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "r"(address_in_block(here, rank))
+                 : "memory");
+    return value;
+}
+__device__ __forceinline__ void store_in_block(void* here, u32 rank, u32 value) {
+    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address_in_block(here, rank)), "r"(value) : "memory");
+}
+
+// A thread's view of its cluster, whose blocks meet at barriers that each has at the same place of its shared memory.
+// `cluster_sync` would make every thread wait until all that it wrote is seen by the whole device, which takes longer.
+template <u32 NUM_BLOCKS> struct Cluster {
+    u32 rank, place, parity;
+
+    // One thread of each block prepares the barrier; all blocks may use it after `cluster_sync`.
+    __device__ __forceinline__ Cluster(u64& barrier, u32 rank_)
+        : rank(rank_), place(shared_address(&barrier)), parity(0) {
+        if (NUM_BLOCKS == 1) return;
+        if (threadIdx.x == 0) {
+            make_barrier(&barrier, NUM_BLOCKS);
+            barriers_are_made();
+        }
+        cluster_sync();
+    }
+
+    // What any thread of the cluster wrote to shared memory before is seen by all of them after.
+    __device__ __forceinline__ void sync() {
+        __syncthreads();
+        if (NUM_BLOCKS == 1) return;
+        if (threadIdx.x < NUM_BLOCKS)
+            asm volatile(
+                "{\n\t.reg .b32 there;\n\tmapa.shared::cluster.u32 there, %0, %1;\n\t"
+                "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n\t}" ::"r"(place),
+                "r"(threadIdx.x)
+                : "memory");
+        u32 done = 0;
+        while (!done)
+            asm volatile(
+                "{\n\t.reg .pred done;\n\tmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], %2;\n\t"
+                "selp.u32 %0, 1, 0, done;\n\t}"
+                : "=r"(done)
+                : "r"(place), "r"(parity)
+                : "memory");
+        parity ^= 1;
+    }
+};

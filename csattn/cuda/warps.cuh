@@ -1,0 +1,57 @@
+// Sums over warps and blocks, and bins. Compiled for THREADS.
+#pragma once
+
+#include "intrinsics.cuh"
+
+constexpr int WARPS = THREADS / 32;
+constexpr u32 ALL_LANES = 0xffffffffu;
+
+__device__ __forceinline__ float sum_over_warp(float value) {
+    for (int step = 16; step > 0; step >>= 1) value += __shfl_xor_sync(ALL_LANES, value, step);
+    return value;
+}
+
+__device__ __forceinline__ u32 sum_up_to_lane(u32 value) {
+    for (int step = 1; step < 32; step <<= 1) {
+        const u32 other = __shfl_up_sync(ALL_LANES, value, step);
+        if (threadIdx.x % 32 >= step) value += other;
+    }
+    return value;
+}
+
+// The sum over all threads before this one, for the whole block. scratch: [WARPS], which nobody reads any more.
+__device__ __forceinline__ u32 sum_before(u32 value, u32* scratch) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const u32 up_to = sum_up_to_lane(value);
+    if (lane == 31) scratch[warp] = up_to;
+    __syncthreads();
+    return __reduce_add_sync(ALL_LANES, lane < warp ? scratch[lane] : 0) + up_to - value;
+}
+
+// The same, again and again with one scratch; `total` is the sum over all threads.
+__device__ __forceinline__ u32 sum_before(u32 value, u32* scratch, u32& total) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const u32 up_to = sum_up_to_lane(value);
+    __syncthreads();
+    if (lane == 31) scratch[warp] = up_to;
+    __syncthreads();
+    const u32 of_warp = lane < WARPS ? scratch[lane] : 0;
+    const u32 before = __reduce_add_sync(ALL_LANES, lane < warp ? of_warp : 0);
+    total = __reduce_add_sync(ALL_LANES, of_warp);
+    return before + up_to - value;
+}
+
+// Where the wanted one is, among what is counted in bins.
+struct Boundary {
+    u32 bin, above, inside;  // its bin; how many are in higher bins; how many in it
+};
+
+// If it is in one of these neighbouring bins, above which so many are counted: one thread of the block finds it.
+template <int NUM>
+__device__ __forceinline__ void find_among(const u32 (&bins)[NUM], u32 first, u32 above, u32 wanted, Boundary& found) {
+#pragma unroll
+    for (int i = NUM - 1; i >= 0; --i) {
+        if (above < wanted && wanted <= above + bins[i]) found = {first + i, above, bins[i]};
+        above += bins[i];
+    }
+}

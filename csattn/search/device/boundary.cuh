@@ -1,0 +1,74 @@
+// Where the top_k-th worth lies: for `find` in either form.
+#pragma once
+
+#include "choice.cuh"
+
+// A thread's neighbouring bins of all; thread 0 has the highest.
+struct BinCounts {
+    static constexpr int EACH = NUM_BINS / THREADS;
+    static_assert(NUM_BINS % THREADS == 0 && EACH % 4 == 0, "threads share out the bins, and read them four at a time");
+    u32 counts[EACH];
+
+    __device__ __forceinline__ static int first() { return NUM_BINS - (threadIdx.x + 1) * EACH; }
+
+    __device__ __forceinline__ BinCounts(const u32* bins) {
+#pragma unroll
+        for (int i = 0; i < EACH; i += 4) {
+            const uint4 four = *reinterpret_cast<const uint4*>(bins + first() + i);
+            counts[i] = four.x;
+            counts[i + 1] = four.y;
+            counts[i + 2] = four.z;
+            counts[i + 3] = four.w;
+        }
+    }
+};
+
+// The bin that holds the `wanted`-th largest worth; inside is 0 if fewer are counted. scratch: [WARPS].
+__device__ Boundary find_bin(const BinCounts& mine, u32 wanted, u32* scratch) {
+    __shared__ Boundary found;
+    u32 sum = 0, total;
+#pragma unroll
+    for (int i = 0; i < BinCounts::EACH; ++i) sum += mine.counts[i];
+    const u32 above = sum_before(sum, scratch, total);
+    if (threadIdx.x == 0 && total < wanted) found = {0, total, 0};
+    find_among(mine.counts, BinCounts::first(), above, wanted, found);
+    __syncthreads();
+    return found;
+}
+
+// The least shift that leaves a range, of that many worths besides the first, no more bins than there are.
+__device__ __forceinline__ u32 shift_for(u32 width) { return width < NUM_BINS ? 0 : 1 + __clz(NUM_BINS) - __clz(width); }
+
+// One block does it all by itself, over as many passes as it takes: where worths tie, or lie further apart than the bins.
+template <typename Worths>  // by units: uint4
+__device__ void choose_alone(Worths worths, int num_units, u32 wanted, Range range, Boundary boundary, u32* bins,
+                             u32* scratch, int* chosen) {
+    u32 above = boundary.above;
+    while (true) {
+        range = boundary.inside ? range.of_bin(boundary.bin) : Range{1, range.low - 1, 0};
+        if (boundary.inside && (above + boundary.inside == wanted || range.last == range.low)) break;
+        range.shift = shift_for(range.last - range.low);
+        __syncthreads();
+        for (int i = threadIdx.x; i < NUM_BINS; i += THREADS) bins[i] = 0;
+        __syncthreads();
+        for (int unit = threadIdx.x; unit < num_units; unit += THREADS) range.count(worths[unit], bins);
+        __syncthreads();
+        boundary = find_bin(bins, wanted - above, scratch);
+        above += boundary.above;
+    }
+    const u32 quota = wanted - above;
+    u32 inside_before = 0, written = 0;
+    for (int first = 0; first < num_units; first += THREADS) {
+        const int unit = first + threadIdx.x;
+        const uint4 worth = unit < num_units ? worths[unit] : make_uint4(0, 0, 0, 0);
+        const u32 inside = keys_inside(worth, range);
+        u32 total, taken = keys_above(worth, range), rank = inside_before + sum_before(__popc(inside), scratch, total);
+        inside_before += total;
+        for (int i = 0; i < UNIT_KEYS; ++i)
+            if (inside >> i & 1 && rank++ < quota) taken |= 1u << i;
+        u32 at = written + sum_before(__popc(taken), scratch, total);
+        written += total;
+        for (int i = 0; i < UNIT_KEYS; ++i)
+            if (taken >> i & 1) chosen[at++] = unit * UNIT_KEYS + i;
+    }
+}

@@ -1,0 +1,103 @@
+// Of lists: what each key is worth to the group, as bits that order keys: the sum of its shares in the query rows' softmaxes, times
+// 2 ** HEADROOM (csattn.search.worth has the same scale); for a single query row, its score. 0: may not be chosen.
+//
+// The top_k keys, exactly: worth descending, then key ascending. `combine` counts all worths in bins; `find` takes the bin
+// of the top_k-th, marks what lies above it, and lists what lies in it; `write` ranks those, and writes.
+#pragma once
+
+#include "common.cuh"
+
+constexpr float HEADROOM = 94;
+constexpr float LEAST_EXPONENT = HEADROOM - 216;  // of reference.LEAST_SHARE
+constexpr u32 NUM_BINS = 4096;
+constexpr u32 MAX_CANDIDATES = 512;  // keys in the bin of the top_k-th that are compared one by one
+constexpr u32 MAX_BLOCKS = 256;      // that share the keys of one slot
+constexpr u32 ALONE = 0xffffffffu;   // as a quota: one block has chosen by itself
+constexpr int UNIT_KEYS = 4;         // worths are read and written four at a time
+constexpr int CHUNK_KEYS = 1024;     // the blocks of a slot share out whole chunks
+
+// What the launches of one slot leave for each other. The first one clears the counts.
+struct alignas(16) Choice {
+    u32 bins[NUM_BINS];
+    u32 num_listed;  // keys that may be chosen
+    u32 num_candidates;
+    u32 quota;               // how many of the candidates fit
+    u32 above[MAX_BLOCKS];   // keys above the bin, by block
+    u32 worths[MAX_CANDIDATES];
+    u32 keys[MAX_CANDIDATES];
+};
+
+// Part of it, by one of as many blocks.
+__device__ __forceinline__ void clear_counts(Choice& choice, int part, int num_parts) {
+    uint4* bins = reinterpret_cast<uint4*>(choice.bins);
+    for (int i = part * THREADS + threadIdx.x; i < NUM_BINS / 4; i += num_parts * THREADS) bins[i] = make_uint4(0, 0, 0, 0);
+    if (part == 0 && threadIdx.x == 0) choice.num_listed = choice.num_candidates = 0;
+}
+
+// Worths from `low` to `last`, counted in NUM_BINS bins of 2 ** shift; the last bin also has what does not fit below it.
+struct Range {
+    u32 low, last, shift;
+
+    __device__ __forceinline__ bool holds(u32 worth) const { return worth >= low && worth <= last; }
+
+    __device__ __forceinline__ void count(u32 worth, u32* bins) const {
+        if (holds(worth)) atomicAdd(&bins[min((worth - low) >> shift, NUM_BINS - 1)], 1u);
+    }
+
+    __device__ __forceinline__ void count(uint4 worth, u32* bins) const {
+        count(worth.x, bins);
+        count(worth.y, bins);
+        count(worth.z, bins);
+        count(worth.w, bins);
+    }
+
+    __device__ __forceinline__ Range of_bin(u32 bin) const {
+        const u32 first = low + (bin << shift);
+        return {first, bin == NUM_BINS - 1 ? last : min(last, first + (1u << shift) - 1), 0};
+    }
+};
+
+// Where the top_k-th worth is looked for first; if it is not there, one block looks further.
+//
+// Of a group, the worths of all keys sum up to its size, so that the top_k-th is at most group_size / top_k: 32 octaves
+// below that, in bins of 1/128 octave. Of a single query: the bits of floats.
+__device__ __forceinline__ Range first_range(const Context& context) {
+    if (GROUP_SIZE > 1) {
+        const u32 largest = __float_as_uint(exp2f(HEADROOM) * (1.01f * GROUP_SIZE) / context.top_k);
+        return {((largest >> 16) - (NUM_BINS - 2)) << 16, 0xffffffffu, 16};
+    }
+    return {1, 0xffffffffu, 20};
+}
+
+// worth, with 0 for keys that may not be chosen; key: the first of the four, in the context.
+__device__ __forceinline__ uint4 eligible_only(uint4 worth, int key, const Context& context) {
+    if (key >= context.sink_end && key + 3 < context.window_start) return worth;
+    auto eligible = [&](int k) { return k >= context.sink_end && k < context.window_start; };
+    return make_uint4(eligible(key) ? worth.x : 0, eligible(key + 1) ? worth.y : 0, eligible(key + 2) ? worth.z : 0,
+                      eligible(key + 3) ? worth.w : 0);
+}
+
+// Which of four keys lie above the range, or in it: a bit for each.
+__device__ __forceinline__ u32 keys_above(uint4 worth, const Range& range) {
+    return (worth.x > range.last) | (worth.y > range.last) << 1 | (worth.z > range.last) << 2 | (worth.w > range.last) << 3;
+}
+__device__ __forceinline__ u32 keys_inside(uint4 worth, const Range& range) {
+    return range.holds(worth.x) | range.holds(worth.y) << 1 | range.holds(worth.z) << 2 | range.holds(worth.w) << 3;
+}
+
+// The chunks of keys of one block of `find` and of `write`: both share them out alike.
+struct Part {
+    int first_key, num_keys;  // the last part may reach into the padding
+
+    __device__ __forceinline__ Part(int num_keys_in_all) {
+        const int chunks = (num_keys_in_all + CHUNK_KEYS - 1) / CHUNK_KEYS, each = (chunks + gridDim.x - 1) / gridDim.x;
+        const int first = min(chunks, static_cast<int>(blockIdx.x) * each);
+        first_key = first * CHUNK_KEYS;
+        num_keys = (min(chunks, first + each) - first) * CHUNK_KEYS;
+    }
+};
+
+// How many keys are wanted: what was planned, or as many as are listed.
+__device__ __forceinline__ int num_wanted(const Context& context, const Choice& choice) {
+    return min(context.top_k, static_cast<int>(choice.num_listed));
+}

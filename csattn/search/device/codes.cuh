@@ -1,0 +1,311 @@
+// Products of queries with the codes of a sketch's keys: see csattn.sketch.codes for how codes lie in memory.
+//
+// Compiled for FINE and COARSE, the words of a key, and TILE_KEYS, those that are summed up together.
+//
+// On tensor cores: rows are up to 16 queries, in two octets, columns are keys; of both, a lane has row r = lane / 4 (of each
+// octet) and, in its registers, what c = lane % 4 says. A lane reads, of 32 keys, words c, c + 4, ... of the four keys 4 r ...,
+// and gets scores of the eight keys 8 c ...
+#pragma once
+
+#include "common.cuh"
+
+constexpr int BLOCK_KEYS = 64, HALF_KEYS = 32;
+static_assert(1024 % TILE_KEYS == 0 && TILE_KEYS % BLOCK_KEYS == 0, "segments begin where tiles do");
+constexpr int WORDS = FINE + COARSE, COORDS = 8 * FINE + 16 * COARSE;
+constexpr int FINE_GROUPS = (FINE + 3) / 4, COARSE_GROUPS = (COARSE + 3) / 4;  // of four words, one for each c
+constexpr int WORD_GROUPS = FINE_GROUPS + COARSE_GROUPS;
+constexpr int PRODUCTS = FINE_GROUPS + 2 * COARSE_GROUPS;  // of 32 coordinates each
+constexpr int SUMS = 32 * FINE_GROUPS + 4;  // of a query over keys: see `ValueSums`
+constexpr int LEAST_OCTAVE = -32, NUM_OCTAVES = 128;  // of reference.normaliser
+constexpr int BIAS = 32768;                 // scores are stored without sign, in 16 bits
+constexpr int SCORE_BITS = 0x4b000000 + BIAS;  // of a score of 0: as a float, it is 2 ** 23 + BIAS + score
+
+// A context's sketch of one layer. Addresses come from a table in device memory, so that a captured graph follows them when
+// another context takes the place.
+struct Sketch {
+    const u32* codes;               // [num_heads, num_blocks, WORDS, BLOCK_KEYS]
+    const int* segment_starts;      // [num_segments]
+    const float* key_mean;          // [num_heads, num_segments, HEAD_DIM]
+    const u16* query_transform;     // [num_heads, num_segments, HEAD_DIM, COORDS] halves
+    const float* value_mean;        // [num_heads, num_segments, HEAD_DIM]
+    const u16* value_transform;     // [num_heads, num_segments, COORDS, HEAD_DIM] halves
+    const u8* marks;                // [num_heads, num_blocks, BLOCK_KEYS / 8]; null: none are heeded
+    long long num_segments;
+
+    // For `wait_then_let_next_start`: the table has been read.
+    __device__ __forceinline__ u32 low_bits() const { return static_cast<u32>(reinterpret_cast<u64>(codes)); }
+
+    // For the whole warp: the segment that a key lies in.
+    __device__ __forceinline__ int segment_of(int key) const {
+        int found = 0;
+        for (int first = 0; first < num_segments; first += 32) {
+            const int segment = first + threadIdx.x % 32;
+            found += __popc(__ballot_sync(ALL_LANES, segment < num_segments && segment_starts[segment] <= key));
+        }
+        return found - 1;
+    }
+    __device__ __forceinline__ int segment_end(int segment, int num_keys) const {
+        return segment + 1 < num_segments ? segment_starts[segment + 1] : num_keys;
+    }
+};
+
+// The queries of a batch, as project_queries leaves them, in octaves.
+struct Queries {
+    const float* coordinates;  // [slots, max_segments, GROUP_SIZE, COORDS]: what a step of a code adds to a logit
+    const float* means;        // [slots, max_segments, GROUP_SIZE]: products with the mean keys
+    const u8* asked;           // [slots, GROUP_SIZE, max_segments]: units asked for, 2 ** (asked - LARGEST_EXPONENT); UNSOUND
+    long long max_segments;    // whole pieces of 16
+};
+constexpr int LARGEST_EXPONENT = 15;  // of a unit of score; the least is its negative
+constexpr u8 UNSOUND = 255;           // of a query that is not finite: it has no say, and its scores are 0
+
+// Of bytes, the greatest in each half.
+__device__ __forceinline__ u32 greatest_bytes(u32 bytes, u32 halves) {
+    return __vmaxu2(halves, __vmaxu2(bytes & 0x00ff00ffu, bytes >> 8 & 0x00ff00ffu));
+}
+
+// The unit of a group's scores, and which of its queries are sound.
+struct Unit {
+    int exponent;
+    u32 sound;  // a bit for each query
+
+    // By four neighbouring lanes; all lanes of the warp take part.
+    __device__ __forceinline__ Unit(const Queries& queries, int slot) : exponent(0), sound(0) {
+        const int num_pieces = static_cast<int>(queries.max_segments / 16);
+        const uint4* asked = reinterpret_cast<const uint4*>(queries.asked) + slot * GROUP_SIZE * num_pieces;
+        u32 halves[GROUP_SIZE] = {};
+        for (int i = threadIdx.x % 4; i < num_pieces; i += 4) {
+            uint4 pieces[GROUP_SIZE];
+#pragma unroll
+            for (int g = 0; g < GROUP_SIZE; ++g) pieces[g] = __ldcg(asked + g * num_pieces + i);
+#pragma unroll
+            for (int g = 0; g < GROUP_SIZE; ++g) {
+                const u32 two = greatest_bytes(pieces[g].x, greatest_bytes(pieces[g].y, halves[g]));
+                halves[g] = greatest_bytes(pieces[g].z, greatest_bytes(pieces[g].w, two));
+            }
+        }
+#pragma unroll
+        for (int g = 0; g < GROUP_SIZE; ++g) {
+            for (int step = 1; step < 4; step <<= 1) halves[g] = __vmaxu2(halves[g], __shfl_xor_sync(ALL_LANES, halves[g], step));
+            const int greatest = static_cast<int>(max(halves[g] & 0xffff, halves[g] >> 16));
+            if (greatest != UNSOUND) exponent = max(exponent, greatest), sound |= 1u << g;
+        }
+        exponent -= LARGEST_EXPONENT;
+    }
+    __device__ __forceinline__ float octaves() const { return __int_as_float(127 + exponent << 23); }
+    __device__ __forceinline__ float per_octave() const { return __int_as_float(127 - exponent << 23); }
+};
+
+// Up to 16 queries in integers.
+struct QueryRows {
+    u32 multipliers[PRODUCTS][4];
+    int offsets[4];    // in each octet, twice
+    float slopes[2];   // octaves of a unit of score
+    int exponents[2];  // of that power of two
+
+    // The first of the lane's eight neighbouring coordinates in a product; COORDS where it has none.
+    __device__ __forceinline__ static int coordinate(int product) {
+        const int c = threadIdx.x % 4;
+        if (product < FINE_GROUPS) return 4 * product + c < FINE ? 8 * (4 * product + c) : COORDS;
+        const int group = (product - FINE_GROUPS) / 2, word = 4 * group + c;
+        return word < COARSE ? 8 * FINE + 16 * word + (product - FINE_GROUPS) % 2 * 8 : COORDS;
+    }
+
+    // Four signed bytes.
+    __device__ __forceinline__ static u32 rounded(float4 x, float factor) {
+        const u32 low = __byte_perm(__float2int_rn(x.x * factor), __float2int_rn(x.y * factor), 0x0040);
+        const u32 high = __byte_perm(__float2int_rn(x.z * factor), __float2int_rn(x.w * factor), 0x0040);
+        return __byte_perm(low, high, 0x5410);
+    }
+    // The sum of four signed bytes.
+    __device__ __forceinline__ static int sum_of_bytes(u32 bytes) { return __dp4a(static_cast<int>(bytes), 0x01010101, 0); }
+
+    // The lane's row of an octet in a segment; any query where it has none. All lanes of the warp take part.
+    __device__ __forceinline__ void load(int octet, const Queries& queries, int slot, int g, int segment) {
+        const Unit unit(queries, slot);
+        const long long of_slot = slot * queries.max_segments * GROUP_SIZE, of_segment = of_slot + segment * GROUP_SIZE + g;
+        const float per_octave = unit.sound >> g & 1 ? unit.per_octave() : 0.0f;
+        int excess = 0;  // twice what codes stand for when they are 0
+#pragma unroll
+        for (int i = 0; i < PRODUCTS; ++i) {
+            const int first = coordinate(i);
+            const float4* fours = reinterpret_cast<const float4*>(queries.coordinates + of_segment * COORDS + (first < COORDS ? first : 0));
+            const float factor = first < COORDS ? per_octave : 0.0f;
+            multipliers[i][octet] = factor == 0 ? 0 : rounded(__ldcg(fours), factor);
+            multipliers[i][octet + 2] = factor == 0 ? 0 : rounded(__ldcg(fours + 1), factor);
+            const int sum = sum_of_bytes(multipliers[i][octet]) + sum_of_bytes(multipliers[i][octet + 2]);
+            excess += sum * (i < FINE_GROUPS ? 15 : 3);
+        }
+        for (int step = 1; step < 4; step <<= 1) excess += __shfl_xor_sync(ALL_LANES, excess, step);
+        const float mean = __ldcg(queries.means + of_segment), first_mean = __ldcg(queries.means + of_slot + g);
+        const double difference = static_cast<double>(mean) - static_cast<double>(first_mean);
+        const int shift = per_octave == 0 ? 0 : static_cast<int>(rint(difference * per_octave));
+        offsets[2 * octet] = offsets[2 * octet + 1] = SCORE_BITS + shift - (excess >> 1);
+        slopes[octet] = unit.octaves(), exponents[octet] = unit.exponent;
+    }
+    // Where there are no queries in the second octet.
+    __device__ __forceinline__ void clear_second() {
+#pragma unroll
+        for (int i = 0; i < PRODUCTS; ++i) multipliers[i][1] = multipliers[i][3] = 0;
+        offsets[2] = offsets[3] = SCORE_BITS;
+        slopes[1] = slopes[0], exponents[1] = exponents[0];
+    }
+};
+
+__device__ __forceinline__ u32 word_of(uint4 words, int t) {
+    return t == 0 ? words.x : t == 1 ? words.y : t == 2 ? words.z : words.w;
+}
+
+// d = c + the products of one key's words with the rows.
+__device__ __forceinline__ void multiply_words(int (&d)[4], const u32 (&multipliers)[PRODUCTS][4], const uint4 (&words)[WORD_GROUPS], int t,
+                                               const int (&c)[4]) {
+    constexpr u32 FINE_MASK = 0x0f0f0f0f, COARSE_MASK = 0x03030303;
+#pragma unroll
+    for (int i = 0; i < FINE_GROUPS; ++i) {
+        const u32 word = word_of(words[i], t), low = word & FINE_MASK, high = word >> 4 & FINE_MASK;
+        if (i == 0)
+            multiply_codes(d, multipliers[i], low, high, c);
+        else
+            multiply_codes(d, multipliers[i], low, high, d);
+    }
+#pragma unroll
+    for (int i = 0; i < COARSE_GROUPS; ++i) {
+        const u32 word = word_of(words[FINE_GROUPS + i], t);
+        const u32 codes[4] = {word & COARSE_MASK, word >> 2 & COARSE_MASK, word >> 4 & COARSE_MASK,
+                              word >> 6 & COARSE_MASK};
+        multiply_codes(d, multipliers[FINE_GROUPS + 2 * i], codes[0], codes[1], d);
+        multiply_codes(d, multipliers[FINE_GROUPS + 2 * i + 1], codes[2], codes[3], d);
+    }
+}
+
+// Scores of 32 keys, as SCORE_BITS + score: scores[o][i] is that of key 8 c + i with the lane's row of octet o.
+template <int OCTETS>
+__device__ __forceinline__ void score_half(const uint4 (&words)[WORD_GROUPS], const QueryRows& rows, u32 (&scores)[OCTETS][8]) {
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+        int d[4];
+        multiply_words(d, rows.multipliers, words, t, rows.offsets);
+#pragma unroll
+        for (int o = 0; o < OCTETS; ++o) scores[o][t] = d[2 * o], scores[o][4 + t] = d[2 * o + 1];
+    }
+}
+
+// The rows of an octet of which each is there twice, 16 lanes apart: the first ones for 32 keys, the second ones for 32 others.
+// What a lane has no part in meets multipliers of 0.
+struct TwinRows {
+    u32 first[PRODUCTS][4], second[PRODUCTS][4];
+
+    __device__ __forceinline__ void load(const QueryRows& rows) {
+        const bool is_second = threadIdx.x % 32 >= 16;
+#pragma unroll
+        for (int i = 0; i < PRODUCTS; ++i)
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const u32 mine = k % 2 ? 0 : rows.multipliers[i][k];
+                first[i][k] = is_second ? 0 : mine, second[i][k] = is_second ? mine : 0;
+            }
+    }
+    __device__ __forceinline__ void score(const uint4 (&words)[WORD_GROUPS], const uint4 (&others)[WORD_GROUPS], const int (&offsets)[4],
+                                          u32 (&scores)[1][8]) const {
+#pragma unroll
+        for (int t = 0; t < 4; ++t) {
+            int d[4];
+            multiply_words(d, first, words, t, offsets);
+            multiply_words(d, second, others, t, d);
+            scores[0][t] = d[0], scores[0][4 + t] = d[1];
+        }
+    }
+};
+
+// A score's number, exactly.
+__device__ __forceinline__ float number_of(u32 score) { return __uint_as_float(score) - (8388608.0f + BIAS); }
+
+__device__ __forceinline__ float weight_of(u32 score, float slope, float exponent) {
+    return exp2_approx(fmaf(slope, number_of(score), -exponent));
+}
+
+// Where a lane keeps the 16 bytes that it has loaded of a group of words: another reads them without bank conflicts.
+__device__ __forceinline__ int place_of(int lane) { return lane ^ lane >> 3; }
+
+// Which of them a lane reads, in bytes: its own words, and those that its sums are made of.
+struct LanePlaces {
+    u32 own, first, second;
+
+    __device__ __forceinline__ LanePlaces() {
+        const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
+        own = kept(16 * place_of(lane)), first = kept(16 * place_of(8 * c + r / 2)), second = kept(16 * place_of(8 * c + 4 + r / 2));
+    }
+    __device__ __forceinline__ static uint4 read(const uint4* words, u32 place) {
+        return *reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(words) + place);
+    }
+};
+
+// Sums over keys of weights and of weights times codes, by query: bfloat16 products on tensor cores. A code u comes as
+// 128 + u. The rows of a product are coordinates, its columns the queries of an octet: a lane has those of queries 2 c and
+// 2 c + 1. Of a query, number 32 v + 4 r + i is the sum of coordinate `coordinate_of(...)`, the first after them that of weights.
+template <int OCTETS> struct ValueSums {
+    float of_codes[OCTETS][FINE_GROUPS][2][4], of_ones[OCTETS][4];
+
+    __device__ __forceinline__ void clear() {
+        for_each([](float& sum, int) { sum = 0; });
+    }
+    // use(sum, 0 or 1): of the lane's first or second query
+    template <typename Use> __device__ __forceinline__ void for_each_of(int o, Use use) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+#pragma unroll
+            for (int v = 0; v < FINE_GROUPS; ++v)
+                for (int tile = 0; tile < 2; ++tile) use(of_codes[o][v][tile][k], k % 2);
+            use(of_ones[o][k], k % 2);
+        }
+    }
+    template <typename Use> __device__ __forceinline__ void for_each(Use use) {
+#pragma unroll
+        for (int o = 0; o < OCTETS; ++o) for_each_of(o, use);
+    }
+
+    // words: of 32 keys, as lanes have placed them, by group; weights[o]: of the lane's eight keys and row, two by two.
+    __device__ __forceinline__ void add(const uint4* words, int to_next_group, const LanePlaces& places, const u32 (&weights)[OCTETS][4]) {
+        const u32 half_of_two = threadIdx.x / 4 % 2 ? 0x7632 : 0x5410;
+#pragma unroll
+        for (int v = 0; v < FINE_GROUPS; ++v) {
+            const uint4 x = places.read(words + v * to_next_group, places.first);
+            const uint4 y = places.read(words + v * to_next_group, places.second);
+            const u32 pairs[4] = {__byte_perm(x.x, x.y, half_of_two), __byte_perm(x.z, x.w, half_of_two),
+                                  __byte_perm(y.x, y.y, half_of_two), __byte_perm(y.z, y.w, half_of_two)};
+#pragma unroll
+            for (int step = 0; step < 2; ++step)
+#pragma unroll
+                for (int tile = 0; tile < 2; ++tile) {
+                    const u32 a = pairs[2 * step] >> 8 * tile, b = pairs[2 * step + 1] >> 8 * tile;
+                    const u32 codes[4] = {code_pair(a), code_pair(a >> 4), code_pair(b), code_pair(b >> 4)};
+#pragma unroll
+                    for (int o = 0; o < OCTETS; ++o)
+                        multiply_values(of_codes[o][v][tile], codes, weights[o][2 * step], weights[o][2 * step + 1]);
+                }
+        }
+        constexpr u32 ONES[4] = {0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80};
+#pragma unroll
+        for (int o = 0; o < OCTETS; ++o)
+            for (int step = 0; step < 2; ++step) multiply_values(of_ones[o], ONES, weights[o][2 * step], weights[o][2 * step + 1]);
+    }
+
+    // Of the lane's query 2 c + e of an octet: [SUMS].
+    __device__ __forceinline__ void store(int o, int e, float* sums) const {
+        const int r = threadIdx.x % 32 / 4;
+#pragma unroll
+        for (int v = 0; v < FINE_GROUPS; ++v)
+            *reinterpret_cast<float4*>(sums + 32 * v + 4 * r) = make_float4(of_codes[o][v][0][e], of_codes[o][v][0][2 + e],
+                                                                             of_codes[o][v][1][e], of_codes[o][v][1][2 + e]);
+        if (r == 0) sums[32 * FINE_GROUPS] = of_ones[o][e];
+    }
+
+    // One operation, where the compiler keeps a mask in a register.
+    __device__ __forceinline__ static u32 code_pair(u32 pair) { return and_or(pair, 0x000f000fu, 0x43004300u); }
+};
+
+// The coordinate of a query's sum number i; it may lie beyond the fine ones.
+__device__ __forceinline__ int coordinate_of(int i) {
+    const int r = i % 32 / 4, nibble = i % 4;
+    return 8 * (i / 32 * 4 + r / 2) + r % 2 * 2 + nibble % 2 * 4 + nibble / 2;
+}

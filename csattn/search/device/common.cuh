@@ -1,0 +1,36 @@
+// What every kernel of the search needs. Compiled for GROUP_SIZE, HEAD_DIM, THREADS and QUERY: float, or u16 for
+// bfloat16 and (QUERY_IS_HALF) float16. GROUP_SIZE queries share an index head.
+//
+// The launches of a search follow each other: of a sketch project_queries, score_codes, choose_codes; of lists
+// match_centroids, add_list, combine_lists, find_keys, write_keys. What one leaves for the next lies in memory of the
+// search, for each index head of each row of the batch: its number is the `slot`.
+
+#pragma once
+
+#include "../../cuda/warps.cuh"
+
+constexpr double LOG2_E = 1.4426950408889634;
+
+__device__ __forceinline__ float as_float(float value) { return value; }
+__device__ __forceinline__ float as_float(u16 bits) {
+    return QUERY_IS_HALF ? half_as_float(bits) : __uint_as_float(static_cast<u32>(bits) << 16);
+}
+
+// What of a context may be chosen.
+struct Context {
+    int num_keys;
+    int top_k;
+    int sink_end;      // keys before it are resident
+    int window_start;  // keys from it on are resident
+};
+
+// An idle row (id -1) has a context of nothing.
+__device__ __forceinline__ Context context_of(const int* context_lens, const int* top_ks, int id, int sink_len,
+                                              int window_len) {
+    if (id < 0) return {0, 0, 0, 0};
+    Context context{context_lens[id], top_ks[id], 0, 0};
+    context.sink_end = min(sink_len, context.num_keys);
+    context.window_start = max(context.sink_end, context.num_keys - window_len);
+    context.top_k = min(context.top_k, context.window_start - context.sink_end);
+    return context;
+}

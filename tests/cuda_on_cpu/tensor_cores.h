@@ -1,0 +1,32 @@
+// What csattn/lightning/tensor_cores.cuh has for the device. Products are done when they are started.
+
+#include "../cuda/intrinsics.cuh"
+
+static inline u32 offset_of(int line, int unit) { return line * 128 + ((unit ^ line % 8) << 4); }
+
+template <int COUNT> static inline void leave_registers() {}
+template <int COUNT> static inline void take_registers() {}
+
+template <int ID, int COUNT> static inline void meet() {
+    static thread_local Barrier barrier{COUNT};
+    barrier.wait(0);
+}
+
+static inline void show_to_tensor_cores() {}
+static inline u64 operand_at(u32 address, u32 to_next = 16) {
+    return (address & 0x3ffff) >> 4 | static_cast<u64>(to_next >> 4) << 16 | 64ull << 32 | 1ull << 62;
+}
+static inline void begin_products() {}
+static inline void end_products() {}
+template <int LEFT, int COUNT> static inline void wait_for_products(float (&)[COUNT]) {}
+template <int LEFT> static inline void wait_for_products() {}
+
+// Where an element of an operand lies; its columns lie side by side, in units exchanged by the address's bits.
+template <int BYTES> static inline const void* element_at(u64 operand, int line, int column) {
+    constexpr int OF_LINE = 128 / BYTES;
+    const u32 start = (operand & 0x3fff) << 4, to_next = (operand >> 16 & 0x3fff) << 4;
+    const u32 to_lines = (operand >> 32 & 0x3fff) << 4;
+    const u32 place =
+        start + column / OF_LINE * to_next + line / 8 * to_lines + line % 8 * 128 + column % OF_LINE * BYTES;
+    return __cvta_shared_to_generic(place ^ (place >> 7 & 7) << 4);
+}

@@ -23,8 +23,8 @@ from csattn.artifact import Artifact, open_artifact
 from csattn.search import LayerSearch, SearchWorkspace, TokenSelections
 from tests.artifact.synthetic import build, make_spec
 from workers.engine.searcher import RowSearch
-from workers.searchers.share_searcher import index_of_heads
 from workers.searchers.shares import shares_of
+from workers.searchers.step_searches import index_of_heads
 from workers.searchers.worker import choose_cpus
 from workers.searchers.worker_searcher import WorkerSearcher
 

@@ -1,5 +1,5 @@
 // What a step and the host tell each other through pinned memory: the device posts rows and says so in a flag for each,
-// the host posts selections and does the same. A flag's value only grows: whoever waits for a value sees all that was
+// the host posts selections and says so in a flag for each head. A flag's value only grows: whoever waits for a value sees all that was
 // posted before it.
 //
 // Compiled for THREADS.
@@ -25,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) post_rows(
     raise(flags + blockIdx.x, *step * flags_per_step + flag_of_step);
 }
 
-// Block (head, part, row) waits for the row's flag and fetches a part of the head's selection; idle rows get none.
+// Block (head, part, row) waits for the head's flag and fetches a part of its selection; idle rows get none.
 extern "C" __global__ void __launch_bounds__(THREADS) fetch_selections(
     const int* context_ids,                   // [num_rows], -1: idle
     // Not volatile, whose reads of pinned memory cross the link word by word; not __restrict__, which would allow
@@ -33,20 +33,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) fetch_selections(
     const int* posted_kv_indices,             // [num_rows, num_heads * max_top_k], pinned; heads of a row lie widths apart
     const int* posted_valid_len,              // [num_rows, num_heads], pinned
     const int* widths,                        // [num_rows], pinned
-    const volatile long long* flags,          // [num_rows], pinned
+    const volatile long long* flags,          // [num_rows, num_heads], pinned
     int* kv_indices,                          // [num_rows, num_heads, max_top_k]
     int* valid_len,                           // [num_rows, num_heads]
     const long long* step,                    // [1]
     long long max_top_k, long long flags_per_step, long long flag_of_step) {
     const int head = blockIdx.x, num_heads = gridDim.x, row = blockIdx.z;
     const bool idle = context_ids[row] < 0;
+    const long long place = (long long)row * num_heads + head;
     if (!idle && threadIdx.x == 0) {
         const long long wanted = *step * flags_per_step + flag_of_step;
-        while (flags[row] < wanted) __nanosleep(64);
+        while (flags[place] < wanted) __nanosleep(64);
         __threadfence_system();
     }
     __syncthreads();
-    const long long place = (long long)row * num_heads + head;
     const int found = idle ? 0 : posted_valid_len[place], width = idle ? 0 : widths[row];
     if (blockIdx.y == 0 && threadIdx.x == 0) valid_len[place] = found;
     const int* posted = posted_kv_indices + (long long)row * num_heads * max_top_k + (long long)head * width;

@@ -1,4 +1,4 @@
-"""Pinned memory through which a step on the device and the host talk, without a call between them.
+"""Memory through which a step on the device and processes of the host talk, without a call between them.
 
 Kernels post queries and fetch selections, so a step that asks the host many times is still one captured graph. Each
 message has a flag whose value only grows; who waits for it looks at the flag.
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from csattn.cuda import cuda_kernel
+from offload.shared_memory import SharedMemory, piece_bytes
 
 _THREADS = 512
 _PARTS = 4  # blocks that fetch one head's selection
@@ -37,12 +38,17 @@ class StepClock:
 class RowMail:
     """Rows that the device posts: of each a flag, as soon as it is there."""
 
-    def __init__(self, num_rows: int, row_shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, num_rows: int, row_shape: tuple[int, ...], dtype: torch.dtype, memory: SharedMemory) -> None:
         """row_shape and dtype: whole multiples of 4 bytes."""
-        self.rows = pinned_zeros((num_rows, *row_shape), dtype, device)
-        self.flags = pinned_zeros((num_rows,), torch.int64, device)
+        self.rows = memory.zeros((num_rows, *row_shape), dtype)
+        self.flags = memory.zeros((num_rows,), torch.int64)
         assert self.rows[0].nbytes % 4 == 0, f"rows of {self.rows[0].nbytes} bytes are not words"
         self._kernel = cuda_kernel(_SOURCE, "post_rows", {"THREADS": _THREADS})
+
+    @staticmethod
+    def num_bytes(num_rows: int, row_shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        """What it takes of the memory."""
+        return piece_bytes((num_rows, *row_shape), dtype) + piece_bytes((num_rows,), torch.int64)
 
     def post(self, rows: Tensor, clock: StepClock, flag_of_step: int) -> None:
         """Enqueue the copy. rows: as `self.rows`, on the device."""
@@ -62,14 +68,21 @@ class RowMail:
 
 
 class SelectionMail:
-    """Selections that the host posts, and raises each row's flag for; the device waits for those of rows in use."""
+    """Selections that the host posts, and raises each head's flag for; the device waits for those of rows in use."""
 
-    def __init__(self, num_rows: int, num_heads: int, max_top_k: int, device: torch.device) -> None:
-        self.kv_indices = pinned_zeros((num_rows, num_heads * max_top_k), torch.int32, device)
-        self.valid_len = pinned_zeros((num_rows, num_heads), torch.int32, device)
-        self.widths = pinned_zeros((num_rows,), torch.int32, device)  # from one head's kv_indices to the next's
-        self.flags = pinned_zeros((num_rows,), torch.int64, device)
+    def __init__(self, num_rows: int, num_heads: int, max_top_k: int, memory: SharedMemory) -> None:
+        self.kv_indices = memory.zeros((num_rows, num_heads * max_top_k), torch.int32)
+        self.valid_len = memory.zeros((num_rows, num_heads), torch.int32)
+        self.widths = memory.zeros((num_rows,), torch.int32)  # from one head's kv_indices to the next's
+        self.flags = memory.zeros((num_rows, num_heads), torch.int64)
         self._kernel = cuda_kernel(_SOURCE, "fetch_selections", {"THREADS": _THREADS})
+
+    @staticmethod
+    def num_bytes(num_rows: int, num_heads: int, max_top_k: int) -> int:
+        """What it takes of the memory."""
+        small = piece_bytes((num_rows, num_heads), torch.int32) + piece_bytes((num_rows,), torch.int32)
+        flags = piece_bytes((num_rows, num_heads), torch.int64)
+        return piece_bytes((num_rows, num_heads * max_top_k), torch.int32) + small + flags
 
     def fetch(
         self,
@@ -97,8 +110,3 @@ class SelectionMail:
             clock.flags_per_step,
             flag_of_step,
         )
-
-
-def pinned_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Host memory that the device reads and writes where it lies."""
-    return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from bench.decode.forked import MadeContext, forked_searcher
 from bench.decode.options import Options
 from bench.decode.prepared import TAIL_CAPACITY, TAIL_LEN, Prepared, TooLargeError, require_memory
 from bench.decode.roofline import full_bytes, index_bytes, layer_bytes
@@ -27,7 +28,9 @@ from offload.host_memory import allocate_rows
 from offload.pinned import PinnedRows
 from workers.engine import CachedRows, DeviceRows, EngineShape, SearchOnDevice, SearchOnHost
 from workers.engine.memory import index_is_on_device
+from workers.engine.searcher import StepSearcher
 from workers.model_runner.shapes import ModelShape
+from workers.searchers.step_searches import StepSearches
 
 EVERY_STEP, AHEAD = "every step", "one layer ahead"
 SLOTS = 0.14  # of the context: rows that a slot cache holds
@@ -38,12 +41,15 @@ SEARCHED_STEPS = 4  # on the CPU, with no device beside it
 def schedules(search: SearchConfig, placement: str) -> list[tuple[str, SearchConfig]]:
     """At every step by its own query, and ahead by a predicted one: the only one offered where the CPU searches."""
     ahead = AHEAD, replace(search, lookahead=1)
-    return [ahead] if placement == "host" else [(EVERY_STEP, search), ahead]
+    return [ahead] if placement.startswith("host") else [(EVERY_STEP, search), ahead]
 
 
 def placed(work: Workload, options: Options, variant: str, placement: str, search: SearchConfig) -> Prepared:
-    """Plan a placement and load every request's context into it."""
-    prepare = {"device": _on_device, "hybrid": _hybrid, "host": _on_host}[placement]
+    """Plan a placement and load every request's context into it. `host+2`: two search workers search, else threads."""
+    name, _, num_workers = placement.partition("+")
+    if num_workers:
+        return _on_host(work, options, *of_variant(variant, search), int(num_workers))
+    prepare = {"device": _on_device, "hybrid": _hybrid, "host": _on_host}[name]
     return prepare(work, options, *of_variant(variant, search))
 
 
@@ -93,7 +99,9 @@ def _hybrid(work: Workload, options: Options, config: IndexConfig, search: Searc
     return Prepared(steps, least, partial(cache_facts, far, work, options), far.cache.clear_statistics)
 
 
-def _on_host(work: Workload, options: Options, config: IndexConfig, search: SearchConfig) -> Prepared:
+def _on_host(
+    work: Workload, options: Options, config: IndexConfig, search: SearchConfig, num_workers: int = 0
+) -> Prepared:
     shape, engine = options.shape, engine_shape(work, options, config, search)
     indexed = shape.num_layers * index_bytes(shape, config, work.context_len)
     codes = work.num_contexts * indexed * index_is_on_device(engine, "host")  # for the rest
@@ -105,12 +113,21 @@ def _on_host(work: Workload, options: Options, config: IndexConfig, search: Sear
             f"KV and index take {stored / 1e9:.1f} GB of {host_memory_bytes() / 1e9:.1f} GB on the host"
         )
     far = CachedRows(engine, round(SLOTS * work.context_len), work.device)
-    pool = SearchPool(available_cpus())
-    steps = SearchOnHost(engine, index_shape(config, shape), far, pool, work.device)
     kv, index = host_rows(work, shape.num_layers), work.host_indexes(shape.num_layers, config)
+    pool = SearchPool(available_cpus())
+    searcher: StepSearcher = StepSearches(pool)
+    if num_workers:
+        searcher = forked_searcher(MadeContext(shape, index), num_workers, work.num_contexts)
+    steps = SearchOnHost(engine, index_shape(config, shape), far, searcher, work.device)
     for context_id in range(work.num_contexts):
         far.load(context_id, kv)
         steps.load(context_id, kv.layers, index)
+        if isinstance(searcher, StepSearches):
+            searcher.load_layers(context_id, index)
+
+    def close() -> None:
+        searcher.close()
+        pool.close()
 
     def facts(num_steps: int) -> dict[str, Any]:
         cpu_us = cpu_search_us(work, index, pool, search, shape.softmax_scale)
@@ -119,7 +136,7 @@ def _on_host(work: Workload, options: Options, config: IndexConfig, search: Sear
     moved = least_bytes(work, shape, config, replace(search, lookahead=0))
     on_device = moved["rows"] + (moved["index"] if engine.rest == "sketch" else 0)
     least = shape.num_layers * on_device
-    return Prepared(steps, least, facts, far.cache.clear_statistics, close=pool.close)
+    return Prepared(steps, least, facts, far.cache.clear_statistics, close=close)
 
 
 def cache_facts(far: CachedRows, work: Workload, options: Options, num_steps: int) -> dict[str, Any]:

@@ -21,13 +21,14 @@ DONE, GIVEN_UP, UNSOUND = 0, 1, 2  # how a series ends
 class SearchSeries:
     """Searches in the order in which their queries come, without tails, of one kind of index.
 
-    A flag is the address of an int64 word, written by anybody, also a device, and what it has at least when it is up,
-    counted from what a run says.
+    A flag is the address of an int64 word, written by anybody, also a device or another process, and what it has at
+    least when it is up, counted from what a run says. A search whose last choice flag is up already was made by
+    somebody else and is left out.
     """
 
     searches: Sequence[LayerSearch]
     query_flags: NDArray[np.int64]  # [num_searches, 2]: up when the search's query is there
-    choice_flags: NDArray[np.int64]  # [num_searches, 2]: raised when its choice is there
+    choice_flags: NDArray[np.int64]  # [num_searches, 3]: so many neighbouring words, raised when its choice is there
     calls: NDArray[np.int64]  # [num_searches]: addresses of what the kernels are told
     num_jobs: NDArray[np.int64]  # [num_searches]
 
@@ -37,14 +38,16 @@ class SearchSeries:
 
 
 def make_series(
-    searches: Sequence[LayerSearch], query_flags: Sequence[tuple[int, int]], choice_flags: Sequence[tuple[int, int]]
+    searches: Sequence[LayerSearch],
+    query_flags: Sequence[tuple[int, int]],  # address and value
+    choice_flags: Sequence[tuple[int, int, int]],  # address, value and how many
 ) -> SearchSeries:
     assert len(query_flags) == len(choice_flags) == len(searches)
     assert all(search.tail is None for search in searches), "searches of a series have no tails"
     return SearchSeries(
         searches,
         np.array(query_flags, np.int64).reshape(-1, 2),
-        np.array(choice_flags, np.int64).reshape(-1, 2),
+        np.array(choice_flags, np.int64).reshape(-1, 3),
         np.array([search.calls_address for search in searches], np.int64),
         np.array([search.num_jobs for search in searches], np.int64),
     )
@@ -65,6 +68,10 @@ def run_series(
 ) -> tuple[int, int]:
     """DONE, GIVEN_UP or UNSOUND, and the last number that was used."""
     for i in range(len(wanted)):
+        num_chosen, value = choice_flags[i, 2], choice_flags[i, 1] + since
+        chosen = array_at(choice_flags[i, 0], num_chosen, np.int64(0))
+        if load_acquire(chosen, num_chosen - 1) >= value:
+            continue
         if not await_flag(query_flags[i, 0], query_flags[i, 1] + since, give_up):
             return GIVEN_UP, number
         of_search = array_at(wanted[i], NUM_CALLS, np.int64(0))
@@ -74,7 +81,8 @@ def run_series(
             begin(calls, of_search, progress, control, first_job, num_open, number)
             if not finish(calls, progress, control, num_open):
                 return UNSOUND, number
-        store_release(array_at(choice_flags[i, 0], 1, np.int64(0)), 0, choice_flags[i, 1] + since)
+        for head in range(num_chosen):
+            store_release(chosen, head, value)
     return DONE, number
 
 

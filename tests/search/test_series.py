@@ -26,10 +26,9 @@ class Line:
 
     @property
     def series(self) -> SearchSeries:
-        flags = [
-            [(words[i:].ctypes.data, i) for i in range(len(self.searches))] for words in (self.arrived, self.chosen)
-        ]
-        return make_series(self.searches, *flags)
+        arrived = [(self.arrived[i:].ctypes.data, i) for i in range(len(self.searches))]
+        chosen = [(self.chosen[i:].ctypes.data, i, 1) for i in range(len(self.searches))]
+        return make_series(self.searches, arrived, chosen)
 
     def send(self, i: int, value: int = SINCE) -> LayerSearch:
         """A new query of one search."""
@@ -77,6 +76,22 @@ def test_a_series_ends_when_it_is_given_up_and_the_pool_goes_on() -> None:
             line.send(i, 2 * SINCE)
         assert pool.run_series(line.series, 2 * SINCE, line.give_up)
         assert line.chosen.tolist() == [2 * SINCE + i for i in range(len(line.searches))]
+
+
+def test_what_somebody_else_has_chosen_is_left_out() -> None:
+    line = Line()
+    for i in (0, 2):
+        line.chosen[i] = SINCE + i  # its query may have been overwritten since
+    with SearchPool(2) as pool:
+        for i in (1, 3):
+            line.send(i)
+        before = [line.searches[i].out.kv_indices.copy() for i in (0, 2)]
+        assert pool.run_series(line.series, SINCE, line.give_up)
+    for i, kept in zip((0, 2), before, strict=True):
+        np.testing.assert_array_equal(line.searches[i].out.kv_indices, kept)
+    for i in (1, 3):
+        got = line.searches[i].out.kv_indices.copy()
+        np.testing.assert_array_equal(got, alone(line.searches[i]))
 
 
 def test_threads_that_sleep_are_woken_for_a_series() -> None:

@@ -23,9 +23,11 @@ from workers.engine.far_rows import CachedRows, DeviceRows
 from workers.engine.memory import Placement, placement_named, plan_context, plan_memory
 from workers.engine.on_device import SearchOnDevice
 from workers.engine.on_host import SearchOnHost
+from workers.engine.searcher import StepSearcher
 from workers.engine.shape import EngineShape
 from workers.engine.watch import Watch
 from workers.model_runner import ModelRunner, take_weights
+from workers.searchers.step_searches import StepSearches
 
 BATCH_SIZES = (1, 8)  # one request's steps, and its question eight tokens at a time
 TAIL_CAPACITY = 2048
@@ -55,6 +57,7 @@ class Engine:
         max_context_len: int | None = None,  # rows of the longest; the longest that is given, unless said
         slot_share: float = SLOT_SHARE,
         num_threads: int | None = None,  # that search, in placement `host`; all cores unless said
+        searcher: StepSearcher | None = None,  # in placement `host`; closed with the engine; threads unless given
         on_progress: Progress = lambda what, done, total: None,
     ) -> None:
         if not 0 < slot_share <= 1:
@@ -73,7 +76,9 @@ class Engine:
         self._on_progress = on_progress
         self.artifacts: dict[int, Artifact] = {}
         self._pinned: dict[int, PinnedRows] = {}
-        self._pool = SearchPool(num_threads or available_cpus()) if self.placement == "host" else None
+        self._searcher = searcher
+        if self.placement == "host" and searcher is None:
+            self._searcher = StepSearches(SearchPool(num_threads or available_cpus()))
         self._index_config = artifacts[0].spec.index_config
         self.far, self.attention = self._place(index_shape(artifacts[0].layer_index(0), self.shape.num_q_heads))
         self._next_query = _room_for_next_query(self.shape, self.device) if config.lookahead else None
@@ -100,8 +105,8 @@ class Engine:
         self._wait()
         for pinned in self._pinned.values():
             pinned.close()
-        if self._pool is not None:
-            self._pool.close()
+        if self._searcher is not None:
+            self._searcher.close()
 
     def add_context(self, context_id: int, artifact: Artifact) -> None:
         """Load one more, between steps. Raises MemoryPlanError where there is no room for it."""
@@ -121,6 +126,8 @@ class Engine:
         """Forget a context, between steps."""
         self._wait()
         self.attention.unload(context_id)
+        if self._searcher is not None:
+            self._searcher.unload(context_id)
         self.far.unload(context_id)
         if pinned := self._pinned.pop(context_id, None):
             pinned.close()
@@ -144,9 +151,9 @@ class Engine:
             rows = DeviceRows(self.shape, self.device)
             return rows, SearchOnDevice(self.shape, index, rows, self.device)
         cached = CachedRows(self.shape, self._num_slots, self.device)
-        if self._pool is None:
+        if self._searcher is None:
             return cached, SearchOnDevice(self.shape, index, cached, self.device)
-        return cached, SearchOnHost(self.shape, index, cached, self._pool, self.device)
+        return cached, SearchOnHost(self.shape, index, cached, self._searcher, self.device)
 
     def _load(self, context_id: int, artifact: Artifact) -> None:
         kv = [artifact.layer_kv(layer_idx) for layer_idx in range(self.shape.num_layers)]
@@ -160,6 +167,8 @@ class Engine:
         if isinstance(self.attention, SearchOnHost):
             indexes = [artifact.layer_index(layer_idx) for layer_idx in range(self.shape.num_layers)]
             self.attention.load(context_id, kv, indexes)
+            assert self._searcher is not None
+            self._searcher.load(context_id, artifact)
         else:
             self.attention.load(context_id, kv, self._index_on_device(artifact))
         if self._next_query is not None:

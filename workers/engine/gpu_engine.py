@@ -14,6 +14,7 @@ from workers.engine.engine import SLOT_SHARE, TAIL_CAPACITY, Engine
 from workers.engine.far_rows import CachedRows
 from workers.engine.fidelity import fidelity
 from workers.engine.memory import Placement
+from workers.engine.searcher import StepSearcher
 from workers.engine.slots import require_free_slot, require_new_context, require_room, require_unused, seen_lens
 from workers.serving.messages import Selector
 from workers.serving.step_engine import EngineCounts, Fidelity, StepResult, StepRow
@@ -41,6 +42,7 @@ class GpuEngine:
         max_context_len: int | None = None,  # rows of the longest; of the first one unless said
         slot_share: float = SLOT_SHARE,
         num_threads: int | None = None,  # that search, in placement `host`
+        searcher: StepSearcher | None = None,  # in placement `host`; closed with the engine; threads unless given
         device: torch.device | None = None,
     ) -> None:
         self.loaded, self.config, self.placement = loaded, config, placement
@@ -49,6 +51,7 @@ class GpuEngine:
         self.tail_capacity = min(tail_capacity, self.max_positions)
         self._num_contexts, self._max_context_len = num_contexts, max_context_len
         self._slot_share, self._num_threads, self._device = slot_share, num_threads, device
+        self._searcher = searcher
         self._engine: Engine | None = None
         self._places: dict[int, int] = {}  # of the scheduler's contexts among the engine's
         self._requests: dict[int, tuple[int, int]] = {}  # by slot: context, rows of the tail
@@ -132,6 +135,8 @@ class GpuEngine:
     def close(self) -> None:
         if self._engine is not None:
             self._engine.close()
+        elif self._searcher is not None:
+            self._searcher.close()
 
     def _start(self, artifact: Artifact) -> None:
         sizes = {1, *(size for size in (2, 4, 8, 16, 32, 64) if size < self.max_rows), self.max_rows}
@@ -148,6 +153,7 @@ class GpuEngine:
             max_context_len=self._max_context_len,
             slot_share=self._slot_share,
             num_threads=self._num_threads,
+            searcher=self._searcher,
         )
 
     def _fidelity(self, slot: int, layer_idx: int, tail_len: int) -> Fidelity:

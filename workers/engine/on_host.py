@@ -1,6 +1,7 @@
 """Attention of whole steps with the search on the CPU: placement `host`.
 
-The device holds an index only where the rest is attended to by its codes.
+Who searches, threads or search workers, maps the memory that queries come in and choices go to. The device holds an
+index only where the rest is attended to by its codes.
 """
 
 from collections.abc import Sequence
@@ -10,21 +11,26 @@ from functools import partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from csattn.batch import DeviceSelection, StepRows
 from csattn.index import LayerIndex
-from csattn.search import LayerSearch, SearchPool, SearchSeries, TokenSelections, make_series
 from csattn.search.device import DeviceIndexes, IndexShape, SketchShape, to_device
 from csattn.sketch import SketchIndex
+from offload.shared_memory import SharedMemory
 from offload.step_mail import RowMail, SelectionMail, StepClock
+from workers.beside import Beside
 from workers.engine.batch_plan import plan_batches
-from workers.engine.beside import Beside
 from workers.engine.coded_rest import CodedRest
 from workers.engine.far_rows import CachedRows
 from workers.engine.resident import ResidentRows
+from workers.engine.searcher import StepSearcher
 from workers.engine.shape import EngineShape
+from workers.searchers.step_searches import GIVE_UP, STEP_SEARCH, StepPlan
 
+LINE = 8  # words of a cache line
+PLACES = "q_at", "kv_at", "len_at", "query_flag_at", "choice_flag_at"  # of a row in the memory
 PATIENCE_S = 1.0  # how often the device is asked whether it has failed, while the host waits for a step's queries
 
 
@@ -38,12 +44,13 @@ class SearchOnHost:
     in_graph = True
 
     def __init__(
-        self, shape: EngineShape, index: IndexShape, far: CachedRows, pool: SearchPool, device: torch.device
+        self, shape: EngineShape, index: IndexShape, far: CachedRows, searcher: StepSearcher, device: torch.device
     ) -> None:
+        """searcher: has what this one loads, by the same numbers."""
         self.shape, self.far = shape, far
         self.lookahead = bool(shape.search.lookahead)
         self.tails = shape.make_tails(device)
-        self._pool, self._device = pool, device
+        self._searcher, self._device = searcher, device
         self._resident = ResidentRows(shape, device)
         self._plans = plan_batches(shape, device)
         self._indexes: DeviceIndexes | None = None  # for the rest
@@ -54,13 +61,16 @@ class SearchOnHost:
             self._indexes = DeviceIndexes(*sizes)
             self._coded_rest = CodedRest(shape, index, self._indexes, device)
         self._clock = StepClock(shape.num_layers + 1, device)
-        self._mail = {size: _StepMail(shape, size, device) for size in self._plans}
+        self._memory = SharedMemory(8 * LINE + _mail_bytes(shape), device)
+        self._give_up = self._memory.zeros((LINE,), torch.int64)  # [0] 1: the step's queries will not come
+        self._mail = {size: _StepMail(shape, size, self._memory) for size in self._plans}
+        assert self._memory.place_of(self._give_up) == GIVE_UP
+        searcher.attach(self._memory)
         self._beside = Beside("step-searches")
         self._searching: Future[None] | None = None  # for the step at hand
-        self._give_up = np.zeros(1, np.int64)  # 1: its queries will not come
 
     def __repr__(self) -> str:
-        return f"<SearchOnHost {self._pool!r}, {self.far!r}>"
+        return f"<SearchOnHost {self._searcher!r}, {self.far!r}>"
 
     def load(self, context_id: int, kv: Sequence[Tensor], index: Sequence[LayerIndex | SketchIndex]) -> None:
         """Give a place to a context whose rows `far` has. No step may be in flight."""
@@ -69,7 +79,7 @@ class SearchOnHost:
         if self._indexes is not None:
             self._indexes.load(context_id, context_len, [to_device(layer, self._device) for layer in index])
         for mail in self._mail.values():
-            mail.load(context_id, index)
+            mail.load(context_id, context_len)
 
     def unload(self, context_id: int) -> None:
         """Forget a context. No step may be in flight."""
@@ -87,8 +97,8 @@ class SearchOnHost:
             self._abandon()  # the step before has met an error and was never ended
         mail = self._mail[rows.batch_size]
         self._clock.advance()
-        series = mail.series(tuple(rows.context_ids.tolist()))
-        self._searching = self._beside.start(partial(self._search, mail, series, self._clock.value(0)))
+        plan = mail.plan(tuple(rows.context_ids.tolist()))
+        self._searching = self._beside.start(partial(self._search, mail, plan, self._clock.value(0)))
 
     def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None:
         self._mail[rows.batch_size].post(layer_idx, q, self._clock)
@@ -118,10 +128,10 @@ class SearchOnHost:
                 break
         self._searching = None
 
-    def _search(self, mail: "_StepMail", series: SearchSeries, since: int) -> None:
+    def _search(self, mail: "_StepMail", plan: StepPlan, since: int) -> None:
         done = False
         try:
-            done = self._pool.run_series(series, since, self._give_up)
+            done = self._searcher.run_step(plan, since)
         finally:
             if not done:
                 mail.release(since + self.shape.num_layers)  # the device must not wait for what does not come
@@ -145,21 +155,18 @@ class SearchOnHost:
 
 
 class _StepMail:
-    """What steps of one batch size and the host send each other.
+    """What steps of one batch size and those who search send each other.
 
     Two mails serve all layers in turn. Queries of layer l + 2 are posted after the selections of layer l are fetched:
     once they have arrived, the selections have been read and may be written again.
     """
 
-    def __init__(self, shape: EngineShape, batch_size: int, device: torch.device) -> None:
-        self._shape = shape
-        query = shape.num_q_heads, shape.head_dim
-        self._queries = [RowMail(batch_size, query, torch.float32, device) for _ in range(2)]
-        heads, max_top_k = shape.num_index_heads, shape.max_top_k
-        self._selections = [SelectionMail(batch_size, heads, max_top_k, device) for _ in range(2)]
-        self._indexes: dict[int, list[LayerIndex | SketchIndex]] = {}
-        self._searches: dict[tuple[int, int, int], LayerSearch] = {}  # by layer, row and context
-        self._last: tuple[tuple[int, ...], SearchSeries] = (), make_series([], [], [])  # and the rows' contexts
+    def __init__(self, shape: EngineShape, batch_size: int, memory: SharedMemory) -> None:
+        self._shape, self._memory = shape, memory
+        self._queries = [RowMail(*_query_sizes(shape, batch_size), memory) for _ in range(2)]
+        self._selections = [SelectionMail(*_selection_sizes(shape, batch_size), memory) for _ in range(2)]
+        self._context_lens: dict[int, int] = {}
+        self._last: tuple[tuple[int, ...], StepPlan] | None = None  # and the rows' contexts
 
     def post(self, layer_idx: int, q: Tensor, clock: StepClock) -> None:
         self._queries[layer_idx % 2].post(q.float(), clock, layer_idx + 1)
@@ -173,40 +180,51 @@ class _StepMail:
         for mail in self._selections:
             mail.flags.fill_(value)
 
-    def load(self, context_id: int, index: Sequence[LayerIndex | SketchIndex]) -> None:
-        self.unload(context_id)
-        self._indexes[context_id] = list(index)
+    def load(self, context_id: int, context_len: int) -> None:
+        self._last = None
+        self._context_lens[context_id] = context_len
 
     def unload(self, context_id: int) -> None:
-        self._indexes.pop(context_id, None)
-        self._searches = {key: search for key, search in self._searches.items() if key[-1] != context_id}
-        self._last = (), make_series([], [], [])
+        self._last = None
+        self._context_lens.pop(context_id, None)
 
-    def series(self, contexts: tuple[int, ...]) -> SearchSeries:
-        """The searches of a step, layer by layer; contexts: of its rows, -1: idle. No step may be in flight."""
-        if self._last[0] == contexts:
-            return self._last[1]
-        searches, query_flags, choice_flags = [], [], []
-        for layer_idx in range(self._shape.num_layers):
-            queries, selections = self._queries[layer_idx % 2], self._selections[layer_idx % 2]
-            for row, context_id in enumerate(contexts):
-                if context_id >= 0:
-                    searches.append(self._search(layer_idx, row, context_id))
-                    selections.widths[row] = searches[-1].out.kv_indices.shape[2]
-                    query_flags.append((queries.flags[row].data_ptr(), layer_idx + 1))
-                    choice_flags.append((selections.flags[row].data_ptr(), layer_idx + 1))
-        self._last = contexts, make_series(searches, query_flags, choice_flags)
+    def plan(self, contexts: tuple[int, ...]) -> StepPlan:
+        """The searches of a step; contexts: of its rows, -1: idle. No step may be in flight."""
+        if self._last is None or self._last[0] != contexts:
+            self._last = contexts, StepPlan(self._records(contexts))
         return self._last[1]
 
-    def _search(self, layer_idx: int, row: int, context_id: int) -> LayerSearch:
-        """A row's search in one layer, to be run at every step: its query and its selection have fixed places."""
-        key = layer_idx, row, context_id
-        if key not in self._searches:
-            index, queries = self._indexes[context_id][layer_idx], self._queries[layer_idx % 2]
-            config, selections = self._shape.search, self._selections[layer_idx % 2]
-            heads, top_k = self._shape.num_index_heads, config.top_k(index.context_len)
-            kv_indices = selections.kv_indices[row, : heads * top_k].view(1, heads, top_k).numpy()
-            out = TokenSelections(kv_indices, selections.valid_len[row : row + 1].numpy())
-            q, scale = queries.rows[row : row + 1].numpy(), self._shape.softmax_scale
-            self._searches[key] = LayerSearch(q, index, None, config.sink_len, config.window_len, scale, out)
-        return self._searches[key]
+    def _records(self, contexts: tuple[int, ...]) -> NDArray[np.void]:
+        shape, config = self._shape, self._shape.search
+        in_use = [row for row, context_id in enumerate(contexts) if context_id >= 0]
+        records = np.zeros((shape.num_layers, len(in_use)), STEP_SEARCH)
+        records["layer"] = np.arange(shape.num_layers)[:, None]
+        records["flag_value"] = records["layer"] + 1
+        records["num_heads"], records["head_dim"] = shape.num_index_heads, shape.head_dim
+        records["group_size"] = shape.num_q_heads // shape.num_index_heads
+        records["sink_len"], records["window_len"] = config.sink_len, config.window_len
+        records["softmax_scale"] = shape.softmax_scale
+        for i, row in enumerate(in_use):
+            of_row, top_k = records[:, i], config.top_k(self._context_lens[contexts[row]])
+            of_row["context"], of_row["top_k"] = contexts[row], top_k
+            for parity, (queries, selections) in enumerate(zip(self._queries, self._selections, strict=True)):
+                selections.widths[row] = top_k
+                places = queries.rows, selections.kv_indices, selections.valid_len, queries.flags, selections.flags
+                for name, piece in zip(PLACES, places, strict=True):
+                    of_row[name][parity::2] = self._memory.place_of(piece[row])
+        return records
+
+
+def _query_sizes(shape: EngineShape, batch_size: int) -> tuple[int, tuple[int, int], torch.dtype]:
+    return batch_size, (shape.num_q_heads, shape.head_dim), torch.float32
+
+
+def _selection_sizes(shape: EngineShape, batch_size: int) -> tuple[int, int, int]:
+    return batch_size, shape.num_index_heads, shape.max_top_k
+
+
+def _mail_bytes(shape: EngineShape) -> int:
+    """Of all batch sizes."""
+    queries = sum(RowMail.num_bytes(*_query_sizes(shape, size)) for size in shape.batch_sizes)
+    selections = sum(SelectionMail.num_bytes(*_selection_sizes(shape, size)) for size in shape.batch_sizes)
+    return 2 * (queries + selections)

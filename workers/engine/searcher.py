@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 
 from csattn.artifact import Artifact
 from csattn.search.workspace import TokenSelections
+from offload.shared_memory import SharedMemory
+from workers.searchers.step_searches import StepPlan
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -37,6 +39,24 @@ class Searcher(Protocol):
 
     def finish(self) -> None:
         """Return when every `out` is filled. Raises SearchLostError where that cannot be had any more."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class StepSearcher(Protocol):
+    """Whole steps at once, beside the device, each search as soon as its query is there."""
+
+    def load(self, context_id: int, artifact: Artifact) -> None: ...
+
+    def unload(self, context_id: int) -> None: ...
+
+    def attach(self, memory: SharedMemory) -> None:
+        """Queries, choices and flags lie in that memory."""
+        ...
+
+    def run_step(self, plan: StepPlan, since: int) -> bool:
+        """Return when every choice is there; False if the step was given up. since: what flags count from."""
         ...
 
     def close(self) -> None: ...

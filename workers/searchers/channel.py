@@ -3,14 +3,23 @@
 import contextlib
 import os
 import select
+import signal
 import socket
+import struct
 import time
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from csattn.errors import SearchLostError
+from offload.shared_memory import create_memory, map_memory
 from workers.searchers.letters import Letter
 from workers.searchers.mail import (
+    BODY,
+    COUNT,
     FAILED,
     KIND,
     LAYER,
@@ -18,16 +27,19 @@ from workers.searchers.mail import (
     LOOK,
     REPLY_BYTES,
     SEARCH,
+    SINCE,
     STATUS,
+    STEP,
     WORKED_NS,
     Mail,
-    create_memory,
-    map_memory,
 )
 from workers.searchers.words import ANSWERED, ASKED, CLIENT_SLEEPS, WORKER_SLEEPS, await_word, post
 
 if TYPE_CHECKING:  # the engine's package brings in all that decodes
     from workers.engine.searcher import RowSearch
+
+
+END_S = 10.0  # for the system to end a process
 
 
 class Channel:
@@ -39,6 +51,10 @@ class Channel:
         self.connection, self.spin_ns = connection, spin_ns
         self.lost = False
         self._asked = 0
+        self._plan = 0  # the number of the step's plan that the worker has
+        self._process = _peer_process(connection)
+        if self._process is not None:
+            weakref.finalize(self, os.close, self._process)
         self._send_memory(LEAST_BYTES)
 
     @property
@@ -64,10 +80,27 @@ class Channel:
             self.lose()
         return not self.lost
 
+    def step(self, plan: int, records: NDArray[np.void], since: int) -> bool:
+        """Ask for a step's searches; false if the worker is lost. plan: the records' number, by which it knows them."""
+        try:
+            is_new = plan != self._plan
+            if is_new:
+                if BODY + records.nbytes > self.mail.num_bytes:
+                    self._send_memory(2 * (BODY + records.nbytes))
+                self.mail.kept.clear()
+                self.mail.array(BODY, (records.size,), records.dtype)[:] = records.reshape(-1)
+            self.mail.words[COUNT], self.mail.words[SINCE] = records.size * is_new, since
+            self._plan = plan
+            self._ask(STEP, 0)
+        except OSError:
+            self.lose()
+        return not self.lost
+
     def tell(self, kind: int, text: str, count_at: int) -> bool:
         """Ask for something else than a search; false if the worker is lost."""
         try:
             self.mail.kept.clear()
+            self._plan = 0
             self.mail.write_text(text, count_at)
             self._ask(kind, 0)
         except OSError:
@@ -93,6 +126,17 @@ class Channel:
         with contextlib.suppress(OSError):  # it may have gone by itself
             self.connection.shutdown(socket.SHUT_RDWR)
 
+    def end_process(self) -> None:
+        """Give the worker up and end its process: when this returns, it writes nothing any more.
+
+        Where the worker is a thread of this process, or the system cannot name processes for certain, nothing ends.
+        """
+        self.lose()
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._process, signal.SIGKILL)
+            select.select([self._process], [], [], END_S)
+
     def __del__(self) -> None:
         """Closed with its last user: a descriptor that one thread still waits at must not be given to another file."""
         self.connection.close()
@@ -114,11 +158,23 @@ class Channel:
                 "serve fewer requests at a time"
             ) from error
         try:
-            self.mail = map_memory(fd)
+            self.mail = Mail(map_memory(fd))
             self.mail.words[ASKED] = self.mail.words[ANSWERED] = self._asked
             socket.send_fds(self.connection, [LOOK], [fd])
         finally:
             os.close(fd)
+
+
+def _peer_process(connection: socket.socket) -> int | None:
+    """A descriptor of the process at the other end, which no later process can be taken for; None: there is none."""
+    if not hasattr(os, "pidfd_open") or not hasattr(socket, "SO_PEERCRED"):
+        return None
+    size = struct.calcsize("3i")
+    pid, *_ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    try:
+        return None if pid == os.getpid() else os.pidfd_open(pid)
+    except OSError:  # it has gone already
+        return None
 
 
 def await_answers(channels: Sequence[Channel], patience_s: float) -> None:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from csattn.errors import SearchLostError
 from workers.searchers.channel import Channel, await_answers
-from workers.searchers.mail import COUNT, LOAD, UNLOAD
+from workers.searchers.mail import ATTACH, COUNT, LOAD, UNLOAD
 from workers.searchers.rendezvous import Rendezvous
 from workers.searchers.worker import WorkerSpec
 
@@ -38,10 +38,11 @@ Launch = Callable[[WorkerSpec], WorkerHandle]  # returns at once; somewhere, Sea
 
 @dataclass(slots=True)
 class Contexts:
-    """What all workers have to have loaded."""
+    """What all workers have to have loaded, and the memory in which steps are searched, where they are."""
 
     paths: dict[int, Path] = field(default_factory=dict)
-    lock: threading.Lock = field(default_factory=threading.Lock)  # held while paths and loaded workers change
+    step_memory: str | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)  # held while these and loaded workers change
 
 
 class Keeper:
@@ -108,12 +109,16 @@ class Keeper:
     def _load(self, channel: Channel) -> None:
         """Load all contexts, and let searches come as soon as none is missing."""
         loaded: dict[int, Path] = {}
+        attached = None
         while True:
             with self._contexts.lock:
-                wanted = dict(self._contexts.paths)
-                if loaded == wanted:
+                wanted, memory = dict(self._contexts.paths), self._contexts.step_memory
+                if loaded == wanted and attached == memory:
                     self.channel = channel
                     return
+            if memory is not None and attached != memory:
+                attach_memory([channel], memory)
+                attached = memory
             for context_id in loaded.keys() - wanted.keys():
                 unload_context([channel], context_id)
             for context_id, path in wanted.items() - loaded.items():
@@ -128,6 +133,12 @@ class Keeper:
 def load_context(channels: list[Channel], context_id: int, path: Path) -> None:
     """Let the workers open the artifact, all at the same time; what fails, the channels know."""
     asked = [channel for channel in channels if channel.tell(LOAD, f"{context_id} {path}", COUNT)]
+    await_answers(asked, LOAD_S)
+
+
+def attach_memory(channels: list[Channel], path: str) -> None:
+    """Let the workers map the memory in which steps are searched; what fails, the channels know."""
+    asked = [channel for channel in channels if channel.tell(ATTACH, path, COUNT)]
     await_answers(asked, LOAD_S)
 
 

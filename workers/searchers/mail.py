@@ -4,24 +4,23 @@ A request is its kind, a layer, and a number of records that say what to search 
 selections go (or a text, for requests that are rare). The worker writes selections in place, then its status.
 """
 
-import mmap
-import os
-import tempfile
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from workers.searchers.step_searches import STEP_SEARCH
 from workers.searchers.words import LINE
 
-KIND, LAYER, COUNT = 4 * LINE, 4 * LINE + 1, 4 * LINE + 2  # of the request; COUNT: records, or bytes of text
+# of the request; COUNT: records, or bytes of text; SINCE: what a step's flags count from
+KIND, LAYER, COUNT, SINCE = 4 * LINE, 4 * LINE + 1, 4 * LINE + 2, 4 * LINE + 3
 STATUS, REPLY_BYTES, WORKED_NS = 5 * LINE, 5 * LINE + 1, 5 * LINE + 2  # of the answer; REPLY_BYTES: of its text
 HEADER_WORDS = 6 * LINE
 BODY = 8 * HEADER_WORDS  # where it begins, in bytes
 LEAST_BYTES = 1 << 16  # room for any text
 
 LOOK = b"\0"  # what goes through the socket: look at the memory; new memory comes with it as a descriptor
-SEARCH, LOAD, UNLOAD = range(3)  # kinds of request
+SEARCH, LOAD, UNLOAD, ATTACH, STEP = range(5)  # kinds of request; STEP: see `step_searches`
 DONE, FAILED = range(2)  # status
 
 # words of a record
@@ -53,6 +52,10 @@ class Mail:
         """The records of the request, [count, RECORD_WORDS]."""
         return self.array(BODY, (int(self.words[COUNT]), RECORD_WORDS), np.int64)
 
+    def step_records(self) -> NDArray[np.void]:
+        """The records of a request to search a step, [count]."""
+        return self.array(BODY, (int(self.words[COUNT]),), STEP_SEARCH)
+
     def write_text(self, text: str, count_at: int) -> None:
         """Put the text in the body, as much as is sure to have room, and its length into that word."""
         data = text.encode(errors="replace")[: LEAST_BYTES - BODY]
@@ -67,26 +70,3 @@ class Mail:
 def private_mail(num_bytes: int) -> Mail:
     """Of this process alone."""
     return Mail(np.zeros(max(num_bytes, LEAST_BYTES), np.uint8))
-
-
-def create_memory(num_bytes: int) -> int:
-    """A file descriptor of zeroed memory that has no name: it is gone with the last process that holds it."""
-    if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("csattn-search", os.MFD_CLOEXEC)
-    else:
-        with tempfile.TemporaryFile() as file:
-            fd = os.dup(file.fileno())
-    try:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(fd, 0, num_bytes)  # an error here and now, where touching what is not there would kill
-        else:
-            os.ftruncate(fd, num_bytes)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-def map_memory(fd: int) -> Mail:
-    """The memory of that descriptor, which may be closed afterwards. It is let go with the last array over it."""
-    return Mail(np.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size), np.uint8))

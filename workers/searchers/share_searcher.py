@@ -1,17 +1,14 @@
 """Searches as a mail asks for them: what a worker does, and the client itself while a worker is away."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from csattn.artifact import Artifact
 from csattn.errors import SearchLostError
-from csattn.index import LayerIndex
 from csattn.search import LayerSearch, SearchPool, TokenSelections
 from csattn.sketch import SketchIndex
-from csattn.table.lists import ListTable
 from workers.searchers.mail import (
     CONTEXT,
     FIRST_HEAD,
@@ -23,11 +20,13 @@ from workers.searchers.mail import (
     REST_AT,
     ROWS,
     SCALE,
+    SINCE,
     SINK,
     TOP_K,
     WINDOW,
     Mail,
 )
+from workers.searchers.step_searches import STEP_SEARCH, StepSearches, index_of_heads
 
 MAX_KEPT = 4096  # requests whose searches are kept: as many as layers times kinds of steps that come up again
 
@@ -38,6 +37,8 @@ class ShareSearcher:
     def __init__(self, num_threads: int, cpus: Sequence[int] | None = None) -> None:
         self._pool = SearchPool(num_threads, cpus)  # cpus: of its own threads, one less than num_threads
         self._artifacts: dict[int, Artifact] = {}
+        self.steps = StepSearches(self._pool)
+        self._step: NDArray[np.void] = np.zeros(0, STEP_SEARCH)  # the records of the last step
 
     @property
     def context_ids(self) -> tuple[int, ...]:
@@ -49,10 +50,12 @@ class ShareSearcher:
             artifact.layer_index(layer_idx)
         self._pool.search_layers([_first_search(artifact)])
         self._artifacts[context_id] = artifact
+        self.steps.load(context_id, artifact)
 
     def unload(self, context_id: int, mail: Mail) -> Artifact | None:
         """Forget the context and searches over it that are kept with the mail."""
         mail.kept.clear()
+        self.steps.unload(context_id)
         return self._artifacts.pop(context_id, None)
 
     def search(self, mail: Mail) -> None:
@@ -66,8 +69,15 @@ class ShareSearcher:
             searches = mail.kept[request] = [self._make_search(mail, record) for record in records]
         self._pool.search_layers(searches)
 
+    def search_step(self, mail: Mail) -> None:
+        """Search a step as the mail's records say, or, where it has none, those of the step before."""
+        records = mail.step_records()
+        if len(records):
+            self._step = records.copy()
+        self.steps.run(self._step, int(mail.words[SINCE]), self.steps.give_up)
+
     def close(self) -> None:
-        self._pool.close()
+        self.steps.close()
         self._artifacts.clear()
 
     def __repr__(self) -> str:
@@ -89,32 +99,6 @@ class ShareSearcher:
         )
         scale = float(record[SCALE : SCALE + 1].view(np.float64)[0])
         return LayerSearch(q, index, None, words[SINK], words[WINDOW], scale, out)
-
-
-def index_of_heads(index: LayerIndex | SketchIndex, first_head: int, num_heads: int) -> LayerIndex | SketchIndex:
-    """The index of some heads only: views, no copies."""
-    heads = slice(first_head, first_head + num_heads)
-    if isinstance(index, SketchIndex):
-        return replace(
-            index,
-            codes=index.codes[heads],
-            marks=index.marks[heads],
-            key_mean=index.key_mean[heads],
-            query_transform=index.query_transform[heads],
-            value_mean=index.value_mean[heads],
-            value_transform=index.value_transform[heads],
-            next_query=None,
-        )
-    table = index.table
-    return replace(
-        index,
-        query_basis=index.query_basis[heads],
-        codebooks=index.codebooks[heads],
-        key_basis=index.key_basis[heads],
-        key_mean=index.key_mean[heads],
-        table=ListTable(table.indices[heads], table.scores[heads], table.context_len),
-        next_query=None,
-    )
 
 
 def _first_search(artifact: Artifact) -> LayerSearch:

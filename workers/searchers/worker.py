@@ -4,12 +4,14 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from csattn.artifact import open_artifact
+from csattn.artifact import Artifact, open_artifact
+from offload.shared_memory import map_memory, map_path
 from workers.searchers.mail import (
+    ATTACH,
     COUNT,
     DONE,
     FAILED,
@@ -19,9 +21,9 @@ from workers.searchers.mail import (
     REPLY_BYTES,
     SEARCH,
     STATUS,
+    STEP,
     WORKED_NS,
     Mail,
-    map_memory,
 )
 from workers.searchers.rendezvous import connect
 from workers.searchers.share_searcher import ShareSearcher
@@ -63,8 +65,8 @@ class SearchWorker:
     not restart it: the client notices at once, and asks its launcher for a new worker.
     """
 
-    def __init__(self, spec: WorkerSpec) -> None:
-        self.spec = spec
+    def __init__(self, spec: WorkerSpec, open_context: Callable[[Path], Artifact] = open_artifact) -> None:
+        self.spec, self._open_context = spec, open_context
         self._connection: socket.socket | None = None
         self._closed = False
         self._mail: Mail | None = None
@@ -112,7 +114,7 @@ class SearchWorker:
         assert self._connection is not None
         data, fds, _, _ = socket.recv_fds(self._connection, 64, 4)
         for fd in fds:
-            self._mail = map_memory(fd)
+            self._mail = Mail(map_memory(fd))
             os.close(fd)
         return data != b""
 
@@ -133,14 +135,17 @@ class SearchWorker:
         assert self._searcher is not None
         kind = int(mail.words[KIND])
         if kind == SEARCH:
-            self._searcher.search(mail)
-            return
+            return self._searcher.search(mail)
+        if kind == STEP:
+            return self._searcher.search_step(mail)
+        if kind == ATTACH:
+            return self._searcher.steps.attach(map_path(mail.read_text(COUNT)))
         context_id, _, path = mail.read_text(COUNT).partition(" ")
         old = self._searcher.unload(int(context_id), mail)
         if old is not None:
             old.close()
         if kind == LOAD:
-            self._searcher.load(int(context_id), open_artifact(Path(path)))
+            self._searcher.load(int(context_id), self._open_context(Path(path)))
 
 
 def choose_cpus(num_wanted: int) -> tuple[int, ...] | None:

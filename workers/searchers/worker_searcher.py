@@ -8,15 +8,21 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
+
 from csattn.artifact import Artifact
 from csattn.cpus import available_cpus
 from csattn.errors import ConfigError, SearchLostError
+from offload.shared_memory import SharedMemory
+from workers.beside import Beside
 from workers.searchers.channel import Channel, await_answers
-from workers.searchers.keeper import Contexts, Keeper, Launch, load_context, unload_context
+from workers.searchers.keeper import Contexts, Keeper, Launch, attach_memory, load_context, unload_context
 from workers.searchers.letters import Letter, kind_of, write_letters
 from workers.searchers.mail import LAYER, private_mail
 from workers.searchers.process import ChildProcess
 from workers.searchers.share_searcher import ShareSearcher
+from workers.searchers.step_run import StepRun
+from workers.searchers.step_searches import StepPlan
 from workers.searchers.words import compile_words
 from workers.searchers.worker import WorkerSpec
 
@@ -39,7 +45,7 @@ class SearchersHealth:
 
 
 class WorkerSearcher:
-    """`Searcher` over workers in processes of their own. Used by one thread.
+    """`Searcher` and `StepSearcher` over workers in processes of their own. Used by one thread at a time.
 
     While a worker that was lost is started again, its share is searched here: the selections are the same, only later.
     """
@@ -68,6 +74,7 @@ class WorkerSearcher:
         self._layer_idx = -1
         self._asked: list[tuple[Channel, Letter]] = []
         self._not_asked: list[Letter] = []
+        self._beside = Beside("searches-in-place")  # of workers that are lost during a step
         self._num_searched_here, self._fault = 0, ""
         self.worked_ns = 0  # by the worker that worked longest on the last layer
         self._keepers = []
@@ -106,6 +113,28 @@ class WorkerSearcher:
         self._letters.clear()
         for channel in self._channels():
             channel.mail.kept.clear()
+
+    def attach(self, memory: SharedMemory) -> None:
+        """Steps are searched in that memory from now on; it must live as long as they are."""
+        self._own.steps.attach(memory.array)
+        with self._contexts.lock:
+            self._contexts.step_memory = memory.path
+            channels = self._channels()
+            attach_memory(channels, memory.path)
+            failures = [channel.failure for channel in channels if not channel.lost and channel.failure]
+        if failures:
+            raise SearchLostError(f"a search worker cannot map the memory of the steps: {failures[0]}")
+
+    def run_step(self, plan: StepPlan, since: int) -> bool:
+        """`StepSearches.run_step`, shared out among the workers. Called by a thread that does nothing else."""
+        specs = [self._artifacts[int(context)].spec for context in np.unique(plan.records["context"])]
+        most_keys = max((spec.context_len * spec.model.num_q_heads for spec in specs), default=0)
+        run = StepRun([keeper.channel for keeper in self._keepers], self._own.steps, self._beside)
+        try:
+            return run.run(plan, since, HUNG_S + most_keys * SLOWEST_NS * 1e-9)
+        finally:
+            self._num_searched_here += len(run.left)
+            self._fault = run.fault or self._fault
 
     def start(self, layer_idx: int, searches: Sequence["RowSearch"]) -> None:
         """Hand each worker its share. What was started before and not finished is given up."""

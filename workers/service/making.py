@@ -50,7 +50,7 @@ def make_searcher(settings: Settings, launch: Launch) -> WorkerSearcher | None:
 
 
 def make_engine(settings: Settings, loaded: LoadedModel, searcher: WorkerSearcher | None) -> StepEngine:
-    """The engine of the placement that is set. searcher: of the placement cpu; without one, its own threads search."""
+    """The engine of the placement that is set. searcher: without one, threads of its own search."""
     engine, num_requests = settings.engine, settings.limits.max_concurrent_requests
     max_rows = max(num_requests, QUESTION_ROWS)
     if engine.placement != "cpu":
@@ -65,6 +65,7 @@ def make_engine(settings: Settings, loaded: LoadedModel, searcher: WorkerSearche
             max_context_len=engine.max_context_len,
             slot_share=engine.slot_share,
             num_threads=engine.num_threads,
+            searcher=searcher,
         )
     return CpuEngine(
         loaded,
@@ -82,10 +83,10 @@ def _require_engine(engine: EngineSettings) -> None:
     if engine.placement == "cpu":
         return
     require_device()
-    if engine.num_search_workers:
+    if engine.num_search_workers and engine.placement != "host":
         raise ConfigError(
-            f"engine.num_search_workers is {engine.num_search_workers} and engine.placement {engine.placement}; search "
-            "workers serve the placement cpu: on a GPU, threads of the process search"
+            f"engine.num_search_workers is {engine.num_search_workers} and engine.placement {engine.placement}, where "
+            "the GPU searches; search workers serve the placements cpu and host"
         )
     if engine.kv_codec is not None:
         raise ConfigError(

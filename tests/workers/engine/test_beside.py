@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from workers.engine.beside import Beside
+from workers.beside import Beside
 
 WAIT_S = 60
 

@@ -26,6 +26,7 @@ from tests.workers.engine.talks import next_ids_beside_nan
 from workers.engine import PLACEMENTS, engine
 from workers.engine.cpu_engine import CpuEngine
 from workers.engine.gpu_engine import GpuEngine
+from workers.searchers.worker_searcher import WorkerSearcher
 from workers.serving.step_engine import StepEngine, StepRow
 
 CONTEXT_LENS = (300, 340)
@@ -79,14 +80,16 @@ def answer(engine: StepEngine, slot: int, context_id: int, question: list[int]) 
 
 
 @pytest.mark.parametrize(
-    "placement", [pytest.param(name, marks=[] if name == "hybrid" else pytest.mark.gpu) for name in PLACEMENTS]
+    ("placement", "num_workers"),
+    [pytest.param(name, 0, marks=[] if name == "hybrid" else pytest.mark.gpu) for name in PLACEMENTS]
+    + [pytest.param("host", 2, marks=pytest.mark.gpu)],
 )
-def test_requests_over_contexts_that_come_and_go_answer_as_on_the_cpu(artifacts, placement) -> None:
+def test_requests_over_contexts_that_come_and_go_answer_as_on_the_cpu(artifacts, placement, num_workers) -> None:
     with CpuEngine(loaded(), num_threads=2) as on_cpu:
         for context_id, artifact in enumerate(artifacts):
             on_cpu.add_context(context_id, artifact)
         want = [answer(on_cpu, 0, context_id, question) for context_id, question in enumerate(QUESTIONS)]
-    ready = make_engine(placement)
+    ready = make_engine(placement, searcher=WorkerSearcher(num_workers) if num_workers else None)
     try:
         ready.add_context(7, artifacts[0])
         assert answer(ready, 2, 7, QUESTIONS[0]) == want[0]

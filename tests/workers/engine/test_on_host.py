@@ -18,6 +18,8 @@ from tests.cuda_on_cpu.emulated import DEVICE
 from tests.tiny import loaded, token_ids
 from tests.workers.engine.test_placements import CONTEXT_LEN, cached_rows, context_kv, make_shape
 from workers.engine import SearchOnHost
+from workers.engine.searcher import StepSearcher
+from workers.searchers.step_searches import StepSearches
 
 CONFIG = SearchConfig(keep=0.1, window_len=16)
 
@@ -34,11 +36,13 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Artifact]:
         yield opened
 
 
-def make_steps(artifact: Artifact, pool: SearchPool) -> SearchOnHost:
+def make_steps(artifact: Artifact, searcher: StepSearcher) -> SearchOnHost:
     shape = make_shape(CONFIG)
     kv = context_kv(artifact, shape)
     indexes = [artifact.layer_index(layer_idx) for layer_idx in range(shape.num_layers)]
-    made = SearchOnHost(shape, index_shape(indexes[0], shape.num_q_heads), cached_rows(shape, kv, 60), pool, DEVICE)
+    far = cached_rows(shape, kv, 60)
+    made = SearchOnHost(shape, index_shape(indexes[0], shape.num_q_heads), far, searcher, DEVICE)
+    searcher.load(0, artifact)
     made.load(0, kv, indexes)
     return made
 
@@ -67,7 +71,7 @@ def make_query(steps: SearchOnHost) -> torch.Tensor:
 
 def test_a_search_that_fails_ends_the_step_with_its_error(artifact: Artifact) -> None:
     pool = SearchPool(2)
-    steps, rows = make_steps(artifact, pool), make_rows()
+    steps, rows = make_steps(artifact, StepSearches(pool)), make_rows()
     pool.close()
     with pytest.raises(RuntimeError, match="the search pool is closed"):
         take_step(steps, rows, make_query(steps))
@@ -77,7 +81,7 @@ def test_a_search_that_fails_ends_the_step_with_its_error(artifact: Artifact) ->
 
 def test_a_step_that_is_never_ended_does_not_hold_up_the_next(artifact: Artifact) -> None:
     with SearchPool(2) as pool:
-        steps, rows = make_steps(artifact, pool), make_rows()
+        steps, rows = make_steps(artifact, StepSearches(pool)), make_rows()
         q = make_query(steps)
         want = take_step(steps, rows, q)
         steps.begin_step(rows)  # its queries never come
@@ -87,7 +91,7 @@ def test_a_step_that_is_never_ended_does_not_hold_up_the_next(artifact: Artifact
 
 def test_idle_rows_are_searched_for_by_nobody(artifact: Artifact) -> None:
     with SearchPool(2) as pool:
-        steps, rows = make_steps(artifact, pool), make_step_rows(1, DEVICE)
+        steps, rows = make_steps(artifact, StepSearches(pool)), make_step_rows(1, DEVICE)
         take_step(steps, rows, make_query(steps))
         assert steps.chosen(0, rows).valid_len.sum() == 0
 
@@ -95,14 +99,18 @@ def test_idle_rows_are_searched_for_by_nobody(artifact: Artifact) -> None:
 def test_a_context_makes_room_for_another(artifact: Artifact) -> None:
     """What was searched of the first is not searched any more."""
     with SearchPool(2) as pool:
-        steps, rows = make_steps(artifact, pool), make_rows()
+        searcher = StepSearches(pool)
+        steps, rows = make_steps(artifact, searcher), make_rows()
         q = make_query(steps)
         take_step(steps, rows, q)
         steps.unload(0)
+        searcher.unload(0)
         other = [artifact.layer_index(layer_idx) for layer_idx in reversed(range(steps.shape.num_layers))]
+        searcher.load_layers(0, other)
         kv = context_kv(artifact, steps.shape)
         steps.far.load(0, cached_rows(steps.shape, kv, 60)._kv[0])
         steps.load(0, kv, other)
         take_step(steps, rows, q)
-        searched = [search.index for search in steps._mail[1]._last[1].searches]
-        assert searched == other
+        assert [search.index.codes.ctypes.data for search in searcher._series[1].searches] == [
+            index.codes.ctypes.data for index in other
+        ]

@@ -1,6 +1,7 @@
 """Steps of every placement, the device's kernels run on the CPU where there is none: what they attend to, and where
 the rows come from."""
 
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -23,9 +24,13 @@ from offload.pinned import PinnedRows
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
 from tests.tiny import loaded, token_ids
+from tests.workers.searchers.searching import Threads
 from workers.engine import CachedRows, DeviceRows, EngineShape, SearchOnDevice, SearchOnHost
 from workers.engine.resident import ResidentRows
+from workers.engine.searcher import StepSearcher
 from workers.model_runner import ModelRunner, take_weights
+from workers.searchers.step_searches import StepSearches
+from workers.searchers.worker_searcher import WorkerSearcher
 from workers.session import csattn_session
 
 CONTEXT_LEN = 300
@@ -170,18 +175,24 @@ def test_the_rest_is_attended_to_as_on_the_cpu(artifact, keep, rest) -> None:
     assert torch.allclose(logits, without, rtol=1e-4, atol=1e-4) == (keep == 1.0)
 
 
-@pytest.mark.parametrize(("lookahead", "rest"), [(0, "none"), (0, "sketch"), (1, "moments"), (1, "sketch")])
-def test_the_search_on_the_host_chooses_the_same_rows(artifact, lookahead, rest) -> None:
+@pytest.mark.parametrize(
+    ("lookahead", "rest", "num_workers"),
+    [(0, "none", 0), (0, "sketch", 2), (1, "moments", 0), (1, "sketch", 0), (1, "sketch", 3)],
+)
+def test_the_search_on_the_host_chooses_the_same_rows(artifact, lookahead, rest, num_workers) -> None:
     config = SearchConfig(keep=0.1, window_len=16, lookahead=lookahead, rest=rest)
     shape = make_shape(config)
     kv = context_kv(artifact, shape)
     indexes = [artifact.layer_index(layer_idx) for layer_idx in range(shape.num_layers)]
     maps = [index.next_query for index in indexes[:-1]]
     next_query = torch.from_numpy(np.stack([*maps, maps[0]]))[None] if lookahead else None
-    with SearchPool(2) as pool:
-        on_host = SearchOnHost(
-            shape, index_shape(indexes[0], shape.num_q_heads), cached_rows(shape, kv, 60), pool, DEVICE
-        )
+    searcher: StepSearcher = StepSearches(SearchPool(2))
+    if num_workers:
+        searcher = WorkerSearcher(num_workers, launch=Threads())
+    with closing(searcher):
+        sizes = index_shape(indexes[0], shape.num_q_heads)
+        on_host = SearchOnHost(shape, sizes, cached_rows(shape, kv, 60), searcher, DEVICE)
+        searcher.load(0, artifact)
         on_host.load(0, kv, indexes)
         tokens, logits = decode(on_host, next_query)
     if lookahead:  # which on a device takes streams of its own: `transformers` over the CPU's session is the measure

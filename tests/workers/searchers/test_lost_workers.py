@@ -1,8 +1,5 @@
 """Workers that die, hang or fail in the middle of anything: the selections stay the same, and soon all are back."""
 
-import contextlib
-import gc
-import os
 import random
 import shutil
 import signal
@@ -10,14 +7,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from csattn.artifact import Artifact
 from csattn.errors import SearchLostError
-from tests.workers.searchers.children import FORKS, Children, ForkedProcess, named_files, num_descriptors, runs
+from tests.workers.searchers.children import Children, ForkedProcess, named_files, runs
 from tests.workers.searchers.searching import (
     WAIT_S,
     Threads,
@@ -27,7 +23,7 @@ from tests.workers.searchers.searching import (
     search_layer,
     wait_until,
 )
-from workers.searchers import keeper, worker_searcher
+from workers.searchers import worker_searcher
 from workers.searchers.mail import KIND, SEARCH
 from workers.searchers.process import ChildProcess
 from workers.searchers.share_searcher import ShareSearcher
@@ -40,22 +36,6 @@ ROOT = Path(__file__).resolve().parents[3]
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
     return make_artifact(tmp_path_factory.mktemp("store"), 20_000, num_kv_heads=4)
-
-
-@pytest.fixture
-def children(monkeypatch: pytest.MonkeyPatch) -> Iterator[Children]:
-    """Afterwards no process, no descriptor and no file may be left of them."""
-    monkeypatch.setattr(keeper, "MOST_DELAY_S", 0.05)
-    with contextlib.closing(FORKS.Process(target=os.getpid)) as first:  # the server that forks comes up, and stays
-        first.start()
-        first.join()
-    children = Children()
-    files, descriptors = named_files(), num_descriptors()
-    yield children
-    wait_until(lambda: not any(runs(child.pid) for child in children.started))
-    assert named_files() == files
-    gc.collect()
-    assert num_descriptors() <= descriptors
 
 
 def test_workers_are_killed_at_random_times(artifact: Artifact, children: Children) -> None:

@@ -19,9 +19,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@pytest.fixture(scope="session")
-def options(place: Path) -> tuple[str, ...]:
-    return "--store", str(place / "store"), "--model", str(place / "model"), "--keep", "0.2", "--threads", "1"
+@pytest.fixture(scope="session", params=["cpu", pytest.param("host", marks=pytest.mark.gpu)])
+def options(request: pytest.FixtureRequest, place: Path) -> tuple[str, ...]:
+    """Of services that decode in that placement."""
+    own = f"engine.placement={request.param}", "engine.max_context_len=2000"
+    own_options = [part for setting in own for part in ("--set", setting)]
+    store = str(place / f"store-{request.param}")
+    return "--store", store, "--model", str(place / "model"), "--keep", "0.2", "--threads", "1", *own_options
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,9 @@ QUESTION = "When is lamp 7 lit?"
 NUM_TOKENS = 24
 
 
-def test_a_context_built_over_http_answers_as_the_command_line_does(local: Service, place: Path) -> None:
+def test_a_context_built_over_http_answers_as_the_command_line_does(
+    local: Service, place: Path, options: tuple[str, ...]
+) -> None:
     with local.client() as client:
         [model] = client.models.list().data
         whole = client.chat.completions.create(
@@ -33,7 +35,7 @@ def test_a_context_built_over_http_answers_as_the_command_line_does(local: Servi
     told = "".join(local.ask("model@lamps", QUESTION, NUM_TOKENS))
     loaded = load_model(str(place / "model"))
     config = SearchConfig(keep=0.2)
-    with csattn_session(loaded, find_artifact(place / "store", context["artifact_id"]), config) as session:
+    with csattn_session(loaded, find_artifact(Path(options[1]), context["artifact_id"]), config) as session:
         wanted = answer(session, QUESTION, NUM_TOKENS)
     assert told == wanted.text
     assert whole.choices[0].message.content == told
@@ -82,6 +84,6 @@ def test_a_port_in_use_is_said_at_once(options: tuple[str, ...]) -> None:
 def test_what_cannot_be_served_is_a_sentence(
     place: Path, flags: dict[str, object], contexts: list[str], words: str
 ) -> None:
-    given = {"server.port": 0, "store.path": place / "store", "model.name": str(place / "model"), **flags}
+    given = {"server.port": 0, "store.path": place / "other", "model.name": str(place / "model"), **flags}
     with pytest.raises(CsattnError, match=re.escape(words)):
         serve(None, given, contexts, in_one_process=True, json=False)

@@ -2,10 +2,12 @@
 
 import pytest
 
+from csattn.errors import ConfigError
 from tests.tiny import loaded
 from tests.workers.searchers.searching import Threads
 from workers.searchers.worker import choose_cpus
-from workers.service.making import QUESTION_ROWS, make_engine, make_searcher
+from workers.service import making
+from workers.service.making import QUESTION_ROWS, make_backend, make_engine, make_searcher
 from workers.settings import EngineSettings, LimitSettings, RaySettings, Settings
 
 
@@ -21,6 +23,14 @@ def test_a_step_has_rows_for_a_piece_of_a_question_however_few_requests_there_ma
         assert (engine.max_rows, engine.num_slots) == (max_rows, num_requests)
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("placement", ["device", "hybrid"])
+def test_search_workers_where_the_gpu_searches_are_refused(placement: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(making, "require_device", lambda: None)
+    settings = Settings(engine=EngineSettings(placement=placement, num_search_workers=2))
+    with pytest.raises(ConfigError, match=f"num_search_workers is 2 and engine.placement {placement}, where the GPU"):
+        make_backend(settings, Threads())
 
 
 @pytest.mark.parametrize("num_attention_workers", [1, 2])

@@ -18,9 +18,9 @@ NUM_TOKENS = 150
 
 @pytest.fixture(scope="module")
 def on_ray(options: tuple[str, ...], local: Service) -> Iterator[Service]:
-    """With a search worker, over the store in which the service in one process has built a context."""
+    """With search workers, over the store in which the service in one process has built a context."""
     pytest.importorskip("ray", reason="the package ray is not installed; pip install 'csattn[serve]'")
-    with serving(*options, "--set", "engine.num_search_workers=1") as service:
+    with serving(*options, "--set", "engine.num_search_workers=2") as service:
         yield service
         assert service.process.poll() is None
     assert service.process.returncode == 0

@@ -1,0 +1,62 @@
+"""Search workers over indexes that a benchmark has made: forked, they find them in the memory of their parent."""
+
+import multiprocessing
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from csattn.cpus import available_cpus
+from csattn.index import LayerIndex
+from csattn.sketch import SketchIndex
+from workers.model_runner.shapes import ModelShape
+from workers.searchers.worker import SearchWorker, WorkerSpec, choose_cpus
+from workers.searchers.worker_searcher import WorkerSearcher
+
+
+class MadeContext:
+    """What searchers ask of an artifact."""
+
+    def __init__(self, shape: ModelShape, layers: Sequence[LayerIndex | SketchIndex]) -> None:
+        self.path, self._layers = Path("made"), layers
+        model = SimpleNamespace(num_layers=len(layers), num_q_heads=shape.num_q_heads, head_dim=shape.head_dim)
+        self.spec = SimpleNamespace(context_len=layers[0].context_len, num_index_heads=layers[0].num_heads, model=model)
+
+    def layer_index(self, layer_idx: int) -> LayerIndex | SketchIndex:
+        return self._layers[layer_idx]
+
+    def close(self) -> None:
+        """Its memory is the benchmark's."""
+
+
+class ForkedWorkers:
+    """Launches them. All contexts that they are told to load are the one that was made."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+
+    def __call__(self, spec: WorkerSpec) -> "ForkedWorker":
+        return ForkedWorker(SearchWorker(spec, lambda path: self._context))
+
+
+class ForkedWorker:
+    def __init__(self, worker: SearchWorker) -> None:
+        self._process = multiprocessing.get_context("fork").Process(target=worker.serve, daemon=True)
+        self._process.start()
+
+    def fault(self) -> str | None:
+        return None if self._process.is_alive() else "it has ended"
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def forked_searcher(context: Any, num_workers: int, num_contexts: int) -> WorkerSearcher:
+    """Workers that share out all CPUs, and have that context loaded under every number."""
+    threads_each = max(1, available_cpus() // num_workers)
+    cpus = choose_cpus(num_workers * threads_each)
+    searcher = WorkerSearcher(num_workers, threads_per_worker=threads_each, cpus=cpus, launch=ForkedWorkers(context))
+    for context_id in range(num_contexts):
+        searcher.load(context_id, context)
+    return searcher

@@ -1,0 +1,90 @@
+"""Memory that several processes map, and a device reads and writes where it lies."""
+
+import mmap
+import os
+import tempfile
+import weakref
+from math import prod
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from offload.cuda import host_register, host_unregister
+
+ALIGNMENT = 64  # bytes: what two sides write lies in different cache lines
+
+
+class SharedMemory:
+    """Zeroed memory, given out piece by piece from its start; what was given stays where it is.
+
+    Other processes of this user map it by `path`, on Linux for as long as this one holds it.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        """Raises OSError where there is not so much memory, PinningError where the device cannot use it."""
+        fd = create_memory(num_bytes)
+        self.path = f"/proc/{os.getpid()}/fd/{fd}"
+        self.array: NDArray[np.uint8] = np.frombuffer(mmap.mmap(fd, num_bytes), np.uint8)
+        self._end = 0
+        weakref.finalize(self, os.close, fd)
+        if device.type == "cuda":
+            address = self.array.ctypes.data
+            host_register(address, num_bytes)
+            weakref.finalize(self, _unregister, address, self.array)
+
+    def __repr__(self) -> str:
+        return f"<SharedMemory {self._end:,} of {len(self.array):,} bytes>"
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The next piece."""
+        begin, num_bytes = self._end, prod(shape) * dtype.itemsize
+        assert begin + num_bytes <= len(self.array), f"{self!r} has no room for {num_bytes:,} bytes more"
+        self._end += piece_bytes(shape, dtype)
+        return torch.from_numpy(self.array[begin : begin + num_bytes]).view(dtype).view(shape)
+
+    def place_of(self, piece: Tensor) -> int:
+        """Where a piece begins, in bytes."""
+        return piece.data_ptr() - int(self.array.ctypes.data)
+
+
+def piece_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """What `SharedMemory.zeros` takes."""
+    return -(-prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+
+
+def create_memory(num_bytes: int) -> int:
+    """A file descriptor of zeroed memory that has no name: it is gone with the last process that holds it."""
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("csattn", os.MFD_CLOEXEC)
+    else:
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(fd, 0, num_bytes)  # an error here and now, where touching what is not there would kill
+        else:
+            os.ftruncate(fd, num_bytes)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def map_memory(fd: int) -> NDArray[np.uint8]:
+    """The memory of that descriptor, which may be closed afterwards. It is let go with the last array over it."""
+    return np.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size), np.uint8)
+
+
+def map_path(path: str) -> NDArray[np.uint8]:
+    """The memory that another process holds: `SharedMemory.path`. Raises OSError where it cannot be had."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return map_memory(fd)
+    finally:
+        os.close(fd)
+
+
+def _unregister(address: int, _memory: object) -> None:
+    host_unregister(address)

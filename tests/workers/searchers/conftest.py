@@ -1,0 +1,28 @@
+"""Search workers that tests may kill, and what must not be left of them."""
+
+import contextlib
+import gc
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.workers.searchers.children import FORKS, Children, named_files, num_descriptors, runs
+from tests.workers.searchers.searching import wait_until
+from workers.searchers import keeper
+
+
+@pytest.fixture
+def children(monkeypatch: pytest.MonkeyPatch) -> Iterator[Children]:
+    """Afterwards no process, no descriptor and no file may be left of them."""
+    monkeypatch.setattr(keeper, "MOST_DELAY_S", 0.05)
+    with contextlib.closing(FORKS.Process(target=os.getpid)) as first:  # the server that forks comes up, and stays
+        first.start()
+        first.join()
+    children = Children()
+    files, descriptors = named_files(), num_descriptors()
+    yield children
+    wait_until(lambda: not any(runs(child.pid) for child in children.started))
+    assert named_files() == files
+    gc.collect()
+    assert num_descriptors() <= descriptors

@@ -1,0 +1,202 @@
+"""Searches of a whole step, layer after layer, each begun as soon as its queries are there.
+
+Queries, choices and flags lie in memory that a device, its process and search workers share: what is to be searched
+is a record with places in it. Whoever runs a step does all of its records, or those of some heads.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from csattn.artifact import Artifact
+from csattn.errors import SearchLostError
+from csattn.index import LayerIndex
+from csattn.search import LayerSearch, SearchPool, SearchSeries, TokenSelections, make_series
+from csattn.sketch import SketchIndex
+from csattn.table.lists import ListTable
+from offload.shared_memory import SharedMemory
+from workers.searchers.shares import shares_of
+
+GIVE_UP = 0  # where in the memory the word lies that is not 0 when no more queries will come
+
+# One row's search in one layer, for some neighbouring index heads. Places are bytes from the memory's start, at the
+# first of these heads. Flags: see `csattn.search.SearchSeries`; all have `flag_value`, and each head has a choice flag.
+STEP_SEARCH = np.dtype(
+    [
+        *((name, np.int64) for name in ("layer", "context", "first_head", "num_heads", "group_size", "head_dim")),
+        *((name, np.int64) for name in ("top_k", "sink_len", "window_len")),
+        ("softmax_scale", np.float64),
+        *((name, np.int64) for name in ("q_at", "kv_at", "len_at", "query_flag_at", "choice_flag_at", "flag_value")),
+    ]
+)
+_numbers = count(1)
+
+
+class StepPlan:
+    """What a step searches, for as many steps as there are with the same rows."""
+
+    def __init__(self, records: NDArray[np.void]) -> None:
+        """records: [num_layers, num_rows] of STEP_SEARCH; in a layer, all of the same heads."""
+        self.records = records
+        self.number = next(_numbers)  # of the process's plans
+        self._shares: dict[tuple[int, int], NDArray[np.void]] = {}
+
+    def share(self, worker: int, num_workers: int) -> NDArray[np.void]:
+        """What one of several workers searches: [num_layers, some], neighbouring heads of some rows."""
+        kept = self._shares.get((worker, num_workers))
+        if kept is None:
+            num_rows, num_heads = self.records.shape[1], int(self.records["num_heads"].max(initial=0))
+            shares = shares_of(worker, num_workers, num_rows, num_heads)
+            parts = [self.records[:, :0]]
+            for share in shares:
+                rows = self.records[:, share.first_row : share.first_row + share.num_rows]
+                parts.append(_of_heads(rows, share.first_head, share.num_heads))
+            kept = self._shares[worker, num_workers] = np.concatenate(parts, axis=1)
+        return kept
+
+
+def _of_heads(records: NDArray[np.void], first_head: int, num_heads: int) -> NDArray[np.void]:
+    some = records.copy()
+    some["first_head"] += first_head
+    some["num_heads"] = num_heads
+    some["q_at"] += first_head * some["group_size"] * some["head_dim"] * 4
+    some["kv_at"] += first_head * some["top_k"] * 4
+    some["len_at"] += first_head * 4
+    some["choice_flag_at"] += first_head * 8
+    return some
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far those have come who do the records."""
+
+    num_done: int
+    waits_for_queries: bool  # or has ended
+
+
+def progress_of(memory: NDArray[np.uint8], records: NDArray[np.void], since: int) -> Progress:
+    """records: in the order in which they are done."""
+    words, wanted = memory[: len(memory) // 8 * 8].view(np.int64), records["flag_value"] + since
+    done = words[records["choice_flag_at"] // 8 + records["num_heads"] - 1] >= wanted
+    num_done = int(done.sum())
+    if num_done == len(records):
+        return Progress(num_done, True)
+    next_one = int(np.argmin(done))
+    return Progress(num_done, bool(words[records["query_flag_at"][next_one] // 8] < wanted[next_one]))
+
+
+class StepSearches:
+    """Contexts, and a pool to search them with. What is chosen does not depend on who searches which share."""
+
+    def __init__(self, pool: SearchPool) -> None:
+        self.pool = pool
+        self._layers: dict[int, Sequence[LayerIndex | SketchIndex]] = {}
+        self.memory = np.zeros(0, np.uint8)
+        self._searches: dict[bytes, LayerSearch] = {}  # by record
+        self._series: tuple[bytes, SearchSeries] = b"", make_series([], [], [])
+
+    def __repr__(self) -> str:
+        return f"<StepSearches {len(self._layers)} contexts, {self.pool!r}>"
+
+    @property
+    def give_up(self) -> NDArray[np.int64]:
+        """The memory's word that a step is given up."""
+        return self.memory[GIVE_UP : GIVE_UP + 8].view(np.int64)
+
+    def attach(self, memory: SharedMemory | NDArray[np.uint8]) -> None:
+        """Places are those in that memory from now on."""
+        self._forget()
+        self.memory = memory.array if isinstance(memory, SharedMemory) else memory
+
+    def load(self, context_id: int, artifact: Artifact) -> None:
+        layers = range(artifact.spec.model.num_layers)
+        self.load_layers(context_id, [artifact.layer_index(layer_idx) for layer_idx in layers])
+
+    def load_layers(self, context_id: int, layers: Sequence[LayerIndex | SketchIndex]) -> None:
+        self._forget()
+        self._layers[context_id] = layers
+
+    def unload(self, context_id: int) -> None:
+        self._forget()
+        self._layers.pop(context_id, None)
+
+    def run_step(self, plan: StepPlan, since: int) -> bool:
+        """Search the whole step in this thread and the pool's; False if it was given up."""
+        return self.run(plan.records, since, self.give_up)
+
+    def run(self, records: NDArray[np.void], since: int, give_up: NDArray[np.int64]) -> bool:
+        """Do the records that nobody has done. False if the word `give_up` was set before the last query came."""
+        kind = records.tobytes()
+        if self._series[0] != kind:
+            self._series = kind, self._make_series(records.reshape(-1))
+        return self.pool.run_series(self._series[1], since, give_up)
+
+    def close(self) -> None:
+        self.pool.close()
+        self._forget()
+        self._layers.clear()
+
+    def _forget(self) -> None:
+        """Searches hold on to indexes and to the memory."""
+        self._searches.clear()
+        self._series = b"", make_series([], [], [])
+
+    def _make_series(self, records: NDArray[np.void]) -> SearchSeries:
+        searches = [self._search(record) for record in records]
+        base = int(self.memory.ctypes.data)
+        arrived = [(base + int(r["query_flag_at"]), int(r["flag_value"])) for r in records]
+        chosen = [(base + int(r["choice_flag_at"]), int(r["flag_value"]), int(r["num_heads"])) for r in records]
+        return make_series(searches, arrived, chosen)
+
+    def _search(self, record: np.void) -> LayerSearch:
+        kept = self._searches.get(record.tobytes())
+        if kept is not None:
+            return kept
+        names = ("layer", "context", "first_head", "num_heads", "group_size", "head_dim", "top_k")
+        layer, context, first_head, num_heads, group_size, head_dim, top_k = (int(record[name]) for name in names)
+        if context not in self._layers:
+            raise SearchLostError(f"context {context} is not loaded here; load it before it is searched")
+        index = index_of_heads(self._layers[context][layer], first_head, num_heads)
+        q = self._array(record["q_at"], (1, num_heads * group_size, head_dim), np.float32)
+        kv_indices = self._array(record["kv_at"], (1, num_heads, top_k), np.int32)
+        out = TokenSelections(kv_indices, self._array(record["len_at"], (1, num_heads), np.int32))
+        sink_len, window_len = int(record["sink_len"]), int(record["window_len"])
+        made = LayerSearch(q, index, None, sink_len, window_len, float(record["softmax_scale"]), out)
+        self._searches[record.tobytes()] = made
+        return made
+
+    def _array(self, at: int, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+        num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        assert at + num_bytes <= len(self.memory), f"an array ends at byte {at + num_bytes} of {len(self.memory)}"
+        array: NDArray[Any] = self.memory[at : at + num_bytes].view(dtype).reshape(shape)
+        return array
+
+
+def index_of_heads(index: LayerIndex | SketchIndex, first_head: int, num_heads: int) -> LayerIndex | SketchIndex:
+    """The index of some heads only: views, no copies."""
+    heads = slice(first_head, first_head + num_heads)
+    if isinstance(index, SketchIndex):
+        return replace(
+            index,
+            codes=index.codes[heads],
+            marks=index.marks[heads],
+            key_mean=index.key_mean[heads],
+            query_transform=index.query_transform[heads],
+            value_mean=index.value_mean[heads],
+            value_transform=index.value_transform[heads],
+            next_query=None,
+        )
+    table = index.table
+    return replace(
+        index,
+        query_basis=index.query_basis[heads],
+        codebooks=index.codebooks[heads],
+        key_basis=index.key_basis[heads],
+        key_mean=index.key_mean[heads],
+        table=ListTable(table.indices[heads], table.scores[heads], table.context_len),
+        next_query=None,
+    )

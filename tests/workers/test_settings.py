@@ -259,7 +259,7 @@ def test_keys_are_unambiguous_and_explained() -> None:
 
 
 def test_choices_are_those_of_the_code_that_takes_them() -> None:
-    from workers.engine.engine import SLOT_SHARE, TAIL_CAPACITY
+    from workers.engine.gpu_engine import SLOT_SHARE, TAIL_CAPACITY
     from workers.engine.memory import PLACEMENTS
 
     assert get_args(get_type_hints(EngineSettings)["placement"]) == ("cpu", *PLACEMENTS)

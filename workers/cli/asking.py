@@ -1,7 +1,7 @@
 """`csattn generate`: one question, one artifact, tokens as they come; full attention beside it on request."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ from workers.cli.terminal import out, steps, table
 from workers.decode import Observer
 from workers.engine.memory import PLACEMENTS
 from workers.generate import Answer, answer
+from workers.serving.step_engine import StepEngine
 from workers.session import csattn_session
 
 
@@ -50,23 +51,20 @@ def ask(
     kv_format = None if kv_codec is None else KvFormat.parse(kv_codec)
     budget = None if host_budget is None else parse_size(host_budget)
     use_threads(threads)
-    if placement not in (None, "cpu", *PLACEMENTS):
+    placement = placement or "cpu"
+    if placement not in ("cpu", *PLACEMENTS):
         raise ConfigError(f"unknown placement {placement!r}; choose one of cpu, {', '.join(PLACEMENTS)}")
-    on_gpu = placement is not None and placement != "cpu"
-    if on_gpu and (selector != "csattn" or compare):
+    if placement != "cpu" and (selector != "csattn" or compare):
         raise ConfigError("a placement decodes with csattn's own selector; leave out --selector and --compare")
-    if on_gpu and kv_format is not None:
+    if placement != "cpu" and kv_format is not None:
         raise ConfigError(f"on a GPU, rows are kept as they were built; leave out --kv-codec {kv_format}")
-    if on_gpu and budget is not None:
+    if placement != "cpu" and budget is not None:
         raise ConfigError("a host budget is for decoding on the CPU; leave out --host-budget, or choose placement cpu")
     with open_artifact(place) as artifact:
         loaded = show_loading(model or artifact.spec.model_name, artifact.spec.kv_dtype)
-        if on_gpu:
-            assert placement is not None
-            said = _on_gpu(loaded, artifact, config, placement, prompt, max_new_tokens, threads)
-            return {**said.to_json(), **_asked_for(config, said, artifact)}
-        if selector == "csattn" and config.search_period == 1 and budget is None:
-            sparse = _on_cpu(loaded, artifact, config, prompt, max_new_tokens, threads, kv_format)
+        if placement != "cpu" or (selector == "csattn" and config.search_period == 1 and budget is None):
+            which = placement, prompt, max_new_tokens, threads, kv_format
+            sparse = _by_steps(loaded, artifact, config, *which)
         else:
             sparse = stream(
                 loaded,
@@ -93,7 +91,7 @@ def _asked_for(config: SearchConfig, said: Answer, artifact: Artifact) -> dict[s
     return {"keep": config.keep, "rest": rest}
 
 
-def _on_gpu(
+def _by_steps(
     loaded: LoadedModel,
     artifact: Artifact,
     config: SearchConfig,
@@ -101,34 +99,33 @@ def _on_gpu(
     prompt: str,
     max_new_tokens: int,
     threads: int | None,
-) -> Answer:
-    """Answer on an engine, with the text written out as it comes."""
-    from workers import engine
-
-    with (
-        steps() as tell,
-        engine.Engine(loaded, [artifact], config, placement, num_threads=threads, on_progress=tell) as ready,
-        _speaking(placement),
-    ):
-        return engine.answer(ready, prompt, max_new_tokens, _write)
-
-
-def _on_cpu(
-    loaded: LoadedModel,
-    artifact: Artifact,
-    config: SearchConfig,
-    prompt: str,
-    max_new_tokens: int,
-    threads: int | None,
     kv_format: KvFormat | None,
 ) -> Answer:
     """Answer by the steps that the service makes, with the text written out as it comes."""
-    from workers.engine import answer_on_cpu
+    from workers.engine import CpuEngine, GpuEngine, answer, question_tokens
 
     artifact.require_model(loaded.fingerprint)
     artifact.require_tokenizer(loaded.tokenizer_hash)
-    with _speaking("csattn"):
-        return answer_on_cpu(loaded, artifact, config, prompt, max_new_tokens, _write, threads, kv_format)
+    ids = question_tokens(loaded, artifact, prompt)
+    room = len(ids) + max_new_tokens
+    with ExitStack() as stack:
+        engine: StepEngine
+        if placement == "cpu":
+            own = CpuEngine(loaded, num_slots=1, tail_capacity=room, num_threads=threads, kv_format=kv_format)
+            engine = stack.enter_context(own)
+        else:
+            gpu = GpuEngine(
+                loaded,
+                config,
+                placement,
+                tail_capacity=room,
+                num_threads=threads,
+                on_progress=stack.enter_context(steps()),
+            )
+            engine = stack.enter_context(gpu)
+        engine.add_context(0, artifact)
+        stack.enter_context(_speaking("csattn" if placement == "cpu" else placement))
+        return answer(engine, loaded, artifact, config, ids, max_new_tokens, _write)
 
 
 def stream(

@@ -33,7 +33,7 @@ from workers.engine.preparation import Preparation
 from workers.engine.row_plan import RowPlan, plan_rows
 from workers.engine.searcher import Searcher
 from workers.engine.slots import require_free_slot, require_new_context, require_room, require_unused, seen_lens
-from workers.serving.step_engine import EngineCounts, Fidelity, StepResult, StepRow
+from workers.serving.step_engine import EngineCounts, Fidelity, Reading, StepResult, StepRow
 
 
 class CpuEngine:
@@ -153,6 +153,10 @@ class CpuEngine:
         if slot not in self._requests:
             raise ConfigError(f"slot {slot} is not open; open it first")
         return self._requests[slot]
+
+    def reading(self, slot: int) -> Reading:
+        request = self.request(slot)
+        return Reading(request.selector, request.longest_list)
 
     def counts(self) -> EngineCounts:
         contexts = self._contexts.values()

@@ -2,24 +2,35 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from importlib.util import find_spec
+from types import TracebackType
+from typing import Self
 
 import torch
 
 from csattn.artifact import Artifact
-from csattn.config import SearchConfig
+from csattn.config import SearchConfig, SketchConfig
+from csattn.cpus import available_cpus
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
-from csattn.selectors import ContextView
-from workers.engine.engine import SLOT_SHARE, TAIL_CAPACITY, Engine
+from csattn.search import SearchPool
+from csattn.selectors import ContextView, resolve_rest
+from offload.errors import NoDeviceError
 from workers.engine.far_rows import CachedRows
 from workers.engine.fidelity import fidelity
-from workers.engine.memory import Placement
+from workers.engine.memory import Placement, placement_named
+from workers.engine.placed_model import PlacedModel, Progress
 from workers.engine.searcher import StepSearcher
+from workers.engine.shape import EngineShape
 from workers.engine.slots import require_free_slot, require_new_context, require_room, require_unused, seen_lens
+from workers.searchers.step_searches import StepSearches
 from workers.serving.messages import Selector
-from workers.serving.step_engine import EngineCounts, Fidelity, StepResult, StepRow
+from workers.serving.step_engine import EngineCounts, Fidelity, Reading, StepResult, StepRow
 
+BATCH_SIZES = (1, 8)  # of one request: its steps, and its question eight tokens at a time
 MAX_ROWS = 64  # of a step
+TAIL_CAPACITY = 2048
+SLOT_SHARE = 0.15  # of a context's rows, kept on the device where its KV is on the host
 
 
 class GpuEngine:
@@ -33,27 +44,34 @@ class GpuEngine:
         self,
         loaded: LoadedModel,
         config: SearchConfig,
-        placement: Placement,
+        placement: Placement | str,
         *,
-        max_rows: int = 16,
-        num_slots: int = 16,
+        batch_sizes: tuple[int, ...] = BATCH_SIZES,  # of steps, ascending; rows that nobody needs are idle
+        num_slots: int = 1,
         tail_capacity: int = TAIL_CAPACITY,
-        num_contexts: int = 4,  # loaded at the same time
+        num_contexts: int = 1,  # loaded at the same time
         max_context_len: int | None = None,  # rows of the longest; of the first one unless said
         slot_share: float = SLOT_SHARE,
-        num_threads: int | None = None,  # that search, in placement `host`
-        searcher: StepSearcher | None = None,  # in placement `host`; closed with the engine; threads unless given
+        num_threads: int | None = None,  # that search, in placement `host`; all cores unless said
+        searcher: StepSearcher | None = None,  # in placement `host`, instead of threads; closed with the engine
         device: torch.device | None = None,
+        on_progress: Progress = lambda what, done, total: None,
     ) -> None:
-        self.loaded, self.config, self.placement = loaded, config, placement
-        self.max_rows, self.num_slots = max_rows, num_slots
+        """Raises NoDeviceError where there is no GPU to decode on."""
+        if not 0 < slot_share <= 1:
+            raise ConfigError(f"slot_share must lie in (0, 1], got {slot_share}")
+        self.loaded, self.config, self.placement = loaded, config, placement_named(placement)
+        require_device()
+        self.batch_sizes, self.max_rows, self.num_slots = batch_sizes, batch_sizes[-1], num_slots
         self.max_positions, self.num_layers = loaded.geometry.max_positions, loaded.geometry.num_layers
         self.tail_capacity = min(tail_capacity, self.max_positions)
-        self._num_contexts, self._max_context_len = num_contexts, max_context_len
-        self._slot_share, self._num_threads, self._device = slot_share, num_threads, device
+        self._num_contexts, self._max_context_len, self._slot_share = num_contexts, max_context_len, slot_share
+        self._device, self._on_progress = device or torch.device("cuda", 0), on_progress
         self._searcher = searcher
-        self._engine: Engine | None = None
-        self._places: dict[int, int] = {}  # of the scheduler's contexts among the engine's
+        if self.placement == "host" and searcher is None:
+            self._searcher = StepSearches(SearchPool(num_threads or available_cpus()))
+        self._placed: PlacedModel | None = None
+        self._places: dict[int, int] = {}  # of the scheduler's contexts among the placed ones
         self._requests: dict[int, tuple[int, int]] = {}  # by slot: context, rows of the tail
 
     def __repr__(self) -> str:
@@ -61,12 +79,12 @@ class GpuEngine:
 
     def add_context(self, context_id: int, artifact: Artifact) -> None:
         require_new_context(context_id, self._places, artifact, self.max_positions)
-        if self._engine is None:
+        if self._placed is None:
             self._start(artifact)
             self._places[context_id] = 0
             return
         place = next(i for i in range(self._num_contexts + 1) if i not in self._places.values())
-        self._engine.add_context(place, artifact)
+        self._placed.add_context(place, artifact)
         self._places[context_id] = place
 
     def remove_context(self, context_id: int) -> None:
@@ -118,52 +136,82 @@ class GpuEngine:
         seen = None if watch is None else self._fidelity(rows[watch[0]].slot, watch[1], lens[watch[0]])
         return StepResult(next_ids, logits, seen)
 
+    def reading(self, slot: int) -> Reading:
+        context_len, search = self._context_len(self._request(slot)[0]), self.config
+        resident = min(context_len, search.sink_len + search.window_len)
+        return Reading("csattn", resident + min(search.top_k(context_len), context_len - resident))
+
     def counts(self) -> EngineCounts:
         """On a GPU the parts of a step are not timed one by one: they run side by side."""
-        if self._engine is None:
+        if self._placed is None:
             return EngineCounts()
-        far, artifacts = self._engine.far, self._engine.artifacts.values()
+        far, artifacts = self._placed.far, self._placed.artifacts.values()
         layers = far.cache.statistics() if isinstance(far, CachedRows) else []
         return EngineCounts(
             slot_lookups=sum(layer.num_selected for layer in layers),
             slot_hits=sum(layer.num_found for layer in layers),
-            kv_bytes=sum(self._engine.shape.kv_bytes(artifact.spec.context_len) for artifact in artifacts),
+            kv_bytes=sum(self._placed.shape.kv_bytes(artifact.spec.context_len) for artifact in artifacts),
             index_bytes=sum(artifact.index_bytes for artifact in artifacts),
-            device_bytes=torch.cuda.memory_allocated(self._engine.device) if torch.cuda.is_available() else 0,
+            device_bytes=torch.cuda.memory_allocated(self._placed.device) if torch.cuda.is_available() else 0,
         )
 
     def close(self) -> None:
-        if self._engine is not None:
-            self._engine.close()
-        elif self._searcher is not None:
+        """Give page locks and threads back. No step may be in flight."""
+        if self._placed is not None:
+            self._placed.close()
+        if self._searcher is not None:
             self._searcher.close()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
     def _start(self, artifact: Artifact) -> None:
-        sizes = {1, *(size for size in (2, 4, 8, 16, 32, 64) if size < self.max_rows), self.max_rows}
-        self._engine = Engine(
+        shape = self._shape_for(artifact)
+        self._placed = PlacedModel(
             self.loaded,
-            [artifact],
-            self.config,
+            artifact,
+            shape,
             self.placement,
             device=self._device,
-            batch_sizes=tuple(sorted(sizes)),
+            num_slots=max(1, int(self._slot_share * shape.max_context_len)),
+            searcher=self._searcher,
+            on_progress=self._on_progress,
+        )
+
+    def _shape_for(self, artifact: Artifact) -> EngineShape:
+        geometry, index_config = self.loaded.geometry, artifact.spec.index_config
+        longest = self._max_context_len or artifact.spec.context_len
+        return EngineShape(
+            num_layers=geometry.num_layers,
+            num_q_heads=geometry.num_q_heads,
+            num_kv_heads=geometry.num_kv_heads,
+            num_index_heads=artifact.layer_index(0).num_heads,
+            head_dim=geometry.head_dim,
+            dtype=self.loaded.dtype,
+            softmax_scale=self.loaded.model.model.layers[0].self_attn.scaling,
+            search=self.config,
+            max_context_len=longest,
+            batch_sizes=self.batch_sizes,
+            num_contexts=self._num_contexts,
             num_tails=self.num_slots,
             tail_capacity=self.tail_capacity,
-            num_contexts=self._num_contexts,
-            max_context_len=self._max_context_len,
-            slot_share=self._slot_share,
-            num_threads=self._num_threads,
-            searcher=self._searcher,
+            rest=resolve_rest(self.config, "csattn", index_config.layout),
+            max_segments=len(index_config.segment_starts(longest)) if isinstance(index_config, SketchConfig) else 0,
         )
 
     def _fidelity(self, slot: int, layer_idx: int, tail_len: int) -> Fidelity:
-        engine = self._ready()
+        placed = self._ready()
         context_id = self._requests[slot][0]
-        artifact = engine.artifacts[self._places[context_id]]
-        view = ContextView(artifact.spec.context_len, engine.shape.softmax_scale, self.config)
-        q, chosen = engine.watch.seen()
-        kv = artifact.layer_kv(layer_idx).to(engine.device)
-        tail = engine.attention.tails[layer_idx, slot, :, :tail_len]
+        artifact = placed.artifacts[self._places[context_id]]
+        view = ContextView(artifact.spec.context_len, placed.shape.softmax_scale, self.config)
+        q, chosen = placed.watch.seen()
+        kv = artifact.layer_kv(layer_idx).to(placed.device)
+        tail = placed.attention.tails[layer_idx, slot, :, :tail_len]
         return fidelity(view, (view.middle.start, view.middle.stop), q, kv, tail, chosen)
 
     def _tail_lens(self, rows: Sequence[StepRow]) -> list[int]:
@@ -179,10 +227,10 @@ class GpuEngine:
     def _context_len(self, context_id: int) -> int:
         return int(self._ready().artifacts[self._places[context_id]].spec.context_len)
 
-    def _ready(self) -> Engine:
-        if self._engine is None:
+    def _ready(self) -> PlacedModel:
+        if self._placed is None:
             raise ConfigError("no context is loaded yet; load one first")
-        return self._engine
+        return self._placed
 
     def _place(self, context_id: int) -> int:
         if context_id not in self._places:
@@ -193,3 +241,20 @@ class GpuEngine:
         if slot not in self._requests:
             raise ConfigError(f"slot {slot} is not open; open it first")
         return self._requests[slot]
+
+
+def require_device() -> None:
+    if not torch.cuda.is_available():
+        raise NoDeviceError(
+            "this machine has no CUDA device, or torch is a build without CUDA; leave out the placement to decode on "
+            "the CPU"
+        )
+    if find_spec("cupy") is None:
+        raise NoDeviceError(
+            "the GPU engine needs CuPy, which is not installed: pip install -e '.[gpu]', or '.[gpu-cu13]' for CUDA 13"
+        )
+
+
+def step_sizes(max_rows: int) -> tuple[int, ...]:
+    """Batch sizes of a service's steps: powers of two, and the most rows."""
+    return (*(size for size in (1, 2, 4, 8, 16, 32, 64) if size < max_rows), max_rows)

@@ -8,8 +8,7 @@ from csattn.cpus import available_cpus
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel, load_model
 from workers.engine.cpu_engine import CpuEngine
-from workers.engine.engine import require_device
-from workers.engine.gpu_engine import MAX_ROWS, GpuEngine
+from workers.engine.gpu_engine import MAX_ROWS, GpuEngine, require_device, step_sizes
 from workers.searchers.keeper import Launch
 from workers.searchers.worker import choose_cpus
 from workers.searchers.worker_searcher import WorkerSearcher
@@ -58,7 +57,7 @@ def make_engine(settings: Settings, loaded: LoadedModel, searcher: WorkerSearche
             loaded,
             settings.search,
             engine.placement,
-            max_rows=min(max_rows, MAX_ROWS),
+            batch_sizes=step_sizes(min(max_rows, MAX_ROWS)),
             num_slots=num_requests,
             tail_capacity=engine.tail_capacity,
             num_contexts=engine.num_contexts,

@@ -37,6 +37,14 @@ class StepResult:
     fidelity: Fidelity | None = None  # of the row that was watched
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a step of a request attends to."""
+
+    selector: str
+    context_rows: int  # of the context, at most
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCounts:
     """What an engine has done since it was made."""
@@ -92,6 +100,8 @@ class StepEngine(Protocol):
         want_logits: bool = False,
         watch: tuple[int, int] | None = None,  # row and layer whose fidelity is measured
     ) -> StepResult: ...
+
+    def reading(self, slot: int) -> Reading: ...
 
     def close_slot(self, slot: int) -> None: ...
 

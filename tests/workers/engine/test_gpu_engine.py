@@ -23,7 +23,7 @@ from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
 from tests.tiny import loaded, token_ids
 from tests.workers.engine.talks import next_ids_beside_nan
-from workers.engine import PLACEMENTS, engine
+from workers.engine import PLACEMENTS, gpu_engine, placed_model
 from workers.engine.cpu_engine import CpuEngine
 from workers.engine.gpu_engine import GpuEngine
 from workers.searchers.worker_searcher import WorkerSearcher
@@ -39,11 +39,11 @@ NUM_STEPS = 2 if DEVICE.type == "cpu" else 12
 def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     emulator.stand_in(monkeypatch, compiling, attention, gather, slot_cache, step_mail)
     if DEVICE.type == "cpu":
-        no_lock = partial(engine.PinnedRows, register=ignore, unregister=ignore)
-        monkeypatch.setattr(engine, "PinnedRows", no_lock)
-        monkeypatch.setattr(engine, "require_device", ignore)
+        no_lock = partial(placed_model.PinnedRows, register=ignore, unregister=ignore)
+        monkeypatch.setattr(placed_model, "PinnedRows", no_lock)
+        monkeypatch.setattr(gpu_engine, "require_device", ignore)
         plenty = AvailableMemory(device_bytes=1 << 40, host_bytes=1 << 40)
-        monkeypatch.setattr(engine, "available_memory", lambda device: plenty)
+        monkeypatch.setattr(placed_model, "available_memory", lambda device: plenty)
 
 
 def ignore(*_: object, **__: object) -> None:
@@ -63,7 +63,7 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Artifac
 
 
 def make_engine(placement: str, **changes: object) -> GpuEngine:
-    options = {"max_rows": 4, "num_slots": 3, "tail_capacity": 32, "num_contexts": 2, "max_context_len": 400}
+    options = {"batch_sizes": (1, 2, 4), "num_slots": 3, "tail_capacity": 32, "num_contexts": 2, "max_context_len": 400}
     return GpuEngine(loaded(), CONFIG, placement, device=DEVICE, num_threads=2, **{**options, **changes})
 
 
@@ -145,7 +145,7 @@ def test_memory_that_cannot_be_pinned_is_a_sentence_and_leaves_the_engine_as_it_
     ready = make_engine("hybrid")
     try:
         ready.add_context(0, artifacts[0])
-        monkeypatch.setattr(engine, "PinnedRows", partial(PinnedRows, register=refuse, unregister=ignore))
+        monkeypatch.setattr(placed_model, "PinnedRows", partial(PinnedRows, register=refuse, unregister=ignore))
         with pytest.raises(PinningError, match=r"cannot read .* host memory \(no\).*`ulimit -l`"):
             ready.add_context(1, artifacts[1])
         ready.open(0, 0, CONFIG, "csattn")

@@ -7,8 +7,9 @@ from csattn.config import SearchConfig, preset
 from csattn.errors import ContextError
 from index_build.pipeline import build_artifact
 from tests.tiny import MAX_POSITIONS, loaded, token_ids
-from workers.engine import answer_on_cpu
-from workers.generate import answer
+from workers.engine import CpuEngine, answer, question_tokens
+from workers.generate import Answer
+from workers.generate import answer as answer_in_session
 from workers.session import csattn_session
 
 QUESTION = "Who keeps the lamp?"
@@ -21,13 +22,22 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
         yield opened
 
 
+def answer_on_cpu(
+    artifact: Artifact, config: SearchConfig, max_new_tokens: int, pieces: list[str], tail_capacity: int = 2000
+) -> Answer:
+    ids = question_tokens(loaded(), artifact, QUESTION)
+    with CpuEngine(loaded(), num_slots=1, tail_capacity=tail_capacity, num_threads=2) as engine:
+        engine.add_context(0, artifact)
+        return answer(engine, loaded(), artifact, config, ids, max_new_tokens, pieces.append)
+
+
 @pytest.mark.parametrize("config", [SearchConfig(window_len=64, lookahead=1), SearchConfig(keep=1.0)])
 @pytest.mark.parametrize("max_new_tokens", [1, 4, 50])  # the last reaches the end of the model's positions
 def test_it_is_a_sessions_answer(artifact: Artifact, config: SearchConfig, max_new_tokens: int) -> None:
     pieces: list[str] = []
-    got = answer_on_cpu(loaded(), artifact, config, QUESTION, max_new_tokens, pieces.append, num_threads=2)
+    got = answer_on_cpu(artifact, config, max_new_tokens, pieces)
     with csattn_session(loaded(), artifact, config) as session:
-        want = answer(session, QUESTION, max_new_tokens)
+        want = answer_in_session(session, QUESTION, max_new_tokens)
     assert (got.token_ids, got.text, got.selector) == (want.token_ids, want.text, want.selector)
     assert (got.question_len, got.rows_full_attention) == (want.question_len, want.rows_full_attention)
     assert got.rows_read_per_step == pytest.approx(want.rows_read_per_step, rel=1e-3)
@@ -37,6 +47,12 @@ def test_it_is_a_sessions_answer(artifact: Artifact, config: SearchConfig, max_n
     assert (got.search_ms_per_step > 0) == (got.selector == "csattn")
 
 
+def test_an_answer_ends_where_the_engine_has_no_more_room(artifact: Artifact) -> None:
+    num_question = len(question_tokens(loaded(), artifact, QUESTION))
+    got = answer_on_cpu(artifact, SearchConfig(), 50, [], tail_capacity=num_question + 3)
+    assert len(got.token_ids) == 4  # the last is never fed back
+
+
 def test_a_question_that_is_too_long_is_refused(artifact: Artifact) -> None:
     with pytest.raises(ContextError, match="ask a shorter question"):
-        answer_on_cpu(loaded(), artifact, SearchConfig(), "why " * 20, 5)
+        question_tokens(loaded(), artifact, "why " * 20)

@@ -1,23 +1,27 @@
 """Decoding on a GPU from an artifact: every placement says what `transformers` says, and all of them the same bits."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from csattn.artifact import open_artifact
+from csattn.artifact import Artifact, open_artifact
 from csattn.config import SearchConfig, preset
 from csattn.errors import ConfigError
 from index_build.pipeline import build_artifact
 from offload.budget import AvailableMemory
 from offload.errors import MemoryPlanError, NoDeviceError
 from tests.tiny import FAMILIES, loaded, token_ids
-from workers.engine import PLACEMENTS, Engine, answer, engine
+from workers.engine import PLACEMENTS, GpuEngine, answer, placed_model, question_tokens
+from workers.serving.step_engine import StepRow
 from workers.session import csattn_session
 
 CONTEXT_LEN = 700
 QUESTION = token_ids(11, seed=1)
+LONGEST = CONTEXT_LEN + 37
 NUM_STEPS = 24
 
 
@@ -31,18 +35,37 @@ def artifact_path(store: Path, family: str = "llama", preset_name: str = "defaul
     return build_artifact(loaded(family), ids, preset(preset_name), store).path
 
 
-def decode(engine: Engine, num_steps: int, context_id: int = 0, tail_id: int = 0) -> tuple[list[int], torch.Tensor]:
+@contextmanager
+def ready_engine(
+    artifact: Artifact, config: SearchConfig, placement: str, family: str = "llama", **options
+) -> Iterator[GpuEngine]:
+    with GpuEngine(loaded(family), config, placement, **options) as ready:
+        ready.add_context(0, artifact)
+        yield ready
+
+
+def decode(engine: GpuEngine, num_steps: int, context_id: int = 0) -> tuple[list[int], torch.Tensor]:
     """The greedy continuation of the question, and each step's logits."""
-    context_len = engine.artifacts[context_id].spec.context_len
-    output = engine.runner.prefill(QUESTION.tolist(), context_id, context_len, tail_id)
-    token_ids, logits = [int(output.next_ids[0])], [output.logits[0].clone()]
-    engine.runner.fill(1, token_ids, [context_len + len(QUESTION)], [context_id], [tail_id], [len(QUESTION) + 1])
+    engine.open(0, context_id, engine.config, "csattn")
+    tokens, logits = feed(engine, {0: QUESTION.tolist()})
+    token_ids, all_logits = [tokens[0]], [logits[0]]
     for _ in range(num_steps - 1):
-        output = engine.runner.step(1)
-        token_ids.append(int(output.next_ids[0]))
-        logits.append(output.logits[0].clone())
-        engine.runner.advance(1)
-    return token_ids, torch.stack(logits).cpu()
+        tokens, logits = feed(engine, {0: token_ids[-1:]})
+        token_ids.append(tokens[0])
+        all_logits.append(logits[0])
+    engine.close_slot(0)
+    return token_ids, torch.from_numpy(np.stack(all_logits))
+
+
+def feed(engine: GpuEngine, token_ids: dict[int, list[int]]) -> tuple[list[int], np.ndarray]:
+    """By slot; what follows each, and the logits. One request may have more tokens than a step has rows."""
+    rows = [StepRow(slot, token_id) for slot, tokens in token_ids.items() for token_id in tokens]
+    while len(rows) > engine.max_rows:
+        engine.step(rows[: engine.max_rows])
+        rows = rows[engine.max_rows :]
+    result = engine.step(rows, want_logits=True)
+    last = [i for i, row in enumerate(rows) if i + 1 == len(rows) or rows[i + 1].slot != row.slot]
+    return result.next_ids[last].tolist(), result.logits[last].copy()
 
 
 @pytest.mark.gpu
@@ -56,7 +79,7 @@ def test_reading_everything_generates_what_transformers_does(store, family, plac
         want = model.model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_STEPS, do_sample=False
         )[0, len(whole) :].tolist()
-        with Engine(model, [artifact], SearchConfig(keep=1.0), placement) as ready:
+        with ready_engine(artifact, SearchConfig(keep=1.0), placement, family) as ready:
             got, _ = decode(ready, NUM_STEPS)
     assert got == want
 
@@ -74,7 +97,7 @@ def test_a_sparse_step_is_the_cpu_session_s(store, preset_name, lookahead, rest,
         with torch.inference_mode():
             ids = torch.from_numpy(QUESTION).long()[None]
             want = session.loaded.model(ids, past_key_values=request).logits[0, -1]
-    with open_artifact(path) as artifact, Engine(loaded(), [artifact], config, placement) as ready:
+    with open_artifact(path) as artifact, ready_engine(artifact, config, placement) as ready:
         _, logits = decode(ready, 1)
     torch.testing.assert_close(logits[0], want, rtol=2e-3, atol=2e-3)
 
@@ -89,7 +112,7 @@ def test_all_placements_give_the_same_bits(store, keep, rest, lookahead) -> None
     for placement in PLACEMENTS:
         with (
             open_artifact(artifact_path(store)) as artifact,
-            Engine(loaded(), [artifact], config, placement, slot_share=0.12) as ready,
+            ready_engine(artifact, config, placement, slot_share=0.12) as ready,
         ):
             results[placement] = decode(ready, NUM_STEPS)
     tokens, logits = results["device"]
@@ -110,20 +133,24 @@ def test_requests_of_two_contexts_in_one_batch(store, placement, rest) -> None:
     paths = [artifact_path(store), artifact_path(store, seed=37)]
     alone = []
     for path in paths:
-        with open_artifact(path) as artifact, Engine(loaded(), [artifact], config, placement) as ready:
+        with open_artifact(path) as artifact, ready_engine(artifact, config, placement) as ready:
             alone.append(decode(ready, NUM_STEPS)[0])
     with (
         open_artifact(paths[0]) as first,
         open_artifact(paths[1]) as second,
-        Engine(loaded(), [first, second], config, placement, batch_sizes=(1, 2, 8), num_tails=3) as ready,
+        ready_engine(
+            first, config, placement, batch_sizes=(1, 2, 8), num_slots=3, num_contexts=2, max_context_len=LONGEST
+        ) as ready,
     ):
-        lens = [first.spec.context_len, second.spec.context_len]
-        together = [[int(ready.runner.prefill(QUESTION.tolist(), c, lens[c], c + 1).next_ids[0])] for c in range(2)]
-        starts = [context_len + len(QUESTION) for context_len in lens]
-        ready.runner.fill(2, [t[0] for t in together], starts, [0, 1], [1, 2], [len(QUESTION) + 1] * 2)
-        for step in ready.runner.decode(2, NUM_STEPS - 1).tolist():
-            for tokens, token_id in zip(together, step, strict=True):
-                tokens.append(token_id)
+        ready.add_context(1, second)
+        together = []
+        for slot in range(2):
+            ready.open(slot, slot, config, "csattn")
+            together.append(feed(ready, {slot: QUESTION.tolist()})[0])
+        for _ in range(NUM_STEPS - 1):
+            tokens, _ = feed(ready, {slot: said[-1:] for slot, said in enumerate(together)})
+            for said, token_id in zip(together, tokens, strict=True):
+                said.append(token_id)
     assert together == alone
 
 
@@ -131,30 +158,32 @@ def test_requests_of_two_contexts_in_one_batch(store, placement, rest) -> None:
 def test_an_answer_ends_and_says_what_it_read(store) -> None:
     config = SearchConfig(keep=0.1, window_len=64, lookahead=1)
     pieces: list[str] = []
-    with open_artifact(artifact_path(store)) as artifact, Engine(loaded(), [artifact], config, "hybrid") as ready:
-        said = answer(ready, "why?", 10, pieces.append)
+    with open_artifact(artifact_path(store)) as artifact, ready_engine(artifact, config, "hybrid") as ready:
+        ids = question_tokens(loaded(), artifact, "why?")
+        said = answer(ready, loaded(), artifact, config, ids, 10, pieces.append)
     assert "".join(pieces).strip() == said.text
     assert len(said.token_ids) == 10
     assert said.rows_read_per_step == 70 + 68 + (said.question_len + 10) / 2
+    assert said.search_ms_per_step is None
 
 
 @pytest.mark.gpu
 def test_memory_that_is_not_there_is_named_before_any_work(store, monkeypatch) -> None:
-    monkeypatch.setattr(engine, "available_memory", lambda device: AvailableMemory(device_bytes=1 << 20, host_bytes=0))
+    little = AvailableMemory(device_bytes=1 << 20, host_bytes=0)
+    monkeypatch.setattr(placed_model, "available_memory", lambda device: little)
     with open_artifact(artifact_path(store)) as artifact:
         before = torch.cuda.memory_allocated()
         with pytest.raises(MemoryPlanError, match=r"needs .* bytes .* of device memory and 1,048,576 bytes"):
-            Engine(loaded(), [artifact], SearchConfig(), "device")
+            GpuEngine(loaded(), SearchConfig(), "device").add_context(0, artifact)
         assert torch.cuda.memory_allocated() == before
 
 
-@pytest.mark.gpu
-def test_an_unknown_placement_is_refused(store) -> None:
-    with open_artifact(artifact_path(store)) as artifact, pytest.raises(ConfigError, match="device, hybrid, host"):
-        Engine(loaded(), [artifact], SearchConfig(), "cloud")
+def test_an_unknown_placement_is_refused() -> None:
+    with pytest.raises(ConfigError, match="device, hybrid, host"):
+        GpuEngine(loaded(), SearchConfig(), "cloud")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
-def test_without_a_device_the_engine_says_so(store) -> None:
-    with open_artifact(artifact_path(store)) as artifact, pytest.raises(NoDeviceError, match="no CUDA device"):
-        Engine(loaded(), [artifact], SearchConfig(), "device")
+def test_without_a_device_the_engine_says_so() -> None:
+    with pytest.raises(NoDeviceError, match="no CUDA device"):
+        GpuEngine(loaded(), SearchConfig(), "device")

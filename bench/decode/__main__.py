@@ -2,12 +2,12 @@
 
     python -m bench.decode record [--recording FILE]             once, where the demo model is
     python -m bench.decode op  --out FILE [--contexts 16384,131072] [--batches 1,4] [--variants full,default] [--shared]
-    python -m bench.decode e2e --out FILE [--placements device,hybrid,host+2] [--contexts ...] [--batches ...] [--shared]
+    python -m bench.decode e2e --out FILE [--placements device,host+2] [--contexts ...] [--batches ...] [--shared]
     python -m bench.decode show FILE ... [--out FILE] [--markdown FILE] [--plots DIRECTORY]
 
-`op` is one layer's attention, `e2e` the whole model (`host+2`: with two search workers); with `--shared` all requests of a batch continue one context.
-What a file holds already is not measured again. Rows and queries are a small model's, recorded (see recording.py) and
-brought to the shape and length (see widened.py). `lists+moments`, `default+none`: another way to go about the rows that
+`op` is one layer's attention, `e2e` the whole model (`host+2`: with two search workers); with `--shared` all requests
+of a batch continue one context. What a file holds already is not measured again. Rows and queries are a small model's,
+recorded (see recording.py) and brought to the shape and length (see widened.py). `lists+moments`, `default+none`: another way to go about the rows that
 are not chosen.
 """
 

@@ -14,12 +14,15 @@ from torch import Tensor
 from offload.cuda import host_register, host_unregister
 
 ALIGNMENT = 64  # bytes: what two sides write lies in different cache lines
+# Memory that the device uses, until it is closed. Giving it back waits for the device, which may itself be waiting for
+# a thread of the host: that must not happen wherever the garbage collector happens to run.
+_of_device: dict[int, NDArray[np.uint8]] = {}
 
 
 class SharedMemory:
     """Zeroed memory, given out piece by piece from its start; what was given stays where it is.
 
-    Other processes of this user map it by `path`, on Linux for as long as this one holds it.
+    Other processes of this user map it by `path`, on Linux, until `close`; it is let go with the last array over it.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -28,14 +31,23 @@ class SharedMemory:
         self.path = f"/proc/{os.getpid()}/fd/{fd}"
         self.array: NDArray[np.uint8] = np.frombuffer(mmap.mmap(fd, num_bytes), np.uint8)
         self._end = 0
-        weakref.finalize(self, os.close, fd)
+        self._close_descriptor = weakref.finalize(self, os.close, fd)
         if device.type == "cuda":
-            address = self.array.ctypes.data
-            host_register(address, num_bytes)
-            weakref.finalize(self, _unregister, address, self.array)
+            host_register(self._address, num_bytes)
+            _of_device[self._address] = self.array
 
     def __repr__(self) -> str:
         return f"<SharedMemory {self._end:,} of {len(self.array):,} bytes>"
+
+    def close(self) -> None:
+        """No more processes may map it, and no step of the device may use it. What was given out may still be read."""
+        self._close_descriptor()
+        if _of_device.pop(self._address, None) is not None:
+            host_unregister(self._address)
+
+    @property
+    def _address(self) -> int:
+        return int(self.array.ctypes.data)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The next piece."""
@@ -46,7 +58,7 @@ class SharedMemory:
 
     def place_of(self, piece: Tensor) -> int:
         """Where a piece begins, in bytes."""
-        return piece.data_ptr() - int(self.array.ctypes.data)
+        return piece.data_ptr() - self._address
 
 
 def piece_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -84,7 +96,3 @@ def map_path(path: str) -> NDArray[np.uint8]:
         return map_memory(fd)
     finally:
         os.close(fd)
-
-
-def _unregister(address: int, _memory: object) -> None:
-    host_unregister(address)

@@ -126,6 +126,7 @@ def _on_host(
             searcher.load_layers(context_id, index)
 
     def close() -> None:
+        steps.close()
         searcher.close()
         pool.close()
 

@@ -88,6 +88,10 @@ class SearchOnHost:
         if self._indexes is not None:
             self._indexes.unload(context_id)
 
+    def close(self) -> None:
+        """Give page locks back. No step may be in flight, and none follows."""
+        self._memory.close()
+
     def chosen(self, layer_idx: int, rows: StepRows) -> DeviceSelection:
         """What the step has selected in that layer, until it searches for the layer after the next."""
         return self._plans[rows.batch_size].selection(layer_idx)

@@ -67,6 +67,8 @@ class PlacedModel:
         self._wait()
         for pinned in self._pinned.values():
             pinned.close()
+        if isinstance(self.attention, SearchOnHost):
+            self.attention.close()
 
     def add_context(self, context_id: int, artifact: Artifact) -> None:
         """Load one more, between steps. Raises MemoryPlanError where there is no room for it."""

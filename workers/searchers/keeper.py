@@ -95,6 +95,8 @@ class Keeper:
                 raise
         try:
             channel = self._coming = Channel(connection, self._spin_ns)
+            if self._closing.is_set():  # `close` may have looked before the channel was there
+                channel.lose()
             self._load(channel)
             self.came_up.set()
             _await_end(channel)

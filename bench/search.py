@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from bench import search_layer
 from bench.random_sketch import random_sketch
 from bench.timing import finish, gate, machine, measure, read_bandwidth_gbps
-from csattn.index import LayerIndex, plain_basis
+from csattn.index import LayerIndex
 from csattn.search import LayerSearch, SearchPool, SearchWorkspace, TokenSelections, empty_selection, reference, search
 from csattn.search.workspace import empty_token_selections
 from csattn.sketch import SketchIndex
@@ -56,8 +56,8 @@ def make_lists(context_len: int, num_heads: int) -> LayerIndex:
     shape = num_heads, NUM_SUBSPACES, num_centroids
     codebooks = rng.standard_normal((*shape, HEAD_DIM // NUM_SUBSPACES), dtype=np.float32)
     codebooks /= np.linalg.norm(codebooks, axis=-1, keepdims=True)
-    basis, mean = plain_basis(num_heads, HEAD_DIM), np.zeros((num_heads, HEAD_DIM), np.float32)
-    return LayerIndex(basis, codebooks, basis, mean, _random_lists(rng, shape, context_len, list_len), True)
+    mean = np.zeros((num_heads, HEAD_DIM), np.float32)
+    return LayerIndex(codebooks, mean, _random_lists(rng, shape, context_len, list_len), True)
 
 
 def read_bytes(layout: str, context_len: int) -> int:
@@ -80,8 +80,7 @@ def _random_lists(rng: np.random.Generator, shape: tuple[int, ...], context_len:
 def only_first_head(index: LayerIndex | SketchIndex) -> LayerIndex | SketchIndex:
     if isinstance(index, LayerIndex):
         table = ListTable(index.table.indices[:1], index.table.scores[:1], index.context_len)
-        basis, mean = index.query_basis[:1], index.key_mean[:1]
-        return LayerIndex(basis, index.codebooks[:1], basis, mean, table, index.weigh_by_norm)
+        return LayerIndex(index.codebooks[:1], index.key_mean[:1], table, index.weigh_by_norm)
     names = "codes", "marks", "key_mean", "query_transform", "value_mean", "value_transform"
     return replace(index, **{name: getattr(index, name)[:1] for name in names})
 

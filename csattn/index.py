@@ -15,9 +15,7 @@ _LANES = 16
 class LayerIndex:
     """Everything that a search in one layer reads. Arrays may be read-only memory maps, shared by all requests."""
 
-    query_basis: NDArray[np.float32]  # [num_index_heads, head_dim, head_dim]: q @ query_basis, then split in order
     codebooks: NDArray[np.float32]  # [num_index_heads, num_subspaces, num_centroids, subspace_dim], unit rows
-    key_basis: NDArray[np.float32]  # [num_index_heads, head_dim, head_dim]: (k - key_mean) @ key_basis, for new keys
     key_mean: NDArray[np.float32]  # [num_index_heads, head_dim]; zero when keys are not centred
     table: ListTable
     weigh_by_norm: bool  # subspace weight: the query's norm in it, or 1
@@ -51,8 +49,3 @@ class LayerIndex:
         columns = np.zeros((*self.codebooks.shape[:2], self.codebooks.shape[3], room), np.float32)
         columns[..., : self.num_centroids] = self.codebooks.swapaxes(2, 3)
         return columns
-
-
-def plain_basis(num_heads: int, head_dim: int) -> NDArray[np.float32]:
-    """Coordinates as they are: [num_heads, head_dim, head_dim]."""
-    return np.tile(np.eye(head_dim, dtype=np.float32), (num_heads, 1, 1))

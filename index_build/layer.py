@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from csattn.config import IndexConfig, ListConfig, SketchConfig
-from csattn.index import LayerIndex, plain_basis
+from csattn.index import LayerIndex
 from csattn.sketch import SketchIndex
 from csattn.table.lists import ListTable
 from index_build.codebooks import make_codebooks
@@ -51,11 +51,8 @@ def as_layer_index(
             context_len=context_len,
             next_query=next_query,
         )
-    basis = plain_basis(*host["key_mean"].shape)
     return LayerIndex(
-        query_basis=basis,
         codebooks=host["codebooks"],
-        key_basis=basis,
         key_mean=host["key_mean"],
         table=ListTable(indices=host["indices"], scores=host["scores"], context_len=context_len),
         weigh_by_norm=config.weigh_by_norm,

@@ -11,7 +11,7 @@ from bench.decode.widened import NUM_WIDE_LAYERS, Which, tile_rows, wide_context
 from csattn.batch import StepRows, make_step_rows
 from csattn.config import IndexConfig, SketchConfig
 from csattn.cpus import available_cpus
-from csattn.index import LayerIndex, plain_basis
+from csattn.index import LayerIndex
 from csattn.search.device import DeviceLayerIndex, DeviceLists, DeviceSketch
 from csattn.sketch import SketchIndex
 from index_build.layer import as_layer_index, index_arrays
@@ -78,8 +78,7 @@ class Workload:
                 value_transform=arrays["value_transform"],
                 marks=arrays["marks"].view(torch.int32),
             )
-        basis = torch.from_numpy(plain_basis(*arrays["key_mean"].shape)).to(self.device)
-        return DeviceLists(basis, arrays["codebooks"], arrays["scores"], arrays["indices"])
+        return DeviceLists(arrays["codebooks"], arrays["scores"], arrays["indices"])
 
     def host_indexes(self, num_layers: int, config: IndexConfig) -> list[LayerIndex | SketchIndex]:
         """A context's index in host memory, every layer's at addresses of its own: no two searches read the same."""

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from csattn.artifact.manifest import ArtifactSpec, KvDtype
 from csattn.artifact.tensor_file import FileLayout, TensorSpec, plan_file
 from csattn.config import SEGMENT_STEP, SketchConfig
-from csattn.index import LayerIndex, plain_basis
+from csattn.index import LayerIndex
 from csattn.sketch import SketchIndex
 from csattn.sketch.codes import BLOCK_KEYS, num_blocks, num_coords, unpack_marks
 from csattn.sketch.index import num_marked
@@ -144,11 +144,8 @@ def index_from_arrays(spec: ArtifactSpec, arrays: Mapping[str, NDArray[Any]]) ->
             context_len=spec.context_len,
             next_query=next_query,
         )
-    basis = plain_basis(spec.num_index_heads, spec.model.head_dim)
     return LayerIndex(
-        query_basis=basis,
         codebooks=arrays["codebooks"],
-        key_basis=basis,
         key_mean=arrays["key_mean"],
         table=ListTable(arrays["indices"], arrays["scores"], spec.context_len),
         weigh_by_norm=config.weigh_by_norm,

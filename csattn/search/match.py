@@ -9,17 +9,18 @@ from numpy.typing import NDArray
 
 from csattn.jit import exact_kernel
 from csattn.search.lanes import fma, larger
-from csattn.search.simd import F32x16, F64x16, convert, fill, load, prefetch_early, store
+from csattn.search.simd import F32x16, F64x16, convert, fill, load, store
 
 LANES = 16
 
 
 @exact_kernel
 def match_centroids(
-    rotated: NDArray[np.float64],  # [group_size * (last - first) * subspace_dim]: of `rotate`
+    q: NDArray[np.float64],  # [group_size * head_dim]
     columns: NDArray[np.float32],  # [(last - first) * subspace_dim * room]: `LayerIndex.codebook_columns` of those
     first: int,  # of the subspaces [first, last) that are matched
     last: int,
+    group_size: int,
     num_centroids: int,
     subspace_dim: int,
     weigh_by_norm: bool,
@@ -28,22 +29,21 @@ def match_centroids(
     stride: int,
 ) -> None:
     """Choose centroids as `reference.match_centroids` does."""
-    width = (last - first) * subspace_dim
-    room = len(columns) // width
+    head_dim, room = len(q) // group_size, len(columns) // ((last - first) * subspace_dim)
     dots = np.empty(room, np.float64)
-    for row in range(len(rotated) // width):
+    for row in range(group_size):
         for b in range(last - first):
             part = b * subspace_dim
-            at = row * width + part
+            at = row * head_dim + first * subspace_dim + part
             for j in range(0, room, LANES):
                 sums = fill(F64x16, 0.0)
                 for d in range(subspace_dim):
                     column = convert(F64x16, load(F32x16, columns, (part + d) * room + j))
-                    sums = fma(fill(F64x16, rotated[np.uint64(at + d)]), column, sums)
+                    sums = fma(fill(F64x16, q[np.uint64(at + d)]), column, sums)
                 store(dots, j, sums)
             square = 0.0
             for d in range(subspace_dim):
-                square += rotated[at + d] * rotated[at + d]
+                square += q[at + d] * q[at + d]
             centroid_ids[row * stride + first + b] = _first_largest(dots, num_centroids)
             weights[row * stride + first + b] = np.sqrt(square) if weigh_by_norm else 1.0
 
@@ -78,41 +78,3 @@ def widen(values: NDArray[np.float32]) -> NDArray[np.float64]:
     for i in range(whole, len(values)):
         wide[i] = values[i]
     return wide
-
-
-@exact_kernel
-def fetch_columns(query_basis: NDArray[np.float32], head_dim: int, first: int, last: int) -> None:
-    """Ask for what `rotate` reads: lines too far apart for the processor to guess."""
-    for i in range(head_dim):
-        for j in range(first, last, LANES):
-            prefetch_early(query_basis, i * head_dim + j)
-
-
-@exact_kernel
-def rotate(
-    q: NDArray[np.float64],  # [group_size * head_dim]
-    query_basis: NDArray[np.float32],  # [head_dim * head_dim]
-    head_dim: int,
-    first: int,
-    last: int,
-) -> NDArray[np.float64]:
-    """Columns [first, last) of q @ query_basis, rounded to float32: [group_size * (last - first)]."""
-    group_size, width = len(q) // head_dim, last - first
-    rotated = np.empty(group_size * width, np.float64)
-    whole = width - width % LANES
-    for row in range(group_size):
-        for j in range(0, whole, 2 * LANES):
-            right = min(j + LANES, whole - LANES)  # of an odd number of vectors the last is summed twice
-            sums, sums_right = fill(F64x16, 0.0), fill(F64x16, 0.0)
-            for i in range(head_dim):
-                at, of_q = i * head_dim + first, fill(F64x16, q[np.uint64(row * head_dim + i)])
-                sums = fma(of_q, convert(F64x16, load(F32x16, query_basis, at + j)), sums)
-                sums_right = fma(of_q, convert(F64x16, load(F32x16, query_basis, at + right)), sums_right)
-            store(rotated, row * width + j, convert(F64x16, convert(F32x16, sums)))
-            store(rotated, row * width + right, convert(F64x16, convert(F32x16, sums_right)))
-        for j in range(whole, width):
-            total = 0.0
-            for i in range(head_dim):
-                total += q[row * head_dim + i] * query_basis[i * head_dim + first + j]
-            rotated[row * width + j] = np.float32(total)
-    return rotated

@@ -56,7 +56,6 @@ SEARCH = np.dtype(
             "context_ranges",  # the others are the tail's
             "sample_step",  # every how many keys one is looked at; 1: there are so few that none is
             "sketch",  # address of a SKETCH; 0: what follows is an index of lists
-            "query_basis",  # [num_heads, head_dim, head_dim] float32
             "codebook_columns",  # [num_heads, num_subspaces, subspace_dim, centroid_room] float32
             "num_subspaces",
             "num_centroids",

@@ -78,8 +78,7 @@ def match_centroids(
     Sums run in index order in float64, where products of float32 are exact: fused or not, vectorised or not,
     every machine rounds alike.
     """
-    rotated = _dot_in_order(q, index.query_basis[head].T).astype(np.float32)
-    parts = rotated.reshape(index.num_subspaces, -1)
+    parts = q.reshape(index.num_subspaces, -1)
     centroid_ids = np.empty(index.num_subspaces, np.int64)
     weights = np.ones(index.num_subspaces)
     for b, part in enumerate(parts):

@@ -184,7 +184,6 @@ class LayerSearch:
 def _describe_lists(index: LayerIndex) -> dict[str, int]:
     return {
         "num_parts": index.num_subspaces,
-        "query_basis": _address(index.query_basis, np.float32),
         "codebook_columns": _address(index.codebook_columns, np.float32),
         "num_subspaces": index.num_subspaces,
         "num_centroids": index.num_centroids,

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from csattn.jit import exact_kernel
 from csattn.search.atomics import array_at
 from csattn.search.lists import KEYS_PER_STEP, add_list, clear_scores
-from csattn.search.match import fetch_columns, match_centroids, rotate, widen
+from csattn.search.match import match_centroids, widen
 from csattn.search.plan import eligible_of, place_of, range_of, scratch_at, search_at
 from csattn.search.worth import LOG2_E, keep_powers
 
@@ -17,20 +17,17 @@ def match_piece(search_address: int, scratch_address: int, job: int, piece: int)
     """Stage: find the group's centroids in some subspaces."""
     search, scratch = search_at(search_address), scratch_at(scratch_address)
     token, head = place_of(search, job)
-    head_dim, num_subspaces = search.head_dim, search.num_subspaces
-    subspace_dim = head_dim // num_subspaces
+    num_subspaces = search.num_subspaces
+    subspace_dim = search.head_dim // num_subspaces
     first = piece * search.match_parts
     last = min(first + search.match_parts, num_subspaces)
-    basis = array_at(search.query_basis + 4 * head * head_dim * head_dim, head_dim * head_dim, np.float32(0))
-    fetch_columns(basis, head_dim, first * subspace_dim, last * subspace_dim)
     of_subspace = subspace_dim * search.centroid_room
     place = (head * num_subspaces + first) * of_subspace
     columns = array_at(search.codebook_columns + 4 * place, (last - first) * of_subspace, np.float32(0))
     centroid_ids, weights = _matches_of(search, scratch, job)
     q = widen(queries_of(search, token, head))
-    rotated = rotate(q, basis, head_dim, first * subspace_dim, last * subspace_dim)
     match_centroids(
-        rotated, columns, first, last, search.num_centroids, subspace_dim, search.weigh_by_norm != 0,
+        q, columns, first, last, search.group_size, search.num_centroids, subspace_dim, search.weigh_by_norm != 0,
         centroid_ids, weights, num_subspaces,
     )  # fmt: skip
     return 0

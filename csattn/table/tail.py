@@ -101,7 +101,6 @@ def score_key(k: NDArray[np.float32], index: LayerIndex) -> NDArray[np.float32]:
     _score_key(
         readonly(np.ascontiguousarray(k, np.float32)),
         readonly(index.key_mean),
-        readonly(index.key_basis),
         readonly(index.codebooks),
         scores,
     )
@@ -112,25 +111,21 @@ def score_key(k: NDArray[np.float32], index: LayerIndex) -> NDArray[np.float32]:
 def _score_key(
     k: NDArray[np.float32],  # [num_kv_heads, head_dim]
     key_mean: NDArray[np.float32],
-    key_basis: NDArray[np.float32],
     codebooks: NDArray[np.float32],
     scores: NDArray[np.float32],  # [num_index_heads, num_subspaces, num_centroids], written
 ) -> None:
     num_heads, num_subspaces, num_centroids, subspace_dim = codebooks.shape
     head_dim = key_mean.shape[1]
-    rotated = np.empty(head_dim, np.float64)
+    centred = np.empty(head_dim, np.float64)
     for head in range(num_heads):
         kv_head = head * k.shape[0] // num_heads
-        rotated[:] = 0.0
         for i in range(head_dim):
-            centred = np.float64(k[kv_head, i]) - np.float64(key_mean[head, i])
-            for j in range(head_dim):
-                rotated[j] += centred * key_basis[head, i, j]
+            centred[i] = np.float64(k[kv_head, i]) - np.float64(key_mean[head, i])
         for b in range(num_subspaces):
             for j in range(num_centroids):
                 total = 0.0
                 for d in range(subspace_dim):
-                    total += rotated[b * subspace_dim + d] * codebooks[head, b, j, d]
+                    total += centred[b * subspace_dim + d] * codebooks[head, b, j, d]
                 scores[head, b, j] = total
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from csattn.artifact import ArtifactSpec, ArtifactWriter, KvDtype, ModelGeometry, hash_token_ids
 from csattn.config import IndexConfig, ListConfig, SketchConfig
-from csattn.index import LayerIndex, plain_basis
+from csattn.index import LayerIndex
 from csattn.sketch import SketchIndex
 from csattn.sketch.codes import num_coords, pack_marks
 from csattn.sketch.index import num_marked
@@ -114,9 +114,7 @@ def make_lists(spec: ArtifactSpec, rng: np.random.Generator, next_query: NDArray
         spec.context_len,
     )
     return LayerIndex(
-        query_basis=plain_basis(num_heads, head_dim),
         codebooks=rng.standard_normal((*lists, head_dim // config.num_subspaces), np.float32),
-        key_basis=plain_basis(num_heads, head_dim),
         key_mean=rng.standard_normal((num_heads, head_dim), np.float32),
         table=table,
         weigh_by_norm=config.weigh_by_norm,

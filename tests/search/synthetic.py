@@ -88,17 +88,14 @@ def make_list_index(spec: IndexSpec) -> LayerIndex:
     """The lists of random keys."""
     rng = np.random.default_rng(spec.seed)
     keys = make_keys(spec, rng)
-    basis = np.linalg.qr(rng.standard_normal((spec.num_heads, spec.head_dim, spec.head_dim)))[0].astype(np.float32)
     key_mean = keys.mean(axis=1) if spec.context_len else np.zeros((spec.num_heads, spec.head_dim), np.float32)
     subspace_dim = spec.head_dim // spec.num_subspaces
     shape = spec.num_heads, spec.num_subspaces, spec.num_centroids, subspace_dim
     codebooks = rng.standard_normal(shape).astype(np.float32)
     codebooks /= np.linalg.norm(codebooks, axis=-1, keepdims=True)
-    parts = ((keys - key_mean[:, None]) @ basis).reshape(spec.num_heads, -1, spec.num_subspaces, subspace_dim)
+    parts = (keys - key_mean[:, None]).reshape(spec.num_heads, -1, spec.num_subspaces, subspace_dim)
     scores = np.einsum("hnbd,hbjd->hbjn", parts, codebooks, optimize=True).astype(np.float32)
-    return LayerIndex(
-        basis, codebooks, basis, key_mean, make_lists(scores, spec.list_len), weigh_by_norm=spec.weigh_by_norm
-    )
+    return LayerIndex(codebooks, key_mean, make_lists(scores, spec.list_len), weigh_by_norm=spec.weigh_by_norm)
 
 
 def make_lists(scores: NDArray[np.float32], list_len: float) -> ListTable:

@@ -231,21 +231,19 @@ def test_lanes_are_packed_in_their_order(vector: Vector, bits: int) -> None:
 def test_matching_is_the_definition_to_the_bit(num_subspaces, num_centroids, subspace_dim, group_size, rng) -> None:
     head_dim = num_subspaces * subspace_dim
     q = rng.standard_normal((group_size, head_dim), dtype=np.float32)
-    basis = rng.standard_normal((1, head_dim, head_dim), dtype=np.float32)
     codebooks = rng.standard_normal((1, num_subspaces, num_centroids, subspace_dim), dtype=np.float32)
     codebooks[..., num_centroids // 2, :] = codebooks[..., 0, :]  # of equals the lowest
     table = ListTable(*np.zeros((2, 1, num_subspaces, num_centroids, 0)), 0)
-    index = LayerIndex(basis, codebooks, basis, np.zeros((1, head_dim), np.float32), table, True)
+    index = LayerIndex(codebooks, np.zeros((1, head_dim), np.float32), table, True)
     ids, weights = np.full((2, group_size, num_subspaces + 2), -777)
     weights = weights.astype(np.float64)
     for first in range(0, num_subspaces, 2):
         last = min(first + 2, num_subspaces)
-        rotated = match.rotate(
-            match.widen(q.reshape(-1)), basis.reshape(-1), head_dim, first * subspace_dim, last * subspace_dim
-        )
         columns = index.codebook_columns[0, first:last].reshape(-1)
-        sizes = first, last, num_centroids, subspace_dim, True
-        match.match_centroids(rotated, columns, *sizes, ids.reshape(-1), weights.reshape(-1), num_subspaces + 2)
+        sizes = first, last, group_size, num_centroids, subspace_dim, True
+        match.match_centroids(
+            match.widen(q.reshape(-1)), columns, *sizes, ids.reshape(-1), weights.reshape(-1), num_subspaces + 2
+        )
     for row in range(group_size):
         want_ids, want_weights = reference.match_centroids(q[row], index, 0)
         np.testing.assert_array_equal(ids[row, :-2], want_ids)

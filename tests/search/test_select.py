@@ -48,7 +48,7 @@ def search_one_head(index: LayerIndex | SketchIndex, top_k: int) -> NDArray[np.i
 def list_index(table: ListTable) -> LayerIndex:
     """With one centroid."""
     one = np.ones((1, 1, 1), np.float32)
-    return LayerIndex(one, one[..., None], one, np.zeros((1, 1), np.float32), table, False)
+    return LayerIndex(one[..., None], np.zeros((1, 1), np.float32), table, False)
 
 
 def select(worth: NDArray[Any], top_k: int) -> NDArray[np.int32]:

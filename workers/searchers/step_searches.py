@@ -193,9 +193,7 @@ def index_of_heads(index: LayerIndex | SketchIndex, first_head: int, num_heads: 
     table = index.table
     return replace(
         index,
-        query_basis=index.query_basis[heads],
         codebooks=index.codebooks[heads],
-        key_basis=index.key_basis[heads],
         key_mean=index.key_mean[heads],
         table=ListTable(table.indices[heads], table.scores[heads], table.context_len),
         next_query=None,

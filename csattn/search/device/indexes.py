@@ -20,7 +20,6 @@ from csattn.table.lists import ListTable
 class DeviceLists:
     """What a search on the device reads of one layer's lists. See `LayerIndex` and `ListTable` for the layouts."""
 
-    query_basis: Tensor  # [num_index_heads, head_dim, head_dim] float32
     codebooks: Tensor  # [num_index_heads, num_subspaces, num_centroids, subspace_dim] float32
     scores: Tensor  # [num_index_heads, num_subspaces, num_centroids, list_len] float16
     indices: Tensor  # likewise, int32
@@ -28,7 +27,7 @@ class DeviceLists:
     @property
     def parts(self) -> tuple[Tensor, ...]:
         """In the order of their addresses in the table: struct ListIndex of list_index.cuh."""
-        return self.query_basis, self.codebooks, self.scores, self.indices
+        return self.codebooks, self.scores, self.indices
 
     @property
     def length(self) -> int:
@@ -84,9 +83,7 @@ def to_device(index: LayerIndex | SketchIndex, device: torch.device) -> DeviceLa
             marks=copy(index.marks.view(np.int32)),
         )
     assert isinstance(index.table, ListTable)
-    return DeviceLists(
-        copy(index.query_basis), copy(index.codebooks), copy(index.table.scores), copy(index.table.indices)
-    )
+    return DeviceLists(copy(index.codebooks), copy(index.table.scores), copy(index.table.indices))
 
 
 class DeviceIndexes:
@@ -104,7 +101,7 @@ class DeviceIndexes:
         max_segments: int = 0,  # of a sketch
     ) -> None:
         self.config, self.max_segments = config, max_segments
-        num_addresses = 7 if max_segments else 4  # and a length
+        num_addresses = 7 if max_segments else 3  # and a length
         self.tables = torch.zeros(num_layers, num_contexts, num_addresses + 1, dtype=torch.int64, device=device)
         self.context_lens = torch.zeros(num_contexts, dtype=torch.int32, device=device)
         self.top_ks = torch.zeros(num_contexts, dtype=torch.int32, device=device)

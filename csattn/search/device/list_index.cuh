@@ -8,7 +8,6 @@ constexpr int SUBSPACE_DIM = HEAD_DIM / SUBSPACES;
 // Where a context's lists of one layer lie. Addresses come from a table in device memory, so that a captured graph follows
 // them when another context takes the place.
 struct ListIndex {
-    const float* query_basis;  // [num_index_heads, HEAD_DIM, HEAD_DIM]
     const float* codebooks;    // [num_index_heads, SUBSPACES, CENTROIDS, SUBSPACE_DIM]
     const u16* scores;         // [num_index_heads, SUBSPACES, CENTROIDS, list_len] halves
     const int* indices;        // likewise

@@ -7,17 +7,8 @@
 #include "list_index.cuh"
 
 constexpr int CENTROIDS_PER_LANE = (CENTROIDS + 31) / 32;
-constexpr int TERMS = (HEAD_DIM + 31) / 32;  // of a sum over a whole query, for each lane
 
 __device__ __forceinline__ int lane_of() { return threadIdx.x % 32; }
-__device__ __forceinline__ int coordinate(int term) { return term * 32 + lane_of(); }
-
-template <int NUM> __device__ __forceinline__ void sum_over_lanes(double (&sums)[NUM]) {
-#pragma unroll
-    for (int step = 16; step > 0; step >>= 1)
-#pragma unroll
-        for (int i = 0; i < NUM; ++i) sums[i] += __shfl_xor_sync(ALL_LANES, sums[i], step);
-}
 
 template <int NUM> __device__ __forceinline__ void load_floats(double (&to)[NUM], const float* from) {
     if (NUM % 4 == 0) {
@@ -34,39 +25,6 @@ template <int NUM> __device__ __forceinline__ void load_floats(double (&to)[NUM]
         for (int i = 0; i < NUM; ++i) to[i] = __ldg(from + i);
     }
 }
-
-// The lane's rows of the subspace's columns of query_basis.
-struct Basis {
-    double rows[TERMS][SUBSPACE_DIM];
-
-    __device__ __forceinline__ Basis(const float* columns) {
-#pragma unroll
-        for (int t = 0; t < TERMS; ++t) load_floats(rows[t], columns + min(coordinate(t), HEAD_DIM - 1) * HEAD_DIM);
-    }
-
-    __device__ __forceinline__ u32 mixed() const {
-        u32 mixed = 0;
-#pragma unroll
-        for (int t = 0; t < TERMS; ++t)
-#pragma unroll
-            for (int i = 0; i < SUBSPACE_DIM; ++i) mixed ^= __double2hiint(rows[t][i]);
-        return mixed;
-    }
-
-    // The query's part in the subspace, in all lanes.
-    __device__ __forceinline__ void project(const float (&q)[TERMS], float (&part)[SUBSPACE_DIM]) const {
-        double sums[SUBSPACE_DIM];
-#pragma unroll
-        for (int i = 0; i < SUBSPACE_DIM; ++i) {
-            sums[i] = 0;
-#pragma unroll
-            for (int t = 0; t < TERMS; ++t) sums[i] += static_cast<double>(q[t]) * rows[t][i];
-        }
-        sum_over_lanes(sums);
-#pragma unroll
-        for (int i = 0; i < SUBSPACE_DIM; ++i) part[i] = static_cast<float>(sums[i]);
-    }
-};
 
 __device__ __forceinline__ double dot(const double (&a)[SUBSPACE_DIM], const double (&b)[SUBSPACE_DIM]) {
     double total = 0;
@@ -127,11 +85,6 @@ struct Nearby {
     }
 };
 
-__device__ __forceinline__ void load_query(const QUERY* q, float (&query)[TERMS]) {
-#pragma unroll
-    for (int t = 0; t < TERMS; ++t) query[t] = coordinate(t) < HEAD_DIM ? as_float(q[coordinate(t)]) : 0;
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS) match_centroids(
     const QUERY* q,            // [batch_size, num_index_heads * GROUP_SIZE, HEAD_DIM]
     const ListIndex* indexes,  // [num_contexts], of this layer
@@ -145,12 +98,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) match_centroids(
     if (context_id < 0) return wait_then_let_next_start();
     const ListIndex index = indexes[context_id];
     const Nearby nearby(index.codebooks + (head * SUBSPACES + b) * CENTROIDS * SUBSPACE_DIM);
-    const Basis basis(index.query_basis + head * HEAD_DIM * HEAD_DIM + b * SUBSPACE_DIM);
-    wait_then_let_next_start(nearby.mixed() ^ basis.mixed());
+    wait_then_let_next_start(nearby.mixed());
     for (int g = threadIdx.x / 32; g < GROUP_SIZE; g += WARPS) {
-        float query[TERMS], part[SUBSPACE_DIM];
-        load_query(q + (static_cast<size_t>(slot) * GROUP_SIZE + g) * HEAD_DIM, query);
-        basis.project(query, part);
+        const QUERY* query = q + (static_cast<size_t>(slot) * GROUP_SIZE + g) * HEAD_DIM + b * SUBSPACE_DIM;
+        float part[SUBSPACE_DIM];
+#pragma unroll
+        for (int i = 0; i < SUBSPACE_DIM; ++i) part[i] = as_float(query[i]);
         const Match match = nearby.nearest(part, weigh_by_norm);
         if (lane_of() == 0) matches[(slot * GROUP_SIZE + g) * SUBSPACES + b] = match;
     }

@@ -73,7 +73,7 @@ def index_shape(index: LayerIndex | SketchIndex, num_q_heads: int) -> IndexShape
     return ListsShape(
         num_index_heads=index.num_heads,
         group_size=group_size,
-        head_dim=int(index.query_basis.shape[1]),
+        head_dim=int(index.key_mean.shape[1]),
         num_subspaces=index.num_subspaces,
         num_centroids=index.num_centroids,
         weigh_by_norm=index.weigh_by_norm,

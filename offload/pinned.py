@@ -62,7 +62,10 @@ class PinnedRows:
     def addresses(self) -> list[int]:
         """Where the device finds row 0 of each layer."""
         if not self.pinned:
-            raise PinningError(f"the device cannot read {self!r}; move its rows through staging slots instead")
+            raise PinningError(
+                f"the device cannot read {self!r}; raise the limit of locked memory (`ulimit -l`), or choose the "
+                "placement device"
+            )
         return [layer.data_ptr() for layer in self.layers]
 
     def close(self) -> None:

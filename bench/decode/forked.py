@@ -1,6 +1,7 @@
 """Search workers over indexes that a benchmark has made: forked, they find them in the memory of their parent."""
 
 import multiprocessing
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,13 +31,14 @@ class MadeContext:
 
 
 class ForkedWorkers:
-    """Launches them. All contexts that they are told to load are the one that was made."""
+    """Launches them, one after the other. All contexts that they are told to load are the one that was made."""
 
     def __init__(self, context: Any) -> None:
-        self._context = context
+        self._context, self._one_at_a_time = context, threading.Lock()
 
     def __call__(self, spec: WorkerSpec) -> "ForkedWorker":
-        return ForkedWorker(SearchWorker(spec, lambda path: self._context))
+        with self._one_at_a_time:
+            return ForkedWorker(SearchWorker(spec, lambda path: self._context))
 
 
 class ForkedWorker:

@@ -44,6 +44,8 @@ def make_steps(artifact: Artifact, searcher: StepSearcher) -> SearchOnHost:
     made = SearchOnHost(shape, index_shape(indexes[0], shape.num_q_heads), far, searcher, DEVICE)
     searcher.load(0, artifact)
     made.load(0, kv, indexes)
+    # idle rows first, as a runner does: a kernel that is loaded while another waits for a choice would wait for that
+    take_step(made, make_step_rows(1, DEVICE), make_query(made))
     return made
 
 

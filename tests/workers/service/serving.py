@@ -100,4 +100,5 @@ def serving(*options: str) -> Iterator[Service]:
 
 def _environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("CSATTN_SERVER")}
-    return {**kept, "PYTHONPATH": str(ROOT)}
+    paths = [str(ROOT), *filter(None, [kept.get("PYTHONPATH")])]
+    return {**kept, "PYTHONPATH": os.pathsep.join(paths)}

@@ -112,7 +112,7 @@ class SearchConfig:
     sink_len: int = 4  # first rows of the context, always attended
     window_len: int = 256  # last rows of the context, and last rows of the tail, always attended
     lookahead: int = 0  # 1: search with the query predicted from the previous layer's input
-    search_period: int = 1  # search every so many steps, reuse the selection in between
+    search_period: int = 1  # search at every N-th token of a request; those between read what it chose
     # how rows that are neither resident nor chosen are attended to: by their codes in the sketch, by an estimate from
     # the context's moments, or not at all; None: as suits the index, see `csattn.selectors.resolve_rest`
     rest: RestKind | None = None

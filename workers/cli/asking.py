@@ -62,7 +62,7 @@ def ask(
         raise ConfigError("a host budget is for decoding on the CPU; leave out --host-budget, or choose placement cpu")
     with open_artifact(place) as artifact:
         loaded = show_loading(model or artifact.spec.model_name, artifact.spec.kv_dtype)
-        if placement != "cpu" or (selector == "csattn" and config.search_period == 1 and budget is None):
+        if placement != "cpu" or (selector == "csattn" and budget is None):
             which = placement, prompt, max_new_tokens, threads, kv_format
             sparse = _by_steps(loaded, artifact, config, *which)
         else:

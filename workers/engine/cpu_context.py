@@ -98,6 +98,14 @@ def open_context(artifact: Artifact, kv_format: KvFormat | None) -> CpuContext:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class KeptChoice:
+    """What a request's last search has chosen, for the tokens until the next one."""
+
+    kv_indices: NDArray[np.int32]  # [num_layers, num_index_heads, top_k]
+    valid_len: NDArray[np.int32]  # [num_layers, num_index_heads]
+
+
 @dataclass(slots=True)
 class CpuRequest:
     """A request in its slot."""
@@ -113,10 +121,19 @@ class CpuRequest:
     moments: list[Moments] = field(default_factory=list)
     tail_len: int = 0
     near: tuple[int, int] = field(init=False)  # context rows [0, first) and [second, context_len) are attended to
+    kept: KeptChoice | None = field(init=False, default=None)  # where not every token searches
 
     def __post_init__(self) -> None:
         middle, context_len = self.view.middle, self.view.context_len
         self.near = (context_len, context_len) if self.selector == "full" else (middle.start, middle.stop)
+        if self.search_period > 1:
+            sizes = len(self.context.kv), self.num_index_heads
+            self.kept = KeptChoice(np.full((*sizes, self.top_k), -1, np.int32), np.zeros(sizes, np.int32))
+
+    @property
+    def search_period(self) -> int:
+        """Tokens 0, so many, twice so many, ... of the request are searched for; 1 where nothing is."""
+        return self.view.config.search_period if self.top_k > 0 else 1
 
     @property
     def top_k(self) -> int:

@@ -19,6 +19,7 @@ from csattn.cpu.team import Team
 from csattn.cpus import available_cpus
 from csattn.errors import ConfigError, ContextError
 from csattn.models import LoadedModel
+from csattn.selection import Selection
 from csattn.selector_names import SelectorName
 from csattn.selectors import ContextView, resolve_rest, selector_for
 from offload.codecs.formats import KvFormat
@@ -30,7 +31,7 @@ from workers.engine.on_cpu import AttendOnCpu
 from workers.engine.plain_rows import PlainRows
 from workers.engine.pool_searcher import PoolSearcher
 from workers.engine.preparation import Preparation
-from workers.engine.row_plan import RowPlan, plan_rows
+from workers.engine.row_plan import RowPlan, RowPlans
 from workers.engine.searcher import Searcher
 from workers.engine.slots import require_free_slot, require_new_context, require_room, require_unused, seen_lens
 from workers.serving.step_engine import EngineCounts, Fidelity, Reading, StepResult, StepRow
@@ -71,7 +72,8 @@ class CpuEngine:
         self._searcher: Searcher = searcher if searcher is not None else PoolSearcher(threads)
         self._contexts: dict[int, CpuContext] = {}
         self._requests: dict[int, CpuRequest] = {}
-        self._planned: tuple[tuple[int, ...], RowPlan] | None = None  # the last step's slots and their plan
+        self._plans = RowPlans(self._model, self._scale)
+        self._plan: RowPlan | None = None  # of the last step
         self._making = Lock()  # one preparation at a time
         self._search_s = self._attend_s = 0.0
 
@@ -94,7 +96,7 @@ class CpuEngine:
     def remove_context(self, context_id: int) -> None:
         self._context(context_id)
         require_unused(context_id, {slot: request.context_id for slot, request in self._requests.items()})
-        self._planned = None
+        self._plans.forget()
         self._searcher.unload(context_id)
         del self._contexts[context_id]
         trim_heap()
@@ -118,21 +120,26 @@ class CpuEngine:
             wanted.sketches(),
             wanted.moments(),
         )
-        self._planned = None
+        self._plans.forget()
 
     def close_slot(self, slot: int) -> None:
         self.request(slot)
         del self._requests[slot]
-        self._planned = None
+        self._plans.forget()
 
     def step(
         self, rows: Sequence[StepRow], want_logits: bool = False, watch: tuple[int, int] | None = None
     ) -> StepResult:
         """Rows see what stands before them, in this step too. If this raises, no request has moved on."""
         self._require_rows(rows, watch)
-        plan = self._plan(tuple(row.slot for row in rows))
+        slots = [row.slot for row in rows]
+        lens = np.array(seen_lens(slots, {slot: self._requests[slot].tail_len for slot in slots}), np.int64)
+        plan = self._plans.plan([self._requests[slot] for slot in slots], lens)
+        if plan is not self._plan:
+            self._attention.set_plan(plan)
+            self._plan = plan
         model, order = self._model, plan.order
-        tail_lens = self._tail_lens(plan)
+        tail_lens = lens[order]
         positions = [
             request.view.context_len + length - 1 for request, length in zip(plan.requests, tail_lens, strict=True)
         ]
@@ -144,8 +151,8 @@ class CpuEngine:
         plain = PlainRows(model, plan, tail_lens, self._scale)
         seen = self._run(plan, plain, tail_lens, watched)
         plain.commit()
-        for request, length in zip(plan.requests, tail_lens.tolist(), strict=True):
-            request.tail_len = length
+        for slot, length in zip(slots, lens.tolist(), strict=True):
+            self._requests[slot].tail_len = length
         return self._result(plan, want_logits, seen)
 
     def request(self, slot: int) -> CpuRequest:
@@ -205,6 +212,7 @@ class CpuEngine:
                     seen = self._look(plan, plain, watched[0], layer_idx, int(tail_lens[watched[0]]))
                 attending = time.perf_counter()
                 self._team.run(self._attention.layers[layer_idx])
+                plan.keep(layer_idx)
                 plain.attend(layer_idx)
                 if plan.groups or plain.chosen:
                     self._search_s += chosen - started
@@ -220,10 +228,12 @@ class CpuEngine:
     def _wanted(self, context_id: int, config: SearchConfig, selector: SelectorName) -> Preparation:
         """Raises ConfigError for what this engine cannot do."""
         context = self._context(context_id)
-        if config.search_period != 1:
-            raise ConfigError(f"search_period is {config.search_period}, but this engine searches at every step; use 1")
         view = ContextView(context.context_len, self._scale, config)
         name = selector_for(selector, view)
+        if config.search_period != 1 and name not in ("csattn", "full", "window"):
+            raise ConfigError(
+                f"search_period is {config.search_period}, but {name} chooses for every token here; use 1, or csattn"
+            )
         return Preparation(context, view, name, resolve_rest(config, name, context.artifact.spec.index_config.layout))
 
     def _make(self, wanted: Preparation) -> None:
@@ -234,9 +244,8 @@ class CpuEngine:
 
     def _look(self, plan: RowPlan, plain: PlainRows, row: int, layer_idx: int, tail_len: int) -> Fidelity:
         chosen = plain.chosen.get(row)
-        for group in plan.groups:
-            if group.rows.start <= row < group.rows.stop:
-                chosen = group.selections[layer_idx % 2][row - group.rows.start]
+        if (of_search := plan.selection(row, layer_idx)) is not None:
+            chosen = Selection(*of_search)
         request = plan.requests[row]
         tail = self._model.tails[layer_idx, request.slot, :, :tail_len]
         q = torch.from_numpy(self._model.q[row])
@@ -251,18 +260,6 @@ class CpuEngine:
             return StepResult(next_ids, None, seen)
         in_order = bool((plan.order == np.arange(num_rows)).all())
         return StepResult(next_ids, logits if in_order else logits[np.argsort(plan.order)], seen)
-
-    def _plan(self, slots: tuple[int, ...]) -> RowPlan:
-        if self._planned is None or self._planned[0] != slots:
-            plan = plan_rows(self._model, [self._requests[slot] for slot in slots], self._scale)
-            self._attention.set_plan(plan)
-            self._planned = slots, plan
-        return self._planned[1]
-
-    def _tail_lens(self, plan: RowPlan) -> NDArray[np.int64]:
-        """Rows of its tail that each row sees, its own included."""
-        slots = [request.slot for request in plan.requests]
-        return np.array(seen_lens(slots, {r.slot: r.tail_len for r in plan.requests}), np.int64)
 
     def _require_rows(self, rows: Sequence[StepRow], watch: tuple[int, int] | None) -> None:
         """Raise before anything changes."""

@@ -1,6 +1,5 @@
 """Attention of a step's rows on the CPU: who attends to what, told to the kernels by addresses."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,8 +10,7 @@ from csattn.attention.in_place_arguments import ARGUMENTS, MAX_PARTS
 from csattn.cpu.tape import Tape
 from csattn.search.sketch import describe_sketch, query_bytes
 from workers.cpu_model.model import CpuModel, word
-from workers.engine.cpu_context import CpuRequest
-from workers.engine.row_plan import RowPlan
+from workers.engine.row_plan import KEPT, RowPlan
 
 _BY_ROW = ("context_lens", "sink_ends", "window_starts", "num_index_heads", "top_ks")
 _LAYOUT = ("row_bytes", "v_offsets", "k_readers", "v_readers")
@@ -27,7 +25,7 @@ class AttendOnCpu:
         self._by_row = {name: np.zeros(max_rows, np.int64) for name in (*_BY_ROW, *_LAYOUT)}
         self._kv = np.zeros((shape.num_layers, max_rows), np.int64)
         self._moments = np.zeros((shape.num_layers, max_rows), np.int64)
-        self._chosen = np.zeros((2, 3, max_rows), np.int64)  # addresses: kv_indices, valid_lens, rest; by layer in turn
+        self._chosen = np.zeros((shape.num_layers, 3, max_rows), np.int64)  # addresses: kv_indices, valid_lens, rest
         self._sketches = np.zeros((shape.num_layers, max_rows), np.int64)
         self._records: list[NDArray[Any]] = []  # that the sketches' addresses are of
         self._queries = np.zeros((max_rows, shape.num_kv_heads, 0), np.uint8)
@@ -54,21 +52,27 @@ class AttendOnCpu:
         )
         for place, of_rows in zip(self._by_row.values(), values, strict=True):
             place[: len(requests)] = of_rows
-        self._set_sketches(requests)
+        self._set_sketches(plan)
         self._chosen[:] = 0
+        for row in range(len(requests)):
+            for layer_idx in range(self._model.shape.num_layers if plan.sources[row] == KEPT else 2):
+                if (chosen := plan.selection(row, layer_idx)) is not None:
+                    self._chosen[layer_idx :: 1 if plan.sources[row] == KEPT else 2, :2, row] = [
+                        word(part) for part in chosen
+                    ]
         for group in plan.groups:
             for parity, selections in enumerate(group.selections):
-                for i, row in enumerate(range(group.rows.start, group.rows.stop)):
-                    rest = selections.rest[i] if selections.rest is not None else None
-                    words = word(selections.kv_indices[i]), word(selections.valid_len[i]), word(rest)
-                    self._chosen[parity, :, row] = words
+                if selections.rest is not None:
+                    for i, row in enumerate(range(group.rows.start, group.rows.stop)):
+                        self._chosen[parity::2, 2, row] = word(selections.rest[i])
 
     def set_lens(self, plan: RowPlan, tail_lens: NDArray[np.int64]) -> None:
         """Cut the next step's work into pieces."""
         heads = max(request.num_index_heads for request in plan.requests)
         lists = zip(plan.requests, tail_lens.tolist(), strict=True)
         ranges = max(in_place.num_ranges(request.longest_list + tail_len) for request, tail_len in lists)
-        rests = [in_place_rest.num_rest_ranges(request.near[1]) for request in plan.requests if _scores_anew(request)]
+        of_rest = (request.near[1] for row, request in enumerate(plan.requests) if _scores_anew(plan, row))
+        rests = [in_place_rest.num_rest_ranges(end) for end in of_rest]
         rest_ranges = max(rests, default=0)
         if self._pieces == (len(tail_lens), heads, ranges, rest_ranges):
             return
@@ -82,14 +86,14 @@ class AttendOnCpu:
                 arguments[ARGUMENTS.index(name)] = size
             tape.pieces[:] = pieces
 
-    def _set_sketches(self, requests: Sequence[CpuRequest]) -> None:
+    def _set_sketches(self, plan: RowPlan) -> None:
         """Where the rows' sketches are, and room for what becomes of the rows' queries."""
         shape = self._model.shape
         of_contexts: dict[int, NDArray[np.int64]] = {}
         self._sketches[:], self._records = 0, []
         most = 0
-        for row, request in enumerate(requests):
-            if not _scores_anew(request):
+        for row, request in enumerate(plan.requests):
+            if not _scores_anew(plan, row):
                 continue
             if request.context_id not in of_contexts:
                 records = [describe_sketch(sketch) for sketch in request.sketches]
@@ -105,7 +109,7 @@ class AttendOnCpu:
                 arguments[ARGUMENTS.index("query_bytes")] = most
 
     def _describe(self, layer_idx: int) -> NDArray[np.int64]:
-        model, shape, chosen = self._model, self._model.shape, self._chosen[layer_idx % 2]
+        model, shape, chosen = self._model, self._model.shape, self._chosen[layer_idx]
         values = {
             "num_rows": model.num_rows,
             "q": model.q,
@@ -143,6 +147,8 @@ class AttendOnCpu:
         return tape
 
 
-def _scores_anew(request: CpuRequest) -> bool:
+def _scores_anew(plan: RowPlan, row: int) -> bool:
     """Whether rows that are not selected are attended to here, by codes: no search does it on the way."""
-    return bool(request.sketches) and request.selectors is None and not request.searches_attend
+    request = plan.requests[row]
+    by_search = request.searches_attend and not plan.reuses(row)
+    return bool(request.sketches) and request.selectors is None and not by_search

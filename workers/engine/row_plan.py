@@ -12,6 +12,9 @@ from workers.cpu_model.model import CpuModel
 from workers.engine.cpu_context import CpuRequest
 from workers.engine.searcher import RowSearch
 
+KEPT = -1
+MAX_PLANS = 16  # of steps whose requests search at different ones
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -30,8 +33,35 @@ class RowPlan:
 
     order: NDArray[np.int64]  # [num_rows]: the step's row that is worked on as the i-th
     requests: list[CpuRequest]  # of the rows as they are worked on
+    sources: list[
+        int
+    ]  # whose choice each of them reads: a row's, its own where it is searched for; KEPT: the request's
+    last_searches: list[int]  # the last row that is searched for, of each request that keeps its choice
     groups: list[Group]
     ahead: bool
+
+    def reuses(self, row: int) -> bool:
+        """Whether it attends to what was chosen by another token's query."""
+        return self.sources[row] != row
+
+    def selection(self, row: int, layer_idx: int) -> tuple[NDArray[np.int32], NDArray[np.int32]] | None:
+        """kv_indices [num_index_heads, top_k] and valid_len that the row reads; None where nothing is searched for."""
+        source, kept = self.sources[row], self.requests[row].kept
+        if source == KEPT:
+            assert kept is not None
+            return kept.kv_indices[layer_idx], kept.valid_len[layer_idx]
+        for group in self.groups:
+            if group.rows.start <= source < group.rows.stop:
+                selections = group.selections[layer_idx % 2]
+                return selections.kv_indices[source - group.rows.start], selections.valid_len[source - group.rows.start]
+        return None
+
+    def keep(self, layer_idx: int) -> None:
+        """Keep what the next tokens will read of that layer."""
+        for row in self.last_searches:
+            kept, chosen = self.requests[row].kept, self.selection(row, layer_idx)
+            assert kept is not None and chosen is not None
+            kept.kv_indices[layer_idx], kept.valid_len[layer_idx] = chosen
 
     def early(self, layer_idx: int) -> list[RowSearch]:
         """The searches that may start before the layer's own queries are there."""
@@ -44,17 +74,61 @@ class RowPlan:
         return [group.late[layer_idx % 2] for group in groups]
 
 
-def plan_rows(model: CpuModel, requests: Sequence[CpuRequest], softmax_scale: float) -> RowPlan:
-    """requests: of the step's rows. Rows of one request keep their order."""
-    order = sorted(range(len(requests)), key=lambda row: (*map(str, requests[row].together), requests[row].slot))
+class RowPlans:
+    """Plans of steps of the same slots, which come again; those of other slots are forgotten."""
+
+    def __init__(self, model: CpuModel, softmax_scale: float) -> None:
+        self._model, self._scale = model, softmax_scale
+        self._slots: tuple[int, ...] = ()
+        self._plans: dict[tuple[int, ...], RowPlan] = {}  # by the rows' tokens
+
+    def plan(self, requests: Sequence[CpuRequest], lens: NDArray[np.int64]) -> RowPlan:
+        """requests: of the step's rows; lens: rows of its tail that each row sees, its own included."""
+        slots = tuple(request.slot for request in requests)
+        tokens = tuple((n - 1) % request.search_period for request, n in zip(requests, lens.tolist(), strict=True))
+        if slots != self._slots or len(self._plans) >= MAX_PLANS:
+            self.forget()
+        if tokens not in self._plans:
+            self._slots, self._plans[tokens] = slots, plan_rows(self._model, requests, tokens, self._scale)
+        return self._plans[tokens]
+
+    def forget(self) -> None:
+        self._slots = ()
+        self._plans.clear()
+
+
+def plan_rows(model: CpuModel, requests: Sequence[CpuRequest], tokens: Sequence[int], softmax_scale: float) -> RowPlan:
+    """requests: of the step's rows; tokens: which of its request's tokens each is, counted by its search period."""
+
+    def key(row: int) -> tuple[object, ...]:
+        return *map(str, requests[row].together), tokens[row] != 0, requests[row].slot
+
+    order = sorted(range(len(requests)), key=key)  # which keeps the order of a request's rows that are alike
     ordered = [requests[row] for row in order]
     groups, first = [], 0
-    for _, together in groupby(ordered, key=lambda request: request.together):
-        members = list(together)
-        if members[0].top_k > 0:
+    for (*_, reuses, _), together in groupby(order, key=lambda row: (*key(row)[:-1], 0)):
+        members = [requests[row] for row in together]
+        if members[0].top_k > 0 and not reuses:
             groups.append(_group(model, first, members, softmax_scale))
         first += len(members)
-    return RowPlan(np.array(order), ordered, groups, any(request.looks_ahead for request in ordered))
+    ahead = any(request.looks_ahead and tokens[row] == 0 for row, request in zip(order, ordered, strict=True))
+    searched = {
+        request.slot: i for i, (row, request) in enumerate(zip(order, ordered, strict=True)) if tokens[row] == 0
+    }
+    keeping = [row for row in searched.values() if ordered[row].kept is not None]
+    return RowPlan(np.array(order), ordered, _sources(requests, tokens, order), keeping, groups, ahead)
+
+
+def _sources(requests: Sequence[CpuRequest], tokens: Sequence[int], order: Sequence[int]) -> list[int]:
+    """Of the rows in their order: a token that is not searched for reads what the last one before it has chosen."""
+    last: dict[int, int] = {}  # by slot, the step's row that was searched for last
+    source = []
+    for row, request in enumerate(requests):
+        if tokens[row] == 0:
+            last[request.slot] = row
+        source.append(last.get(request.slot, KEPT))
+    place = {row: i for i, row in enumerate(order)} | {KEPT: KEPT}
+    return [place[source[row]] for row in order]
 
 
 def _group(model: CpuModel, first: int, requests: list[CpuRequest], softmax_scale: float) -> Group:

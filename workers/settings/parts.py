@@ -237,7 +237,7 @@ SEARCH_WORDS = {
     "sink_len": "First rows of the context, always read.",
     "window_len": "Last rows of the context, and of the request's own, always read.",
     "lookahead": "1: search a layer ahead, on the predicted query; 0: on its own. Not set: as suits the placement.",
-    "search_period": "Search every so many steps; on a GPU always 1.",
+    "search_period": "Search at every N-th token of a request; those between read what it chose.",
     "rest": "Rows that are not read: by the sketch's codes, by moments, or not at all. Not set: as suits the index.",
 }
 

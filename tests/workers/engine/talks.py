@@ -68,6 +68,7 @@ def random_talks(rng: np.random.Generator, num_talks: int, selectors: tuple[str,
             keep=float(rng.choice([0.02, 0.05, 1.0], p=[0.3, 0.6, 0.1])),
             window_len=int(rng.choice([16, 64])),
             lookahead=int(rng.integers(2)),
+            search_period=int(rng.choice([1, 1, 3])) if selector == "csattn" else 1,
             rest=rng.choice(RESTS) if selector in ("csattn", "exact") else None,
         )
         question = rng.integers(0, 256, rng.integers(1, 30)).tolist()

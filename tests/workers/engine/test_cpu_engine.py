@@ -81,6 +81,13 @@ def test_it_attends_to_the_rest_as_a_session_does(artifacts, selector, rest, loo
     assert_as_in_a_session(artifacts, "llama", config, selector)
 
 
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("rest", ["none", "sketch", "moments"])
+def test_a_schedule_reads_again_what_was_chosen_as_a_session_does(artifacts, rest, lookahead) -> None:
+    config = SearchConfig(keep=0.05, window_len=64, lookahead=lookahead, rest=rest, search_period=4)
+    assert_as_in_a_session(artifacts, "llama", config, "csattn")
+
+
 def assert_as_in_a_session(artifacts, family, config, selector) -> None:
     question = token_ids(11, seed=1)
     with csattn_session(loaded(family), artifacts[0], config, selector) as session:
@@ -240,7 +247,7 @@ def test_bad_steps_are_refused_and_change_nothing(store) -> None:
         with pytest.raises(ConfigError, match="unknown selector"):
             engine.open(0, 0, CONFIG, "best")
         with pytest.raises(ConfigError, match="search_period"):
-            engine.open(0, 0, SearchConfig(search_period=2), "csattn")
+            engine.open(0, 0, SearchConfig(search_period=2), "exact")
         with pytest.raises(ConfigError, match="rest moments goes with"):
             engine.open(0, 0, SearchConfig(rest="moments"), "h2o")
         with pytest.raises(ConfigError, match="loaded already"):

@@ -8,6 +8,7 @@ from csattn.errors import ConfigError
 from csattn.models import LoadedModel
 from offload.budget import MemoryPart, MemoryPlan
 from workers.engine.far_rows import cache_bytes
+from workers.engine.schedule import schedule_bytes
 from workers.engine.shape import EngineShape
 
 Placement = Literal["device", "hybrid", "host"]
@@ -40,6 +41,7 @@ def plan_memory(
         MemoryPart(name="the requests' own KV", device_bytes=shape.tails_bytes),
         MemoryPart(name="the resident rows", device_bytes=shape.resident_bytes),
         MemoryPart(name="the moments of the rows between", device_bytes=shape.moments_bytes),
+        MemoryPart(name="the choices that later tokens read", device_bytes=schedule_bytes(shape)),
         MemoryPart(name="kernels and their workspace", device_bytes=KERNELS_BYTES + working),
     ]
     if index_is_on_device(shape, placement):

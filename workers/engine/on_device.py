@@ -18,6 +18,7 @@ from workers.engine.batch_plan import plan_batches
 from workers.engine.coded_rest import CodedRest, post_rest
 from workers.engine.far_rows import FarRows
 from workers.engine.resident import ResidentRows
+from workers.engine.schedule import Schedule
 from workers.engine.shape import EngineShape
 
 
@@ -40,7 +41,8 @@ class SearchOnDevice:
         self._plans = plan_batches(shape, device)
         self._searches = _make_searches(shape, index, device)
         self._coded_rest: CodedRest | None = None
-        if self.lookahead and shape.rest == "sketch":
+        self._schedule = Schedule(shape, device)
+        if shape.sums_rest_apart:
             assert isinstance(index, SketchShape)
             self._coded_rest = CodedRest(shape, index, self._indexes, device)
         self._link: torch.cuda.Stream | None = None  # where rows move; None: where they are searched for
@@ -72,7 +74,7 @@ class SearchOnDevice:
         return self._plans[rows.batch_size].selection(layer_idx)
 
     def begin_step(self, rows: StepRows) -> None:
-        """Nothing has to be made ready."""
+        self._schedule.begin_step(rows)
 
     def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None:
         # all searches share one workspace, so with lookahead all of them run on this stream, also the first layer's
@@ -83,11 +85,11 @@ class SearchOnDevice:
 
     def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
         plan = self._plans[rows.batch_size]
+        if self._coded_rest is not None:
+            self._coded_rest.sum_up(layer_idx, q, rows)
         if self.lookahead:
             if layer_idx not in self._fetched:
                 self.look_ahead(layer_idx, q, rows)
-            if self._coded_rest is not None:
-                self._coded_rest.sum_up(layer_idx, q, rows)
             fetched, is_there = self._fetched.pop(layer_idx)
             torch.cuda.current_stream().wait_event(is_there)
         else:
@@ -111,8 +113,9 @@ class SearchOnDevice:
         post_rest(searched, self._indexes, layer_idx, selected, rows, plan.attention)
 
     def _search(self, layer_idx: int, q: Tensor, rows: StepRows) -> DeviceSelection:
-        selection = self._plans[rows.batch_size].selection(layer_idx)
-        self._searches[rows.batch_size].search(q, self._indexes, layer_idx, rows.context_ids, selection)
+        selection, search_ids = self._plans[rows.batch_size].selection(layer_idx), self._schedule.search_ids(rows)
+        self._searches[rows.batch_size].search(q, self._indexes, layer_idx, search_ids, selection)
+        self._schedule.share_out(layer_idx, selection, rows)
         return self.far.fetch(layer_idx, selection, rows.context_ids, self._link)
 
 
@@ -127,7 +130,7 @@ def _make_searches(shape: EngineShape, index: IndexShape, device: torch.device) 
             query_dtype=shape.dtype,
             device=device,
             max_segments=shape.max_segments,
-            sums_rest=shape.rest == "sketch" and not shape.search.lookahead,
+            sums_rest=shape.rest == "sketch" and not shape.sums_rest_apart,
         )
         for batch_size in shape.batch_sizes
     }

@@ -25,6 +25,7 @@ from workers.engine.batch_plan import plan_batches
 from workers.engine.coded_rest import CodedRest
 from workers.engine.far_rows import CachedRows
 from workers.engine.resident import ResidentRows
+from workers.engine.schedule import Schedule
 from workers.engine.searcher import StepSearcher
 from workers.engine.shape import EngineShape
 from workers.searchers.step_searches import GIVE_UP, STEP_SEARCH, StepPlan
@@ -55,6 +56,7 @@ class SearchOnHost:
         self._plans = plan_batches(shape, device)
         self._indexes: DeviceIndexes | None = None  # for the rest
         self._coded_rest: CodedRest | None = None
+        self._schedule = Schedule(shape, device)
         if shape.rest == "sketch":
             assert isinstance(index, SketchShape)
             sizes = shape.num_layers, shape.num_contexts, shape.search, device, shape.max_segments
@@ -101,7 +103,8 @@ class SearchOnHost:
             self._abandon()  # the step before has met an error and was never ended
         mail = self._mail[rows.batch_size]
         self._clock.advance()
-        plan = mail.plan(tuple(rows.context_ids.tolist()))
+        self._schedule.begin_step(rows)
+        plan = mail.plan(tuple(self._schedule.search_ids(rows).tolist()))
         self._searching = self._beside.start(partial(self._search, mail, plan, self._clock.value(0)))
 
     def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None:
@@ -114,7 +117,8 @@ class SearchOnHost:
         selection = plan.selection(layer_idx)
         if self._coded_rest is not None:
             self._coded_rest.sum_up(layer_idx, q, rows)  # while the CPU searches
-        mail.fetch(layer_idx, selection, rows, self._clock)
+        mail.fetch(layer_idx, selection, self._schedule.search_ids(rows), self._clock)
+        self._schedule.share_out(layer_idx, selection, rows)
         fetched = self.far.fetch(layer_idx, selection, rows.context_ids)
         if self._coded_rest is not None:
             self._coded_rest.post(layer_idx, selection, rows, plan.attention)
@@ -175,9 +179,9 @@ class _StepMail:
     def post(self, layer_idx: int, q: Tensor, clock: StepClock) -> None:
         self._queries[layer_idx % 2].post(q.float(), clock, layer_idx + 1)
 
-    def fetch(self, layer_idx: int, selection: DeviceSelection, rows: StepRows, clock: StepClock) -> None:
+    def fetch(self, layer_idx: int, selection: DeviceSelection, search_ids: Tensor, clock: StepClock) -> None:
         mail = self._selections[layer_idx % 2]
-        mail.fetch(selection.kv_indices, selection.valid_len, rows.context_ids, clock, layer_idx + 1)
+        mail.fetch(selection.kv_indices, selection.valid_len, search_ids, clock, layer_idx + 1)
 
     def release(self, value: int) -> None:
         """Raise all flags of selections."""

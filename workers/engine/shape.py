@@ -32,12 +32,10 @@ class EngineShape:
     rest: RestKind = "none"  # how rows that are neither resident nor selected are attended to
     max_segments: int = 0  # of a context's sketch
 
-    def __post_init__(self) -> None:
-        if self.search.search_period != 1:
-            raise ConfigError(
-                f"search_period is {self.search.search_period}, but a step on a GPU is one graph and always searches; "
-                "use search_period 1, or decode on the CPU"
-            )
+    @property
+    def sums_rest_apart(self) -> bool:
+        """Whether the rest takes a pass over the codes of its own: rows are chosen by other queries than attend."""
+        return self.rest == "sketch" and (bool(self.search.lookahead) or self.search.search_period > 1)
 
     @property
     def max_top_k(self) -> int:

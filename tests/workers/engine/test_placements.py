@@ -1,7 +1,7 @@
 """Steps of every placement, the device's kernels run on the CPU where there is none: what they attend to, and where
 the rows come from."""
 
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +11,6 @@ import torch
 from csattn.artifact import Artifact, open_artifact
 from csattn.attention import device as attention
 from csattn.config import SearchConfig, preset
-from csattn.errors import ConfigError
 from csattn.rest import moments_of
 from csattn.rest.device import moment_table
 from csattn.search import SearchPool
@@ -50,9 +49,9 @@ def artifact(tmp_path_factory) -> Artifact:
         yield opened
 
 
-def make_shape(config: SearchConfig) -> EngineShape:
+def make_shape(config: SearchConfig, **others: object) -> EngineShape:
     geometry = loaded().geometry
-    return EngineShape(
+    shape = EngineShape(
         num_layers=geometry.num_layers,
         num_q_heads=geometry.num_q_heads,
         num_kv_heads=geometry.num_kv_heads,
@@ -67,11 +66,7 @@ def make_shape(config: SearchConfig) -> EngineShape:
         rest=resolve_rest(config, "csattn", "sketch"),
         max_segments=1,
     )
-
-
-def test_what_a_gpu_does_not_do_is_refused() -> None:
-    with pytest.raises(ConfigError, match="always searches; use search_period 1"):
-        make_shape(SearchConfig(search_period=4))
+    return replace(shape, **others)
 
 
 def test_moments_take_what_is_planned_and_are_those_of_the_context_at_hand() -> None:
@@ -113,6 +108,17 @@ def make_attention(artifact: Artifact, config: SearchConfig, num_slots: int | No
         rows = cached_rows(shape, kv, num_slots)
     made = SearchOnDevice(shape, index_shape(artifact.layer_index(0), shape.num_q_heads), rows, DEVICE)
     indexes = [to_device(artifact.layer_index(layer_idx), DEVICE) for layer_idx in range(shape.num_layers)]
+    made.load(0, kv, indexes)
+    return made
+
+
+def make_host_attention(artifact: Artifact, config: SearchConfig, searcher: StepSearcher) -> SearchOnHost:
+    shape = make_shape(config)
+    kv = context_kv(artifact, shape)
+    indexes = [artifact.layer_index(layer_idx) for layer_idx in range(shape.num_layers)]
+    sizes = index_shape(indexes[0], shape.num_q_heads)
+    made = SearchOnHost(shape, sizes, cached_rows(shape, kv, 60), searcher, DEVICE)
+    searcher.load(0, artifact)
     made.load(0, kv, indexes)
     return made
 
@@ -175,26 +181,41 @@ def test_the_rest_is_attended_to_as_on_the_cpu(artifact, keep, rest) -> None:
     assert torch.allclose(logits, without, rtol=1e-4, atol=1e-4) == (keep == 1.0)
 
 
+@pytest.mark.parametrize(("where", "rest"), [("device", "sketch"), ("hybrid", "moments"), ("host", "none")])
+def test_a_schedule_reads_again_what_was_chosen_as_on_the_cpu(artifact, rest, where) -> None:
+    config = SearchConfig(keep=0.1, window_len=16, rest=rest, search_period=3)
+    with ExitStack() as stack:
+        if where == "host":
+            searcher = stack.enter_context(closing(StepSearches(SearchPool(2))))
+            attention = make_host_attention(artifact, config, searcher)
+        else:
+            attention = make_attention(artifact, config, None if where == "device" else 60)
+        tokens, logits = decode(attention)
+    with csattn_session(loaded(), artifact, config) as session:
+        want = loaded().model.generate(
+            **session.continue_with(QUESTION),
+            max_new_tokens=NUM_STEPS,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    assert tokens == want.sequences[0, -NUM_STEPS:].tolist()
+    torch.testing.assert_close(logits, torch.cat(want.logits), rtol=5e-3, atol=5e-3)
+
+
 @pytest.mark.parametrize(
     ("lookahead", "rest", "num_workers"),
     [(0, "none", 0), (0, "sketch", 2), (1, "moments", 0), (1, "sketch", 0), (1, "sketch", 3)],
 )
 def test_the_search_on_the_host_chooses_the_same_rows(artifact, lookahead, rest, num_workers) -> None:
     config = SearchConfig(keep=0.1, window_len=16, lookahead=lookahead, rest=rest)
-    shape = make_shape(config)
-    kv = context_kv(artifact, shape)
-    indexes = [artifact.layer_index(layer_idx) for layer_idx in range(shape.num_layers)]
-    maps = [index.next_query for index in indexes[:-1]]
+    maps = [artifact.layer_index(layer_idx).next_query for layer_idx in range(artifact.spec.model.num_layers - 1)]
     next_query = torch.from_numpy(np.stack([*maps, maps[0]]))[None] if lookahead else None
     searcher: StepSearcher = StepSearches(SearchPool(2))
     if num_workers:
         searcher = WorkerSearcher(num_workers, launch=Threads())
     with closing(searcher):
-        sizes = index_shape(indexes[0], shape.num_q_heads)
-        on_host = SearchOnHost(shape, sizes, cached_rows(shape, kv, 60), searcher, DEVICE)
-        searcher.load(0, artifact)
-        on_host.load(0, kv, indexes)
-        tokens, logits = decode(on_host, next_query)
+        tokens, logits = decode(make_host_attention(artifact, config, searcher), next_query)
     if lookahead:  # which on a device takes streams of its own: `transformers` over the CPU's session is the measure
         ids = torch.from_numpy(QUESTION).long()[None]
         with csattn_session(loaded(), artifact, config) as session, torch.inference_mode():

@@ -47,6 +47,7 @@ def main() -> None:
         command.add_argument("--shared", action="store_true", help="all requests of a batch continue the same context")
     e2e.add_argument("--placements", type=_names, default=_names("device,hybrid,host"))
     e2e.add_argument("--steps", type=int, default=192, help="that are timed of each case")
+    e2e.add_argument("--search-period", type=int, default=1, help="tokens from one search of a request to the next")
     e2e.add_argument("--ahead", action="store_true", help="of our schedules, only the one that looks ahead")
     show.add_argument("files", type=Path, nargs="+")
     show.add_argument("--out", type=Path)
@@ -80,7 +81,7 @@ def _measure(arguments: argparse.Namespace) -> None:
     header["recording"] = recording.describe()
     print(json.dumps(header), flush=True)
     torch.cuda.empty_cache()
-    search = SearchConfig(keep=arguments.keep)
+    search = SearchConfig(keep=arguments.keep, search_period=getattr(arguments, "search_period", 1))
     options = Options(
         shape=shape_named(arguments.shape),
         search=search,

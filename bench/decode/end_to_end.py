@@ -80,7 +80,7 @@ def _cases(
             continue
         for placement in placements:
             for schedule, search in schedules(options.search, placement):
-                if options.only_ahead and schedule != AHEAD:
+                if options.only_ahead and not schedule.startswith(AHEAD):
                     continue
                 named = {**key, "variant": variant, "placement": placement, "schedule": schedule}
                 yield named, partial(placed, work, options, variant, placement, search)

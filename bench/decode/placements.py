@@ -40,8 +40,9 @@ SEARCHED_STEPS = 4  # on the CPU, with no device beside it
 
 def schedules(search: SearchConfig, placement: str) -> list[tuple[str, SearchConfig]]:
     """At every step by its own query, and ahead by a predicted one: the only one offered where the CPU searches."""
-    ahead = AHEAD, replace(search, lookahead=1)
-    return [ahead] if placement.startswith("host") else [(EVERY_STEP, search), ahead]
+    period = f", at every {search.search_period}th token" if search.search_period > 1 else ""
+    ahead = AHEAD + period, replace(search, lookahead=1)
+    return [ahead] if placement.startswith("host") else [(EVERY_STEP + period, search), ahead]
 
 
 def placed(work: Workload, options: Options, variant: str, placement: str, search: SearchConfig) -> Prepared:

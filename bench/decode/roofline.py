@@ -66,12 +66,13 @@ def layer_bytes(
 ) -> dict[str, int]:
     """What search and attention must read of the device's memory in one layer: of the index, and of rows."""
     heads = num_index_heads(config, shape)
-    passes = 2 if search.lookahead and search.rest == "sketch" else 1  # the rest is asked for by another query
+    apart = search.rest == "sketch" and (search.lookahead or search.search_period > 1)
+    passes = 1 / search.search_period + apart  # the rest is asked for by another query, at every step
     # heads that choose for themselves read for themselves
     selected = selected_bytes(shape, context_len, search.keep) * heads // shape.num_kv_heads
     moments = heads * moments_bytes(shape) if search.rest == "moments" else 0
     return {
-        "index": passes * search_bytes(shape, config, context_len, batch_size, num_contexts),
+        "index": round(passes * search_bytes(shape, config, context_len, batch_size, num_contexts)),
         "rows": batch_size * (selected + resident_len * row_bytes(shape) + moments),
     }
 

@@ -10,10 +10,10 @@ from bench.lightning import check as checking
 from bench.lightning.__main__ import main, run_tables
 from bench.lightning.cases import KEY, Case, cases_of
 from bench.lightning.inputs import Shape, make_fp8_operands, make_operands
-from bench.lightning.measure import recall
+from bench.lightning.measure import overlap, recall
 from bench.lightning.published import exact_choice, materialise, partition_merge
 from bench.lightning.run_case import run_case
-from csattn.lightning.score import Operands, score_keys
+from csattn.lightning import Operands, score_keys
 
 TINY = Shape(num_heads=16, head_dim=32, dim=16)  # with few heads, many scores are 0, and sets of best keys not unique
 
@@ -133,3 +133,9 @@ def test_the_gate_is_open_and_shuts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert checking.check(*sizes) == []
     monkeypatch.setattr(checking, "top_k_reference", lambda scores, k, lens: torch.full((len(scores), k), 5))
     assert len(checking.check(*sizes)) > len(checking.KINDS)
+
+
+def test_overlap_of_selections() -> None:
+    a = torch.tensor([[0, 1, 2, 3], [5, -1, -1, -1], [-1, -1, -1, -1]], dtype=torch.int32)
+    b = torch.tensor([[2, 3, 4, 5], [-1, 5, -1, -1], [-1, -1, -1, -1]], dtype=torch.int32)
+    torch.testing.assert_close(overlap(a, b), torch.tensor([2 / 6, 1.0, 1.0], dtype=torch.float64))

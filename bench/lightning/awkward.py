@@ -2,7 +2,7 @@
 
 import torch
 
-from csattn.lightning.score import Operands
+from csattn.lightning import Operands
 
 KINDS = ("random", "equal", "ascending", "descending", "few values", "zero", "one bin", "nan and inf")
 

@@ -6,11 +6,8 @@ from bench.lightning.awkward import KINDS, make_operands
 from bench.lightning.inputs import RATIO, Shape, make_fp8_operands
 from bench.lightning.inputs import make_operands as make_noise
 from bench.lightning.measure import recall
-from csattn.lightning.order import top_k_reference
-from csattn.lightning.quantise import FP8
-from csattn.lightning.score import Operands, causal_lens, score_keys
-from csattn.lightning.stream import choose_keys, score_all
-from csattn.lightning.topk_device import MAX_K
+from csattn.lightning import FP8, Operands, causal_lens, choose_keys, score_all, score_keys, top_k_reference
+from csattn.lightning.topk.device import MAX_K
 
 TOLERANCE = 4e-3  # of the largest score, for operands of 16 bits or fewer
 AGAIN = 10

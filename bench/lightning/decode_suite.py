@@ -18,15 +18,26 @@ from bench.lightning.decode_workloads import (
     INDEXER_WORKLOADS,
 )
 from bench.lightning.suite import Prepared, Trial
-from csattn.lightning.dsa import DsaDecoder, DsaShape, dsa_sparse_attention, dsa_topk_indexer
-from csattn.lightning.hisa import HisaConfig
-from csattn.lightning.key_cache import PAGE_SIZE, make_key_cache, read_keys, write_keys
-from csattn.lightning.order import top_k_reference
-from csattn.lightning.page_score import KeyPages, score_pages
-from csattn.lightning.quantise import quantise_fp8
-from csattn.lightning.score import Operands, score_keys
-from csattn.lightning.sparse_mla import sparse_mla, sparse_mla_by_definition
-from csattn.lightning.topk import top_k
+from csattn.lightning import (
+    PAGE_SIZE,
+    DsaDecoder,
+    DsaShape,
+    HisaConfig,
+    KeyPages,
+    Operands,
+    dsa_sparse_attention,
+    dsa_topk_indexer,
+    make_key_cache,
+    quantise_fp8,
+    read_keys,
+    score_keys,
+    score_pages,
+    sparse_mla,
+    sparse_mla_reference,
+    top_k,
+    top_k_reference,
+    write_keys,
+)
 
 K = 1024
 TOP_K = 2048
@@ -201,7 +212,7 @@ def attention_faults(q_nope: Tensor, q_pe: Tensor, ckv: Tensor, kpe: Tensor, ind
     out, lse = sparse_mla(q_nope, q_pe, ckv, kpe, indices, SCALE)
     again, _ = sparse_mla(q_nope, q_pe, ckv, kpe, indices, SCALE)
     few = slice(0, 16)
-    want, want_lse = sparse_mla_by_definition(q_nope[few], q_pe[few], ckv, kpe, indices[few], SCALE)
+    want, want_lse = sparse_mla_reference(q_nope[few], q_pe[few], ckv, kpe, indices[few], SCALE)
     error = float((out[few].float() - want.float()).abs().max() / want.float().abs().max())
     of_lse = float((lse[few] - want_lse).nan_to_num().abs().max())
     wrong = [] if torch.equal(out, again) else ["a repetition differs"]

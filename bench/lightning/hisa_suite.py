@@ -15,15 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.lightning.measure import overlap
 from bench.lightning.suite import Prepared, Trial
-from csattn.lightning import hopper_score
-from csattn.lightning.hisa import BlockedKeys, HisaConfig, block_sparse_top_k, hisa_top_k, overlap
-from csattn.lightning.order import top_k_reference
-from csattn.lightning.page_score import score_pages
-from csattn.lightning.quantise import quantise_fp8
-from csattn.lightning.score import Operands, causal_lens
-from csattn.lightning.stream import choose_keys, score_all, score_into
-from csattn.lightning.topk import top_k
+from csattn.lightning import (
+    BlockedKeys,
+    HisaConfig,
+    Operands,
+    causal_lens,
+    choose_keys,
+    hisa_top_k,
+    quantise_fp8,
+    score_all,
+    score_pages,
+    top_k,
+    top_k_reference,
+)
+from csattn.lightning.hisa.select import choose_blocks
+from csattn.lightning.prefill.stream import score_into
+from csattn.lightning.score import hopper
 
 K = 1024
 NUM_QUERIES = 1024
@@ -121,6 +130,18 @@ def _trial(prefix: int, keys: str, variant: str, sizes: Sizes, device: str) -> T
     return Trial("hisa", f"{keys} keys, {sizes.num_queries} queries, k {sizes.k}", variant, f"prefix {prefix}", prepare)
 
 
+def block_sparse_top_k(
+    q: Tensor, weights: Tensor, blocked: BlockedKeys, kv_lens: Tensor, k: int, config: HisaConfig
+) -> Tensor:
+    """The ablation without refinement: all keys of the best blocks, k in all, ascending. Arguments: `hisa_top_k`."""
+    assert k == config.pool_len, f"k is {k}, candidates have {config.pool_len} keys"
+    candidates, _ = choose_blocks(q, weights, blocked, kv_lens, config)
+    positions = candidates[..., None] * config.block_size + torch.arange(config.block_size, device=q.device)
+    seen = (candidates[..., None] >= 0) & (positions < kv_lens[:, None, None])
+    positions = torch.where(seen, positions, torch.iinfo(torch.int32).max).flatten(1).sort(dim=1).values
+    return torch.where(positions == torch.iinfo(torch.int32).max, -1, positions).to(torch.int32)
+
+
 def _dense(operands: Operands, k: int, lens: Tensor, device: str) -> Prepared:
     """All scores of the chunk in memory, then one selection: as fast as DSA gets, and may be captured."""
     num_queries, num_keys = len(operands.q), len(operands.k)
@@ -145,7 +166,7 @@ def _faults(operands: Operands, blocked: BlockedKeys, lens: Tensor, k: int, conf
     own = (operands.q, operands.weights)
     short = lens[rows].clamp(max=config.pool_len)
     few = replace(blocked, pages=blocked.pages[rows], block_pages=blocked.block_pages[rows])
-    if operands.q.is_cuda and not hopper_score.suits(operands):  # then the two score in kernels of their own
+    if operands.q.is_cuda and not hopper.suits(operands):  # then the two score in kernels of their own
         scores = score_pages(*own, few.keys, few.pages, short)
     else:
         scores = score_all(operands, short)

@@ -6,8 +6,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from csattn.lightning.quantise import FP8, fp4_rows_as_fp8, round_to_fp4
-from csattn.lightning.score import Operands
+from csattn.lightning import FP8, Operands
+from csattn.lightning.operands.quantise import fp4_rows_as_fp8, round_to_fp4
 
 SEED = 2026
 RATIO = 4  # tokens of a key

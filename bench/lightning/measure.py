@@ -38,6 +38,20 @@ def recall(got: torch.Tensor, want: torch.Tensor) -> dict[str, float]:
     }
 
 
+def overlap(chosen: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Intersection over union of each query's two selections [num_queries, k] int32, -1 padded: [num_queries] float64.
+
+    1 where both are empty.
+    """
+    largest = int(max(chosen.max(), wanted.max())) + 2
+    sets = []
+    for indices in (chosen, wanted):
+        members = torch.zeros(len(indices), largest, dtype=torch.bool, device=indices.device)
+        sets.append(members.scatter_(1, indices.long() + 1, True)[:, 1:])
+    both, either = (sets[0] & sets[1]).sum(1), (sets[0] | sets[1]).sum(1)
+    return torch.where(either == 0, 1.0, both.double() / either.clamp(min=1))
+
+
 def _watch(run: Callable[[], object], device: str) -> tuple[float, float | None]:
     """Time of one call, and the memory that it took."""
     if device == "cpu":

@@ -6,7 +6,7 @@ Written from the description; no code is taken over. int64 indices and float32 s
 import torch
 from torch import Tensor
 
-from csattn.lightning.score import Operands, score_keys
+from csattn.lightning import Operands, score_keys
 
 _EXACT_ROWS = 256  # whose scores of all heads are in memory together, where they are only looked up
 

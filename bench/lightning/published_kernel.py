@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from csattn.lightning.score import Operands
+from csattn.lightning import Operands
 
 _BLOCK = 128
 

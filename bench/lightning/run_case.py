@@ -10,10 +10,7 @@ from bench.lightning.cases import Case
 from bench.lightning.inputs import RATIO, Shape, make_attention_inputs, make_fp8_operands, make_operands
 from bench.lightning.measure import measure, recall
 from bench.lightning.published import exact_choice, materialise, materialise_summed, partition_merge
-from csattn.lightning.order import top_k_reference
-from csattn.lightning.score import Operands, causal_lens
-from csattn.lightning.sparse_mla import sparse_mla
-from csattn.lightning.stream import choose_keys, score_all
+from csattn.lightning import Operands, causal_lens, choose_keys, score_all, sparse_mla, top_k_reference
 
 _ATTENDED = 16384  # queries that attend together
 

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from bench.lightning.suite import Prepared, Trial
-from csattn.lightning.order import top_k_reference
-from csattn.lightning.topk import Order, top_k
+from csattn.lightning import Order, top_k, top_k_reference
 
 SIZES = (  # rows, length, k
     (1, 131072, 2048),

@@ -12,12 +12,10 @@ import torch
 
 from bench.lightning.inputs import RATIO, Shape, make_fp8_operands, make_operands
 from bench.lightning.measure import measure
-from csattn.lightning import score_device
-from csattn.lightning.score import Operands, causal_lens
-from csattn.lightning.score_device import Scorer
-from csattn.lightning.score_kernels import TileShape
-from csattn.lightning.stream import WORKSPACE_BYTES, choose_keys, choose_listed, score_all
-from csattn.lightning.topk import top_k
+from csattn.lightning import Operands, causal_lens, choose_keys, score_all, top_k
+from csattn.lightning.prefill.stream import WORKSPACE_BYTES, choose_from_contenders
+from csattn.lightning.score.device import Scorer
+from csattn.lightning.score.triton_kernels import TileShape
 
 QUERIES = 4224  # the last of their sequence, for which nearly all keys are legal; a multiple of 132 multiprocessors
 SHAPES = [
@@ -82,7 +80,7 @@ def _both_ways(operands: Operands, k: int) -> dict[str, float]:
     select_ms = float(measure(lambda: top_k(scores, k, legal), "cuda")["ms"])
     return {
         "contenders": _choose_ms(operands, k, list_contenders=True),
-        "queries that were chosen for again": len(choose_listed(operands, k, lens, WORKSPACE_BYTES)[1]),
+        "queries that were chosen for again": len(choose_from_contenders(operands, k, lens, WORKSPACE_BYTES)[1]),
         "scores": _choose_ms(operands, k, list_contenders=False),
         "of it selection": round(select_ms / float(legal.sum()) * float(lens.double().sum()), 2),
     }
@@ -95,9 +93,9 @@ def _choose_ms(operands: Operands, k: int, list_contenders: bool) -> float:
 
 @contextmanager
 def _scored_by(tried: Scorer) -> Iterator[None]:
-    usual = score_device.Scorer.for_operands
-    score_device.Scorer.for_operands = classmethod(lambda cls, operands: tried)  # type: ignore[method-assign, assignment]
+    usual = Scorer.for_operands
+    Scorer.for_operands = classmethod(lambda cls, operands: tried)  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        score_device.Scorer.for_operands = usual  # type: ignore[method-assign]
+        Scorer.for_operands = usual  # type: ignore[method-assign]

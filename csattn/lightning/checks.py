@@ -14,6 +14,7 @@ def require_array(
     shape: Sequence[int | str],  # a number must match, a word names a size that may be anything
     *dtypes: torch.dtype,  # of which one must match; none: any
     like: Tensor | None = None,  # on whose device it must lie
+    rows_apart: bool = False,  # of a matrix: whether rows may lie any distance apart, as those of a wider one do
 ) -> None:
     """Raise ArrayError unless the array is contiguous and has this shape, dtype and device."""
     fits = array.dim() == len(shape) and all(
@@ -24,10 +25,10 @@ def require_array(
         raise ArrayError(f"{name} has shape {list(array.shape)}; wanted [{wanted}]")
     if dtypes and array.dtype not in dtypes:
         raise ArrayError(f"{name} is {_word(array.dtype)}; wanted {' or '.join(map(_word, dtypes))}: convert it first")
-    if not array.is_contiguous():
+    if not (array.shape[1] <= 1 or array.stride(1) == 1 if rows_apart else array.is_contiguous()):
         raise ArrayError(
-            f"{name} of shape {list(array.shape)} has strides {list(array.stride())}; wanted contiguous [{wanted}]: "
-            f"call .contiguous() first"
+            f"{name} of shape {list(array.shape)} has strides {list(array.stride())}; wanted contiguous "
+            f"{'rows of ' if rows_apart else ''}[{wanted}]: call .contiguous() first"
         )
     if like is not None and array.device != like.device:
         raise ArrayError(f"{name} is on {array.device}, the other arrays are on {like.device}; move it there first")

@@ -5,9 +5,9 @@ The two operators have the signatures of the FlashInfer contest of MLSys 2026, w
 makes steps of both.
 
 What only Blackwell can do is not here. It would go to two places. Products of FP8 keys whose sums stay in tensor memory
-while another warp weighs and adds them up (`tcgen05.mma`, TMEM) belong in `page_score_kernels._score_kernel`, where
+while another warp weighs and adds them up (`tcgen05.mma`, TMEM) belong in `paged.triton_kernels._score_kernel`, where
 Hopper's matrix instruction occupies the warps that also do the sum. The two products of attention likewise belong in
-`sparse_mla_kernels._attend_kernel`. FP4 keys with block scales would need a cache format of their own besides.
+`mla.triton_kernels._attend_kernel`. FP4 keys with block scales would need a cache format of their own besides.
 """
 
 from dataclasses import dataclass
@@ -16,24 +16,24 @@ import torch
 from torch import Tensor
 
 from csattn.errors import ArrayError
-from csattn.lightning import page_score_hopper
 from csattn.lightning.checks import require_array, require_at_least
-from csattn.lightning.hisa import BlockedKeys, HisaConfig, hisa_top_k
-from csattn.lightning.hisa_pooling import PooledKeys
-from csattn.lightning.key_cache import HEAD_DIM, PAGE_SIZE, TOKEN_BYTES
-from csattn.lightning.page_score import KeyPages, score_pages
-from csattn.lightning.quantise import FP8
-from csattn.lightning.sparse_mla import sparse_mla
-from csattn.lightning.topk import Order, top_k
-from csattn.lightning.topk_lists import GroupBests
+from csattn.lightning.hisa.pooling import PooledKeys
+from csattn.lightning.hisa.select import BlockedKeys, HisaConfig, hisa_top_k
+from csattn.lightning.mla.attend import sparse_mla
+from csattn.lightning.mla.reference import LOG2_E
+from csattn.lightning.operands.quantise import FP8
+from csattn.lightning.paged import hopper
+from csattn.lightning.paged.cache import HEAD_DIM, PAGE_SIZE, TOKEN_BYTES
+from csattn.lightning.paged.score import KeyPages, score_pages
+from csattn.lightning.topk.grouped import GroupBests
+from csattn.lightning.topk.select import Order, top_k
 
 TOP_K = 2048
-LOG2_E = 1.4426950408889634
 
 
 def dsa_topk_indexer(
     q_index_fp8: Tensor,  # [batch_size, num_heads, 128] float8_e4m3fn
-    k_index_cache_fp8: Tensor,  # [num_pages, 64, 1, 132] int8 or uint8, see `key_cache`
+    k_index_cache_fp8: Tensor,  # [num_pages, 64, 1, 132] int8 or uint8, see `paged.cache`
     weights: Tensor,  # [batch_size, num_heads] float32
     seq_lens: Tensor,  # [batch_size] int32
     block_table: Tensor,  # [batch_size, max_num_pages] int32
@@ -51,7 +51,7 @@ def dsa_topk_indexer(
     """
     keys = KeyPages.of_cache(k_index_cache_fp8)
     all_chosen = num_chosen if order == "position" else 0
-    with_bests = order == "position" and page_score_hopper.takes(q_index_fp8, keys.values, keys.scales, block_table)
+    with_bests = order == "position" and hopper.takes(q_index_fp8, keys.values, keys.scales, block_table)
     bests = GroupBests.make(block_table, num_chosen) if with_bests else None
     arrays = q_index_fp8, weights, keys, block_table, seq_lens
     scores = score_pages(*arrays, longer_than=all_chosen, out=scores, bests=bests)

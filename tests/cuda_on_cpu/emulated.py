@@ -22,10 +22,10 @@ ROOT = HERE.parent.parent
 # files of assembly, and what the CPU has instead: what these include is relative to what they replace
 REPLACEMENTS = {
     ROOT / "csattn/cuda/intrinsics.cuh": HERE / "intrinsics.h",
-    ROOT / "csattn/lightning/hopper_products.cuh": HERE / "hopper_products.h",
+    ROOT / "csattn/lightning/score/products.cuh": HERE / "score_products.h",
     ROOT / "csattn/lightning/tensor_cores.cuh": HERE / "tensor_cores.h",
-    ROOT / "csattn/lightning/half_products.cuh": HERE / "half_products.h",
-    ROOT / "csattn/lightning/page_products.cuh": HERE / "page_products.h",
+    ROOT / "csattn/lightning/mla/products.cuh": HERE / "mla_products.h",
+    ROOT / "csattn/lightning/paged/products.cuh": HERE / "paged_products.h",
 }
 COMPILER = shutil.which("g++")
 LARGE_VARIABLES = "emulated_shared", "exchanged"  # of the emulator itself
@@ -52,7 +52,7 @@ class EmulatedKernel:
 
 
 def tensor_map(matrix: torch.Tensor, box: tuple[int, int]) -> Any:
-    """As `csattn.cuda.tensor_map`; for `hopper_products.h`."""
+    """As `csattn.cuda.tensor_map`; for `score_products.h`."""
     (rows, width), size = matrix.shape, matrix.itemsize
     assert box[1] * size == 128 and box[0] <= 256, "boxes are of 128 bytes and 256 rows at most"
     assert matrix.data_ptr() % 16 == 0 and matrix.stride(0) * size % 16 == 0, "the copy engine takes 16 bytes at a time"

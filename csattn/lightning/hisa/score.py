@@ -1,0 +1,101 @@
+"""Scores of HISA's candidates on Hopper's matrix units: `score.cu`.
+
+Blocks go by, and of each the queries that it is a candidate of: a query of 64 heads is half as many bytes as a block of
+128 keys, and those bytes come from L2.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from csattn.cuda import CudaKernel, cuda_kernel, num_multiprocessors, tensor_map
+from csattn.lightning.hisa.choice import ITEM_QUERIES, BlockLists
+from csattn.lightning.hisa.triton_kernels import longest_on_device
+from csattn.lightning.operands.indexer import Operands
+from csattn.lightning.score import hopper
+
+SOURCE = Path(__file__).with_name("score.cu")
+BLOCK_SIZES = (64, 128)
+_ATOM_BYTES = 128
+_ROOM_BYTES = 220 << 10  # of shared memory, for keys and queries
+
+
+def suits(operands: Operands, block_size: int) -> bool:
+    """Whether the kernel can score: what Hopper's own kernels take, and blocks of which two fit beside the queries."""
+    return (
+        operands.key_scale is not None
+        and block_size in BLOCK_SIZES
+        and _stages(block_size, operands.q.shape[2] * operands.q.itemsize) > 0
+        and hopper.suits(operands)
+    )
+
+
+def score_blocks(operands: Operands, kv_lens: Tensor, block_size: int) -> Tensor:
+    """Scores of block keys, which `operands` holds: [num_queries, whole tiles of 64] float32.
+
+    Those of blocks that none of a tile's queries sees are not written.
+    """
+    num_queries, num_blocks = len(operands.q), len(operands.k)
+    each = hopper.queries_of_tile(operands.q.shape[1])
+    longest = torch.empty(-(-num_queries // each), dtype=torch.int32, device=kv_lens.device)
+    longest_on_device(kv_lens, block_size, each, longest)
+    width = -(-num_blocks // hopper.KEYS) * hopper.KEYS
+    scores = torch.empty(num_queries, width, device=kv_lens.device)
+    hopper.write_scores(operands, range(num_blocks), longest, scores)
+    return scores
+
+
+def score_candidates(
+    operands: Operands,  # of one sequence
+    block_size: int,
+    num_candidates: int,  # of a query
+    lists: BlockLists,  # of all blocks
+) -> Tensor:
+    """Scores [num_queries, num_candidates * block_size] float32, with the bits of `score.hopper.write_scores`.
+
+    Those of what is in no list are not written.
+    """
+    num_queries = len(operands.q)
+    out = torch.empty(num_queries, num_candidates * block_size, device=operands.q.device)
+    kernel = _kernel(operands.q.dtype, operands.q.shape[1], operands.q.shape[2], block_size)
+    assert operands.key_scale is not None
+    kernel.launch(
+        (num_multiprocessors(operands.q.device), 1, 1),
+        hopper.THREADS,
+        tensor_map(operands.q.flatten(0, 1), (operands.q.shape[1], _ATOM_BYTES // operands.q.itemsize)),
+        tensor_map(operands.k, (hopper.KEYS, _ATOM_BYTES // operands.k.itemsize)),
+        operands.weights,
+        operands.key_scale,
+        lists.entries,
+        lists.counts,
+        lists.items,
+        lists.counts[-2:],
+        lists.counts[-1:],
+        out,
+        num_queries,
+        num_candidates,
+        len(operands.k),
+    )
+    return out
+
+
+def defines_for(dtype: torch.dtype, num_heads: int, head_dim: int, block_size: int) -> dict[str, int]:
+    """What the kernel is compiled for."""
+    stages = _stages(block_size, head_dim * dtype.itemsize)
+    own = {"STAGES": stages, "BLOCK_KEYS": block_size, "ITEM_QUERIES": ITEM_QUERIES}
+    return hopper.defines_for(dtype, num_heads, head_dim) | own
+
+
+def _stages(block_size: int, row_bytes: int) -> int:
+    """Tiles of queries in shared memory: an even number."""
+    return (_ROOM_BYTES - 2 * block_size * row_bytes) // (2 * hopper.COLUMNS * (row_bytes + 4)) * 2
+
+
+def _kernel(dtype: torch.dtype, num_heads: int, head_dim: int, block_size: int) -> CudaKernel:
+    defines = defines_for(dtype, num_heads, head_dim, block_size)
+    row_bytes = head_dim * dtype.itemsize
+    stages_bytes = defines["STAGES"] * hopper.COLUMNS * (row_bytes + 4)
+    # the first is for alignment, the last for what is said of tiles, and barriers
+    shared_bytes = 1024 + stages_bytes + 2 * block_size * row_bytes + 2048
+    return cuda_kernel(SOURCE, "score_candidates", defines, shared_bytes, early_start=True, architecture="sm_90a")

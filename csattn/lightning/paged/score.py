@@ -1,0 +1,129 @@
+"""Lightning scores of keys that lie in pages: each query has pages of its own, in its own order.
+
+The pages are a sequence's blocks in a paged cache (decoding with DeepSeek-V3.2's indexer), or the blocks that a coarser
+filter left over (HISA).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from csattn.errors import ArrayError
+from csattn.lightning.checks import require_array, require_at_least
+from csattn.lightning.operands.indexer import OPERAND_DTYPES, Operands
+from csattn.lightning.paged import hopper
+from csattn.lightning.paged.cache import page_views
+from csattn.lightning.score import cpu
+from csattn.lightning.topk.grouped import GroupBests
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPages:
+    """Keys in pages of equal size, a power of two. Pages may lie any distance apart; what is in one, side by side."""
+
+    values: Tensor  # [num_pages, page_size, head_dim] of one of OPERAND_DTYPES
+    scales: Tensor  # [num_pages, page_size] float32
+
+    @classmethod
+    def of_cache(cls, cache: Tensor) -> "KeyPages":
+        """The pages of a key cache (`cache`): [num_pages, 64, 1, 132] uint8 or int8."""
+        return cls(*page_views(cache))
+
+    @classmethod
+    def of_keys(cls, operands: Operands, page_size: int) -> "KeyPages":
+        """Keys that lie side by side, cut into pages: page p has keys p * page_size and on. Copies only to fill up."""
+        require_at_least("page_size", page_size, 1)
+        num_keys, head_dim = operands.k.shape
+        scales = operands.key_scale
+        if scales is None:
+            scales = torch.ones(num_keys, dtype=torch.float32, device=operands.k.device)
+        missing = -num_keys % page_size
+        values = operands.k
+        if missing:
+            values = torch.cat((values, values.new_zeros(missing, head_dim)))
+            scales = torch.cat((scales, scales.new_zeros(missing)))
+        return cls(values.view(-1, page_size, head_dim), scales.view(-1, page_size))
+
+    @property
+    def page_size(self) -> int:
+        return int(self.values.shape[1])
+
+    def check(self) -> None:
+        """Raise ArrayError unless values and scales are as described."""
+        values, scales = self.values, self.scales
+        if values.dim() != 3 or values.dtype not in OPERAND_DTYPES or not _side_by_side(values[:1]):
+            raise ArrayError(
+                f"values of keys are {values.dtype} of shape {list(values.shape)} and strides {list(values.stride())}; "
+                f"wanted [num_pages, page_size, head_dim], each page contiguous, of {OPERAND_DTYPES}"
+            )
+        if scales.dtype != torch.float32 or scales.shape != values.shape[:2] or not _side_by_side(scales[:1]):
+            raise ArrayError(
+                f"scales of keys are {scales.dtype} of shape {list(scales.shape)} and strides "
+                f"{list(scales.stride())}; wanted float32 {list(values.shape[:2])}, each page contiguous"
+            )
+        if self.page_size & (self.page_size - 1) or not self.page_size:
+            raise ArrayError(f"pages hold {self.page_size} keys; wanted a power of two")
+
+
+def score_pages(
+    q: Tensor,  # [num_queries, num_heads, head_dim], like the keys' values
+    weights: Tensor,  # [num_queries, num_heads] float32
+    keys: KeyPages,
+    pages: Tensor,  # [num_queries, max_pages] int32; rows may lie any distance apart, also none
+    kv_lens: Tensor,  # [num_queries] int32: keys that each query has, in its pages one after the other
+    *,
+    longer_than: int = 0,  # queries of no more keys than that are not scored
+    out: Tensor | None = None,  # [num_queries, max_pages * page_size] float32
+    bests: GroupBests | None = None,  # of the scores, written; only where `hopper.takes` the keys
+) -> Tensor:
+    """Scores [num_queries, max_pages * page_size] float32, in the order of each query's pages.
+
+    Definition: `score.reference.score_keys`; on the CPU with the bits of `score.cpu`. Only scores of keys that a query
+    has are written; a page number that does not exist gives -inf. Entries of `pages` past a query's keys are not
+    looked at.
+    """
+    keys.check()
+    require_array("q", q, ("num_queries", "num_heads", keys.values.shape[2]), keys.values.dtype, like=keys.values)
+    require_array("weights", weights, tuple(q.shape[:2]), torch.float32, like=q)
+    require_array("pages", pages, (len(q), "max_pages"), torch.int32, like=q, rows_apart=True)
+    require_array("kv_lens", kv_lens, (len(q),), torch.int32, like=q)
+    max_len = pages.shape[1] * keys.page_size
+    if out is None:
+        out = torch.empty(len(q), max_len, dtype=torch.float32, device=q.device)
+    require_array("out", out, (len(q), max_len), torch.float32, like=q)
+    if hopper.takes(q, keys.values, keys.scales, pages):
+        hopper.score_on_hopper(q, weights, keys.values, pages, kv_lens, longer_than, out, bests)
+        return out
+    if q.device.type == "cuda":
+        from csattn.lightning.paged.triton_kernels import score_on_device  # Triton is only where a GPU is
+
+        score_on_device(q, weights, keys.values, keys.scales, pages, kv_lens, longer_than, out)
+        return out
+    for query, kv_len in enumerate(kv_lens.tolist()):
+        kv_len = min(kv_len, max_len)
+        if kv_len > longer_than:
+            own = pages[query, : -(-kv_len // keys.page_size)]
+            out[query, :kv_len] = _score_one(q[query], weights[query], keys, own)[:kv_len]
+    return out
+
+
+def _score_one(q: Tensor, weights: Tensor, keys: KeyPages, pages: Tensor) -> Tensor:
+    """All scores of one query's pages, on the CPU."""
+    exists = (pages >= 0) & (pages < len(keys.values))
+    at = torch.where(exists, pages, 0).long()
+    operands = Operands(q[None], _take(keys.values, at).flatten(0, 1), weights[None], keys.scales[at].flatten())
+    scores = torch.empty(1, len(operands.k))
+    cpu.score_tile(operands, range(len(operands.k)), torch.tensor([len(operands.k)], dtype=torch.int32), scores)
+    return torch.where(exists.repeat_interleave(keys.page_size), scores[0], -torch.inf)
+
+
+def _take(values: Tensor, at: Tensor) -> Tensor:
+    """values[at]; torch does not index FP8 everywhere."""
+    if values.itemsize > 1:
+        return values[at]
+    return values.view(torch.uint8)[at].view(values.dtype)
+
+
+def _side_by_side(page: Tensor) -> bool:
+    return page[0].is_contiguous() if len(page) else True

@@ -1,0 +1,297 @@
+// Puts a bar to each query from a sample of its scores, and chooses the k best of what has reached the bar.
+//
+// A list has a score's bits above an index. More may have come to it than it holds, or fewer than k: then its query is
+// marked, and somebody else has to choose for it.
+//
+// Compiled for THREADS and CAPACITY: that many entries at most are in a list, or scores in the sample.
+
+#include "../topk/entries.cuh"
+
+constexpr u32 LEAST_KEY = 0x007fffffu;  // of a score: below are those of NaN
+constexpr int NO_BAR = 0x7fffffff, ALL_TIES = NO_BAR - 1;  // more than any index
+
+// The score that `order_of` was given, unless it was NaN.
+__device__ __forceinline__ float score_of(u32 key) {
+    return __uint_as_float(key == 0 ? 0x7fc00000u : key >> 31 ? key & 0x7fffffffu : ~key);
+}
+
+// What the threads of a block tell one another, one value each, in turns: a turn may begin while others end the last.
+struct Exchange {
+    u32 of_warps[2][2][WARPS];
+
+    __device__ __forceinline__ u32 sum(u32 value, int turn) {
+        value = __reduce_add_sync(ALL_LANES, value);
+        if (WARPS == 1) return value;
+        u32* const all = of_warps[turn % 2][0];
+        const int lane = threadIdx.x % 32;
+        if (lane == 0) all[threadIdx.x / 32] = value;
+        __syncthreads();
+        return __reduce_add_sync(ALL_LANES, lane < WARPS ? all[lane] : 0);
+    }
+    // Of two values each.
+    __device__ __forceinline__ void largest(u32& a, u32& b, int turn) {
+        a = __reduce_max_sync(ALL_LANES, a), b = __reduce_max_sync(ALL_LANES, b);
+        if (WARPS == 1) return;
+        u32(&all)[2][WARPS] = of_warps[turn % 2];
+        const int lane = threadIdx.x % 32;
+        if (lane == 0) all[0][threadIdx.x / 32] = a, all[1][threadIdx.x / 32] = b;
+        __syncthreads();
+        a = __reduce_max_sync(ALL_LANES, lane < WARPS ? all[0][lane] : 0);
+        b = __reduce_max_sync(ALL_LANES, lane < WARPS ? all[1][lane] : 0);
+    }
+};
+
+// A query's sample: vectors of four scores lie THREADS apart.
+struct Sample {
+    static constexpr int VECTORS = (CAPACITY + 4 * THREADS - 1) / (4 * THREADS);
+    u32 keys[4 * VECTORS];  // 0 where there is none
+    int num_scores;
+
+    __device__ __forceinline__ int first(int vector) const {
+        return (vector * THREADS + static_cast<int>(threadIdx.x)) * 4;
+    }
+    __device__ __forceinline__ Sample(const float4* scores, int num_scores_) : num_scores(num_scores_) {
+        const float none = __uint_as_float(0x7fc00000u);
+        float4 four[VECTORS];
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v) {
+            four[v] = make_float4(none, none, none, none);
+            if (first(v) < num_scores) four[v] = scores[first(v) / 4];
+        }
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v) {
+            const int left = num_scores - first(v);
+            keys[4 * v] = order_of(four[v].x), keys[4 * v + 1] = order_of(left > 1 ? four[v].y : none);
+            keys[4 * v + 2] = order_of(left > 2 ? four[v].z : none);
+            keys[4 * v + 3] = order_of(left > 3 ? four[v].w : none);
+        }
+    }
+    // use(key, place in the sample), for all places that hold scores and perhaps some that do not
+    template <class Use> __device__ __forceinline__ void for_each(const Use& use) const {
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v)
+            if (v * THREADS * 4 < num_scores)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) use(keys[4 * v + i], first(v) + i);
+    }
+};
+
+// Who reaches it: keys above, and the key itself up to a place in the sample.
+struct Bar {
+    u32 key, num_reach;
+    int last_place;
+
+    __device__ __forceinline__ bool reached_by(u32 other, int place) const {
+        return other >= key + (place > last_place);
+    }
+    __device__ __forceinline__ int last_index(u32 step) const {
+        return last_place == ALL_TIES ? ALL_TIES : last_place * static_cast<int>(step);
+    }
+};
+
+// A key about in the middle of two that are not neighbours. Of those between a negative score's and a positive one's
+// most are of tiny scores: there it is the middle of the scores.
+__device__ __forceinline__ u32 key_between(u32 low, u32 high) {
+    if (low >> 31 < high >> 31) {
+        const u32 key = order_of((score_of(low) + score_of(high)) / 2);
+        if (low < key && key < high) return key;
+    }
+    return low + (high - low) / 2;
+}
+
+// A bar that at least `wanted` reach, and at most `most`; if there are not so many, one that fewer reach.
+__device__ Bar find_bar(Exchange& exchange, const Sample& sample, u32 wanted, u32 most) {
+    int turn = 0;
+    u32 best = 0;
+    sample.for_each([&](u32 key, int) { best = max(best, key); });
+    u32 not_least = ~best;  // of all threads' best: as many as there are threads reach that
+    exchange.largest(best, not_least, turn++);
+    auto count = [&](const auto& reaches) {
+        u32 number = 0;
+        sample.for_each([&](u32 key, int place) { number += reaches(key, place); });
+        return exchange.sum(number, turn++);
+    };
+    u32 low = wanted <= THREADS ? max(~not_least, LEAST_KEY) : LEAST_KEY, high = best + 1;
+    u32 num_reach = count([&](u32 key, int) { return key >= low; });
+    if (num_reach < wanted) return {low, num_reach, ALL_TIES};
+    while (num_reach > most && high - low > 1) {
+        const u32 middle = key_between(low, high), number = count([&](u32 key, int) { return key >= middle; });
+        if (number < wanted)
+            high = middle;
+        else
+            low = middle, num_reach = number;
+    }
+    if (num_reach <= most) {  // the least of those that reach it: what lies between two scores may be no score
+        u32 not_key = 0, unused = 0;
+        sample.for_each([&](u32 key, int) { not_key = key >= low ? max(not_key, ~key) : not_key; });
+        exchange.largest(not_key, unused, turn++);
+        return {~not_key, num_reach, ALL_TIES};
+    }
+    int begin = 0, end = sample.num_scores;  // of many that are equal, those in front
+    while (num_reach > most) {
+        const int middle = begin + (end - begin) / 2;
+        const u32 number = count([&](u32 key, int place) { return Bar{low, 0, middle}.reached_by(key, place); });
+        if (number < wanted)
+            begin = middle + 1;
+        else
+            end = middle, num_reach = number;
+    }
+    return {low, num_reach, end};
+}
+
+// What of a query's sample reaches the bar becomes the start of its list, in the sample's place. The bar is about the
+// wanted-th best of the sample. A query whose list holds all that it may see needs none, which is said by an index of
+// 2^31 - 1; where NaN would be the bar, the query is given up: more came, it is said, than the list holds, and nothing
+// reaches its bar.
+extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) put_bars(
+    u64* rows,                          // [rows, row_len]: at first a row has scores of every step-th key, in float32
+    const int* __restrict__ longest,    // [query tiles]: keys that any of a tile's queries may see
+    const int* __restrict__ legal_len,  // [rows]
+    int* __restrict__ counts,           // [rows], written
+    float* __restrict__ bar_scores,     // [rows], written
+    int* __restrict__ bar_indices,      // [rows], written
+    long long row_len,
+    u32 list_capacity,
+    u32 queries,    // of a query tile
+    u32 tile_keys,  // of a tile of the sample
+    u32 step,
+    u32 wanted
+) {
+    __shared__ Exchange exchange;
+    __shared__ u32 scratch[WARPS];
+    const long long row = blockIdx.x;
+    u64* const list = rows + row * row_len;
+    wait_then_let_next_start();
+    const u32 legal = legal_len[row], of_tile = longest[blockIdx.x / queries] / (tile_keys * step) * tile_keys;
+    const int num_scores = min(of_tile, (legal + step - 1) / step);
+    const Sample sample(reinterpret_cast<const float4*>(list), num_scores);
+    const bool fits = legal <= list_capacity;
+    Bar bar{0, static_cast<u32>(num_scores), num_scores - 1};
+    if (!fits) bar = find_bar(exchange, sample, wanted, wanted + wanted / 8);
+    const bool given_up = !fits && bar.num_reach < wanted;
+    if (threadIdx.x == 0) {
+        counts[row] = static_cast<int>(given_up ? list_capacity + 1 : bar.num_reach);
+        bar_scores[row] = given_up ? __uint_as_float(0x7f800000u) : score_of(bar.key);
+        bar_indices[row] = given_up ? -1
+                           : fits   ? NO_BAR
+                                    : bar.last_index(step);
+    }
+    if (given_up) return;
+    u32 mine = 0;
+    sample.for_each([&](u32 key, int place) { mine += bar.reached_by(key, place); });
+    u32 at = sum_before(mine, scratch);  // and all scores are in registers
+    sample.for_each([&](u32 key, int place) {
+        if (bar.reached_by(key, place))
+            list[at++] = static_cast<u64>(__float_as_uint(score_of(key))) << 32 | static_cast<u32>(place * step);
+    });
+}
+
+// A query's contenders: pairs of entries lie THREADS apart.
+struct List {
+    static constexpr int PAIRS = (CAPACITY + 2 * THREADS - 1) / (2 * THREADS);
+    u32 keys[2 * PAIRS], indices[2 * PAIRS];
+    int count;
+
+    __device__ __forceinline__ List(const uint4* pairs, int count_) : count(count_) {
+        uint4 pair[PAIRS];
+#pragma unroll
+        for (int p = 0; p < PAIRS; ++p) {
+            const int at = p * THREADS + threadIdx.x;
+            pair[p] = 2 * at < count ? pairs[at] : make_uint4(0, 0, 0, 0);
+        }
+#pragma unroll
+        for (int p = 0; p < PAIRS; ++p)
+            if (2 * p * THREADS < count) {
+                keys[2 * p] = order_of(__uint_as_float(pair[p].y)), indices[2 * p] = pair[p].x;
+                keys[2 * p + 1] = order_of(__uint_as_float(pair[p].w)), indices[2 * p + 1] = pair[p].z;
+            }
+    }
+    // use(number of the thread's entry)
+    template <class Use> __device__ __forceinline__ void for_each(const Use& use) const {
+#pragma unroll
+        for (int e = 0; e < 2 * PAIRS; ++e)
+            if (e / 2 * 2 * THREADS < count)
+                if (2 * (e / 2 * THREADS + static_cast<int>(threadIdx.x)) + e % 2 < count) use(e);
+    }
+};
+
+// Entries by their bins, the highest first.
+struct alignas(16) Sorted {
+    u64 entries[CAPACITY];
+    u32 bins[BINS + 4];  // how many are above a bin, and after the last all
+    Exchange exchange;
+    u32 scratch[WARPS], num_sorted;
+};
+
+// From how many are in the bins to how many are above; those of which k or more are above need not be sorted.
+__device__ __forceinline__ void sum_up_bins(Sorted& s, u32 count, u32 k) {
+    u32* const bins = s.bins + threadIdx.x * BINS_EACH;
+    u32 counts[BINS_EACH], sum = 0;
+#pragma unroll
+    for (int i = 0; i < BINS_EACH; ++i) sum += counts[i] = bins[i];
+    u32 above = sum_before(sum, s.scratch);
+    const u32 last = min(k, count);
+#pragma unroll
+    for (int i = 0; i < BINS_EACH; ++i) {
+        bins[i] = above;
+        if (above < last && last <= above + counts[i]) s.num_sorted = above + counts[i];
+        above += counts[i];
+    }
+    if (threadIdx.x == THREADS - 1) s.bins[BINS] = count;
+    __syncthreads();
+}
+
+// Writes the indices of the k best, best first. An entry is by how much its key is below the highest, above its index;
+// if all are equal, the index twice. Entries are put into bins, and within its bin each counts those before it. Bins are
+// narrow, as entries reach from the bar to the best; where many fall into one it takes long.
+__device__ void write_in_order(Sorted& s, List& list, int k, int* chosen) {
+    u32 highest = 0, not_lowest = 0;
+    list.for_each([&](int e) { highest = max(highest, list.keys[e]), not_lowest = max(not_lowest, ~list.keys[e]); });
+    for (int i = threadIdx.x; i < BINS; i += THREADS) s.bins[i] = 0;
+    s.exchange.largest(highest, not_lowest, 0);
+    const u32 width = highest - ~not_lowest, shift = width == 0 ? 10 : width < BINS ? 0 : 21 - __clz(width);
+    u32 before[2 * List::PAIRS];  // those that came to the bin before
+    list.for_each([&](int e) {
+        list.keys[e] = width ? highest - list.keys[e] : list.indices[e];
+        before[e] = atomicAdd(&s.bins[list.keys[e] >> shift], 1u);
+    });
+    __syncthreads();
+    sum_up_bins(s, list.count, k);
+    list.for_each([&](int e) {
+        const u32 first = s.bins[list.keys[e] >> shift];
+        if (first < static_cast<u32>(k))
+            s.entries[first + before[e]] = static_cast<u64>(list.keys[e]) << 32 | list.indices[e];
+    });
+    __syncthreads();
+    const int num_sorted = list.count ? s.num_sorted : 0;
+    for (int place = threadIdx.x; place < num_sorted; place += THREADS) {
+        const u64 entry = s.entries[place];
+        const u32* const bin = s.bins + (static_cast<u32>(entry >> 32) >> shift);
+        u32 rank = bin[0];
+        for (u32 i = rank, end = bin[1]; i < end; ++i) rank += s.entries[i] < entry;
+        if (rank < static_cast<u32>(k)) chosen[rank] = static_cast<int>(entry);
+    }
+    for (int i = list.count + threadIdx.x; i < k; i += THREADS) chosen[i] = -1;
+}
+static_assert(BINS == 1 << 11, "a width of n bits leaves bins of n - 11 bits; an index has 21");
+
+constexpr int BLOCKS = 1280 / (THREADS < 256 ? 256 : THREADS);  // of a multiprocessor, that choose
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) choose_best(
+    const u64* __restrict__ lists,      // [rows, row_len], of which CAPACITY at most are used; row_len is even
+    const int* __restrict__ counts,     // [rows]
+    const int* __restrict__ legal_len,  // [rows]
+    int* __restrict__ overflowed,       // [rows], written: 1 where `chosen` is not to be trusted, else 0
+    int* __restrict__ chosen,           // [rows, k]
+    long long row_len,
+    long long k
+) {
+    extern __shared__ Sorted sorted[];
+    const long long row = blockIdx.x;
+    wait_then_let_next_start();
+    const int count = counts[row], legal = legal_len[row];
+    const bool trusted = (count <= CAPACITY) & (count >= min(static_cast<int>(k), legal));  // both have been read
+    if (threadIdx.x == 0) overflowed[row] = !trusted;
+    if (!trusted) return;
+    List list(reinterpret_cast<const uint4*>(lists + row * row_len), count);
+    write_in_order(*sorted, list, k, chosen + row * k);
+}

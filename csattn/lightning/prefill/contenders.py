@@ -1,0 +1,139 @@
+"""Choosing keys on a GPU without writing their scores: only contenders are written, two or three times k of them.
+
+Every step-th key is scored first. Of this sample the bar of a query is taken, a score that some more than k / step
+others reach: then of all keys some more than k reach it. The other keys are scored, and what reaches the bar is listed
+beside what did of the sample; the k best of the list are the choice. Scores that rise, fall or come in runs change
+little, as the sample is spread evenly over the sequence.
+
+The result is exact whatever the scores: all keys that reach the bar are counted, and if they are fewer than k, or more
+than a list holds, the query is marked, and `stream` chooses for it from all of its scores.
+
+Budget on an H200 (790 TFLOP/s in bf16, 4.3 TB/s), 1M queries, 256K keys, ratio 4, k = 512. Products of legal pairs take
+2.85 s at the matrix units' peak. Writing all legal scores and reading them once is 550 GB each way, 0.26 s of
+bandwidth, and a test of every score. The sample is a 32nd of that, 8 ms; contenders are some 1400 of each query, 8
+bytes each, written and read: 24 GB, 6 ms; both selections, a block for each query: 0.02 s if each of them takes a
+multiprocessor 1.1 us a query, as measured with 32K keys.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from csattn.cuda import CudaKernel, cuda_kernel, num_multiprocessors
+from csattn.lightning.operands.indexer import Operands
+from csattn.lightning.score.device import Scorer
+
+SOURCE = Path(__file__).with_name("contenders.cu")
+THREADS = 256  # of a block that chooses, at least
+THREADS_FOR_BARS = 32  # of one that puts a bar
+_SCORES_EACH, _ENTRIES_EACH = 32, 10  # of a thread, that it has in registers, unless there would be too many threads
+_BIN_BYTES = 2048 * 4 + 1024  # of shared memory, and what little there is besides
+MAX_CAPACITY = 24576  # entries in shared memory
+_LEAST_STEP = 8
+_SAMPLE_LEN = 4096  # scores that are read again for each query, about
+_LEAST_CAPACITY = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How many keys are scored first, and what that says of the others."""
+
+    step: int  # every step-th key is in the sample
+    wanted: int  # scores of the sample that reach the bar, at least; an eighth more at most
+    capacity: int  # entries of a list
+
+    @classmethod
+    def of(cls, num_keys: int, k: int, tile_keys: int) -> "Sampling":
+        """So that of scores in random order one query in a million has too few contenders, or more than fit."""
+        step = _LEAST_STEP
+        while (num_keys > _SAMPLE_LEN * step and step < 32) or num_keys > MAX_CAPACITY * step:
+            step *= 2
+        expected = k / step  # of the k best, in the sample
+        wanted = math.ceil(expected + 5 * math.sqrt(expected)) + 4
+        # the keys behind the last whole block may all be contenders
+        most = step * (1.125 * wanted + 6 * math.sqrt(wanted)) + step * tile_keys
+        return cls(step, wanted, max(_LEAST_CAPACITY, -(-int(most) // 1024) * 1024))
+
+    def sample_len(self, num_keys: int, tile_keys: int) -> int:
+        """Scores of the sample: those of whole blocks."""
+        return num_keys // (tile_keys * self.step) * tile_keys
+
+    @property
+    def fits(self) -> bool:
+        """Whether a block has room for a list."""
+        return self.capacity <= MAX_CAPACITY
+
+
+class Contenders:
+    """Memory for the queries of a tile, used again for the next: a row is first a sample, then a list."""
+
+    def __init__(
+        self, num_queries: int, num_keys: int, sampling: Sampling, scorer: Scorer, device: torch.device
+    ) -> None:
+        self._sampling, self._scorer = sampling, scorer
+        self._sample_len = sampling.sample_len(num_keys, scorer.tile_keys)
+        row_len = _row_len(sampling, self._sample_len)
+        self._lists = torch.empty(num_queries, row_len, dtype=torch.int64, device=device)
+        numbers = torch.empty(3, num_queries, dtype=torch.int32, device=device)
+        self._counts, self._bar_indices, self._bar_scores = numbers[0], numbers[1], numbers[2].view(torch.float32)
+
+    def choose(
+        self,
+        operands: Operands,  # of at most num_queries queries, and num_keys keys
+        legal_len: Tensor,  # [num_queries] int32
+        longest: Tensor,  # [query tiles] int32: the greatest of those of a query tile
+        out: Tensor,  # [num_queries, k] int32, contiguous, written
+        overflowed: Tensor,  # [num_queries] int32, written: 1 where `out` is not to be trusted, else 0
+    ) -> None:
+        """Enqueue on torch's current stream."""
+        (num_queries, k), scorer, sampling = out.shape, self._scorer, self._sampling
+        if not num_queries:
+            return
+        lists, counts = self._lists[:num_queries], self._counts[:num_queries]
+        bars = self._bar_scores[:num_queries], self._bar_indices[:num_queries]
+        every_step_th, grid = range(0, len(operands.k), sampling.step), (num_queries, 1, 1)
+        sample = lists.view(torch.float32)[:, : self._sample_len]
+        scorer.write_scores(operands, every_step_th, legal_len, longest, sample)
+        row_len = lists.shape[1]
+        sizes = sampling.capacity, scorer.query_tile, scorer.tile_keys, sampling.step, sampling.wanted
+        put_bars, threads = _bars_kernel(self._sample_len)
+        put_bars.launch(grid, threads, lists, longest, legal_len, counts, *bars, row_len, *map(np.uint32, sizes))
+        scorer.list_contenders(operands, legal_len, longest, sampling.step, *bars, lists, counts)
+        choose_best, threads = _choice_kernel(sampling.capacity)
+        choose_best.launch(grid, threads, lists, counts, legal_len, overflowed, out, row_len, k)
+
+
+def queries_at_a_time(operands: Operands, sampling: Sampling, scorer: Scorer, workspace_bytes: int) -> tuple[int, int]:
+    """How many fill the device, and for how many there is room: for so many whole fillings, or else query tiles."""
+    row_bytes = 8 * _row_len(sampling, sampling.sample_len(len(operands.k), scorer.tile_keys)) + 12
+    room, tile = workspace_bytes // row_bytes, scorer.query_tile
+    filling = scorer.programs_per_sm * num_multiprocessors(operands.q.device) * tile
+    if room < filling:
+        filling = tile
+    return filling, max(filling, room // filling * filling)
+
+
+def _row_len(sampling: Sampling, sample_len: int) -> int:
+    """Entries that there is room for in a row, whose vectors of four scores are aligned."""
+    return max(sampling.capacity, sample_len // 2) + 1 & ~1
+
+
+def _bars_kernel(sample_len: int) -> tuple[CudaKernel, int]:
+    """And the threads of a block, of which there is one for each query. It is compiled for few lengths."""
+    capacity = 1 << max(10, (sample_len - 1).bit_length())
+    threads = min(1024, max(THREADS_FOR_BARS, capacity // _SCORES_EACH))
+    defines = {"THREADS": threads, "CLUSTER": 1, "CAPACITY": capacity}
+    return cuda_kernel(SOURCE, "put_bars", defines, early_start=True), threads
+
+
+def _choice_kernel(capacity: int) -> tuple[CudaKernel, int]:
+    """Likewise."""
+    threads = THREADS
+    while threads < 1024 and capacity > _ENTRIES_EACH * threads:
+        threads *= 2
+    defines = {"THREADS": threads, "CLUSTER": 1, "CAPACITY": capacity}
+    return cuda_kernel(SOURCE, "choose_best", defines, 8 * capacity + _BIN_BYTES, early_start=True), threads

@@ -1,0 +1,249 @@
+"""Streaming top-k (StreamIndex): the best keys of every query without all scores in memory at once.
+
+Queries and keys go by in tiles; what of a tile is among its k best is merged with what was kept before. Since keys have
+one total order and a score the same bits in every tile, the result does not depend on the tiles, its order included.
+
+Where the workspace holds all scores of some queries, their keys are not cut and nothing is merged: on a GPU that takes
+256 MiB for 256 queries of 256K keys. Then scoring is one launch and `topk` another. For many queries of many keys a GPU
+does not even write scores: see `contenders`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from csattn.errors import ConfigError
+from csattn.lightning.checks import require_array, require_at_least
+from csattn.lightning.operands.indexer import Operands
+from csattn.lightning.score import cpu
+from csattn.lightning.topk.device import MAX_K
+from csattn.lightning.topk.reference import SENTINEL, indices_of, order_keys, scores_of
+from csattn.lightning.topk.select import top_k
+
+WORKSPACE_BYTES = 256 << 20
+_QUERIES = 64  # that are scored together at least: a GPU is full with them, as their keys are cut among programs
+_MANY_QUERIES = 4096  # whose programs fill a GPU a few times, though each goes through all keys of its queries
+_MOST_KEYS = 1 << 21  # of which a sample is chosen from in shared memory
+_CPU_KEYS = 16384  # that are scored together at most on the CPU, where they are widened to float32 first
+_COLUMNS = 128  # of whose multiples a tile's rows are: score kernels write whole tiles of theirs
+_SCORES_BYTES = 40  # per chosen key and its score, while they are made
+_NOTHING = torch.iinfo(torch.int64).min
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The keys chosen for each query, best first."""
+
+    indices: Tensor  # [num_queries, k] int32, -1 padded
+    scores: Tensor | None = None  # [num_queries, k] float32 if asked for; -inf where padded
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Queries that go by together, and how many keys they are scored against at a time."""
+
+    queries: slice
+    num_keys: int  # that any of them may see
+    key_chunk: int
+
+    @property
+    def key_ranges(self) -> list[range]:
+        starts = range(0, self.num_keys, self.key_chunk)
+        return [range(start, min(start + self.key_chunk, self.num_keys)) for start in starts]
+
+    @property
+    def num_scores(self) -> int:
+        """That are in memory at the same time."""
+        num_queries: int = self.queries.stop - self.queries.start
+        return num_queries * _padded(min(self.key_chunk, self.num_keys))
+
+
+def choose_keys(
+    operands: Operands,
+    k: int,
+    legal_len: Tensor,  # [num_queries] int32, see `operands.indexer.causal_lens`
+    *,
+    workspace_bytes: int = WORKSPACE_BYTES,  # for scores; where they all fit, nothing is cut
+    tile: tuple[int, int] | None = None,  # queries and keys that are scored together, instead
+    with_scores: bool = False,
+    list_contenders: bool | None = None,  # write contenders instead of scores (`contenders`); None: where it pays
+) -> Choice:
+    """Each query's k best legal keys, best first.
+
+    Definition: `topk.reference.top_k_reference` of all scores. Those are summed in an order of the device's own
+    (`score.cpu`, `score.device`), which is the same in every tile. Raises ArrayError and ConfigError on
+    arguments that do not fit.
+    """
+    operands.check()
+    require_at_least("k", k, 1)
+    require_at_least("workspace_bytes", workspace_bytes, 1)
+    require_array("legal_len", legal_len, (len(operands.q),), torch.int32)
+    for name, size in zip(("tile's queries", "tile's keys"), tile or (), strict=False):
+        require_at_least(name, size, 1)
+    lens = legal_len.cpu().clamp(min=0, max=len(operands.k))
+    if list_contenders is None:
+        list_contenders = tile is None and not with_scores and _contenders_pay(operands, k)
+    if not list_contenders:
+        return _choose_scored(operands, k, lens, workspace_bytes, tile, with_scores)
+    if with_scores or tile is not None or not operands.q.is_cuda or k > MAX_K or len(operands.k) > _MOST_KEYS:
+        raise ConfigError(
+            f"contenders are listed on a GPU, for k up to {MAX_K} of {_MOST_KEYS} keys, without scores, in tiles of "
+            f"their own; got operands on {operands.q.device}, k {k} of {len(operands.k)} keys, with_scores "
+            f"{with_scores}, tile {tile}: leave list_contenders out"
+        )
+    return choose_by_contenders(operands, k, lens, workspace_bytes)
+
+
+def _contenders_pay(operands: Operands, k: int) -> bool:
+    """With fewer queries a GPU is not full of them; with fewer keys most would be contenders."""
+    fits = operands.q.is_cuda and k <= MAX_K and len(operands.k) <= _MOST_KEYS
+    return fits and len(operands.q) >= _MANY_QUERIES and len(operands.k) >= 8 * k
+
+
+def choose_by_contenders(operands: Operands, k: int, lens: Tensor, workspace_bytes: int) -> Choice:
+    """By `contenders`; where they are too many, once more from all scores. lens: on the host, within 0..num_keys."""
+    choice, unsure = choose_from_contenders(operands, k, lens, workspace_bytes)
+    for first in range(0, len(unsure), _MANY_QUERIES):
+        rows = unsure[first : first + _MANY_QUERIES]
+        again = _choose_scored(operands.of_queries(rows), k, lens[rows.cpu()], workspace_bytes, None, False)
+        choice.indices[rows] = again.indices
+    return choice
+
+
+def choose_from_contenders(operands: Operands, k: int, lens: Tensor, workspace_bytes: int) -> tuple[Choice, Tensor]:
+    """The choice from lists of contenders, and the queries whose lists cannot be trusted: [n] int64."""
+    from csattn.lightning.prefill.contenders import (  # Triton is there where CUDA is
+        Contenders,
+        Sampling,
+        queries_at_a_time,
+    )
+    from csattn.lightning.score.device import Scorer
+
+    num_queries, num_keys, device = len(operands.q), len(operands.k), operands.q.device
+    scorer = Scorer.for_operands(operands)
+    sampling = Sampling.of(num_keys, k, scorer.tile_keys)
+    filling, room = queries_at_a_time(operands, sampling, scorer, workspace_bytes)
+    query_tile, tiles = scorer.query_tile, _cut_queries(num_queries, scorer.query_tile, filling, room)
+    contenders = Contenders(max(map(len, tiles), default=0), num_keys, sampling, scorer, device)
+    on_device = lens.to(device, non_blocking=True)
+    longest = scorer.longest(on_device)
+    overflowed = torch.empty(num_queries, dtype=torch.int32, device=device)
+    indices = torch.empty(num_queries, k, dtype=torch.int32, device=device)
+    for tile in tiles:
+        rows = slice(tile.start, tile.stop)
+        of_tiles = longest[tile.start // query_tile : -(-tile.stop // query_tile)]
+        contenders.choose(operands.of_queries(rows), on_device[rows], of_tiles, indices[rows], overflowed[rows])
+    unsure = overflowed.nonzero()[:, 0] if overflowed.any() else overflowed.new_empty(0, dtype=torch.int64)
+    return Choice(indices), unsure
+
+
+def _cut_queries(num_queries: int, query_tile: int, filling: int, room: int) -> list[range]:
+    """Tiles of about equally many queries, the last first: of whole fillings of the device but for the first queries.
+
+    Those are the cheapest. While the dearest are scored the host prepares all other launches.
+    """
+    num_fillings, num_tiles = -(-num_queries // filling), -(-num_queries // room)
+    step = max(1, -(-num_fillings // max(1, num_tiles))) * filling
+    stops = range(-(-num_queries // query_tile) * query_tile, 0, -step)
+    return [range(max(0, stop - step), min(stop, num_queries)) for stop in stops]
+
+
+def _choose_scored(
+    operands: Operands, k: int, lens: Tensor, workspace_bytes: int, tile: tuple[int, int] | None, with_scores: bool
+) -> Choice:
+    device, num_queries = operands.q.device, len(operands.q)
+    on_device = lens.to(device)
+    choice = Choice(
+        torch.full((num_queries, k), SENTINEL, dtype=torch.int32, device=device),
+        torch.full((num_queries, k), -torch.inf, device=device) if with_scores else None,
+    )
+    row_bytes = _SCORES_BYTES * k if with_scores else 0
+    tiles = list(cut(lens, workspace_bytes, row_bytes, device) if tile is None else cut_evenly(lens, *tile))
+    workspace = torch.empty(max((t.num_scores for t in tiles), default=0), device=device)
+    for t in tiles:
+        _choose(operands.of_queries(t.queries), on_device[t.queries], t, workspace, _rows_of(choice, t.queries))
+    return choice
+
+
+def score_all(operands: Operands, legal_len: Tensor) -> Tensor:
+    """Every legal score, with the bits that `choose_keys` compares: [num_queries, num_keys] float32."""
+    num_queries, num_keys = len(operands.q), len(operands.k)
+    scores = torch.empty(num_queries, _padded(num_keys), device=operands.q.device)
+    score_into(scores, operands, range(num_keys), legal_len.to(scores.device))
+    return scores[:, :num_keys]
+
+
+def cut(lens: Tensor, workspace_bytes: int, row_bytes: int, device: torch.device) -> Iterator[Tile]:
+    """Tiles whose scores fit the workspace: as many queries as it holds; where those are few, fewer keys at a time."""
+    least_bytes = workspace_bytes // min(_QUERIES, max(1, len(lens))) - row_bytes
+    most_keys = max(_COLUMNS, least_bytes // 4 // _COLUMNS * _COLUMNS)
+    if device.type == "cpu":
+        most_keys = min(most_keys, _CPU_KEYS)
+    first = num_keys = 0
+    for start in range(0, len(lens), _QUERIES):
+        stop = min(start + _QUERIES, len(lens))
+        longest = int(lens[start:stop].max())
+        bytes_each = 4 * _padded(min(max(longest, num_keys), most_keys)) + row_bytes
+        if start > first and (stop - first) * bytes_each > workspace_bytes:
+            yield Tile(slice(first, start), num_keys, most_keys)
+            first, num_keys = start, 0
+        num_keys = max(num_keys, longest)
+    if first < len(lens):
+        yield Tile(slice(first, len(lens)), num_keys, most_keys)
+
+
+def cut_evenly(lens: Tensor, num_queries: int, num_keys: int) -> Iterator[Tile]:
+    """Tiles of a given size; keys that no query of a tile may see are left out."""
+    for first in range(0, len(lens), num_queries):
+        queries = slice(first, min(first + num_queries, len(lens)))
+        yield Tile(queries, int(lens[queries].max()), num_keys)
+
+
+def _choose(operands: Operands, lens: Tensor, tile: Tile, workspace: Tensor, out: Choice) -> None:
+    """For the queries of one tile. All of `out` is padding before."""
+    ranges, k = tile.key_ranges, out.indices.shape[1]
+    kept: Tensor | None = None
+    for keys in ranges:
+        width = _padded(len(keys))
+        scores = workspace[: len(lens) * width].view(len(lens), width)
+        score_into(scores, operands, keys, lens)
+        scores = scores[:, : len(keys)]
+        legal = (lens - keys.start).clamp(min=0, max=len(keys))
+        if len(ranges) == 1 and out.scores is None:
+            top_k(scores, k, legal, out=out.indices)
+            return
+        best = top_k(scores, k, legal)
+        found = order_keys(scores.gather(1, best.clamp(min=0).long()), best.clamp(min=0) + keys.start)
+        found = found.masked_fill_(best < 0, _NOTHING)
+        kept = found if kept is None else torch.cat((kept, found), dim=1).topk(k, dim=1).values
+    if kept is not None:
+        nothing = kept == _NOTHING
+        out.indices.copy_(indices_of(kept).masked_fill_(nothing, SENTINEL))
+        if out.scores is not None:
+            out.scores.copy_(scores_of(kept).masked_fill_(nothing, -torch.inf))
+
+
+def score_into(
+    out: Tensor,  # [num_queries, width] float32, written; width: of whole tiles of 128, at least for all of the keys
+    operands: Operands,
+    keys: range,
+    lens: Tensor,  # [num_queries] int32, on the device; columns beyond hold anything
+) -> None:
+    """Scores of some keys, with the bits that `choose_keys` compares, on torch's current stream."""
+    if operands.q.is_cuda:
+        from csattn.lightning.score.device import Scorer  # Triton is there where CUDA is
+
+        scorer = Scorer.for_operands(operands)
+        scorer.write_scores(operands, keys, lens, scorer.longest(lens), out)
+    else:
+        cpu.score_tile(operands, keys, lens, out)
+
+
+def _rows_of(choice: Choice, rows: slice) -> Choice:
+    return Choice(choice.indices[rows], None if choice.scores is None else choice.scores[rows])
+
+
+def _padded(num_keys: int) -> int:
+    return -(-num_keys // _COLUMNS) * _COLUMNS

@@ -1,0 +1,115 @@
+"""Scores on Hopper's matrix units, in CUDA C: the same work as `triton_kernels`, for the shapes that suit these units.
+
+A block has 256 pairs of a query and a head in shared memory (four queries of 64 heads), and tiles of 64 keys go by.
+Budget of a tile on an H200, in clocks of a multiprocessor: the products take 1024 in bfloat16, 512 in FP8; a warp
+scheduler weighs 128 x 32 of them with two instructions each, of which the comparison goes at half the rate, in about
+300; keys are 16 or 8 KB, 16 bytes a clock.
+
+Measured by clocks read within the kernel, where contenders are listed: 1216 and 937 a tile. Weighing holds up the
+products, whose sums are in registers too, and what counts is how many registers it writes: with a maximum for every
+product, which is one more, a tile took 1348 and 958; with an eighth of the weighing 1065 in bfloat16; thirty other
+instructions fewer gained nothing. And power is at its limit: in bfloat16 the clock falls from 1.8 to 1.54 GHz within
+150 ms, and torch's product, limited likewise, from 800 to 680 TFLOP/s.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from csattn.cuda import CudaKernel, cuda_kernel, has_warpgroup_products, num_multiprocessors, tensor_map
+from csattn.lightning.operands.indexer import Operands
+from csattn.lightning.operands.quantise import FP8
+
+SOURCE = Path(__file__).with_name("hopper.cu")
+KEYS = 64  # of a tile
+COLUMNS = 256  # pairs of a query and a head
+THREADS = 384
+_ATOM_BYTES = 128
+_DTYPES = {torch.float16: 0, torch.bfloat16: 1, FP8: 2}
+
+
+def suits(operands: Operands) -> bool:
+    """Whether these kernels can score: on Hopper, rows of 128 or 256 bytes, 16, 32 or 64 heads."""
+    _, num_heads, head_dim = operands.q.shape
+    return (
+        has_warpgroup_products(operands.q.device)
+        and operands.q.dtype in _DTYPES
+        and num_heads in (16, 32, 64)
+        and head_dim * operands.q.itemsize in (_ATOM_BYTES, 2 * _ATOM_BYTES)
+        and all(array.data_ptr() % 16 == 0 for array in (operands.q, operands.k, operands.weights))
+    )
+
+
+def queries_of_tile(num_heads: int) -> int:
+    """Queries that a block has at a time."""
+    return COLUMNS // num_heads
+
+
+def write_scores(
+    operands: Operands,
+    keys: range,  # of which the scores are wanted; its step is 1, or it begins at 0
+    longest: Tensor,  # [query tiles] int32: keys that any of a tile's queries may see; the others are not scored
+    out: Tensor,  # [num_queries, width] float32, written; width: of whole tiles of 64, at least for all of the keys
+) -> None:
+    """Score every step-th key, on torch's current stream; for a step above 1, those of whole blocks of 64 * step."""
+    sizes = out.stride(0), len(operands.q), len(operands.k), keys.start, keys.stop, keys.step
+    maps = _query_map(operands), _key_map(operands, keys.step)
+    scale = 0 if operands.key_scale is None else operands.key_scale
+    _launch("write_scores", operands, longest, *maps, operands.weights, scale, longest, out, *sizes)
+
+
+def list_contenders(
+    operands: Operands,
+    longest: Tensor,  # [query tiles] int32
+    legal_len: Tensor,  # [num_queries] int32
+    step: int,
+    bar_scores: Tensor,  # [num_queries] float32
+    bar_indices: Tensor,  # [num_queries] int32
+    lists: Tensor,  # [num_queries, capacity] int64, written
+    counts: Tensor,  # [num_queries] int32, read and written
+) -> None:
+    """Score what `write_scores` with that step has not, and list what reaches its query's bar."""
+    num_queries, capacity = lists.shape
+    maps = _query_map(operands), _key_map(operands, 1), _key_map(operands, step)
+    scale = 0 if operands.key_scale is None else operands.key_scale
+    arrays = operands.weights, scale, longest, legal_len, bar_scores, bar_indices, lists, counts
+    _launch("list_contenders", operands, longest, *maps, *arrays, num_queries, len(operands.k), step, capacity)
+
+
+def _query_map(operands: Operands) -> object:
+    """Of boxes of 256 pairs of a query and a head."""
+    return tensor_map(operands.q.flatten(0, 1), (COLUMNS, _ATOM_BYTES // operands.q.itemsize))
+
+
+def _key_map(operands: Operands, step: int) -> object:
+    """Of boxes of 64 keys, step apart; the last keys, of which there are fewer than step, have no place in it."""
+    rows = len(operands.k) // step
+    k = operands.k[: rows * step].view(rows, -1) if rows else operands.k  # with no row, no box is asked for
+    return tensor_map(k, (KEYS, _ATOM_BYTES // k.itemsize))
+
+
+def _launch(name: str, operands: Operands, longest: Tensor, *args: object) -> None:
+    if not len(longest):
+        return
+    kernel = _kernel(name, operands.q.dtype, operands.q.shape[1], operands.q.shape[2])
+    kernel.launch((min(len(longest), num_multiprocessors(operands.q.device)), 1, 1), THREADS, *args)
+
+
+def defines_for(dtype: torch.dtype, num_heads: int, head_dim: int) -> dict[str, int]:
+    """What the kernels are compiled for."""
+    return {
+        "DTYPE": _DTYPES[dtype],
+        "HEAD_DIM": head_dim,
+        "COLUMNS": COLUMNS,
+        "HEADS": num_heads,
+        "STAGES": 4 if head_dim * dtype.itemsize > _ATOM_BYTES else 8,
+        "THREADS": THREADS,
+    }
+
+
+def _kernel(name: str, dtype: torch.dtype, num_heads: int, head_dim: int) -> CudaKernel:
+    defines = defines_for(dtype, num_heads, head_dim)
+    # the first is for alignment, the last for weights, bars and barriers
+    shared_bytes = 1024 + (2 * COLUMNS + defines["STAGES"] * KEYS) * head_dim * dtype.itemsize + 4096
+    return cuda_kernel(SOURCE, name, defines, shared_bytes, early_start=True, architecture="sm_90a")

@@ -1,0 +1,102 @@
+// What there is to score: query tiles, and which tiles of keys each of them has; and where they lie in shared memory.
+//
+// Compiled for DTYPE: 0 float16, 1 bfloat16, 2 float8_e4m3fn; HEAD_DIM, COLUMNS, HEADS, STAGES.
+#pragma once
+
+#include "../../cuda/warps.cuh"
+
+struct TensorMap;  // of `products.cuh`
+
+constexpr int ELEMENT_BYTES = DTYPE == 2 ? 1 : 2;
+constexpr int ATOM_BYTES = 128;  // of a row, that lie together in shared memory
+constexpr int ATOMS = HEAD_DIM * ELEMENT_BYTES / ATOM_BYTES;
+constexpr int KEYS = 64;  // of a tile: rows of one product
+static_assert(HEAD_DIM * ELEMENT_BYTES % ATOM_BYTES == 0 && COLUMNS == 256, "rows are whole atoms");
+
+constexpr int QUERIES = COLUMNS / HEADS;
+static_assert(QUERIES % 4 == 0 && QUERIES <= 32 && HEADS % 8 == 0, "four threads share out the queries of their keys");
+
+struct Operands {
+    const TensorMap *columns, *keys, *every_step_th;  // the last two differ in how far rows are apart
+    const float *weights, *key_scale;                 // key_scale: may be null
+    const int* longest;                               // [query tiles]
+    int num_queries, num_keys;
+};
+
+// 64 keys, `step` apart.
+struct Tile {
+    int first, step;
+    int row, column;  // in the map
+    const TensorMap* map;
+};
+
+// The tiles of a range of keys, or of every step-th key: then only of blocks of 64 * step that are whole.
+struct Written {
+    static constexpr bool LISTED = false;
+    float* out;
+    long long out_stride;
+    int first_key, end_key, step;
+
+    __device__ __forceinline__ int num_tiles(int longest) const {
+        const int end = min(longest, end_key);
+        return step > 1 ? end / (KEYS * step) : max(0, end - first_key + KEYS - 1) / KEYS;
+    }
+    __device__ __forceinline__ Tile tile(const Operands& of, int, int number) const {
+        const int row = first_key + number * KEYS;
+        return {row * step, step, row, 0, of.every_step_th};
+    }
+};
+
+// The tiles that `Written` leaves out: of whole blocks all but every step-th key, then what is left of the sequence.
+struct Listed {
+    static constexpr bool LISTED = true;
+    const int *legal_len, *bar_indices;
+    const float* bar_scores;
+    u64* lists;
+    int *counts, step, capacity;
+
+    __device__ __forceinline__ int blocks(int longest) const { return step > 1 ? longest / (KEYS * step) : 0; }
+    __device__ __forceinline__ int num_tiles(int longest) const {
+        const int whole = blocks(longest);
+        return whole * (step - 1) + (longest - whole * KEYS * step + KEYS - 1) / KEYS;
+    }
+    __device__ __forceinline__ Tile tile(const Operands& of, int longest, int number) const {
+        const int whole = blocks(longest), rest = number - whole * (step - 1);
+        if (rest >= 0) {
+            const int first = whole * KEYS * step + rest * KEYS;
+            return {first, 1, first, 0, of.keys};
+        }
+        const int block = number / (step - 1), phase = 1 + number % (step - 1);
+        return {block * KEYS * step + phase, step, block * KEYS, phase * HEAD_DIM, of.every_step_th};
+    }
+};
+
+__device__ __forceinline__ int num_query_tiles(const Operands& of) { return (of.num_queries + QUERIES - 1) / QUERIES; }
+
+// The last queries see the most keys: they begin. Negative: there are no more.
+__device__ __forceinline__ int query_tile_of(const Operands& of, int item) {
+    return num_query_tiles(of) - 1 - static_cast<int>(blockIdx.x) - item * static_cast<int>(gridDim.x);
+}
+
+constexpr u32 KEY_BYTES = KEYS * HEAD_DIM * ELEMENT_BYTES, COLUMN_BYTES = COLUMNS * HEAD_DIM * ELEMENT_BYTES;
+
+// What the fetching warp leaves for the others about a query tile.
+struct Item {
+    int longest;  // keys that any of the queries may see
+    int legal_len[QUERIES], bar_indices[QUERIES], counts[QUERIES];
+    float bar_scores[QUERIES];
+};
+
+// And about a tile of keys: to work it out takes divisions.
+struct Place {
+    int first, step, row;
+};
+
+struct Shared {
+    u8 columns[2][COLUMN_BYTES];  // of 1024-byte alignment, as are keys
+    u8 keys[STAGES][KEY_BYTES];
+    float weights[2][COLUMNS];
+    Item items[2];
+    Place places[STAGES];
+    u64 keys_here[STAGES], keys_used[STAGES], item_here[2], item_used[2];
+};

@@ -1,0 +1,159 @@
+// What the three warpgroups of a block do (warp specialization): two score, and of the third one warp fetches.
+// The epilogue of a tile's products: they are weighed, summed over the heads, and written or listed.
+//
+// Compiled for what `tiles.cuh` is compiled for, and THREADS, which is 3 * 128.
+#pragma once
+
+#include "products.cuh"
+
+constexpr int OWNED = QUERIES / 4;  // queries, of each of a thread's two keys, that it has the sums of
+constexpr int GROUP = 128;
+constexpr int NO_BAR = 0x7fffffff;
+
+// For the keys r of `multiply_tile`, each query's sum over the heads that the thread has, of products weighed here.
+typedef float Partial[QUERIES][2];
+__device__ __forceinline__ void weigh(const float (&products)[128], const float (&weights)[64], Partial& sums) {
+    constexpr int EACH = HEADS / 8;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i)
+#pragma unroll
+        for (int query = 0; query < QUERIES; ++query)
+#pragma unroll
+            for (int c = 0; c < 2; ++c)
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    const int at = query * EACH + i;
+                    const float product = products[4 * at + 2 * r + c], weight = weights[2 * at + c];
+                    if (i + c == 0)
+                        sums[query][r] = relu(product) * weight;
+                    else
+                        add_positive(sums[query][r], product, weight);
+                }
+}
+
+// Four threads have the columns of a key among them; of their sums each keeps those of its queries, 4 i + lane % 4.
+typedef float Sums[OWNED][2];
+__device__ __forceinline__ void sum_up(const Partial& mine, Sums& sums) {
+    const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
+#pragma unroll
+    for (int i = 0; i < OWNED; ++i)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float pair[2];
+#pragma unroll
+            for (int p = 0; p < 2; ++p) {
+                const float even_ones = mine[4 * i + 2 * p][r], odd_ones = mine[4 * i + 2 * p + 1][r];
+                pair[p] = (odd ? odd_ones : even_ones) + __shfl_xor_sync(ALL_LANES, odd ? even_ones : odd_ones, 1);
+            }
+            sums[i][r] = (high ? pair[1] : pair[0]) + __shfl_xor_sync(ALL_LANES, high ? pair[0] : pair[1], 2);
+        }
+}
+
+// A thread's two keys of a tile, and its queries.
+struct Owner {
+    int row, query;  // of the first
+    __device__ __forceinline__ Owner()
+        : row(static_cast<int>(threadIdx.x) % GROUP / 32 * 16 + static_cast<int>(threadIdx.x) % 32 / 4),
+          query(static_cast<int>(threadIdx.x) % 4) {}
+};
+
+struct Bar {
+    int legal_len, index;
+    float score;
+    u64* list;  // of what reaches it
+};
+
+// What a thread needs of a query tile: the weights of its columns, and where there are bars those of its queries.
+struct Mine {
+    int query_tile;
+    float weights[64];
+    Bar bars[OWNED];
+
+    template <class Work>
+    __device__ __forceinline__ void take(const Shared& s, const Work& work, int at, const Owner& owner) {
+#pragma unroll
+        for (int i = 0; i < 64; ++i) weights[i] = s.weights[at][i / 2 * 8 + owner.query * 2 + i % 2];
+        if constexpr (Work::LISTED) {
+            const Item& item = s.items[at];
+#pragma unroll
+            for (int i = 0; i < OWNED; ++i) {
+                const int query = 4 * i + owner.query;
+                const long long row = static_cast<long long>(query_tile) * QUERIES + query;
+                u64* const list = work.lists + row * work.capacity;
+                bars[i] = {item.legal_len[query], item.bar_indices[query], item.bar_scores[query], list};
+            }
+        }
+    }
+};
+
+// What is left to do of a tile while the next one is multiplied.
+struct Pending {
+    Sums sums;
+    float scale[2];
+    Place tile;
+};
+
+__device__ __forceinline__ void keep(const Listed& work, const Operands&, const Mine& mine, const Owner& owner,
+                                     const Place& tile, const Sums& sums, Item& item) {
+#pragma unroll
+    for (int i = 0; i < OWNED; ++i) {
+        const Bar& bar = mine.bars[i];
+        // Most have none of both; NaN is not below a bar, and reaches it only where there is none: then all are kept.
+        if ((sums[i][0] < bar.score) & (sums[i][1] < bar.score)) continue;
+        const int query = 4 * i + owner.query;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int index = tile.first + (owner.row + 8 * r) * tile.step;
+            const float score = sums[i][r];
+            const bool reaches =
+                (score > bar.score) | ((score == bar.score) & (index <= bar.index)) | (bar.index == NO_BAR);
+            if (reaches & (index < bar.legal_len)) {
+                const int at = atomicAdd(&item.counts[query], 1);
+                if (at < work.capacity)
+                    bar.list[at] = static_cast<u64>(__float_as_uint(score)) << 32 | static_cast<u32>(index);
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ void keep(const Written& work, const Operands& of, const Mine& mine, const Owner& owner,
+                                     const Place& tile, const Sums& sums, Item&) {
+    const int column = tile.row - work.first_key + owner.row;
+#pragma unroll
+    for (int i = 0; i < OWNED; ++i) {
+        const int query = mine.query_tile * QUERIES + 4 * i + owner.query;
+        float* const out = work.out + query * work.out_stride + column;
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+            if (query < of.num_queries) out[8 * r] = sums[i][r];
+    }
+}
+
+template <class Work>
+__device__ __forceinline__ void finish(const Pending& pending, const Operands& of, const Work& work, const Mine& mine,
+                                       const Owner& owner, Item& item) {
+    Sums sums;
+#pragma unroll
+    for (int i = 0; i < OWNED; ++i)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) sums[i][r] = pending.sums[i][r] * pending.scale[r];
+    keep(work, of, mine, owner, pending.tile, sums, item);
+}
+
+constexpr int FETCHING_REGISTERS = 40, SCORING_REGISTERS = 232;
+static_assert(STAGES % 2 == 0 && THREADS == 3 * GROUP, "a place in the ring belongs to one group");
+static_assert(2 * SCORING_REGISTERS + FETCHING_REGISTERS <= 3 * 168, "a block starts with 168 for each thread");
+
+// To be called when thread 0 has made the barriers. fetch(): one warp; score(group): two groups.
+template <class Fetch, class Score> __device__ __forceinline__ void divide_work(const Fetch& fetch, const Score& score) {
+    __syncthreads();
+    wait_then_let_next_start();
+    const int group = __shfl_sync(ALL_LANES, threadIdx.x / GROUP, 0);  // lets the compiler know that a warp has one
+    if (group == 2) {
+        leave_registers<FETCHING_REGISTERS>();
+        if (threadIdx.x % GROUP < 32) fetch();
+    } else {
+        take_registers<SCORING_REGISTERS>();
+        score(group);
+    }
+}

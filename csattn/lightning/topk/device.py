@@ -1,0 +1,130 @@
+"""The exact k best of every row on a CUDA device, in one launch.
+
+A few rows, or short ones, are kept in registers while the k-th best is found digit by digit (`radix.cu`). Of many
+long ones each score is read once, and what may be among the best is kept (`buffered.cu`).
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from csattn.cuda import CudaKernel, cuda_kernel, num_multiprocessors
+
+HERE = Path(__file__).parent
+TILE_SOURCE, DIGIT_SOURCE = HERE / "buffered.cu", HERE / "radix.cu"
+MAX_K = 2048
+MAX_CLUSTER = 8  # blocks that work on one row; more are not portable
+# Of the multiprocessors, those that clusters can have at the same time: they do not reach from one cluster of
+# multiprocessors (GPC) into another, and these have 14 to 18.
+CLUSTERED_SHARE = {2: 1.0, 4: 0.9, 8: 0.75}
+OTHER_SHARED_BYTES = 2 * 2048 * 4 + 1024  # of a block, besides its entries
+
+
+@dataclass(frozen=True, slots=True)
+class BlockShape:
+    """What a block is like that reads each score once."""
+
+    threads: int
+    vectors: int  # of four scores, that a thread has of a tile
+    capacity: int  # entries that a block keeps: its k best, and room for a tile at least
+    per_sm: int  # blocks of a multiprocessor
+
+    @property
+    def tile_len(self) -> int:
+        """Scores of a tile."""
+        return 4 * self.vectors * self.threads
+
+    @property
+    def shared_bytes(self) -> int:
+        return 8 * self.capacity + OTHER_SHARED_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class DigitShape:
+    """What a block is like that keeps scores in registers."""
+
+    threads: int
+    vectors: int  # of four scores, that a thread keeps
+    per_sm: int  # blocks of a multiprocessor
+
+    @property
+    def num_kept(self) -> int:
+        """Scores."""
+        return 4 * self.vectors * self.threads
+
+    def shared_bytes(self, by_position: bool) -> int:
+        """A list of 128 entries for each warp; by score, also all that is chosen."""
+        return 8 * 128 * self.threads // 32 + (0 if by_position else 8 * MAX_K) + OTHER_SHARED_BYTES
+
+
+MANY_ROWS = BlockShape(512, 2, 11264, per_sm=2)  # one block reads while the other selects
+FEW_ROWS = DigitShape(1024, 4, per_sm=1)
+SHORT_ROWS = DigitShape(512, 4, per_sm=2)
+
+
+def select_on_device(
+    scores: Tensor,  # [rows, length] float32; rows may be any number of scores apart
+    legal_len: Tensor | None,  # [rows] int32
+    by_position: bool,
+    pages: Tensor | None,  # [rows, num_pages] int32
+    page_size: int,
+    out: Tensor,  # [rows, k] int32, contiguous, written
+) -> None:
+    """Enqueue on torch's current stream. Definition and meaning of the arguments: `select.top_k`."""
+    (rows, length), k = scores.shape, out.shape[1]
+    if rows == 0:
+        return
+    shape, cluster = _choose_blocks(rows, length, num_multiprocessors(scores.device))
+    kernel = _kernel(shape, cluster, by_position)
+    kernel.launch(
+        (rows * cluster, 1, 1),
+        shape.threads,
+        scores,
+        scores.stride(0),
+        length,
+        _address(legal_len),
+        _address(pages),
+        0 if pages is None else pages.stride(0),
+        page_size,
+        out,
+        k,
+    )
+
+
+def _choose_blocks(rows: int, length: int, num_sms: int) -> tuple[BlockShape | DigitShape, int]:
+    """Blocks, and how many for a row."""
+    if length <= SHORT_ROWS.num_kept:
+        return SHORT_ROWS, 1
+    if 2 * rows > num_sms:  # each multiprocessor has a row or two
+        if length <= FEW_ROWS.num_kept:
+            return FEW_ROWS, 1
+        return MANY_ROWS, 2 if rows <= num_sms and length >= 4 * MANY_ROWS.tile_len else 1
+    cluster = 1
+    while (
+        2 * cluster <= MAX_CLUSTER
+        and 2 * cluster * rows <= CLUSTERED_SHARE[2 * cluster] * num_sms
+        and cluster * FEW_ROWS.num_kept <= length
+    ):
+        cluster *= 2
+    return FEW_ROWS, cluster
+
+
+def _kernel(shape: BlockShape | DigitShape, cluster: int, by_position: bool) -> CudaKernel:
+    defines = {
+        "THREADS": shape.threads,
+        "CLUSTER": cluster,
+        "VECTORS": shape.vectors,
+        "BLOCKS_PER_SM": shape.per_sm,
+        "BY_POSITION": int(by_position),
+    }
+    if isinstance(shape, DigitShape):
+        defines |= {"MAX_K": MAX_K}
+        return cuda_kernel(DIGIT_SOURCE, "select_by_digits", defines, shape.shared_bytes(by_position), early_start=True)
+    defines |= {"CAPACITY": shape.capacity}
+    return cuda_kernel(TILE_SOURCE, "select_top_k", defines, shape.shared_bytes, early_start=True)
+
+
+def _address(array: Tensor | None) -> Tensor | int:
+    """What a kernel takes for an array that may be missing."""
+    return 0 if array is None else array

@@ -1,0 +1,179 @@
+// How a row's floor is found, and how a tile lists what reaches it: see `grouped.cu`.
+#pragma once
+
+#include "entries.cuh"
+
+constexpr int CHUNK = 4 * THREADS;  // scores of a tile
+constexpr int BEST_VECTORS = MAX_GROUPS / CHUNK;
+constexpr int FLOOR_BINS = 1 << 13;  // of the groups' best, by their first digit
+constexpr u32 FEW = 32;              // entries that are compared one by one
+static_assert(MAX_TILES <= THREADS && MAX_GROUPS % CHUNK == 0, "a thread has a tile, and groups by fours");
+
+// What is listed of a key, in 64 bits: how its score compares, and where it lies. Of what all blocks have listed of a
+// row, an entry is the key with its number in the order of the index; so all entries differ.
+__device__ __forceinline__ u64 list_key(u32 key, u32 place) { return static_cast<u64>(key) << 32 | place; }
+__device__ __forceinline__ u32 key_of(u64 listed) { return listed >> 32; }
+__device__ __forceinline__ u32 place_of(u64 listed) { return static_cast<u32>(listed); }
+
+// In the first slot: so many are listed elsewhere. In slots behind the last: so many are listed here.
+constexpr u32 OVERFLOW_KEY = 0xffffffffu, COUNT_MARK = 1u << 31;
+__device__ __forceinline__ u64 overflow_of(u32 count) { return list_key(OVERFLOW_KEY, count); }
+__device__ __forceinline__ u64 nothing_behind(u32 count) { return list_key(0, COUNT_MARK | count); }
+
+struct alignas(16) Shared {
+    union {
+        u32 floor_bins[FLOOR_BINS];
+        u64 listed[ENTRIES];
+    };
+    u32 bins[BINS + 1];         // and one for what is not there
+    u32 starts[MAX_TILES + 1];  // of the tiles' lists among all that is listed
+    u32 scratch[WARPS], of_warps[WARPS];
+    u64 few[FEW], last;
+    u32 num_few;
+    Boundary boundary;
+};
+
+__device__ __forceinline__ void prepare(Shared& s) {
+    for (int i = threadIdx.x; i < FLOOR_BINS; i += THREADS) s.floor_bins[i] = 0;
+    for (int i = threadIdx.x; i < BINS; i += THREADS) s.bins[i] = 0;
+    if (threadIdx.x == 0) s.num_few = 0;
+    __syncthreads();
+}
+
+// The bin of the wanted-th highest; bin 0 and nothing in it where there are not so many. Each warp adds up its share of
+// the bins, and the one that has the bin looks where it is.
+template <int NUM_BINS> __device__ __forceinline__ Boundary find_boundary(Shared& s, const u32* bins, u32 wanted) {
+    constexpr int OF_LANE = NUM_BINS / THREADS;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = threadIdx.x * OF_LANE;
+    u32 mine[OF_LANE], sum = 0;
+#pragma unroll
+    for (int i = 0; i < OF_LANE; ++i) sum += mine[i] = bins[first + i];
+    const u32 of_warp = __reduce_add_sync(ALL_LANES, sum);
+    if (lane == 0) s.scratch[warp] = of_warp;
+    if (threadIdx.x == 0) s.boundary = {0, 0, 0};
+    __syncthreads();
+    u32 above = __reduce_add_sync(ALL_LANES, warp < lane && lane < WARPS ? s.scratch[lane] : 0);
+    if (above < wanted && wanted <= above + of_warp) {
+        above += of_warp - sum_up_to_lane(sum);
+        if (above < wanted && wanted <= above + sum) find_among(mine, first, above, wanted, s.boundary);
+    }
+    __syncthreads();
+    return s.boundary;
+}
+
+using Bests = uint4[BEST_VECTORS];  // of a thread: keys, 0 where there is no group
+
+// A key that at least k groups reach, and not many more; 1 if there are not so many. Never 0.
+struct Floor {
+    u32 key;
+    int shift;  // of the digit that it was found by
+};
+__device__ __forceinline__ Floor find_floor(Shared& s, const Bests& bests, int num_fours, u32 k) {
+    auto for_each = [&](const auto& use) {
+#pragma unroll
+        for (int v = 0; v < BEST_VECTORS; ++v)
+            if (v * THREADS < num_fours) use(bests[v].x), use(bests[v].y), use(bests[v].z), use(bests[v].w);
+    };
+    int shift = 19;
+    static_assert(FLOOR_BINS >> 13 == 1, "keys have 32 bits");
+    for_each([&](u32 best) { atomicAdd(&s.floor_bins[best >> shift], 1u); });
+    __syncthreads();
+    Boundary found = find_boundary<FLOOR_BINS>(s, s.floor_bins, k);
+    u32 low = found.bin << shift;
+#pragma unroll 1
+    while (found.inside > MANY_GROUPS && shift > 0) {
+        const u32 width = 1u << shift;
+        shift = max(shift - 11, 0);
+        for_each([&](u32 best) {
+            if (best - low < width) atomicAdd(&s.bins[best - low >> shift], 1u);
+        });
+        __syncthreads();
+        k -= found.above;
+        found = find_boundary<BINS>(s, s.bins, k);
+        low += found.bin << shift;
+        for (int i = threadIdx.x; i < BINS; i += THREADS) s.bins[i] = 0;
+        __syncthreads();
+    }
+    return {max(low, 1u), shift};
+}
+
+// What is listed of a row, by tiles.
+struct Lists {
+    u64* slots;   // [num_tiles, tile_slots]
+    u64* listed;  // [num_tiles, CHUNK], of tiles that have more
+    int tile_slots, num_tiles;
+};
+
+struct Row {
+    const float* scores;
+    int num_scores;
+    bool aligned;
+    const int* pages;
+    int page_shift;
+
+    // Four scores; something where there is none.
+    __device__ __forceinline__ float4 load(int at) const {
+        if (aligned && at + 4 <= num_scores) return load_now(reinterpret_cast<const float4*>(scores + at));
+        auto score = [&](int i) { return at + i < num_scores ? scores[at + i] : 0; };
+        return make_float4(score(0), score(1), score(2), score(3));
+    }
+    // Their keys; 0 where there is no score.
+    __device__ __forceinline__ uint4 keys_of(float4 four, int at) const {
+        auto key = [&](int i, float score) { return at + i < num_scores ? max(order_of(score), 1u) : 0; };  // NaN is there
+        return make_uint4(key(0, four.x), key(1, four.y), key(2, four.z), key(3, four.w));
+    }
+    __device__ __forceinline__ int load_page(int at) const {
+        return pages && at < num_scores ? load_now(pages + (at >> page_shift)) : 0;
+    }
+    // Where the key of a score lies, and those behind it up to a multiple of four.
+    __device__ __forceinline__ u32 place_of(int at, int page) const {
+        return pages ? (page << page_shift) + (at & ((1 << page_shift) - 1)) : at;
+    }
+};
+
+// Rows of another array, which are read next where the keys that are chosen lie.
+struct NextRows {
+    const char* rows;  // or null
+    long long stride;
+    u32 bytes;  // a multiple of 16, as is where a row begins
+
+    __device__ __forceinline__ void bring(u32 place) const {
+        if (rows) bring_to_l2(rows + static_cast<long long>(place) * stride, bytes);
+    }
+};
+
+// Lists what of a tile reaches the floor, in the order of its index: a thread has four keys and the place of the first.
+// True if there are slots for all of it.
+__device__ __forceinline__ bool list_tile(Shared& s, const Lists& lists, int tile, uint4 keys, u32 place, u32 floor) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const u32 of_keys[4] = {keys.x, keys.y, keys.z, keys.w};
+    u32 count = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) count += of_keys[i] >= floor;
+    u32 to = 0, of_warp = 0;
+#pragma unroll
+    for (int bit = 0; bit < 3; ++bit) {  // of counts up to four
+        const u32 lanes = __ballot_sync(ALL_LANES, count >> bit & 1);
+        to += __popc(lanes & ((1u << lane) - 1)) << bit, of_warp += __popc(lanes) << bit;
+    }
+    if (lane == 0) s.of_warps[warp] = of_warp;
+    __syncthreads();
+    const u32 of_lane = lane < WARPS ? s.of_warps[lane] : 0, total = __reduce_add_sync(ALL_LANES, of_lane);
+    to += __reduce_add_sync(ALL_LANES, lane < warp ? of_lane : 0);
+    u64* const slots = lists.slots + static_cast<long long>(tile) * lists.tile_slots;
+    const bool fits = total <= lists.tile_slots;
+    u64* put = (fits ? slots : lists.listed + static_cast<long long>(tile) * CHUNK) + to;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        if (of_keys[i] >= floor) store_whole(put++, list_key(of_keys[i], place + i));
+#pragma unroll 1
+    for (int i = (fits ? total : 1) + threadIdx.x; i < lists.tile_slots; i += THREADS)
+        store_whole(slots + i, nothing_behind(total));
+    if (fits) return true;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        store_whole(slots, overflow_of(total));
+    }
+    return false;
+}

@@ -1,0 +1,33 @@
+"""What Triton kernels share: programmatic dependent launch, as of `csattn.cuda.cuda_kernel`, and rounding to FP8."""
+
+# Triton kernels are untyped, and their constants upper case by custom.
+# ruff: noqa: N803
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+def launch_options(device: torch.device) -> dict[str, Any]:
+    """To be passed to every launch of a kernel that calls `wait_for_earlier`; an interpreted one starts when called."""
+    return {"EARLY": True, "launch_pdl": True} if device.type == "cuda" else {"EARLY": False}
+
+
+@triton.jit
+def wait_for_earlier(EARLY: tl.constexpr):
+    """Before it, a kernel reads and writes nothing; after it, the next kernel may start. Every program calls it."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def round_to_e4m3(value):
+    """To the nearest e4m3 number, of two the even one. Conversions do so too, but interpreted ones lose a carry."""
+    power = (value.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)  # of two, not above |value|
+    step = tl.maximum(power, 0.015625) * 0.125
+    return (value + step * 12582912.0) - step * 12582912.0  # 1.5 * 2^23: whole numbers only

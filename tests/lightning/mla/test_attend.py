@@ -1,0 +1,143 @@
+"""Attention over selected latent rows is the definition's, whatever way it is split; other rows are not read."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from csattn.attention import reference
+from csattn.errors import ArrayError, ConfigError
+from csattn.lightning import sparse_mla, sparse_mla_reference
+from csattn.lightning.mla.triton_kernels import AttendShape, attend_on_device
+from tests.cuda_on_cpu.emulated import DEVICE
+
+SCALE = 0.3
+NUM_ROWS = 150
+
+
+def make_case(
+    num_queries: int, num_heads: int, top_k: int, dims: tuple[int, int] = (32, 16), dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor | None]:
+    """Selections that end in -1, with a hole; the first one is empty. Rows that none selects are NaN."""
+    latent, rope = dims
+    indices = torch.stack([torch.randperm(NUM_ROWS)[:top_k].sort().values for _ in range(num_queries)]).to(torch.int32)
+    indices[0] = -1
+    indices[1:, top_k - top_k // 3 :] = -1
+    indices[1:, top_k // 4] = -1
+    used = torch.zeros(NUM_ROWS, 1, dtype=torch.bool)
+    used[indices[indices >= 0].long()] = True
+    # both parts in one cache, as views
+    rows = torch.randn(NUM_ROWS, latent + rope).to(dtype).where(used, torch.nan)
+    return {
+        "q_nope": torch.randn(num_queries, num_heads, latent).to(dtype),
+        "q_pe": torch.randn(num_queries, num_heads, rope).to(dtype) if rope else None,
+        "ckv": rows[:, :latent],
+        "kpe": rows[:, latent:] if rope else None,
+        "indices": indices,
+    }
+
+
+def by_kernel(case: dict[str, Tensor | None], shape: AttendShape, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    arrays = {name: None if array is None else array.to(DEVICE) for name, array in case.items()}
+    out = torch.full_like(arrays["q_nope"], torch.nan)  # type: ignore[arg-type]
+    lse = torch.full(out.shape[:2], torch.nan, device=DEVICE)
+    sink = None if sink is None else sink.to(DEVICE)
+    results = {"out": out, "lse": lse, "lse_unit": 2.0}
+    attend_on_device(**arrays, softmax_scale=SCALE, attn_sink=sink, shape=shape, **results)  # type: ignore[arg-type]
+    return out.cpu(), lse.cpu() / 2
+
+
+def agree(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], tolerance: float) -> None:
+    torch.testing.assert_close(got[0].float(), want[0].float(), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(got[1], want[1], rtol=tolerance, atol=tolerance)
+    assert (got[0][0] == 0).all()
+    assert (got[1][0] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("with_sink", [False, True])
+@pytest.mark.parametrize(("num_heads", "top_k", "num_splits"), [(16, 40, 1), (3, 65, 3), (20, 100, 4), (1, 1, 2)])
+def test_the_kernel_agrees_with_the_definition(num_heads: int, top_k: int, with_sink: bool, num_splits: int) -> None:
+    case = make_case(3, num_heads, top_k)
+    sink = torch.randn(num_heads) if with_sink else None
+    got = by_kernel(case, AttendShape(16, 16, num_splits, 4, 2), sink)
+    agree(got, sparse_mla_reference(**case, softmax_scale=SCALE, attn_sink=sink), 1e-5)  # type: ignore[arg-type]
+
+
+def test_rows_without_other_channels_and_half_precision() -> None:
+    case = make_case(4, 16, 64, dims=(64, 0), dtype=torch.float16)
+    sink = torch.randn(16)
+    want = sparse_mla_reference(**case, softmax_scale=SCALE, attn_sink=sink)  # type: ignore[arg-type]
+    agree(by_kernel(case, AttendShape(16, 32, 2, 4, 2), sink), want, 5e-3)
+
+
+def test_the_shapes_of_the_models() -> None:
+    """DeepSeek-V3.2's 512 + 64 channels; programs as they are chosen for a device."""
+    case = make_case(2, 16, 96, dims=(512, 64), dtype=torch.float16)
+    want = sparse_mla_reference(**case, softmax_scale=0.13523378)  # type: ignore[arg-type]
+    arrays = {name: array.to(DEVICE) for name, array in case.items()}  # type: ignore[union-attr]
+    out = torch.full_like(arrays["q_nope"], torch.nan)
+    lse = torch.full(out.shape[:2], torch.nan, device=DEVICE)
+    attend_on_device(**arrays, softmax_scale=0.13523378, attn_sink=None, out=out, lse=lse)
+    agree((out.cpu(), lse.cpu()), want, 5e-3)
+
+
+def test_in_chunks_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(7, 3, 20)
+    monkeypatch.setattr("csattn.lightning.mla.attend.CHUNK_BYTES", 8 * 20 * 32 * 2)
+    got = sparse_mla(**case, softmax_scale=SCALE)  # type: ignore[arg-type]
+    agree(got, sparse_mla_reference(**case, softmax_scale=SCALE), 0)  # type: ignore[arg-type]
+
+
+def test_the_definition_is_attention_over_the_selected_rows() -> None:
+    case = make_case(2, 4, 30)
+    out, lse = sparse_mla_reference(**case, softmax_scale=SCALE)  # type: ignore[arg-type]
+    chosen = case["indices"][1]  # type: ignore[index]
+    at = chosen[chosen >= 0].long()
+    ckv, kpe = case["ckv"][at], case["kpe"][at]  # type: ignore[index]
+    q = torch.cat((case["q_nope"][1], case["q_pe"][1]), -1)  # type: ignore[index]
+    k, v = torch.cat((ckv, kpe), -1), torch.cat((ckv, torch.zeros_like(kpe)), -1)
+    want, want_lse = reference.attend(q[None, None], k[None, None], v[None, None], SCALE)
+    torch.testing.assert_close(out[1], want[0, 0, :, :32])
+    torch.testing.assert_close(lse[1], want_lse[0, 0])
+
+
+def test_a_sink_takes_its_share() -> None:
+    case = make_case(2, 2, 10)
+    plain, lse = sparse_mla(**case, softmax_scale=SCALE)  # type: ignore[arg-type]
+    sink = torch.stack((lse[1, 0], torch.tensor(-torch.inf)))
+    out, same_lse = sparse_mla(**case, softmax_scale=SCALE, attn_sink=sink)  # type: ignore[arg-type]
+    torch.testing.assert_close(out[1, 0], plain[1, 0] / 2)
+    torch.testing.assert_close(out[1, 1], plain[1, 1])
+    torch.testing.assert_close(same_lse, lse)
+
+
+def test_programs_fill_the_device() -> None:
+    assert AttendShape.choose(1, 16, 2048) == AttendShape(16, 32, 64, 4, 1)
+    assert AttendShape.choose(8, 16, 2048) == AttendShape(16, 32, 16, 4, 5)
+    assert AttendShape.choose(8, 128, 2048).num_splits == 8
+    assert AttendShape.choose(4096, 64, 2048).num_splits == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        ({"q_nope": torch.zeros(2, 4, 32, dtype=torch.int32)}, ArrayError, "q_nope is int32"),
+        ({"ckv": torch.zeros(NUM_ROWS, 31)}, ArrayError, r"wanted \[num_rows, 32\]"),
+        ({"ckv": torch.zeros(32, NUM_ROWS).T}, ArrayError, "ckv .* wanted contiguous rows"),
+        ({"kpe": torch.zeros(3, 16)}, ArrayError, r"\[150, 16\]"),
+        ({"kpe": None}, ArrayError, "one of q_pe and kpe is missing"),
+        ({"indices": torch.zeros(2, 8, dtype=torch.int64)}, ArrayError, "indices is int64"),
+        ({"attn_sink": torch.zeros(3)}, ArrayError, r"attn_sink has shape \[3\]"),
+        ({"out": torch.zeros(2, 4, 31)}, ArrayError, "out has shape"),
+        ({"lse": torch.zeros(2, 3)}, ArrayError, "lse has shape"),
+        ({"softmax_scale": 0.0}, ConfigError, "wanted a positive number"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change: dict[str, object], error: type[Exception], says: str) -> None:
+    arguments: dict[str, object] = {**make_case(2, 4, 8), "softmax_scale": SCALE, **change}
+    with pytest.raises(error, match=says):
+        sparse_mla(**arguments)  # type: ignore[arg-type]
+
+
+def test_widths_that_the_kernel_does_not_take_are_refused() -> None:
+    with pytest.raises(ArrayError, match="24 latent channels"):
+        by_kernel(make_case(2, 4, 8, dims=(24, 16)), AttendShape(16, 16, 1, 4, 2), None)

@@ -1,0 +1,88 @@
+"""The kernel for many heads on tensor cores is the definition's attention; rows that are not chosen are not read."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from csattn.lightning import sparse_mla_reference
+from csattn.lightning.mla import hopper
+from csattn.lightning.mla.hopper import attend_many, takes
+from tests.cuda_on_cpu.emulated import DEVICE, Emulator
+
+pytestmark = pytest.mark.skipif(
+    DEVICE.type == "cuda" and torch.cuda.get_device_capability() != (9, 0), reason="the kernel is for Hopper"
+)
+SCALE = 0.05
+NUM_ROWS = 400
+
+
+@pytest.fixture(autouse=True)
+def kernels(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulator.stand_in(monkeypatch, hopper)
+
+
+def make_case(
+    num_heads: int, lens: list[int], top_k: int, rope_dim: int, dtype: torch.dtype
+) -> dict[str, Tensor | None]:
+    """A query for each length: so many places, with a hole where there are three, then -1. Other rows are NaN."""
+    indices = torch.full((len(lens), top_k), -1, dtype=torch.int32)
+    for query, num_chosen in enumerate(lens):
+        indices[query, :num_chosen] = torch.randperm(NUM_ROWS)[:num_chosen].sort().values
+        if num_chosen > 2:
+            indices[query, num_chosen // 2] = NUM_ROWS + query
+    used = torch.zeros(NUM_ROWS, 1, dtype=torch.bool)
+    used[indices[(indices >= 0) & (indices < NUM_ROWS)].long()] = True
+    rows = torch.randn(NUM_ROWS, 512 + rope_dim).to(dtype).where(used, torch.nan)
+    case = {
+        "q_nope": torch.randn(len(lens), num_heads, 512).to(dtype),
+        "q_pe": torch.randn(len(lens), num_heads, rope_dim).to(dtype) if rope_dim else None,
+        "ckv": rows[:, :512],
+        "kpe": rows[:, 512:] if rope_dim else None,
+        "indices": indices,
+    }
+    return {name: None if array is None else array.to(DEVICE) for name, array in case.items()}
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "rope_dim", "with_sink", "dtype"),
+    [(64, 64, False, torch.bfloat16), (64, 0, True, torch.bfloat16), (40, 64, True, torch.float16)],
+)
+def test_agrees_with_the_definition(num_heads: int, rope_dim: int, with_sink: bool, dtype: torch.dtype) -> None:
+    case = make_case(num_heads, [0, 1, 64, 65, 200], 203, rope_dim, dtype)
+    sink = torch.randn(num_heads).to(DEVICE) if with_sink else None
+    want, want_lse = sparse_mla_reference(**case, softmax_scale=SCALE, attn_sink=sink)  # type: ignore[arg-type]
+    out, lse = torch.full_like(want, torch.nan), torch.full_like(want_lse, torch.nan)
+    attend_many(**case, softmax_scale=SCALE, attn_sink=sink, out=out, lse=lse)  # type: ignore[arg-type]
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 3e-3
+    torch.testing.assert_close(out.float(), want.float(), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3)
+    assert (out[0] == 0).all()
+    assert (lse[0] == -torch.inf).all()
+
+
+def test_logits_that_grow_from_row_to_row() -> None:
+    """Each tile's logits are far above those before: what was summed up is scaled again and again."""
+    case = make_case(64, [200], 200, 64, torch.float16)
+    growing = torch.linspace(0, 60, NUM_ROWS, device=DEVICE)[:, None]
+    case["ckv"] = (case["ckv"] + growing).to(torch.float16)  # type: ignore[operator]
+    case["q_nope"] = (case["q_nope"].abs() * 0.3).to(torch.float16)  # type: ignore[union-attr]
+    want, want_lse = sparse_mla_reference(**case, softmax_scale=SCALE)  # type: ignore[arg-type]
+    out, lse = torch.full_like(want, torch.nan), torch.full_like(want_lse, torch.nan)
+    attend_many(**case, softmax_scale=SCALE, attn_sink=None, out=out, lse=lse)  # type: ignore[arg-type]
+    torch.testing.assert_close(out.float(), want.float(), rtol=5e-3, atol=5e-3)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3)
+
+
+def test_takes_what_it_was_written_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper, "has_warpgroup_products", lambda device: True)
+    case = make_case(64, [1], 1, 64, torch.bfloat16)
+    of_rows = case["ckv"], case["kpe"]
+    q, q_pe = (case[name].expand(64, -1, -1).contiguous() for name in ("q_nope", "q_pe"))  # type: ignore[union-attr]
+    assert takes(q, q_pe, *of_rows)  # type: ignore[arg-type]
+    assert takes(q, None, case["ckv"], None)  # type: ignore[arg-type]
+    assert not takes(q[:63], q_pe[:63], *of_rows), "few queries"  # type: ignore[arg-type]
+    assert not takes(q[:, :32], q_pe[:, :32], *of_rows), "few heads"  # type: ignore[arg-type]
+    assert not takes(q.float(), q_pe.float(), *of_rows), "float32"  # type: ignore[arg-type]
+    assert not takes(q[..., :256], None, case["ckv"][:, :256], None), "other widths"  # type: ignore[index]
+    uneven = torch.zeros(NUM_ROWS, 68, dtype=q.dtype, device=DEVICE)[:, :64]
+    assert not takes(q, q_pe, case["ckv"], uneven), "rows that are not some 16 bytes apart"

@@ -1,0 +1,99 @@
+"""Every byte of a page is where other systems look for it."""
+
+import struct
+
+import pytest
+import torch
+
+from csattn.errors import ArrayError, ConfigError
+from csattn.lightning import make_key_cache, quantise_fp8, read_keys, write_keys
+from csattn.lightning.paged.cache import page_views
+from csattn.lightning.paged.triton_kernels import write_on_device
+from tests.cuda_on_cpu.emulated import DEVICE
+
+
+def test_bytes_of_a_page() -> None:
+    """Token 5 of page 2: its values from byte 5 * 128 on, its scale at byte 64 * 128 + 5 * 4."""
+    cache, key = make_key_cache(3), torch.randn(1, 128)
+    write_keys(cache, key, torch.tensor([2 * 64 + 5]))
+    page = cache[2].reshape(-1)
+    assert page.numel() == 8448
+    values, scale = quantise_fp8(key)
+    assert page[5 * 128 : 6 * 128].tolist() == values.view(torch.uint8)[0].tolist()
+    assert bytes(page[8192 + 20 : 8192 + 24].tolist()) == struct.pack("<f", scale.item())
+    page[5 * 128 : 6 * 128] = 0
+    page[8192 + 20 : 8192 + 24] = 0
+    assert not cache.any(), "something else was written"
+
+
+@pytest.mark.parametrize("kv_len", [0, 1, 63, 64, 65, 200])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8])
+def test_what_is_written_is_read(kv_len: int, dtype: torch.dtype) -> None:
+    keys, block_table = torch.randn(kv_len, 128), torch.tensor([6, 0, 3, 1])
+    cache = make_key_cache(7).view(dtype)
+    cache.random_(0, 100)
+    positions = torch.randperm(kv_len)
+    slots = block_table[positions // 64] * 64 + positions % 64
+    write_keys(cache, keys[positions], slots)
+    got, scales = read_keys(cache, block_table, kv_len)
+    want, want_scales = quantise_fp8(keys)
+    assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+    assert torch.equal(scales, want_scales[:, 0])
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_kernel_writes_the_same_bytes(dtype: torch.dtype, power_of_two: bool) -> None:
+    """Keys of all sizes, one of zeros, one whose scale is a power of two; what has no slot in the cache is left out."""
+    keys = (torch.randn(9, 128) * torch.logspace(-3, 3, 9)[:, None]).to(dtype)
+    keys[3] = 0
+    keys[4] = torch.linspace(-448, 448, 128)
+    slots = torch.tensor([70, 3, -1, 128, 5, 6, 127, 0, 64])
+    want, got = make_key_cache(2), make_key_cache(2).to(DEVICE)
+    there = (slots >= 0) & (slots < 128)
+    write_keys(want, keys[there], slots[there], power_of_two_scales=power_of_two)
+    write_on_device(*page_views(got), keys.to(DEVICE), slots.to(DEVICE), power_of_two)
+    assert torch.equal(got.cpu(), want)
+
+
+@pytest.mark.gpu
+def test_a_captured_write_follows_its_inputs() -> None:
+    cache, keys = make_key_cache(4, DEVICE), torch.randn(3, 128, device=DEVICE)
+    slots = torch.tensor([1, 70, -1], device=DEVICE)
+    write_keys(cache, keys, slots)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        write_keys(cache, keys, slots)
+    for written in ([200, 5, 6], [7, -1, 255]):
+        keys.normal_()
+        slots.copy_(torch.tensor(written))
+        want = cache.clone()
+        write_keys(want, keys, slots)
+        graph.replay()
+        assert torch.equal(cache, want)
+
+
+def test_a_token_without_a_slot_is_not_written() -> None:
+    cache = make_key_cache(1)
+    write_keys(cache, torch.randn(3, 128), torch.tensor([-1, -1, -1]))
+    assert not cache.any()
+
+
+def test_views_lie_in_the_cache() -> None:
+    cache = make_key_cache(2)
+    values, scales = page_views(cache)
+    scales[1, 63] = 1.0
+    assert cache.reshape(-1)[-4:].tolist() == [0, 0, 128, 63]
+    assert values.shape == (2, 64, 128)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    cache = make_key_cache(2)
+    with pytest.raises(ArrayError, match="slot_mapping holds numbers from 128 to 128; wanted -1 to 127"):
+        write_keys(cache, torch.zeros(1, 128), torch.tensor([128]))
+    with pytest.raises(ArrayError, match="block_table holds numbers from 2 to 2; wanted 0 to 1"):
+        read_keys(cache, torch.tensor([2]), 5)
+    with pytest.raises(ConfigError, match="kv_len is 65; wanted at most 64"):
+        read_keys(cache, torch.tensor([1]), 65)
+    with pytest.raises(ArrayError, match=r"cache has shape \[2, 8448\]; wanted \[num_pages, 64, 1, 132\]"):
+        read_keys(cache.view(2, -1), torch.tensor([1]), 5)

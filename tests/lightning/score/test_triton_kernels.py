@@ -1,0 +1,107 @@
+"""The score kernel is its definition, for any shape. Without a GPU it runs as Python, which is slow: sizes are tiny."""
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton, whose interpreter runs these kernels on a CPU, is not installed")
+
+from bench.lightning.awkward import KINDS, make_operands
+from csattn.lightning import FP8, Operands, causal_lens, choose_keys, score_all, score_keys, top_k_reference
+from csattn.lightning.score.triton_kernels import TileShape, score_tile
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SMALL = TileShape(columns=16, keys=16, tiles=2, num_warps=4, num_stages=2)
+
+
+def to_device(operands: Operands) -> Operands:
+    arrays = operands.q, operands.k, operands.weights, operands.key_scale
+    return Operands(*(None if array is None else array.to(DEVICE) for array in arrays))  # type: ignore[arg-type]
+
+
+def scored(operands: Operands, keys: range, lens: Tensor, shape: TileShape = SMALL) -> Tensor:
+    """[num_queries, len(keys)]; NaN where a query may not look, and where the kernel has not written."""
+    width = -(-len(keys) // shape.keys) * shape.keys
+    out = torch.full((len(operands.q), width + 3), torch.nan, device=DEVICE)
+    score_tile(to_device(operands), keys, lens.to(DEVICE), out, shape)
+    assert out[:, width:].isnan().all()
+    out = out[:, : len(keys)].cpu()
+    legal = torch.arange(keys.start, keys.stop) < lens[:, None]
+    return out.masked_fill(~legal, torch.nan)
+
+
+def want(operands: Operands, keys: range, lens: Tensor) -> Tensor:
+    legal = torch.arange(keys.start, keys.stop) < lens[:, None]
+    return score_keys(operands)[:, keys.start : keys.stop].masked_fill(~legal, torch.nan)
+
+
+@pytest.mark.parametrize(
+    ("num_queries", "num_keys", "num_heads", "head_dim"),
+    [(1, 1, 1, 32), (5, 70, 4, 32), (3, 33, 3, 20), (9, 64, 16, 64), (2, 17, 40, 16)],
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_scores_are_their_definition(
+    num_queries: int, num_keys: int, num_heads: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    operands = make_operands("random", num_queries, num_keys, num_heads, head_dim, dtype, key_scale=num_heads > 3)
+    lens = torch.randint(0, num_keys + 1, (num_queries,), dtype=torch.int32)
+    lens[0] = num_keys
+    for keys in (range(num_keys), range(num_keys // 3, num_keys)):
+        torch.testing.assert_close(
+            scored(operands, keys, lens), want(operands, keys, lens), rtol=1e-4, atol=1e-3, equal_nan=True
+        )
+
+
+def test_scores_of_fp8() -> None:
+    plain = make_operands("random", 3, 20, 4, 32, key_scale=True)
+    operands = Operands(plain.q.to(FP8), plain.k.to(FP8), plain.weights, plain.key_scale)
+    lens = torch.full((3,), 20, dtype=torch.int32)
+    keys = range(20)
+    torch.testing.assert_close(scored(operands, keys, lens), want(operands, keys, lens), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of numpy, which is the interpreter
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "random"])
+def test_exact_scores_are_exact(kind: str) -> None:
+    operands = make_operands(kind, 3, 40, dtype=torch.float16, head_dim=32)
+    lens = causal_lens(3, 40, first_position=30)
+    keys = range(5, 40)
+    torch.testing.assert_close(scored(operands, keys, lens), want(operands, keys, lens), rtol=0, atol=0, equal_nan=True)
+
+
+def test_keys_beyond_what_is_legal_are_not_read() -> None:
+    operands = make_operands("random", 4, 100, dtype=torch.float16, head_dim=32)
+    poisoned = Operands(operands.q, operands.k.clone(), operands.weights)
+    poisoned.k[48:] = torch.nan
+    lens = torch.tensor([1, 33, 48, 0], dtype=torch.int32)
+    assert torch.equal(
+        scored(poisoned, range(100), lens).nan_to_num(7), scored(operands, range(100), lens).nan_to_num(7)
+    )
+
+
+def test_where_a_key_lies_in_a_tile_changes_no_bit() -> None:
+    operands, lens = make_operands("random", 5, 60, dtype=torch.float16, head_dim=32), torch.full((5,), 60)
+    lens = lens.to(torch.int32)
+    whole = scored(operands, range(60), lens)
+    for start, stop in ((0, 17), (1, 60), (13, 40)):
+        assert torch.equal(scored(operands, range(start, stop), lens), whole[:, start:stop])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ratio", [1, 4])
+def test_choices_on_the_gpu(dtype: torch.dtype, kind: str, ratio: int) -> None:
+    plain = make_operands(kind, 1000, 3001, 64, 128, key_scale=True)
+    operands = to_device(Operands(plain.q.to(dtype), plain.k.to(dtype), plain.weights, plain.key_scale))
+    lens = causal_lens(1000, 3001, ratio=ratio, first_position=2500).to(DEVICE)
+    scores = score_all(operands, lens)
+    best = top_k_reference(scores, 512, lens)
+    for tile in (None, (1000, 128), (37, 1000)):
+        assert torch.equal(choose_keys(operands, 512, lens, tile=tile).indices, best)
+    by_triton = torch.full((1000, 3072), torch.nan, device=DEVICE)
+    score_tile(operands, range(3001), lens, by_triton)
+    if kind == "random":
+        want, illegal = score_keys(operands), torch.arange(3001, device=DEVICE) >= lens[:, None]
+        for got in (scores, by_triton[:, :3001]):
+            assert (got - want).masked_fill(illegal, 0).abs().max() < 2e-3 * want.abs().max()

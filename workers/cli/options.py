@@ -40,7 +40,9 @@ Lookahead = Annotated[
     ),
 ]
 WindowLen = Annotated[int, typer.Option(help="Recent rows that are always read.")]
-SearchPeriod = Annotated[int, typer.Option(help="Search at every N-th token of a request; those between read what it chose.")]
+SearchPeriod = Annotated[
+    int, typer.Option(help="Search at every N-th token of a request; those between read what it chose.")
+]
 Threads = Annotated[int | None, typer.Option(help="CPU threads.", show_default="all cores")]
 Rest = Annotated[
     str | None,

@@ -143,7 +143,7 @@ def measure_losses(searcher: WorkerSearcher, artifact: Artifact, step: RowSearch
     """How long the layer takes whose worker dies, and until the worker is back."""
     stalls_ms, back_s = [], []
     for turn in range(num_kills):
-        handle: Any = searcher._keepers[turn % len(searcher._keepers)].handle
+        handle: Any = searcher._supervisors[turn % len(searcher._supervisors)].handle
         os.kill(handle.pid, signal.SIGSTOP)  # so that it dies with the request in its hands
         since = time.perf_counter()
         searcher.start(turn % NUM_LAYERS, [step])

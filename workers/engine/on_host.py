@@ -20,7 +20,7 @@ from csattn.search.device import DeviceIndexes, IndexShape, SketchShape, to_devi
 from csattn.sketch import SketchIndex
 from offload.shared_memory import SharedMemory
 from offload.step_mail import RowMail, SelectionMail, StepClock
-from workers.beside import Beside
+from workers.background import BackgroundThread
 from workers.engine.batch_plan import plan_batches
 from workers.engine.coded_rest import CodedRest
 from workers.engine.far_rows import CachedRows
@@ -68,7 +68,7 @@ class SearchOnHost:
         self._mail = {size: _StepMail(shape, size, self._memory) for size in self._plans}
         assert self._memory.place_of(self._give_up) == GIVE_UP
         searcher.attach(self._memory)
-        self._beside = Beside("step-searches")
+        self._background = BackgroundThread("step-searches")
         self._searching: Future[None] | None = None  # for the step at hand
 
     def __repr__(self) -> str:
@@ -105,7 +105,7 @@ class SearchOnHost:
         self._clock.advance()
         self._schedule.begin_step(rows)
         plan = mail.plan(tuple(self._schedule.search_ids(rows).tolist()))
-        self._searching = self._beside.start(partial(self._search, mail, plan, self._clock.value(0)))
+        self._searching = self._background.start(partial(self._search, mail, plan, self._clock.value(0)))
 
     def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None:
         self._mail[rows.batch_size].post(layer_idx, q, self._clock)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from csattn.errors import SearchLostError
-from workers.beside import Beside
+from workers.background import BackgroundThread
 from workers.searchers.channel import Channel
 from workers.searchers.step_searches import StepPlan, StepSearches, progress_of
 
@@ -24,9 +24,9 @@ class StepRun:
     else writes where it would. Its flags tell how far it came.
     """
 
-    def __init__(self, channels: Sequence[Channel | None], own: StepSearches, beside: Beside) -> None:
+    def __init__(self, channels: Sequence[Channel | None], own: StepSearches, background: BackgroundThread) -> None:
         """channels: by worker; None: it is away."""
-        self._channels, self._own, self._beside = channels, own, beside
+        self._channels, self._own, self._background = channels, own, background
         self._stop_here = np.zeros(1, np.int64)
         self._here: Future[None] | None = None  # what is searched here
         self._seen: dict[int, tuple[int, float]] = {}  # by worker: how many searches it had done, since when
@@ -80,7 +80,7 @@ class StepRun:
             self._here.result()
             self._stop_here[0] = 0
         records = np.concatenate([shares[worker] for worker in sorted(self.left)], axis=1)
-        self._here = self._beside.start(partial(self._search_here, records, since))
+        self._here = self._background.start(partial(self._search_here, records, since))
 
     def _search_here(self, records: NDArray[np.void], since: int) -> None:
         try:

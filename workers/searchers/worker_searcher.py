@@ -14,15 +14,15 @@ from csattn.artifact import Artifact
 from csattn.cpus import available_cpus
 from csattn.errors import ConfigError, SearchLostError
 from offload.shared_memory import SharedMemory
-from workers.beside import Beside
+from workers.background import BackgroundThread
 from workers.searchers.channel import Channel, await_answers
-from workers.searchers.keeper import Contexts, Keeper, Launch, attach_memory, load_context, unload_context
 from workers.searchers.letters import Letter, kind_of, write_letters
 from workers.searchers.mail import LAYER, private_mail
 from workers.searchers.process import ChildProcess
 from workers.searchers.share_searcher import ShareSearcher
 from workers.searchers.step_run import StepRun
 from workers.searchers.step_searches import StepPlan
+from workers.searchers.supervisor import Contexts, Launch, Supervisor, attach_memory, load_context, unload_context
 from workers.searchers.words import compile_words
 from workers.searchers.worker import WorkerSpec
 
@@ -74,15 +74,15 @@ class WorkerSearcher:
         self._layer_idx = -1
         self._asked: list[tuple[Channel, Letter]] = []
         self._not_asked: list[Letter] = []
-        self._beside = Beside("searches-in-place")  # of workers that are lost during a step
+        self._background = BackgroundThread("searches-in-place")  # of workers that are lost during a step
         self._num_searched_here, self._fault = 0, ""
         self.worked_ns = 0  # by the worker that worked longest on the last layer
-        self._keepers = []
+        self._supervisors = []
         for number in range(num_workers):
             make_spec = partial(_spec, number, threads_per_worker, cpus, spins_us[1])
-            self._keepers.append(Keeper(launch, make_spec, int(spins_us[0] * 1e3), self._contexts))
+            self._supervisors.append(Supervisor(launch, make_spec, int(spins_us[0] * 1e3), self._contexts))
         self._close = weakref.finalize(
-            self, _close, os.getpid(), self._keepers, self._own
+            self, _close, os.getpid(), self._supervisors, self._own
         )  # also where it is forgotten
         self._await_workers()
 
@@ -129,7 +129,7 @@ class WorkerSearcher:
         """`StepSearches.run_step`, shared out among the workers. Called by a thread that does nothing else."""
         specs = [self._artifacts[int(context)].spec for context in np.unique(plan.records["context"])]
         most_keys = max((spec.context_len * spec.model.num_q_heads for spec in specs), default=0)
-        run = StepRun([keeper.channel for keeper in self._keepers], self._own.steps, self._beside)
+        run = StepRun([supervisor.channel for supervisor in self._supervisors], self._own.steps, self._background)
         try:
             return run.run(plan, since, HUNG_S + most_keys * SLOWEST_NS * 1e-9)
         finally:
@@ -141,8 +141,8 @@ class WorkerSearcher:
         self._give_up()
         letters, self._patience_s = self._letters_of(searches)
         self._searches, self._layer_idx = searches, layer_idx
-        for keeper, letter in zip(self._keepers, letters, strict=True):
-            channel = keeper.channel
+        for supervisor, letter in zip(self._supervisors, letters, strict=True):
+            channel = supervisor.channel
             if not letter.pieces:
                 continue
             if channel is not None and channel.send(layer_idx, letter, searches):
@@ -171,13 +171,13 @@ class WorkerSearcher:
 
     def health(self) -> SearchersHealth:
         """May be called from any thread."""
-        keepers = self._keepers
+        supervisors = self._supervisors
         return SearchersHealth(
-            num_workers=len(keepers),
-            num_alive=sum(keeper.channel is not None for keeper in keepers),
-            num_losses=sum(keeper.num_losses for keeper in keepers),
+            num_workers=len(supervisors),
+            num_alive=sum(supervisor.channel is not None for supervisor in supervisors),
+            num_losses=sum(supervisor.num_losses for supervisor in supervisors),
             num_searched_here=self._num_searched_here,
-            fault=self._fault or next((keeper.fault for keeper in keepers if keeper.fault), ""),
+            fault=self._fault or next((supervisor.fault for supervisor in supervisors if supervisor.fault), ""),
         )
 
     def close(self) -> None:
@@ -197,15 +197,15 @@ class WorkerSearcher:
         return f"<WorkerSearcher {health.num_alive}/{health.num_workers} workers, {len(self._artifacts)} contexts>"
 
     def _await_workers(self) -> None:
-        for keeper in self._keepers:
-            keeper.came_up.wait()
-            if keeper.channel is None and not keeper.num_losses:
-                fault = keeper.fault
+        for supervisor in self._supervisors:
+            supervisor.came_up.wait()
+            if supervisor.channel is None and not supervisor.num_losses:
+                fault = supervisor.fault
                 self.close()
                 raise SearchLostError(f"the search workers do not come up: {fault}")
 
     def _channels(self) -> list[Channel]:
-        return [channel for keeper in self._keepers if (channel := keeper.channel) is not None]
+        return [channel for supervisor in self._supervisors if (channel := supervisor.channel) is not None]
 
     def _letters_of(self, searches: Sequence["RowSearch"]) -> tuple[list[Letter], float]:
         """The workers' letters, and how long to wait for an answer."""
@@ -218,7 +218,7 @@ class WorkerSearcher:
                 self._letters.clear()
             lengths = [self._artifacts[search.context_id].spec.context_len for search in searches]
             num_keys = sum(s.q.shape[0] * s.q.shape[1] * length for s, length in zip(searches, lengths, strict=True))
-            letters = write_letters(searches, len(self._keepers))
+            letters = write_letters(searches, len(self._supervisors))
             kept = self._letters[kind] = letters, HUNG_S + num_keys * SLOWEST_NS * 1e-9
         return kept
 
@@ -286,9 +286,9 @@ def _spec(number: int, num_threads: int, cpus: Sequence[int] | None, spin_us: fl
     return WorkerSpec(number=number, address=address, num_threads=num_threads, cpus=own, spin_us=spin_us)
 
 
-def _close(pid: int, keepers: list[Keeper], own: ShareSearcher) -> None:
+def _close(pid: int, supervisors: list[Supervisor], own: ShareSearcher) -> None:
     if pid != os.getpid():
         return  # a forked process: the workers are not its own
-    for keeper in keepers:
-        keeper.close()
+    for supervisor in supervisors:
+        supervisor.close()
     own.close()

@@ -9,7 +9,7 @@ from csattn.errors import ConfigError
 from csattn.models import LoadedModel, load_model
 from workers.engine.cpu_engine import CpuEngine
 from workers.engine.gpu_engine import MAX_ROWS, GpuEngine, require_device, step_sizes
-from workers.searchers.keeper import Launch
+from workers.searchers.supervisor import Launch
 from workers.searchers.worker import choose_cpus
 from workers.searchers.worker_searcher import WorkerSearcher
 from workers.serving.local import LocalBackend

@@ -9,13 +9,13 @@ import pytest
 
 from tests.workers.searchers.children import FORKS, Children, named_files, num_descriptors, runs
 from tests.workers.searchers.searching import wait_until
-from workers.searchers import keeper
+from workers.searchers import supervisor
 
 
 @pytest.fixture
 def children(monkeypatch: pytest.MonkeyPatch) -> Iterator[Children]:
     """Afterwards no process, no descriptor and no file may be left of them."""
-    monkeypatch.setattr(keeper, "MOST_DELAY_S", 0.05)
+    monkeypatch.setattr(supervisor, "MOST_DELAY_S", 0.05)
     with contextlib.closing(FORKS.Process(target=os.getpid)) as first:  # the server that forks comes up, and stays
         first.start()
         first.join()

@@ -48,7 +48,9 @@ def test_workers_are_killed_at_random_times(artifact: Artifact, children: Childr
         nonlocal num_kills
         while not stop.is_set():
             number = random_.randrange(2)
-            wait_until(lambda number=number: searcher._keepers[number].channel is not None or random_.random() < 0.002)
+            wait_until(
+                lambda number=number: searcher._supervisors[number].channel is not None or random_.random() < 0.002
+            )
             time.sleep(random_.uniform(0.0, 0.02))
             children.signal(number, signal.SIGKILL)
             num_kills += 1
@@ -166,7 +168,7 @@ from workers.searchers.worker_searcher import WorkerSearcher
 
 searcher = WorkerSearcher(2)
 searcher.load(0, open_artifact(Path(sys.argv[1])))
-print(*(keeper.handle.pid for keeper in searcher._keepers), flush=True)
+print(*(supervisor.handle.pid for supervisor in searcher._supervisors), flush=True)
 """
 
 

@@ -107,7 +107,7 @@ def test_all_workers_are_killed(artifacts: list[Artifact], children: Children) -
         def kill(layer_idx: int) -> None:
             if layer_idx in (1, 3):
                 children.signal(layer_idx // 2, signal.SIGKILL)
-                wait_until(lambda: not all(k.channel for k in searcher._keepers))
+                wait_until(lambda: not all(k.channel for k in searcher._supervisors))
 
         device.take_step(searcher.run_step, 1, kill)
         assert searcher.health().num_searched_here == 2
@@ -153,7 +153,7 @@ def test_a_step_that_is_given_up_ends(artifacts: list[Artifact], children: Child
         thread.start()
         if killed:
             children.signal(0, signal.SIGKILL)
-            wait_until(lambda: searcher._keepers[0].channel is None)
+            wait_until(lambda: searcher._supervisors[0].channel is None)
         device.give_up[0] = 1
         thread.join(30)
         assert ended == [False]

@@ -45,7 +45,7 @@ class Contexts:
     lock: threading.Lock = field(default_factory=threading.Lock)  # held while these and loaded workers change
 
 
-class Keeper:
+class Supervisor:
     """One worker's place. `channel` is the way to it, None while it is away."""
 
     def __init__(
@@ -59,7 +59,7 @@ class Keeper:
         self._launch, self._make_spec, self._spin_ns, self._contexts = launch, make_spec, spin_ns, contexts
         self._coming: Channel | None = None
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="search-keeper", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="search-supervisor", daemon=True)
         self._thread.start()
 
     def close(self) -> None:

@@ -5,22 +5,22 @@ import weakref
 
 import pytest
 
-from workers.beside import Beside
+from workers.background import BackgroundThread
 
 WAIT_S = 60
 
 
 def test_calls_are_made_one_after_the_other_and_their_errors_come_back() -> None:
     seen: list[int] = []
-    beside = Beside("test")
+    background = BackgroundThread("test")
 
     def fail() -> None:
         raise ValueError("no")
 
     first, second, third = (
-        beside.start(lambda: seen.append(1)),
-        beside.start(fail),
-        beside.start(lambda: seen.append(2)),
+        background.start(lambda: seen.append(1)),
+        background.start(fail),
+        background.start(lambda: seen.append(2)),
     )
     third.result(WAIT_S)
     first.result(0)
@@ -33,14 +33,14 @@ def test_it_ends_when_it_is_dropped_and_forgets_what_it_has_done() -> None:
     class Thing:
         def use(self) -> None: ...
 
-    beside, thing = Beside("test"), Thing()
-    beside.start(thing.use).result(WAIT_S)
-    beside.start(lambda: None).result(WAIT_S)
-    kept, thread = weakref.ref(thing), beside._thread
+    background, thing = BackgroundThread("test"), Thing()
+    background.start(thing.use).result(WAIT_S)
+    background.start(lambda: None).result(WAIT_S)
+    kept, thread = weakref.ref(thing), background._thread
     del thing
     gc.collect()
     assert kept() is None
-    del beside
+    del background
     gc.collect()
     thread.join(WAIT_S)
     assert not thread.is_alive()

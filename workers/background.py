@@ -1,4 +1,4 @@
-"""One more thread, for what goes on beside the calling one."""
+"""A background thread."""
 
 import threading
 import weakref
@@ -9,7 +9,7 @@ from queue import SimpleQueue
 _Call = tuple[Callable[[], None], "Future[None]"]
 
 
-class Beside:
+class BackgroundThread:
     """Runs one call at a time in a thread of its own, which does not keep the process from ending."""
 
     def __init__(self, name: str) -> None:

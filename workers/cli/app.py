@@ -130,9 +130,17 @@ def generate(
     if lookahead is None:
         lookahead = suited_lookahead(placement or "cpu", host_budget is not None)
     config = asking.search_config(keep, lookahead, search_period, window_len, rest)
-    result = asking.ask(
-        artifact, prompt, config, selector, max_new_tokens, compare, model, threads, placement, kv_codec, host_budget
+    options = asking.AskOptions(
+        selector=selector,
+        max_new_tokens=max_new_tokens,
+        compare=compare,
+        model=model,
+        threads=threads,
+        placement=placement or "cpu",
+        kv_codec=kv_codec,
+        host_budget=host_budget,
     )
+    result = asking.ask(artifact, prompt, config, options)
     if json:
         terminal.print_json(result)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +20,6 @@ from workers.cli.terminal import out, steps, table
 from workers.decode import Observer
 from workers.engine.memory import PLACEMENTS
 from workers.generate import Answer, answer
-from workers.serving.step_engine import StepEngine
 from workers.session import csattn_session
 
 
@@ -33,52 +33,58 @@ def search_config(keep: float, lookahead: int, search_period: int, window_len: i
     )
 
 
-def ask(
-    place: Path | str,
-    prompt: str,
-    config: SearchConfig,
-    selector: str,
-    max_new_tokens: int,
-    compare: bool,
-    model: str | None,
-    threads: int | None,
-    placement: str | None = None,  # cpu, or where index and KV lie for a GPU; None: cpu
-    kv_codec: str | None = None,  # how the context's rows are kept; None: as they were built
-    host_budget: str | None = None,  # of host memory for the context's rows; None: all that they take
-) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskOptions:
+    """How a question is answered. Raises ConfigError for what does not go together."""
+
+    selector: str = "csattn"
+    max_new_tokens: int = 128
+    compare: bool = False  # full attention's answer beside it
+    model: str | None = None  # None: the artifact's
+    threads: int | None = None  # None: all cores
+    placement: str = "cpu"  # or where index and KV lie for a GPU
+    kv_codec: str | None = None  # how the context's rows are kept; None: as they were built
+    host_budget: str | None = None  # of host memory for the context's rows; None: all that they take
+
+    def __post_init__(self) -> None:
+        if self.placement not in ("cpu", *PLACEMENTS):
+            raise ConfigError(f"unknown placement {self.placement!r}; choose one of cpu, {', '.join(PLACEMENTS)}")
+        on_cpu, kv_format, budget = self.placement == "cpu", self.kv_format, self.budget_bytes
+        if on_cpu:
+            return
+        if self.selector != "csattn" or self.compare:
+            raise ConfigError("a placement decodes with csattn's own selector; leave out --selector and --compare")
+        if kv_format is not None:
+            raise ConfigError(f"on a GPU, rows are kept as they were built; leave out --kv-codec {kv_format}")
+        if budget is not None:
+            raise ConfigError(
+                "a host budget is for decoding on the CPU; leave out --host-budget, or choose placement cpu"
+            )
+
+    @property
+    def kv_format(self) -> KvFormat | None:
+        return None if self.kv_codec is None else KvFormat.parse(self.kv_codec)
+
+    @property
+    def budget_bytes(self) -> int | None:
+        return None if self.host_budget is None else parse_size(self.host_budget)
+
+
+def ask(place: Path | str, prompt: str, config: SearchConfig, options: AskOptions) -> dict[str, Any]:
     """Answer, and return the verb's JSON object."""
     require_utf8("--prompt", prompt)
-    kv_format = None if kv_codec is None else KvFormat.parse(kv_codec)
-    budget = None if host_budget is None else parse_size(host_budget)
-    use_threads(threads)
-    placement = placement or "cpu"
-    if placement not in ("cpu", *PLACEMENTS):
-        raise ConfigError(f"unknown placement {placement!r}; choose one of cpu, {', '.join(PLACEMENTS)}")
-    if placement != "cpu" and (selector != "csattn" or compare):
-        raise ConfigError("a placement decodes with csattn's own selector; leave out --selector and --compare")
-    if placement != "cpu" and kv_format is not None:
-        raise ConfigError(f"on a GPU, rows are kept as they were built; leave out --kv-codec {kv_format}")
-    if placement != "cpu" and budget is not None:
-        raise ConfigError("a host budget is for decoding on the CPU; leave out --host-budget, or choose placement cpu")
+    use_threads(options.threads)
     with open_artifact(place) as artifact:
-        loaded = show_loading(model or artifact.spec.model_name, artifact.spec.kv_dtype)
-        if placement != "cpu" or (selector == "csattn" and budget is None):
-            which = placement, prompt, max_new_tokens, threads, kv_format
-            sparse = _by_steps(loaded, artifact, config, *which)
+        loaded = show_loading(options.model or artifact.spec.model_name, artifact.spec.kv_dtype)
+        which, budget, at_most = (loaded, artifact, config), options.budget_bytes, options.max_new_tokens
+        if options.placement != "cpu" or (options.selector == "csattn" and budget is None):
+            sparse = _by_steps(*which, prompt, options)
         else:
-            sparse = stream(
-                loaded,
-                artifact,
-                config,
-                selector,
-                prompt,
-                max_new_tokens,
-                kv_format=kv_format,
-                host_budget_bytes=budget,
-            )
+            said_by, kept_as = options.selector, options.kv_format
+            sparse = stream(*which, said_by, prompt, at_most, kv_format=kept_as, host_budget_bytes=budget)
         result = {**sparse.to_json(), **_asked_for(config, sparse, artifact)}
-        if compare:
-            full = stream(loaded, artifact, config, "full", prompt, max_new_tokens, host_budget_bytes=budget)
+        if options.compare:
+            full = stream(*which, "full", prompt, at_most, host_budget_bytes=budget)
             out.print(comparison(f"keep {100 * config.keep:g} %, rest {result['rest']}", sparse, full))
             result["full"] = full.to_json()
     return result
@@ -92,14 +98,7 @@ def _asked_for(config: SearchConfig, said: Answer, artifact: Artifact) -> dict[s
 
 
 def _by_steps(
-    loaded: LoadedModel,
-    artifact: Artifact,
-    config: SearchConfig,
-    placement: str,
-    prompt: str,
-    max_new_tokens: int,
-    threads: int | None,
-    kv_format: KvFormat | None,
+    loaded: LoadedModel, artifact: Artifact, config: SearchConfig, prompt: str, options: AskOptions
 ) -> Answer:
     """Answer by the steps that the service makes, with the text written out as it comes."""
     from workers.engine import CpuEngine, GpuEngine, answer, question_tokens
@@ -107,25 +106,21 @@ def _by_steps(
     artifact.require_model(loaded.fingerprint)
     artifact.require_tokenizer(loaded.tokenizer_hash)
     ids = question_tokens(loaded, artifact, prompt)
-    room = len(ids) + max_new_tokens
+    room, threads = len(ids) + options.max_new_tokens, options.threads
     with ExitStack() as stack:
-        engine: StepEngine
-        if placement == "cpu":
-            own = CpuEngine(loaded, num_slots=1, tail_capacity=room, num_threads=threads, kv_format=kv_format)
-            engine = stack.enter_context(own)
-        else:
-            gpu = GpuEngine(
-                loaded,
-                config,
-                placement,
-                tail_capacity=room,
-                num_threads=threads,
-                on_progress=stack.enter_context(steps()),
+        engine: CpuEngine | GpuEngine
+        if options.placement == "cpu":
+            engine = CpuEngine(
+                loaded, num_slots=1, tail_capacity=room, num_threads=threads, kv_format=options.kv_format
             )
-            engine = stack.enter_context(gpu)
+        else:
+            tell = stack.enter_context(steps())
+            placed = loaded, config, options.placement
+            engine = GpuEngine(*placed, tail_capacity=room, num_threads=threads, on_progress=tell)
+        stack.enter_context(engine)
         engine.add_context(0, artifact)
-        stack.enter_context(_speaking("csattn" if placement == "cpu" else placement))
-        return answer(engine, loaded, artifact, config, ids, max_new_tokens, _write)
+        stack.enter_context(_speaking("csattn" if options.placement == "cpu" else options.placement))
+        return answer(engine, loaded, artifact, config, ids, options.max_new_tokens, _write)
 
 
 def stream(

@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from bench.random_sketch import random_sketch
 from bench.timing import finish, gate, machine, measure, read_bandwidth_gbps
-from csattn.jit import exact_kernel
+from csattn.cpu.addresses import call_stage
+from csattn.cpu.jit import exact_kernel
+from csattn.cpu.waiting import now_ns
 from csattn.search import LayerSearch, SearchPool, SearchWorkspace, reference
-from csattn.search.atomics import call_stage, now_ns
 from csattn.search.plan import search_at
 from csattn.search.work import FIRST_STAGE, MATCH, SCORE, SEARCH_RECORD
 from csattn.search.workspace import empty_token_selections

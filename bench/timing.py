@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from csattn.jit import exact_kernel, readonly
-from csattn.search.lanes import sum_of_lanes
-from csattn.search.simd import I32x16, fill, load
+from csattn.cpu.jit import exact_kernel, readonly
+from csattn.cpu.lanes import sum_of_lanes
+from csattn.cpu.simd import I32x16, fill, load
 
 PROBE_BYTES = 1 << 28  # far more than any cache
 

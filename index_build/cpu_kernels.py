@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from csattn.jit import exact_kernel
+from csattn.cpu.jit import exact_kernel
 
 _BLOCK = 1024  # keys whose float64 copies stay in the cache for all centroids
 

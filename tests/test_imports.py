@@ -16,8 +16,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "index_build": {"csattn"},
     "workers": {"csattn", "offload"},
 }
-# imports nothing of the project; every package may import it
-GROUND_FLOOR = "csattn.cuda"
+# each imports nothing of the project but itself; every package may import them
+GROUND_FLOORS = ("csattn.cpu", "csattn.cuda")
 # the command line is the one front door that may also build
 FRONT_DOOR = ("workers/cli*.py", {"csattn", "offload", "index_build"})
 IMPORTED_BY_NOTHING = {"tests", "bench"}
@@ -54,14 +54,21 @@ def imported_packages(source: str) -> Iterator[tuple[int, str]]:
             names = [node.module]
         else:
             continue
-        yield from ((node.lineno, name if name == GROUND_FLOOR else name.split(".")[0]) for name in names)
+        yield from ((node.lineno, _package(name)) for name in names)
+
+
+def _package(name: str) -> str:
+    """The ground floor or else the top-level package that a module belongs to."""
+    return next((floor for floor in GROUND_FLOORS if f"{name}.".startswith(f"{floor}.")), name.split(".")[0])
 
 
 def direction_faults(path: str, source: str) -> list[str]:
     """Imports in the file at `path` (relative to the root) that point the wrong way."""
-    package = GROUND_FLOOR if path.startswith("csattn/cuda/") else path.split("/")[0]
+    package = _package(path.removesuffix(".py").replace("/", "."))
     allowed = FRONT_DOOR[1] if fnmatch(path, FRONT_DOOR[0]) else MAY_IMPORT.get(package, set())
     forbidden = (MAY_IMPORT.keys() | IMPORTED_BY_NOTHING) - allowed - {package}
+    if package in GROUND_FLOORS:
+        forbidden |= set(GROUND_FLOORS) - {package}
     return [
         f"{path}:{line} imports {target}; {package} may import only {sorted(allowed) or 'none of the packages'}"
         for line, target in imported_packages(source)
@@ -101,6 +108,9 @@ def test_heavy_libraries_have_one_address(package: str) -> None:
         ("offload/pages.py", "import csattn"),
         ("offload/pages.py", "from csattn.batch import StepRows"),
         ("csattn/cuda/__init__.py", "from csattn.errors import ConfigError"),
+        ("csattn/cpu/team.py", "from csattn import cpus"),
+        ("csattn/cpu/tape.py", "from csattn.search.work import serve"),
+        ("csattn/cpu/jit.py", "import csattn.cuda"),
         ("index_build/pipeline.py", "import numpy, workers"),
         ("workers/session.py", "if TYPE_CHECKING:\n    from index_build import pipeline"),
         ("workers/session.py", "from tests.artifact import synthetic"),
@@ -129,5 +139,7 @@ def test_what_is_allowed_is_allowed() -> None:
     assert not direction_faults("workers/cli.py", "from index_build.pipeline import build_artifact\nimport csattn")
     assert not direction_faults("csattn/search/run.py", "from csattn.index import LayerIndex\nfrom . import kernels")
     assert not direction_faults("offload/gather.py", "from csattn.cuda import cuda_kernel")
+    assert not direction_faults("offload/codecs/bits.py", "from csattn.cpu.llvm import call")
+    assert not direction_faults("csattn/cpu/jit.py", "from csattn.cpu.source_stamp import source_stamp")
     assert not address_faults("workers/search_actor.py", "import ray")
     assert not address_faults("workers/cli_build.py", "import typer, rich")

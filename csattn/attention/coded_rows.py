@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from csattn.attention.row_math import mix, score_16
+from csattn.cpu.addresses import array_at, call_stage
 from csattn.cpu.floats import LANES, load_float
-from csattn.jit import exact_kernel
-from csattn.search.atomics import array_at, call_stage
-from csattn.search.simd import prefetch
+from csattn.cpu.jit import exact_kernel
+from csattn.cpu.simd import prefetch
 
 
 @exact_kernel

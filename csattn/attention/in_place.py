@@ -48,12 +48,11 @@ from csattn.attention.in_place_arguments import (
 )  # fmt: skip
 from csattn.attention.in_place_rest import num_rest_ranges
 from csattn.attention.row_math import mix, score_16, weigh
+from csattn.cpu.addresses import Stage, array_at
 from csattn.cpu.floats import LANES, exp_lanes
-from csattn.cpu.stages import Stage
-from csattn.jit import exact_kernel
+from csattn.cpu.jit import exact_kernel
+from csattn.cpu.simd import F32x16, fill, prefetch, store
 from csattn.rest.estimate import rest_of_head
-from csattn.search.atomics import array_at
-from csattn.search.simd import F32x16, fill, prefetch, store
 
 RANGE_ROWS = 256
 

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from csattn.jit import exact_kernel
-from csattn.search.atomics import array_at
+from csattn.cpu.addresses import array_at
+from csattn.cpu.jit import exact_kernel
 
 MAX_RANGES = 16  # of a row's list; of its rest as many
 MAX_PARTS = 2 * MAX_RANGES

@@ -26,8 +26,8 @@ from csattn.attention.in_place_arguments import (
     chosen_of,
     of_row,
 )  # fmt: skip
-from csattn.jit import exact_kernel
-from csattn.search.atomics import array_at
+from csattn.cpu.addresses import array_at
+from csattn.cpu.jit import exact_kernel
 from csattn.search.code_sums import CHUNK_KEYS
 from csattn.search.match import widen
 from csattn.search.rest import attend_rows

@@ -1,1 +1,1 @@
-"""What kernels on the CPU share: floats of three widths as vectors of float32, and threads that run lists of them."""
+"""What kernels on the CPU are made of: how they are compiled, vectors, atomics, and threads that run them."""

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
-from csattn.jit import exact_kernel
-from csattn.search.lanes import fma, lane_0, larger, smaller
-from csattn.search.simd import F32x16, I32x16, Vector, as_bits, element_pointer, fill
+from csattn.cpu.jit import exact_kernel
+from csattn.cpu.lanes import fma, lane_0, larger, smaller
+from csattn.cpu.llvm import call, element_pointer, shuffle
+from csattn.cpu.simd import F32x16, I32x16, Vector, as_bits, fill
 
 LANES = 16
 F32x4 = Vector(types.float32, 4)
@@ -23,8 +23,8 @@ _F32 = ir.FloatType()
 _ROUNDER = np.float32(12582912.0)  # 1.5 * 2 ** 23: added and taken away, it rounds to the nearest integer
 
 
-def _widened(builder: ir.IRBuilder, value: Any, element: types.Type, lanes: int) -> Any:
-    """What was loaded from an array of that element type, as float32."""
+def widened(builder: ir.IRBuilder, value: Any, element: types.Type, lanes: int = 1) -> Any:
+    """What was loaded from an array of that element type (see `KINDS`), as float32."""
 
     def kind(scalar: ir.Type) -> ir.Type:
         return ir.VectorType(scalar, lanes) if lanes > 1 else scalar
@@ -38,6 +38,18 @@ def _widened(builder: ir.IRBuilder, value: Any, element: types.Type, lanes: int)
     return builder.bitcast(builder.shl(builder.zext(value, wide), shift), kind(_F32))
 
 
+def narrowed(builder: ir.IRBuilder, value: Any, element: types.Type) -> Any:
+    """A float32 as an array of that element type holds it: the nearest such float, ties to even. Not for NaN."""
+    if element == types.float32:
+        return value
+    i16, i32 = ir.IntType(16), ir.IntType(32)
+    if element == types.int16:
+        return builder.bitcast(builder.fptrunc(value, ir.HalfType()), i16)
+    bits = builder.bitcast(value, i32)
+    odd = builder.and_(builder.lshr(bits, i32(16)), i32(1))
+    return builder.trunc(builder.lshr(builder.add(bits, builder.add(odd, i32(0x7FFF))), i32(16)), i16)
+
+
 @intrinsic
 def load_floats(typing_context, array, start):  # type: ignore[no-untyped-def]
     """Elements start, start + 1, ... start + 15 of a contiguous array as float32."""
@@ -45,10 +57,10 @@ def load_floats(typing_context, array, start):  # type: ignore[no-untyped-def]
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         element = sig.args[0].dtype
-        address = element_pointer(context, builder, sig.args[0], args[0], args[1], sig.args[1])
+        address = element_pointer(context, builder, sig, args)
         stored = ir.VectorType(context.get_data_type(element), LANES)
         value = builder.load(builder.bitcast(address, stored.as_pointer()), align=1)
-        return _widened(builder, value, element, LANES)
+        return widened(builder, value, element, LANES)
 
     return sig, generate
 
@@ -59,8 +71,8 @@ def load_float(typing_context, array, at):  # type: ignore[no-untyped-def]
     sig = types.float32(array, at)
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        value = builder.load(element_pointer(context, builder, sig.args[0], args[0], args[1], sig.args[1]))
-        return _widened(builder, value, sig.args[0].dtype, 1)
+        value = builder.load(element_pointer(context, builder, sig, args))
+        return widened(builder, value, sig.args[0].dtype)
 
     return sig, generate
 
@@ -71,15 +83,8 @@ def store_float(typing_context, array, at, value):  # type: ignore[no-untyped-de
     sig = types.void(array, at, types.float32)
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        element, value = sig.args[0].dtype, args[2]
-        i16, i32 = ir.IntType(16), ir.IntType(32)
-        if element == types.int16:
-            value = builder.bitcast(builder.fptrunc(value, ir.HalfType()), i16)
-        elif element == types.uint16:
-            bits = builder.bitcast(value, i32)
-            odd = builder.and_(builder.lshr(bits, i32(16)), i32(1))
-            value = builder.trunc(builder.lshr(builder.add(bits, builder.add(odd, i32(0x7FFF))), i32(16)), i16)
-        builder.store(value, element_pointer(context, builder, sig.args[0], args[0], args[1], sig.args[1]))
+        stored = narrowed(builder, args[2], sig.args[0].dtype)
+        builder.store(stored, element_pointer(context, builder, sig, args))
         return context.get_dummy_value()
 
     return sig, generate
@@ -94,12 +99,9 @@ def _pair_sums(typing_context, a, b, distance):  # type: ignore[no-untyped-def]
     sig = a(a, b, distance)
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        def chosen(order: list[int]) -> Any:
-            return builder.shuffle_vector(args[0], args[1], ir.Constant(ir.VectorType(ir.IntType(32), LANES), order))
-
         low = [LANES + (i ^ bit) if i & bit else i for i in range(LANES)]
         high = [LANES + i if i & bit else i | bit for i in range(LANES)]
-        return builder.fadd(chosen(low), chosen(high))
+        return builder.fadd(shuffle(builder, args[:2], low), shuffle(builder, args[:2], high))
 
     return sig, generate
 
@@ -147,8 +149,6 @@ def largest_of(typing_context, vector):  # type: ignore[no-untyped-def]
     sig = types.float32(vector)
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        kind = ir.FunctionType(_F32, [args[0].type])
-        function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.fmax.v{LANES}f32")
-        return builder.call(function, args)
+        return call(builder, f"llvm.vector.reduce.fmax.v{LANES}f32", _F32, args)
 
     return sig, generate

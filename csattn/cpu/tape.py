@@ -8,10 +8,10 @@ A piece that is taken is worked on without waiting, so some thread can always go
 import numpy as np
 from numpy.typing import NDArray
 
-from csattn.cpu.stages import Stage, compiled_address
-from csattn.jit import exact_kernel
-from csattn.search.atomics import add, array_at, call_stage, load_acquire, store_release
-from csattn.search.waiting import (
+from csattn.cpu.addresses import Stage, array_at, call_stage, compiled_address
+from csattn.cpu.atomics import add, load_acquire, store_release
+from csattn.cpu.jit import exact_kernel
+from csattn.cpu.waiting import (
     CLOSED,
     IDLE,
     LINE,

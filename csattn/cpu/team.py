@@ -9,7 +9,7 @@ from typing import Self
 import numpy as np
 
 from csattn.cpu.tape import COUNTERS, Tape, finish_run, open_run, run_at_once, serve
-from csattn.search.waiting import CLOSED, LINE, OPENED, STOPPED
+from csattn.cpu.waiting import CLOSED, LINE, OPENED, STOPPED
 
 SPIN_MS = 0.5  # how long threads look for the next run without a rest
 NAP_MS = 50.0  # how long they look every now and then, before they sleep

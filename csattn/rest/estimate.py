@@ -5,7 +5,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from csattn.jit import exact_kernel, readonly
+from csattn.cpu.jit import exact_kernel, readonly
 from csattn.rest.moments import Moments
 
 _FAR_DOWN = -8.0  # below, the distribution is computed from its tail's continued fraction

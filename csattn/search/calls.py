@@ -1,21 +1,13 @@
-"""The functions of a search's stages, compiled when the first search needs them, and where they are.
+"""The functions of a search's stages, compiled when the first search needs them.
 
 `work` calls them by address. Compiled into one kernel they would be optimised again in every function that calls
 another: that takes three times as long.
 """
 
-from collections.abc import Callable
-from functools import cache
-from typing import Any
-
-from numba import types
-
-from csattn.jit import c_function
+from csattn.cpu.addresses import Stage
 from csattn.search import choose, score, sketch_stages
 
-Stage = Callable[[int, int, int, int], int]  # addresses of SEARCH and SCRATCH, job, piece -> 0: done
-
-# of each stage, what does a piece and what ends it
+# Of each stage, what does a piece and what ends it: addresses of SEARCH and SCRATCH, job, piece -> 0: done
 SKETCH_STAGES: tuple[Stage, ...] = (
     sketch_stages.project_piece,
     sketch_stages.weigh_job,
@@ -33,12 +25,3 @@ LIST_STAGES: tuple[Stage, ...] = (
     choose.copy_piece,
     choose.choose_job,
 )
-_KEPT: list[Any] = []  # so that the code is not freed
-
-
-@cache
-def compiled_address(stage: Stage) -> int:
-    """Where the compiled function is; it stays there."""
-    compiled = c_function(stage, types.int64(types.int64, types.int64, types.int64, types.int64))
-    _KEPT.append(compiled)
-    return int(compiled.address)

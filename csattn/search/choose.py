@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from csattn.jit import exact_kernel
-from csattn.search.atomics import array_at
-from csattn.search.lanes import mask_at_least
+from csattn.cpu.addresses import array_at
+from csattn.cpu.jit import exact_kernel
+from csattn.cpu.lanes import mask_at_least
+from csattn.cpu.simd import I32x16, fill, lane_numbers, load, store
 from csattn.search.plan import eligible_of, place_of, scratch_at, search_at
 from csattn.search.select import first_rank, guess_threshold, store_lanes, take_best
-from csattn.search.simd import I32x16, fill, lane_numbers, load, store
 from csattn.search.sketch_worth import LEAST_WORTH
 from csattn.search.worth import (
     HEADROOM,

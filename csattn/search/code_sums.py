@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from csattn.jit import exact_kernel, inlined_kernel
-from csattn.search.byte_lanes import add_byte_dots, spread_byte, turn_fours
-from csattn.search.lanes import fma, larger, largest_lane, sum_of_lanes, where_equal
-from csattn.search.simd import F32x16, I32x16, U16x16, U16x32, as_bits, convert, fill, load, prefetch_early, store
+from csattn.cpu.byte_lanes import add_byte_dots, spread_byte, turn_fours
+from csattn.cpu.jit import exact_kernel, inlined_kernel
+from csattn.cpu.lanes import fma, larger, largest_lane, sum_of_lanes, where_equal
+from csattn.cpu.simd import F32x16, I32x16, U16x16, U16x32, as_bits, convert, fill, load, prefetch_early, store
 from csattn.search.sketch_worth import NOT_COUNTED
 from csattn.sketch.codes import BLOCK_KEYS, FINE_BITS
 

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from csattn.jit import exact_kernel
-from csattn.search.atomics import array_at, load_acquire, store_release
+from csattn.cpu.addresses import array_at
+from csattn.cpu.atomics import load_acquire, store_release
+from csattn.cpu.jit import exact_kernel
+from csattn.cpu.waiting import wait
 from csattn.search.plan import MAX_JOBS
 from csattn.search.run import LayerSearch
-from csattn.search.waiting import wait
 from csattn.search.work import NUM_CALLS, begin, finish
 from csattn.search.workspace import SearchWorkspace
 

@@ -7,9 +7,9 @@ results are those of `reference`, bit for bit.
 import numpy as np
 from numpy.typing import NDArray
 
-from csattn.jit import exact_kernel
-from csattn.search.lanes import fma, larger
-from csattn.search.simd import F32x16, F64x16, convert, fill, load, store
+from csattn.cpu.jit import exact_kernel
+from csattn.cpu.lanes import fma, larger
+from csattn.cpu.simd import F32x16, F64x16, convert, fill, load, store
 
 LANES = 16
 

@@ -12,7 +12,7 @@ from numba import from_dtype
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from csattn.jit import exact_kernel
+from csattn.cpu.jit import exact_kernel
 
 MAX_PIECES = 64  # of a stage of a job: one bit each in a word
 MAX_JOBS = 64  # that are worked on at a time

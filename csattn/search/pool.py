@@ -10,10 +10,10 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from csattn.cpu.waiting import CLOSED, OPENED, STOPPED
 from csattn.index import LayerIndex
 from csattn.search.in_turn import DONE, UNSOUND, SearchSeries, run_series
 from csattn.search.run import LayerSearch, one_token
-from csattn.search.waiting import CLOSED, OPENED, STOPPED
 from csattn.search.work import CONTROL_WORDS, FAILED, finish, serve
 from csattn.search.workspace import SearchWorkspace, TokenSelections, empty_token_selections
 from csattn.selection import Selection

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from csattn.jit import exact_kernel
-from csattn.search.atomics import array_at
+from csattn.cpu.addresses import array_at
+from csattn.cpu.jit import exact_kernel
+from csattn.cpu.lanes import fma, lane_0
+from csattn.cpu.simd import F32x16, U16x16, fill, floats_of_halves, load, store
 from csattn.search.code_sums import CHUNK_KEYS, WEIGHT_BITS, WEIGHT_BYTES, add_code_sums, weigh_chunk
-from csattn.search.lanes import fma, lane_0
-from csattn.search.simd import F32x16, U16x16, fill, floats_of_halves, load, store
 from csattn.search.sketch import exponent_of, four_rows, query_places, rows_of_segment
 from csattn.search.sketch_scores import score_range
 from csattn.search.sketch_worth import BIAS, NOT_COUNTED

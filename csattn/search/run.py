@@ -5,8 +5,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from csattn.cpu.addresses import Stage, compiled_address
 from csattn.index import LayerIndex
-from csattn.search.calls import LIST_STAGES, REST_STAGE, SKETCH_STAGES, Stage, compiled_address
+from csattn.search.calls import LIST_STAGES, REST_STAGE, SKETCH_STAGES
 from csattn.search.plan import MAX_JOBS, MAX_PIECES, SEARCH
 from csattn.search.sketch import describe_sketch, query_bytes
 from csattn.search.work import FIRST_STAGE, NUM_CALLS, SEARCH_RECORD, begin, finish

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from csattn.jit import exact_kernel
-from csattn.search.atomics import array_at
+from csattn.cpu.addresses import array_at
+from csattn.cpu.jit import exact_kernel
 from csattn.search.lists import KEYS_PER_STEP, add_list, clear_scores
 from csattn.search.match import match_centroids, widen
 from csattn.search.plan import eligible_of, place_of, range_of, scratch_at, search_at

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from csattn.jit import exact_kernel
-from csattn.search.lanes import larger, largest_lane, mask_at_least, pack_lanes, population, store_first
+from csattn.cpu.jit import exact_kernel
+from csattn.cpu.lanes import larger, largest_lane, mask_at_least, pack_lanes, population, store_first
+from csattn.cpu.simd import I32x16, fill, load
 from csattn.search.plan import SAMPLE
-from csattn.search.simd import I32x16, fill, load
 from csattn.search.worth import LANES, NOT_SCORED
 
 SAMPLE_ROOM = 2 * SAMPLE + LANES  # for the worth of sampled keys, in whole vectors

@@ -12,9 +12,9 @@ from numba import from_dtype
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from csattn.jit import exact_kernel
-from csattn.search.atomics import array_at
-from csattn.search.simd import (
+from csattn.cpu.addresses import array_at
+from csattn.cpu.jit import exact_kernel
+from csattn.cpu.simd import (
     F32x16,
     U16x16,
     fill,

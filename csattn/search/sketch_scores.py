@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from csattn.jit import exact_kernel, inlined_kernel
-from csattn.search.atomics import array_at
-from csattn.search.byte_lanes import add_half_dots, bits_of_bytes, join_halves
-from csattn.search.simd import I32x16, fill, load, prefetch_early, store
+from csattn.cpu.addresses import array_at
+from csattn.cpu.byte_lanes import add_half_dots, bits_of_bytes, join_halves
+from csattn.cpu.jit import exact_kernel, inlined_kernel
+from csattn.cpu.simd import I32x16, fill, load, prefetch_early, store
 from csattn.search.sketch import query_places, rows_of_segment
 from csattn.search.sketch_worth import BIAS, keep_greatest
 from csattn.sketch.codes import BLOCK_KEYS, COARSE_BITS, FINE_BITS

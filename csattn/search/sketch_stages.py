@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from csattn.jit import exact_kernel
-from csattn.search.atomics import array_at
+from csattn.cpu.addresses import array_at
+from csattn.cpu.jit import exact_kernel
+from csattn.cpu.lanes import mask_at_least, trailing_zeros
+from csattn.cpu.simd import I32x16, U16x16, U16x32, convert, fill, load, store
 from csattn.search.choose import first_guess, num_sampled
-from csattn.search.lanes import mask_at_least, trailing_zeros
 from csattn.search.match import widen
 from csattn.search.plan import eligible_of, place_of, range_of, scratch_at, search_at
 from csattn.search.rest import attend_scored, join_parts
 from csattn.search.score import keep_sample, queries_of
-from csattn.search.simd import I32x16, U16x16, U16x32, convert, fill, load, store
 from csattn.search.sketch import exponent_of, project_queries, sketch_at, weigh_queries
 from csattn.search.sketch_scores import score_range
 from csattn.search.sketch_worth import MARKED, best_share, normaliser

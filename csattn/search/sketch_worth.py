@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from csattn.jit import exact_kernel, inlined_kernel
-from csattn.search.lanes import (
+from csattn.cpu.jit import exact_kernel, inlined_kernel
+from csattn.cpu.lanes import (
     larger,
     largest_lane,
     largest_of_eights,
@@ -19,7 +19,7 @@ from csattn.search.lanes import (
     sum_of_lanes,
     where_less,
 )
-from csattn.search.simd import I32x16, U16x16, U16x32, convert, fill, lane_numbers, load, store
+from csattn.cpu.simd import I32x16, U16x16, U16x32, convert, fill, lane_numbers, load, store
 from csattn.sketch.reference import GREATEST_OCTAVE, LEAST_OCTAVE, LOG_BITS, NORMALISER_KEYS, TOTAL_BITS
 
 LANES = 16

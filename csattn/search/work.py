@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from csattn.jit import exact_kernel
-from csattn.search.atomics import add, call_stage, load_acquire, set_bits, store_release
-from csattn.search.lanes import trailing_zeros
-from csattn.search.plan import MAX_JOBS, cut_pieces, scratch_at, search_at
-from csattn.search.waiting import (
+from csattn.cpu.addresses import call_stage
+from csattn.cpu.atomics import add, load_acquire, set_bits, store_release
+from csattn.cpu.jit import exact_kernel
+from csattn.cpu.lanes import trailing_zeros
+from csattn.cpu.waiting import (
     CLOSED,
     IDLE,
     INSIDE,
@@ -26,6 +26,7 @@ from csattn.search.waiting import (
     leave_work,
     wait,
 )
+from csattn.search.plan import MAX_JOBS, cut_pieces, scratch_at, search_at
 
 # `calls` of a search: addresses of its records and of the functions of its stages, two of each: of a piece and, when
 # all pieces are done, of the job

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from csattn.jit import exact_kernel
-from csattn.search.lanes import (
+from csattn.cpu.jit import exact_kernel
+from csattn.cpu.lanes import (
     fma,
     lane_0,
     larger,
@@ -29,7 +29,7 @@ from csattn.search.lanes import (
     where_equal,
     where_less,
 )
-from csattn.search.simd import F32x16, I32x16, as_bits, fill, lane_numbers, load, store
+from csattn.cpu.simd import F32x16, I32x16, as_bits, fill, lane_numbers, load, store
 
 LANES = 16
 NOT_SCORED = -(2**31)  # worth of what may not be chosen, and the bits of -0.0

@@ -5,7 +5,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from csattn.jit import exact_kernel, readonly
+from csattn.cpu.jit import exact_kernel, readonly
 from csattn.search.match import widen
 from csattn.search.rest import attend_rows
 from csattn.search.sketch import describe_sketch, project_queries, query_bytes, sketch_at, weigh_queries

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from csattn.jit import exact_kernel, readonly
+from csattn.cpu.jit import exact_kernel, readonly
 
 if TYPE_CHECKING:
     from csattn.index import LayerIndex

@@ -1,17 +1,12 @@
-"""Q8_0, Q4_0 and e4m3 a whole vector of values at a time, in LLVM's own vector types, which fit any machine.
+"""Q8_0, Q4_0 and e4m3 a whole vector of values at a time, in LLVM's own vector types, which fit any machine."""
 
-Numba's cache looks at the file of the kernel only: after a change in here, remove the `__pycache__` folder.
-"""
-
-from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
-from offload.codecs.bits import pointer_at
+from csattn.cpu.llvm import call, element_pointer, shuffle
 
 LANES = 16  # of `decode_e4m3`
 _F16, _F32 = ir.HalfType(), ir.FloatType()
@@ -25,20 +20,11 @@ def _vector(scalar: ir.Type, lanes: int = 32) -> ir.VectorType:
 
 def _splat(builder: ir.IRBuilder, value: Any, lanes: int = 32) -> Any:
     one = builder.insert_element(ir.Constant(_vector(value.type, lanes), ir.Undefined), value, _I32(0))
-    return _shuffled(builder, one, one, [0] * lanes)
+    return shuffle(builder, (one, one), [0] * lanes)
 
 
 def _same(scalar: ir.Type, value: float, lanes: int = 32) -> ir.Constant:
     return ir.Constant(_vector(scalar, lanes), [value] * lanes)
-
-
-def _shuffled(builder: ir.IRBuilder, a: Any, b: Any, order: Sequence[int]) -> Any:
-    return builder.shuffle_vector(a, b, ir.Constant(_vector(_I32, len(order)), list(order)))
-
-
-def _call(builder: ir.IRBuilder, name: str, result: ir.Type, *args: Any) -> Any:
-    kind = ir.FunctionType(result, [arg.type for arg in args])
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
 
 
 def _write_scaled(builder: ir.IRBuilder, q: Any, d: Any, to: Any) -> None:
@@ -52,10 +38,10 @@ def decode_q8_0(typing_context, coded, at, out, first):  # type: ignore[no-untyp
     """out[first : first + 32] = the block at byte `at`."""
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        block = pointer_at(context, builder, sig, args, 0)
+        block = element_pointer(context, builder, sig, args)
         d = builder.load(builder.bitcast(block, _F16.as_pointer()), align=1)
         codes = builder.bitcast(builder.gep(block, [_I64(2)]), _vector(_I8).as_pointer())
-        to = pointer_at(context, builder, sig, args, 2)
+        to = element_pointer(context, builder, sig, args, 2)
         _write_scaled(builder, builder.load(codes, align=1), builder.fpext(d, _F32), to)
         return context.get_dummy_value()
 
@@ -67,14 +53,14 @@ def decode_q4_0(typing_context, coded, at, out, first):  # type: ignore[no-untyp
     """out[first : first + 32] = the block at byte `at`."""
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        block = pointer_at(context, builder, sig, args, 0)
+        block = element_pointer(context, builder, sig, args)
         d = builder.load(builder.bitcast(block, _F16.as_pointer()), align=1)
         codes = builder.bitcast(builder.gep(block, [_I64(2)]), _vector(_I8, 16).as_pointer())
         pairs = builder.load(codes, align=1)
         low = builder.and_(pairs, _same(_I8, 15, 16))
         high = builder.lshr(pairs, _same(_I8, 4, 16))
-        q = builder.sub(_shuffled(builder, low, high, range(32)), _same(_I8, 8))
-        _write_scaled(builder, q, builder.fpext(d, _F32), pointer_at(context, builder, sig, args, 2))
+        q = builder.sub(shuffle(builder, (low, high), list(range(32))), _same(_I8, 8))
+        _write_scaled(builder, q, builder.fpext(d, _F32), element_pointer(context, builder, sig, args, 2))
         return context.get_dummy_value()
 
     return types.void(coded, at, out, first), generate
@@ -85,14 +71,14 @@ def decode_e4m3(typing_context, coded, at, out, first, d):  # type: ignore[no-un
     """out[first : first + 16] = the codes from byte `at` on, times d: see `float_of_e4m3`."""
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        codes = builder.bitcast(pointer_at(context, builder, sig, args, 0), _vector(_I8, LANES).as_pointer())
+        codes = builder.bitcast(element_pointer(context, builder, sig, args), _vector(_I8, LANES).as_pointer())
         wide = builder.zext(builder.load(codes, align=1), _vector(_I16, LANES))
         sign = builder.shl(builder.and_(wide, _same(_I16, 0x80, LANES)), _same(_I16, 8, LANES))
         rest = builder.shl(builder.and_(wide, _same(_I16, 0x7F, LANES)), _same(_I16, 7, LANES))
         halves = builder.bitcast(builder.or_(sign, rest), _vector(_F16, LANES))
         values = builder.fmul(builder.fpext(halves, _vector(_F32, LANES)), _same(_F32, 256.0, LANES))
         values = builder.fmul(values, _splat(builder, args[4], LANES))
-        to = builder.bitcast(pointer_at(context, builder, sig, args, 2), values.type.as_pointer())
+        to = builder.bitcast(element_pointer(context, builder, sig, args, 2), values.type.as_pointer())
         builder.store(values, to, align=4)
         return context.get_dummy_value()
 
@@ -100,7 +86,7 @@ def decode_e4m3(typing_context, coded, at, out, first, d):  # type: ignore[no-un
 
 
 def _load_block(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-    block = builder.bitcast(pointer_at(context, builder, sig, args, 0), _vector(_F32).as_pointer())
+    block = builder.bitcast(element_pointer(context, builder, sig, args), _vector(_F32).as_pointer())
     return builder.load(block, align=4)
 
 
@@ -110,8 +96,8 @@ def largest_of_block(typing_context, x, first):  # type: ignore[no-untyped-def]
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         values = _load_block(context, builder, sig, args)
-        absolute = _call(builder, "llvm.fabs.v32f32", values.type, values)
-        largest = _call(builder, "llvm.vector.reduce.fmax.v32f32", _F32, absolute)
+        absolute = call(builder, "llvm.fabs.v32f32", values.type, [values])
+        largest = call(builder, "llvm.vector.reduce.fmax.v32f32", _F32, [absolute])
         hits = builder.bitcast(builder.fcmp_ordered("==", absolute, _splat(builder, largest)), _I32)
         return builder.extract_element(values, builder.cttz(hits, _I1(1)))
 
@@ -124,8 +110,8 @@ def write_q8_0(typing_context, x, first, coded, at, inverse):  # type: ignore[no
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         scaled = builder.fmul(_load_block(context, builder, sig, args), _splat(builder, args[4]))
-        q = builder.fptosi(_call(builder, "llvm.round.v32f32", scaled.type, scaled), _vector(_I32))
-        to = builder.bitcast(pointer_at(context, builder, sig, args, 2), _vector(_I8).as_pointer())
+        q = builder.fptosi(call(builder, "llvm.round.v32f32", scaled.type, [scaled]), _vector(_I32))
+        to = builder.bitcast(element_pointer(context, builder, sig, args, 2), _vector(_I8).as_pointer())
         builder.store(builder.trunc(q, _vector(_I8)), to, align=1)
         return context.get_dummy_value()
 
@@ -141,9 +127,9 @@ def write_q4_0(typing_context, x, first, coded, at, inverse):  # type: ignore[no
         q = builder.fptosi(builder.fadd(scaled, _same(_F32, 8.5)), _vector(_I32))
         most = _same(_I32, 15)
         codes = builder.trunc(builder.select(builder.icmp_signed("<", q, most), q, most), _vector(_I8))
-        low = _shuffled(builder, codes, codes, _HALF)
-        high = builder.shl(_shuffled(builder, codes, codes, [16 + i for i in _HALF]), _same(_I8, 4, 16))
-        to = builder.bitcast(pointer_at(context, builder, sig, args, 2), _vector(_I8, 16).as_pointer())
+        low = shuffle(builder, (codes, codes), _HALF)
+        high = builder.shl(shuffle(builder, (codes, codes), [16 + i for i in _HALF]), _same(_I8, 4, 16))
+        to = builder.bitcast(element_pointer(context, builder, sig, args, 2), _vector(_I8, 16).as_pointer())
         builder.store(builder.or_(low, high), to, align=1)
         return context.get_dummy_value()
 

@@ -1,14 +1,11 @@
 """Coded bytes become float32 while they are fetched, in compiled form: the values that `reference` gives."""
 
-from collections.abc import Callable
-from functools import cache
-from typing import Any
-
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
-from offload.codecs.bits import array_at, c_function, float_of_e4m3, kernel, load_bfloat16, load_float16, load_float32
+from csattn.cpu.addresses import Stage, array_at, compiled_address
+from csattn.cpu.jit import exact_kernel
+from offload.codecs.bits import float_of_e4m3, load_bfloat16, load_float16, load_float32
 from offload.codecs.blocks import LANES, decode_e4m3, decode_q4_0, decode_q8_0
 from offload.codecs.formats import (
     BFLOAT16,
@@ -25,10 +22,8 @@ from offload.codecs.formats import (
     Format,
 )
 
-_KEPT: list[Any] = []  # so that the code is not freed
 
-
-@kernel
+@exact_kernel
 def gather_rows(
     k_number: int,  # the keys' format
     v_number: int,
@@ -46,7 +41,7 @@ def gather_rows(
         decode_vector(v_number, coded, at + v_offset, head_dim, out[i, 1])
 
 
-@kernel
+@exact_kernel
 def decode_vector(number: int, coded: NDArray[np.uint8], at: int, head_dim: int, out: NDArray[np.float32]) -> None:
     """out[:head_dim] = the vector that begins at byte `at`."""
     if number == FLOAT32:
@@ -72,7 +67,7 @@ def decode_vector(number: int, coded: NDArray[np.uint8], at: int, head_dim: int,
             out[j] = float_of_e4m3(coded[at + FP8_HEAD_BYTES + j]) * d
 
 
-@kernel
+@exact_kernel
 def _read(number: int, num_bytes: int, rows: int, num_rows: int, head_dim: int, out: int) -> None:
     places = array_at(rows, num_rows, np.int64(0))
     for i in range(num_rows):
@@ -110,7 +105,7 @@ def _read_fp8(rows: int, num_rows: int, head_dim: int, out: int) -> int:
     return 0
 
 
-_READERS: dict[str, Callable[[int, int, int, int], int]] = {
+_READERS: dict[str, Stage] = {
     "float32": _read_float32,
     "bfloat16": _read_bfloat16,
     "float16": _read_float16,
@@ -121,12 +116,9 @@ _READERS: dict[str, Callable[[int, int, int, int], int]] = {
 assert _READERS.keys() == FORMATS.keys()
 
 
-@cache
 def reader_address(form: Format) -> int:
     """Of a C function int64 (int64 rows, int64 num_rows, int64 head_dim, int64 out) that decodes wherever rows lie.
 
     rows: address of int64[num_rows], where each vector begins; out: address of float32[num_rows, head_dim], written.
     """
-    compiled = c_function(_READERS[form.name], types.int64(types.int64, types.int64, types.int64, types.int64))
-    _KEPT.append(compiled)
-    return int(compiled.address)
+    return compiled_address(_READERS[form.name])

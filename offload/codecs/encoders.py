@@ -3,7 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.codecs.bits import bits_of, float_of, kernel, store_bfloat16, store_float16, store_float32
+from csattn.cpu.jit import exact_kernel
+from offload.codecs.bits import bits_of, float_of, store_bfloat16, store_float16, store_float32
 from offload.codecs.blocks import largest_of_block, write_q4_0, write_q8_0
 from offload.codecs.formats import (
     BFLOAT16,
@@ -25,7 +26,7 @@ _TOO_LARGE_BFLOAT16 = np.uint32(0x7F7F8000)
 _ROUNDER = np.float32(12582912.0)  # 1.5 * 2 ** 23: added and taken away, it rounds to the nearest integer
 
 
-@kernel
+@exact_kernel
 def encode_rows(
     k_number: int,  # the keys' format
     v_number: int,
@@ -45,7 +46,7 @@ def encode_rows(
     return DONE, k_number
 
 
-@kernel
+@exact_kernel
 def _encode(number: int, x: NDArray[np.float32], out: NDArray[np.uint8], at: int) -> int:
     """Write a vector's bytes from byte `at` on."""
     largest = _largest_bits(x)
@@ -77,7 +78,7 @@ def _encode(number: int, x: NDArray[np.float32], out: NDArray[np.uint8], at: int
     return DONE
 
 
-@kernel
+@exact_kernel
 def _largest_bits(x: NDArray[np.float32]) -> np.uint32:
     """Of the absolute values: floats without a sign are ordered as their bits are, NaN above infinity."""
     largest = np.uint32(0)
@@ -86,13 +87,13 @@ def _largest_bits(x: NDArray[np.float32]) -> np.uint32:
     return largest
 
 
-@kernel
+@exact_kernel
 def _inverse(d: np.float32) -> np.float32:
     inverse = np.float32(1) / d
     return inverse if abs(inverse) < np.float32(np.inf) else np.float32(0)
 
 
-@kernel
+@exact_kernel
 def _encode_q8_0(x: NDArray[np.float32], first: int, out: NDArray[np.uint8], at: int) -> bool:
     d = abs(largest_of_block(x, first)) / np.float32(127)
     if d >= _TOO_LARGE_FLOAT16:
@@ -102,7 +103,7 @@ def _encode_q8_0(x: NDArray[np.float32], first: int, out: NDArray[np.uint8], at:
     return True
 
 
-@kernel
+@exact_kernel
 def _encode_q4_0(x: NDArray[np.float32], first: int, out: NDArray[np.uint8], at: int) -> bool:
     d = (largest_of_block(x, first) + np.float32(0)) / np.float32(-8)  # -0.0 counts as 0.0
     if abs(d) >= _TOO_LARGE_FLOAT16:
@@ -112,7 +113,7 @@ def _encode_q4_0(x: NDArray[np.float32], first: int, out: NDArray[np.uint8], at:
     return True
 
 
-@kernel
+@exact_kernel
 def _encode_fp8(x: NDArray[np.float32], largest: np.float32, out: NDArray[np.uint8], at: int) -> None:
     d = largest / np.float32(448)
     store_float32(out, at, d)

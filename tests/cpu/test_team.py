@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from csattn.cpu import team as teams
+from csattn.cpu.addresses import array_at
 from csattn.cpu.tape import Tape
 from csattn.cpu.team import Team
-from csattn.search.atomics import array_at
 
 
 def _count(arguments: int, piece: int, thread: int, unused: int) -> int:

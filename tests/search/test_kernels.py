@@ -4,14 +4,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numba import types
-from numba.extending import intrinsic
 from numpy.typing import NDArray
 
+from csattn.cpu.jit import exact_kernel, readonly
+from csattn.cpu.simd import F32x16, fill, load, store
 from csattn.index import LayerIndex
-from csattn.jit import exact_kernel, readonly
-from csattn.search import byte_lanes, lanes, lists, match, reference, sketch, sketch_worth, worth
-from csattn.search.simd import F32x16, I32x16, Vector, fill, load, store
+from csattn.search import lists, match, reference, sketch, sketch_worth, worth
 from csattn.search.sketch_scores import score_range
 from csattn.search.sketch_worth import BIAS
 from csattn.sketch import SketchIndex
@@ -20,76 +18,7 @@ from csattn.sketch.codes import coord_bits
 from csattn.table.lists import ListTable
 from tests.search.synthetic import IndexSpec, make_index, make_queries
 
-I32x8 = Vector(types.int32, 8)
 SCALE = 0.2  # softmax_scale
-
-
-@exact_kernel
-def _shuffles(a, turned, spread, fine, coarse):  # type: ignore[no-untyped-def]
-    value = load(I32x16, a, 0)
-    store(turned, 0, byte_lanes.turn_fours(value))
-    store(spread, 0, byte_lanes.spread_byte(value, 1))
-    store(fine, 0, byte_lanes.bits_of_bytes(value, 0, 4))
-    store(fine, 16, byte_lanes.bits_of_bytes(value, 4, 4))
-    store(coarse, 0, byte_lanes.bits_of_bytes(value, 4, 2))
-    store(coarse, 16, byte_lanes.bits_of_bytes(value, 6, 2))
-
-
-def test_shuffles_of_bytes_and_bits(rng: np.random.Generator) -> None:
-    a = rng.integers(-(2**31), 2**31, 16).astype(np.int32)
-    turned, spread, fine, coarse = (np.zeros(size, np.int32) for size in (16, 16, 32, 32))
-    _shuffles(a, turned, spread, fine, coarse)
-    fours = a.view(np.uint8).reshape(4, 4, 4)
-    np.testing.assert_array_equal(turned.view(np.uint8).reshape(4, 4, 4), fours.swapaxes(1, 2))
-    np.testing.assert_array_equal(spread.view(np.uint8).reshape(4, 4, 4), fours[:, None, :, 1].repeat(4, axis=1))
-    as_bytes = a.view(np.uint8)
-    np.testing.assert_array_equal(fine.view(np.uint8), np.concatenate([as_bytes & 15, as_bytes >> 4]))
-    np.testing.assert_array_equal(coarse.view(np.uint8), np.concatenate([as_bytes >> 4 & 3, as_bytes >> 6]))
-
-
-@intrinsic
-def _plain_dots(typing_context, sums, a, b):  # type: ignore[no-untyped-def]
-    return sums(sums, a, b), lambda context, builder, sig, args: byte_lanes.plain_byte_dots(builder, *args)
-
-
-def _dots_in_pairs(whole: bool, feature: str) -> Any:
-    @intrinsic
-    def dots(typing_context, sums, a, b):  # type: ignore[no-untyped-def]
-        def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            if feature not in context.codegen().magic_tuple()[2]:
-                return byte_lanes.plain_byte_dots(builder, *args)
-            return builder.add(args[0], byte_lanes.pairs_of_pairs(builder, whole, args[1], args[2]))
-
-        return sums(sums, a, b), generate
-
-    return dots
-
-
-_dots_of_halves, _dots_of_whole = _dots_in_pairs(False, "+avx2"), _dots_in_pairs(True, "+avx512bw")
-
-
-@exact_kernel
-def _dots(sums, a, b, joined):  # type: ignore[no-untyped-def]
-    of_a, of_b = load(I32x16, a, 0), load(I32x16, b, 0)
-    begin = load(I32x16, sums, 0) & fill(I32x16, 0xFFFF)
-    store(joined, 0, byte_lanes.join_halves(begin, byte_lanes.add_half_dots(begin, of_a, of_b)))
-    store(sums, 0, byte_lanes.add_byte_dots(load(I32x16, sums, 0), of_a, of_b))
-    store(sums, 16, _plain_dots(load(I32x16, sums, 16), of_a, of_b))
-    store(sums, 32, _dots_of_halves(load(I32x16, sums, 32), of_a, of_b))
-    store(sums, 48, _dots_of_whole(load(I32x16, sums, 48), of_a, of_b))
-
-
-@pytest.mark.parametrize("largest", [(15, 127), (255, 15)])
-def test_every_way_to_multiply_bytes_gives_the_same(largest: tuple[int, int], rng: np.random.Generator) -> None:
-    a = rng.integers(0, largest[0] + 1, 64).astype(np.uint8)
-    b = rng.integers(-largest[1], largest[1] + 1, 64).astype(np.int8)
-    a[:8], b[:4], b[4:8] = largest[0], largest[1], -largest[1]
-    begin = rng.integers(-(2**31), 2**31, 16).astype(np.int32)
-    sums, joined = np.tile(begin, 4), np.zeros(32, np.uint16)
-    want = (begin + (a.astype(np.int64) * b).reshape(16, 4).sum(axis=1)).astype(np.int32)
-    _dots(sums, a, b, joined)
-    np.testing.assert_array_equal(sums.reshape(4, 16), np.stack([want] * 4))
-    np.testing.assert_array_equal(joined, np.concatenate([begin, want]).astype(np.uint16))
 
 
 @pytest.mark.parametrize("group_size", [1, 3, 4, 6])
@@ -205,25 +134,6 @@ def test_worth_is_the_definitions(num_keys: int, exponent: int, group_size: int,
     assert found.tolist() == [sketch_reference.normaliser(row, exponent) for row in scores]
     worth_of_all = out[:num_keys] - np.int64(BIAS)
     np.testing.assert_array_equal(worth_of_all, sketch_reference.worth(scores, exponent))
-
-
-@exact_kernel
-def _pack(vector, values, bits, count, packed, stored):  # type: ignore[no-untyped-def]
-    lanes_packed = lanes.pack_lanes(load(vector, values, 0), bits)
-    store(packed, 0, lanes_packed)
-    lanes.store_first(stored, 1, lanes_packed, count)
-
-
-@pytest.mark.parametrize("vector", [I32x8, I32x16])
-@pytest.mark.parametrize("bits", [0, 1, 0b1010_0110, 0b1000_0000, 0xFF, 0xFFFF, 0x8001])
-def test_lanes_are_packed_in_their_order(vector: Vector, bits: int) -> None:
-    """A machine has an instruction for sixteen, or does both lane by lane."""
-    values, stored = np.arange(100, 100 + vector.lanes, dtype=np.int32), np.full(20, -777, np.int32)
-    want = [value for lane, value in enumerate(values) if bits >> lane & 1]
-    packed = np.zeros(vector.lanes, np.int32)
-    _pack(vector, values, np.uint64(bits), len(want), packed, stored)
-    assert packed[: len(want)].tolist() == want
-    assert stored.tolist() == [-777, *want, *[-777] * (19 - len(want))]
 
 
 @pytest.mark.parametrize("num_subspaces, num_centroids, subspace_dim", [(1, 1, 1), (5, 17, 3), (4, 64, 8), (3, 16, 32)])

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from csattn.cpu.waiting import LINE, OPENED
 from csattn.search import LayerSearch, SearchPool, SearchWorkspace, TokenSelections
 from csattn.search import pool as pool_module
-from csattn.search.waiting import LINE, OPENED
 from csattn.search.work import TAKEN
 from tests.idle import is_idle
 from tests.search.synthetic import IndexSpec, append_keys, make_index, make_queries, make_tail_of

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from csattn.jit import exact_kernel
+from csattn.cpu.jit import exact_kernel
 from csattn.search import code_sums
 from csattn.search.code_sums import CHUNK_KEYS
 from csattn.search.sketch_worth import BIAS, NOT_COUNTED

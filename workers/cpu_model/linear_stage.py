@@ -5,11 +5,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from csattn.cpu.addresses import Stage, array_at
 from csattn.cpu.floats import KINDS, exp_lanes, load_float
-from csattn.cpu.stages import Stage
-from csattn.jit import exact_kernel
-from csattn.search.atomics import array_at
-from csattn.search.simd import F32x16, fill, load, store
+from csattn.cpu.jit import exact_kernel
+from csattn.cpu.simd import F32x16, fill, load, store
 from workers.cpu_model.linear import LANES, TILE, products
 
 # arguments: addresses, and sizes

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from csattn.cpu.stages import Stage
+from csattn.cpu.addresses import Stage
 from csattn.cpu.tape import Tape
 from csattn.errors import ModelError
 from csattn.models.families import require_supported

@@ -5,12 +5,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from csattn.cpu.addresses import Stage, array_at
 from csattn.cpu.floats import LANES, load_float, load_floats, store_float, sum_of
-from csattn.cpu.stages import Stage
-from csattn.jit import exact_kernel
-from csattn.search.atomics import array_at
-from csattn.search.lanes import fma
-from csattn.search.simd import F32x16, fill, load, store
+from csattn.cpu.jit import exact_kernel
+from csattn.cpu.lanes import fma
+from csattn.cpu.simd import F32x16, fill, load, store
 
 EMBED = ("token_ids", "embedding", "vocab_size", "width", "out")
 NORMALISE = ("x", "width", "weight", "out", "weight_ahead", "out_ahead", "eps")  # eps: address of a float64

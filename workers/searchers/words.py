@@ -7,8 +7,9 @@ wakes the other up if it is set. As all operations keep one order, one of the tw
 import numpy as np
 from numpy.typing import NDArray
 
-from csattn.jit import exact_kernel
-from csattn.search.atomics import load_acquire, now_ns, pause, store_release, yield_core
+from csattn.cpu.atomics import load_acquire, store_release
+from csattn.cpu.jit import exact_kernel
+from csattn.cpu.waiting import now_ns, pause, yield_core
 
 LINE = 8  # words of a cache line
 ASKED = 0 * LINE  # number of the last request

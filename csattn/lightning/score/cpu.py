@@ -10,7 +10,7 @@ from numba import float32
 from numpy.typing import NDArray
 from torch import Tensor
 
-from csattn.jit import exact_kernel, readonly
+from csattn.cpu.jit import exact_kernel, readonly
 from csattn.lightning.operands.indexer import Operands
 
 LANES = 64  # keys that are scored side by side

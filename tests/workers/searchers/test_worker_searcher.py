@@ -8,8 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from csattn.cpu.addresses import compiled_address
 from csattn.errors import ConfigError, SearchLostError
-from csattn.search import calls, work
+from csattn.search import work
 from tests.workers.searchers.searching import Threads, make_artifact, make_step, search_layer, wait_until
 from workers.searchers import words
 from workers.searchers.worker import choose_cpus
@@ -90,13 +91,13 @@ def test_no_kernel_is_compiled_again_for_mapped_arrays(store: Path) -> None:
             assert not artifact.layer_index(0).key_mean.flags.writeable
             searcher.load(context_id, artifact)
         versions = [len(kernel.signatures) for kernel in KERNELS]
-        stages = calls.compiled_address.cache_info().currsize
+        stages = compiled_address.cache_info().currsize
         assert all(versions), "loading has left something to compile"
         for turn in range(6):
             searches = [make_step(artifacts[turn % 2], 1 + turn, 10 * turn, context_id=turn % 2)]
             search_layer(searcher, searches, artifacts, turn % 3)
         assert [len(kernel.signatures) for kernel in KERNELS] == versions
-        assert calls.compiled_address.cache_info().currsize == stages
+        assert compiled_address.cache_info().currsize == stages
 
 
 def test_a_step_that_comes_again_costs_no_new_searches(store: Path) -> None:

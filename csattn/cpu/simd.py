@@ -15,6 +15,8 @@ from numba.core import cgutils
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin, models, register_model, typeof_impl
 
+from csattn.cpu.llvm import call, element_pointer, shuffle
+
 
 class Vector(types.Type):  # type: ignore[misc]
     """A fixed number of equal scalars."""
@@ -84,21 +86,13 @@ for _op, _in_place, _build in (
     _define_arithmetic(_in_place, _build)
 
 
-def element_pointer(
-    context: Any, builder: ir.IRBuilder, array_type: Any, array: Any, start: Any, start_type: Any
-) -> Any:
-    """Where element `start` of a contiguous array lies."""
-    data = context.make_array(array_type)(context, builder, array).data
-    return builder.gep(data, [context.cast(builder, start, start_type, types.intp)])
-
-
 @intrinsic
 def load(typing_context, vector, array, start):  # type: ignore[no-untyped-def]
     """The vector of elements start, start + 1, ... of a contiguous array, whose bytes are taken as they are."""
     sig = vector.instance_type(vector, array, start)
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        address = element_pointer(context, builder, sig.args[1], args[1], args[2], sig.args[2])
+        address = element_pointer(context, builder, sig, args, 1)
         address = builder.bitcast(address, sig.return_type.llvm_type().as_pointer())
         return builder.load(address, align=1)
 
@@ -111,7 +105,7 @@ def store(typing_context, array, start, value):  # type: ignore[no-untyped-def]
     sig = types.void(array, start, value)
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        address = element_pointer(context, builder, sig.args[0], args[0], args[1], sig.args[1])
+        address = element_pointer(context, builder, sig, args)
         builder.store(args[2], builder.bitcast(address, args[2].type.as_pointer()), align=1)
         return context.get_dummy_value()
 
@@ -132,12 +126,10 @@ def prefetch_early(typing_context, array, start):  # type: ignore[no-untyped-def
 
 def _prefetch_near(locality: int) -> Callable[..., Any]:
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        address = element_pointer(context, builder, sig.args[0], args[0], args[1], sig.args[1])
+        address = element_pointer(context, builder, sig, args)
         address = builder.bitcast(address, cgutils.voidptr_t)
         i32 = ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, i32, i32, i32])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        builder.call(function, [address, i32(0), i32(locality), i32(1)])
+        call(builder, "llvm.prefetch.p0", ir.VoidType(), [address, i32(0), i32(locality), i32(1)])
         return context.get_dummy_value()
 
     return generate
@@ -152,8 +144,7 @@ def fill(typing_context, vector, scalar):  # type: ignore[no-untyped-def]
         element = context.cast(builder, args[1], sig.args[1], sig.return_type.element)
         undefined = ir.Constant(sig.return_type.llvm_type(), ir.Undefined)
         lane_0 = builder.insert_element(undefined, element, ir.IntType(32)(0))
-        mask = ir.Constant(ir.VectorType(ir.IntType(32), sig.return_type.lanes), [0] * sig.return_type.lanes)
-        return builder.shuffle_vector(lane_0, undefined, mask)
+        return shuffle(builder, (lane_0, undefined), [0] * sig.return_type.lanes)
 
     return sig, generate
 

@@ -8,13 +8,10 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from csattn.search.simd import Vector, element_pointer
+from csattn.cpu.llvm import call, element_pointer, shuffle
+from csattn.cpu.simd import Vector
 
 llvmlite.binding.initialize_native_asmparser()
-
-
-def shuffle(builder: ir.IRBuilder, args: Any, order: list[int]) -> Any:
-    return builder.shuffle_vector(*args, ir.Constant(ir.VectorType(ir.IntType(32), len(order)), order))
 
 
 @intrinsic
@@ -27,15 +24,9 @@ def part(typing_context, vector, value, number):  # type: ignore[no-untyped-def]
 
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         lanes = sig.return_type.lanes
-        order = list(range(piece * lanes, (piece + 1) * lanes))
-        return builder.shuffle_vector(args[1], args[1], ir.Constant(ir.VectorType(ir.IntType(32), lanes), order))
+        return shuffle(builder, (args[1], args[1]), list(range(piece * lanes, (piece + 1) * lanes)))
 
     return sig, generate
-
-
-def call(builder: ir.IRBuilder, name: str, result: ir.Type, args: list[Any]) -> Any:
-    kind = ir.FunctionType(result, [arg.type for arg in args])
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
 
 
 def _compare(builder: ir.IRBuilder, vector: Vector) -> Any:
@@ -137,9 +128,7 @@ def pack_lanes(typing_context, value, bits):  # type: ignore[no-untyped-def]
         mask = builder.bitcast(bits, ir.VectorType(ir.IntType(1), lanes))
         if lanes == 16 and "+avx512f" in context.codegen().magic_tuple()[2]:
             # by name: LLVM's own would write to memory, which some machines do lane by lane
-            pack = ir.FunctionType(kind, [kind, kind, mask.type])
-            name = "llvm.x86.avx512.mask.compress.v16i32"
-            return builder.call(cgutils.get_or_insert_function(builder.module, pack, name), [value, value, mask])
+            return call(builder, "llvm.x86.avx512.mask.compress.v16i32", kind, [value, value, mask])
         i32 = ir.IntType(32)
         packed = cgutils.alloca_once(builder, ir.ArrayType(i32, lanes))
         at = i32(0)
@@ -160,11 +149,11 @@ def store_first(typing_context, array, start, value, count):  # type: ignore[no-
     def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
         kind, i32 = args[2].type, ir.IntType(32)
         lanes = kind.count
-        address = element_pointer(context, builder, sig.args[0], args[0], args[1], sig.args[1])
+        address = element_pointer(context, builder, sig, args)
         address = builder.bitcast(address, kind.as_pointer())
         index = ir.VectorType(i32, lanes)
         counts = builder.insert_element(ir.Constant(index, ir.Undefined), builder.trunc(args[3], i32), i32(0))
-        counts = builder.shuffle_vector(counts, counts, ir.Constant(index, [0] * lanes))
+        counts = shuffle(builder, (counts, counts), [0] * lanes)
         mask = builder.icmp_signed("<", ir.Constant(index, list(range(lanes))), counts)
         name = f"llvm.masked.store.{_suffix(sig.args[2])}.p0"
         call(builder, name, ir.VoidType(), [args[2], address, i32(4), mask])

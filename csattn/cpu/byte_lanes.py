@@ -6,8 +6,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from csattn.search.lanes import call, shuffle
-from csattn.search.simd import Vector
+from csattn.cpu.llvm import call, shuffle
+from csattn.cpu.simd import Vector
 
 
 @intrinsic

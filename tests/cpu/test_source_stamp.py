@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from csattn import source_stamp as module
-from csattn.source_stamp import source_stamp
+from csattn.cpu import source_stamp as module
+from csattn.cpu.source_stamp import source_stamp
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 KERNEL = """
 import ctypes
 from numba import types
-from csattn.jit import c_function, exact_kernel
+from csattn.cpu.jit import c_function, exact_kernel
 from near.constants import FACTOR
 from near import helpers
 
@@ -31,7 +31,7 @@ if __name__ == "near.kernel":
     print(scaled(1))
 """
 HELPERS = """
-from csattn.jit import exact_kernel
+from csattn.cpu.jit import exact_kernel
 
 @exact_kernel
 def twice(x):

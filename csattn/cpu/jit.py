@@ -11,7 +11,7 @@ from numba.core.ccallback import CFunc
 from numba.core.sigutils import normalize_signature
 from numpy.typing import NDArray
 
-from csattn.source_stamp import source_stamp
+from csattn.cpu.source_stamp import source_stamp
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 _PROCESS = uuid4().hex[:8]

@@ -1,0 +1,54 @@
+"""What kernels are told of by its address: arrays, and functions of four numbers, which are called stages."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+from numba.np.arrayobj import populate_array
+
+from csattn.cpu.jit import c_function
+
+Stage = Callable[[int, int, int, int], int]  # int64 throughout
+
+_KEPT: list[Any] = []  # so that the code is not freed
+
+
+@cache
+def compiled_address(stage: Stage) -> int:
+    """Where the compiled function is; it stays there. Compiles when it is first wanted."""
+    compiled = c_function(stage, types.int64(types.int64, types.int64, types.int64, types.int64))
+    _KEPT.append(compiled)
+    return int(compiled.address)
+
+
+@intrinsic
+def call_stage(typing_context, function, a, b, c, d):  # type: ignore[no-untyped-def]
+    """What the stage at the address `function` returns."""
+    i64 = types.int64
+    sig = i64(i64, i64, i64, i64, i64)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        i64 = ir.IntType(64)
+        kind = ir.FunctionType(i64, [i64] * 4)
+        return builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
+
+    return sig, generate
+
+
+@intrinsic
+def array_at(typing_context, address, length, like):  # type: ignore[no-untyped-def]
+    """The array of `length` elements at an address; they are of the type of `like`."""
+    sig = types.Array(like, 1, "C")(address, types.intp, like)
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        array = context.make_array(sig.return_type)(context, builder)
+        element = context.get_data_type(sig.return_type.dtype)
+        itemsize = context.get_constant(types.intp, context.get_abi_sizeof(element))
+        data = builder.inttoptr(args[0], element.as_pointer())
+        populate_array(array, data=data, shape=[args[1]], strides=[itemsize], itemsize=itemsize, meminfo=None)
+        return array._getvalue()
+
+    return sig, generate

@@ -4,15 +4,18 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
+from numpy.typing import NDArray
 
 from csattn.cpu.jit import c_function
 
 Stage = Callable[[int, int, int, int], int]  # int64 throughout
 
+LINE_BYTES = 64  # of a cache line
 _KEPT: list[Any] = []  # so that the code is not freed
 
 
@@ -22,6 +25,13 @@ def compiled_address(stage: Stage) -> int:
     compiled = c_function(stage, types.int64(types.int64, types.int64, types.int64, types.int64))
     _KEPT.append(compiled)
     return int(compiled.address)
+
+
+def aligned(num_bytes: int) -> NDArray[np.uint8]:
+    """Bytes that begin on a cache line, with whatever is in them."""
+    memory = np.empty(num_bytes + LINE_BYTES, np.uint8)
+    start = -memory.ctypes.data % LINE_BYTES
+    return memory[start : start + num_bytes]
 
 
 @intrinsic

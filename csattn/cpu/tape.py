@@ -11,25 +11,18 @@ from numpy.typing import NDArray
 from csattn.cpu.addresses import Stage, array_at, call_stage, compiled_address
 from csattn.cpu.atomics import add, load_acquire, store_release
 from csattn.cpu.jit import exact_kernel
-from csattn.cpu.waiting import (
-    CLOSED,
-    IDLE,
-    LINE,
-    NUM_WAITING_WORDS,
-    OPENED,
-    await_leave,
-    await_work,
-    leave_work,
-    wait,
-)
+from csattn.cpu.posts import FAILED, LINE, NUM_POST_WORDS, OPENED, await_others
+from csattn.cpu.waiting import wait
 
 FUNCTION, ARGUMENTS, PIECES, WAITS = range(4)  # of a stage, in `stages`
 NUM_FIELDS = 4
-# what threads share besides the words of `waiting`; behind it the stages' counters, each on a line of its own
-DONE = NUM_WAITING_WORDS  # pieces
+MAX_STAGES = 4096
+# what threads share besides the words of their post; behind it the stages' counters, each on a line of its own
+DONE = NUM_POST_WORDS  # pieces
 STAGES = DONE + LINE  # address of the run's `stages`
 NUM_STAGES = STAGES + 1
 COUNTERS = STAGES + LINE
+SHARED_WORDS = COUNTERS + MAX_STAGES * LINE
 
 
 class Tape:
@@ -69,30 +62,30 @@ def open_run(stages: NDArray[np.int64], shared: NDArray[np.int64], address: int,
 
 
 @exact_kernel
-def finish_run(shared: NDArray[np.int64]) -> None:
-    """Help with the run that is open, wait for its end and close it: then no thread reads its stages any more."""
+def finish_run(shared: NDArray[np.int64]) -> bool:
+    """Help with the run that is open, wait for its end and close it: then no thread reads its stages any more.
+
+    False if a thread has failed.
+    """
     _await_done(shared, _work(shared, 0))
     store_release(shared, OPENED, 0)
-    await_leave(shared)
+    await_others(shared)
+    sound: bool = load_acquire(shared, FAILED) == 0
+    return sound
 
 
 @exact_kernel
-def run_at_once(stages: NDArray[np.int64], shared: NDArray[np.int64], address: int, number: int) -> None:
+def run_at_once(stages: NDArray[np.int64], shared: NDArray[np.int64], address: int, number: int) -> bool:
     """`open_run` and `finish_run`, where nobody has to be woken."""
     open_run(stages, shared, address, number)
-    finish_run(shared)
+    sound: bool = finish_run(shared)
+    return sound
 
 
-@exact_kernel
-def serve(shared: NDArray[np.int64], thread: int, spin_ns: int, nap_ns: int, last_number: int) -> tuple[int, int]:
-    """Work on one run after the other, but for that of `last_number`; IDLE or CLOSED, and the last one's number."""
-    while True:
-        number = await_work(shared, last_number, spin_ns, nap_ns)
-        if number in (IDLE, CLOSED):
-            return number, last_number
-        _work(shared, thread)
-        last_number = number
-        leave_work(shared)
+def help_run(shared: int, thread: int, _unused: int, _neither: int) -> int:
+    """A stage for a post: work on the run that is open."""
+    _work(array_at(shared, SHARED_WORDS, np.int64(0)), thread)
+    return 0
 
 
 @exact_kernel
@@ -117,6 +110,6 @@ def _work(shared: NDArray[np.int64], thread: int) -> int:
 @exact_kernel
 def _await_done(shared: NDArray[np.int64], pieces: int) -> None:
     turn = 0
-    while load_acquire(shared, DONE) < pieces:
+    while load_acquire(shared, DONE) < pieces and load_acquire(shared, FAILED) == 0:
         wait(turn)
         turn += 1

@@ -1,53 +1,96 @@
-"""Threads that run tapes. They wait inside a kernel, without the GIL; what a tape computes does not depend on them."""
+"""Threads that wait inside a kernel, without the GIL, and do what is opened at their posts: tapes and searches."""
 
 import os
 import threading
 import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
-from csattn.cpu.tape import COUNTERS, Tape, finish_run, open_run, run_at_once, serve
-from csattn.cpu.waiting import CLOSED, LINE, OPENED, STOPPED
+from csattn.cpu.addresses import Stage, aligned, compiled_address
+from csattn.cpu.posts import CLOSED, FAILED, MAX_POSTS, NUM_POST_WORDS, OPENED, STOPPED, TABLE_WORDS, list_post, serve
+from csattn.cpu.tape import MAX_STAGES, SHARED_WORDS, Tape, finish_run, help_run, open_run, run_at_once
 
-SPIN_MS = 0.5  # how long threads look for the next run without a rest
+SPIN_MS = 1.0  # how long threads look for more to do without a rest
 NAP_MS = 50.0  # how long they look every now and then, before they sleep
-MAX_STAGES = 4096  # of a tape
+
+
+@dataclass(slots=True)
+class Post:
+    """What threads help with: see `csattn.cpu.posts`."""
+
+    words: NDArray[np.int64]
+    stage: Stage
+    argument: NDArray[np.int64]  # contiguous: the stage gets its address and the thread's number
+    held: Any = None  # what else must live as long as threads may be reading it
 
 
 class Team:
-    """num_threads threads, the calling one included; used by one thread at a time. Close it, or use it as a context
-    manager. A forked process needs a team of its own."""
+    """num_threads threads, the calling one included. Close it, or use it as a context manager.
 
-    def __init__(self, num_threads: int) -> None:
-        assert num_threads >= 1, f"a team needs at least 1 thread, got {num_threads}"
-        self.num_threads = num_threads
-        self._crew = _Crew(num_threads)
-        self._number = 0
-        self._pid = os.getpid()
-        self._dismiss = weakref.finalize(self, self._crew.dismiss)  # also where close is forgotten, and at exit
+    Runs tapes, for one thread at a time; others may open work at posts of their own (`Crew`) meanwhile.
+    """
+
+    _crew: "Crew"
+    _tapes: Post | None
+    _number: int  # of the last run
+
+    def __init__(
+        self,
+        num_threads: int,
+        cpus: Sequence[int] | None = None,  # CPUs that the team's own threads keep to, one each; Linux
+        name: str = "team",  # in errors
+    ) -> None:
+        assert num_threads >= 1, f"a {name} needs at least 1 thread, got {num_threads}"
+        if cpus is not None:
+            _check_cpus(cpus, num_threads - 1)
+        self.num_threads, self._name = num_threads, name
+        self._cpus = tuple(cpus) if cpus is not None else None
+        self._open()
+
+    @property
+    def crew(self) -> "Crew":
+        """The team's own threads. A forked process has none of them and gets another crew, without any posts."""
+        if self._crew.pid != os.getpid():
+            self._dismiss.detach()
+            self._open()
+        return self._crew
 
     def run(self, tape: Tape) -> None:
-        """Do all of the tape's stages; return when they are done."""
-        assert self._pid == os.getpid(), "a team's threads stay behind when a process forks; make another team"
-        if self._crew.shared[STOPPED]:
-            raise RuntimeError("the team is closed; make another")
+        """Do all of the tape's stages; return when they are done. RuntimeError where the team is closed or a thread has
+        failed."""
         stages = tape.stages
         assert len(stages) <= MAX_STAGES, f"a tape of {len(stages)} stages is longer than {MAX_STAGES}"
+        crew = self.crew
+        crew.require_sound()
+        if self._tapes is None:
+            shared = aligned(8 * SHARED_WORDS).view(np.int64)
+            self._tapes = crew.add_post(Post(shared, help_run, shared))
+        crew.hire()
         self._number += 1
-        self._crew.hire()
-        shared, address = self._crew.shared, stages.ctypes.data
-        if self._crew.anyone_asleep:
+        shared, address = self._tapes.words, stages.ctypes.data
+        if crew.sleepers:  # a thread that falls asleep just now is missed by one run, no more
             open_run(stages, shared, address, self._number)
-            self._crew.wake()
-            finish_run(shared)
+            crew.wake()
+            sound = finish_run(shared)
         else:
-            run_at_once(stages, shared, address, self._number)
+            sound = run_at_once(stages, shared, address, self._number)
+        if not sound:
+            crew.require_sound()
 
     def close(self) -> None:
         """Let the threads go, for good."""
-        self._dismiss()
+        self.crew.dismiss()
+
+    def _open(self) -> None:
+        """Begin without threads: they come with the first work that is worth it."""
+        self._crew = Crew(self.num_threads, self._cpus, self._name)
+        self._tapes, self._number = None, 0
+        self._dismiss = weakref.finalize(self, self._crew.dismiss)  # also where close is forgotten, and at exit
 
     def __enter__(self) -> Self:
         return self
@@ -58,62 +101,112 @@ class Team:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<Team {self.num_threads} threads>"
+        return f"<Team {self.num_threads} threads, {len(self._crew.threads)} of them hired>"
 
 
-class _Crew:
-    """A team's own threads, and what they share with who uses the team. Knows no team: teams may be dropped."""
+class Crew:
+    """A team's own threads, and what they share with those who use the team. Knows no team: teams may be dropped."""
 
-    def __init__(self, num_threads: int) -> None:
-        words = np.zeros(COUNTERS + (MAX_STAGES + 1) * LINE, np.int64)
-        self._words = words
-        start = (-words.ctypes.data % 64) // 8
-        self.shared = words[start : start + COUNTERS + MAX_STAGES * LINE]
-        self._num_threads = num_threads
-        self._threads: list[threading.Thread] = []
+    def __init__(self, num_threads: int, cpus: tuple[int, ...] | None, name: str) -> None:
+        self.pid = os.getpid()
+        self.threads: list[threading.Thread] = []
+        self.sleepers = 0
+        self._num_threads, self._cpus, self._name = num_threads, cpus, name
+        self._posts: list[Post] = []
+        self._table = np.zeros(TABLE_WORDS, np.int64)
+        self._num_listed = 0  # of the posts, in the table
         self._awake = threading.Condition()
-        self._sleepers = 0
-        self._pid = os.getpid()
+        self._calls_to_work = 0
+        self._cause: BaseException | None = None
+
+    def add_post(self, post: Post) -> Post:
+        """Have threads look there, from the next `hire` on."""
+        with self._awake:
+            assert len(self._posts) < MAX_POSTS
+            post.words[:NUM_POST_WORDS] = 0
+            self._posts.append(post)
+        return post
+
+    def require_sound(self) -> None:
+        """Raise RuntimeError if a thread has met an error, or all have been let go."""
+        if self._cause is not None:
+            raise RuntimeError(
+                f"a thread of the {self._name} has failed; close the {self._name} and make another"
+            ) from self._cause
+        if self._table[STOPPED]:
+            raise RuntimeError(f"the {self._name} is closed; make another")
 
     def hire(self) -> None:
-        """Have all threads but the calling one."""
-        while len(self._threads) < self._num_threads - 1:
-            number = len(self._threads) + 1
-            thread = threading.Thread(target=self._run, args=(number,), name=f"team-{number}", daemon=True)
-            thread.start()
-            self._threads.append(thread)
-
-    @property
-    def anyone_asleep(self) -> bool:
-        """A thread that falls asleep just now is missed by one run, no more."""
-        return self._sleepers > 0
+        """Have all threads but the calling one, and let them know of all posts."""
+        if len(self.threads) == self._num_threads - 1 and (self._num_listed == len(self._posts) or not self.threads):
+            return
+        with self._awake:
+            if not self.threads:
+                # here, for a process that forks while another thread compiles passes on a locked compiler
+                serve(np.ones(TABLE_WORDS, np.int64), np.zeros(MAX_POSTS, np.int64), 0, 0, 0)
+            for number in range(self._num_listed, len(self._posts)):
+                post = self._posts[number]
+                words, argument = post.words.ctypes.data, post.argument.ctypes.data
+                list_post(self._table, number, words, compiled_address(post.stage), argument)
+            self._num_listed = len(self._posts)
+            for number in range(len(self.threads) + 1, self._num_threads):
+                cpu = self._cpus[number - 1] if self._cpus is not None else None
+                name = f"{self._name}-{number}"
+                self.threads.append(threading.Thread(target=self._run, args=(number, cpu), name=name, daemon=True))
+                self.threads[-1].start()
 
     def wake(self) -> None:
-        """To be called after a run has been opened."""
-        with self._awake:
-            self._awake.notify_all()
+        """To be called after work was opened, which a thread that is about to sleep sees, or when some is near."""
+        if self.sleepers:
+            with self._awake:
+                self._calls_to_work += 1
+                self._awake.notify_all()
 
     def dismiss(self) -> None:
         """Let the threads go, as soon as nothing is left to do for them."""
-        if self._pid != os.getpid():
-            return  # a forked process has no threads to let go
+        if self.pid != os.getpid():
+            return  # a forked process has no threads to let go, and perhaps a lock that nobody will release
         with self._awake:
-            self.shared[STOPPED] = 1
+            self._table[STOPPED] = 1
             self._awake.notify_all()
-        if threading.current_thread() in self._threads:
-            return  # the garbage collector has come by here
-        for thread in self._threads:
+        if threading.current_thread() in self.threads:
+            return  # the garbage collector has come by here; the others may wait for what this thread holds
+        for thread in self.threads:
             thread.join()
 
-    def _run(self, number: int) -> None:
+    def _run(self, number: int, cpu: int | None) -> None:
         """What a thread does: work while there is some, sleep otherwise."""
-        last_number = 0
-        while True:
-            why, last_number = serve(self.shared, number, int(SPIN_MS * 1e6), int(NAP_MS * 1e6), last_number)
-            if why == CLOSED:
-                return
-            with self._awake:
-                self._sleepers += 1
-                while not self.shared[STOPPED] and self.shared[OPENED] in (0, last_number):
-                    self._awake.wait()
-                self._sleepers -= 1
+        seen = np.zeros(MAX_POSTS, np.int64)
+        try:
+            if cpu is not None:
+                os.sched_setaffinity(0, {cpu})
+            while serve(self._table, seen, number, int(SPIN_MS * 1e6), int(NAP_MS * 1e6)) != CLOSED:
+                self._sleep(seen)
+        except BaseException as error:
+            self._cause = error
+            for post in self._posts:
+                post.words[FAILED] = 1
+
+    def _sleep(self, seen: NDArray[np.int64]) -> None:
+        """Until there is something that this thread has not seen, or will be, or all are let go."""
+        with self._awake:
+            self.sleepers += 1
+            heard = self._calls_to_work
+            while not (self._table[STOPPED] or self._calls_to_work != heard or self._anything_new(seen)):
+                self._awake.wait()
+            self.sleepers -= 1
+
+    def _anything_new(self, seen: NDArray[np.int64]) -> bool:
+        """Whether a listed post has what this thread has not seen."""
+        listed = self._posts[: self._num_listed]
+        return any(post.words[OPENED] not in (0, seen[number]) for number, post in enumerate(listed))
+
+
+def _check_cpus(cpus: Sequence[int], num_wanted: int) -> None:
+    """Raise ValueError if threads cannot keep to these CPUs."""
+    if not hasattr(os, "sched_setaffinity"):
+        raise ValueError("threads cannot keep to CPUs on this system; leave `cpus` out")
+    if len(cpus) != num_wanted:
+        raise ValueError(f"got {len(cpus)} CPUs for {num_wanted} threads; name one for each but the calling one")
+    if not set(cpus) <= os.sched_getaffinity(0):
+        raise ValueError(f"this process may not use all of the CPUs {list(cpus)}; name some it may use")

@@ -11,21 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from csattn.cpu.addresses import call_stage
+from csattn.cpu.addresses import array_at, call_stage
 from csattn.cpu.atomics import add, load_acquire, set_bits, store_release
 from csattn.cpu.jit import exact_kernel
 from csattn.cpu.lanes import trailing_zeros
-from csattn.cpu.waiting import (
-    CLOSED,
-    IDLE,
-    INSIDE,
-    LINE,
-    NUM_WAITING_WORDS,
-    OPENED,
-    await_work,
-    leave_work,
-    wait,
-)
+from csattn.cpu.posts import FAILED, LINE, NUM_POST_WORDS, OPENED, await_others
+from csattn.cpu.waiting import wait
 from csattn.search.plan import MAX_JOBS, cut_pieces, scratch_at, search_at
 
 # `calls` of a search: addresses of its records and of the functions of its stages, two of each: of a piece and, when
@@ -38,18 +29,6 @@ NUM_CALLS = FIRST_STAGE + 2 * MAX_STAGES
 MATCH, SCORE = 0, 1  # the first stages; what follows is by range
 TAKEN, FINISHED, DONE = 0, 1, 2  # in a line: bits of pieces, count of pieces, whether the stage has ended
 PROGRESS_WORDS = MAX_STAGES * MAX_JOBS * LINE
-# what a pool's threads share besides the words of `waiting`
-FAILED = NUM_WAITING_WORDS  # a thread met an error: nobody waits any longer
-CONTROL_WORDS = NUM_WAITING_WORDS + LINE
-
-
-@exact_kernel
-def await_others(control: NDArray[np.int64]) -> None:
-    """Wait until no thread is inside the search before, unless one has failed there."""
-    turn = 0
-    while load_acquire(control, INSIDE) > 0 and load_acquire(control, FAILED) == 0:
-        wait(turn)
-        turn += 1
 
 
 @exact_kernel
@@ -57,7 +36,7 @@ def begin(
     calls: NDArray[np.int64],  # [NUM_CALLS] that threads see
     wanted: NDArray[np.int64],  # [NUM_CALLS] of the search to open; of the scratch record only `calls` knows
     progress: NDArray[np.int64],  # [PROGRESS_WORDS]
-    control: NDArray[np.int64],  # [CONTROL_WORDS]
+    control: NDArray[np.int64],  # [NUM_POST_WORDS]
     first_job: int,
     num_jobs: int,  # at most MAX_JOBS
     number: int,  # neither 0 nor that of the search before
@@ -89,24 +68,12 @@ def finish(calls: NDArray[np.int64], progress: NDArray[np.int64], control: NDArr
     return sound
 
 
-@exact_kernel
-def serve(
-    calls: NDArray[np.int64],
-    progress: NDArray[np.int64],
-    control: NDArray[np.int64],
-    thread: int,
-    spin_ns: int,
-    nap_ns: int,
-    last_number: int,
-) -> tuple[int, int]:
-    """Work on one search after the other, but for that of `last_number`; IDLE or CLOSED, and the last one's number."""
-    while True:
-        number = await_work(control, last_number, spin_ns, nap_ns)
-        if number in (IDLE, CLOSED):
-            return number, last_number
-        work(calls, progress, control, thread)
-        last_number = number
-        leave_work(control)
+def help_search(argument: int, thread: int, _unused: int, _neither: int) -> int:
+    """A stage for a post. argument: address of the addresses of `calls`, `progress` and `control`."""
+    at = array_at(argument, 3, np.int64(0))
+    progress, control = array_at(at[1], PROGRESS_WORDS, np.int64(0)), array_at(at[2], NUM_POST_WORDS, np.int64(0))
+    work(array_at(at[0], NUM_CALLS, np.int64(0)), progress, control, thread)
+    return 0
 
 
 @exact_kernel

@@ -1,18 +1,18 @@
 """What a search writes to: the caller's selections, and scratch memory that is used again and again."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from csattn.cpu.addresses import LINE_BYTES, aligned
+from csattn.cpu.posts import NUM_POST_WORDS, await_others
 from csattn.search.plan import MAX_JOBS, MAX_PIECES, SCRATCH, record
 from csattn.search.select import SAMPLE_ROOM
-from csattn.search.work import CONTROL_WORDS, NUM_CALLS, PROGRESS_WORDS, SCRATCH_RECORD, await_others
+from csattn.search.work import NUM_CALLS, PROGRESS_WORDS, SCRATCH_RECORD
 from csattn.selection import Selection
 from csattn.sketch.reference import NORMALISER_KEYS
 
-LINE_BYTES = 64
 SKETCH_SCORE_BYTES, LIST_SCORE_BYTES = 2, 4
 # Kernels write whole blocks: up to 63 keys behind the context. An odd number of cache lines
 # from one query row's scores or powers to the next's keeps them out of each other's places in the caches.
@@ -58,11 +58,11 @@ class SearchWorkspace:
         self.scratch = record(SCRATCH)
         self.calls = np.zeros(NUM_CALLS, np.int64)
         self.calls[SCRATCH_RECORD] = self.scratch.ctypes.data
-        self.progress = _aligned(8 * PROGRESS_WORDS).view(np.int64)
-        self.control = _aligned(8 * CONTROL_WORDS).view(np.int64)
+        self.progress = aligned(8 * PROGRESS_WORDS).view(np.int64)
+        self.control = aligned(8 * NUM_POST_WORDS).view(np.int64)
         self.control[:] = 0
         self.scratch["num_threads"], self.scratch["num_slots"] = num_threads, num_slots
-        self._memory = _aligned(0)
+        self._memory = aligned(0)
         self._layout: tuple[int, ...] = ()
 
     def prepare(self, group_size: int, query_bytes: int, score_bytes: int, num_keys: int, part_words: int) -> None:
@@ -91,7 +91,7 @@ class SearchWorkspace:
     def reserve(self, num_bytes: int) -> NDArray[np.uint8]:
         """At least num_bytes of scratch memory, with whatever was left in it."""
         if len(self._memory) < num_bytes:
-            self._memory = _aligned(num_bytes)
+            self._memory = aligned(num_bytes)
             self._layout = ()
         return self._memory
 
@@ -135,10 +135,3 @@ def _places(sizes: dict[str, int]) -> tuple[dict[str, int], int]:
         places[name] = end
         end += -(-num_bytes // LINE_BYTES) * LINE_BYTES + LINE_BYTES
     return places, end
-
-
-def _aligned(num_bytes: int) -> NDArray[Any]:
-    """Bytes that begin on a cache line, with whatever is in them."""
-    memory = np.empty(num_bytes + LINE_BYTES, np.uint8)
-    start = -memory.ctypes.data % LINE_BYTES
-    return memory[start : start + num_bytes]

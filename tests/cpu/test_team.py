@@ -8,11 +8,14 @@ import pytest
 
 from csattn.cpu import team as teams
 from csattn.cpu.addresses import array_at
-from csattn.cpu.tape import Tape
+from csattn.cpu.atomics import load_acquire
+from csattn.cpu.posts import LINE, OPENED
+from csattn.cpu.tape import COUNTERS, SHARED_WORDS, Tape
 from csattn.cpu.team import Team
+from csattn.cpu.waiting import yield_core
 
 
-def _count(arguments: int, piece: int, thread: int, unused: int) -> int:
+def count(arguments: int, piece: int, thread: int, unused: int) -> int:
     """counts[piece] += 1"""
     args = array_at(arguments, 2, np.int64(0))
     array_at(args[0], args[1], np.int64(0))[piece] += 1
@@ -30,6 +33,15 @@ def _total(arguments: int, piece: int, thread: int, unused: int) -> int:
     return 0
 
 
+def hold(arguments: int, piece: int, thread: int, unused: int) -> int:
+    """Wait until somebody has taken a piece of the next stage."""
+    args = array_at(arguments, 2, np.int64(0))
+    shared = array_at(args[0], args[1], np.int64(0))
+    while load_acquire(shared, COUNTERS + LINE) == 0:
+        yield_core()
+    return 0
+
+
 def words(*arrays: np.ndarray) -> np.ndarray:
     return np.array([word for array in arrays for word in (array.ctypes.data, len(array))], np.int64)
 
@@ -39,7 +51,7 @@ def test_every_piece_is_done_once_and_stages_wait(num_threads: int) -> None:
     tape, counts, totals = Tape(), [np.zeros(n, np.int64) for n in (1, 7, 500)], []
     for counted in counts:
         totals.append(np.zeros(5, np.int64))
-        tape.add(_count, words(counted), len(counted))
+        tape.add(count, words(counted), len(counted))
         tape.add(_total, words(counted, totals[-1]), 5)
     with Team(num_threads) as team:
         for run in range(1, 301):
@@ -50,8 +62,8 @@ def test_every_piece_is_done_once_and_stages_wait(num_threads: int) -> None:
 
 def test_pieces_may_change_between_runs(rng: np.random.Generator) -> None:
     tape, counts = Tape(), np.zeros(64, np.int64)
-    tape.add(_count, words(counts), 0)
-    tape.add(_count, words(counts), 0, waits=False)
+    tape.add(count, words(counts), 0)
+    tape.add(count, words(counts), 0, waits=False)
     want = np.zeros(64, np.int64)
     with Team(3) as team:
         for first, second in rng.integers(0, 65, (500, 2)):
@@ -68,16 +80,16 @@ def test_threads_sleep_wake_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(teams, "SPIN_MS", 0.1)
     monkeypatch.setattr(teams, "NAP_MS", 1.0)
     tape, counts = Tape(), np.zeros(1000, np.int64)
-    tape.add(_count, words(counts), 1000)
+    tape.add(count, words(counts), 1000)
     before = threading.active_count()
     team = Team(3)
     assert threading.active_count() == before
     for run in range(1, 6):
         team.run(tape)
         deadline = time.monotonic() + 20
-        while team._crew._sleepers < 2 and time.monotonic() < deadline:
+        while team.crew.sleepers < 2 and time.monotonic() < deadline:
             time.sleep(0.001)
-        assert team._crew._sleepers == 2
+        assert team.crew.sleepers == 2
         assert (counts == run).all()
     team.close()
     assert threading.active_count() == before
@@ -86,9 +98,50 @@ def test_threads_sleep_wake_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
     team.close()
 
 
+def test_a_failing_thread_makes_runs_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise MemoryError("not a byte left")
+
+    monkeypatch.setattr(teams, "serve", fail)
+    tape, counts = Tape(), np.zeros(10, np.int64)
+    tape.add(count, words(counts), 10)
+    with Team(2) as team:
+        team.crew.hire()
+        for thread in team.crew.threads:
+            thread.join()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="a thread of the team has failed") as caught:
+                team.run(tape)
+            assert isinstance(caught.value.__cause__, MemoryError)
+
+
+def test_a_thread_that_fails_with_a_piece_in_hand_stops_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = threading.Event()
+
+    def take_and_fail(*_: object) -> None:
+        if threading.current_thread() is threading.main_thread():
+            return
+        while not shared[OPENED]:
+            time.sleep(0.001)
+        shared[COUNTERS + LINE] += 1  # a piece of the second stage, which waits for the first
+        taken.set()
+        time.sleep(0.05)
+        raise MemoryError("not a byte left")
+
+    monkeypatch.setattr(teams, "aligned", lambda num_bytes: shared.view(np.uint8)[:num_bytes])
+    monkeypatch.setattr(teams, "serve", take_and_fail)
+    shared, tape, counts = np.zeros(SHARED_WORDS, np.int64), Tape(), np.zeros(10, np.int64)
+    tape.add(hold, words(shared), 1)
+    tape.add(count, words(counts), 10)
+    with Team(2) as team, pytest.raises(RuntimeError, match="a thread of the team has failed"):
+        team.run(tape)
+    assert taken.is_set()
+
+
 def test_a_forgotten_team_lets_its_threads_go() -> None:
     tape, counts = Tape(), np.zeros(10, np.int64)
-    tape.add(_count, words(counts), 10)
+    tape.add(count, words(counts), 10)
     before = threading.active_count()
     team = Team(2)
     team.run(tape)

@@ -15,10 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from csattn.cpu.waiting import LINE, OPENED
+from csattn.cpu import team as teams
+from csattn.cpu.posts import LINE, OPENED
+from csattn.cpu.tape import Tape
+from csattn.cpu.team import Team
 from csattn.search import LayerSearch, SearchPool, SearchWorkspace, TokenSelections
-from csattn.search import pool as pool_module
 from csattn.search.work import TAKEN
+from tests.cpu.test_team import count, words
 from tests.idle import is_idle
 from tests.search.synthetic import IndexSpec, append_keys, make_index, make_queries, make_tail_of
 
@@ -186,8 +189,8 @@ def test_a_failing_thread_makes_searches_fail(monkeypatch: pytest.MonkeyPatch) -
             raise MemoryError("not a byte left")
 
     with SearchPool(3) as pool:
-        monkeypatch.setattr(pool_module, "serve", fail)
-        pool._crew.hire(3, None)
+        monkeypatch.setattr(teams, "serve", fail)
+        pool._crew.hire()
         for thread in pool._crew.threads:
             thread.join(WAIT_S)
         for _ in range(2):
@@ -201,22 +204,41 @@ def test_a_thread_that_fails_with_a_piece_in_hand_stops_the_wait(monkeypatch: py
     search = make_search(big_spec())
     taken = threading.Event()
 
-    def take_and_fail(calls, progress, control, *_: object) -> None:
+    def take_and_fail(*_: object) -> None:
         if threading.current_thread() is threading.main_thread():
             return
-        while not control[OPENED]:
+        while not pool._workspace.control[OPENED]:
             time.sleep(0.001)
-        progress[TAKEN::LINE] |= 1  # the first piece of every stage
+        pool._workspace.progress[TAKEN::LINE] |= 1  # the first piece of every stage
         taken.set()
         time.sleep(0.05)
         raise MemoryError("not a byte left")
 
     with SearchPool(2) as pool:
-        monkeypatch.setattr(pool_module, "serve", take_and_fail)
+        monkeypatch.setattr(teams, "serve", take_and_fail)
         pool.start(search)
         assert taken.wait(WAIT_S)
         with pytest.raises(RuntimeError, match="a thread of the search pool has failed"):
             pool.finish()
+
+
+def test_a_team_runs_tapes_while_its_threads_search() -> None:
+    search, tape, counts = make_search(big_spec()), Tape(), np.zeros(300, np.int64)
+    want = alone(search)
+    tape.add(count, words(counts), len(counts))
+    with Team(3) as team:
+        pool = SearchPool(team)
+        for number in range(1, 21):
+            pool.start(search)
+            team.run(tape)
+            assert (counts == number).all()
+            pool.finish()
+            np.testing.assert_array_equal(search.out.kv_indices, want)
+            search.out.kv_indices[:] = -777
+        assert len(team.crew.threads) == 2
+        pool.close()
+        with pytest.raises(RuntimeError, match="the team is closed"):
+            team.run(tape)
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not let threads keep to CPUs")
@@ -234,13 +256,13 @@ def test_threads_keep_to_their_cpus() -> None:
 
 
 def test_an_idle_pool_costs_nothing_and_wakes_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "NAP_MS", 5.0)
+    monkeypatch.setattr(teams, "NAP_MS", 5.0)
     search = make_search(big_spec())
     want = alone(search)
     with SearchPool(3) as pool:
         for _ in range(3):
             np.testing.assert_array_equal(run(pool, search), want)
-            wait_until(lambda: pool._crew._sleepers == 2)
+            wait_until(lambda: pool._crew.sleepers == 2)
             assert is_idle(window_s=0.2)
             search.out.kv_indices[:] = -777
 
@@ -256,6 +278,8 @@ SCRIPT = """
 import os, sys, warnings
 warnings.simplefilter("ignore")
 import numpy as np
+from csattn.cpu.tape import Tape
+from csattn.cpu.team import Team
 from csattn.search import SearchPool
 from tests.search.test_pool import alone, big_spec, make_search, run
 
@@ -281,10 +305,13 @@ def test_the_interpreter_exits_with_a_pool_open_and_a_search_under_way() -> None
 def test_a_forked_process_hires_threads_of_its_own() -> None:
     run_script(
         """
+        team = Team(2)
+        team.run(Tape())
         pool.start(search)  # the child knows nothing of it
         child = os.fork()
         if child == 0:
             assert (run(pool, search) == want).all() and pool._crew.threads
+            team.run(Tape())
             sys.exit(0)
         pool.finish()
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -69,7 +69,7 @@ class CpuEngine:
         self._model = CpuModel(loaded.model, max_rows, num_slots, self.tail_capacity)
         self._attention = AttendOnCpu(self._model, self._scale)
         self._team = Team(threads)
-        self._searcher: Searcher = searcher if searcher is not None else PoolSearcher(threads)
+        self._searcher: Searcher = searcher if searcher is not None else PoolSearcher(self._team)
         self._contexts: dict[int, CpuContext] = {}
         self._requests: dict[int, CpuRequest] = {}
         self._plans = RowPlans(self._model, self._scale)

@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Sequence
 
 from csattn.artifact import Artifact
+from csattn.cpu.team import Team
 from csattn.index import LayerIndex
 from csattn.search import LayerSearch, SearchPool
 from csattn.sketch import SketchIndex
@@ -13,8 +14,8 @@ from workers.engine.searcher import RowSearch
 class PoolSearcher:
     """Owns the pool. What a RowSearch needs in each layer is made once, and kept as long as the RowSearch lives."""
 
-    def __init__(self, num_threads: int) -> None:
-        self._pool = SearchPool(num_threads)
+    def __init__(self, threads: int | Team) -> None:
+        self._pool = SearchPool(threads)
         self._indexes: dict[int, list[LayerIndex | SketchIndex]] = {}
         self._kept: weakref.WeakKeyDictionary[RowSearch, dict[int, LayerSearch]] = weakref.WeakKeyDictionary()
         self._waiting: list[LayerSearch] = []  # of the layer at hand; the pool runs one search at a time

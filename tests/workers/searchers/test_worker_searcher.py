@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from csattn.cpu import posts
 from csattn.cpu.addresses import compiled_address
 from csattn.errors import ConfigError, SearchLostError
 from csattn.search import work
@@ -16,7 +17,7 @@ from workers.searchers import words
 from workers.searchers.worker import choose_cpus
 from workers.searchers.worker_searcher import WorkerSearcher, choose_spins
 
-KERNELS = [work.begin, work.finish, work.await_others, words.post, words.await_word]
+KERNELS = [work.begin, work.finish, posts.await_others, words.post, words.await_word]
 
 
 @pytest.fixture(scope="module")

@@ -157,10 +157,12 @@ class GpuEngine:
 
     def close(self) -> None:
         """Give page locks and threads back. No step may be in flight."""
-        if self._placed is not None:
-            self._placed.close()
-        if self._searcher is not None:
-            self._searcher.close()
+        try:
+            if self._placed is not None:
+                self._placed.close()
+        finally:
+            if self._searcher is not None:
+                self._searcher.close()
 
     def __enter__(self) -> Self:
         return self

@@ -1,10 +1,12 @@
 """A kernel is compiled again when anything that is compiled into it changes."""
 
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 
+import numba
 import pytest
 
 from csattn.cpu import source_stamp as module
@@ -67,6 +69,16 @@ def test_a_change_in_another_file_is_compiled_in(package: Path) -> None:
     assert run(package) == 30
     (package / "constants.py").write_text("FACTOR = 7\n")
     assert run(package) == 21
+
+
+def test_an_index_that_names_what_has_moved_is_left_alone(package: Path) -> None:
+    """As an earlier version of the project has left it: numba's version, and things of modules that are gone."""
+    run(package)
+    indexes = list((package.parent / "cache").rglob("*.nbi"))
+    for index in indexes:
+        index.write_bytes(pickle.dumps(numba.__version__) + b"cnear.moved\nKind\n.")
+    assert run(package) == 20
+    assert indexes
 
 
 def test_two_processes_that_compile_at_once_keep_their_code_apart(package: Path) -> None:

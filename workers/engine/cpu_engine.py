@@ -96,7 +96,7 @@ class CpuEngine:
     def remove_context(self, context_id: int) -> None:
         self._context(context_id)
         require_unused(context_id, {slot: request.context_id for slot, request in self._requests.items()})
-        self._plans.forget()
+        self._forget_plans()
         self._searcher.unload(context_id)
         del self._contexts[context_id]
         trim_heap()
@@ -120,12 +120,12 @@ class CpuEngine:
             wanted.sketches(),
             wanted.moments(),
         )
-        self._plans.forget()
+        self._forget_plans()
 
     def close_slot(self, slot: int) -> None:
         self.request(slot)
         del self._requests[slot]
-        self._plans.forget()
+        self._forget_plans()
 
     def step(
         self, rows: Sequence[StepRow], want_logits: bool = False, watch: tuple[int, int] | None = None
@@ -224,6 +224,11 @@ class CpuEngine:
                     self._searcher.finish()
             raise
         return seen
+
+    def _forget_plans(self) -> None:
+        """They hold on to requests and their contexts."""
+        self._plans.forget()
+        self._plan = None
 
     def _wanted(self, context_id: int, config: SearchConfig, selector: SelectorName) -> Preparation:
         """Raises ConfigError for what this engine cannot do."""

@@ -56,8 +56,9 @@ def c_function(function: Callable[..., Any], signature: Any) -> CFunc:
 def _stamp(compiled: Any, function: Callable[..., Any]) -> None:
     """Let what is cached of it count only as long as all that is compiled in is what it was.
 
-    An index of another version is not looked into: what it names may have moved since. Numba counts a kernel's files of machine code in an index that it writes first. Two processes that compile it for
-    different types at once would give their files one name, and either would find the other's code there.
+    An index of another version is not looked into: what it names may have moved since. Numba counts a kernel's files of
+    machine code in an index that it writes first. Two processes that compile it for different types at once would give
+    their files one name, and either would find the other's code there.
     """
     index = compiled._cache._cache_file
     index._version = index._version, source_stamp(function.__module__)

@@ -152,7 +152,7 @@ def test_reading_everything_says_what_transformers_says(artifact) -> None:
     assert tokens == want[0, whole.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize(("num_slots", "rest"), [(7, "none"), (60, "none"), (60, "moments"), (60, "sketch")])
+@pytest.mark.parametrize(("num_slots", "rest"), [(7, "none"), (60, "moments"), (60, "sketch")])
 def test_where_the_rows_come_from_changes_no_bit(artifact, num_slots, rest) -> None:
     """Seven slots are too few for a step: most of its rows are read from where they are."""
     config = SearchConfig(keep=0.1, window_len=16, rest=rest)
@@ -205,7 +205,7 @@ def test_a_schedule_reads_again_what_was_chosen_as_on_the_cpu(artifact, rest, wh
 
 @pytest.mark.parametrize(
     ("lookahead", "rest", "num_workers"),
-    [(0, "none", 0), (0, "sketch", 2), (1, "moments", 0), (1, "sketch", 0), (1, "sketch", 3)],
+    [(0, "none", 0), (0, "sketch", 2), (1, "moments", 0), (1, "sketch", 3)],
 )
 def test_the_search_on_the_host_chooses_the_same_rows(artifact, lookahead, rest, num_workers) -> None:
     config = SearchConfig(keep=0.1, window_len=16, lookahead=lookahead, rest=rest)

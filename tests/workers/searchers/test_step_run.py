@@ -40,7 +40,7 @@ def test_threads_of_the_process(artifacts: list[Artifact]) -> None:
             device.take_step(searches.run_step, seed)
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3, 7])
+@pytest.mark.parametrize("num_workers", [1, 3, 7])
 @pytest.mark.parametrize("contexts", [[0], [1, 0, 1]])
 def test_workers_choose_as_one_thread(artifacts: list[Artifact], num_workers: int, contexts: list[int]) -> None:
     """Also where there are more workers than index heads."""

@@ -5,6 +5,7 @@ import os
 import tempfile
 import weakref
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,6 +65,14 @@ class SharedMemory:
 def piece_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     """What `SharedMemory.zeros` takes."""
     return -(-prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+
+
+def array_in(memory: NDArray[np.uint8], at: int, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+    """The array at that byte of the memory."""
+    num_bytes = prod(shape) * np.dtype(dtype).itemsize
+    assert at + num_bytes <= len(memory), f"an array ends at byte {at + num_bytes} of {len(memory)}"
+    array: NDArray[Any] = memory[at : at + num_bytes].view(dtype).reshape(shape)
+    return array
 
 
 def create_memory(num_bytes: int) -> int:

@@ -80,8 +80,8 @@ def ask(place: Path | str, prompt: str, config: SearchConfig, options: AskOption
         if options.placement != "cpu" or (options.selector == "csattn" and budget is None):
             sparse = _by_steps(*which, prompt, options)
         else:
-            said_by, kept_as = options.selector, options.kv_format
-            sparse = stream(*which, said_by, prompt, at_most, kv_format=kept_as, host_budget_bytes=budget)
+            asked = options.selector, prompt, at_most
+            sparse = stream(*which, *asked, kv_format=options.kv_format, host_budget_bytes=budget)
         result = {**sparse.to_json(), **_asked_for(config, sparse, artifact)}
         if options.compare:
             full = stream(*which, "full", prompt, at_most, host_budget_bytes=budget)

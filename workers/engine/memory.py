@@ -1,6 +1,5 @@
 """What an engine will take of the device's and the host's memory, told before anything is allocated."""
 
-from collections.abc import Sequence
 from typing import Literal, get_args
 
 from csattn.artifact import Artifact
@@ -26,15 +25,14 @@ def placement_named(name: str) -> Placement:
 
 def plan_memory(
     loaded: LoadedModel,
-    artifacts: Sequence[Artifact],
+    artifact: Artifact,  # of the first context
     shape: EngineShape,
     placement: Placement,
     num_slots: int,  # of the slot cache, where the placement has one
 ) -> MemoryPlan:
     """The parts of an engine, each with its bytes."""
     weights = sum(parameter.numel() * parameter.element_size() for parameter in loaded.model.parameters())
-    kv_bytes = sum(shape.kv_bytes(artifact.spec.context_len) for artifact in artifacts)
-    index_bytes = sum(artifact.index_bytes for artifact in artifacts)
+    kv_bytes = shape.kv_bytes(artifact.spec.context_len)
     working = search_bytes(shape) if index_is_on_device(shape, placement) else 0
     parts = [
         MemoryPart(name="the model's weights", device_bytes=weights if loaded.device.type == "cpu" else 0),
@@ -45,7 +43,7 @@ def plan_memory(
         MemoryPart(name="kernels and their workspace", device_bytes=KERNELS_BYTES + working),
     ]
     if index_is_on_device(shape, placement):
-        parts.append(MemoryPart(name="the index", device_bytes=index_bytes))
+        parts.append(MemoryPart(name="the index", device_bytes=artifact.index_bytes))
     if placement == "device":
         parts.append(MemoryPart(name="the context's KV", device_bytes=kv_bytes))
     else:

@@ -54,12 +54,11 @@ class AttendOnCpu:
             place[: len(requests)] = of_rows
         self._set_sketches(plan)
         self._chosen[:] = 0
-        for row in range(len(requests)):
-            for layer_idx in range(self._model.shape.num_layers if plan.sources[row] == KEPT else 2):
+        for row, source in enumerate(plan.sources):
+            num_places = self._model.shape.num_layers if source == KEPT else 2  # layers take them in turn
+            for layer_idx in range(num_places):
                 if (chosen := plan.selection(row, layer_idx)) is not None:
-                    self._chosen[layer_idx :: 1 if plan.sources[row] == KEPT else 2, :2, row] = [
-                        word(part) for part in chosen
-                    ]
+                    self._chosen[layer_idx::num_places, :2, row] = [word(part) for part in chosen]
         for group in plan.groups:
             for parity, selections in enumerate(group.selections):
                 if selections.rest is not None:

@@ -18,7 +18,7 @@ from csattn.batch import DeviceSelection, StepRows
 from csattn.index import LayerIndex
 from csattn.search.device import DeviceIndexes, IndexShape, SketchShape, to_device
 from csattn.sketch import SketchIndex
-from offload.shared_memory import SharedMemory
+from offload.shared_memory import SharedMemory, piece_bytes
 from offload.step_mail import RowMail, SelectionMail, StepClock
 from workers.background import BackgroundThread
 from workers.engine.batch_plan import plan_batches
@@ -30,7 +30,6 @@ from workers.engine.searcher import StepSearcher
 from workers.engine.shape import EngineShape
 from workers.searchers.step_searches import GIVE_UP, STEP_SEARCH, StepPlan
 
-LINE = 8  # words of a cache line
 PLACES = "q_at", "kv_at", "len_at", "query_flag_at", "choice_flag_at"  # of a row in the memory
 PATIENCE_S = 1.0  # how often the device is asked whether it has failed, while the host waits for a step's queries
 
@@ -63,8 +62,8 @@ class SearchOnHost:
             self._indexes = DeviceIndexes(*sizes)
             self._coded_rest = CodedRest(shape, index, self._indexes, device)
         self._clock = StepClock(shape.num_layers + 1, device)
-        self._memory = SharedMemory(8 * LINE + _mail_bytes(shape), device)
-        self._give_up = self._memory.zeros((LINE,), torch.int64)  # [0] 1: the step's queries will not come
+        self._memory = SharedMemory(piece_bytes((1,), torch.int64) + _mail_bytes(shape), device)
+        self._give_up = self._memory.zeros((1,), torch.int64)  # 1: the step's queries will not come
         self._mail = {size: _StepMail(shape, size, self._memory) for size in self._plans}
         assert self._memory.place_of(self._give_up) == GIVE_UP
         searcher.attach(self._memory)

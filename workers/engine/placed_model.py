@@ -45,7 +45,7 @@ class PlacedModel:
         self.loaded, self.shape, self.placement, self.device = loaded, shape, placement, device
         self._require_fit(first)
         self._num_slots = num_slots
-        self.plan = plan_memory(loaded, [first], shape, placement, num_slots)
+        self.plan = plan_memory(loaded, first, shape, placement, num_slots)
         self.plan.require(available_memory(device))
         self._on_progress = on_progress
         self.artifacts: dict[int, Artifact] = {}

@@ -5,7 +5,6 @@ import os
 import select
 import signal
 import socket
-import struct
 import time
 import weakref
 from collections.abc import Sequence
@@ -33,6 +32,7 @@ from workers.searchers.mail import (
     WORKED_NS,
     Mail,
 )
+from workers.searchers.rendezvous import peer_of
 from workers.searchers.words import ANSWERED, ASKED, CLIENT_SLEEPS, WORKER_SLEEPS, await_word, post
 
 if TYPE_CHECKING:  # the engine's package brings in all that decodes
@@ -167,12 +167,11 @@ class Channel:
 
 def _peer_process(connection: socket.socket) -> int | None:
     """A descriptor of the process at the other end, which no later process can be taken for; None: there is none."""
-    if not hasattr(os, "pidfd_open") or not hasattr(socket, "SO_PEERCRED"):
+    peer = peer_of(connection)
+    if peer is None or peer[0] == os.getpid() or not hasattr(os, "pidfd_open"):
         return None
-    size = struct.calcsize("3i")
-    pid, *_ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     try:
-        return None if pid == os.getpid() else os.pidfd_open(pid)
+        return os.pidfd_open(peer[0])
     except OSError:  # it has gone already
         return None
 

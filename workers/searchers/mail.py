@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from offload.shared_memory import array_in
 from workers.searchers.step_searches import STEP_SEARCH
 from workers.searchers.words import LINE
 
@@ -43,10 +44,7 @@ class Mail:
 
     def array(self, at: int, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
         """The array at that byte."""
-        num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        assert at + num_bytes <= self.num_bytes, f"an array ends at byte {at + num_bytes} of {self.num_bytes}"
-        array: NDArray[Any] = self.memory[at : at + num_bytes].view(dtype).reshape(shape)
-        return array
+        return array_in(self.memory, at, shape, dtype)
 
     def records(self) -> NDArray[np.int64]:
         """The records of the request, [count, RECORD_WORDS]."""

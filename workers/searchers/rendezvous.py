@@ -92,10 +92,16 @@ def _socket_name(address: str) -> str:
     return "\0" + address[1:] if address.startswith("@") else address
 
 
+def peer_of(connection: socket.socket) -> tuple[int, int] | None:
+    """The other process and its user. None where the system does not tell."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return None
+    size = struct.calcsize("3i")
+    pid, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return pid, user
+
+
 def _is_of_this_user(connection: socket.socket) -> bool:
     """Whether the other process belongs to this user. Where the system does not tell, the directory is private."""
-    if not hasattr(socket, "SO_PEERCRED"):
-        return True
-    size = struct.calcsize("3i")
-    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-    return bool(user == os.getuid())
+    peer = peer_of(connection)
+    return peer is None or peer[1] == os.getuid()

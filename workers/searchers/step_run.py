@@ -47,7 +47,7 @@ class StepRun:
         try:
             self._search_left(shares, since)
             while waiting:
-                lost = {worker for worker, channel in waiting.items() if channel.lost}
+                lost = set()
                 for worker in self._await_some(waiting):
                     channel = waiting[worker]
                     if channel.lost or channel.failure is not None:

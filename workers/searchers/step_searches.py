@@ -7,7 +7,6 @@ is a record with places in it. Whoever runs a step does all of its records, or t
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +17,7 @@ from csattn.index import LayerIndex
 from csattn.search import LayerSearch, SearchPool, SearchSeries, TokenSelections, make_series
 from csattn.sketch import SketchIndex
 from csattn.table.lists import ListTable
-from offload.shared_memory import SharedMemory
+from offload.shared_memory import SharedMemory, array_in
 from workers.searchers.shares import shares_of
 
 GIVE_UP = 0  # where in the memory the word lies that is not 0 when no more queries will come
@@ -97,7 +96,7 @@ class StepSearches:
         self._layers: dict[int, Sequence[LayerIndex | SketchIndex]] = {}
         self.memory = np.zeros(0, np.uint8)
         self._searches: dict[bytes, LayerSearch] = {}  # by record
-        self._series: tuple[bytes, SearchSeries] = b"", make_series([], [], [])
+        self._series: tuple[NDArray[np.void], SearchSeries] | None = None  # of the last records
 
     def __repr__(self) -> str:
         return f"<StepSearches {len(self._layers)} contexts, {self.pool!r}>"
@@ -129,10 +128,12 @@ class StepSearches:
         return self.run(plan.records, since, self.give_up)
 
     def run(self, records: NDArray[np.void], since: int, give_up: NDArray[np.int64]) -> bool:
-        """Do the records that nobody has done. False if the word `give_up` was set before the last query came."""
-        kind = records.tobytes()
-        if self._series[0] != kind:
-            self._series = kind, self._make_series(records.reshape(-1))
+        """Do the records that nobody has done. False if the word `give_up` was set before the last query came.
+
+        The same array holds the same records at every call.
+        """
+        if self._series is None or self._series[0] is not records:
+            self._series = records, self._make_series(records.reshape(-1))
         return self.pool.run_series(self._series[1], since, give_up)
 
     def close(self) -> None:
@@ -143,7 +144,7 @@ class StepSearches:
     def _forget(self) -> None:
         """Searches hold on to indexes and to the memory."""
         self._searches.clear()
-        self._series = b"", make_series([], [], [])
+        self._series = None
 
     def _make_series(self, records: NDArray[np.void]) -> SearchSeries:
         searches = [self._search(record) for record in records]
@@ -161,19 +162,13 @@ class StepSearches:
         if context not in self._layers:
             raise SearchLostError(f"context {context} is not loaded here; load it before it is searched")
         index = index_of_heads(self._layers[context][layer], first_head, num_heads)
-        q = self._array(record["q_at"], (1, num_heads * group_size, head_dim), np.float32)
-        kv_indices = self._array(record["kv_at"], (1, num_heads, top_k), np.int32)
-        out = TokenSelections(kv_indices, self._array(record["len_at"], (1, num_heads), np.int32))
+        q = array_in(self.memory, record["q_at"], (1, num_heads * group_size, head_dim), np.float32)
+        kv_indices = array_in(self.memory, record["kv_at"], (1, num_heads, top_k), np.int32)
+        out = TokenSelections(kv_indices, array_in(self.memory, record["len_at"], (1, num_heads), np.int32))
         sink_len, window_len = int(record["sink_len"]), int(record["window_len"])
         made = LayerSearch(q, index, None, sink_len, window_len, float(record["softmax_scale"]), out)
         self._searches[record.tobytes()] = made
         return made
-
-    def _array(self, at: int, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
-        num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        assert at + num_bytes <= len(self.memory), f"an array ends at byte {at + num_bytes} of {len(self.memory)}"
-        array: NDArray[Any] = self.memory[at : at + num_bytes].view(dtype).reshape(shape)
-        return array
 
 
 def index_of_heads(index: LayerIndex | SketchIndex, first_head: int, num_heads: int) -> LayerIndex | SketchIndex:

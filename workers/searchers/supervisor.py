@@ -133,20 +133,22 @@ class Supervisor:
 
 
 def load_context(channels: list[Channel], context_id: int, path: Path) -> None:
-    """Let the workers open the artifact, all at the same time; what fails, the channels know."""
-    asked = [channel for channel in channels if channel.tell(LOAD, f"{context_id} {path}", COUNT)]
-    await_answers(asked, LOAD_S)
+    """Let the workers open the artifact."""
+    _tell(channels, LOAD, f"{context_id} {path}")
 
 
 def attach_memory(channels: list[Channel], path: str) -> None:
-    """Let the workers map the memory in which steps are searched; what fails, the channels know."""
-    asked = [channel for channel in channels if channel.tell(ATTACH, path, COUNT)]
-    await_answers(asked, LOAD_S)
+    """Let the workers map the memory in which steps are searched."""
+    _tell(channels, ATTACH, path)
 
 
 def unload_context(channels: list[Channel], context_id: int) -> None:
-    asked = [channel for channel in channels if channel.tell(UNLOAD, str(context_id), COUNT)]
-    await_answers(asked, LOAD_S)
+    _tell(channels, UNLOAD, str(context_id))
+
+
+def _tell(channels: list[Channel], kind: int, text: str) -> None:
+    """All at the same time; what fails, the channels know."""
+    await_answers([channel for channel in channels if channel.tell(kind, text, COUNT)], LOAD_S)
 
 
 def _await_end(channel: Channel) -> None:

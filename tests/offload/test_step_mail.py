@@ -30,7 +30,13 @@ def make_clock(step: int) -> StepClock:
 
 def beside(enqueue: Callable[[], None]) -> threading.Thread:
     """Enqueue what may wait: on a CPU a launch ends when its kernel does."""
-    thread = threading.Thread(target=enqueue, daemon=True)
+
+    def run() -> None:
+        if DEVICE.type == "cuda":
+            torch.cuda.set_device(DEVICE)  # a new thread has no device yet
+        enqueue()
+
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     return thread
 

@@ -124,6 +124,18 @@ __device__ __forceinline__ u64 load_whole(const u64* from) {
     return value;
 }
 
+// A count that blocks meet at: what the thread knows of before it adds is known to those that acquire the sum.
+__device__ __forceinline__ u32 add_and_release(u32* count, u32 number) {
+    u32 before;
+    asm volatile("atom.add.release.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(count), "r"(number) : "memory");
+    return before;
+}
+__device__ __forceinline__ u32 acquire(const u32* count) {
+    u32 value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(count) : "memory");
+    return value;
+}
+
 // Asks for a line that will be read soon; or for a multiple of 16 bytes, as is where it begins.
 __device__ __forceinline__ void bring_to_l2(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 __device__ __forceinline__ void bring_to_l2(const void* from, u32 bytes) {

@@ -2,7 +2,8 @@
 // exchange within a warp. Blocks run one after the other, those of a cluster side by side, each in a thread of the system
 // whose thread-local variables are the block's shared memory.
 //
-// Defined by whoever includes it: THREADS, SHARED_BYTES, and CLUSTER where a kernel has clusters.
+// Defined by whoever includes it: THREADS, SHARED_BYTES, and CLUSTER where a kernel has clusters, or BLOCKS where so many
+// neighbouring blocks wait for each other.
 
 #include <pthread.h>
 #include <sched.h>
@@ -23,7 +24,9 @@
 #define __cluster_dims__(...)
 #define __restrict__
 #define __shared__ static thread_local
-#ifndef CLUSTER
+#if defined(BLOCKS)
+#define CLUSTER BLOCKS
+#elif !defined(CLUSTER)
 #define CLUSTER 1
 #endif
 
@@ -78,6 +81,15 @@ static inline int __syncthreads_or(int value) {
     any |= value != 0;
     __syncthreads();
     return any;
+}
+static inline int __syncthreads_count(int value) {
+    static thread_local int count;
+    __syncthreads();
+    count = 0;
+    __syncthreads();
+    count += value != 0;
+    __syncthreads();
+    return count;
 }
 static inline void __syncwarp() { warps[threadIdx.x / 32].wait(num_ended_of_warp[threadIdx.x / 32]); }
 

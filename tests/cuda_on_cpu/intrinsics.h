@@ -82,6 +82,12 @@ static inline u64 load_whole(const u64* from) {
     return *from;
 }
 
+static inline u32 add_and_release(u32* count, u32 number) { return __atomic_fetch_add(count, number, __ATOMIC_RELEASE); }
+static inline u32 acquire(const u32* count) {
+    pause_thread();  // another block may be about to add to it
+    return __atomic_load_n(count, __ATOMIC_ACQUIRE);
+}
+
 static inline void bring_to_l2(const void*) {}
 static inline void bring_to_l2(const void* from, u32 bytes) {
     volatile char last = static_cast<const char*>(from)[bytes - 1];  // what is asked for is there

@@ -197,19 +197,25 @@ def test_flat_and_peaked_softmaxes(scale: float, keep: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("clusters_of", "group_size", "scale", "keep"),
+    ("keys_of_block", "group_size", "scale", "keep"),
     [(1000, 1, 0.1, 0.02), (1000, 4, 0.1, 0.3), (1000, 4, 20.0, 0.7), (300, 3, 1e-4, 0.05)],
 )
-def test_a_cluster_of_blocks_chooses_as_one(
-    clusters_of: int, group_size: int, scale: float, keep: float, monkeypatch: pytest.MonkeyPatch
+def test_several_blocks_choose_as_one(
+    keys_of_block: int, group_size: int, scale: float, keep: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sketch_pass, "LEAST_CLUSTER_KEYS", clusters_of)
+    monkeypatch.setattr(sketch_pass, "LEAST_CHOOSING_KEYS", keys_of_block)
     monkeypatch.setattr(sketch_pass, "multiprocessors", lambda device: 16)
     index, q = make_index(3700, 2, group_size)
     config = SearchConfig(keep=keep, sink_len=4, window_len=16)
     searched = Searched([index], q[:1], [0], config, scale)
-    assert searched.pass_over._cluster == min(8, 2 ** int(np.ceil(np.log2(4096 / clusters_of))))
+    assert searched.pass_over._choosing == min(8, 2 ** int(np.ceil(np.log2(4096 / keys_of_block))))
     assert_right(searched.selection(0), q[0], index, config, scale)
+
+
+def test_a_block_with_many_keys_has_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sketch_pass, "MANY_KEYS", 1024)
+    index, q = make_index(3700)
+    assert_right(Searched([index], q[:1], [0]).selection(0), q[0], index)
 
 
 @pytest.mark.parametrize("keep", [0.004, 0.0051, 0.02])

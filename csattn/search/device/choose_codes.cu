@@ -1,23 +1,29 @@
-// Third launch of a search over a sketch: the choice. A cluster of CLUSTER blocks has the keys of one slot, each block neighbouring
-// ones. In integers throughout, so that neither the device nor how keys are shared out makes a difference: see
-// csattn.sketch.reference.worth.
+// Third launch of a search over a sketch: the choice. Of one slot, BLOCKS blocks have neighbouring keys each. In integers throughout,
+// so that neither the device nor how keys are shared out makes a difference: see csattn.sketch.reference.worth.
+//
+// Worths are counted in bins, one for each where there is room, from the greatest that there may be down to one that as many keys as
+// are wanted certainly reach. Every block posts, for each bin, how many of its keys are in it or in a higher one. Once they have met,
+// each looks up for itself where the last one to choose lies, and how many the blocks before it choose.
 
 #include "codes.cuh"
 
-constexpr u32 NUM_BINS = 1024;
-constexpr int BINS_PER_OCTAVE_LOG = 5;         // at first: 32 octaves in all
+constexpr u32 NUM_BINS = 4096;
 constexpr int TOTAL_BITS = 24, LOG_BITS = 16;  // of reference.normaliser
 constexpr int UNIT_KEYS = 8;                   // 16 bytes of scores
 constexpr u32 MARKED = 65535, LEAST = 1;       // worths, in 16 bits; 0: may not be chosen
 constexpr u32 TWICE = 0x00010001u;             // times a number of 16 bits: twice side by side
-static_assert(THREADS == NUM_BINS, "a thread has a bin");
+constexpr u32 EACH = NUM_BINS / THREADS / 4;  // times four bins of a thread
+static_assert(EACH * 4 * THREADS == NUM_BINS, "threads share out the bins");
+// A bin is found in two steps: among samples, one for each piece of bins, then in a piece.
+constexpr u32 SAMPLES = THREADS / BLOCKS, PIECE = NUM_BINS / SAMPLES;
+static_assert(BLOCKS <= 16, "half a warp has all blocks' counts of a bin");
 
 // The neighbouring keys of one block, in units, and of a warp of it.
 struct Share {
     int of_block, first, end;
 
     __device__ __forceinline__ explicit Share(int num_keys) {
-        const int units = (num_keys + UNIT_KEYS - 1) / UNIT_KEYS, each = (units + CLUSTER - 1) / CLUSTER;
+        const int units = (num_keys + UNIT_KEYS - 1) / UNIT_KEYS, each = (units + BLOCKS - 1) / BLOCKS;
         of_block = min(units, static_cast<int>(blockIdx.x) * each);
         const int end_of_block = min(units, of_block + each), warp = threadIdx.x / 32;
         const int of_warp = (end_of_block - of_block + 32 * WARPS - 1) / (32 * WARPS) * 32;
@@ -34,11 +40,12 @@ struct Share {
 
 // What scores are worth: less what their query's normaliser is more than the least of them. See reference.normaliser.
 struct Normalisers {
-    int found[GROUP_SIZE], tops[GROUP_SIZE];  // a top: no score reaches it
-    u32 least[GROUP_SIZE];                    // a score that is worth nothing, twice side by side
+    int found[GROUP_SIZE];
+    int tops[GROUP_SIZE], floors[GROUP_SIZE];  // no score reaches the top; as many eligible keys as are wanted reach the floor
 
-    // By one warp each. octaves: [GROUP_SIZE][NUM_OCTAVES] counts.
-    __device__ __forceinline__ void find(const u32* octaves, int exponent) {
+    // By one warp each. octaves: [GROUP_SIZE][NUM_OCTAVES] counts of units, by their greatest score; enough: that many units have
+    // as many eligible keys as are wanted.
+    __device__ __forceinline__ void find(const u32* octaves, int exponent, u32 enough) {
         const int lane = threadIdx.x % 32;
         for (int g = threadIdx.x / 32; g < GROUP_SIZE; g += WARPS) {
             const uint4 four = __ldcg(reinterpret_cast<const uint4*>(octaves + g * NUM_OCTAVES) + lane);
@@ -50,28 +57,45 @@ struct Normalisers {
                 if (below >= 0 && below <= TOTAL_BITS) total += static_cast<u64>(word_of(four, i)) << (TOTAL_BITS - below);
             }
             for (int step = 16; step > 0; step >>= 1) total += __shfl_xor_sync(ALL_LANES, total, step);
+            const u32 of_lane = four.x + four.y + four.z + four.w, up_to = sum_up_to_lane(of_lane);
+            u32 reached = __shfl_sync(ALL_LANES, up_to, 31) - up_to, floor = 0;  // units above the lane's octaves
+            for (int i = 3; i >= 0; --i) {
+                reached += word_of(four, i);
+                if (floor == 0 && reached >= enough) floor = 4 * lane + i;
+            }
+            floor = __reduce_max_sync(ALL_LANES, floor);  // 0: the lowest octave, which has no end
             const int whole = 63 - __clzll(static_cast<long long>(total));
             const int log = (top + LEAST_OCTAVE + whole - TOTAL_BITS - 1) * (1 << LOG_BITS) + static_cast<int>(total >> (whole - LOG_BITS));
-            const int next = top + LEAST_OCTAVE + 1;
             if (lane > 0) continue;
             found[g] = log >> (LOG_BITS + exponent);
-            tops[g] = top == NUM_OCTAVES - 1 ? 65535 : BIAS + (next * (1 << max(-exponent, 0)) >> max(exponent, 0)) + (exponent > 0);
+            tops[g] = top == NUM_OCTAVES - 1 ? 65535 : BIAS + first_score(top + 1, exponent) + (exponent > 0);
+            floors[g] = floor == 0 ? 0 : BIAS + first_score(static_cast<int>(floor), exponent);
         }
     }
-
-    // By the first threads, when all are found.
-    __device__ __forceinline__ void compare() {
-        if (threadIdx.x >= GROUP_SIZE) return;
-        int lowest = found[0];
-        for (int g = 1; g < GROUP_SIZE; ++g) lowest = min(lowest, found[g]);
-        least[threadIdx.x] = static_cast<u32>(min(found[threadIdx.x] - lowest, 65535)) * TWICE;
+    // Of an octave; rounded down.
+    __device__ __forceinline__ static int first_score(int place, int exponent) {
+        return (place + LEAST_OCTAVE) * (1 << max(-exponent, 0)) >> max(exponent, 0);
     }
+};
 
-    // No worth is greater.
-    __device__ __forceinline__ u32 top() const {
-        int most = LEAST;
-        for (int g = 0; g < GROUP_SIZE; ++g) most = max(most, tops[g] - static_cast<int>(least[g] & 0xffffu));
-        return static_cast<u32>(min(most, 65535));
+// Of a group's scores, in 16 bits.
+struct Worths {
+    u32 least[GROUP_SIZE];  // a score that is worth nothing, twice side by side
+    u32 top, floor;         // no worth is greater; as many keys as are wanted are worth as much
+
+    __device__ __forceinline__ Worths() : top(MARKED), floor(LEAST) {
+        for (int g = 0; g < GROUP_SIZE; ++g) least[g] = 0;
+    }
+    __device__ __forceinline__ explicit Worths(const Normalisers& all) {
+        int lowest = all.found[0], most = LEAST, reached = LEAST;
+        for (int g = 1; g < GROUP_SIZE; ++g) lowest = min(lowest, all.found[g]);
+#pragma unroll
+        for (int g = 0; g < GROUP_SIZE; ++g) {
+            const int off = min(all.found[g] - lowest, 65535);
+            least[g] = static_cast<u32>(off) * TWICE;
+            most = max(most, all.tops[g] - off), reached = max(reached, all.floors[g] - off);
+        }
+        top = static_cast<u32>(min(most, 65535)), floor = min(static_cast<u32>(reached), top);
     }
 };
 
@@ -118,50 +142,100 @@ __device__ __forceinline__ u32 greatest_of(const uint4& eight) {
     return max(both & 0xffffu, both >> 16);
 }
 
-// Worths from `lowest` to `highest`, the highest first, in bins of 2 ** shift. Where it is open, the first bin also has what is above.
-// The last has what is left, and is not counted.
+// Worths from `lowest` on, the highest first, in bins of 2 ** shift. Where it is open, the first bin also has what is above `highest`.
 struct Bins {
     u32 highest, lowest, shift;
     bool is_open;
 
-    __device__ __forceinline__ void count(u32 worth, u32* counts) const {
-        const u32 bin = highest - min(worth, highest) >> shift;
-        if (worth >= lowest && (worth <= highest || is_open) && bin < NUM_BINS - 1) atomicAdd(&counts[bin], 1u);
-    }
     __device__ __forceinline__ static Bins over(u32 highest, u32 lowest, bool is_open) {
         const u32 width = highest - lowest;
         return {highest, lowest, width < NUM_BINS ? 0 : 32u - __clz(width / NUM_BINS), is_open};
     }
-    __device__ __forceinline__ u32 lowest_of(u32 bin) const {
-        const u32 top = highest - (bin << shift);
-        return bin == NUM_BINS - 1 ? lowest : max(lowest, top + 1 - min(top + 1, 1u << shift));
-    }
+    __device__ __forceinline__ bool has(u32 worth) const { return worth >= lowest && (worth <= highest || is_open); }
+    __device__ __forceinline__ u32 bin_of(u32 worth) const { return highest - min(worth, highest) >> shift; }
+    __device__ __forceinline__ bool is_one_worth(u32 bin) const { return shift == 0 && !(is_open && bin == 0 && highest < MARKED); }
     // Of one bin, in bins again.
     __device__ __forceinline__ Bins of_bin(u32 bin) const {
-        return over(is_open && bin == 0 ? MARKED : highest - (bin << shift), lowest_of(bin), false);
+        const u32 top = highest - (bin << shift), width = min(1u << shift, top - lowest + 1);
+        return over(is_open && bin == 0 ? MARKED : top, top + 1 - width, false);
     }
 };
 
-struct Found {
-    u32 bin, above;  // of the wanted one; how many are in the bins before
+// The blocks of a slot. All of them run at the same time: together, slots have no more than the device has room for.
+struct Meeting {
+    u32* num_arrived;  // goes on counting from launch to launch
+
+    // What any of their threads wrote to memory before is seen by all of them after.
+    __device__ __forceinline__ void meet() const {
+        __syncthreads();
+        if (BLOCKS == 1) return;
+        if (threadIdx.x == 0) {
+            const u32 when_all = (add_and_release(num_arrived, 1) / BLOCKS + 1) * BLOCKS;
+            while (static_cast<int>(acquire(num_arrived) - when_all) < 0) {}
+        }
+        __syncthreads();
+    }
 };
 
-// For the whole block: in which bins of the cluster's counts the `wanted`-th is, and an earlier one. scratch: [WARPS].
-struct BinsFound {
-    Found last, first;
+// What all blocks of a slot have in bins, in turns of two for the rounds of a search.
+struct Counts {
+    u32 (*posted)[BLOCKS][NUM_BINS];  // [2]: up to each bin
+    u32 sampled[THREADS], in_piece[PIECE * BLOCKS], scratch[WARPS];
 
-    __device__ __forceinline__ static BinsFound of(u32* counts, u32 wanted, u32 earlier, u32* scratch) {
-        __shared__ BinsFound found;
-        u32 mine = 0, total;
-        if (threadIdx.x < NUM_BINS - 1)
+    // For the whole block: post its counts, which become 0.
+    __device__ __forceinline__ void post(uint4* counts, int round) {
+        uint4* mine = counts + threadIdx.x * EACH;
+        uint4 up_to[EACH];
+        u32 sum = 0, total;
 #pragma unroll
-            for (u32 rank = 0; rank < CLUSTER; ++rank) mine += *in_block(counts + threadIdx.x, rank);
-        const u32 above = sum_before(mine, scratch, total);
-        if (threadIdx.x == 0 && total < wanted) found.last = {NUM_BINS - 1, total};
-        if (threadIdx.x == 0 && total < earlier) found.first = {NUM_BINS - 1, total};
-        if (above < wanted && wanted <= above + mine) found.last = {threadIdx.x, above};
-        if (above < earlier && earlier <= above + mine) found.first = {threadIdx.x, above};
-        __syncthreads();
+        for (u32 i = 0; i < EACH; ++i) {
+            const uint4 four = mine[i];
+            mine[i] = make_uint4(0, 0, 0, 0);
+            up_to[i] = make_uint4(sum + four.x, sum + four.x + four.y, sum + four.x + four.y + four.z, sum + four.x + four.y + four.z + four.w);
+            sum = up_to[i].w;
+        }
+        const u32 before = sum_before(sum, scratch, total);
+        uint4* to = reinterpret_cast<uint4*>(posted[round % 2][blockIdx.x]) + threadIdx.x * EACH;
+#pragma unroll
+        for (u32 i = 0; i < EACH; ++i)
+            to[i] = make_uint4(before + up_to[i].x, before + up_to[i].y, before + up_to[i].z, before + up_to[i].w);
+    }
+
+    // The sum over blocks of a count of each, by neighbouring lanes.
+    __device__ __forceinline__ static u32 over_blocks(u32 count) {
+        for (u32 step = 1; step < BLOCKS; step <<= 1) count += __shfl_xor_sync(ALL_LANES, count, step);
+        return count;
+    }
+
+    struct Found {
+        u32 bin;                               // of the wanted one
+        u32 above;                             // how many are in the bins before
+        u32 above_in_before, equal_in_before;  // of those, and of the bin's, how many the blocks before have
+    };
+
+    // For the whole block, when all have posted; as many as are wanted are counted.
+    __device__ __forceinline__ Found find(u32 wanted, int round) {
+        const u32 rank = threadIdx.x % BLOCKS, place = threadIdx.x / BLOCKS, lane = threadIdx.x % 32;
+        const u32* of_rank = posted[round % 2][rank];
+        sampled[threadIdx.x] = __ldcg(of_rank + (place + 1) * PIECE - 1);
+        const u32 piece = __syncthreads_count(over_blocks(sampled[threadIdx.x]) < wanted) / BLOCKS;
+        u32 at = 0;
+        for (u32 i = threadIdx.x; i < (PIECE * BLOCKS + THREADS - 1) / THREADS * THREADS; i += THREADS) {
+            const bool takes_part = i < PIECE * BLOCKS;
+            const u32 count = takes_part ? __ldcg(of_rank + piece * PIECE + i / BLOCKS) : 0;
+            if (takes_part) in_piece[i] = count;
+            at += __syncthreads_count(over_blocks(count) < wanted && takes_part) / BLOCKS;
+        }
+        Found found{piece * PIECE + at, 0, 0, 0};
+        u32 up_to = 0, above = 0;  // of block `lane`: up to the bin, and before it
+        if (lane < BLOCKS) {
+            up_to = in_piece[at * BLOCKS + lane];
+            above = at > 0 ? in_piece[(at - 1) * BLOCKS + lane] : piece > 0 ? sampled[(piece - 1) * BLOCKS + lane] : 0;
+        }
+        found.above = __reduce_add_sync(ALL_LANES, above);
+        found.above_in_before = __reduce_add_sync(ALL_LANES, lane < blockIdx.x ? above : 0);
+        found.equal_in_before = __reduce_add_sync(ALL_LANES, lane < blockIdx.x ? up_to - above : 0);
+        __syncthreads();  // others may still read what the next search writes
         return found;
     }
 };
@@ -188,7 +262,7 @@ struct AboveAndEqual {
     u32 above, equal;
 };
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS) choose_codes(
+extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) choose_codes(
     const int* context_lens,  // [num_contexts]
     const int* top_ks,        // [num_contexts]
     const int* context_ids,   // [batch_size], -1: idle
@@ -197,73 +271,71 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const float* coordinates, const float* means, const u8* asked, long long max_segments,  // `Queries`
     const uint4* scores, long long max_keys,  // as score_codes writes them
     const u32* octaves,       // [slots, GROUP_SIZE, NUM_OCTAVES], likewise
-    uint4* set_aside,              // [slots, max_keys / UNIT_KEYS], where a block's worths do not fit into its memory
+    uint4* set_aside,         // [slots, max_keys / UNIT_KEYS], where a block's worths do not fit into its memory
+    u32* num_arrived,         // [slots, 32]: see `Meeting`
+    u32* posted,              // [slots, 2, BLOCKS, NUM_BINS]: see `Counts`
     int* kv_indices,          // [batch_size, num_index_heads, max_top_k], written
     int* valid_len,           // [batch_size, num_index_heads], written
     long long max_top_k
 ) {
     extern __shared__ uint4 memory[];  // worths of the block's keys
     __shared__ Normalisers normalisers;
-    __shared__ u32 counts[3][NUM_BINS], scratch[WARPS];
-    __shared__ AboveAndEqual of_warps[WARPS], chosen_here;
+    __shared__ Counts all;
+    __shared__ uint4 counts[NUM_BINS / 4];
+    __shared__ AboveAndEqual of_warps[WARPS];
     const int head = blockIdx.y, slot = blockIdx.z * gridDim.y + head, context_id = context_ids[blockIdx.z];
     const Context context = context_of(context_lens, top_ks, context_id, sink_len, window_len);
     const Share share(context.num_keys);
+    const Meeting blocks{num_arrived + 32 * slot};
     const u8* marks = context_id < 0 ? nullptr : sketches[context_id].marks;
-    for (int i = 0; i < 3; ++i) counts[i][threadIdx.x] = 0;
-    if (threadIdx.x == 0) chosen_here = {0, 0};
+    for (u32 i = threadIdx.x; i < NUM_BINS / 4; i += THREADS) counts[i] = make_uint4(0, 0, 0, 0);
+    if (threadIdx.x == 0) all.posted = reinterpret_cast<u32 (*)[BLOCKS][NUM_BINS]>(posted) + 2 * slot;
     wait_then_let_next_start(context.num_keys + static_cast<u32>(reinterpret_cast<u64>(marks)));
     const u32 wanted = context.top_k;
     int* chosen = kv_indices + slot * max_top_k;
-    for (long long i = wanted + blockIdx.x * THREADS + threadIdx.x; i < max_top_k; i += CLUSTER * THREADS) chosen[i] = -1;
+    for (long long i = wanted + blockIdx.x * THREADS + threadIdx.x; i < max_top_k; i += BLOCKS * THREADS) chosen[i] = -1;
     if (blockIdx.x == 0 && threadIdx.x == 0) valid_len[slot] = wanted;
     if (wanted == 0) return;
     const int exponent = Unit(Queries{coordinates, means, asked, max_segments}, slot).exponent;
     const long long plane = max_keys / UNIT_KEYS;
     scores += slot * GROUP_SIZE * plane;
     uint4* worths = (IN_SHARED ? memory : set_aside + slot * plane + share.of_block) - share.of_block;
-    u32 top = MARKED;
-    if (GROUP_SIZE > 1) {
-        normalisers.find(octaves + slot * GROUP_SIZE * NUM_OCTAVES, exponent);
-        __syncthreads();
-        normalisers.compare();
-        __syncthreads();
-        top = normalisers.top();
-    }
+    const int resident = context.sink_end + context.num_keys - context.window_start;  // in so many units, and two more at most
+    if (GROUP_SIZE > 1) normalisers.find(octaves + slot * GROUP_SIZE * NUM_OCTAVES, exponent, wanted + resident / UNIT_KEYS + 4);
+    __syncthreads();
+    const Worths of_scores = GROUP_SIZE > 1 ? Worths(normalisers) : Worths();
     if (marks) marks += head * static_cast<long long>((context.num_keys + BLOCK_KEYS - 1) / BLOCK_KEYS) * (BLOCK_KEYS / 8);
 
-    // The worth of the last that is chosen. First of units, by their greatest but for marks: as many keys are worth at least as much.
-    // No unit has more than UNIT_KEYS keys, and at least half of the choice is not marked: so few units are worth more than the last.
-    Bins bins = Bins::over(top, LEAST, true);
-    if (GROUP_SIZE > 1) bins.shift = min(bins.shift, static_cast<u32>(max(0, -BINS_PER_OCTAVE_LOG - exponent)));
-    share.for_each([&](int unit) {
-        const uint4 eight = worths_of(scores, plane, unit, normalisers.least, context);
-        const u32 marked = marks ? marks[unit] : 0;
-        worths[unit] = marked ? with_marks(eight, marked) : eight;
-        bins.count(greatest_of(eight), counts[0]);
-    });
-    cluster_sync();
-    const BinsFound units = BinsFound::of(counts[0], wanted, (wanted + 2 * UNIT_KEYS - 1) / (2 * UNIT_KEYS), scratch);
-    const u32 above_all = units.first.bin == 0 ? MARKED : bins.highest - (units.first.bin << bins.shift) + 1;
-    bins = Bins::over(above_all, bins.lowest_of(units.last.bin), true);
-    u32 above = 0;
-    for (int round = 1; bins.is_open || bins.highest > bins.lowest; ++round) {
-        u32* mine = counts[round % 3];
-        share.for_each([&](int unit) {
-            const uint4 eight = worths[unit];
-            if (greatest_of(eight) < bins.lowest) return;
+    // the worth of the last that is chosen
+    Bins bins = Bins::over(of_scores.top, of_scores.floor, true);
+    auto count = [&](const uint4& eight) {
+        if (greatest_of(eight) < bins.lowest) return;
 #pragma unroll
-            for (int i = 0; i < UNIT_KEYS; ++i) bins.count(worth_of(eight, i), mine);
-        });
-        counts[(round + 1) % 3][threadIdx.x] = 0;  // read by all before they came to the last barrier
-        cluster_sync();
-        const Found found = BinsFound::of(mine, wanted - above, wanted - above, scratch).last;
-        above += found.above;
+        for (int i = 0; i < UNIT_KEYS; ++i)
+            if (bins.has(worth_of(eight, i))) atomicAdd(reinterpret_cast<u32*>(counts) + bins.bin_of(worth_of(eight, i)), 1u);
+    };
+    share.for_each([&](int unit) {
+        const u32 marked = marks ? marks[unit] : 0;
+        uint4 eight = worths_of(scores, plane, unit, of_scores.least, context);
+        if (marked) eight = with_marks(eight, marked);
+        worths[unit] = eight;
+        count(eight);
+    });
+    u32 above = 0, above_before = 0, equal_before;
+    for (int round = 0;; ++round) {
+        __syncthreads();
+        all.post(counts, round);
+        blocks.meet();
+        const Counts::Found found = all.find(wanted - above, round);
+        above += found.above, above_before += found.above_in_before, equal_before = found.equal_in_before;
+        const bool is_one_worth = bins.is_one_worth(found.bin);
         bins = bins.of_bin(found.bin);
+        if (is_one_worth) break;
+        share.for_each([&](int unit) { count(worths[unit]); });
     }
-    const u32 last = bins.highest, quota = wanted - above;  // of the keys that are worth as much as the last one, so many
+    const u32 last = bins.lowest, quota = wanted - above;  // of the keys that are worth as much as the last one, so many
 
-    // which they are, and how many in the warps and blocks before
+    // which they are, and how many in the warps before
     u32 here = 0;
     share.for_each([&](int unit) {
         const u32 bits = above_and_equal(worths[unit], last);
@@ -271,18 +343,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         here += count_both(bits);
     });
     const u32 above_here = __reduce_add_sync(ALL_LANES, here & 0xffffu), equal_here = __reduce_add_sync(ALL_LANES, here >> 16);
-    if (threadIdx.x % 32 == 0) {
-        of_warps[threadIdx.x / 32] = {above_here, equal_here};
-        atomicAdd(&chosen_here.above, above_here), atomicAdd(&chosen_here.equal, equal_here);
-    }
-    cluster_sync();
+    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = {above_here, equal_here};
+    __syncthreads();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    u32 above_before = lane < warp ? of_warps[lane].above : 0, equal_before = lane < warp ? of_warps[lane].equal : 0;
-    if (lane < static_cast<int>(blockIdx.x)) {
-        const AboveAndEqual* of_block = in_block(&chosen_here, lane);
-        above_before += of_block->above, equal_before += of_block->equal;
-    }
-    above_before = __reduce_add_sync(ALL_LANES, above_before), equal_before = __reduce_add_sync(ALL_LANES, equal_before);
+    above_before += __reduce_add_sync(ALL_LANES, lane < warp ? of_warps[lane].above : 0);
+    equal_before += __reduce_add_sync(ALL_LANES, lane < warp ? of_warps[lane].equal : 0);
 
     for (int first = share.first; first < share.end; first += 32) {
         const int unit = first + lane;
@@ -300,5 +365,4 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         const u32 total = __shfl_sync(ALL_LANES, up_to, 31);
         above_before += total & 0xffffu, equal_before += total >> 16;
     }
-    cluster_sync();  // others may still read what this block has counted
 }

@@ -104,27 +104,34 @@ __device__ void find_exponents(const float* tile_exponents, long long max_tiles,
     }
 }
 
-// The sums of neighbouring tiles, by the part's exponents: [GROUP_SIZE][SUMS]. As many threads as there are share out the tiles of
-// four sums; scratch: [SHARERS][GROUP_SIZE][SUMS].
-constexpr int FOURS = GROUP_SIZE * (SUMS / 4), SHARED_BY = THREADS / FOURS;
-constexpr int SHARERS = SHARED_BY < 1 ? 1 : SHARED_BY < WARPS ? SHARED_BY : WARPS;
+// The sums of neighbouring tiles, by the part's exponents: [GROUP_SIZE][SUMS]. Warps share out the tiles, lanes the sums, four at a
+// time. scratch: [WARPS][GROUP_SIZE][SUMS].
 __device__ void sum_tiles(const float* sums, const float* tile_exponents, long long max_tiles, int first_tile, int end_tile,
                           const float* exponents, float* scratch, float (*all)[SUMS]) {
-    for (int i = threadIdx.x; i < SHARERS * FOURS; i += THREADS) {
-        const int g = i % FOURS / (SUMS / 4), j = i % (SUMS / 4) * 4;
-        float4 sum = make_float4(0, 0, 0, 0);
-#pragma unroll 4
-        for (int t = first_tile + i / FOURS; t < end_tile; t += SHARERS) {
-            const float4 four = __ldcg(reinterpret_cast<const float4*>(sums + (g * max_tiles + t) * SUMS + j));
-            const float factor = exp2_approx(__ldcg(tile_exponents + g * max_tiles + t) - exponents[g]);
-            sum.x += four.x * factor, sum.y += four.y * factor, sum.z += four.z * factor, sum.w += four.w * factor;
+    constexpr int FOURS = GROUP_SIZE * (SUMS / 4), EACH = (FOURS + 31) / 32, TOGETHER = EACH < 6 ? EACH : 6;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int first = lane; first < FOURS; first += 32 * TOGETHER) {
+        float4 sum[TOGETHER] = {};
+#pragma unroll 2
+        for (int t = first_tile + warp; t < end_tile; t += WARPS) {
+#pragma unroll
+            for (int k = 0; k < TOGETHER; ++k) {
+                const int i = min(first + 32 * k, FOURS - 1), g = i / (SUMS / 4), j = i % (SUMS / 4) * 4;
+                const float4 four = __ldcg(reinterpret_cast<const float4*>(sums + (g * max_tiles + t) * SUMS + j));
+                const float factor = exp2_approx(__ldcg(tile_exponents + g * max_tiles + t) - exponents[g]);
+                sum[k].x += four.x * factor, sum[k].y += four.y * factor, sum[k].z += four.z * factor, sum[k].w += four.w * factor;
+            }
         }
-        *reinterpret_cast<float4*>(scratch + (i / FOURS * GROUP_SIZE + g) * SUMS + j) = sum;
+#pragma unroll
+        for (int k = 0; k < TOGETHER; ++k)
+            if (first + 32 * k < FOURS) reinterpret_cast<float4*>(scratch)[warp * FOURS + first + 32 * k] = sum[k];
     }
     __syncthreads();
     for (int i = threadIdx.x; i < GROUP_SIZE * NUM_SUMS; i += THREADS) {
+        const int at = i / NUM_SUMS * SUMS + i % NUM_SUMS;
         float sum = 0;
-        for (int k = 0; k < SHARERS; ++k) sum += scratch[(k * GROUP_SIZE + i / NUM_SUMS) * SUMS + i % NUM_SUMS];
+        for (int w = 0; w < WARPS; ++w) sum += scratch[w * GROUP_SIZE * SUMS + at];
         all[i / NUM_SUMS][i % NUM_SUMS] = sum;
     }
     __syncthreads();
@@ -243,12 +250,21 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_rest(
         for (int o = 0; o < OCTETS; ++o)
             rows.load(o, queries, slot, min(8 * o + static_cast<int>(threadIdx.x) % 32 / 4, GROUP_SIZE - 1), segment);
         if (OCTETS == 1) rows.clear_second();
-        if (!waited) wait_then_let_next_start();
-        waited = true;
-        const Bounds chosen = bounds_of(kv_indices, valid_len[slot], tile * TILE_KEYS, end_tile * TILE_KEYS, scratch);
-        const int num_warps = min(WARPS, (chosen.end - chosen.first + HALF_KEYS - 1) / HALF_KEYS);
-        if (warp < num_warps)
-            sum_chosen(sketch, rows, head, num_keys, kv_indices, chosen, exponents, tray, taken + warp * GROUP_SIZE * SUMS);
+        // Once before the choice is there, of a key that is, for nothing but to have the instructions at hand.
+        int num_warps;
+#pragma unroll 1
+        for (int turn = waited ? 1 : 0; turn < 2; ++turn) {
+            const int* ids = sketch.segment_starts;
+            Bounds chosen{0, 1};
+            if (turn == 1) {
+                if (!waited) wait_then_let_next_start();
+                waited = true;
+                ids = kv_indices;
+                chosen = bounds_of(ids, valid_len[slot], tile * TILE_KEYS, end_tile * TILE_KEYS, scratch);
+            }
+            num_warps = min(WARPS, (chosen.end - chosen.first + HALF_KEYS - 1) / HALF_KEYS);
+            if (warp < num_warps) sum_chosen(sketch, rows, head, num_keys, ids, chosen, exponents, tray, taken + warp * GROUP_SIZE * SUMS);
+        }
         __syncthreads();
         take_out(taken, num_warps, left);
         __syncthreads();

@@ -24,7 +24,11 @@ PASS_WARPS, MOST_STAGES = 12, 4
 MOST_SHARED_BYTES = 208 << 10  # of a ring; a block has more besides
 MOST_WORTH_BYTES = 192 << 10
 REST_THREADS = 256
-CHOOSE_THREADS, MOST_CLUSTER, LEAST_CLUSTER_KEYS = 1024, 8, 8192  # larger clusters are not portable
+CHOOSE_BINS = 4096
+MOST_CHOOSING, LEAST_CHOOSING_KEYS = 16, 4096  # blocks for one slot, and keys of each
+MANY_KEYS = (
+    16384  # of such a block: then it has all registers of a multiprocessor, and what comes after it begins later
+)
 NUM_OCTAVES = GREATEST_OCTAVE - LEAST_OCTAVE + 1
 SEGMENT_STEP = 16  # kernels read so many segments at a time
 
@@ -58,7 +62,7 @@ class SketchPass:
         self.max_tiles = self.max_keys // self._tile_keys
         slots = batch_size * shape.num_index_heads
         queries = slots * shape.group_size
-        self._cluster = cluster_size(slots, self.max_keys, multiprocessors(device))
+        self._choosing = blocks_that_choose(slots, self.max_keys, multiprocessors(device))
 
         def memory(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
@@ -70,6 +74,8 @@ class SketchPass:
         self._scores = memory(queries * self.max_keys * keeps_scores, dtype=torch.int16)
         self._octave_counts = memory(queries * keeps_scores, NUM_OCTAVES, dtype=torch.int32)
         self._worths = memory(slots * self.max_keys * (keeps_scores and not self._worths_fit), dtype=torch.int16)
+        self._arrived = memory(slots * keeps_scores, 32, dtype=torch.int32)
+        self._counted = memory(slots * keeps_scores, 2, self._choosing, CHOOSE_BINS, dtype=torch.int32)
         self._exponents = memory(queries * sums_rest, self.max_tiles)
         self._sums = memory(queries * self.max_tiles * sums_rest, self._num_sums)
 
@@ -80,7 +86,7 @@ class SketchPass:
     def workspace_bytes(self) -> int:
         """Device memory of its own."""
         queries = self._coordinates, self._means, self._asked
-        scores = self._scores, self._octave_counts, self._worths
+        scores = self._scores, self._octave_counts, self._worths, self._arrived, self._counted
         return sum(part.nbytes for part in (*queries, *scores, self._exponents, self._sums))
 
     def run(
@@ -109,11 +115,11 @@ class SketchPass:
         """Enqueue the choice, after `run` with the same rows."""
         config = indexes.config
         self._choose.launch(
-            (self._cluster, self.shape.num_index_heads, self.batch_size),
-            CHOOSE_THREADS,
+            (self._choosing, self.shape.num_index_heads, self.batch_size),
+            self._choosing_threads,
             *(indexes.context_lens, indexes.top_ks, context_ids, config.sink_len, config.window_len),
             *(indexes.tables[layer_idx], *self._queries),
-            *(self._scores, self.max_keys, self._octave_counts, self._worths),
+            *(self._scores, self.max_keys, self._octave_counts, self._worths, self._arrived, self._counted),
             *(out.kv_indices, out.valid_len, out.kv_indices.shape[2]),
         )
 
@@ -178,13 +184,19 @@ class SketchPass:
     @cached_property
     def _choose(self) -> CudaKernel:
         dtype, shared_bytes = torch.float32, self._block_worth_bytes * self._worths_fit
-        more = {"TILE_KEYS": self._tile_keys, "CLUSTER": self._cluster, "IN_SHARED": int(self._worths_fit)}
-        return compiled("choose_codes.cu", "choose_codes", self.shape, dtype, CHOOSE_THREADS, shared_bytes, **more)
+        more = {"TILE_KEYS": self._tile_keys, "BLOCKS": self._choosing, "IN_SHARED": int(self._worths_fit)}
+        return compiled(
+            "choose_codes.cu", "choose_codes", self.shape, dtype, self._choosing_threads, shared_bytes, **more
+        )
+
+    @property
+    def _choosing_threads(self) -> int:
+        return 512 if self.max_keys < MANY_KEYS * self._choosing else 1024
 
     @property
     def _block_worth_bytes(self) -> int:
         """Of the worths of a block that chooses: 16 for eight keys."""
-        return -(-self.max_keys // (8 * self._cluster)) * 16
+        return -(-self.max_keys // (8 * self._choosing)) * 16
 
     @property
     def _worths_fit(self) -> bool:
@@ -207,13 +219,13 @@ def tile_keys(max_context_len: int) -> int:
     return keys
 
 
-def cluster_size(num_slots: int, max_keys: int, num_multiprocessors: int) -> int:
-    """Blocks that choose for one slot: as many as there are multiprocessors for, and keys."""
+def blocks_that_choose(num_slots: int, max_keys: int, num_multiprocessors: int) -> int:
+    """Blocks that choose for a slot: as many as there are multiprocessors for, and keys. They run at the same time."""
     size = 1
     while (
-        2 * size <= MOST_CLUSTER
+        2 * size <= MOST_CHOOSING
         and 2 * size * num_slots <= num_multiprocessors
-        and size * LEAST_CLUSTER_KEYS < max_keys
+        and size * LEAST_CHOOSING_KEYS < max_keys
     ):
         size *= 2
     return size

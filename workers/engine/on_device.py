@@ -1,6 +1,7 @@
 """Attention of whole steps with the search on the device: placements `device` and `hybrid`."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -45,13 +46,14 @@ class SearchOnDevice:
         if shape.sums_rest_apart:
             assert isinstance(index, SketchShape)
             self._coded_rest = CodedRest(shape, index, self._indexes, device)
-        self._link: torch.cuda.Stream | None = None  # where rows move; None: where they are searched for
+        # where rows move, beside attention to the others by their codes; None: they have no way to go
+        self._link: torch.cuda.Stream | None = None
+        if far.cross_link and device.type == "cuda":  # an emulated device does one thing after the other
+            self._link = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         if self.lookahead:
             # first where rows have to move; elsewhere the model's products, which are more to do, lose by it
             self._ahead = torch.cuda.Stream(device, priority=-1 if far.cross_link else 0)  # type: ignore[no-untyped-call]
-            if far.cross_link:
-                self._link = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-        self._fetched: dict[int, tuple[DeviceSelection, torch.cuda.Event]] = {}  # by layer, until it attends
+        self._fetched: dict[int, _Fetched] = {}  # by layer, until it attends
 
     def __repr__(self) -> str:
         return f"<SearchOnDevice {self._indexes!r}, {self.far!r}>"
@@ -80,8 +82,7 @@ class SearchOnDevice:
         # all searches share one workspace, so with lookahead all of them run on this stream, also the first layer's
         self._ahead.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._ahead):
-            fetched = self._search(layer_idx, q, rows)
-        self._fetched[layer_idx] = fetched, (self._link or self._ahead).record_event()
+            self._fetched[layer_idx] = self._search(layer_idx, q, rows)
 
     def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
         plan = self._plans[rows.batch_size]
@@ -90,12 +91,15 @@ class SearchOnDevice:
         if self.lookahead:
             if layer_idx not in self._fetched:
                 self.look_ahead(layer_idx, q, rows)
-            fetched, is_there = self._fetched.pop(layer_idx)
-            torch.cuda.current_stream().wait_event(is_there)
+            fetched = self._fetched.pop(layer_idx)
+            assert fetched.is_chosen is not None
+            torch.cuda.current_stream().wait_event(fetched.is_chosen)
         else:
             fetched = self._search(layer_idx, q, rows)
         self._post_rest(layer_idx, rows)
-        plan.attend(layer_idx, q, self._resident, self.tails, self.far, fetched, rows, out)
+        if fetched.is_there is not None:
+            torch.cuda.current_stream().wait_event(fetched.is_there)
+        plan.attend(layer_idx, q, self._resident, self.tails, self.far, fetched.rows, rows, out)
 
     def end_step(self, rows: StepRows) -> None:
         """Nothing is left to do."""
@@ -112,11 +116,23 @@ class SearchOnDevice:
         assert isinstance(searched, SketchPass)
         post_rest(searched, self._indexes, layer_idx, selected, rows, plan.attention)
 
-    def _search(self, layer_idx: int, q: Tensor, rows: StepRows) -> DeviceSelection:
+    def _search(self, layer_idx: int, q: Tensor, rows: StepRows) -> "_Fetched":
+        """Enqueue the search on the current stream, and the way of its rows."""
         selection, search_ids = self._plans[rows.batch_size].selection(layer_idx), self._schedule.search_ids(rows)
         self._searches[rows.batch_size].search(q, self._indexes, layer_idx, search_ids, selection)
         self._schedule.share_out(layer_idx, selection, rows)
-        return self.far.fetch(layer_idx, selection, rows.context_ids, self._link)
+        fetched = self.far.fetch(layer_idx, selection, rows.context_ids, self._link)
+        is_there = self._link.record_event() if self._link else None
+        return _Fetched(fetched, torch.cuda.current_stream().record_event() if self.lookahead else None, is_there)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fetched:
+    """A layer's selection, on its way."""
+
+    rows: DeviceSelection  # ids of far rows
+    is_chosen: torch.cuda.Event | None  # None: on the stream that attends
+    is_there: torch.cuda.Event | None  # likewise
 
 
 def _make_searches(shape: EngineShape, index: IndexShape, device: torch.device) -> dict[int, DeviceSearch]:

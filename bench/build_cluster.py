@@ -19,8 +19,9 @@ from typing import Any
 
 from bench.timing import finish, gate, machine
 from csattn.artifact import list_store, verify_artifact
+from csattn.build_options import BuildOptions
 from index_build.batch import BatchReport, run_batch
-from index_build.job_list import Job, JobOptions, read_jobs
+from index_build.job_list import Job, read_jobs
 from index_build.jobs import run_on_ray
 from tests.index_build.batches import finished_files, hashes, write_list
 from tests.tiny import byte_tokenizer, make_model
@@ -42,7 +43,7 @@ def make_jobs(place: Path, model: str | None, num_contexts: int, num_tokens: int
     for number in range(num_contexts):
         (place / f"{number}.txt").write_text(f"{number}. {text[number * num_chars : (number + 1) * num_chars]}")
     lines: list[dict[str, Any] | str] = [{"context": f"{number}.txt"} for number in range(num_contexts)]
-    return read_jobs(write_list(place, *lines), JobOptions(model=None if model == "demo" else model))
+    return read_jobs(write_list(place, *lines), BuildOptions(model=None if model == "demo" else model))
 
 
 @contextmanager

@@ -1,25 +1,26 @@
-"""Many contexts in one go, in this process: a model is loaded once, a failure stops nothing."""
+"""Many contexts in one go: what becomes of each, and building them one after the other in this process.
+
+A model is loaded once. Failed jobs do not stop the batch; they are reported at the end.
+"""
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, get_args
 
-import numpy as np
-from numpy.typing import NDArray
-
-from csattn.config import IndexConfig
 from csattn.errors import CsattnError
 from csattn.models import LoadedModel, load_model
-from csattn.models.prompt import choose_wrapping, context_ids
-from index_build.inputs import choose_device, make_config, read_text
+from index_build.context_build import ContextBuild, Outcome
+from index_build.inputs import choose_device, read_text
 from index_build.job_list import Job
-from index_build.pipeline import BuildProgress, BuildReport, build_artifact
+from index_build.pieces import BuildProgress
+from index_build.pipeline import run_here
+from index_build.plan import Plan, plan_text
 
-Outcome = Literal["built", "resumed", "reused", "failed"]
-OUTCOMES: tuple[Outcome, ...] = ("built", "resumed", "reused", "failed")
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +46,8 @@ class JobResult:
     context_len: int = 0
     error: str | None = None  # a sentence, when it failed
     attempts: int = 1  # more than 1 when workers died over a piece of it
-    prefilled_layers: int = 0  # in this run, on a cluster
-    index_shards: int = 0  # made in this run, on a cluster
+    prefilled_layers: int = 0  # in this run
+    index_shards: int = 0  # made in this run: layers, or parts of them
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -103,7 +104,7 @@ def run_batch(
     device = choose_device(device)
     results: dict[int, JobResult] = {}
     for group in by_model(jobs):
-        _run_group(jobs, group, store, device, num_threads, on_progress, on_result, results)
+        results |= _run_group(jobs, group, store, device, num_threads, on_progress, on_result)
     return BatchReport(tuple(results[idx] for idx in range(len(jobs))), time.perf_counter() - started)
 
 
@@ -115,59 +116,37 @@ def by_model(jobs: Sequence[Job]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _run_group(
-    jobs: Sequence[Job],
-    group: list[int],
-    store: Path | str,
-    device: str,
-    num_threads: int | None,
-    on_progress: Callable[[JobProgress], None],
-    on_result: Callable[[JobResult], None],
-    results: dict[int, JobResult],
-) -> None:
-    """Jobs of one model, which is gone from memory when this returns."""
-    options = jobs[group[0]].options
-    loaded: LoadedModel | None = None
-    fault = ""
+def result_of(job: Job, build: ContextBuild) -> JobResult:
+    """What became of a job whose build has its outcome."""
+    assert build.outcome is not None
+    artifact_id = build.artifact_id
+    path = None if artifact_id is None else build.url or build.store / artifact_id
+    return JobResult(
+        job,
+        build.outcome,
+        build.seconds,
+        artifact_id,
+        path,
+        0 if build.plan is None else build.plan.spec.context_len,
+        build.error,
+        build.attempts,
+        build.built["prefill"],
+        build.built["index"],
+    )
+
+
+@contextmanager
+def failing(build: ContextBuild) -> Iterator[None]:
+    """An error becomes the build's outcome: one context must not end the others, whatever is wrong with it."""
     try:
-        loaded = load_model(options.model, options.dtype, device)
+        yield
     except Exception as error:
-        fault = sentence(error)
-    for idx in group:
-        if loaded is None:
-            results[idx] = JobResult(jobs[idx], "failed", 0.0, error=fault)
-        else:
-            results[idx] = build_job(idx, jobs[idx], loaded, store, num_threads=num_threads, on_progress=on_progress)
-        on_result(results[idx])
+        build.fail(sentence(error))
 
 
-def build_job(
-    job_idx: int,
-    job: Job,
-    loaded: LoadedModel,
-    store: Path | str,
-    *,
-    num_threads: int | None = None,
-    on_progress: Callable[[JobProgress], None] = lambda progress: None,
-) -> JobResult:
-    """Build one context with a model that is in memory; an error becomes the result's sentence."""
-    started = time.perf_counter()
-    try:
-        report, context_len = _build(job_idx, job, loaded, store, num_threads, on_progress)
-    except Exception as error:  # one context must not end the others, whatever is wrong with it
-        return JobResult(job, "failed", time.perf_counter() - started, error=sentence(error))
-    outcome: Outcome = "reused" if report.reused else "resumed" if report.resumed_at else "built"
-    seconds = time.perf_counter() - started
-    return JobResult(job, outcome, seconds, report.artifact_id, report.place, context_len)
-
-
-def prepare(job: Job, loaded: LoadedModel, device: str) -> tuple[NDArray[np.int32], IndexConfig, dict[str, Any]]:
-    """The context's token ids [context_len], how its index is made on that device, and what the manifest notes."""
-    options = job.options
-    config = make_config(options.preset, options.index_changes, device)
-    wrapping = choose_wrapping(loaded.tokenizer, options.chat)
-    token_ids = context_ids(loaded.tokenizer, read_text(str(job.context)), wrapping)
-    return token_ids, config, {"wrapping": wrapping, "preset": options.preset, "source": job.context.name}
+def plan_job(job: Job, loaded: LoadedModel, index_device: str) -> Plan:
+    """Read the job's context. index_device: where the index will be made."""
+    return plan_text(read_text(str(job.context)), job.context.name, job.options, loaded, index_device)
 
 
 def sentence(error: Exception) -> str:
@@ -178,47 +157,53 @@ def sentence(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def _build(
-    job_idx: int,
-    job: Job,
-    loaded: LoadedModel,
+def _run_group(
+    jobs: Sequence[Job],
+    group: list[int],
     store: Path | str,
+    device: str,
     num_threads: int | None,
     on_progress: Callable[[JobProgress], None],
-) -> tuple[BuildReport, int]:
-    """The build's report and the context's length in tokens."""
-    token_ids, config, notes = prepare(job, loaded, loaded.device.type)
-    teller = _Teller(job_idx, len(token_ids), on_progress)
-    report = build_artifact(
-        loaded,
-        token_ids,
-        config,
-        store,
-        notes=notes,
-        on_progress=teller.tell,
-        on_wait=teller.tell_waiting,
-        num_threads=num_threads,
-    )
-    return report, len(token_ids)
+    on_result: Callable[[JobResult], None],
+) -> Iterator[tuple[int, JobResult]]:
+    """Build the jobs of one model, which is gone from memory afterwards."""
+    options = jobs[group[0]].options
+    loaded: LoadedModel | None = None
+    fault = ""
+    try:
+        loaded = load_model(options.model, options.dtype, device)
+    except Exception as error:
+        fault = sentence(error)
+    for idx in group:
+        build = ContextBuild(store, by_layer=True)
+        if loaded is None:
+            build.fail(fault)
+        else:
+            with failing(build):
+                _build_job(idx, jobs[idx], build, loaded, num_threads, on_progress)
+        result = result_of(jobs[idx], build)
+        on_result(result)
+        yield idx, result
 
 
-class _Teller:
-    """Turns a build's progress into its job's."""
+def _build_job(
+    job_idx: int,
+    job: Job,
+    build: ContextBuild,
+    loaded: LoadedModel,
+    num_threads: int | None,
+    on_progress: Callable[[JobProgress], None],
+) -> None:
+    def show(progress: BuildProgress | None = None) -> None:
+        standing = build.progress
+        assert standing is not None
+        if progress is not None:
+            share = (progress.layer_idx + progress.done / progress.total) / progress.num_layers
+            where = f"layer {progress.layer_idx + 1}/{progress.num_layers} {progress.phase}"
+            standing = standing._replace(share=share, where=where)
+        on_progress(JobProgress(job_idx, *standing))
 
-    def __init__(self, job_idx: int, context_len: int, on_progress: Callable[[JobProgress], None]):
-        self._job_idx = job_idx
-        self._context_len = context_len
-        self._on_progress = on_progress
-        self._first_share: float | None = None
-
-    def tell(self, progress: BuildProgress) -> None:
-        if self._first_share is None:
-            self._first_share = progress.layer_idx / progress.num_layers
-        share = (progress.layer_idx + progress.done / progress.total) / progress.num_layers
-        self._send(self._first_share, share, f"layer {progress.layer_idx + 1}/{progress.num_layers} {progress.phase}")
-
-    def tell_waiting(self) -> None:
-        self._send(0.0, 0.0, "waiting for another builder of it")
-
-    def _send(self, first_share: float, share: float, where: str) -> None:
-        self._on_progress(JobProgress(self._job_idx, self._context_len, first_share, share, where))
+    (plan,) = build.due()
+    build.start(plan)
+    build.settle(plan, plan_job(job, loaded, loaded.device.type))
+    run_here(build, loaded, show, show, num_threads)

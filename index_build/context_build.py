@@ -1,70 +1,81 @@
-"""Where the build of one context in pieces stands, and what can be done next. Decides; others carry it out."""
+"""Where the build of one context stands, and what can be done next. Decides; an executor carries it out."""
 
 import time
 from collections import Counter
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 from csattn.artifact import ArtifactWriter, cache_store, remote_store, require_space
 from csattn.artifact.handover import has_shard
-from index_build.batch import JobProgress, JobResult, Outcome
-from index_build.job_list import Job
-from index_build.pieces import Plan, head_groups, is_ready
+from index_build.pieces import Piece, head_groups, is_ready
+from index_build.plan import Plan
 
 MAX_ATTEMPTS = 5  # per piece: nodes may be lent for minutes
 # Queries that wait for their index: so much of a disk a context may take besides its artifact.
 _HANDOVER_BYTES = 16 * 2**30
 _PREFILL_SHARE = 0.75  # of a build's time, about: for the display
 
+Outcome = Literal["built", "resumed", "reused", "failed"]
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Something to be done for one context by anybody."""
 
-    kind: Literal["plan", "prefill", "index", "join", "upload"]
-    job_idx: int
-    layer_idx: int = -1  # of prefill: the first layer that is not there
-    stop_layer: int = -1  # of prefill
-    heads: range = range(0)  # of index: KV heads
+class Standing(NamedTuple):
+    """How far a build is."""
+
+    context_len: int
+    first_share: float  # of the context, where this run began: more than 0 when an earlier one was interrupted
+    share: float  # of the context, in all layers
+    where: str  # "layer 3/30 index"
 
 
 class _BusyError(Exception):
-    """Somebody else is building this artifact."""
+    """Another process is building this artifact."""
 
 
 class ContextBuild:
-    """Holds the artifact's lock from the plan to the end, and knows which pieces are done, in work, or can be done."""
+    """Holds the artifact's lock from the plan to the end, and knows which pieces are done, in work, or can be done.
 
-    def __init__(self, job_idx: int, job: Job, store: Path | str, heads_per_piece: int | None = None):
-        self.job_idx, self.job = job_idx, job
-        self.plan: Plan | None = None
-        self.result: JobResult | None = None  # as soon as nothing more can be done
+    plan: None has it made, by the first piece. heads_per_piece: KV heads of a layer that are indexed together.
+    by_layer: one process prefills and indexes each layer; otherwise prefill hands the layers over.
+    """
+
+    def __init__(
+        self,
+        store: Path | str,
+        plan: Plan | None = None,
+        heads_per_piece: int | None = None,
+        by_layer: bool = False,
+    ):
+        self.plan = plan
+        self.outcome: Outcome | None = None  # as soon as nothing more can be done
+        self.error: str | None = None  # a sentence, when it failed
+        self.resumed_at = 0  # first layer that this run found missing
+        self.seconds = 0.0  # from the first piece to the outcome
         self._remote = remote_store(store)
-        self.store = Path(store).absolute() if self._remote is None else cache_store()  # where the pieces are done
+        self.store = Path(store) if self._remote is None else cache_store()  # where the pieces are done
         self._heads_per_piece = heads_per_piece
+        self._by_layer = by_layer
         self._writer: ArtifactWriter | None = None
         self._ready: set[int] = set()  # layers that need no prefill
         self._shards: dict[int, set[int]] = {}  # of a layer in work: the groups of heads that are done
         self._in_work: set[Piece] = set()
         self._losses: Counter[Piece] = Counter()
-        self._built: Counter[str] = Counter()
+        self.built: Counter[str] = Counter()  # in this run: "prefill", layers; "index", shards of layers
         self._first_share = 0.0
-        self._outcome: Outcome = "built"
-        self._is_uploading = False
+        self._uploaded_as: Outcome | None = None  # the outcome of the build itself, while it is uploaded
         self._rows: tuple[int, int] = (-1, 0)  # a layer in prefill, and how many of its rows are done
         self._is_refused = False  # the lock: somebody else has it
         self._started_s: float | None = None
 
     def due(self) -> list[Piece]:
         """What can be done now and is not in work; what comes first is needed first."""
-        if self.result is not None:
+        if self.outcome is not None:
             return []
         if self.plan is None:
-            pieces = [Piece("plan", self.job_idx)]
-        elif self._is_uploading:
-            pieces = [Piece("upload", self.job_idx)]
+            pieces = [Piece("plan")]
+        elif self._uploaded_as is not None:
+            assert self._remote is not None
+            pieces = [Piece("upload", url=self._remote.url)]
         elif self._writer is None and not self._open():
             pieces = []
         else:
@@ -75,27 +86,30 @@ class ContextBuild:
         self._started_s = self._started_s or time.perf_counter()
         self._in_work.add(piece)
 
-    def settle(self, piece: Piece, value: Any) -> None:
-        """Take what the function of `pieces` for it returned."""
+    def settle(self, piece: Piece, value: Plan | int) -> None:
+        """Take what doing it returned: the plan, or how much of it was not there before."""
         self._in_work.discard(piece)
-        if piece.kind == "plan":
+        if isinstance(value, Plan):
             self.plan = value
             return
         if piece.kind == "upload":
-            self._end(self._outcome)
+            self._end(self._uploaded_as)
             return
         assert self._writer is not None
-        self._built[piece.kind] += int(value)
-        if piece.kind == "prefill":
+        if piece.kind in ("prefill", "layers"):
             self._ready |= set(range(piece.layer_idx, piece.stop_layer))
-        elif piece.kind == "join" or len(self.groups) == 1:
-            self._writer.take_layer(piece.layer_idx)
-        else:
+            self.built["prefill"] += value
+        if piece.kind in ("index", "layers"):
+            self.built["index"] += value
+        if piece.kind == "index" and len(self.groups) > 1:
             self._shards[piece.layer_idx].add(piece.heads.start)
+        elif piece.kind != "prefill":
+            for layer_idx in range(piece.layer_idx, max(piece.layer_idx + 1, piece.stop_layer)):
+                self._writer.take_layer(layer_idx)
         self._finish_if_complete()
 
     def lose(self, piece: Piece, reason: str) -> None:
-        """Whoever did it died: it is due again, unless that happens too often."""
+        """Its worker died: it is due again, unless that happens too often."""
         self._in_work.discard(piece)
         self._losses[piece] += 1
         if self._losses[piece] >= MAX_ATTEMPTS:
@@ -115,35 +129,46 @@ class ContextBuild:
         self._rows = (layer_idx, num_rows)
 
     @property
+    def artifact_id(self) -> str | None:
+        """None as long as there is no plan, and when the build failed."""
+        return None if self.plan is None or self.error else self.plan.spec.artifact_id
+
+    @property
     def url(self) -> str | None:
-        """Of the store, if it is not a directory."""
-        return None if self._remote is None else self._remote.url
+        """Of the artifact, if the store is behind one."""
+        return None if self._remote is None or self.plan is None else f"{self._remote.url}/{self.plan.spec.artifact_id}"
+
+    @property
+    def attempts(self) -> int:
+        """More than 1 when workers died over a piece."""
+        return 1 + max(self._losses.values(), default=0)
 
     @property
     def is_waiting(self) -> bool:
         """Whether somebody else is building this artifact."""
-        return self._is_refused and self.result is None
+        return self._is_refused and self.outcome is None
 
     @property
-    def progress(self) -> JobProgress | None:
+    def progress(self) -> Standing | None:
         """None as long as nobody has read the context."""
         if self.plan is None:
             return None
         context_len = self.plan.spec.context_len
-        if self._is_uploading:
-            return JobProgress(self.job_idx, context_len, self._first_share, 1.0, "uploading")
+        if self._uploaded_as is not None:
+            return Standing(context_len, self._first_share, 1.0, "uploading")
         if self.is_waiting:
-            return JobProgress(self.job_idx, context_len, 0.0, 0.0, "waiting for another builder of it")
+            return Standing(context_len, 0.0, 0.0, "waiting for another builder of it")
         if self._writer is None:
-            return JobProgress(self.job_idx, context_len, 0.0, 0.0, "ready to begin")
+            return Standing(context_len, 0.0, 0.0, "ready to begin")
         where = f"{len(self._ready)} layers prefilled, {self._num_finished} of {self._num_layers} indexed"
-        return JobProgress(self.job_idx, context_len, self._first_share, self._share, where)
+        return Standing(context_len, self._first_share, self._share, where)
 
     @cached_property
-    def groups(self) -> list[range]:
+    def groups(self) -> tuple[range, ...]:
         """KV heads that are indexed together."""
         assert self.plan is not None
-        return head_groups(self.plan.spec, self._heads_per_piece)
+        spec = self.plan.spec
+        return head_groups(spec, spec.model.num_kv_heads if self._by_layer else self._heads_per_piece)
 
     @property
     def _num_layers(self) -> int:
@@ -182,8 +207,10 @@ class ContextBuild:
         require_space(self.store, writer.remaining_bytes)
         self._look()
         self._first_share = self._share
+        missing = (layer_idx for layer_idx in range(self._num_layers) if layer_idx not in self._ready)
+        self.resumed_at = next(missing, self._num_layers)
         self._finish_if_complete()
-        return self.result is None and not self._is_uploading
+        return self._writer is not None
 
     def _look(self) -> None:
         """See which layers have been handed over since."""
@@ -203,56 +230,44 @@ class ContextBuild:
                 done = {heads.start for heads in self.groups if has_shard(self._writer.work, layer_idx, heads)}
                 self._shards[layer_idx] = done
             missing = [heads for heads in self.groups if heads.start not in self._shards[layer_idx]]
-            pieces += [Piece("index", self.job_idx, layer_idx, heads=heads) for heads in missing]
-            pieces += [] if missing else [Piece("join", self.job_idx, layer_idx)]
+            pieces += [Piece("index", layer_idx, heads=heads) for heads in missing]
+            pieces += [] if missing else [Piece("join", layer_idx, groups=self.groups)]
         return pieces
 
     def _due_prefill(self) -> list[Piece]:
         assert self.plan is not None
         spec = self.plan.spec
-        if len(self._ready) == self._num_layers or any(piece.kind == "prefill" for piece in self._in_work):
+        missing = [layer_idx for layer_idx in range(self._num_layers) if layer_idx not in self._ready]
+        if not missing or any(piece.kind in ("prefill", "layers") for piece in self._in_work):
             return []
+        if self._by_layer:
+            return [Piece("layers", missing[0], self._num_layers)]
         item_bytes = 4 if spec.kv_dtype == "float32" else 2
         query_bytes = spec.model.num_q_heads * spec.context_len * spec.model.head_dim * item_bytes
         num_ahead = max(1, _HANDOVER_BYTES // query_bytes)
         num_waiting = len(self._ready) - self._num_finished
         if num_waiting > num_ahead // 2:
             return []
-        first = next(layer_idx for layer_idx in range(self._num_layers) if layer_idx not in self._ready)
-        stop = min(self._num_layers, first + max(1, num_ahead - num_waiting))
-        return [Piece("prefill", self.job_idx, first, stop)]
+        return [Piece("prefill", missing[0], min(self._num_layers, missing[0] + max(1, num_ahead - num_waiting)))]
 
     def _finish_if_complete(self) -> None:
         assert self._writer is not None and self.plan is not None
-        if self.result is None and self._writer.finished_layers == self._num_layers:
+        if self._writer.finished_layers == self._num_layers:
             self._writer.finish(self.plan.versions, self.plan.notes)
             self._publish("resumed" if self._first_share else "built")
 
     def _publish(self, outcome: Outcome) -> None:
         """The artifact is whole on this machine; a store behind a URL needs it there."""
-        self._outcome = outcome
         if self._remote is None:
             self._end(outcome)
         else:
             self.abandon()
-            self._is_uploading = True
+            self._uploaded_as = outcome
 
-    def _end(self, outcome: Outcome, error: str | None = None) -> None:
+    def _end(self, outcome: Outcome | None, error: str | None = None) -> None:
         self.abandon()
-        artifact_id = None if error or self.plan is None else self.plan.spec.artifact_id
-        place = self.store if self._remote is None else self._remote.url
-        self.result = JobResult(
-            self.job,
-            outcome,
-            0.0 if self._started_s is None else time.perf_counter() - self._started_s,
-            artifact_id,
-            None if artifact_id is None else f"{place}/{artifact_id}" if self._remote else Path(place) / artifact_id,
-            0 if self.plan is None else self.plan.spec.context_len,
-            error,
-            1 + max(self._losses.values(), default=0),
-            self._built["prefill"],
-            self._built["index"],
-        )
+        self.outcome, self.error = outcome, error
+        self.seconds = 0.0 if self._started_s is None else time.perf_counter() - self._started_s
 
 
 def _refuse_to_wait() -> None:

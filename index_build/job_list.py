@@ -5,35 +5,11 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from csattn.build_options import COUNTS, BuildOptions
 from csattn.config import PRESET_NAMES
 from csattn.errors import ConfigError, ContextError
 from csattn.models.loader import DTYPES
 from index_build.inputs import make_config, read_text
-
-_COUNTS = ("num_fine", "num_coarse", "segment_len", "num_subspaces", "num_centroids")
-_INDEX_OPTIONS = (*_COUNTS, "list_len", "kmeans")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobOptions:
-    """How a context is built. A line of the list may give any of these by its name; None leaves it to the preset."""
-
-    model: str | None = None
-    preset: str = "default"
-    dtype: str = "float32"
-    chat: bool = True
-    num_fine: int | None = None
-    num_coarse: int | None = None
-    segment_len: int | None = None
-    num_subspaces: int | None = None
-    num_centroids: int | None = None
-    list_len: float | None = None
-    kmeans: str | None = None
-
-    @property
-    def index_changes(self) -> dict[str, Any]:
-        """What differs from the preset."""
-        return {name: getattr(self, name) for name in _INDEX_OPTIONS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,13 +19,13 @@ class Job:
     line: int  # in the list, from 1
     context: Path
     context_bytes: int
-    options: JobOptions
+    options: BuildOptions
 
 
-_DEFAULTS = JobOptions()
+_DEFAULTS = BuildOptions()
 
 
-def read_jobs(path: Path, defaults: JobOptions = _DEFAULTS) -> list[Job]:
+def read_jobs(path: Path, defaults: BuildOptions = _DEFAULTS) -> list[Job]:
     """The jobs of a JSON-lines file; paths in it are relative to it. Blank lines are skipped.
 
     Raises ConfigError that names every bad line at once, with what is wrong in it.
@@ -80,7 +56,7 @@ def _lines(count: int) -> str:
     return "1 line" if count == 1 else f"{count} lines"
 
 
-def _read_job(line: str, number: int, base: Path, defaults: JobOptions) -> Job:
+def _read_job(line: str, number: int, base: Path, defaults: BuildOptions) -> Job:
     try:
         given = json.loads(line)
     except ValueError as error:
@@ -95,8 +71,8 @@ def _read_job(line: str, number: int, base: Path, defaults: JobOptions) -> Job:
     return Job(line=number, context=file, context_bytes=len(read_text(str(file)).encode()), options=options)
 
 
-def _read_options(given: dict[str, Any], base: Path, defaults: JobOptions) -> JobOptions:
-    known = [field.name for field in fields(JobOptions)]
+def _read_options(given: dict[str, Any], base: Path, defaults: BuildOptions) -> BuildOptions:
+    known = [field.name for field in fields(BuildOptions)]
     if unknown := sorted(set(given) - set(known)):
         raise ConfigError(f"unknown option {', '.join(map(repr, unknown))}; known are context, {', '.join(known)}")
     for name, value in given.items():
@@ -114,7 +90,7 @@ def _read_options(given: dict[str, Any], base: Path, defaults: JobOptions) -> Jo
 def _require_type(name: str, value: object) -> None:
     if name == "list_len":
         right, wanted = isinstance(value, int | float) and not isinstance(value, bool), "a number"
-    elif name in _COUNTS:
+    elif name in COUNTS:
         right, wanted = isinstance(value, int) and not isinstance(value, bool), "a whole number"
     elif name == "chat":
         right, wanted = isinstance(value, bool), "true or false"

@@ -8,18 +8,19 @@ was interrupted goes on where it stopped.
 import os
 import socket
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from csattn.artifact import remote_store
 from csattn.errors import ConfigError
-from index_build.batch import BatchReport, JobProgress, JobResult, by_model, sentence
-from index_build.context_build import ContextBuild, Piece
+from index_build.batch import BatchReport, JobProgress, JobResult, by_model, failing, result_of, sentence
+from index_build.context_build import ContextBuild
 from index_build.job_list import Job
 from index_build.needs import TaskNeeds, choose_needs
-from index_build.tasks import TASKS, Board
+from index_build.pieces import Piece
+from index_build.tasks import Board, run_piece
 
 NO_ROOM_S = 600.0  # how long a cluster may be without a node for a task
 _CONNECT_S = 5.0
@@ -48,10 +49,11 @@ def run_on_ray(
     started = time.perf_counter()
     with _connected(address) as ray:
         prefill, index = choose_needs(_nodes(ray), device, num_threads)
-        builds = [ContextBuild(idx, jobs[idx], store, heads_per_piece) for group in by_model(jobs) for idx in group]
-        _Dispatch(ray, builds, prefill, index, on_progress, on_result).run()
-    results = {build.job_idx: build.result for build in builds if build.result is not None}
-    return BatchReport(tuple(results[idx] for idx in range(len(jobs))), time.perf_counter() - started)
+        place = store if remote_store(store) is not None else Path(store).absolute()
+        builds = {idx: ContextBuild(place, None, heads_per_piece) for group in by_model(jobs) for idx in group}
+        _Dispatch(ray, jobs, builds, prefill, index, on_progress, on_result).run()
+    results = tuple(result_of(job, builds[idx]) for idx, job in enumerate(jobs))
+    return BatchReport(results, time.perf_counter() - started)
 
 
 @contextmanager
@@ -98,7 +100,7 @@ def _nodes(ray: Any) -> list[dict[str, float]]:
 
 
 class _Dispatch:
-    """Keeps as many tasks in flight as the cluster has room for, and one more of a kind, until every job has a result.
+    """Keeps as many tasks in flight as the cluster has room for, and one more of a kind, until every build ended.
 
     Contexts are opened in their order, and those that were opened first are finished first.
     """
@@ -106,31 +108,33 @@ class _Dispatch:
     def __init__(
         self,
         ray: Any,
-        builds: Sequence[ContextBuild],
+        jobs: Sequence[Job],
+        builds: dict[int, ContextBuild],  # by job, in the order in which they are opened
         prefill: TaskNeeds,
         index: TaskNeeds,
         on_progress: Callable[[JobProgress], None],
         on_result: Callable[[JobResult], None],
     ):
-        self._ray = ray
+        self._ray, self._jobs = ray, jobs
         self._prefill, self._index = prefill, index
         self._on_progress, self._on_result = on_progress, on_result
         self._board = ray.remote(Board).options(num_cpus=0, max_restarts=-1).remote()
         self._news: Any = None  # what the board was asked for
-        self._waiting = deque(builds)
-        self._open: dict[int, ContextBuild] = {}  # by job
-        self._remotes: dict[tuple[Callable[..., Any], TaskNeeds], Any] = {}
-        self._running: dict[Any, tuple[Piece, TaskNeeds]] = {}
+        self._waiting = dict(builds)
+        self._open: dict[int, ContextBuild] = {}
+        self._plans: dict[int, Any] = {}  # where the cluster has those of the open contexts
+        self._tasks: dict[TaskNeeds, Any] = {}
+        self._running: dict[Any, tuple[int, Piece, TaskNeeds]] = {}
         self._had_room = time.monotonic()
 
     def run(self) -> None:
         try:
             while self._waiting or self._open:
                 self._submit()
-                self._close_those_with_a_result()
+                self._close_those_that_ended()
                 for ref in self._wait():
                     self._settle(ref)
-                self._close_those_with_a_result()
+                self._close_those_that_ended()
                 self._pass_on_progress()
         finally:
             for ref in self._running:
@@ -157,51 +161,49 @@ class _Dispatch:
         if now - self._had_room > NO_ROOM_S:
             self._give_up()
         num_open = sum(not build.is_waiting for build in self._open.values())
-        for build in list(self._waiting)[: max(0, room[self._prefill] + 2 - num_open)]:
-            self._open[build.job_idx] = self._waiting.popleft()
-        for build in self._open.values():
-            with _failing(build):
+        for job_idx in list(self._waiting)[: max(0, room[self._prefill] + 2 - num_open)]:
+            self._open[job_idx] = self._waiting.pop(job_idx)
+        for job_idx, build in self._open.items():
+            with failing(build):
                 for piece in build.due():
                     needs = self._prefill if piece.kind == "prefill" else self._index
-                    if sum(other == needs for _, other in self._running.values()) <= room[needs]:
-                        self._start(build, piece, needs)
+                    if sum(other == needs for *_, other in self._running.values()) <= room[needs]:
+                        self._start(job_idx, build, piece, needs)
 
-    def _start(self, build: ContextBuild, piece: Piece, needs: TaskNeeds) -> None:
+    def _start(self, job_idx: int, build: ContextBuild, piece: Piece, needs: TaskNeeds) -> None:
         build.start(piece)
-        plan = build.plan if piece.kind == "prefill" else build.plan and build.plan.spec
-        device = self._prefill.device  # a plan is made on a CPU, and names it
-        more = {"prefill": [self._board], "upload": [build.url]}.get(piece.kind, [])
-        more += [build.groups] if piece.kind == "join" else []
-        task = self._remote(TASKS[piece.kind], needs)
-        self._running[task.remote(piece, build.job, plan, build.store, device, needs.num_threads, *more)] = piece, needs
+        if build.plan is not None and job_idx not in self._plans:
+            self._plans[job_idx] = self._ray.put(build.plan)
+        more = (self._plans.get(job_idx), build.store, self._prefill.device, needs.num_threads, job_idx, self._board)
+        self._running[self._task(needs).remote(piece, self._jobs[job_idx], *more)] = job_idx, piece, needs
 
-    def _remote(self, task: Callable[..., Any], needs: TaskNeeds) -> Any:
-        """That function as a task; the same one each time, because Ray keeps what it knows of every one it is given."""
-        if (task, needs) not in self._remotes:
+    def _task(self, needs: TaskNeeds) -> Any:
+        """`run_piece` as a task; the same one each time, because Ray keeps what it knows of every one it is given."""
+        if needs not in self._tasks:
             # retries are counted here and not by Ray, which begins a task that needs too much memory again without end
             options: dict[str, Any] = {"num_cpus": needs.num_threads, "max_retries": 0}
             if needs.device == "cuda":
                 options |= {"num_gpus": 1, "max_calls": 1}  # a process that has met one GPU cannot be given another
-            self._remotes[task, needs] = self._ray.remote(**options)(task)
-        return self._remotes[task, needs]
+            self._tasks[needs] = self._ray.remote(**options)(run_piece)
+        return self._tasks[needs]
 
     def _give_up(self) -> None:
         """Fail what is left."""
         for ref in self._running:
             self._ray.cancel(ref, force=True)
         self._running.clear()
-        for build in [*self._open.values(), *self._waiting]:
-            self._open[build.job_idx] = build
+        self._open |= self._waiting
+        for build in self._open.values():
             build.fail(f"the cluster had no node for it for {NO_ROOM_S:.0f} s")
         self._waiting.clear()
 
     def _settle(self, ref: Any) -> None:
         """Take a task's result, or have its piece done again when its worker died."""
-        piece, _ = self._running.pop(ref)
-        build = self._open.get(piece.job_idx)
-        if build is None or build.result is not None:
+        job_idx, piece, _ = self._running.pop(ref)
+        build = self._open.get(job_idx)
+        if build is None or build.outcome is not None:
             return
-        with _failing(build):
+        with failing(build):
             try:
                 build.settle(piece, self._ray.get(ref))
             except self._ray.exceptions.RayTaskError as error:  # not the worker's end: what it ran into
@@ -209,15 +211,16 @@ class _Dispatch:
             except self._ray.exceptions.RayError as error:
                 build.lose(piece, sentence(error))
 
-    def _close_those_with_a_result(self) -> None:
-        for build in list(self._open.values()):
-            if build.result is None:
+    def _close_those_that_ended(self) -> None:
+        for job_idx, build in list(self._open.items()):
+            if build.outcome is None:
                 continue
-            del self._open[build.job_idx]
-            for ref, (piece, _) in self._running.items():
-                if piece.job_idx == build.job_idx:
+            del self._open[job_idx]
+            self._plans.pop(job_idx, None)
+            for ref, (other_idx, *_) in self._running.items():
+                if other_idx == job_idx:
                     self._ray.cancel(ref, force=True)
-            self._on_result(build.result)
+            self._on_result(result_of(self._jobs[job_idx], build))
 
     def _pass_on_progress(self) -> None:
         """Show how far each open context is; rows of a layer come from the board, which may be on a node that dies."""
@@ -229,15 +232,6 @@ class _Dispatch:
                     if job_idx in self._open:
                         self._open[job_idx].add_rows(layer_idx, num_rows)
             self._news = None
-        for build in self._open.values():
-            if (progress := build.progress) is not None:
-                self._on_progress(progress)
-
-
-@contextmanager
-def _failing(build: ContextBuild) -> Iterator[None]:
-    """One context must not end the others, whatever is wrong with it."""
-    try:
-        yield
-    except Exception as error:
-        build.fail(sentence(error))
+        for job_idx, build in self._open.items():
+            if (standing := build.progress) is not None:
+                self._on_progress(JobProgress(job_idx, *standing))

@@ -1,24 +1,26 @@
-"""One build in pieces that any process of a cluster can do: prefill of some layers, index of some heads of a layer.
+"""The pieces of a build, each of which any process can do: layers as a whole, or prefill and index apart.
 
-Pieces hand over by files in the store (see `csattn/artifact/handover.py`). Each may be done again at any time: what it
-finds done it leaves alone, and what two do at once comes out the same to the bit. Together they make the artifact that
-`build_artifact` makes.
+Prefill and index made apart hand over by files in the store (see `csattn/artifact/handover.py`). A piece may be done
+again at any time: it leaves alone what it finds done, and what two processes do at once comes out the same to the bit.
 """
 
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from csattn.artifact import ArtifactSpec, WorkDir
+from csattn.artifact import ArtifactSpec, RemoteStore, WorkDir
+from csattn.artifact.durable import FileRecord
 from csattn.artifact.handover import (
     drop_handover,
     has_shard,
@@ -28,46 +30,98 @@ from csattn.artifact.handover import (
     save_captured,
     save_shard,
 )
+from csattn.artifact.layout import kv_file
 from csattn.errors import ArtifactError, ArtifactMismatchError
 from csattn.models import LoadedModel
-from index_build.batch import prepare
-from index_build.capture import prefill
-from index_build.job_list import Job
+from csattn.models.query import queries_before_rope
+from index_build.capture import LayerCapture, prefill
 from index_build.kmeans import set_kmeans_threads
 from index_build.layer import as_layer_index, index_arrays
 from index_build.outbox import make_outbox
-from index_build.pipeline import CheckpointClock, fit_next_query, library_versions, make_spec
+from index_build.plan import Plan
+from index_build.predictor import fit_predictor, sample_rows
 
 # Of a piece of index work: rows of queries, over all its heads. Below, starting the piece and joining its result cost
 # more than they give (bench/README.md).
 _PIECE_ROWS = 2**17
+# On a GPU a layer takes less time than its hidden states take to be written: not every layer gets a checkpoint.
+_CHECKPOINT_EVERY_S, _CHECKPOINT_EVERY_S_ON_GPU = 0.0, 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What a job's artifact will be, and what its manifest will say."""
+class Piece:
+    """Something to be done for one context by any process."""
 
-    spec: ArtifactSpec
-    token_ids: NDArray[np.int32]  # [context_len]
-    notes: Mapping[str, Any]
-    versions: Mapping[str, Any]
-
-
-def make_plan(job: Job, loaded: LoadedModel, device: str) -> Plan:
-    """Read the job's context. device: where the prefill will run; the index is made on CPUs."""
-    token_ids, config, notes = prepare(job, loaded, "cpu")
-    return Plan(
-        make_spec(loaded, token_ids, config), token_ids, notes, {**library_versions(loaded.device), "device": device}
-    )
+    kind: Literal["plan", "layers", "prefill", "index", "join", "upload"]
+    layer_idx: int = -1  # of layers and prefill: the first that is not there
+    stop_layer: int = -1  # of layers and prefill
+    heads: range = range(0)  # of index: KV heads
+    groups: tuple[range, ...] = ()  # of join: the KV heads of each shard
+    url: str = ""  # of upload: the store
 
 
-def head_groups(spec: ArtifactSpec, heads_per_piece: int | None = None) -> list[range]:
-    """KV heads of a layer that are indexed together, so many that a piece is worth its start."""
+@dataclass(frozen=True, slots=True)
+class BuildProgress:
+    """Where a build is. `done` and `total` count rows of prefill."""
+
+    layer_idx: int
+    num_layers: int
+    phase: str  # "prefill", "index" or "write"
+    done: int
+    total: int
+
+
+OnProgress = Callable[[BuildProgress], None]
+
+
+class PhaseTimes:
+    """How long each part of a build took; on a GPU, writing goes on beside the other two."""
+
+    def __init__(self) -> None:
+        self.seconds = {"prefill": 0.0, "index": 0.0, "write": 0.0}
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] += time.perf_counter() - started
+
+
+def perform(
+    piece: Piece,
+    plan: Plan,
+    store: Path,
+    loaded: LoadedModel | None,  # for layers and prefill
+    num_threads: int,
+    on_progress: OnProgress = lambda progress: None,
+    times: PhaseTimes | None = None,
+) -> int:
+    """Do a piece other than the plan; how many layers or shards were not there before."""
+    times = times or PhaseTimes()
+    if piece.kind == "index":
+        return index_heads(plan.spec, store, piece.layer_idx, piece.heads, num_threads, times)
+    if piece.kind == "join":
+        return join_layer(plan.spec, store, piece.layer_idx, piece.groups)
+    if piece.kind == "upload":
+        RemoteStore(piece.url).upload(store / plan.spec.artifact_id)
+        return 1
+    assert loaded is not None
+    if piece.kind == "prefill":
+        return prefill_layers(loaded, plan, store, piece.stop_layer, None, on_progress, times)
+    set_kmeans_threads(1)  # k-means of different subspaces run side by side instead
+    with ThreadPoolExecutor(num_threads) as threads:
+        return prefill_layers(loaded, plan, store, piece.stop_layer, threads, on_progress, times)
+
+
+def head_groups(spec: ArtifactSpec, heads_per_piece: int | None = None) -> tuple[range, ...]:
+    """KV heads of a layer that are indexed together: so many that a piece takes longer than its start."""
     rows_per_head = spec.context_len * spec.model.num_q_heads // spec.model.num_kv_heads
     size = heads_per_piece or max(1, round(_PIECE_ROWS / rows_per_head))
     num_pieces = -(-spec.model.num_kv_heads // size)
     bounds = [number * spec.model.num_kv_heads // num_pieces for number in range(num_pieces + 1)]
-    return [range(start, stop) for start, stop in pairwise(bounds)]
+    return tuple(range(start, stop) for start, stop in pairwise(bounds))
 
 
 def prefill_layers(
@@ -75,67 +129,91 @@ def prefill_layers(
     plan: Plan,
     store: Path,
     stop_layer: int,
-    on_rows: Callable[[int, int], None] = lambda layer_idx, num_rows: None,  # rows more of that layer
+    index_threads: Executor | None,  # None hands the layers over to be indexed elsewhere
+    on_progress: OnProgress,
+    times: PhaseTimes,
 ) -> int:
-    """Hand over the layers up to `stop_layer`, from the last checkpoint on; how many were not there before."""
+    """Make the layers up to `stop_layer`, from the last checkpoint on; how many were not there before."""
     spec, work = plan.spec, _work_dir(store, plan.spec)
     if loaded.fingerprint != spec.model_fingerprint:
         raise ArtifactMismatchError(
             f"the model {loaded.name} has fingerprint {loaded.fingerprint} here and {spec.model_fingerprint} where the "
             "build began; let every node have the same model"
         )
-    num_new, on_gpu = 0, loaded.device.type == "cuda"
-    clock = CheckpointClock(on_gpu)
-    token_ids = torch.from_numpy(np.array(plan.token_ids)).long()
-    layers = prefill(loaded.model, token_ids, resume=work.load_checkpoint(_count_ready(work)), on_chunk=on_rows)
+    num_ready = _count_ready(work)
+    if num_ready >= stop_layer:  # by a worker that was given up
+        return 0
+    num_new, done, on_gpu = 0, 0, loaded.device.type == "cuda"
+
+    def report(layer_idx: int, phase: str, num_rows: int = 0) -> None:
+        nonlocal done
+        done += num_rows
+        on_progress(BuildProgress(layer_idx, spec.model.num_layers, phase, done, spec.context_len))
+
+    layers = prefill(
+        loaded.model,
+        torch.from_numpy(np.array(plan.token_ids)).long(),
+        resume=work.load_checkpoint(num_ready),
+        on_chunk=lambda layer_idx, num_rows: report(layer_idx, "prefill", num_rows),
+    )
+    checkpoints = _CheckpointClock(on_gpu)
     with make_outbox(loaded.device) as outbox:
-        for capture, leaving in layers:
+        while True:
+            with times.timed("prefill"):
+                capture, leaving = next(layers)
             layer_idx, is_last = capture.layer_idx, capture.layer_idx + 1 == stop_layer
-            hidden = leaving.cpu() if clock.is_due() or is_last else None
+            is_needed = layer_idx + 1 < spec.model.num_layers and (checkpoints.is_due() or is_last)
+            hidden = leaving.cpu() if is_needed else None
             if not is_ready(work, layer_idx):
                 num_new += 1
-                next_query = fit_next_query(loaded.model, capture, leaving)
+                report(layer_idx, "index")
                 outbox.take_kv(capture.kv)
-                q = capture.q.clone() if on_gpu else capture.q  # it is copied while the next layer is computed
-                outbox.send({"q": q}, partial(_hand_over, work, layer_idx, next_query, hidden))
+                with times.timed("index"):
+                    next_query = _fit_next_query(loaded.model, capture, leaving)
+                    if index_threads is None:  # q is copied while the next layer is computed
+                        arrays = {"q": capture.q.clone() if on_gpu else capture.q}
+                    else:
+                        arrays = index_arrays(capture.q, capture.kv, spec.index_config, index_threads)
+                        if on_gpu:
+                            torch.cuda.current_stream().synchronize()  # for the clock's sake
+                report(layer_idx, "write")
+                outbox.send(arrays, partial(_write, work, layer_idx, next_query, hidden, times))
             elif hidden is not None:
                 work.save_checkpoint(layer_idx + 1, hidden)
+            done = 0
             if is_last:
-                layers.close()
-    return num_new
+                return num_new
 
 
-def index_heads(spec: ArtifactSpec, store: Path, layer_idx: int, heads: range, num_threads: int) -> bool:
-    """Make the index of those KV heads, and finish the layer if they are all; False when that was done before."""
+def index_heads(
+    spec: ArtifactSpec, store: Path, layer_idx: int, heads: range, num_threads: int, times: PhaseTimes
+) -> int:
+    """Make the index of those KV heads, and finish the layer if they are all; 0 when that was done before."""
     work, num_heads = _work_dir(store, spec), spec.model.num_kv_heads
     if work.finished_layer(layer_idx) is not None or has_shard(work, layer_idx, heads):
-        return False
+        return 0
     captured = load_captured(work, layer_idx)
     group_size = spec.model.num_q_heads // num_heads
     q = captured.q[heads.start * group_size : heads.stop * group_size]
     set_kmeans_threads(1)
-    with ThreadPoolExecutor(num_threads) as threads:
+    with times.timed("index"), ThreadPoolExecutor(num_threads) as threads:
         arrays = index_arrays(q, captured.kv[heads.start : heads.stop], spec.index_config, threads)
-    if len(heads) == num_heads:
-        index = as_layer_index(arrays, spec.index_config, spec.context_len, captured.next_query)
-        work.finish_layer(layer_idx, captured.kv_record, index)
-        drop_handover(work, layer_idx)
-    else:
-        save_shard(work, layer_idx, heads, arrays)
-    return True
+    with times.timed("write"):
+        if len(heads) == num_heads:
+            _finish(work, layer_idx, captured.kv_record, arrays, captured.next_query)
+        else:
+            save_shard(work, layer_idx, heads, arrays)
+    return 1
 
 
-def join_layer(spec: ArtifactSpec, store: Path, layer_idx: int, groups: list[range]) -> bool:
-    """Finish a layer all of whose heads have been indexed; False when that was done before."""
+def join_layer(spec: ArtifactSpec, store: Path, layer_idx: int, groups: tuple[range, ...]) -> int:
+    """Finish a layer all of whose heads have been indexed; 0 when that was done before."""
     work = _work_dir(store, spec)
     if work.finished_layer(layer_idx) is not None:
-        return False
+        return 0
     captured = load_captured(work, layer_idx)
-    arrays = load_shards(work, layer_idx, groups)
-    index = as_layer_index(arrays, spec.index_config, spec.context_len, captured.next_query)
-    work.finish_layer(layer_idx, captured.kv_record, index)
-    drop_handover(work, layer_idx)
-    return True
+    _finish(work, layer_idx, captured.kv_record, load_shards(work, layer_idx, groups), captured.next_query)
+    return 1
 
 
 def is_ready(work: WorkDir, layer_idx: int) -> bool:
@@ -149,16 +227,62 @@ def _count_ready(work: WorkDir) -> int:
     return next((layer_idx for layer_idx in range(num_layers) if not is_ready(work, layer_idx)), num_layers)
 
 
-def _hand_over(
+class _CheckpointClock:
+    """Says when hidden states should be kept."""
+
+    def __init__(self, on_gpu: bool) -> None:
+        self._every_s = _CHECKPOINT_EVERY_S_ON_GPU if on_gpu else _CHECKPOINT_EVERY_S
+        self._last = time.monotonic()
+
+    def is_due(self) -> bool:
+        now = time.monotonic()
+        due = now - self._last >= self._every_s
+        self._last = now if due else self._last
+        return due
+
+
+def _fit_next_query(model: Any, capture: LayerCapture, leaving: Tensor) -> NDArray[np.float32] | None:
+    """How the next layer's query is predicted from this layer's input; None after the last layer."""
+    layers = model.model.layers
+    if capture.layer_idx + 1 == len(layers):
+        return None
+    rows = sample_rows(len(leaving), capture.q.shape[2])
+    following = layers[capture.layer_idx + 1]
+    with torch.inference_mode():
+        return fit_predictor(
+            queries_before_rope(following, capture.hidden_in[rows]), queries_before_rope(following, leaving[rows])
+        )
+
+
+def _write(
     work: WorkDir,
     layer_idx: int,
     next_query: NDArray[np.float32] | None,
-    hidden: Tensor | None,
-    arrays: Mapping[str, Tensor],
+    hidden: Tensor | None,  # what leaves the layer, when it is to be kept
+    times: PhaseTimes,
+    arrays: Mapping[str, Tensor],  # KV, and the queries to hand over or the arrays of the index
 ) -> None:
-    save_captured(work, layer_idx, arrays["q"], arrays["kv"], next_query)
-    if hidden is not None:
-        work.save_checkpoint(layer_idx + 1, hidden)
+    with times.timed("write"):
+        if "q" in arrays:
+            save_captured(work, layer_idx, arrays["q"], arrays["kv"], next_query)
+        else:
+            kv_record = work.write_part(kv_file(layer_idx), {"kv": arrays["kv"]})
+            _finish(work, layer_idx, kv_record, {name: arrays[name] for name in arrays if name != "kv"}, next_query)
+        if hidden is not None:
+            work.save_checkpoint(layer_idx + 1, hidden)
+
+
+def _finish(
+    work: WorkDir,
+    layer_idx: int,
+    kv_record: FileRecord,
+    arrays: Mapping[str, Tensor],
+    next_query: NDArray[np.float32] | None,
+) -> None:
+    """Write the index of a layer whose KV is there, and remove what it was made from."""
+    index = as_layer_index(arrays, work.spec.index_config, work.spec.context_len, next_query)
+    work.finish_layer(layer_idx, kv_record, index)
+    drop_handover(work, layer_idx)
 
 
 def _work_dir(store: Path, spec: ArtifactSpec) -> WorkDir:

@@ -1,20 +1,20 @@
-"""What Ray's workers run: a piece of a build each, by its kind. Thin: the work is in `pieces.py`."""
+"""What Ray's workers run: a piece of a build each. Thin: the work is in `pieces.py`."""
 
 import time
-from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from csattn.artifact import ArtifactSpec, RemoteStore
 from csattn.models import LoadedModel, load_model
-from index_build.context_build import Piece
+from index_build.batch import plan_job
 from index_build.job_list import Job
-from index_build.pieces import Plan, index_heads, join_layer, make_plan, prefill_layers
+from index_build.pieces import BuildProgress, Piece, perform
+from index_build.plan import Plan
 
-_TELL_EVERY_S = 0.5
+_SHOW_EVERY_S = 0.5
 
 
 class Board:
@@ -23,7 +23,7 @@ class Board:
     def __init__(self) -> None:
         self._latest: dict[int, tuple[int, int]] = {}
 
-    def tell(self, job_idx: int, layer_idx: int, num_rows: int) -> None:
+    def put(self, job_idx: int, layer_idx: int, num_rows: int) -> None:
         self._latest[job_idx] = (layer_idx, num_rows)
 
     def take(self) -> dict[int, tuple[int, int]]:
@@ -31,53 +31,24 @@ class Board:
         return latest
 
 
-def plan_piece(piece: Piece, job: Job, plan: None, store: Path, device: str, num_threads: int) -> Plan:
-    """What the artifact will be. device: the prefill's; reading the context needs no GPU."""
+def run_piece(
+    piece: Piece, job: Job, plan: Plan | None, store: Path, device: str, num_threads: int, job_idx: int, board: Any
+) -> Plan | int:
+    """Do a piece of a job. device: the prefill's; all else needs no GPU."""
     torch.set_num_threads(num_threads)
-    return make_plan(job, _model(job.options.model, job.options.dtype, "cpu"), device)
+    if plan is None:  # the index is made on CPUs
+        plan = plan_job(job, _model(job.options.model, job.options.dtype, "cpu"), "cpu")
+        return replace(plan, versions={**plan.versions, "device": device})
+    shown_s = time.monotonic()
 
+    def show(progress: BuildProgress) -> None:
+        nonlocal shown_s
+        if time.monotonic() - shown_s >= _SHOW_EVERY_S:
+            shown_s = time.monotonic()
+            board.put.remote(job_idx, progress.layer_idx, progress.done)
 
-def prefill_piece(piece: Piece, job: Job, plan: Plan, store: Path, device: str, num_threads: int, board: Any) -> int:
-    torch.set_num_threads(num_threads)
-    told_s, current, done = time.monotonic(), -1, 0
-
-    def tell(layer_idx: int, num_rows: int) -> None:
-        nonlocal told_s, current, done
-        done = num_rows + (done if layer_idx == current else 0)
-        current = layer_idx
-        if time.monotonic() - told_s >= _TELL_EVERY_S:
-            told_s = time.monotonic()
-            board.tell.remote(job_idx=piece.job_idx, layer_idx=layer_idx, num_rows=done)
-
-    loaded = _model(job.options.model, job.options.dtype, device)
-    return prefill_layers(loaded, plan, store, piece.stop_layer, tell)
-
-
-def index_piece(piece: Piece, job: Job, spec: ArtifactSpec, store: Path, device: str, num_threads: int) -> bool:
-    torch.set_num_threads(num_threads)
-    return index_heads(spec, store, piece.layer_idx, piece.heads, num_threads)
-
-
-def join_piece(
-    piece: Piece, job: Job, spec: ArtifactSpec, store: Path, device: str, num_threads: int, groups: list[range]
-) -> bool:
-    return join_layer(spec, store, piece.layer_idx, groups)
-
-
-def upload_piece(
-    piece: Piece, job: Job, spec: ArtifactSpec, store: Path, device: str, num_threads: int, url: str
-) -> bool:
-    RemoteStore(url).upload(store / spec.artifact_id)
-    return True
-
-
-TASKS: dict[str, Callable[..., Any]] = {
-    "plan": plan_piece,
-    "prefill": prefill_piece,
-    "index": index_piece,
-    "join": join_piece,
-    "upload": upload_piece,
-}
+    loaded = _model(job.options.model, job.options.dtype, device) if piece.kind == "prefill" else None
+    return perform(piece, plan, store, loaded, num_threads, show)
 
 
 @lru_cache(maxsize=1)

@@ -8,7 +8,7 @@
 Queries and shards go when the layer is finished.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,7 +112,7 @@ def has_shard(work: WorkDir, layer_idx: int, heads: range) -> bool:
     return _shard_file(work, layer_idx, heads).with_suffix(".json").exists()
 
 
-def load_shards(work: WorkDir, layer_idx: int, groups: list[range]) -> dict[str, torch.Tensor]:
+def load_shards(work: WorkDir, layer_idx: int, groups: Sequence[range]) -> dict[str, torch.Tensor]:
     """The arrays of a layer's index, joined from those of all its heads."""
     paths = [_shard_file(work, layer_idx, heads) for heads in groups]
     shards = [map_file(path, _shard_layout(work, path.name, heads)) for path, heads in zip(paths, groups, strict=True)]

@@ -49,9 +49,7 @@ class WorkDir:
         """Write a file of the artifact."""
         return write_file(self.parts / name, plan(self.spec, name), arrays)
 
-    def finish_layer(
-        self, layer_idx: int, kv_record: FileRecord, index: LayerIndex | SketchIndex
-    ) -> dict[str, FileRecord]:
+    def finish_layer(self, layer_idx: int, kv_record: FileRecord, index: LayerIndex | SketchIndex) -> None:
         """Write the index of a layer whose KV is there, and with it the layer's record."""
         if fault := fault_of_index(index):
             raise ArtifactError(f"the index of layer {layer_idx} cannot be stored: {fault}; nothing was published")
@@ -60,7 +58,6 @@ class WorkDir:
         )
         records = {kv_file(layer_idx): kv_record, index_file(layer_idx): index_record}
         write_record(self.layer_record(layer_idx), files_to_json(records))
-        return records
 
     def finished_layer(self, layer_idx: int) -> dict[str, FileRecord] | None:
         """The files of a finished layer as its record has them, unread; None when it is not finished."""

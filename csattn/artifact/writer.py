@@ -13,19 +13,16 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from csattn.artifact.durable import FileRecord, fsync_dir, store_errors, write_bytes
-from csattn.artifact.handover import drop_handover, intact_handover
+from csattn.artifact.handover import intact_handover
 from csattn.artifact.layout import MANIFEST_FILE, MANIFEST_HASH_FILE, TOKENS_FILE, artifact_bytes, file_names, kv_file
 from csattn.artifact.lock import BuildLock
 from csattn.artifact.manifest import ArtifactSpec, Manifest, hash_token_ids
 from csattn.artifact.reader import manifest_hash_line, open_artifact
 from csattn.artifact.work import BUILDING_PREFIX, CHECKPOINT_FILE, LOCK_SUFFIX, WorkDir, remove, remove_others
 from csattn.errors import ArtifactError
-from csattn.index import LayerIndex
-from csattn.sketch import SketchIndex
 
 
 class ArtifactWriter:
@@ -33,11 +30,11 @@ class ArtifactWriter:
 
     with ArtifactWriter(store, spec, token_ids) as writer:
         if writer.finished_path is None:
-            start, hidden = writer.load_checkpoint() or (0, embed(token_ids))
-            for layer_idx in range(start, spec.model.num_layers):
-                hidden, kv, index = ...
-                writer.write_layer(layer_idx, kv, index)
-                writer.save_checkpoint(layer_idx + 1, hidden)
+            for layer_idx in range(writer.finished_layers, spec.model.num_layers):
+                kv, index = ...
+                kv_record = writer.work.write_part(kv_file(layer_idx), {"kv": kv})
+                writer.work.finish_layer(layer_idx, kv_record, index)  # by any process
+                writer.take_layer(layer_idx)
             writer.finish(library_versions, build_notes)
     artifact = open_artifact(writer.finished_path)
     """
@@ -60,17 +57,11 @@ class ArtifactWriter:
         self._lock = BuildLock(store / f"{BUILDING_PREFIX}{spec.artifact_id}{LOCK_SUFFIX}")
         self._locked = False
         self._layers: dict[int, dict[str, FileRecord]] = {}  # of the finished layers, by file name
-        self._captured: set[int] = set()  # layers that an earlier run handed over and did not index
 
     @property
     def finished_layers(self) -> int:
         """Layers 0 to this are on disk and intact."""
         return _count_from_zero(self._layers)
-
-    @property
-    def captured_layers(self) -> list[int]:
-        """Unfinished layers that an earlier run prefilled, ascending; see `handover.py`."""
-        return sorted(self._captured)
 
     def is_finished(self, layer_idx: int) -> bool:
         return layer_idx in self._layers
@@ -108,38 +99,12 @@ class ArtifactWriter:
     def __repr__(self) -> str:
         return f"<ArtifactWriter {self.spec.artifact_id}: {self.finished_layers}/{self.spec.model.num_layers} layers>"
 
-    def write_layer(self, layer_idx: int, kv: torch.Tensor, index: LayerIndex | SketchIndex) -> None:
-        """Store one layer: kv [num_kv_heads, context_len, 2, head_dim] in the spec's dtype, and its index.
-
-        Layers come in order; one that is already there may be written again.
-        """
-        assert self._locked and layer_idx <= self.finished_layers, f"{self!r} is not ready for layer {layer_idx}"
-        kv_record = self.work.write_part(kv_file(layer_idx), {"kv": kv})
-        self._layers[layer_idx] = self.work.finish_layer(layer_idx, kv_record, index)
-        self._forget_capture(layer_idx)
-
-    def write_index(self, layer_idx: int, kv_record: FileRecord, index: LayerIndex | SketchIndex) -> None:
-        """Store the index of a layer whose KV was handed over."""
-        assert self._locked and layer_idx in self._captured, f"{self!r} has no KV of layer {layer_idx}"
-        self._layers[layer_idx] = self.work.finish_layer(layer_idx, kv_record, index)
-        self._forget_capture(layer_idx)
-
     def take_layer(self, layer_idx: int) -> bool:
-        """Count a layer that somebody has finished on our behalf; False when there is none."""
+        """Count a layer that has been finished in the work directory; False when there is none."""
         records = self.work.finished_layer(layer_idx)
         if records is not None:
             self._layers[layer_idx] = records
-            self._forget_capture(layer_idx)
         return records is not None
-
-    def save_checkpoint(self, next_layer: int, hidden: torch.Tensor) -> None:
-        """Remember the hidden state that enters `next_layer`, after the layers before it have been written."""
-        assert self._locked and next_layer <= self._num_ready, f"{self!r} cannot go on at layer {next_layer}"
-        self.work.save_checkpoint(next_layer, hidden)
-
-    def load_checkpoint(self) -> tuple[int, torch.Tensor] | None:
-        """The layer to go on with and the hidden state that enters it, or None to start from the first."""
-        return self.work.load_checkpoint(self._num_ready)
 
     def finish(self, library_versions: Mapping[str, str], build_notes: Mapping[str, Any]) -> Path:
         """Publish the artifact under its id and return its directory. The notes must be JSON."""
@@ -173,11 +138,6 @@ class ArtifactWriter:
         self.finished_path = self._target
         return True
 
-    @property
-    def _num_ready(self) -> int:
-        """Layers 0 to this need no prefill."""
-        return _count_from_zero(self._layers.keys() | self._captured)
-
     def _resume(self) -> None:
         """Keep the layers that are intact, remove everything else."""
         work = self.work
@@ -185,25 +145,21 @@ class ArtifactWriter:
             remove(work.path)
             work.parts.mkdir(parents=True)
         kept, kept_parts = {"artifact"}, set[str]()
-        self._layers, self._captured = {}, set()
+        self._layers = {}
+        captured: set[int] = set()  # handed over by an earlier run, and not indexed
         for layer_idx in range(self.spec.model.num_layers):
             if (records := work.intact_layer(layer_idx)) is not None:
                 self._layers[layer_idx] = records
                 kept.add(work.layer_record(layer_idx).name)
                 kept_parts |= records.keys()
             elif names := intact_handover(work, layer_idx):
-                self._captured.add(layer_idx)
+                captured.add(layer_idx)
                 kept |= names
                 kept_parts.add(kv_file(layer_idx))
-        checkpoint = work.intact_checkpoint(self._num_ready)
+        checkpoint = work.intact_checkpoint(_count_from_zero(self._layers.keys() | captured))
         kept |= {CHECKPOINT_FILE, checkpoint["file"]} if checkpoint is not None else set()
         remove_others(work.path, kept)
         remove_others(work.parts, kept_parts)
-
-    def _forget_capture(self, layer_idx: int) -> None:
-        if layer_idx in self._captured:
-            self._captured.remove(layer_idx)
-            drop_handover(self.work, layer_idx)
 
     def _discard_work(self) -> None:
         """Remove the building directory; what cannot be removed is left to `collect_garbage`."""

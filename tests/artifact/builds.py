@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from csattn.artifact import ArtifactSpec, ArtifactWriter, broken_artifacts, list_store, open_artifact, verify_artifact
-from tests.artifact.synthetic import build, hidden_state, make_layer, make_spec, make_token_ids
+from tests.artifact.synthetic import build, hidden_state, make_layer, make_spec, make_token_ids, write_layer
 
 SPEC = make_spec(num_layers=2, num_kv_heads=1)
 
@@ -18,8 +18,8 @@ def write_layers(store: Path, num_layers: int, spec: ArtifactSpec = SPEC) -> Non
     """A build that stops after some layers."""
     with ArtifactWriter(store, spec, make_token_ids(spec.context_len)) as writer:
         for layer_idx in range(num_layers):
-            writer.write_layer(layer_idx, *make_layer(spec, layer_idx))
-            writer.save_checkpoint(layer_idx + 1, hidden_state(layer_idx + 1))
+            write_layer(writer, layer_idx, *make_layer(spec, layer_idx))
+            writer.work.save_checkpoint(layer_idx + 1, hidden_state(layer_idx + 1))
 
 
 def assert_store_is_sound(store: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from csattn.artifact import ArtifactSpec, ArtifactWriter, KvDtype, ModelGeometry, hash_token_ids
+from csattn.artifact.layout import kv_file
 from csattn.config import IndexConfig, ListConfig, SketchConfig
 from csattn.index import LayerIndex
 from csattn.sketch import SketchIndex
@@ -127,14 +128,20 @@ def hidden_state(layer_idx: int) -> torch.Tensor:
     return torch.full((5, 8), float(layer_idx))
 
 
+def write_layer(writer: ArtifactWriter, layer_idx: int, kv: torch.Tensor, index: LayerIndex | SketchIndex) -> None:
+    """Finish a layer as a worker would, and count it."""
+    writer.work.finish_layer(layer_idx, writer.work.write_part(kv_file(layer_idx), {"kv": kv}), index)
+    assert writer.take_layer(layer_idx)
+
+
 def build(store: Path, spec: ArtifactSpec, seed: int = 0) -> Path:
     """Build the artifact as a pipeline would, going on where an earlier build stopped."""
     with ArtifactWriter(store, spec, make_token_ids(spec.context_len, seed)) as writer:
         if writer.finished_path is not None:
             return writer.finished_path
-        start, hidden = writer.load_checkpoint() or (0, hidden_state(0))
+        start, hidden = writer.work.load_checkpoint(writer.finished_layers) or (0, hidden_state(0))
         assert torch.equal(hidden, hidden_state(start)), "a checkpoint came back altered"
         for layer_idx in range(start, spec.model.num_layers):
-            writer.write_layer(layer_idx, *make_layer(spec, layer_idx))
-            writer.save_checkpoint(layer_idx + 1, hidden_state(layer_idx + 1))
+            write_layer(writer, layer_idx, *make_layer(spec, layer_idx))
+            writer.work.save_checkpoint(layer_idx + 1, hidden_state(layer_idx + 1))
         return writer.finish(VERSIONS, NOTES)

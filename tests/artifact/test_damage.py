@@ -17,7 +17,7 @@ from csattn.artifact.tensor_file import NUMPY_DTYPES
 from csattn.config import SketchConfig
 from csattn.errors import ArtifactCorruptError, ArtifactError, ArtifactMismatchError, ArtifactNotFoundError
 from tests.artifact.faults import flip_byte, public_place, reseal, seal, without_root
-from tests.artifact.synthetic import build, make_layer, make_spec, make_token_ids
+from tests.artifact.synthetic import build, make_layer, make_spec, make_token_ids, write_layer
 
 
 @pytest.fixture
@@ -258,7 +258,7 @@ def test_a_writer_does_not_publish_what_a_reader_would_refuse(tmp_path: Path) ->
         ArtifactWriter(tmp_path, spec, make_token_ids(70)) as writer,
         pytest.raises(ArtifactError, match="index of layer 0 cannot be stored: key_mean holds NaN"),
     ):
-        writer.write_layer(0, kv, index)
+        write_layer(writer, 0, kv, index)
 
 
 def test_forged_tokens_are_refused(artifact_dir: Path) -> None:

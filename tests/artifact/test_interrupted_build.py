@@ -33,7 +33,7 @@ from tests.artifact.faults import (
     public_place,
     without_root,
 )
-from tests.artifact.synthetic import build, make_layer, make_spec, make_token_ids
+from tests.artifact.synthetic import build, make_layer, make_spec, make_token_ids, write_layer
 
 WRITING = ("write", "fsync", "replace", "rename")
 
@@ -174,7 +174,7 @@ def test_a_second_builder_waits_and_finds_the_artifact(tmp_path: Path) -> None:
         assert os.read(waits, 1) == b"w"
         assert collect_garbage(tmp_path) == []  # what somebody works on is no garbage
         for layer_idx in range(2):
-            writer.write_layer(layer_idx, *make_layer(SPEC, layer_idx))
+            write_layer(writer, layer_idx, *make_layer(SPEC, layer_idx))
         writer.finish({}, {})
     assert exit_status(pid) == 0
     assert_completes(tmp_path)

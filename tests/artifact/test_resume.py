@@ -17,7 +17,7 @@ def test_a_build_goes_on_where_it_stopped(tmp_path: Path) -> None:
     write_layers(tmp_path, 1)
     with ArtifactWriter(tmp_path, SPEC, make_token_ids(70)) as writer:
         assert repr(writer) == f"<ArtifactWriter {SPEC.artifact_id}: 1/2 layers>"
-        checkpoint = writer.load_checkpoint()
+        checkpoint = writer.work.load_checkpoint(SPEC.model.num_layers)
         assert checkpoint is not None
         assert checkpoint[0] == writer.finished_layers == 1
         first = [building_dir(tmp_path) / "artifact" / name for name in (kv_file(0), index_file(0))]
@@ -30,9 +30,9 @@ def test_a_build_goes_on_where_it_stopped(tmp_path: Path) -> None:
 def test_a_checkpoint_keeps_dtype_and_shape(tmp_path: Path, dtype: torch.dtype) -> None:
     hidden = torch.randn(7, 3).to(dtype)
     with ArtifactWriter(tmp_path, SPEC, make_token_ids(70)) as writer:
-        assert writer.load_checkpoint() is None
-        writer.save_checkpoint(0, hidden)
-        got = writer.load_checkpoint()
+        assert writer.work.load_checkpoint(SPEC.model.num_layers) is None
+        writer.work.save_checkpoint(0, hidden)
+        got = writer.work.load_checkpoint(SPEC.model.num_layers)
     assert got is not None
     assert got[0] == 0
     assert got[1].dtype == dtype
@@ -66,7 +66,7 @@ def test_damaged_work_counts_as_absent(
         victim.mkdir()
     with ArtifactWriter(tmp_path, SPEC, make_token_ids(70)) as writer:
         assert writer.finished_layers == intact_layers
-        assert (writer.load_checkpoint() is not None) == has_checkpoint
+        assert (writer.work.load_checkpoint(SPEC.model.num_layers) is not None) == has_checkpoint
     assert_completes(tmp_path)
 
 

@@ -21,7 +21,7 @@ from csattn.artifact.layout import MANIFEST_HASH_FILE, index_arrays, index_file,
 from csattn.artifact.tensor_file import PAGE_BYTES, TensorSpec, map_file, plan_file, write_file
 from csattn.errors import ArtifactError, ConfigError
 from csattn.sketch import SketchIndex
-from tests.artifact.synthetic import NOTES, VERSIONS, build, make_layer, make_spec, make_token_ids
+from tests.artifact.synthetic import NOTES, VERSIONS, build, make_layer, make_spec, make_token_ids, write_layer
 
 
 def assert_holds_what_was_built(artifact: Artifact, spec: ArtifactSpec) -> None:
@@ -141,7 +141,7 @@ def test_strided_rows_are_stored_in_order(tmp_path: Path) -> None:
     spec = make_spec(num_layers=1, kv_dtype="bfloat16")
     kv, index = make_layer(spec, 0)
     with ArtifactWriter(tmp_path, spec, make_token_ids(70)) as writer:
-        writer.write_layer(0, kv.transpose(1, 2).contiguous().transpose(1, 2), index)
+        write_layer(writer, 0, kv.transpose(1, 2).contiguous().transpose(1, 2), index)
         path = writer.finish({}, {})
     with open_artifact(path) as artifact:
         assert torch.equal(artifact.layer_kv(0), kv)

@@ -15,7 +15,7 @@ from csattn.artifact import (
     resolve_artifact,
 )
 from csattn.errors import ArtifactCorruptError, ArtifactNotFoundError
-from tests.artifact.synthetic import build, make_layer, make_spec, make_token_ids
+from tests.artifact.synthetic import build, make_layer, make_spec, make_token_ids, write_layer
 
 
 def test_found_by_path_and_by_the_start_of_the_id(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_a_listing_shows_whole_artifacts_only(tmp_path: Path) -> None:
     (tmp_path / "0123456789abcdef").mkdir()
     (tmp_path / "README").touch()
     with ArtifactWriter(tmp_path, make_spec(seed=3), make_token_ids(70, 3)) as writer:
-        writer.write_layer(0, *make_layer(writer.spec, 0))
+        write_layer(writer, 0, *make_layer(writer.spec, 0))
     listed = list_store(tmp_path)
     assert {summary.path for summary in listed} == set(paths[:2])
     assert listed == sorted(listed, key=lambda summary: summary.artifact_id)
@@ -79,13 +79,13 @@ def test_garbage_is_what_nobody_works_on(tmp_path: Path) -> None:
     finished = build(tmp_path, make_spec())
     abandoned = make_spec(seed=1)
     with ArtifactWriter(tmp_path, abandoned, make_token_ids(70, 1)) as writer:
-        writer.write_layer(0, *make_layer(abandoned, 0))
+        write_layer(writer, 0, *make_layer(abandoned, 0))
     (tmp_path / ".building-of-my-own").touch()
     lock_of_a_dead_process = tmp_path / f".building-{'0' * 16}.lock"
     lock_of_a_dead_process.touch()
     with ArtifactWriter(tmp_path, make_spec(seed=2), make_token_ids(70, 2)) as writer:
         removed = collect_garbage(tmp_path)
         assert removed == [lock_of_a_dead_process.with_suffix(""), tmp_path / f".building-{abandoned.artifact_id}"]
-        writer.write_layer(0, *make_layer(writer.spec, 0))
+        write_layer(writer, 0, *make_layer(writer.spec, 0))
     shutil.rmtree(tmp_path / f".building-{writer.spec.artifact_id}")
     assert {entry.name for entry in tmp_path.iterdir()} == {finished.name, ".building-of-my-own"}

@@ -6,27 +6,31 @@ import time
 from pathlib import Path
 from typing import Any
 
-from csattn.artifact import ArtifactSpec, list_store
-from index_build.context_build import Piece
+from csattn.artifact import list_store
 from index_build.job_list import Job
-from index_build.tasks import index_piece
+from index_build.pieces import Piece
+from index_build.plan import Plan
+from index_build.tasks import run_piece
 
 PATIENCE_S = 60.0
 
 
-def die_once_in_the_last_layer(piece: Piece, job: Job, spec: ArtifactSpec, store: Path, *more: Any) -> bool:
-    """The first worker that is given heads of the last layer is killed."""
-    if piece.layer_idx == spec.model.num_layers - 1 and not (flag := store.parent / "died").exists():
+def die_once_in_the_last_layer(piece: Piece, job: Job, plan: Plan | None, store: Path, *more: Any) -> Plan | int:
+    """The first worker that indexes heads of the last layer is killed."""
+    is_last = plan is not None and piece.layer_idx == plan.spec.model.num_layers - 1
+    if piece.kind == "index" and is_last and not (flag := store.parent / "died").exists():
         flag.touch()
         os.kill(os.getpid(), signal.SIGKILL)
-    return index_piece(piece, job, spec, store, *more)
+    return run_piece(piece, job, plan, store, *more)
 
 
-def hang_on_the_lost_node(piece: Piece, job: Job, spec: ArtifactSpec, store: Path, *more: Any) -> bool:
+def hang_on_the_lost_node(piece: Piece, job: Job, plan: Plan | None, store: Path, *more: Any) -> Plan | int:
     """Stands still on the node that will go as soon as an artifact has been built; elsewhere, half of six later, waits
     for that."""
     import ray
 
+    if piece.kind != "index":
+        return run_piece(piece, job, plan, store, *more)
     hangs, num_built = store.parent / "hangs", len(list_store(store)) - 1
     if ray.get_runtime_context().get_node_id() == (store.parent / "lost-node").read_text():
         if num_built >= 1:
@@ -34,7 +38,7 @@ def hang_on_the_lost_node(piece: Piece, job: Job, spec: ArtifactSpec, store: Pat
             time.sleep(PATIENCE_S)
     elif num_built >= 2:
         wait_for(hangs)
-    return index_piece(piece, job, spec, store, *more)
+    return run_piece(piece, job, plan, store, *more)
 
 
 def wait_for(file: Path) -> None:

@@ -10,9 +10,10 @@ import pytest
 
 import index_build.batch
 from csattn.artifact import list_store, verify_artifact
+from csattn.build_options import BuildOptions
 from csattn.errors import ConfigError
 from index_build.batch import BatchReport, JobProgress, JobResult, run_batch
-from index_build.job_list import Job, JobOptions, read_jobs
+from index_build.job_list import Job, read_jobs
 from tests.index_build.batches import make_place, write_list
 from workers.cli import main
 from workers.cli.batch_display import BatchDisplay, BatchTotals
@@ -40,11 +41,11 @@ def test_a_line_says_what_differs_from_the_command_line(place: Path) -> None:
     file = write_list(
         place, {"context": "0.txt"}, "", {"context": "1.txt", "model": "model", "list_len": 1, "preset": "paper"}
     )
-    defaults = JobOptions(dtype="bfloat16", model="owner/name")
+    defaults = BuildOptions(dtype="bfloat16", model="owner/name")
     first, second = read_jobs(file, defaults)
     assert (first.line, first.context, first.options) == (1, place / "0.txt", defaults)
     assert (second.line, second.context_bytes) == (3, len((place / "1.txt").read_bytes()))
-    assert second.options == JobOptions(dtype="bfloat16", model=str(place / "model"), list_len=1, preset="paper")
+    assert second.options == BuildOptions(dtype="bfloat16", model=str(place / "model"), list_len=1, preset="paper")
 
 
 BAD_LINES = {
@@ -131,7 +132,7 @@ def test_an_interrupted_batch_goes_on_at_the_layer_where_it_stopped(place: Path,
 
 
 def job(line: int, context_bytes: int) -> Job:
-    return Job(line=line, context=Path(f"{line}.txt"), context_bytes=context_bytes, options=JobOptions())
+    return Job(line=line, context=Path(f"{line}.txt"), context_bytes=context_bytes, options=BuildOptions())
 
 
 def test_time_left_counts_only_what_is_built() -> None:

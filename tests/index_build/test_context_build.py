@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 
 import index_build.context_build
-from csattn.artifact import RemoteStore, verify_artifact
+from csattn.artifact import verify_artifact
 from csattn.models import LoadedModel, load_model
-from index_build.batch import JobResult, run_batch
-from index_build.context_build import MAX_ATTEMPTS, ContextBuild, Piece
+from index_build.batch import plan_job, result_of, run_batch
+from index_build.context_build import MAX_ATTEMPTS, ContextBuild
 from index_build.job_list import Job, read_jobs
-from index_build.pieces import head_groups, index_heads, join_layer, make_plan, prefill_layers
+from index_build.pieces import Piece, head_groups, perform
+from index_build.pipeline import build_plan
+from index_build.plan import Plan
 from tests.artifact.faults import flip_byte
 from tests.artifact.synthetic import make_spec
 from tests.index_build.batches import hashes, make_place, write_list
@@ -38,31 +40,22 @@ def in_one_go(job: Job, tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
     return hashes(store)
 
 
-def do(piece: Piece, build: ContextBuild, loaded: LoadedModel, store: Path) -> object:
-    """What a worker does for that piece."""
-    if piece.kind == "plan":
-        return make_plan(build.job, loaded, "cpu")
-    assert build.plan is not None
-    if piece.kind == "upload":
-        assert build.url is not None
-        RemoteStore(build.url).upload(store / build.plan.spec.artifact_id)
-        return 1
-    if piece.kind == "prefill":
-        return prefill_layers(loaded, build.plan, store, piece.stop_layer)
-    if piece.kind == "index":
-        return index_heads(build.plan.spec, store, piece.layer_idx, piece.heads, 2)
-    return join_layer(build.plan.spec, store, piece.layer_idx, build.groups)
+def do(piece: Piece, build: ContextBuild, job: Job, loaded: LoadedModel) -> Plan | int:
+    """What an executor does for that piece."""
+    if build.plan is None:
+        return plan_job(job, loaded, "cpu")
+    return perform(piece, build.plan, build.store, loaded, 2)
 
 
-def work(build: ContextBuild, loaded: LoadedModel, store: Path, num_pieces: int = 1000) -> Counter[str]:
+def work(build: ContextBuild, job: Job, loaded: LoadedModel, num_pieces: int = 1000) -> Counter[str]:
     """Do that many pieces, or all, the last that is due first; return what was made, by kind."""
     made: Counter[str] = Counter()
     for _ in range(num_pieces):
-        if build.result is not None or not (due := build.due()):
+        if build.outcome is not None or not (due := build.due()):
             break
         build.start(due[-1])
-        value = do(due[-1], build, loaded, store)
-        made[due[-1].kind] += int(value) if due[-1].kind != "plan" else 0  # type: ignore[call-overload]
+        value = do(due[-1], build, job, loaded)
+        made[due[-1].kind] += value if isinstance(value, int) else 0
         build.settle(due[-1], value)
     build.abandon()
     return made
@@ -75,13 +68,12 @@ def test_interrupted_anywhere_it_makes_the_same_bytes_and_nothing_twice(
     num_shards = NUM_LAYERS * NUM_HEADS if heads_per_piece else NUM_LAYERS
     for num_pieces in range(2 + num_shards + (NUM_LAYERS if heads_per_piece else 0)):
         store = tmp_path / str(num_pieces)
-        first = ContextBuild(0, job, store, heads_per_piece)
-        made = work(first, loaded, store, num_pieces)
-        assert first.result is None
-        second = ContextBuild(0, job, store, heads_per_piece)
-        made += work(second, loaded, store)
-        assert second.result is not None
-        assert second.result.outcome == ("resumed" if num_pieces > 1 else "built")
+        first = ContextBuild(store, None, heads_per_piece)
+        made = work(first, job, loaded, num_pieces)
+        assert first.outcome is None
+        second = ContextBuild(store, None, heads_per_piece)
+        made += work(second, job, loaded)
+        assert second.outcome == ("resumed" if num_pieces > 1 else "built")
         assert (made["prefill"], made["index"]) == (NUM_LAYERS, num_shards)
         assert hashes(store) == in_one_go
 
@@ -91,22 +83,22 @@ def test_a_store_behind_a_url_gets_the_artifact_from_any_worker(
 ) -> None:
     url, cache = f"file://{tmp_path}/remote", tmp_path / "cache" / "artifacts"
     monkeypatch.setenv("CSATTN_CACHE", str(tmp_path / "cache"))
-    first = ContextBuild(0, job, url)
-    work(first, loaded, cache)
-    assert first.result is not None
-    assert (first.result.outcome, first.result.path) == ("built", f"{url}/{first.result.artifact_id}")
+    first = ContextBuild(url)
+    work(first, job, loaded)
+    result = result_of(job, first)
+    assert (result.outcome, result.path) == ("built", f"{url}/{result.artifact_id}")
     assert hashes(tmp_path / "remote") == hashes(cache) == in_one_go
     monkeypatch.setenv("CSATTN_CACHE", str(tmp_path / "elsewhere"))
-    second = ContextBuild(0, job, url)
-    assert work(second, loaded, cache) == {"plan": 0}
-    assert second.result is not None and second.result.outcome == "reused"
+    second = ContextBuild(url)
+    assert work(second, job, loaded) == {"plan": 0}
+    assert second.outcome == "reused"
     assert not (tmp_path / "elsewhere").exists()
 
 
 def test_a_build_in_one_go_takes_over_from_pieces(
     job: Job, loaded: LoadedModel, in_one_go: dict[str, str], tmp_path: Path
 ) -> None:
-    work(ContextBuild(0, job, tmp_path, 1), loaded, tmp_path, 4)
+    work(ContextBuild(tmp_path, None, 1), job, loaded, 4)
     before = {path.name: path.stat().st_ino for path in tmp_path.rglob("*.kv.safetensors")}
     assert len(before) == NUM_LAYERS
     assert run_batch([job], tmp_path, device="cpu").results[0].outcome == "resumed"
@@ -123,9 +115,9 @@ def test_pieces_take_over_from_a_build_in_one_go(
 
     with pytest.raises(KeyboardInterrupt):
         run_batch([job], tmp_path, device="cpu", on_progress=interrupt)
-    build = ContextBuild(0, job, tmp_path)
-    assert work(build, loaded, tmp_path) == {"prefill": 2, "index": 2, "plan": 0}
-    assert build.result is not None and build.result.outcome == "resumed"
+    build = ContextBuild(tmp_path)
+    assert work(build, job, loaded) == {"prefill": 2, "index": 2, "plan": 0}
+    assert build.outcome == "resumed"
     assert hashes(tmp_path) == in_one_go
 
 
@@ -141,13 +133,13 @@ def test_pieces_take_over_from_a_build_in_one_go(
 def test_what_was_handed_over_and_is_damaged_is_made_again(
     job: Job, loaded: LoadedModel, in_one_go: dict[str, str], tmp_path: Path, victim: str, again: dict[str, int]
 ) -> None:
-    build = ContextBuild(0, job, tmp_path, 1)
-    work(build, loaded, tmp_path, 2)
+    build = ContextBuild(tmp_path, None, 1)
+    work(build, job, loaded, 2)
     assert build.plan is not None
-    index_heads(build.plan.spec, tmp_path, 2, range(1), 1)
+    perform(Piece("index", 2, heads=range(1)), build.plan, tmp_path, None, 1)
     (path,) = tmp_path.rglob(victim)
     flip_byte(path, path.stat().st_size * 3 // 4)
-    made = work(ContextBuild(0, job, tmp_path, 1), loaded, tmp_path)
+    made = work(ContextBuild(tmp_path, None, 1), job, loaded)
     whole_shard = 0 if victim.startswith("shard") else 1  # the intact one is kept
     assert (made["prefill"], made["index"]) == (again["prefill"], again["index"] - whole_shard)
     assert hashes(tmp_path) == in_one_go
@@ -157,41 +149,57 @@ def test_a_prefill_stops_while_its_queries_would_take_too_much_disk(
     job: Job, loaded: LoadedModel, in_one_go: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(index_build.context_build, "_HANDOVER_BYTES", 1)
-    build = ContextBuild(0, job, tmp_path)
+    build = ContextBuild(tmp_path)
     most = 0
-    while build.result is None:
+    while build.outcome is None:
         for piece in build.due():
             build.start(piece)
-            build.settle(piece, do(piece, build, loaded, tmp_path))
+            build.settle(piece, do(piece, build, job, loaded))
             most = max(most, len(list(tmp_path.rglob("queries-*.safetensors"))))
     assert most == 1
     assert hashes(tmp_path) == in_one_go
 
 
-def test_who_comes_second_waits_and_finds_the_artifact(job: Job, loaded: LoadedModel, tmp_path: Path) -> None:
-    first, second = ContextBuild(0, job, tmp_path), ContextBuild(1, job, tmp_path)
+def test_a_second_builder_waits_and_finds_the_artifact(job: Job, loaded: LoadedModel, tmp_path: Path) -> None:
+    first, second = ContextBuild(tmp_path), ContextBuild(tmp_path)
     for build in (first, second):
         (piece,) = build.due()
-        build.settle(piece, do(piece, build, loaded, tmp_path))
+        build.settle(piece, do(piece, build, job, loaded))
     assert first.due() and not second.due()
     assert second.is_waiting and not first.is_waiting
-    work(first, loaded, tmp_path)
+    work(first, job, loaded)
     assert not second.due()
-    assert [result.outcome for result in (first.result, second.result) if result] == ["built", "reused"]
-    assert isinstance(second.result, JobResult) and second.result.path is not None
-    verify_artifact(second.result.path)
+    assert (first.outcome, second.outcome) == ("built", "reused")
+    assert second.artifact_id is not None
+    verify_artifact(tmp_path / second.artifact_id)
 
 
-def test_a_piece_whose_workers_always_die_fails_its_context(job: Job, tmp_path: Path) -> None:
-    build = ContextBuild(0, job, tmp_path)
+def test_a_build_in_this_process_waits_for_another_builder(job: Job, loaded: LoadedModel, tmp_path: Path) -> None:
+    plan = plan_job(job, loaded, "cpu")
+    other = ContextBuild(tmp_path, plan)
+    assert other.due(), "it has the lock"
+    num_waits = 0
+
+    def finish_the_other() -> None:
+        nonlocal num_waits
+        num_waits += 1
+        work(other, job, loaded)
+
+    report = build_plan(loaded, plan, tmp_path, on_wait=finish_the_other)
+    assert num_waits == 1
+    assert report.reused and other.outcome == "built"
+
+
+def test_a_piece_whose_workers_always_die_fails_its_context(tmp_path: Path) -> None:
+    build = ContextBuild(tmp_path)
     for _ in range(MAX_ATTEMPTS):
-        assert build.result is None
+        assert build.outcome is None
         (piece,) = build.due()
         build.start(piece)
         assert not build.due()
         build.lose(piece, "power")
-    assert build.result is not None
-    assert build.result.error == f"its worker died {MAX_ATTEMPTS} times, last of power"
+    assert build.outcome == "failed"
+    assert build.error == f"its worker died {MAX_ATTEMPTS} times, last of power"
 
 
 @pytest.mark.parametrize(

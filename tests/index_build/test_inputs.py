@@ -1,14 +1,17 @@
 """Where a build runs and what places its centroids: chosen once, before a model is loaded."""
 
+import sys
 from io import BytesIO
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from csattn.build_options import BuildOptions
 from csattn.config import ListConfig, SketchConfig
 from csattn.errors import ConfigError, ContextError
 from index_build.inputs import choose_device, make_config, read_text
+from workers.cli import main
 
 
 @pytest.mark.parametrize("has_gpu", [True, False])
@@ -49,3 +52,26 @@ def test_options_change_the_preset_that_they_belong_to() -> None:
         words = f"--{option.replace('_', '-')} has no meaning for the preset '{name}'; leave it out"
         with pytest.raises(ConfigError, match=words):
             make_config(name, {option: 1}, "cpu")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        BuildOptions(),
+        BuildOptions(model="owner/name", preset="lists", dtype="bfloat16", chat=False, num_subspaces=4, kmeans="torch"),
+        BuildOptions(num_fine=1, num_coarse=0, segment_len=2048, num_centroids=3, list_len=0.5),
+    ],
+)
+def test_options_as_flags_are_the_options_again(options: BuildOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By `csattn build`, which another process is started with."""
+    given: list[BuildOptions] = []
+
+    def build(context: str, options: BuildOptions, *more: object, **others: object) -> None:
+        given.append(options)
+        raise SystemExit(0)
+
+    monkeypatch.setattr("workers.cli.building.build", build)
+    monkeypatch.setattr(sys, "argv", ["csattn", "build", "--context", "x.txt", *options.flags])
+    with pytest.raises(SystemExit):
+        main()
+    assert given == [options]

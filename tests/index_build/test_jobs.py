@@ -14,7 +14,6 @@ from index_build.batch import JobResult, run_batch
 from index_build.job_list import read_jobs
 from index_build.jobs import run_on_ray
 from index_build.needs import TaskNeeds, choose_needs
-from index_build.tasks import TASKS
 from tests.index_build import mishaps
 from tests.index_build.batches import finished_files, hashes, make_place, write_list
 
@@ -79,7 +78,7 @@ def two_nodes() -> Iterator[tuple[Any, Any]]:
 
 def test_eight_builders_of_one_context_make_one_artifact(two_nodes: Any, tmp_path: Path, monkeypatch) -> None:
     """... although the first who indexes its last layer is killed."""
-    monkeypatch.setitem(TASKS, "index", mishaps.die_once_in_the_last_layer)
+    monkeypatch.setattr("index_build.jobs.run_piece", mishaps.die_once_in_the_last_layer)
     place, store = make_place(tmp_path / "place", 1), tmp_path / "store"
     jobs = read_jobs(write_list(place, *[{"context": "0.txt", "model": "model"}] * 8))
     told: list[JobResult] = []
@@ -95,7 +94,7 @@ def test_eight_builders_of_one_context_make_one_artifact(two_nodes: Any, tmp_pat
 
 
 def test_a_node_that_dies_half_way_costs_nothing_that_was_finished(two_nodes: Any, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setitem(TASKS, "index", mishaps.hang_on_the_lost_node)
+    monkeypatch.setattr("index_build.jobs.run_piece", mishaps.hang_on_the_lost_node)
     cluster, node = two_nodes
     place, store = make_place(tmp_path / "place", 6), tmp_path / "store"
     jobs = read_jobs(write_list(place, *({"context": f"{number}.txt", "model": "model"} for number in range(6))))

@@ -15,7 +15,8 @@ from csattn.artifact import broken_artifacts, list_store, open_artifact, verify_
 from csattn.config import IndexConfig, ListConfig, SketchConfig
 from csattn.errors import CaptureError, ContextError, StoreFullError
 from csattn.models.loader import wrap_model
-from index_build.pipeline import BuildProgress, build_artifact
+from index_build.pieces import BuildProgress
+from index_build.pipeline import build_artifact
 from tests.tiny import MAX_POSITIONS, byte_tokenizer, loaded, make_model, token_ids
 
 NUM_KILLS = 15

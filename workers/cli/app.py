@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from csattn import __version__
+from csattn.build_options import BuildOptions
 from csattn.config import PRESET_NAMES, SearchConfig
 from csattn.selector_names import SELECTOR_NAMES, described
 from workers.cli.configuring import config
@@ -53,7 +54,7 @@ def options(
 
 
 # Verbs import what they need when they run: `csattn --help` should not wait for torch.
-_SEARCH = SearchConfig()  # the defaults of what several verbs have
+_SEARCH, _BUILD = SearchConfig(), BuildOptions()  # the defaults of what several verbs have
 
 
 @app.command()
@@ -63,7 +64,7 @@ def build(
     ray: Annotated[str | None, typer.Option(help="With --jobs, a Ray cluster: its address, auto, or local.")] = None,
     model: Model = None,
     store: Store = Path("store"),
-    preset: Annotated[str, typer.Option(help=", ".join(PRESET_NAMES))] = "default",
+    preset: Annotated[str, typer.Option(help=", ".join(PRESET_NAMES))] = _BUILD.preset,
     num_fine: Annotated[int | None, typer.Option(help="sketch: words of 4-bit codes for 64 dimensions.")] = None,
     num_coarse: Annotated[int | None, typer.Option(help="sketch: words of 2-bit codes for 64 dimensions.")] = None,
     segment_len: Annotated[int | None, typer.Option(help="sketch: rows that share a transform, about.")] = None,
@@ -73,29 +74,28 @@ def build(
     kmeans: Annotated[
         str | None, typer.Option(help="lists: faiss or torch.", show_default="torch on a GPU, else faiss")
     ] = None,
-    dtype: Dtype = "float32",
-    chat: Annotated[bool, typer.Option(help="Wrap the context by the model's chat template.")] = True,
+    dtype: Dtype = _BUILD.dtype,
+    chat: Annotated[bool, typer.Option(help="Wrap the context by the model's chat template.")] = _BUILD.chat,
     threads: Threads = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")] = "auto",
     progress: Annotated[str, typer.Option(help="json: with --context, one JSON object a line on stderr.")] = "auto",
     json: Json = False,
 ) -> None:
     """Prefill a context once and index it: writes an artifact to the store. With --jobs, one for each of many."""
-    from index_build.job_list import JobOptions
     from workers.cli import batching, building, terminal
 
     batching.require_one_source(context, jobs, ray)
     building.require_progress(progress, jobs)
     changes: dict[str, Any] = {"num_fine": num_fine, "num_coarse": num_coarse, "segment_len": segment_len}
     changes |= {"num_subspaces": num_subspaces, "num_centroids": num_centroids, "list_len": list_len, "kmeans": kmeans}
+    options = BuildOptions(model=model, preset=preset, dtype=dtype, chat=chat, **changes)
     if context is None:
-        options = JobOptions(model=model, preset=preset, dtype=dtype, chat=chat, **changes)
         assert jobs is not None
         report = batching.build_jobs(jobs, options, store, ray, threads, device)
         if json:
             terminal.print_json(report)
         sys.exit(1 if report["failed"] else 0)
-    result = building.build(context, model, store, preset, changes, dtype, chat, threads, device, progress)
+    result = building.build(context, options, store, device=device, threads=threads, progress=progress)
     terminal.out.print(f"artifact {result['artifact']} in {result['path']}, {terminal.size(result['size_bytes'])}")
     if json:
         terminal.print_json(result)
@@ -161,7 +161,7 @@ def evaluate(
     search_period: SearchPeriod = _SEARCH.search_period,
     window_len: WindowLen = _SEARCH.window_len,
     rest: Rest = None,
-    dtype: Dtype = "float32",
+    dtype: Dtype = _BUILD.dtype,
     stretch: Annotated[float, typer.Option(min=1, help="Times the model's positions, by YaRN.")] = 1.0,
     store: Annotated[Path | None, typer.Option(help="Keep artifacts here.", show_default="a scratch directory")] = None,
     threads: Threads = None,

@@ -5,15 +5,21 @@ from typing import Any
 
 import typer
 
+from csattn.build_options import BuildOptions
 from index_build.batch import OUTCOMES, BatchReport, run_batch
-from index_build.job_list import JobOptions, read_jobs
+from index_build.job_list import read_jobs
 from workers.cli.batch_display import BatchDisplay
 from workers.cli.building import use_threads
 from workers.cli.terminal import err, out, table
 
 
 def build_jobs(
-    jobs_file: Path, defaults: JobOptions, store: Path | str, ray_address: str | None, threads: int | None, device: str
+    jobs_file: Path,
+    defaults: BuildOptions,
+    store: Path | str,
+    ray_address: str | None,
+    threads: int | None,
+    device: str,
 ) -> dict[str, Any]:
     """Build and return the verb's JSON object."""
     jobs = read_jobs(jobs_file, defaults)

@@ -3,42 +3,28 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from csattn.artifact import read_manifest
-from csattn.config import IndexConfig
+from csattn.build_options import BuildOptions
 from csattn.cpus import available_cpus
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel, load_model
-from csattn.models.prompt import choose_wrapping, context_ids
 from index_build.inputs import choose_device, make_config, read_text
-from index_build.pipeline import BuildReport, build_artifact
+from index_build.pipeline import BuildReport, build_plan
+from index_build.plan import Plan, plan_text
 from workers.cli.terminal import BuildDisplay, JsonProgress, err
 
 
 def build(
-    context: str,
-    model: str | None,
-    store: Path | str,
-    preset_name: str,
-    changes: dict[str, Any],
-    dtype: str,
-    chat: bool,
-    threads: int | None,
-    device: str = "auto",
-    progress: str = "auto",
+    context: str, options: BuildOptions, store: Path | str, *, device: str, threads: int | None, progress: str
 ) -> dict[str, Any]:
     """Build and return the verb's JSON object."""
     use_threads(threads)
     device = choose_device(device)
-    config = make_config(preset_name, changes, device)  # what cannot be fails before a model is loaded
+    make_config(options.preset, options.index_changes, device)  # what cannot be fails before a model is loaded
     text = read_text(context)
-    loaded = show_loading(model, dtype, device)
-    wrapping = choose_wrapping(loaded.tokenizer, chat)
-    token_ids = context_ids(loaded.tokenizer, text, wrapping)
-    notes = {"wrapping": wrapping, "preset": preset_name, "source": "stdin" if context == "-" else Path(context).name}
-    report = run_build(loaded, token_ids, config, store, notes, JsonProgress() if progress == "json" else None)
+    loaded = show_loading(options.model, options.dtype, device)
+    plan = plan_text(text, "stdin" if context == "-" else Path(context).name, options, loaded, device)
+    report = run_build(loaded, plan, store, JsonProgress() if progress == "json" else None)
     manifest = read_manifest(report.place)
     return {
         "artifact": report.artifact_id,
@@ -46,7 +32,7 @@ def build(
         "reused": report.reused,
         "resumed_at_layer": report.resumed_at,
         "device": device,
-        "index_config": config.to_json(),
+        "index_config": plan.spec.index_config.to_json(),
         "context_len": manifest.spec.context_len,
         "size_bytes": manifest.size_bytes,
         "index_bytes": manifest.index_bytes,
@@ -55,21 +41,14 @@ def build(
 
 
 def run_build(
-    loaded: LoadedModel,
-    token_ids: NDArray[np.int32],
-    config: IndexConfig,
-    store: Path | str,
-    notes: dict[str, Any],
-    display: BuildDisplay | JsonProgress | None = None,
+    loaded: LoadedModel, plan: Plan, store: Path | str, display: BuildDisplay | JsonProgress | None = None
 ) -> BuildReport:
     """Build with a progress display."""
     with display or BuildDisplay() as display:
-        report = build_artifact(
+        report = build_plan(
             loaded,
-            token_ids,
-            config,
+            plan,
             store,
-            notes=notes,
             on_progress=display,
             on_wait=lambda: err.print("another process is building this artifact; waiting for it"),
         )

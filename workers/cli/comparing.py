@@ -16,6 +16,7 @@ from csattn.models import LoadedModel
 from csattn.selector_names import SelectorName
 from csattn.selectors import resolve_rest
 from index_build.inputs import read_text
+from index_build.plan import make_plan
 from offload.codecs.formats import KvFormat
 from workers.cli.building import run_build, show_loading, use_threads
 from workers.cli.terminal import counting, err, out, table
@@ -52,8 +53,8 @@ def compare(
         # Selectors without an index need the context's KV only, which any preset's artifact has.
         for name in plan.presets or ["default"]:
             err.print(f"context, preset {name}")
-            config = preset(name)
-            report = run_build(loaded, context, config, place, {"wrapping": "none", "preset": name})
+            to_build = make_plan(loaded, context, preset(name), {"wrapping": "none", "preset": name})
+            report = run_build(loaded, to_build, place)
             artifacts[name] = stack.enter_context(open_artifact(report.path))
         any_artifact = next(iter(artifacts.values()))
         with counting("full attention", plan.eval_len, "tokens"):

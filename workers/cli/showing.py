@@ -12,11 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from csattn.artifact import Artifact, open_artifact
+from csattn.build_options import BuildOptions
 from csattn.config import SearchConfig
 from csattn.models import LoadedModel
-from csattn.models.prompt import choose_wrapping, context_ids
+from csattn.models.prompt import context_ids
 from csattn.selectors import FarRows
-from index_build.inputs import make_config, read_text
+from index_build.inputs import read_text
+from index_build.plan import plan_text
 from workers.cli.asking import stream
 from workers.cli.building import run_build, show_loading, use_threads
 from workers.cli.terminal import counting, out, size, table
@@ -159,15 +161,12 @@ def fact_row(loaded: LoadedModel, artifact: Artifact, document: str, question: Q
 
 
 def _build(loaded: LoadedModel, document: str, store: Path) -> Path:
-    wrapping = choose_wrapping(loaded.tokenizer)
-    token_ids = context_ids(loaded.tokenizer, document, wrapping)
+    plan = plan_text(document, DOCUMENT.name, BuildOptions(), loaded, "cpu")
     out.print(
-        f"\nThe document is the handbook of an island that does not exist: {len(token_ids)} tokens. They pass through "
-        "the model once; keys, values and an index of the keys go to the store, for every question to come."
+        f"\nThe document is the handbook of an island that does not exist: {plan.spec.context_len} tokens. They pass "
+        "through the model once; keys, values and an index of the keys go to the store, for every question to come."
     )
-    config = make_config("default", {}, "cpu")
-    notes = {"wrapping": wrapping, "preset": "default", "source": DOCUMENT.name}
-    report = run_build(loaded, token_ids, config, store, notes)
+    report = run_build(loaded, plan, store)
     with open_artifact(report.path) as artifact:
         out.print(
             f"Artifact {report.artifact_id} has {size(artifact.size_bytes)}, "

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 if TYPE_CHECKING:  # verbs that only look should not wait for torch, nor fail where it is broken
-    from index_build.pipeline import BuildProgress
+    from index_build.pieces import BuildProgress
 
 # Tables need room where nobody resizes a window: in pipes and logs.
 _WIDTH = None if sys.stdout.isatty() else 140

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from csattn.build_options import BuildOptions
 from csattn.errors import CsattnError
 from workers.settings import Settings
 
@@ -47,13 +48,12 @@ async def build_context(text_path: Path, store: Path, settings: Settings, on_pro
 
 def _command(text_path: Path, store: Path, settings: Settings) -> list[str]:
     build, model = settings.build, settings.model
+    options = BuildOptions(
+        model=model.name, preset=build.preset, dtype=build.dtype, chat=build.chat, kmeans=build.kmeans
+    )
     return [
         *(sys.executable, "-c", "from workers.cli import main; main()", "build", "--json", "--progress", "json"),
-        *("--context", str(text_path), "--store", str(store)),
-        *(("--model", model.name) if model.name else ()),
-        *("--preset", build.preset, "--dtype", build.dtype, "--device", build.device),
-        *(("--kmeans", build.kmeans) if build.kmeans else ()),
-        "--chat" if build.chat else "--no-chat",
+        *("--context", str(text_path), "--store", str(store), "--device", build.device, *options.flags),
     ]
 
 

@@ -9,10 +9,13 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from csattn.build_options import BuildOptions
 from csattn.config import SearchConfig
 from csattn.errors import ConfigError
 from offload.codecs.formats import KvFormat
 from offload.errors import CodecError
+
+_BUILD: Any = BuildOptions()  # the command line's defaults; its strings are literals here
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -126,9 +129,9 @@ class ModelSettings:
 class BuildSettings:
     """How contexts that are registered with the service become artifacts: as `csattn build` has it."""
 
-    preset: Literal["default", "lists", "paper"] = field(default="default", metadata=about("Of the index."))
+    preset: Literal["default", "lists", "paper"] = field(default=_BUILD.preset, metadata=about("Of the index."))
     dtype: Literal["float32", "bfloat16", "float16"] = field(
-        default="float32", metadata=about("Of the model and of the KV.")
+        default=_BUILD.dtype, metadata=about("Of the model and of the KV.")
     )
     device: Literal["auto", "cpu", "cuda"] = field(
         default="auto", metadata=about("That prefills and indexes; auto: a GPU where there is one.")
@@ -136,7 +139,7 @@ class BuildSettings:
     kmeans: Literal["faiss", "torch"] | None = field(
         default=None, metadata=about("lists: places the centroids. Not set: torch on a GPU, else faiss.")
     )
-    chat: bool = field(default=True, metadata=about("Wrap contexts by the model's chat template."))
+    chat: bool = field(default=_BUILD.chat, metadata=about("Wrap contexts by the model's chat template."))
 
     def __post_init__(self) -> None:
         _check(self)

@@ -1,0 +1,40 @@
+"""How a context becomes an artifact, as a user may say it: the defaults of the command line and of the service."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+COUNTS = ("num_fine", "num_coarse", "segment_len", "num_subspaces", "num_centroids")
+_INDEX_OPTIONS = (*COUNTS, "list_len", "kmeans")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildOptions:
+    """Options of `csattn build` that say what is built; None leaves an option to the preset, or the model to the demo.
+
+    A line of a list of contexts may give any of these by its name.
+    """
+
+    model: str | None = None
+    preset: str = "default"
+    dtype: str = "float32"
+    chat: bool = True
+    num_fine: int | None = None
+    num_coarse: int | None = None
+    segment_len: int | None = None
+    num_subspaces: int | None = None
+    num_centroids: int | None = None
+    list_len: float | None = None
+    kmeans: str | None = None
+
+    @property
+    def index_changes(self) -> dict[str, Any]:
+        """What differs from the preset."""
+        return {name: getattr(self, name) for name in _INDEX_OPTIONS}
+
+    @property
+    def flags(self) -> list[str]:
+        """The same as arguments of `csattn build`."""
+        given = [(field.name.replace("_", "-"), getattr(self, field.name)) for field in fields(self)]
+        switches = [f"--{name}" if value else f"--no-{name}" for name, value in given if isinstance(value, bool)]
+        values = [(f"--{name}", str(value)) for name, value in given if not isinstance(value, bool | None)]
+        return [*(part for option in values for part in option), *switches]

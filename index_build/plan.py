@@ -1,0 +1,82 @@
+"""What a context's artifact will be: its token ids, its spec, and what its manifest will say."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from csattn import __version__
+from csattn.artifact import ArtifactSpec, hash_token_ids
+from csattn.build_options import BuildOptions
+from csattn.config import IndexConfig, ListConfig
+from csattn.errors import ContextError
+from csattn.models import LoadedModel
+from csattn.models.prompt import choose_wrapping, context_ids
+from index_build.inputs import make_config
+from index_build.kmeans import kmeans_version
+
+# Fewer rows than this are cheaper to attend to than to index.
+MIN_CONTEXT_LEN = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What an artifact will be, and what its manifest will say."""
+
+    spec: ArtifactSpec
+    token_ids: NDArray[np.int32]  # [context_len]
+    notes: Mapping[str, Any]  # JSON
+    versions: Mapping[str, Any]
+
+
+def make_plan(loaded: LoadedModel, token_ids: NDArray[np.int32], config: IndexConfig, notes: Mapping[str, Any]) -> Plan:
+    """The artifact of these tokens. Raises ContextError when they are too few or too many."""
+    _require_indexable(len(token_ids), config, loaded)
+    spec = ArtifactSpec(
+        model_name=loaded.name,
+        model_fingerprint=loaded.fingerprint,
+        model=loaded.geometry,
+        tokenizer_hash=loaded.tokenizer_hash,
+        token_ids_sha256=hash_token_ids(token_ids),
+        context_len=len(token_ids),
+        index_config=config,
+        kv_dtype=str(loaded.dtype).removeprefix("torch."),  # type: ignore[arg-type]  # the spec refuses others
+    )
+    return Plan(spec, token_ids, notes, _library_versions(loaded.device))
+
+
+def plan_text(text: str, source: str, options: BuildOptions, loaded: LoadedModel, index_device: str) -> Plan:
+    """The artifact of a text. source: the text's name, for the manifest; index_device: where the index is made."""
+    config = make_config(options.preset, options.index_changes, index_device)
+    wrapping = choose_wrapping(loaded.tokenizer, options.chat)
+    token_ids = context_ids(loaded.tokenizer, text, wrapping)
+    return make_plan(loaded, token_ids, config, {"wrapping": wrapping, "preset": options.preset, "source": source})
+
+
+def _require_indexable(context_len: int, config: IndexConfig, loaded: LoadedModel) -> None:
+    shortest = max(MIN_CONTEXT_LEN, config.num_centroids) if isinstance(config, ListConfig) else MIN_CONTEXT_LEN
+    if context_len < shortest:
+        raise ContextError(
+            f"the context has {context_len} tokens, an index needs at least {shortest}; "
+            "a context this short is better put into the prompt"
+        )
+    if context_len >= loaded.geometry.max_positions:
+        raise ContextError(
+            f"the context has {context_len} tokens and {loaded.name} has {loaded.geometry.max_positions} positions, "
+            "one at least for the question; shorten the context or use a model with more positions"
+        )
+
+
+def _library_versions(device: torch.device) -> dict[str, Any]:
+    return {
+        "csattn": __version__,
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "numpy": np.__version__,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        **kmeans_version(),
+    }

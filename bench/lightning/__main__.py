@@ -1,7 +1,7 @@
 """Learned indexers against StreamIndex's published method, table by table.
 
     python -m bench.lightning check                                    the gate: exit status 1 if a choice is wrong
-    python -m bench.lightning tune   [--tokens 65536]                  other cuts of the score kernel, GPU only
+    python -m bench.lightning tune   [--tokens 65536]                  rates of both ways to choose, GPU only
     python -m bench.lightning tables --out FILE [--tables 2,3] [--max-tokens 1048576] [--seconds 540]
     python -m bench.lightning show   FILE [--markdown FILE] [--plots DIRECTORY]
     python -m bench.lightning topk|decode|hisa [--out FILE] [--seconds 150]
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("check", help="exactness of choices")
-    tune = commands.add_parser("tune", help="rates of other cuts")
+    tune = commands.add_parser("tune", help="rates of both ways to choose")
     tune.add_argument("--tokens", type=int, default=1 << 16)
     tables = commands.add_parser("tables", help="StreamIndex's tables, row for row")
     tables.add_argument("--out", type=Path, required=True)

@@ -1,5 +1,7 @@
 """The key cache in Triton: keys written into their pages, in one launch that a graph may hold, and scored.
 
+The same kernel scores keys that lie side by side, where Hopper's own (`score.hopper`) does not suit.
+
 Keys lie along the rows of the product and heads along its columns, so that most of the sum over heads stays within a
 thread. The heads' scores never leave the registers. Where an FP8 product is summed in fewer bits than float32 has
 (Hopper), scores differ from the definition's by about 2^-13 of the largest product.
@@ -9,16 +11,18 @@ thread. The heads' scores never leave the registers. Where an FP8 product is sum
 # ruff: noqa: N803
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from csattn.errors import ArrayError
+from csattn.lightning.operands.indexer import Operands
 from csattn.lightning.operands.quantise import FP8_LEAST_AMAX, FP8_MAX
 from csattn.lightning.triton_common import launch_options, round_to_e4m3, wait_for_earlier
 
 ENOUGH_PROGRAMS = 4096  # more tiles than that are shared out among as many programs
 TILE_KEYS = 128
+MOST_QUERIES = 1 << 15  # of a launch
 NUM_WARPS = 4
 # Where a program has several tiles: the pages' numbers are loaded before the pages, and each of the two loads is done
 # two stages early. Then one tile is on its way while another is scored; with fewer stages nothing is.
@@ -64,14 +68,9 @@ def score_on_device(
     longer_than: int,
     out: Tensor,
 ) -> None:
-    """As `score.score_pages`, on torch's current stream."""
+    """As `score.score_pages`, on torch's current stream; rows of `out` may lie any distance apart."""
     num_queries, num_heads, head_dim = q.shape
-    if num_heads < 16 or num_heads & (num_heads - 1) or head_dim < 32 or head_dim & (head_dim - 1):
-        raise ArrayError(
-            f"q has {num_heads} heads of {head_dim}; the kernel takes powers of two, of heads at least 16, of their "
-            f"width at least 32"
-        )
-    if num_queries == 0 or out.shape[1] == 0:
+    if num_queries == 0 or pages.shape[1] == 0:
         return
     max_pages = pages.shape[1]
     tile_pages = max(1, TILE_KEYS // values.shape[1])
@@ -88,12 +87,15 @@ def score_on_device(
         values.stride(0),
         scales.stride(0),
         pages.stride(0),
+        out.stride(0),
         max_pages,
         len(values),
         longer_than,
         tiles_each,
         NUM_HEADS=num_heads,
+        HEADS=max(16, triton.next_power_of_2(num_heads)),  # of a matrix product, at least
         HEAD_DIM=head_dim,
+        WIDTH=max(32, triton.next_power_of_2(head_dim)),  # of one of FP8, at least
         PAGE_SIZE=values.shape[1],
         TILE_PAGES=tile_pages,
         ONE_TILE=tiles_each == 1,
@@ -101,6 +103,24 @@ def score_on_device(
         num_warps=NUM_WARPS,
         **launch_options(q.device),
     )
+
+
+def score_side_by_side(
+    operands: Operands,
+    keys: range,  # of which the scores are wanted
+    legal_len: Tensor,  # [num_queries] int32; from there on a query's scores are not computed
+    out: Tensor,  # [num_queries, at least len(keys)] float32, written
+) -> None:
+    """As `score.cpu.score_tile`, on torch's current stream: every key is a page."""
+    device = operands.k.device
+    scales = torch.ones(len(operands.k), device=device) if operands.key_scale is None else operands.key_scale
+    pages = torch.arange(keys.start, keys.stop, dtype=torch.int32, device=device)
+    lens = legal_len - keys.start
+    for first in range(0, len(operands.q), MOST_QUERIES):
+        rows = slice(first, first + MOST_QUERIES)
+        own = operands.of_queries(rows)
+        pages_of_each = pages.expand(len(own.q), -1)
+        score_on_device(own.q, own.weights, own.k[:, None], scales[:, None], pages_of_each, lens[rows], 0, out[rows])
 
 
 @triton.jit
@@ -145,16 +165,19 @@ def _score_kernel(
     scales,  # [num_pages, PAGE_SIZE], pages scale_stride apart
     pages,  # [num_queries, max_pages], rows pages_stride apart
     kv_lens,  # [num_queries]
-    scores,  # [num_queries, max_pages * PAGE_SIZE], written
+    scores,  # [num_queries, max_pages * PAGE_SIZE], rows scores_stride apart, written
     value_stride,
     scale_stride,
     pages_stride,
+    scores_stride,
     max_pages,
     num_pages,
     longer_than,
     tiles_each,
     NUM_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     TILE_PAGES: tl.constexpr,
     ONE_TILE: tl.constexpr,  # tiles_each is 1
@@ -163,18 +186,20 @@ def _score_kernel(
 ):
     wait_for_earlier(EARLY)
     query = tl.program_id(1).to(tl.int64)
-    head = tl.arange(0, NUM_HEADS)
-    channel = tl.arange(0, HEAD_DIM)
+    head = tl.arange(0, HEADS)
+    channel = tl.arange(0, WIDTH)
+    of_key = channel[None, :] < HEAD_DIM
     row = tl.arange(0, TILE_PAGES * PAGE_SIZE)
     pages += query * pages_stride
-    scores += query * max_pages * PAGE_SIZE
+    scores += query * scores_stride
     first = tl.program_id(0) * tiles_each * TILE_PAGES
     # what does not depend on each other is loaded together: each of these takes as long as a page does
     kv_len = tl.minimum(tl.load(kv_lens + query), max_pages * PAGE_SIZE)
     page = tl.load(pages + first + row // PAGE_SIZE, mask=first + row // PAGE_SIZE < max_pages, other=-1)
-    of_heads = tl.load(q + query * NUM_HEADS * HEAD_DIM + head[:, None] * HEAD_DIM + channel[None, :])
+    of_heads = q + query * NUM_HEADS * HEAD_DIM + head[:, None] * HEAD_DIM + channel[None, :]
+    of_heads = tl.load(of_heads, mask=(head < NUM_HEADS)[:, None] & of_key, other=0.0)
     of_heads = tl.trans(of_heads)  # before the loop: then they go to shared memory once, not for every tile
-    weight = tl.load(weights + query * NUM_HEADS + head)
+    weight = tl.load(weights + query * NUM_HEADS + head, mask=head < NUM_HEADS, other=0.0)
     if kv_len <= longer_than or first * PAGE_SIZE >= kv_len:
         return
     in_page = (row % PAGE_SIZE)[:, None] * HEAD_DIM + channel[None, :]
@@ -182,9 +207,9 @@ def _score_kernel(
         key = first * PAGE_SIZE + row
         exists = (page >= 0) & (page < num_pages) & (key < kv_len)
         at = page.to(tl.int64)
-        tile = tl.load(values + (at * value_stride)[:, None] + in_page, mask=exists[:, None], other=0.0)
+        tile = tl.load(values + (at * value_stride)[:, None] + in_page, mask=exists[:, None] & of_key, other=0.0)
         scale = tl.load(scales + at * scale_stride + row % PAGE_SIZE, mask=exists, other=0.0)
-        score = _sum_over_heads(tile, of_heads, weight) * scale
+        score = _sum_over_heads(tile, of_heads, weight, NUM_HEADS, HEADS) * scale
         tl.store(scores + key, tl.where(exists, score, float("-inf")), mask=key < kv_len)
         return
     end = tl.minimum(kv_len, (first + tiles_each * TILE_PAGES) * PAGE_SIZE)
@@ -192,18 +217,22 @@ def _score_kernel(
         key = start + row
         at = tl.load(pages + key // PAGE_SIZE, mask=key < kv_len, other=-1).to(tl.int64)
         exists = (at >= 0) & (at < num_pages)
-        tile = tl.load(values + (at * value_stride)[:, None] + in_page, mask=exists[:, None], other=0.0)
+        tile = tl.load(values + (at * value_stride)[:, None] + in_page, mask=exists[:, None] & of_key, other=0.0)
         scale = tl.load(scales + at * scale_stride + row % PAGE_SIZE, mask=exists, other=0.0)
-        score = _sum_over_heads(tile, of_heads, weight) * scale
+        score = _sum_over_heads(tile, of_heads, weight, NUM_HEADS, HEADS) * scale
         tl.store(scores + key, tl.where(exists, score, float("-inf")), mask=key < kv_len)
 
 
 @triton.jit
 def _sum_over_heads(
-    tile,  # [keys, HEAD_DIM]
-    of_heads,  # [HEAD_DIM, NUM_HEADS]
-    weight,  # [NUM_HEADS]
+    tile,  # [keys, WIDTH]
+    of_heads,  # [WIDTH, HEADS]
+    weight,  # [HEADS]
+    NUM_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
 ):
     products = tl.dot(tile, of_heads, input_precision="ieee")
     products = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    if NUM_HEADS < HEADS:  # infinity times a head that is not there
+        products = tl.where((tl.arange(0, HEADS) < NUM_HEADS)[None, :], products, 0.0)
     return tl.sum(products * weight[None, :], axis=1)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from csattn.cuda import CudaKernel, cuda_kernel, num_multiprocessors
 from csattn.lightning.operands.indexer import Operands
-from csattn.lightning.score.device import Scorer
+from csattn.lightning.score import hopper
 
 SOURCE = Path(__file__).with_name("contenders.cu")
 THREADS = 256  # of a block that chooses, at least
@@ -47,7 +47,7 @@ class Sampling:
     capacity: int  # entries of a list
 
     @classmethod
-    def of(cls, num_keys: int, k: int, tile_keys: int) -> "Sampling":
+    def of(cls, num_keys: int, k: int) -> "Sampling":
         """So that of scores in random order one query in a million has too few contenders, or more than fit."""
         step = _LEAST_STEP
         while (num_keys > _SAMPLE_LEN * step and step < 32) or num_keys > MAX_CAPACITY * step:
@@ -55,12 +55,12 @@ class Sampling:
         expected = k / step  # of the k best, in the sample
         wanted = math.ceil(expected + 5 * math.sqrt(expected)) + 4
         # the keys behind the last whole block may all be contenders
-        most = step * (1.125 * wanted + 6 * math.sqrt(wanted)) + step * tile_keys
+        most = step * (1.125 * wanted + 6 * math.sqrt(wanted)) + step * hopper.KEYS
         return cls(step, wanted, max(_LEAST_CAPACITY, -(-int(most) // 1024) * 1024))
 
-    def sample_len(self, num_keys: int, tile_keys: int) -> int:
+    def sample_len(self, num_keys: int) -> int:
         """Scores of the sample: those of whole blocks."""
-        return num_keys // (tile_keys * self.step) * tile_keys
+        return num_keys // (hopper.KEYS * self.step) * hopper.KEYS
 
     @property
     def fits(self) -> bool:
@@ -71,11 +71,9 @@ class Sampling:
 class Contenders:
     """Memory for the queries of a tile, used again for the next: a row is first a sample, then a list."""
 
-    def __init__(
-        self, num_queries: int, num_keys: int, sampling: Sampling, scorer: Scorer, device: torch.device
-    ) -> None:
-        self._sampling, self._scorer = sampling, scorer
-        self._sample_len = sampling.sample_len(num_keys, scorer.tile_keys)
+    def __init__(self, num_queries: int, num_keys: int, sampling: Sampling, device: torch.device) -> None:
+        self._sampling = sampling
+        self._sample_len = sampling.sample_len(num_keys)
         row_len = _row_len(sampling, self._sample_len)
         self._lists = torch.empty(num_queries, row_len, dtype=torch.int64, device=device)
         numbers = torch.empty(3, num_queries, dtype=torch.int32, device=device)
@@ -90,28 +88,29 @@ class Contenders:
         overflowed: Tensor,  # [num_queries] int32, written: 1 where `out` is not to be trusted, else 0
     ) -> None:
         """Enqueue on torch's current stream."""
-        (num_queries, k), scorer, sampling = out.shape, self._scorer, self._sampling
+        (num_queries, k), sampling = out.shape, self._sampling
         if not num_queries:
             return
         lists, counts = self._lists[:num_queries], self._counts[:num_queries]
         bars = self._bar_scores[:num_queries], self._bar_indices[:num_queries]
         every_step_th, grid = range(0, len(operands.k), sampling.step), (num_queries, 1, 1)
         sample = lists.view(torch.float32)[:, : self._sample_len]
-        scorer.write_scores(operands, every_step_th, legal_len, longest, sample)
+        hopper.write_scores(operands, every_step_th, longest, sample)
         row_len = lists.shape[1]
-        sizes = sampling.capacity, scorer.query_tile, scorer.tile_keys, sampling.step, sampling.wanted
+        query_tile = hopper.queries_of_tile(operands.q.shape[1])
+        sizes = sampling.capacity, query_tile, hopper.KEYS, sampling.step, sampling.wanted
         put_bars, threads = _bars_kernel(self._sample_len)
         put_bars.launch(grid, threads, lists, longest, legal_len, counts, *bars, row_len, *map(np.uint32, sizes))
-        scorer.list_contenders(operands, legal_len, longest, sampling.step, *bars, lists, counts)
+        hopper.list_contenders(operands, longest, legal_len, sampling.step, *bars, lists, counts)
         choose_best, threads = _choice_kernel(sampling.capacity)
         choose_best.launch(grid, threads, lists, counts, legal_len, overflowed, out, row_len, k)
 
 
-def queries_at_a_time(operands: Operands, sampling: Sampling, scorer: Scorer, workspace_bytes: int) -> tuple[int, int]:
+def queries_at_a_time(operands: Operands, sampling: Sampling, workspace_bytes: int) -> tuple[int, int]:
     """How many fill the device, and for how many there is room: for so many whole fillings, or else query tiles."""
-    row_bytes = 8 * _row_len(sampling, sampling.sample_len(len(operands.k), scorer.tile_keys)) + 12
-    room, tile = workspace_bytes // row_bytes, scorer.query_tile
-    filling = scorer.programs_per_sm * num_multiprocessors(operands.q.device) * tile
+    row_bytes = 8 * _row_len(sampling, sampling.sample_len(len(operands.k))) + 12
+    room, tile = workspace_bytes // row_bytes, hopper.queries_of_tile(operands.q.shape[1])
+    filling = num_multiprocessors(operands.q.device) * tile
     if room < filling:
         filling = tile
     return filling, max(filling, room // filling * filling)

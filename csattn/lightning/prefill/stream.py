@@ -17,7 +17,8 @@ from torch import Tensor
 from csattn.errors import ConfigError
 from csattn.lightning.checks import require_array, require_at_least
 from csattn.lightning.operands.indexer import Operands
-from csattn.lightning.score import cpu
+from csattn.lightning.prefill.contenders import Contenders, Sampling, queries_at_a_time
+from csattn.lightning.score import cpu, hopper
 from csattn.lightning.topk.device import MAX_K
 from csattn.lightning.topk.reference import SENTINEL, indices_of, order_keys, scores_of
 from csattn.lightning.topk.select import top_k
@@ -72,9 +73,8 @@ def choose_keys(
 ) -> Choice:
     """Each query's k best legal keys, best first.
 
-    Definition: `topk.reference.top_k_reference` of all scores. Those are summed in an order of the device's own
-    (`score.cpu`, `score.device`), which is the same in every tile. Raises ArrayError and ConfigError on
-    arguments that do not fit.
+    Definition: `topk.reference.top_k_reference` of all scores. Those are summed in an order of the kernel's own, which
+    is the same in every tile. Raises ArrayError and ConfigError on arguments that do not fit.
     """
     operands.check()
     require_at_least("k", k, 1)
@@ -87,19 +87,23 @@ def choose_keys(
         list_contenders = tile is None and not with_scores and _contenders_pay(operands, k)
     if not list_contenders:
         return _choose_scored(operands, k, lens, workspace_bytes, tile, with_scores)
-    if with_scores or tile is not None or not operands.q.is_cuda or k > MAX_K or len(operands.k) > _MOST_KEYS:
+    if with_scores or tile is not None or not _has_contenders(operands, k):
         raise ConfigError(
-            f"contenders are listed on a GPU, for k up to {MAX_K} of {_MOST_KEYS} keys, without scores, in tiles of "
-            f"their own; got operands on {operands.q.device}, k {k} of {len(operands.k)} keys, with_scores "
-            f"{with_scores}, tile {tile}: leave list_contenders out"
+            f"contenders are listed on a GPU by `score.hopper`, for k up to {MAX_K} of {_MOST_KEYS} keys, without "
+            f"scores, in tiles of their own; got q {list(operands.q.shape)} on {operands.q.device}, k {k} of "
+            f"{len(operands.k)} keys, with_scores {with_scores}, tile {tile}: leave list_contenders out"
         )
     return choose_by_contenders(operands, k, lens, workspace_bytes)
 
 
 def _contenders_pay(operands: Operands, k: int) -> bool:
     """With fewer queries a GPU is not full of them; with fewer keys most would be contenders."""
-    fits = operands.q.is_cuda and k <= MAX_K and len(operands.k) <= _MOST_KEYS
-    return fits and len(operands.q) >= _MANY_QUERIES and len(operands.k) >= 8 * k
+    many = len(operands.q) >= _MANY_QUERIES and len(operands.k) >= 8 * k
+    return many and _has_contenders(operands, k)
+
+
+def _has_contenders(operands: Operands, k: int) -> bool:
+    return operands.q.is_cuda and k <= MAX_K and len(operands.k) <= _MOST_KEYS and hopper.suits(operands)
 
 
 def choose_by_contenders(operands: Operands, k: int, lens: Tensor, workspace_bytes: int) -> Choice:
@@ -114,21 +118,13 @@ def choose_by_contenders(operands: Operands, k: int, lens: Tensor, workspace_byt
 
 def choose_from_contenders(operands: Operands, k: int, lens: Tensor, workspace_bytes: int) -> tuple[Choice, Tensor]:
     """The choice from lists of contenders, and the queries whose lists cannot be trusted: [n] int64."""
-    from csattn.lightning.prefill.contenders import (  # Triton is there where CUDA is
-        Contenders,
-        Sampling,
-        queries_at_a_time,
-    )
-    from csattn.lightning.score.device import Scorer
-
-    num_queries, num_keys, device = len(operands.q), len(operands.k), operands.q.device
-    scorer = Scorer.for_operands(operands)
-    sampling = Sampling.of(num_keys, k, scorer.tile_keys)
-    filling, room = queries_at_a_time(operands, sampling, scorer, workspace_bytes)
-    query_tile, tiles = scorer.query_tile, _cut_queries(num_queries, scorer.query_tile, filling, room)
-    contenders = Contenders(max(map(len, tiles), default=0), num_keys, sampling, scorer, device)
+    (num_queries, num_heads, _), num_keys, device = operands.q.shape, len(operands.k), operands.q.device
+    sampling, query_tile = Sampling.of(num_keys, k), hopper.queries_of_tile(num_heads)
+    filling, room = queries_at_a_time(operands, sampling, workspace_bytes)
+    tiles = _cut_queries(num_queries, query_tile, filling, room)
+    contenders = Contenders(max(map(len, tiles), default=0), num_keys, sampling, device)
     on_device = lens.to(device, non_blocking=True)
-    longest = scorer.longest(on_device)
+    longest = hopper.longest(on_device, num_heads)
     overflowed = torch.empty(num_queries, dtype=torch.int32, device=device)
     indices = torch.empty(num_queries, k, dtype=torch.int32, device=device)
     for tile in tiles:
@@ -232,13 +228,14 @@ def score_into(
     lens: Tensor,  # [num_queries] int32, on the device; columns beyond hold anything
 ) -> None:
     """Scores of some keys, with the bits that `choose_keys` compares, on torch's current stream."""
-    if operands.q.is_cuda:
-        from csattn.lightning.score.device import Scorer  # Triton is there where CUDA is
-
-        scorer = Scorer.for_operands(operands)
-        scorer.write_scores(operands, keys, lens, scorer.longest(lens), out)
-    else:
+    if not operands.q.is_cuda:
         cpu.score_tile(operands, keys, lens, out)
+    elif hopper.suits(operands):
+        hopper.write_scores(operands, keys, hopper.longest(lens, operands.q.shape[1]), out)
+    else:
+        from csattn.lightning.paged.triton_kernels import score_side_by_side  # Triton is only where a GPU is
+
+        score_side_by_side(operands, keys, lens, out)
 
 
 def _rows_of(choice: Choice, rows: slice) -> Choice:

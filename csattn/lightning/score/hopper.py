@@ -1,4 +1,4 @@
-"""Scores on Hopper's matrix units, in CUDA C: the same work as `triton_kernels`, for the shapes that suit these units.
+"""Scores on Hopper's matrix units, in CUDA C; shapes that do not suit them go to `paged.triton_kernels`.
 
 A block has 256 pairs of a query and a head in shared memory (four queries of 64 heads), and tiles of 64 keys go by.
 Budget of a tile on an H200, in clocks of a multiprocessor: the products take 1024 in bfloat16, 512 in FP8; a warp
@@ -46,10 +46,18 @@ def queries_of_tile(num_heads: int) -> int:
     return COLUMNS // num_heads
 
 
+def longest(legal_len: Tensor, num_heads: int) -> Tensor:
+    """The most keys that one query of a tile may see: [num_queries] int32 -> [query tiles] int32."""
+    each = queries_of_tile(num_heads)
+    missing = -len(legal_len) % each
+    padded = torch.nn.functional.pad(legal_len, (0, missing)) if missing else legal_len
+    return padded.view(-1, each).amax(1)
+
+
 def write_scores(
     operands: Operands,
     keys: range,  # of which the scores are wanted; its step is 1, or it begins at 0
-    longest: Tensor,  # [query tiles] int32: keys that any of a tile's queries may see; the others are not scored
+    longest: Tensor,  # [query tiles] int32, see above: what lies beyond is not scored
     out: Tensor,  # [num_queries, width] float32, written; width: of whole tiles of 64, at least for all of the keys
 ) -> None:
     """Score every step-th key, on torch's current stream; for a step above 1, those of whole blocks of 64 * step."""

@@ -205,5 +205,3 @@ def test_what_does_not_fit_is_refused() -> None:
         score_pages(q, weights, KeyPages(keys.values, keys.scales[:, :5]), tables, lens)
     with pytest.raises(ArrayError, match="values of keys"):
         score_pages(q, weights, KeyPages(keys.values.int(), keys.scales), tables, lens)
-    with pytest.raises(ArrayError, match="powers of two"):
-        score_on_device(q[:, :3], weights, keys.values, keys.scales, tables, lens, 0, torch.zeros(2, 64))

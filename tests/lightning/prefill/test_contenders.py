@@ -1,6 +1,6 @@
 """What is chosen from contenders is what is chosen from all scores; what cannot be trusted is marked.
 
-Without a GPU, Triton's kernel runs as Python and CUDA C is compiled for the CPU: sizes are tiny, and so are lists.
+Without a GPU, CUDA C is compiled for the CPU: sizes are tiny, and so are lists.
 """
 
 import math
@@ -8,33 +8,35 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-
-pytest.importorskip("triton", reason="Triton, whose interpreter runs these kernels on a CPU, is not installed")
-
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from bench.lightning.awkward import KINDS, make_operands
 from csattn.errors import ConfigError
 from csattn.lightning import Operands, causal_lens, choose_keys, score_keys, top_k_reference
 from csattn.lightning.prefill import contenders, stream
 from csattn.lightning.prefill.contenders import MAX_CAPACITY, Contenders, Sampling
-from csattn.lightning.score import device
-from csattn.lightning.score.device import Scorer
-from csattn.lightning.score.triton_kernels import NO_BAR, TileShape, list_contenders, score_tile
+from csattn.lightning.score import hopper
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
 
-SMALL = TileShape(columns=8, keys=16, num_warps=4, num_stages=2)
-SAMPLING = Sampling(step=2, wanted=9, capacity=40)
+HEADS, HEAD_DIM, NUM_KEYS = 64, 64, 600
+NO_BAR = 2**31 - 1  # an index of a bar that all keys reach
+SAMPLING = Sampling(step=2, wanted=9, capacity=160)
 
 
 @pytest.fixture(autouse=True)
 def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE.type == "cuda" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("this device has not what these kernels are written in")
     monkeypatch.setattr(contenders, "THREADS", 64)
     monkeypatch.setattr(contenders, "THREADS_FOR_BARS", 64)
-    emulator.stand_in(monkeypatch, contenders)
+    emulator.stand_in(monkeypatch, contenders, hopper, multiprocessors=2)
+
+
+def made_operands(kind: str, num_queries: int, num_keys: int = NUM_KEYS, key_scale: bool = False) -> Operands:
+    return make_operands(kind, num_queries, num_keys, HEADS, HEAD_DIM, torch.float16, key_scale)
 
 
 def to_device(operands: Operands) -> Operands:
@@ -44,19 +46,19 @@ def to_device(operands: Operands) -> Operands:
 
 def choose(operands: Operands, k: int, lens: Tensor, sampling: Sampling = SAMPLING) -> tuple[Tensor, Tensor]:
     """Indices, and which queries are marked."""
-    num_queries, num_heads, _ = operands.q.shape
+    num_queries = len(operands.q)
     indices = torch.full((num_queries, k), -7, dtype=torch.int32, device=DEVICE)
     overflowed = torch.full((num_queries,), -1, dtype=torch.int32, device=DEVICE)
-    scorer, lens = Scorer.in_triton(num_heads, SMALL), lens.to(DEVICE)
-    made = Contenders(num_queries, len(operands.k), sampling, scorer, DEVICE)
-    made.choose(to_device(operands), lens, scorer.longest(lens), indices, overflowed)
+    lens = lens.to(DEVICE)
+    made = Contenders(num_queries, len(operands.k), sampling, DEVICE)
+    made.choose(to_device(operands), lens, hopper.longest(lens, HEADS), indices, overflowed)
     return indices.cpu(), overflowed.cpu() > 0
 
 
 def all_scores(operands: Operands, lens: Tensor) -> Tensor:
     num_keys = len(operands.k)
-    out = torch.zeros(len(operands.q), -(-num_keys // 16) * 16, device=DEVICE)
-    score_tile(to_device(operands), range(num_keys), lens.to(DEVICE), out, SMALL)
+    out = torch.zeros(len(operands.q), -(-num_keys // 64) * 64, device=DEVICE)
+    hopper.write_scores(to_device(operands), range(num_keys), hopper.longest(lens.to(DEVICE), HEADS), out)
     return out[:, :num_keys].cpu()
 
 
@@ -64,9 +66,9 @@ def all_scores(operands: Operands, lens: Tensor) -> Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("step", [2, 4])
 def test_choices_are_those_of_all_scores(kind: str, step: int) -> None:
-    operands = make_operands(kind, 4, 200, 2, 32, torch.float16, key_scale=kind == "random")
-    lens = torch.tensor([0, 39, 143, 200], dtype=torch.int32)
-    indices, marked = choose(operands, 10, lens, Sampling(step, 6 if step == 4 else 9, 40))
+    operands = made_operands(kind, 4, key_scale=kind == "random")
+    lens = torch.tensor([0, 139, 430, 600], dtype=torch.int32)
+    indices, marked = choose(operands, 10, lens, Sampling(step, 6 if step == 4 else 9, 240))
     scores = all_scores(operands, lens) if kind == "random" else score_keys(operands)
     want = top_k_reference(scores, 10, lens)
     assert torch.equal(indices[~marked], want[~marked])
@@ -76,9 +78,9 @@ def test_choices_are_those_of_all_scores(kind: str, step: int) -> None:
 
 def test_lists_that_overflow_mark_their_query_and_no_other() -> None:
     """What is not in the sample is better than what is, and more than lists hold."""
-    operands = make_operands("equal", 3, 200, 2, 32, torch.float16)
+    operands = made_operands("equal", 3)
     operands.k[1::2, 0] = 2
-    lens = torch.tensor([200, 40, 200], dtype=torch.int32)
+    lens = torch.tensor([600, 160, 600], dtype=torch.int32)
     indices, marked = choose(operands, 10, lens)
     assert marked.tolist() == [True, False, True]
     assert torch.equal(indices[1:2], top_k_reference(score_keys(operands), 10, lens)[1:2])
@@ -86,17 +88,17 @@ def test_lists_that_overflow_mark_their_query_and_no_other() -> None:
 
 def test_bars_that_too_few_reach_mark_their_query() -> None:
     """All of the sample is better than what is not in it: the bar is the fourth best, of ten that are wanted."""
-    operands = make_operands("equal", 1, 200, 2, 32, torch.float16)
+    operands = made_operands("equal", 1)
     operands.k[::2, 0] = 2
-    _, marked = choose(operands, 10, torch.tensor([200], dtype=torch.int32), Sampling(step=2, wanted=4, capacity=40))
+    _, marked = choose(operands, 10, torch.tensor([600], dtype=torch.int32), Sampling(step=2, wanted=4, capacity=160))
     assert marked.all()
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of numpy, which is the interpreter
 def test_nan_is_not_counted_as_reaching_a_bar() -> None:
-    operands = make_operands("ascending", 1, 200, 2, 32, torch.float16)
+    operands = made_operands("ascending", 1)
     operands.k[1:100:2, 0] = torch.nan
-    lens = torch.tensor([200], dtype=torch.int32)
+    lens = torch.tensor([600], dtype=torch.int32)
     indices, marked = choose(operands, 10, lens)
     assert not marked.any()
     assert torch.equal(indices, top_k_reference(score_keys(operands), 10, lens))
@@ -104,38 +106,39 @@ def test_nan_is_not_counted_as_reaching_a_bar() -> None:
 
 @pytest.mark.parametrize("k", [10, 100])
 def test_numbers_of_keys_around_k(k: int) -> None:
-    operands = make_operands("few values", 4, 110, 2, 32, torch.float16)
-    lens = torch.tensor([1, k, k + 1, 110], dtype=torch.int32)
-    indices, marked = choose(operands, k, lens, Sampling(2, 60, 128))
+    operands = made_operands("few values", 4, 300)
+    lens = torch.tensor([1, k, k + 1, 300], dtype=torch.int32)
+    indices, marked = choose(operands, k, lens, Sampling(2, 60, 280))
     assert not marked.any()
     assert torch.equal(indices, top_k_reference(score_keys(operands), k, lens))
 
 
 def test_memory_of_earlier_queries_is_not_read() -> None:
-    scorer = Scorer.in_triton(2, SMALL)
-    made = Contenders(3, 100, SAMPLING, scorer, DEVICE)
+    made = Contenders(3, 300, SAMPLING, DEVICE)
     out, overflowed = torch.empty(3, 10, dtype=torch.int32, device=DEVICE), torch.zeros(3, dtype=torch.int32)
     for seed, num_queries in enumerate((3, 2)):
         torch.manual_seed(seed)
-        operands = make_operands("one bin", num_queries, 100, 2, 32, torch.float16)
-        lens = causal_lens(num_queries, 100, first_position=70)
+        operands = made_operands("one bin", num_queries, 300)
+        lens = causal_lens(num_queries, 300, first_position=270)
         rows, on_device = slice(0, num_queries), lens.to(DEVICE)
-        made.choose(to_device(operands), on_device, scorer.longest(on_device), out[rows], overflowed[rows].to(DEVICE))
+        longest = hopper.longest(on_device, HEADS)
+        made.choose(to_device(operands), on_device, longest, out[rows], overflowed[rows].to(DEVICE))
         assert torch.equal(out[rows].cpu(), top_k_reference(score_keys(operands), 10, lens))
 
 
 @pytest.mark.parametrize("step", [1, 2])
 def test_keys_below_the_bar_are_not_written(step: int) -> None:
     """Of equal scores those after the bar's index are below it. Of whole blocks every step-th key is left out."""
-    operands = make_operands("few values", 2, 70, 1, 32, torch.float16)
-    scores, lens = score_keys(operands), torch.tensor([70, 50], dtype=torch.int32)
-    bar_scores, bar_indices = torch.tensor([2.0, 1.0]), torch.tensor([30, NO_BAR], dtype=torch.int32)
-    lists = torch.full((2, 64), -1, dtype=torch.int64, device=DEVICE)
+    operands = made_operands("few values", 2, 200)
+    scores, lens = score_keys(operands), torch.tensor([200, 150], dtype=torch.int32)
+    bar_scores, bar_indices = torch.tensor([2.0 * HEADS, torch.nan]), torch.tensor([30, NO_BAR], dtype=torch.int32)
+    lists = torch.full((2, 200), -1, dtype=torch.int64, device=DEVICE)
     counts = torch.zeros(2, dtype=torch.int32, device=DEVICE)
-    bar = bar_scores.to(DEVICE), bar_indices.to(DEVICE)
-    list_contenders(to_device(operands), lens.to(DEVICE), step, *bar, lists, counts, SMALL)
-    index = torch.arange(70)
-    left_out = (index % 2 == 0) & (index < 64) if step == 2 else index < 0
+    bar, on_device = (bar_scores.to(DEVICE), bar_indices.to(DEVICE)), lens.to(DEVICE)
+    longest = hopper.longest(on_device, HEADS)
+    hopper.list_contenders(to_device(operands), longest, on_device, step, *bar, lists, counts)
+    index = torch.arange(200)
+    left_out = (index % 2 == 0) & (index < 128) if step == 2 else index < 0
     for row in range(2):
         tied = (scores[row] == bar_scores[row]) & (index <= bar_indices[row])
         reaches = (scores[row] > bar_scores[row]) | tied | (bar_indices[row] == NO_BAR)
@@ -179,42 +182,40 @@ def test_a_bar_is_reached_by_about_as_many_as_are_wanted(sample_len: int, wanted
 
 @given(st.integers(1, stream._MOST_KEYS), st.sampled_from([1, 64, 512, 1024, 2048]))
 def test_lists_hold_what_is_to_be_expected(num_keys: int, k: int) -> None:
-    sampling = Sampling.of(num_keys, k, 64)
+    sampling = Sampling.of(num_keys, k)
     assert sampling.wanted >= k / sampling.step + 5 * math.sqrt(k / sampling.step)
     assert sampling.capacity >= 1.125 * sampling.wanted * sampling.step + 64 * sampling.step
     assert sampling.capacity >= 2 * k
     assert sampling.fits
-    assert sampling.sample_len(num_keys, 64) <= MAX_CAPACITY
+    assert sampling.sample_len(num_keys) <= MAX_CAPACITY
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="on a GPU, all of it is tested below")
 def test_queries_that_are_marked_are_chosen_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two at a time, but for the first."""
+    """Four at a time, but for the first."""
     monkeypatch.setattr(Sampling, "of", lambda *arguments: SAMPLING)
     monkeypatch.setattr(contenders, "num_multiprocessors", lambda device: 1)
-    monkeypatch.setitem(device.TILE_SHAPES, torch.float16, TileShape(columns=4, keys=16))
-    operands = make_operands("equal", 5, 200, 2, 32, torch.float16)
+    operands = made_operands("equal", 9)
     operands.k[1::2, 0] = 2
-    lens = torch.tensor([200, 40, 12, 200, 9], dtype=torch.int32)
-    workspace_bytes = 3 * (4 * 96 + 8 * SAMPLING.capacity + 12)
+    lens = torch.tensor([600, 40, 12, 600, 9, 100, 160, 0, 1], dtype=torch.int32)
+    workspace_bytes = 5 * (8 * SAMPLING.capacity + 12)
     _, unsure = stream.choose_from_contenders(operands, 10, lens, workspace_bytes)
     assert unsure.tolist() == [0, 3]
     got = stream.choose_by_contenders(operands, 10, lens, workspace_bytes)
     assert torch.equal(got.indices, top_k_reference(score_keys(operands), 10, lens))
 
 
-@pytest.mark.parametrize(("workspace_bytes", "queries"), [(256 << 20, 15840), (64 << 20, 3168), (1 << 20, 60), (1, 4)])
+@pytest.mark.parametrize(("workspace_bytes", "queries"), [(256 << 20, 16368), (64 << 20, 3696), (1 << 20, 60), (1, 4)])
 def test_there_is_room_for_whole_fillings_of_the_device_or_for_a_query_tile(
     workspace_bytes: int, queries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(contenders, "num_multiprocessors", lambda device: 132)
     operands = make_operands("random", 1, 16384, 64, 8, torch.float16)
-    scorer = Scorer.for_operands(operands)
-    sampling = Sampling.of(16384, 512, scorer.tile_keys)
+    sampling = Sampling.of(16384, 512)
     assert sampling == Sampling(step=8, wanted=108, capacity=2048)
-    filling, room = contenders.queries_at_a_time(operands, sampling, scorer, workspace_bytes)
+    filling, room = contenders.queries_at_a_time(operands, sampling, workspace_bytes)
     assert room == queries
-    assert room % filling == 0 and filling in (4, 2 * 132 * 4)
+    assert room % filling == 0 and filling in (4, 132 * 4)
 
 
 @given(st.integers(0, 40_000), st.sampled_from([1, 4, 16]), st.integers(1, 140), st.integers(1, 30))

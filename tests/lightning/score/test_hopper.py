@@ -18,7 +18,6 @@ from csattn.lightning import FP8, Operands, choose_keys, score_all, score_keys, 
 from csattn.lightning.prefill import contenders
 from csattn.lightning.prefill.contenders import Contenders, Sampling
 from csattn.lightning.score import hopper
-from csattn.lightning.score.device import Scorer
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
 
@@ -42,10 +41,10 @@ def made_operands(kind: str, num_queries: int, num_keys: int, num_heads: int, dt
 
 def scored(operands: Operands, keys: range, lens: Tensor) -> Tensor:
     """[num_queries, len(keys) rounded up to whole tiles]; NaN where the kernel has not written."""
-    scorer = Scorer(None, hopper.queries_of_tile(operands.q.shape[1]))
+    longest = hopper.longest(lens.to(DEVICE), operands.q.shape[1])
     width = -(-len(keys) // 64) * 64
     out = torch.full((len(operands.q), width + 3), torch.nan, device=DEVICE)
-    hopper.write_scores(operands, keys, scorer.longest(lens.to(DEVICE)), out)
+    hopper.write_scores(operands, keys, longest, out)
     assert out[:, width:].isnan().all()
     return out[:, :width]
 
@@ -93,11 +92,10 @@ def test_scores_of_every_second_key_are_those_of_all() -> None:
 def test_choices_are_those_of_all_scores(kind: str) -> None:
     operands, k = made_operands(kind, 6, 330, 64, torch.float16), 10
     lens = torch.tensor([0, 39, 143, 330, 200, 7], dtype=torch.int32).to(DEVICE)
-    scorer, sampling = Scorer(None, hopper.queries_of_tile(64)), Sampling(step=2, wanted=9, capacity=100)
-    made = Contenders(6, 330, sampling, scorer, DEVICE)
+    made = Contenders(6, 330, Sampling(step=2, wanted=9, capacity=100), DEVICE)
     indices = torch.full((6, k), -7, dtype=torch.int32, device=DEVICE)
     overflowed = torch.zeros(6, dtype=torch.int32, device=DEVICE)
-    made.choose(operands, lens, scorer.longest(lens), indices, overflowed)
+    made.choose(operands, lens, hopper.longest(lens, 64), indices, overflowed)
     marked = overflowed > 0
     assert torch.equal(indices[~marked], top_k_reference(score_keys(operands), k, lens)[~marked])
     assert not marked.any() or kind == "nan and inf"

@@ -1,4 +1,7 @@
-"""The score kernel is its definition, for any shape. Without a GPU it runs as Python, which is slow: sizes are tiny."""
+"""Scores of keys side by side are their definition, for any shape, by the kernel that has them in pages of one.
+
+Without a GPU it runs as Python, which is slow: sizes are tiny.
+"""
 
 import pytest
 import torch
@@ -8,10 +11,10 @@ pytest.importorskip("triton", reason="Triton, whose interpreter runs these kerne
 
 from bench.lightning.awkward import KINDS, make_operands
 from csattn.lightning import FP8, Operands, causal_lens, choose_keys, score_all, score_keys, top_k_reference
-from csattn.lightning.score.triton_kernels import TileShape, score_tile
+from csattn.lightning.paged import triton_kernels
+from csattn.lightning.paged.triton_kernels import score_side_by_side
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SMALL = TileShape(columns=16, keys=16, tiles=2, num_warps=4, num_stages=2)
 
 
 def to_device(operands: Operands) -> Operands:
@@ -19,15 +22,14 @@ def to_device(operands: Operands) -> Operands:
     return Operands(*(None if array is None else array.to(DEVICE) for array in arrays))  # type: ignore[arg-type]
 
 
-def scored(operands: Operands, keys: range, lens: Tensor, shape: TileShape = SMALL) -> Tensor:
+def scored(operands: Operands, keys: range, lens: Tensor) -> Tensor:
     """[num_queries, len(keys)]; NaN where a query may not look, and where the kernel has not written."""
-    width = -(-len(keys) // shape.keys) * shape.keys
-    out = torch.full((len(operands.q), width + 3), torch.nan, device=DEVICE)
-    score_tile(to_device(operands), keys, lens.to(DEVICE), out, shape)
-    assert out[:, width:].isnan().all()
-    out = out[:, : len(keys)].cpu()
-    legal = torch.arange(keys.start, keys.stop) < lens[:, None]
-    return out.masked_fill(~legal, torch.nan)
+    out = torch.full((len(operands.q), len(keys) + 3), torch.nan, device=DEVICE)
+    score_side_by_side(to_device(operands), keys, lens.to(DEVICE), out)
+    got = out.cpu()
+    assert got[:, len(keys) :].isnan().all()
+    assert got[:, : len(keys)][torch.arange(keys.start, keys.stop) >= lens[:, None]].isnan().all()
+    return got[:, : len(keys)]
 
 
 def want(operands: Operands, keys: range, lens: Tensor) -> Tensor:
@@ -87,6 +89,13 @@ def test_where_a_key_lies_in_a_tile_changes_no_bit() -> None:
         assert torch.equal(scored(operands, range(start, stop), lens), whole[:, start:stop])
 
 
+def test_queries_go_in_launches_of_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    operands, lens = make_operands("random", 5, 20, head_dim=32), torch.tensor([20, 3, 0, 7, 20], dtype=torch.int32)
+    at_once = scored(operands, range(20), lens)
+    monkeypatch.setattr(triton_kernels, "MOST_QUERIES", 2)
+    assert torch.equal(scored(operands, range(20), lens).nan_to_num(7), at_once.nan_to_num(7))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
 @pytest.mark.parametrize("kind", KINDS)
@@ -99,9 +108,9 @@ def test_choices_on_the_gpu(dtype: torch.dtype, kind: str, ratio: int) -> None:
     best = top_k_reference(scores, 512, lens)
     for tile in (None, (1000, 128), (37, 1000)):
         assert torch.equal(choose_keys(operands, 512, lens, tile=tile).indices, best)
-    by_triton = torch.full((1000, 3072), torch.nan, device=DEVICE)
-    score_tile(operands, range(3001), lens, by_triton)
+    by_triton = torch.full((1000, 3001), torch.nan, device=DEVICE)
+    score_side_by_side(operands, range(3001), lens, by_triton)
     if kind == "random":
         want, illegal = score_keys(operands), torch.arange(3001, device=DEVICE) >= lens[:, None]
-        for got in (scores, by_triton[:, :3001]):
+        for got in (scores, by_triton):
             assert (got - want).masked_fill(illegal, 0).abs().max() < 2e-3 * want.abs().max()

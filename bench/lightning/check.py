@@ -7,6 +7,7 @@ from bench.lightning.inputs import RATIO, Shape, make_fp8_operands
 from bench.lightning.inputs import make_operands as make_noise
 from bench.lightning.measure import recall
 from csattn.lightning import FP8, Operands, causal_lens, choose_keys, score_all, score_keys, top_k_reference
+from csattn.lightning.prefill.stream import choose_by_contenders
 from csattn.lightning.topk.device import MAX_K
 
 TOLERANCE = 4e-3  # of the largest score, for operands of 16 bits or fewer
@@ -51,13 +52,11 @@ def _faults(operands: Operands, compare_scores: bool) -> list[str]:
         for k in (1, min(512, num_keys - 1), min(2048, num_keys + 5)):
             want = top_k_reference(scores, k, on_device)
             for tile in (None, (num_queries, num_keys // 7 + 1), (37, 128), (num_queries // 2 + 1, num_keys)):
-                if not torch.equal(choose_keys(operands, k, lens, tile=tile).indices, want):
+                if not torch.equal(choose_keys(operands, k, lens, tile=tile), want):
                     wrong.append(f"choice of {k} with ratio {ratio} and tile {tile} differs")
             if operands.q.is_cuda and k <= MAX_K:
-                listed = choose_keys(operands, k, lens, workspace_bytes=32 << 20, list_contenders=True)
-                wrong += (
-                    [] if torch.equal(listed.indices, want) else [f"choice of {k} contenders, ratio {ratio}, differs"]
-                )
+                listed = choose_by_contenders(operands, k, lens, 32 << 20)
+                wrong += [] if torch.equal(listed, want) else [f"choice of {k} contenders, ratio {ratio}, differs"]
     return wrong
 
 
@@ -65,10 +64,10 @@ def _noise_faults(operands: Operands, shape: Shape, device: str) -> list[str]:
     """Repetitions, another workspace, recall against float64."""
     lens = causal_lens(len(operands.q), len(operands.k), ratio=RATIO)
     k = min(512, len(operands.k))
-    first = choose_keys(operands, k, lens).indices
+    first = choose_keys(operands, k, lens)
     wrong = []
     for number in range(AGAIN):
-        again = choose_keys(operands, k, lens, workspace_bytes=(1 << 20) << (number % 5)).indices
+        again = choose_keys(operands, k, lens, workspace_bytes=(1 << 20) << (number % 5))
         if not torch.equal(again, first):
             wrong.append(f"repetition {number} differs")
     last = slice(len(operands.q) - min(256, len(operands.q)), len(operands.q))

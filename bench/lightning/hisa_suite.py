@@ -116,7 +116,7 @@ def _trial(prefix: int, keys: str, variant: str, sizes: Sizes, device: str) -> T
         config = configs.get(variant, configs["HISA"])
         blocked = BlockedKeys.of_operands(operands, config.block_size)
         arguments = (operands.q, operands.weights, blocked, lens, sizes.k)
-        exact = choose_keys(operands, sizes.k, host_lens).indices
+        exact = choose_keys(operands, sizes.k, host_lens)
         if variant == "block-sparse":
             config = HisaConfig(block_size=config.block_size, num_blocks=sizes.k // config.block_size)
             chosen = block_sparse_top_k(*arguments, config)

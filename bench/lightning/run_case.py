@@ -53,7 +53,7 @@ def variant_of(case: Case, operands: Operands) -> Choose:
     if case.variant.startswith("csattn"):
         lens = legal_lens(operands, causal)
         tile = None if case.query_chunk is None or case.key_chunk is None else (case.query_chunk, case.key_chunk)
-        return lambda: choose_keys(operands, case.top_k, lens, tile=tile).indices
+        return lambda: choose_keys(operands, case.top_k, lens, tile=tile)
     assert case.query_chunk is not None and case.key_chunk is not None
     cut = (operands, case.top_k, RATIO if causal else None, case.query_chunk, case.key_chunk)
     ablated: dict[str, dict[str, Any]] = {

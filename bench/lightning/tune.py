@@ -1,11 +1,20 @@
 """The rate of the score kernel, and both ways to choose: what is chosen by default and why."""
 
+from collections.abc import Callable
+
 import torch
+from torch import Tensor
 
 from bench.lightning.inputs import RATIO, Shape, make_fp8_operands, make_operands
 from bench.lightning.measure import measure
-from csattn.lightning import Operands, causal_lens, choose_keys, score_all, top_k
-from csattn.lightning.prefill.stream import WORKSPACE_BYTES, choose_from_contenders, score_into
+from csattn.lightning import Operands, causal_lens, score_all, top_k
+from csattn.lightning.prefill.stream import (
+    WORKSPACE_BYTES,
+    choose_by_contenders,
+    choose_from_contenders,
+    choose_scored,
+    score_into,
+)
 
 QUERIES = 4224  # the last of their sequence, for which nearly all keys are legal; a multiple of 132 multiprocessors
 
@@ -37,13 +46,13 @@ def _both_ways(operands: Operands, k: int) -> dict[str, float]:
     scores, legal = score_all(operands.of_queries(last), lens[last]), lens[last].cuda()
     select_ms = float(measure(lambda: top_k(scores, k, legal), "cuda")["ms"])
     return {
-        "contenders": _choose_ms(operands, k, list_contenders=True),
+        "contenders": _choose_ms(choose_by_contenders, operands, k),
         "queries that were chosen for again": len(choose_from_contenders(operands, k, lens, WORKSPACE_BYTES)[1]),
-        "scores": _choose_ms(operands, k, list_contenders=False),
+        "scores": _choose_ms(choose_scored, operands, k),
         "of it selection": round(select_ms / float(legal.sum()) * float(lens.double().sum()), 2),
     }
 
 
-def _choose_ms(operands: Operands, k: int, list_contenders: bool) -> float:
+def _choose_ms(choose: Callable[..., Tensor], operands: Operands, k: int) -> float:
     lens = causal_lens(len(operands.q), len(operands.k), ratio=RATIO)
-    return float(measure(lambda: choose_keys(operands, k, lens, list_contenders=list_contenders), "cuda")["ms"])
+    return float(measure(lambda: choose(operands, k, lens, WORKSPACE_BYTES), "cuda")["ms"])

@@ -18,7 +18,7 @@ Operands (`operands/`)
                          [..., width] to e4m3 (the dtype FP8) and scales [..., width // block], and back
 
 Prefill: all queries over keys that lie side by side (`score/`, `topk/`, `prefill/`)
-    choose_keys          a Choice of each query's k best legal keys, best first [num_queries, k], in bounded memory
+    choose_keys          each query's k best legal keys, best first [num_queries, k], in bounded memory
     score_all            every legal score, with the bits that `choose_keys` compares: [num_queries, num_keys]
     score_keys           the definition of scores: eager, [num_queries, num_keys]
     top_k                exact selection: of scores [rows, length] the k best of each row, by score or by position
@@ -57,7 +57,7 @@ from csattn.lightning.operands.indexer import Operands, causal_lens, in_fp8, v4_
 from csattn.lightning.operands.quantise import FP8, dequantise_fp8, quantise_fp8
 from csattn.lightning.paged.cache import PAGE_SIZE, make_key_cache, read_keys, write_keys
 from csattn.lightning.paged.score import KeyPages, score_pages
-from csattn.lightning.prefill.stream import Choice, choose_keys, score_all
+from csattn.lightning.prefill.stream import choose_keys, score_all
 from csattn.lightning.score.reference import score_keys
 from csattn.lightning.topk.reference import top_k_reference
 from csattn.lightning.topk.select import Order, top_k
@@ -66,7 +66,6 @@ __all__ = [
     "FP8",
     "PAGE_SIZE",
     "BlockedKeys",
-    "Choice",
     "Compressor",
     "CompressorWeights",
     "DsaDecoder",

@@ -6,7 +6,7 @@ makes steps of both.
 
 What only Blackwell can do is not here. It would go to two places. Products of FP8 keys whose sums stay in tensor memory
 while another warp weighs and adds them up (`tcgen05.mma`, TMEM) belong in `paged.triton_kernels._score_kernel`, where
-Hopper's matrix instruction occupies the warps that also do the sum. The two products of attention likewise belong in
+Hopper's matrix instruction occupies the warps that also do the sum. The two products of attention belong in
 `mla.triton_kernels._attend_kernel`. FP4 keys with block scales would need a cache format of their own besides.
 """
 

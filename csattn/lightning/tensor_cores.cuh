@@ -39,7 +39,7 @@ template <int LEFT, int COUNT> __device__ __forceinline__ void wait_for_products
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(result[i])::"memory");
 }
-// The same, whoever's they are; their results are still to be waited for before they are touched.
+// The same for all groups of products; their results are still to be waited for before they are touched.
 template <int LEFT> __device__ __forceinline__ void wait_for_products() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }

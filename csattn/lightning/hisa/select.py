@@ -28,7 +28,7 @@ class HisaConfig:
     block_size: int = 128
     num_blocks: int = _FEW_BLOCKS  # candidates of a query
     first_blocks: int = 1  # always among them
-    last_blocks: int = 1  # likewise, of the blocks that a query sees: its own, and before
+    last_blocks: int = 1  # always among them, of the blocks that a query sees: its own, and before
 
     def __post_init__(self) -> None:
         require_at_least("block_size", self.block_size, 1)

@@ -117,7 +117,7 @@ def _append_kernel(
     sums,  # [batch_size, HEAD_DIM], added to
     lens,  # [batch_size] int64, counted up
     values,  # [batch_size, max_blocks, HEAD_DIM] float8_e4m3fn, one row of each written
-    scales,  # [batch_size, max_blocks], likewise
+    scales,  # [batch_size, max_blocks], one of each row written
     block_size,
     max_len,
     max_blocks,

@@ -1,5 +1,5 @@
 """Attention of each query over the latent rows that were chosen for it (MLA).
 
-`attend.sparse_mla` first; `reference` is the definition. `hopper` (`hopper.cu`: wgmma) has many heads of many queries,
-`triton_kernels` the rest: split-K over the rows, merged by a second launch.
+`attend.sparse_mla` first; `reference` is the definition, `rows` has the arguments. `hopper` (`hopper.cu`: wgmma) takes
+many heads of many queries, `triton_kernels` the rest: split-K over the rows, merged by a second launch.
 """

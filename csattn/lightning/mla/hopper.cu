@@ -14,7 +14,7 @@ constexpr int PART = 32;  // rows of a stage
 constexpr int LINE = 64;  // channels of 128 bytes: what of a row lies together in shared memory
 constexpr int LINES = (LATENT_DIM + ROPE_DIM) / LINE, LATENT_LINES = LATENT_DIM / LINE;
 constexpr int BLOCK_BYTES = HEADS * LINE * 2;  // of one line of all heads
-constexpr int PART_BYTES = PART * LINE * 2;    // likewise of a part's rows
+constexpr int PART_BYTES = PART * LINE * 2;    // of a part's rows, of one line
 constexpr int GROUP = 128, ATTENDING = 2 * GROUP;
 constexpr float LN_2 = 0.6931471805599453f, LOG2_E = 1.4426950408889634f;
 #define NOTHING __int_as_float(0xff800000)  // the logit of what is not there

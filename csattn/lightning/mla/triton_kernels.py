@@ -18,6 +18,7 @@ from torch import Tensor
 
 from csattn.errors import ArrayError
 from csattn.lightning.mla.reference import LOG2_E
+from csattn.lightning.mla.rows import SelectedRows
 from csattn.lightning.triton_common import launch_options, wait_for_earlier
 
 MAX_SPLITS = 64
@@ -54,43 +55,33 @@ class AttendShape:
 
 
 def attend_on_device(
-    q_nope: Tensor,
-    q_pe: Tensor | None,
-    ckv: Tensor,
-    kpe: Tensor | None,
-    indices: Tensor,
-    softmax_scale: float,
-    attn_sink: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    shape: AttendShape | None = None,
-    lse_unit: float = 1.0,
+    rows: SelectedRows, out: Tensor, lse: Tensor, shape: AttendShape | None = None, lse_unit: float = 1.0
 ) -> None:
-    """Enqueue on torch's current stream."""
-    num_queries, num_heads, latent_dim = q_nope.shape
-    _require_powers_of_two(latent_dim, 0 if q_pe is None else q_pe.shape[2])
+    """Enqueue on torch's current stream. Written: `out` and `lse`, as of `attend.sparse_mla`."""
+    num_queries, num_heads, latent_dim = rows.q_nope.shape
+    _require_powers_of_two(latent_dim, rows.rope_dim)
     if num_queries == 0:
         return
-    shape = AttendShape.choose(num_queries, num_heads, indices.shape[1]) if shape is None else shape
-    splits, device = shape.num_splits, q_nope.device
+    shape = AttendShape.choose(num_queries, num_heads, rows.indices.shape[1]) if shape is None else shape
+    splits, device, sink = shape.num_splits, rows.q_nope.device, rows.attn_sink
     if splits == 1:
-        _launch_attend(q_nope, q_pe, ckv, kpe, indices, softmax_scale, attn_sink, out, lse, shape, lse_unit)
+        _launch_attend(rows, sink, out, lse, shape, lse_unit)
         return
     parts = torch.empty(num_queries, splits, num_heads, latent_dim, dtype=torch.float32, device=device)
     part_lse = torch.empty(num_queries, splits, num_heads, dtype=torch.float32, device=device)
-    _launch_attend(q_nope, q_pe, ckv, kpe, indices, softmax_scale, None, parts, part_lse, shape, lse_unit)
+    _launch_attend(rows, None, parts, part_lse, shape, lse_unit)
     channels = min(latent_dim, MERGED_CHANNELS if num_heads > FEW_HEADS else MERGED_CHANNELS // 2)
     _merge_kernel[(num_heads, latent_dim // channels, num_queries)](
         parts,
         part_lse,
-        lse if attn_sink is None else attn_sink,
+        lse if sink is None else sink,
         out,
         lse,
         splits,
         num_heads,
         lse_unit / LOG2_E,
         LATENT_DIM=latent_dim,
-        HAS_SINK=attn_sink is not None,
+        HAS_SINK=sink is not None,
         BLOCK_SPLITS=triton.next_power_of_2(splits),
         BLOCK_CHANNELS=channels,
         num_warps=4,
@@ -99,49 +90,38 @@ def attend_on_device(
 
 
 def _launch_attend(
-    q_nope: Tensor,
-    q_pe: Tensor | None,
-    ckv: Tensor,
-    kpe: Tensor | None,
-    indices: Tensor,
-    softmax_scale: float,
-    attn_sink: Tensor | None,
-    parts: Tensor,
-    part_lse: Tensor,
-    shape: AttendShape,
-    lse_unit: float,
+    rows: SelectedRows, sink: Tensor | None, parts: Tensor, part_lse: Tensor, shape: AttendShape, lse_unit: float
 ) -> None:
-    num_queries, num_heads, latent_dim = q_nope.shape
-    top_k = indices.shape[1]
+    (num_queries, num_heads, latent_dim), top_k = rows.q_nope.shape, rows.indices.shape[1]
     split_len = -(-top_k // (shape.num_splits * shape.block_rows)) * shape.block_rows
-    kpe_stride = 0 if kpe is None else kpe.stride(0)
+    ckv_stride, kpe_stride = rows.ckv.stride(0), 0 if rows.kpe is None else rows.kpe.stride(0)
     _attend_kernel[(shape.num_splits, -(-num_heads // shape.block_heads), num_queries)](
-        q_nope,
-        q_nope if q_pe is None else q_pe,
-        ckv,
-        ckv if kpe is None else kpe,
-        indices,
-        part_lse if attn_sink is None else attn_sink,
+        rows.q_nope,
+        rows.q_nope if rows.q_pe is None else rows.q_pe,
+        rows.ckv,
+        rows.ckv if rows.kpe is None else rows.kpe,
+        rows.indices,
+        part_lse if sink is None else sink,
         parts,
         part_lse,
-        ckv.stride(0),
+        ckv_stride,
         kpe_stride,
-        len(ckv),
+        len(rows.ckv),
         num_heads,
         top_k,
         split_len,
-        softmax_scale * LOG2_E,
+        rows.softmax_scale * LOG2_E,
         lse_unit / LOG2_E,
         LATENT_DIM=latent_dim,
-        ROPE_DIM=0 if q_pe is None else q_pe.shape[2],
-        HAS_SINK=attn_sink is not None,
-        FAR=len(ckv) * max(ckv.stride(0), kpe_stride) >= 2**31,
+        ROPE_DIM=rows.rope_dim,
+        HAS_SINK=sink is not None,
+        FAR=len(rows.ckv) * max(ckv_stride, kpe_stride) >= 2**31,
         BLOCK_HEADS=shape.block_heads,
         BLOCK_ROWS=shape.block_rows,
         BLOCK_SPLIT=triton.next_power_of_2(max(1, split_len)),
         NUM_STAGES=shape.num_stages,
         num_warps=shape.num_warps,
-        **launch_options(q_nope.device),
+        **launch_options(rows.q_nope.device),
     )
 
 

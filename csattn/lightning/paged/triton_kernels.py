@@ -31,7 +31,7 @@ NUM_STAGES = 5
 
 def write_on_device(
     values: Tensor,  # [num_pages, page_size, head_dim] float8_e4m3fn, pages any distance apart, written
-    scales: Tensor,  # [num_pages, page_size] float32, likewise
+    scales: Tensor,  # [num_pages, page_size] float32, pages any distance apart, written
     keys: Tensor,  # [num_tokens, head_dim]
     slot_mapping: Tensor,  # [num_tokens] int64; tokens of other slots than the cache has are not written
     power_of_two_scales: bool,

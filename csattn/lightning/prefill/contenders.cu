@@ -1,7 +1,7 @@
 // Puts a bar to each query from a sample of its scores, and chooses the k best of what has reached the bar.
 //
 // A list has a score's bits above an index. More may have come to it than it holds, or fewer than k: then its query is
-// marked, and somebody else has to choose for it.
+// marked, to be chosen for by another kernel.
 //
 // Compiled for THREADS and CAPACITY: that many entries at most are in a list, or scores in the sample.
 
@@ -15,7 +15,7 @@ __device__ __forceinline__ float score_of(u32 key) {
     return __uint_as_float(key == 0 ? 0x7fc00000u : key >> 31 ? key & 0x7fffffffu : ~key);
 }
 
-// What the threads of a block tell one another, one value each, in turns: a turn may begin while others end the last.
+// Reductions over the threads of a block, in turns: a turn may begin while other threads end the last.
 struct Exchange {
     u32 of_warps[2][2][WARPS];
 
@@ -76,7 +76,7 @@ struct Sample {
     }
 };
 
-// Who reaches it: keys above, and the key itself up to a place in the sample.
+// A threshold: keys above reach it, and the key itself up to a place in the sample.
 struct Bar {
     u32 key, num_reach;
     int last_place;

@@ -130,7 +130,7 @@ def _bars_kernel(sample_len: int) -> tuple[CudaKernel, int]:
 
 
 def _choice_kernel(capacity: int) -> tuple[CudaKernel, int]:
-    """Likewise."""
+    """And the threads of a block, of which there is one for each query."""
     threads = THREADS
     while threads < 1024 and capacity > _ENTRIES_EACH * threads:
         threads *= 2

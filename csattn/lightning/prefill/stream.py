@@ -14,13 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from csattn.errors import ConfigError
 from csattn.lightning.checks import require_array, require_at_least
 from csattn.lightning.operands.indexer import Operands
 from csattn.lightning.prefill.contenders import Contenders, Sampling, queries_at_a_time
 from csattn.lightning.score import cpu, hopper
 from csattn.lightning.topk.device import MAX_K
-from csattn.lightning.topk.reference import SENTINEL, indices_of, order_keys, scores_of
+from csattn.lightning.topk.reference import SENTINEL, indices_of, order_keys
 from csattn.lightning.topk.select import top_k
 
 WORKSPACE_BYTES = 256 << 20
@@ -29,16 +28,7 @@ _MANY_QUERIES = 4096  # whose programs fill a GPU a few times, though each goes 
 _MOST_KEYS = 1 << 21  # of which a sample is chosen from in shared memory
 _CPU_KEYS = 16384  # that are scored together at most on the CPU, where they are widened to float32 first
 _COLUMNS = 128  # of whose multiples a tile's rows are: score kernels write whole tiles of theirs
-_SCORES_BYTES = 40  # per chosen key and its score, while they are made
 _NOTHING = torch.iinfo(torch.int64).min
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The keys chosen for each query, best first."""
-
-    indices: Tensor  # [num_queries, k] int32, -1 padded
-    scores: Tensor | None = None  # [num_queries, k] float32 if asked for; -inf where padded
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +58,8 @@ def choose_keys(
     *,
     workspace_bytes: int = WORKSPACE_BYTES,  # for scores; where they all fit, nothing is cut
     tile: tuple[int, int] | None = None,  # queries and keys that are scored together, instead
-    with_scores: bool = False,
-    list_contenders: bool | None = None,  # write contenders instead of scores (`contenders`); None: where it pays
-) -> Choice:
-    """Each query's k best legal keys, best first.
+) -> Tensor:
+    """Each query's k best legal keys, best first: indices [num_queries, k] int32, -1 padded.
 
     Definition: `topk.reference.top_k_reference` of all scores. Those are summed in an order of the kernel's own, which
     is the same in every tile. Raises ArrayError and ConfigError on arguments that do not fit.
@@ -83,40 +71,28 @@ def choose_keys(
     for name, size in zip(("tile's queries", "tile's keys"), tile or (), strict=False):
         require_at_least(name, size, 1)
     lens = legal_len.cpu().clamp(min=0, max=len(operands.k))
-    if list_contenders is None:
-        list_contenders = tile is None and not with_scores and _contenders_pay(operands, k)
-    if not list_contenders:
-        return _choose_scored(operands, k, lens, workspace_bytes, tile, with_scores)
-    if with_scores or tile is not None or not _has_contenders(operands, k):
-        raise ConfigError(
-            f"contenders are listed on a GPU by `score.hopper`, for k up to {MAX_K} of {_MOST_KEYS} keys, without "
-            f"scores, in tiles of their own; got q {list(operands.q.shape)} on {operands.q.device}, k {k} of "
-            f"{len(operands.k)} keys, with_scores {with_scores}, tile {tile}: leave list_contenders out"
-        )
-    return choose_by_contenders(operands, k, lens, workspace_bytes)
+    if tile is None and _contenders_pay(operands, k):
+        return choose_by_contenders(operands, k, lens, workspace_bytes)
+    return choose_scored(operands, k, lens, workspace_bytes, tile)
 
 
 def _contenders_pay(operands: Operands, k: int) -> bool:
     """With fewer queries a GPU is not full of them; with fewer keys most would be contenders."""
-    many = len(operands.q) >= _MANY_QUERIES and len(operands.k) >= 8 * k
-    return many and _has_contenders(operands, k)
+    if not operands.q.is_cuda or k > MAX_K or len(operands.k) > _MOST_KEYS or not hopper.suits(operands):
+        return False
+    return len(operands.q) >= _MANY_QUERIES and len(operands.k) >= 8 * k
 
 
-def _has_contenders(operands: Operands, k: int) -> bool:
-    return operands.q.is_cuda and k <= MAX_K and len(operands.k) <= _MOST_KEYS and hopper.suits(operands)
-
-
-def choose_by_contenders(operands: Operands, k: int, lens: Tensor, workspace_bytes: int) -> Choice:
-    """By `contenders`; where they are too many, once more from all scores. lens: on the host, within 0..num_keys."""
-    choice, unsure = choose_from_contenders(operands, k, lens, workspace_bytes)
+def choose_by_contenders(operands: Operands, k: int, lens: Tensor, workspace_bytes: int) -> Tensor:
+    """`choose_keys` by `contenders`; where they are too many, from all scores. lens: as in `choose_scored`."""
+    indices, unsure = choose_from_contenders(operands, k, lens, workspace_bytes)
     for first in range(0, len(unsure), _MANY_QUERIES):
         rows = unsure[first : first + _MANY_QUERIES]
-        again = _choose_scored(operands.of_queries(rows), k, lens[rows.cpu()], workspace_bytes, None, False)
-        choice.indices[rows] = again.indices
-    return choice
+        indices[rows] = choose_scored(operands.of_queries(rows), k, lens[rows.cpu()], workspace_bytes)
+    return indices
 
 
-def choose_from_contenders(operands: Operands, k: int, lens: Tensor, workspace_bytes: int) -> tuple[Choice, Tensor]:
+def choose_from_contenders(operands: Operands, k: int, lens: Tensor, workspace_bytes: int) -> tuple[Tensor, Tensor]:
     """The choice from lists of contenders, and the queries whose lists cannot be trusted: [n] int64."""
     (num_queries, num_heads, _), num_keys, device = operands.q.shape, len(operands.k), operands.q.device
     sampling, query_tile = Sampling.of(num_keys, k), hopper.queries_of_tile(num_heads)
@@ -132,7 +108,7 @@ def choose_from_contenders(operands: Operands, k: int, lens: Tensor, workspace_b
         of_tiles = longest[tile.start // query_tile : -(-tile.stop // query_tile)]
         contenders.choose(operands.of_queries(rows), on_device[rows], of_tiles, indices[rows], overflowed[rows])
     unsure = overflowed.nonzero()[:, 0] if overflowed.any() else overflowed.new_empty(0, dtype=torch.int64)
-    return Choice(indices), unsure
+    return indices, unsure
 
 
 def _cut_queries(num_queries: int, query_tile: int, filling: int, room: int) -> list[range]:
@@ -146,21 +122,18 @@ def _cut_queries(num_queries: int, query_tile: int, filling: int, room: int) -> 
     return [range(max(0, stop - step), min(stop, num_queries)) for stop in stops]
 
 
-def _choose_scored(
-    operands: Operands, k: int, lens: Tensor, workspace_bytes: int, tile: tuple[int, int] | None, with_scores: bool
-) -> Choice:
+def choose_scored(
+    operands: Operands, k: int, lens: Tensor, workspace_bytes: int, tile: tuple[int, int] | None = None
+) -> Tensor:
+    """`choose_keys` from all scores. lens: on the host, within 0..num_keys."""
     device, num_queries = operands.q.device, len(operands.q)
     on_device = lens.to(device)
-    choice = Choice(
-        torch.full((num_queries, k), SENTINEL, dtype=torch.int32, device=device),
-        torch.full((num_queries, k), -torch.inf, device=device) if with_scores else None,
-    )
-    row_bytes = _SCORES_BYTES * k if with_scores else 0
-    tiles = list(cut(lens, workspace_bytes, row_bytes, device) if tile is None else cut_evenly(lens, *tile))
+    indices = torch.full((num_queries, k), SENTINEL, dtype=torch.int32, device=device)
+    tiles = list(cut(lens, workspace_bytes, device) if tile is None else cut_evenly(lens, *tile))
     workspace = torch.empty(max((t.num_scores for t in tiles), default=0), device=device)
     for t in tiles:
-        _choose(operands.of_queries(t.queries), on_device[t.queries], t, workspace, _rows_of(choice, t.queries))
-    return choice
+        _choose(operands.of_queries(t.queries), on_device[t.queries], t, workspace, indices[t.queries])
+    return indices
 
 
 def score_all(operands: Operands, legal_len: Tensor) -> Tensor:
@@ -171,9 +144,9 @@ def score_all(operands: Operands, legal_len: Tensor) -> Tensor:
     return scores[:, :num_keys]
 
 
-def cut(lens: Tensor, workspace_bytes: int, row_bytes: int, device: torch.device) -> Iterator[Tile]:
+def cut(lens: Tensor, workspace_bytes: int, device: torch.device) -> Iterator[Tile]:
     """Tiles whose scores fit the workspace: as many queries as it holds; where those are few, fewer keys at a time."""
-    least_bytes = workspace_bytes // min(_QUERIES, max(1, len(lens))) - row_bytes
+    least_bytes = workspace_bytes // min(_QUERIES, max(1, len(lens)))
     most_keys = max(_COLUMNS, least_bytes // 4 // _COLUMNS * _COLUMNS)
     if device.type == "cpu":
         most_keys = min(most_keys, _CPU_KEYS)
@@ -181,7 +154,7 @@ def cut(lens: Tensor, workspace_bytes: int, row_bytes: int, device: torch.device
     for start in range(0, len(lens), _QUERIES):
         stop = min(start + _QUERIES, len(lens))
         longest = int(lens[start:stop].max())
-        bytes_each = 4 * _padded(min(max(longest, num_keys), most_keys)) + row_bytes
+        bytes_each = 4 * _padded(min(max(longest, num_keys), most_keys))
         if start > first and (stop - first) * bytes_each > workspace_bytes:
             yield Tile(slice(first, start), num_keys, most_keys)
             first, num_keys = start, 0
@@ -197,9 +170,9 @@ def cut_evenly(lens: Tensor, num_queries: int, num_keys: int) -> Iterator[Tile]:
         yield Tile(queries, int(lens[queries].max()), num_keys)
 
 
-def _choose(operands: Operands, lens: Tensor, tile: Tile, workspace: Tensor, out: Choice) -> None:
+def _choose(operands: Operands, lens: Tensor, tile: Tile, workspace: Tensor, out: Tensor) -> None:
     """For the queries of one tile. All of `out` is padding before."""
-    ranges, k = tile.key_ranges, out.indices.shape[1]
+    ranges, k = tile.key_ranges, out.shape[1]
     kept: Tensor | None = None
     for keys in ranges:
         width = _padded(len(keys))
@@ -207,18 +180,15 @@ def _choose(operands: Operands, lens: Tensor, tile: Tile, workspace: Tensor, out
         score_into(scores, operands, keys, lens)
         scores = scores[:, : len(keys)]
         legal = (lens - keys.start).clamp(min=0, max=len(keys))
-        if len(ranges) == 1 and out.scores is None:
-            top_k(scores, k, legal, out=out.indices)
+        if len(ranges) == 1:
+            top_k(scores, k, legal, out=out)
             return
         best = top_k(scores, k, legal)
         found = order_keys(scores.gather(1, best.clamp(min=0).long()), best.clamp(min=0) + keys.start)
         found = found.masked_fill_(best < 0, _NOTHING)
         kept = found if kept is None else torch.cat((kept, found), dim=1).topk(k, dim=1).values
     if kept is not None:
-        nothing = kept == _NOTHING
-        out.indices.copy_(indices_of(kept).masked_fill_(nothing, SENTINEL))
-        if out.scores is not None:
-            out.scores.copy_(scores_of(kept).masked_fill_(nothing, -torch.inf))
+        out.copy_(indices_of(kept).masked_fill_(kept == _NOTHING, SENTINEL))
 
 
 def score_into(
@@ -236,10 +206,6 @@ def score_into(
         from csattn.lightning.paged.triton_kernels import score_side_by_side  # Triton is only where a GPU is
 
         score_side_by_side(operands, keys, lens, out)
-
-
-def _rows_of(choice: Choice, rows: slice) -> Choice:
-    return Choice(choice.indices[rows], None if choice.scores is None else choice.scores[rows])
 
 
 def _padded(num_keys: int) -> int:

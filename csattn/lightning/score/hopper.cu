@@ -164,8 +164,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) list_contenders(
     const float* __restrict__ key_scale,
     const int* __restrict__ longest,
     const int* __restrict__ legal_len,     // [num_queries]
-    const float* __restrict__ bar_scores,  // likewise
-    const int* __restrict__ bar_indices,   // likewise
+    const float* __restrict__ bar_scores,  // [num_queries]
+    const int* __restrict__ bar_indices,   // [num_queries]
     u64* __restrict__ lists,               // [num_queries, capacity]: a score's bits above an index
     int* __restrict__ counts,              // [num_queries], of what has come to a list, read and written
     long long num_queries,

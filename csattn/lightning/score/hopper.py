@@ -9,7 +9,7 @@ Measured by clocks read within the kernel, where contenders are listed: 1216 and
 products, whose sums are in registers too, and what counts is how many registers it writes: with a maximum for every
 product, which is one more, a tile took 1348 and 958; with an eighth of the weighing 1065 in bfloat16; thirty other
 instructions fewer gained nothing. And power is at its limit: in bfloat16 the clock falls from 1.8 to 1.54 GHz within
-150 ms, and torch's product, limited likewise, from 800 to 680 TFLOP/s.
+150 ms, and torch's product, under the same limit, from 800 to 680 TFLOP/s.
 """
 
 from pathlib import Path

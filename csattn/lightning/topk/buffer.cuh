@@ -15,7 +15,7 @@ struct alignas(16) Shared {
     u32 scratch[WARPS];
     Boundary boundary;
     u64 low, high;    // the least and the greatest of the entries; other blocks read them
-    u32 num_entries;  // likewise
+    u32 num_entries;  // other blocks read it
 };
 
 // Where a thread may write that many entries, and how many there are when its warp has written. Whole warps call it.

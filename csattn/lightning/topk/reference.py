@@ -1,6 +1,6 @@
 """The order in which scored keys are chosen, the same in every path: score descending, then index ascending.
 
--0 equals +0. NaN ranks after -inf, all NaNs equal. Whether a key may be chosen is told by its index alone, never by
+-0 equals +0. NaN ranks after -inf, all NaNs equal. Whether a key may be chosen depends on its index alone, never on
 its score: a legal key of score -inf or NaN is chosen where nothing better is left.
 """
 
@@ -29,13 +29,6 @@ def orderable(scores: Tensor) -> Tensor:
     bits = torch.where(scores == 0, 0, bits)
     bits = torch.where(bits < 0, bits ^ 0x7FFF_FFFF, bits)
     return torch.where(scores.isnan(), _LOWEST, bits).to(torch.int32)
-
-
-def scores_of(keys: Tensor) -> Tensor:
-    """The scores that `order_keys` was given, but for the bits of NaN and the sign of zero: int64 -> float32."""
-    bits = (keys >> 32).to(torch.int32)
-    bits = torch.where(bits == _LOWEST, 0x7FC0_0000, torch.where(bits < 0, bits ^ 0x7FFF_FFFF, bits))
-    return bits.to(torch.int32).view(torch.float32)
 
 
 def indices_of(keys: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from torch import Tensor
 from csattn.attention import reference
 from csattn.errors import ArrayError, ConfigError
 from csattn.lightning import sparse_mla, sparse_mla_reference
+from csattn.lightning.mla.rows import SelectedRows
 from csattn.lightning.mla.triton_kernels import AttendShape, attend_on_device
 from tests.cuda_on_cpu.emulated import DEVICE
 
@@ -41,8 +42,8 @@ def by_kernel(case: dict[str, Tensor | None], shape: AttendShape, sink: Tensor |
     out = torch.full_like(arrays["q_nope"], torch.nan)  # type: ignore[arg-type]
     lse = torch.full(out.shape[:2], torch.nan, device=DEVICE)
     sink = None if sink is None else sink.to(DEVICE)
-    results = {"out": out, "lse": lse, "lse_unit": 2.0}
-    attend_on_device(**arrays, softmax_scale=SCALE, attn_sink=sink, shape=shape, **results)  # type: ignore[arg-type]
+    rows = SelectedRows(**arrays, softmax_scale=SCALE, attn_sink=sink)  # type: ignore[arg-type]
+    attend_on_device(rows, out, lse, shape, lse_unit=2.0)
     return out.cpu(), lse.cpu() / 2
 
 
@@ -76,7 +77,7 @@ def test_the_shapes_of_the_models() -> None:
     arrays = {name: array.to(DEVICE) for name, array in case.items()}  # type: ignore[union-attr]
     out = torch.full_like(arrays["q_nope"], torch.nan)
     lse = torch.full(out.shape[:2], torch.nan, device=DEVICE)
-    attend_on_device(**arrays, softmax_scale=0.13523378, attn_sink=None, out=out, lse=lse)
+    attend_on_device(SelectedRows(**arrays, softmax_scale=0.13523378), out, lse)
     agree((out.cpu(), lse.cpu()), want, 5e-3)
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from csattn.lightning import sparse_mla_reference
 from csattn.lightning.mla import hopper
 from csattn.lightning.mla.hopper import attend_many, takes
+from csattn.lightning.mla.rows import SelectedRows
 from tests.cuda_on_cpu.emulated import DEVICE, Emulator
 
 pytestmark = pytest.mark.skipif(
@@ -52,7 +53,7 @@ def test_agrees_with_the_definition(num_heads: int, rope_dim: int, with_sink: bo
     sink = torch.randn(num_heads).to(DEVICE) if with_sink else None
     want, want_lse = sparse_mla_reference(**case, softmax_scale=SCALE, attn_sink=sink)  # type: ignore[arg-type]
     out, lse = torch.full_like(want, torch.nan), torch.full_like(want_lse, torch.nan)
-    attend_many(**case, softmax_scale=SCALE, attn_sink=sink, out=out, lse=lse)  # type: ignore[arg-type]
+    attend_many(SelectedRows(**case, softmax_scale=SCALE, attn_sink=sink), out, lse)  # type: ignore[arg-type]
     tolerance = 2e-2 if dtype == torch.bfloat16 else 3e-3
     torch.testing.assert_close(out.float(), want.float(), rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3)
@@ -68,7 +69,7 @@ def test_logits_that_grow_from_row_to_row() -> None:
     case["q_nope"] = (case["q_nope"].abs() * 0.3).to(torch.float16)  # type: ignore[union-attr]
     want, want_lse = sparse_mla_reference(**case, softmax_scale=SCALE)  # type: ignore[arg-type]
     out, lse = torch.full_like(want, torch.nan), torch.full_like(want_lse, torch.nan)
-    attend_many(**case, softmax_scale=SCALE, attn_sink=None, out=out, lse=lse)  # type: ignore[arg-type]
+    attend_many(SelectedRows(**case, softmax_scale=SCALE), out, lse)  # type: ignore[arg-type]
     torch.testing.assert_close(out.float(), want.float(), rtol=5e-3, atol=5e-3)
     torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3)
 
@@ -76,13 +77,17 @@ def test_logits_that_grow_from_row_to_row() -> None:
 def test_takes_what_it_was_written_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "has_warpgroup_products", lambda device: True)
     case = make_case(64, [1], 1, 64, torch.bfloat16)
-    of_rows = case["ckv"], case["kpe"]
+    ckv, kpe, indices = case["ckv"], case["kpe"], case["indices"]
+
+    def taken(*arrays: object) -> bool:
+        return takes(SelectedRows(*arrays, indices, SCALE))  # type: ignore[arg-type]
+
     q, q_pe = (case[name].expand(64, -1, -1).contiguous() for name in ("q_nope", "q_pe"))  # type: ignore[union-attr]
-    assert takes(q, q_pe, *of_rows)  # type: ignore[arg-type]
-    assert takes(q, None, case["ckv"], None)  # type: ignore[arg-type]
-    assert not takes(q[:63], q_pe[:63], *of_rows), "few queries"  # type: ignore[arg-type]
-    assert not takes(q[:, :32], q_pe[:, :32], *of_rows), "few heads"  # type: ignore[arg-type]
-    assert not takes(q.float(), q_pe.float(), *of_rows), "float32"  # type: ignore[arg-type]
-    assert not takes(q[..., :256], None, case["ckv"][:, :256], None), "other widths"  # type: ignore[index]
+    assert taken(q, q_pe, ckv, kpe)
+    assert taken(q, None, ckv, None)
+    assert not taken(q[:63], q_pe[:63], ckv, kpe), "few queries"
+    assert not taken(q[:, :32], q_pe[:, :32], ckv, kpe), "few heads"
+    assert not taken(q.float(), q_pe.float(), ckv, kpe), "float32"
+    assert not taken(q[..., :256], None, ckv[:, :256], None), "other widths"  # type: ignore[index]
     uneven = torch.zeros(NUM_ROWS, 68, dtype=q.dtype, device=DEVICE)[:, :64]
-    assert not takes(q, q_pe, case["ckv"], uneven), "rows that are not some 16 bytes apart"
+    assert not taken(q, q_pe, ckv, uneven), "rows that are not some 16 bytes apart"

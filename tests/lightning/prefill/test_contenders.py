@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bench.lightning.awkward import KINDS, make_operands
-from csattn.errors import ConfigError
-from csattn.lightning import Operands, causal_lens, choose_keys, score_keys, top_k_reference
+from csattn.lightning import Operands, causal_lens, score_keys, top_k_reference
 from csattn.lightning.prefill import contenders, stream
 from csattn.lightning.prefill.contenders import MAX_CAPACITY, Contenders, Sampling
 from csattn.lightning.score import hopper
@@ -202,7 +201,7 @@ def test_queries_that_are_marked_are_chosen_for_again(monkeypatch: pytest.Monkey
     _, unsure = stream.choose_from_contenders(operands, 10, lens, workspace_bytes)
     assert unsure.tolist() == [0, 3]
     got = stream.choose_by_contenders(operands, 10, lens, workspace_bytes)
-    assert torch.equal(got.indices, top_k_reference(score_keys(operands), 10, lens))
+    assert torch.equal(got, top_k_reference(score_keys(operands), 10, lens))
 
 
 @pytest.mark.parametrize(("workspace_bytes", "queries"), [(256 << 20, 16368), (64 << 20, 3696), (1 << 20, 60), (1, 4)])
@@ -229,12 +228,6 @@ def test_tiles_of_queries_cover_all_and_fit(num_queries: int, query_tile: int, t
         assert rows.start == 0 or -(-len(rows) // query_tile) * query_tile % filling == 0
 
 
-def test_where_contenders_cannot_be_listed_that_is_said() -> None:
-    operands = make_operands("random", 3, 5)
-    with pytest.raises(ConfigError, match=r"contenders are listed on a GPU.*on cpu, k 2.*leave list_contenders out"):
-        choose_keys(operands, 2, torch.ones(3, dtype=torch.int32), list_contenders=True)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("k", [1, 512, 1024, 2048])
@@ -244,7 +237,6 @@ def test_contenders_on_the_gpu(kind: str, k: int, dtype: torch.dtype, monkeypatc
     made = make_operands(kind, 700, 20_001, 64, 128, key_scale=True)
     operands = to_device(Operands(made.q.to(dtype), made.k.to(dtype), made.weights, made.key_scale))
     lens = causal_lens(700, 20_001, ratio=1, first_position=19_500)
-    want = choose_keys(operands, k, lens, list_contenders=False).indices
+    want = stream.choose_scored(operands, k, lens, 1 << 28)
     for workspace_bytes in (1 << 20, 1 << 28):
-        got = choose_keys(operands, k, lens, workspace_bytes=workspace_bytes, list_contenders=True)
-        assert torch.equal(got.indices, want)
+        assert torch.equal(stream.choose_by_contenders(operands, k, lens, workspace_bytes), want)

@@ -14,9 +14,10 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton, which scores what does not suit these kernels, is not installed")
 
 from bench.lightning.awkward import KINDS, make_operands
-from csattn.lightning import FP8, Operands, choose_keys, score_all, score_keys, top_k_reference
+from csattn.lightning import FP8, Operands, score_all, score_keys, top_k_reference
 from csattn.lightning.prefill import contenders
 from csattn.lightning.prefill.contenders import Contenders, Sampling
+from csattn.lightning.prefill.stream import choose_by_contenders, choose_scored
 from csattn.lightning.score import hopper
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
@@ -126,6 +127,9 @@ def test_choices_on_the_gpu(kind: str, num_heads: int, dtype: torch.dtype, monke
     operands = made_operands(kind, 701, 9001, num_heads, dtype)
     lens = torch.randint(0, 9002, (701,), dtype=torch.int32)
     want = top_k_reference(score_all(operands, lens), 512, lens.to(DEVICE))
-    for list_contenders, workspace_bytes in ((True, 1 << 20), (True, 1 << 28), (False, 1 << 22)):
-        got = choose_keys(operands, 512, lens, workspace_bytes=workspace_bytes, list_contenders=list_contenders)
-        assert torch.equal(got.indices, want)
+    for choose, workspace_bytes in (
+        (choose_by_contenders, 1 << 20),
+        (choose_by_contenders, 1 << 28),
+        (choose_scored, 1 << 22),
+    ):
+        assert torch.equal(choose(operands, 512, lens, workspace_bytes), want)

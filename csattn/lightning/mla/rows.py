@@ -1,0 +1,45 @@
+"""What sparse MLA attention is asked: queries, latent rows, and which of these each query attends to."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from csattn.errors import ArrayError, ConfigError
+from csattn.lightning.checks import require_array
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class SelectedRows:
+    """Arguments of `attend.sparse_mla`."""
+
+    q_nope: Tensor
+    q_pe: Tensor | None
+    ckv: Tensor
+    kpe: Tensor | None
+    indices: Tensor
+    softmax_scale: float
+    attn_sink: Tensor | None = None
+
+    @property
+    def rope_dim(self) -> int:
+        return 0 if self.q_pe is None else int(self.q_pe.shape[2])
+
+    def check(self) -> None:
+        """Raise ArrayError or ConfigError unless they fit together."""
+        q_nope, ckv = self.q_nope, self.ckv
+        require_array("q_nope", q_nope, ("num_queries", "num_heads", "latent_dim"), *DTYPES)
+        num_queries, num_heads, latent_dim = q_nope.shape
+        require_array("ckv", ckv, ("num_rows", latent_dim), q_nope.dtype, like=q_nope, rows_apart=True)
+        if (self.q_pe is None) != (self.kpe is None):
+            raise ArrayError("one of q_pe and kpe is missing; give both, or neither if rows have no other channels")
+        if self.q_pe is not None and self.kpe is not None:
+            require_array("q_pe", self.q_pe, (num_queries, num_heads, "rope_dim"), q_nope.dtype, like=q_nope)
+            require_array("kpe", self.kpe, (len(ckv), self.rope_dim), q_nope.dtype, like=q_nope, rows_apart=True)
+        require_array("indices", self.indices, (num_queries, "top_k"), torch.int32, like=q_nope)
+        if self.attn_sink is not None:
+            require_array("attn_sink", self.attn_sink, (num_heads,), torch.float32, like=q_nope)
+        if not isinstance(self.softmax_scale, float) or not 0 < self.softmax_scale < float("inf"):
+            raise ConfigError(f"softmax_scale is {self.softmax_scale!r}; wanted a positive number")

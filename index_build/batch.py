@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 from csattn.errors import CsattnError
 from csattn.models import LoadedModel, load_model
-from index_build.context_build import ContextBuild, Outcome
+from index_build.context_build import BuildState, ContextBuild, Outcome
 from index_build.inputs import choose_device, read_text
 from index_build.job_list import Job
 from index_build.pieces import BuildProgress
@@ -21,17 +21,6 @@ from index_build.pipeline import run_here
 from index_build.plan import Plan, plan_text
 
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
-
-
-@dataclass(frozen=True, slots=True)
-class JobProgress:
-    """How far one job is."""
-
-    job_idx: int
-    context_len: int
-    first_share: float  # of the context, where this run began: more than 0 when an earlier one was interrupted
-    share: float  # of the context, in all layers
-    where: str  # "layer 3/30 index"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +61,10 @@ class JobResult:
         }
 
 
+OnJobProgress = Callable[[int, BuildState], None]  # by the job's position in the list
+OnJobResult = Callable[[int, JobResult], None]
+
+
 @dataclass(frozen=True, slots=True)
 class BatchReport:
     """What became of all jobs, in the list's order."""
@@ -96,8 +89,8 @@ def run_batch(
     *,
     device: str = "auto",
     num_threads: int | None = None,
-    on_progress: Callable[[JobProgress], None] = lambda progress: None,
-    on_result: Callable[[JobResult], None] = lambda result: None,
+    on_progress: OnJobProgress = lambda job_idx, state: None,
+    on_result: OnJobResult = lambda job_idx, result: None,
 ) -> BatchReport:
     """Build all jobs one after the other, those of one model together; whatever fails is in the report."""
     started = time.perf_counter()
@@ -163,8 +156,8 @@ def _run_group(
     store: Path | str,
     device: str,
     num_threads: int | None,
-    on_progress: Callable[[JobProgress], None],
-    on_result: Callable[[JobResult], None],
+    on_progress: OnJobProgress,
+    on_result: OnJobResult,
 ) -> Iterator[tuple[int, JobResult]]:
     """Build the jobs of one model, which is gone from memory afterwards."""
     options = jobs[group[0]].options
@@ -182,7 +175,7 @@ def _run_group(
             with failing(build):
                 _build_job(idx, jobs[idx], build, loaded, num_threads, on_progress)
         result = result_of(jobs[idx], build)
-        on_result(result)
+        on_result(idx, result)
         yield idx, result
 
 
@@ -192,16 +185,16 @@ def _build_job(
     build: ContextBuild,
     loaded: LoadedModel,
     num_threads: int | None,
-    on_progress: Callable[[JobProgress], None],
+    on_progress: OnJobProgress,
 ) -> None:
     def show(progress: BuildProgress | None = None) -> None:
-        standing = build.progress
-        assert standing is not None
+        state = build.progress
+        assert state is not None
         if progress is not None:
             share = (progress.layer_idx + progress.done / progress.total) / progress.num_layers
             where = f"layer {progress.layer_idx + 1}/{progress.num_layers} {progress.phase}"
-            standing = standing._replace(share=share, where=where)
-        on_progress(JobProgress(job_idx, *standing))
+            state = state._replace(share=share, where=where)
+        on_progress(job_idx, state)
 
     (plan,) = build.due()
     build.start(plan)

@@ -19,7 +19,7 @@ _PREFILL_SHARE = 0.75  # of a build's time, about: for the display
 Outcome = Literal["built", "resumed", "reused", "failed"]
 
 
-class Standing(NamedTuple):
+class BuildState(NamedTuple):
     """How far a build is."""
 
     context_len: int
@@ -64,7 +64,7 @@ class ContextBuild:
         self._first_share = 0.0
         self._uploaded_as: Outcome | None = None  # the outcome of the build itself, while it is uploaded
         self._rows: tuple[int, int] = (-1, 0)  # a layer in prefill, and how many of its rows are done
-        self._is_refused = False  # the lock: somebody else has it
+        self._is_refused = False  # another process has the lock
         self._started_s: float | None = None
 
     def due(self) -> list[Piece]:
@@ -145,23 +145,23 @@ class ContextBuild:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether somebody else is building this artifact."""
+        """Whether another process is building this artifact."""
         return self._is_refused and self.outcome is None
 
     @property
-    def progress(self) -> Standing | None:
+    def progress(self) -> BuildState | None:
         """None as long as nobody has read the context."""
         if self.plan is None:
             return None
         context_len = self.plan.spec.context_len
         if self._uploaded_as is not None:
-            return Standing(context_len, self._first_share, 1.0, "uploading")
+            return BuildState(context_len, self._first_share, 1.0, "uploading")
         if self.is_waiting:
-            return Standing(context_len, 0.0, 0.0, "waiting for another builder of it")
+            return BuildState(context_len, 0.0, 0.0, "waiting for another builder of it")
         if self._writer is None:
-            return Standing(context_len, 0.0, 0.0, "ready to begin")
+            return BuildState(context_len, 0.0, 0.0, "ready to begin")
         where = f"{len(self._ready)} layers prefilled, {self._num_finished} of {self._num_layers} indexed"
-        return Standing(context_len, self._first_share, self._share, where)
+        return BuildState(context_len, self._first_share, self._share, where)
 
     @cached_property
     def groups(self) -> tuple[range, ...]:
@@ -188,7 +188,7 @@ class ContextBuild:
         return (_PREFILL_SHARE * prefilled + (1 - _PREFILL_SHARE) * self._num_finished) / self._num_layers
 
     def _open(self) -> bool:
-        """Take the artifact's lock and see what is there; False while somebody else has it."""
+        """Take the artifact's lock and see what is there; False while another process has it."""
         assert self.plan is not None
         if self._remote is not None and self._remote.holds(self.plan.spec.artifact_id):
             self._end("reused")

@@ -15,7 +15,7 @@ DEVICES = ("auto", "cpu", "cuda")
 
 
 def read_text(context: str) -> str:
-    """The contents of a UTF-8 file, or of standard input for `-`; a line ends with \\n, whoever wrote it.
+    """The contents of a UTF-8 file, or of standard input for `-`; lines end with \\n.
 
     Raises ContextError when there is no text.
     """

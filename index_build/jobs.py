@@ -8,14 +8,14 @@ was interrupted goes on where it stopped.
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from csattn.artifact import remote_store
 from csattn.errors import ConfigError
-from index_build.batch import BatchReport, JobProgress, JobResult, by_model, failing, result_of, sentence
+from index_build.batch import BatchReport, OnJobProgress, OnJobResult, by_model, failing, result_of, sentence
 from index_build.context_build import ContextBuild
 from index_build.job_list import Job
 from index_build.needs import TaskNeeds, choose_needs
@@ -35,15 +35,15 @@ def run_on_ray(
     device: str = "auto",
     num_threads: int | None = None,
     heads_per_piece: int | None = None,
-    on_progress: Callable[[JobProgress], None] = lambda progress: None,
-    on_result: Callable[[JobResult], None] = lambda result: None,
+    on_progress: OnJobProgress = lambda job_idx, state: None,
+    on_result: OnJobResult = lambda job_idx, result: None,
 ) -> BatchReport:
     """Build all jobs on a cluster; whatever fails is in the report.
 
     address: of the cluster; `auto` finds the one this process belongs to, `local` starts one on this machine for as
     long as the batch takes. Where this process is connected already, that connection is used.
     num_threads: CPUs of each task but a prefill on a GPU, which has one. [default: the smallest node's, at most 8]
-    heads_per_piece: KV heads of a layer that one task indexes. [default: as many as make it worth a task]
+    heads_per_piece: KV heads of a layer that one task indexes. [default: as `head_groups` chooses]
     Raises ConfigError when there is no ray, no such cluster, or no node in it that a task fits on.
     """
     started = time.perf_counter()
@@ -112,8 +112,8 @@ class _Dispatch:
         builds: dict[int, ContextBuild],  # by job, in the order in which they are opened
         prefill: TaskNeeds,
         index: TaskNeeds,
-        on_progress: Callable[[JobProgress], None],
-        on_result: Callable[[JobResult], None],
+        on_progress: OnJobProgress,
+        on_result: OnJobResult,
     ):
         self._ray, self._jobs = ray, jobs
         self._prefill, self._index = prefill, index
@@ -220,7 +220,7 @@ class _Dispatch:
             for ref, (other_idx, *_) in self._running.items():
                 if other_idx == job_idx:
                     self._ray.cancel(ref, force=True)
-            self._on_result(result_of(self._jobs[job_idx], build))
+            self._on_result(job_idx, result_of(self._jobs[job_idx], build))
 
     def _pass_on_progress(self) -> None:
         """Show how far each open context is; rows of a layer come from the board, which may be on a node that dies."""
@@ -233,5 +233,5 @@ class _Dispatch:
                         self._open[job_idx].add_rows(layer_idx, num_rows)
             self._news = None
         for job_idx, build in self._open.items():
-            if (standing := build.progress) is not None:
-                self._on_progress(JobProgress(job_idx, *standing))
+            if (state := build.progress) is not None:
+                self._on_progress(job_idx, state)

@@ -8,7 +8,7 @@ import faiss
 import numpy as np
 from numpy.typing import NDArray
 
-# Below this norm a query part has no direction worth clustering.
+# Below this norm the direction of a query part is rounding error: it is not clustered.
 _SMALLEST_NORM = 1e-12
 # faiss-gpu reserves device memory for each k-means: there is room for one at a time
 _gpu_turn = Lock()

@@ -12,7 +12,7 @@ _SEED_POINTS_PER_CENTROID = 32  # of the sample's start, on which the seeds are 
 _SEED_CANDIDATES = 4  # tried for every seed
 _CHUNK = 1024  # points that one matrix product sums over
 _SCORE_ELEMENTS, _SCORE_ELEMENTS_ON_GPU = 1 << 24, 1 << 28  # problems share a pass up to this
-# Below this norm a query part has no direction worth clustering.
+# Below this norm the direction of a query part is rounding error: it is not clustered.
 _SMALLEST_NORM = 1e-12
 _NUDGE = 1e-3  # between the two centroids that share a cluster which is split
 

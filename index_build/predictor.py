@@ -1,4 +1,4 @@
-"""Learn, from the prefill itself, to tell a layer's query from the input of the layer before.
+"""Fits a predictor of each layer's query from the input of the layer before, to the prefill itself.
 
 The residual stream moves little from one layer to the next, and the way it moves is mostly linear in the
 query it leads to: a ridge regression per head takes the error of looking ahead from half again as much to a

@@ -49,7 +49,7 @@ class DiskFile:
     def scratch(cls, directory: Path, num_bytes: int) -> Self:
         """A file of that size for reading and writing that has no name any more: it goes with its last user.
 
-        Its space is reserved here, so that a full disk is told now and not in the middle of a decode.
+        Its space is reserved here, so that a full disk is an error now and not in the middle of a decode.
         """
         try:
             made, name = tempfile.mkstemp(prefix="csattn-", suffix=".pages", dir=directory)

@@ -4,11 +4,11 @@ import errno
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether it tells of memory that could not be had: of numpy, of torch on the CPU or a GPU, of a memory map."""
+    """Whether it is about memory that could not be had: of numpy, of torch on the CPU or a GPU, of a memory map."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    told = str(error).lower() if isinstance(error, RuntimeError) else ""
-    return isinstance(error, MemoryError) or "allocate memory" in told or "out of memory" in told
+    message = str(error).lower() if isinstance(error, RuntimeError) else ""
+    return isinstance(error, MemoryError) or "allocate memory" in message or "out of memory" in message
 
 
 class OffloadError(Exception):

@@ -51,7 +51,7 @@ class HostStore:
         """Nothing is nearer than host memory."""
 
     def close(self) -> None:
-        """The rows belong to whoever made them."""
+        """The rows belong to the caller that made them."""
 
 
 def row_numbers(shape: Sequence[int], kv_indices: Tensor) -> Tensor:

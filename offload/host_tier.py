@@ -1,4 +1,4 @@
-"""The host tier of what lies in files: the pages used last, in memory within a budget, filled by whoever asks first."""
+"""The host tier of what lies in files: the pages used last, in memory within a budget, filled by the first reader."""
 
 import threading
 from collections.abc import Iterator
@@ -17,10 +17,10 @@ NUM_SCRATCHES = 2  # reads at the same time: a step's and a prefetch
 
 
 class HostTier:
-    """Owns the memory of `num_slots` pages, and who is reading which of them. Any thread may ask.
+    """Owns the memory of `num_slots` pages, and which of them are being read. Any thread may ask.
 
-    A page that somebody uses or fills is pinned and never replaced. What is decided is decided under one lock, the
-    disk is read outside it, and who wants a page that another fills waits for that one.
+    A page that is read or filled is pinned and never replaced. What is decided is decided under one lock, the
+    disk is read outside it, and a thread that wants a page that another fills waits for it.
     """
 
     def __init__(self, files: RowFiles, num_pages: int, num_slots: int, page_bytes: int, scratch_bytes: int):
@@ -106,7 +106,7 @@ class HostTier:
         return slots, fresh
 
     def _fill(self, layer_idx: int, slots: Numbers, starts: Numbers) -> None:
-        """Read what this caller has claimed, and tell those who wait for it."""
+        """Read what this caller has claimed, and wake the threads that wait for it."""
         if not len(slots):
             return
         self.read(layer_idx, starts, self.memory, slots)
@@ -115,7 +115,7 @@ class HostTier:
             self._changed.notify_all()
 
     def _release(self, slots: Numbers, fresh: NDArray[np.bool_]) -> None:
-        """Unpin, and give up what could not be read: who waits for it reads it past the tier."""
+        """Unpin, and give up what could not be read: threads that wait for it read it past the tier."""
         unread = slots[fresh][self._states[slots[fresh]] == _LOADING]
         if len(unread):
             self._states[unread] = _FAILED

@@ -35,7 +35,7 @@ class PinnedRows:
         self,
         layers: Sequence[Tensor],  # per layer [num_kv_heads, context_len, 2, head_dim], contiguous; memory maps as well
         *,
-        chunk_bytes: int = MAX_CHUNK_BYTES,  # of one registration; progress is told after each
+        chunk_bytes: int = MAX_CHUNK_BYTES,  # of one registration; progress is reported after each
         progress: Progress | None = None,
         register: Register = host_register,
         unregister: Callable[[int], None] = host_unregister,

@@ -100,7 +100,7 @@ class RowFiles:
         try:
             read(shares[0])
         finally:
-            wait(others)  # scratch is somebody else's when this returns
+            wait(others)  # scratch is used again when this returns
         for other in others:
             other.result()
         return int(sum(ends) - sum(begins))

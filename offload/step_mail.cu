@@ -1,5 +1,5 @@
-// What a step and the host tell each other through pinned memory: the device posts rows and says so in a flag for each,
-// the host posts selections and says so in a flag for each head. A flag's value only grows: whoever waits for a value sees all that was
+// Messages between a step and the host through pinned memory: the device posts rows and says so in a flag for each,
+// the host posts selections and says so in a flag for each head. A flag's value only grows: a reader that has waited for a value sees all that was
 // posted before it.
 //
 // Compiled for THREADS.

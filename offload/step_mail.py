@@ -1,7 +1,7 @@
 """Memory through which a step on the device and processes of the host talk, without a call between them.
 
 Kernels post queries and fetch selections, so a step that asks the host many times is still one captured graph. Each
-message has a flag whose value only grows; who waits for it looks at the flag.
+message has a flag whose value only grows; a waiting side looks at the flag.
 """
 
 from pathlib import Path

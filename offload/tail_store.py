@@ -7,7 +7,7 @@ _FIRST_CAPACITY = 128
 
 
 class TailStore:
-    """KV rows of one request in one layer, in order of position; grows by doubling. The first rows tell the dtype."""
+    """KV rows of one request in one layer, in order of position; grows by doubling. The first rows set the dtype."""
 
     def __init__(self, num_kv_heads: int, head_dim: int) -> None:
         self._rows = torch.empty(num_kv_heads, 0, 2, head_dim)

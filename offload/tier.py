@@ -20,7 +20,7 @@ class Tier:
     """
 
     BYTES_PER_PAGE = 4  # of the book-keeping
-    BYTES_PER_SLOT = 44  # likewise, with what it takes for a moment to find the oldest
+    BYTES_PER_SLOT = 44  # of the book-keeping, and for a moment while the oldest is looked for
 
     def __init__(self, num_pages: int, num_slots: int):
         self._slot_of = np.full(num_pages, NOWHERE, np.int32)

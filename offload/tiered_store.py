@@ -159,7 +159,7 @@ class TieredStore:
 
     def _read_ahead(self, layer_idx: int, pages: Numbers) -> None:
         with suppress(DiskError), self.tier.hold(layer_idx, pages, self._starts(pages)):
-            pass  # who gathers meets the error again, and tells it
+            pass  # the gather meets the error again, and raises it
 
     def _pages_of(self, layer_idx: int, numbers: Numbers) -> tuple[Numbers, Numbers]:
         """The pages of rows, which are counted over a layer's heads, and where in them the rows are."""

@@ -99,7 +99,7 @@ def require_space(store: Path, needed_bytes: int) -> None:
 
 
 def available_bytes(path: Path) -> int | None:
-    """Bytes that can still be written below the path, which need not exist yet; None when nobody can tell."""
+    """Bytes that can still be written below the path, which need not exist yet; None when that is not known."""
     for place in (path, *path.absolute().parents):
         with suppress(OSError):
             status = os.statvfs(place)

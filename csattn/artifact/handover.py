@@ -1,7 +1,7 @@
-"""From those who prefill to those who index, by files in the directory in which an artifact is made:
+"""Layers on their way from prefill to index, as files in the directory in which an artifact is made:
 
     artifact/layer-000.kv...      the layer's KV, already where it belongs
-    queries-000.safetensors       its queries, and how to tell the next layer's
+    queries-000.safetensors       its queries, and the predictor of the next layer's
     captured-000.json             what both files must be; without it nothing was handed over
     shard-000-000-004.safetensors the index of KV heads 0 to 4, until the layer's are joined; with a record beside it
 
@@ -122,7 +122,7 @@ def load_shards(work: WorkDir, layer_idx: int, groups: Sequence[range]) -> dict[
 def drop_handover(work: WorkDir, layer_idx: int) -> None:
     """Remove what a finished layer no longer needs."""
     names = [_captured_record(layer_idx), _queries_file(layer_idx)]
-    with suppress(OSError):  # whoever goes on with the directory removes what is left
+    with suppress(OSError):  # the next builder removes what is left
         for path in [work.path / name for name in names] + list(work.path.glob(f"shard-{layer_idx:03d}-*")):
             path.unlink(missing_ok=True)
 

@@ -22,7 +22,7 @@ os.register_at_fork(after_in_child=_let_go_after_fork)
 
 
 class BuildLock:
-    """An exclusive flock on a file that exists only while somebody builds or waits."""
+    """An exclusive flock on a file that exists only while a process builds or waits."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -45,14 +45,14 @@ class BuildLock:
         return True
 
     def exists(self) -> bool:
-        """Whether somebody holds the lock, or died while holding it."""
+        """Whether a process holds the lock, or died while holding it."""
         return self._path.exists()
 
     def release(self) -> None:
         """Give the lock back and remove its file."""
         assert self._descriptor is not None, "released a lock that is not held"
         try:
-            self._path.unlink(missing_ok=True)  # while it is locked: afterwards the file may be somebody else's
+            self._path.unlink(missing_ok=True)  # while it is locked: afterwards the file may be another process's
         finally:
             _held.remove(self._descriptor)
             os.close(self._descriptor)

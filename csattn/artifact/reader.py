@@ -71,7 +71,7 @@ class Artifact:
     def layer_kv_place(self, layer_idx: int) -> tuple[Path, int, int]:
         """Where these rows lie without a hole: the file, the offset of the first byte, and how many they are.
 
-        For who reads the file and does not map it; what was checked at opening holds for it too.
+        For a reader that does not map the file; what was checked at opening holds for it too.
         """
         self._file(name := kv_file(layer_idx))
         [(tensor, offset)] = plan(self.spec, name).tensors
@@ -167,7 +167,7 @@ def verify_artifact(path: Path, progress: Progress | None = None) -> Manifest:
 
 def _read_manifest(path: Path) -> Manifest:
     if not (path / MANIFEST_FILE).exists():
-        # only what has an artifact's name is to be deleted: anything else may be a store, or somebody's home
+        # only what has an artifact's name is to be deleted: anything else may be a store, or a home directory
         remedy = how_to_heal(path)
         if not is_artifact_id(path.name):
             remedy = (

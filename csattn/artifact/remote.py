@@ -83,7 +83,7 @@ class RemoteStore:
         return manifest
 
     def fetch(self, artifact_id: str) -> Path:
-        """The directory of a whole copy of the artifact; downloads what is not here. Who comes second waits."""
+        """The directory of a whole copy of the artifact; downloads what is not here. A second caller waits."""
         cache = cache_store()
         target = cache / artifact_id
         if _is_whole(target):
@@ -166,7 +166,7 @@ class RemoteStore:
 def shrink_cache(max_bytes: int) -> list[Path]:
     """Remove the copies that were used longest ago until the others take no more than that; return what was removed.
 
-    Who has a copy open keeps it: its memory is mapped.
+    A reader that has a copy open keeps it: its memory is mapped.
     """
     cache = cache_store()
     copies = [cache / name for name in store_entries(cache) if is_artifact_id(name)]

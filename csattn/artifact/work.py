@@ -5,8 +5,8 @@
     checkpoint.json      where the prefill goes on, and what the hidden state's file must be
 
 and, where prefill and index are made apart, what `handover.py` puts there. Every file is written aside, flushed and
-renamed. Who holds the artifact's lock decides what is made; others may write on its behalf, since two writers of
-one file write the same bytes.
+renamed. The holder of the artifact's lock decides what is made; other processes may write for it, since two
+writers of one file write the same bytes.
 """
 
 import hashlib

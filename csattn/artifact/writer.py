@@ -130,7 +130,7 @@ class ArtifactWriter:
         return self._target
 
     def _is_published(self) -> bool:
-        """Whether the store has this artifact, as far as can be told without reading all of it."""
+        """Whether the store has this artifact, as far as its manifest and file sizes say."""
         try:
             open_artifact(self._target).close()
         except ArtifactError:

@@ -41,13 +41,13 @@ def store_float32(typing_context, memory, at, value):  # type: ignore[no-untyped
 
 @intrinsic
 def store_float16(typing_context, memory, at, value):  # type: ignore[no-untyped-def]
-    """Likewise, the nearest float16, ties to even."""
+    """Write the nearest float16, ties to even."""
     return types.void(memory, at, types.float32), _store(FLOAT16)
 
 
 @intrinsic
 def store_bfloat16(typing_context, memory, at, value):  # type: ignore[no-untyped-def]
-    """Likewise, the nearest bfloat16, ties to even. Not for NaN."""
+    """Write the nearest bfloat16, ties to even. Not for NaN."""
     return types.void(memory, at, types.float32), _store(BFLOAT16)
 
 

@@ -12,7 +12,8 @@ import index_build.batch
 from csattn.artifact import list_store, verify_artifact
 from csattn.build_options import BuildOptions
 from csattn.errors import ConfigError
-from index_build.batch import BatchReport, JobProgress, JobResult, run_batch
+from index_build.batch import BatchReport, JobResult, run_batch
+from index_build.context_build import BuildState
 from index_build.job_list import Job, read_jobs
 from tests.index_build.batches import make_place, write_list
 from workers.cli import main
@@ -97,14 +98,19 @@ def test_jobs_are_built_once_and_a_failure_stops_nothing(place: Path, tmp_path: 
         {"context": "1.txt", "model": "model", "preset": "lists"},
         {"context": "0.txt", "model": "model"},
     )
-    told: list[JobProgress | JobResult] = []
-    report = run_batch(read_jobs(file), tmp_path, device="cpu", on_progress=told.append, on_result=told.append)
+    told: list[tuple[int, BuildState | JobResult]] = []
+
+    def note(job_idx: int, news: BuildState | JobResult) -> None:
+        told.append((job_idx, news))
+
+    report = run_batch(read_jobs(file), tmp_path, device="cpu", on_progress=note, on_result=note)
     assert outcomes(report) == ["built", "failed", "failed", "built", "reused"]
     assert "hub/absent could not be loaded" in str(report.results[1].error)
     assert "an index needs at least" in str(report.results[2].error)
     assert loads == [str(place / "model"), "hub/absent"], "a model is loaded once, whatever the order"
-    assert [result for result in told if isinstance(result, JobResult)] == [report.results[i] for i in (0, 2, 3, 4, 1)]
-    shares = [progress.share for progress in told if isinstance(progress, JobProgress) and progress.job_idx == 3]
+    results = [(job_idx, news) for job_idx, news in told if isinstance(news, JobResult)]
+    assert results == [(job_idx, report.results[job_idx]) for job_idx in (0, 2, 3, 4, 1)]
+    shares = [news.share for job_idx, news in told if job_idx == 3 and isinstance(news, BuildState)]
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
     for summary in list_store(tmp_path):
@@ -118,16 +124,16 @@ def test_jobs_are_built_once_and_a_failure_stops_nothing(place: Path, tmp_path: 
 def test_an_interrupted_batch_goes_on_at_the_layer_where_it_stopped(place: Path, tmp_path: Path) -> None:
     jobs = read_jobs(write_list(place, *({"context": f"{number}.txt", "model": "model"} for number in range(3))))
 
-    def interrupt(progress: JobProgress) -> None:
-        if (progress.job_idx, progress.where) == (1, "layer 3/3 index"):
+    def interrupt(job_idx: int, state: BuildState) -> None:
+        if (job_idx, state.where) == (1, "layer 3/3 index"):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         run_batch(jobs, tmp_path, device="cpu", on_progress=interrupt)
-    progress: list[JobProgress] = []
-    report = run_batch(jobs, tmp_path, device="cpu", on_progress=progress.append)
+    states: dict[int, BuildState] = {}
+    report = run_batch(jobs, tmp_path, device="cpu", on_progress=states.__setitem__)
     assert outcomes(report) == ["reused", "resumed", "built"]
-    assert next(p for p in progress if p.job_idx == 1).first_share == pytest.approx(2 / 3)
+    assert states[1].first_share == pytest.approx(2 / 3)
     assert [result.tokens_per_s is None for result in report.results] == [True, True, False]
 
 
@@ -142,9 +148,9 @@ def test_time_left_counts_only_what_is_built() -> None:
     totals.finish(0, JobResult(jobs[0], "reused", 0.0, context_len=50))
     assert totals.totals(10.0).left_s is None
     # resumed at a half, now at three quarters: 25 of 200 bytes, 25 of 100 tokens in 10 s
-    assert totals.update(JobProgress(2, 100, 0.5, 0.5, ""), 0.0) == 0
+    assert totals.update(2, BuildState(100, 0.5, 0.5, ""), 0.0) == 0
     assert totals.left_s(2, 0.0) is None
-    assert totals.update(JobProgress(2, 100, 0.5, 0.75, ""), 10.0) == pytest.approx(2.5)
+    assert totals.update(2, BuildState(100, 0.5, 0.75, ""), 10.0) == pytest.approx(2.5)
     assert totals.left_s(2, 10.0) == pytest.approx(10.0)
     now = totals.totals(10.0)
     assert now.share == pytest.approx(250 / 400)
@@ -175,11 +181,11 @@ def test_the_verb_ends_with_1_and_a_report_when_a_job_failed(place: Path, tmp_pa
 def test_without_a_terminal_lines_tell_rate_and_time_left(capsys: pytest.CaptureFixture[str]) -> None:
     jobs, clock = [job(1, 100), job(2, 100)], [0.0]
     with BatchDisplay(jobs, lambda: clock[0]) as display:
-        display.on_progress(JobProgress(0, 50, 0.0, 0.0, "layer 1/2 prefill"))
+        display.on_progress(0, BuildState(50, 0.0, 0.0, "layer 1/2 prefill"))
         clock[0] = 20.0
-        display.on_progress(JobProgress(0, 50, 0.0, 0.5, "layer 2/2 prefill"))
+        display.on_progress(0, BuildState(50, 0.0, 0.5, "layer 2/2 prefill"))
         clock[0] = 40.0
-        display.on_result(JobResult(jobs[0], "built", 40.0, context_len=50))
+        display.on_result(0, JobResult(jobs[0], "built", 40.0, context_len=50))
     lines = capsys.readouterr().err.splitlines()
     assert lines == [
         "1.txt layer 2/2 prefill, 1 tokens/s, 20 s left (0/2 contexts, 25 %, 1 tokens/s, 60 s left)",

@@ -9,7 +9,7 @@ import index_build.context_build
 from csattn.artifact import verify_artifact
 from csattn.models import LoadedModel, load_model
 from index_build.batch import plan_job, result_of, run_batch
-from index_build.context_build import MAX_ATTEMPTS, ContextBuild
+from index_build.context_build import MAX_ATTEMPTS, BuildState, ContextBuild
 from index_build.job_list import Job, read_jobs
 from index_build.pieces import Piece, head_groups, perform
 from index_build.pipeline import build_plan
@@ -109,8 +109,8 @@ def test_a_build_in_one_go_takes_over_from_pieces(
 def test_pieces_take_over_from_a_build_in_one_go(
     job: Job, loaded: LoadedModel, in_one_go: dict[str, str], tmp_path: Path
 ) -> None:
-    def interrupt(progress: object) -> None:
-        if "layer 2/3 write" in str(progress):
+    def interrupt(job_idx: int, state: BuildState) -> None:
+        if state.where == "layer 2/3 write":
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

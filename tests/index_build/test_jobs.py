@@ -10,7 +10,7 @@ import pytest
 
 from csattn.artifact import list_store, verify_artifact
 from csattn.errors import ConfigError
-from index_build.batch import JobResult, run_batch
+from index_build.batch import run_batch
 from index_build.job_list import read_jobs
 from index_build.jobs import run_on_ray
 from index_build.needs import TaskNeeds, choose_needs
@@ -81,13 +81,15 @@ def test_eight_builders_of_one_context_make_one_artifact(two_nodes: Any, tmp_pat
     monkeypatch.setattr("index_build.jobs.run_piece", mishaps.die_once_in_the_last_layer)
     place, store = make_place(tmp_path / "place", 1), tmp_path / "store"
     jobs = read_jobs(write_list(place, *[{"context": "0.txt", "model": "model"}] * 8))
-    told: list[JobResult] = []
-    report = run_on_ray(jobs, store, num_threads=1, heads_per_piece=1, on_result=told.append)
+    lines: list[int] = []
+    report = run_on_ray(
+        jobs, store, num_threads=1, heads_per_piece=1, on_result=lambda job_idx, result: lines.append(result.job.line)
+    )
     assert sorted(result.outcome for result in report.results) == sorted(["built"] + ["reused"] * 7)
     assert sorted(result.attempts for result in report.results) == [1] * 7 + [2]
     assert sum(result.prefilled_layers for result in report.results) == 3
     assert sum(result.index_shards for result in report.results) == 3 * 2
-    assert sorted(result.job.line for result in told) == list(range(1, 9))
+    assert sorted(lines) == list(range(1, 9))
     assert [entry.name for entry in store.iterdir()] == [report.results[0].artifact_id]
     run_batch(jobs[:1], tmp_path / "in-one-go", device="cpu")
     assert hashes(store) == hashes(tmp_path / "in-one-go")

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
 
-from index_build.batch import JobProgress, JobResult
+from index_build.batch import JobResult
+from index_build.context_build import BuildState
 from index_build.job_list import Job
 from workers.cli.terminal import err
 
@@ -35,9 +36,8 @@ class BatchTotals:
         self._started_s = now_s
         self._num_finished = 0
 
-    def update(self, progress: JobProgress, now_s: float) -> float:
-        """Take progress in, and return the job's own rate in tokens/s."""
-        idx = progress.job_idx
+    def update(self, idx: int, progress: BuildState, now_s: float) -> float:
+        """Take a job's progress in, and return its own rate in tokens/s."""
         if not self._context_lens[idx]:
             self._context_lens[idx], self._job_started_s[idx] = progress.context_len, now_s
         self._first[idx], self._share[idx] = progress.first_share, progress.share
@@ -74,7 +74,6 @@ class BatchDisplay:
 
     def __init__(self, jobs: Sequence[Job], clock: Callable[[], float] = time.monotonic):
         self._jobs, self._clock = jobs, clock
-        self._positions = {job.line: idx for idx, job in enumerate(jobs)}
         self._totals = BatchTotals(jobs, clock())
         self._last_line_s = clock()
         self._where: dict[int, str] = {}  # of the jobs in work
@@ -95,9 +94,9 @@ class BatchDisplay:
     def __exit__(self, *exc: object) -> None:
         self._bars.stop()
 
-    def on_progress(self, progress: JobProgress) -> None:
-        idx, now_s = progress.job_idx, self._clock()
-        rate = self._totals.update(progress, now_s)
+    def on_progress(self, idx: int, progress: BuildState) -> None:
+        now_s = self._clock()
+        rate = self._totals.update(idx, progress, now_s)
         speed = _speed(rate, self._totals.left_s(idx, now_s))
         self._where[idx] = f"{self._jobs[idx].context.name} {progress.where}, {speed}"
         if idx not in self._tasks:
@@ -108,8 +107,7 @@ class BatchDisplay:
         if now_s - self._last_line_s >= HEARTBEAT_S:
             self._line("; ".join(self._where.values()))
 
-    def on_result(self, result: JobResult) -> None:
-        idx = self._positions[result.job.line]
+    def on_result(self, idx: int, result: JobResult) -> None:
         self._totals.finish(idx, result)
         self._where.pop(idx, None)
         if idx in self._tasks:

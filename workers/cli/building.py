@@ -68,7 +68,7 @@ def require_progress(progress: str, jobs: Path | None) -> None:
     if progress not in ("auto", "json"):
         raise ConfigError(f"--progress must be auto or json, got {progress!r}")
     if progress == "json" and jobs is not None:
-        raise ConfigError("--progress json tells of one context; give --context, or leave it out")
+        raise ConfigError("--progress json shows one context; give --context, or leave it out")
 
 
 def use_threads(threads: int | None) -> None:

@@ -16,7 +16,7 @@ from workers.settings import Settings
 _NICE = 10  # decoding comes first
 _GRACE_S = 5.0
 _MAX_LINE_BYTES = 1 << 20
-_MAX_TOLD = 500
+_MAX_SHOWN = 500
 
 OnProgress = Callable[[float, str], None]  # share done, what it is at
 
@@ -58,12 +58,13 @@ def _command(text_path: Path, store: Path, settings: Settings) -> list[str]:
 
 
 async def _follow(stderr: asyncio.StreamReader, on_progress: OnProgress) -> str:
-    """Tell of progress; return the last line that is none."""
+    """Report progress; return the last line that is none."""
     last_words = ""
     while line := await stderr.readline():
         try:
-            told = json.loads(line)
-            on_progress(float(told["progress"]), f"layer {told['layer']} of {told['layers']}, {told['phase']}")
+            line_json = json.loads(line)
+            where = f"layer {line_json['layer']} of {line_json['layers']}, {line_json['phase']}"
+            on_progress(float(line_json["progress"]), where)
         except (ValueError, KeyError, TypeError):
             last_words = line.decode(errors="replace").strip() or last_words
     return last_words
@@ -77,10 +78,10 @@ def _result(lines: bytes, exit_code: int, last_words: str) -> dict[str, Any]:
     if exit_code == 0 and "artifact" in result:
         return result
     if "error" in result:
-        raise BuildFailedError(str(result["error"]["message"])[:_MAX_TOLD])
+        raise BuildFailedError(str(result["error"]["message"])[:_MAX_SHOWN])
     how = f"was ended by signal {-exit_code}" if exit_code < 0 else f"ended with exit code {exit_code}"
     raise BuildFailedError(
-        f"the build {how} ({last_words[:_MAX_TOLD] or 'it said nothing'}); register the context again to go on where "
+        f"the build {how} ({last_words[:_MAX_SHOWN] or 'it said nothing'}); register the context again to go on where "
         "it stopped"
     )
 

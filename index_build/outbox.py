@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -13,31 +13,16 @@ Write = Callable[[Mapping[str, Tensor]], None]  # takes arrays in host memory, w
 _NUM_SLOTS = 2  # layers that may be between the device and the disk
 
 
-class Outbox(Protocol):
-    """Takes each layer's KV as soon as it is there, and the index when it is made; used as a context manager."""
-
-    def take_kv(self, kv: Tensor) -> None:
-        """Begin a layer: kv [num_kv_heads, context_len, 2, head_dim] stays as it is until `send` returns."""
-        ...
-
-    def send(self, arrays: Mapping[str, Tensor], write: Write) -> None:
-        """Have the layer's arrays, and its KV under the name `kv`, written. Earlier errors may be raised here."""
-        ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
-def make_outbox(device: torch.device) -> Outbox:
+def make_outbox(device: torch.device) -> "Outbox":
     """For layers whose arrays are made on that device."""
-    return DeviceOutbox(device) if device.type == "cuda" else HostOutbox()
+    return DeviceOutbox(device) if device.type == "cuda" else Outbox()
 
 
-class HostOutbox:
-    """Writes at once, from the memory in which the arrays were made."""
+class Outbox:
+    """Takes each layer's KV as soon as it is there, and the index when it is made; used as a context manager.
+
+    Writes at once, from the memory in which the arrays were made.
+    """
 
     def __enter__(self) -> Self:
         return self
@@ -48,22 +33,21 @@ class HostOutbox:
         """Nothing is on its way."""
 
     def take_kv(self, kv: Tensor) -> None:
+        """Begin a layer: kv [num_kv_heads, context_len, 2, head_dim] stays as it is until `send` returns."""
         self._kv = kv
 
     def send(self, arrays: Mapping[str, Tensor], write: Write) -> None:
+        """Have the layer's arrays, and its KV under the name `kv`, written. Earlier errors may be raised here."""
         write({"kv": self._kv, **arrays})
 
 
-class DeviceOutbox:
+class DeviceOutbox(Outbox):
     """Copies to page-locked memory on a stream of its own, and writes from there on a thread of its own."""
 
     def __init__(self, device: torch.device) -> None:
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._slots = [_Slot(stream) for _ in range(_NUM_SLOTS)]
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="csattn-write")
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

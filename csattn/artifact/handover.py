@@ -27,7 +27,7 @@ from csattn.artifact.layout import (
     next_query_tensors,
     plan,
 )
-from csattn.artifact.reader import as_tensor, hash_file
+from csattn.artifact.reader import as_tensor, has_hash
 from csattn.artifact.tensor_file import FileLayout, TensorSpec, map_file, plan_file, write_file
 from csattn.artifact.work import WorkDir, files_from_json, files_to_json, read_record, write_record
 from csattn.errors import ArtifactCorruptError, ArtifactError
@@ -90,13 +90,13 @@ def intact_handover(work: WorkDir, layer_idx: int) -> set[str]:
     queries = records.pop(_queries_file(layer_idx), None)
     if queries is None or records.keys() != {kv_file(layer_idx)} or not work.is_intact(records):
         return set()
-    if not _is_intact(work.path / _queries_file(layer_idx), queries):
+    if not has_hash(work.path / _queries_file(layer_idx), queries.sha256):
         return set()
     kept = {_captured_record(layer_idx), _queries_file(layer_idx)}
     for record in work.path.glob(f"shard-{layer_idx:03d}-*.json"):
         shard = record.with_suffix(".safetensors")
         wanted = files_from_json(read_record(record)).get(shard.name)
-        if wanted is not None and _is_intact(shard, wanted):
+        if wanted is not None and has_hash(shard, wanted.sha256):
             kept |= {record.name, shard.name}
     return kept
 
@@ -125,13 +125,6 @@ def drop_handover(work: WorkDir, layer_idx: int) -> None:
     with suppress(OSError):  # the next builder removes what is left
         for path in [work.path / name for name in names] + list(work.path.glob(f"shard-{layer_idx:03d}-*")):
             path.unlink(missing_ok=True)
-
-
-def _is_intact(path: Path, wanted: FileRecord) -> bool:
-    try:
-        return hash_file(path) == wanted.sha256
-    except (OSError, ArtifactError):
-        return False
 
 
 def _captured_record(layer_idx: int) -> str:

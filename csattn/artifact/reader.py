@@ -243,6 +243,14 @@ def hash_file(path: Path) -> str:
     return sha256.hexdigest()
 
 
+def has_hash(path: Path, sha256: str) -> bool:
+    """Whether there is such a file, with those bytes."""
+    try:
+        return hash_file(path) == sha256
+    except (OSError, ArtifactError):
+        return False
+
+
 def as_tensor(array: NDArray[Any], is_bfloat16: bool) -> torch.Tensor:
     """The array as a tensor over the same memory."""
     with warnings.catch_warnings():

@@ -18,7 +18,7 @@ from csattn.artifact.find import choose_artifact, is_artifact_id, store_entries
 from csattn.artifact.layout import MANIFEST_FILE, MANIFEST_HASH_FILE
 from csattn.artifact.lock import BuildLock
 from csattn.artifact.manifest import Manifest
-from csattn.artifact.reader import Progress, hash_file, open_artifact, parse_manifest
+from csattn.artifact.reader import Progress, has_hash, open_artifact, parse_manifest
 from csattn.artifact.work import BUILDING_PREFIX, LOCK_SUFFIX, remove
 from csattn.errors import ArtifactCorruptError, ArtifactError, ArtifactNotFoundError
 
@@ -121,7 +121,7 @@ class RemoteStore:
         with store_errors(f"download into {work}", cache):
             parts.mkdir(parents=True, exist_ok=True)
         for name, wanted in manifest.files.items():
-            if not _is_intact(parts / name, wanted):
+            if not has_hash(parts / name, wanted.sha256):
                 with new_file(parts / name, wanted.size_bytes) as file:
                     self._read(artifact_id, name, wanted, file)
         write_bytes(parts / MANIFEST_HASH_FILE, hash_line)
@@ -199,13 +199,6 @@ def _is_whole(path: Path) -> bool:
     with suppress(OSError):  # a cache that may only be read
         os.utime(path)
     return True
-
-
-def _is_intact(path: Path, wanted: FileRecord) -> bool:
-    try:
-        return hash_file(path) == wanted.sha256
-    except (OSError, ArtifactError):
-        return False
 
 
 @contextmanager

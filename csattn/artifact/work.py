@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from csattn.artifact.durable import FileRecord, store_errors, write_bytes
 from csattn.artifact.layout import fault_of_index, index_arrays, index_file, kv_file, next_query_arrays, plan
 from csattn.artifact.manifest import ArtifactSpec, canonical_json
-from csattn.artifact.reader import hash_file
+from csattn.artifact.reader import has_hash, hash_file
 from csattn.artifact.tensor_file import FileLayout, TensorSpec, map_file, plan_file, write_file
 from csattn.errors import ArtifactError
 from csattn.index import LayerIndex
@@ -109,10 +109,7 @@ class WorkDir:
         record = read_record(self.path / CHECKPOINT_FILE)
         if record is None or record["next_layer"] > num_ready_layers:
             return None
-        try:
-            return record if hash_file(self.path / record["file"]) == record["sha256"] else None
-        except (OSError, ArtifactError):
-            return None
+        return record if has_hash(self.path / record["file"], record["sha256"]) else None
 
     def layer_record(self, layer_idx: int) -> Path:
         return self.path / f"layer-{layer_idx:03d}.json"

@@ -19,12 +19,13 @@ from torch import Tensor
 from bench.timing import gate, machine
 from csattn.config import SketchConfig
 from csattn.cpus import available_cpus
+from csattn.models.spec import ModelSpec
 from csattn.sketch import SketchIndex, reference
 from index_build import sketch
 from index_build.layer import as_layer_index, index_arrays
 from index_build.outbox import make_outbox
 from index_build.predictor import fit_predictor, sample_rows
-from workers.model_runner.shapes import ModelShape, shape_named
+from workers.model_runner.shapes import shape_named
 
 PARTS = {
     "queries": "fit_queries",
@@ -47,7 +48,7 @@ def make_heads(num_heads: int, context_len: int, head_dim: int, generator: torch
     return (rows + 0.5 * torch.randn(rows.shape, **options)).bfloat16()
 
 
-def make_layer(shape: ModelShape, context_len: int, layer_idx: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def make_layer(shape: ModelSpec, context_len: int, layer_idx: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """q [num_q_heads, context_len, head_dim] and kv [num_kv_heads, context_len, 2, head_dim]."""
     generator = torch.Generator(device).manual_seed(layer_idx)
     q = make_heads(shape.num_q_heads, context_len, shape.head_dim, generator)

@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache
 from csattn.attention import attend_chunk
 from csattn.errors import CaptureError
 from csattn.models.attention_hook import attention_implementation
+from csattn.models.query import embed
 
 CHUNK_LEN = 1024
 CHUNK_LEN_ON_GPU = 8192
@@ -80,7 +81,7 @@ def prefill(
     """
     body, config = model.model, model.config
     context_len = token_ids.shape[0]
-    first_layer, hidden = resume or (0, body.embed_tokens(token_ids[None].to(model.device))[0].clone())
+    first_layer, hidden = resume or (0, embed(model, token_ids.to(model.device)).clone())
     hidden = hidden.to(model.device)
     chunk_len = chunk_len or (CHUNK_LEN_ON_GPU if hidden.is_cuda else CHUNK_LEN)
     head_dim = body.layers[0].self_attn.head_dim

@@ -272,7 +272,7 @@ def test_placements_differ_in_where_they_read_only(kernels, recording, monkeypat
     monkeypatch.setattr(placements, "require_memory", ignore)
     work = Workload(recording, 300, 2, DEVICE)
     options = Options(
-        shape=replace(SHAPE, num_layers=2), search=SearchConfig(), ceilings={}, seconds=0.0, pinned_bytes=0
+        shape=replace(SHAPE, layers=SHAPE.layers[:2]), search=SearchConfig(), ceilings={}, seconds=0.0, pinned_bytes=0
     )
     outs = []
     for placement in ("device", "hybrid", "host"):

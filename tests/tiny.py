@@ -1,4 +1,4 @@
-"""Random models of every supported family, small enough to run in milliseconds, with a tokenizer of single bytes."""
+"""Random models of the supported families, small enough to run in milliseconds, with a tokenizer of single bytes."""
 
 from functools import cache
 from pathlib import Path
@@ -6,28 +6,56 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import PreTrainedTokenizerFast
 
 from csattn.models import LoadedModel
 from csattn.models.loader import wrap_model
 
-FAMILIES: dict[str, Any] = {
-    "llama": (LlamaConfig, LlamaForCausalLM, {}),
-    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16}),
+# by family: its classes' name, and what its config says beside the sizes
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+}
+# those whose layers are made of the same parts, put together differently
+ALL_FAMILIES = FAMILIES | {
+    "arcee": ("Arcee", {"mlp_bias": True}),
+    "ernie4_5": ("Ernie4_5", {"head_dim": 16, "use_bias": True}),
+    "exaone4": ("Exaone4", {"sliding_window": None, "layer_types": 3 * ["full_attention"]}),
+    "gemma": ("Gemma", {"head_dim": 16}),
+    "gemma2": (
+        "Gemma2",
+        {
+            "head_dim": 16,
+            "layer_types": 3 * ["full_attention"],
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": 5.0,
+            "query_pre_attn_scalar": 20,
+        },
+    ),
+    "glm": ("Glm", {"head_dim": 16}),
+    "glm4": ("Glm4", {"head_dim": 16}),
+    "granite": (
+        "Granite",
+        {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "helium": ("Helium", {"head_dim": 16}),
+    "ministral": ("Ministral", {"head_dim": 16, "layer_types": 3 * ["full_attention"]}),
+    "olmo2": ("Olmo2", {}),
+    "phi3": ("Phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
+    "seed_oss": ("SeedOss", {"head_dim": 24, "attention_bias": True, "attention_out_bias": True, "mlp_bias": True}),
+    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2, "attention_bias": True}),
 }
 MAX_POSITIONS = 1024
 CHAT_TEMPLATE = (
@@ -37,7 +65,7 @@ CHAT_TEMPLATE = (
 
 
 def tiny_config(family: str, **changes: Any) -> Any:
-    config, _, extras = FAMILIES[family]
+    name, extras = ALL_FAMILIES[family]
     sizes = {
         "vocab_size": 256,
         "hidden_size": 64,
@@ -51,12 +79,17 @@ def tiny_config(family: str, **changes: Any) -> Any:
         "eos_token_id": None,
         "pad_token_id": None,
     }
-    return config(**{**sizes, **extras, **changes})
+    return getattr(transformers, f"{name}Config")(**{**sizes, **extras, **changes})
 
 
 def make_model(family: str = "llama", seed: int = 0, **changes: Any) -> Any:
     torch.manual_seed(seed)
-    return FAMILIES[family][1](tiny_config(family, **changes)).eval()
+    model = getattr(transformers, f"{ALL_FAMILIES[family][0]}ForCausalLM")(tiny_config(family, **changes)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():  # which are all alike otherwise
+            if name.endswith("bias") or "norm" in name:
+                parameter += 0.2 * torch.randn_like(parameter)
+    return model
 
 
 @cache

@@ -22,7 +22,7 @@ from csattn.models import LoadedModel
 from csattn.models.attending_cache import AttendingCache
 from csattn.models.attention_hook import attention_implementation
 from csattn.models.prompt import question_ids
-from csattn.models.query import queries_before_rope, rotate
+from csattn.models.query import queries_before_rope, rotate_for
 from csattn.rest import Moments, moments_of
 from csattn.search import SearchPool
 from csattn.selectors import (
@@ -238,5 +238,5 @@ class _LookAhead:
         hidden = args[0] if args else kwargs["hidden_states"]
         cos, sin = kwargs["position_embeddings"]
         early = queries_before_rope(self._next_layer, hidden[0])
-        q = rotate(early @ self._matrix + self._offset, cos[0], sin[0])
+        q = rotate_for(self._next_layer, early @ self._matrix + self._offset, cos[0], sin[0])
         cache.decoders[self._next_idx].look_ahead(q)

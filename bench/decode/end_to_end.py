@@ -22,8 +22,9 @@ from bench.decode.steps import RecordedQueries, attention_only
 from bench.decode.workload import DTYPE, Workload
 from bench.records import Case
 from csattn.errors import CsattnError
+from csattn.models.weights import ModelWeights
 from offload.errors import OffloadError
-from workers.model_runner import ModelRunner, ModelWeights, StepAttention, random_weights
+from workers.model_runner import ModelRunner, StepAttention, random_weights
 
 WARM_UP_STEPS, SLOW_STEPS = 48, 8  # a slot cache is filled while the steps warm up
 PROFILED_STEPS = 4
@@ -118,10 +119,10 @@ def measure_steps(work: Workload, weights: ModelWeights, prepared: Prepared, opt
         **facts,
     }
     if not prepared.is_slow:
-        parts = times_by_purpose(kernel_times(step, PROFILED_STEPS), weights.shape.num_layers)
-        q = torch.zeros(work.batch_size, weights.shape.num_q_heads, weights.shape.head_dim, dtype=DTYPE, device="cuda")
+        parts = times_by_purpose(kernel_times(step, PROFILED_STEPS), weights.spec.num_layers)
+        q = torch.zeros(work.batch_size, weights.spec.num_q_heads, weights.spec.head_dim, dtype=DTYPE, device="cuda")
         rows = runner.rows(work.batch_size)
-        alone = time_replays(attention_only(attention, rows, q), weights.shape.num_layers, options.seconds)
+        alone = time_replays(attention_only(attention, rows, q), weights.spec.num_layers, options.seconds)
         case |= {"parts_us": parts, "attention_us": round(alone.p50_us, 2)}
     return case
 
@@ -139,7 +140,7 @@ def _runner(work: Workload, weights: ModelWeights, attention: RecordedQueries) -
 def _next_query(work: Workload, weights: ModelWeights, attention: StepAttention) -> Tensor | None:
     if not attention.lookahead:
         return None
-    shape = weights.shape
+    shape = weights.spec
     sizes = work.batch_size, shape.num_layers, shape.num_q_heads, shape.head_dim + 1, shape.head_dim
     return torch.zeros(sizes, dtype=weights.dtype, device=work.device)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from csattn.cpus import available_cpus
 from csattn.index import LayerIndex
+from csattn.models.spec import ModelSpec
 from csattn.sketch import SketchIndex
-from workers.model_runner.shapes import ModelShape
 from workers.searchers.worker import SearchWorker, WorkerSpec, choose_cpus
 from workers.searchers.worker_searcher import WorkerSearcher
 
@@ -18,7 +18,7 @@ from workers.searchers.worker_searcher import WorkerSearcher
 class MadeContext:
     """What searchers ask of an artifact."""
 
-    def __init__(self, shape: ModelShape, layers: Sequence[LayerIndex | SketchIndex]) -> None:
+    def __init__(self, shape: ModelSpec, layers: Sequence[LayerIndex | SketchIndex]) -> None:
         self.path, self._layers = Path("made"), layers
         model = SimpleNamespace(num_layers=len(layers), num_q_heads=shape.num_q_heads, head_dim=shape.head_dim)
         self.spec = SimpleNamespace(context_len=layers[0].context_len, num_index_heads=layers[0].num_heads, model=model)

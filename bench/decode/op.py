@@ -119,7 +119,9 @@ def streamed_case(work: Workload, options: Options, attend: Attention) -> dict[s
 
 def window_case(work: Workload, options: Options) -> dict[str, Any]:
     """The resident rows alone."""
-    window = window_only(work, replace(options, shape=replace(options.shape, num_layers=MOST_SETS)))
+    window = window_only(
+        work, replace(options, shape=replace(options.shape, layers=options.shape.layers[:1] * MOST_SETS))
+    )
     moved = window.step_bytes / MOST_SETS
     timing = time_graph(AskedSteps(window.attention, work).calls, options.seconds)
     return {

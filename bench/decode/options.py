@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 
 from csattn.config import SearchConfig
-from workers.model_runner.shapes import ModelShape
+from csattn.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """Of a run."""
 
-    shape: ModelShape
+    shape: ModelSpec
     search: SearchConfig
     ceilings: dict[str, float]  # see `gpu_timing.ceilings`
     seconds: float  # of measuring, per figure

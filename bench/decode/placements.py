@@ -19,6 +19,7 @@ from bench.decode.workload import DTYPE, Workload, clone_index
 from csattn.config import IndexConfig, SearchConfig
 from csattn.cpus import available_cpus
 from csattn.index import LayerIndex
+from csattn.models.spec import ModelSpec
 from csattn.search import LayerSearch, SearchPool
 from csattn.search.device import DeviceLayerIndex
 from csattn.search.workspace import empty_token_selections
@@ -29,7 +30,6 @@ from offload.pinned import PinnedRows
 from workers.engine import CachedRows, DeviceRows, EngineShape, SearchOnDevice, SearchOnHost
 from workers.engine.memory import index_is_on_device
 from workers.engine.searcher import StepSearcher
-from workers.model_runner.shapes import ModelShape
 from workers.searchers.step_searches import StepSearches
 
 EVERY_STEP, AHEAD = "every step", "one layer ahead"
@@ -199,7 +199,7 @@ def host_rows(work: Workload, num_layers: int) -> PinnedRows:
     return PinnedRows([layers[layer_idx % num_distinct] for layer_idx in range(num_layers)])
 
 
-def least_bytes(work: Workload, shape: ModelShape, config: IndexConfig, search: SearchConfig) -> dict[str, int]:
+def least_bytes(work: Workload, shape: ModelSpec, config: IndexConfig, search: SearchConfig) -> dict[str, int]:
     """What search and attention must read of the device's memory in one layer for all requests."""
     resident = search.sink_len + search.window_len + TAIL_LEN
     return layer_bytes(shape, config, search, work.context_len, resident, work.batch_size, work.num_contexts)

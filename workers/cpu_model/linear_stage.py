@@ -8,13 +8,28 @@ from numpy.typing import NDArray
 from csattn.cpu.addresses import Stage, array_at
 from csattn.cpu.floats import KINDS, exp_lanes, load_float
 from csattn.cpu.jit import exact_kernel
+from csattn.cpu.lanes import fma, larger
 from csattn.cpu.simd import F32x16, fill, load, store
 from workers.cpu_model.linear import LANES, TILE, products
 
-# arguments: addresses, and sizes
-LINEAR = ("num_rows", "x", "num_in", "weight", "num_out", "out", "out_width", "bias", "mode", "up_weight")
-NUM_ROWS, X, NUM_IN, WEIGHT, NUM_OUT, OUT, OUT_WIDTH, BIAS, MODE, UP_WEIGHT = range(10)
-SET, ADD, GATE = range(3)  # out = x @ w + bias; out += x @ w; out = silu(x @ w) * (x @ up)
+# arguments: addresses, sizes, and what is done with the product
+LINEAR = (
+    "num_rows",
+    "x",  # [num_rows, num_in]
+    "num_in",
+    "weight",  # [num_out, num_in]
+    "bias",  # [num_out], or 0
+    "activation",  # one of ACTIVATIONS
+    "up_weight",  # [num_out, num_in], or 0: what is activated is multiplied by this product
+    "up_bias",
+    "num_out",
+    "out",  # [num_rows, out_width]
+    "out_width",
+    "multiplier",  # address of a float64: this much of it is added to what is there; 0: it takes its place
+)
+NUM_ROWS, X, NUM_IN, WEIGHT, BIAS, ACTIVATION, UP_WEIGHT, UP_BIAS, NUM_OUT, OUT, OUT_WIDTH, MULTIPLIER = range(12)
+ACTIVATIONS = ("none", "silu", "gelu_tanh", "quick_gelu", "relu", "relu2")
+NONE, SILU, GELU_TANH, QUICK_GELU, RELU, RELU2 = range(6)
 
 
 def linear_pieces(num_out: int) -> int:
@@ -51,50 +66,69 @@ assert _STAGES.keys() == KINDS.keys()
 
 @exact_kernel
 def _linear(arguments: int, piece: int, like: Any) -> None:
-    args = array_at(arguments, 10, np.int64(0))
+    args = array_at(arguments, 12, np.int64(0))
     num_rows = array_at(args[NUM_ROWS], 1, np.int64(0))[0]
     num_in, num_out, width, first = args[NUM_IN], args[NUM_OUT], args[OUT_WIDTH], piece * LANES
     count = min(LANES, num_out - first)
     x = array_at(args[X], num_rows * num_in, np.float32(0))
     out = array_at(args[OUT], num_rows * width, np.float32(0))
-    weight = array_at(args[WEIGHT], num_out * num_in, like)
     room = (num_rows + TILE) * LANES
     sums = np.empty(room, np.float32)
-    products(x, num_rows, weight, first, count, num_in, sums)
-    if args[MODE] == GATE:
-        ups = np.empty(room, np.float32)
-        products(x, num_rows, array_at(args[UP_WEIGHT], num_out * num_in, like), first, count, num_in, ups)
+    products(x, num_rows, array_at(args[WEIGHT], num_out * num_in, like), first, count, num_in, sums)
+    if args[BIAS] != 0:
+        _add_bias(sums, num_rows, array_at(args[BIAS], num_out, like), first, count)
+    if args[ACTIVATION] != NONE:
+        factors = np.empty(room, np.float32)
+        if args[UP_WEIGHT] != 0:
+            products(x, num_rows, array_at(args[UP_WEIGHT], num_out * num_in, like), first, count, num_in, factors)
+            if args[UP_BIAS] != 0:
+                _add_bias(factors, num_rows, array_at(args[UP_BIAS], num_out, like), first, count)
+        else:
+            factors[:] = 1.0
         for row in range(num_rows):
-            _gate(sums, ups, row * LANES, count)
-    elif args[BIAS] != 0:
-        bias = array_at(args[BIAS], num_out, like)
-        for row in range(num_rows):
-            for i in range(count):
-                sums[row * LANES + i] += load_float(bias, first + i)
+            _activate(args[ACTIVATION], sums, factors, row * LANES, count)
     for row in range(num_rows):
-        _write(sums, row * LANES, out, row * width + first, count, args[MODE] == ADD)
+        _write(sums, row * LANES, out, row * width + first, count, args[MULTIPLIER])
 
 
 @exact_kernel
-def _gate(gates: NDArray[np.float32], ups: NDArray[np.float32], at: int, count: int) -> None:
-    """gates = silu(gates) * ups"""
+def _add_bias(sums: NDArray[np.float32], num_rows: int, bias: Any, first: int, count: int) -> None:
+    for row in range(num_rows):
+        for i in range(count):
+            sums[row * LANES + i] += load_float(bias, first + i)
+
+
+@exact_kernel
+def _activate(kind: int, x: NDArray[np.float32], factors: NDArray[np.float32], at: int, count: int) -> None:
+    """x = activation(x) * factors"""
     for i in range(count, LANES):
-        gates[at + i], ups[at + i] = 0.0, 0.0
-    lower = exp_lanes(fill(F32x16, 0.0) - load(F32x16, gates, at))
-    store(gates, at, load(F32x16, gates, at) * load(F32x16, ups, at))
+        x[at + i], factors[at + i] = 0.0, 0.0
+    value, factor, zero = load(F32x16, x, at), load(F32x16, factors, at), fill(F32x16, 0.0)
+    if kind in (RELU, RELU2):
+        value = larger(zero, value)  # NaN stays NaN
+        store(x, at, value * (value * factor if kind == RELU2 else factor))
+        return
+    inner = value  # x * factor * sigmoid(inner)
+    if kind == GELU_TANH:
+        inner = fill(F32x16, 1.5957691216057308) * fma(fill(F32x16, 0.044715) * value, value * value, value)
+    elif kind == QUICK_GELU:
+        inner = fill(F32x16, 1.702) * value
     powers = np.empty(LANES, np.float32)
-    store(powers, 0, lower)
+    store(powers, 0, exp_lanes(zero - inner))
+    store(x, at, value * factor)
     for i in range(count):
-        gates[at + i] /= np.float32(1.0) + powers[i]
+        x[at + i] /= np.float32(1.0) + powers[i]
 
 
 @exact_kernel
-def _write(sums: NDArray[np.float32], at: int, out: NDArray[np.float32], to: int, count: int, added: bool) -> None:
+def _write(sums: NDArray[np.float32], at: int, out: NDArray[np.float32], to: int, count: int, multiplier: int) -> None:
+    """multiplier: its address, or 0."""
+    times = np.float32(1.0) if multiplier == 0 else np.float32(array_at(multiplier, 1, np.float64(0))[0])
     if count == LANES:
         value = load(F32x16, sums, at)
-        if added:
-            value += load(F32x16, out, to)
+        if multiplier != 0:
+            value = fma(fill(F32x16, times), value, load(F32x16, out, to))
         store(out, to, value)
         return
     for i in range(count):
-        out[to + i] = out[to + i] + sums[at + i] if added else sums[at + i]
+        out[to + i] = out[to + i] + times * sums[at + i] if multiplier != 0 else sums[at + i]

@@ -3,22 +3,28 @@
 import torch
 from torch import Tensor
 
-from workers.cpu_model.linear_stage import ADD, GATE
+from csattn.models.spec import Activation
+from workers.model_runner.torch_ops import ACTIVATIONS
 
 
 def linear(
     x: Tensor,  # [num_rows, num_in] float32
     weight: Tensor,  # [num_out, num_in]
     out: Tensor,  # [num_rows, num_out] float32: what was there before
-    mode: int,
     bias: Tensor | None = None,  # [num_out]
+    activation: Activation | None = None,
     up_weight: Tensor | None = None,  # [num_out, num_in]
+    up_bias: Tensor | None = None,  # [num_out]
+    multiplier: float | None = None,
 ) -> Tensor:
     """What is written to `out`."""
-    product = x.double() @ weight.double().T
-    if bias is not None:
-        product = product + bias.double()
-    if mode == GATE:
-        assert up_weight is not None
-        product = torch.nn.functional.silu(product) * (x.double() @ up_weight.double().T)
-    return (product + out.double() if mode == ADD else product).float()
+    product = _product(x, weight, bias)
+    if activation is not None:
+        product = ACTIVATIONS[activation](product)
+    if up_weight is not None:
+        product = product * _product(x, up_weight, up_bias)
+    return (product if multiplier is None else out.double() + multiplier * product).float()
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())

@@ -16,7 +16,7 @@ from offload.codecs.formats import KvFormat
 from offload.coded_store import CodedStore, coded_bytes
 from offload.host_store import HostStore
 from offload.kv_store import KvStore
-from workers.cpu_model.model import word
+from workers.cpu_model.tape_ops import word
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 @triton.jit
 def rotate_append_kernel(
     qkv,  # [num_rows, NUM_Q_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM]
-    q_norm,  # [HEAD_DIM], or qkv when not HAS_NORM
+    q_norm,  # float32 [HEAD_DIM], or of all heads when NORM is "projection", or qkv when it is "none"
     k_norm,
-    cos,  # [num_rows, HEAD_DIM // 2] float32
+    cos,  # [num_rows, HALF] float32: the first 2 * HALF dimensions turn
     sin,
     context_ids,  # [num_rows] int32; -1: append nothing
     tail_ids,
@@ -23,7 +23,9 @@ def rotate_append_kernel(
     q,  # [num_rows, NUM_Q_HEADS, HEAD_DIM] <- rotated
     tail_capacity,
     eps,
-    HAS_NORM: tl.constexpr,
+    NORM: tl.constexpr,  # "none", "head" or "projection"
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     NUM_Q_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -32,12 +34,9 @@ def rotate_append_kernel(
 ):
     row = tl.program_id(0)
     head = tl.program_id(1)  # query heads, then key heads
-    half: tl.constexpr = HEAD_DIM // 2
-    i = tl.arange(0, BLOCK)
-    inside = i < half
+    inside, first_at, second_at = _pairs(HALF, INTERLEAVED, HEAD_DIM, BLOCK)
     dtype = q.dtype.element_ty
-    c = tl.load(cos + row * half + i, mask=inside, other=0.0)
-    s = tl.load(sin + row * half + i, mask=inside, other=0.0)
+    c, s = _angles(cos, sin, row, HALF, BLOCK)
     slot = tl.load(tail_lens + row) - 1
     active = (tl.load(context_ids + row) >= 0) & (slot >= 0) & (slot < tail_capacity)
     tail_id = tl.load(tail_ids + row).to(tl.int64)
@@ -45,80 +44,134 @@ def rotate_append_kernel(
         gdc_wait()
         gdc_launch_dependents()
     heads = qkv + row.to(tl.int64) * (NUM_Q_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
-    first = tl.load(heads + head * HEAD_DIM + i, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(heads + head * HEAD_DIM + half + i, mask=inside, other=0.0).to(tl.float32)
-    if HAS_NORM:
-        norm = q_norm if head < NUM_Q_HEADS else k_norm
-        first, second = _normed_halves(first, second, norm, i, inside, eps, HEAD_DIM)
+    first = tl.load(heads + head * HEAD_DIM + first_at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(heads + head * HEAD_DIM + second_at, mask=inside, other=0.0).to(tl.float32)
+    if NORM != "none":
+        if head < NUM_Q_HEADS:
+            first, second = _normed(
+                first, second, heads, head, q_norm, first_at, second_at, inside, eps, NORM, NUM_Q_HEADS, HEAD_DIM
+            )
+        else:
+            first, second = _normed(
+                first, second, heads + NUM_Q_HEADS * HEAD_DIM, head - NUM_Q_HEADS, k_norm, first_at, second_at, inside,
+                eps, NORM, NUM_KV_HEADS, HEAD_DIM,
+            )  # fmt: skip
     first, second = first * c - second * s, second * c + first * s
     if head < NUM_Q_HEADS:
         at = q + (row.to(tl.int64) * NUM_Q_HEADS + head) * HEAD_DIM
-        tl.store(at + i, first.to(dtype), mask=inside)
-        tl.store(at + half + i, second.to(dtype), mask=inside)
+        tl.store(at + first_at, first.to(dtype), mask=inside)
+        tl.store(at + second_at, second.to(dtype), mask=inside)
     elif active:
         at = tail + ((tail_id * NUM_KV_HEADS + head - NUM_Q_HEADS) * tail_capacity + slot) * 2 * HEAD_DIM
-        tl.store(at + i, first.to(dtype), mask=inside)
-        tl.store(at + half + i, second.to(dtype), mask=inside)
+        tl.store(at + first_at, first.to(dtype), mask=inside)
+        tl.store(at + second_at, second.to(dtype), mask=inside)
         value = heads + (head + NUM_KV_HEADS) * HEAD_DIM
-        tl.store(at + HEAD_DIM + i, tl.load(value + i, mask=inside, other=0.0), mask=inside)
-        tl.store(at + HEAD_DIM + half + i, tl.load(value + half + i, mask=inside, other=0.0), mask=inside)
+        tl.store(at + HEAD_DIM + first_at, tl.load(value + first_at, mask=inside, other=0.0), mask=inside)
+        tl.store(at + HEAD_DIM + second_at, tl.load(value + second_at, mask=inside, other=0.0), mask=inside)
 
 
 @triton.jit
 def predict_query_kernel(
-    early,  # [num_rows, num_q_heads, HEAD_DIM]: what the next layer would project from this layer's input
-    q_norm,  # [HEAD_DIM], or early when not HAS_NORM
-    maps,  # [num_contexts, num_q_heads, HEAD_DIM + 1, HEAD_DIM], contexts maps_stride apart; last row: the offset
-    cos,  # [num_rows, HEAD_DIM // 2] float32
+    early,  # [num_rows, NUM_Q_HEADS, HEAD_DIM]: what the next layer would project from this layer's input
+    q_norm,  # as in `rotate_append_kernel`
+    maps,  # [num_contexts, NUM_Q_HEADS, HEAD_DIM + 1, HEAD_DIM], contexts maps_stride apart; last row: the offset
+    cos,  # [num_rows, HALF] float32
     sin,
     context_ids,  # [num_rows] int32; an idle row takes the first context's map
-    q,  # [num_rows, num_q_heads, HEAD_DIM] <- [early, 1] @ map, rotated
+    q,  # [num_rows, NUM_Q_HEADS, HEAD_DIM] <- [early, 1] @ map, rotated
     maps_stride,
     eps,
-    HAS_NORM: tl.constexpr,
+    NORM: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    NUM_Q_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,  # at least HEAD_DIM // 2
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0)
     head = tl.program_id(1)
-    half: tl.constexpr = HEAD_DIM // 2
-    i = tl.arange(0, BLOCK)
-    inside = i < half
+    inside, first_at, second_at = _pairs(HALF, INTERLEAVED, HEAD_DIM, BLOCK)
     dtype = q.dtype.element_ty
-    c = tl.load(cos + row * half + i, mask=inside, other=0.0)
-    s = tl.load(sin + row * half + i, mask=inside, other=0.0)
+    c, s = _angles(cos, sin, row, HALF, BLOCK)
     context_id = tl.maximum(tl.load(context_ids + row), 0).to(tl.int64)
     matrix = maps + context_id * maps_stride + head * (HEAD_DIM + 1) * HEAD_DIM
-    quarter = i[:, None] * HEAD_DIM + i[None, :]
     square = inside[:, None] & inside[None, :]
-    upper_left = tl.load(matrix + quarter, mask=square, other=0.0)
-    upper_right = tl.load(matrix + half + quarter, mask=square, other=0.0)
-    lower_left = tl.load(matrix + half * HEAD_DIM + quarter, mask=square, other=0.0)
-    lower_right = tl.load(matrix + half * HEAD_DIM + half + quarter, mask=square, other=0.0)
-    first = tl.load(matrix + HEAD_DIM * HEAD_DIM + i, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(matrix + HEAD_DIM * HEAD_DIM + half + i, mask=inside, other=0.0).to(tl.float32)
+    first_rows, second_rows = matrix + first_at[:, None] * HEAD_DIM, matrix + second_at[:, None] * HEAD_DIM
+    upper_left = tl.load(first_rows + first_at[None, :], mask=square, other=0.0)
+    upper_right = tl.load(first_rows + second_at[None, :], mask=square, other=0.0)
+    lower_left = tl.load(second_rows + first_at[None, :], mask=square, other=0.0)
+    lower_right = tl.load(second_rows + second_at[None, :], mask=square, other=0.0)
+    first = tl.load(matrix + HEAD_DIM * HEAD_DIM + first_at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(matrix + HEAD_DIM * HEAD_DIM + second_at, mask=inside, other=0.0).to(tl.float32)
     if PDL:  # what is read above is older than the kernel in front, and complete: that one has waited for it
         gdc_wait()
         gdc_launch_dependents()
-    at = (row.to(tl.int64) * tl.num_programs(1) + head) * HEAD_DIM
-    x_first = tl.load(early + at + i, mask=inside, other=0.0).to(tl.float32)
-    x_second = tl.load(early + at + half + i, mask=inside, other=0.0).to(tl.float32)
-    if HAS_NORM:
-        x_first, x_second = _normed_halves(x_first, x_second, q_norm, i, inside, eps, HEAD_DIM)
+    heads = early + row.to(tl.int64) * NUM_Q_HEADS * HEAD_DIM
+    x_first = tl.load(heads + head * HEAD_DIM + first_at, mask=inside, other=0.0).to(tl.float32)
+    x_second = tl.load(heads + head * HEAD_DIM + second_at, mask=inside, other=0.0).to(tl.float32)
+    if NORM != "none":
+        x_first, x_second = _normed(
+            x_first, x_second, heads, head, q_norm, first_at, second_at, inside, eps, NORM, NUM_Q_HEADS, HEAD_DIM
+        )
         x_first = x_first.to(dtype).to(tl.float32)
         x_second = x_second.to(dtype).to(tl.float32)
     first += tl.sum(x_first[:, None] * upper_left + x_second[:, None] * lower_left, axis=0)
     second += tl.sum(x_first[:, None] * upper_right + x_second[:, None] * lower_right, axis=0)
     first, second = first * c - second * s, second * c + first * s
-    tl.store(q + at + i, first.to(dtype), mask=inside)
-    tl.store(q + at + half + i, second.to(dtype), mask=inside)
+    at = q + (row.to(tl.int64) * NUM_Q_HEADS + head) * HEAD_DIM
+    tl.store(at + first_at, first.to(dtype), mask=inside)
+    tl.store(at + second_at, second.to(dtype), mask=inside)
 
 
 @triton.jit
-def _normed_halves(first, second, norm, i, inside, eps, HEAD_DIM: tl.constexpr):
-    """RMSNorm of one head, given and returned as its two halves."""
-    scale = tl.math.rsqrt((tl.sum(first * first, axis=0) + tl.sum(second * second, axis=0)) / HEAD_DIM + eps)
-    first_weight = tl.load(norm + i, mask=inside, other=0.0).to(tl.float32)
-    second_weight = tl.load(norm + HEAD_DIM // 2 + i, mask=inside, other=0.0).to(tl.float32)
+def _pairs(HALF: tl.constexpr, INTERLEAVED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """Which dimensions of a head turn together; those that do not turn, in pairs of any kind behind them."""
+    i = tl.arange(0, BLOCK)
+    if INTERLEAVED:
+        first_at, second_at = 2 * i, 2 * i + 1
+    else:
+        first_at, second_at = i, i + HALF
+    if 2 * HALF < HEAD_DIM:
+        first_at = tl.where(i < HALF, first_at, i + HALF)
+        second_at = tl.where(i < HALF, second_at, i + HEAD_DIM // 2)
+    return i < HEAD_DIM // 2, first_at, second_at
+
+
+@triton.jit
+def _angles(cos, sin, row, HALF: tl.constexpr, BLOCK: tl.constexpr):
+    """cos and sin of the pairs: 1 and 0 of those that do not turn."""
+    i = tl.arange(0, BLOCK)
+    c = tl.load(cos + row * HALF + i, mask=i < HALF, other=1.0)
+    return c, tl.load(sin + row * HALF + i, mask=i < HALF, other=0.0)
+
+
+@triton.jit
+def _normed(
+    first,
+    second,
+    heads,  # [NUM_HEADS, HEAD_DIM]
+    head,
+    norm,
+    first_at,
+    second_at,
+    inside,
+    eps,
+    NORM: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):
+    """RMSNorm of one head, given and returned as the firsts and the seconds of its pairs; or its part of all heads'."""
+    if NORM == "head":
+        mean = (tl.sum(first * first, axis=0) + tl.sum(second * second, axis=0)) / HEAD_DIM
+        weights = norm
+    else:
+        width: tl.constexpr = NUM_HEADS * HEAD_DIM
+        all_at = tl.arange(0, triton.next_power_of_2(width))
+        x = tl.load(heads + all_at, mask=all_at < width, other=0.0).to(tl.float32)
+        mean = tl.sum(x * x, axis=0) / width
+        weights = norm + head * HEAD_DIM
+    scale = tl.math.rsqrt(mean + eps)
+    first_weight = tl.load(weights + first_at, mask=inside, other=0.0)
+    second_weight = tl.load(weights + second_at, mask=inside, other=0.0)
     return first * scale * first_weight, second * scale * second_weight

@@ -8,7 +8,7 @@ the end nothing waits for memory. Sums are taken in an order that does not depen
 
 # Triton kernels are untyped, and their constants upper case by custom.
 # ruff: noqa: N803
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, index"
 
 import triton
 import triton.language as tl
@@ -16,11 +16,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def normed_linear_kernel(
-    x,  # [num_rows, num_k]: hidden * norm weight, not yet divided by the row's root mean square
-    squares,  # [num_squares, num_rows] float32: parts of the sum of hidden² of each row
+def linear_kernel(
+    x,  # [num_rows, num_k]; NORMED: hidden * norm weight, not yet divided by the row's root mean square
+    squares,  # [num_squares, num_rows] float32: parts of the sum of hidden² of each row, or x when not NORMED
     w,  # [num_out (* 2 when GATED: gates, then ups), num_k]
-    bias,  # [num_out], or w when not HAS_BIAS
+    bias,  # likewise [num_out (* 2)], or w when not HAS_BIAS
     out,  # [num_rows, num_out]
     partials,
     counters,
@@ -29,7 +29,9 @@ def normed_linear_kernel(
     num_k,
     num_squares,
     eps,
-    GATED: tl.constexpr,  # out = silu(gate) * up
+    NORMED: tl.constexpr,
+    GATED: tl.constexpr,  # out = activation(gate) * up
+    ACTIVATION: tl.constexpr,  # "none", or as in `csattn.models.spec`
     HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_SQUARES: tl.constexpr,
@@ -45,37 +47,57 @@ def normed_linear_kernel(
     m = tl.arange(0, BLOCK_M)
     s = tl.arange(0, BLOCK_SQUARES)
     seen = (s < num_squares)[:, None] & (m < num_rows)[None, :]
+    biases = tl.load(bias + row).to(tl.float32) if HAS_BIAS else 0.0
     if PDL:
         gdc_wait()
-    parts = tl.load(squares + s[:, None] * num_rows + m[None, :], mask=seen, other=0.0)
+    parts = tl.load(squares + s[:, None] * num_rows + m[None, :], mask=seen, other=0.0) if NORMED else 0.0
     acc, complete = _stream(
         x, w, partials, counters, row, num_rows, num_k, tile,
         BLOCK_M, BLOCK_N, BLOCK_K, SPLIT_K, EVEN_K, PDL, DOT_PRECISION,
     )  # fmt: skip
     if complete:
-        scale = tl.math.rsqrt(tl.sum(parts, axis=0) / num_k + eps)
-        acc = acc * scale[None, :]
+        if NORMED:
+            scale = tl.math.rsqrt(tl.sum(parts, axis=0) / num_k + eps)
+            acc = acc * scale[None, :]
+        if HAS_BIAS:
+            acc += biases[:, None]
         if GATED:
             gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_N // 2, 2, BLOCK_M)), (0, 2, 1)))
-            value = gate * tl.sigmoid(gate) * up
+            value = _activated(gate, ACTIVATION) * up
             n = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         else:
-            value = acc
+            value = _activated(acc, ACTIVATION)
             n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-            if HAS_BIAS:
-                value += tl.load(bias + n, mask=n < num_out, other=0.0).to(tl.float32)[:, None]
         inside = (n < num_out)[:, None] & (m < num_rows)[None, :]
         tl.store(out + m[None, :] * num_out + n[:, None], value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _activated(x, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "silu":
+        return x * tl.sigmoid(x)
+    elif ACTIVATION == "gelu_tanh":
+        return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))  # 2 sqrt(2 / pi)
+    elif ACTIVATION == "quick_gelu":
+        return x * tl.sigmoid(1.702 * x)
+    elif ACTIVATION == "relu":
+        return tl.maximum(x, 0.0)
+    elif ACTIVATION == "relu2":
+        return tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
+    else:
+        tl.static_assert(ACTIVATION == "none")
+        return x
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def linear_add_kernel(
     x,  # [num_rows, num_k]
     w,  # [num_out, num_k]
-    hidden,  # [num_rows, num_out]: the product is added to it
-    norm,  # [num_out]: weight of the norm that reads hidden next
+    bias,  # [num_out], or w when not HAS_BIAS
+    hidden,  # [num_rows, num_out]: the product times multiplier is added to it
+    norm,  # [num_out] float32: weight of the norm that reads hidden next, or w when not HAS_NORM
     scaled,  # [num_rows, num_out] <- hidden * norm
-    norm_ahead,  # likewise of the layer after it, or norm when not AHEAD
+    norm_ahead,  # likewise of the layer after it, or w when not AHEAD
     scaled_ahead,
     squares,  # [number of tiles, num_rows] float32 <- sums of hidden² over each tile's columns
     partials,
@@ -83,6 +105,9 @@ def linear_add_kernel(
     num_rows,
     num_out,
     num_k,
+    multiplier,
+    HAS_BIAS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
     AHEAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -98,8 +123,10 @@ def linear_add_kernel(
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = (n < num_out)[:, None] & (m < num_rows)[None, :]
     at = m[None, :] * num_out + n[:, None]
-    weight = tl.load(norm + n, mask=n < num_out, other=0.0)
-    weight_ahead = tl.load(norm_ahead + n, mask=n < num_out, other=0.0) if AHEAD else weight
+    ones = tl.full((BLOCK_N,), 1.0, tl.float32)
+    weight = tl.load(norm + n, mask=n < num_out, other=0.0) if HAS_NORM else ones
+    weight_ahead = tl.load(norm_ahead + n, mask=n < num_out, other=0.0) if AHEAD else ones
+    biases = tl.load(bias + row).to(tl.float32) if HAS_BIAS else 0.0
     if PDL:
         gdc_wait()
     before = tl.load(hidden + at, mask=inside, other=0.0)
@@ -109,11 +136,13 @@ def linear_add_kernel(
     )  # fmt: skip
     if complete:
         dtype = hidden.dtype.element_ty
-        value = (before.to(tl.float32) + acc).to(dtype).to(tl.float32)
+        if HAS_BIAS:
+            acc += biases[:, None]
+        value = (before.to(tl.float32) + multiplier * acc).to(dtype).to(tl.float32)
         tl.store(hidden + at, value.to(dtype), mask=inside)
-        tl.store(scaled + at, (value * weight.to(tl.float32)[:, None]).to(dtype), mask=inside)
+        tl.store(scaled + at, (value * weight[:, None]).to(dtype), mask=inside)
         if AHEAD:
-            tl.store(scaled_ahead + at, (value * weight_ahead.to(tl.float32)[:, None]).to(dtype), mask=inside)
+            tl.store(scaled_ahead + at, (value * weight_ahead[:, None]).to(dtype), mask=inside)
         value = tl.where(inside, value, 0.0)
         tl.store(squares + tile * num_rows + m, tl.sum(value * value, axis=0), mask=m < num_rows)
 

@@ -1,15 +1,20 @@
 """The operations of a decode step, all on fixed tensors.
 
-RMSNorm is nowhere an operation of its own. Whoever writes the residual stream also writes it times the next norm's
-weight and, in parts, the sum of its squares; whoever reads it divides the finished product by the root mean square.
+RMSNorm before a product is nowhere an operation of its own. Whoever writes the residual stream also prepares it for its
+next readers, and a product says what it reads. What is prepared is for the implementation to choose: on a GPU the
+stream times the norm's weight and, in parts, the sum of its squares, so that the reader divides the finished product by
+the root mean square; on a tape the normed stream itself.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from csattn.batch import StepRows
+from csattn.models.spec import Activation
+from csattn.models.weights import HeadNorms, Linear
 
 SQUARES_BLOCK = 64  # columns of the residual stream whose squares are summed in one part
 
@@ -25,23 +30,34 @@ class Stream:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadNorms:
-    """Qwen3's RMSNorm of each head, before RoPE."""
+class Readers:
+    """The norms of those who read the stream next. Without `norm` they read it as it is, and all the same."""
 
-    q: Tensor  # [head_dim]
-    k: Tensor  # [head_dim]
+    norm: Tensor | None  # [hidden_size] float32
+    ahead: Tensor | None  # [hidden_size] float32: of the layer after that one, if scaled_ahead is wanted
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Normed:
+    """What a product reads: norm(x), or x itself."""
+
+    x: Tensor  # [batch_size, num_in]: the stream's scaled or scaled_ahead, or anything else
+    squares: Tensor | None = None  # the stream's; None: x itself
+    eps: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """RoPE of a step's positions."""
+    """RoPE of a step's positions: it turns the first dimensions of each head, the others stay."""
 
-    cos: Tensor  # [batch_size, head_dim // 2] float32
+    cos: Tensor  # [batch_size, rotated dimensions // 2] float32
     sin: Tensor
+    interleaved: bool = False  # dimensions 2i and 2i + 1 turn together; else i and i + half of those that turn
 
 
 class StepOps(Protocol):
-    """Each operation only enqueues work; on a CPU it is done when the call returns."""
+    """Each operation only enqueues work; on a CPU it is done when the call returns, or noted on a tape."""
 
     def break_chain(self) -> None:
         """Say that the next operation is the first of a graph, or that others have started work beside it."""
@@ -50,14 +66,85 @@ class StepOps(Protocol):
         self,
         rows: StepRows,
         embedding: Tensor,  # [vocab_size, hidden_size]
+        multiplier: float,
         stream: Stream,  # all of it is written
-        norm: Tensor,  # [hidden_size]: of the first layer
-        norm_ahead: Tensor | None,  # [hidden_size]: of the second, if scaled_ahead is wanted
-        inverse_frequencies: Tensor,  # [head_dim // 2] float32: RoPE's angle per position
+        readers: Readers,
+        inverse_frequencies: Tensor,  # [rotated dimensions // 2] float32: RoPE's angle per position
         rope_scale: float,  # on cos and sin
         rotation: Rotation,  # written
     ) -> None:
         """Start the stream with the tokens' rows, and the rotation with their positions."""
+
+    def linear(
+        self,
+        x: Normed,
+        linears: Sequence[Linear],
+        out: Tensor,  # [batch_size, outputs of all], of any float type
+    ) -> None:
+        """out = linears(x), side by side"""
+
+    def mlp(
+        self,
+        x: Normed,
+        gate_up: Sequence[Linear],  # as in `LayerWeights`
+        gated: bool,
+        activation: Activation,
+        out: Tensor,  # [batch_size, intermediate_size]
+    ) -> None:
+        """out = activation(gate(x)) * up(x), or activation(up(x))"""
+
+    def linear_add(
+        self,
+        x: Tensor,  # [batch_size, num_in]
+        linear: Linear,
+        multiplier: float,
+        stream: Stream,  # all of it is written
+        readers: Readers,
+    ) -> None:
+        """hidden += multiplier * linear(x)"""
+
+    def add_normed(
+        self,
+        x: Tensor,  # [batch_size, hidden_size]
+        norm: Tensor,  # [hidden_size] float32
+        eps: float,
+        multiplier: float,
+        stream: Stream,  # all of it is written
+        readers: Readers,
+    ) -> None:
+        """hidden += multiplier * norm(x)"""
+
+    def rotate_append(
+        self,
+        qkv: Tensor,  # [batch_size, (num_q_heads + 2 * num_kv_heads) * head_dim]
+        norms: HeadNorms | None,
+        eps: float,
+        rotation: Rotation | None,
+        rows: StepRows,
+        tail: Tensor,  # [num_tails, num_kv_heads, tail_capacity, 2, head_dim]: one layer's
+        q: Tensor,  # [batch_size, num_q_heads, head_dim]
+    ) -> None:
+        """q = rope(q of qkv); rows that are not idle append their K, after RoPE, and V to their tail."""
+
+    def predict_query(
+        self,
+        early: Tensor,  # [batch_size, num_q_heads * head_dim]: a later layer's projection of this layer's input
+        norms: HeadNorms | None,  # of that layer
+        eps: float,
+        maps: Any,  # [num_contexts, num_q_heads, head_dim + 1, head_dim]; on a tape [batch_size] addresses of such
+        rotation: Rotation | None,
+        rows: StepRows,
+        q: Tensor,  # [batch_size, num_q_heads, head_dim]
+    ) -> None:
+        """q = rope([norm(early), 1] @ maps[row's context]); for idle rows any finite number."""
+
+    def finish_logits(
+        self,
+        logits: Tensor,  # [batch_size, vocab_size] float32, written
+        multiplier: float,
+        cap: float | None,
+    ) -> None:
+        """logits *= multiplier, then logits = cap * tanh(logits / cap) where there is a cap"""
 
     def likeliest(
         self,
@@ -68,61 +155,6 @@ class StepOps(Protocol):
 
     def advance(self, rows: StepRows, next_ids: Tensor) -> None:
         """Feed the rows these tokens, 0 for -1; those not idle go one position and one row of their tail further."""
-
-    def normed_linear(
-        self,
-        scaled: Tensor,  # [batch_size, hidden_size]: the stream's scaled or scaled_ahead
-        squares: Tensor,
-        eps: float,
-        weight: Tensor,  # [num_out, hidden_size]
-        bias: Tensor | None,  # [num_out]
-        out: Tensor,  # [batch_size, num_out], of any float type
-    ) -> None:
-        """out = norm(hidden) @ weight.T + bias"""
-
-    def normed_gate_up(
-        self,
-        scaled: Tensor,
-        squares: Tensor,
-        eps: float,
-        weight: Tensor,  # [2 * intermediate_size, hidden_size]: gates, then ups
-        out: Tensor,  # [batch_size, intermediate_size]
-    ) -> None:
-        """out = silu(norm(hidden) @ gate.T) * (norm(hidden) @ up.T)"""
-
-    def linear_add(
-        self,
-        x: Tensor,  # [batch_size, num_in]
-        weight: Tensor,  # [hidden_size, num_in]
-        stream: Stream,  # all of it is written
-        norm: Tensor,  # [hidden_size]: of whoever reads the stream next
-        norm_ahead: Tensor | None,
-    ) -> None:
-        """hidden += x @ weight.T"""
-
-    def rotate_append(
-        self,
-        qkv: Tensor,  # [batch_size, (num_q_heads + 2 * num_kv_heads) * head_dim]
-        norms: HeadNorms | None,
-        eps: float,
-        rotation: Rotation,
-        rows: StepRows,
-        tail: Tensor,  # [num_tails, num_kv_heads, tail_capacity, 2, head_dim]: one layer's
-        q: Tensor,  # [batch_size, num_q_heads, head_dim]
-    ) -> None:
-        """q = rope(q of qkv); rows that are not idle append their K, after RoPE, and V to their tail."""
-
-    def predict_query(
-        self,
-        early: Tensor,  # [batch_size, num_q_heads * head_dim]: a later layer's projection of this layer's input
-        q_norm: Tensor | None,  # [head_dim]: of that layer
-        eps: float,
-        maps: Tensor,  # [num_contexts, num_q_heads, head_dim + 1, head_dim]
-        rotation: Rotation,
-        rows: StepRows,
-        q: Tensor,  # [batch_size, num_q_heads, head_dim]
-    ) -> None:
-        """q = rope([norm(early), 1] @ maps[row's context]); for idle rows any finite number."""
 
 
 def num_squares(hidden_size: int) -> int:

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from csattn.batch import StepRows
 from csattn.errors import ConfigError, ContextError
+from csattn.models.weights import ModelWeights
 from workers.model_runner.attention import StepAttention
 from workers.model_runner.layers import Call, StepLayers
 from workers.model_runner.ops import StepOps
 from workers.model_runner.rows import RowBuffer
 from workers.model_runner.torch_ops import TorchOps
-from workers.model_runner.weights import ModelWeights
 
 
 class StepOutput(NamedTuple):
@@ -171,7 +171,7 @@ class ModelRunner:
         return self._tail_capacity - tail_len
 
     def _require_tokens(self, token_ids: Sequence[int]) -> None:
-        vocab_size = self.weights.shape.vocab_size
+        vocab_size = self.weights.spec.vocab_size
         for token_id in token_ids:
             if not 0 <= token_id < vocab_size:
                 raise ContextError(f"token id {token_id} is not in the model's vocabulary of {vocab_size}")
@@ -189,8 +189,9 @@ class _Step:
         batch_size: int,
     ) -> None:
         self.buffer = RowBuffer(batch_size, weights.device)
-        self.layers = StepLayers(weights, attention, next_query, ops, self.buffer.rows)
-        self.calls = list(self.layers.calls())
+        maps = [None if next_query is None else next_query[:, layer - 1] for layer in range(weights.spec.num_layers)]
+        self.layers = StepLayers(weights, attention, maps, ops, self.buffer.rows, weights.dtype)
+        self.calls = list(self.layers.calls(attention.lookahead))
         self.pieces: list[Callable[[], None]] = [call.run for call in self.calls]
         self.advance: Callable[[], None] = self.layers.advance
         self.room = 0  # rows left in the longest tail

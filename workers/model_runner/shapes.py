@@ -1,77 +1,16 @@
-"""The shape of a model: what its tensors' sizes follow from, and the published shapes of some models."""
+"""The published shapes of some models."""
 
-from dataclasses import dataclass, field
 from typing import Any
 
 from csattn.errors import ModelError
+from csattn.models.spec import ModelSpec, llama_like
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelShape:
-    """A Llama-like model: pre-norm, grouped-query attention, gated SiLU in the MLP."""
-
-    num_layers: int
-    hidden_size: int
-    intermediate_size: int
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    max_positions: int
-    norm_eps: float
-    rope: dict[str, Any] = field(default_factory=dict)  # as transformers' rope_parameters
-    qkv_bias: bool = False
-    qk_norm: bool = False  # RMSNorm over each head of q and k, before RoPE
-    tied_embedding: bool = False  # the output head is the embedding
-
-    @property
-    def q_width(self) -> int:
-        return self.num_q_heads * self.head_dim
-
-    @property
-    def kv_width(self) -> int:
-        return self.num_kv_heads * self.head_dim
-
-    @property
-    def qkv_width(self) -> int:
-        return self.q_width + 2 * self.kv_width
-
-    @property
-    def softmax_scale(self) -> float:
-        return float(self.head_dim**-0.5)
-
-    @property
-    def streamed_params(self) -> int:
-        """Parameters that every decode step reads: all but the embedding, of which it reads a row."""
-        layer = self.hidden_size * (self.qkv_width + self.q_width + 3 * self.intermediate_size)
-        return self.num_layers * layer + self.vocab_size * self.hidden_size
-
-
-def shape_named(name: str) -> ModelShape:
+def shape_named(name: str) -> ModelSpec:
     """Raises ModelError when there is none of that name."""
     if name not in SHAPES:
         raise ModelError(f"there is no model shape {name!r}; choose one of {', '.join(SHAPES)}")
     return SHAPES[name]
-
-
-def shape_of(config: Any) -> ModelShape:
-    """The shape that a `transformers` config of a supported family describes."""
-    family = config.model_type
-    return ModelShape(
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_q_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        vocab_size=config.vocab_size,
-        max_positions=config.max_position_embeddings,
-        norm_eps=config.rms_norm_eps,
-        rope=dict(config.rope_parameters or {}),
-        qkv_bias=family == "qwen2" or bool(getattr(config, "attention_bias", False)),
-        qk_norm=family == "qwen3",
-        tied_embedding=bool(config.tie_word_embeddings),
-    )
 
 
 def _default_rope(theta: float) -> dict[str, Any]:
@@ -89,8 +28,8 @@ def _llama3_rope(factor: float) -> dict[str, Any]:
     }
 
 
-SHAPES: dict[str, ModelShape] = {
-    "llama-3.1-8b": ModelShape(
+SHAPES: dict[str, ModelSpec] = {
+    "llama-3.1-8b": llama_like(
         num_layers=32,
         hidden_size=4096,
         intermediate_size=14336,
@@ -102,7 +41,7 @@ SHAPES: dict[str, ModelShape] = {
         norm_eps=1e-5,
         rope=_llama3_rope(8.0),
     ),
-    "llama-3.2-1b": ModelShape(
+    "llama-3.2-1b": llama_like(
         num_layers=16,
         hidden_size=2048,
         intermediate_size=8192,
@@ -115,7 +54,7 @@ SHAPES: dict[str, ModelShape] = {
         rope=_llama3_rope(32.0),
         tied_embedding=True,
     ),
-    "llama-3.2-3b": ModelShape(
+    "llama-3.2-3b": llama_like(
         num_layers=28,
         hidden_size=3072,
         intermediate_size=8192,
@@ -128,7 +67,7 @@ SHAPES: dict[str, ModelShape] = {
         rope=_llama3_rope(32.0),
         tied_embedding=True,
     ),
-    "qwen2.5-7b": ModelShape(
+    "qwen2.5-7b": llama_like(
         num_layers=28,
         hidden_size=3584,
         intermediate_size=18944,
@@ -141,7 +80,7 @@ SHAPES: dict[str, ModelShape] = {
         rope=_default_rope(1_000_000.0),
         qkv_bias=True,
     ),
-    "qwen3-8b": ModelShape(
+    "qwen3-8b": llama_like(
         num_layers=36,
         hidden_size=4096,
         intermediate_size=12288,
@@ -154,7 +93,7 @@ SHAPES: dict[str, ModelShape] = {
         rope=_default_rope(1_000_000.0),
         qk_norm=True,
     ),
-    "mistral-7b-v0.3": ModelShape(
+    "mistral-7b-v0.3": llama_like(
         num_layers=32,
         hidden_size=4096,
         intermediate_size=14336,
@@ -166,7 +105,7 @@ SHAPES: dict[str, ModelShape] = {
         norm_eps=1e-5,
         rope=_default_rope(1_000_000.0),
     ),
-    "smollm2-135m": ModelShape(
+    "smollm2-135m": llama_like(
         num_layers=30,
         hidden_size=576,
         intermediate_size=1536,

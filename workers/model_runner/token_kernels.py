@@ -17,19 +17,21 @@ def begin_kernel(
     token_ids,  # [num_rows] int64
     positions,  # [num_rows] int64
     embedding,  # [vocab_size, hidden_size]
-    hidden,  # [num_rows, hidden_size] <- the token's row
-    norm,  # [hidden_size]
-    scaled,  # [num_rows, hidden_size] <- hidden * norm
-    norm_ahead,  # likewise of the second layer, or norm when not AHEAD
+    hidden,  # [num_rows, hidden_size] <- the token's row * multiplier
+    norm,  # what follows is as in `_write_stream`
+    scaled,
+    norm_ahead,
     scaled_ahead,
-    squares,  # [num_squares, num_rows] float32 <- sums of hidden² over blocks of columns
+    squares,
     frequencies,  # [half] float32: RoPE's angle per position
     cos,  # [num_rows, half] float32 <- of the position's angles, times rope_scale
     sin,
     num_squares,
     hidden_size,
     half,
+    multiplier,
     rope_scale,
+    HAS_NORM: tl.constexpr,
     AHEAD: tl.constexpr,
     BLOCK: tl.constexpr,  # at least hidden_size
     SQUARES_BLOCK: tl.constexpr,
@@ -37,24 +39,105 @@ def begin_kernel(
 ):
     row = tl.program_id(0)
     i = tl.arange(0, BLOCK)
-    inside = i < hidden_size
     token_id = tl.load(token_ids + row)
-    value = tl.load(embedding + token_id * hidden_size + i, mask=inside, other=0.0)
-    at = row * hidden_size + i
-    tl.store(hidden + at, value, mask=inside)
-    wide = value.to(tl.float32)
-    weight = tl.load(norm + i, mask=inside, other=0.0).to(tl.float32)
-    tl.store(scaled + at, (wide * weight).to(value.dtype), mask=inside)
-    if AHEAD:
-        weight = tl.load(norm_ahead + i, mask=inside, other=0.0).to(tl.float32)
-        tl.store(scaled_ahead + at, (wide * weight).to(value.dtype), mask=inside)
-    sums = tl.sum(tl.reshape(wide * wide, (BLOCK // SQUARES_BLOCK, SQUARES_BLOCK)), axis=1)
-    s = tl.arange(0, BLOCK // SQUARES_BLOCK)
-    tl.store(squares + s * tl.num_programs(0) + row, sums, mask=s < num_squares)
+    value = tl.load(embedding + token_id * hidden_size + i, mask=i < hidden_size, other=0.0)
+    _write_stream(
+        value.to(tl.float32) * multiplier, row, hidden, norm, scaled, norm_ahead, scaled_ahead, squares, num_squares,
+        hidden_size, HAS_NORM, AHEAD, BLOCK, SQUARES_BLOCK,
+    )  # fmt: skip
     j = tl.arange(0, HALF_BLOCK)
     angle = tl.load(positions + row).to(tl.float32) * tl.load(frequencies + j, mask=j < half, other=0.0)
     tl.store(cos + row * half + j, tl.cos(angle) * rope_scale, mask=j < half)
     tl.store(sin + row * half + j, tl.sin(angle) * rope_scale, mask=j < half)
+
+
+@triton.jit
+def add_normed_kernel(
+    x,  # [num_rows, hidden_size]
+    weight,  # [hidden_size] float32
+    hidden,  # [num_rows, hidden_size]: multiplier * norm(x) is added to it
+    norm,  # what follows is as in `_write_stream`
+    scaled,
+    norm_ahead,
+    scaled_ahead,
+    squares,
+    num_squares,
+    hidden_size,
+    eps,
+    multiplier,
+    HAS_NORM: tl.constexpr,
+    AHEAD: tl.constexpr,
+    BLOCK: tl.constexpr,  # at least hidden_size
+    SQUARES_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0)
+    i = tl.arange(0, BLOCK)
+    inside = i < hidden_size
+    factor = tl.load(weight + i, mask=inside, other=0.0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    value = tl.load(x + row * hidden_size + i, mask=inside, other=0.0).to(tl.float32)
+    value = value * tl.math.rsqrt(tl.sum(value * value, axis=0) / hidden_size + eps) * factor
+    before = tl.load(hidden + row * hidden_size + i, mask=inside, other=0.0).to(tl.float32)
+    _write_stream(
+        before + multiplier * value, row, hidden, norm, scaled, norm_ahead, scaled_ahead, squares, num_squares,
+        hidden_size, HAS_NORM, AHEAD, BLOCK, SQUARES_BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def _write_stream(
+    value,  # [BLOCK] float32: the row of the stream, 0 from hidden_size on
+    row,
+    hidden,  # [num_rows, hidden_size] <- value
+    norm,  # [hidden_size] float32, or anything when not HAS_NORM
+    scaled,  # [num_rows, hidden_size] <- hidden * norm
+    norm_ahead,  # likewise of the layer after it, or anything when not AHEAD
+    scaled_ahead,
+    squares,  # [num_squares, num_rows] float32 <- sums of hidden² over blocks of columns
+    num_squares,
+    hidden_size,
+    HAS_NORM: tl.constexpr,
+    AHEAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SQUARES_BLOCK: tl.constexpr,
+):
+    i = tl.arange(0, BLOCK)
+    inside = i < hidden_size
+    dtype = hidden.dtype.element_ty
+    at = row * hidden_size + i
+    tl.store(hidden + at, value.to(dtype), mask=inside)
+    value = value.to(dtype).to(tl.float32)
+    weight = tl.load(norm + i, mask=inside, other=0.0) if HAS_NORM else 1.0
+    tl.store(scaled + at, (value * weight).to(dtype), mask=inside)
+    if AHEAD:
+        weight = tl.load(norm_ahead + i, mask=inside, other=0.0)
+        tl.store(scaled_ahead + at, (value * weight).to(dtype), mask=inside)
+    sums = tl.sum(tl.reshape(value * value, (BLOCK // SQUARES_BLOCK, SQUARES_BLOCK)), axis=1)
+    s = tl.arange(0, BLOCK // SQUARES_BLOCK)
+    tl.store(squares + s * tl.num_programs(0) + row, sums, mask=s < num_squares)
+
+
+@triton.jit
+def finish_logits_kernel(
+    logits,  # [num_rows * vocab_size] float32, written
+    num_logits,
+    multiplier,
+    cap,
+    HAS_CAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    value = tl.load(logits + i, mask=i < num_logits, other=0.0) * multiplier
+    if HAS_CAP:
+        value = cap * (2.0 * tl.sigmoid(2.0 * value / cap) - 1.0)  # tanh
+    tl.store(logits + i, value, mask=i < num_logits)
 
 
 @triton.jit

@@ -1,5 +1,6 @@
 """`StepOps` as Triton kernels: their launches."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -7,13 +8,17 @@ import triton
 from torch import Tensor
 
 from csattn.batch import StepRows
+from csattn.models.spec import Activation
+from csattn.models.weights import HeadNorms, Linear
 from workers.model_runner.head_kernels import predict_query_kernel, rotate_append_kernel
-from workers.model_runner.linear_kernels import linear_add_kernel, normed_linear_kernel
-from workers.model_runner.ops import SQUARES_BLOCK, HeadNorms, Rotation, Stream
+from workers.model_runner.linear_kernels import linear_add_kernel, linear_kernel
+from workers.model_runner.ops import SQUARES_BLOCK, Normed, Readers, Rotation, Stream
 from workers.model_runner.tiles import BLOCK_N, MAX_BATCH_SIZE, MAX_SPLIT_PROGRAMS, Tiles
 from workers.model_runner.token_kernels import (
+    add_normed_kernel,
     advance_kernel,
     begin_kernel,
+    finish_logits_kernel,
     likeliest_kernel,
     likeliest_of_part_kernel,
 )
@@ -45,9 +50,9 @@ class TritonOps:
         self,
         rows: StepRows,
         embedding: Tensor,
+        multiplier: float,
         stream: Stream,
-        norm: Tensor,
-        norm_ahead: Tensor | None,
+        readers: Readers,
         inverse_frequencies: Tensor,
         rope_scale: float,
         rotation: Rotation,
@@ -57,24 +62,17 @@ class TritonOps:
             rows.token_ids,
             rows.positions,
             embedding,
-            stream.hidden,
-            norm,
-            stream.scaled,
-            norm if norm_ahead is None else norm_ahead,
-            stream.scaled_ahead,
-            stream.squares,
+            *_written(stream, readers),
             inverse_frequencies,
             rotation.cos,
             rotation.sin,
             stream.squares.shape[0],
             hidden_size,
             len(inverse_frequencies),
+            multiplier,
             rope_scale,
-            AHEAD=norm_ahead is not None,
-            BLOCK=max(SQUARES_BLOCK, triton.next_power_of_2(hidden_size)),
-            SQUARES_BLOCK=SQUARES_BLOCK,
+            **_row_constants(stream, readers),
             HALF_BLOCK=triton.next_power_of_2(len(inverse_frequencies)),
-            num_warps=8,
         )
 
     def likeliest(self, logits: Tensor, next_ids: Tensor) -> None:
@@ -101,63 +99,85 @@ class TritonOps:
             num_warps=1,
         )
 
-    def normed_linear(
-        self, scaled: Tensor, squares: Tensor, eps: float, weight: Tensor, bias: Tensor | None, out: Tensor
-    ) -> None:
-        self._normed_linear(scaled, squares, eps, weight, bias, out, gated=False)
+    def linear(self, x: Normed, linears: Sequence[Linear], out: Tensor) -> None:
+        self._linear(x, linears, out, gated=False, activation="none")
 
-    def normed_gate_up(self, scaled: Tensor, squares: Tensor, eps: float, weight: Tensor, out: Tensor) -> None:
-        self._normed_linear(scaled, squares, eps, weight, None, out, gated=True)
+    def mlp(self, x: Normed, gate_up: Sequence[Linear], gated: bool, activation: Activation, out: Tensor) -> None:
+        self._linear(x, gate_up, out, gated, activation)
 
-    def _normed_linear(
-        self,
-        scaled: Tensor,
-        squares: Tensor,
-        eps: float,
-        weight: Tensor,
-        bias: Tensor | None,
-        out: Tensor,
-        gated: bool,
-    ) -> None:
+    def _linear(self, x: Normed, linears: Sequence[Linear], out: Tensor, gated: bool, activation: str) -> None:
+        (linear,) = linears  # as `take_weights` joins them
+        weight, squares = linear.weight, x.squares
         tiles = Tiles.of(weight)
-        normed_linear_kernel[(tiles.num_tiles, tiles.split_k)](
-            scaled,
-            squares,
+        num_squares = 1 if squares is None else len(squares)
+        linear_kernel[(tiles.num_tiles, tiles.split_k)](
+            x.x,
+            x.x if squares is None else squares,
             weight,
-            weight if bias is None else bias,
+            weight if linear.bias is None else linear.bias,
             out,
             self._partials,
             self._counters,
-            len(scaled),
+            len(x.x),
             out.shape[1],
             weight.shape[1],
-            len(squares),
-            eps,
+            num_squares,
+            x.eps,
+            NORMED=squares is not None,
             GATED=gated,
-            HAS_BIAS=bias is not None,
-            BLOCK_SQUARES=triton.next_power_of_2(len(squares)),
-            **tiles.constants(len(scaled)),
+            ACTIVATION=activation,
+            HAS_BIAS=linear.bias is not None,
+            BLOCK_SQUARES=triton.next_power_of_2(num_squares),
+            **tiles.constants(len(x.x)),
             **self._launch(),
         )
 
-    def linear_add(self, x: Tensor, weight: Tensor, stream: Stream, norm: Tensor, norm_ahead: Tensor | None) -> None:
+    def linear_add(self, x: Tensor, linear: Linear, multiplier: float, stream: Stream, readers: Readers) -> None:
+        weight = linear.weight
         tiles = Tiles.of(weight)
         linear_add_kernel[(tiles.num_tiles, tiles.split_k)](
             x,
             weight,
-            stream.hidden,
-            norm,
-            stream.scaled,
-            norm if norm_ahead is None else norm_ahead,
-            stream.scaled_ahead,
-            stream.squares,
+            weight if linear.bias is None else linear.bias,
+            *_written(stream, readers),
             self._partials,
             self._counters,
             len(x),
             weight.shape[0],
             weight.shape[1],
-            AHEAD=norm_ahead is not None,
+            multiplier,
+            HAS_BIAS=linear.bias is not None,
+            HAS_NORM=readers.norm is not None,
+            AHEAD=readers.ahead is not None,
             **tiles.constants(len(x)),
+            **self._launch(),
+        )
+
+    def add_normed(
+        self, x: Tensor, norm: Tensor, eps: float, multiplier: float, stream: Stream, readers: Readers
+    ) -> None:
+        batch_size, hidden_size = x.shape
+        add_normed_kernel[(batch_size,)](
+            x,
+            norm,
+            *_written(stream, readers),
+            stream.squares.shape[0],
+            hidden_size,
+            eps,
+            multiplier,
+            **_row_constants(stream, readers),
+            **self._launch(),
+        )
+
+    def finish_logits(self, logits: Tensor, multiplier: float, cap: float | None) -> None:
+        finish_logits_kernel[(triton.cdiv(logits.numel(), _LOGITS_BLOCK),)](
+            logits,
+            logits.numel(),
+            multiplier,
+            1.0 if cap is None else cap,
+            HAS_CAP=cap is not None,
+            BLOCK=_LOGITS_BLOCK,
+            num_warps=8,
             **self._launch(),
         )
 
@@ -166,19 +186,19 @@ class TritonOps:
         qkv: Tensor,
         norms: HeadNorms | None,
         eps: float,
-        rotation: Rotation,
+        rotation: Rotation | None,
         rows: StepRows,
         tail: Tensor,
         q: Tensor,
     ) -> None:
-        batch_size, num_q_heads, head_dim = q.shape
+        batch_size, num_q_heads, _ = q.shape
         num_kv_heads, tail_capacity = tail.shape[1:3]
         rotate_append_kernel[(batch_size, num_q_heads + num_kv_heads)](
             qkv,
             qkv if norms is None else norms.q,
             qkv if norms is None else norms.k,
-            rotation.cos,
-            rotation.sin,
+            qkv if rotation is None else rotation.cos,
+            qkv if rotation is None else rotation.sin,
             rows.context_ids,
             rows.tail_ids,
             rows.tail_lens,
@@ -186,11 +206,8 @@ class TritonOps:
             q,
             tail_capacity,
             eps,
-            HAS_NORM=norms is not None,
-            NUM_Q_HEADS=num_q_heads,
             NUM_KV_HEADS=num_kv_heads,
-            HEAD_DIM=head_dim,
-            BLOCK=triton.next_power_of_2(head_dim // 2),
+            **_head_constants(norms, rotation, q),
             num_warps=1,
             **self._launch(),
         )
@@ -198,27 +215,25 @@ class TritonOps:
     def predict_query(
         self,
         early: Tensor,
-        q_norm: Tensor | None,
+        norms: HeadNorms | None,
         eps: float,
         maps: Tensor,
-        rotation: Rotation,
+        rotation: Rotation | None,
         rows: StepRows,
         q: Tensor,
     ) -> None:
-        batch_size, num_q_heads, head_dim = q.shape
+        batch_size, num_q_heads, _ = q.shape
         predict_query_kernel[(batch_size, num_q_heads)](
             early,
-            early if q_norm is None else q_norm,
+            early if norms is None else norms.q,
             maps,
-            rotation.cos,
-            rotation.sin,
+            early if rotation is None else rotation.cos,
+            early if rotation is None else rotation.sin,
             rows.context_ids,
             q,
             maps.stride(0),
             eps,
-            HAS_NORM=q_norm is not None,
-            HEAD_DIM=head_dim,
-            BLOCK=triton.next_power_of_2(head_dim // 2),
+            **_head_constants(norms, rotation, q),
             num_warps=8,
             **self._launch(),
         )
@@ -229,3 +244,33 @@ class TritonOps:
         if not self._on_gpu:
             return {"PDL": False}
         return {"PDL": True, "launch_pdl": chained}
+
+
+def _written(stream: Stream, readers: Readers) -> tuple[Tensor, ...]:
+    """What a kernel that writes the stream is told; of a norm that is not there, anything."""
+    norm, ahead = (stream.hidden if norm is None else norm for norm in (readers.norm, readers.ahead))
+    return stream.hidden, norm, stream.scaled, ahead, stream.scaled_ahead, stream.squares
+
+
+def _row_constants(stream: Stream, readers: Readers) -> dict[str, Any]:
+    """Of kernels whose programs own a row of the stream each."""
+    return {
+        "HAS_NORM": readers.norm is not None,
+        "AHEAD": readers.ahead is not None,
+        "BLOCK": max(SQUARES_BLOCK, triton.next_power_of_2(stream.hidden.shape[1])),
+        "SQUARES_BLOCK": SQUARES_BLOCK,
+        "num_warps": 8,
+    }
+
+
+def _head_constants(norms: HeadNorms | None, rotation: Rotation | None, q: Tensor) -> dict[str, Any]:
+    _, num_q_heads, head_dim = q.shape
+    norm = "none" if norms is None else "head" if len(norms.q) == head_dim else "projection"
+    return {
+        "NORM": norm,
+        "HALF": 0 if rotation is None else rotation.cos.shape[1],
+        "INTERLEAVED": rotation is not None and rotation.interleaved,
+        "NUM_Q_HEADS": num_q_heads,
+        "HEAD_DIM": head_dim,
+        "BLOCK": triton.next_power_of_2(head_dim // 2),
+    }

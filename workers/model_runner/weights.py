@@ -1,59 +1,18 @@
-"""A model's weights as the decode loop reads them: q, k and v in one matrix, gates and ups in one."""
+"""A model's weights as the decode loop on a device reads them: q, k and v in one matrix, gates and ups in one."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from csattn.errors import ModelError
-from csattn.models.families import require_supported
-from csattn.models.rope import model_frequencies, rotary_frequencies
-from workers.model_runner.ops import HeadNorms
-from workers.model_runner.shapes import ModelShape, shape_of
+from csattn.models.rope import rotary_frequencies
+from csattn.models.spec import LayerSpec, ModelSpec
+from csattn.models.weights import HeadNorms, LayerWeights, Linear, ModelWeights, weights_of
 
 DTYPES = (torch.float32, torch.bfloat16)
-
-
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """Matrices are [rows of the output, rows of the input], as torch's linear layers have them."""
-
-    input_norm: Tensor  # [hidden_size]
-    qkv: Tensor  # [(num_q_heads + 2 * num_kv_heads) * head_dim, hidden_size]
-    qkv_bias: Tensor | None
-    head_norms: HeadNorms | None
-    out: Tensor  # [hidden_size, num_q_heads * head_dim]
-    mlp_norm: Tensor  # [hidden_size]
-    gate_up: Tensor  # [2 * intermediate_size, hidden_size]: gates, then ups
-    down: Tensor  # [hidden_size, intermediate_size]
-
-
-@dataclass(frozen=True, slots=True)
-class ModelWeights:
-    """All on one device, in one dtype."""
-
-    shape: ModelShape
-    embedding: Tensor  # [vocab_size, hidden_size]
-    layers: tuple[LayerWeights, ...]
-    final_norm: Tensor  # [hidden_size]
-    head: Tensor  # [vocab_size, hidden_size]; the embedding itself where they are tied
-    inverse_frequencies: Tensor  # [head_dim // 2] float32: RoPE's angle per position
-    rope_scale: float  # on cos and sin
-
-    @property
-    def device(self) -> torch.device:
-        return self.embedding.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.embedding.dtype
-
-    @property
-    def streamed_bytes(self) -> int:
-        """Bytes of weights that every decode step reads."""
-        return self.shape.streamed_params * self.dtype.itemsize
 
 
 def take_weights(
@@ -66,71 +25,77 @@ def take_weights(
 
     Raises ModelError where the decode loop does not reproduce the model.
     """
-    require_supported(model.config)
-    require_plain(model)
-    shape = shape_of(model.config)
+    there = weights_of(model)
     require_dtype(dtype or model.dtype)
 
     def move(*parts: Tensor) -> Tensor:
-        moved = [part.detach().to(device, dtype or model.dtype, copy=len(parts) == 1) for part in parts]
+        moved = [part.to(device, dtype or model.dtype, copy=len(parts) == 1) for part in parts]
         return moved[0] if len(parts) == 1 else torch.cat(moved)
 
     layers = []
+    waiting = list(there.layers)
+    there = replace(there, layers=())  # whose weights are not to be held any longer than needed
     for layer in model.model.layers:
-        layers.append(_take_layer(layer, move))
+        layers.append(_moved(waiting.pop(0), move, device))
         if consume:
             for parameter in layer.parameters():
                 parameter.data = parameter.data.new_empty(0)
-    embedding = move(model.model.embed_tokens.weight)
-    tied = model.lm_head.weight is model.model.embed_tokens.weight
-    frequencies, rope_scale = model_frequencies(model.model.rotary_emb)
-    return ModelWeights(
-        shape=shape,
+    embedding = move(there.embedding)
+    tied = there.head.weight.data_ptr() == there.embedding.data_ptr()
+    return replace(
+        there,
         embedding=embedding,
         layers=tuple(layers),
-        final_norm=move(model.model.norm.weight),
-        head=embedding if tied else move(model.lm_head.weight),
-        inverse_frequencies=frequencies.to(device),
-        rope_scale=rope_scale,
+        final_norm=there.final_norm.to(device),
+        head=Linear(embedding) if tied else _joined([there.head], move),
+        inverse_frequencies=there.inverse_frequencies.to(device),
     )
 
 
 def random_weights(
-    shape: ModelShape, device: torch.device | str, dtype: torch.dtype = torch.bfloat16, seed: int = 0
+    spec: ModelSpec, device: torch.device | str, dtype: torch.dtype = torch.bfloat16, seed: int = 0
 ) -> ModelWeights:
     """Weights that keep activations near one; repeatable on the same kind of device."""
     require_dtype(dtype)
     generator = torch.Generator(device).manual_seed(seed)
-    into_stream = (2 * shape.num_layers) ** -0.5  # each layer adds to the stream twice
+    into_stream = (2 * spec.num_layers) ** -0.5  # each layer adds to the stream twice
 
     def matrix(num_out: int, num_in: int, gain: float = 1.0) -> Tensor:
         empty = torch.empty(num_out, num_in, dtype=dtype, device=device)
         return empty.normal_(std=gain * num_in**-0.5, generator=generator)
 
-    def ones(size: int) -> Tensor:
-        return torch.ones(size, dtype=dtype, device=device)
+    def linear(num_out: int, num_in: int, bias: bool = False, gain: float = 1.0) -> Linear:
+        zeros = torch.zeros(num_out, dtype=dtype, device=device) if bias else None
+        return Linear(matrix(num_out, num_in, gain), zeros)
 
-    layers = tuple(
-        LayerWeights(
-            input_norm=ones(shape.hidden_size),
-            qkv=matrix(shape.qkv_width, shape.hidden_size),
-            qkv_bias=torch.zeros(shape.qkv_width, dtype=dtype, device=device) if shape.qkv_bias else None,
-            head_norms=HeadNorms(ones(shape.head_dim), ones(shape.head_dim)) if shape.qk_norm else None,
-            out=matrix(shape.hidden_size, shape.q_width, into_stream),
-            mlp_norm=ones(shape.hidden_size),
-            gate_up=matrix(2 * shape.intermediate_size, shape.hidden_size),
-            down=matrix(shape.hidden_size, shape.intermediate_size, into_stream),
+    def norm(size: int, there: bool = True) -> Tensor | None:
+        return torch.ones(size, device=device) if there else None
+
+    def layer(of: LayerSpec) -> LayerWeights:
+        attention, mlp, hidden_size = of.attention, of.mlp, spec.hidden_size
+        sizes = {"none": None, "head": (spec.head_dim,) * 2, "projection": (spec.q_width, spec.kv_width)}
+        of_heads = sizes[attention.qk_norm]
+        return LayerWeights(
+            before_attention=norm(hidden_size, of.pre_norm),
+            qkv=(linear(spec.qkv_width, hidden_size, attention.qkv_bias),),
+            head_norms=of_heads and HeadNorms(*(torch.ones(size, device=device) for size in of_heads)),
+            out=linear(hidden_size, spec.q_width, attention.out_bias, into_stream),
+            behind_attention=norm(hidden_size, of.post_norm),
+            before_mlp=norm(hidden_size, of.pre_norm),
+            gate_up=(linear((1 + mlp.gated) * mlp.intermediate_size, hidden_size, mlp.bias),),
+            down=linear(hidden_size, mlp.intermediate_size, mlp.bias, into_stream),
+            behind_mlp=norm(hidden_size, of.post_norm),
         )
-        for _ in range(shape.num_layers)
-    )
-    embedding = matrix(shape.vocab_size, shape.hidden_size, shape.hidden_size**0.5)
-    frequencies, rope_scale = rotary_frequencies(shape.rope, shape.head_dim, shape.max_positions)
+
+    layers = tuple(layer(of) for of in spec.layers)
+    embedding = matrix(spec.vocab_size, spec.hidden_size, spec.hidden_size**0.5)
+    frequencies, rope_scale = rotary_frequencies(spec.rope, spec.head_dim, spec.max_positions)
     return ModelWeights(
-        shape=shape,
+        spec=spec,
         embedding=embedding,
         layers=layers,
-        final_norm=ones(shape.hidden_size),
-        head=embedding if shape.tied_embedding else matrix(shape.vocab_size, shape.hidden_size),
+        final_norm=torch.ones(spec.hidden_size, device=device),
+        head=Linear(embedding if spec.tied_embedding else matrix(spec.vocab_size, spec.hidden_size)),
         inverse_frequencies=frequencies.to(device),
         rope_scale=rope_scale,
     )
@@ -144,33 +109,23 @@ def require_dtype(dtype: torch.dtype) -> None:
         )
 
 
-def require_plain(model: Any) -> None:
-    """Refuse what the four families allow and no published model of theirs has."""
-    activation = model.config.hidden_act
-    if activation != "silu":
-        raise ModelError(f"the decode loop computes gated SiLU, this model's MLP has {activation!r}")
-    layer = model.model.layers[0]
-    biased = [
-        name
-        for name, linear in (("o_proj", layer.self_attn.o_proj), ("down_proj", layer.mlp.down_proj))
-        if linear.bias is not None
-    ]
-    if biased:
-        raise ModelError(f"the decode loop has no bias in {' and '.join(biased)}, which this model has")
-
-
-def _take_layer(layer: Any, move: Callable[..., Tensor]) -> LayerWeights:
-    attention, mlp = layer.self_attn, layer.mlp
-    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-    has_bias = attention.q_proj.bias is not None
-    has_norms = hasattr(attention, "q_norm")
+def _moved(layer: LayerWeights, move: Callable[..., Tensor], device: torch.device | str) -> LayerWeights:
+    norms = {
+        name: None if (norm := getattr(layer, name)) is None else norm.to(device)
+        for name in ("before_attention", "behind_attention", "before_mlp", "behind_mlp")
+    }
+    heads = layer.head_norms
     return LayerWeights(
-        input_norm=move(layer.input_layernorm.weight),
-        qkv=move(*(projection.weight for projection in projections)),
-        qkv_bias=move(*(projection.bias for projection in projections)) if has_bias else None,
-        head_norms=HeadNorms(move(attention.q_norm.weight), move(attention.k_norm.weight)) if has_norms else None,
-        out=move(attention.o_proj.weight),
-        mlp_norm=move(layer.post_attention_layernorm.weight),
-        gate_up=move(mlp.gate_proj.weight, mlp.up_proj.weight),
-        down=move(mlp.down_proj.weight),
+        qkv=(_joined(layer.qkv, move),),
+        head_norms=None if heads is None else HeadNorms(heads.q.to(device), heads.k.to(device)),
+        out=_joined([layer.out], move),
+        gate_up=(_joined(layer.gate_up, move),),
+        down=_joined([layer.down], move),
+        **norms,
     )
+
+
+def _joined(linears: Sequence[Linear], move: Callable[..., Tensor]) -> Linear:
+    """One matrix of them all."""
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    return Linear(move(*(linear.weight for linear in linears)), move(*biases) if biases else None)

@@ -8,10 +8,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from csattn.errors import ContextError
+from csattn.errors import ConfigError, ContextError
 from csattn.models import LoadedModel
 from csattn.models.attending_cache import AttendingCache
 from csattn.models.attention_hook import attention_implementation
+from csattn.models.families import describe
 from csattn.models.rope import model_frequencies
 from csattn.models.unrotated import unrotated
 from workers.streaming.config import StreamConfig
@@ -31,8 +32,13 @@ class StreamSession:
     """
 
     def __init__(self, loaded: LoadedModel, config: StreamConfig):
-        """Raises ConfigError when the model has fewer positions than the rows need."""
-        geometry = loaded.geometry
+        """Raises ConfigError when the model has fewer positions than the rows need, or layers without positions."""
+        geometry, spec = loaded.geometry, describe(loaded.model.config)
+        if not all(layer.attention.rotated for layer in spec.layers):
+            raise ConfigError(
+                f"{loaded.name} has layers without RoPE, whose rows cannot be given other places; stream with a model "
+                "that has RoPE in every layer"
+            )
         config.require_positions(geometry.max_positions)
         self.loaded = loaded
         self.config = config
@@ -40,7 +46,7 @@ class StreamSession:
         self._block_len = min(_BLOCK_LEN, geometry.max_positions - config.window_len + 1)
         frequencies, _ = model_frequencies(loaded.model.model.rotary_emb)
         num_places = max(config.max_rows, config.window_len - 1 + self._block_len)
-        self._places = Places(frequencies, num_places, loaded.device)
+        self._places = Places(frequencies, num_places, loaded.device, spec.interleaved)
         self._attention = attention_implementation(loaded.model)
         self._unrotated = unrotated(loaded.model, StreamCache)
 

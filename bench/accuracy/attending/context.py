@@ -14,7 +14,7 @@ from csattn.artifact.layout import next_query_arrays, next_query_from_arrays
 from csattn.models import LoadedModel
 from csattn.models.attending_cache import AttendingCache
 from csattn.models.attention_hook import attention_implementation
-from csattn.models.query import queries_before_rope, rotate
+from csattn.models.query import queries_before_rope, rotate_for
 from index_build.capture import prefill
 from index_build.predictor import fit_predictor, sample_rows
 
@@ -156,4 +156,4 @@ class _PredictQueries:
         cos, sin = kwargs["position_embeddings"]
         early = queries_before_rope(self._following, hidden[0])
         weights = weights.to(early.dtype)
-        self._rows.early = rotate(early @ weights[:, :-1] + weights[:, -1:], cos[0], sin[0])
+        self._rows.early = rotate_for(self._following, early @ weights[:, :-1] + weights[:, -1:], cos[0], sin[0])

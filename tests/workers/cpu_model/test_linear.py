@@ -7,8 +7,8 @@ import torch
 from csattn.cpu.tape import Tape
 from csattn.cpu.team import Team
 from workers.cpu_model import reference
-from workers.cpu_model.linear_stage import ADD, GATE, LINEAR, SET, linear_pieces, linear_stage
-from workers.cpu_model.model import word
+from workers.cpu_model.linear_stage import ACTIVATIONS, LINEAR, linear_pieces, linear_stage
+from workers.cpu_model.tape_ops import word
 
 DTYPES = ["float32", "bfloat16", "float16"]
 NAN = float("nan")
@@ -26,14 +26,17 @@ def run(
     x: torch.Tensor,
     weight: torch.Tensor,
     out: torch.Tensor,  # [num_rows, num_out]; a view of something wider
-    mode: int,
     bias: torch.Tensor | None = None,
+    activation: str | None = None,
     up_weight: torch.Tensor | None = None,
+    up_bias: torch.Tensor | None = None,
+    multiplier: float | None = None,
     num_threads: int = 1,
 ) -> None:
     num_out, num_in = weight.shape
-    num_rows = np.array([len(x)])
-    values = (num_rows, x, num_in, weight, num_out, out.data_ptr(), out.stride(0), bias, mode, up_weight)
+    num_rows, times = np.array([len(x)]), None if multiplier is None else np.array([multiplier])
+    product = num_rows, x, num_in, weight, bias, ACTIVATIONS.index(activation or "none"), up_weight, up_bias
+    values = *product, num_out, out.data_ptr(), out.stride(0), times
     assert len(values) == len(LINEAR)
     tape = Tape()
     arguments = np.array([word(value) for value in values], np.int64)
@@ -42,20 +45,46 @@ def run(
         team.run(tape)
 
 
-@pytest.mark.parametrize("mode", [SET, ADD, GATE])
+SIZES = [(1, 1, 1), (1, 48, 32), (2, 17, 15), (3, 16, 33), (5, 31, 64), (33, 5, 100)]
+
+
+@pytest.mark.parametrize("multiplier", [None, 1.0, 0.22])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_it_agrees_with_its_definition(dtype: str, mode: int) -> None:
-    kind = getattr(torch, dtype)
-    for num_rows, num_out, num_in in [(1, 1, 1), (1, 48, 32), (2, 17, 15), (3, 16, 33), (5, 31, 64), (33, 5, 100)]:
-        weight, up_weight = (poisoned(num_out, num_in, dtype=kind) * num_in**-0.5 for _ in range(2))
-        bias = poisoned(num_out, dtype=kind) if mode == SET and num_rows > 2 else None
-        x, wide = poisoned(num_rows, num_in), torch.full((num_rows + 2, num_out + 7), NAN)
-        out = wide[1:-1, 3 : 3 + num_out]
-        out.copy_(torch.randn(num_rows, num_out))
-        want = reference.linear(x, weight, out.clone(), mode, bias, up_weight)
-        run(x, weight, out, mode, bias, up_weight if mode == GATE else None)
-        torch.testing.assert_close(out, want, rtol=2e-5, atol=2e-5)
-        assert wide.isnan().sum() == wide.numel() - out.numel()
+def test_it_agrees_with_its_definition(dtype: str, multiplier: float | None) -> None:
+    for num_rows, num_out, num_in in SIZES:
+        weight = poisoned(num_out, num_in, dtype=getattr(torch, dtype)) * num_in**-0.5
+        bias = poisoned(num_out, dtype=weight.dtype) if num_rows > 2 else None
+        check(weight, poisoned(num_rows, num_in), bias=bias, multiplier=multiplier)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS[1:])
+@pytest.mark.parametrize("gated", [False, True])
+def test_activations_agree_with_their_definitions(activation: str, gated: bool) -> None:
+    for num_rows, num_out, num_in in SIZES:
+        weight, up_weight = (poisoned(num_out, num_in) * 3 * num_in**-0.5 for _ in range(2))
+        bias, up_bias = (poisoned(num_out) if num_rows > 2 else None for _ in range(2))
+        up = {"up_weight": up_weight, "up_bias": up_bias} if gated else {}
+        check(weight, poisoned(num_rows, num_in), bias=bias, activation=activation, **up)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS[1:])
+def test_activations_far_from_zero_and_of_no_number(activation: str) -> None:
+    x = torch.tensor([-1e4, -200.0, -90.0, -1.0, 0.0, 90.0, 200.0, NAN])[:, None]
+    weight, out = torch.ones(17, 1), torch.full((8, 17), NAN)
+    want = reference.linear(x, weight, out, activation=activation)
+    run(x, weight, out, activation=activation)
+    torch.testing.assert_close(out, want, rtol=2e-5, atol=2e-5, equal_nan=True)
+
+
+def check(weight: torch.Tensor, x: torch.Tensor, **options: object) -> None:
+    num_rows, num_out = len(x), len(weight)
+    wide = torch.full((num_rows + 2, num_out + 7), NAN)
+    out = wide[1:-1, 3 : 3 + num_out]
+    out.copy_(torch.randn(num_rows, num_out))
+    want = reference.linear(x, weight, out.clone(), **options)
+    run(x, weight, out, **options)
+    torch.testing.assert_close(out, want, rtol=2e-5, atol=2e-5)
+    assert wide.isnan().sum() == wide.numel() - out.numel()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -64,8 +93,8 @@ def test_a_rows_bits_do_not_depend_on_what_is_beside_it(dtype: str, num_out: int
     weight, x = torch.randn(num_out, num_in).to(getattr(torch, dtype)), torch.randn(33, num_in)
     alone = torch.full((33, num_out), NAN)
     for row in range(33):
-        run(x[row : row + 1], weight, alone[row : row + 1], SET)
+        run(x[row : row + 1], weight, alone[row : row + 1])
     for num_rows in range(2, 34):
         out = torch.full((num_rows, num_out), NAN)
-        run(x[33 - num_rows :].contiguous(), weight, out, SET, num_threads=1 + num_rows % 3)
+        run(x[33 - num_rows :].contiguous(), weight, out, num_threads=1 + num_rows % 3)
         assert torch.equal(out, alone[33 - num_rows :])

@@ -3,16 +3,16 @@
 import pytest
 import torch
 
+from csattn.models.spec import llama_like
 from tests.tiny import FAMILIES, make_model, token_ids
 from tests.workers.model_runner.full_attention import FullAttention
 from tests.workers.model_runner.full_context import CONTEXT_LENS, full_attention, greedy, logits_after, make_runner
 from workers.model_runner import ModelRunner, random_weights, take_weights
-from workers.model_runner.shapes import ModelShape
 
 pytestmark = pytest.mark.gpu
 
 QUESTION = token_ids(5, seed=5).tolist()
-SHAPE = ModelShape(
+SHAPE = llama_like(
     num_layers=4,
     hidden_size=512,
     intermediate_size=1408,

@@ -6,8 +6,9 @@ import torch
 pytest.importorskip("triton", reason="Triton, whose interpreter runs these kernels on a CPU, is not installed")
 
 from csattn.batch import make_step_rows
-from workers.model_runner.ops import HeadNorms, Rotation, Stream, num_squares
-from workers.model_runner.torch_ops import TorchOps
+from csattn.models.weights import HeadNorms, Linear
+from workers.model_runner.ops import Normed, Readers, Rotation, Stream, num_squares
+from workers.model_runner.torch_ops import ACTIVATIONS, TorchOps
 from workers.model_runner.triton_ops import TritonOps
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -47,35 +48,58 @@ def assert_same_stream(got: Stream, want: Stream, ahead: bool) -> None:
 
 def prepared(batch_size: int, hidden_size: int, dtype: torch.dtype) -> Stream:
     stream = make_stream(batch_size, hidden_size, dtype)
-    TorchOps().linear_add(randn(batch_size, 8, dtype=dtype), randn(hidden_size, 8, dtype=dtype), stream, *norms(stream))
+    linear = Linear(randn(hidden_size, 8, dtype=dtype))
+    TorchOps().linear_add(randn(batch_size, 8, dtype=dtype), linear, 1.0, stream, readers("both", hidden_size))
     return stream
 
 
-def norms(stream: Stream) -> tuple[torch.Tensor, torch.Tensor]:
-    hidden_size, dtype = stream.hidden.shape[1], stream.hidden.dtype
-    return 1 + randn(hidden_size, dtype=dtype, scale=0.3), 1 + randn(hidden_size, dtype=dtype, scale=0.3)
+def normed(stream: Stream) -> Normed:
+    return Normed(stream.scaled, stream.squares, EPS)
+
+
+READERS = ["none", "one", "both"]
+
+
+def readers(kind: str, hidden_size: int) -> Readers:
+    norm, ahead = 1 + randn(2, hidden_size, scale=0.3)
+    return Readers(None if kind == "none" else norm, ahead if kind == "both" else None, EPS)
+
+
+def make_linear(num_out: int, num_in: int, dtype: torch.dtype, bias: bool = False, scale: float = 1.0) -> Linear:
+    weight = randn(num_out, num_in, dtype=dtype, scale=scale * num_in**-0.5)
+    return Linear(weight, randn(num_out, dtype=dtype) if bias else None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize(("batch_size", "hidden_size", "head_dim"), [(1, 64, 16), (3, 100, 24), (2, 576, 64)])
-def test_begin(batch_size, hidden_size, head_dim, ahead, dtype) -> None:
+@pytest.mark.parametrize("read_by", READERS)
+@pytest.mark.parametrize(("batch_size", "hidden_size", "half"), [(1, 64, 8), (3, 100, 12), (2, 576, 32)])
+def test_begin(batch_size, hidden_size, half, read_by, dtype) -> None:
     embedding = randn(50, hidden_size, dtype=dtype)
     rows = make_step_rows(batch_size, DEVICE)
     rows.token_ids.copy_(torch.tensor([49, 0, 7][:batch_size]))
     rows.positions.copy_(torch.tensor([131_071, 0, 900][:batch_size]))
-    frequencies = (10_000.0 ** -torch.linspace(0, 1, head_dim // 2)).to(DEVICE)
+    frequencies = (10_000.0 ** -torch.linspace(0, 1, half)).to(DEVICE)
     got = make_stream(batch_size, hidden_size, dtype)
     want = copy_of(got)
-    got_rotation, want_rotation = make_rotation(batch_size, head_dim), make_rotation(batch_size, head_dim)
-    norm, norm_ahead = norms(got)
-    ahead_norm = norm_ahead if ahead else None
-    TritonOps(DEVICE).begin(rows, embedding, got, norm, ahead_norm, frequencies, 1.25, got_rotation)
-    TorchOps().begin(rows, embedding, want, norm, ahead_norm, frequencies, 1.25, want_rotation)
-    assert torch.equal(got.hidden, embedding[rows.token_ids])
-    assert_same_stream(got, want, ahead)
+    got_rotation, want_rotation = make_rotation(batch_size, half), make_rotation(batch_size, half)
+    read, multiplier = readers(read_by, hidden_size), 1.0 if read_by == "one" else 2.5
+    TritonOps(DEVICE).begin(rows, embedding, multiplier, got, read, frequencies, 1.25, got_rotation)
+    TorchOps().begin(rows, embedding, multiplier, want, read, frequencies, 1.25, want_rotation)
+    assert torch.equal(got.hidden, (embedding[rows.token_ids].float() * multiplier).to(dtype))
+    assert_same_stream(got, want, read.ahead is not None)
     torch.testing.assert_close(got_rotation.cos, want_rotation.cos, **tolerance(torch.float32))
     torch.testing.assert_close(got_rotation.sin, want_rotation.sin, **tolerance(torch.float32))
+
+
+@pytest.mark.parametrize("cap", [None, 7.0])
+@pytest.mark.parametrize("vocab_size", [1, 4096, 9001])
+def test_finish_logits(vocab_size, cap) -> None:
+    got = randn(3, vocab_size, scale=50)
+    want = got.clone()
+    TritonOps(DEVICE).finish_logits(got, 0.3, cap)
+    TorchOps().finish_logits(want, 0.3, cap)
+    torch.testing.assert_close(got, want, **tolerance(torch.float32))
+    assert cap is None or got.abs().max() <= cap
 
 
 @pytest.mark.parametrize("vocab_size", [5, 4096, 9001])
@@ -116,75 +140,102 @@ def test_advance() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_norm", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(
     ("batch_size", "hidden_size", "num_out"), [(1, 64, 64), (3, 100, 65), (17, 576, 130), (2, 1024, 63)]
 )
-def test_normed_linear(batch_size, hidden_size, num_out, with_bias, dtype) -> None:
+def test_linear(batch_size, hidden_size, num_out, with_bias, with_norm, dtype) -> None:
     stream = prepared(batch_size, hidden_size, dtype)
-    weight = randn(num_out, hidden_size, dtype=dtype, scale=hidden_size**-0.5)
-    bias = randn(num_out, dtype=dtype) if with_bias else None
+    linear, x = make_linear(num_out, hidden_size, dtype, with_bias), normed(stream)
     got = torch.full((batch_size, num_out), torch.nan, dtype=dtype, device=DEVICE)
     want = got.clone()
-    TritonOps(DEVICE).normed_linear(stream.scaled, stream.squares, EPS, weight, bias, got)
-    TorchOps().normed_linear(stream.scaled, stream.squares, EPS, weight, bias, want)
+    x = x if with_norm else Normed(stream.scaled)
+    TritonOps(DEVICE).linear(x, [linear], got)
+    TorchOps().linear(x, [linear], want)
     torch.testing.assert_close(got, want, **tolerance(dtype))
 
 
-def test_normed_linear_is_the_norm_and_the_product() -> None:
+def test_linear_is_the_norm_and_the_product() -> None:
     stream = prepared(3, 100, torch.float32)
-    weight = randn(40, 100)
-    out = randn(3, 40)
+    linear = make_linear(40, 100, torch.float32, bias=True)
+    out, unnormed = randn(2, 3, 40)
+    TorchOps().linear(normed(stream), [linear], out)
+    TorchOps().linear(Normed(stream.hidden), [linear], unnormed)
     norm = stream.scaled[0] / stream.hidden[0]
-    TorchOps().normed_linear(stream.scaled, stream.squares, EPS, weight, None, out)
-    want = torch.nn.functional.rms_norm(stream.hidden, (100,), norm, EPS) @ weight.T
+    want = torch.nn.functional.rms_norm(stream.hidden, (100,), norm, EPS) @ linear.weight.T + linear.bias
     torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(unnormed, stream.hidden @ linear.weight.T + linear.bias, rtol=1e-4, atol=1e-4)
+
+
+def test_linears_side_by_side_are_one_of_all_their_outputs() -> None:
+    stream, whole = prepared(3, 100, torch.float32), make_linear(70, 100, torch.float32, bias=True)
+    together, apart = randn(2, 3, 70)
+    TorchOps().linear(normed(stream), [whole], together)
+    TorchOps().linear(normed(stream), [whole.outputs(0, 33), whole.outputs(33, 70)], apart)
+    torch.testing.assert_close(apart, together, rtol=1e-5, atol=1e-5)
 
 
 def test_logits_may_be_wider_than_the_model() -> None:
     stream = prepared(2, 128, DTYPES[1])
-    weight = randn(70, 128, dtype=DTYPES[1], scale=0.1)
+    head = make_linear(70, 128, DTYPES[1])
     got, want = randn(2, 70), randn(2, 70)
-    TritonOps(DEVICE).normed_linear(stream.scaled, stream.squares, EPS, weight, None, got)
-    TorchOps().normed_linear(stream.scaled, stream.squares, EPS, weight, None, want)
+    TritonOps(DEVICE).linear(normed(stream), [head], got)
+    TorchOps().linear(normed(stream), [head], want)
     torch.testing.assert_close(got, want, **tolerance(DTYPES[1]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(("batch_size", "hidden_size", "num_out"), [(1, 64, 32), (3, 100, 33), (2, 256, 96)])
-def test_normed_gate_up(batch_size, hidden_size, num_out, dtype) -> None:
+def test_mlp(batch_size, hidden_size, num_out, activation, gated, dtype) -> None:
     stream = prepared(batch_size, hidden_size, dtype)
-    weight = randn(2 * num_out, hidden_size, dtype=dtype, scale=2 * hidden_size**-0.5)
+    linear = make_linear((1 + gated) * num_out, hidden_size, dtype, bias=batch_size == 3, scale=2)
     got = torch.full((batch_size, num_out), torch.nan, dtype=dtype, device=DEVICE)
     want = got.clone()
-    TritonOps(DEVICE).normed_gate_up(stream.scaled, stream.squares, EPS, weight, got)
-    TorchOps().normed_gate_up(stream.scaled, stream.squares, EPS, weight, want)
+    TritonOps(DEVICE).mlp(normed(stream), [linear], gated, activation, got)
+    TorchOps().mlp(normed(stream), [linear], gated, activation, want)
     torch.testing.assert_close(got, want, **tolerance(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("read_by", READERS)
 @pytest.mark.parametrize(("batch_size", "num_in", "hidden_size"), [(1, 64, 64), (3, 100, 100), (5, 1500, 130)])
-def test_linear_add(batch_size, num_in, hidden_size, ahead, dtype) -> None:
+def test_linear_add(batch_size, num_in, hidden_size, read_by, dtype) -> None:
     x = randn(batch_size, num_in, dtype=dtype)
-    weight = randn(hidden_size, num_in, dtype=dtype, scale=num_in**-0.5)
+    linear, read = make_linear(hidden_size, num_in, dtype, bias=read_by == "one"), readers(read_by, hidden_size)
     got = make_stream(batch_size, hidden_size, dtype)
     want = copy_of(got)
-    norm, norm_ahead = norms(got)
-    TritonOps(DEVICE).linear_add(x, weight, got, norm, norm_ahead if ahead else None)
-    TorchOps().linear_add(x, weight, want, norm, norm_ahead if ahead else None)
-    assert_same_stream(got, want, ahead)
+    multiplier = 0.22 if read_by == "none" else 1.0
+    TritonOps(DEVICE).linear_add(x, linear, multiplier, got, read)
+    TorchOps().linear_add(x, linear, multiplier, want, read)
+    assert_same_stream(got, want, read.ahead is not None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("read_by", READERS)
+@pytest.mark.parametrize(("batch_size", "hidden_size"), [(1, 63), (3, 100), (5, 576)])
+def test_add_normed(batch_size, hidden_size, read_by, dtype) -> None:
+    x, read = randn(batch_size, hidden_size, dtype=dtype, scale=3.0), readers(read_by, hidden_size)
+    norm = 1 + randn(hidden_size, scale=0.3)
+    got = make_stream(batch_size, hidden_size, dtype)
+    before, want = got.hidden.clone(), copy_of(got)
+    TritonOps(DEVICE).add_normed(x, norm, EPS, 0.5, got, read)
+    TorchOps().add_normed(x, norm, EPS, 0.5, want, read)
+    assert_same_stream(got, want, read.ahead is not None)
+    added = 0.5 * torch.nn.functional.rms_norm(x.float(), (hidden_size,), norm, EPS)
+    torch.testing.assert_close(got.hidden.float(), before.float() + added, **tolerance(dtype))
 
 
 def test_a_split_product_can_be_taken_again() -> None:
     """The counters that tell which program came last are zero again after each product."""
     ops, x = TritonOps(DEVICE), randn(2, 1500)
-    weight = randn(70, 1500, scale=0.02)
+    linear, read = make_linear(70, 1500, torch.float32), readers("one", 70)
     first = make_stream(2, 70, torch.float32)
     second = copy_of(first)
-    norm, _ = norms(first)
-    ops.linear_add(x, weight, first, norm, None)
-    ops.linear_add(x, weight, second, norm, None)
+    ops.linear_add(x, linear, 1.0, first, read)
+    ops.linear_add(x, linear, 1.0, second, read)
     assert torch.equal(first.hidden, second.hidden)
     assert torch.equal(first.squares, second.squares)
 
@@ -193,17 +244,41 @@ def test_a_split_product_can_be_taken_again() -> None:
 def test_a_row_does_not_depend_on_its_batch(batch_size) -> None:
     dtype = DTYPES[1]
     stream = prepared(batch_size, 640, dtype)
-    weight = randn(300, 640, dtype=dtype, scale=0.05)
+    linear = make_linear(300, 640, dtype)
     whole, alone = randn(batch_size, 300, dtype=dtype), randn(1, 300, dtype=dtype)
     ops, last = TritonOps(DEVICE), slice(batch_size - 1, batch_size)
-    ops.normed_linear(stream.scaled, stream.squares, EPS, weight, None, whole)
-    ops.normed_linear(stream.scaled[last], stream.squares[:, last].contiguous(), EPS, weight, None, alone)
+    ops.linear(normed(stream), [linear], whole)
+    ops.linear(Normed(stream.scaled[last], stream.squares[:, last].contiguous(), EPS), [linear], alone)
     assert torch.equal(whole[last], alone)
 
 
-def make_rotation(batch_size: int, head_dim: int) -> Rotation:
-    angles = torch.randn(batch_size, head_dim // 2, device=DEVICE) * 3
-    return Rotation(angles.cos(), angles.sin())
+def make_rotation(batch_size: int, half: int, interleaved: bool = False) -> Rotation:
+    angles = torch.randn(batch_size, half, device=DEVICE) * 3
+    return Rotation(angles.cos(), angles.sin(), interleaved)
+
+
+# how many pairs of a head of 24 dimensions turn, and which
+ROTATIONS = {
+    "whole": (12, False),
+    "part": (4, False),
+    "interleaved": (12, True),
+    "part interleaved": (5, True),
+    "none": None,
+}
+
+
+def rotation_of(kind: str, batch_size: int, head_dim: int) -> Rotation | None:
+    if ROTATIONS[kind] is None:
+        return None
+    pairs, interleaved = ROTATIONS[kind]
+    return make_rotation(batch_size, pairs * head_dim // 24, interleaved)
+
+
+def make_head_norms(kind: str, num_q_heads: int, num_kv_heads: int, head_dim: int) -> HeadNorms | None:
+    if kind == "none":
+        return None
+    q_heads, kv_heads = (num_q_heads, num_kv_heads) if kind == "projection" else (1, 1)
+    return HeadNorms(1 + randn(q_heads * head_dim, scale=0.5), 1 + randn(kv_heads * head_dim, scale=0.5))
 
 
 def make_rows(context_ids: list[int], tail_ids: list[int], tail_lens: list[int]):
@@ -216,13 +291,14 @@ def make_rows(context_ids: list[int], tail_ids: list[int], tail_lens: list[int])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("with_norms", [False, True])
+@pytest.mark.parametrize("rotates", ROTATIONS)
+@pytest.mark.parametrize("norm", ["none", "head", "projection"])
 @pytest.mark.parametrize(("num_q_heads", "num_kv_heads", "head_dim"), [(4, 2, 16), (3, 1, 64), (2, 2, 24)])
-def test_rotate_append(num_q_heads, num_kv_heads, head_dim, with_norms, dtype) -> None:
+def test_rotate_append(num_q_heads, num_kv_heads, head_dim, norm, rotates, dtype) -> None:
     rows = make_rows([0, -1, 1, 1], [2, 0, 0, 0], [5, 1, 1, 2])  # the last two are tokens of one question
     qkv = randn(4, (num_q_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
-    head_norms = HeadNorms(1 + randn(head_dim, dtype=dtype), 1 + randn(head_dim, dtype=dtype)) if with_norms else None
-    rotation = make_rotation(4, head_dim)
+    head_norms = make_head_norms(norm, num_q_heads, num_kv_heads, head_dim)
+    rotation = rotation_of(rotates, 4, head_dim)
     got_tail = torch.full((3, num_kv_heads, 7, 2, head_dim), torch.nan, dtype=dtype, device=DEVICE)
     want_tail = got_tail.clone()
     got_q, want_q = randn(4, num_q_heads, head_dim, dtype=dtype), randn(4, num_q_heads, head_dim, dtype=dtype)
@@ -235,17 +311,17 @@ def test_rotate_append(num_q_heads, num_kv_heads, head_dim, with_norms, dtype) -
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("with_norm", [False, True])
+@pytest.mark.parametrize("rotates", ROTATIONS)
+@pytest.mark.parametrize("norm", ["none", "head", "projection"])
 @pytest.mark.parametrize(("num_q_heads", "head_dim"), [(4, 16), (3, 64), (2, 24)])
-def test_predict_query(num_q_heads, head_dim, with_norm, dtype) -> None:
+def test_predict_query(num_q_heads, head_dim, norm, rotates, dtype) -> None:
     rows = make_rows([1, -1, 0], [0, 0, 1], [1, 0, 1])
     early = randn(3, num_q_heads * head_dim, dtype=dtype)
-    norm = 1 + randn(head_dim, dtype=dtype) if with_norm else None
+    norms, rotation = make_head_norms(norm, num_q_heads, 1, head_dim), rotation_of(rotates, 3, head_dim)
     layers = randn(2, 3, num_q_heads, head_dim + 1, head_dim, dtype=dtype, scale=head_dim**-0.5)
-    rotation = make_rotation(3, head_dim)
     got, want = randn(3, num_q_heads, head_dim, dtype=dtype), randn(3, num_q_heads, head_dim, dtype=dtype)
-    TritonOps(DEVICE).predict_query(early, norm, EPS, layers[:, 1], rotation, rows, got)
-    TorchOps().predict_query(early, norm, EPS, layers[:, 1], rotation, rows, want)
+    TritonOps(DEVICE).predict_query(early, norms, EPS, layers[:, 1], rotation, rows, got)
+    TorchOps().predict_query(early, norms, EPS, layers[:, 1], rotation, rows, want)
     active = rows.context_ids >= 0
     torch.testing.assert_close(got[active], want[active], **tolerance(dtype))
     assert got.isfinite().all()

@@ -1,0 +1,125 @@
+"""A step on tapes is the step of its definition, and gives a row the same bits beside any others."""
+
+import numpy as np
+import pytest
+import torch
+
+from csattn.batch import StepRows
+from csattn.cpu.team import Team
+from csattn.errors import ModelError
+from csattn.models.weights import weights_of
+from tests.tiny import ALL_FAMILIES, loaded, make_model
+from workers.cpu_model.model import CpuModel
+from workers.model_runner.layers import StepLayers
+from workers.model_runner.torch_ops import TorchOps
+
+TOKENS, POSITIONS, TAIL_IDS, TAIL_LENS = [3, 250, 0, 3, 17], [90, 17, 0, 91, 40], [2, 0, 1, 2, 3], [3, 1, 1, 4, 5]
+
+
+def attended(q: torch.Tensor) -> torch.Tensor:
+    """Something in attention's place."""
+    return torch.sin(q / 4)
+
+
+class Recorded:
+    """A `StepAttention` that attends to nothing, and notes what it is given."""
+
+    lookahead = True
+    in_graph = True
+
+    def __init__(self, tails: torch.Tensor) -> None:
+        self.tails = tails
+        self.q: list[torch.Tensor] = []
+        self.ahead: list[torch.Tensor] = []
+
+    def begin_step(self, rows: StepRows) -> None:
+        pass
+
+    def look_ahead(self, layer_idx: int, q: torch.Tensor, rows: StepRows) -> None:
+        self.ahead.append(q.clone())
+
+    def attend(self, layer_idx: int, q: torch.Tensor, rows: StepRows, out: torch.Tensor) -> None:
+        self.q.append(q.clone())
+        out.copy_(attended(q))
+
+    def end_step(self, rows: StepRows) -> None:
+        pass
+
+
+def maps_of(model: CpuModel) -> torch.Tensor:
+    """[1, num_layers, num_q_heads, head_dim + 1, head_dim]"""
+    shape = model.shape
+    generator = torch.Generator().manual_seed(1)
+    sizes = 1, shape.num_layers, shape.num_q_heads, shape.head_dim + 1, shape.head_dim
+    return torch.randn(sizes, generator=generator) * shape.head_dim**-0.5
+
+
+def run_tapes(
+    model: CpuModel, rows: list[int], ahead: bool, num_threads: int = 1
+) -> tuple[list[np.ndarray], list[np.ndarray], np.ndarray]:
+    """Queries and predicted queries of every layer, and logits."""
+    maps, num_rows, q, predicted = maps_of(model), len(rows), [], []
+    for layer_idx in range(1, model.shape.num_layers):
+        model.maps[layer_idx] = maps[0, layer_idx - 1].data_ptr() if ahead else 0
+    model.set_rows(*([values[row] for row in rows] for values in (TOKENS, POSITIONS, TAIL_IDS, TAIL_LENS)))
+    with Team(num_threads) as team:
+        team.run(model.begin[ahead])
+        for layer_idx, after in enumerate(model.after[ahead]):
+            q.append(model.q[:num_rows].copy())
+            if ahead and layer_idx:
+                predicted.append(model.q_ahead[layer_idx % 2][:num_rows].copy())
+            model.attended[:num_rows] = attended(torch.from_numpy(q[-1])).reshape(num_rows, -1)
+            team.run(after)
+    return q, predicted, model.logits[:num_rows].copy()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_tapes_compute_what_the_definition_computes(family: str, ahead: bool) -> None:
+    model = CpuModel(loaded(family).model, 7, 5, 9)
+    model.tails.fill_(torch.nan)
+    tails = model.tails.clone()
+    q, predicted, logits = run_tapes(model, list(range(5)), ahead, num_threads=2)
+
+    rows = StepRows(*map(torch.tensor, (TOKENS, POSITIONS, 5 * [0], TAIL_IDS, TAIL_LENS)))
+    want, weights, maps = Recorded(tails), weights_of(loaded(family).model), maps_of(model)
+    by_layer = [maps[:, layer_idx - 1] for layer_idx in range(model.shape.num_layers)]
+    layers = StepLayers(weights, want, by_layer, TorchOps(), rows, torch.float32)
+    with torch.no_grad():
+        for call in layers.calls(ahead):
+            call.run()
+    for got, expected in ((q, want.q), (predicted, want.ahead), ([logits], [layers.logits])):
+        assert len(got) == len(expected)
+        for a, b in zip(got, expected, strict=True):
+            np.testing.assert_allclose(a, b.numpy(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model.tails, tails, rtol=1e-4, atol=1e-4, equal_nan=True)
+    assert len(predicted) == ahead * (model.shape.num_layers - 1)
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_a_row_has_the_bits_it_has_alone(family: str) -> None:
+    """Also beside rows of NaN, on any number of threads."""
+    model = CpuModel(loaded(family).model, 7, 5, 9)
+    alone = [run_tapes(model, [row], True) for row in range(5)]
+    for num_threads, rows in ((1, [4, 0]), (2, [1, 2, 3]), (3, [0, 1, 2, 3, 4])):
+        q, predicted, logits = run_tapes(model, rows, True, num_threads)
+        for at, row in enumerate(rows):
+            for layer_idx in range(model.shape.num_layers):
+                np.testing.assert_array_equal(q[layer_idx][at], alone[row][0][layer_idx][0])
+            for layer_idx, early in enumerate(predicted):
+                np.testing.assert_array_equal(early[at], alone[row][1][layer_idx][0])
+            np.testing.assert_array_equal(logits[at], alone[row][2][0])
+
+
+def test_stages_wait_for_those_they_must_not_overtake_and_no_others() -> None:
+    """Projections of one layer and the prediction for the next stand side by side."""
+    model = CpuModel(loaded("qwen3").model, 3, 1, 2)
+    waits = {ahead: model.after[ahead][0].stages[:, 3].tolist() for ahead in (False, True)}
+    # out, prepare, gates, down, prepare, then q, k, v, then the rotation; ahead also the early q, and the prediction
+    assert waits[False] == [0, 1, 1, 1, 1, 1, 0, 0, 1]
+    assert waits[True] == [0, 1, 1, 1, 1, 1, 0, 0, 0, 1, 0]
+
+
+def test_weights_that_tapes_cannot_read_are_refused() -> None:
+    with pytest.raises(ModelError, match="float64"):
+        CpuModel(make_model().double(), 1, 1, 1)

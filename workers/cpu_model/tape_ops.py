@@ -1,0 +1,307 @@
+"""`StepOps` that note a step on tapes, to be done later by a team of threads, for as many rows as come."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from csattn.batch import StepRows
+from csattn.cpu.addresses import Stage
+from csattn.cpu.tape import Tape
+from csattn.models.spec import Activation
+from csattn.models.weights import HeadNorms, Linear
+from workers.cpu_model.linear_stage import ACTIVATIONS, LINEAR, linear_pieces, linear_stage
+from workers.cpu_model.row_stages import EMBED, FINISH_LOGITS, PREDICT, PREPARE, ROTATE, row_stage
+from workers.model_runner.ops import Normed, Readers, Rotation, Stream
+
+
+class TapeOps:
+    """Notes operations until `cut`, which makes a tape of them.
+
+    A stage begins when those are done that it must not overtake: stages that have nothing to do with each other stand
+    side by side. The stream's `scaled` is the normed stream; its `squares` are not used. Rotations are computed, and
+    tokens drawn, by whoever fills the rows.
+    """
+
+    def __init__(self, kind: str, num_rows: NDArray[np.int64]) -> None:
+        """kind: dtype of the model's weights. num_rows: [1], of the next step."""
+        self._kind, self._num_rows = kind, num_rows
+        self._noted: list[_Stage] = []
+        self._numbers: dict[float, NDArray[np.float64]] = {}
+        self._levels = _Levels()
+
+    def cut(self) -> "RowTape":
+        """What was noted since the last cut."""
+        noted, self._noted, self._levels = self._noted, [], _Levels()
+        return RowTape(noted)
+
+    def break_chain(self) -> None:
+        pass
+
+    def begin(
+        self,
+        rows: StepRows,
+        embedding: Tensor,
+        multiplier: float,
+        stream: Stream,
+        readers: Readers,
+        inverse_frequencies: Tensor,
+        rope_scale: float,
+        rotation: Rotation,
+    ) -> None:
+        vocab_size, width = embedding.shape
+        self._note(
+            row_stage("embed", self._kind),
+            EMBED,
+            reads=[],
+            writes=[stream.hidden],
+            per_row=1,
+            token_ids=rows.token_ids,
+            embedding=embedding,
+            vocab_size=vocab_size,
+            width=width,
+            multiplier=self._number(multiplier),
+            out=stream.hidden,
+        )
+        self._prepare(stream, readers)
+
+    def linear(self, x: Normed, linears: Sequence[Linear], out: Tensor) -> None:
+        column = 0
+        for linear in linears:
+            self._linear(x.x, linear, out[:, column:])
+            column += len(linear.weight)
+
+    def mlp(self, x: Normed, gate_up: Sequence[Linear], gated: bool, activation: Activation, out: Tensor) -> None:
+        *gate, up = gate_up
+        assert len(gate) == gated
+        if gated:
+            self._linear(x.x, gate[0], out, activation, up)
+        else:
+            self._linear(x.x, up, out, activation)
+
+    def linear_add(self, x: Tensor, linear: Linear, multiplier: float, stream: Stream, readers: Readers) -> None:
+        self._linear(x, linear, stream.hidden, multiplier=multiplier)
+        self._prepare(stream, readers)
+
+    def add_normed(
+        self, x: Tensor, norm: Tensor, eps: float, multiplier: float, stream: Stream, readers: Readers
+    ) -> None:
+        self._prepare(stream, readers, x, norm, multiplier)
+
+    def rotate_append(
+        self,
+        qkv: Tensor,
+        norms: HeadNorms | None,
+        eps: float,
+        rotation: Rotation | None,
+        rows: StepRows,
+        tail: Tensor,
+        q: Tensor,
+    ) -> None:
+        _, num_kv_heads, tail_capacity, _, _ = tail.shape
+        self._note(
+            row_stage("rotate", self._kind),
+            ROTATE,
+            reads=[qkv],
+            writes=[qkv, tail, q],
+            per_row=1,
+            qkv=qkv,
+            num_kv_heads=num_kv_heads,
+            k_norm=None if norms is None else norms.k,
+            tails=tail,
+            tail_capacity=tail_capacity,
+            tail_ids=rows.tail_ids,
+            tail_lens=rows.tail_lens,
+            **self._of_heads(norms, eps, rotation, q),
+        )
+
+    def predict_query(
+        self,
+        early: Tensor,
+        norms: HeadNorms | None,
+        eps: float,
+        maps: NDArray[np.int64],
+        rotation: Rotation | None,
+        rows: StepRows,
+        q: Tensor,
+    ) -> None:
+        self._note(
+            row_stage("predict", self._kind),
+            PREDICT,
+            reads=[early],
+            writes=[q],
+            per_row=q.shape[1],
+            early=early,
+            maps=maps,
+            **self._of_heads(norms, eps, rotation, q),
+        )
+
+    def finish_logits(self, logits: Tensor, multiplier: float, cap: float | None) -> None:
+        self._note(
+            row_stage("finish_logits", self._kind),
+            FINISH_LOGITS,
+            reads=[logits],
+            writes=[logits],
+            per_row=1,
+            logits=logits,
+            vocab_size=logits.shape[1],
+            multiplier=self._number(multiplier),
+            cap=None if cap is None else self._number(cap),
+        )
+
+    def likeliest(self, logits: Tensor, next_ids: Tensor) -> None:
+        pass
+
+    def advance(self, rows: StepRows, next_ids: Tensor) -> None:
+        pass
+
+    def _linear(
+        self,
+        x: Tensor,
+        linear: Linear,
+        out: Tensor,  # rows may lie further apart than it is wide
+        activation: str = "none",
+        up: Linear | None = None,
+        multiplier: float | None = None,
+    ) -> None:
+        num_out, num_in = linear.weight.shape
+        self._note(
+            linear_stage(self._kind),
+            LINEAR,
+            reads=[x] if multiplier is None else [x, out],
+            writes=[out],
+            fixed=linear_pieces(num_out),
+            num_rows=self._num_rows,
+            x=x,
+            num_in=num_in,
+            weight=linear.weight,
+            bias=linear.bias,
+            activation=ACTIVATIONS.index(activation),
+            up_weight=None if up is None else up.weight,
+            up_bias=None if up is None else up.bias,
+            num_out=num_out,
+            out=out.data_ptr(),
+            out_width=out.stride(0),
+            multiplier=None if multiplier is None else self._number(multiplier),
+        )
+
+    def _prepare(
+        self,
+        stream: Stream,
+        readers: Readers,
+        added: Tensor | None = None,
+        added_norm: Tensor | None = None,
+        multiplier: float = 1.0,
+    ) -> None:
+        self._note(
+            row_stage("prepare", self._kind),
+            PREPARE,
+            reads=[stream.hidden] if added is None else [stream.hidden, added],
+            writes=[stream.scaled, stream.scaled_ahead, *([] if added is None else [stream.hidden])],
+            per_row=1,
+            hidden=stream.hidden,
+            width=stream.hidden.shape[1],
+            added=added,
+            added_norm=added_norm,
+            multiplier=self._number(multiplier),
+            norm=readers.norm,
+            out=stream.scaled,
+            norm_ahead=readers.ahead,
+            out_ahead=stream.scaled_ahead,
+            eps=self._number(readers.eps),
+        )
+
+    def _of_heads(self, norms: HeadNorms | None, eps: float, rotation: Rotation | None, q: Tensor) -> dict[str, Any]:
+        _, num_q_heads, head_dim = q.shape
+        return {
+            "num_q_heads": num_q_heads,
+            "head_dim": head_dim,
+            "q_norm": None if norms is None else norms.q,
+            "together": norms is not None and len(norms.q) > head_dim,
+            "eps": self._number(eps),
+            "cos": None if rotation is None else rotation.cos,
+            "sin": None if rotation is None else rotation.sin,
+            "half": 0 if rotation is None else rotation.cos.shape[1],
+            "interleaved": rotation is not None and rotation.interleaved,
+            "q": q,
+        }
+
+    def _note(
+        self,
+        stage: Stage,
+        names: tuple[str, ...],  # of its arguments, in their order
+        *,
+        reads: Sequence[Tensor],  # of what stages write
+        writes: Sequence[Tensor],
+        fixed: int = 0,  # pieces
+        per_row: int = 0,
+        **values: Any,  # the arguments: numbers, arrays and tensors
+    ) -> None:
+        assert values.keys() == set(names), f"the stage wants {names}, got {tuple(values)}"
+        arguments = np.array([word(values[name]) for name in names], np.int64)
+        level, held = self._levels.of(reads, writes), (*reads, *writes, *values.values())
+        self._noted.append(_Stage(stage, arguments, fixed, per_row, level, held))
+
+    def _number(self, value: float) -> NDArray[np.float64]:
+        """Where it can be read."""
+        return self._numbers.setdefault(value, np.array([value]))
+
+
+class RowTape:
+    """A tape whose stages have pieces by the number of rows."""
+
+    def __init__(self, stages: Sequence["_Stage"]) -> None:
+        self.tape = Tape()
+        self._stages = in_order = sorted(stages, key=lambda stage: stage.level)
+        for before, stage in zip([None, *in_order], in_order, strict=False):
+            waits = before is not None and before.level < stage.level
+            self.tape.add(stage.stage, stage.arguments, waits=waits)
+        self._fixed = np.array([stage.fixed for stage in in_order])
+        self._per_row = np.array([stage.per_row for stage in in_order])
+
+    def set_rows(self, num_rows: int) -> None:
+        self.tape.pieces[:] = self._fixed + num_rows * self._per_row
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """A stage that is noted, and how many stages have to follow each other before it."""
+
+    stage: Stage
+    arguments: NDArray[np.int64]
+    fixed: int
+    per_row: int
+    level: int
+    held: tuple[Any, ...]  # what the arguments are addresses of
+
+
+class _Levels:
+    """Which stages must wait for which: whoever reads a tensor for whoever wrote it, whoever writes it for its readers.
+
+    Two that write to it with no reader in between write to different parts.
+    """
+
+    def __init__(self) -> None:
+        self._written: dict[int, int] = {}  # by tensor, the last level that writes it
+        self._read: dict[int, int] = {}
+
+    def of(self, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> int:
+        read, written = ([tensor.untyped_storage().data_ptr() for tensor in tensors] for tensors in (reads, writes))
+        before = [self._written.get(tensor, -1) for tensor in read] + [self._read.get(tensor, -1) for tensor in written]
+        level = 1 + max(before, default=-1)
+        for levels, tensors in ((self._read, read), (self._written, written)):
+            levels.update({tensor: max(level, levels.get(tensor, -1)) for tensor in tensors})
+        return level
+
+
+def word(value: Any) -> int:
+    """A stage's argument: a number, or where an array begins; None is 0."""
+    if value is None:
+        return 0
+    if isinstance(value, Tensor):
+        assert value.is_contiguous()
+        return value.data_ptr()
+    return value.ctypes.data if isinstance(value, np.ndarray) else int(value)

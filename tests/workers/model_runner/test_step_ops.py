@@ -1,5 +1,10 @@
 """The Triton operations of a decode step agree with their definition in torch: in the interpreter, or on the GPU."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -325,3 +330,11 @@ def test_predict_query(num_q_heads, head_dim, norm, rotates, dtype) -> None:
     active = rows.context_ids >= 0
     torch.testing.assert_close(got[active], want[active], **tolerance(dtype))
     assert got.isfinite().all()
+
+
+def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
+    """Which the interpreter does not tell."""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "tests.workers.model_runner.compile_kernels"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -85,10 +85,11 @@ def tiny_config(family: str, **changes: Any) -> Any:
 def make_model(family: str = "llama", seed: int = 0, **changes: Any) -> Any:
     torch.manual_seed(seed)
     model = getattr(transformers, f"{ALL_FAMILIES[family][0]}ForCausalLM")(tiny_config(family, **changes)).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():  # which are all alike otherwise
-            if name.endswith("bias") or "norm" in name:
-                parameter += 0.2 * torch.randn_like(parameter)
+    if family != "llama":  # the plain one
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():  # which are zeros and ones otherwise
+                if name.endswith("bias") or "norm" in name:
+                    parameter += 0.2 * torch.randn_like(parameter)
     return model
 
 

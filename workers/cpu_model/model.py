@@ -1,5 +1,6 @@
 """A model's step on the CPU as tapes: weights are read where the model has them, rows are as many as come."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -7,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from csattn.batch import StepRows
+from csattn.batch import StepRows, make_step_rows
 from csattn.cpu.tape import Tape
 from csattn.errors import ModelError
 from csattn.models.weights import weights_of
@@ -47,7 +48,8 @@ class CpuModel:
         self._ops = TapeOps(self.kind, self.num_rows)
         between = _Cutting(self.tails, self._ops)
         token_ids, tail_ids, tail_lens = map(torch.from_numpy, (self.token_ids, self.tail_ids, self.tail_lens))
-        rows = StepRows(token_ids, token_ids, token_ids, tail_ids, tail_lens)  # tapes read no positions or contexts
+        rows = make_step_rows(max_rows, model.device)  # of which tapes read neither positions nor contexts
+        rows = replace(rows, token_ids=token_ids, tail_ids=tail_ids, tail_lens=tail_lens)
         layers = StepLayers(self._weights, between, list(self.maps), self._ops, rows, torch.float32)
         self._cos, self._sin = layers.rotation.cos.numpy(), layers.rotation.sin.numpy()
         self.q, self.q_ahead = layers.q.numpy(), tuple(q.numpy() for q in layers.q_ahead)

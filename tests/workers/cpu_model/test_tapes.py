@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from csattn.batch import StepRows
+from csattn.batch import StepRows, make_step_rows
 from csattn.cpu.team import Team
 from csattn.errors import ModelError
 from csattn.models.weights import weights_of
@@ -81,7 +81,15 @@ def test_tapes_compute_what_the_definition_computes(family: str, ahead: bool) ->
     tails = model.tails.clone()
     q, predicted, logits = run_tapes(model, list(range(5)), ahead, num_threads=2)
 
-    rows = StepRows(*map(torch.tensor, (TOKENS, POSITIONS, 5 * [0], TAIL_IDS, TAIL_LENS)))
+    rows = make_step_rows(5, torch.device("cpu"))
+    for place, values in (
+        (rows.token_ids, TOKENS),
+        (rows.positions, POSITIONS),
+        (rows.context_ids, 5 * [0]),
+        (rows.tail_ids, TAIL_IDS),
+        (rows.tail_lens, TAIL_LENS),
+    ):
+        place.copy_(torch.tensor(values))
     want, weights, maps = Recorded(tails), weights_of(loaded(family).model), maps_of(model)
     by_layer = [maps[:, layer_idx - 1] for layer_idx in range(model.shape.num_layers)]
     layers = StepLayers(weights, want, by_layer, TorchOps(), rows, torch.float32)

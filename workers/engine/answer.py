@@ -55,7 +55,6 @@ def answer(
     on_text(stream.finish())
     reading, counts = engine.reading(0), engine.counts()
     num_seen = len(ids) + len(token_ids) - 1
-    mean_tail = (num_seen + 1) / 2
     return Answer(
         text=decode(loaded.tokenizer, token_ids).strip(),
         token_ids=token_ids,
@@ -63,8 +62,8 @@ def answer(
         question_len=len(ids),
         first_token_s=first_token_s,
         tokens_per_s=(len(token_ids) - 1) / max(ended - started - first_token_s, 1e-9),
-        rows_read_per_step=reading.context_rows + mean_tail,
-        rows_full_attention=context_len + mean_tail,
+        rows_read_per_step=reading.rows,
+        rows_full_attention=context_len + (num_seen + 1) / 2,
         search_ms_per_step=counts.search_s * 1e3 / num_seen if counts.attend_s else None,  # timed apart, or not at all
     )
 

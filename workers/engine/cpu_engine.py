@@ -163,7 +163,7 @@ class CpuEngine:
 
     def reading(self, slot: int) -> Reading:
         request = self.request(slot)
-        return Reading(request.selector, request.longest_list)
+        return Reading(request.selector, request.longest_list + (request.tail_len + 1) / 2)
 
     def counts(self) -> EngineCounts:
         contexts = self._contexts.values()

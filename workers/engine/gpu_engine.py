@@ -137,9 +137,11 @@ class GpuEngine:
         return StepResult(next_ids, logits, seen)
 
     def reading(self, slot: int) -> Reading:
-        context_len, search = self._context_len(self._request(slot)[0]), self.config
+        context_id, tail_len = self._request(slot)
+        context_len, search = self._context_len(context_id), self.config
         resident = min(context_len, search.sink_len + search.window_len)
-        return Reading("csattn", resident + min(search.top_k(context_len), context_len - resident))
+        far = min(search.top_k(context_len), context_len - resident)
+        return Reading("csattn", resident + far + (tail_len + 1) / 2)
 
     def counts(self) -> EngineCounts:
         """On a GPU the parts of a step are not timed one by one: they run side by side."""

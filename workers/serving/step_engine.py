@@ -39,10 +39,10 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a step of a request attends to."""
+    """What a request has attended to so far."""
 
     selector: str
-    context_rows: int  # of the context, at most
+    rows: float  # of context and tail, a token: mean over tokens, layers and heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
-"""What a step of the CPU engine costs, by the number of rows and of contexts; beside it a step through transformers.
+"""What a step of the CPU engine costs, by the number of rows and of contexts; beside it one through a session.
 
     python -m bench.serve_step [--rows 1,2,4,8,16] [--threads N] [--contexts 3] [--rounds N] [--store DIR] [--json FILE]
 
-Gate: each request's tokens and logits are the same bits among 16 rows as alone. The engine and transformers take turns,
+Gate: each request's tokens and logits are the same bits among 16 rows as alone. The engine and the session take turns,
 so that what else the machine does falls on both. With one thread, the calling thread's CPU time is all there is: it is
 told beside the time that went by.
 """
@@ -64,10 +64,8 @@ def main() -> None:
             f"{step['search_ms']:.1f}, attention {step['attend_ms']:.1f}), {step['tokens_per_s']:6.1f} tokens/s, "
             f"{step.get('times_one_row')} x one row (by CPU time {step.get('times_one_row_by_cpu')})"
         )
-    print(f"one row through transformers: {beside['p50_ms']:.1f} ms")
-    finish(
-        {"bench": "serve_step", **machine(), "threads": args.threads, "steps": steps, "transformers": beside}, args.json
-    )
+    print(f"one row through a session of transformers: {beside['p50_ms']:.1f} ms")
+    finish({"bench": "serve_step", **machine(), "threads": args.threads, "steps": steps, "session": beside}, args.json)
 
 
 def _artifacts(loaded: LoadedModel, store: Path, num_contexts: int) -> list[Artifact]:
@@ -111,14 +109,14 @@ def _measure(
         steppers.append(_Stepper(engine, first_slot, num_rows, num_contexts))
         first_slot += num_rows
     with csattn_session(loaded, artifact, CONFIG) as session:
-        through_transformers = _stepper_of(session)
+        through_session = _stepper_of(session)
         times_ms: list[float] = []
         cpu_ms: list[float] = []
         for number in range(WARM_UP + rounds):
             for stepper in steppers:
                 stepper.step(counts=number >= WARM_UP)
             started, cpu_started = time.perf_counter(), time.thread_time()
-            through_transformers()
+            through_session()
             if number >= WARM_UP:
                 times_ms.append((time.perf_counter() - started) * 1e3)
                 cpu_ms.append((time.thread_time() - cpu_started) * 1e3)
@@ -179,7 +177,7 @@ def _summary(times_ms: list[float], cpu_ms: list[float]) -> dict[str, float]:
 
 @torch.inference_mode()
 def _stepper_of(session: Session) -> Callable[[], None]:
-    """A function that makes the next step of a request through transformers."""
+    """A function that makes the next step of a request as `model.generate` does."""
     arguments = session.continue_with(np.array([1000], np.int32))
     cache, token_ids = arguments["past_key_values"], arguments["input_ids"][:, -1:]
 

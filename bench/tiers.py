@@ -16,12 +16,11 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from bench.disk_speed import disk_speed
@@ -30,11 +29,14 @@ from bench.timing import finish, gate, machine
 from csattn.artifact import Artifact, open_artifact
 from csattn.config import SearchConfig, preset
 from csattn.models import LoadedModel, load_model
+from csattn.selector_names import SelectorName
 from index_build.pipeline import build_artifact
 from offload.host_store import HostStore
 from offload.kv_store import STREAM_ROWS
 from offload.tiered_store import TieredStore
-from workers.session import Session, csattn_session
+from workers.engine.cpu_context import HostBudget
+from workers.engine.cpu_engine import CpuEngine
+from workers.serving.step_engine import StepRow
 
 TEXT = Path(__file__).parent / "texts" / "novel.txt"
 STORE = Path.home() / ".cache" / "csattn" / "bench"
@@ -49,16 +51,17 @@ FORCED, GREEDY, WARM = 48, 8, 16  # tokens; the first of the forced ones fill th
 class Case:
     """One way to decode."""
 
-    selector: str
+    selector: SelectorName
     tiered: bool
     reads_ahead: bool = True
+    in_place: bool = False  # attention reads rows where they are mapped; else they are gathered, or streamed in pieces
 
 
 CASES = {
     "csattn, memory": Case("csattn", False),
     "csattn, disk": Case("csattn", True),
     "csattn, disk, nothing read ahead": Case("csattn", True, reads_ahead=False),
-    "full, memory, at once": Case("full", False),
+    "full, memory, at once": Case("full", False, in_place=True),
     "full, memory": Case("full", False),
     "full, disk": Case("full", True),
 }
@@ -75,25 +78,32 @@ def run_case(name: str, path: Path, budget_bytes: int) -> dict[str, Any]:
         following = ids[artifact.spec.context_len :][:FORCED]
         config = SearchConfig(lookahead=1)
         budget = budget_bytes if case.tiered else None
-        with csattn_session(loaded, artifact, config, case.selector, host_budget_bytes=budget) as session:
-            if name == "full, memory":
-                kv = [artifact.layer_kv(layer_idx) for layer_idx in range(artifact.spec.model.num_layers)]
-                session.store = HostStore(kv, STREAM_ROWS)
+        kept = None if budget is None else HostBudget(budget, config, case.selector)
+        with CpuEngine(loaded, num_slots=1, tail_capacity=FORCED + GREEDY, host_budget=kept) as engine:
+            engine.add_context(0, artifact)
+            context = engine.context(0)
+            if not case.tiered and not case.in_place:
+                engine._contexts[0] = replace(context, store=HostStore(context.kv, STREAM_ROWS), in_place=False)
+            store = engine.context(0).store
             if not case.reads_ahead:
-                session.store.prefetch = lambda layer_idx, kv_indices: None  # type: ignore[method-assign]
-            result = decode(session, following)
+                store.prefetch = lambda layer_idx, kv_indices: None  # type: ignore[method-assign]
+            engine.open(0, 0, config, case.selector)
+            tiered = store if isinstance(store, TieredStore) else None
+            result = decode(engine, tiered, following)
             result["mapped_kv_bytes"] = mapped_bytes(path, KV_SUFFIX)
-            if isinstance(session.store, TieredStore):
-                session.store.check()
+            if tiered:
+                tiered.check()
     return {"case": name, **result}
 
 
-@torch.inference_mode()
-def decode(session: Session, following: NDArray[np.int32]) -> dict[str, Any]:
+def decode(engine: CpuEngine, tiered: TieredStore | None, following: NDArray[np.int32]) -> dict[str, Any]:
     """Steps over a text, then greedy ones, with all that was held and read."""
-    store, model = session.store, session.loaded.model
-    tiered = store if isinstance(store, TieredStore) else None
-    request, logits = session.request(), hashlib.sha256()
+    hashed = hashlib.sha256()
+
+    def logits_after(token_id: int) -> NDArray[np.float32]:
+        result = engine.step([StepRow(0, token_id)], want_logits=True)
+        assert result.logits is not None
+        return result.logits[0]
 
     def ask() -> dict[str, int]:
         return {**resident_bytes(), "all": sum(resident_bytes().values()), "held": tiered.held_bytes if tiered else 0}
@@ -104,8 +114,8 @@ def decode(session: Session, following: NDArray[np.int32]) -> dict[str, Any]:
                 started, cpu_started = time.perf_counter(), time.process_time()
                 read_before = tiered.tier.bytes_read if tiered else 0
                 counts_before = (tiered.tier.num_hits, tiered.tier.num_misses) if tiered else (0, 0)
-            out = model(torch.tensor([[int(token)]]), past_key_values=request).logits[0, -1]
-            logits.update(out.view(torch.uint8).numpy().tobytes())
+            out = logits_after(int(token))
+            hashed.update(out.tobytes())
         seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
         steps = len(following) - WARM
         read = tiered.tier.bytes_read - read_before if tiered else 0
@@ -113,11 +123,11 @@ def decode(session: Session, following: NDArray[np.int32]) -> dict[str, Any]:
         said = []
         for _ in range(GREEDY):
             said.append(int(out.argmax()))
-            out = model(torch.tensor([[said[-1]]]), past_key_values=request).logits[0, -1]
+            out = logits_after(said[-1])
     result: dict[str, Any] = {
         "tokens_per_s": round(steps / seconds, 2),
         "cpu_ms_per_token": round(cpu_seconds * 1e3 / steps, 1),  # of all threads: this machine is shared
-        "logits_sha256": logits.hexdigest(),
+        "logits_sha256": hashed.hexdigest(),
         "tokens": said,
         "most_bytes": watch.most,
         "samples": watch.num_samples,

@@ -1,6 +1,5 @@
 """Which context rows a step attends to besides the resident ones: a few kilobytes, whatever the context length."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,18 +46,3 @@ class Selection:
         if self.rest is not None:
             assert np.isfinite(self.rest.out).all(), "the estimate of the rest is not finite"
             assert ((self.rest.share >= 0) & (self.rest.share <= 1)).all(), "a share is outside [0, 1]"
-
-
-def stack_selections(
-    selections: Sequence[Selection],  # at least one; all with weights, or none
-) -> tuple[NDArray[np.int32], NDArray[np.float32] | None]:
-    """Rows and weights of several tokens, padded to the widest: both [num_tokens, num_index_heads, top_k]."""
-    top_k = max(selection.kv_indices.shape[1] for selection in selections)
-
-    def widened(rows: NDArray[np.int32] | NDArray[np.float32], padding: float) -> NDArray[np.generic]:
-        return np.pad(rows, ((0, 0), (0, top_k - rows.shape[1])), constant_values=padding)
-
-    kv_indices = np.stack([widened(selection.kv_indices, -1) for selection in selections])
-    if selections[0].log_weights is None:
-        return kv_indices, None
-    return kv_indices, np.stack([widened(s.log_weights, 0) for s in selections if s.log_weights is not None])

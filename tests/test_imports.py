@@ -35,7 +35,6 @@ ADDRESSES: dict[str, tuple[str, ...]] = {
     "transformers": (
         "csattn/models/*.py",
         "index_build/capture.py",
-        "workers/generate.py",
         "workers/session.py",
     ),
 }
@@ -103,7 +102,7 @@ def test_heavy_libraries_have_one_address(package: str) -> None:
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("csattn/search/run.py", "from workers.decode import step"),
+        ("csattn/search/run.py", "from workers.engine import step"),
         ("csattn/search/run.py", "def f():\n    import offload.pages"),
         ("offload/pages.py", "import csattn"),
         ("offload/pages.py", "from csattn.batch import StepRows"),
@@ -125,7 +124,7 @@ def test_an_import_that_points_the_wrong_way_is_found(path: str, source: str) ->
     ("path", "source"),
     [
         ("index_build/pipeline.py", "import faiss"),
-        ("workers/decode.py", "def f():\n    from ray import serve"),
+        ("workers/evaluate.py", "def f():\n    from ray import serve"),
         ("workers/session.py", "import typer"),
         ("csattn/config.py", "import transformers.utils"),
         ("workers/cli.py", "import matplotlib.pyplot as plt"),

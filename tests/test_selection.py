@@ -1,29 +1,14 @@
-"""Selections of several tokens side by side, and what `check` finds wrong with one."""
+"""What `check` finds wrong with a selection."""
 
 import numpy as np
 import pytest
 
-from csattn.selection import Rest, Selection, stack_selections
+from csattn.selection import Rest, Selection
 
 
 def selection(kv_indices, **more) -> Selection:
     indices = np.array(kv_indices, np.int32)
     return Selection(indices, (indices >= 0).sum(1).astype(np.int32), **more)
-
-
-def test_narrow_selections_are_padded_to_the_widest() -> None:
-    narrow, wide = selection([[3], [-1]]), selection([[1, 4, 5], [2, -1, -1]])
-    kv_indices, log_weights = stack_selections([narrow, wide])
-    np.testing.assert_array_equal(kv_indices, [[[3, -1, -1], [-1, -1, -1]], [[1, 4, 5], [2, -1, -1]]])
-    assert kv_indices.dtype == np.int32
-    assert log_weights is None
-
-
-def test_padding_weighs_nothing_more() -> None:
-    narrow = selection([[3]], log_weights=np.array([[0.5]], np.float32))
-    wide = selection([[1, 4]], log_weights=np.array([[1.5, 2.5]], np.float32))
-    _, log_weights = stack_selections([narrow, wide])
-    np.testing.assert_array_equal(log_weights, np.array([[[0.5, 0.0]], [[1.5, 2.5]]], np.float32))
 
 
 ROWS = [[2, 5, -1]]

@@ -34,7 +34,7 @@ class Quality:
     moved_bytes_per_step: float  # rows fetched besides the resident ones, all layers; a group's shared ones count once
     index_bytes_per_key: float  # and KV head; 0 for selectors without an index
     search_bytes_per_step: float  # that the search and the rest read, all layers; keys as wide as the KV has them
-    search_ms_per_step: float  # all layers
+    search_ms_per_step: float  # all layers; a step that looks ahead does not wait for all of it
 
     def to_json(self) -> dict[str, float]:
         return {name: round(value, 6) for name, value in asdict(self).items()}
@@ -74,8 +74,8 @@ def measure(
     with csattn_session(loaded, artifact, config, selector, kv_format) as session:
         request = session.request(probe)
         log_probs = _predict(session, request, token_ids[:-1], on_token)
-        index_bytes = session.index_bytes
-    spec, count = artifact.spec, request.count
+        count, index_bytes, search_s = request.count, request.index_bytes, session.engine.counts().search_s
+    spec = artifact.spec
     rows_before = sum(spec.context_len + token + 1 for token in range(num_tokens)) * spec.model.num_layers
     num_lists = spec.model.num_kv_heads * spec.model.num_layers
     head_dim = spec.model.head_dim
@@ -93,7 +93,7 @@ def measure(
         moved_bytes_per_step=probe.mean(probe.fetched) * num_lists * row_bytes,
         index_bytes_per_key=index_bytes / (spec.context_len * num_lists),
         search_bytes_per_step=count.search_bytes / num_tokens,
-        search_ms_per_step=count.search_s * 1e3 / num_tokens,
+        search_ms_per_step=search_s * 1e3 / num_tokens,
     )
 
 

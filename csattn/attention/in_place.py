@@ -199,8 +199,10 @@ def _addresses(
 
 @exact_kernel
 def _merge(args: NDArray[np.int64], row: int, q_head: int) -> None:
-    num_q_heads, head_dim = args[NUM_Q_HEADS], args[HEAD_DIM]
-    head = q_head // (num_q_heads // of_row(args, NUM_INDEX_HEADS, row))
+    num_q_heads, head_dim, num_index_heads = args[NUM_Q_HEADS], args[HEAD_DIM], of_row(args, NUM_INDEX_HEADS, row)
+    if num_index_heads == 0:
+        return
+    head = q_head // (num_q_heads // num_index_heads)
     list_len, words = list_len_of(args, row, head), head_dim + 2
     ranges, rest_ranges = -(-list_len // _range_rows(list_len)), 0
     if of_row(args, SKETCHES, row) != 0:

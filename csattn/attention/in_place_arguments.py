@@ -27,7 +27,7 @@ ARGUMENTS = (
     "context_lens",  # by row
     "sink_ends",  # by row: rows [0, sink_end) of the context are attended to,
     "window_starts",  # by row: and rows [window_start, context_len)
-    "num_index_heads",  # by row
+    "num_index_heads",  # by row; 0: the row is attended to elsewhere, and its place in `out` left alone
     "top_ks",  # by row
     "kv_indices",  # by row: [num_index_heads, top_k] int32
     "valid_lens",  # by row: [num_index_heads] int32; address 0: nothing is selected

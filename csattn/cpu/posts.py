@@ -20,7 +20,7 @@ NUM_POST_WORDS = 3 * LINE
 
 # The table that threads go by: a line for themselves, then one for each post
 STOPPED = 0  # nothing will come any more
-MAX_POSTS = 2
+MAX_POSTS = 3
 WORDS, STAGE, ARGUMENT = range(3)  # addresses; the stage is called with the argument's and the thread's number
 TABLE_WORDS = (1 + MAX_POSTS) * LINE
 

@@ -1,18 +1,18 @@
 """What decides which rows a step attends to: ours and those it is compared with, behind one interface."""
 
-from csattn.selectors.base import ContextLayer, ContextView, FarRows, Prepared, Selector
-from csattn.selectors.centroids import PreparedCentroids, PreparedSketch
+from csattn.selectors.base import ContextLayer, ContextView, Prepared, Selector
+from csattn.selectors.centroids import CentroidSelector, index_bytes, search_bytes
 from csattn.selectors.prepare import prepare, resolve_rest, selector_for
 
 __all__ = [
+    "CentroidSelector",
     "ContextLayer",
     "ContextView",
-    "FarRows",
     "Prepared",
-    "PreparedCentroids",
-    "PreparedSketch",
     "Selector",
+    "index_bytes",
     "prepare",
     "resolve_rest",
+    "search_bytes",
     "selector_for",
 ]

@@ -11,9 +11,6 @@ from torch import Tensor
 from csattn.config import SearchConfig
 from csattn.selection import Selection
 
-# Rows to attend besides the resident ones: chosen ones, or a range that needs no gather.
-FarRows = Selection | slice
-
 
 @dataclass(frozen=True, slots=True)
 class ContextView:
@@ -59,13 +56,9 @@ class ContextLayer:
 class Selector(Protocol):
     """Chooses the far rows of one layer for one request.
 
-    What `select` changes of a selector it replaces, so that a shallow copy is a snapshot.
+    What `append` and `select` change of a selector they replace, so that a shallow copy is a snapshot. Of the lists of
+    `csattn` it is none: they are made again of the rows that they were made of.
     """
-
-    @property
-    def indexes_tail(self) -> bool:
-        """Whether rows of the tail leave its window into the selector. If not, the whole tail stays resident."""
-        ...
 
     @property
     def search_bytes(self) -> int:
@@ -76,7 +69,7 @@ class Selector(Protocol):
         """Take over the oldest row of the tail's window. k, v: [num_kv_heads, head_dim], k after RoPE."""
         ...
 
-    def select(self, q: NDArray[np.float32], recent: Tensor) -> FarRows:
+    def select(self, q: NDArray[np.float32], recent: Tensor) -> Selection:
         """Choose for one token. Not valid after the next call.
 
         q: [num_q_heads, head_dim], after RoPE.

@@ -1,6 +1,6 @@
-"""The artifact's index finds the rows: by the codes of a sketch, or by centroids and lists.
+"""The artifact's lists with a request's own rows in them: CSAttention (arXiv:2604.08584) as published.
 
-The latter is CSAttention (arXiv:2604.08584) as published.
+Requests that have no rows in the lists yet are searched for together, without a `Selector`: so are all over a sketch.
 """
 
 from typing import Any
@@ -17,92 +17,39 @@ from csattn.sketch import SketchIndex
 from csattn.table.tail import ListTail
 
 
-class PreparedSketch:
-    """A layer's sketch, as it lies in the artifact."""
-
-    def __init__(self, index: SketchIndex, pool: SearchPool):
-        """pool: threads and scratch memory, shared by all layers and requests."""
-        self.index, self.pool = index, pool
-
-    @property
-    def index_bytes(self) -> int:
-        return self.index.num_bytes + _num_bytes(self.index.next_query)
-
-    def selector(self, view: ContextView) -> "SketchSelector":
-        return SketchSelector(self, view)
-
-
-class SketchSelector:
-    """Scores the codes of the context's rows. The tail has no codes: all of it stays resident."""
-
-    indexes_tail = False
-
-    def __init__(self, prepared: PreparedSketch, view: ContextView):
-        self._prepared = prepared
-        self._view = view
-
-    @property
-    def search_bytes(self) -> int:
-        """A group's queries read each code once."""
-        index = self._prepared.index
-        return _num_bytes(index.codes, index.key_mean, index.query_transform)
-
-    def append(self, k: NDArray[np.float32], v: NDArray[np.float32]) -> None:
-        raise AssertionError("the whole tail stays resident over a sketch")
-
-    def select(self, q: NDArray[np.float32], recent: Tensor) -> Selection:
-        return _search(self._prepared, None, self._view, q)
-
-
-class PreparedCentroids:
-    """A layer's centroids and lists, as they lie in the artifact."""
-
-    def __init__(self, index: LayerIndex, pool: SearchPool, num_q_heads: int):
-        """pool: threads and scratch memory, shared by all layers and requests."""
-        self.index, self.pool, self.num_q_heads = index, pool, num_q_heads
-
-    @property
-    def index_bytes(self) -> int:
-        index = self.index
-        of_lists = _num_bytes(index.table.indices, index.table.scores)
-        return of_lists + _num_bytes(index.codebooks, index.key_mean, index.next_query)
-
-    def selector(self, view: ContextView) -> "CentroidSelector":
-        return CentroidSelector(self, view)
-
-
 class CentroidSelector:
     """Searches a layer's lists, and tries to insert the rows that leave the tail's window into the request's own."""
 
-    indexes_tail = True
-
-    def __init__(self, prepared: PreparedCentroids, view: ContextView):
-        self._prepared = prepared
-        self._view = view
-        self._tail = ListTail(prepared.index)
-
-    @property
-    def search_bytes(self) -> int:
-        """Each query matches its centroids and reads a list of each subspace."""
-        index = self._prepared.index
-        read = self._prepared.num_q_heads * index.num_subspaces * index.table.list_len * (4 + 2)
-        return index.codebooks.nbytes + read
+    def __init__(self, index: LayerIndex, pool: SearchPool, num_q_heads: int, view: ContextView):
+        """pool: threads and scratch memory, shared by all layers and requests."""
+        self._index, self._pool, self._view = index, pool, view
+        self._tail = ListTail(index)
+        self.search_bytes = search_bytes(index, num_q_heads)
 
     def append(self, k: NDArray[np.float32], v: NDArray[np.float32]) -> None:
         self._tail.append(k)
 
     def select(self, q: NDArray[np.float32], recent: Tensor) -> Selection:
-        return _search(self._prepared, self._tail, self._view, q)
+        view, config = self._view, self._view.config
+        out = empty_selection(self._index.num_heads, view.top_k)
+        resident = config.sink_len, config.window_len
+        self._pool.search(q, self._index, self._tail, view.top_k, *resident, view.softmax_scale, out)
+        return out
 
 
-def _search(
-    prepared: PreparedSketch | PreparedCentroids, tail: ListTail | None, view: ContextView, q: NDArray[np.float32]
-) -> Selection:
-    out, config = empty_selection(prepared.index.num_heads, view.top_k), view.config
-    prepared.pool.search(
-        q, prepared.index, tail, view.top_k, config.sink_len, config.window_len, view.softmax_scale, out
-    )
-    return out
+def index_bytes(index: LayerIndex | SketchIndex) -> int:
+    """Of a layer's index, beside the KV."""
+    if isinstance(index, SketchIndex):
+        return index.num_bytes + _num_bytes(index.next_query)
+    of_lists = _num_bytes(index.table.indices, index.table.scores)
+    return of_lists + _num_bytes(index.codebooks, index.key_mean, index.next_query)
+
+
+def search_bytes(index: LayerIndex | SketchIndex, num_q_heads: int) -> int:
+    """What a search of one token reads: each code once for a group; or the centroids, and a list of each subspace."""
+    if isinstance(index, SketchIndex):
+        return _num_bytes(index.codes, index.key_mean, index.query_transform)
+    return index.codebooks.nbytes + num_q_heads * index.num_subspaces * index.table.list_len * (4 + 2)
 
 
 def _num_bytes(*arrays: NDArray[Any] | None) -> int:

@@ -13,8 +13,6 @@ from csattn.selectors.top_rows import RowsSoFar, group_shares, top_rows
 class AllKeys:
     """What a selector has that reads every key of context and tail."""
 
-    indexes_tail = True
-
     def __init__(self, layer: ContextLayer, view: ContextView):
         self._keys = layer.keys
         self._view = view
@@ -25,7 +23,7 @@ class AllKeys:
         return self._keys.nbytes + self._tail.rows.nbytes
 
     def append(self, k: NDArray[np.float32], v: NDArray[np.float32]) -> None:
-        self._tail.append(torch.from_numpy(k))
+        self._tail = self._tail.with_row(torch.from_numpy(k))
 
 
 class ExactSelector(AllKeys):

@@ -36,7 +36,6 @@ class PreparedH2o:
 class H2oSelector:
     """The rows that are left, and the book of what they receive."""
 
-    indexes_tail = True
     search_bytes = 0  # scores come from attention that is computed anyway
 
     def __init__(self, prepared: PreparedH2o, view: ContextView):

@@ -40,8 +40,6 @@ class PreparedLoki:
 class LokiSelector:
     """Top-K by the group's summed softmax over truncated products."""
 
-    indexes_tail = True
-
     def __init__(self, prepared: PreparedLoki, view: ContextView):
         self._prepared, self._view = prepared, view
         self._tail = RowsSoFar(prepared.keys)
@@ -51,7 +49,7 @@ class LokiSelector:
         return self._prepared.keys.nbytes + self._tail.rows.nbytes
 
     def append(self, k: NDArray[np.float32], v: NDArray[np.float32]) -> None:
-        self._tail.append((torch.from_numpy(k)[:, None] @ self._prepared.basis)[:, 0])
+        self._tail = self._tail.with_row((torch.from_numpy(k)[:, None] @ self._prepared.basis)[:, 0])
 
     def select(self, q: NDArray[np.float32], recent: Tensor) -> Selection:
         basis = self._prepared.basis

@@ -76,8 +76,6 @@ class PreparedMagicpig:
 class MagicpigSelector:
     """Rows that meet the query in two tables, each query head's own."""
 
-    indexes_tail = True
-
     def __init__(self, prepared: PreparedMagicpig, view: ContextView):
         self._prepared, self._view = prepared, view
         self._tail_keys = RowsSoFar(prepared.keys)
@@ -86,8 +84,8 @@ class MagicpigSelector:
 
     def append(self, k: NDArray[np.float32], v: NDArray[np.float32]) -> None:
         key = torch.from_numpy(k)
-        self._tail_keys.append(key)
-        self._tail_codes.append(self._prepared.hash(key - self._prepared.key_mean[:, 0]))
+        self._tail_keys = self._tail_keys.with_row(key)
+        self._tail_codes = self._tail_codes.with_row(self._prepared.hash(key - self._prepared.key_mean[:, 0]))
 
     def select(self, q: NDArray[np.float32], recent: Tensor) -> Selection:
         prepared, queries = self._prepared, torch.from_numpy(q)

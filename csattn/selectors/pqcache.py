@@ -53,8 +53,6 @@ class PreparedPqcache:
 class PqcacheSelector:
     """Top-K by the group's summed softmax over approximate products."""
 
-    indexes_tail = True
-
     def __init__(self, prepared: PreparedPqcache, view: ContextView):
         self._prepared, self._view = prepared, view
         self._tail = RowsSoFar(prepared.codes)
@@ -64,7 +62,7 @@ class PqcacheSelector:
         return self._prepared.index_bytes + self._tail.rows.nbytes
 
     def append(self, k: NDArray[np.float32], v: NDArray[np.float32]) -> None:
-        self._tail.append(self._prepared.encode(torch.from_numpy(k)[:, None])[:, 0])
+        self._tail = self._tail.with_row(self._prepared.encode(torch.from_numpy(k)[:, None])[:, 0])
 
     def select(self, q: NDArray[np.float32], recent: Tensor) -> Selection:
         centroids = self._prepared.centroids

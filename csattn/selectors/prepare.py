@@ -8,7 +8,6 @@ from csattn.errors import ConfigError
 from csattn.selector_names import ABOUT, SELECTOR_NAMES, SelectorName
 from csattn.selectors.base import ContextLayer, ContextView, Prepared, Unprepared
 from csattn.selectors.exact import ExactSelector
-from csattn.selectors.fixed import FullSelector, WindowSelector
 from csattn.selectors.h2o import PreparedH2o
 from csattn.selectors.loki import PreparedLoki
 from csattn.selectors.magicpig import PreparedMagicpig
@@ -17,7 +16,7 @@ from csattn.selectors.quest import PreparedQuest
 from csattn.selectors.sparq import PreparedSparq
 from csattn.selectors.top_p import TopPSelector
 
-# all but `csattn`, whose index the artifact holds
+# all but `csattn`, whose index the artifact holds, and `window` and `full`, which do not choose
 _FACTORIES: dict[SelectorName, Callable[[ContextLayer], Prepared]] = {
     "exact": partial(Unprepared, make=ExactSelector),
     "top_p": partial(Unprepared, make=TopPSelector),
@@ -27,15 +26,13 @@ _FACTORIES: dict[SelectorName, Callable[[ContextLayer], Prepared]] = {
     "pqcache": PreparedPqcache,
     "magicpig": PreparedMagicpig,
     "h2o": PreparedH2o,
-    "window": partial(Unprepared, make=WindowSelector),
-    "full": partial(Unprepared, make=FullSelector),
 }
 
 _CHOOSE_THE_BEST: tuple[SelectorName, ...] = ("csattn", "exact")  # by logit, or nearly so
 
 
 def prepare(name: SelectorName, layer: ContextLayer) -> Prepared:
-    """What that selector makes of a layer of a context, with the options of its paper; `csattn` needs its index."""
+    """What that selector makes of a layer of a context, with the options of its paper."""
     return _FACTORIES[name](layer)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from csattn.selection import Selection
 from csattn.selectors.base import ContextLayer, ContextView
-from csattn.selectors.top_rows import RowsSoFar, group_shares, joined, top_rows
+from csattn.selectors.top_rows import group_shares, joined, top_rows
 
 
 class PreparedQuest:
@@ -35,32 +35,29 @@ class PreparedQuest:
 class QuestSelector:
     """The rows of the best pages."""
 
-    indexes_tail = True
-
     def __init__(self, prepared: PreparedQuest, view: ContextView):
         self._prepared, self._view = prepared, view
-        self._low, self._high = RowsSoFar(prepared.low), RowsSoFar(prepared.high)  # of the tail's pages
+        self._low, self._high = prepared.low[:, :0], prepared.high[:, :0]  # of the tail's pages
         self._num_tail = 0
 
     @property
     def search_bytes(self) -> int:
-        return self._prepared.index_bytes + self._low.rows.nbytes + self._high.rows.nbytes
+        return self._prepared.index_bytes + self._low.nbytes + self._high.nbytes
 
     def append(self, k: NDArray[np.float32], v: NDArray[np.float32]) -> None:
-        key = torch.from_numpy(k)
+        key = torch.from_numpy(k).to(self._low.dtype)[:, None]
         if self._num_tail % self._prepared.page_size == 0:
-            self._low.append(key)
-            self._high.append(key)
+            self._low, self._high = torch.cat([self._low, key], dim=1), torch.cat([self._high, key], dim=1)
         else:
-            key = key.to(self._low.rows.dtype)
-            self._low.rows[:, -1] = torch.minimum(self._low.rows[:, -1], key)
-            self._high.rows[:, -1] = torch.maximum(self._high.rows[:, -1], key)
+            self._low, self._high = self._low.clone(), self._high.clone()
+            self._low[:, -1:] = torch.minimum(self._low[:, -1:], key)
+            self._high[:, -1:] = torch.maximum(self._high[:, -1:], key)
         self._num_tail += 1
 
     def select(self, q: NDArray[np.float32], recent: Tensor) -> Selection:
         prepared = self._prepared
-        low = joined(prepared.low, self._low.rows).float()
-        high = joined(prepared.high, self._high.rows).float()
+        low = joined(prepared.low, self._low).float()
+        high = joined(prepared.high, self._high).float()
         grouped = torch.from_numpy(q).view(low.shape[0], -1, 1, low.shape[2])
         bounds = torch.maximum(grouped * low[:, None], grouped * high[:, None]).sum(-1)
         pages = group_shares(bounds * self._view.softmax_scale)

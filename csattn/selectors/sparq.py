@@ -37,8 +37,6 @@ class PreparedSparq:
 class SparqSelector:
     """Rows by their approximate logits, and the rest by the mean value."""
 
-    indexes_tail = True
-
     def __init__(self, prepared: PreparedSparq, view: ContextView):
         self._prepared, self._view = prepared, view
         self._tail = RowsSoFar(prepared.keys)
@@ -50,7 +48,7 @@ class SparqSelector:
         return read * self._prepared.num_components // self._prepared.keys.shape[2]
 
     def append(self, k: NDArray[np.float32], v: NDArray[np.float32]) -> None:
-        self._tail.append(torch.from_numpy(k))
+        self._tail = self._tail.with_row(torch.from_numpy(k))
         self._value_sum = self._value_sum + torch.from_numpy(v)
 
     def select(self, q: NDArray[np.float32], recent: Tensor) -> Selection:

@@ -1,6 +1,7 @@
 """What most selectors end with, and what they keep: the best rows by some worth, and rows that become more."""
 
 from collections.abc import Sequence
+from copy import copy
 
 import numpy as np
 import torch
@@ -56,19 +57,21 @@ class RowsSoFar:
 
     def __init__(self, like: Tensor):
         """like: [num_kv_heads, ..., width], for shape and dtype."""
-        self._room = like.new_empty(like.shape[0], 16, like.shape[-1])
+        self._room = like.new_empty(like.shape[0], 16, like.shape[-1])  # shared with those that have more rows
         self.num_rows = 0
 
     @property
     def rows(self) -> Tensor:
         return self._room[:, : self.num_rows]
 
-    def append(self, row: Tensor) -> None:
-        """row: [num_kv_heads, width]."""
+    def with_row(self, row: Tensor) -> "RowsSoFar":
+        """These and one more, and these stay as they are. row: [num_kv_heads, width]."""
+        more = copy(self)
         if self.num_rows == self._room.shape[1]:
-            self._room = torch.cat([self._room, torch.empty_like(self._room)], dim=1)
-        self._room[:, self.num_rows] = row.to(self._room.dtype)
-        self.num_rows += 1
+            more._room = torch.cat([self._room, torch.empty_like(self._room)], dim=1)
+        more._room[:, self.num_rows] = row.to(self._room.dtype)
+        more.num_rows += 1
+        return more
 
 
 def padded_selection(rows: Sequence[Tensor]) -> Selection:

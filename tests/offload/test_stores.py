@@ -1,10 +1,9 @@
-"""Rows come back as they were put in, from context and tail."""
+"""Rows come back as they were put in."""
 
 import pytest
 import torch
 
 from offload.host_store import HostStore
-from offload.tail_store import TailStore
 
 
 @pytest.mark.parametrize("num_index_heads", [2, 4, 6])
@@ -28,15 +27,3 @@ def test_padding_is_clamped_into_the_context() -> None:
 def test_a_range_of_rows_is_not_copied() -> None:
     kv = torch.randn(2, 50, 2, 4)
     assert HostStore([kv]).rows(0, slice(3, 9)).data_ptr() == kv[:, 3:].data_ptr()
-
-
-def test_the_tail_keeps_its_rows_while_it_grows() -> None:
-    store, tail = TailStore(2, 4), []
-    assert store.kv.shape == (2, 0, 2, 4)
-    for num_new in (1, 200, 1, 0, 300):
-        k, v = torch.randn(2, num_new, 4).bfloat16(), torch.randn(2, num_new, 4).bfloat16()
-        store.append(k, v)
-        tail.append(torch.stack([k, v], dim=2))
-        assert torch.equal(store.kv, torch.cat(tail, dim=1))
-    assert store.kv.dtype == torch.bfloat16
-    assert repr(store) == "<TailStore 502/512 rows>"

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from csattn.config import SearchConfig
-from csattn.selectors import ContextLayer, ContextView, FarRows, Selector
+from csattn.selection import Selection
+from csattn.selectors import ContextLayer, ContextView, Selector
 
 NUM_KV_HEADS, HEAD_DIM, SCALE = 2, 16, 0.25
 
@@ -40,7 +41,7 @@ class Step:
     q: np.ndarray  # [num_q_heads, head_dim]
     num_left: int  # rows of the tail that have left its window
     recent: Tensor  # [num_kv_heads, num_recent, 2, head_dim]
-    chosen: FarRows
+    chosen: Selection
 
 
 @dataclass(frozen=True)

@@ -12,16 +12,24 @@ from csattn.search import SearchPool, empty_selection
 from csattn.search.reference import search
 from csattn.selection import Selection
 from csattn.selector_names import ABOUT, SELECTOR_NAMES
-from csattn.selectors import ContextLayer, prepare, selector_for
+from csattn.selectors import CentroidSelector, ContextLayer, index_bytes, prepare, search_bytes, selector_for
 from csattn.selectors.base import Unprepared
-from csattn.selectors.centroids import PreparedCentroids, PreparedSketch
 from csattn.selectors.magicpig import PreparedMagicpig
 from csattn.selectors.top_p import TopPSelector
-from offload.host_store import HostStore
+from csattn.table.tail import ListTail
 from tests.search.synthetic import IndexSpec, make_index
-from tests.selectors.requests import HEAD_DIM, NUM_KV_HEADS, SCALE, decode, make_layer, make_tail, make_view
+from tests.selectors.requests import (
+    HEAD_DIM,
+    NUM_KV_HEADS,
+    SCALE,
+    Step,
+    decode,
+    make_layer,
+    make_tail,
+    make_view,
+    resident_rows,
+)
 from tests.sketch.synthetic import make_heads, make_sketch
-from workers.decode import LayerDecoder, StepCount
 
 CHOOSING = [name for name in SELECTOR_NAMES if name not in ("csattn", "full", "window")]
 TOP_K = [name for name in CHOOSING if ABOUT[name].keeps_top_k]
@@ -69,6 +77,7 @@ def test_a_shallow_copy_is_a_snapshot(name) -> None:
     before, after = copy(selector), copy(selector)
     wanted = after.select(steps[-1].q, steps[-1].recent)
     selector.select(steps[3].q, steps[-1].recent)
+    selector.append(*np.full((2, NUM_KV_HEADS, HEAD_DIM), 9, np.float32))
     assert same(before.select(steps[-1].q, steps[-1].recent), wanted)
 
 
@@ -106,18 +115,34 @@ def test_where_everything_is_kept_it_is_full_attention(name, group_size) -> None
     context_len, num_tokens = 50, 19  # 39 rows in the middle and 11 of the tail: as many as the context has
     layer = make_layer(context_len, group_size)
     view = make_view(context_len, keep=1.0)
-    store = HostStore([torch.stack([layer.keys, layer.values], dim=2)])
-    selector = everything(name, layer).selector(view)
-    decoder = LayerDecoder(0, store, selector, view, None, StepCount(), lambda: 0.0)
     tail = make_tail(num_tokens, group_size)
-    for token in range(num_tokens):
-        decoder.append(tail.kv[:, token : token + 1, 0], tail.kv[:, token : token + 1, 1])
-        out = decoder.attend(tail.q[token][:, None], SCALE)[:, 0]
-        kv = torch.cat([store.rows(0, slice(0, context_len)), tail.kv[:, : token + 1]], dim=1)[None]
+    kv = torch.cat([torch.stack([layer.keys, layer.values], dim=2), tail.kv], dim=1)
+    for token, step in enumerate(decode(everything(name, layer).selector(view), view, tail)):
+        near = [*resident_rows(view), *range(context_len + step.num_left, context_len + token + 1)]
+        out = attend_to(step, kv, near)
         grouped = tail.q[token].view(1, NUM_KV_HEADS, group_size, HEAD_DIM)
-        want, _ = reference.attend(grouped, kv[..., 0, :], kv[..., 1, :], SCALE)
+        rows = kv[None, :, : context_len + token + 1]
+        want, _ = reference.attend(grouped, rows[..., 0, :], rows[..., 1, :], SCALE)
         rough = name == "magicpig"
         torch.testing.assert_close(out, want.view_as(out), rtol=0.05 if rough else 1e-4, atol=0.05 if rough else 1e-5)
+
+
+def attend_to(step: Step, kv: torch.Tensor, near: list[int]) -> torch.Tensor:
+    """[num_q_heads, head_dim]: near and chosen rows, with their weights and the rest."""
+    chosen, outs = step.chosen, []
+    for head, query in enumerate(torch.from_numpy(step.q)):
+        index_head = head * len(chosen.valid_len) // len(step.q)
+        far = chosen.kv_indices[index_head, : chosen.valid_len[index_head]].tolist()
+        rows, log_weights = kv[head * len(kv) // len(step.q), [*near, *far]], torch.zeros(len(near) + len(far))
+        if chosen.log_weights is not None:
+            log_weights[len(near) :] = torch.from_numpy(chosen.log_weights[index_head, : len(far)])
+        k, v = rows[None, None, :, 0], rows[None, None, :, 1]
+        outs.append(reference.attend(query[None, None, None], k, v, SCALE, log_weights=log_weights)[0][0, 0, 0])
+    out = torch.stack(outs)
+    if chosen.rest is None:
+        return out
+    share = torch.from_numpy(chosen.rest.share)[:, None]
+    return (1 - share) * out + share * torch.from_numpy(chosen.rest.out)
 
 
 @pytest.mark.parametrize("keep", [0.01, 1.0])
@@ -133,7 +158,7 @@ def test_an_unknown_name_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "index_bytes", "search_bytes"),
+    ("name", "held", "read"),
     [
         # 2 KV heads, 64 keys of 16 channels in bfloat16: 4096 bytes of keys
         ("exact", 0, 4096),
@@ -143,39 +168,44 @@ def test_an_unknown_name_is_refused() -> None:
         ("loki", 2 * 16 * 16 * 2, 4096 // 4),
         ("pqcache", 2 * 64 * 2 + 2 * 64 * 16 * 2, 2 * 64 * 2 + 2 * 64 * 16 * 2),
         ("h2o", 2 * 64 * 4, 0),
-        ("window", 0, 0),
-        ("full", 0, 0),
     ],
 )
-def test_bytes_are_counted_as_the_papers_would_hold_them(name, index_bytes, search_bytes) -> None:
+def test_bytes_are_counted_as_the_papers_would_hold_them(name, held, read) -> None:
     layer, view = make_layer(64, dtype=torch.bfloat16), make_view(64)
     prepared = prepare(name, layer)
     selector = prepared.selector(view)
     selector.select(make_tail(1).q[0].numpy(), make_tail(1).kv.bfloat16())
-    assert prepared.index_bytes == index_bytes
-    assert selector.search_bytes == search_bytes
+    assert prepared.index_bytes == held
+    assert selector.search_bytes == read
 
 
-@pytest.mark.parametrize("top_k_share", [0.02, 0.2])
-def test_a_sketch_chooses_by_its_codes_and_lets_the_tail_be(top_k_share, rng) -> None:
-    view, (q, k, v) = make_view(300, keep=top_k_share), make_heads(rng, NUM_KV_HEADS, 3, 300, HEAD_DIM)
-    index = make_sketch(q, k, v, num_fine=1, num_coarse=0)
-    want = empty_selection(NUM_KV_HEADS, view.top_k)
-    search(q[:, 7], index, None, view.top_k, view.config.sink_len, view.config.window_len, SCALE, want)
-    with SearchPool(1) as pool:
-        prepared = PreparedSketch(index, pool)
-        selector = prepared.selector(view)
-        chosen = selector.select(q[:, 7].copy(), make_tail(1).kv)
-    assert not selector.indexes_tail and same(chosen, want)
-    assert prepared.index_bytes == index.num_bytes
-    assert 0 < selector.search_bytes < index.num_bytes
+def test_a_search_of_a_sketch_reads_its_codes_and_less_than_all_of_it(rng) -> None:
+    index = make_sketch(*make_heads(rng, NUM_KV_HEADS, 3, 300, HEAD_DIM), num_fine=1, num_coarse=0)
+    assert index_bytes(index) == index.num_bytes
+    assert index.codes.nbytes < search_bytes(index, 6) < index.num_bytes
 
 
 def test_a_search_of_lists_reads_one_for_each_query_head_and_subspace() -> None:
-    spec, view = IndexSpec(context_len=1000, layout="lists"), make_view(1000)
+    spec = IndexSpec(context_len=1000, layout="lists")
     index = make_index(spec)
-    with SearchPool(1) as pool:
-        prepared = PreparedCentroids(index, pool, num_q_heads=6)
-        read = prepared.selector(view).search_bytes - index.codebooks.nbytes
+    read = search_bytes(index, 6) - index.codebooks.nbytes
     assert read == 6 * spec.num_subspaces * index.table.list_len * (4 + 2)
-    assert prepared.index_bytes > index.table.indices.nbytes + index.table.scores.nbytes
+    assert index_bytes(index) > index.table.indices.nbytes + index.table.scores.nbytes
+
+
+def test_rows_of_the_tail_join_the_lists(rng) -> None:
+    """As the definition has it, step by step."""
+    spec, tail = IndexSpec(context_len=1000, head_dim=HEAD_DIM, layout="lists"), make_tail(20)
+    index, view = make_index(spec), make_view(1000)
+    joined = ListTail(index)
+    with SearchPool(1) as pool:
+        selector = CentroidSelector(index, pool, 6, view)
+        for step in decode(selector, view, tail):
+            while joined.num_rows < step.num_left:
+                joined.append(tail.kv[:, joined.num_rows, 0].numpy())
+            want = empty_selection(index.num_heads, view.top_k)
+            config = view.config
+            search(step.q, index, joined, view.top_k, config.sink_len, config.window_len, SCALE, want)
+            assert same(step.chosen, want)
+    assert joined.num_rows == 12
+    assert selector.search_bytes == search_bytes(index, 6)

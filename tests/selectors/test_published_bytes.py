@@ -76,12 +76,3 @@ def test_magicpig_holds_a_row_number_per_table_and_key() -> None:
     num_tokens = 16384
     prepared = PreparedMagicpig(make_layer(num_tokens), num_bits=10, num_tables=150)
     assert prepared.index_bytes / num_tokens == pytest.approx(600, rel=0.1)
-
-
-def test_streaming_llm_holds_and_reads_nothing_besides_resident_rows() -> None:
-    """arXiv:2309.17453."""
-    prepared = prepare("window", make_layer())
-    view = ContextView(S, D**-0.5, SearchConfig(sink_len=4))
-    chosen = prepared.selector(view).select(torch.zeros(4, D).numpy(), torch.zeros(1, 0, 2, D))
-    assert prepared.index_bytes == 0
-    assert isinstance(chosen, slice) and chosen.start == chosen.stop

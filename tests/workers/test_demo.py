@@ -13,7 +13,7 @@ from csattn.models import LoadedModel, load_model
 from csattn.models.prompt import choose_wrapping, context_ids
 from workers.cli import showing
 from workers.cli.showing import DOCUMENT, QUESTIONS, Exchange, Question
-from workers.generate import Answer
+from workers.engine.answer import Answer
 from workers.plots import PICTURE_SIZE
 
 

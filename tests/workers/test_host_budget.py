@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,18 +55,19 @@ def test_within_a_budget_the_bits_are_those_of_memory(artifact, selector, lookah
     config = SearchConfig(keep=0.1, window_len=8, lookahead=lookahead)
     budget = least_budget(artifact, selector, config) + 20_000
     with csattn_session(loaded(), artifact, config, selector, host_budget_bytes=budget) as session:
-        assert isinstance(session.store, TieredStore)
-        assert session.store.plan.num_slots < session.store.plan.num_pages
+        store = session.engine.context(0).store
+        assert isinstance(store, TieredStore)
+        assert store.plan.num_slots < store.plan.num_pages
         got = logits(session)
-        session.store._ahead.submit(int).result()
-        session.store.check()
+        store._ahead.submit(int).result()
+        store.check()
     with open_artifact(artifact) as opened, csattn_session(loaded(), opened, config, selector) as session:
         # pieces as large as a budget has them; the rows of a flat store are one piece otherwise
         kv = [opened.layer_kv(layer_idx) for layer_idx in range(3)]
-        session.store = HostStore(kv, stream_rows=STREAM_ROWS)
-        want = logits(session)
-        session.store = HostStore(kv)
+        contexts, context = session.engine._contexts, session.engine.context(0)
         at_once = logits(session)
+        contexts[0] = replace(context, store=HostStore(kv, stream_rows=STREAM_ROWS), in_place=False)
+        want = logits(session)
     assert torch.equal(got, want)
     torch.testing.assert_close(got, at_once, rtol=1e-4, atol=1e-4)
 
@@ -112,6 +114,7 @@ def test_a_disk_that_fails_in_the_middle_ends_the_answer_with_a_sentence(artifac
         monkeypatch.setattr(os, "preadv", fail)
         with pytest.raises(DiskError, match="Input/output error; check its disk"):
             logits(session)
-        session.store._ahead.submit(int).result()
-        session.store.check()
+        store = session.engine.context(0).store
+        store._ahead.submit(int).result()
+        store.check()
     assert set(threading.enumerate()) <= threads

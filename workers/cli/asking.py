@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,10 +17,10 @@ from offload.codecs.formats import KvFormat
 from offload.sizes import parse_size
 from workers.cli.building import show_loading, use_threads
 from workers.cli.terminal import out, steps, table
-from workers.decode import Observer
+from workers.engine.answer import Answer, answer, question_tokens
 from workers.engine.memory import PLACEMENTS
-from workers.generate import Answer, answer
-from workers.session import csattn_session
+from workers.engine.opening import open_engine
+from workers.serving.step_engine import StepEngine
 
 
 def search_config(keep: float, lookahead: int, search_period: int, window_len: int, rest: str | None) -> SearchConfig:
@@ -76,15 +76,10 @@ def ask(place: Path | str, prompt: str, config: SearchConfig, options: AskOption
     use_threads(options.threads)
     with open_artifact(place) as artifact:
         loaded = show_loading(options.model or artifact.spec.model_name, artifact.spec.kv_dtype)
-        which, budget, at_most = (loaded, artifact, config), options.budget_bytes, options.max_new_tokens
-        if options.placement != "cpu" or (options.selector == "csattn" and budget is None):
-            sparse = _by_steps(*which, prompt, options)
-        else:
-            asked = options.selector, prompt, at_most
-            sparse = stream(*which, *asked, kv_format=options.kv_format, host_budget_bytes=budget)
+        sparse = _answer(loaded, artifact, config, options.selector, prompt, options)
         result = {**sparse.to_json(), **_asked_for(config, sparse, artifact)}
         if options.compare:
-            full = stream(*which, "full", prompt, at_most, host_budget_bytes=budget)
+            full = _answer(loaded, artifact, config, "full", prompt, replace(options, kv_codec=None))
             out.print(comparison(f"keep {100 * config.keep:g} %, rest {result['rest']}", sparse, full))
             result["full"] = full.to_json()
     return result
@@ -97,49 +92,43 @@ def _asked_for(config: SearchConfig, said: Answer, artifact: Artifact) -> dict[s
     return {"keep": config.keep, "rest": rest}
 
 
-def _by_steps(
-    loaded: LoadedModel, artifact: Artifact, config: SearchConfig, prompt: str, options: AskOptions
+def _answer(
+    loaded: LoadedModel, artifact: Artifact, config: SearchConfig, selector: str, prompt: str, options: AskOptions
 ) -> Answer:
-    """Answer by the steps that the service makes, with the text written out as it comes."""
-    from workers.engine import CpuEngine, GpuEngine, answer, question_tokens
-
-    artifact.require_model(loaded.fingerprint)
-    artifact.require_tokenizer(loaded.tokenizer_hash)
-    ids = question_tokens(loaded, artifact, prompt)
-    room, threads = len(ids) + options.max_new_tokens, options.threads
+    ids, at_most, where = question_tokens(loaded, artifact, prompt), options.max_new_tokens, options.placement
     with ExitStack() as stack:
-        engine: CpuEngine | GpuEngine
-        if options.placement == "cpu":
-            engine = CpuEngine(
-                loaded, num_slots=1, tail_capacity=room, num_threads=threads, kv_format=options.kv_format
-            )
-        else:
-            tell = stack.enter_context(steps())
-            placed = loaded, config, options.placement
-            engine = GpuEngine(*placed, tail_capacity=room, num_threads=threads, on_progress=tell)
+        told: dict[str, Any] = {} if where == "cpu" else {"on_progress": stack.enter_context(steps())}
+        engine = open_engine(
+            loaded,
+            artifact,
+            config,
+            selector,
+            placement=where,
+            kv_format=options.kv_format,
+            host_budget_bytes=options.budget_bytes,
+            num_slots=1,
+            tail_capacity=len(ids) + at_most,
+            num_threads=options.threads,
+            **told,
+        )
         stack.enter_context(engine)
-        engine.add_context(0, artifact)
-        stack.enter_context(_speaking("csattn" if options.placement == "cpu" else options.placement))
-        return answer(engine, loaded, artifact, config, ids, options.max_new_tokens, _write)
+        name = selector if where == "cpu" else where
+        return speak(engine, loaded, artifact, config, cast(SelectorName, selector), ids, at_most, name)
 
 
-def stream(
+def speak(
+    engine: StepEngine,
     loaded: LoadedModel,
     artifact: Artifact,
     config: SearchConfig,
-    selector: str,
-    prompt: str,
+    selector: SelectorName,
+    ids: list[int],  # of the question
     max_new_tokens: int,
-    observer: Observer | None = None,
-    kv_format: KvFormat | None = None,
-    host_budget_bytes: int | None = None,
+    name: str,  # who answers
 ) -> Answer:
     """Answer with the text written out as it comes."""
-    with (
-        csattn_session(loaded, artifact, config, selector, kv_format, host_budget_bytes) as session,
-        _speaking(selector),
-    ):
-        return answer(session, prompt, max_new_tokens, _write, observer)
+    with _speaking(name):
+        return answer(engine, loaded, artifact, config, ids, max_new_tokens, _write, selector)
 
 
 @contextmanager

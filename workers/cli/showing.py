@@ -9,23 +9,22 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from csattn.artifact import Artifact, open_artifact
 from csattn.build_options import BuildOptions
 from csattn.config import SearchConfig
 from csattn.models import LoadedModel
 from csattn.models.prompt import context_ids
-from csattn.selectors import FarRows
+from csattn.selector_names import SelectorName
 from index_build.inputs import read_text
 from index_build.plan import plan_text
-from workers.cli.asking import stream
+from workers.cli.asking import speak
 from workers.cli.building import run_build, show_loading, use_threads
 from workers.cli.terminal import counting, out, size, table
-from workers.decode import LayerDecoder
-from workers.generate import Answer, answer
+from workers.engine.answer import Answer, answer, question_tokens
+from workers.engine.opening import open_engine
 from workers.observe import AttentionProbe
-from workers.session import csattn_session
+from workers.serving.step_engine import StepEngine
 
 DOCUMENT = Path(__file__).parent.parent / "demo" / "gannet-island.txt"
 PICTURE_NAME = "attention.png"
@@ -103,11 +102,12 @@ def show(target: Path, document: str, questions: tuple[Question, ...]) -> dict[s
     with _timed(seconds, "build"):
         path = _build(loaded, document, target / "store")
     with open_artifact(path) as artifact:
-        with _timed(seconds, "answer"):
-            pairs = [_ask_both(loaded, artifact, question) for question in questions]
-            window = _ask_window(loaded, artifact, questions[-1])
-        with _timed(seconds, "observe"):
-            exchanges = _observe(loaded, artifact, questions, pairs)
+        with open_engine(loaded, artifact, _CONFIG, num_slots=1) as engine:
+            with _timed(seconds, "answer"):
+                pairs = [_ask_both(engine, loaded, artifact, question) for question in questions]
+                window = _ask_window(engine, loaded, artifact, questions[-1])
+            with _timed(seconds, "observe"):
+                exchanges = _observe(engine, loaded, artifact, questions, pairs)
         out.print(comparison(exchanges))
         with _timed(seconds, "draw"):
             picture = target / PICTURE_NAME
@@ -179,47 +179,43 @@ def _build(loaded: LoadedModel, document: str, store: Path) -> Path:
     return report.path
 
 
-def _ask_both(loaded: LoadedModel, artifact: Artifact, question: Question) -> tuple[Answer, Answer]:
+def _ask_both(engine: StepEngine, loaded: LoadedModel, artifact: Artifact, question: Question) -> tuple[Answer, Answer]:
     out.print(f"\n{question.text}", style="bold")
-    sparse, full = (
-        stream(loaded, artifact, _CONFIG, selector, question.text, _MAX_NEW_TOKENS) for selector in ("csattn", "full")
-    )
-    return sparse, full
+    return _ask(engine, loaded, artifact, question, "csattn"), _ask(engine, loaded, artifact, question, "full")
 
 
-def _ask_window(loaded: LoadedModel, artifact: Artifact, question: Question) -> Answer:
+def _ask_window(engine: StepEngine, loaded: LoadedModel, artifact: Artifact, question: Question) -> Answer:
     out.print("\nWithout the search, the first and the last rows alone do not hold the answer:")
-    return stream(loaded, artifact, _CONFIG, "window", question.text, _MAX_NEW_TOKENS)
+    return _ask(engine, loaded, artifact, question, "window")
+
+
+def _ask(
+    engine: StepEngine, loaded: LoadedModel, artifact: Artifact, question: Question, selector: SelectorName
+) -> Answer:
+    ids = question_tokens(loaded, artifact, question.text)
+    return speak(engine, loaded, artifact, _CONFIG, selector, ids, _MAX_NEW_TOKENS, selector)
 
 
 def _observe(
-    loaded: LoadedModel, artifact: Artifact, questions: tuple[Question, ...], pairs: list[tuple[Answer, Answer]]
+    engine: StepEngine,
+    loaded: LoadedModel,
+    artifact: Artifact,
+    questions: tuple[Question, ...],
+    pairs: list[tuple[Answer, Answer]],
 ) -> list[Exchange]:
     """Answer again, looking at every step: apart from the timed answers, because looking reads all keys."""
     exchanges = []
     out.print()
-    with (
-        csattn_session(loaded, artifact, _CONFIG) as session,
-        counting("comparing what was read with exact Top-K", len(questions), "answers") as count,
-    ):
+    with counting("comparing what was read with exact Top-K", len(questions), "answers") as count:
         for question, (sparse, full) in zip(questions, pairs, strict=True):
-            probe = _StepProbe(AttentionProbe(artifact))
-            answer(session, question.text, _MAX_NEW_TOKENS, observer=probe)
-            seen = probe.probe
-            exchanges.append(Exchange(question, sparse, full, seen.per_head(seen.recall), seen.per_head(seen.reads)))
+            probe = AttentionProbe(artifact)
+            ids = question_tokens(loaded, artifact, question.text)
+            answer(engine, loaded, artifact, _CONFIG, ids, _MAX_NEW_TOKENS, observer=probe)
+            exchanges.append(
+                Exchange(question, sparse, full, probe.per_head(probe.recall), probe.per_head(probe.reads))
+            )
             count(1)
     return exchanges
-
-
-@dataclass(frozen=True, slots=True)
-class _StepProbe:
-    """Shows a probe the answer's tokens, and not those of the question."""
-
-    probe: AttentionProbe
-
-    def __call__(self, layer: LayerDecoder, q: Tensor, chosen: list[FarRows], out: Tensor) -> None:
-        if q.shape[1] == 1:
-            self.probe(layer, q, chosen, out)
 
 
 def _draw(loaded: LoadedModel, artifact: Artifact, document: str, exchanges: list[Exchange], picture: Path) -> None:

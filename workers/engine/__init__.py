@@ -7,6 +7,7 @@ from workers.engine.gpu_engine import GpuEngine
 from workers.engine.memory import PLACEMENTS, Placement
 from workers.engine.on_device import SearchOnDevice
 from workers.engine.on_host import SearchOnHost
+from workers.engine.opening import open_engine
 from workers.engine.pool_searcher import PoolSearcher
 from workers.engine.shape import EngineShape
 
@@ -22,5 +23,6 @@ __all__ = [
     "SearchOnDevice",
     "SearchOnHost",
     "answer",
+    "open_engine",
     "question_tokens",
 ]

@@ -2,29 +2,58 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from csattn.artifact import Artifact
 from csattn.config import SearchConfig
 from csattn.errors import ContextError
 from csattn.models import LoadedModel
 from csattn.models.prompt import question_ids
+from csattn.selector_names import SelectorName
+from workers.engine.cpu_engine import CpuEngine
+from workers.engine.fidelity import Observer
 from workers.engine.slots import require_token
-from workers.generate import Answer
 from workers.serving.step_engine import StepEngine, StepRow
 from workers.serving.text import TextStream, decode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a model said, and the price."""
+
+    text: str
+    token_ids: list[int]
+    selector: str
+    question_len: int
+    first_token_s: float  # from the request to the first token: the question's own prefill
+    tokens_per_s: float  # after the first
+    rows_read_per_step: float  # rows of context and tail attended to, mean over layers
+    rows_full_attention: float  # what full attention would have read
+    search_ms_per_step: (
+        float | None
+    )  # all layers; a step that looks ahead does not wait for all of it; unknown on a GPU
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: round(value, 4) if isinstance(value, float) else value for name, value in asdict(self).items()}
 
 
 def question_tokens(loaded: LoadedModel, artifact: Artifact, question: str) -> list[int]:
     """What follows the context. Raises ContextError where the model has no positions for it."""
     wrapping = artifact.manifest.build_notes.get("wrapping", "none")
     ids: list[int] = question_ids(loaded.tokenizer, artifact.token_ids, question, wrapping).tolist()
-    num_tokens, positions = artifact.spec.context_len + len(ids), loaded.geometry.max_positions
+    require_positions(loaded, artifact, len(ids))
+    return ids
+
+
+def require_positions(loaded: LoadedModel, artifact: Artifact, question_len: int) -> None:
+    """Raise ContextError where the model has none for a question of that many tokens and an answer."""
+    num_tokens, positions = artifact.spec.context_len + question_len, loaded.geometry.max_positions
     if num_tokens >= positions:
         raise ContextError(
             f"context and question have {num_tokens} tokens together, the model has {positions} positions; "
             "ask a shorter question"
         )
-    return ids
 
 
 def answer(
@@ -35,18 +64,39 @@ def answer(
     ids: list[int],  # of the question
     max_new_tokens: int,
     on_text: Callable[[str], None] = lambda text: None,
+    selector: SelectorName = "csattn",
+    observer: Observer | None = None,  # on the CPU: sees the steps after the question
 ) -> Answer:
     """Answer a question about an artifact that the engine has loaded as context 0, greedily, as far as there is room.
 
     on_text gets the answer in pieces as it comes. Raises ContextError where the engine has no room for the question,
     ModelError where the model gives no numbers.
     """
-    engine.open(0, 0, config, "csattn")
-    context_len, stream = artifact.spec.context_len, TextStream(loaded.tokenizer)
+    engine.open(0, 0, config, selector)
+    try:
+        return _answer(engine, loaded, artifact, ids, max_new_tokens, on_text, observer)
+    finally:
+        engine.close_slot(0)
+
+
+def _answer(
+    engine: StepEngine,
+    loaded: LoadedModel,
+    artifact: Artifact,
+    ids: list[int],
+    max_new_tokens: int,
+    on_text: Callable[[str], None],
+    observer: Observer | None,
+) -> Answer:
+    """In slot 0."""
+    context_len, stream, searched_s = artifact.spec.context_len, TextStream(loaded.tokenizer), engine.counts().search_s
     room = min(engine.max_positions - context_len, engine.tail_capacity + 1) - len(ids)  # the last is never fed back
     started = time.perf_counter()
     token_ids = [_feed(engine, ids)]
     first_token_s = time.perf_counter() - started
+    if observer is not None:
+        assert isinstance(engine, CpuEngine), "what a step attends to is shown on the CPU"
+        engine.observe(0, observer)
     on_text(stream.add(token_ids[0]))
     while len(token_ids) < min(max_new_tokens, room) and token_ids[-1] not in loaded.stop_ids:
         token_ids.append(_feed(engine, token_ids[-1:]))
@@ -55,6 +105,7 @@ def answer(
     on_text(stream.finish())
     reading, counts = engine.reading(0), engine.counts()
     num_seen = len(ids) + len(token_ids) - 1
+    search_ms = (counts.search_s - searched_s) * 1e3
     return Answer(
         text=decode(loaded.tokenizer, token_ids).strip(),
         token_ids=token_ids,
@@ -64,7 +115,7 @@ def answer(
         tokens_per_s=(len(token_ids) - 1) / max(ended - started - first_token_s, 1e-9),
         rows_read_per_step=reading.rows,
         rows_full_attention=context_len + (num_seen + 1) / 2,
-        search_ms_per_step=counts.search_s * 1e3 / num_seen if counts.attend_s else None,  # timed apart, or not at all
+        search_ms_per_step=search_ms / num_seen if counts.attend_s else None,  # timed apart, or not at all
     )
 
 

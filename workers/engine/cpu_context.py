@@ -1,5 +1,7 @@
 """What the CPU engine knows of a context and of a request."""
 
+from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -7,16 +9,73 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from csattn.artifact import Artifact
+from csattn.config import SearchConfig
+from csattn.errors import ConfigError
+from csattn.index import LayerIndex
+from csattn.models.loader import DTYPES
 from csattn.rest import Moments, moments_of
+from csattn.selection import Selection
 from csattn.selector_names import SelectorName
-from csattn.selectors import ContextView, Prepared, Selector
+from csattn.selectors import ContextView, Prepared, Selector, selector_for
 from csattn.sketch import SketchIndex
 from offload.budget import require_host_memory
 from offload.codecs.formats import KvFormat
 from offload.coded_store import CodedStore, coded_bytes
 from offload.host_store import HostStore
-from offload.kv_store import KvStore
+from offload.kv_store import STREAM_ROWS, KvStore
+from offload.row_files import FileSpan
+from offload.tiered_store import TieredStore
 from workers.cpu_model.tape_ops import word
+from workers.engine.fidelity import Observer
+
+_WITHOUT_ALL_KEYS = ("csattn", "full", "window")  # selectors that do not read the keys themselves
+_SELECTED_STREAM_ROWS = 64  # where nothing is streamed but what stays resident: the budget is for rows
+
+
+@dataclass(frozen=True, slots=True)
+class HostBudget:
+    """Of host memory for each context's rows, which are read from its files: for contexts that are larger than memory.
+
+    What stays in memory follows from how requests read, so all of them read alike. Raises ConfigError where this
+    selector reads more than a budget is to hold.
+    """
+
+    num_bytes: int
+    config: SearchConfig
+    selector: str
+
+    def __post_init__(self) -> None:
+        if self.selector not in _WITHOUT_ALL_KEYS:
+            raise ConfigError(
+                f"selector {self.selector!r} reads all keys from host memory, which a host budget is to save; choose "
+                f"{', '.join(_WITHOUT_ALL_KEYS)}, or leave the budget out"
+            )
+
+    def open_store(self, artifact: Artifact) -> TieredStore:
+        """Close it with the context. Raises TierError for a budget that is too small."""
+        geometry, context_len = artifact.spec.model, artifact.spec.context_len
+        view = ContextView(context_len, 0.0, self.config)
+        middle, reads_all = view.middle, selector_for(self.selector, view) == "full"
+        return TieredStore(
+            [FileSpan(*artifact.layer_kv_place(layer_idx)) for layer_idx in range(geometry.num_layers)],
+            (geometry.num_kv_heads, context_len, geometry.head_dim),
+            DTYPES[artifact.spec.kv_dtype],
+            self.num_bytes,
+            resident=[slice(0, middle.start), slice(middle.stop, context_len)],
+            # a stream reads all rows, and finds whole pieces again; rows that a search selects lie apart
+            page_rows=STREAM_ROWS if reads_all else None,
+            stream_rows=STREAM_ROWS if reads_all else _SELECTED_STREAM_ROWS,
+        )
+
+    def require_alike(self, selector: SelectorName, view: ContextView) -> None:
+        """Raise ConfigError for a request that reads other rows than those that stay in memory."""
+        mine = ContextView(view.context_len, view.softmax_scale, self.config)
+        if (selector_for(self.selector, mine), mine.middle) != (selector, view.middle):
+            config = self.config
+            raise ConfigError(
+                f"within its host budget this engine reads with selector {self.selector}, keep {config.keep}, sink_len "
+                f"{config.sink_len} and window_len {config.window_len}; ask for those, or start another engine"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,31 +84,35 @@ class CpuContext:
 
     artifact: Artifact
     kv: list[Tensor]  # per layer [num_kv_heads, context_len, 2, head_dim], where the artifact maps it
-    coded: CodedStore | None  # None: steps attend to kv
-    next_queries: list[NDArray[np.float32] | None]  # per layer: what predicts the layer's queries; none for the first
-    num_index_heads: int
-    sketches: list[SketchIndex]  # per layer; none: the index is of lists
+    store: KvStore  # of the rows that steps attend to
+    in_place: bool  # whether they do so where the rows lie; else rows are gathered and streamed
+    indexes: list[LayerIndex | SketchIndex]  # per layer
     # per layer, what selectors have made of the context: made before the first request with one, kept for all
     prepared: dict[SelectorName, list[Prepared]] = field(default_factory=dict)
     # per layer, for estimates of rows that are not read: by which rows may be chosen, made likewise
     moments: dict[tuple[int, int], list[Moments]] = field(default_factory=dict)
 
     @property
-    def store(self) -> KvStore:
-        """The rows that steps attend to."""
-        return HostStore(self.kv) if self.coded is None else self.coded
-
-    @property
     def context_len(self) -> int:
         return int(self.kv[0].shape[1])
 
+    @property
+    def num_index_heads(self) -> int:
+        return self.indexes[0].num_heads
+
+    @property
+    def sketches(self) -> list[SketchIndex]:
+        """Per layer; none: the index is of lists."""
+        return [index for index in self.indexes if isinstance(index, SketchIndex)]
+
     def moments_of(self, rows: slice) -> list[Moments]:
         """Of these rows, as steps attend to them, per layer."""
-        store = self.store
-        return [moments_of(store.stream(layer_idx, rows)) for layer_idx in range(len(self.kv))]
+        return [moments_of(self.store.stream(layer_idx, rows)) for layer_idx in range(len(self.kv))]
 
     @property
     def kv_bytes(self) -> int:
+        if isinstance(self.store, TieredStore):
+            return self.store.held_bytes
         return sum(layer.nbytes for layer in self._layers)
 
     @property
@@ -60,42 +123,40 @@ class CpuContext:
     @property
     def row_layout(self) -> tuple[int, int, int, int]:
         """Bytes of a row, bytes before its value, and what reads keys and values (0: they are plain)."""
-        if self.coded is not None:
-            codec = self.coded.codec
+        if isinstance(self.store, CodedStore):
+            codec = self.store.codec
             return codec.row_bytes, codec.v_offset, *codec.readers
         row = self.kv[0][0, 0]
         return row.nbytes, row[0].nbytes, 0, 0
 
     @property
     def _layers(self) -> list[Tensor]:
-        """What steps attend to."""
-        return self.kv if self.coded is None else self.coded.layers
+        """What steps attend to in place."""
+        return self.store.layers if isinstance(self.store, CodedStore) else self.kv
 
     @property
     def map_words(self) -> NDArray[np.int64]:
-        """[num_layers]: where each layer's `next_queries` begin, 0: nowhere."""
-        return np.array([word(matrix) for matrix in self.next_queries], np.int64)
+        """[num_layers]: where what predicts each layer's queries begins, 0: nowhere."""
+        return np.array([0, *(word(index.next_query) for index in self.indexes[:-1])], np.int64)
 
 
-def open_context(artifact: Artifact, kv_format: KvFormat | None) -> CpuContext:
+def open_context(artifact: Artifact, kv_format: KvFormat | None, budget: HostBudget | None) -> CpuContext:
     """kv_format: how its rows are kept; None: as the artifact maps them, which takes no memory.
 
     Raises MemoryPlanError where there is none for a copy.
     """
-    num_layers = artifact.spec.model.num_layers
-    kv = [artifact.layer_kv(layer_idx) for layer_idx in range(num_layers)]
-    if kv_format is not None:
+    layers = range(artifact.spec.model.num_layers)
+    kv = [artifact.layer_kv(layer_idx) for layer_idx in layers]
+    store: KvStore
+    if budget is not None:
+        store = budget.open_store(artifact)
+    elif kv_format is not None:
         remedy = "choose a KV codec of fewer bytes, or none: rows are then read where the artifact maps them"
         require_host_memory(f"the context in {kv_format}", coded_bytes(kv, kv_format), remedy)
-    indexes = [artifact.layer_index(layer_idx) for layer_idx in range(num_layers)]
-    return CpuContext(
-        artifact,
-        kv,
-        None if kv_format is None else CodedStore(kv, kv_format),
-        [None, *(index.next_query for index in indexes[:-1])],
-        indexes[0].num_heads,
-        [index for index in indexes if isinstance(index, SketchIndex)],
-    )
+        store = CodedStore(kv, kv_format)
+    else:
+        store = HostStore(kv)
+    return CpuContext(artifact, kv, store, budget is None, [artifact.layer_index(layer_idx) for layer_idx in layers])
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +168,34 @@ class KeptChoice:
 
 
 @dataclass(slots=True)
+class LayerChoice:
+    """Who chooses one request's rows in one layer."""
+
+    selector: Selector
+    num_left: int = 0  # rows of the tail that it has taken over
+    last: Selection | None = None  # until the next search
+
+    def snapshot(self) -> "LayerChoice":
+        return LayerChoice(copy(self.selector), self.num_left, self.last)
+
+
+@dataclass(slots=True, kw_only=True)
+class StepCount:
+    """What a request has read so far, over all layers."""
+
+    searches: int = 0
+    search_bytes: int = 0  # that searches, and attention to the rest, had to read
+    far_rows: float = 0.0  # rows per head that were fetched, top_k of csattn, summed over layers and tokens
+    near_rows: float = 0.0  # resident rows per head, likewise
+
+    def add(self, more: "StepCount") -> None:
+        self.searches += more.searches
+        self.search_bytes += more.search_bytes
+        self.far_rows += more.far_rows
+        self.near_rows += more.near_rows
+
+
+@dataclass(slots=True)
 class CpuRequest:
     """A request in its slot."""
 
@@ -115,24 +204,30 @@ class CpuRequest:
     context: CpuContext
     view: ContextView
     selector: SelectorName  # full where everything is kept anyway
-    selectors: list[Selector] | None = None  # per layer; None: csattn, whose searches are made together, full, window
+    make_selectors: Callable[[], list[Selector]]  # per layer, where the request chooses alone
     # per layer, what tells of the rows that are not chosen: one of these, or neither, and then they count nothing
-    sketches: list[SketchIndex] = field(default_factory=list)
-    moments: list[Moments] = field(default_factory=list)
+    sketches: list[SketchIndex]
+    moments: list[Moments]
+    index_bytes: int  # that its selector, and attention to the rest, hold beside the KV
+    search_bytes: int  # that a search of csattn reads, all layers
     tail_len: int = 0
+    count: StepCount = field(default_factory=StepCount)
     near: tuple[int, int] = field(init=False)  # context rows [0, first) and [second, context_len) are attended to
     kept: KeptChoice | None = field(init=False, default=None)  # where not every token searches
+    choices: list[LayerChoice] | None = field(init=False, default=None)  # per layer, once it has chosen alone
+    observer: Observer | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         middle, context_len = self.view.middle, self.view.context_len
-        self.near = (context_len, context_len) if self.selector == "full" else (middle.start, middle.stop)
+        reads_all_in_place = self.selector == "full" and self.context.in_place
+        self.near = (context_len, context_len) if reads_all_in_place else (middle.start, middle.stop)
         if self.search_period > 1:
             sizes = len(self.context.kv), self.num_index_heads
             self.kept = KeptChoice(np.full((*sizes, self.top_k), -1, np.int32), np.zeros(sizes, np.int32))
 
     @property
     def search_period(self) -> int:
-        """Tokens 0, so many, twice so many, ... of the request are searched for; 1 where nothing is."""
+        """Tokens 0, so many, twice so many, ... of the request are searched for; 1 where csattn chooses nothing."""
         return self.view.config.search_period if self.top_k > 0 else 1
 
     @property
@@ -152,13 +247,40 @@ class CpuRequest:
         return first + self.top_k + self.view.context_len - second
 
     @property
+    def rest_bytes(self) -> int:
+        """What attention to the rest reads for a token, all layers."""
+        return sum(sketch.num_bytes for sketch in self.sketches) + sum(layer.num_bytes for layer in self.moments)
+
+    @property
+    def has_selector(self) -> bool:
+        """Whether one of those chooses for it that ours is compared with."""
+        return self.selector not in _WITHOUT_ALL_KEYS
+
+    def num_left(self, tail_len: int) -> int:
+        """Of so many rows of the tail that a token sees, how many have left its window: they must be chosen to be read.
+
+        None does of full attention, nor over a sketch, for they have no codes: all of the tail is resident.
+        """
+        over_sketch = self.selector == "csattn" and isinstance(self.context.indexes[0], SketchIndex)
+        stays = over_sketch or self.selector == "full"
+        return 0 if stays else max(0, tail_len - self.view.config.window_len)
+
+    def chooses_alone(self, tail_len: int) -> bool:
+        """Whether a token that sees so many rows of the tail chooses by `choices`, and not with others."""
+        return self.has_selector or (self.selector == "csattn" and self.num_left(tail_len) > 0)
+
+    def attends_alone(self, tail_len: int) -> bool:
+        """Whether it is attended to by `PlainRows`."""
+        return not self.context.in_place or self.has_selector or self.num_left(tail_len) > 0
+
+    @property
     def looks_ahead(self) -> bool:
-        return (self.top_k > 0 or self.selectors is not None) and bool(self.view.config.lookahead)
+        return (self.top_k > 0 or self.has_selector) and bool(self.view.config.lookahead)
 
     @property
     def searches_attend(self) -> bool:
         """Whether searches attend to what they do not choose, with the query that they choose by: the layer's own."""
-        return bool(self.sketches) and self.top_k > 0 and not self.looks_ahead
+        return bool(self.sketches) and self.top_k > 0 and not self.looks_ahead and self.context.in_place
 
     @property
     def together(self) -> tuple[object, ...]:

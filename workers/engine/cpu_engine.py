@@ -4,14 +4,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from threading import Lock
 from types import TracebackType
 from typing import Self
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 
 from csattn.artifact import Artifact
 from csattn.config import SearchConfig
@@ -19,14 +17,15 @@ from csattn.cpu.team import Team
 from csattn.cpus import available_cpus
 from csattn.errors import ConfigError, ContextError
 from csattn.models import LoadedModel
-from csattn.selection import Selection
+from csattn.search import SearchPool
 from csattn.selector_names import SelectorName
 from csattn.selectors import ContextView, resolve_rest, selector_for
 from offload.codecs.formats import KvFormat
 from offload.host_memory import trim_heap
 from workers.cpu_model.model import CpuModel
-from workers.engine.cpu_context import CpuContext, CpuRequest, open_context
-from workers.engine.fidelity import fidelity
+from workers.engine.cpu_context import CpuContext, CpuRequest, HostBudget, open_context
+from workers.engine.fidelity import Observer
+from workers.engine.looks import Looks
 from workers.engine.on_cpu import AttendOnCpu
 from workers.engine.plain_rows import PlainRows
 from workers.engine.pool_searcher import PoolSearcher
@@ -40,7 +39,8 @@ from workers.serving.step_engine import EngineCounts, Fidelity, Reading, StepRes
 class CpuEngine:
     """A `StepEngine`. A row's results are the same bits alone and among others, on any number of threads.
 
-    A request's own rows are all attended to.
+    Over a sketch, and in full attention, a request's own rows are all attended to. Otherwise those that have left its
+    window, as long as the context's, are its selector's to choose, or join its lists.
     """
 
     def __init__(
@@ -53,18 +53,21 @@ class CpuEngine:
         num_threads: int | None = None,  # all cores unless said
         searcher: Searcher | None = None,  # closed with the engine; threads of this process unless given
         kv_format: KvFormat | None = None,  # of contexts' rows; None: they are read where their artifacts map them
+        host_budget: HostBudget | None = None,  # or where they do not fit into memory
     ) -> None:
         if min(max_rows, num_slots, tail_capacity) < 1:
             raise ConfigError(
                 f"an engine needs at least one row, one slot and one row in a tail, got {max_rows}, {num_slots} and "
                 f"{tail_capacity}"
             )
+        if kv_format is not None and host_budget is not None:
+            raise ConfigError("a host budget keeps rows as the artifact has them; leave out the format, or the budget")
         threads = num_threads or available_cpus()
         self.loaded = loaded
         self.max_rows, self.num_slots = max_rows, num_slots
         self.max_positions, self.num_layers = loaded.geometry.max_positions, loaded.geometry.num_layers
         self.tail_capacity = min(tail_capacity, self.max_positions)
-        self._kv_format = kv_format
+        self._kv_format, self._host_budget = kv_format, host_budget
         self._scale = float(loaded.model.model.layers[0].self_attn.scaling)
         self._model = CpuModel(loaded.model, max_rows, num_slots, self.tail_capacity)
         self._attention = AttendOnCpu(self._model, self._scale)
@@ -89,16 +92,21 @@ class CpuEngine:
                 f"the artifact's KV is {artifact.spec.kv_dtype}, the model is loaded in {self._model.kind}; "
                 f"load it in {artifact.spec.kv_dtype}"
             )
-        context = open_context(artifact, self._kv_format)
-        self._searcher.load(context_id, artifact)
+        context = open_context(artifact, self._kv_format, self._host_budget)
+        try:
+            self._searcher.load(context_id, artifact)
+        except BaseException:
+            context.store.close()
+            raise
         self._contexts[context_id] = context
 
     def remove_context(self, context_id: int) -> None:
-        self._context(context_id)
+        context = self.context(context_id)
         require_unused(context_id, {slot: request.context_id for slot, request in self._requests.items()})
         self._forget_plans()
         self._searcher.unload(context_id)
         del self._contexts[context_id]
+        context.store.close()
         trim_heap()
 
     def preparation(self, context_id: int, config: SearchConfig, selector: SelectorName) -> Callable[[], None] | None:
@@ -110,17 +118,12 @@ class CpuEngine:
         wanted = self._wanted(context_id, config, selector)
         require_free_slot(slot, self.num_slots, self._requests)
         self._make(wanted)
-        self._requests[slot] = CpuRequest(
-            slot,
-            context_id,
-            wanted.context,
-            wanted.view,
-            wanted.selector,
-            wanted.selectors(),
-            wanted.sketches(),
-            wanted.moments(),
-        )
+        self._requests[slot] = wanted.begin(slot, self.loaded.geometry.num_q_heads, lambda: self._pool)
         self._forget_plans()
+
+    def observe(self, slot: int, observer: Observer) -> None:
+        """From now on, that sees every step of the request, layer by layer."""
+        self.request(slot).observer = observer
 
     def close_slot(self, slot: int) -> None:
         self.request(slot)
@@ -130,7 +133,10 @@ class CpuEngine:
     def step(
         self, rows: Sequence[StepRow], want_logits: bool = False, watch: tuple[int, int] | None = None
     ) -> StepResult:
-        """Rows see what stands before them, in this step too. If this raises, no request has moved on."""
+        """Rows see what stands before them, in this step too. If this raises, no request has moved on.
+
+        The rows of a step that has failed can be run again.
+        """
         self._require_rows(rows, watch)
         slots = [row.slot for row in rows]
         lens = np.array(seen_lens(slots, {slot: self._requests[slot].tail_len for slot in slots}), np.int64)
@@ -147,13 +153,24 @@ class CpuEngine:
             [rows[i].token_id for i in order], positions, [r.slot for r in plan.requests], tail_lens.tolist()
         )
         self._attention.set_lens(plan, tail_lens)
-        watched = (int(np.flatnonzero(order == watch[0])[0]), watch[1]) if watch is not None else None
         plain = PlainRows(model, plan, tail_lens, self._scale)
-        seen = self._run(plan, plain, tail_lens, watched)
+        looks = Looks(model, plan, plain, tail_lens, watch)
+        try:
+            self._run(plan, plain, looks)
+        except BaseException:
+            plain.abandon()
+            raise
         plain.commit()
+        plan.count(tail_lens, self.num_layers)
         for slot, length in zip(slots, lens.tolist(), strict=True):
             self._requests[slot].tail_len = length
-        return self._result(plan, want_logits, seen)
+        return self._result(plan, want_logits, looks.fidelity)
+
+    def context(self, context_id: int) -> CpuContext:
+        """The context that is loaded under that number."""
+        if context_id not in self._contexts:
+            raise ConfigError(f"there is no context {context_id}; load it first")
+        return self._contexts[context_id]
 
     def request(self, slot: int) -> CpuRequest:
         """The request that is open there."""
@@ -163,7 +180,8 @@ class CpuEngine:
 
     def reading(self, slot: int) -> Reading:
         request = self.request(slot)
-        return Reading(request.selector, request.longest_list + (request.tail_len + 1) / 2)
+        read = request.count.far_rows + request.count.near_rows
+        return Reading(request.selector, read / max(1, request.tail_len * self.num_layers))
 
     def counts(self) -> EngineCounts:
         contexts = self._contexts.values()
@@ -178,6 +196,8 @@ class CpuEngine:
         """Let the threads go. No step may be under way."""
         self._team.close()
         self._searcher.close()
+        for context in self._contexts.values():
+            context.store.close()
 
     def __enter__(self) -> Self:
         return self
@@ -187,11 +207,9 @@ class CpuEngine:
     ) -> None:
         self.close()
 
-    def _run(
-        self, plan: RowPlan, plain: PlainRows, tail_lens: NDArray[np.int64], watched: tuple[int, int] | None
-    ) -> Fidelity | None:
-        """All layers; what was seen of the watched row and layer. Searches run while the layer before is computed."""
-        model, seen = self._model, None
+    def _run(self, plan: RowPlan, plain: PlainRows, looks: Looks) -> None:
+        """All layers. Searches run while the layer before is computed."""
+        model = self._model
         self._team.run(model.begin[plan.ahead])
         under_way = False
         try:
@@ -207,23 +225,29 @@ class CpuEngine:
                     under_way = True
                     self._searcher.start(layer_idx + 1, early)
                 plain.choose(layer_idx)
-                chosen = time.perf_counter()
-                if watched is not None and watched[1] == layer_idx:
-                    seen = self._look(plan, plain, watched[0], layer_idx, int(tail_lens[watched[0]]))
                 attending = time.perf_counter()
                 self._team.run(self._attention.layers[layer_idx])
                 plan.keep(layer_idx)
                 plain.attend(layer_idx)
-                if plan.groups or plain.chosen:
-                    self._search_s += chosen - started
+                if plan.groups or plain.num_choosing:
+                    self._search_s += attending - started
                 self._attend_s += time.perf_counter() - attending
+                looks.look(layer_idx)
+                if under_way and len(plain):  # rows to gather are read while the rest of the layer is computed
+                    under_way = False
+                    self._searcher.finish()
+                    plain.prefetch(layer_idx + 1)
                 self._team.run(model.after[plan.ahead][layer_idx])
         except BaseException:
             if under_way:
                 with suppress(Exception):  # the first error is the one to tell
                     self._searcher.finish()
             raise
-        return seen
+
+    @cached_property
+    def _pool(self) -> SearchPool:
+        """Of searches of lists with a request's own rows in them."""
+        return SearchPool(self._team)
 
     def _forget_plans(self) -> None:
         """They hold on to requests and their contexts."""
@@ -232,29 +256,19 @@ class CpuEngine:
 
     def _wanted(self, context_id: int, config: SearchConfig, selector: SelectorName) -> Preparation:
         """Raises ConfigError for what this engine cannot do."""
-        context = self._context(context_id)
+        context = self.context(context_id)
         view = ContextView(context.context_len, self._scale, config)
         name = selector_for(selector, view)
-        if config.search_period != 1 and name not in ("csattn", "full", "window"):
-            raise ConfigError(
-                f"search_period is {config.search_period}, but {name} chooses for every token here; use 1, or csattn"
-            )
-        return Preparation(context, view, name, resolve_rest(config, name, context.artifact.spec.index_config.layout))
+        if self._host_budget is not None:
+            self._host_budget.require_alike(name, view)
+        rest = resolve_rest(config, name, context.artifact.spec.index_config.layout)
+        return Preparation(context_id, context, view, name, rest)
 
     def _make(self, wanted: Preparation) -> None:
         """Unless it is made: then nobody waits for what another context is prepared for."""
         if not wanted.is_made:
             with self._making:
                 wanted.make(self.loaded)
-
-    def _look(self, plan: RowPlan, plain: PlainRows, row: int, layer_idx: int, tail_len: int) -> Fidelity:
-        chosen = plain.chosen.get(row)
-        if (of_search := plan.selection(row, layer_idx)) is not None:
-            chosen = Selection(*of_search)
-        request = plan.requests[row]
-        tail = self._model.tails[layer_idx, request.slot, :, :tail_len]
-        q = torch.from_numpy(self._model.q[row])
-        return fidelity(request.view, request.near, q, request.context.kv[layer_idx], tail, chosen)
 
     def _result(self, plan: RowPlan, want_logits: bool, seen: Fidelity | None) -> StepResult:
         num_rows = len(plan.requests)
@@ -282,8 +296,3 @@ class CpuEngine:
             raise ConfigError(
                 f"row {watch[0]} of {len(rows)} and layer {watch[1]} of {self.num_layers} cannot be watched"
             )
-
-    def _context(self, context_id: int) -> CpuContext:
-        if context_id not in self._contexts:
-            raise ConfigError(f"there is no context {context_id}; load it first")
-        return self._contexts[context_id]

@@ -1,4 +1,7 @@
-"""What one row attends to in one layer, beside exact attention: the check that runs while a service answers."""
+"""What a row of a step attends to in one layer, beside exact attention: for evaluation, and while a service answers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -8,37 +11,69 @@ from csattn.selectors import ContextView
 from workers.serving.step_engine import Fidelity
 
 
-def fidelity(
-    view: ContextView,
-    near: tuple[int, int],  # context rows [0, first) and [second, context_len) are attended to
-    q: Tensor,  # [num_q_heads, head_dim] float32
-    context: Tensor,  # [num_kv_heads, context_len, 2, head_dim]: of that layer, on q's device
-    tail: Tensor,  # [num_kv_heads, tail_len, 2, head_dim]: what the row sees of it
-    chosen: Selection | None,
-) -> Fidelity:
-    """Reads all keys, as exact attention does."""
-    num_kv_heads, context_len = context.shape[:2]
-    grouped = q.view(num_kv_heads, -1, q.shape[-1])
-    parts = [grouped @ rows[:, :, 0].float().transpose(1, 2) for rows in (context, tail)]
-    weights = (torch.cat(parts, dim=2) * view.softmax_scale).softmax(-1)  # [num_kv_heads, group_size, kv_len]
-    first, second = near
-    attended = torch.ones_like(weights, dtype=torch.bool)
-    attended[:, :, first:second] = False
-    if chosen is not None:
-        by_index_head = attended.view(len(chosen.valid_len), -1, attended.shape[-1])
-        for head, valid in enumerate(chosen.valid_len):
-            by_index_head[head][:, torch.from_numpy(chosen.kv_indices[head, :valid]).long().to(q.device)] = True
-    return Fidelity(
-        recall=_recall(view, weights[:, :, :context_len], attended[:, :, :context_len]),
-        mass=float((weights * attended).sum(-1).mean()),
-    )
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One row of a step in one layer."""
+
+    layer_idx: int
+    view: ContextView
+    q: Tensor  # [num_q_heads, head_dim] float32
+    tail: Tensor  # [num_kv_heads, tail_len, 2, head_dim]: what the row sees of it
+    num_left: int  # of its rows, the first: they have left its window, and are attended to where they are chosen
+    chosen: Selection | slice  # besides the resident rows
+    out: Tensor | None = None  # [num_q_heads, head_dim] float32: what attention gave
 
 
-def _recall(view: ContextView, weights: Tensor, attended: Tensor) -> float:
-    """weights, attended: [num_kv_heads, group_size, context_len]."""
-    middle = view.middle
-    top_k = min(view.top_k, middle.stop - middle.start)
-    if top_k == 0:
-        return 1.0
-    best = weights[:, :, middle].sum(1, keepdim=True).topk(top_k, dim=2).indices + middle.start
-    return float(attended.gather(2, best.expand(-1, weights.shape[1], -1)).float().mean())
+Observer = Callable[[Seen], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Of every query head [num_kv_heads, group_size, kv_len]."""
+
+    weights: Tensor  # exact attention's, float32
+    fetched: Tensor  # bool: rows besides the resident ones
+    attended: Tensor  # bool: all that were read
+    recall: Tensor  # [num_kv_heads]: share of the exact Top-K rows that were read
+
+    @property
+    def mass(self) -> Tensor:
+        """[num_kv_heads]: share of the weights on rows that were read."""
+        return (self.weights * self.attended).sum(-1).mean(1)
+
+
+def compare(seen: Seen, context: Tensor) -> Comparison:
+    """Reads all keys, as exact attention does. context: [num_kv_heads, context_len, 2, head_dim], of that layer."""
+    view, context_len = seen.view, context.shape[1]
+    grouped = seen.q.view(context.shape[0], -1, seen.q.shape[-1])
+    # two parts, because to copy the context together with the tail would cost more
+    parts = [grouped @ rows[:, :, 0].float().transpose(1, 2) for rows in (context, seen.tail)]
+    logits = torch.cat(parts, dim=2) * view.softmax_scale
+    resident = torch.ones(logits.shape[2], dtype=torch.bool, device=logits.device)
+    resident[view.middle] = resident[context_len : context_len + seen.num_left] = False
+    fetched = _fetched(seen.chosen, logits)
+    attended = fetched | resident
+    indexed = context_len + seen.num_left  # rows that a selector knows of
+    worth = logits[..., :indexed].softmax(-1).sum(1).masked_fill(resident[:indexed], -1)  # the same for a whole group
+    best = worth.topk(min(view.top_k, int((~resident).sum())), dim=1).indices
+    found = attended.gather(2, best[:, None].expand(-1, logits.shape[1], -1)).float()
+    recall = found.mean((1, 2)) if best.shape[1] else found.new_ones(len(found))
+    return Comparison(logits.softmax(-1), fetched, attended, recall)
+
+
+def fidelity(seen: Seen, context: Tensor) -> Fidelity:
+    """context: as `compare` takes it."""
+    compared = compare(seen, context)
+    return Fidelity(recall=float(compared.recall.mean()), mass=float(compared.mass.mean()))
+
+
+def _fetched(chosen: Selection | slice, like: Tensor) -> Tensor:
+    """Which rows were fetched for each query head: bool like logits."""
+    mask = torch.zeros_like(like, dtype=torch.bool)
+    if isinstance(chosen, slice):
+        mask[:, :, chosen] = True
+        return mask
+    by_index_head = mask.view(len(chosen.valid_len), -1, like.shape[2])
+    for head, valid in enumerate(chosen.valid_len):
+        by_index_head[head][:, torch.from_numpy(chosen.kv_indices[head, :valid]).long().to(like.device)] = True
+    return mask

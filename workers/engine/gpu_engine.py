@@ -17,7 +17,7 @@ from csattn.search import SearchPool
 from csattn.selectors import ContextView, resolve_rest
 from offload.errors import NoDeviceError
 from workers.engine.far_rows import CachedRows
-from workers.engine.fidelity import fidelity
+from workers.engine.fidelity import Seen, fidelity
 from workers.engine.memory import Placement, placement_named
 from workers.engine.placed_model import PlacedModel, Progress
 from workers.engine.searcher import StepSearcher
@@ -216,7 +216,7 @@ class GpuEngine:
         q, chosen = placed.watch.seen()
         kv = artifact.layer_kv(layer_idx).to(placed.device)
         tail = placed.attention.tails[layer_idx, slot, :, :tail_len]
-        return fidelity(view, (view.middle.start, view.middle.stop), q, kv, tail, chosen)
+        return fidelity(Seen(layer_idx, view, q, tail, 0, chosen), kv)
 
     def _tail_lens(self, rows: Sequence[StepRow]) -> list[int]:
         """Rows of its tail that each row sees, its own included. Raises before anything changes."""

@@ -47,7 +47,7 @@ class AttendOnCpu:
             [request.view.context_len for request in requests],
             [request.near[0] for request in requests],
             [request.near[1] for request in requests],
-            [request.num_index_heads for request in requests],
+            [0 if alone else request.num_index_heads for request, alone in zip(requests, plan.alone, strict=True)],
             [request.top_k for request in requests],
             *zip(*(request.context.row_layout for request in requests), strict=True),
         )
@@ -68,7 +68,7 @@ class AttendOnCpu:
 
     def set_lens(self, plan: RowPlan, tail_lens: NDArray[np.int64]) -> None:
         """Cut the next step's work into pieces."""
-        heads = max(request.num_index_heads for request in plan.requests)
+        heads = int(self._by_row["num_index_heads"][: len(tail_lens)].max())
         lists = zip(plan.requests, tail_lens.tolist(), strict=True)
         ranges = max(in_place.num_ranges(request.longest_list + tail_len) for request, tail_len in lists)
         of_rest = (request.near[1] for row, request in enumerate(plan.requests) if _scores_anew(plan, row))
@@ -151,4 +151,4 @@ def _scores_anew(plan: RowPlan, row: int) -> bool:
     """Whether rows that are not selected are attended to here, by codes: no search does it on the way."""
     request = plan.requests[row]
     by_search = request.searches_attend and not plan.reuses(row)
-    return bool(request.sketches) and request.selectors is None and not by_search
+    return bool(request.sketches) and not plan.alone[row] and not by_search

@@ -1,6 +1,11 @@
-"""Rows of requests with other selectors than csattn: one at a time, so that no row depends on those beside it."""
+"""Rows of a step that are attended to one at a time, so that no row depends on those beside it.
 
-from copy import copy
+They are those with selectors that ours is compared with, those whose request's own rows have left its window, and all
+whose context is gathered from a store.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -10,90 +15,213 @@ from torch import Tensor
 from csattn.attention import attend, merge_state
 from csattn.rest import estimate_rest
 from csattn.selection import Selection
-from csattn.selectors import Selector
 from csattn.sketch.rest import attend_rest
 from workers.cpu_model.model import CpuModel
-from workers.engine.cpu_context import CpuRequest
+from workers.engine.cpu_context import CpuRequest, LayerChoice, StepCount
 from workers.engine.row_plan import RowPlan
+
+FarRows = Selection | slice  # chosen ones, or a range that is streamed
+Attended = tuple[Tensor, Tensor]  # out [num_q_heads, head_dim] and lse [num_q_heads], float32
 
 
 class PlainRows:
-    """Those rows of one step. Selectors move on with `commit` only, so that a step that fails can be run again."""
+    """Those rows of one step. What they change of requests is kept by `commit`: a step that fails can be run again."""
 
     def __init__(self, model: CpuModel, plan: RowPlan, tail_lens: NDArray[np.int64], softmax_scale: float) -> None:
         """tail_lens: [num_rows], what each row sees of its tail."""
-        self._model, self._scale = model, softmax_scale
+        self._model, self._plan, self._scale = model, plan, softmax_scale
         of_rows = zip(plan.requests, tail_lens.tolist(), strict=True)
-        self._rows = [(row, *of_row) for row, of_row in enumerate(of_rows) if of_row[0].selectors is not None]
+        self._rows = [(row, *of_row) for row, of_row in enumerate(of_rows) if plan.alone[row]]
+        self._choosing = [of_row for of_row in self._rows if of_row[1].chooses_alone(of_row[2])]
         self._requests = {request.slot: request for _, request, _ in self._rows}
-        self._selectors: dict[int, list[Selector]] = {
-            slot: [copy(selector) for selector in request.selectors or ()] for slot, request in self._requests.items()
-        }
-        self.chosen: dict[int, Selection] = {}  # of the layer at hand, by row
+        self._choices = {request.slot: _choices(request) for _, request, _ in self._choosing}
+        self._counts: defaultdict[int, StepCount] = defaultdict(StepCount)  # by slot
+        self._chosen: dict[int, Selection] = {}  # of the layer at hand, by row
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def num_choosing(self) -> int:
+        """Rows whose selections nobody else makes."""
+        return len(self._choosing)
 
     def choose(self, layer_idx: int) -> None:
         """Rows of one request in their order, for a selector may remember what it was asked."""
-        for row, request, tail_len in self._rows:
-            ahead = request.looks_ahead and layer_idx > 0
-            q = (self._model.q_ahead[layer_idx % 2] if ahead else self._model.q)[row]
-            recent = self._model.tails[layer_idx, request.slot, :, : tail_len - ahead]
-            chosen = self._selectors[request.slot][layer_idx].select(q, recent)
-            assert isinstance(chosen, Selection), f"{request.selector} has a range of rows to attend to"
-            self.chosen[row] = chosen
+        for row, request, tail_len in self._choosing:
+            choice, count = self._choices[request.slot][layer_idx], self._counts[request.slot]
+            tail, num_left = self._model.tails[layer_idx, request.slot], request.num_left(tail_len)
+            _take_over(choice, tail, num_left)
+            if (tail_len - 1) % request.view.config.search_period == 0:
+                ahead = request.looks_ahead and layer_idx > 0  # the token's own row may not be looked at
+                q = (self._model.q_ahead[layer_idx % 2] if ahead else self._model.q)[row]
+                choice.last = choice.selector.select(q, tail[:, num_left : tail_len - ahead])
+                count.searches += 1
+                count.search_bytes += choice.selector.search_bytes
+            elif choice.last is None:  # so far it was searched for together with others
+                of_search = self._plan.selection(row, layer_idx)
+                assert of_search is not None
+                choice.last = Selection(of_search[0].copy(), of_search[1].copy())
+            self._chosen[row] = choice.last
+
+    def chosen(self, row: int, layer_idx: int) -> FarRows:
+        """What any row of the step attends to in the layer at hand, besides the resident rows."""
+        if row in self._chosen:
+            return self._chosen[row]
+        if (of_search := self._plan.selection(row, layer_idx)) is not None:
+            return Selection(*of_search)
+        request = self._plan.requests[row]
+        middle = request.view.middle
+        return middle if request.selector == "full" else slice(middle.start, middle.start)
 
     def attend(self, layer_idx: int) -> None:
         """Write what these rows attend to where the model reads it."""
+        streamed = self._attend_streams(layer_idx)
         for row, request, tail_len in self._rows:
             q = torch.from_numpy(self._model.q[row])
             tail = self._model.tails[layer_idx, request.slot, :, :tail_len]
-            out = attend_row(q, request, layer_idx, tail, self.chosen[row], self._scale)
+            chosen, count = self.chosen(row, layer_idx), self._counts[request.slot]
+            far = streamed[row] if isinstance(chosen, slice) else None
+            out = attend_row(q, request, layer_idx, tail, chosen, self._scale, far)
             self._model.attended[row] = out.flatten().numpy()
+            count.far_rows += num_far(chosen)
+            count.near_rows += request.near[0] + request.view.context_len - request.near[1]
+            count.near_rows += tail_len - request.num_left(tail_len)
+
+    def prefetch(self, layer_idx: int) -> None:
+        """Let stores read what the next layer will gather, as far as it is chosen already."""
+        for row, request, tail_len in self._rows:
+            if not request.chooses_alone(tail_len) and (chosen := self._plan.selection(row, layer_idx)) is not None:
+                request.context.store.prefetch(layer_idx, torch.from_numpy(chosen[0]))
 
     def commit(self) -> None:
-        for slot, request in self._requests.items():
-            request.selectors = self._selectors[slot]
+        for slot, choices in self._choices.items():
+            self._requests[slot].choices = choices
+        for slot, more in self._counts.items():
+            self._requests[slot].count.add(more)
+
+    def abandon(self) -> None:
+        """Lists with rows of this step in them are made again, of the rows that were there before."""
+        for slot in self._choices:
+            request = self._requests[slot]
+            if request.choices is not None and not request.has_selector:
+                pairs = zip(request.make_selectors(), request.choices, strict=True)
+                request.choices = [LayerChoice(selector, last=choice.last) for selector, choice in pairs]
+
+    def _attend_streams(self, layer_idx: int) -> dict[int, Attended]:
+        """Of the rows that read a range, by row. Rows of one context share what is streamed of it."""
+        together: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
+        for row, request, _ in self._rows:
+            if isinstance(rows := self.chosen(row, layer_idx), slice):
+                together[request.context_id, rows.start, rows.stop].append(row)
+        attended: dict[int, Attended] = {}
+        for (_, start, stop), members in together.items():
+            store = self._plan.requests[members[0]].context.store
+            queries = [torch.from_numpy(self._model.q[row]) for row in members]
+            pieces = store.stream(layer_idx, slice(start, stop)) if stop > start else ()
+            attended.update(zip(members, attend_pieces(queries, pieces, self._scale), strict=True))
+        return attended
 
 
 def attend_row(
     q: Tensor,  # [num_q_heads, head_dim] float32
     request: CpuRequest,
     layer_idx: int,
-    tail: Tensor,  # [num_kv_heads, tail_len, 2, head_dim]
-    chosen: Selection,  # of the context's rows
+    tail: Tensor,  # [num_kv_heads, tail_len, 2, head_dim]: what the row sees of it
+    chosen: FarRows,  # of the context's rows, and of the tail's that have left its window
     softmax_scale: float,
+    far: Attended | None = None,  # to the chosen range; None: rows are gathered
 ) -> Tensor:
-    """Attention to sinks, window, tail and selected rows, with their weights and the rest: [num_q_heads, head_dim]."""
-    store, (first, second) = request.context.store, request.near
-
-    def over(rows: Tensor, mask: Tensor | None, log_weights: Tensor | None) -> tuple[Tensor, Tensor]:
-        """rows: [num_index_heads, num_rows, 2, head_dim]; mask and weights [num_index_heads, 1, num_rows]."""
-        grouped = q.view(1, rows.shape[0], -1, q.shape[1])
-        out, lse = attend(grouped, rows[None, :, :, 0], rows[None, :, :, 1], softmax_scale, mask, log_weights)
-        return out.view(q.shape), lse.flatten()
-
+    """Attention to sinks, windows and selected rows, with their weights and the rest: [num_q_heads, head_dim]."""
+    store, (first, second), num_left = request.context.store, request.near, request.num_left(tail.shape[1])
     context = slice(0, first), slice(second, request.view.context_len)
-    near = torch.cat([*(store.rows(layer_idx, rows).float() for rows in context), tail.float()], dim=1)
+    near = [*(store.rows(layer_idx, rows).float() for rows in context), tail[:, num_left:].float()]
+    out, lse = _attend(q, torch.cat(near, dim=1), softmax_scale)
+    if isinstance(chosen, slice):
+        assert far is not None, "a range is streamed"
+        return merge_state(out, lse, *far)[0]
     kv_indices = torch.from_numpy(chosen.kv_indices)
-    far = store.gather(layer_idx, kv_indices).float()
+    rows = _gather(request, layer_idx, tail, kv_indices)
     weights = None if chosen.log_weights is None else torch.from_numpy(chosen.log_weights)[:, None]
-    out, lse = merge_state(*over(near, None, None), *over(far, (kv_indices >= 0)[:, None], weights))
+    out, lse = merge_state(out, lse, *_attend(q, rows, softmax_scale, (kv_indices >= 0)[:, None], weights))
     if request.sketches or request.moments:
-        out, _ = merge_state(out, lse, *_attend_rest(q, request, layer_idx, chosen, softmax_scale))
+        out, _ = merge_state(out, lse, *_attend_rest(q, request, layer_idx, num_left, chosen, softmax_scale))
     if chosen.rest is None:
         return out
     share = torch.from_numpy(chosen.rest.share)[:, None]
     return (1 - share) * out + share * torch.from_numpy(chosen.rest.out)
 
 
+def attend_pieces(queries: list[Tensor], pieces: Iterable[Tensor], softmax_scale: float) -> list[Attended]:
+    """Attention of each query [num_q_heads, head_dim] to all rows of disjoint pieces.
+
+    pieces: [num_kv_heads, num_rows, 2, head_dim] each, used before the next is asked for, and merged by their
+    log-sum-exps in their order (the online softmax, arXiv:1805.02867): what is held does not grow with the number of
+    pieces. Without any, zeros and -inf.
+    """
+    attended = [(torch.zeros_like(q), q.new_full(q.shape[:1], -torch.inf)) for q in queries]
+    for number, rows in enumerate(pieces):
+        wide = rows.float()
+        for i, q in enumerate(queries):
+            of_piece = _attend(q, wide, softmax_scale)
+            attended[i] = merge_state(*attended[i], *of_piece) if number else of_piece
+    return attended
+
+
+def num_far(chosen: FarRows) -> float:
+    """Rows per head that are fetched."""
+    return chosen.stop - chosen.start if isinstance(chosen, slice) else chosen.num_rows / len(chosen.valid_len)
+
+
+def _choices(request: CpuRequest) -> list[LayerChoice]:
+    """For one step, per layer."""
+    if request.choices is None:
+        return [LayerChoice(selector) for selector in request.make_selectors()]
+    return [choice.snapshot() for choice in request.choices]
+
+
+def _take_over(choice: LayerChoice, tail: Tensor, num_left: int) -> None:
+    """Hand rows of the tail [num_kv_heads, tail_capacity, 2, head_dim] that have left its window to the selector."""
+    while choice.num_left < num_left:
+        k, v = tail[:, choice.num_left].float().unbind(1)
+        choice.selector.append(k.numpy(), v.numpy())
+        choice.num_left += 1
+
+
+def _attend(
+    q: Tensor, rows: Tensor, softmax_scale: float, mask: Tensor | None = None, log_weights: Tensor | None = None
+) -> Attended:
+    """rows: [num_index_heads, num_rows, 2, head_dim] float32; mask and weights [num_index_heads, 1, num_rows]."""
+    grouped = q.view(1, rows.shape[0], -1, q.shape[1])
+    out, lse = attend(grouped, rows[None, :, :, 0], rows[None, :, :, 1], softmax_scale, mask, log_weights)
+    return out.view(q.shape), lse.flatten()
+
+
+def _gather(request: CpuRequest, layer_idx: int, tail: Tensor, kv_indices: Tensor) -> Tensor:
+    """Rows of context and tail: [num_index_heads, top_k] -> [num_index_heads, top_k, 2, head_dim] float32."""
+    rows, context_len = request.context.store.gather(layer_idx, kv_indices).float(), request.view.context_len
+    in_tail = kv_indices >= context_len
+    if in_tail.any():
+        head, _ = places = in_tail.nonzero(as_tuple=True)
+        kv_head = head // (kv_indices.shape[0] // tail.shape[0])
+        rows[places] = tail[kv_head, kv_indices[places].long() - context_len].float()
+    return rows
+
+
 def _attend_rest(
-    q: Tensor, request: CpuRequest, layer_idx: int, chosen: Selection, softmax_scale: float
-) -> tuple[Tensor, Tensor]:
-    """Attention to the rows that are neither near nor chosen: out like q, lse [num_q_heads]."""
-    (first, second), by_token, num_chosen = request.near, q[None].numpy(), chosen.valid_len[None]
+    q: Tensor, request: CpuRequest, layer_idx: int, num_left: int, chosen: Selection, softmax_scale: float
+) -> Attended:
+    """Attention to the rows that could have been chosen and were not.
+
+    The tail's have no codes and are left out; to moments they are like the context's.
+    """
+    (first, second), by_token = request.near, q[None].numpy()
     if request.sketches:
+        of_context = (chosen.kv_indices >= 0) & (chosen.kv_indices < request.view.context_len)  # those of the tail last
+        num_chosen = of_context.sum(-1, dtype=np.int32)[None]
         sketch, kv_indices = request.sketches[layer_idx], chosen.kv_indices[None]
         out, lse = attend_rest(by_token, sketch, kv_indices, num_chosen, first, second, softmax_scale)
     else:
-        num_rows, moments = np.array([second - first]), request.moments[layer_idx]
-        out, lse = estimate_rest(by_token, moments, num_chosen, num_rows, softmax_scale)
+        num_rows, moments = np.array([second - first + num_left]), request.moments[layer_idx]
+        out, lse = estimate_rest(by_token, moments, chosen.valid_len[None], num_rows, softmax_scale)
     return torch.from_numpy(out[0]), torch.from_numpy(lse[0])

@@ -1,22 +1,25 @@
 """What requests of one kind need of a whole context besides its artifact: made once, kept as long as the context."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from csattn.config import RestKind
 from csattn.models import LoadedModel
 from csattn.rest import Moments
+from csattn.search import SearchPool
 from csattn.selector_names import SelectorName
-from csattn.selectors import ContextView, Prepared, Selector, prepare
+from csattn.selectors import CentroidSelector, ContextView, Prepared, Selector, index_bytes, prepare, search_bytes
 from csattn.sketch import SketchIndex
 from offload.budget import require_host_memory
 from workers.context_layers import context_layers
-from workers.engine.cpu_context import CpuContext
+from workers.engine.cpu_context import CpuContext, CpuRequest
 
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
     """Requests of one kind over one context: with what they begin, once it is made."""
 
+    context_id: int
     context: CpuContext
     view: ContextView
     selector: SelectorName  # full where everything is kept anyway
@@ -25,7 +28,7 @@ class Preparation:
     @property
     def is_made(self) -> bool:
         """Asked without a lock, while another thread makes it."""
-        has_selector = not self._chooses_alone or self.selector in self.context.prepared
+        has_selector = not self._has_selector or self.selector in self.context.prepared
         return has_selector and (self.rest != "moments" or self._rows in self.context.moments)
 
     def make(self, loaded: LoadedModel) -> None:
@@ -33,24 +36,40 @@ class Preparation:
 
         Raises MemoryPlanError where there is no memory for it.
         """
-        if self._chooses_alone and self.selector not in self.context.prepared:
+        if self._has_selector and self.selector not in self.context.prepared:
             self.context.prepared[self.selector] = self._prepare_layers(loaded)
         if self.rest == "moments" and self._rows not in self.context.moments:
             self.context.moments[self._rows] = self.context.moments_of(self.view.middle)
 
-    def selectors(self) -> list[Selector] | None:
-        """For a new request, per layer; None where its rows are chosen together or not at all."""
-        if not self._chooses_alone:
-            return None
-        return [prepared.selector(self.view) for prepared in self.context.prepared[self.selector]]
+    def begin(self, slot: int, num_q_heads: int, pool: Callable[[], SearchPool]) -> CpuRequest:
+        """A new request. pool: of those that search lists with their own rows in them."""
+        context, indexes = self.context, self.context.indexes
+        sketches: list[SketchIndex] = context.sketches if self.rest == "sketch" else []
+        moments: list[Moments] = context.moments[self._rows] if self.rest == "moments" else []
+        searched = indexes if self.selector == "csattn" else []
+        prepared = context.prepared[self.selector] if self._has_selector else []
 
-    def sketches(self) -> list[SketchIndex]:
-        """Per layer; none where the rest is not attended to by codes."""
-        return self.context.sketches if self.rest == "sketch" else []
+        def make_selectors() -> list[Selector]:
+            if self._has_selector:
+                return [layer.selector(self.view) for layer in prepared]
+            lists = [index for index in indexes if not isinstance(index, SketchIndex)]
+            return [CentroidSelector(index, pool(), num_q_heads, self.view) for index in lists]
 
-    def moments(self) -> list[Moments]:
-        """Per layer; none where the rest is not estimated by them."""
-        return self.context.moments[self._rows] if self.rest == "moments" else []
+        return CpuRequest(
+            slot,
+            self.context_id,
+            context,
+            self.view,
+            self.selector,
+            make_selectors,
+            sketches,
+            moments,
+            index_bytes=sum(layer.num_bytes for layer in moments)
+            + sum(layer.num_bytes for layer in sketches if self.selector != "csattn")  # which chooses by the same
+            + sum(layer.index_bytes for layer in prepared)
+            + sum(index_bytes(index) for index in searched),
+            search_bytes=sum(search_bytes(index, num_q_heads) for index in searched),
+        )
 
     def _prepare_layers(self, loaded: LoadedModel) -> list[Prepared]:
         """What the first layer takes, the others will."""
@@ -62,7 +81,7 @@ class Preparation:
         return [prepared, *(prepare(self.selector, layer) for layer in others)]
 
     @property
-    def _chooses_alone(self) -> bool:
+    def _has_selector(self) -> bool:
         return self.selector not in ("csattn", "full", "window")
 
     @property

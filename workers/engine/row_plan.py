@@ -9,11 +9,31 @@ from numpy.typing import NDArray
 
 from csattn.search.workspace import TokenSelections, empty_token_selections
 from workers.cpu_model.model import CpuModel
-from workers.engine.cpu_context import CpuRequest
+from workers.engine.cpu_context import CpuRequest, StepCount
 from workers.engine.searcher import RowSearch
 
 KEPT = -1
 MAX_PLANS = 16  # of steps whose requests search at different ones
+
+
+@dataclass(frozen=True, slots=True)
+class RowKind:
+    """What a plan heeds of a row besides its slot."""
+
+    token: int  # of its request's, counted by its search period
+    chooses_alone: bool
+    attends_alone: bool
+
+    @classmethod
+    def of(cls, request: CpuRequest, tail_len: int) -> "RowKind":
+        """tail_len: what the row sees of its tail, its own token included."""
+        token = (tail_len - 1) % request.search_period
+        return cls(token, request.chooses_alone(tail_len), request.attends_alone(tail_len))
+
+    @property
+    def is_searched(self) -> bool:
+        """Together with others, if csattn chooses for it at all."""
+        return self.token == 0 and not self.chooses_alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +57,7 @@ class RowPlan:
         int
     ]  # whose choice each of them reads: a row's, its own where it is searched for; KEPT: the request's
     last_searches: list[int]  # the last row that is searched for, of each request that keeps its choice
+    alone: list[bool]  # which of them `PlainRows` attends to
     groups: list[Group]
     ahead: bool
 
@@ -55,6 +76,18 @@ class RowPlan:
                 selections = group.selections[layer_idx % 2]
                 return selections.kv_indices[source - group.rows.start], selections.valid_len[source - group.rows.start]
         return None
+
+    def count(self, tail_lens: NDArray[np.int64], num_layers: int) -> None:
+        """Add to the requests' counts what is not counted where rows are attended to alone."""
+        for row, (request, tail_len) in enumerate(zip(self.requests, tail_lens.tolist(), strict=True)):
+            more, (first, second) = StepCount(search_bytes=request.rest_bytes), request.near
+            if not self.alone[row]:
+                more.far_rows = num_layers * request.top_k
+                more.near_rows = num_layers * (first + request.view.context_len - second + tail_len)
+            if any(group.rows.start <= row < group.rows.stop for group in self.groups):
+                more.searches += num_layers
+                more.search_bytes += request.search_bytes
+            request.count.add(more)
 
     def keep(self, layer_idx: int) -> None:
         """Keep what the next tokens will read of that layer."""
@@ -80,28 +113,30 @@ class RowPlans:
     def __init__(self, model: CpuModel, softmax_scale: float) -> None:
         self._model, self._scale = model, softmax_scale
         self._slots: tuple[int, ...] = ()
-        self._plans: dict[tuple[int, ...], RowPlan] = {}  # by the rows' tokens
+        self._plans: dict[tuple[RowKind, ...], RowPlan] = {}
 
     def plan(self, requests: Sequence[CpuRequest], lens: NDArray[np.int64]) -> RowPlan:
         """requests: of the step's rows; lens: rows of its tail that each row sees, its own included."""
         slots = tuple(request.slot for request in requests)
-        tokens = tuple((n - 1) % request.search_period for request, n in zip(requests, lens.tolist(), strict=True))
+        rows = tuple(RowKind.of(request, n) for request, n in zip(requests, lens.tolist(), strict=True))
         if slots != self._slots or len(self._plans) >= MAX_PLANS:
             self.forget()
-        if tokens not in self._plans:
-            self._slots, self._plans[tokens] = slots, plan_rows(self._model, requests, tokens, self._scale)
-        return self._plans[tokens]
+        if rows not in self._plans:
+            self._slots, self._plans[rows] = slots, plan_rows(self._model, requests, rows, self._scale)
+        return self._plans[rows]
 
     def forget(self) -> None:
         self._slots = ()
         self._plans.clear()
 
 
-def plan_rows(model: CpuModel, requests: Sequence[CpuRequest], tokens: Sequence[int], softmax_scale: float) -> RowPlan:
-    """requests: of the step's rows; tokens: which of its request's tokens each is, counted by its search period."""
+def plan_rows(
+    model: CpuModel, requests: Sequence[CpuRequest], rows: Sequence[RowKind], softmax_scale: float
+) -> RowPlan:
+    """requests: of the step's rows."""
 
     def key(row: int) -> tuple[object, ...]:
-        return *map(str, requests[row].together), tokens[row] != 0, requests[row].slot
+        return *map(str, requests[row].together), not rows[row].is_searched, requests[row].slot
 
     order = sorted(range(len(requests)), key=key)  # which keeps the order of a request's rows that are alike
     ordered = [requests[row] for row in order]
@@ -111,20 +146,21 @@ def plan_rows(model: CpuModel, requests: Sequence[CpuRequest], tokens: Sequence[
         if members[0].top_k > 0 and not reuses:
             groups.append(_group(model, first, members, softmax_scale))
         first += len(members)
-    ahead = any(request.looks_ahead and tokens[row] == 0 for row, request in zip(order, ordered, strict=True))
-    searched = {
-        request.slot: i for i, (row, request) in enumerate(zip(order, ordered, strict=True)) if tokens[row] == 0
-    }
+    ahead = any(
+        requests[row].looks_ahead and (rows[row].is_searched or rows[row].chooses_alone) for row in range(len(rows))
+    )
+    searched = {requests[row].slot: i for i, row in enumerate(order) if rows[row].is_searched}
     keeping = [row for row in searched.values() if ordered[row].kept is not None]
-    return RowPlan(np.array(order), ordered, _sources(requests, tokens, order), keeping, groups, ahead)
+    alone = [rows[row].attends_alone for row in order]
+    return RowPlan(np.array(order), ordered, _sources(requests, rows, order), keeping, alone, groups, ahead)
 
 
-def _sources(requests: Sequence[CpuRequest], tokens: Sequence[int], order: Sequence[int]) -> list[int]:
+def _sources(requests: Sequence[CpuRequest], rows: Sequence[RowKind], order: Sequence[int]) -> list[int]:
     """Of the rows in their order: a token that is not searched for reads what the last one before it has chosen."""
     last: dict[int, int] = {}  # by slot, the step's row that was searched for last
     source = []
     for row, request in enumerate(requests):
-        if tokens[row] == 0:
+        if rows[row].token == 0:
             last[request.slot] = row
         source.append(last.get(request.slot, KEPT))
     place = {row: i for i, row in enumerate(order)} | {KEPT: KEPT}

@@ -60,7 +60,12 @@ def assert_same(got: Talk, want: Talk) -> None:
     np.testing.assert_array_equal(np.stack(got.logits), np.stack(want.logits))
 
 
-def random_talks(rng: np.random.Generator, num_talks: int, selectors: tuple[str, ...] = SELECTORS) -> list[Talk]:
+def random_talks(
+    rng: np.random.Generator,
+    num_talks: int,
+    selectors: tuple[str, ...] = SELECTORS,
+    rests: tuple[str | None, ...] = RESTS,
+) -> list[Talk]:
     talks = []
     for number in range(num_talks):
         selector = str(rng.choice(selectors)) if rng.random() < 0.5 else "csattn"
@@ -68,8 +73,8 @@ def random_talks(rng: np.random.Generator, num_talks: int, selectors: tuple[str,
             keep=float(rng.choice([0.02, 0.05, 1.0], p=[0.3, 0.6, 0.1])),
             window_len=int(rng.choice([16, 64])),
             lookahead=int(rng.integers(2)),
-            search_period=int(rng.choice([1, 1, 3])) if selector == "csattn" else 1,
-            rest=rng.choice(RESTS) if selector in ("csattn", "exact") else None,
+            search_period=int(rng.choice([1, 1, 3])),
+            rest=rng.choice(rests) if selector in ("csattn", "exact") else None,
         )
         question = rng.integers(0, 256, rng.integers(1, 30)).tolist()
         talks.append(Talk(number % 2, config, selector, question, int(rng.integers(1, 8))))

@@ -1,4 +1,4 @@
-"""An answer by the engine's steps is a session's answer: tokens, text, and what it says it has read."""
+"""An answer by the engine's steps is what transformers generates in a session, and says what it has read."""
 
 import pytest
 
@@ -8,8 +8,7 @@ from csattn.errors import ContextError
 from index_build.pipeline import build_artifact
 from tests.tiny import MAX_POSITIONS, loaded, token_ids
 from workers.engine import CpuEngine, answer, question_tokens
-from workers.generate import Answer
-from workers.generate import answer as answer_in_session
+from workers.engine.answer import Answer
 from workers.session import csattn_session
 
 QUESTION = "Who keeps the lamp?"
@@ -33,14 +32,20 @@ def answer_on_cpu(
 
 @pytest.mark.parametrize("config", [SearchConfig(window_len=64, lookahead=1), SearchConfig(keep=1.0)])
 @pytest.mark.parametrize("max_new_tokens", [1, 4, 50])  # the last reaches the end of the model's positions
-def test_it_is_a_sessions_answer(artifact: Artifact, config: SearchConfig, max_new_tokens: int) -> None:
+def test_it_is_what_transformers_generates(artifact: Artifact, config: SearchConfig, max_new_tokens: int) -> None:
     pieces: list[str] = []
     got = answer_on_cpu(artifact, config, max_new_tokens, pieces)
     with csattn_session(loaded(), artifact, config) as session:
-        want = answer_in_session(session, QUESTION, max_new_tokens)
-    assert (got.token_ids, got.text, got.selector) == (want.token_ids, want.text, want.selector)
-    assert (got.question_len, got.rows_full_attention) == (want.question_len, want.rows_full_attention)
-    assert got.rows_read_per_step == pytest.approx(want.rows_read_per_step, rel=1e-3)
+        asked = session.ask(QUESTION)
+        prompt_len = asked["input_ids"].shape[1]
+        room = session.room_for(prompt_len, max_new_tokens)
+        want = loaded().model.generate(**asked, max_new_tokens=room, do_sample=False)[0, prompt_len:].tolist()
+    assert got.token_ids == want
+    assert got.text == loaded().tokenizer.decode(want, skip_special_tokens=True).strip()
+    assert got.question_len == prompt_len - 1000
+    assert got.rows_full_attention == 1000 + (got.question_len + len(want)) / 2
+    near_and_far = 1000 if config.keep == 1 else 4 + 64 + 20
+    assert got.rows_read_per_step == near_and_far + (got.question_len + len(want)) / 2
     assert "".join(pieces).strip() == got.text
     assert got.first_token_s > 0
     assert len(got.token_ids) == min(max_new_tokens, MAX_POSITIONS - 1000 - got.question_len)

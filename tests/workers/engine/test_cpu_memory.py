@@ -67,7 +67,7 @@ def test_a_context_that_is_unloaded_is_nowhere_any_more(artifact: Artifact) -> N
         engine.open(0, 0, CONFIG, "quest")
         engine.step([StepRow(0, 5)])
         context = engine.request(0).context
-        kept = [weakref.ref(context.coded), weakref.ref(context.prepared["quest"][0])]
+        kept = [weakref.ref(context.store), weakref.ref(context.prepared["quest"][0])]
         del context
         engine.close_slot(0)
         engine.remove_context(0)

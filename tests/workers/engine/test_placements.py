@@ -1,6 +1,7 @@
 """Steps of every placement, the device's kernels run on the CPU where there is none: what they attend to, and where
 the rows come from."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 
@@ -23,6 +24,7 @@ from offload.pinned import PinnedRows
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
 from tests.tiny import loaded, token_ids
+from tests.workers.engine.definition import defined_logits
 from tests.workers.searchers.searching import Threads
 from workers.engine import CachedRows, DeviceRows, EngineShape, SearchOnDevice, SearchOnHost
 from workers.engine.resident import ResidentRows
@@ -30,7 +32,6 @@ from workers.engine.searcher import StepSearcher
 from workers.model_runner import ModelRunner, take_weights
 from workers.searchers.step_searches import StepSearches
 from workers.searchers.worker_searcher import WorkerSearcher
-from workers.session import csattn_session
 
 CONTEXT_LEN = 300
 QUESTION = token_ids(5, seed=1)
@@ -143,6 +144,13 @@ def decode(
     return tokens, torch.stack(logits).cpu()
 
 
+def defined(artifact: Artifact, config: SearchConfig, tokens: Sequence[int] = ()) -> torch.Tensor:
+    """Logits after the question, and after each of these tokens but the last."""
+    ids = [*QUESTION.tolist(), *tokens[:-1]]
+    logits = defined_logits(loaded(), artifact, config, "csattn", ids)
+    return torch.from_numpy(logits[len(QUESTION) - 1 :])
+
+
 def test_reading_everything_says_what_transformers_says(artifact) -> None:
     tokens, _ = decode(make_attention(artifact, SearchConfig(keep=1.0, window_len=16), None))
     whole = torch.from_numpy(np.concatenate([artifact.token_ids, QUESTION])).long()[None]
@@ -169,20 +177,17 @@ def test_where_the_rows_come_from_changes_no_bit(artifact, num_slots, rest) -> N
 
 @pytest.mark.parametrize("rest", ["moments", "sketch"])
 @pytest.mark.parametrize("keep", [0.1, 1.0])
-def test_the_rest_is_attended_to_as_on_the_cpu(artifact, keep, rest) -> None:
-    """By the session's definition; where everything is kept, it changes nothing."""
+def test_the_rest_is_attended_to_as_defined(artifact, keep, rest) -> None:
+    """Where everything is kept, it changes nothing."""
     config = SearchConfig(keep=keep, window_len=16, rest=rest)
     _, logits = decode(make_attention(artifact, config, None))
-    ids = torch.from_numpy(QUESTION).long()[None]
-    with csattn_session(loaded(), artifact, config) as session, torch.inference_mode():
-        want = session.loaded.model(ids, past_key_values=session.request()).logits[0, -1]
-    torch.testing.assert_close(logits[0], want, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(logits[0], defined(artifact, config)[-1], rtol=2e-3, atol=2e-3)
     _, without = decode(make_attention(artifact, replace(config, rest="none"), None))
     assert torch.allclose(logits, without, rtol=1e-4, atol=1e-4) == (keep == 1.0)
 
 
 @pytest.mark.parametrize(("where", "rest"), [("device", "sketch"), ("hybrid", "moments"), ("host", "none")])
-def test_a_schedule_reads_again_what_was_chosen_as_on_the_cpu(artifact, rest, where) -> None:
+def test_a_schedule_reads_again_what_was_chosen(artifact, rest, where) -> None:
     config = SearchConfig(keep=0.1, window_len=16, rest=rest, search_period=3)
     with ExitStack() as stack:
         if where == "host":
@@ -191,16 +196,9 @@ def test_a_schedule_reads_again_what_was_chosen_as_on_the_cpu(artifact, rest, wh
         else:
             attention = make_attention(artifact, config, None if where == "device" else 60)
         tokens, logits = decode(attention)
-    with csattn_session(loaded(), artifact, config) as session:
-        want = loaded().model.generate(
-            **session.continue_with(QUESTION),
-            max_new_tokens=NUM_STEPS,
-            do_sample=False,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-    assert tokens == want.sequences[0, -NUM_STEPS:].tolist()
-    torch.testing.assert_close(logits, torch.cat(want.logits), rtol=5e-3, atol=5e-3)
+    want = defined(artifact, config, tokens)
+    assert tokens == want.argmax(-1).tolist()
+    torch.testing.assert_close(logits, want, rtol=5e-3, atol=5e-3)
 
 
 @pytest.mark.parametrize(
@@ -216,11 +214,8 @@ def test_the_search_on_the_host_chooses_the_same_rows(artifact, lookahead, rest,
         searcher = WorkerSearcher(num_workers, launch=Threads())
     with closing(searcher):
         tokens, logits = decode(make_host_attention(artifact, config, searcher), next_query)
-    if lookahead:  # which on a device takes streams of its own: `transformers` over the CPU's session is the measure
-        ids = torch.from_numpy(QUESTION).long()[None]
-        with csattn_session(loaded(), artifact, config) as session, torch.inference_mode():
-            want = session.loaded.model(ids, past_key_values=session.request()).logits[0, -1]
-        torch.testing.assert_close(logits[0], want, rtol=2e-3, atol=2e-3)
+    if lookahead:  # which on a device takes streams of its own
+        torch.testing.assert_close(logits[0], defined(artifact, config)[-1], rtol=2e-3, atol=2e-3)
         return
     want_tokens, want = decode(make_attention(artifact, config, None))
     assert tokens == want_tokens

@@ -1,6 +1,7 @@
 """Requests with the selectors that ours is compared with, on the CPU engine: as in a session, alone and together."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,9 +12,11 @@ from csattn.attention import reference
 from csattn.config import SearchConfig
 from csattn.selection import Rest, Selection
 from csattn.selector_names import SELECTOR_NAMES
-from tests.workers.engine.talks import SELECTORS, Talk, alone, assert_same, random_talks, run_together
-from tests.workers.engine.test_cpu_engine import _Failing, assert_as_in_a_session, make_engine, opened
-from workers.engine.plain_rows import attend_row
+from csattn.selectors import index_bytes, search_bytes
+from offload.host_store import HostStore
+from tests.workers.engine.talks import Talk, alone, assert_same, random_talks, run_together
+from tests.workers.engine.test_cpu_engine import _Failing, assert_as_defined, make_engine, opened
+from workers.engine.plain_rows import _choices, attend_pieces, attend_row
 from workers.serving.step_engine import StepRow
 
 CONFIG = SearchConfig(keep=0.05, window_len=64)
@@ -28,10 +31,17 @@ def artifacts(tmp_path_factory) -> Iterator[list[Artifact]]:
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
-@pytest.mark.parametrize("selector", [name for name in SELECTOR_NAMES if name not in SELECTORS])
-def test_they_say_what_transformers_says_over_the_artifact(artifacts, selector, lookahead) -> None:
-    config = SearchConfig(keep=0.05, window_len=64, lookahead=lookahead)
-    assert_as_in_a_session(artifacts[:1], "llama", config, selector)
+@pytest.mark.parametrize("selector", [name for name in SELECTOR_NAMES if name not in ("csattn", "full")])
+def test_they_say_what_is_defined(artifacts, selector, lookahead) -> None:
+    """Rows of the tail leave their window."""
+    config = SearchConfig(keep=0.05, window_len=7, lookahead=lookahead)
+    assert_as_defined(artifacts[0], "llama", config, selector)
+
+
+@pytest.mark.parametrize(("selector", "rest"), [("h2o", None), ("exact", "moments"), ("exact", "sketch")])
+def test_a_schedule_and_the_rest_are_theirs_too(artifacts, selector, rest) -> None:
+    config = SearchConfig(keep=0.05, window_len=7, search_period=3, rest=rest)
+    assert_as_defined(artifacts[0], "llama", config, selector)
 
 
 def test_together_they_say_what_each_says_alone(artifacts, rng) -> None:
@@ -44,22 +54,39 @@ def test_together_they_say_what_each_says_alone(artifacts, rng) -> None:
         assert_same(got, wanted)
 
 
-def test_a_selector_that_remembers_forgets_a_step_that_failed(artifacts) -> None:
-    """H2O counts the attention of every query: in the step that is run again, once."""
-    with make_engine(artifacts) as engine:
-        want = alone(engine, Talk(0, CONFIG, "h2o", [1, 2, 3], 8))
-    with make_engine(artifacts, searcher=_Failing(1)) as engine:
-        got = Talk(0, CONFIG, "h2o", [1, 2, 3], 8)
-        engine.open(0, 0, CONFIG, "h2o")
-        engine.open(1, 0, CONFIG, "csattn")  # its search is lost in the last layer
-        while not got.done:
-            rows = [StepRow(0, token) for token in got.next_rows(3)]
-            try:
-                result = engine.step([*rows, StepRow(1, 9)], want_logits=True)
-            except RuntimeError:
-                continue
-            got.take(len(rows), result.next_ids[:-1], result.logits[:-1])
-        assert not engine._searcher.fail
+def test_lists_with_rows_of_their_own_say_together_what_each_says_alone(tmp_path, rng) -> None:
+    with opened(tmp_path, "llama", 0, "lists") as first, opened(tmp_path, "llama", 1, "lists") as second:
+        with make_engine([first, second]) as engine:
+            talks = random_talks(rng, 10, ("csattn",), rests=(None, "moments"))
+            want = [alone(engine, talk) for talk in talks]
+            assert any(len(talk.question) + talk.num_new > talk.config.window_len for talk in talks)
+        with make_engine([first, second], num_threads=2, max_rows=11) as engine:
+            run_together(engine, talks, rng)
+    for got, wanted in zip(talks, want, strict=True):
+        assert_same(got, wanted)
+
+
+@pytest.mark.parametrize(("selector", "preset_name"), [("h2o", "default"), ("quest", "default"), ("csattn", "lists")])
+def test_a_step_that_failed_leaves_nothing_behind(tmp_path, selector, preset_name) -> None:
+    """H2O counts the attention of every query, and rows that leave the window in a step join pages and lists: once."""
+    config, question = SearchConfig(keep=0.05, window_len=2, search_period=2), [1, 2, 3, 4, 5, 6]
+    with opened(tmp_path, "llama", 0, preset_name) as artifact:
+        with make_engine([artifact]) as engine:
+            want = alone(engine, Talk(0, config, selector, question, 8))
+        with make_engine([artifact], searcher=_Failing(1)) as engine:
+            got = Talk(0, config, selector, question, 8)
+            engine.open(0, 0, config, selector)
+            engine.open(1, 0, CONFIG, "csattn")  # its search is lost in the last layer
+            while not got.done:
+                rows = [StepRow(0, token) for token in got.next_rows(4)]
+                engine._searcher.fail = got.fed in (0, 4, 9)
+                try:
+                    result = engine.step([*rows, StepRow(1, 9)], want_logits=True)
+                except RuntimeError:
+                    result = engine.step(rows, want_logits=True)
+                    got.take(len(rows), result.next_ids, result.logits)
+                    continue
+                got.take(len(rows), result.next_ids[:-1], result.logits[:-1])
     assert_same(got, want)
 
 
@@ -69,9 +96,10 @@ def test_what_a_selector_makes_of_a_context_is_made_once_and_goes_with_the_conte
         engine.open(1, 0, SearchConfig(keep=0.1, window_len=32), "quest")
         engine.open(2, 0, CONFIG, "csattn")
         first, second, ours = (engine.request(slot) for slot in (0, 1, 2))
-        assert ours.selectors is None
+        assert ours.choices is None
         assert list(first.context.prepared) == ["quest"]
-        for one, other, made in zip(first.selectors, second.selectors, first.context.prepared["quest"], strict=True):
+        chosen_by = ([choice.selector for choice in _choices(request)] for request in (first, second))
+        for one, other, made in zip(*chosen_by, first.context.prepared["quest"], strict=True):
             assert one is not other
             assert one._prepared is other._prepared is made
         for slot in (0, 1, 2):
@@ -83,30 +111,118 @@ def test_what_a_selector_makes_of_a_context_is_made_once_and_goes_with_the_conte
 
 
 @pytest.mark.parametrize("num_index_heads", [2, 4], ids=["shared by the group", "one per query head"])
-def test_a_row_attends_with_weights_and_the_rest(artifacts, num_index_heads, rng) -> None:
-    scale, tail = 0.25, torch.randn(2, 5, 2, 16)
+@pytest.mark.parametrize("num_chosen", [0, 1, 5])
+@pytest.mark.parametrize("tail_len", [1, 8, 14])
+def test_a_row_attends_to_exactly_the_resident_and_chosen_rows(
+    artifacts, num_index_heads, num_chosen, tail_len, rng
+) -> None:
+    """With weights and the rest; what must not be read is poisoned."""
+    scale, tail, num_left = 0.25, torch.randn(2, tail_len, 2, 16), max(0, tail_len - 8)
     with make_engine(artifacts) as engine:
-        engine.open(0, 0, CONFIG, "sparq")
+        engine.open(0, 0, SearchConfig(keep=0.05, window_len=8), "sparq")
         request = engine.request(0)
-        first, second = request.near
-        valid_len = rng.integers(0, 6, num_index_heads).astype(np.int32)
-        kv_indices = np.full((num_index_heads, 6), -1, np.int32)
-        for head, valid in enumerate(valid_len):
-            kv_indices[head, :valid] = np.sort(rng.choice(np.arange(first, second), valid, replace=False))
-        weights = np.where(kv_indices >= 0, rng.standard_normal(kv_indices.shape), 0).astype(np.float32)
-        rest = Rest(rng.standard_normal((4, 16), np.float32), rng.random(4, np.float32))
-        q = torch.randn(4, 16)
-        out = attend_row(q, request, 1, tail, Selection(kv_indices, valid_len, weights, rest), scale)
-        context = request.context.kv[1]
-        for head in range(4):
-            chosen = head * num_index_heads // 4
-            far = kv_indices[chosen, : valid_len[chosen]].tolist()
-            of_head = context[head // 2]
-            rows = torch.cat([of_head[far], of_head[:first], of_head[second:], tail[head // 2]])[None, None]
-            log_weights = torch.zeros(rows.shape[2])
-            log_weights[: len(far)] = torch.from_numpy(weights[chosen, : len(far)])
-            attended = reference.attend(
-                q[None, None, head : head + 1], rows[..., 0, :], rows[..., 1, :], scale, log_weights=log_weights
-            )[0][0, 0, 0]
-            want = (1 - rest.share[head]) * attended + rest.share[head] * torch.from_numpy(rest.out[head])
-            torch.testing.assert_close(out[head], want, rtol=1e-4, atol=1e-5)
+    first, second = request.near
+    may_be_chosen = np.concatenate([np.arange(first, second), 700 + np.arange(num_left)])
+    kv_indices = np.full((num_index_heads, 6), -1, np.int32)
+    for rows in kv_indices:
+        rows[:num_chosen] = np.sort(rng.choice(may_be_chosen, num_chosen, replace=False))
+        if num_chosen and num_left:
+            rows[num_chosen - 1] = 700 + num_left - 1
+    valid_len = np.full(num_index_heads, num_chosen, np.int32)
+    weights = np.where(kv_indices >= 0, rng.standard_normal(kv_indices.shape), 0).astype(np.float32)
+    rest = Rest(rng.standard_normal((4, 16), np.float32), rng.random(4, np.float32))
+    context, q = request.context.kv[1], torch.randn(4, 16)
+    poisoned, read = torch.full_like(context, torch.nan), torch.full_like(tail, torch.nan)
+    read[:, num_left:] = tail[:, num_left:]
+    for kv_head in range(2):
+        group = kv_indices[kv_head * num_index_heads // 2 : (kv_head + 1) * num_index_heads // 2]
+        rows = group[(group >= 0) & (group < 700)].tolist()
+        poisoned[kv_head, [*rows, *range(first), *range(second, 700)]] = context[
+            kv_head, [*rows, *range(first), *range(second, 700)]
+        ]
+        if (of_tail := group[group >= 700] - 700).size:
+            read[kv_head, of_tail.tolist()] = tail[kv_head, of_tail.tolist()]
+    request.context = replace(request.context, store=HostStore([poisoned] * 3))
+    out = attend_row(q, request, 1, read, Selection(kv_indices, valid_len, weights, rest), scale)
+    kv = torch.cat([context, tail], dim=1)
+    for head in range(4):
+        far = kv_indices[head * num_index_heads // 4, :num_chosen].tolist()
+        near = [*range(first), *range(second, 700), *range(700 + num_left, 700 + tail_len)]
+        rows = kv[head // 2, [*far, *near]][None, None]
+        log_weights = torch.zeros(rows.shape[2])
+        log_weights[:num_chosen] = torch.from_numpy(weights[head * num_index_heads // 4, :num_chosen])
+        attended = reference.attend(
+            q[None, None, head : head + 1], rows[..., 0, :], rows[..., 1, :], scale, log_weights=log_weights
+        )[0][0, 0, 0]
+        want = (1 - rest.share[head]) * attended + rest.share[head] * torch.from_numpy(rest.out[head])
+        torch.testing.assert_close(out[head], want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("selector", "preset_name"),
+    [("csattn", "default"), ("csattn", "lists"), ("quest", "default"), ("window", "default")],
+)
+def test_what_is_read_is_counted(tmp_path, selector, preset_name) -> None:
+    """15 tokens, every third searched for; from the ninth on, a row has left the window of all but a sketch."""
+    config = SearchConfig(keep=0.05, window_len=8, search_period=3, rest="moments" if selector == "csattn" else None)
+    with opened(tmp_path, "llama", 0, preset_name) as artifact, make_engine([artifact]) as engine:
+        engine.open(0, 0, config, selector)
+        for rows in (7, 1, 7):
+            engine.step([StepRow(0, token) for token in range(rows)])
+        request, reading = engine.request(0), engine.reading(0)
+    count, tails = request.count, range(1, 16)
+    resident = tails if preset_name == "default" and selector == "csattn" else [min(8, tail_len) for tail_len in tails]
+    assert count.searches == (0 if selector == "window" else 3 * 5)
+    assert count.near_rows == 3 * sum(4 + 8 + tail_len for tail_len in resident)
+    assert count.far_rows == (0 if selector == "window" else 3 * 15 * 35)
+    assert reading.rows == (count.near_rows + count.far_rows) / (3 * 15)
+    if selector == "csattn":
+        searched, moments = sum(search_bytes(index, 4) for index in request.context.indexes), request.moments
+        assert count.search_bytes == 5 * searched + 15 * sum(layer.num_bytes for layer in moments)
+        assert request.index_bytes == sum(map(index_bytes, request.context.indexes)) + request.rest_bytes
+    elif selector == "window":
+        assert count.search_bytes == request.index_bytes == 0
+    else:
+        bounds = sum(layer.index_bytes for layer in request.context.prepared["quest"])
+        assert request.index_bytes == bounds
+        pages = 2 * 2 * 16 * 4  # two bounds of two heads: of the tail's first page, once a row has left
+        assert count.search_bytes == 5 * bounds + 3 * 2 * pages
+
+
+def cut(rows: torch.Tensor, num_rows: int) -> list[torch.Tensor]:
+    return list(rows.split(num_rows, dim=1)) if rows.shape[1] else []
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 63, 300])
+@pytest.mark.parametrize("piece_rows", [1, 7, 64, 300])
+def test_pieces_of_any_size_give_attention_over_all_rows(num_rows, piece_rows) -> None:
+    """Each query with the bits that it has alone."""
+    queries, rows = [3 * torch.randn(6, 16) for _ in range(3)], torch.randn(2, num_rows, 2, 16)
+    k, v = rows.repeat_interleave(3, dim=0).unbind(2)
+    attended = attend_pieces(queries, cut(rows, piece_rows), 0.25)
+    for q, (out, lse) in zip(queries, attended, strict=True):
+        want_out, want_lse = reference.attend(q[None, :, None].double(), k[None].double(), v[None].double(), 0.25)
+        torch.testing.assert_close(out, want_out[0, :, 0].float(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(lse, want_lse[0, :, 0].float(), rtol=1e-5, atol=1e-6)
+        assert torch.equal(attend_pieces([q], cut(rows, piece_rows), 0.25)[0][0], out)
+
+
+def test_without_pieces_there_is_nothing() -> None:
+    ((out, lse),) = attend_pieces([torch.randn(4, 8)], [], 1.0)
+    assert not out.any()
+    assert (lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_piece_may_be_overwritten_once_the_next_is_asked_for(dtype) -> None:
+    rows, q = torch.randn(2, 60, 2, 8).to(dtype), torch.randn(4, 8)
+    buffer = torch.empty(2, 10, 2, 8, dtype=dtype)
+
+    def pieces():
+        for piece in cut(rows, 10):
+            yield buffer.copy_(piece)
+            buffer.fill_(torch.nan)
+
+    ((out, lse),), ((want_out, want_lse),) = attend_pieces([q], pieces(), 1.0), attend_pieces([q], cut(rows, 10), 1.0)
+    assert torch.equal(out, want_out)
+    assert torch.equal(lse, want_lse)

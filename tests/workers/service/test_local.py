@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from csattn.artifact import find_artifact
+from csattn.artifact import find_artifact, open_artifact
 from csattn.config import SearchConfig
 from csattn.errors import CsattnError
 from csattn.models import load_model
 from tests.workers.service.serving import Service, run, serving
 from workers.cli.serving import serve
-from workers.generate import answer
-from workers.session import csattn_session
+from workers.engine.answer import answer, question_tokens
+from workers.engine.opening import open_engine
 
 QUESTION = "When is lamp 7 lit?"
 NUM_TOKENS = 24
@@ -35,8 +35,12 @@ def test_a_context_built_over_http_answers_as_the_command_line_does(
     told = "".join(local.ask("model@lamps", QUESTION, NUM_TOKENS))
     loaded = load_model(str(place / "model"))
     config = SearchConfig(keep=0.2)
-    with csattn_session(loaded, find_artifact(Path(options[1]), context["artifact_id"]), config) as session:
-        wanted = answer(session, QUESTION, NUM_TOKENS)
+    with (
+        open_artifact(find_artifact(Path(options[1]), context["artifact_id"])) as artifact,
+        open_engine(loaded, artifact, config) as engine,
+    ):
+        ids = question_tokens(loaded, artifact, QUESTION)
+        wanted = answer(engine, loaded, artifact, config, ids, NUM_TOKENS)
     assert told == wanted.text
     assert whole.choices[0].message.content == told
     assert whole.usage is not None and whole.usage.prompt_tokens_details is not None

@@ -1,0 +1,157 @@
+"""A step by definition: transformers' own model, token by token, whose layers attend in float64 to what is chosen."""
+
+from contextlib import ExitStack
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from csattn.artifact import Artifact
+from csattn.config import SearchConfig
+from csattn.models import LoadedModel
+from csattn.models.attending_cache import AttendingCache
+from csattn.models.attention_hook import attention_implementation
+from csattn.models.query import queries_before_rope, rotate
+from csattn.rest import moments_of
+from csattn.rest.reference import estimate_rest
+from csattn.search import empty_selection
+from csattn.search.reference import search
+from csattn.selection import Selection
+from csattn.selectors import ContextLayer, ContextView, prepare, resolve_rest, selector_for
+from csattn.sketch import SketchIndex
+from csattn.sketch.reference import attend_rest
+from csattn.table.tail import ListTail
+from workers.context_layers import context_layers
+
+
+def defined_logits(
+    loaded: LoadedModel, artifact: Artifact, config: SearchConfig, selector: str, token_ids: list[int]
+) -> np.ndarray:
+    """After each of these tokens, which continue the artifact's context: [num_tokens, vocab_size] float32."""
+    model = loaded.model
+    layers = [
+        DefinedLayer(artifact, layer_idx, layer, config, selector)
+        for layer_idx, layer in enumerate(context_layers(loaded, artifact))
+    ]
+    cache, logits = AttendingCache(layers), []
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode())
+        stack.enter_context(attention_implementation(model))
+        if config.lookahead:
+            for layer_idx in range(len(layers) - 1):
+                stack.callback(predict_queries(model, artifact, layer_idx, layers[layer_idx + 1]).remove)
+        for token_id in token_ids:
+            logits.append(model(torch.tensor([[token_id]]), past_key_values=cache).logits[0, -1].float().numpy())
+    return np.stack(logits)
+
+
+def predict_queries(model, artifact: Artifact, layer_idx: int, of_next: "DefinedLayer"):
+    """Before a layer runs, tell the next one's queries from its input."""
+    next_layer, weights = model.model.layers[layer_idx + 1], artifact.layer_index(layer_idx).next_query
+    weights = torch.tensor(weights, dtype=model.dtype)
+
+    def hook(layer, args, kwargs) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        cos, sin = kwargs["position_embeddings"]
+        early = queries_before_rope(next_layer, hidden[0])
+        of_next.predicted = rotate(early @ weights[:, :-1] + weights[:, -1:], cos[0], sin[0])
+
+    return model.model.layers[layer_idx].register_forward_pre_hook(hook, with_kwargs=True)
+
+
+class DefinedLayer:
+    """One request in one layer: `AttendingRows`, a token at a time."""
+
+    predicted: Tensor | None = None  # [num_q_heads, 1, head_dim]: the query to choose by, where the search looks ahead
+
+    def __init__(
+        self, artifact: Artifact, layer_idx: int, layer: ContextLayer, config: SearchConfig, selector: str
+    ) -> None:
+        self.context = torch.stack([layer.keys, layer.values], dim=2)
+        self.tail = self.context[:, :0]
+        self.view = ContextView(self.context.shape[1], layer.keys.shape[2] ** -0.5, config)
+        self.selector = selector_for(selector, self.view)
+        self.index = artifact.layer_index(layer_idx)
+        self.rest = resolve_rest(config, self.selector, artifact.spec.index_config.layout)
+        self.moments = moments_of([self.context[:, self.view.middle]]) if self.rest == "moments" else None
+        chooses = self.selector not in ("csattn", "full", "window")
+        self.other = prepare(self.selector, layer).selector(self.view) if chooses else None
+        self.lists = ListTail(self.index) if not isinstance(self.index, SketchIndex) else None
+        self.all_tail_stays = self.selector == "full" or (self.selector == "csattn" and self.lists is None)
+        self.num_left, self.last = 0, None
+
+    @property
+    def kv_len(self) -> int:
+        return self.context.shape[1] + self.tail.shape[1]
+
+    def append(self, k: Tensor, v: Tensor) -> None:
+        self.tail = torch.cat([self.tail, torch.stack([k, v], dim=2)], dim=1)
+
+    def attend(self, q: Tensor, softmax_scale: float) -> Tensor:
+        token = self.tail.shape[1] - 1
+        while not self.all_tail_stays and self.num_left <= token - self.view.config.window_len:
+            self.let_go(*self.tail[:, self.num_left].float().unbind(1))
+        if self.last is None or token % self.view.config.search_period == 0:
+            ahead = self.predicted is not None
+            by = (self.predicted if ahead else q)[:, 0].float().contiguous().numpy()
+            self.last = self.choose(by, self.tail[:, self.num_left : token + 1 - ahead])
+        return self.attend_to(q[:, 0].float().numpy(), self.last)[:, None].to(q.dtype)
+
+    def let_go(self, k: Tensor, v: Tensor) -> None:
+        """The oldest row of the tail's window."""
+        self.num_left += 1
+        if self.other is not None:
+            self.other.append(k.numpy(), v.numpy())
+        if self.lists is not None:
+            self.lists.append(k.numpy())
+
+    def choose(self, q: np.ndarray, recent: Tensor) -> Selection:
+        view, num_heads = self.view, self.context.shape[0]
+        if self.other is not None:
+            return self.other.select(q, recent)
+        if self.selector == "csattn":
+            out, config = empty_selection(self.index.num_heads, view.top_k), view.config
+            lists = self.lists if self.num_left else None
+            search(q, self.index, lists, view.top_k, config.sink_len, config.window_len, view.softmax_scale, out)
+            return out
+        rows = range(*view.middle.indices(view.context_len)) if self.selector == "full" else range(0)
+        return Selection(np.tile(np.array(rows, np.int32), (num_heads, 1)), np.full(num_heads, len(rows), np.int32))
+
+    def attend_to(self, q: np.ndarray, chosen: Selection) -> Tensor:
+        """[num_q_heads, head_dim]: one softmax over near and chosen rows, and the rest as if it were one more."""
+        scale, middle = self.view.softmax_scale, self.view.middle
+        kv = torch.cat([self.context, self.tail], dim=1).double().numpy()
+        near = [*range(middle.start), *range(middle.stop, self.view.context_len)]
+        near += range(self.view.context_len + self.num_left, self.kv_len)
+        rest_out, rest_lse = self.attend_rest(q, chosen)
+        outs = []
+        for head, query in enumerate(q.astype(np.float64)):
+            index_head = head * len(chosen.valid_len) // len(q)
+            far = chosen.kv_indices[index_head, : chosen.valid_len[index_head]].tolist()
+            rows = kv[head * len(kv) // len(q), [*near, *far]]
+            logits = scale * rows[:, 0] @ query
+            if chosen.log_weights is not None:
+                logits[len(near) :] += chosen.log_weights[index_head, : len(far)]
+            logits, values = np.append(logits, rest_lse[head]), np.vstack([rows[:, 1], rest_out[head]])
+            weights = np.exp(logits - logits.max())
+            outs.append(weights @ values / weights.sum())
+        out = np.stack(outs)
+        if chosen.rest is not None:
+            out = (1 - chosen.rest.share[:, None]) * out + chosen.rest.share[:, None] * chosen.rest.out
+        return torch.from_numpy(out).float()
+
+    def attend_rest(self, q: np.ndarray, chosen: Selection) -> tuple[np.ndarray, np.ndarray]:
+        """Out like q and lse [num_q_heads]: of the rows that could have been chosen and were not."""
+        scale, middle, (num_kv_heads, context_len) = self.view.softmax_scale, self.view.middle, self.context.shape[:2]
+        if self.rest == "none":
+            return np.zeros_like(q), np.full(len(q), -np.inf)
+        if self.moments is not None:
+            num_rows = np.array([middle.stop - middle.start + self.num_left])
+            out, lse = estimate_rest(q[None], self.moments, chosen.valid_len[None], num_rows, scale)
+            return out[0], lse[0]
+        is_rest = np.zeros((num_kv_heads, context_len), np.bool_)
+        is_rest[:, middle] = True
+        for head, valid in enumerate(chosen.valid_len):
+            rows = chosen.kv_indices[head, :valid]
+            is_rest[head, rows[rows < context_len]] = False
+        return attend_rest(q, self.index, is_rest, scale)

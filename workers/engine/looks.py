@@ -1,0 +1,49 @@
+"""Who looks at a step of the CPU engine, and what it is shown."""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from workers.cpu_model.model import CpuModel
+from workers.engine.fidelity import Seen, fidelity
+from workers.engine.plain_rows import PlainRows
+from workers.engine.row_plan import RowPlan
+from workers.serving.step_engine import Fidelity
+
+
+class Looks:
+    """Observers of requests, who see all layers of their rows, and who watches one row and layer of the step."""
+
+    def __init__(
+        self,
+        model: CpuModel,
+        plan: RowPlan,
+        plain: PlainRows,
+        tail_lens: NDArray[np.int64],  # [num_rows], what each row sees of its tail
+        watch: tuple[int, int] | None,  # a row of the step, and a layer
+    ) -> None:
+        self._model, self._plan, self._plain, self._tail_lens = model, plan, plain, tail_lens
+        self._watched = None if watch is None else (int(np.flatnonzero(plan.order == watch[0])[0]), watch[1])
+        self.fidelity: Fidelity | None = None  # of the row and layer that are watched
+
+    def look(self, layer_idx: int) -> None:
+        """Once it is attended to in that layer."""
+        for row, request in enumerate(self._plan.requests):
+            if request.observer is not None:
+                request.observer(self._seen(row, layer_idx))
+        if self._watched is not None and self._watched[1] == layer_idx:
+            row = self._watched[0]
+            self.fidelity = fidelity(self._seen(row, layer_idx), self._plan.requests[row].context.kv[layer_idx])
+
+    def _seen(self, row: int, layer_idx: int) -> Seen:
+        request, tail_len = self._plan.requests[row], int(self._tail_lens[row])
+        q = torch.from_numpy(self._model.q[row])
+        return Seen(
+            layer_idx,
+            request.view,
+            q,
+            self._model.tails[layer_idx, request.slot, :, :tail_len],
+            request.num_left(tail_len),
+            self._plain.chosen(row, layer_idx),
+            torch.from_numpy(self._model.attended[row]).view_as(q),
+        )

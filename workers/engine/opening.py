@@ -1,0 +1,83 @@
+"""An engine for one artifact, wherever it is to decode."""
+
+from typing import Any
+
+from csattn.artifact import Artifact
+from csattn.config import SearchConfig
+from csattn.errors import ConfigError
+from csattn.models import LoadedModel
+from csattn.selector_names import SelectorName
+from offload.budget import host_memory_bytes
+from offload.codecs.formats import KvFormat
+from workers.engine.cpu_context import HostBudget
+from workers.engine.cpu_engine import CpuEngine
+from workers.engine.gpu_engine import TAIL_CAPACITY, GpuEngine
+
+
+def open_engine(
+    loaded: LoadedModel,
+    artifact: Artifact,
+    config: SearchConfig,
+    selector: SelectorName | str = "csattn",
+    *,
+    placement: str = "cpu",  # or where index and KV lie for a GPU
+    kv_format: KvFormat | None = None,  # of the context's rows; None: as the artifact maps them
+    host_budget_bytes: int | None = None,  # of host memory for the context's rows; None: all that they take
+    num_slots: int | None = None,  # requests at the same time; by the placement unless said
+    tail_capacity: int | None = None,  # tokens of a request's own; on the CPU as many as there may be, unless said
+    **options: Any,  # of the engine
+) -> CpuEngine | GpuEngine:
+    """With the artifact as context 0, ready for requests that search like this. Close it before the artifact.
+
+    Raises a sentence for what does not go together.
+    """
+    require_together(placement, selector, kv_format, host_budget_bytes)
+    artifact.require_model(loaded.fingerprint)
+    artifact.require_tokenizer(loaded.tokenizer_hash)
+    engine: CpuEngine | GpuEngine
+    if placement == "cpu":
+        num_slots = num_slots or 16
+        engine = CpuEngine(
+            loaded,
+            num_slots=num_slots,
+            tail_capacity=tail_capacity or _most_tokens(loaded, artifact, num_slots),
+            kv_format=kv_format,
+            host_budget=None if host_budget_bytes is None else HostBudget(host_budget_bytes, config, selector),
+            **options,
+        )
+    else:
+        engine = GpuEngine(
+            loaded,
+            config,
+            placement,
+            num_slots=num_slots or 4,
+            tail_capacity=tail_capacity or TAIL_CAPACITY,
+            **options,
+        )
+    try:
+        engine.add_context(0, artifact)
+        engine.preparation(0, config, selector)  # type: ignore[arg-type]  # refuses others by name
+    except BaseException:
+        engine.close()
+        raise
+    return engine
+
+
+def require_together(placement: str, selector: str, kv_format: KvFormat | None, host_budget_bytes: int | None) -> None:
+    """Raise ConfigError for what there is on the CPU only."""
+    if placement == "cpu":
+        return
+    if selector != "csattn":
+        raise ConfigError("a placement decodes with csattn's own selector; leave out the selector")
+    if kv_format is not None:
+        raise ConfigError(f"on a GPU, rows are kept as they were built; leave out the KV codec {kv_format}")
+    if host_budget_bytes is not None:
+        raise ConfigError("a host budget is for decoding on the CPU; leave it out, or choose placement cpu")
+
+
+def _most_tokens(loaded: LoadedModel, artifact: Artifact, num_slots: int) -> int:
+    """Up to the model's last position, as far as half of the memory holds them. What is not used takes none."""
+    geometry = loaded.geometry
+    row_bytes = 2 * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim * loaded.dtype.itemsize
+    fitting = host_memory_bytes() // 2 // (num_slots * row_bytes)
+    return max(1, min(geometry.max_positions - artifact.spec.context_len, fitting))

@@ -1,15 +1,14 @@
-"""What a step of the CPU engine costs, by the number of rows and of contexts; beside it one through a session.
+"""What a step of the CPU engine costs, by the number of rows and of contexts.
 
     python -m bench.serve_step [--rows 1,2,4,8,16] [--threads N] [--contexts 3] [--rounds N] [--store DIR] [--json FILE]
 
-Gate: each request's tokens and logits are the same bits among 16 rows as alone. The engine and the session take turns,
-so that what else the machine does falls on both. With one thread, the calling thread's CPU time is all there is: it is
-told beside the time that went by.
+Gate: each request's tokens and logits are the same bits among 16 rows as alone. All settings take turns, so that what
+else the machine does falls on all. With one thread, the calling thread's CPU time is all there is: it is told beside
+the time that went by.
 """
 
 import argparse
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from csattn.models.prompt import context_ids
 from index_build.pipeline import build_artifact
 from workers.engine.cpu_engine import CpuEngine
 from workers.serving.step_engine import StepRow
-from workers.session import Session, csattn_session
 
 TEXT = Path(__file__).parent / "texts" / "novel.txt"
 CONTEXT_LEN = 4096
@@ -56,7 +54,7 @@ def main() -> None:
         for context_id, artifact in enumerate(artifacts):
             engine.add_context(context_id, artifact)
         _gate(engine, max(counts), len(artifacts))
-        steps, beside = _measure(engine, loaded, artifacts[0], settings, args.rounds)
+        steps = _measure(engine, settings, args.rounds)
     for step in steps:
         print(
             f"{step['contexts']} contexts, {step['rows']:2} rows: {step['p50_ms']:6.1f} ms a step (CPU "
@@ -64,8 +62,7 @@ def main() -> None:
             f"{step['search_ms']:.1f}, attention {step['attend_ms']:.1f}), {step['tokens_per_s']:6.1f} tokens/s, "
             f"{step.get('times_one_row')} x one row (by CPU time {step.get('times_one_row_by_cpu')})"
         )
-    print(f"one row through a session of transformers: {beside['p50_ms']:.1f} ms")
-    finish({"bench": "serve_step", **machine(), "threads": args.threads, "steps": steps, "session": beside}, args.json)
+    finish({"bench": "serve_step", **machine(), "threads": args.threads, "steps": steps}, args.json)
 
 
 def _artifacts(loaded: LoadedModel, store: Path, num_contexts: int) -> list[Artifact]:
@@ -100,33 +97,22 @@ def _run(engine: CpuEngine, requests: list[int], num_contexts: int, num_steps: i
     return {request: (token_ids[request], logits[request]) for request in requests}
 
 
-def _measure(
-    engine: CpuEngine, loaded: LoadedModel, artifact: Artifact, settings: list[tuple[int, int]], rounds: int
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """All settings (contexts, rows) and a session in turns."""
+def _measure(engine: CpuEngine, settings: list[tuple[int, int]], rounds: int) -> list[dict[str, Any]]:
+    """All settings (contexts, rows) in turns."""
     steppers, first_slot = [], 0
     for num_contexts, num_rows in settings:
         steppers.append(_Stepper(engine, first_slot, num_rows, num_contexts))
         first_slot += num_rows
-    with csattn_session(loaded, artifact, CONFIG) as session:
-        through_session = _stepper_of(session)
-        times_ms: list[float] = []
-        cpu_ms: list[float] = []
-        for number in range(WARM_UP + rounds):
-            for stepper in steppers:
-                stepper.step(counts=number >= WARM_UP)
-            started, cpu_started = time.perf_counter(), time.thread_time()
-            through_session()
-            if number >= WARM_UP:
-                times_ms.append((time.perf_counter() - started) * 1e3)
-                cpu_ms.append((time.thread_time() - cpu_started) * 1e3)
+    for number in range(WARM_UP + rounds):
+        for stepper in steppers:
+            stepper.step(counts=number >= WARM_UP)
     steps = [stepper.to_json() for stepper in steppers]
     for step in steps:
         for one in steps:
             if one["contexts"] == step["contexts"] and one["rows"] == 1:
                 step["times_one_row"] = round(step["rows"] * one["p50_ms"] / step["p50_ms"], 2)
                 step["times_one_row_by_cpu"] = round(step["rows"] * one["cpu_p50_ms"] / step["cpu_p50_ms"], 2)
-    return steps, _summary(times_ms, cpu_ms)
+    return steps
 
 
 class _Stepper:
@@ -173,24 +159,6 @@ def _summary(times_ms: list[float], cpu_ms: list[float]) -> dict[str, float]:
         "min_ms": round(min(times_ms), 3),
         "cpu_p50_ms": round(float(np.median(cpu_ms)), 3),
     }
-
-
-@torch.inference_mode()
-def _stepper_of(session: Session) -> Callable[[], None]:
-    """A function that makes the next step of a request as `model.generate` does."""
-    arguments = session.continue_with(np.array([1000], np.int32))
-    cache, token_ids = arguments["past_key_values"], arguments["input_ids"][:, -1:]
-
-    @torch.inference_mode()
-    def step() -> None:
-        nonlocal token_ids
-        positions = torch.tensor([cache.get_seq_length()])
-        logits = session.loaded.model(
-            input_ids=token_ids, past_key_values=cache, cache_position=positions, position_ids=positions[None]
-        ).logits
-        token_ids = logits[:, -1:].argmax(-1)
-
-    return step
 
 
 if __name__ == "__main__":

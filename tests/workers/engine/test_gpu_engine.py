@@ -28,6 +28,7 @@ from workers.engine.cpu_engine import CpuEngine
 from workers.engine.gpu_engine import GpuEngine
 from workers.searchers.worker_searcher import WorkerSearcher
 from workers.serving.step_engine import StepEngine, StepRow
+from workers.session import csattn_session
 
 CONTEXT_LENS = (300, 340)
 CONFIG = SearchConfig(keep=0.1, window_len=16)
@@ -202,3 +203,18 @@ def test_a_row_of_nan_has_no_next_token(artifacts: list[Artifact]) -> None:
     finally:
         engine.close()
     assert next_ids[0] >= 0 and next_ids[1] == -1
+
+
+@pytest.mark.parametrize("placement", [pytest.param("device", marks=pytest.mark.gpu), "hybrid"])
+def test_a_session_generates_on_it_what_it_does_on_the_cpu(artifacts, placement) -> None:
+    on_it = {"placement": placement, "device": DEVICE, "batch_sizes": (1, 4), "num_slots": 1, "tail_capacity": 32}
+    said = []
+    for options in ({}, on_it):
+        with csattn_session(loaded(), artifacts[0], CONFIG, **options) as session:
+            arguments = session.continue_with(np.array(QUESTIONS[0], np.int32))
+            said.append(loaded().model.generate(**arguments, max_new_tokens=NUM_STEPS, do_sample=False).tolist())
+            del arguments  # and with it the request's slot
+            if options:
+                with pytest.raises(ConfigError, match="leave out the observer"):
+                    session.request(print)
+    assert said[0] == said[1]

@@ -18,7 +18,6 @@ from tests.tiny import FAMILIES, loaded, token_ids
 from tests.workers.engine.definition import defined_logits
 from workers.engine import PLACEMENTS, GpuEngine, answer, placed_model, question_tokens
 from workers.serving.step_engine import StepRow
-from workers.session import csattn_session
 
 CONTEXT_LEN = 700
 QUESTION = token_ids(11, seed=1)
@@ -97,22 +96,6 @@ def test_a_sparse_step_is_as_defined(store, preset_name, lookahead, rest, placem
         want = defined_logits(loaded(), artifact, config, "csattn", QUESTION.tolist())[-1]
         _, logits = decode(ready, 1)
     torch.testing.assert_close(logits[0], torch.from_numpy(want), rtol=2e-3, atol=2e-3)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_a_session_generates_what_the_engine_does(store, placement) -> None:
-    config = SearchConfig(keep=0.1, window_len=64, lookahead=1)
-    with open_artifact(artifact_path(store)) as artifact:
-        with ready_engine(artifact, config, placement) as ready:
-            want, _ = decode(ready, NUM_STEPS)
-        with csattn_session(loaded(), artifact, config, placement=placement) as session:
-            for _ in range(2):
-                arguments = session.continue_with(QUESTION)
-                got = loaded().model.generate(**arguments, max_new_tokens=NUM_STEPS, do_sample=False)
-                assert got[0, -NUM_STEPS:].tolist() == want
-            with pytest.raises(ConfigError, match="leave out the observer"):
-                session.request(print)
 
 
 @pytest.mark.gpu

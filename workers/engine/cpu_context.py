@@ -28,7 +28,7 @@ from offload.tiered_store import TieredStore
 from workers.cpu_model.tape_ops import word
 from workers.engine.fidelity import Observer
 
-_WITHOUT_ALL_KEYS = ("csattn", "full", "window")  # selectors that do not read the keys themselves
+WITHOUT_ALL_KEYS = ("csattn", "full", "window")  # selectors that do not read the keys themselves
 _SELECTED_STREAM_ROWS = 64  # where nothing is streamed but what stays resident: the budget is for rows
 
 
@@ -45,10 +45,10 @@ class HostBudget:
     selector: str
 
     def __post_init__(self) -> None:
-        if self.selector not in _WITHOUT_ALL_KEYS:
+        if self.selector not in WITHOUT_ALL_KEYS:
             raise ConfigError(
                 f"selector {self.selector!r} reads all keys from host memory, which a host budget is to save; choose "
-                f"{', '.join(_WITHOUT_ALL_KEYS)}, or leave the budget out"
+                f"{', '.join(WITHOUT_ALL_KEYS)}, or leave the budget out"
             )
 
     def open_store(self, artifact: Artifact) -> TieredStore:
@@ -208,8 +208,10 @@ class CpuRequest:
     # per layer, what tells of the rows that are not chosen: one of these, or neither, and then they count nothing
     sketches: list[SketchIndex]
     moments: list[Moments]
+    # of all layers
     index_bytes: int  # that its selector, and attention to the rest, hold beside the KV
-    search_bytes: int  # that a search of csattn reads, all layers
+    search_bytes: int  # that a search of csattn reads
+    rest_bytes: int  # that attention to the rest reads for a token
     tail_len: int = 0
     count: StepCount = field(default_factory=StepCount)
     near: tuple[int, int] = field(init=False)  # context rows [0, first) and [second, context_len) are attended to
@@ -247,14 +249,9 @@ class CpuRequest:
         return first + self.top_k + self.view.context_len - second
 
     @property
-    def rest_bytes(self) -> int:
-        """What attention to the rest reads for a token, all layers."""
-        return sum(sketch.num_bytes for sketch in self.sketches) + sum(layer.num_bytes for layer in self.moments)
-
-    @property
     def has_selector(self) -> bool:
         """Whether one of those chooses for it that ours is compared with."""
-        return self.selector not in _WITHOUT_ALL_KEYS
+        return self.selector not in WITHOUT_ALL_KEYS
 
     def num_left(self, tail_len: int) -> int:
         """Of so many rows of the tail that a token sees, how many have left its window: they must be chosen to be read.

@@ -12,7 +12,7 @@ from csattn.selectors import CentroidSelector, ContextView, Prepared, Selector, 
 from csattn.sketch import SketchIndex
 from offload.budget import require_host_memory
 from workers.context_layers import context_layers
-from workers.engine.cpu_context import CpuContext, CpuRequest
+from workers.engine.cpu_context import WITHOUT_ALL_KEYS, CpuContext, CpuRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,9 @@ class Preparation:
             lists = [index for index in indexes if not isinstance(index, SketchIndex)]
             return [CentroidSelector(index, pool(), num_q_heads, self.view) for index in lists]
 
+        indexed = [index_bytes(index) for index in searched] + [layer.index_bytes for layer in prepared]
+        rest_bytes = sum(layer.num_bytes for layer in sketches) + sum(layer.num_bytes for layer in moments)
+        shares_sketch = self.selector == "csattn" and self.rest == "sketch"  # chooses by what tells of the rest
         return CpuRequest(
             slot,
             self.context_id,
@@ -64,11 +67,9 @@ class Preparation:
             make_selectors,
             sketches,
             moments,
-            index_bytes=sum(layer.num_bytes for layer in moments)
-            + sum(layer.num_bytes for layer in sketches if self.selector != "csattn")  # which chooses by the same
-            + sum(layer.index_bytes for layer in prepared)
-            + sum(index_bytes(index) for index in searched),
+            index_bytes=sum(indexed) + (0 if shares_sketch else rest_bytes),
             search_bytes=sum(search_bytes(index, num_q_heads) for index in searched),
+            rest_bytes=rest_bytes,
         )
 
     def _prepare_layers(self, loaded: LoadedModel) -> list[Prepared]:
@@ -82,7 +83,7 @@ class Preparation:
 
     @property
     def _has_selector(self) -> bool:
-        return self.selector not in ("csattn", "full", "window")
+        return self.selector not in WITHOUT_ALL_KEYS
 
     @property
     def _rows(self) -> tuple[int, int]:

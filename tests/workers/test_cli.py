@@ -110,7 +110,7 @@ def test_a_context_decodes_within_a_host_budget(capsys, artifact: Path) -> None:
         (["1kB"], "a host budget of 1,000 bytes is too small for this context"),
         (["1MiB", "--selector", "exact"], "reads all keys from host memory"),
         (["1MiB", "--kv-codec", "fp8"], "a host budget keeps rows as the artifact has them"),
-        (["1MiB", "--placement", "device"], "leave out --host-budget"),
+        (["1MiB", "--placement", "device"], "leave out the host budget"),
     ):
         refused = in_process(*asked[:-1], "--host-budget", *wrong, capsys=capsys)
         assert refused.returncode == 1
@@ -127,7 +127,7 @@ def test_rows_are_kept_in_the_format_that_is_asked_for(capsys, place: Path, arti
     refused = in_process(*asked, "--placement", "gpu", capsys=capsys)
     assert refused.returncode == 1 and "unknown placement 'gpu'; choose one of cpu, device" in refused.stderr
     refused = in_process(*asked, "--kv-codec", "fp8", "--placement", "device", capsys=capsys)
-    assert refused.returncode == 1 and "leave out --kv-codec fp8" in refused.stderr
+    assert refused.returncode == 1 and "leave out the KV codec fp8" in refused.stderr
     of_text = "eval", "--text", place / "text.txt", "--model", place / "model", "--context-len", 300, "--eval-len", 20
     done = in_process(
         *of_text, "--presets", "", "--selectors", "full", "--kv-codec", "k=fp8,v=float16", "--json", capsys=capsys

@@ -297,7 +297,8 @@ def test_a_request_whose_step_has_failed_is_refused(store, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"selector": "exact"}, "leave out the selector"),
+        ({"selector": "exact"}, "not with exact; leave out the selector"),
+        ({"placement": "gpu"}, "unknown placement 'gpu'; choose one of cpu, device"),
         ({"kv_format": KvFormat.parse("q8_0")}, "leave out the KV codec q8_0"),
         ({"host_budget_bytes": 1}, "a host budget is for decoding on the CPU"),
     ],
@@ -305,7 +306,7 @@ def test_a_request_whose_step_has_failed_is_refused(store, monkeypatch) -> None:
 def test_what_a_placement_cannot_do_is_refused(store, options, sentence) -> None:
     with (
         pytest.raises(ConfigError, match=sentence),
-        csattn_session(loaded(), artifact_of(store), placement="device", **options),
+        csattn_session(loaded(), artifact_of(store), **{"placement": "device", **options}),
     ):
         pass
 

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 from csattn.artifact import Artifact, open_artifact
 from csattn.config import RestKind, SearchConfig
-from csattn.errors import ConfigError
 from csattn.models import LoadedModel
 from csattn.selector_names import SelectorName
 from csattn.selectors import resolve_rest
@@ -18,8 +17,7 @@ from offload.sizes import parse_size
 from workers.cli.building import show_loading, use_threads
 from workers.cli.terminal import out, steps, table
 from workers.engine.answer import Answer, answer, question_tokens
-from workers.engine.memory import PLACEMENTS
-from workers.engine.opening import open_engine
+from workers.engine.opening import open_engine, require_together
 from workers.serving.step_engine import StepEngine
 
 
@@ -47,19 +45,8 @@ class AskOptions:
     host_budget: str | None = None  # of host memory for the context's rows; None: all that they take
 
     def __post_init__(self) -> None:
-        if self.placement not in ("cpu", *PLACEMENTS):
-            raise ConfigError(f"unknown placement {self.placement!r}; choose one of cpu, {', '.join(PLACEMENTS)}")
-        on_cpu, kv_format, budget = self.placement == "cpu", self.kv_format, self.budget_bytes
-        if on_cpu:
-            return
-        if self.selector != "csattn" or self.compare:
-            raise ConfigError("a placement decodes with csattn's own selector; leave out --selector and --compare")
-        if kv_format is not None:
-            raise ConfigError(f"on a GPU, rows are kept as they were built; leave out --kv-codec {kv_format}")
-        if budget is not None:
-            raise ConfigError(
-                "a host budget is for decoding on the CPU; leave out --host-budget, or choose placement cpu"
-            )
+        selector = "full" if self.compare else self.selector
+        require_together(self.placement, selector, self.kv_format, self.budget_bytes)
 
     @property
     def kv_format(self) -> KvFormat | None:

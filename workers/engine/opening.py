@@ -12,6 +12,7 @@ from offload.codecs.formats import KvFormat
 from workers.engine.cpu_context import HostBudget
 from workers.engine.cpu_engine import CpuEngine
 from workers.engine.gpu_engine import TAIL_CAPACITY, GpuEngine
+from workers.engine.memory import PLACEMENTS
 
 
 def open_engine(
@@ -64,15 +65,22 @@ def open_engine(
 
 
 def require_together(placement: str, selector: str, kv_format: KvFormat | None, host_budget_bytes: int | None) -> None:
-    """Raise ConfigError for what there is on the CPU only."""
+    """Raise ConfigError for a placement that is none, and for what there is on the CPU only."""
     if placement == "cpu":
         return
+    if placement not in PLACEMENTS:
+        raise ConfigError(f"unknown placement {placement!r}; choose one of cpu, {', '.join(PLACEMENTS)}")
     if selector != "csattn":
-        raise ConfigError("a placement decodes with csattn's own selector; leave out the selector")
+        raise ConfigError(
+            f"a placement decodes with csattn's own selector, not with {selector}; leave out the selector, and the "
+            "comparison with full attention"
+        )
     if kv_format is not None:
         raise ConfigError(f"on a GPU, rows are kept as they were built; leave out the KV codec {kv_format}")
     if host_budget_bytes is not None:
-        raise ConfigError("a host budget is for decoding on the CPU; leave it out, or choose placement cpu")
+        raise ConfigError(
+            "a host budget is for decoding on the CPU; leave out the host budget, or choose placement cpu"
+        )
 
 
 def _most_tokens(loaded: LoadedModel, artifact: Artifact, num_slots: int) -> int:

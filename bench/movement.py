@@ -122,8 +122,7 @@ def measure_slot_cache(host: PinnedRows, batch: int, num_slots: int) -> dict[str
         num_slots=num_slots,
         max_top_k=TOP_K,
         max_batch=batch,
-        head_dim=HEAD_DIM,
-        dtype=torch.bfloat16,
+        row_bytes=2 * HEAD_DIM * torch.bfloat16.itemsize,
     )
     cache = SlotCache(shape, torch.device("cuda"))
     cache.load_context(0, host.addresses, CONTEXT_LEN)

@@ -34,8 +34,7 @@ class SlotCacheShape:
     num_slots: int  # rows on the device per layer, context and KV head
     max_top_k: int
     max_batch: int
-    head_dim: int
-    dtype: torch.dtype
+    row_bytes: int  # K and V of one key, whatever form they have
 
     def __post_init__(self) -> None:
         assert self.num_index_heads % self.num_kv_heads == 0
@@ -45,11 +44,6 @@ class SlotCacheShape:
                 f"a slot cache of {self.num_slots:,} rows per KV head was asked for; its kernel keeps track of up to "
                 f"{MAX_SLOTS:,}: choose a smaller slot cache"
             )
-
-    @property
-    def row_bytes(self) -> int:
-        """K and V of one key."""
-        return 2 * self.head_dim * self.dtype.itemsize
 
     @property
     def block_slots(self) -> int:
@@ -96,8 +90,8 @@ class SlotCache:
         def full(size: tuple[int, ...], value: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.full(size, value, dtype=dtype, device=device)
 
-        self.rows = torch.zeros(*heads, shape.num_slots, 2, shape.head_dim, dtype=shape.dtype, device=device)
-        # where each layer's and context's rows are on the host: [num_kv_heads, context_len, 2, head_dim] each
+        self.rows = torch.zeros(*heads, shape.num_slots, shape.row_bytes, dtype=torch.uint8, device=device)
+        # where each layer's and context's rows are on the host: [num_kv_heads, context_len] of them each
         self.host_addresses = full((shape.num_layers, shape.num_contexts), 0, torch.int64)
         self.context_lens = full((shape.num_contexts,), 0, torch.int64)
         self._slot_of_key = full((*heads, shape.context_capacity), -1)
@@ -122,7 +116,7 @@ class SlotCache:
     def load_context(self, context_id: int, addresses: Sequence[int], context_len: int) -> None:
         """Give a place to a context; whatever the place held is forgotten.
 
-        addresses: of each layer's rows, [num_kv_heads, context_len, 2, head_dim], readable by the device.
+        addresses: of each layer's rows, [num_kv_heads, context_len] of `row_bytes`, readable by the device.
         """
         assert len(addresses) == self.shape.num_layers, f"{len(addresses)} addresses for {self!r}"
         assert 0 < context_len <= self.shape.context_capacity, f"{context_len} rows are not what {self!r} was made for"

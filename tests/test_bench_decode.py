@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench.decode import placements, workload
-from bench.decode.baselines import StreamedAttention, full_attention_ways, reference_attention, relative_error
+from bench.decode.baselines import full_attention_ways, reference_attention, relative_error
 from bench.decode.kernel_times import Span, own_times
 from bench.decode.options import Options
 from bench.decode.recording import Recording, load_recording, save_recording
@@ -38,6 +38,7 @@ from csattn.search.device import compiling, to_device
 from csattn.search.device import index_shape as shape_of_index
 from csattn.sketch import SketchIndex
 from offload import gather, slot_cache, step_mail
+from offload.codecs.formats import KvFormat
 from offload.pinned import PinnedRows
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
@@ -228,9 +229,7 @@ def make_op(
 ) -> SparseOp:
     monkeypatch.setattr("bench.decode.sparse_op.MOST_SETS", 2)
     monkeypatch.setattr(placements, "require_memory", ignore)
-    options = Options(
-        shape=SHAPE, search=SearchConfig(keep=0.05, window_len=32), ceilings={}, seconds=0.0, pinned_bytes=0
-    )
+    options = Options(shape=SHAPE, search=SearchConfig(keep=0.05, window_len=32), ceilings={}, seconds=0.0)
     return SparseOp(Workload(recording, 300, 2, DEVICE, is_shared), options, variant)
 
 
@@ -264,16 +263,32 @@ def test_what_is_off_is_not_timed(kernels, recording, monkeypatch):
         op.check()
 
 
-@pytest.mark.parametrize("variant", ["default", "lists"])
-def test_placements_differ_in_where_they_read_only(kernels, recording, monkeypatch, variant):
+def whole_step_options(monkeypatch: pytest.MonkeyPatch, codec: str | None) -> Options:
     unlocked = partial(PinnedRows, register=ignore, unregister=ignore)
     if DEVICE.type == "cpu":
         monkeypatch.setattr(placements, "PinnedRows", unlocked)
     monkeypatch.setattr(placements, "require_memory", ignore)
-    work = Workload(recording, 300, 2, DEVICE)
-    options = Options(
-        shape=replace(SHAPE, layers=SHAPE.layers[:2]), search=SearchConfig(), ceilings={}, seconds=0.0, pinned_bytes=0
-    )
+    form = None if codec is None else KvFormat.parse(codec)
+    shape = replace(SHAPE, layers=SHAPE.layers[:2])
+    return Options(shape=shape, search=SearchConfig(), ceilings={}, seconds=0.0, kv_format=form)
+
+
+def test_streamed_steps_attend_to_all_rows(kernels, recording, monkeypatch):
+    work, options = Workload(recording, 300, 2, DEVICE), whole_step_options(monkeypatch, None)
+    prepared = placements.streamed(work, options)
+    rows, q, (k, v) = work.step_rows(0), work.queries(1)[0].contiguous(), work.separate_kv(1)
+    out = torch.zeros_like(q)
+    prepared.attention.begin_step(rows)
+    for layer_idx in range(2):
+        prepared.attention.attend(layer_idx, q, rows, out)
+    assert relative_error(out, reference_attention(q[:, :, None], k, v)[:, :, 0]) < 0.02
+    assert prepared.facts(1)["link_bytes"] == 2 * (k.nbytes + v.nbytes)
+    prepared.close()
+
+
+@pytest.mark.parametrize(("variant", "codec"), [("default", None), ("lists", None), ("default", "q8_0")])
+def test_placements_differ_in_where_they_read_only(kernels, recording, monkeypatch, variant, codec):
+    work, options = Workload(recording, 300, 2, DEVICE), whole_step_options(monkeypatch, codec)
     outs = []
     for placement in ("device", "hybrid", "host"):
         prepared = placements.placed(work, options, variant, placement, SearchConfig(keep=0.05, window_len=32))
@@ -319,22 +334,6 @@ def test_full_attention_reads_a_shared_context_once_for_all_requests(num_context
     out = apart(full_attention_ways()["math, packed"](together(q, k), k, v), 3, k)
     want = reference_attention(q[:, :, None], *(x.expand(3, -1, -1, -1) for x in (k, v)))[:, :, 0]
     assert relative_error(out, want) < 1e-5
-
-
-@pytest.mark.gpu
-def test_streamed_attention_reads_a_layer_when_it_is_there_and_not_after_it_is_gone():
-    shape = (2, 2, 8192, 64)  # copies take longer than the attention before them
-    layers = [
-        tuple(torch.randn(shape, dtype=torch.bfloat16).pin_memory() for _ in range(2)) for _ in range(3)
-    ]  # an odd number: layers change buffers from round to round
-    streamed = StreamedAttention(layers, full_attention_ways()["flash, packed"])
-    q = torch.randn(2, 4, 1, 64, dtype=torch.bfloat16, device="cuda")
-    outs = [streamed.attend(layer_idx, q) for _ in range(4) for layer_idx in range(3)]
-    for i, out in enumerate(outs):
-        k, v = (t.cuda() for t in layers[i % 3])
-        assert relative_error(out, reference_attention(q, k, v)) < 0.02
-    streamed.finish()
-    assert relative_error(streamed.attend(0, q), outs[0]) == 0
 
 
 def test_a_kernel_that_starts_early_counts_from_the_end_of_the_one_before_on_its_stream() -> None:

@@ -43,11 +43,11 @@ def main() -> None:
         command.add_argument("--shape", default="llama-3.1-8b")
         command.add_argument("--keep", type=float, default=SearchConfig().keep)
         command.add_argument("--seconds", type=float, default=0.3, help="of measuring, per figure")
-        command.add_argument("--pin-gib", type=float, default=4.0, help="host memory that streaming may pin")
         command.add_argument("--shared", action="store_true", help="all requests of a batch continue the same context")
     e2e.add_argument("--placements", type=_names, default=_names("device,hybrid,host"))
     e2e.add_argument("--steps", type=int, default=192, help="that are timed of each case")
     e2e.add_argument("--search-period", type=int, default=1, help="tokens from one search of a request to the next")
+    e2e.add_argument("--kv-codec", help="keeps the contexts' rows of streamed and of ours so: q8_0, say")
     e2e.add_argument("--ahead", action="store_true", help="of our schedules, only the one that looks ahead")
     show.add_argument("files", type=Path, nargs="+")
     show.add_argument("--out", type=Path)
@@ -69,6 +69,7 @@ def _measure(arguments: argparse.Namespace) -> None:
     from bench.decode.gpu_timing import ceilings, device_machine
     from bench.decode.op import run_op_cases
     from bench.decode.options import Options
+    from offload.codecs.formats import KvFormat
     from workers.model_runner.shapes import shape_named
 
     if not torch.cuda.is_available():
@@ -78,7 +79,7 @@ def _measure(arguments: argparse.Namespace) -> None:
     rates = earlier["ceilings"] if earlier.get("machine") == machine else ceilings()
     recording = load_recording(arguments.recording)
     header: dict[str, Any] = {"machine": machine, "ceilings": rates, "shape": arguments.shape, "keep": arguments.keep}
-    header["recording"] = recording.describe()
+    header |= {"recording": recording.describe(), "kv_codec": getattr(arguments, "kv_codec", None)}
     print(json.dumps(header), flush=True)
     torch.cuda.empty_cache()
     search = SearchConfig(keep=arguments.keep, search_period=getattr(arguments, "search_period", 1))
@@ -87,9 +88,9 @@ def _measure(arguments: argparse.Namespace) -> None:
         search=search,
         ceilings=header["ceilings"],
         seconds=arguments.seconds,
-        pinned_bytes=round(arguments.pin_gib * 2**30),
         num_steps=getattr(arguments, "steps", 0),
         only_ahead=getattr(arguments, "ahead", False),
+        kv_format=KvFormat.parse(arguments.kv_codec) if getattr(arguments, "kv_codec", None) else None,
         is_shared=getattr(arguments, "shared", False),
     )
     results = Results(arguments.out, header)

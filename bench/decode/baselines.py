@@ -1,4 +1,4 @@
-"""Full attention to compare with: the fastest way torch has for a shape, and the KV streamed from host memory."""
+"""Full attention to compare with: the fastest way torch has for a shape."""
 
 import warnings
 from collections.abc import Callable
@@ -99,59 +99,6 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     """|got - want| / |want| over all elements; NaN counts as infinite."""
     error = float((got.float() - want.float()).norm() / want.float().norm())
     return error if error == error else float("inf")
-
-
-class StreamedAttention:
-    """Full attention over KV in pinned host memory: each layer's is copied while the layer before is attended to.
-
-    Two device buffers take turns. A copy waits until its buffer has been read, an attention until it is filled.
-    """
-
-    def __init__(
-        self,
-        layers: list[tuple[Tensor, Tensor]],  # pinned k, v [num_contexts, num_kv_heads, kv_len, head_dim] of each layer
-        attend: Attention,
-    ):
-        assert all(tensor.is_pinned() for layer in layers for tensor in layer)
-        self.layers = layers
-        self._attend = attend
-        self._buffers = [[torch.empty_like(t, device="cuda") for t in layers[0]] for _ in range(2)]
-        self._stream = torch.cuda.Stream()
-        self._filled = [torch.cuda.Event() for _ in range(2)]
-        self._read = [torch.cuda.Event() for _ in range(2)]
-        self._next = 0  # the layer whose copy is next, counted on for ever
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.layers)
-
-    def prefetch(self) -> None:
-        """Start the next layer's copy, once its buffer is free."""
-        turn = self._next % 2
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(self._read[turn])
-            for target, source in zip(self._buffers[turn], self.layers[self._next % self.num_layers], strict=True):
-                target.copy_(source, non_blocking=True)
-            self._filled[turn].record()
-        self._next += 1
-
-    def attend(self, layer_idx: int, q: Tensor) -> Tensor:
-        """Attend in a layer, in their order and round again. q: [num_contexts, num_q_heads, 1, head_dim] -> out."""
-        if self._next == 0:
-            self.prefetch()
-        turn = (self._next - 1) % 2
-        assert (self._next - 1) % self.num_layers == layer_idx, "layers come one after the other"
-        self.prefetch()
-        stream = torch.cuda.current_stream()
-        stream.wait_event(self._filled[turn])
-        out = self._attend(q, *self._buffers[turn])
-        self._read[turn].record(stream)
-        return out
-
-    def finish(self) -> None:
-        """Wait for the copy under way and begin anew with layer 0."""
-        torch.cuda.synchronize()
-        self._next = 0
 
 
 def _grouped(backend: SDPBackend) -> Attention:

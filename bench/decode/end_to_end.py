@@ -14,8 +14,8 @@ from torch import Tensor
 from bench.decode.gpu_timing import time_replays
 from bench.decode.kernel_times import kernel_times, times_by_purpose
 from bench.decode.options import Options
-from bench.decode.placements import AHEAD, placed, schedules
-from bench.decode.prepared import TAIL_LEN, Prepared, full_attention, streamed_attention, window_only
+from bench.decode.placements import AHEAD, placed, schedules, streamed
+from bench.decode.prepared import TAIL_LEN, Prepared, full_attention, window_only
 from bench.decode.recording import Recording
 from bench.decode.results import Results
 from bench.decode.steps import RecordedQueries, attention_only
@@ -65,7 +65,7 @@ def run_end_to_end(
 def _cases(
     work: Workload, options: Options, variants: list[str], placements: list[str]
 ) -> Iterator[tuple[Case, Callable[[], Prepared]]]:
-    baselines = {"full": full_attention, "streamed": streamed_attention, "window": window_only}
+    baselines = {"full": full_attention, "streamed": streamed, "window": window_only}
     key = {
         "kind": "shared" if work.is_shared else "e2e",
         "context_len": work.context_len,

@@ -7,27 +7,25 @@ import torch
 
 from bench.decode.baselines import (
     TOLERANCE,
-    Attention,
-    StreamedAttention,
     fastest_full_attention,
-    full_attention_ways,
     reference_attention,
     relative_error,
 )
 from bench.decode.gpu_timing import Timing, capture, num_input_sets, time_graph, time_replays
 from bench.decode.kernel_times import kernel_times, times_by_purpose
 from bench.decode.options import Options
-from bench.decode.prepared import pinned, window_only
+from bench.decode.placements import streamed
+from bench.decode.prepared import window_only
 from bench.decode.recording import Recording
 from bench.decode.results import Results
 from bench.decode.roofline import full_bytes
 from bench.decode.sparse_op import MOST_SETS, SET_BYTES, AskedSteps, SparseOp
-from bench.decode.steps import together
+from bench.decode.steps import apart, together
 from bench.decode.workload import Workload
 from bench.timing import gate
 from csattn.errors import CsattnError
 
-MOST_STREAMED_LAYERS = 2
+STREAMED_LAYERS = 4
 PROFILED_RUNS = 3
 
 
@@ -55,17 +53,17 @@ def run_op_cases(
                 if results.has(**case):
                     continue
                 try:
-                    results.add({**case, "data": work.data, **_measure(work, options, variant, results)})
+                    results.add({**case, "data": work.data, **_measure(work, options, variant)})
                 except (CsattnError, torch.OutOfMemoryError) as error:
                     results.add({**case, "refused": str(error).splitlines()[0]})
                 torch.cuda.empty_cache()
 
 
-def _measure(work: Workload, options: Options, variant: str, results: Results) -> dict[str, Any]:
+def _measure(work: Workload, options: Options, variant: str) -> dict[str, Any]:
     if variant == "full":
         return full_attention_case(work, options)
     if variant == "streamed":
-        return streamed_case(work, options, _full_attention_of(results, work))
+        return streamed_case(work, options)
     if variant == "window":
         return window_case(work, options)
     return sparse_case(SparseOp(work, options, variant), options)
@@ -87,29 +85,25 @@ def full_attention_case(work: Workload, options: Options) -> dict[str, Any]:
     }
 
 
-def streamed_case(work: Workload, options: Options, attend: Attention) -> dict[str, Any]:
+def streamed_case(work: Workload, options: Options) -> dict[str, Any]:
     """Full attention over KV that is copied from pinned host memory, each layer's during the layer before."""
-    moved = work.num_contexts * full_bytes(options.shape, work.context_len)
-    num_layers = min(MOST_STREAMED_LAYERS, options.pinned_bytes // moved)
-    if num_layers == 0:
-        return {"refused": f"a layer's KV has {moved} bytes, this run pins {options.pinned_bytes}; raise --pin-gib"}
-    kv = torch.stack(work.separate_kv(0))
-    q = together(work.queries(0)[0], kv[0])
-    want = reference_attention(q, *kv)
-    pool = pinned(options.pinned_bytes)[: num_layers * moved].view(kv.dtype).view(num_layers, *kv.shape)
-    pool.copy_(kv)
-    del kv
-    streamed = StreamedAttention([(k, v) for k, v in pool], attend)
-    error = relative_error(streamed.attend(0, q), want)
-    gate(error < TOLERANCE, f"streamed full attention is off by {error:.3f}")
-    streamed.finish()
+    prepared = streamed(work, replace(options, shape=replace(options.shape, num_layers=STREAMED_LAYERS)))
+    attention, rows = prepared.attention, work.step_rows(0)
+    kv = work.separate_kv(0)
+    q = work.queries(0)[0].contiguous()
+    out = torch.empty_like(q)
 
-    def step() -> None:
+    def step(num_layers: int = STREAMED_LAYERS) -> None:
+        attention.begin_step(rows)
         for layer_idx in range(num_layers):
-            streamed.attend(layer_idx, q)
+            attention.attend(layer_idx, q, rows, out)
 
-    timing = time_replays(step, num_layers, options.seconds, least=3)
-    streamed.finish()
+    step(1)
+    error = relative_error(out, apart(reference_attention(together(q, kv[0]), *kv), len(q), kv[0]))
+    gate(error < TOLERANCE, f"streamed full attention is off by {error:.3f}")
+    timing = time_replays(step, STREAMED_LAYERS, options.seconds, least=3)
+    prepared.close()
+    moved = work.num_contexts * full_bytes(options.shape, work.context_len)
     return {
         **timing.to_json(),
         **_against_roofline(timing, moved, options.ceilings["h2d_gbps"]),
@@ -145,15 +139,6 @@ def sparse_case(op: SparseOp, options: Options) -> dict[str, Any]:
         "num_sets": op.num_sets,
         "hbm_bytes": op.stored_bytes,
     }
-
-
-def _full_attention_of(results: Results, work: Workload) -> Attention:
-    """The fastest way measured for this shape, or a safe one."""
-    for case in results.cases:
-        same = case["context_len"] == work.context_len and case["batch_size"] == work.batch_size
-        if same and case["variant"] == "full" and "backend" in case:
-            return full_attention_ways()[case["backend"]]
-    return full_attention_ways()["flash, packed"]
 
 
 def _against_roofline(timing: Timing, moved_bytes: float, best_gbps: float) -> dict[str, float]:

@@ -16,10 +16,9 @@ from bench.decode.roofline import full_bytes, index_bytes, layer_bytes
 from bench.decode.variants import index_shape, num_index_heads, num_segments, of_variant
 from bench.decode.widened import NUM_WIDE_LAYERS
 from bench.decode.workload import DTYPE, Workload, clone_index
-from csattn.config import IndexConfig, SearchConfig
+from csattn.config import IndexConfig, SearchConfig, SketchConfig
 from csattn.cpus import available_cpus
 from csattn.index import LayerIndex
-from csattn.models.spec import ModelSpec
 from csattn.search import LayerSearch, SearchPool
 from csattn.search.device import DeviceLayerIndex
 from csattn.search.workspace import empty_token_selections
@@ -28,6 +27,8 @@ from offload.budget import host_memory_bytes
 from offload.host_memory import allocate_rows
 from offload.pinned import PinnedRows
 from workers.engine import CachedRows, DeviceRows, EngineShape, SearchOnDevice, SearchOnHost
+from workers.engine.attend_all import AttendAll, StreamedRows, streamed_bytes
+from workers.engine.far_rows import context_layers
 from workers.engine.memory import index_is_on_device
 from workers.engine.searcher import StepSearcher
 from workers.searchers.step_searches import StepSearches
@@ -54,6 +55,18 @@ def placed(work: Workload, options: Options, variant: str, placement: str, searc
     return prepare(work, options, *of_variant(variant, search))
 
 
+def streamed(work: Workload, options: Options) -> Prepared:
+    """All rows in host memory, copied layer by layer: what the engine does for the selector `full`."""
+    engine = replace(engine_shape(work, options, SketchConfig(), options.search), rest="none", attends_all=True)
+    require_memory(streamed_bytes(engine), "two layers of every context on the device")
+    far, kv = StreamedRows(engine, work.device), host_rows(work, engine)
+    for context_id in range(work.num_contexts):
+        far.load(context_id, kv)
+    link_bytes = work.num_contexts * engine.kv_bytes(work.context_len)
+    facts = {"link_bytes": link_bytes}
+    return Prepared(AttendAll(engine, far, work.device), 2 * link_bytes, lambda _: facts, close=kv.close, is_slow=True)
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceSteps:
     """Steps over contexts that lie on the device."""
@@ -71,7 +84,8 @@ def device_steps(work: Workload, options: Options, config: IndexConfig, search: 
     engine = engine_shape(work, options, config, search)
     far = DeviceRows(engine, work.device)
     steps = SearchOnDevice(engine, index_shape(config, shape), far, work.device)
-    kv, index = layers_of(work.rows, shape.num_layers), indexes_of(work, shape.num_layers, config)
+    kv = layers_of(lambda layer_idx: as_kept(work.rows(layer_idx), engine), shape.num_layers)
+    index = indexes_of(work, shape.num_layers, config)
     for context_id in range(work.num_contexts):
         own_kv = [layer.clone() for layer in kv] if context_id else kv
         far.load(context_id, own_kv)
@@ -91,7 +105,7 @@ def _hybrid(work: Workload, options: Options, config: IndexConfig, search: Searc
     engine = engine_shape(work, options, config, search)
     far = CachedRows(engine, num_slots, work.device)
     steps = SearchOnDevice(engine, index_shape(config, shape), far, work.device)
-    kv, index = host_rows(work, shape.num_layers), indexes_of(work, shape.num_layers, config)
+    kv, index = host_rows(work, engine), indexes_of(work, shape.num_layers, config)
     for context_id in range(work.num_contexts):
         far.load(context_id, kv)
         steps.load(context_id, kv.layers, [clone_index(layer) for layer in index] if context_id else index)
@@ -114,7 +128,7 @@ def _on_host(
             f"KV and index take {stored / 1e9:.1f} GB of {host_memory_bytes() / 1e9:.1f} GB on the host"
         )
     far = CachedRows(engine, round(SLOTS * work.context_len), work.device)
-    kv, index = host_rows(work, shape.num_layers), work.host_indexes(shape.num_layers, config)
+    kv, index = host_rows(work, engine), work.host_indexes(shape.num_layers, config)
     pool = SearchPool(available_cpus())
     searcher: StepSearcher = StepSearches(pool)
     if num_workers:
@@ -135,7 +149,7 @@ def _on_host(
         cpu_us = cpu_search_us(work, index, pool, search, shape.softmax_scale)
         return {**cache_facts(far, work, options, num_steps), "cpu_search_us": round(cpu_us, 1)}
 
-    moved = least_bytes(work, shape, config, replace(search, lookahead=0))
+    moved = least_bytes(work, options, config, replace(search, lookahead=0))
     on_device = moved["rows"] + (moved["index"] if engine.rest == "sketch" else 0)
     least = shape.num_layers * on_device
     return Prepared(steps, least, facts, far.cache.clear_statistics, close=close)
@@ -185,28 +199,38 @@ def indexes_of(work: Workload, num_layers: int, config: IndexConfig) -> list[Dev
     return first + [clone_index(first[layer_idx % len(first)]) for layer_idx in range(len(first), num_layers)]
 
 
-def host_rows(work: Workload, num_layers: int) -> PinnedRows:
+def as_kept(rows: Tensor, engine: EngineShape) -> Tensor:
+    """A layer's rows on the device as its contexts keep them."""
+    if engine.kv_format is None:
+        return rows
+    (coded,) = context_layers(engine, [rows.cpu()])
+    return coded.to(rows.device)
+
+
+def host_rows(work: Workload, engine: EngineShape) -> PinnedRows:
     """A context's KV in pinned memory. Layers share some of it, as much as `KV_BYTES` allow: pinning takes its time.
 
     They, and the requests of a batch, ask for different rows at any one step, so a row does not come out of the host's
     cache because somebody else has just had it. What rows hold does not steer a step: the index does.
     """
-    first = work.rows(0)
+    first, num_layers = as_kept(work.rows(0), engine), engine.num_layers
     num_distinct = max(1, min(NUM_WIDE_LAYERS, num_layers, KV_BYTES // first.nbytes))
     layers = allocate_rows(num_distinct, first.shape, first.dtype)
     for layer_idx, layer in enumerate(layers):
-        layer.copy_(work.rows(layer_idx))
+        layer.copy_(as_kept(work.rows(layer_idx), engine))
     return PinnedRows([layers[layer_idx % num_distinct] for layer_idx in range(num_layers)])
 
 
-def least_bytes(work: Workload, shape: ModelSpec, config: IndexConfig, search: SearchConfig) -> dict[str, int]:
+def least_bytes(work: Workload, options: Options, config: IndexConfig, search: SearchConfig) -> dict[str, int]:
     """What search and attention must read of the device's memory in one layer for all requests."""
-    resident = search.sink_len + search.window_len + TAIL_LEN
-    return layer_bytes(shape, config, search, work.context_len, resident, work.batch_size, work.num_contexts)
+    shape, resident = options.shape, search.sink_len + search.window_len + TAIL_LEN
+    moved = layer_bytes(shape, config, search, work.context_len, resident, work.batch_size, work.num_contexts)
+    engine = engine_shape(work, options, config, search)
+    return {**moved, "rows": moved["rows"] * engine.context_row_bytes // engine.row_bytes}
 
 
 def _step_bytes(work: Workload, options: Options, config: IndexConfig, search: SearchConfig) -> int:
-    return options.shape.num_layers * sum(least_bytes(work, options.shape, config, search).values())
+    return options.shape.num_layers * sum(least_bytes(work, options, config, search).values())
 
 
 def engine_shape(
@@ -232,4 +256,5 @@ def engine_shape(
         tail_capacity=TAIL_CAPACITY,
         rest=search.rest or "none",
         max_segments=num_segments(config, work.context_len),
+        kv_format=options.kv_format,
     )

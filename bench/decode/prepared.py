@@ -2,17 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench.decode.baselines import StreamedAttention, fastest_full_attention
+from bench.decode.baselines import fastest_full_attention
 from bench.decode.gpu_timing import num_input_sets
 from bench.decode.options import Options
 from bench.decode.roofline import full_bytes, row_bytes
-from bench.decode.steps import FullAttentionSteps, StreamedSteps, WindowSteps, together
+from bench.decode.steps import FullAttentionSteps, WindowSteps, together
 from bench.decode.widened import NUM_WIDE_LAYERS
 from bench.decode.workload import DTYPE, Workload
 from csattn.errors import CsattnError
@@ -56,23 +55,6 @@ def full_attention(work: Workload, options: Options) -> Prepared:
     return Prepared(steps, moved, lambda _: {"backend": full.name})
 
 
-def streamed_attention(work: Workload, options: Options) -> Prepared:
-    """All rows in host memory, copied layer by layer."""
-    layer_bytes = work.num_contexts * full_bytes(options.shape, work.context_len)
-    num_layers = max((n for n in (1, 2, 4, 8) if n * layer_bytes <= options.pinned_bytes), default=0)
-    if num_layers == 0:
-        raise TooLargeError(f"a layer's KV has {layer_bytes} bytes, this run pins {options.pinned_bytes}")
-    kv = torch.stack(work.separate_kv(0))
-    pool = pinned(options.pinned_bytes)[: num_layers * layer_bytes].view(DTYPE).view(num_layers, *kv.shape)
-    pool.copy_(kv)
-    full = fastest_full_attention([(together(work.queries(0)[0], kv[0]), kv[0], kv[1])], seconds=0.05)
-    del kv
-    streamed = StreamedAttention([(k, v) for k, v in pool], full.attend)
-    link_bytes = options.shape.num_layers * layer_bytes
-    facts = {"link_bytes": link_bytes, "backend": full.name}
-    return Prepared(StreamedSteps(make_tails(work, options), streamed), 2 * link_bytes, lambda _: facts, is_slow=True)
-
-
 def window_only(work: Workload, options: Options) -> Prepared:
     """Resident rows alone."""
     shape, search = options.shape, options.search
@@ -85,12 +67,6 @@ def window_only(work: Workload, options: Options) -> Prepared:
     moved = work.batch_size * shape.num_layers * row_bytes(shape) * (num_resident + TAIL_LEN)
     steps = WindowSteps(make_tails(work, options), resident, work.batch_size, shape.softmax_scale)
     return Prepared(steps, moved)
-
-
-@cache
-def pinned(num_bytes: int) -> Tensor:
-    """Pinned once: that takes most of a second per GiB."""
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
 def make_tails(work: Workload, options: Options) -> Tensor:

@@ -40,7 +40,7 @@ class SparseOp:
     def __init__(self, work: Workload, options: Options, variant: str) -> None:
         config, search = of_variant(variant, options.search)
         self.work, self.search = work, search
-        self.moved = least_bytes(work, options.shape, config, search)
+        self.moved = least_bytes(work, options, config, search)
         stored = full_bytes(options.shape, work.context_len) + index_bytes(options.shape, config, work.context_len)
         self.stored_bytes = work.num_contexts * stored
         wanted = num_input_sets(sum(self.moved.values()), MOST_SETS)

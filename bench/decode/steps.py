@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from bench.decode.baselines import Attention, StreamedAttention
+from bench.decode.baselines import Attention
 from bench.decode.gpu_timing import capture
 from bench.decode.widened import GROUP_SIZE, NUM_WIDE_LAYERS, Which
 from bench.decode.workload import Workload
@@ -125,29 +125,6 @@ class WindowSteps:
     def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
         resident = self._resident[layer_idx]
         self._attention.attend(q, resident, self.tails[layer_idx], resident, self._nothing, rows, out)
-
-    def end_step(self, rows: StepRows) -> None: ...
-
-
-class StreamedSteps:
-    """Full attention over KV in host memory. Model layers may share host layers: what is copied is as much."""
-
-    lookahead = False
-    in_graph = False
-
-    def __init__(self, tails: Tensor, streamed: StreamedAttention) -> None:
-        assert tails.shape[0] % streamed.num_layers == 0, "layers of the model go round those in host memory"
-        self.tails = tails
-        self._streamed = streamed
-
-    def begin_step(self, rows: StepRows) -> None: ...
-
-    def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None: ...
-
-    def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
-        on_host = layer_idx % self._streamed.num_layers
-        k, _ = self._streamed.layers[on_host]
-        out.copy_(apart(self._streamed.attend(on_host, together(q, k)), len(q), k))
 
     def end_step(self, rows: StepRows) -> None: ...
 

@@ -1,10 +1,13 @@
-// Last part: the kernel, and how parts of a result merge.
+// Fifth part: the kernel, and how parts of a result merge.
 
 #include "device_rows.cuh"  // before one of two includes it: see `source_text`
 #if ELEMENT_BYTES == 4
 #include "device_fp32.cuh"
 #else
 #include "device_mma.cuh"
+#endif
+#if CODED
+#include "device_coded.cuh"  // whose `pack_four` is of the one or the other
 #endif
 #include "device_rest.cuh"  // whose `load_four` is of the one or the other
 
@@ -89,7 +92,7 @@ __device__ void collect(float* parts, float* posted) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
     const char* q,                   // [batch_size, NUM_INDEX_HEADS, HEADS, HEAD_DIM]
-    const long long* far_addresses,  // [num_contexts], each of [NUM_KV_HEADS, rows per head, 2, HEAD_DIM]
+    const long long* far_addresses,  // [num_contexts], each of [NUM_KV_HEADS, rows per head] of CONTEXT_ROW_BYTES
     const int* far_rows_per_head,    // [num_contexts]
     const long long* spill_addresses, const int* spill_rows_per_head, const long long* resident_addresses,
     const int* resident_rows_per_head,
@@ -126,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
         const long long resident = resident_addresses[looked_up];
         if (lane == (num_contexts <= 32 ? max(context, 0) : 0)) {
             Unit& unit = units[u - first_unit];
-            const long long head_bytes = (long long)kv_head * ROW_BYTES;
+            const long long head_bytes = (long long)kv_head * CONTEXT_ROW_BYTES;
             unit.far = far + far_rows * head_bytes;
             unit.spill = spill + spill_rows * head_bytes;
             unit.resident = resident + resident_rows * head_bytes;
@@ -185,6 +188,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
         for (int tile = unit.warps_tile(split), end = unit.first_tile(split + 1); tile < end; tile += WARPS) {
             wait_for_copies<STAGES - 1>();
             __syncwarp();  // the other lanes' copies have arrived too
+#if CODED
+            decode_rows(slot, min(unit.num_coded(tile), TILE));
+#endif
             if (ESTIMATE_REST && tile < 0)
                 attention.multiply(slot, products + HEAD_DIM + tile * TILE);
             else
@@ -212,8 +218,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
             float max, sum;
             const float4 x = merge<PARTS>(parts, quad, max, sum);
             const float norm = sum > 0.f ? 1.f / sum : 0.f;
-            store_out(out + ((long long)u * HEADS * HEAD_DIM + quad * 4) * ELEMENT_BYTES,
-                      make_float4(x.x * norm, x.y * norm, x.z * norm, x.w * norm));
+            *(Four*)(out + ((long long)u * HEADS * HEAD_DIM + quad * 4) * ELEMENT_BYTES) =
+                pack_four(make_float4(x.x * norm, x.y * norm, x.z * norm, x.w * norm));
         }
         __syncthreads();
     }

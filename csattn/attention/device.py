@@ -17,6 +17,14 @@ from csattn.rest.device import DeviceMoments, moments_shape
 
 SOURCE = Path(__file__).with_name("device.cu")
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
+CODED_FORMATS = (
+    "float32",
+    "bfloat16",
+    "float16",
+    "q8_0",
+    "q4_0",
+    "fp8",
+)  # as `device_coded.cuh` numbers and describes them
 MAX_GROUP_SIZE = 8  # query heads that share a selection: the columns of one tensor-core product
 MAX_HEAD_DIM = 256
 
@@ -31,16 +39,27 @@ MAX_UNITS_PER_BLOCK = 64
 MOST_REST_PARTS, REST_PART_KEYS = 32, 8192  # about as many keys as share a transform
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowCoding:
+    """How a context's rows are kept in fewer bytes: the key's, then the value's, in formats of `CODED_FORMATS`."""
+
+    k: str
+    v: str
+    v_offset: int  # bytes from where a row begins to its value
+    row_bytes: int  # from one row to the next: a multiple of 16
+
+
 @dataclass(frozen=True, slots=True)
 class RowSource:
     """Where a layer's rows lie, for each loaded context. Between steps the contents may change, never the tensors."""
 
-    addresses: Tensor  # [num_contexts] int64, of [num_kv_heads, rows_per_head, 2, head_dim] on the device or pinned
+    # [num_contexts] int64, of [num_kv_heads, rows_per_head, 2, head_dim] on the device or pinned; coded rows are bytes
+    addresses: Tensor
     rows_per_head: Tensor  # [num_contexts] int32
 
 
 def make_row_source(
-    rows: Sequence[Tensor],  # for each context [num_kv_heads, rows_per_head, 2, head_dim]; K, then V
+    rows: Sequence[Tensor],  # for each context [num_kv_heads, rows_per_head, 2, head_dim]; K, then V; or coded
     device: torch.device,
 ) -> RowSource:
     """A source of these rows, which the caller keeps alive."""
@@ -65,7 +84,8 @@ def row_sources(places: Tensor, rows_per_head: Tensor) -> list[RowSource]:
 class DeviceAttention:
     """A plan for steps of one shape, and its workspace. Definition: `device_reference.attend_step`.
 
-    A row's bits depend neither on the other rows nor on where its KV rows lie. Launches of one plan share its
+    A row's bits depend neither on the other rows nor on where its KV rows lie, nor on whether these are coded or what
+    they decode to. Launches of one plan share its
     workspace, so they must be ordered: one stream, or one graph.
     """
 
@@ -85,8 +105,10 @@ class DeviceAttention:
         device: torch.device,
         rest: RestKind = "none",  # what joins in for the rows that are not selected
         max_context_len: int = 0,  # with rest `sketch`: into how many parts it is cut does not depend on the batch
+        coding: RowCoding | None = None,  # of all rows but the tails'; None: they are plain
     ) -> None:
         _require_supported(num_q_heads, num_kv_heads, num_index_heads, head_dim, dtype)
+        _require_no_larger(coding, 2 * head_dim * dtype.itemsize)
         self._q_shape = (batch_size, num_q_heads, head_dim)
         self._selection_shape = (batch_size, num_index_heads, max_top_k)
         self._tail_shape = (num_kv_heads, tail_capacity, 2, head_dim)
@@ -111,7 +133,12 @@ class DeviceAttention:
             "MAX_UNITS": MAX_UNITS_PER_BLOCK,
             "ESTIMATE_REST": int(rest == "moments"),
             "REST_PARTS": plan.rest_parts,
+            "CODED": int(coding is not None),
+            "CONTEXT_ROW_BYTES": 2 * head_dim * dtype.itemsize if coding is None else coding.row_bytes,
         }
+        if coding is not None:
+            defines["K_FORMAT"], defines["V_FORMAT"] = CODED_FORMATS.index(coding.k), CODED_FORMATS.index(coding.v)
+            defines["V_AT"] = coding.v_offset
         self._kernel = cuda_kernel(SOURCE, "attend_step", defines, plan.shared_bytes, early_start=True)
         self.rest_parts = plan.rest_parts  # of a unit, the last in `posted`
         # all ones: no part of a result has been posted. With rest `sketch`, the kernel before posts the last.
@@ -232,3 +259,11 @@ def _require_supported(
         )
     if dtype not in ELEMENTS:
         raise ConfigError(f"attention on the device takes {', '.join(map(str, ELEMENTS))}, not {dtype}; cast the KV")
+
+
+def _require_no_larger(coding: RowCoding | None, plain_bytes: int) -> None:
+    if coding is not None and coding.row_bytes > plain_bytes:
+        raise ConfigError(
+            f"a row coded as k={coding.k}, v={coding.v} takes {coding.row_bytes} bytes and a plain one {plain_bytes}; "
+            "choose a format of fewer bytes, or keep rows as they are"
+        )

@@ -4,7 +4,8 @@
 #include "device_rows.cuh"
 
 __device__ float4 load_four(const char* from) { return *(const float4*)from; }
-__device__ void store_out(char* out, float4 x) { *(float4*)out = x; }
+typedef float4 Four;
+__device__ Four pack_four(float4 x) { return x; }
 
 // Softmax attention of a warp's tiles so far. Lanes r and r + 16 score row r, for the even and for the odd heads; of
 // the output a lane has every 32nd dimension.

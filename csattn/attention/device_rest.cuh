@@ -1,4 +1,4 @@
-// Third part: what the rows that are not selected would give, estimated from their moments (ESTIMATE_REST).
+// Fourth part: what the rows that are not selected would give, estimated from their moments (ESTIMATE_REST).
 //
 // `csattn.rest.reference` is the definition. Moments lie in 2 + HEAD_DIM rows for each context and KV head, as
 // `csattn.rest.device` makes them: two whose sum is the mean row, then, for each dimension, the covariances of all keys with

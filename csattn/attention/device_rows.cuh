@@ -7,8 +7,10 @@
 // the first one all covariances; within a split they are dealt out in turn to the warps. What a warp adds up depends neither
 // on the batch nor on where a row lies.
 //
+// A context's rows may be coded (device_coded.cuh); tails and covariances are not.
+//
 // Defined by the caller: HEAD_DIM, HEADS, NUM_INDEX_HEADS, NUM_KV_HEADS, ELEMENT (bf16, f16 or f32), ELEMENT_BYTES,
-// NUM_SPLITS, THREADS, STAGES, ESTIMATE_REST, REST_PARTS.
+// CODED, CONTEXT_ROW_BYTES, NUM_SPLITS, THREADS, STAGES, ESTIMATE_REST, REST_PARTS.
 #pragma once
 
 #include "../cuda/warps.cuh"
@@ -21,6 +23,8 @@ constexpr int TILE_BYTES = TILE * PITCH;
 constexpr int RING_BYTES = STAGES * TILE_BYTES;  // a warp's tiles in flight
 constexpr int REST_TILES = ESTIMATE_REST ? HEAD_DIM / TILE : 0;
 constexpr long long MOMENTS_BYTES = (2 + HEAD_DIM) * ROW_BYTES;
+static_assert(CODED || CONTEXT_ROW_BYTES == ROW_BYTES, "only coded rows have other bytes");
+static_assert(CONTEXT_ROW_BYTES % 16 == 0 && CONTEXT_ROW_BYTES <= ROW_BYTES, "a coded row is copied to where it is decoded");
 static_assert(HEAD_DIM % 16 == 0 && HEADS >= 1 && HEADS <= 8, "tiles are 16 wide and pad a unit's heads to 8");
 
 // A part of a result: each head's output, unnormalised, then the maximum of its scores and the sum of its weights.
@@ -55,6 +59,8 @@ struct Unit {
         return first_tile(split) + (threadIdx.x / 32 + split * (WARPS - 3)) % WARPS;
     }
     __device__ static int position(int tile) { return tile * TILE + threadIdx.x % TILE; }  // of the lane's row
+    // Of a tile's rows the first so many are coded; none where it is not positive.
+    __device__ int num_coded(int tile) const { return CODED && tile >= 0 ? far_len + resident_len - tile * TILE : 0; }
     __device__ int id_at(int position) const { return (unsigned)position < far_len ? ids[position] : 0; }
 
     __device__ long long row_at(int position, int id) const {
@@ -68,7 +74,7 @@ struct Unit {
             first = rest_end;
             row = position;
         }
-        return first + (long long)row * ROW_BYTES;
+        return first + (long long)row * (position >= 0 && position < far_len + resident_len ? CONTEXT_ROW_BYTES : ROW_BYTES);
     }
 };
 
@@ -107,6 +113,7 @@ __device__ void copy_next(unsigned slot, Tiles& tiles, int& id) {
     if (tiles.exist()) {
         constexpr int COPIES = TILE * CHUNKS / 32;
         const int lane = threadIdx.x % 32, count = tiles.unit->total - tiles.tile * TILE;
+        const int num_coded = tiles.unit->num_coded(tiles.tile);
         const long long row = tiles.unit->row_at(tiles.position(), id);
         tiles.next();
         if (tiles.exist()) id = tiles.unit->id_at(tiles.position());  // before it would queue behind the copies
@@ -116,6 +123,7 @@ __device__ void copy_next(unsigned slot, Tiles& tiles, int& id) {
 #pragma unroll
         for (int i = 0; i < COPIES; i++) {
             const int r = (i * 32 + lane) / CHUNKS, c = (i * 32 + lane) % CHUNKS;
+            if (r < num_coded && c >= CONTEXT_ROW_BYTES / 16) continue;
             start_copy_through_l1(slot + r * PITCH + c * 16, from[i] + c * 16, r < count ? 16 : 0);
         }
     }

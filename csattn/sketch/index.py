@@ -84,4 +84,9 @@ def num_marked(context_len: int, segment_starts: Sequence[int]) -> int:
 
 def heeds_marks(context_len: int, segment_starts: Sequence[int], top_k: int) -> bool:
     """Whether marked rows are chosen first: where others get at least half of the choice."""
-    return 2 * num_marked(context_len, segment_starts) <= top_k
+    return marks_heeded_from(context_len, segment_starts) <= top_k
+
+
+def marks_heeded_from(context_len: int, segment_starts: Sequence[int]) -> int:
+    """The least such choice."""
+    return 2 * num_marked(context_len, segment_starts)

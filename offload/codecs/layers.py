@@ -11,19 +11,20 @@ from offload.codecs.codec import KvCodec
 _PIECE_ROWS = 4096  # that a thread encodes at a time
 
 
-def encode_layer(kv: Tensor, codec: KvCodec) -> Tensor:
-    """kv: [num_kv_heads, context_len, 2, head_dim] of any float dtype -> [num_kv_heads, context_len, row_bytes] uint8.
-
-    Raises CodecError for what the formats cannot keep.
-    """
+def encode_layer(
+    kv: Tensor,  # [num_kv_heads, context_len, 2, head_dim] of any float dtype
+    codec: KvCodec,
+    out: Tensor | None = None,  # like what is returned; rows may have more bytes, which stay as they are
+) -> Tensor:
+    """Coded rows [num_kv_heads, context_len, row_bytes] uint8. Raises CodecError for what the formats cannot keep."""
     num_kv_heads, context_len = kv.shape[:2]
-    coded = torch.empty(num_kv_heads, context_len, codec.row_bytes, dtype=torch.uint8)
+    coded = torch.empty(num_kv_heads, context_len, codec.row_bytes, dtype=torch.uint8) if out is None else out
     pieces = [(head, first) for head in range(num_kv_heads) for first in range(0, context_len, _PIECE_ROWS)]
 
     def encode(piece: tuple[int, int]) -> None:
         head, first = piece
         rows = slice(first, first + _PIECE_ROWS)
-        coded[head, rows] = torch.from_numpy(codec.encode(kv[head, rows].float().numpy()))
+        coded[head, rows, : codec.row_bytes] = torch.from_numpy(codec.encode(kv[head, rows].float().numpy()))
 
     with ThreadPoolExecutor(_num_cpus()) as pool:
         for _ in pool.map(encode, pieces):

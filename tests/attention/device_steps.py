@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from csattn.attention.device import DeviceAttention, make_row_source
+from csattn.attention.device import DeviceAttention, RowCoding, make_row_source
 from csattn.attention.device_reference import attend_step
 from csattn.batch import DeviceSelection, StepRows, make_device_selection, make_step_rows
 from csattn.rest import Moments
@@ -47,6 +47,7 @@ class Step:
     far_rows: DeviceSelection
     rows: StepRows
     moments: Sequence[tuple[Moments, int]] | None = None  # of each context's rows that could be selected, their number
+    coding: RowCoding | None = None  # in which `far`, `spill` and `resident` are; then it has no `wanted`
 
     def wanted(self) -> Tensor:
         return attend_step(
@@ -155,6 +156,7 @@ class OnDevice:
             softmax_scale=shape.softmax_scale,
             device=self.device,
             rest="moments" if step.moments is not None else "none",
+            coding=step.coding,
         )
         self.q, self.tails = step.q.to(self.device), step.tails.to(self.device)
         on_device = [[kv.to(self.device) for kv in side] for side in (step.resident, step.far)]

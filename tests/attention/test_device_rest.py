@@ -23,7 +23,7 @@ def on_a_device(*values):
     return pytest.param(*values, marks=pytest.mark.gpu)
 
 
-DTYPES = [torch.float32, on_a_device(torch.float16), on_a_device(torch.bfloat16)]
+DTYPES = [torch.float32, on_a_device(torch.float16), torch.bfloat16]
 
 
 @pytest.fixture(autouse=True)

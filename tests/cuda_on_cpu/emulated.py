@@ -22,6 +22,7 @@ ROOT = HERE.parent.parent
 # files of assembly, and what the CPU has instead: what these include is relative to what they replace
 REPLACEMENTS = {
     ROOT / "csattn/cuda/intrinsics.cuh": HERE / "intrinsics.h",
+    ROOT / "csattn/attention/products.cuh": HERE / "attention_products.h",
     ROOT / "csattn/lightning/score/products.cuh": HERE / "score_products.h",
     ROOT / "csattn/lightning/tensor_cores.cuh": HERE / "tensor_cores.h",
     ROOT / "csattn/lightning/mla/products.cuh": HERE / "mla_products.h",

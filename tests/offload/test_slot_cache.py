@@ -30,9 +30,9 @@ def make_shape(**changes: int) -> SlotCacheShape:
         "num_slots": 100,
         "max_top_k": 64,
         "max_batch": 5,
-        "head_dim": 64,
+        "row_bytes": 256,
     }
-    return SlotCacheShape(**(sizes | changes), dtype=torch.int16)
+    return SlotCacheShape(**(sizes | changes))
 
 
 def test_a_caches_bytes_are_mostly_rows() -> None:
@@ -45,8 +45,7 @@ def test_a_caches_bytes_are_mostly_rows() -> None:
         num_slots=19662,
         max_top_k=6554,
         max_batch=1,
-        head_dim=128,
-        dtype=torch.bfloat16,
+        row_bytes=512,
     )
     rows_bytes = 32 * 8 * 19662 * 512
     assert rows_bytes < slot_cache_bytes(shape) < 1.1 * rows_bytes
@@ -118,17 +117,17 @@ def test_lookups_agree_with_the_definition(name: str, rng: np.random.Generator) 
 
 
 def numbered_rows(shape: SlotCacheShape, device: torch.device | None = None) -> Tensor:
-    """Rows [num_contexts, num_kv_heads, context_capacity, 2, head_dim] that all differ and are never 0."""
+    """Rows [num_contexts, num_kv_heads, context_capacity, row_bytes] that all differ and are never 0."""
     sizes = (shape.num_contexts, shape.num_kv_heads, shape.context_capacity)
     number = torch.arange(1, 1 + int(np.prod(sizes)), device=device).view(*sizes, 1, 1)
-    rows = torch.cat([number % 30011, 1 + number // 30011], -2).expand(*sizes, 2, shape.head_dim)
-    return rows.to(torch.int16).contiguous()
+    rows = torch.cat([number % 30011, 1 + number // 30011], -2).expand(*sizes, 2, shape.row_bytes // 4)
+    return rows.to(torch.int16).flatten(-2).view(torch.uint8)
 
 
 def wrong_rows(cache: SlotCache, ids: Tensor, rows: Tensor, keys: Tensor, context_ids: Tensor) -> Tensor:
     """How many entries of a lookup in layer 0 lead elsewhere than to their key's row.
 
-    rows: [num_contexts, num_kv_heads, context_capacity, 2, head_dim]; keys: like ids, -1 padded.
+    rows: [num_contexts, num_kv_heads, context_capacity, row_bytes]; keys: like ids, -1 padded.
     """
     num_index_heads = keys.shape[1]
     group = num_index_heads // cache.shape.num_kv_heads
@@ -136,7 +135,7 @@ def wrong_rows(cache: SlotCache, ids: Tensor, rows: Tensor, keys: Tensor, contex
     head = (torch.arange(num_index_heads, device=DEVICE) // group)[None, :, None]
     cached = cache.rows[0][context, head, ids.clamp(min=0).long()]
     fresh = rows[context, head, keys.clamp(min=0).long()]
-    right_row = (cached == fresh).flatten(-2).all(-1)
+    right_row = (cached == fresh).all(-1)
     wrong = torch.where(ids >= 0, ~right_row | (keys < 0), ids != torch.where(keys < 0, -1, -2 - keys))
     return wrong.sum()
 

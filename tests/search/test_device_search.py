@@ -3,6 +3,7 @@
 Without a device the same kernels run on the CPU, compiled by a C++ compiler: see `tests/cuda_on_cpu`.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ def search_on_device(
     context_ids: list[int],
     config: SearchConfig = CONFIG,
     scale: float = SCALE,
+    top_ks: list[int] | None = None,  # of the rows
 ) -> DeviceSelection:
     """One layer; q [batch_size, num_q_heads, head_dim] float32."""
     device = DEVICE
@@ -55,9 +57,9 @@ def search_on_device(
     )
     out = make_device_selection(len(q), shape.num_index_heads, config.top_k(longest), device)
     out.kv_indices.fill_(-(2**30))
-    search.search(
-        torch.from_numpy(q).to(device), loaded, 0, torch.tensor(context_ids, dtype=torch.int32, device=device), out
-    )
+    ids = torch.tensor(context_ids, dtype=torch.int32, device=device)
+    of_rows = None if top_ks is None else torch.tensor(top_ks, dtype=torch.int32, device=device)
+    search.search(torch.from_numpy(q).to(device), loaded, 0, ids, out, of_rows)
     return out
 
 
@@ -103,6 +105,18 @@ def test_flat_and_peaked_softmaxes(scale: float, keep: float) -> None:
     config = SearchConfig(keep=keep, sink_len=0, window_len=1)
     got = row_of(search_on_device([index], q[None], [0], config, scale), 0)
     assert_right(got, q, index, config, scale)
+
+
+def test_a_row_may_choose_less_than_others() -> None:
+    spec = IndexSpec(layout="lists", context_len=3000)
+    index, top_ks = make_index(spec), [1, 40, 2**31 - 1]
+    q = np.stack([make_queries(spec, 4, seed=row) for row in range(3)])
+    together = search_on_device([index], q, [0] * 3, top_ks=top_ks)
+    for row, top_k in enumerate(top_ks):
+        config = replace(CONFIG, keep=min(top_k / 3000, CONFIG.keep))
+        got = row_of(together, row)
+        assert_right(got, q[row], index, config)
+        assert (got.kv_indices[:, config.top_k(3000) :] == -1).all()
 
 
 @pytest.mark.parametrize("distinct_keys", [1, 37])

@@ -61,6 +61,7 @@ class Searched:
         config: SearchConfig = CONFIG,
         scale: float = SCALE,
         dtype: torch.dtype = torch.float32,
+        top_ks: list[int] | None = None,  # of the rows
     ) -> None:
         self.shape = index_shape(indexes[0], q.shape[1])
         longest = max(index.context_len for index in indexes)
@@ -83,7 +84,8 @@ class Searched:
         self.out = make_device_selection(len(q), self.shape.num_index_heads, config.top_k(longest), DEVICE)
         self.out.kv_indices.fill_(-(2**30))
         ids = torch.tensor(context_ids, dtype=torch.int32, device=DEVICE)
-        search.search(torch.from_numpy(np.ascontiguousarray(q)).to(DEVICE, dtype), loaded, 0, ids, self.out)
+        of_rows = None if top_ks is None else torch.tensor(top_ks, dtype=torch.int32, device=DEVICE)
+        search.search(torch.from_numpy(np.ascontiguousarray(q)).to(DEVICE, dtype), loaded, 0, ids, self.out, of_rows)
         size = len(q) * self.shape.num_index_heads, REST_PARTS + 2, self.shape.group_size, self.shape.head_dim + 4
         self.posted = torch.full(size, torch.nan, device=DEVICE)
         search.scores.attend_rest(loaded, 0, ids, self.out, self.posted, REST_PARTS)
@@ -227,6 +229,22 @@ def test_marked_rows_are_chosen_where_they_are_few(keep: float) -> None:
     marked = np.flatnonzero(index.marked_rows(1)[4:-16]) + 4
     assert set(marked) <= set(searched.selection(0).kv_indices[1]) or not index.heeds_marks(config.top_k(4200))
     assert_rest_is_right(searched, 0, q[0], index, config)
+
+
+def test_a_row_may_choose_less_than_others() -> None:
+    """As it would alone, with marks heeded where its own choice is large enough for them."""
+    index, q = make_index(4200)
+    num_marked = int(index.marked_rows(0).sum())
+    top_ks = [1, 2 * num_marked - 1, 2 * num_marked, 2**31 - 1]
+    searched = Searched([index], q[:4], [0] * 4, top_ks=top_ks)
+    for row, top_k in enumerate(top_ks):
+        want = empty_selection(index.num_heads, min(top_k, CONFIG.top_k(4200)))
+        rules = CONFIG.sink_len, CONFIG.window_len, SCALE
+        reference.search(q[row], index, None, want.kv_indices.shape[1], *rules, want)
+        got = searched.selection(row)
+        np.testing.assert_array_equal(got.valid_len, want.valid_len)
+        np.testing.assert_array_equal(got.kv_indices[:, : want.kv_indices.shape[1]], want.kv_indices)
+        assert_rest_is_right(searched, row, q[row], index)
 
 
 def test_worths_that_do_not_fit_into_shared_memory_lie_beside(monkeypatch: pytest.MonkeyPatch) -> None:

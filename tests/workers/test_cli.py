@@ -117,6 +117,16 @@ def test_a_context_decodes_within_a_host_budget(capsys, artifact: Path) -> None:
         assert sentence in " ".join(refused.stderr.split())
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("placement", ["device", "hybrid", "host"])
+def test_a_gpu_attends_to_all_rows_in_the_format_that_is_asked_for(capsys, artifact: Path, placement: str) -> None:
+    asked = "generate", artifact, "--prompt", "who?", "--max-new-tokens", 4, "--json", "--kv-codec", "fp8"
+    want = last_line(in_process(*asked, "--selector", "full", capsys=capsys))
+    got = last_line(in_process(*asked, "--keep", 1.0, "--compare", "--placement", placement, capsys=capsys))
+    assert got["token_ids"] == got["full"]["token_ids"] == want["token_ids"]
+    assert (got["selector"], got["full"]["selector"]) == ("csattn", "full")
+
+
 def test_rows_are_kept_in_the_format_that_is_asked_for(capsys, place: Path, artifact: Path) -> None:
     """Here fp8, for heads are 16 wide."""
     asked = "generate", artifact, "--prompt", "who?", "--max-new-tokens", 4, "--json"
@@ -126,8 +136,8 @@ def test_rows_are_kept_in_the_format_that_is_asked_for(capsys, place: Path, arti
     assert refused.returncode == 1 and "head_dim is 16, but q8_0 takes multiples of 32" in refused.stderr
     refused = in_process(*asked, "--placement", "gpu", capsys=capsys)
     assert refused.returncode == 1 and "unknown placement 'gpu'; choose one of cpu, device" in refused.stderr
-    refused = in_process(*asked, "--kv-codec", "fp8", "--placement", "device", capsys=capsys)
-    assert refused.returncode == 1 and "leave out the KV codec fp8" in refused.stderr
+    refused = in_process(*asked, "--selector", "exact", "--placement", "device", capsys=capsys)
+    assert refused.returncode == 1 and "a GPU decodes with csattn or full; choose one" in refused.stderr
     of_text = "eval", "--text", place / "text.txt", "--model", place / "model", "--context-len", 300, "--eval-len", 20
     done = in_process(
         *of_text, "--presets", "", "--selectors", "full", "--kv-codec", "k=fp8,v=float16", "--json", capsys=capsys

@@ -297,9 +297,8 @@ def test_a_request_whose_step_has_failed_is_refused(store, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"selector": "exact"}, "not with exact; leave out the selector"),
+        ({"selector": "exact"}, "a GPU decodes with csattn or full; choose one"),
         ({"placement": "gpu"}, "unknown placement 'gpu'; choose one of cpu, device"),
-        ({"kv_format": KvFormat.parse("q8_0")}, "leave out the KV codec q8_0"),
         ({"host_budget_bytes": 1}, "a host budget is for decoding on the CPU"),
     ],
 )

@@ -68,7 +68,7 @@ def _read(fields: Fields, request_id: str, model: str, limits: LimitSettings, pa
         "keep": fields.number("keep", 0.0, 1.0, above=True),
         "lookahead": fields.whole("lookahead", 0, 1),
         "rest": cast(RestKind | None, fields.choice("rest", get_args(RestKind))),
-        "selector": cast(Selector, fields.choice("selector", SELECTOR_NAMES) or "csattn"),
+        "selector": cast(Selector | None, fields.choice("selector", SELECTOR_NAMES)),
     }
     fields.finish()
     ask = Ask(request_id=request_id, context=context_of(asked_model, model), sampling=sampling, **own, **extension)

@@ -272,6 +272,9 @@ def serve(
     model: Model = None,
     placement: Placement = None,
     kv_codec: KvCodec = None,
+    selector: Annotated[
+        str | None, typer.Option(help="Of requests that name none; full: all rows.", show_default="csattn")
+    ] = None,
     threads: Annotated[int | None, typer.Option(help="That search on the CPU.", show_default="all cores")] = None,
     keep: Annotated[
         float | None,
@@ -289,5 +292,6 @@ def serve(
 
     flags: dict[str, object] = {"server.host": host, "server.port": port, "store.path": store, "model.name": model}
     flags |= {"engine.placement": placement, "engine.num_threads": threads, "engine.kv_codec": kv_codec}
+    flags |= {"engine.selector": selector}
     flags |= {"search.keep": keep, "search.lookahead": lookahead}
     serving.serve(file, flags | parse_changes(changes or []), context or [], local, json)

@@ -1,5 +1,6 @@
 """`csattn generate`: one question, one artifact, tokens as they come; full attention beside it on request."""
 
+import gc
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -45,8 +46,8 @@ class AskOptions:
     host_budget: str | None = None  # of host memory for the context's rows; None: all that they take
 
     def __post_init__(self) -> None:
-        selector = "full" if self.compare else self.selector
-        require_together(self.placement, selector, self.kv_format, self.budget_bytes)
+        require_together(self.placement, self.selector, self.budget_bytes)
+        _ = self.kv_format  # which refuses what it cannot read
 
     @property
     def kv_format(self) -> KvFormat | None:
@@ -66,6 +67,7 @@ def ask(place: Path | str, prompt: str, config: SearchConfig, options: AskOption
         sparse = _answer(loaded, artifact, config, options.selector, prompt, options)
         result = {**sparse.to_json(), **_asked_for(config, sparse, artifact)}
         if options.compare:
+            gc.collect()  # what the engine before has left on the device
             full = _answer(loaded, artifact, config, "full", prompt, replace(options, kv_codec=None))
             out.print(comparison(f"keep {100 * config.keep:g} %, rest {result['rest']}", sparse, full))
             result["full"] = full.to_json()
@@ -99,7 +101,7 @@ def _answer(
             **told,
         )
         stack.enter_context(engine)
-        name = selector if where == "cpu" else where
+        name = selector if where == "cpu" else f"{selector}, {where}"
         return speak(engine, loaded, artifact, config, cast(SelectorName, selector), ids, at_most, name)
 
 

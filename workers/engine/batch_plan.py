@@ -55,6 +55,7 @@ def plan_batch(shape: EngineShape, batch_size: int, device: torch.device) -> Bat
         device=device,
         rest=shape.rest,
         max_context_len=shape.max_context_len,
+        coding=shape.coding,
     )
     first, second = (
         make_device_selection(batch_size, shape.num_index_heads, shape.max_top_k, device) for _ in range(2)

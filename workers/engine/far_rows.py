@@ -1,6 +1,6 @@
 """Where a step's selected rows are read from: the context's KV on the device, or slots that its host rows move to."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 import torch
@@ -8,6 +8,9 @@ from torch import Tensor
 
 from csattn.attention.device import RowSource, row_sources
 from csattn.batch import DeviceSelection
+from offload.codecs.codec import KvCodec
+from offload.codecs.layers import encode_layer
+from offload.host_memory import allocate_rows
 from offload.pinned import PinnedRows
 from offload.slot_cache import SlotCache, SlotCacheShape, slot_cache_bytes
 from workers.engine.shape import EngineShape
@@ -49,8 +52,8 @@ class DeviceRows:
     def __repr__(self) -> str:
         return f"<DeviceRows {len(self._kv)}/{self._shape.num_contexts} contexts>"
 
-    def load(self, context_id: int, layers: Sequence[Tensor]) -> None:
-        """Take a context's KV, per layer [num_kv_heads, context_len, 2, head_dim]; copied unless it is there."""
+    def load(self, context_id: int, layers: Iterable[Tensor]) -> None:
+        """Take a context's KV, layer by layer as `context_layers` gives it; copied unless it is there."""
         kept = [layer.to(self._device).contiguous() for layer in layers]
         self._kv[context_id] = kept
         self._addresses[:, context_id] = torch.tensor([layer.data_ptr() for layer in kept], dtype=torch.int64)
@@ -126,6 +129,20 @@ class CachedRows:
         return self._spills[layer_idx]
 
 
+def context_layers(shape: EngineShape, layers: Iterable[Tensor]) -> Iterator[Tensor]:
+    """A context's rows as such steps read them, on the host: [num_kv_heads, context_len, 2, head_dim], or coded.
+
+    layers: as they were built. Coded ones are made one by one, on pages of their own. Raises CodecError for what the
+    format cannot keep.
+    """
+    for layer in layers:
+        if shape.kv_format is None:
+            yield layer
+            continue
+        (room,) = allocate_rows(1, (*layer.shape[:2], shape.context_row_bytes), torch.uint8)
+        yield encode_layer(layer, KvCodec(shape.kv_format, shape.head_dim), room)
+
+
 def cache_shape(shape: EngineShape, num_slots: int) -> SlotCacheShape:
     """The slot cache that serves steps of that shape."""
     return SlotCacheShape(
@@ -137,8 +154,7 @@ def cache_shape(shape: EngineShape, num_slots: int) -> SlotCacheShape:
         num_slots=num_slots,
         max_top_k=shape.max_top_k,
         max_batch=max(shape.batch_sizes),
-        head_dim=shape.head_dim,
-        dtype=shape.dtype,
+        row_bytes=shape.context_row_bytes,
     )
 
 

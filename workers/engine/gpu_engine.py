@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from types import TracebackType
 from typing import Self
@@ -15,6 +16,7 @@ from csattn.errors import ConfigError
 from csattn.models import LoadedModel
 from csattn.search import SearchPool
 from csattn.selectors import ContextView, resolve_rest
+from offload.codecs.formats import KvFormat
 from offload.errors import NoDeviceError
 from workers.engine.far_rows import CachedRows
 from workers.engine.fidelity import Seen, fidelity
@@ -30,14 +32,22 @@ from workers.serving.step_engine import EngineCounts, Fidelity, Reading, StepRes
 BATCH_SIZES = (1, 8)  # of one request: its steps, and its question eight tokens at a time
 MAX_ROWS = 64  # of a step
 TAIL_CAPACITY = 2048
+GPU_SELECTORS: tuple[Selector, ...] = ("csattn", "full")
 SLOT_SHARE = 0.15  # of a context's rows, kept on the device where its KV is on the host
+
+
+@dataclass(slots=True)
+class _Request:
+    context_id: int
+    config: SearchConfig
+    tail_len: int = 0
 
 
 class GpuEngine:
     """A `StepEngine` of one placement. Memory is planned, and steps are captured, when the first context comes.
 
-    All requests search as the engine is set. Rows of steps of up to 16 have the same bits alone and among others; in
-    larger steps the last bits may differ.
+    All requests select as the engine is set, some of them fewer rows; or all attend to everything. Rows of steps of up
+    to 16 have the same bits alone and among others; in larger steps the last bits may differ.
     """
 
     def __init__(
@@ -52,6 +62,8 @@ class GpuEngine:
         num_contexts: int = 1,  # loaded at the same time
         max_context_len: int | None = None,  # rows of the longest; of the first one unless said
         slot_share: float = SLOT_SHARE,
+        selector: Selector = "csattn",  # of all requests; or full
+        kv_format: KvFormat | None = None,  # of contexts' rows, on the device and in host memory; None: as built
         num_threads: int | None = None,  # that search, in placement `host`; all cores unless said
         searcher: StepSearcher | None = None,  # in placement `host`, instead of threads; closed with the engine
         device: torch.device | None = None,
@@ -61,18 +73,23 @@ class GpuEngine:
         if not 0 < slot_share <= 1:
             raise ConfigError(f"slot_share must lie in (0, 1], got {slot_share}")
         self.loaded, self.config, self.placement = loaded, config, placement_named(placement)
+        self.selector = selector
         require_device()
+        require_selector(selector)
+        if kv_format is not None:
+            kv_format.row_bytes(loaded.geometry.head_dim)  # which it may not fit
         self.batch_sizes, self.max_rows, self.num_slots = batch_sizes, batch_sizes[-1], num_slots
         self.max_positions, self.num_layers = loaded.geometry.max_positions, loaded.geometry.num_layers
         self.tail_capacity = min(tail_capacity, self.max_positions)
         self._num_contexts, self._max_context_len, self._slot_share = num_contexts, max_context_len, slot_share
+        self._kv_format = kv_format
         self._device, self._on_progress = device or torch.device("cuda", 0), on_progress
         self._searcher = searcher
-        if self.placement == "host" and searcher is None:
+        if self.placement == "host" and selector != "full" and searcher is None:
             self._searcher = StepSearches(SearchPool(num_threads or available_cpus()))
         self._placed: PlacedModel | None = None
         self._places: dict[int, int] = {}  # of the scheduler's contexts among the placed ones
-        self._requests: dict[int, tuple[int, int]] = {}  # by slot: context, rows of the tail
+        self._requests: dict[int, _Request] = {}  # by slot
 
     def __repr__(self) -> str:
         return f"<GpuEngine {self.placement}: {len(self._places)} contexts, {len(self._requests)} requests>"
@@ -89,7 +106,7 @@ class GpuEngine:
 
     def remove_context(self, context_id: int) -> None:
         place = self._place(context_id)
-        require_unused(context_id, {slot: used for slot, (used, _) in self._requests.items()})
+        require_unused(context_id, {slot: request.context_id for slot, request in self._requests.items()})
         self._ready().remove_context(place)
         del self._places[context_id]
 
@@ -99,14 +116,17 @@ class GpuEngine:
     def open(self, slot: int, context_id: int, config: SearchConfig, selector: Selector) -> None:
         self._place(context_id)
         require_free_slot(slot, self.num_slots, self._requests)
-        if selector != "csattn":
-            raise ConfigError(f"selector is {selector!r}, but steps on a GPU are captured with csattn's; leave it out")
-        if config != self.config:
+        if selector != self.selector:
             raise ConfigError(
-                f"keep is {config.keep} and lookahead {config.lookahead}, but steps on a GPU are captured with "
-                f"{self.config.keep} and {self.config.lookahead}; leave them out"
+                f"selector is {selector!r}, but steps on this GPU are captured with {self.selector}; leave it out"
             )
-        self._requests[slot] = context_id, 0
+        fits = config.keep <= self.config.keep and replace(config, keep=self.config.keep) == self.config
+        if selector != "full" and not fits:
+            raise ConfigError(
+                f"keep is {config.keep} and lookahead {config.lookahead}, but steps on a GPU are captured with up to "
+                f"{self.config.keep} and {self.config.lookahead}; ask for no more, and leave the others out"
+            )
+        self._requests[slot] = _Request(context_id, config)
 
     def close_slot(self, slot: int) -> None:
         self._request(slot)
@@ -120,10 +140,12 @@ class GpuEngine:
         runner = self._ready().runner
         lens = self._tail_lens(rows)
         batch_size = runner.batch_size_for(len(rows))
-        contexts = [self._requests[row.slot][0] for row in rows]
-        positions = [self._context_len(context) + length - 1 for context, length in zip(contexts, lens, strict=True)]
-        places, slots = [self._places[context] for context in contexts], [row.slot for row in rows]
-        runner.fill(batch_size, [row.token_id for row in rows], positions, places, slots, lens)
+        requests = [self._requests[row.slot] for row in rows]
+        context_lens = [self._context_len(request.context_id) for request in requests]
+        positions = [context_len + length - 1 for context_len, length in zip(context_lens, lens, strict=True)]
+        places, slots = [self._places[request.context_id] for request in requests], [row.slot for row in rows]
+        top_ks = [request.config.top_k(n) for request, n in zip(requests, context_lens, strict=True)]
+        runner.fill(batch_size, [row.token_id for row in rows], positions, places, slots, lens, top_ks)
         if watch is None:
             output = runner.step(batch_size)
         else:
@@ -131,17 +153,19 @@ class GpuEngine:
             output = runner.step_by_calls(batch_size)
         next_ids = output.next_ids[: len(rows)].cpu().numpy()
         logits = output.logits[: len(rows)].float().cpu().numpy() if want_logits else None
-        for row, length in zip(rows, lens, strict=True):
-            self._requests[row.slot] = self._requests[row.slot][0], length
+        for request, length in zip(requests, lens, strict=True):
+            request.tail_len = length
         seen = None if watch is None else self._fidelity(rows[watch[0]].slot, watch[1], lens[watch[0]])
         return StepResult(next_ids, logits, seen)
 
     def reading(self, slot: int) -> Reading:
-        context_id, tail_len = self._request(slot)
-        context_len, search = self._context_len(context_id), self.config
-        resident = min(context_len, search.sink_len + search.window_len)
-        far = min(search.top_k(context_len), context_len - resident)
-        return Reading("csattn", resident + far + (tail_len + 1) / 2)
+        request = self._request(slot)
+        context_len, own = self._context_len(request.context_id), (request.tail_len + 1) / 2
+        if self.selector == "full":
+            return Reading("full", context_len + own)
+        resident = min(context_len, request.config.sink_len + request.config.window_len)
+        far = min(request.config.top_k(context_len), context_len - resident)
+        return Reading("csattn", resident + far + own)
 
     def counts(self) -> EngineCounts:
         """On a GPU the parts of a step are not timed one by one: they run side by side."""
@@ -188,13 +212,13 @@ class GpuEngine:
         )
 
     def _shape_for(self, artifact: Artifact) -> EngineShape:
-        geometry, index_config = self.loaded.geometry, artifact.spec.index_config
+        geometry, index_config, full = self.loaded.geometry, artifact.spec.index_config, self.selector == "full"
         longest = self._max_context_len or artifact.spec.context_len
         return EngineShape(
             num_layers=geometry.num_layers,
             num_q_heads=geometry.num_q_heads,
             num_kv_heads=geometry.num_kv_heads,
-            num_index_heads=artifact.layer_index(0).num_heads,
+            num_index_heads=geometry.num_kv_heads if full else artifact.layer_index(0).num_heads,
             head_dim=geometry.head_dim,
             dtype=self.loaded.dtype,
             softmax_scale=self.loaded.model.model.layers[0].self_attn.scaling,
@@ -204,29 +228,31 @@ class GpuEngine:
             num_contexts=self._num_contexts,
             num_tails=self.num_slots,
             tail_capacity=self.tail_capacity,
-            rest=resolve_rest(self.config, "csattn", index_config.layout),
+            rest=resolve_rest(self.config, self.selector, index_config.layout),
+            attends_all=full,
+            kv_format=self._kv_format,
             max_segments=len(index_config.segment_starts(longest)) if isinstance(index_config, SketchConfig) else 0,
         )
 
     def _fidelity(self, slot: int, layer_idx: int, tail_len: int) -> Fidelity:
         placed = self._ready()
-        context_id = self._requests[slot][0]
-        artifact = placed.artifacts[self._places[context_id]]
-        view = ContextView(artifact.spec.context_len, placed.shape.softmax_scale, self.config)
+        request = self._requests[slot]
+        artifact = placed.artifacts[self._places[request.context_id]]
+        view = ContextView(artifact.spec.context_len, placed.shape.softmax_scale, request.config)
         q, chosen = placed.watch.seen()
         kv = artifact.layer_kv(layer_idx).to(placed.device)
         tail = placed.attention.tails[layer_idx, slot, :, :tail_len]
-        return fidelity(Seen(layer_idx, view, q, tail, 0, chosen), kv)
+        return fidelity(Seen(layer_idx, view, q, tail, 0, view.middle if self.selector == "full" else chosen), kv)
 
     def _tail_lens(self, rows: Sequence[StepRow]) -> list[int]:
         """Rows of its tail that each row sees, its own included. Raises before anything changes."""
         if not 1 <= len(rows) <= self.max_rows:
             raise ConfigError(f"a step has 1 to {self.max_rows} rows, got {len(rows)}")
         for slot, num_new in Counter(row.slot for row in rows).items():
-            context_id, length = self._request(slot)
-            room = min(self.tail_capacity, self.max_positions - self._context_len(context_id))
-            require_room(slot, length + num_new, room)
-        return seen_lens([row.slot for row in rows], {row.slot: self._requests[row.slot][1] for row in rows})
+            request = self._request(slot)
+            room = min(self.tail_capacity, self.max_positions - self._context_len(request.context_id))
+            require_room(slot, request.tail_len + num_new, room)
+        return seen_lens([row.slot for row in rows], {row.slot: self._requests[row.slot].tail_len for row in rows})
 
     def _context_len(self, context_id: int) -> int:
         return int(self._ready().artifacts[self._places[context_id]].spec.context_len)
@@ -241,7 +267,7 @@ class GpuEngine:
             raise ConfigError(f"there is no context {context_id}; load it first")
         return self._places[context_id]
 
-    def _request(self, slot: int) -> tuple[int, int]:
+    def _request(self, slot: int) -> _Request:
         if slot not in self._requests:
             raise ConfigError(f"slot {slot} is not open; open it first")
         return self._requests[slot]
@@ -256,6 +282,14 @@ def require_device() -> None:
     if find_spec("cupy") is None:
         raise NoDeviceError(
             "the GPU engine needs CuPy, which is not installed: pip install -e '.[gpu]', or '.[gpu-cu13]' for CUDA 13"
+        )
+
+
+def require_selector(selector: str) -> None:
+    if selector not in GPU_SELECTORS:
+        raise ConfigError(
+            f"selector is {selector!r}, but a GPU decodes with {' or '.join(GPU_SELECTORS)}; choose one of them, or "
+            "decode on the CPU"
         )
 
 

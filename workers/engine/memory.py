@@ -6,6 +6,7 @@ from csattn.artifact import Artifact
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
 from offload.budget import MemoryPart, MemoryPlan
+from workers.engine.attend_all import streamed_bytes
 from workers.engine.far_rows import cache_bytes
 from workers.engine.schedule import schedule_bytes
 from workers.engine.shape import EngineShape
@@ -34,12 +35,13 @@ def plan_memory(
     weights = sum(parameter.numel() * parameter.element_size() for parameter in loaded.model.parameters())
     kv_bytes = shape.kv_bytes(artifact.spec.context_len)
     working = search_bytes(shape) if index_is_on_device(shape, placement) else 0
+    kept = 0 if shape.attends_all else schedule_bytes(shape)
     parts = [
         MemoryPart(name="the model's weights", device_bytes=weights if loaded.device.type == "cpu" else 0),
         MemoryPart(name="the requests' own KV", device_bytes=shape.tails_bytes),
         MemoryPart(name="the resident rows", device_bytes=shape.resident_bytes),
         MemoryPart(name="the moments of the rows between", device_bytes=shape.moments_bytes),
-        MemoryPart(name="the choices that later tokens read", device_bytes=schedule_bytes(shape)),
+        MemoryPart(name="the choices that later tokens read", device_bytes=kept),
         MemoryPart(name="kernels and their workspace", device_bytes=KERNELS_BYTES + working),
     ]
     if index_is_on_device(shape, placement):
@@ -48,7 +50,10 @@ def plan_memory(
         parts.append(MemoryPart(name="the context's KV", device_bytes=kv_bytes))
     else:
         parts.append(MemoryPart(name="the context's KV", pinned_bytes=kv_bytes))
-        parts.append(MemoryPart(name="the slot cache", device_bytes=cache_bytes(shape, num_slots)))
+        if shape.attends_all:
+            parts.append(MemoryPart(name="the layers that are streamed", device_bytes=streamed_bytes(shape)))
+        else:
+            parts.append(MemoryPart(name="the slot cache", device_bytes=cache_bytes(shape, num_slots)))
     return MemoryPlan(tuple(parts), shape.max_context_len)
 
 
@@ -64,7 +69,7 @@ def plan_context(shape: EngineShape, artifact: Artifact, placement: Placement) -
 
 def index_is_on_device(shape: EngineShape, placement: Placement) -> bool:
     """To search there, or to attend to the rest by codes."""
-    return placement != "host" or shape.rest == "sketch"
+    return not shape.attends_all and (placement != "host" or shape.rest == "sketch")
 
 
 def search_bytes(shape: EngineShape) -> int:

@@ -58,13 +58,16 @@ class SearchOnDevice:
     def __repr__(self) -> str:
         return f"<SearchOnDevice {self._indexes!r}, {self.far!r}>"
 
-    def load(self, context_id: int, kv: Sequence[Tensor], index: Sequence[DeviceLayerIndex]) -> None:
-        """Give a place to a context whose rows `far` has. No step may be in flight.
-
-        kv: per layer [num_kv_heads, context_len, 2, head_dim], wherever it lies; its resident rows are copied.
-        """
+    def load(
+        self,
+        context_id: int,
+        kv: Sequence[Tensor],  # as `far` has it, wherever it lies; its resident rows are copied
+        index: Sequence[DeviceLayerIndex],
+        plain: Sequence[Tensor] | None = None,  # where kv is coded: as it was built
+    ) -> None:
+        """Give a place to a context whose rows `far` has. No step may be in flight."""
         context_len = self.shape.require_context(kv)
-        self._resident.load(context_id, kv)
+        self._resident.load(context_id, kv, plain)
         self._indexes.load(context_id, context_len, list(index))
 
     def unload(self, context_id: int) -> None:
@@ -119,7 +122,7 @@ class SearchOnDevice:
     def _search(self, layer_idx: int, q: Tensor, rows: StepRows) -> "_Fetched":
         """Enqueue the search on the current stream, and the way of its rows."""
         selection, search_ids = self._plans[rows.batch_size].selection(layer_idx), self._schedule.search_ids(rows)
-        self._searches[rows.batch_size].search(q, self._indexes, layer_idx, search_ids, selection)
+        self._searches[rows.batch_size].search(q, self._indexes, layer_idx, search_ids, selection, rows.top_ks)
         self._schedule.share_out(layer_idx, selection, rows)
         fetched = self.far.fetch(layer_idx, selection, rows.context_ids, self._link)
         is_there = self._link.record_event() if self._link else None

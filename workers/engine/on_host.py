@@ -31,6 +31,7 @@ from workers.engine.shape import EngineShape
 from workers.searchers.step_searches import GIVE_UP, STEP_SEARCH, StepPlan
 
 PLACES = "q_at", "kv_at", "len_at", "query_flag_at", "choice_flag_at"  # of a row in the memory
+_Asked = tuple[int, int]  # by a row: its context, -1: idle; K, where it is less than the context's
 PATIENCE_S = 1.0  # how often the device is asked whether it has failed, while the host waits for a step's queries
 
 
@@ -73,10 +74,16 @@ class SearchOnHost:
     def __repr__(self) -> str:
         return f"<SearchOnHost {self._searcher!r}, {self.far!r}>"
 
-    def load(self, context_id: int, kv: Sequence[Tensor], index: Sequence[LayerIndex | SketchIndex]) -> None:
+    def load(
+        self,
+        context_id: int,
+        kv: Sequence[Tensor],  # as `SearchOnDevice.load` takes it, and plain likewise
+        index: Sequence[LayerIndex | SketchIndex],
+        plain: Sequence[Tensor] | None = None,
+    ) -> None:
         """Give a place to a context whose rows `far` has. No step may be in flight."""
         context_len = self.shape.require_context(kv)
-        self._resident.load(context_id, kv)
+        self._resident.load(context_id, kv, plain)
         if self._indexes is not None:
             self._indexes.load(context_id, context_len, [to_device(layer, self._device) for layer in index])
         for mail in self._mail.values():
@@ -103,7 +110,8 @@ class SearchOnHost:
         mail = self._mail[rows.batch_size]
         self._clock.advance()
         self._schedule.begin_step(rows)
-        plan = mail.plan(tuple(self._schedule.search_ids(rows).tolist()))
+        asked = torch.stack([self._schedule.search_ids(rows), rows.top_ks]).tolist()
+        plan = mail.plan(tuple(zip(*asked, strict=True)))
         self._searching = self._background.start(partial(self._search, mail, plan, self._clock.value(0)))
 
     def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None:
@@ -173,7 +181,7 @@ class _StepMail:
         self._queries = [RowMail(*_query_sizes(shape, batch_size), memory) for _ in range(2)]
         self._selections = [SelectionMail(*_selection_sizes(shape, batch_size), memory) for _ in range(2)]
         self._context_lens: dict[int, int] = {}
-        self._last: tuple[tuple[int, ...], StepPlan] | None = None  # and the rows' contexts
+        self._last: tuple[tuple[_Asked, ...], StepPlan] | None = None  # and what the rows ask for
 
     def post(self, layer_idx: int, q: Tensor, clock: StepClock) -> None:
         self._queries[layer_idx % 2].post(q.float(), clock, layer_idx + 1)
@@ -195,15 +203,15 @@ class _StepMail:
         self._last = None
         self._context_lens.pop(context_id, None)
 
-    def plan(self, contexts: tuple[int, ...]) -> StepPlan:
-        """The searches of a step; contexts: of its rows, -1: idle. No step may be in flight."""
-        if self._last is None or self._last[0] != contexts:
-            self._last = contexts, StepPlan(self._records(contexts))
+    def plan(self, asked: tuple[_Asked, ...]) -> StepPlan:
+        """The searches of a step, by what its rows ask for. No step may be in flight."""
+        if self._last is None or self._last[0] != asked:
+            self._last = asked, StepPlan(self._records(asked))
         return self._last[1]
 
-    def _records(self, contexts: tuple[int, ...]) -> NDArray[np.void]:
+    def _records(self, asked: tuple[_Asked, ...]) -> NDArray[np.void]:
         shape, config = self._shape, self._shape.search
-        in_use = [row for row, context_id in enumerate(contexts) if context_id >= 0]
+        in_use = [(row, *of_row) for row, of_row in enumerate(asked) if of_row[0] >= 0]
         records = np.zeros((shape.num_layers, len(in_use)), STEP_SEARCH)
         records["layer"] = np.arange(shape.num_layers)[:, None]
         records["flag_value"] = records["layer"] + 1
@@ -211,9 +219,9 @@ class _StepMail:
         records["group_size"] = shape.num_q_heads // shape.num_index_heads
         records["sink_len"], records["window_len"] = config.sink_len, config.window_len
         records["softmax_scale"] = shape.softmax_scale
-        for i, row in enumerate(in_use):
-            of_row, top_k = records[:, i], config.top_k(self._context_lens[contexts[row]])
-            of_row["context"], of_row["top_k"] = contexts[row], top_k
+        for i, (row, context_id, row_top_k) in enumerate(in_use):
+            of_row, top_k = records[:, i], min(row_top_k, config.top_k(self._context_lens[context_id]))
+            of_row["context"], of_row["top_k"] = context_id, top_k
             for parity, (queries, selections) in enumerate(zip(self._queries, self._selections, strict=True)):
                 selections.widths[row] = top_k
                 places = queries.rows, selections.kv_indices, selections.valid_len, queries.flags, selections.flags

@@ -11,7 +11,7 @@ from offload.budget import host_memory_bytes
 from offload.codecs.formats import KvFormat
 from workers.engine.cpu_context import HostBudget
 from workers.engine.cpu_engine import CpuEngine
-from workers.engine.gpu_engine import TAIL_CAPACITY, GpuEngine
+from workers.engine.gpu_engine import TAIL_CAPACITY, GpuEngine, require_selector
 from workers.engine.memory import PLACEMENTS
 
 
@@ -32,7 +32,7 @@ def open_engine(
 
     Raises a sentence for what does not go together.
     """
-    require_together(placement, selector, kv_format, host_budget_bytes)
+    require_together(placement, selector, host_budget_bytes)
     artifact.require_model(loaded.fingerprint)
     artifact.require_tokenizer(loaded.tokenizer_hash)
     engine: CpuEngine | GpuEngine
@@ -51,6 +51,8 @@ def open_engine(
             loaded,
             config,
             placement,
+            selector=selector,  # type: ignore[arg-type]  # which is refused by name
+            kv_format=kv_format,
             num_slots=num_slots or 4,
             tail_capacity=tail_capacity or TAIL_CAPACITY,
             **options,
@@ -64,19 +66,13 @@ def open_engine(
     return engine
 
 
-def require_together(placement: str, selector: str, kv_format: KvFormat | None, host_budget_bytes: int | None) -> None:
+def require_together(placement: str, selector: str, host_budget_bytes: int | None) -> None:
     """Raise ConfigError for a placement that is none, and for what there is on the CPU only."""
     if placement == "cpu":
         return
     if placement not in PLACEMENTS:
         raise ConfigError(f"unknown placement {placement!r}; choose one of cpu, {', '.join(PLACEMENTS)}")
-    if selector != "csattn":
-        raise ConfigError(
-            f"a placement decodes with csattn's own selector, not with {selector}; leave out the selector, and the "
-            "comparison with full attention"
-        )
-    if kv_format is not None:
-        raise ConfigError(f"on a GPU, rows are kept as they were built; leave out the KV codec {kv_format}")
+    require_selector(selector)
     if host_budget_bytes is not None:
         raise ConfigError(
             "a host budget is for decoding on the CPU; leave out the host budget, or choose placement cpu"

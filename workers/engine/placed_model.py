@@ -8,11 +8,12 @@ from torch import Tensor
 from csattn.artifact import Artifact
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
-from csattn.search.device import DeviceLayerIndex, IndexShape, index_shape, to_device
+from csattn.search.device import DeviceLayerIndex, index_shape, to_device
 from offload.budget import available_memory
 from offload.errors import MemoryPlanError, PinningError
 from offload.pinned import PinnedRows
-from workers.engine.far_rows import CachedRows, DeviceRows
+from workers.engine.attend_all import AttendAll, StreamedRows
+from workers.engine.far_rows import CachedRows, DeviceRows, context_layers
 from workers.engine.memory import Placement, plan_context, plan_memory
 from workers.engine.on_device import SearchOnDevice
 from workers.engine.on_host import SearchOnHost
@@ -21,6 +22,7 @@ from workers.engine.shape import EngineShape
 from workers.engine.watch import Watch
 from workers.model_runner import ModelRunner, take_weights
 
+_FarRows = DeviceRows | CachedRows | StreamedRows
 Progress = Callable[[str, int, int], None]  # what is being loaded, done, in all
 
 
@@ -52,8 +54,8 @@ class PlacedModel:
         self._pinned: dict[int, PinnedRows] = {}
         self._searcher = searcher
         self._index_config = first.spec.index_config
-        self.far, self.attention = self._place(index_shape(first.layer_index(0), shape.num_q_heads))
-        self._next_query = _room_for_next_query(shape, device) if shape.search.lookahead else None
+        self.far, self.attention = self._place(first)
+        self._next_query = _room_for_next_query(shape, device) if self.attention.lookahead else None
         self._load(0, first)
         self.watch = Watch(self.attention)
         weights = take_weights(loaded.model, device)
@@ -87,8 +89,10 @@ class PlacedModel:
     def remove_context(self, context_id: int) -> None:
         """Forget a context, between steps."""
         self._wait()
-        self.attention.unload(context_id)
-        if self._searcher is not None:
+        if not isinstance(self.attention, AttendAll):
+            self.attention.unload(context_id)
+        if isinstance(self.attention, SearchOnHost):
+            assert self._searcher is not None
             self._searcher.unload(context_id)
         self.far.unload(context_id)
         if pinned := self._pinned.pop(context_id, None):
@@ -108,31 +112,38 @@ class PlacedModel:
                 f"{self.shape.max_context_len:,}; start it with a larger max_context_len"
             )
 
-    def _place(self, index: IndexShape) -> tuple[DeviceRows | CachedRows, SearchOnDevice | SearchOnHost]:
+    def _place(self, first: Artifact) -> tuple[_FarRows, SearchOnDevice | SearchOnHost | AttendAll]:
+        shape, device = self.shape, self.device
+        if shape.attends_all:
+            rows = DeviceRows(shape, device) if self.placement == "device" else StreamedRows(shape, device)
+            return rows, AttendAll(shape, rows, device)
+        index = index_shape(first.layer_index(0), shape.num_q_heads)
         if self.placement == "device":
-            rows = DeviceRows(self.shape, self.device)
-            return rows, SearchOnDevice(self.shape, index, rows, self.device)
-        cached = CachedRows(self.shape, self._num_slots, self.device)
+            on_device = DeviceRows(shape, device)
+            return on_device, SearchOnDevice(shape, index, on_device, device)
+        cached = CachedRows(shape, self._num_slots, device)
         if self._searcher is None or self.placement != "host":
-            return cached, SearchOnDevice(self.shape, index, cached, self.device)
-        return cached, SearchOnHost(self.shape, index, cached, self._searcher, self.device)
+            return cached, SearchOnDevice(shape, index, cached, device)
+        return cached, SearchOnHost(shape, index, cached, self._searcher, device)
 
     def _load(self, context_id: int, artifact: Artifact) -> None:
-        kv = [artifact.layer_kv(layer_idx) for layer_idx in range(self.shape.num_layers)]
+        built = [artifact.layer_kv(layer_idx) for layer_idx in range(self.shape.num_layers)]
+        layers = context_layers(self.shape, built)
         if isinstance(self.far, DeviceRows):
-            self.far.load(context_id, kv)
+            self.far.load(context_id, layers)
             kv = self.far.layers(context_id)
         else:
-            self._pinned[context_id] = self._pin(kv)
+            self._pinned[context_id] = self._pin(list(layers))
             kv = self._pinned[context_id].layers
             self.far.load(context_id, self._pinned[context_id])
+        plain = None if self.shape.kv_format is None else built
         if isinstance(self.attention, SearchOnHost):
             indexes = [artifact.layer_index(layer_idx) for layer_idx in range(self.shape.num_layers)]
-            self.attention.load(context_id, kv, indexes)
+            self.attention.load(context_id, kv, indexes, plain)
             assert self._searcher is not None
             self._searcher.load(context_id, artifact)
-        else:
-            self.attention.load(context_id, kv, self._index_on_device(artifact))
+        elif isinstance(self.attention, SearchOnDevice):
+            self.attention.load(context_id, kv, self._index_on_device(artifact), plain)
         if self._next_query is not None:
             for layer_idx in range(self.shape.num_layers - 1):
                 matrix = artifact.layer_index(layer_idx).next_query

@@ -19,8 +19,9 @@ class ResidentRows:
 
     def __init__(self, shape: EngineShape, device: torch.device) -> None:
         self._shape, self._device = shape, device
-        size = shape.num_layers, shape.num_contexts, shape.num_kv_heads * shape.max_resident_len, 2, shape.head_dim
-        self._rows = torch.zeros(size, dtype=shape.dtype, device=device)
+        row, dtype = shape.context_row
+        size = shape.num_layers, shape.num_contexts, shape.num_kv_heads * shape.max_resident_len, *row
+        self._rows = torch.zeros(size, dtype=dtype, device=device)
         self._lens = torch.zeros(shape.num_contexts, dtype=torch.int32, device=device)
         self._sources = row_sources(self._rows, self._lens)
         self._moments: list[DeviceMoments] = []
@@ -30,20 +31,23 @@ class ResidentRows:
             num_rows = torch.zeros_like(self._lens)
             self._moments = [DeviceMoments(table, num_rows) for table in tables]
 
-    def load(self, context_id: int, layers: Sequence[Tensor]) -> None:
-        """Take the resident rows of a context. layers: each [num_kv_heads, context_len, 2, head_dim]."""
+    def load(self, context_id: int, layers: Sequence[Tensor], plain: Sequence[Tensor] | None = None) -> None:
+        """Take the resident rows of a context.
+
+        layers: each [num_kv_heads, context_len, 2, head_dim], or coded; plain: where they are coded, the rows as built.
+        """
         context_len = layers[0].shape[1]
         sink_end = min(self._shape.search.sink_len, context_len)
         window_start = max(sink_end, context_len - self._shape.search.window_len)
         resident_len = sink_end + context_len - window_start
         num_rows = self._shape.num_kv_heads * resident_len
         for place, kv in zip(self._rows[:, context_id], layers, strict=True):
-            rows = place[:num_rows].view(self._shape.num_kv_heads, resident_len, 2, -1)
+            rows = place[:num_rows].view(self._shape.num_kv_heads, resident_len, *kv.shape[2:])
             rows[:, :sink_end].copy_(kv[:, :sink_end])
             rows[:, sink_end:].copy_(kv[:, window_start:])
         self._lens[context_id] = resident_len
         if self._moments:
-            self._load_moments(context_id, [kv[:, sink_end:window_start] for kv in layers])
+            self._load_moments(context_id, [kv[:, sink_end:window_start] for kv in plain or layers])
 
     def _load_moments(self, context_id: int, middles: Sequence[Tensor]) -> None:
         """middles: of each layer, the rows that may be selected. They may lie on the host."""

@@ -7,9 +7,13 @@ from math import prod
 import torch
 from torch import Tensor
 
+from csattn.attention.device import RowCoding
 from csattn.config import RestKind, SearchConfig
 from csattn.errors import ConfigError
 from csattn.rest.device import moments_shape
+from offload.codecs.formats import KvFormat
+
+_CODED_ROW_UNIT = 16  # bytes that a device loads at once: coded rows are filled up to a multiple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +35,8 @@ class EngineShape:
     tail_capacity: int = 4096  # rows of a request's own
     rest: RestKind = "none"  # how rows that are neither resident nor selected are attended to
     max_segments: int = 0  # of a context's sketch
+    attends_all: bool = False  # to every row of a context: nothing is selected, nothing estimated
+    kv_format: KvFormat | None = None  # of contexts' rows; None: plain ones. Tails are always plain
 
     @property
     def sums_rest_apart(self) -> bool:
@@ -39,21 +45,44 @@ class EngineShape:
 
     @property
     def max_top_k(self) -> int:
-        return self.search.top_k(self.max_context_len)
+        return 1 if self.attends_all else self.search.top_k(self.max_context_len)
 
     @property
     def max_resident_len(self) -> int:
         """Sinks and window of a context; requests' own rows are resident besides."""
-        return self.search.sink_len + self.search.window_len
+        return 0 if self.attends_all else self.search.sink_len + self.search.window_len
 
     @property
     def row_bytes(self) -> int:
-        """K and V of one key and KV head."""
+        """K and V of one key and KV head, plain."""
         return 2 * self.head_dim * self.dtype.itemsize
+
+    @property
+    def coding(self) -> RowCoding | None:
+        """How contexts' rows are kept. Raises CodecError where the format has no place for the head_dim."""
+        if self.kv_format is None:
+            return None
+        return RowCoding(
+            k=self.kv_format.k.name,
+            v=self.kv_format.v.name,
+            v_offset=self.kv_format.v_offset(self.head_dim),
+            row_bytes=-(-self.kv_format.row_bytes(self.head_dim) // _CODED_ROW_UNIT) * _CODED_ROW_UNIT,
+        )
+
+    @property
+    def context_row(self) -> tuple[tuple[int, ...], torch.dtype]:
+        """Sizes and dtype of a context's row: one key and KV head."""
+        coding = self.coding
+        return ((2, self.head_dim), self.dtype) if coding is None else ((coding.row_bytes,), torch.uint8)
+
+    @property
+    def context_row_bytes(self) -> int:
+        sizes, dtype = self.context_row
+        return prod(sizes) * dtype.itemsize
 
     def kv_bytes(self, context_len: int) -> int:
         """KV of a context, all layers."""
-        return self.num_layers * self.num_kv_heads * context_len * self.row_bytes
+        return self.num_layers * self.num_kv_heads * context_len * self.context_row_bytes
 
     @property
     def tails_bytes(self) -> int:
@@ -61,7 +90,7 @@ class EngineShape:
 
     @property
     def resident_bytes(self) -> int:
-        return self.num_layers * self.num_contexts * self.num_kv_heads * self.max_resident_len * self.row_bytes
+        return self.num_layers * self.num_contexts * self.num_kv_heads * self.max_resident_len * self.context_row_bytes
 
     @property
     def moments_bytes(self) -> int:
@@ -79,9 +108,10 @@ class EngineShape:
     def require_context(self, layers: Sequence[Tensor]) -> int:
         """The length of a context that fits; asserts that its layers are of this shape."""
         assert len(layers) == self.num_layers, f"got {len(layers)} layers, wanted {self.num_layers}"
-        num_kv_heads, context_len, two, head_dim = layers[0].shape
-        assert (num_kv_heads, two, head_dim) == (self.num_kv_heads, 2, self.head_dim), f"KV is {layers[0].shape}"
-        assert layers[0].dtype == self.dtype, f"KV is {layers[0].dtype}, planned was {self.dtype}"
+        num_kv_heads, context_len, *row = layers[0].shape
+        sizes, dtype = self.context_row
+        assert (num_kv_heads, *row) == (self.num_kv_heads, *sizes), f"KV is {layers[0].shape}"
+        assert layers[0].dtype == dtype, f"KV is {layers[0].dtype}, planned was {dtype}"
         if context_len > self.max_context_len:
             raise ConfigError(
                 f"the context has {context_len:,} rows, the engine was planned for {self.max_context_len:,}; "

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from csattn.batch import StepRows
 from csattn.selection import Selection
+from workers.engine.attend_all import AttendAll
 from workers.engine.on_device import SearchOnDevice
 from workers.engine.on_host import SearchOnHost
 
@@ -12,7 +13,7 @@ from workers.engine.on_host import SearchOnHost
 class Watch:
     """`StepAttention` that hands everything on."""
 
-    def __init__(self, inner: SearchOnDevice | SearchOnHost) -> None:
+    def __init__(self, inner: SearchOnDevice | SearchOnHost | AttendAll) -> None:
         self._inner = inner
         self.tails, self.lookahead, self.in_graph = inner.tails, inner.lookahead, inner.in_graph
         self._row = self._layer_idx = -1

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from csattn.batch import StepRows
+from csattn.batch import ANY_TOP_K, StepRows
 
-_INT64_FIELDS, _INT32_FIELDS = 2, 3
+_INT64_FIELDS, _INT32_FIELDS = 2, 4
 _ROW_BYTES = 8 * _INT64_FIELDS + 4 * _INT32_FIELDS
 
 
@@ -30,12 +30,14 @@ class RowBuffer:
         context_ids: Sequence[int],
         tail_ids: Sequence[int],
         tail_lens: Sequence[int],
+        top_ks: Sequence[int] | None = None,
     ) -> None:
         """Set the first rows, all of the same number, and leave the others idle."""
         if self._copied is not None:
             self._copied.synchronize()  # the copy before this one may still be reading the staged rows
         self._host.zero_()
         self._staged.context_ids.fill_(-1)
+        self._staged.top_ks.fill_(ANY_TOP_K)
         num_rows = len(token_ids)
         for staged, values in (
             (self._staged.token_ids, token_ids),
@@ -43,6 +45,7 @@ class RowBuffer:
             (self._staged.context_ids, context_ids),
             (self._staged.tail_ids, tail_ids),
             (self._staged.tail_lens, tail_lens),
+            (self._staged.top_ks, [ANY_TOP_K] * num_rows if top_ks is None else top_ks),
         ):
             assert len(values) == num_rows, f"{num_rows} token ids and {len(values)} of another field"
             staged[:num_rows] = torch.tensor(values, dtype=staged.dtype)
@@ -55,5 +58,10 @@ def _views(buffer: Tensor, batch_size: int) -> StepRows:
     wide = buffer[: 8 * _INT64_FIELDS * batch_size].view(torch.int64).view(_INT64_FIELDS, batch_size)
     narrow = buffer[8 * _INT64_FIELDS * batch_size :].view(torch.int32).view(_INT32_FIELDS, batch_size)
     return StepRows(
-        token_ids=wide[0], positions=wide[1], context_ids=narrow[0], tail_ids=narrow[1], tail_lens=narrow[2]
+        token_ids=wide[0],
+        positions=wide[1],
+        context_ids=narrow[0],
+        tail_ids=narrow[1],
+        tail_lens=narrow[2],
+        top_ks=narrow[3],
     )

@@ -8,7 +8,7 @@ from csattn.cpus import available_cpus
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel, load_model
 from workers.engine.cpu_engine import CpuEngine
-from workers.engine.gpu_engine import MAX_ROWS, GpuEngine, require_device, step_sizes
+from workers.engine.gpu_engine import MAX_ROWS, GpuEngine, require_device, require_selector, step_sizes
 from workers.searchers.supervisor import Launch
 from workers.searchers.worker import choose_cpus
 from workers.searchers.worker_searcher import WorkerSearcher
@@ -63,6 +63,8 @@ def make_engine(settings: Settings, loaded: LoadedModel, searcher: WorkerSearche
             num_contexts=engine.num_contexts,
             max_context_len=engine.max_context_len,
             slot_share=engine.slot_share,
+            selector=engine.selector,
+            kv_format=engine.kv_format,
             num_threads=engine.num_threads,
             searcher=searcher,
         )
@@ -82,13 +84,10 @@ def _require_engine(engine: EngineSettings) -> None:
     if engine.placement == "cpu":
         return
     require_device()
-    if engine.num_search_workers and engine.placement != "host":
+    require_selector(engine.selector)
+    if engine.num_search_workers and (engine.placement != "host" or engine.selector == "full"):
+        searches = "nothing is searched" if engine.selector == "full" else "the GPU searches"
         raise ConfigError(
-            f"engine.num_search_workers is {engine.num_search_workers} and engine.placement {engine.placement}, where "
-            "the GPU searches; search workers serve the placements cpu and host"
-        )
-    if engine.kv_codec is not None:
-        raise ConfigError(
-            f"engine.kv_codec is {engine.kv_codec} and engine.placement {engine.placement}; on a GPU, rows are kept as "
-            "they were built: leave it out"
+            f"engine.num_search_workers is {engine.num_search_workers}, engine.placement {engine.placement} and "
+            f"engine.selector {engine.selector}, where {searches}; search workers serve the placements cpu and host"
         )

@@ -27,6 +27,7 @@ from workers.serving.messages import (
     Health,
     NewContext,
     OverloadedError,
+    Selector,
     ServingError,
     TimedOutError,
 )
@@ -105,7 +106,7 @@ class LocalBackend:
                     require_possible(ask, self._max_chars)
                     path = await self._contexts.artifact_path(ask.context)
                     config = self._search_config(ask)
-                    using = self._residency.using(path, config, ask.selector)
+                    using = self._residency.using(path, config, self._selector(ask))
                     resident = await using.__aenter__()
             except TimeoutError:
                 raise TimedOutError(f"the request waited {timeout_s:.0f} s for its context; ask again later") from None
@@ -184,13 +185,16 @@ class LocalBackend:
             sampling=sampling,
             max_new_tokens=room,
             config=config,
-            selector=ask.selector,
+            selector=self._selector(ask),
             seed=seed,
             arrived_at=arrived_at,
             deadline=arrived_at + self._settings.limits.request_timeout_s,
             outlet=Outlet(asyncio.get_running_loop(), scheduler.inbox.nudge),
             writer=Writer(self._loaded.tokenizer, sampling.stop),
         )
+
+    def _selector(self, ask: Ask) -> Selector:
+        return ask.selector or self._settings.engine.selector
 
     def _search_config(self, ask: Ask) -> SearchConfig:
         changes: dict[str, Any] = {"keep": ask.keep, "lookahead": ask.lookahead, "rest": ask.rest}

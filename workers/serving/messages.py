@@ -44,7 +44,7 @@ class Ask:
     keep: float | None = None  # None: as the service is set
     lookahead: int | None = None
     rest: RestKind | None = None
-    selector: Selector = "csattn"
+    selector: Selector | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from csattn.build_options import BuildOptions
 from csattn.config import SearchConfig
 from csattn.errors import ConfigError
+from csattn.selector_names import SelectorName
 from offload.codecs.formats import KvFormat
 from offload.errors import CodecError
 
@@ -155,6 +156,10 @@ class EngineSettings:
             "cpu: no GPU. On a GPU, index and KV: both on the device, the index alone (hybrid), or none (host)."
         ),
     )
+    selector: SelectorName = field(
+        default="csattn",
+        metadata=about("Of requests that name none. On a GPU csattn or full, and then all requests' own."),
+    )
     slot_share: float = field(
         default=0.15,
         metadata=about(
@@ -173,7 +178,7 @@ class EngineSettings:
     )
     kv_codec: str | None = field(
         default=None,
-        metadata=about("cpu: keeps rows as q8_0, q4_0, fp8, float16, ..., or k=q8_0,v=q4_0. Not set: as built."),
+        metadata=about("Keeps contexts' rows as q8_0, q4_0, fp8, float16, ..., or k=q8_0,v=q4_0. Not set: as built."),
     )
     num_threads: int | None = field(
         default=None, metadata=about("That search on the CPU. Not set: one for each CPU.", lowest=1)

@@ -266,7 +266,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) choose_cod
     const int* context_lens,  // [num_contexts]
     const int* top_ks,        // [num_contexts]
     const int* context_ids,   // [batch_size], -1: idle
+    const int* row_top_ks,    // [batch_size], or null
     long long sink_len, long long window_len,
+    const int* marks_from,    // [num_contexts]: the K from which marks are heeded
     const Sketch* sketches,   // [num_contexts], of this layer
     const float* coordinates, const float* means, const u8* asked, long long max_segments,  // `Queries`
     const uint4* scores, long long max_keys,  // as score_codes writes them
@@ -284,10 +286,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) choose_cod
     __shared__ uint4 counts[NUM_BINS / 4];
     __shared__ AboveAndEqual of_warps[WARPS];
     const int head = blockIdx.y, slot = blockIdx.z * gridDim.y + head, context_id = context_ids[blockIdx.z];
-    const Context context = context_of(context_lens, top_ks, context_id, sink_len, window_len);
+    const Context context = context_of(context_lens, top_ks, context_ids, row_top_ks, sink_len, window_len);
     const Share share(context.num_keys);
     const Meeting blocks{num_arrived + 32 * slot};
-    const u8* marks = context_id < 0 ? nullptr : sketches[context_id].marks;
+    const bool heeds_marks = context_id >= 0 && context.top_k >= marks_from[context_id];
+    const u8* marks = heeds_marks ? sketches[context_id].marks : nullptr;
     for (u32 i = threadIdx.x; i < NUM_BINS / 4; i += THREADS) counts[i] = make_uint4(0, 0, 0, 0);
     if (threadIdx.x == 0) all.posted = reinterpret_cast<u32 (*)[BLOCKS][NUM_BINS]>(posted) + 2 * slot;
     wait_then_let_next_start(context.num_keys + static_cast<u32>(reinterpret_cast<u64>(marks)));

@@ -29,7 +29,7 @@ struct Sketch {
     const u16* query_transform;     // [num_heads, num_segments, HEAD_DIM, COORDS] halves
     const float* value_mean;        // [num_heads, num_segments, HEAD_DIM]
     const u16* value_transform;     // [num_heads, num_segments, COORDS, HEAD_DIM] halves
-    const u8* marks;                // [num_heads, num_blocks, BLOCK_KEYS / 8]; null: none are heeded
+    const u8* marks;                // [num_heads, num_blocks, BLOCK_KEYS / 8]
     long long num_segments;
 
     // For `wait_then_let_next_start`: the table has been read.

@@ -24,11 +24,13 @@ struct Context {
     int window_start;  // keys from it on are resident
 };
 
-// An idle row (id -1) has a context of nothing.
-__device__ __forceinline__ Context context_of(const int* context_lens, const int* top_ks, int id, int sink_len,
-                                              int window_len) {
+// That of row blockIdx.z. An idle row (id -1) has a context of nothing. row_top_ks: null, or K where it is less than its
+// context's.
+__device__ __forceinline__ Context context_of(const int* context_lens, const int* top_ks, const int* context_ids,
+                                              const int* row_top_ks, int sink_len, int window_len) {
+    const int id = context_ids[blockIdx.z], row_top_k = row_top_ks ? row_top_ks[blockIdx.z] : 0x7fffffff;
     if (id < 0) return {0, 0, 0, 0};
-    Context context{context_lens[id], top_ks[id], 0, 0};
+    Context context{context_lens[id], min(top_ks[id], row_top_k), 0, 0};
     context.sink_end = min(sink_len, context.num_keys);
     context.window_start = max(context.sink_end, context.num_keys - window_len);
     context.top_k = min(context.top_k, context.window_start - context.sink_end);

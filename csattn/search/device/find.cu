@@ -26,7 +26,8 @@ __device__ u32 mark_part(const uint4* worths, const Part& part, const Range& ran
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) find_keys(
-    const int* context_lens, const int* top_ks, const int* context_ids, long long sink_len, long long window_len,
+    const int* context_lens, const int* top_ks, const int* context_ids, const int* row_top_ks, long long sink_len,
+    long long window_len,
     const uint4* worths,  // [batch_size, num_index_heads, max_keys / UNIT_KEYS]
     long long max_keys,
     u32* marks,           // [batch_size, num_index_heads, max_keys / 32], written
@@ -37,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) find_keys(
     alignas(16) __shared__ u32 bins[NUM_BINS];
     __shared__ u32 scratch[WARPS], above;
     const int slot = blockIdx.z * gridDim.y + blockIdx.y;
-    const Context context = context_of(context_lens, top_ks, context_ids[blockIdx.z], sink_len, window_len);
+    const Context context = context_of(context_lens, top_ks, context_ids, row_top_ks, sink_len, window_len);
     const Part part(context.num_keys);
     if (threadIdx.x == 0) above = 0;
     wait_then_let_next_start();

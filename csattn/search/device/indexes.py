@@ -12,7 +12,7 @@ from csattn.config import SearchConfig
 from csattn.errors import ConfigError
 from csattn.index import LayerIndex
 from csattn.sketch import SketchIndex
-from csattn.sketch.index import heeds_marks
+from csattn.sketch.index import marks_heeded_from
 from csattn.table.lists import ListTable
 
 
@@ -105,6 +105,7 @@ class DeviceIndexes:
         self.tables = torch.zeros(num_layers, num_contexts, num_addresses + 1, dtype=torch.int64, device=device)
         self.context_lens = torch.zeros(num_contexts, dtype=torch.int32, device=device)
         self.top_ks = torch.zeros(num_contexts, dtype=torch.int32, device=device)
+        self.marks_from = torch.zeros(num_contexts, dtype=torch.int32, device=device)  # K from which marks are heeded
         self._loaded: dict[int, list[DeviceLayerIndex]] = {}
 
     def __repr__(self) -> str:
@@ -126,14 +127,12 @@ class DeviceIndexes:
             for part in layer.parts:
                 assert part.is_contiguous(), "a part of the index is not contiguous"
                 assert part.data_ptr() % 16 == 0, "a part of the index is not aligned to 16 bytes"
-        top_k = self.config.top_k(context_len)
         entries = [[*(part.data_ptr() for part in layer.parts), layer.length] for layer in layers]
-        for layer, entry in zip(layers, entries, strict=True):
-            if isinstance(layer, DeviceSketch) and not heeds_marks(context_len, layer.segment_starts.tolist(), top_k):
-                entry[-2] = 0  # where kernels look for marks
         self.tables[:, context_id] = torch.tensor(entries, dtype=torch.int64)
         self.context_lens[context_id] = context_len
-        self.top_ks[context_id] = top_k
+        self.top_ks[context_id] = self.config.top_k(context_len)
+        if isinstance(layers[0], DeviceSketch):  # the others' segments begin where its do
+            self.marks_from[context_id] = marks_heeded_from(context_len, layers[0].segment_starts.tolist())
         self._loaded[context_id] = layers
 
     def unload(self, context_id: int) -> None:

@@ -121,7 +121,8 @@ __device__ __forceinline__ u32 list_worth(const float* scores, long long plane, 
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) combine_lists(
-    const int* context_lens, const int* top_ks, const int* context_ids, long long sink_len, long long window_len,
+    const int* context_lens, const int* top_ks, const int* context_ids, const int* row_top_ks, long long sink_len,
+    long long window_len,
     double softmax_scale,
     const float* scores,               // as add_list leaves them
     const TileStatistics* statistics,  // as sum_tiles writes them; of no interest to a single query row
@@ -132,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine_lists(
     __shared__ Softmax rows[GROUP_SIZE];
     __shared__ u32 bins[NUM_BINS];
     const int slot = blockIdx.z * gridDim.y + blockIdx.y;
-    const Context context = context_of(context_lens, top_ks, context_ids[blockIdx.z], sink_len, window_len);
+    const Context context = context_of(context_lens, top_ks, context_ids, row_top_ks, sink_len, window_len);
     const float slope = static_cast<float>(softmax_scale * LOG2_E);
     for (int i = threadIdx.x; i < NUM_BINS; i += THREADS) bins[i] = 0;
     wait_then_let_next_start();

@@ -73,10 +73,18 @@ class ListsPass:
         if shape.group_size > 1:
             self._launch("sum_tiles", lens, context_ids, self._softmax_scale, *scores, self._statistics)
 
-    def choose(self, indexes: DeviceIndexes, layer_idx: int, context_ids: Tensor, out: DeviceSelection) -> None:
+    def choose(
+        self,
+        indexes: DeviceIndexes,
+        layer_idx: int,
+        context_ids: Tensor,
+        out: DeviceSelection,
+        top_ks: Tensor | None = None,  # see `DeviceSearch.search`
+    ) -> None:
         """Enqueue the choice, after `run` with the same rows."""
         config, max_keys = indexes.config, self.max_keys
-        places = indexes.context_lens, indexes.top_ks, context_ids, config.sink_len, config.window_len
+        of_rows = context_ids, 0 if top_ks is None else top_ks
+        places = indexes.context_lens, indexes.top_ks, *of_rows, config.sink_len, config.window_len
         read = self._softmax_scale, self._scores, self._statistics
         self._launch("combine_lists", *places, *read, self._worths, max_keys, self._choices)
         grid = self._choosing_blocks, self.shape.num_index_heads, self._batch_size

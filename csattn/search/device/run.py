@@ -67,9 +67,10 @@ class DeviceSearch:
         layer_idx: int,
         context_ids: Tensor,  # [batch_size] int32, -1: idle
         out: DeviceSelection,  # written
+        top_ks: Tensor | None = None,  # [batch_size] int32: K of rows for which it is less than their context's
     ) -> None:
         """Enqueue the search of one layer on torch's current stream."""
         expected = self.batch_size, self.shape.num_index_heads
         assert out.kv_indices.shape[:2] == expected, f"out has shape {tuple(out.kv_indices.shape)}"
         self.scores.run(q, indexes, layer_idx, context_ids)
-        self.scores.choose(indexes, layer_idx, context_ids, out)
+        self.scores.choose(indexes, layer_idx, context_ids, out, top_ks)

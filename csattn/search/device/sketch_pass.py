@@ -111,13 +111,21 @@ class SketchPass:
             *(self._scores, self._octave_counts, self._exponents, self._sums, self.max_keys, self.max_tiles),
         )
 
-    def choose(self, indexes: DeviceIndexes, layer_idx: int, context_ids: Tensor, out: DeviceSelection) -> None:
+    def choose(
+        self,
+        indexes: DeviceIndexes,
+        layer_idx: int,
+        context_ids: Tensor,
+        out: DeviceSelection,
+        top_ks: Tensor | None = None,  # see `DeviceSearch.search`
+    ) -> None:
         """Enqueue the choice, after `run` with the same rows."""
         config = indexes.config
         self._choose.launch(
             (self._choosing, self.shape.num_index_heads, self.batch_size),
             self._choosing_threads,
-            *(indexes.context_lens, indexes.top_ks, context_ids, config.sink_len, config.window_len),
+            *(indexes.context_lens, indexes.top_ks, context_ids, 0 if top_ks is None else top_ks),
+            *(config.sink_len, config.window_len, indexes.marks_from),
             *(indexes.tables[layer_idx], *self._queries),
             *(self._scores, self.max_keys, self._octave_counts, self._worths, self._arrived, self._counted),
             *(out.kv_indices, out.valid_len, out.kv_indices.shape[2]),

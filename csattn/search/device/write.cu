@@ -33,7 +33,8 @@ __device__ u32 mark_candidates(const Choice& choice, const Part& part, u32* mark
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) write_keys(
-    const int* context_lens, const int* top_ks, const int* context_ids, long long sink_len, long long window_len,
+    const int* context_lens, const int* top_ks, const int* context_ids, const int* row_top_ks, long long sink_len,
+    long long window_len,
     u32* marks,             // as `find` writes them; used up
     long long max_keys,
     const Choice* choices,  // [batch_size, num_index_heads]
@@ -44,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) write_keys(
     alignas(16) __shared__ u32 worths[MAX_CANDIDATES];
     __shared__ u32 scratch[WARPS], before, keys[MAX_CANDIDATES];
     const int slot = blockIdx.z * gridDim.y + blockIdx.y;
-    const Context context = context_of(context_lens, top_ks, context_ids[blockIdx.z], sink_len, window_len);
+    const Context context = context_of(context_lens, top_ks, context_ids, row_top_ks, sink_len, window_len);
     const Part part(context.num_keys);
     if (threadIdx.x == 0) before = 0;
     wait_then_let_next_start();

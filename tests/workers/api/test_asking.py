@@ -33,7 +33,7 @@ def test_a_plain_chat() -> None:
     sampling = asked.ask.sampling
     assert (sampling.temperature, sampling.top_p, sampling.seed, sampling.stop) == (0.0, 1.0, None, ())
     assert (sampling.max_new_tokens, sampling.top_logprobs) == (512, None)
-    assert (asked.ask.keep, asked.ask.lookahead, asked.ask.rest, asked.ask.selector) == (None, None, None, "csattn")
+    assert (asked.ask.keep, asked.ask.lookahead, asked.ask.rest, asked.ask.selector) == (None, None, None, None)
     assert (asked.stream, asked.include_usage, asked.is_chat) == (False, False, True)
 
 

@@ -3,6 +3,7 @@ there is no device."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from csattn.search.device import compiling
 from index_build.pipeline import build_artifact
 from offload import gather, slot_cache, step_mail
 from offload.budget import AvailableMemory
-from offload.errors import MemoryPlanError, PinningError
+from offload.codecs.formats import KvFormat
+from offload.errors import CodecError, MemoryPlanError, PinningError
 from offload.pinned import PinnedRows
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
@@ -26,7 +28,9 @@ from tests.workers.engine.talks import next_ids_beside_nan
 from workers.engine import PLACEMENTS, gpu_engine, placed_model
 from workers.engine.cpu_engine import CpuEngine
 from workers.engine.gpu_engine import GpuEngine
+from workers.engine.memory import plan_context, plan_memory
 from workers.searchers.worker_searcher import WorkerSearcher
+from workers.serving.messages import Selector
 from workers.serving.step_engine import StepEngine, StepRow
 from workers.session import csattn_session
 
@@ -68,9 +72,11 @@ def make_engine(placement: str, **changes: object) -> GpuEngine:
     return GpuEngine(loaded(), CONFIG, placement, device=DEVICE, num_threads=2, **{**options, **changes})
 
 
-def answer(engine: StepEngine, slot: int, context_id: int, question: list[int]) -> list[int]:
+def answer(
+    engine: StepEngine, slot: int, context_id: int, question: list[int], selector: Selector = "csattn"
+) -> list[int]:
     """The greedy continuation, one request alone."""
-    engine.open(slot, context_id, CONFIG, "csattn")
+    engine.open(slot, context_id, CONFIG, selector)
     tokens = [int(engine.step([StepRow(slot, token) for token in question[:4]]).next_ids[-1])]
     if question[4:]:
         tokens = [int(engine.step([StepRow(slot, token) for token in question[4:]]).next_ids[-1])]
@@ -81,36 +87,45 @@ def answer(engine: StepEngine, slot: int, context_id: int, question: list[int]) 
 
 
 @pytest.mark.parametrize(
-    ("placement", "num_workers"),
-    [pytest.param(name, 0, marks=[] if name == "hybrid" else pytest.mark.gpu) for name in PLACEMENTS]
-    + [pytest.param("host", 2, marks=pytest.mark.gpu)],
+    ("placement", "num_workers", "selector", "codec"),
+    [
+        pytest.param(name, 0, selector, codec, marks=[] if name == "hybrid" else pytest.mark.gpu)
+        for name in PLACEMENTS
+        for selector, codec in (("csattn", None), ("csattn", "fp8"), ("full", None), ("full", "fp8"))
+    ]
+    + [pytest.param("host", 2, "csattn", None, marks=pytest.mark.gpu)],
 )
-def test_requests_over_contexts_that_come_and_go_answer_as_on_the_cpu(artifacts, placement, num_workers) -> None:
-    with CpuEngine(loaded(), num_threads=2) as on_cpu:
+def test_requests_over_contexts_that_come_and_go_answer_as_on_the_cpu(
+    artifacts, placement, num_workers, selector, codec
+) -> None:
+    form = None if codec is None else KvFormat.parse(codec)
+    with CpuEngine(loaded(), num_threads=2, kv_format=form) as on_cpu:
         for context_id, artifact in enumerate(artifacts):
             on_cpu.add_context(context_id, artifact)
-        want = [answer(on_cpu, 0, context_id, question) for context_id, question in enumerate(QUESTIONS)]
-    ready = make_engine(placement, searcher=WorkerSearcher(num_workers) if num_workers else None)
+        want = [answer(on_cpu, 0, context_id, question, selector) for context_id, question in enumerate(QUESTIONS)]
+    searcher = WorkerSearcher(num_workers) if num_workers else None
+    ready = make_engine(placement, searcher=searcher, selector=selector, kv_format=form)
     try:
         ready.add_context(7, artifacts[0])
-        assert answer(ready, 2, 7, QUESTIONS[0]) == want[0]
+        assert answer(ready, 2, 7, QUESTIONS[0], selector) == want[0]
         ready.add_context(9, artifacts[1])
-        together = run_together(ready, [(0, 7), (1, 9)])
+        together = run_together(ready, [(0, 7), (1, 9)], selector)
         assert together == want
         ready.remove_context(7)
         ready.add_context(8, artifacts[0])
-        assert answer(ready, 0, 8, QUESTIONS[0]) == want[0]
+        assert answer(ready, 0, 8, QUESTIONS[0], selector) == want[0]
         counts = ready.counts()
-        assert counts.kv_bytes == sum(CONTEXT_LENS) * 3 * 2 * 2 * 16 * 4
-        assert (counts.slot_hits > 0) == (placement != "device")
+        row_bytes = 2 * 16 * 4 if codec is None else 48  # 2 * (4 + 16), filled up to a multiple of 16
+        assert counts.kv_bytes == sum(CONTEXT_LENS) * 3 * 2 * row_bytes
+        assert (counts.slot_hits > 0) == (placement != "device" and selector == "csattn")
     finally:
         ready.close()
 
 
-def run_together(engine: StepEngine, opened: list[tuple[int, int]]) -> list[list[int]]:
+def run_together(engine: StepEngine, opened: list[tuple[int, int]], selector: Selector) -> list[list[int]]:
     """Both questions in one step as far as they fit, then the greedy tokens of both, two rows a step."""
     for slot, context_id in opened:
-        engine.open(slot, context_id, CONFIG, "csattn")
+        engine.open(slot, context_id, CONFIG, selector)
     engine.step([StepRow(opened[0][0], token) for token in QUESTIONS[0][:4]])
     rows = [StepRow(opened[0][0], token) for token in QUESTIONS[0][4:]]
     rows += [StepRow(opened[1][0], token) for token in QUESTIONS[1]]
@@ -125,14 +140,15 @@ def run_together(engine: StepEngine, opened: list[tuple[int, int]]) -> list[list
     return tokens
 
 
-def test_a_watched_step_says_the_same_and_how_near_it_is_to_exact_attention(artifacts) -> None:
+@pytest.mark.parametrize("selector", ["csattn", "full"])
+def test_a_watched_step_says_the_same_and_how_near_it_is_to_exact_attention(artifacts, selector) -> None:
     with CpuEngine(loaded(), num_threads=2) as on_cpu:
         on_cpu.add_context(0, artifacts[0])
-        want = watched(on_cpu)
-    ready = make_engine("hybrid")
+        want = watched(on_cpu, selector)
+    ready = make_engine("hybrid", selector=selector)
     try:
         ready.add_context(0, artifacts[0])
-        got = watched(ready)
+        got = watched(ready, selector)
     finally:
         ready.close()
     assert got.fidelity is not None
@@ -161,14 +177,65 @@ def refuse(*_: object, **__: object) -> None:
     raise PinningError("no")
 
 
-def watched(engine: StepEngine):
-    engine.open(0, 0, CONFIG, "csattn")
+@pytest.mark.parametrize(
+    "placement", [pytest.param(name, marks=[] if name == "hybrid" else pytest.mark.gpu) for name in PLACEMENTS]
+)
+def test_a_request_may_keep_less_than_those_beside_it(artifacts, placement) -> None:
+    configs = [CONFIG, replace(CONFIG, keep=0.02)]
+    with CpuEngine(loaded(), num_threads=2) as on_cpu, make_engine(placement) as ready:
+        for engine in (on_cpu, ready):
+            engine.add_context(0, artifacts[0])
+        want, got = two_logits(on_cpu, configs), two_logits(ready, configs)
+        assert [ready.reading(slot).rows for slot in range(2)] == [20 + 30 + 1.5, 20 + 6 + 1.5]
+        np.testing.assert_allclose(got, want, rtol=2e-3, atol=2e-3)
+        assert np.abs(got[0] - got[1]).max() > 0.01
+
+
+def two_logits(engine: StepEngine, configs: list[SearchConfig]) -> np.ndarray:
+    """What follows two tokens of each of two requests, all in one step."""
+    for slot, config in enumerate(configs):
+        engine.open(slot, 0, config, "csattn")
+    result = engine.step([StepRow(slot, token) for slot in range(2) for token in (7, 9)], want_logits=True)
+    assert result.logits is not None
+    return result.logits[1::2].copy()
+
+
+def watched(engine: StepEngine, selector: Selector):
+    engine.open(0, 0, CONFIG, selector)
     result = engine.step([StepRow(0, token) for token in QUESTIONS[0][:4]], want_logits=True, watch=(2, 1))
     engine.close_slot(0)
     return result
 
 
+@pytest.mark.parametrize(("codec", "row_bytes"), [(None, 128), ("fp8", 48), ("float16", 64)])
+def test_memory_is_planned_for_rows_as_they_are_kept(artifacts, codec, row_bytes) -> None:
+    form = None if codec is None else KvFormat.parse(codec)
+    rows = 3 * 2 * CONTEXT_LENS[0]  # layers, KV heads
+    plans = {}
+    for placement, selector in (("device", "csattn"), ("hybrid", "csattn"), ("hybrid", "full"), ("device", "full")):
+        with make_engine(placement, selector=selector, kv_format=form) as ready:
+            shape = ready._shape_for(artifacts[0])
+            plan = plan_memory(loaded(), artifacts[0], shape, placement, 60)
+            more = plan_context(shape, artifacts[0], placement)
+            plans[placement, selector] = {part.name: part.device_bytes + part.pinned_bytes for part in plan.parts}
+            in_host = rows * row_bytes * (placement == "hybrid")
+            assert plan.pinned_bytes == more.pinned_bytes == in_host
+            index = artifacts[0].index_bytes * (selector == "csattn")
+            assert more.device_bytes == rows * row_bytes - in_host + index
+    assert all(plan["the context's KV"] == rows * row_bytes for plan in plans.values())
+    # two contexts of up to 400 rows
+    assert plans["hybrid", "csattn"]["the resident rows"] == 3 * 2 * 2 * (4 + 16) * row_bytes
+    assert plans["hybrid", "csattn"]["the slot cache"] > 3 * 2 * 2 * 60 * row_bytes
+    assert plans["hybrid", "full"]["the layers that are streamed"] == 2 * 2 * 2 * 400 * row_bytes
+    assert plans["device", "full"]["the resident rows"] == 0
+    assert "the index" not in plans["hybrid", "full"]
+
+
 def test_what_an_engine_cannot_do_is_a_sentence(artifacts) -> None:
+    with pytest.raises(ConfigError, match="'quest', but a GPU decodes with csattn or full"):
+        make_engine("device", selector="quest")
+    with pytest.raises(CodecError, match="head_dim is 16, but q8_0 takes multiples of 32"):
+        make_engine("device", kv_format=KvFormat.parse("q8_0"))
     ready = make_engine("device", num_contexts=1, max_context_len=320, tail_capacity=4)
     try:
         with pytest.raises(ConfigError, match="no context 0"):
@@ -178,7 +245,7 @@ def test_what_an_engine_cannot_do_is_a_sentence(artifacts) -> None:
             ready.add_context(1, artifacts[1])
         with pytest.raises(ConfigError, match="leave it out"):
             ready.open(0, 0, CONFIG, "exact")
-        with pytest.raises(ConfigError, match=r"keep is 0\.5 .* captured with 0\.1"):
+        with pytest.raises(ConfigError, match=r"keep is 0\.5 .* captured with up to 0\.1"):
             ready.open(0, 0, SearchConfig(keep=0.5, window_len=16), "csattn")
         ready.open(0, 0, CONFIG, "csattn")
         with pytest.raises(ConfigError, match="in use in slots"):

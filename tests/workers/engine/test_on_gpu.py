@@ -13,6 +13,7 @@ from csattn.config import SearchConfig, preset
 from csattn.errors import ConfigError
 from index_build.pipeline import build_artifact
 from offload.budget import AvailableMemory
+from offload.codecs.formats import KvFormat
 from offload.errors import MemoryPlanError, NoDeviceError
 from tests.tiny import FAMILIES, loaded, token_ids
 from tests.workers.engine.definition import defined_logits
@@ -100,15 +101,16 @@ def test_a_sparse_step_is_as_defined(store, preset_name, lookahead, rest, placem
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("codec", [None, "k=fp8,v=float16"])
 @pytest.mark.parametrize(("keep", "rest"), [(0.05, "none"), (0.05, "moments"), (0.05, "sketch"), (1.0, "none")])
-def test_all_placements_give_the_same_bits(store, keep, rest, lookahead) -> None:
+def test_all_placements_give_the_same_bits(store, keep, rest, codec, lookahead) -> None:
     """For the same selection. The CPU's may hold another of two keys that are worth the same but for rounding."""
     config = SearchConfig(keep=keep, window_len=64, lookahead=lookahead, rest=rest)
-    results = {}
+    form, results = None if codec is None else KvFormat.parse(codec), {}
     for placement in PLACEMENTS:
         with (
             open_artifact(artifact_path(store)) as artifact,
-            ready_engine(artifact, config, placement, slot_share=0.12) as ready,
+            ready_engine(artifact, config, placement, slot_share=0.12, kv_format=form) as ready,
         ):
             results[placement] = decode(ready, NUM_STEPS)
     tokens, logits = results["device"]

@@ -98,6 +98,17 @@ def test_idle_rows_are_searched_for_by_nobody(artifact: Artifact) -> None:
         assert steps.chosen(0, rows).valid_len.sum() == 0
 
 
+def test_a_row_chooses_no_more_than_it_asks_for(artifact: Artifact) -> None:
+    with SearchPool(2) as pool:
+        steps, rows = make_steps(artifact, StepSearches(pool)), make_rows()
+        q = make_query(steps)
+        for asked, chosen in ((5, 5), (2**31 - 1, 30), (1, 1)):
+            rows.top_ks.fill_(asked)
+            take_step(steps, rows, q)
+            for layer_idx in (0, 1):  # what was chosen last, in turn
+                assert (steps.chosen(layer_idx, rows).valid_len == chosen).all()
+
+
 def test_a_context_makes_room_for_another(artifact: Artifact) -> None:
     """What was searched of the first is not searched any more."""
     with SearchPool(2) as pool:

@@ -19,6 +19,8 @@ from csattn.search.device import compiling, index_shape, to_device
 from csattn.selectors import resolve_rest
 from index_build.pipeline import build_artifact
 from offload import gather, slot_cache, step_mail
+from offload.codecs.codec import KvCodec
+from offload.codecs.formats import KvFormat
 from offload.host_memory import copy_rows
 from offload.pinned import PinnedRows
 from tests.cuda_on_cpu import emulated
@@ -27,6 +29,7 @@ from tests.tiny import loaded, token_ids
 from tests.workers.engine.definition import defined_logits
 from tests.workers.searchers.searching import Threads
 from workers.engine import CachedRows, DeviceRows, EngineShape, SearchOnDevice, SearchOnHost
+from workers.engine.far_rows import context_layers
 from workers.engine.resident import ResidentRows
 from workers.engine.searcher import StepSearcher
 from workers.model_runner import ModelRunner, take_weights
@@ -89,7 +92,11 @@ def test_moments_take_what_is_planned_and_are_those_of_the_context_at_hand() -> 
 
 def context_kv(artifact: Artifact, shape: EngineShape) -> list[torch.Tensor]:
     """On pages of its own: pinning takes whole pages, and a copy from memory that is half pinned is refused."""
-    return copy_rows([artifact.layer_kv(layer_idx) for layer_idx in range(shape.num_layers)])
+    return copy_rows(list(context_layers(shape, built_kv(artifact))))
+
+
+def built_kv(artifact: Artifact) -> list[torch.Tensor]:
+    return [artifact.layer_kv(layer_idx) for layer_idx in range(artifact.spec.model.num_layers)]
 
 
 def cached_rows(shape: EngineShape, kv: list[torch.Tensor], num_slots: int) -> CachedRows:
@@ -98,10 +105,15 @@ def cached_rows(shape: EngineShape, kv: list[torch.Tensor], num_slots: int) -> C
     return rows
 
 
-def make_attention(artifact: Artifact, config: SearchConfig, num_slots: int | None) -> SearchOnDevice:
-    """num_slots: of a slot cache over host memory; None: the context's KV is on the device."""
-    shape = make_shape(config)
-    kv = context_kv(artifact, shape)
+def make_attention(
+    artifact: Artifact,
+    config: SearchConfig,
+    num_slots: int | None,  # of a slot cache over host memory; None: the context's KV is on the device
+    kv: list[torch.Tensor] | None = None,  # instead of the artifact's
+    **others: object,
+) -> SearchOnDevice:
+    shape = make_shape(config, **others)
+    kv = kv or context_kv(artifact, shape)
     if num_slots is None:
         rows = DeviceRows(shape, DEVICE)
         rows.load(0, kv)
@@ -109,18 +121,20 @@ def make_attention(artifact: Artifact, config: SearchConfig, num_slots: int | No
         rows = cached_rows(shape, kv, num_slots)
     made = SearchOnDevice(shape, index_shape(artifact.layer_index(0), shape.num_q_heads), rows, DEVICE)
     indexes = [to_device(artifact.layer_index(layer_idx), DEVICE) for layer_idx in range(shape.num_layers)]
-    made.load(0, kv, indexes)
+    made.load(0, kv, indexes, built_kv(artifact))
     return made
 
 
-def make_host_attention(artifact: Artifact, config: SearchConfig, searcher: StepSearcher) -> SearchOnHost:
-    shape = make_shape(config)
+def make_host_attention(
+    artifact: Artifact, config: SearchConfig, searcher: StepSearcher, **others: object
+) -> SearchOnHost:
+    shape = make_shape(config, **others)
     kv = context_kv(artifact, shape)
     indexes = [artifact.layer_index(layer_idx) for layer_idx in range(shape.num_layers)]
     sizes = index_shape(indexes[0], shape.num_q_heads)
     made = SearchOnHost(shape, sizes, cached_rows(shape, kv, 60), searcher, DEVICE)
     searcher.load(0, artifact)
-    made.load(0, kv, indexes)
+    made.load(0, kv, indexes, built_kv(artifact))
     return made
 
 
@@ -173,6 +187,29 @@ def test_where_the_rows_come_from_changes_no_bit(artifact, num_slots, rest) -> N
     cached.far.cache.check()
     seen = cached.far.cache.statistics()[1]
     assert seen.num_spilled > 0 if num_slots == 7 else seen.num_found > 0
+
+
+@pytest.mark.parametrize(
+    ("where", "rest"), [("device", "none"), ("hybrid", "moments"), ("hybrid", "sketch"), ("host", "none")]
+)
+def test_coded_rows_are_attended_to_as_what_they_decode_to(artifact, where, rest) -> None:
+    """Wherever they lie; what is not selected is estimated as ever, from the rows as they were built."""
+    config, form = SearchConfig(keep=0.1, window_len=16, rest=rest), KvFormat.parse("k=fp8,v=float16")
+    codec = KvCodec(form, loaded().geometry.head_dim)
+    decoded = [torch.from_numpy(codec.decode(codec.encode(kv.numpy()))) for kv in built_kv(artifact)]
+    want_tokens, want = decode(make_attention(artifact, config, None, kv=decoded))
+    with ExitStack() as stack:
+        if where == "host":
+            searcher = stack.enter_context(closing(StepSearches(SearchPool(2))))
+            attention = make_host_attention(artifact, config, searcher, kv_format=form)
+        else:
+            attention = make_attention(artifact, config, None if where == "device" else 13, kv_format=form)
+        tokens, logits = decode(attention)
+    assert tokens == want_tokens
+    assert torch.equal(logits, want)
+    if where != "device":
+        assert attention.far.cache.rows.shape[-1] == attention.shape.context_row_bytes == 64  # 20 + 32, filled up
+        assert attention.far.cache.statistics()[1].num_spilled > 0 or where == "host"
 
 
 @pytest.mark.parametrize("rest", ["moments", "sketch"])

@@ -25,12 +25,27 @@ def test_a_step_has_rows_for_a_piece_of_a_question_however_few_requests_there_ma
         engine.close()
 
 
-@pytest.mark.parametrize("placement", ["device", "hybrid"])
-def test_search_workers_where_the_gpu_searches_are_refused(placement: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("placement", "selector", "where"),
+    [
+        ("device", "csattn", "where the GPU searches"),
+        ("hybrid", "csattn", "where the GPU searches"),
+        ("host", "full", "where nothing is searched"),
+    ],
+)
+def test_search_workers_that_would_search_nothing_are_refused(
+    placement: str, selector: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(making, "require_device", lambda: None)
-    settings = Settings(engine=EngineSettings(placement=placement, num_search_workers=2))
-    with pytest.raises(ConfigError, match=f"num_search_workers is 2 and engine.placement {placement}, where the GPU"):
+    settings = Settings(engine=EngineSettings(placement=placement, selector=selector, num_search_workers=2))
+    with pytest.raises(ConfigError, match=f"num_search_workers is 2, engine.placement {placement} and .*, {where}"):
         make_backend(settings, Threads())
+
+
+def test_a_selector_that_no_gpu_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(making, "require_device", lambda: None)
+    with pytest.raises(ConfigError, match="selector is 'quest', but a GPU decodes with csattn or full"):
+        make_backend(Settings(engine=EngineSettings(placement="hybrid", selector="quest")), Threads())
 
 
 @pytest.mark.parametrize("num_attention_workers", [1, 2])

@@ -1,0 +1,120 @@
+"""Attention of whole steps to all rows of their contexts: selector `full`, in every placement."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from csattn.attention.device import RowSource, row_sources
+from csattn.batch import DeviceSelection, StepRows
+from offload.pinned import PinnedRows
+from workers.engine.batch_plan import plan_batches
+from workers.engine.far_rows import DeviceRows
+from workers.engine.shape import EngineShape
+
+TURNS = 2  # layers that have room on the device: one is read while the next comes
+
+
+class AttendAll:
+    """`StepAttention` without a search. Owns all tails.
+
+    Over contexts on the device a step is one graph. Those in host memory are streamed, which is the host's work.
+    """
+
+    lookahead = False
+
+    def __init__(self, shape: EngineShape, far: "DeviceRows | StreamedRows", device: torch.device) -> None:
+        assert shape.attends_all, "planned for steps that select"
+        self.shape, self.far = shape, far
+        self.in_graph = isinstance(far, DeviceRows)
+        self.tails = shape.make_tails(device)
+        self._plans = plan_batches(shape, device)
+
+    def __repr__(self) -> str:
+        return f"<AttendAll {self.far!r}>"
+
+    def chosen(self, layer_idx: int, rows: StepRows) -> DeviceSelection:
+        """Nothing: no row is left to choose."""
+        return self._plans[rows.batch_size].selection(layer_idx)
+
+    def begin_step(self, rows: StepRows) -> None:
+        if isinstance(self.far, StreamedRows):
+            self.far.begin_step(rows.context_ids.tolist())
+
+    def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None:
+        raise AssertionError("nothing is searched for")
+
+    def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
+        plan = self._plans[rows.batch_size]
+        context = self.far.take(layer_idx) if isinstance(self.far, StreamedRows) else self.far.source(layer_idx)
+        nothing = plan.selection(layer_idx)
+        plan.attention.attend(q, context, self.tails[layer_idx], context, nothing, rows, out)
+
+    def end_step(self, rows: StepRows) -> None:
+        """Nothing is left to do."""
+
+
+class StreamedRows:
+    """Room on the device for two layers of every context, whose KV lies in pinned host memory.
+
+    While a layer is attended to and computed, the next one is copied, on a stream of its own.
+    """
+
+    def __init__(self, shape: EngineShape, device: torch.device) -> None:
+        row, dtype = shape.context_row
+        rows_per_context = shape.num_kv_heads * shape.max_context_len
+        self._room = torch.zeros((TURNS, shape.num_contexts, rows_per_context, *row), dtype=dtype, device=device)
+        self._lens = torch.zeros(shape.num_contexts, dtype=torch.int32, device=device)
+        self._sources = row_sources(self._room, self._lens)  # by turn
+        self._num_layers = shape.num_layers
+        # without a device everything is done in order
+        self._link = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._is_there: torch.cuda.Event | None = None  # the layer that was asked for last
+        self._kv: dict[int, PinnedRows] = {}
+        self._in_step: list[int] = []  # contexts
+
+    def __repr__(self) -> str:
+        return f"<StreamedRows {len(self._kv)}/{len(self._lens)} contexts>"
+
+    def load(self, context_id: int, kv: PinnedRows) -> None:
+        """Give a place to a context, which stays on the host."""
+        self._lens[context_id] = kv.layers[0].shape[1]
+        self._kv[context_id] = kv
+
+    def unload(self, context_id: int) -> None:
+        """Let go of a context, whose rows the owner of its memory unpins. No step may be in flight."""
+        del self._kv[context_id]
+
+    def begin_step(self, context_ids: Sequence[int]) -> None:
+        """Ask for the first layer of these contexts; -1: an idle row's."""
+        self._in_step = sorted({context_id for context_id in context_ids if context_id >= 0})
+        self._bring(0)
+
+    def take(self, layer_idx: int) -> RowSource:
+        """Ask for the next layer; what is enqueued from now on waits until this one is there.
+
+        Layers are taken in order, and each is read by what is enqueued before the next is taken.
+        """
+        is_there = self._is_there
+        if layer_idx + 1 < self._num_layers:
+            self._bring(layer_idx + 1)
+        if is_there is not None:
+            torch.cuda.current_stream().wait_event(is_there)
+        return self._sources[layer_idx % TURNS]
+
+    def _bring(self, layer_idx: int) -> None:
+        """Where the layer before the last was, which all that is enqueued may still read."""
+        if self._link is not None:
+            self._link.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._link):  # None changes nothing
+            for context_id in self._in_step:
+                rows = self._kv[context_id].layers[layer_idx]
+                room = self._room[layer_idx % TURNS, context_id, : rows.shape[:2].numel()]
+                room.view(rows.shape).copy_(rows, non_blocking=True)
+        if self._link is not None:
+            self._is_there = self._link.record_event()
+
+
+def streamed_bytes(shape: EngineShape) -> int:
+    """Device memory of `StreamedRows`."""
+    return TURNS * shape.num_contexts * shape.num_kv_heads * shape.max_context_len * shape.context_row_bytes

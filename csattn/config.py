@@ -134,7 +134,7 @@ def preset(name: str) -> IndexConfig:
     """The named index configuration.
 
     `default` is the sketch; `lists` is what measures best among lists, `paper` the published method to the letter (see
-    bench/README.md).
+    bench/log.md).
     """
     if name == "default":
         return SketchConfig()

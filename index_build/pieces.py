@@ -42,7 +42,7 @@ from index_build.plan import Plan
 from index_build.predictor import fit_predictor, sample_rows
 
 # Of a piece of index work: rows of queries, over all its heads. Below, starting the piece and joining its result cost
-# more than they give (bench/README.md).
+# more than they give (bench/log.md).
 _PIECE_ROWS = 2**17
 # On a GPU a layer takes less time than its hidden states take to be written: not every layer gets a checkpoint.
 _CHECKPOINT_EVERY_S, _CHECKPOINT_EVERY_S_ON_GPU = 0.0, 60.0

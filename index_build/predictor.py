@@ -2,7 +2,7 @@
 
 The residual stream moves little from one layer to the next, and the way it moves is mostly linear in the
 query it leads to: a ridge regression per head takes the error of looking ahead from half again as much to a
-few percent (bench/README.md).
+few percent (bench/log.md).
 """
 
 import numpy as np

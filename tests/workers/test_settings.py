@@ -226,7 +226,7 @@ def test_parts_made_by_hand_are_checked_too(part: type, bad: dict[str, object]) 
         part(**bad)
 
 
-@pytest.mark.parametrize(("placement", "lookahead"), [("cpu", 0), ("device", 0), ("hybrid", 1), ("host", 1)])
+@pytest.mark.parametrize(("placement", "lookahead"), [("cpu", 0), ("device", 0), ("hybrid", 0), ("host", 1)])
 def test_lookahead_suits_the_placement_unless_it_is_said(placement: str, lookahead: int) -> None:
     loaded = load_settings(None, {"CSATTN_ENGINE_PLACEMENT": placement}, {})
     assert loaded.settings.search.lookahead == lookahead

@@ -251,8 +251,11 @@ SEARCH_WORDS = {
 
 
 def suited_lookahead(placement: str, rows_on_disk: bool = False) -> int:
-    """1 where chosen rows have a way to come, which the layer before hides. Elsewhere it hides nothing."""
-    return int(rows_on_disk or placement in ("hybrid", "host"))
+    """1 where the layer before hides much: a search on the CPU beside a GPU, or rows that come from disk.
+
+    Rows that only cross the link come while the others are attended to by their codes.
+    """
+    return int(rows_on_disk or placement == "host")
 
 
 def _check(part: Any) -> None:

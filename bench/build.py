@@ -30,7 +30,7 @@ from csattn.models import LoadedModel, load_model
 from csattn.models.loader import wrap_model
 from index_build.inputs import make_config
 from index_build.pipeline import build_artifact
-from workers.model_runner.shapes import shape_named
+from workers.model.shapes import shape_named
 
 TEXT = Path(__file__).parent / "texts" / "novel.txt"
 GIB = 2**30

@@ -25,7 +25,7 @@ from index_build import sketch
 from index_build.layer import as_layer_index, index_arrays
 from index_build.outbox import make_outbox
 from index_build.predictor import fit_predictor, sample_rows
-from workers.model_runner.shapes import shape_named
+from workers.model.shapes import shape_named
 
 PARTS = {
     "queries": "fit_queries",

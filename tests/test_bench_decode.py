@@ -42,7 +42,7 @@ from offload.codecs.formats import KvFormat
 from offload.pinned import PinnedRows
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
-from workers.model_runner.shapes import shape_named
+from workers.model.shapes import shape_named
 
 NUM_LAYERS, NUM_RECORDED_HEADS, GROUP, CONTEXT_LEN, NUM_STEPS, DIM = 4, 3, 3, 96, 10, 64
 SHAPE = shape_named("llama-3.1-8b")

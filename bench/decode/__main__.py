@@ -70,7 +70,7 @@ def _measure(arguments: argparse.Namespace) -> None:
     from bench.decode.op import run_op_cases
     from bench.decode.options import Options
     from offload.codecs.formats import KvFormat
-    from workers.model_runner.shapes import shape_named
+    from workers.model.shapes import shape_named
 
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device, and torch finds none; `record` and `show` work without")

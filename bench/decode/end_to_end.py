@@ -24,7 +24,7 @@ from bench.records import Case
 from csattn.errors import CsattnError
 from csattn.models.weights import ModelWeights
 from offload.errors import OffloadError
-from workers.model_runner import ModelRunner, StepAttention, random_weights
+from workers.model import ModelRunner, StepAttention, random_weights
 
 WARM_UP_STEPS, SLOW_STEPS = 48, 8  # a slot cache is filled while the steps warm up
 PROFILED_STEPS = 4

@@ -15,7 +15,7 @@ from bench.decode.steps import FullAttentionSteps, WindowSteps, together
 from bench.decode.widened import NUM_WIDE_LAYERS
 from bench.decode.workload import DTYPE, Workload
 from csattn.errors import CsattnError
-from workers.model_runner import StepAttention
+from workers.model import StepAttention
 
 TAIL_LEN, TAIL_CAPACITY = 64, 512
 SPARE_BYTES = 3 << 30  # that a step needs besides weights, rows and indexes

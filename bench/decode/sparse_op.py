@@ -25,7 +25,7 @@ from csattn.rest.reference import estimate_rest
 from csattn.search.device import DeviceSketch
 from csattn.sketch import SketchIndex, reference
 from csattn.sketch.codes import FINE_CODES
-from workers.model_runner import StepAttention
+from workers.model import StepAttention
 
 SET_BYTES = 48 << 30  # device memory that input sets may take
 MOST_SETS = 64

@@ -11,7 +11,7 @@ from bench.decode.widened import GROUP_SIZE, NUM_WIDE_LAYERS, Which
 from bench.decode.workload import Workload
 from csattn.attention.device import DeviceAttention, make_row_source
 from csattn.batch import StepRows, make_device_selection
-from workers.model_runner.attention import StepAttention
+from workers.model.attention import StepAttention
 
 STEPS_BETWEEN_LAYERS = 61  # layers that come from the same wide layer are that far apart in the recorded steps
 

@@ -13,7 +13,7 @@ from csattn.models.weights import weights_of
 from index_build.pipeline import build_artifact
 from tests.tiny import ALL_FAMILIES, loaded, token_ids
 from tests.workers.engine.talks import Talk, alone
-from tests.workers.model_runner.full_context import CONTEXT_LENS, greedy, logits_after, make_runner
+from tests.workers.model.full_context import CONTEXT_LENS, greedy, logits_after, make_runner
 from workers.engine.cpu_engine import CpuEngine
 
 CONTEXT_LEN, NUM_TOKENS = 300, 64

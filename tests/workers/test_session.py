@@ -15,7 +15,6 @@ from csattn.errors import ArtifactMismatchError, ConfigError, ContextError
 from csattn.models import LoadedModel
 from csattn.models.loader import wrap_model
 from index_build.pipeline import build_artifact
-from offload.codecs.formats import KvFormat
 from tests.tiny import FAMILIES, MAX_POSITIONS, byte_tokenizer, loaded, make_model, token_ids
 from workers.engine.fidelity import Seen
 from workers.session import csattn_session

@@ -25,8 +25,8 @@ from offload.host_store import HostStore
 from offload.kv_store import STREAM_ROWS, KvStore
 from offload.row_files import FileSpan
 from offload.tiered_store import TieredStore
-from workers.cpu_model.tape_ops import word
 from workers.engine.fidelity import Observer
+from workers.model.cpu.tape_ops import word
 
 WITHOUT_ALL_KEYS = ("csattn", "full", "window")  # selectors that do not read the keys themselves
 _SELECTED_STREAM_ROWS = 64  # where nothing is streamed but what stays resident: the budget is for rows

@@ -22,7 +22,6 @@ from csattn.selector_names import SelectorName
 from csattn.selectors import ContextView, resolve_rest, selector_for
 from offload.codecs.formats import KvFormat
 from offload.host_memory import trim_heap
-from workers.cpu_model.model import CpuModel
 from workers.engine.cpu_context import CpuContext, CpuRequest, HostBudget, open_context
 from workers.engine.fidelity import Observer
 from workers.engine.looks import Looks
@@ -33,6 +32,7 @@ from workers.engine.preparation import Preparation
 from workers.engine.row_plan import RowPlan, RowPlans
 from workers.engine.searcher import Searcher
 from workers.engine.slots import require_free_slot, require_new_context, require_room, require_unused, seen_lens
+from workers.model.cpu.cpu_model import CpuModel
 from workers.serving.step_engine import EngineCounts, Fidelity, Reading, StepResult, StepRow
 
 

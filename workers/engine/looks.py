@@ -4,10 +4,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from workers.cpu_model.model import CpuModel
 from workers.engine.fidelity import Seen, fidelity
 from workers.engine.plain_rows import PlainRows
 from workers.engine.row_plan import RowPlan
+from workers.model.cpu.cpu_model import CpuModel
 from workers.serving.step_engine import Fidelity
 
 

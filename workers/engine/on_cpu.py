@@ -9,9 +9,9 @@ from csattn.attention import in_place, in_place_rest
 from csattn.attention.in_place_arguments import ARGUMENTS, MAX_PARTS
 from csattn.cpu.tape import Tape
 from csattn.search.sketch import describe_sketch, query_bytes
-from workers.cpu_model.model import CpuModel
-from workers.cpu_model.tape_ops import word
 from workers.engine.row_plan import KEPT, RowPlan
+from workers.model.cpu.cpu_model import CpuModel
+from workers.model.cpu.tape_ops import word
 
 _BY_ROW = ("context_lens", "sink_ends", "window_starts", "num_index_heads", "top_ks")
 _LAYOUT = ("row_bytes", "v_offsets", "k_readers", "v_readers")

@@ -20,7 +20,7 @@ from workers.engine.on_host import SearchOnHost
 from workers.engine.searcher import StepSearcher
 from workers.engine.shape import EngineShape
 from workers.engine.watch import Watch
-from workers.model_runner import ModelRunner, take_weights
+from workers.model import ModelRunner, take_weights
 
 _FarRows = DeviceRows | CachedRows | StreamedRows
 Progress = Callable[[str, int, int], None]  # what is being loaded, done, in all

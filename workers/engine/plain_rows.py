@@ -16,9 +16,9 @@ from csattn.attention import attend, merge_state
 from csattn.rest import estimate_rest
 from csattn.selection import Selection
 from csattn.sketch.rest import attend_rest
-from workers.cpu_model.model import CpuModel
 from workers.engine.cpu_context import CpuRequest, LayerChoice, StepCount
 from workers.engine.row_plan import RowPlan
+from workers.model.cpu.cpu_model import CpuModel
 
 FarRows = Selection | slice  # chosen ones, or a range that is streamed
 Attended = tuple[Tensor, Tensor]  # out [num_q_heads, head_dim] and lse [num_q_heads], float32

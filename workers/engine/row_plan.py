@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from csattn.search.workspace import TokenSelections, empty_token_selections
-from workers.cpu_model.model import CpuModel
 from workers.engine.cpu_context import CpuRequest, StepCount
 from workers.engine.searcher import RowSearch
+from workers.model.cpu.cpu_model import CpuModel
 
 KEPT = -1
 MAX_PLANS = 16  # of steps whose requests search at different ones

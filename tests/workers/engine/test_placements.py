@@ -32,7 +32,7 @@ from workers.engine import CachedRows, DeviceRows, EngineShape, SearchOnDevice, 
 from workers.engine.far_rows import context_layers
 from workers.engine.resident import ResidentRows
 from workers.engine.searcher import StepSearcher
-from workers.model_runner import ModelRunner, take_weights
+from workers.model import ModelRunner, take_weights
 from workers.searchers.step_searches import StepSearches
 from workers.searchers.worker_searcher import WorkerSearcher
 

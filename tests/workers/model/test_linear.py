@@ -6,9 +6,9 @@ import torch
 
 from csattn.cpu.tape import Tape
 from csattn.cpu.team import Team
-from workers.cpu_model import reference
-from workers.cpu_model.linear_stage import ACTIVATIONS, LINEAR, linear_pieces, linear_stage
-from workers.cpu_model.tape_ops import word
+from workers.model.cpu import reference
+from workers.model.cpu.linear_stage import ACTIVATIONS, LINEAR, linear_pieces, linear_stage
+from workers.model.cpu.tape_ops import word
 
 DTYPES = ["float32", "bfloat16", "float16"]
 NAN = float("nan")

@@ -12,9 +12,9 @@ pytest.importorskip("triton", reason="Triton, whose interpreter runs these kerne
 
 from csattn.batch import make_step_rows
 from csattn.models.weights import HeadNorms, Linear
-from workers.model_runner.ops import Normed, Readers, Rotation, Stream, num_squares
-from workers.model_runner.torch_ops import ACTIVATIONS, TorchOps
-from workers.model_runner.triton_ops import TritonOps
+from workers.model.gpu.triton_ops import TritonOps
+from workers.model.ops import Normed, Readers, Rotation, Stream, num_squares
+from workers.model.torch_ops import ACTIVATIONS, TorchOps
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.bfloat16] if DEVICE.type == "cuda" else [torch.float32, torch.float16]
@@ -335,6 +335,6 @@ def test_predict_query(num_q_heads, head_dim, norm, rotates, dtype) -> None:
 def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     """Which the interpreter does not tell."""
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "tests.workers.model_runner.compile_kernels"]
+    command = [sys.executable, "-m", "tests.workers.model.compile_kernels"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -9,7 +9,7 @@ from torch.nn import functional
 from csattn.batch import StepRows
 from csattn.models.spec import Activation
 from csattn.models.weights import HeadNorms, Linear
-from workers.model_runner.ops import SQUARES_BLOCK, Normed, Readers, Rotation, Stream
+from workers.model.ops import SQUARES_BLOCK, Normed, Readers, Rotation, Stream
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from csattn.batch import StepRows
 from csattn.models.weights import Linear, ModelWeights
-from workers.model_runner.attention import StepAttention
-from workers.model_runner.ops import Normed, Readers, Rotation, StepOps, Stream, num_squares
+from workers.model.attention import StepAttention
+from workers.model.ops import Normed, Readers, Rotation, StepOps, Stream, num_squares
 
 
 @dataclass(frozen=True, slots=True)

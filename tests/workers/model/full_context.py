@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from tests.tiny import token_ids
-from tests.workers.model_runner.full_attention import FullAttention
-from workers.model_runner import ModelRunner, take_weights
+from tests.workers.model.full_attention import FullAttention
+from workers.model import ModelRunner, take_weights
 
 CONTEXT_LENS = (37, 50)
 

@@ -12,8 +12,8 @@ from csattn.batch import StepRows, make_step_rows
 from csattn.cpu.tape import Tape
 from csattn.errors import ModelError
 from csattn.models.weights import weights_of
-from workers.cpu_model.tape_ops import RowTape, TapeOps
-from workers.model_runner.layers import StepLayers
+from workers.model.cpu.tape_ops import RowTape, TapeOps
+from workers.model.layers import StepLayers
 
 DTYPES = ("float32", "bfloat16", "float16")
 

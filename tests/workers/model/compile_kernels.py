@@ -1,6 +1,6 @@
 """Compile the decode loop's kernels for an H200, of which none is needed: the interpreter takes more than the compiler.
 
-TRITON_INTERPRET=0 python -m tests.workers.model_runner.compile_kernels
+TRITON_INTERPRET=0 python -m tests.workers.model.compile_kernels
 """
 
 from typing import Any
@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from workers.model_runner import head_kernels, linear_kernels, token_kernels
+from workers.model.gpu import head_kernels, linear_kernels, token_kernels
 
 # what arguments of these names are; all others are bfloat16 tensors
 TYPES = {

@@ -6,7 +6,7 @@ from typing import Any
 import triton
 from torch import Tensor, float32
 
-from workers.model_runner.ops import SQUARES_BLOCK
+from workers.model.ops import SQUARES_BLOCK
 
 MAX_BATCH_SIZE = 64
 BLOCK_N = SQUARES_BLOCK  # rows of the weights that a program owns: a tile of `linear_add` is a part of the squares

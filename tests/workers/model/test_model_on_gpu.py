@@ -5,9 +5,9 @@ import torch
 
 from csattn.models.spec import llama_like
 from tests.tiny import FAMILIES, make_model, token_ids
-from tests.workers.model_runner.full_attention import FullAttention
-from tests.workers.model_runner.full_context import CONTEXT_LENS, full_attention, greedy, logits_after, make_runner
-from workers.model_runner import ModelRunner, random_weights, take_weights
+from tests.workers.model.full_attention import FullAttention
+from tests.workers.model.full_context import CONTEXT_LENS, full_attention, greedy, logits_after, make_runner
+from workers.model import ModelRunner, random_weights, take_weights
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,7 @@ from csattn.cpu.floats import KINDS, exp_lanes, load_float
 from csattn.cpu.jit import exact_kernel
 from csattn.cpu.lanes import fma, larger
 from csattn.cpu.simd import F32x16, fill, load, store
-from workers.cpu_model.linear import LANES, TILE, products
+from workers.model.cpu.linear import LANES, TILE, products
 
 # arguments: addresses, sizes, and what is done with the product
 LINEAR = (

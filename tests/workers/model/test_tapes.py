@@ -9,9 +9,9 @@ from csattn.cpu.team import Team
 from csattn.errors import ModelError
 from csattn.models.weights import weights_of
 from tests.tiny import ALL_FAMILIES, loaded, make_model
-from workers.cpu_model.model import CpuModel
-from workers.model_runner.layers import StepLayers
-from workers.model_runner.torch_ops import TorchOps
+from workers.model.cpu.cpu_model import CpuModel
+from workers.model.layers import StepLayers
+from workers.model.torch_ops import TorchOps
 
 TOKENS, POSITIONS, TAIL_IDS, TAIL_LENS = [3, 250, 0, 3, 17], [90, 17, 0, 91, 40], [2, 0, 1, 2, 3], [3, 1, 1, 4, 5]
 

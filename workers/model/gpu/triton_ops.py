@@ -10,11 +10,10 @@ from torch import Tensor
 from csattn.batch import StepRows
 from csattn.models.spec import Activation
 from csattn.models.weights import HeadNorms, Linear
-from workers.model_runner.head_kernels import predict_query_kernel, rotate_append_kernel
-from workers.model_runner.linear_kernels import linear_add_kernel, linear_kernel
-from workers.model_runner.ops import SQUARES_BLOCK, Normed, Readers, Rotation, Stream
-from workers.model_runner.tiles import BLOCK_N, MAX_BATCH_SIZE, MAX_SPLIT_PROGRAMS, Tiles
-from workers.model_runner.token_kernels import (
+from workers.model.gpu.head_kernels import predict_query_kernel, rotate_append_kernel
+from workers.model.gpu.linear_kernels import linear_add_kernel, linear_kernel
+from workers.model.gpu.tiles import BLOCK_N, MAX_BATCH_SIZE, MAX_SPLIT_PROGRAMS, Tiles
+from workers.model.gpu.token_kernels import (
     add_normed_kernel,
     advance_kernel,
     begin_kernel,
@@ -22,6 +21,7 @@ from workers.model_runner.token_kernels import (
     likeliest_kernel,
     likeliest_of_part_kernel,
 )
+from workers.model.ops import SQUARES_BLOCK, Normed, Readers, Rotation, Stream
 
 _LOGITS_BLOCK = 4096  # that a program looks through
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from csattn.batch import StepRows
 from csattn.errors import ConfigError, ContextError
 from csattn.models.weights import ModelWeights
-from workers.model_runner.attention import StepAttention
-from workers.model_runner.layers import Call, StepLayers
-from workers.model_runner.ops import StepOps
-from workers.model_runner.rows import RowBuffer
-from workers.model_runner.torch_ops import TorchOps
+from workers.model.attention import StepAttention
+from workers.model.layers import Call, StepLayers
+from workers.model.ops import StepOps
+from workers.model.rows import RowBuffer
+from workers.model.torch_ops import TorchOps
 
 
 class StepOutput(NamedTuple):
@@ -252,8 +252,8 @@ def _captured(calls: list[Callable[[], None]], pool: Any) -> Callable[[], None]:
 def _ops_for(device: torch.device, max_batch_size: int) -> StepOps:
     if device.type == "cpu":
         return TorchOps()
-    from workers.model_runner.tiles import MAX_BATCH_SIZE
-    from workers.model_runner.triton_ops import TritonOps  # Triton is only there on a GPU
+    from workers.model.gpu.tiles import MAX_BATCH_SIZE
+    from workers.model.gpu.triton_ops import TritonOps  # Triton is only there on a GPU
 
     if max_batch_size > MAX_BATCH_SIZE:
         raise ConfigError(f"a step has at most {MAX_BATCH_SIZE} rows, got a batch size of {max_batch_size}")

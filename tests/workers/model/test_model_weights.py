@@ -9,8 +9,8 @@ from csattn.models.families import describe
 from csattn.models.rope import rotary_frequencies
 from csattn.models.spec import llama_like
 from tests.tiny import FAMILIES, loaded, make_model, save
-from workers.model_runner import random_weights, shape_named, take_weights
-from workers.model_runner.shapes import SHAPES
+from workers.model import random_weights, shape_named, take_weights
+from workers.model.shapes import SHAPES
 
 TINY = llama_like(
     num_layers=2,

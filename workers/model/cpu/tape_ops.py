@@ -13,9 +13,9 @@ from csattn.cpu.addresses import Stage
 from csattn.cpu.tape import Tape
 from csattn.models.spec import Activation
 from csattn.models.weights import HeadNorms, Linear
-from workers.cpu_model.linear_stage import ACTIVATIONS, LINEAR, linear_pieces, linear_stage
-from workers.cpu_model.row_stages import EMBED, FINISH_LOGITS, PREDICT, PREPARE, ROTATE, row_stage
-from workers.model_runner.ops import Normed, Readers, Rotation, Stream
+from workers.model.cpu.linear_stage import ACTIVATIONS, LINEAR, linear_pieces, linear_stage
+from workers.model.cpu.row_stages import EMBED, FINISH_LOGITS, PREDICT, PREPARE, ROTATE, row_stage
+from workers.model.ops import Normed, Readers, Rotation, Stream
 
 
 class TapeOps:

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from csattn.models import load_model
-from tests.workers.model_runner.full_attention import FullAttention
-from tests.workers.model_runner.full_context import context_kv
-from workers.model_runner import ModelRunner, take_weights
+from tests.workers.model.full_attention import FullAttention
+from tests.workers.model.full_context import context_kv
+from workers.model import ModelRunner, take_weights
 
 TEXT = Path(__file__).parents[3] / "bench" / "texts" / "novel.txt"
 CONTEXT_LEN, QUESTION_LEN, NUM_TOKENS = 250, 21, 32

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from csattn.models.spec import Activation
-from workers.model_runner.torch_ops import ACTIVATIONS
+from workers.model.torch_ops import ACTIVATIONS
 
 
 def linear(

@@ -5,8 +5,8 @@ import torch
 
 from csattn.errors import ConfigError, ContextError
 from tests.tiny import ALL_FAMILIES, loaded, make_model, token_ids
-from tests.workers.model_runner.full_attention import FullAttention
-from tests.workers.model_runner.full_context import (
+from tests.workers.model.full_attention import FullAttention
+from tests.workers.model.full_context import (
     CONTEXT_LENS,
     context_kv,
     contexts_of,
@@ -15,7 +15,7 @@ from tests.workers.model_runner.full_context import (
     logits_after,
     make_runner,
 )
-from workers.model_runner import ModelRunner, take_weights
+from workers.model import ModelRunner, take_weights
 
 QUESTIONS = [token_ids(length, seed=length).tolist() for length in (1, 5, 7)]
 ROPES = {

@@ -1,0 +1,15 @@
+"""A decode loop of language models without Python work per kernel; attention is the caller's."""
+
+from workers.model.attention import StepAttention
+from workers.model.runner import ModelRunner, StepOutput
+from workers.model.shapes import shape_named
+from workers.model.weights import random_weights, take_weights
+
+__all__ = [
+    "ModelRunner",
+    "StepAttention",
+    "StepOutput",
+    "random_weights",
+    "shape_named",
+    "take_weights",
+]

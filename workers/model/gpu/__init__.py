@@ -1,0 +1,1 @@
+"""`StepOps` in Triton."""

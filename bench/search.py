@@ -169,7 +169,7 @@ def attend_next(
 def check_against_reference(
     q: NDArray[np.float32], index: LayerIndex | SketchIndex, rules: tuple[int, int, int, float], got: NDArray[np.int32]
 ) -> float:
-    """Refuse a selection of lists that is worth less than the reference's, and of a sketch any other than that.
+    """Refuse a selection of lists with lower group scores than the reference's, and of a sketch any other than that.
 
     Returns the reference's time in ms.
     """
@@ -180,10 +180,11 @@ def check_against_reference(
     if isinstance(index, SketchIndex):
         gate(bool((got == want.kv_indices).all()), f"{index.context_len} keys: the kernel chose other rows")
         return reference_ms
-    worth, _ = reference.combine_group([reference.score_keys(row, index, None, 0) for row in q], rules[3])
-    mine, best = np.sort(worth[got[0]]), np.sort(worth[want.kv_indices[0]])
+    group_scores, _ = reference.combine_group([reference.score_keys(row, index, None, 0) for row in q], rules[3])
+    mine, best = np.sort(group_scores[got[0]]), np.sort(group_scores[want.kv_indices[0]])
     gate(len(np.unique(got[0])) == rules[0], f"{index.context_len} keys: the kernel chose a row twice or too few")
-    gate(bool(np.allclose(mine, best, rtol=3e-5)), f"{index.context_len} keys: the kernel's choice is worth less")
+    agree = bool(np.allclose(mine, best, rtol=3e-5))
+    gate(agree, f"{index.context_len} keys: the kernel's choice has lower group scores")
     return reference_ms
 
 

@@ -48,9 +48,9 @@ def check(search: LayerSearch) -> None:
     """Refuse a choice that is not the definition's, for the first head."""
     assert isinstance(search.index, SketchIndex)
     got = search.out.kv_indices[0, 0]
-    worth = reference.sketch_worth(search.q[0, :GROUP_SIZE], search.index, 0, len(got), SOFTMAX_SCALE)
+    group_scores = reference.sketch_group_scores(search.q[0, :GROUP_SIZE], search.index, 0, len(got), SOFTMAX_SCALE)
     eligible = np.arange(SINK_LEN, search.index.context_len - WINDOW_LEN)
-    best = eligible[reference.top_k_of(worth[eligible], len(got))]
+    best = eligible[reference.top_k_of(group_scores[eligible], len(got))]
     gate(bool((got == best).all()), "the kernel chose other rows")
 
 

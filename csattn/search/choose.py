@@ -1,4 +1,4 @@
-"""The second half of a job over lists: what keys are worth to the group, the best of them copied out by range.
+"""The second half of a job over lists: the keys' group scores, the best of them copied out by range.
 
 And the choice among what is copied, which ends jobs over sketches, too.
 """
@@ -12,45 +12,45 @@ from csattn.cpu.addresses import array_at
 from csattn.cpu.jit import exact_kernel
 from csattn.cpu.lanes import mask_at_least
 from csattn.cpu.simd import I32x16, fill, lane_numbers, load, store
-from csattn.search.plan import eligible_of, place_of, scratch_at, search_at
-from csattn.search.select import first_rank, guess_threshold, store_lanes, take_best
-from csattn.search.sketch_worth import LEAST_WORTH
-from csattn.search.worth import (
+from csattn.search.group_scores import (
     HEADROOM,
     LANES,
     LOG2_E,
     LOG2_LEAST_SHARE,
     NO_SHIFT,
     NOT_SCORED,
-    scores_as_worth,
+    as_group_scores,
+    group_scores_of_powers,
+    group_scores_of_shares,
     share_terms,
     too_wide,
-    worth_of_powers,
-    worth_of_shares,
 )
+from csattn.search.plan import eligible_of, place_of, scratch_at, search_at
+from csattn.search.select import first_rank, guess_threshold, store_lanes, take_best
+from csattn.search.sketch_group_scores import LEAST_GROUP_SCORE
 
 
 def guess_job(search_address: int, scratch_address: int, job: int, _: int) -> int:
-    """Stage: sum up the ranges, and guess a worth that a little more than top_k keys reach."""
+    """Stage: sum up the ranges, and guess a group score that a little more than top_k keys reach."""
     search, scratch = search_at(search_address), scratch_at(scratch_address)
     slot = scratch.slots + job % scratch.num_slots * scratch.slot_bytes
     group_size, sample_stride = search.group_size, scratch.sample_stride
     if group_size > 1:
         _settle_shares(search, scratch, slot)
     sample = array_at(slot + scratch.at_sample, group_size * sample_stride, np.float32(0))
-    worth = array_at(slot + scratch.at_sample_worth, sample_stride, np.int32(0))
+    group_scores = array_at(slot + scratch.at_sample_group_scores, sample_stride, np.int32(0))
     terms = array_at(slot + scratch.at_terms, 4 * group_size, np.float32(0))
     for at in range(0, num_sampled(search), LANES):
         if group_size > 1:
-            store(worth, at, worth_of_shares(sample, sample_stride, at, terms))
+            store(group_scores, at, group_scores_of_shares(sample, sample_stride, at, terms))
         else:
-            store(worth, at, scores_as_worth(sample, at))
+            store(group_scores, at, as_group_scores(sample, at))
     first_guess(search, scratch, slot)
     return 0
 
 
 def copy_piece(search_address: int, scratch_address: int, job: int, piece: int) -> int:
-    """Stage: copy out the keys of one range whose worth reaches the guess, in their order."""
+    """Stage: copy out the keys of one range whose group score reaches the guess, in their order."""
     _copy_range(search_at(search_address), scratch_at(scratch_address), job, piece)
     return 0
 
@@ -61,33 +61,33 @@ def choose_job(search_address: int, scratch_address: int, job: int, _: int) -> i
     slot = scratch.slots + job % scratch.num_slots * scratch.slot_bytes
     guess = array_at(slot + scratch.at_guess, 2, np.int64(0))
     counts = array_at(slot + scratch.at_counts, search.num_ranges, np.int64(0))
-    num_copied, top_k, lowest = np.int64(0), search.top_k, _lowest_worth(search)
+    num_copied, top_k, lowest = np.int64(0), search.top_k, _lowest_group_score(search)
     for number in range(search.num_ranges):
         num_copied += counts[number]
     if num_copied < top_k and guess[0] > lowest:
-        worth = array_at(slot + scratch.at_sample_worth, scratch.sample_stride, np.int32(0))
+        group_scores = array_at(slot + scratch.at_sample_group_scores, scratch.sample_stride, np.int32(0))
         guess[1] *= 2
-        guess[0] = guess_threshold(worth, num_sampled(search), guess[1], lowest)
+        guess[0] = guess_threshold(group_scores, num_sampled(search), guess[1], lowest)
         return 1
     copied = array_at(slot + scratch.at_copied, scratch.stride, np.int32(0))
-    copied_worth = array_at(slot + scratch.at_copied_worth, scratch.stride, np.int32(0))
-    _join_ranges(search, counts, copied, copied_worth)
+    copied_group_scores = array_at(slot + scratch.at_copied_group_scores, scratch.stride, np.int32(0))
+    _join_ranges(search, counts, copied, copied_group_scores)
     token, head = place_of(search, job)
     place = token * search.num_heads + head
     chosen = array_at(search.kv_indices + 4 * place * top_k, top_k, np.int32(0))
     valid_len = array_at(search.valid_len + 4 * place, 1, np.int32(0))
-    valid_len[0] = take_best(copied, copied_worth, num_copied, guess[0], chosen)
+    valid_len[0] = take_best(copied, copied_group_scores, num_copied, guess[0], chosen)
     return 0
 
 
 @exact_kernel
 def first_guess(search: Any, scratch: Any, slot: int) -> None:
-    """From the worth of the sampled keys."""
+    """From the group scores of the sampled keys."""
     guess = array_at(slot + scratch.at_guess, 2, np.int64(0))
-    worth = array_at(slot + scratch.at_sample_worth, scratch.sample_stride, np.int32(0))
+    group_scores = array_at(slot + scratch.at_sample_group_scores, scratch.sample_stride, np.int32(0))
     count = num_sampled(search)
     guess[1] = first_rank(search.top_k, count, search.sample_step)
-    guess[0] = guess_threshold(worth, count, guess[1], _lowest_worth(search))
+    guess[0] = guess_threshold(group_scores, count, guess[1], _lowest_group_score(search))
 
 
 @exact_kernel
@@ -132,16 +132,16 @@ def num_sampled(search: Any) -> int:
 
 
 @exact_kernel
-def _lowest_worth(search: Any) -> int:
-    """What every scored key's worth reaches: shares are positive."""
+def _lowest_group_score(search: Any) -> int:
+    """What every scored key's group score reaches: shares are positive."""
     if search.sketch != 0:
-        return LEAST_WORTH
+        return LEAST_GROUP_SCORE
     return 1 if search.group_size > 1 else NOT_SCORED + 1
 
 
 @exact_kernel
 def _copy_range(search: Any, scratch: Any, job: int, number: int) -> None:
-    """To where the range begins; the keys' worth beside them, and how many they are."""
+    """To where the range begins; the keys' group scores beside them, and how many they are."""
     group_size, stride = search.group_size, scratch.stride
     slot = scratch.slots + job % scratch.num_slots * scratch.slot_bytes
     scores = array_at(slot + scratch.at_scores, group_size * stride, np.float32(0))
@@ -150,7 +150,7 @@ def _copy_range(search: Any, scratch: Any, job: int, number: int) -> None:
     terms = array_at(slot + scratch.at_terms, 4 * group_size, np.float32(0))
     exact = array_at(slot + scratch.at_exact, search.num_ranges, np.int64(0))[number]
     copied = array_at(slot + scratch.at_copied, stride, np.int32(0))
-    copied_worth = array_at(slot + scratch.at_copied_worth, stride, np.int32(0))
+    copied_group_scores = array_at(slot + scratch.at_copied_group_scores, stride, np.int32(0))
     guess = array_at(slot + scratch.at_guess, 1, np.int64(0))[0]
     threshold = fill(I32x16, guess)
     first, last = eligible_of(search, number)
@@ -158,22 +158,22 @@ def _copy_range(search: Any, scratch: Any, job: int, number: int) -> None:
     numbers = lane_numbers(I32x16)
     for at in range(first, last, LANES):
         if group_size == 1:
-            worth = scores_as_worth(scores, at)
+            group_scores = as_group_scores(scores, at)
         elif exact == 0:
-            worth = worth_of_powers(powers, stride, at, factors, number * group_size, group_size)
+            group_scores = group_scores_of_powers(powers, stride, at, factors, number * group_size, group_size)
         else:
-            worth = worth_of_shares(scores, stride, at, terms)
-        bits = mask_at_least(worth, threshold)
+            group_scores = group_scores_of_shares(scores, stride, at, terms)
+        bits = mask_at_least(group_scores, threshold)
         if last - at < LANES:
             bits &= (np.uint64(1) << np.uint64(last - at)) - np.uint64(1)
         store_lanes(copied, to, numbers + fill(I32x16, at), bits)
-        to += store_lanes(copied_worth, to, worth, bits)
+        to += store_lanes(copied_group_scores, to, group_scores, bits)
     array_at(slot + scratch.at_counts, search.num_ranges, np.int64(0))[number] = to - first
 
 
 @exact_kernel
 def _join_ranges(
-    search: Any, counts: NDArray[np.int64], copied: NDArray[np.int32], copied_worth: NDArray[np.int32]
+    search: Any, counts: NDArray[np.int64], copied: NDArray[np.int32], copied_group_scores: NDArray[np.int32]
 ) -> None:
     """Move the ranges' copies together, to the front."""
     to = 0
@@ -182,8 +182,8 @@ def _join_ranges(
         whole = counts[number] - counts[number] % LANES
         for i in range(0, whole, LANES):
             store(copied, to + i, load(I32x16, copied, first + i))
-            store(copied_worth, to + i, load(I32x16, copied_worth, first + i))
+            store(copied_group_scores, to + i, load(I32x16, copied_group_scores, first + i))
         for i in range(whole, counts[number]):
             copied[to + i] = copied[first + i]
-            copied_worth[to + i] = copied_worth[first + i]
+            copied_group_scores[to + i] = copied_group_scores[first + i]
         to += counts[number]

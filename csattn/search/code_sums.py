@@ -13,7 +13,7 @@ from csattn.cpu.byte_lanes import add_byte_dots, spread_byte, turn_fours
 from csattn.cpu.jit import exact_kernel, inlined_kernel
 from csattn.cpu.lanes import fma, larger, largest_lane, sum_of_lanes, where_equal
 from csattn.cpu.simd import F32x16, I32x16, U16x16, U16x32, as_bits, convert, fill, load, prefetch_early, store
-from csattn.search.sketch_worth import NOT_COUNTED
+from csattn.search.sketch_group_scores import NOT_COUNTED
 from csattn.sketch.codes import BLOCK_KEYS, FINE_BITS
 
 LANES = 16

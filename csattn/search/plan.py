@@ -88,9 +88,9 @@ SCRATCH = np.dtype(
             "slot_bytes",
             # where arrays begin in a slot
             "at_copied",  # [stride] int32
-            "at_copied_worth",  # [stride] int32
+            "at_copied_group_scores",  # [stride] int32
             "at_sample",  # [group_size, sample_stride], like scores
-            "at_sample_worth",  # [sample_stride] int32
+            "at_sample_group_scores",  # [sample_stride] int32
             "at_counts",  # [num_ranges] int64: keys that reach the guess
             "at_guess",  # [2] int64: what the copied keys reach, and which rank of the sample that is
             # of sketches
@@ -105,7 +105,7 @@ SCRATCH = np.dtype(
             "at_totals",  # [num_ranges, group_size] float64
             "at_lowest",  # [num_ranges, group_size] float64
             "at_factors",  # [num_ranges, group_size] float32
-            "at_terms",  # [group_size, 4] float32: of `worth_of_shares`
+            "at_terms",  # [group_size, 4] float32: of `group_scores_of_shares`
         )
     ]
 )

@@ -39,27 +39,28 @@ def search(
     for head in range(index.num_heads):
         group = q[head * group_size : (head + 1) * group_size]
         if isinstance(index, SketchIndex):
-            worth, scored = sketch_worth(group, index, head, top_k, softmax_scale), np.ones(num_keys, np.bool_)
+            group_scores = sketch_group_scores(group, index, head, top_k, softmax_scale)
+            scored = np.ones(num_keys, np.bool_)
         else:
-            worth, scored = combine_group([score_keys(row, index, tail, head) for row in group], softmax_scale)
+            group_scores, scored = combine_group([score_keys(row, index, tail, head) for row in group], softmax_scale)
         candidates = np.flatnonzero(eligible & scored)
-        chosen = top_k_of(worth[candidates], top_k)
+        chosen = top_k_of(group_scores[candidates], top_k)
         out.valid_len[head] = len(chosen)
         out.kv_indices[head] = -1
         out.kv_indices[head, : len(chosen)] = candidates[chosen]
 
 
-def sketch_worth(
+def sketch_group_scores(
     group: NDArray[np.float32],  # [group_size, head_dim]
     index: SketchIndex,
     head: int,
     top_k: int,
     softmax_scale: float,
 ) -> NDArray[np.float64]:
-    """What each key is worth to the group by a sketch [context_len]; marked ones come first where they are few."""
+    """Each key's group score by a sketch [context_len]; marked ones come first where they are few."""
     _, exponent, scores = sketch.score_group(group, index, head, softmax_scale)
     marks = index.marked_rows(head) if index.heeds_marks(top_k) else None
-    return sketch.worth(scores, exponent, marks).astype(np.float64)
+    return sketch.group_scores(scores, exponent, marks).astype(np.float64)
 
 
 def score_keys(
@@ -107,21 +108,21 @@ def list_scores(
 def combine_group(
     rows: list[tuple[NDArray[np.float64], NDArray[np.bool_]]], softmax_scale: float
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """What each key is worth to the group [num_keys]: its score, or the sum of its shares in each row's softmax."""
+    """Each key's group score [num_keys]: its score for the only row, or the sum of its shares in each row's softmax."""
     if len(rows) == 1:
         return rows[0]
-    worth = np.zeros(len(rows[0][0]))
+    group_scores = np.zeros(len(rows[0][0]))
     for scores, scored in rows:
         if scored.any():
             logits = softmax_scale * scores[scored]
             shares = np.exp(logits - logits.max())
-            worth[scored] += np.maximum(shares / shares.sum(), LEAST_SHARE)
-    return worth, worth > 0
+            group_scores[scored] += np.maximum(shares / shares.sum(), LEAST_SHARE)
+    return group_scores, group_scores > 0
 
 
-def top_k_of(worth: NDArray[np.float64], top_k: int) -> NDArray[np.int64]:
+def top_k_of(group_scores: NDArray[np.float64], top_k: int) -> NDArray[np.int64]:
     """Positions of the top_k largest, ascending; of equals the first."""
-    order = np.argsort(-worth, kind="stable")
+    order = np.argsort(-group_scores, kind="stable")
     return np.sort(order[:top_k])
 
 

@@ -1,4 +1,4 @@
-"""The top_k of a job's keys, exactly: worth descending, then index ascending; written in ascending order of index.
+"""The top_k of a job's keys, exactly: group score descending, then index ascending; written by ascending index.
 
 A sample guesses a threshold that a little more than top_k keys reach. Those are copied out, range by range, the exact
 threshold is found among the copies by bisection over the integers, and the copies are filtered. A guess that too few
@@ -13,15 +13,15 @@ from numpy.typing import NDArray
 from csattn.cpu.jit import exact_kernel
 from csattn.cpu.lanes import larger, largest_lane, mask_at_least, pack_lanes, population, store_first
 from csattn.cpu.simd import I32x16, fill, load
+from csattn.search.group_scores import LANES, NOT_SCORED
 from csattn.search.plan import SAMPLE
-from csattn.search.worth import LANES, NOT_SCORED
 
-SAMPLE_ROOM = 2 * SAMPLE + LANES  # for the worth of sampled keys, in whole vectors
+SAMPLE_ROOM = 2 * SAMPLE + LANES  # for the group scores of sampled keys, in whole vectors
 
 
 @exact_kernel
 def first_rank(top_k: int, num_sampled: int, step: int) -> int:
-    """The rank in the sample whose worth is guessed to be a little below that of the top_k-th key."""
+    """The rank in the sample whose group score is guessed to be a little below that of the top_k-th key."""
     expected = top_k / step
     rank: int = int(expected + 3.0 * np.sqrt(expected) + 4.0) if step > 1 else num_sampled
     return rank
@@ -29,7 +29,7 @@ def first_rank(top_k: int, num_sampled: int, step: int) -> int:
 
 @exact_kernel
 def guess_threshold(sample: NDArray[np.int32], num_sampled: int, rank: int, lowest: int) -> int:
-    """A worth that about `rank` of the sampled keys reach; `lowest`, which all scored keys reach, beyond the sample."""
+    """A group score that about `rank` sampled keys reach; `lowest`, which all scored keys reach, beyond the sample."""
     if rank >= num_sampled:
         return lowest
     guess: int = max(lowest, kth_largest(sample, num_sampled, rank, NOT_SCORED))
@@ -39,7 +39,7 @@ def guess_threshold(sample: NDArray[np.int32], num_sampled: int, rank: int, lowe
 @exact_kernel
 def take_best(
     copied: NDArray[np.int32],  # [at least num_copied] indices, ascending
-    copied_worth: NDArray[np.int32],  # and their worth
+    copied_group_scores: NDArray[np.int32],  # and their group scores
     num_copied: int,
     guess: int,  # that the copied keys reach
     chosen: NDArray[np.int32],  # [top_k], written: ascending, -1 padded
@@ -51,8 +51,8 @@ def take_best(
         for i in range(num_chosen):
             chosen[i] = copied[i]
     elif top_k > 0:
-        threshold = kth_largest(copied_worth, num_copied, top_k, guess)
-        _take_above(copied, copied_worth, num_copied, threshold, chosen)
+        threshold = kth_largest(copied_group_scores, num_copied, top_k, guess)
+        _take_above(copied, copied_group_scores, num_copied, threshold, chosen)
     for i in range(num_chosen, top_k):
         chosen[i] = -1
     return num_chosen
@@ -61,20 +61,20 @@ def take_best(
 @exact_kernel
 def _take_above(
     copied: NDArray[np.int32],
-    copied_worth: NDArray[np.int32],
+    copied_group_scores: NDArray[np.int32],
     num_copied: int,
-    threshold: int,  # worth of the last one that fits
+    threshold: int,  # group score of the last one that fits
     chosen: NDArray[np.int32],
 ) -> None:
-    """All that are worth more than the threshold and the first of those that are worth as much."""
+    """All that are above the threshold and the first of those that are equal to it."""
     top_k, limits = len(chosen), fill(I32x16, threshold)
-    ties = top_k - count_at_least(copied_worth, num_copied, threshold + 1)  # how many of those still fit
+    ties = top_k - count_at_least(copied_group_scores, num_copied, threshold + 1)  # how many of those still fit
     to = np.int64(0)
     for at in range(0, num_copied, LANES):
-        worth = load(I32x16, copied_worth, at)
+        group_scores = load(I32x16, copied_group_scores, at)
         lanes = (np.uint64(1) << np.uint64(min(LANES, num_copied - at))) - np.uint64(1)
-        tied = mask_at_least(worth, limits) & mask_at_least(limits, worth) & lanes
-        above = mask_at_least(worth, limits) & lanes ^ tied
+        tied = mask_at_least(group_scores, limits) & mask_at_least(limits, group_scores) & lanes
+        above = mask_at_least(group_scores, limits) & lanes ^ tied
         while population(tied) > ties:
             tied ^= _highest_bit(tied)
         ties -= population(tied)

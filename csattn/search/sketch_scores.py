@@ -1,6 +1,6 @@
 """Scores of coded keys, sums of codes times 8-bit multipliers: a code that is read serves four query heads.
 
-`sketch_worth` says how they are kept.
+`sketch_group_scores` says how they are kept.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from csattn.cpu.byte_lanes import add_half_dots, bits_of_bytes, join_halves
 from csattn.cpu.jit import exact_kernel, inlined_kernel
 from csattn.cpu.simd import I32x16, fill, load, prefetch_early, store
 from csattn.search.sketch import query_places, rows_of_segment
-from csattn.search.sketch_worth import BIAS, keep_greatest
+from csattn.search.sketch_group_scores import BIAS, keep_greatest
 from csattn.sketch.codes import BLOCK_KEYS, COARSE_BITS, FINE_BITS
 from csattn.sketch.reference import NORMALISER_KEYS
 

@@ -1,4 +1,4 @@
-"""The stages of a job over a sketch: from queries to scores, to the keys' worth to the group, to copies of the best.
+"""The stages of a job over a sketch: from queries to scores, to the keys' group scores, to copies of the best.
 
 `choose.choose_job` chooses among the copies. If the rest is asked for, a last stage attends to what is not chosen, by
 the scores that are still there; each range leaves a part, and parts are joined in the order of the ranges.
@@ -19,8 +19,8 @@ from csattn.search.plan import eligible_of, place_of, range_of, scratch_at, sear
 from csattn.search.rest import attend_scored, join_parts
 from csattn.search.score import keep_sample, queries_of
 from csattn.search.sketch import exponent_of, project_queries, sketch_at, weigh_queries
+from csattn.search.sketch_group_scores import MARKED, best_share, normaliser
 from csattn.search.sketch_scores import score_range
-from csattn.search.sketch_worth import MARKED, best_share, normaliser
 from csattn.sketch.codes import BLOCK_KEYS
 from csattn.sketch.reference import NORMALISER_KEYS
 
@@ -61,25 +61,26 @@ def score_piece(search_address: int, scratch_address: int, job: int, piece: int)
 
 
 def guess_job(search_address: int, scratch_address: int, job: int, _: int) -> int:
-    """Stage: the query rows' normalisers, and a guess of a worth that a little more than top_k keys reach."""
+    """Stage: the query rows' normalisers, and a guess of a group score that a little more than top_k keys reach."""
     search, scratch = search_at(search_address), scratch_at(scratch_address)
     group_size, stride, slot = search.group_size, scratch.sample_stride, _slot_of(scratch, job)
     _settle_shifts(search, scratch, slot, exponent_of(_queries_at(scratch, job)))
     shifts = _shifts_of(search, scratch, slot)
     sample = array_at(slot + scratch.at_sample, group_size * stride, np.uint16(0))
-    worth, wide = np.empty(2 * LANES, np.uint16), array_at(slot + scratch.at_sample_worth, stride, np.int32(0))
+    group_scores = np.empty(2 * LANES, np.uint16)
+    wide = array_at(slot + scratch.at_sample_group_scores, stride, np.int32(0))
     for at in range(0, num_sampled(search), 2 * LANES):
-        store(worth, 0, best_share(sample, stride, at, shifts))
-        store(wide, at, convert(I32x16, load(U16x16, worth, 0)))
-        store(wide, at + LANES, convert(I32x16, load(U16x16, worth, LANES)))
+        store(group_scores, 0, best_share(sample, stride, at, shifts))
+        store(wide, at, convert(I32x16, load(U16x16, group_scores, 0)))
+        store(wide, at + LANES, convert(I32x16, load(U16x16, group_scores, LANES)))
     first_guess(search, scratch, slot)
     return 0
 
 
 def copy_piece(search_address: int, scratch_address: int, job: int, piece: int) -> int:
-    """Stage: copy out the marked keys of one range and those whose worth reaches the guess, in their order.
+    """Stage: copy out the marked keys of one range and those whose group score reaches the guess, in their order.
 
-    To where the range begins; the keys' worth beside them, and how many they are.
+    To where the range begins; the keys' group scores beside them, and how many they are.
     """
     search, scratch = search_at(search_address), scratch_at(scratch_address)
     slot, stride = _slot_of(scratch, job), scratch.stride
@@ -88,10 +89,10 @@ def copy_piece(search_address: int, scratch_address: int, job: int, piece: int) 
     sketch = sketch_at(search.sketch)
     marks = array_at(sketch.marks + 8 * head * sketch.num_blocks, 2 * sketch.num_blocks, np.uint32(0))
     copied = array_at(slot + scratch.at_copied, stride, np.int32(0))
-    copied_worth = array_at(slot + scratch.at_copied_worth, stride, np.int32(0))
+    copied_group_scores = array_at(slot + scratch.at_copied_group_scores, stride, np.int32(0))
     limits = fill(U16x32, array_at(slot + scratch.at_guess, 1, np.int64(0))[0])
     first, last = eligible_of(search, piece)
-    worth, to = np.empty(BLOCK_KEYS, np.uint16), first
+    group_scores, to = np.empty(BLOCK_KEYS, np.uint16), first
     for at in range(first // BLOCK_KEYS * BLOCK_KEYS, last, BLOCK_KEYS):
         low, high = best_share(scores, stride, at, shifts), best_share(scores, stride, at + 2 * LANES, shifts)
         bits, marked = mask_at_least(low, limits) | mask_at_least(high, limits) << np.uint64(2 * LANES), np.uint64(0)
@@ -101,13 +102,13 @@ def copy_piece(search_address: int, scratch_address: int, job: int, piece: int) 
         bits = (bits | marked) & _keys_between(first - at, last - at)
         if bits == np.uint64(0):
             continue
-        store(worth, 0, low)
-        store(worth, 2 * LANES, high)
+        store(group_scores, 0, low)
+        store(group_scores, 2 * LANES, high)
         while bits != np.uint64(0):
             i = trailing_zeros(bits)
             bits &= bits - np.uint64(1)
             copied[to] = np.uint64(at) + i
-            copied_worth[to] = MARKED if marked >> i & np.uint64(1) != np.uint64(0) else worth[i]
+            copied_group_scores[to] = MARKED if marked >> i & np.uint64(1) != np.uint64(0) else group_scores[i]
             to += 1
     array_at(slot + scratch.at_counts, search.num_ranges, np.int64(0))[piece] = to - first
     return 0

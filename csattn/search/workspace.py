@@ -105,9 +105,9 @@ def _slot_arrays(group_size: int, stride: int, score_bytes: int, part_words: int
     common = {
         "at_scores": score_bytes * group_size * stride,
         "at_copied": 4 * stride,
-        "at_copied_worth": 4 * stride,
+        "at_copied_group_scores": 4 * stride,
         "at_sample": score_bytes * group_size * SAMPLE_ROOM,
-        "at_sample_worth": 4 * SAMPLE_ROOM,
+        "at_sample_group_scores": 4 * SAMPLE_ROOM,
         "at_counts": 8 * MAX_PIECES,
         "at_guess": 8 * 2,
     }

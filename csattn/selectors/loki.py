@@ -2,7 +2,7 @@
 
 As published: a basis per layer and head, a quarter of its components, exact attention to the best rows. Otherwise: the
 basis is that of this context's own keys after RoPE (the paper: calibrated on another text, before or after), which can
-only help it; and a row is worth the sum over the group's query heads of its softmax share.
+only help it; and a row's group score is the sum over the group's query heads of its softmax share.
 """
 
 import numpy as np

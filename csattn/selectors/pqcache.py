@@ -1,7 +1,7 @@
 """PQCache (arXiv:2407.12820): keys as product-quantiser codes; a query's products with centroids give their scores.
 
 As published, groups included: head_dim in 2 parts, k-means with Euclidean distance over the context's keys in each, a
-row is worth the sum over the group's query heads of its softmax share; a new key takes the codes of its nearest
+row's group score is the sum over the group's query heads of its softmax share; a new key takes the codes of its nearest
 centroids. 256 centroids (8 bits) and 15 iterations, as CSAttention's authors gave it; its own default is 64 centroids.
 Sinks and window are clustered too, which a prepared context shares among requests of any window.
 """

@@ -1,8 +1,8 @@
 """Quest (arXiv:2406.10774): pages of keys, ranked by the largest product that a key of theirs could have with q.
 
 As published: pages of 16, the least and the largest key of a page in each channel, both updated by new keys. Otherwise:
-a page is worth the sum over the group's query heads of its softmax share among pages, for the paper has no groups;
-pages are cut off after exactly top_k rows; the tail begins a page of its own; no layer stays dense (the paper: two).
+a page's group score is the sum over the group's query heads of its softmax share among pages, as the paper has no
+groups; pages are cut off after exactly top_k rows; the tail begins a page of its own; no layer is dense (paper: two).
 """
 
 import numpy as np

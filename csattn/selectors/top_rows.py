@@ -1,4 +1,4 @@
-"""What most selectors end with, and what they keep: the best rows by some worth, and rows that become more."""
+"""What most selectors end with, and what they keep: the best rows by their group scores, and rows that become more."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -11,19 +11,19 @@ from csattn.selection import Selection
 from csattn.selectors.base import ContextView
 
 
-def top_rows(worth: Tensor, view: ContextView) -> Selection:
+def top_rows(group_scores: Tensor, view: ContextView) -> Selection:
     """The view's top_k best rows of each head, resident ones left out; of equal ones the first.
 
-    worth: [num_index_heads, num_keys] float, finite; num_keys is context_len and the rows that have left the tail's
-    window. Changed in place.
+    group_scores: [num_index_heads, num_keys] float, finite; num_keys is context_len and the rows that have left the
+    tail's window. Changed in place.
     """
-    mask_resident(worth, view)
-    top_k = min(view.top_k, num_free(view, worth.shape[1]))
+    mask_resident(group_scores, view)
+    top_k = min(view.top_k, num_free(view, group_scores.shape[1]))
     # stable, so that of equal rows the first come first
-    order = worth.argsort(dim=1, descending=True, stable=True)[:, :top_k]
+    order = group_scores.argsort(dim=1, descending=True, stable=True)[:, :top_k]
     return Selection(
         kv_indices=order.sort(dim=1).values.to(torch.int32).numpy(),
-        valid_len=np.full(worth.shape[0], top_k, dtype=np.int32),
+        valid_len=np.full(group_scores.shape[0], top_k, dtype=np.int32),
     )
 
 
@@ -33,14 +33,14 @@ def num_free(view: ContextView, num_keys: int) -> int:
     return num_middle + num_keys - view.context_len
 
 
-def mask_resident(worth: Tensor, view: ContextView, value: float | bool = -torch.inf) -> None:
-    """Write that value where the context's rows are resident. worth: [..., num_keys]."""
-    worth[..., : view.middle.start] = value
-    worth[..., view.middle.stop : view.context_len] = value
+def mask_resident(group_scores: Tensor, view: ContextView, value: float | bool = -torch.inf) -> None:
+    """Write that value where the context's rows are resident. group_scores: [..., num_keys]."""
+    group_scores[..., : view.middle.start] = value
+    group_scores[..., view.middle.stop : view.context_len] = value
 
 
 def group_shares(logits: Tensor) -> Tensor:
-    """What each row is worth to a group: its softmax shares, summed over the heads.
+    """Each row's group score: its softmax shares, summed over the heads.
 
     logits: [num_kv_heads, group_size, num_keys], scaled -> [num_kv_heads, num_keys] float32.
     """

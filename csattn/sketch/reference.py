@@ -199,14 +199,14 @@ def unit_asked(
     return asked
 
 
-def worth(
+def group_scores(
     scores: NDArray[np.int16],  # [group_size, context_len]
     exponent: int,
     marks: NDArray[np.bool_] | None = None,  # [context_len]: rows to choose before all others
 ) -> NDArray[np.int64]:
-    """What each row is worth to the group, in 16 bits: its greatest share of a query's softmax, as a score.
+    """Each row's group score, in 16 bits: its greatest share of a query's softmax, as a score.
 
-    Shares are scores less their query's normaliser. Normalisers are told by whole octaves of weights: a choice needs no
+    Shares are scores less their query's normaliser. Normalisers are made of whole octaves of weights: a choice needs no
     more, and integers have the same sum in any order.
     """
     normalisers = np.array([normaliser(row, exponent) for row in scores])
@@ -218,7 +218,7 @@ def worth(
 def normaliser(scores: NDArray[np.int16], exponent: int) -> int:
     """About log2 of the sum of 2**(2**exponent * score), in units of score: integers throughout.
 
-    Of NORMALISER_KEYS neighbouring keys the greatest score stands for all, told in whole octaves from LEAST_OCTAVE to
+    Of NORMALISER_KEYS neighbouring keys the greatest score stands for all, in whole octaves from LEAST_OCTAVE to
     GREATEST_OCTAVE. A logarithm goes straight from one power of two to the next.
     """
     room = -len(scores) % NORMALISER_KEYS

@@ -104,10 +104,10 @@ def test_the_sketch_is_the_reference(segments, head_dim, rng):
             np.testing.assert_allclose(octaves, bases[:, None] + 2.0**exponent * scores, rtol=1e-5, atol=1e-5)
             for top_k in (5, 6):
                 marks = index.marked_rows(head) if index.heeds_marks(top_k) else None
-                wanted = reference.worth(scores, exponent, marks)
-                worth = codes.worth(q[:, :, token : token + 1], top_k)[head, 0].numpy()
-                np.testing.assert_array_equal(np.ceil(worth), wanted)
-                assert (np.argsort(-worth) == np.argsort(-wanted, kind="stable")).all()
+                wanted = reference.group_scores(scores, exponent, marks)
+                group_scores = codes.group_scores(q[:, :, token : token + 1], top_k)[head, 0].numpy()
+                np.testing.assert_array_equal(np.ceil(group_scores), wanted)
+                assert (np.argsort(-group_scores) == np.argsort(-wanted, kind="stable")).all()
         expected, _ = reference.attend_rest(of_token, index, is_rest, SCALE)
         np.testing.assert_allclose(out[:, :, token].flatten(0, 1), expected, rtol=1e-3, atol=1e-4)
 

@@ -70,7 +70,7 @@ def row_of(out: DeviceSelection, row: int) -> Selection:
 def assert_right(
     got: Selection, q: np.ndarray, index: LayerIndex, config: SearchConfig = CONFIG, scale: float = SCALE
 ) -> None:
-    """Rounding of exp may swap keys of nearly equal worth: compare what the chosen keys are worth, in order."""
+    """Rounding of exp may swap keys of nearly equal group scores: compare those of the chosen keys, in order."""
     want = empty_selection(index.num_heads, config.top_k(index.context_len))
     reference.search(q, index, None, want.kv_indices.shape[1], config.sink_len, config.window_len, scale, want)
     np.testing.assert_array_equal(got.valid_len, want.valid_len)
@@ -78,10 +78,10 @@ def assert_right(
     group_size = len(q) // index.num_heads
     for head in range(index.num_heads):
         rows = [reference.score_keys(q[head * group_size + g], index, None, head) for g in range(group_size)]
-        worth, scored = reference.combine_group(rows, scale)
+        group_scores, scored = reference.combine_group(rows, scale)
         mine, theirs = got.kv_indices[head, : got.valid_len[head]], want.kv_indices[head, : want.valid_len[head]]
         assert scored[mine].all(), f"head {head} chose a key that no list holds"
-        np.testing.assert_allclose(np.sort(worth[mine]), np.sort(worth[theirs]), rtol=3e-5, atol=0)
+        np.testing.assert_allclose(np.sort(group_scores[mine]), np.sort(group_scores[theirs]), rtol=3e-5, atol=0)
         if group_size == 1:
             np.testing.assert_array_equal(mine, theirs)
 

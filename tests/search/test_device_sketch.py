@@ -247,8 +247,8 @@ def test_a_row_may_choose_less_than_others() -> None:
         assert_rest_is_right(searched, row, q[row], index)
 
 
-def test_worths_that_do_not_fit_into_shared_memory_lie_beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sketch_pass, "MOST_WORTH_BYTES", 1024)
+def test_group_scores_that_do_not_fit_into_shared_memory_lie_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sketch_pass, "MOST_GROUP_SCORE_BYTES", 1024)
     index, q = make_index(3700)
     searched = Searched([index], q[:2], [0, 0])
     assert_right(searched.selection(0), q[0], index)

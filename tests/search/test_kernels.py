@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from csattn.cpu.jit import exact_kernel, readonly
 from csattn.cpu.simd import F32x16, fill, load, store
 from csattn.index import LayerIndex
-from csattn.search import lists, match, reference, sketch, sketch_worth, worth
+from csattn.search import group_scores, lists, match, reference, sketch, sketch_group_scores
+from csattn.search.sketch_group_scores import BIAS
 from csattn.search.sketch_scores import score_range
-from csattn.search.sketch_worth import BIAS
 from csattn.sketch import SketchIndex
 from csattn.sketch import reference as sketch_reference
 from csattn.sketch.codes import coord_bits
@@ -103,24 +103,26 @@ def _score(address, head, memory, group_size, first, last, scores, stride, at, g
 
 
 @exact_kernel
-def _worth(scores, stride, num_keys, exponent, greatest, shifts, out):  # type: ignore[no-untyped-def]
+def _group_scores(scores, stride, num_keys, exponent, greatest, shifts, out):  # type: ignore[no-untyped-def]
     normalisers, per_row = np.empty(len(shifts), np.int64), stride // 8
     for row in range(len(shifts)):
         for at in range(0, num_keys, 1024):
             count, place = min(num_keys - at, 1024), row * stride + at
-            sketch_worth.keep_greatest(scores, place, count, greatest, place // 8)
-        normalisers[row] = sketch_worth.normaliser(greatest, row * per_row, -(-num_keys // 8), exponent)
+            sketch_group_scores.keep_greatest(scores, place, count, greatest, place // 8)
+        normalisers[row] = sketch_group_scores.normaliser(greatest, row * per_row, -(-num_keys // 8), exponent)
     for row in range(len(shifts)):
         shifts[row] = min(normalisers[row] - normalisers.min(), 2**16 - 1)
     for at in range(0, num_keys, 32):
-        store(out, at, sketch_worth.best_share(scores, stride, at, shifts))
+        store(out, at, sketch_group_scores.best_share(scores, stride, at, shifts))
     return normalisers
 
 
 @pytest.mark.parametrize("num_keys", [1, 7, 8, 9, 33, 1000, 5003, 20_000])
 @pytest.mark.parametrize("exponent", [-15, -9, -1, 0, 1, 4, 5, 8, 15])
 @pytest.mark.parametrize("group_size", [1, 4, 7])
-def test_worth_is_the_definitions(num_keys: int, exponent: int, group_size: int, rng: np.random.Generator) -> None:
+def test_group_scores_are_the_definitions(
+    num_keys: int, exponent: int, group_size: int, rng: np.random.Generator
+) -> None:
     """Of rows that are spread widely, of equal scores and of the most extreme ones."""
     scores = rng.normal(0, 4000, (group_size, num_keys)).clip(-32767, 32767).astype(np.int16)
     scores[group_size // 2] = rng.choice([-32767, 32767], num_keys)
@@ -130,10 +132,10 @@ def test_worth_is_the_definitions(num_keys: int, exponent: int, group_size: int,
     padded[:, :num_keys] = scores.astype(np.int64) + BIAS
     greatest = np.full(padded.size // 8 + 16, 2**16 - 1, np.uint16)
     out, shifts = np.zeros(num_keys + 64, np.uint16), np.zeros(group_size, np.uint16)
-    found = _worth(padded.reshape(-1), stride, num_keys, exponent, greatest, shifts, out)
+    found = _group_scores(padded.reshape(-1), stride, num_keys, exponent, greatest, shifts, out)
     assert found.tolist() == [sketch_reference.normaliser(row, exponent) for row in scores]
-    worth_of_all = out[:num_keys] - np.int64(BIAS)
-    np.testing.assert_array_equal(worth_of_all, sketch_reference.worth(scores, exponent))
+    all_group_scores = out[:num_keys] - np.int64(BIAS)
+    np.testing.assert_array_equal(all_group_scores, sketch_reference.group_scores(scores, exponent))
 
 
 @pytest.mark.parametrize("num_subspaces, num_centroids, subspace_dim", [(1, 1, 1), (5, 17, 3), (4, 64, 8), (3, 16, 32)])
@@ -164,7 +166,7 @@ def test_matching_is_the_definition_to_the_bit(num_subspaces, num_centroids, sub
 @exact_kernel
 def _exp2(x, slope, rounder, out):  # type: ignore[no-untyped-def]
     for i in range(0, len(x), 16):
-        store(out, i, worth.exp2_lanes(load(F32x16, x, i), fill(F32x16, slope), fill(F32x16, rounder)))
+        store(out, i, group_scores.exp2_lanes(load(F32x16, x, i), fill(F32x16, slope), fill(F32x16, rounder)))
 
 
 @pytest.mark.parametrize("offset", [-20, 0, 94])
@@ -172,7 +174,7 @@ def _exp2(x, slope, rounder, out):  # type: ignore[no-untyped-def]
 def test_exp2_is_accurate(offset: int, slope: float) -> None:
     x = (np.linspace(-126 - offset, 94 - offset, 16 * 5000) / slope).astype(np.float32)
     out = np.empty_like(x)
-    _exp2(x, np.float32(slope), worth.ROUNDER + offset, out)
+    _exp2(x, np.float32(slope), group_scores.ROUNDER + offset, out)
     np.testing.assert_allclose(out, np.exp2(slope * x.astype(np.float64) + offset), rtol=4.2e-6)
 
 
@@ -190,14 +192,14 @@ def test_powers_of_a_range(num_keys: int, slope: float, rng: np.random.Generator
     padded = np.full(num_keys + 32, 32_000, np.float32)  # tempting neighbours
     padded[5 : 5 + num_keys] = scores = scores_of(num_keys, rng)
     powers = np.full(num_keys + 32, np.nan, np.float32)
-    shift, total, lowest = worth.keep_powers(padded, powers, 5, num_keys, np.float32(slope))
-    scored = scores.view(np.int32) != worth.NOT_SCORED
+    shift, total, lowest = group_scores.keep_powers(padded, powers, 5, num_keys, np.float32(slope))
+    scored = scores.view(np.int32) != group_scores.NOT_SCORED
     exponents = np.float64(np.float32(slope)) * scores[scored].astype(np.float64)
     assert shift % 2 == 0 and abs(shift - exponents.max()) <= 1
     assert lowest == pytest.approx(exponents.min(), rel=1e-6, abs=1e-6)
     want = np.exp2(np.maximum(exponents - shift, -140))
     assert total == pytest.approx(want.sum(), rel=5e-6)
-    if not worth.too_wide(shift, lowest):
+    if not group_scores.too_wide(shift, lowest):
         got = powers[5 : 5 + num_keys]
         np.testing.assert_allclose(got[scored], want, rtol=5e-6)
         assert (got[~scored] == 0).all()
@@ -206,36 +208,36 @@ def test_powers_of_a_range(num_keys: int, slope: float, rng: np.random.Generator
 
 def test_a_range_without_scores_has_no_powers() -> None:
     scores, powers = np.full(64, -0.0, np.float32), np.full(64, np.nan, np.float32)
-    assert worth.keep_powers(scores, powers, 0, 48, np.float32(1)) == (worth.NO_SHIFT, 0.0, np.inf)
+    assert group_scores.keep_powers(scores, powers, 0, 48, np.float32(1)) == (group_scores.NO_SHIFT, 0.0, np.inf)
     assert (powers[:48] == 0).all()
 
 
 @exact_kernel
-def _both_worths(scores, powers, stride, factors, terms, by_power, by_share):  # type: ignore[no-untyped-def]
+def _both_group_scores(scores, powers, stride, factors, terms, by_power, by_share):  # type: ignore[no-untyped-def]
     for at in range(0, len(by_power), 16):
-        store(by_power, at, worth.worth_of_powers(powers, stride, at, factors, 0, len(factors)))
-        store(by_share, at, worth.worth_of_shares(scores, stride, at, terms))
+        store(by_power, at, group_scores.group_scores_of_powers(powers, stride, at, factors, 0, len(factors)))
+        store(by_share, at, group_scores.group_scores_of_shares(scores, stride, at, terms))
 
 
 @pytest.mark.parametrize("shifted", [-38, 0, 22])
-def test_worth_is_the_same_whether_from_powers_or_from_scores(shifted: int, rng) -> None:
+def test_group_scores_are_the_same_whether_from_powers_or_from_scores(shifted: int, rng) -> None:
     """To the bit, and whatever the range's own shift is: a tie across ranges is a tie."""
     slopes, num_keys = (0.003, 0.0011, 0.0047), 800
     scores = np.stack([scores_of(num_keys, rng) for _ in slopes])
     powers, factors = np.empty((3, num_keys), np.float32), np.empty(3, np.float32)
     terms = np.empty((3, 4), np.float32)
     for row, slope in enumerate(slopes):
-        shift, total, _ = worth.keep_powers(scores[row], powers[row], 0, num_keys, np.float32(slope))
-        terms[row] = worth.share_terms(np.float64(np.float32(slope)), shift + shifted, total * 2.0**-shifted)
-        factors[row] = np.ldexp(1.0 / (total * 2.0**-shifted), worth.HEADROOM - shifted)
+        shift, total, _ = group_scores.keep_powers(scores[row], powers[row], 0, num_keys, np.float32(slope))
+        terms[row] = group_scores.share_terms(np.float64(np.float32(slope)), shift + shifted, total * 2.0**-shifted)
+        factors[row] = np.ldexp(1.0 / (total * 2.0**-shifted), group_scores.HEADROOM - shifted)
     by_power, by_share = np.full((2, num_keys), -777, np.int32)
-    _both_worths(scores.reshape(-1), powers.reshape(-1), num_keys, factors, terms.reshape(-1), by_power, by_share)
+    _both_group_scores(scores.reshape(-1), powers.reshape(-1), num_keys, factors, terms.reshape(-1), by_power, by_share)
     np.testing.assert_array_equal(by_power, by_share)
-    scored = scores.view(np.int32) != worth.NOT_SCORED
+    scored = scores.view(np.int32) != group_scores.NOT_SCORED
     exponents = np.array(slopes)[:, None] * scores.astype(np.float64)
     shares = np.where(scored, np.exp2(exponents - exponents.max(axis=1, keepdims=True)), 0)
     want = (shares / shares.sum(axis=1, keepdims=True)).sum(axis=0)
-    np.testing.assert_allclose(by_power.view(np.float32), want * 2.0**worth.HEADROOM, rtol=1e-4)
+    np.testing.assert_allclose(by_power.view(np.float32), want * 2.0**group_scores.HEADROOM, rtol=1e-4)
 
 
 @pytest.mark.parametrize("length", [0, 1, 255, 256, 257, 1000])
@@ -251,8 +253,8 @@ def test_lists_add_to_their_keys_only(length: int) -> None:
     lists.add_list(scores, 0, readonly(indices), bits, 0, length, 0.3, step)
     lists.add_list(scores, 0, readonly(indices), bits, 0, length, -0.3, step)  # cancels: a sum of 0.0 stays listed
     unlisted = np.setdiff1d(np.arange(2000), indices)
-    assert (scores[unlisted].view(np.int32) == worth.NOT_SCORED).all()
-    assert (scores[indices].view(np.int32) != worth.NOT_SCORED).all()
+    assert (scores[unlisted].view(np.int32) == group_scores.NOT_SCORED).all()
+    assert (scores[indices].view(np.int32) != group_scores.NOT_SCORED).all()
     assert (scores[indices] == 0).all()
 
 

@@ -44,7 +44,7 @@ def run_both(
     return got, want
 
 
-def assert_worth_the_same(
+def assert_same_group_scores(
     got: Selection,
     want: Selection,
     q: NDArray[np.float32],
@@ -52,8 +52,8 @@ def assert_worth_the_same(
     tail: ListTail | None,
     scale: float = SCALE,
 ) -> None:
-    """Sketches choose to the bit. Over lists, rounding of exp may swap rows of nearly equal worth: compare what the
-    chosen rows are worth, in order."""
+    """Sketches choose to the bit. Over lists, rounding of exp may swap rows of nearly equal group scores: compare
+    those of the chosen rows, in order."""
     np.testing.assert_array_equal(got.valid_len, want.valid_len)
     got.check(index.context_len + (tail.num_rows if tail else 0))
     if isinstance(index, SketchIndex):
@@ -62,10 +62,10 @@ def assert_worth_the_same(
     group_size = q.shape[0] // index.num_heads
     for head in range(index.num_heads):
         rows = [reference.score_keys(q[head * group_size + g], index, tail, head) for g in range(group_size)]
-        worth, scored = reference.combine_group(rows, scale)
+        group_scores, scored = reference.combine_group(rows, scale)
         mine, theirs = got.kv_indices[head, : got.valid_len[head]], want.kv_indices[head, : want.valid_len[head]]
         assert scored[mine].all(), f"head {head} chose a key that no list holds"
-        np.testing.assert_allclose(np.sort(worth[mine]), np.sort(worth[theirs]), rtol=3e-5, atol=0)
+        np.testing.assert_allclose(np.sort(group_scores[mine]), np.sort(group_scores[theirs]), rtol=3e-5, atol=0)
 
 
 @pytest.mark.parametrize("layout, tail_rows", WITH_TAILS)
@@ -78,7 +78,7 @@ def test_search_agrees_with_the_reference(layout: str, group_size: int, context_
     got, want = run_both(q, index, tail, top_k=50)
     if group_size == 1:
         np.testing.assert_array_equal(got.kv_indices, want.kv_indices)
-    assert_worth_the_same(got, want, q, index, tail)
+    assert_same_group_scores(got, want, q, index, tail)
 
 
 @pytest.mark.parametrize("head_dim, num_fine, num_coarse", [(8, 1, 0), (64, 2, 2), (80, 3, 1), (96, 3, 3), (256, 8, 8)])
@@ -87,7 +87,7 @@ def test_sketches_of_any_shape(head_dim: int, num_fine: int, num_coarse: int, co
     spec = IndexSpec(context_len=context_len, head_dim=head_dim, num_fine=num_fine, num_coarse=num_coarse)
     index, q = make_index(spec), make_queries(spec, 2)
     got, want = run_both(q, index, None, 50, softmax_scale=head_dim**-0.5)
-    assert_worth_the_same(got, want, q, index, None, head_dim**-0.5)
+    assert_same_group_scores(got, want, q, index, None, head_dim**-0.5)
 
 
 @pytest.mark.parametrize("group_size", [1, 4])
@@ -146,7 +146,7 @@ def test_ranges_agree_with_the_reference(layout: str, group_size: int, context_l
     index, q = make_index(spec), make_queries(spec, group_size, scale=3.0)
     tail = make_tail_of(index, spec, tail_rows if layout == "lists" else 0)
     got, want = run_both(q, index, tail, context_len // 20)
-    assert_worth_the_same(got, want, q, index, tail)
+    assert_same_group_scores(got, want, q, index, tail)
 
 
 def test_a_long_tail_has_ranges_of_its_own() -> None:
@@ -154,7 +154,7 @@ def test_a_long_tail_has_ranges_of_its_own() -> None:
     index, q = make_index(spec), make_queries(spec, 2)
     tail = make_tail_of(index, spec, RANGE_KEYS + 10)
     got, want = run_both(q, index, tail, 400)
-    assert_worth_the_same(got, want, q, index, tail)
+    assert_same_group_scores(got, want, q, index, tail)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -165,7 +165,7 @@ def test_any_number_of_rows_can_be_asked_for(layout: str, group_size: int, top_k
     index, q = make_index(spec), make_queries(spec, group_size)
     got, want = run_both(q, index, None, top_k)  # 980 candidates: 1000 less 4 and 16
     assert (got.valid_len == min(top_k, 980)).all()
-    assert_worth_the_same(got, want, q, index, None)
+    assert_same_group_scores(got, want, q, index, None)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -219,7 +219,7 @@ def test_sharp_softmax_neither_overflows_nor_underflows(layout: str, scale: floa
     spec = IndexSpec(layout=layout, context_len=context_len)
     index, q = make_index(spec), make_queries(spec, 3, scale=scale)
     got, want = run_both(q, index, None, 200)
-    assert_worth_the_same(got, want, q, index, None)
+    assert_same_group_scores(got, want, q, index, None)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

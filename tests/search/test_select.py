@@ -1,4 +1,4 @@
-"""The top_k of a job's keys: exact, ordered by (worth descending, index ascending), whatever the distribution."""
+"""The top_k of a job's keys: exact, ordered by (group score descending, index ascending), whatever the distribution."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from csattn.index import LayerIndex
 from csattn.search import SearchWorkspace, empty_selection, search
+from csattn.search.group_scores import NOT_SCORED
 from csattn.search.plan import RANGE_KEYS, SAMPLE
 from csattn.search.select import count_at_least, kth_largest, take_best
-from csattn.search.worth import NOT_SCORED
 from csattn.sketch import SketchIndex
 from csattn.sketch.codes import pack_codes, pack_marks
 from csattn.sketch.reference import LOG2_E, score_group
@@ -25,12 +25,12 @@ SCALE = 1 / LOG2_E  # 1 of a product is an octave
 MULTIPLIERS = np.array([1, 16, 127, 127, 2, 0, 0, 0])
 
 
-def take(worth: NDArray[np.int32], top_k: int, guess: int) -> NDArray[np.int32]:
+def take(group_scores: NDArray[np.int32], top_k: int, guess: int) -> NDArray[np.int32]:
     """The best of those that reach the guess; output is poisoned, what lies behind the copies is tempting."""
-    copied = np.flatnonzero(worth >= guess).astype(np.int32)
+    copied = np.flatnonzero(group_scores >= guess).astype(np.int32)
     behind = np.full(32, 2**31 - 1, np.int32)
     chosen = np.full(top_k, -777, np.int32)
-    copies = np.concatenate([copied, behind]), np.concatenate([worth[copied], behind])
+    copies = np.concatenate([copied, behind]), np.concatenate([group_scores[copied], behind])
     valid = take_best(*copies, len(copied), guess, chosen)
     assert (chosen[valid:] == -1).all()
     return chosen[:valid]
@@ -51,44 +51,44 @@ def list_index(table: ListTable) -> LayerIndex:
     return LayerIndex(one[..., None], np.zeros((1, 1), np.float32), table, False)
 
 
-def select(worth: NDArray[Any], top_k: int) -> NDArray[np.int32]:
-    """The chosen indices of a search whose scores are worth + 1."""
-    digits = [(worth + LARGEST + 1) // 16**i % 16 for i in (0, 1, 2, 2, 2)]
-    codes = np.stack([*digits, *[np.zeros(len(worth))] * 3], axis=-1).astype(np.uint8)
+def select(group_scores: NDArray[Any], top_k: int) -> NDArray[np.int32]:
+    """The chosen indices of a search whose scores are group_scores + 1."""
+    digits = [(group_scores + LARGEST + 1) // 16**i % 16 for i in (0, 1, 2, 2, 2)]
+    codes = np.stack([*digits, *[np.zeros(len(group_scores))] * 3], axis=-1).astype(np.uint8)
     nothing = np.zeros((1, 1, 8), np.float32)
     index = SketchIndex(
         codes=pack_codes(codes[None], 1, 0),
-        marks=pack_marks(np.zeros((1, len(worth)), np.bool_)),
+        marks=pack_marks(np.zeros((1, len(group_scores)), np.bool_)),
         num_fine=1,
         segment_starts=np.zeros(1, np.int32),
         key_mean=nothing,
         query_transform=np.diag(MULTIPLIERS)[None, None].astype(np.float16),
         value_mean=nothing,
         value_transform=np.zeros((1, 1, 8, 8), np.float16),
-        context_len=len(worth),
+        context_len=len(group_scores),
     )
     _, exponent, found = score_group(np.ones((1, 8), np.float32), index, 0, SCALE)
-    assert exponent == 0 and (found == worth + 1).all()
+    assert exponent == 0 and (found == group_scores + 1).all()
     return search_one_head(index, top_k)
 
 
-def scores(worth: NDArray[Any]) -> NDArray[np.int64]:
+def scores(group_scores: NDArray[Any]) -> NDArray[np.int64]:
     """What codes can add up to."""
-    return np.clip(worth, -LARGEST, LARGEST).astype(np.int64)
+    return np.clip(group_scores, -LARGEST, LARGEST).astype(np.int64)
 
 
-def expected(worth: NDArray[Any], top_k: int) -> NDArray[np.int64]:
-    order = np.argsort(-worth.astype(np.int64), kind="stable")
-    order = order[worth[order] != NOT_SCORED]
+def expected(group_scores: NDArray[Any], top_k: int) -> NDArray[np.int64]:
+    order = np.argsort(-group_scores.astype(np.int64), kind="stable")
+    order = order[group_scores[order] != NOT_SCORED]
     return np.sort(order[:top_k])
 
 
 @given(st.lists(st.integers(-3, 3), max_size=200), st.integers(0, 220), st.integers(-3, 3))
 @settings(deadline=None)
 def test_the_best_of_few_with_ties(values: list[int], top_k: int, guess: int) -> None:
-    worth = np.array(values, np.int32)
-    reaching = np.where(worth >= guess, worth, NOT_SCORED)
-    np.testing.assert_array_equal(take(worth, top_k, guess), expected(reaching, top_k))
+    group_scores = np.array(values, np.int32)
+    reaching = np.where(group_scores >= guess, group_scores, NOT_SCORED)
+    np.testing.assert_array_equal(take(group_scores, top_k, guess), expected(reaching, top_k))
 
 
 DISTRIBUTIONS: dict[str, Callable[[np.random.Generator, int], NDArray[Any]]] = {
@@ -108,9 +108,9 @@ DISTRIBUTIONS: dict[str, Callable[[np.random.Generator, int], NDArray[Any]]] = {
 @pytest.mark.parametrize("n", [1, 63, 64, 65, 2 * SAMPLE, 2 * SAMPLE + 1, RANGE_KEYS, 50_021])
 def test_any_distribution(name: str, n: int) -> None:
     rng = np.random.default_rng(n)
-    worth = scores(np.rint(DISTRIBUTIONS[name](rng, n)))
+    group_scores = scores(np.rint(DISTRIBUTIONS[name](rng, n)))
     for top_k in {0, 1, n // 20, n // 2, n, n + 3}:
-        np.testing.assert_array_equal(select(worth, top_k), expected(worth, top_k))
+        np.testing.assert_array_equal(select(group_scores, top_k), expected(group_scores, top_k))
 
 
 @pytest.mark.parametrize("n", [100, 2 * SAMPLE, 50_021])
@@ -122,26 +122,26 @@ def test_keys_that_no_list_holds_are_never_chosen(n: int, listed: float) -> None
     scores[order] = np.maximum(scores[order], -100)
     lists = order.astype(np.int32)[None, None, None], scores[order].astype(np.float16)[None, None, None]
     table = ListTable(*lists, n)
-    worth = np.full(n, NOT_SCORED, np.int64)
-    worth[order] = np.rint(scores[order].astype(np.float64) * 2**24)
+    group_scores = np.full(n, NOT_SCORED, np.int64)
+    group_scores[order] = np.rint(scores[order].astype(np.float64) * 2**24)
     for top_k in {1, n // 20, n // 2, n}:
-        np.testing.assert_array_equal(search_one_head(list_index(table), top_k), expected(worth, top_k))
+        np.testing.assert_array_equal(search_one_head(list_index(table), top_k), expected(group_scores, top_k))
 
 
 @pytest.mark.parametrize("low_part", [0.5, 0.9, 0.99])
 def test_a_guess_that_was_too_high_is_lowered(low_part: float) -> None:
     """Only the sampled places hold large values: the sample promises far more than there is."""
     n, step = 100_000, 100_000 // SAMPLE
-    worth = np.random.default_rng(0).integers(0, 1000, n)
+    group_scores = np.random.default_rng(0).integers(0, 1000, n)
     sampled = []
     for first in range(0, n, RANGE_KEYS):
         i = np.arange((min(first + RANGE_KEYS, n) - first) // step)
         sampled.append(first + i * step + i % step)
     places = np.concatenate(sampled)
-    worth[places[: int(len(places) * (1 - low_part))]] += 1000
-    worth = scores(worth)
+    group_scores[places[: int(len(places) * (1 - low_part))]] += 1000
+    group_scores = scores(group_scores)
     for top_k in (10, 500, 5000, 60_000):
-        np.testing.assert_array_equal(select(worth, top_k), expected(worth, top_k))
+        np.testing.assert_array_equal(select(group_scores, top_k), expected(group_scores, top_k))
 
 
 @pytest.mark.parametrize("n", [1, 15, 16, 17, 100])

@@ -10,29 +10,29 @@ def softmax(logits: np.ndarray) -> np.ndarray:
     return powers / powers.sum()
 
 
-def best_rows(worth: np.ndarray, resident: list[int], top_k: int) -> list[int]:
+def best_rows(group_scores: np.ndarray, resident: list[int], top_k: int) -> list[int]:
     """Of equal rows the first."""
-    free = [row for row in range(len(worth)) if row not in resident]
-    return sorted(sorted(free, key=lambda row: -worth[row])[:top_k])
+    free = [row for row in range(len(group_scores)) if row not in resident]
+    return sorted(sorted(free, key=lambda row: -group_scores[row])[:top_k])
 
 
-def exact_worth(q: np.ndarray, keys: np.ndarray) -> np.ndarray:
+def exact_group_scores(q: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """q: [group_size, head_dim], keys: [num_keys, head_dim] -> [num_keys]."""
     return sum(softmax(SCALE * keys @ head) for head in q)
 
 
-def quest_worth(q: np.ndarray, keys: np.ndarray, context_len: int, page_size: int) -> np.ndarray:
+def quest_group_scores(q: np.ndarray, keys: np.ndarray, context_len: int, page_size: int) -> np.ndarray:
     pages = [
         range(start, min(start + page_size, end))
         for first, end in ((0, context_len), (context_len, len(keys)))
         for start in range(first, end, page_size)
     ]
-    worth = np.zeros(len(keys))
+    group_scores = np.zeros(len(keys))
     for head in q:
         bounds = [max_product(head, keys[list(page)]) for page in pages]
         for page, share in zip(pages, softmax(SCALE * np.array(bounds)), strict=True):
-            worth[list(page)] += share
-    return worth
+            group_scores[list(page)] += share
+    return group_scores
 
 
 def max_product(q: np.ndarray, keys: np.ndarray) -> float:
@@ -49,13 +49,13 @@ def sparq_logits(q: np.ndarray, keys: np.ndarray, num_components: int) -> np.nda
     return np.stack([keys[:, used] @ head[used] / t for head, t in zip(q, temperatures, strict=True)])
 
 
-def loki_worth(q: np.ndarray, keys: np.ndarray, context_len: int, num_components: int) -> np.ndarray:
+def loki_group_scores(q: np.ndarray, keys: np.ndarray, context_len: int, num_components: int) -> np.ndarray:
     values, vectors = np.linalg.eigh(np.cov(keys[:context_len].T))
     basis = vectors[:, np.argsort(-values)[:num_components]]
-    return exact_worth(q @ basis, keys @ basis)
+    return exact_group_scores(q @ basis, keys @ basis)
 
 
-def pqcache_worth(q: np.ndarray, keys: np.ndarray, centroids: np.ndarray) -> np.ndarray:
+def pqcache_group_scores(q: np.ndarray, keys: np.ndarray, centroids: np.ndarray) -> np.ndarray:
     """centroids: [num_subspaces, num_centroids, subspace_dim]."""
     rebuilt = np.empty_like(keys)
     width = centroids.shape[2]
@@ -63,17 +63,17 @@ def pqcache_worth(q: np.ndarray, keys: np.ndarray, centroids: np.ndarray) -> np.
         for b, of_subspace in enumerate(centroids):
             part = slice(b * width, (b + 1) * width)
             rebuilt[row, part] = of_subspace[np.argmin(((of_subspace - key[part]) ** 2).sum(1))]
-    return exact_worth(q, rebuilt)
+    return exact_group_scores(q, rebuilt)
 
 
 def top_p_rows(q: np.ndarray, keys: np.ndarray, resident: list[int], p: float) -> list[int]:
     """resident: also the tail's."""
-    worth = exact_worth(q, keys) / len(q)
-    free = sorted((row for row in range(len(keys)) if row not in resident), key=lambda row: -worth[row])
-    held, chosen = worth[resident].sum(), []
+    group_scores = exact_group_scores(q, keys) / len(q)
+    free = sorted((row for row in range(len(keys)) if row not in resident), key=lambda row: -group_scores[row])
+    held, chosen = group_scores[resident].sum(), []
     while held < p and len(chosen) < len(free):
         chosen.append(free[len(chosen)])
-        held += worth[chosen[-1]]
+        held += group_scores[chosen[-1]]
     return sorted(chosen)
 
 
@@ -112,8 +112,8 @@ class HeavyHitters:
         """recent: the tail's resident rows, whose keys follow the context's in `keys`."""
         kept = sorted(self.received)
         rows = [*self.resident, *kept, *recent]
-        worth = exact_worth(q, np.stack([self.keys[row] for row in rows]))
-        for row, weight in zip(rows, worth, strict=True):
+        group_scores = exact_group_scores(q, np.stack([self.keys[row] for row in rows]))
+        for row, weight in zip(rows, group_scores, strict=True):
             if row in self.received:
                 self.received[row] += weight
             elif row in recent:

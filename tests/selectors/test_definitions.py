@@ -38,8 +38,8 @@ def chosen_rows(step, head: int) -> list[int]:
 def test_exact(context_len, group_size) -> None:
     layer, view = make_layer(context_len, group_size), make_view(context_len)
     for head, q, keys, step in steps(ExactSelector(layer, view), layer, view, group_size):
-        worth = definitions.exact_worth(q, keys)
-        assert chosen_rows(step, head) == definitions.best_rows(worth, resident_rows(view), view.top_k)
+        group_scores = definitions.exact_group_scores(q, keys)
+        assert chosen_rows(step, head) == definitions.best_rows(group_scores, resident_rows(view), view.top_k)
 
 
 @pytest.mark.parametrize("page_size", [1, 7, 16])
@@ -47,10 +47,10 @@ def test_quest(context_len, group_size, page_size) -> None:
     layer, view = make_layer(context_len, group_size), make_view(context_len)
     selector = PreparedQuest(layer, page_size).selector(view)
     for head, q, keys, step in steps(selector, layer, view, group_size):
-        worth = definitions.quest_worth(q, keys, context_len, page_size)
+        group_scores = definitions.quest_group_scores(q, keys, context_len, page_size)
         # equal pages differ in the last bits where they are computed: compare what was chosen, not which of them
-        want = definitions.best_rows(worth, resident_rows(view), view.top_k)
-        np.testing.assert_allclose(worth[chosen_rows(step, head)].sum(), worth[want].sum(), rtol=1e-5)
+        want = definitions.best_rows(group_scores, resident_rows(view), view.top_k)
+        np.testing.assert_allclose(group_scores[chosen_rows(step, head)].sum(), group_scores[want].sum(), rtol=1e-5)
 
 
 @pytest.mark.parametrize("num_components", [1, 4, 16])
@@ -81,8 +81,8 @@ def test_loki(context_len, group_size, num_components) -> None:
         if context_len < 20:  # fewer keys than channels: the basis of what does not vary is anybody's
             step.chosen.check(len(keys))
             continue
-        worth = definitions.loki_worth(q, keys, context_len, num_components)
-        assert chosen_rows(step, head) == definitions.best_rows(worth, resident_rows(view), view.top_k)
+        group_scores = definitions.loki_group_scores(q, keys, context_len, num_components)
+        assert chosen_rows(step, head) == definitions.best_rows(group_scores, resident_rows(view), view.top_k)
 
 
 @pytest.mark.parametrize(("num_subspaces", "num_centroids"), [(1, 2), (2, 16), (4, 256)])
@@ -90,9 +90,9 @@ def test_pqcache(context_len, group_size, num_subspaces, num_centroids) -> None:
     layer, view = make_layer(context_len, group_size), make_view(context_len)
     prepared = PreparedPqcache(layer, num_subspaces, num_centroids)
     for head, q, keys, step in steps(prepared.selector(view), layer, view, group_size):
-        worth = definitions.pqcache_worth(q, keys, prepared.centroids[head].double().numpy())
-        want = definitions.best_rows(worth, resident_rows(view), view.top_k)  # keys of equal codes are worth the same
-        np.testing.assert_allclose(worth[chosen_rows(step, head)].sum(), worth[want].sum(), rtol=1e-5)
+        group_scores = definitions.pqcache_group_scores(q, keys, prepared.centroids[head].double().numpy())
+        want = definitions.best_rows(group_scores, resident_rows(view), view.top_k)  # equal codes, equal group scores
+        np.testing.assert_allclose(group_scores[chosen_rows(step, head)].sum(), group_scores[want].sum(), rtol=1e-5)
 
 
 @pytest.mark.parametrize("p", [0.3, 0.8, 0.99])

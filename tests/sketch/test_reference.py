@@ -169,20 +169,20 @@ def test_normalisers_do_not_overflow():
             assert abs(found) < 2**31
 
 
-def test_the_greatest_shares_are_worth_most(rng):
+def test_the_greatest_shares_have_the_greatest_group_scores(rng):
     scores = rng.integers(-9000, 9000, (3, 800)).astype(np.int16)
     scores[1] //= 5
     shares = np.exp2(scores / 256.0)
     shares /= shares.sum(axis=1, keepdims=True)
-    ordered = np.argsort(-reference.worth(scores, -8), kind="stable")[:25]
+    ordered = np.argsort(-reference.group_scores(scores, -8), kind="stable")[:25]
     assert np.sort(shares.max(axis=0))[-25:].sum() < 1.1 * shares.max(axis=0)[ordered].sum()
 
 
-def test_the_worth_of_one_query_is_its_score_and_of_marked_rows_the_greatest(rng):
+def test_the_group_score_of_one_query_is_its_score_and_of_marked_rows_the_greatest(rng):
     scores = rng.integers(-30000, 30000, (1, 100)).astype(np.int16)
-    np.testing.assert_array_equal(reference.worth(scores, -8), scores[0])
+    np.testing.assert_array_equal(reference.group_scores(scores, -8), scores[0])
     marks = rng.random(100) < 0.1
-    assert (reference.worth(scores, -8, marks)[marks] == 32767).all()
+    assert (reference.group_scores(scores, -8, marks)[marks] == 32767).all()
 
 
 def test_marked_rows_are_those_that_codes_tell_worst(rng):

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from csattn.cpu.jit import exact_kernel
 from csattn.search import code_sums
 from csattn.search.code_sums import CHUNK_KEYS
-from csattn.search.sketch_worth import BIAS, NOT_COUNTED
+from csattn.search.sketch_group_scores import BIAS, NOT_COUNTED
 from csattn.sketch import SketchIndex, reference
 from csattn.sketch.codes import pack_codes
 from csattn.sketch.rest import attend_rest

@@ -25,7 +25,7 @@ class Codes:
         """
         raise NotImplementedError
 
-    def worth(self, q: Tensor, top_k: int) -> Tensor | None:
+    def group_scores(self, q: Tensor, top_k: int) -> Tensor | None:
         """By what a group's top_k rows are chosen [num_kv_heads, num_tokens, context_len]; None: shares by the logits.
 
         q: [num_kv_heads, group_size, num_tokens, head_dim].
@@ -92,14 +92,15 @@ def _attend_tokens(
     is_exact[..., : reading.sink_len] = True
     is_exact[..., max(0, layer.context_len - reading.window_len) :] = True
     if reading.top_k > 0:
-        worth = codes.worth(early, reading.top_k) if codes is not None else None
-        if worth is None:
+        group_scores = codes.group_scores(early, reading.top_k) if codes is not None else None
+        if group_scores is None:
             by = coded
             if ahead:
                 by = scale * (_flat(early) @ layer.k.mT if codes is None else codes.logits(_flat(early)))
             total = codes.log_total(_flat(early)) if codes is not None else None
-            worth = _group_share(by.unflatten(1, q.shape[1:3]), total)
-        chosen = worth.masked_fill_(is_exact, -torch.inf).topk(min(reading.top_k, layer.context_len), dim=-1).indices
+            group_scores = _group_share(by.unflatten(1, q.shape[1:3]), total)
+        num_chosen = min(reading.top_k, layer.context_len)
+        chosen = group_scores.masked_fill_(is_exact, -torch.inf).topk(num_chosen, dim=-1).indices
         on_chosen(chosen)
         is_exact.scatter_(2, chosen, True)
     mask = is_exact.repeat(1, q.shape[1], 1)
@@ -140,7 +141,7 @@ def _sum_up(
 
 
 def _group_share(logits: Tensor, total: Tensor | None) -> Tensor:
-    """What each row is worth to the group [num_kv_heads, num_tokens, context_len]; logits are not needed afterwards.
+    """Each row's group score [num_kv_heads, num_tokens, context_len]; logits are not needed afterwards.
 
     logits: [num_kv_heads, group_size, num_tokens, context_len]; total: [num_kv_heads, group_size * num_tokens].
     """

@@ -25,7 +25,7 @@ from csattn.sketch.reference import (
 )
 from index_build.sketch import sketch_arrays
 
-_LARGEST_WORTH = 32767
+_LARGEST_GROUP_SCORE = 32767
 _MOST_ROWS = 2**24  # of a context
 
 
@@ -44,7 +44,7 @@ def build_sketch(layer: ContextLayer, config: SketchConfig) -> SketchIndex:
 
 
 class SketchCodes(Codes):
-    """Scores and worths by integers and the rest's values, of any `SketchIndex`."""
+    """Scores and group scores by integers and the rest's values, of any `SketchIndex`."""
 
     def __init__(self, index: SketchIndex, layer: ContextLayer):
         self._index = index
@@ -71,14 +71,14 @@ class SketchCodes(Codes):
         units = torch.ldexp(torch.ones_like(bases[:, :1]), exponent[:, None])
         return scores.mul_(units[..., None]).add_(bases[..., None]).div_(self._octaves).flatten(1, 2)
 
-    def worth(self, q: Tensor, top_k: int) -> Tensor:
-        """As `csattn.sketch.reference.worth` has it, and of equals the first."""
+    def group_scores(self, q: Tensor, top_k: int) -> Tensor:
+        """As `csattn.sketch.reference.group_scores` has it, and of equals the first."""
         _, exponent, scores = self._scores(q)
         normalisers = normaliser(scores, exponent[:, None])
         shares = scores.sub_((normalisers - normalisers.amin(1, keepdim=True))[..., None])
-        best = shares.amax(1).clamp_(-_LARGEST_WORTH, _LARGEST_WORTH)
+        best = shares.amax(1).clamp_(-_LARGEST_GROUP_SCORE, _LARGEST_GROUP_SCORE)
         if self._index.heeds_marks(top_k):
-            best.masked_fill_(self._marks[:, None], _LARGEST_WORTH)
+            best.masked_fill_(self._marks[:, None], _LARGEST_GROUP_SCORE)
         rows = torch.arange(best.shape[2], dtype=torch.float64, device=best.device)
         return best.double().sub_(rows / _MOST_ROWS)
 

@@ -42,7 +42,7 @@ class ListsPass:
         self._scores = torch.zeros(queries * self.max_keys, dtype=torch.float32, device=device)
         self._statistics = torch.zeros(queries * self.max_keys // CHUNK_KEYS, STATISTICS_BYTES // 4, device=device)
         self._choosing_blocks = blocks_of_slot(device, slots, self.max_keys, 2)
-        self._worths = torch.zeros(slots, self.max_keys, dtype=torch.int32, device=device)
+        self._group_scores = torch.zeros(slots, self.max_keys, dtype=torch.int32, device=device)
         self._marks = torch.zeros(slots, self.max_keys // 32, dtype=torch.int32, device=device)
         self._choices = torch.zeros(slots, CHOICE_BYTES, dtype=torch.uint8, device=device)
         self._kernels: dict[str, CudaKernel] = {}
@@ -51,7 +51,7 @@ class ListsPass:
     def workspace_bytes(self) -> int:
         """Device memory of its own."""
         scored = self._matches, self._scores, self._statistics
-        return sum(part.nbytes for part in (*scored, self._worths, self._marks, self._choices))
+        return sum(part.nbytes for part in (*scored, self._group_scores, self._marks, self._choices))
 
     def run(
         self,
@@ -86,10 +86,10 @@ class ListsPass:
         of_rows = context_ids, 0 if top_ks is None else top_ks
         places = indexes.context_lens, indexes.top_ks, *of_rows, config.sink_len, config.window_len
         read = self._softmax_scale, self._scores, self._statistics
-        self._launch("combine_lists", *places, *read, self._worths, max_keys, self._choices)
+        self._launch("combine_lists", *places, *read, self._group_scores, max_keys, self._choices)
         grid = self._choosing_blocks, self.shape.num_index_heads, self._batch_size
         chosen = out.kv_indices, out.kv_indices.shape[2]
-        self._find.launch(grid, THREADS, *places, self._worths, max_keys, self._marks, self._choices, *chosen)
+        self._find.launch(grid, THREADS, *places, self._group_scores, max_keys, self._marks, self._choices, *chosen)
         written = self._choices, out.kv_indices, out.valid_len, out.kv_indices.shape[2]
         self._write.launch(grid, THREADS, *places, self._marks, max_keys, *written)
 

@@ -22,7 +22,7 @@ LEAST_TILE_KEYS, MOST_TILE_KEYS = 256, 1024
 TILES_OF_CONTEXT = 512  # at least, of long ones: what tiles leave is read by many
 PASS_WARPS, MOST_STAGES = 12, 4
 MOST_SHARED_BYTES = 208 << 10  # of a ring; a block has more besides
-MOST_WORTH_BYTES = 192 << 10
+MOST_GROUP_SCORE_BYTES = 192 << 10
 REST_THREADS = 256
 CHOOSE_BINS = 4096
 MOST_CHOOSING, LEAST_CHOOSING_KEYS = 16, 4096  # blocks for one slot, and keys of each
@@ -73,7 +73,8 @@ class SketchPass:
         self._asked = memory(queries * self._segment_room, dtype=torch.uint8)
         self._scores = memory(queries * self.max_keys * keeps_scores, dtype=torch.int16)
         self._octave_counts = memory(queries * keeps_scores, NUM_OCTAVES, dtype=torch.int32)
-        self._worths = memory(slots * self.max_keys * (keeps_scores and not self._worths_fit), dtype=torch.int16)
+        beside = keeps_scores and not self._group_scores_fit
+        self._group_scores = memory(slots * self.max_keys * beside, dtype=torch.int16)
         self._arrived = memory(slots * keeps_scores, 32, dtype=torch.int32)
         self._counted = memory(slots * keeps_scores, 2, self._choosing, CHOOSE_BINS, dtype=torch.int32)
         self._exponents = memory(queries * sums_rest, self.max_tiles)
@@ -86,7 +87,7 @@ class SketchPass:
     def workspace_bytes(self) -> int:
         """Device memory of its own."""
         queries = self._coordinates, self._means, self._asked
-        scores = self._scores, self._octave_counts, self._worths, self._arrived, self._counted
+        scores = self._scores, self._octave_counts, self._group_scores, self._arrived, self._counted
         return sum(part.nbytes for part in (*queries, *scores, self._exponents, self._sums))
 
     def run(
@@ -127,7 +128,7 @@ class SketchPass:
             *(indexes.context_lens, indexes.top_ks, context_ids, 0 if top_ks is None else top_ks),
             *(config.sink_len, config.window_len, indexes.marks_from),
             *(indexes.tables[layer_idx], *self._queries),
-            *(self._scores, self.max_keys, self._octave_counts, self._worths, self._arrived, self._counted),
+            *(self._scores, self.max_keys, self._octave_counts, self._group_scores, self._arrived, self._counted),
             *(out.kv_indices, out.valid_len, out.kv_indices.shape[2]),
         )
 
@@ -191,8 +192,8 @@ class SketchPass:
 
     @cached_property
     def _choose(self) -> CudaKernel:
-        dtype, shared_bytes = torch.float32, self._block_worth_bytes * self._worths_fit
-        more = {"TILE_KEYS": self._tile_keys, "BLOCKS": self._choosing, "IN_SHARED": int(self._worths_fit)}
+        dtype, shared_bytes = torch.float32, self._block_group_score_bytes * self._group_scores_fit
+        more = {"TILE_KEYS": self._tile_keys, "BLOCKS": self._choosing, "IN_SHARED": int(self._group_scores_fit)}
         return compiled(
             "choose_codes.cu", "choose_codes", self.shape, dtype, self._choosing_threads, shared_bytes, **more
         )
@@ -202,13 +203,13 @@ class SketchPass:
         return 512 if self.max_keys < MANY_KEYS * self._choosing else 1024
 
     @property
-    def _block_worth_bytes(self) -> int:
-        """Of the worths of a block that chooses: 16 for eight keys."""
+    def _block_group_score_bytes(self) -> int:
+        """Of the group scores of a block that chooses: 16 for eight keys."""
         return -(-self.max_keys // (8 * self._choosing)) * 16
 
     @property
-    def _worths_fit(self) -> bool:
-        return self._block_worth_bytes <= MOST_WORTH_BYTES
+    def _group_scores_fit(self) -> bool:
+        return self._block_group_score_bytes <= MOST_GROUP_SCORE_BYTES
 
     def _rest(self, rest_parts: int) -> CudaKernel:
         shape, warps = self.shape, REST_THREADS // 32

@@ -1,8 +1,8 @@
-"""What each key of lists is worth to a group of query rows, as an int32 that orders keys.
+"""The group score of each key of lists, as an int32 that orders keys.
 
 A query row's share of a key is its softmax weight, at least LEAST_SHARE (`reference.combine_group`). Shares are
 computed as 2**HEADROOM times themselves: float32 then reaches from LEAST_SHARE, well above its smallest normal
-number, to group_size * 2**HEADROOM. Positive floats order like their bits, so the bits of the sum are the worth.
+number, to group_size * 2**HEADROOM. Positive floats order like their bits, so the bits of the sum are the group score.
 
 With slope = softmax_scale * log2(e), a share is 2 ** (slope * score) / total, where total is the sum of these
 powers over all scored keys. Keys are cut into ranges, and each range has a shift: its powers are kept, and summed,
@@ -32,7 +32,7 @@ from csattn.cpu.lanes import (
 from csattn.cpu.simd import F32x16, I32x16, as_bits, fill, lane_numbers, load, store
 
 LANES = 16
-NOT_SCORED = -(2**31)  # worth of what may not be chosen, and the bits of -0.0
+NOT_SCORED = -(2**31)  # group score of what may not be chosen, and the bits of -0.0
 HEADROOM = 94
 LOG2_LEAST_SHARE = -216  # of reference.LEAST_SHARE
 LOG2_E = 1.4426950408889634
@@ -117,7 +117,7 @@ def _sum_of_powers(
 
 
 @exact_kernel
-def worth_of_powers(
+def group_scores_of_powers(
     powers: NDArray[np.float32],  # [group_size * stride]
     stride: int,
     at: int,
@@ -125,7 +125,7 @@ def worth_of_powers(
     first: int,
     group_size: int,
 ) -> Any:
-    """The worth of 16 keys from `at` on, as int32 lanes: bits of 0.0 where no row scores a key."""
+    """The group scores of 16 keys from `at` on, as int32 lanes: bits of 0.0 where no row scores a key."""
     share = load(F32x16, powers, at) * fill(F32x16, factors[first])
     for row in range(1, group_size):
         share = fma(load(F32x16, powers, row * stride + at), fill(F32x16, factors[first + row]), share)
@@ -134,7 +134,7 @@ def worth_of_powers(
 
 @exact_kernel
 def share_terms(slope: float, shift: float, total: float) -> tuple[float, float, float, float]:
-    """Of one query row with that shift and sum over all keys: what `worth_of_shares` takes.
+    """Of one query row with that shift and sum over all keys: what `group_scores_of_shares` takes.
 
     slope, floor, rounder, factor: a share is factor * 2 ** (slope * larger(score, floor) + offset), where rounder is
     ROUNDER + offset. The floor is the score whose share is LEAST_SHARE.
@@ -148,13 +148,13 @@ def share_terms(slope: float, shift: float, total: float) -> tuple[float, float,
 
 
 @exact_kernel
-def worth_of_shares(
+def group_scores_of_shares(
     scores: NDArray[np.float32],  # [group_size * stride]
     stride: int,
     at: int,
     terms: NDArray[np.float32],  # [4 * group_size]: `share_terms` of each row
 ) -> Any:
-    """What `worth_of_powers` gives, to the bit, from the scores, and however small the shares are."""
+    """What `group_scores_of_powers` gives, to the bit, from the scores, and however small the shares are."""
     share = fill(F32x16, 0)
     for row in range(len(terms) // 4):
         slopes, floors = fill(F32x16, terms[4 * row]), fill(F32x16, terms[4 * row + 1])
@@ -187,7 +187,7 @@ def scored_only(scores, at, value):  # type: ignore[no-untyped-def]
 
 
 @exact_kernel
-def scores_as_worth(scores: NDArray[np.float32], at: int) -> Any:
+def as_group_scores(scores: NDArray[np.float32], at: int) -> Any:
     """int32 lanes in the order of the scores from `at` on, NOT_SCORED for keys that are not scored."""
     bits, not_scored = load(I32x16, scores, at), fill(I32x16, NOT_SCORED)
     ordered = bits ^ ((bits >> fill(I32x16, 31)) & fill(I32x16, 0x7FFFFFFF))  # negative floats order backwards
@@ -200,18 +200,18 @@ def extremes(scores: NDArray[np.float32], start: int, num_keys: int) -> tuple[fl
     not_scored, none = fill(I32x16, NOT_SCORED), fill(I32x16, 2**31 - 1)
     lows, highs = none, not_scored
     for at in range(start, start + num_keys, LANES):
-        worth = scores_as_worth(scores, at)
-        worth = where_less(lane_numbers(I32x16), fill(I32x16, start + num_keys - at), worth, not_scored)
-        highs = larger(highs, worth)
-        lows = smaller(lows, where_equal(worth, not_scored, none, worth))
+        group_scores = as_group_scores(scores, at)
+        group_scores = where_less(lane_numbers(I32x16), fill(I32x16, start + num_keys - at), group_scores, not_scored)
+        highs = larger(highs, group_scores)
+        lows = smaller(lows, where_equal(group_scores, not_scored, none, group_scores))
     if largest_lane(highs) == NOT_SCORED:
         return np.inf, -np.inf
     return _float_of(smallest_lane(lows)), _float_of(largest_lane(highs))
 
 
 @exact_kernel
-def _float_of(worth: int) -> Any:
-    """The score that `scores_as_worth` turned into this worth."""
-    bits = fill(I32x16, worth)
+def _float_of(group_scores: int) -> Any:
+    """The score that `as_group_scores` turned into this group score."""
+    bits = fill(I32x16, group_scores)
     bits ^= (bits >> fill(I32x16, 31)) & fill(I32x16, 0x7FFFFFFF)
     return np.float64(lane_0(as_bits(F32x16, bits)))

@@ -1,4 +1,4 @@
-"""What each coded key is worth to a group of query rows. `csattn.sketch.reference.worth` is the definition.
+"""The group score of each coded key. `csattn.sketch.reference.group_scores` is the definition.
 
 Kernels keep scores as 16-bit numbers above 0, by BIAS more than they are: then unsigned numbers order them, and 0 is
 below them all. Integers throughout, so that neither ranges nor their order matter.
@@ -27,8 +27,8 @@ BIAS = 2**15  # of the scores that are kept
 NOT_COUNTED = 0  # instead of a score
 VECTORS_PER_SUM = 1 << 6  # whose weights add up to less than 2**31 in each lane
 NO_OCTAVE = LEAST_OCTAVE - 2 * TOTAL_BITS
-LEAST_WORTH = 1
-MARKED = 2**16 - 1  # worth of a marked key, which no other key exceeds
+LEAST_GROUP_SCORE = 1
+MARKED = 2**16 - 1  # group score of a marked key, which no other key exceeds
 
 
 @exact_kernel
@@ -90,8 +90,8 @@ def best_share(
     at: int,
     shifts: NDArray[np.uint16],  # [group_size]: normalisers less the least of them
 ) -> Any:
-    """The worth of 32 keys from `at` on, in uint16 lanes that hold 2**15 more than it is."""
-    best = fill(U16x32, LEAST_WORTH)
+    """The group scores of 32 keys from `at` on, in uint16 lanes that hold 2**15 more than it is."""
+    best = fill(U16x32, LEAST_GROUP_SCORE)
     for row in range(len(shifts)):
         best = larger(best, less_or_zero(load(U16x32, scores, row * stride + at), fill(U16x32, shifts[row])))
     return best

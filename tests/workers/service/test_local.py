@@ -17,6 +17,7 @@ from tests.workers.service.serving import Service, run, serving
 from workers.cli.serving import serve
 from workers.engine.answer import answer, question_tokens
 from workers.engine.opening import open_engine
+from workers.settings import suited_lookahead
 
 QUESTION = "When is lamp 7 lit?"
 NUM_TOKENS = 24
@@ -34,10 +35,11 @@ def test_a_context_built_over_http_answers_as_the_command_line_does(
     context = local.get("/v1/contexts/lamps").json()
     told = "".join(local.ask("model@lamps", QUESTION, NUM_TOKENS))
     loaded = load_model(str(place / "model"))
-    config = SearchConfig(keep=0.2)
+    [placement] = [option.partition("=")[2] for option in options if option.startswith("engine.placement=")]
+    config = SearchConfig(keep=0.2, lookahead=suited_lookahead(placement))
     with (
         open_artifact(find_artifact(Path(options[1]), context["artifact_id"])) as artifact,
-        open_engine(loaded, artifact, config) as engine,
+        open_engine(loaded, artifact, config, placement=placement) as engine,
     ):
         ids = question_tokens(loaded, artifact, QUESTION)
         wanted = answer(engine, loaded, artifact, config, ids, NUM_TOKENS)

@@ -23,10 +23,10 @@ __device__ u32 four_bytes(const char* from) { return two_bytes(from) | two_bytes
 // The i-th byte of four, each a whole number from 0 on, as a float: 2 ** 23 + x has x as its last bits.
 __device__ float whole_number(u32 bytes, int i) { return __uint_as_float(0x4b000000 | bytes >> 8 * i & 0xff) - 8388608.f; }
 
-// Without its sign an e4m3 has, 20 bits further up, the bits of a float32 of 2 ** -120 times its value, subnormal or not.
+// Without its sign an e4m3 has, 7 bits further up, the bits of a float16 of 2 ** -8 times its value, subnormal or not.
 __device__ float e4m3(u32 bytes, int i) {
     const u32 code = bytes >> 8 * i;
-    return __uint_as_float((code & 0x80) << 24 | (code & 0x7f) << 20) * 1.329227996e36f;
+    return half_as_float((u16)((code & 0x80) << 8 | (code & 0x7f) << 7)) * 256.f;
 }
 
 // Four values of a vector, from the d-th on: a multiple of 4.

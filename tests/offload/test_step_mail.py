@@ -33,7 +33,7 @@ def beside(enqueue: Callable[[], None]) -> threading.Thread:
 
     def run() -> None:
         if DEVICE.type == "cuda":
-            torch.cuda.set_device(DEVICE)  # a new thread has no device yet
+            torch.cuda.synchronize()  # a new thread has no context yet: the driver wants one
         enqueue()
 
     thread = threading.Thread(target=run, daemon=True)

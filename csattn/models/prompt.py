@@ -67,22 +67,33 @@ def question_ids(tokenizer: Any, prefix: NDArray[np.int32], question: str, wrapp
 
 
 def conversation_ids(
-    tokenizer: Any, prefix: NDArray[np.int32], turns: list[dict[str, str]], wrapping: Wrapping
+    tokenizer: Any,
+    prefix: NDArray[np.int32],
+    turns: list[dict[str, Any]],
+    wrapping: Wrapping,
+    tools: list[dict[str, Any]] | None = None,
 ) -> NDArray[np.int32]:
     """The ids that follow the prefilled ones when a conversation about the context goes on; the model speaks next.
 
-    turns: role and content of each, as chat templates take them; the last is the user's. Not for the wrapping `none`.
-    Where the context is in the first user message, system turns before it follow the context there.
+    turns: role and content of each, as chat templates take them; the model answers the last one. tools: likewise. Not
+    for the wrapping `none`. Where the context is in the first user message, system turns before it follow the context
+    there. Where the template has tools before or within the context's own message, the context stays what it is, a
+    system message without tools, and the conversation with its tools is written after it.
     Raises ArtifactMismatchError when context and turns together would not tokenise to a continuation.
     """
-    before, between, after = _render_turns(tokenizer, wrapping, turns).partition(_PROBE)
+    before, between, after = _render_turns(tokenizer, wrapping, turns, tools).partition(_PROBE)
     separator = _separator(tokenizer, wrapping)
-    if not between or not after.startswith(separator) or before != _affixes(tokenizer, wrapping, "")[0]:
+    follows = between and after.startswith(separator) and before == _affixes(tokenizer, wrapping, "")[0]
+    if not follows and tools and wrapping == "system":
+        text = _apply(tokenizer, turns, tools).removeprefix(tokenizer.bos_token or "")
+    elif follows:
+        text = after.removeprefix(separator)
+    else:
         raise ArtifactMismatchError(
             "the model's chat template does not put these messages after the context; send one user message, or "
-            "user and assistant messages in turn"
+            "user and assistant messages in turn" + (", or leave out tools" if tools else "")
         )
-    return np.asarray(_continue(tokenizer, prefix, after.removeprefix(separator)), dtype=np.int32)
+    return np.asarray(_continue(tokenizer, prefix, text), dtype=np.int32)
 
 
 def _continue(tokenizer: Any, prefix: NDArray[np.int32], text: str) -> list[int]:
@@ -119,7 +130,9 @@ def _render(tokenizer: Any, wrapping: str, question: str) -> str:
     return _render_turns(tokenizer, wrapping, [{"role": "user", "content": question}])
 
 
-def _render_turns(tokenizer: Any, wrapping: str, turns: list[dict[str, str]]) -> str:
+def _render_turns(
+    tokenizer: Any, wrapping: str, turns: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
+) -> str:
     """The conversation as the template writes it, with a probe where the context is."""
     if wrapping == "system":
         messages = [{"role": "system", "content": _PROBE}, *turns]
@@ -127,7 +140,12 @@ def _render_turns(tokenizer: Any, wrapping: str, turns: list[dict[str, str]]) ->
         first = next((i for i, turn in enumerate(turns) if turn["role"] == "user"), 0)
         opening = _BETWEEN.join([_PROBE, *(turn["content"] for turn in turns[: first + 1])])
         messages = [{"role": "user", "content": opening}, *turns[first + 1 :]]
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)  # type: ignore[no-any-return]
+    return _apply(tokenizer, messages, tools)
+
+
+def _apply(tokenizer: Any, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+    options = {"tokenize": False, "add_generation_prompt": True}
+    return tokenizer.apply_chat_template(messages, tools=tools, **options)  # type: ignore[no-any-return]
 
 
 def _affixes(tokenizer: Any, wrapping: str, question: str) -> tuple[str, str]:

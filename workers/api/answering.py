@@ -16,12 +16,14 @@ from workers.api.asking import Asked
 from workers.api.body import ClientGone
 from workers.api.errors import error_body, failed
 from workers.api.measures import Measures
+from workers.api.responses import ResponseAsked, ResponseForm
 from workers.serving.backend import Backend
-from workers.serving.messages import Done, Event, ServingError, TimedOutError, TokenScore, WorkerLostError
+from workers.serving.messages import Ask, Done, Event, Piece, ServingError, TimedOutError, WorkerLostError
 
 log = logging.getLogger("csattn.api")
 
 T = TypeVar("T")
+MAX_HELD = 16  # events of a request with several answers, beside what each of them holds
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies would else gather it
 
 
@@ -31,38 +33,75 @@ class Answering:
     def __init__(self, backend: Backend, asked: Asked, measures: Measures, arrived_at: float, timeout_s: float) -> None:
         self._backend, self._asked, self._measures = backend, asked, measures
         self._arrived_at, self._timeout_s = arrived_at, timeout_s  # the first in seconds of time.monotonic()
+        self._form: Form | ResponseForm = ResponseForm(asked) if isinstance(asked, ResponseAsked) else Form(asked)
 
     async def whole(self) -> dict[str, Any]:
-        """The answer in one object."""
-        texts: list[str] = []
-        scores: list[TokenScore] = []
-        async with aclosing(self._events()) as events:
-            async for event in events:
+        """The answers in one object."""
+        pieces: list[list[Piece]] = [[] for _ in self._asked.asks]
+        dones: dict[int, Done] = {}
+        async with aclosing(self._all_events()) as events:
+            async for index, event in events:
                 if isinstance(event, Done):
-                    return Form(self._asked).whole("".join(texts), scores, event)
-                texts.append(event.text)
-                scores += event.scores
-        raise AssertionError("events end with Done, or by an error")
+                    dones[index] = event
+                else:
+                    pieces[index].append(event)
+        return self._form.whole(pieces, [dones[index] for index in range(len(pieces))])
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
-        """The answer in a stream's objects. What refuses a request is raised before the first of them."""
-        form, began = Form(self._asked), False
-        async with aclosing(self._events()) as events:
-            async for event in events:
-                if not began and self._asked.is_chat:
-                    yield form.first_chunk()
-                began = True
-                if isinstance(event, Done):
-                    for chunk in form.last_chunks(event):
+        """The answers in a stream's objects. What refuses a request is raised before the first of them."""
+        form, begun = self._form, set()
+        dones: dict[int, Done] = {}
+        async with aclosing(self._all_events()) as events:
+            async for index, event in events:
+                if index not in begun:
+                    begun.add(index)
+                    for chunk in form.first(index):
                         yield chunk
-                elif event.text or event.scores:
-                    yield form.piece_chunk(event)
+                if isinstance(event, Done):
+                    dones[index] = event
+                    chunks = form.last(index, event)
+                else:
+                    chunks = form.piece(index, event)
+                for chunk in chunks:
+                    yield chunk
+        for chunk in form.end([dones[index] for index in range(len(self._asked.asks))]):
+            yield chunk
 
-    async def _events(self) -> AsyncGenerator[Event, None]:
+    async def _all_events(self) -> AsyncGenerator[tuple[int, Event], None]:
+        """Of all answers as they come, with each one's number. One that fails ends the others."""
+        if len(self._asked.asks) == 1:
+            async with aclosing(self._events(self._asked.asks[0])) as events:
+                async for event in events:
+                    yield 0, event
+            return
+        coming: asyncio.Queue[tuple[int, Event | BaseException]] = asyncio.Queue(MAX_HELD)  # full: answers wait
+        jobs = [asyncio.ensure_future(self._pass_on(i, ask, coming)) for i, ask in enumerate(self._asked.asks)]
+        try:
+            num_left = len(jobs)
+            while num_left:
+                index, came = await coming.get()
+                if isinstance(came, BaseException):
+                    raise came
+                num_left -= isinstance(came, Done)
+                yield index, came
+        finally:
+            for job in jobs:
+                job.cancel()
+            await asyncio.wait(jobs)
+
+    async def _pass_on(self, index: int, ask: Ask, coming: "asyncio.Queue[tuple[int, Event | BaseException]]") -> None:
+        try:
+            async with aclosing(self._events(ask)) as events:
+                async for event in events:
+                    await coming.put((index, event))
+        except Exception as error:
+            await coming.put((index, error))
+
+    async def _events(self, ask: Ask) -> AsyncGenerator[Event, None]:
         """The backend's events up to Done, within the request's time; closing this closes the backend's."""
         ends_at = self._arrived_at + self._timeout_s
         first_at: float | None = None
-        async with aclosing(self._backend.generate(self._asked.ask)) as events:
+        async with aclosing(self._backend.generate(ask)) as events:
             while True:
                 try:
                     async with asyncio.timeout(ends_at - time.monotonic()):
@@ -85,17 +124,20 @@ class Answering:
 
 
 class EventStream(Response):
-    """Server-sent events. An error is an event of its own, after which the stream ends without [DONE].
+    """Server-sent events: those with a `type` by that name. An error is an event of its own, after which the stream
+    ends without what ends it else.
 
     What goes wrong before the first event is raised: it has a status, and its reply is not a stream.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncGenerator[dict[str, Any], None], measures: Measures) -> None:
+    def __init__(
+        self, chunks: AsyncGenerator[dict[str, Any], None], measures: Measures, end: bytes = b"data: [DONE]\n\n"
+    ) -> None:
         self.status_code, self.background = 200, None
         self.init_headers(STREAM_HEADERS)
-        self._chunks, self._measures = chunks, measures
+        self._chunks, self._measures, self._end = chunks, measures, end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await unless_gone(self._send(send), receive)
@@ -104,7 +146,7 @@ class EventStream(Response):
         async with aclosing(self._chunks) as chunks:
             chunk = await anext(chunks)
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            last = b"data: [DONE]\n\n"
+            last = self._end
             while True:
                 await send({"type": "http.response.body", "body": _event(chunk), "more_body": True})
                 try:
@@ -154,4 +196,5 @@ async def _end(task: "asyncio.Future[Any]") -> None:
 
 
 def _event(data: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
+    name = f"event: {data['type']}\n".encode() if "type" in data else b""
+    return name + b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"

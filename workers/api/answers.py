@@ -1,97 +1,154 @@
 """Events as OpenAI's objects: whole answers and the chunks of a stream, for chat and for plain text."""
 
 import time
+from dataclasses import replace
 from typing import Any
 
 from workers.api.asking import Asked
-from workers.serving.messages import Done, Piece, TokenScore
+from workers.serving.messages import CallPart, Done, Piece, TokenScore
 
 LOWEST_LOGPROB = -9999.0  # as OpenAI has it where a token could not come; JSON has no infinity
 
 
 class Form:
-    """The objects of one answer: they share an id, a time and a model."""
+    """The objects of one request's answers: they share an id, a time and a model."""
 
     def __init__(self, asked: Asked) -> None:
-        self._asked = asked
-        self._has_logprobs = asked.ask.sampling.top_logprobs is not None
-        self._num_chars = 0  # of the tokens told so far
+        self._asked, self._is_chat = asked, asked.kind == "chat"
+        self._has_logprobs = asked.asks[0].sampling.top_logprobs is not None
+        self._num_chars = [0] * len(asked.asks)  # of each answer's tokens told so far
         self._head = {
-            "id": f"{'chatcmpl' if asked.is_chat else 'cmpl'}-{asked.ask.request_id}",
+            "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{asked.asks[0].request_id}",
             "created": int(time.time()),
             "model": asked.model,
         }
 
-    def whole(self, text: str, scores: list[TokenScore], done: Done) -> dict[str, Any]:
-        name = "chat.completion" if self._asked.is_chat else "text_completion"
+    def whole(self, pieces: list[list[Piece]], dones: list[Done]) -> dict[str, Any]:
+        """pieces, dones: of each answer."""
+        name = "chat.completion" if self._is_chat else "text_completion"
+        choices = [self._choice(index, *told) for index, told in enumerate(zip(pieces, dones, strict=True))]
+        return {**self._head, "object": name, "choices": choices, "usage": self._usage(dones)}
+
+    def first(self, index: int) -> list[dict[str, Any]]:
+        """What an answer's stream begins with."""
+        return [self._chunk(index, {"role": "assistant", "content": "", "refusal": None})] if self._is_chat else []
+
+    def piece(self, index: int, piece: Piece) -> list[dict[str, Any]]:
+        if not self._is_chat:
+            return [self._chunk(index, piece.text, list(piece.scores))]
+        delta: dict[str, Any] = {"reasoning_content": piece.reasoning} if piece.reasoning else {}
+        if piece.text or not (piece.reasoning or piece.calls):
+            delta["content"] = piece.text
+        if piece.calls:
+            delta["tool_calls"] = [_call_delta(part) for part in piece.calls]
+        return [self._chunk(index, delta, list(piece.scores))]
+
+    def last(self, index: int, done: Done) -> list[dict[str, Any]]:
+        """Why it ended."""
+        return [self._chunk(index, {} if self._is_chat else "", reason=done.reason)]
+
+    def end(self, dones: list[Done]) -> list[dict[str, Any]]:
+        """What they took, where that was asked for."""
+        if not self._asked.include_usage:
+            return []
+        return [{**self._stream_head(), "choices": [], "usage": self._usage(dones)}]
+
+    def _choice(self, index: int, pieces: list[Piece], done: Done) -> dict[str, Any]:
+        text = "".join(piece.text for piece in pieces)
         said: dict[str, Any] = {"text": text}
-        if self._asked.is_chat:
-            said = {"message": {"role": "assistant", "content": text, "refusal": None}}
-        choice = {"index": 0, **said, "logprobs": self._logprobs(scores), "finish_reason": done.reason}
-        return {**self._head, "object": name, "choices": [choice], "usage": usage(done)}
-
-    def first_chunk(self) -> dict[str, Any]:
-        """What the stream of a chat begins with."""
-        return self._chunk({"role": "assistant", "content": "", "refusal": None})
-
-    def piece_chunk(self, piece: Piece) -> dict[str, Any]:
-        return self._chunk({"content": piece.text} if self._asked.is_chat else piece.text, list(piece.scores))
-
-    def last_chunks(self, done: Done) -> list[dict[str, Any]]:
-        """Why it ended, and what it took where that was asked for."""
-        chunks = [self._chunk({} if self._asked.is_chat else "", reason=done.reason)]
-        if self._asked.include_usage:
-            chunks.append({**self._stream_head(), "choices": [], "usage": usage(done)})
-        return chunks
+        if self._is_chat:
+            calls = gathered(pieces)
+            message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+            if reasoning := "".join(piece.reasoning for piece in pieces):
+                message["reasoning_content"] = reasoning
+            if calls:
+                message["tool_calls"] = [
+                    {
+                        "id": call.call_id,
+                        "type": "function",
+                        "function": {"name": call.name, "arguments": call.arguments},
+                    }
+                    for call in calls
+                ]
+            said = {"message": message}
+        scores = [score for piece in pieces for score in piece.scores]
+        return {"index": index, **said, "logprobs": self._logprobs(index, scores), "finish_reason": done.reason}
 
     def _stream_head(self) -> dict[str, Any]:
-        return {**self._head, "object": "chat.completion.chunk" if self._asked.is_chat else "text_completion"}
+        return {**self._head, "object": "chat.completion.chunk" if self._is_chat else "text_completion"}
 
     def _chunk(
-        self, said: dict[str, Any] | str, scores: list[TokenScore] | None = None, reason: str | None = None
+        self, index: int, said: dict[str, Any] | str, scores: list[TokenScore] | None = None, reason: str | None = None
     ) -> dict[str, Any]:
         choice = {
-            "index": 0,
-            "delta" if self._asked.is_chat else "text": said,
-            "logprobs": self._logprobs(scores) if scores else None,
+            "index": index,
+            "delta" if self._is_chat else "text": said,
+            "logprobs": self._logprobs(index, scores) if scores else None,
             "finish_reason": reason,
         }
         with_usage = {"usage": None} if self._asked.include_usage else {}
         return {**self._stream_head(), "choices": [choice], **with_usage}
 
-    def _logprobs(self, scores: list[TokenScore]) -> dict[str, Any] | None:
+    def _logprobs(self, index: int, scores: list[TokenScore]) -> dict[str, Any] | None:
         if not self._has_logprobs:
             return None
-        if self._asked.is_chat:
-            return {"content": [_chat_score(score) for score in scores], "refusal": None}
+        if self._is_chat:
+            return {"content": [chat_score(score) for score in scores], "refusal": None}
         offsets = []
         for score in scores:
-            offsets.append(self._num_chars)
-            self._num_chars += len(score.text)
+            offsets.append(self._num_chars[index])
+            self._num_chars[index] += len(score.text)
         return {
             "tokens": [score.text for score in scores],
-            "token_logprobs": [_finite(score.logprob) for score in scores],
-            "top_logprobs": [{text: _finite(logprob) for text, _, logprob in score.top} for score in scores],
+            "token_logprobs": [None if score.logprob is None else _finite(score.logprob) for score in scores],
+            "top_logprobs": [
+                None if score.logprob is None else {text: _finite(logprob) for text, _, logprob in score.top}
+                for score in scores
+            ],
             "text_offset": offsets,
         }
 
+    def _usage(self, dones: list[Done]) -> dict[str, Any]:
+        """A prompt with several answers counts once."""
+        return usage(dones[:: self._asked.num_choices], sum(done.new_tokens for done in dones))
 
-def usage(done: Done) -> dict[str, Any]:
+
+def gathered(pieces: list[Piece]) -> list[CallPart]:
+    """The calls of an answer, each in one part."""
+    calls: list[CallPart] = []
+    for part in (part for piece in pieces for part in piece.calls):
+        if part.index == len(calls):
+            calls.append(part)
+        else:
+            whole = calls[part.index]
+            calls[part.index] = replace(whole, arguments=whole.arguments + part.arguments)
+    return calls
+
+
+def usage(prompts: list[Done], new_tokens: int) -> dict[str, Any]:
     """The context counts as read from a cache: no request computes it."""
-    prompt_tokens = done.context_tokens + done.question_tokens
+    cached = sum(done.context_tokens for done in prompts)
+    prompt_tokens = cached + sum(done.question_tokens for done in prompts)
     return {
         "prompt_tokens": prompt_tokens,
-        "completion_tokens": done.new_tokens,
-        "total_tokens": prompt_tokens + done.new_tokens,
-        "prompt_tokens_details": {"cached_tokens": done.context_tokens},
+        "completion_tokens": new_tokens,
+        "total_tokens": prompt_tokens + new_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached},
     }
 
 
-def _chat_score(score: TokenScore) -> dict[str, Any]:
+def _call_delta(part: CallPart) -> dict[str, Any]:
+    if not part.call_id:
+        return {"index": part.index, "function": {"arguments": part.arguments}}
+    function = {"name": part.name, "arguments": part.arguments}
+    return {"index": part.index, "id": part.call_id, "type": "function", "function": function}
+
+
+def chat_score(score: TokenScore) -> dict[str, Any]:
     top = [{"token": text, "logprob": _finite(logprob), "bytes": list(raw)} for text, raw, logprob in score.top]
     return {
         "token": score.text,
-        "logprob": _finite(score.logprob),
+        "logprob": _finite(LOWEST_LOGPROB if score.logprob is None else score.logprob),
         "bytes": _bytes_of(score),
         "top_logprobs": top,
     }

@@ -18,7 +18,9 @@ from workers.api.errors import HttpError, error_reply
 from workers.api.guard import Guard
 from workers.api.measures import Measures
 from workers.api.names import checked_context_name, short_model_name
+from workers.api.responses import read_response
 from workers.api.status import status_object
+from workers.api.tokenizing import read_detokenize, read_tokenize, tokens_object
 from workers.serving.backend import Backend
 from workers.serving.messages import NewContext
 from workers.settings import Settings
@@ -54,6 +56,9 @@ def make_app(backend: Backend, settings: Settings) -> FastAPI:
         ("GET", "/v1/models/{model}", routes.model),
         ("POST", "/v1/chat/completions", routes.chat),
         ("POST", "/v1/completions", routes.completion),
+        ("POST", "/v1/responses", routes.response),
+        ("POST", "/tokenize", routes.tokenize),
+        ("POST", "/detokenize", routes.detokenize),
         ("GET", "/v1/contexts", routes.contexts),
         ("POST", "/v1/contexts", routes.register),
         ("GET", "/v1/contexts/{name}", routes.context),
@@ -111,6 +116,18 @@ class Routes:
         body = await self._bodies.read_json(request)
         return await self._answer(request, read_completion(body, _id(request), self._model, self._limits))
 
+    async def response(self, request: Request) -> Response:
+        body = await self._bodies.read_json(request)
+        return await self._answer(request, read_response(body, _id(request), self._model, self._limits))
+
+    async def tokenize(self, request: Request) -> Response:
+        ask, wants_texts = read_tokenize(await self._bodies.read_json(request), self._model, self._limits)
+        return _json(tokens_object(await self._backend.tokenize(ask), wants_texts))
+
+    async def detokenize(self, request: Request) -> Response:
+        ids = read_detokenize(await self._bodies.read_json(request), self._model)
+        return _json({"prompt": await self._backend.detokenize(ids)})
+
     async def contexts(self) -> Response:
         infos = await self._backend.contexts()
         return _json(listed([context_object(info, self._model) for info in infos]))
@@ -141,7 +158,7 @@ class Routes:
             self._backend, asked, self._measures, request.state.arrived_at, self._limits.request_timeout_s
         )
         if asked.stream:
-            return EventStream(answering.chunks(), self._measures)
+            return EventStream(answering.chunks(), self._measures, *([b""] if asked.kind == "response" else []))
         return _json(await unless_gone(answering.whole(), request.receive))
 
 

@@ -1,20 +1,22 @@
 """What a client asks for, in OpenAI's fields and ours, as an `Ask`."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, cast, get_args
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast, get_args
 
 from csattn.config import RestKind
 from csattn.selector_names import SELECTOR_NAMES
 from workers.api.fields import Fields
 from workers.api.names import context_of
-from workers.serving.messages import Ask, BadRequestError, Sampling, Selector, Turn
+from workers.api.tools import read_format, read_tools
+from workers.api.turns import read_turns, require_answerable
+from workers.serving.messages import Ask, BadRequestError, Sampling, Selector
 from workers.settings import LimitSettings
 
 CHAT_TOKENS = 512  # where a chat does not say how many; OpenAI's own completions have 16
 TEXT_TOKENS = 16
 MAX_STOPS, MAX_STOP_CHARS = 4, 256
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+MAX_BIASES, MAX_TOKEN_ID = 1024, 2**31 - 1
 # fields that cannot change an answer here
 IGNORED = (
     "metadata",
@@ -25,123 +27,139 @@ IGNORED = (
     "store",
     "user",
 )
+Kind = Literal["chat", "text", "response"]
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """An `Ask`, and the form its answer is wanted in."""
+    """What is to be answered, and the form that the answers are wanted in."""
 
-    ask: Ask
+    asks: tuple[Ask, ...]  # `num_choices` for each prompt
+    num_choices: int
     model: str  # as the client wrote it
-    is_chat: bool
+    kind: Kind
     stream: bool
-    include_usage: bool
+    include_usage: bool = False
 
 
 def read_chat(body: object, request_id: str, model: str, limits: LimitSettings) -> Asked:
     """Of a body for /v1/chat/completions."""
-    return _read(Fields(body), request_id, model, limits, _chat_part)
+    return _read(Fields(body), request_id, model, limits, "chat", _chat_part)
 
 
 def read_completion(body: object, request_id: str, model: str, limits: LimitSettings) -> Asked:
     """Of a body for /v1/completions."""
-    return _read(Fields(body), request_id, model, limits, _completion_part)
+    return _read(Fields(body), request_id, model, limits, "text", _completion_part)
 
 
 Part = Callable[[Fields, LimitSettings], dict[str, Any]]
 
 
-def _read(fields: Fields, request_id: str, model: str, limits: LimitSettings, part: Part) -> Asked:
+def _read(fields: Fields, request_id: str, model: str, limits: LimitSettings, kind: Kind, part: Part) -> Asked:
     asked_model = fields.needed_text("model", 256)
     own = part(fields, limits)
     _refuse_what_is_not_done(fields)
     stream, include_usage = _stream(fields)
-    sampling = Sampling(
-        max_new_tokens=own.pop("max_new_tokens"),
+    most = limits.max_concurrent_requests + limits.max_queued_requests
+    num_choices = fields.whole("n", 1, most) or 1
+    prompts = own.pop("prompts", None)
+    if num_choices * len(prompts or [None]) > most:
+        fields.refuse("prompt", f"and n ask for more than {most} answers, for which this service has no room")
+    sampling = read_sampling(fields, **{name: own.pop(name) for name in ("max_new_tokens", "top_logprobs")})
+    ask = Ask(
+        request_id=request_id, context=context_of(asked_model, model), sampling=sampling, **own, **read_ours(fields)
+    )
+    fields.finish()
+    each = [ask] if prompts is None else [replace(ask, prompt=prompt) for prompt in prompts]
+    asks = tuple(choice for ask in each for choice in _choices(ask, num_choices))
+    named = (replace(ask, request_id=f"{request_id}-{i}" if i else request_id) for i, ask in enumerate(asks))
+    return Asked(tuple(named), num_choices, asked_model, kind, stream, include_usage)
+
+
+def read_sampling(fields: Fields, max_new_tokens: int, top_logprobs: int | None) -> Sampling:
+    """What says how tokens are drawn, and when to stop."""
+    return Sampling(
+        max_new_tokens=max_new_tokens,
         temperature=fields.number("temperature", 0.0, 2.0) or 0.0,
         top_p=_or(fields.number("top_p", 0.0, 1.0, above=True), 1.0),
+        top_k=max(0, fields.whole("top_k", -1, MAX_TOKEN_ID) or 0),
+        min_p=fields.number("min_p", 0.0, 1.0) or 0.0,
+        presence_penalty=fields.number("presence_penalty", -2.0, 2.0) or 0.0,
+        frequency_penalty=fields.number("frequency_penalty", -2.0, 2.0) or 0.0,
+        repetition_penalty=_or(fields.number("repetition_penalty", 0.0, 2.0, above=True), 1.0),
+        logit_bias=_logit_bias(fields),
         seed=_seed(fields),
         stop=_stops(fields),
-        top_logprobs=own.pop("top_logprobs"),
+        top_logprobs=top_logprobs,
     )
-    extension: dict[str, Any] = {
+
+
+def read_ours(fields: Fields) -> dict[str, Any]:
+    """Fields of this service alone."""
+    return {
         "keep": fields.number("keep", 0.0, 1.0, above=True),
         "lookahead": fields.whole("lookahead", 0, 1),
         "rest": cast(RestKind | None, fields.choice("rest", get_args(RestKind))),
         "selector": cast(Selector | None, fields.choice("selector", SELECTOR_NAMES)),
     }
-    fields.finish()
-    ask = Ask(request_id=request_id, context=context_of(asked_model, model), sampling=sampling, **own, **extension)
-    return Asked(ask, asked_model, bool(ask.turns), stream, include_usage)
+
+
+def _choices(ask: Ask, num_choices: int) -> list[Ask]:
+    """The same several times, each with a seed of its own: the first has what was asked for."""
+    seed = ask.sampling.seed
+    if seed is None:
+        return [ask] * num_choices
+    return [replace(ask, sampling=replace(ask.sampling, seed=(seed + index) % 2**63)) for index in range(num_choices)]
 
 
 def _chat_part(fields: Fields, limits: LimitSettings) -> dict[str, Any]:
-    turns = tuple(
-        _turn(item, f"messages[{index}].", limits.max_question_chars)
-        for index, item in enumerate(fields.items("messages"))
-    )
-    num_chars = sum(len(turn.content) for turn in turns)
-    if num_chars > limits.max_question_chars:
-        fields.refuse("messages", f"have {num_chars} characters, wanted at most {limits.max_question_chars}")
-    if turns[-1].role != "user":
-        fields.refuse("messages", f"end with one of role {turns[-1].role}, wanted one of role user")
     top = fields.whole("top_logprobs", 0, 20)
     wants_logprobs = fields.flag("logprobs")
     if top is not None and not wants_logprobs:
         fields.refuse("top_logprobs", "is set, but logprobs is not true; set both")
+    turns = read_turns(fields, limits)
+    require_answerable(turns, fields, "messages")
     return {
         "turns": turns,
+        **read_tools(fields),
+        **read_format(fields, "response_format"),
         "top_logprobs": (top or 0) if wants_logprobs else None,
-        "max_new_tokens": _max_new_tokens(fields, ("max_completion_tokens", "max_tokens"), CHAT_TOKENS, limits),
+        "max_new_tokens": max_new_tokens(fields, ("max_completion_tokens", "max_tokens"), CHAT_TOKENS, limits),
     }
 
 
 def _completion_part(fields: Fields, limits: LimitSettings) -> dict[str, Any]:
-    prompts = fields.texts("prompt", 1, limits.max_question_chars)
-    if not prompts or not prompts[0]:
-        fields.refuse("prompt", "is missing or empty, wanted text")
+    prompts, echo = _prompts(fields, limits.max_question_chars), fields.flag("echo")
     fields.only("best_of", 1, why="only 1 is done")
-    fields.only("echo", False, why="the prompt is not repeated; put it before the answer yourself")
     fields.only("suffix", "", why="text is only added at the end")
     return {
-        "prompt": prompts[0],
+        "prompts": prompts,
+        "echo": echo,
+        **read_format(fields, "response_format"),
         "top_logprobs": fields.whole("logprobs", 0, 20),
-        "max_new_tokens": _max_new_tokens(fields, ("max_tokens",), TEXT_TOKENS, limits),
+        "max_new_tokens": max_new_tokens(fields, ("max_tokens",), TEXT_TOKENS, limits, lowest=0 if echo else 1),
     }
 
 
-def _turn(value: object, where: str, most_chars: int) -> Turn:
-    fields = Fields(value, where)
-    role = fields.choice("role", tuple(ROLES))
-    if role is None:
-        fields.refuse("role", f"is missing, wanted one of {', '.join(ROLES)}")
-    content = _content(fields, where, most_chars)
-    fields.ignore("name")
-    for name in ("tool_calls", "annotations"):  # as OpenAI's client writes an answer that is sent back
-        fields.only(name, [], why="tools are not supported")
-    fields.finish()
-    return Turn(cast(Any, ROLES[role]), content)
+def _prompts(fields: Fields, most_chars: int) -> list[str | tuple[int, ...]]:
+    """A text, a list of tokens, or a list of either."""
+    value = fields.any_of("prompt")
+    items = value if isinstance(value, list) and not (value and type(value[0]) is int) else [value]
+    prompts: list[str | tuple[int, ...]] = []
+    for item in items:
+        if isinstance(item, list):
+            if not all(type(token_id) is int and 0 <= token_id <= MAX_TOKEN_ID for token_id in item):
+                fields.refuse("prompt", "holds something else than texts, or lists of tokens' numbers")
+            prompts.append(tuple(item))
+        else:
+            prompts.append(Fields({"prompt": item}).text("prompt", most_chars) or "")
+    if not prompts or not all(prompts):
+        fields.refuse("prompt", "is missing or empty, wanted text or tokens")
+    return prompts
 
 
-def _content(fields: Fields, where: str, most_chars: int) -> str:
-    """Text, or a list of text parts."""
-    value = fields.any_of("content")
-    if not isinstance(value, list):
-        return Fields({"content": value}, where).needed_text("content", most_chars)
-    texts = []
-    for index, item in enumerate(value):
-        part = Fields(item, f"{where}content[{index}].")
-        if part.any_of("type") != "text":
-            part.refuse("type", 'is not "text": only text is read here')
-        texts.append(part.needed_text("text", most_chars))
-        part.finish()
-    if not texts:
-        fields.refuse("content", "is an empty list, wanted text")
-    return "".join(texts)
-
-
-def _max_new_tokens(fields: Fields, names: tuple[str, ...], default: int, limits: LimitSettings) -> int:
-    given = {name: fields.whole(name, 1, limits.max_new_tokens) for name in names}
+def max_new_tokens(fields: Fields, names: tuple[str, ...], default: int, limits: LimitSettings, lowest: int = 1) -> int:
+    given = {name: fields.whole(name, lowest, limits.max_new_tokens) for name in names}
     said = {name: value for name, value in given.items() if value is not None}
     if len(set(said.values())) > 1:
         fields.refuse(names[0], f"and {names[1]} differ; send one of them")
@@ -173,20 +191,34 @@ def _stops(fields: Fields) -> tuple[str, ...]:
     return stops
 
 
+def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
+    given = fields.any_of("logit_bias") or {}
+    if not isinstance(given, dict) or len(given) > MAX_BIASES:
+        fields.refuse("logit_bias", f"is not an object of at most {MAX_BIASES} tokens and their biases")
+    biases = []
+    for key, value in given.items():
+        if not (key.isascii() and key.isdecimal() and len(key) < 11 and int(key) <= MAX_TOKEN_ID):
+            fields.refuse("logit_bias", "has a key that is not a token's number")
+        if type(value) not in (int, float) or not -100 <= value <= 100:
+            fields.refuse("logit_bias", "has a bias that is not a number from -100 to 100")
+        biases.append((int(key), float(value)))
+    return tuple(biases)
+
+
+def ignore_what_changes_nothing(fields: Fields) -> None:
+    fields.ignore(*IGNORED)
+
+
 def _refuse_what_is_not_done(fields: Fields) -> None:
     """Fields of OpenAI's that would change the answer, if they were done: only values that ask for nothing pass."""
-    fields.ignore(*IGNORED)
-    fields.only("n", 1, why="one answer is given to a request; send it several times, with seeds")
-    for name in ("frequency_penalty", "presence_penalty"):
-        fields.only(name, 0, 0.0, why="penalties are not supported")
-    fields.only("logit_bias", {}, why="a bias is not supported")
-    fields.only("response_format", {"type": "text"}, why="only text is written, no checked format")
+    ignore_what_changes_nothing(fields)
     fields.only("modalities", ["text"], why="only text is written")
-    for name in ("tools", "functions"):
-        fields.only(name, [], why="tools are not supported")
-    for name in ("tool_choice", "function_call"):
-        fields.only(name, "none", "auto", why="tools are not supported")
-    fields.only("parallel_tool_calls", True, False, why="tools are not supported")
+    fields.only("audio", why="only text is written")
+    fields.only("prediction", why="answers are not predicted")
+    fields.only("web_search_options", why="the service does not search the web")
+    fields.only("reasoning_effort", why="models here decide themselves how much they think")
+    fields.only("functions", [], why="it was replaced by tools; send those")
+    fields.only("function_call", "none", "auto", why="it was replaced by tool_choice; send that")
 
 
 def _or(value: float | None, default: float) -> float:

@@ -26,7 +26,7 @@ class Fields:
             name = where.rstrip(".") or "the body"
             raise BadRequestError(f"{name} is {kind_of(value)}, wanted an object", where.rstrip(".") or None)
         self._left: dict[str, Any] = {key: item for key, item in value.items() if item is not None}
-        self._where = where
+        self.where = where
         self._known: set[str] = set()
 
     def text(self, name: str, most_chars: int) -> str | None:
@@ -98,7 +98,7 @@ class Fields:
 
     def inner(self, name: str) -> "Fields | None":
         value = self._take(name)
-        return None if value is None else Fields(value, f"{self._where}{name}.")
+        return None if value is None else Fields(value, f"{self.where}{name}.")
 
     def any_of(self, name: str) -> Any:
         """The value as it came, unchecked."""
@@ -121,11 +121,11 @@ class Fields:
             near = difflib.get_close_matches(name[:64], sorted(self._known), 1)
             meant = f"; did you mean {near[0]}?" if near else ""
             raise BadRequestError(
-                f"{self._where}{quoted(name)[1:-1]} is not a field that this service knows{meant}", quoted(name)[1:-1]
+                f"{self.where}{quoted(name)[1:-1]} is not a field that this service knows{meant}", quoted(name)[1:-1]
             )
 
     def refuse(self, name: str, what: str) -> NoReturn:
-        raise BadRequestError(f"{self._where}{name} {what}", f"{self._where}{name}")
+        raise BadRequestError(f"{self.where}{name} {what}", f"{self.where}{name}")
 
     def _take(self, name: str) -> Any:
         self._known.add(name)

@@ -13,7 +13,7 @@ from prometheus_client import Metric
 
 from csattn.errors import CsattnError
 from offload.errors import OffloadError
-from workers.serving.messages import Ask, ContextInfo, Event, Health, NewContext, ServingError
+from workers.serving.messages import Ask, ContextInfo, Event, Health, NewContext, ServingError, TokenizeAsk, Tokens
 from workers.settings import Settings
 
 T = TypeVar("T")
@@ -76,6 +76,12 @@ class AttentionActor:
         await self._start()
         self._heard_s[ingress] = time.monotonic()
         return len(self._running)
+
+    async def tokenize(self, ask: TokenizeAsk) -> Tokens | ServingError:
+        return await self._told(lambda: self._backend.tokenize(ask))
+
+    async def detokenize(self, ids: tuple[int, ...]) -> str | ServingError:
+        return await self._told(lambda: self._backend.detokenize(ids))
 
     async def contexts(self) -> list[ContextInfo] | ServingError:
         return await self._told(self._backend.contexts)

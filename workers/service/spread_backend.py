@@ -19,6 +19,8 @@ from workers.serving.messages import (
     NewContext,
     OverloadedError,
     ServingError,
+    TokenizeAsk,
+    Tokens,
     WorkerLostError,
 )
 
@@ -69,6 +71,15 @@ class SpreadBackend:
                         raise
                     refusals.append(error)
         raise refusals[0]
+
+    async def tokenize(self, ask: TokenizeAsk) -> Tokens:
+        """Any worker knows the model."""
+        tokens = await self._ask_one("", "tokenize", ask)
+        assert isinstance(tokens, Tokens)
+        return tokens
+
+    async def detokenize(self, ids: tuple[int, ...]) -> str:
+        return str(await self._ask_one("", "detokenize", ids))
 
     async def contexts(self) -> list[ContextInfo]:
         answers = await self._try_all("contexts")

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from prometheus_client import Metric
 
-from workers.serving.messages import Ask, ContextInfo, Event, Health, NewContext
+from workers.serving.messages import Ask, ContextInfo, Event, Health, NewContext, TokenizeAsk, Tokens
 
 
 class Backend(Protocol):
@@ -18,6 +18,10 @@ class Backend(Protocol):
         is free within one step.
         """
         ...
+
+    async def tokenize(self, ask: TokenizeAsk) -> Tokens: ...
+
+    async def detokenize(self, ids: tuple[int, ...]) -> str: ...
 
     async def contexts(self) -> list[ContextInfo]: ...
 

@@ -2,14 +2,15 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from io import StringIO
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
+import numpy as np
 from prometheus_client import Metric
 
 from csattn.artifact import Artifact, hash_token_ids
@@ -18,6 +19,7 @@ from csattn.errors import ConfigError
 from csattn.models import LoadedModel
 from csattn.models.prompt import context_ids
 from workers.serving.contexts import Contexts
+from workers.serving.grammar import Grammar, Grammars
 from workers.serving.messages import (
     Ask,
     BadRequestError,
@@ -30,18 +32,31 @@ from workers.serving.messages import (
     Selector,
     ServingError,
     TimedOutError,
+    TokenizeAsk,
+    Tokens,
 )
 from workers.serving.metrics import Metrics
 from workers.serving.outlet import Outlet
-from workers.serving.prompts import longest_question, prompt_ids, require_content, require_possible, room_for
+from workers.serving.prompts import (
+    longest_question,
+    prompt_ids,
+    require_content,
+    require_possible,
+    room_for,
+    text_of_ids,
+    tokenize,
+)
 from workers.serving.request import Request, Writer
 from workers.serving.residency import Residency, Resident
 from workers.serving.scheduler import Scheduler
+from workers.serving.speech import speech_of
 from workers.serving.step_engine import StepEngine
 from workers.serving.step_thread import StepThread
+from workers.serving.tools import ChatForm
 from workers.serving.usable import Usable
 from workers.settings import Settings
 
+T = TypeVar("T")
 _NUM_TOKENISERS = 2  # threads
 _DRAIN_S = 5.0
 _COUNTS_S = 0.5  # that metrics wait for the engine's newest counts; a long step does not hold them up
@@ -68,6 +83,7 @@ class LocalBackend:
         self._residency = Residency(self._scheduler, engine, usable)
         self._contexts = Contexts(settings.store.path, settings, self._has_text, usable.fault)
         self._tokenisers = ThreadPoolExecutor(_NUM_TOKENISERS, thread_name_prefix="csattn-tokenise")
+        self._form, self._grammars = ChatForm(loaded.tokenizer), Grammars(loaded)
         self._max_chars = longest_question(loaded.tokenizer, engine.max_positions)
         self._steps: StepThread | None = None
 
@@ -91,6 +107,7 @@ class LocalBackend:
         if self._steps is not None:
             await asyncio.to_thread(self._steps.close, drain_s)
         self._residency.close()
+        self._grammars.close()
         self._tokenisers.shutdown(wait=False, cancel_futures=True)
 
     async def generate(self, ask: Ask) -> AsyncGenerator[Event, None]:
@@ -104,6 +121,8 @@ class LocalBackend:
                 async with asyncio.timeout(timeout_s):
                     require_content(ask)
                     require_possible(ask, self._max_chars)
+                    self._form.require(ask)
+                    grammar = await self._beside(self._grammars.make, ask, self._form)
                     path = await self._contexts.artifact_path(ask.context)
                     config = self._search_config(ask)
                     using = self._residency.using(path, config, self._selector(ask))
@@ -112,7 +131,7 @@ class LocalBackend:
                 raise TimedOutError(f"the request waited {timeout_s:.0f} s for its context; ask again later") from None
             try:
                 self._require_steps()
-                request = await self._request(ask, config, resident, arrived_at)
+                request = await self._request(ask, config, resident, grammar, arrived_at)
                 scheduler.inbox.submit(request)
                 while True:
                     event = await request.outlet.next()
@@ -141,6 +160,12 @@ class LocalBackend:
         if path is not None and path.name not in {info.artifact_id for info in await self._contexts.infos()}:
             await self._residency.forget(path)
 
+    async def tokenize(self, ask: TokenizeAsk) -> Tokens:
+        return await self._beside(tokenize, self._loaded.tokenizer, self._form, ask, self._engine.max_positions)
+
+    async def detokenize(self, ids: tuple[int, ...]) -> str:
+        return await self._beside(text_of_ids, self._loaded.tokenizer, ids)
+
     async def health(self) -> Health:
         if self._steps is None or not self._steps.is_alive:
             return Health(False, "the service is not running")
@@ -167,15 +192,23 @@ class LocalBackend:
         if (closed := self._scheduler.flow.closed) is not None and not (self._steps and self._steps.is_alive):
             raise _copy(closed)
 
-    async def _request(self, ask: Ask, config: SearchConfig, resident: Resident, arrived_at: float) -> Request:
+    async def _beside(self, work: Callable[..., T], *arguments: Any) -> T:
+        """In a thread for tokenisers."""
+        return await asyncio.get_running_loop().run_in_executor(self._tokenisers, work, *arguments)
+
+    async def _request(
+        self, ask: Ask, config: SearchConfig, resident: Resident, grammar: Grammar | None, arrived_at: float
+    ) -> Request:
         scheduler, sampling = self._scheduler, ask.sampling
         artifact = resident.artifact
-        ids: list[int] = await asyncio.get_running_loop().run_in_executor(
-            self._tokenisers, prompt_ids, self._loaded.tokenizer, artifact, ask
-        )
+        ids = await self._beside(prompt_ids, self._loaded.tokenizer, artifact, ask)
         context_len = artifact.spec.context_len
         room = room_for(ask, context_len, len(ids), self._engine.max_positions, self._engine.tail_capacity)
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed & (2**64 - 1)
+        in_prompt = None
+        if sampling.repetition_penalty != 1.0:
+            in_prompt = np.zeros(self._loaded.model.config.vocab_size, np.bool_)
+            in_prompt[artifact.token_ids] = in_prompt[ids] = True
         return Request(
             request_id=ask.request_id,
             context=ask.context,
@@ -190,11 +223,19 @@ class LocalBackend:
             arrived_at=arrived_at,
             deadline=arrived_at + self._settings.limits.request_timeout_s,
             outlet=Outlet(asyncio.get_running_loop(), scheduler.inbox.nudge),
-            writer=Writer(self._loaded.tokenizer, sampling.stop),
+            writer=Writer(self._loaded.tokenizer, sampling.stop, speech_of(ask, self._form), self._form.hidden),
+            grammar=grammar,
+            in_prompt=in_prompt,
+            echo=self._echo(ask),
         )
 
     def _selector(self, ask: Ask) -> Selector:
         return ask.selector or self._settings.engine.selector
+
+    def _echo(self, ask: Ask) -> str | None:
+        if not ask.echo:
+            return None
+        return ask.prompt if isinstance(ask.prompt, str) else text_of_ids(self._loaded.tokenizer, ask.prompt or ())
 
     def _search_config(self, ask: Ask) -> SearchConfig:
         changes: dict[str, Any] = {"keep": ask.keep, "lookahead": ask.lookahead, "rest": ask.rest}

@@ -8,7 +8,7 @@ from csattn.errors import CsattnError
 from csattn.selector_names import SelectorName
 
 Selector = SelectorName
-Finish = Literal["stop", "length"]
+Finish = Literal["stop", "length", "tool_calls"]
 ContextState = Literal["building", "ready", "failed"]
 
 
@@ -19,27 +19,60 @@ class Sampling:
     max_new_tokens: int
     temperature: float = 0.0  # 0: the likeliest token
     top_p: float = 1.0
+    top_k: int = 0  # of the likeliest tokens; 0: all
+    min_p: float = 0.0  # of the likeliest token's share
+    presence_penalty: float = 0.0  # off a token that the answer has
+    frequency_penalty: float = 0.0  # off it for each time
+    repetition_penalty: float = 1.0  # dividing where context, question or answer has the token
+    logit_bias: tuple[tuple[int, float], ...] = ()  # token id, and what its logit is raised by
     seed: int | None = None
     stop: tuple[str, ...] = ()  # the answer ends before the first of them
     top_logprobs: int | None = None  # how many beside the drawn token's; None: no logprobs at all
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool that an assistant's message has made."""
+
+    call_id: str
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
     """One message of a conversation."""
 
-    role: Literal["system", "user", "assistant"]
+    role: Literal["system", "user", "assistant", "tool"]
     content: str
+    calls: tuple[ToolCall, ...] = ()  # of an assistant
+    call_id: str = ""  # which call a tool answers
+    reasoning: str = ""  # of an assistant
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the client can call. `parameters`: a JSON schema."""
+
+    name: str
+    parameters: dict[str, Any]
+    description: str | None = None
+    strict: bool = False  # its arguments match their schema also where the model decides whether to call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """One request. Either `turns` (chat) or `prompt` (text that goes on where the context ends)."""
+    """One request. Either `turns` (chat) or `prompt` (text or tokens that go on where the context ends)."""
 
     request_id: str
     context: str  # name, as registered
     turns: tuple[Turn, ...] = ()
-    prompt: str | None = None
+    prompt: str | tuple[int, ...] | None = None
+    echo: bool = False  # the prompt's text comes first, and its scores where logprobs are asked for
+    tools: tuple[Tool, ...] = ()
+    must_call: tuple[str, ...] = ()  # one of these tools, whatever the model would like
+    parallel_calls: bool = True  # several in an answer
+    schema: dict[str, Any] | bool | None = None  # JSON schema of the answer
     sampling: Sampling
     keep: float | None = None  # None: as the service is set
     lookahead: int | None = None
@@ -49,12 +82,22 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class TokenScore:
-    """A drawn token and its log-probability before temperature; `top`: the likeliest ones (text, bytes, logprob)."""
+    """A token and its log-probability before temperature; `top`: the likeliest ones (text, bytes, logprob)."""
 
     token_id: int
     text: str
-    logprob: float
+    logprob: float | None  # None: of a prompt's first token
     top: tuple[tuple[str, bytes, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CallPart:
+    """A part of a call. A call's first part has its id and name; the parts' arguments together are JSON."""
+
+    index: int  # of the call in the answer
+    arguments: str = ""
+    call_id: str = ""
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +106,8 @@ class Piece:
 
     text: str
     scores: tuple[TokenScore, ...] = ()
+    reasoning: str = ""
+    calls: tuple[CallPart, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +121,26 @@ class Done:
 
 
 Event = Piece | Done
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizeAsk:
+    """What is to be told as tokens: a text, or a conversation as the model's own template writes it."""
+
+    text: str | None = None
+    turns: tuple[Turn, ...] = ()
+    tools: tuple[Tool, ...] = ()
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True  # the model speaks next
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """A text as the model's tokens."""
+
+    ids: tuple[int, ...]
+    texts: tuple[str, ...]  # of each
+    max_positions: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,11 +1,14 @@
 """From what was asked to the token ids that follow a context, and how many may follow those."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from csattn.artifact import Artifact
-from csattn.errors import ArtifactMismatchError, ModelError
+from csattn.errors import ArtifactMismatchError, CsattnError, ModelError
 from csattn.models.prompt import conversation_ids, question_ids
-from workers.serving.messages import Ask, BadRequestError, ContextTooLongError, Turn
+from workers.serving.messages import Ask, BadRequestError, ContextTooLongError, TokenizeAsk, Tokens
+from workers.serving.tools import ChatForm, messages_of, tool_specs
 
 _MAX_TOLD = 200  # characters of a template's own message
 
@@ -18,33 +21,69 @@ def prompt_ids(tokenizer: Any, artifact: Artifact, ask: Ask) -> list[int]:
     """
     require_content(ask)
     wrapping = artifact.manifest.build_notes.get("wrapping", "none")
+    if isinstance(ask.prompt, tuple):
+        return _checked_ids(tokenizer, ask.prompt)
+    context = artifact.token_ids
     try:
-        if ask.prompt is not None:
-            return question_ids(tokenizer, artifact.token_ids, ask.prompt, "none").tolist()  # type: ignore[no-any-return]
-        if wrapping == "none":
-            return question_ids(tokenizer, artifact.token_ids, _only_turn(ask.turns), "none").tolist()  # type: ignore[no-any-return]
-        turns = [{"role": turn.role, "content": turn.content} for turn in ask.turns]
-        return conversation_ids(tokenizer, artifact.token_ids, turns, wrapping).tolist()  # type: ignore[no-any-return]
+        if ask.prompt is not None or wrapping == "none":
+            text = _only_turn(ask) if ask.prompt is None else ask.prompt
+            return question_ids(tokenizer, context, text, "none").tolist()  # type: ignore[no-any-return]
+        with _template_errors("messages"):
+            turns, tools = messages_of(ask.turns), tool_specs(ask.tools)
+            return conversation_ids(tokenizer, context, turns, wrapping, tools).tolist()  # type: ignore[no-any-return]
     except (ArtifactMismatchError, ModelError) as error:
         raise BadRequestError(str(error), _field_of(ask)) from error
-    except Exception as error:  # templates raise errors of their own, of any class
-        if not type(error).__module__.startswith("jinja2"):
-            raise
+
+
+def tokenize(tokenizer: Any, form: ChatForm, ask: TokenizeAsk, max_positions: int) -> Tokens:
+    """A text or a conversation by itself, without any context."""
+    text, adds_special = ask.text, ask.add_special_tokens
+    if text is None:
+        form.require(ask)
+        if not tokenizer.chat_template:
+            raise BadRequestError("this service's model has no chat template; send a prompt", "messages")
+        with _template_errors("messages"):
+            text = tokenizer.apply_chat_template(
+                messages_of(ask.turns),
+                tools=tool_specs(ask.tools),
+                tokenize=False,
+                add_generation_prompt=ask.add_generation_prompt,
+            )
+        adds_special = False  # the template has written them
+    ids = tokenizer(text, add_special_tokens=adds_special).input_ids
+    return Tokens(ids=tuple(ids), texts=tuple(tokenizer.convert_ids_to_tokens(ids)), max_positions=max_positions)
+
+
+def text_of_ids(tokenizer: Any, ids: tuple[int, ...]) -> str:
+    text: str = tokenizer.decode(_checked_ids(tokenizer, ids), clean_up_tokenization_spaces=False) if ids else ""
+    return text
+
+
+@contextmanager
+def _template_errors(field: str) -> Iterator[None]:
+    """Templates raise errors of their own, of any class; what they were given is not theirs alone to judge."""
+    try:
+        yield
+    except CsattnError:
+        raise
+    except Exception as error:
         told = str(error)[:_MAX_TOLD]
-        raise BadRequestError(f"the model's chat template refuses these messages: {told}", _field_of(ask)) from error
+        raise BadRequestError(f"the model's chat template refuses these messages: {told}", field) from error
 
 
 def require_content(ask: Ask) -> None:
-    """A request has either messages, the last of them the user's, or a prompt."""
+    """A request has either messages, the last of them for the model to answer, or a prompt."""
     if (ask.prompt is None) == (not ask.turns):
         raise BadRequestError("a request has either messages or a prompt; give one of them", _field_of(ask))
-    if ask.turns and ask.turns[-1].role != "user":
+    if ask.turns and ask.turns[-1].role not in ("user", "tool"):
         raise BadRequestError(
-            f"the last message is of the role {ask.turns[-1].role!r}; end with a user message, which will be answered",
+            f"the last message is of the role {ask.turns[-1].role!r}; end with one of the role user or tool, which "
+            "will be answered",
             "messages",
         )
-    for text in [turn.content for turn in ask.turns] or [ask.prompt or ""]:
-        require_text(text, _field_of(ask))
+    if not isinstance(ask.prompt, tuple):
+        for text in [turn.content for turn in ask.turns] or [ask.prompt or ""]:
+            require_text(text, _field_of(ask))
 
 
 def require_text(text: str, field: str) -> bytes:
@@ -65,6 +104,7 @@ def longest_question(tokenizer: Any, num_positions: int) -> int:
 def require_possible(ask: Ask, max_chars: int) -> None:
     """Refuse, before any work, a text that is longer than `longest_question`."""
     num_chars = sum(len(turn.content) for turn in ask.turns) + len(ask.prompt or "")
+    num_chars += sum(len(str(tool.parameters)) for tool in ask.tools)
     if num_chars > max_chars:
         raise ContextTooLongError(
             f"the question has {num_chars:,} characters, and whatever its tokens, the model has no positions for more "
@@ -90,14 +130,25 @@ def room_for(ask: Ask, context_len: int, question_len: int, max_positions: int, 
     return min(ask.sampling.max_new_tokens, room)
 
 
-def _only_turn(turns: tuple[Turn, ...]) -> str:
-    if len(turns) > 1:
+def _checked_ids(tokenizer: Any, ids: tuple[int, ...]) -> list[int]:
+    if not ids:
+        raise BadRequestError("the prompt is empty; give at least one token", "prompt")
+    if (greatest := max(ids)) >= len(tokenizer):
         raise BadRequestError(
-            "this context was built without a chat template, so it takes a single user message, got "
-            f"{len(turns)} messages; send one, or a prompt",
+            f"the prompt holds the token {greatest}, the model's tokens are those below {len(tokenizer)}", "prompt"
+        )
+    return list(ids)
+
+
+def _only_turn(ask: Ask) -> str:
+    if len(ask.turns) > 1 or ask.tools:
+        came = "tools" if ask.tools else f"{len(ask.turns)} messages"
+        raise BadRequestError(
+            f"this context was built without a chat template, so it takes a single user message, got {came}; send one, "
+            "or a prompt",
             "messages",
         )
-    return turns[0].content
+    return ask.turns[0].content
 
 
 def _field_of(ask: Ask) -> str:

@@ -8,9 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from csattn.config import SearchConfig
+from workers.serving.grammar import Grammar
 from workers.serving.messages import Done, Finish, Piece, Sampling, Selector, TokenScore
 from workers.serving.outlet import Outlet
-from workers.serving.sampling import draw, likeliest, log_probabilities
+from workers.serving.sampling import adjusted, draw, likeliest, log_probabilities
+from workers.serving.speech import Parts, Speech
 from workers.serving.text import StopFinder, TextStream, token_bytes
 
 
@@ -32,6 +34,10 @@ class Request:
     deadline: float
     outlet: Outlet
     writer: "Writer"
+    grammar: Grammar | None = None
+    in_prompt: NDArray[np.bool_] | None = None  # [vocab_size]: context or question has the token
+    echo: str | None = None  # the prompt, where it is told before the answer
+    prompt_scores: list[TokenScore] = field(default_factory=list)
     slot: int | None = None
     num_fed: int = 0  # tokens of the question that the engine has
     token_ids: list[int] = field(default_factory=list)
@@ -41,7 +47,14 @@ class Request:
 
     @property
     def needs_logits(self) -> bool:
-        return self.sampling.temperature > 0 or self.sampling.top_logprobs is not None
+        """To draw a token; else the engine's likeliest one is taken."""
+        s = self.sampling
+        asks = s.frequency_penalty or s.presence_penalty or s.logit_bias or self.in_prompt is not None
+        return bool(s.temperature > 0 or s.top_logprobs is not None or self.grammar is not None or asks)
+
+    @property
+    def scores_prompt(self) -> bool:
+        return self.echo is not None and self.sampling.top_logprobs is not None
 
     @property
     def question_left(self) -> int:
@@ -63,11 +76,33 @@ class Request:
                 raise ValueError("NaN or infinity is the greatest")
             return likeliest_id, None
         assert logits is not None, "the step was asked for logits"
-        sampling = self.sampling
-        token_id = draw(logits, sampling.temperature, sampling.top_p, self.seed, len(self.token_ids))
+        sampling, allowed = self.sampling, None
+        if self.grammar is not None:
+            allowed = self.grammar.allowed(len(logits))
+        wanted = adjusted(logits, sampling, self.token_ids, self.in_prompt, allowed)
+        token_id = draw(wanted, sampling, self.seed, len(self.token_ids))
+        if self.grammar is not None:
+            self.grammar.accept(token_id)
         if sampling.top_logprobs is None:
             return token_id, None
         return token_id, self.writer.score(token_id, logits, sampling.top_logprobs)
+
+    def hear(self, logits: NDArray[np.float32]) -> None:
+        """Score what of the question comes after what is being fed. logits: [num_rows, vocab_size] of what is fed."""
+        num_top = self.sampling.top_logprobs
+        assert num_top is not None
+        if not self.num_fed:
+            self.prompt_scores.append(self.writer.score(self.question_ids[0], None, num_top))
+        for row, token_id in zip(logits, self.question_ids[self.num_fed + 1 :], strict=False):
+            self.prompt_scores.append(self.writer.score(token_id, row, num_top))
+
+    def take_echo(self) -> Piece | None:
+        """The prompt, once, when all of it is fed."""
+        if self.echo is None or self.question_left:
+            return None
+        piece = Piece(self.echo, tuple(self.prompt_scores))
+        self.echo, self.prompt_scores = None, []
+        return piece
 
     def done(self, reason: Finish) -> Done:
         return Done(
@@ -81,8 +116,14 @@ class Request:
 class Writer:
     """Tokens become pieces: text up to a stop string, and each token's score with the text that it began."""
 
-    def __init__(self, tokenizer: Any, stops: tuple[str, ...] = ()) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: Any,
+        stops: tuple[str, ...] = (),
+        speech: Speech | None = None,  # None: all of the text is said
+        shown: dict[int, str] | None = None,  # special tokens that the text has
+    ) -> None:
+        self._tokenizer, self._speech, self._shown = tokenizer, speech, shown or {}
         self._stream, self._stops = TextStream(tokenizer), StopFinder(stops)
         self._scores: deque[tuple[int, TokenScore]] = deque()  # where in the text its token begins
         self._num_decoded = self._num_told = 0  # characters
@@ -91,35 +132,61 @@ class Writer:
     def has_stopped(self) -> bool:
         return self._stops.found
 
+    @property
+    def has_called(self) -> bool:
+        """The answer is a call of a tool, or has one."""
+        return self._speech is not None and self._speech.num_calls > 0
+
     def add(self, token_id: int, score: TokenScore | None) -> Piece | None:
         if score is not None:
             self._scores.append((self._num_decoded, score))
-        return self._tell(self._stream.add(token_id))
+        if (marker := self._shown.get(token_id)) is None:
+            return self._tell(self._stream.add(token_id))
+        text, self._stream = self._stream.finish() + marker, TextStream(self._tokenizer)
+        return self._tell(text)
 
     def finish(self) -> Piece | None:
         """What is left when the answer ends."""
         if self.has_stopped:
-            return None
-        piece = self._tell(self._stream.finish())
-        text = (piece.text if piece else "") + self._stops.finish()
-        scores = (piece.scores if piece else ()) + (() if self.has_stopped else tuple(s for _, s in self._scores))
+            return self._piece("", (), is_last=True)
+        text, scores = self._told(self._stream.finish())
+        text += self._stops.finish()
+        scores += () if self.has_stopped else tuple(s for _, s in self._scores)
         self._scores.clear()
-        return Piece(text, scores) if text or scores else None
+        return self._piece(text, scores, is_last=True)
 
-    def score(self, token_id: int, logits: NDArray[np.float32], num_top: int) -> TokenScore:
+    def score(self, token_id: int, logits: NDArray[np.float32] | None, num_top: int) -> TokenScore:
+        """logits: [vocab_size]; None where nothing has foretold the token."""
+        text = token_bytes(self._tokenizer, token_id).decode(errors="replace")
+        if logits is None:
+            return TokenScore(token_id, text, None)
         logprobs = log_probabilities(logits)
         top = []
         for other_id in likeliest(logprobs, num_top).tolist():
             data = token_bytes(self._tokenizer, other_id)
             top.append((data.decode(errors="replace"), data, float(logprobs[other_id])))
-        text = token_bytes(self._tokenizer, token_id).decode(errors="replace")
         return TokenScore(token_id, text, float(logprobs[token_id]), tuple(top))
 
     def _tell(self, decoded: str) -> Piece | None:
+        return self._piece(*self._told(decoded))
+
+    def _told(self, decoded: str) -> tuple[str, tuple[TokenScore, ...]]:
+        """What of the text is certain, and the scores of its tokens."""
         self._num_decoded += len(decoded)
         text = self._stops.add(decoded)
         self._num_told += len(text)
         scores = []
         while self._scores and self._scores[0][0] < self._num_told:
             scores.append(self._scores.popleft()[1])
-        return Piece(text, tuple(scores)) if text or scores else None
+        return text, tuple(scores)
+
+    def _piece(self, text: str, scores: tuple[TokenScore, ...], is_last: bool = False) -> Piece | None:
+        parts = Parts(text)
+        if self._speech is not None:
+            parts = self._speech.add(text)
+            if is_last:
+                rest = self._speech.finish()
+                parts = Parts(parts.text + rest.text, parts.reasoning + rest.reasoning, parts.calls + rest.calls)
+        if not (parts.text or parts.reasoning or parts.calls or scores):
+            return None
+        return Piece(parts.text, scores, parts.reasoning, tuple(parts.calls))

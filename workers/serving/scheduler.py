@@ -154,7 +154,11 @@ class Scheduler:
             rows += [StepRow(request.slot, token_id) for token_id in request.next_inputs(num_rows)]
             last_rows.append(len(rows) - 1)
         gives_token = [request.question_left <= num_rows for request, num_rows in plan]
-        want_logits = any(r.needs_logits and gives for (r, _), gives in zip(plan, gives_token, strict=True))
+        want_logits = False
+        for (request, _), gives in zip(plan, gives_token, strict=True):
+            want_logits = want_logits or request.scores_prompt or (request.needs_logits and gives)
+            if gives and request.grammar is not None:
+                request.grammar.begin()
         watched = self._choose_watched(plan)
         watch = None if watched is None else (last_rows[watched[0]], watched[1])
         started = self.clock()
@@ -171,9 +175,14 @@ class Scheduler:
             self.metrics.saw_fidelity(plan[watched[0]][0].context, result.fidelity)
         for (request, num_rows), row, gives in zip(plan, last_rows, gives_token, strict=True):
             if request.question_left:
+                if request.scores_prompt and result.logits is not None:
+                    request.hear(result.logits[row + 1 - num_rows : row + 1])
                 request.num_fed += num_rows
                 self.metrics.question_tokens.inc(num_rows)
-            if gives:
+                self._put(request, request.take_echo())
+            if gives and not request.max_new_tokens:
+                self._end(request, "length", request.done("length"))
+            elif gives:
                 self._take_token(request, result, row, ended)
 
     def _choose_watched(self, plan: list[tuple[Request, int]]) -> tuple[int, int] | None:
@@ -192,7 +201,7 @@ class Scheduler:
         try:
             token_id, score = request.choose(int(result.next_ids[row]), logits)
         except ValueError as error:
-            self._end(request, "failed", ServingError(f"the model's logits cannot be drawn from: {error}"))
+            self._end(request, "failed", ServingError(f"the next token cannot be drawn: {error}"))
             return
         if request.first_token_at is None:
             request.first_token_at = now
@@ -202,10 +211,13 @@ class Scheduler:
         has_ended = token_id in self._stop_ids
         if not has_ended:
             self._put(request, request.writer.add(token_id, score))
-            has_ended = request.writer.has_stopped
+            is_over = request.grammar is not None and request.grammar.is_over
+            has_ended = is_over or request.writer.has_stopped
         if has_ended or len(request.token_ids) >= request.max_new_tokens:
             self._put(request, request.writer.finish())
             reason: Finish = "stop" if has_ended or request.writer.has_stopped else "length"
+            if reason == "stop" and request.writer.has_called:
+                reason = "tool_calls"
             self._end(request, reason, request.done(reason))
 
     def _fail_step(self, requests: list[Request], error: Exception) -> None:
@@ -229,7 +241,7 @@ class Scheduler:
         self._close(request, outcome, last)
 
     def _take_out(self, request: Request) -> None:
-        request.is_over = True
+        request.is_over, request.grammar = True, None
         if request.slot is None:
             self._queue.remove(request)
         else:

@@ -20,6 +20,8 @@ from workers.serving.messages import (
     NewContext,
     OverloadedError,
     Piece,
+    TokenizeAsk,
+    Tokens,
     TokenScore,
     UnknownContextError,
 )
@@ -31,7 +33,7 @@ CONTEXT_TOKENS = 1000
 class Script:
     """How one question is answered."""
 
-    words: tuple[str, ...] = ("The ", "answer ", "is ", "42.")
+    words: tuple[str | Piece, ...] = ("The ", "answer ", "is ", "42.")
     first_after_s: float = 0.0
     pause_s: float = 0.0  # between two pieces
     fail_at: int | None = None  # instead of the piece of that number
@@ -96,6 +98,14 @@ class FakeBackend:
         if len(self.running) >= self.num_slots and self.num_queued >= self.max_queued:
             raise OverloadedError("the queue is full; come again later", retry_after_s=2.4)
 
+    async def tokenize(self, ask: TokenizeAsk) -> Tokens:
+        """A token for each character."""
+        text = ask.text if ask.text is not None else "".join(turn.content for turn in ask.turns)
+        return Tokens(ids=tuple(map(ord, text)), texts=tuple(text), max_positions=2048)
+
+    async def detokenize(self, ids: tuple[int, ...]) -> str:
+        return "".join(map(chr, ids))
+
     async def contexts(self) -> list[ContextInfo]:
         return list(self.infos.values())
 
@@ -125,7 +135,7 @@ async def _said(ask: Ask, script: Script) -> AsyncGenerator[Event, None]:
     for index, word in enumerate(words):
         if index == script.fail_at and script.error is not None:
             raise script.error
-        yield Piece(word, _scores(ask, script, index, word))
+        yield word if isinstance(word, Piece) else Piece(word, _scores(ask, script, index, word))
         await asyncio.sleep(script.pause_s)
     if script.ends_without_done:
         return

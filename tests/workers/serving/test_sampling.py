@@ -1,11 +1,18 @@
 """Drawing tokens: the definition of top_p, frequencies, and the same draw whatever else is drawn."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.serving.sampling import draw, likeliest, log_probabilities
+from workers.serving.messages import Sampling
+from workers.serving.sampling import adjusted, draw, likeliest, log_probabilities
+
+
+def how(temperature: float, top_p: float = 1.0, **more: Any) -> Sampling:
+    return Sampling(max_new_tokens=1, temperature=temperature, top_p=top_p, **more)
 
 
 def nucleus_by_definition(logits: np.ndarray, temperature: float, top_p: float) -> list[int]:
@@ -22,24 +29,24 @@ def nucleus_by_definition(logits: np.ndarray, temperature: float, top_p: float) 
 
 
 def drawn(logits: np.ndarray, temperature: float, top_p: float, num: int, seed: int = 0) -> np.ndarray:
-    tokens = [draw(logits, temperature, top_p, seed, position) for position in range(num)]
+    tokens = [draw(logits, how(temperature, top_p), seed, position) for position in range(num)]
     return np.bincount(tokens, minlength=len(logits))
 
 
 def test_temperature_0_takes_the_lowest_of_the_likeliest() -> None:
-    assert draw(np.array([1, 5, 2, 5], np.float32), 0.0, 1.0, 0, 0) == 1
+    assert draw(np.array([1, 5, 2, 5], np.float32), how(0.0), 0, 0) == 1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("logits", [[0.0, np.nan, 1.0], [np.nan] * 3, [0.0, np.inf, 1.0], [-np.inf] * 3])
 def test_nothing_is_drawn_from_what_is_no_distribution(logits, temperature) -> None:
     with pytest.raises(ValueError, match="the greatest is"):
-        draw(np.array(logits, np.float32), temperature, 0.9, 0, 0)
+        draw(np.array(logits, np.float32), how(temperature, 0.9), 0, 0)
 
 
 def test_hardly_any_temperature_takes_the_likeliest(rng) -> None:
     logits = rng.standard_normal(100).astype(np.float32)
-    assert {draw(logits, 1e-300, 1.0, 7, position) for position in range(20)} == {int(logits.argmax())}
+    assert {draw(logits, how(1e-300), 7, position) for position in range(20)} == {int(logits.argmax())}
 
 
 @pytest.mark.parametrize("top_p", [1e-9, 0.3, 0.5, 0.9, 0.999, 1.0])

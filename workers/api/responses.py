@@ -1,0 +1,268 @@
+"""OpenAI's Responses: what comes in as an `Ask`, and what goes out as items and events. Nothing is stored."""
+
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from workers.api.answers import chat_score, usage
+from workers.api.asking import CHAT_TOKENS, Asked, ignore_what_changes_nothing, max_new_tokens, read_ours, read_sampling
+from workers.api.fields import Fields
+from workers.api.names import context_of
+from workers.api.tools import read_call, read_format, read_tools
+from workers.api.turns import ROLES, content_of, require_answerable, require_turns
+from workers.serving.messages import Ask, Done, Piece, Turn
+from workers.settings import LimitSettings
+
+LOGPROBS = "message.output_text.logprobs"
+TEXT_KINDS = ("input_text", "output_text", "text")
+UNSTORED = "nothing is stored here; send the conversation itself as input"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseAsked(Asked):
+    """`told`: the fields that the response repeats."""
+
+    told: dict[str, Any] = field(default_factory=dict)
+
+
+def read_response(body: object, request_id: str, model: str, limits: LimitSettings) -> ResponseAsked:
+    """Of a body for /v1/responses."""
+    told = (
+        {name: body.get(name) for name in ("instructions", "text", "tool_choice", "tools")}
+        if isinstance(body, dict)
+        else {}
+    )
+    fields = Fields(body)
+    asked_model = fields.needed_text("model", 256)
+    turns = _turns(fields, limits)
+    text = fields.inner("text")
+    form = {} if text is None else read_format(text, "format", has_wrapper=False)
+    if text is not None:
+        text.ignore("verbosity")
+        text.finish()
+    tools = read_tools(fields, is_nested=False)
+    top, includes = fields.whole("top_logprobs", 0, 20), fields.texts("include", 16, 64)
+    if set(includes) - {LOGPROBS, "reasoning.encrypted_content"}:
+        fields.refuse("include", f"names something else than {LOGPROBS}, which is all that can be included")
+    _refuse_what_is_not_done(fields)
+    stream = fields.flag("stream")
+    fields.ignore("stream_options")
+    sampling = read_sampling(
+        fields,
+        max_new_tokens=max_new_tokens(fields, ("max_output_tokens",), CHAT_TOKENS, limits),
+        top_logprobs=(top or 0) if LOGPROBS in includes else None,
+    )
+    ours = read_ours(fields)
+    fields.finish()
+    context = context_of(asked_model, model)
+    ask = Ask(request_id=request_id, context=context, turns=turns, sampling=sampling, **form, **tools, **ours)
+    return ResponseAsked((ask,), 1, asked_model, "response", stream, told=told)
+
+
+class ResponseForm:
+    """The objects of one response, whole or as a stream's events."""
+
+    def __init__(self, asked: ResponseAsked) -> None:
+        self._asked, self._ask = asked, asked.asks[0]
+        self._created_at = int(time.time())
+        self._items: list[dict[str, Any]] = []  # the last one may be open
+        self._is_open = False
+        self._num_events = 0
+
+    def whole(self, pieces: list[list[Piece]], dones: list[Done]) -> dict[str, Any]:
+        for piece in pieces[0]:
+            self.piece(0, piece)
+        self.last(0, dones[0])
+        return self._response(dones[0])
+
+    def first(self, index: int) -> list[dict[str, Any]]:
+        """What the stream begins with."""
+        kinds = ("response.created", "response.in_progress")
+        return [self._event(kind, response=self._response(None)) for kind in kinds]
+
+    def piece(self, index: int, piece: Piece) -> list[dict[str, Any]]:
+        events: list[dict[str, Any]] = []
+        if piece.reasoning:
+            events += self._open("reasoning")
+            events.append(self._add("content", "response.reasoning_text.delta", piece.reasoning))
+        if piece.text:
+            events += self._open("message")
+            scores = [chat_score(score) for score in piece.scores]
+            self._items[-1]["content"][0]["logprobs"] += scores
+            events.append(self._add("content", "response.output_text.delta", piece.text, logprobs=scores))
+        for part in piece.calls:
+            if part.call_id:
+                events += self._open("function_call", part.call_id, part.name)
+            if part.arguments:
+                events.append(self._add("arguments", "response.function_call_arguments.delta", part.arguments))
+        return events
+
+    def last(self, index: int, done: Done) -> list[dict[str, Any]]:
+        """What the stream ends with."""
+        status = "incomplete" if done.reason == "length" else "completed"
+        events = [] if self._items else self._open("message")
+        events += self._close(status)
+        return [*events, self._event(f"response.{status}", response=self._response(done))]
+
+    def end(self, dones: list[Done]) -> list[dict[str, Any]]:
+        return []
+
+    def _open(self, kind: str, call_id: str = "", name: str = "") -> list[dict[str, Any]]:
+        """An item of that kind, unless it is open; a call is always another one."""
+        if self._is_open and self._items[-1]["type"] == kind and not call_id:
+            return []
+        events = self._close()
+        prefix = {"reasoning": "rs", "message": "msg", "function_call": "fc"}[kind]
+        item: dict[str, Any] = {"id": f"{prefix}_{self._ask.request_id}-{len(self._items)}", "type": kind}
+        item["status"] = "in_progress"
+        if kind == "function_call":
+            item |= {"call_id": call_id, "name": name, "arguments": ""}
+        elif kind == "message":
+            item |= {"role": "assistant", "content": []}
+        else:
+            item |= {"summary": [], "content": []}
+        self._items.append(item)
+        self._is_open = True
+        events.append(self._of_item("response.output_item.added", item=dict(item)))
+        if kind != "function_call":
+            part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            item["content"] = [part if kind == "message" else {"type": "reasoning_text", "text": ""}]
+            events.append(self._of_part("response.content_part.added", part=dict(item["content"][0])))
+        return events
+
+    def _add(self, where: str, event: str, delta: str, **more: Any) -> dict[str, Any]:
+        item = self._items[-1]
+        if where == "arguments":
+            item["arguments"] += delta
+            return self._of_item(event, item_id=item["id"], delta=delta)
+        item["content"][0]["text"] += delta
+        return self._of_part(event, delta=delta, **more)
+
+    def _close(self, status: str = "completed") -> list[dict[str, Any]]:
+        if not self._is_open:
+            return []
+        self._is_open, item = False, self._items[-1]
+        item["status"] = status
+        if item["type"] == "function_call":
+            done, told = "response.function_call_arguments.done", {key: item[key] for key in ("arguments", "name")}
+            events = [self._of_item(done, item_id=item["id"], **told)]
+        else:
+            part = item["content"][0]
+            is_message = item["type"] == "message"
+            done = "response.output_text.done" if is_message else "response.reasoning_text.done"
+            more = {"logprobs": part["logprobs"]} if is_message else {}
+            events = [
+                self._of_part(done, text=part["text"], **more),
+                self._of_part("response.content_part.done", part=part),
+            ]
+        return [*events, self._of_item("response.output_item.done", item=item)]
+
+    def _of_part(self, kind: str, **more: Any) -> dict[str, Any]:
+        return self._of_item(kind, item_id=self._items[-1]["id"], content_index=0, **more)
+
+    def _of_item(self, kind: str, **more: Any) -> dict[str, Any]:
+        return self._event(kind, output_index=len(self._items) - 1, **more)
+
+    def _event(self, kind: str, **more: Any) -> dict[str, Any]:
+        self._num_events += 1
+        return {"type": kind, "sequence_number": self._num_events - 1, **more}
+
+    def _response(self, done: Done | None) -> dict[str, Any]:
+        sampling, told = self._ask.sampling, self._asked.told
+        is_cut = done is not None and done.reason == "length"
+        return {
+            "id": f"resp_{self._ask.request_id}",
+            "object": "response",
+            "created_at": self._created_at,
+            "status": "in_progress" if done is None else "incomplete" if is_cut else "completed",
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "instructions": told["instructions"],
+            "max_output_tokens": sampling.max_new_tokens,
+            "metadata": {},
+            "model": self._asked.model,
+            "output": list(self._items),
+            "parallel_tool_calls": self._ask.parallel_calls,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": sampling.temperature,
+            "text": told["text"] or {"format": {"type": "text"}},
+            "tool_choice": told["tool_choice"] or "auto",
+            "tools": told["tools"] or [],
+            "top_p": sampling.top_p,
+            "truncation": "disabled",
+            "usage": None if done is None else _usage(done),
+        }
+
+
+def _usage(done: Done) -> dict[str, Any]:
+    told = usage([done], done.new_tokens)
+    return {
+        "input_tokens": told["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": done.context_tokens, "cache_write_tokens": 0},
+        "output_tokens": done.new_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": told["total_tokens"],
+    }
+
+
+def _turns(fields: Fields, limits: LimitSettings) -> tuple[Turn, ...]:
+    """Of `instructions` and `input`."""
+    most_chars = limits.max_question_chars
+    turns: list[Turn] = []
+    if instructions := fields.text("instructions", most_chars):
+        turns.append(Turn("system", instructions))
+    came = fields.any_of("input")
+    if isinstance(came, list):
+        reasoning = ""
+        for index, item in enumerate(came):
+            reasoning = _add_item(turns, Fields(item, f"input[{index}]."), most_chars, reasoning)
+    else:
+        turns.append(Turn("user", Fields({"input": came}).needed_text("input", most_chars)))
+    if not turns:
+        fields.refuse("input", "is an empty list, wanted text or items")
+    require_turns(tuple(turns), fields, "input", most_chars)
+    require_answerable(tuple(turns), fields, "input")
+    return tuple(turns)
+
+
+def _add_item(turns: list[Turn], fields: Fields, most_chars: int, reasoning: str) -> str:
+    """Returns the reasoning that belongs to the assistant's turn after it."""
+    kind = fields.choice("type", ("message", "function_call", "function_call_output", "reasoning")) or "message"
+    fields.ignore("id", "status", "phase")
+    told = ""
+    if kind == "reasoning":
+        fields.ignore("summary", "encrypted_content")
+        told = reasoning + content_of(fields, fields.where, most_chars, is_needed=False, kinds=("reasoning_text",))
+    elif kind == "message":
+        role = fields.choice("role", ("system", "developer", "user", "assistant")) or "user"
+        content = content_of(fields, fields.where, most_chars, kinds=TEXT_KINDS)
+        is_told = role == "assistant"
+        turns.append(Turn(cast(Any, ROLES[role]), content, reasoning=reasoning if is_told else ""))
+    elif kind == "function_call":
+        call = read_call(fields, fields.needed_text("call_id", 256))
+        if not turns or turns[-1].role != "assistant":
+            turns.append(Turn("assistant", "", reasoning=reasoning))
+        turns[-1] = replace(turns[-1], calls=(*turns[-1].calls, call))
+    else:
+        call_id, output = fields.needed_text("call_id", 256), fields.any_of("output")
+        content = content_of(Fields({"content": output}, fields.where), fields.where, most_chars, kinds=TEXT_KINDS)
+        turns.append(Turn("tool", content, call_id=call_id))
+    fields.finish()
+    return told
+
+
+def _refuse_what_is_not_done(fields: Fields) -> None:
+    ignore_what_changes_nothing(fields)
+    fields.only("previous_response_id", why=UNSTORED)
+    fields.only("conversation", why=UNSTORED)
+    fields.only("background", False, why="answers are given at once")
+    fields.only("truncation", "disabled", why="nothing is cut out of a conversation")
+    fields.only("prompt", why="no prompts are kept here; send input")
+    fields.only("max_tool_calls", why="the service runs no tools of its own")
+    reasoning = fields.inner("reasoning")
+    if reasoning is not None:
+        why = "models here decide themselves how much they think, and tell all of it"
+        for name in ("effort", "summary", "generate_summary"):
+            reasoning.only(name, "none", why=why)
+        reasoning.finish()

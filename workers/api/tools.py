@@ -1,0 +1,148 @@
+"""The fields about tools and the answer's form, as chats have them: checked, and as the decoding side reads them."""
+
+import json
+import re
+from typing import Any
+
+from workers.api.fields import Fields
+from workers.serving.messages import Tool, ToolCall, Turn
+
+MAX_TOOLS = 128
+NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+MAX_CHARS = 1 << 20  # of descriptions and of a call's arguments; the body itself has a limit
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def read_tools(fields: Fields, is_nested: bool = True) -> dict[str, Any]:
+    """Of `tools`, `tool_choice` and `parallel_tool_calls`, what an Ask has. is_nested: `function` is an object of its
+    own, as in chats."""
+    items = fields.any_of("tools") or []
+    if not isinstance(items, list) or len(items) > MAX_TOOLS:
+        fields.refuse("tools", f"is not a list of at most {MAX_TOOLS} tools")
+    tools = tuple(_tool(item, f"tools[{index}].", is_nested) for index, item in enumerate(items))
+    names = [tool.name for tool in tools]
+    if len(set(names)) < len(names):
+        fields.refuse("tools", "have a name twice; give each tool a name of its own")
+    choice = _choice(fields, names, is_nested)
+    is_parallel = fields.any_of("parallel_tool_calls")
+    if is_parallel is not None and type(is_parallel) is not bool:
+        fields.refuse("parallel_tool_calls", "is not true or false")
+    return {
+        "tools": () if choice == "none" else tools,
+        "must_call": tuple(names) if choice == "required" else () if isinstance(choice, str) else tuple(choice),
+        "parallel_calls": is_parallel is not False,
+    }
+
+
+def read_format(fields: Fields, name: str, has_wrapper: bool = True) -> dict[str, Any]:
+    """Of `response_format`, what an Ask has. has_wrapper: the schema lies in `json_schema`, as in chats."""
+    form = fields.inner(name)
+    if form is None:
+        return {}
+    kind = form.choice("type", ("text", "json_object", "json_schema"))
+    if kind is None:
+        form.refuse("type", "is missing, wanted one of text, json_object, json_schema")
+    schema: Any = {"type": "object"} if kind == "json_object" else None
+    if kind == "json_schema":
+        inner = form.inner("json_schema") if has_wrapper else form
+        if inner is None:
+            form.refuse("json_schema", "is missing, wanted an object with name and schema")
+        schema = inner.any_of("schema")
+        if not isinstance(schema, dict | bool):
+            inner.refuse("schema", "is missing or no schema, wanted an object")
+        inner.ignore("name", "description", "strict")  # it is held to in any case
+        inner.finish()
+    form.finish()
+    return {"schema": schema}
+
+
+def read_calls(fields: Fields) -> tuple[ToolCall, ...]:
+    """Of `tool_calls` in an assistant's message."""
+    items = fields.any_of("tool_calls") or []
+    if not isinstance(items, list):
+        fields.refuse("tool_calls", "is not a list")
+    calls = []
+    for index, item in enumerate(items):
+        call = Fields(item, f"{fields.where}tool_calls[{index}].")
+        call.only("type", "function", why="only functions are called here")
+        call.ignore("index")
+        function = call.inner("function")
+        if function is None:
+            call.refuse("function", "is missing, wanted an object with name and arguments")
+        calls.append(read_call(function, call.needed_text("id", 256)))
+        call.finish()
+    return tuple(calls)
+
+
+def read_call(fields: Fields, call_id: str) -> ToolCall:
+    """Of name and arguments, which are all that the fields have."""
+    name, written = checked_name(fields), fields.text("arguments", MAX_CHARS) or "{}"
+    try:
+        arguments = json.loads(written)
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        fields.refuse("arguments", "is not the text of a JSON object")
+    fields.finish()
+    return ToolCall(call_id, name, arguments)
+
+
+def require_answered_calls(turns: tuple[Turn, ...], fields: Fields, name: str) -> None:
+    """A tool's message answers a call that stands before it."""
+    called: set[str] = set()
+    for turn in turns:
+        if turn.role == "tool" and turn.call_id not in called:
+            fields.refuse(name, "have an answer of a tool to a call that no message before it has made")
+        called |= {call.call_id for call in turn.calls}
+
+
+def checked_name(fields: Fields) -> str:
+    name = fields.needed_text("name", 64)
+    if NAME.fullmatch(name) is None:
+        fields.refuse("name", "has other characters than letters, digits, underscores and dashes")
+    return name
+
+
+def _tool(value: object, where: str, is_nested: bool) -> Tool:
+    outer = Fields(value, where)
+    if outer.any_of("type") != "function":
+        outer.refuse("type", 'is not "function": the service runs no tools of its own')
+    fields = outer.inner("function") if is_nested else outer
+    if fields is None:
+        outer.refuse("function", "is missing, wanted an object with name and parameters")
+    parameters = fields.any_of("parameters")
+    if parameters is not None and (not isinstance(parameters, dict) or parameters.get("type", "object") != "object"):
+        fields.refuse("parameters", 'is not a JSON schema of "type": "object"')
+    if not isinstance((parameters or {}).get("properties", {}), dict):
+        fields.refuse("parameters", "has properties that are not an object")
+    tool = Tool(
+        checked_name(fields),
+        {"type": "object", **(parameters or NO_PARAMETERS)},
+        fields.text("description", MAX_CHARS),
+        fields.flag("strict"),
+    )
+    fields.finish()
+    outer.finish()
+    return tool
+
+
+def _choice(fields: Fields, names: list[str], is_nested: bool) -> str | list[str]:
+    """none, auto, required, or the one tool that is named."""
+    value = fields.any_of("tool_choice")
+    if isinstance(value, dict):
+        choice = Fields(value, "tool_choice.")
+        if choice.any_of("type") != "function":
+            choice.refuse("type", 'is not "function"; wanted none, auto, required, or one function by its name')
+        function = choice.inner("function") if is_nested else choice
+        name = function.needed_text("name", 64) if function is not None else None
+        if function is not None:
+            function.finish()
+        choice.finish()
+        if name not in names:
+            fields.refuse("tool_choice", "names a function that is not among the tools")
+        return [name]
+    if value not in (None, "none", "auto", "required"):
+        fields.refuse("tool_choice", "is not one of none, auto, required, or an object that names a function")
+    if value == "required" and not names:
+        fields.refuse("tool_choice", "is required, but there are no tools")
+    return str(value or "auto")

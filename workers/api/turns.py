@@ -1,0 +1,73 @@
+"""The messages of a conversation as they come in."""
+
+from typing import Any, cast
+
+from workers.api.fields import Fields
+from workers.api.tools import read_calls, require_answered_calls
+from workers.serving.messages import ToolCall, Turn
+from workers.settings import LimitSettings
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+
+
+def read_turns(fields: Fields, limits: LimitSettings) -> tuple[Turn, ...]:
+    """Of `messages`."""
+    most_chars = limits.max_question_chars
+    turns = tuple(_turn(item, f"messages[{index}].", most_chars) for index, item in enumerate(fields.items("messages")))
+    require_turns(turns, fields, "messages", most_chars)
+    return turns
+
+
+def require_turns(turns: tuple[Turn, ...], fields: Fields, name: str, most_chars: int) -> None:
+    num_chars = sum(len(turn.content) + len(turn.reasoning) + len(str(turn.calls)) - 2 for turn in turns)
+    if num_chars > most_chars:
+        fields.refuse(name, f"have {num_chars} characters, wanted at most {most_chars}")
+    require_answered_calls(turns, fields, name)
+
+
+def require_answerable(turns: tuple[Turn, ...], fields: Fields, name: str) -> None:
+    if turns[-1].role not in ("user", "tool"):
+        fields.refuse(name, f"end with one of role {turns[-1].role}, wanted one of role user or tool")
+
+
+def _turn(value: object, where: str, most_chars: int) -> Turn:
+    fields = Fields(value, where)
+    role = fields.choice("role", tuple(ROLES))
+    if role is None:
+        fields.refuse("role", f"is missing, wanted one of {', '.join(ROLES)}")
+    calls: tuple[ToolCall, ...] = ()
+    call_id = reasoning = ""
+    fields.ignore("name")
+    fields.only("annotations", [], why="they are not read here")
+    if role == "assistant":  # as OpenAI's client writes an answer that is sent back
+        calls = read_calls(fields)
+        reasoning = fields.text("reasoning_content", most_chars) or ""
+    elif role == "tool":
+        call_id = fields.needed_text("tool_call_id", 256)
+    else:
+        fields.only("tool_calls", [], why="only an assistant calls tools")
+    content = content_of(fields, where, most_chars, is_needed=not calls)
+    fields.finish()
+    return Turn(cast(Any, ROLES[role]), content, calls, call_id, reasoning)
+
+
+def content_of(
+    fields: Fields, where: str, most_chars: int, is_needed: bool = True, kinds: tuple[str, ...] = ("text",)
+) -> str:
+    """Text, or a list of text parts."""
+    value = fields.any_of("content")
+    if value is None and not is_needed:
+        return ""
+    if not isinstance(value, list):
+        return Fields({"content": value}, where).needed_text("content", most_chars)
+    texts = []
+    for index, item in enumerate(value):
+        part = Fields(item, f"{where}content[{index}].")
+        if part.any_of("type") not in kinds:
+            part.refuse("type", f'is not "{kinds[0]}": only text is read here')
+        texts.append(part.needed_text("text", most_chars))
+        part.ignore("annotations", "logprobs")
+        part.finish()
+    if not texts:
+        fields.refuse("content", "is an empty list, wanted text")
+    return "".join(texts)

@@ -1,0 +1,197 @@
+"""What an answer may be, token by token: JSON of a schema, or calls of tools in the form of the model's template."""
+
+import json
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from csattn.errors import ConfigError
+from csattn.models import LoadedModel
+from workers.serving.messages import Ask, BadRequestError, Tool
+from workers.serving.tools import THINK, THOUGHT, CallFormat, ChatForm
+
+_NUM_THREADS = 2
+_MAX_TOLD = 300  # characters of the library's own message
+# on one line, as most of what models have read: with spaces at will, small models never come to an end
+_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_ANYTHING = "/(?s:.*)/"
+
+
+class Grammars:
+    """Makes grammars over one model's tokens. Used by any thread."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._loaded = loaded
+        self._lock = Lock()
+        self._tokenizer: Any = None
+        self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="csattn-masks")
+
+    def make(self, ask: Ask, form: ChatForm) -> "Grammar | None":
+        """None where the answer is free. Raises BadRequestError for a schema that cannot be held to."""
+        if ask.schema is None and not ask.must_call and not any(tool.strict for tool in ask.tools):
+            return None
+        for name, schema in _schemas_of(ask):  # one by one, so that the one at fault is named
+            self._matcher(f"start: {_json(schema)}", name)
+        matcher = self._matcher(grammar_text(ask, form), "tools" if ask.schema is None else "response_format")
+        return Grammar(matcher, self._tokenizer.vocab_size, self._loaded.stop_ids, self._pool)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _matcher(self, text: str, field: str) -> Any:
+        try:
+            import llguidance
+        except ImportError:
+            raise ConfigError("answers held to a schema need llguidance; pip install 'csattn[serve]'") from None
+        matcher = llguidance.LLMatcher(self._tokens(), text, log_level=0)
+        if matcher.is_error():
+            raise BadRequestError(
+                f"the schema in {field} is not one that answers can be held to here: {_reason(matcher.get_error())}; "
+                "leave out what it names",
+                field,
+            )
+        return matcher
+
+    def _tokens(self) -> Any:
+        """The vocabulary as the library has it: made once, which takes up to a second."""
+        from llguidance import LLTokenizer
+
+        with self._lock:
+            if self._tokenizer is None:
+                tokenizer, stop_ids = self._loaded.tokenizer, self._loaded.stop_ids
+                vocab_size = max(int(self._loaded.model.config.vocab_size), len(tokenizer))
+                end = tokenizer.eos_token_id if tokenizer.eos_token_id in stop_ids else min(stop_ids, default=None)
+                if end is None:  # of a model that never ends its turn: an id that is drawn by nobody
+                    end, vocab_size = vocab_size, vocab_size + 1
+                self._tokenizer = LLTokenizer(_plain(tokenizer), n_vocab=vocab_size, eos_token=end)
+            return self._tokenizer
+
+
+class Grammar:
+    """One request's: which tokens may come next. It goes forward only."""
+
+    def __init__(self, matcher: Any, vocab_size: int, stop_ids: set[int], pool: ThreadPoolExecutor) -> None:
+        self._matcher, self._pool = matcher, pool
+        self._stop_ids = sorted(stop_ids)
+        self._bits = np.zeros((vocab_size + 31) // 32, np.uint32)
+        self._computing: Future[None] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing may follow."""
+        return bool(self._matcher.is_stopped())
+
+    def begin(self) -> None:
+        """Compute, beside the step, what `allowed` will say."""
+        if self._computing is None:
+            self._computing = self._pool.submit(self._compute)
+
+    def allowed(self, vocab_size: int) -> NDArray[np.bool_]:
+        """[vocab_size]. Raises ValueError where the answer cannot go on, by the limits of the library."""
+        self.begin()
+        assert self._computing is not None
+        self._computing.result()
+        self._computing = None
+        self._require_sound()
+        allowed = np.unpackbits(self._bits.view(np.uint8), count=vocab_size, bitorder="little").view(np.bool_)
+        if self._stop_ids:
+            allowed[self._stop_ids] = self._matcher.is_accepting()
+        return allowed
+
+    def accept(self, token_id: int) -> None:
+        """The token that was drawn of those allowed."""
+        if token_id not in self._stop_ids:
+            self._matcher.consume_token(token_id)
+            self._require_sound()
+
+    def _compute(self) -> None:
+        """Without Python's lock: the step goes on."""
+        self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+
+    def _require_sound(self) -> None:
+        if self._matcher.is_error():
+            raise ValueError(f"the schema became too costly to be held to: {_reason(self._matcher.get_error())}")
+
+
+def grammar_text(ask: Ask, form: ChatForm) -> str:
+    """What llguidance reads: its variant of Lark's syntax."""
+    rules: list[str] = []
+    if ask.must_call or ask.schema is None:
+        assert form.calls is not None, "calls need a form"
+        rules += _call_rules(ask, form, form.calls)
+    else:
+        rules.append(f"answer: {_json(ask.schema)}")
+    if ask.turns and form.thinks:
+        thought = _marker(form, THOUGHT)
+        rules.append(f"thought: {_ANYTHING} {thought} gap" if thought[0] == "<" else "thought: hidden gap")
+        rules += ["gap: /\\s{0,2}/", f"hidden[suffix={json.dumps(THOUGHT)}]: {_ANYTHING}"]
+        begun = "thought" if form.is_thinking else f"({_marker(form, THINK)} thought)?"
+        return "\n".join([f"start: {begun} answer", *rules]) + "\n"
+    return "\n".join(["start: answer", *rules]) + "\n"
+
+
+def _call_rules(ask: Ask, form: ChatForm, format: CallFormat) -> list[str]:
+    tools = [tool for tool in ask.tools if not ask.must_call or tool.name in ask.must_call]
+    before, after = format.run
+    opening = _marker(form, format.opening)
+    wraps_each = bool(format.closing)
+    call = " | ".join(f"call{i}" for i in range(len(tools)))
+    rules = [_call_rule(f"call{i}", tool, format) for i, tool in enumerate(tools)]
+    each, more = f"({call})", f"({json.dumps(format.joint)} one)*" if ask.parallel_calls else ""
+    if wraps_each:
+        each = f'"\\n" ({call}) "\\n" {_marker(form, format.closing)}'
+        joint = f"({json.dumps(format.joint)} {opening} one)*" if ask.parallel_calls else ""
+        run = f"one {joint}"
+    else:
+        run = f"{_text(before)} one {more} {_text(after)}"
+    rules += [f"one: {each}", f"run: {run}"]
+    announced = f"{opening} run" if format.is_announced else "run"
+    if ask.must_call:
+        return [*rules, f"answer: {announced}"]
+    if not format.is_announced:  # an answer that begins with an object is a call
+        return [*rules, "answer: run | said", "said: /[^{](?s:.*)/"]
+    if opening[0] == "<":
+        return [*rules, f"answer: {_ANYTHING} ({opening} run)?"]
+    return [*rules, "answer: said | heard run", f"said: {_ANYTHING}", f"heard[suffix={opening}]: {_ANYTHING}"]
+
+
+def _call_rule(rule: str, tool: Tool, format: CallFormat) -> str:
+    head = f'{{"name": {json.dumps(tool.name)}, "{format.arguments_key}": '
+    return f'{rule}: {json.dumps(head)} {_json(tool.parameters)} "}}"'
+
+
+def _schemas_of(ask: Ask) -> list[tuple[str, dict[str, Any] | bool]]:
+    named: list[tuple[str, dict[str, Any] | bool]] = []
+    if ask.schema is not None:
+        named.append(("response_format", ask.schema))
+    return named + [(f"tools: {tool.name}", tool.parameters) for tool in ask.tools]
+
+
+def _json(schema: dict[str, Any] | bool) -> str:
+    told = {**schema, "x-guidance": _ONE_LINE} if isinstance(schema, dict) else schema
+    return f"%json {json.dumps(told)}"
+
+
+def _text(text: str) -> str:
+    return json.dumps(text) if text else ""
+
+
+def _marker(form: ChatForm, marker: str) -> str:
+    """A token of the vocabulary, or else its characters."""
+    return f"<[{form.marker_ids[marker]}]>" if marker in form.marker_ids else json.dumps(marker)
+
+
+def _plain(tokenizer: Any) -> str:
+    """The tokenizer as JSON, without padding and truncation."""
+    told = json.loads(tokenizer.backend_tokenizer.to_str())
+    return json.dumps({**told, "padding": None, "truncation": None})
+
+
+def _reason(error: str) -> str:
+    """The library's message without the place, the grammar's text and what it knows of its own state."""
+    lines = [line.strip() for line in error.splitlines() if line.strip()]
+    told = lines[0] if lines else "no reason was given"
+    return told.partition("failed to compile JSON schema: ")[2][:_MAX_TOLD] or told[:_MAX_TOLD]

@@ -1,0 +1,229 @@
+"""An answer's text, as it comes, as reasoning, calls of tools, and what is said."""
+
+import json
+import re
+from collections.abc import Callable, Set
+from dataclasses import dataclass, field
+from hashlib import sha256
+
+from workers.serving.messages import Ask, CallPart
+from workers.serving.tools import THINK, THOUGHT, CallFormat, ChatForm
+
+# Templates that write calls in pieces have the name first; what comes otherwise is read when it is whole.
+_HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+
+
+@dataclass(slots=True)
+class Parts:
+    """What has become certain."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: list[CallPart] = field(default_factory=list)
+
+
+class Speech:
+    """How the text is cut into pieces makes no difference to the parts put together. What only looks like a call
+    is said as it is: one that is no JSON, or of a tool that was not offered."""
+
+    def __init__(
+        self, request_id: str, format: CallFormat | None, tools: Set[str], *, thinks: bool, is_thinking: bool
+    ) -> None:
+        """is_thinking: the prompt ends within a thought; thinks: the answer may begin with one."""
+        self._request_id, self._format, self._tools = request_id, format, tools
+        self._rest, self._parts = "", Parts()
+        self._is_final = False
+        self._drops_space = thinks or format is not None  # at the start of what comes next
+        self._lead = ""  # what announced a call, until it is one
+        self._call = _Call()
+        self.num_calls = 0
+        self._state: Callable[[], bool]
+        if is_thinking:
+            self._state = self._think
+        else:
+            self._state = self._begin if thinks else self._open_calls()
+
+    def add(self, text: str) -> Parts:
+        self._rest += text
+        while self._state():
+            pass
+        parts, self._parts = self._parts, Parts()
+        return parts
+
+    def finish(self) -> Parts:
+        """What was held back."""
+        self._is_final = True
+        return self.add("")
+
+    # Each state takes what it can of `_rest`, and says whether there is more to do.
+
+    def _begin(self) -> bool:
+        begun = self._rest.lstrip()
+        if begun.startswith(THINK):
+            self._rest, self._state = begun.removeprefix(THINK), self._think
+            return True
+        if not self._is_final and THINK.startswith(begun):
+            return False
+        self._state = self._open_calls()
+        return True
+
+    def _think(self) -> bool:
+        told, found = self._until(THOUGHT)
+        self._parts.reasoning += told
+        if found:
+            self._state, self._drops_space = self._open_calls(), True
+        return found
+
+    def _open_calls(self) -> Callable[[], bool]:
+        """The state in which what is said begins."""
+        return self._say if self._format is None or self._format.is_announced else self._between_calls
+
+    def _say(self) -> bool:
+        opening = self._format.opening if self._format is not None else None
+        told, found = self._until(opening)
+        self._parts.text += told
+        if found:
+            self._lead, self._state = opening or "", self._between_calls
+        return found
+
+    def _between_calls(self) -> bool:
+        """Before a call, between two, or behind the last."""
+        format = self._format
+        assert format is not None
+        rest = self._rest.lstrip(format.filler if self.num_calls or self._lead else None)
+        if self._lead:
+            self._lead += self._rest[: len(self._rest) - len(rest)]
+        self._rest = rest
+        for marker in filter(None, (format.opening, format.closing)):
+            if rest.startswith(marker):
+                self._rest = rest.removeprefix(marker)
+                if marker == format.opening:
+                    self._lead += marker
+                return True
+            if not self._is_final and marker.startswith(rest):
+                return False
+        if rest.startswith("{"):
+            self._call, self._state = _Call(), self._read_call
+            return True
+        self._say_lead()
+        return bool(rest)
+
+    def _say_lead(self) -> None:
+        """It announced no call."""
+        self._parts.text += self._lead
+        self._drops_space = self._drops_space and not self._lead
+        self._lead, self._state = "", self._say
+
+    def _read_call(self) -> bool:
+        call = self._call
+        call.scan(self._rest)
+        if call.told is None and (head := _HEAD.match(self._rest)) and _name(head[1]) in self._tools:
+            self._begin_call(_name(head[1]))
+            call.told = head.end()
+        if call.told is not None:
+            upto = call.arguments_end(call.told)
+            self._add_arguments(self._rest[call.told : upto])
+            call.told = max(call.told, upto)
+        if call.end is None and not self._is_final:
+            return False
+        whole = self._rest[: call.end]
+        self._rest = self._rest[len(whole) :]
+        if call.told is None and not self._tell_whole(whole):
+            self._drops_space = False
+            self._say_lead()
+            self._parts.text += whole
+            return bool(self._rest)
+        self._lead, self._state, self._drops_space = "", self._between_calls, True
+        return bool(self._rest)
+
+    def _tell_whole(self, text: str) -> bool:
+        """Whether it is a call."""
+        try:
+            call = json.loads(text)
+            arguments = next(call[key] for key in ("arguments", "parameters") if key in call)
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+            if call["name"] not in self._tools or not isinstance(arguments, dict):
+                return False
+        except (ValueError, KeyError, TypeError, StopIteration, RecursionError):
+            return False
+        self._begin_call(call["name"])
+        self._add_arguments(json.dumps(arguments, ensure_ascii=False))
+        return True
+
+    def _begin_call(self, name: str) -> None:
+        # nine letters and digits are what Mistral's templates take back
+        call_id = sha256(f"{self._request_id} {self.num_calls}".encode()).hexdigest()[:9]
+        self._parts.calls.append(CallPart(self.num_calls, call_id=call_id, name=name))
+        self.num_calls += 1
+
+    def _add_arguments(self, text: str) -> None:
+        if text:
+            self._parts.calls.append(CallPart(self.num_calls - 1, text))
+
+    def _until(self, marker: str | None) -> tuple[str, bool]:
+        """What stands before the marker, as far as is certain, and whether the marker has come; both are taken."""
+        if self._drops_space:
+            self._rest = self._rest.lstrip()
+            self._drops_space = not self._rest
+        if marker is None:
+            told, self._rest = self._rest, ""
+            return told, False
+        told, found, after = self._rest.partition(marker)
+        if not found and not self._is_final:
+            told = told[: len(told) - _overlap(told, marker)]
+        self._rest = after if found else self._rest[len(told) :]
+        return told, bool(found)
+
+
+class _Call:
+    """An object of JSON, looked at as it grows: where it ends, and where what stands one level down ends."""
+
+    def __init__(self) -> None:
+        self.end: int | None = None
+        self.told: int | None = None  # up to where its arguments were told, once its name is known
+        self._seen = self._depth = 0
+        self._in_string = self._is_escaped = False
+        self._ends_inside: list[int] = []  # of objects and lists in it
+
+    def scan(self, text: str) -> None:
+        while self.end is None and self._seen < len(text):
+            char, self._seen = text[self._seen], self._seen + 1
+            if self._in_string:
+                self._in_string = self._is_escaped or char != '"'
+                self._is_escaped = char == "\\" and not self._is_escaped
+            elif char == '"':
+                self._in_string = True
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]":
+                self._depth -= 1
+                if self._depth == 1:
+                    self._ends_inside.append(self._seen)
+                elif self._depth == 0:
+                    self.end = self._seen
+
+    def arguments_end(self, start: int) -> int:
+        """Up to where the object that begins there, one level down, has been seen."""
+        return next((end for end in self._ends_inside if end >= start), self._seen)
+
+
+def speech_of(ask: Ask, form: ChatForm) -> Speech | None:
+    """None where all of the answer's text is said."""
+    format = form.calls if ask.tools else None
+    if not ask.turns or not (form.thinks or format):
+        return None
+    names = {tool.name for tool in ask.tools}
+    return Speech(ask.request_id, format, names, thinks=form.thinks, is_thinking=form.is_thinking)
+
+
+def _overlap(text: str, marker: str) -> int:
+    """Characters at the text's end that the marker may begin with."""
+    longest = min(len(text), len(marker) - 1)
+    return next((size for size in range(longest, 0, -1) if text.endswith(marker[:size])), 0)
+
+
+def _name(quoted: str) -> str:
+    try:
+        return str(json.loads(quoted))
+    except ValueError:
+        return ""

@@ -1,0 +1,117 @@
+"""How a model's chat template writes reasoning and calls of tools, by what the template contains."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from workers.serving.messages import Ask, BadRequestError, TokenizeAsk, Tool, Turn
+
+THINK, THOUGHT = "<think>", "</think>"
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """A call is an object of `name` and arguments; around it stands what is said here."""
+
+    opening: str  # announces calls in an answer's text
+    closing: str = ""
+    run: tuple[str, str] = ("", "")  # what a run of calls begins and ends with, after the opening
+    joint: str = ""  # between two calls
+    filler: str = " \r\n\t"  # characters that may stand around calls
+    arguments_key: str = "arguments"
+    is_announced: bool = True  # else an answer that begins with an object is a call as well
+
+
+HERMES = CallFormat("<tool_call>", "</tool_call>", joint="\n")  # Qwen's too
+MISTRAL = CallFormat("[TOOL_CALLS]", run=("[", "]"), joint=", ", filler=" \r\n\t[,]")
+LLAMA = CallFormat("<|python_tag|>", joint="; ", filler=" \r\n\t;", arguments_key="parameters", is_announced=False)
+
+
+class ChatForm:
+    """What the model's own template can write."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        template = _template_of(tokenizer)
+        self.thinks = THOUGHT in template
+        self.is_thinking = self.thinks and _begins_thought(tokenizer)  # the prompt ends within a thought
+        self.has_tools = "tools" in template
+        self.calls = _calls_of(template) if self.has_tools else None
+        markers = [THINK, THOUGHT] if self.thinks else []
+        markers += [self.calls.opening, self.calls.closing] if self.calls else []
+        vocab = tokenizer.get_vocab()
+        self.marker_ids = {marker: vocab[marker] for marker in markers if marker in vocab}
+        special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self.hidden = {id: marker for marker, id in self.marker_ids.items() if id in special}  # from decoded text
+
+    def require(self, ask: Ask | TokenizeAsk) -> None:
+        """Refuse what the template cannot write."""
+        if not ask.tools and not any(turn.calls or turn.role == "tool" for turn in ask.turns):
+            return
+        field = "tools" if ask.tools else "messages"
+        if not self.has_tools:
+            raise BadRequestError("the chat template of this service's model has no tools; leave them out", field)
+        if self.calls is None:
+            raise BadRequestError(
+                "the chat template of this service's model writes calls in a form that is not read here; wanted JSON "
+                "behind <tool_call> (Hermes, Qwen), [TOOL_CALLS] (Mistral) or <|python_tag|> (Llama)",
+                field,
+            )
+
+
+def tool_specs(tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
+    """Tools as templates take them."""
+    if not tools:
+        return None
+    return [
+        {
+            "type": "function",
+            "function": {"name": tool.name, "description": tool.description or "", "parameters": tool.parameters},
+        }
+        for tool in tools
+    ]
+
+
+def messages_of(turns: Sequence[Turn]) -> list[dict[str, Any]]:
+    """Turns as templates take them."""
+    messages = []
+    for turn in turns:
+        message: dict[str, Any] = {"role": turn.role, "content": turn.content}
+        if turn.calls:
+            message["tool_calls"] = [
+                {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in turn.calls
+            ]
+        if turn.reasoning:
+            message["reasoning_content"] = turn.reasoning
+        if turn.role == "tool":
+            called = (call for other in turns for call in other.calls)
+            name = next((call.name for call in called if call.call_id == turn.call_id), "")
+            message |= {"tool_call_id": turn.call_id, "name": name}
+        messages.append(message)
+    return messages
+
+
+def _template_of(tokenizer: Any) -> str:
+    """All of it: some models have another one for tools."""
+    template = tokenizer.chat_template or ""
+    return template if isinstance(template, str) else "\n".join(template.values())
+
+
+def _begins_thought(tokenizer: Any) -> bool:
+    messages = [{"role": "user", "content": ""}]
+    try:
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception:  # templates raise errors of their own
+        return False
+    return text.rstrip().endswith(THINK)
+
+
+def _calls_of(template: str) -> CallFormat | None:
+    if "<function=" in template or "[ARGS]" in template:  # what is called is not JSON
+        return None
+    if HERMES.opening in template:
+        return HERMES
+    if MISTRAL.opening in template:
+        return MISTRAL
+    is_llama = LLAMA.opening in template or ("ipython" in template and '"parameters"' in template)
+    return LLAMA if is_llama else None

@@ -66,10 +66,9 @@ def _read(fields: Fields, request_id: str, model: str, limits: LimitSettings, ki
     if num_choices * len(prompts or [None]) > most:
         fields.refuse("prompt", f"and n ask for more than {most} answers, for which this service has no room")
     sampling = read_sampling(fields, **{name: own.pop(name) for name in ("max_new_tokens", "top_logprobs")})
-    ask = Ask(
-        request_id=request_id, context=context_of(asked_model, model), sampling=sampling, **own, **read_ours(fields)
-    )
+    ours = read_ours(fields)
     fields.finish()
+    ask = Ask(request_id=request_id, context=context_of(asked_model, model), sampling=sampling, **own, **ours)
     each = [ask] if prompts is None else [replace(ask, prompt=prompt) for prompt in prompts]
     asks = tuple(choice for ask in each for choice in _choices(ask, num_choices))
     named = (replace(ask, request_id=f"{request_id}-{i}" if i else request_id) for i, ask in enumerate(asks))
@@ -144,7 +143,8 @@ def _completion_part(fields: Fields, limits: LimitSettings) -> dict[str, Any]:
 def _prompts(fields: Fields, most_chars: int) -> list[str | tuple[int, ...]]:
     """A text, a list of tokens, or a list of either."""
     value = fields.any_of("prompt")
-    items = value if isinstance(value, list) and not (value and type(value[0]) is int) else [value]
+    is_list = isinstance(value, list) and not (value and type(value[0]) is int)
+    items = value if is_list else [value]
     prompts: list[str | tuple[int, ...]] = []
     for item in items:
         if isinstance(item, list):
@@ -192,7 +192,9 @@ def _stops(fields: Fields) -> tuple[str, ...]:
 
 
 def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
-    given = fields.any_of("logit_bias") or {}
+    given = fields.any_of("logit_bias")
+    if given is None:
+        return ()
     if not isinstance(given, dict) or len(given) > MAX_BIASES:
         fields.refuse("logit_bias", f"is not an object of at most {MAX_BIASES} tokens and their biases")
     biases = []

@@ -96,6 +96,15 @@ class Fields:
             self.refuse(name, f"is {came}, wanted a list of one entry or more")
         return value
 
+    def listed(self, name: str, most: int) -> list[Any]:
+        """A list of at most `most` entries; empty where it is absent."""
+        value = self._take(name)
+        if value is None:
+            return []
+        if not isinstance(value, list) or len(value) > most:
+            self.refuse(name, f"is not a list of at most {most} entries")
+        return value
+
     def inner(self, name: str) -> "Fields | None":
         value = self._take(name)
         return None if value is None else Fields(value, f"{self.where}{name}.")

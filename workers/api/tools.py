@@ -16,9 +16,7 @@ NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additional
 def read_tools(fields: Fields, is_nested: bool = True) -> dict[str, Any]:
     """Of `tools`, `tool_choice` and `parallel_tool_calls`, what an Ask has. is_nested: `function` is an object of its
     own, as in chats."""
-    items = fields.any_of("tools") or []
-    if not isinstance(items, list) or len(items) > MAX_TOOLS:
-        fields.refuse("tools", f"is not a list of at most {MAX_TOOLS} tools")
+    items = fields.listed("tools", MAX_TOOLS)
     tools = tuple(_tool(item, f"tools[{index}].", is_nested) for index, item in enumerate(items))
     names = [tool.name for tool in tools]
     if len(set(names)) < len(names):
@@ -58,11 +56,8 @@ def read_format(fields: Fields, name: str, has_wrapper: bool = True) -> dict[str
 
 def read_calls(fields: Fields) -> tuple[ToolCall, ...]:
     """Of `tool_calls` in an assistant's message."""
-    items = fields.any_of("tool_calls") or []
-    if not isinstance(items, list):
-        fields.refuse("tool_calls", "is not a list")
     calls = []
-    for index, item in enumerate(items):
+    for index, item in enumerate(fields.listed("tool_calls", MAX_TOOLS)):
         call = Fields(item, f"{fields.where}tool_calls[{index}].")
         call.only("type", "function", why="only functions are called here")
         call.ignore("index")

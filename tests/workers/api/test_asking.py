@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.api.asking import read_chat, read_completion, read_new_context
+from workers.api.asking import Asked, read_chat, read_completion, read_new_context
 from workers.api.errors import error_body
 from workers.api.names import checked_context_name, context_of, short_model_name
-from workers.serving.messages import BadRequestError, ServingError, Turn, UnknownContextError
+from workers.serving.messages import Ask, BadRequestError, ServingError, Tool, ToolCall, Turn, UnknownContextError
 from workers.settings import LimitSettings
 
 MODEL = "smollm2-135m"
@@ -27,20 +27,27 @@ def completion(**fields: Any) -> Any:
     return read_completion({**TEXT, **fields}, "id", MODEL, LIMITS)
 
 
+def ask_of(asked: Asked) -> Ask:
+    """The only one."""
+    [ask] = asked.asks
+    return ask
+
+
 def test_a_plain_chat() -> None:
     asked = chat()
-    assert (asked.ask.context, asked.ask.turns, asked.ask.prompt) == ("handbook", (Turn("user", "Why?"),), None)
-    sampling = asked.ask.sampling
+    ask = ask_of(asked)
+    assert (ask.context, ask.turns, ask.prompt) == ("handbook", (Turn("user", "Why?"),), None)
+    sampling = ask.sampling
     assert (sampling.temperature, sampling.top_p, sampling.seed, sampling.stop) == (0.0, 1.0, None, ())
     assert (sampling.max_new_tokens, sampling.top_logprobs) == (512, None)
-    assert (asked.ask.keep, asked.ask.lookahead, asked.ask.rest, asked.ask.selector) == (None, None, None, None)
-    assert (asked.stream, asked.include_usage, asked.is_chat) == (False, False, True)
+    assert (ask.keep, ask.lookahead, ask.rest, ask.selector) == (None, None, None, None)
+    assert (asked.stream, asked.include_usage, asked.kind) == (False, False, "chat")
 
 
 def test_a_plain_completion() -> None:
-    asked = completion()
-    assert (asked.ask.turns, asked.ask.prompt, asked.ask.sampling.max_new_tokens) == ((), "And so", 16)
-    assert completion(prompt=["one"]).ask.prompt == "one"
+    ask = ask_of(completion())
+    assert (ask.turns, ask.prompt, ask.sampling.max_new_tokens) == ((), "And so", 16)
+    assert ask_of(completion(prompt=["one"])).prompt == "one"
 
 
 def test_every_field_arrives() -> None:
@@ -52,10 +59,10 @@ def test_every_field_arrives() -> None:
         response_format={"type": "text"}, frequency_penalty=0.0, presence_penalty=0, tool_choice="auto",
         modalities=["text"], service_tier="auto", parallel_tool_calls=True,
     )  # fmt: skip
-    sampling = asked.ask.sampling
+    ask, sampling = ask_of(asked), ask_of(asked).sampling
     assert (sampling.max_new_tokens, sampling.temperature, sampling.top_p) == (1000, 2.0, 0.5)
     assert (sampling.seed, sampling.stop, sampling.top_logprobs) == (2**63 - 1, ("a", "b", "c", "d"), 20)
-    assert (asked.ask.keep, asked.ask.lookahead, asked.ask.rest, asked.ask.selector) == (1.0, 0, "none", "full")
+    assert (ask.keep, ask.lookahead, ask.rest, ask.selector) == (1.0, 0, "none", "full")
     assert asked.stream and asked.include_usage
 
 
@@ -71,9 +78,61 @@ def test_conversations() -> None:
         {"role": "assistant", "content": "", "refusal": None, "tool_calls": [], "annotations": None},
         {"role": "user", "content": "c"},
     ]
-    assert [(turn.role, turn.content) for turn in chat(messages=turns).ask.turns] == [
+    assert [(turn.role, turn.content) for turn in ask_of(chat(messages=turns)).turns] == [
         ("system", "Be short."), ("user", "ab"), ("assistant", ""), ("user", "c"),
     ]  # fmt: skip
+
+
+TOOL = {"type": "function", "function": {"name": "look_up", "description": "d", "parameters": {"type": "object"}}}
+CALLING = {"role": "assistant", "content": None, "tool_calls": []}
+
+
+def tool_with(**changes: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", **changes}}
+
+
+def call_with(**changes: Any) -> dict[str, Any]:
+    return {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}", **changes}}
+
+
+def test_a_conversation_with_tools() -> None:
+    turns = [
+        {"role": "user", "content": "a"},
+        {**CALLING, "tool_calls": [call_with(arguments='{"x": 1}')], "reasoning_content": "hm"},
+        {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "2"}]},
+    ]
+    ask = ask_of(chat(messages=turns, tools=[TOOL, tool_with()], parallel_tool_calls=False))
+    assert ask.turns[1:] == (
+        Turn("assistant", "", (ToolCall("1", "f", {"x": 1}),), reasoning="hm"), Turn("tool", "2", call_id="1"),
+    )  # fmt: skip
+    assert ask.tools[0] == Tool("look_up", {"type": "object"}, "d") and ask.tools[1].parameters["properties"] == {}
+    assert (ask.must_call, ask.parallel_calls) == ((), False)
+
+
+def test_which_tool_must_be_called() -> None:
+    tools = [TOOL, tool_with()]
+    named = {"type": "function", "function": {"name": "f"}}
+    assert ask_of(chat(tools=tools, tool_choice="required")).must_call == ("look_up", "f")
+    assert ask_of(chat(tools=tools, tool_choice=named)).must_call == ("f",)
+    assert ask_of(chat(tools=tools, tool_choice="none")).tools == ()
+
+
+def test_forms_of_an_answer() -> None:
+    schema = {"type": "integer"}
+    assert ask_of(chat(response_format={"type": "text"})).schema is None
+    assert ask_of(chat(response_format={"type": "json_object"})).schema == {"type": "object"}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
+    assert ask_of(chat(response_format=form)).schema == schema
+    assert ask_of(completion(response_format=form)).schema == schema
+
+
+def test_several_choices_have_seeds_and_ids_of_their_own() -> None:
+    asked = chat(n=3, seed=2**63 - 1)
+    assert [ask.sampling.seed for ask in asked.asks] == [2**63 - 1, 0, 1]
+    assert [ask.request_id for ask in asked.asks] == ["id", "id-1", "id-2"]
+    asked = completion(prompt=["a", [1, 2]], n=2)
+    assert [ask.prompt for ask in asked.asks] == ["a", "a", (1, 2), (1, 2)]
+    assert ask_of(completion(prompt=[5, 6])).prompt == (5, 6)
 
 
 BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
@@ -85,13 +144,19 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [3]}, "messages[0]", "is a whole number, wanted an object"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "is missing"),
     ({"messages": [{"content": "x"}]}, "messages[0].role", "is missing, wanted one of system"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", 'is "tool"'),
+    ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role", 'is "function"'),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "is missing"),
+    ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages", "no message before it has made"),
     ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role", "is a list"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "is 5, wanted text"),
     ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", "an empty list"),
     ({"messages": [{"role": "user", "content": [5]}]}, "messages[0].content[0]", "wanted an object"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type", "only text"),
-    ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls", "tools are not"),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls", "only an assistant"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages[0].tool_calls[0].function", "missing"),
+    ({"messages": [CALLING | {"tool_calls": [call_with(arguments="[]")]}]}, "function.arguments", "not the text of a"),
+    ({"messages": [CALLING | {"tool_calls": [call_with(name="a b")]}]}, "function.name", "other characters"),
+    ({"messages": [CALLING | {"tool_calls": [call_with()]}]}, "messages", "end with one of role assistant"),
     ({"messages": [{"role": "user", "content": "x", "audio": {}}]}, "audio", "messages[0].audio is not a field"),
     ({"messages": [{"role": "assistant", "content": "x"}]}, "messages", "end with one of role assistant"),
     ({"messages": [{"role": "user", "content": "x" * 501}]}, "messages[0].content", "501 characters, wanted at most"),
@@ -107,9 +172,10 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"temperature": "hot"}, "temperature", 'is "hot", wanted a number'),
     ({"temperature": 10**400}, "temperature", "at most 2"),
     ({"top_p": 0}, "top_p", "more than 0 and at most 1"),
-    ({"n": 2}, "n", "one answer is given"),
-    ({"n": "1"}, "n", "one answer is given"),
-    ({"n": True}, "n", "one answer is given"),
+    ({"n": 0}, "n", "between 1 and 96"),
+    ({"n": 97}, "n", "between 1 and 96"),
+    ({"n": "1"}, "n", "wanted a whole number"),
+    ({"n": True}, "n", "wanted a whole number"),
     ({"stop": ["a"] * 5}, "stop", "5 entries, wanted at most 4"),
     ({"stop": [1]}, "stop", "is 1, wanted text"),
     ({"stop": ""}, "stop", "empty text"),
@@ -128,10 +194,39 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"lookahead": 2}, "lookahead", "between 0 and 1"),
     ({"rest": True}, "rest", "is true, wanted one of sketch, moments, none"),
     ({"selector": "best"}, "selector", "wanted one of csattn, exact, top_p, quest"),
-    ({"tools": [{"type": "function"}]}, "tools", "tools are not supported"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "only text is written"),
-    ({"frequency_penalty": 0.5}, "frequency_penalty", "penalties are not supported"),
-    ({"logit_bias": {"1": 5}}, "logit_bias", "not supported"),
+    ({"top_k": -2}, "top_k", "between -1"),
+    ({"min_p": 1.5}, "min_p", "at most 1"),
+    ({"frequency_penalty": 2.5}, "frequency_penalty", "at least -2 and at most 2"),
+    ({"presence_penalty": "x"}, "presence_penalty", "wanted a number"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "more than 0"),
+    ({"logit_bias": [1]}, "logit_bias", "is not an object"),
+    ({"logit_bias": {"a": 5}}, "logit_bias", "key that is not a token's number"),
+    ({"logit_bias": {"\u0661": 5}}, "logit_bias", "key that is not a token's number"),
+    ({"logit_bias": {"1": 101}}, "logit_bias", "number from -100 to 100"),
+    ({"logit_bias": {"1": True}}, "logit_bias", "number from -100 to 100"),
+    ({"tools": {}}, "tools", "is not a list"),
+    ({"tools": [TOOL] * 129}, "tools", "at most 128"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function", "is missing"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type", "runs no tools of its own"),
+    ({"tools": [tool_with(name="a.b")]}, "tools[0].function.name", "other characters"),
+    ({"tools": [tool_with(parameters=[])]}, "tools[0].function.parameters", "not a JSON schema"),
+    ({"tools": [tool_with(parameters={"type": "string"})]}, "tools[0].function.parameters", "not a JSON schema"),
+    ({"tools": [tool_with(parameters={"properties": []})]}, "tools[0].function.parameters", "properties"),
+    ({"tools": [tool_with(strict=1)]}, "tools[0].function.strict", "wanted true or false"),
+    ({"tools": [TOOL, TOOL]}, "tools", "a name twice"),
+    ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
+    ({"tool_choice": "often", "tools": [TOOL]}, "tool_choice", "is not one of none"),
+    ({"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [TOOL]}, "tool_choice", "not among"),
+    ({"tool_choice": {"type": "allowed_tools"}, "tools": [TOOL]}, "tool_choice.type", "is not"),
+    ({"parallel_tool_calls": 1}, "parallel_tool_calls", "true or false"),
+    ({"functions": [{}]}, "functions", "replaced by tools"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "wanted one of text"),
+    ({"response_format": {}}, "response_format.type", "is missing"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is missing"),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema", "missing"),
+    ({"modalities": ["audio"]}, "modalities", "only text is written"),
+    ({"audio": {"voice": "x"}}, "audio", "only text is written"),
+    ({"reasoning_effort": "high"}, "reasoning_effort", "decide themselves"),
     ({"max_token": 5}, "max_token", "did you mean max_tokens?"),
     ({"prompt": "x"}, "prompt", "is not a field"),
     ({"x" * 5000: 5}, "x", "is not a field"),
@@ -152,10 +247,17 @@ def test_a_chat_that_cannot_be_answered(fields: dict[str, Any], param: str, word
     [
         ({"prompt": None}, "prompt is missing or empty"),
         ({"prompt": ""}, "prompt is missing or empty"),
-        ({"prompt": [1, 2]}, "prompt has 2 entries, wanted at most 1"),
-        ({"prompt": [[1, 2]]}, "prompt is a list, wanted text"),
+        ({"prompt": []}, "prompt is missing or empty"),
+        ({"prompt": ["a", ""]}, "prompt is missing or empty"),
+        ({"prompt": [1, "a"]}, "prompt holds something else"),
+        ({"prompt": [["a"]]}, "prompt holds something else"),
+        ({"prompt": [[-1]]}, "prompt holds something else"),
+        ({"prompt": [[1]] * 97}, "prompt and n ask for more than 96"),
+        ({"prompt": ["a"] * 49, "n": 2}, "prompt and n ask for more than 96"),
+        ({"prompt": {}}, "prompt is an object"),
+        ({"max_tokens": 0}, "max_tokens must lie between 1"),
         ({"prompt": "x" * 501}, "prompt has 501 characters"),
-        ({"echo": True}, "echo is true"),
+        ({"echo": 1}, "echo is 1, wanted true or false"),
         ({"suffix": "x"}, 'suffix is "x"'),
         ({"best_of": 2}, "best_of is 2"),
         ({"logprobs": True}, "logprobs is true, wanted a whole number"),

@@ -101,7 +101,7 @@ def test_without_a_system_role_system_turns_follow_the_context(built: Path) -> N
     [
         ([], None, "either messages or a prompt"),
         ([("user", "a")], "b", "either messages or a prompt"),
-        ([("user", "a"), ("assistant", "b")], None, "end with a user message"),
+        ([("user", "a"), ("assistant", "b")], None, "end with one of the role user or tool"),
         ([], "", "empty"),
     ],
 )

@@ -86,11 +86,11 @@ def test_a_large_vocabulary_is_drawn_from_like_a_small_one(rng) -> None:
 
 def test_seed_and_position_alone_decide(rng) -> None:
     logits = rng.standard_normal((4, 50)).astype(np.float32)
-    forward = [[draw(row, 1.0, 0.9, 11, position) for row in logits] for position in range(30)]
-    backward = [[draw(row, 1.0, 0.9, 11, position) for row in logits[::-1]][::-1] for position in range(29, -1, -1)]
+    forward = [[draw(row, how(1.0, 0.9), 11, position) for row in logits] for position in range(30)]
+    backward = [[draw(row, how(1.0, 0.9), 11, position) for row in logits[::-1]][::-1] for position in range(29, -1, -1)]
     assert forward == backward[::-1]
-    assert forward != [[draw(row, 1.0, 0.9, 12, position) for row in logits] for position in range(30)]
-    assert draw(logits[0], 1.0, 1.0, 2**64 - 1, 0) in range(50)
+    assert forward != [[draw(row, how(1.0, 0.9), 12, position) for row in logits] for position in range(30)]
+    assert draw(logits[0], how(1.0), 2**64 - 1, 0) in range(50)
 
 
 @given(st.lists(st.integers(-3, 3), min_size=1, max_size=40), st.integers(0, 50))
@@ -103,3 +103,52 @@ def test_log_probabilities_sum_to_one_and_survive_large_logits() -> None:
     logprobs = log_probabilities(np.array([1e4, 1e4 - 1, -1e4], np.float32))
     assert np.exp(logprobs).sum() == pytest.approx(1.0)
     assert logprobs[0] - logprobs[1] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 7, 12, 100])
+def test_top_k_and_min_p_leave_the_likeliest(top_k, rng) -> None:
+    logits = np.round(rng.standard_normal(12), 1).astype(np.float32)
+    logits[5] = logits[2]  # a tie
+    best = sorted(range(12), key=lambda i: (-logits[i], i))
+    ids = {draw(logits, how(1.0, top_k=top_k), 3, position) for position in range(500)}
+    assert ids <= set(best[:top_k]) and len(ids) >= min(top_k, 3)
+    shares = np.exp(logits - logits.max())
+    ids = {draw(logits, how(1.0, min_p=0.5), 3, position) for position in range(500)}
+    assert ids <= set(np.flatnonzero(shares >= 0.5)) and int(logits.argmax()) in ids
+
+
+def adjusted_by_definition(logits, asked, answer, in_prompt, allowed) -> list[float]:
+    out = []
+    for token_id, logit in enumerate(logits.tolist()):
+        if token_id in answer or (in_prompt is not None and in_prompt[token_id]):
+            logit = logit / asked.repetition_penalty if logit > 0 else logit * asked.repetition_penalty
+        logit -= asked.frequency_penalty * answer.count(token_id)
+        logit -= asked.presence_penalty * (token_id in answer)
+        logit += dict(asked.logit_bias).get(token_id, 0.0)
+        out.append(logit if allowed is None or allowed[token_id] else -np.inf)
+    return out
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.3, 0.7])
+@pytest.mark.parametrize("allowed", [None, [True, False, True, True, False]])
+@pytest.mark.parametrize("answer", [[], [2], [4, 4, 0, 4]])
+def test_logits_are_adjusted_by_the_definition(penalty, allowed, answer) -> None:
+    logits = np.array([2.0, -1.0, 0.5, 0.0, -3.0], np.float32)
+    before = logits.copy()
+    asked = how(
+        1.0,
+        repetition_penalty=penalty,
+        frequency_penalty=0.25,
+        presence_penalty=-0.5,
+        logit_bias=((1, 5.0), (4, -2.5), (99, 7.0)),
+    )
+    in_prompt = np.array([False, True, False, False, False]) if penalty != 1.0 else None
+    mask = None if allowed is None else np.array(allowed)
+    got = adjusted(logits, asked, answer, in_prompt, mask)
+    np.testing.assert_allclose(got, adjusted_by_definition(logits, asked, answer, in_prompt, mask), rtol=1e-6)
+    np.testing.assert_array_equal(logits, before)
+
+
+def test_nothing_asked_for_changes_nothing() -> None:
+    logits = np.ones(3, np.float32)
+    assert adjusted(logits, how(1.0), [1, 2], None, None) is logits

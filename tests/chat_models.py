@@ -1,0 +1,69 @@
+"""Tiny models whose tokenizers and chat templates have what real ones have: an end of turn, tools, thoughts."""
+
+from functools import cache
+
+from tokenizers import AddedToken
+
+from csattn.models import LoadedModel
+from csattn.models.loader import wrap_model
+from tests.tiny import byte_tokenizer, make_model
+
+END = "<|im_end|>"
+_TURNS = (
+    "{% for message in messages %}{% if not (loop.first and tools and message['role'] == 'system') %}"
+    "<|im_start|>{{ 'user' if message['role'] == 'tool' else message['role'] }}\n"
+    "{% if message['role'] == 'tool' %}<tool_response>\n{{ message['content'] }}\n</tool_response>"
+    "{% else %}{{ message['content'] }}{% endif %}"
+    "{% for call in message['tool_calls'] or [] %}\n<tool_call>\n{\"name\": \"{{ call['function']['name'] }}\", "
+    "\"arguments\": {{ call['function']['arguments'] | tojson }}}\n</tool_call>{% endfor %}<|im_end|>\n"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# as Qwen's: tools stand in the system message
+HERMES = (
+    "{% if tools %}<|im_start|>system\n{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] }}\n\n"
+    "{% endif %}# Tools\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    "Answer with <tool_call>\n{\"name\": ..., \"arguments\": ...}\n</tool_call><|im_end|>\n{% endif %}" + _TURNS
+)
+# as DeepSeek's: the prompt ends within a thought
+THINKING = HERMES.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}") + "{# ends with </think> #}"
+# as Qwen 3's: the model decides
+MAY_THINK = HERMES + "{# <think> </think> #}"
+# as Mistral's: tools stand before the last message
+MISTRAL = (
+    "{% for message in messages %}{% if message['role'] == 'system' %}[SYSTEM_PROMPT]{{ message['content'] }}"
+    "[/SYSTEM_PROMPT]{% elif message['role'] == 'user' %}{% if tools and loop.last %}[AVAILABLE_TOOLS]"
+    "{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}[INST]{{ message['content'] }}[/INST]"
+    "{% elif message['role'] == 'tool' %}[TOOL_RESULTS]{{ message['content'] }}[/TOOL_RESULTS]"
+    "{% elif message['tool_calls'] %}[TOOL_CALLS][{% for call in message['tool_calls'] %}{\"name\": "
+    "\"{{ call['function']['name'] }}\", \"arguments\": {{ call['function']['arguments'] | tojson }}}"
+    "{% endfor %}]<|im_end|>{% else %}{{ message['content'] }}<|im_end|>{% endif %}{% endfor %}"
+)
+# as Llama's: tools stand in the first message of the user
+LLAMA = (
+    "{% if tools %}<|im_start|>system\nEnvironment: ipython<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if tools and loop.last %}{{ tools | tojson }}\nRespond in the format {\"name\": ..., \"parameters\": ...}\n"
+    "{% endif %}{% if message['tool_calls'] %}{\"name\": \"{{ message['tool_calls'][0]['function']['name'] }}\", "
+    "\"parameters\": {{ message['tool_calls'][0]['function']['arguments'] | tojson }}}"
+    "{% else %}{{ message['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TEMPLATES = {"hermes": HERMES, "thinking": THINKING, "may_think": MAY_THINK, "mistral": MISTRAL, "llama": LLAMA}
+_TOKENS = {  # of its own, as the models of that family have them, and whether they are special
+    "hermes": {"<tool_call>": False, "</tool_call>": False},
+    "may_think": {"<think>": False, "</think>": False},
+    "mistral": {"[TOOL_CALLS]": True},
+    "llama": {"<|python_tag|>": True},
+}
+
+
+@cache
+def chat_model(kind: str, own_tokens: bool = True) -> LoadedModel:
+    """own_tokens: what announces calls and thoughts is a token, as most models have it, and not a text."""
+    tokenizer = byte_tokenizer(TEMPLATES[kind])
+    tokenizer.add_special_tokens({"eos_token": END})
+    tokens = _TOKENS.get(kind, {}) if own_tokens else {}
+    tokenizer.add_tokens([AddedToken(text, special=is_special) for text, is_special in tokens.items()])
+    model = make_model(vocab_size=len(tokenizer) + 3)  # padded, as real ones are
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    return wrap_model(model, tokenizer, f"tiny-{kind}")

@@ -1,0 +1,188 @@
+"""Random walks through what a grammar allows: whatever is drawn, the answer is of the schema, or calls the tools."""
+
+import json
+import weakref
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from tests.chat_models import TEMPLATES, chat_model
+from tests.tiny import loaded
+from workers.serving.grammar import Grammar, Grammars
+from workers.serving.messages import Ask, BadRequestError, Sampling, Tool, Turn
+from workers.serving.request import Writer
+from workers.serving.speech import speech_of
+from workers.serving.tools import ChatForm
+
+INT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+TREE = {
+    "$defs": {"node": {"type": "object", "properties": {"left": {"$ref": "#/$defs/node"}}, "additionalProperties": False}},
+    "$ref": "#/$defs/node",
+}  # fmt: skip
+TOOLS = (Tool("add", INT, "Adds."), Tool("get-tree", {"type": "object", **TREE}))
+SCHEMAS: list[Any] = [
+    INT, TREE, {"type": "object"}, {"enum": ["a", 1, None, {"é": [True]}]}, {"type": "string", "maxLength": 4},
+    {"type": "string", "pattern": "^[a-f]{2,3}-\\d$"}, {"type": "number", "minimum": -2, "exclusiveMaximum": 7.5},
+    {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 3}, {"type": ["null", "integer"]},
+    {"anyOf": [{"const": "\"}"}, {"type": "object", "properties": {"ü": {"const": 1}}, "required": ["ü"]}]}, True,
+]  # fmt: skip
+
+
+THOUGHTS = {"thinking": ["Hm.\n</think>\n\n", "Hm</think>"], "may_think": ["<think>\nHm.\n</think>\n\n", "<tool_call>"]}
+
+
+def ask(**more: Any) -> Ask:
+    turns = more.pop("turns", (Turn("user", "?"),))
+    return Ask(request_id="1", context="x", turns=turns, sampling=Sampling(max_new_tokens=1), **more)
+
+
+def walk(
+    kind: str, asked: Ask, seed: int, own_tokens: bool = True, begins: str = "", most: int = 6000
+) -> tuple[str, str, list[Any]]:
+    """An answer that begins so, and then is drawn of all that is allowed: text, reasoning and calls. What ends texts
+    is likelier than it else would be."""
+    model = chat_model(kind, own_tokens)
+    form, rng = ChatForm(model.tokenizer), np.random.default_rng(seed)
+    grammar = Grammars(model).make(asked, form)
+    assert grammar is not None
+    writer = Writer(model.tokenizer, (), speech_of(asked, form), form.hidden)
+    likely = [*model.tokenizer('"}],').input_ids, *model.tokenizer("0123456789").input_ids, *form.marker_ids.values()]
+    [end] = model.stop_ids
+    pieces, given = [], list(model.tokenizer(begins).input_ids)
+    for _ in range(most):
+        grammar.begin()
+        allowed = grammar.allowed(model.model.config.vocab_size)
+        assert allowed.any() and not allowed[len(model.tokenizer) :].any()
+        weights = allowed.astype(np.float64)
+        weights[likely] *= 50
+        weights[end] *= 1 if asked.must_call else 20
+        token_id = given.pop(0) if given else int(rng.choice(len(weights), p=weights / weights.sum()))
+        assert allowed[token_id], f"{begins!r} is not allowed"
+        grammar.accept(token_id)
+        if token_id == end:
+            break
+        pieces.append(writer.add(token_id, None))
+        if grammar.is_over:
+            break
+    else:
+        raise AssertionError("the answer does not end")
+    pieces = [piece for piece in [*pieces, writer.finish()] if piece is not None]
+    calls: dict[int, list[str]] = {}
+    for part in (part for piece in pieces for part in piece.calls):
+        calls.setdefault(part.index, ["", ""])
+        calls[part.index][0] += part.name
+        calls[part.index][1] += part.arguments
+    text = "".join(piece.text for piece in pieces)
+    reasoning = "".join(piece.reasoning for piece in pieces)
+    return text, reasoning, [(name, json.loads(arguments)) for name, arguments in calls.values()]
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: json.dumps(schema)[:30])
+def test_every_answer_is_of_its_schema(schema: Any) -> None:
+    for seed in range(3):
+        text, _, calls = walk("hermes", ask(schema=schema), seed)
+        jsonschema.validate(json.loads(text), schema)
+        assert not calls and "\n" not in text
+
+
+@pytest.mark.parametrize("own_tokens", [True, False])
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_tools_are_called_in_the_templates_form(kind: str, own_tokens: bool) -> None:
+    by_name = {tool.name: tool.parameters for tool in TOOLS}
+    counts = set()
+    for seed in range(4):
+        for must_call, parallel in ((("add", "get-tree"), True), (("add", "get-tree"), False), (("add",), False)):
+            asked = ask(tools=TOOLS, must_call=must_call, parallel_calls=parallel)
+            begins = THOUGHTS.get(kind, [""])[seed % len(THOUGHTS.get(kind, [""]))]
+            text, reasoning, calls = walk(kind, asked, seed, own_tokens, begins)
+            assert not text.strip() and calls and bool(reasoning) == ("Hm" in begins)
+            assert {name for name, _ in calls} <= set(must_call)
+            for name, arguments in calls:
+                jsonschema.validate(arguments, by_name[name])
+            assert len(calls) == 1 or parallel
+            counts.add(len(calls))
+    assert max(counts) > 1, "several calls are never made"
+
+
+@pytest.mark.parametrize("own_tokens", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "opening"),
+    [
+        ("hermes", "See: <tool_call>"),
+        ("mistral", "[TOOL_CALLS]"),
+        ("llama", "{"),
+        ("may_think", "<think>Hm.</think>\nSee: <tool_call>"),
+    ],
+)
+def test_a_strict_tool_is_called_by_its_schema_or_not_at_all(kind: str, opening: str, own_tokens: bool) -> None:
+    asked = ask(tools=(Tool("add", INT, strict=True),))
+    for seed in range(4):
+        _, _, calls = walk(kind, asked, seed, own_tokens, opening)
+        assert calls and all(name == "add" for name, _ in calls)
+        for _, arguments in calls:
+            jsonschema.validate(arguments, INT)
+        text, _, calls = walk(kind, asked, seed, own_tokens, "It is <")
+        assert text.startswith("It is <")
+
+
+@pytest.mark.parametrize("own_tokens", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "begins"),
+    [("thinking", "Hm\n</think>\n\n"), ("may_think", "<think>Hm\n</think>\n"), ("may_think", "{")],
+)
+def test_a_thought_is_free_and_the_answer_is_not(kind: str, begins: str, own_tokens: bool) -> None:
+    for seed in range(3):
+        text, reasoning, _ = walk(kind, ask(schema=INT), seed, own_tokens, begins)
+        jsonschema.validate(json.loads(text), INT)
+        assert reasoning == ("Hm\n" if "Hm" in begins else "")
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"uniqueItems": True}, "uniqueItems"),
+        ({"type": "integer", "minimum": 3, "maximum": 2}, "minimum"),
+        ({"type": "what"}, "what"),
+        (False, "Unsatisfiable"),
+        ({"$ref": "http://example.com/x"}, "example.com"),
+        ({"type": "string", "pattern": "(?=a)b"}, "regex"),
+    ],
+)
+def test_what_no_answer_can_be_held_to_is_said_beforehand(schema: Any, words: str) -> None:
+    model = chat_model("hermes")
+    form = ChatForm(model.tokenizer)
+    with pytest.raises(BadRequestError, match=words) as refused:
+        Grammars(model).make(ask(schema=schema), form)
+    assert refused.value.param == "response_format" and len(refused.value.message) < 600
+    if isinstance(schema, dict):
+        tool = Tool("bad", {"type": "object", "properties": {"x": schema}, "required": ["x"]})
+        with pytest.raises(BadRequestError, match="tools: bad"):
+            Grammars(model).make(ask(tools=(TOOLS[0], tool), must_call=("bad",)), form)
+
+
+def test_an_answer_without_an_end_token_goes_on_while_it_may() -> None:
+    grammar = Grammars(loaded()).make(ask(schema={"type": "integer"}), ChatForm(loaded().tokenizer))
+    assert grammar is not None
+    [one] = loaded().tokenizer("1").input_ids
+    grammar.accept(one)
+    allowed = np.flatnonzero(grammar.allowed(256))
+    assert loaded().tokenizer.decode(allowed) == "0123456789" and not grammar.is_over
+
+
+def test_free_answers_have_no_grammar() -> None:
+    grammars, form = Grammars(loaded()), ChatForm(loaded().tokenizer)
+    assert grammars.make(ask(), form) is None
+    assert grammars.make(ask(tools=(Tool("f", INT),)), form) is None
+
+
+def test_a_grammar_that_nobody_holds_is_gone() -> None:
+    model = chat_model("hermes")
+    grammar: Grammar | None = Grammars(model).make(ask(schema=INT), ChatForm(model.tokenizer))
+    assert grammar is not None
+    grammar.begin()
+    grammar.allowed(300)
+    gone = weakref.ref(grammar)
+    grammar = None
+    assert gone() is None

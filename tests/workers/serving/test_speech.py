@@ -1,0 +1,112 @@
+"""Text into reasoning, calls and what is said: the same however the text is cut."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.api.answers import gathered
+from workers.serving.messages import Piece
+from workers.serving.speech import Speech
+from workers.serving.tools import HERMES, LLAMA, MISTRAL, CallFormat
+
+TOOLS = {"look_up", "add"}
+FORMATS = {"none": None, "hermes": HERMES, "mistral": MISTRAL, "llama": LLAMA}
+
+
+def told(pieces: list[str], form: CallFormat | None, thinks: bool = False, is_thinking: bool = False) -> Any:
+    """Text, reasoning, and calls as (name, arguments)."""
+    speech = Speech("id", form, TOOLS, thinks=thinks, is_thinking=is_thinking)
+    parts = [*map(speech.add, pieces), speech.finish()]
+    calls = gathered([Piece("", calls=tuple(part.calls)) for part in parts])
+    assert len({call.call_id for call in calls}) == len(calls) == speech.num_calls
+    text, reasoning = ("".join(getattr(part, name) for part in parts) for name in ("text", "reasoning"))
+    return text, reasoning, [(call.name, call.arguments) for call in calls]
+
+
+def call(name: str = "add", key: str = "arguments", **arguments: Any) -> str:
+    return json.dumps({"name": name, key: arguments})
+
+
+ADD, LOOK = call(a=1), call("look_up", text='a "}" \\ {[')
+CALLED = [("add", '{"a": 1}'), ("look_up", json.dumps({"text": 'a "}" \\ {['}))]
+CASES: list[tuple[str, str, tuple[str, list[tuple[str, str]]]]] = [
+    ("none", f"<tool_call>{ADD}</tool_call>", (f"<tool_call>{ADD}</tool_call>", [])),
+    ("hermes", f"<tool_call>\n{ADD}\n</tool_call>", ("", CALLED[:1])),
+    ("hermes", f"Let me see.\n<tool_call>\n{ADD}\n</tool_call>\n<tool_call>\n{LOOK}\n</tool_call>",
+     ("Let me see.\n", CALLED)),
+    ("hermes", f"<tool_call>{ADD}</tool_call> So it is. <tool_", ("So it is. <tool_", CALLED[:1])),
+    ("hermes", f'<tool_call>{{"arguments": {{"a": 1}}, "name": "add"}}</tool_call>', ("", CALLED[:1])),
+    ("hermes", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', ("", CALLED[:1])),
+    ("hermes", "<tool_call>\n{no JSON}\n</tool_call>", ("<tool_call>\n{no JSON}\n</tool_call>", [])),
+    ("hermes", f"<tool_call>{call('rm')}</tool_call> x", (f"<tool_call>{call('rm')}</tool_call> x", [])),
+    ("hermes", "<tool_call> not even", ("<tool_call> not even", [])),
+    ("hermes", "<tool_call>", ("<tool_call>", [])),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1', ("", [("add", '{"a": 1')])),
+    ("hermes", '<tool_call>{"name": "add", "argu', ('<tool_call>{"name": "add", "argu', [])),
+    ("hermes", '<tool_call>{"name": "add", "arguments": 5}</tool_call>',
+     ('<tool_call>{"name": "add", "arguments": 5}</tool_call>', [])),
+    ("hermes", f"{ADD} is no call", (f"{ADD} is no call", [])),
+    ("mistral", f"[TOOL_CALLS][{ADD}, {LOOK}]", ("", CALLED)),
+    ("mistral", f"[TOOL_CALLS] {ADD}", ("", CALLED[:1])),
+    ("mistral", f"[{ADD}]", (f"[{ADD}]", [])),
+    ("llama", call(key="parameters", a=1), ("", CALLED[:1])),
+    ("llama", f"<|python_tag|>{call(key='parameters', a=1)}; {LOOK}", ("", CALLED)),
+    ("llama", '{"name": "Ann"}, said she', ('{"name": "Ann"}, said she', [])),
+    ("llama", f"I call {ADD}", (f"I call {ADD}", [])),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "text", "want"), CASES)
+def test_calls_and_what_only_looks_like_them(form: str, text: str, want: tuple[str, list[tuple[str, str]]]) -> None:
+    assert told([text], FORMATS[form]) == (want[0], "", want[1])
+
+
+@given(st.sampled_from(CASES), st.data())
+def test_cuts_make_no_difference(case: Any, data: st.DataObject) -> None:
+    form, text, want = case
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
+    pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert told(pieces, FORMATS[form]) == (want[0], "", want[1])
+
+
+@given(st.text("<>{}[]\"\\toolcan_/:, \n|", max_size=40), st.sampled_from(sorted(FORMATS)), st.booleans())
+def test_no_text_is_too_odd(text: str, form: str, thinks: bool) -> None:
+    whole = told([text], FORMATS[form], thinks=thinks)
+    assert told(list(text), FORMATS[form], thinks=thinks) == whole
+    if "<think>" not in text:
+        assert whole[0].split() == text.split() and not whole[2]
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("text", "thinks", "is_thinking", "want"),
+    [
+        ("<think>\nWell.\n</think>\n\nYes <think>", True, False, ("Yes <think>", "Well.\n")),
+        (" <think>Well", True, False, ("", "Well")),
+        ("<thin", True, False, ("<thin", "")),
+        ("Yes", True, False, ("Yes", "")),
+        ("Well.</think> Yes", True, True, ("Yes", "Well.")),
+        ("<think>x</think>", False, False, ("<think>x</think>", "")),
+        (" spaces stay", False, False, (" spaces stay", "")),
+    ],
+)
+def test_thoughts(size: int, text: str, thinks: bool, is_thinking: bool, want: tuple[str, str]) -> None:
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    assert told(pieces, None, thinks, is_thinking) == (*want, [])
+
+
+def test_a_thought_then_a_call() -> None:
+    text = f"<think>Add?</think>\n\n<tool_call>\n{ADD}\n</tool_call>"
+    assert told([text], HERMES, thinks=True) == ("", "Add?", CALLED[:1])
+
+
+def test_a_call_is_told_while_it_comes() -> None:
+    speech = Speech("id", HERMES, TOOLS, thinks=False, is_thinking=False)
+    assert not speech.add('<tool_call>{"name": "add"').calls
+    [first, _] = speech.add(', "arguments": {"a": [1').calls
+    assert first.name == "add" and len(first.call_id) == 9 and first.call_id.isalnum()
+    assert [part.arguments for part in speech.add(', {"b": 2}]').calls] == [', {"b": 2}]']
+    assert [part.arguments for part in speech.add("}}</tool_call>").calls] == ["}"]

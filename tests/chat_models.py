@@ -22,7 +22,7 @@ _TURNS = (
 HERMES = (
     "{% if tools %}<|im_start|>system\n{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] }}\n\n"
     "{% endif %}# Tools\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
-    "Answer with <tool_call>\n{\"name\": ..., \"arguments\": ...}\n</tool_call><|im_end|>\n{% endif %}" + _TURNS
+    'Answer with <tool_call>\n{"name": ..., "arguments": ...}\n</tool_call><|im_end|>\n{% endif %}' + _TURNS
 )
 # as DeepSeek's: the prompt ends within a thought
 THINKING = HERMES.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}") + "{# ends with </think> #}"
@@ -30,8 +30,9 @@ THINKING = HERMES.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endi
 MAY_THINK = HERMES + "{# <think> </think> #}"
 # as Mistral's: tools stand before the last message
 MISTRAL = (
+    "{% set asked = messages | selectattr('role', 'equalto', 'user') | list %}"
     "{% for message in messages %}{% if message['role'] == 'system' %}[SYSTEM_PROMPT]{{ message['content'] }}"
-    "[/SYSTEM_PROMPT]{% elif message['role'] == 'user' %}{% if tools and loop.last %}[AVAILABLE_TOOLS]"
+    "[/SYSTEM_PROMPT]{% elif message['role'] == 'user' %}{% if tools and message == asked[-1] %}[AVAILABLE_TOOLS]"
     "{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}[INST]{{ message['content'] }}[/INST]"
     "{% elif message['role'] == 'tool' %}[TOOL_RESULTS]{{ message['content'] }}[/TOOL_RESULTS]"
     "{% elif message['tool_calls'] %}[TOOL_CALLS][{% for call in message['tool_calls'] %}{\"name\": "
@@ -42,7 +43,7 @@ MISTRAL = (
 LLAMA = (
     "{% if tools %}<|im_start|>system\nEnvironment: ipython<|im_end|>\n{% endif %}"
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    "{% if tools and loop.last %}{{ tools | tojson }}\nRespond in the format {\"name\": ..., \"parameters\": ...}\n"
+    '{% if tools and loop.last %}{{ tools | tojson }}\nRespond in the format {"name": ..., "parameters": ...}\n'
     "{% endif %}{% if message['tool_calls'] %}{\"name\": \"{{ message['tool_calls'][0]['function']['name'] }}\", "
     "\"parameters\": {{ message['tool_calls'][0]['function']['arguments'] | tojson }}}"
     "{% else %}{{ message['content'] }}{% endif %}<|im_end|>\n{% endfor %}"

@@ -42,6 +42,7 @@ from workers.serving.prompts import (
     prompt_ids,
     require_content,
     require_possible,
+    require_tokens,
     room_for,
     text_of_ids,
     tokenize,
@@ -121,6 +122,7 @@ class LocalBackend:
                 async with asyncio.timeout(timeout_s):
                     require_content(ask)
                     require_possible(ask, self._max_chars)
+                    self._require_tokens(ask)
                     self._form.require(ask)
                     grammar = await self._beside(self._grammars.make, ask, self._form)
                     path = await self._contexts.artifact_path(ask.context)
@@ -186,6 +188,11 @@ class LocalBackend:
         except OverloadedError:
             self._measured.requests.labels("refused").inc()
             raise
+
+    def _require_tokens(self, ask: Ask) -> None:
+        if isinstance(ask.prompt, tuple):
+            require_tokens(self._loaded.tokenizer, ask.prompt, "prompt")
+        require_tokens(self._loaded.tokenizer, (token_id for token_id, _ in ask.sampling.logit_bias), "logit_bias")
 
     def _require_steps(self) -> None:
         """What a request waited for may have taken longer than the service lives."""

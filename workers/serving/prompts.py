@@ -1,6 +1,6 @@
 """From what was asked to the token ids that follow a context, and how many may follow those."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ def prompt_ids(tokenizer: Any, artifact: Artifact, ask: Ask) -> list[int]:
     require_content(ask)
     wrapping = artifact.manifest.build_notes.get("wrapping", "none")
     if isinstance(ask.prompt, tuple):
-        return _checked_ids(tokenizer, ask.prompt)
+        return list(ask.prompt)
     context = artifact.token_ids
     try:
         if ask.prompt is not None or wrapping == "none":
@@ -55,8 +55,17 @@ def tokenize(tokenizer: Any, form: ChatForm, ask: TokenizeAsk, max_positions: in
 
 
 def text_of_ids(tokenizer: Any, ids: tuple[int, ...]) -> str:
-    text: str = tokenizer.decode(_checked_ids(tokenizer, ids), clean_up_tokenization_spaces=False) if ids else ""
+    require_tokens(tokenizer, ids, "tokens")
+    text: str = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     return text
+
+
+def require_tokens(tokenizer: Any, ids: Iterable[int], field: str) -> None:
+    """Refuse numbers that no token has."""
+    if (greatest := max(ids, default=0)) >= len(tokenizer):
+        raise BadRequestError(
+            f"{field} names the token {greatest}, and the model's tokens are those below {len(tokenizer)}", field
+        )
 
 
 @contextmanager
@@ -72,7 +81,9 @@ def _template_errors(field: str) -> Iterator[None]:
 
 
 def require_content(ask: Ask) -> None:
-    """A request has either messages, the last of them for the model to answer, or a prompt."""
+    """A request has either messages, the last of them for the model to answer, or a prompt, which is not empty."""
+    if ask.prompt == ():
+        raise BadRequestError("the prompt is empty; give at least one token", "prompt")
     if (ask.prompt is None) == (not ask.turns):
         raise BadRequestError("a request has either messages or a prompt; give one of them", _field_of(ask))
     if ask.turns and ask.turns[-1].role not in ("user", "tool"):
@@ -128,16 +139,6 @@ def room_for(ask: Ask, context_len: int, question_len: int, max_positions: int, 
             _field_of(ask),
         )
     return min(ask.sampling.max_new_tokens, room)
-
-
-def _checked_ids(tokenizer: Any, ids: tuple[int, ...]) -> list[int]:
-    if not ids:
-        raise BadRequestError("the prompt is empty; give at least one token", "prompt")
-    if (greatest := max(ids)) >= len(tokenizer):
-        raise BadRequestError(
-            f"the prompt holds the token {greatest}, the model's tokens are those below {len(tokenizer)}", "prompt"
-        )
-    return list(ids)
 
 
 def _only_turn(ask: Ask) -> str:

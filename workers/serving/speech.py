@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 
 from workers.serving.messages import Ask, CallPart
@@ -157,8 +157,11 @@ class Speech:
         self.num_calls += 1
 
     def _add_arguments(self, text: str) -> None:
-        if text:
-            self._parts.calls.append(CallPart(self.num_calls - 1, text))
+        calls, index = self._parts.calls, self.num_calls - 1
+        if calls and calls[-1].index == index:
+            calls[-1] = replace(calls[-1], arguments=calls[-1].arguments + text)
+        elif text:
+            calls.append(CallPart(index, text))
 
     def _until(self, marker: str | None) -> tuple[str, bool]:
         """What stands before the marker, as far as is certain, and whether the marker has come; both are taken."""

@@ -47,7 +47,7 @@ class Script:
 class FakeBackend:
     """As a Backend has to be: a slot for each running request, a queue that has an end."""
 
-    scripts: dict[str, Script] = field(default_factory=dict)  # by the last words asked
+    scripts: dict[str | tuple[int, ...], Script] = field(default_factory=dict)  # by the last words asked
     num_slots: int = 4
     max_queued: int = 4
     infos: dict[str, ContextInfo] = field(default_factory=dict)

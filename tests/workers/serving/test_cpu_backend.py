@@ -49,6 +49,13 @@ def kinds() -> Iterator[Ask]:
             selector=selectors[n % len(selectors)],
             lookahead=n % 3 % 2,
             keep=(0.05, 0.3)[n % 2],
+            top_k=(0, 40)[n % 3 == 1],
+            min_p=(0.0, 0.01)[n % 5 == 1],
+            frequency_penalty=(0.0, 0.5)[n % 4 == 1],
+            presence_penalty=(0.0, 1.0)[n % 7 == 2],
+            repetition_penalty=(1.0, 1.2)[n % 5 == 2],
+            logit_bias=((), ((7, 2.0), (255, -1.0)))[n % 6 == 3],
+            schema=(None, {"type": "object"})[n % 8 == 5],
         )
 
 

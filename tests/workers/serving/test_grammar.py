@@ -18,8 +18,8 @@ from workers.serving.tools import ChatForm
 
 INT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 TREE = {
-    "$defs": {"node": {"type": "object", "properties": {"left": {"$ref": "#/$defs/node"}}, "additionalProperties": False}},
-    "$ref": "#/$defs/node",
+    "$defs": {"n": {"type": "object", "properties": {"left": {"$ref": "#/$defs/n"}}, "additionalProperties": False}},
+    "$ref": "#/$defs/n",
 }  # fmt: skip
 TOOLS = (Tool("add", INT, "Adds."), Tool("get-tree", {"type": "object", **TREE}))
 SCHEMAS: list[Any] = [

@@ -1,6 +1,7 @@
 """The backend in one process: many readers of one event loop, one engine, and every way to leave."""
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
@@ -45,10 +46,12 @@ async def running(
 
 
 def ask(context: str = "heron", question: str = "who?", max_new_tokens: int = 6, **more: Any) -> Ask:
-    fields = {name: more.pop(name) for name in ("keep", "lookahead", "selector", "prompt") if name in more}
-    turns = () if "prompt" in fields else (Turn("user", question),)
+    own = {field.name for field in dataclasses.fields(Ask)}
+    fields = {name: more.pop(name) for name in own & more.keys()}
+    if not fields.keys() & {"prompt", "turns"}:
+        fields["turns"] = (Turn("user", question),)
     sampling = Sampling(max_new_tokens=max_new_tokens, **more)
-    return Ask(request_id="1", context=context, turns=turns, sampling=sampling, **fields)
+    return Ask(request_id="1", context=context, sampling=sampling, **fields)
 
 
 async def answer(backend: LocalBackend, asked: Ask) -> tuple[str, Done]:

@@ -87,7 +87,9 @@ def test_a_large_vocabulary_is_drawn_from_like_a_small_one(rng) -> None:
 def test_seed_and_position_alone_decide(rng) -> None:
     logits = rng.standard_normal((4, 50)).astype(np.float32)
     forward = [[draw(row, how(1.0, 0.9), 11, position) for row in logits] for position in range(30)]
-    backward = [[draw(row, how(1.0, 0.9), 11, position) for row in logits[::-1]][::-1] for position in range(29, -1, -1)]
+    backward = [
+        [draw(row, how(1.0, 0.9), 11, position) for row in logits[::-1]][::-1] for position in range(29, -1, -1)
+    ]
     assert forward == backward[::-1]
     assert forward != [[draw(row, how(1.0, 0.9), 12, position) for row in logits] for position in range(30)]
     assert draw(logits[0], how(1.0), 2**64 - 1, 0) in range(50)

@@ -38,7 +38,7 @@ CASES: list[tuple[str, str, tuple[str, list[tuple[str, str]]]]] = [
     ("hermes", f"Let me see.\n<tool_call>\n{ADD}\n</tool_call>\n<tool_call>\n{LOOK}\n</tool_call>",
      ("Let me see.\n", CALLED)),
     ("hermes", f"<tool_call>{ADD}</tool_call> So it is. <tool_", ("So it is. <tool_", CALLED[:1])),
-    ("hermes", f'<tool_call>{{"arguments": {{"a": 1}}, "name": "add"}}</tool_call>', ("", CALLED[:1])),
+    ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call>', ("", CALLED[:1])),
     ("hermes", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', ("", CALLED[:1])),
     ("hermes", "<tool_call>\n{no JSON}\n</tool_call>", ("<tool_call>\n{no JSON}\n</tool_call>", [])),
     ("hermes", f"<tool_call>{call('rm')}</tool_call> x", (f"<tool_call>{call('rm')}</tool_call> x", [])),
@@ -72,7 +72,7 @@ def test_cuts_make_no_difference(case: Any, data: st.DataObject) -> None:
     assert told(pieces, FORMATS[form]) == (want[0], "", want[1])
 
 
-@given(st.text("<>{}[]\"\\toolcan_/:, \n|", max_size=40), st.sampled_from(sorted(FORMATS)), st.booleans())
+@given(st.text('<>{}[]"\\toolcan_/:, \n|', max_size=40), st.sampled_from(sorted(FORMATS)), st.booleans())
 def test_no_text_is_too_odd(text: str, form: str, thinks: bool) -> None:
     whole = told([text], FORMATS[form], thinks=thinks)
     assert told(list(text), FORMATS[form], thinks=thinks) == whole
@@ -106,7 +106,7 @@ def test_a_thought_then_a_call() -> None:
 def test_a_call_is_told_while_it_comes() -> None:
     speech = Speech("id", HERMES, TOOLS, thinks=False, is_thinking=False)
     assert not speech.add('<tool_call>{"name": "add"').calls
-    [first, _] = speech.add(', "arguments": {"a": [1').calls
-    assert first.name == "add" and len(first.call_id) == 9 and first.call_id.isalnum()
+    [first] = speech.add(', "arguments": {"a": [1').calls
+    assert (first.name, first.arguments) == ("add", '{"a": [1') and len(first.call_id) == 9 and first.call_id.isalnum()
     assert [part.arguments for part in speech.add(', {"b": 2}]').calls] == [', {"b": 2}]']
     assert [part.arguments for part in speech.add("}}</tool_call>").calls] == ["}"]

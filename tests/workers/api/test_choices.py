@@ -1,0 +1,162 @@
+"""OpenAI's own client: several answers, calls, thoughts, echoes, and tokens."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from tests.workers.api.fake_backend import CONTEXT_TOKENS, FakeBackend, Script
+from tests.workers.api.running import KEY, Running, eventually, serving, settings_with
+from workers.serving.messages import BadRequestError, CallPart, OverloadedError, Piece, TokenScore
+
+MODEL = "smollm2-135m@handbook"
+ASK: list[Any] = [{"role": "user", "content": "?"}]
+TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+CALLS = (
+    Piece("", reasoning="Hm"),
+    Piece("", reasoning="."),
+    Piece("See: "),
+    Piece("", calls=(CallPart(0, call_id="123456789", name="add"), CallPart(0, '{"a"'))),
+    Piece("", calls=(CallPart(0, ": 1}"), CallPart(1, call_id="abcdefghi", name="add"), CallPart(1, "{}"))),
+)
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Running]:
+    with serving(FakeBackend(num_slots=8), settings_with(max_concurrent_requests=8, max_queued_requests=4)) as running:
+        yield running
+
+
+@pytest.fixture
+def client(service: Running) -> Iterator[openai.OpenAI]:
+    service.backend.scripts.clear()
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key=KEY, max_retries=0, timeout=10) as client:
+        yield client
+
+
+def test_several_choices_of_a_chat(service: Running, client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model=MODEL, messages=ASK, n=3, seed=5)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert {choice.message.content for choice in answer.choices} == {"The answer is 42."}
+    assert [ask.sampling.seed for ask in service.backend.asks[-3:]] == [5, 6, 7]
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (CONTEXT_TOKENS + 7, 12)
+
+
+def test_several_choices_in_a_stream(client: openai.OpenAI) -> None:
+    said, ended = {0: "", 1: "", 2: ""}, []
+    stream = client.chat.completions.create(
+        model=MODEL, messages=ASK, n=3, stream=True, stream_options={"include_usage": True}
+    )
+    usages = []
+    for chunk in stream:
+        usages.append(chunk.usage)
+        for choice in chunk.choices:
+            said[choice.index] += choice.delta.content or ""
+            ended += [choice.index] if choice.finish_reason else []
+    assert set(said.values()) == {"The answer is 42."} and sorted(ended) == [0, 1, 2]
+    assert usages[-1] is not None and usages[-1].completion_tokens == 12 and not any(usages[:-1])
+
+
+def test_several_prompts_each_with_several_choices(service: Running, client: openai.OpenAI) -> None:
+    service.backend.scripts = {"a": Script(("A",)), "b": Script(("B",))}
+    answer = client.completions.create(model=MODEL, prompt=["a", "b"], n=2)
+    assert [(choice.index, choice.text) for choice in answer.choices] == [(0, "A"), (1, "A"), (2, "B"), (3, "B")]
+    assert answer.usage is not None and answer.usage.prompt_tokens == 2 * (CONTEXT_TOKENS + 7)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_answer_that_fails_ends_the_others(service: Running, client: openai.OpenAI, stream: bool) -> None:
+    slow = Script(("x",) * 100, pause_s=0.05)
+    service.backend.scripts = {"a": slow, "b": Script(fail_at=0, error=OverloadedError("full"))}
+    with pytest.raises(openai.APIError if stream else openai.RateLimitError, match="full"):
+        list(client.completions.create(model=MODEL, prompt=["a", "a", "b"], stream=stream, max_tokens=100))
+    assert eventually(lambda: not service.backend.running)
+
+
+def test_a_client_that_leaves_ends_all_of_its_answers(service: Running, client: openai.OpenAI) -> None:
+    service.backend.scripts = {"?": Script(("x",) * 1000, pause_s=0.02)}
+    stream = client.chat.completions.create(model=MODEL, messages=ASK, n=4, stream=True, max_tokens=1000)
+    next(stream)
+    assert eventually(lambda: len(service.backend.running) == 4)
+    stream.close()
+    assert eventually(lambda: not service.backend.running)
+
+
+def test_calls_and_thoughts_of_a_chat(service: Running, client: openai.OpenAI) -> None:
+    service.backend.scripts = {"?": Script(CALLS, reason="tool_calls")}
+    choice = client.chat.completions.create(model=MODEL, messages=ASK, tools=[TOOL]).choices[0]
+    assert choice.finish_reason == "tool_calls" and choice.message.content == "See: "
+    assert choice.message.model_extra == {"reasoning_content": "Hm."}
+    calls = [(call.id, call.function.name, call.function.arguments) for call in choice.message.tool_calls or []]  # type: ignore[union-attr]
+    assert calls == [("123456789", "add", '{"a": 1}'), ("abcdefghi", "add", "{}")]
+    service.backend.scripts = {"?": Script(CALLS[3:], reason="tool_calls")}
+    assert client.chat.completions.create(model=MODEL, messages=ASK, tools=[TOOL]).choices[0].message.content is None
+
+
+def test_calls_in_a_stream_as_the_clients_helper_puts_them_together(service: Running, client: openai.OpenAI) -> None:
+    service.backend.scripts = {"?": Script(CALLS, reason="tool_calls")}
+    with client.chat.completions.stream(model=MODEL, messages=ASK, tools=[TOOL]) as stream:
+        deltas = [event for event in stream if event.type == "tool_calls.function.arguments.delta"]
+        message = stream.get_final_completion().choices[0].message
+    assert deltas and message.content == "See: "
+    assert [(call.id, call.function.arguments) for call in message.tool_calls or []] == [
+        ("123456789", '{"a": 1}'), ("abcdefghi", "{}"),
+    ]  # fmt: skip
+
+
+def test_an_answer_goes_back_in_as_it_came(service: Running, client: openai.OpenAI) -> None:
+    service.backend.scripts = {"?": Script(CALLS, reason="tool_calls")}
+    message = client.chat.completions.create(model=MODEL, messages=ASK, tools=[TOOL]).choices[0].message
+    results: list[Any] = [
+        {"role": "tool", "tool_call_id": call.id, "content": "2"} for call in message.tool_calls or []
+    ]
+    client.chat.completions.create(model=MODEL, messages=[*ASK, message, *results], tools=[TOOL])  # type: ignore[list-item]
+    turns = service.backend.asks[-1].turns
+    assert [turn.role for turn in turns] == ["user", "assistant", "tool", "tool"]
+    assert turns[1].reasoning == "Hm." and [call.arguments for call in turns[1].calls] == [{"a": 1}, {}]
+    assert [turn.call_id for turn in turns[2:]] == ["123456789", "abcdefghi"]
+
+
+def test_an_echo_as_an_evaluation_reads_it(service: Running, client: openai.OpenAI) -> None:
+    scores = (TokenScore(1, "It", None), TokenScore(2, " is", -1.5, ((" was", b" was", -0.5),)))
+    told = Piece("It is", scores), Piece(" 5", (TokenScore(3, " 5", -0.25, ((" 5", b" 5", -0.25),)),))
+    service.backend.scripts = {"It is": Script(told), (1, 2): Script(told)}
+    for prompt in ("It is", [[1, 2]]):
+        answer = client.completions.create(model=MODEL, prompt=prompt, echo=True, max_tokens=2, logprobs=1)
+        choice = answer.choices[0]
+        assert choice.text == "It is 5" and choice.logprobs is not None
+        assert choice.logprobs.tokens == ["It", " is", " 5"] and choice.logprobs.text_offset == [0, 2, 5]
+        assert choice.logprobs.token_logprobs == [None, -1.5, -0.25]
+        assert choice.logprobs.top_logprobs == [None, {" was": -0.5}, {" 5": -0.25}]
+        assert service.backend.asks[-1].echo
+    assert service.backend.asks[-1].prompt == (1, 2)
+    client.completions.create(model=MODEL, prompt="It is", echo=True, max_tokens=0)
+    assert service.backend.asks[-1].sampling.max_new_tokens == 0
+
+
+def test_tokens_and_back(service: Running) -> None:
+    with httpx2.Client(base_url=service.url, headers={"Authorization": f"Bearer {KEY}"}) as http:
+        told = http.post("/tokenize", json={"model": MODEL, "prompt": "ab", "return_token_strs": True}).json()
+        assert told == {"count": 2, "max_model_len": 2048, "tokens": [97, 98], "token_strs": ["a", "b"]}
+        chat = http.post("/tokenize", json={"messages": ASK, "tools": [TOOL], "add_generation_prompt": False}).json()
+        assert chat["tokens"] == [63] and chat["token_strs"] is None
+        assert http.post("/detokenize", json={"model": "smollm2-135m", "tokens": [97, 98]}).json() == {"prompt": "ab"}
+        for path, body in (
+            ("/tokenize", {}),
+            ("/tokenize", {"prompt": "a", "messages": ASK}),
+            ("/detokenize", {"tokens": "a"}),
+            ("/detokenize", {"tokens": [-1]}),
+        ):
+            assert http.post(path, json=body).status_code == 400, body
+        assert http.post("/tokenize", json={"model": "gpt-4", "prompt": "a"}).status_code == 404
+
+
+def test_what_the_decoding_side_refuses_is_a_400(service: Running, client: openai.OpenAI) -> None:
+    service.backend.scripts = {"?": Script(fail_at=0, error=BadRequestError("no such schema", "response_format"))}
+    with pytest.raises(openai.BadRequestError, match="no such schema") as refused:
+        client.chat.completions.create(model=MODEL, messages=ASK, response_format={"type": "json_object"})
+    assert refused.value.param == "response_format"
+    assert service.backend.asks[-1].schema == {"type": "object"}

@@ -1,0 +1,153 @@
+"""OpenAI's own client against /v1/responses."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.workers.api.fake_backend import CONTEXT_TOKENS, Script
+from tests.workers.api.running import KEY, Running, serving
+from tests.workers.api.test_choices import CALLS
+from workers.api.responses import read_response
+from workers.serving.messages import BadRequestError, Piece, TokenScore, Tool, ToolCall, Turn, WorkerLostError
+from workers.settings import LimitSettings
+
+MODEL = "smollm2-135m@handbook"
+TOOL: Any = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True}
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Running]:
+    with serving() as running:
+        yield running
+
+
+@pytest.fixture
+def client(service: Running) -> Iterator[openai.OpenAI]:
+    service.backend.scripts.clear()
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key=KEY, max_retries=0, timeout=10) as client:
+        yield client
+
+
+def read(**fields: Any) -> Any:
+    body = {"model": MODEL, "input": "?", **fields}
+    return read_response(body, "id", "smollm2-135m", LimitSettings(max_question_chars=500)).asks[0]
+
+
+def test_text(client: openai.OpenAI) -> None:
+    answer = client.responses.create(model=MODEL, input="?", instructions="Be short.", max_output_tokens=9)
+    assert answer.output_text == "The answer is 42." and answer.status == "completed"
+    assert answer.usage is not None and answer.usage.input_tokens_details.cached_tokens == CONTEXT_TOKENS
+    assert (answer.usage.output_tokens, answer.usage.total_tokens) == (4, CONTEXT_TOKENS + 11)
+    assert (answer.instructions, answer.max_output_tokens, answer.previous_response_id) == ("Be short.", 9, None)
+    cut = client.responses.create(model=MODEL, input="?", max_output_tokens=2)
+    assert cut.status == "incomplete" and cut.incomplete_details is not None
+    assert cut.incomplete_details.reason == "max_output_tokens" and cut.output_text == "The answer "
+
+
+def test_a_stream_is_put_together_as_the_whole(service: Running, client: openai.OpenAI) -> None:
+    service.backend.scripts = {"?": Script(CALLS, reason="tool_calls")}
+    whole = client.responses.create(model=MODEL, input="?", tools=[TOOL])
+    with client.responses.stream(model=MODEL, input="?", tools=[TOOL]) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    assert [item.type for item in whole.output] == ["reasoning", "message", "function_call", "function_call"]
+    told, again = (json.loads(item.to_json()) for item in (whole, final))
+    for one, other in zip(told["output"], again["output"], strict=True):
+        assert {key: other[key] for key in one if key != "id"} == {key: one[key] for key in one if key != "id"}
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    assert kinds[:2] == ["response.created", "response.in_progress"] and kinds[-1] == "response.completed"
+    assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done") == 4
+    calls = [item for item in whole.output if item.type == "function_call"]
+    assert [(call.call_id, call.name, call.arguments) for call in calls] == [
+        ("123456789", "add", '{"a": 1}'), ("abcdefghi", "add", "{}"),
+    ]  # fmt: skip
+
+
+def test_logprobs_come_where_they_are_included(service: Running, client: openai.OpenAI) -> None:
+    service.backend.scripts = {"?": Script((Piece("A", (TokenScore(1, "A", -0.5, (("B", b"B", -1.0),)),)),))}
+    answer = client.responses.create(model=MODEL, input="?", include=["message.output_text.logprobs"], top_logprobs=1)
+    [item] = answer.output
+    assert item.type == "message" and item.content[0].type == "output_text"
+    [score] = item.content[0].logprobs or []
+    assert (score.token, score.logprob, score.top_logprobs[0].token) == ("A", -0.5, "B")
+    assert service.backend.asks[-1].sampling.top_logprobs == 1
+
+
+def test_an_empty_answer_is_an_empty_message(service: Running, client: openai.OpenAI) -> None:
+    service.backend.scripts = {"?": Script((Piece(""),))}
+    answer = client.responses.create(model=MODEL, input="?")
+    assert answer.output_text == "" and [item.type for item in answer.output] == ["message"]
+
+
+def test_what_fails_in_mid_stream_is_an_event(service: Running, client: openai.OpenAI) -> None:
+    service.backend.scripts = {"?": Script(fail_at=2, error=WorkerLostError("gone"))}
+    said: list[Any] = []
+    stream = client.responses.create(model=MODEL, input="?", stream=True)
+    with pytest.raises(openai.APIError, match="gone"):
+        said.extend(stream)
+    assert [event.type for event in said][-1] == "response.output_text.delta"
+
+
+def test_a_conversation_of_items() -> None:
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+        {"type": "reasoning", "id": "rs", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "message", "role": "assistant", "id": "m", "status": "completed",
+         "content": [{"type": "output_text", "text": "b", "annotations": [], "logprobs": []}]},
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": '{"x": 1}', "id": "fc"},
+        {"type": "function_call", "call_id": "2", "name": "g", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": "c"},
+        {"type": "function_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "d"}]},
+    ]  # fmt: skip
+    ask = read(input=items, instructions="i", tools=[TOOL], tool_choice={"type": "function", "name": "add"})
+    assert ask.turns == (
+        Turn("system", "i"), Turn("user", "a"),
+        Turn("assistant", "b", (ToolCall("1", "f", {"x": 1}), ToolCall("2", "g", {})), reasoning="hm"),
+        Turn("tool", "c", call_id="1"), Turn("tool", "d", call_id="2"),
+    )  # fmt: skip
+    assert ask.tools == (Tool("add", {"type": "object"}, None, True),) and ask.must_call == ("add",)
+
+
+def test_the_form_of_an_answer() -> None:
+    form = {"format": {"type": "json_schema", "name": "x", "strict": True, "schema": {"type": "integer"}}}
+    assert read(text=form).schema == {"type": "integer"}
+    assert read(text={"format": {"type": "json_object"}, "verbosity": "low"}).schema == {"type": "object"}
+    assert read(text={}).schema is None and read().schema is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"input": None}, "input is missing"),
+        ({"input": []}, "input is an empty list"),
+        ({"input": 3}, "input is 3"),
+        ({"input": "x" * 501}, "501 characters"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            r"input\[0\].content\[0\].type .*only text",
+        ),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, r"input\[0\].type is"),
+        ({"input": [{"role": "assistant", "content": "x"}]}, "end with one of role assistant"),
+        ({"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]}, "no message before it has made"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id is .*nothing is stored here"),
+        ({"conversation": "conv_1"}, "nothing is stored here"),
+        ({"background": True}, "background is true"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"reasoning": {"effort": "high"}}, "reasoning.effort .*decide themselves"),
+        ({"include": ["file_search_call.results"]}, "include names"),
+        ({"tools": [{"type": "web_search"}]}, "runs no tools of its own"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema is missing"),
+        ({"max_output_tokens": 0}, "max_output_tokens must lie"),
+        ({"n": 2}, "n is not a field"),
+        ({"messages": []}, "messages is not a field"),
+    ],
+)
+def test_what_cannot_be_answered(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadRequestError, match=words):
+        read(**fields)
+    with pytest.raises(BadRequestError, match="the body is a list"):
+        read_response([], "id", "smollm2-135m", LimitSettings())

@@ -1,0 +1,348 @@
+"""Tools, thoughts, schemas and echoes on the decoding side: what is prompted, and what comes back."""
+
+import asyncio
+import json
+import weakref
+from collections.abc import Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from csattn.artifact import open_artifact
+from csattn.config import SearchConfig
+from csattn.models import LoadedModel
+from csattn.models.prompt import choose_wrapping
+from tests.chat_models import chat_model
+from tests.tiny import byte_tokenizer, loaded
+from tests.workers.serving.artifacts import build, text_of
+from tests.workers.serving.full_engine import FullEngine
+from tests.workers.serving.test_local import answer, ask, running, settings_of, until
+from workers.serving.contexts import name_artifact
+from workers.serving.local import LocalBackend
+from workers.serving.messages import (
+    Ask,
+    BadRequestError,
+    Done,
+    Piece,
+    ServingError,
+    TokenizeAsk,
+    Tokens,
+    Tool,
+    ToolCall,
+    Turn,
+)
+from workers.serving.prompts import prompt_ids, tokenize
+from workers.serving.request import Request
+from workers.serving.step_engine import StepResult, StepRow
+from workers.serving.tools import HERMES, LLAMA, MISTRAL, ChatForm, messages_of, tool_specs
+
+INT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+ADD = Tool("add", INT, "Adds.")
+CALL = '{"name": "add", "arguments": {"a": 7}}'
+TALK = (
+    Turn("user", "Add."),
+    Turn("assistant", "", (ToolCall("123456789", "add", {"a": 1}),)),
+    Turn("tool", "2", call_id="123456789"),
+)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A context of each tiny chat model, by the name of its kind."""
+    store = tmp_path_factory.mktemp("tools")
+    for kind in ("hermes", "thinking", "may_think", "mistral", "llama"):
+        name_artifact(store, kind, build(store, text_of("heron"), model=chat_model(kind)), "float32")
+    return store
+
+
+def context_tokens(store: Path, kind: str) -> list[int]:
+    model = chat_model(kind)
+    with open_artifact(store / build(store, text_of("heron"), model=model)) as artifact:
+        return artifact.token_ids.tolist()  # type: ignore[no-any-return]
+
+
+def whole(model: LoadedModel, turns: list[Turn], **more: Any) -> list[int]:
+    text = model.tokenizer.apply_chat_template(messages_of(turns), tokenize=False, add_generation_prompt=True, **more)
+    ids: list[int] = model.tokenizer(text, add_special_tokens=False).input_ids
+    return ids
+
+
+@pytest.mark.parametrize("turns", [TALK[:1], TALK, (Turn("system", "Be short."), *TALK)])
+@pytest.mark.parametrize("kind", ["hermes", "mistral", "llama"])
+def test_tools_are_told_as_the_template_has_them(store: Path, kind: str, turns: tuple[Turn, ...]) -> None:
+    """After the context's own message; where that is where the template has them, as it writes all of it."""
+    model = chat_model(kind)
+    with open_artifact(store / build(store, text_of("heron"), model=model)) as artifact:
+        got = prompt_ids(model.tokenizer, artifact, ask(kind, turns=turns, tools=(ADD,)))
+        plain = prompt_ids(model.tokenizer, artifact, ask(kind, turns=turns))
+        context = artifact.token_ids.tolist()
+    as_a_whole = whole(model, [Turn("system", text_of("heron")), *turns], tools=tool_specs([ADD]))
+    if kind == "mistral":
+        assert context + got == as_a_whole
+    else:
+        assert as_a_whole[: len(context)] != context
+        assert got == whole(model, list(turns), tools=tool_specs([ADD]))
+    assert context + plain == whole(model, [Turn("system", text_of("heron")), *turns])
+    assert "Adds." in model.tokenizer.decode(got) and "Adds." not in model.tokenizer.decode(plain)
+
+
+def test_forms_are_known_by_the_template() -> None:
+    for kind, form in (("hermes", HERMES), ("may_think", HERMES), ("mistral", MISTRAL), ("llama", LLAMA)):
+        assert ChatForm(chat_model(kind).tokenizer).calls is form
+    plain = ChatForm(byte_tokenizer())
+    assert (plain.has_tools, plain.calls, plain.thinks, plain.hidden) == (False, None, False, {})
+    assert [ChatForm(chat_model(kind).tokenizer).is_thinking for kind in ("thinking", "may_think")] == [True, False]
+    mistral = chat_model("mistral").tokenizer
+    assert ChatForm(mistral).hidden == {mistral.get_vocab()["[TOOL_CALLS]"]: "[TOOL_CALLS]"}
+    both = byte_tokenizer()
+    both.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }} <tool_call>"}
+    assert ChatForm(both).calls is HERMES
+    assert ChatForm(byte_tokenizer(None)).has_tools is False
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (None, "has no tools"),
+        ("{{ messages }}", "has no tools"),
+        ("{{ tools }} <tool_call><function=f>", "form that is not read"),
+        ("{{ tools }} call them!", "form that is not read"),
+    ],
+)
+def test_tools_that_the_template_does_not_have_are_refused(template: str | None, words: str) -> None:
+    form = ChatForm(byte_tokenizer(template))
+    for asked in (ask(tools=(ADD,)), ask(turns=TALK)):
+        with pytest.raises(BadRequestError, match=words):
+            form.require(asked)
+    form.require(ask())
+
+
+def test_a_context_without_a_template_takes_no_tools(built: Path) -> None:
+    async def main() -> None:
+        model = chat_model("hermes")
+        bare = build(built, text_of("bare"), chat=False, model=model)
+        name_artifact(built, "bare-with-tools", bare, "float32")
+        async with backend_of(model, built) as backend:
+            with pytest.raises(BadRequestError, match="without a chat template"):
+                await answer(backend, ask("bare-with-tools", tools=(ADD,)))
+
+    asyncio.run(main())
+
+
+class SayingEngine(FullEngine):
+    """Says what it is told, whatever it is asked: token by token, once the question is in."""
+
+    def __init__(self, loaded: LoadedModel, ids: list[int], question_len: int) -> None:
+        super().__init__(loaded, tail_capacity=2000)
+        self._ids, self._before = ids, question_len
+
+    def step(self, rows: Any, want_logits: bool = False, watch: Any = None) -> StepResult:
+        result = super().step(rows, True, watch)
+        assert result.logits is not None
+        for row, asked in enumerate(rows):
+            at = self.slots[asked.slot].num_rows - self._before
+            if row + 1 == len(rows) and 0 <= at < len(self._ids):
+                result.logits[row] = 0.0
+                result.logits[row, self._ids[at]] = 50.0
+        return StepResult(result.logits.argmax(-1), result.logits, result.fidelity)
+
+
+def backend_of(model: LoadedModel, store: Path, engine: FullEngine | None = None) -> LocalBackend:
+    return LocalBackend(engine or FullEngine(model, tail_capacity=2000), model, settings_of(store))
+
+
+async def events_of(backend: LocalBackend, asked: Ask) -> tuple[list[Piece], Done]:
+    pieces = []
+    async with aclosing(backend.generate(asked)) as events:
+        async for event in events:
+            if isinstance(event, Done):
+                return pieces, event
+            pieces.append(event)
+    raise AssertionError("events end with Done")
+
+
+def saying(store: Path, kind: str, text: str, **more: Any) -> tuple[list[Piece], Done]:
+    """What is told of an answer of that text."""
+
+    async def main() -> tuple[list[Piece], Done]:
+        model = chat_model(kind)
+        asked = ask(kind, max_new_tokens=400, **more)
+        with open_artifact(store / build(store, text_of("heron"), model=model)) as artifact:
+            question = prompt_ids(model.tokenizer, artifact, asked)
+        ids = [*model.tokenizer(text).input_ids, *model.stop_ids]
+        async with backend_of(model, store, SayingEngine(model, ids, len(question))) as backend:
+            return await events_of(backend, asked)
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "want"),
+    [
+        ("hermes", f"Well.\n<tool_call>\n{CALL}\n</tool_call>", ("Well.\n", "", "tool_calls")),
+        ("mistral", f"[TOOL_CALLS][{CALL}]", ("", "", "tool_calls")),
+        ("llama", CALL.replace("arguments", "parameters"), ("", "", "tool_calls")),
+        ("llama", f"<|python_tag|>{CALL}", ("", "", "tool_calls")),
+        ("may_think", f"<think>\nAdd.</think>\n\n<tool_call>{CALL}</tool_call>", ("", "Add.", "tool_calls")),
+        ("thinking", "Add.</think>\n\nNo.", ("No.", "Add.", "stop")),
+        ("hermes", "No.", ("No.", "", "stop")),
+    ],
+)
+def test_what_the_model_says_of_itself_is_told_apart(store: Path, kind: str, text: str, want: Any) -> None:
+    pieces, done = saying(store, kind, text, tools=(ADD,))
+    said = "".join(piece.text for piece in pieces)
+    assert (said, "".join(piece.reasoning for piece in pieces), done.reason) == want
+    calls = [part for piece in pieces for part in piece.calls]
+    assert bool(calls) == (done.reason == "tool_calls")
+    if calls:
+        assert [part.name for part in calls if part.name] == ["add"]
+        assert json.loads("".join(part.arguments for part in calls)) == {"a": 7}
+
+
+def test_without_tools_what_looks_like_a_call_is_said(store: Path) -> None:
+    pieces, done = saying(store, "hermes", f"<tool_call>{CALL}</tool_call>")
+    assert "".join(piece.text for piece in pieces) == f"<tool_call>{CALL}</tool_call>" and done.reason == "stop"
+
+
+def test_logprobs_are_as_many_as_tokens_whatever_the_text_becomes(store: Path) -> None:
+    text = f"<think>Hm.</think>A <tool_call>{CALL}</tool_call>"
+    pieces, done = saying(store, "may_think", text, tools=(ADD,), top_logprobs=1)
+    scores = [score for piece in pieces for score in piece.scores]
+    assert len(scores) == done.new_tokens - 1  # all but the end
+    assert "".join(score.text for score in scores) == text
+
+
+@pytest.mark.parametrize("kind", ["hermes", "mistral", "llama"])
+def test_what_must_be_called_is_called(store: Path, kind: str) -> None:
+    """By a model of random weights, drawing and not; the same alone and among others."""
+
+    async def main() -> None:
+        model = chat_model(kind)
+        bias = tuple((token_id, 8.0) for token_id in model.tokenizer("}0").input_ids)
+        asks = [
+            ask(
+                kind, f"Go {n}!", 300, tools=(ADD,), must_call=("add",), parallel_calls=False,
+                temperature=n % 2, seed=n, logit_bias=bias,
+            )
+            for n in range(4)
+        ]  # fmt: skip
+        async with backend_of(model, store) as backend:
+            alone = [await events_of(backend, asked) for asked in asks]
+            together = await asyncio.gather(*(events_of(backend, asked) for asked in asks))
+        for (pieces, done), (others, other_done) in zip(alone, together, strict=True):
+            assert told(pieces) == told(others) and done == other_done
+            assert done.reason == "tool_calls" and not "".join(piece.text for piece in pieces)
+            assert isinstance(json.loads("".join(part.arguments for piece in pieces for part in piece.calls))["a"], int)
+
+    asyncio.run(main())
+
+
+def told(pieces: list[Piece]) -> str:
+    return "".join(part.name + part.arguments for piece in pieces for part in piece.calls)
+
+
+def test_a_grammar_goes_with_its_request(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finished or cancelled."""
+    grammars: list[weakref.ref[Any]] = []
+    real: Callable[..., Request] = LocalBackend._request  # type: ignore[assignment]
+
+    async def seen(self: LocalBackend, ask: Ask, config: Any, resident: Any, grammar: Any, at: float) -> Request:
+        grammars.append(weakref.ref(grammar))
+        return await real(self, ask, config, resident, grammar, at)  # type: ignore[misc]
+
+    monkeypatch.setattr(LocalBackend, "_request", seen)
+
+    async def main() -> None:
+        model = chat_model("hermes")
+        async with backend_of(model, store) as backend:
+            await events_of(backend, ask("hermes", schema={"type": "object"}, max_new_tokens=3))
+            events = backend.generate(ask("hermes", schema={"type": "array", "items": True}, max_new_tokens=500))
+            await anext(events)
+            await events.aclose()
+            await until(lambda: len(grammars) == 2 and not any(grammar() for grammar in grammars))
+
+    asyncio.run(main())
+
+
+def test_refusals_come_before_any_work(store: Path) -> None:
+    async def main() -> None:
+        model = chat_model("hermes")
+        engine = FullEngine(model)
+        async with backend_of(model, store, engine) as backend:
+            for asked, words in (
+                (ask("hermes", schema={"uniqueItems": True}), "uniqueItems"),
+                (ask("hermes", prompt=(1, 100_000)), "token 100000"),
+                (ask("hermes", logit_bias=((100_000, 1.0),)), "token 100000"),
+                (ask("hermes", prompt=()), "either messages or a prompt|empty"),
+            ):
+                with pytest.raises(BadRequestError, match=words):
+                    await answer(backend, asked)
+        async with backend_of(loaded(), store) as backend:
+            with pytest.raises(BadRequestError, match="has no tools"):
+                await answer(backend, ask("hermes", tools=(ADD,)))
+        assert engine.num_steps == 0 and not engine.contexts
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("max_new_tokens", [0, 1, 4])
+@pytest.mark.parametrize("prompt", ["and so é", None])
+def test_an_echo_has_the_prompt_and_its_scores(built: Path, prompt: str | None, max_new_tokens: int) -> None:
+    """Each token's logprob is that of full attention to all before it; the first has none."""
+    ids = tuple(loaded().tokenizer("and so é").input_ids)
+
+    async def main() -> None:
+        asked = ask(prompt=prompt or ids, echo=True, top_logprobs=2, max_new_tokens=max_new_tokens, keep=1.0)
+        async with running(built) as backend:
+            pieces, done = await events_of(backend, asked)
+            [again] = [piece for piece in (await events_of(backend, asked))[0] if piece.text.startswith("and so é")]
+            _, plain = await answer(backend, ask(prompt=ids, max_new_tokens=max(1, max_new_tokens)))
+        assert pieces[0] == again and pieces[0].text == "and so é" and done.new_tokens == max_new_tokens
+        assert done.reason == "length" and done.question_tokens == plain.question_tokens == len(ids)
+        scores = pieces[0].scores
+        assert [score.token_id for score in scores] == list(ids) and scores[0].logprob is None
+        engine = FullEngine(loaded())
+        with open_artifact(built / build(built, text_of("heron"))) as artifact:
+            engine.add_context(0, artifact)
+        engine.open(0, 0, SearchConfig(), "full")
+        logits = engine.step([StepRow(0, token_id) for token_id in ids], True).logits
+        assert logits is not None
+        for row, score in zip(logits.astype(np.float64), scores[1:], strict=False):
+            logprobs = row - row.max() - np.log(np.exp(row - row.max()).sum())
+            assert score.logprob == pytest.approx(logprobs[score.token_id], abs=1e-6)
+            assert [logprob for _, _, logprob in score.top] == pytest.approx(np.sort(logprobs)[:-3:-1], abs=1e-6)
+        assert len([score for piece in pieces[1:] for score in piece.scores]) == max_new_tokens
+
+    asyncio.run(main())
+
+
+def test_repetition_counts_context_and_question(built: Path) -> None:
+    """So heavy a penalty keeps what the context has away from the answer."""
+
+    async def main() -> None:
+        async with running(built) as backend:
+            text, _ = await answer(backend, ask(repetition_penalty=1e-9, max_new_tokens=40, question="@"))
+            free, _ = await answer(backend, ask(max_new_tokens=40, question="@"))
+        assert set(free) & set(text_of("heron") + "@") or free != text
+
+    asyncio.run(main())
+
+
+def test_tokens_of_texts_and_conversations() -> None:
+    model = chat_model("hermes")
+    form = ChatForm(model.tokenizer)
+    got = tokenize(model.tokenizer, form, TokenizeAsk(text="aé"), 99)
+    assert got == Tokens(ids=tuple(model.tokenizer("aé").input_ids), texts=("a", "Ã", "©"), max_positions=99)
+    asked = TokenizeAsk(turns=TALK, tools=(ADD,))
+    assert list(tokenize(model.tokenizer, form, asked, 99).ids) == whole(model, list(TALK), tools=tool_specs([ADD]))
+    silent = TokenizeAsk(turns=TALK[:1], add_generation_prompt=False)
+    assert (
+        list(tokenize(model.tokenizer, form, silent, 99).ids)
+        == whole(model, [TALK[0]])[: -len("<|im_start|>assistant\n")]
+    )
+    with pytest.raises(ServingError, match="no chat template"):
+        tokenize(byte_tokenizer(None), ChatForm(byte_tokenizer(None)), TokenizeAsk(turns=TALK[:1]), 99)
+    assert choose_wrapping(model.tokenizer) == "system"

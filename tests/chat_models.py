@@ -65,6 +65,6 @@ def chat_model(kind: str, own_tokens: bool = True) -> LoadedModel:
     tokenizer.add_special_tokens({"eos_token": END})
     tokens = _TOKENS.get(kind, {}) if own_tokens else {}
     tokenizer.add_tokens([AddedToken(text, special=is_special) for text, is_special in tokens.items()])
-    model = make_model(vocab_size=len(tokenizer) + 3)  # padded, as real ones are
+    model = make_model(vocab_size=len(tokenizer) + 3, max_position_embeddings=8192)  # padded, as real ones are
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     return wrap_model(model, tokenizer, f"tiny-{kind}")

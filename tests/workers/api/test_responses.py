@@ -50,11 +50,12 @@ def test_text(client: openai.OpenAI) -> None:
 def test_a_stream_is_put_together_as_the_whole(service: Running, client: openai.OpenAI) -> None:
     service.backend.scripts = {"?": Script(CALLS, reason="tool_calls")}
     whole = client.responses.create(model=MODEL, input="?", tools=[TOOL])
+    events = list(client.responses.create(model=MODEL, input="?", tools=[TOOL], stream=True))
+    assert events[-1].type == "response.completed"
     with client.responses.stream(model=MODEL, input="?", tools=[TOOL]) as stream:
-        events = list(stream)
-        final = stream.get_final_response()
+        assert stream.get_final_response().output_text == whole.output_text == "See: "
     assert [item.type for item in whole.output] == ["reasoning", "message", "function_call", "function_call"]
-    told, again = (json.loads(item.to_json()) for item in (whole, final))
+    told, again = (json.loads(item.to_json()) for item in (whole, events[-1].response))
     for one, other in zip(told["output"], again["output"], strict=True):
         assert {key: other[key] for key in one if key != "id"} == {key: one[key] for key in one if key != "id"}
     assert [event.sequence_number for event in events] == list(range(len(events)))

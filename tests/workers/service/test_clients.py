@@ -1,0 +1,192 @@
+"""What clients send, against `csattn serve` as a process with a model of random weights: OpenAI's own client."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import jsonschema
+import openai
+import pytest
+
+from tests.chat_models import chat_model
+from tests.workers.service.conftest import TEXT
+from tests.workers.service.serving import Service, serving
+
+MODEL = "chat@lamps"
+TURNS = 30
+SCHEMA = {
+    "type": "object",
+    "properties": {"lamp": {"type": "integer"}, "is_lit": {"type": "boolean"}},
+    "required": ["lamp", "is_lit"],
+    "additionalProperties": False,
+}
+
+
+def function(name: str, **properties: str) -> dict[str, Any]:
+    schemas = {
+        key: {"type": kind, **({"maxLength": 6} if kind == "string" else {})} for key, kind in properties.items()
+    }
+    parameters = {"type": "object", "properties": schemas, "required": list(schemas), "additionalProperties": False}
+    return {"type": "function", "function": {"name": name, "parameters": parameters, "strict": True}}
+
+
+TOOLS: list[Any] = [
+    function("switch", lamp="integer", on="boolean"),
+    function("read_clock"),
+    function("say", text="string"),
+]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model on disk whose template has tools and thoughts."""
+    place = tmp_path_factory.mktemp("clients") / "chat"
+    model = chat_model("may_think")
+    model.model.save_pretrained(place)
+    model.tokenizer.save_pretrained(place)
+    return place
+
+
+def options_of(model_dir: Path) -> tuple[str, ...]:
+    own = f"--store {model_dir.parent}/store --model {model_dir} --keep 0.2 --threads 1"
+    return *own.split(), "--set", "engine.tail_capacity=8000", "--set", "limits.max_concurrent_requests=64"
+
+
+@pytest.fixture(scope="module")
+def service(model_dir: Path) -> Iterator[Service]:
+    with serving("--local", *options_of(model_dir)) as service:
+        service.register("lamps", TEXT)
+        yield service
+
+
+@pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=pytest.mark.ray)])
+def client(request: pytest.FixtureRequest, model_dir: Path, service: Service) -> Iterator[openai.OpenAI]:
+    if request.param == "local":
+        with service.client() as client:
+            yield client
+        return
+    pytest.importorskip("ray", reason="the package ray is not installed; pip install 'csattn[serve]'")
+    with serving(*options_of(model_dir)) as on_ray, on_ray.client() as client:
+        yield client
+
+
+def endings(client: openai.OpenAI, text: str) -> dict[str, float]:
+    """A bias for that text's tokens, and against thoughts: random weights else hardly ever come to an end."""
+    [think] = tokens_of(client, "<think>")
+    return {str(think): -100, **dict.fromkeys(map(str, tokens_of(client, text)), 20)}
+
+
+def tokens_of(client: openai.OpenAI, text: str) -> list[int]:
+    told = client.post("/../tokenize", body={"prompt": text}, cast_to=httpx2.Response)
+    return list(told.json()["tokens"])
+
+
+def test_an_agent_with_three_tools(client: openai.OpenAI) -> None:
+    """Thirty turns: each calls a tool that is there, with arguments of its schema, and is told the result."""
+    messages: list[Any] = [{"role": "user", "content": "Look after the lamps."}]
+    bias = endings(client, '"},')
+    by_name = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
+    called = []
+    for turn in range(TURNS):
+        message, reason = (streamed if turn % 2 else whole)(
+            client, messages, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, logit_bias=bias,
+            temperature=1.0, seed=turn, max_tokens=300,
+        )  # fmt: skip
+        assert reason == "tool_calls", message
+        [call] = message["tool_calls"]
+        jsonschema.validate(json.loads(call["function"]["arguments"]), by_name[call["function"]["name"]])
+        called.append(call["function"]["name"])
+        messages += [message, {"role": "tool", "tool_call_id": call["id"], "content": f"done: {turn}"}]
+    ids = [message["tool_call_id"] for message in messages if message["role"] == "tool"]
+    assert set(called) == set(by_name) and len(set(ids)) == TURNS
+    last = client.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS, tool_choice="none", max_tokens=5)
+    assert last.choices[0].message.tool_calls is None
+
+
+def whole(client: openai.OpenAI, messages: list[Any], **fields: Any) -> tuple[dict[str, Any], str]:
+    choice = client.chat.completions.create(model=MODEL, messages=messages, **fields).choices[0]
+    return choice.message.to_dict(), choice.finish_reason
+
+
+def streamed(client: openai.OpenAI, messages: list[Any], **fields: Any) -> tuple[dict[str, Any], str]:
+    with client.chat.completions.stream(model=MODEL, messages=messages, **fields) as stream:
+        choice = stream.get_final_completion().choices[0]
+    message = choice.message.to_dict()
+    for call in message["tool_calls"]:  # type: ignore[attr-defined]
+        call["function"].pop("parsed_arguments", None)
+        call.pop("index", None)
+    return {key: value for key, value in message.items() if key != "parsed"}, choice.finish_reason
+
+
+def test_an_answer_of_a_schema(client: openai.OpenAI) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "lamp", "strict": True, "schema": SCHEMA}}
+    asked: Any = {"messages": [{"role": "user", "content": "Which?"}], "max_tokens": 200, "temperature": 1.0, "seed": 3}
+    bias = endings(client, "},")
+    answers = client.chat.completions.create(model=MODEL, response_format=form, n=3, logit_bias=bias, **asked).choices
+    for choice in answers:
+        assert choice.finish_reason == "stop"
+        jsonschema.validate(json.loads(choice.message.content or ""), SCHEMA)
+    again = client.chat.completions.create(model=MODEL, response_format=form, logit_bias=bias, **{**asked, "seed": 4})
+    assert again.choices[0].message.content == answers[1].message.content
+    told = client.responses.create(
+        model=MODEL, input="Which?", text={"format": {"type": "json_schema", "name": "lamp", "schema": SCHEMA}},
+        temperature=1.0, max_output_tokens=200, extra_body={"logit_bias": bias, "seed": 3},
+    )  # fmt: skip
+    assert told.output_text == answers[0].message.content
+
+
+def test_a_tool_through_responses(client: openai.OpenAI) -> None:
+    tools: list[Any] = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    choice: Any = {"type": "function", "name": "switch"}
+    more: dict[str, Any] = {"model": MODEL, "tools": tools, "parallel_tool_calls": False, "max_output_tokens": 200}
+    bias = {"logit_bias": endings(client, "},")}
+    first = client.responses.create(input="Go!", tool_choice=choice, extra_body=bias, **more)
+    [call] = first.output
+    assert call.type == "function_call" and set(json.loads(call.arguments)) == {"lamp", "on"}
+    items: list[Any] = [{"role": "user", "content": "Go!"}, call.to_dict()]
+    items.append({"type": "function_call_output", "call_id": call.call_id, "output": "done"})
+    with client.responses.stream(input=items, tool_choice="required", extra_body=bias, **more) as stream:
+        assert stream.get_final_response().output[0].type == "function_call"
+
+
+def test_an_echo_has_logprobs_as_evaluations_want_them(client: openai.OpenAI) -> None:
+    ids = tokens_of(client, "Lamp 7 is lit at 7.")
+    by_ids = client.completions.create(model=MODEL, prompt=[ids], echo=True, max_tokens=1, logprobs=1, temperature=0)
+    by_text = client.completions.create(model=MODEL, prompt="Lamp 7 is lit at 7.", echo=True, max_tokens=1, logprobs=1)
+    told = by_ids.choices[0].logprobs
+    assert told is not None and told.token_logprobs is not None and told.top_logprobs is not None
+    assert len(told.tokens or []) == len(ids) + 1 and told.token_logprobs[0] is None
+    assert told == by_text.choices[0].logprobs and by_text.choices[0].text.startswith("Lamp 7 is lit at 7.")
+    for logprob, top in zip(told.token_logprobs[1:], told.top_logprobs[1:], strict=True):
+        assert logprob is not None and logprob <= max(top.values()) + 1e-9
+
+
+def test_choices_are_alone_what_they_are_together(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {
+        "model": MODEL, "prompt": "Lamp", "max_tokens": 12, "temperature": 1.0, "frequency_penalty": 0.7,
+        "extra_body": {"top_k": 50, "min_p": 0.01, "repetition_penalty": 1.1},
+    }  # fmt: skip
+    together = [choice.text for choice in client.completions.create(n=4, seed=10, **fields).choices]
+    alone = [client.completions.create(seed=10 + n, **fields).choices[0].text for n in range(4)]
+    assert together == alone and len(set(alone)) > 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"uniqueItems": True}}}},
+            "response_format",
+        ),
+        ({"tools": [function("f")], "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "type"),
+        ({"logit_bias": {"9999": 1}}, "logit_bias"),
+        ({"n": 1000}, "n"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(client: openai.OpenAI, fields: dict[str, Any], param: str) -> None:
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "?"}], **fields}
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model=MODEL, **asked)
+    assert refused.value.param is not None and param in refused.value.param

@@ -31,6 +31,7 @@ ADDRESSES: dict[str, tuple[str, ...]] = {
     "triton": ("index_build/device_kernels.py", "csattn/lightning/*triton_*.py", "workers/model/gpu/*.py"),
     "typer": ("workers/cli*.py",),
     "fastapi": ("workers/api/app.py",),
+    "llguidance": ("workers/serving/grammar.py",),
     "matplotlib": ("workers/plots.py",),
     "transformers": (
         "csattn/models/*.py",

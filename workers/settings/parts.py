@@ -95,7 +95,7 @@ class LimitSettings:
         default=1024, metadata=about("Received, waiting or answered at once by one HTTP process.", lowest=1)
     )
     max_header_bytes: int = field(default=16 << 10, metadata=about("Of a request's header.", lowest=1024))
-    max_json_depth: int = field(default=16, metadata=about("Of lists and objects in each other.", lowest=4))
+    max_json_depth: int = field(default=64, metadata=about("Of lists and objects in each other.", lowest=4))
     max_json_values: int = field(default=100_000, metadata=about("In one request's JSON.", lowest=100))
     max_question_chars: int = field(
         default=1 << 20, metadata=about("Of a request's messages together, or of its prompt.", lowest=1)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.chat_models import chat_model
 from tests.tiny import save
 from tests.workers.service.serving import Service, serving
 
@@ -31,5 +32,23 @@ def options(request: pytest.FixtureRequest, place: Path) -> tuple[str, ...]:
 @pytest.fixture(scope="session")
 def local(options: tuple[str, ...]) -> Iterator[Service]:
     with serving("--local", *options) as service:
+        service.register("lamps", TEXT)
+        yield service
+
+
+@pytest.fixture(scope="session")
+def talking_options(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """Of services with a model whose template has tools and thoughts."""
+    place = tmp_path_factory.mktemp("talking")
+    model = chat_model("may_think")
+    model.model.save_pretrained(place / "chat")
+    model.tokenizer.save_pretrained(place / "chat")
+    own = "--set", "engine.tail_capacity=8000", "--set", "limits.max_concurrent_requests=64"
+    return "--store", str(place / "store"), "--model", str(place / "chat"), "--keep", "0.2", "--threads", "1", *own
+
+
+@pytest.fixture(scope="session")
+def talking(talking_options: tuple[str, ...]) -> Iterator[Service]:
+    with serving("--local", *talking_options) as service:
         service.register("lamps", TEXT)
         yield service

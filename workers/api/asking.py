@@ -15,7 +15,7 @@ from workers.settings import LimitSettings
 
 CHAT_TOKENS = 512  # where a chat does not say how many; OpenAI's own completions have 16
 TEXT_TOKENS = 16
-MAX_STOPS, MAX_STOP_CHARS = 4, 256
+MAX_STOPS, MAX_STOP_CHARS = 16, 256  # OpenAI has 4 of them
 MAX_BIASES, MAX_TOKEN_ID = 1024, 2**31 - 1
 # fields that cannot change an answer here
 IGNORED = (

@@ -1,7 +1,12 @@
 """What an answer may be, token by token: JSON of a schema, or calls of tools in the form of the model's template."""
 
+import asyncio
 import json
+import math
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from fractions import Fraction
 from threading import Lock
 from typing import Any
 
@@ -18,6 +23,11 @@ _MAX_TOLD = 300  # characters of the library's own message
 # on one line, as most of what models have read: with spaces at will, small models never come to an end
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ANYTHING = "/(?s:.*)/"
+# what the library takes seconds for, or minutes
+_MAX_CHARS = 1 << 16  # of all schemas of a request
+_MAX_COUNT = 10_000
+_MAX_MULTIPLE = 100_000  # of which a number has to be a multiple, for all the schema's together
+_COUNTS = {"minItems", "maxItems", "minProperties", "maxProperties"}
 
 
 class Grammars:
@@ -28,18 +38,28 @@ class Grammars:
         self._lock = Lock()
         self._tokenizer: Any = None
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="csattn-masks")
+        self._makers = ThreadPoolExecutor(
+            1, thread_name_prefix="csattn-grammars"
+        )  # a costly one delays others, no step
 
-    def make(self, ask: Ask, form: ChatForm) -> "Grammar | None":
+    async def make(self, ask: Ask, form: ChatForm) -> "Grammar | None":
         """None where the answer is free. Raises BadRequestError for a schema that cannot be held to."""
         if ask.schema is None and not ask.must_call and not any(tool.strict for tool in ask.tools):
             return None
-        for name, schema in _schemas_of(ask):  # one by one, so that the one at fault is named
+        return await asyncio.get_running_loop().run_in_executor(self._makers, self.make_now, ask, form)
+
+    def make_now(self, ask: Ask, form: ChatForm) -> "Grammar":
+        """For an answer that is not free."""
+        schemas = _schemas_of(ask)
+        _require_moderate(schemas)
+        for name, schema in schemas:  # one by one, so that the one at fault is named
             self._matcher(f"start: {_json(schema)}", name)
         matcher = self._matcher(grammar_text(ask, form), "tools" if ask.schema is None else "response_format")
         return Grammar(matcher, self._tokenizer.vocab_size, self._loaded.stop_ids, self._pool)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._makers):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _matcher(self, text: str, field: str) -> Any:
         try:
@@ -118,12 +138,14 @@ class Grammar:
 
 def grammar_text(ask: Ask, form: ChatForm) -> str:
     """What llguidance reads: its variant of Lark's syntax."""
-    rules: list[str] = []
-    if ask.must_call or ask.schema is None:
-        assert form.calls is not None, "calls need a form"
-        rules += _call_rules(ask, form, form.calls)
+    tools = _held_tools(ask)
+    rules = _call_rules(ask, form, tools) if tools else []
+    if not ask.must_call and ask.schema is not None:
+        rules += [f"answer: {'calls | ' if tools else ''}told", f"told: {_json(ask.schema)}"]
+    elif ask.must_call:
+        rules.append("answer: calls")
     else:
-        rules.append(f"answer: {_json(ask.schema)}")
+        rules += _free_rules(form)
     if ask.turns and form.thinks:
         thought = _marker(form, THOUGHT)
         rules.append(f"thought: {_ANYTHING} {thought} gap" if thought[0] == "<" else "thought: hidden gap")
@@ -133,41 +155,99 @@ def grammar_text(ask: Ask, form: ChatForm) -> str:
     return "\n".join(["start: answer", *rules]) + "\n"
 
 
-def _call_rules(ask: Ask, form: ChatForm, format: CallFormat) -> list[str]:
-    tools = [tool for tool in ask.tools if not ask.must_call or tool.name in ask.must_call]
-    before, after = format.run
-    opening = _marker(form, format.opening)
-    wraps_each = bool(format.closing)
-    call = " | ".join(f"call{i}" for i in range(len(tools)))
-    rules = [_call_rule(f"call{i}", tool, format) for i, tool in enumerate(tools)]
-    each, more = f"({call})", f"({json.dumps(format.joint)} one)*" if ask.parallel_calls else ""
-    if wraps_each:
-        each = f'"\\n" ({call}) "\\n" {_marker(form, format.closing)}'
-        joint = f"({json.dumps(format.joint)} {opening} one)*" if ask.parallel_calls else ""
-        run = f"one {joint}"
-    else:
-        run = f"{_text(before)} one {more} {_text(after)}"
-    rules += [f"one: {each}", f"run: {run}"]
-    announced = f"{opening} run" if format.is_announced else "run"
+def _require_moderate(schemas: list[tuple[str, dict[str, Any] | bool]]) -> None:
+    """Refuse what would be too costly."""
+    num_chars = sum(len(json.dumps(schema)) for _, schema in schemas)
+    if num_chars > _MAX_CHARS:
+        raise BadRequestError(
+            f"the schemas have {num_chars:,} characters, wanted at most {_MAX_CHARS:,}; leave out what answers do not "
+            "need",
+            schemas[0][0],
+        )
+    for name, schema in schemas:
+        numbers = list(_numbers(schema))
+        counts = [value for key, value in numbers if key in _COUNTS]
+        multiples = [Fraction(str(value)) for key, value in numbers if key == "multipleOf" and value > 0]
+        scale = math.lcm(*(multiple.denominator for multiple in multiples))
+        together = math.lcm(*(int(multiple * scale) for multiple in multiples))
+        if max(counts, default=0) > _MAX_COUNT or together > _MAX_MULTIPLE:
+            raise BadRequestError(
+                f"the schema in {name} is too costly: wanted counts of at most {_MAX_COUNT:,}, and multipleOf whose "
+                f"least common multiple is at most {_MAX_MULTIPLE:,}",
+                name,
+            )
+
+
+def _numbers(schema: object) -> Iterator[tuple[str, float]]:
+    """Keys with numbers, anywhere in a schema."""
+    if isinstance(schema, list):
+        for item in schema:
+            yield from _numbers(item)
+    elif isinstance(schema, dict):
+        for key, value in schema.items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                yield key, value
+            yield from _numbers(value)
+
+
+def _held_tools(ask: Ask) -> list[Tool]:
+    """The tools that may be called, with the schemas that their arguments are held to."""
     if ask.must_call:
-        return [*rules, f"answer: {announced}"]
-    if not format.is_announced:  # an answer that begins with an object is a call
-        return [*rules, "answer: run | said", "said: /[^{](?s:.*)/"]
+        return [tool for tool in ask.tools if tool.name in ask.must_call]
+    return [tool if tool.strict else replace(tool, parameters={"type": "object"}) for tool in ask.tools]
+
+
+def _call_rules(ask: Ask, form: ChatForm, tools: list[Tool]) -> list[str]:
+    """`calls`: from what announces them; `run`: behind that."""
+    format = form.calls
+    assert format is not None, "tools were refused where calls have no form"
+    opening = _marker(form, format.opening)
+    call = " | ".join(f"call{i}" for i in range(len(tools)))
+    is_object = not format.is_announced and ask.schema is not None  # as the answer is: one must not rule out the other
+    rules = [f"call{i}: {(_call_object if is_object else _call)(tool, format)}" for i, tool in enumerate(tools)]
+    if format.closing:  # each call is announced, and closed
+        one, again = (
+            f'"\\n" ({call}) "\\n" {_marker(form, format.closing)}',
+            f"{json.dumps(format.joint)} {opening} one",
+        )
+    else:
+        one, again = call, f"{json.dumps(format.joint)} one"
+    before, after = map(_text, format.run)
+    more = f"({again})*" if ask.parallel_calls else ""
+    announced = f"{opening} run" if format.is_announced else "run"
+    return [*rules, f"one: {one}", f"run: {before} one {more} {after}", f"calls: {announced}"]
+
+
+def _free_rules(form: ChatForm) -> list[str]:
+    """`answer`: any text, in which what announces a call is followed by one."""
+    assert form.calls is not None
+    opening = _marker(form, form.calls.opening)
+    if not form.calls.is_announced:  # an answer that begins with an object is a call
+        return ["answer: run | said", "said: /[^{](?s:.*)/"]
     if opening[0] == "<":
-        return [*rules, f"answer: {_ANYTHING} ({opening} run)?"]
-    return [*rules, "answer: said | heard run", f"said: {_ANYTHING}", f"heard[suffix={opening}]: {_ANYTHING}"]
+        return [f"answer: {_ANYTHING} ({opening} run)?"]
+    return ["answer: said | heard run", f"said: {_ANYTHING}", f"heard[suffix={opening}]: {_ANYTHING}"]
 
 
-def _call_rule(rule: str, tool: Tool, format: CallFormat) -> str:
+def _call(tool: Tool, format: CallFormat) -> str:
     head = f'{{"name": {json.dumps(tool.name)}, "{format.arguments_key}": '
-    return f'{rule}: {json.dumps(head)} {_json(tool.parameters)} "}}"'
+    return f'{json.dumps(head)} {_json(tool.parameters)} "}}"'
+
+
+def _call_object(tool: Tool, format: CallFormat) -> str:
+    """The same as one schema. With an id of its own, references in the tool's schema stay within it."""
+    parameters = {"$id": f"urn:tool:{tool.name}", **tool.parameters}
+    names = ["name", format.arguments_key]
+    properties = dict(zip(names, ({"const": tool.name}, parameters), strict=True))
+    return _json({"type": "object", "properties": properties, "required": names, "additionalProperties": False})
 
 
 def _schemas_of(ask: Ask) -> list[tuple[str, dict[str, Any] | bool]]:
+    """With the fields that they came in."""
     named: list[tuple[str, dict[str, Any] | bool]] = []
-    if ask.schema is not None:
+    if ask.schema is not None and not ask.must_call:
         named.append(("response_format", ask.schema))
-    return named + [(f"tools: {tool.name}", tool.parameters) for tool in ask.tools]
+    return named + [(f"tools: {tool.name}", tool.parameters) for tool in _held_tools(ask)]
 
 
 def _json(schema: dict[str, Any] | bool) -> str:

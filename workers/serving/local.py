@@ -124,7 +124,7 @@ class LocalBackend:
                     require_possible(ask, self._max_chars)
                     self._require_tokens(ask)
                     self._form.require(ask)
-                    grammar = await self._beside(self._grammars.make, ask, self._form)
+                    grammar = await self._grammars.make(ask, self._form)
                     path = await self._contexts.artifact_path(ask.context)
                     config = self._search_config(ask)
                     using = self._residency.using(path, config, self._selector(ask))

@@ -97,12 +97,11 @@ class Request:
             self.prompt_scores.append(self.writer.score(token_id, row, num_top))
 
     def take_echo(self) -> Piece | None:
-        """The prompt, once, when all of it is fed."""
+        """The prompt, when all of it has just been fed."""
         if self.echo is None or self.question_left:
             return None
-        piece = Piece(self.echo, tuple(self.prompt_scores))
-        self.echo, self.prompt_scores = None, []
-        return piece
+        scores, self.prompt_scores = tuple(self.prompt_scores), []
+        return Piece(self.echo, scores)
 
     def done(self, reason: Finish) -> Done:
         return Done(
@@ -130,7 +129,7 @@ class Writer:
 
     @property
     def has_stopped(self) -> bool:
-        return self._stops.found
+        return self._stops.found or (self._speech is not None and self._speech.has_ended)
 
     @property
     def has_called(self) -> bool:

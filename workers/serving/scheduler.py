@@ -8,7 +8,7 @@ from csattn.artifact import Artifact
 from csattn.errors import ConfigError, CsattnError
 from workers.serving.flow import Flow
 from workers.serving.inbox import Call, Inbox
-from workers.serving.messages import BadRequestError, Done, Finish, ServingError, TimedOutError, WorkerLostError
+from workers.serving.messages import BadRequestError, Done, Finish, Piece, ServingError, TimedOutError, WorkerLostError
 from workers.serving.metrics import Metrics
 from workers.serving.outlet import Outlet
 from workers.serving.plan import plan_step
@@ -215,6 +215,8 @@ class Scheduler:
             has_ended = is_over or request.writer.has_stopped
         if has_ended or len(request.token_ids) >= request.max_new_tokens:
             self._put(request, request.writer.finish())
+            if token_id in self._stop_ids and request.scores_prompt and score is not None:
+                self._put(request, Piece("", (score,)))  # who sums up a text's scores counts on one for every token
             reason: Finish = "stop" if has_ended or request.writer.has_stopped else "length"
             if reason == "stop" and request.writer.has_called:
                 reason = "tool_calls"

@@ -27,9 +27,18 @@ class Speech:
     is said as it is: one that is no JSON, or of a tool that was not offered."""
 
     def __init__(
-        self, request_id: str, format: CallFormat | None, tools: Set[str], *, thinks: bool, is_thinking: bool
+        self,
+        request_id: str,
+        format: CallFormat | None,
+        tools: Set[str],
+        *,
+        thinks: bool,
+        is_thinking: bool,
+        parallel_calls: bool = True,
     ) -> None:
         """is_thinking: the prompt ends within a thought; thinks: the answer may begin with one."""
+        self._parallel_calls = parallel_calls
+        self.has_ended = False  # with the only call that there may be
         self._request_id, self._format, self._tools = request_id, format, tools
         self._rest, self._parts = "", Parts()
         self._is_final = False
@@ -134,6 +143,8 @@ class Speech:
             self._parts.text += whole
             return bool(self._rest)
         self._lead, self._state, self._drops_space = "", self._between_calls, True
+        if not self._parallel_calls and call.end is not None:
+            self.has_ended, self._rest = True, ""
         return bool(self._rest)
 
     def _tell_whole(self, text: str) -> bool:
@@ -216,7 +227,14 @@ def speech_of(ask: Ask, form: ChatForm) -> Speech | None:
     if not ask.turns or not (form.thinks or format):
         return None
     names = {tool.name for tool in ask.tools}
-    return Speech(ask.request_id, format, names, thinks=form.thinks, is_thinking=form.is_thinking)
+    return Speech(
+        ask.request_id,
+        format,
+        names,
+        thinks=form.thinks,
+        is_thinking=form.is_thinking,
+        parallel_calls=ask.parallel_calls,
+    )
 
 
 def _overlap(text: str, marker: str) -> int:

@@ -176,7 +176,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"n": 97}, "n", "between 1 and 96"),
     ({"n": "1"}, "n", "wanted a whole number"),
     ({"n": True}, "n", "wanted a whole number"),
-    ({"stop": ["a"] * 5}, "stop", "5 entries, wanted at most 4"),
+    ({"stop": ["a"] * 17}, "stop", "17 entries, wanted at most 16"),
     ({"stop": [1]}, "stop", "is 1, wanted text"),
     ({"stop": ""}, "stop", "empty text"),
     ({"stop": "x" * 257}, "stop", "257 characters"),

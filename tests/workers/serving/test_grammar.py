@@ -1,5 +1,6 @@
 """Random walks through what a grammar allows: whatever is drawn, the answer is of the schema, or calls the tools."""
 
+import asyncio
 import json
 import weakref
 from typing import Any
@@ -45,8 +46,7 @@ def walk(
     is likelier than it else would be."""
     model = chat_model(kind, own_tokens)
     form, rng = ChatForm(model.tokenizer), np.random.default_rng(seed)
-    grammar = Grammars(model).make(asked, form)
-    assert grammar is not None
+    grammar = Grammars(model).make_now(asked, form)
     writer = Writer(model.tokenizer, (), speech_of(asked, form), form.hidden)
     likely = [*model.tokenizer('"}],').input_ids, *model.tokenizer("0123456789").input_ids, *form.marker_ids.values()]
     [end] = model.stop_ids
@@ -128,6 +128,30 @@ def test_a_strict_tool_is_called_by_its_schema_or_not_at_all(kind: str, opening:
 
 
 @pytest.mark.parametrize("own_tokens", [True, False])
+@pytest.mark.parametrize("kind", ["hermes", "mistral", "llama"])
+def test_an_answer_of_a_schema_may_be_a_call_instead(kind: str, own_tokens: bool) -> None:
+    lists = {"type": "object", "properties": {"z": {"type": "null"}}, "required": ["z"], "additionalProperties": False}
+    opening = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama": '{"name": '}[kind]
+    tools = (Tool("add", INT, strict=True), Tool("go", {"type": "object"}), Tool("get-tree", TOOLS[1].parameters))
+    asked = ask(tools=tools, schema=lists)
+    for seed in range(4):
+        text, _, calls = walk(kind, asked, seed, own_tokens, opening)
+        assert calls and not text
+        assert all(name != "add" or isinstance(arguments["a"], int) for name, arguments in calls)
+        text, _, calls = walk(kind, asked, seed, own_tokens, '{"z"')
+        assert json.loads(text) == {"z": None} and not calls
+
+
+def test_a_tool_whose_schema_is_not_held_to_may_have_any() -> None:
+    odd = Tool("odd", {"type": "object", "properties": {"a": {"uniqueItems": True}}, "required": ["a"]})
+    asked = ask(tools=(Tool("add", INT, strict=True), odd))
+    assert walk("hermes", asked, 0, begins='<tool_call>\n{"name": "odd", "arguments": {}}\n</tool_call>')[2] == [
+        ("odd", {})
+    ]
+    walk("hermes", ask(tools=(Tool("add", INT), odd), must_call=("add",)), 0)
+
+
+@pytest.mark.parametrize("own_tokens", [True, False])
 @pytest.mark.parametrize(
     ("kind", "begins"),
     [("thinking", "Hm\n</think>\n\n"), ("may_think", "<think>Hm\n</think>\n"), ("may_think", "{")],
@@ -148,38 +172,53 @@ def test_a_thought_is_free_and_the_answer_is_not(kind: str, begins: str, own_tok
         (False, "Unsatisfiable"),
         ({"$ref": "http://example.com/x"}, "example.com"),
         ({"type": "string", "pattern": "(?=a)b"}, "regex"),
+        ({"type": "array", "maxItems": 1_000_000}, "too costly"),
+        ({"type": "integer", "multipleOf": 9_999_991}, "too costly"),
+        ({"allOf": [{"type": "integer", "multipleOf": 997}, {"multipleOf": 991}]}, "too costly"),
+        ({"type": "string", "description": "x" * 70_000}, "characters"),
     ],
 )
 def test_what_no_answer_can_be_held_to_is_said_beforehand(schema: Any, words: str) -> None:
     model = chat_model("hermes")
     form = ChatForm(model.tokenizer)
     with pytest.raises(BadRequestError, match=words) as refused:
-        Grammars(model).make(ask(schema=schema), form)
+        Grammars(model).make_now(ask(schema=schema), form)
     assert refused.value.param == "response_format" and len(refused.value.message) < 600
     if isinstance(schema, dict):
         tool = Tool("bad", {"type": "object", "properties": {"x": schema}, "required": ["x"]})
-        with pytest.raises(BadRequestError, match="tools: bad"):
-            Grammars(model).make(ask(tools=(TOOLS[0], tool), must_call=("bad",)), form)
+        with pytest.raises(BadRequestError, match=f"{words}|tools: bad") as refused:
+            Grammars(model).make_now(ask(tools=(TOOLS[0], tool), must_call=("bad",)), form)
+        assert refused.value.param == "tools: bad"
 
 
 def test_an_answer_without_an_end_token_goes_on_while_it_may() -> None:
-    grammar = Grammars(loaded()).make(ask(schema={"type": "integer"}), ChatForm(loaded().tokenizer))
-    assert grammar is not None
+    grammar = Grammars(loaded()).make_now(ask(schema={"type": "integer"}), ChatForm(loaded().tokenizer))
     [one] = loaded().tokenizer("1").input_ids
     grammar.accept(one)
     allowed = np.flatnonzero(grammar.allowed(256))
     assert loaded().tokenizer.decode(allowed) == "0123456789" and not grammar.is_over
 
 
+def test_multiples_that_go_together_are_held_to() -> None:
+    schema = {
+        "type": "array",
+        "prefixItems": [{"type": "number", "multipleOf": m} for m in (0.25, 60, 100, 7)],
+        "minItems": 4,
+    }
+    text, _, _ = walk("hermes", ask(schema=schema), 0)
+    jsonschema.validate(json.loads(text), schema)
+
+
 def test_free_answers_have_no_grammar() -> None:
     grammars, form = Grammars(loaded()), ChatForm(loaded().tokenizer)
-    assert grammars.make(ask(), form) is None
-    assert grammars.make(ask(tools=(Tool("f", INT),)), form) is None
+    assert asyncio.run(grammars.make(ask(), form)) is None
+    assert asyncio.run(grammars.make(ask(tools=(Tool("f", INT),)), form)) is None
+    assert asyncio.run(grammars.make(ask(schema=True), form)) is not None
 
 
 def test_a_grammar_that_nobody_holds_is_gone() -> None:
     model = chat_model("hermes")
-    grammar: Grammar | None = Grammars(model).make(ask(schema=INT), ChatForm(model.tokenizer))
+    grammar: Grammar | None = Grammars(model).make_now(ask(schema=INT), ChatForm(model.tokenizer))
     assert grammar is not None
     grammar.begin()
     grammar.allowed(300)

@@ -110,3 +110,11 @@ def test_a_call_is_told_while_it_comes() -> None:
     assert (first.name, first.arguments) == ("add", '{"a": [1') and len(first.call_id) == 9 and first.call_id.isalnum()
     assert [part.arguments for part in speech.add(', {"b": 2}]').calls] == [', {"b": 2}]']
     assert [part.arguments for part in speech.add("}}</tool_call>").calls] == ["}"]
+
+
+def test_the_only_call_that_may_be_ends_the_answer() -> None:
+    speech = Speech("id", HERMES, TOOLS, thinks=False, is_thinking=False, parallel_calls=False)
+    speech.add(f"See: <tool_call>{ADD[:-1]}")
+    assert not speech.has_ended
+    speech.add("}")
+    assert speech.has_ended and speech.num_calls == 1

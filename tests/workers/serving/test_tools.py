@@ -202,6 +202,18 @@ def test_what_the_model_says_of_itself_is_told_apart(store: Path, kind: str, tex
         assert json.loads("".join(part.arguments for part in calls)) == {"a": 7}
 
 
+def test_one_call_where_only_one_may_be(store: Path) -> None:
+    pieces, done = saying(store, "hermes", f"<tool_call>{CALL}</tool_call>" * 2, tools=(ADD,), parallel_calls=False)
+    assert told(pieces) == 'add{"a": 7}' and done.reason == "tool_calls"
+
+
+def test_an_echo_scores_the_end_too(store: Path) -> None:
+    """An evaluation leaves out the last score, which is the answer's and not the prompt's."""
+    pieces, done = saying(store, "hermes", "", prompt="abc", echo=True, top_logprobs=1)
+    scores = [score for piece in pieces for score in piece.scores]
+    assert [score.text for score in scores] == ["a", "b", "c", "<|im_end|>"] and done.new_tokens == 1
+
+
 def test_without_tools_what_looks_like_a_call_is_said(store: Path) -> None:
     pieces, done = saying(store, "hermes", f"<tool_call>{CALL}</tool_call>")
     assert "".join(piece.text for piece in pieces) == f"<tool_call>{CALL}</tool_call>" and done.reason == "stop"

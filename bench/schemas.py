@@ -23,7 +23,7 @@ from bench.schema_cases import Schema, schema_cases
 from bench.timing import finish, gate
 
 MAX_TOKENS = 1500
-BIAS = 6.0
+BIAS = 8.0
 
 
 @dataclass

@@ -22,8 +22,8 @@ from jsonschema import Draft202012Validator
 from bench.schema_cases import Schema, schema_cases
 from bench.timing import finish, gate
 
-MAX_TOKENS = 1500
-BIAS = 8.0
+MAX_TOKENS = 4000
+BIAS = {'"': 6, "}": 4, "]": 4, "<think>": -100}  # where it is one token
 
 
 @dataclass
@@ -100,11 +100,11 @@ def _ask(client: openai.OpenAI, model: str, schema: Schema, seed: int, bias: dic
 def _endings(url: str, key: str) -> dict[str, int]:
     """A bias for what ends something, and against thoughts."""
     bias = {}
-    for text, value in (*((char, BIAS) for char in '"}]'), ("<think>", -100)):
+    for text, value in BIAS.items():
         reply = httpx2.post(f"{url}/tokenize", json={"prompt": text}, headers={"Authorization": f"Bearer {key}"})
-        [*_, token_id] = reply.raise_for_status().json()["tokens"]
-        if text != "<think>" or len(reply.json()["tokens"]) == 1:
-            bias[str(token_id)] = int(value)
+        token_ids = reply.raise_for_status().json()["tokens"]
+        if len(token_ids) == 1:
+            bias[str(token_ids[0])] = value
     return bias
 
 

@@ -1,0 +1,191 @@
+"""Every cell of docs/capabilities.md: decoded in, or refused by a sentence."""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from csattn.artifact import Artifact, open_artifact
+from csattn.attention import device as attention
+from csattn.config import ListConfig, SearchConfig, preset
+from csattn.errors import ConfigError
+from csattn.models import LoadedModel
+from csattn.models.loader import wrap_model
+from csattn.search.device import compiling
+from index_build.pipeline import build_artifact
+from offload import gather, slot_cache, step_mail
+from offload.budget import AvailableMemory
+from offload.codecs.formats import KvFormat
+from tests.cuda_on_cpu import emulated
+from tests.cuda_on_cpu.emulated import DEVICE
+from tests.tiny import byte_tokenizer, make_model, token_ids
+from workers.engine import PLACEMENTS, gpu_engine, opening, placed_model
+from workers.engine.opening import open_engine
+from workers.searchers.worker_searcher import WorkerSearcher
+from workers.service import making
+from workers.serving.step_engine import StepEngine, StepRow
+from workers.settings import EngineSettings
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "capabilities.md"
+EVERYWHERE = ("cpu", "host", "hybrid", "device")
+CONTEXT_LENS = 300, 260
+QUESTION, NUM_STEPS = token_ids(4, seed=1).tolist(), 3
+ALL = SearchConfig(keep=1.0, sink_len=2, window_len=8)
+
+
+@cache
+def loaded() -> LoadedModel:
+    """Its heads are wide enough for all codecs."""
+    return wrap_model(make_model(num_attention_heads=4, num_key_value_heads=2, head_dim=32), byte_tokenizer(), "wide")
+
+
+@dataclass(frozen=True)
+class Capability:
+    """Of an engine: what is asked of it besides its placement."""
+
+    preset: str = "default"
+    search: dict[str, Any] = field(default_factory=dict)
+    selector: str = "csattn"
+    codec: str | None = None
+    budget_bytes: int | None = None
+    num_workers: int = 0
+    num_requests: int = 1
+    own_keep: float = 1.0
+
+
+CAPABILITIES = {
+    "preset `default`: the sketch": Capability(),
+    "preset `lists`": Capability("lists"),
+    "preset `paper`": Capability("paper"),
+    "chosen a layer ahead": Capability(search={"lookahead": 1}),
+    "searched for at every fourth token": Capability(search={"search_period": 4}),
+    "the rest by moments": Capability(search={"rest": "moments"}),
+    "several contexts and requests in one step": Capability(num_requests=2),
+    "a request's own `keep`": Capability(own_keep=0.2),
+    "KV in Q8_0": Capability(codec="q8_0"),
+    "KV in Q4_0": Capability(codec="q4_0"),
+    "KV in FP8": Capability(codec="fp8"),
+    "full attention": Capability(selector="full"),
+    "search workers": Capability(num_workers=2),
+    "a context partly on disk, within a budget of host memory": Capability(budget_bytes=1 << 21),
+    "other selectors over the same artifact": Capability(selector="exact"),
+}
+REFUSALS = {
+    1: "where the GPU searches; search workers serve",
+    2: "a host budget is for decoding",
+    3: "a GPU decodes with",
+}
+
+
+def cells() -> dict[tuple[str, str], str]:
+    """What the document says, by capability and placement."""
+    rows = re.findall(r"^\| (.+?) \|" + 4 * r" (yes|no \(\d\)) \|" + "$", DOCUMENT.read_text(), re.MULTILINE)
+    return {(name, placement): said for name, *told in rows for placement, said in zip(EVERYWHERE, told, strict=True)}
+
+
+def test_the_document_has_every_cell() -> None:
+    assert set(cells()) == {(name, placement) for name in CAPABILITIES for placement in EVERYWHERE}
+
+
+@pytest.fixture(autouse=True)
+def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulator.stand_in(monkeypatch, compiling, attention, gather, slot_cache, step_mail)
+    if DEVICE.type == "cpu":
+        no_lock = partial(placed_model.PinnedRows, register=_ignore, unregister=_ignore)
+        monkeypatch.setattr(placed_model, "PinnedRows", no_lock)
+        monkeypatch.setattr(gpu_engine, "require_device", _ignore)
+        monkeypatch.setattr(making, "require_device", _ignore)
+        plenty = AvailableMemory(device_bytes=1 << 40, host_bytes=1 << 40)
+        monkeypatch.setattr(placed_model, "available_memory", lambda device: plenty)
+        monkeypatch.setattr(opening, "GpuEngine", partial(gpu_engine.GpuEngine, device=DEVICE))
+
+
+def _ignore(*_: object, **__: object) -> None:
+    """Memory that the device reads needs no registration where the device is the CPU."""
+
+
+@pytest.fixture(scope="module")
+def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[Artifact]]]:
+    """Two contexts, by preset."""
+    store = tmp_path_factory.mktemp("store")
+    configs = {"default": preset("default")}
+    for name in ("lists", "paper"):
+        of_lists = preset(name)
+        assert isinstance(of_lists, ListConfig)
+        configs[name] = replace(of_lists, num_centroids=8, num_iterations=2)
+    with ExitStack() as stack:
+        yield {
+            name: [
+                stack.enter_context(open_artifact(build_artifact(loaded(), token_ids(n, seed=n), config, store).path))
+                for n in CONTEXT_LENS
+            ]
+            for name, config in configs.items()
+        }
+
+
+@contextmanager
+def opened(artifacts: list[Artifact], placement: str, asked: Capability) -> Iterator[StepEngine]:
+    """Raises a sentence where the placement cannot do what is asked."""
+    if asked.num_workers:
+        making._require_engine(EngineSettings(placement=placement, num_search_workers=asked.num_workers))
+    config = replace(ALL, **asked.search)
+    options: dict[str, Any] = {"num_slots": 2, "tail_capacity": 16, "num_threads": 2}
+    if asked.num_workers:
+        options["searcher"] = WorkerSearcher(asked.num_workers)
+    if placement != "cpu":
+        options |= {"batch_sizes": (1, 2), "num_contexts": 2, "max_context_len": max(CONTEXT_LENS)}
+    codec = None if asked.codec is None else KvFormat.parse(asked.codec)
+    where = {"placement": placement, "kv_format": codec, "host_budget_bytes": asked.budget_bytes}
+    with open_engine(loaded(), artifacts[0], config, asked.selector, **where, **options) as engine:
+        if asked.num_requests > 1:
+            engine.add_context(1, artifacts[1])
+        for slot in range(asked.num_requests):
+            engine.open(slot, slot, replace(config, keep=asked.own_keep), asked.selector)
+        yield engine
+
+
+def decoded(engine: StepEngine, num_requests: int) -> np.ndarray:
+    """Logits after a question of each request, then after the likeliest tokens: [steps, requests, vocab_size]."""
+    tokens = [[token] * num_requests for token in QUESTION]
+    logits = []
+    for step in range(len(QUESTION) + NUM_STEPS):
+        of_step = tokens[step] if step < len(QUESTION) else logits[-1].argmax(-1).tolist()
+        result = engine.step([StepRow(slot, token) for slot, token in enumerate(of_step)], want_logits=True)
+        assert result.logits is not None
+        logits.append(result.logits.copy())
+    return np.stack(logits[len(QUESTION) - 1 :])
+
+
+@pytest.fixture(scope="module")
+def wanted(artifacts: dict[str, list[Artifact]]) -> Callable[[Capability], np.ndarray]:
+    """Full attention's logits on the CPU, over rows in that codec; of a request that keeps less, its own there."""
+
+    @cache
+    def decode(of_preset: str, codec: str | None, num_requests: int, own_keep: float) -> np.ndarray:
+        selector = "full" if own_keep == 1 else "csattn"
+        asked = Capability(of_preset, selector=selector, codec=codec, num_requests=num_requests, own_keep=own_keep)
+        with opened(artifacts[of_preset], "cpu", asked) as engine:
+            return decoded(engine, num_requests)
+
+    return lambda asked: decode(asked.preset, asked.codec, asked.num_requests, asked.own_keep)
+
+
+@pytest.mark.parametrize("placement", EVERYWHERE)
+@pytest.mark.parametrize("name", CAPABILITIES)
+def test_a_cell_is_as_documented(artifacts, wanted, name: str, placement: str) -> None:
+    asked, said = CAPABILITIES[name], cells()[name, placement]
+    if said != "yes":
+        number = int(said[-2])
+        with pytest.raises(ConfigError, match=REFUSALS[number]), opened(artifacts[asked.preset], placement, asked):
+            pass
+        return
+    if placement in PLACEMENTS and DEVICE.type == "cpu":
+        pytest.skip("this machine has no CUDA device")
+    with opened(artifacts[asked.preset], placement, asked) as engine:
+        np.testing.assert_allclose(decoded(engine, asked.num_requests), wanted(asked), rtol=2e-3, atol=2e-3)

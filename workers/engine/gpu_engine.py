@@ -10,7 +10,7 @@ from typing import Self
 import torch
 
 from csattn.artifact import Artifact
-from csattn.config import SearchConfig, SketchConfig
+from csattn.config import ListConfig, SearchConfig, SketchConfig
 from csattn.cpus import available_cpus
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
@@ -126,6 +126,11 @@ class GpuEngine:
                 f"keep is {config.keep} and lookahead {config.lookahead}, but steps on a GPU are captured with up to "
                 f"{self.config.keep} and {self.config.lookahead}; ask for no more, and leave the others out"
             )
+        if selector != "full" and self._ready().shape.attends_all and config.keep < 1:
+            raise ConfigError(
+                f"keep is {config.keep}, but over lists this GPU was set to keep all rows, which is full attention; "
+                "leave it out, or start another engine"
+            )
         self._requests[slot] = _Request(context_id, config)
 
     def close_slot(self, slot: int) -> None:
@@ -161,7 +166,7 @@ class GpuEngine:
     def reading(self, slot: int) -> Reading:
         request = self._request(slot)
         context_len, own = self._context_len(request.context_id), (request.tail_len + 1) / 2
-        if self.selector == "full":
+        if self._ready().shape.attends_all:
             return Reading("full", context_len + own)
         resident = min(context_len, request.config.sink_len + request.config.window_len)
         far = min(request.config.top_k(context_len), context_len - resident)
@@ -212,7 +217,9 @@ class GpuEngine:
         )
 
     def _shape_for(self, artifact: Artifact) -> EngineShape:
-        geometry, index_config, full = self.loaded.geometry, artifact.spec.index_config, self.selector == "full"
+        geometry, index_config = self.loaded.geometry, artifact.spec.index_config
+        # no list has all keys, so what lists do not name would be missing where everything is to be kept
+        full = self.selector == "full" or (self.config.keep == 1 and isinstance(index_config, ListConfig))
         longest = self._max_context_len or artifact.spec.context_len
         return EngineShape(
             num_layers=geometry.num_layers,
@@ -228,7 +235,7 @@ class GpuEngine:
             num_contexts=self._num_contexts,
             num_tails=self.num_slots,
             tail_capacity=self.tail_capacity,
-            rest=resolve_rest(self.config, self.selector, index_config.layout),
+            rest=resolve_rest(self.config, "full" if full else self.selector, index_config.layout),
             attends_all=full,
             kv_format=self._kv_format,
             max_segments=len(index_config.segment_starts(longest)) if isinstance(index_config, SketchConfig) else 0,
@@ -242,7 +249,7 @@ class GpuEngine:
         q, chosen = placed.watch.seen()
         kv = artifact.layer_kv(layer_idx).to(placed.device)
         tail = placed.attention.tails[layer_idx, slot, :, :tail_len]
-        return fidelity(Seen(layer_idx, view, q, tail, 0, view.middle if self.selector == "full" else chosen), kv)
+        return fidelity(Seen(layer_idx, view, q, tail, 0, view.middle if placed.shape.attends_all else chosen), kv)
 
     def _tail_lens(self, rows: Sequence[StepRow]) -> list[int]:
         """Rows of its tail that each row sees, its own included. Raises before anything changes."""

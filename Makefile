@@ -72,6 +72,7 @@ check: $(DEV_STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy $(PACKAGES) bench
+	$(BIN)/python -m bench.figures --check
 	$(BIN)/python -m pytest -q tests/test_imports.py
 
 format: $(DEV_STAMP)

@@ -87,7 +87,9 @@ def full_attention_case(work: Workload, options: Options) -> dict[str, Any]:
 
 def streamed_case(work: Workload, options: Options) -> dict[str, Any]:
     """Full attention over KV that is copied from pinned host memory, each layer's during the layer before."""
-    prepared = streamed(work, replace(options, shape=replace(options.shape, layers=options.shape.layers[:STREAMED_LAYERS])))
+    prepared = streamed(
+        work, replace(options, shape=replace(options.shape, layers=options.shape.layers[:STREAMED_LAYERS]))
+    )
     attention, rows = prepared.attention, work.step_rows(0)
     kv = work.separate_kv(0)
     q = work.queries(0)[0].contiguous()

@@ -154,9 +154,7 @@ class Routes:
         return FileResponse(STATIC / name, headers=PAGE_HEADERS, media_type=PAGE_FILES[name])
 
     async def _answer(self, request: Request, asked: Asked) -> Response:
-        answering = Answering(
-            self._backend, asked, self._measures, request.state.arrived_at, self._limits.request_timeout_s
-        )
+        answering = Answering(self._backend, asked, self._measures, request.state.arrived_at, self._limits)
         if asked.stream:
             return EventStream(answering.chunks(), self._measures, *([b""] if asked.kind == "response" else []))
         return _json(await unless_gone(answering.whole(), request.receive))

@@ -7,7 +7,7 @@ from typing import Any, Literal, cast, get_args
 from csattn.config import RestKind
 from csattn.selector_names import SELECTOR_NAMES
 from workers.api.fields import Fields
-from workers.api.names import context_of
+from workers.api.names import context_of, context_or_own
 from workers.api.tools import read_format, read_tools
 from workers.api.turns import read_turns, require_answerable
 from workers.serving.messages import Ask, BadRequestError, Sampling, Selector
@@ -68,7 +68,8 @@ def _read(fields: Fields, request_id: str, model: str, limits: LimitSettings, ki
     sampling = read_sampling(fields, **{name: own.pop(name) for name in ("max_new_tokens", "top_logprobs")})
     ours = read_ours(fields)
     fields.finish()
-    ask = Ask(request_id=request_id, context=context_of(asked_model, model), sampling=sampling, **own, **ours)
+    context = context_of(asked_model, model) if kind == "text" else context_or_own(asked_model, model)
+    ask = Ask(request_id=request_id, context=context, sampling=sampling, **own, **ours)
     each = [ask] if prompts is None else [replace(ask, prompt=prompt) for prompt in prompts]
     asks = tuple(choice for ask in each for choice in _choices(ask, num_choices))
     named = (replace(ask, request_id=f"{request_id}-{i}" if i else request_id) for i, ask in enumerate(asks))

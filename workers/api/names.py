@@ -32,6 +32,11 @@ def context_of(asked: str, model: str) -> str:
     return context
 
 
+def context_or_own(asked: str, model: str) -> str:
+    """The same; empty for the model's name alone: then the conversation brings its own context."""
+    return "" if asked == model else context_of(asked, model)
+
+
 def checked_context_name(name: str) -> str:
     if CONTEXT_NAME.fullmatch(name) is None:
         raise BadRequestError(

@@ -7,7 +7,7 @@ from typing import Any, cast
 from workers.api.answers import chat_score, usage
 from workers.api.asking import CHAT_TOKENS, Asked, ignore_what_changes_nothing, max_new_tokens, read_ours, read_sampling
 from workers.api.fields import Fields
-from workers.api.names import context_of
+from workers.api.names import context_or_own
 from workers.api.tools import read_call, read_format, read_tools
 from workers.api.turns import ROLES, content_of, require_answerable, require_turns
 from workers.serving.messages import Ask, Done, Piece, Turn
@@ -54,7 +54,7 @@ def read_response(body: object, request_id: str, model: str, limits: LimitSettin
     )
     ours = read_ours(fields)
     fields.finish()
-    context = context_of(asked_model, model)
+    context = context_or_own(asked_model, model)
     ask = Ask(request_id=request_id, context=context, turns=turns, sampling=sampling, **form, **tools, **ours)
     return ResponseAsked((ask,), 1, asked_model, "response", stream, told=told)
 

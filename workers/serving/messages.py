@@ -65,7 +65,7 @@ class Ask:
     """One request. Either `turns` (chat) or `prompt` (text or tokens that go on where the context ends)."""
 
     request_id: str
-    context: str  # name, as registered
+    context: str  # name, as registered; empty until the conversation has brought its own
     turns: tuple[Turn, ...] = ()
     prompt: str | tuple[int, ...] | None = None
     echo: bool = False  # the prompt's text comes first, and its scores where logprobs are asked for

@@ -100,6 +100,9 @@ class LimitSettings:
     max_question_chars: int = field(
         default=1 << 20, metadata=about("Of a request's messages together, or of its prompt.", lowest=1)
     )
+    max_own_contexts: int = field(
+        default=64, metadata=about("Made of system messages, where a request names no context.", lowest=0)
+    )
     body_timeout_s: float = field(
         default=60.0, metadata=about("Within which a request's body has to be here.", above=0.0, highest=3600.0)
     )

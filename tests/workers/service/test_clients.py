@@ -168,3 +168,21 @@ def test_what_cannot_be_done_is_refused_by_name(client: openai.OpenAI, fields: d
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(model=MODEL, **asked)
     assert refused.value.param is not None and param in refused.value.param
+
+
+def test_a_conversation_brings_its_own_context(client: openai.OpenAI) -> None:
+    text = "".join(f"Door {door} opens at {door % 12}. " for door in range(40))
+    told: list[Any] = [{"role": "system", "content": text}, {"role": "user", "content": "When does door 7 open?"}]
+    first = client.chat.completions.create(model="chat", messages=told, max_tokens=8)
+    assert first.usage is not None and first.usage.prompt_tokens_details is not None
+    assert (first.usage.prompt_tokens_details.cached_tokens or 0) > 400
+    [own] = [model.id for model in client.models.list() if "@system-" in model.id]
+    again = client.chat.completions.create(model="chat", messages=told, max_tokens=8)
+    named = client.chat.completions.create(model=own, messages=told[1:], max_tokens=8)
+    answers = {whole.choices[0].message.content for whole in (first, again, named)}
+    assert len(answers) == 1
+    client.delete(f"/contexts/{own.partition('@')[2]}", cast_to=httpx2.Response)
+    with pytest.raises(openai.BadRequestError, match="has to be of the role system"):
+        client.chat.completions.create(model="chat", messages=told[1:], max_tokens=8)
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="chat", prompt="When?", max_tokens=8)

@@ -60,6 +60,6 @@ def test_there_are_only_so_many_of_them() -> None:
     backend.add("handbook")
     for number in range(2):
         found(backend, ask(Turn("system", f"{number} {TEXT}"), TURNS[1]))
-    with pytest.raises(BadRequestError, match="has made 2 contexts, as many as it may .limits.max_own_contexts"):
+    with pytest.raises(BadRequestError, match="has made 2 contexts, as many as it may"):
         found(backend, ask(*TURNS))
     assert found(backend, ask(Turn("system", f"1 {TEXT}"), TURNS[1])).context in backend.infos

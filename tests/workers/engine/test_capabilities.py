@@ -12,20 +12,17 @@ import numpy as np
 import pytest
 
 from csattn.artifact import Artifact, open_artifact
-from csattn.attention import device as attention
 from csattn.config import ListConfig, SearchConfig, preset
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
 from csattn.models.loader import wrap_model
-from csattn.search.device import compiling
 from index_build.pipeline import build_artifact
-from offload import gather, slot_cache, step_mail
-from offload.budget import AvailableMemory
 from offload.codecs.formats import KvFormat
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
 from tests.tiny import byte_tokenizer, make_model, token_ids
-from workers.engine import PLACEMENTS, gpu_engine, opening, placed_model
+from tests.workers.engine.emulated_engine import emulate, ignore
+from workers.engine import PLACEMENTS, gpu_engine, opening
 from workers.engine.opening import open_engine
 from workers.searchers.worker_searcher import WorkerSearcher
 from workers.service import making
@@ -95,19 +92,10 @@ def test_the_document_has_every_cell() -> None:
 
 @pytest.fixture(autouse=True)
 def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    emulator.stand_in(monkeypatch, compiling, attention, gather, slot_cache, step_mail)
+    emulate(emulator, monkeypatch)
     if DEVICE.type == "cpu":
-        no_lock = partial(placed_model.PinnedRows, register=_ignore, unregister=_ignore)
-        monkeypatch.setattr(placed_model, "PinnedRows", no_lock)
-        monkeypatch.setattr(gpu_engine, "require_device", _ignore)
-        monkeypatch.setattr(making, "require_device", _ignore)
-        plenty = AvailableMemory(device_bytes=1 << 40, host_bytes=1 << 40)
-        monkeypatch.setattr(placed_model, "available_memory", lambda device: plenty)
+        monkeypatch.setattr(making, "require_device", ignore)
         monkeypatch.setattr(opening, "GpuEngine", partial(gpu_engine.GpuEngine, device=DEVICE))
-
-
-def _ignore(*_: object, **__: object) -> None:
-    """Memory that the device reads needs no registration where the device is the CPU."""
 
 
 @pytest.fixture(scope="module")

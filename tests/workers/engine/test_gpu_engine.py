@@ -11,21 +11,18 @@ import numpy as np
 import pytest
 
 from csattn.artifact import Artifact, open_artifact
-from csattn.attention import device as attention
 from csattn.config import SearchConfig, preset
 from csattn.errors import ConfigError, ContextError
-from csattn.search.device import compiling
 from index_build.pipeline import build_artifact
-from offload import gather, slot_cache, step_mail
-from offload.budget import AvailableMemory
 from offload.codecs.formats import KvFormat
 from offload.errors import CodecError, MemoryPlanError, PinningError
 from offload.pinned import PinnedRows
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
 from tests.tiny import loaded, token_ids
+from tests.workers.engine.emulated_engine import emulate, ignore
 from tests.workers.engine.talks import next_ids_beside_nan
-from workers.engine import PLACEMENTS, gpu_engine, placed_model
+from workers.engine import PLACEMENTS, placed_model
 from workers.engine.cpu_engine import CpuEngine
 from workers.engine.gpu_engine import GpuEngine
 from workers.engine.memory import plan_context, plan_memory
@@ -42,17 +39,7 @@ NUM_STEPS = 2 if DEVICE.type == "cpu" else 12
 
 @pytest.fixture(autouse=True)
 def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    emulator.stand_in(monkeypatch, compiling, attention, gather, slot_cache, step_mail)
-    if DEVICE.type == "cpu":
-        no_lock = partial(placed_model.PinnedRows, register=ignore, unregister=ignore)
-        monkeypatch.setattr(placed_model, "PinnedRows", no_lock)
-        monkeypatch.setattr(gpu_engine, "require_device", ignore)
-        plenty = AvailableMemory(device_bytes=1 << 40, host_bytes=1 << 40)
-        monkeypatch.setattr(placed_model, "available_memory", lambda device: plenty)
-
-
-def ignore(*_: object, **__: object) -> None:
-    """Memory that the device reads needs no registration where the device is the CPU."""
+    emulate(emulator, monkeypatch)
 
 
 @pytest.fixture(scope="module")

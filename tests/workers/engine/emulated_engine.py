@@ -1,0 +1,29 @@
+"""A `GpuEngine` where there is no device: its kernels run on the CPU."""
+
+from functools import partial
+
+import pytest
+
+from csattn.attention import device as attention
+from csattn.search.device import compiling
+from offload import gather, slot_cache, step_mail
+from offload.budget import AvailableMemory
+from tests.cuda_on_cpu import emulated
+from tests.cuda_on_cpu.emulated import DEVICE
+from workers.engine import gpu_engine, placed_model
+
+
+def emulate(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the test ends, and only where there is no device."""
+    emulator.stand_in(monkeypatch, compiling, attention, gather, slot_cache, step_mail)
+    if DEVICE.type == "cuda":
+        return
+    no_lock = partial(placed_model.PinnedRows, register=ignore, unregister=ignore)
+    monkeypatch.setattr(placed_model, "PinnedRows", no_lock)
+    monkeypatch.setattr(gpu_engine, "require_device", ignore)
+    plenty = AvailableMemory(device_bytes=1 << 40, host_bytes=1 << 40)
+    monkeypatch.setattr(placed_model, "available_memory", lambda device: plenty)
+
+
+def ignore(*_: object, **__: object) -> None:
+    """Memory that the device reads needs no registration where the device is the CPU."""

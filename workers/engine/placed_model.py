@@ -1,6 +1,7 @@
 """A model and its contexts on a GPU: memory is planned first, then everything is loaded, once."""
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor
@@ -127,28 +128,39 @@ class PlacedModel:
         return cached, SearchOnHost(shape, index, cached, self._searcher, device)
 
     def _load(self, context_id: int, artifact: Artifact) -> None:
+        """All of it, or nothing: who makes room and comes again finds what it held free, and no page locked."""
+        with ExitStack() as undo:
+            self._load_parts(context_id, artifact, undo)
+            undo.pop_all()
+        self.artifacts[context_id] = artifact
+
+    def _load_parts(self, context_id: int, artifact: Artifact, undo: ExitStack) -> None:
         built = [artifact.layer_kv(layer_idx) for layer_idx in range(self.shape.num_layers)]
         layers = context_layers(self.shape, built)
         if isinstance(self.far, DeviceRows):
             self.far.load(context_id, layers)
+            undo.callback(self.far.unload, context_id)
             kv = self.far.layers(context_id)
         else:
-            self._pinned[context_id] = self._pin(list(layers))
-            kv = self._pinned[context_id].layers
-            self.far.load(context_id, self._pinned[context_id])
+            self._pinned[context_id] = pinned = self._pin(list(layers))
+            undo.callback(lambda: self._pinned.pop(context_id).close())
+            kv = pinned.layers
+            self.far.load(context_id, pinned)
+            undo.callback(self.far.unload, context_id)
         plain = None if self.shape.kv_format is None else built
         if isinstance(self.attention, SearchOnHost):
             indexes = [artifact.layer_index(layer_idx) for layer_idx in range(self.shape.num_layers)]
             self.attention.load(context_id, kv, indexes, plain)
+            undo.callback(self.attention.unload, context_id)
             assert self._searcher is not None
             self._searcher.load(context_id, artifact)
         elif isinstance(self.attention, SearchOnDevice):
             self.attention.load(context_id, kv, self._index_on_device(artifact), plain)
+            undo.callback(self.attention.unload, context_id)
         if self._next_query is not None:
             for layer_idx in range(self.shape.num_layers - 1):
                 matrix = artifact.layer_index(layer_idx).next_query
                 self._next_query[context_id, layer_idx].copy_(torch.tensor(matrix))
-        self.artifacts[context_id] = artifact
 
     def _pin(self, kv: Sequence[Tensor]) -> PinnedRows:
         def tell(done: int, total: int) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from csattn.artifact import Artifact, open_artifact
 from csattn.config import SearchConfig, preset
@@ -26,6 +27,7 @@ from workers.engine import PLACEMENTS, placed_model
 from workers.engine.cpu_engine import CpuEngine
 from workers.engine.gpu_engine import GpuEngine
 from workers.engine.memory import plan_context, plan_memory
+from workers.engine.on_device import SearchOnDevice
 from workers.searchers.worker_searcher import WorkerSearcher
 from workers.serving.messages import Selector
 from workers.serving.step_engine import StepEngine, StepRow
@@ -158,6 +160,28 @@ def test_memory_that_cannot_be_pinned_is_a_sentence_and_leaves_the_engine_as_it_
             ready.open(1, 1, CONFIG, "csattn")
     finally:
         ready.close()
+
+
+def test_a_context_that_is_loaded_in_part_locks_no_page_and_can_come_again(artifacts, monkeypatch) -> None:
+    locked: list[int] = []
+    pin = partial(PinnedRows, register=lambda address, *_, **__: locked.append(address), unregister=locked.remove)
+    with make_engine("hybrid") as engine:
+        engine.add_context(0, artifacts[0])
+        if DEVICE.type == "cpu":
+            monkeypatch.setattr(placed_model, "PinnedRows", pin)
+        with monkeypatch.context() as patch:
+            patch.setattr(SearchOnDevice, "load", run_out)
+            with pytest.raises(torch.OutOfMemoryError):
+                engine.add_context(1, artifacts[1])
+        assert not locked
+        engine.add_context(1, artifacts[1])
+        assert bool(locked) == (DEVICE.type == "cpu")
+        engine.open(0, 1, CONFIG, "csattn")
+        engine.step([StepRow(0, 1)])
+
+
+def run_out(*_: object, **__: object) -> None:
+    raise torch.OutOfMemoryError("no room")
 
 
 def refuse(*_: object, **__: object) -> None:

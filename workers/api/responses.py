@@ -68,6 +68,7 @@ class ResponseForm:
         self._items: list[dict[str, Any]] = []  # the last one may be open
         self._is_open = False
         self._num_events = 0
+        self._scores: list[dict[str, Any]] = []  # of tokens whose text, if there is any, comes later
 
     def whole(self, pieces: list[list[Piece]], dones: list[Done]) -> dict[str, Any]:
         for piece in pieces[0]:
@@ -85,9 +86,11 @@ class ResponseForm:
         if piece.reasoning:
             events += self._open("reasoning")
             events.append(self._add("content", "response.reasoning_text.delta", piece.reasoning))
+        if piece.text or not (piece.reasoning or piece.calls):  # what those are of is told without scores
+            self._scores += [chat_score(score) for score in piece.scores]
         if piece.text:
             events += self._open("message")
-            scores = [chat_score(score) for score in piece.scores]
+            scores, self._scores = self._scores, []
             self._items[-1]["content"][0]["logprobs"] += scores
             events.append(self._add("content", "response.output_text.delta", piece.text, logprobs=scores))
         for part in piece.calls:
@@ -101,6 +104,8 @@ class ResponseForm:
         """What the stream ends with."""
         status = "incomplete" if done.reason == "length" else "completed"
         events = [] if self._items else self._open("message")
+        if self._items[-1]["type"] == "message":
+            self._items[-1]["content"][0]["logprobs"] += self._scores
         events += self._close(status)
         return [*events, self._event(f"response.{status}", response=self._response(done))]
 

@@ -76,6 +76,13 @@ def test_logprobs_come_where_they_are_included(service: Running, client: openai.
     [score] = item.content[0].logprobs or []
     assert (score.token, score.logprob, score.top_logprobs[0].token) == ("A", -0.5, "B")
     assert service.backend.asks[-1].sampling.top_logprobs == 1
+    words = Piece("", (TokenScore(1, "\ufffd", -0.1),)), Piece("é", (TokenScore(2, "\ufffd", -0.2),))
+    service.backend.scripts = {"?": Script((*words, Piece("", (TokenScore(3, "", -0.3),))))}
+    answer = client.responses.create(model=MODEL, input="?", include=["message.output_text.logprobs"])
+    item = answer.output[0]
+    assert item.type == "message" and item.content[0].type == "output_text"
+    told = [score.logprob for score in item.content[0].logprobs or []]
+    assert told == [-0.1, -0.2, -0.3], "of every token, also where it ends no character"
 
 
 def test_an_empty_answer_is_an_empty_message(service: Running, client: openai.OpenAI) -> None:

@@ -26,6 +26,7 @@ log = logging.getLogger("csattn.api")
 
 T = TypeVar("T")
 MAX_HELD = 16  # events of a request with several answers, beside what each of them holds
+BROKEN_OFF = "the answer broke off; the request may be sent again"
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies would else gather it
 
 
@@ -124,8 +125,12 @@ class Answering:
                     raise TimedOutError(
                         f"the answer was not complete within {self._timeout_s:g} s; ask for fewer tokens"
                     ) from None
+                except asyncio.CancelledError:
+                    if asyncio.current_task().cancelling():  # type: ignore[union-attr]
+                        raise
+                    raise WorkerLostError(BROKEN_OFF) from None  # what the backend waited for was cancelled
                 except StopAsyncIteration:
-                    raise WorkerLostError("the answer broke off; the request may be sent again") from None
+                    raise WorkerLostError(BROKEN_OFF) from None
                 now = time.monotonic()
                 if first_at is None:
                     first_at = now

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from threading import Condition
 from typing import Any
 
+from workers.serving.messages import ServingError, copy_of
 from workers.serving.request import Request
 
 Call = tuple[Callable[[], Any], "Future[Any]"]
@@ -30,10 +31,18 @@ class Inbox:
         self._changed = Condition()
         self._news = News()
         self._nudged = False
+        self._refusal: ServingError | None = None
+
+    def close(self, refusal: ServingError) -> None:
+        """What is here is still taken; what would be handed in from now on is refused, for nobody would take it."""
+        with self._changed:
+            self._refusal = refusal
 
     def submit(self, request: Request) -> None:
         """Its place was reserved with `Flow.reserve`, and is given back when the request is over."""
         with self._changed:
+            if self._refusal is not None:
+                raise copy_of(self._refusal)
             self._news.arrived.append(request)
             self._changed.notify()
 
@@ -47,6 +56,9 @@ class Inbox:
         """Run something on the engine's thread, between two steps, after what was handed in before."""
         future: Future[Any] = Future()
         with self._changed:
+            if self._refusal is not None:
+                future.set_exception(copy_of(self._refusal))
+                return future
             self._news.calls.append((work, future))
             self._changed.notify()
         return future

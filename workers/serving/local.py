@@ -34,6 +34,8 @@ from workers.serving.messages import (
     TimedOutError,
     TokenizeAsk,
     Tokens,
+    WorkerLostError,
+    copy_of,
 )
 from workers.serving.metrics import Metrics
 from workers.serving.outlet import Outlet
@@ -41,6 +43,7 @@ from workers.serving.prompts import (
     longest_question,
     prompt_ids,
     require_content,
+    require_embedded,
     require_possible,
     require_tokens,
     room_for,
@@ -52,7 +55,7 @@ from workers.serving.residency import Residency, Resident
 from workers.serving.scheduler import Scheduler
 from workers.serving.speech import speech_of
 from workers.serving.step_engine import StepEngine
-from workers.serving.step_thread import StepThread
+from workers.serving.step_thread import CLOSING, StepThread
 from workers.serving.tools import ChatForm
 from workers.serving.usable import Usable
 from workers.settings import Settings
@@ -133,12 +136,13 @@ class LocalBackend:
                 raise TimedOutError(f"the request waited {timeout_s:.0f} s for its context; ask again later") from None
             try:
                 self._require_steps()
-                request = await self._request(ask, config, resident, grammar, arrived_at)
-                scheduler.inbox.submit(request)
+                made = await self._request(ask, config, resident, grammar, arrived_at)
+                scheduler.inbox.submit(made)
+                request = made
                 while True:
                     event = await request.outlet.next()
                     if isinstance(event, ServingError):
-                        raise _copy(event)
+                        raise copy_of(event)
                     yield event
                     if isinstance(event, Done):
                         return
@@ -146,6 +150,10 @@ class LocalBackend:
                 if request is not None:
                     scheduler.inbox.cancel(request)  # before its context may be unloaded
                 await using.__aexit__(None, None, None)
+        except asyncio.CancelledError:
+            if asyncio.current_task().cancelling():  # type: ignore[union-attr]
+                raise
+            raise WorkerLostError(CLOSING) from None  # what it waited for was cancelled, not the request
         finally:
             if request is None:
                 scheduler.flow.release(was_answered=False)
@@ -197,7 +205,7 @@ class LocalBackend:
     def _require_steps(self) -> None:
         """What a request waited for may have taken longer than the service lives."""
         if (closed := self._scheduler.flow.closed) is not None and not (self._steps and self._steps.is_alive):
-            raise _copy(closed)
+            raise copy_of(closed)
 
     async def _beside(self, work: Callable[..., T], *arguments: Any) -> T:
         """In a thread for tokenisers."""
@@ -209,6 +217,7 @@ class LocalBackend:
         scheduler, sampling = self._scheduler, ask.sampling
         artifact = resident.artifact
         ids = await self._beside(prompt_ids, self._loaded.tokenizer, artifact, ask)
+        require_embedded(ids, self._loaded.geometry.vocab_size, "messages" if ask.prompt is None else "prompt")
         context_len = artifact.spec.context_len
         room = room_for(ask, context_len, len(ids), self._engine.max_positions, self._engine.tail_capacity)
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed & (2**64 - 1)
@@ -257,10 +266,3 @@ class LocalBackend:
         text = StringIO(text.removeprefix("\ufeff"), newline=None).read()  # as builds read it
         ids = context_ids(self._loaded.tokenizer, text, wrapping)
         return hash_token_ids(ids) == artifact.spec.token_ids_sha256
-
-
-def _copy(error: ServingError) -> ServingError:
-    """Several requests may be told the same, and an exception belongs to one of them."""
-    make, arguments = error.__reduce__()
-    copied: ServingError = make(*arguments)
-    return copied

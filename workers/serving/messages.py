@@ -185,6 +185,13 @@ class ServingError(CsattnError):
         return type(self), (self.message, self.param, self.retry_after_s)
 
 
+def copy_of(error: ServingError) -> ServingError:
+    """Several requests may be told the same, and an exception belongs to one of them."""
+    make, arguments = error.__reduce__()
+    copied: ServingError = make(*arguments)
+    return copied
+
+
 class BadRequestError(ServingError):
     """The request can never be answered as it is."""
 

@@ -68,6 +68,15 @@ def require_tokens(tokenizer: Any, ids: Iterable[int], field: str) -> None:
         )
 
 
+def require_embedded(ids: Iterable[int], vocab_size: int, field: str) -> None:
+    """Some tokenizers have tokens that their model has no embedding of: a step with one would fail for all its rows."""
+    if (greatest := max(ids, default=0)) >= vocab_size:
+        raise BadRequestError(
+            f"{field} has the token {greatest}, and the model's embedding has those below {vocab_size}; leave it out",
+            field,
+        )
+
+
 @contextmanager
 def _template_errors(field: str) -> Iterator[None]:
     """Templates raise errors of their own, of any class; what they were given is not theirs alone to judge."""

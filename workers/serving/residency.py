@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -161,7 +161,8 @@ class Residency:
     async def _unload(self, path: Path) -> None:
         resident = self._residents.pop(path)
         scheduler = self._scheduler
-        await asyncio.wrap_future(scheduler.inbox.call(lambda: scheduler.unload(resident.context_id)))
+        with suppress(WorkerLostError):  # the engine has ended, and its contexts with it
+            await asyncio.wrap_future(scheduler.inbox.call(lambda: scheduler.unload(resident.context_id)))
         resident.artifact.close()
 
 

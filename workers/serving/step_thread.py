@@ -8,7 +8,7 @@ from workers.serving.messages import WorkerLostError
 from workers.serving.scheduler import Scheduler
 from workers.serving.step_engine import StepEngine
 
-_CLOSING = "the service is shutting down; send the request again when it is back"
+CLOSING = "the service is shutting down; send the request again when it is back"
 _log = logging.getLogger(__name__)
 
 
@@ -31,7 +31,7 @@ class StepThread:
         Blocks; new requests are refused from now on.
         """
         flow = self._scheduler.flow
-        flow.closed = WorkerLostError(_CLOSING)
+        flow.closed = WorkerLostError(CLOSING)
         deadline = time.monotonic() + drain_s
         while flow.num_in_flight and self.is_alive and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -52,5 +52,6 @@ class StepThread:
                 continue
             if idle_s != 0.0 and not self._is_ending:
                 scheduler.inbox.wait(idle_s)
-        scheduler.fail_all(WorkerLostError(_CLOSING))
+        scheduler.inbox.close(WorkerLostError(CLOSING))
+        scheduler.fail_all(WorkerLostError(CLOSING))
         self._engine.close()

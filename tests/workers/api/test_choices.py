@@ -1,5 +1,6 @@
 """OpenAI's own client: several answers, calls, thoughts, echoes, and tokens."""
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -73,6 +74,17 @@ def test_one_answer_that_fails_ends_the_others(service: Running, client: openai.
     service.backend.scripts = {"a": slow, "b": Script(fail_at=0, error=OverloadedError("full"))}
     with pytest.raises(openai.APIError if stream else openai.RateLimitError, match="full"):
         list(client.completions.create(model=MODEL, prompt=["a", "a", "b"], stream=stream, max_tokens=100))
+    assert eventually(lambda: not service.backend.running)
+
+
+@pytest.mark.parametrize("prompt", ["a", ["a", "b"]])
+def test_an_answer_whose_backend_is_cancelled_is_not_waited_for(
+    service: Running, client: openai.OpenAI, prompt: str | list[str]
+) -> None:
+    service.backend.scripts = {"a": Script(fail_at=0, error=asyncio.CancelledError())}
+    with pytest.raises(openai.InternalServerError, match="broke off") as broken:
+        client.completions.create(model=MODEL, prompt=prompt)
+    assert broken.value.status_code == 503
     assert eventually(lambda: not service.backend.running)
 
 

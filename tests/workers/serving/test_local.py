@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
@@ -16,6 +17,7 @@ from tests.idle import is_idle
 from tests.tiny import loaded
 from tests.workers.serving.artifacts import SECRETS
 from tests.workers.serving.full_engine import FullEngine
+from workers.serving import local
 from workers.serving.local import LocalBackend
 from workers.serving.messages import (
     Ask,
@@ -30,6 +32,7 @@ from workers.serving.messages import (
     UnknownContextError,
     WorkerLostError,
 )
+from workers.serving.request import Request
 from workers.settings import LimitSettings, Settings, StoreSettings
 
 
@@ -267,6 +270,57 @@ def test_closing_lets_requests_finish_and_then_ends_them(built: Path) -> None:
             assert not (await backend.health()).ready
             with pytest.raises(WorkerLostError):
                 await answer(backend, ask())
+
+    asyncio.run(main())
+
+
+def test_closing_ends_requests_that_no_step_has_seen(built: Path) -> None:
+    """They wait to become tokens, or have just become tokens: nobody would take them any more."""
+
+    async def main() -> None:
+        opened = threading.Event()
+        backend = LocalBackend(FullEngine(loaded()), loaded(), settings_of(built))
+        await backend.start()
+        for _ in range(2):
+            backend._tokenisers.submit(opened.wait)
+        waiting = asyncio.create_task(answer(backend, ask()))
+        try:
+            await until(lambda: backend._tokenisers._work_queue.qsize() > 0)
+            await backend.close(drain_s=0.0)
+            async with asyncio.timeout(10):
+                with pytest.raises(WorkerLostError, match="shutting down"):
+                    await waiting
+        finally:
+            opened.set()
+        assert backend._scheduler.flow.num_in_flight == 0
+
+        backend = LocalBackend(FullEngine(loaded()), loaded(), settings_of(built))
+        await backend.start()
+        make = backend._request
+
+        async def late(*arguments: Any) -> Request:
+            made = await make(*arguments)
+            await backend.close(drain_s=0.0)
+            return made
+
+        backend._request = late  # type: ignore[method-assign]
+        async with asyncio.timeout(10):
+            with pytest.raises(WorkerLostError, match="shutting down"):
+                await answer(backend, ask())
+        assert backend._scheduler.flow.num_in_flight == 0
+
+    asyncio.run(main())
+
+
+def test_a_token_without_an_embedding_is_the_requests_fault(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        vocab_size = loaded().geometry.vocab_size
+        async with running(built) as backend:
+            with monkeypatch.context() as patch:
+                patch.setattr(local, "prompt_ids", lambda *_: [1, vocab_size])
+                with pytest.raises(BadRequestError, match=f"the token {vocab_size}"):
+                    await answer(backend, ask(repetition_penalty=1.5))
+            assert isinstance((await answer(backend, ask()))[1], Done)
 
     asyncio.run(main())
 

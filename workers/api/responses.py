@@ -225,7 +225,7 @@ def _turns(fields: Fields, limits: LimitSettings) -> tuple[Turn, ...]:
     else:
         turns.append(Turn("user", Fields({"input": came}).needed_text("input", most_chars)))
     if not turns:
-        fields.refuse("input", "is an empty list, wanted text or items")
+        fields.refuse("input", "has no message to answer, wanted text or items")
     require_turns(tuple(turns), fields, "input", most_chars)
     require_answerable(tuple(turns), fields, "input")
     return tuple(turns)

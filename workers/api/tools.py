@@ -87,7 +87,7 @@ def require_answered_calls(turns: tuple[Turn, ...], fields: Fields, name: str) -
     called: set[str] = set()
     for turn in turns:
         if turn.role == "tool" and turn.call_id not in called:
-            fields.refuse(name, "have an answer of a tool to a call that no message before it has made")
+            fields.refuse(name, "must not answer a call of a tool that no message before has made")
         called |= {call.call_id for call in turn.calls}
 
 

@@ -21,13 +21,13 @@ def read_turns(fields: Fields, limits: LimitSettings) -> tuple[Turn, ...]:
 def require_turns(turns: tuple[Turn, ...], fields: Fields, name: str, most_chars: int) -> None:
     num_chars = sum(len(turn.content) + len(turn.reasoning) + len(str(turn.calls)) - 2 for turn in turns)
     if num_chars > most_chars:
-        fields.refuse(name, f"have {num_chars} characters, wanted at most {most_chars}")
+        fields.refuse(name, f"may have {most_chars} characters in all, got {num_chars}")
     require_answered_calls(turns, fields, name)
 
 
 def require_answerable(turns: tuple[Turn, ...], fields: Fields, name: str) -> None:
     if turns[-1].role not in ("user", "tool"):
-        fields.refuse(name, f"end with one of role {turns[-1].role}, wanted one of role user or tool")
+        fields.refuse(name, f"must end with one of role user or tool, got one of role {turns[-1].role}")
 
 
 def _turn(value: object, where: str, most_chars: int) -> Turn:

@@ -131,7 +131,8 @@ def test_the_form_of_an_answer() -> None:
     ("fields", "words"),
     [
         ({"input": None}, "input is missing"),
-        ({"input": []}, "input is an empty list"),
+        ({"input": []}, "input has no message"),
+        ({"input": [{"type": "reasoning", "summary": []}]}, "input has no message"),
         ({"input": 3}, "input is 3"),
         ({"input": "x" * 501}, "501 characters"),
         (
@@ -139,8 +140,14 @@ def test_the_form_of_an_answer() -> None:
             r"input\[0\].content\[0\].type .*only text",
         ),
         ({"input": [{"type": "item_reference", "id": "x"}]}, r"input\[0\].type is"),
-        ({"input": [{"role": "assistant", "content": "x"}]}, "end with one of role assistant"),
-        ({"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]}, "no message before it has made"),
+        (
+            {"input": [{"role": "assistant", "content": "x"}]},
+            "input must end with one of role user or tool, got one of role assistant",
+        ),
+        (
+            {"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]},
+            "input must not answer a call of a tool that no message before has made",
+        ),
         ({"previous_response_id": "resp_1"}, "previous_response_id is .*nothing is stored here"),
         ({"conversation": "conv_1"}, "nothing is stored here"),
         ({"background": True}, "background is true"),

@@ -118,11 +118,13 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, li
 
 
 @contextmanager
-def opened(artifacts: list[Artifact], placement: str, asked: Capability) -> Iterator[StepEngine]:
+def opened(
+    artifacts: list[Artifact], placement: str, asked: Capability, like: SearchConfig = ALL
+) -> Iterator[StepEngine]:
     """Raises a sentence where the placement cannot do what is asked."""
     if asked.num_workers:
         making._require_engine(EngineSettings(placement=placement, num_search_workers=asked.num_workers))
-    config = replace(ALL, **asked.search)
+    config = replace(like, **asked.search)
     options: dict[str, Any] = {"num_slots": 2, "tail_capacity": 16, "num_threads": 2}
     if asked.num_workers:
         options["searcher"] = WorkerSearcher(asked.num_workers)
@@ -134,7 +136,7 @@ def opened(artifacts: list[Artifact], placement: str, asked: Capability) -> Iter
         if asked.num_requests > 1:
             engine.add_context(1, artifacts[1])
         for slot in range(asked.num_requests):
-            engine.open(slot, slot, replace(config, keep=asked.own_keep), asked.selector)
+            engine.open(slot, slot, replace(config, keep=min(config.keep, asked.own_keep)), asked.selector)
         yield engine
 
 
@@ -177,3 +179,15 @@ def test_a_cell_is_as_documented(artifacts, wanted, name: str, placement: str) -
         pytest.skip("this machine has no CUDA device")
     with opened(artifacts[asked.preset], placement, asked) as engine:
         np.testing.assert_allclose(decoded(engine, asked.num_requests), wanted(asked), rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("name", [name for name in CAPABILITIES if cells()[name, "cpu"] == "yes"])
+def test_a_cell_that_keeps_a_part_reads_a_part(artifacts, name: str) -> None:
+    """Where all is kept the CPU attends to all, whatever was asked for: then nothing is searched for."""
+    asked = CAPABILITIES[name]
+    with opened(artifacts[asked.preset], "cpu", asked, replace(ALL, keep=0.2)) as engine:
+        assert np.isfinite(decoded(engine, asked.num_requests)).all()
+        for slot in range(asked.num_requests):
+            reading = engine.reading(slot)
+            assert reading.selector == asked.selector
+            assert (reading.rows > CONTEXT_LENS[slot]) == (asked.selector == "full")

@@ -264,6 +264,9 @@ def _decode(cache: RequestCache, given: dict[str, Any]) -> CausalLMOutputWithPas
             f"a request is one sequence, got a batch of {ids.shape[0]}; make one request per sequence, "
             "without beams and with num_return_sequences=1"
         )
+    mask = given.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all()):
+        raise ConfigError("a request of a session attends to all of its tokens; leave out padding, and what masks it")
     kv_len = cache.get_seq_length()
     first = kv_len if positions is None else int(positions.flatten()[0]) if positions.numel() else None
     if ids.shape[1] == 0 or first != kv_len:

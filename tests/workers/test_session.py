@@ -243,6 +243,10 @@ def test_what_a_request_cannot_give_is_refused(store) -> None:
         for name, value in (("labels", ids), ("output_attentions", True), ("output_hidden_states", True)):
             with pytest.raises(ConfigError, match=f"leave out {name}"):
                 loaded().model(ids, past_key_values=session.request(), **{name: value})
+        masked = session.ask("who?")
+        masked["attention_mask"][0, 3] = 0
+        with pytest.raises(ConfigError, match="leave out padding"):
+            loaded().model.generate(**masked, max_new_tokens=1)
         with pytest.raises(ConfigError, match=r"decoded by `model.generate` or `model\(...\)`"):
             loaded().model.model(ids, past_key_values=session.request())
 

@@ -86,7 +86,7 @@ def read_sampling(fields: Fields, max_new_tokens: int, top_logprobs: int | None)
         min_p=fields.number("min_p", 0.0, 1.0) or 0.0,
         presence_penalty=fields.number("presence_penalty", -2.0, 2.0) or 0.0,
         frequency_penalty=fields.number("frequency_penalty", -2.0, 2.0) or 0.0,
-        repetition_penalty=_or(fields.number("repetition_penalty", 0.0, 2.0, above=True), 1.0),
+        repetition_penalty=_or(fields.number("repetition_penalty", 0.01, 2.0), 1.0),
         logit_bias=_logit_bias(fields),
         seed=_seed(fields),
         stop=_stops(fields),

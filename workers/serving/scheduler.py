@@ -1,5 +1,6 @@
 """Continuous batching: which requests are decoded, step by step. What a step takes is decided in `plan`."""
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from workers.serving.request import Request
 from workers.serving.soundness import Soundness
 from workers.serving.step_engine import StepEngine, StepResult, StepRow
 
+_log = logging.getLogger(__name__)
 WATCH_EVERY = 100  # steps: in one of so many, a layer and a row are compared with exact attention
 STALL_S = 30.0  # a request whose reader does not read is paused, and ended after so long
 _MAX_TOLD = 300  # characters of an engine's own message
@@ -200,7 +202,9 @@ class Scheduler:
         logits = None if result.logits is None else result.logits[row]
         try:
             token_id, score = request.choose(int(result.next_ids[row]), logits)
-        except ValueError as error:
+        except Exception as error:  # this request's alone: the others go on
+            if not isinstance(error, ValueError):
+                _log.exception("the next token of %s cannot be drawn", request.request_id)
             self._end(request, "failed", ServingError(f"the next token cannot be drawn: {error}"))
             return
         if request.first_token_at is None:

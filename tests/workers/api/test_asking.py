@@ -198,7 +198,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"min_p": 1.5}, "min_p", "at most 1"),
     ({"frequency_penalty": 2.5}, "frequency_penalty", "at least -2 and at most 2"),
     ({"presence_penalty": "x"}, "presence_penalty", "wanted a number"),
-    ({"repetition_penalty": 0}, "repetition_penalty", "more than 0"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "0.01"),
     ({"logit_bias": [1]}, "logit_bias", "is not an object"),
     ({"logit_bias": {"a": 5}}, "logit_bias", "key that is not a token's number"),
     ({"logit_bias": {"\u0661": 5}}, "logit_bias", "key that is not a token's number"),

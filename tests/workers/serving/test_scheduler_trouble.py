@@ -20,6 +20,7 @@ from workers.serving.messages import (
 )
 from workers.serving.outlet import MAX_UNREAD
 from workers.serving.plan import plan_step
+from workers.serving.request import Request
 from workers.serving.scheduler import STALL_S
 
 
@@ -105,6 +106,25 @@ def test_a_failed_step_fails_its_requests_and_no_other(built: Path) -> None:
     assert scheduler.soundness.fault is None
     run(scheduler)
     assert (queued.token_ids, read(queued)[0]) == alone(built, {"max_new_tokens": 6})
+    scheduler.check()
+
+
+def test_a_fault_in_one_requests_choice_ends_no_other(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler, _, _ = make_scheduler(built, FullEngine(loaded(), num_slots=2))
+    faulty, other = (make_request(scheduler, max_new_tokens=6) for _ in range(2))
+    scheduler.turn()
+    choose = Request.choose
+
+    def choose_or_fail(request: Request, *args):
+        if request is faulty:
+            raise IndexError("beyond the vocabulary")
+        return choose(request, *args)
+
+    monkeypatch.setattr(Request, "choose", choose_or_fail)
+    run(scheduler)
+    error = read(faulty)[1]
+    assert isinstance(error, ServingError) and "beyond the vocabulary" in error.message
+    assert (other.token_ids, read(other)[0]) == alone(built, {"max_new_tokens": 6})
     scheduler.check()
 
 

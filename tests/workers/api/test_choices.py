@@ -30,13 +30,6 @@ def service() -> Iterator[Running]:
         yield running
 
 
-@pytest.fixture
-def client(service: Running) -> Iterator[openai.OpenAI]:
-    service.backend.scripts.clear()
-    with openai.OpenAI(base_url=f"{service.url}/v1", api_key=KEY, max_retries=0, timeout=10) as client:
-        yield client
-
-
 def test_several_choices_of_a_chat(service: Running, client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model=MODEL, messages=ASK, n=3, seed=5)
     assert [choice.index for choice in answer.choices] == [0, 1, 2]

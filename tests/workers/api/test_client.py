@@ -22,13 +22,6 @@ def service() -> Iterator[Running]:
         yield running
 
 
-@pytest.fixture
-def client(service: Running) -> Iterator[openai.OpenAI]:
-    service.backend.scripts.clear()
-    with openai.OpenAI(base_url=f"{service.url}/v1", api_key=KEY, max_retries=0, timeout=10) as client:
-        yield client
-
-
 def get(service: Running, path: str, **more: Any) -> httpx2.Response:
     return httpx2.get(service.url + path, headers={"Authorization": f"Bearer {KEY}"}, **more)
 

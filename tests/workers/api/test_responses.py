@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from tests.workers.api.fake_backend import CONTEXT_TOKENS, Script
-from tests.workers.api.running import KEY, Running, serving
+from tests.workers.api.running import Running, serving
 from tests.workers.api.test_choices import CALLS
 from workers.api.responses import read_response
 from workers.serving.messages import BadRequestError, Piece, TokenScore, Tool, ToolCall, Turn, WorkerLostError
@@ -22,13 +22,6 @@ TOOL: Any = {"type": "function", "name": "add", "parameters": {"type": "object"}
 def service() -> Iterator[Running]:
     with serving() as running:
         yield running
-
-
-@pytest.fixture
-def client(service: Running) -> Iterator[openai.OpenAI]:
-    service.backend.scripts.clear()
-    with openai.OpenAI(base_url=f"{service.url}/v1", api_key=KEY, max_retries=0, timeout=10) as client:
-        yield client
 
 
 def read(**fields: Any) -> Any:

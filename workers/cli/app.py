@@ -6,7 +6,6 @@ from typing import Annotated, Any
 
 import typer
 
-from csattn import __version__
 from csattn.build_options import BuildOptions
 from csattn.config import PRESET_NAMES, SearchConfig
 from csattn.selector_names import SELECTOR_NAMES, described
@@ -28,6 +27,7 @@ from workers.cli.options import (
     WindowLen,
 )
 from workers.cli.streaming import stream
+from workers.cli.version import full_version
 
 app = typer.Typer(
     help="Decode from a long, shared context while reading a few percent of its KV.",
@@ -40,7 +40,7 @@ app.add_typer(config, name="config")
 
 def _tell_version(asked: bool) -> None:
     if asked:
-        print(f"csattn {__version__}")
+        print(f"csattn {full_version()}")
         raise typer.Exit
 
 

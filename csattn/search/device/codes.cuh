@@ -194,6 +194,7 @@ __device__ __forceinline__ void score_half(const uint4 (&words)[WORD_GROUPS], co
 // What a lane has no part in meets multipliers of 0.
 struct TwinRows {
     u32 first[PRODUCTS][4], second[PRODUCTS][4];
+    int offsets[4];
 
     __device__ __forceinline__ void load(const QueryRows& rows) {
         const bool is_second = threadIdx.x % 32 >= 16;
@@ -202,10 +203,14 @@ struct TwinRows {
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
                 const u32 mine = k % 2 ? 0 : rows.multipliers[i][k];
-                first[i][k] = is_second ? 0 : mine, second[i][k] = is_second ? mine : 0;
+                first[i][k] = in_register(is_second ? 0 : mine), second[i][k] = in_register(is_second ? mine : 0);
             }
+#pragma unroll
+        for (int k = 0; k < 4; ++k) offsets[k] = static_cast<int>(in_register(static_cast<u32>(rows.offsets[0])));
     }
-    __device__ __forceinline__ void score(const uint4 (&words)[WORD_GROUPS], const uint4 (&others)[WORD_GROUPS], const int (&offsets)[4],
+    // A product takes four neighbouring registers. Of equal numbers, or known ones, the compiler keeps one, and copies it every time.
+    __device__ __forceinline__ static u32 in_register(u32 x) { return __shfl_sync(ALL_LANES, x, threadIdx.x % 32); }
+    __device__ __forceinline__ void score(const uint4 (&words)[WORD_GROUPS], const uint4 (&others)[WORD_GROUPS],
                                           u32 (&scores)[1][8]) const {
 #pragma unroll
         for (int t = 0; t < 4; ++t) {

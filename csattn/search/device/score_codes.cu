@@ -186,7 +186,7 @@ __device__ __forceinline__ void add_block(const uint4* block, const Rows& rows, 
         uint4 others[WORD_GROUPS];
         read_words(block, rows.lanes, words);
         read_words(block + CHUNK, rows.lanes, others);
-        rows.twins.score(words, others, rows.queries.offsets, scores);
+        rows.twins.score(words, others, scores);
         weigh<OCTETS, TWINS, EDGE>(scores, rows, places, key + lane / 16 * HALF_KEYS, context, tile, 0, weights);
         if (!REST) return;
         tile.values.add(block, 2 * CHUNK, rows.lanes, weights);

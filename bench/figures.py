@@ -127,9 +127,17 @@ def milliseconds(of: Case) -> float:
     return float(of["p50_us"]) / 1e3
 
 
+def capacity() -> list[str]:
+    """What an operator plans with."""
+    from bench.plan import table  # which takes cases from here
+
+    return table()
+
+
 TABLES: dict[tuple[str, str], Callable[[], list[str]]] = {
     ("README.md", "first-screen"): first_screen,
     ("bench/README.md", "steps"): steps,
+    ("docs/operate.md", "plan"): capacity,
 }
 
 if __name__ == "__main__":

@@ -1,0 +1,88 @@
+"""docs/deploy: what operators copy. Nothing of it can run here; what it asks of csattn is checked."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from workers.settings import load_settings
+
+ROOT = Path(__file__).resolve().parents[1]
+DEPLOY = ROOT / "docs" / "deploy"
+OPEN_PATHS = ("/health", "/ready")
+
+
+def documents(name: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((DEPLOY / name).read_text()))
+
+
+def containers(of: Any) -> Iterator[dict[str, Any]]:
+    """Wherever pods are described in it."""
+    if isinstance(of, dict):
+        yield from of.get("containers", [])
+        for value in of.values():
+            yield from containers(value)
+    elif isinstance(of, list):
+        for value in of:
+            yield from containers(value)
+
+
+def settings_of(environment: dict[str, str]) -> Any:
+    """What csattn makes of it. Raises a ConfigError where it does not know a name or takes a value."""
+    return load_settings(None, environment, {}).settings
+
+
+@pytest.mark.parametrize("name", ["kubernetes.yaml", "kuberay.yaml"])
+def test_pods_ask_for_what_there_is(name: str) -> None:
+    found = [container for document in documents(name) for container in containers(document)]
+    assert found
+    for container in found:
+        assert container["image"] == "csattn"
+        environment = {item["name"]: item.get("value", "a-key") for item in container["env"]}
+        settings = settings_of(environment)
+        assert settings.server.host == "0.0.0.0" and settings.server.api_keys  # else nobody is let in
+        assert str(settings.store.path) in {mount["mountPath"] for mount in container["volumeMounts"]}
+        for port in container.get("ports", []):
+            assert port["name"] != "http" or port["containerPort"] == settings.server.port
+        for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+            if kind in container:
+                assert container[kind]["httpGet"]["path"] in OPEN_PATHS and container[kind]["httpGet"]["port"] == "http"
+
+
+@pytest.mark.parametrize("name", ["kubernetes.yaml", "kuberay.yaml"])
+def test_claims_and_labels_meet(name: str) -> None:
+    of_kind: dict[str, list[dict[str, Any]]] = {}
+    for document in documents(name):
+        of_kind.setdefault(document["kind"], []).append(document)
+    text = (DEPLOY / name).read_text()
+    claimed = set(re.findall(r"claimName: ([\w-]+)", text))
+    assert claimed == {claim["metadata"]["name"] for claim in of_kind["PersistentVolumeClaim"]}
+    [service] = of_kind["Service"]
+    (label,) = service["spec"]["selector"].items()
+    assert f"labels: {{{label[0]}: {label[1]}}}" in text
+
+
+def test_ray_has_as_many_gpus_as_workers() -> None:
+    [job] = [document for document in documents("kuberay.yaml") if document["kind"] == "RayJob"]
+    [group] = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    [worker] = group["template"]["spec"]["containers"]
+    settings = settings_of({item["name"]: item.get("value", "a-key") for item in worker["env"]})
+    assert job["spec"]["entrypoint"] == "csattn serve" and settings.ray.address == "auto"
+    gpus = group["replicas"] * worker["resources"]["limits"]["nvidia.com/gpu"]
+    assert settings.ray.num_attention_workers == gpus == group["minReplicas"] == group["maxReplicas"]
+
+
+def test_compose_runs_what_the_image_has() -> None:
+    [compose] = documents("compose.yaml")
+    service = compose["services"]["csattn"]
+    settings = settings_of({**service["environment"], "CSATTN_SERVER_API_KEYS": "a-key"})
+    assert service["volumes"] == [f"store:{settings.store.path}"] and "store" in compose["volumes"]
+    assert service["ports"] == [f"{settings.server.port}:{settings.server.port}"]
+    assert any(f":{settings.server.port}{path}'" in service["healthcheck"]["test"][-1] for path in OPEN_PATHS)
+    build = service["build"]
+    assert (DEPLOY / build["context"]).resolve() == ROOT and (ROOT / build["dockerfile"]).is_file()
+    [command] = re.findall(r"^CMD (.*)$", (ROOT / build["dockerfile"]).read_text(), re.MULTILINE)
+    assert yaml.safe_load(command) == service["command"] == ["csattn", "serve", "--local"]

@@ -3,8 +3,8 @@
 python -m bench.plan [--contexts 1000] [--tokens 1048576] [--requests-per-minute 10000] [--answer-tokens 200]
                      [--gpus-per-host 8] [--host-memory-gb 2048] [--disk-gb-per-s 10] [--kv q8_0] [--json FILE]
 
-Llama-3.1-8B's shape, `hybrid`, 2 %, bfloat16. A step of b requests is taken for base + b * own, which two measured sizes
-of batch give; what a request's own part costs at other lengths is taken between the lengths that were measured.
+Llama-3.1-8B's shape, `hybrid`, 2 %, bfloat16. A step of b requests is taken for base + b * own, which two measured
+sizes of batch give; what a request's own part costs at other lengths is taken between the lengths that were measured.
 """
 
 import argparse
@@ -97,10 +97,9 @@ def table() -> list[str]:
     ]
     for name, wanted in cases:
         of = plan(wanted)
-        lines.append(
-            f"| {name} | {of['contexts_on_a_gpu']}, {of['tokens_per_s_of_a_gpu']} | {of['gpus']} | {of['hosts_for_tokens']}; "
-            f"{of['hosts_for_memory']} | {of['store_tb']} | {of['s_from_disk']} | {of['prefill_gpu_s']} |"
-        )
+        hosts = f"{of['hosts_for_tokens']}; {of['hosts_for_memory']}"
+        cells = f"{of['contexts_on_a_gpu']}, {of['tokens_per_s_of_a_gpu']}", of["gpus"], hosts, of["store_tb"]
+        lines.append(f"| {' | '.join(map(str, (name, *cells, of['s_from_disk'], of['prefill_gpu_s'])))} |")
     return lines
 
 

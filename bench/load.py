@@ -1,0 +1,234 @@
+"""What does a service make of many conversations? A seeded trace of them, replayed by OpenAI's client.
+
+python -m bench.load --url http://127.0.0.1:8000 [--pid PID] [--contexts 8] [--context-chars 8000] [--sessions 40]
+                     [--per-minute 30] [--turns 4] [--think-s 3] [--answer-tokens 32] [--zipf 1.1] [--selector full]
+
+Sessions begin at random times; each is about one of the contexts, few of which most sessions are about (Zipf), and
+has as many turns as chance gives, with time to think between them. As chat programs do, each turn sends the whole
+conversation: the document as the system message, the model alone as the model. Gate: no request fails, and
+conversations that are the same so far have the same answer, whoever has them and whenever.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from bench.timing import finish, gate, machine
+
+TEXTS = Path(__file__).parent / "texts"
+QUESTIONS = (
+    "What is it about?",
+    "Who is told of?",
+    "Where does it happen?",
+    "Tell me a line of it.",
+    "And then?",
+    "Say that in fewer words.",
+)
+FEW_QUESTIONS = 3  # of which the first of a session is one, so that sessions meet
+SAMPLE_S = 0.5
+TIMEOUT_S = 1800.0  # of a client that waits for its context
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A conversation to come."""
+
+    begins_s: float
+    context: int
+    questions: tuple[str, ...]
+    think_s: tuple[float, ...]  # before each of them
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What came of one turn; seconds from when it was sent."""
+
+    turn: int
+    first_s: float
+    whole_s: float
+    new_tokens: int
+    prompt_tokens: int
+    cached_tokens: int
+
+
+def make_trace(options: argparse.Namespace) -> list[Session]:
+    rng = np.random.default_rng(options.seed)
+    shares = 1.0 / np.arange(1, options.contexts + 1) ** options.zipf
+    begins = np.cumsum(rng.exponential(60.0 / options.per_minute, options.sessions))
+    sessions = []
+    for begins_s in begins:
+        turns = min(int(rng.geometric(1.0 / options.turns)), 3 * options.turns)
+        asked = [int(rng.integers(FEW_QUESTIONS)), *rng.integers(len(QUESTIONS), size=turns - 1)]
+        think = rng.exponential(options.think_s, turns)
+        think[0] = 0.0
+        context = int(rng.choice(options.contexts, p=shares / shares.sum()))
+        sessions.append(Session(float(begins_s), context, tuple(QUESTIONS[i] for i in asked), tuple(think)))
+    return sessions
+
+
+def context_text(number: int, num_chars: int) -> str:
+    """A stretch of the texts at hand; where they end, they begin again, shifted."""
+    whole = "\n\n".join(path.read_text() for path in sorted(TEXTS.glob("*.txt")))
+    at = number * num_chars + number * num_chars // len(whole) * 997
+    return f"Document {number}.\n\n" + (whole[at % len(whole) :] + whole)[:num_chars]
+
+
+async def replay(client: Any, model: str, trace: Sequence[Session], options: argparse.Namespace) -> list[Said]:
+    """All sessions side by side. Raises what the client raises, and GateError for an answer that differs."""
+    said: list[Said] = []
+    answers: dict[tuple[int, tuple[str, ...]], str] = {}
+    started = time.perf_counter()
+
+    async def hold(session: Session) -> None:
+        await asyncio.sleep(max(0.0, session.begins_s - (time.perf_counter() - started)))
+        messages = [{"role": "system", "content": context_text(session.context, options.context_chars)}]
+        for turn, (question, think_s) in enumerate(zip(session.questions, session.think_s, strict=True)):
+            await asyncio.sleep(think_s)
+            messages.append({"role": "user", "content": question})
+            answer, of_turn = await ask(client, model, messages, turn, options)
+            messages.append({"role": "assistant", "content": answer})
+            said.append(of_turn)
+            before = answers.setdefault((session.context, session.questions[: turn + 1]), answer)
+            gate(
+                answer == before,
+                f"two answers to {question!r} about document {session.context}: {before!r}, {answer!r}",
+            )
+
+    async with asyncio.TaskGroup() as group:
+        for session in trace:
+            group.create_task(hold(session))
+    return said
+
+
+async def ask(
+    client: Any, model: str, messages: list[dict[str, str]], turn: int, options: argparse.Namespace
+) -> tuple[str, Said]:
+    sent = time.perf_counter()
+    text, first_s, usage = "", 0.0, None
+    stream = await client.chat.completions.create(
+        model=model,
+        messages=messages,
+        max_tokens=options.answer_tokens,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={} if options.selector is None else {"selector": options.selector},
+    )
+    async for chunk in stream:
+        first_s = first_s or time.perf_counter() - sent
+        if chunk.choices:
+            text += chunk.choices[0].delta.content or ""
+        usage = chunk.usage or usage
+    assert usage is not None
+    cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
+    whole_s = time.perf_counter() - sent
+    return text, Said(turn, first_s, whole_s, usage.completion_tokens, usage.prompt_tokens, cached or 0)
+
+
+async def run(options: argparse.Namespace) -> dict[str, Any]:
+    from openai import AsyncOpenAI
+
+    trace = make_trace(options)
+    base = f"{options.url.rstrip('/')}/v1"
+    async with AsyncOpenAI(base_url=base, api_key=options.key, max_retries=20, timeout=TIMEOUT_S) as client:
+        model = options.model or await model_name(client)
+        watch = Watch(options.pid or [])
+        watching = asyncio.create_task(watch.run())
+        started = time.perf_counter()
+        try:
+            said = await replay(client, model, trace, options)
+        finally:
+            watching.cancel()
+        seconds = time.perf_counter() - started
+    new_tokens, prompt_tokens = sum(of.new_tokens for of in said), sum(of.prompt_tokens for of in said)
+    first, later = ([of.first_s for of in said if (of.turn == 0) == is_first] for is_first in (True, False))
+    each = [(of.whole_s - of.first_s) / (of.new_tokens - 1) for of in said if of.new_tokens > 1]
+    return {
+        "trace": {
+            name: getattr(options, name)
+            for name in ("contexts", "context_chars", "sessions", "per_minute", "turns", "think_s", "zipf", "seed")
+        },
+        "selector": options.selector or "the service's",
+        "turns": len(said),
+        "failed": 0,
+        "different_answers": 0,
+        "seconds": round(seconds, 1),
+        "tokens_per_s": round(new_tokens / seconds, 2),
+        "prompt_tokens": prompt_tokens,
+        "prefilled_tokens": prompt_tokens - sum(of.cached_tokens for of in said),
+        **quantiles("first_turn_ttft", first),
+        **quantiles("later_turn_ttft", later),
+        **quantiles("tpot", each),
+        **watch.found(new_tokens),
+        "machine": machine(),
+    }
+
+
+async def model_name(client: Any) -> str:
+    """The service's own, without a context."""
+    [model, *_] = [model.id async for model in client.models.list()] or [""]
+    gate(bool(model), "the service lists no model by which to learn its name; give it with --model")
+    return str(model).partition("@")[0]
+
+
+def quantiles(name: str, seconds: list[float]) -> dict[str, float]:
+    return {f"{name}_p{p}_ms": round(1e3 * float(np.percentile(seconds or [0.0], p)), 1) for p in (50, 99)}
+
+
+class Watch:
+    """Memory and reads of processes and their children, while it goes on."""
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._pids = pids
+        self._peak_mb, self._read_bytes = 0.0, dict[int, list[int]]()
+
+    async def run(self) -> None:
+        while self._pids:
+            rss = 0.0
+            for pid in self._pids:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
+                        rss += process.memory_info().rss / 1e6
+                        self._read_bytes.setdefault(process.pid, []).append(process.io_counters().read_bytes)
+            self._peak_mb = max(self._peak_mb, rss)
+            await asyncio.sleep(SAMPLE_S)
+
+    def found(self, new_tokens: int) -> dict[str, float]:
+        if not self._pids:
+            return {}
+        read = sum(counts[-1] - counts[0] for counts in self._read_bytes.values())
+        return {"peak_rss_mb": round(self._peak_mb, 1), "disk_bytes_per_token": round(read / max(1, new_tokens))}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", required=True, help="of a server")
+    parser.add_argument("--key", default=os.environ.get("CSATTN_SERVER_API_KEYS", "none"), help="API key")
+    parser.add_argument("--model", help="its name; not needed where the service lists one")
+    parser.add_argument("--pid", type=int, action="append", help="a process of the server; its children count too")
+    parser.add_argument("--contexts", type=int, default=8)
+    parser.add_argument("--context-chars", type=int, default=8000)
+    parser.add_argument("--sessions", type=int, default=40)
+    parser.add_argument("--per-minute", type=float, default=30.0, help="sessions that begin")
+    parser.add_argument("--turns", type=float, default=4, help="of a session, on average")
+    parser.add_argument("--think-s", type=float, default=3.0, help="before a turn, on average")
+    parser.add_argument("--answer-tokens", type=int, default=32)
+    parser.add_argument("--zipf", type=float, default=1.1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--selector", help="of all requests; not given: the service's")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    finish(asyncio.run(run(options)), options.json)
+
+
+if __name__ == "__main__":
+    main()

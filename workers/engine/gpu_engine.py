@@ -15,7 +15,7 @@ from csattn.cpus import available_cpus
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
 from csattn.search import SearchPool
-from csattn.selectors import ContextView, resolve_rest
+from csattn.selectors import ContextView, resolve_rest, selector_for
 from offload.codecs.formats import KvFormat
 from offload.errors import NoDeviceError
 from workers.engine.far_rows import CachedRows
@@ -218,9 +218,12 @@ class GpuEngine:
 
     def _shape_for(self, artifact: Artifact) -> EngineShape:
         geometry, index_config = self.loaded.geometry, artifact.spec.index_config
-        # no list has all keys, so what lists do not name would be missing where everything is to be kept
-        full = self.selector == "full" or (self.config.keep == 1 and isinstance(index_config, ListConfig))
         longest = self._max_context_len or artifact.spec.context_len
+        softmax_scale = self.loaded.model.model.layers[0].self_attn.scaling
+        selector = self.selector
+        if isinstance(index_config, ListConfig):  # which name not all keys; by a sketch all can be chosen, or fewer
+            selector = selector_for(selector, ContextView(longest, softmax_scale, self.config))
+        full = selector == "full"
         return EngineShape(
             num_layers=geometry.num_layers,
             num_q_heads=geometry.num_q_heads,
@@ -228,14 +231,14 @@ class GpuEngine:
             num_index_heads=geometry.num_kv_heads if full else artifact.layer_index(0).num_heads,
             head_dim=geometry.head_dim,
             dtype=self.loaded.dtype,
-            softmax_scale=self.loaded.model.model.layers[0].self_attn.scaling,
+            softmax_scale=softmax_scale,
             search=self.config,
             max_context_len=longest,
             batch_sizes=self.batch_sizes,
             num_contexts=self._num_contexts,
             num_tails=self.num_slots,
             tail_capacity=self.tail_capacity,
-            rest=resolve_rest(self.config, "full" if full else self.selector, index_config.layout),
+            rest=resolve_rest(self.config, selector, index_config.layout),
             attends_all=full,
             kv_format=self._kv_format,
             max_segments=len(index_config.segment_starts(longest)) if isinstance(index_config, SketchConfig) else 0,

@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-SelectorName = Literal[
-    "csattn", "exact", "top_p", "quest", "sparq", "loki", "pqcache", "magicpig", "h2o", "window", "full"
-]
+SelectorName = Literal["csattn", "exact", "quest", "sparq", "pqcache", "magicpig", "h2o", "window", "full"]
 SELECTOR_NAMES: tuple[SelectorName, ...] = get_args(SelectorName)
 
 
@@ -21,12 +19,8 @@ class About:
 ABOUT: dict[SelectorName, About] = {
     "csattn": About("the artifact's index: a sketch, or centroids and lists", "CSAttention, arXiv:2604.08584", True),
     "exact": About("the true top-k, by reading every key", "", True),
-    "top_p": About(
-        "as many rows as hold 95 % of the weight, by reading every key", "Twilight, arXiv:2502.02770", False
-    ),
     "quest": About("bounds of pages of 16 keys", "Quest, arXiv:2406.10774", True),
     "sparq": About("a quarter of the components, mean value for the rest", "SparQ, arXiv:2312.04985", True),
-    "loki": About("a quarter of the principal components", "Loki, arXiv:2406.02542", True),
     "pqcache": About("product-quantised keys", "PQCache, arXiv:2407.12820", True),
     "magicpig": About("hashed samples with weights, however many", "MagicPIG, arXiv:2410.16179", False),
     "h2o": About("what has received most attention so far", "H2O, arXiv:2306.14048", True),

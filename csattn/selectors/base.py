@@ -90,18 +90,3 @@ class Prepared(Protocol):
     def selector(self, view: ContextView) -> Selector:
         """For a new request."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Unprepared:
-    """`Prepared` for a selector that reads the KV as it is."""
-
-    layer: ContextLayer
-    make: Callable[[ContextLayer, ContextView], Selector]
-
-    @property
-    def index_bytes(self) -> int:
-        return 0
-
-    def selector(self, view: ContextView) -> Selector:
-        return self.make(self.layer, view)

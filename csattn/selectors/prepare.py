@@ -1,28 +1,23 @@
 """From a selector's name to what it makes of a layer of a context."""
 
 from collections.abc import Callable
-from functools import partial
 
 from csattn.config import RestKind, SearchConfig
 from csattn.errors import ConfigError
 from csattn.selector_names import ABOUT, SELECTOR_NAMES, SelectorName
-from csattn.selectors.base import ContextLayer, ContextView, Prepared, Unprepared
-from csattn.selectors.exact import ExactSelector
+from csattn.selectors.base import ContextLayer, ContextView, Prepared
+from csattn.selectors.exact import PreparedExact
 from csattn.selectors.h2o import PreparedH2o
-from csattn.selectors.loki import PreparedLoki
 from csattn.selectors.magicpig import PreparedMagicpig
 from csattn.selectors.pqcache import PreparedPqcache
 from csattn.selectors.quest import PreparedQuest
 from csattn.selectors.sparq import PreparedSparq
-from csattn.selectors.top_p import TopPSelector
 
 # all but `csattn`, whose index the artifact holds, and `window` and `full`, which do not choose
 _FACTORIES: dict[SelectorName, Callable[[ContextLayer], Prepared]] = {
-    "exact": partial(Unprepared, make=ExactSelector),
-    "top_p": partial(Unprepared, make=TopPSelector),
+    "exact": PreparedExact,
     "quest": PreparedQuest,
     "sparq": PreparedSparq,
-    "loki": PreparedLoki,
     "pqcache": PreparedPqcache,
     "magicpig": PreparedMagicpig,
     "h2o": PreparedH2o,

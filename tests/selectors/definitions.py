@@ -49,12 +49,6 @@ def sparq_logits(q: np.ndarray, keys: np.ndarray, num_components: int) -> np.nda
     return np.stack([keys[:, used] @ head[used] / t for head, t in zip(q, temperatures, strict=True)])
 
 
-def loki_group_scores(q: np.ndarray, keys: np.ndarray, context_len: int, num_components: int) -> np.ndarray:
-    values, vectors = np.linalg.eigh(np.cov(keys[:context_len].T))
-    basis = vectors[:, np.argsort(-values)[:num_components]]
-    return exact_group_scores(q @ basis, keys @ basis)
-
-
 def pqcache_group_scores(q: np.ndarray, keys: np.ndarray, centroids: np.ndarray) -> np.ndarray:
     """centroids: [num_subspaces, num_centroids, subspace_dim]."""
     rebuilt = np.empty_like(keys)
@@ -64,17 +58,6 @@ def pqcache_group_scores(q: np.ndarray, keys: np.ndarray, centroids: np.ndarray)
             part = slice(b * width, (b + 1) * width)
             rebuilt[row, part] = of_subspace[np.argmin(((of_subspace - key[part]) ** 2).sum(1))]
     return exact_group_scores(q, rebuilt)
-
-
-def top_p_rows(q: np.ndarray, keys: np.ndarray, resident: list[int], p: float) -> list[int]:
-    """resident: also the tail's."""
-    group_scores = exact_group_scores(q, keys) / len(q)
-    free = sorted((row for row in range(len(keys)) if row not in resident), key=lambda row: -group_scores[row])
-    held, chosen = group_scores[resident].sum(), []
-    while held < p and len(chosen) < len(free):
-        chosen.append(free[len(chosen)])
-        held += group_scores[chosen[-1]]
-    return sorted(chosen)
 
 
 def magicpig_rows(

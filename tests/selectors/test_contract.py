@@ -13,9 +13,7 @@ from csattn.search.reference import search
 from csattn.selection import Selection
 from csattn.selector_names import ABOUT, SELECTOR_NAMES
 from csattn.selectors import CentroidSelector, ContextLayer, index_bytes, prepare, search_bytes, selector_for
-from csattn.selectors.base import Unprepared
 from csattn.selectors.magicpig import PreparedMagicpig
-from csattn.selectors.top_p import TopPSelector
 from csattn.table.tail import ListTail
 from tests.search.synthetic import IndexSpec, make_index
 from tests.selectors.requests import (
@@ -103,8 +101,6 @@ def test_of_rows_that_received_the_same_the_latest_goes() -> None:
 
 def everything(name: str, layer: ContextLayer):
     """That selector, with options under which nothing is left out."""
-    if name == "top_p":
-        return Unprepared(layer, lambda layer, view: TopPSelector(layer, view, p=1.0))
     return PreparedMagicpig(layer, num_bits=1, num_tables=300) if name == "magicpig" else prepare(name, layer)
 
 
@@ -162,10 +158,8 @@ def test_an_unknown_name_is_refused() -> None:
     [
         # 2 KV heads, 64 keys of 16 channels in bfloat16: 4096 bytes of keys
         ("exact", 0, 4096),
-        ("top_p", 0, 4096),
         ("quest", 2 * 4096 // 16, 2 * 4096 // 16),
         ("sparq", 4096 + 2 * 16 * 4, 4096 // 4),
-        ("loki", 2 * 16 * 16 * 2, 4096 // 4),
         ("pqcache", 2 * 64 * 2 + 2 * 64 * 16 * 2, 2 * 64 * 2 + 2 * 64 * 16 * 2),
         ("h2o", 2 * 64 * 4, 0),
     ],

@@ -6,12 +6,10 @@ import torch
 
 from csattn.selectors.exact import ExactSelector
 from csattn.selectors.h2o import PreparedH2o
-from csattn.selectors.loki import PreparedLoki
 from csattn.selectors.magicpig import PreparedMagicpig
 from csattn.selectors.pqcache import PreparedPqcache
 from csattn.selectors.quest import PreparedQuest
 from csattn.selectors.sparq import PreparedSparq
-from csattn.selectors.top_p import TopPSelector
 from tests.selectors import definitions
 from tests.selectors.requests import NUM_KV_HEADS, decode, make_layer, make_tail, make_view, resident_rows
 
@@ -73,18 +71,6 @@ def test_sparq(context_len, group_size, num_components) -> None:
         np.testing.assert_allclose(step.chosen.rest.out[mine], values.mean(0).expand(group_size, -1), atol=1e-5)
 
 
-@pytest.mark.parametrize("num_components", [1, 4, 16])
-def test_loki(context_len, group_size, num_components) -> None:
-    layer, view = make_layer(context_len, group_size), make_view(context_len)
-    selector = PreparedLoki(layer, num_components).selector(view)
-    for head, q, keys, step in steps(selector, layer, view, group_size):
-        if context_len < 20:  # fewer keys than channels: the basis of what does not vary is anybody's
-            step.chosen.check(len(keys))
-            continue
-        group_scores = definitions.loki_group_scores(q, keys, context_len, num_components)
-        assert chosen_rows(step, head) == definitions.best_rows(group_scores, resident_rows(view), view.top_k)
-
-
 @pytest.mark.parametrize(("num_subspaces", "num_centroids"), [(1, 2), (2, 16), (4, 256)])
 def test_pqcache(context_len, group_size, num_subspaces, num_centroids) -> None:
     layer, view = make_layer(context_len, group_size), make_view(context_len)
@@ -93,15 +79,6 @@ def test_pqcache(context_len, group_size, num_subspaces, num_centroids) -> None:
         group_scores = definitions.pqcache_group_scores(q, keys, prepared.centroids[head].double().numpy())
         want = definitions.best_rows(group_scores, resident_rows(view), view.top_k)  # equal codes, equal group scores
         np.testing.assert_allclose(group_scores[chosen_rows(step, head)].sum(), group_scores[want].sum(), rtol=1e-5)
-
-
-@pytest.mark.parametrize("p", [0.3, 0.8, 0.99])
-def test_top_p(context_len, group_size, p) -> None:
-    layer, view = make_layer(context_len, group_size), make_view(context_len)
-    for head, q, keys, step in steps(TopPSelector(layer, view, p), layer, view, group_size):
-        whole = np.concatenate([keys, step.recent[head, :, 0].double().numpy()])
-        resident = [*resident_rows(view), *range(len(keys), len(whole))]
-        assert chosen_rows(step, head) == definitions.top_p_rows(q, whole, resident, p)
 
 
 @pytest.mark.parametrize(("num_bits", "num_tables"), [(1, 2), (4, 10), (10, 150)])

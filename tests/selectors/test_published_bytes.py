@@ -43,8 +43,6 @@ def bytes_of_a_step(prepared: Prepared, keep: float) -> tuple[int, int]:
         ("quest", 1 / 16, Fraction(2 * D, 16 * 2 * D), Fraction(1, 16) + Fraction(1, 16)),
         # SparQ, arXiv:2312.04985: r = d / 4 components of all keys; a second copy of the keys
         ("sparq", 1 / 16, Fraction(1, 2), Fraction(1, 8) + Fraction(1, 16)),
-        # Loki, arXiv:2406.02542: d_f = k_f = 0.25; the keys are kept rotated, so that a basis is all there is besides
-        ("loki", 1 / 4, Fraction(D * D, S * 2 * D), Fraction(1, 8) + Fraction(1, 4)),
         # PQCache, arXiv:2407.12820: m = 2 parts, here of 8 bits: two bytes a key, and 2 x 256 centroids of d / 2
         (
             "pqcache",

@@ -83,7 +83,7 @@ def test_nothing_of_the_kv_is_mapped_into_memory(artifact, tmp_path) -> None:
             assert bool(mapped_bytes(own, ".kv.safetensors")) == some
 
 
-@pytest.mark.parametrize("selector", ["exact", "quest", "h2o", "top_p"])
+@pytest.mark.parametrize("selector", ["exact", "quest", "h2o"])
 def test_a_selector_that_reads_all_keys_is_refused(artifact, selector) -> None:
     with (
         pytest.raises(ConfigError, match=f"selector '{selector}' reads all keys from host memory"),

@@ -193,7 +193,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"keep": 1.01}, "keep", "at most 1"),
     ({"lookahead": 2}, "lookahead", "between 0 and 1"),
     ({"rest": True}, "rest", "is true, wanted one of sketch, moments, none"),
-    ({"selector": "best"}, "selector", "wanted one of csattn, exact, top_p, quest"),
+    ({"selector": "best"}, "selector", "wanted one of csattn, exact, quest"),
     ({"top_k": -2}, "top_k", "between -1"),
     ({"min_p": 1.5}, "min_p", "at most 1"),
     ({"frequency_penalty": 2.5}, "frequency_penalty", "at least -2 and at most 2"),

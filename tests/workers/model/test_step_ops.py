@@ -295,10 +295,17 @@ def make_rows(context_ids: list[int], tail_ids: list[int], tail_lens: list[int])
     return rows
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rotates", ROTATIONS)
-@pytest.mark.parametrize("norm", ["none", "head", "projection"])
-@pytest.mark.parametrize(("num_q_heads", "num_kv_heads", "head_dim"), [(4, 2, 16), (3, 1, 64), (2, 2, 24)])
+# every norm with every rotation where a head's width is no power of two; other widths and the narrow dtype with one
+HEADS = [
+    *((2, 2, 24, norm, rotates, DTYPES[0]) for norm in ("none", "head", "projection") for rotates in ROTATIONS),
+    (4, 2, 16, "projection", "whole", DTYPES[0]),
+    (4, 2, 16, "head", "part interleaved", DTYPES[1]),
+    (3, 1, 64, "none", "interleaved", DTYPES[0]),
+    (3, 1, 64, "projection", "part", DTYPES[1]),
+]
+
+
+@pytest.mark.parametrize(("num_q_heads", "num_kv_heads", "head_dim", "norm", "rotates", "dtype"), HEADS)
 def test_rotate_append(num_q_heads, num_kv_heads, head_dim, norm, rotates, dtype) -> None:
     rows = make_rows([0, -1, 1, 1], [2, 0, 0, 0], [5, 1, 1, 2])  # the last two are tokens of one question
     qkv = randn(4, (num_q_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
@@ -315,11 +322,8 @@ def test_rotate_append(num_q_heads, num_kv_heads, head_dim, norm, rotates, dtype
     assert written.nonzero().tolist() == [[0, 0], [0, 1], [2, 4]]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rotates", ROTATIONS)
-@pytest.mark.parametrize("norm", ["none", "head", "projection"])
-@pytest.mark.parametrize(("num_q_heads", "head_dim"), [(4, 16), (3, 64), (2, 24)])
-def test_predict_query(num_q_heads, head_dim, norm, rotates, dtype) -> None:
+@pytest.mark.parametrize(("num_q_heads", "_", "head_dim", "norm", "rotates", "dtype"), HEADS)
+def test_predict_query(num_q_heads, _, head_dim, norm, rotates, dtype) -> None:
     rows = make_rows([1, -1, 0], [0, 0, 1], [1, 0, 1])
     early = randn(3, num_q_heads * head_dim, dtype=dtype)
     norms, rotation = make_head_norms(norm, num_q_heads, 1, head_dim), rotation_of(rotates, 3, head_dim)

@@ -1,5 +1,6 @@
 """What all tests share: repeatable randomness, threads that do not fight, no network, no GPU where there is none."""
 
+import gc
 import os
 
 # before torch, faiss or numba are loaded
@@ -35,12 +36,20 @@ def fixed_torch_seed() -> None:
 
 
 @pytest.fixture(scope="session")
-def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
-    """Compiles each kernel once for all tests, those of pytest-xdist's other processes too."""
-    own = tmp_path_factory.getbasetemp()
-    directory = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "kernels"
-    directory.mkdir(exist_ok=True)
-    return Emulator(directory)
+def emulator(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+    """Compiles each kernel once for all tests, those of other processes and of later runs too."""
+    cache = getattr(pytestconfig, "cache", None)
+    return Emulator(tmp_path_factory.mktemp("kernels") if cache is None else cache.mkdir("kernels"))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: collecting garbage need not look through it after every test."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,5 +1,6 @@
 """The parts of `bench.decode` that are arithmetic, and steps of it with the CUDA kernels compiled for the CPU."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -31,7 +32,7 @@ from bench.decode.workload import STEPS_BETWEEN_REQUESTS, Workload, clone_index
 from bench.timing import GateError
 from csattn.attention import device as attention
 from csattn.batch import StepRows, make_step_rows
-from csattn.config import SearchConfig, SketchConfig
+from csattn.config import IndexConfig, SearchConfig, SketchConfig
 from csattn.errors import ConfigError
 from csattn.index import LayerIndex
 from csattn.search.device import compiling, to_device
@@ -48,8 +49,9 @@ NUM_LAYERS, NUM_RECORDED_HEADS, GROUP, CONTEXT_LEN, NUM_STEPS, DIM = 4, 3, 3, 96
 SHAPE = shape_named("llama-3.1-8b")
 
 
-@pytest.fixture
-def recording(rng: np.random.Generator) -> Recording:
+@pytest.fixture(scope="module")
+def recording() -> Recording:
+    rng = np.random.default_rng(20_240_607)
     steps, rows = (NUM_LAYERS, NUM_RECORDED_HEADS * GROUP), (NUM_LAYERS, NUM_RECORDED_HEADS)
     return Recording(
         keys=rng.integers(-127, 128, (*rows, CONTEXT_LEN, DIM), dtype=np.int8),
@@ -63,6 +65,22 @@ def recording(rng: np.random.Generator) -> Recording:
         stretch=1.0,
         text_sha256="",
     )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built_once() -> Iterator[None]:
+    """An index of the same rows is that of the test before: k-means takes longer than all that is done with it."""
+    build, built = Workload._index_arrays, {}
+
+    def arrays(work: Workload, layer_idx: int, config: IndexConfig) -> dict[str, torch.Tensor]:
+        key = work.context_len, workload.DTYPE, layer_idx % NUM_WIDE_LAYERS, config
+        if key not in built:
+            built[key] = build(work, layer_idx, config)
+        return built[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Workload, "_index_arrays", arrays)
+        yield
 
 
 @pytest.mark.parametrize("wide_idx", [0, 1, 3])

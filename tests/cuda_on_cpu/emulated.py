@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -29,6 +30,7 @@ REPLACEMENTS = {
     ROOT / "csattn/lightning/paged/products.cuh": HERE / "paged_products.h",
 }
 COMPILER = shutil.which("g++")
+_OF_THREAD = threading.local()
 LARGE_VARIABLES = "emulated_shared", "exchanged"  # of the emulator itself
 MOST_STATIC_SHARED_BYTES = 48 * 1024
 # -U: where it is the default, a jump to another stack is taken for an error
@@ -49,7 +51,15 @@ class EmulatedKernel:
         values = [as_argument(arg) for arg in args]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         assert block == self._library.num_threads(), "the kernel was compiled for another number of threads"
-        self._library.launch_kernel((ctypes.c_int * 3)(*grid), pointers)
+        self._library.launch_kernel((ctypes.c_int * 3)(*grid), pointers, _fibers(self._library.fiber_bytes()))
+
+
+def _fibers(num_bytes: int) -> ctypes.c_void_p:
+    """Memory for as many bytes of fibers, this thread's own: used again, as fresh pages take longer than a kernel."""
+    if len(getattr(_OF_THREAD, "memory", ())) < num_bytes + 64:
+        _OF_THREAD.memory = np.empty(num_bytes + 64, np.uint8)
+    address = int(_OF_THREAD.memory.ctypes.data)
+    return ctypes.c_void_p(address + -address % 64)
 
 
 def tensor_map(matrix: torch.Tensor, box: tuple[int, int]) -> Any:
@@ -76,6 +86,9 @@ class Emulator:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        said = [] if COMPILER is None else [subprocess.check_output([COMPILER, "--version"], text=True)]
+        said += [" ".join(OPTIONS), *(header.read_text() for header in sorted(HERE.glob("*.h")))]
+        self._compiled_by = "\n".join(said)  # what kernels are compiled by and with, besides their own code
 
     def stand_in(self, monkeypatch: pytest.MonkeyPatch, *modules: ModuleType, multiprocessors: int = 4) -> None:
         """Where there is no device, let the modules take their kernels from here, for a device of that size."""
@@ -108,11 +121,14 @@ class Emulator:
         lines = [f"#define {key} {value}" for key, value in defines.items()]
         lines += [f"#define SHARED_BYTES {shared_bytes}", f'#include "{HERE / "emulator.h"}"', code]
         lines.append('extern "C" int num_threads() { return THREADS; }')
-        lines.append(f'extern "C" void launch_kernel(const int* grid, void** args) {{ launch({name}, grid, args); }}')
+        lines.append('extern "C" int fiber_bytes() { return CLUSTER * THREADS * sizeof(Fiber); }')
+        lines.append('extern "C" void launch_kernel(const int* grid, void** args, void* fibers) {')
+        lines.append(f"    launch({name}, grid, args, fibers);")
+        lines.append("}")
         return EmulatedKernel(self._compile("\n".join(lines)))
 
     def _compile(self, code: str) -> ctypes.CDLL:
-        stem = self._directory / hashlib.sha256(code.encode()).hexdigest()[:16]
+        stem = self._directory / hashlib.sha256((self._compiled_by + code).encode()).hexdigest()[:24]
         library = stem.with_suffix(".so")
         if not library.exists():
             self._run_compiler(code, library, "-x", "c++", "-shared", "-include", str(self._standard_headers()))
@@ -136,3 +152,4 @@ class Emulator:
         source.write_text(code)
         subprocess.run([COMPILER, *OPTIONS, *options, str(source), "-o", str(unfinished)], check=True)
         unfinished.replace(result)
+        source.unlink()

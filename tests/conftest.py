@@ -24,6 +24,17 @@ settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
 
+# Files of tests that wait for other processes, most of the time: begun first, they leave the cores to the others.
+WAITING = (
+    "tests/workers/service/",
+    "tests/workers/searchers/",
+    "tests/index_build/test_jobs.py",
+    "tests/artifact/test_interrupted_build.py",
+    "tests/workers/serving/test_contexts.py",
+    "tests/workers/test_cli",
+)
+
+
 @pytest.fixture
 def rng() -> np.random.Generator:
     """The same numbers in every run."""
@@ -53,6 +64,7 @@ def pytest_sessionfinish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(WAITING))
     if torch.cuda.is_available():
         return
     for item in items:

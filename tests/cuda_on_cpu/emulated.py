@@ -3,6 +3,7 @@
 import ctypes
 import hashlib
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -34,7 +35,10 @@ _OF_THREAD = threading.local()
 LARGE_VARIABLES = "emulated_shared", "exchanged"  # of the emulator itself
 MOST_STATIC_SHARED_BYTES = 48 * 1024
 # -U: where it is the default, a jump to another stack is taken for an error
-OPTIONS = ("-std=c++17", "-O1", "-fPIC", "-w", "-pthread", "-U_FORTIFY_SOURCE")
+OPTIONS = (
+    *("-std=c++17", "-O1", "-fPIC", "-w", "-pthread", "-U_FORTIFY_SOURCE"),
+    *(["-mtls-dialect=gnu2"] if platform.machine() == "x86_64" else []),  # what is thread_local is what is read most
+)
 
 
 # Where kernels are tested: on the device, or on the CPU in its stead.

@@ -11,7 +11,7 @@ from csattn.batch import DeviceSelection
 from csattn.errors import ConfigError
 from tests.attention.device_steps import OnDevice, Shape, assert_close, attend_on_device, make_kv, make_step
 from tests.cuda_on_cpu import emulated
-from tests.cuda_on_cpu.emulated import DEVICE
+from tests.cuda_on_cpu.emulated import DEVICE, crossed
 
 CONTEXTS = [(300, 20), (77, 40), (500, 1)]  # context_len and resident_len
 MIXED = [(0, 5, 100), (1, 24, 17), (-1, 0, 0), (2, 1, 64), (0, 0, 1), (1, 3, 0)]  # context, tail_len, top_k
@@ -75,10 +75,12 @@ def test_a_shape_that_the_kernel_does_not_take_is_refused(changed: dict[str, obj
         DeviceAttention(**plan | changed, softmax_scale=1.0, device=torch.device("cuda"))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+SHAPES = [(8, 2, 2, 128), (9, 3, 3, 64), (8, 2, 8, 64), (7, 1, 1, 80), (2, 2, 2, 16), (16, 2, 2, 256)]
+
+
 @pytest.mark.parametrize(
-    ("num_q_heads", "num_kv_heads", "num_index_heads", "head_dim"),
-    [(8, 2, 2, 128), (9, 3, 3, 64), (8, 2, 8, 64), (7, 1, 1, 80), (2, 2, 2, 16), (16, 2, 2, 256)],
+    ("num_q_heads", "num_kv_heads", "num_index_heads", "head_dim", "dtype"),
+    crossed(SHAPES, [torch.float32, torch.float16, torch.bfloat16]),
 )
 def test_agrees_with_the_definition(
     num_q_heads: int, num_kv_heads: int, num_index_heads: int, head_dim: int, dtype: torch.dtype

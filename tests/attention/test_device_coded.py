@@ -14,6 +14,7 @@ from offload.codecs.formats import KvFormat
 from tests.attention.device_steps import Shape, Step, attend_on_device, make_kv, make_step
 from tests.attention.test_device import CONTEXTS, MIXED
 from tests.cuda_on_cpu import emulated
+from tests.cuda_on_cpu.emulated import crossed
 
 
 @pytest.fixture(autouse=True)
@@ -45,19 +46,18 @@ def code(step: Step, text: str) -> tuple[Step, Step]:
     return replace(step, **sides, coding=coding), replace(step, **plain)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("text", "head_dim"),
-    [
-        ("q8_0", 128),
-        ("q4_0", 32),
-        ("fp8", 80),
-        ("k=q8_0,v=q4_0", 64),
-        ("k=fp8,v=q8_0", 256),
-        ("k=q4_0,v=fp8", 32),
-        ("k=float16,v=bfloat16", 16),
-    ],
-)
+FORMS = [
+    ("q8_0", 128),
+    ("q4_0", 32),
+    ("fp8", 80),
+    ("k=q8_0,v=q4_0", 64),
+    ("k=fp8,v=q8_0", 256),
+    ("k=q4_0,v=fp8", 32),
+    ("k=float16,v=bfloat16", 16),
+]
+
+
+@pytest.mark.parametrize(("text", "head_dim", "dtype"), crossed(FORMS, [torch.float32, torch.float16, torch.bfloat16]))
 def test_bits_are_those_of_attention_to_the_decoded_rows(text: str, head_dim: int, dtype: torch.dtype) -> None:
     shape = Shape(num_q_heads=6, head_dim=head_dim, dtype=dtype)
     coded, plain = code(make_step(shape, CONTEXTS, MIXED, num_spilled=3), text)

@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -43,6 +43,19 @@ OPTIONS = (
 
 # Where kernels are tested: on the device, or on the CPU in its stead.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def crossed(firsts: Sequence[tuple[Any, ...]], seconds: Sequence[Any]) -> list[Any]:
+    """Parameters of tests whose kernels are compiled for both: all with all on a device.
+
+    On the CPU, where compiling takes longest, all with the first of the second, and each further one with every so
+    manyth of the first.
+    """
+    return [
+        pytest.param(*first, second, marks=[] if j == 0 or i % len(seconds) == j else pytest.mark.gpu)
+        for i, first in enumerate(firsts)
+        for j, second in enumerate(seconds)
+    ]
 
 
 class EmulatedKernel:

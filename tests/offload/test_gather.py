@@ -11,7 +11,7 @@ from offload.cuda import host_register, host_unregister
 from offload.errors import OffloadError
 from offload.gather import RowGather, RowLists, make_row_lists
 from tests.cuda_on_cpu import emulated
-from tests.cuda_on_cpu.emulated import DEVICE
+from tests.cuda_on_cpu.emulated import DEVICE, crossed
 
 
 @pytest.fixture(autouse=True)
@@ -51,11 +51,14 @@ def readable_for_device(rows: torch.Tensor) -> Iterator[None]:
         host_unregister(rows.data_ptr())
 
 
-@pytest.mark.parametrize("row_bytes", [16, 128, 136, 204, 256, 320, 1024, 4096])
+LISTS = [([0, 7, 0, 1009, 1, 0], 3), ([31, 32, 33] * 40, 16), ([0], 1), ([1], 1)]
+
+
 @pytest.mark.parametrize(
-    ("counts", "num_blocks"), [([0], 1), ([1], 1), ([0, 7, 0, 1009, 1, 0], 3), ([31, 32, 33] * 40, 16)]
+    ("row_bytes", "lists"), crossed([(16,), (128,), (136,), (204,), (256,), (320,), (1024,), (4096,)], LISTS)
 )
-def test_listed_rows_are_copied_and_no_others(row_bytes: int, counts: list[int], num_blocks: int) -> None:
+def test_listed_rows_are_copied_and_no_others(row_bytes: int, lists: tuple[list[int], int]) -> None:
+    counts, num_blocks = lists
     num_rows = 1024
     sources = torch.randn(len(counts), num_rows, row_bytes // 4)
     lists = make_lists(counts, num_rows, sources, sources)

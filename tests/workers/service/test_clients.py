@@ -12,7 +12,7 @@ import pytest
 from tests.workers.service.serving import Service, serving
 
 MODEL = "chat@lamps"
-TURNS = 30
+TURNS = 10
 SCHEMA = {
     "type": "object",
     "properties": {"lamp": {"type": "integer"}, "is_lit": {"type": "boolean"}},
@@ -61,12 +61,12 @@ def tokens_of(client: openai.OpenAI, text: str) -> list[int]:
 
 
 def test_an_agent_with_three_tools(client: openai.OpenAI, request: pytest.FixtureRequest) -> None:
-    """Thirty turns, fewer on Ray. Each calls a tool that is there, by its schema, and is told the result."""
+    """Ten turns, fewer on Ray. Each calls a tool that is there, by its schema, and is told the result."""
     messages: list[Any] = [{"role": "user", "content": "Look after the lamps."}]
     bias = endings(client, '"},')
     by_name = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
     called = []
-    num_turns = TURNS if "local" in request.node.name else 6
+    num_turns = TURNS if "local" in request.node.name else 3
     for turn in range(num_turns):
         message, reason = (streamed if turn % 2 else whole)(
             client, messages, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, logit_bias=bias,

@@ -75,7 +75,7 @@ def test_a_shape_that_the_kernel_does_not_take_is_refused(changed: dict[str, obj
         DeviceAttention(**plan | changed, softmax_scale=1.0, device=torch.device("cuda"))  # type: ignore[arg-type]
 
 
-SHAPES = [(8, 2, 2, 128), (9, 3, 3, 64), (8, 2, 8, 64), (7, 1, 1, 80), (2, 2, 2, 16), (16, 2, 2, 256)]
+SHAPES = [(8, 2, 8, 64), (7, 1, 1, 80), (16, 2, 2, 256), (9, 3, 3, 64), (8, 2, 2, 128), (2, 2, 2, 16)]
 
 
 @pytest.mark.parametrize(

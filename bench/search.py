@@ -21,7 +21,7 @@ from bench import search_layer
 from bench.random_sketch import random_sketch
 from bench.timing import finish, gate, machine, measure, read_bandwidth_gbps
 from csattn.index import LayerIndex
-from csattn.search import LayerSearch, SearchPool, SearchWorkspace, TokenSelections, empty_selection, reference, search
+from csattn.search import LayerSearch, SearchPool, SearchWorkspace, TokenSelections, empty_selection, reference
 from csattn.search.workspace import empty_token_selections
 from csattn.sketch import SketchIndex
 from csattn.sketch.rest import attend_rest
@@ -93,16 +93,18 @@ def measure_layout(layout: str, context_len: int, peaks: dict[int, float], secon
     queries = rng.standard_normal((NUM_QUERIES, NUM_HEADS * GROUP_SIZE, HEAD_DIM), dtype=np.float32) * np.float32(2)
     top_k = round(KEEP * context_len)
     q_one = np.ascontiguousarray(queries[0, :GROUP_SIZE])
-    out, out_one, workspace = empty_token_selections(1, NUM_HEADS, top_k), empty_selection(1, top_k), SearchWorkspace()
+    out, workspace = empty_token_selections(1, NUM_HEADS, top_k), SearchWorkspace()
+    out_one = empty_token_selections(1, 1, top_k)
     outs = {"threads": out}
     if layout == "sketch":
         rest = np.empty((1, NUM_HEADS * GROUP_SIZE, HEAD_DIM + 2), np.float32)
         outs["threads_with_rest"] = replace(empty_token_selections(1, NUM_HEADS, top_k), rest=rest)
     rules = (top_k, SINK_LEN, WINDOW_LEN, SOFTMAX_SCALE)
 
-    search(q_one, one_head, None, *rules, workspace, out_one)
-    reference_ms = check_against_reference(q_one, one_head, rules, out_one.kv_indices.copy())
-    hot = measure(lambda: search(q_one, one_head, None, *rules, workspace, out_one), seconds)
+    one = LayerSearch(q_one[None], one_head, None, SINK_LEN, WINDOW_LEN, SOFTMAX_SCALE, out_one)
+    one.run(workspace)
+    reference_ms = check_against_reference(q_one, one_head, rules, out_one.kv_indices[0].copy())
+    hot = measure(lambda: one.run(workspace), seconds)
     result: dict[str, Any] = {
         "layout": layout,
         "context_len": context_len,

@@ -9,14 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from csattn.cpu.team import Crew, Post, Team
-from csattn.index import LayerIndex
 from csattn.search.in_turn import DONE, UNSOUND, SearchSeries, run_series
-from csattn.search.run import LayerSearch, one_token
+from csattn.search.run import LayerSearch
 from csattn.search.work import finish, help_search
-from csattn.search.workspace import SearchWorkspace, TokenSelections, empty_token_selections
-from csattn.selection import Selection
-from csattn.sketch.index import SketchIndex
-from csattn.table.tail import ListTail
+from csattn.search.workspace import SearchWorkspace
 
 SMALL_WORK_KEYS = 1 << 17  # scored keys, over all query rows: nobody is woken for some tens of microseconds of work
 NUM_SLOTS = 8  # jobs under way: one thread chooses, which takes as long as all take to score and copy several more
@@ -94,35 +90,6 @@ class SearchPool:
             return bool(why == DONE)
         finally:
             self._release()
-
-    def search(
-        self,
-        q: NDArray[np.float32],  # [num_q_heads, head_dim]
-        index: LayerIndex | SketchIndex,
-        tail: ListTail | None,
-        top_k: int,
-        sink_len: int,
-        window_len: int,
-        softmax_scale: float,
-        out: Selection,  # kv_indices [num_heads, top_k]
-    ) -> None:
-        """`csattn.search.search`, shared out among the threads."""
-        self.search_layers([one_token(q, index, tail, top_k, sink_len, window_len, softmax_scale, out)])
-
-    def search_tokens(
-        self,
-        q: NDArray[np.float32],  # [num_tokens, num_q_heads, head_dim]
-        index: LayerIndex | SketchIndex,
-        tail: ListTail | None,
-        top_k: int,
-        sink_len: int,
-        window_len: int,
-        softmax_scale: float,
-    ) -> TokenSelections:
-        """`csattn.search.search_tokens`, shared out among the threads."""
-        out = empty_token_selections(q.shape[0], index.num_heads, top_k)
-        self.search_layers([LayerSearch(q, index, tail, sink_len, window_len, softmax_scale, out)])
-        return out
 
     def search_layers(self, layers: Sequence[LayerSearch]) -> None:
         """Run several searches, over different layers, requests or both; return when all are done."""

@@ -16,9 +16,7 @@ from csattn.search.workspace import (
     SKETCH_SCORE_BYTES,
     SearchWorkspace,
     TokenSelections,
-    empty_token_selections,
 )
-from csattn.selection import Selection
 from csattn.sketch.index import SketchIndex
 from csattn.table.tail import ListTail
 
@@ -202,53 +200,3 @@ def _address(array: NDArray[Any], dtype: Any) -> int:
     assert array.flags.c_contiguous, f"an array of shape {array.shape} must be contiguous, not strided {array.strides}"
     address: int = array.__array_interface__["data"][0]
     return address
-
-
-def search(
-    q: NDArray[np.float32],  # [num_q_heads, head_dim]
-    index: LayerIndex | SketchIndex,
-    tail: ListTail | None,
-    top_k: int,
-    sink_len: int,
-    window_len: int,
-    softmax_scale: float,
-    workspace: SearchWorkspace,
-    out: Selection,  # kv_indices [num_heads, top_k]
-) -> None:
-    """Choose, per index head, the top_k rows of the context and the tail that this token should fetch.
-
-    `reference.search` is the definition. Runs in the calling thread; `SearchPool` has threads of its own.
-    """
-    one_token(q, index, tail, top_k, sink_len, window_len, softmax_scale, out).run(workspace)
-
-
-def one_token(
-    q: NDArray[np.float32],  # [num_q_heads, head_dim]
-    index: LayerIndex | SketchIndex,
-    tail: ListTail | None,
-    top_k: int,
-    sink_len: int,
-    window_len: int,
-    softmax_scale: float,
-    out: Selection,  # kv_indices [num_heads, top_k]
-) -> LayerSearch:
-    """The search of one token, whose choice goes to `out`."""
-    assert out.kv_indices.shape[1] == top_k, f"out has room for {out.kv_indices.shape[1]} rows, wanted {top_k}"
-    stacked = TokenSelections(out.kv_indices[None], out.valid_len[None])
-    return LayerSearch(q[None], index, tail, sink_len, window_len, softmax_scale, stacked)
-
-
-def search_tokens(
-    q: NDArray[np.float32],  # [num_tokens, num_q_heads, head_dim]
-    index: LayerIndex | SketchIndex,
-    tail: ListTail | None,
-    top_k: int,
-    sink_len: int,
-    window_len: int,
-    softmax_scale: float,
-    workspace: SearchWorkspace,
-) -> TokenSelections:
-    """`search` for several tokens that see the same context and tail."""
-    out = empty_token_selections(q.shape[0], index.num_heads, top_k)
-    LayerSearch(q, index, tail, sink_len, window_len, softmax_scale, out).run(workspace)
-    return out

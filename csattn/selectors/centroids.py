@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from csattn.index import LayerIndex
-from csattn.search import SearchPool, empty_selection
+from csattn.search import LayerSearch, SearchPool, empty_token_selections
 from csattn.selection import Selection
 from csattn.selectors.base import ContextView
 from csattn.sketch import SketchIndex
@@ -31,10 +31,10 @@ class CentroidSelector:
 
     def select(self, q: NDArray[np.float32], recent: Tensor) -> Selection:
         view, config = self._view, self._view.config
-        out = empty_selection(self._index.num_heads, view.top_k)
+        out = empty_token_selections(1, self._index.num_heads, view.top_k)
         resident = config.sink_len, config.window_len
-        self._pool.search(q, self._index, self._tail, view.top_k, *resident, view.softmax_scale, out)
-        return out
+        self._pool.search_layers([LayerSearch(q[None], self._index, self._tail, *resident, view.softmax_scale, out)])
+        return out[0]
 
 
 def index_bytes(index: LayerIndex | SketchIndex) -> int:

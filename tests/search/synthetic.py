@@ -6,7 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from csattn.index import LayerIndex
-from csattn.search.workspace import SearchWorkspace, empty_selection
+from csattn.search.run import LayerSearch
+from csattn.search.workspace import SearchWorkspace, TokenSelections, empty_selection
 from csattn.selection import Selection
 from csattn.sketch import SketchIndex
 from csattn.sketch.codes import coord_bits, pack_codes, pack_marks
@@ -124,6 +125,21 @@ def append_keys(tail: ListTail, spec: IndexSpec, num_rows: int, seed: int = 2) -
 def make_tail_of(index: LayerIndex | SketchIndex, spec: IndexSpec, num_rows: int) -> ListTail | None:
     """None for no rows."""
     return append_keys(ListTail(index), spec, num_rows) if num_rows else None
+
+
+def search(
+    q: NDArray[np.float32],  # [num_q_heads, head_dim]
+    index: LayerIndex | SketchIndex,
+    tail: ListTail | None,
+    sink_len: int,
+    window_len: int,
+    softmax_scale: float,
+    workspace: SearchWorkspace,
+    out: Selection,
+) -> None:
+    """One token's, in this thread: `reference.search` compiled."""
+    stacked = TokenSelections(out.kv_indices[None], out.valid_len[None])
+    LayerSearch(q[None], index, tail, sink_len, window_len, softmax_scale, stacked).run(workspace)
 
 
 def poisoned_selection(num_heads: int, top_k: int) -> Selection:

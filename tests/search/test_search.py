@@ -5,10 +5,10 @@ import pytest
 from numpy.typing import NDArray
 
 from csattn.index import LayerIndex
-from csattn.search import SearchPool, reference, search, search_tokens
+from csattn.search import SearchPool, reference
 from csattn.search.plan import RANGE_KEYS
 from csattn.search.run import LayerSearch
-from csattn.search.workspace import SearchWorkspace, TokenSelections, empty_selection
+from csattn.search.workspace import SearchWorkspace, TokenSelections, empty_selection, empty_token_selections
 from csattn.selection import Selection
 from csattn.sketch import SketchIndex
 from csattn.sketch import reference as sketch_reference
@@ -20,6 +20,7 @@ from tests.search.synthetic import (
     make_tail_of,
     poisoned_selection,
     poisoned_workspace,
+    search,
 )
 
 LAYOUTS = ["sketch", "lists"]
@@ -39,7 +40,7 @@ def run_both(
     """The kernel's selection and the reference's; the kernel runs first, into poisoned memory."""
     got = poisoned_selection(index.num_heads, top_k)
     want = empty_selection(index.num_heads, top_k)
-    search(q, index, tail, top_k, sink_len, window_len, softmax_scale, poisoned_workspace(), got)
+    search(q, index, tail, sink_len, window_len, softmax_scale, poisoned_workspace(), got)
     reference.search(q, index, tail, top_k, sink_len, window_len, softmax_scale, want)
     return got, want
 
@@ -114,7 +115,7 @@ def test_a_search_attends_to_what_it_does_not_choose(head_dim, num_fine, num_coa
     assert isinstance(index, SketchIndex)
     chosen, plain = poisoned_selections(index, 1, group_size, 50), poisoned_selection(2, 50)
     LayerSearch(q[None], index, None, 4, 16, SCALE, chosen).run(poisoned_workspace())
-    search(q, index, None, 50, 4, 16, SCALE, SearchWorkspace(), plain)
+    search(q, index, None, 4, 16, SCALE, SearchWorkspace(), plain)
     np.testing.assert_array_equal(chosen.kv_indices[0], plain.kv_indices)
     is_rest = np.zeros((2, context_len), np.bool_)
     is_rest[:, 4 : context_len - 16] = True
@@ -251,10 +252,11 @@ def test_several_tokens_are_searched_as_if_one_by_one(layout: str, tail_rows: in
     index = make_index(spec)
     tail = make_tail_of(index, spec, tail_rows)
     q = np.stack([make_queries(spec, 2, seed=t) for t in range(5)])
-    got = search_tokens(q, index, tail, 40, 4, 16, SCALE, SearchWorkspace())
+    got = empty_token_selections(5, 2, 40)
+    LayerSearch(q, index, tail, 4, 16, SCALE, got).run(SearchWorkspace())
     for token in range(5):
         alone = poisoned_selection(2, 40)
-        search(q[token], index, tail, 40, 4, 16, SCALE, SearchWorkspace(), alone)
+        search(q[token], index, tail, 4, 16, SCALE, SearchWorkspace(), alone)
         np.testing.assert_array_equal(got[token].kv_indices, alone.kv_indices)
         np.testing.assert_array_equal(got[token].valid_len, alone.valid_len)
 
@@ -272,10 +274,9 @@ def test_results_do_not_depend_on_the_number_of_threads(num_threads: int) -> Non
         layers.append(LayerSearch(q, index, None, 4, 16, SCALE, out))
     with SearchPool(num_threads) as pool:
         pool.search_layers(layers)
-        again = pool.search_tokens(layers[0].q, layers[0].index, None, 500, 4, 16, SCALE)
-    np.testing.assert_array_equal(again.kv_indices, layers[0].out.kv_indices)
     for layer in layers:
-        alone = search_tokens(layer.q, layer.index, None, 500, 4, 16, SCALE, SearchWorkspace())
+        alone = empty_token_selections(2, 3, 500)
+        LayerSearch(layer.q, layer.index, None, 4, 16, SCALE, alone).run(SearchWorkspace())
         np.testing.assert_array_equal(layer.out.kv_indices, alone.kv_indices)
         np.testing.assert_array_equal(layer.out.valid_len, alone.valid_len)
     found = layers[0].out.rest
@@ -285,24 +286,7 @@ def test_results_do_not_depend_on_the_number_of_threads(num_threads: int) -> Non
     np.testing.assert_array_equal(found, rest)
 
 
-def test_a_pool_serves_one_token() -> None:
-    spec = IndexSpec(context_len=100_000, num_heads=4)
-    index, q = make_index(spec), make_queries(spec, 2)
-    got, want = poisoned_selection(4, 700), poisoned_selection(4, 700)
-    with SearchPool(2) as pool:
-        pool.search(q, index, None, 700, 4, 16, SCALE, got)
-    search(q, index, None, 700, 4, 16, SCALE, SearchWorkspace(), want)
-    np.testing.assert_array_equal(got.kv_indices, want.kv_indices)
-
-
 def test_a_sketch_has_no_tail() -> None:
     lists, spec = make_index(IndexSpec(layout="lists")), IndexSpec()
     with pytest.raises(AssertionError, match="a sketch cannot use"):
         run_both(make_queries(spec, 1), make_index(spec), ListTail(lists), 5)
-
-
-def test_a_pool_passes_errors_on() -> None:
-    spec = IndexSpec(context_len=100)
-    index, q = make_index(spec), make_queries(spec, 2)
-    with SearchPool(2) as pool, pytest.raises(AssertionError, match="wanted 30"):
-        pool.search(q, index, None, 30, 4, 16, SCALE, empty_selection(2, 20))

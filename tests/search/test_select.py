@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from csattn.index import LayerIndex
-from csattn.search import SearchWorkspace, empty_selection, search
+from csattn.search import SearchWorkspace, empty_selection
 from csattn.search.group_scores import NOT_SCORED
 from csattn.search.plan import RANGE_KEYS, SAMPLE
 from csattn.search.select import count_at_least, kth_largest, take_best
@@ -18,6 +18,7 @@ from csattn.sketch import SketchIndex
 from csattn.sketch.codes import pack_codes, pack_marks
 from csattn.sketch.reference import LOG2_E, score_group
 from csattn.table.lists import ListTable
+from tests.search.synthetic import search
 
 LARGEST = 2047
 SCALE = 1 / LOG2_E  # 1 of a product is an octave
@@ -40,7 +41,7 @@ def search_one_head(index: LayerIndex | SketchIndex, top_k: int) -> NDArray[np.i
     """What a search chooses for a single query row of ones."""
     out = empty_selection(1, top_k)
     q = np.ones((1, index.key_mean.shape[-1]), np.float32)
-    search(q, index, None, top_k, 0, 0, SCALE, SearchWorkspace(), out)
+    search(q, index, None, 0, 0, SCALE, SearchWorkspace(), out)
     out.check(index.context_len)
     return out.kv_indices[0, : out.valid_len[0]]
 

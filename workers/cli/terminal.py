@@ -3,8 +3,9 @@
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -113,46 +114,29 @@ class JsonProgress:
 
 
 @contextmanager
-def counting(what: str, total: int, unit: str) -> Iterator["Counter"]:
-    """Progress of anything that is counted; without a terminal a line when it starts and one when it ends."""
+def counting(what: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
+    """Called with how many more are done; without a terminal a line when it starts and one when it ends."""
     columns = (TextColumn(f"{what}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     started = time.monotonic()
     if not err.is_terminal:
         err.print(f"{what}: {total} {unit}")
     with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as bar:
-        yield Counter(bar, total)
+        yield partial(bar.advance, bar.add_task("", total=total))
     err.print(f"{what}: done in {time.monotonic() - started:.1f} s")
 
 
 @contextmanager
-def steps() -> Iterator["StepDisplay"]:
-    """Progress of work in several parts, each told by name; without a terminal a line for each part."""
+def steps() -> Iterator[Callable[[str, int, int], None]]:
+    """Called with the part of the work, what of it is done, and all of it; without a terminal a line for each part."""
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn())
+    told = set()
     with Progress(*columns, console=err, disable=not err.is_terminal, transient=True) as bar:
-        yield StepDisplay(bar)
+        task = bar.add_task("", total=None)
 
+        def show(part: str, done: int, total: int) -> None:
+            if part not in told and not err.is_terminal:
+                err.print(part)
+            told.add(part)
+            bar.update(task, description=part, completed=done, total=total)
 
-class StepDisplay:
-    """Called with the part, what of it is done, and all of it."""
-
-    def __init__(self, bar: Progress):
-        self._bar = bar
-        self._task = bar.add_task("", total=None)
-        self._part = ""
-
-    def __call__(self, part: str, done: int, total: int) -> None:
-        if part != self._part and not err.is_terminal:
-            err.print(part)
-        self._part = part
-        self._bar.update(self._task, description=part, completed=done, total=total)
-
-
-class Counter:
-    """Called with how many more are done."""
-
-    def __init__(self, bar: Progress, total: int):
-        self._bar = bar
-        self._task = bar.add_task("", total=total)
-
-    def __call__(self, more: int) -> None:
-        self._bar.advance(self._task, more)
+        yield show

@@ -10,11 +10,11 @@ from workers.streaming.sliding import SlidingRows
 class HeavyRows:
     """One layer of one stream: in each KV head heavy_len rows of most attention, and the last window_len rows.
 
-    The definition is `reference.heavy_attention`. Positions roll as in the published program's streaming form: they are
-    places among the rows that the head keeps, oldest first. So all heavy rows come before the window, and a place
-    changes only where a row before it leaves. Where more than one query head reads a KV head, their attention is added
-    up. Once the window is full, tokens pass one at a time, whatever the length of the step: each one's attention
-    decides what the next one finds, so results do not depend on how a text is cut.
+    Positions roll as in the published program's streaming form: they are places among the rows that the head keeps,
+    oldest first. So all heavy rows come before the window, and a place changes only where a row before it leaves. Where
+    more than one query head reads a KV head, their attention is added up. Once the window is full, tokens pass one at a
+    time, whatever the length of the step: each one's attention decides what the next one finds, so results do not
+    depend on how a text is cut.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ from workers.streaming.sliding import SlidingRows
 
 
 class WindowRows:
-    """One layer of one stream: its first sink_len rows and its last window_len. Definition: `reference`.
+    """One layer of one stream: its first sink_len rows and its last window_len.
 
     Positions are places among the rows kept. Within the window these are as far apart as the tokens are; only between
     the sinks and what follows them is there a gap to close, so queries are rotated twice: to their own place, for the

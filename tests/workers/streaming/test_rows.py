@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.streaming import reference
+from tests.workers.streaming import reference
 from workers.streaming.heavy import HeavyRows
 from workers.streaming.places import Places
 from workers.streaming.window import WindowRows

@@ -24,7 +24,7 @@ settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
 
-# Files of tests that wait for other processes, most of the time: begun first, they leave the cores to the others.
+# Files of tests that wait for other processes, most of the time: every third one, as long as there are any.
 WAITING = (
     "tests/workers/service/",
     "tests/workers/searchers/",
@@ -64,7 +64,12 @@ def pytest_sessionfinish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not item.nodeid.startswith(WAITING))
+    files = list(dict.fromkeys(item.nodeid.partition("::")[0] for item in items))
+    waiting = [file for file in files if file.startswith(WAITING)]
+    places = {file: 3 * i for i, file in enumerate(waiting)}
+    others = (file for file in files if file not in places)
+    places |= {file: i + i // 2 + 1 for i, file in enumerate(others)}
+    items.sort(key=lambda item: places[item.nodeid.partition("::")[0]])
     if torch.cuda.is_available():
         return
     for item in items:

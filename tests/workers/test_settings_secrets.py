@@ -33,7 +33,7 @@ def test_a_refused_secret_is_not_shown(tmp_path: Path, text: str) -> None:
         load_settings(written(tmp_path / "c.toml", text), {}, {})
     assert "hush" not in str(refused.value)
     with pytest.raises(ConfigError, match="line 1") as refused:
-        load_settings(written(tmp_path / "c.yaml", "server: {api_keys: [hush"), {}, {})
+        load_settings(written(tmp_path / "c.toml", "server.api_keys = [hush"), {}, {})
     assert "hush" not in str(refused.value)
 
 

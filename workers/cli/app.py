@@ -260,7 +260,7 @@ def doctor(store: LocalStore = Path("store"), json: Json = False) -> None:
 @app.command()
 def serve(
     file: Annotated[
-        Path | None, typer.Option("--config", help="TOML or YAML file.", show_default="$CSATTN_CONFIG, or none")
+        Path | None, typer.Option("--config", help="TOML file.", show_default="$CSATTN_CONFIG, or none")
     ] = None,
     local: Annotated[bool, typer.Option("--local", help="In this process alone.", show_default="on Ray")] = False,
     host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")] = None,

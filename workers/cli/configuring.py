@@ -14,7 +14,7 @@ config = typer.Typer(help="Show the service's settings, or write a file of them.
 @config.command()
 def show(
     file: Annotated[
-        Path | None, typer.Option("--config", help="TOML or YAML file.", show_default="$CSATTN_CONFIG, or none")
+        Path | None, typer.Option("--config", help="TOML file.", show_default="$CSATTN_CONFIG, or none")
     ] = None,
     changes: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="As a flag would: over everything else.")

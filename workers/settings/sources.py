@@ -4,7 +4,6 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,7 +40,7 @@ class Given:
 
 
 def from_file(path: Path) -> Iterator[Given]:
-    """What a TOML or YAML file says; ConfigError where it cannot be read."""
+    """What a TOML file says; ConfigError where it cannot be read."""
     data, lines = _read(path)
     for section, body in data.items():
         inside = body.items() if isinstance(body, dict) and body else [(None, body)]
@@ -71,22 +70,17 @@ def variable_of(key: str) -> str:
     return PREFIX + key.replace(".", "_").upper()
 
 
-def _read(path: Path) -> tuple[dict[Any, Any], dict[str, int]]:
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     """The file's content, and the lines of its keys as far as they are known."""
-    if path.suffix not in (".toml", ".yaml", ".yml"):
-        raise ConfigError(f"settings are read from .toml, .yaml and .yml files, got {path}; rename or convert it")
+    if path.suffix != ".toml":
+        raise ConfigError(f"settings are read from .toml files, got {path}; `csattn config example` writes one")
     try:
         text = path.read_text(encoding="utf-8")
+        data = tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"cannot read settings from {path}: {error.strerror}; check the path") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8; save it as UTF-8") from error
-    return _read_toml(path, text) if path.suffix == ".toml" else _read_yaml(path, text)
-
-
-def _read_toml(path: Path, text: str) -> tuple[dict[Any, Any], dict[str, int]]:
-    try:
-        data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not TOML: {error}") from None
     lines: dict[str, int] = {}
@@ -98,45 +92,3 @@ def _read_toml(path: Path, text: str) -> tuple[dict[Any, Any], dict[str, int]]:
         elif match := _PAIR.match(line):
             lines.setdefault(table + match[1], number)
     return data, lines
-
-
-def _read_yaml(path: Path, text: str) -> tuple[dict[Any, Any], dict[str, int]]:
-    try:
-        yaml = import_module("yaml")
-    except ImportError as error:
-        raise ConfigError(
-            f"reading {path} needs PyYAML, which is not installed; `pip install pyyaml`, or use TOML"
-        ) from error
-    loader = yaml.SafeLoader(text)
-    lines: dict[str, int] = {}
-    try:
-        node = loader.get_single_node()
-        data = {} if node is None else loader.construct_document(node)
-        if not isinstance(data, dict):
-            raise ConfigError(f"{path} holds no mapping; write sections such as `server:` with settings below them")
-        for name, line in _yaml_keys(node, ""):
-            if name in lines:
-                raise ConfigError(f"{path} has {name} twice, in lines {lines[name]} and {line}; remove one")
-            lines[name] = line
-    except ConfigError:
-        raise
-    except (yaml.YAMLError, ValueError) as error:
-        # not the error's own text: it quotes the line, and there may be a key in it
-        mark = getattr(error, "problem_mark", None)
-        where = "" if mark is None else f" in line {mark.line + 1}"
-        raise ConfigError(
-            f"{path} is not YAML: {getattr(error, 'problem', None) or 'it cannot be read'}{where}"
-        ) from None
-    finally:
-        loader.dispose()
-    return data, lines
-
-
-def _yaml_keys(node: Any, prefix: str) -> Iterator[tuple[str, int]]:
-    """Every key of the two upper levels, also one that is there twice."""
-    if node is None or node.id != "mapping":
-        return
-    for name, value in node.value:
-        yield f"{prefix}{name.value}", name.start_mark.line + 1
-        if not prefix:
-            yield from _yaml_keys(value, f"{name.value}.")

@@ -21,7 +21,7 @@ from csattn.config import SketchConfig
 from csattn.cpus import available_cpus
 from csattn.models.spec import ModelSpec
 from csattn.sketch import SketchIndex, reference
-from index_build import sketch
+from csattn.sketch import build as sketch
 from index_build.layer import as_layer_index, index_arrays
 from index_build.outbox import make_outbox
 from index_build.predictor import fit_predictor, sample_rows

@@ -113,20 +113,20 @@ def _attention(rows: Tensor, q: Tensor, chosen: Tensor, layout: tuple[int, int, 
     num_ranges = in_place.num_ranges(chosen.shape[1] + 1)
     by_row = {
         "num_rows": [1], "kv": [rows.data_ptr()], "context_lens": [NUM_ROWS], "sink_ends": [0],
-        "window_starts": [NUM_ROWS], "num_index_heads": [HEADS], "top_ks": [chosen.shape[1]],
-        "kv_indices": [chosen.data_ptr()], "moments": [0], "sketches": [0], "rests": [0], "tail_ids": [0],
+        "window_starts": [NUM_ROWS, 0], "num_index_heads": [HEADS], "top_ks": [chosen.shape[1], 0],
+        "kv_indices": [chosen.data_ptr(), 0], "moments": [0], "sketches": [0, 0], "rests": [0, 0], "tail_ids": [0],
         "tail_lens": [1],
         **dict(zip(("row_bytes", "v_offsets", "k_readers", "v_readers"), ([x] for x in layout), strict=True)),
     }  # fmt: skip
     arrays: dict[str, Any] = {name: np.array(values, np.int64) for name, values in by_row.items()}
     valid_len = np.full(HEADS, chosen.shape[1], np.int32)
-    arrays["valid_lens"] = np.array([valid_len.ctypes.data], np.int64)
+    arrays["valid_lens"] = np.array([valid_len.ctypes.data, 0], np.int64)
     arrays["softmax_scale"] = np.array([HEAD_DIM**-0.5])
     arrays["parts"] = np.empty((HEADS * GROUP_SIZE, MAX_PARTS, HEAD_DIM + 2), np.float32)
     arrays["out"] = out = np.empty((HEADS * GROUP_SIZE, HEAD_DIM), np.float32)
     sizes = {
         "q": q.data_ptr(), "num_q_heads": HEADS * GROUP_SIZE, "num_kv_heads": HEADS, "head_dim": HEAD_DIM,
-        "tails": tail.data_ptr(), "tail_capacity": 1, "max_index_heads": HEADS, "max_ranges": num_ranges,
+        "own_rows": 1, "tails": tail.data_ptr(), "tail_capacity": 1, "max_index_heads": HEADS, "max_ranges": num_ranges,
     }  # fmt: skip
     of_codes = dict.fromkeys(("queries", "query_bytes", "max_rest_ranges"), 0)  # there is no sketch
     values = {name: array.ctypes.data for name, array in arrays.items()} | sizes | of_codes

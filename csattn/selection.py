@@ -46,3 +46,13 @@ class Selection:
         if self.rest is not None:
             assert np.isfinite(self.rest.out).all(), "the estimate of the rest is not finite"
             assert ((self.rest.share >= 0) & (self.rest.share <= 1)).all(), "a share is outside [0, 1]"
+
+
+def join_choices(of_context: Selection, of_tail: Selection, context_len: int) -> Selection:
+    """One selection of both; of_tail: rows of the tail, counted from its first."""
+    width = of_context.kv_indices.shape[1] + of_tail.kv_indices.shape[1]
+    kv_indices = np.full((len(of_context.valid_len), width), -1, np.int32)
+    for head, (first, second) in enumerate(zip(of_context.valid_len, of_tail.valid_len, strict=True)):
+        kv_indices[head, :first] = of_context.kv_indices[head, :first]
+        kv_indices[head, first : first + second] = context_len + of_tail.kv_indices[head, :second]
+    return Selection(kv_indices, of_context.valid_len + of_tail.valid_len)

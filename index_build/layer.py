@@ -11,9 +11,9 @@ from torch import Tensor
 from csattn.config import IndexConfig, ListConfig, SketchConfig
 from csattn.index import LayerIndex
 from csattn.sketch import SketchIndex
+from csattn.sketch.build import sketch_arrays
 from csattn.table.lists import ListTable
 from index_build.codebooks import make_codebooks
-from index_build.sketch import sketch_arrays
 from index_build.tables import make_list_table
 
 
@@ -26,7 +26,7 @@ def index_arrays(
 ) -> dict[str, Tensor]:
     """The arrays of which each head of an index has its part, by name, on the device of q and kv."""
     if isinstance(config, SketchConfig):
-        return sketch_arrays(q, kv, config, threads)
+        return sketch_arrays(q, kv, config, threads.map)
     return _list_arrays(q, kv, config, threads)
 
 

@@ -1,9 +1,10 @@
 """Attention of a step's rows on the CPU, over context rows where they lie and a request's own: nothing is gathered.
 
-The rows that a head attends to stand in one list: sinks, selected rows, window, tail. The list is cut into ranges by
+The rows that a head attends to stand in one list: sinks, selected rows, window, then of the tail the selected rows and
+all from where it has no sketch. The list is cut into ranges by
 its length alone, each range is attended to as a piece of its own, and the ranges are merged in their order. So a row's
-result depends neither on the rows beside it nor on threads. So it is with the rest, the rows between sinks and window
-that are not selected, where a sketch says what they are, unless who selected has attended to them.
+result depends neither on the rows beside it nor on threads. So it is with the rest, the rows that could be selected and
+are not, where a sketch says what they are, unless who selected has attended to them.
 `in_place_reference` is the definition.
 """
 
@@ -27,12 +28,12 @@ from csattn.attention.in_place_arguments import (
     NUM_Q_HEADS,
     NUM_ROWS,
     OUT,
+    OWN_ROWS,
     PARTS,
     RESTS,
     ROW_BYTES,
     SCALE,
     SINK_ENDS,
-    SKETCHES,
     TAIL_CAPACITY,
     TAIL_IDS,
     TAILS,
@@ -46,7 +47,7 @@ from csattn.attention.in_place_arguments import (
     of_row,
     valid_len_of,
 )  # fmt: skip
-from csattn.attention.in_place_rest import num_rest_ranges
+from csattn.attention.in_place_rest import rest_ranges_of
 from csattn.attention.row_math import mix, score_16, weigh
 from csattn.cpu.addresses import Stage, array_at
 from csattn.cpu.floats import LANES, exp_lanes
@@ -181,9 +182,11 @@ def _addresses(
     context = of_row(args, KV, row) + kv_head * context_len * row_bytes
     tail = args[TAILS] + (of_row(args, TAIL_IDS, row) * args[NUM_KV_HEADS] + kv_head) * capacity * tail_row_bytes
     sink_end, window_start = of_row(args, SINK_ENDS, row), of_row(args, WINDOW_STARTS, row)
-    valid = valid_len_of(args, row, head)
-    window_at, tail_at = sink_end + valid, sink_end + valid + context_len - window_start
-    ids = chosen_of(args, row, head)
+    own = row + args[OWN_ROWS]
+    coded, ids, own_ids = of_row(args, WINDOW_STARTS, own), chosen_of(args, row, head), chosen_of(args, own, head)
+    window_at = sink_end + len(ids)
+    tail_at = window_at + context_len - window_start
+    recent_at = tail_at + len(own_ids)
     for i in range(count):
         at = first + i
         if at < sink_end:
@@ -192,8 +195,10 @@ def _addresses(
             rows[i] = context + np.int64(ids[at - sink_end]) * row_bytes
         elif at < tail_at:
             rows[i] = context + (window_start + at - window_at) * row_bytes
+        elif at < recent_at:
+            rows[i] = tail + np.int64(own_ids[at - tail_at]) * tail_row_bytes
         else:
-            rows[i] = tail + (at - tail_at) * tail_row_bytes
+            rows[i] = tail + (coded + at - recent_at) * tail_row_bytes
     return min(max(tail_at - first, 0), count)
 
 
@@ -203,30 +208,34 @@ def _merge(args: NDArray[np.int64], row: int, q_head: int) -> None:
     if num_index_heads == 0:
         return
     head = q_head // (num_q_heads // num_index_heads)
-    list_len, words = list_len_of(args, row, head), head_dim + 2
-    ranges, rest_ranges = -(-list_len // _range_rows(list_len)), 0
-    if of_row(args, SKETCHES, row) != 0:
-        rest_ranges = num_rest_ranges(of_row(args, WINDOW_STARTS, row))
+    words, list_len, own = head_dim + 2, list_len_of(args, row, head), row + args[OWN_ROWS]
+    ranges = -(-list_len // _range_rows(list_len))
+    rest_ranges, own_ranges = rest_ranges_of(args, row), rest_ranges_of(args, own)
+    num_parts = ranges + rest_ranges + own_ranges
     place = (row * num_q_heads + q_head) * MAX_PARTS * words
     parts = array_at(args[PARTS] + 4 * place, MAX_PARTS * words, np.float32(0))
     out = array_at(args[OUT] + 4 * (row * num_q_heads + q_head) * head_dim, head_dim, np.float32(0))
     rest = np.zeros(head_dim, np.float32)
     top = rest_top = _rest(args, row, q_head, rest)
-    given = _given_rest(args, row, q_head)
+    given, own_given = _given_rest(args, row, q_head), _given_rest(args, own, q_head)
     if len(given) > 0:
         top = max(top, given[head_dim])
-    for i in range(ranges + rest_ranges):
-        top = max(top, parts[_part_of(i, ranges) * words + head_dim])
+    if len(own_given) > 0:
+        top = max(top, own_given[head_dim])
+    for i in range(num_parts):
+        top = max(top, parts[_part_of(i, ranges, rest_ranges) * words + head_dim])
     scales = np.empty(LANES, np.float32)
     store(scales, 0, exp_lanes(fill(F32x16, rest_top - top)))
     total = scales[0]
     for j in range(head_dim):
         out[j] = scales[0] * rest[j]
-    for i in range(ranges + rest_ranges):
-        at = _part_of(i, ranges) * words
+    for i in range(num_parts):
+        at = _part_of(i, ranges, rest_ranges) * words
         total += _add_part(parts[at : at + words], top, out)
     if len(given) > 0:
         total += _add_part(given, top, out)
+    if len(own_given) > 0:
+        total += _add_part(own_given, top, out)
     for j in range(head_dim):
         out[j] /= total
 
@@ -250,9 +259,12 @@ def _given_rest(args: NDArray[np.int64], row: int, q_head: int) -> NDArray[np.fl
 
 
 @exact_kernel
-def _part_of(number: int, ranges: int) -> int:
-    """Where the parts of the list and, behind them, of the rest are."""
-    return number if number < ranges else MAX_RANGES + number - ranges
+def _part_of(number: int, ranges: int, rest_ranges: int) -> int:
+    """Where the parts of the list and, behind them, of the rests are."""
+    if number < ranges:
+        return number
+    number -= ranges
+    return MAX_RANGES + number if number < rest_ranges else 2 * MAX_RANGES + number - rest_ranges
 
 
 @exact_kernel

@@ -8,12 +8,14 @@ from numpy.typing import NDArray
 from csattn.cpu.addresses import array_at
 from csattn.cpu.jit import exact_kernel
 
-MAX_RANGES = 16  # of a row's list; of its rest as many
-MAX_PARTS = 2 * MAX_RANGES
+MAX_RANGES = 16  # of a row's list; of each of its two rests as many
+MAX_PARTS = 3 * MAX_RANGES
 
-# What is "by row" is the address of an int64 array with an element for each row of the step.
+# What is "by row" is the address of an int64 array with an element for each row of the step. The first rows of a row's
+# tail may have a sketch of their own and be chosen from, as a context's are: element row + own_rows says it of them.
 ARGUMENTS = (
     "num_rows",  # address of the number of rows
+    "own_rows",
     "q",  # [num_rows, num_q_heads, head_dim] float32
     "num_q_heads",
     "num_kv_heads",
@@ -26,18 +28,18 @@ ARGUMENTS = (
     "v_readers",  # by row
     "context_lens",  # by row
     "sink_ends",  # by row: rows [0, sink_end) of the context are attended to,
-    "window_starts",  # by row: and rows [window_start, context_len)
+    "window_starts",  # by row and own: and rows [window_start, context_len), or to the tail's end
     "num_index_heads",  # by row; 0: the row is attended to elsewhere, and its place in `out` left alone
-    "top_ks",  # by row
-    "kv_indices",  # by row: [num_index_heads, top_k] int32
-    "valid_lens",  # by row: [num_index_heads] int32; address 0: nothing is selected
+    "top_ks",  # by row and own
+    "kv_indices",  # by row and own: [num_index_heads, top_k] int32
+    "valid_lens",  # by row and own: [num_index_heads] int32; address 0: nothing is selected
     "moments",  # by row: `rest.Moments` of the rows that may be selected; address 0: those that are not count nothing
-    "sketches",  # by row: `sketch.SKETCH`; address 0: rows that are not selected are not attended to by codes
-    # by row: [num_q_heads, head_dim + 2] float32, parts of the rest as of `csattn.search.rest`; address 0: none comes
+    "sketches",  # by row and own: `sketch.SKETCH`; address 0: rows that are not selected are not attended to by codes
+    # by row and own: [num_q_heads, head_dim + 2] float32, parts of the rest as of `csattn.search.rest`; 0: none comes
     "rests",
-    "queries",  # [num_rows, num_kv_heads] blocks of
+    "queries",  # [2 * own_rows, num_kv_heads] blocks of
     "query_bytes",
-    "max_rest_ranges",  # of all rows
+    "max_rest_ranges",  # of all rows' rests
     "tails",  # [num_tails, num_kv_heads, tail_capacity, 2, head_dim]
     "tail_capacity",
     "tail_ids",  # by row
@@ -48,7 +50,7 @@ ARGUMENTS = (
     "out",  # [num_rows, num_q_heads * head_dim] float32
 )
 (
-    NUM_ROWS, Q, NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, SCALE, KV, ROW_BYTES, V_OFFSETS, K_READERS, V_READERS,
+    NUM_ROWS, OWN_ROWS, Q, NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, SCALE, KV, ROW_BYTES, V_OFFSETS, K_READERS, V_READERS,
     CONTEXT_LENS, SINK_ENDS, WINDOW_STARTS, NUM_INDEX_HEADS, TOP_KS, KV_INDICES, VALID_LENS, MOMENTS,
     SKETCHES, RESTS, QUERIES, QUERY_BYTES, REST_RANGES, TAILS, TAIL_CAPACITY, TAIL_IDS, TAIL_LENS,
     INDEX_HEADS, LIST_RANGES, PARTS, OUT,
@@ -82,6 +84,8 @@ def chosen_of(args: NDArray[np.int64], row: int, head: int) -> Any:
 
 @exact_kernel
 def list_len_of(args: NDArray[np.int64], row: int, head: int) -> Any:
+    own = row + args[OWN_ROWS]
     window_len = of_row(args, CONTEXT_LENS, row) - of_row(args, WINDOW_STARTS, row)
-    near = of_row(args, SINK_ENDS, row) + window_len + of_row(args, TAIL_LENS, row)
-    return near + valid_len_of(args, row, head)
+    recent = of_row(args, TAIL_LENS, row) - of_row(args, WINDOW_STARTS, own)
+    chosen = valid_len_of(args, row, head) + valid_len_of(args, own, head)
+    return of_row(args, SINK_ENDS, row) + window_len + recent + chosen

@@ -1,5 +1,7 @@
 """The definition of attention in place: one row of a step at a time, in float64."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -10,6 +12,15 @@ from csattn.rest import Moments
 from csattn.rest.reference import estimate_rest
 from csattn.sketch.index import SketchIndex
 from csattn.sketch.reference import attend_rest
+
+
+@dataclass(frozen=True)
+class OwnChoice:
+    """Of the first rows of a tail, which have codes of their own."""
+
+    kv_indices: Tensor  # [num_kv_heads, top_k] int32: the chosen ones
+    valid_len: Tensor  # [num_kv_heads] int32
+    sketch: SketchIndex  # of these rows
 
 
 def attend_row(
@@ -24,31 +35,53 @@ def attend_row(
     # of [sink_end, window_start), one of them: what tells of the rows that are not selected; else they count nothing
     moments: Moments | None = None,
     sketch: SketchIndex | None = None,
+    own: OwnChoice | None = None,  # else all of the tail is attended to
 ) -> Tensor:
     """Attention over [0, sink_end), the selected rows and [window_start, context_len) of the context, and the tail.
 
     And, by moments or by codes, over the rows that are not selected. Returns [num_q_heads, head_dim] float32.
     """
+    num_coded = own.sketch.context_len if own is not None else 0
     num_index_heads, num_kv_heads = kv_indices.shape[0], context.shape[0]
     outs, lses = [], []
     for head, group in enumerate(q.chunk(num_index_heads)):
         kv_head = head // (num_index_heads // num_kv_heads)
         chosen = kv_indices[head, : valid_len[head]].long()
-        parts = context[kv_head, :sink_end], context[kv_head, chosen], context[kv_head, window_start:], tail[kv_head]
+        parts = [context[kv_head, :sink_end], context[kv_head, chosen], context[kv_head, window_start:]]
+        if own is not None:
+            parts.append(tail[kv_head, own.kv_indices[kv_head, : own.valid_len[kv_head]].long()])
+        parts.append(tail[kv_head, num_coded:])
         rows = torch.cat(parts)[None, None]
         out, lse = reference.attend(group[None, None], rows[..., 0, :], rows[..., 1, :], softmax_scale)
         outs.append(out[0, 0])
         lses.append(lse[0, 0])
+    out, lse = torch.cat(outs), torch.cat(lses)
+    if own is not None:
+        rest = _rest_by_codes(q, own.sketch, 0, num_coded, own.kv_indices, own.valid_len, softmax_scale)
+        out, lse = merge_state(out, lse, *rest)
     if moments is not None:
         num_rows = np.array([window_start - sink_end])
         estimated = estimate_rest(q[None].numpy(), moments, valid_len[None].numpy(), num_rows, softmax_scale)
-        rest, rest_lse = estimated[0][0], estimated[1][0]
-    elif sketch is not None:
-        is_rest = np.zeros((num_kv_heads, sketch.context_len), np.bool_)
-        is_rest[:, sink_end:window_start] = True
-        for head in range(num_kv_heads):
-            is_rest[head, kv_indices[head, : valid_len[head]].numpy()] = False
-        rest, rest_lse = attend_rest(q.numpy(), sketch, is_rest, softmax_scale)
-    else:
-        return torch.cat(outs)
-    return merge_state(torch.cat(outs), torch.cat(lses), torch.from_numpy(rest), torch.from_numpy(rest_lse))[0]
+        return merge_state(out, lse, torch.from_numpy(estimated[0][0]), torch.from_numpy(estimated[1][0]))[0]
+    if sketch is not None:
+        rest = _rest_by_codes(q, sketch, sink_end, window_start, kv_indices, valid_len, softmax_scale)
+        return merge_state(out, lse, *rest)[0]
+    return out
+
+
+def _rest_by_codes(
+    q: Tensor,
+    sketch: SketchIndex,
+    first: int,
+    stop: int,
+    kv_indices: Tensor,
+    valid_len: Tensor,
+    softmax_scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Attention to the rows of [first, stop) that are not chosen."""
+    is_rest = np.zeros((sketch.num_heads, sketch.context_len), np.bool_)
+    is_rest[:, first:stop] = True
+    for head in range(sketch.num_heads):
+        is_rest[head, kv_indices[head, : valid_len[head]].numpy()] = False
+    out, lse = attend_rest(q.numpy(), sketch, is_rest, softmax_scale)
+    return torch.from_numpy(out), torch.from_numpy(lse)

@@ -1,7 +1,10 @@
 """The rest of attention in place: the rows of the middle that are not chosen, attended to by the codes of a sketch.
 
-The middle is cut into ranges by the context's length alone; each leaves a part like those of the rows' lists.
+The middle is cut into ranges by its length alone; each leaves a part like those of the rows' lists. So it is with the
+first rows of a row's tail, if they have a sketch: they are the middle of the place that says it of them.
 """
+
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +16,7 @@ from csattn.attention.in_place_arguments import (
     NUM_KV_HEADS,
     NUM_Q_HEADS,
     NUM_ROWS,
+    OWN_ROWS,
     PARTS,
     QUERIES,
     QUERY_BYTES,
@@ -37,13 +41,17 @@ RANGE_ROWS = 16384  # where the middle is longer than MAX_RANGES of them, ranges
 
 
 def rest_queries_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
-    """What `rest_stage` needs of the queries. A piece is a KV head of a row."""
+    """What `rest_stage` needs of the queries. A piece is a KV head of a row, of the context, then of the tail."""
     args = arguments_at(arguments)
-    row, head = piece // args[NUM_KV_HEADS], piece % args[NUM_KV_HEADS]
-    if of_row(args, SKETCHES, row) != 0:
-        group_size, head_dim = args[NUM_Q_HEADS] // args[NUM_KV_HEADS], args[HEAD_DIM]
-        q = array_at(args[Q] + 4 * piece * group_size * head_dim, group_size * head_dim, np.float32(0))
-        sketch, queries = sketch_at(of_row(args, SKETCHES, row)), args[QUERIES] + piece * args[QUERY_BYTES]
+    num_kv_heads = args[NUM_KV_HEADS]
+    row, place = _place_of(args, piece // num_kv_heads)
+    head = piece % num_kv_heads
+    if of_row(args, SKETCHES, place) != 0:
+        group_size, head_dim = args[NUM_Q_HEADS] // num_kv_heads, args[HEAD_DIM]
+        at = (row * num_kv_heads + head) * group_size * head_dim
+        q = array_at(args[Q] + 4 * at, group_size * head_dim, np.float32(0))
+        sketch = sketch_at(of_row(args, SKETCHES, place))
+        queries = args[QUERIES] + (place * num_kv_heads + head) * args[QUERY_BYTES]
         scale = array_at(args[SCALE], 1, np.float64(0))[0]
         project_queries(sketch, head, widen(q), 0, sketch.num_segments, scale, queries)
         weigh_queries(sketch, group_size, queries)
@@ -51,7 +59,7 @@ def rest_queries_stage(arguments: int, piece: int, thread: int, unused: int) -> 
 
 
 def rest_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
-    """A piece is a range of one KV head's middle: num_kv_heads * max_rest_ranges a row."""
+    """A piece is a range of one KV head's middle: 2 * num_kv_heads * max_rest_ranges a row."""
     _attend_rest(arguments_at(arguments), piece)
     return 0
 
@@ -64,22 +72,37 @@ def num_rest_ranges(middle_end: int) -> int:
 
 
 @exact_kernel
+def rest_ranges_of(args: NDArray[np.int64], place: int) -> Any:
+    """Into how many ranges the rest of a place is cut; 0: it has none."""
+    return num_rest_ranges(of_row(args, WINDOW_STARTS, place)) if of_row(args, SKETCHES, place) != 0 else 0
+
+
+@exact_kernel
 def _attend_rest(args: NDArray[np.int64], piece: int) -> None:
     # rows that follow each other are likely to read the same codes
     num_rows = array_at(args[NUM_ROWS], 1, np.int64(0))[0]
-    row, head_range = piece % num_rows, piece // num_rows
+    row, place = _place_of(args, piece % (2 * num_rows))
+    head_range = piece // (2 * num_rows)
     head, number = head_range // args[REST_RANGES], head_range % args[REST_RANGES]
-    sketch, window_start = of_row(args, SKETCHES, row), of_row(args, WINDOW_STARTS, row)
-    if sketch == 0 or number >= num_rest_ranges(window_start):
+    if number >= rest_ranges_of(args, place):
         return
+    sketch, window_start = sketch_at(of_row(args, SKETCHES, place)), of_row(args, WINDOW_STARTS, place)
     range_rows = _range_rows(window_start)
-    first, stop = max(number * range_rows, of_row(args, SINK_ENDS, row)), min((number + 1) * range_rows, window_start)
+    first, stop = max(number * range_rows, of_row(args, SINK_ENDS, place)), min((number + 1) * range_rows, window_start)
     num_kv_heads, part_words = args[NUM_KV_HEADS], args[HEAD_DIM] + 2
     group_size = args[NUM_Q_HEADS] // num_kv_heads
-    queries = args[QUERIES] + (row * num_kv_heads + head) * args[QUERY_BYTES]
-    place = (row * args[NUM_Q_HEADS] + head * group_size) * MAX_PARTS + MAX_RANGES + number
-    parts, chosen = args[PARTS] + 4 * place * part_words, chosen_of(args, row, head)
-    attend_rows(sketch_at(sketch), head, queries, group_size, first, stop, chosen, parts, MAX_PARTS * part_words)
+    queries = args[QUERIES] + (place * num_kv_heads + head) * args[QUERY_BYTES]
+    part = (row * args[NUM_Q_HEADS] + head * group_size) * MAX_PARTS + (1 if place == row else 2) * MAX_RANGES + number
+    parts, chosen = args[PARTS] + 4 * part * part_words, chosen_of(args, place, head)
+    attend_rows(sketch, head, queries, group_size, first, stop, chosen, parts, MAX_PARTS * part_words)
+
+
+@exact_kernel
+def _place_of(args: NDArray[np.int64], number: int) -> tuple[int, int]:
+    """Of 2 * num_rows the row, and where by-row arrays say it of its context, or of its tail."""
+    num_rows = array_at(args[NUM_ROWS], 1, np.int64(0))[0]
+    row = number % num_rows
+    return row, row + (args[OWN_ROWS] if number >= num_rows else 0)
 
 
 @exact_kernel

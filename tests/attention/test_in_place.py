@@ -8,7 +8,7 @@ import torch
 
 from csattn.attention import attend, in_place, merge_state
 from csattn.attention.in_place_arguments import ARGUMENTS, MAX_PARTS
-from csattn.attention.in_place_reference import attend_row
+from csattn.attention.in_place_reference import OwnChoice, attend_row
 from csattn.attention.in_place_rest import RANGE_ROWS, num_rest_ranges, rest_queries_stage, rest_stage
 from csattn.cpu.tape import Tape
 from csattn.cpu.team import Team
@@ -35,10 +35,12 @@ class Row:
     moments: Moments | None = field(default=None, kw_only=True)
     sketch: SketchIndex | None = field(default=None, kw_only=True)
     rest: np.ndarray | None = field(default=None, kw_only=True)  # [num_q_heads, head_dim + 2]: instead of a sketch
+    own: OwnChoice | None = field(default=None, kw_only=True)
+    own_rest: np.ndarray | None = field(default=None, kw_only=True)  # likewise: instead of its sketch
 
     @property
     def tail_len(self) -> int:
-        return int((~self.tail[0, :, 0, 0].isnan()).sum())
+        return int((~self.tail[0, :, 0, 0].isnan()).nonzero()[-1]) + 1
 
     @property
     def memory(self) -> torch.Tensor:
@@ -54,7 +56,7 @@ class Row:
         scale = self.q.shape[-1] ** -0.5
         tail = self.tail[:, : self.tail_len]
         chosen = self.kv_indices, self.valid_len
-        return attend_row(self.q, self.context, *self.near, *chosen, tail, scale, self.moments, self.sketch)
+        return attend_row(self.q, self.context, *self.near, *chosen, tail, scale, self.moments, self.sketch, self.own)
 
 
 def make_row(
@@ -91,7 +93,9 @@ def run(rows: list[Row], num_threads: int = 1) -> torch.Tensor:
     """[num_rows, num_q_heads, head_dim]"""
     num_rows, (num_q_heads, head_dim) = len(rows), rows[0].q.shape
     q, tails = torch.stack([row.q for row in rows]), torch.stack([row.tail for row in rows])
+    owns = [row.own for row in rows]
     sketches = [row.sketch for row in rows]
+    sketches += [row.own.sketch if row.own is not None and row.own_rest is None else None for row in rows]
     records = [describe_sketch(sketch) if sketch is not None else None for sketch in sketches]
     num_kv_heads, of_query = rows[0].context.shape[0], [0]
     of_query += [query_bytes(sketch, num_q_heads // num_kv_heads) for sketch in sketches if sketch is not None]
@@ -99,31 +103,36 @@ def run(rows: list[Row], num_threads: int = 1) -> torch.Tensor:
         "kv": [row.memory.data_ptr() for row in rows],
         "context_lens": [row.context.shape[1] for row in rows],
         "sink_ends": [row.near[0] for row in rows],
-        "window_starts": [row.near[1] for row in rows],
+        "window_starts": [row.near[1] for row in rows] + [own.sketch.context_len if own else 0 for own in owns],
         "num_index_heads": [len(row.valid_len) for row in rows],
-        "top_ks": [row.kv_indices.shape[1] for row in rows],
-        "kv_indices": [row.kv_indices.data_ptr() for row in rows],
-        "valid_lens": [row.valid_len.data_ptr() if row.kv_indices.shape[1] else 0 for row in rows],
+        "top_ks": [row.kv_indices.shape[1] for row in rows] + [own.kv_indices.shape[1] if own else 0 for own in owns],
+        "kv_indices": [of.kv_indices.data_ptr() if of else 0 for of in (*rows, *owns)],
+        "valid_lens": [of.valid_len.data_ptr() if of and of.kv_indices.shape[1] else 0 for of in (*rows, *owns)],
         "moments": [row.moments.table.ctypes.data if row.moments is not None else 0 for row in rows],
         "sketches": [record.ctypes.data if record is not None else 0 for record in records],
-        "rests": [row.rest.ctypes.data if row.rest is not None else 0 for row in rows],
+        "rests": [
+            rest.ctypes.data if rest is not None else 0
+            for rest in [row.rest for row in rows] + [row.own_rest for row in rows]
+        ],
         "tail_ids": list(range(num_rows)),
         "tail_lens": [row.tail_len for row in rows],
     }
     lists = (row.near[0] + row.context.shape[1] - row.near[1] + row.kv_indices.shape[1] + row.tail_len for row in rows)
     layout = "row_bytes", "v_offsets", "k_readers", "v_readers"
+    by_row["sink_ends"] += [0] * num_rows
     by_row |= dict(zip(layout, map(list, zip(*(row.layout for row in rows), strict=True)), strict=True))
     arrays = {name: np.array(values, np.int64) for name, values in by_row.items()}
     arrays["num_rows"], arrays["softmax_scale"] = np.array([num_rows]), np.array([head_dim**-0.5])
     arrays["parts"] = np.full((num_rows, num_q_heads, MAX_PARTS, head_dim + 2), NAN, np.float32)
-    arrays["queries"] = np.full((num_rows, num_kv_heads, max(of_query)), 0xFF, np.uint8)
+    arrays["queries"] = np.full((2 * num_rows, num_kv_heads, max(of_query)), 0xFF, np.uint8)
     arrays["out"] = np.full((num_rows, num_q_heads, head_dim), NAN, np.float32)
     values = {name: array.ctypes.data for name, array in arrays.items()} | {
         "q": q.data_ptr(),
         "num_q_heads": num_q_heads,
         "num_kv_heads": num_kv_heads,
+        "own_rows": num_rows,
         "query_bytes": max(of_query),
-        "max_rest_ranges": max(num_rest_ranges(row.near[1]) for row in rows),
+        "max_rest_ranges": max(num_rest_ranges(end) for end in by_row["window_starts"]),
         "head_dim": head_dim,
         "tails": tails.data_ptr(),
         "tail_capacity": tails.shape[2],
@@ -133,8 +142,8 @@ def run(rows: list[Row], num_threads: int = 1) -> torch.Tensor:
     arguments = np.array([values[name] for name in ARGUMENTS], np.int64)
     tape = Tape()
     pieces = num_rows * values["max_index_heads"] * values["max_ranges"]
-    tape.add(rest_queries_stage, arguments, num_rows * num_kv_heads)
-    tape.add(rest_stage, arguments, num_rows * num_kv_heads * values["max_rest_ranges"])
+    tape.add(rest_queries_stage, arguments, 2 * num_rows * num_kv_heads)
+    tape.add(rest_stage, arguments, 2 * num_rows * num_kv_heads * values["max_rest_ranges"])
     tape.add(in_place.attend_stage(str(tails.dtype).removeprefix("torch.")), arguments, pieces, waits=False)
     tape.add(in_place.merge_stage, arguments, num_rows * num_q_heads)
     with Team(num_threads) as team:
@@ -213,6 +222,60 @@ def test_a_rest_that_comes_with_the_selection_joins(rng: np.random.Generator) ->
         (out,), (lse,) = attend_rest(*of_token, *row.near, 24**-0.5)
         rest = np.concatenate([out, lse[:, None], np.isfinite(lse)[:, None]], axis=1).astype(np.float32)
         given.append(replace(row, sketch=None, rest=rest))
+    torch.testing.assert_close(run(given), run(rows), rtol=1e-5, atol=1e-5)
+
+
+def with_own_segments(rows: list[Row], rng: np.random.Generator) -> list[Row]:
+    """The same rows, of which those with one selection for each KV head have codes of all but the tail's last rows.
+
+    Rows of the tail that are not chosen then are NaN.
+    """
+    grown = []
+    for row in rows:
+        num_heads, num_coded = row.tail.shape[0], row.tail_len - 1
+        if len(row.valid_len) == num_heads and num_coded > 0:
+            heads = make_heads(rng, num_heads, len(row.q) // num_heads, num_coded, row.q.shape[1])
+            top_k = num_coded // 3
+            ids = torch.stack([torch.randperm(num_coded)[:top_k].sort().values for _ in range(num_heads)])
+            tail = row.tail.clone()
+            for head in range(num_heads):
+                left = torch.ones(num_coded, dtype=torch.bool)
+                left[ids[head]] = False
+                tail[head, :num_coded][left] = NAN
+            sketch = make_sketch(*heads, 1, 0)
+            own = OwnChoice(ids.int(), torch.full((num_heads,), top_k, dtype=torch.int32), sketch)
+            row = replace(row, tail=tail, own=own)
+        grown.append(row)
+    return grown
+
+
+def test_the_first_rows_of_a_tail_are_chosen_from_and_attended_to_by_their_codes(rng: np.random.Generator) -> None:
+    """Beside rows of which all of the tail is attended to, with and without a sketch of the context."""
+    plain = rows_of_all_kinds(head_dim=24)
+    rows = with_own_segments([*plain, *with_sketches(plain, rng)], rng)
+    assert sum(row.own is not None for row in rows) >= 6
+    both = run([*rows, *plain])
+    assert torch.equal(both[len(rows) :], run(plain))
+    assert torch.equal(run(rows, 3), torch.cat([run([row]) for row in rows]))
+    for row, out in zip(rows, both, strict=False):
+        torch.testing.assert_close(out, row.want(), rtol=1e-3, atol=1e-3)
+
+
+def test_a_rest_of_the_tail_that_comes_with_the_selection_joins(rng: np.random.Generator) -> None:
+    """As one of the same sketch does."""
+    rows = [row for row in with_own_segments(rows_of_all_kinds(head_dim=24), rng) if row.own is not None]
+    given = []
+    for row in rows:
+        assert row.own is not None
+        of_token = (
+            row.q[None].numpy(),
+            row.own.sketch,
+            row.own.kv_indices[None].numpy(),
+            row.own.valid_len[None].numpy(),
+        )
+        (out,), (lse,) = attend_rest(*of_token, 0, row.own.sketch.context_len, 24**-0.5)
+        own_rest = np.concatenate([out, lse[:, None], np.isfinite(lse)[:, None]], axis=1).astype(np.float32)
+        given.append(replace(row, own_rest=own_rest))
     torch.testing.assert_close(run(given), run(rows), rtol=1e-5, atol=1e-5)
 
 

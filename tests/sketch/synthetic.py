@@ -5,9 +5,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from csattn.config import SEGMENT_STEP
 from csattn.sketch import SketchIndex
-from csattn.sketch.codes import coord_bits, pack_codes, pack_marks
+from csattn.sketch.codes import BLOCK_KEYS, coord_bits, pack_codes, pack_marks
 from csattn.sketch.reference import encode, fit
 
 Floats = NDArray[np.float32]
@@ -37,7 +36,7 @@ def make_sketch(
 ) -> SketchIndex:
     """What the reference makes of them."""
     bits = coord_bits(num_fine, num_coarse)
-    assert all(start % SEGMENT_STEP == 0 for start in segment_starts)
+    assert all(start % BLOCK_KEYS == 0 for start in segment_starts)
     num_heads, num_rows, _ = k.shape
     ends = *segment_starts[1:], num_rows
     codes = np.zeros((num_heads, num_rows, len(bits)), np.uint8)

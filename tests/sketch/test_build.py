@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from csattn.config import SketchConfig
 from csattn.sketch import SketchIndex, reference
+from csattn.sketch import build as sketch
 from csattn.sketch.codes import coord_bits, pack_codes, pack_marks, unpack_codes, unpack_marks
 from csattn.sketch.index import num_marked
-from index_build import sketch
 from index_build.layer import as_layer_index, index_arrays
 from tests.sketch.synthetic import Floats, make_heads, make_sketch
 

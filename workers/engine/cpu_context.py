@@ -26,6 +26,7 @@ from offload.kv_store import STREAM_ROWS, KvStore
 from offload.row_files import FileSpan
 from offload.tiered_store import TieredStore
 from workers.engine.fidelity import Observer
+from workers.engine.own_segments import OwnSegments
 from workers.model.cpu.tape_ops import word
 
 WITHOUT_ALL_KEYS = ("csattn", "full", "window")  # selectors that do not read the keys themselves
@@ -212,6 +213,7 @@ class CpuRequest:
     index_bytes: int  # that its selector, and attention to the rest, hold beside the KV
     search_bytes: int  # that a search of csattn reads
     rest_bytes: int  # that attention to the rest reads for a token
+    own: OwnSegments | None = None  # where rows that have left the window are coded; else see `num_left`
     tail_len: int = 0
     count: StepCount = field(default_factory=StepCount)
     near: tuple[int, int] = field(init=False)  # context rows [0, first) and [second, context_len) are attended to
@@ -256,11 +258,15 @@ class CpuRequest:
     def num_left(self, tail_len: int) -> int:
         """Of so many rows of the tail that a token sees, how many have left its window: they must be chosen to be read.
 
-        None does of full attention, nor over a sketch, for they have no codes: all of the tail is resident.
+        None does of full attention, nor over a sketch: such requests have `own` segments, or keep all of the tail near.
         """
         over_sketch = self.selector == "csattn" and isinstance(self.context.indexes[0], SketchIndex)
         stays = over_sketch or self.selector == "full"
         return 0 if stays else max(0, tail_len - self.view.config.window_len)
+
+    def own_segments(self, tail_len: int) -> int:
+        """Of its own rows, in use for a token that sees so many."""
+        return self.own.num_segments(tail_len) if self.own is not None else 0
 
     def chooses_alone(self, tail_len: int) -> bool:
         """Whether a token that sees so many rows of the tail chooses by `choices`, and not with others."""

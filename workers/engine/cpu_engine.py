@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property, partial
 from threading import Lock
@@ -12,7 +13,7 @@ from typing import Self
 import numpy as np
 
 from csattn.artifact import Artifact
-from csattn.config import SearchConfig
+from csattn.config import SearchConfig, SketchConfig
 from csattn.cpu.team import Team
 from csattn.cpus import available_cpus
 from csattn.errors import ConfigError, ContextError
@@ -20,12 +21,15 @@ from csattn.models import LoadedModel
 from csattn.search import SearchPool
 from csattn.selector_names import SelectorName
 from csattn.selectors import ContextView, resolve_rest, selector_for
+from csattn.sketch.own import Growth
+from offload.budget import host_memory_bytes
 from offload.codecs.formats import KvFormat
 from offload.host_memory import trim_heap
 from workers.engine.cpu_context import CpuContext, CpuRequest, HostBudget, open_context
 from workers.engine.fidelity import Observer
 from workers.engine.looks import Looks
 from workers.engine.on_cpu import AttendOnCpu
+from workers.engine.own_segments import OwnSegments
 from workers.engine.plain_rows import PlainRows
 from workers.engine.pool_searcher import PoolSearcher
 from workers.engine.preparation import Preparation
@@ -39,8 +43,9 @@ from workers.serving.step_engine import EngineCounts, Fidelity, Reading, StepRes
 class CpuEngine:
     """A `StepEngine`. A row's results are the same bits alone and among others, on any number of threads.
 
-    Over a sketch, and in full attention, a request's own rows are all attended to. Otherwise those that have left its
-    window, as long as the context's, are its selector's to choose, or join its lists.
+    Over a sketch, a request's own rows become segments of its own (`csattn.sketch.own`); with another rest than the
+    sketch's, and in full attention, all of them are attended to. Otherwise those that have left its window, as long as
+    the context's, are its selector's to choose, or join its lists.
     """
 
     def __init__(
@@ -49,24 +54,28 @@ class CpuEngine:
         *,
         max_rows: int = 16,
         num_slots: int = 16,
-        tail_capacity: int = 2048,
+        tail_capacity: int | None = None,  # up to the model's last position, as far as there is memory, unless said
+        growth: Growth | None = None,
         num_threads: int | None = None,  # all cores unless said
         searcher: Searcher | None = None,  # closed with the engine; threads of this process unless given
         kv_format: KvFormat | None = None,  # of contexts' rows; None: they are read where their artifacts map them
         host_budget: HostBudget | None = None,  # or where they do not fit into memory
     ) -> None:
-        if min(max_rows, num_slots, tail_capacity) < 1:
+        if min(max_rows, num_slots, tail_capacity or 1) < 1:
             raise ConfigError(
                 f"an engine needs at least one row, one slot and one row in a tail, got {max_rows}, {num_slots} and "
                 f"{tail_capacity}"
             )
+        self._growth = growth or Growth()
+        if max_rows > self._growth.least_near:
+            raise ConfigError(f"a step has up to {self._growth.least_near} rows, got {max_rows}; leave out some")
         if kv_format is not None and host_budget is not None:
             raise ConfigError("a host budget keeps rows as the artifact has them; leave out the format, or the budget")
         threads = num_threads or available_cpus()
         self.loaded = loaded
         self.max_rows, self.num_slots = max_rows, num_slots
         self.max_positions, self.num_layers = loaded.geometry.max_positions, loaded.geometry.num_layers
-        self.tail_capacity = min(tail_capacity, self.max_positions)
+        self.tail_capacity = min(tail_capacity or _most_tokens(loaded, num_slots), self.max_positions)
         self._kv_format, self._host_budget = kv_format, host_budget
         self._scale = float(loaded.model.model.layers[0].self_attn.scaling)
         self._model = CpuModel(loaded.model, max_rows, num_slots, self.tail_capacity)
@@ -78,6 +87,7 @@ class CpuEngine:
         self._plans = RowPlans(self._model, self._scale)
         self._plan: RowPlan | None = None  # of the last step
         self._making = Lock()  # one preparation at a time
+        self._beside = ThreadPoolExecutor(1, "own-segments")
         self._search_s = self._attend_s = 0.0
 
     def __repr__(self) -> str:
@@ -118,7 +128,12 @@ class CpuEngine:
         wanted = self._wanted(context_id, config, selector)
         require_free_slot(slot, self.num_slots, self._requests)
         self._make(wanted)
-        self._requests[slot] = wanted.begin(slot, self.loaded.geometry.num_q_heads, lambda: self._pool)
+
+        def own_segments(of_context: SketchConfig) -> OwnSegments:
+            return OwnSegments(self._model.tails[:, slot], config, of_context, self._growth, self._beside)
+
+        num_q_heads = self.loaded.geometry.num_q_heads
+        self._requests[slot] = wanted.begin(slot, num_q_heads, lambda: self._pool, own_segments)
         self._forget_plans()
 
     def observe(self, slot: int, observer: Observer) -> None:
@@ -126,7 +141,8 @@ class CpuEngine:
         self.request(slot).observer = observer
 
     def close_slot(self, slot: int) -> None:
-        self.request(slot)
+        if (own := self.request(slot).own) is not None:
+            own.close()
         del self._requests[slot]
         self._forget_plans()
 
@@ -164,6 +180,9 @@ class CpuEngine:
         plan.count(tail_lens, self.num_layers)
         for slot, length in zip(slots, lens.tolist(), strict=True):
             self._requests[slot].tail_len = length
+        for request in map(self._requests.__getitem__, set(slots)):
+            if request.own is not None:
+                request.own.grow(request.tail_len)
         return self._result(plan, want_logits, looks.fidelity)
 
     def context(self, context_id: int) -> CpuContext:
@@ -194,6 +213,10 @@ class CpuEngine:
 
     def close(self) -> None:
         """Let the threads go. No step may be under way."""
+        for request in self._requests.values():
+            if request.own is not None:
+                request.own.close()
+        self._beside.shutdown(cancel_futures=True)
         self._team.close()
         self._searcher.close()
         for context in self._contexts.values():
@@ -224,12 +247,15 @@ class CpuEngine:
                 if layer_idx + 1 < self.num_layers and (early := plan.early(layer_idx + 1)):
                     under_way = True
                     self._searcher.start(layer_idx + 1, early)
+                own_searches = plan.own_searches(layer_idx)
+                if own_searches:
+                    self._pool.search_layers(own_searches)
                 plain.choose(layer_idx)
                 attending = time.perf_counter()
                 self._team.run(self._attention.layers[layer_idx])
                 plan.keep(layer_idx)
                 plain.attend(layer_idx)
-                if plan.groups or plain.num_choosing:
+                if plan.groups or own_searches or plain.num_choosing:
                     self._search_s += attending - started
                 self._attend_s += time.perf_counter() - attending
                 looks.look(layer_idx)
@@ -246,7 +272,7 @@ class CpuEngine:
 
     @cached_property
     def _pool(self) -> SearchPool:
-        """Of searches of lists with a request's own rows in them."""
+        """Of searches of a request's own rows: in its lists, or in its segments."""
         return SearchPool(self._team)
 
     def _forget_plans(self) -> None:
@@ -296,3 +322,10 @@ class CpuEngine:
             raise ConfigError(
                 f"row {watch[0]} of {len(rows)} and layer {watch[1]} of {self.num_layers} cannot be watched"
             )
+
+
+def _most_tokens(loaded: LoadedModel, num_slots: int) -> int:
+    """Of each request's own, as far as half of the memory holds them. What is not used takes none."""
+    geometry = loaded.geometry
+    row_bytes = 2 * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim * loaded.dtype.itemsize
+    return max(1, min(geometry.max_positions, host_memory_bytes() // 2 // (num_slots * row_bytes)))

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from csattn.selection import Selection, join_choices
 from workers.engine.fidelity import Seen, fidelity
 from workers.engine.plain_rows import PlainRows
 from workers.engine.row_plan import RowPlan
@@ -37,13 +38,15 @@ class Looks:
 
     def _seen(self, row: int, layer_idx: int) -> Seen:
         request, tail_len = self._plan.requests[row], int(self._tail_lens[row])
-        q = torch.from_numpy(self._model.q[row])
+        q, own, chosen = torch.from_numpy(self._model.q[row]), self._plan.owns[row], self._plain.chosen(row, layer_idx)
+        if own is not None and isinstance(chosen, Selection):
+            chosen = join_choices(chosen, own.selection(row), request.view.context_len)
         return Seen(
             layer_idx,
             request.view,
             q,
             self._model.tails[layer_idx, request.slot, :, :tail_len],
-            request.num_left(tail_len),
-            self._plain.chosen(row, layer_idx),
+            own.num_rows if own is not None else request.num_left(tail_len),
+            chosen,
             torch.from_numpy(self._model.attended[row]).view_as(q),
         )

@@ -23,13 +23,14 @@ class AttendOnCpu:
     def __init__(self, model: CpuModel, softmax_scale: float) -> None:
         self._model, shape, max_rows = model, model.shape, model.max_rows
         self._scale = np.array([softmax_scale])
-        self._by_row = {name: np.zeros(max_rows, np.int64) for name in (*_BY_ROW, *_LAYOUT)}
+        places = 2 * max_rows  # of the rows, and of their own segments
+        self._by_row = {name: np.zeros(places, np.int64) for name in (*_BY_ROW, *_LAYOUT)}
         self._kv = np.zeros((shape.num_layers, max_rows), np.int64)
         self._moments = np.zeros((shape.num_layers, max_rows), np.int64)
-        self._chosen = np.zeros((shape.num_layers, 3, max_rows), np.int64)  # addresses: kv_indices, valid_lens, rest
-        self._sketches = np.zeros((shape.num_layers, max_rows), np.int64)
+        self._chosen = np.zeros((shape.num_layers, 3, places), np.int64)  # addresses: kv_indices, valid_lens, rest
+        self._sketches = np.zeros((shape.num_layers, places), np.int64)
         self._records: list[NDArray[Any]] = []  # that the sketches' addresses are of
-        self._queries = np.zeros((max_rows, shape.num_kv_heads, 0), np.uint8)
+        self._queries = np.zeros((places, shape.num_kv_heads, 0), np.uint8)
         sizes = max_rows, shape.num_q_heads, MAX_PARTS, shape.head_dim + 2
         self._parts = np.zeros(sizes, np.float32)
         self._arguments = [self._describe(layer_idx) for layer_idx in range(shape.num_layers)]
@@ -60,6 +61,15 @@ class AttendOnCpu:
             for layer_idx in range(num_places):
                 if (chosen := plan.selection(row, layer_idx)) is not None:
                     self._chosen[layer_idx::num_places, :2, row] = [word(part) for part in chosen]
+        for row, own in enumerate(plan.owns):
+            at = self._model.max_rows + row
+            self._by_row["window_starts"][at] = own.num_rows if own is not None else 0
+            self._by_row["top_ks"][at] = own.top_k if own is not None else 0
+            if own is not None:
+                number = row - own.rows.start
+                parts: list[NDArray[Any]] = [own.out.kv_indices, own.out.valid_len]
+                parts += [own.out.rest] if own.out.rest is not None else []
+                self._chosen[:, : len(parts), at] = [word(part[number]) for part in parts]
         for group in plan.groups:
             for parity, selections in enumerate(group.selections):
                 if selections.rest is not None:
@@ -69,17 +79,21 @@ class AttendOnCpu:
     def set_lens(self, plan: RowPlan, tail_lens: NDArray[np.int64]) -> None:
         """Cut the next step's work into pieces."""
         heads = int(self._by_row["num_index_heads"][: len(tail_lens)].max())
-        lists = zip(plan.requests, tail_lens.tolist(), strict=True)
-        ranges = max(in_place.num_ranges(request.longest_list + tail_len) for request, tail_len in lists)
-        of_rest = (request.near[1] for row, request in enumerate(plan.requests) if _scores_anew(plan, row))
-        rests = [in_place_rest.num_rest_ranges(end) for end in of_rest]
+        lists = zip(plan.requests, tail_lens.tolist(), plan.owns, strict=True)
+        ranges = max(
+            in_place.num_ranges(request.longest_list + tail_len - (own.num_rows - own.top_k if own is not None else 0))
+            for request, tail_len, own in lists
+        )
+        ends = [request.near[1] for row, request in enumerate(plan.requests) if _scores_anew(plan, row)]
+        ends += [own.num_rows for own in plan.owns if own is not None and own.out.rest is None]
+        rests = [in_place_rest.num_rest_ranges(end) for end in ends]
         rest_ranges = max(rests, default=0)
         if self._pieces == (len(tail_lens), heads, ranges, rest_ranges):
             return
         self._pieces = len(tail_lens), heads, ranges, rest_ranges
         sizes = {"max_index_heads": heads, "max_ranges": ranges, "max_rest_ranges": rest_ranges}
         num_rows, shape = len(tail_lens), self._model.shape
-        of_rests = num_rows * shape.num_kv_heads
+        of_rests = 2 * num_rows * shape.num_kv_heads
         pieces = of_rests * bool(rests), of_rests * rest_ranges, num_rows * heads * ranges, num_rows * shape.num_q_heads
         for arguments, tape in zip(self._arguments, self.layers, strict=True):
             for name, size in sizes.items():
@@ -88,20 +102,21 @@ class AttendOnCpu:
 
     def _set_sketches(self, plan: RowPlan) -> None:
         """Where the rows' sketches are, and room for what becomes of the rows' queries."""
-        shape = self._model.shape
-        of_contexts: dict[int, NDArray[np.int64]] = {}
+        group_size = self._model.shape.num_q_heads // self._model.shape.num_kv_heads
+        described: dict[int, NDArray[np.int64]] = {}
         self._sketches[:], self._records = 0, []
         most = 0
-        for row, request in enumerate(plan.requests):
-            if not _scores_anew(plan, row):
-                continue
-            if request.context_id not in of_contexts:
-                records = [describe_sketch(sketch) for sketch in request.sketches]
+        read = {row: request.sketches for row, request in enumerate(plan.requests) if _scores_anew(plan, row)}
+        for row, own in enumerate(plan.owns):
+            if own is not None and own.out.rest is None and not plan.alone[row]:
+                read[self._model.max_rows + row] = own.sketches
+        for place, sketches in read.items():
+            if id(sketches) not in described:
+                records = [describe_sketch(sketch) for sketch in sketches]
                 self._records += records
-                of_contexts[request.context_id] = np.array([record.ctypes.data for record in records], np.int64)
-                group_size = shape.num_q_heads // shape.num_kv_heads
-                most = max(most, *(query_bytes(sketch, group_size) for sketch in request.sketches))
-            self._sketches[:, row] = of_contexts[request.context_id]
+                described[id(sketches)] = np.array([record.ctypes.data for record in records], np.int64)
+                most = max(most, *(query_bytes(sketch, group_size) for sketch in sketches))
+            self._sketches[:, place] = described[id(sketches)]
         if most > self._queries.shape[2]:
             self._queries = np.zeros((*self._queries.shape[:2], most), np.uint8)
             for arguments in self._arguments:
@@ -112,6 +127,7 @@ class AttendOnCpu:
         model, shape, chosen = self._model, self._model.shape, self._chosen[layer_idx]
         values = {
             "num_rows": model.num_rows,
+            "own_rows": model.max_rows,
             "q": model.q,
             "num_q_heads": shape.num_q_heads,
             "num_kv_heads": shape.num_kv_heads,

@@ -7,7 +7,6 @@ from csattn.config import SearchConfig
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
 from csattn.selector_names import SelectorName
-from offload.budget import host_memory_bytes
 from offload.codecs.formats import KvFormat
 from workers.engine.cpu_context import HostBudget
 from workers.engine.cpu_engine import CpuEngine
@@ -25,7 +24,7 @@ def open_engine(
     kv_format: KvFormat | None = None,  # of the context's rows; None: as the artifact maps them
     host_budget_bytes: int | None = None,  # of host memory for the context's rows; None: all that they take
     num_slots: int | None = None,  # requests at the same time; by the placement unless said
-    tail_capacity: int | None = None,  # tokens of a request's own; on the CPU as many as there may be, unless said
+    tail_capacity: int | None = None,  # tokens of a request's own; as many as there may be, unless said
     **options: Any,  # of the engine
 ) -> CpuEngine | GpuEngine:
     """With the artifact as context 0, ready for requests that search like this. Close it before the artifact.
@@ -37,11 +36,10 @@ def open_engine(
     artifact.require_tokenizer(loaded.tokenizer_hash)
     engine: CpuEngine | GpuEngine
     if placement == "cpu":
-        num_slots = num_slots or 16
         engine = CpuEngine(
             loaded,
-            num_slots=num_slots,
-            tail_capacity=tail_capacity or _most_tokens(loaded, artifact, num_slots),
+            num_slots=num_slots or 16,
+            tail_capacity=tail_capacity,
             kv_format=kv_format,
             host_budget=None if host_budget_bytes is None else HostBudget(host_budget_bytes, config, selector),
             **options,
@@ -77,11 +75,3 @@ def require_together(placement: str, selector: str, host_budget_bytes: int | Non
         raise ConfigError(
             "a host budget is for decoding on the CPU; leave out the host budget, or choose placement cpu"
         )
-
-
-def _most_tokens(loaded: LoadedModel, artifact: Artifact, num_slots: int) -> int:
-    """Up to the model's last position, as far as half of the memory holds them. What is not used takes none."""
-    geometry = loaded.geometry
-    row_bytes = 2 * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim * loaded.dtype.itemsize
-    fitting = host_memory_bytes() // 2 // (num_slots * row_bytes)
-    return max(1, min(geometry.max_positions - artifact.spec.context_len, fitting))

@@ -6,6 +6,7 @@ whose context is gathered from a store.
 
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from csattn.attention import attend, merge_state
 from csattn.rest import estimate_rest
 from csattn.selection import Selection
+from csattn.sketch import SketchIndex
 from csattn.sketch.rest import attend_rest
 from workers.engine.cpu_context import CpuRequest, LayerChoice, StepCount
 from workers.engine.row_plan import RowPlan
@@ -22,6 +24,14 @@ from workers.model.cpu.cpu_model import CpuModel
 
 FarRows = Selection | slice  # chosen ones, or a range that is streamed
 Attended = tuple[Tensor, Tensor]  # out [num_q_heads, head_dim] and lse [num_q_heads], float32
+
+
+@dataclass(frozen=True, slots=True)
+class OwnRead:
+    """What a row reads of its request's own segments in one layer."""
+
+    sketch: SketchIndex
+    chosen: Selection  # rows of the tail
 
 
 class PlainRows:
@@ -82,11 +92,13 @@ class PlainRows:
             tail = self._model.tails[layer_idx, request.slot, :, :tail_len]
             chosen, count = self.chosen(row, layer_idx), self._counts[request.slot]
             far = streamed[row] if isinstance(chosen, slice) else None
-            out = attend_row(q, request, layer_idx, tail, chosen, self._scale, far)
+            own, of_own = self._plan.owns[row], self._plan.own_selection(row)
+            read = None if own is None or of_own is None else OwnRead(own.sketches[layer_idx], of_own)
+            out = attend_row(q, request, layer_idx, tail, chosen, self._scale, far, read)
             self._model.attended[row] = out.flatten().numpy()
-            count.far_rows += num_far(chosen)
+            count.far_rows += num_far(chosen) + (num_far(of_own) if of_own is not None else 0)
             count.near_rows += request.near[0] + request.view.context_len - request.near[1]
-            count.near_rows += tail_len - request.num_left(tail_len)
+            count.near_rows += tail_len - request.num_left(tail_len) - (own.num_rows if own is not None else 0)
 
     def prefetch(self, layer_idx: int) -> None:
         """Let stores read what the next layer will gather, as far as it is chosen already."""
@@ -131,11 +143,13 @@ def attend_row(
     chosen: FarRows,  # of the context's rows, and of the tail's that have left its window
     softmax_scale: float,
     far: Attended | None = None,  # to the chosen range; None: rows are gathered
+    own: OwnRead | None = None,  # of its own segments
 ) -> Tensor:
     """Attention to sinks, windows and selected rows, with their weights and the rest: [num_q_heads, head_dim]."""
     store, (first, second), num_left = request.context.store, request.near, request.num_left(tail.shape[1])
     context = slice(0, first), slice(second, request.view.context_len)
-    near = [*(store.rows(layer_idx, rows).float() for rows in context), tail[:, num_left:].float()]
+    recent = num_left if own is None else own.sketch.context_len
+    near = [*(store.rows(layer_idx, rows).float() for rows in context), tail[:, recent:].float()]
     out, lse = _attend(q, torch.cat(near, dim=1), softmax_scale)
     if isinstance(chosen, slice):
         assert far is not None, "a range is streamed"
@@ -144,6 +158,8 @@ def attend_row(
     rows = _gather(request, layer_idx, tail, kv_indices)
     weights = None if chosen.log_weights is None else torch.from_numpy(chosen.log_weights)[:, None]
     out, lse = merge_state(out, lse, *_attend(q, rows, softmax_scale, (kv_indices >= 0)[:, None], weights))
+    if own is not None:
+        out, lse = merge_state(out, lse, *_attend_own(q, tail, own, softmax_scale))
     if request.sketches or request.moments:
         out, _ = merge_state(out, lse, *_attend_rest(q, request, layer_idx, num_left, chosen, softmax_scale))
     if chosen.rest is None:
@@ -206,6 +222,16 @@ def _gather(request: CpuRequest, layer_idx: int, tail: Tensor, kv_indices: Tenso
         kv_head = head // (kv_indices.shape[0] // tail.shape[0])
         rows[places] = tail[kv_head, kv_indices[places].long() - context_len].float()
     return rows
+
+
+def _attend_own(q: Tensor, tail: Tensor, own: OwnRead, softmax_scale: float) -> Attended:
+    """Attention to its own segments: to the chosen rows, and to the others by their codes."""
+    kv_indices = torch.from_numpy(own.chosen.kv_indices)
+    rows = tail.gather(1, kv_indices.clamp_min(0).long()[..., None, None].expand(-1, -1, *tail.shape[2:])).float()
+    chosen = _attend(q, rows, softmax_scale, (kv_indices >= 0)[:, None])
+    by_token = own.chosen.kv_indices[None], own.chosen.valid_len[None]
+    out, lse = attend_rest(q[None].numpy(), own.sketch, *by_token, 0, own.sketch.context_len, softmax_scale)
+    return merge_state(*chosen, torch.from_numpy(out[0]), torch.from_numpy(lse[0]))
 
 
 def _attend_rest(

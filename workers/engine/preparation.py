@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from csattn.config import RestKind
+from csattn.config import RestKind, SketchConfig
 from csattn.models import LoadedModel
 from csattn.rest import Moments
 from csattn.search import SearchPool
@@ -13,6 +13,7 @@ from csattn.sketch import SketchIndex
 from offload.budget import require_host_memory
 from workers.context_layers import context_layers
 from workers.engine.cpu_context import WITHOUT_ALL_KEYS, CpuContext, CpuRequest
+from workers.engine.own_segments import OwnSegments
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +42,10 @@ class Preparation:
         if self.rest == "moments" and self._rows not in self.context.moments:
             self.context.moments[self._rows] = self.context.moments_of(self.view.middle)
 
-    def begin(self, slot: int, num_q_heads: int, pool: Callable[[], SearchPool]) -> CpuRequest:
-        """A new request. pool: of those that search lists with their own rows in them."""
+    def begin(
+        self, slot: int, num_q_heads: int, pool: Callable[[], SearchPool], own: Callable[[SketchConfig], OwnSegments]
+    ) -> CpuRequest:
+        """A new request. pool: of those that search lists with their own rows in them; own: makes its segments."""
         context, indexes = self.context, self.context.indexes
         sketches: list[SketchIndex] = context.sketches if self.rest == "sketch" else []
         moments: list[Moments] = context.moments[self._rows] if self.rest == "moments" else []
@@ -57,6 +60,7 @@ class Preparation:
 
         indexed = [index_bytes(index) for index in searched] + [layer.index_bytes for layer in prepared]
         rest_bytes = sum(layer.num_bytes for layer in sketches) + sum(layer.num_bytes for layer in moments)
+        index_config = context.artifact.spec.index_config
         shares_sketch = self.selector == "csattn" and self.rest == "sketch"  # chooses by what tells of the rest
         return CpuRequest(
             slot,
@@ -70,6 +74,7 @@ class Preparation:
             index_bytes=sum(indexed) + (0 if shares_sketch else rest_bytes),
             search_bytes=sum(search_bytes(index, num_q_heads) for index in searched),
             rest_bytes=rest_bytes,
+            own=own(index_config) if shares_sketch and isinstance(index_config, SketchConfig) else None,
         )
 
     def _prepare_layers(self, loaded: LoadedModel) -> list[Prepared]:

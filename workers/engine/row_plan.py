@@ -7,8 +7,12 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
+from csattn.search import LayerSearch
 from csattn.search.workspace import TokenSelections, empty_token_selections
+from csattn.selection import Selection
+from csattn.sketch.own import own_top_k
 from workers.engine.cpu_context import CpuRequest, StepCount
+from workers.engine.own_segments import OwnSearch
 from workers.engine.searcher import RowSearch
 from workers.model.cpu.cpu_model import CpuModel
 
@@ -23,12 +27,14 @@ class RowKind:
     token: int  # of its request's, counted by its search period
     chooses_alone: bool
     attends_alone: bool
+    own_segments: int  # that it reads
 
     @classmethod
     def of(cls, request: CpuRequest, tail_len: int) -> "RowKind":
         """tail_len: what the row sees of its tail, its own token included."""
         token = (tail_len - 1) % request.search_period
-        return cls(token, request.chooses_alone(tail_len), request.attends_alone(tail_len))
+        alone = request.chooses_alone(tail_len), request.attends_alone(tail_len)
+        return cls(token, *alone, request.own_segments(tail_len))
 
     @property
     def is_searched(self) -> bool:
@@ -59,6 +65,7 @@ class RowPlan:
     last_searches: list[int]  # the last row that is searched for, of each request that keeps its choice
     alone: list[bool]  # which of them `PlainRows` attends to
     groups: list[Group]
+    owns: list[OwnSearch | None]  # of the rows: who searches the own segments that they read
     ahead: bool
 
     def reuses(self, row: int) -> bool:
@@ -77,13 +84,27 @@ class RowPlan:
                 return selections.kv_indices[source - group.rows.start], selections.valid_len[source - group.rows.start]
         return None
 
+    def own_searches(self, layer_idx: int) -> list[LayerSearch]:
+        """Of that layer, once its queries are there."""
+        unique = {id(own): own for own in self.owns if own is not None}
+        return [own.search(layer_idx) for own in unique.values()]
+
+    def own_selection(self, row: int) -> Selection | None:
+        """What the row has chosen of its own segments, in the layer at hand."""
+        own = self.owns[row]
+        return None if own is None else own.selection(row)
+
     def count(self, tail_lens: NDArray[np.int64], num_layers: int) -> None:
         """Add to the requests' counts what is not counted where rows are attended to alone."""
         for row, (request, tail_len) in enumerate(zip(self.requests, tail_lens.tolist(), strict=True)):
             more, (first, second) = StepCount(search_bytes=request.rest_bytes), request.near
+            own = self.owns[row]
+            if own is not None:
+                more.search_bytes += sum(sketch.num_bytes for sketch in own.sketches)
             if not self.alone[row]:
-                more.far_rows = num_layers * request.top_k
-                more.near_rows = num_layers * (first + request.view.context_len - second + tail_len)
+                more.far_rows = num_layers * (request.top_k + (own.top_k if own else 0))
+                resident = first + request.view.context_len - second + tail_len - (own.num_rows if own else 0)
+                more.near_rows = num_layers * resident
             if any(group.rows.start <= row < group.rows.stop for group in self.groups):
                 more.searches += num_layers
                 more.search_bytes += request.search_bytes
@@ -138,6 +159,9 @@ def plan_rows(
     def key(row: int) -> tuple[object, ...]:
         return *map(str, requests[row].together), not rows[row].is_searched, requests[row].slot
 
+    def of_own(row: int) -> tuple[int, int]:
+        return requests[row].slot, rows[row].own_segments
+
     order = sorted(range(len(requests)), key=key)  # which keeps the order of a request's rows that are alike
     ordered = [requests[row] for row in order]
     groups, first = [], 0
@@ -147,12 +171,18 @@ def plan_rows(
             groups.append(_group(model, first, members, softmax_scale))
         first += len(members)
     ahead = any(
-        requests[row].looks_ahead and (rows[row].is_searched or rows[row].chooses_alone) for row in range(len(rows))
+        request.looks_ahead and (row.is_searched or row.chooses_alone or row.own_segments > 0)
+        for request, row in zip(requests, rows, strict=True)
     )
     searched = {requests[row].slot: i for i, row in enumerate(order) if rows[row].is_searched}
     keeping = [row for row in searched.values() if ordered[row].kept is not None]
     alone = [rows[row].attends_alone for row in order]
-    return RowPlan(np.array(order), ordered, _sources(requests, rows, order), keeping, alone, groups, ahead)
+    owns: list[OwnSearch | None] = []
+    for (_, num_segments), alike in groupby(order, key=of_own):
+        num_alike, request = len(list(alike)), ordered[len(owns)]
+        at = slice(len(owns), len(owns) + num_alike)
+        owns += [_own_search(model, at, request, num_segments, softmax_scale) if num_segments else None] * num_alike
+    return RowPlan(np.array(order), ordered, _sources(requests, rows, order), keeping, alone, groups, owns, ahead)
 
 
 def _sources(requests: Sequence[CpuRequest], rows: Sequence[RowKind], order: Sequence[int]) -> list[int]:
@@ -165,6 +195,21 @@ def _sources(requests: Sequence[CpuRequest], rows: Sequence[RowKind], order: Seq
         source.append(last.get(request.slot, KEPT))
     place = {row: i for i, row in enumerate(order)} | {KEPT: KEPT}
     return [place[source[row]] for row in order]
+
+
+def _own_search(
+    model: CpuModel, rows: slice, request: CpuRequest, num_segments: int, softmax_scale: float
+) -> OwnSearch:
+    own, shape = request.own, model.shape
+    assert own is not None
+    num_rows, num_tokens = own.num_rows(num_segments), rows.stop - rows.start
+    out = empty_token_selections(num_tokens, shape.num_kv_heads, own_top_k(own.config, num_rows))
+    q_ahead: tuple[NDArray[np.float32], ...] = ()
+    if request.looks_ahead:
+        q_ahead = tuple(q[rows] for q in model.q_ahead)
+    else:
+        out = replace(out, rest=np.zeros((num_tokens, shape.num_q_heads, shape.head_dim + 2), np.float32))
+    return OwnSearch(rows, own.sketches(num_segments), model.q[rows], q_ahead, softmax_scale, out, {})
 
 
 def _group(model: CpuModel, first: int, requests: list[CpuRequest], softmax_scale: float) -> Group:

@@ -7,8 +7,9 @@ import torch
 from csattn.cpus import available_cpus
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel, load_model
+from csattn.sketch.own import Growth
 from workers.engine.cpu_engine import CpuEngine
-from workers.engine.gpu_engine import MAX_ROWS, GpuEngine, require_device, require_selector, step_sizes
+from workers.engine.gpu_engine import MAX_ROWS, TAIL_CAPACITY, GpuEngine, require_device, require_selector, step_sizes
 from workers.searchers.supervisor import Launch
 from workers.searchers.worker import choose_cpus
 from workers.searchers.worker_searcher import WorkerSearcher
@@ -59,7 +60,7 @@ def make_engine(settings: Settings, loaded: LoadedModel, searcher: WorkerSearche
             engine.placement,
             batch_sizes=step_sizes(min(max_rows, MAX_ROWS)),
             num_slots=num_requests,
-            tail_capacity=engine.tail_capacity,
+            tail_capacity=engine.tail_capacity or TAIL_CAPACITY,
             num_contexts=engine.num_contexts,
             max_context_len=engine.max_context_len,
             slot_share=engine.slot_share,
@@ -70,7 +71,7 @@ def make_engine(settings: Settings, loaded: LoadedModel, searcher: WorkerSearche
         )
     return CpuEngine(
         loaded,
-        max_rows=max_rows,
+        max_rows=min(max_rows, Growth().least_near),
         num_slots=num_requests,
         tail_capacity=engine.tail_capacity,
         num_threads=engine.num_threads,

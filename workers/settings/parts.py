@@ -169,9 +169,13 @@ class EngineSettings:
             "hybrid, host: share of a context's rows that have a slot on the device.", above=0.0, highest=1.0
         ),
     )
-    tail_capacity: int = field(
-        default=2048,
-        metadata=about("Rows of a request's own, question and answer: an answer ends where there are none.", lowest=1),
+    tail_capacity: int | None = field(
+        default=None,
+        metadata=about(
+            "Rows of a request's own, question and answer: an answer ends where there are none. Not set: on the CPU as "
+            "many as there are positions and memory for, on a GPU 2048.",
+            lowest=1,
+        ),
     )
     num_contexts: int = field(
         default=4, metadata=about("On a GPU: loaded at the same time; others wait in the store.", lowest=1)

@@ -11,6 +11,7 @@ from bench.accuracy.attending.attend import Codes
 from bench.accuracy.attending.context import ContextLayer
 from csattn.config import SketchConfig
 from csattn.sketch import SketchIndex
+from csattn.sketch.build import sketch_arrays
 from csattn.sketch.codes import FINE_CODES, coord_bits, unpack_codes, unpack_marks
 from csattn.sketch.reference import (
     GREATEST_OCTAVE,
@@ -23,7 +24,6 @@ from csattn.sketch.reference import (
     SCORE_ROOM,
     TOTAL_BITS,
 )
-from index_build.sketch import sketch_arrays
 
 _LARGEST_GROUP_SCORE = 32767
 _MOST_ROWS = 2**24  # of a context
@@ -36,7 +36,7 @@ def build_sketch(layer: ContextLayer, config: SketchConfig) -> SketchIndex:
     starts = config.segment_starts(layer.context_len)
     kv = torch.stack([layer.k, layer.v], dim=2)
     with ThreadPoolExecutor() as threads:
-        arrays = sketch_arrays(layer.q.flatten(0, 1), kv, config, threads, starts)
+        arrays = sketch_arrays(layer.q.flatten(0, 1), kv, config, threads.map, starts)
     host = {name: array.cpu().numpy() for name, array in arrays.items()}
     return SketchIndex(
         **host, num_fine=num_fine, segment_starts=np.array(starts, np.int32), context_len=layer.context_len

@@ -16,21 +16,27 @@ from csattn.rest import moments_of
 from csattn.rest.reference import estimate_rest
 from csattn.search import empty_selection
 from csattn.search.reference import search
-from csattn.selection import Selection
+from csattn.selection import Selection, join_choices
 from csattn.selectors import ContextLayer, ContextView, prepare, resolve_rest, selector_for
 from csattn.sketch import SketchIndex
+from csattn.sketch.own import Growth, join_segments, make_segment
 from csattn.sketch.reference import attend_rest
 from csattn.table.tail import ListTail
 from workers.context_layers import context_layers
 
 
 def defined_logits(
-    loaded: LoadedModel, artifact: Artifact, config: SearchConfig, selector: str, token_ids: list[int]
+    loaded: LoadedModel,
+    artifact: Artifact,
+    config: SearchConfig,
+    selector: str,
+    token_ids: list[int],
+    growth: Growth | None = None,
 ) -> np.ndarray:
     """After each of these tokens, which continue the artifact's context: [num_tokens, vocab_size] float32."""
     model = loaded.model
     layers = [
-        DefinedLayer(artifact, layer_idx, layer, config, selector)
+        DefinedLayer(artifact, layer_idx, layer, config, selector, growth or Growth())
         for layer_idx, layer in enumerate(context_layers(loaded, artifact))
     ]
     cache, logits = AttendingCache(layers), []
@@ -65,8 +71,16 @@ class DefinedLayer:
     predicted: Tensor | None = None  # [num_q_heads, 1, head_dim]: the query to choose by, where the search looks ahead
 
     def __init__(
-        self, artifact: Artifact, layer_idx: int, layer: ContextLayer, config: SearchConfig, selector: str
+        self,
+        artifact: Artifact,
+        layer_idx: int,
+        layer: ContextLayer,
+        config: SearchConfig,
+        selector: str,
+        growth: Growth,
     ) -> None:
+        self.growth, self.own, self.segments = growth, None, []
+        self.sketch_config = artifact.spec.index_config
         self.context = torch.stack([layer.keys, layer.values], dim=2)
         self.tail = self.context[:, :0]
         self.view = ContextView(self.context.shape[1], layer.keys.shape[2] ** -0.5, config)
@@ -95,7 +109,31 @@ class DefinedLayer:
             ahead = self.predicted is not None
             by = (self.predicted if ahead else q)[:, 0].float().contiguous().numpy()
             self.last = self.choose(by, self.tail[:, self.num_left : token + 1 - ahead])
-        return self.attend_to(q[:, 0].float().numpy(), self.last)[:, None].to(q.dtype)
+        chosen = self.last
+        if self.rest == "sketch" and self.selector == "csattn":
+            self.own, by = self.own_sketch(token + 1), self.predicted if self.predicted is not None else q
+            if self.own is not None:
+                chosen = join_choices(
+                    chosen, self.choose_own(by[:, 0].float().contiguous().numpy()), self.view.context_len
+                )
+        return self.attend_to(q[:, 0].float().numpy(), chosen)[:, None].to(q.dtype)
+
+    def own_sketch(self, tail_len: int) -> SketchIndex | None:
+        """Of the segments that a token which sees so many rows reads by their codes."""
+        segment_len, near = self.growth.segment_len, max(self.growth.least_near, self.view.config.window_len)
+        num_segments = max(0, tail_len - near) // segment_len
+        if not num_segments:
+            return None
+        while len(self.segments) < num_segments:
+            rows = self.tail[:, len(self.segments) * segment_len :][:, :segment_len]
+            self.segments.append(make_segment(rows, self.sketch_config))
+        return join_segments(self.segments[:num_segments])
+
+    def choose_own(self, q: np.ndarray) -> Selection:
+        """Rows of the tail."""
+        out = empty_selection(self.own.num_heads, self.view.config.top_k(self.own.context_len))
+        search(q, self.own, None, out.kv_indices.shape[1], 0, 0, self.view.softmax_scale, out)
+        return out
 
     def let_go(self, k: Tensor, v: Tensor) -> None:
         """The oldest row of the tail's window."""
@@ -122,8 +160,11 @@ class DefinedLayer:
         scale, middle = self.view.softmax_scale, self.view.middle
         kv = torch.cat([self.context, self.tail], dim=1).double().numpy()
         near = [*range(middle.start), *range(middle.stop, self.view.context_len)]
-        near += range(self.view.context_len + self.num_left, self.kv_len)
-        rest_out, rest_lse = self.attend_rest(q, chosen)
+        num_coded = self.own.context_len if self.own is not None else self.num_left
+        near += range(self.view.context_len + num_coded, self.kv_len)
+        rests = [self.attend_rest(q, chosen)]
+        if self.own is not None:
+            rests.append(self.attend_own_rest(q, chosen))
         outs = []
         for head, query in enumerate(q.astype(np.float64)):
             index_head = head * len(chosen.valid_len) // len(q)
@@ -132,7 +173,8 @@ class DefinedLayer:
             logits = scale * rows[:, 0] @ query
             if chosen.log_weights is not None:
                 logits[len(near) :] += chosen.log_weights[index_head, : len(far)]
-            logits, values = np.append(logits, rest_lse[head]), np.vstack([rows[:, 1], rest_out[head]])
+            logits = np.append(logits, [lse[head] for _, lse in rests])
+            values = np.vstack([rows[:, 1], *(out[head] for out, _ in rests)])
             weights = np.exp(logits - logits.max())
             outs.append(weights @ values / weights.sum())
         out = np.stack(outs)
@@ -155,3 +197,11 @@ class DefinedLayer:
             rows = chosen.kv_indices[head, :valid]
             is_rest[head, rows[rows < context_len]] = False
         return attend_rest(q, self.index, is_rest, scale)
+
+    def attend_own_rest(self, q: np.ndarray, chosen: Selection) -> tuple[np.ndarray, np.ndarray]:
+        """Likewise, of its own segments."""
+        is_rest = np.ones((self.own.num_heads, self.own.context_len), np.bool_)
+        for head, valid in enumerate(chosen.valid_len):
+            rows = chosen.kv_indices[head, :valid] - self.view.context_len
+            is_rest[head, rows[rows >= 0]] = False
+        return attend_rest(q, self.own, is_rest, self.view.softmax_scale)

@@ -9,7 +9,6 @@ From the same transform every device makes the same codes; transforms agree up t
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -55,7 +54,7 @@ def sketch_arrays(
     q: Tensor,  # [num_q_heads, context_len, head_dim], after RoPE
     kv: Tensor,  # [num_kv_heads, context_len, 2, head_dim]
     config: SketchConfig,
-    threads: Executor,  # for what runs on the CPU
+    side_by_side: Map,  # of threads, for what runs on the CPU
     segment_starts: Sequence[int] | None = None,  # as the configuration has them unless said
 ) -> dict[str, Tensor]:
     """The arrays of `SketchIndex` that every head has its part of, by name, on the device of q and kv."""
@@ -65,9 +64,9 @@ def sketch_arrays(
     words = config.words(head_dim)
     with _one_thread():
         if kv.is_cuda:
-            return _sketch_heads(queries, kv, words, starts, threads.map)
+            return _sketch_heads(queries, kv, words, starts, side_by_side)
         heads = torch.split(queries, 1), torch.split(kv, 1)
-        made = list(threads.map(lambda q, kv: _sketch_heads(q, kv, words, starts, map), *heads))
+        made = list(side_by_side(lambda q, kv: _sketch_heads(q, kv, words, starts, map), *heads))
     return {name: torch.cat([of_head[name] for of_head in made]) for name in made[0]}
 
 

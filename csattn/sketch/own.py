@@ -1,0 +1,85 @@
+"""Segments of a request's own rows: question and answer get sparse as they get long.
+
+A request's own rows, its tail, are numbered as they come. Whole segments of them, once their last row has left the
+tail's window, are treated as a second context that belongs to the request alone: they have a sketch, a transform for
+each segment, made of the rows and nothing else, so that rows that are kept and put back get the same codes. A token
+that sees tail_len rows of the tail, its own included, attends to
+
+* near: the context's sinks and window, and the tail's rows from the last segment in use on: exactly;
+* chosen: the best rows of the context, and, by a choice of their own with the same share, of its own segments: exactly;
+* rest: all other rows of the context, and all other rows of its own segments: by their codes.
+
+How many segments are in use follows from tail_len alone: answers depend neither on when a sketch is made nor on how
+tokens are cut into steps.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from csattn.config import SearchConfig, SketchConfig
+from csattn.errors import ConfigError
+from csattn.sketch.build import sketch_arrays
+from csattn.sketch.codes import BLOCK_KEYS
+from csattn.sketch.index import SketchIndex
+
+_BY_SEGMENT = "codes", "marks", "key_mean", "query_transform", "value_mean", "value_transform"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Growth:
+    """When own rows become segments."""
+
+    segment_len: int = 1024
+    # of the tail, at least so many rows stay near, and the window: while as many come, a segment's sketch is made, and
+    # no more may come in one step
+    least_near: int = 256
+
+    def __post_init__(self) -> None:
+        if self.segment_len < 1 or self.segment_len % BLOCK_KEYS:
+            raise ConfigError(f"own segments have multiples of {BLOCK_KEYS} rows, got {self.segment_len}")
+        if self.least_near < 1:
+            raise ConfigError(f"at least one row stays near, got {self.least_near}")
+
+    def num_segments(self, tail_len: int, window_len: int) -> int:
+        """Segments in use for a token that sees so many rows of the tail."""
+        return max(0, tail_len - max(window_len, self.least_near)) // self.segment_len
+
+
+def own_top_k(config: SearchConfig, num_rows: int) -> int:
+    """Rows that a token chooses for each KV head from so many rows in its own segments."""
+    return min(num_rows, config.top_k(num_rows)) if num_rows else 0
+
+
+@torch.inference_mode()
+def make_segment(
+    rows: Tensor,  # [num_kv_heads, segment_len, 2, head_dim]
+    config: SketchConfig,  # of the context
+) -> SketchIndex:
+    """The sketch of a segment. Where rows are not finite, neither is what is told of them."""
+    num_heads, num_rows, _, head_dim = rows.shape
+    every_direction = torch.eye(head_dim, device=rows.device).expand(num_heads, -1, -1)
+    arrays = sketch_arrays(every_direction, rows.nan_to_num(0.0, 0.0, 0.0), config, map, [0])
+    finite = rows.isfinite().flatten(1).all(1)
+    arrays["value_mean"][~finite] = torch.nan
+    host = {name: array.cpu().numpy() for name, array in arrays.items()}
+    starts = np.zeros(1, np.int32)
+    return SketchIndex(**host, num_fine=config.words(head_dim)[0], segment_starts=starts, context_len=num_rows)
+
+
+def join_segments(parts: Sequence[SketchIndex]) -> SketchIndex:
+    """One sketch of rows that follow each other; all but the last part have whole blocks."""
+    first = parts[0]
+    assert all(part.context_len % BLOCK_KEYS == 0 for part in parts[:-1])
+    before = np.cumsum([0, *(part.context_len for part in parts)])
+    starts = [part.segment_starts + rows for part, rows in zip(parts, before[:-1], strict=True)]
+    arrays = {name: np.concatenate([getattr(part, name) for part in parts], axis=1) for name in _BY_SEGMENT}
+    return SketchIndex(
+        **arrays,
+        num_fine=first.num_fine,
+        segment_starts=np.concatenate(starts).astype(np.int32),
+        context_len=int(before[-1]),
+    )

@@ -1,0 +1,107 @@
+"""Segments of a request's own rows on the CPU, made beside the steps."""
+
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from csattn.config import SearchConfig, SketchConfig
+from csattn.search import LayerSearch
+from csattn.search.workspace import TokenSelections
+from csattn.selection import Selection
+from csattn.sketch import SketchIndex
+from csattn.sketch.own import Growth, join_segments, make_segment
+
+Sketches = list[SketchIndex]  # per layer
+
+
+class OwnSegments:
+    """Of one request. A segment is begun once its rows are there, and waited for only by a row that is to read it."""
+
+    def __init__(
+        self,
+        tails: Tensor,  # [num_layers, num_kv_heads, tail_capacity, 2, head_dim]: the request's
+        config: SearchConfig,
+        of_context: SketchConfig,
+        growth: Growth,
+        beside: Executor,  # one thread: what is handed over first is done first
+    ) -> None:
+        self.config = config
+        self._tails, self._of_context, self._growth, self._beside = tails, of_context, growth, beside
+        self._made: list[
+            Future[Sketches]
+        ] = []  # of one segment, of two, ...; those that no row reads any more are gone
+        self._num_gone = 0
+        self._is_closed = False
+
+    def num_segments(self, tail_len: int) -> int:
+        """In use for a row that sees so many rows of the tail."""
+        return self._growth.num_segments(tail_len, self.config.window_len)
+
+    def num_rows(self, num_segments: int) -> int:
+        return num_segments * self._growth.segment_len
+
+    def grow(self, tail_len: int) -> None:
+        """Begin what can be made of so many rows, and let go of what is read no more."""
+        for number in range(self._num_gone + len(self._made), tail_len // self._growth.segment_len):
+            before = self._made[-1] if self._made else None
+            self._made.append(self._beside.submit(self._make, number, before))
+        while self._num_gone + 1 < self.num_segments(tail_len + 1):
+            self._made.pop(0)
+            self._num_gone += 1
+
+    def sketches(self, num_segments: int) -> Sketches:
+        """Of so many segments, per layer; made, or waited for."""
+        return self._made[num_segments - 1 - self._num_gone].result()
+
+    def close(self) -> None:
+        """What is under way is given up; its rows may be overwritten."""
+        self._is_closed = True
+
+    def _make(self, number: int, before: Future[Sketches] | None) -> Sketches:
+        made, segment_len = [], self._growth.segment_len
+        rows = slice(number * segment_len, (number + 1) * segment_len)
+        for layer_idx, tail in enumerate(self._tails):
+            if self._is_closed:
+                return []
+            segment = make_segment(tail[:, rows], self._of_context)
+            parts = [segment] if before is None else [before.result()[layer_idx], segment]
+            made.append(join_segments(parts))
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class OwnSearch:
+    """Neighbouring rows of one request that read the same of its own segments: each chooses anew, in every step."""
+
+    rows: slice
+    sketches: Sketches
+    q: NDArray[np.float32]  # [num_rows, num_q_heads, head_dim]: what they attend with
+    q_ahead: tuple[NDArray[np.float32], ...]  # what they choose by, of even and of odd layers; empty: by q
+    softmax_scale: float
+    out: TokenSelections  # of the layer at hand; with the rest, where they choose by q
+    of_layers: dict[int, LayerSearch]
+
+    def search(self, layer_idx: int) -> LayerSearch:
+        """The layer's search, made once."""
+        if layer_idx not in self.of_layers:
+            q = self.q_ahead[layer_idx % 2] if self.q_ahead and layer_idx else self.q
+            self.of_layers[layer_idx] = LayerSearch(
+                q, self.sketches[layer_idx], None, 0, 0, self.softmax_scale, self.out
+            )
+        return self.of_layers[layer_idx]
+
+    @property
+    def num_rows(self) -> int:
+        """That can be chosen."""
+        return self.sketches[0].context_len
+
+    @property
+    def top_k(self) -> int:
+        return int(self.out.kv_indices.shape[2])
+
+    def selection(self, row: int) -> Selection:
+        """Of a row of the step, in the layer at hand: rows of its tail."""
+        return self.out[row - self.rows.start]

@@ -22,6 +22,8 @@ class StepRows:
     context_ids: Tensor  # [batch_size] int32: which of the loaded contexts the row continues; -1: the row is idle
     tail_ids: Tensor  # [batch_size] int32: which tail holds the row's own request
     tail_lens: Tensor  # [batch_size] int32: rows of that tail that the row sees, its own included; 0 when idle
+    # [batch_size] int32: so many of those rows, the first, are segments of the request's own: see `csattn.sketch.own`
+    own_lens: Tensor
     top_ks: Tensor  # [batch_size] int32: K, where it is less than what steps are planned for; ANY_TOP_K: it is not
 
     @property
@@ -46,6 +48,7 @@ def make_step_rows(batch_size: int, device: torch.device) -> StepRows:
         context_ids=(zeros - 1).int(),
         tail_ids=zeros.int(),
         tail_lens=zeros.int(),
+        own_lens=zeros.int(),
         top_ks=torch.full_like(zeros, ANY_TOP_K).int(),
     )
 

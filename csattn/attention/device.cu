@@ -101,10 +101,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
     const int* valid_len,    // [batch_size, NUM_INDEX_HEADS]
     const int* context_ids,  // [batch_size]
     const int* tail_ids, const int* tail_lens,
+    const int* own_lens,      // [batch_size]: so many rows of the tail, the first, are attended to by who made `other`
+    const char* other,        // like out, of rows with such; or null
+    const float* other_lse,   // like lse
     const char* moments,     // [num_contexts, NUM_KV_HEADS, 2 + HEAD_DIM, 2, HEAD_DIM], for ESTIMATE_REST
     const int* middle_lens,  // [num_contexts], likewise
     float* posted,           // [batch_size * NUM_INDEX_HEADS, PARTS, HEADS, PART], ABSENT between launches
     char* out,               // like q
+    float* lse,              // [batch_size, NUM_INDEX_HEADS, HEADS]: log2 of the sum of exponentials, without `other`'s
     int num_items, int max_top_k, int tail_capacity, int num_contexts, float scale) {
     extern __shared__ __align__(16) char shared[];
     float* warp_parts = (float*)(shared + WARPS * RING_BYTES);     // [2][WARPS][HEADS][PART], for every other item
@@ -119,7 +123,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
     const int first_unit = first_item / NUM_SPLITS;
     for (int u = first_unit + warp; u * NUM_SPLITS < end_item; u += WARPS) {
         const int b = u / NUM_INDEX_HEADS, kv_head = u % NUM_INDEX_HEADS / (NUM_INDEX_HEADS / NUM_KV_HEADS);
-        const int context = context_ids[b], tail_id = tail_ids[b], tail_len = tail_lens[b];
+        const int context = context_ids[b], tail_id = tail_ids[b], own_len = own_lens[b];
+        const int tail_len = min(tail_lens[b], tail_capacity) - own_len;
         // each lane looks up a context of its own, so that these loads need not wait for the row's context
         const int looked_up = num_contexts <= 32 ? min(lane, num_contexts - 1) : max(context, 0);
         const int far_rows = far_rows_per_head[looked_up], spill_rows = spill_rows_per_head[looked_up];
@@ -134,11 +139,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
             unit.spill = spill + spill_rows * head_bytes;
             unit.resident = resident + resident_rows * head_bytes;
             unit.tail = (long long)tails + ((long long)tail_id * NUM_KV_HEADS + kv_head) * tail_capacity * ROW_BYTES;
+            unit.tail += (long long)own_len * ROW_BYTES;
             unit.ids = kv_indices + (long long)u * max_top_k;
             unit.rest_end = (long long)moments + (max(context, 0) * NUM_KV_HEADS + kv_head + 1) * MOMENTS_BYTES;
             unit.middle_len = context < 0 ? 0 : middle_rows;
             unit.resident_len = context < 0 ? 0 : resident_rows;
-            unit.tail_len = context < 0 ? 0 : min(tail_len, tail_capacity);
+            unit.tail_len = context < 0 ? 0 : tail_len;
             unit.set_far_len(context < 0 ? 0 : max_top_k);  // what it is in most steps
         }
         if (ESTIMATE_REST && context >= 0) {
@@ -216,7 +222,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
         __syncthreads();
         for (int quad = threadIdx.x; quad < QUADS; quad += THREADS) {
             float max, sum;
-            const float4 x = merge<PARTS>(parts, quad, max, sum);
+            float4 x = merge<PARTS>(parts, quad, max, sum);
+            const int head = u * HEADS + quad / (HEAD_DIM / 4);
+            if (quad % (HEAD_DIM / 4) == 0) lse[head] = sum > 0.f ? max + log2f(sum) : MINUS_INFINITY;
+            if (other && own_lens[u / NUM_INDEX_HEADS] > 0) {
+                const float4 y = load_four(other + ((long long)u * HEADS * HEAD_DIM + quad * 4) * ELEMENT_BYTES);
+                const float top = fmaxf(max, other_lse[head]), weight = exp2_approx(other_lse[head] - top);
+                const float scale_x = exp2_approx(max - top);
+                sum = scale_x * sum + weight;
+                x = make_float4(scale_x * x.x + weight * y.x, scale_x * x.y + weight * y.y, scale_x * x.z + weight * y.z,
+                                scale_x * x.w + weight * y.w);
+            }
             const float norm = sum > 0.f ? 1.f / sum : 0.f;
             *(Four*)(out + ((long long)u * HEADS * HEAD_DIM + quad * 4) * ELEMENT_BYTES) =
                 pack_four(make_float4(x.x * norm, x.y * norm, x.z * norm, x.w * norm));

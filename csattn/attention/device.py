@@ -142,6 +142,7 @@ class DeviceAttention:
         self._kernel = cuda_kernel(SOURCE, "attend_step", defines, plan.shared_bytes, early_start=True)
         self.rest_parts = plan.rest_parts  # of a unit, the last in `posted`
         # all ones: no part of a result has been posted. With rest `sketch`, the kernel before posts the last.
+        self.lse = torch.zeros(batch_size, num_q_heads, device=device)  # of what was attended to, without `other`: log2
         posted_shape = num_units, plan.num_splits + plan.rest_parts, heads, head_dim + PART_ENDS
         self.posted = torch.full(posted_shape, -1, dtype=torch.int32, device=device).view(torch.float32)
 
@@ -156,10 +157,11 @@ class DeviceAttention:
         out: Tensor,  # like q
         spill: RowSource | None = None,  # where None, no id may be negative
         moments: DeviceMoments | None = None,  # of the rows that could be selected, where the rest is estimated
+        other: tuple[Tensor, Tensor] | None = None,  # out and lse of a plan that attends to rows.own_lens rows of tails
     ) -> None:
         """Enqueue attention of each row over its resident rows, its tail, its selection and the rest.
 
-        Idle rows become zeros.
+        Of the tail from rows.own_lens on: to the rows before, `other` attends, and joins. Idle rows become zeros.
         """
         sources = (far, spill if spill is not None else far, resident)
         assert q.shape == out.shape == self._q_shape and q.dtype == out.dtype == tails.dtype == self._dtype
@@ -180,10 +182,13 @@ class DeviceAttention:
             rows.context_ids,
             rows.tail_ids,
             rows.tail_lens,
+            rows.own_lens,
+            *(other if other is not None else (0, 0)),
             0 if table is None else table,
             0 if num_rows is None else num_rows,
             self.posted,
             out,
+            self.lse,
             np.int32(self._plan.num_items),
             np.int32(self._selection_shape[-1]),
             np.int32(tails.shape[2]),

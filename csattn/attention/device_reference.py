@@ -1,6 +1,7 @@
 """The definition of decode attention over a step's rows, in float64."""
 
 from collections.abc import Sequence
+from math import log
 
 import numpy as np
 import torch
@@ -23,13 +24,14 @@ def attend_step(
     softmax_scale: float,
     spill: Sequence[Tensor] | None = None,  # like resident
     moments: Sequence[tuple[Moments, int]] | None = None,  # for each context: of how many rows that could be selected
-) -> Tensor:
+    other: tuple[Tensor, Tensor] | None = None,  # like out and lse: of who attends to rows.own_lens rows of the tails
+) -> tuple[Tensor, Tensor]:
     """Attention of each row over all resident rows, the rows of its tail that it sees, and its selection.
 
     And, by an estimate, over the rows that could be selected and are not.
 
-    A selected id >= 0 is a row of `far`, an id <= -2 row -2 - id of `spill`. Returns out, like q; zeros for idle rows
-    and where there is no row to attend to.
+    A selected id >= 0 is a row of `far`, an id <= -2 row -2 - id of `spill`. Returns out, like q, zeros for idle rows
+    and where there is no row to attend to; and lse [batch_size, num_q_heads], as a power of two, without `other`'s.
     """
     out, lse = torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf)
     num_q_heads, num_kv_heads = q.shape[1], tails.shape[1]
@@ -37,7 +39,7 @@ def attend_step(
     for b, context in enumerate(rows.context_ids.tolist()):
         if context < 0:
             continue
-        tail = tails[int(rows.tail_ids[b]), :, : int(rows.tail_lens[b])]
+        tail = tails[int(rows.tail_ids[b]), :, int(rows.own_lens[b]) : int(rows.tail_lens[b])]
         for head in range(num_q_heads):
             index_head, kv_head = head * num_index_heads // num_q_heads, head * num_kv_heads // num_q_heads
             ids = far_rows.kv_indices[b, index_head, : int(far_rows.valid_len[b, index_head])].long()
@@ -54,6 +56,10 @@ def attend_step(
             num_chosen, by_row = far_rows.valid_len[b, None].numpy(), q[b, None].float().numpy()
             rest = estimate_rest(by_row, of_context, num_chosen, np.array([num_rows]), softmax_scale)
             rest_out, rest_lse = (torch.from_numpy(x[0]) for x in rest)
-            merged, merged_lse = merge_state(out[b].double(), lse[b], rest_out, rest_lse)
-            out[b] = torch.where(merged_lse[:, None] > -torch.inf, merged, 0.0)
-    return out
+            merged, lse[b] = merge_state(out[b].double(), lse[b], rest_out, rest_lse)
+            out[b] = torch.where(lse[b, :, None] > -torch.inf, merged, 0.0)
+    own_lse = lse / log(2)
+    if other is not None:
+        joined, _ = merge_state(out.double(), lse, other[0].double(), log(2) * other[1])
+        out = torch.where(rows.own_lens[:, None, None] > 0, joined.to(out.dtype), out)
+    return out, own_lse

@@ -50,6 +50,9 @@ class Step:
     coding: RowCoding | None = None  # in which `far`, `spill` and `resident` are; then it has no `wanted`
 
     def wanted(self) -> Tensor:
+        return self.wanted_with_lse()[0]
+
+    def wanted_with_lse(self, other: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
         return attend_step(
             self.q,
             self.resident,
@@ -60,6 +63,7 @@ class Step:
             self.shape.softmax_scale,
             self.spill,
             self.moments,
+            other,
         )
 
     def take(self, batch_rows: Sequence[int]) -> "Step":
@@ -169,7 +173,7 @@ class OnDevice:
         self.moments = device_moments(step, self.device) if step.moments is not None else None
         self.out = torch.full_like(self.q, torch.nan)
 
-    def attend(self) -> None:
+    def attend(self, other: tuple[Tensor, Tensor] | None = None) -> None:
         self.plan.attend(
             self.q,
             self.resident,
@@ -180,6 +184,7 @@ class OnDevice:
             self.out,
             self.spill,
             self.moments,
+            other,
         )
 
     def copy_step(self, step: Step) -> None:

@@ -166,3 +166,19 @@ def test_a_replayed_graph_reads_new_lengths() -> None:
         assert_close(got, step.wanted())
         graph.replay()
         assert torch.equal(on_device.out.cpu(), got)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_others_attend_to_of_a_tail_joins(dtype: torch.dtype) -> None:
+    """They read its first rows, which are NaN here; beside rows that read all of theirs."""
+    step = make_step(Shape(dtype=dtype), CONTEXTS, [*MIXED, (0, 24, 30), (2, 20, 0)])
+    for b, own_len in enumerate([3, 0, 0, 0, 0, 3, 23, 8]):
+        step.rows.own_lens[b] = own_len
+        step.tails[step.rows.tail_ids[b], :, :own_len] = torch.nan
+    other = torch.randn_like(step.q), 3 * torch.randn(step.q.shape[:2])
+    want, want_lse = step.wanted_with_lse(other)
+    on_device = OnDevice(step)
+    on_device.attend((other[0].to(DEVICE), other[1].to(DEVICE)))
+    assert_close(on_device.out.cpu(), want)
+    in_use = step.rows.context_ids >= 0
+    torch.testing.assert_close(on_device.plan.lse.cpu()[in_use], want_lse[in_use].float(), rtol=1e-2, atol=1e-2)

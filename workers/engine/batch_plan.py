@@ -32,11 +32,12 @@ class BatchPlan:
         fetched: DeviceSelection,  # what `far.fetch` has returned for that layer
         rows: StepRows,
         out: Tensor,
+        other: tuple[Tensor, Tensor] | None = None,  # see `DeviceAttention.attend`
     ) -> None:
         """Enqueue one layer's attention to resident rows, tails and what is fetched. q, out: see `StepAttention`."""
         near, source, spill = resident.source(layer_idx), far.source(layer_idx), far.spill(layer_idx)
         moments = resident.moments(layer_idx)
-        self.attention.attend(q, near, tails[layer_idx], source, fetched, rows, out, spill, moments)
+        self.attention.attend(q, near, tails[layer_idx], source, fetched, rows, out, spill, moments, other)
 
 
 def plan_batch(shape: EngineShape, batch_size: int, device: torch.device) -> BatchPlan:

@@ -2,25 +2,32 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from types import TracebackType
 from typing import Self
 
+import numpy as np
 import torch
 
 from csattn.artifact import Artifact
-from csattn.config import ListConfig, SearchConfig, SketchConfig
+from csattn.config import SEGMENT_STEP, ListConfig, SearchConfig, SketchConfig
 from csattn.cpus import available_cpus
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
 from csattn.search import SearchPool
+from csattn.search.device import DeviceLayerIndex, to_device
+from csattn.selection import join_choices
 from csattn.selectors import ContextView, resolve_rest, selector_for
+from csattn.sketch.own import Growth
 from offload.codecs.formats import KvFormat
 from offload.errors import NoDeviceError
 from workers.engine.far_rows import CachedRows
 from workers.engine.fidelity import Seen, fidelity
 from workers.engine.memory import Placement, placement_named
+from workers.engine.own_segments import OwnSegments, Sketches
 from workers.engine.placed_model import PlacedModel, Progress
 from workers.engine.searcher import StepSearcher
 from workers.engine.shape import EngineShape
@@ -40,7 +47,9 @@ SLOT_SHARE = 0.15  # of a context's rows, kept on the device where its KV is on 
 class _Request:
     context_id: int
     config: SearchConfig
+    own: OwnSegments | None  # None: all of its own rows are attended to
     tail_len: int = 0
+    num_segments: int = 0  # of its own, in use
 
 
 class GpuEngine:
@@ -59,6 +68,7 @@ class GpuEngine:
         batch_sizes: tuple[int, ...] = BATCH_SIZES,  # of steps, ascending; rows that nobody needs are idle
         num_slots: int = 1,
         tail_capacity: int = TAIL_CAPACITY,
+        growth: Growth | None = None,
         num_contexts: int = 1,  # loaded at the same time
         max_context_len: int | None = None,  # rows of the longest; of the first one unless said
         slot_share: float = SLOT_SHARE,
@@ -82,8 +92,14 @@ class GpuEngine:
         self.max_positions, self.num_layers = loaded.geometry.max_positions, loaded.geometry.num_layers
         self.tail_capacity = min(tail_capacity, self.max_positions)
         self._num_contexts, self._max_context_len, self._slot_share = num_contexts, max_context_len, slot_share
-        self._kv_format = kv_format
+        self._kv_format, self._growth = kv_format, growth or Growth()
+        if self._growth.segment_len % SEGMENT_STEP or self.max_rows > self._growth.least_near:
+            raise ConfigError(
+                f"on a GPU own segments have multiples of {SEGMENT_STEP} rows, got {self._growth.segment_len}, and "
+                f"steps up to {self._growth.least_near}, got {self.max_rows}"
+            )
         self._device, self._on_progress = device or torch.device("cuda", 0), on_progress
+        self._beside = ThreadPoolExecutor(1, "own-segments", _take_a_stream, (self._device,))
         self._searcher = searcher
         if self.placement == "host" and selector != "full" and searcher is None:
             self._searcher = StepSearches(SearchPool(num_threads or available_cpus()))
@@ -131,26 +147,43 @@ class GpuEngine:
                 f"keep is {config.keep}, but over lists this GPU was set to keep all rows, which is full attention; "
                 "leave it out, or start another engine"
             )
-        self._requests[slot] = _Request(context_id, config)
+        self._requests[slot] = _Request(context_id, config, self._own_segments(slot, config))
 
     def close_slot(self, slot: int) -> None:
-        self._request(slot)
+        request, own = self._request(slot), self._ready().own
+        if request.own is not None:
+            request.own.close()
+        if own is not None and request.num_segments:
+            own.unload(slot)
         del self._requests[slot]
 
     @torch.no_grad()
     def step(
         self, rows: Sequence[StepRow], want_logits: bool = False, watch: tuple[int, int] | None = None
     ) -> StepResult:
-        """Rows see what stands before them, in this step too."""
-        runner = self._ready().runner
+        """Rows see what stands before them, in this step too.
+
+        Rows of a request that read other segments of its own than those before them are a step of their own.
+        """
         lens = self._tail_lens(rows)
+        for slot in {row.slot for row in rows}:
+            self._grow(slot, lens[next(i for i, row in enumerate(rows) if row.slot == slot)])
+        grown = (
+            i for i, row in enumerate(rows) if self._segments(row.slot, lens[i]) != self._segments_in_use(row.slot)
+        )
+        if stop := next(grown, 0):
+            first = _kept(self.step(rows[:stop], want_logits, watch if watch and watch[0] < stop else None))
+            late = (watch[0] - stop, watch[1]) if watch and watch[0] >= stop else None
+            return _joined(first, self.step(rows[stop:], want_logits, late))
+        runner = self._ready().runner
         batch_size = runner.batch_size_for(len(rows))
         requests = [self._requests[row.slot] for row in rows]
         context_lens = [self._context_len(request.context_id) for request in requests]
         positions = [context_len + length - 1 for context_len, length in zip(context_lens, lens, strict=True)]
         places, slots = [self._places[request.context_id] for request in requests], [row.slot for row in rows]
         top_ks = [request.config.top_k(n) for request, n in zip(requests, context_lens, strict=True)]
-        runner.fill(batch_size, [row.token_id for row in rows], positions, places, slots, lens, top_ks)
+        own_lens = [self._segments_in_use(slot) * self._growth.segment_len for slot in slots]
+        runner.fill(batch_size, [row.token_id for row in rows], positions, places, slots, lens, top_ks, own_lens)
         if watch is None:
             output = runner.step(batch_size)
         else:
@@ -160,6 +193,9 @@ class GpuEngine:
         logits = output.logits[: len(rows)].float().cpu().numpy() if want_logits else None
         for request, length in zip(requests, lens, strict=True):
             request.tail_len = length
+        for request in requests:
+            if request.own is not None:
+                request.own.grow(request.tail_len)
         seen = None if watch is None else self._fidelity(rows[watch[0]].slot, watch[1], lens[watch[0]])
         return StepResult(next_ids, logits, seen)
 
@@ -188,6 +224,10 @@ class GpuEngine:
 
     def close(self) -> None:
         """Give page locks and threads back. No step may be in flight."""
+        for request in self._requests.values():
+            if request.own is not None:
+                request.own.close()
+        self._beside.shutdown(cancel_futures=True)
         try:
             if self._placed is not None:
                 self._placed.close()
@@ -241,6 +281,7 @@ class GpuEngine:
             rest=resolve_rest(self.config, selector, index_config.layout),
             attends_all=full,
             kv_format=self._kv_format,
+            growth=self._growth,
             max_segments=len(index_config.segment_starts(longest)) if isinstance(index_config, SketchConfig) else 0,
         )
 
@@ -249,10 +290,41 @@ class GpuEngine:
         request = self._requests[slot]
         artifact = placed.artifacts[self._places[request.context_id]]
         view = ContextView(artifact.spec.context_len, placed.shape.softmax_scale, request.config)
-        q, chosen = placed.watch.seen()
+        q, (chosen, *of_own) = placed.watch.seen()
+        own_len = request.num_segments * self._growth.segment_len
+        if own_len:
+            chosen = join_choices(chosen, of_own[0], view.context_len)
         kv = artifact.layer_kv(layer_idx).to(placed.device)
         tail = placed.attention.tails[layer_idx, slot, :, :tail_len]
-        return fidelity(Seen(layer_idx, view, q, tail, 0, view.middle if placed.shape.attends_all else chosen), kv)
+        return fidelity(
+            Seen(layer_idx, view, q, tail, own_len, view.middle if placed.shape.attends_all else chosen), kv
+        )
+
+    def _own_segments(self, slot: int, config: SearchConfig) -> OwnSegments | None:
+        placed = self._ready()
+        if placed.own is None:
+            return None
+        of_context = next(iter(placed.artifacts.values())).spec.index_config  # which is that of all
+        assert isinstance(of_context, SketchConfig)
+        tails, place = placed.attention.tails[:, slot], partial(_on_device, device=placed.device)
+        return OwnSegments(tails, config, of_context, self._growth, self._beside, place)
+
+    def _segments(self, slot: int, tail_len: int) -> int:
+        own = self._requests[slot].own
+        return own.num_segments(tail_len) if own is not None else 0
+
+    def _segments_in_use(self, slot: int) -> int:
+        return self._requests[slot].num_segments
+
+    def _grow(self, slot: int, tail_len: int) -> None:
+        """Put to use what a row reads that sees so many rows of the tail."""
+        request, num_segments, own = self._requests[slot], self._segments(slot, tail_len), self._ready().own
+        if num_segments == request.num_segments:
+            return
+        assert request.own is not None and own is not None
+        num_rows = request.own.num_rows(num_segments)
+        own.load(slot, request.config, num_rows, request.own.sketches(num_segments))
+        request.num_segments = num_segments
 
     def _tail_lens(self, rows: Sequence[StepRow]) -> list[int]:
         """Rows of its tail that each row sees, its own included. Raises before anything changes."""
@@ -281,6 +353,33 @@ class GpuEngine:
         if slot not in self._requests:
             raise ConfigError(f"slot {slot} is not open; open it first")
         return self._requests[slot]
+
+
+def _take_a_stream(device: torch.device) -> None:
+    """Steps wait for nothing that this thread does on the device."""
+    if device.type == "cuda":
+        torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+
+
+def _on_device(sketches: Sketches, device: torch.device) -> list[DeviceLayerIndex]:
+    """Ready to be read by any stream."""
+    layers = [to_device(sketch, device) for sketch in sketches]
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    return layers
+
+
+def _kept(result: StepResult) -> StepResult:
+    """Valid after the next step."""
+    logits = None if result.logits is None else result.logits.copy()
+    return replace(result, next_ids=result.next_ids.copy(), logits=logits)
+
+
+def _joined(first: StepResult, second: StepResult) -> StepResult:
+    logits = None
+    if first.logits is not None and second.logits is not None:
+        logits = np.concatenate([first.logits, second.logits])
+    return StepResult(np.concatenate([first.next_ids, second.next_ids]), logits, first.fidelity or second.fidelity)
 
 
 def require_device() -> None:

@@ -3,11 +3,14 @@
 from typing import Literal, get_args
 
 from csattn.artifact import Artifact
+from csattn.config import SketchConfig
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
+from csattn.sketch.codes import num_coords
 from offload.budget import MemoryPart, MemoryPlan
 from workers.engine.attend_all import streamed_bytes
 from workers.engine.far_rows import cache_bytes
+from workers.engine.own_on_device import own_bytes, own_shape
 from workers.engine.schedule import schedule_bytes
 from workers.engine.shape import EngineShape
 
@@ -39,6 +42,7 @@ def plan_memory(
     parts = [
         MemoryPart(name="the model's weights", device_bytes=weights if loaded.device.type == "cpu" else 0),
         MemoryPart(name="the requests' own KV", device_bytes=shape.tails_bytes),
+        MemoryPart(name="the codes of the requests' own KV", device_bytes=_own_bytes(shape, artifact)),
         MemoryPart(name="the resident rows", device_bytes=shape.resident_bytes),
         MemoryPart(name="the moments of the rows between", device_bytes=shape.moments_bytes),
         MemoryPart(name="the choices that later tokens read", device_bytes=kept),
@@ -55,6 +59,15 @@ def plan_memory(
         else:
             parts.append(MemoryPart(name="the slot cache", device_bytes=cache_bytes(shape, num_slots)))
     return MemoryPlan(tuple(parts), shape.max_context_len)
+
+
+def _own_bytes(shape: EngineShape, artifact: Artifact) -> int:
+    """Of their segments' sketches, and of what searches them."""
+    config = artifact.spec.index_config
+    if not shape.max_own_segments or not isinstance(config, SketchConfig):
+        return 0
+    words = config.words(shape.head_dim)
+    return own_bytes(shape, sum(words), num_coords(*words)) + search_bytes(own_shape(shape))
 
 
 def plan_context(shape: EngineShape, artifact: Artifact, placement: Placement) -> MemoryPlan:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -33,12 +34,22 @@ class SearchOnDevice:
 
     in_graph = True
 
-    def __init__(self, shape: EngineShape, index: IndexShape, far: FarRows, device: torch.device) -> None:
-        self.shape, self.far = shape, far
+    def __init__(
+        self,
+        shape: EngineShape,
+        index: IndexShape,
+        far: FarRows,
+        device: torch.device,
+        tails: Tensor | None = None,  # as `make_tails` has them; None: its own
+        own: "Own | None" = None,  # who attends to requests' own segments, beside
+    ) -> None:
+        self.shape, self.far, self.own = shape, far, own
         self.lookahead = bool(shape.search.lookahead)
-        self.tails = shape.make_tails(device)
+        self.tails = shape.make_tails(device) if tails is None else tails
         self._resident = ResidentRows(shape, device)
-        self._indexes = DeviceIndexes(shape.num_layers, shape.num_contexts, shape.search, device, shape.max_segments)
+        self.indexes = self._indexes = DeviceIndexes(
+            shape.num_layers, shape.num_contexts, shape.search, device, shape.max_segments
+        )
         self._plans = plan_batches(shape, device)
         self._searches = _make_searches(shape, index, device)
         self._coded_rest: CodedRest | None = None
@@ -78,17 +89,27 @@ class SearchOnDevice:
         """What the step has selected in that layer, until it searches for the layer after the next."""
         return self._plans[rows.batch_size].selection(layer_idx)
 
+    def lse(self, rows: StepRows) -> Tensor:
+        """[batch_size, num_q_heads]: see `DeviceAttention`."""
+        return self._plans[rows.batch_size].attention.lse
+
     def begin_step(self, rows: StepRows) -> None:
         self._schedule.begin_step(rows)
+        if self.own is not None:
+            self.own.begin_step(rows)
 
     def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None:
         # all searches share one workspace, so with lookahead all of them run on this stream, also the first layer's
         self._ahead.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._ahead):
             self._fetched[layer_idx] = self._search(layer_idx, q, rows)
+        if self.own is not None:
+            self.own.look_ahead(layer_idx, q, rows)
 
     def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
         plan = self._plans[rows.batch_size]
+        if self.own is not None:
+            self.own.begin(layer_idx, q, rows)
         if self._coded_rest is not None:
             self._coded_rest.sum_up(layer_idx, q, rows)
         if self.lookahead:
@@ -99,10 +120,13 @@ class SearchOnDevice:
             torch.cuda.current_stream().wait_event(fetched.is_chosen)
         else:
             fetched = self._search(layer_idx, q, rows)
+        if self.own is not None:
+            self.own.join()  # before the rest: what follows that begins while it ends
         self._post_rest(layer_idx, rows)
         if fetched.is_there is not None:
             torch.cuda.current_stream().wait_event(fetched.is_there)
-        plan.attend(layer_idx, q, self._resident, self.tails, self.far, fetched.rows, rows, out)
+        other = None if self.own is None else self.own.attended(rows)
+        plan.attend(layer_idx, q, self._resident, self.tails, self.far, fetched.rows, rows, out, other)
 
     def end_step(self, rows: StepRows) -> None:
         """Nothing is left to do."""
@@ -127,6 +151,22 @@ class SearchOnDevice:
         fetched = self.far.fetch(layer_idx, selection, rows.context_ids, self._link)
         is_there = self._link.record_event() if self._link else None
         return _Fetched(fetched, torch.cuda.current_stream().record_event() if self.lookahead else None, is_there)
+
+
+class Own(Protocol):
+    """See `OwnOnDevice`."""
+
+    def begin_step(self, rows: StepRows) -> None: ...
+
+    def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None: ...
+
+    def begin(self, layer_idx: int, q: Tensor, rows: StepRows) -> None: ...
+
+    def join(self) -> None: ...
+
+    def attended(self, rows: StepRows) -> tuple[Tensor, Tensor]: ...
+
+    def chosen(self, layer_idx: int, rows: StepRows) -> DeviceSelection: ...
 
 
 @dataclass(frozen=True, slots=True)

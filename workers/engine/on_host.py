@@ -24,6 +24,7 @@ from workers.background import BackgroundThread
 from workers.engine.batch_plan import plan_batches
 from workers.engine.coded_rest import CodedRest
 from workers.engine.far_rows import CachedRows
+from workers.engine.on_device import Own
 from workers.engine.resident import ResidentRows
 from workers.engine.schedule import Schedule
 from workers.engine.searcher import StepSearcher
@@ -45,12 +46,19 @@ class SearchOnHost:
     in_graph = True
 
     def __init__(
-        self, shape: EngineShape, index: IndexShape, far: CachedRows, searcher: StepSearcher, device: torch.device
+        self,
+        shape: EngineShape,
+        index: IndexShape,
+        far: CachedRows,
+        searcher: StepSearcher,
+        device: torch.device,
+        tails: Tensor | None = None,  # as `SearchOnDevice` takes them, and own
+        own: Own | None = None,
     ) -> None:
         """searcher: has what this one loads, by the same numbers."""
-        self.shape, self.far = shape, far
+        self.shape, self.far, self.own = shape, far, own
         self.lookahead = bool(shape.search.lookahead)
-        self.tails = shape.make_tails(device)
+        self.tails = shape.make_tails(device) if tails is None else tails
         self._searcher, self._device = searcher, device
         self._resident = ResidentRows(shape, device)
         self._plans = plan_batches(shape, device)
@@ -110,26 +118,36 @@ class SearchOnHost:
         mail = self._mail[rows.batch_size]
         self._clock.advance()
         self._schedule.begin_step(rows)
+        if self.own is not None:
+            self.own.begin_step(rows)
         asked = torch.stack([self._schedule.search_ids(rows), rows.top_ks]).tolist()
         plan = mail.plan(tuple(zip(*asked, strict=True)))
         self._searching = self._background.start(partial(self._search, mail, plan, self._clock.value(0)))
 
     def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None:
         self._mail[rows.batch_size].post(layer_idx, q, self._clock)
+        if self.own is not None:
+            self.own.look_ahead(layer_idx, q, rows)
 
     def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
         mail, plan = self._mail[rows.batch_size], self._plans[rows.batch_size]
         if not self.lookahead or layer_idx == 0:
             mail.post(layer_idx, q, self._clock)
         selection = plan.selection(layer_idx)
+        if self.own is not None:
+            self.own.begin(layer_idx, q, rows)
         if self._coded_rest is not None:
             self._coded_rest.sum_up(layer_idx, q, rows)  # while the CPU searches
         mail.fetch(layer_idx, selection, self._schedule.search_ids(rows), self._clock)
         self._schedule.share_out(layer_idx, selection, rows)
         fetched = self.far.fetch(layer_idx, selection, rows.context_ids)
+        other = None
+        if self.own is not None:
+            self.own.join()
+            other = self.own.attended(rows)
         if self._coded_rest is not None:
             self._coded_rest.post(layer_idx, selection, rows, plan.attention)
-        plan.attend(layer_idx, q, self._resident, self.tails, self.far, fetched, rows, out)
+        plan.attend(layer_idx, q, self._resident, self.tails, self.far, fetched, rows, out, other)
 
     def end_step(self, rows: StepRows) -> None:
         """Return when all searches of the step are done; raises what they, or the device before them, have raised."""

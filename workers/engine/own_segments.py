@@ -1,7 +1,9 @@
 """Segments of a request's own rows on the CPU, made beside the steps."""
 
+from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +17,7 @@ from csattn.sketch import SketchIndex
 from csattn.sketch.own import Growth, join_segments, make_segment
 
 Sketches = list[SketchIndex]  # per layer
+Placed = list[Any]  # likewise, as steps read them
 
 
 class OwnSegments:
@@ -27,12 +30,13 @@ class OwnSegments:
         of_context: SketchConfig,
         growth: Growth,
         beside: Executor,  # one thread: what is handed over first is done first
+        place: Callable[[Sketches], Placed] = list,  # in that thread
     ) -> None:
         self.config = config
         self._tails, self._of_context, self._growth, self._beside = tails, of_context, growth, beside
-        self._made: list[
-            Future[Sketches]
-        ] = []  # of one segment, of two, ...; those that no row reads any more are gone
+        self._place = place
+        # of one segment, of two, ...; those that no row reads any more are gone
+        self._made: list[Future[tuple[Sketches, Placed]]] = []
         self._num_gone = 0
         self._is_closed = False
 
@@ -52,24 +56,24 @@ class OwnSegments:
             self._made.pop(0)
             self._num_gone += 1
 
-    def sketches(self, num_segments: int) -> Sketches:
+    def sketches(self, num_segments: int) -> Placed:
         """Of so many segments, per layer; made, or waited for."""
-        return self._made[num_segments - 1 - self._num_gone].result()
+        return self._made[num_segments - 1 - self._num_gone].result()[1]
 
     def close(self) -> None:
         """What is under way is given up; its rows may be overwritten."""
         self._is_closed = True
 
-    def _make(self, number: int, before: Future[Sketches] | None) -> Sketches:
+    def _make(self, number: int, before: Future[tuple[Sketches, Placed]] | None) -> tuple[Sketches, Placed]:
         made, segment_len = [], self._growth.segment_len
         rows = slice(number * segment_len, (number + 1) * segment_len)
         for layer_idx, tail in enumerate(self._tails):
             if self._is_closed:
-                return []
+                return [], []
             segment = make_segment(tail[:, rows], self._of_context)
-            parts = [segment] if before is None else [before.result()[layer_idx], segment]
+            parts = [segment] if before is None else [before.result()[0][layer_idx], segment]
             made.append(join_segments(parts))
-        return made
+        return made, self._place(made)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 from csattn.artifact import Artifact
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
-from csattn.search.device import DeviceLayerIndex, index_shape, to_device
+from csattn.search.device import DeviceLayerIndex, SketchShape, index_shape, to_device
 from offload.budget import available_memory
 from offload.errors import MemoryPlanError, PinningError
 from offload.pinned import PinnedRows
@@ -18,6 +18,7 @@ from workers.engine.far_rows import CachedRows, DeviceRows, context_layers
 from workers.engine.memory import Placement, plan_context, plan_memory
 from workers.engine.on_device import SearchOnDevice
 from workers.engine.on_host import SearchOnHost
+from workers.engine.own_on_device import OwnOnDevice
 from workers.engine.searcher import StepSearcher
 from workers.engine.shape import EngineShape
 from workers.engine.watch import Watch
@@ -55,6 +56,7 @@ class PlacedModel:
         self._pinned: dict[int, PinnedRows] = {}
         self._searcher = searcher
         self._index_config = first.spec.index_config
+        self.own: OwnOnDevice | None = None  # where requests grow
         self.far, self.attention = self._place(first)
         self._next_query = _room_for_next_query(shape, device) if self.attention.lookahead else None
         self._load(0, first)
@@ -118,14 +120,17 @@ class PlacedModel:
         if shape.attends_all:
             rows = DeviceRows(shape, device) if self.placement == "device" else StreamedRows(shape, device)
             return rows, AttendAll(shape, rows, device)
-        index = index_shape(first.layer_index(0), shape.num_q_heads)
+        index, tails = index_shape(first.layer_index(0), shape.num_q_heads), shape.make_tails(device)
+        if shape.max_own_segments:
+            assert isinstance(index, SketchShape)
+            self.own = OwnOnDevice(shape, index, tails, device)
         if self.placement == "device":
             on_device = DeviceRows(shape, device)
-            return on_device, SearchOnDevice(shape, index, on_device, device)
+            return on_device, SearchOnDevice(shape, index, on_device, device, tails, self.own)
         cached = CachedRows(shape, self._num_slots, device)
         if self._searcher is None or self.placement != "host":
-            return cached, SearchOnDevice(shape, index, cached, device)
-        return cached, SearchOnHost(shape, index, cached, self._searcher, device)
+            return cached, SearchOnDevice(shape, index, cached, device, tails, self.own)
+        return cached, SearchOnHost(shape, index, cached, self._searcher, device, tails, self.own)
 
     def _load(self, context_id: int, artifact: Artifact) -> None:
         """All of it, or nothing: who makes room and comes again finds what it held free, and no page locked."""

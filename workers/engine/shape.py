@@ -11,6 +11,7 @@ from csattn.attention.device import RowCoding
 from csattn.config import RestKind, SearchConfig
 from csattn.errors import ConfigError
 from csattn.rest.device import moments_shape
+from csattn.sketch.own import Growth
 from offload.codecs.formats import KvFormat
 
 _CODED_ROW_UNIT = 16  # bytes that a device loads at once: coded rows are filled up to a multiple
@@ -37,6 +38,18 @@ class EngineShape:
     max_segments: int = 0  # of a context's sketch
     attends_all: bool = False  # to every row of a context: nothing is selected, nothing estimated
     kv_format: KvFormat | None = None  # of contexts' rows; None: plain ones. Tails are always plain
+    growth: Growth | None = None  # of requests' own rows into segments; None: all of a tail is attended to
+
+    @property
+    def max_own_segments(self) -> int:
+        """Of one request, in use."""
+        growth = self.growth if self.rest == "sketch" and not self.attends_all else None
+        return growth.num_segments(self.tail_capacity, self.search.window_len) if growth is not None else 0
+
+    @property
+    def max_own_len(self) -> int:
+        """Rows in them."""
+        return self.max_own_segments * self.growth.segment_len if self.growth is not None else 0
 
     @property
     def sums_rest_apart(self) -> bool:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from csattn.batch import StepRows
+from csattn.batch import DeviceSelection, StepRows
 from csattn.selection import Selection
 from workers.engine.attend_all import AttendAll
 from workers.engine.on_device import SearchOnDevice
@@ -17,17 +17,19 @@ class Watch:
         self._inner = inner
         self.tails, self.lookahead, self.in_graph = inner.tails, inner.lookahead, inner.in_graph
         self._row = self._layer_idx = -1
-        self._seen: tuple[Tensor, Tensor, Tensor] | None = None
+        self._seen: tuple[Tensor, list[Selection]] | None = None
 
     def look_at(self, row: int, layer_idx: int) -> None:
         """In the next step that is made call by call."""
         self._row, self._layer_idx, self._seen = row, layer_idx, None
 
-    def seen(self) -> tuple[Tensor, Selection]:
-        """The row's query [num_q_heads, head_dim] float32, on its device, and what was chosen."""
+    def seen(self) -> tuple[Tensor, list[Selection]]:
+        """The row's query [num_q_heads, head_dim] float32, on its device, and what was chosen.
+
+        Of the context; and, where requests have such, of own segments.
+        """
         assert self._seen is not None, "no step was made since `look_at`"
-        q, kv_indices, valid_len = self._seen
-        return q, Selection(kv_indices.cpu().numpy(), valid_len.cpu().numpy())
+        return self._seen
 
     def begin_step(self, rows: StepRows) -> None:
         self._inner.begin_step(rows)
@@ -38,16 +40,17 @@ class Watch:
     def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
         self._inner.attend(layer_idx, q, rows, out)
         if layer_idx == self._layer_idx and not _is_capturing(q):
-            chosen = self._inner.chosen(layer_idx, rows)
-            self._seen = (
-                q[self._row].float().clone(),
-                chosen.kv_indices[self._row].clone(),
-                chosen.valid_len[self._row].clone(),
-            )
+            own = getattr(self._inner, "own", None)
+            chosen = [of.chosen(layer_idx, rows) for of in (self._inner, own) if of is not None]
+            self._seen = q[self._row].float().clone(), [_of_row(selection, self._row) for selection in chosen]
             self._layer_idx = -1
 
     def end_step(self, rows: StepRows) -> None:
         self._inner.end_step(rows)
+
+
+def _of_row(selection: DeviceSelection, row: int) -> Selection:
+    return Selection(selection.kv_indices[row].cpu().numpy().copy(), selection.valid_len[row].cpu().numpy().copy())
 
 
 def _is_capturing(q: Tensor) -> bool:

@@ -86,13 +86,14 @@ class ModelRunner:
         context_ids: Sequence[int],
         tail_ids: Sequence[int],
         tail_lens: Sequence[int],  # the row's own token included
-        top_ks: Sequence[int] | None = None,  # see `StepRows`
+        top_ks: Sequence[int] | None = None,  # see `StepRows`, also for these
+        own_lens: Sequence[int] | None = None,
     ) -> None:
         """Set the rows of the next step by one copy; rows that are not given are idle."""
         self._require_tokens(token_ids)
         step = self._steps[batch_size]
         step.room = self._room(max(tail_lens, default=0))
-        step.buffer.fill(token_ids, positions, context_ids, tail_ids, tail_lens, top_ks)
+        step.buffer.fill(token_ids, positions, context_ids, tail_ids, tail_lens, top_ks, own_lens)
 
     @torch.no_grad()
     def step(self, batch_size: int) -> StepOutput:

@@ -1,0 +1,176 @@
+"""What does a long question, and a long answer, cost: is it as good and as fast at its end as at its beginning?
+
+    python -m bench.growing [--text novel] [--context-len 6000] [--own-len 2150] [--eval-len 256] [--json FILE]
+    python -m bench.growing --text manual --context-len 32K --own-len 12K --eval-len 1024 --stretch 6 --placement hybrid
+
+One real text: a context is built of its beginning, and a request continues it with so many tokens of its own,
+teacher-forced, a token at a time at its beginning and its end. Reported, of the last tokens: KL to full attention, and
+over the KL of exact Top-K, which chooses the same share of all rows that have left a window and drops the others; a
+step's time, and at the end over at the beginning; what the request's own segments take, over the KV of their rows.
+Gate: the engine's predictions before any segment is in use are as near to full attention's as without segments.
+"""
+
+import argparse
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bench.accuracy.attending.context import Attend, RealContext, Step, read_context
+from bench.accuracy.long import read_text, token_count
+from bench.accuracy.texts import TEXTS
+from bench.timing import finish, gate, machine
+from csattn.artifact import open_artifact
+from csattn.config import SearchConfig, preset
+from csattn.models import load_model
+from index_build.pipeline import build_artifact
+from workers.engine.cpu_engine import CpuEngine
+from workers.engine.gpu_engine import GpuEngine
+from workers.engine.memory import PLACEMENTS
+from workers.engine.opening import open_engine
+from workers.serving.step_engine import StepRow
+
+TIMED = 64  # steps, at the beginning and at the end
+_TOKENS_AT_ONCE = 64  # of exact Top-K: rows that leave the window between them stay near
+
+
+def main() -> None:
+    arguments = _arguments()
+    loaded = load_model(arguments.model, device=arguments.device, stretch=arguments.stretch)
+    config = SearchConfig(keep=arguments.keep, lookahead=int(arguments.placement != "cpu" and arguments.lookahead))
+    ids, sha256 = read_text(arguments.text, loaded.tokenizer, arguments.context_len, arguments.own_len)
+    context, following = ids[: arguments.context_len], ids[arguments.context_len :]
+    gate(len(context) + len(following) == arguments.context_len + arguments.own_len + 1, "the text is too short")
+    gate(arguments.own_len >= 3 * TIMED and arguments.eval_len <= arguments.own_len, "there is too little to measure")
+    report: dict[str, Any] = {"bench": "growing", "machine": machine(), "text": arguments.text, "text_sha256": sha256}
+    report |= {"context_len": len(context), "own_len": len(following) - 1, "eval_len": arguments.eval_len}
+    report |= {"keep": arguments.keep, "placement": arguments.placement, "stretch": arguments.stretch}
+    with tempfile.TemporaryDirectory() as store:
+        path = build_artifact(loaded, context, preset("default"), Path(store)).path
+        with open_artifact(path) as artifact:
+            options: dict[str, Any] = (
+                {} if arguments.placement == "cpu" else {"batch_sizes": (1, 16), "tail_capacity": len(following)}
+            )
+            options |= {"num_slots": 1, "placement": arguments.placement}
+            with open_engine(loaded, artifact, config, **options) as engine:
+                grown, timed = decode(engine, config, following)
+                report |= timed | own_bytes(engine)
+    real = read_context(loaded, context, following)
+    kl = kl_of(real, grown.to(real.log_probs.device))
+    report["kl"] = float(kl[-arguments.eval_len :].mean())
+    report["kl_at_the_beginning"] = float(kl[: arguments.eval_len].mean())
+    if not arguments.without_exact:
+        exact = kl_of(real, real.predict(exact_attention(real, config)))
+        report["kl_exact"] = float(exact[-arguments.eval_len :].mean())
+        report["times_exact"] = report["kl"] / report["kl_exact"]
+        first = slice(config.window_len)
+        gate(bool(kl[first].mean() < exact[first].mean()), "even the first tokens are off")
+    finish(report, arguments.json)
+
+
+def decode(
+    engine: CpuEngine | GpuEngine, config: SearchConfig, following: NDArray[np.int32]
+) -> tuple[Tensor, dict[str, float]]:
+    """Log-probabilities after each token but the last, and how long a step takes."""
+    engine.open(0, 0, config, "csattn")
+    parts, times_ms = [], []
+    last = len(following) - 1
+    for start, stop in _pieces(last, engine.max_rows):
+        rows = [StepRow(0, token_id) for token_id in following[start:stop].tolist()]
+        started = time.perf_counter()
+        result = engine.step(rows, want_logits=True)
+        if stop - start == 1:
+            times_ms.append((time.perf_counter() - started) * 1e3)
+        assert result.logits is not None
+        parts.append(torch.from_numpy(result.logits.copy()).float().log_softmax(-1))
+    first, end = (float(np.median(times)) for times in (times_ms[:TIMED], times_ms[-TIMED:]))
+    timed = {"step_ms_first": first, "step_ms_last": end, "last_over_first": end / first}
+    return torch.cat(parts), {name: round(value, 4) for name, value in timed.items()}
+
+
+def _pieces(num_tokens: int, most: int) -> Iterator[tuple[int, int]]:
+    """One by one where steps are timed, else as many as a step takes."""
+    at = 0
+    while at < num_tokens:
+        timed = at < TIMED or at >= num_tokens - TIMED
+        stop = at + 1 if timed else min(at + most, num_tokens - TIMED)
+        yield at, stop
+        at = stop
+
+
+def own_bytes(engine: CpuEngine | GpuEngine) -> dict[str, float]:
+    """What codes of own rows take, over the KV of all own rows."""
+    if isinstance(engine, GpuEngine):
+        return {"device_bytes": engine.counts().device_bytes}
+    request, geometry = engine.request(0), engine.loaded.geometry
+    num_segments = request.own_segments(request.tail_len)
+    coded = sum(s.num_bytes for s in request.own.sketches(num_segments)) if request.own and num_segments else 0
+    row_bytes = 2 * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim * engine.loaded.dtype.itemsize
+    return {"own_segments": num_segments, "coded_share": round(coded / (request.tail_len * row_bytes), 4)}
+
+
+def kl_of(context: RealContext, log_probs: Tensor) -> Tensor:
+    """Of each token [num_tokens]."""
+    with torch.inference_mode():
+        reference = context.log_probs
+        return (reference.exp() * (reference - log_probs)).sum(-1)
+
+
+def exact_attention(context: RealContext, config: SearchConfig) -> Attend:
+    """The best rows of context and tail by their exact weights, sinks and windows, and nothing of the others."""
+
+    def attend(layer_idx: int, step: Step) -> Tensor:
+        layer, out = context.layers[layer_idx], torch.empty_like(step.q)
+        for start in range(0, step.q.shape[2], _TOKENS_AT_ONCE):
+            tokens = slice(start, min(start + _TOKENS_AT_ONCE, step.q.shape[2]))
+            num_left = max(0, start + 1 - config.window_len)
+            k = torch.cat([layer.k, step.k[:, : tokens.stop]], dim=1)
+            v = torch.cat([layer.v, step.v[:, : tokens.stop]], dim=1)
+            logits = layer.softmax_scale * torch.einsum("hgtd,hnd->hgtn", step.q[:, :, tokens], k)
+            places, seen = torch.arange(k.shape[1], device=k.device), torch.arange(tokens.start, tokens.stop)
+            hidden = places > (layer.context_len + seen.to(k.device))[:, None]
+            logits = logits.masked_fill(hidden, -torch.inf)
+            far = _far(layer.context_len, num_left, len(places), config).to(k.device)
+            worth = logits.softmax(-1).sum(1).masked_fill(~far, -1.0)
+            top_k = config.top_k(layer.context_len) + (config.top_k(num_left) if num_left else 0)
+            chosen = torch.zeros_like(worth, dtype=torch.bool).scatter_(2, worth.topk(top_k, dim=2).indices, True)
+            weights = logits.masked_fill(far & ~chosen[:, None], -torch.inf).softmax(-1)
+            out[:, :, tokens] = torch.einsum("hgtn,hnd->hgtd", weights, v)
+        return out
+
+    return attend
+
+
+def _far(context_len: int, num_left: int, num_rows: int, config: SearchConfig) -> Tensor:
+    """Which rows are read only where they are chosen."""
+    far = torch.zeros(num_rows, dtype=torch.bool)
+    far[config.sink_len : context_len - config.window_len] = True
+    far[context_len : context_len + num_left] = True
+    return far
+
+
+def _arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", default="novel", help=f"{', '.join(TEXTS)}, or a file")
+    parser.add_argument("--context-len", type=token_count, default="6000")
+    parser.add_argument("--own-len", type=token_count, default="2150", help="of question and answer together")
+    parser.add_argument("--eval-len", type=token_count, default="256", help="the last tokens, which are judged")
+    parser.add_argument("--keep", type=float, default=SearchConfig().keep)
+    parser.add_argument("--lookahead", action="store_true", help="on a GPU: choose a layer ahead")
+    parser.add_argument("--placement", default="cpu", choices=("cpu", *PLACEMENTS))
+    parser.add_argument("--stretch", type=float, default=1.0, help="times the model's positions (YaRN)")
+    parser.add_argument("--without-exact", action="store_true", help="exact Top-K takes several times as long")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="of full and exact")
+    parser.add_argument("--model")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Segments of requests' own rows on a GPU: searched and attended to as contexts that belong to one request each."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from csattn.attention.device import RowSource, row_sources
+from csattn.batch import DeviceSelection, StepRows, make_step_rows
+from csattn.config import SearchConfig
+from csattn.search.device import DeviceLayerIndex, SketchShape
+from csattn.sketch.codes import BLOCK_KEYS
+from csattn.sketch.own import own_top_k
+from workers.engine.on_device import SearchOnDevice
+from workers.engine.shape import EngineShape
+
+
+class OwnOnDevice:
+    """Runs beside the search of the contexts, on a stream of its own; what it has attended to joins theirs.
+
+    Exact rows are read where they are, in the tails. The sketches come and go between steps, as contexts do.
+    """
+
+    def __init__(self, shape: EngineShape, index: SketchShape, tails: Tensor, device: torch.device) -> None:
+        own = own_shape(shape)
+        self._search = SearchOnDevice(own, index, TailRows(tails), device, tails=tails)
+        self._rows = {size: make_step_rows(size, device) for size in shape.batch_sizes}
+        sizes = shape.num_q_heads, shape.head_dim
+        self._out = {size: torch.zeros(size, *sizes, dtype=shape.dtype, device=device) for size in shape.batch_sizes}
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":  # an emulated device does one thing after the other
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def load(self, tail_id: int, config: SearchConfig, num_rows: int, layers: Sequence[DeviceLayerIndex]) -> None:
+        """From now on these are the segments of that tail's request. No step may be in flight."""
+        indexes = self._search.indexes
+        indexes.load(tail_id, num_rows, list(layers))
+        indexes.top_ks[tail_id] = own_top_k(config, num_rows)
+
+    def unload(self, tail_id: int) -> None:
+        """No step may be in flight."""
+        self._search.indexes.unload(tail_id)
+
+    def begin_step(self, rows: StepRows) -> None:
+        own = self._rows[rows.batch_size]
+        in_use = (rows.own_lens > 0) & (rows.context_ids >= 0)
+        own.context_ids.copy_(torch.where(in_use, rows.tail_ids, -1))
+
+    def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None:
+        self._search.look_ahead(layer_idx, q, self._rows[rows.batch_size])
+
+    def begin(self, layer_idx: int, q: Tensor, rows: StepRows) -> None:
+        """Enqueue a layer's attention to own segments."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):  # None changes nothing
+            self._search.attend(layer_idx, q, self._rows[rows.batch_size], self._out[rows.batch_size])
+
+    def join(self) -> None:
+        """What is enqueued from now on comes after it."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+    def attended(self, rows: StepRows) -> tuple[Tensor, Tensor]:
+        """Out and lse of what `begin` has enqueued."""
+        return self._out[rows.batch_size], self._search.lse(rows)
+
+    def chosen(self, layer_idx: int, rows: StepRows) -> DeviceSelection:
+        """Rows of the tails, as `SearchOnDevice.chosen`."""
+        return self._search.chosen(layer_idx, self._rows[rows.batch_size])
+
+
+class TailRows:
+    """`FarRows` that are the tails' own rows, where they are."""
+
+    cross_link = False
+
+    def __init__(self, tails: Tensor) -> None:
+        """tails: [num_layers, num_tails, num_kv_heads, tail_capacity, 2, head_dim]."""
+        rows_per_head = torch.full((tails.shape[1],), tails.shape[3], dtype=torch.int32, device=tails.device)
+        self._sources = row_sources(tails, rows_per_head)
+
+    def fetch(
+        self,
+        layer_idx: int,
+        selection: DeviceSelection,
+        context_ids: Tensor,
+        link: torch.cuda.Stream | None = None,
+    ) -> DeviceSelection:
+        return selection
+
+    def source(self, layer_idx: int) -> RowSource:
+        return self._sources[layer_idx]
+
+    def spill(self, layer_idx: int) -> RowSource | None:
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _NothingNear(SearchConfig):
+    """Of segments: what is near is attended to with the context's."""
+
+    sink_len: int = 0
+    window_len: int = 0
+
+    def __post_init__(self) -> None:
+        pass
+
+
+def own_shape(shape: EngineShape) -> EngineShape:
+    """Of the search of own segments, which are contexts as long as the tails."""
+    return replace(
+        shape,
+        search=_NothingNear(keep=shape.search.keep, lookahead=shape.search.lookahead),
+        max_context_len=shape.max_own_len,
+        num_contexts=shape.num_tails,
+        max_segments=shape.max_own_segments,
+        kv_format=None,
+        growth=None,
+    )
+
+
+def own_bytes(shape: EngineShape, num_words: int, num_coords: int) -> int:
+    """Device memory of all requests' sketches, and of one more while it takes an older one's place."""
+    of_rows = shape.max_own_len * (4 * num_words + 8 / BLOCK_KEYS)
+    of_segments = shape.max_own_segments * (2 * 4 * shape.head_dim + 2 * 2 * shape.head_dim * num_coords)
+    return int((shape.num_tails + 1) * shape.num_layers * shape.num_kv_heads * (of_rows + of_segments))

@@ -1,11 +1,12 @@
 """What does a long question, and a long answer, cost: is it as good and as fast at its end as at its beginning?
 
     python -m bench.growing [--text novel] [--context-len 6000] [--own-len 2150] [--eval-len 256] [--json FILE]
+    python -m bench.growing --shape llama-3.1-8b --context-len 32K --own-len 12K --placement device
     python -m bench.growing --text manual --context-len 32K --own-len 12K --eval-len 1024 --stretch 6 --placement hybrid
 
 One real text: a context is built of its beginning, and a request continues it with so many tokens of its own,
 teacher-forced, a token at a time at its beginning and its end. Reported, of the last tokens: KL to full attention, and
-over the KL of exact Top-K, which chooses the same share of all rows that have left a window and drops the others; a
+over the KL of exact Top-K, which chooses as many of all rows that have left a window and drops the others; a
 step's time, and at the end over at the beginning; what the request's own segments take, over the KV of their rows.
 Gate: the engine's predictions before any segment is in use are as near to full attention's as without segments.
 """
@@ -25,10 +26,13 @@ from torch import Tensor
 from bench.accuracy.attending.context import Attend, RealContext, Step, read_context
 from bench.accuracy.long import read_text, token_count
 from bench.accuracy.texts import TEXTS
+from bench.build import TEXT, random_model
+from bench.concurrency import byte_tokenizer
 from bench.timing import finish, gate, machine
 from csattn.artifact import open_artifact
 from csattn.config import SearchConfig, preset
 from csattn.models import load_model
+from csattn.sketch.own import own_top_k
 from index_build.pipeline import build_artifact
 from workers.engine.cpu_engine import CpuEngine
 from workers.engine.gpu_engine import GpuEngine
@@ -42,36 +46,50 @@ _TOKENS_AT_ONCE = 64  # of exact Top-K: rows that leave the window between them 
 
 def main() -> None:
     arguments = _arguments()
-    loaded = load_model(arguments.model, device=arguments.device, stretch=arguments.stretch)
-    config = SearchConfig(keep=arguments.keep, lookahead=int(arguments.placement != "cpu" and arguments.lookahead))
-    ids, sha256 = read_text(arguments.text, loaded.tokenizer, arguments.context_len, arguments.own_len)
+    num_ids = arguments.context_len + arguments.own_len + 1
+    config = SearchConfig(keep=arguments.keep, lookahead=int(arguments.lookahead))
+    if arguments.shape:  # only timed
+        loaded = random_model(arguments.shape, arguments.layers, arguments.device, byte_tokenizer())
+        ids, sha256 = np.resize(np.frombuffer(TEXT.read_bytes(), np.uint8), num_ids).astype(np.int32), ""
+    else:
+        loaded = load_model(arguments.model, device=arguments.device, stretch=arguments.stretch)
+        ids, sha256 = read_text(arguments.text, loaded.tokenizer, arguments.context_len, arguments.own_len)
     context, following = ids[: arguments.context_len], ids[arguments.context_len :]
-    gate(len(context) + len(following) == arguments.context_len + arguments.own_len + 1, "the text is too short")
+    gate(len(ids) == num_ids, "the text is too short")
     gate(arguments.own_len >= 3 * TIMED and arguments.eval_len <= arguments.own_len, "there is too little to measure")
     report: dict[str, Any] = {"bench": "growing", "machine": machine(), "text": arguments.text, "text_sha256": sha256}
     report |= {"context_len": len(context), "own_len": len(following) - 1, "eval_len": arguments.eval_len}
-    report |= {"keep": arguments.keep, "placement": arguments.placement, "stretch": arguments.stretch}
+    report |= {name: getattr(arguments, name) for name in ("keep", "lookahead", "placement", "stretch")}
+    report["model"] = loaded.name
     with tempfile.TemporaryDirectory() as store:
         path = build_artifact(loaded, context, preset("default"), Path(store)).path
         with open_artifact(path) as artifact:
-            options: dict[str, Any] = (
-                {} if arguments.placement == "cpu" else {"batch_sizes": (1, 16), "tail_capacity": len(following)}
-            )
-            options |= {"num_slots": 1, "placement": arguments.placement}
+            options: dict[str, Any] = {"num_slots": 1, "placement": arguments.placement}
+            if arguments.placement != "cpu":
+                options |= {"batch_sizes": (1, 16), "tail_capacity": len(following)}
             with open_engine(loaded, artifact, config, **options) as engine:
                 grown, timed = decode(engine, config, following)
                 report |= timed | own_bytes(engine)
-    real = read_context(loaded, context, following)
+    if not arguments.shape:
+        report |= judge(read_context(loaded, context, following), grown, arguments.eval_len, config, arguments)
+    finish(report, arguments.json)
+
+
+def judge(
+    real: RealContext, grown: Tensor, eval_len: int, config: SearchConfig, arguments: argparse.Namespace
+) -> dict[str, float]:
+    """KL to full attention of the engine's predictions, and of exact Top-K's."""
+    report = {}
     kl = kl_of(real, grown.to(real.log_probs.device))
-    report["kl"] = float(kl[-arguments.eval_len :].mean())
-    report["kl_at_the_beginning"] = float(kl[: arguments.eval_len].mean())
+    report["kl"] = float(kl[-eval_len:].mean())
+    report["kl_at_the_beginning"] = float(kl[:eval_len].mean())
     if not arguments.without_exact:
         exact = kl_of(real, real.predict(exact_attention(real, config)))
-        report["kl_exact"] = float(exact[-arguments.eval_len :].mean())
+        report["kl_exact"] = float(exact[-eval_len:].mean())
         report["times_exact"] = report["kl"] / report["kl_exact"]
         first = slice(config.window_len)
         gate(bool(kl[first].mean() < exact[first].mean()), "even the first tokens are off")
-    finish(report, arguments.json)
+    return report
 
 
 def decode(
@@ -80,17 +98,21 @@ def decode(
     """Log-probabilities after each token but the last, and how long a step takes."""
     engine.open(0, 0, config, "csattn")
     parts, times_ms = [], []
+    timed: dict[str, float] = {}
     last = len(following) - 1
     for start, stop in _pieces(last, engine.max_rows):
         rows = [StepRow(0, token_id) for token_id in following[start:stop].tolist()]
         started = time.perf_counter()
         result = engine.step(rows, want_logits=True)
+        if stop == TIMED:
+            timed["device_bytes_first"] = engine.counts().device_bytes
         if stop - start == 1:
             times_ms.append((time.perf_counter() - started) * 1e3)
         assert result.logits is not None
         parts.append(torch.from_numpy(result.logits.copy()).float().log_softmax(-1))
     first, end = (float(np.median(times)) for times in (times_ms[:TIMED], times_ms[-TIMED:]))
-    timed = {"step_ms_first": first, "step_ms_last": end, "last_over_first": end / first}
+    timed |= {"step_ms_first": first, "step_ms_last": end, "last_over_first": end / first}
+    timed["last_over_first_least"] = min(times_ms[-TIMED:]) / min(times_ms[:TIMED])  # where others use the machine, too
     return torch.cat(parts), {name: round(value, 4) for name, value in timed.items()}
 
 
@@ -138,7 +160,7 @@ def exact_attention(context: RealContext, config: SearchConfig) -> Attend:
             logits = logits.masked_fill(hidden, -torch.inf)
             far = _far(layer.context_len, num_left, len(places), config).to(k.device)
             worth = logits.softmax(-1).sum(1).masked_fill(~far, -1.0)
-            top_k = config.top_k(layer.context_len) + (config.top_k(num_left) if num_left else 0)
+            top_k = config.top_k(layer.context_len) + own_top_k(config, num_left)  # no fewer than ours
             chosen = torch.zeros_like(worth, dtype=torch.bool).scatter_(2, worth.topk(top_k, dim=2).indices, True)
             weights = logits.masked_fill(far & ~chosen[:, None], -torch.inf).softmax(-1)
             out[:, :, tokens] = torch.einsum("hgtn,hnd->hgtd", weights, v)
@@ -162,7 +184,9 @@ def _arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--own-len", type=token_count, default="2150", help="of question and answer together")
     parser.add_argument("--eval-len", type=token_count, default="256", help="the last tokens, which are judged")
     parser.add_argument("--keep", type=float, default=SearchConfig().keep)
-    parser.add_argument("--lookahead", action="store_true", help="on a GPU: choose a layer ahead")
+    parser.add_argument("--lookahead", action="store_true", help="choose a layer ahead")
+    parser.add_argument("--shape", help="random weights of that shape, as llama-3.1-8b: steps are only timed")
+    parser.add_argument("--layers", type=int, help="of a shape: so many only")
     parser.add_argument("--placement", default="cpu", choices=("cpu", *PLACEMENTS))
     parser.add_argument("--stretch", type=float, default=1.0, help="times the model's positions (YaRN)")
     parser.add_argument("--without-exact", action="store_true", help="exact Top-K takes several times as long")

@@ -6,7 +6,8 @@ each segment, made of the rows and nothing else, so that rows that are kept and 
 that sees tail_len rows of the tail, its own included, attends to
 
 * near: the context's sinks and window, and the tail's rows from the last segment in use on: exactly;
-* chosen: the best rows of the context, and, by a choice of their own with the same share, of its own segments: exactly;
+* chosen: the best rows of the context, and, by a choice of their own, of its own segments, of which OWN_SHARE times the
+  share is kept: exactly;
 * rest: all other rows of the context, and all other rows of its own segments: by their codes.
 
 How many segments are in use follows from tail_len alone: answers depend neither on when a sketch is made nor on how
@@ -26,6 +27,8 @@ from csattn.sketch.build import sketch_arrays
 from csattn.sketch.codes import BLOCK_KEYS
 from csattn.sketch.index import SketchIndex
 
+# Rows that came late weigh more than a context's; see bench/log.md.
+OWN_SHARE = 4
 _BY_SEGMENT = "codes", "marks", "key_mean", "query_transform", "value_mean", "value_transform"
 
 
@@ -49,9 +52,14 @@ class Growth:
         return max(0, tail_len - max(window_len, self.least_near)) // self.segment_len
 
 
+def own_keep(config: SearchConfig) -> float:
+    """The share of its own segments' rows that a token chooses."""
+    return min(1.0, OWN_SHARE * config.keep)
+
+
 def own_top_k(config: SearchConfig, num_rows: int) -> int:
     """Rows that a token chooses for each KV head from so many rows in its own segments."""
-    return min(num_rows, config.top_k(num_rows)) if num_rows else 0
+    return max(1, round(own_keep(config) * num_rows)) if num_rows else 0
 
 
 @torch.inference_mode()

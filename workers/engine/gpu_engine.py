@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -18,16 +17,16 @@ from csattn.cpus import available_cpus
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
 from csattn.search import SearchPool
-from csattn.search.device import DeviceLayerIndex, to_device
 from csattn.selection import join_choices
 from csattn.selectors import ContextView, resolve_rest, selector_for
-from csattn.sketch.own import Growth
+from csattn.sketch.own import Growth, own_top_k
 from offload.codecs.formats import KvFormat
 from offload.errors import NoDeviceError
 from workers.engine.far_rows import CachedRows
 from workers.engine.fidelity import Seen, fidelity
 from workers.engine.memory import Placement, placement_named
-from workers.engine.own_segments import OwnSegments, Sketches
+from workers.engine.own_on_device import place_sketches, thread_beside
+from workers.engine.own_segments import OwnSegments
 from workers.engine.placed_model import PlacedModel, Progress
 from workers.engine.searcher import StepSearcher
 from workers.engine.shape import EngineShape
@@ -50,6 +49,7 @@ class _Request:
     own: OwnSegments | None  # None: all of its own rows are attended to
     tail_len: int = 0
     num_segments: int = 0  # of its own, in use
+    own_read: int = 0  # rows of its own for each KV head, over all tokens
 
 
 class GpuEngine:
@@ -99,7 +99,7 @@ class GpuEngine:
                 f"steps up to {self._growth.least_near}, got {self.max_rows}"
             )
         self._device, self._on_progress = device or torch.device("cuda", 0), on_progress
-        self._beside = ThreadPoolExecutor(1, "own-segments", _take_a_stream, (self._device,))
+        self._beside = thread_beside(self._device)
         self._searcher = searcher
         if self.placement == "host" and selector != "full" and searcher is None:
             self._searcher = StepSearches(SearchPool(num_threads or available_cpus()))
@@ -191,8 +191,9 @@ class GpuEngine:
             output = runner.step_by_calls(batch_size)
         next_ids = output.next_ids[: len(rows)].cpu().numpy()
         logits = output.logits[: len(rows)].float().cpu().numpy() if want_logits else None
-        for request, length in zip(requests, lens, strict=True):
+        for request, length, own_len in zip(requests, lens, own_lens, strict=True):
             request.tail_len = length
+            request.own_read += length - own_len + own_top_k(request.config, own_len)
         for request in requests:
             if request.own is not None:
                 request.own.grow(request.tail_len)
@@ -201,7 +202,7 @@ class GpuEngine:
 
     def reading(self, slot: int) -> Reading:
         request = self._request(slot)
-        context_len, own = self._context_len(request.context_id), (request.tail_len + 1) / 2
+        context_len, own = self._context_len(request.context_id), request.own_read / max(1, request.tail_len)
         if self._ready().shape.attends_all:
             return Reading("full", context_len + own)
         resident = min(context_len, request.config.sink_len + request.config.window_len)
@@ -306,7 +307,7 @@ class GpuEngine:
             return None
         of_context = next(iter(placed.artifacts.values())).spec.index_config  # which is that of all
         assert isinstance(of_context, SketchConfig)
-        tails, place = placed.attention.tails[:, slot], partial(_on_device, device=placed.device)
+        tails, place = placed.attention.tails[:, slot], partial(place_sketches, device=placed.device)
         return OwnSegments(tails, config, of_context, self._growth, self._beside, place)
 
     def _segments(self, slot: int, tail_len: int) -> int:
@@ -353,20 +354,6 @@ class GpuEngine:
         if slot not in self._requests:
             raise ConfigError(f"slot {slot} is not open; open it first")
         return self._requests[slot]
-
-
-def _take_a_stream(device: torch.device) -> None:
-    """Steps wait for nothing that this thread does on the device."""
-    if device.type == "cuda":
-        torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-
-
-def _on_device(sketches: Sketches, device: torch.device) -> list[DeviceLayerIndex]:
-    """Ready to be read by any stream."""
-    layers = [to_device(sketch, device) for sketch in sketches]
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-    return layers
 
 
 def _kept(result: StepResult) -> StepResult:

@@ -1,6 +1,7 @@
 """Segments of requests' own rows on a GPU: searched and attended to as contexts that belong to one request each."""
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,9 +10,10 @@ from torch import Tensor
 from csattn.attention.device import RowSource, row_sources
 from csattn.batch import DeviceSelection, StepRows, make_step_rows
 from csattn.config import SearchConfig
-from csattn.search.device import DeviceLayerIndex, SketchShape
+from csattn.search.device import DeviceLayerIndex, SketchShape, to_device
+from csattn.sketch import SketchIndex
 from csattn.sketch.codes import BLOCK_KEYS
-from csattn.sketch.own import own_top_k
+from csattn.sketch.own import own_keep, own_top_k
 from workers.engine.on_device import SearchOnDevice
 from workers.engine.shape import EngineShape
 
@@ -71,6 +73,24 @@ class OwnOnDevice:
         return self._search.chosen(layer_idx, self._rows[rows.batch_size])
 
 
+def thread_beside(device: torch.device) -> ThreadPoolExecutor:
+    """For `OwnSegments`: steps wait for nothing that it does on the device."""
+
+    def take_a_stream() -> None:
+        if device.type == "cuda":
+            torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+
+    return ThreadPoolExecutor(1, "own-segments", take_a_stream)
+
+
+def place_sketches(sketches: Sequence[SketchIndex], device: torch.device) -> list[DeviceLayerIndex]:
+    """Ready to be read by any stream."""
+    layers = [to_device(sketch, device) for sketch in sketches]
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    return layers
+
+
 class TailRows:
     """`FarRows` that are the tails' own rows, where they are."""
 
@@ -112,7 +132,7 @@ def own_shape(shape: EngineShape) -> EngineShape:
     """Of the search of own segments, which are contexts as long as the tails."""
     return replace(
         shape,
-        search=_NothingNear(keep=shape.search.keep, lookahead=shape.search.lookahead),
+        search=_NothingNear(keep=own_keep(shape.search), lookahead=shape.search.lookahead),
         max_context_len=shape.max_own_len,
         num_contexts=shape.num_tails,
         max_segments=shape.max_own_segments,

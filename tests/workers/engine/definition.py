@@ -131,7 +131,8 @@ class DefinedLayer:
 
     def choose_own(self, q: np.ndarray) -> Selection:
         """Rows of the tail."""
-        out = empty_selection(self.own.num_heads, self.view.config.top_k(self.own.context_len))
+        num_rows = self.own.context_len
+        out = empty_selection(self.own.num_heads, min(num_rows, round(4 * self.view.config.keep * num_rows)))
         search(q, self.own, None, out.kv_indices.shape[1], 0, 0, self.view.softmax_scale, out)
         return out
 

@@ -1,0 +1,65 @@
+"""Segments of own rows: when they are in use, and that rows alone say what is in them."""
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+
+from csattn.config import SearchConfig, SketchConfig
+from csattn.sketch import SketchIndex, reference
+from csattn.sketch.own import Growth, join_segments, make_segment, own_top_k
+
+
+@pytest.mark.parametrize(("window_len", "near"), [(1, 256), (256, 256), (300, 300)])
+def test_a_segment_is_in_use_once_its_last_row_has_left_the_window(window_len: int, near: int) -> None:
+    growth = Growth()
+    for number in (0, 1, 7):
+        first = number * 1024 + near
+        assert growth.num_segments(first, window_len) == number
+        assert growth.num_segments(first + 1023, window_len) == number
+        assert growth.num_segments(first + 1024, window_len) == number + 1
+    assert growth.num_segments(1, window_len) == 0
+
+
+def test_more_of_them_is_kept_than_of_a_context() -> None:
+    assert [own_top_k(SearchConfig(keep=0.02), n) for n in (0, 1, 64, 1024)] == [0, 1, 5, 82]
+    assert own_top_k(SearchConfig(keep=0.5), 1024) == 1024
+
+
+def make_rows(num_rows: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(2, num_rows, 2, 64).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_that_are_put_back_have_the_same_segments(dtype: torch.dtype) -> None:
+    """Whatever lies beside them, and however they came."""
+    rows = make_rows(192, dtype)
+    one, two = (make_segment(rows[:, part], SketchConfig()) for part in (slice(64), slice(64, 192)))
+    joined = join_segments([one, two])
+    again = join_segments([join_segments([one]), make_segment(rows.clone()[:, 64:].contiguous(), SketchConfig())])
+    for field in fields(SketchIndex):
+        np.testing.assert_array_equal(getattr(joined, field.name), getattr(again, field.name))
+    assert joined.segment_starts.tolist() == [0, 64] and joined.context_len == 192
+    q = np.random.default_rng(0).standard_normal((1, 64)).astype(np.float32)
+    for head in range(2):
+        parts = [logits(q, part, head) for part in (one, two)]
+        whole = logits(q, joined, head)
+        np.testing.assert_allclose(whole, np.concatenate(parts), atol=0.2)  # in units of either scores
+        exact = rows[head, :, 0].double().numpy() @ q[0]
+        assert np.corrcoef(whole, exact)[0, 1] > 0.8
+
+
+def logits(q: np.ndarray, index: SketchIndex, head: int) -> np.ndarray:
+    bases, exponent, scores = reference.score_group(q, index, head, 1.0 / reference.LOG2_E)
+    return bases[0] + 2.0**exponent * scores[0]
+
+
+@pytest.mark.parametrize("fault", [torch.nan, torch.inf])
+def test_what_is_not_finite_is_not_told_as_if_it_were(fault: float) -> None:
+    rows = make_rows(64)
+    rows[1, 5, 0, 7] = fault
+    made = make_segment(rows, SketchConfig())
+    assert np.isfinite(made.value_mean[0]).all() and np.isnan(made.value_mean[1]).all()
+    sound = make_segment(rows[:1], SketchConfig())
+    np.testing.assert_array_equal(made.codes[:1], sound.codes)

@@ -5,10 +5,11 @@ from copy import copy
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from csattn.artifact import Artifact
+from csattn.artifact import Artifact, ModelGeometry
 from csattn.config import SearchConfig
 from csattn.errors import ConfigError
 from csattn.index import LayerIndex
@@ -83,7 +84,7 @@ class HostBudget:
 class CpuContext:
     """A loaded context. Steps attend to its rows as they are kept; who looks for the best rows reads them as built."""
 
-    artifact: Artifact
+    artifact: Artifact | None  # None: of requests without a context
     kv: list[Tensor]  # per layer [num_kv_heads, context_len, 2, head_dim], where the artifact maps it
     store: KvStore  # of the rows that steps attend to
     in_place: bool  # whether they do so where the rows lie; else rows are gathered and streamed
@@ -127,8 +128,8 @@ class CpuContext:
         if isinstance(self.store, CodedStore):
             codec = self.store.codec
             return codec.row_bytes, codec.v_offset, *codec.readers
-        row = self.kv[0][0, 0]
-        return row.nbytes, row[0].nbytes, 0, 0
+        key_bytes = self.kv[0].shape[-1] * self.kv[0].element_size()
+        return 2 * key_bytes, key_bytes, 0, 0
 
     @property
     def _layers(self) -> list[Tensor]:
@@ -158,6 +159,14 @@ def open_context(artifact: Artifact, kv_format: KvFormat | None, budget: HostBud
     else:
         store = HostStore(kv)
     return CpuContext(artifact, kv, store, budget is None, [artifact.layer_index(layer_idx) for layer_idx in layers])
+
+
+def no_context(geometry: ModelGeometry, dtype: torch.dtype) -> CpuContext:
+    """Without a row."""
+    kv = [
+        torch.zeros(geometry.num_kv_heads, 1, 2, geometry.head_dim, dtype=dtype)[:, :0].contiguous()
+    ] * geometry.num_layers
+    return CpuContext(None, kv, HostStore(kv), True, [])
 
 
 @dataclass(frozen=True, slots=True)

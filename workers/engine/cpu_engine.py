@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Self
 
 import numpy as np
+from torch import Tensor
 
 from csattn.artifact import Artifact
 from csattn.config import SearchConfig, SketchConfig
@@ -25,7 +26,7 @@ from csattn.sketch.own import Growth
 from offload.budget import host_memory_bytes
 from offload.codecs.formats import KvFormat
 from offload.host_memory import trim_heap
-from workers.engine.cpu_context import CpuContext, CpuRequest, HostBudget, open_context
+from workers.engine.cpu_context import CpuContext, CpuRequest, HostBudget, no_context, open_context
 from workers.engine.fidelity import Observer
 from workers.engine.looks import Looks
 from workers.engine.on_cpu import AttendOnCpu
@@ -37,7 +38,7 @@ from workers.engine.row_plan import RowPlan, RowPlans
 from workers.engine.searcher import Searcher
 from workers.engine.slots import require_free_slot, require_new_context, require_room, require_unused, seen_lens
 from workers.model.cpu.cpu_model import CpuModel
-from workers.serving.step_engine import EngineCounts, Fidelity, Reading, StepResult, StepRow
+from workers.serving.step_engine import NO_CONTEXT, EngineCounts, Fidelity, Reading, StepResult, StepRow
 
 
 class CpuEngine:
@@ -82,7 +83,7 @@ class CpuEngine:
         self._attention = AttendOnCpu(self._model, self._scale)
         self._team = Team(threads)
         self._searcher: Searcher = searcher if searcher is not None else PoolSearcher(self._team)
-        self._contexts: dict[int, CpuContext] = {}
+        self._contexts: dict[int, CpuContext] = {NO_CONTEXT: no_context(loaded.geometry, loaded.dtype)}
         self._requests: dict[int, CpuRequest] = {}
         self._plans = RowPlans(self._model, self._scale)
         self._plan: RowPlan | None = None  # of the last step
@@ -91,7 +92,7 @@ class CpuEngine:
         self._search_s = self._attend_s = 0.0
 
     def __repr__(self) -> str:
-        return f"<CpuEngine {self.loaded.name}: {len(self._contexts)} contexts, {len(self._requests)} requests>"
+        return f"<CpuEngine {self.loaded.name}: {len(self._contexts) - 1} contexts, {len(self._requests)} requests>"
 
     def add_context(self, context_id: int, artifact: Artifact) -> None:
         artifact.require_model(self.loaded.fingerprint)
@@ -135,6 +136,19 @@ class CpuEngine:
         num_q_heads = self.loaded.geometry.num_q_heads
         self._requests[slot] = wanted.begin(slot, num_q_heads, lambda: self._pool, own_segments)
         self._forget_plans()
+
+    def write_rows(self, slot: int, rows: Tensor) -> None:
+        request, num_rows = self.request(slot), rows.shape[2]
+        self._require_room(slot, num_rows)
+        self._model.tails[:, slot, :, request.tail_len : request.tail_len + num_rows] = rows
+        request.tail_len += num_rows
+        if request.own is not None:
+            request.own.grow(request.tail_len)
+
+    def read_rows(self, slot: int, start: int, stop: int) -> Callable[[], Tensor]:
+        assert 0 <= start < stop <= self.request(slot).tail_len, f"rows {start} to {stop} are not all there"
+        rows = self._model.tails[:, slot, :, start:stop].clone()
+        return lambda: rows
 
     def observe(self, slot: int, observer: Observer) -> None:
         """From now on, that sees every step of the request, layer by layer."""
@@ -208,7 +222,7 @@ class CpuEngine:
             search_s=self._search_s,
             attend_s=self._attend_s,
             kv_bytes=sum(context.kv_bytes for context in contexts),
-            index_bytes=sum(context.artifact.index_bytes for context in contexts),
+            index_bytes=sum(context.artifact.index_bytes for context in contexts if context.artifact is not None),
         )
 
     def close(self) -> None:
@@ -284,6 +298,8 @@ class CpuEngine:
         """Raises ConfigError for what this engine cannot do."""
         context = self.context(context_id)
         view = ContextView(context.context_len, self._scale, config)
+        if context.artifact is None:  # there is nothing to choose from
+            return Preparation(context_id, context, view, "full", "none")
         name = selector_for(selector, view)
         if self._host_budget is not None:
             self._host_budget.require_alike(name, view)
@@ -315,13 +331,16 @@ class CpuEngine:
             if not 0 <= row.token_id < vocab_size:
                 raise ContextError(f"token id {row.token_id} is not in the model's vocabulary of {vocab_size}")
         for slot, num_new in Counter(row.slot for row in rows).items():
-            request = self.request(slot)
-            room = min(self.tail_capacity, self.max_positions - request.view.context_len)
-            require_room(slot, request.tail_len + num_new, room)
+            self._require_room(slot, num_new)
         if watch is not None and not (0 <= watch[0] < len(rows) and 0 <= watch[1] < self.num_layers):
             raise ConfigError(
                 f"row {watch[0]} of {len(rows)} and layer {watch[1]} of {self.num_layers} cannot be watched"
             )
+
+    def _require_room(self, slot: int, num_new: int) -> None:
+        request = self.request(slot)
+        room = min(self.tail_capacity, self.max_positions - request.view.context_len)
+        require_room(slot, request.tail_len + num_new, room)
 
 
 def _most_tokens(loaded: LoadedModel, num_slots: int) -> int:

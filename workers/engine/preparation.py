@@ -79,6 +79,7 @@ class Preparation:
 
     def _prepare_layers(self, loaded: LoadedModel) -> list[Prepared]:
         """What the first layer takes, the others will."""
+        assert self.context.artifact is not None, "without a context nothing is chosen"
         first, *others = context_layers(loaded, self.context.artifact)
         prepared = prepare(self.selector, first)
         remedy = "choose another selector, or a shorter context"

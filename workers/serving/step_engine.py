@@ -6,10 +6,13 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from csattn.artifact import Artifact
 from csattn.config import SearchConfig
 from workers.serving.messages import Selector
+
+NO_CONTEXT = -1  # in place of a context's number: the request begins with nothing, and attends to all of its own rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,18 @@ class StepEngine(Protocol):
 
         Raises ConfigError for what this engine cannot do.
         """
+        ...
+
+    def write_rows(self, slot: int, rows: Tensor) -> None:
+        """Lengthen its tail by rows that `read_rows` gave of a request that began alike, instead of feeding the tokens.
+
+        rows: [num_layers, num_kv_heads, num_rows, 2, head_dim], not written to before the next step is over.
+        """
+        ...
+
+    def read_rows(self, slot: int, start: int, stop: int) -> Callable[[], Tensor]:
+        """Begin to copy these rows of its tail. What is returned may be called on any thread, waits for the copy, and
+        gives it, laid out as `write_rows` takes it."""
         ...
 
     def step(

@@ -1,9 +1,8 @@
-"""Files read and written at an offset, past the system's page cache where the file system allows it (O_DIRECT)."""
+"""Files read at an offset, past the system's page cache where the file system allows it (O_DIRECT)."""
 
 import errno
 import mmap
 import os
-import tempfile
 from pathlib import Path
 from typing import Self
 
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 
 from offload.errors import DiskError
 
-BLOCK_BYTES = 4096  # offsets, lengths and memory of direct reads and writes are multiples of it
+BLOCK_BYTES = 4096  # offsets, lengths and memory of direct reads are multiples of it
 
 
 def aligned_bytes(num_bytes: int) -> NDArray[np.uint8]:
@@ -25,7 +24,7 @@ class DiskFile:
     """An open file. `direct` says whether it is read past the page cache; if not, the system may keep what was read
     in memory that it takes back when it wants.
 
-    Several threads may read and write at the same time.
+    Several threads may read at the same time.
     """
 
     def __init__(self, fd: int, path: Path, direct: bool):
@@ -45,29 +44,6 @@ class DiskFile:
         except OSError as error:
             raise DiskError(f"cannot open {path}: {_why(error)}; check the file and its permissions") from error
 
-    @classmethod
-    def scratch(cls, directory: Path, num_bytes: int) -> Self:
-        """A file of that size for reading and writing that has no name any more: it goes with its last user.
-
-        Its space is reserved here, so that a full disk is an error now and not in the middle of a decode.
-        """
-        try:
-            made, name = tempfile.mkstemp(prefix="csattn-", suffix=".pages", dir=directory)
-        except OSError as error:
-            raise DiskError(f"cannot make a file in {directory}: {_why(error)}; name another directory") from error
-        try:
-            _reserve(made, num_bytes)
-            file = cls(*_open(Path(name), os.O_RDWR))
-        except OSError as error:
-            raise DiskError(
-                f"cannot reserve {num_bytes:,} bytes in {directory}: {_why(error)}; free space there, name another "
-                "directory, or choose a smaller budget"
-            ) from error
-        finally:
-            os.close(made)
-            os.unlink(name)
-        return file
-
     def read(self, into: NDArray[np.uint8], offset: int, at_least: int | None = None) -> None:
         """Fill memory from the file; whole blocks. The end of the file may come after `at_least` bytes of it."""
         wanted, done = len(into) if at_least is None else at_least, 0
@@ -83,17 +59,8 @@ class DiskFile:
                     "shortened while it was in use; make it again"
                 )
 
-    def write(self, data: NDArray[np.uint8], offset: int) -> None:
-        """Whole blocks of it."""
-        done = 0
-        while done < len(data):
-            try:
-                done += os.pwritev(self._fd, [data[done:].data], offset + done)
-            except OSError as error:
-                raise DiskError(f"cannot write {self._path} at {offset:,}: {_why(error)}; check its disk") from error
-
     def close(self) -> None:
-        """No read or write may be under way."""
+        """No read may be under way."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -121,13 +88,6 @@ def _open(path: Path, flags: int) -> tuple[int, Path, bool]:
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # nothing is read ahead that nobody asked for
     return fd, path, False
-
-
-def _reserve(fd: int, num_bytes: int) -> None:
-    if hasattr(os, "posix_fallocate") and num_bytes:
-        os.posix_fallocate(fd, 0, num_bytes)
-    else:
-        os.ftruncate(fd, num_bytes)
 
 
 def _why(error: OSError) -> str:

@@ -27,20 +27,12 @@ class NoDeviceError(OffloadError):
     """This machine has no CUDA device, or a library that it is used through is missing."""
 
 
-class OutOfPagesError(OffloadError):
-    """Sequences have more rows than there are pages for, or a tier is full of pages that are in use."""
-
-
-class UnknownSequenceError(OffloadError):
-    """A sequence was named that is not there."""
-
-
 class TierError(OffloadError):
     """A tier cannot be made as wanted: its budget is too small, or no size at all."""
 
 
 class DiskError(OffloadError):
-    """A file of a tier could not be read or written, or does not hold what was written."""
+    """A file of a tier could not be read, or does not hold what was written."""
 
 
 class CodecError(OffloadError):

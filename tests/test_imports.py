@@ -104,9 +104,9 @@ def test_heavy_libraries_have_one_address(package: str) -> None:
     ("path", "source"),
     [
         ("csattn/search/run.py", "from workers.engine import step"),
-        ("csattn/search/run.py", "def f():\n    import offload.pages"),
-        ("offload/pages.py", "import csattn"),
-        ("offload/pages.py", "from csattn.batch import StepRows"),
+        ("csattn/search/run.py", "def f():\n    import offload.blocks"),
+        ("offload/blocks.py", "import csattn"),
+        ("offload/blocks.py", "from csattn.batch import StepRows"),
         ("csattn/cuda/__init__.py", "from csattn.errors import ConfigError"),
         ("csattn/cpu/team.py", "from csattn import cpus"),
         ("csattn/cpu/tape.py", "from csattn.search.work import serve"),

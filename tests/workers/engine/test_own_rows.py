@@ -1,7 +1,6 @@
 """A request's own rows, read out and written into another request that begins alike; and requests without a context."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest

@@ -1,0 +1,184 @@
+"""Blocks of bytes that are kept and found again by what they are: in memory within a budget, then in files.
+
+A block has a key, under which it is looked for, and a label, which says to the byte what it is: where two blocks should
+have one key, the second is not kept, and neither is taken for the other.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+from offload.block_files import BlockFiles, Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BlockName:
+    """Where a block is looked for, and what it has to be."""
+
+    key: str  # of letters and digits
+    label: bytes
+
+
+@dataclass(slots=True)
+class _Held:
+    label: bytes
+    data: Bytes
+    num_users: int = 0  # readers, and the writer until it is in its file
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCounts:
+    """What is kept now, and what came of it."""
+
+    memory_blocks: int
+    memory_bytes: int
+    disk_blocks: int
+    disk_bytes: int
+    refused: int  # blocks that found no room, or that the disk did not take
+
+
+class Blocks:
+    """Owns the memory, and a thread that writes behind. Any thread may ask.
+
+    In memory is never more than the budget, what is being read and what waits to be written included: a block that
+    finds no room is not kept.
+    """
+
+    def __init__(self, memory_bytes: int, files: BlockFiles | None) -> None:
+        """files: None keeps nothing beyond this process."""
+        self._budget_bytes, self._files = memory_bytes, files
+        self._held: OrderedDict[str, _Held] = OrderedDict()  # the least recently used first
+        self._num_bytes = self._num_refused = 0
+        self._lock = threading.Condition()
+        self._to_write: SimpleQueue[tuple[str, _Held] | None] = SimpleQueue()
+        self._num_unwritten = 0
+        self._writer = threading.Thread(target=self._write_behind, name="csattn-blocks", daemon=True)
+        self._writer.start()
+
+    def __repr__(self) -> str:
+        return f"<Blocks {len(self._held)} of {self._num_bytes:,}/{self._budget_bytes:,} bytes, and {self._files!r}>"
+
+    def holds(self, name: BlockName) -> bool:
+        """Whether the block is there, in memory or by its file's head."""
+        with self._lock:
+            held = self._held.get(name.key)
+            if held is not None:
+                return held.label == name.label
+        return self._files is not None and self._files.holds(name.key, name.label)
+
+    def put(self, name: BlockName, data: Bytes) -> bool:
+        """Keep a block, which is the caller's no more; whether that could be. It is written to its file behind."""
+        with self._lock:
+            if name.key in self._held:
+                return self._held[name.key].label == name.label
+            held = self._enter(name, data)
+            if held is None:
+                self._num_refused += 1
+                return False
+            if self._files is not None:
+                held.num_users += 1
+                self._num_unwritten += 1
+                self._to_write.put((name.key, held))
+        return True
+
+    @contextmanager
+    def hold(self, names: Sequence[BlockName]) -> Iterator[list[Bytes]]:
+        """The first of these blocks, up to the first that is not there as it was written; in memory until the block
+        ends. Those that only files have are read, and checked, here."""
+        found: list[tuple[_Held | None, Bytes]] = []
+        try:
+            for name in names:
+                if (block := self._take(name)) is None:
+                    break
+                found.append(block)
+            yield [data for _, data in found]
+        finally:
+            with self._lock:
+                for held, _ in found:
+                    if held is not None:
+                        held.num_users -= 1
+
+    def flush(self) -> None:
+        """Wait until all that was put is in its file, or refused."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._num_unwritten == 0)
+
+    def close(self) -> None:
+        """Write what still waits."""
+        self._to_write.put(None)
+        self._writer.join()
+
+    @property
+    def counts(self) -> BlockCounts:
+        files = self._files
+        with self._lock:
+            return BlockCounts(
+                memory_blocks=len(self._held),
+                memory_bytes=self._num_bytes,
+                disk_blocks=0 if files is None else files.num_blocks,
+                disk_bytes=0 if files is None else files.num_bytes,
+                refused=self._num_refused + (0 if files is None else files.num_refused),
+            )
+
+    def check(self) -> None:
+        """Raise AssertionError if the book-keeping is wrong. No block may be in use."""
+        with self._lock:
+            assert self._num_bytes == sum(held.data.nbytes for held in self._held.values()), f"{self!r} counts wrongly"
+            assert self._num_bytes <= self._budget_bytes, f"{self!r} holds more than it may"
+            assert not any(held.num_users for held in self._held.values()), f"{self!r} has a block that is in use"
+
+    def _take(self, name: BlockName) -> tuple[_Held | None, Bytes] | None:
+        """In use from now on; None: it is not there. A block that finds no room in memory is read all the same."""
+        with self._lock:
+            held = self._held.get(name.key)
+            if held is not None:
+                if held.label != name.label:
+                    return None
+                self._held.move_to_end(name.key)
+                held.num_users += 1
+                return held, held.data
+        data = None if self._files is None else self._files.read(name.key, name.label)
+        if data is None:
+            return None
+        with self._lock:
+            held = self._held.get(name.key)  # another thread may have read it meanwhile
+            if held is None:
+                held = self._enter(name, data)
+            if held is None or held.label != name.label:
+                return None, data
+            held.num_users += 1
+            return held, held.data
+
+    def _enter(self, name: BlockName, data: Bytes) -> _Held | None:
+        """Among those in memory, for which others have to go; None: there is no room. Under the lock."""
+        room = self._budget_bytes - self._num_bytes
+        going = []
+        for key, held in self._held.items():
+            if room >= data.nbytes:
+                break
+            if not held.num_users:
+                going.append(key)
+                room += held.data.nbytes
+        if room < data.nbytes:
+            return None
+        for key in going:
+            self._num_bytes -= self._held.pop(key).data.nbytes
+        held = self._held[name.key] = _Held(name.label, data)
+        self._num_bytes += data.nbytes
+        return held
+
+    def _write_behind(self) -> None:
+        while (item := self._to_write.get()) is not None:
+            key, held = item
+            try:
+                assert self._files is not None
+                if not self._files.holds(key, held.label):
+                    self._files.write(key, held.label, held.data)
+            finally:
+                with self._lock:
+                    held.num_users -= 1
+                    self._num_unwritten -= 1
+                    self._lock.notify_all()

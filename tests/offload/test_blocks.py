@@ -1,0 +1,250 @@
+"""Blocks: found as they were put, within their budgets, whole or not at all, and never one for another."""
+
+import errno
+import os
+import threading
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload.block_files import BlockFiles
+from offload.blocks import BlockName, Blocks
+
+BLOCK = 40  # bytes of data
+
+
+def name(number: int, key: str | None = None) -> BlockName:
+    return BlockName(key or f"key{number}", f"block number {number}".encode() * (number + 1))
+
+
+def data(number: int) -> np.ndarray:
+    return np.random.default_rng(number).integers(256, size=BLOCK, dtype=np.uint8)
+
+
+def make(directory: Path, memory: int = 100 * BLOCK, disk: int = 1 << 20) -> Blocks:
+    return Blocks(memory, BlockFiles(directory, disk))
+
+
+def found(blocks: Blocks, *names: BlockName) -> list[list[int]]:
+    with blocks.hold(names) as held:
+        return [block.tolist() for block in held]
+
+
+def lists(*numbers: int) -> list[list[int]]:
+    return [data(number).tolist() for number in numbers]
+
+
+def files_of(directory: Path) -> list[Path]:
+    return sorted(directory.iterdir())
+
+
+def test_blocks_are_found_in_their_order_up_to_the_first_that_is_missing(tmp_path) -> None:
+    blocks = make(tmp_path)
+    for number in (0, 1, 3):
+        assert not blocks.holds(name(number))
+        assert blocks.put(name(number), data(number))
+        assert blocks.holds(name(number))
+    assert found(blocks, *map(name, range(4))) == lists(0, 1)
+    assert found(blocks, name(2), name(0)) == []
+    assert found(blocks) == []
+    blocks.close()
+    blocks.check()
+
+
+def test_another_process_finds_what_was_written_behind(tmp_path) -> None:
+    blocks = make(tmp_path)
+    for number in range(3):
+        blocks.put(name(number), data(number))
+    blocks.flush()
+    other = make(tmp_path)
+    assert other.holds(name(1)) and other.counts.memory_blocks == 0 and other.counts.disk_blocks == 3
+    assert found(other, *map(name, range(5))) == lists(0, 1, 2)
+    assert other.counts.memory_blocks == 3
+    late = make(tmp_path)  # which looked before there was anything
+    blocks.put(name(7), data(7))
+    blocks.flush()
+    assert found(late, name(7)) == lists(7)
+    for each in (blocks, other, late):
+        each.close()
+        each.check()
+
+
+def test_memory_keeps_to_its_budget_and_what_went_comes_from_its_file(tmp_path) -> None:
+    blocks = make(tmp_path, memory=2 * BLOCK + 5)
+    for number in range(5):
+        blocks.put(name(number), data(number))
+        blocks.flush()
+    assert blocks.counts.memory_blocks == 2 and blocks.counts.disk_blocks == 5
+    assert found(blocks, *map(name, range(5))) == lists(*range(5))  # more than there is room for at once
+    blocks.check()
+    with blocks.hold([name(0), name(1)]):
+        assert blocks.counts.memory_bytes <= 2 * BLOCK + 5
+        assert not blocks.put(name(9), data(9)), "all that is there is in use"
+        assert blocks.counts.refused == 1
+    assert blocks.put(name(9), data(9))
+    blocks.close()
+
+
+def test_what_waits_to_be_written_is_within_the_budget_too(tmp_path, monkeypatch) -> None:
+    go_on, write = threading.Event(), BlockFiles.write
+
+    def slow(*arguments) -> bool:
+        go_on.wait()
+        return write(*arguments)
+
+    monkeypatch.setattr(BlockFiles, "write", slow)
+    blocks = make(tmp_path, memory=2 * BLOCK)
+    assert [blocks.put(name(number), data(number)) for number in range(4)] == [True, True, False, False]
+    assert found(blocks, name(0), name(1)) == lists(0, 1)
+    go_on.set()
+    blocks.close()
+    assert len(files_of(tmp_path)) == 2
+
+
+def test_one_key_is_not_taken_for_another_block(tmp_path) -> None:
+    """In memory, in a file, and in a file of another process."""
+    blocks = make(tmp_path)
+    assert blocks.put(name(1, "same"), data(1)) and not blocks.put(name(2, "same"), data(2))
+    assert found(blocks, name(2, "same")) == [] and not blocks.holds(name(2, "same"))
+    blocks.close()
+    other = make(tmp_path)
+    assert found(other, name(2, "same")) == [] and not other.holds(name(2, "same"))
+    assert found(other, name(1, "same")) == lists(1)
+    other.close()
+
+
+@pytest.mark.parametrize("at", [0, 9, 20, 70, 110, -1, "short", "long", "empty"])
+def test_a_damaged_file_is_not_found_and_goes(tmp_path, at) -> None:
+    blocks = make(tmp_path)
+    blocks.put(name(1), data(1))
+    blocks.close()
+    [path] = files_of(tmp_path)
+    was = path.read_bytes()
+    if at == "short":
+        path.write_bytes(was[:-3])
+    elif at == "long":
+        path.write_bytes(was + b"x")
+    elif at == "empty":
+        path.write_bytes(b"")
+    else:
+        changed = bytearray(was)
+        changed[at] ^= 1
+        path.write_bytes(bytes(changed))
+    again = make(tmp_path)
+    assert found(again, name(1)) == [] and files_of(tmp_path) == []
+    assert again.put(name(1), data(1))
+    again.close()
+    assert files_of(tmp_path)[0].read_bytes() == was
+
+
+def test_the_disk_keeps_to_its_budget_and_the_oldest_go(tmp_path) -> None:
+    size = 64 + BLOCK + len(name(1).label)
+    files = BlockFiles(tmp_path, 10 * size + 5 * 200)
+    for number in range(20):
+        assert files.write(name(number).key, name(number).label, data(number))
+        os.utime(tmp_path / f"key{number}.block", (1000 + number, 1000 + number))
+        if number > 3:
+            assert files.read("key3", name(3).label) is not None, "what is used stays"
+        assert files.num_bytes <= 10 * size + 5 * 200
+        assert files.num_bytes == sum(path.stat().st_size for path in files_of(tmp_path))
+    left = {path.stem for path in files_of(tmp_path)}
+    assert "key3" in left and "key19" in left and "key0" not in left and len(left) < 15
+    assert not BlockFiles(tmp_path, 50).write("big", b"", data(0)), "what is larger than all of it is not kept"
+
+
+@pytest.mark.parametrize("failing", ["write", "rename", "mkdir"])
+def test_a_disk_that_is_full_leaves_nothing_half_written(tmp_path, monkeypatch, caplog, failing) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    class FullFile:
+        def __init__(self, file) -> None:
+            self._file = file
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_) -> None:
+            self._file.close()
+
+        def write(self, some) -> None:
+            self._file.write(bytes(some)[:7])
+            full()
+
+    with monkeypatch.context() as patch:
+        if failing == "write":
+            opened = Path.open
+            patch.setattr(
+                Path, "open", lambda path, mode: FullFile(opened(path, mode)) if "w" in mode else opened(path, mode)
+            )
+        else:
+            patch.setattr(Path, {"rename": "replace", "mkdir": "mkdir"}[failing], full)
+        blocks = make(tmp_path)
+        for number in range(2):
+            assert blocks.put(name(number), data(number))
+            blocks.flush()
+        assert found(blocks, name(0), name(1)) == lists(0, 1), "memory has them still"
+        assert files_of(tmp_path) == [] and blocks.counts.refused == 2
+        assert caplog.text.count("No space left") == 1
+    blocks.put(name(3), data(3))
+    blocks.close()
+    assert len(files_of(tmp_path)) == 1
+
+
+def test_what_a_killed_process_left_half_written_is_never_found_and_goes(tmp_path) -> None:
+    young, old = tmp_path / "key1.aaaa.partial", tmp_path / "key2.bbbb.partial"
+    for path in (young, old):
+        path.write_bytes(b"csblock1")
+    os.utime(old, (1, 1))
+    blocks = make(tmp_path)
+    assert found(blocks, name(1)) == [] and found(blocks, name(2)) == []
+    assert files_of(tmp_path) == [young], "another process may still write it"
+    blocks.close()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=40), st.integers(1, 4))
+def test_without_files_the_least_recently_used_goes(operations, room) -> None:
+    """Against a dictionary in the order of use."""
+    blocks, want = Blocks(room * BLOCK, None), OrderedDict()
+    for number, puts in operations:
+        if puts:
+            blocks.put(name(number), data(number))
+            if number not in want:
+                if len(want) == room:
+                    want.popitem(last=False)
+                want[number] = None
+        else:
+            assert found(blocks, name(number)) == (lists(number) if number in want else [])
+            if number in want:
+                want.move_to_end(number)
+        blocks.check()
+        assert {n for n in range(10) if blocks.holds(name(n))} == set(want)
+    blocks.close()
+
+
+def test_many_threads_read_and_put_at_once(tmp_path) -> None:
+    blocks, wrong = make(tmp_path, memory=4 * BLOCK), []
+
+    def work(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        for _ in range(100):
+            first = int(rng.integers(12))
+            names = [name(number) for number in range(first, first + 3)]
+            with blocks.hold(names) as held:
+                if [block.tolist() for block in held] != lists(*range(first, first + 3))[: len(held)]:
+                    wrong.append(first)
+            blocks.put(name(first), data(first))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    blocks.close()
+    blocks.check()
+    assert not wrong and blocks.counts.memory_bytes <= 4 * BLOCK

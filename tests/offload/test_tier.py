@@ -1,0 +1,111 @@
+"""A tier: exact LRU, and pages that are in use stay; and the files below it."""
+
+import os
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload.disk import BLOCK_BYTES, DiskFile, aligned_bytes
+from offload.errors import DiskError
+from offload.tier import NOWHERE, Tier
+
+
+def pages(*numbers: int):
+    return np.array(numbers, np.int64)
+
+
+@given(st.lists(st.lists(st.integers(0, 19), min_size=1, max_size=5, unique=True), max_size=30), st.integers(1, 9))
+def test_the_least_recently_used_page_goes(batches, num_slots) -> None:
+    """Against a dictionary in the order of use. A batch larger than the tier is cut to it."""
+    tier, want = Tier(20, num_slots), OrderedDict()
+    for batch in batches:
+        batch = batch[:num_slots]
+        asked = pages(*batch)
+        found = tier.look_up(asked)
+        assert [page in want for page in batch] == (found >= 0).tolist()
+        tier.pin(found[found >= 0])
+        put = tier.put(asked[found < 0])
+        assert (put >= 0).all()
+        tier.unpin(found[found >= 0])
+        for page in [page for page in batch if page in want]:
+            want.move_to_end(page)
+        for page in [page for page in batch if page not in want]:
+            if len(want) == num_slots:
+                want.pop(next(old for old in want if old not in batch))
+            want[page] = None
+        tier.check()
+        assert {page for page in range(20) if tier.look_up(pages(page))[0] >= 0} == set(want)
+
+
+@pytest.mark.parametrize("num_slots", [100, 333])
+def test_the_oldest_are_found_among_many(rng, num_slots) -> None:
+    """Lists of candidates are used up, skipped and made again; batches of few and of many pages."""
+    tier, want = Tier(1000, num_slots), OrderedDict()
+    for most in np.tile([1, 5, 90], 60):
+        batch = np.unique(rng.zipf(1.2, int(rng.integers(most)) + 1) % 1000).astype(np.int64)
+        found = tier.look_up(batch)
+        tier.use(found[found >= 0])
+        for page in batch[found >= 0].tolist():
+            want.move_to_end(page)
+        room = num_slots - len(want)
+        for _ in range((found < 0).sum() - room):
+            want.popitem(last=False)
+        tier.put(batch[found < 0])
+        want.update(dict.fromkeys(batch[found < 0].tolist()))
+        assert set(np.flatnonzero(tier.look_up(np.arange(1000)) >= 0).tolist()) == set(want)
+        tier.check()
+
+
+def test_a_pinned_page_is_never_replaced() -> None:
+    tier = Tier(10, 3)
+    kept = tier.put(pages(0, 1))
+    tier.pin(kept)
+    assert tier.put(pages(2))[0] >= 0
+    assert (tier.put(pages(3, 4)) >= 0).sum() == 1  # where 2 lay; nothing else may go
+    assert np.array_equal(tier.look_up(pages(0, 1)), kept)
+    tier.check()
+    with pytest.raises(AssertionError, match="in use"):
+        tier.drop(pages(0))
+    tier.unpin(kept)
+    with pytest.raises(AssertionError, match="not pinned"):
+        tier.unpin(kept)
+
+
+def test_a_put_that_may_not_evict_takes_free_slots_only() -> None:
+    tier = Tier(10, 2)
+    tier.put(pages(0))
+    assert (tier.put(pages(1, 2, 3), evict=False) == NOWHERE).tolist() == [False, True, True]
+    assert tier.look_up(pages(0))[0] >= 0
+    tier.check()
+
+
+@pytest.mark.parametrize(
+    ("what", "where", "value"), [("_slot_of", 0, 1), ("_page_in", 0, 1), ("_pins", 1, 1), ("_free", 0, 0)]
+)
+def test_check_finds_what_is_wrong(what, where, value) -> None:
+    tier = Tier(4, 3)
+    assert tier.put(pages(2)) == [0]
+    tier.check()
+    getattr(tier, what)[where] = value
+    with pytest.raises(AssertionError):
+        tier.check()
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_file_reads_the_same_with_and_without_the_page_cache(tmp_path, monkeypatch, direct) -> None:
+    if not direct:
+        monkeypatch.setattr(os, "O_DIRECT", 0, raising=False)
+    data = np.random.default_rng(0).integers(256, size=2 * BLOCK_BYTES + 100, dtype=np.uint8)
+    (tmp_path / "file").write_bytes(data.tobytes())
+    file, into = DiskFile.open(tmp_path / "file"), aligned_bytes(3 * BLOCK_BYTES)
+    file.read(into, 0, at_least=len(data))
+    assert np.array_equal(into[: len(data)], data)
+    assert direct or not file.direct
+    with pytest.raises(DiskError, match=r"ends at byte 8,292 and should go on to 12,288"):
+        file.read(into, 0)
+    file.close()
+    with pytest.raises(DiskError, match="cannot open"):
+        DiskFile.open(tmp_path / "none")

@@ -1,12 +1,15 @@
 """What a build is made from: the context's text, the options, the device; checked before a model is loaded."""
 
+import json
 import sys
 from dataclasses import fields, replace
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from csattn.config import IndexConfig, ListConfig, preset
 from csattn.errors import ConfigError, ContextError
@@ -30,6 +33,19 @@ def read_text(context: str) -> str:
     if not text.strip():
         raise ContextError(f"{name} holds no text; give a text that is not empty")
     return text
+
+
+def read_tokens(path: Path) -> NDArray[np.int32]:
+    """A context's token ids, a list of numbers in JSON: [num_tokens]. Raises ContextError where it is none."""
+    try:
+        ids = json.loads(path.read_bytes())
+        if not isinstance(ids, list) or not all(type(token_id) is int and 0 <= token_id < 2**31 for token_id in ids):
+            raise ValueError("it is no list of tokens' numbers")
+    except OSError as error:
+        raise ContextError(f"cannot read {path}: {error.strerror}; give a file of token ids") from error
+    except ValueError as error:
+        raise ContextError(f"{path} holds no token ids ({error}); give a list of them in JSON") from error
+    return np.asarray(ids, np.int32)
 
 
 def require_utf8(option: str, text: str) -> str:

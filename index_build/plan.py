@@ -57,6 +57,18 @@ def plan_text(text: str, source: str, options: BuildOptions, loaded: LoadedModel
     return make_plan(loaded, token_ids, config, {"wrapping": wrapping, "preset": options.preset, "source": source})
 
 
+def plan_tokens(token_ids: NDArray[np.int32], options: BuildOptions, loaded: LoadedModel, index_device: str) -> Plan:
+    """The artifact of the beginning of a prompt, whatever it was written by."""
+    if len(token_ids) and int(token_ids.max()) >= loaded.geometry.vocab_size:
+        raise ContextError(
+            f"the context has the token {token_ids.max()}, and the model's embedding has those below "
+            f"{loaded.geometry.vocab_size}; make its tokens with this model's tokenizer"
+        )
+    config = make_config(options.preset, options.index_changes, index_device)
+    notes = {"wrapping": "none", "preset": options.preset, "source": "the beginning of a prompt"}
+    return make_plan(loaded, token_ids, config, notes)
+
+
 def _require_indexable(context_len: int, config: IndexConfig, loaded: LoadedModel) -> None:
     shortest = max(MIN_CONTEXT_LEN, config.num_centroids) if isinstance(config, ListConfig) else MIN_CONTEXT_LEN
     if context_len < shortest:

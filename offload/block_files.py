@@ -66,7 +66,7 @@ class BlockFiles:
             data = np.fromfile(path, np.uint8)
         except OSError:
             return None
-        fault = _fault(data)
+        fault = fault_of(data)
         if fault is None:
             label_start = _HEAD.size + _HEAD.unpack(data[: _HEAD.size].tobytes())[2]
             if data[label_start:].tobytes() != label:
@@ -139,7 +139,7 @@ class BlockFiles:
         return used_at
 
 
-def _fault(data: Bytes) -> str | None:
+def fault_of(data: Bytes) -> str | None:
     """What is wrong with a file's bytes, if anything is."""
     if len(data) < _HEAD.size:
         return "is cut off"

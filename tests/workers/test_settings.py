@@ -61,7 +61,7 @@ def test_every_setting_can_come_from_each_source(tmp_path: Path) -> None:
         "limits.max_new_tokens": 8, "limits.max_concurrent_requests": 9, "limits.max_queued_requests": 0,
         "limits.request_timeout_s": 1.5, "limits.max_open_requests": 5, "limits.max_header_bytes": 2048,
         "limits.max_json_depth": 5, "limits.max_json_values": 500, "limits.max_question_chars": 77,
-        "limits.max_own_contexts": 78,
+        "kept.memory_bytes": 78, "kept.disk_bytes": 79, "kept.context_bytes": 80, "kept.context_tokens": 81,
         "limits.body_timeout_s": 2.5, "limits.stall_timeout_s": 3.5, "model.name": "m", "build.preset": "lists",
         "build.dtype": "float16",
         "build.device": "cpu", "build.kmeans": "torch", "build.chat": False, "search.keep": 0.5, "search.sink_len": 0,

@@ -16,7 +16,6 @@ from workers.api.asking import Asked
 from workers.api.body import ClientGone
 from workers.api.errors import error_body, failed
 from workers.api.measures import Measures
-from workers.api.own_context import with_own_context
 from workers.api.responses import ResponseAsked, ResponseForm
 from workers.serving.backend import Backend
 from workers.serving.messages import Ask, Done, Event, Piece, ServingError, TimedOutError, WorkerLostError
@@ -38,7 +37,7 @@ class Answering:
     ) -> None:
         self._backend, self._asked, self._measures = backend, asked, measures
         self._arrived_at = arrived_at  # in seconds of time.monotonic()
-        self._timeout_s, self._most_own = limits.request_timeout_s, limits.max_own_contexts
+        self._timeout_s = limits.request_timeout_s
         self._form: Form | ResponseForm = ResponseForm(asked) if isinstance(asked, ResponseAsked) else Form(asked)
 
     async def whole(self) -> dict[str, Any]:
@@ -107,15 +106,6 @@ class Answering:
         """The backend's events up to Done, within the request's time; closing this closes the backend's."""
         ends_at = self._arrived_at + self._timeout_s
         first_at: float | None = None
-        if not ask.context:
-            try:
-                async with asyncio.timeout(ends_at - time.monotonic()):
-                    ask = await with_own_context(self._backend, ask, self._most_own)
-            except TimeoutError:
-                raise TimedOutError(
-                    f"the system message has not become a context within {self._timeout_s:g} s, and is being built; "
-                    "ask again later"
-                ) from None
         async with aclosing(self._backend.generate(ask)) as events:
             while True:
                 try:

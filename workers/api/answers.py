@@ -126,9 +126,8 @@ def gathered(pieces: list[Piece]) -> list[CallPart]:
 
 
 def usage(prompts: list[Done], new_tokens: int) -> dict[str, Any]:
-    """The context counts as read from a cache: no request computes it."""
-    cached = sum(done.context_tokens for done in prompts)
-    prompt_tokens = cached + sum(done.question_tokens for done in prompts)
+    cached = sum(done.cached_tokens for done in prompts)
+    prompt_tokens = sum(done.context_tokens + done.question_tokens for done in prompts)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": new_tokens,

@@ -7,7 +7,7 @@ from typing import Any, Literal, cast, get_args
 from csattn.config import RestKind
 from csattn.selector_names import SELECTOR_NAMES
 from workers.api.fields import Fields
-from workers.api.names import context_of, context_or_own
+from workers.api.names import context_or_own
 from workers.api.tools import read_format, read_tools
 from workers.api.turns import read_turns, require_answerable
 from workers.serving.messages import Ask, BadRequestError, Sampling, Selector
@@ -16,6 +16,7 @@ from workers.settings import LimitSettings
 CHAT_TOKENS = 512  # where a chat does not say how many; OpenAI's own completions have 16
 TEXT_TOKENS = 16
 MAX_STOPS, MAX_STOP_CHARS = 16, 256  # OpenAI has 4 of them
+MAX_SALT_CHARS = 256
 MAX_BIASES, MAX_TOKEN_ID = 1024, 2**31 - 1
 # fields that cannot change an answer here
 IGNORED = (
@@ -68,7 +69,7 @@ def _read(fields: Fields, request_id: str, model: str, limits: LimitSettings, ki
     sampling = read_sampling(fields, **{name: own.pop(name) for name in ("max_new_tokens", "top_logprobs")})
     ours = read_ours(fields)
     fields.finish()
-    context = context_of(asked_model, model) if kind == "text" else context_or_own(asked_model, model)
+    context = context_or_own(asked_model, model)
     ask = Ask(request_id=request_id, context=context, sampling=sampling, **own, **ours)
     each = [ask] if prompts is None else [replace(ask, prompt=prompt) for prompt in prompts]
     asks = tuple(choice for ask in each for choice in _choices(ask, num_choices))
@@ -95,8 +96,9 @@ def read_sampling(fields: Fields, max_new_tokens: int, top_logprobs: int | None)
 
 
 def read_ours(fields: Fields) -> dict[str, Any]:
-    """Fields of this service alone."""
+    """Fields of this service alone, and vLLM's `cache_salt`."""
     return {
+        "cache_salt": fields.text("cache_salt", MAX_SALT_CHARS) or "",
         "keep": fields.number("keep", 0.0, 1.0, above=True),
         "lookahead": fields.whole("lookahead", 0, 1),
         "rest": cast(RestKind | None, fields.choice("rest", get_args(RestKind))),

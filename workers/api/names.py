@@ -33,7 +33,7 @@ def context_of(asked: str, model: str) -> str:
 
 
 def context_or_own(asked: str, model: str) -> str:
-    """The same; empty for the model's name alone: then the conversation brings its own context."""
+    """The same; empty for the model's name alone: then the prompt begins with what was kept."""
     return "" if asked == model else context_of(asked, model)
 
 

@@ -204,7 +204,7 @@ def _usage(done: Done) -> dict[str, Any]:
     told = usage([done], done.new_tokens)
     return {
         "input_tokens": told["prompt_tokens"],
-        "input_tokens_details": {"cached_tokens": done.context_tokens, "cache_write_tokens": 0},
+        "input_tokens_details": {"cached_tokens": done.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": done.new_tokens,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": told["total_tokens"],

@@ -22,6 +22,10 @@ NUMBERS = {
     "slot_lookups": "csattn_slot_lookups",
     "kv_bytes": "csattn_kv_bytes",
     "index_bytes": "csattn_index_bytes",
+    "prompt_tokens": "csattn_prompt_tokens",
+    "cached_tokens": "csattn_cached_tokens",
+    "kept_blocks": "csattn_kept_blocks",
+    "kept_bytes": "csattn_kept_bytes",
 }
 HISTOGRAMS = {
     "ttft": "csattn_http_ttft_seconds",

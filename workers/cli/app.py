@@ -60,6 +60,7 @@ _SEARCH, _BUILD = SearchConfig(), BuildOptions()  # the defaults of what several
 @app.command()
 def build(
     context: Annotated[str | None, typer.Option(help="Text file, or - for standard input.")] = None,
+    tokens: Annotated[Path | None, typer.Option(help="Instead: its token ids, a list in JSON.")] = None,
     jobs: Annotated[Path | None, typer.Option(help="Instead: a JSON object per line, each with a context.")] = None,
     ray: Annotated[str | None, typer.Option(help="With --jobs, a Ray cluster: its address, auto, or local.")] = None,
     model: Model = None,
@@ -84,18 +85,17 @@ def build(
     """Prefill a context once and index it: writes an artifact to the store. With --jobs, one for each of many."""
     from workers.cli import batching, building, terminal
 
-    batching.require_one_source(context, jobs, ray)
+    batching.require_one_source(context, tokens, jobs, ray)
     building.require_progress(progress, jobs)
     changes: dict[str, Any] = {"num_fine": num_fine, "num_coarse": num_coarse, "segment_len": segment_len}
     changes |= {"num_subspaces": num_subspaces, "num_centroids": num_centroids, "list_len": list_len, "kmeans": kmeans}
     options = BuildOptions(model=model, preset=preset, dtype=dtype, chat=chat, **changes)
-    if context is None:
-        assert jobs is not None
+    if jobs is not None:
         report = batching.build_jobs(jobs, options, store, ray, threads, device)
         if json:
             terminal.print_json(report)
         sys.exit(1 if report["failed"] else 0)
-    result = building.build(context, options, store, device=device, threads=threads, progress=progress)
+    result = building.build(context, tokens, options, store, device=device, threads=threads, progress=progress)
     terminal.out.print(f"artifact {result['artifact']} in {result['path']}, {terminal.size(result['size_bytes'])}")
     if json:
         terminal.print_json(result)

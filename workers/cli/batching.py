@@ -51,10 +51,12 @@ def build_jobs(
     return report.to_json()
 
 
-def require_one_source(context: str | None, jobs_file: Path | None, ray_address: str | None) -> None:
+def require_one_source(
+    context: str | None, tokens_file: Path | None, jobs_file: Path | None, ray_address: str | None
+) -> None:
     """`build` takes one context or one list, and a cluster only for a list."""
-    if (context is None) == (jobs_file is None):
-        raise typer.BadParameter("build takes either --context FILE or --jobs FILE; give one of them")
+    if sum(source is not None for source in (context, tokens_file, jobs_file)) != 1:
+        raise typer.BadParameter("build takes --context FILE, --tokens FILE or --jobs FILE; give one of them")
     if ray_address is not None and jobs_file is None:
         raise typer.BadParameter("--ray builds the contexts of a list; give --jobs FILE, or leave --ray out")
 

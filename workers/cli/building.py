@@ -8,22 +8,33 @@ from csattn.build_options import BuildOptions
 from csattn.cpus import available_cpus
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel, load_model
-from index_build.inputs import choose_device, make_config, read_text
+from index_build.inputs import choose_device, make_config, read_text, read_tokens
 from index_build.pipeline import BuildReport, build_plan
-from index_build.plan import Plan, plan_text
+from index_build.plan import Plan, plan_text, plan_tokens
 from workers.cli.terminal import BuildDisplay, JsonProgress, err
 
 
 def build(
-    context: str, options: BuildOptions, store: Path | str, *, device: str, threads: int | None, progress: str
+    context: str | None,  # a text file, or - for standard input
+    tokens: Path | None,  # instead: a list of token ids in JSON
+    options: BuildOptions,
+    store: Path | str,
+    *,
+    device: str,
+    threads: int | None,
+    progress: str,
 ) -> dict[str, Any]:
     """Build and return the verb's JSON object."""
     use_threads(threads)
     device = choose_device(device)
     make_config(options.preset, options.index_changes, device)  # what cannot be fails before a model is loaded
-    text = read_text(context)
+    ids = None if tokens is None else read_tokens(tokens)
+    text = "" if context is None else read_text(context)
     loaded = show_loading(options.model, options.dtype, device)
-    plan = plan_text(text, "stdin" if context == "-" else Path(context).name, options, loaded, device)
+    if ids is not None:
+        plan = plan_tokens(ids, options, loaded, device)
+    else:
+        plan = plan_text(text, "stdin" if context == "-" else Path(str(context)).name, options, loaded, device)
     report = run_build(loaded, plan, store, JsonProgress() if progress == "json" else None)
     manifest = read_manifest(report.place)
     return {

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Self
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from csattn.artifact import Artifact
@@ -49,6 +50,8 @@ class CpuEngine:
     the context's, are its selector's to choose, or join its lists.
     """
 
+    needs_context = False
+
     def __init__(
         self,
         loaded: LoadedModel,  # on the CPU; its weights are read in place
@@ -83,7 +86,8 @@ class CpuEngine:
         self._attention = AttendOnCpu(self._model, self._scale)
         self._team = Team(threads)
         self._searcher: Searcher = searcher if searcher is not None else PoolSearcher(self._team)
-        self._contexts: dict[int, CpuContext] = {NO_CONTEXT: no_context(loaded.geometry, loaded.dtype)}
+        self._contexts: dict[int, CpuContext] = {}
+        self._no_context = no_context(loaded.geometry, loaded.dtype)
         self._requests: dict[int, CpuRequest] = {}
         self._plans = RowPlans(self._model, self._scale)
         self._plan: RowPlan | None = None  # of the last step
@@ -92,7 +96,7 @@ class CpuEngine:
         self._search_s = self._attend_s = 0.0
 
     def __repr__(self) -> str:
-        return f"<CpuEngine {self.loaded.name}: {len(self._contexts) - 1} contexts, {len(self._requests)} requests>"
+        return f"<CpuEngine {self.loaded.name}: {len(self._contexts)} contexts, {len(self._requests)} requests>"
 
     def add_context(self, context_id: int, artifact: Artifact) -> None:
         artifact.require_model(self.loaded.fingerprint)
@@ -147,7 +151,7 @@ class CpuEngine:
 
     def read_rows(self, slot: int, start: int, stop: int) -> Callable[[], Tensor]:
         assert 0 <= start < stop <= self.request(slot).tail_len, f"rows {start} to {stop} are not all there"
-        rows = self._model.tails[:, slot, :, start:stop].clone()
+        rows = self._model.tails[:, slot, :, start:stop].clone(memory_format=torch.contiguous_format)
         return lambda: rows
 
     def observe(self, slot: int, observer: Observer) -> None:
@@ -201,6 +205,8 @@ class CpuEngine:
 
     def context(self, context_id: int) -> CpuContext:
         """The context that is loaded under that number."""
+        if context_id == NO_CONTEXT:
+            return self._no_context
         if context_id not in self._contexts:
             raise ConfigError(f"there is no context {context_id}; load it first")
         return self._contexts[context_id]

@@ -1,7 +1,7 @@
 """Steps on a GPU of rows that belong to any requests: what the scheduler asks for, of the engine of whole steps."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -10,6 +10,7 @@ from typing import Self
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from csattn.artifact import Artifact
 from csattn.config import SEGMENT_STEP, ListConfig, SearchConfig, SketchConfig
@@ -28,6 +29,7 @@ from workers.engine.memory import Placement, placement_named
 from workers.engine.own_on_device import place_sketches, thread_beside
 from workers.engine.own_segments import OwnSegments
 from workers.engine.placed_model import PlacedModel, Progress
+from workers.engine.row_copies import RowCopies
 from workers.engine.searcher import StepSearcher
 from workers.engine.shape import EngineShape
 from workers.engine.slots import require_free_slot, require_new_context, require_room, require_unused, seen_lens
@@ -50,6 +52,7 @@ class _Request:
     tail_len: int = 0
     num_segments: int = 0  # of its own, in use
     own_read: int = 0  # rows of its own for each KV head, over all tokens
+    is_written: bool = False  # rows are on their way to its tail
 
 
 class GpuEngine:
@@ -58,6 +61,8 @@ class GpuEngine:
     All requests select as the engine is set, some of them fewer rows; or all attend to everything. Rows of steps of up
     to 16 have the same bits alone and among others; in larger steps the last bits may differ.
     """
+
+    needs_context = True
 
     def __init__(
         self,
@@ -106,6 +111,7 @@ class GpuEngine:
         self._placed: PlacedModel | None = None
         self._places: dict[int, int] = {}  # of the scheduler's contexts among the placed ones
         self._requests: dict[int, _Request] = {}  # by slot
+        self._copies: RowCopies | None = None
 
     def __repr__(self) -> str:
         return f"<GpuEngine {self.placement}: {len(self._places)} contexts, {len(self._requests)} requests>"
@@ -147,7 +153,19 @@ class GpuEngine:
                 f"keep is {config.keep}, but over lists this GPU was set to keep all rows, which is full attention; "
                 "leave it out, or start another engine"
             )
+        self._copied().join()  # rows of the slot's last request may still be read
         self._requests[slot] = _Request(context_id, config, self._own_segments(slot, config))
+
+    def write_rows(self, slot: int, rows: Tensor) -> None:
+        request = self._request(slot)
+        self._require_room(slot, rows.shape[2])
+        self._copied().write(slot, request.tail_len, rows)
+        request.tail_len += rows.shape[2]
+        request.is_written = True
+
+    def read_rows(self, slot: int, start: int, stop: int) -> Callable[[], Tensor]:
+        assert 0 <= start < stop <= self._request(slot).tail_len, f"rows {start} to {stop} are not all there"
+        return self._copied().read(slot, start, stop)
 
     def close_slot(self, slot: int) -> None:
         request, own = self._request(slot), self._ready().own
@@ -167,6 +185,7 @@ class GpuEngine:
         """
         lens = self._tail_lens(rows)
         for slot in {row.slot for row in rows}:
+            self._take_over(slot)
             self._grow(slot, lens[next(i for i, row in enumerate(rows) if row.slot == slot)])
         grown = (
             i for i, row in enumerate(rows) if self._segments(row.slot, lens[i]) != self._segments_in_use(row.slot)
@@ -317,6 +336,15 @@ class GpuEngine:
     def _segments_in_use(self, slot: int) -> int:
         return self._requests[slot].num_segments
 
+    def _take_over(self, slot: int) -> None:
+        """Rows that were written: from now on they are like those of steps."""
+        request = self._requests[slot]
+        if request.is_written:
+            self._copied().wait()
+            request.is_written = False
+            if request.own is not None:
+                request.own.grow(request.tail_len)
+
     def _grow(self, slot: int, tail_len: int) -> None:
         """Put to use what a row reads that sees so many rows of the tail."""
         request, num_segments, own = self._requests[slot], self._segments(slot, tail_len), self._ready().own
@@ -332,10 +360,18 @@ class GpuEngine:
         if not 1 <= len(rows) <= self.max_rows:
             raise ConfigError(f"a step has 1 to {self.max_rows} rows, got {len(rows)}")
         for slot, num_new in Counter(row.slot for row in rows).items():
-            request = self._request(slot)
-            room = min(self.tail_capacity, self.max_positions - self._context_len(request.context_id))
-            require_room(slot, request.tail_len + num_new, room)
+            self._require_room(slot, num_new)
         return seen_lens([row.slot for row in rows], {row.slot: self._requests[row.slot].tail_len for row in rows})
+
+    def _require_room(self, slot: int, num_new: int) -> None:
+        request = self._request(slot)
+        room = min(self.tail_capacity, self.max_positions - self._context_len(request.context_id))
+        require_room(slot, request.tail_len + num_new, room)
+
+    def _copied(self) -> RowCopies:
+        if self._copies is None:
+            self._copies = RowCopies(self._ready().attention.tails)
+        return self._copies
 
     def _context_len(self, context_id: int) -> int:
         return int(self._ready().artifacts[self._places[context_id]].spec.context_len)

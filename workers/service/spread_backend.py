@@ -24,6 +24,7 @@ from workers.serving.messages import (
     WorkerLostError,
 )
 
+BEGINNING = 1024  # characters, or tokens, by which prompts that may share something are known
 BEAT_S = 1.0  # how often workers hear that this process lives
 
 
@@ -47,7 +48,8 @@ class Worker(Protocol):
 
 
 class SpreadBackend:
-    """Requests of one context go to the same worker, which has it loaded; to others while that one has no room."""
+    """Requests of one context, and those that begin alike, go to the same worker, which has what they share loaded;
+    to others while that one has no room."""
 
     def __init__(self, workers: Sequence[Worker]):
         self._workers = workers
@@ -58,7 +60,7 @@ class SpreadBackend:
         """A request goes on to another worker only before its first event."""
         self._keep_beating()
         refusals: list[ServingError] = []
-        for worker in self._in_turn(ask.context):
+        for worker in self._in_turn(ask.context or _beginning(ask)):
             has_begun = False
             async with aclosing(worker.generate(self._ingress, ask)) as events:
                 try:
@@ -146,3 +148,9 @@ class SpreadBackend:
         while True:
             await asyncio.gather(*(worker.beat(self._ingress) for worker in self._workers))
             await asyncio.sleep(BEAT_S)
+
+
+def _beginning(ask: Ask) -> str:
+    """What a prompt begins with, and for whom: all turns of a conversation have it."""
+    text = "".join(turn.content for turn in ask.turns) if ask.prompt is None else ask.prompt
+    return f"{ask.cache_salt}\n{text[:BEGINNING]}"

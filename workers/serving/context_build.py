@@ -13,7 +13,7 @@ from csattn.build_options import BuildOptions
 from csattn.errors import CsattnError
 from workers.settings import Settings
 
-_NICE = 10  # decoding comes first
+BEHIND = 10  # niceness of a build that nobody waits for: decoding comes first
 _GRACE_S = 5.0
 _MAX_LINE_BYTES = 1 << 20
 _MAX_SHOWN = 500
@@ -25,10 +25,15 @@ class BuildFailedError(CsattnError):
     """The build ended without an artifact."""
 
 
-async def build_context(text_path: Path, store: Path, settings: Settings, on_progress: OnProgress) -> dict[str, Any]:
-    """The JSON object of `csattn build`. Cancelling ends the process; a build goes on where one was ended."""
+async def build_context(
+    source: list[str], store: Path, settings: Settings, on_progress: OnProgress, nice: int = BEHIND
+) -> dict[str, Any]:
+    """The JSON object of `csattn build`. Cancelling ends the process; a build goes on where one was ended.
+
+    source: what it is built of, as the verb's option.
+    """
     process = await asyncio.create_subprocess_exec(
-        *_command(text_path, store, settings),
+        *_command(source, store, settings),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -37,7 +42,7 @@ async def build_context(text_path: Path, store: Path, settings: Settings, on_pro
     )
     try:
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, process.pid, _NICE)
+            os.setpriority(os.PRIO_PROCESS, process.pid, os.getpriority(os.PRIO_PROCESS, 0) + nice)
         assert process.stdout is not None and process.stderr is not None
         lines, last_words = await asyncio.gather(process.stdout.read(), _follow(process.stderr, on_progress))
         exit_code = await process.wait()
@@ -46,14 +51,14 @@ async def build_context(text_path: Path, store: Path, settings: Settings, on_pro
     return _result(lines, exit_code, last_words)
 
 
-def _command(text_path: Path, store: Path, settings: Settings) -> list[str]:
+def _command(source: list[str], store: Path, settings: Settings) -> list[str]:
     build, model = settings.build, settings.model
     options = BuildOptions(
         model=model.name, preset=build.preset, dtype=build.dtype, chat=build.chat, kmeans=build.kmeans
     )
     return [
         *(sys.executable, "-c", "from workers.cli import main; main()", "build", "--json", "--progress", "json"),
-        *("--context", str(text_path), "--store", str(store), "--device", build.device, *options.flags),
+        *(*source, "--store", str(store), "--device", build.device, *options.flags),
     ]
 
 

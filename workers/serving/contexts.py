@@ -66,6 +66,11 @@ class Contexts:
         faults = await asyncio.to_thread(lambda: [self._fault(record) for record in records])
         return [self._info(record, fault) for record, fault in zip(records, faults, strict=True)]
 
+    async def ready_paths(self) -> list[Path]:
+        """Artifacts of all contexts that this service can answer from."""
+        infos = await self.infos()
+        return [self._store / info.artifact_id for info in infos if info.state == "ready" and info.artifact_id]
+
     async def artifact_path(self, name: str) -> Path:
         """Of a context that is ready."""
         record = (await self._records()).get(name)
@@ -187,7 +192,8 @@ class Contexts:
 
             try:
                 assert record.text_sha256 is not None, "what is being built has a text"
-                result = await build_context(self._text_path(record.text_sha256), self._store, self._settings, tell)
+                source = ["--context", str(self._text_path(record.text_sha256))]
+                result = await build_context(source, self._store, self._settings, tell)
                 done = replace(record, artifact_id=result["artifact"], num_tokens=result["context_len"])
             except Exception as error:  # whatever it is, who asks for the context is told
                 done = replace(record, error=str(error) or type(error).__name__)

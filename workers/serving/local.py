@@ -18,6 +18,7 @@ from csattn.config import SearchConfig
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
 from csattn.models.prompt import context_ids
+from workers.serving.beginnings import Beginning, Beginnings
 from workers.serving.contexts import Contexts
 from workers.serving.grammar import Grammar, Grammars
 from workers.serving.messages import (
@@ -41,9 +42,7 @@ from workers.serving.metrics import Metrics
 from workers.serving.outlet import Outlet
 from workers.serving.prompts import (
     longest_question,
-    prompt_ids,
     require_content,
-    require_embedded,
     require_possible,
     require_tokens,
     room_for,
@@ -51,7 +50,7 @@ from workers.serving.prompts import (
     tokenize,
 )
 from workers.serving.request import Request, Writer
-from workers.serving.residency import Residency, Resident
+from workers.serving.residency import Residency
 from workers.serving.scheduler import Scheduler
 from workers.serving.speech import speech_of
 from workers.serving.step_engine import StepEngine
@@ -87,6 +86,8 @@ class LocalBackend:
         self._residency = Residency(self._scheduler, engine, usable)
         self._contexts = Contexts(settings.store.path, settings, self._has_text, usable.fault)
         self._tokenisers = ThreadPoolExecutor(_NUM_TOKENISERS, thread_name_prefix="csattn-tokenise")
+        self._beginnings = Beginnings(loaded, settings, engine, self._contexts, self._residency, self._tokenisers)
+        self._measured.kept_counts = lambda: self._beginnings.kept.counts
         self._form, self._grammars = ChatForm(loaded.tokenizer), Grammars(loaded)
         self._max_chars = longest_question(loaded.tokenizer, engine.max_positions)
         self._steps: StepThread | None = None
@@ -108,10 +109,12 @@ class LocalBackend:
     async def close(self, drain_s: float = _DRAIN_S) -> None:
         """Refuse new requests; running ones have so long to finish, then they end with an error."""
         await self._contexts.close()
+        await self._beginnings.close()
         if self._steps is not None:
             await asyncio.to_thread(self._steps.close, drain_s)
         self._residency.close()
         self._grammars.close()
+        await asyncio.to_thread(self._beginnings.flush)
         self._tokenisers.shutdown(wait=False, cancel_futures=True)
 
     async def generate(self, ask: Ask) -> AsyncGenerator[Event, None]:
@@ -128,15 +131,13 @@ class LocalBackend:
                     self._require_tokens(ask)
                     self._form.require(ask)
                     grammar = await self._grammars.make(ask, self._form)
-                    path = await self._contexts.artifact_path(ask.context)
                     config = self._search_config(ask)
-                    using = self._residency.using(path, config, self._selector(ask))
-                    resident = await using.__aenter__()
+                    begun = await self._beginnings.find(ask, config, self._selector(ask))
             except TimeoutError:
                 raise TimedOutError(f"the request waited {timeout_s:.0f} s for its context; ask again later") from None
             try:
                 self._require_steps()
-                made = await self._request(ask, config, resident, grammar, arrived_at)
+                made = self._request(ask, config, begun, grammar, arrived_at)
                 scheduler.inbox.submit(made)
                 request = made
                 while True:
@@ -149,7 +150,7 @@ class LocalBackend:
             finally:
                 if request is not None:
                     scheduler.inbox.cancel(request)  # before its context may be unloaded
-                await using.__aexit__(None, None, None)
+                await begun.leave()
         except asyncio.CancelledError:
             if asyncio.current_task().cancelling():  # type: ignore[union-attr]
                 raise
@@ -211,25 +212,28 @@ class LocalBackend:
         """In a thread for tokenisers."""
         return await asyncio.get_running_loop().run_in_executor(self._tokenisers, work, *arguments)
 
-    async def _request(
-        self, ask: Ask, config: SearchConfig, resident: Resident, grammar: Grammar | None, arrived_at: float
+    def _request(
+        self, ask: Ask, config: SearchConfig, begun: Beginning, grammar: Grammar | None, arrived_at: float
     ) -> Request:
         scheduler, sampling = self._scheduler, ask.sampling
-        artifact = resident.artifact
-        ids = await self._beside(prompt_ids, self._loaded.tokenizer, artifact, ask)
-        require_embedded(ids, self._loaded.geometry.vocab_size, "messages" if ask.prompt is None else "prompt")
-        context_len = artifact.spec.context_len
+        ids, context_len = begun.token_ids, begun.context_len
         room = room_for(ask, context_len, len(ids), self._engine.max_positions, self._engine.tail_capacity)
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed & (2**64 - 1)
         in_prompt = None
         if sampling.repetition_penalty != 1.0:
             in_prompt = np.zeros(self._loaded.model.config.vocab_size, np.bool_)
-            in_prompt[artifact.token_ids] = in_prompt[ids] = True
+            in_prompt[ids] = True
+            if begun.artifact is not None:
+                in_prompt[begun.artifact.token_ids] = True
+        self._measured.prompt_tokens.inc(context_len + len(ids))
+        self._measured.cached_tokens.inc(begun.num_cached)
         return Request(
             request_id=ask.request_id,
             context=ask.context,
-            context_id=resident.context_id,
+            context_id=begun.resident.context_id,
             context_len=context_len,
+            cached_len=begun.cached_len,
+            own=begun.own,
             question_ids=ids,
             sampling=sampling,
             max_new_tokens=room,

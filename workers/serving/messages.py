@@ -65,7 +65,8 @@ class Ask:
     """One request. Either `turns` (chat) or `prompt` (text or tokens that go on where the context ends)."""
 
     request_id: str
-    context: str  # name, as registered; empty until the conversation has brought its own
+    context: str  # name, as registered; empty: the longest that the prompt begins with
+    cache_salt: str = ""  # only requests with the same find what this one leaves behind
     turns: tuple[Turn, ...] = ()
     prompt: str | tuple[int, ...] | None = None
     echo: bool = False  # the prompt's text comes first, and its scores where logprobs are asked for
@@ -115,8 +116,9 @@ class Done:
     """The last event of a request."""
 
     reason: Finish
-    context_tokens: int  # prefilled long ago
+    context_tokens: int
     question_tokens: int
+    cached_tokens: int  # of both, those that were there already
     new_tokens: int
 
 

@@ -12,6 +12,10 @@
 | `batch_rows` | histogram | tokens that a step took, of all requests |
 | `question_tokens_total`, `new_tokens_total` | counter | tokens fed of questions, and tokens told |
 | `context_tokens_total` | counter | prefilled tokens that answers stood on, counted once for each request |
+| `restored_tokens_total` | counter | tokens of prompts whose rows were kept from a request before |
+| `prompt_tokens_total`, `cached_tokens_total` | counter | tokens of prompts, and those of them that were there |
+| `kept_blocks`, `kept_bytes` | gauge, `place` | kept rows in `memory` and on `disk` |
+| `kept_refused_total` | counter | blocks of rows that found no room, or that the disk did not take |
 | `search_seconds_total`, `gather_seconds_total`, `attend_seconds_total` | counter | the engine's time in each part |
 | `slot_lookups_total`, `slot_hits_total` | counter | rows asked of the device's slot cache, and found in it |
 | `kv_bytes`, `index_bytes`, `device_bytes` | gauge | of loaded contexts, and of the device |
@@ -22,13 +26,14 @@ Fidelity is that of one layer and one row of a step, which go round from one wat
 Names of contexts come from users, so only the first MAX_CONTEXTS have a label of their own; the others share `other`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from offload.blocks import BlockCounts
 from workers.serving.step_engine import EngineCounts, Fidelity
 
 MAX_CONTEXTS = 64
@@ -63,10 +68,14 @@ class Metrics:
         self.question_tokens = self._counter("question_tokens", "Tokens fed of questions.")
         self.new_tokens = self._counter("new_tokens", "Tokens of answers.")
         self.context_tokens = self._counter("context_tokens", "Prefilled tokens that answers stood on.")
+        self.restored_tokens = self._counter("restored_tokens", "Tokens whose rows were kept from before.")
+        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts that were answered.")
+        self.cached_tokens = self._counter("cached_tokens", "Those of them that were there.")
         self._recall = self._histogram("fidelity_recall", "Share of the exact top-k chosen.", _SHARES, ["context"])
         self._mass = self._histogram("fidelity_mass", "Share of exact attention on rows read.", _SHARES, ["context"])
         self._contexts: set[str] = set()
         self.engine_counts = EngineCounts()  # as the scheduler last saw them
+        self.kept_counts: Callable[[], BlockCounts] = lambda: BlockCounts(0, 0, 0, 0, 0)
         self.registry.register(_EngineCollector(self))
 
     def saw_fidelity(self, context: str, fidelity: Fidelity) -> None:
@@ -109,3 +118,13 @@ class _EngineCollector(Collector):
                 yield GaugeMetricFamily(name, f"{item.name} of the engine", value)
             else:
                 yield CounterMetricFamily(name, f"{item.name} of the engine", value)
+        yield from _kept_metrics(self._metrics.kept_counts())
+
+
+def _kept_metrics(counts: BlockCounts) -> Iterator[Metric]:
+    for what in ("blocks", "bytes"):
+        family = GaugeMetricFamily(f"csattn_kept_{what}", f"{what} of kept rows", labels=["place"])
+        for place in ("memory", "disk"):
+            family.add_metric([place], getattr(counts, f"{place}_{what}"))
+        yield family
+    yield CounterMetricFamily("csattn_kept_refused", "Blocks of rows that were not kept.", counts.refused)

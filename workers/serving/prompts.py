@@ -35,23 +35,43 @@ def prompt_ids(tokenizer: Any, artifact: Artifact, ask: Ask) -> list[int]:
         raise BadRequestError(str(error), _field_of(ask)) from error
 
 
+def whole_ids(tokenizer: Any, ask: Ask) -> list[int]:
+    """All ids of a request that names no context: as the model's own template writes its conversation."""
+    require_content(ask)
+    if isinstance(ask.prompt, tuple):
+        return list(ask.prompt)
+    if ask.prompt is not None:
+        ids: list[int] = tokenizer(ask.prompt).input_ids
+    else:
+        ids = tokenizer(_written(tokenizer, ask, speaks_next=True), add_special_tokens=False).input_ids
+    if not ids:
+        raise BadRequestError("the prompt has no token; send some text", _field_of(ask))
+    return ids
+
+
 def tokenize(tokenizer: Any, form: ChatForm, ask: TokenizeAsk, max_positions: int) -> Tokens:
     """A text or a conversation by itself, without any context."""
     text, adds_special = ask.text, ask.add_special_tokens
     if text is None:
         form.require(ask)
-        if not tokenizer.chat_template:
-            raise BadRequestError("this service's model has no chat template; send a prompt", "messages")
-        with _template_errors("messages"):
-            text = tokenizer.apply_chat_template(
-                messages_of(ask.turns),
-                tools=tool_specs(ask.tools),
-                tokenize=False,
-                add_generation_prompt=ask.add_generation_prompt,
-            )
+        text = _written(tokenizer, ask, ask.add_generation_prompt)
         adds_special = False  # the template has written them
     ids = tokenizer(text, add_special_tokens=adds_special).input_ids
     return Tokens(ids=tuple(ids), texts=tuple(tokenizer.convert_ids_to_tokens(ids)), max_positions=max_positions)
+
+
+def _written(tokenizer: Any, ask: Ask | TokenizeAsk, speaks_next: bool) -> str:
+    """The conversation as the model's own template has it."""
+    if not tokenizer.chat_template:
+        raise BadRequestError("this service's model has no chat template; send a prompt", "messages")
+    with _template_errors("messages"):
+        text: str = tokenizer.apply_chat_template(
+            messages_of(ask.turns),
+            tools=tool_specs(ask.tools),
+            tokenize=False,
+            add_generation_prompt=speaks_next,
+        )
+    return text
 
 
 def text_of_ids(tokenizer: Any, ids: tuple[int, ...]) -> str:

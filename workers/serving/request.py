@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from csattn.config import SearchConfig
 from workers.serving.grammar import Grammar
+from workers.serving.kept_rows import OwnRows
 from workers.serving.messages import Done, Finish, Piece, Sampling, Selector, TokenScore
 from workers.serving.outlet import Outlet
 from workers.serving.sampling import adjusted, draw, likeliest, log_probabilities
@@ -24,6 +25,7 @@ class Request:
     context: str  # name, for metrics
     context_id: int  # as the engine knows it
     context_len: int
+    cached_len: int  # of the context's tokens, those that were there before the request
     question_ids: list[int]
     sampling: Sampling
     max_new_tokens: int
@@ -38,8 +40,10 @@ class Request:
     in_prompt: NDArray[np.bool_] | None = None  # [vocab_size]: context or question has the token
     echo: str | None = None  # the prompt, where it is told before the answer
     prompt_scores: list[TokenScore] = field(default_factory=list)
+    own: OwnRows | None = None  # None: it begins with none of its own, and none are kept
     slot: int | None = None
     num_fed: int = 0  # tokens of the question that the engine has
+    num_rows: int = 0  # of its own, that the engine has
     token_ids: list[int] = field(default_factory=list)
     first_token_at: float | None = None
     paused_at: float | None = None  # since when its reader does not read
@@ -59,6 +63,11 @@ class Request:
     @property
     def question_left(self) -> int:
         return len(self.question_ids) - self.num_fed
+
+    @property
+    def can_step(self) -> bool:
+        """Somebody reads, and what was found for it is in the engine."""
+        return self.paused_at is None and not (self.own and self.own.has_waiting)
 
     def next_inputs(self, num_rows: int) -> list[int]:
         """The tokens that the engine is fed next."""
@@ -109,6 +118,7 @@ class Request:
             context_tokens=self.context_len,
             question_tokens=len(self.question_ids),
             new_tokens=len(self.token_ids),
+            cached_tokens=self.cached_len + (self.own.num_found if self.own else 0),
         )
 
 

@@ -14,7 +14,7 @@ from csattn.errors import ConfigError, CsattnError
 from offload.errors import MemoryPlanError, OffloadError, is_out_of_memory
 from workers.serving.messages import BadRequestError, OverloadedError, Selector, ServingError, WorkerLostError
 from workers.serving.scheduler import Scheduler
-from workers.serving.step_engine import StepEngine
+from workers.serving.step_engine import NO_CONTEXT, StepEngine
 from workers.serving.usable import Usable
 
 _RETRY_S = 5.0
@@ -22,10 +22,10 @@ _RETRY_S = 5.0
 
 @dataclass(slots=True, eq=False)
 class Resident:
-    """An artifact that the engine holds."""
+    """An artifact that the engine holds, or nothing."""
 
     context_id: int
-    artifact: Artifact
+    artifact: Artifact | None
     num_users: int = 0
     last_used: int = 0
     is_forgotten: bool = False  # unload it when its last user leaves
@@ -48,8 +48,11 @@ class Residency:
         return f"<Residency {len(self._residents)} loaded, {in_use} in use>"
 
     @asynccontextmanager
-    async def using(self, path: Path, config: SearchConfig, selector: Selector) -> AsyncIterator[Resident]:
-        """The artifact at that path, loaded until the block ends, and prepared for such requests."""
+    async def using(self, path: Path | None, config: SearchConfig, selector: Selector) -> AsyncIterator[Resident]:
+        """The artifact at that path, loaded until the block ends, and prepared for such requests; None: no context."""
+        if path is None:
+            yield Resident(NO_CONTEXT, None)
+            return
         resident = await self._resident(path)
         try:
             await self._prepare(path, resident, config, selector)
@@ -63,6 +66,10 @@ class Residency:
             resident.is_forgotten = True
             if not resident.num_users:
                 await self._unload(path)
+
+    def is_used(self, path: Path) -> bool:
+        """By a request, or one that is coming."""
+        return path in self._loading or (path in self._residents and self._residents[path].num_users > 0)
 
     def close(self) -> None:
         """Prepare nothing more, and let those who wait for it know. Steps have ended: nothing is unloaded any more."""
@@ -163,6 +170,7 @@ class Residency:
         scheduler = self._scheduler
         with suppress(WorkerLostError):  # the engine has ended, and its contexts with it
             await asyncio.wrap_future(scheduler.inbox.call(lambda: scheduler.unload(resident.context_id)))
+        assert resident.artifact is not None
         resident.artifact.close()
 
 

@@ -4,6 +4,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from csattn.artifact import Artifact
 from csattn.errors import ConfigError, CsattnError
@@ -18,6 +19,7 @@ from workers.serving.soundness import Soundness
 from workers.serving.step_engine import StepEngine, StepResult, StepRow
 
 _log = logging.getLogger(__name__)
+RESTORED_BLOCKS = 4  # of rows that were found, at most between two steps: others wait for so many only
 WATCH_EVERY = 100  # steps: in one of so many, a layer and a row are compared with exact attention
 STALL_S = 30.0  # a request whose reader does not read is paused, and ended after so long
 _MAX_TOLD = 300  # characters of an engine's own message
@@ -62,7 +64,8 @@ class Scheduler:
             self._fail_while_unsound(now)
         else:
             self._admit(now)
-            plan = plan_step([r for r in self._running.values() if r.paused_at is None], self._engine.max_rows)
+            self._restore()
+            plan = plan_step([r for r in self._running.values() if r.can_step], self._engine.max_rows)
             if plan:
                 self._step(plan)
         self._tell()
@@ -149,6 +152,23 @@ class Scheduler:
             self.metrics.queue_s.observe(now - request.arrived_at)
             self.metrics.context_tokens.inc(request.context_len)
 
+    def _restore(self) -> None:
+        """Give the engine rows of its requests that were found, the oldest request's first."""
+        room = RESTORED_BLOCKS
+        for request in [request for request in self._running.values() if request.own is not None]:
+            assert request.own is not None and request.slot is not None
+            while room and request.own.has_waiting:
+                rows = request.own.take()
+                try:
+                    self._engine.write_rows(request.slot, rows)
+                except Exception as error:
+                    self._end(request, "failed", _refusal(error))
+                    break
+                request.num_fed += rows.shape[2]
+                request.num_rows += rows.shape[2]
+                self.metrics.restored_tokens.inc(rows.shape[2])
+                room -= 1
+
     def _step(self, plan: list[tuple[Request, int]]) -> None:
         rows, last_rows = [], []
         for request, num_rows in plan:
@@ -176,6 +196,8 @@ class Scheduler:
         if watched is not None and result.fidelity is not None:
             self.metrics.saw_fidelity(plan[watched[0]][0].context, result.fidelity)
         for (request, num_rows), row, gives in zip(plan, last_rows, gives_token, strict=True):
+            request.num_rows += num_rows
+            self._keep(request)
             if request.question_left:
                 if request.scores_prompt and result.logits is not None:
                     request.hear(result.logits[row + 1 - num_rows : row + 1])
@@ -187,11 +209,23 @@ class Scheduler:
             elif gives:
                 self._take_token(request, result, row, ended)
 
+    def _keep(self, request: Request) -> None:
+        """What of its rows has become a whole block. That it fails is no fault of the request."""
+        if request.own is None:
+            return
+        token_ids = [*request.question_ids, *request.token_ids][: request.num_rows]
+        assert request.slot is not None
+        try:
+            request.own.keep(token_ids, partial(self._engine.read_rows, request.slot))
+        except Exception:
+            _log.exception("rows are not kept")
+            request.own.keeps = False
+
     def _choose_watched(self, plan: list[tuple[Request, int]]) -> tuple[int, int] | None:
         """In one step of many: whose last row, in which layer, is compared with exact attention. Both go round."""
         if self._num_steps % WATCH_EVERY:
             return None
-        sparse = [i for i, (request, _) in enumerate(plan) if request.selector != "full"]
+        sparse = [i for i, (request, _) in enumerate(plan) if request.selector != "full" and request.context_len]
         if not sparse:
             return None
         turn, layer_idx = divmod(self._num_watched, self._engine.num_layers)

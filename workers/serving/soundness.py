@@ -5,7 +5,7 @@ import logging
 from csattn.config import SearchConfig
 from workers.serving.messages import Selector
 from workers.serving.request import Request
-from workers.serving.step_engine import StepEngine, StepRow
+from workers.serving.step_engine import NO_CONTEXT, StepEngine, StepRow
 
 PROBE_EVERY_S = 1.0
 _log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class Soundness:
             self._set_fault(error, now)
 
     def _probe(self, now: float, slot: int) -> None:
-        if not self.contexts:
+        if not self.contexts and self._engine.needs_context:
             self.fault = None  # nothing to decode from, so nothing says that it would not
             return
         try:
@@ -59,7 +59,7 @@ class Soundness:
         """One that is quick to open: such as that of the request that failed, if it is still loaded."""
         config, selector = self._config, self._selector
         quick = (i for i in sorted(self.contexts) if self._engine.preparation(i, config, selector) is None)
-        return next(quick, min(self.contexts))
+        return next(quick, min(self.contexts, default=NO_CONTEXT))
 
     def _set_fault(self, error: Exception, now: float) -> None:
         if self.fault is None:

@@ -8,6 +8,7 @@ from workers.settings.load import Leaf, Loaded, load_settings
 from workers.settings.parts import (
     BuildSettings,
     EngineSettings,
+    KeptSettings,
     LimitSettings,
     ModelSettings,
     RaySettings,
@@ -23,6 +24,7 @@ from workers.settings.sources import Origin
 __all__ = [
     "BuildSettings",
     "EngineSettings",
+    "KeptSettings",
     "Leaf",
     "LimitSettings",
     "Loaded",

@@ -100,9 +100,6 @@ class LimitSettings:
     max_question_chars: int = field(
         default=1 << 20, metadata=about("Of a request's messages together, or of its prompt.", lowest=1)
     )
-    max_own_contexts: int = field(
-        default=64, metadata=about("Made of system messages, where a request names no context.", lowest=0)
-    )
     body_timeout_s: float = field(
         default=60.0, metadata=about("Within which a request's body has to be here.", above=0.0, highest=3600.0)
     )
@@ -234,6 +231,28 @@ class StoreSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeptSettings:
+    """What is kept of prompts and turns, for those that begin with them."""
+
+    memory_bytes: int = field(
+        default=1 << 30, metadata=about("Of host memory, for rows of turns; 0 keeps none.", lowest=0)
+    )
+    disk_bytes: int = field(
+        default=16 << 30, metadata=about("Of the store's disk, for rows of turns; 0: memory alone has them.", lowest=0)
+    )
+    context_bytes: int = field(
+        default=64 << 30, metadata=about("Of the store's disk, for contexts that prompts have brought.", lowest=0)
+    )
+    context_tokens: int = field(
+        default=1024,
+        metadata=about("A prompt of which more is not kept becomes a context first; less goes into steps.", lowest=0),
+    )
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """All of them. What the service is given; nothing of it changes while it runs."""
 
@@ -244,6 +263,7 @@ class Settings:
     search: SearchConfig = field(default_factory=SearchConfig)
     engine: EngineSettings = field(default_factory=EngineSettings)
     ray: RaySettings = field(default_factory=RaySettings)
+    kept: KeptSettings = field(default_factory=KeptSettings)
     store: StoreSettings = field(default_factory=StoreSettings)
 
 

@@ -140,7 +140,13 @@ async def _said(ask: Ask, script: Script) -> AsyncGenerator[Event, None]:
     if script.ends_without_done:
         return
     reason: Finish = "length" if len(words) < len(script.words) else script.reason
-    yield Done(reason=reason, context_tokens=CONTEXT_TOKENS, question_tokens=7, new_tokens=len(words))
+    yield Done(
+        reason=reason,
+        context_tokens=CONTEXT_TOKENS,
+        question_tokens=7,
+        new_tokens=len(words),
+        cached_tokens=CONTEXT_TOKENS,
+    )
 
 
 def _scores(ask: Ask, script: Script, index: int, word: str) -> tuple[TokenScore, ...]:

@@ -296,3 +296,27 @@ def test_a_session_generates_on_it_what_it_does_on_the_cpu(artifacts, placement)
                 with pytest.raises(ConfigError, match="leave out the observer"):
                     session.request(print)
     assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("selector", ["csattn", "full"])
+def test_a_request_goes_on_from_rows_of_another_to_the_bit(artifacts, selector) -> None:
+    """Which are read while it goes on, and written where a request was before."""
+    with make_engine("hybrid", selector=selector) as engine:
+        engine.add_context(0, artifacts[0])
+        tokens = token_ids(7, seed=5).tolist()
+        engine.open(0, 0, CONFIG, selector)
+        engine.step([StepRow(0, token) for token in tokens[:4]])
+        first, second = engine.read_rows(0, 0, 3), engine.read_rows(0, 3, 4)
+        want = engine.step([StepRow(0, token) for token in tokens[4:]], want_logits=True).logits.copy()
+        engine.close_slot(0)
+        engine.open(0, 0, CONFIG, selector)
+        engine.step([StepRow(0, 3)])
+        engine.close_slot(0)
+        engine.open(0, 0, CONFIG, selector)
+        engine.write_rows(0, first())
+        engine.write_rows(0, second())
+        assert torch.equal(engine.read_rows(0, 0, 3)(), first())
+        got = engine.step([StepRow(0, token) for token in tokens[4:]], want_logits=True).logits
+        np.testing.assert_array_equal(got, want)
+        with pytest.raises(ContextError, match="32"):
+            engine.write_rows(0, torch.zeros(3, 2, 30, 2, 16))

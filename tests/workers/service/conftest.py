@@ -43,7 +43,8 @@ def talking_options(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]
     model = chat_model("may_think")
     model.model.save_pretrained(place / "chat")
     model.tokenizer.save_pretrained(place / "chat")
-    own = "--set", "engine.tail_capacity=8000", "--set", "limits.max_concurrent_requests=64"
+    settings = "engine.tail_capacity=8000", "limits.max_concurrent_requests=64", "kept.context_tokens=600"
+    own = [part for setting in settings for part in ("--set", setting)]
     return "--store", str(place / "store"), "--model", str(place / "chat"), "--keep", "0.2", "--threads", "1", *own
 
 

@@ -22,11 +22,12 @@ from workers.serving.messages import (
     Piece,
     Sampling,
     ServingError,
+    Turn,
     UnknownContextError,
     WorkerLostError,
 )
 
-DONE = Done(reason="stop", context_tokens=1, question_tokens=1, new_tokens=1)
+DONE = Done(reason="stop", context_tokens=1, question_tokens=1, new_tokens=1, cached_tokens=1)
 FULL, LOST = OverloadedError("full", retry_after_s=3.0), WorkerLostError("lost")
 
 
@@ -206,3 +207,36 @@ def test_metrics_are_those_of_the_workers_that_answer() -> None:
     given[0].error = LOST
     [metric] = asyncio.run(SpreadBackend(given).metrics())
     assert [sample.labels for sample in metric.samples] == [{"worker": "attention-1"}]
+
+
+def test_the_turns_of_a_conversation_go_to_one_worker_and_conversations_to_all() -> None:
+    """Salts apart, and prompts of tokens too."""
+    some = workers()
+    backend = SpreadBackend(some)
+
+    def asked(turns: tuple[Turn, ...], prompt: Any = None, salt: str = "") -> Ask:
+        sampling = Sampling(max_new_tokens=3)
+        return Ask(request_id="r", context="", turns=turns, prompt=prompt, cache_salt=salt, sampling=sampling)
+
+    async def by(ask: Ask) -> str:
+        events = [event async for event in backend.generate(ask)]
+        return "".join(event.text for event in events if isinstance(event, Piece))
+
+    async def main() -> None:
+        began = set()
+        for number in range(30):
+            first = (Turn("system", f"Be brief, {number}. " * 100), Turn("user", "Who?"))
+            turns = [
+                first,
+                (*first, Turn("assistant", "He."), Turn("user", "Why?")),
+                (*first[:1], Turn("user", "Where?")),
+            ]
+            [worker] = {await by(asked(each)) for each in turns}
+            began.add(worker)
+            assert await by(asked((), tuple(range(number, number + 2000)))) == await by(
+                asked((), tuple(range(number, number + 1024)))
+            )
+        assert len(began) == 4
+        assert len({await by(asked(first, salt=str(salt))) for salt in range(30)}) == 4
+
+    asyncio.run(main())

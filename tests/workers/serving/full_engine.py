@@ -4,13 +4,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from csattn.artifact import Artifact
 from csattn.config import SearchConfig
 from csattn.models import LoadedModel
 from workers.serving.messages import Selector
-from workers.serving.step_engine import EngineCounts, Fidelity, StepResult, StepRow
+from workers.serving.step_engine import NO_CONTEXT, EngineCounts, Fidelity, StepResult, StepRow
 
 
 @dataclass
@@ -27,6 +28,8 @@ class FullEngine:
 
     The selector `window` attends to sinks and windows alone; all others to everything.
     """
+
+    needs_context = False
 
     def __init__(self, loaded: LoadedModel, max_rows: int = 16, num_slots: int = 16, tail_capacity: int = 256) -> None:
         self.max_rows, self.num_slots, self.tail_capacity = max_rows, num_slots, tail_capacity
@@ -54,8 +57,17 @@ class FullEngine:
 
     def open(self, slot: int, context_id: int, config: SearchConfig, selector: Selector) -> None:
         assert 0 <= slot < self.num_slots and slot not in self.slots
-        assert context_id in self.contexts
+        assert context_id == NO_CONTEXT or context_id in self.contexts
         self.slots[slot] = Slot(context_id, config, selector, [[] for _ in range(self.num_layers)])
+
+    def write_rows(self, slot: int, rows: torch.Tensor) -> None:
+        for of_layer, mine in zip(rows.float().numpy(), self.slots[slot].rows, strict=True):
+            mine += list(of_layer.transpose(1, 2, 0, 3).copy())
+        self.slots[slot].num_rows += rows.shape[2]
+
+    def read_rows(self, slot: int, start: int, stop: int) -> Callable[[], torch.Tensor]:
+        rows = np.stack([np.stack(of_layer[start:stop], axis=2) for of_layer in self.slots[slot].rows])
+        return lambda: torch.from_numpy(rows.transpose(0, 2, 3, 1, 4).copy())
 
     def close_slot(self, slot: int) -> None:
         del self.slots[slot]
@@ -77,7 +89,7 @@ class FullEngine:
         return StepResult(logits.argmax(-1), logits if want_logits else None, fidelity)
 
     def _row(self, slot: Slot, token_id: int) -> NDArray[np.float32]:
-        weights, context = self._weights, self.contexts[slot.context_id]
+        weights, context = self._weights, self._context(slot)
         position = context[0].shape[1] + slot.num_rows
         assert position < self.max_positions and slot.num_rows < self.tail_capacity
         hidden = weights["model.embed_tokens.weight"][token_id]
@@ -100,7 +112,7 @@ class FullEngine:
         k = self._rotate(k.reshape(size.num_kv_heads, -1), position)
         slot.rows[i].append(np.stack([k, v.reshape(size.num_kv_heads, -1)]))
         tail = np.stack(slot.rows[i], axis=2)  # [2, num_kv_heads, num_tokens, head_dim]
-        context = self.contexts[slot.context_id][i]
+        context = self._context(slot)[i]
         if slot.selector == "window":
             sinks, window = slot.config.sink_len, slot.config.window_len
             context = np.concatenate([context[:, :sinks], context[:, sinks:][:, -window:]], axis=1)
@@ -110,6 +122,11 @@ class FullEngine:
         shares = np.exp(scores - scores.max(-1, keepdims=True))
         out: NDArray[np.float32] = (shares / shares.sum(-1, keepdims=True) @ values).reshape(-1)
         return out
+
+    def _context(self, slot: Slot) -> list[NDArray[np.float32]]:
+        size = self._geometry
+        none = np.zeros((size.num_kv_heads, 0, 2, size.head_dim), np.float32)
+        return self.contexts.get(slot.context_id, [none] * self.num_layers)
 
     def _rotate(self, x: NDArray[np.float32], position: int) -> NDArray[np.float32]:
         angles = np.tile(np.float32(position) * self._rope, 2)

@@ -21,8 +21,8 @@ def test_a_context_whose_artifact_has_gone_is_built_again(tmp_path: Path, monkey
     artifact_id = build(store, text_of("gone"))
     builds: list[str] = []
 
-    async def built_again(text_path: Path, *args: Any) -> dict[str, Any]:
-        builds.append(text_path.read_text())
+    async def built_again(source: list[str], *args: Any) -> dict[str, Any]:
+        builds.append(Path(source[-1]).read_text())
         return {"artifact": artifact_id, "context_len": 300}
 
     monkeypatch.setattr(contexts_module, "build_context", built_again)

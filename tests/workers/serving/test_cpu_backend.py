@@ -19,7 +19,7 @@ from workers.serving.context_file import ContextFile
 from workers.serving.local import LocalBackend
 from workers.serving.messages import Ask, Done, OverloadedError
 from workers.session import csattn_session
-from workers.settings import Settings, StoreSettings
+from workers.settings import KeptSettings, Settings, StoreSettings
 
 SEARCH = SearchConfig(keep=0.1, window_len=32, lookahead=1)
 
@@ -31,7 +31,8 @@ MEASURED = (
 
 def backend_of(store: Path, search: SearchConfig = SEARCH, kv_format: KvFormat | None = None) -> LocalBackend:
     engine = CpuEngine(loaded(), max_rows=16, num_slots=16, tail_capacity=128, num_threads=2, kv_format=kv_format)
-    return LocalBackend(engine, loaded(), Settings(store=StoreSettings(path=store), search=search))
+    kept = KeptSettings(disk_bytes=0)  # the store is that of all tests
+    return LocalBackend(engine, loaded(), Settings(store=StoreSettings(path=store), search=search, kept=kept))
 
 
 def kinds() -> Iterator[Ask]:

@@ -17,7 +17,7 @@ from tests.idle import is_idle
 from tests.tiny import loaded
 from tests.workers.serving.artifacts import SECRETS
 from tests.workers.serving.full_engine import FullEngine
-from workers.serving import local
+from workers.serving import beginnings
 from workers.serving.local import LocalBackend
 from workers.serving.messages import (
     Ask,
@@ -32,12 +32,12 @@ from workers.serving.messages import (
     UnknownContextError,
     WorkerLostError,
 )
-from workers.serving.request import Request
-from workers.settings import LimitSettings, Settings, StoreSettings
+from workers.settings import KeptSettings, LimitSettings, Settings, StoreSettings
 
 
 def settings_of(store: Path, **limits: Any) -> Settings:
-    return Settings(store=StoreSettings(path=store), limits=LimitSettings(**limits))
+    kept = KeptSettings(disk_bytes=0)  # the store is that of all tests
+    return Settings(store=StoreSettings(path=store), limits=LimitSettings(**limits), kept=kept)
 
 
 @asynccontextmanager
@@ -58,11 +58,12 @@ def ask(context: str = "heron", question: str = "who?", max_new_tokens: int = 6,
 
 
 async def answer(backend: LocalBackend, asked: Ask) -> tuple[str, Done]:
+    """Without how much of it was there already: what is said does not depend on that."""
     text = ""
     async with aclosing(backend.generate(asked)) as events:
         async for event in events:
             if isinstance(event, Done):
-                return text, event
+                return text, replace(event, cached_tokens=0)
             text += event.text
     raise AssertionError("events end with Done")
 
@@ -296,14 +297,14 @@ def test_closing_ends_requests_that_no_step_has_seen(built: Path) -> None:
 
         backend = LocalBackend(FullEngine(loaded()), loaded(), settings_of(built))
         await backend.start()
-        make = backend._request
+        find = backend._beginnings.find
 
-        async def late(*arguments: Any) -> Request:
-            made = await make(*arguments)
+        async def late(*arguments: Any) -> Any:
+            found = await find(*arguments)
             await backend.close(drain_s=0.0)
-            return made
+            return found
 
-        backend._request = late  # type: ignore[method-assign]
+        backend._beginnings.find = late  # type: ignore[method-assign]
         async with asyncio.timeout(10):
             with pytest.raises(WorkerLostError, match="shutting down"):
                 await answer(backend, ask())
@@ -317,7 +318,7 @@ def test_a_token_without_an_embedding_is_the_requests_fault(built: Path, monkeyp
         vocab_size = loaded().geometry.vocab_size
         async with running(built) as backend:
             with monkeypatch.context() as patch:
-                patch.setattr(local, "prompt_ids", lambda *_: [1, vocab_size])
+                patch.setattr(beginnings, "prompt_ids", lambda *_: [1, vocab_size])
                 with pytest.raises(BadRequestError, match=f"the token {vocab_size}"):
                     await answer(backend, ask(repetition_penalty=1.5))
             assert isinstance((await answer(backend, ask()))[1], Done)

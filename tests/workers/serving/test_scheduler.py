@@ -33,7 +33,7 @@ def test_sixteen_requests_at_once_are_each_answered_as_if_alone(built: Path) -> 
         assert (request.token_ids, text) == alone(built, asked)
         assert last == Done(
             reason="length", context_tokens=350, question_tokens=len(asked["question"]),
-            new_tokens=asked["max_new_tokens"],
+            new_tokens=asked["max_new_tokens"], cached_tokens=350,
         )  # fmt: skip
     assert together < sum(asked["max_new_tokens"] for asked in ASKED) / 3
     assert not engine.slots

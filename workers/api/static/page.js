@@ -70,15 +70,18 @@ function showTiles(status) {
   const { numbers } = status;
   const { ttft, tpot } = status.histograms;
   const hits = share(numbers.slot_hits, numbers.slot_lookups);
+  const found = share(numbers.cached_tokens, numbers.prompt_tokens);
   const tiles = [
     ["Running", plain(numbers.running ?? numbers.open), numbers.queued === undefined ? "" : `${plain(numbers.queued)} waiting`],
     ["Tokens per s", rate("new_tokens"), numbers.new_tokens === undefined ? "" : `${plain(numbers.new_tokens)} since start`],
     ["First token", seconds(quantile(ttft, 0.5)), `99 % within ${seconds(quantile(ttft, 0.99))}`],
     ["Each token", seconds(quantile(tpot, 0.5)), `99 % within ${seconds(quantile(tpot, 0.99))}`],
+    ["Prompts found", percent(found), `${plain(numbers.kept_blocks)} blocks kept, ${bytes(numbers.kept_bytes)}`],
     ["Context KV", bytes(numbers.kv_bytes), numbers.index_bytes === undefined ? "" : `index ${bytes(numbers.index_bytes)}`],
     ["Slot cache hits", percent(hits), "rows on the device"],
   ];
-  const shown = tiles.filter(([name]) => name !== "Slot cache hits" || hits !== null);
+  const absent = [hits === null && "Slot cache hits", found === null && "Prompts found"];
+  const shown = tiles.filter(([name]) => !absent.includes(name));
   $("tiles").replaceChildren(...shown.map(([name, value, note]) => {
     const tile = element("div", "tile");
     tile.append(element("div", "name", name), element("div", "value", value), element("div", "note", note));

@@ -1,0 +1,357 @@
+"""Turns are kept: prompts begin with what was kept of those before them, and say what they would say without it."""
+
+import asyncio
+import errno
+import json
+import os
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from csattn.config import SearchConfig, preset
+from csattn.errors import ArtifactError
+from csattn.models import LoadedModel
+from csattn.models.loader import wrap_model
+from index_build.pipeline import build_artifact
+from tests.tiny import byte_tokenizer, loaded, make_model
+from workers.engine.cpu_engine import CpuEngine
+from workers.serving import kept_rows, own_contexts
+from workers.serving.kept_rows import BLOCK_ROWS, DIRECTORY
+from workers.serving.local import LocalBackend
+from workers.serving.messages import (
+    Ask,
+    BadRequestError,
+    ContextNotReadyError,
+    ContextTooLongError,
+    Done,
+    Sampling,
+    Turn,
+)
+from workers.settings import KeptSettings, Settings, StoreSettings
+
+SEARCH = SearchConfig(keep=0.1, window_len=32)
+DOCUMENT = "".join(f"Lamp {n} is {'red' if n % 3 else 'blue'} and burns {n * 7 % 24} hours. " for n in range(23))
+
+
+@pytest.fixture(autouse=True)
+def builds(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Own contexts are built here, instead of in a process: the stores of those that were."""
+    made: list[Path] = []
+
+    async def build(source: list[str], store: Path, settings: Settings, tell: Any, nice: int) -> dict[str, Any]:
+        ids = np.array(json.loads(Path(source[-1]).read_text()), np.int32)
+        made.append(store)
+        report = await asyncio.to_thread(build_artifact, loaded(), ids, preset("default"), store)
+        return {"artifact": report.artifact_id, "context_len": len(ids)}
+
+    monkeypatch.setattr(own_contexts, "build_context", build)
+    return made
+
+
+def make_backend(
+    store: Path, model: LoadedModel | None = None, search: SearchConfig = SEARCH, **kept: Any
+) -> LocalBackend:
+    model = model or loaded()
+    engine = CpuEngine(model, max_rows=16, num_slots=6, tail_capacity=700, num_threads=1)
+    settings = Settings(
+        store=StoreSettings(path=store), search=search, kept=KeptSettings(**{"context_tokens": 300, **kept})
+    )
+    return LocalBackend(engine, model, settings)
+
+
+def turns_of(*texts: str) -> tuple[Turn, ...]:
+    """The user's and the assistant's, in turn."""
+    return tuple(Turn("assistant" if number % 2 else "user", text) for number, text in enumerate(texts))
+
+
+def ask(*texts: str, new: int = 20, salt: str = "", **more: Any) -> Ask:
+    named = {name: more.pop(name) for name in ("context", "prompt", "echo", "keep", "selector") if name in more}
+    turns = {} if "prompt" in named else {"turns": turns_of(*texts)}
+    sampling = Sampling(max_new_tokens=new, **more)
+    return Ask(**{"request_id": "1", "context": "", **turns, **named}, cache_salt=salt, sampling=sampling)
+
+
+async def answer(backend: LocalBackend, asked: Ask) -> tuple[str, Done]:
+    text = ""
+    async with aclosing(backend.generate(asked)) as events:
+        async for event in events:
+            if isinstance(event, Done):
+                return text, event
+            text += event.text
+    raise AssertionError("events end with Done")
+
+
+def computed(done: Done) -> int:
+    return done.context_tokens + done.question_tokens - done.cached_tokens
+
+
+def answers(store: Path, *asks: Ask, **options: Any) -> list[tuple[str, Done]]:
+    """Of a service that lives as long as these, one after another."""
+
+    async def main() -> list[tuple[str, Done]]:
+        async with make_backend(store, **options) as backend:
+            return [await answer(backend, asked) for asked in asks]
+
+    return asyncio.run(main())
+
+
+def afresh(tmp_path: Path, asked: Ask, **options: Any) -> str:
+    """What is said where nothing is kept."""
+    return answers(tmp_path / "fresh", asked, memory_bytes=0, **options)[0][0]
+
+
+def files_of(store: Path) -> list[Path]:
+    return sorted((store / DIRECTORY).glob("*.block"))
+
+
+# long enough for blocks: a byte is a token
+FIRST, SECOND = "Tell me of lamps, and of what they are made. " * 3, "And of their hours? " * 4
+
+
+def test_a_turn_computes_what_is_new_and_says_the_same(tmp_path) -> None:
+    """In one service, and by another that begins where the first was ended."""
+    said, texts = "", [FIRST]
+    for turn in range(4):
+        [(said, done)] = answers(tmp_path / "kept", ask(*texts), context_tokens=680)
+        assert said == afresh(tmp_path, ask(*texts), context_tokens=680)
+        new = len(FIRST) + 40 if turn == 0 else len(SECOND) + 40
+        assert computed(done) <= new + BLOCK_ROWS, f"turn {turn} computed {computed(done)}"
+        texts += [said, SECOND]
+
+
+def test_a_conversation_in_one_service_finds_its_turns_in_memory(tmp_path) -> None:
+    async def main() -> None:
+        async with make_backend(tmp_path, disk_bytes=0) as backend:
+            first, done = await answer(backend, ask(FIRST))
+            assert done.cached_tokens == 0
+            _, done = await answer(backend, ask(FIRST, first, SECOND))
+            assert computed(done) <= len(SECOND) + 40 + BLOCK_ROWS
+            one, other = ask(FIRST, first, SECOND + "!"), ask(FIRST, first, "No: " + SECOND)
+            together = await asyncio.gather(answer(backend, one), answer(backend, other))
+            for (said, done), branch in zip(together, (one, other), strict=True):
+                assert computed(done) <= len(SECOND) + 50 + BLOCK_ROWS and done.cached_tokens > len(FIRST)
+                assert said == (await asyncio.to_thread(afresh, tmp_path, branch))
+            counts = backend._beginnings.kept.counts
+            assert counts.disk_blocks == 0 and counts.memory_blocks < 12, "branches share what they have in common"
+
+    asyncio.run(main())
+
+
+def test_a_long_beginning_becomes_a_context_that_others_find(tmp_path, builds) -> None:
+    question = ask(DOCUMENT + "Which are red?"), ask(DOCUMENT + "How many hours does lamp 3 burn?")
+    (_, first), (said, second) = answers(tmp_path / "kept", *question)
+    assert len(builds) == 1 and first.context_tokens == second.context_tokens == 512
+    assert first.cached_tokens == 0 and second.cached_tokens >= second.context_tokens
+    assert computed(second) <= len("How many hours does lamp 3 burn?") + 30 + BLOCK_ROWS
+    [(again, done)] = answers(tmp_path / "kept", question[1])
+    assert again == said and done.cached_tokens >= second.cached_tokens and len(builds) == 1
+    [(other, done)] = answers(tmp_path / "other", question[1])
+    assert other == said and computed(done) == done.context_tokens + done.question_tokens and len(builds) == 2
+
+
+def test_many_that_come_at_once_with_one_document_wait_for_one_build(tmp_path, builds) -> None:
+    async def main() -> None:
+        async with make_backend(tmp_path) as backend:
+            said = await asyncio.gather(*(answer(backend, ask(DOCUMENT + "Which are red?")) for _ in range(4)))
+            assert len({text for text, _ in said}) == 1 and len(builds) == 1
+
+    asyncio.run(main())
+
+
+def test_a_salt_keeps_what_it_leaves_for_itself(tmp_path, builds) -> None:
+    """Rows and contexts; and the store of another salt's contexts tells nothing to who builds."""
+    long, short = DOCUMENT + "Which are red?", FIRST
+    asks = [ask(text, salt=salt) for text in (short, long) for salt in ("mine", "yours", "")]
+    first = answers(tmp_path, *asks)
+    assert all(done.cached_tokens == 0 for _, done in first)
+    assert len(builds) == len(set(builds)) == 3
+    again = answers(tmp_path, *asks)
+    assert all(done.cached_tokens > len(FIRST) // 2 for _, done in again) and len(builds) == 3
+    assert [text for text, _ in again] == [text for text, _ in first]
+    names = " ".join(str(path) for path in tmp_path.rglob("*"))
+    assert "mine" not in names and b"mine" not in b"".join(path.read_bytes() for path in files_of(tmp_path))
+
+
+def test_rows_are_kept_apart_by_all_that_decides_them(tmp_path) -> None:
+    """Context or none, how it is read, and the model."""
+    long = DOCUMENT + "Which are red?" + FIRST
+    answers(tmp_path, ask(long), ask(FIRST))
+    for asked in (ask(long, keep=0.5), ask(long, selector="full")):
+        said, done = answers(tmp_path, asked)[0]
+        assert done.cached_tokens == done.context_tokens, "the context is the same, the rows behind it are not"
+    other = wrap_model(make_model(seed=1), byte_tokenizer(), "another")
+    [(said, done)] = answers(tmp_path, ask(FIRST), model=other)
+    assert done.cached_tokens == 0 and said == afresh(tmp_path, ask(FIRST), model=other)
+    assert answers(tmp_path, ask(FIRST))[0][1].cached_tokens > 0
+
+
+def test_a_hash_that_two_prompts_share_finds_neither_s_rows_for_the_other(tmp_path, monkeypatch) -> None:
+    """With every block's key the same, and with keys that tell only how long a prompt is."""
+
+    class Stub:
+        def __init__(self, data: bytes = b"") -> None:
+            self.num_updates = 0
+
+        def update(self, data: bytes) -> None:
+            self.num_updates += 1
+
+        def hexdigest(self) -> str:
+            return f"{'same' if by == 'none' else self.num_updates}"
+
+    texts = [FIRST, FIRST[:-9] + "elephants", "x" + FIRST, "y" + FIRST]
+    want = [afresh(tmp_path, ask(text)) for text in texts]
+    for by in ("none", "length"):
+        monkeypatch.setattr(kept_rows, "new_hash", Stub)
+        store = tmp_path / by
+        for _ in range(2):
+            got = answers(store, *(ask(text) for text in texts))
+            assert [said for said, _ in got] == want
+        assert any(done.cached_tokens for _, done in got), "what was stored is found by whose it is"
+
+
+@pytest.mark.parametrize("damage", ["bit", "cut", "empty", "gone", "swapped"])
+def test_a_damaged_file_is_a_fresh_prefill(tmp_path, damage) -> None:
+    store = tmp_path / "kept"
+    [(want, _)] = answers(store, ask(FIRST + SECOND))
+    first, second, *_ = files_of(store)
+    if damage == "bit":
+        data = bytearray(first.read_bytes())
+        data[len(data) // 2] ^= 1
+        first.write_bytes(bytes(data))
+    elif damage == "swapped":
+        one, other = first.read_bytes(), second.read_bytes()
+        first.write_bytes(other)
+        second.write_bytes(one)
+    elif damage == "gone":
+        first.unlink()
+    else:
+        first.write_bytes(first.read_bytes()[: 1000 if damage == "cut" else 0])
+    [(said, done)] = answers(store, ask(FIRST + SECOND))
+    assert said == want and computed(done) >= BLOCK_ROWS
+    [(said, done)] = answers(store, ask(FIRST + SECOND))
+    assert said == want and computed(done) <= BLOCK_ROWS, "what was damaged is there again"
+
+
+def test_a_damaged_context_is_made_again(tmp_path, builds) -> None:
+    asked = ask(DOCUMENT + "Which are red?")
+    [(want, _)] = answers(tmp_path, asked)
+    [kv] = builds[0].glob("*/layer-001.kv.safetensors")
+    data = bytearray(kv.read_bytes())
+    data[-100] ^= 1
+    kv.chmod(0o644)
+    kv.write_bytes(bytes(data))
+    [(said, again)] = answers(tmp_path, asked)
+    assert said == want and len(builds) == 2
+    assert again.cached_tokens < again.context_tokens
+
+
+def test_a_full_disk_changes_no_answer(tmp_path, monkeypatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    want = afresh(tmp_path, ask(FIRST))
+    monkeypatch.setattr(Path, "replace", full)
+    got = answers(tmp_path / "kept", ask(FIRST), ask(FIRST))
+    assert [said for said, _ in got] == [want, want] and got[1][1].cached_tokens > 0, "memory has it"
+    assert not list((tmp_path / "kept" / DIRECTORY).iterdir())
+
+
+def test_a_context_that_cannot_be_built_is_a_sentence(tmp_path, monkeypatch) -> None:
+    async def fail(*_: Any, **__: Any) -> None:
+        raise ArtifactError("the disk is full")
+
+    monkeypatch.setattr(own_contexts, "build_context", fail)
+    with pytest.raises(ContextNotReadyError, match="made of the prompt's beginning: the disk is full"):
+        answers(tmp_path, ask(DOCUMENT))
+    assert not list((tmp_path / DIRECTORY).rglob("*.json"))
+
+
+def test_what_the_model_has_no_positions_for_is_refused_before_anything_is_built(tmp_path, builds) -> None:
+    with pytest.raises(ContextTooLongError, match="1,024"):
+        answers(tmp_path, ask(DOCUMENT + FIRST * 2))
+    assert not builds
+
+
+def test_rows_of_one_who_left_are_kept(tmp_path) -> None:
+    async def main() -> None:
+        async with make_backend(tmp_path) as backend:
+            events = backend.generate(ask(FIRST, new=200))
+            for _ in range(60):
+                await anext(events)
+            await events.aclose()
+            _, done = await answer(backend, ask(FIRST))
+            assert computed(done) <= BLOCK_ROWS
+            backend._beginnings.kept.flush()
+            assert len(files_of(tmp_path)) >= (len(FIRST) + 50) // BLOCK_ROWS
+
+    asyncio.run(main())
+
+
+def test_prompts_and_scores_of_them(tmp_path) -> None:
+    """A prompt whose tokens are scored is fed whole; text and tokens begin alike."""
+    ids = tuple(loaded().tokenizer(FIRST).input_ids)
+    asks = ask(prompt=FIRST), ask(prompt=ids), ask(prompt=FIRST, echo=True, top_logprobs=1, new=5)
+    (said, first), (again, second), (echoed, third) = answers(tmp_path, *asks)
+    assert first.cached_tokens == third.cached_tokens == 0 and computed(second) <= BLOCK_ROWS
+    assert said == again and echoed == FIRST + said[: len(echoed) - len(FIRST)]
+
+
+def test_every_token_of_a_long_prompt_has_its_score(tmp_path, builds) -> None:
+    """So none of it becomes a context, nor comes from what is kept."""
+    prompt = FIRST * 3
+
+    async def main() -> None:
+        async with make_backend(tmp_path) as backend:
+            for _ in range(2):
+                events = backend.generate(ask(prompt=prompt, echo=True, top_logprobs=0, new=2))
+                async with aclosing(events):
+                    scores = [score async for event in events if not isinstance(event, Done) for score in event.scores]
+                assert (
+                    "".join(score.text for score in scores[: len(prompt)]) == prompt and len(scores) == len(prompt) + 2
+                )
+
+    asyncio.run(main())
+    assert not builds
+    with pytest.raises(ContextTooLongError, match="700 rows of its own"):
+        answers(tmp_path, ask(prompt=DOCUMENT, echo=True, top_logprobs=0))
+
+
+@pytest.mark.parametrize("selector", ["h2o", "exact"])
+def test_selectors_that_remember_keep_nothing(tmp_path, selector) -> None:
+    asked = ask(DOCUMENT + FIRST, selector=selector)
+    (said, _), (again, done) = answers(tmp_path, asked, asked)
+    assert said == again and done.cached_tokens == done.context_tokens and not files_of(tmp_path)
+
+
+def test_with_a_search_period_nothing_is_kept(tmp_path) -> None:
+    answers(tmp_path, ask(FIRST), search=SearchConfig(keep=0.1, search_period=3))
+    assert not files_of(tmp_path)
+
+
+def test_the_disk_and_the_contexts_keep_to_their_budgets(tmp_path, builds) -> None:
+    num_bytes = files_bytes(tmp_path / "one", ask(FIRST))
+    budget = 5 * num_bytes
+    asks = [ask(f"{n} {FIRST}") for n in range(8)]
+    answers(tmp_path / "kept", *asks, disk_bytes=budget)
+    assert sum(path.stat().st_size for path in files_of(tmp_path / "kept")) <= budget
+    documents = [ask(f"{n} {DOCUMENT}") for n in range(4)]
+    answers(tmp_path / "kept", *documents, context_bytes=0)
+    left = [path for path in builds[0].iterdir() if path.is_dir()]
+    assert len(builds) == 4 and len(left) == 1, "those in use, and the newest, stay"
+
+
+def files_bytes(store: Path, asked: Ask) -> int:
+    """Of a block, with its label."""
+    answers(store, asked)
+    return max(path.stat().st_size for path in files_of(store))
+
+
+def test_an_engine_that_needs_a_context_gets_one_or_says_so(tmp_path, builds, monkeypatch) -> None:
+    monkeypatch.setattr(CpuEngine, "needs_context", True)
+    with pytest.raises(BadRequestError, match="send a prompt of 512 tokens or more"):
+        answers(tmp_path, ask(FIRST))
+    [(_, done)] = answers(tmp_path, ask(DOCUMENT), context_tokens=5000)
+    assert done.context_tokens >= 256 and len(builds) == 1

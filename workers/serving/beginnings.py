@@ -1,0 +1,158 @@
+"""What a request begins with: a context, and rows of its own that were kept. Found, made where it is worth it, held."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from csattn.artifact import Artifact
+from csattn.config import SearchConfig
+from csattn.models import LoadedModel
+from workers.serving.contexts import Contexts
+from workers.serving.kept_rows import OwnRows, is_keepable, open_kept_rows, row_identity
+from workers.serving.messages import Ask, ContextNotReadyError, Selector
+from workers.serving.own_contexts import Found, OwnContexts, cut_of, require_context
+from workers.serving.prompts import prompt_ids, require_embedded, room_for, whole_ids
+from workers.serving.residency import Residency, Resident
+from workers.serving.step_engine import StepEngine
+from workers.settings import Settings
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """Held until `leave`."""
+
+    resident: Resident
+    token_ids: list[int]  # that follow the context
+    cached_len: int  # of the context's tokens, those that were there before
+    own: OwnRows | None  # None: no rows are found, and none kept
+    _using: AbstractAsyncContextManager[Resident]
+
+    @property
+    def artifact(self) -> Artifact | None:
+        return self.resident.artifact
+
+    @property
+    def context_len(self) -> int:
+        return 0 if self.artifact is None else self.artifact.spec.context_len
+
+    @property
+    def num_cached(self) -> int:
+        return self.cached_len + (self.own.num_found if self.own else 0)
+
+    async def leave(self) -> None:
+        if self.own is not None:
+            self.own.release()
+        await self._using.__aexit__(None, None, None)
+
+
+class Beginnings:
+    """For one event loop."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        settings: Settings,
+        engine: StepEngine,
+        contexts: Contexts,
+        residency: Residency,
+        threads: Executor,
+    ) -> None:
+        self._loaded, self._settings, self._engine, self._threads = loaded, settings, engine, threads
+        self._contexts, self._residency = contexts, residency
+        self._own_contexts, self.kept = OwnContexts(loaded, settings, residency), open_kept_rows(loaded, settings)
+
+    async def find(self, ask: Ask, config: SearchConfig, selector: Selector) -> Beginning:
+        """With the context loaded. Raises a ServingError for what cannot be."""
+        whole = None if ask.context else await self._whole_ids(ask)
+        while True:
+            found = await self._find(ask, config, selector, whole)
+            using = self._residency.using(found.path, config, selector)
+            try:
+                resident = await using.__aenter__()
+                break
+            except ContextNotReadyError:  # it was damaged since it was found, or has gone
+                if found.path is None or found.is_new or not await self._own_contexts.drop(found.path):
+                    raise
+        try:
+            if whole is None:
+                ids = await self._beside(prompt_ids, self._loaded.tokenizer, resident.artifact, ask)
+                self._require_embedded(ask, ids)
+            else:
+                ids = whole[found.num_tokens :]
+            artifact_id = None if resident.artifact is None else resident.artifact.spec.artifact_id
+            identity = self._identity(ask, config, selector, artifact_id)
+            own = None if identity is None else await self._own_rows(identity, ids)
+        except BaseException:
+            await using.__aexit__(None, None, None)
+            raise
+        beginning = Beginning(resident, ids, 0, own, using)
+        return beginning if found.is_new else Beginning(resident, ids, beginning.context_len, own, using)
+
+    async def close(self) -> None:
+        """End builds of contexts. Rows that come are still kept, until `flush`."""
+        await self._own_contexts.close()
+
+    def flush(self) -> None:
+        """Write what was kept. No request is under way."""
+        self.kept.close()
+
+    async def _find(self, ask: Ask, config: SearchConfig, selector: Selector, whole: list[int] | None) -> Found:
+        """A prompt with more behind its context than is to be computed step by step, or than fits, makes a longer."""
+        if whole is None:
+            return Found(await self._contexts.artifact_path(ask.context))
+        engine = self._engine
+        if _scores_prompt(ask):  # a context's tokens have no scores
+            found = Found(None)
+        else:
+            found = await self._own_contexts.find(whole, ask.cache_salt, await self._contexts.ready_paths())
+            own, answer = whole[found.num_tokens :], min(ask.sampling.max_new_tokens, engine.tail_capacity // 2)
+            identity = self._identity(ask, config, selector, None if found.path is None else found.path.name)
+            num_kept = 0 if identity is None else await self._beside(self.kept.num_kept, identity, own)
+            is_much = len(own) - num_kept > self._settings.kept.context_tokens
+            is_much = is_much or len(own) > engine.tail_capacity - answer
+            is_much = is_much or (engine.needs_context and found.path is None)
+            if is_much and cut_of(len(whole)) > found.num_tokens:
+                return await self._own_contexts.make(whole, ask.cache_salt)
+        return require_context(found, len(whole)) if engine.needs_context else found
+
+    async def _whole_ids(self, ask: Ask) -> list[int]:
+        ids = await self._beside(whole_ids, self._loaded.tokenizer, ask)
+        self._require_embedded(ask, ids)
+        max_positions = self._engine.max_positions
+        room_for(ask, 0, len(ids), max_positions, max_positions)  # which no context can give it
+        return ids
+
+    async def _own_rows(self, identity: bytes, ids: list[int]) -> OwnRows:
+        finding = asyncio.ensure_future(self._beside(self.kept.find, identity, ids))
+        try:
+            return await asyncio.shield(finding)
+        except asyncio.CancelledError:  # nobody takes what is found
+            finding.add_done_callback(_release)
+            raise
+
+    def _identity(self, ask: Ask, config: SearchConfig, selector: Selector, artifact_id: str | None) -> bytes | None:
+        """Whose rows its own are; None where none are kept."""
+        if _scores_prompt(ask) or not self._settings.kept.memory_bytes or not is_keepable(selector, config):
+            return None
+        return row_identity(self._loaded, self._settings, artifact_id, ask.cache_salt, selector, config)
+
+    def _require_embedded(self, ask: Ask, ids: list[int]) -> None:
+        require_embedded(ids, self._loaded.geometry.vocab_size, "messages" if ask.prompt is None else "prompt")
+
+    def _beside(self, work: Callable[..., T], *arguments: Any) -> Awaitable[T]:
+        return asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+
+
+def _release(finding: "asyncio.Future[OwnRows]") -> None:
+    if not finding.cancelled() and finding.exception() is None:
+        finding.result().release()
+
+
+def _scores_prompt(ask: Ask) -> bool:
+    """Whether every token of the prompt has a score, and so is fed."""
+    return ask.echo and ask.sampling.top_logprobs is not None

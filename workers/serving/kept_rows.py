@@ -1,0 +1,159 @@
+"""Own rows of requests, kept by the tokens that they are of: the next turn of a conversation begins with them.
+
+A block is the rows of BLOCK_ROWS tokens, of all layers and KV heads. What decides its bytes is its label: the model,
+the context, how rows are attended to, the salt, and all of the request's tokens up to its last. So requests that begin
+alike share blocks, and nothing else can be taken for one.
+"""
+
+import hashlib
+import json
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from csattn import __version__
+from csattn.artifact import ModelGeometry
+from csattn.config import SearchConfig
+from csattn.models import LoadedModel
+from offload.block_files import BlockFiles
+from offload.blocks import BlockCounts, BlockName, Blocks
+from workers.serving.messages import Selector
+from workers.settings import Settings
+
+BLOCK_ROWS = 64
+DIRECTORY = "kept"  # in the store
+_KEEPABLE: tuple[Selector, ...] = ("csattn", "full")  # others remember what they were asked
+new_hash = hashlib.sha256  # what blocks are looked for by; their labels say what they are
+_log = logging.getLogger(__name__)
+
+
+class KeptRows:
+    """Any thread may ask; blocks are taken over by a thread of their own."""
+
+    def __init__(self, blocks: Blocks, geometry: ModelGeometry, dtype: torch.dtype) -> None:
+        self._blocks, self._dtype = blocks, dtype
+        self._sizes = geometry.num_layers, geometry.num_kv_heads, BLOCK_ROWS, 2, geometry.head_dim
+        self._taker = ThreadPoolExecutor(1, thread_name_prefix="csattn-keep")
+
+    def num_kept(self, identity: bytes, token_ids: Sequence[int]) -> int:
+        """Of a prompt's first tokens, how many have rows, by the heads of their files."""
+        names = block_names(identity, token_ids[:-1])
+        return BLOCK_ROWS * next((i for i, name in enumerate(names) if not self._blocks.holds(name)), len(names))
+
+    def find(self, identity: bytes, token_ids: Sequence[int]) -> "OwnRows":
+        """What a request with these tokens begins with. Reads files, and holds on to what it has found until it is
+        released."""
+        names = block_names(identity, token_ids[:-1])  # the last is fed in any case: something has to follow it
+        with ExitStack() as stack:
+            found = stack.enter_context(self._blocks.hold(names))
+            rows = [torch.from_numpy(block).view(self._dtype).view(self._sizes) for block in found]
+            return OwnRows(self, identity, rows, stack.pop_all())
+
+    def keep(self, name: BlockName, copied: Callable[[], Tensor]) -> None:
+        """copied: gives the block's rows, once they are there."""
+        if not self._blocks.holds(name):
+            self._taker.submit(self._take, name, copied)
+
+    def flush(self) -> None:
+        """Wait until all that was kept is on the disk, or refused."""
+        self._taker.submit(int).result()
+        self._blocks.flush()
+
+    def close(self) -> None:
+        """What is kept is written before."""
+        self._taker.shutdown()
+        self._blocks.close()
+
+    @property
+    def counts(self) -> BlockCounts:
+        return self._blocks.counts
+
+    def _take(self, name: BlockName, copied: Callable[[], Tensor]) -> None:
+        try:
+            self._blocks.put(name, copied().contiguous().view(torch.uint8).flatten().numpy())
+        except Exception:  # the request has its rows; only who comes later has to make them again
+            _log.exception("a block of rows was not kept")
+
+
+class OwnRows:
+    """Of one request. Its scheduler's thread asks; `release` is for any."""
+
+    def __init__(self, kept: KeptRows, identity: bytes, found: list[Tensor], held: ExitStack) -> None:
+        self._kept, self._identity, self._held = kept, identity, held
+        self._waiting = deque(found)
+        self.keeps = True
+        self.num_found = self._num_kept = BLOCK_ROWS * len(found)
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether rows that were found are not in the engine yet."""
+        return bool(self._waiting)
+
+    def take(self) -> Tensor:
+        """The next rows for the engine."""
+        rows = self._waiting.popleft()
+        if not self._waiting:
+            self.release()
+        return rows
+
+    def keep(self, token_ids: Sequence[int], read_rows: Callable[[int, int], Callable[[], Tensor]]) -> None:
+        """Keep the blocks that have become whole. token_ids: of all rows that the request has."""
+        if not self.keeps or len(token_ids) - self._num_kept < BLOCK_ROWS:
+            return
+        for name in block_names(self._identity, token_ids)[self._num_kept // BLOCK_ROWS :]:
+            self._kept.keep(name, read_rows(self._num_kept, self._num_kept + BLOCK_ROWS))
+            self._num_kept += BLOCK_ROWS
+
+    def release(self) -> None:
+        """Hold on to nothing any more."""
+        self._held.close()
+
+
+def block_names(identity: bytes, token_ids: Sequence[int]) -> list[BlockName]:
+    """Of the whole blocks of these tokens."""
+    tokens, hashed = np.asarray(token_ids, np.int32), new_hash(identity)
+    names = []
+    for stop in range(BLOCK_ROWS, len(tokens) + 1, BLOCK_ROWS):
+        hashed.update(tokens[stop - BLOCK_ROWS : stop].tobytes())
+        names.append(BlockName(hashed.hexdigest(), identity + tokens[:stop].tobytes()))
+    return names
+
+
+def row_identity(
+    loaded: LoadedModel,
+    settings: Settings,
+    artifact_id: str | None,
+    salt: str,
+    selector: Selector,
+    config: SearchConfig,
+) -> bytes:
+    """What decides a request's rows besides its tokens."""
+    engine = settings.engine
+    parts = {
+        "csattn": __version__,
+        "model": [loaded.fingerprint, loaded.tokenizer_hash, str(loaded.dtype)],
+        "context": artifact_id,
+        "reads": "all" if artifact_id is None else [selector, asdict(config), engine.kv_codec],
+        "placement": engine.placement,  # the last bits may differ
+        "block_rows": BLOCK_ROWS,
+        "salt": hashlib.sha256(salt.encode()).hexdigest(),
+    }
+    return json.dumps(parts, sort_keys=True).encode() + b"\n"
+
+
+def open_kept_rows(loaded: LoadedModel, settings: Settings) -> KeptRows:
+    kept = settings.kept
+    files = BlockFiles(settings.store.path / DIRECTORY, kept.disk_bytes) if kept.disk_bytes else None
+    return KeptRows(Blocks(kept.memory_bytes, files), loaded.geometry, loaded.dtype)
+
+
+def is_keepable(selector: Selector, config: SearchConfig) -> bool:
+    """Whether its rows are all that a request goes on from."""
+    return selector in _KEEPABLE and config.search_period == 1

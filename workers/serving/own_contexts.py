@@ -1,0 +1,229 @@
+"""Contexts that prompts bring themselves: the leading part of a long one is made a context, which later ones find.
+
+By its tokens: a prompt that begins with all tokens of a context needs only the rest. Those of different salts lie in
+different directories, are looked for there alone, and are built there again.
+"""
+
+import asyncio
+import hashlib
+import json
+import logging
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from csattn.artifact import open_artifact
+from csattn.artifact.durable import store_errors, write_bytes
+from csattn.artifact.find import is_artifact_id
+from csattn.artifact.work import BUILDING_PREFIX
+from csattn.config import preset
+from csattn.errors import ArtifactError, CsattnError
+from csattn.models import LoadedModel
+from workers.serving.context_build import build_context
+from workers.serving.kept_rows import DIRECTORY
+from workers.serving.messages import BadRequestError, ContextNotReadyError
+from workers.serving.residency import Residency
+from workers.settings import Settings
+
+LEFT_OUT = 256  # last tokens of a prompt, at least, that stay out of its context: a question, which others do not ask
+STEP = 256  # a context's tokens are a multiple: prompts that differ behind it find it all the same
+_STALE_S = 86400.0
+Tokens = NDArray[np.int32]
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a prompt begins with."""
+
+    path: Path | None  # of the context's artifact; None: it begins with none
+    num_tokens: int = 0
+    is_new: bool = False  # made for this prompt
+
+
+class OwnContexts:
+    """For one event loop. The directories are the truth: several services, of other models too, may share them."""
+
+    def __init__(self, loaded: LoadedModel, settings: Settings, residency: Residency) -> None:
+        self._settings, self._residency = settings, residency
+        self._directory = settings.store.path / DIRECTORY
+        self._identity = [loaded.fingerprint, loaded.tokenizer_hash]
+        self._index_config = preset(settings.build.preset)
+        self._tokens: dict[Path, Tokens | None] = {}  # None: it cannot be used
+        self._checked: set[Path] = set()  # own ones whose every byte was looked at
+        self._builds: dict[tuple[Path, bytes], asyncio.Task[Path]] = {}
+        self._turn_to_build = asyncio.Semaphore(1)
+
+    async def find(self, token_ids: Sequence[int], salt: str, registered: Sequence[Path]) -> Found:
+        """The longest context that the prompt begins with. registered: contexts that all may find."""
+        return await asyncio.to_thread(self._longest, np.asarray(token_ids, np.int32), self._of(salt), registered)
+
+    async def make(self, token_ids: Sequence[int], salt: str) -> Found:
+        """A context of the prompt's first tokens, `cut_of` them. Raises a ServingError where none can be made."""
+        ids, directory, cut = np.asarray(token_ids, np.int32), self._of(salt), cut_of(len(token_ids))
+        key = directory, hashlib.sha256(ids[:cut].tobytes()).digest()
+        if key not in self._builds:
+            self._builds[key] = asyncio.create_task(self._build(ids[:cut], directory))
+            self._builds[key].add_done_callback(lambda task: self._forget(key))
+        path = await asyncio.shield(self._builds[key])  # who leaves does not end it: it is found when he comes again
+        return Found(path, cut, is_new=True)
+
+    async def drop(self, path: Path) -> bool:
+        """Remove one that turned out damaged; whether it is one of these."""
+        is_own = path.is_relative_to(self._directory)
+        if is_own:
+            await asyncio.to_thread(self._remove, path)
+        return is_own
+
+    async def close(self) -> None:
+        """End builds; they go on when such a prompt comes again."""
+        tasks = list(self._builds.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def _of(self, salt: str) -> Path:
+        """The directory of the contexts of this model and salt."""
+        return self._directory / hashlib.sha256(json.dumps([*self._identity, salt]).encode()).hexdigest()[:32]
+
+    def _longest(self, ids: Tokens, directory: Path, registered: Sequence[Path]) -> Found:
+        own = [directory / name for name in _names(directory) if is_artifact_id(name)]
+        tokens = {path: of for path in [*own, *registered] if (of := self._tokens_of(path)) is not None}
+        for path in sorted(tokens, key=lambda path: -len(tokens[path])):
+            num_tokens = len(tokens[path])
+            if num_tokens < len(ids) and np.array_equal(tokens[path], ids[:num_tokens]):
+                if path in own:
+                    if not self._is_sound(path):
+                        continue
+                    with suppress(OSError):
+                        os.utime(path)  # used now
+                return Found(path, num_tokens)
+        return Found(None)
+
+    def _tokens_of(self, path: Path) -> Tokens | None:
+        if path not in self._tokens:
+            try:
+                with open_artifact(path) as artifact:
+                    is_alike = artifact.spec.index_config == self._index_config  # as engines want it of all they load
+                    self._tokens[path] = np.array(artifact.token_ids) if is_alike else None
+            except ArtifactError:
+                return None  # it may be there again
+        return self._tokens[path]
+
+    def _is_sound(self, path: Path) -> bool:
+        """Every byte is looked at, once. One that is damaged goes, and is made again."""
+        if path in self._checked:
+            return path.exists()
+        try:
+            open_artifact(path, verify="full").close()
+        except ArtifactError as error:
+            _log.warning("%s is removed: %s", path, error)
+            self._remove(path)
+            return False
+        self._checked.add(path)
+        return True
+
+    async def _build(self, ids: Tokens, directory: Path) -> Path:
+        ids_path = directory / f"tokens-{hashlib.sha256(ids.tobytes()).hexdigest()[:16]}.json"
+        try:
+            async with self._turn_to_build:
+                with store_errors(f"make {directory}", self._settings.store.path):
+                    await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
+                await asyncio.to_thread(write_bytes, ids_path, json.dumps(ids.tolist()).encode())
+                source = ["--tokens", str(ids_path)]
+                result = await build_context(source, directory, self._settings, lambda share, what: None, nice=0)
+        except CsattnError as error:
+            raise ContextNotReadyError(f"no context could be made of the prompt's beginning: {error}") from error
+        finally:
+            with suppress(OSError):
+                ids_path.unlink()
+        path = directory / str(result["artifact"])
+        self._tokens[path] = ids
+        self._checked.add(path)
+        for old in await asyncio.to_thread(self._beyond_budget, path):
+            if not self._residency.is_used(old):
+                await self._residency.forget(old)
+                await asyncio.to_thread(self._remove, old)
+        return path
+
+    def _forget(self, key: tuple[Path, bytes]) -> None:
+        task = self._builds.pop(key)
+        if not task.cancelled():
+            task.exception()  # of which those who wait are told, if any still do
+
+    def _beyond_budget(self, newest: Path) -> list[Path]:
+        """Those that have to go, used least recently: all together take more than they may."""
+        sizes = {path: _num_bytes(path) for path in self._all()}
+        too_many, old = sum(sizes.values()) - self._settings.kept.context_bytes, []
+        for path in sorted(sizes.keys() - {newest}, key=_used_at):
+            if too_many > 0:
+                old.append(path)
+                too_many -= sizes[path]
+        return old
+
+    def _remove(self, path: Path) -> None:
+        """At once for all who look, then its bytes."""
+        self._checked.discard(path)
+        self._tokens.pop(path, None)
+        gone = path.with_name(f"gone-{secrets.token_hex(4)}")
+        with suppress(OSError):
+            path.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+    def _all(self) -> list[Path]:
+        """Of all salts, with what nobody goes on building."""
+        directories = [self._directory / name for name in _names(self._directory)]
+        below = [directory / name for directory in directories for name in _names(directory)]
+        stale = time.time() - _STALE_S
+        return [
+            path
+            for path in below
+            if is_artifact_id(path.name) or (path.name.startswith(BUILDING_PREFIX) and _used_at(path) < stale)
+        ]
+
+
+def cut_of(num_tokens: int) -> int:
+    """How many tokens of so long a prompt become a context."""
+    return max(0, num_tokens - LEFT_OUT) // STEP * STEP
+
+
+def require_context(found: Found, num_tokens: int) -> Found:
+    """Refuse a prompt too short to bring a context, where there has to be one."""
+    if found.path is None:
+        raise BadRequestError(
+            f"the prompt has {num_tokens} tokens and begins with no context that is kept, and on a GPU there has to be "
+            f"one; name a context, or send a prompt of {LEFT_OUT + STEP} tokens or more, which brings its own",
+            "model",
+        )
+    return found
+
+
+def _names(directory: Path) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except OSError:  # none yet, or no directory
+        return []
+
+
+def _num_bytes(path: Path) -> int:
+    total = 0
+    for file in path.rglob("*"):
+        with suppress(OSError):
+            total += file.stat().st_size
+    return total
+
+
+def _used_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

@@ -60,7 +60,7 @@ class Preparation:
 
         indexed = [index_bytes(index) for index in searched] + [layer.index_bytes for layer in prepared]
         rest_bytes = sum(layer.num_bytes for layer in sketches) + sum(layer.num_bytes for layer in moments)
-        index_config = context.artifact.spec.index_config
+        index_config = None if context.artifact is None else context.artifact.spec.index_config
         shares_sketch = self.selector == "csattn" and self.rest == "sketch"  # chooses by what tells of the rest
         return CpuRequest(
             slot,

@@ -175,6 +175,26 @@ def test_a_salt_keeps_what_it_leaves_for_itself(tmp_path, builds) -> None:
     assert "mine" not in names and b"mine" not in b"".join(path.read_bytes() for path in files_of(tmp_path))
 
 
+def test_tenants_with_one_text_and_secrets_of_their_own_stay_apart(tmp_path) -> None:
+    """240 requests of 8, beside each other: each is answered as if it were alone, and finds its own alone."""
+    tenants = [f"tenant {number}" for number in range(8)]
+    asks = {tenant: ask(f"{FIRST} The word is {tenant[::-1]}.", new=6, salt=tenant) for tenant in tenants}
+    want = {tenant: afresh(tmp_path, asks[tenant]) for tenant in tenants}
+
+    async def main() -> None:
+        async with make_backend(tmp_path / "kept") as backend:
+            for tenant in tenants:
+                said, done = await answer(backend, asks[tenant])
+                assert said == want[tenant] and done.cached_tokens == 0
+            order = tenants * 30
+            together = await asyncio.gather(*(answer(backend, asks[tenant]) for tenant in order[:60]))
+            together += [each for tenant in order[60:] for each in [await answer(backend, asks[tenant])]]
+            for tenant, (said, done) in zip(order, together, strict=True):
+                assert said == want[tenant] and done.cached_tokens >= 128
+
+    asyncio.run(main())
+
+
 def test_rows_are_kept_apart_by_all_that_decides_them(tmp_path) -> None:
     """Context or none, how it is read, and the model."""
     long = DOCUMENT + "Which are red?" + FIRST

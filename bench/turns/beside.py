@@ -1,0 +1,104 @@
+"""What does a long prompt cost those who decode beside it, and what do they cost it?
+
+    python -m bench.turns.beside [--prompt-tokens 4096] [--decoding 4] [--json FILE]
+
+Requests decode without an end; then a prompt comes of which nothing is kept. Told: p50 and p99 of the time between two
+of their tokens, without the prompt and beside it; the prompt's time to its first token, alone and beside them; and the
+longest that any of them waited. Gate: all of them go on.
+"""
+
+import argparse
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.timing import finish, gate, machine
+from bench.turns.service import MODEL, NEVER_ENDS, TEXTS, Service, ask, serving, user
+
+QUIET_TOKENS = 150  # of each that decodes, before the prompt comes
+
+
+class Decoder(threading.Thread):
+    """A request that goes on until it is told to end."""
+
+    def __init__(self, service: Service, number: int) -> None:
+        super().__init__()
+        self._service, self._number = service, number
+        self.times_s: list[float] = []
+        self.ends = threading.Event()
+
+    def run(self) -> None:
+        with self._service.client() as client:
+            create: Any = client.chat.completions.create
+            with create(
+                model=MODEL, messages=[user(f"Count from {self._number} on.")], max_tokens=1900, stream=True,
+                logprobs=True, logit_bias=NEVER_ENDS,
+            ) as stream:  # fmt: skip
+                for chunk in stream:
+                    if chunk.choices and chunk.choices[0].logprobs:
+                        self.times_s += [time.perf_counter()] * len(chunk.choices[0].logprobs.content or [])
+                    if self.ends.is_set():
+                        return
+
+
+def gaps_ms(decoders: list[Decoder], since: float, until: float) -> dict[str, float]:
+    gaps = [np.diff([t for t in decoder.times_s if since <= t <= until]) for decoder in decoders]
+    gate(all(len(of) for of in gaps), "a request starves")
+    p50, p99 = np.percentile(np.concatenate(gaps), [50, 99]) * 1e3
+    return {"p50_ms": round(p50, 1), "p99_ms": round(p99, 1), "most_ms": round(float(max(map(max, gaps))) * 1e3, 1)}
+
+
+def run(service: Service, prompts: list[str], num_decoding: int) -> dict[str, Any]:
+    with service.client() as client:
+        ask(client, [user(prompts[0])], 1)  # who is first compiles
+        alone = ask(client, [user(prompts[1])], 1)
+        decoders = [Decoder(service, number) for number in range(num_decoding)]
+        for decoder in decoders:
+            decoder.start()
+        while min(len(decoder.times_s) for decoder in decoders) < 10:
+            time.sleep(0.01)
+        started = time.perf_counter()
+        while min(len(decoder.times_s) for decoder in decoders) < QUIET_TOKENS:
+            time.sleep(0.01)
+        came = time.perf_counter()
+        beside = ask(client, [user(prompts[2])], 1)
+        ended = time.perf_counter()
+    for decoder in decoders:
+        decoder.ends.set()
+    for decoder in decoders:
+        decoder.join()
+    before, during = gaps_ms(decoders, started, came), gaps_ms(decoders, came, ended)
+    gate(alone.cached_tokens == beside.cached_tokens == 0, "the prompt is not new")
+    return {
+        "prompt_tokens": beside.prompt_tokens,
+        "decoding": num_decoding,
+        "between_tokens": before,
+        "between_tokens_beside_the_prompt": during,
+        "p99_ratio": round(during["p99_ms"] / before["p99_ms"], 2),
+        "ttft_alone_s": round(alone.ttft_s, 2),
+        "ttft_beside_s": round(beside.ttft_s, 2),
+        "ttft_ratio": round(beside.ttft_s / alone.ttft_s, 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompt-tokens", type=int, default=4096)
+    parser.add_argument("--decoding", type=int, default=4)
+    parser.add_argument("--set", action="append", default=[], help="of the service, as KEY=VALUE")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    num_chars = int(options.prompt_tokens * 4.0)
+    texts = [(TEXTS / f"{name}.txt").read_text() for name in ("novel", "dialogue", "novel")]
+    prompts = [text[start:][:num_chars] for text, start in zip(texts, (20_000, 2_000, 1_000), strict=True)]
+    with tempfile.TemporaryDirectory() as directory, serving(Path(directory), *options.set) as service:
+        result = run(service, prompts, options.decoding)
+    finish({"bench": "turns.beside", **result, "settings": options.set, "machine": machine()}, options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""`csattn serve` as a process that can be killed, and what its clients see."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+
+MODEL = "smollm2-135m"
+COMMAND = [sys.executable, "-c", "from workers.cli import main; main()", "serve", "--local", "--json"]
+TEXTS = Path(__file__).parents[1] / "texts"
+NEVER_ENDS = {"0": -100, "1": -100, "2": -100}  # biases of the demo model's ends
+
+
+@dataclass
+class Service:
+    """One that answers."""
+
+    process: "subprocess.Popen[str]"
+    url: str
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=1200)
+
+    def kill(self) -> None:
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def metric(self, name: str) -> float:
+        """Over all its labels, or of one: `name{label="value"}`."""
+        lines = httpx2.get(f"{self.url}/metrics", timeout=60).text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
+
+    def wait_until_written(self) -> float:
+        """Seconds until all that is kept in memory is in files too."""
+        since = time.perf_counter()
+        while self.metric('csattn_kept_blocks{place="disk"}') < self.metric('csattn_kept_blocks{place="memory"}'):
+            time.sleep(0.01)
+        return time.perf_counter() - since
+
+
+@contextmanager
+def serving(store: Path, *settings: str) -> Iterator[Service]:
+    """Until the block ends, if it was not killed before."""
+    options = [part for setting in (*settings, "server.port=0") for part in ("--set", setting)]
+    process = subprocess.Popen(
+        [*COMMAND, "--store", str(store), *options],
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        told = next((line for line in process.stdout if line.startswith("{")), None)
+        if told is None:
+            raise RuntimeError(f"the service ended with {process.wait()} before it was ready")
+        yield Service(process, json.loads(told)["url"])
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What came, and when."""
+
+    text: str
+    prompt_tokens: int
+    cached_tokens: int
+    new_tokens: int
+    ttft_s: float
+    times_s: tuple[float, ...]  # when each piece came, since the request was sent
+
+    @property
+    def computed(self) -> int:
+        """Tokens of the prompt that were not there."""
+        return self.prompt_tokens - self.cached_tokens
+
+
+def ask(client: openai.OpenAI, messages: list[Any], max_tokens: int, salt: str = "", **fields: Any) -> Reply:
+    """Of the model alone, without a context's name; the whole conversation is sent."""
+    since, times, text, usage = time.perf_counter(), [], "", None
+    extra = {"cache_salt": salt} if salt else {}
+    options: dict[str, Any] = {"include_usage": True}
+    create: Any = client.chat.completions.create
+    for chunk in create(
+        model=MODEL, messages=messages, max_tokens=max_tokens, stream=True, stream_options=options, extra_body=extra,
+        **fields,
+    ):  # fmt: skip
+        if chunk.choices and chunk.choices[0].delta.content:
+            times.append(time.perf_counter() - since)
+            text += chunk.choices[0].delta.content
+        usage = chunk.usage or usage
+    assert usage is not None and usage.prompt_tokens_details is not None
+    cached = usage.prompt_tokens_details.cached_tokens or 0
+    first = times[0] if times else time.perf_counter() - since
+    return Reply(text, usage.prompt_tokens, cached, usage.completion_tokens, first, tuple(times))
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}

@@ -1,0 +1,14 @@
+"""What `bench.turns` does in minutes, with a model that takes milliseconds."""
+
+from pathlib import Path
+
+import pytest
+
+from bench.turns import kills
+from tests.tiny import save
+
+
+def test_nothing_wrong_is_found_after_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[1])
+    result = kills.run(5, seed=1, model=str(save(tmp_path / "model")), longest_s=2.0)
+    assert result["kills"] == 5 and result["pieces"] > 20 and result["files"] > 0

@@ -33,7 +33,10 @@ def convert(hint: Any, value: Any, *, is_text: bool) -> Any:
             raise ValueError
         return value
     if hint is Path and isinstance(value, str | Path) and str(value):
-        return Path(value).expanduser()
+        try:
+            return Path(value).expanduser()
+        except RuntimeError:  # ~ of a user that there is none of
+            raise ValueError from None
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint or value == "":

@@ -74,6 +74,7 @@ check: $(DEV_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy $(PACKAGES) bench
 	$(BIN)/python -m bench.figures --check
+	$(BIN)/python -m tests.workers.families_table --check
 	$(BIN)/python -m pytest -q tests/test_imports.py
 
 format: $(DEV_STAMP)

@@ -52,16 +52,18 @@ def random_model(
 ) -> LoadedModel:
     """Weights of no meaning in bfloat16, for a model of that shape."""
     shape = shape_named(shape_name)
+    mlp = shape.layers[0].mlp
+    assert mlp is not None
     config = LlamaConfig(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
+        intermediate_size=mlp.intermediate_size,
         num_hidden_layers=num_layers or shape.num_layers,
         num_attention_heads=shape.num_q_heads,
         num_key_value_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         max_position_embeddings=shape.max_positions,
-        rope_parameters=shape.rope,
+        rope_parameters=shape.ropes[0].parameters,
         rms_norm_eps=shape.norm_eps,
         tie_word_embeddings=True,  # nothing is generated
     )

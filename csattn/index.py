@@ -20,7 +20,7 @@ class LayerIndex:
     table: ListTable
     weigh_by_norm: bool  # subspace weight: the query's norm in it, or 1
     # [num_q_heads, head_dim + 1, head_dim]: the next layer's query before RoPE is about [early, 1] @ next_query[h],
-    # where early is what the next layer would project from this layer's input. None in the last layer.
+    # where early is what the next layer would project from this layer's input. None where that has no index.
     next_query: NDArray[np.float32] | None = None
 
     @property
@@ -49,3 +49,10 @@ class LayerIndex:
         columns = np.zeros((*self.codebooks.shape[:2], self.codebooks.shape[3], room), np.float32)
         columns[..., : self.num_centroids] = self.codebooks.swapaxes(2, 3)
         return columns
+
+
+@dataclass(frozen=True)
+class NoIndex:
+    """Of a layer that keeps a context's last rows alone: nothing is searched."""
+
+    next_query: NDArray[np.float32] | None = None  # as of `LayerIndex`: where the next layer has an index

@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from csattn.attention import attend_chunk
 from csattn.errors import CaptureError
 from csattn.models.attention_hook import attention_implementation
+from csattn.models.families import describe
 from csattn.models.query import embed
+from csattn.models.rope import position_embeddings
+from csattn.models.spec import AttentionSpec
 
 CHUNK_LEN = 1024
 CHUNK_LEN_ON_GPU = 8192
@@ -32,14 +35,21 @@ class LayerCapture:
     q: Tensor  # [num_q_heads, context_len, head_dim]
     kv: Tensor  # [num_kv_heads, context_len, 2, head_dim]: K and V of one key side by side
     hidden_in: Tensor  # [context_len, hidden_size], what entered the layer
+    # of a layer that keeps neither: what became of the context, conv and memory; then q and kv are those of another
+    state: dict[str, Tensor] | None = None
 
 
 class _CapturingLayer:
-    """Stands in for keys and values: keeps them, and attends to all that it has kept."""
+    """Stands in for keys and values: keeps them, and attends to those of them that the layer sees."""
 
-    def __init__(self, capture: LayerCapture):
-        self._capture = capture
+    def __init__(self, capture: LayerCapture, spec: AttentionSpec, sinks: Tensor | None):
+        self._capture, self._spec = capture, spec
+        self._sinks = None if sinks is None else sinks.float()
         self._num_rows = 0
+
+    @property
+    def num_rows(self) -> int:
+        return self._num_rows
 
     def append(self, k: Tensor, v: Tensor) -> None:
         chunk = slice(self._num_rows, self._num_rows + k.shape[2])
@@ -48,10 +58,16 @@ class _CapturingLayer:
         self._num_rows = chunk.stop
 
     def attend(self, q: Tensor, softmax_scale: float) -> Tensor:
-        rows = self._capture.kv[:, : self._num_rows]
-        self._capture.q[:, self._num_rows - q.shape[2] : self._num_rows] = q[0]
-        attend = attend_chunk_on_gpu if q.is_cuda else attend_chunk
-        return attend(q[0], rows[:, :, 0], rows[:, :, 1], softmax_scale)[None]
+        rows, tokens = self._capture.kv[:, : self._num_rows], range(self._num_rows - q.shape[2], self._num_rows)
+        self._capture.q[:, tokens.start : tokens.stop] = q[0]
+        kv = rows[:, :, 0], rows[:, :, 1]
+        reach = self._spec.reach
+        if q.is_cuda and reach is None and self._spec.logit_cap is None and self._sinks is None:
+            return attend_chunk_on_gpu(q[0], *kv, softmax_scale)[None]
+        first_seen = None
+        if reach is not None:
+            first_seen = torch.tensor([reach.first_seen(token) for token in tokens], device=q.device)
+        return attend_chunk(q[0], *kv, softmax_scale, first_seen, self._spec.logit_cap, self._sinks)[None]
 
 
 class _CapturingCache(Cache):  # type: ignore[misc]  # transformers is untyped
@@ -64,6 +80,37 @@ class _CapturingCache(Cache):  # type: ignore[misc]  # transformers is untyped
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         self._layer.append(key_states, value_states)
         return self._layer, self._layer
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._layer.num_rows
+
+
+class _StateCache(Cache):  # type: ignore[misc]  # transformers is untyped
+    """Of a layer that keeps a state, whatever its number."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.state = LinearAttentionLayer()
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.state.conv_states[0] if self.state.has_previous_state[0] else None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.state.recurrent_states[0] if self.state.is_recurrent_states_initialized[0] else None
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, **kwargs: Any) -> Any:
+        return self.state.update_conv_state(conv_states, **kwargs)
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, **kwargs: Any) -> Any:
+        return self.state.update_recurrent_state(recurrent_states, **kwargs)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def arrays(self) -> dict[str, Tensor]:
+        """conv [channels, conv_len - 1] and memory [num_v_heads, k_dim, v_dim], float32."""
+        conv, memory = self.state.conv_states[0][0, :, 1:], self.state.recurrent_states[0][0]
+        return {"conv": conv.float().contiguous(), "memory": memory.float().contiguous()}
 
 
 @torch.inference_mode()
@@ -83,16 +130,23 @@ def prefill(
     context_len = token_ids.shape[0]
     first_layer, hidden = resume or (0, embed(model, token_ids.to(model.device)).clone())
     hidden = hidden.to(model.device)
-    chunk_len = chunk_len or (CHUNK_LEN_ON_GPU if hidden.is_cuda else CHUNK_LEN)
-    head_dim = body.layers[0].self_attn.head_dim
+    spec = describe(config)
+    plain = all((x.reach, x.sinks, x.logit_cap) == (None, False, None) for x in (y.attention for y in spec.layers))
+    chunk_len = chunk_len or (CHUNK_LEN_ON_GPU if hidden.is_cuda and plain else CHUNK_LEN)
+    head_dim = spec.head_dim
     positions = torch.arange(context_len, device=hidden.device)[None]
-    cos, sin = body.rotary_emb(hidden[None], position_ids=positions)
+    embeddings = position_embeddings(body, hidden[None], positions)
     q = hidden.new_empty(config.num_attention_heads, context_len, head_dim)
     kv = hidden.new_empty(config.num_key_value_heads, context_len, 2, head_dim)
     with attention_implementation(model):
         for layer_idx in range(first_layer, len(body.layers)):
             capture = LayerCapture(layer_idx, q, kv, hidden)
-            cache = _CapturingCache(_CapturingLayer(capture))
+            of_layer, sinks = spec.layers[layer_idx], None
+            cache: _StateCache | _CapturingCache = _StateCache()
+            if of_layer.delta is None:
+                sinks = getattr(body.layers[layer_idx].self_attn, "sinks", None)
+                cache = _CapturingCache(_CapturingLayer(capture, of_layer.attention, sinks))
+            told = embeddings[layer_idx]
             leaving = torch.empty_like(hidden)
             for start in range(0, context_len, chunk_len):
                 rows = slice(start, min(start + chunk_len, context_len))
@@ -102,9 +156,11 @@ def prefill(
                     position_ids=positions[:, rows],
                     past_key_values=cache,
                     use_cache=True,
-                    position_embeddings=(cos[:, rows], sin[:, rows]),
+                    position_embeddings=tuple(x[:, rows] for x in told) if isinstance(told, tuple) else told[:, rows],
                 )[0]
                 on_chunk(layer_idx, rows.stop - rows.start)
+            if isinstance(cache, _StateCache):
+                capture.state = cache.arrays()
             _require_finite(capture)
             yield capture, leaving
             hidden = leaving
@@ -127,7 +183,8 @@ def attend_chunk_on_gpu(
 
 
 def _require_finite(capture: LayerCapture) -> None:
-    for name, array in (("queries", capture.q), ("keys and values", capture.kv)):
+    made = {"queries": capture.q, "keys and values": capture.kv} if capture.state is None else capture.state
+    for name, array in made.items():
         if not torch.isfinite(array).all():
             raise CaptureError(
                 f"layer {capture.layer_idx} produced NaN or infinity in its {name}; the model may be damaged or "

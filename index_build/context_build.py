@@ -103,7 +103,7 @@ class ContextBuild:
             self.built["index"] += value
         if piece.kind == "index" and len(self.groups) > 1:
             self._shards[piece.layer_idx].add(piece.heads.start)
-        elif piece.kind != "prefill":
+        else:  # of prefill, layers that have no index are finished
             for layer_idx in range(piece.layer_idx, max(piece.layer_idx + 1, piece.stop_layer)):
                 self._writer.take_layer(layer_idx)
         self._finish_if_complete()
@@ -175,6 +175,10 @@ class ContextBuild:
         assert self.plan is not None
         return self.plan.spec.model.num_layers
 
+    def _has_index(self, layer_idx: int) -> bool:
+        assert self.plan is not None
+        return layer_idx in self.plan.spec.model.indexed_layers
+
     @property
     def _num_finished(self) -> int:
         assert self._writer is not None
@@ -224,7 +228,8 @@ class ContextBuild:
         self._look()
         pieces = []
         for layer_idx in sorted(self._ready):
-            if self._writer.is_finished(layer_idx):
+            if self._writer.is_finished(layer_idx) or not self._has_index(layer_idx):
+                self._writer.take_layer(layer_idx)
                 continue
             if layer_idx not in self._shards:
                 done = {heads.start for heads in self.groups if has_shard(self._writer.work, layer_idx, heads)}

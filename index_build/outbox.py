@@ -61,12 +61,13 @@ class DeviceOutbox(Outbox):
         slot = self._slots.pop(0)
         self._slots.append(slot)
         slot.raise_error()
+        slot.arrays = {}
         self._kv_copied = slot.copy({"kv": kv})
 
     def send(self, arrays: Mapping[str, Tensor], write: Write) -> None:
         slot = self._slots[-1]
         copied = slot.copy(arrays)
-        slot.written = self._writer.submit(_write_copied, copied, slot.buffers, write)
+        slot.written = self._writer.submit(_write_copied, copied, slot.arrays, write)
         torch.cuda.current_stream().wait_event(self._kv_copied)  # the next layer's KV goes where this one's was
 
 
@@ -75,7 +76,9 @@ class _Slot:
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
-        self.buffers: dict[str, Tensor] = {}  # kept from layer to layer: locking memory is slow
+        # by name and sizes, kept from layer to layer: locking memory is slow
+        self._buffers: dict[tuple[str, torch.Size], Tensor] = {}
+        self.arrays: dict[str, Tensor] = {}  # of the layer at hand
         self.written: Future[None] | None = None  # the layer that was here last
 
     def raise_error(self) -> None:
@@ -88,9 +91,11 @@ class _Slot:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for name, array in arrays.items():
-                if name not in self.buffers:
-                    self.buffers[name] = torch.empty(array.shape, dtype=array.dtype, pin_memory=True)
-                self.buffers[name].copy_(array, non_blocking=True)
+                key = name, array.shape
+                if key not in self._buffers:
+                    self._buffers[key] = torch.empty(array.shape, dtype=array.dtype, pin_memory=True)
+                self.arrays[name] = self._buffers[key]
+                self.arrays[name].copy_(array, non_blocking=True)
                 array.record_stream(self._stream)  # the array may be dropped before the copy has been made
         event: torch.cuda.Event = self._stream.record_event()
         return event

@@ -30,10 +30,12 @@ from csattn.artifact.handover import (
     save_captured,
     save_shard,
 )
-from csattn.artifact.layout import kv_file
+from csattn.artifact.layout import kv_file, state_file
 from csattn.errors import ArtifactError, ArtifactMismatchError
+from csattn.index import LayerIndex, NoIndex
 from csattn.models import LoadedModel
 from csattn.models.query import queries_before_rope
+from csattn.sketch import SketchIndex
 from index_build.capture import LayerCapture, prefill
 from index_build.kmeans import set_kmeans_threads
 from index_build.layer import as_layer_index, index_arrays
@@ -167,10 +169,14 @@ def prefill_layers(
             if not is_ready(work, layer_idx):
                 num_new += 1
                 report(layer_idx, "index")
-                outbox.take_kv(capture.kv)
+                num_kept = spec.model.num_kept(layer_idx, spec.context_len)
+                outbox.take_kv(capture.kv[:, spec.context_len - num_kept :])
                 with times.timed("index"):
-                    next_query = _fit_next_query(loaded.model, capture, leaving)
-                    if index_threads is None:  # q is copied while the next layer is computed
+                    is_predicted = spec.model.is_predicted(layer_idx + 1)
+                    next_query = _fit_next_query(loaded.model, capture, leaving) if is_predicted else None
+                    if layer_idx not in spec.model.indexed_layers:
+                        arrays = capture.state or {}
+                    elif index_threads is None:  # q is copied while the next layer is computed
                         arrays = {"q": capture.q.clone() if on_gpu else capture.q}
                     else:
                         arrays = index_arrays(capture.q, capture.kv, spec.index_config, index_threads)
@@ -241,11 +247,9 @@ class _CheckpointClock:
         return due
 
 
-def _fit_next_query(model: Any, capture: LayerCapture, leaving: Tensor) -> NDArray[np.float32] | None:
-    """How the next layer's query is predicted from this layer's input; None after the last layer."""
+def _fit_next_query(model: Any, capture: LayerCapture, leaving: Tensor) -> NDArray[np.float32]:
+    """How the next layer's query is predicted from this layer's input."""
     layers = model.model.layers
-    if capture.layer_idx + 1 == len(layers):
-        return None
     rows = sample_rows(len(leaving), capture.q.shape[2])
     following = layers[capture.layer_idx + 1]
     with torch.inference_mode():
@@ -265,6 +269,9 @@ def _write(
     with times.timed("write"):
         if "q" in arrays:
             save_captured(work, layer_idx, arrays["q"], arrays["kv"], next_query)
+        elif "memory" in arrays:
+            state = {name: arrays[name] for name in ("conv", "memory")}
+            _finish(work, layer_idx, work.write_part(state_file(layer_idx), state), {}, next_query)
         else:
             kv_record = work.write_part(kv_file(layer_idx), {"kv": arrays["kv"]})
             _finish(work, layer_idx, kv_record, {name: arrays[name] for name in arrays if name != "kv"}, next_query)
@@ -280,7 +287,9 @@ def _finish(
     next_query: NDArray[np.float32] | None,
 ) -> None:
     """Write the index of a layer whose KV is there, and remove what it was made from."""
-    index = as_layer_index(arrays, work.spec.index_config, work.spec.context_len, next_query)
+    index: LayerIndex | SketchIndex | NoIndex = NoIndex(next_query)
+    if arrays:
+        index = as_layer_index(arrays, work.spec.index_config, work.spec.context_len, next_query)
     work.finish_layer(layer_idx, kv_record, index)
     drop_handover(work, layer_idx)
 

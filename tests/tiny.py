@@ -14,6 +14,18 @@ from transformers import PreTrainedTokenizerFast
 from csattn.models import LoadedModel
 from csattn.models.loader import wrap_model
 
+_LOCAL = ["sliding_attention", "full_attention", "sliding_attention"]  # of layers
+_DELTA = {
+    "head_dim": 16,
+    "num_hidden_layers": 5,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "linear_conv_kernel_dim": 4,
+    "initializer_range": 0.15,  # what is summed up over all of a context is told apart by rounding otherwise
+}
 # by family: its classes' name, and what its config says beside the sizes
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -24,21 +36,82 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 # those whose layers are made of the same parts, put together differently
 ALL_FAMILIES = FAMILIES | {
     "arcee": ("Arcee", {"mlp_bias": True}),
+    "cohere": ("Cohere", {"attention_bias": True, "logit_scale": 1.0}),
+    "cohere2": ("Cohere2", {"sliding_window": 37, "layer_types": _LOCAL}),
     "ernie4_5": ("Ernie4_5", {"head_dim": 16, "use_bias": True}),
-    "exaone4": ("Exaone4", {"sliding_window": None, "layer_types": 3 * ["full_attention"]}),
+    "exaone4": ("Exaone4", {"sliding_window": 37, "layer_types": _LOCAL}),
     "gemma": ("Gemma", {"head_dim": 16}),
     "gemma2": (
         "Gemma2",
         {
             "head_dim": 16,
-            "layer_types": 3 * ["full_attention"],
-            "attn_logit_softcapping": None,
+            "sliding_window": 37,
+            "layer_types": _LOCAL,
+            "attn_logit_softcapping": 2.0,
             "final_logit_softcapping": 5.0,
             "query_pre_attn_scalar": 20,
         },
     ),
+    "gemma3_text": (
+        "Gemma3",
+        {
+            "head_dim": 16,
+            "sliding_window": 37,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5},
+            },
+            "query_pre_attn_scalar": 20,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
     "glm": ("Glm", {"head_dim": 16}),
     "glm4": ("Glm4", {"head_dim": 16}),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            "head_dim": 16,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "moe_intermediate_size": 36,
+            "n_routed_experts": 12,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "head_dim": 16,
+            "intermediate_size": 36,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 37,
+            "layer_types": _LOCAL,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 16.0,
+                "original_max_position_embeddings": 64,
+                "truncate": False,
+            },
+        },
+    ),
+    "granitemoe": (
+        "GraniteMoe",
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 2.0,
+        },
+    ),
     "granite": (
         "Granite",
         {
@@ -51,9 +124,88 @@ ALL_FAMILIES = FAMILIES | {
         },
     ),
     "helium": ("Helium", {"head_dim": 16}),
-    "ministral": ("Ministral", {"head_dim": 16, "layer_types": 3 * ["full_attention"]}),
+    "llama4_text": (
+        "Llama4",
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "attention_chunk_size": 37,
+            "layer_types": ["chunked_attention", "full_attention", "chunked_attention", "full_attention"],
+            "no_rope_layers": [1, 0, 1, 0],
+            "floor_scale": 64,
+            "attn_scale": 0.3,
+            "intermediate_size": 36,
+            "intermediate_size_mlp": 48,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_layers": [1, 2],
+        },
+    ),
+    "minimax_m2": (
+        "MiniMaxM2",
+        {"head_dim": 16, "intermediate_size": 36, "num_local_experts": 7, "num_experts_per_tok": 3},
+    ),
+    "ministral": ("Ministral", {"head_dim": 16, "sliding_window": 37, "layer_types": _LOCAL}),
+    "ministral3": (
+        "Ministral3",
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "llama_4_scaling_beta": 0.3,
+            },
+        },
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "sliding_window": None}),
     "olmo2": ("Olmo2", {}),
+    "olmoe": ("Olmoe", {"num_experts": 7, "num_experts_per_tok": 3, "norm_topk_prob": False}),
+    "olmo3": ("Olmo3", {"sliding_window": 37, "layer_types": _LOCAL}),
     "phi3": ("Phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 36,
+            "shared_expert_intermediate_size": 40,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 16,
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 36,
+            "norm_topk_prob": True,
+        },
+    ),
+    "qwen3_5_moe_text": (
+        "Qwen3_5Moe",
+        _DELTA
+        | {
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 36,
+            "shared_expert_intermediate_size": 40,
+        },
+    ),
+    "qwen3_5_text": ("Qwen3_5", _DELTA),
+    "qwen3_next": (
+        "Qwen3Next",
+        _DELTA
+        | {
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 36,
+            "shared_expert_intermediate_size": 40,
+            "mlp_only_layers": [1],
+        },
+    ),
     "seed_oss": ("SeedOss", {"head_dim": 24, "attention_bias": True, "attention_out_bias": True, "mlp_bias": True}),
     "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2, "attention_bias": True}),
 }
@@ -79,7 +231,8 @@ def tiny_config(family: str, **changes: Any) -> Any:
         "eos_token_id": None,
         "pad_token_id": None,
     }
-    return getattr(transformers, f"{name}Config")(**{**sizes, **extras, **changes})
+    kind = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
+    return kind(**{**sizes, **extras, **changes})
 
 
 def make_model(family: str = "llama", seed: int = 0, **changes: Any) -> Any:
@@ -90,6 +243,9 @@ def make_model(family: str = "llama", seed: int = 0, **changes: Any) -> Any:
             for name, parameter in model.named_parameters():  # which are zeros and ones otherwise
                 if name.endswith("bias") or "norm" in name:
                     parameter += 0.2 * torch.randn_like(parameter)
+            for name, buffer in model.named_buffers():
+                if name.endswith("bias"):
+                    buffer += 0.2 * torch.randn_like(buffer)
     return model
 
 

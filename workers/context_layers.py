@@ -8,9 +8,14 @@ import torch
 from torch import Tensor
 
 from csattn.artifact import Artifact
+from csattn.artifact.manifest import STATE
+from csattn.attention import attend_chunk
+from csattn.errors import ConfigError
 from csattn.models import LoadedModel
 from csattn.models.attending_cache import AttendingCache
 from csattn.models.attention_hook import attention_implementation
+from csattn.models.families import describe
+from csattn.models.spec import AttentionSpec
 from csattn.selectors import ContextLayer
 
 # tokens of the context that pass through the model at a time, and how many logits those may have in a layer
@@ -18,12 +23,14 @@ _CHUNK_LEN, _CHUNK_LOGITS = 128, 1 << 27
 
 
 def context_layers(loaded: LoadedModel, artifact: Artifact) -> list[ContextLayer]:
-    """Each layer of the artifact's context. The model runs over the context once a selector asks for its attention."""
-    num_layers = loaded.geometry.num_layers
+    """Each layer of the artifact's context that has an index.
+
+    The model runs over the context once a selector asks for its attention.
+    """
     received = cache(partial(attention_received, loaded, artifact))
     layers = []
-    for layer_idx in range(num_layers):
-        keys, values = artifact.layer_kv(layer_idx).unbind(2)
+    for layer_idx, kv in enumerate(artifact.indexed_kv()):
+        keys, values = kv.unbind(2)
         of_layer = partial(_of_layer, received, layer_idx)
         layers.append(ContextLayer(keys, values, loaded.geometry.num_q_heads, of_layer))
     return layers
@@ -36,23 +43,36 @@ def attention_received(loaded: LoadedModel, artifact: Artifact) -> list[Tensor]:
     The context passes through the model again, against the artifact's rows: as long as a prefill takes.
     Returns [num_q_heads, context_len] float32 of each layer.
     """
+    if STATE in loaded.geometry.reaches:
+        raise ConfigError(
+            f"what tokens of the context attended to is asked for, which {loaded.name}, a model with linear attention, "
+            "does not tell; choose another selector than h2o"
+        )
     geometry, context_len = loaded.geometry, artifact.spec.context_len
     chunk_len = max(1, min(_CHUNK_LEN, _CHUNK_LOGITS // (geometry.num_q_heads * context_len)))
     ids = torch.from_numpy(np.array(artifact.token_ids)).long()[None]
-    rows = [_Replayed(artifact.layer_kv(layer_idx), geometry.num_q_heads) for layer_idx in range(geometry.num_layers)]
+    layers = zip(describe(loaded.model.config).layers, loaded.model.model.layers, strict=True)
+    rows: list[_Replayed | _Passing] = []
+    for layer_idx, (spec, layer) in enumerate(layers):
+        sinks = getattr(layer.self_attn, "sinks", None)
+        if spec.attention.reach is None:
+            kv = artifact.layer_kv(layer_idx)
+            rows.append(_Replayed(kv, geometry.num_q_heads, spec.attention.logit_cap, sinks))
+        else:
+            rows.append(_Passing(spec.attention, sinks))
     replayed = AttendingCache(rows)
     with attention_implementation(loaded.model):
         for chunk in torch.split(ids, chunk_len, dim=1):
             loaded.model.model(chunk, past_key_values=replayed)
-    return [layer_rows.received for layer_rows in rows]
+    return [layer_rows.received for layer_rows in rows if isinstance(layer_rows, _Replayed)]
 
 
 class _Replayed:
     """A layer's rows while the context passes through the model again: they are there already."""
 
-    def __init__(self, kv: Tensor, num_q_heads: int):
+    def __init__(self, kv: Tensor, num_q_heads: int, cap: float | None = None, sinks: Tensor | None = None):
         """kv: [num_kv_heads, context_len, 2, head_dim]."""
-        self._kv = kv
+        self._kv, self._cap, self._sinks = kv, cap, sinks
         self.kv_len = 0
         self.received = torch.zeros(num_q_heads, kv.shape[1])
 
@@ -64,12 +84,39 @@ class _Replayed:
         keys, values = self._kv[:, : self.kv_len].unbind(2)
         grouped = q.reshape(keys.shape[0], -1, q.shape[-1])
         logits = (grouped @ keys.transpose(1, 2)).view(*q.shape[:2], self.kv_len).float() * softmax_scale
+        if self._cap is not None:
+            logits = self._cap * (logits / self._cap).tanh()
+        if self._sinks is not None:
+            logits = torch.cat([logits, self._sinks.float().view(-1, 1, 1).expand(*q.shape[:2], 1)], dim=2)
         first = self.kv_len - num_tokens
         later = torch.ones(num_tokens, num_tokens, dtype=torch.bool).triu(1)
-        logits[:, :, first:].masked_fill_(later, -torch.inf)
-        weights = logits.softmax(-1)
+        logits[:, :, first : self.kv_len].masked_fill_(later, -torch.inf)
+        weights = logits.softmax(-1)[:, :, : self.kv_len]
         self.received[:, : self.kv_len] += weights.sum(1)
         return (weights.to(q.dtype).view(keys.shape[0], -1, self.kv_len) @ values).view_as(q)
+
+
+class _Passing:
+    """The rows of a layer that sees the last of them alone."""
+
+    def __init__(self, spec: AttentionSpec, sinks: Tensor | None) -> None:
+        self._spec, self._sinks = spec, sinks
+        self._kept: Tensor | None = None  # [2, num_kv_heads, the last rows, head_dim]
+        self.kv_len = 0
+
+    def append(self, k: Tensor, v: Tensor) -> None:
+        reach, new = self._spec.reach, torch.stack([k, v])
+        assert reach is not None
+        self._kept = new if self._kept is None else torch.cat([self._kept[:, :, -reach.num_rows :], new], dim=2)
+        self.kv_len += k.shape[1]
+
+    def attend(self, q: Tensor, softmax_scale: float) -> Tensor:
+        reach, kept = self._spec.reach, self._kept
+        assert reach is not None and kept is not None
+        first = self.kv_len - kept.shape[2]  # that is kept
+        tokens = range(self.kv_len - q.shape[1], self.kv_len)
+        first_seen = torch.tensor([max(0, reach.first_seen(token) - first) for token in tokens])
+        return attend_chunk(q, kept[0], kept[1], softmax_scale, first_seen, self._spec.logit_cap, self._sinks)
 
 
 def _of_layer(received: Callable[[], list[Tensor]], layer_idx: int) -> Tensor:

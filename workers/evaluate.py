@@ -76,8 +76,8 @@ def measure(
         log_probs = _predict(session, request, token_ids[:-1], on_token)
         count, index_bytes, search_s = request.count, request.index_bytes, session.engine.counts().search_s
     spec = artifact.spec
-    rows_before = sum(spec.context_len + token + 1 for token in range(num_tokens)) * spec.model.num_layers
-    num_lists = spec.model.num_kv_heads * spec.model.num_layers
+    rows_before = sum(spec.context_len + token + 1 for token in range(num_tokens)) * len(spec.model.indexed_layers)
+    num_lists = spec.model.num_kv_heads * len(spec.model.indexed_layers)
     head_dim = spec.model.head_dim
     row_bytes = 2 * head_dim * loaded.dtype.itemsize if kv_format is None else kv_format.row_bytes(head_dim)
     kl = (baseline.log_probs.exp() * (baseline.log_probs - log_probs)).sum(-1)

@@ -5,6 +5,7 @@ import torch
 from numpy.typing import NDArray
 
 from csattn.artifact import Artifact
+from csattn.attention import join_sinks
 from workers.engine.fidelity import Seen, compare
 
 NUM_BINS = 128  # stretches of the context whose reads are counted together
@@ -18,8 +19,8 @@ class AttentionProbe:
 
     def __init__(self, artifact: Artifact, every: int = 1):
         """artifact: whose KV, as it was built, says what full attention would have been."""
-        shape = (artifact.spec.model.num_layers, artifact.spec.model.num_kv_heads)
-        self._artifact = artifact
+        self._kv = artifact.indexed_kv()
+        shape = (len(self._kv), artifact.spec.model.num_kv_heads)
         self.recall: NDArray[np.float64] = np.zeros(shape)  # share of the exact Top-K rows attended to
         self.mass: NDArray[np.float64] = np.zeros(shape)  # softmax weight of the rows attended to
         self.error: NDArray[np.float64] = np.zeros(shape)  # |out - full out| / |full out|
@@ -41,11 +42,13 @@ class AttentionProbe:
         if (seen.tail.shape[1] - 1) % self._every:
             return
         layer_idx, context_len = seen.layer_idx, seen.view.context_len
-        context = self._artifact.layer_kv(layer_idx)
+        context = self._kv[layer_idx]
         compared = compare(seen, context)
         parts = (compared.weights[:, :, :context_len], context), (compared.weights[:, :, context_len:], seen.tail)
         want = sum(weights @ rows[:, :, 1].float() for weights, rows in parts)
         assert isinstance(want, torch.Tensor) and seen.out is not None
+        if seen.sinks is not None:
+            want = join_sinks(want, compared.lse, seen.sinks.view(compared.lse.shape))
         error = (seen.out.view_as(want) - want).norm(dim=-1) / want.norm(dim=-1)
         reads = compared.attended[:, :, :context_len].float().mean(1, keepdim=True)
         self.recall[layer_idx] += compared.recall.numpy()

@@ -102,7 +102,7 @@ class AskedSteps:
     """Calls of an attention's layers in turn, each with a step's recorded queries."""
 
     def __init__(self, attention: StepAttention, work: Workload) -> None:
-        num_layers = attention.tails.shape[0]
+        num_layers = len(attention.tails)
         queries = [work.queries(layer_idx) for layer_idx in range(min(NUM_WIDE_LAYERS, num_layers))]
         num_calls = -(-LEAST_CALLS // num_layers) * num_layers
         layers = [i % num_layers for i in range(num_calls)]

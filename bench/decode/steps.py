@@ -34,7 +34,7 @@ class RecordedQueries:
         self._predicted = self._recorded(work, "predicted") if attention.lookahead else self._own
         self._own_now = self._own[:1].clone()
         self._predicted_now = self._predicted[:1].clone()
-        self._looks_ahead_first = attention.lookahead and attention.tails.shape[0] > 1
+        self._looks_ahead_first = attention.lookahead and len(attention.tails) > 1
 
     def begin_step(self, rows: StepRows) -> None:
         self._inner.begin_step(rows)
@@ -62,7 +62,7 @@ class RecordedQueries:
     def _recorded(self, work: Workload, which: Which) -> Tensor:
         """[num_steps, num_layers, batch_size, num_q_heads, head_dim]."""
         wide = [work.queries(layer_idx, which) for layer_idx in range(NUM_WIDE_LAYERS)]
-        rounds = [divmod(layer_idx, NUM_WIDE_LAYERS) for layer_idx in range(self.tails.shape[0])]
+        rounds = [divmod(layer_idx, NUM_WIDE_LAYERS) for layer_idx in range(len(self.tails))]
         layers = [wide[wide_idx].roll(-STEPS_BETWEEN_LAYERS * before, dims=0) for before, wide_idx in rounds]
         return torch.stack(layers, dim=1)
 
@@ -152,7 +152,7 @@ def attention_only(attention: StepAttention, rows: StepRows, q: Tensor) -> Calla
 
     q: [batch_size, num_q_heads, head_dim], what every layer is asked with; `RecordedQueries` overrides it.
     """
-    num_layers = attention.tails.shape[0]
+    num_layers = len(attention.tails)
     out = torch.empty_like(q)
 
     def attend_layers() -> None:

@@ -143,7 +143,7 @@ def _queries_layout(work: WorkDir, layer_idx: int) -> FileLayout:
     spec = work.spec
     dtype = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}[spec.kv_dtype]
     tensors = [TensorSpec("q", dtype, (spec.model.num_q_heads, spec.context_len, spec.model.head_dim))]
-    if layer_idx + 1 < spec.model.num_layers:
+    if spec.model.is_predicted(layer_idx + 1):
         tensors += next_query_tensors(spec)
     return plan_file(tensors, {"artifact_id": spec.artifact_id, "file": _queries_file(layer_idx)})
 

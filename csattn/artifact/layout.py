@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from csattn.artifact.manifest import ArtifactSpec, KvDtype
 from csattn.artifact.tensor_file import FileLayout, TensorSpec, plan_file
 from csattn.config import SEGMENT_STEP, SketchConfig
-from csattn.index import LayerIndex
+from csattn.index import LayerIndex, NoIndex
 from csattn.sketch import SketchIndex
 from csattn.sketch.codes import BLOCK_KEYS, num_blocks, num_coords, unpack_marks
 from csattn.sketch.index import num_marked
@@ -31,11 +31,21 @@ def index_file(layer_idx: int) -> str:
     return f"layer-{layer_idx:03d}.index.safetensors"
 
 
+def state_file(layer_idx: int) -> str:
+    return f"layer-{layer_idx:03d}.state.safetensors"
+
+
 def file_names(spec: ArtifactSpec) -> Iterator[str]:
     """The files that a manifest lists, in the order of writing."""
     yield TOKENS_FILE
     for layer_idx in range(spec.model.num_layers):
-        yield kv_file(layer_idx)
+        yield from layer_files(spec, layer_idx)
+
+
+def layer_files(spec: ArtifactSpec, layer_idx: int) -> Iterator[str]:
+    """A layer without an index has its file where it tells the next one's queries."""
+    yield state_file(layer_idx) if spec.model.has_state(layer_idx) else kv_file(layer_idx)
+    if layer_idx in spec.model.indexed_layers or spec.model.is_predicted(layer_idx + 1):
         yield index_file(layer_idx)
 
 
@@ -44,13 +54,17 @@ def plan(spec: ArtifactSpec, name: str) -> FileLayout:
     if name == TOKENS_FILE:
         tensors = [TensorSpec("token_ids", "I32", (spec.context_len,))]
     elif name.endswith(".kv.safetensors"):
-        tensors = [kv_tensor(spec)]
+        tensors = [kv_tensor(spec, _layer_of(name))]
+    elif name.endswith(".state.safetensors"):
+        tensors = [TensorSpec("conv", "F32", spec.model.state[:2]), TensorSpec("memory", "F32", spec.model.state[2:])]
     else:
-        tensors = index_tensors(spec, spec.num_index_heads)
-        if isinstance(spec.index_config, SketchConfig):
-            num_segments = len(spec.index_config.segment_starts(spec.context_len))
-            tensors.append(TensorSpec("segment_starts", "I32", (num_segments,)))
-        if name != index_file(spec.model.num_layers - 1):
+        tensors, layer_idx = [], _layer_of(name)
+        if layer_idx in spec.model.indexed_layers:
+            tensors += index_tensors(spec, spec.num_index_heads)
+            if isinstance(spec.index_config, SketchConfig):
+                num_segments = len(spec.index_config.segment_starts(spec.context_len))
+                tensors.append(TensorSpec("segment_starts", "I32", (num_segments,)))
+        if spec.model.is_predicted(layer_idx + 1):
             tensors += next_query_tensors(spec)
     return plan_file(tensors, {"artifact_id": spec.artifact_id, "file": name})
 
@@ -60,9 +74,15 @@ def artifact_bytes(spec: ArtifactSpec) -> int:
     return sum(plan(spec, name).size_bytes for name in file_names(spec))
 
 
-def kv_tensor(spec: ArtifactSpec) -> TensorSpec:
+def _layer_of(name: str) -> int:
+    """Of a layer's file."""
+    return int(name.removeprefix("layer-")[:3])
+
+
+def kv_tensor(spec: ArtifactSpec, layer_idx: int) -> TensorSpec:
     """K at [..., 0, :] and V at [..., 1, :], so that one row of the file is one read."""
-    shape = (spec.model.num_kv_heads, spec.context_len, 2, spec.model.head_dim)
+    num_rows = spec.model.num_kept(layer_idx, spec.context_len)
+    shape = (spec.model.num_kv_heads, num_rows, 2, spec.model.head_dim)
     return TensorSpec("kv", _KV_DTYPES[spec.kv_dtype], shape)
 
 
@@ -113,8 +133,10 @@ def next_query_from_arrays(arrays: Mapping[str, NDArray[Any]]) -> NDArray[np.flo
     return rows
 
 
-def index_arrays(index: LayerIndex | SketchIndex) -> dict[str, NDArray[Any]]:
+def index_arrays(index: LayerIndex | SketchIndex | NoIndex) -> dict[str, NDArray[Any]]:
     """The arrays of a layer's index by their name in the file, without those of `next_query`."""
+    if isinstance(index, NoIndex):
+        return {}
     if isinstance(index, SketchIndex):
         names = "codes", "marks", "segment_starts", "key_mean", "query_transform", "value_mean", "value_transform"
         return {name: getattr(index, name) for name in names}
@@ -127,10 +149,12 @@ def index_arrays(index: LayerIndex | SketchIndex) -> dict[str, NDArray[Any]]:
     }
 
 
-def index_from_arrays(spec: ArtifactSpec, arrays: Mapping[str, NDArray[Any]]) -> LayerIndex | SketchIndex:
+def index_from_arrays(spec: ArtifactSpec, arrays: Mapping[str, NDArray[Any]]) -> LayerIndex | SketchIndex | NoIndex:
     """The inverse of `index_arrays`."""
     config = spec.index_config
     next_query = next_query_from_arrays(arrays)
+    if not arrays.keys() - {"next_query", "next_query_scale"}:
+        return NoIndex(next_query)
     if isinstance(config, SketchConfig):
         return SketchIndex(
             codes=arrays["codes"],
@@ -153,7 +177,7 @@ def index_from_arrays(spec: ArtifactSpec, arrays: Mapping[str, NDArray[Any]]) ->
     )
 
 
-def fault_of_index(index: LayerIndex | SketchIndex) -> str | None:
+def fault_of_index(index: LayerIndex | SketchIndex | NoIndex) -> str | None:
     """Why a search over this index could read out of bounds or compute NaN, or None.
 
     Kernels check no bounds: this is the only place that stands between them and a forged table.
@@ -162,6 +186,8 @@ def fault_of_index(index: LayerIndex | SketchIndex) -> str | None:
     for name, array in {**index_arrays(index), **lookahead}.items():
         if array.dtype.kind == "f" and not all(np.isfinite(head).all() for head in array):
             return f"{name} holds NaN or infinity"
+    if isinstance(index, NoIndex):
+        return None
     return _fault_of_sketch(index) if isinstance(index, SketchIndex) else _fault_of_lists(index)
 
 

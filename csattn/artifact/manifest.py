@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal, Self, get_args
 
 import numpy as np
@@ -15,6 +15,7 @@ from csattn.errors import ArtifactCorruptError, ArtifactMismatchError, ConfigErr
 
 FORMAT_NAME = "csattn-artifact"
 FORMAT_VERSION = 4
+STATE = -1  # in a layer's place among the reaches
 
 KvDtype = Literal["float32", "float16", "bfloat16"]
 
@@ -30,23 +31,59 @@ class ModelGeometry:
     hidden_size: int
     vocab_size: int
     max_positions: int  # rows that the model's positions allow
+    # of each layer, how many rows of a context a token behind it may see, 0: all, STATE: it keeps what became of them;
+    # empty: all layers see all
+    reaches: tuple[int, ...] = ()
+    # sizes of a state: the last inputs of channels [2], and a memory [3]
+    state: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for name, value in self._sizes.items():
             if type(value) is not int or value < 1:
-                raise ConfigError(f"{field.name} of a model must be a positive integer, got {value!r}")
+                raise ConfigError(f"{name} of a model must be a positive integer, got {value!r}")
+        has_state = STATE in self.reaches
+        if len(self.state) != 5 * has_state or any(type(x) is not int or x < 1 for x in self.state):
+            raise ConfigError(f"a state has five positive sizes, where a layer has one, got {self.state}")
+        if self.reaches and (len(self.reaches) != self.num_layers or not self.indexed_layers):
+            raise ConfigError(f"of {self.num_layers} layers one at least sees all of a context, got {self.reaches}")
+        if any(type(reach) is not int or reach < STATE for reach in self.reaches):
+            raise ConfigError(f"a layer sees some rows or all of a context, got {self.reaches}")
         if self.num_q_heads % self.num_kv_heads:
             raise ConfigError(
                 f"{self.num_q_heads} query heads cannot share {self.num_kv_heads} KV heads in equal groups"
             )
 
+    @property
+    def indexed_layers(self) -> tuple[int, ...]:
+        """Those that see all of a context: an index is made of them. The others keep its last rows, and no index."""
+        return tuple(i for i in range(self.num_layers) if not self.reaches or self.reaches[i] == 0)
+
+    def is_predicted(self, layer_idx: int) -> bool:
+        """Whether the layer before tells its queries: of indexed layers, all but the first."""
+        return layer_idx in self.indexed_layers[1:]
+
+    def has_state(self, layer_idx: int) -> bool:
+        return bool(self.reaches) and self.reaches[layer_idx] == STATE
+
+    def num_kept(self, layer_idx: int, context_len: int) -> int:
+        """How many rows of a context that layer keeps: the last; none where it has a state."""
+        if self.has_state(layer_idx):
+            return 0
+        return min(context_len, self.reaches[layer_idx] or context_len) if self.reaches else context_len
+
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        lists = {"reaches": list(self.reaches), "state": list(self.state)}
+        return self._sizes | {name: values for name, values in lists.items() if values}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
-        return cls(**data)
+        return cls(**{**data, **{name: tuple(data.get(name, ())) for name in ("reaches", "state")}})
+
+    @property
+    def _sizes(self) -> dict[str, Any]:
+        return {
+            field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("reaches", "state")
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

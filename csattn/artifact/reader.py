@@ -23,12 +23,14 @@ from csattn.artifact.layout import (
     index_file,
     index_from_arrays,
     kv_file,
+    layer_files,
     plan,
+    state_file,
 )
 from csattn.artifact.manifest import ArtifactSpec, Manifest, hash_token_ids
 from csattn.artifact.tensor_file import how_to_heal, map_file, open_regular_file
 from csattn.errors import ArtifactCorruptError, ArtifactError, ArtifactMismatchError, ArtifactNotFoundError
-from csattn.index import LayerIndex
+from csattn.index import LayerIndex, NoIndex
 from csattn.sketch import SketchIndex
 
 Progress = Callable[[int, int], None]  # bytes hashed so far, bytes in all
@@ -48,7 +50,7 @@ class Artifact:
         self.manifest = manifest
         self.token_ids: NDArray[np.int32] = files[TOKENS_FILE]["token_ids"]  # [context_len]
         self._files: dict[str, Mapping[str, NDArray[Any]]] = dict(files)
-        self._indexes: dict[int, LayerIndex | SketchIndex] = {}
+        self._indexes: dict[int, LayerIndex | SketchIndex | NoIndex] = {}
 
     @property
     def spec(self) -> ArtifactSpec:
@@ -65,7 +67,10 @@ class Artifact:
         return self.manifest.index_bytes
 
     def layer_kv(self, layer_idx: int) -> torch.Tensor:
-        """The context's rows [num_kv_heads, context_len, 2, head_dim]: K at [..., 0, :], V at [..., 1, :]."""
+        """The context's rows [num_kv_heads, context_len, 2, head_dim]: K at [..., 0, :], V at [..., 1, :].
+
+        Of a layer that does not see all of it, the last `ModelGeometry.num_kept`.
+        """
         return as_tensor(self._file(kv_file(layer_idx))["kv"], self.spec.kv_dtype == "bfloat16")
 
     def layer_kv_place(self, layer_idx: int) -> tuple[Path, int, int]:
@@ -78,11 +83,40 @@ class Artifact:
         return self.path / name, offset, tensor.num_bytes
 
     def layer_index(self, layer_idx: int) -> LayerIndex | SketchIndex:
-        """The layer's index, checked on first use so that a kernel can trust it."""
+        """The index of a layer that has one, checked on first use so that a kernel can trust it."""
+        index = self._index(layer_idx)
+        assert not isinstance(index, NoIndex), f"layer {layer_idx} has no index"
+        return index
+
+    def indexes(self) -> list[LayerIndex | SketchIndex]:
+        """Of the layers that have one, in their order: by it, engines and searchers number them."""
+        return [self.layer_index(layer_idx) for layer_idx in self.spec.model.indexed_layers]
+
+    def indexed_kv(self) -> list[torch.Tensor]:
+        """The rows of the layers that have an index: `layer_kv`."""
+        return [self.layer_kv(layer_idx) for layer_idx in self.spec.model.indexed_layers]
+
+    def local_kv(self) -> list[torch.Tensor]:
+        """The rows of those that keep the last alone."""
+        model = self.spec.model
+        others = (i for i in range(model.num_layers) if i not in model.indexed_layers and not model.has_state(i))
+        return [self.layer_kv(layer_idx) for layer_idx in others]
+
+    def states(self) -> list[Mapping[str, NDArray[Any]]]:
+        """What became of the context in layers that keep no rows: conv and memory of each, float32."""
+        layers = (i for i in range(self.spec.model.num_layers) if self.spec.model.has_state(i))
+        return [self._file(state_file(layer_idx)) for layer_idx in layers]
+
+    def next_query(self, layer_idx: int) -> NDArray[np.float32] | None:
+        """How the next layer's queries are told from that layer's input, see `LayerIndex.next_query`."""
+        return self._index(layer_idx).next_query
+
+    def _index(self, layer_idx: int) -> LayerIndex | SketchIndex | NoIndex:
         index = self._indexes.get(layer_idx)
         if index is None:
             name = index_file(layer_idx)
-            index = index_from_arrays(self.spec, self._file(name))
+            has_file = name in layer_files(self.spec, layer_idx)
+            index = index_from_arrays(self.spec, self._file(name) if has_file else {})
             if fault := fault_of_index(index):
                 raise ArtifactCorruptError(f"{self.path / name}: {fault}; {how_to_heal(self.path)}")
             self._indexes[layer_idx] = index
@@ -155,7 +189,7 @@ def open_artifact(
         raise ArtifactCorruptError(f"{path / TOKENS_FILE} holds other tokens than it should; {how_to_heal(path)}")
     if verify == "full":
         for layer_idx in range(manifest.spec.model.num_layers):
-            artifact.layer_index(layer_idx)
+            artifact.next_query(layer_idx)
     return artifact
 
 

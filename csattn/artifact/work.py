@@ -21,12 +21,19 @@ import torch
 from numpy.typing import NDArray
 
 from csattn.artifact.durable import FileRecord, store_errors, write_bytes
-from csattn.artifact.layout import fault_of_index, index_arrays, index_file, kv_file, next_query_arrays, plan
+from csattn.artifact.layout import (
+    fault_of_index,
+    index_arrays,
+    index_file,
+    layer_files,
+    next_query_arrays,
+    plan,
+)
 from csattn.artifact.manifest import ArtifactSpec, canonical_json
 from csattn.artifact.reader import has_hash, hash_file
 from csattn.artifact.tensor_file import FileLayout, TensorSpec, map_file, plan_file, write_file
 from csattn.errors import ArtifactError
-from csattn.index import LayerIndex
+from csattn.index import LayerIndex, NoIndex
 from csattn.sketch import SketchIndex
 
 BUILDING_PREFIX = ".building-"
@@ -49,20 +56,22 @@ class WorkDir:
         """Write a file of the artifact."""
         return write_file(self.parts / name, plan(self.spec, name), arrays)
 
-    def finish_layer(self, layer_idx: int, kv_record: FileRecord, index: LayerIndex | SketchIndex) -> None:
-        """Write the index of a layer whose KV is there, and with it the layer's record."""
+    def finish_layer(self, layer_idx: int, kv_record: FileRecord, index: LayerIndex | SketchIndex | NoIndex) -> None:
+        """Write the index of a layer whose KV or state is there, and with it the layer's record."""
         if fault := fault_of_index(index):
             raise ArtifactError(f"the index of layer {layer_idx} cannot be stored: {fault}; nothing was published")
-        index_record = self.write_part(
-            index_file(layer_idx), {**index_arrays(index), **next_query_arrays(index.next_query)}
+        records, arrays = (
+            {next(layer_files(self.spec, layer_idx)): kv_record},
+            {**index_arrays(index), **next_query_arrays(index.next_query)},
         )
-        records = {kv_file(layer_idx): kv_record, index_file(layer_idx): index_record}
+        if arrays:
+            records[index_file(layer_idx)] = self.write_part(index_file(layer_idx), arrays)
         write_record(self.layer_record(layer_idx), files_to_json(records))
 
     def finished_layer(self, layer_idx: int) -> dict[str, FileRecord] | None:
         """The files of a finished layer as its record has them, unread; None when it is not finished."""
         records = files_from_json(read_record(self.layer_record(layer_idx)))
-        return records if records.keys() == {kv_file(layer_idx), index_file(layer_idx)} else None
+        return records if records.keys() == set(layer_files(self.spec, layer_idx)) else None
 
     def intact_layer(self, layer_idx: int) -> dict[str, FileRecord] | None:
         """The same, with every byte hashed."""

@@ -1,6 +1,6 @@
 """Attention over sets of KV rows, each with its log-sum-exp, and their merge."""
 
 from csattn.attention.attend import attend, attend_chunk
-from csattn.attention.merge import merge_state
+from csattn.attention.merge import join_sinks, merge_state
 
-__all__ = ["attend", "attend_chunk", "merge_state"]
+__all__ = ["attend", "attend_chunk", "join_sinks", "merge_state"]

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from csattn.attention import reference
-from csattn.attention.merge import merge_state
+from csattn.attention.merge import join_sinks, merge_state
 
 
 def attend(
@@ -14,6 +14,7 @@ def attend(
     softmax_scale: float,
     mask: Tensor | None = None,  # [q_len, kv_len] or broadcastable, bool: True where a query sees a row
     log_weights: Tensor | None = None,  # like mask, float32, finite: added to the logits
+    logit_cap: float | None = None,  # logits are cap * tanh(logit / cap), before weights are added
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention over given rows.
 
@@ -22,8 +23,8 @@ def attend(
     """
     if k.shape[-2] == 0:  # torch's kernel divides by the number of rows
         return torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)
-    if q.device.type != "cpu" and q.shape[-1] % 8:
-        return reference.attend(q, k, v, softmax_scale, mask, log_weights)
+    if logit_cap is not None or (q.device.type != "cpu" and q.shape[-1] % 8):
+        return reference.attend(q, k, v, softmax_scale, mask, log_weights, logit_cap)
     bias = None if mask is None and log_weights is None else _bias(mask, log_weights, q, k)
     if q.device.type == "cpu":
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -55,18 +56,31 @@ def attend_chunk(
     k: Tensor,  # [num_kv_heads, kv_len, head_dim]; the chunk's own rows are the last chunk_len
     v: Tensor,
     softmax_scale: float,
+    first_seen: Tensor | None = None,  # [chunk_len] int: of these rows, the first that each token sees; None: all
+    logit_cap: float | None = None,
+    sinks: Tensor | None = None,  # [num_q_heads] float32: a logit of each head beside those of rows
 ) -> Tensor:
     """Causal attention of a chunk of queries over all rows up to each of them: [num_q_heads, chunk_len, head_dim].
 
-    The rows before the chunk need no mask; only the square on the diagonal does.
+    The rows before the chunk need no mask where all are seen; only the square on the diagonal does.
     """
     num_q_heads, chunk_len, head_dim = q.shape
     num_kv_heads, kv_len = k.shape[:2]
     past = kv_len - chunk_len
     packed = q.reshape(1, num_kv_heads, -1, head_dim)  # the group's heads share their KV head's rows
     causal = torch.ones(chunk_len, chunk_len, dtype=torch.bool, device=q.device).tril()
-    causal = causal.repeat(num_q_heads // num_kv_heads, 1)
-    out, lse = attend(packed, k[None, :, past:], v[None, :, past:], softmax_scale, causal)
-    if past:
-        out, _ = merge_state(out, lse, *attend(packed, k[None, :, :past], v[None, :, :past], softmax_scale))
+    unseen = 0 if first_seen is None else min(int(first_seen.min()), past)
+
+    def attend_to(rows: slice, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        if first_seen is not None:
+            seen = torch.arange(rows.start, rows.stop, device=q.device) >= first_seen[:, None]
+            mask = seen if mask is None else mask & seen
+        mask = None if mask is None else mask.repeat(num_q_heads // num_kv_heads, 1)
+        return attend(packed, k[None, :, rows], v[None, :, rows], softmax_scale, mask, logit_cap=logit_cap)
+
+    out, lse = attend_to(slice(past, kv_len), causal)
+    if past > unseen:
+        out, lse = merge_state(out, lse, *attend_to(slice(unseen, past), None))
+    if sinks is not None:
+        out = join_sinks(out, lse, sinks.view(num_kv_heads, -1, 1).expand(-1, -1, chunk_len).flatten(1))
     return out.reshape(num_q_heads, chunk_len, head_dim)

@@ -106,10 +106,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
     const float* other_lse,   // like lse
     const char* moments,     // [num_contexts, NUM_KV_HEADS, 2 + HEAD_DIM, 2, HEAD_DIM], for ESTIMATE_REST
     const int* middle_lens,  // [num_contexts], likewise
+    const long long* positions,  // [batch_size], for LOCAL
+    const float* sinks,          // [NUM_INDEX_HEADS, HEADS], for SINKS: logits of heads beside those of rows
     float* posted,           // [batch_size * NUM_INDEX_HEADS, PARTS, HEADS, PART], ABSENT between launches
     char* out,               // like q
-    float* lse,              // [batch_size, NUM_INDEX_HEADS, HEADS]: log2 of the sum of exponentials, without `other`'s
-    int num_items, int max_top_k, int tail_capacity, int num_contexts, float scale) {
+    float* lse,              // [batch_size, NUM_INDEX_HEADS, HEADS]: log2 of the sum of exponentials, without `other`'s, and sinks
+    int num_items, int max_top_k, int tail_capacity, int num_contexts, int window, int chunk, float scale, float cap) {
     extern __shared__ __align__(16) char shared[];
     float* warp_parts = (float*)(shared + WARPS * RING_BYTES);     // [2][WARPS][HEADS][PART], for every other item
     Unit* units = (Unit*)(warp_parts + 2 * WARPS * HEADS * PART);  // of the block's items
@@ -123,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
     const int first_unit = first_item / NUM_SPLITS;
     for (int u = first_unit + warp; u * NUM_SPLITS < end_item; u += WARPS) {
         const int b = u / NUM_INDEX_HEADS, kv_head = u % NUM_INDEX_HEADS / (NUM_INDEX_HEADS / NUM_KV_HEADS);
-        const int context = context_ids[b], tail_id = tail_ids[b], own_len = own_lens[b];
+        const int context = context_ids[b], tail_id = tail_ids[b], own_len = LOCAL ? 0 : own_lens[b];
         const int tail_len = min(tail_lens[b], tail_capacity) - own_len;
         // each lane looks up a context of its own, so that these loads need not wait for the row's context
         const int looked_up = num_contexts <= 32 ? min(lane, num_contexts - 1) : max(context, 0);
@@ -134,17 +136,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
         const long long resident = resident_addresses[looked_up];
         if (lane == (num_contexts <= 32 ? max(context, 0) : 0)) {
             Unit& unit = units[u - first_unit];
+            int skipped = 0, skipped_in_tail = 0;  // rows that are not seen
+            if (LOCAL) {  // resident rows are the context's last, the tail's follow, and the row's own is the last that is seen
+                const int position = positions[b], begin = position + 1 - tail_len;
+                const int first_seen = chunk > 0 ? position - position % chunk : position + 1 - window;
+                skipped = min(max(first_seen - begin + resident_rows, 0), resident_rows);
+                skipped_in_tail = max(first_seen - begin, 0);
+            }
             const long long head_bytes = (long long)kv_head * CONTEXT_ROW_BYTES;
             unit.far = far + far_rows * head_bytes;
             unit.spill = spill + spill_rows * head_bytes;
-            unit.resident = resident + resident_rows * head_bytes;
+            unit.resident = resident + resident_rows * head_bytes + (long long)skipped * CONTEXT_ROW_BYTES;
             unit.tail = (long long)tails + ((long long)tail_id * NUM_KV_HEADS + kv_head) * tail_capacity * ROW_BYTES;
-            unit.tail += (long long)own_len * ROW_BYTES;
+            unit.tail += (long long)(own_len + skipped_in_tail) * ROW_BYTES;
             unit.ids = kv_indices + (long long)u * max_top_k;
             unit.rest_end = (long long)moments + (max(context, 0) * NUM_KV_HEADS + kv_head + 1) * MOMENTS_BYTES;
             unit.middle_len = context < 0 ? 0 : middle_rows;
-            unit.resident_len = context < 0 ? 0 : resident_rows;
-            unit.tail_len = context < 0 ? 0 : tail_len;
+            unit.resident_len = context < 0 ? 0 : resident_rows - skipped;
+            unit.tail_len = context < 0 ? 0 : tail_len - skipped_in_tail;
             unit.set_far_len(context < 0 ? 0 : max_top_k);  // what it is in most steps
         }
         if (ESTIMATE_REST && context >= 0) {
@@ -200,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
             if (ESTIMATE_REST && tile < 0)
                 attention.multiply(slot, products + HEAD_DIM + tile * TILE);
             else
-                attention.add(slot, unit.total - tile * TILE, scale);
+                attention.add(slot, unit.total - tile * TILE, scale, cap);
             __syncwarp();  // every lane has read the tile that the next copy replaces
             copy_next(slot, tiles, id);
             slot = slot + TILE_BYTES == ring + RING_BYTES ? ring : slot + TILE_BYTES;
@@ -229,9 +238,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
                 const float4 y = load_four(other + ((long long)u * HEADS * HEAD_DIM + quad * 4) * ELEMENT_BYTES);
                 const float top = fmaxf(max, other_lse[head]), weight = exp2_approx(other_lse[head] - top);
                 const float scale_x = exp2_approx(max - top);
-                sum = scale_x * sum + weight;
+                sum = scale_x * sum + weight, max = top;
                 x = make_float4(scale_x * x.x + weight * y.x, scale_x * x.y + weight * y.y, scale_x * x.z + weight * y.z,
                                 scale_x * x.w + weight * y.w);
+            }
+            if (SINKS) {
+                const float sink = sinks[u % NUM_INDEX_HEADS * HEADS + quad / (HEAD_DIM / 4)] * LOG2E;
+                const float top = fmaxf(max, sink), kept = exp2_approx(max - top);
+                x.x *= kept, x.y *= kept, x.z *= kept, x.w *= kept;
+                sum = sum * kept + exp2_approx(sink - top);
             }
             const float norm = sum > 0.f ? 1.f / sum : 0.f;
             *(Four*)(out + ((long long)u * HEADS * HEAD_DIM + quad * 4) * ELEMENT_BYTES) =

@@ -13,6 +13,7 @@ from csattn.batch import DeviceSelection, StepRows
 from csattn.config import RestKind
 from csattn.cuda import cuda_kernel, num_multiprocessors
 from csattn.errors import ConfigError
+from csattn.reach import Reach
 from csattn.rest.device import DeviceMoments, moments_shape
 
 SOURCE = Path(__file__).with_name("device.cu")
@@ -106,8 +107,15 @@ class DeviceAttention:
         rest: RestKind = "none",  # what joins in for the rows that are not selected
         max_context_len: int = 0,  # with rest `sketch`: into how many parts it is cut does not depend on the batch
         coding: RowCoding | None = None,  # of all rows but the tails'; None: they are plain
+        reach: Reach | None = None,  # resident rows are contexts' last, of which rows see those within; None: all
+        logit_cap: float | None = None,  # logits are cap * tanh(logit / cap)
+        has_sinks: bool = False,
     ) -> None:
-        _require_supported(num_q_heads, num_kv_heads, num_index_heads, head_dim, dtype)
+        require_supported(num_q_heads, num_kv_heads, num_index_heads, head_dim, dtype)
+        assert logit_cap is None or rest == "none", "what tells of the rest does not know of the cap"
+        self._has_sinks, self._cap = has_sinks, np.float32(logit_cap or 0)
+        self._window = np.int32(0 if reach is None or reach.chunked else reach.num_rows)
+        self._chunk = np.int32(reach.num_rows if reach is not None and reach.chunked else 0)
         _require_no_larger(coding, 2 * head_dim * dtype.itemsize)
         self._q_shape = (batch_size, num_q_heads, head_dim)
         self._selection_shape = (batch_size, num_index_heads, max_top_k)
@@ -133,6 +141,9 @@ class DeviceAttention:
             "MAX_UNITS": MAX_UNITS_PER_BLOCK,
             "ESTIMATE_REST": int(rest == "moments"),
             "REST_PARTS": plan.rest_parts,
+            "LOCAL": int(reach is not None),
+            "CAPPED": int(logit_cap is not None),
+            "SINKS": int(has_sinks),
             "CODED": int(coding is not None),
             "CONTEXT_ROW_BYTES": 2 * head_dim * dtype.itemsize if coding is None else coding.row_bytes,
         }
@@ -158,6 +169,7 @@ class DeviceAttention:
         spill: RowSource | None = None,  # where None, no id may be negative
         moments: DeviceMoments | None = None,  # of the rows that could be selected, where the rest is estimated
         other: tuple[Tensor, Tensor] | None = None,  # out and lse of a plan that attends to rows.own_lens rows of tails
+        sinks: Tensor | None = None,  # [num_q_heads] float32: logits beside those of rows
     ) -> None:
         """Enqueue attention of each row over its resident rows, its tail, its selection and the rest.
 
@@ -169,6 +181,7 @@ class DeviceAttention:
         assert far.addresses.shape[0] > 0
         assert all(source.addresses.shape == far.addresses.shape for source in sources)
         assert all(x.is_contiguous() for x in (q, out, tails, far_rows.kv_indices, far_rows.valid_len))
+        assert (sinks is not None) == self._has_sinks
         table, num_rows = (None, None) if moments is None else (moments.table, moments.num_rows)
         assert (() if table is None else table.shape[1:]) == self._moments_shape
         self._kernel.launch(
@@ -186,6 +199,8 @@ class DeviceAttention:
             *(other if other is not None else (0, 0)),
             0 if table is None else table,
             0 if num_rows is None else num_rows,
+            rows.positions,
+            0 if sinks is None else sinks,
             self.posted,
             out,
             self.lse,
@@ -193,7 +208,10 @@ class DeviceAttention:
             np.int32(self._selection_shape[-1]),
             np.int32(tails.shape[2]),
             np.int32(far.addresses.shape[0]),
+            self._window,
+            self._chunk,
             self._scale,
+            self._cap,
         )
 
 
@@ -244,7 +262,7 @@ def _plan_blocks(
     return _Blocks(num_sms, num_splits, rest_parts, num_items, num_warps, num_stages, shared_bytes)
 
 
-def _require_supported(
+def require_supported(
     num_q_heads: int, num_kv_heads: int, num_index_heads: int, head_dim: int, dtype: torch.dtype
 ) -> None:
     if num_q_heads % num_kv_heads or num_index_heads not in (num_q_heads, num_kv_heads):

@@ -36,14 +36,14 @@ struct Attention {
     }
 
     // scale: softmax_scale * log2(e). The first `count` rows of the tile exist.
-    __device__ void add(unsigned tile, int count, float scale) {
+    __device__ void add(unsigned tile, int count, float scale, float cap) {
         const int lane = threadIdx.x % 32;
         const float* rows = (const float*)__cvta_shared_to_generic(tile);
         const float4* k = (const float4*)(rows + lane % TILE * (PITCH / 4));
         float p[PAIRS], kept[PAIRS];
 #pragma unroll
         for (int i = 0; i < PAIRS; i++) {
-            const float score = lane % TILE < count ? product(k, i) * scale : MINUS_INFINITY;
+            const float score = lane % TILE < count ? as_logit(product(k, i) * scale, cap) : MINUS_INFINITY;
             float top = score;
             for (int step = 1; step < TILE; step *= 2) top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, step));
             top = fmaxf(top, max[i]);

@@ -36,7 +36,7 @@ struct Attention {
     }
 
     // scale: softmax_scale * log2(e). The first `count` rows of the tile exist.
-    __device__ void add(unsigned tile, int count, float scale) {
+    __device__ void add(unsigned tile, int count, float scale, float cap) {
         const int lane = threadIdx.x % 32;
         float score[2][4] = {};  // two chains, for latency
         unsigned a[4], weights[2];
@@ -47,7 +47,7 @@ struct Attention {
         }
         float p[4], top[2], kept[2];
         for (int i = 0; i < 4; i++)
-            p[i] = lane / 4 + i / 2 * 8 < count ? (score[0][i] + score[1][i]) * scale : MINUS_INFINITY;
+            p[i] = lane / 4 + i / 2 * 8 < count ? as_logit((score[0][i] + score[1][i]) * scale, cap) : MINUS_INFINITY;
         for (int i = 0; i < 2; i++) top[i] = fmaxf(p[i], p[i + 2]);
         for (int step = 4; step < 32; step *= 2)
             for (int i = 0; i < 2; i++) top[i] = fmaxf(top[i], __shfl_xor_sync(ALL_LANES, top[i], step));

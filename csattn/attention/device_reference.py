@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from csattn.attention import reference
-from csattn.attention.merge import merge_state
+from csattn.attention.merge import join_sinks, merge_state
 from csattn.batch import DeviceSelection, StepRows
+from csattn.reach import Reach
 from csattn.rest import Moments
 from csattn.rest.reference import estimate_rest
 
@@ -25,6 +26,9 @@ def attend_step(
     spill: Sequence[Tensor] | None = None,  # like resident
     moments: Sequence[tuple[Moments, int]] | None = None,  # for each context: of how many rows that could be selected
     other: tuple[Tensor, Tensor] | None = None,  # like out and lse: of who attends to rows.own_lens rows of the tails
+    reach: Reach | None = None,  # resident rows are contexts' last, of which rows see those within; None: all
+    logit_cap: float | None = None,
+    sinks: Tensor | None = None,  # [num_q_heads] float32
 ) -> tuple[Tensor, Tensor]:
     """Attention of each row over all resident rows, the rows of its tail that it sees, and its selection.
 
@@ -39,16 +43,26 @@ def attend_step(
     for b, context in enumerate(rows.context_ids.tolist()):
         if context < 0:
             continue
-        tail = tails[int(rows.tail_ids[b]), :, int(rows.own_lens[b]) : int(rows.tail_lens[b])]
+        own_len = 0 if reach is not None else int(rows.own_lens[b])
+        tail, near = tails[int(rows.tail_ids[b]), :, own_len : int(rows.tail_lens[b])], resident[context]
+        if reach is not None:
+            position = int(rows.positions[b])
+            num_seen = position + 1 - reach.first_seen(position)
+            near = near[:, near.shape[1] - min(near.shape[1], max(0, num_seen - tail.shape[1])) :]
+            tail = tail[:, -num_seen:]
         for head in range(num_q_heads):
             index_head, kv_head = head * num_index_heads // num_q_heads, head * num_kv_heads // num_q_heads
             ids = far_rows.kv_indices[b, index_head, : int(far_rows.valid_len[b, index_head])].long()
-            parts = [far[context][kv_head, ids[ids >= 0]], resident[context][kv_head], tail[kv_head]]
+            parts = [far[context][kv_head, ids[ids >= 0]], near[kv_head], tail[kv_head]]
             if spill is not None:
                 parts.append(spill[context][kv_head, -2 - ids[ids <= -2]])
             kv = torch.cat(parts)
             head_out, lse[b, head] = reference.attend(
-                q[b, head][None, None, None], kv[None, None, :, 0], kv[None, None, :, 1], softmax_scale
+                q[b, head][None, None, None],
+                kv[None, None, :, 0],
+                kv[None, None, :, 1],
+                softmax_scale,
+                logit_cap=logit_cap,
             )
             out[b, head] = head_out[0, 0, 0]
         if moments is not None:
@@ -60,6 +74,8 @@ def attend_step(
             out[b] = torch.where(lse[b, :, None] > -torch.inf, merged, 0.0)
     own_lse = lse / log(2)
     if other is not None:
-        joined, _ = merge_state(out.double(), lse, other[0].double(), log(2) * other[1])
-        out = torch.where(rows.own_lens[:, None, None] > 0, joined.to(out.dtype), out)
-    return out, own_lse
+        joined, joined_lse = merge_state(out.double(), lse, other[0].double(), log(2) * other[1])
+        has_other = rows.own_lens[:, None] > 0
+        out = torch.where(has_other[:, :, None], joined.to(out.dtype), out)
+        lse = torch.where(has_other, joined_lse.float(), lse)
+    return out if sinks is None else join_sinks(out, lse, sinks), own_lse

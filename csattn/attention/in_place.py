@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from csattn.attention.coded_rows import mix_coded, score_coded
 from csattn.attention.in_place_arguments import (
+    CAP,
     CONTEXT_LENS,
     HEAD_DIM,
     K_READERS,
@@ -34,6 +35,7 @@ from csattn.attention.in_place_arguments import (
     ROW_BYTES,
     SCALE,
     SINK_ENDS,
+    SINKS,
     TAIL_CAPACITY,
     TAIL_IDS,
     TAILS,
@@ -48,7 +50,7 @@ from csattn.attention.in_place_arguments import (
     valid_len_of,
 )  # fmt: skip
 from csattn.attention.in_place_rest import rest_ranges_of
-from csattn.attention.row_math import mix, score_16, weigh
+from csattn.attention.row_math import cap_logits, mix, score_16, weigh
 from csattn.cpu.addresses import Stage, array_at
 from csattn.cpu.floats import LANES, exp_lanes
 from csattn.cpu.jit import exact_kernel
@@ -138,6 +140,8 @@ def _attend(args: NDArray[np.int64], piece: int, like: Any, itemsize: int) -> No
         score_coded(q, rows, num_context, reader, row_bytes, like, head_dim, group_size, scale, weights)
     else:
         _score(q, rows, like, itemsize, head_dim, group_size, scale, weights)
+    if args[CAP] != 0:
+        cap_logits(weights, array_at(args[CAP], 1, np.float64(0))[0])
     part_words = head_dim + 2
     parts = args[PARTS] + 4 * ((row * num_q_heads + head * group_size) * MAX_PARTS + number) * part_words
     for g in range(group_size):
@@ -222,6 +226,8 @@ def _merge(args: NDArray[np.int64], row: int, q_head: int) -> None:
         top = max(top, given[head_dim])
     if len(own_given) > 0:
         top = max(top, own_given[head_dim])
+    sink = np.float32(-np.inf) if args[SINKS] == 0 else array_at(args[SINKS], num_q_heads, np.float32(0))[q_head]
+    top = max(top, sink)
     for i in range(num_parts):
         top = max(top, parts[_part_of(i, ranges, rest_ranges) * words + head_dim])
     scales = np.empty(LANES, np.float32)
@@ -236,6 +242,8 @@ def _merge(args: NDArray[np.int64], row: int, q_head: int) -> None:
         total += _add_part(given, top, out)
     if len(own_given) > 0:
         total += _add_part(own_given, top, out)
+    store(scales, 0, exp_lanes(fill(F32x16, sink - top)))
+    total += scales[0]
     for j in range(head_dim):
         out[j] /= total
 

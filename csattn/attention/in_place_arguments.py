@@ -21,6 +21,8 @@ ARGUMENTS = (
     "num_kv_heads",
     "head_dim",
     "softmax_scale",  # address of a float64
+    "logit_cap",  # address of a float64: logits are cap * tanh(logit / cap); or 0
+    "sinks",  # [num_q_heads] float32, logits of each head beside those of rows; or 0
     "kv",  # by row: the context's KV in this layer, [num_kv_heads, context_len] rows
     "row_bytes",  # by row: of a row of the context
     "v_offsets",  # by row: bytes from where a row of the context begins to its value
@@ -50,8 +52,8 @@ ARGUMENTS = (
     "out",  # [num_rows, num_q_heads * head_dim] float32
 )
 (
-    NUM_ROWS, OWN_ROWS, Q, NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, SCALE, KV, ROW_BYTES, V_OFFSETS, K_READERS, V_READERS,
-    CONTEXT_LENS, SINK_ENDS, WINDOW_STARTS, NUM_INDEX_HEADS, TOP_KS, KV_INDICES, VALID_LENS, MOMENTS,
+    NUM_ROWS, OWN_ROWS, Q, NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, SCALE, CAP, SINKS, KV, ROW_BYTES, V_OFFSETS, K_READERS,
+    V_READERS, CONTEXT_LENS, SINK_ENDS, WINDOW_STARTS, NUM_INDEX_HEADS, TOP_KS, KV_INDICES, VALID_LENS, MOMENTS,
     SKETCHES, RESTS, QUERIES, QUERY_BYTES, REST_RANGES, TAILS, TAIL_CAPACITY, TAIL_IDS, TAIL_LENS,
     INDEX_HEADS, LIST_RANGES, PARTS, OUT,
 ) = range(len(ARGUMENTS))  # fmt: skip

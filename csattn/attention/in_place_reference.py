@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from csattn.attention import reference
-from csattn.attention.merge import merge_state
+from csattn.attention.merge import join_sinks, merge_state
 from csattn.rest import Moments
 from csattn.rest.reference import estimate_rest
 from csattn.sketch.index import SketchIndex
@@ -36,10 +36,13 @@ def attend_row(
     moments: Moments | None = None,
     sketch: SketchIndex | None = None,
     own: OwnChoice | None = None,  # else all of the tail is attended to
+    logit_cap: float | None = None,
+    sinks: Tensor | None = None,  # [num_q_heads] float32
 ) -> Tensor:
     """Attention over [0, sink_end), the selected rows and [window_start, context_len) of the context, and the tail.
 
-    And, by moments or by codes, over the rows that are not selected. Returns [num_q_heads, head_dim] float32.
+    And, by moments or by codes, over the rows that are not selected, and with the heads' sinks.
+    Returns [num_q_heads, head_dim] float32.
     """
     num_coded = own.sketch.context_len if own is not None else 0
     num_index_heads, num_kv_heads = kv_indices.shape[0], context.shape[0]
@@ -52,7 +55,9 @@ def attend_row(
             parts.append(tail[kv_head, own.kv_indices[kv_head, : own.valid_len[kv_head]].long()])
         parts.append(tail[kv_head, num_coded:])
         rows = torch.cat(parts)[None, None]
-        out, lse = reference.attend(group[None, None], rows[..., 0, :], rows[..., 1, :], softmax_scale)
+        out, lse = reference.attend(
+            group[None, None], rows[..., 0, :], rows[..., 1, :], softmax_scale, logit_cap=logit_cap
+        )
         outs.append(out[0, 0])
         lses.append(lse[0, 0])
     out, lse = torch.cat(outs), torch.cat(lses)
@@ -62,11 +67,11 @@ def attend_row(
     if moments is not None:
         num_rows = np.array([window_start - sink_end])
         estimated = estimate_rest(q[None].numpy(), moments, valid_len[None].numpy(), num_rows, softmax_scale)
-        return merge_state(out, lse, torch.from_numpy(estimated[0][0]), torch.from_numpy(estimated[1][0]))[0]
-    if sketch is not None:
+        out, lse = merge_state(out, lse, torch.from_numpy(estimated[0][0]), torch.from_numpy(estimated[1][0]))
+    elif sketch is not None:
         rest = _rest_by_codes(q, sketch, sink_end, window_start, kv_indices, valid_len, softmax_scale)
-        return merge_state(out, lse, *rest)[0]
-    return out
+        out, lse = merge_state(out, lse, *rest)
+    return out if sinks is None else join_sinks(out, lse, sinks)
 
 
 def _rest_by_codes(

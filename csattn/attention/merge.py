@@ -18,3 +18,8 @@ def merge_state(
     weight_a = (lse_a - lse).exp()[..., None]
     weight_b = (lse_b - lse).exp()[..., None]
     return (weight_a * out_a + weight_b * out_b).to(out_a.dtype), lse
+
+
+def join_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Attention whose softmax has one more logit, without a row. out: [..., head_dim]; lse, sinks: [...]."""
+    return (out * torch.sigmoid(lse - sinks)[..., None]).to(out.dtype)

@@ -57,6 +57,15 @@ def _four_dots(q, at, rows, first, like, whole):  # type: ignore[no-untyped-def]
 
 
 @exact_kernel
+def cap_logits(logits: NDArray[np.float32], cap: float) -> None:
+    """logits = cap * tanh(logits / cap), in place; as many as whole lanes."""
+    one, two, by = fill(F32x16, 1.0), fill(F32x16, 2.0), fill(F32x16, np.float32(2.0 / cap))
+    for i in range(0, len(logits), LANES):
+        powers = exp_lanes(load(F32x16, logits, i) * by)
+        store(logits, i, fill(F32x16, np.float32(cap)) * (one - two / (one + powers)))
+
+
+@exact_kernel
 def weigh(weights: NDArray[np.float32], at: int, count: int, room: int, part: NDArray[np.float32], words: int) -> None:
     """Scores become exp(score - largest); the largest and the sum go behind the part's `words` first words."""
     largest = fill(F32x16, -np.inf)

@@ -4,7 +4,18 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from csattn.errors import ModelError
-from csattn.models.spec import Activation, AttentionSpec, LayerSpec, MlpSpec, ModelSpec
+from csattn.models.experts import experts_of, mlp_width
+from csattn.models.spec import (
+    Activation,
+    AttentionSpec,
+    DeltaSpec,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    RopeSpec,
+    Temper,
+)
+from csattn.reach import Reach
 
 # These rotate a position by an angle that depends on the position alone, so captured keys stay valid
 # however long the sequence grows.
@@ -21,15 +32,14 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 # families that may be asked for, and why they are refused
 _REFUSED = {
-    "cohere": "its blocks add attention and MLP side by side, and its norms subtract the mean",
-    "cohere2": "its blocks add attention and MLP side by side, and its norms subtract the mean",
-    "gemma3_text": "some of its layers attend through a sliding window, with RoPE of their own",
-    "gpt_oss": "it has attention sinks, sliding windows and experts",
-    "mixtral": "it has experts",
-    "olmo": "its norms subtract the mean",
-    "phi": "its norms subtract the mean",
-    "qwen3_moe": "it has experts",
-    "stablelm": "its norms subtract the mean",
+    "gemma3": "it sees images besides; load its text model, a gemma3_text",
+    "qwen3_5": "it sees images besides; load its text model, a qwen3_5_text",
+    "qwen3_5_moe": "it sees images besides; load its text model, a qwen3_5_moe_text",
+    "gemma4_text": "its layers have heads of two widths, and some attend to rows of others",
+    "llama4": "it sees images besides; load its text model, a llama4_text",
+    "olmo": "its norms have no weights",
+    "phi": "its norms have biases",
+    "stablelm": "its norms have biases",
 }
 
 
@@ -46,11 +56,20 @@ class Family:
     )
     # whether q, k and v, attention's output, and the MLP have biases, or which field of the config says so
     biases: tuple[bool | str, bool | str, bool | str] = (False, False, False)
-    qk_norm: Literal["none", "head", "projection"] = "none"
+    qk_norm: Literal["none", "head", "projection"] | str = "none"  # or the field that says whether: of each head
     interleaved: bool = False  # RoPE
     gated: bool = True  # the MLP
     scaled_embedding: bool = False  # by the root of the hidden size
     offset_norms: bool = False  # a norm's weights are stored less 1
+    centred: bool = False  # norms take the mean off: LayerNorm
+    parallel: bool = False  # attention and MLP read the same, and are added together
+    rotated: Literal["all", "local", "no_rope_layers"] = "all"  # which layers have RoPE; local: where some are local
+    tempered: bool = False  # queries grow with their position
+    sinks: bool = False
+    gated_attention: bool = False
+    mlp: str = "mlp"  # the module, of experts too
+    router: str = "gate"  # of experts
+    inputs_first: bool = False  # an expert's weights have a row for each input
     heeds: tuple[str, ...] = ()  # fields of its config that the other families have not, or do not look at
 
     def field(self, config: Any, name: str, otherwise: Any) -> Any:
@@ -58,6 +77,7 @@ class Family:
 
 
 _BY_CONFIG = ("attention_bias", "attention_bias", "mlp_bias")
+_ATTENTION_BIAS = ("attention_bias", "attention_bias", False)
 _BEHIND = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 _GLM4_NORMS = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 _GEMMA2_NORMS = (
@@ -66,34 +86,63 @@ _GEMMA2_NORMS = (
     "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
 )
-_GEMMA: dict[str, Any] = {
-    "biases": ("attention_bias", "attention_bias", False),
-    "scaled_embedding": True,
-    "offset_norms": True,
+_GEMMA: dict[str, Any] = {"biases": _ATTENTION_BIAS, "scaled_embedding": True, "offset_norms": True}
+_GEMMA_HEEDS = ("query_pre_attn_scalar", "final_logit_softcapping")
+_GRANITE_HEEDS = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
+_COHERE: dict[str, Any] = {
+    "norms": ("input_layernorm", None, None, None),
+    "biases": _ATTENTION_BIAS,
+    "interleaved": True,
+    "centred": True,
+    "parallel": True,
+    "heeds": ("logit_scale",),
 }
+_QWEN3_NEXT = Family(biases=_ATTENTION_BIAS, qk_norm="head", offset_norms=True, gated_attention=True)
 
 FAMILIES = {
     "arcee": Family(biases=_BY_CONFIG, gated=False),
+    "cohere": Family(**_COHERE),
+    "cohere2": Family(**_COHERE, rotated="local"),
     "ernie4_5": Family(biases=("use_bias", "use_bias", "use_bias"), interleaved=True),
-    "exaone4": Family(_BEHIND, qk_norm="head"),
+    "exaone4": Family(_BEHIND, qk_norm="head", rotated="local"),
     "gemma": Family(**_GEMMA),
-    "gemma2": Family(_GEMMA2_NORMS, **_GEMMA, heeds=("query_pre_attn_scalar", "final_logit_softcapping")),
+    "gemma2": Family(_GEMMA2_NORMS, **_GEMMA, heeds=(*_GEMMA_HEEDS, "attn_logit_softcapping")),
+    "gemma3_text": Family(_GEMMA2_NORMS, **_GEMMA, qk_norm="head", heeds=_GEMMA_HEEDS),
     "glm": Family(biases=("attention_bias", False, False), interleaved=True),
     "glm4": Family(_GLM4_NORMS, biases=("attention_bias", False, False), interleaved=True),
-    "granite": Family(
-        biases=_BY_CONFIG,
-        heeds=("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"),
-    ),
+    "glm4_moe": Family(biases=("attention_bias", False, False), qk_norm="use_qk_norm"),
+    "gpt_oss": Family(biases=_ATTENTION_BIAS, sinks=True, router="router", inputs_first=True),
+    "granite": Family(biases=_BY_CONFIG, heeds=_GRANITE_HEEDS),
+    "granitemoe": Family(biases=_ATTENTION_BIAS, heeds=_GRANITE_HEEDS, mlp="block_sparse_moe", router="router"),
     "helium": Family(biases=("attention_bias", False, "mlp_bias"), interleaved=True),
     "llama": Family(biases=_BY_CONFIG),
+    "llama4_text": Family(
+        biases=_ATTENTION_BIAS,
+        qk_norm="use_qk_norm",
+        interleaved=True,
+        rotated="no_rope_layers",
+        mlp="feed_forward",
+        router="router",
+        inputs_first=True,
+    ),
+    "minimax_m2": Family(qk_norm="projection"),
     "ministral": Family(),
+    "ministral3": Family(tempered=True, heeds=("sliding_window",)),
     "mistral": Family(heeds=("sliding_window",)),
-    "olmo2": Family(_BEHIND, biases=("attention_bias", "attention_bias", False), qk_norm="projection"),
+    "mixtral": Family(heeds=("sliding_window",)),
+    "olmo2": Family(_BEHIND, biases=_ATTENTION_BIAS, qk_norm="projection"),
+    "olmo3": Family(_BEHIND, biases=_ATTENTION_BIAS, qk_norm="projection"),
+    "olmoe": Family(biases=_ATTENTION_BIAS, qk_norm="projection"),
     "phi3": Family(heeds=("sliding_window",)),
     "qwen2": Family(biases=(True, False, False)),
-    "qwen3": Family(biases=("attention_bias", "attention_bias", False), qk_norm="head"),
+    "qwen2_moe": Family(biases=("qkv_bias", False, False)),
+    "qwen3": Family(biases=_ATTENTION_BIAS, qk_norm="head"),
+    "qwen3_moe": Family(biases=_ATTENTION_BIAS, qk_norm="head"),
+    "qwen3_5_moe_text": _QWEN3_NEXT,
+    "qwen3_5_text": _QWEN3_NEXT,
+    "qwen3_next": _QWEN3_NEXT,
     "seed_oss": Family(biases=("attention_bias", "attention_out_bias", "mlp_bias")),
-    "smollm3": Family(biases=_BY_CONFIG, heeds=("no_rope_layers",)),
+    "smollm3": Family(biases=_BY_CONFIG, rotated="no_rope_layers"),
 }
 
 
@@ -107,7 +156,7 @@ def describe(config: Any) -> ModelSpec:
         why = f": {_REFUSED[name]}" if name in _REFUSED else ""
         raise ModelError(f"model family {name!r} is not supported{why}; csattn reproduces {', '.join(FAMILIES)}")
     family = FAMILIES[name]
-    _require_full_attention(config, family)
+    _require_reproduced(config, family)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     query_scale = family.field(config, "query_pre_attn_scalar", head_dim) ** -0.5
     embedding_scale = config.hidden_size**0.5 if family.scaled_embedding else 1.0
@@ -120,11 +169,11 @@ def describe(config: Any) -> ModelSpec:
         softmax_scale=float(family.field(config, "attention_multiplier", query_scale)),
         vocab_size=config.vocab_size,
         max_positions=config.max_position_embeddings,
-        norm_eps=config.rms_norm_eps,
-        rope=_rope(config),
-        interleaved=family.interleaved,
+        norm_eps=config.layer_norm_eps if family.centred else config.rms_norm_eps,
+        ropes=(*(_rope(parameters, family) for parameters in rope_parameters(config).values()), *_unrotated(config)),
+        centred=family.centred,
         embedding_multiplier=float(family.field(config, "embedding_multiplier", embedding_scale)),
-        logit_multiplier=1.0 / family.field(config, "logits_scaling", 1.0),
+        logit_multiplier=family.field(config, "logit_scale", 1.0 / family.field(config, "logits_scaling", 1.0)),
         logit_cap=family.field(config, "final_logit_softcapping", None),
         tied_embedding=bool(config.tie_word_embeddings),
     )
@@ -136,21 +185,40 @@ def describe_layer(config: Any, layer_idx: int) -> LayerSpec:
     qkv_bias, out_bias, mlp_bias = (
         bool(getattr(config, bias, False)) if isinstance(bias, str) else bias for bias in family.biases
     )
-    rotated = bool(family.field(config, "no_rope_layers", {layer_idx: True})[layer_idx])
-    if config.model_type == "exaone4":  # its layers that do not slide have none, if others do
-        rotated = config.sliding_window is None
     return LayerSpec(
-        attention=AttentionSpec(qkv_bias=qkv_bias, out_bias=out_bias, qk_norm=family.qk_norm, rotated=rotated),
-        mlp=MlpSpec(
-            intermediate_size=config.intermediate_size,
-            activation=_activation(config),
-            gated=family.gated,
-            bias=mlp_bias,
+        attention=AttentionSpec(
+            qkv_bias=qkv_bias,
+            out_bias=out_bias,
+            qk_norm=_qk_norm(config, family, layer_idx),
+            rope=_rope_of(config, family, layer_idx),
+            reach=_reach(config, family, layer_idx),
+            gated=family.gated_attention,
+            sinks=family.sinks,
+            logit_cap=family.field(config, "attn_logit_softcapping", None),
         ),
+        mlp=None
+        if (width := mlp_width(config, layer_idx)) is None
+        else MlpSpec(intermediate_size=width, activation=_activation(config), gated=family.gated, bias=mlp_bias),
+        experts=experts_of(config, layer_idx, _activation(config)),
+        delta=_delta(config) if layer_type(config, layer_idx) == "linear_attention" else None,
         pre_norm=family.norms[0] is not None,
         post_norm=family.norms[1] is not None,
         residual_multiplier=float(family.field(config, "residual_multiplier", 1.0)),
+        parallel=family.parallel,
     )
+
+
+def layer_type(config: Any, layer_idx: int) -> str:
+    """Its name in `transformers`."""
+    types = getattr(config, "layer_types", None)
+    return types[layer_idx] if types else "full_attention"
+
+
+def rope_parameters(config: Any) -> dict[str, dict[str, Any]]:
+    """By the type of the layers that have them; of one for all, by the empty name."""
+    rope = dict(getattr(config, "rope_parameters", None) or {})
+    types = getattr(config, "layer_types", None) or ()
+    return {name: dict(of_type) for name, of_type in rope.items() if name in types} or {"": rope}
 
 
 def stretch_positions(config: Any, factor: float) -> None:
@@ -162,6 +230,10 @@ def stretch_positions(config: Any, factor: float) -> None:
         return
     if not factor > 1.0:
         raise ModelError(f"a model's positions can only be stretched, by a factor of 1 or more, got {factor}")
+    if "" not in rope_parameters(config):
+        raise ModelError(
+            "this model's layers turn positions differently, so they cannot be stretched; load it as it is"
+        )
     rope = dict(config.rope_parameters or {})
     if rope.get("rope_type", "default") != "default":
         raise ModelError(f"this model's positions are scaled by {rope['rope_type']!r} already; load it unstretched")
@@ -171,28 +243,91 @@ def stretch_positions(config: Any, factor: float) -> None:
     config.max_position_embeddings = int(before * factor)
 
 
-def _require_full_attention(config: Any, family: Family) -> None:
-    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if layer_types != {"full_attention"} or family.field(config, "sliding_window", None):
+def _require_reproduced(config: Any, family: Family) -> None:
+    layers = range(config.num_hidden_layers)
+    if unknown := {layer_type(config, layer_idx) for layer_idx in layers} - _LAYER_TYPES:
         raise ModelError(
-            "this model attends through a sliding window in some layers, which csattn does not reproduce; "
-            "use a model with full attention in every layer (for Mistral, v0.2 or later)"
+            f"some layers of this model are {', '.join(sorted(unknown))}, which csattn does not compute; it has "
+            f"{', '.join(sorted(_LAYER_TYPES))}"
         )
-    if getattr(config, "attn_logit_softcapping", None):
-        raise ModelError("this model caps attention's logits, which csattn does not reproduce; use one that does not")
+    if all(_reach(config, family, layer_idx) for layer_idx in layers):
+        raise ModelError(
+            "every layer of this model attends through a sliding window, so nothing of a long context can be read that "
+            "lies before it; use a model with full attention in some layers (for Mistral, v0.2 or later)"
+        )
     if getattr(config, "use_bidirectional_attention", False):
         raise ModelError("this model attends to later tokens too, csattn to earlier ones; use one that generates text")
+    if getattr(config, "clip_qkv", None) is not None:
+        raise ModelError("this model clips queries, keys and values, which csattn does not; use one that does not")
+    if config.model_type == "cohere" and config.use_qk_norm:
+        raise ModelError("this model norms each head's queries and keys by weights of its own, which csattn does not")
 
 
-def _rope(config: Any) -> dict[str, Any]:
-    rope = dict(getattr(config, "rope_parameters", None) or {})
-    rope_type = rope.get("rope_type", "default")
+# by the type of a layer, the field of its config that says how far back it sees
+_REACHES = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+
+_LAYER_TYPES = {"full_attention", "linear_attention", *_REACHES}
+
+
+def _delta(config: Any) -> DeltaSpec:
+    if not hasattr(config, "linear_num_value_heads"):
+        raise ModelError("this model has linear attention of a kind that csattn does not compute; it has gated deltas")
+    return DeltaSpec(
+        num_k_heads=config.linear_num_key_heads,
+        num_v_heads=config.linear_num_value_heads,
+        k_dim=config.linear_key_head_dim,
+        v_dim=config.linear_value_head_dim,
+        conv_len=config.linear_conv_kernel_dim,
+    )
+
+
+def _reach(config: Any, family: Family, layer_idx: int) -> Reach | None:
+    """None: all the way."""
+    kind = layer_type(config, layer_idx)
+    if kind == "full_attention" and family.field(config, "sliding_window", None):  # of all layers
+        kind = "sliding_attention"
+    num_rows = getattr(config, _REACHES[kind]) if kind in _REACHES else None
+    return None if num_rows is None else Reach(num_rows=num_rows, chunked=kind == "chunked_attention")
+
+
+def _rope_of(config: Any, family: Family, layer_idx: int) -> int | None:
+    """The number among the model's; None: the layer has none."""
+    has_local = any(_reach(config, family, other) for other in range(config.num_hidden_layers))
+    if family.rotated == "no_rope_layers" and not config.no_rope_layers[layer_idx]:
+        return len(rope_parameters(config)) if _unrotated(config) else None
+    if family.rotated == "local" and has_local and _reach(config, family, layer_idx) is None:
+        return None
+    names = list(rope_parameters(config))
+    return 0 if names == [""] else names.index(layer_type(config, layer_idx))
+
+
+def _rope(parameters: dict[str, Any], family: Family) -> RopeSpec:
+    rope_type = parameters.get("rope_type", "default")
     if rope_type not in SUPPORTED_ROPE_TYPES:
         raise ModelError(
             f"this model's positions are scaled by {rope_type!r}, which changes stored keys as the sequence grows; "
             f"csattn supports {', '.join(SUPPORTED_ROPE_TYPES)}"
         )
-    return rope
+    temper = None
+    if family.tempered:
+        beta, every = parameters["llama_4_scaling_beta"], parameters["original_max_position_embeddings"]
+        temper = Temper(beta=float(beta), every=every)
+    return RopeSpec(parameters=parameters, interleaved=family.interleaved, temper=temper)
+
+
+def _unrotated(config: Any) -> tuple[RopeSpec, ...]:
+    """What a position does to queries where it does not turn them."""
+    if not getattr(config, "attn_temperature_tuning", False):
+        return ()
+    temper = Temper(beta=float(config.attn_scale), every=int(config.floor_scale), offset=1)
+    return (RopeSpec(parameters=None, temper=temper),)
+
+
+def _qk_norm(config: Any, family: Family, layer_idx: int) -> Literal["none", "head", "projection"]:
+    if family.qk_norm not in ("none", "head", "projection"):
+        rotates = family.rotated != "no_rope_layers" or config.no_rope_layers[layer_idx]
+        return "head" if getattr(config, family.qk_norm) and rotates else "none"
+    return family.qk_norm  # type: ignore[return-value]
 
 
 def _activation(config: Any) -> Activation:

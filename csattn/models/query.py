@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from csattn.models.families import FAMILIES, describe_layer
+from csattn.models.families import FAMILIES, describe, rope_parameters
+from csattn.models.rope import model_frequencies
 
 
 def embed(model: Any, token_ids: Tensor) -> Tensor:
@@ -25,24 +26,34 @@ def queries_before_rope(layer: Any, hidden: Tensor) -> Tensor:
         hidden = layer.input_layernorm(hidden)
     if hasattr(attention, "q_proj"):
         q = attention.q_proj(hidden)
+        if FAMILIES[attention.config.model_type].gated_attention:  # of each head, then its gate
+            q = q.view(len(q), -1, 2, attention.head_dim)[:, :, 0].flatten(1)
     else:
         q = attention.qkv_proj(hidden)[:, : attention.config.num_attention_heads * attention.head_dim]
     of_heads = q.shape[0], -1, attention.head_dim
-    if not hasattr(attention, "q_norm"):
+    if hasattr(attention, "qk_norm"):
+        q = attention.qk_norm(q.view(of_heads))
+    elif not hasattr(attention, "q_norm"):
         q = q.view(of_heads)
-    elif FAMILIES[attention.config.model_type].qk_norm == "head":
+    elif FAMILIES[attention.config.model_type].qk_norm != "projection":
         q = attention.q_norm(q.view(of_heads))
     else:
         q = attention.q_norm(q).view(of_heads)
     return q.transpose(0, 1)  # type: ignore[no-any-return]
 
 
-def rotate_for(layer: Any, q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply RoPE as that decoder layer does, which may be not at all. cos, sin: from the model's rotary module."""
-    config = layer.self_attn.config
-    if not describe_layer(config, layer.self_attn.layer_idx).attention.rotated:
+def rotate_for(body: Any, layer_idx: int, q: Tensor, positions: Tensor) -> Tensor:
+    """What that layer of a model's body does to queries for their positions [q_len], which may be nothing."""
+    spec, names = describe(body.config), list(rope_parameters(body.config))
+    number = spec.layers[layer_idx].attention.rope
+    if number is None:
         return q
-    return rotate(q, cos, sin, FAMILIES[config.model_type].interleaved)
+    rope = spec.ropes[number]
+    if rope.parameters is not None:
+        per_position, scale = model_frequencies(body.rotary_emb, names[number])
+        angles = (positions.float()[:, None] * per_position).repeat(1, 2)
+        q = rotate(q, (scale * angles.cos()).to(q.dtype), (scale * angles.sin()).to(q.dtype), rope.interleaved)
+    return q if rope.temper is None else q * rope.temper.scales(positions)[:, None].to(q.dtype)
 
 
 def rotate(q: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:

@@ -4,6 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
+from csattn.models.families import layer_type, rope_parameters
+
 
 def rotary_frequencies(
     rope_parameters: dict[str, Any],  # as in a transformers config
@@ -24,6 +26,17 @@ def rotary_frequencies(
     return model_frequencies(LlamaRotaryEmbedding(config))
 
 
-def model_frequencies(rotary: Any) -> tuple[Tensor, float]:
-    """Likewise of a loaded model's `rotary_emb`."""
-    return rotary.inv_freq.float(), float(rotary.attention_scaling)
+def model_frequencies(rotary: Any, layer_type: str = "") -> tuple[Tensor, float]:
+    """Likewise of a loaded model's `rotary_emb`; layer_type: where it has others for each."""
+    prefix = f"{layer_type}_" if layer_type else ""
+    return getattr(rotary, f"{prefix}inv_freq").float(), float(getattr(rotary, f"{prefix}attention_scaling"))
+
+
+def position_embeddings(body: Any, hidden: Tensor, positions: Tensor) -> list[Any]:
+    """What each layer of a model's body is told of positions [1, num_tokens]. hidden: anything of the model's dtype."""
+    config = body.config
+    by_type = {
+        name: body.rotary_emb(hidden, position_ids=positions, **({"layer_type": name} if name else {}))
+        for name in rope_parameters(config)
+    }
+    return [by_type.get(layer_type(config, i), by_type.get("")) for i in range(len(body.layers))]

@@ -3,18 +3,51 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Activation = Literal["silu", "gelu_tanh", "quick_gelu", "relu", "relu2"]
+import torch
+from torch import Tensor
+
+from csattn.reach import Reach
+
+# clamped: min(gate, 7) * sigmoid(1.702 * min(gate, 7)) * (clip(up, -7, 7) + 1), of gates and ups together
+Activation = Literal["silu", "gelu_tanh", "quick_gelu", "relu", "relu2", "clamped"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Temper:
+    """Queries grow with their position p, by 1 + beta * log(1 + floor((p + offset) / every))."""
+
+    beta: float
+    every: int
+    offset: int = 0
+
+    def scales(self, positions: Tensor) -> Tensor:
+        """float32, like positions."""
+        return 1 + self.beta * torch.log1p(torch.floor((positions.float() + self.offset) / self.every))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeSpec:
+    """What a position does to queries and keys."""
+
+    # as transformers' rope_parameters; None: nothing is turned
+    parameters: dict[str, Any] | None = field(default_factory=dict)
+    interleaved: bool = False  # dimensions 2i and 2i + 1 turn together; else i and i + half of those that turn
+    temper: Temper | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """Causal attention to all rows, by the model's heads."""
+    """Causal attention by the model's heads: to all rows, or to those within reach."""
 
     qkv_bias: bool = False
     out_bias: bool = False
     # RMSNorm before RoPE: of each head of q and of k, or of all of q and of all of k
     qk_norm: Literal["none", "head", "projection"] = "none"
-    rotated: bool = True  # RoPE; False: none
+    rope: int | None = 0  # which of the model's; None: none
+    reach: Reach | None = None  # None: all rows, which an index is made of
+    gated: bool = False  # what is attended to is multiplied by the sigmoid of a product as wide
+    sinks: bool = False  # each query head has a logit of its own in the softmax, without a row
+    logit_cap: float | None = None  # logits are cap * tanh(logit / cap)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,19 +61,77 @@ class MlpSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerSpec:
-    """stream += residual_multiplier * post_norm(attention(pre_norm(stream))), then the MLP likewise. Norms: RMSNorm."""
+class ExpertsSpec:
+    """The sum of a token's experts, each a gated MLP times its share. Which they are, scores of a product tell."""
 
-    mlp: MlpSpec
+    num_experts: int
+    num_chosen: int  # for a token
+    intermediate_size: int
+    scores: Literal["softmax", "sigmoid", "softmax_of_chosen"]
+    activation: Activation = "silu"
+    bias: bool = False
+    has_choice_bias: bool = False  # it is added to scores to choose, not to share
+    groups: tuple[int, int] = (1, 1)  # of so many groups, chosen are the experts of so many, by their best two scores
+    normed: bool = False  # shares are divided by their sum
+    scale: float = 1.0  # of shares
+    on_input: bool = False  # the share is the input's factor, not the output's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaSpec:
+    """Gated DeltaNet (arXiv:2412.06464) in attention's place: a memory of fixed size, which each token changes."""
+
+    num_k_heads: int
+    num_v_heads: int
+    k_dim: int
+    v_dim: int
+    conv_len: int  # tokens that a convolution over each channel sees
+
+    @property
+    def num_channels(self) -> int:
+        """Of queries, keys and values."""
+        return 2 * self.num_k_heads * self.k_dim + self.v_width
+
+    @property
+    def v_width(self) -> int:
+        return self.num_v_heads * self.v_dim
+
+    @property
+    def in_width(self) -> int:
+        """Channels, gates, and two numbers of each head: how much is written, and forgotten."""
+        return self.num_channels + self.v_width + 2 * self.num_v_heads
+
+    @property
+    def parts(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Sizes of the last inputs of the channels, and of the memory."""
+        return self.state_sizes[:2], self.state_sizes[2:]
+
+    @property
+    def state_sizes(self) -> tuple[int, int, int, int, int]:
+        """Both."""
+        return self.num_channels, self.conv_len - 1, self.num_v_heads, self.k_dim, self.v_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """stream += residual_multiplier * post_norm(attention(pre_norm(stream))), then the MLP likewise."""
+
+    mlp: MlpSpec | None
+    experts: tuple[ExpertsSpec, ...] = ()  # whose sums are added to the MLP's
     attention: AttentionSpec = AttentionSpec()
+    delta: DeltaSpec | None = None  # in its place
     pre_norm: bool = True
     post_norm: bool = False
     residual_multiplier: float = 1.0
+    parallel: bool = False  # the MLP reads what attention reads, and has no norm of its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder. Heads are the same in every layer: a context's rows are of one shape."""
+    """A decoder. Heads are the same in every layer: a context's rows are of one shape.
+
+    Norms are RMSNorm, or of a stream of which the mean is taken (`centred`), which makes them LayerNorm without biases.
+    """
 
     layers: tuple[LayerSpec, ...]
     hidden_size: int
@@ -51,8 +142,8 @@ class ModelSpec:
     vocab_size: int
     max_positions: int
     norm_eps: float
-    rope: dict[str, Any] = field(default_factory=dict)  # as transformers' rope_parameters
-    interleaved: bool = False  # RoPE turns dimensions 2i and 2i + 1 together; else i and i + half of those that turn
+    ropes: tuple[RopeSpec, ...] = (RopeSpec(),)
+    centred: bool = False
     embedding_multiplier: float = 1.0
     logit_multiplier: float = 1.0
     logit_cap: float | None = None  # logits are cap * tanh(logit / cap)
@@ -61,6 +152,15 @@ class ModelSpec:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def indexed_layers(self) -> tuple[int, ...]:
+        """Those that attend to everything: an index is made of their rows."""
+        return tuple(i for i, x in enumerate(self.layers) if x.delta is None and x.attention.reach is None)
+
+    def is_predicted(self, layer_idx: int) -> bool:
+        """Whether its queries are told from the input of the layer before: of indexed layers, all but the first."""
+        return layer_idx in self.indexed_layers[1:]
 
     @property
     def q_width(self) -> int:
@@ -75,16 +175,17 @@ class ModelSpec:
         return self.q_width + 2 * self.kv_width
 
     @property
-    def intermediate_size(self) -> int:
-        """The widest layer's."""
-        return max(layer.mlp.intermediate_size for layer in self.layers)
-
-    @property
     def streamed_params(self) -> int:
-        """Parameters of the matrices that every decode step reads: all but the embedding, of which it reads a row."""
-        attention = self.num_layers * self.hidden_size * (self.qkv_width + self.q_width)
-        mlps = sum(self.hidden_size * mlp.intermediate_size * (2 + mlp.gated) for mlp in (x.mlp for x in self.layers))
-        return attention + mlps + self.vocab_size * self.hidden_size
+        """Parameters of the matrices that a token's step reads: of the embedding a row, of experts the chosen."""
+        columns = self.vocab_size
+        for layer in self.layers:
+            if layer.delta is None:
+                columns += self.qkv_width + (1 + layer.attention.gated) * self.q_width
+            else:
+                columns += layer.delta.in_width + layer.delta.v_width
+            columns += layer.mlp.intermediate_size * (2 + layer.mlp.gated) if layer.mlp is not None else 0
+            columns += sum(x.num_experts + 3 * x.num_chosen * x.intermediate_size for x in layer.experts)
+        return self.hidden_size * columns
 
 
 def llama_like(
@@ -94,9 +195,16 @@ def llama_like(
     head_dim: int,
     qkv_bias: bool = False,
     qk_norm: bool = False,
+    rope: dict[str, Any],
     **rest: Any,
 ) -> ModelSpec:
     """A model whose layers are all alike, as Llama's are. rest: of `ModelSpec`."""
     attention = AttentionSpec(qkv_bias=qkv_bias, qk_norm="head" if qk_norm else "none")
     layer = LayerSpec(attention=attention, mlp=MlpSpec(intermediate_size=intermediate_size))
-    return ModelSpec(layers=(layer,) * num_layers, head_dim=head_dim, softmax_scale=head_dim**-0.5, **rest)
+    return ModelSpec(
+        layers=(layer,) * num_layers,
+        head_dim=head_dim,
+        softmax_scale=head_dim**-0.5,
+        ropes=(RopeSpec(parameters=rope),),
+        **rest,
+    )

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from csattn.models.families import FAMILIES, Family, describe
+from csattn.models.families import FAMILIES, Family, describe, rope_parameters
 from csattn.models.rope import model_frequencies
-from csattn.models.spec import ModelSpec
+from csattn.models.spec import AttentionSpec, DeltaSpec, ExpertsSpec, ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +32,54 @@ class HeadNorms:
 
 
 @dataclass(frozen=True, slots=True)
+class Frequencies:
+    """How positions turn one of a model's kinds of heads."""
+
+    angles: Tensor  # [rotated dimensions // 2] float32: per position
+    scale: float = 1.0  # on cos and sin
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """An MLP for each expert, and what tells which are a token's. A row of a matrix lies without a hole."""
+
+    router: Linear  # [num_experts, hidden_size]
+    gates: Tensor  # [num_experts, intermediate_size, hidden_size]
+    ups: Tensor  # likewise
+    down: Tensor  # [num_experts, hidden_size, intermediate_size]
+    choice_bias: Tensor | None = None  # [num_experts] float32
+    gate_bias: Tensor | None = None  # [num_experts, intermediate_size]
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None  # [num_experts, hidden_size]
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaWeights:
+    """Of a gated DeltaNet."""
+
+    inputs: tuple[Linear, ...]  # queries, keys, values, gates, how much is written and how much forgotten
+    conv: Tensor  # [num_channels, conv_len] float32
+    decay: Tensor  # [num_v_heads] float32, positive
+    decay_bias: Tensor  # likewise
+    norm: Tensor  # [v_dim] float32
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
     """Linear layers that come as several have their outputs side by side. Norms are [hidden_size] float32, or None."""
 
     before_attention: Tensor | None
     qkv: tuple[Linear, ...]
+    gates: tuple[Linear, ...]  # of what is attended to
+    delta: DeltaWeights | None  # in place of both
     head_norms: HeadNorms | None
+    sinks: Tensor | None  # [num_q_heads] float32
     out: Linear
     behind_attention: Tensor | None
     before_mlp: Tensor | None
-    gate_up: tuple[Linear, ...]  # gates, then ups; of an MLP without gates ups alone
-    down: Linear
+    gate_up: tuple[Linear, ...]  # gates, then ups; of an MLP without gates ups alone; without an MLP nothing
+    down: Linear | None
+    experts: tuple[ExpertWeights, ...]
     behind_mlp: Tensor | None
 
 
@@ -55,8 +92,7 @@ class ModelWeights:
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor  # [hidden_size]
     head: Linear  # [vocab_size, hidden_size]; the embedding itself where they are tied
-    inverse_frequencies: Tensor  # [rotated dimensions // 2]: RoPE's angle per position
-    rope_scale: float  # on cos and sin
+    ropes: tuple[Frequencies, ...]  # of the spec's
 
     @property
     def device(self) -> torch.device:
@@ -75,35 +111,132 @@ class ModelWeights:
 def weights_of(model: Any) -> ModelWeights:
     """model: a transformers causal language model. Raises ModelError where its family is not supported."""
     spec, family, body = describe(model.config), FAMILIES[model.config.model_type], model.model
-    frequencies, rope_scale = model_frequencies(body.rotary_emb)
     return ModelWeights(
         spec=spec,
         embedding=body.embed_tokens.weight.detach(),
-        layers=tuple(layer_weights(layer, spec, family) for layer in body.layers),
+        layers=tuple(layer_weights(layer, i, spec, family) for i, layer in enumerate(body.layers)),
         final_norm=_norm(body.norm, family),
         head=_linear(model.lm_head),
-        inverse_frequencies=frequencies,
-        rope_scale=rope_scale,
+        ropes=(
+            *(Frequencies(*model_frequencies(body.rotary_emb, name)) for name in rope_parameters(model.config)),
+            *(Frequencies(body.norm.weight.new_empty(0).float()) for rope in spec.ropes if rope.parameters is None),
+        ),
     )
 
 
-def layer_weights(layer: Any, spec: ModelSpec, family: Family) -> LayerWeights:
-    attention, mlp = layer.self_attn, layer.mlp
+def layer_weights(layer: Any, layer_idx: int, spec: ModelSpec, family: Family) -> LayerWeights:
+    of_layer, attention, block = spec.layers[layer_idx], getattr(layer, "self_attn", None), getattr(layer, family.mlp)
+    mlp = block
+    if of_layer.experts:  # beside which one may stand that all tokens pass
+        mlp = getattr(block, "shared_expert", None) or getattr(block, "shared_experts", None)
     norms = [None if name is None else _norm(getattr(layer, name), family) for name in family.norms]
     head_norms = None
-    if family.qk_norm != "none":
+    if hasattr(attention, "qk_norm"):  # without weights
+        ones = norms[0].new_ones(spec.head_dim) if norms[0] is not None else torch.ones(spec.head_dim)
+        head_norms = HeadNorms(ones, ones)
+    elif attention is not None and of_layer.attention.qk_norm != "none":
         head_norms = HeadNorms(_norm(attention.q_norm, family), _norm(attention.k_norm, family))
     return LayerWeights(
         before_attention=norms[0],
-        qkv=_parts(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"), [spec.q_width, *2 * [spec.kv_width]]),
+        qkv=_qkv(attention, of_layer.attention, spec),
+        gates=_of_heads(attention.q_proj, spec, 1) if attention is not None and of_layer.attention.gated else (),
+        delta=None if of_layer.delta is None else _delta(layer.linear_attn, of_layer.delta),
         head_norms=head_norms,
-        out=_linear(attention.o_proj),
+        sinks=None if (sinks := _or_none(attention, "sinks")) is None else sinks.float(),
+        out=_linear(attention.o_proj if attention is not None else layer.linear_attn.out_proj),
         behind_attention=norms[1],
         before_mlp=norms[2],
-        gate_up=_parts(mlp, "gate_up_proj", ("gate_proj", "up_proj") if family.gated else ("up_proj",)),
-        down=_linear(mlp.down_proj),
+        gate_up=()
+        if of_layer.mlp is None
+        else _parts(mlp, "gate_up_proj", ("gate_proj", "up_proj") if family.gated else ("up_proj",)),
+        down=None if of_layer.mlp is None else _linear(mlp.down_proj),
+        experts=tuple(
+            _shared(block) if number else _routed(block, experts, family)
+            for number, experts in enumerate(of_layer.experts)
+        ),
         behind_mlp=norms[3],
     )
+
+
+def _qkv(attention: Any, of: AttentionSpec, spec: ModelSpec) -> tuple[Linear, ...]:
+    if attention is None:
+        return ()
+    if of.gated:
+        return (*_of_heads(attention.q_proj, spec, 0), _linear(attention.k_proj), _linear(attention.v_proj))
+    return _parts(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"), [spec.q_width, *2 * [spec.kv_width]])
+
+
+def _of_heads(module: Any, spec: ModelSpec, second: int) -> tuple[Linear, ...]:
+    """Of each head the first or the second half of what a projection gives."""
+    whole, size = _linear(module), spec.head_dim
+    firsts = [(2 * head + second) * size for head in range(spec.num_q_heads)]
+    return tuple(whole.outputs(first, first + size) for first in firsts)
+
+
+def _delta(module: Any, spec: DeltaSpec) -> DeltaWeights:
+    if hasattr(module, "in_proj_qkvz"):  # each key head's queries, keys, values and gates lie together
+        of_k, of_v = spec.k_dim, spec.v_width // spec.num_k_heads
+        each = spec.num_v_heads // spec.num_k_heads
+        many = _by_head(_linear(module.in_proj_qkvz), spec.num_k_heads, (of_k, of_k, of_v, of_v))
+        inputs = (*many, *_by_head(_linear(module.in_proj_ba), spec.num_k_heads, (each, each)))
+    else:
+        inputs = tuple(_linear(getattr(module, f"in_proj_{name}")) for name in ("qkv", "z", "b", "a"))
+    return DeltaWeights(
+        inputs=inputs,
+        conv=module.conv1d.weight.detach().squeeze(1).float().contiguous(),
+        decay=module.A_log.detach().float().exp(),
+        decay_bias=module.dt_bias.detach().float().clone(),
+        norm=module.norm.weight.detach().float().clone(),
+    )
+
+
+def _by_head(whole: Linear, num_heads: int, widths: tuple[int, ...]) -> tuple[Linear, ...]:
+    """First what all heads have of the first width, then of the second, and so on."""
+    parts, start = [], 0
+    for width in widths:
+        firsts = [head * sum(widths) + start for head in range(num_heads)]
+        parts += [whole.outputs(first, first + width) for first in firsts]
+        start += width
+    return tuple(parts)
+
+
+def _routed(block: Any, spec: ExpertsSpec, family: Family) -> ExpertWeights:
+    router, experts = getattr(block, family.router), block.experts
+    bias = getattr(router, "e_score_correction_bias", getattr(block, "e_score_correction_bias", None))
+    rows = _rows_first if family.inputs_first else torch.Tensor.detach
+    gates_ups, biases = rows(experts.gate_up_proj), _or_none(experts, "gate_up_proj_bias")
+    alternate = spec.activation == "clamped"
+    middle = spec.intermediate_size
+    gates, ups = (slice(0, None, 2), slice(1, None, 2)) if alternate else (slice(0, middle), slice(middle, None))
+    return ExpertWeights(
+        router=Linear(router.weight.detach(), _or_none(router, "bias")),
+        choice_bias=None if bias is None else bias.detach().float(),
+        gates=gates_ups[:, gates],
+        ups=gates_ups[:, ups],
+        gate_bias=None if biases is None else biases[:, gates],
+        up_bias=None if biases is None else biases[:, ups],
+        down=rows(experts.down_proj),
+        down_bias=_or_none(experts, "down_proj_bias"),
+    )
+
+
+def _shared(block: Any) -> ExpertWeights:
+    """One that all tokens have, by a share of their own: an expert without a choice."""
+    mlp = block.shared_expert
+    gates, ups, down = (linear.weight.detach()[None] for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+    return ExpertWeights(router=_linear(block.shared_expert_gate), gates=gates, ups=ups, down=down)
+
+
+def _rows_first(weight: torch.nn.Parameter) -> Tensor:
+    """A row for each output, of weights [num_experts, num_in, num_out], which stay the same and lie differently."""
+    if not weight.data.mT.is_contiguous():
+        weight.data = weight.data.mT.contiguous().mT
+    return weight.detach().mT
+
+
+def _or_none(module: Any, name: str) -> Tensor | None:
+    parameter = getattr(module, name, None)
+    return None if parameter is None else parameter.detach()
 
 
 def _parts(module: Any, fused: str, names: tuple[str, ...], widths: list[int] | None = None) -> tuple[Linear, ...]:

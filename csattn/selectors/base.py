@@ -19,6 +19,7 @@ class ContextView:
     context_len: int
     softmax_scale: float
     config: SearchConfig
+    logit_cap: float | None = None  # logits are cap * tanh(logit / cap)
 
     @property
     def middle(self) -> slice:

@@ -41,14 +41,21 @@ def selector_for(name: str, view: ContextView) -> SelectorName:
     return "full" if view.everything_kept and ABOUT[name].keeps_top_k else name
 
 
-def resolve_rest(config: SearchConfig, name: SelectorName, layout: str) -> RestKind:
+def resolve_rest(config: SearchConfig, name: SelectorName, layout: str, capped: bool = False) -> RestKind:
     """How attention to the rows that a selector leaves out is made up for: what was asked for, or what suits the index.
 
-    layout: of the artifact's index. Raises ConfigError for what does not go together; `full` leaves nothing out.
+    layout: of the artifact's index; capped: the model's logits are, of which what tells of the rest does not know.
+    Raises ConfigError for what does not go together; `full` leaves nothing out.
     """
     if name == "full" or config.rest == "none":
         return "none"
+    if capped and config.rest is not None:
+        raise ConfigError(
+            f"rest {config.rest} tells of rows by logits without a cap, and this model's have one; leave rest out"
+        )
     if config.rest is None:
+        if capped:
+            return "none"
         return "sketch" if (name, layout) == ("csattn", "sketch") else "none"
     if name not in _CHOOSE_THE_BEST:
         raise ConfigError(

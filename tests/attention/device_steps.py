@@ -9,6 +9,7 @@ from torch import Tensor
 from csattn.attention.device import DeviceAttention, RowCoding, make_row_source
 from csattn.attention.device_reference import attend_step
 from csattn.batch import DeviceSelection, StepRows, make_device_selection, make_step_rows
+from csattn.reach import Reach
 from csattn.rest import Moments
 from csattn.rest.device import DeviceMoments, moment_table
 from tests.cuda_on_cpu.emulated import DEVICE
@@ -48,6 +49,9 @@ class Step:
     rows: StepRows
     moments: Sequence[tuple[Moments, int]] | None = None  # of each context's rows that could be selected, their number
     coding: RowCoding | None = None  # in which `far`, `spill` and `resident` are; then it has no `wanted`
+    reach: Reach | None = None
+    logit_cap: float | None = None
+    sinks: Tensor | None = None  # [num_q_heads] float32
 
     def wanted(self) -> Tensor:
         return self.wanted_with_lse()[0]
@@ -64,6 +68,9 @@ class Step:
             self.spill,
             self.moments,
             other,
+            self.reach,
+            self.logit_cap,
+            self.sinks,
         )
 
     def take(self, batch_rows: Sequence[int]) -> "Step":
@@ -161,7 +168,11 @@ class OnDevice:
             device=self.device,
             rest="moments" if step.moments is not None else "none",
             coding=step.coding,
+            reach=step.reach,
+            logit_cap=step.logit_cap,
+            has_sinks=step.sinks is not None,
         )
+        self.sinks = None if step.sinks is None else step.sinks.to(self.device)
         self.q, self.tails = step.q.to(self.device), step.tails.to(self.device)
         on_device = [[kv.to(self.device) for kv in side] for side in (step.resident, step.far)]
         self._kept = (*on_device, [kv.pin_memory() if DEVICE.type == "cuda" else kv for kv in step.spill])
@@ -185,6 +196,7 @@ class OnDevice:
             self.spill,
             self.moments,
             other,
+            self.sinks,
         )
 
     def copy_step(self, step: Step) -> None:

@@ -9,6 +9,7 @@ from csattn.attention import device, reference
 from csattn.attention.device import DeviceAttention, make_row_source
 from csattn.batch import DeviceSelection
 from csattn.errors import ConfigError
+from csattn.reach import Reach
 from tests.attention.device_steps import OnDevice, Shape, assert_close, attend_on_device, make_kv, make_step
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE, crossed
@@ -43,6 +44,44 @@ def test_any_placement_of_a_contexts_rows_is_attention_over_all_of_them() -> Non
     want, _ = reference.attend(packed, kv[None, :, :, 0], kv[None, :, :, 1], shape.softmax_scale)
     got = replace(step, q=q, far_rows=selection).wanted()
     torch.testing.assert_close(got.view(packed.shape), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [16, 256])
+def test_logits_are_capped_and_sinks_take_their_share(dtype: torch.dtype, head_dim: int) -> None:
+    step = make_step(Shape(dtype=dtype, head_dim=head_dim), CONTEXTS, MIXED, num_spilled=5)
+    step = replace(step, q=4 * step.q, logit_cap=2.5, sinks=4 + torch.randn(8))
+    want, got = step.wanted(), attend_on_device(step)
+    assert_close(got, want)
+    for without in ({"logit_cap": None}, {"sinks": None}):
+        assert not torch.allclose(replace(step, **without).wanted(), want, atol=0.05)
+    assert not got[2].any(), "an idle row"
+
+
+@pytest.mark.parametrize(
+    "reach", [Reach(num_rows=1), Reach(num_rows=23), Reach(num_rows=9, chunked=True), Reach(num_rows=500)]
+)
+def test_rows_within_reach_alone_are_seen(reach: Reach) -> None:
+    """Of what a context keeps, and of the tail; nothing else is read."""
+    lens = [300, 77, 500]
+    contexts = [(length, min(length, reach.num_rows)) for length in lens]
+    step = replace(make_step(Shape(), contexts, [(context, n, 0) for context, n, _ in MIXED]), reach=reach)
+    unseen = [torch.ones(resident, dtype=torch.bool) for _, resident in contexts]
+    for b, (context, tail_len, _) in enumerate(MIXED):
+        step.rows.tail_lens[b] = tail_len = max(tail_len, 1)
+        if context < 0:
+            continue
+        step.rows.positions[b] = position = lens[context] + tail_len - 1
+        first = reach.first_seen(position) - lens[context]
+        unseen[context][max(0, len(unseen[context]) + first) :] = False
+        tail = step.tails[step.rows.tail_ids[b]]
+        tail[:, :tail_len] = torch.randn(tail[:, :tail_len].shape)
+        tail[:, : max(0, first)] = torch.nan
+    for rows, of_context in zip(step.resident, unseen, strict=True):
+        rows[:, of_context] = torch.nan
+    want = step.wanted()
+    assert want.isfinite().all()
+    assert_close(attend_on_device(step), want)
 
 
 def test_rows_that_attend_to_nothing_are_zero() -> None:

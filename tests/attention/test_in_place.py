@@ -37,6 +37,7 @@ class Row:
     rest: np.ndarray | None = field(default=None, kw_only=True)  # [num_q_heads, head_dim + 2]: instead of a sketch
     own: OwnChoice | None = field(default=None, kw_only=True)
     own_rest: np.ndarray | None = field(default=None, kw_only=True)  # likewise: instead of its sketch
+    tail_start: int = field(default=0, kw_only=True)  # of the tail's rows before none is seen
 
     @property
     def tail_len(self) -> int:
@@ -52,11 +53,12 @@ class Row:
         """row_bytes, v_offset, k_reader, v_reader"""
         return self.context[0, 0].nbytes, self.context[0, 0, 0].nbytes, 0, 0
 
-    def want(self) -> torch.Tensor:
+    def want(self, logit_cap: float | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
         scale = self.q.shape[-1] ** -0.5
-        tail = self.tail[:, : self.tail_len]
+        tail = self.tail[:, self.tail_start : self.tail_len]
+        rest = self.moments, self.sketch
         chosen = self.kv_indices, self.valid_len
-        return attend_row(self.q, self.context, *self.near, *chosen, tail, scale, self.moments, self.sketch, self.own)
+        return attend_row(self.q, self.context, *self.near, *chosen, tail, scale, *rest, self.own, logit_cap, sinks)
 
 
 def make_row(
@@ -89,7 +91,9 @@ def make_row(
     return Row(q, context.to(dtype), near, kv_indices, valid_len, tail.to(dtype))
 
 
-def run(rows: list[Row], num_threads: int = 1) -> torch.Tensor:
+def run(
+    rows: list[Row], num_threads: int = 1, logit_cap: float | None = None, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
     """[num_rows, num_q_heads, head_dim]"""
     num_rows, (num_q_heads, head_dim) = len(rows), rows[0].q.shape
     q, tails = torch.stack([row.q for row in rows]), torch.stack([row.tail for row in rows])
@@ -103,7 +107,8 @@ def run(rows: list[Row], num_threads: int = 1) -> torch.Tensor:
         "kv": [row.memory.data_ptr() for row in rows],
         "context_lens": [row.context.shape[1] for row in rows],
         "sink_ends": [row.near[0] for row in rows],
-        "window_starts": [row.near[1] for row in rows] + [own.sketch.context_len if own else 0 for own in owns],
+        "window_starts": [row.near[1] for row in rows]
+        + [row.own.sketch.context_len if row.own else row.tail_start for row in rows],
         "num_index_heads": [len(row.valid_len) for row in rows],
         "top_ks": [row.kv_indices.shape[1] for row in rows] + [own.kv_indices.shape[1] if own else 0 for own in owns],
         "kv_indices": [of.kv_indices.data_ptr() if of else 0 for of in (*rows, *owns)],
@@ -123,11 +128,13 @@ def run(rows: list[Row], num_threads: int = 1) -> torch.Tensor:
     by_row |= dict(zip(layout, map(list, zip(*(row.layout for row in rows), strict=True)), strict=True))
     arrays = {name: np.array(values, np.int64) for name, values in by_row.items()}
     arrays["num_rows"], arrays["softmax_scale"] = np.array([num_rows]), np.array([head_dim**-0.5])
+    arrays["logit_cap"] = np.array([logit_cap or 0.0])
     arrays["parts"] = np.full((num_rows, num_q_heads, MAX_PARTS, head_dim + 2), NAN, np.float32)
     arrays["queries"] = np.full((2 * num_rows, num_kv_heads, max(of_query)), 0xFF, np.uint8)
     arrays["out"] = np.full((num_rows, num_q_heads, head_dim), NAN, np.float32)
     values = {name: array.ctypes.data for name, array in arrays.items()} | {
         "q": q.data_ptr(),
+        "sinks": 0 if sinks is None else sinks.data_ptr(),
         "num_q_heads": num_q_heads,
         "num_kv_heads": num_kv_heads,
         "own_rows": num_rows,
@@ -139,6 +146,8 @@ def run(rows: list[Row], num_threads: int = 1) -> torch.Tensor:
         "max_index_heads": max(by_row["num_index_heads"]),
         "max_ranges": max(in_place.num_ranges(length) for length in lists),
     }
+    if logit_cap is None:
+        values["logit_cap"] = 0
     arguments = np.array([values[name] for name in ARGUMENTS], np.int64)
     tape = Tape()
     pieces = num_rows * values["max_index_heads"] * values["max_ranges"]
@@ -174,6 +183,20 @@ def test_it_agrees_with_its_definition(dtype: str, head_dim: int) -> None:
     got = run(rows)
     for row, out in zip(rows, got, strict=True):
         torch.testing.assert_close(out, row.want(), rtol=1e-5, atol=3e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_logits_are_capped_and_sinks_take_their_share(dtype: str, rng: np.random.Generator) -> None:
+    """Also where a token does not see the whole tail, and beside what tells of the rest."""
+    rows, sinks = rows_of_all_kinds(getattr(torch, dtype), 24), 3 * torch.randn(6)
+    rows = [replace(row, q=5 * row.q, tail_start=row.tail_len // 2) for row in rows]
+    for row in rows:
+        row.tail[:, : row.tail_start] = NAN
+    for row, out in zip(rows, run(rows, logit_cap=2.5, sinks=sinks), strict=True):
+        torch.testing.assert_close(out, row.want(2.5, sinks), rtol=1e-5, atol=3e-6)
+    sketched = with_sketches(rows, rng) if dtype == "float32" else []
+    for row, out in zip(sketched, run(sketched, sinks=sinks) if sketched else [], strict=True):
+        torch.testing.assert_close(out, row.want(None, sinks), rtol=1e-3, atol=1e-3)
 
 
 def test_an_estimate_of_what_is_not_selected_joins() -> None:

@@ -21,7 +21,7 @@ def device_outbox(monkeypatch: pytest.MonkeyPatch) -> DeviceOutbox:
     """Copies are made at once, events have always passed."""
 
     def copy(slot, arrays: Mapping[str, Tensor]):
-        slot.buffers.update({name: array.clone() for name, array in arrays.items()})
+        slot.arrays.update({name: array.clone() for name, array in arrays.items()})
         return SimpleNamespace(synchronize=lambda: None)
 
     monkeypatch.setattr(outbox_module._Slot, "copy", copy)

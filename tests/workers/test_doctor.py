@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import MambaConfig
 
 from csattn.artifact.manifest import FORMAT_VERSION
+from csattn.models.loader import geometry_of
+from tests.tiny import tiny_config
 from workers.doctor import Facts, Finding, examine, facts, gather_facts, probes
 from workers.doctor.checks import CHECKS, check_cpus, check_cupy, check_device, check_faiss, check_numba, release
+from workers.doctor.model import context_bytes, examine_model
 
 GIB = 1 << 30
 MISSING = {"error": "ModuleNotFoundError: No module named 'it'"}
@@ -288,3 +292,24 @@ def test_a_gpu_is_seen_and_pins() -> None:
     torch = probes.probe_torch()
     assert torch["devices"] and torch["devices"][0]["free_bytes"] > 0
     assert torch["pinning"]["pinned"], torch["pinning"]
+
+
+def test_a_model_is_told_what_it_takes_and_what_it_is_refused_for(tmp_path: Path) -> None:
+    """From its config alone: there are no weights here."""
+    sizes = {"max_position_embeddings": 65_536, "num_attention_heads": 18, "hidden_size": 72}
+    tiny_config("gemma2", **sizes).save_pretrained(tmp_path)
+    found = examine_model(str(tmp_path), machine())
+    assert [finding.status for finding in found] == ["ok", "warning", "warning", "ok"]
+    kv, sketch = context_bytes(geometry_of(tiny_config("gemma2")), 32_768)
+    assert 0 <= kv - (32_768 + 2 * 37) * 2 * 2 * 16 * 2 <= 3 * 4096 and 0 < sketch < kv
+    assert "1 layers that see everything and 2 that do not" in found[0].text
+    assert "9 query heads share a selection" in found[1].text and "capped" in found[2].text
+    small = machine(probed={"memory": {"available_bytes": 1000, "total_bytes": 1000, "locked_limit_bytes": 0}})
+    assert one(examine_model(str(tmp_path), small)[:1], "model").status == "warning"
+
+
+def test_a_model_that_is_refused_is_a_problem(tmp_path: Path) -> None:
+    MambaConfig(num_hidden_layers=1).save_pretrained(tmp_path)
+    for name in (str(tmp_path), str(tmp_path / "none")):
+        (finding,) = examine_model(name, machine())
+        assert finding.status == "problem" and finding.remedy

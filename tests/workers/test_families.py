@@ -1,67 +1,230 @@
-"""Every supported family, read from its config, says what transformers says: the CPU engine, and the definition."""
+"""Every supported family, read from its config, says what transformers says: all its kinds of layers, on all engines.
 
+What the README and docs/models.md say of families is checked against these.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from csattn.artifact import open_artifact
+from csattn.artifact import Artifact, open_artifact, verify_artifact
 from csattn.config import SearchConfig, preset
+from csattn.models import LoadedModel
 from csattn.models.families import FAMILIES
 from csattn.models.weights import weights_of
+from index_build.context_build import ContextBuild
+from index_build.pieces import BuildProgress, perform
 from index_build.pipeline import build_artifact
+from index_build.plan import make_plan
+from tests.cuda_on_cpu.emulated import DEVICE, Emulator
 from tests.tiny import ALL_FAMILIES, loaded, token_ids
-from tests.workers.engine.talks import Talk, alone
+from tests.workers.engine.emulated_engine import emulate
+from tests.workers.engine.talks import Talk, alone, assert_same, run_together
 from tests.workers.model.full_context import CONTEXT_LENS, greedy, logits_after, make_runner
 from workers.engine.cpu_engine import CpuEngine
+from workers.engine.gpu_engine import GpuEngine
+from workers.serving.step_engine import StepEngine, StepRow
+from workers.session import csattn_session
 
-CONTEXT_LEN, NUM_TOKENS = 300, 64
+CONTEXT, NUM_TOKENS = token_ids(300), 64
 QUESTION = token_ids(5, seed=5).tolist()
+EMULATED = ["gemma2", "gpt_oss", "qwen3_next"]  # whose layers the device has everything of
+
+
+@dataclass(frozen=True)
+class Family:
+    """A tiny model of it, with a context."""
+
+    loaded: LoadedModel
+    artifact: Artifact
+
+    def logits(self, following: list[int], num_tokens: int) -> Tensor:
+        """What transformers says of the last tokens of context, question and these."""
+        ids = torch.from_numpy(np.concatenate([CONTEXT, QUESTION, following]).astype(np.int64))[None]
+        with torch.no_grad():
+            wanted: Tensor = self.loaded.model(ids.to(self.loaded.device)).logits[0, -num_tokens:].float().cpu()
+        return wanted
+
+    def divergence(self, logits: list[np.ndarray], following: list[int]) -> float:
+        """Nats of the next token: transformers' own beside these logits, after each of these tokens."""
+        want = self.logits(following, len(following)).log_softmax(-1)
+        got = torch.from_numpy(np.stack(logits)).log_softmax(-1)
+        return float((want.exp() * (want - got)).sum(-1).mean())
+
+
+@pytest.fixture(scope="module", params=ALL_FAMILIES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Family]:
+    model = loaded(request.param)
+    built = build_artifact(model, CONTEXT, preset("default"), tmp_path_factory.mktemp(request.param))
+    with open_artifact(built.path) as artifact:
+        yield Family(model, artifact)
 
 
 def test_all_families_are_tested() -> None:
     assert ALL_FAMILIES.keys() == FAMILIES.keys()
 
 
-@pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_what_is_described_is_there(family: str) -> None:
-    model = loaded(family).model
+def test_a_session_says_what_transformers_says(family: Family) -> None:
+    model = family.loaded.model
+    with csattn_session(family.loaded, family.artifact, SearchConfig(keep=1.0), num_threads=2) as session:
+        asked = session.continue_with(np.array(QUESTION, np.int32))
+        wanted = {"max_new_tokens": NUM_TOKENS, "do_sample": False, "return_dict_in_generate": True}
+        got = model.generate(**asked, **wanted, output_logits=True)
+    tokens = got.sequences[0, len(CONTEXT) + len(QUESTION) :].tolist()
+    want = family.logits(tokens[:-1], NUM_TOKENS)
+    torch.testing.assert_close(torch.cat(got.logits), want, rtol=0, atol=1e-3)
+    assert tokens == want.argmax(1).tolist() and len(tokens) == NUM_TOKENS
+
+
+def test_a_sparse_run_comes_closer_the_more_it_keeps(family: Family) -> None:
+    following = token_ids(40, seed=6).tolist()
+    by_keep = []
+    with CpuEngine(family.loaded, num_threads=2) as engine:
+        engine.add_context(0, family.artifact)
+        for keep in (0.02, 0.6, 1.0):
+            by_keep.append(
+                family.divergence(read(engine, SearchConfig(keep=keep, window_len=16), following), following)
+            )
+    assert np.isfinite(by_keep).all()
+    assert by_keep[0] > by_keep[1] > by_keep[2] - 1e-6 and by_keep[2] < 1e-5
+
+
+def read(engine: StepEngine, config: SearchConfig, following: list[int], selector: str = "csattn") -> list[np.ndarray]:
+    """Logits after each of these tokens, which follow the question."""
+    engine.open(0, 0, config, selector)  # type: ignore[arg-type]
+    engine.step([StepRow(0, token) for token in QUESTION])
+    logits = []
+    for token in following:
+        result = engine.step([StepRow(0, token)], want_logits=True)
+        assert result.logits is not None
+        logits.append(result.logits[0].copy())
+    engine.close_slot(0)
+    return logits
+
+
+def test_a_build_that_is_cut_goes_on_and_gives_the_same_bytes(family: Family, tmp_path: Path) -> None:
+    class Cut(Exception):
+        """Ends a build."""
+
+    def cut(progress: BuildProgress) -> None:
+        if progress.layer_idx == 2:
+            raise Cut
+
+    with pytest.raises(Cut):
+        build_artifact(family.loaded, CONTEXT, preset("default"), tmp_path, on_progress=cut)
+    again = build_artifact(family.loaded, CONTEXT, preset("default"), tmp_path)
+    assert again.resumed_at == 2
+    assert verify_artifact(again.path).files == family.artifact.manifest.files
+    model = family.artifact.spec.model
+    for layer_idx in [i for i in range(model.num_layers) if not model.has_state(i)]:
+        assert family.artifact.layer_kv(layer_idx).shape[1] == model.num_kept(layer_idx, len(CONTEXT))
+
+
+@pytest.mark.parametrize("family", EMULATED, indirect=True)
+def test_pieces_of_a_build_give_the_same_bytes(family: Family, tmp_path: Path) -> None:
+    """Prefill and index made apart: layers without an index are finished by prefill alone."""
+    plan = make_plan(family.loaded, CONTEXT, preset("default"), {})
+    build = ContextBuild(tmp_path, plan, heads_per_piece=1)
+    while build.outcome is None:
+        piece, *_ = build.due()
+        build.start(piece)
+        build.settle(piece, perform(piece, plan, tmp_path, family.loaded, 1))
+    assert build.outcome == "built"
+    assert verify_artifact(tmp_path / plan.spec.artifact_id).files == family.artifact.manifest.files
+
+
+def test_requests_beside_each_other_say_what_each_says_alone(family: Family, rng: np.random.Generator) -> None:
+    configs = [
+        SearchConfig(keep=keep, window_len=16, lookahead=ahead) for keep, ahead in ((0.1, 1), (0.2, 0), (1.0, 0))
+    ]
+    talks = [Talk(0, config, "csattn", token_ids(3 + i, seed=i).tolist(), 4) for i, config in enumerate(configs)]
+    with CpuEngine(family.loaded, num_threads=2, num_slots=3, max_rows=6) as engine:
+        engine.add_context(0, family.artifact)
+        run_together(engine, talks, rng)
+        for talk in talks:
+            assert_same(talk, alone(engine, talk))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("placement", ["device", "hybrid"])
+def test_a_gpu_says_what_transformers_says(family: Family, placement: str) -> None:
+    following = token_ids(NUM_TOKENS, seed=6).tolist()
+    compare_on_gpu(family, placement, following)
+
+
+@pytest.mark.parametrize("family", EMULATED, indirect=True)
+def test_the_devices_kernels_say_what_transformers_says(
+    family: Family, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU, where there is no device: a few tokens of those families whose layers are of the most kinds."""
+    emulate(emulator, monkeypatch)
+    compare_on_gpu(family, "device", token_ids(3, seed=6).tolist(), batch_sizes=(1, 5))
+
+
+def compare_on_gpu(family: Family, placement: str, following: list[int], **options: object) -> None:
+    divergences = []
+    for keep, selector in ((1.0, "full"), (0.3, "csattn")):
+        config = SearchConfig(keep=keep, window_len=16)
+        with GpuEngine(family.loaded, config, placement, selector=selector, device=DEVICE, **options) as engine:  # type: ignore[arg-type]
+            engine.add_context(0, family.artifact)
+            logits = read(engine, config, following, selector)
+            divergences.append(family.divergence(logits, following))
+            if selector == "full":
+                want = family.logits(following, len(following)).numpy()
+                np.testing.assert_allclose(np.stack(logits), want, rtol=0, atol=1e-3)
+    assert np.isfinite(divergences).all() and divergences[0] < divergences[1] + 1e-6
+
+
+@pytest.mark.parametrize("name", ALL_FAMILIES)
+def test_what_is_described_is_there(name: str) -> None:
+    """All matrices of a model are read, each once."""
+    model = loaded(name).model
     weights = weights_of(model)
     for spec, layer in zip(weights.spec.layers, weights.layers, strict=True):
-        assert [linear.bias is not None for linear in layer.qkv] == [spec.attention.qkv_bias] * 3
+        assert all((linear.bias is not None) == spec.attention.qkv_bias for linear in (*layer.qkv, *layer.gates))
+        assert (layer.delta is None) == (spec.delta is None) and bool(layer.gates) == (
+            spec.attention.gated and spec.delta is None
+        )
         assert (layer.out.bias is not None) == spec.attention.out_bias
-        assert [linear.bias is not None for linear in layer.gate_up] == [spec.mlp.bias] * (1 + spec.mlp.gated)
-        assert (layer.down.bias is not None) == spec.mlp.bias
-        assert (layer.before_attention is None) == (layer.before_mlp is None) == (not spec.pre_norm)
+        mlp = spec.mlp
+        assert [linear.bias is not None for linear in layer.gate_up] == ([mlp.bias] * (1 + mlp.gated) if mlp else [])
+        assert (layer.down is None) == (mlp is None) and (mlp is None or (layer.down.bias is not None) == mlp.bias)
+        for experts, of in zip(spec.experts, layer.experts, strict=True):
+            assert of.down.shape == (experts.num_experts, weights.spec.hidden_size, experts.intermediate_size)
+            assert (of.choice_bias is not None) == experts.has_choice_bias
+            biases = of.router.bias, of.gate_bias, of.up_bias, of.down_bias
+            assert [bias is not None for bias in biases] == [experts.bias] * 4
+        assert (layer.before_attention is None) == (not spec.pre_norm)
+        assert (layer.before_mlp is None) == (not spec.pre_norm or spec.parallel)
         assert (layer.behind_attention is None) == (layer.behind_mlp is None) == (not spec.post_norm)
-    assert weights.spec.softmax_scale == pytest.approx(model.model.layers[0].self_attn.scaling)
-    taken = {p.data_ptr() for p in model.parameters() if p.dim() == 2}
-    assert sum(p.numel() for p in model.parameters() if p.data_ptr() in taken) == sum(
-        linear.weight.numel()
-        for layer in weights.layers
-        for linear in (*layer.qkv, layer.out, *layer.gate_up, layer.down)
-    ) + weights.embedding.numel() + (0 if weights.spec.tied_embedding else weights.head.weight.numel())
+        assert (layer.sinks is None) == (not spec.attention.sinks)
+    assert weights.spec.softmax_scale == pytest.approx(model.model.layers[1].self_attn.scaling)
+    read = [weights.embedding] + ([] if weights.spec.tied_embedding else [weights.head.weight])
+    for layer in weights.layers:
+        read += [linear.weight for linear in layer.delta.inputs] + [layer.delta.conv] if layer.delta else []
+        read += [
+            linear.weight
+            for linear in (*layer.qkv, *layer.gates, layer.out, *layer.gate_up, *filter(None, [layer.down]))
+        ]
+        for of in layer.experts:
+            read += [of.router.weight, of.gates, of.ups, of.down]
+    assert sum(matrix.numel() for matrix in read) == sum(p.numel() for p in matrices_of(model))
 
 
-@pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_the_cpu_engine_says_what_transformers_says(family: str, tmp_path: Path) -> None:
-    model = loaded(family).model
-    artifact = build_artifact(loaded(family), token_ids(CONTEXT_LEN), preset("default"), tmp_path)
-    with open_artifact(artifact.path) as opened, CpuEngine(loaded(family), num_threads=2) as engine:
-        engine.add_context(0, opened)
-        got = alone(engine, Talk(0, SearchConfig(keep=1.0), "csattn", QUESTION, NUM_TOKENS))
-    ids = torch.from_numpy(np.concatenate([token_ids(CONTEXT_LEN), QUESTION, got.tokens[:-1]])).long()[None]
-    with torch.no_grad():
-        want = model(ids).logits[0, -NUM_TOKENS:].numpy()
-    np.testing.assert_allclose(np.stack(got.logits), want, rtol=0, atol=1e-3)
-    assert got.tokens == want.argmax(axis=1).tolist()
+def matrices_of(model: torch.nn.Module) -> list[Tensor]:
+    """But for biases of experts, which are a row for each."""
+    return [p for name, p in model.named_parameters() if p.dim() > 1 and not name.endswith("bias")]
 
 
-@pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_the_definition_says_what_transformers_says(family: str) -> None:
+@pytest.mark.parametrize("name", ALL_FAMILIES)
+def test_the_definition_says_what_transformers_says(name: str) -> None:
     """The decode loop on a CPU: the same description, over operations in torch."""
-    model = loaded(family).model
+    model = loaded(name).model
     runner, context_len = make_runner(model), CONTEXT_LENS[0]
     output = runner.prefill(QUESTION, 0, context_len, 0)
     torch.testing.assert_close(output.logits, logits_after(model, 0, QUESTION)[-1:], rtol=0, atol=1e-3)

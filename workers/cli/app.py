@@ -247,11 +247,20 @@ def demo(
 
 
 @app.command()
-def doctor(store: LocalStore = Path("store"), json: Json = False) -> None:
-    """Check libraries, GPU, pinning, memory and store, and say what to do. Exit code 1 if there is a problem."""
+def doctor(
+    model: Annotated[
+        str | None, typer.Argument(help="A directory, a .gguf file or a hub id: what it needs here.")
+    ] = None,
+    store: LocalStore = Path("store"),
+    json: Json = False,
+) -> None:
+    """Check libraries, GPU, pinning, memory and store, and say what to do. Exit code 1 if there is a problem.
+
+    Of a MODEL it says what it takes, in bytes, and what it will be refused for; no weight is read.
+    """
     from workers.cli import examining, terminal
 
-    result = examining.doctor(store)
+    result = examining.doctor(store, model)
     if json:
         terminal.print_json(result)
     sys.exit(0 if result["healthy"] else 1)

@@ -23,7 +23,7 @@ def inspect(place: Path | str) -> dict[str, Any]:
     manifest = read_manifest(place)
     spec, size_bytes, index_bytes = manifest.spec, manifest.size_bytes, manifest.index_bytes
     config = spec.index_config
-    bytes_per_key = index_bytes / (spec.context_len * spec.model.num_layers * spec.model.num_kv_heads)
+    bytes_per_key = index_bytes / (spec.context_len * len(spec.model.indexed_layers) * spec.model.num_kv_heads)
     result = {
         "artifact": spec.artifact_id,
         "path": str(place if is_url(place) else resolve_artifact(Path(place))),

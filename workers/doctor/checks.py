@@ -74,7 +74,7 @@ def check_device(facts: Facts) -> Sequence[Finding]:
         free_bytes = device["free_bytes"]
         text = (
             f"GPU {idx} is {device['name']} (compute capability {device['capability']}{driver}) with "
-            f"{_gib(free_bytes)} of {_gib(device['total_bytes'])} free."
+            f"{gib(free_bytes)} of {gib(device['total_bytes'])} free."
         )
         if free_bytes < LOW_DEVICE_BYTES:
             findings.append(Finding("device", "warning", text, "End what holds its memory: `nvidia-smi` lists it."))
@@ -180,7 +180,7 @@ def check_store(facts: Facts) -> Sequence[Finding]:
         return [Finding("store", "problem", text, "Give a directory with --store.")]
     findings = [_store_itself(facts)]
     if store["writable"] and store["free_bytes"] < LOW_DISK_BYTES:
-        text = f"There is {_gib(store['free_bytes'])} free where the store {path} is."
+        text = f"There is {gib(store['free_bytes'])} free where the store {path} is."
         findings.append(Finding("store", "warning", text, "Make room: `csattn gc` removes unfinished builds."))
     findings += [
         Finding(
@@ -199,19 +199,17 @@ def check_memory(facts: Facts) -> Sequence[Finding]:
     if "error" in memory:
         return [Finding("memory", "warning", f"How much memory there is, is unknown: {_sentence(memory['error'])}")]
     available, total = memory["available_bytes"], memory["total_bytes"]
-    text = f"{_gib(available)} of host memory can be had, of {_gib(total)} that the machine has."
+    text = f"{gib(available)} of host memory can be had, of {gib(total)} that the machine has."
     remedy = "" if available >= LOW_HOST_BYTES else "End other programs, or raise the container's memory limit."
     findings = [Finding("memory", "warning" if remedy else "ok", text, remedy)]
     if facts.probes["torch"].get("devices") and memory["locked_limit_bytes"] < available:
-        text = (
-            f"`ulimit -l` lets a process lock {_gib(memory['locked_limit_bytes'])}; some drivers count pinned memory."
-        )
+        text = f"`ulimit -l` lets a process lock {gib(memory['locked_limit_bytes'])}; some drivers count pinned memory."
         findings.append(
             Finding("memory", "warning", text, "If pinning fails: ulimit -l unlimited, or --ulimit memlock=-1.")
         )
     shared = facts.shared_memory_bytes
     if shared is not None and shared < LOW_SHARED_BYTES:
-        text = f"/dev/shm has {_gib(shared)} free; Ray and searches in other processes exchange data there."
+        text = f"/dev/shm has {gib(shared)} free; Ray and searches in other processes exchange data there."
         findings.append(Finding("memory", "warning", text, "Start the container with --shm-size=4g."))
     return findings
 
@@ -257,7 +255,7 @@ def _store_itself(facts: Facts) -> Finding:
     if not store["exists"]:
         return Finding("store", "ok", f"The store {path} does not exist yet; the first build makes it.")
     text = f"The store {path} has {store['artifacts']} usable artifacts of format {store['format_version']}"
-    return Finding("store", "ok", f"{text} ({_gib(store['size_bytes'])}), and {_gib(store['free_bytes'])} free.")
+    return Finding("store", "ok", f"{text} ({gib(store['size_bytes'])}), and {gib(store['free_bytes'])} free.")
 
 
 def _has_gpu(facts: Facts) -> bool:
@@ -283,5 +281,5 @@ def _sentence(text: str) -> str:
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
-def _gib(num_bytes: int) -> str:
+def gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.1f} GiB"

@@ -23,12 +23,14 @@ class AttendAll:
 
     lookahead = False
 
-    def __init__(self, shape: EngineShape, far: "DeviceRows | StreamedRows", device: torch.device) -> None:
+    def __init__(
+        self, shape: EngineShape, far: "DeviceRows | StreamedRows", device: torch.device, sinks: Tensor | None = None
+    ) -> None:
         assert shape.attends_all, "planned for steps that select"
         self.shape, self.far = shape, far
         self.in_graph = isinstance(far, DeviceRows)
         self.tails = shape.make_tails(device)
-        self._plans = plan_batches(shape, device)
+        self._plans = plan_batches(shape, device, sinks)
 
     def __repr__(self) -> str:
         return f"<AttendAll {self.far!r}>"
@@ -48,7 +50,8 @@ class AttendAll:
         plan = self._plans[rows.batch_size]
         context = self.far.take(layer_idx) if isinstance(self.far, StreamedRows) else self.far.source(layer_idx)
         nothing = plan.selection(layer_idx)
-        plan.attention.attend(q, context, self.tails[layer_idx], context, nothing, rows, out)
+        sinks = plan.layer_sinks(layer_idx)
+        plan.attention.attend(q, context, self.tails[layer_idx], context, nothing, rows, out, sinks=sinks)
 
     def end_step(self, rows: StepRows) -> None:
         """Nothing is left to do."""

@@ -18,6 +18,7 @@ class BatchPlan:
 
     attention: DeviceAttention
     selections: tuple[DeviceSelection, DeviceSelection]
+    sinks: Tensor | None  # [num_layers, num_q_heads] float32: logits beside those of rows
 
     def selection(self, layer_idx: int) -> DeviceSelection:
         return self.selections[layer_idx % 2]
@@ -37,11 +38,15 @@ class BatchPlan:
         """Enqueue one layer's attention to resident rows, tails and what is fetched. q, out: see `StepAttention`."""
         near, source, spill = resident.source(layer_idx), far.source(layer_idx), far.spill(layer_idx)
         moments = resident.moments(layer_idx)
-        self.attention.attend(q, near, tails[layer_idx], source, fetched, rows, out, spill, moments, other)
+        sinks = self.layer_sinks(layer_idx)
+        self.attention.attend(q, near, tails[layer_idx], source, fetched, rows, out, spill, moments, other, sinks)
+
+    def layer_sinks(self, layer_idx: int) -> Tensor | None:
+        return None if self.sinks is None else self.sinks[layer_idx]
 
 
-def plan_batch(shape: EngineShape, batch_size: int, device: torch.device) -> BatchPlan:
-    """Set memory aside for steps of that many rows."""
+def plan_batch(shape: EngineShape, batch_size: int, device: torch.device, sinks: Tensor | None = None) -> BatchPlan:
+    """Set memory aside for steps of that many rows. sinks: as of `BatchPlan`, where the shape has them."""
     attention = DeviceAttention(
         batch_size=batch_size,
         num_q_heads=shape.num_q_heads,
@@ -57,12 +62,14 @@ def plan_batch(shape: EngineShape, batch_size: int, device: torch.device) -> Bat
         rest=shape.rest,
         max_context_len=shape.max_context_len,
         coding=shape.coding,
+        logit_cap=shape.logit_cap,
+        has_sinks=shape.has_sinks,
     )
     first, second = (
         make_device_selection(batch_size, shape.num_index_heads, shape.max_top_k, device) for _ in range(2)
     )
-    return BatchPlan(attention, (first, second))
+    return BatchPlan(attention, (first, second), sinks)
 
 
-def plan_batches(shape: EngineShape, device: torch.device) -> dict[int, BatchPlan]:
-    return {batch_size: plan_batch(shape, batch_size, device) for batch_size in shape.batch_sizes}
+def plan_batches(shape: EngineShape, device: torch.device, sinks: Tensor | None = None) -> dict[int, BatchPlan]:
+    return {batch_size: plan_batch(shape, batch_size, device, sinks) for batch_size in shape.batch_sizes}

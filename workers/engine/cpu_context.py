@@ -1,6 +1,6 @@
 """What the CPU engine knows of a context and of a request."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 
@@ -59,7 +59,7 @@ class HostBudget:
         view = ContextView(context_len, 0.0, self.config)
         middle, reads_all = view.middle, selector_for(self.selector, view) == "full"
         return TieredStore(
-            [FileSpan(*artifact.layer_kv_place(layer_idx)) for layer_idx in range(geometry.num_layers)],
+            [FileSpan(*artifact.layer_kv_place(layer_idx)) for layer_idx in geometry.indexed_layers],
             (geometry.num_kv_heads, context_len, geometry.head_dim),
             DTYPES[artifact.spec.kv_dtype],
             self.num_bytes,
@@ -82,13 +82,18 @@ class HostBudget:
 
 @dataclass(frozen=True, slots=True)
 class CpuContext:
-    """A loaded context. Steps attend to its rows as they are kept; who looks for the best rows reads them as built."""
+    """A loaded context. Steps attend to its rows as they are kept; who looks for the best rows reads them as built.
+
+    "Per layer" means, here and wherever rows are searched for: per layer that has an index, numbered among those.
+    """
 
     artifact: Artifact | None  # None: of requests without a context
     kv: list[Tensor]  # per layer [num_kv_heads, context_len, 2, head_dim], where the artifact maps it
+    local_kv: list[Tensor]  # per layer without an index, its last rows, likewise
     store: KvStore  # of the rows that steps attend to
     in_place: bool  # whether they do so where the rows lie; else rows are gathered and streamed
     indexes: list[LayerIndex | SketchIndex]  # per layer
+    states: Sequence[Mapping[str, NDArray[np.float32]]]  # per layer that keeps a state: conv and memory
     # per layer, what selectors have made of the context: made before the first request with one, kept for all
     prepared: dict[SelectorName, list[Prepared]] = field(default_factory=dict)
     # per layer, for estimates of rows that are not read: by which rows may be chosen, made likewise
@@ -115,7 +120,7 @@ class CpuContext:
     def kv_bytes(self) -> int:
         if isinstance(self.store, TieredStore):
             return self.store.held_bytes
-        return sum(layer.nbytes for layer in self._layers)
+        return sum(layer.nbytes for layer in (*self._layers, *self.local_kv))
 
     @property
     def kv_words(self) -> NDArray[np.int64]:
@@ -138,8 +143,12 @@ class CpuContext:
 
     @property
     def map_words(self) -> NDArray[np.int64]:
-        """[num_layers]: where what predicts each layer's queries begins, 0: nowhere."""
-        return np.array([0, *(word(index.next_query) for index in self.indexes[:-1])], np.int64)
+        """[all layers]: where what predicts each layer's queries begins, 0: nowhere."""
+        if self.artifact is None:
+            return np.zeros(1, np.int64)
+        artifact, model = self.artifact, self.artifact.spec.model
+        maps = (artifact.next_query(i - 1) if model.is_predicted(i) else None for i in range(model.num_layers))
+        return np.array([word(of_layer) for of_layer in maps], np.int64)
 
 
 def open_context(artifact: Artifact, kv_format: KvFormat | None, budget: HostBudget | None) -> CpuContext:
@@ -147,8 +156,7 @@ def open_context(artifact: Artifact, kv_format: KvFormat | None, budget: HostBud
 
     Raises MemoryPlanError where there is none for a copy.
     """
-    layers = range(artifact.spec.model.num_layers)
-    kv = [artifact.layer_kv(layer_idx) for layer_idx in layers]
+    kv = artifact.indexed_kv()
     store: KvStore
     if budget is not None:
         store = budget.open_store(artifact)
@@ -158,15 +166,18 @@ def open_context(artifact: Artifact, kv_format: KvFormat | None, budget: HostBud
         store = CodedStore(kv, kv_format)
     else:
         store = HostStore(kv)
-    return CpuContext(artifact, kv, store, budget is None, [artifact.layer_index(layer_idx) for layer_idx in layers])
+    return CpuContext(artifact, kv, artifact.local_kv(), store, budget is None, artifact.indexes(), artifact.states())
 
 
 def no_context(geometry: ModelGeometry, dtype: torch.dtype) -> CpuContext:
     """Without a row."""
-    kv = [
-        torch.zeros(geometry.num_kv_heads, 1, 2, geometry.head_dim, dtype=dtype)[:, :0].contiguous()
-    ] * geometry.num_layers
-    return CpuContext(None, kv, HostStore(kv), True, [])
+    num_states = sum(map(geometry.has_state, range(geometry.num_layers)))
+    num_local = geometry.num_layers - len(geometry.indexed_layers) - num_states
+    none = torch.zeros(geometry.num_kv_heads, 1, 2, geometry.head_dim, dtype=dtype)[:, :0].contiguous()
+    parts = {"conv": geometry.state[:2], "memory": geometry.state[2:]}
+    begin = {name: np.zeros(sizes, np.float32) for name, sizes in parts.items()}
+    kv = [none] * len(geometry.indexed_layers)
+    return CpuContext(None, kv, [none] * num_local, HostStore(kv), True, [], [begin] * num_states)
 
 
 @dataclass(frozen=True, slots=True)

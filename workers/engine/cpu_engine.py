@@ -78,11 +78,12 @@ class CpuEngine:
         threads = num_threads or available_cpus()
         self.loaded = loaded
         self.max_rows, self.num_slots = max_rows, num_slots
-        self.max_positions, self.num_layers = loaded.geometry.max_positions, loaded.geometry.num_layers
+        self.max_positions, self.num_layers = loaded.geometry.max_positions, len(loaded.geometry.indexed_layers)
         self.tail_capacity = min(tail_capacity or _most_tokens(loaded, num_slots), self.max_positions)
         self._kv_format, self._host_budget = kv_format, host_budget
-        self._scale = float(loaded.model.model.layers[0].self_attn.scaling)
         self._model = CpuModel(loaded.model, max_rows, num_slots, self.tail_capacity)
+        self._scale = self._model.shape.softmax_scale
+        self._cap = self._model.shape.layers[self._model.shape.indexed_layers[0]].attention.logit_cap
         self._attention = AttendOnCpu(self._model, self._scale)
         self._team = Team(threads)
         self._searcher: Searcher = searcher if searcher is not None else PoolSearcher(self._team)
@@ -133,9 +134,10 @@ class CpuEngine:
         wanted = self._wanted(context_id, config, selector)
         require_free_slot(slot, self.num_slots, self._requests)
         self._make(wanted)
+        self._model.begin_request(slot, wanted.context.states)
 
         def own_segments(of_context: SketchConfig) -> OwnSegments:
-            return OwnSegments(self._model.tails[:, slot], config, of_context, self._growth, self._beside)
+            return OwnSegments(self._model.indexed_tails[:, slot], config, of_context, self._growth, self._beside)
 
         num_q_heads = self.loaded.geometry.num_q_heads
         self._requests[slot] = wanted.begin(slot, num_q_heads, lambda: self._pool, own_segments)
@@ -144,14 +146,14 @@ class CpuEngine:
     def write_rows(self, slot: int, rows: Tensor) -> None:
         request, num_rows = self.request(slot), rows.shape[2]
         self._require_room(slot, num_rows)
-        self._model.tails[:, slot, :, request.tail_len : request.tail_len + num_rows] = rows
+        self._model.all_tails[:, slot, :, request.tail_len : request.tail_len + num_rows] = rows
         request.tail_len += num_rows
         if request.own is not None:
             request.own.grow(request.tail_len)
 
     def read_rows(self, slot: int, start: int, stop: int) -> Callable[[], Tensor]:
         assert 0 <= start < stop <= self.request(slot).tail_len, f"rows {start} to {stop} are not all there"
-        rows = self._model.tails[:, slot, :, start:stop].clone(memory_format=torch.contiguous_format)
+        rows = self._model.all_tails[:, slot, :, start:stop].clone(memory_format=torch.contiguous_format)
         return lambda: rows
 
     def observe(self, slot: int, observer: Observer) -> None:
@@ -195,6 +197,7 @@ class CpuEngine:
             plain.abandon()
             raise
         plain.commit()
+        model.commit(slots)
         plan.count(tail_lens, self.num_layers)
         for slot, length in zip(slots, lens.tolist(), strict=True):
             self._requests[slot].tail_len = length
@@ -254,35 +257,40 @@ class CpuEngine:
         """All layers. Searches run while the layer before is computed."""
         model = self._model
         self._team.run(model.begin[plan.ahead])
-        under_way = False
+        under_way, numbers = False, model.numbers
         try:
-            for layer_idx in range(self.num_layers):
+            for layer_idx, (number, following) in enumerate(zip(numbers, [*numbers[1:], None], strict=True)):
                 started = time.perf_counter()
-                if under_way:
+                if number is not None and under_way:
                     under_way = False
                     self._searcher.finish()
-                if late := plan.late(layer_idx):
-                    self._searcher.start(layer_idx, late)
+                if number is not None and (late := plan.late(number)):
+                    self._searcher.start(number, late)
                     self._searcher.finish()
-                if layer_idx + 1 < self.num_layers and (early := plan.early(layer_idx + 1)):
+                if following is not None and (early := plan.early(following)):
                     under_way = True
-                    self._searcher.start(layer_idx + 1, early)
-                own_searches = plan.own_searches(layer_idx)
+                    self._searcher.start(following, early)
+                own_searches = [] if number is None else plan.own_searches(number)
                 if own_searches:
                     self._pool.search_layers(own_searches)
-                plain.choose(layer_idx)
+                if number is not None:
+                    plain.choose(number)
                 attending = time.perf_counter()
-                self._team.run(self._attention.layers[layer_idx])
-                plan.keep(layer_idx)
-                plain.attend(layer_idx)
+                if (attend := self._attention.layers[layer_idx]) is not None:
+                    self._team.run(attend)
+                if number is not None:
+                    plan.keep(number)
+                    plain.attend(number)
                 if plan.groups or own_searches or plain.num_choosing:
                     self._search_s += attending - started
                 self._attend_s += time.perf_counter() - attending
-                looks.look(layer_idx)
+                if number is not None:
+                    looks.look(number)
                 if under_way and len(plain):  # rows to gather are read while the rest of the layer is computed
                     under_way = False
                     self._searcher.finish()
-                    plain.prefetch(layer_idx + 1)
+                    assert following is not None
+                    plain.prefetch(following)
                 self._team.run(model.after[plan.ahead][layer_idx])
         except BaseException:
             if under_way:
@@ -303,13 +311,13 @@ class CpuEngine:
     def _wanted(self, context_id: int, config: SearchConfig, selector: SelectorName) -> Preparation:
         """Raises ConfigError for what this engine cannot do."""
         context = self.context(context_id)
-        view = ContextView(context.context_len, self._scale, config)
+        view = ContextView(context.context_len, self._scale, config, self._cap)
         if context.artifact is None:  # there is nothing to choose from
             return Preparation(context_id, context, view, "full", "none")
         name = selector_for(selector, view)
         if self._host_budget is not None:
             self._host_budget.require_alike(name, view)
-        rest = resolve_rest(config, name, context.artifact.spec.index_config.layout)
+        rest = resolve_rest(config, name, context.artifact.spec.index_config.layout, self._cap is not None)
         return Preparation(context_id, context, view, name, rest)
 
     def _make(self, wanted: Preparation) -> None:

@@ -15,13 +15,14 @@ from workers.serving.step_engine import Fidelity
 class Seen:
     """One row of a step in one layer."""
 
-    layer_idx: int
+    layer_idx: int  # among those that have an index
     view: ContextView
     q: Tensor  # [num_q_heads, head_dim] float32
     tail: Tensor  # [num_kv_heads, tail_len, 2, head_dim]: what the row sees of it
     num_left: int  # of its rows, the first: they have left its window, and are attended to where they are chosen
     chosen: Selection | slice  # besides the resident rows
     out: Tensor | None = None  # [num_q_heads, head_dim] float32: what attention gave
+    sinks: Tensor | None = None  # [num_q_heads] float32: logits beside those of rows
 
 
 Observer = Callable[[Seen], None]
@@ -35,6 +36,7 @@ class Comparison:
     fetched: Tensor  # bool: rows besides the resident ones
     attended: Tensor  # bool: all that were read
     recall: Tensor  # [num_kv_heads]: share of the exact Top-K rows that were read
+    lse: Tensor  # [num_kv_heads, group_size]: log of the summed weights, sinks aside
 
     @property
     def mass(self) -> Tensor:
@@ -49,6 +51,8 @@ def compare(seen: Seen, context: Tensor) -> Comparison:
     # two parts, because to copy the context together with the tail would cost more
     parts = [grouped @ rows[:, :, 0].float().transpose(1, 2) for rows in (context, seen.tail)]
     logits = torch.cat(parts, dim=2) * view.softmax_scale
+    if view.logit_cap is not None:
+        logits = view.logit_cap * (logits / view.logit_cap).tanh()
     resident = torch.ones(logits.shape[2], dtype=torch.bool, device=logits.device)
     resident[view.middle] = resident[context_len : context_len + seen.num_left] = False
     fetched = _fetched(seen.chosen, logits)
@@ -58,7 +62,7 @@ def compare(seen: Seen, context: Tensor) -> Comparison:
     best = worth.topk(min(view.top_k, int((~resident).sum())), dim=1).indices
     found = attended.gather(2, best[:, None].expand(-1, logits.shape[1], -1)).float()
     recall = found.mean((1, 2)) if best.shape[1] else found.new_ones(len(found))
-    return Comparison(logits.softmax(-1), fetched, attended, recall)
+    return Comparison(logits.softmax(-1), fetched, attended, recall, logits.logsumexp(-1))
 
 
 def fidelity(seen: Seen, context: Tensor) -> Fidelity:

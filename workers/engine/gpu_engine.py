@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
+from math import prod
 from types import TracebackType
 from typing import Self
 
@@ -17,6 +18,7 @@ from csattn.config import SEGMENT_STEP, ListConfig, SearchConfig, SketchConfig
 from csattn.cpus import available_cpus
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
+from csattn.models.families import describe
 from csattn.search import SearchPool
 from csattn.selection import join_choices
 from csattn.selectors import ContextView, resolve_rest, selector_for
@@ -94,7 +96,7 @@ class GpuEngine:
         if kv_format is not None:
             kv_format.row_bytes(loaded.geometry.head_dim)  # which it may not fit
         self.batch_sizes, self.max_rows, self.num_slots = batch_sizes, batch_sizes[-1], num_slots
-        self.max_positions, self.num_layers = loaded.geometry.max_positions, loaded.geometry.num_layers
+        self.max_positions, self.num_layers = loaded.geometry.max_positions, len(loaded.geometry.indexed_layers)
         self.tail_capacity = min(tail_capacity, self.max_positions)
         self._num_contexts, self._max_context_len, self._slot_share = num_contexts, max_context_len, slot_share
         self._kv_format, self._growth = kv_format, growth or Growth()
@@ -154,6 +156,8 @@ class GpuEngine:
                 "leave it out, or start another engine"
             )
         self._copied().join()  # rows of the slot's last request may still be read
+        if (local := self._ready().local) is not None:
+            local.begin_request(slot, self._places[context_id])
         self._requests[slot] = _Request(context_id, config, self._own_segments(slot, config))
 
     def write_rows(self, slot: int, rows: Tensor) -> None:
@@ -277,31 +281,39 @@ class GpuEngine:
         )
 
     def _shape_for(self, artifact: Artifact) -> EngineShape:
-        geometry, index_config = self.loaded.geometry, artifact.spec.index_config
+        geometry, index_config, spec = (
+            self.loaded.geometry,
+            artifact.spec.index_config,
+            describe(self.loaded.model.config),
+        )
+        attention = spec.layers[spec.indexed_layers[0]].attention
         longest = self._max_context_len or artifact.spec.context_len
-        softmax_scale = self.loaded.model.model.layers[0].self_attn.scaling
         selector = self.selector
         if isinstance(index_config, ListConfig):  # which name not all keys; by a sketch all can be chosen, or fewer
-            selector = selector_for(selector, ContextView(longest, softmax_scale, self.config))
+            selector = selector_for(selector, ContextView(longest, spec.softmax_scale, self.config))
         full = selector == "full"
         return EngineShape(
-            num_layers=geometry.num_layers,
+            num_layers=self.num_layers,
             num_q_heads=geometry.num_q_heads,
             num_kv_heads=geometry.num_kv_heads,
-            num_index_heads=geometry.num_kv_heads if full else artifact.layer_index(0).num_heads,
+            num_index_heads=geometry.num_kv_heads if full else artifact.spec.num_index_heads,
             head_dim=geometry.head_dim,
             dtype=self.loaded.dtype,
-            softmax_scale=softmax_scale,
+            softmax_scale=spec.softmax_scale,
             search=self.config,
             max_context_len=longest,
             batch_sizes=self.batch_sizes,
             num_contexts=self._num_contexts,
             num_tails=self.num_slots,
             tail_capacity=self.tail_capacity,
-            rest=resolve_rest(self.config, selector, index_config.layout),
+            rest=resolve_rest(self.config, selector, index_config.layout, attention.logit_cap is not None),
             attends_all=full,
             kv_format=self._kv_format,
             growth=self._growth,
+            logit_cap=attention.logit_cap,
+            has_sinks=attention.sinks,
+            local=tuple(x for x in (layer.attention.reach for layer in spec.layers) if x is not None),
+            state_bytes=sum(4 * prod(part) for layer in spec.layers if layer.delta for part in layer.delta.parts),
             max_segments=len(index_config.segment_starts(longest)) if isinstance(index_config, SketchConfig) else 0,
         )
 
@@ -309,12 +321,13 @@ class GpuEngine:
         placed = self._ready()
         request = self._requests[slot]
         artifact = placed.artifacts[self._places[request.context_id]]
-        view = ContextView(artifact.spec.context_len, placed.shape.softmax_scale, request.config)
+        shape = placed.shape
+        view = ContextView(artifact.spec.context_len, shape.softmax_scale, request.config, shape.logit_cap)
         q, (chosen, *of_own) = placed.watch.seen()
         own_len = request.num_segments * self._growth.segment_len
         if own_len:
             chosen = join_choices(chosen, of_own[0], view.context_len)
-        kv = artifact.layer_kv(layer_idx).to(placed.device)
+        kv = artifact.indexed_kv()[layer_idx].to(placed.device)
         tail = placed.attention.tails[layer_idx, slot, :, :tail_len]
         return fidelity(
             Seen(layer_idx, view, q, tail, own_len, view.middle if placed.shape.attends_all else chosen), kv

@@ -45,8 +45,9 @@ class Looks:
             layer_idx,
             request.view,
             q,
-            self._model.tails[layer_idx, request.slot, :, :tail_len],
+            self._model.indexed_tails[layer_idx][request.slot, :, :tail_len],
             own.num_rows if own is not None else request.num_left(tail_len),
             chosen,
             torch.from_numpy(self._model.attended[row]).view_as(q),
+            self._model.sinks[self._model.shape.indexed_layers[layer_idx]],
         )

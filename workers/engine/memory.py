@@ -44,6 +44,7 @@ def plan_memory(
         MemoryPart(name="the requests' own KV", device_bytes=shape.tails_bytes),
         MemoryPart(name="the codes of the requests' own KV", device_bytes=_own_bytes(shape, artifact)),
         MemoryPart(name="the resident rows", device_bytes=shape.resident_bytes),
+        MemoryPart(name="the layers without an index", device_bytes=shape.local_bytes),
         MemoryPart(name="the moments of the rows between", device_bytes=shape.moments_bytes),
         MemoryPart(name="the choices that later tokens read", device_bytes=kept),
         MemoryPart(name="kernels and their workspace", device_bytes=KERNELS_BYTES + working),

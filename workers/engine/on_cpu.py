@@ -4,10 +4,12 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from csattn.attention import in_place, in_place_rest
 from csattn.attention.in_place_arguments import ARGUMENTS, MAX_PARTS
 from csattn.cpu.tape import Tape
+from csattn.reach import Reach
 from csattn.search.sketch import describe_sketch, query_bytes
 from workers.engine.row_plan import KEPT, RowPlan
 from workers.model.cpu.cpu_model import CpuModel
@@ -25,16 +27,32 @@ class AttendOnCpu:
         self._scale = np.array([softmax_scale])
         places = 2 * max_rows  # of the rows, and of their own segments
         self._by_row = {name: np.zeros(places, np.int64) for name in (*_BY_ROW, *_LAYOUT)}
-        self._kv = np.zeros((shape.num_layers, max_rows), np.int64)
-        self._moments = np.zeros((shape.num_layers, max_rows), np.int64)
-        self._chosen = np.zeros((shape.num_layers, 3, places), np.int64)  # addresses: kv_indices, valid_lens, rest
-        self._sketches = np.zeros((shape.num_layers, places), np.int64)
+        self._num_indexed = len(shape.indexed_layers)
+        self._kv = np.zeros((self._num_indexed, max_rows), np.int64)
+        self._moments = np.zeros((self._num_indexed, max_rows), np.int64)
+        self._chosen = np.zeros((self._num_indexed, 3, places), np.int64)  # addresses: kv_indices, valid_lens, rest
+        self._sketches = np.zeros((self._num_indexed, places), np.int64)
+        self._nothing = np.zeros(places, np.int64)
+        self._caps = {cap: np.array([cap]) for cap in (layer.attention.logit_cap for layer in shape.layers) if cap}
+        self._local = [
+            _LocalRows(layer_idx, layer.attention.reach, model)
+            for layer_idx, layer in enumerate(shape.layers)
+            if layer.attention.reach is not None and layer.delta is None
+        ]
         self._records: list[NDArray[Any]] = []  # that the sketches' addresses are of
         self._queries = np.zeros((places, shape.num_kv_heads, 0), np.uint8)
         sizes = max_rows, shape.num_q_heads, MAX_PARTS, shape.head_dim + 2
         self._parts = np.zeros(sizes, np.float32)
-        self._arguments = [self._describe(layer_idx) for layer_idx in range(shape.num_layers)]
-        self.layers = [self._tape(arguments) for arguments in self._arguments]
+        of_local = {local.layer_idx: self._describe(local.layer_idx, local.of_rows) for local in self._local}
+        self._arguments = [
+            self._describe(layer_idx, self._of_indexed(number)) for number, layer_idx in enumerate(shape.indexed_layers)
+        ]
+        tapes = {i: self._tape(arguments) for i, arguments in of_local.items()}
+        for local in self._local:
+            local.take(of_local[local.layer_idx], tapes[local.layer_idx])
+        self._tapes = [self._tape(arguments) for arguments in self._arguments]
+        tapes |= dict(zip(shape.indexed_layers, self._tapes, strict=True))
+        self.layers = [tapes.get(layer_idx) for layer_idx in range(shape.num_layers)]  # None: nothing is attended to
         self._pieces = (0, 0, 0, 0)
 
     def set_plan(self, plan: RowPlan) -> None:
@@ -54,10 +72,12 @@ class AttendOnCpu:
         )
         for place, of_rows in zip(self._by_row.values(), values, strict=True):
             place[: len(requests)] = of_rows
+        for number, local in enumerate(self._local):
+            local.set_contexts([request.context.local_kv[number] for request in requests])
         self._set_sketches(plan)
         self._chosen[:] = 0
         for row, source in enumerate(plan.sources):
-            num_places = self._model.shape.num_layers if source == KEPT else 2  # layers take them in turn
+            num_places = self._num_indexed if source == KEPT else 2  # layers take them in turn
             for layer_idx in range(num_places):
                 if (chosen := plan.selection(row, layer_idx)) is not None:
                     self._chosen[layer_idx::num_places, :2, row] = [word(part) for part in chosen]
@@ -78,6 +98,9 @@ class AttendOnCpu:
 
     def set_lens(self, plan: RowPlan, tail_lens: NDArray[np.int64]) -> None:
         """Cut the next step's work into pieces."""
+        context_lens = np.array([request.view.context_len for request in plan.requests])
+        for local in self._local:
+            local.set_lens(context_lens, tail_lens)
         heads = int(self._by_row["num_index_heads"][: len(tail_lens)].max())
         lists = zip(plan.requests, tail_lens.tolist(), plan.owns, strict=True)
         ranges = max(
@@ -95,7 +118,7 @@ class AttendOnCpu:
         num_rows, shape = len(tail_lens), self._model.shape
         of_rests = 2 * num_rows * shape.num_kv_heads
         pieces = of_rests * bool(rests), of_rests * rest_ranges, num_rows * heads * ranges, num_rows * shape.num_q_heads
-        for arguments, tape in zip(self._arguments, self.layers, strict=True):
+        for arguments, tape in zip(self._arguments, self._tapes, strict=True):
             for name, size in sizes.items():
                 arguments[ARGUMENTS.index(name)] = size
             tape.pieces[:] = pieces
@@ -123,8 +146,22 @@ class AttendOnCpu:
                 arguments[ARGUMENTS.index("queries")] = word(self._queries)
                 arguments[ARGUMENTS.index("query_bytes")] = most
 
-    def _describe(self, layer_idx: int) -> NDArray[np.int64]:
-        model, shape, chosen = self._model, self._model.shape, self._chosen[layer_idx]
+    def _of_indexed(self, number: int) -> dict[str, Any]:
+        """What is by row in the layer of that number among those that have an index."""
+        kv_indices, valid_lens, rests = self._chosen[number]
+        return {
+            "kv": self._kv[number],
+            "kv_indices": kv_indices,
+            "valid_lens": valid_lens,
+            "moments": self._moments[number],
+            "sketches": self._sketches[number],
+            "rests": rests,
+            **self._by_row,
+        }
+
+    def _describe(self, layer_idx: int, of_rows: dict[str, Any]) -> NDArray[np.int64]:
+        model, shape, cap = self._model, self._model.shape, self._model.shape.layers[layer_idx].attention.logit_cap
+        nothing = ("kv_indices", "valid_lens", "moments", "sketches", "rests")
         values = {
             "num_rows": model.num_rows,
             "own_rows": model.max_rows,
@@ -133,24 +170,21 @@ class AttendOnCpu:
             "num_kv_heads": shape.num_kv_heads,
             "head_dim": shape.head_dim,
             "softmax_scale": self._scale,
-            "kv": self._kv[layer_idx],
-            "kv_indices": chosen[0],
-            "valid_lens": chosen[1],
-            "moments": self._moments[layer_idx],
-            "sketches": self._sketches[layer_idx],
-            "rests": chosen[2],
+            "logit_cap": self._caps[cap] if cap else 0,
+            "sinks": model.sinks[layer_idx],
             "queries": 0,
             "query_bytes": 0,
             "max_rest_ranges": 0,
             "tails": model.tails[layer_idx],
-            "tail_capacity": model.tails.shape[3],
+            "tail_capacity": model.tails[0].shape[2],
             "tail_ids": model.tail_ids,
             "tail_lens": model.tail_lens,
             "max_index_heads": 0,
             "max_ranges": 0,
             "parts": self._parts,
             "out": model.attended,
-            **self._by_row,
+            **dict.fromkeys(nothing, self._nothing),
+            **of_rows,
         }
         return np.array([word(values[name]) for name in ARGUMENTS], np.int64)
 
@@ -161,6 +195,42 @@ class AttendOnCpu:
         tape.add(in_place.attend_stage(self._model.kind), arguments, waits=False)
         tape.add(in_place.merge_stage, arguments)
         return tape
+
+
+class _LocalRows:
+    """What rows attend to in a layer that sees the last rows of a context alone, then the request's own."""
+
+    def __init__(self, layer_idx: int, reach: Reach, model: CpuModel) -> None:
+        self.layer_idx, self._reach, self._model = layer_idx, reach, model
+        # also of own segments, of which a layer has none: from where the tail is seen stands there
+        self.of_rows = {name: np.zeros(2 * model.max_rows, np.int64) for name in ("kv", *_BY_ROW, *_LAYOUT)}
+        row = model.tails[0][0, 0, 0]
+        self.of_rows["row_bytes"][:], self.of_rows["v_offsets"][:] = row.nbytes, row[0].nbytes
+        self.of_rows["num_index_heads"][:] = model.shape.num_kv_heads
+
+    def take(self, arguments: NDArray[np.int64], tape: Tape) -> None:
+        """What is made of these rows."""
+        self._arguments, self._tape = arguments, tape
+        arguments[ARGUMENTS.index("max_index_heads")] = self._model.shape.num_kv_heads
+
+    def set_contexts(self, kv: list[Tensor]) -> None:
+        """kv: of the rows' contexts, [num_kv_heads, num_kept, 2, head_dim] each."""
+        self.of_rows["kv"][: len(kv)] = [word(rows) for rows in kv]
+        self.of_rows["context_lens"][: len(kv)] = [rows.shape[1] for rows in kv]
+
+    def set_lens(self, context_lens: NDArray[np.int64], tail_lens: NDArray[np.int64]) -> None:
+        """context_lens: of the whole contexts."""
+        num_rows, kept = len(tail_lens), self.of_rows["context_lens"][: len(tail_lens)]
+        last = (context_lens + tail_lens - 1).tolist()
+        first_seen = np.array([self._reach.first_seen(position) for position in last])
+        starts = np.clip(first_seen - (context_lens - kept), 0, kept)
+        tail_starts = np.maximum(0, first_seen - context_lens)
+        self.of_rows["window_starts"][:num_rows] = starts
+        self.of_rows["window_starts"][self._model.max_rows :][:num_rows] = tail_starts
+        ranges = in_place.num_ranges(int((kept - starts + tail_lens - tail_starts).max()))
+        shape = self._model.shape
+        self._arguments[ARGUMENTS.index("max_ranges")] = ranges
+        self._tape.pieces[:] = 0, 0, num_rows * shape.num_kv_heads * ranges, num_rows * shape.num_q_heads
 
 
 def _scores_anew(plan: RowPlan, row: int) -> bool:

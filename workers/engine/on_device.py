@@ -42,6 +42,7 @@ class SearchOnDevice:
         device: torch.device,
         tails: Tensor | None = None,  # as `make_tails` has them; None: its own
         own: "Own | None" = None,  # who attends to requests' own segments, beside
+        sinks: Tensor | None = None,  # [num_layers, num_q_heads] float32, where the shape has them
     ) -> None:
         self.shape, self.far, self.own = shape, far, own
         self.lookahead = bool(shape.search.lookahead)
@@ -50,7 +51,7 @@ class SearchOnDevice:
         self.indexes = self._indexes = DeviceIndexes(
             shape.num_layers, shape.num_contexts, shape.search, device, shape.max_segments
         )
-        self._plans = plan_batches(shape, device)
+        self._plans = plan_batches(shape, device, sinks)
         self._searches = _make_searches(shape, index, device)
         self._coded_rest: CodedRest | None = None
         self._schedule = Schedule(shape, device)

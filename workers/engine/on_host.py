@@ -52,8 +52,9 @@ class SearchOnHost:
         far: CachedRows,
         searcher: StepSearcher,
         device: torch.device,
-        tails: Tensor | None = None,  # as `SearchOnDevice` takes them, and own
+        tails: Tensor | None = None,  # as `SearchOnDevice` takes them, and own, and sinks
         own: Own | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
         """searcher: has what this one loads, by the same numbers."""
         self.shape, self.far, self.own = shape, far, own
@@ -61,7 +62,7 @@ class SearchOnHost:
         self.tails = shape.make_tails(device) if tails is None else tails
         self._searcher, self._device = searcher, device
         self._resident = ResidentRows(shape, device)
-        self._plans = plan_batches(shape, device)
+        self._plans = plan_batches(shape, device, sinks)
         self._indexes: DeviceIndexes | None = None  # for the rest
         self._coded_rest: CodedRest | None = None
         self._schedule = Schedule(shape, device)

@@ -138,6 +138,7 @@ def own_shape(shape: EngineShape) -> EngineShape:
         max_segments=shape.max_own_segments,
         kv_format=None,
         growth=None,
+        has_sinks=False,  # which are joined once, behind
     )
 
 

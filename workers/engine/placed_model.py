@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,12 +10,14 @@ from torch import Tensor
 from csattn.artifact import Artifact
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
+from csattn.models.families import describe
 from csattn.search.device import DeviceLayerIndex, SketchShape, index_shape, to_device
 from offload.budget import available_memory
 from offload.errors import MemoryPlanError, PinningError
 from offload.pinned import PinnedRows
 from workers.engine.attend_all import AttendAll, StreamedRows
 from workers.engine.far_rows import CachedRows, DeviceRows, context_layers
+from workers.engine.local_layers import LocalLayers
 from workers.engine.memory import Placement, plan_context, plan_memory
 from workers.engine.on_device import SearchOnDevice
 from workers.engine.on_host import SearchOnHost
@@ -56,13 +59,18 @@ class PlacedModel:
         self._pinned: dict[int, PinnedRows] = {}
         self._searcher = searcher
         self._index_config = first.spec.index_config
+        self._spec = describe(loaded.model.config)
+        sinks = sinks_of(loaded.model, device)
         self.own: OwnOnDevice | None = None  # where requests grow
-        self.far, self.attention = self._place(first)
+        self.far, self.attention = self._place(first, None if sinks is None else sinks[list(self._spec.indexed_layers)])
+        self.watch = Watch(self.attention)
+        self.local: LocalLayers | None = None
+        if len(self._spec.indexed_layers) < self._spec.num_layers:
+            self.local = LocalLayers(shape, self._spec, self.watch, sinks, device)
         self._next_query = _room_for_next_query(shape, device) if self.attention.lookahead else None
         self._load(0, first)
-        self.watch = Watch(self.attention)
         weights = take_weights(loaded.model, device)
-        self.runner = ModelRunner(weights, self.watch, shape.batch_sizes, self._next_query)
+        self.runner = ModelRunner(weights, self.local or self.watch, shape.batch_sizes, self._next_query)
 
     def __repr__(self) -> str:
         return f"<PlacedModel {self.loaded.name} in placement {self.placement}: {self.attention!r}>"
@@ -115,22 +123,24 @@ class PlacedModel:
                 f"{self.shape.max_context_len:,}; start it with a larger max_context_len"
             )
 
-    def _place(self, first: Artifact) -> tuple[_FarRows, SearchOnDevice | SearchOnHost | AttendAll]:
+    def _place(
+        self, first: Artifact, sinks: Tensor | None
+    ) -> tuple[_FarRows, SearchOnDevice | SearchOnHost | AttendAll]:
         shape, device = self.shape, self.device
         if shape.attends_all:
             rows = DeviceRows(shape, device) if self.placement == "device" else StreamedRows(shape, device)
-            return rows, AttendAll(shape, rows, device)
-        index, tails = index_shape(first.layer_index(0), shape.num_q_heads), shape.make_tails(device)
+            return rows, AttendAll(shape, rows, device, sinks)
+        index, tails = index_shape(first.indexes()[0], shape.num_q_heads), shape.make_tails(device)
         if shape.max_own_segments:
             assert isinstance(index, SketchShape)
             self.own = OwnOnDevice(shape, index, tails, device)
         if self.placement == "device":
             on_device = DeviceRows(shape, device)
-            return on_device, SearchOnDevice(shape, index, on_device, device, tails, self.own)
+            return on_device, SearchOnDevice(shape, index, on_device, device, tails, self.own, sinks)
         cached = CachedRows(shape, self._num_slots, device)
         if self._searcher is None or self.placement != "host":
-            return cached, SearchOnDevice(shape, index, cached, device, tails, self.own)
-        return cached, SearchOnHost(shape, index, cached, self._searcher, device, tails, self.own)
+            return cached, SearchOnDevice(shape, index, cached, device, tails, self.own, sinks)
+        return cached, SearchOnHost(shape, index, cached, self._searcher, device, tails, self.own, sinks)
 
     def _load(self, context_id: int, artifact: Artifact) -> None:
         """All of it, or nothing: who makes room and comes again finds what it held free, and no page locked."""
@@ -140,7 +150,7 @@ class PlacedModel:
         self.artifacts[context_id] = artifact
 
     def _load_parts(self, context_id: int, artifact: Artifact, undo: ExitStack) -> None:
-        built = [artifact.layer_kv(layer_idx) for layer_idx in range(self.shape.num_layers)]
+        built = artifact.indexed_kv()
         layers = context_layers(self.shape, built)
         if isinstance(self.far, DeviceRows):
             self.far.load(context_id, layers)
@@ -154,8 +164,7 @@ class PlacedModel:
             undo.callback(self.far.unload, context_id)
         plain = None if self.shape.kv_format is None else built
         if isinstance(self.attention, SearchOnHost):
-            indexes = [artifact.layer_index(layer_idx) for layer_idx in range(self.shape.num_layers)]
-            self.attention.load(context_id, kv, indexes, plain)
+            self.attention.load(context_id, kv, artifact.indexes(), plain)
             undo.callback(self.attention.unload, context_id)
             assert self._searcher is not None
             self._searcher.load(context_id, artifact)
@@ -163,9 +172,10 @@ class PlacedModel:
             self.attention.load(context_id, kv, self._index_on_device(artifact), plain)
             undo.callback(self.attention.unload, context_id)
         if self._next_query is not None:
-            for layer_idx in range(self.shape.num_layers - 1):
-                matrix = artifact.layer_index(layer_idx).next_query
-                self._next_query[context_id, layer_idx].copy_(torch.tensor(matrix))
+            for number, layer_idx in enumerate(self._spec.indexed_layers[1:]):
+                self._next_query[context_id, number].copy_(torch.tensor(artifact.next_query(layer_idx - 1)))
+        if self.local is not None:
+            self.local.load(context_id, artifact.local_kv(), artifact.states())
 
     def _pin(self, kv: Sequence[Tensor]) -> PinnedRows:
         def tell(done: int, total: int) -> None:
@@ -181,10 +191,18 @@ class PlacedModel:
 
     def _index_on_device(self, artifact: Artifact) -> list[DeviceLayerIndex]:
         layers = []
-        for layer_idx in range(self.shape.num_layers):
-            layers.append(to_device(artifact.layer_index(layer_idx), self.device))
-            self._on_progress("loading the index", layer_idx + 1, self.shape.num_layers)
+        for number, index in enumerate(artifact.indexes(), 1):
+            layers.append(to_device(index, self.device))
+            self._on_progress("loading the index", number, self.shape.num_layers)
         return layers
+
+
+def sinks_of(model: Any, device: torch.device) -> Tensor | None:
+    """[all layers, num_q_heads] float32, where the model has them."""
+    layers = model.model.layers
+    if not hasattr(getattr(layers[0], "self_attn", None), "sinks"):
+        return None
+    return torch.stack([layer.self_attn.sinks.detach() for layer in layers]).to(device, torch.float32)
 
 
 def _room_for_next_query(shape: EngineShape, device: torch.device) -> Tensor:

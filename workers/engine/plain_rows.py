@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from csattn.attention import attend, merge_state
+from csattn.attention import attend, join_sinks, merge_state
 from csattn.rest import estimate_rest
 from csattn.selection import Selection
 from csattn.sketch import SketchIndex
@@ -60,7 +60,7 @@ class PlainRows:
         """Rows of one request in their order, for a selector may remember what it was asked."""
         for row, request, tail_len in self._choosing:
             choice, count = self._choices[request.slot][layer_idx], self._counts[request.slot]
-            tail, num_left = self._model.tails[layer_idx, request.slot], request.num_left(tail_len)
+            tail, num_left = self._model.indexed_tails[layer_idx][request.slot], request.num_left(tail_len)
             _take_over(choice, tail, num_left)
             if (tail_len - 1) % request.view.config.search_period == 0:
                 ahead = request.looks_ahead and layer_idx > 0  # the token's own row may not be looked at
@@ -89,12 +89,13 @@ class PlainRows:
         streamed = self._attend_streams(layer_idx)
         for row, request, tail_len in self._rows:
             q = torch.from_numpy(self._model.q[row])
-            tail = self._model.tails[layer_idx, request.slot, :, :tail_len]
+            tail = self._model.indexed_tails[layer_idx][request.slot, :, :tail_len]
             chosen, count = self.chosen(row, layer_idx), self._counts[request.slot]
             far = streamed[row] if isinstance(chosen, slice) else None
             own, of_own = self._plan.owns[row], self._plan.own_selection(row)
             read = None if own is None or of_own is None else OwnRead(own.sketches[layer_idx], of_own)
-            out = attend_row(q, request, layer_idx, tail, chosen, self._scale, far, read)
+            sinks = self._model.sinks[self._model.shape.indexed_layers[layer_idx]]
+            out = attend_row(q, request, layer_idx, tail, chosen, self._scale, far, read, sinks)
             self._model.attended[row] = out.flatten().numpy()
             count.far_rows += num_far(chosen) + (num_far(of_own) if of_own is not None else 0)
             count.near_rows += request.near[0] + request.view.context_len - request.near[1]
@@ -131,7 +132,8 @@ class PlainRows:
             store = self._plan.requests[members[0]].context.store
             queries = [torch.from_numpy(self._model.q[row]) for row in members]
             pieces = store.stream(layer_idx, slice(start, stop)) if stop > start else ()
-            attended.update(zip(members, attend_pieces(queries, pieces, self._scale), strict=True))
+            cap = self._plan.requests[members[0]].view.logit_cap
+            attended.update(zip(members, attend_pieces(queries, pieces, self._scale, cap), strict=True))
         return attended
 
 
@@ -144,31 +146,40 @@ def attend_row(
     softmax_scale: float,
     far: Attended | None = None,  # to the chosen range; None: rows are gathered
     own: OwnRead | None = None,  # of its own segments
+    sinks: Tensor | None = None,  # [num_q_heads] float32: logits beside those of rows
 ) -> Tensor:
     """Attention to sinks, windows and selected rows, with their weights and the rest: [num_q_heads, head_dim]."""
     store, (first, second), num_left = request.context.store, request.near, request.num_left(tail.shape[1])
-    context = slice(0, first), slice(second, request.view.context_len)
+    context, cap = (slice(0, first), slice(second, request.view.context_len)), request.view.logit_cap
     recent = num_left if own is None else own.sketch.context_len
     near = [*(store.rows(layer_idx, rows).float() for rows in context), tail[:, recent:].float()]
-    out, lse = _attend(q, torch.cat(near, dim=1), softmax_scale)
+    out, lse = _attend(q, torch.cat(near, dim=1), softmax_scale, cap=cap)
+    share = None
     if isinstance(chosen, slice):
         assert far is not None, "a range is streamed"
-        return merge_state(out, lse, *far)[0]
-    kv_indices = torch.from_numpy(chosen.kv_indices)
-    rows = _gather(request, layer_idx, tail, kv_indices)
-    weights = None if chosen.log_weights is None else torch.from_numpy(chosen.log_weights)[:, None]
-    out, lse = merge_state(out, lse, *_attend(q, rows, softmax_scale, (kv_indices >= 0)[:, None], weights))
-    if own is not None:
-        out, lse = merge_state(out, lse, *_attend_own(q, tail, own, softmax_scale))
-    if request.sketches or request.moments:
-        out, _ = merge_state(out, lse, *_attend_rest(q, request, layer_idx, num_left, chosen, softmax_scale))
-    if chosen.rest is None:
+        out, lse = merge_state(out, lse, *far)
+    else:
+        kv_indices = torch.from_numpy(chosen.kv_indices)
+        rows = _gather(request, layer_idx, tail, kv_indices)
+        weights = None if chosen.log_weights is None else torch.from_numpy(chosen.log_weights)[:, None]
+        of_chosen = _attend(q, rows, softmax_scale, (kv_indices >= 0)[:, None], weights, cap)
+        out, lse = merge_state(out, lse, *of_chosen)
+        if own is not None:
+            out, lse = merge_state(out, lse, *_attend_own(q, tail, own, softmax_scale))
+        if request.sketches or request.moments:
+            out, lse = merge_state(out, lse, *_attend_rest(q, request, layer_idx, num_left, chosen, softmax_scale))
+        share = chosen.rest
+    if sinks is not None:
+        out = join_sinks(out, lse, sinks)
+    if share is None:
         return out
-    share = torch.from_numpy(chosen.rest.share)[:, None]
-    return (1 - share) * out + share * torch.from_numpy(chosen.rest.out)
+    of_rest = torch.from_numpy(share.share)[:, None]
+    return (1 - of_rest) * out + of_rest * torch.from_numpy(share.out)
 
 
-def attend_pieces(queries: list[Tensor], pieces: Iterable[Tensor], softmax_scale: float) -> list[Attended]:
+def attend_pieces(
+    queries: list[Tensor], pieces: Iterable[Tensor], softmax_scale: float, cap: float | None = None
+) -> list[Attended]:
     """Attention of each query [num_q_heads, head_dim] to all rows of disjoint pieces.
 
     pieces: [num_kv_heads, num_rows, 2, head_dim] each, used before the next is asked for, and merged by their
@@ -179,7 +190,7 @@ def attend_pieces(queries: list[Tensor], pieces: Iterable[Tensor], softmax_scale
     for number, rows in enumerate(pieces):
         wide = rows.float()
         for i, q in enumerate(queries):
-            of_piece = _attend(q, wide, softmax_scale)
+            of_piece = _attend(q, wide, softmax_scale, cap=cap)
             attended[i] = merge_state(*attended[i], *of_piece) if number else of_piece
     return attended
 
@@ -205,11 +216,16 @@ def _take_over(choice: LayerChoice, tail: Tensor, num_left: int) -> None:
 
 
 def _attend(
-    q: Tensor, rows: Tensor, softmax_scale: float, mask: Tensor | None = None, log_weights: Tensor | None = None
+    q: Tensor,
+    rows: Tensor,
+    softmax_scale: float,
+    mask: Tensor | None = None,
+    log_weights: Tensor | None = None,
+    cap: float | None = None,
 ) -> Attended:
     """rows: [num_index_heads, num_rows, 2, head_dim] float32; mask and weights [num_index_heads, 1, num_rows]."""
     grouped = q.view(1, rows.shape[0], -1, q.shape[1])
-    out, lse = attend(grouped, rows[None, :, :, 0], rows[None, :, :, 1], softmax_scale, mask, log_weights)
+    out, lse = attend(grouped, rows[None, :, :, 0], rows[None, :, :, 1], softmax_scale, mask, log_weights, cap)
     return out.view(q.shape), lse.flatten()
 
 

@@ -24,7 +24,7 @@ class PoolSearcher:
         return f"<PoolSearcher {len(self._indexes)} contexts, {self._pool!r}>"
 
     def load(self, context_id: int, artifact: Artifact) -> None:
-        self._indexes[context_id] = [artifact.layer_index(i) for i in range(artifact.spec.model.num_layers)]
+        self._indexes[context_id] = artifact.indexes()
         self._kept.clear()
 
     def unload(self, context_id: int) -> None:

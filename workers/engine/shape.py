@@ -10,6 +10,7 @@ from torch import Tensor
 from csattn.attention.device import RowCoding
 from csattn.config import RestKind, SearchConfig
 from csattn.errors import ConfigError
+from csattn.reach import Reach
 from csattn.rest.device import moments_shape
 from csattn.sketch.own import Growth
 from offload.codecs.formats import KvFormat
@@ -19,7 +20,7 @@ _CODED_ROW_UNIT = 16  # bytes that a device loads at once: coded rows are filled
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineShape:
-    """What a placement is planned for: nothing that grows beyond it is ever allocated."""
+    """What a placement is planned for: nothing that grows beyond it is ever allocated. Layers: those with an index."""
 
     num_layers: int
     num_q_heads: int
@@ -39,6 +40,10 @@ class EngineShape:
     attends_all: bool = False  # to every row of a context: nothing is selected, nothing estimated
     kv_format: KvFormat | None = None  # of contexts' rows; None: plain ones. Tails are always plain
     growth: Growth | None = None  # of requests' own rows into segments; None: all of a tail is attended to
+    logit_cap: float | None = None
+    has_sinks: bool = False  # heads have logits beside those of rows
+    local: tuple[Reach, ...] = ()  # of the layers without an index, which all of the above leaves out but heads
+    state_bytes: int = 0  # of a request or a context, in layers that keep a state instead of rows
 
     @property
     def max_own_segments(self) -> int:
@@ -100,6 +105,13 @@ class EngineShape:
     @property
     def tails_bytes(self) -> int:
         return self.num_layers * self.num_tails * self.num_kv_heads * self.tail_capacity * self.row_bytes
+
+    @property
+    def local_bytes(self) -> int:
+        """Contexts' last rows, and requests' own, in the layers without an index; or both's states."""
+        kept = sum(min(reach.num_rows, self.max_context_len) for reach in self.local)
+        rows = self.num_contexts * kept + len(self.local) * self.num_tails * self.tail_capacity
+        return rows * self.num_kv_heads * self.row_bytes + (self.num_contexts + self.num_tails) * self.state_bytes
 
     @property
     def resident_bytes(self) -> int:

@@ -1,26 +1,34 @@
 """What the decode loop asks of an attention: the loop makes q, k and v, the attention knows where context rows are."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from csattn.batch import StepRows
+from workers.model.ops import DeltaState
 
 
 class StepAttention(Protocol):
     """Attention of one decode step, layer by layer, on tensors whose addresses never change.
 
     Of one step the loop calls, in this order: `begin_step`; for each layer `look_ahead` of the layer after it (where
-    `lookahead` is set and there is one), then its own `attend`; `end_step`. All of them enqueue on torch's current
-    stream; work that `look_ahead` and `attend` put on others has to be back on it by the last `attend`. Rows whose
+    `lookahead` is set and that has an index, but for the first that has), then its own `attend`; `end_step`. All of
+    them enqueue on torch's current stream; work that `look_ahead` and `attend` put on others has to be back on it by
+    the last `attend`. Rows whose
     context_ids is -1 are idle: what is written to their `out` is never read. Before a batch size is captured, one step
     of idle rows runs eagerly. The next product may start while the last kernel of `attend` ends: that kernel must not
     have ended before those in front of it.
     """
 
-    # [num_layers, num_tails, num_kv_heads, tail_capacity, 2, head_dim]. Before `attend` the loop writes each row's own
-    # K and V, after RoPE, to tails[layer_idx, tail_ids[b], :, tail_lens[b] - 1].
-    tails: Tensor
+    @property
+    def tails(self) -> Tensor | Sequence[Tensor]:
+        """Of each layer [num_tails, num_kv_heads, tail_capacity, 2, head_dim].
+
+        Before `attend` the loop writes each row's own K and V, after RoPE, to
+        tails[layer_idx][tail_ids[b], :, tail_lens[b] - 1].
+        """
+
     lookahead: bool  # wants the next layer's query, predicted from this layer's input
     # True: `look_ahead` and `attend` only enqueue device work, and the step is captured as one CUDA graph.
     # False: they run on the host at every step; the work between two of them is one captured graph.
@@ -44,3 +52,11 @@ class StepAttention(Protocol):
 
     def end_step(self, rows: StepRows) -> None:
         """On the host, at every step, after all of its work has been enqueued."""
+
+
+class KeepsStates(Protocol):
+    """An attention of models some of whose layers keep a state instead of rows: there `attend` does nothing."""
+
+    @property
+    def states(self) -> Sequence[DeltaState | None]:
+        """Of each layer; the loop reads and writes them."""

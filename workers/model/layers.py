@@ -6,15 +6,16 @@ Each call enqueues work; on a CPU it does it, or notes it on a tape. The list is
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from csattn.batch import StepRows
+from csattn.models.spec import ExpertsSpec
 from csattn.models.weights import Linear, ModelWeights
-from workers.model.attention import StepAttention
-from workers.model.ops import Normed, Readers, Rotation, StepOps, Stream, num_squares
+from workers.model.attention import KeepsStates, StepAttention
+from workers.model.ops import DeltaState, Normed, Readers, Rotation, StepOps, Stream, num_squares
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,28 @@ class Call:
 
     run: Callable[[], None]
     on_host: bool = False  # at every step; other calls only enqueue work on the device
+
+
+@dataclass(frozen=True, slots=True)
+class _Experts:
+    """What becomes of a step in layers of experts, one after the other."""
+
+    logits: Tensor  # [batch_size, num_experts] float32
+    chosen: Tensor  # [batch_size, num_chosen] int32
+    shares: Tensor  # likewise float32
+    gated: Tensor  # [batch_size, num_chosen, intermediate_size]
+    parts: Tensor  # [batch_size, num_chosen, hidden_size]
+
+    @classmethod
+    def of(cls, spec: ExpertsSpec, hidden_size: int, zeros: Callable[..., Tensor]) -> "_Experts":
+        each = spec.num_chosen
+        return cls(
+            zeros(spec.num_experts, dtype=torch.float32),
+            zeros(each, dtype=torch.int32),
+            zeros(each, dtype=torch.float32),
+            zeros(each, spec.intermediate_size),
+            zeros(each, hidden_size),
+        )
 
 
 class StepLayers:
@@ -49,27 +72,37 @@ class StepLayers:
             scaled=zeros(spec.hidden_size),
             scaled_ahead=zeros(spec.hidden_size),
             squares=torch.zeros(num_squares(spec.hidden_size), batch_size, device=weights.device),
+            centred=spec.centred,
         )
-        half = (len(weights.inverse_frequencies),)
-        self.rotation = Rotation(zeros(*half, dtype=torch.float32), zeros(*half, dtype=torch.float32), spec.interleaved)
+        self.rotations = []
+        for rope, frequencies in zip(spec.ropes, weights.ropes, strict=True):
+            cos, sin = (zeros(len(frequencies.angles), dtype=torch.float32) for _ in range(2))
+            q_scale = torch.ones(batch_size, device=weights.device)
+            self.rotations.append(Rotation(cos, sin, q_scale, rope.interleaved))
         heads = (spec.num_q_heads, spec.head_dim)
         self._qkv = zeros(spec.qkv_width)
         self.q, self.attended = zeros(*heads), zeros(*heads)
         self._early = zeros(spec.q_width)
         # two, taken in turn: a layer's predicted query must outlast the prediction of the layer after it
         self.q_ahead = (zeros(*heads), zeros(*heads))
-        self._gated = {mlp.intermediate_size: zeros(mlp.intermediate_size) for mlp in (x.mlp for x in spec.layers)}
+        widths = {layer.mlp.intermediate_size for layer in spec.layers if layer.mlp is not None}
+        self._gated = {width: zeros(width) for width in widths}
+        kinds = {(number, experts) for layer in spec.layers for number, experts in enumerate(layer.experts)}
+        self._experts = {kind: _Experts.of(kind[1], spec.hidden_size, zeros) for kind in kinds}
+        self._attended_gates = zeros(spec.q_width) if any(layer.attention.gated for layer in spec.layers) else None
+        deltas = {layer.delta for layer in spec.layers if layer.delta is not None}
+        self._deltas = {of: (zeros(of.in_width), zeros(of.num_channels), zeros(of.v_width)) for of in deltas}
         self._branch = zeros(spec.hidden_size) if any(layer.post_norm for layer in spec.layers) else None
         self.logits = zeros(spec.vocab_size, dtype=torch.float32)  # [batch_size, vocab_size]
         self.next_ids = zeros(dtype=torch.int64)  # [batch_size]: the likeliest token, or -1
 
     def calls(self, ahead: bool) -> Iterator[Call]:
         """The step, from token ids to logits. ahead: the attention is told the next layer's predicted queries."""
-        num_layers, attends_on_host = len(self._weights.layers), not self._attention.in_graph
+        spec, attends_on_host = self._weights.spec, not self._attention.in_graph
         yield Call(partial(self._attention.begin_step, self._rows), on_host=True)
         yield Call(partial(self._begin, ahead))
-        for layer_idx in range(num_layers):
-            if ahead and layer_idx + 1 < num_layers:
+        for layer_idx in range(spec.num_layers):
+            if ahead and spec.is_predicted(layer_idx + 1):
                 yield Call(partial(self._predict, layer_idx + 1))
                 yield Call(partial(self._look_ahead, layer_idx + 1), attends_on_host)
             yield Call(partial(self._project, layer_idx))
@@ -87,17 +120,15 @@ class StepLayers:
             weights.spec.embedding_multiplier,
             self._stream,
             self._readers(0, ahead),
-            weights.inverse_frequencies,
-            weights.rope_scale,
-            self.rotation,
         )
+        for rope, frequencies, rotation in zip(weights.spec.ropes, weights.ropes, self.rotations, strict=True):
+            self._ops.turn(self._rows, frequencies, rope.temper, rotation)
 
     def _predict(self, layer_idx: int) -> None:
         """Predict that layer's query from the input of the layer before it."""
         layer, spec, stream = self._weights.layers[layer_idx], self._weights.spec, self._stream
         early = stream.scaled if layer.before_attention is None else stream.scaled_ahead
-        q = layer.qkv[0].outputs(0, spec.q_width)
-        self._ops.linear(self._normed(layer.before_attention, early), [q], self._early)
+        self._ops.linear(self._normed(layer.before_attention, early), _first(layer.qkv, spec.q_width), self._early)
         self._ops.predict_query(
             self._early,
             layer.head_norms,
@@ -105,17 +136,24 @@ class StepLayers:
             self._maps[layer_idx],
             self._rotation_in(layer_idx),
             self._rows,
-            self.q_ahead[layer_idx % 2],
+            self._q_ahead(layer_idx),
         )
 
     def _look_ahead(self, layer_idx: int) -> None:
-        self._attention.look_ahead(layer_idx, self.q_ahead[layer_idx % 2], self._rows)
+        self._attention.look_ahead(layer_idx, self._q_ahead(layer_idx), self._rows)
         self._ops.break_chain()
 
     def _project(self, layer_idx: int) -> None:
         """q, k and v of the layer; k and v go to the tails."""
-        layer = self._weights.layers[layer_idx]
-        self._ops.linear(self._normed(layer.before_attention, self._stream.scaled), layer.qkv, self._qkv)
+        layer, x = self._weights.layers[layer_idx], self._normed_input(layer_idx)
+        if layer.delta is not None:
+            inputs, *_ = self._delta_room(layer_idx)
+            self._ops.linear(x, layer.delta.inputs, inputs)
+            return
+        self._ops.linear(x, layer.qkv, self._qkv)
+        if layer.gates:
+            assert self._attended_gates is not None
+            self._ops.linear(x, layer.gates, self._attended_gates)
         self._ops.rotate_append(
             self._qkv,
             layer.head_norms,
@@ -134,13 +172,57 @@ class StepLayers:
     def _finish_layer(self, layer_idx: int, ahead: bool) -> None:
         """Attention's output projection and the MLP."""
         layer, spec = self._weights.layers[layer_idx], self._weights.spec.layers[layer_idx]
-        attended = self.attended.view(len(self.attended), -1)
-        before_mlp = Readers(layer.before_mlp, None, self._weights.spec.norm_eps)
-        self._add(attended, layer.out, layer.behind_attention, spec.residual_multiplier, before_mlp)
-        gated = self._gated[spec.mlp.intermediate_size]
-        x = self._normed(layer.before_mlp, self._stream.scaled)
-        self._ops.mlp(x, layer.gate_up, spec.mlp.gated, spec.mlp.activation, gated)
-        self._add(gated, layer.down, layer.behind_mlp, spec.residual_multiplier, self._readers(layer_idx + 1, ahead))
+        attended, eps = self.attended.view(len(self.attended), -1), self._weights.spec.norm_eps
+        if layer.gates:
+            assert self._attended_gates is not None
+            self._ops.gate(attended, self._attended_gates)
+        if layer.delta is not None and spec.delta is not None:
+            inputs, mixed, attended = self._delta_room(layer_idx)
+            self._ops.delta(inputs, layer.delta, spec.delta, eps, self._rows, self._state(layer_idx), mixed, attended)
+        before_mlp, times = Readers(layer.before_mlp, None, eps), spec.residual_multiplier
+        if spec.parallel:  # the MLP reads what attention has read
+            adds = self._mlps(layer_idx)
+            self._add(attended, layer.out, layer.behind_attention, times, before_mlp)
+        else:
+            self._add(attended, layer.out, layer.behind_attention, times, before_mlp)
+            adds = self._mlps(layer_idx)
+        *others, last = adds
+        for add in others:
+            add(Readers(None, None, eps))
+        last(self._readers(layer_idx + 1, ahead))
+
+    def _delta_room(self, layer_idx: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Inputs, channels and what is read of a layer's memory."""
+        delta = self._weights.spec.layers[layer_idx].delta
+        assert delta is not None
+        return self._deltas[delta]
+
+    def _state(self, layer_idx: int) -> DeltaState:
+        state = cast(KeepsStates, self._attention).states[layer_idx]
+        assert state is not None
+        return state
+
+    def _normed_input(self, layer_idx: int) -> Normed:
+        return self._normed(self._weights.layers[layer_idx].before_attention, self._stream.scaled)
+
+    def _mlps(self, layer_idx: int) -> list[Callable[[Readers], None]]:
+        """Compute all that a layer adds behind attention; what adds it to the stream."""
+        layer, spec = self._weights.layers[layer_idx], self._weights.spec.layers[layer_idx]
+        x = self._normed(layer.before_attention if spec.parallel else layer.before_mlp, self._stream.scaled)
+        adds: list[Callable[[Readers], None]] = []
+        if spec.mlp is not None:
+            gated = self._gated[spec.mlp.intermediate_size]
+            self._ops.mlp(x, layer.gate_up, spec.mlp.gated, spec.mlp.activation, gated)
+            assert layer.down is not None
+            adds.append(partial(self._add, gated, layer.down, layer.behind_mlp, spec.residual_multiplier))
+        for number, (of, weights) in enumerate(zip(spec.experts, layer.experts, strict=True)):
+            room = self._experts[number, of]
+            self._ops.linear(x, [weights.router], room.logits)
+            self._ops.choose_experts(room.logits, weights.choice_bias, of, room.chosen, room.shares)
+            self._ops.experts(x, weights, of, room.chosen, room.shares, room.gated)
+            told = weights, of, room.chosen, room.shares, room.parts
+            adds.append(partial(self._ops.experts_add, room.gated, *told, spec.residual_multiplier, self._stream))
+        return adds
 
     def _add(self, x: Tensor, linear: Linear, norm: Tensor | None, multiplier: float, readers: Readers) -> None:
         """Add what a branch gives to the stream, behind its norm."""
@@ -171,9 +253,24 @@ class StepLayers:
         layers, eps = self._weights.layers, self._weights.spec.norm_eps
         if layer_idx == len(layers):
             return Readers(self._weights.final_norm, None, eps)
-        ahead = ahead and layer_idx + 1 < len(layers)
+        ahead = ahead and self._weights.spec.is_predicted(layer_idx + 1)
         norms = [layer.before_attention for layer in layers[layer_idx : layer_idx + 2]]
         return Readers(norms[0], norms[1] if ahead else None, eps)
 
     def _rotation_in(self, layer_idx: int) -> Rotation | None:
-        return self.rotation if self._weights.spec.layers[layer_idx].attention.rotated else None
+        rope = self._weights.spec.layers[layer_idx].attention.rope
+        return None if rope is None else self.rotations[rope]
+
+    def _q_ahead(self, layer_idx: int) -> Tensor:
+        """Of an indexed layer."""
+        return self.q_ahead[self._weights.spec.indexed_layers.index(layer_idx) % 2]
+
+
+def _first(linears: Sequence[Linear], width: int) -> list[Linear]:
+    """Those with the first so many outputs, the last of them cut."""
+    firsts: list[Linear] = []
+    for linear in linears:
+        if width > 0:
+            firsts.append(linear if len(linear.weight) <= width else linear.outputs(0, width))
+        width -= len(linear.weight)
+    return firsts

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from csattn.batch import StepRows
-from csattn.models.spec import Activation
-from csattn.models.weights import HeadNorms, Linear
+from csattn.models.spec import Activation, DeltaSpec, ExpertsSpec, Temper
+from csattn.models.weights import DeltaWeights, ExpertWeights, Frequencies, HeadNorms, Linear
 
 SQUARES_BLOCK = 64  # columns of the residual stream whose squares are summed in one part
 
@@ -27,6 +27,8 @@ class Stream:
     scaled: Tensor  # [batch_size, hidden_size]: hidden * weight of the norm that reads it next
     scaled_ahead: Tensor  # likewise for the layer after that one; only written where it is asked for
     squares: Tensor  # [num_squares, batch_size] float32: sums of hidden² over blocks of SQUARES_BLOCK columns
+    # readers take the mean off it, so whoever writes it may do so before: see `workers.model.weights` for products
+    centred: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,20 @@ class Rotation:
 
     cos: Tensor  # [batch_size, rotated dimensions // 2] float32
     sin: Tensor
+    q_scale: Tensor  # [batch_size] float32: what queries are multiplied with
     interleaved: bool = False  # dimensions 2i and 2i + 1 turn together; else i and i + half of those that turn
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaState:
+    """What requests keep in one layer instead of rows, in each of their tails' places: one or two versions.
+
+    A step reads version `turn` of a request and writes the other, of one the same.
+    """
+
+    conv: Tensor  # [num_tails, versions, num_channels, conv_len - 1] float32: the channels' last inputs
+    memory: Tensor  # [num_tails, versions, num_v_heads, k_dim, v_dim] float32
+    turn: Tensor  # [num_tails] int64
 
 
 class StepOps(Protocol):
@@ -69,11 +84,11 @@ class StepOps(Protocol):
         multiplier: float,
         stream: Stream,  # all of it is written
         readers: Readers,
-        inverse_frequencies: Tensor,  # [rotated dimensions // 2] float32: RoPE's angle per position
-        rope_scale: float,  # on cos and sin
-        rotation: Rotation,  # written
     ) -> None:
-        """Start the stream with the tokens' rows, and the rotation with their positions."""
+        """Start the stream with the tokens' rows."""
+
+    def turn(self, rows: StepRows, frequencies: Frequencies, temper: Temper | None, rotation: Rotation) -> None:
+        """Write the rotation of the rows' positions."""
 
     def linear(
         self,
@@ -92,6 +107,41 @@ class StepOps(Protocol):
         out: Tensor,  # [batch_size, intermediate_size]
     ) -> None:
         """out = activation(gate(x)) * up(x), or activation(up(x))"""
+
+    def choose_experts(
+        self,
+        logits: Tensor,  # [batch_size, num_experts] float32
+        bias: Tensor | None,  # [num_experts] float32
+        spec: ExpertsSpec,
+        chosen: Tensor,  # [batch_size, num_chosen] int32, written: the best first, of equals the first
+        shares: Tensor,  # likewise float32
+    ) -> None:
+        """Each row's experts and their shares."""
+
+    def experts(
+        self,
+        x: Normed,
+        weights: ExpertWeights,
+        spec: ExpertsSpec,
+        chosen: Tensor,
+        shares: Tensor,
+        gated: Tensor,  # [batch_size, num_chosen, intermediate_size]
+    ) -> None:
+        """gated = activation(gates(x)) * ups(x) of each chosen expert; where shares are the input's, of share * x"""
+
+    def experts_add(
+        self,
+        gated: Tensor,
+        weights: ExpertWeights,
+        spec: ExpertsSpec,
+        chosen: Tensor,
+        shares: Tensor,
+        parts: Tensor,  # [batch_size, num_chosen, hidden_size], to be written to
+        multiplier: float,
+        stream: Stream,  # all of it is written
+        readers: Readers,
+    ) -> None:
+        """hidden += multiplier * the sum of share * down(gated) over chosen experts; without shares that were x's"""
 
     def linear_add(
         self,
@@ -124,7 +174,23 @@ class StepOps(Protocol):
         tail: Tensor,  # [num_tails, num_kv_heads, tail_capacity, 2, head_dim]: one layer's
         q: Tensor,  # [batch_size, num_q_heads, head_dim]
     ) -> None:
-        """q = rope(q of qkv); rows that are not idle append their K, after RoPE, and V to their tail."""
+        """q = q_scale * rope(q of qkv); rows that are not idle append their K, after RoPE, and V to their tail."""
+
+    def gate(self, x: Tensor, gates: Tensor) -> None:
+        """x *= sigmoid(gates), both [batch_size, q_width]"""
+
+    def delta(
+        self,
+        inputs: Tensor,  # [batch_size, in_width]: what `DeltaWeights.inputs` give
+        weights: DeltaWeights,
+        spec: DeltaSpec,
+        eps: float,
+        rows: StepRows,
+        state: DeltaState,  # those of the rows' tails are written, of rows that are not idle
+        mixed: Tensor,  # [batch_size, num_channels], to be written to
+        out: Tensor,  # [batch_size, v_width]; of idle rows any
+    ) -> None:
+        """Each row's part of its request's memory, which it changes. Rows of a request in their order."""
 
     def predict_query(
         self,
@@ -136,7 +202,7 @@ class StepOps(Protocol):
         rows: StepRows,
         q: Tensor,  # [batch_size, num_q_heads, head_dim]
     ) -> None:
-        """q = rope([norm(early), 1] @ maps[row's context]); for idle rows any finite number."""
+        """q = q_scale * rope([norm(early), 1] @ maps[row's context]); for idle rows any finite number."""
 
     def finish_logits(
         self,

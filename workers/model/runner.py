@@ -41,10 +41,10 @@ class ModelRunner:
         weights: ModelWeights,
         attention: StepAttention,
         batch_sizes: Sequence[int],
-        next_query: Tensor | None = None,  # [num_contexts, num_layers, num_q_heads, head_dim + 1, head_dim]
+        next_query: Tensor | None = None,  # [num_contexts, indexed layers, num_q_heads, head_dim + 1, head_dim]
         use_graphs: bool = True,  # on a GPU; False to look for a fault
     ) -> None:
-        """next_query: `LayerIndex.next_query` of every context and layer; the last layer's is never read."""
+        """next_query: of every context, what tells queries of the indexed layer after each; the last is never read."""
         if not batch_sizes or min(batch_sizes) < 1:
             raise ConfigError(f"batch sizes must be positive and at least one, got {tuple(batch_sizes)}")
         if attention.lookahead and next_query is None:
@@ -161,7 +161,7 @@ class ModelRunner:
 
     @property
     def _tail_capacity(self) -> int:
-        return self.attention.tails.shape[3]
+        return self.attention.tails[0].shape[2]
 
     def _room(self, tail_len: int) -> int:
         """Rows left in a tail of that length. Raises ContextError when it is too long."""
@@ -191,7 +191,10 @@ class _Step:
         batch_size: int,
     ) -> None:
         self.buffer = RowBuffer(batch_size, weights.device)
-        maps = [None if next_query is None else next_query[:, layer - 1] for layer in range(weights.spec.num_layers)]
+        maps: list[Tensor | None] = [None] * weights.spec.num_layers
+        for number, layer_idx in enumerate(weights.spec.indexed_layers[1:] if next_query is not None else ()):
+            assert next_query is not None
+            maps[layer_idx] = next_query[:, number]
         self.layers = StepLayers(weights, attention, maps, ops, self.buffer.rows, weights.dtype)
         self.calls = list(self.layers.calls(attention.lookahead))
         self.pieces: list[Callable[[], None]] = [call.run for call in self.calls]

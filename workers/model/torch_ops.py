@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from csattn.batch import StepRows
-from csattn.models.spec import Activation
-from csattn.models.weights import HeadNorms, Linear
-from workers.model.ops import SQUARES_BLOCK, Normed, Readers, Rotation, Stream
+from csattn.models.spec import Activation, DeltaSpec, ExpertsSpec, Temper
+from csattn.models.weights import DeltaWeights, ExpertWeights, Frequencies, HeadNorms, Linear
+from workers.model.ops import SQUARES_BLOCK, DeltaState, Normed, Readers, Rotation, Stream
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
@@ -18,6 +18,14 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
     "relu2": lambda x: torch.relu(x).square(),
 }
+
+
+def activated(activation: Activation, gate: Tensor, up: Tensor) -> Tensor:
+    """What a gated MLP multiplies with its last matrix."""
+    if activation != "clamped":
+        return ACTIVATIONS[activation](gate) * up
+    gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 
 class TorchOps:
@@ -33,15 +41,16 @@ class TorchOps:
         multiplier: float,
         stream: Stream,
         readers: Readers,
-        inverse_frequencies: Tensor,
-        rope_scale: float,
-        rotation: Rotation,
     ) -> None:
         stream.hidden.copy_(embedding[rows.token_ids].float() * multiplier)
         _prepare(stream, readers)
-        angles = rows.positions.float()[:, None] * inverse_frequencies
-        torch.mul(angles.cos(), rope_scale, out=rotation.cos)
-        torch.mul(angles.sin(), rope_scale, out=rotation.sin)
+
+    def turn(self, rows: StepRows, frequencies: Frequencies, temper: Temper | None, rotation: Rotation) -> None:
+        angles = rows.positions.float()[:, None] * frequencies.angles
+        torch.mul(angles.cos(), frequencies.scale, out=rotation.cos)
+        torch.mul(angles.sin(), frequencies.scale, out=rotation.sin)
+        if temper is not None:
+            rotation.q_scale.copy_(temper.scales(rows.positions))
 
     def linear(self, x: Normed, linears: Sequence[Linear], out: Tensor) -> None:
         out.copy_(_products(x, linears))
@@ -50,9 +59,63 @@ class TorchOps:
         products = _products(x, gate_up)
         if gated:
             gate, up = products.chunk(2, dim=-1)
-            out.copy_(ACTIVATIONS[activation](gate) * up)
+            out.copy_(activated(activation, gate, up))
         else:
             out.copy_(ACTIVATIONS[activation](products))
+
+    def choose_experts(
+        self, logits: Tensor, bias: Tensor | None, spec: ExpertsSpec, chosen: Tensor, shares: Tensor
+    ) -> None:
+        scores = {"softmax": logits.softmax(-1), "sigmoid": logits.sigmoid()}.get(spec.scores, logits)
+        ranked = scores if bias is None else scores + bias
+        num_groups, num_kept = spec.groups
+        if num_groups > 1:
+            by_group = ranked.view(len(ranked), num_groups, -1)
+            best = by_group.topk(2, dim=-1).values.sum(-1).sort(descending=True, stable=True).indices[:, :num_kept]
+            kept = torch.zeros(by_group.shape[:2], dtype=torch.bool, device=ranked.device).scatter(1, best, True)
+            ranked = by_group.masked_fill(~kept[..., None], -torch.inf).flatten(1)
+        ids = ranked.sort(descending=True, stable=True).indices[:, : spec.num_chosen]
+        of_chosen = scores.gather(1, ids)
+        if spec.scores == "softmax_of_chosen":
+            of_chosen = of_chosen.softmax(-1)
+        if spec.normed:
+            of_chosen = of_chosen / of_chosen.sum(-1, keepdim=True)
+        chosen.copy_(ids)
+        shares.copy_(of_chosen * spec.scale)
+
+    def experts(
+        self, x: Normed, weights: ExpertWeights, spec: ExpertsSpec, chosen: Tensor, shares: Tensor, gated: Tensor
+    ) -> None:
+        ids, scale = chosen.long(), _scale(x)
+        by_share = shares if spec.on_input else torch.ones_like(shares)
+
+        def product(matrices: Tensor, bias: Tensor | None) -> Tensor:
+            products = torch.einsum("bh,bkih->bki", x.x.float(), matrices[ids].float())
+            products = products * (scale if isinstance(scale, float) else scale[..., None]) * by_share[..., None]
+            return products if bias is None else products + bias[ids].float()
+
+        gate, up = product(weights.gates, weights.gate_bias), product(weights.ups, weights.up_bias)
+        gated.copy_(activated(spec.activation, gate, up))
+
+    def experts_add(
+        self,
+        gated: Tensor,
+        weights: ExpertWeights,
+        spec: ExpertsSpec,
+        chosen: Tensor,
+        shares: Tensor,
+        parts: Tensor,
+        multiplier: float,
+        stream: Stream,
+        readers: Readers,
+    ) -> None:
+        ids = chosen.long()
+        products = torch.einsum("bki,bkhi->bkh", gated.float(), weights.down[ids].float())
+        if weights.down_bias is not None:
+            products = products + weights.down_bias[ids].float()
+        parts.copy_(products if spec.on_input else products * shares[..., None])
+        stream.hidden.copy_(stream.hidden.float() + multiplier * parts.float().sum(1))
+        _prepare(stream, readers)
 
     def linear_add(self, x: Tensor, linear: Linear, multiplier: float, stream: Stream, readers: Readers) -> None:
         stream.hidden.copy_(stream.hidden.float() + multiplier * _products(Normed(x), [linear]))
@@ -80,10 +143,48 @@ class TorchOps:
         k, v = kv_heads.chunk(2, dim=1)
         if norms is not None:
             own_q, k = _head_norm(own_q, norms.q, eps), _head_norm(k, norms.k, eps)
-        q.copy_(_rotated(own_q, rotation))
+        q.copy_(_rotated_q(own_q, rotation))
         kv = torch.stack([_rotated(k, rotation), v], dim=2).to(tail.dtype)
         active = rows.context_ids >= 0
         tail[rows.tail_ids[active].long(), :, rows.tail_lens[active].long() - 1] = kv[active]
+
+    def gate(self, x: Tensor, gates: Tensor) -> None:
+        x.copy_(x.float() * torch.sigmoid(gates.float()))
+
+    def delta(
+        self,
+        inputs: Tensor,
+        weights: DeltaWeights,
+        spec: DeltaSpec,
+        eps: float,
+        rows: StepRows,
+        state: DeltaState,
+        mixed: Tensor,
+        out: Tensor,
+    ) -> None:
+        versions, kept = state.conv.shape[1], dict[int, tuple[Tensor, Tensor]]()
+        for row in (rows.context_ids >= 0).nonzero()[:, 0].tolist():
+            tail = int(rows.tail_ids[row])
+            version = int(state.turn[tail])
+            conv, memory = kept.get(tail) or (state.conv[tail, version], state.memory[tail, version])
+            widths = [spec.num_channels, spec.v_width, spec.num_v_heads, spec.num_v_heads]
+            channels, z, write, forget = torch.split(inputs[row].float(), widths)
+            seen = torch.cat([conv, channels[:, None]], dim=1)
+            mixed[row] = functional.silu((seen * weights.conv).sum(1))
+            q, k, v = torch.split(mixed[row].float(), [*2 * [spec.num_k_heads * spec.k_dim], spec.v_width])
+            q, k = (
+                _unit(x.view(-1, spec.k_dim)).repeat_interleave(spec.num_v_heads // spec.num_k_heads, 0) for x in (q, k)
+            )
+            kept_share = torch.exp(-weights.decay * functional.softplus(forget + weights.decay_bias))
+            memory = memory * kept_share[:, None, None]
+            change = (v.view(-1, spec.v_dim) - torch.einsum("hkv,hk->hv", memory, k)) * write.sigmoid()[:, None]
+            memory = memory + k[:, :, None] * change[:, None]
+            read = torch.einsum("hkv,hk->hv", memory, q) * spec.k_dim**-0.5
+            out[row] = (_norm(read, weights.norm, eps) * functional.silu(z.view(read.shape))).flatten()
+            kept[tail] = seen[:, 1:], memory
+        for tail, (conv, memory) in kept.items():
+            version = (int(state.turn[tail]) + 1) % versions
+            state.conv[tail, version], state.memory[tail, version] = conv, memory
 
     def predict_query(
         self,
@@ -100,7 +201,7 @@ class TorchOps:
             heads = _head_norm(heads, norms.q, eps).to(q.dtype).float()
         chosen = maps[rows.context_ids.clamp(min=0).long()].float()
         mapped = torch.einsum("bhd,bhde->bhe", heads, chosen[:, :, :-1]) + chosen[:, :, -1]
-        q.copy_(_rotated(mapped, rotation))
+        q.copy_(_rotated_q(mapped, rotation))
 
     def finish_logits(self, logits: Tensor, multiplier: float, cap: float | None) -> None:
         logits.mul_(multiplier)
@@ -120,6 +221,9 @@ class TorchOps:
 
 def _prepare(stream: Stream, readers: Readers) -> None:
     hidden = stream.hidden.float()
+    if stream.centred:
+        hidden -= hidden.mean(-1, keepdim=True)
+        stream.hidden.copy_(hidden)
     stream.scaled.copy_(hidden if readers.norm is None else hidden * readers.norm)
     if readers.ahead is not None:
         stream.scaled_ahead.copy_(hidden * readers.ahead)
@@ -129,13 +233,22 @@ def _prepare(stream: Stream, readers: Readers) -> None:
 
 def _products(x: Normed, linears: Sequence[Linear]) -> Tensor:
     """float32"""
-    scale = 1.0 if x.squares is None else torch.rsqrt(x.squares.sum(0) / x.x.shape[1] + x.eps)[:, None]
+    scale = _scale(x)
     products = [functional.linear(x.x, linear.weight).float() * scale for linear in linears]
     biased = [
         product if linear.bias is None else product + linear.bias.float()
         for product, linear in zip(products, linears, strict=True)
     ]
     return torch.cat(biased, dim=-1)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def _scale(x: Normed) -> Tensor | float:
+    """What a product of x is multiplied by."""
+    return 1.0 if x.squares is None else torch.rsqrt(x.squares.sum(0) / x.x.shape[1] + x.eps)[:, None]
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -146,6 +259,10 @@ def _head_norm(heads: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Of each of the heads [batch_size, num_heads, head_dim], or, where there are weights for all, of all together."""
     together = heads.flatten(1) if len(weight) > heads.shape[2] else heads
     return _norm(together, weight, eps).view(heads.shape)
+
+
+def _rotated_q(heads: Tensor, rotation: Rotation | None) -> Tensor:
+    return heads if rotation is None else _rotated(heads, rotation) * rotation.q_scale[:, None, None]
 
 
 def _rotated(heads: Tensor, rotation: Rotation | None) -> Tensor:

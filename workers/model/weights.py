@@ -9,8 +9,17 @@ from torch import Tensor
 
 from csattn.errors import ModelError
 from csattn.models.rope import rotary_frequencies
-from csattn.models.spec import LayerSpec, ModelSpec
-from csattn.models.weights import HeadNorms, LayerWeights, Linear, ModelWeights, weights_of
+from csattn.models.spec import DeltaSpec, ExpertsSpec, LayerSpec, ModelSpec, RopeSpec
+from csattn.models.weights import (
+    DeltaWeights,
+    ExpertWeights,
+    Frequencies,
+    HeadNorms,
+    LayerWeights,
+    Linear,
+    ModelWeights,
+    weights_of,
+)
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -26,6 +35,7 @@ def take_weights(
     Raises ModelError where the decode loop does not reproduce the model.
     """
     there = weights_of(model)
+    centred = there.spec.centred
     require_dtype(dtype or model.dtype)
 
     def move(*parts: Tensor) -> Tensor:
@@ -36,7 +46,7 @@ def take_weights(
     waiting = list(there.layers)
     there = replace(there, layers=())  # whose weights are not to be held any longer than needed
     for layer in model.model.layers:
-        layers.append(_moved(waiting.pop(0), move, device))
+        layers.append(_moved(waiting.pop(0), move, device, centred))
         if consume:
             for parameter in layer.parameters():
                 parameter.data = parameter.data.new_empty(0)
@@ -48,7 +58,7 @@ def take_weights(
         layers=tuple(layers),
         final_norm=there.final_norm.to(device),
         head=Linear(embedding) if tied else _joined([there.head], move),
-        inverse_frequencies=there.inverse_frequencies.to(device),
+        ropes=tuple(Frequencies(rope.angles.to(device), rope.scale) for rope in there.ropes),
     )
 
 
@@ -71,33 +81,58 @@ def random_weights(
     def norm(size: int, there: bool = True) -> Tensor | None:
         return torch.ones(size, device=device) if there else None
 
+    def delta(of: DeltaSpec) -> DeltaWeights:
+        conv = torch.randn(of.num_channels, of.conv_len, device=device, generator=generator) * of.conv_len**-0.5
+        ones = [torch.ones(size, device=device) for size in (of.num_v_heads, of.num_v_heads, of.v_dim)]
+        return DeltaWeights((linear(of.in_width, spec.hidden_size),), conv, *ones)
+
+    def experts(of: ExpertsSpec) -> ExpertWeights:
+        sizes = of.num_experts, 2 * of.intermediate_size, spec.hidden_size
+        both = matrix(sizes[0] * sizes[1], sizes[2]).view(sizes)
+        down = matrix(sizes[0] * sizes[2], of.intermediate_size, into_stream).view(sizes[0], sizes[2], -1)
+        gates, ups = both.chunk(2, dim=1)
+        zeros = torch.zeros(sizes[:2], dtype=dtype, device=device) if of.bias else None
+        gate_bias, up_bias = (None, None) if zeros is None else zeros.chunk(2, dim=1)
+        return ExpertWeights(
+            router=linear(of.num_experts, spec.hidden_size, of.bias),
+            gates=gates,
+            ups=ups,
+            down=down,
+            choice_bias=torch.zeros(of.num_experts, device=device) if of.has_choice_bias else None,
+            gate_bias=gate_bias,
+            up_bias=up_bias,
+            down_bias=torch.zeros(sizes[0], sizes[2], dtype=dtype, device=device) if of.bias else None,
+        )
+
     def layer(of: LayerSpec) -> LayerWeights:
         attention, mlp, hidden_size = of.attention, of.mlp, spec.hidden_size
         sizes = {"none": None, "head": (spec.head_dim,) * 2, "projection": (spec.q_width, spec.kv_width)}
         of_heads = sizes[attention.qk_norm]
         return LayerWeights(
             before_attention=norm(hidden_size, of.pre_norm),
-            qkv=(linear(spec.qkv_width, hidden_size, attention.qkv_bias),),
+            qkv=() if of.delta is not None else (linear(spec.qkv_width, hidden_size, attention.qkv_bias),),
+            gates=(linear(spec.q_width, hidden_size, attention.qkv_bias),) if attention.gated and not of.delta else (),
+            delta=None if of.delta is None else delta(of.delta),
             head_norms=of_heads and HeadNorms(*(torch.ones(size, device=device) for size in of_heads)),
-            out=linear(hidden_size, spec.q_width, attention.out_bias, into_stream),
+            sinks=torch.zeros(spec.num_q_heads, device=device) if attention.sinks else None,
+            out=linear(hidden_size, of.delta.v_width if of.delta else spec.q_width, attention.out_bias, into_stream),
             behind_attention=norm(hidden_size, of.post_norm),
             before_mlp=norm(hidden_size, of.pre_norm),
-            gate_up=(linear((1 + mlp.gated) * mlp.intermediate_size, hidden_size, mlp.bias),),
-            down=linear(hidden_size, mlp.intermediate_size, mlp.bias, into_stream),
+            gate_up=() if mlp is None else (linear((1 + mlp.gated) * mlp.intermediate_size, hidden_size, mlp.bias),),
+            down=None if mlp is None else linear(hidden_size, mlp.intermediate_size, mlp.bias, into_stream),
+            experts=tuple(experts(each) for each in of.experts),
             behind_mlp=norm(hidden_size, of.post_norm),
         )
 
     layers = tuple(layer(of) for of in spec.layers)
     embedding = matrix(spec.vocab_size, spec.hidden_size, spec.hidden_size**0.5)
-    frequencies, rope_scale = rotary_frequencies(spec.rope, spec.head_dim, spec.max_positions)
     return ModelWeights(
         spec=spec,
         embedding=embedding,
         layers=layers,
         final_norm=torch.ones(spec.hidden_size, device=device),
         head=Linear(embedding if spec.tied_embedding else matrix(spec.vocab_size, spec.hidden_size)),
-        inverse_frequencies=frequencies.to(device),
-        rope_scale=rope_scale,
+        ropes=tuple(_frequencies(spec, rope, device) for rope in spec.ropes),
     )
 
 
@@ -109,20 +144,74 @@ def require_dtype(dtype: torch.dtype) -> None:
         )
 
 
-def _moved(layer: LayerWeights, move: Callable[..., Tensor], device: torch.device | str) -> LayerWeights:
+def _frequencies(spec: ModelSpec, rope: RopeSpec, device: torch.device | str) -> Frequencies:
+    if rope.parameters is None:
+        return Frequencies(torch.empty(0, device=device))
+    angles, scale = rotary_frequencies(rope.parameters, spec.head_dim, spec.max_positions)
+    return Frequencies(angles.to(device), scale)
+
+
+def _moved(
+    layer: LayerWeights,
+    move: Callable[..., Tensor],
+    device: torch.device | str,
+    centred: bool,  # what is added to the stream leaves its mean at 0
+) -> LayerWeights:
     norms = {
         name: None if (norm := getattr(layer, name)) is None else norm.to(device)
         for name in ("before_attention", "behind_attention", "before_mlp", "behind_mlp")
     }
     heads = layer.head_norms
     return LayerWeights(
-        qkv=(_joined(layer.qkv, move),),
+        qkv=(_joined(layer.qkv, move),) if layer.qkv else (),
+        gates=(_joined(layer.gates, move),) if layer.gates else (),
+        delta=None if layer.delta is None else _moved_delta(layer.delta, move, device),
         head_norms=None if heads is None else HeadNorms(heads.q.to(device), heads.k.to(device)),
-        out=_joined([layer.out], move),
-        gate_up=(_joined(layer.gate_up, move),),
-        down=_joined([layer.down], move),
+        sinks=None if layer.sinks is None else layer.sinks.to(device),
+        out=_joined([_centred(layer.out) if centred else layer.out], move),
+        gate_up=(_joined(layer.gate_up, move),) if layer.gate_up else (),
+        down=None if layer.down is None else _joined([_centred(layer.down) if centred else layer.down], move),
+        experts=tuple(_moved_experts(experts, move) for experts in layer.experts),
         **norms,
     )
+
+
+def _moved_delta(delta: DeltaWeights, move: Callable[..., Tensor], device: torch.device | str) -> DeltaWeights:
+    numbers = (x.to(device) for x in (delta.conv, delta.decay, delta.decay_bias, delta.norm))
+    return DeltaWeights((_joined(delta.inputs, move),), *numbers)
+
+
+def _moved_experts(experts: ExpertWeights, move: Callable[..., Tensor]) -> ExpertWeights:
+    """Of each expert gates and ups in one matrix, of which those are views."""
+
+    def join(first: Tensor, second: Tensor) -> tuple[Tensor, ...]:
+        like = move(first[:1, :1])
+        both = like.new_empty(len(first), 2 * first.shape[1], *first.shape[2:])
+        parts = both.chunk(2, dim=1)
+        for part, rows in zip(parts, (first, second), strict=True):
+            part.copy_(rows)
+        return parts
+
+    gates, ups = join(experts.gates, experts.ups)
+    gate_bias, up_bias = None, None
+    if experts.gate_bias is not None and experts.up_bias is not None:
+        gate_bias, up_bias = join(experts.gate_bias, experts.up_bias)
+    return ExpertWeights(
+        router=_joined([experts.router], move),
+        gates=gates,
+        ups=ups,
+        down=move(experts.down).contiguous(),
+        choice_bias=None if experts.choice_bias is None else experts.choice_bias.to(gates.device),
+        gate_bias=gate_bias,
+        up_bias=up_bias,
+        down_bias=None if experts.down_bias is None else move(experts.down_bias),
+    )
+
+
+def _centred(linear: Linear) -> Linear:
+    """Its outputs less their mean."""
+    bias = None if linear.bias is None else linear.bias - linear.bias.mean()
+    return Linear((linear.weight - linear.weight.float().mean(0)).to(linear.weight.dtype), bias)
 
 
 def _joined(linears: Sequence[Linear], move: Callable[..., Tensor]) -> Linear:

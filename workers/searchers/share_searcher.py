@@ -46,8 +46,7 @@ class ShareSearcher:
 
     def load(self, context_id: int, artifact: Artifact) -> None:
         """Check every layer's index, and search once so that nothing is left to compile or to open."""
-        for layer_idx in range(artifact.spec.model.num_layers):
-            artifact.layer_index(layer_idx)
+        artifact.indexes()
         self._pool.search_layers([_first_search(artifact)])
         self._artifacts[context_id] = artifact
         self.steps.load(context_id, artifact)
@@ -89,7 +88,7 @@ class ShareSearcher:
         if artifact is None:
             raise SearchLostError(f"context {words[CONTEXT]} is not loaded here; load it before it is searched")
         rows, heads, model = words[ROWS], words[HEADS], artifact.spec.model
-        index = index_of_heads(artifact.layer_index(int(mail.words[LAYER])), words[FIRST_HEAD], heads)
+        index = index_of_heads(artifact.indexes()[int(mail.words[LAYER])], words[FIRST_HEAD], heads)
         group_size = model.num_q_heads // artifact.spec.num_index_heads
         q = mail.array(words[Q_AT], (rows, heads * group_size, model.head_dim), np.float32)
         out = TokenSelections(
@@ -105,7 +104,7 @@ def _first_search(artifact: Artifact) -> LayerSearch:
     """A search whose answer is of no interest, with all stages that a search of the context may have."""
     model, num_heads = artifact.spec.model, artifact.spec.num_index_heads
     q = np.ones((1, model.num_q_heads, model.head_dim), np.float32)
-    index, rest = artifact.layer_index(0), None
+    index, rest = artifact.indexes()[0], None
     if isinstance(index, SketchIndex):
         rest = np.empty((1, model.num_q_heads, model.head_dim + 2), np.float32)
     out = TokenSelections(np.empty((1, num_heads, 1), np.int32), np.empty((1, num_heads), np.int32), rest)

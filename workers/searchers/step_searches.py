@@ -112,8 +112,7 @@ class StepSearches:
         self.memory = memory.array if isinstance(memory, SharedMemory) else memory
 
     def load(self, context_id: int, artifact: Artifact) -> None:
-        layers = range(artifact.spec.model.num_layers)
-        self.load_layers(context_id, [artifact.layer_index(layer_idx) for layer_idx in layers])
+        self.load_layers(context_id, artifact.indexes())
 
     def load_layers(self, context_id: int, layers: Sequence[LayerIndex | SketchIndex]) -> None:
         self._forget()

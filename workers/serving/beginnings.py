@@ -137,7 +137,8 @@ class Beginnings:
 
     def _identity(self, ask: Ask, config: SearchConfig, selector: Selector, artifact_id: str | None) -> bytes | None:
         """Whose rows its own are; None where none are kept."""
-        if _scores_prompt(ask) or not self._settings.kept.memory_bytes or not is_keepable(selector, config):
+        is_kept = self._settings.kept.memory_bytes and is_keepable(selector, config, self._loaded.geometry)
+        if _scores_prompt(ask) or not is_kept:
             return None
         return row_identity(self._loaded, self._settings, artifact_id, ask.cache_salt, selector, config)
 

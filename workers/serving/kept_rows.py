@@ -154,6 +154,6 @@ def open_kept_rows(loaded: LoadedModel, settings: Settings) -> KeptRows:
     return KeptRows(Blocks(kept.memory_bytes, files), loaded.geometry, loaded.dtype)
 
 
-def is_keepable(selector: Selector, config: SearchConfig) -> bool:
-    """Whether its rows are all that a request goes on from."""
-    return selector in _KEEPABLE and config.search_period == 1
+def is_keepable(selector: Selector, config: SearchConfig, geometry: ModelGeometry) -> bool:
+    """Whether rows of the layers that see everything are all that a request goes on from."""
+    return selector in _KEEPABLE and config.search_period == 1 and not geometry.reaches

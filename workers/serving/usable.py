@@ -36,8 +36,7 @@ class Usable:
         """Open an artifact and check all that a search relies on, so that loading it is quick."""
         try:
             artifact = self._open(path)
-            for layer_idx in range(artifact.spec.model.num_layers):
-                artifact.layer_index(layer_idx)
+            artifact.indexes()
         except ArtifactError as error:
             raise ContextNotReadyError(f"{_CANNOT}: {error}") from error
         return artifact

@@ -34,10 +34,11 @@ class StreamSession:
     def __init__(self, loaded: LoadedModel, config: StreamConfig):
         """Raises ConfigError when the model has fewer positions than the rows need, or layers without positions."""
         geometry, spec = loaded.geometry, describe(loaded.model.config)
-        if not all(layer.attention.rotated for layer in spec.layers):
+        kinds = {(x.rope, x.reach, x.sinks, x.logit_cap) for x in (layer.attention for layer in spec.layers)}
+        if kinds != {(0, None, False, None)} or spec.ropes[0].temper is not None:
             raise ConfigError(
-                f"{loaded.name} has layers without RoPE, whose rows cannot be given other places; stream with a model "
-                "that has RoPE in every layer"
+                f"{loaded.name} has layers whose rows cannot be given other places: without RoPE or with RoPE of their "
+                "own, with sinks or capped logits, or that do not see all rows; stream with another model"
             )
         config.require_positions(geometry.max_positions)
         self.loaded = loaded
@@ -46,7 +47,7 @@ class StreamSession:
         self._block_len = min(_BLOCK_LEN, geometry.max_positions - config.window_len + 1)
         frequencies, _ = model_frequencies(loaded.model.model.rotary_emb)
         num_places = max(config.max_rows, config.window_len - 1 + self._block_len)
-        self._places = Places(frequencies, num_places, loaded.device, spec.interleaved)
+        self._places = Places(frequencies, num_places, loaded.device, spec.ropes[0].interleaved)
         self._attention = attention_implementation(loaded.model)
         self._unrotated = unrotated(loaded.model, StreamCache)
 

@@ -135,7 +135,7 @@ def _looking_ahead(context: RealContext, rows: list[_Rows]) -> Iterator[None]:
     hooks = []
     for following in rows[1:]:
         layers = context.loaded.model.model.layers
-        hook = _PredictQueries(layers[following.layer_idx], following)
+        hook = _PredictQueries(context.loaded.model.model, following)
         hooks.append(layers[following.layer_idx - 1].register_forward_pre_hook(hook, with_kwargs=True))
     try:
         yield
@@ -145,15 +145,16 @@ def _looking_ahead(context: RealContext, rows: list[_Rows]) -> Iterator[None]:
 
 
 class _PredictQueries:
-    def __init__(self, following: Any, rows: _Rows):
-        self._following = following
+    def __init__(self, body: Any, rows: _Rows):
+        """rows: of the layer whose queries are told."""
+        self._body = body
         self._rows = rows
 
     def __call__(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         weights = self._rows.layer.predictor
         assert weights is not None, f"layer {self._rows.layer_idx} has no predictor"
         hidden = args[0] if args else kwargs["hidden_states"]
-        cos, sin = kwargs["position_embeddings"]
-        early = queries_before_rope(self._following, hidden[0])
+        early = queries_before_rope(self._body.layers[self._rows.layer_idx], hidden[0])
         weights = weights.to(early.dtype)
-        self._rows.early = rotate_for(self._following, early @ weights[:, :-1] + weights[:, -1:], cos[0], sin[0])
+        predicted, positions = early @ weights[:, :-1] + weights[:, -1:], kwargs["position_ids"][0]
+        self._rows.early = rotate_for(self._body, self._rows.layer_idx, predicted, positions)

@@ -9,24 +9,53 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from workers.model.gpu import head_kernels, linear_kernels, token_kernels
+from workers.model.gpu import delta_kernels, expert_kernels, head_kernels, linear_kernels, token_kernels
 
 # what arguments of these names are; all others are bfloat16 tensors
 TYPES = {
-    "*fp32": "squares norm norm_ahead q_norm k_norm frequencies cos sin partials weight logits best",
-    "*i32": "counters context_ids tail_ids tail_lens best_ids",
-    "*i64": "token_ids positions next_ids",
-    "fp32": "eps multiplier rope_scale cap",
+    "*fp32": "squares norm norm_ahead q_norm k_norm frequencies cos sin q_scale shares conv kept memory decay"
+    " decay_bias partials weight logits best",
+    "*i32": "counters chosen context_ids tail_ids tail_lens best_ids",
+    "*i64": "turns token_ids positions next_ids",
+    "fp32": "eps multiplier scale beta every offset cap",
     "i32": "num_rows num_out num_k num_squares hidden_size half tail_capacity maps_stride vocab_size"
-    " num_logits num_parts",
+    " num_logits num_parts num_experts num in_width num_channels",
 }
 ROW = {"BLOCK": 1024, "SQUARES_BLOCK": 64}
 TILES = {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "EVEN_K": True, "DOT_PRECISION": "tf32", "BLOCK_SQUARES": 64}
 HEADS = {"NUM_Q_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": 128, "BLOCK": 64}
+EXPERTS = {name: size for name, size in TILES.items() if name != "EVEN_K"} | {"NUM_CHOSEN": 6, "BLOCK_PAIRS": 64}
+DELTA = {"VERSIONS": 1, "BLOCK_ROWS": 8}
 READERS = [{"HAS_NORM": True, "AHEAD": True}, {"HAS_NORM": False, "AHEAD": False}]
 VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
-    (token_kernels.begin_kernel, [ROW | readers | {"HALF_BLOCK": 32} for readers in READERS]),
-    (token_kernels.add_normed_kernel, [ROW | readers for readers in READERS]),
+    (token_kernels.begin_kernel, [ROW | readers | {"CENTRED": not readers["AHEAD"]} for readers in READERS]),
+    (token_kernels.turn_kernel, [{"BLOCK": 32}]),
+    (
+        token_kernels.add_normed_kernel,
+        [ROW | readers | {"NUM_PARTS": parts, "IS_NORMED": parts == 1} for readers in READERS for parts in (1, 3)],
+    ),
+    (delta_kernels.gate_kernel, [{"BLOCK": 1024}]),
+    (delta_kernels.mix_kernel, [DELTA | {"CONV_LEN": 4, "BLOCK_LEN": 4, "BLOCK": 128}]),
+    (
+        delta_kernels.remember_kernel,
+        [DELTA | {"NUM_K_HEADS": 16, "NUM_V_HEADS": 32} | dict.fromkeys(("K_DIM", "V_DIM", "BLOCK_K", "BLOCK_V"), 128)],
+    ),
+    (
+        expert_kernels.choose_kernel,
+        [
+            {"SCORES": scores, "HAS_BIAS": groups > 1, "NUM_GROUPS": groups, "NUM_KEPT": 2, "NORMED": groups > 1}
+            | {"NUM_CHOSEN": 6, "BLOCK": 128, "BLOCK_CHOSEN": 8}
+            for scores, groups in (("softmax", 1), ("sigmoid", 4), ("softmax_of_chosen", 1))
+        ],
+    ),
+    (
+        expert_kernels.experts_kernel,
+        [
+            EXPERTS | {"NORMED": bias, "ON_INPUT": bias, "HAS_BIAS": bias, "ACTIVATION": activation}
+            for bias, activation in ((True, "clamped"), (False, "silu"))
+        ],
+    ),
+    (expert_kernels.experts_down_kernel, [EXPERTS | {"ON_INPUT": bias, "HAS_BIAS": bias} for bias in (False, True)]),
     (token_kernels.finish_logits_kernel, [{"HAS_CAP": cap, "BLOCK": 4096} for cap in (False, True)]),
     (token_kernels.likeliest_of_part_kernel, [{"BLOCK": 4096}]),
     (token_kernels.likeliest_kernel, [{"BLOCK": 32}]),
@@ -52,7 +81,7 @@ VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
         (
             kernel,
             [
-                HEADS | {"NORM": norm, "HALF": half, "INTERLEAVED": interleaved}
+                HEADS | {"NORM": norm, "HALF": half, "INTERLEAVED": interleaved, "ROTATED": norm != "projection"}
                 for norm, half, interleaved in (("none", 64, False), ("head", 32, True), ("projection", 0, False))
             ],
         )

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from csattn.batch import StepRows
+from csattn.models.spec import AttentionSpec
+from workers.model.ops import DeltaState
 
 
 class FullAttention:
@@ -24,7 +26,11 @@ class FullAttention:
         num_tails: int,
         tail_capacity: int,
         softmax_scale: float,
+        kinds: Sequence[AttentionSpec] | None = None,  # of the layers; None: plain ones
+        sinks: Sequence[Tensor | None] | None = None,  # [num_q_heads] each
     ) -> None:
+        self.states: list[DeltaState | None] = [None] * len(contexts)
+        self._kinds, self._sinks = kinds or len(contexts) * [AttentionSpec()], sinks or len(contexts) * [None]
         self._contexts, self._softmax_scale = list(contexts), softmax_scale
         _, num_kv_heads, max_context_len, _, head_dim = contexts[0].shape
         device = contexts[0].device
@@ -45,23 +51,32 @@ class FullAttention:
         raise AssertionError("full attention does not look ahead")
 
     def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
+        if self.states[layer_idx] is not None:
+            return
         batch_size, _, head_dim = q.shape
         context, tail = self._contexts[layer_idx].float(), self.tails[layer_idx][rows.tail_ids.long()].float()
         num_contexts, num_kv_heads, max_context_len = context.shape[:3]
         grouped = q.float().view(batch_size, num_kv_heads, -1, head_dim)
+        kind, sinks = self._kinds[layer_idx], self._sinks[layer_idx]
+        positions = rows.positions.tolist()
+        first = torch.tensor([kind.reach.first_seen(p) if kind.reach else 0 for p in positions], device=q.device)
+        of_context = torch.arange(max_context_len, device=q.device) >= first[:, None]
         own = rows.context_ids[:, None] == self._context_ids  # [batch_size, num_contexts]
-        seen_context = (own[:, :, None] & self._in_context).view(batch_size, 1, 1, -1)
-        seen_tail = (self._tail_slots < rows.tail_lens[:, None]).view(batch_size, 1, 1, -1)
+        seen_context = (own[:, :, None] & self._in_context & of_context[:, None]).view(batch_size, 1, 1, -1)
+        before_tail = rows.positions + 1 - rows.tail_lens
+        in_tail = (self._tail_slots < rows.tail_lens[:, None]) & (self._tail_slots >= (first - before_tail)[:, None])
+        seen_tail = in_tail.view(batch_size, 1, 1, -1)
         by_context = torch.einsum("bhgd,chnd->bhgcn", grouped, context[..., 0, :])
         by_tail = torch.einsum("bhgd,bhnd->bhgn", grouped, tail[..., 0, :])
-        scores = torch.cat(
-            [
-                by_context.flatten(-2).masked_fill(~seen_context, -torch.inf),
-                by_tail.masked_fill(~seen_tail, -torch.inf),
-            ],
-            dim=-1,
-        )
-        weights = (scores * self._softmax_scale).softmax(-1).nan_to_num(0.0)  # idle rows see nothing
+        scores = torch.cat([by_context.flatten(-2), by_tail], dim=-1) * self._softmax_scale
+        if kind.logit_cap is not None:
+            scores = kind.logit_cap * (scores / kind.logit_cap).tanh()
+        seen = torch.cat([seen_context, seen_tail], dim=-1)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if sinks is not None:
+            beside = sinks.float().view(1, num_kv_heads, -1, 1).expand(batch_size, -1, -1, -1)
+            scores = torch.cat([scores, beside], dim=-1)
+        weights = scores.softmax(-1).nan_to_num(0.0)[..., : seen.shape[-1]]  # idle rows see nothing
         num_scores = num_contexts * max_context_len
         on_context = weights[..., :num_scores].reshape(*grouped.shape[:3], num_contexts, max_context_len)
         on_tail = weights[..., num_scores:]

@@ -4,19 +4,32 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import LinearAttentionLayer
 
+from csattn.models.families import describe
 from tests.tiny import token_ids
 from tests.workers.model.full_attention import FullAttention
 from workers.model import ModelRunner, take_weights
+from workers.model.ops import DeltaState
 
 CONTEXT_LENS = (37, 50)
 
 
 @torch.no_grad()
 def context_kv(model: Any, ids: Tensor) -> list[Tensor]:
-    """Per layer [num_kv_heads, len(ids), 2, head_dim]."""
-    cache = model(ids[None], use_cache=True).past_key_values
-    return [torch.stack([layer.keys[0], layer.values[0]], dim=2) for layer in cache.layers]
+    """Per layer [num_kv_heads, len(ids), 2, head_dim]; of layers that keep a state zeros."""
+    layers = cache_of(model, ids)
+    pairs = [None if isinstance(x, LinearAttentionLayer) else torch.stack([x.keys[0], x.values[0]], 2) for x in layers]
+    zeros = torch.zeros_like(next(pair for pair in pairs if pair is not None))
+    return [zeros if pair is None else pair for pair in pairs]
+
+
+def cache_of(model: Any, ids: Tensor) -> list[Any]:
+    """Of each layer, with all of its rows."""
+    if "linear_attention" not in (getattr(model.config, "layer_types", None) or ()):
+        return list(model(ids[None], past_key_values=DynamicCache()).past_key_values.layers)
+    return list(model(ids[None], use_cache=True).past_key_values.layers)
 
 
 def contexts_of(model: Any) -> list[Tensor]:
@@ -35,9 +48,24 @@ def full_attention(model: Any, num_tails: int = 4, tail_capacity: int = 60) -> F
         for context_id, part in enumerate(parts):
             kv[context_id, :, : part.shape[1]] = part
         layers.append(kv)
-    attention = FullAttention(layers, CONTEXT_LENS, num_tails, tail_capacity, model.model.layers[0].self_attn.scaling)
+    spec = describe(model.config)
+    sinks = [getattr(getattr(layer, "self_attn", None), "sinks", None) for layer in model.model.layers]
+    kinds = [layer.attention for layer in spec.layers]
+    attention = FullAttention(layers, CONTEXT_LENS, num_tails, tail_capacity, spec.softmax_scale, kinds, sinks)
+    for layer_idx, layer in enumerate(spec.layers):
+        if layer.delta is not None:
+            attention.states[layer_idx] = _begun(model, layer_idx, num_tails)
     attention.tails.fill_(torch.nan)  # nobody reads what no row has written
     return attention
+
+
+@torch.no_grad()
+def _begun(model: Any, layer_idx: int, num_tails: int) -> DeltaState:
+    """All tails behind the first context."""
+    state = cache_of(model, contexts_of(model)[0])[layer_idx]
+    conv, memory = state.conv_states[0][0, :, 1:].float(), state.recurrent_states[0][0].float()
+    places = [x.repeat(num_tails, 1, *x.dim() * [1]) for x in (conv, memory)]
+    return DeltaState(*places, torch.zeros(num_tails, dtype=torch.int64, device=model.device))
 
 
 def make_runner(model: Any, batch_sizes: tuple[int, ...] = (1, 3), **options: Any) -> ModelRunner:

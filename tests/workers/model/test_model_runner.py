@@ -155,14 +155,14 @@ def test_predicted_queries_are_those_of_the_layers_own_modules(family) -> None:
     ids = torch.cat([contexts_of(model)[context_id], torch.tensor(question)])[None]
     with torch.no_grad():
         hidden = model(ids, output_hidden_states=True).hidden_states
-        positions = torch.arange(ids.shape[1] - 2, ids.shape[1])[None]
-        cos, sin = model.model.rotary_emb(hidden[0], positions)
-        for layer_idx in range(1, shape.num_layers):
-            layer = model.model.layers[layer_idx]
-            early = queries_before_rope(layer, hidden[layer_idx - 1][0, -2:])
-            matrix = maps[context_id, layer_idx - 1]
-            want = rotate_for(layer, early @ matrix[:, :-1] + matrix[:, -1:], cos[0], sin[0]).transpose(0, 1)
+        positions = torch.arange(ids.shape[1] - 2, ids.shape[1])
+        for number, layer_idx in enumerate(shape.indexed_layers[1:]):
+            early = queries_before_rope(model.model.layers[layer_idx], hidden[layer_idx - 1][0, -2:])
+            matrix = maps[context_id, number]
+            predicted = early @ matrix[:, :-1] + matrix[:, -1:]
+            want = rotate_for(model.model, layer_idx, predicted, positions).transpose(0, 1)
             torch.testing.assert_close(attention.predicted[layer_idx], want, rtol=1e-3, atol=1e-3)
+        assert attention.predicted.keys() == set(shape.indexed_layers[1:])
 
 
 def test_the_attention_is_called_in_the_promised_order() -> None:

@@ -32,7 +32,7 @@ def test_taken_weights_have_the_models_shape_and_number(family) -> None:
     weights = take_weights(model, "cpu")
     shape = weights.spec
     assert weights.layers[0].qkv[0].weight.shape == (shape.qkv_width, shape.hidden_size)
-    assert weights.layers[0].gate_up[0].weight.shape == (2 * shape.intermediate_size, shape.hidden_size)
+    assert weights.layers[0].gate_up[0].weight.shape == (2 * shape.layers[0].mlp.intermediate_size, shape.hidden_size)
     assert (weights.layers[0].qkv[0].bias is not None) == (family == "qwen2")
     assert (weights.layers[0].head_norms is not None) == (family == "qwen3")
     matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2)
@@ -59,7 +59,7 @@ def test_a_consumed_model_has_given_its_layers_up() -> None:
 def test_weights_of_a_directory_in_another_dtype(tmp_path) -> None:
     model = load_model(str(save(tmp_path, "qwen3"))).model
     weights = take_weights(model, "cpu", torch.bfloat16)
-    assert weights.dtype == torch.bfloat16 and weights.inverse_frequencies.dtype == torch.float32
+    assert weights.dtype == torch.bfloat16 and weights.ropes[0].angles.dtype == torch.float32
     torch.testing.assert_close(weights.head.weight, model.lm_head.weight.bfloat16())
 
 
@@ -102,9 +102,9 @@ def test_an_unknown_shape_is_refused() -> None:
 
 
 def test_frequencies_of_a_shape_are_those_of_a_model_of_it() -> None:
-    rope = shape_named("llama-3.1-8b").rope | {"original_max_position_embeddings": 64}
+    rope = shape_named("llama-3.1-8b").ropes[0].parameters | {"original_max_position_embeddings": 64}
     model = make_model(rope_parameters=rope)
     shape = describe(model.config)
-    frequencies, scale = rotary_frequencies(shape.rope, shape.head_dim, shape.max_positions)
-    assert torch.equal(frequencies, take_weights(model, "cpu").inverse_frequencies)
+    frequencies, scale = rotary_frequencies(shape.ropes[0].parameters, shape.head_dim, shape.max_positions)
+    assert torch.equal(frequencies, take_weights(model, "cpu").ropes[0].angles)
     assert scale == 1.0

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,10 @@ import torch
 pytest.importorskip("triton", reason="Triton, whose interpreter runs these kernels on a CPU, is not installed")
 
 from csattn.batch import make_step_rows
-from csattn.models.weights import HeadNorms, Linear
+from csattn.models.spec import DeltaSpec, ExpertsSpec, Temper
+from csattn.models.weights import DeltaWeights, ExpertWeights, Frequencies, HeadNorms, Linear
 from workers.model.gpu.triton_ops import TritonOps
-from workers.model.ops import Normed, Readers, Rotation, Stream, num_squares
+from workers.model.ops import DeltaState, Normed, Readers, Rotation, Stream, num_squares
 from workers.model.torch_ops import ACTIVATIONS, TorchOps
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -37,7 +39,8 @@ def make_stream(batch_size: int, hidden_size: int, dtype: torch.dtype) -> Stream
 
 
 def copy_of(stream: Stream) -> Stream:
-    return Stream(stream.hidden.clone(), stream.scaled.clone(), stream.scaled_ahead.clone(), stream.squares.clone())
+    hidden, scaled, ahead = stream.hidden.clone(), stream.scaled.clone(), stream.scaled_ahead.clone()
+    return Stream(hidden, scaled, ahead, stream.squares.clone(), stream.centred)
 
 
 def assert_same_stream(got: Stream, want: Stream, ahead: bool) -> None:
@@ -77,23 +80,38 @@ def make_linear(num_out: int, num_in: int, dtype: torch.dtype, bias: bool = Fals
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("read_by", READERS)
-@pytest.mark.parametrize(("batch_size", "hidden_size", "half"), [(1, 64, 8), (3, 100, 12), (2, 576, 32)])
-def test_begin(batch_size, hidden_size, half, read_by, dtype) -> None:
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize(("batch_size", "hidden_size"), [(1, 64), (3, 100), (2, 576)])
+def test_begin(batch_size, hidden_size, centred, read_by, dtype) -> None:
     embedding = randn(50, hidden_size, dtype=dtype)
     rows = make_step_rows(batch_size, DEVICE)
     rows.token_ids.copy_(torch.tensor([49, 0, 7][:batch_size]))
-    rows.positions.copy_(torch.tensor([131_071, 0, 900][:batch_size]))
-    frequencies = (10_000.0 ** -torch.linspace(0, 1, half)).to(DEVICE)
-    got = make_stream(batch_size, hidden_size, dtype)
+    got = replace(make_stream(batch_size, hidden_size, dtype), centred=centred)
     want = copy_of(got)
-    got_rotation, want_rotation = make_rotation(batch_size, half), make_rotation(batch_size, half)
     read, multiplier = readers(read_by, hidden_size), 1.0 if read_by == "one" else 2.5
-    TritonOps(DEVICE).begin(rows, embedding, multiplier, got, read, frequencies, 1.25, got_rotation)
-    TorchOps().begin(rows, embedding, multiplier, want, read, frequencies, 1.25, want_rotation)
-    assert torch.equal(got.hidden, (embedding[rows.token_ids].float() * multiplier).to(dtype))
+    TritonOps(DEVICE).begin(rows, embedding, multiplier, got, read)
+    TorchOps().begin(rows, embedding, multiplier, want, read)
+    exact = embedding[rows.token_ids].float() * multiplier
+    assert centred or torch.equal(got.hidden, exact.to(dtype))
+    torch.testing.assert_close(got.hidden.float(), exact - centred * exact.mean(1, keepdim=True), **tolerance(dtype))
     assert_same_stream(got, want, read.ahead is not None)
-    torch.testing.assert_close(got_rotation.cos, want_rotation.cos, **tolerance(torch.float32))
-    torch.testing.assert_close(got_rotation.sin, want_rotation.sin, **tolerance(torch.float32))
+
+
+@pytest.mark.parametrize("temper", [None, Temper(beta=0.3, every=50, offset=1)])
+@pytest.mark.parametrize(("batch_size", "half"), [(1, 8), (3, 12), (2, 32), (2, 0)])
+def test_turn(batch_size, half, temper) -> None:
+    rows = make_step_rows(batch_size, DEVICE)
+    rows.positions.copy_(torch.tensor([131_071, 49, 900][:batch_size]))
+    frequencies = Frequencies((10_000.0 ** -torch.linspace(0, 1, half)).to(DEVICE), 1.25)
+    got, want = make_rotation(batch_size, half), make_rotation(batch_size, half)
+    if temper is None:
+        for rotation in (got, want):
+            rotation.q_scale.fill_(1)
+    TritonOps(DEVICE).turn(rows, frequencies, temper, got)
+    TorchOps().turn(rows, frequencies, temper, want)
+    for field in ("cos", "sin", "q_scale"):
+        torch.testing.assert_close(getattr(got, field), getattr(want, field), **tolerance(torch.float32))
+    assert temper is None or got.q_scale[-1] > 1
 
 
 @pytest.mark.parametrize("cap", [None, 7.0])
@@ -204,6 +222,127 @@ def test_mlp(batch_size, hidden_size, num_out, activation, gated, dtype) -> None
     torch.testing.assert_close(got, want, **tolerance(dtype))
 
 
+EXPERTS = {
+    "plain": ExpertsSpec(num_experts=5, num_chosen=2, intermediate_size=33, scores="softmax", normed=True),
+    "one": ExpertsSpec(num_experts=1, num_chosen=1, intermediate_size=40, scores="sigmoid"),
+    "all": ExpertsSpec(num_experts=3, num_chosen=3, intermediate_size=32, scores="sigmoid", on_input=True),
+    "groups": ExpertsSpec(
+        num_experts=12, num_chosen=3, intermediate_size=20, scores="sigmoid", has_choice_bias=True, groups=(4, 2),
+        normed=True, scale=1.5,
+    ),
+    "clamped": ExpertsSpec(
+        num_experts=7, num_chosen=4, intermediate_size=65, scores="softmax_of_chosen", activation="clamped", bias=True
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+@pytest.mark.parametrize("batch_size", [1, 3, 17])
+def test_choose_experts(kind: str, batch_size: int) -> None:
+    spec = EXPERTS[kind]
+    logits = randn(batch_size, spec.num_experts, scale=2)
+    logits[0] = logits[0, 0]  # of equals the first
+    bias = randn(spec.num_experts) if spec.has_choice_bias else None
+    got_chosen, want_chosen = torch.full((2, batch_size, spec.num_chosen), -1, dtype=torch.int32, device=DEVICE)
+    got_shares, want_shares = randn(2, batch_size, spec.num_chosen)
+    TritonOps(DEVICE).choose_experts(logits, bias, spec, got_chosen, got_shares)
+    TorchOps().choose_experts(logits, bias, spec, want_chosen, want_shares)
+    assert torch.equal(got_chosen, want_chosen)
+    torch.testing.assert_close(got_shares, want_shares, **tolerance(torch.float32))
+
+
+def test_experts_of_what_is_no_number_are_some() -> None:
+    spec = replace(EXPERTS["plain"], scores="sigmoid", normed=False)
+    chosen = torch.full((2, 2), -1, dtype=torch.int32, device=DEVICE)
+    TritonOps(DEVICE).choose_experts(torch.full((2, 5), torch.nan, device=DEVICE), None, spec, chosen, randn(2, 2))
+    assert chosen.min() >= 0 and chosen.max() < 5
+
+
+def make_experts(spec: ExpertsSpec, hidden_size: int, dtype: torch.dtype) -> ExpertWeights:
+    num, width = spec.num_experts, spec.intermediate_size
+    both = randn(num, 2 * width, hidden_size, dtype=dtype, scale=2 * hidden_size**-0.5)
+    biases = randn(num, 2 * width, dtype=dtype).chunk(2, dim=1) if spec.bias else (None, None)
+    return ExpertWeights(
+        router=make_linear(num, hidden_size, dtype),
+        gates=both[:, :width],
+        ups=both[:, width:],
+        down=randn(num, hidden_size, width, dtype=dtype, scale=width**-0.5),
+        gate_bias=biases[0],
+        up_bias=biases[1],
+        down_bias=randn(num, hidden_size, dtype=dtype) if spec.bias else None,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", EXPERTS)
+@pytest.mark.parametrize(("batch_size", "hidden_size"), [(1, 64), (3, 100), (17, 130)])
+def test_experts(batch_size: int, hidden_size: int, kind: str, dtype: torch.dtype) -> None:
+    """Of rows that share experts, more than a tile of them, and of experts that no row has."""
+    spec, stream = EXPERTS[kind], prepared(batch_size, hidden_size, dtype)
+    weights = make_experts(spec, hidden_size, dtype)
+    chosen = torch.stack([torch.randperm(max(1, spec.num_experts - 1))[: spec.num_chosen] for _ in range(batch_size)])
+    if chosen.shape[1] < spec.num_chosen:
+        chosen = torch.arange(spec.num_chosen).repeat(batch_size, 1)
+    chosen, shares = chosen.int().to(DEVICE), torch.rand(batch_size, spec.num_chosen, device=DEVICE)
+    got = torch.full((batch_size, spec.num_chosen, spec.intermediate_size), torch.nan, dtype=dtype, device=DEVICE)
+    want, x = got.clone(), normed(stream) if batch_size != 3 else Normed(stream.scaled)
+    TritonOps(DEVICE).experts(x, weights, spec, chosen, shares, got)
+    TorchOps().experts(x, weights, spec, chosen, shares, want)
+    torch.testing.assert_close(got, want, **tolerance(dtype))
+    got_stream = make_stream(batch_size, hidden_size, dtype)
+    want_stream = copy_of(got_stream)
+    parts = torch.full((2, batch_size, spec.num_chosen, hidden_size), torch.nan, dtype=dtype, device=DEVICE)
+    told, read = (weights, spec, chosen, shares), readers("both", hidden_size)
+    TritonOps(DEVICE).experts_add(want, *told, parts[0], 0.5, got_stream, read)
+    TorchOps().experts_add(want, *told, parts[1], 0.5, want_stream, read)
+    assert_same_stream(got_stream, want_stream, ahead=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("batch_size", "width"), [(1, 64), (3, 1000), (17, 130)])
+def test_gate(batch_size: int, width: int, dtype: torch.dtype) -> None:
+    got, gates = randn(2, batch_size, width, dtype=dtype, scale=3)
+    want = got.clone()
+    TritonOps(DEVICE).gate(got, gates)
+    TorchOps().gate(want, gates)
+    torch.testing.assert_close(got, want, **tolerance(dtype))
+
+
+DELTAS = [
+    DeltaSpec(num_k_heads=2, num_v_heads=4, k_dim=12, v_dim=20, conv_len=4),
+    DeltaSpec(num_k_heads=1, num_v_heads=1, k_dim=64, v_dim=33, conv_len=2),
+    DeltaSpec(num_k_heads=3, num_v_heads=3, k_dim=8, v_dim=16, conv_len=3),
+]
+
+
+@pytest.mark.parametrize("versions", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spec", DELTAS)
+def test_delta(spec: DeltaSpec, dtype: torch.dtype, versions: int) -> None:
+    """Tokens of one request in one step, beside others and idle rows; of states that nobody reads or writes nothing."""
+    rows = make_rows([0, -1, 1, 0, 0, 1], [3, 0, 2, 3, 5, 2], [1, 1, 5, 2, 1, 6])
+    inputs = randn(6, spec.in_width, dtype=dtype)
+    decay, decay_bias = torch.rand(2, spec.num_v_heads, device=DEVICE)
+    norm, conv = 1 + randn(spec.v_dim, scale=0.2), randn(spec.num_channels, spec.conv_len)
+    weights = DeltaWeights((make_linear(spec.in_width, 8, dtype),), conv, decay, decay_bias, norm)
+    turn = torch.tensor([0, 0, versions - 1, 0, 0, 0], device=DEVICE)
+    states = [randn(6, versions, *sizes) for sizes in spec.parts]
+    for state in states:
+        state[[0, 1, 4]] = torch.nan  # of no row that counts
+    got, want = (DeltaState(*(state.clone() for state in states), turn) for _ in range(2))
+    mixed = torch.full((2, 6, spec.num_channels), torch.nan, dtype=dtype, device=DEVICE)
+    outs = torch.zeros(2, 6, spec.v_width, dtype=dtype, device=DEVICE)
+    TritonOps(DEVICE).delta(inputs, weights, spec, EPS, rows, got, mixed[0], outs[0])
+    TorchOps().delta(inputs, weights, spec, EPS, rows, want, mixed[1], outs[1])
+    torch.testing.assert_close(outs[0], outs[1], **tolerance(dtype))
+    close = {"rtol": 1e-2, "atol": 1e-2} if dtype != torch.float32 else {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(got.conv, want.conv, equal_nan=True, **close)
+    torch.testing.assert_close(got.memory, want.memory, equal_nan=True, **close)
+    assert got.memory[[2, 3, 5]].isfinite().all() and got.memory[[0, 1, 4]].isnan().all()
+    if versions == 2:
+        assert torch.equal(got.memory[3, 0], states[1][3, 0]), "what was read is still there"
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("read_by", READERS)
 @pytest.mark.parametrize(("batch_size", "num_in", "hidden_size"), [(1, 64, 64), (3, 100, 100), (5, 1500, 130)])
@@ -259,7 +398,7 @@ def test_a_row_does_not_depend_on_its_batch(batch_size) -> None:
 
 def make_rotation(batch_size: int, half: int, interleaved: bool = False) -> Rotation:
     angles = torch.randn(batch_size, half, device=DEVICE) * 3
-    return Rotation(angles.cos(), angles.sin(), interleaved)
+    return Rotation(angles.cos(), angles.sin(), 1 + torch.rand(batch_size, device=DEVICE), interleaved)
 
 
 # how many pairs of a head of 24 dimensions turn, and which
@@ -268,6 +407,7 @@ ROTATIONS = {
     "part": (4, False),
     "interleaved": (12, True),
     "part interleaved": (5, True),
+    "scaled alone": (0, False),
     "none": None,
 }
 

@@ -1,5 +1,6 @@
 """A model's step on the CPU as tapes: weights are read where the model has them, rows are as many as come."""
 
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +12,11 @@ from torch import Tensor
 from csattn.batch import StepRows, make_step_rows
 from csattn.cpu.tape import Tape
 from csattn.errors import ModelError
-from csattn.models.weights import weights_of
+from csattn.models.spec import DeltaSpec, Temper
+from csattn.models.weights import Frequencies, weights_of
 from workers.model.cpu.tape_ops import RowTape, TapeOps
 from workers.model.layers import StepLayers
+from workers.model.ops import DeltaState, Rotation
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -22,8 +25,8 @@ class CpuModel:
     """Owns the rows of a step, its tensors and the requests' own KV. The model stays as it is, and must live.
 
     A step is `begin`, then per layer attention from `q` to `attended` (the caller's) and `after[layer_idx]`. The last
-    of those leaves the logits. With `ahead`, `q_ahead[layer_idx % 2]` holds the predicted queries of layer_idx once the
-    layer two before it is done.
+    of those leaves the logits. With `ahead`, `q_ahead[number % 2]` holds the predicted queries of the layer of that
+    number among those that have an index, once the layer two before it is done.
     """
 
     def __init__(self, model: Any, max_rows: int, num_tails: int, tail_capacity: int) -> None:
@@ -35,7 +38,6 @@ class CpuModel:
             )
         self.max_rows, self.shape = max_rows, self._weights.spec
         shape = self.shape
-        self._frequencies: NDArray[np.float32] = self._weights.inverse_frequencies.numpy()
         self.num_rows, self.token_ids, self.tail_ids, self.tail_lens = (
             np.zeros(n, np.int64) for n in (1, *3 * [max_rows])
         )
@@ -43,15 +45,26 @@ class CpuModel:
         self.maps = np.zeros((shape.num_layers, max_rows), np.int64)
         size = shape.num_layers, num_tails, shape.num_kv_heads, tail_capacity, 2, shape.head_dim
         # numpy's zeros cost memory once they are written, torch's at once
-        tails = np.zeros(size, np.float32 if model.dtype.itemsize == 4 else np.int16)
-        self.tails = torch.from_numpy(tails).view(model.dtype)
+        room = np.zeros(size, np.float32 if model.dtype.itemsize == 4 else np.int16)
+        self.all_tails = all_tails = torch.from_numpy(room).view(model.dtype)  # those with an index first
+        # of each layer, its number among those that have an index; None: it has none
+        indexed = shape.indexed_layers
+        self.numbers = [indexed.index(i) if i in indexed else None for i in range(shape.num_layers)]
+        self.indexed_tails = all_tails[: len(indexed)]  # of those
+        others = iter(all_tails[len(indexed) :])
+        # of each layer [num_tails, num_kv_heads, tail_capacity, 2, head_dim]
+        self.tails = [next(others) if number is None else all_tails[number] for number in self.numbers]
+        self.sinks = [layer.sinks for layer in self._weights.layers]
         self._ops = TapeOps(self.kind, self.num_rows)
-        between = _Cutting(self.tails, self._ops)
+        # of each request the version of its states that it reads, where it has any
+        self._turns = np.zeros(num_tails, np.int64)
+        self.states = [None if x.delta is None else _make_state(x.delta, self._turns) for x in shape.layers]
+        between = _Cutting(self.tails, self.states, self._ops)
         token_ids, tail_ids, tail_lens = map(torch.from_numpy, (self.token_ids, self.tail_ids, self.tail_lens))
         rows = make_step_rows(max_rows, model.device)  # of which tapes read neither positions nor contexts
         rows = replace(rows, token_ids=token_ids, tail_ids=tail_ids, tail_lens=tail_lens)
         layers = StepLayers(self._weights, between, list(self.maps), self._ops, rows, torch.float32)
-        self._cos, self._sin = layers.rotation.cos.numpy(), layers.rotation.sin.numpy()
+        self._rotations = layers.rotations
         self.q, self.q_ahead = layers.q.numpy(), tuple(q.numpy() for q in layers.q_ahead)
         self.attended, self.logits = layers.attended.flatten(1).numpy(), layers.logits.numpy()
         self.begin: dict[bool, Tape] = {}
@@ -64,19 +77,47 @@ class CpuModel:
             self._tapes += between.tapes
             self.begin[ahead], *self.after[ahead] = (tape.tape for tape in between.tapes)
 
+    def begin_request(self, slot: int, states: Sequence[Mapping[str, NDArray[np.float32]]]) -> None:
+        """states: of its context, for each layer that keeps one."""
+        self._turns[slot] = 0
+        for place, of_context in zip([state for state in self.states if state is not None], states, strict=True):
+            place.conv[slot, 0] = torch.tensor(of_context["conv"])
+            place.memory[slot, 0] = torch.tensor(of_context["memory"])
+
+    def commit(self, slots: Collection[int]) -> None:
+        """What the step has made of these requests' states is what the next one reads."""
+        slots = list(set(slots))
+        self._turns[slots] = 1 - self._turns[slots]
+
     def set_rows(self, token_ids: list[int], positions: list[int], tail_ids: list[int], tail_lens: list[int]) -> None:
         """The rows of the next step; tail_lens with the rows' own tokens."""
-        num_rows, rope_scale = len(token_ids), np.float32(self._weights.rope_scale)
+        num_rows = len(token_ids)
         for place, values in ((self.token_ids, token_ids), (self.tail_ids, tail_ids), (self.tail_lens, tail_lens)):
             place[:num_rows] = values
-        for row, position in enumerate(positions):  # one by one: the same bits whatever rows are beside it
-            angles = np.float32(position) * self._frequencies
-            np.multiply(np.cos(angles), rope_scale, out=self._cos[row])
-            np.multiply(np.sin(angles), rope_scale, out=self._sin[row])
+        for rope, frequencies, rotation in zip(self.shape.ropes, self._weights.ropes, self._rotations, strict=True):
+            _turn(positions, frequencies, rope.temper, rotation)
         if num_rows != self.num_rows[0]:
             self.num_rows[0] = num_rows
             for tape in self._tapes:
                 tape.set_rows(num_rows)
+
+
+def _turn(positions: list[int], frequencies: Frequencies, temper: Temper | None, rotation: Rotation) -> None:
+    """Row by row: the same bits whatever rows are beside it."""
+    per_position, scale = frequencies.angles.numpy(), np.float32(frequencies.scale)
+    cos, sin, q_scale = rotation.cos.numpy(), rotation.sin.numpy(), rotation.q_scale.numpy()
+    for row, position in enumerate(positions):
+        angles = np.float32(position) * per_position
+        np.multiply(np.cos(angles), scale, out=cos[row])
+        np.multiply(np.sin(angles), scale, out=sin[row])
+        if temper is not None:
+            q_scale[row] = temper.scales(torch.tensor(position))
+
+
+def _make_state(spec: DeltaSpec, turns: NDArray[np.int64]) -> DeltaState:
+    """Numpy's zeros cost memory once they are written."""
+    conv, memory = (np.zeros((len(turns), 2, *sizes), np.float32) for sizes in spec.parts)
+    return DeltaState(*map(torch.from_numpy, (conv, memory, turns)))
 
 
 class _Cutting:
@@ -85,8 +126,8 @@ class _Cutting:
     lookahead = True
     in_graph = True
 
-    def __init__(self, tails: Tensor, ops: TapeOps) -> None:
-        self.tails, self._ops = tails, ops
+    def __init__(self, tails: list[Tensor], states: list[DeltaState | None], ops: TapeOps) -> None:
+        self.tails, self.states, self._ops = tails, states, ops
         self.tapes: list[RowTape] = []
 
     def begin_step(self, rows: StepRows) -> None:

@@ -34,14 +34,14 @@ def products(
         w0, w1 = (first + out) * num_in, (first + min(out + 1, last)) * num_in
         w2, w3 = (first + min(out + 2, last)) * num_in, (first + min(out + 3, last)) * num_in
         if num_rows == 1:
-            _one_row(x, weight, w0, w1, w2, w3, num_in, sums, out)
+            one_row(x, weight, w0, w1, w2, w3, num_in, sums, out)
         else:
             for row in range(0, num_rows, TILE):
                 _four_rows(x, row, num_rows - 1, weight, w0, w1, w2, w3, num_in, sums, out)
 
 
 @exact_kernel
-def _one_row(x, weight, w0, w1, w2, w3, num_in, sums, out):  # type: ignore[no-untyped-def]
+def one_row(x, weight, w0, w1, w2, w3, num_in, sums, out):  # type: ignore[no-untyped-def]
     """sums[out : out + 4] of the only row."""
     zero = fill(F32x16, 0.0)
     a, b, c, d = zero, zero, zero, zero

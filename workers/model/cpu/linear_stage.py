@@ -28,8 +28,8 @@ LINEAR = (
     "multiplier",  # address of a float64: this much of it is added to what is there; 0: it takes its place
 )
 NUM_ROWS, X, NUM_IN, WEIGHT, BIAS, ACTIVATION, UP_WEIGHT, UP_BIAS, NUM_OUT, OUT, OUT_WIDTH, MULTIPLIER = range(12)
-ACTIVATIONS = ("none", "silu", "gelu_tanh", "quick_gelu", "relu", "relu2")
-NONE, SILU, GELU_TANH, QUICK_GELU, RELU, RELU2 = range(6)
+ACTIVATIONS = ("none", "silu", "gelu_tanh", "quick_gelu", "relu", "relu2", "clamped")
+NONE, SILU, GELU_TANH, QUICK_GELU, RELU, RELU2, CLAMPED = range(7)
 
 
 def linear_pieces(num_out: int) -> int:
@@ -86,7 +86,7 @@ def _linear(arguments: int, piece: int, like: Any) -> None:
         else:
             factors[:] = 1.0
         for row in range(num_rows):
-            _activate(args[ACTIVATION], sums, factors, row * LANES, count)
+            activate(args[ACTIVATION], sums, factors, row * LANES, count)
     for row in range(num_rows):
         _write(sums, row * LANES, out, row * width + first, count, args[MULTIPLIER])
 
@@ -99,7 +99,7 @@ def _add_bias(sums: NDArray[np.float32], num_rows: int, bias: Any, first: int, c
 
 
 @exact_kernel
-def _activate(kind: int, x: NDArray[np.float32], factors: NDArray[np.float32], at: int, count: int) -> None:
+def activate(kind: int, x: NDArray[np.float32], factors: NDArray[np.float32], at: int, count: int) -> None:
     """x = activation(x) * factors"""
     for i in range(count, LANES):
         x[at + i], factors[at + i] = 0.0, 0.0
@@ -108,10 +108,14 @@ def _activate(kind: int, x: NDArray[np.float32], factors: NDArray[np.float32], a
         value = larger(zero, value)  # NaN stays NaN
         store(x, at, value * (value * factor if kind == RELU2 else factor))
         return
+    if kind == CLAMPED:
+        least = fill(F32x16, -7.0)
+        value = zero - larger(zero - value, least)
+        factor = fill(F32x16, 1.0) + larger(zero - larger(zero - factor, least), least)
     inner = value  # x * factor * sigmoid(inner)
     if kind == GELU_TANH:
         inner = fill(F32x16, 1.5957691216057308) * fma(fill(F32x16, 0.044715) * value, value * value, value)
-    elif kind == QUICK_GELU:
+    elif kind in (QUICK_GELU, CLAMPED):
         inner = fill(F32x16, 1.702) * value
     powers = np.empty(LANES, np.float32)
     store(powers, 0, exp_lanes(zero - inner))

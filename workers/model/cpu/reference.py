@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from csattn.models.spec import Activation
-from workers.model.torch_ops import ACTIVATIONS
+from workers.model.torch_ops import activated
 
 
 def linear(
@@ -19,10 +19,8 @@ def linear(
 ) -> Tensor:
     """What is written to `out`."""
     product = _product(x, weight, bias)
-    if activation is not None:
-        product = ACTIVATIONS[activation](product)
-    if up_weight is not None:
-        product = product * _product(x, up_weight, up_bias)
+    up = torch.ones_like(product) if up_weight is None else _product(x, up_weight, up_bias)
+    product = product * up if activation is None else activated(activation, product, up)
     return (product if multiplier is None else out.double() + multiplier * product).float()
 
 

@@ -32,6 +32,7 @@ PREPARE = (
     "norm_ahead",  # likewise, or 0: nothing is written
     "out_ahead",
     "eps",
+    "centred",  # 1: the mean is taken off hidden first
 )
 ROTATE = (
     "qkv",  # [num_rows, (num_q_heads + 2 * num_kv_heads) * head_dim], normed in place
@@ -44,6 +45,7 @@ ROTATE = (
     "eps",
     "cos",  # [num_rows, half]
     "sin",
+    "q_scale",  # [num_rows], or 0
     "half",  # pairs of dimensions that turn: the first 2 * half
     "interleaved",  # 1: they are 2i and 2i + 1; 0: i and i + half
     "tails",  # of the layer, [num_tails, num_kv_heads, tail_capacity, 2, head_dim], of the model's dtype
@@ -61,11 +63,13 @@ PREDICT = (
     "eps",
     "cos",
     "sin",
+    "q_scale",
     "half",
     "interleaved",
     "maps",  # [num_rows] addresses of [num_q_heads, head_dim + 1, head_dim], 0: nothing is predicted
     "q",  # [num_rows, num_q_heads, head_dim], written
 )
+GATE = ("x", "gates", "width")  # [num_rows, width] both; x *= sigmoid(gates)
 FINISH_LOGITS = ("logits", "vocab_size", "multiplier", "cap")  # [num_rows, vocab_size], written; no cap: 0
 
 
@@ -90,27 +94,35 @@ def _embed_float16(arguments: int, piece: int, thread: int, unused: int) -> int:
 
 
 def _rotate_float32(arguments: int, piece: int, thread: int, unused: int) -> int:
-    _rotate(array_at(arguments, 17, np.int64(0)), piece, np.float32(0), 4)
+    _rotate(array_at(arguments, 18, np.int64(0)), piece, np.float32(0), 4)
     return 0
 
 
 def _rotate_bfloat16(arguments: int, piece: int, thread: int, unused: int) -> int:
-    _rotate(array_at(arguments, 17, np.int64(0)), piece, np.uint16(0), 2)
+    _rotate(array_at(arguments, 18, np.int64(0)), piece, np.uint16(0), 2)
     return 0
 
 
 def _rotate_float16(arguments: int, piece: int, thread: int, unused: int) -> int:
-    _rotate(array_at(arguments, 17, np.int64(0)), piece, np.int16(0), 2)
+    _rotate(array_at(arguments, 18, np.int64(0)), piece, np.int16(0), 2)
     return 0
 
 
 def _prepare_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
-    _prepare(array_at(arguments, 10, np.int64(0)), piece)
+    _prepare(array_at(arguments, 11, np.int64(0)), piece)
     return 0
 
 
 def _predict_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
-    _predict(array_at(arguments, 12, np.int64(0)), piece)
+    _predict(array_at(arguments, 13, np.int64(0)), piece)
+    return 0
+
+
+def _gate_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
+    args = array_at(arguments, 3, np.int64(0))
+    x, gates = _floats(args[0], piece, args[2]), _floats(args[1], piece, args[2])
+    for i in range(args[2]):
+        x[i] /= np.float32(1.0) + np.exp(-gates[i])
     return 0
 
 
@@ -124,6 +136,7 @@ _STAGES: dict[str, dict[str, Stage]] = {
     "rotate": {"float32": _rotate_float32, "bfloat16": _rotate_bfloat16, "float16": _rotate_float16},
     "prepare": {"any": _prepare_stage},
     "predict": {"any": _predict_stage},
+    "gate": {"any": _gate_stage},
     "finish_logits": {"any": _finish_logits_stage},
 }
 
@@ -147,6 +160,11 @@ def _prepare(args: NDArray[np.int64], row: int) -> None:
         scale = _inverse_rms(added, 0, width, eps)
         for i in range(width):
             hidden[i] += multiplier * (added[i] * scale * weight[i])
+    if args[10] != 0:
+        total = np.float32(0.0)
+        for i in range(width):
+            total += hidden[i]
+        hidden -= total / np.float32(width)
     out = _floats(args[6], row, width)
     if args[5] == 0:
         out[:] = hidden
@@ -163,8 +181,9 @@ def _rotate(args: NDArray[np.int64], row: int, like: Any, itemsize: int) -> None
     q_width, kv_width = num_q_heads * head_dim, num_kv_heads * head_dim
     heads = _floats(args[0], row, q_width + 2 * kv_width)
     q_norm, k_norm, together, eps = args[4], args[5], args[6] != 0, _number(args[7])
-    half, interleaved = args[10], args[11] != 0
-    cos, sin, q = _floats(args[8], row, half), _floats(args[9], row, half), _floats(args[16], row, q_width)
+    half, interleaved = args[11], args[12] != 0
+    cos, sin, q = _floats(args[8], row, half), _floats(args[9], row, half), _floats(args[17], row, q_width)
+    by_row = _of_row(args[10], row)
     q_scale, k_scale, skip = np.float32(0.0), np.float32(0.0), 0
     if together and q_norm != 0:
         q_scale, k_scale = _inverse_rms(heads, 0, q_width, eps), _inverse_rms(heads, q_width, kv_width, eps)
@@ -174,9 +193,11 @@ def _rotate(args: NDArray[np.int64], row: int, like: Any, itemsize: int) -> None
         if q_norm != 0:
             _normalise_head(heads, at, head_dim, q_norm + head * skip, q_scale, eps)
         _turn(heads, at, head_dim, cos, sin, interleaved, q, at)
-    capacity = args[13]
-    tail_id = array_at(args[14], row + 1, np.int64(0))[row]
-    place = array_at(args[15], row + 1, np.int64(0))[row] - 1
+    for i in range(q_width):
+        q[i] *= by_row
+    capacity = args[14]
+    tail_id = array_at(args[15], row + 1, np.int64(0))[row]
+    place = array_at(args[16], row + 1, np.int64(0))[row] - 1
     turned = np.empty(head_dim, np.float32)
     for head in range(num_kv_heads):
         k_at = q_width + head * head_dim
@@ -185,7 +206,7 @@ def _rotate(args: NDArray[np.int64], row: int, like: Any, itemsize: int) -> None
             _normalise_head(heads, k_at, head_dim, k_norm + head * skip, k_scale, eps)
         _turn(heads, k_at, head_dim, cos, sin, interleaved, turned, 0)
         at = ((tail_id * num_kv_heads + head) * capacity + place) * 2 * head_dim
-        kv = array_at(args[12] + at * itemsize, 2 * head_dim, like)
+        kv = array_at(args[13] + at * itemsize, 2 * head_dim, like)
         for i in range(head_dim):
             store_float(kv, i, turned[i])
             store_float(kv, head_dim + i, heads[v_at + i])
@@ -195,7 +216,7 @@ def _rotate(args: NDArray[np.int64], row: int, like: Any, itemsize: int) -> None
 def _predict(args: NDArray[np.int64], piece: int) -> None:
     num_q_heads, head_dim, q_norm, together, eps = args[1], args[2], args[3], args[4] != 0, _number(args[5])
     row, head = piece // num_q_heads, piece % num_q_heads
-    maps = array_at(args[10], row + 1, np.int64(0))[row]
+    maps = array_at(args[11], row + 1, np.int64(0))[row]
     if maps == 0:
         return
     matrix = _floats(maps, head, (head_dim + 1) * head_dim)
@@ -220,9 +241,12 @@ def _predict(args: NDArray[np.int64], piece: int) -> None:
         for i in range(head_dim):
             total += early[i] * matrix[i * head_dim + j]
         mapped[j] = total + matrix[head_dim * head_dim + j]
-    half, interleaved = args[8], args[9] != 0
-    cos, sin = _floats(args[6], row, half), _floats(args[7], row, half)
-    _turn(mapped, 0, head_dim, cos, sin, interleaved, _floats(args[11], piece, head_dim), 0)
+    half, interleaved = args[9], args[10] != 0
+    cos, sin, q = _floats(args[6], row, half), _floats(args[7], row, half), _floats(args[12], piece, head_dim)
+    _turn(mapped, 0, head_dim, cos, sin, interleaved, q, 0)
+    by_row = _of_row(args[8], row)
+    for i in range(head_dim):
+        q[i] *= by_row
 
 
 @exact_kernel
@@ -247,6 +271,11 @@ def _finish_logits(args: NDArray[np.int64], row: int) -> None:
 def _floats(address: int, row: int, width: int) -> Any:
     """A row of float32."""
     return array_at(address + 4 * row * width, width, np.float32(0))
+
+
+@exact_kernel
+def _of_row(q_scale: int, row: int) -> Any:
+    return np.float32(1.0) if q_scale == 0 else array_at(q_scale, row + 1, np.float32(0))[row]
 
 
 @exact_kernel

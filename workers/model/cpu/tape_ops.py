@@ -11,11 +11,21 @@ from torch import Tensor
 from csattn.batch import StepRows
 from csattn.cpu.addresses import Stage
 from csattn.cpu.tape import Tape
-from csattn.models.spec import Activation
-from csattn.models.weights import HeadNorms, Linear
+from csattn.models.spec import Activation, DeltaSpec, ExpertsSpec, Temper
+from csattn.models.weights import DeltaWeights, ExpertWeights, Frequencies, HeadNorms, Linear
+from workers.model.cpu.delta_stages import MIX, REMEMBER, mix_pieces, mix_stage, remember_stage
+from workers.model.cpu.expert_stages import (
+    ADD_EXPERTS,
+    CHOOSE,
+    EXPERTS,
+    SCORES,
+    choose_stage,
+    expert_pieces,
+    expert_stage,
+)
 from workers.model.cpu.linear_stage import ACTIVATIONS, LINEAR, linear_pieces, linear_stage
-from workers.model.cpu.row_stages import EMBED, FINISH_LOGITS, PREDICT, PREPARE, ROTATE, row_stage
-from workers.model.ops import Normed, Readers, Rotation, Stream
+from workers.model.cpu.row_stages import EMBED, FINISH_LOGITS, GATE, PREDICT, PREPARE, ROTATE, row_stage
+from workers.model.ops import DeltaState, Normed, Readers, Rotation, Stream
 
 
 class TapeOps:
@@ -48,9 +58,6 @@ class TapeOps:
         multiplier: float,
         stream: Stream,
         readers: Readers,
-        inverse_frequencies: Tensor,
-        rope_scale: float,
-        rotation: Rotation,
     ) -> None:
         vocab_size, width = embedding.shape
         self._note(
@@ -68,6 +75,9 @@ class TapeOps:
         )
         self._prepare(stream, readers)
 
+    def turn(self, rows: StepRows, frequencies: Frequencies, temper: Temper | None, rotation: Rotation) -> None:
+        pass
+
     def linear(self, x: Normed, linears: Sequence[Linear], out: Tensor) -> None:
         column = 0
         for linear in linears:
@@ -81,6 +91,90 @@ class TapeOps:
             self._linear(x.x, gate[0], out, activation, up)
         else:
             self._linear(x.x, up, out, activation)
+
+    def choose_experts(
+        self, logits: Tensor, bias: Tensor | None, spec: ExpertsSpec, chosen: Tensor, shares: Tensor
+    ) -> None:
+        num_groups, num_kept = spec.groups
+        self._note(
+            choose_stage,
+            CHOOSE,
+            reads=[logits],
+            writes=[chosen, shares],
+            per_row=1,
+            logits=logits,
+            bias=bias,
+            num_experts=spec.num_experts,
+            num_chosen=spec.num_chosen,
+            scores=SCORES.index(spec.scores),
+            num_groups=num_groups,
+            num_kept=num_kept,
+            normed=spec.normed,
+            scale=self._number(spec.scale),
+            chosen=chosen,
+            shares=shares,
+        )
+
+    def experts(
+        self, x: Normed, weights: ExpertWeights, spec: ExpertsSpec, chosen: Tensor, shares: Tensor, gated: Tensor
+    ) -> None:
+        bias = weights.gate_bias
+        assert weights.gates.stride() == weights.ups.stride() and weights.gates.stride(2) == 1
+        self._note(
+            expert_stage("experts", self._kind),
+            EXPERTS,
+            reads=[x.x, chosen, shares],
+            writes=[gated],
+            per_row=spec.num_chosen * expert_pieces(spec.intermediate_size),
+            x=x.x,
+            num_in=x.x.shape[1],
+            chosen=chosen,
+            shares=shares if spec.on_input else None,
+            num_chosen=spec.num_chosen,
+            gates=weights.gates.data_ptr(),
+            ups=weights.ups.data_ptr(),
+            expert_stride=weights.gates.stride(0),
+            row_stride=weights.gates.stride(1),
+            gate_bias=0 if bias is None else bias.data_ptr(),
+            up_bias=0 if weights.up_bias is None else weights.up_bias.data_ptr(),
+            bias_stride=0 if bias is None else bias.stride(0),
+            bias_step=0 if bias is None else bias.stride(1),
+            activation=ACTIVATIONS.index(spec.activation),
+            num_out=spec.intermediate_size,
+            out=gated,
+        )
+
+    def experts_add(
+        self,
+        gated: Tensor,
+        weights: ExpertWeights,
+        spec: ExpertsSpec,
+        chosen: Tensor,
+        shares: Tensor,
+        parts: Tensor,
+        multiplier: float,
+        stream: Stream,
+        readers: Readers,
+    ) -> None:
+        hidden_size = stream.hidden.shape[1]
+        self._note(
+            expert_stage("add_experts", self._kind),
+            ADD_EXPERTS,
+            reads=[gated, chosen, shares, stream.hidden],
+            writes=[stream.hidden],
+            per_row=expert_pieces(hidden_size),
+            x=gated,
+            num_in=spec.intermediate_size,
+            chosen=chosen,
+            shares=None if spec.on_input else shares,
+            num_chosen=spec.num_chosen,
+            down=weights.down,
+            bias=weights.down_bias,
+            num_out=hidden_size,
+            out=stream.hidden,
+            multiplier=self._number(multiplier),
+        )
+        self._prepare(stream, readers)
 
     def linear_add(self, x: Tensor, linear: Linear, multiplier: float, stream: Stream, readers: Readers) -> None:
         self._linear(x, linear, stream.hidden, multiplier=multiplier)
@@ -116,6 +210,60 @@ class TapeOps:
             tail_ids=rows.tail_ids,
             tail_lens=rows.tail_lens,
             **self._of_heads(norms, eps, rotation, q),
+        )
+
+    def gate(self, x: Tensor, gates: Tensor) -> None:
+        width = x.shape[1]
+        stage = row_stage("gate", self._kind)
+        self._note(stage, GATE, reads=[x, gates], writes=[x], per_row=1, x=x, gates=gates, width=width)
+
+    def delta(
+        self,
+        inputs: Tensor,
+        weights: DeltaWeights,
+        spec: DeltaSpec,
+        eps: float,
+        rows: StepRows,
+        state: DeltaState,
+        mixed: Tensor,
+        out: Tensor,
+    ) -> None:
+        """state: of two versions."""
+        told: dict[str, Any] = {
+            "num_rows": self._num_rows,
+            "tail_ids": rows.tail_ids,
+            "turns": state.turn,
+            "inputs": inputs,
+        }
+        told |= {"in_width": spec.in_width, "num_channels": spec.num_channels, "mixed": mixed}
+        self._note(
+            mix_stage,
+            MIX,
+            reads=[inputs],
+            writes=[mixed],
+            per_row=mix_pieces(spec.num_channels),
+            conv=weights.conv,
+            conv_len=spec.conv_len,
+            kept=state.conv,
+            **told,
+        )
+        self._note(
+            remember_stage,
+            REMEMBER,
+            reads=[inputs, mixed],
+            writes=[out],
+            per_row=spec.num_v_heads,
+            num_k_heads=spec.num_k_heads,
+            num_v_heads=spec.num_v_heads,
+            k_dim=spec.k_dim,
+            v_dim=spec.v_dim,
+            decay=weights.decay,
+            decay_bias=weights.decay_bias,
+            norm=weights.norm,
+            eps=self._number(eps),
+            memory=state.memory,
+            out=out,
+            **told,
         )
 
     def predict_query(
@@ -200,7 +348,11 @@ class TapeOps:
             row_stage("prepare", self._kind),
             PREPARE,
             reads=[stream.hidden] if added is None else [stream.hidden, added],
-            writes=[stream.scaled, stream.scaled_ahead, *([] if added is None else [stream.hidden])],
+            writes=[
+                stream.scaled,
+                stream.scaled_ahead,
+                *([stream.hidden] if stream.centred or added is not None else []),
+            ],
             per_row=1,
             hidden=stream.hidden,
             width=stream.hidden.shape[1],
@@ -212,6 +364,7 @@ class TapeOps:
             norm_ahead=readers.ahead,
             out_ahead=stream.scaled_ahead,
             eps=self._number(readers.eps),
+            centred=stream.centred,
         )
 
     def _of_heads(self, norms: HeadNorms | None, eps: float, rotation: Rotation | None, q: Tensor) -> dict[str, Any]:
@@ -224,6 +377,7 @@ class TapeOps:
             "eps": self._number(eps),
             "cos": None if rotation is None else rotation.cos,
             "sin": None if rotation is None else rotation.sin,
+            "q_scale": None if rotation is None else rotation.q_scale,
             "half": 0 if rotation is None else rotation.cos.shape[1],
             "interleaved": rotation is not None and rotation.interleaved,
             "q": q,

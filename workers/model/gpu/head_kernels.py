@@ -16,6 +16,7 @@ def rotate_append_kernel(
     k_norm,
     cos,  # [num_rows, HALF] float32: the first 2 * HALF dimensions turn
     sin,
+    q_scale,  # [num_rows] float32
     context_ids,  # [num_rows] int32; -1: append nothing
     tail_ids,
     tail_lens,
@@ -24,6 +25,7 @@ def rotate_append_kernel(
     tail_capacity,
     eps,
     NORM: tl.constexpr,  # "none", "head" or "projection"
+    ROTATED: tl.constexpr,  # False: neither turned nor scaled
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     NUM_Q_HEADS: tl.constexpr,
@@ -37,6 +39,7 @@ def rotate_append_kernel(
     inside, first_at, second_at = _pairs(HALF, INTERLEAVED, HEAD_DIM, BLOCK)
     dtype = q.dtype.element_ty
     c, s = _angles(cos, sin, row, HALF, BLOCK)
+    scale = tl.load(q_scale + row) if ROTATED else 1.0
     slot = tl.load(tail_lens + row) - 1
     active = (tl.load(context_ids + row) >= 0) & (slot >= 0) & (slot < tail_capacity)
     tail_id = tl.load(tail_ids + row).to(tl.int64)
@@ -59,8 +62,8 @@ def rotate_append_kernel(
     first, second = first * c - second * s, second * c + first * s
     if head < NUM_Q_HEADS:
         at = q + (row.to(tl.int64) * NUM_Q_HEADS + head) * HEAD_DIM
-        tl.store(at + first_at, first.to(dtype), mask=inside)
-        tl.store(at + second_at, second.to(dtype), mask=inside)
+        tl.store(at + first_at, (first * scale).to(dtype), mask=inside)
+        tl.store(at + second_at, (second * scale).to(dtype), mask=inside)
     elif active:
         at = tail + ((tail_id * NUM_KV_HEADS + head - NUM_Q_HEADS) * tail_capacity + slot) * 2 * HEAD_DIM
         tl.store(at + first_at, first.to(dtype), mask=inside)
@@ -77,11 +80,13 @@ def predict_query_kernel(
     maps,  # [num_contexts, NUM_Q_HEADS, HEAD_DIM + 1, HEAD_DIM], contexts maps_stride apart; last row: the offset
     cos,  # [num_rows, HALF] float32
     sin,
+    q_scale,  # [num_rows] float32
     context_ids,  # [num_rows] int32; an idle row takes the first context's map
     q,  # [num_rows, NUM_Q_HEADS, HEAD_DIM] <- [early, 1] @ map, rotated
     maps_stride,
     eps,
     NORM: tl.constexpr,
+    ROTATED: tl.constexpr,  # False: neither turned nor scaled
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     NUM_Q_HEADS: tl.constexpr,
@@ -94,6 +99,7 @@ def predict_query_kernel(
     inside, first_at, second_at = _pairs(HALF, INTERLEAVED, HEAD_DIM, BLOCK)
     dtype = q.dtype.element_ty
     c, s = _angles(cos, sin, row, HALF, BLOCK)
+    scale = tl.load(q_scale + row) if ROTATED else 1.0
     context_id = tl.maximum(tl.load(context_ids + row), 0).to(tl.int64)
     matrix = maps + context_id * maps_stride + head * (HEAD_DIM + 1) * HEAD_DIM
     square = inside[:, None] & inside[None, :]
@@ -120,8 +126,8 @@ def predict_query_kernel(
     second += tl.sum(x_first[:, None] * upper_right + x_second[:, None] * lower_right, axis=0)
     first, second = first * c - second * s, second * c + first * s
     at = q + (row.to(tl.int64) * NUM_Q_HEADS + head) * HEAD_DIM
-    tl.store(at + first_at, first.to(dtype), mask=inside)
-    tl.store(at + second_at, second.to(dtype), mask=inside)
+    tl.store(at + first_at, (first * scale).to(dtype), mask=inside)
+    tl.store(at + second_at, (second * scale).to(dtype), mask=inside)
 
 
 @triton.jit

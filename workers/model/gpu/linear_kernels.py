@@ -63,17 +63,17 @@ def linear_kernel(
             acc += biases[:, None]
         if GATED:
             gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_N // 2, 2, BLOCK_M)), (0, 2, 1)))
-            value = _activated(gate, ACTIVATION) * up
+            value = activated(gate, ACTIVATION) * up
             n = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         else:
-            value = _activated(acc, ACTIVATION)
+            value = activated(acc, ACTIVATION)
             n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = (n < num_out)[:, None] & (m < num_rows)[None, :]
         tl.store(out + m[None, :] * num_out + n[:, None], value.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _activated(x, ACTIVATION: tl.constexpr):
+def activated(x, ACTIVATION: tl.constexpr):
     if ACTIVATION == "silu":
         return x * tl.sigmoid(x)
     elif ACTIVATION == "gelu_tanh":

@@ -15,7 +15,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 @triton.jit
 def begin_kernel(
     token_ids,  # [num_rows] int64
-    positions,  # [num_rows] int64
     embedding,  # [vocab_size, hidden_size]
     hidden,  # [num_rows, hidden_size] <- the token's row * multiplier
     norm,  # what follows is as in `_write_stream`
@@ -23,39 +22,56 @@ def begin_kernel(
     norm_ahead,
     scaled_ahead,
     squares,
-    frequencies,  # [half] float32: RoPE's angle per position
-    cos,  # [num_rows, half] float32 <- of the position's angles, times rope_scale
-    sin,
     num_squares,
     hidden_size,
-    half,
     multiplier,
-    rope_scale,
+    CENTRED: tl.constexpr,  # the mean is taken off
     HAS_NORM: tl.constexpr,
     AHEAD: tl.constexpr,
     BLOCK: tl.constexpr,  # at least hidden_size
     SQUARES_BLOCK: tl.constexpr,
-    HALF_BLOCK: tl.constexpr,  # at least half
 ):
     row = tl.program_id(0)
     i = tl.arange(0, BLOCK)
     token_id = tl.load(token_ids + row)
     value = tl.load(embedding + token_id * hidden_size + i, mask=i < hidden_size, other=0.0)
+    value = value.to(tl.float32) * multiplier
+    if CENTRED:
+        value -= tl.where(i < hidden_size, tl.sum(value, axis=0) / hidden_size, 0.0)
     _write_stream(
-        value.to(tl.float32) * multiplier, row, hidden, norm, scaled, norm_ahead, scaled_ahead, squares, num_squares,
-        hidden_size, HAS_NORM, AHEAD, BLOCK, SQUARES_BLOCK,
+        value, row, hidden, norm, scaled, norm_ahead, scaled_ahead, squares, num_squares, hidden_size, HAS_NORM, AHEAD,
+        BLOCK, SQUARES_BLOCK,
     )  # fmt: skip
-    j = tl.arange(0, HALF_BLOCK)
-    angle = tl.load(positions + row).to(tl.float32) * tl.load(frequencies + j, mask=j < half, other=0.0)
-    tl.store(cos + row * half + j, tl.cos(angle) * rope_scale, mask=j < half)
-    tl.store(sin + row * half + j, tl.sin(angle) * rope_scale, mask=j < half)
+
+
+@triton.jit
+def turn_kernel(
+    positions,  # [num_rows] int64
+    frequencies,  # [half] float32: RoPE's angle per position
+    cos,  # [num_rows, half] float32 <- of the position's angles, times scale
+    sin,
+    q_scale,  # [num_rows] float32 <- 1 + beta * log(1 + floor((position + offset) / every))
+    half,
+    scale,
+    beta,
+    every,
+    offset,
+    BLOCK: tl.constexpr,  # at least half
+):
+    row = tl.program_id(0)
+    j = tl.arange(0, BLOCK)
+    position = tl.load(positions + row).to(tl.float32)
+    angle = position * tl.load(frequencies + j, mask=j < half, other=0.0)
+    tl.store(cos + row * half + j, tl.cos(angle) * scale, mask=j < half)
+    tl.store(sin + row * half + j, tl.sin(angle) * scale, mask=j < half)
+    tl.store(q_scale + row, 1.0 + beta * tl.log(1.0 + tl.floor((position + offset) / every)))
 
 
 @triton.jit
 def add_normed_kernel(
-    x,  # [num_rows, hidden_size]
-    weight,  # [hidden_size] float32
-    hidden,  # [num_rows, hidden_size]: multiplier * norm(x) is added to it
+    x,  # [num_rows, NUM_PARTS, hidden_size]
+    weight,  # [hidden_size] float32, or x when not IS_NORMED
+    hidden,  # [num_rows, hidden_size]: multiplier * norm(the sum of x) is added to it
     norm,  # what follows is as in `_write_stream`
     scaled,
     norm_ahead,
@@ -65,6 +81,8 @@ def add_normed_kernel(
     hidden_size,
     eps,
     multiplier,
+    NUM_PARTS: tl.constexpr,
+    IS_NORMED: tl.constexpr,
     HAS_NORM: tl.constexpr,
     AHEAD: tl.constexpr,
     BLOCK: tl.constexpr,  # at least hidden_size
@@ -74,12 +92,15 @@ def add_normed_kernel(
     row = tl.program_id(0)
     i = tl.arange(0, BLOCK)
     inside = i < hidden_size
-    factor = tl.load(weight + i, mask=inside, other=0.0)
+    factor = tl.load(weight + i, mask=inside, other=0.0) if IS_NORMED else 1.0
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    value = tl.load(x + row * hidden_size + i, mask=inside, other=0.0).to(tl.float32)
-    value = value * tl.math.rsqrt(tl.sum(value * value, axis=0) / hidden_size + eps) * factor
+    value = tl.zeros((BLOCK,), tl.float32)
+    for part in tl.static_range(NUM_PARTS):
+        value += tl.load(x + (row * NUM_PARTS + part) * hidden_size + i, mask=inside, other=0.0).to(tl.float32)
+    if IS_NORMED:
+        value = value * tl.math.rsqrt(tl.sum(value * value, axis=0) / hidden_size + eps) * factor
     before = tl.load(hidden + row * hidden_size + i, mask=inside, other=0.0).to(tl.float32)
     _write_stream(
         before + multiplier * value, row, hidden, norm, scaled, norm_ahead, scaled_ahead, squares, num_squares,

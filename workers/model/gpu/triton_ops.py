@@ -8,8 +8,10 @@ import triton
 from torch import Tensor
 
 from csattn.batch import StepRows
-from csattn.models.spec import Activation
-from csattn.models.weights import HeadNorms, Linear
+from csattn.models.spec import Activation, DeltaSpec, ExpertsSpec, Temper
+from csattn.models.weights import DeltaWeights, ExpertWeights, Frequencies, HeadNorms, Linear
+from workers.model.gpu.delta_kernels import gate_kernel, mix_kernel, remember_kernel
+from workers.model.gpu.expert_kernels import choose_kernel, experts_down_kernel, experts_kernel
 from workers.model.gpu.head_kernels import predict_query_kernel, rotate_append_kernel
 from workers.model.gpu.linear_kernels import linear_add_kernel, linear_kernel
 from workers.model.gpu.tiles import BLOCK_N, MAX_BATCH_SIZE, MAX_SPLIT_PROGRAMS, Tiles
@@ -20,9 +22,11 @@ from workers.model.gpu.token_kernels import (
     finish_logits_kernel,
     likeliest_kernel,
     likeliest_of_part_kernel,
+    turn_kernel,
 )
-from workers.model.ops import SQUARES_BLOCK, Normed, Readers, Rotation, Stream
+from workers.model.ops import SQUARES_BLOCK, DeltaState, Normed, Readers, Rotation, Stream
 
+_GATE_BLOCK, _MIX_BLOCK = 1024, 128
 _LOGITS_BLOCK = 4096  # that a program looks through
 
 
@@ -53,26 +57,34 @@ class TritonOps:
         multiplier: float,
         stream: Stream,
         readers: Readers,
-        inverse_frequencies: Tensor,
-        rope_scale: float,
-        rotation: Rotation,
     ) -> None:
         batch_size, hidden_size = stream.hidden.shape
         begin_kernel[(batch_size,)](
             rows.token_ids,
-            rows.positions,
             embedding,
             *_written(stream, readers),
-            inverse_frequencies,
-            rotation.cos,
-            rotation.sin,
             stream.squares.shape[0],
             hidden_size,
-            len(inverse_frequencies),
             multiplier,
-            rope_scale,
+            CENTRED=stream.centred,
             **_row_constants(stream, readers),
-            HALF_BLOCK=triton.next_power_of_2(len(inverse_frequencies)),
+        )
+
+    def turn(self, rows: StepRows, frequencies: Frequencies, temper: Temper | None, rotation: Rotation) -> None:
+        half, of_temper = len(frequencies.angles), temper or Temper(beta=0.0, every=1)
+        turn_kernel[(rows.batch_size,)](
+            rows.positions,
+            frequencies.angles,
+            rotation.cos,
+            rotation.sin,
+            rotation.q_scale,
+            half,
+            frequencies.scale,
+            of_temper.beta,
+            of_temper.every,
+            of_temper.offset,
+            BLOCK=triton.next_power_of_2(max(1, half)),
+            num_warps=1,
         )
 
     def likeliest(self, logits: Tensor, next_ids: Tensor) -> None:
@@ -132,6 +144,88 @@ class TritonOps:
             **self._launch(),
         )
 
+    def choose_experts(
+        self, logits: Tensor, bias: Tensor | None, spec: ExpertsSpec, chosen: Tensor, shares: Tensor
+    ) -> None:
+        num_groups, num_kept = spec.groups
+        choose_kernel[(len(logits),)](
+            logits,
+            logits if bias is None else bias,
+            chosen,
+            shares,
+            spec.num_experts,
+            spec.scale,
+            SCORES=spec.scores,
+            HAS_BIAS=bias is not None,
+            NUM_GROUPS=num_groups,
+            NUM_KEPT=num_kept,
+            NUM_CHOSEN=spec.num_chosen,
+            NORMED=spec.normed,
+            BLOCK=triton.next_power_of_2(spec.num_experts),
+            BLOCK_CHOSEN=triton.next_power_of_2(spec.num_chosen),
+            num_warps=1,
+            **self._launch(),
+        )
+
+    def experts(
+        self, x: Normed, weights: ExpertWeights, spec: ExpertsSpec, chosen: Tensor, shares: Tensor, gated: Tensor
+    ) -> None:
+        """gates and ups: parts of one matrix, as `take_weights` joins them."""
+        width, squares, bias = spec.intermediate_size, x.squares, weights.gate_bias
+        num_squares = 1 if squares is None else len(squares)
+        assert weights.ups.data_ptr() - weights.gates.data_ptr() == weights.gates[0].nbytes
+        experts_kernel[(triton.cdiv(2 * width, BLOCK_N), spec.num_experts)](
+            x.x,
+            x.x if squares is None else squares,
+            weights.gates,
+            weights.gates if bias is None else bias,
+            chosen,
+            shares,
+            gated,
+            len(x.x),
+            width,
+            x.x.shape[1],
+            num_squares,
+            x.eps,
+            NORMED=squares is not None,
+            ON_INPUT=spec.on_input,
+            ACTIVATION=spec.activation,
+            HAS_BIAS=bias is not None,
+            BLOCK_SQUARES=triton.next_power_of_2(num_squares),
+            **_expert_constants(weights.gates, spec, len(x.x)),
+            **self._launch(),
+        )
+
+    def experts_add(
+        self,
+        gated: Tensor,
+        weights: ExpertWeights,
+        spec: ExpertsSpec,
+        chosen: Tensor,
+        shares: Tensor,
+        parts: Tensor,
+        multiplier: float,
+        stream: Stream,
+        readers: Readers,
+    ) -> None:
+        hidden_size, bias = parts.shape[2], weights.down_bias
+        experts_down_kernel[(triton.cdiv(hidden_size, BLOCK_N), spec.num_experts)](
+            gated,
+            weights.down,
+            weights.down if bias is None else bias,
+            chosen,
+            shares,
+            parts,
+            len(gated),
+            hidden_size,
+            spec.intermediate_size,
+            ON_INPUT=spec.on_input,
+            HAS_BIAS=bias is not None,
+            **_expert_constants(weights.down, spec, len(gated)),
+            **self._launch(),
+        )
+        self._add_parts(parts, spec.num_chosen, None, 0.0, multiplier, stream, readers)
+
     def linear_add(self, x: Tensor, linear: Linear, multiplier: float, stream: Stream, readers: Readers) -> None:
         weight = linear.weight
         tiles = Tiles.of(weight)
@@ -156,15 +250,29 @@ class TritonOps:
     def add_normed(
         self, x: Tensor, norm: Tensor, eps: float, multiplier: float, stream: Stream, readers: Readers
     ) -> None:
-        batch_size, hidden_size = x.shape
+        self._add_parts(x, 1, norm, eps, multiplier, stream, readers)
+
+    def _add_parts(
+        self,
+        x: Tensor,  # [batch_size, num_parts, hidden_size], or without the middle
+        num_parts: int,
+        norm: Tensor | None,
+        eps: float,
+        multiplier: float,
+        stream: Stream,
+        readers: Readers,
+    ) -> None:
+        batch_size, hidden_size = stream.hidden.shape
         add_normed_kernel[(batch_size,)](
             x,
-            norm,
+            x if norm is None else norm,
             *_written(stream, readers),
             stream.squares.shape[0],
             hidden_size,
             eps,
             multiplier,
+            NUM_PARTS=num_parts,
+            IS_NORMED=norm is not None,
             **_row_constants(stream, readers),
             **self._launch(),
         )
@@ -199,6 +307,7 @@ class TritonOps:
             qkv if norms is None else norms.k,
             qkv if rotation is None else rotation.cos,
             qkv if rotation is None else rotation.sin,
+            qkv if rotation is None else rotation.q_scale,
             rows.context_ids,
             rows.tail_ids,
             rows.tail_lens,
@@ -209,6 +318,67 @@ class TritonOps:
             NUM_KV_HEADS=num_kv_heads,
             **_head_constants(norms, rotation, q),
             num_warps=1,
+            **self._launch(),
+        )
+
+    def gate(self, x: Tensor, gates: Tensor) -> None:
+        programs = triton.cdiv(x.numel(), _GATE_BLOCK)
+        gate_kernel[(programs,)](x, gates, x.numel(), BLOCK=_GATE_BLOCK, num_warps=4, **self._launch())
+
+    def delta(
+        self,
+        inputs: Tensor,
+        weights: DeltaWeights,
+        spec: DeltaSpec,
+        eps: float,
+        rows: StepRows,
+        state: DeltaState,
+        mixed: Tensor,
+        out: Tensor,
+    ) -> None:
+        num_rows, in_width = inputs.shape
+        requests = {"VERSIONS": state.conv.shape[1], "BLOCK_ROWS": triton.next_power_of_2(num_rows)}
+        mix_kernel[(num_rows, triton.cdiv(spec.num_channels, _MIX_BLOCK))](
+            inputs,
+            weights.conv,
+            rows.context_ids,
+            rows.tail_ids,
+            state.turn,
+            state.conv,
+            mixed,
+            num_rows,
+            in_width,
+            spec.num_channels,
+            CONV_LEN=spec.conv_len,
+            BLOCK_LEN=triton.next_power_of_2(spec.conv_len),
+            BLOCK=_MIX_BLOCK,
+            num_warps=4,
+            **requests,
+            **self._launch(),
+        )
+        remember_kernel[(num_rows, spec.num_v_heads)](
+            inputs,
+            mixed,
+            weights.decay,
+            weights.decay_bias,
+            weights.norm,
+            rows.context_ids,
+            rows.tail_ids,
+            state.turn,
+            state.memory,
+            out,
+            num_rows,
+            in_width,
+            spec.num_channels,
+            eps,
+            NUM_K_HEADS=spec.num_k_heads,
+            NUM_V_HEADS=spec.num_v_heads,
+            K_DIM=spec.k_dim,
+            V_DIM=spec.v_dim,
+            BLOCK_K=triton.next_power_of_2(spec.k_dim),
+            BLOCK_V=triton.next_power_of_2(spec.v_dim),
+            num_warps=8,
+            **requests,
             **self._launch(),
         )
 
@@ -229,6 +399,7 @@ class TritonOps:
             maps,
             early if rotation is None else rotation.cos,
             early if rotation is None else rotation.sin,
+            early if rotation is None else rotation.q_scale,
             rows.context_ids,
             q,
             maps.stride(0),
@@ -263,11 +434,25 @@ def _row_constants(stream: Stream, readers: Readers) -> dict[str, Any]:
     }
 
 
+def _expert_constants(weight: Tensor, spec: ExpertsSpec, batch_size: int) -> dict[str, Any]:
+    return {
+        "NUM_CHOSEN": spec.num_chosen,
+        "BLOCK_PAIRS": triton.next_power_of_2(batch_size * spec.num_chosen),
+        "BLOCK_M": 16,
+        "BLOCK_N": BLOCK_N,
+        "BLOCK_K": 256 // weight.element_size(),
+        "DOT_PRECISION": "ieee" if weight.dtype == torch.float32 else "tf32",
+        "num_warps": 4,
+        "num_stages": 4,
+    }
+
+
 def _head_constants(norms: HeadNorms | None, rotation: Rotation | None, q: Tensor) -> dict[str, Any]:
     _, num_q_heads, head_dim = q.shape
     norm = "none" if norms is None else "head" if len(norms.q) == head_dim else "projection"
     return {
         "NORM": norm,
+        "ROTATED": rotation is not None,
         "HALF": 0 if rotation is None else rotation.cos.shape[1],
         "INTERLEAVED": rotation is not None and rotation.interleaved,
         "NUM_Q_HEADS": num_q_heads,

@@ -1,0 +1,79 @@
+"""Which layers of a family have experts, and how these are chosen, from its `transformers` config."""
+
+from collections.abc import Callable
+from typing import Any
+
+from csattn.errors import ModelError
+from csattn.models.spec import Activation, ExpertsSpec
+
+
+def mlp_width(config: Any, layer_idx: int) -> int | None:
+    """Of the MLP that every token passes; None: there is none."""
+    has_experts = has(config, layer_idx)
+    if config.model_type == "llama4_text":
+        return int(config.intermediate_size if has_experts else config.intermediate_size_mlp)
+    if config.model_type == "glm4_moe" and has_experts:
+        return int(config.moe_intermediate_size * config.n_shared_experts)
+    return None if has_experts else int(config.intermediate_size)
+
+
+def experts_of(config: Any, layer_idx: int, activation: Activation) -> tuple[ExpertsSpec, ...]:
+    """Of a layer; those that all tokens have by shares of their own come second."""
+    if not has(config, layer_idx):
+        return ()
+    width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    routed: dict[str, Any] = {
+        "num_experts": getattr(config, "num_local_experts", None) or config.num_experts,
+        "num_chosen": config.num_experts_per_tok,
+        "intermediate_size": width,
+        "activation": activation,
+    }
+    match config.model_type:
+        case "glm4_moe":
+            groups = (config.n_group, config.topk_group)
+            shares = {"normed": config.norm_topk_prob, "scale": float(config.routed_scaling_factor)}
+            return (ExpertsSpec(**routed, scores="sigmoid", has_choice_bias=True, groups=groups, **shares),)
+        case "minimax_m2":
+            return (ExpertsSpec(**routed, scores="sigmoid", has_choice_bias=True, normed=True),)
+        case "gpt_oss":
+            if (config.swiglu_alpha, config.swiglu_limit) != (1.702, 7.0):
+                raise ModelError(
+                    "this model's experts are clamped in a way of their own, which csattn does not compute"
+                )
+            return (ExpertsSpec(**routed | {"activation": "clamped"}, scores="softmax_of_chosen", bias=True),)
+        case "granitemoe":
+            return (ExpertsSpec(**routed, scores="softmax_of_chosen"),)
+        case "llama4_text":
+            return (ExpertsSpec(**routed, scores="sigmoid", on_input=True),)
+        case "mixtral":
+            return (ExpertsSpec(**routed, scores="softmax", normed=True),)
+    shared = getattr(config, "shared_expert_intermediate_size", None)
+    one = {"num_experts": 1, "num_chosen": 1, "intermediate_size": shared}
+    every = () if shared is None else (ExpertsSpec(**routed | one, scores="sigmoid"),)
+    return (ExpertsSpec(**routed, scores="softmax", normed=getattr(config, "norm_topk_prob", True)), *every)
+
+
+def has(config: Any, layer_idx: int) -> bool:
+    """Whether the layer has experts."""
+    return config.model_type in _HAVE_EXPERTS and _HAVE_EXPERTS[config.model_type](config, layer_idx)
+
+
+def _every_so_many(config: Any, layer_idx: int) -> bool:
+    is_sparse = layer_idx not in config.mlp_only_layers and (layer_idx + 1) % config.decoder_sparse_step == 0
+    return is_sparse and (getattr(config, "num_local_experts", None) or config.num_experts) > 0
+
+
+# whether a layer has them
+_HAVE_EXPERTS: dict[str, Callable[[Any, int], bool]] = {
+    "glm4_moe": lambda config, layer_idx: layer_idx >= config.first_k_dense_replace,
+    "gpt_oss": lambda config, layer_idx: True,
+    "granitemoe": lambda config, layer_idx: True,
+    "llama4_text": lambda config, layer_idx: layer_idx in config.moe_layers,
+    "minimax_m2": lambda config, layer_idx: True,
+    "mixtral": lambda config, layer_idx: True,
+    "olmoe": lambda config, layer_idx: True,
+    "qwen2_moe": _every_so_many,
+    "qwen3_5_moe_text": lambda config, layer_idx: True,
+    "qwen3_moe": _every_so_many,
+    "qwen3_next": _every_so_many,
+}

@@ -1,0 +1,113 @@
+"""docs/models.md and the README's list of models, made of what `test_families` tests.
+
+python -m tests.workers.families_table           writes them between their marks
+python -m tests.workers.families_table --check   exits with 1 where one is not what the tests have
+"""
+
+import sys
+from pathlib import Path
+
+from csattn.models.families import FAMILIES, describe
+from csattn.models.spec import AttentionSpec, LayerSpec, ModelSpec
+from tests.tiny import ALL_FAMILIES, tiny_config
+
+ROOT = Path(__file__).parents[2]
+# by family, what people call it
+TITLES = {
+    "arcee": "Arcee",
+    "cohere": "Command R",
+    "cohere2": "Command R7B, Command A",
+    "ernie4_5": "ERNIE 4.5",
+    "exaone4": "EXAONE 4",
+    "gemma": "Gemma",
+    "gemma2": "Gemma 2",
+    "gemma3_text": "Gemma 3",
+    "glm": "GLM-4 (2024)",
+    "glm4": "GLM-4 (2025)",
+    "glm4_moe": "GLM-4.5, 4.6",
+    "gpt_oss": "gpt-oss",
+    "granite": "Granite",
+    "granitemoe": "Granite 3 MoE",
+    "helium": "Helium",
+    "llama": "Llama 2, 3",
+    "llama4_text": "Llama 4",
+    "minimax_m2": "MiniMax-M2",
+    "ministral": "Ministral 8B",
+    "ministral3": "Ministral 3",
+    "mistral": "Mistral",
+    "mixtral": "Mixtral",
+    "olmo2": "OLMo 2",
+    "olmo3": "OLMo 3",
+    "olmoe": "OLMoE",
+    "phi3": "Phi-3, Phi-4",
+    "qwen2": "Qwen2, 2.5",
+    "qwen2_moe": "Qwen1.5-MoE, Qwen2-MoE",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3-MoE",
+    "qwen3_5_moe_text": "Qwen3.5-MoE",
+    "qwen3_5_text": "Qwen3.5",
+    "qwen3_next": "Qwen3-Next",
+    "seed_oss": "Seed-OSS",
+    "smollm3": "SmolLM3",
+}
+
+
+def main() -> int:
+    assert TITLES.keys() == ALL_FAMILIES.keys() == FAMILIES.keys(), "families that are not tested, or have no name"
+    stale = []
+    for name, made in (("docs/models.md", table()), ("README.md", ", ".join(TITLES.values()))):
+        path = ROOT / name
+        text = path.read_text()
+        before, _, rest = text.partition("<!-- models -->")
+        new = f"{before}<!-- models -->{made}<!-- /models -->{rest.partition('<!-- /models -->')[2]}"
+        if new != text:
+            stale.append(name)
+            if "--check" not in sys.argv:
+                path.write_text(new)
+    if stale and "--check" in sys.argv:
+        print(f"not what is tested: {', '.join(stale)}; run python -m tests.workers.families_table", file=sys.stderr)
+        return 1
+    return 0
+
+
+def table() -> str:
+    lines = ["", "| Models | `model_type` | Attention | MLP |", "|---|---|---|---|"]
+    for name, title in TITLES.items():
+        spec = describe(tiny_config(name))
+        lines.append(f"| {title} | `{name}` | {attention(spec)} | {mlps(spec)} |")
+    return "\n".join([*lines, ""])
+
+
+def attention(spec: ModelSpec) -> str:
+    kinds = [layer.attention for layer in spec.layers if layer.delta is None]
+    said = {
+        "windows": any(kind.reach is not None and not kind.reach.chunked for kind in kinds),
+        "chunks": any(kind.reach is not None and kind.reach.chunked for kind in kinds),
+        "sink logits": any(kind.sinks for kind in kinds),
+        "capped logits": any(kind.logit_cap is not None for kind in kinds),
+        "no RoPE in some layers": any(is_unrotated(spec, kind) for kind in kinds),
+        "a RoPE for each kind of layer": sum(rope.parameters is not None for rope in spec.ropes) > 1,
+        "gated": any(kind.gated for kind in kinds),
+        "gated deltas (linear)": any(layer.delta is not None for layer in spec.layers),
+        "queries that grow": any(rope.temper is not None for rope in spec.ropes),
+    }
+    return ", ".join(what for what, is_so in said.items() if is_so) or "to everything"
+
+
+def is_unrotated(spec: ModelSpec, kind: AttentionSpec) -> bool:
+    return kind.rope is None or spec.ropes[kind.rope].parameters is None
+
+
+def mlps(spec: ModelSpec) -> str:
+    kinds = {of_layer(layer) for layer in spec.layers}
+    return " and ".join(sorted(kinds)) + (", beside attention" if spec.layers[0].parallel else "")
+
+
+def of_layer(layer: LayerSpec) -> str:
+    if not layer.experts:
+        return "dense"
+    return "experts, one of them shared" if len(layer.experts) > 1 or layer.mlp is not None else "experts"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

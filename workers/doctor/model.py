@@ -1,0 +1,83 @@
+"""What one model needs here, in bytes, and what it will be refused for: from its config alone, no weight is read."""
+
+import torch
+
+from csattn.artifact import ArtifactSpec, ModelGeometry
+from csattn.artifact.layout import file_names, plan
+from csattn.attention.device import require_supported
+from csattn.config import preset
+from csattn.errors import ConfigError, ModelError
+from csattn.models.families import describe
+from csattn.models.loader import geometry_of, num_parameters, read_config
+from csattn.models.spec import ModelSpec
+from workers.doctor.checks import Finding, gib
+from workers.doctor.facts import Facts
+
+CONTEXT_LENS = (32_768, 131_072, 1_048_576)  # that are told, as far as the model has positions
+_ITEM_BYTES = 2  # of bfloat16
+
+
+def examine_model(name: str, facts: Facts) -> list[Finding]:
+    """name: as `load_model` takes it."""
+    try:
+        config = read_config(name)
+        spec = describe(config)
+    except ModelError as error:
+        return [Finding("model", "problem", f"{name}: {error}", "Use a model of a family that docs/models.md lists.")]
+    weights = _ITEM_BYTES * num_parameters(config)
+    return [*_needs(name, geometry_of(config), weights, facts), *_refusals(spec)]
+
+
+def context_bytes(geometry: ModelGeometry, context_len: int) -> tuple[int, int]:
+    """KV of a context in bfloat16, and the sketch made of it, as the artifact has them."""
+    spec = ArtifactSpec(
+        model_name="any",
+        model_fingerprint="any",
+        model=geometry,
+        tokenizer_hash="any",
+        token_ids_sha256="any",
+        context_len=context_len,
+        index_config=preset("default"),
+        kv_dtype="bfloat16",
+    )
+    sizes = {name: plan(spec, name).size_bytes for name in file_names(spec)}
+    kv, index = (sum(of for name, of in sizes.items() if f".{part}." in name) for part in ("kv", "index"))
+    return kv, index
+
+
+def _needs(name: str, geometry: ModelGeometry, weights: int, facts: Facts) -> list[Finding]:
+    indexed = len(geometry.indexed_layers)
+    local = geometry.num_layers - indexed
+    layers = f"{indexed} layers" if not local else f"{indexed} layers that see everything and {local} that do not"
+    text = f"{name} has {layers}; its weights take {gib(weights)} in bfloat16."
+    lens = [length for length in CONTEXT_LENS if length < geometry.max_positions] or [geometry.max_positions]
+    for context_len in lens:
+        kv, sketch = context_bytes(geometry, context_len)
+        text += f" {context_len:,} tokens of context: {gib(kv)} of KV, {gib(sketch)} of sketch."
+    memory = facts.probes["memory"].get("available_bytes", 0)
+    devices = facts.probes["torch"].get("devices") or []
+    free = max((device["free_bytes"] for device in devices), default=0)
+    if devices and weights + context_bytes(geometry, lens[0])[1] > free:
+        text += f" The device has {gib(free)} free."
+        remedy = "Decode it on the CPU, on a larger device, or take a smaller model."
+        return [Finding("model", "warning", text, remedy)]
+    if not devices and weights > memory:
+        return [Finding("model", "warning", f"{text} This machine has {gib(memory)}.", "Take a smaller model.")]
+    return [Finding("model", "ok", text)]
+
+
+def _refusals(spec: ModelSpec) -> list[Finding]:
+    """What this model will be refused for, in the words of who refuses."""
+    findings = []
+    try:
+        require_supported(spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads, spec.head_dim, torch.bfloat16)
+    except ConfigError as error:
+        findings.append(Finding("model", "warning", f"On a GPU: {error}", "Decode it on the CPU: --placement cpu."))
+    kinds = [layer.attention for layer in spec.layers]
+    if any(kind.logit_cap is not None for kind in kinds):
+        text = "Its attention's logits are capped: rows that are not chosen count nothing, and `rest` is refused."
+        findings.append(Finding("model", "warning", text, "Keep more rows: --keep 0.1."))
+    if any(kind.reach is not None or kind.rope is None or kind.sinks for kind in kinds):
+        text = "`csattn stream` refuses it: its layers are not alike."
+        findings.append(Finding("model", "ok", text))
+    return findings

@@ -1,0 +1,251 @@
+"""Experts as stages of a tape: which are a row's, and their products, each row by itself."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from csattn.cpu.addresses import Stage, array_at
+from csattn.cpu.floats import load_float
+from csattn.cpu.jit import exact_kernel
+from workers.model.cpu.linear import LANES, TILE, one_row
+from workers.model.cpu.linear_stage import activate
+
+# The stages' arguments: sizes, and addresses of float32 but where something else is said.
+CHOOSE = (
+    "logits",  # [num_rows, num_experts]
+    "bias",  # [num_experts], or 0
+    "num_experts",
+    "num_chosen",
+    "scores",  # one of SCORES
+    "num_groups",
+    "num_kept",
+    "normed",
+    "scale",  # address of a float64
+    "chosen",  # [num_rows, num_chosen] int32, written
+    "shares",  # likewise
+)
+SCORES = ("softmax", "sigmoid", "softmax_of_chosen")
+EXPERTS = (
+    "x",  # [num_rows, num_in]
+    "num_in",
+    "chosen",
+    "shares",  # of x; or 0
+    "num_chosen",
+    "gates",  # of the model's dtype; rows of num_out, row_stride apart
+    "ups",
+    "expert_stride",  # elements
+    "row_stride",
+    "gate_bias",  # elements bias_step apart, or 0
+    "up_bias",
+    "bias_stride",
+    "bias_step",
+    "activation",  # one of ACTIVATIONS
+    "num_out",
+    "out",  # [num_rows, num_chosen, num_out], written
+)
+ADD_EXPERTS = (
+    "x",  # [num_rows, num_chosen, num_in]
+    "num_in",
+    "chosen",
+    "shares",  # of outputs; or 0
+    "num_chosen",
+    "down",  # of the model's dtype, [num_experts, num_out, num_in]
+    "bias",  # [num_experts, num_out], or 0
+    "num_out",
+    "out",  # [num_rows, num_out]: this is added to it, times
+    "multiplier",  # at the address of a float64
+)
+
+
+def choose_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
+    """A piece is a row."""
+    _choose(array_at(arguments, 11, np.int64(0)), piece)
+    return 0
+
+
+def expert_pieces(num_out: int) -> int:
+    """Of an expert of a row; of all of a row's where they are added."""
+    return -(-num_out // LANES)
+
+
+def expert_stage(name: str, kind: str) -> Stage:
+    """experts or add_experts, for weights of that dtype."""
+    return _STAGES[name][kind]
+
+
+def _experts_float32(arguments: int, piece: int, thread: int, unused: int) -> int:
+    _experts(array_at(arguments, 16, np.int64(0)), piece, np.float32(0), 4)
+    return 0
+
+
+def _experts_bfloat16(arguments: int, piece: int, thread: int, unused: int) -> int:
+    _experts(array_at(arguments, 16, np.int64(0)), piece, np.uint16(0), 2)
+    return 0
+
+
+def _experts_float16(arguments: int, piece: int, thread: int, unused: int) -> int:
+    _experts(array_at(arguments, 16, np.int64(0)), piece, np.int16(0), 2)
+    return 0
+
+
+def _add_float32(arguments: int, piece: int, thread: int, unused: int) -> int:
+    _add(array_at(arguments, 10, np.int64(0)), piece, np.float32(0), 4)
+    return 0
+
+
+def _add_bfloat16(arguments: int, piece: int, thread: int, unused: int) -> int:
+    _add(array_at(arguments, 10, np.int64(0)), piece, np.uint16(0), 2)
+    return 0
+
+
+def _add_float16(arguments: int, piece: int, thread: int, unused: int) -> int:
+    _add(array_at(arguments, 10, np.int64(0)), piece, np.int16(0), 2)
+    return 0
+
+
+_STAGES: dict[str, dict[str, Stage]] = {
+    "experts": {"float32": _experts_float32, "bfloat16": _experts_bfloat16, "float16": _experts_float16},
+    "add_experts": {"float32": _add_float32, "bfloat16": _add_bfloat16, "float16": _add_float16},
+}
+
+
+@exact_kernel
+def _choose(args: NDArray[np.int64], row: int) -> None:
+    num_experts, num_chosen, kind = args[2], args[3], args[4]
+    logits = array_at(args[0] + 4 * row * num_experts, num_experts, np.float32(0))
+    scores, ranked = np.empty(num_experts, np.float32), np.empty(num_experts, np.float32)
+    if kind == 0:
+        _softmax(logits, scores)
+    else:
+        for i in range(num_experts):
+            scores[i] = np.float32(1.0) / (np.float32(1.0) + np.exp(-logits[i])) if kind == 1 else logits[i]
+    for i in range(num_experts):
+        ranked[i] = scores[i]
+    if args[1] != 0:
+        ranked += array_at(args[1], num_experts, np.float32(0))
+    if args[5] > 1:
+        _keep_groups(ranked, args[5], args[6])
+    chosen = array_at(args[9] + 4 * row * num_chosen, num_chosen, np.int32(0))
+    shares = array_at(args[10] + 4 * row * num_chosen, num_chosen, np.float32(0))
+    for k in range(num_chosen):
+        best = _largest(ranked)
+        chosen[k], shares[k], ranked[best] = best, scores[best], -np.inf
+    if kind == 2:
+        _softmax(shares, shares)
+    total, scale = np.float32(1.0), np.float32(array_at(args[8], 1, np.float64(0))[0])
+    if args[7] != 0:
+        total = shares.sum()
+    for k in range(num_chosen):
+        shares[k] = shares[k] / total * scale
+
+
+@exact_kernel
+def _softmax(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
+    top, total = x.max(), np.float32(0.0)
+    for i in range(len(x)):
+        out[i] = np.exp(x[i] - top)
+        total += out[i]
+    for i in range(len(x)):
+        out[i] /= total
+
+
+@exact_kernel
+def _largest(x: NDArray[np.float32]) -> int:
+    """The first of equals."""
+    best = 0
+    for i in range(1, len(x)):
+        if x[i] > x[best]:
+            best = i
+    return best
+
+
+@exact_kernel
+def _keep_groups(ranked: NDArray[np.float32], num_groups: int, num_kept: int) -> None:
+    """-inf for experts of groups whose best two are not among the best so many."""
+    size = len(ranked) // num_groups
+    worth, kept = np.empty(num_groups, np.float32), np.zeros(num_groups, np.bool_)
+    for group in range(num_groups):
+        first, second = np.float32(-np.inf), np.float32(-np.inf)
+        for i in range(group * size, (group + 1) * size):
+            if ranked[i] > first:
+                first, second = ranked[i], first
+            elif ranked[i] > second:
+                second = ranked[i]
+        worth[group] = first + second
+    for _ in range(num_kept):
+        best = _largest(worth)
+        kept[best], worth[best] = True, -np.inf
+    for i in range(len(ranked)):
+        if not kept[i // size]:
+            ranked[i] = -np.inf
+
+
+@exact_kernel
+def _experts(args: NDArray[np.int64], piece: int, like: Any, itemsize: int) -> None:
+    num_in, num_chosen, num_out = args[1], args[4], args[14]
+    blocks = -(-num_out // LANES)
+    pair, first = piece // blocks, piece % blocks * LANES  # a pair is a row and one of its experts
+    count, row = min(LANES, num_out - first), pair // num_chosen
+    expert = np.int64(array_at(args[2] + 4 * pair, 1, np.int32(0))[0])
+    share = np.float32(1.0) if args[3] == 0 else array_at(args[3] + 4 * pair, 1, np.float32(0))[0]
+    x = array_at(args[0] + 4 * row * num_in, num_in, np.float32(0))
+    gates, ups = np.empty(LANES + TILE, np.float32), np.empty(LANES + TILE, np.float32)
+    for sums, matrix, bias in ((gates, args[5], args[9]), (ups, args[6], args[10])):
+        weight = array_at(matrix + expert * args[7] * itemsize, (num_out - 1) * args[8] + num_in, like)
+        _products(x, weight, first, count, args[8], num_in, sums)
+        for i in range(count):
+            sums[i] *= share
+        if bias != 0:
+            of_expert = array_at(bias + expert * args[11] * itemsize, (num_out - 1) * args[12] + 1, like)
+            for i in range(count):
+                sums[i] += load_float(of_expert, (first + i) * args[12])
+    activate(args[13], gates, ups, 0, count)
+    out = array_at(args[15] + 4 * pair * num_out, num_out, np.float32(0))
+    for i in range(count):
+        out[first + i] = gates[i]
+
+
+@exact_kernel
+def _add(args: NDArray[np.int64], piece: int, like: Any, itemsize: int) -> None:
+    num_in, num_chosen, num_out = args[1], args[4], args[7]
+    blocks = -(-num_out // LANES)
+    row, first = piece // blocks, piece % blocks * LANES
+    count = min(LANES, num_out - first)
+    total, sums = np.zeros(LANES, np.float32), np.empty(LANES + TILE, np.float32)
+    for k in range(num_chosen):
+        pair = row * num_chosen + k
+        expert = np.int64(array_at(args[2] + 4 * pair, 1, np.int32(0))[0])
+        share = np.float32(1.0) if args[3] == 0 else array_at(args[3] + 4 * pair, 1, np.float32(0))[0]
+        weight = array_at(args[5] + expert * num_out * num_in * itemsize, num_out * num_in, like)
+        _products(
+            array_at(args[0] + 4 * pair * num_in, num_in, np.float32(0)), weight, first, count, num_in, num_in, sums
+        )
+        if args[6] != 0:
+            bias = array_at(args[6] + expert * num_out * itemsize, num_out, like)
+            for i in range(count):
+                sums[i] += load_float(bias, first + i)
+        for i in range(count):
+            total[i] += share * sums[i]
+    multiplier = np.float32(array_at(args[9], 1, np.float64(0))[0])
+    out = array_at(args[8] + 4 * row * num_out, num_out, np.float32(0))
+    for i in range(count):
+        out[first + i] += multiplier * total[i]
+
+
+@exact_kernel
+def _products(
+    x: NDArray[np.float32],
+    weight: Any,  # rows of num_in, stride elements apart
+    first: int,
+    count: int,
+    stride: int,
+    num_in: int,
+    sums: NDArray[np.float32],
+) -> None:
+    """sums[i] = x @ weight[first + i]"""
+    last = first + count - 1
+    for out in range(0, count, TILE):
+        w0, w1 = (first + out) * stride, min(first + out + 1, last) * stride
+        w2, w3 = min(first + out + 2, last) * stride, min(first + out + 3, last) * stride
+        one_row(x, weight, w0, w1, w2, w3, num_in, sums, out)

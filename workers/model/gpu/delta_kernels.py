@@ -1,0 +1,167 @@
+"""Gated DeltaNet: the channels' convolution and the memory. A program owns a part of one request's state for a step."""
+
+# Triton kernels are untyped, and their constants upper case by custom.
+# ruff: noqa: N803
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, index"
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def gate_kernel(x, gates, num, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """x *= sigmoid(gates), of `num` elements each."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    value = tl.load(x + i, mask=i < num, other=0.0).to(tl.float32)
+    gate = tl.load(gates + i, mask=i < num, other=0.0).to(tl.float32)
+    tl.store(x + i, (value * tl.sigmoid(gate)).to(x.dtype.element_ty), mask=i < num)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def mix_kernel(
+    inputs,  # [num_rows, in_width], the channels first
+    conv,  # [num_channels, CONV_LEN] float32
+    context_ids,  # [num_rows] int32; -1: nothing is done
+    tail_ids,
+    turns,  # [num_tails] int64
+    kept,  # [num_tails, VERSIONS, num_channels, CONV_LEN - 1] float32
+    mixed,  # [num_rows, num_channels] <- silu(the convolution of the channels' last inputs)
+    num_rows,
+    in_width,
+    num_channels,
+    CONV_LEN: tl.constexpr,
+    BLOCK_LEN: tl.constexpr,  # at least CONV_LEN
+    VERSIONS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0)
+    tail, is_first = _request(context_ids, tail_ids, row, num_rows, BLOCK_ROWS)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    j = tl.arange(0, BLOCK_LEN)
+    inside = (c < num_channels)[:, None] & (j < CONV_LEN)[None, :]
+    weights = tl.load(conv + c[:, None] * CONV_LEN + j[None, :], mask=inside, other=0.0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if is_first:
+        turn = tl.load(turns + tail)
+        places = (c[:, None] * (CONV_LEN - 1) + j[None, :]).to(tl.int64)
+        of_tail = tail * VERSIONS * num_channels * (CONV_LEN - 1)
+        version = num_channels * (CONV_LEN - 1)
+        is_kept = inside & (j < CONV_LEN - 1)[None, :]
+        # each channel's last inputs; the last place is the row's own
+        seen = tl.load(kept + of_tail + turn * version + places, mask=is_kept, other=0.0)
+        for other in range(row, num_rows):
+            if _is_of(context_ids, tail_ids, other, tail):
+                own = tl.load(inputs + other * in_width + c, mask=c < num_channels, other=0.0).to(tl.float32)
+                seen = tl.where((j == CONV_LEN - 1)[None, :], own[:, None], seen)
+                total = tl.sum(seen * weights, axis=1)
+                value = (total * tl.sigmoid(total)).to(mixed.dtype.element_ty)
+                tl.store(mixed + other * num_channels + c, value, mask=c < num_channels)
+                seen = _shifted(seen, j, CONV_LEN, BLOCK_LEN)
+        tl.store(kept + of_tail + (turn + 1) % VERSIONS * version + places, seen, mask=is_kept)
+
+
+@triton.jit
+def _shifted(seen, j, CONV_LEN: tl.constexpr, BLOCK_LEN: tl.constexpr):
+    """[..., BLOCK_LEN]: each place has what the next one had."""
+    moved = seen * 0.0
+    for i in tl.static_range(CONV_LEN - 1):
+        following = tl.sum(tl.where((j == i + 1)[None, :], seen, 0.0), axis=1)
+        moved = tl.where((j == i)[None, :], following[:, None], moved)
+    return moved
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def remember_kernel(
+    inputs,  # [num_rows, in_width]: behind the channels gates, then what is written and forgotten
+    mixed,  # [num_rows, num_channels]: queries, keys, values
+    decay,  # [NUM_V_HEADS] float32
+    decay_bias,
+    norm,  # [V_DIM] float32
+    context_ids,
+    tail_ids,
+    turns,
+    memory,  # [num_tails, VERSIONS, NUM_V_HEADS, K_DIM, V_DIM] float32
+    out,  # [num_rows, NUM_V_HEADS, V_DIM] <-
+    num_rows,
+    in_width,
+    num_channels,
+    eps,
+    NUM_K_HEADS: tl.constexpr,
+    NUM_V_HEADS: tl.constexpr,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    VERSIONS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    tail, is_first = _request(context_ids, tail_ids, row, num_rows, BLOCK_ROWS)
+    i = tl.arange(0, BLOCK_K)
+    j = tl.arange(0, BLOCK_V)
+    is_k, is_v = i < K_DIM, j < V_DIM
+    weights = tl.load(norm + j, mask=is_v, other=0.0)
+    head_decay, head_bias = tl.load(decay + head), tl.load(decay_bias + head)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if is_first:
+        turn = tl.load(turns + tail)
+        size: tl.constexpr = K_DIM * V_DIM
+        places = (i[:, None] * V_DIM + j[None, :]).to(tl.int64)
+        inside = is_k[:, None] & is_v[None, :]
+        of_tail = (tail * VERSIONS * NUM_V_HEADS + head) * size
+        version = NUM_V_HEADS * size
+        state = tl.load(memory + of_tail + turn * version + places, mask=inside, other=0.0)
+        k_head = head // (NUM_V_HEADS // NUM_K_HEADS)
+        for other in range(row, num_rows):
+            if _is_of(context_ids, tail_ids, other, tail):
+                channels = mixed + other * num_channels
+                q = _unit(channels + k_head * K_DIM, i, is_k) * (K_DIM**-0.5)
+                k = _unit(channels + (NUM_K_HEADS + k_head) * K_DIM, i, is_k)
+                v = tl.load(channels + 2 * NUM_K_HEADS * K_DIM + head * V_DIM + j, mask=is_v, other=0.0).to(tl.float32)
+                of_row = inputs + other * in_width + num_channels
+                z = tl.load(of_row + head * V_DIM + j, mask=is_v, other=0.0).to(tl.float32)
+                written = tl.sigmoid(tl.load(of_row + NUM_V_HEADS * V_DIM + head).to(tl.float32))
+                x = tl.load(of_row + NUM_V_HEADS * (V_DIM + 1) + head).to(tl.float32) + head_bias
+                softplus = tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
+                state = state * tl.exp(-head_decay * softplus)
+                change = (v - tl.sum(state * k[:, None], axis=0)) * written
+                state += k[:, None] * change[None, :]
+                read = tl.sum(state * q[:, None], axis=0)
+                value = read * tl.math.rsqrt(tl.sum(read * read, axis=0) / V_DIM + eps) * weights * z * tl.sigmoid(z)
+                at = (other * NUM_V_HEADS + head) * V_DIM + j
+                tl.store(out + at, value.to(out.dtype.element_ty), mask=is_v)
+        tl.store(memory + of_tail + (turn + 1) % VERSIONS * version + places, state, mask=inside)
+
+
+@triton.jit
+def _unit(at, i, inside):
+    x = tl.load(at + i, mask=inside, other=0.0).to(tl.float32)
+    return x * tl.math.rsqrt(tl.sum(x * x, axis=0) + 1e-6)
+
+
+@triton.jit
+def _request(context_ids, tail_ids, row, num_rows, BLOCK_ROWS: tl.constexpr):
+    """The row's tail, and whether it is the first of its request, and not idle."""
+    r = tl.arange(0, BLOCK_ROWS)
+    tail = tl.load(tail_ids + row)
+    others = tl.load(tail_ids + r, mask=r < num_rows, other=-1)
+    active = tl.load(context_ids + r, mask=r < num_rows, other=-1) >= 0
+    before = tl.sum(((others == tail) & active & (r < row)).to(tl.int32), axis=0)
+    return tail.to(tl.int64), (before == 0) & (tl.load(context_ids + row) >= 0)
+
+
+@triton.jit
+def _is_of(context_ids, tail_ids, row, tail):
+    return (tl.load(tail_ids + row) == tail) & (tl.load(context_ids + row) >= 0)

@@ -1,0 +1,220 @@
+"""Experts of a step's rows: which they are, and their products, each expert's weights read once for all of its rows."""
+
+# Triton kernels are untyped, and their constants upper case by custom.
+# ruff: noqa: N803
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, index"
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from workers.model.gpu.linear_kernels import activated
+
+
+@triton.jit
+def choose_kernel(
+    logits,  # [num_rows, num_experts] float32
+    bias,  # [num_experts] float32, or logits when not HAS_BIAS
+    chosen,  # [num_rows, NUM_CHOSEN] int32 <-
+    shares,  # [num_rows, NUM_CHOSEN] float32 <-
+    num_experts,
+    scale,
+    SCORES: tl.constexpr,  # as in `ExpertsSpec`
+    HAS_BIAS: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    NUM_KEPT: tl.constexpr,
+    NUM_CHOSEN: tl.constexpr,
+    NORMED: tl.constexpr,
+    BLOCK: tl.constexpr,  # at least num_experts
+    BLOCK_CHOSEN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0)
+    e = tl.arange(0, BLOCK)
+    inside = e < num_experts
+    offsets = tl.load(bias + e, mask=inside, other=0.0) if HAS_BIAS else 0.0
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    least = float("-inf")
+    x = tl.load(logits + row * num_experts + e, mask=inside, other=least)
+    if SCORES == "softmax":
+        powers = tl.exp(x - tl.max(x, axis=0))
+        scores = powers / tl.sum(powers, axis=0)
+    elif SCORES == "sigmoid":
+        scores = tl.sigmoid(x)
+    else:
+        tl.static_assert(SCORES == "softmax_of_chosen")
+        scores = x
+    ranked = tl.where(inside, scores + offsets, least)
+    if NUM_GROUPS > 1:
+        group = e // (num_experts // NUM_GROUPS)
+        worth = tl.full((BLOCK,), least, tl.float32)
+        for g in tl.static_range(NUM_GROUPS):
+            of_group = tl.where(group == g, ranked, least)
+            best = tl.max(of_group, axis=0)
+            at = _first(of_group == best, e, num_experts)
+            worth = tl.where(group == g, best + tl.max(tl.where(e == at, least, of_group), axis=0), worth)
+        kept = e < 0
+        for _ in tl.static_range(NUM_KEPT):
+            left = tl.where(kept, least, worth)
+            at = _first((left == tl.max(left, axis=0)) & (kept == 0), e, num_experts)
+            kept = kept | (group == at // (num_experts // NUM_GROUPS))
+        ranked = tl.where(kept, ranked, least)
+    k = tl.arange(0, BLOCK_CHOSEN)
+    of_chosen = tl.full((BLOCK_CHOSEN,), least, tl.float32)
+    for i in tl.static_range(NUM_CHOSEN):
+        at = _first(ranked == tl.max(ranked, axis=0), e, num_experts)
+        of_chosen = tl.where(k == i, tl.max(tl.where(e == at, scores, least), axis=0), of_chosen)
+        tl.store(chosen + row * NUM_CHOSEN + i, at)
+        ranked = tl.where(e == at, least, ranked)
+    is_one = k < NUM_CHOSEN
+    if SCORES == "softmax_of_chosen":
+        powers = tl.exp(of_chosen - tl.max(of_chosen, axis=0))
+        of_chosen = powers / tl.sum(powers, axis=0)
+    if NORMED:
+        of_chosen = of_chosen / tl.sum(tl.where(is_one, of_chosen, 0.0), axis=0)
+    tl.store(shares + row * NUM_CHOSEN + k, of_chosen * scale, mask=is_one)
+
+
+@triton.jit
+def _first(is_it, e, num_experts):
+    """The first expert of which that is true; where of none, for NaN, the last there is."""
+    return tl.min(tl.where(is_it, e, num_experts - 1), axis=0)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def experts_kernel(
+    x,  # [num_rows, num_k]; NORMED: hidden * norm weight, not yet divided by the row's root mean square
+    squares,  # as in `linear_kernel`
+    w,  # [num_experts, 2 * num_out, num_k]: gates, then ups
+    bias,  # [num_experts, 2 * num_out], or w when not HAS_BIAS
+    chosen,  # [num_rows, NUM_CHOSEN] int32
+    shares,  # likewise float32: of x, when ON_INPUT
+    out,  # [num_rows, NUM_CHOSEN, num_out] <- activation(gate) * up
+    num_rows,
+    num_out,
+    num_k,
+    num_squares,
+    eps,
+    NORMED: tl.constexpr,
+    ON_INPUT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    NUM_CHOSEN: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,  # at least num_rows * NUM_CHOSEN
+    BLOCK_SQUARES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+    DOT_PRECISION: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    expert = tl.program_id(1)
+    r = tl.arange(0, BLOCK_N)  # gates and ups alternate
+    weight_row = tl.minimum(tile * (BLOCK_N // 2) + r // 2, num_out - 1) + (r % 2) * num_out
+    weight_row = expert.to(tl.int64) * 2 * num_out + weight_row
+    biases = tl.load(bias + weight_row).to(tl.float32) if HAS_BIAS else 0.0
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    n = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+    mine, rank, count = _pairs_of(chosen, expert, num_rows * NUM_CHOSEN, BLOCK_PAIRS)
+    for first in range(0, count, BLOCK_M):
+        pair, there = _some_pairs(mine, rank, count, first, BLOCK_PAIRS, BLOCK_M)
+        row = pair // NUM_CHOSEN
+        w_at, x_at = w + weight_row[:, None] * num_k, x + row[None, :] * num_k
+        acc = _product(w_at, x_at, there, num_k, BLOCK_M, BLOCK_N, BLOCK_K, DOT_PRECISION)
+        if NORMED:
+            s = tl.arange(0, BLOCK_SQUARES)
+            seen = (s < num_squares)[:, None] & there[None, :]
+            parts = tl.load(squares + s[:, None] * num_rows + row[None, :], mask=seen, other=0.0)
+            acc = acc * tl.math.rsqrt(tl.sum(parts, axis=0) / num_k + eps)[None, :]
+        if ON_INPUT:
+            acc = acc * tl.load(shares + pair, mask=there, other=0.0)[None, :]
+        if HAS_BIAS:
+            acc += biases[:, None]
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_N // 2, 2, BLOCK_M)), (0, 2, 1)))
+        if ACTIVATION == "clamped":
+            gate = tl.minimum(gate, 7.0)
+            value = gate * tl.sigmoid(1.702 * gate) * (tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0)
+        else:
+            value = activated(gate, ACTIVATION) * up
+        inside = (n < num_out)[:, None] & there[None, :]
+        tl.store(out + pair[None, :] * num_out + n[:, None], value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def experts_down_kernel(
+    x,  # [num_rows, NUM_CHOSEN, num_k]
+    w,  # [num_experts, num_out, num_k]
+    bias,  # [num_experts, num_out], or w when not HAS_BIAS
+    chosen,  # [num_rows, NUM_CHOSEN] int32
+    shares,  # likewise float32: of the product, unless ON_INPUT
+    out,  # [num_rows, NUM_CHOSEN, num_out] <-
+    num_rows,
+    num_out,
+    num_k,
+    ON_INPUT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    NUM_CHOSEN: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+    DOT_PRECISION: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    expert = tl.program_id(1)
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    weight_row = expert.to(tl.int64) * num_out + tl.minimum(n, num_out - 1)
+    biases = tl.load(bias + weight_row).to(tl.float32) if HAS_BIAS else 0.0
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    mine, rank, count = _pairs_of(chosen, expert, num_rows * NUM_CHOSEN, BLOCK_PAIRS)
+    for first in range(0, count, BLOCK_M):
+        pair, there = _some_pairs(mine, rank, count, first, BLOCK_PAIRS, BLOCK_M)
+        w_at, x_at = w + weight_row[:, None] * num_k, x + pair[None, :] * num_k
+        acc = _product(w_at, x_at, there, num_k, BLOCK_M, BLOCK_N, BLOCK_K, DOT_PRECISION)
+        if HAS_BIAS:
+            acc += biases[:, None]
+        if not ON_INPUT:
+            acc = acc * tl.load(shares + pair, mask=there, other=0.0)[None, :]
+        inside = (n < num_out)[:, None] & there[None, :]
+        tl.store(out + pair[None, :] * num_out + n[:, None], acc.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _pairs_of(chosen, expert, num_pairs, BLOCK_PAIRS: tl.constexpr):
+    """Which pairs of a row and a choice are of that expert, which of those each is, and how many they are."""
+    p = tl.arange(0, BLOCK_PAIRS)
+    mine = (tl.load(chosen + p, mask=p < num_pairs, other=-1) == expert).to(tl.int32)
+    return mine, tl.cumsum(mine, axis=0) - 1, tl.sum(mine, axis=0)
+
+
+@triton.jit
+def _some_pairs(mine, rank, count, first, BLOCK_PAIRS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Of those, from the `first` on, BLOCK_M; and which of them there are."""
+    m = first + tl.arange(0, BLOCK_M)
+    p = tl.arange(0, BLOCK_PAIRS)
+    is_it = (rank[:, None] == m[None, :]) & (mine[:, None] > 0)
+    return tl.sum(tl.where(is_it, p[:, None], 0), axis=0), m < count
+
+
+@triton.jit
+def _product(
+    w_at, x_at, there, num_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    DOT_PRECISION: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_N, BLOCK_M] float32 of weight rows at [BLOCK_N, 1] and rows at [1, BLOCK_M]."""
+    k = tl.arange(0, BLOCK_K)
+    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    for at in range(0, num_k, BLOCK_K):
+        inside = at + k < num_k
+        w_tile = tl.load(w_at + (at + k)[None, :], mask=inside[None, :], other=0.0)
+        x_tile = tl.load(x_at + (at + k)[:, None], mask=there[None, :] & inside[:, None], other=0.0)
+        acc = tl.dot(w_tile, x_tile, acc, input_precision=DOT_PRECISION)
+    return acc

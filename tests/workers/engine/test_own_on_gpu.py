@@ -55,7 +55,7 @@ def give_rows(engine: CpuEngine | GpuEngine, slot: int, rows: torch.Tensor) -> N
     """As if the request had come so far. rows: [num_layers, num_kv_heads, num_rows, 2, head_dim]."""
     num_rows = rows.shape[2]
     if isinstance(engine, CpuEngine):
-        engine._model.tails[:, slot, :, :num_rows] = rows
+        engine._model.indexed_tails[:, slot, :, :num_rows] = rows
         request = engine.request(slot)
     else:
         engine._ready().attention.tails[:, slot, :, :num_rows] = rows.to(DEVICE)

@@ -110,8 +110,8 @@ def activate(kind: int, x: NDArray[np.float32], factors: NDArray[np.float32], at
         return
     if kind == CLAMPED:
         least = fill(F32x16, -7.0)
-        value = zero - larger(zero - value, least)
-        factor = fill(F32x16, 1.0) + larger(zero - larger(zero - factor, least), least)
+        value = zero - larger(least, zero - value)  # NaN stays NaN
+        factor = fill(F32x16, 1.0) + larger(least, zero - larger(least, zero - factor))
     inner = value  # x * factor * sigmoid(inner)
     if kind == GELU_TANH:
         inner = fill(F32x16, 1.5957691216057308) * fma(fill(F32x16, 0.044715) * value, value * value, value)

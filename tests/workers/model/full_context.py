@@ -37,8 +37,8 @@ def contexts_of(model: Any) -> list[Tensor]:
     return [torch.from_numpy(token_ids(length, seed=length)).long().to(model.device) for length in CONTEXT_LENS]
 
 
-def full_attention(model: Any, num_tails: int = 4, tail_capacity: int = 60) -> FullAttention:
-    """Over both contexts. What lies behind the shorter one is NaN in K and zero in V."""
+def full_attention(model: Any, num_tails: int = 4, tail_capacity: int = 60, begun: int = 0) -> FullAttention:
+    """Over both contexts, states as behind the context `begun`. What lies behind the shorter is NaN in K, 0 in V."""
     by_context = [context_kv(model, ids) for ids in contexts_of(model)]
     layers = []
     for parts in zip(*by_context, strict=True):
@@ -54,15 +54,15 @@ def full_attention(model: Any, num_tails: int = 4, tail_capacity: int = 60) -> F
     attention = FullAttention(layers, CONTEXT_LENS, num_tails, tail_capacity, spec.softmax_scale, kinds, sinks)
     for layer_idx, layer in enumerate(spec.layers):
         if layer.delta is not None:
-            attention.states[layer_idx] = _begun(model, layer_idx, num_tails)
+            attention.states[layer_idx] = _begun(model, layer_idx, num_tails, begun)
     attention.tails.fill_(torch.nan)  # nobody reads what no row has written
     return attention
 
 
 @torch.no_grad()
-def _begun(model: Any, layer_idx: int, num_tails: int) -> DeltaState:
-    """All tails behind the first context."""
-    state = cache_of(model, contexts_of(model)[0])[layer_idx]
+def _begun(model: Any, layer_idx: int, num_tails: int, context_id: int) -> DeltaState:
+    """All tails behind that context."""
+    state = cache_of(model, contexts_of(model)[context_id])[layer_idx]
     conv, memory = state.conv_states[0][0, :, 1:].float(), state.recurrent_states[0][0].float()
     places = [x.repeat(num_tails, 1, *x.dim() * [1]) for x in (conv, memory)]
     return DeltaState(*places, torch.zeros(num_tails, dtype=torch.int64, device=model.device))

@@ -145,7 +145,7 @@ def test_predicted_queries_are_those_of_the_layers_own_modules(family) -> None:
     from csattn.models.query import queries_before_rope, rotate_for
 
     model = loaded(family).model
-    attention = PredictionsRecorded(full_attention(model))
+    attention = PredictionsRecorded(full_attention(model, begun=1))
     shape = take_weights(model, "cpu").spec
     maps = torch.randn(2, shape.num_layers, shape.num_q_heads, shape.head_dim + 1, shape.head_dim) * 0.3
     runner = ModelRunner(take_weights(model, "cpu"), attention, (2,), next_query=maps)

@@ -230,8 +230,8 @@ def test_the_verbs_take_a_url_for_a_store(place: Path, tmp_path: Path, capsys, m
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ([], "either --context FILE or --jobs FILE"),
-        (["--context", "a", "--jobs", "b"], "either --context FILE or --jobs FILE"),
+        ([], "--context FILE, --tokens FILE or --jobs FILE"),
+        (["--context", "a", "--jobs", "b"], "--context FILE, --tokens FILE or --jobs FILE"),
         (["--context", "a", "--ray", "auto"], "--ray builds the contexts of a list"),
     ],
 )

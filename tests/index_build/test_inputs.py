@@ -66,7 +66,7 @@ def test_options_as_flags_are_the_options_again(options: BuildOptions, monkeypat
     """By `csattn build`, which another process is started with."""
     given: list[BuildOptions] = []
 
-    def build(context: str, options: BuildOptions, *more: object, **others: object) -> None:
+    def build(context: str, tokens: None, options: BuildOptions, *more: object, **others: object) -> None:
         given.append(options)
         raise SystemExit(0)
 

@@ -13,7 +13,7 @@ from csattn.errors import ConfigError
 from workers.api.answering import Answering, EventStream, unless_gone
 from workers.api.asking import Asked, read_chat, read_completion, read_new_context
 from workers.api.body import BodyReader, Pace
-from workers.api.contexts import context_object, find_context, find_model, listed, model_object
+from workers.api.contexts import context_object, find_context, listed, model_object, model_objects
 from workers.api.errors import HttpError, error_reply
 from workers.api.guard import Guard
 from workers.api.measures import Measures
@@ -102,11 +102,10 @@ class Routes:
         return _json(status_object(self._model, health, contexts, metrics))
 
     async def models(self) -> Response:
-        infos = await self._backend.contexts()
-        return _json(listed([model_object(info, self._model) for info in infos if info.state == "ready"]))
+        return _json(listed(model_objects(await self._backend.contexts(), self._model)))
 
     async def model(self, model: str) -> Response:
-        return _json(model_object(find_model(await self._backend.contexts(), model, self._model), self._model))
+        return _json(model_object(await self._backend.contexts(), model, self._model))
 
     async def chat(self, request: Request) -> Response:
         body = await self._bodies.read_json(request)

@@ -22,7 +22,24 @@ def context_object(info: ContextInfo, model: str) -> dict[str, Any]:
     }
 
 
-def model_object(info: ContextInfo, model: str) -> dict[str, Any]:
+def model_objects(contexts: Sequence[ContextInfo], model: str) -> list[dict[str, Any]]:
+    """The model alone, by which a chat program brings its own document; then one for each context that is ready."""
+    ready = [info for info in contexts if info.state == "ready"]
+    alone = {"id": model, "object": "model", "created": 0, "owned_by": "csattn"}
+    return [alone, *(_model_object(info, model) for info in ready)]
+
+
+def model_object(contexts: Sequence[ContextInfo], asked: str, model: str) -> dict[str, Any]:
+    """One of them."""
+    if asked == model:
+        return model_objects([], model)[0]
+    info = find_context(contexts, context_of(asked, model))
+    if info.state != "ready":
+        raise UnknownContextError(f"the context {info.name} is {info.state}; GET /v1/contexts/{info.name} says more")
+    return _model_object(info, model)
+
+
+def _model_object(info: ContextInfo, model: str) -> dict[str, Any]:
     return {
         "id": model_id(model, info.name),
         "object": "model",
@@ -41,11 +58,3 @@ def find_context(contexts: Sequence[ContextInfo], name: str) -> ContextInfo:
         if info.name == name:
             return info
     raise UnknownContextError(f"there is no context {quoted(name, 64)}; GET /v1/contexts lists them", "name")
-
-
-def find_model(contexts: Sequence[ContextInfo], asked: str, model: str) -> ContextInfo:
-    """A context that is ready: others are no models yet."""
-    info = find_context(contexts, context_of(asked, model))
-    if info.state != "ready":
-        raise UnknownContextError(f"the context {info.name} is {info.state}; GET /v1/contexts/{info.name} says more")
-    return info

@@ -26,10 +26,11 @@ def get(service: Running, path: str, **more: Any) -> httpx2.Response:
     return httpx2.get(service.url + path, headers={"Authorization": f"Bearer {KEY}"}, **more)
 
 
-def test_models_are_the_contexts_that_are_ready(service: Running, client: openai.OpenAI) -> None:
+def test_models_are_the_model_alone_and_the_contexts_that_are_ready(service: Running, client: openai.OpenAI) -> None:
     service.backend.add("later", state="building")
-    assert [model.id for model in client.models.list()] == [MODEL]
-    assert client.models.retrieve(MODEL).id == MODEL
+    assert [model.id for model in client.models.list()] == ["smollm2-135m", MODEL]
+    for name in ("smollm2-135m", MODEL):
+        assert client.models.retrieve(name).id == name
     for name in ("smollm2-135m@later", "smollm2-135m@none", "gpt-4", "a/b"):
         with pytest.raises(openai.NotFoundError):
             client.models.retrieve(name)

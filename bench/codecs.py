@@ -128,8 +128,8 @@ def _attention(rows: Tensor, q: Tensor, chosen: Tensor, layout: tuple[int, int, 
         "q": q.data_ptr(), "num_q_heads": HEADS * GROUP_SIZE, "num_kv_heads": HEADS, "head_dim": HEAD_DIM,
         "own_rows": 1, "tails": tail.data_ptr(), "tail_capacity": 1, "max_index_heads": HEADS, "max_ranges": num_ranges,
     }  # fmt: skip
-    of_codes = dict.fromkeys(("queries", "query_bytes", "max_rest_ranges"), 0)  # there is no sketch
-    values = {name: array.ctypes.data for name, array in arrays.items()} | sizes | of_codes
+    unused = "queries", "query_bytes", "max_rest_ranges", "logit_cap", "sinks"  # no sketch, plain logits
+    values = {name: array.ctypes.data for name, array in arrays.items()} | sizes | dict.fromkeys(unused, 0)
     arguments = np.array([values[name] for name in ARGUMENTS], np.int64)
     tape, team = Tape(), Team(1)
     tape.add(in_place.attend_stage(kind), arguments, HEADS * num_ranges)

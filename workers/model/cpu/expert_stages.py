@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from csattn.cpu.addresses import Stage, array_at
 from csattn.cpu.floats import load_float
 from csattn.cpu.jit import exact_kernel
-from workers.model.cpu.linear import LANES, TILE, one_row
+from workers.model.cpu.linear import LANES, TILE, products
 from workers.model.cpu.linear_stage import activate
 
 # The stages' arguments: sizes, and addresses of float32 but where something else is said.
@@ -193,7 +193,7 @@ def _experts(args: NDArray[np.int64], piece: int, like: Any, itemsize: int) -> N
     gates, ups = np.empty(LANES + TILE, np.float32), np.empty(LANES + TILE, np.float32)
     for sums, matrix, bias in ((gates, args[5], args[9]), (ups, args[6], args[10])):
         weight = array_at(matrix + expert * args[7] * itemsize, (num_out - 1) * args[8] + num_in, like)
-        _products(x, weight, first, count, args[8], num_in, sums)
+        products(x, 1, weight, args[8], first, count, num_in, sums)
         for i in range(count):
             sums[i] *= share
         if bias != 0:
@@ -218,9 +218,8 @@ def _add(args: NDArray[np.int64], piece: int, like: Any, itemsize: int) -> None:
         expert = np.int64(array_at(args[2] + 4 * pair, 1, np.int32(0))[0])
         share = np.float32(1.0) if args[3] == 0 else array_at(args[3] + 4 * pair, 1, np.float32(0))[0]
         weight = array_at(args[5] + expert * num_out * num_in * itemsize, num_out * num_in, like)
-        _products(
-            array_at(args[0] + 4 * pair * num_in, num_in, np.float32(0)), weight, first, count, num_in, num_in, sums
-        )
+        x = array_at(args[0] + 4 * pair * num_in, num_in, np.float32(0))
+        products(x, 1, weight, num_in, first, count, num_in, sums)
         if args[6] != 0:
             bias = array_at(args[6] + expert * num_out * itemsize, num_out, like)
             for i in range(count):
@@ -231,21 +230,3 @@ def _add(args: NDArray[np.int64], piece: int, like: Any, itemsize: int) -> None:
     out = array_at(args[8] + 4 * row * num_out, num_out, np.float32(0))
     for i in range(count):
         out[first + i] += multiplier * total[i]
-
-
-@exact_kernel
-def _products(
-    x: NDArray[np.float32],
-    weight: Any,  # rows of num_in, stride elements apart
-    first: int,
-    count: int,
-    stride: int,
-    num_in: int,
-    sums: NDArray[np.float32],
-) -> None:
-    """sums[i] = x @ weight[first + i]"""
-    last = first + count - 1
-    for out in range(0, count, TILE):
-        w0, w1 = (first + out) * stride, min(first + out + 1, last) * stride
-        w2, w3 = min(first + out + 2, last) * stride, min(first + out + 3, last) * stride
-        one_row(x, weight, w0, w1, w2, w3, num_in, sums, out)

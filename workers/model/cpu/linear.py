@@ -22,30 +22,32 @@ TILE = 4  # rows and outputs whose sums stay in registers
 def products(
     x: NDArray[np.float32],  # [num_rows * num_in]
     num_rows: int,
-    weight: Any,  # [.. * num_in], floats of any kind that csattn.cpu.floats reads
+    weight: Any,  # rows of num_in, row_stride apart; floats of any kind that csattn.cpu.floats reads
+    row_stride: int,
     first: int,  # outputs first, first + 1, ... of which there are
     num_out: int,  # 1 to 16
     num_in: int,
     sums: NDArray[np.float32],  # [num_rows, rounded up to TILE, * 16], written
 ) -> None:
     """sums[row * 16 + i] = x[row] @ weight[first + i]"""
-    last = num_out - 1
+    last, ahead = num_out - 1, TILE * row_stride
     for out in range(0, num_out, TILE):
-        w0, w1 = (first + out) * num_in, (first + min(out + 1, last)) * num_in
-        w2, w3 = (first + min(out + 2, last)) * num_in, (first + min(out + 3, last)) * num_in
+        w0, w1 = (first + out) * row_stride, (first + min(out + 1, last)) * row_stride
+        w2, w3 = (first + min(out + 2, last)) * row_stride, (first + min(out + 3, last)) * row_stride
         if num_rows == 1:
-            one_row(x, weight, w0, w1, w2, w3, num_in, sums, out)
+            _one_row(x, weight, w0, w1, w2, w3, num_in, ahead, sums, out)
         else:
             for row in range(0, num_rows, TILE):
-                _four_rows(x, row, num_rows - 1, weight, w0, w1, w2, w3, num_in, sums, out)
+                to_next = ahead if row == 0 else 0
+                _four_rows(x, row, num_rows - 1, weight, w0, w1, w2, w3, num_in, to_next, sums, out)
 
 
 @exact_kernel
-def one_row(x, weight, w0, w1, w2, w3, num_in, sums, out):  # type: ignore[no-untyped-def]
+def _one_row(x, weight, w0, w1, w2, w3, num_in, ahead, sums, out):  # type: ignore[no-untyped-def]
     """sums[out : out + 4] of the only row."""
     zero = fill(F32x16, 0.0)
     a, b, c, d = zero, zero, zero, zero
-    whole, ahead = num_in - num_in % LANES, TILE * num_in
+    whole = num_in - num_in % LANES
     for i in range(0, whole, LANES):
         prefetch_early(weight, w0 + i + ahead)
         prefetch_early(weight, w1 + i + ahead)
@@ -63,7 +65,7 @@ def one_row(x, weight, w0, w1, w2, w3, num_in, sums, out):  # type: ignore[no-un
 
 
 @exact_kernel
-def _four_rows(x, row, last_row, weight, w0, w1, w2, w3, num_in, sums, out):  # type: ignore[no-untyped-def]
+def _four_rows(x, row, last_row, weight, w0, w1, w2, w3, num_in, ahead, sums, out):  # type: ignore[no-untyped-def]
     """sums[(row + r) * 16 + out + c] for four r and c; rows behind the last are taken for the last."""
     x0, x1 = row * num_in, min(row + 1, last_row) * num_in
     x2, x3 = min(row + 2, last_row) * num_in, min(row + 3, last_row) * num_in
@@ -72,7 +74,7 @@ def _four_rows(x, row, last_row, weight, w0, w1, w2, w3, num_in, sums, out):  # 
     b0, b1, b2, b3 = zero, zero, zero, zero
     c0, c1, c2, c3 = zero, zero, zero, zero
     d0, d1, d2, d3 = zero, zero, zero, zero
-    whole, ahead = num_in - num_in % LANES, TILE * num_in if row == 0 else 0
+    whole = num_in - num_in % LANES
     for i in range(0, whole, LANES):
         prefetch_early(weight, w0 + i + ahead)
         prefetch_early(weight, w1 + i + ahead)

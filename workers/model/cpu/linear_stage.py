@@ -74,13 +74,14 @@ def _linear(arguments: int, piece: int, like: Any) -> None:
     out = array_at(args[OUT], num_rows * width, np.float32(0))
     room = (num_rows + TILE) * LANES
     sums = np.empty(room, np.float32)
-    products(x, num_rows, array_at(args[WEIGHT], num_out * num_in, like), first, count, num_in, sums)
+    products(x, num_rows, array_at(args[WEIGHT], num_out * num_in, like), num_in, first, count, num_in, sums)
     if args[BIAS] != 0:
         _add_bias(sums, num_rows, array_at(args[BIAS], num_out, like), first, count)
     if args[ACTIVATION] != NONE:
         factors = np.empty(room, np.float32)
         if args[UP_WEIGHT] != 0:
-            products(x, num_rows, array_at(args[UP_WEIGHT], num_out * num_in, like), first, count, num_in, factors)
+            up_weight = array_at(args[UP_WEIGHT], num_out * num_in, like)
+            products(x, num_rows, up_weight, num_in, first, count, num_in, factors)
             if args[UP_BIAS] != 0:
                 _add_bias(factors, num_rows, array_at(args[UP_BIAS], num_out, like), first, count)
         else:

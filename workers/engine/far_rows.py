@@ -1,6 +1,6 @@
 """Where a step's selected rows are read from: the context's KV on the device, or slots that its host rows move to."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -36,17 +36,40 @@ class FarRows(Protocol):
     def spill(self, layer_idx: int) -> RowSource | None: ...
 
 
-class DeviceRows:
-    """Owns the KV of whole contexts on the device. Selected rows are read where they are."""
+class RowsInPlace:
+    """`FarRows` that are on the device: those that are selected are read where they are."""
 
     cross_link = False
+
+    def __init__(self, sources: Sequence[RowSource]) -> None:
+        """sources: of each layer."""
+        self._sources = sources
+
+    def fetch(
+        self,
+        layer_idx: int,
+        selection: DeviceSelection,
+        context_ids: Tensor,
+        link: torch.cuda.Stream | None = None,
+    ) -> DeviceSelection:
+        return selection
+
+    def source(self, layer_idx: int) -> RowSource:
+        return self._sources[layer_idx]
+
+    def spill(self, layer_idx: int) -> RowSource | None:
+        return None
+
+
+class DeviceRows(RowsInPlace):
+    """Owns the KV of whole contexts on the device."""
 
     def __init__(self, shape: EngineShape, device: torch.device) -> None:
         self._shape = shape
         self._device = device
         self._addresses = torch.zeros(shape.num_layers, shape.num_contexts, dtype=torch.int64, device=device)
         self._lens = torch.zeros(shape.num_contexts, dtype=torch.int32, device=device)
-        self._sources = [RowSource(addresses, self._lens) for addresses in self._addresses]
+        super().__init__([RowSource(addresses, self._lens) for addresses in self._addresses])
         self._kv: dict[int, list[Tensor]] = {}
 
     def __repr__(self) -> str:
@@ -66,21 +89,6 @@ class DeviceRows:
     def unload(self, context_id: int) -> None:
         """Free a context's KV. No step may be in flight."""
         del self._kv[context_id]
-
-    def fetch(
-        self,
-        layer_idx: int,
-        selection: DeviceSelection,
-        context_ids: Tensor,
-        link: torch.cuda.Stream | None = None,
-    ) -> DeviceSelection:
-        return selection
-
-    def source(self, layer_idx: int) -> RowSource:
-        return self._sources[layer_idx]
-
-    def spill(self, layer_idx: int) -> RowSource | None:
-        return None
 
 
 class CachedRows:

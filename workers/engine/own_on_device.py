@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from csattn.attention.device import RowSource, row_sources
+from csattn.attention.device import row_sources
 from csattn.batch import DeviceSelection, StepRows, make_step_rows
 from csattn.config import SearchConfig
 from csattn.search.device import DeviceLayerIndex, SketchShape, to_device
 from csattn.sketch import SketchIndex
 from csattn.sketch.codes import BLOCK_KEYS
 from csattn.sketch.own import own_keep, own_top_k
+from workers.engine.far_rows import RowsInPlace
 from workers.engine.on_device import SearchOnDevice
 from workers.engine.shape import EngineShape
 
@@ -26,7 +27,9 @@ class OwnOnDevice:
 
     def __init__(self, shape: EngineShape, index: SketchShape, tails: Tensor, device: torch.device) -> None:
         own = own_shape(shape)
-        self._search = SearchOnDevice(own, index, TailRows(tails), device, tails=tails)
+        rows_per_head = torch.full((tails.shape[1],), tails.shape[3], dtype=torch.int32, device=tails.device)
+        in_tails = RowsInPlace(row_sources(tails, rows_per_head))
+        self._search = SearchOnDevice(own, index, in_tails, device, tails=tails)
         self._rows = {size: make_step_rows(size, device) for size in shape.batch_sizes}
         sizes = shape.num_q_heads, shape.head_dim
         self._out = {size: torch.zeros(size, *sizes, dtype=shape.dtype, device=device) for size in shape.batch_sizes}
@@ -89,32 +92,6 @@ def place_sketches(sketches: Sequence[SketchIndex], device: torch.device) -> lis
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
     return layers
-
-
-class TailRows:
-    """`FarRows` that are the tails' own rows, where they are."""
-
-    cross_link = False
-
-    def __init__(self, tails: Tensor) -> None:
-        """tails: [num_layers, num_tails, num_kv_heads, tail_capacity, 2, head_dim]."""
-        rows_per_head = torch.full((tails.shape[1],), tails.shape[3], dtype=torch.int32, device=tails.device)
-        self._sources = row_sources(tails, rows_per_head)
-
-    def fetch(
-        self,
-        layer_idx: int,
-        selection: DeviceSelection,
-        context_ids: Tensor,
-        link: torch.cuda.Stream | None = None,
-    ) -> DeviceSelection:
-        return selection
-
-    def source(self, layer_idx: int) -> RowSource:
-        return self._sources[layer_idx]
-
-    def spill(self, layer_idx: int) -> RowSource | None:
-        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ class Beginning:
 
     resident: Resident
     token_ids: list[int]  # that follow the context
-    cached_len: int  # of the context's tokens, those that were there before
+    is_new: bool  # the context was made for it
     own: OwnRows | None  # None: no rows are found, and none kept
     _using: AbstractAsyncContextManager[Resident]
 
@@ -42,7 +42,8 @@ class Beginning:
 
     @property
     def num_cached(self) -> int:
-        return self.cached_len + (self.own.num_found if self.own else 0)
+        """Tokens of context and prompt that need not be computed for it."""
+        return (0 if self.is_new else self.context_len) + (self.own.num_found if self.own else 0)
 
     async def leave(self) -> None:
         if self.own is not None:
@@ -90,8 +91,7 @@ class Beginnings:
         except BaseException:
             await using.__aexit__(None, None, None)
             raise
-        beginning = Beginning(resident, ids, 0, own, using)
-        return beginning if found.is_new else Beginning(resident, ids, beginning.context_len, own, using)
+        return Beginning(resident, ids, found.is_new, own, using)
 
     async def close(self) -> None:
         """End builds of contexts. Rows that come are still kept, until `flush`."""

@@ -232,7 +232,7 @@ class LocalBackend:
             context=ask.context,
             context_id=begun.resident.context_id,
             context_len=context_len,
-            cached_len=begun.cached_len,
+            num_cached=begun.num_cached,
             own=begun.own,
             question_ids=ids,
             sampling=sampling,

@@ -25,7 +25,7 @@ class Request:
     context: str  # name, for metrics
     context_id: int  # as the engine knows it
     context_len: int
-    cached_len: int  # of the context's tokens, those that were there before the request
+    num_cached: int  # tokens of context and question that were there before the request
     question_ids: list[int]
     sampling: Sampling
     max_new_tokens: int
@@ -118,7 +118,7 @@ class Request:
             context_tokens=self.context_len,
             question_tokens=len(self.question_ids),
             new_tokens=len(self.token_ids),
-            cached_tokens=self.cached_len + (self.own.num_found if self.own else 0),
+            cached_tokens=self.num_cached,
         )
 
 

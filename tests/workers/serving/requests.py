@@ -59,7 +59,7 @@ def make_request(
         context=SECRETS[context_id],
         context_id=context_id,
         context_len=350,
-        cached_len=350,
+        num_cached=350,
         question_ids=ids,
         sampling=asked,
         max_new_tokens=asked.max_new_tokens,

@@ -50,6 +50,7 @@ ALL_FAMILIES = FAMILIES | {
             "attn_logit_softcapping": 2.0,
             "final_logit_softcapping": 5.0,
             "query_pre_attn_scalar": 20,
+            "attn_implementation": "eager",  # older transformers leave the cap out elsewhere
         },
     ),
     "gemma3_text": (

@@ -36,7 +36,8 @@ def experts_of(config: Any, layer_idx: int, activation: Activation) -> tuple[Exp
         case "minimax_m2":
             return (ExpertsSpec(**routed, scores="sigmoid", has_choice_bias=True, normed=True),)
         case "gpt_oss":
-            if (config.swiglu_alpha, config.swiglu_limit) != (1.702, 7.0):
+            # which older transformers do not name
+            if (getattr(config, "swiglu_alpha", 1.702), getattr(config, "swiglu_limit", 7.0)) != (1.702, 7.0):
                 raise ModelError(
                     "this model's experts are clamped in a way of their own, which csattn does not compute"
                 )

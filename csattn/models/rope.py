@@ -35,6 +35,8 @@ def model_frequencies(rotary: Any, layer_type: str = "") -> tuple[Tensor, float]
 def position_embeddings(body: Any, hidden: Tensor, positions: Tensor) -> list[Any]:
     """What each layer of a model's body is told of positions [1, num_tokens]. hidden: anything of the model's dtype."""
     config = body.config
+    if hasattr(body.rotary_emb, "mrope_section"):  # of text, the three grids' positions are the same
+        positions = positions.expand(3, -1, -1)
     by_type = {
         name: body.rotary_emb(hidden, position_ids=positions, **({"layer_type": name} if name else {}))
         for name in rope_parameters(config)

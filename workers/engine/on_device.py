@@ -62,7 +62,9 @@ class SearchOnDevice:
         self._link: torch.cuda.Stream | None = None
         if far.cross_link and device.type == "cuda":  # an emulated device does one thing after the other
             self._link = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-        if self.lookahead:
+        # all searches share one workspace, so with lookahead all of them run on this stream, also the first layer's
+        self._ahead: torch.cuda.Stream | None = None
+        if self.lookahead and device.type == "cuda":
             # first where rows have to move; elsewhere the model's products, which are more to do, lose by it
             self._ahead = torch.cuda.Stream(device, priority=-1 if far.cross_link else 0)  # type: ignore[no-untyped-call]
         self._fetched: dict[int, _Fetched] = {}  # by layer, until it attends
@@ -100,27 +102,25 @@ class SearchOnDevice:
             self.own.begin_step(rows)
 
     def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None:
-        # all searches share one workspace, so with lookahead all of them run on this stream, also the first layer's
-        self._ahead.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._ahead):
+        assert layer_idx not in self._fetched, f"layer {layer_idx} is on its way already"
+        if self._ahead is not None:
+            self._ahead.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._ahead):  # None changes nothing
             self._fetched[layer_idx] = self._search(layer_idx, q, rows)
         if self.own is not None:
             self.own.look_ahead(layer_idx, q, rows)
 
     def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
         plan = self._plans[rows.batch_size]
+        if self.lookahead and layer_idx not in self._fetched:  # the first layer's query is not predicted
+            self.look_ahead(layer_idx, q, rows)
         if self.own is not None:
             self.own.begin(layer_idx, q, rows)
         if self._coded_rest is not None:
             self._coded_rest.sum_up(layer_idx, q, rows)
-        if self.lookahead:
-            if layer_idx not in self._fetched:
-                self.look_ahead(layer_idx, q, rows)
-            fetched = self._fetched.pop(layer_idx)
-            assert fetched.is_chosen is not None
+        fetched = self._fetched.pop(layer_idx) if self.lookahead else self._search(layer_idx, q, rows)
+        if fetched.is_chosen is not None:
             torch.cuda.current_stream().wait_event(fetched.is_chosen)
-        else:
-            fetched = self._search(layer_idx, q, rows)
         if self.own is not None:
             self.own.join()  # before the rest: what follows that begins while it ends
         self._post_rest(layer_idx, rows)
@@ -151,7 +151,7 @@ class SearchOnDevice:
         self._schedule.share_out(layer_idx, selection, rows)
         fetched = self.far.fetch(layer_idx, selection, rows.context_ids, self._link)
         is_there = self._link.record_event() if self._link else None
-        return _Fetched(fetched, torch.cuda.current_stream().record_event() if self.lookahead else None, is_there)
+        return _Fetched(fetched, self._ahead.record_event() if self._ahead else None, is_there)
 
 
 class Own(Protocol):

@@ -78,7 +78,7 @@ def steps(engine: CpuEngine | GpuEngine, config: SearchConfig, rows: torch.Tenso
     return np.concatenate(logits)
 
 
-@pytest.mark.parametrize("lookahead", [0, pytest.param(1, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_it_says_what_the_cpu_says(artifact: Artifact, placement: str, lookahead: int, rng) -> None:
     config = SearchConfig(keep=0.1, window_len=16, lookahead=lookahead)
@@ -96,7 +96,7 @@ def test_it_says_what_the_cpu_says(artifact: Artifact, placement: str, lookahead
         again = steps(engine, config, rows[:, :, :1100])  # another request in the same slot, with one segment
         assert np.isfinite(again).all()
     assert np.abs(got - want).max() < 0.1 * np.abs(dense - want).max()
-    np.testing.assert_allclose(got, want, atol=5e-3)
+    np.testing.assert_allclose(got, want, atol=1e-2)
 
 
 def test_other_segments_are_refused(artifact: Artifact) -> None:

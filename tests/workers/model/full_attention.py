@@ -7,6 +7,7 @@ from torch import Tensor
 
 from csattn.batch import StepRows
 from csattn.models.spec import AttentionSpec
+from csattn.reach import Reach
 from workers.model.ops import DeltaState
 
 
@@ -58,8 +59,7 @@ class FullAttention:
         num_contexts, num_kv_heads, max_context_len = context.shape[:3]
         grouped = q.float().view(batch_size, num_kv_heads, -1, head_dim)
         kind, sinks = self._kinds[layer_idx], self._sinks[layer_idx]
-        positions = rows.positions.tolist()
-        first = torch.tensor([kind.reach.first_seen(p) if kind.reach else 0 for p in positions], device=q.device)
+        first = _first_seen(kind.reach, rows.positions)
         of_context = torch.arange(max_context_len, device=q.device) >= first[:, None]
         own = rows.context_ids[:, None] == self._context_ids  # [batch_size, num_contexts]
         seen_context = (own[:, :, None] & self._in_context & of_context[:, None]).view(batch_size, 1, 1, -1)
@@ -87,3 +87,10 @@ class FullAttention:
 
     def end_step(self, rows: StepRows) -> None:
         pass
+
+
+def _first_seen(reach: Reach | None, positions: Tensor) -> Tensor:
+    """`Reach.first_seen` of all positions, without a look at them: graphs are captured of it."""
+    if reach is None:
+        return torch.zeros_like(positions)
+    return positions - positions % reach.num_rows if reach.chunked else (positions + 1 - reach.num_rows).clamp(min=0)

@@ -25,6 +25,7 @@ class StepRows:
     # [batch_size] int32: so many of those rows, the first, are segments of the request's own: see `csattn.sketch.own`
     own_lens: Tensor
     top_ks: Tensor  # [batch_size] int32: K, where it is less than what steps are planned for; ANY_TOP_K: it is not
+    any_own: bool = True  # False: own_lens are zeros, whenever the step that is captured of these rows runs
 
     @property
     def batch_size(self) -> int:

@@ -98,8 +98,8 @@ class SearchOnDevice:
 
     def begin_step(self, rows: StepRows) -> None:
         self._schedule.begin_step(rows)
-        if self.own is not None:
-            self.own.begin_step(rows)
+        if (own := self._own(rows)) is not None:
+            own.begin_step(rows)
 
     def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None:
         assert layer_idx not in self._fetched, f"layer {layer_idx} is on its way already"
@@ -107,30 +107,33 @@ class SearchOnDevice:
             self._ahead.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._ahead):  # None changes nothing
             self._fetched[layer_idx] = self._search(layer_idx, q, rows)
-        if self.own is not None:
-            self.own.look_ahead(layer_idx, q, rows)
+        if (own := self._own(rows)) is not None:
+            own.look_ahead(layer_idx, q, rows)
 
     def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
         plan = self._plans[rows.batch_size]
         if self.lookahead and layer_idx not in self._fetched:  # the first layer's query is not predicted
             self.look_ahead(layer_idx, q, rows)
-        if self.own is not None:
-            self.own.begin(layer_idx, q, rows)
+        if (own := self._own(rows)) is not None:
+            own.begin(layer_idx, q, rows)
         if self._coded_rest is not None:
             self._coded_rest.sum_up(layer_idx, q, rows)
         fetched = self._fetched.pop(layer_idx) if self.lookahead else self._search(layer_idx, q, rows)
         if fetched.is_chosen is not None:
             torch.cuda.current_stream().wait_event(fetched.is_chosen)
-        if self.own is not None:
-            self.own.join()  # before the rest: what follows that begins while it ends
+        if own is not None:
+            own.join()  # before the rest: what follows that begins while it ends
         self._post_rest(layer_idx, rows)
         if fetched.is_there is not None:
             torch.cuda.current_stream().wait_event(fetched.is_there)
-        other = None if self.own is None else self.own.attended(rows)
+        other = None if own is None else own.attended(rows)
         plan.attend(layer_idx, q, self._resident, self.tails, self.far, fetched.rows, rows, out, other)
 
     def end_step(self, rows: StepRows) -> None:
         """Nothing is left to do."""
+
+    def _own(self, rows: StepRows) -> "Own | None":
+        return self.own if rows.any_own else None
 
     def _post_rest(self, layer_idx: int, rows: StepRows) -> None:
         """Of what is not selected, if that is attended to by its codes."""

@@ -119,33 +119,33 @@ class SearchOnHost:
         mail = self._mail[rows.batch_size]
         self._clock.advance()
         self._schedule.begin_step(rows)
-        if self.own is not None:
-            self.own.begin_step(rows)
+        if (own := self._own(rows)) is not None:
+            own.begin_step(rows)
         asked = torch.stack([self._schedule.search_ids(rows), rows.top_ks]).tolist()
         plan = mail.plan(tuple(zip(*asked, strict=True)))
         self._searching = self._background.start(partial(self._search, mail, plan, self._clock.value(0)))
 
     def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None:
         self._mail[rows.batch_size].post(layer_idx, q, self._clock)
-        if self.own is not None:
-            self.own.look_ahead(layer_idx, q, rows)
+        if (own := self._own(rows)) is not None:
+            own.look_ahead(layer_idx, q, rows)
 
     def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
         mail, plan = self._mail[rows.batch_size], self._plans[rows.batch_size]
         if not self.lookahead or layer_idx == 0:
             mail.post(layer_idx, q, self._clock)
         selection = plan.selection(layer_idx)
-        if self.own is not None:
-            self.own.begin(layer_idx, q, rows)
+        if (own := self._own(rows)) is not None:
+            own.begin(layer_idx, q, rows)
         if self._coded_rest is not None:
             self._coded_rest.sum_up(layer_idx, q, rows)  # while the CPU searches
         mail.fetch(layer_idx, selection, self._schedule.search_ids(rows), self._clock)
         self._schedule.share_out(layer_idx, selection, rows)
         fetched = self.far.fetch(layer_idx, selection, rows.context_ids)
         other = None
-        if self.own is not None:
-            self.own.join()
-            other = self.own.attended(rows)
+        if own is not None:
+            own.join()
+            other = own.attended(rows)
         if self._coded_rest is not None:
             self._coded_rest.post(layer_idx, selection, rows, plan.attention)
         plan.attend(layer_idx, q, self._resident, self.tails, self.far, fetched, rows, out, other)
@@ -161,6 +161,9 @@ class SearchOnHost:
             else:
                 break
         self._searching = None
+
+    def _own(self, rows: StepRows) -> Own | None:
+        return self.own if rows.any_own else None
 
     def _search(self, mail: "_StepMail", plan: StepPlan, since: int) -> None:
         done = False

@@ -70,7 +70,9 @@ class PlacedModel:
         self._next_query = _room_for_next_query(shape, device) if self.attention.lookahead else None
         self._load(0, first)
         weights = take_weights(loaded.model, device)
-        self.runner = ModelRunner(weights, self.local or self.watch, shape.batch_sizes, self._next_query)
+        self.runner = ModelRunner(
+            weights, self.local or self.watch, shape.batch_sizes, self._next_query, grows=self.own is not None
+        )
 
     def __repr__(self) -> str:
         return f"<PlacedModel {self.loaded.name} in placement {self.placement}: {self.attention!r}>"

@@ -4,6 +4,7 @@ Each call enqueues work; on a CPU it does it, or notes it on a tape. The list is
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -95,6 +96,12 @@ class StepLayers:
         self._branch = zeros(spec.hidden_size) if any(layer.post_norm for layer in spec.layers) else None
         self.logits = zeros(spec.vocab_size, dtype=torch.float32)  # [batch_size, vocab_size]
         self.next_ids = zeros(dtype=torch.int64)  # [batch_size]: the likeliest token, or -1
+
+    def with_rows(self, rows: StepRows) -> "StepLayers":
+        """On the same tensors. rows: likewise."""
+        other = copy(self)
+        other._rows = rows
+        return other
 
     def calls(self, ahead: bool) -> Iterator[Call]:
         """The step, from token ids to logits. ahead: the attention is told the next layer's predicted queries."""

@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +44,7 @@ class ModelRunner:
         batch_sizes: Sequence[int],
         next_query: Tensor | None = None,  # [num_contexts, indexed layers, num_q_heads, head_dim + 1, head_dim]
         use_graphs: bool = True,  # on a GPU; False to look for a fault
+        grows: bool = False,  # rows may have own segments: steps in which none has are captured apart
     ) -> None:
         """next_query: of every context, what tells queries of the indexed layer after each; the last is never read."""
         if not batch_sizes or min(batch_sizes) < 1:
@@ -56,7 +58,8 @@ class ModelRunner:
         ops = _ops_for(weights.device, self.batch_sizes[-1])
         with torch.no_grad():
             self._steps = {
-                batch_size: _Step(weights, attention, next_query, ops, batch_size) for batch_size in self.batch_sizes
+                batch_size: _Step(weights, attention, next_query, ops, batch_size, grows)
+                for batch_size in self.batch_sizes
             }
             if weights.device.type == "cuda" and use_graphs:
                 with _no_collection():
@@ -93,13 +96,14 @@ class ModelRunner:
         self._require_tokens(token_ids)
         step = self._steps[batch_size]
         step.room = self._room(max(tail_lens, default=0))
+        step.any_own = any(own_lens or ())
         step.buffer.fill(token_ids, positions, context_ids, tail_ids, tail_lens, top_ks, own_lens)
 
     @torch.no_grad()
     def step(self, batch_size: int) -> StepOutput:
         """Run one step on the rows as they are."""
         step = self._steps[batch_size]
-        for piece in step.pieces:
+        for piece in step.pieces if step.any_own else step.pieces_without_own:
             piece()
         return StepOutput(step.layers.logits, step.layers.next_ids)
 
@@ -189,6 +193,7 @@ class _Step:
         next_query: Tensor | None,
         ops: StepOps,
         batch_size: int,
+        grows: bool,
     ) -> None:
         self.buffer = RowBuffer(batch_size, weights.device)
         maps: list[Tensor | None] = [None] * weights.spec.num_layers
@@ -196,10 +201,15 @@ class _Step:
             assert next_query is not None
             maps[layer_idx] = next_query[:, number]
         self.layers = StepLayers(weights, attention, maps, ops, self.buffer.rows, weights.dtype)
-        self.calls = list(self.layers.calls(attention.lookahead))
+        self.calls = self._calls_without_own = list(self.layers.calls(attention.lookahead))
+        if grows:
+            without_own = self.layers.with_rows(replace(self.buffer.rows, any_own=False))
+            self._calls_without_own = list(without_own.calls(attention.lookahead))
         self.pieces: list[Callable[[], None]] = [call.run for call in self.calls]
+        self.pieces_without_own: list[Callable[[], None]] = [call.run for call in self._calls_without_own]
         self.advance: Callable[[], None] = self.layers.advance
         self.room = 0  # rows left in the longest tail
+        self.any_own = False  # own segments of the rows at hand
 
     def capture(self, pool: Any) -> None:
         """Turn the calls into CUDA graphs: one between each two calls that run on the host."""
@@ -211,13 +221,20 @@ class _Step:
             self.layers.advance()
         torch.cuda.current_stream().wait_stream(aside)
         torch.cuda.synchronize()
-        self.pieces = []
-        for together in _runs_between(self.calls):
-            if together[0].on_host:
-                self.pieces += [call.run for call in together]
-            else:
-                self.pieces.append(_captured([call.run for call in together], pool))
+        self.pieces = self.pieces_without_own = _pieces(self.calls, pool)
+        if self._calls_without_own is not self.calls:
+            self.pieces_without_own = _pieces(self._calls_without_own, pool)
         self.advance = _captured([self.layers.advance], pool)
+
+
+def _pieces(calls: list[Call], pool: Any) -> list[Callable[[], None]]:
+    pieces: list[Callable[[], None]] = []
+    for together in _runs_between(calls):
+        if together[0].on_host:
+            pieces += [call.run for call in together]
+        else:
+            pieces.append(_captured([call.run for call in together], pool))
+    return pieces
 
 
 def _runs_between(calls: list[Call]) -> list[list[Call]]:

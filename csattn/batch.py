@@ -19,9 +19,9 @@ class StepRows:
 
     token_ids: Tensor  # [batch_size] int64
     positions: Tensor  # [batch_size] int64, in the sequence
-    context_ids: Tensor  # [batch_size] int32: which of the loaded contexts the row continues; -1: the row is idle
+    context_ids: Tensor  # [batch_size] int32: which of the loaded contexts the row continues; -1: none
     tail_ids: Tensor  # [batch_size] int32: which tail holds the row's own request
-    tail_lens: Tensor  # [batch_size] int32: rows of that tail that the row sees, its own included; 0 when idle
+    tail_lens: Tensor  # [batch_size] int32: rows of that tail that the row sees, its own included; 0: the row is idle
     # [batch_size] int32: so many of those rows, the first, are segments of the request's own: see `csattn.sketch.own`
     own_lens: Tensor
     top_ks: Tensor  # [batch_size] int32: K, where it is less than what steps are planned for; ANY_TOP_K: it is not

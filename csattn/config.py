@@ -92,6 +92,12 @@ class ListConfig:
 IndexConfig = SketchConfig | ListConfig
 
 
+def num_index_heads(config: IndexConfig, num_q_heads: int, num_kv_heads: int) -> int:
+    """That choose rows, in a layer: KV heads, or query heads each for itself."""
+    own = isinstance(config, ListConfig) and not config.share_group
+    return num_q_heads if own else num_kv_heads
+
+
 def index_config_from_json(data: dict[str, Any]) -> IndexConfig:
     """The inverse of `to_json`."""
     kinds: dict[str, type[IndexConfig]] = {"sketch": SketchConfig, "lists": ListConfig}

@@ -16,7 +16,7 @@ from bench.decode.recording import Recording, load_recording, save_recording
 from bench.decode.roofline import best_ratio, full_bytes, index_bytes, layer_bytes, row_bytes, weight_bytes
 from bench.decode.sparse_op import SparseOp
 from bench.decode.steps import STEPS_BETWEEN_LAYERS, RecordedQueries, apart, together
-from bench.decode.variants import INDEXES, index_shape, of_variant
+from bench.decode.variants import INDEXES, of_variant
 from bench.decode.widened import (
     GROUP_SIZE,
     HEAD_DIM,
@@ -35,14 +35,14 @@ from csattn.batch import StepRows, make_step_rows
 from csattn.config import IndexConfig, SearchConfig, SketchConfig
 from csattn.errors import ConfigError
 from csattn.index import LayerIndex
-from csattn.search.device import compiling, to_device
-from csattn.search.device import index_shape as shape_of_index
+from csattn.search.device import compiling, index_shape, to_device
 from csattn.sketch import SketchIndex
 from offload import gather, slot_cache, step_mail
 from offload.codecs.formats import KvFormat
 from offload.pinned import PinnedRows
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
+from tests.search.shapes import shape_of
 from workers.model.shapes import shape_named
 
 NUM_LAYERS, NUM_RECORDED_HEADS, GROUP, CONTEXT_LEN, NUM_STEPS, DIM = 4, 3, 3, 96, 10, 64
@@ -142,7 +142,8 @@ def test_an_index_on_the_device_is_that_of_the_build(recording, name):
     for part, wanted in zip(got.parts, want.parts, strict=True):
         assert torch.equal(part, wanted) and part.is_contiguous()
     assert [part.shape for part in clone_index(got).parts] == [part.shape for part in got.parts]
-    assert index_shape(config, SHAPE) == shape_of_index(built, SHAPE.num_q_heads)
+    heads = SHAPE.num_q_heads, SHAPE.num_kv_heads
+    assert index_shape(config, *heads, SHAPE.head_dim) == shape_of(built, SHAPE.num_q_heads)
     if isinstance(built, SketchIndex):
         read = built.num_bytes
     else:

@@ -13,14 +13,15 @@ from bench.decode.forked import MadeContext, forked_searcher
 from bench.decode.options import Options
 from bench.decode.prepared import TAIL_CAPACITY, TAIL_LEN, Prepared, TooLargeError, require_memory
 from bench.decode.roofline import full_bytes, index_bytes, layer_bytes
-from bench.decode.variants import index_shape, num_index_heads, num_segments, of_variant
+from bench.decode.variants import num_segments, of_variant
 from bench.decode.widened import NUM_WIDE_LAYERS
 from bench.decode.workload import DTYPE, Workload, clone_index
-from csattn.config import IndexConfig, SearchConfig, SketchConfig
+from csattn.config import IndexConfig, SearchConfig, SketchConfig, num_index_heads
 from csattn.cpus import available_cpus
 from csattn.index import LayerIndex
+from csattn.models.spec import ModelSpec
 from csattn.search import LayerSearch, SearchPool
-from csattn.search.device import DeviceLayerIndex
+from csattn.search.device import DeviceLayerIndex, IndexShape, index_shape
 from csattn.search.workspace import empty_token_selections
 from csattn.sketch import SketchIndex
 from offload.budget import host_memory_bytes
@@ -83,7 +84,7 @@ def device_steps(work: Workload, options: Options, config: IndexConfig, search: 
     require_memory(work.num_contexts * shape.num_layers * per_layer, "context KV and index on the device")
     engine = engine_shape(work, options, config, search)
     far = DeviceRows(engine, work.device)
-    steps = SearchOnDevice(engine, index_shape(config, shape), far, work.device)
+    steps = SearchOnDevice(engine, _index_shape(config, shape), far, work.device)
     kv = layers_of(lambda layer_idx: as_kept(work.rows(layer_idx), engine), shape.num_layers)
     index = indexes_of(work, shape.num_layers, config)
     for context_id in range(work.num_contexts):
@@ -104,7 +105,7 @@ def _hybrid(work: Workload, options: Options, config: IndexConfig, search: Searc
     require_memory(work.num_contexts * shape.num_layers * per_layer, "slot cache and index on the device")
     engine = engine_shape(work, options, config, search)
     far = CachedRows(engine, num_slots, work.device)
-    steps = SearchOnDevice(engine, index_shape(config, shape), far, work.device)
+    steps = SearchOnDevice(engine, _index_shape(config, shape), far, work.device)
     kv, index = host_rows(work, engine), indexes_of(work, shape.num_layers, config)
     for context_id in range(work.num_contexts):
         far.load(context_id, kv)
@@ -133,7 +134,7 @@ def _on_host(
     searcher: StepSearcher = StepSearches(pool)
     if num_workers:
         searcher = forked_searcher(MadeContext(shape, index), num_workers, work.num_contexts)
-    steps = SearchOnHost(engine, index_shape(config, shape), far, searcher, work.device)
+    steps = SearchOnHost(engine, _index_shape(config, shape), far, searcher, work.device)
     for context_id in range(work.num_contexts):
         far.load(context_id, kv)
         steps.load(context_id, kv.layers, index)
@@ -233,6 +234,10 @@ def _step_bytes(work: Workload, options: Options, config: IndexConfig, search: S
     return options.shape.num_layers * sum(least_bytes(work, options, config, search).values())
 
 
+def _index_shape(config: IndexConfig, shape: ModelSpec) -> IndexShape:
+    return index_shape(config, shape.num_q_heads, shape.num_kv_heads, shape.head_dim)
+
+
 def engine_shape(
     work: Workload,
     options: Options,
@@ -244,7 +249,7 @@ def engine_shape(
         num_layers=shape.num_layers,
         num_q_heads=shape.num_q_heads,
         num_kv_heads=shape.num_kv_heads,
-        num_index_heads=num_index_heads(config, shape),
+        num_index_heads=num_index_heads(config, shape.num_q_heads, shape.num_kv_heads),
         head_dim=shape.head_dim,
         dtype=DTYPE,
         softmax_scale=shape.softmax_scale,

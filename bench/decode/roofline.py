@@ -1,7 +1,7 @@
 """The fewest bytes that a step must read, and the best ratio over full attention that they allow."""
 
-from bench.decode.variants import num_index_heads, num_segments
-from csattn.config import IndexConfig, SearchConfig, SketchConfig
+from bench.decode.variants import num_segments
+from csattn.config import IndexConfig, SearchConfig, SketchConfig, num_index_heads
 from csattn.models.spec import ModelSpec
 from csattn.sketch.codes import BLOCK_KEYS, num_blocks, num_coords
 
@@ -31,7 +31,7 @@ def selected_bytes(shape: ModelSpec, context_len: int, keep: float) -> int:
 
 def index_bytes(shape: ModelSpec, config: IndexConfig, context_len: int) -> int:
     """What the index of one layer and one context takes."""
-    heads = num_index_heads(config, shape)
+    heads = num_index_heads(config, shape.num_q_heads, shape.num_kv_heads)
     if isinstance(config, SketchConfig):
         words = config.words(shape.head_dim)
         codes = num_blocks(context_len) * BLOCK_KEYS * sum(words) * 4
@@ -65,7 +65,7 @@ def layer_bytes(
     num_contexts: int,
 ) -> dict[str, int]:
     """What search and attention must read of the device's memory in one layer: of the index, and of rows."""
-    heads = num_index_heads(config, shape)
+    heads = num_index_heads(config, shape.num_q_heads, shape.num_kv_heads)
     apart = search.rest == "sketch" and (search.lookahead or search.search_period > 1)
     passes = 1 / search.search_period + apart  # the rest is asked for by another query, at every step
     # heads that choose for themselves read for themselves

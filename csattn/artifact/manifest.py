@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from csattn.artifact.durable import FileRecord
-from csattn.config import IndexConfig, ListConfig, index_config_from_json
+from csattn.config import IndexConfig, index_config_from_json, num_index_heads
 from csattn.errors import ArtifactCorruptError, ArtifactMismatchError, ConfigError
 
 FORMAT_NAME = "csattn-artifact"
@@ -121,8 +121,7 @@ class ArtifactSpec:
 
     @property
     def num_index_heads(self) -> int:
-        own = isinstance(self.index_config, ListConfig) and not self.index_config.share_group
-        return self.model.num_q_heads if own else self.model.num_kv_heads
+        return num_index_heads(self.index_config, self.model.num_q_heads, self.model.num_kv_heads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

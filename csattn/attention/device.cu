@@ -99,8 +99,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
     const char* tails,       // [num_tails, NUM_KV_HEADS, tail_capacity, 2, HEAD_DIM]
     const int* kv_indices,   // [batch_size, NUM_INDEX_HEADS, max_top_k]
     const int* valid_len,    // [batch_size, NUM_INDEX_HEADS]
-    const int* context_ids,  // [batch_size]
-    const int* tail_ids, const int* tail_lens,
+    const int* context_ids,  // [batch_size]; -1: none, the tail is all there is
+    const int* tail_ids, const int* tail_lens,  // no rows: the step's row is idle
     const int* own_lens,      // [batch_size]: so many rows of the tail, the first, are attended to by who made `other`
     const char* other,        // like out, of rows with such; or null
     const float* other_lse,   // like lse
@@ -153,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
             unit.rest_end = (long long)moments + (max(context, 0) * NUM_KV_HEADS + kv_head + 1) * MOMENTS_BYTES;
             unit.middle_len = context < 0 ? 0 : middle_rows;
             unit.resident_len = context < 0 ? 0 : resident_rows - skipped;
-            unit.tail_len = context < 0 ? 0 : tail_len - skipped_in_tail;
+            unit.tail_len = tail_len - skipped_in_tail;
             unit.set_far_len(context < 0 ? 0 : max_top_k);  // what it is in most steps
         }
         if (ESTIMATE_REST && context >= 0) {

@@ -34,17 +34,16 @@ def attend_step(
 
     And, by an estimate, over the rows that could be selected and are not.
 
-    A selected id >= 0 is a row of `far`, an id <= -2 row -2 - id of `spill`. Returns out, like q, zeros for idle rows
-    and where there is no row to attend to; and lse [batch_size, num_q_heads], as a power of two, without `other`'s.
+    A selected id >= 0 is a row of `far`, an id <= -2 row -2 - id of `spill`. Returns out, like q, zeros where
+    there is no row to attend to; and lse [batch_size, num_q_heads], as a power of two, without `other`'s.
     """
     out, lse = torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf)
     num_q_heads, num_kv_heads = q.shape[1], tails.shape[1]
     num_index_heads = far_rows.valid_len.shape[1]
     for b, context in enumerate(rows.context_ids.tolist()):
-        if context < 0:
-            continue
         own_len = 0 if reach is not None else int(rows.own_lens[b])
-        tail, near = tails[int(rows.tail_ids[b]), :, own_len : int(rows.tail_lens[b])], resident[context]
+        tail = tails[int(rows.tail_ids[b]), :, own_len : int(rows.tail_lens[b])]
+        near = tail[:, :0] if context < 0 else resident[context]
         if reach is not None:
             position = int(rows.positions[b])
             num_seen = position + 1 - reach.first_seen(position)
@@ -52,7 +51,8 @@ def attend_step(
             tail = tail[:, -num_seen:]
         for head in range(num_q_heads):
             index_head, kv_head = head * num_index_heads // num_q_heads, head * num_kv_heads // num_q_heads
-            ids = far_rows.kv_indices[b, index_head, : int(far_rows.valid_len[b, index_head])].long()
+            num_ids = 0 if context < 0 else int(far_rows.valid_len[b, index_head])
+            ids = far_rows.kv_indices[b, index_head, :num_ids].long()
             parts = [far[context][kv_head, ids[ids >= 0]], near[kv_head], tail[kv_head]]
             if spill is not None:
                 parts.append(spill[context][kv_head, -2 - ids[ids <= -2]])
@@ -65,7 +65,7 @@ def attend_step(
                 logit_cap=logit_cap,
             )
             out[b, head] = head_out[0, 0, 0]
-        if moments is not None:
+        if moments is not None and context >= 0:
             of_context, num_rows = moments[context]
             num_chosen, by_row = far_rows.valid_len[b, None].numpy(), q[b, None].float().numpy()
             rest = estimate_rest(by_row, of_context, num_chosen, np.array([num_rows]), softmax_scale)

@@ -86,7 +86,8 @@ class Step:
 
 def change_rows(rows: StepRows, change: Callable[[Tensor], Tensor]) -> StepRows:
     """Rows with each of their tensors changed so."""
-    return StepRows(*(change(getattr(rows, field.name)) for field in fields(rows)))
+    tensors = {field.name: getattr(rows, field.name) for field in fields(rows)}
+    return replace(rows, **{name: change(x) for name, x in tensors.items() if isinstance(x, Tensor)})
 
 
 def make_kv(shape: Shape, num_rows: int) -> Tensor:

@@ -15,7 +15,8 @@ from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE, crossed
 
 CONTEXTS = [(300, 20), (77, 40), (500, 1)]  # context_len and resident_len
-MIXED = [(0, 5, 100), (1, 24, 17), (-1, 0, 0), (2, 1, 64), (0, 0, 1), (1, 3, 0)]  # context, tail_len, top_k
+# context, tail_len, top_k
+MIXED = [(0, 5, 100), (1, 24, 17), (-1, 0, 0), (2, 1, 64), (0, 0, 1), (1, 3, 0), (-1, 20, 0)]
 LONG = Shape(num_q_heads=8, num_kv_heads=2, head_dim=128, dtype=torch.bfloat16, max_top_k=9000)
 LONG_CONTEXTS = [(12000, 40), (3000, 17), (20000, 40)]
 LONG_BATCH = [(0, 24, 9000), (1, 9, 1300), (-1, 0, 0), (2, 0, 4096), (2, 24, 129)]
@@ -69,11 +70,11 @@ def test_rows_within_reach_alone_are_seen(reach: Reach) -> None:
     unseen = [torch.ones(resident, dtype=torch.bool) for _, resident in contexts]
     for b, (context, tail_len, _) in enumerate(MIXED):
         step.rows.tail_lens[b] = tail_len = max(tail_len, 1)
-        if context < 0:
-            continue
-        step.rows.positions[b] = position = lens[context] + tail_len - 1
-        first = reach.first_seen(position) - lens[context]
-        unseen[context][max(0, len(unseen[context]) + first) :] = False
+        context_len = lens[context] if context >= 0 else 0
+        step.rows.positions[b] = position = context_len + tail_len - 1
+        first = reach.first_seen(position) - context_len
+        if context >= 0:
+            unseen[context][max(0, len(unseen[context]) + first) :] = False
         tail = step.tails[step.rows.tail_ids[b]]
         tail[:, :tail_len] = torch.randn(tail[:, :tail_len].shape)
         tail[:, : max(0, first)] = torch.nan

@@ -15,11 +15,12 @@ from csattn.config import SearchConfig
 from csattn.errors import ConfigError
 from csattn.index import LayerIndex
 from csattn.search import reference
-from csattn.search.device import DeviceIndexes, DeviceSearch, ListsShape, compiling, index_shape, to_device
+from csattn.search.device import DeviceIndexes, DeviceSearch, ListsShape, compiling, to_device
 from csattn.search.workspace import empty_selection
 from csattn.selection import Selection
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
+from tests.search.shapes import shape_of
 from tests.search.synthetic import IndexSpec, make_index, make_queries
 
 SCALE = 0.2  # softmax_scale
@@ -42,7 +43,7 @@ def search_on_device(
 ) -> DeviceSelection:
     """One layer; q [batch_size, num_q_heads, head_dim] float32."""
     device = DEVICE
-    shape = index_shape(indexes[0], q.shape[1])
+    shape = shape_of(indexes[0], q.shape[1])
     longest = max(index.context_len for index in indexes)
     loaded = DeviceIndexes(1, len(indexes), config, device)
     for number, index in enumerate(indexes):
@@ -157,7 +158,7 @@ def test_short_queries_are_searched_as_the_numbers_they_are(dtype: torch.dtype) 
     device = DEVICE
     loaded = DeviceIndexes(1, 1, CONFIG, device)
     loaded.load(0, 2000, [to_device(index, device)])
-    shape = index_shape(index, len(q))
+    shape = shape_of(index, len(q))
     arguments: dict[str, Any] = {"batch_size": 1, "max_context_len": 2000, "softmax_scale": SCALE, "device": device}
     out = make_device_selection(1, shape.num_index_heads, CONFIG.top_k(2000), device)
     search = DeviceSearch(shape, query_dtype=dtype, **arguments)

@@ -16,7 +16,6 @@ from csattn.search.device import (
     SketchPass,
     SketchShape,
     compiling,
-    index_shape,
     sketch_pass,
     to_device,
 )
@@ -26,6 +25,7 @@ from csattn.sketch import SketchIndex
 from csattn.sketch.reference import attend_rest, score_group
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
+from tests.search.shapes import shape_of
 from tests.sketch.synthetic import make_heads, make_sketch
 
 SCALE = 0.1  # softmax_scale
@@ -63,7 +63,7 @@ class Searched:
         dtype: torch.dtype = torch.float32,
         top_ks: list[int] | None = None,  # of the rows
     ) -> None:
-        self.shape = index_shape(indexes[0], q.shape[1])
+        self.shape = shape_of(indexes[0], q.shape[1])
         longest = max(index.context_len for index in indexes)
         most_segments = max(index.num_segments for index in indexes)
         loaded = DeviceIndexes(1, len(indexes), config, DEVICE, most_segments)

@@ -50,8 +50,6 @@ class CpuEngine:
     the context's, are its selector's to choose, or join its lists.
     """
 
-    needs_context = False
-
     def __init__(
         self,
         loaded: LoadedModel,  # on the CPU; its weights are read in place

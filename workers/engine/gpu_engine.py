@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from csattn.artifact import Artifact
-from csattn.config import SEGMENT_STEP, ListConfig, SearchConfig, SketchConfig
+from csattn.config import (
+    SEGMENT_STEP,
+    IndexConfig,
+    ListConfig,
+    SearchConfig,
+    SketchConfig,
+    num_index_heads,
+    preset,
+)
 from csattn.cpus import available_cpus
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
@@ -23,11 +31,12 @@ from csattn.search import SearchPool
 from csattn.selection import join_choices
 from csattn.selectors import ContextView, resolve_rest, selector_for
 from csattn.sketch.own import Growth, own_top_k
+from offload.budget import available_memory
 from offload.codecs.formats import KvFormat
-from offload.errors import NoDeviceError
+from offload.errors import MemoryPlanError, NoDeviceError
 from workers.engine.far_rows import CachedRows
 from workers.engine.fidelity import Seen, fidelity
-from workers.engine.memory import Placement, placement_named
+from workers.engine.memory import Placement, placement_named, plan_memory
 from workers.engine.own_on_device import place_sketches, thread_beside
 from workers.engine.own_segments import OwnSegments
 from workers.engine.placed_model import PlacedModel, Progress
@@ -37,7 +46,7 @@ from workers.engine.shape import EngineShape
 from workers.engine.slots import require_free_slot, require_new_context, require_room, require_unused, seen_lens
 from workers.searchers.step_searches import StepSearches
 from workers.serving.messages import Selector
-from workers.serving.step_engine import EngineCounts, Fidelity, Reading, StepResult, StepRow
+from workers.serving.step_engine import NO_CONTEXT, EngineCounts, Fidelity, Reading, StepResult, StepRow
 
 BATCH_SIZES = (1, 8)  # of one request: its steps, and its question eight tokens at a time
 MAX_ROWS = 64  # of a step
@@ -58,13 +67,14 @@ class _Request:
 
 
 class GpuEngine:
-    """A `StepEngine` of one placement. Memory is planned, and steps are captured, when the first context comes.
+    """A `StepEngine` of one placement.
+
+    Memory is planned, and steps are captured, when the first request or context comes; again for a context that does
+    not fit, while there is no other and no request.
 
     All requests select as the engine is set, some of them fewer rows; or all attend to everything. Rows of steps of up
     to 16 have the same bits alone and among others; in larger steps the last bits may differ.
     """
-
-    needs_context = True
 
     def __init__(
         self,
@@ -77,7 +87,8 @@ class GpuEngine:
         tail_capacity: int = TAIL_CAPACITY,
         growth: Growth | None = None,
         num_contexts: int = 1,  # loaded at the same time
-        max_context_len: int | None = None,  # rows of the longest; of the first one unless said
+        max_context_len: int | None = None,  # rows of the longest; by the model and the memory, unless said
+        index_config: IndexConfig | None = None,  # of contexts; as the first one's, or preset default, unless said
         slot_share: float = SLOT_SHARE,
         selector: Selector = "csattn",  # of all requests; or full
         kv_format: KvFormat | None = None,  # of contexts' rows, on the device and in host memory; None: as built
@@ -99,6 +110,7 @@ class GpuEngine:
         self.max_positions, self.num_layers = loaded.geometry.max_positions, len(loaded.geometry.indexed_layers)
         self.tail_capacity = min(tail_capacity, self.max_positions)
         self._num_contexts, self._max_context_len, self._slot_share = num_contexts, max_context_len, slot_share
+        self._index_config = index_config or preset("default")
         self._kv_format, self._growth = kv_format, growth or Growth()
         if self._growth.segment_len % SEGMENT_STEP or self.max_rows > self._growth.least_near:
             raise ConfigError(
@@ -120,12 +132,9 @@ class GpuEngine:
 
     def add_context(self, context_id: int, artifact: Artifact) -> None:
         require_new_context(context_id, self._places, artifact, self.max_positions)
-        if self._placed is None:
-            self._start(artifact)
-            self._places[context_id] = 0
-            return
+        placed = self._planned_for(artifact)
         place = next(i for i in range(self._num_contexts + 1) if i not in self._places.values())
-        self._placed.add_context(place, artifact)
+        placed.add_context(place, artifact)
         self._places[context_id] = place
 
     def remove_context(self, context_id: int) -> None:
@@ -138,7 +147,7 @@ class GpuEngine:
         """Nothing: all that requests need of a context is there once it is loaded."""
 
     def open(self, slot: int, context_id: int, config: SearchConfig, selector: Selector) -> None:
-        self._place(context_id)
+        place = self._place(context_id)
         require_free_slot(slot, self.num_slots, self._requests)
         if selector != self.selector:
             raise ConfigError(
@@ -150,15 +159,17 @@ class GpuEngine:
                 f"keep is {config.keep} and lookahead {config.lookahead}, but steps on a GPU are captured with up to "
                 f"{self.config.keep} and {self.config.lookahead}; ask for no more, and leave the others out"
             )
-        if selector != "full" and self._ready().shape.attends_all and config.keep < 1:
+        if self._placed is None:
+            self._placed = self._start(None)
+        if selector != "full" and self._placed.shape.attends_all and config.keep < 1:
             raise ConfigError(
                 f"keep is {config.keep}, but over lists this GPU was set to keep all rows, which is full attention; "
                 "leave it out, or start another engine"
             )
         self._copied().join()  # rows of the slot's last request may still be read
         if (local := self._ready().local) is not None:
-            local.begin_request(slot, self._places[context_id])
-        self._requests[slot] = _Request(context_id, config, self._own_segments(slot, config))
+            local.begin_request(slot, place)
+        self._requests[slot] = _Request(context_id, config, self._own_segments(slot, context_id, config))
 
     def write_rows(self, slot: int, rows: Tensor) -> None:
         request = self._request(slot)
@@ -203,7 +214,7 @@ class GpuEngine:
         requests = [self._requests[row.slot] for row in rows]
         context_lens = [self._context_len(request.context_id) for request in requests]
         positions = [context_len + length - 1 for context_len, length in zip(context_lens, lens, strict=True)]
-        places, slots = [self._places[request.context_id] for request in requests], [row.slot for row in rows]
+        places, slots = [self._place(request.context_id) for request in requests], [row.slot for row in rows]
         top_ks = [request.config.top_k(n) for request, n in zip(requests, context_lens, strict=True)]
         own_lens = [self._segments_in_use(slot) * self._growth.segment_len for slot in slots]
         runner.fill(batch_size, [row.token_id for row in rows], positions, places, slots, lens, top_ks, own_lens)
@@ -267,27 +278,54 @@ class GpuEngine:
     ) -> None:
         self.close()
 
-    def _start(self, artifact: Artifact) -> None:
-        shape = self._shape_for(artifact)
-        self._placed = PlacedModel(
+    def _planned_for(self, artifact: Artifact) -> PlacedModel:
+        """What the context fits; planned again where it is for others, and nobody uses it."""
+        placed = self._placed
+        if placed is not None and not placed.has_room_for(artifact) and self._max_context_len is None:
+            if self._places or self._requests:
+                raise MemoryPlanError(
+                    f"the context has {artifact.spec.context_len:,} rows, memory is planned for contexts up to "
+                    f"{placed.shape.max_context_len:,} while others are in use; set engine.max_context_len"
+                )
+            placed.close()
+            self._placed = self._copies = placed = None
+        if placed is None:
+            placed = self._placed = self._start(artifact)
+        return placed
+
+    def _start(self, first: Artifact | None) -> PlacedModel:
+        index_config = self._index_config if first is None else first.spec.index_config
+        longest = self._max_context_len or self._longest(index_config, 0 if first is None else first.spec.context_len)
+        return PlacedModel(
             self.loaded,
-            artifact,
-            shape,
+            index_config,
+            self._shape_for(index_config, longest),
             self.placement,
             device=self._device,
-            num_slots=max(1, int(self._slot_share * shape.max_context_len)),
+            num_slots=self._slots_of(longest),
             searcher=self._searcher,
             on_progress=self._on_progress,
+            first=first,
         )
 
-    def _shape_for(self, artifact: Artifact) -> EngineShape:
-        geometry, index_config, spec = (
-            self.loaded.geometry,
-            artifact.spec.index_config,
-            describe(self.loaded.model.config),
-        )
+    def _slots_of(self, max_context_len: int) -> int:
+        return max(1, int(self._slot_share * max_context_len))
+
+    def _longest(self, index_config: IndexConfig, needed: int) -> int:
+        """As many rows as the model has positions, halved until what grows with them takes a quarter of memory."""
+
+        def planned_bytes(longest: int) -> int:
+            shape = self._shape_for(index_config, longest)
+            return plan_memory(self.loaded, index_config, shape, self.placement, self._slots_of(longest)).device_bytes
+
+        longest, room = self.max_positions, available_memory(self._device).device_bytes // 4
+        while longest > max(needed, 1) and planned_bytes(longest) > planned_bytes(1) + room:
+            longest //= 2
+        return max(longest, needed)
+
+    def _shape_for(self, index_config: IndexConfig, longest: int) -> EngineShape:
+        geometry, spec = self.loaded.geometry, describe(self.loaded.model.config)
         attention = spec.layers[spec.indexed_layers[0]].attention
-        longest = self._max_context_len or artifact.spec.context_len
         selector = self.selector
         if isinstance(index_config, ListConfig):  # which name not all keys; by a sketch all can be chosen, or fewer
             selector = selector_for(selector, ContextView(longest, spec.softmax_scale, self.config))
@@ -296,7 +334,9 @@ class GpuEngine:
             num_layers=self.num_layers,
             num_q_heads=geometry.num_q_heads,
             num_kv_heads=geometry.num_kv_heads,
-            num_index_heads=geometry.num_kv_heads if full else artifact.spec.num_index_heads,
+            num_index_heads=geometry.num_kv_heads
+            if full
+            else num_index_heads(index_config, geometry.num_q_heads, geometry.num_kv_heads),
             head_dim=geometry.head_dim,
             dtype=self.loaded.dtype,
             softmax_scale=spec.softmax_scale,
@@ -317,10 +357,13 @@ class GpuEngine:
             max_segments=len(index_config.segment_starts(longest)) if isinstance(index_config, SketchConfig) else 0,
         )
 
-    def _fidelity(self, slot: int, layer_idx: int, tail_len: int) -> Fidelity:
+    def _fidelity(self, slot: int, layer_idx: int, tail_len: int) -> Fidelity | None:
+        """None without a context."""
+        if self._requests[slot].context_id == NO_CONTEXT:
+            return None
         placed = self._ready()
         request = self._requests[slot]
-        artifact = placed.artifacts[self._places[request.context_id]]
+        artifact = placed.artifacts[self._place(request.context_id)]
         shape = placed.shape
         view = ContextView(artifact.spec.context_len, shape.softmax_scale, request.config, shape.logit_cap)
         q, (chosen, *of_own) = placed.watch.seen()
@@ -333,14 +376,13 @@ class GpuEngine:
             Seen(layer_idx, view, q, tail, own_len, view.middle if placed.shape.attends_all else chosen), kv
         )
 
-    def _own_segments(self, slot: int, config: SearchConfig) -> OwnSegments | None:
+    def _own_segments(self, slot: int, context_id: int, config: SearchConfig) -> OwnSegments | None:
         placed = self._ready()
-        if placed.own is None:
+        if placed.own is None or context_id == NO_CONTEXT:
             return None
-        of_context = next(iter(placed.artifacts.values())).spec.index_config  # which is that of all
-        assert isinstance(of_context, SketchConfig)
+        assert isinstance(placed.index_config, SketchConfig)
         tails, place = placed.attention.tails[:, slot], partial(place_sketches, device=placed.device)
-        return OwnSegments(tails, config, of_context, self._growth, self._beside, place)
+        return OwnSegments(tails, config, placed.index_config, self._growth, self._beside, place)
 
     def _segments(self, slot: int, tail_len: int) -> int:
         own = self._requests[slot].own
@@ -387,14 +429,19 @@ class GpuEngine:
         return self._copies
 
     def _context_len(self, context_id: int) -> int:
-        return int(self._ready().artifacts[self._places[context_id]].spec.context_len)
+        if context_id == NO_CONTEXT:
+            return 0
+        return int(self._ready().artifacts[self._place(context_id)].spec.context_len)
 
     def _ready(self) -> PlacedModel:
         if self._placed is None:
-            raise ConfigError("no context is loaded yet; load one first")
+            raise ConfigError("no context is loaded and no request open yet; begin with one of them")
         return self._placed
 
     def _place(self, context_id: int) -> int:
+        """Among the placed contexts; -1 of none."""
+        if context_id == NO_CONTEXT:
+            return -1
         if context_id not in self._places:
             raise ConfigError(f"there is no context {context_id}; load it first")
         return self._places[context_id]

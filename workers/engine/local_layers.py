@@ -66,11 +66,11 @@ class LocalLayers:
             place.load(context_id, rows)
 
     def begin_request(self, tail_id: int, context_id: int) -> None:
-        """Its states begin as the context has left them. No step may be in flight."""
+        """Its states begin as the context has left them; -1: with zeros. No step may be in flight."""
         states = [state for state in self.states if state is not None]
         for state, (conv, memory) in zip(states, self._begun, strict=True):
-            state.conv[tail_id].copy_(conv[context_id])
-            state.memory[tail_id].copy_(memory[context_id])
+            state.conv[tail_id] = conv[context_id] if context_id >= 0 else 0.0
+            state.memory[tail_id] = memory[context_id] if context_id >= 0 else 0.0
 
     def begin_step(self, rows: StepRows) -> None:
         self.inner.begin_step(rows)

@@ -3,7 +3,7 @@
 from typing import Literal, get_args
 
 from csattn.artifact import Artifact
-from csattn.config import SketchConfig
+from csattn.config import IndexConfig, SketchConfig
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
 from csattn.sketch.codes import num_coords
@@ -29,42 +29,37 @@ def placement_named(name: str) -> Placement:
 
 def plan_memory(
     loaded: LoadedModel,
-    artifact: Artifact,  # of the first context
+    index_config: IndexConfig,
     shape: EngineShape,
     placement: Placement,
     num_slots: int,  # of the slot cache, where the placement has one
+    first: Artifact | None = None,  # a context that is to be loaded
 ) -> MemoryPlan:
     """The parts of an engine, each with its bytes."""
     weights = sum(parameter.numel() * parameter.element_size() for parameter in loaded.model.parameters())
-    kv_bytes = shape.kv_bytes(artifact.spec.context_len)
     working = search_bytes(shape) if index_is_on_device(shape, placement) else 0
     kept = 0 if shape.attends_all else schedule_bytes(shape)
     parts = [
         MemoryPart(name="the model's weights", device_bytes=weights if loaded.device.type == "cpu" else 0),
         MemoryPart(name="the requests' own KV", device_bytes=shape.tails_bytes),
-        MemoryPart(name="the codes of the requests' own KV", device_bytes=_own_bytes(shape, artifact)),
+        MemoryPart(name="the codes of the requests' own KV", device_bytes=_own_bytes(shape, index_config)),
         MemoryPart(name="the resident rows", device_bytes=shape.resident_bytes),
         MemoryPart(name="the layers without an index", device_bytes=shape.local_bytes),
         MemoryPart(name="the moments of the rows between", device_bytes=shape.moments_bytes),
         MemoryPart(name="the choices that later tokens read", device_bytes=kept),
         MemoryPart(name="kernels and their workspace", device_bytes=KERNELS_BYTES + working),
     ]
-    if index_is_on_device(shape, placement):
-        parts.append(MemoryPart(name="the index", device_bytes=artifact.index_bytes))
-    if placement == "device":
-        parts.append(MemoryPart(name="the context's KV", device_bytes=kv_bytes))
-    else:
-        parts.append(MemoryPart(name="the context's KV", pinned_bytes=kv_bytes))
-        if shape.attends_all:
-            parts.append(MemoryPart(name="the layers that are streamed", device_bytes=streamed_bytes(shape)))
-        else:
-            parts.append(MemoryPart(name="the slot cache", device_bytes=cache_bytes(shape, num_slots)))
+    if placement != "device" and shape.attends_all:
+        parts.append(MemoryPart(name="the layers that are streamed", device_bytes=streamed_bytes(shape)))
+    elif placement != "device":
+        parts.append(MemoryPart(name="the slot cache", device_bytes=cache_bytes(shape, num_slots)))
+    if first is not None:
+        parts += plan_context(shape, first, placement).parts
     return MemoryPlan(tuple(parts), shape.max_context_len)
 
 
-def _own_bytes(shape: EngineShape, artifact: Artifact) -> int:
+def _own_bytes(shape: EngineShape, config: IndexConfig) -> int:
     """Of their segments' sketches, and of what searches them."""
-    config = artifact.spec.index_config
     if not shape.max_own_segments or not isinstance(config, SketchConfig):
         return 0
     words = config.words(shape.head_dim)

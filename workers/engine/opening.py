@@ -53,7 +53,7 @@ def open_engine(
             kv_format=kv_format,
             num_slots=num_slots or 4,
             tail_capacity=tail_capacity or TAIL_CAPACITY,
-            **options,
+            **{"max_context_len": artifact.spec.context_len, **options},
         )
     try:
         engine.add_context(0, artifact)

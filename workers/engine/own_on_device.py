@@ -49,8 +49,7 @@ class OwnOnDevice:
 
     def begin_step(self, rows: StepRows) -> None:
         own = self._rows[rows.batch_size]
-        in_use = (rows.own_lens > 0) & (rows.context_ids >= 0)
-        own.context_ids.copy_(torch.where(in_use, rows.tail_ids, -1))
+        own.context_ids.copy_(torch.where(rows.own_lens > 0, rows.tail_ids, -1))
 
     def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None:
         self._search.look_ahead(layer_idx, q, self._rows[rows.batch_size])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from csattn.artifact import Artifact
+from csattn.config import IndexConfig
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
 from csattn.models.families import describe
@@ -40,7 +41,7 @@ class PlacedModel:
     def __init__(
         self,
         loaded: LoadedModel,
-        first: Artifact,  # becomes context 0; open until it is removed
+        index_config: IndexConfig,  # of all contexts
         shape: EngineShape,
         placement: Placement,
         *,
@@ -48,27 +49,28 @@ class PlacedModel:
         num_slots: int,  # per layer, context and KV head: rows kept on the device where the KV is on the host
         searcher: StepSearcher | None,  # in placement `host`
         on_progress: Progress,
+        first: Artifact | None = None,  # a context that will be added: planned with the rest
     ) -> None:
         self.loaded, self.shape, self.placement, self.device = loaded, shape, placement, device
-        self._require_fit(first)
+        self.index_config = index_config
+        if first is not None:
+            self._require_fit(first)
         self._num_slots = num_slots
-        self.plan = plan_memory(loaded, first, shape, placement, num_slots)
+        self.plan = plan_memory(loaded, index_config, shape, placement, num_slots, first)
         self.plan.require(available_memory(device))
         self._on_progress = on_progress
         self.artifacts: dict[int, Artifact] = {}
         self._pinned: dict[int, PinnedRows] = {}
         self._searcher = searcher
-        self._index_config = first.spec.index_config
         self._spec = describe(loaded.model.config)
         sinks = sinks_of(loaded.model, device)
         self.own: OwnOnDevice | None = None  # where requests grow
-        self.far, self.attention = self._place(first, None if sinks is None else sinks[list(self._spec.indexed_layers)])
+        self.far, self.attention = self._place(None if sinks is None else sinks[list(self._spec.indexed_layers)])
         self.watch = Watch(self.attention)
         self.local: LocalLayers | None = None
         if len(self._spec.indexed_layers) < self._spec.num_layers:
             self.local = LocalLayers(shape, self._spec, self.watch, sinks, device)
         self._next_query = _room_for_next_query(shape, device) if self.attention.lookahead else None
-        self._load(0, first)
         weights = take_weights(loaded.model, device)
         self.runner = ModelRunner(
             weights, self.local or self.watch, shape.batch_sizes, self._next_query, grows=self.own is not None
@@ -86,7 +88,7 @@ class PlacedModel:
             self.attention.close()
 
     def add_context(self, context_id: int, artifact: Artifact) -> None:
-        """Load one more, between steps. Raises MemoryPlanError where there is no room for it."""
+        """Load one, between steps; it is open until it is removed. Raises MemoryPlanError where there is no room."""
         if not 0 <= context_id < self.shape.num_contexts:
             raise MemoryPlanError(
                 f"there is room for {self.shape.num_contexts} contexts at the same time; remove one, or start the "
@@ -94,10 +96,13 @@ class PlacedModel:
             )
         assert context_id not in self.artifacts, f"there is a context {context_id} already"
         self._require_fit(artifact)
-        if artifact.spec.index_config != self._index_config:
-            raise ConfigError("the artifacts have different index configurations; start an engine for each")
         plan_context(self.shape, artifact, self.placement).require(available_memory(self.device))
         self._load(context_id, artifact)
+
+    def has_room_for(self, artifact: Artifact) -> bool:
+        """Whether it was planned for such contexts."""
+        fits = artifact.spec.context_len <= self.shape.max_context_len
+        return fits and artifact.spec.index_config == self.index_config
 
     def remove_context(self, context_id: int) -> None:
         """Forget a context, between steps."""
@@ -119,20 +124,21 @@ class PlacedModel:
     def _require_fit(self, artifact: Artifact) -> None:
         artifact.require_model(self.loaded.fingerprint)
         artifact.require_tokenizer(self.loaded.tokenizer_hash)
+        if artifact.spec.index_config != self.index_config:
+            raise ConfigError("the artifacts have different index configurations; start an engine for each")
         if artifact.spec.context_len > self.shape.max_context_len:
             raise ConfigError(
                 f"the context has {artifact.spec.context_len:,} rows, the engine was planned for "
                 f"{self.shape.max_context_len:,}; start it with a larger max_context_len"
             )
 
-    def _place(
-        self, first: Artifact, sinks: Tensor | None
-    ) -> tuple[_FarRows, SearchOnDevice | SearchOnHost | AttendAll]:
+    def _place(self, sinks: Tensor | None) -> tuple[_FarRows, SearchOnDevice | SearchOnHost | AttendAll]:
         shape, device = self.shape, self.device
         if shape.attends_all:
             rows = DeviceRows(shape, device) if self.placement == "device" else StreamedRows(shape, device)
             return rows, AttendAll(shape, rows, device, sinks)
-        index, tails = index_shape(first.indexes()[0], shape.num_q_heads), shape.make_tails(device)
+        index = index_shape(self.index_config, shape.num_q_heads, shape.num_kv_heads, shape.head_dim)
+        tails = shape.make_tails(device)
         if shape.max_own_segments:
             assert isinstance(index, SketchShape)
             self.own = OwnOnDevice(shape, index, tails, device)

@@ -145,7 +145,7 @@ class TorchOps:
             own_q, k = _head_norm(own_q, norms.q, eps), _head_norm(k, norms.k, eps)
         q.copy_(_rotated_q(own_q, rotation))
         kv = torch.stack([_rotated(k, rotation), v], dim=2).to(tail.dtype)
-        active = rows.context_ids >= 0
+        active = rows.tail_lens > 0
         tail[rows.tail_ids[active].long(), :, rows.tail_lens[active].long() - 1] = kv[active]
 
     def gate(self, x: Tensor, gates: Tensor) -> None:
@@ -163,7 +163,7 @@ class TorchOps:
         out: Tensor,
     ) -> None:
         versions, kept = state.conv.shape[1], dict[int, tuple[Tensor, Tensor]]()
-        for row in (rows.context_ids >= 0).nonzero()[:, 0].tolist():
+        for row in (rows.tail_lens > 0).nonzero()[:, 0].tolist():
             tail = int(rows.tail_ids[row])
             version = int(state.turn[tail])
             conv, memory = kept.get(tail) or (state.conv[tail, version], state.memory[tail, version])
@@ -213,7 +213,7 @@ class TorchOps:
         next_ids.copy_(torch.where(largest < torch.inf, token_ids, -1))
 
     def advance(self, rows: StepRows, next_ids: Tensor) -> None:
-        active = rows.context_ids >= 0
+        active = rows.tail_lens > 0
         rows.token_ids.copy_(next_ids.clamp(min=0))
         rows.positions.add_(active)
         rows.tail_lens.add_(active)

@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from csattn.config import preset
 from csattn.cpus import available_cpus
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel, load_model
@@ -63,6 +64,7 @@ def make_engine(settings: Settings, loaded: LoadedModel, searcher: WorkerSearche
             tail_capacity=engine.tail_capacity or TAIL_CAPACITY,
             num_contexts=engine.num_contexts,
             max_context_len=engine.max_context_len,
+            index_config=preset(settings.build.preset),
             slot_share=engine.slot_share,
             selector=engine.selector,
             kv_format=engine.kv_format,

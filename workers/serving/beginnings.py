@@ -13,7 +13,7 @@ from csattn.models import LoadedModel
 from workers.serving.contexts import Contexts
 from workers.serving.kept_rows import OwnRows, is_keepable, open_kept_rows, row_identity
 from workers.serving.messages import Ask, ContextNotReadyError, Selector
-from workers.serving.own_contexts import Found, OwnContexts, cut_of, require_context
+from workers.serving.own_contexts import Found, OwnContexts, cut_of
 from workers.serving.prompts import prompt_ids, require_embedded, room_for, whole_ids
 from workers.serving.residency import Residency, Resident
 from workers.serving.step_engine import StepEngine
@@ -115,10 +115,9 @@ class Beginnings:
             num_kept = 0 if identity is None else await self._beside(self.kept.num_kept, identity, own)
             is_much = len(own) - num_kept > self._settings.kept.context_tokens
             is_much = is_much or len(own) > engine.tail_capacity - answer
-            is_much = is_much or (engine.needs_context and found.path is None)
             if is_much and cut_of(len(whole)) > found.num_tokens:
                 return await self._own_contexts.make(whole, ask.cache_salt)
-        return require_context(found, len(whole)) if engine.needs_context else found
+        return found
 
     async def _whole_ids(self, ask: Ask) -> list[int]:
         ids = await self._beside(whole_ids, self._loaded.tokenizer, ask)

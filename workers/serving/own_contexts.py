@@ -29,7 +29,7 @@ from csattn.errors import ArtifactError, CsattnError
 from csattn.models import LoadedModel
 from workers.serving.context_build import build_context
 from workers.serving.kept_rows import DIRECTORY
-from workers.serving.messages import BadRequestError, ContextNotReadyError
+from workers.serving.messages import ContextNotReadyError
 from workers.serving.residency import Residency
 from workers.settings import Settings
 
@@ -194,17 +194,6 @@ class OwnContexts:
 def cut_of(num_tokens: int) -> int:
     """How many tokens of so long a prompt become a context."""
     return max(0, num_tokens - LEFT_OUT) // STEP * STEP
-
-
-def require_context(found: Found, num_tokens: int) -> Found:
-    """Refuse a prompt too short to bring a context, where there has to be one."""
-    if found.path is None:
-        raise BadRequestError(
-            f"the prompt has {num_tokens} tokens and begins with no context that is kept, and on a GPU there has to be "
-            f"one; name a context, or send a prompt of {LEFT_OUT + STEP} tokens or more, which brings its own",
-            "model",
-        )
-    return found
 
 
 def _names(directory: Path) -> list[str]:

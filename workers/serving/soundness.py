@@ -41,9 +41,6 @@ class Soundness:
             self._set_fault(error, now)
 
     def _probe(self, now: float, slot: int) -> None:
-        if not self.contexts and self._engine.needs_context:
-            self.fault = None  # nothing to decode from, so nothing says that it would not
-            return
         try:
             self._engine.open(slot, self._prepared_context(), self._config, self._selector)
             try:

@@ -73,7 +73,6 @@ class StepEngine(Protocol):
     tail_capacity: int  # rows of one request's own, question and answer
     max_positions: int
     num_layers: int
-    needs_context: bool  # whether there are no requests with NO_CONTEXT
 
     def add_context(self, context_id: int, artifact: Artifact) -> None:
         """Load; the artifact stays open until `remove_context`. Raises a sentence where it does not fit."""

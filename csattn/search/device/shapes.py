@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
+from csattn.config import IndexConfig, SketchConfig, num_index_heads
 from csattn.errors import ConfigError
-from csattn.index import LayerIndex
-from csattn.sketch import SketchIndex
 from csattn.sketch.codes import num_coords
 
 MAX_SUBSPACE_DIM = 32  # a centroid lies in a thread's registers
@@ -59,22 +58,16 @@ class SketchShape:
 IndexShape = ListsShape | SketchShape
 
 
-def index_shape(index: LayerIndex | SketchIndex, num_q_heads: int) -> IndexShape:
-    """The shape of a layer's index."""
-    group_size = num_q_heads // index.num_heads
-    if isinstance(index, SketchIndex):
-        return SketchShape(
-            num_index_heads=index.num_heads,
-            group_size=group_size,
-            head_dim=index.head_dim,
-            num_fine=index.num_fine,
-            num_coarse=index.num_coarse,
-        )
+def index_shape(config: IndexConfig, num_q_heads: int, num_kv_heads: int, head_dim: int) -> IndexShape:
+    """The shape of a layer's index that is built so."""
+    heads = num_index_heads(config, num_q_heads, num_kv_heads)
+    sizes = {"num_index_heads": heads, "group_size": num_q_heads // heads, "head_dim": head_dim}
+    if isinstance(config, SketchConfig):
+        num_fine, num_coarse = config.words(head_dim)
+        return SketchShape(**sizes, num_fine=num_fine, num_coarse=num_coarse)
     return ListsShape(
-        num_index_heads=index.num_heads,
-        group_size=group_size,
-        head_dim=int(index.key_mean.shape[1]),
-        num_subspaces=index.num_subspaces,
-        num_centroids=index.num_centroids,
-        weigh_by_norm=index.weigh_by_norm,
+        **sizes,
+        num_subspaces=config.num_subspaces,
+        num_centroids=config.num_centroids,
+        weigh_by_norm=config.weigh_by_norm,
     )

@@ -22,7 +22,8 @@ def emulate(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(placed_model, "PinnedRows", no_lock)
     monkeypatch.setattr(gpu_engine, "require_device", ignore)
     plenty = AvailableMemory(device_bytes=1 << 40, host_bytes=1 << 40)
-    monkeypatch.setattr(placed_model, "available_memory", lambda device: plenty)
+    for module in (placed_model, gpu_engine):
+        monkeypatch.setattr(module, "available_memory", lambda device: plenty)
 
 
 def ignore(*_: object, **__: object) -> None:

@@ -11,6 +11,7 @@ from offload.codecs.codec import KvCodec
 from offload.codecs.formats import KvFormat
 from offload.host_memory import copy_rows
 from offload.pinned import PinnedRows
+from tests.attention.device_steps import change_rows
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
 from workers.engine import DeviceRows, EngineShape
@@ -101,7 +102,7 @@ def test_every_row_of_a_context_is_attended_to(text: str | None, streamed: bool)
     for context_ids in ([2, 0, -1, 2, 1], [1, 1, -1, -1, 0], [-1] * 5):
         rows, q = make_rows(context_ids), torch.randn(5, shape.num_q_heads, shape.head_dim)
         nothing = make_device_selection(5, shape.num_kv_heads, 1, torch.device("cpu"))
-        on_cpu = StepRows(*(getattr(rows, name).cpu() for name in StepRows.__dataclass_fields__))
+        on_cpu = change_rows(rows, torch.Tensor.cpu)
         for layer_idx, got in enumerate(take_step(steps, rows, q.to(DEVICE))):
             resident = [layers[layer_idx] for layers in contexts]
             tails = steps.tails[layer_idx].cpu()

@@ -15,6 +15,7 @@ from csattn.artifact import Artifact, open_artifact
 from csattn.config import SearchConfig, preset
 from csattn.errors import ConfigError, ContextError
 from index_build.pipeline import build_artifact
+from offload.budget import AvailableMemory
 from offload.codecs.formats import KvFormat
 from offload.errors import CodecError, MemoryPlanError, PinningError
 from offload.pinned import PinnedRows
@@ -23,14 +24,14 @@ from tests.cuda_on_cpu.emulated import DEVICE
 from tests.tiny import loaded, token_ids
 from tests.workers.engine.emulated_engine import emulate, ignore
 from tests.workers.engine.talks import next_ids_beside_nan
-from workers.engine import PLACEMENTS, placed_model
+from workers.engine import PLACEMENTS, gpu_engine, placed_model
 from workers.engine.cpu_engine import CpuEngine
 from workers.engine.gpu_engine import GpuEngine
 from workers.engine.memory import plan_context, plan_memory
 from workers.engine.on_device import SearchOnDevice
 from workers.searchers.worker_searcher import WorkerSearcher
 from workers.serving.messages import Selector
-from workers.serving.step_engine import StepEngine, StepRow
+from workers.serving.step_engine import NO_CONTEXT, StepEngine, StepRow
 from workers.session import csattn_session
 
 CONTEXT_LENS = (300, 340)
@@ -225,8 +226,8 @@ def test_memory_is_planned_for_rows_as_they_are_kept(artifacts, codec, row_bytes
     plans = {}
     for placement, selector in (("device", "csattn"), ("hybrid", "csattn"), ("hybrid", "full"), ("device", "full")):
         with make_engine(placement, selector=selector, kv_format=form) as ready:
-            shape = ready._shape_for(artifacts[0])
-            plan = plan_memory(loaded(), artifacts[0], shape, placement, 60)
+            shape = ready._shape_for(preset("default"), 400)
+            plan = plan_memory(loaded(), preset("default"), shape, placement, 60, artifacts[0])
             more = plan_context(shape, artifacts[0], placement)
             plans[placement, selector] = {part.name: part.device_bytes + part.pinned_bytes for part in plan.parts}
             in_host = rows * row_bytes * (placement == "hybrid")
@@ -270,6 +271,43 @@ def test_what_an_engine_cannot_do_is_a_sentence(artifacts) -> None:
             ready.add_context(1, artifacts[1])
     finally:
         ready.close()
+
+
+@pytest.mark.parametrize("selector", ["csattn", "full"])
+@pytest.mark.parametrize(
+    "placement", [pytest.param(name, marks=[] if name == "hybrid" else pytest.mark.gpu) for name in PLACEMENTS]
+)
+def test_requests_without_a_context_answer_as_on_the_cpu(artifacts, placement, selector) -> None:
+    """Before one is loaded, and beside one in the same steps."""
+    with CpuEngine(loaded(), num_threads=2) as on_cpu:
+        on_cpu.add_context(7, artifacts[0])
+        asked = [(NO_CONTEXT, QUESTIONS[0]), (7, QUESTIONS[1])]
+        want = [answer(on_cpu, 0, context_id, question, selector) for context_id, question in asked]
+    with make_engine(placement, selector=selector) as ready:
+        assert answer(ready, 1, NO_CONTEXT, QUESTIONS[0], selector) == want[0]
+        ready.add_context(7, artifacts[0])
+        assert run_together(ready, [(0, NO_CONTEXT), (1, 7)], selector) == want
+
+
+def test_memory_is_planned_again_for_a_longer_context_that_is_alone(artifacts, monkeypatch) -> None:
+    monkeypatch.setattr(gpu_engine, "available_memory", lambda device: AvailableMemory(device_bytes=0, host_bytes=0))
+    with make_engine("hybrid", max_context_len=None) as ready:
+        ready.add_context(0, artifacts[0])
+        ready.open(0, 0, CONFIG, "csattn")
+        with pytest.raises(
+            MemoryPlanError, match="340 rows, memory is planned for contexts up to 300 while"
+        ):
+            ready.add_context(1, artifacts[1])
+        ready.close_slot(0)
+        with pytest.raises(MemoryPlanError, match="others are in use"):
+            ready.add_context(1, artifacts[1])
+        ready.remove_context(0)
+        ready.add_context(1, artifacts[1])
+        got = answer(ready, 0, 1, QUESTIONS[1])
+        ready.add_context(0, artifacts[0])  # a shorter one has room
+    with CpuEngine(loaded(), num_threads=2) as on_cpu:
+        on_cpu.add_context(1, artifacts[1])
+        assert got == answer(on_cpu, 0, 1, QUESTIONS[1])
 
 
 def test_a_row_of_nan_has_no_next_token(artifacts: list[Artifact]) -> None:

@@ -10,11 +10,12 @@ from csattn.attention import device as attention
 from csattn.batch import StepRows, make_step_rows
 from csattn.config import SearchConfig, preset
 from csattn.search import SearchPool
-from csattn.search.device import compiling, index_shape
+from csattn.search.device import compiling
 from index_build.pipeline import build_artifact
 from offload import gather, slot_cache, step_mail
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
+from tests.search.shapes import shape_of
 from tests.tiny import loaded, token_ids
 from tests.workers.engine.test_placements import CONTEXT_LEN, cached_rows, context_kv, make_shape
 from workers.engine import SearchOnHost
@@ -41,7 +42,7 @@ def make_steps(artifact: Artifact, searcher: StepSearcher) -> SearchOnHost:
     kv = context_kv(artifact, shape)
     indexes = [artifact.layer_index(layer_idx) for layer_idx in range(shape.num_layers)]
     far = cached_rows(shape, kv, 60)
-    made = SearchOnHost(shape, index_shape(indexes[0], shape.num_q_heads), far, searcher, DEVICE)
+    made = SearchOnHost(shape, shape_of(indexes[0], shape.num_q_heads), far, searcher, DEVICE)
     searcher.load(0, artifact)
     made.load(0, kv, indexes)
     # idle rows first, as a runner does: a kernel that is loaded while another waits for a choice would wait for that

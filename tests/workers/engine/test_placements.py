@@ -15,7 +15,7 @@ from csattn.config import SearchConfig, preset
 from csattn.rest import moments_of
 from csattn.rest.device import moment_table
 from csattn.search import SearchPool
-from csattn.search.device import compiling, index_shape, to_device
+from csattn.search.device import compiling, to_device
 from csattn.selectors import resolve_rest
 from index_build.pipeline import build_artifact
 from offload import gather, slot_cache, step_mail
@@ -25,6 +25,7 @@ from offload.host_memory import copy_rows
 from offload.pinned import PinnedRows
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
+from tests.search.shapes import shape_of
 from tests.tiny import loaded, token_ids
 from tests.workers.engine.definition import defined_logits
 from tests.workers.searchers.searching import Threads
@@ -119,7 +120,7 @@ def make_attention(
         rows.load(0, kv)
     else:
         rows = cached_rows(shape, kv, num_slots)
-    made = SearchOnDevice(shape, index_shape(artifact.layer_index(0), shape.num_q_heads), rows, DEVICE)
+    made = SearchOnDevice(shape, shape_of(artifact.layer_index(0), shape.num_q_heads), rows, DEVICE)
     indexes = [to_device(artifact.layer_index(layer_idx), DEVICE) for layer_idx in range(shape.num_layers)]
     made.load(0, kv, indexes, built_kv(artifact))
     return made
@@ -131,7 +132,7 @@ def make_host_attention(
     shape = make_shape(config, **others)
     kv = context_kv(artifact, shape)
     indexes = [artifact.layer_index(layer_idx) for layer_idx in range(shape.num_layers)]
-    sizes = index_shape(indexes[0], shape.num_q_heads)
+    sizes = shape_of(indexes[0], shape.num_q_heads)
     made = SearchOnHost(shape, sizes, cached_rows(shape, kv, 60), searcher, DEVICE)
     searcher.load(0, artifact)
     made.load(0, kv, indexes, built_kv(artifact))

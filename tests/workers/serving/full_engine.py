@@ -29,8 +29,6 @@ class FullEngine:
     The selector `window` attends to sinks and windows alone; all others to everything.
     """
 
-    needs_context = False
-
     def __init__(self, loaded: LoadedModel, max_rows: int = 16, num_slots: int = 16, tail_capacity: int = 256) -> None:
         self.max_rows, self.num_slots, self.tail_capacity = max_rows, num_slots, tail_capacity
         geometry = loaded.geometry

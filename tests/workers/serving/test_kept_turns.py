@@ -23,7 +23,6 @@ from workers.serving.kept_rows import BLOCK_ROWS, DIRECTORY
 from workers.serving.local import LocalBackend
 from workers.serving.messages import (
     Ask,
-    BadRequestError,
     ContextNotReadyError,
     ContextTooLongError,
     Done,
@@ -367,11 +366,3 @@ def files_bytes(store: Path, asked: Ask) -> int:
     """Of a block, with its label."""
     answers(store, asked)
     return max(path.stat().st_size for path in files_of(store))
-
-
-def test_an_engine_that_needs_a_context_gets_one_or_says_so(tmp_path, builds, monkeypatch) -> None:
-    monkeypatch.setattr(CpuEngine, "needs_context", True)
-    with pytest.raises(BadRequestError, match="send a prompt of 512 tokens or more"):
-        answers(tmp_path, ask(FIRST))
-    [(_, done)] = answers(tmp_path, ask(DOCUMENT), context_tokens=5000)
-    assert done.context_tokens >= 256 and len(builds) == 1

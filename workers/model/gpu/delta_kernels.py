@@ -25,7 +25,7 @@ def gate_kernel(x, gates, num, BLOCK: tl.constexpr, PDL: tl.constexpr):
 def mix_kernel(
     inputs,  # [num_rows, in_width], the channels first
     conv,  # [num_channels, CONV_LEN] float32
-    context_ids,  # [num_rows] int32; -1: nothing is done
+    tail_lens,  # [num_rows] int32; 0: nothing is done
     tail_ids,
     turns,  # [num_tails] int64
     kept,  # [num_tails, VERSIONS, num_channels, CONV_LEN - 1] float32
@@ -41,7 +41,7 @@ def mix_kernel(
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0)
-    tail, is_first = _request(context_ids, tail_ids, row, num_rows, BLOCK_ROWS)
+    tail, is_first = _request(tail_lens, tail_ids, row, num_rows, BLOCK_ROWS)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     j = tl.arange(0, BLOCK_LEN)
     inside = (c < num_channels)[:, None] & (j < CONV_LEN)[None, :]
@@ -58,7 +58,7 @@ def mix_kernel(
         # each channel's last inputs; the last place is the row's own
         seen = tl.load(kept + of_tail + turn * version + places, mask=is_kept, other=0.0)
         for other in range(row, num_rows):
-            if _is_of(context_ids, tail_ids, other, tail):
+            if _is_of(tail_lens, tail_ids, other, tail):
                 own = tl.load(inputs + other * in_width + c, mask=c < num_channels, other=0.0).to(tl.float32)
                 seen = tl.where((j == CONV_LEN - 1)[None, :], own[:, None], seen)
                 total = tl.sum(seen * weights, axis=1)
@@ -85,7 +85,7 @@ def remember_kernel(
     decay,  # [NUM_V_HEADS] float32
     decay_bias,
     norm,  # [V_DIM] float32
-    context_ids,
+    tail_lens,
     tail_ids,
     turns,
     memory,  # [num_tails, VERSIONS, NUM_V_HEADS, K_DIM, V_DIM] float32
@@ -106,7 +106,7 @@ def remember_kernel(
 ):
     row = tl.program_id(0)
     head = tl.program_id(1)
-    tail, is_first = _request(context_ids, tail_ids, row, num_rows, BLOCK_ROWS)
+    tail, is_first = _request(tail_lens, tail_ids, row, num_rows, BLOCK_ROWS)
     i = tl.arange(0, BLOCK_K)
     j = tl.arange(0, BLOCK_V)
     is_k, is_v = i < K_DIM, j < V_DIM
@@ -125,7 +125,7 @@ def remember_kernel(
         state = tl.load(memory + of_tail + turn * version + places, mask=inside, other=0.0)
         k_head = head // (NUM_V_HEADS // NUM_K_HEADS)
         for other in range(row, num_rows):
-            if _is_of(context_ids, tail_ids, other, tail):
+            if _is_of(tail_lens, tail_ids, other, tail):
                 channels = mixed + other * num_channels
                 q = _unit(channels + k_head * K_DIM, i, is_k) * (K_DIM**-0.5)
                 k = _unit(channels + (NUM_K_HEADS + k_head) * K_DIM, i, is_k)
@@ -152,16 +152,16 @@ def _unit(at, i, inside):
 
 
 @triton.jit
-def _request(context_ids, tail_ids, row, num_rows, BLOCK_ROWS: tl.constexpr):
+def _request(tail_lens, tail_ids, row, num_rows, BLOCK_ROWS: tl.constexpr):
     """The row's tail, and whether it is the first of its request, and not idle."""
     r = tl.arange(0, BLOCK_ROWS)
     tail = tl.load(tail_ids + row)
     others = tl.load(tail_ids + r, mask=r < num_rows, other=-1)
-    active = tl.load(context_ids + r, mask=r < num_rows, other=-1) >= 0
+    active = tl.load(tail_lens + r, mask=r < num_rows, other=0) > 0
     before = tl.sum(((others == tail) & active & (r < row)).to(tl.int32), axis=0)
-    return tail.to(tl.int64), (before == 0) & (tl.load(context_ids + row) >= 0)
+    return tail.to(tl.int64), (before == 0) & (tl.load(tail_lens + row) > 0)
 
 
 @triton.jit
-def _is_of(context_ids, tail_ids, row, tail):
-    return (tl.load(tail_ids + row) == tail) & (tl.load(context_ids + row) >= 0)
+def _is_of(tail_lens, tail_ids, row, tail):
+    return (tl.load(tail_ids + row) == tail) & (tl.load(tail_lens + row) > 0)

@@ -17,9 +17,8 @@ def rotate_append_kernel(
     cos,  # [num_rows, HALF] float32: the first 2 * HALF dimensions turn
     sin,
     q_scale,  # [num_rows] float32
-    context_ids,  # [num_rows] int32; -1: append nothing
     tail_ids,
-    tail_lens,
+    tail_lens,  # 0: append nothing
     tail,  # [num_tails, NUM_KV_HEADS, tail_capacity, 2, HEAD_DIM]
     q,  # [num_rows, NUM_Q_HEADS, HEAD_DIM] <- rotated
     tail_capacity,
@@ -41,7 +40,7 @@ def rotate_append_kernel(
     c, s = _angles(cos, sin, row, HALF, BLOCK)
     scale = tl.load(q_scale + row) if ROTATED else 1.0
     slot = tl.load(tail_lens + row) - 1
-    active = (tl.load(context_ids + row) >= 0) & (slot >= 0) & (slot < tail_capacity)
+    active = (slot >= 0) & (slot < tail_capacity)
     tail_id = tl.load(tail_ids + row).to(tl.int64)
     if PDL:  # what is read above is older than the kernel in front, and complete: that one has waited for it
         gdc_wait()
@@ -81,7 +80,7 @@ def predict_query_kernel(
     cos,  # [num_rows, HALF] float32
     sin,
     q_scale,  # [num_rows] float32
-    context_ids,  # [num_rows] int32; an idle row takes the first context's map
+    context_ids,  # [num_rows] int32; a row without a context takes the first one's map
     q,  # [num_rows, NUM_Q_HEADS, HEAD_DIM] <- [early, 1] @ map, rotated
     maps_stride,
     eps,

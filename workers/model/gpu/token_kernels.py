@@ -208,15 +208,15 @@ def advance_kernel(
     token_ids,  # [num_rows] int64 <- next_ids; 0 for -1: the next step reads the token's row of the embedding
     positions,  # [num_rows] int64, and
     tail_lens,  # [num_rows] int32: one more for each row that is not idle
-    context_ids,  # [num_rows] int32
     next_ids,  # [num_rows] int64
     num_rows,
     BLOCK: tl.constexpr,
 ):
     i = tl.arange(0, BLOCK)
     inside = i < num_rows
-    active = tl.load(context_ids + i, mask=inside, other=-1) >= 0
+    tail_len = tl.load(tail_lens + i, mask=inside, other=0)
+    active = tail_len > 0
     next_id = tl.load(next_ids + i, mask=inside, other=0)
     tl.store(token_ids + i, tl.where(next_id < 0, 0, next_id), mask=inside)
     tl.store(positions + i, tl.load(positions + i, mask=inside, other=0) + active.to(tl.int64), mask=inside)
-    tl.store(tail_lens + i, tl.load(tail_lens + i, mask=inside, other=0) + active.to(tl.int32), mask=inside)
+    tl.store(tail_lens + i, tail_len + active.to(tl.int32), mask=inside)

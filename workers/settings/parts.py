@@ -178,7 +178,12 @@ class EngineSettings:
         default=4, metadata=about("On a GPU: loaded at the same time; others wait in the store.", lowest=1)
     )
     max_context_len: int | None = field(
-        default=None, metadata=about("On a GPU: rows of the longest context. Not set: of the first loaded.", lowest=1)
+        default=None,
+        metadata=about(
+            "On a GPU: rows of the longest context. Not set: as many as the model has positions, or as a quarter of the "
+            "device's memory has room for.",
+            lowest=1,
+        ),
     )
     kv_codec: str | None = field(
         default=None,

@@ -1,5 +1,6 @@
 """Steps on a GPU of rows that belong to any requests: what the scheduler asks for, of the engine of whole steps."""
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -289,6 +290,7 @@ class GpuEngine:
                 )
             placed.close()
             self._placed = self._copies = placed = None
+            gc.collect()  # its memory hangs in circles
         if placed is None:
             placed = self._placed = self._start(artifact)
         return placed

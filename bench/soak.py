@@ -60,6 +60,8 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=48, help="of the longest answers")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if len(PASSWORDS) * options.context_chars > (length := len(TEXT.read_text())):
+        parser.error(f"--context-chars is {options.context_chars}, the text has {length} for {len(PASSWORDS)} contexts")
     finish(asyncio.run(run(options)), options.json)
 
 

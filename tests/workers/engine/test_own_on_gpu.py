@@ -68,8 +68,8 @@ def steps(engine: CpuEngine | GpuEngine, config: SearchConfig, rows: torch.Tenso
     """Logits of steps across the moment at which the second segment is put to use, beside a short request."""
     engine.open(0, 0, config, "csattn")
     engine.open(1, 0, config, "csattn")
+    logits = [engine.step([StepRow(1, 7)], want_logits=True).logits.copy()]  # nobody has segments
     give_rows(engine, 0, rows)
-    logits = []
     for step in ([(0, 5)], [(1, 9), (0, 6), (0, 7), (0, 8)], [(0, 9)]):
         result = engine.step([StepRow(*row) for row in step], want_logits=True)
         logits.append(result.logits.copy())

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from csattn.models.spec import llama_like
+from tests.attention.device_steps import change_rows
 from tests.tiny import FAMILIES, make_model, token_ids
 from tests.workers.model.full_attention import FullAttention
 from tests.workers.model.full_context import CONTEXT_LENS, full_attention, greedy, logits_after, make_runner
@@ -127,8 +128,7 @@ class RowByRow(FullAttention):
         self.__dict__.update(inner.__dict__)
 
     def attend(self, layer_idx, q, rows, out) -> None:
-        first = type(rows)(*(getattr(rows, name)[:1] for name in rows.__slots__))
-        super().attend(layer_idx, q[:1], first, out[:1])
+        super().attend(layer_idx, q[:1], change_rows(rows, lambda x: x[:1]), out[:1])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

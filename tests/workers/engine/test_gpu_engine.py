@@ -294,9 +294,7 @@ def test_memory_is_planned_again_for_a_longer_context_that_is_alone(artifacts, m
     with make_engine("hybrid", max_context_len=None) as ready:
         ready.add_context(0, artifacts[0])
         ready.open(0, 0, CONFIG, "csattn")
-        with pytest.raises(
-            MemoryPlanError, match="340 rows, memory is planned for contexts up to 300 while"
-        ):
+        with pytest.raises(MemoryPlanError, match="340 rows, memory is planned for contexts up to 300 while"):
             ready.add_context(1, artifacts[1])
         ready.close_slot(0)
         with pytest.raises(MemoryPlanError, match="others are in use"):

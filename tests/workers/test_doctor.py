@@ -14,7 +14,7 @@ from csattn.models.loader import geometry_of
 from tests.tiny import tiny_config
 from workers.doctor import Facts, Finding, examine, facts, gather_facts, probes
 from workers.doctor.checks import CHECKS, check_cpus, check_cupy, check_device, check_faiss, check_numba, release
-from workers.doctor.model import context_bytes, examine_model
+from workers.doctor.model import examine_model
 
 GIB = 1 << 30
 MISSING = {"error": "ModuleNotFoundError: No module named 'it'"}
@@ -300,8 +300,11 @@ def test_a_model_is_told_what_it_takes_and_what_it_is_refused_for(tmp_path: Path
     tiny_config("gemma2", **sizes).save_pretrained(tmp_path)
     found = examine_model(str(tmp_path), machine())
     assert [finding.status for finding in found] == ["ok", "warning", "warning", "ok"]
-    kv, sketch = context_bytes(geometry_of(tiny_config("gemma2")), 32_768)
+    geometry = geometry_of(tiny_config("gemma2"))
+    kv, sketch = context_bytes(spec_of(geometry, 32_768))
     assert 0 <= kv - (32_768 + 2 * 37) * 2 * 2 * 16 * 2 <= 3 * 4096 and 0 < sketch < kv
+    left = machine().probes["memory"]["available_bytes"] - 2 * num_parameters(read_config(str(tmp_path)))
+    assert f"this machine has room for: {left // (kv + sketch)} of 32,768." in found[0].text
     assert "1 layers that see everything and 2 that do not" in found[0].text
     assert "9 query heads share a selection" in found[1].text and "capped" in found[2].text
     small = machine(probed={"memory": {"available_bytes": 1000, "total_bytes": 1000, "locked_limit_bytes": 0}})

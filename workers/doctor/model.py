@@ -2,18 +2,17 @@
 
 import torch
 
-from csattn.artifact import ArtifactSpec, ModelGeometry
-from csattn.artifact.layout import file_names, plan
+from csattn.artifact import ModelGeometry
 from csattn.attention.device import require_supported
-from csattn.config import preset
 from csattn.errors import ConfigError, ModelError
 from csattn.models.families import describe
 from csattn.models.loader import geometry_of, num_parameters, read_config
 from csattn.models.spec import ModelSpec
+from workers.capacity import context_bytes, room_for_contexts, spec_of, told_lens
 from workers.doctor.checks import Finding, gib
 from workers.doctor.facts import Facts
+from workers.settings import EngineSettings
 
-CONTEXT_LENS = (32_768, 131_072, 1_048_576)  # that are told, as far as the model has positions
 _ITEM_BYTES = 2  # of bfloat16
 
 
@@ -28,42 +27,29 @@ def examine_model(name: str, facts: Facts) -> list[Finding]:
     return [*_needs(name, geometry_of(config), weights, facts), *_refusals(spec)]
 
 
-def context_bytes(geometry: ModelGeometry, context_len: int) -> tuple[int, int]:
-    """KV of a context in bfloat16, and the sketch made of it, as the artifact has them."""
-    spec = ArtifactSpec(
-        model_name="any",
-        model_fingerprint="any",
-        model=geometry,
-        tokenizer_hash="any",
-        token_ids_sha256="any",
-        context_len=context_len,
-        index_config=preset("default"),
-        kv_dtype="bfloat16",
-    )
-    sizes = {name: plan(spec, name).size_bytes for name in file_names(spec)}
-    kv, index = (sum(of for name, of in sizes.items() if f".{part}." in name) for part in ("kv", "index"))
-    return kv, index
-
-
 def _needs(name: str, geometry: ModelGeometry, weights: int, facts: Facts) -> list[Finding]:
     indexed = len(geometry.indexed_layers)
     local = geometry.num_layers - indexed
     layers = f"{indexed} layers" if not local else f"{indexed} layers that see everything and {local} that do not"
     text = f"{name} has {layers}; its weights take {gib(weights)} in bfloat16."
-    lens = [length for length in CONTEXT_LENS if length < geometry.max_positions] or [geometry.max_positions]
-    for context_len in lens:
-        kv, sketch = context_bytes(geometry, context_len)
-        text += f" {context_len:,} tokens of context: {gib(kv)} of KV, {gib(sketch)} of sketch."
     memory = facts.probes["memory"].get("available_bytes", 0)
     devices = facts.probes["torch"].get("devices") or []
     free = max((device["free_bytes"] for device in devices), default=0)
-    if devices and weights + context_bytes(geometry, lens[0])[1] > free:
+    specs = [spec_of(geometry, context_len) for context_len in told_lens(geometry)]
+    for spec in specs:
+        kv, sketch = context_bytes(spec)
+        text += f" {spec.context_len:,} tokens of context: {gib(kv)} of KV, {gib(sketch)} of sketch."
+    if devices and weights + context_bytes(specs[0])[1] > free:
         text += f" The device has {gib(free)} free."
         remedy = "Decode it on the CPU, on a larger device, or take a smaller model."
         return [Finding("model", "warning", text, remedy)]
     if not devices and weights > memory:
         return [Finding("model", "warning", f"{text} This machine has {gib(memory)}.", "Take a smaller model.")]
-    return [Finding("model", "ok", text)]
+    engine = EngineSettings(placement="hybrid" if devices else "cpu")
+    host_bytes, device_bytes = memory if devices else memory - weights, free - weights
+    rooms = [f"{room_for_contexts(spec, engine, host_bytes, device_bytes)} of {spec.context_len:,}" for spec in specs]
+    placed = f"`{engine.placement}`, engine.num_contexts {engine.num_contexts}" if devices else "this machine"
+    return [Finding("model", "ok", f"{text} Contexts that {placed} has room for: {', '.join(rooms)}.")]
 
 
 def _refusals(spec: ModelSpec) -> list[Finding]:

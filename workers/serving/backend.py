@@ -5,7 +5,7 @@ from typing import Protocol
 
 from prometheus_client import Metric
 
-from workers.serving.messages import Ask, ContextInfo, Event, Health, NewContext, TokenizeAsk, Tokens
+from workers.serving.messages import Ask, ContextInfo, Event, Health, NewContext, TokenizeAsk, Tokens, WorkerInfo
 
 
 class Backend(Protocol):
@@ -31,6 +31,10 @@ class Backend(Protocol):
 
     async def delete(self, name: str) -> None:
         """Forget a context: new requests are refused, running ones finish. Its artifact stays in the store."""
+        ...
+
+    async def workers(self) -> list[WorkerInfo]:
+        """Those that decode, in the order of their names."""
         ...
 
     async def health(self) -> Health: ...

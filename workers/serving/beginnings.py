@@ -72,7 +72,7 @@ class Beginnings:
         whole = None if ask.context else await self._whole_ids(ask)
         while True:
             found = await self._find(ask, config, selector, whole)
-            using = self._residency.using(found.path, config, selector)
+            using = self._residency.using(found.path, config, selector, ask.asked_for)
             try:
                 resident = await using.__aenter__()
                 break

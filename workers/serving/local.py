@@ -2,7 +2,8 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Callable
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -28,13 +29,16 @@ from workers.serving.messages import (
     Done,
     Event,
     Health,
+    Held,
     NewContext,
     OverloadedError,
     Selector,
     ServingError,
+    Standing,
     TimedOutError,
     TokenizeAsk,
     Tokens,
+    WorkerInfo,
     WorkerLostError,
     copy_of,
 )
@@ -83,7 +87,7 @@ class LocalBackend:
             metrics=self._measured,
         )
         usable = Usable(loaded)
-        self._residency = Residency(self._scheduler, engine, usable)
+        self._residency = Residency(self._scheduler, engine, usable, settings.engine)
         self._contexts = Contexts(settings.store.path, settings, self._has_text, usable.fault)
         self._tokenisers = ThreadPoolExecutor(_NUM_TOKENISERS, thread_name_prefix="csattn-tokenise")
         self._beginnings = Beginnings(loaded, settings, engine, self._contexts, self._residency, self._tokenisers)
@@ -91,6 +95,7 @@ class LocalBackend:
         self._form, self._grammars = ChatForm(loaded.tokenizer), Grammars(loaded)
         self._max_chars = longest_question(loaded.tokenizer, engine.max_positions)
         self._steps: StepThread | None = None
+        self._since = time.time()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -176,6 +181,31 @@ class LocalBackend:
 
     async def detokenize(self, ids: tuple[int, ...]) -> str:
         return await self._beside(text_of_ids, self._loaded.tokenizer, ids)
+
+    async def workers(self) -> list[WorkerInfo]:
+        return [WorkerInfo("this process", self.standing())]
+
+    def standing(self) -> Standing:
+        """What this engine has to do, and what it holds."""
+        return Standing(
+            since=self._since,
+            num_running=self._scheduler.flow.num_in_flight,
+            num_slots=self._scheduler.max_running,
+            budget_bytes=self._settings.engine.context_bytes,
+            has_room=self._residency.has_room,
+            held=self._residency.held(self._settings.store.path),
+        )
+
+    async def hold(self, contexts: Sequence[Held]) -> None:
+        """Load them ahead of need, as far as there is room."""
+        for held in contexts:
+            with suppress(ServingError):
+                await self._residency.hold(self._settings.store.path / held.path, held)
+
+    async def drop(self, contexts: Sequence[Held]) -> None:
+        """Nobody is likely to ask for them here."""
+        for held in contexts:
+            await self._residency.forget(self._settings.store.path / held.path)
 
     async def health(self) -> Health:
         if self._steps is None or not self._steps.is_alive:

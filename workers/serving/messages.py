@@ -1,6 +1,7 @@
 """What crosses between the HTTP side and the side that decodes: plain data, no arrays."""
 
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any, Literal
 
 from csattn.config import RestKind
@@ -10,6 +11,7 @@ from csattn.selector_names import SelectorName
 Selector = SelectorName
 Finish = Literal["stop", "length", "tool_calls"]
 ContextState = Literal["building", "ready", "failed"]
+BEGINNING = 1024  # characters, or tokens, by which prompts that may share something are known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +81,15 @@ class Ask:
     lookahead: int | None = None
     rest: RestKind | None = None
     selector: Selector | None = None
+
+    @property
+    def asked_for(self) -> str:
+        """The context's name, or how the prompt begins and for whom: all turns of a conversation have it."""
+        if self.context:
+            return self.context
+        text = "".join(turn.content for turn in self.turns) if self.prompt is None else self.prompt
+        beginning = f"{self.cache_salt}\n{text[:BEGINNING]}".encode(errors="surrogatepass")
+        return f"~{sha256(beginning).hexdigest()[:32]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +175,44 @@ class ContextInfo:
     created_at: float = 0.0  # seconds since the epoch
     progress: float = 0.0  # of its building, 0 to 1
     what: str = ""  # what its building is at, why it failed, or why this service cannot answer from it
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A context that an attention worker has loaded."""
+
+    path: str  # of its artifact, in the store
+    asked_for: tuple[str, ...]  # by which requests have come to it, the newest last: see `Ask.asked_for`
+    num_bytes: int
+    num_users: int
+    idle_s: float = 0.0  # since its last user left
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """What an attention worker has to do, holds, and can hold."""
+
+    since: float  # when its process began, seconds since the epoch
+    num_running: int
+    num_slots: int  # requests that it decodes at the same time
+    budget_bytes: int | None = None  # of contexts that are loaded; None: as far as there is memory
+    has_room: bool = True  # for one more context, as large as the largest that it holds
+    held: tuple[Held, ...] = ()
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(held.num_bytes for held in self.held)
+
+    def has(self, asked_for: str) -> bool:
+        return any(asked_for in held.asked_for for held in self.held)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """An attention worker, as told to users. standing: None while it does not answer."""
+
+    name: str
+    standing: Standing | None
 
 
 @dataclass(frozen=True, slots=True)

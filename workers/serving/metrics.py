@@ -12,6 +12,7 @@
 | `batch_rows` | histogram | tokens that a step took, of all requests |
 | `question_tokens_total`, `new_tokens_total` | counter | tokens fed of questions, and tokens told |
 | `context_tokens_total` | counter | prefilled tokens that answers stood on, counted once for each request |
+| `context_requests_total` | counter, `found` | requests whose context was loaded (`memory`), or was not (`store`) |
 | `restored_tokens_total` | counter | tokens of prompts whose rows were kept from a request before |
 | `prompt_tokens_total`, `cached_tokens_total` | counter | tokens of prompts, and those of them that were there |
 | `kept_blocks`, `kept_bytes` | gauge, `place` | kept rows in `memory` and on `disk` |
@@ -68,6 +69,7 @@ class Metrics:
         self.question_tokens = self._counter("question_tokens", "Tokens fed of questions.")
         self.new_tokens = self._counter("new_tokens", "Tokens of answers.")
         self.context_tokens = self._counter("context_tokens", "Prefilled tokens that answers stood on.")
+        self.context_requests = self._counter("context_requests", "Requests by where their context was.", ["found"])
         self.restored_tokens = self._counter("restored_tokens", "Tokens whose rows were kept from before.")
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts that were answered.")
         self.cached_tokens = self._counter("cached_tokens", "Those of them that were there.")

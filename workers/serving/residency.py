@@ -1,10 +1,18 @@
-"""Which artifacts the engine holds: loaded when they are asked for, unloaded when the engine has no room left."""
+"""Which artifacts the engine holds: loaded when they are asked for, within a budget; unloaded where there is no room left.
+
+Contexts that wait for room are loaded one after another, in the order in which they were asked for. What nobody uses
+goes for them, the least recently used first. Where all are in use, those that were loaded first take no new requests
+once they have had their turn, and go when their last one ends: a load is followed by work worth it, however many
+contexts take turns.
+"""
 
 import asyncio
+import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
@@ -12,11 +20,24 @@ from csattn.artifact import Artifact
 from csattn.config import SearchConfig
 from csattn.errors import ConfigError, CsattnError
 from offload.errors import MemoryPlanError, OffloadError, is_out_of_memory
-from workers.serving.messages import BadRequestError, OverloadedError, Selector, ServingError, WorkerLostError
+from workers.capacity import context_bytes
+from workers.serving.messages import (
+    BadRequestError,
+    ContextTooLongError,
+    Held,
+    OverloadedError,
+    Selector,
+    ServingError,
+    WorkerLostError,
+)
+from workers.serving.moving import drop_pages, read_index, read_rows
 from workers.serving.scheduler import Scheduler
 from workers.serving.step_engine import NO_CONTEXT, StepEngine
 from workers.serving.usable import Usable
+from workers.settings import EngineSettings
 
+TURN_S, TURN_LOADS = 2.0, 8.0  # for how long a context stays while others wait: at least; times what loading it took
+MAX_NAMES = 64  # that are remembered of who asked for a context
 _RETRY_S = 5.0
 
 
@@ -26,38 +47,93 @@ class Resident:
 
     context_id: int
     artifact: Artifact | None
+    num_bytes: int = 0
     num_users: int = 0
     last_used: int = 0
+    left_at: float = field(default_factory=time.monotonic)  # by its last user
+    stays_until: float = 0.0
+    is_leaving: bool = False  # takes no new requests: it has had its turn, and others wait
     is_forgotten: bool = False  # unload it when its last user leaves
+    is_gone: bool = False
+    asked_for: dict[str, None] = field(default_factory=dict)
+
+
+class _Unwanted(Exception):
+    """Nobody waits for it any more."""
 
 
 class Residency:
     """For one event loop. Artifacts are opened, checked and prepared on other threads; loaded between two steps."""
 
-    def __init__(self, scheduler: Scheduler, engine: StepEngine, usable: Usable) -> None:
-        self._scheduler, self._engine, self._usable = scheduler, engine, usable
+    def __init__(self, scheduler: Scheduler, engine: StepEngine, usable: Usable, settings: EngineSettings) -> None:
+        self._scheduler, self._engine, self._usable, self._settings = scheduler, engine, usable, settings
+        self._reads_in_place = settings.placement == "cpu" and settings.kv_codec is None
         self._residents: dict[Path, Resident] = {}
         self._loading: dict[Path, asyncio.Task[Resident]] = {}
-        self._one_at_a_time = asyncio.Lock()  # else two could unload for each other
+        self._wanted: Counter[Path] = Counter()  # how many wait for it
+        self._moving_bytes = 0  # of contexts that are being loaded and unloaded
+        self._one_at_a_time = asyncio.Lock()  # in the order of arrival; else two could unload for each other
+        self._left = asyncio.Event()  # a context has lost its last user
         self._preparing: set[asyncio.Task[None]] = set()
         self._preparer = ThreadPoolExecutor(1, thread_name_prefix="csattn-prepare")
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="csattn-read-ahead")
         self._uses = count(1)
 
     def __repr__(self) -> str:
         in_use = sum(resident.num_users > 0 for resident in self._residents.values())
-        return f"<Residency {len(self._residents)} loaded, {in_use} in use>"
+        return f"<Residency {len(self._residents)} loaded, {in_use} in use, {self.held_bytes:,} bytes>"
+
+    @property
+    def held_bytes(self) -> int:
+        """Of contexts that are loaded, coming or going."""
+        return sum(resident.num_bytes for resident in self._residents.values()) + self._moving_bytes
+
+    @property
+    def has_room(self) -> bool:
+        """For one more, as large as the largest."""
+        largest = max((resident.num_bytes for resident in self._residents.values()), default=0)
+        is_full = self._settings.placement != "cpu" and len(self._residents) >= self._settings.num_contexts
+        return not is_full and self._fits(largest)
+
+    def held(self, store: Path) -> tuple[Held, ...]:
+        """What is loaded, the largest first."""
+        now = time.monotonic()
+        found = [
+            Held(
+                str(path.relative_to(store)),
+                tuple(resident.asked_for),
+                resident.num_bytes,
+                resident.num_users,
+                0.0 if resident.num_users else now - resident.left_at,
+            )
+            for path, resident in self._residents.items()
+        ]
+        return tuple(sorted(found, key=lambda held: (-held.num_bytes, held.path)))
 
     @asynccontextmanager
-    async def using(self, path: Path | None, config: SearchConfig, selector: Selector) -> AsyncIterator[Resident]:
+    async def using(
+        self, path: Path | None, config: SearchConfig, selector: Selector, asked_for: str = ""
+    ) -> AsyncIterator[Resident]:
         """The artifact at that path, loaded until the block ends, and prepared for such requests; None: no context."""
         if path is None:
             yield Resident(NO_CONTEXT, None)
             return
+        there = (known := self._residents.get(path)) is not None and not known.is_leaving
+        self._scheduler.metrics.context_requests.labels("memory" if there else "store").inc()
         resident = await self._resident(path)
+        _remember(resident, asked_for)
         try:
             await self._prepare(path, resident, config, selector)
             yield resident
         finally:
+            await self._leave(path, resident)
+
+    async def hold(self, path: Path, held: Held) -> None:
+        """Load ahead of need what fits beside what is loaded, or coming."""
+        if path not in self._residents and path not in self._loading and self._fits(held.num_bytes):
+            resident = await self._resident(path)
+            for name in held.asked_for:
+                _remember(resident, name)
             await self._leave(path, resident)
 
     async def forget(self, path: Path) -> None:
@@ -74,21 +150,47 @@ class Residency:
     def close(self) -> None:
         """Prepare nothing more, and let those who wait for it know. Steps have ended: nothing is unloaded any more."""
         self._preparer.shutdown(wait=False, cancel_futures=True)
-        for task in self._preparing:
+        for resident in self._residents.values():
+            resident.is_gone = True
+        self._reader.shutdown(wait=False, cancel_futures=True)
+        for task in [*self._preparing, *self._loading.values()]:
             task.cancel()
+
+    def check(self) -> None:
+        """Raise AssertionError where more is held than may be, or a context has a place of another."""
+        budget = self._settings.context_bytes
+        assert budget is None or self.held_bytes <= budget, f"{self!r} exceeds its budget of {budget:,} bytes"
+        numbers = [resident.context_id for resident in self._residents.values()]
+        assert len(set(numbers)) == len(numbers), f"{self!r} has two contexts of one number"
+        assert all(resident.num_users >= 0 for resident in self._residents.values()), f"{self!r} lost a user"
 
     async def _resident(self, path: Path) -> Resident:
         """Counted as used already: between two awaits, nothing can unload it."""
-        while (resident := self._residents.get(path)) is None:
+        while (resident := self._residents.get(path)) is None or resident.is_leaving:
             if path not in self._loading:
                 task = asyncio.create_task(self._load(path))
                 self._loading[path] = task
-                task.add_done_callback(lambda task: self._loading.pop(path))
-            await asyncio.shield(self._loading[path])  # one who leaves does not end it for the others
+                task.add_done_callback(lambda task: self._loaded(path, task))
+            loading = self._loading[path]
+            self._wanted[path] += 1
+            try:
+                with suppress(_Unwanted):  # by those before; now there is someone
+                    await asyncio.shield(loading)  # one who leaves does not end it for the others
+            except asyncio.CancelledError:
+                _require_not_closing(loading)
+                raise
+            finally:
+                self._wanted[path] -= 1
+                self._left.set()
         resident.num_users += 1
         resident.last_used = next(self._uses)
         resident.is_forgotten = False
         return resident
+
+    def _loaded(self, path: Path, task: "asyncio.Task[Resident]") -> None:
+        del self._loading[path]
+        if not task.cancelled():
+            task.exception()  # of which those who wait are told, if any still do
 
     async def _prepare(self, path: Path, resident: Resident, config: SearchConfig, selector: Selector) -> None:
         try:
@@ -104,8 +206,7 @@ class Residency:
         try:
             await asyncio.shield(task)
         except asyncio.CancelledError:
-            if task.cancelled() and not asyncio.current_task().cancelling():  # type: ignore[union-attr]
-                raise WorkerLostError("the service is shutting down; send the request again when it is back") from None
+            _require_not_closing(task)
             raise
         except Exception as error:
             raise _as_serving_error(error, "prepared") from error
@@ -113,7 +214,8 @@ class Residency:
     async def _make(self, path: Path, resident: Resident, work: Callable[[], None]) -> None:
         loop = asyncio.get_running_loop()
         try:
-            await self._with_room(lambda: loop.run_in_executor(self._preparer, work))
+            while not await self._has_found_room(lambda: loop.run_in_executor(self._preparer, work)):
+                pass
         finally:
             await self._leave(path, resident)
 
@@ -124,38 +226,108 @@ class Residency:
 
     async def _leave(self, path: Path, resident: Resident) -> None:
         resident.num_users -= 1
-        if resident.is_forgotten and not resident.num_users:
+        if resident.num_users:
+            return
+        resident.left_at = time.monotonic()
+        self._left.set()
+        if resident.is_forgotten:
             await asyncio.shield(self._unload(path))
 
     async def _load(self, path: Path) -> Resident:
-        scheduler = self._scheduler
+        """When those that came before have been loaded."""
         artifact = await asyncio.to_thread(self._usable.open, path)
-        async with self._one_at_a_time:
-            context_id = next(i for i in count() if i not in {r.context_id for r in self._residents.values()})
-            try:
-                await self._with_room(
-                    lambda: asyncio.wrap_future(scheduler.inbox.call(lambda: scheduler.load(context_id, artifact)))
-                )
-            except Exception as error:
-                artifact.close()
+        num_bytes = sum(context_bytes(artifact.spec, self._settings.kv_format))
+        try:
+            self._require_possible(num_bytes)
+            async with self._one_at_a_time:
+                self._require_wanted(path)
+                if (resident := self._residents.get(path)) is not None:  # it has not had to go: its turn begins again
+                    artifact.close()
+                    self._begin_turn(resident, 0.0)
+                    return resident
+                await self._take_room(path, num_bytes)
+                resident = await self._add(path, artifact, num_bytes)
+        except BaseException as error:
+            artifact.close()
+            if isinstance(error, Exception) and not isinstance(error, _Unwanted):
                 raise _as_serving_error(error, "loaded") from error
-            resident = Resident(context_id, artifact, last_used=next(self._uses))
-            self._residents[path] = resident
+            raise
+        if self._reads_in_place:  # the index is there, and rows come as they are chosen: all others behind them
+            self._reader.submit(read_rows, artifact.path, lambda: resident.is_gone)
         return resident
 
-    async def _with_room(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Do what takes memory, again and again while there is too little and a context that can be unloaded."""
-        while True:
-            try:
-                return await work()
-            except Exception as error:
-                if not (isinstance(error, MemoryPlanError) or is_out_of_memory(error)):
-                    raise
+    async def _add(self, path: Path, artifact: Artifact, num_bytes: int) -> Resident:
+        """What it takes has been set aside."""
+        scheduler, started = self._scheduler, time.monotonic()
+        context_id = next(i for i in count() if i not in {r.context_id for r in self._residents.values()})
+
+        def add() -> None:
+            scheduler.load(context_id, artifact)
+
+        try:
+            await asyncio.to_thread(self._usable.require_sound, artifact)
+            await asyncio.to_thread(read_index, artifact.path)
+            if not self._reads_in_place:
+                await asyncio.to_thread(read_rows, artifact.path, lambda: False)
+            while not await self._has_found_room(lambda: asyncio.wrap_future(scheduler.inbox.call(add)), waits=True):
+                pass
+            resident = Resident(context_id, artifact, num_bytes, last_used=next(self._uses))
+            self._residents[path] = resident
+        finally:
+            self._moving_bytes -= num_bytes
+        self._begin_turn(resident, time.monotonic() - started)
+        return resident
+
+    def _begin_turn(self, resident: Resident, loading_s: float) -> None:
+        resident.is_leaving = False
+        resident.stays_until = time.monotonic() + max(TURN_S, TURN_LOADS * loading_s)
+
+    def _require_possible(self, num_bytes: int) -> None:
+        budget = self._settings.context_bytes
+        if budget is not None and num_bytes > budget:
+            raise ContextTooLongError(
+                f"the context takes {num_bytes:,} bytes and engine.context_bytes is {budget:,}; ask for a shorter one, "
+                "or start the service with more",
+                "model",
+            )
+
+    def _fits(self, num_bytes: int) -> bool:
+        budget = self._settings.context_bytes
+        return budget is None or self.held_bytes + num_bytes <= budget
+
+    def _require_wanted(self, path: Path) -> None:
+        """Nothing is loaded for those who have left."""
+        if not self._wanted[path]:
+            raise _Unwanted
+
+    async def _take_room(self, path: Path, num_bytes: int) -> None:
+        """Set so many bytes of the budget aside, as soon as they are free."""
+        try:
+            while not self._fits(num_bytes):
                 if not await self._make_room():
+                    await self._wait_for_room(num_bytes)
+                self._require_wanted(path)
+        finally:
+            self._let_stay()
+        self._moving_bytes += num_bytes
+
+    async def _has_found_room(self, work: Callable[[], Awaitable[None]], waits: bool = False) -> bool:
+        """Do what takes memory; False where it found too little, and there is more now. waits: for contexts in use."""
+        try:
+            await work()
+        except Exception as error:
+            if not (isinstance(error, MemoryPlanError) or is_out_of_memory(error)):
+                raise
+            if not await self._make_room():
+                if not (waits and self._residents):
                     why = "all contexts that are loaded are in use, and " if self._residents else ""
                     raise OverloadedError(
                         f"{why}there is no room for more ({error}); ask again later", retry_after_s=_RETRY_S
                     ) from error
+                await self._wait_for_room(1)
+            return False
+        self._let_stay()
+        return True
 
     async def _make_room(self) -> bool:
         """Unload the least recently used context that nobody uses; False if there is none."""
@@ -165,13 +337,55 @@ class Residency:
         await self._unload(min(idle, key=lambda path: self._residents[path].last_used))
         return True
 
+    async def _wait_for_room(self, num_bytes: int) -> None:
+        """Until a context has lost its last user. Those that have had their turn, and are enough, get no new ones."""
+        now = time.monotonic()
+        in_order = sorted(self._residents.values(), key=lambda resident: resident.stays_until)
+        freed = sum(resident.num_bytes for resident in in_order if resident.is_leaving)
+        for resident in in_order:
+            if freed < num_bytes and not resident.is_leaving and resident.stays_until <= now:
+                resident.is_leaving = True
+                freed += resident.num_bytes
+        staying = [resident.stays_until - now for resident in in_order if not resident.is_leaving]
+        self._left.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(min(staying) if staying and freed < num_bytes else None):
+                await self._left.wait()
+
+    def _let_stay(self) -> None:
+        """Nobody waits for them to go, for now."""
+        for resident in self._residents.values():
+            resident.is_leaving = False
+
     async def _unload(self, path: Path) -> None:
-        resident = self._residents.pop(path)
+        if (resident := self._residents.pop(path, None)) is None:
+            return
+        resident.is_gone = True
         scheduler = self._scheduler
-        with suppress(WorkerLostError):  # the engine has ended, and its contexts with it
-            await asyncio.wrap_future(scheduler.inbox.call(lambda: scheduler.unload(resident.context_id)))
-        assert resident.artifact is not None
-        resident.artifact.close()
+        self._moving_bytes += resident.num_bytes
+        try:
+            with suppress(WorkerLostError):  # the engine has ended, and its contexts with it
+                await asyncio.wrap_future(scheduler.inbox.call(lambda: scheduler.unload(resident.context_id)))
+            assert resident.artifact is not None
+            resident.artifact.close()
+            await asyncio.to_thread(drop_pages, path)
+        finally:
+            self._moving_bytes -= resident.num_bytes
+            self._left.set()
+
+
+def _remember(resident: Resident, asked_for: str) -> None:
+    resident.asked_for.pop(asked_for, None)
+    if asked_for:
+        resident.asked_for[asked_for] = None
+    if len(resident.asked_for) > MAX_NAMES:
+        del resident.asked_for[next(iter(resident.asked_for))]
+
+
+def _require_not_closing(task: "asyncio.Task[object]") -> None:
+    """Whether it was the task that was cancelled, and not who waits for it."""
+    if task.cancelled() and not asyncio.current_task().cancelling():  # type: ignore[union-attr]
+        raise WorkerLostError("the service is shutting down; send the request again when it is back") from None
 
 
 def _as_serving_error(error: Exception, done: str) -> ServingError:

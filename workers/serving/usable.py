@@ -33,13 +33,18 @@ class Usable:
         return self._known[path.name]
 
     def open(self, path: Path) -> Artifact:
-        """Open an artifact and check all that a search relies on, so that loading it is quick."""
+        """Open an artifact; before it is searched, `require_sound`."""
         try:
-            artifact = self._open(path)
+            return self._open(path)
+        except ArtifactError as error:
+            raise ContextNotReadyError(f"{_CANNOT}: {error}") from error
+
+    def require_sound(self, artifact: Artifact) -> None:
+        """Check all that a search relies on, so that loading it is quick."""
+        try:
             artifact.indexes()
         except ArtifactError as error:
             raise ContextNotReadyError(f"{_CANNOT}: {error}") from error
-        return artifact
 
     def _open(self, path: Path) -> Artifact:
         artifact = open_artifact(path)

@@ -189,6 +189,14 @@ class EngineSettings:
         default=None,
         metadata=about("Keeps contexts' rows as q8_0, q4_0, fp8, float16, ..., or k=q8_0,v=q4_0. Not set: as built."),
     )
+    context_bytes: int | None = field(
+        default=None,
+        metadata=about(
+            "Of contexts that are loaded at the same time, KV as it is kept and index, in each attention worker; others "
+            "wait in the store. Not set: as far as there is memory.",
+            lowest=1,
+        ),
+    )
     num_threads: int | None = field(
         default=None, metadata=about("That search on the CPU. Not set: one for each CPU.", lowest=1)
     )

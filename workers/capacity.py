@@ -1,0 +1,64 @@
+"""What contexts take, and how many a machine has room for: the arithmetic of doctor, service, residency and plans."""
+
+import mmap
+
+from csattn.artifact import ArtifactSpec, KvDtype, ModelGeometry
+from csattn.artifact.layout import file_names, plan
+from csattn.config import preset
+from offload.codecs.formats import KvFormat
+from workers.settings.parts import EngineSettings
+
+CONTEXT_LENS = (32_768, 131_072, 1_048_576)  # that are told, as far as the model has positions
+
+
+def spec_of(
+    geometry: ModelGeometry, context_len: int, kv_dtype: KvDtype = "bfloat16", index: str = "default"
+) -> ArtifactSpec:
+    """Of any context of that length. index: a preset's name."""
+    return ArtifactSpec(
+        model_name="any",
+        model_fingerprint="any",
+        model=geometry,
+        tokenizer_hash="any",
+        token_ids_sha256="any",
+        context_len=context_len,
+        index_config=preset(index),
+        kv_dtype=kv_dtype,
+    )
+
+
+def context_bytes(spec: ArtifactSpec, kv_format: KvFormat | None = None) -> tuple[int, int]:
+    """Of a loaded context: KV as it is kept, and all else that is read of it, the index above all. In whole pages."""
+    kv = others = 0
+    coded = [f"layer-{layer_idx:03d}.kv." for layer_idx in spec.model.indexed_layers] if kv_format else []
+    for name in file_names(spec):
+        if name.startswith(tuple(coded)):
+            assert kv_format is not None
+            kv += _in_pages(spec.model.num_kv_heads * spec.context_len * kv_format.row_bytes(spec.model.head_dim))
+        elif ".kv." in name:
+            kv += _in_pages(plan(spec, name).size_bytes)
+        else:
+            others += _in_pages(plan(spec, name).size_bytes)
+    return kv, others
+
+
+def room_for_contexts(spec: ArtifactSpec, engine: EngineSettings, host_bytes: int, device_bytes: int) -> int:
+    """How many contexts like this may be loaded at the same time. host_bytes, device_bytes: free beside the weights."""
+    kv, index = context_bytes(spec, engine.kv_format)
+    on_device = {"cpu": 0, "device": kv + index}.get(engine.placement, index + int(engine.slot_share * kv))
+    on_host = {"cpu": kv + index, "device": 0}.get(engine.placement, kv)
+    bounds = [have // takes for have, takes in ((host_bytes, on_host), (device_bytes, on_device)) if takes]
+    if engine.context_bytes is not None:
+        bounds.append(engine.context_bytes // (kv + index))
+    if engine.placement != "cpu":
+        bounds.append(engine.num_contexts)
+    return max(0, min(bounds))
+
+
+def told_lens(geometry: ModelGeometry) -> list[int]:
+    """Lengths of contexts that a person is told of."""
+    return [length for length in CONTEXT_LENS if length < geometry.max_positions] or [geometry.max_positions]
+
+
+def _in_pages(num_bytes: int) -> int:
+    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -1,5 +1,6 @@
 """The HTTP application: which address does what. It holds no model; a `Backend` decodes."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -98,8 +99,10 @@ class Routes:
 
     async def status(self) -> Response:
         metrics = [*self._measures.registry.collect(), *await self._backend.metrics()]
-        health, contexts = await self._backend.health(), await self._backend.contexts()
-        return _json(status_object(self._model, health, contexts, metrics))
+        health, contexts, workers = await asyncio.gather(
+            self._backend.health(), self._backend.contexts(), self._backend.workers()
+        )
+        return _json(status_object(self._model, health, contexts, metrics, workers))
 
     async def models(self) -> Response:
         return _json(listed(model_objects(await self._backend.contexts(), self._model)))

@@ -7,7 +7,7 @@ from prometheus_client import Metric
 
 from csattn import __version__
 from workers.api.contexts import context_object
-from workers.serving.messages import ContextInfo, Health
+from workers.serving.messages import ContextInfo, Health, WorkerInfo
 
 # what the page calls it -> the metric it is; a metric that nobody gives is absent, and the page leaves it out
 NUMBERS = {
@@ -37,7 +37,11 @@ OF_CONTEXTS = {"recall": "csattn_fidelity_recall", "mass": "csattn_fidelity_mass
 
 
 def status_object(
-    model: str, health: Health, contexts: Sequence[ContextInfo], metrics: Iterable[Metric]
+    model: str,
+    health: Health,
+    contexts: Sequence[ContextInfo],
+    metrics: Iterable[Metric],
+    workers: Sequence[WorkerInfo],
 ) -> dict[str, Any]:
     by_name = {metric.name: metric for metric in metrics}
     fidelity = {key: _of_contexts(by_name[name]) for key, name in OF_CONTEXTS.items() if name in by_name}
@@ -48,14 +52,35 @@ def status_object(
         "why": health.why,
         "numbers": {key: _total(by_name[name]) for key, name in NUMBERS.items() if name in by_name},
         "histograms": {key: _histogram(by_name[name]) for key, name in HISTOGRAMS.items() if name in by_name},
+        "workers": [_worker_object(worker) for worker in workers],
         "contexts": [
             {
                 **context_object(info, model),
+                "held_by": [worker.name for worker in workers if _holds(worker, info)],
                 "fidelity": {key: values[info.name] for key, values in fidelity.items() if info.name in values},
             }
             for info in contexts
         ],
     }
+
+
+def _worker_object(worker: WorkerInfo) -> dict[str, Any]:
+    """`since`: null while it does not answer."""
+    standing = worker.standing
+    return {
+        "name": worker.name,
+        "since": standing.since if standing else None,
+        "running": standing.num_running if standing else 0,
+        "slots": standing.num_slots if standing else 0,
+        "contexts": len(standing.held) if standing else 0,
+        "held_bytes": standing.held_bytes if standing else 0,
+        "budget_bytes": standing.budget_bytes if standing else None,
+    }
+
+
+def _holds(worker: WorkerInfo, info: ContextInfo) -> bool:
+    """Contexts that are registered lie in the store by their ids."""
+    return worker.standing is not None and any(held.path == info.artifact_id for held in worker.standing.held)
 
 
 def _total(metric: Metric) -> float:

@@ -4,7 +4,7 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TypeVar
@@ -13,7 +13,18 @@ from prometheus_client import Metric
 
 from csattn.errors import CsattnError
 from offload.errors import OffloadError
-from workers.serving.messages import Ask, ContextInfo, Event, Health, NewContext, ServingError, TokenizeAsk, Tokens
+from workers.serving.messages import (
+    Ask,
+    ContextInfo,
+    Event,
+    Health,
+    Held,
+    NewContext,
+    ServingError,
+    Standing,
+    TokenizeAsk,
+    Tokens,
+)
 from workers.settings import Settings
 
 T = TypeVar("T")
@@ -71,11 +82,20 @@ class AttentionActor:
         """Nobody waits for the rest of that request."""
         self._end(key)
 
-    async def beat(self, ingress: str) -> int:
-        """That ingress is alive. Returns how many requests are here."""
-        await self._start()
+    async def beat(self, ingress: str) -> Standing | ServingError:
+        """That ingress is alive."""
         self._heard_s[ingress] = time.monotonic()
-        return len(self._running)
+
+        async def standing() -> Standing:
+            return self._backend.standing()
+
+        return await self._told(standing)
+
+    async def hold(self, contexts: Sequence[Held]) -> ServingError | None:
+        return await self._told(lambda: self._backend.hold(contexts))
+
+    async def drop(self, contexts: Sequence[Held]) -> ServingError | None:
+        return await self._told(lambda: self._backend.drop(contexts))
 
     async def tokenize(self, ask: TokenizeAsk) -> Tokens | ServingError:
         return await self._told(lambda: self._backend.tokenize(ask))

@@ -9,7 +9,7 @@ from uuid import uuid4
 import ray
 from ray.exceptions import RayError
 
-from workers.serving.messages import Ask, Event, Health, ServingError, WorkerLostError
+from workers.serving.messages import Ask, Event, Health, ServingError, Standing, WorkerLostError
 
 _AGAIN_S = 5.0  # what a client is told to wait for a worker that starts
 _ANSWER_S = 30.0  # for anything but tokens
@@ -22,6 +22,7 @@ class RayWorker:
     def __init__(self, name: str, namespace: str):
         self.name = name
         self.num_running = 0
+        self.standing: Standing | None = None
         self._namespace = namespace
         self._actor: Any = None
 
@@ -64,8 +65,13 @@ class RayWorker:
         return health
 
     async def beat(self, ingress: str) -> None:
-        with suppress(ServingError):
-            self.num_running = await self.call("beat", ingress, timeout_s=_HEALTH_S)
+        try:
+            self.standing = await self.call("beat", ingress, timeout_s=_HEALTH_S)
+        except ServingError:
+            self.standing = None
+        else:
+            assert self.standing is not None
+            self.num_running = self.standing.num_running
 
     def _method(self, name: str) -> Any:
         try:
@@ -75,6 +81,7 @@ class RayWorker:
         return getattr(self._actor, name)
 
     def _lost(self) -> WorkerLostError:
+        self.standing = None
         return WorkerLostError(
             f"the worker {self.name} ended and is being started again; send the request again", None, _AGAIN_S
         )

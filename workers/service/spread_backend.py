@@ -1,9 +1,14 @@
-"""A Backend over several attention workers: who gets which request, and what they say together."""
+"""A Backend over several attention workers: who gets which request, and what they say together.
+
+A request goes where its context is loaded; where none has it, to the worker that its name points to, if that has room.
+Once a worker has so much more to do than another, the other gets requests of its contexts, and so loads them too; when
+nobody asks for them any more, one worker keeps them. A worker that comes back is told what it held.
+"""
 
 import asyncio
 import os
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from hashlib import sha256
 from typing import Any, Protocol
 from uuid import uuid4
@@ -16,16 +21,20 @@ from workers.serving.messages import (
     ContextInfo,
     Event,
     Health,
+    Held,
     NewContext,
     OverloadedError,
     ServingError,
+    Standing,
     TokenizeAsk,
     Tokens,
+    WorkerInfo,
     WorkerLostError,
 )
 
-BEGINNING = 1024  # characters, or tokens, by which prompts that may share something are known
 BEAT_S = 1.0  # how often workers hear that this process lives
+HOT = 0.5  # of a worker's slots: with so many requests more than another its contexts are loaded there, too
+COLD_S = 30.0  # a context that nobody has asked a worker for so long is dropped where another worker has it
 
 
 class Worker(Protocol):
@@ -33,6 +42,7 @@ class Worker(Protocol):
 
     name: str
     num_running: int  # as far as is known here
+    standing: Standing | None  # as it was told last; None while it does not answer
 
     def generate(self, ingress: str, ask: Ask) -> AsyncGenerator[Event, None]: ...
 
@@ -43,16 +53,16 @@ class Worker(Protocol):
     async def health(self) -> Health: ...
 
     async def beat(self, ingress: str) -> None:
-        """Tell it that the process of that name lives, and learn how much it has to do."""
+        """Tell it that the process of that name lives, and learn its standing."""
         ...
 
 
 class SpreadBackend:
-    """Requests of one context, and those that begin alike, go to the same worker, which has what they share loaded;
-    to others while that one has no room."""
+    """Holds nothing that cannot be learned again: several of them may stand before the same workers."""
 
     def __init__(self, workers: Sequence[Worker]):
         self._workers = workers
+        self._known: dict[str, Standing] = {}  # by the worker's name, as it was when it last answered
         self._ingress = f"{os.getpid()}-{uuid4().hex}"
         self._beating: asyncio.Task[None] | None = None
 
@@ -60,7 +70,7 @@ class SpreadBackend:
         """A request goes on to another worker only before its first event."""
         self._keep_beating()
         refusals: list[ServingError] = []
-        for worker in self._in_turn(ask.context or _beginning(ask)):
+        for worker in self._in_turn(ask.asked_for):
             has_begun = False
             async with aclosing(worker.generate(self._ingress, ask)) as events:
                 try:
@@ -96,8 +106,15 @@ class SpreadBackend:
         return info
 
     async def delete(self, name: str) -> None:
-        """Unloaded by its own worker now, by others when they need the room."""
+        """One worker takes it out of the store; all unload it."""
         await self._ask_one(name, "delete", name)
+        for worker in self._workers:
+            if held := [held for held in _held_by(worker) if name in held.asked_for]:
+                await _tell(worker, "drop", held)
+
+    async def workers(self) -> list[WorkerInfo]:
+        self._keep_beating()
+        return [WorkerInfo(worker.name, worker.standing) for worker in self._workers]
 
     async def health(self) -> Health:
         """Ready while any worker is."""
@@ -133,11 +150,11 @@ class SpreadBackend:
 
         return await asyncio.gather(*(ask(worker) for worker in self._workers))
 
-    def _in_turn(self, context: str) -> list[Worker]:
-        """The context's own worker, then the others, those with less to do first."""
-        own = max(self._workers, key=lambda worker: sha256(f"{worker.name} {context}".encode()).digest())
-        others = [worker for worker in self._workers if worker is not own]
-        return [own, *sorted(others, key=lambda worker: worker.num_running)]
+    def _in_turn(self, asked_for: str) -> list[Worker]:
+        """Where it is to go, then the others, those with less to do first."""
+        first = choose(self._workers, asked_for)
+        others = [worker for worker in self._workers if worker is not first]
+        return [first, *sorted(others, key=lambda worker: (worker.standing is None, worker.num_running))]
 
     def _keep_beating(self) -> None:
         if self._beating is None:  # when this is made, there may be no event loop
@@ -146,11 +163,65 @@ class SpreadBackend:
     async def _beat(self) -> None:
         """Workers end the requests of a process that they no longer hear."""
         while True:
-            await asyncio.gather(*(worker.beat(self._ingress) for worker in self._workers))
+            await asyncio.gather(*(self._hear(worker) for worker in self._workers))
+            for worker, held in cold(self._workers):
+                await _tell(worker, "drop", held)
             await asyncio.sleep(BEAT_S)
 
+    async def _hear(self, worker: Worker) -> None:
+        """And tell one that has been started again what it held."""
+        await worker.beat(self._ingress)
+        if worker.standing is None:
+            return
+        before = self._known.get(worker.name)
+        if before is not None and before.since != worker.standing.since and before.held:
+            await _tell(worker, "hold", before.held)
+        self._known[worker.name] = worker.standing
 
-def _beginning(ask: Ask) -> str:
-    """What a prompt begins with, and for whom: all turns of a conversation have it."""
-    text = "".join(turn.content for turn in ask.turns) if ask.prompt is None else ask.prompt
-    return f"{ask.cache_salt}\n{text[:BEGINNING]}"
+
+def choose(workers: Sequence[Worker], asked_for: str) -> Worker:
+    """The worker that a request should go to. All processes choose alike, as far as they know the same."""
+    least = min((worker.num_running for worker in workers if worker.standing), default=0)
+
+    def rank(worker: Worker) -> tuple[bool, bool, bool, bool, bytes]:
+        standing = worker.standing
+        own = _own(worker, asked_for)
+        if standing is None:
+            return True, False, False, False, own
+        is_hot = worker.num_running - least >= max(1.0, HOT * standing.num_slots)
+        has_it = standing.has(asked_for)
+        return False, is_hot, not has_it, not (has_it or standing.has_room), own
+
+    return min(workers, key=rank)
+
+
+def _own(worker: Worker, asked_for: str) -> bytes:
+    """The least of all workers' says whose it is: without one worker only its contexts move."""
+    return sha256(f"{worker.name} {asked_for}".encode()).digest()
+
+
+def cold(workers: Sequence[Worker]) -> list[tuple[Worker, list[Held]]]:
+    """What each of them need not hold: nobody asks it for it, and another keeps it."""
+    found = []
+    for worker in workers:
+        idle = [held for held in _held_by(worker) if not held.num_users and held.idle_s >= COLD_S]
+        if surplus := [held for held in idle if _keeper(workers, held.path) is not worker]:
+            found.append((worker, surplus))
+    return found
+
+
+def _keeper(workers: Sequence[Worker], path: str) -> Worker:
+    """Of those that hold it; the same for all who look."""
+    holders = [(worker, held) for worker in workers for held in _held_by(worker) if held.path == path]
+    asked_for = min((name for _, held in holders for name in held.asked_for), default=path)
+    return min((worker for worker, _ in holders), key=lambda worker: _own(worker, asked_for))
+
+
+def _held_by(worker: Worker) -> tuple[Held, ...]:
+    return worker.standing.held if worker.standing else ()
+
+
+async def _tell(worker: Worker, method: str, contexts: Sequence[Held]) -> None:
+    """What it may do or not: it is told again."""
+    with suppress(ServingError):
+        await worker.call(method, contexts)

@@ -121,6 +121,8 @@ class Residency:
         there = (known := self._residents.get(path)) is not None and not known.is_leaving
         self._scheduler.metrics.context_requests.labels("memory" if there else "store").inc()
         resident = await self._resident(path)
+        resident.last_used = next(self._uses)
+        resident.is_forgotten = False
         _remember(resident, asked_for)
         try:
             await self._prepare(path, resident, config, selector)
@@ -170,27 +172,25 @@ class Residency:
             if path not in self._loading:
                 task = asyncio.create_task(self._load(path))
                 self._loading[path] = task
-                task.add_done_callback(lambda task: self._loaded(path, task))
-            loading = self._loading[path]
-            self._wanted[path] += 1
-            try:
-                with suppress(_Unwanted):  # by those before; now there is someone
-                    await asyncio.shield(loading)  # one who leaves does not end it for the others
-            except asyncio.CancelledError:
-                _require_not_closing(loading)
-                raise
-            finally:
-                self._wanted[path] -= 1
-                self._left.set()
+                task.add_done_callback(lambda task: task.cancelled() or task.exception())  # who waits is told
+            with suppress(_Unwanted):  # by those before; now there is someone
+                return await self._loaded(path, self._loading[path])
         resident.num_users += 1
-        resident.last_used = next(self._uses)
-        resident.is_forgotten = False
         return resident
 
-    def _loaded(self, path: Path, task: "asyncio.Task[Resident]") -> None:
-        del self._loading[path]
-        if not task.cancelled():
-            task.exception()  # of which those who wait are told, if any still do
+    async def _loaded(self, path: Path, loading: "asyncio.Task[Resident]") -> Resident:
+        """When it has come, all who waited for it are its users."""
+        self._wanted[path] += 1
+        try:
+            return await asyncio.shield(loading)  # one who leaves does not end it for the others
+        except asyncio.CancelledError:
+            _require_not_closing(loading)
+            if loading.done() and not loading.exception():
+                await self._leave(path, loading.result())
+            raise
+        finally:
+            self._wanted[path] -= 1
+            self._left.set()
 
     async def _prepare(self, path: Path, resident: Resident, config: SearchConfig, selector: Selector) -> None:
         try:
@@ -235,23 +235,31 @@ class Residency:
 
     async def _load(self, path: Path) -> Resident:
         """When those that came before have been loaded."""
-        artifact = await asyncio.to_thread(self._usable.open, path)
-        num_bytes = sum(context_bytes(artifact.spec, self._settings.kv_format))
         try:
-            self._require_possible(num_bytes)
-            async with self._one_at_a_time:
-                self._require_wanted(path)
-                if (resident := self._residents.get(path)) is not None:  # it has not had to go: its turn begins again
-                    artifact.close()
-                    self._begin_turn(resident, 0.0)
-                    return resident
-                await self._take_room(path, num_bytes)
-                resident = await self._add(path, artifact, num_bytes)
-        except BaseException as error:
-            artifact.close()
-            if isinstance(error, Exception) and not isinstance(error, _Unwanted):
-                raise _as_serving_error(error, "loaded") from error
-            raise
+            artifact = await asyncio.to_thread(self._usable.open, path)
+            try:
+                resident = await self._load_in_turn(path, artifact)
+            except BaseException:
+                artifact.close()
+                raise
+        except Exception as error:
+            raise error if isinstance(error, _Unwanted) else _as_serving_error(error, "loaded") from error
+        finally:
+            self._loading.pop(path, None)
+        resident.num_users += self._wanted[path]
+        return resident
+
+    async def _load_in_turn(self, path: Path, artifact: Artifact) -> Resident:
+        num_bytes = sum(context_bytes(artifact.spec, self._settings.kv_format))
+        self._require_possible(num_bytes)
+        async with self._one_at_a_time:
+            self._require_wanted(path)
+            if (resident := self._residents.get(path)) is not None:  # it has not had to go: its turn begins again
+                artifact.close()
+                self._begin_turn(resident, 0.0)
+                return resident
+            await self._take_room(path, num_bytes)
+            resident = await self._add(path, artifact, num_bytes)
         if self._reads_in_place:  # the index is there, and rows come as they are chosen: all others behind them
             self._reader.submit(read_rows, artifact.path, lambda: resident.is_gone)
         return resident

@@ -17,13 +17,16 @@ from workers.serving.messages import (
     Event,
     Finish,
     Health,
+    Held,
     NewContext,
     OverloadedError,
     Piece,
+    Standing,
     TokenizeAsk,
     Tokens,
     TokenScore,
     UnknownContextError,
+    WorkerInfo,
 )
 
 CONTEXT_TOKENS = 1000
@@ -53,6 +56,7 @@ class FakeBackend:
     infos: dict[str, ContextInfo] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
     asks: list[Ask] = field(default_factory=list)
+    held: tuple[Held, ...] = ()
     more_metrics: list[Metric] = field(default_factory=list)
     health_now: Health = field(default_factory=lambda: Health(True))
     running: set[str] = field(default_factory=set)
@@ -120,6 +124,12 @@ class FakeBackend:
     async def delete(self, name: str) -> None:
         del self.infos[name]
         self.texts.pop(name, None)
+
+    def standing(self) -> Standing:
+        return Standing(since=1.7e9, num_running=len(self.running), num_slots=self.num_slots, held=self.held)
+
+    async def workers(self) -> list[WorkerInfo]:
+        return [WorkerInfo("this process", self.standing())]
 
     async def health(self) -> Health:
         return self.health_now

@@ -12,7 +12,7 @@ from csattn.errors import ConfigError
 from tests.workers.api.fake_backend import FakeBackend, Script
 from workers.service import attention_actor, making, search_actor
 from workers.service.attention_actor import AttentionActor
-from workers.serving.messages import Ask, Done, Health, Piece, Sampling, ServingError, UnknownContextError
+from workers.serving.messages import Ask, Done, Health, Piece, Sampling, ServingError, Standing, UnknownContextError
 from workers.settings import Settings
 
 NUMBERS = count()
@@ -50,7 +50,7 @@ def test_events_and_errors_cross_as_values(backend: Startable) -> None:
         assert told[:-1] == [Piece(word) for word in Script().words] and isinstance(told[-1], Done)
         [error] = [event async for events in actor.generate("2", "i", ask("quick", "none")) for event in events]
         assert isinstance(error, UnknownContextError)
-        assert isinstance(await actor.beat("i"), int) and await actor.beat("i") == 0
+        assert await actor.beat("i") == backend.standing()
         assert await actor.health() == Health(True) and await actor.failure() is None
 
     asyncio.run(run())
@@ -79,7 +79,8 @@ def test_a_request_that_nobody_waits_for_is_ended(backend: Startable) -> None:
         actor = AttentionActor(Settings())
         events = actor.generate("1", "i", ask("slow"))
         await anext(events)
-        assert await actor.beat("i") == len(backend.running) == 1
+        standing = await actor.beat("i")
+        assert isinstance(standing, Standing) and standing.num_running == len(backend.running) == 1
         await actor.end("1")
         await until(lambda: not backend.running)
         assert backend.num_ended_early == 1

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from prometheus_client.core import GaugeMetricFamily
 
-from workers.service.spread_backend import SpreadBackend
+from workers.service import spread_backend
+from workers.service.spread_backend import COLD_S, SpreadBackend, choose, cold
 from workers.serving.messages import (
     Ask,
     BadRequestError,
@@ -17,13 +18,16 @@ from workers.serving.messages import (
     Done,
     Event,
     Health,
+    Held,
     NewContext,
     OverloadedError,
     Piece,
     Sampling,
     ServingError,
+    Standing,
     Turn,
     UnknownContextError,
+    WorkerInfo,
     WorkerLostError,
 )
 
@@ -37,6 +41,7 @@ class Here:
 
     name: str
     num_running: int = 0
+    standing: Standing | None = None
     error: ServingError | None = None
     fails_after: int = 0  # pieces
     answers: dict[str, Any] = field(default_factory=dict)  # by method
@@ -58,7 +63,7 @@ class Here:
         self.asked.append((method, *arguments))
         if self.error is not None:
             raise self.error
-        return self.answers[method]
+        return self.answers.get(method)
 
     async def health(self) -> Health:
         return Health(self.error is None, "" if self.error is None else f"{self.name} is not there.")
@@ -240,3 +245,103 @@ def test_the_turns_of_a_conversation_go_to_one_worker_and_conversations_to_all()
         assert len({await by(asked(first, salt=str(salt))) for salt in range(30)}) == 4
 
     asyncio.run(main())
+
+
+def standing(*held: Held, num_running: int = 0, since: float = 1.0, has_room: bool = True) -> Standing:
+    return Standing(since=since, num_running=num_running, num_slots=8, held=held, has_room=has_room)
+
+
+def holding(*names: str, num_users: int = 0, idle_s: float = 0.0) -> Held:
+    return Held("/".join(names), names, 10, num_users, idle_s)
+
+
+def test_a_request_goes_where_its_context_is() -> None:
+    for number in range(20):
+        given = workers(standing=standing())
+        given[number % 4].standing = standing(holding("book"))
+        assert choose(given, "book") is given[number % 4]
+
+
+def test_what_nobody_holds_goes_where_there_is_room() -> None:
+    given = workers(standing=standing(holding("x"), has_room=False))
+    own = choose(given, "book")
+    roomy = next(worker for worker in given if worker is not own)
+    roomy.standing = standing(holding("y"))
+    assert choose(given, "book") is roomy
+    assert choose(given, "x") is not roomy, "which it would have to load"
+
+
+def test_a_hot_context_is_loaded_elsewhere_too_and_cold_ones_are_dropped() -> None:
+    given = workers(2, standing=standing())
+    hot, other = given
+    hot.standing = standing(holding("book", num_users=3))
+    hot.num_running = 3
+    assert choose(given, "book") is hot
+    hot.num_running = 4  # half of its slots more than the other
+    assert choose(given, "book") is other
+    other.num_running = 4
+    assert choose(given, "book") is hot
+    both = standing(holding("book", idle_s=COLD_S))
+    hot.standing, other.standing, hot.num_running, other.num_running = both, both, 0, 0
+    [(worker, surplus)] = cold(given)
+    assert surplus == [both.held[0]] and worker is not choose(given, "book")
+    for idle in (holding("book", idle_s=COLD_S - 1), holding("book", num_users=1)):
+        worker.standing = standing(idle)
+        assert cold(given) == []
+    worker.standing = None
+    assert cold(given) == []
+
+
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_a_context_of_two_names_is_never_dropped_by_all(first: str) -> None:
+    """Whichever each of them was asked for first."""
+    for number in range(20):
+        names = f"a{number}", f"b{number}"
+        given = workers(3)
+        for worker, order in zip(given, (names, names[::-1], names[:1] if first == "a" else names[1:]), strict=True):
+            worker.standing = standing(Held("path", order, 10, 0, COLD_S))
+        assert len(cold(given)) == 2
+
+
+def test_a_worker_that_does_not_answer_is_asked_last() -> None:
+    given = workers(3, standing=standing())
+    choose(given, "book").standing = None
+    assert choose(given, "book").standing is not None
+    for worker in given:
+        worker.standing = None
+    assert choose(given, "book").name == choose(workers(3), "book").name
+
+
+def test_a_worker_that_comes_back_is_told_what_it_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spread_backend, "BEAT_S", 0.001)
+    held = holding("book"), holding("verse")
+    given = workers(2, standing=standing())
+    lost, other = given
+    lost.standing = standing(*held)
+
+    async def until(is_so: Any) -> None:
+        async with asyncio.timeout(5):
+            while not is_so():
+                await asyncio.sleep(0.001)
+
+    async def main() -> None:
+        backend = SpreadBackend(given)
+        assert await backend.workers() == [WorkerInfo("attention-0", lost.standing), WorkerInfo("attention-1", standing())]
+        await asyncio.sleep(0.01)
+        assert lost.asked == []
+        lost.standing = None
+        await asyncio.sleep(0.01)
+        lost.standing = standing(since=2.0)
+        await until(lambda: lost.asked)
+        lost.standing = standing(*held, since=2.0)
+        await asyncio.sleep(0.01)
+        assert lost.asked == [("hold", held)] and other.asked == []
+
+    asyncio.run(main())
+
+
+def test_what_is_deleted_is_unloaded_everywhere() -> None:
+    given = workers(3, standing=standing(holding("book"), holding("verse")))
+    asyncio.run(SpreadBackend(given).delete("book"))
+    assert all(("drop", [holding("book")]) in worker.asked for worker in given)
+    assert sum(("delete", "book") in worker.asked for worker in given) == 1

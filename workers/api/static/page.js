@@ -63,6 +63,7 @@ function show(status) {
   showTiles(status);
   showCharts(status);
   showContexts(status.contexts);
+  showWorkers(status.workers);
   showStep(status);
 }
 
@@ -116,13 +117,26 @@ function showContexts(contexts) {
     if (context.state === "building") state.append(" ", bar(context.progress, "building"), percent(context.progress));
     if (context.state !== "ready" && context.what) state.append(element("small", "", context.what));
     const tokens = element("td", "number", context.num_tokens === null ? "–" : plain(context.num_tokens));
-    row.append(element("td", "id", context.model), state, tokens);
+    const held = element("td", context.held_by.length ? "" : "quiet", context.held_by.join(", ") || "–");
+    row.append(element("td", "id", context.model), state, tokens, held);
     for (const name of ["recall", "mass"]) {
       const mean = share(context.fidelity[name]?.sum, context.fidelity[name]?.count);
       const cell = element("td", mean === null ? "quiet" : "share", mean === null ? "–" : "");
       if (mean !== null) cell.append(bar(mean, ""), percent(mean));
       row.append(cell);
     }
+    return row;
+  }));
+}
+
+function showWorkers(workers) {
+  $("workers").replaceChildren(...workers.map((worker) => {
+    const row = element("tr"), state = element("td"), answers = worker.since !== null;
+    state.append(element("span", `pill ${answers ? "ready" : "failed"}`, answers ? "answers" : "no answer"));
+    row.append(element("td", "id", worker.name), state);
+    const cells = [`${plain(worker.running)} of ${plain(worker.slots)}`, plain(worker.contexts), bytes(worker.held_bytes),
+      worker.budget_bytes === null ? "none" : bytes(worker.budget_bytes)];
+    row.append(...cells.map((text) => element("td", "number", answers ? text : "–")));
     return row;
   }));
 }

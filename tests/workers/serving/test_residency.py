@@ -1,0 +1,235 @@
+"""Contexts that do not fit beside each other: within the budget at every moment, in turn, and none for nothing."""
+
+import asyncio
+import os
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from csattn.artifact import open_artifact
+from offload.codecs.formats import KvFormat
+from tests.tiny import loaded
+from tests.workers.serving.artifacts import SECRETS
+from tests.workers.serving.full_engine import FullEngine
+from tests.workers.serving.test_local import answer, ask, running, settings_of, until
+from tests.workers.serving.test_preparation import path_of
+from workers.capacity import context_bytes, room_for_contexts
+from workers.serving import moving, residency
+from workers.serving.local import LocalBackend
+from workers.serving.messages import ContextTooLongError, Held
+from workers.settings import EngineSettings
+
+
+class Counting(FullEngine):
+    """Counts what is loaded."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(loaded(), **options)
+        self.loads: Counter[str] = Counter()
+
+    def add_context(self, context_id, artifact):
+        super().add_context(context_id, artifact)
+        self.loads[artifact.path.name] += 1
+
+
+def size_of(store: Path, name: str) -> int:
+    with open_artifact(path_of(store, name)) as artifact:
+        return sum(context_bytes(artifact.spec))
+
+
+@asynccontextmanager
+async def within(store: Path, engine: FullEngine, budget: int | None) -> AsyncIterator[LocalBackend]:
+    """A service whose residency is checked whenever something is loaded."""
+    settings = replace(settings_of(store), engine=EngineSettings(context_bytes=budget))
+    async with LocalBackend(engine, loaded(), settings) as backend:
+        add = engine.add_context
+
+        def checked(context_id: int, artifact: Any) -> None:
+            backend._residency.check()
+            assert backend._residency.held_bytes >= sum(context_bytes(artifact.spec))
+            add(context_id, artifact)
+
+        engine.add_context = checked  # type: ignore[method-assign]
+        yield backend
+        backend._residency.check()
+
+
+async def keep_asking(backend: LocalBackend, name: str, said: list[str], over: asyncio.Event) -> None:
+    while not over.is_set():
+        said.append((await answer(backend, ask(name, max_new_tokens=2)))[0])
+
+
+@pytest.mark.parametrize("spare", [0, -1])
+def test_the_budget_is_kept_to_the_byte(built: Path, monkeypatch: pytest.MonkeyPatch, spare: int) -> None:
+    """One byte less than two contexts take holds one."""
+    monkeypatch.setattr(residency, "TURN_S", 0.0)
+    monkeypatch.setattr(residency, "TURN_LOADS", 0.0)
+    sizes = sorted(size_of(built, name) for name in SECRETS)
+    budget, rng = sizes[-1] + sizes[-2] + spare, np.random.default_rng(0)
+    names = [SECRETS[i] for i in rng.integers(3, size=40)]
+
+    async def main() -> None:
+        async with running(built) as roomy:
+            want = {name: await answer(roomy, ask(name)) for name in SECRETS}
+        engine = Counting()
+        async with within(built, engine, budget) as backend:
+            told = await asyncio.gather(*(answer(backend, ask(name)) for name in names))
+            assert told == [want[name] for name in names]
+            assert len(engine.contexts) == (2 if spare == 0 else 1)
+            standing = backend.standing()
+            assert standing.held_bytes <= budget == standing.budget_bytes and not standing.has_room
+            [requests] = [metric for metric in await backend.metrics() if metric.name == "csattn_context_requests"]
+            assert sum(sample.value for sample in requests.samples if sample.name.endswith("_total")) == len(names)
+
+    asyncio.run(main())
+
+
+def test_contexts_that_are_always_in_use_take_turns(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is room for one. Nobody waits for ever, and nothing is loaded more often than there are turns."""
+    monkeypatch.setattr(residency, "TURN_S", 0.15)
+    monkeypatch.setattr(residency, "TURN_LOADS", 0.0)
+
+    async def main() -> None:
+        engine, over = Counting(), asyncio.Event()
+        said: dict[str, list[str]] = {name: [] for name in SECRETS}
+        async with within(built, engine, max(size_of(built, name) for name in SECRETS)) as backend:
+            clock = asyncio.get_running_loop().time
+            started = clock()
+            asking = [
+                asyncio.create_task(keep_asking(backend, name, said[name], over)) for name in SECRETS for _ in range(3)
+            ]
+            await until(lambda: min(engine.loads[path_of(built, name).name] for name in SECRETS) >= 2)
+            over.set()
+            await asyncio.gather(*asking)
+            turns = (clock() - started) / 0.15
+            assert sum(engine.loads.values()) <= turns + len(SECRETS) + 1
+        assert all(len(set(answers)) == 1 for answers in said.values())
+
+    asyncio.run(main())
+
+
+def test_a_context_does_not_go_before_it_has_had_its_turn(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residency, "TURN_S", 1000.0)
+
+    async def main() -> None:
+        engine, over = Counting(), asyncio.Event()
+        async with within(built, engine, max(size_of(built, name) for name in SECRETS)) as backend:
+            said: list[str] = []
+            asking = [asyncio.create_task(keep_asking(backend, "heron", said, over)) for _ in range(3)]
+            await until(lambda: len(said) > 3)
+            waiting = asyncio.create_task(answer(backend, ask("walnut")))
+            num_before = len(said)
+            await until(lambda: len(said) > num_before + 20)
+            assert not waiting.done() and sum(engine.loads.values()) == 1
+            over.set()
+            await asyncio.gather(*asking)
+            assert (await waiting)[1].reason == "length", "what nobody uses goes at once"
+
+    asyncio.run(main())
+
+
+def test_nothing_is_loaded_for_those_who_have_left(built: Path) -> None:
+    async def main() -> None:
+        engine = Counting(tail_capacity=600)
+        async with within(built, engine, max(size_of(built, name) for name in SECRETS)) as backend:
+            events = backend.generate(ask("heron", max_new_tokens=400))
+            await anext(events)
+            waiting = [asyncio.create_task(answer(backend, ask("walnut"))) for _ in range(2)]
+            last = asyncio.create_task(answer(backend, ask("quartz")))
+            await asyncio.sleep(0.1)
+            for task in waiting:
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
+            await events.aclose()
+            await last
+            assert path_of(built, "walnut").name not in engine.loads
+            assert (await answer(backend, ask("walnut")))[1].reason == "length"
+
+    asyncio.run(main())
+
+
+def test_a_context_larger_than_the_budget_is_refused_in_a_sentence(built: Path) -> None:
+    async def main() -> None:
+        async with within(built, Counting(), 5000) as backend:
+            with pytest.raises(ContextTooLongError, match=r"engine.context_bytes is 5,000"):
+                await answer(backend, ask("heron"))
+
+    asyncio.run(main())
+
+
+def test_what_is_held_ahead_of_need_never_costs_another_its_place(built: Path) -> None:
+    async def main() -> None:
+        engine = Counting()
+        async with within(built, engine, 2 * max(size_of(built, name) for name in SECRETS)) as backend:
+            held = [
+                Held(path_of(built, name).name, (name,), size_of(built, name), 0) for name in ("heron", "walnut", "quartz")
+            ]
+            await backend.hold([Held("none", ("none",), 1, 0), *held])
+            assert len(engine.contexts) == 2
+            standing = backend.standing()
+            assert standing.has("heron") and standing.has("walnut") and not standing.has("quartz")
+            await backend.drop(held[:1])
+            assert not backend.standing().has("heron") and len(engine.contexts) == 1
+            assert (await answer(backend, ask("walnut")))[1].reason == "length"
+            assert sum(engine.loads.values()) == 2
+
+    asyncio.run(main())
+
+
+def test_files_are_read_until_they_are_no_longer_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is gone meanwhile is met by others."""
+    for name in ("layer-000.kv.safetensors", "layer-000.index.safetensors", "tokens.safetensors"):
+        (tmp_path / name).write_bytes(bytes(1000))
+    read: Counter[str] = Counter()
+    real = os.read
+
+    def count(file: int, num_bytes: int) -> bytes:
+        data = real(file, num_bytes)
+        read[Path(os.readlink(f"/proc/self/fd/{file}")).name] += len(data)
+        return data
+
+    monkeypatch.setattr(moving.os, "read", count)
+    moving.read_index(tmp_path)
+    assert read == {"layer-000.index.safetensors": 1000, "tokens.safetensors": 1000}
+    moving.read_rows(tmp_path, lambda: True)
+    assert len(read) == 2
+    never: Callable[[], bool] = lambda: False  # noqa: E731
+    moving.read_rows(tmp_path, never)
+    assert read["layer-000.kv.safetensors"] == 1000
+    moving.drop_pages(tmp_path)
+    for work in (lambda: moving.read_rows(tmp_path / "none", never), lambda: moving.read_index(tmp_path / "none")):
+        work()
+    moving.drop_pages(tmp_path / "none")
+
+
+def test_room_is_what_the_placement_needs(built: Path) -> None:
+    with open_artifact(path_of(built, "heron")) as artifact:
+        spec = artifact.spec
+    kv, others = context_bytes(spec)
+    assert abs(kv + others - artifact.size_bytes) < 2 * 4096 * len(artifact.manifest.files)
+    rows = len(spec.model.indexed_layers) * spec.model.num_kv_heads * spec.context_len
+    q8_0 = KvFormat.parse("q8_0")
+    in_q8_0, _ = context_bytes(replace_head_dim(spec), q8_0)
+    assert in_q8_0 - rows * q8_0.row_bytes(32) in range(len(spec.model.indexed_layers) * 4096)
+    on_cpu = EngineSettings()
+    assert room_for_contexts(spec, on_cpu, 3 * (kv + others), 0) == 3
+    assert room_for_contexts(spec, on_cpu, 3 * (kv + others) - 1, 0) == 2
+    assert room_for_contexts(spec, replace(on_cpu, context_bytes=kv + others), 3 * (kv + others), 0) == 1
+    assert room_for_contexts(spec, on_cpu, -5, 0) == 0
+    device = EngineSettings(placement="device", num_contexts=9)
+    assert room_for_contexts(spec, device, 0, 5 * (kv + others)) == 5
+    hybrid = EngineSettings(placement="hybrid", num_contexts=9)
+    assert room_for_contexts(spec, hybrid, 7 * kv, 1 << 40) == 7 and room_for_contexts(spec, hybrid, 1 << 40, others) == 0
+    assert room_for_contexts(spec, hybrid, 1 << 40, 1 << 40) == 9
+
+
+def replace_head_dim(spec: Any) -> Any:
+    """One that the codec can keep."""
+    return replace(spec, model=replace(spec.model, head_dim=32))

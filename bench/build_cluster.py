@@ -47,20 +47,31 @@ def make_jobs(place: Path, model: str | None, num_contexts: int, num_tokens: int
 
 
 @contextmanager
-def two_nodes() -> Iterator[tuple[Any, Any]]:
-    """A cluster, and the node of it that may be lost; this process is connected."""
+def cluster_of(num_nodes: int, **of_node: int) -> Iterator[Any]:
+    """A cluster of nodes on this machine. of_node: as Ray takes it, such as num_cpus."""
     os.environ.update({"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"})
-    import ray
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    cluster = Cluster(initialize_head=True, head_node_args={**of_node, "include_dashboard": False})
     try:
-        node = cluster.add_node(num_cpus=1)
-        ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
-        yield cluster, node
+        for _ in range(num_nodes - 1):
+            cluster.add_node(**of_node)
+        yield cluster
     finally:
-        ray.shutdown()
         cluster.shutdown()
+
+
+@contextmanager
+def two_nodes() -> Iterator[tuple[Any, Any]]:
+    """A cluster, and the node of it that may be lost; this process is connected."""
+    with cluster_of(2, num_cpus=1) as cluster:
+        import ray
+
+        ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
+        try:
+            yield cluster, *cluster.worker_nodes
+        finally:
+            ray.shutdown()
 
 
 def lose_a_node(jobs: list[Job], store: Path, cluster: Any, node: Any, heads: int | None) -> dict[str, Any]:

@@ -2,27 +2,35 @@
 
 python -m bench.load --url http://127.0.0.1:8000 [--pid PID] [--contexts 8] [--context-chars 8000] [--sessions 40]
                      [--per-minute 30] [--turns 4] [--think-s 3] [--answer-tokens 32] [--zipf 1.1] [--selector full]
+                     [--named]
+python -m bench.load --store DIR ... -- [what `csattn serve` takes, such as --local --set engine.context_bytes=N]
 
 Sessions begin at random times; each is about one of the contexts, few of which most sessions are about (Zipf), and
 has as many turns as chance gives, with time to think between them. As chat programs do, each turn sends the whole
-conversation: the document as the system message, the model alone as the model. Gate: no request fails, and
-conversations that are the same so far have the same answer, whoever has them and whenever.
+conversation: the document as the system message, the model alone as the model. With --named the documents are registered first, as
+contexts, and asked for by name. Gate: no request fails, conversations that are the same so far have the same answer,
+whoever has them and whenever, and what the service holds of contexts stays within its budget, in every sample.
 """
 
 import argparse
 import asyncio
 import contextlib
+import json
 import os
+import re
 import time
+import urllib.request
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 
+from bench.process_memory import mapped_bytes
 from bench.timing import finish, gate, machine
+from tests.workers.service.serving import Service, serving
 
 TEXTS = Path(__file__).parent / "texts"
 QUESTIONS = (
@@ -36,6 +44,7 @@ QUESTIONS = (
 FEW_QUESTIONS = 3  # of which the first of a session is one, so that sessions meet
 SAMPLE_S = 0.5
 TIMEOUT_S = 1800.0  # of a client that waits for its context
+AGAIN_S = 0.5  # until a turn is sent again whose worker was lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +67,10 @@ class Said:
     new_tokens: int
     prompt_tokens: int
     cached_tokens: int
+    num_lost: int = 0  # answers to it that ended with an error event, because the worker was lost
+
+
+Answers = dict[tuple[int, tuple[str, ...]], str]  # by context and what was asked so far
 
 
 def make_trace(options: argparse.Namespace) -> list[Session]:
@@ -66,7 +79,7 @@ def make_trace(options: argparse.Namespace) -> list[Session]:
     begins = np.cumsum(rng.exponential(60.0 / options.per_minute, options.sessions))
     sessions = []
     for begins_s in begins:
-        turns = min(int(rng.geometric(1.0 / options.turns)), 3 * options.turns)
+        turns = int(min(rng.geometric(1.0 / options.turns), 3 * options.turns))
         asked = [int(rng.integers(FEW_QUESTIONS)), *rng.integers(len(QUESTIONS), size=turns - 1)]
         think = rng.exponential(options.think_s, turns)
         think[0] = 0.0
@@ -82,22 +95,28 @@ def context_text(number: int, num_chars: int) -> str:
     return f"Document {number}.\n\n" + (whole[at % len(whole) :] + whole)[:num_chars]
 
 
-async def replay(client: Any, model: str, trace: Sequence[Session], options: argparse.Namespace) -> list[Said]:
-    """All sessions side by side. Raises what the client raises, and GateError for an answer that differs."""
+async def replay(
+    client: Any, model: str, trace: Sequence[Session], options: argparse.Namespace, answers: Answers | None = None
+) -> list[Said]:
+    """All sessions side by side. Raises what the client raises, and GateError for an answer that differs.
+
+    answers: those that are known, and those that come.
+    """
     said: list[Said] = []
-    answers: dict[tuple[int, tuple[str, ...]], str] = {}
+    known: Answers = {} if answers is None else answers
     started = time.perf_counter()
 
     async def hold(session: Session) -> None:
         await asyncio.sleep(max(0.0, session.begins_s - (time.perf_counter() - started)))
-        messages = [{"role": "system", "content": context_text(session.context, options.context_chars)}]
+        messages = [] if options.named else [document(session.context, options)]
+        of_context = f"{model}@{context_name(session.context)}" if options.named else model
         for turn, (question, think_s) in enumerate(zip(session.questions, session.think_s, strict=True)):
             await asyncio.sleep(think_s)
             messages.append({"role": "user", "content": question})
-            answer, of_turn = await ask(client, model, messages, turn, options)
+            answer, of_turn = await ask_until_answered(client, of_context, messages, turn, options)
             messages.append({"role": "assistant", "content": answer})
             said.append(of_turn)
-            before = answers.setdefault((session.context, session.questions[: turn + 1]), answer)
+            before = known.setdefault((session.context, session.questions[: turn + 1]), answer)
             gate(
                 answer == before,
                 f"two answers to {question!r} about document {session.context}: {before!r}, {answer!r}",
@@ -109,11 +128,45 @@ async def replay(client: Any, model: str, trace: Sequence[Session], options: arg
     return said
 
 
-async def ask(
+def document(number: int, options: argparse.Namespace) -> dict[str, str]:
+    return {"role": "system", "content": context_text(number, options.context_chars)}
+
+
+def context_name(number: int) -> str:
+    return f"load-{number}"
+
+
+async def ask_until_answered(
     client: Any, model: str, messages: list[dict[str, str]], turn: int, options: argparse.Namespace
 ) -> tuple[str, Said]:
+    """Where processes are killed, a stream may end with an error event, and is asked for again; nothing else may."""
+    from openai import APIError
+
+    begun: list[str] = []
+    while True:
+        text: list[str] = []
+        try:
+            said = await ask(client, model, messages, turn, options, text)
+        except APIError as error:
+            gate(options.may_lose and error.code == "worker_lost", f"a request failed: {error!r}")
+            begun.append("".join(text))
+            await asyncio.sleep(AGAIN_S)
+            continue
+        answer = "".join(text)
+        gate(all(map(answer.startswith, begun)), f"{begun} were not how the answer {answer!r} begins")
+        return answer, replace(said, num_lost=len(begun))
+
+
+async def ask(
+    client: Any,
+    model: str,
+    messages: list[dict[str, str]],
+    turn: int,
+    options: argparse.Namespace,
+    text: list[str],  # the answer's pieces, as they come
+) -> Said:
     sent = time.perf_counter()
-    text, first_s, usage = "", 0.0, None
+    first_s, usage = 0.0, None
     stream = await client.chat.completions.create(
         model=model,
         messages=messages,
@@ -126,12 +179,12 @@ async def ask(
     async for chunk in stream:
         first_s = first_s or time.perf_counter() - sent
         if chunk.choices:
-            text += chunk.choices[0].delta.content or ""
+            text.append(chunk.choices[0].delta.content or "")
         usage = chunk.usage or usage
     assert usage is not None
     cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
     whole_s = time.perf_counter() - sent
-    return text, Said(turn, first_s, whole_s, usage.completion_tokens, usage.prompt_tokens, cached or 0)
+    return Said(turn, first_s, whole_s, usage.completion_tokens, usage.prompt_tokens, cached or 0)
 
 
 async def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -141,7 +194,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
     base = f"{options.url.rstrip('/')}/v1"
     async with AsyncOpenAI(base_url=base, api_key=options.key, max_retries=20, timeout=TIMEOUT_S) as client:
         model = options.model or await model_name(client)
-        watch = Watch(options.pid or [])
+        watch = Watch(options)
         watching = asyncio.create_task(watch.run())
         started = time.perf_counter()
         try:
@@ -149,9 +202,17 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
         finally:
             watching.cancel()
         seconds = time.perf_counter() - started
+    return {**told(said, trace, seconds, options), **watch.found(sum(of.new_tokens for of in said))}
+
+
+def told(
+    said: Sequence[Said], trace: Sequence[Session], seconds: float, options: argparse.Namespace
+) -> dict[str, Any]:
+    """What came of a trace."""
     new_tokens, prompt_tokens = sum(of.new_tokens for of in said), sum(of.prompt_tokens for of in said)
     first, later = ([of.first_s for of in said if (of.turn == 0) == is_first] for is_first in (True, False))
     each = [(of.whole_s - of.first_s) / (of.new_tokens - 1) for of in said if of.new_tokens > 1]
+    gate(len(said) == sum(len(session.questions) for session in trace), "not all turns were answered")
     return {
         "trace": {
             name: getattr(options, name)
@@ -161,6 +222,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
         "turns": len(said),
         "failed": 0,
         "different_answers": 0,
+        "lost_and_asked_again": sum(of.num_lost for of in said),
         "seconds": round(seconds, 1),
         "tokens_per_s": round(new_tokens / seconds, 2),
         "prompt_tokens": prompt_tokens,
@@ -168,7 +230,6 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
         **quantiles("first_turn_ttft", first),
         **quantiles("later_turn_ttft", later),
         **quantiles("tpot", each),
-        **watch.found(new_tokens),
         "machine": machine(),
     }
 
@@ -185,36 +246,105 @@ def quantiles(name: str, seconds: list[float]) -> dict[str, float]:
 
 
 class Watch:
-    """Memory and reads of processes and their children, while it goes on."""
+    """Memory and reads of processes and their children, and what the service's workers say that they hold."""
 
-    def __init__(self, pids: Sequence[int]) -> None:
-        self._pids = pids
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._pids, self._store = options.pid or [], options.store
+        self._url, self._key = options.url.rstrip("/"), options.key
         self._peak_mb, self._read_bytes = 0.0, dict[int, list[int]]()
+        self._mapped, self._held, self._num_samples = 0, 0, 0
+        self._budget: int | None = None
+        self._requests: dict[tuple[str, str], list[float]] = {}  # by worker and where their context was: as it grew
 
     async def run(self) -> None:
-        while self._pids:
-            rss = 0.0
-            for pid in self._pids:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
-                        rss += process.memory_info().rss / 1e6
-                        self._read_bytes.setdefault(process.pid, []).append(process.io_counters().read_bytes)
-            self._peak_mb = max(self._peak_mb, rss)
+        while True:
+            self._look_at_processes()
+            with contextlib.suppress(OSError):  # while a worker is lost
+                await asyncio.to_thread(self._ask_workers)
+            self._num_samples += 1
             await asyncio.sleep(SAMPLE_S)
 
-    def found(self, new_tokens: int) -> dict[str, float]:
-        if not self._pids:
-            return {}
-        read = sum(counts[-1] - counts[0] for counts in self._read_bytes.values())
-        return {"peak_rss_mb": round(self._peak_mb, 1), "disk_bytes_per_token": round(read / max(1, new_tokens))}
+    def _look_at_processes(self) -> None:
+        rss, mapped = 0.0, 0
+        for pid in self._pids:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
+                    rss += process.memory_info().rss / 1e6
+                    self._read_bytes.setdefault(process.pid, []).append(process.io_counters().read_bytes)
+                if self._store is not None:
+                    mapped = max(mapped, mapped_bytes(self._store, ".safetensors", pid))
+        self._peak_mb, self._mapped = max(self._peak_mb, rss), max(self._mapped, mapped)
+
+    def _ask_workers(self) -> None:
+        for worker in self._get("/v1/status")["workers"]:
+            self._held, self._budget = max(self._held, worker["held_bytes"]), worker["budget_bytes"] or self._budget
+        text = self._get("/metrics")
+        for labels, value in re.findall(r"^csattn_context_requests_total{(.*)} (\S+)$", text, re.M):
+            of = dict(re.findall(r'(\w+)="([^"]*)"', labels))
+            grown, now = self._requests.setdefault((of.get("worker", ""), of["found"]), [0.0, 0.0]), float(value)
+            if now < grown[-1]:  # it counts from nothing again
+                grown.append(0.0)
+            grown[-1] = now
+
+    def _get(self, path: str) -> Any:
+        request = urllib.request.Request(self._url + path, headers={"Authorization": f"Bearer {self._key}"})
+        with urllib.request.urlopen(request, timeout=10.0) as reply:
+            return json.load(reply) if path.startswith("/v1/") else reply.read().decode()
+
+    def found(self, new_tokens: int) -> dict[str, Any]:
+        counts = {"memory": 0.0, "store": 0.0}
+        for (_, where), grown in self._requests.items():
+            counts[where] += sum(grown)
+        result: dict[str, Any] = {
+            "samples": self._num_samples,
+            "held_bytes": self._held,
+            "budget_bytes": self._budget,
+            "requests_where_their_context_was": round(counts["memory"] / max(1.0, sum(counts.values())), 4),
+            "contexts_loaded": int(counts["store"]),
+        }
+        for what, num_bytes in (("held", self._held), ("resident", self._mapped)):
+            gate(self._budget is None or num_bytes <= self._budget, f"{num_bytes:,} bytes of contexts were {what}")
+        if self._pids:
+            read = sum(counts[-1] - counts[0] for counts in self._read_bytes.values())
+            result |= {"peak_rss_mb": round(self._peak_mb, 1), "disk_bytes_per_token": round(read / max(1, new_tokens))}
+        if self._store is not None:
+            result["resident_context_bytes"] = self._mapped
+        return result
+
+
+def serve_and_run(options: argparse.Namespace) -> dict[str, Any]:
+    """With a service of its own; over a store that has the contexts already, nothing is built again."""
+    with serving("--store", str(options.store), *options.serve) as service:
+        options.url, options.pid = service.url, [service.process.pid]
+        if options.named:
+            register(service, options)
+        return {"serve": options.serve, **asyncio.run(run(options))}
+
+
+def register(service: Service, options: argparse.Namespace) -> None:
+    """The trace's documents, as contexts that are ready."""
+    for number in range(options.contexts):
+        service.register(context_name(number), context_text(number, options.context_chars))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", required=True, help="of a server")
+    add_options(parser)
+    parser.add_argument("--url", help="of a server")
     parser.add_argument("--key", default=os.environ.get("CSATTN_SERVER_API_KEYS", "none"), help="API key")
     parser.add_argument("--model", help="its name; not needed where the service lists one")
     parser.add_argument("--pid", type=int, action="append", help="a process of the server; its children count too")
+    parser.add_argument("--store", type=Path, help="of a service that is started for this: see `serve`")
+    parser.add_argument("--named", action="store_true", help="documents are contexts, and asked for by name")
+    parser.add_argument("serve", nargs="*", help="behind --: options of `csattn serve`")
+    options = parser.parse_args()
+    gate((options.url is None) != (options.store is None), "give --url, or --store and what `csattn serve` takes")
+    gate(options.url is None or not options.named, "--named wants a service of its own: --store")
+    finish(asyncio.run(run(options)) if options.url else serve_and_run(options), options.json)
+
+
+def add_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    """Of the trace."""
     parser.add_argument("--contexts", type=int, default=8)
     parser.add_argument("--context-chars", type=int, default=8000)
     parser.add_argument("--sessions", type=int, default=40)
@@ -226,8 +356,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--selector", help="of all requests; not given: the service's")
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    finish(asyncio.run(run(options)), options.json)
+    parser.set_defaults(may_lose=False, **defaults)
 
 
 if __name__ == "__main__":

@@ -29,10 +29,10 @@ def resident_bytes() -> dict[str, int]:
     return {"anon": found["RssAnon"], "file": found["RssFile"], "shmem": found["RssShmem"]}
 
 
-def mapped_bytes(directory: Path, suffix: str) -> int:
-    """What is in memory of mapped files of a directory with that end of their names."""
+def mapped_bytes(directory: Path, suffix: str, pid: int | str = "self") -> int:
+    """What a process has in memory of mapped files of a directory with that end of their names."""
     num_bytes, inside = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         if "-" in line.split(" ", 1)[0]:
             inside = f" {directory.resolve()}/" in line and line.endswith(suffix)
         elif inside and line.startswith("Rss:"):

@@ -1,0 +1,235 @@
+"""Several attention workers behind one address: where do requests go, and what is lost when workers or nodes are?
+
+python -m bench.spread [--workers 2] [--nodes 1] [--every-s 15] [--model tiny|demo] [--budget-contexts N] ...
+
+`csattn serve` on Ray, on this machine's own cluster or, with --nodes, on one of so many nodes; a trace of conversations
+(see `bench.load`) about contexts that were built before. Every so many seconds the process of an attention worker gets
+SIGKILL, or a node is taken away, and another added a while later. Gate: every answer is the one that it was before
+anything was killed, streams end whole or with an error event, none hangs, no file of an artifact is made again, and
+workers that come back hold again what they held.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+from bench.build_cluster import cluster_of
+from bench.faults import processes, spread
+from bench.load import FEW_QUESTIONS, QUESTIONS, Answers, Session, Watch, add_options, context_name, context_text
+from bench.load import make_trace, model_name, replay, told
+from bench.timing import finish, gate, machine
+from csattn.artifact import open_artifact
+from csattn.config import preset
+from csattn.models import LoadedModel, load_model
+from csattn.models.prompt import choose_wrapping, context_ids
+from index_build.pipeline import build_artifact
+from tests.index_build.batches import finished_files
+from tests.tiny import byte_tokenizer, make_model
+from tests.workers.service.serving import Service, serving
+from workers.capacity import context_bytes
+from workers.serving.contexts import name_artifact
+
+HUNG_S = 240.0
+POLL_S = 0.1
+MAX_POSITIONS = 16384  # of the tiny model, whose tokens are bytes
+NODE_AWAY_S = 3.0  # until another is added
+NODE = {"num_cpus": 2, "object_store_memory": 100 << 20}
+
+
+def build(options: argparse.Namespace, place: Path) -> tuple[list[str], int]:
+    """A model, and a store with all contexts: options of a service over them, and the bytes of the largest context."""
+    name = None
+    if options.model == "tiny":
+        name = str(place / "model")
+        make_model("llama", max_position_embeddings=MAX_POSITIONS).save_pretrained(name)
+        byte_tokenizer().save_pretrained(name)
+    loaded = load_model(name, "float32" if name else "bfloat16")
+    store = place / "store"
+    sizes = [build_one(loaded, store, number, options.context_chars) for number in range(options.contexts)]
+    dtype = [] if name else ["--set", "build.dtype=bfloat16"]
+    return ["--store", str(store), *(["--model", name] if name else []), "--threads", "1", *dtype], max(sizes)
+
+
+def build_one(loaded: LoadedModel, store: Path, number: int, num_chars: int) -> int:
+    wrapping = choose_wrapping(loaded.tokenizer)
+    ids = context_ids(loaded.tokenizer, context_text(number, num_chars), wrapping)
+    built = build_artifact(loaded, ids, preset("default"), store, notes={"wrapping": wrapping})
+    with open_artifact(built.path) as artifact:
+        name_artifact(store, context_name(number), built.artifact_id, artifact.spec.kv_dtype)
+        return sum(context_bytes(artifact.spec))
+
+
+@contextlib.contextmanager
+def service_of(options: argparse.Namespace, own: list[str]) -> Iterator[tuple[Service, Any]]:
+    """And the cluster, where there are several nodes."""
+    settings = [*own, "--set", f"ray.num_attention_workers={options.workers}"]
+    if options.nodes == 1:
+        with serving(*settings) as service:
+            yield service, None
+        return
+    with (
+        cluster_of(options.nodes, **NODE) as cluster,
+        serving(*settings, "--set", f"ray.address={cluster.address}") as service,
+    ):
+        yield service, cluster
+
+
+class Chaos:
+    """Takes workers away while a trace goes on."""
+
+    def __init__(self, service: Service, cluster: Any, options: argparse.Namespace) -> None:
+        self._service, self._cluster, self._options = service, cluster, options
+        self._random = random.Random(options.seed)
+        self.num_killed = 0
+        self.back_s: list[float] = []
+        self.num_held: list[tuple[int, int]] = []  # contexts of a lost worker: before, and again once it was back
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(self._options.every_s)
+            before = await self.workers()
+            started = time.monotonic()
+            lost = await (self.lose_a_worker(before) if self._cluster is None else self.lose_a_node(before))
+            self.num_killed += 1
+            for name in lost:
+                again = await self.until_back(name, before[name])
+                self.num_held.append((len(before[name]["held"]), len(again & before[name]["held"])))
+            self.back_s.append(time.monotonic() - started)
+
+    async def lose_a_worker(self, before: dict[str, Any]) -> list[str]:
+        victims = processes(self._service, "attention worker")
+        os.kill(self._random.choice(sorted(victims)), signal.SIGKILL)
+        return await self.lost(before)
+
+    async def lose_a_node(self, before: dict[str, Any]) -> list[str]:
+        """Never the first, which has Ray's own books and takes HTTP."""
+        nodes = self._cluster.worker_nodes
+        node = self._random.choice(sorted(nodes, key=lambda node: node.node_id))
+        await asyncio.to_thread(self._cluster.remove_node, node, False)
+        lost = await self.lost(before)
+        await asyncio.sleep(NODE_AWAY_S)
+        await asyncio.to_thread(self._cluster.add_node, **NODE)
+        return lost
+
+    async def lost(self, before: dict[str, Any]) -> list[str]:
+        """Who is no longer there a while after a kill; a node may have had several, or none."""
+        for _ in range(50):
+            now = await self.workers()
+            if lost := [name for name, worker in now.items() if worker["since"] != before[name]["since"]]:
+                return lost
+            await asyncio.sleep(POLL_S)
+        return []
+
+    async def until_back(self, name: str, before: dict[str, Any]) -> set[str]:
+        """What it holds, when that is what it held, or some seconds after it is there."""
+        until, since = time.monotonic() + HUNG_S, None
+        while True:
+            gate(time.monotonic() < until, f"{name} has not come back")
+            worker = (await self.workers())[name]
+            if worker["since"] not in (None, before["since"]):
+                since = since or time.monotonic()
+                if worker["held"] >= before["held"] or time.monotonic() > since + 20.0:
+                    return set(worker["held"])
+            await asyncio.sleep(POLL_S)
+
+    async def workers(self) -> dict[str, Any]:
+        """As the status page has them, each with the contexts that it holds."""
+        status = await asyncio.to_thread(status_of, self._service)
+        return {
+            worker["name"]: {
+                **worker,
+                "held": {context["id"] for context in status["contexts"] if worker["name"] in context["held_by"]},
+            }
+            for worker in status["workers"]
+        }
+
+
+def status_of(service: Service) -> dict[str, Any]:
+    until = time.monotonic() + HUNG_S
+    while True:
+        with contextlib.suppress(httpx2.HTTPError, KeyError):
+            reply = service.get("/v1/status").json()
+            reply["workers"]
+            return dict(reply)
+        gate(time.monotonic() < until, "the service does not tell its status")
+        time.sleep(POLL_S)
+
+
+def questions_of(options: argparse.Namespace) -> list[Session]:
+    """All first questions about every context, a few at a time."""
+    asked = [(context, question) for question in QUESTIONS[:FEW_QUESTIONS] for context in range(options.contexts)]
+    return [Session(0.05 * i, context, (question,), (0.0,)) for i, (context, question) in enumerate(asked)]
+
+
+async def run(service: Service, cluster: Any, options: argparse.Namespace) -> dict[str, Any]:
+    from openai import AsyncOpenAI
+
+    options.url, options.key, options.pid, options.store = service.url, "none", [], None
+    trace, answers = make_trace(options), Answers()
+    async with AsyncOpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=20, timeout=HUNG_S) as client:
+        model = await model_name(client)
+        await replay(client, model, questions_of(options), options, answers)
+        watch, chaos = Watch(options), Chaos(service, cluster, options)
+        beside = [asyncio.create_task(watch.run())]
+        if options.every_s:
+            beside.append(asyncio.create_task(chaos.run()))
+        started = time.perf_counter()
+        try:
+            said = await replay(client, model, trace, options, answers)
+        finally:
+            seconds = time.perf_counter() - started
+            for task in beside:
+                if task.done():
+                    task.result()
+                task.cancel()
+    return {
+        **told(said, trace, seconds, options),
+        **watch.found(sum(of.new_tokens for of in said)),
+        "killed": chaos.num_killed,
+        "back_after_s": spread(chaos.back_s),
+        "contexts_held_before_and_again": [sum(counts) for counts in zip(*chaos.num_held, strict=True)],
+    }
+
+
+def measure(options: argparse.Namespace, place: Path) -> dict[str, Any]:
+    own, largest = build(options, place)
+    files = finished_files(place / "store")
+    if options.budget_contexts:
+        own += ["--set", f"engine.context_bytes={options.budget_contexts * largest}"]
+    with service_of(options, own) as (service, cluster):
+        result = asyncio.run(run(service, cluster, options))
+    gate(finished_files(place / "store") == files, "files of contexts were made again")
+    header = {"bench": "spread", "model": options.model, "workers": options.workers, "nodes": options.nodes}
+    return {**header, "killed_every_s": options.every_s, "rebuilt_files": 0, **result, "machine": machine()}
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(made, named=True)
+    made.add_argument("--workers", type=int, default=2)
+    made.add_argument("--nodes", type=int, default=1)
+    made.add_argument("--every-s", type=float, default=15.0, help="something is killed; 0: nothing is")
+    made.add_argument("--model", choices=["tiny", "demo"], default="tiny")
+    made.add_argument("--budget-contexts", type=int, default=0, help="that a worker has room for; 0: for all")
+    made.set_defaults(may_lose=True)
+    return made
+
+
+def main() -> None:
+    options = parser().parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        finish(measure(options, Path(scratch)), options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -19,7 +19,7 @@ from workers.doctor.model import examine_model
 
 GIB = 1 << 30
 MISSING = {"error": "ModuleNotFoundError: No module named 'it'"}
-H200 = facts.Gpu("NVIDIA H200", "570.1", 140_000, 143_771)
+H200 = facts.Gpu("NVIDIA H200", "570.1", 140_000, 143_771, "5.0 x16")
 DEVICE = {"name": "NVIDIA H200", "capability": "9.0", "free_bytes": 130 * GIB, "total_bytes": 139 * GIB}
 STORE = {
     "exists": True, "is_directory": True, "writable": True, "free_bytes": 90 * GIB, "artifacts": 2,
@@ -193,8 +193,10 @@ def test_a_library_without_a_package_is_judged_by_what_it_says() -> None:
 
 
 def test_nvidia_smi_is_read_line_by_line() -> None:
-    text = "NVIDIA H200, 570.1, 140000, 143771\nfailed to read, 570.1, [N/A], [N/A]\n\nNo devices were found\n"
+    broken = "failed to read, 570.1, [N/A], [N/A], 5, 16"
+    text = f"NVIDIA H200, 570.1, 140000, 143771, 5, 16\n{broken}\n\nNo devices were found\n"
     assert facts.parse_gpus(text) == (H200,)
+    assert facts.parse_gpus(text.replace("16", "[N/A]")) == (replace(H200, link=""),)
 
 
 @pytest.mark.parametrize(

@@ -27,10 +27,11 @@ def serve(
     settings = _settled(load_settings(file, os.environ, flags).settings)
     _name(settings, contexts)
 
-    def on_ready(url: str) -> None:
+    def on_ready(url: str, found: str) -> None:
+        out.print(f"found {found}")
         out.print(f"ready at {url}: OpenAI's clients take base_url {url}/v1, a browser {url}/; Ctrl-C ends it")
         if json:
-            print_json({"ready": True, "url": url, "base_url": f"{url}/v1", "pid": os.getpid()})
+            print_json({"ready": True, "url": url, "base_url": f"{url}/v1", "pid": os.getpid(), "found": found})
 
     if in_one_process:
         _serve_here(settings, on_ready)
@@ -74,7 +75,7 @@ def _name(settings: Settings, contexts: Sequence[str]) -> None:
         name_artifact(settings.store.path, name, artifact_id, settings.build.dtype)
 
 
-def _serve_here(settings: Settings, on_ready: Callable[[str], None]) -> None:
+def _serve_here(settings: Settings, on_ready: Callable[[str, str], None]) -> None:
     with closing(listen(settings.server)) as listener:
         err.print("loading the model")
         from workers.service.local_app import serve_locally
@@ -82,7 +83,7 @@ def _serve_here(settings: Settings, on_ready: Callable[[str], None]) -> None:
         serve_locally(settings, listener, on_ready)
 
 
-def _serve_on_ray(settings: Settings, on_ready: Callable[[str], None]) -> None:
+def _serve_on_ray(settings: Settings, on_ready: Callable[[str, str], None]) -> None:
     from workers.service.ray_app import Stopped, service_on_ray
 
     with closing(listen(settings.server)) as listener:
@@ -90,8 +91,8 @@ def _serve_on_ray(settings: Settings, on_ready: Callable[[str], None]) -> None:
     told = Event()
     _on_signal(told.set)  # an exception would surface anywhere in Ray
     err.print("starting Ray and the workers")
-    with suppress(Stopped), service_on_ray(settings, port, told) as url:
-        on_ready(url)
+    with suppress(Stopped), service_on_ray(settings, port, told) as (url, found):
+        on_ready(url, found)
         with redirect_stdout(sys.stderr):  # where Ray tells of processes that died
             told.wait()
 

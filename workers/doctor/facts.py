@@ -29,6 +29,7 @@ class Gpu:
     driver: str
     free_mib: int
     total_mib: int
+    link: str = ""  # generation and width, where the driver tells
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +100,8 @@ def visible_gpus() -> tuple[Gpu, ...]:
     """What nvidia-smi lists; nothing where there is none, or where it fails."""
     if shutil.which("nvidia-smi") is None:
         return ()
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.free,memory.total", "--format=csv,noheader,nounits"]
+    wanted = "name,driver_version,memory.free,memory.total,pcie.link.gen.max,pcie.link.width.max"
+    query = ["nvidia-smi", f"--query-gpu={wanted}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -108,11 +110,11 @@ def visible_gpus() -> tuple[Gpu, ...]:
 
 
 def parse_gpus(text: str) -> tuple[Gpu, ...]:
-    """Lines of `name, driver, free MiB, total MiB`; others are left out."""
+    """Lines of `name, driver, free MiB, total MiB, generation and width of the link`; others are left out."""
     rows = [[part.strip() for part in line.split(",")] for line in text.splitlines()]
     return tuple(
-        Gpu(name, driver, int(free), int(total))
-        for name, driver, free, total in (row for row in rows if len(row) == 4)
+        Gpu(name, driver, int(free), int(total), f"{link}.0 x{width}" if link.isdigit() and width.isdigit() else "")
+        for name, driver, free, total, link, width in (row for row in rows if len(row) == 6)
         if free.isdigit() and total.isdigit()
     )
 

@@ -51,6 +51,7 @@ class AttentionActor:
         from workers.service.making import make_backend
         from workers.service.search_actor import SearchActors
 
+        self._settings = settings
         self._failure: str | None = None
         try:
             self._backend = make_backend(settings, SearchActors())
@@ -124,8 +125,11 @@ class AttentionActor:
         """Why it could not start, if so. Until this can be asked, it is starting."""
         return self._failure
 
-    async def pid(self) -> int:
-        return os.getpid()
+    async def found(self) -> str:
+        """What its machine has."""
+        from workers.service.found import found_here
+
+        return await asyncio.to_thread(found_here, self._settings, self._backend.loaded)
 
     async def _told(self, answer: Callable[[], Awaitable[T]]) -> T | ServingError:
         try:

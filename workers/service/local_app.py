@@ -11,6 +11,7 @@ import uvicorn
 from workers.api import make_app, server_of
 from workers.searchers.process import ChildProcess
 from workers.service.addresses import url_of
+from workers.service.found import found_here
 from workers.service.making import make_backend
 from workers.serving.local import LocalBackend
 from workers.settings import Settings
@@ -19,16 +20,17 @@ DRAIN_S = 10.0  # for requests that still run when the service is told to end
 _POLL_S = 0.05
 
 
-def serve_locally(settings: Settings, listener: socket.socket, on_ready: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or SIGINT."""
+def serve_locally(settings: Settings, listener: socket.socket, on_ready: Callable[[str, str], None]) -> None:
+    """Serve until SIGTERM or SIGINT. on_ready is told the URL, and what was found here."""
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # else it warns of every client that has left
     backend = make_backend(settings, ChildProcess)
     server = server_of(make_app(backend, settings), settings, log_config=None)
+    found = found_here(settings, backend.loaded)
     url = url_of(settings.server.host, listener.getsockname()[1])
     for number in (signal.SIGTERM, signal.SIGINT):
         # uvicorn has its own handlers while it runs, and raises what it caught again afterwards
         signal.signal(number, lambda *_: None)
-    asyncio.run(_serve(server, backend, listener, lambda: on_ready(url)))
+    asyncio.run(_serve(server, backend, listener, lambda: on_ready(url, found)))
 
 
 async def _serve(

@@ -30,8 +30,8 @@ class Stopped(Exception):
 
 
 @contextmanager
-def service_on_ray(settings: Settings, port: int, told: Event) -> Iterator[str]:
-    """The URL of a service that answers, for as long as the block takes.
+def service_on_ray(settings: Settings, port: int, told: Event) -> Iterator[tuple[str, str]]:
+    """The URL of a service that answers, for as long as the block takes, and what its workers have found.
 
     port: one that is free. told: set when the service is to end; if that comes before it is ready, Stopped is raised.
     Raises ConfigError where there is no Ray, no room, or no way for a worker to start.
@@ -45,9 +45,15 @@ def service_on_ray(settings: Settings, port: int, told: Event) -> Iterator[str]:
                 workers.append(_start_worker(ray, settings, name, namespace))
             for name, (actor, _) in zip(names, workers, strict=True):
                 _require_started(ray, name, actor, told)
-            yield _start_ingress(settings, port, names, namespace)
+            found = ray.get([actor.found.remote() for actor, _ in workers])
+            yield _start_ingress(settings, port, names, namespace), _together(names, found)
         finally:
             _stop(ray, workers)
+
+
+def _together(names: list[str], found: list[str]) -> str:
+    """Workers of one machine find the same, but for the memory that another takes meanwhile."""
+    return found[0] if len(names) == 1 else "; ".join(map(": ".join, zip(names, found, strict=True)))
 
 
 def _start_worker(ray: Any, settings: Settings, name: str, namespace: str) -> tuple[Any, Any]:

@@ -77,7 +77,7 @@ class LocalBackend:
     """
 
     def __init__(self, engine: StepEngine, loaded: LoadedModel, settings: Settings) -> None:
-        self._engine, self._loaded, self._settings = engine, loaded, settings
+        self._engine, self.loaded, self._settings = engine, loaded, settings
         self._measured = Metrics()
         self._scheduler = Scheduler(
             engine,
@@ -177,10 +177,10 @@ class LocalBackend:
             await self._residency.forget(path)
 
     async def tokenize(self, ask: TokenizeAsk) -> Tokens:
-        return await self._beside(tokenize, self._loaded.tokenizer, self._form, ask, self._engine.max_positions)
+        return await self._beside(tokenize, self.loaded.tokenizer, self._form, ask, self._engine.max_positions)
 
     async def detokenize(self, ids: tuple[int, ...]) -> str:
-        return await self._beside(text_of_ids, self._loaded.tokenizer, ids)
+        return await self._beside(text_of_ids, self.loaded.tokenizer, ids)
 
     async def workers(self) -> list[WorkerInfo]:
         return [WorkerInfo("this process", self.standing())]
@@ -230,8 +230,8 @@ class LocalBackend:
 
     def _require_tokens(self, ask: Ask) -> None:
         if isinstance(ask.prompt, tuple):
-            require_tokens(self._loaded.tokenizer, ask.prompt, "prompt")
-        require_tokens(self._loaded.tokenizer, (token_id for token_id, _ in ask.sampling.logit_bias), "logit_bias")
+            require_tokens(self.loaded.tokenizer, ask.prompt, "prompt")
+        require_tokens(self.loaded.tokenizer, (token_id for token_id, _ in ask.sampling.logit_bias), "logit_bias")
 
     def _require_steps(self) -> None:
         """What a request waited for may have taken longer than the service lives."""
@@ -251,7 +251,7 @@ class LocalBackend:
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed & (2**64 - 1)
         in_prompt = None
         if sampling.repetition_penalty != 1.0:
-            in_prompt = np.zeros(self._loaded.model.config.vocab_size, np.bool_)
+            in_prompt = np.zeros(self.loaded.model.config.vocab_size, np.bool_)
             in_prompt[ids] = True
             if begun.artifact is not None:
                 in_prompt[begun.artifact.token_ids] = True
@@ -273,7 +273,7 @@ class LocalBackend:
             arrived_at=arrived_at,
             deadline=arrived_at + self._settings.limits.request_timeout_s,
             outlet=Outlet(asyncio.get_running_loop(), scheduler.inbox.nudge),
-            writer=Writer(self._loaded.tokenizer, sampling.stop, speech_of(ask, self._form), self._form.hidden),
+            writer=Writer(self.loaded.tokenizer, sampling.stop, speech_of(ask, self._form), self._form.hidden),
             grammar=grammar,
             in_prompt=in_prompt,
             echo=self._echo(ask),
@@ -285,7 +285,7 @@ class LocalBackend:
     def _echo(self, ask: Ask) -> str | None:
         if not ask.echo:
             return None
-        return ask.prompt if isinstance(ask.prompt, str) else text_of_ids(self._loaded.tokenizer, ask.prompt or ())
+        return ask.prompt if isinstance(ask.prompt, str) else text_of_ids(self.loaded.tokenizer, ask.prompt or ())
 
     def _search_config(self, ask: Ask) -> SearchConfig:
         changes: dict[str, Any] = {"keep": ask.keep, "lookahead": ask.lookahead, "rest": ask.rest}
@@ -298,5 +298,5 @@ class LocalBackend:
     def _has_text(self, artifact: Artifact, text: str) -> bool:
         wrapping = artifact.manifest.build_notes.get("wrapping", "none")
         text = StringIO(text.removeprefix("\ufeff"), newline=None).read()  # as builds read it
-        ids = context_ids(self._loaded.tokenizer, text, wrapping)
+        ids = context_ids(self.loaded.tokenizer, text, wrapping)
         return hash_token_ids(ids) == artifact.spec.token_ids_sha256

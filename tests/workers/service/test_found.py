@@ -1,0 +1,51 @@
+"""What a service says of its machine is what the plan of its memory says."""
+
+from collections import namedtuple
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.tiny import loaded
+from workers.capacity import context_bytes, spec_of
+from workers.doctor.facts import Gpu
+from workers.service import found
+from workers.service.found import found_here
+from workers.settings import EngineSettings, Settings, StoreSettings
+
+Usage = namedtuple("Usage", "free")
+
+
+@pytest.fixture
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
+    """On a machine with room for seven contexts as long as there are positions."""
+    model = loaded()
+    needed = sum(context_bytes(spec_of(model.geometry, model.geometry.max_positions)))
+    monkeypatch.setattr(found, "host_memory_bytes", lambda: 8 * needed - 1)
+    monkeypatch.setattr(found, "available_cpus", lambda: 3)
+    monkeypatch.setattr(found, "visible_gpus", tuple)
+    monkeypatch.setattr(found, "shutil", SimpleNamespace(disk_usage=lambda path: Usage(5 << 30)))
+    settings = Settings(store=StoreSettings(path=tmp_path))
+    return replace(settings, build=replace(settings.build, dtype="bfloat16"))
+
+
+def test_it_is_one_line(settings: Settings) -> None:
+    line = found_here(settings, loaded())
+    assert line.startswith("no GPU, 3 CPUs, 0.0 GiB of memory and 5.0 GiB of disk for the store; room")
+    assert line.endswith(f" 7 of {loaded().geometry.max_positions:,}") and "\n" not in line
+
+
+def test_a_budget_is_kept(settings: Settings) -> None:
+    engine = EngineSettings(context_bytes=1)
+    assert " 0 of " in found_here(replace(settings, engine=engine), loaded())
+
+
+def test_gpus_are_told_with_their_links(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = tuple(Gpu("NVIDIA H200", "570.1", 140_000, 143_771, "5.0 x16") for _ in range(2))
+    monkeypatch.setattr(found, "visible_gpus", lambda: gpus)
+    cuda = SimpleNamespace(mem_get_info=lambda: (1 << 40, 1 << 40))
+    monkeypatch.setattr(found, "torch", SimpleNamespace(cuda=cuda))
+    line = found_here(replace(settings, engine=EngineSettings(placement="hybrid", num_contexts=6)), loaded())
+    assert line.startswith("2 × NVIDIA H200 (136.7 GiB of 140.4 GiB free, PCIe 5.0 x16), 3 CPUs")
+    assert " 6 of " in line

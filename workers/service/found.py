@@ -1,0 +1,38 @@
+"""What a service has found of its machine, and what that has room for: one line."""
+
+import shutil
+
+import torch
+
+from csattn.cpus import available_cpus
+from csattn.models import LoadedModel
+from offload.budget import host_memory_bytes
+from workers.capacity import room_for_contexts, spec_of, told_lens
+from workers.doctor.checks import gib
+from workers.doctor.facts import Gpu, visible_gpus
+from workers.settings import Settings
+
+
+def found_here(settings: Settings, loaded: LoadedModel) -> str:
+    """By the process that decodes, once its model is loaded."""
+    device_bytes, host_bytes = 0, host_memory_bytes()
+    if settings.engine.placement != "cpu":
+        weights = sum(parameter.numel() * parameter.element_size() for parameter in loaded.model.parameters())
+        device_bytes = torch.cuda.mem_get_info()[0] - weights
+    rooms = []
+    for context_len in told_lens(loaded.geometry):
+        spec = spec_of(loaded.geometry, context_len, settings.build.dtype, settings.build.preset)
+        rooms.append(f"{room_for_contexts(spec, settings.engine, host_bytes, device_bytes)} of {context_len:,}")
+    free_bytes = shutil.disk_usage(settings.store.path).free
+    return (
+        f"{_gpus(visible_gpus())}, {available_cpus()} CPUs, {gib(host_bytes)} of memory and {gib(free_bytes)} of disk "
+        f"for the store; room for contexts of so many tokens at the same time: {', '.join(rooms)}"
+    )
+
+
+def _gpus(gpus: tuple[Gpu, ...]) -> str:
+    if not gpus:
+        return "no GPU"
+    one = gpus[0]
+    link = f", PCIe {one.link}" if one.link else ""
+    return f"{len(gpus)} × {one.name} ({gib(one.free_mib << 20)} of {gib(one.total_mib << 20)} free{link})"

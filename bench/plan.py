@@ -15,11 +15,21 @@ from typing import Any
 
 from bench.figures import case
 from bench.timing import finish
+from csattn.artifact import ModelGeometry
+from offload.codecs.formats import KvFormat
+from workers.capacity import context_bytes, spec_of
 
-LAYERS, KV_HEADS, HEAD_DIM, HIDDEN = 32, 8, 128, 4096
+MODEL = ModelGeometry(
+    num_layers=32,
+    num_q_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    hidden_size=4096,
+    vocab_size=128256,
+    max_positions=1 << 21,
+)
 PARAMETERS = 8.03e9
-KV_BYTES = {"bfloat16": 2.0, "q8_0": 34 / 32}  # of a number
-INDEX_SHARE = 0.076  # of a 16-bit KV, as `bench.build` has it
+KV_FORMATS = {"bfloat16": None, "q8_0": KvFormat.parse("q8_0")}
 GPU_BYTES, WEIGHT_BYTES = 139 << 30, 2 * PARAMETERS
 PRODUCTS_PER_S = 395e12  # multiplications and additions, in bfloat16, as measured
 SHORT, LONG = 131072, 1048576
@@ -54,11 +64,10 @@ def plan(wanted: Wanted) -> dict[str, Any]:
     tokens_per_s = wanted.requests_per_minute / 60 * wanted.answer_tokens
     of_gpu = 1e3 * at_once / step_ms
     gpus = math.ceil(tokens_per_s / of_gpu)
-    plain_kv = 2 * LAYERS * KV_HEADS * HEAD_DIM * wanted.tokens
-    kept = plain_kv * (KV_BYTES[wanted.kv] + 2 * INDEX_SHARE)
+    kept = sum(context_bytes(spec_of(MODEL, wanted.tokens), KV_FORMATS[wanted.kv]))
     of_host = kept * wanted.contexts / (wanted.host_memory_gb * 1e9)
     hosts = {"tokens": math.ceil(gpus / wanted.gpus_per_host), "memory": math.ceil(of_host)}
-    products = PARAMETERS * wanted.tokens + LAYERS * HIDDEN * float(wanted.tokens) ** 2
+    products = PARAMETERS * wanted.tokens + MODEL.num_layers * MODEL.hidden_size * float(wanted.tokens) ** 2
     return {
         "tokens_per_s": round(tokens_per_s),
         "contexts_on_a_gpu": at_once,
@@ -115,7 +124,7 @@ def main() -> None:
         ("disk-gb-per-s", float, 10.0),
     ):
         parser.add_argument(f"--{name}", type=kind, default=default)
-    parser.add_argument("--kv", choices=KV_BYTES, default="bfloat16")
+    parser.add_argument("--kv", choices=KV_FORMATS, default="bfloat16")
     parser.add_argument("--json", type=Path)
     options = vars(parser.parse_args())
     to = options.pop("json")

@@ -7,9 +7,10 @@ python -m bench.load --store DIR ... -- [what `csattn serve` takes, such as --lo
 
 Sessions begin at random times; each is about one of the contexts, few of which most sessions are about (Zipf), and
 has as many turns as chance gives, with time to think between them. As chat programs do, each turn sends the whole
-conversation: the document as the system message, the model alone as the model. With --named the documents are registered first, as
-contexts, and asked for by name. Gate: no request fails, conversations that are the same so far have the same answer,
-whoever has them and whenever, and what the service holds of contexts stays within its budget, in every sample.
+conversation: the document as the system message, the model alone as the model. With --named the documents are contexts
+that were registered before, and asked for by name. Gate: no request fails, conversations that are the same so far have
+the same answer, whoever has them and whenever, and what the service holds of contexts stays within its budget, in every
+sample.
 """
 
 import argparse
@@ -205,9 +206,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
     return {**told(said, trace, seconds, options), **watch.found(sum(of.new_tokens for of in said))}
 
 
-def told(
-    said: Sequence[Said], trace: Sequence[Session], seconds: float, options: argparse.Namespace
-) -> dict[str, Any]:
+def told(said: Sequence[Said], trace: Sequence[Session], seconds: float, options: argparse.Namespace) -> dict[str, Any]:
     """What came of a trace."""
     new_tokens, prompt_tokens = sum(of.new_tokens for of in said), sum(of.prompt_tokens for of in said)
     first, later = ([of.first_s for of in said if (of.turn == 0) == is_first] for is_first in (True, False))

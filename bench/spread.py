@@ -25,8 +25,20 @@ import httpx2
 
 from bench.build_cluster import cluster_of
 from bench.faults import processes, spread
-from bench.load import FEW_QUESTIONS, QUESTIONS, Answers, Session, Watch, add_options, context_name, context_text
-from bench.load import make_trace, model_name, replay, told
+from bench.load import (
+    FEW_QUESTIONS,
+    QUESTIONS,
+    Answers,
+    Session,
+    Watch,
+    add_options,
+    context_name,
+    context_text,
+    make_trace,
+    model_name,
+    replay,
+    told,
+)
 from bench.timing import finish, gate, machine
 from csattn.artifact import open_artifact
 from csattn.config import preset

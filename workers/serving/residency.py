@@ -1,4 +1,4 @@
-"""Which artifacts the engine holds: loaded when they are asked for, within a budget; unloaded where there is no room left.
+"""Which artifacts the engine holds: loaded when they are asked for, within a budget, and unloaded for others.
 
 Contexts that wait for room are loaded one after another, in the order in which they were asked for. What nobody uses
 goes for them, the least recently used first. Where all are in use, those that were loaded first take no new requests

@@ -192,8 +192,8 @@ class EngineSettings:
     context_bytes: int | None = field(
         default=None,
         metadata=about(
-            "Of contexts that are loaded at the same time, KV as it is kept and index, in each attention worker; others "
-            "wait in the store. Not set: as far as there is memory.",
+            "Of contexts that are loaded at the same time, KV as it is kept and index, in each attention worker; "
+            "others wait in the store. Not set: as far as there is memory.",
             lowest=1,
         ),
     )

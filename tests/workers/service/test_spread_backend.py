@@ -326,7 +326,10 @@ def test_a_worker_that_comes_back_is_told_what_it_held(monkeypatch: pytest.Monke
 
     async def main() -> None:
         backend = SpreadBackend(given)
-        assert await backend.workers() == [WorkerInfo("attention-0", lost.standing), WorkerInfo("attention-1", standing())]
+        assert await backend.workers() == [
+            WorkerInfo("attention-0", lost.standing),
+            WorkerInfo("attention-1", standing()),
+        ]
         await asyncio.sleep(0.01)
         assert lost.asked == []
         lost.standing = None

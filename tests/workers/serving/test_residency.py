@@ -169,7 +169,8 @@ def test_what_is_held_ahead_of_need_never_costs_another_its_place(built: Path) -
         engine = Counting()
         async with within(built, engine, 2 * max(size_of(built, name) for name in SECRETS)) as backend:
             held = [
-                Held(path_of(built, name).name, (name,), size_of(built, name), 0) for name in ("heron", "walnut", "quartz")
+                Held(path_of(built, name).name, (name,), size_of(built, name), 0)
+                for name in ("heron", "walnut", "quartz")
             ]
             await backend.hold([Held("none", ("none",), 1, 0), *held])
             assert len(engine.contexts) == 2
@@ -226,7 +227,9 @@ def test_room_is_what_the_placement_needs(built: Path) -> None:
     device = EngineSettings(placement="device", num_contexts=9)
     assert room_for_contexts(spec, device, 0, 5 * (kv + others)) == 5
     hybrid = EngineSettings(placement="hybrid", num_contexts=9)
-    assert room_for_contexts(spec, hybrid, 7 * kv, 1 << 40) == 7 and room_for_contexts(spec, hybrid, 1 << 40, others) == 0
+    assert (
+        room_for_contexts(spec, hybrid, 7 * kv, 1 << 40) == 7 and room_for_contexts(spec, hybrid, 1 << 40, others) == 0
+    )
     assert room_for_contexts(spec, hybrid, 1 << 40, 1 << 40) == 9
 
 

@@ -1,7 +1,7 @@
 """The attention worker's own part, without Ray: what crosses, and when a request is ended that nobody waits for."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 
 import pytest
@@ -12,7 +12,17 @@ from csattn.errors import ConfigError
 from tests.workers.api.fake_backend import FakeBackend, Script
 from workers.service import attention_actor, making, search_actor
 from workers.service.attention_actor import AttentionActor
-from workers.serving.messages import Ask, Done, Health, Piece, Sampling, ServingError, Standing, UnknownContextError
+from workers.serving.messages import (
+    Ask,
+    Done,
+    Health,
+    Held,
+    Piece,
+    Sampling,
+    ServingError,
+    Standing,
+    UnknownContextError,
+)
 from workers.settings import Settings
 
 NUMBERS = count()
@@ -22,6 +32,14 @@ SLOW = Script(words=("a",) * 200, pause_s=0.02)
 class Startable(FakeBackend):
     async def start(self) -> None:
         self.add("book")
+
+    async def hold(self, contexts: Sequence[Held]) -> None:
+        self.held = tuple(contexts)
+
+    async def drop(self, contexts: Sequence[Held]) -> None:
+        if not self.held:
+            raise ServingError("there is nothing to drop")
+        self.held = tuple(set(self.held) - set(contexts))
 
 
 @pytest.fixture
@@ -70,6 +88,21 @@ def test_a_store_that_cannot_be_read_is_told_of_and_not_taken_for_a_lost_worker(
             assert isinstance(told, ServingError) and "move it away" in told.message
         [error] = [event async for events in actor.generate("1", "i", ask("quick")) for event in events]
         assert isinstance(error, ServingError) and "move it away" in error.message
+
+    asyncio.run(run())
+
+
+def test_it_holds_and_drops_what_it_is_told_to(backend: Startable) -> None:
+    book, verse = (Held(name, (name,), 5, 0) for name in ("book", "verse"))
+
+    async def run() -> None:
+        actor = AttentionActor(Settings())
+        assert await actor.hold([book, verse]) is None
+        assert await actor.drop([verse]) is None
+        standing = await actor.beat("i")
+        assert isinstance(standing, Standing) and standing.held == (book,) and standing.held_bytes == 5
+        await actor.drop([book])
+        assert isinstance(await actor.drop([book]), ServingError)
 
     asyncio.run(run())
 

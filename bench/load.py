@@ -105,10 +105,14 @@ async def replay(
     """
     said: list[Said] = []
     known: Answers = {} if answers is None else answers
-    started = time.perf_counter()
+    started, clients = time.perf_counter(), asyncio.Semaphore(options.clients or len(trace) or 1)
 
     async def hold(session: Session) -> None:
         await asyncio.sleep(max(0.0, session.begins_s - (time.perf_counter() - started)))
+        async with clients:
+            await converse(session)
+
+    async def converse(session: Session) -> None:
         messages = [] if options.named else [document(session.context, options)]
         of_context = f"{model}@{context_name(session.context)}" if options.named else model
         for turn, (question, think_s) in enumerate(zip(session.questions, session.think_s, strict=True)):
@@ -215,7 +219,17 @@ def told(said: Sequence[Said], trace: Sequence[Session], seconds: float, options
     return {
         "trace": {
             name: getattr(options, name)
-            for name in ("contexts", "context_chars", "sessions", "per_minute", "turns", "think_s", "zipf", "seed")
+            for name in (
+                "contexts",
+                "context_chars",
+                "sessions",
+                "per_minute",
+                "clients",
+                "turns",
+                "think_s",
+                "zipf",
+                "seed",
+            )
         },
         "selector": options.selector or "the service's",
         "turns": len(said),
@@ -348,6 +362,7 @@ def add_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     parser.add_argument("--context-chars", type=int, default=8000)
     parser.add_argument("--sessions", type=int, default=40)
     parser.add_argument("--per-minute", type=float, default=30.0, help="sessions that begin")
+    parser.add_argument("--clients", type=int, help="sessions at the same time, at most; others begin later")
     parser.add_argument("--turns", type=float, default=4, help="of a session, on average")
     parser.add_argument("--think-s", type=float, default=3.0, help="before a turn, on average")
     parser.add_argument("--answer-tokens", type=int, default=32)

@@ -112,7 +112,6 @@ class Chaos:
             before = await self.workers()
             started = time.monotonic()
             lost = await (self.lose_a_worker(before) if self._cluster is None else self.lose_a_node(before))
-            self.num_killed += 1
             for name in lost:
                 again = await self.until_back(name, before[name])
                 self.num_held.append((len(before[name]["held"]), len(again & before[name]["held"])))
@@ -121,6 +120,7 @@ class Chaos:
     async def lose_a_worker(self, before: dict[str, Any]) -> list[str]:
         victims = processes(self._service, "attention worker")
         os.kill(self._random.choice(sorted(victims)), signal.SIGKILL)
+        self.num_killed += 1
         return await self.lost(before)
 
     async def lose_a_node(self, before: dict[str, Any]) -> list[str]:
@@ -128,6 +128,7 @@ class Chaos:
         nodes = self._cluster.worker_nodes
         node = self._random.choice(sorted(nodes, key=lambda node: node.node_id))
         await asyncio.to_thread(self._cluster.remove_node, node, False)
+        self.num_killed += 1
         lost = await self.lost(before)
         await asyncio.sleep(NODE_AWAY_S)
         self._cluster.add_node(**NODE)  # in this thread, as Ray wants it: clients stand still meanwhile
@@ -198,6 +199,12 @@ async def run(service: Service, cluster: Any, options: argparse.Namespace) -> di
         started = time.perf_counter()
         try:
             said = await replay(client, model, trace, options, answers)
+            while chaos.num_killed < options.least_kills:
+                for task in beside:
+                    if task.done():
+                        task.result()
+                said += await replay(client, model, trace, options, answers)
+                trace += trace[: options.sessions]
         finally:
             seconds = time.perf_counter() - started
             for task in beside:
@@ -231,6 +238,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--workers", type=int, default=2)
     made.add_argument("--nodes", type=int, default=1)
     made.add_argument("--every-s", type=float, default=15.0, help="something is killed; 0: nothing is")
+    made.add_argument("--least-kills", type=int, default=0, help="the trace is replayed again until then")
     made.add_argument("--model", choices=["tiny", "demo"], default="tiny")
     made.add_argument("--budget-contexts", type=int, default=0, help="that a worker has room for; 0: for all")
     made.set_defaults(may_lose=True)

@@ -15,7 +15,8 @@ from workers.serving.kept_rows import OwnRows, is_keepable, open_kept_rows, row_
 from workers.serving.messages import Ask, ContextNotReadyError, Selector
 from workers.serving.own_contexts import Found, OwnContexts, cut_of
 from workers.serving.prompts import prompt_ids, require_embedded, room_for, whole_ids
-from workers.serving.residency import Residency, Resident
+from workers.serving.residency import Residency
+from workers.serving.resident import Resident
 from workers.serving.step_engine import StepEngine
 from workers.settings import Settings
 

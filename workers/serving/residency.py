@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
@@ -31,31 +30,13 @@ from workers.serving.messages import (
     WorkerLostError,
 )
 from workers.serving.moving import drop_pages, read_index, read_rows
+from workers.serving.resident import Resident, choose_leaving
 from workers.serving.scheduler import Scheduler
 from workers.serving.step_engine import NO_CONTEXT, StepEngine
 from workers.serving.usable import Usable
 from workers.settings import EngineSettings
 
-TURN_S, TURN_LOADS = 2.0, 8.0  # for how long a context stays while others wait: at least; times what loading it took
-MAX_NAMES = 64  # that are remembered of who asked for a context
 _RETRY_S = 5.0
-
-
-@dataclass(slots=True, eq=False)
-class Resident:
-    """An artifact that the engine holds, or nothing."""
-
-    context_id: int
-    artifact: Artifact | None
-    num_bytes: int = 0
-    num_users: int = 0
-    last_used: int = 0
-    left_at: float = field(default_factory=time.monotonic)  # by its last user
-    stays_until: float = 0.0
-    is_leaving: bool = False  # takes no new requests: it has had its turn, and others wait
-    is_forgotten: bool = False  # unload it when its last user leaves
-    is_gone: bool = False
-    asked_for: dict[str, None] = field(default_factory=dict)
 
 
 class _Unwanted(Exception):
@@ -98,16 +79,7 @@ class Residency:
     def held(self, store: Path) -> tuple[Held, ...]:
         """What is loaded, the largest first."""
         now = time.monotonic()
-        found = [
-            Held(
-                str(path.relative_to(store)),
-                tuple(resident.asked_for),
-                resident.num_bytes,
-                resident.num_users,
-                0.0 if resident.num_users else now - resident.left_at,
-            )
-            for path, resident in self._residents.items()
-        ]
+        found = [resident.told(str(path.relative_to(store)), now) for path, resident in self._residents.items()]
         return tuple(sorted(found, key=lambda held: (-held.num_bytes, held.path)))
 
     @asynccontextmanager
@@ -123,7 +95,7 @@ class Residency:
         resident = await self._resident(path)
         resident.last_used = next(self._uses)
         resident.is_forgotten = False
-        _remember(resident, asked_for)
+        resident.remember(asked_for)
         try:
             await self._prepare(path, resident, config, selector)
             yield resident
@@ -135,7 +107,7 @@ class Residency:
         if path not in self._residents and path not in self._loading and self._fits(held.num_bytes):
             resident = await self._resident(path)
             for name in held.asked_for:
-                _remember(resident, name)
+                resident.remember(name)
             await self._leave(path, resident)
 
     async def forget(self, path: Path) -> None:
@@ -256,7 +228,7 @@ class Residency:
             self._require_wanted(path)
             if (resident := self._residents.get(path)) is not None:  # it has not had to go: its turn begins again
                 artifact.close()
-                self._begin_turn(resident, 0.0)
+                resident.begin_turn(time.monotonic(), 0.0)
                 return resident
             await self._take_room(path, num_bytes)
             resident = await self._add(path, artifact, num_bytes)
@@ -283,12 +255,8 @@ class Residency:
             self._residents[path] = resident
         finally:
             self._moving_bytes -= num_bytes
-        self._begin_turn(resident, time.monotonic() - started)
+        resident.begin_turn(now := time.monotonic(), now - started)
         return resident
-
-    def _begin_turn(self, resident: Resident, loading_s: float) -> None:
-        resident.is_leaving = False
-        resident.stays_until = time.monotonic() + max(TURN_S, TURN_LOADS * loading_s)
 
     def _require_possible(self, num_bytes: int) -> None:
         budget = self._settings.context_bytes
@@ -348,16 +316,10 @@ class Residency:
     async def _wait_for_room(self, num_bytes: int) -> None:
         """Until a context has lost its last user. Those that have had their turn, and are enough, get no new ones."""
         now = time.monotonic()
-        in_order = sorted(self._residents.values(), key=lambda resident: resident.stays_until)
-        freed = sum(resident.num_bytes for resident in in_order if resident.is_leaving)
-        for resident in in_order:
-            if freed < num_bytes and not resident.is_leaving and resident.stays_until <= now:
-                resident.is_leaving = True
-                freed += resident.num_bytes
-        staying = [resident.stays_until - now for resident in in_order if not resident.is_leaving]
+        until = choose_leaving(self._residents.values(), num_bytes, now)
         self._left.clear()
         with suppress(TimeoutError):
-            async with asyncio.timeout(min(staying) if staying and freed < num_bytes else None):
+            async with asyncio.timeout(None if until is None else until - now):
                 await self._left.wait()
 
     def _let_stay(self) -> None:
@@ -380,14 +342,6 @@ class Residency:
         finally:
             self._moving_bytes -= resident.num_bytes
             self._left.set()
-
-
-def _remember(resident: Resident, asked_for: str) -> None:
-    resident.asked_for.pop(asked_for, None)
-    if asked_for:
-        resident.asked_for[asked_for] = None
-    if len(resident.asked_for) > MAX_NAMES:
-        del resident.asked_for[next(iter(resident.asked_for))]
 
 
 def _require_not_closing(task: "asyncio.Task[object]") -> None:

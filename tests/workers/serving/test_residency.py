@@ -20,7 +20,7 @@ from tests.workers.serving.full_engine import FullEngine
 from tests.workers.serving.test_local import answer, ask, running, settings_of, until
 from tests.workers.serving.test_preparation import path_of
 from workers.capacity import context_bytes, room_for_contexts
-from workers.serving import moving, residency
+from workers.serving import moving, resident
 from workers.serving.local import LocalBackend
 from workers.serving.messages import ContextTooLongError, Held
 from workers.settings import EngineSettings
@@ -68,8 +68,8 @@ async def keep_asking(backend: LocalBackend, name: str, said: list[str], over: a
 @pytest.mark.parametrize("spare", [0, -1])
 def test_the_budget_is_kept_to_the_byte(built: Path, monkeypatch: pytest.MonkeyPatch, spare: int) -> None:
     """One byte less than two contexts take holds one."""
-    monkeypatch.setattr(residency, "TURN_S", 0.0)
-    monkeypatch.setattr(residency, "TURN_LOADS", 0.0)
+    monkeypatch.setattr(resident, "TURN_S", 0.0)
+    monkeypatch.setattr(resident, "TURN_LOADS", 0.0)
     sizes = sorted(size_of(built, name) for name in SECRETS)
     budget, rng = sizes[-1] + sizes[-2] + spare, np.random.default_rng(0)
     names = [SECRETS[i] for i in rng.integers(3, size=40)]
@@ -92,8 +92,8 @@ def test_the_budget_is_kept_to_the_byte(built: Path, monkeypatch: pytest.MonkeyP
 
 def test_contexts_that_are_always_in_use_take_turns(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is room for one. Nobody waits for ever."""
-    monkeypatch.setattr(residency, "TURN_S", 0.15)
-    monkeypatch.setattr(residency, "TURN_LOADS", 0.0)
+    monkeypatch.setattr(resident, "TURN_S", 0.15)
+    monkeypatch.setattr(resident, "TURN_LOADS", 0.0)
 
     async def main() -> None:
         engine, over = Counting(), asyncio.Event()
@@ -115,8 +115,8 @@ def test_a_context_takes_new_requests_until_it_has_had_its_turn(
     built: Path, monkeypatch: pytest.MonkeyPatch, turn_s: float
 ) -> None:
     """While others wait for its room, and it is in use."""
-    monkeypatch.setattr(residency, "TURN_S", turn_s)
-    monkeypatch.setattr(residency, "TURN_LOADS", 0.0)
+    monkeypatch.setattr(resident, "TURN_S", turn_s)
+    monkeypatch.setattr(resident, "TURN_LOADS", 0.0)
 
     async def main() -> None:
         engine = Counting(tail_capacity=600)
@@ -135,6 +135,16 @@ def test_a_context_takes_new_requests_until_it_has_had_its_turn(
             assert engine.loads[path_of(built, "heron").name] == (2 if turn_s == 0.0 else 1)
 
     asyncio.run(main())
+
+
+def test_who_came_first_leaves_first_and_no_more_than_is_needed() -> None:
+    given = [resident.Resident(number, None, num_bytes=10, stays_until=float(3 - number)) for number in range(3)]
+    assert resident.choose_leaving(given, 15, 0.5) == 1.0 and not any(one.is_leaving for one in given)
+    assert resident.choose_leaving(given, 15, 1.5) == 2.0 and [one.is_leaving for one in given] == [False, False, True]
+    assert resident.choose_leaving(given, 15, 9.0) is None and [one.is_leaving for one in given] == [False, True, True]
+    assert resident.choose_leaving(given, 20, 9.0) is None and not given[0].is_leaving
+    given[2].begin_turn(9.0, 1.0)
+    assert not given[2].is_leaving and given[2].stays_until == 9.0 + resident.TURN_LOADS
 
 
 def test_nothing_is_loaded_for_those_who_have_left(built: Path) -> None:

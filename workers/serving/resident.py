@@ -1,0 +1,62 @@
+"""A context that the engine holds, and which of them have had their turn."""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from csattn.artifact import Artifact
+from workers.serving.messages import Held
+
+TURN_S, TURN_LOADS = 2.0, 8.0  # for how long a context stays while others wait: at least; times what loading it took
+MAX_NAMES = 64  # that are remembered of who asked for a context
+
+
+@dataclass(slots=True, eq=False)
+class Resident:
+    """An artifact that the engine holds, or nothing."""
+
+    context_id: int
+    artifact: Artifact | None
+    num_bytes: int = 0
+    num_users: int = 0
+    last_used: int = 0
+    left_at: float = field(default_factory=time.monotonic)  # by its last user
+    stays_until: float = 0.0
+    is_leaving: bool = False  # takes no new requests: it has had its turn, and others wait
+    is_forgotten: bool = False  # unload it when its last user leaves
+    is_gone: bool = False
+    asked_for: dict[str, None] = field(default_factory=dict)
+
+    def begin_turn(self, now: float, loading_s: float) -> None:
+        self.is_leaving = False
+        self.stays_until = now + max(TURN_S, TURN_LOADS * loading_s)
+
+    def remember(self, asked_for: str) -> None:
+        """By what a request came to it."""
+        self.asked_for.pop(asked_for, None)
+        if asked_for:
+            self.asked_for[asked_for] = None
+        if len(self.asked_for) > MAX_NAMES:
+            del self.asked_for[next(iter(self.asked_for))]
+
+    def told(self, path: str, now: float) -> Held:
+        idle_s = 0.0 if self.num_users else now - self.left_at
+        return Held(path, tuple(self.asked_for), self.num_bytes, self.num_users, idle_s)
+
+
+def choose_leaving(residents: Iterable[Resident], num_bytes: int, now: float) -> float | None:
+    """Let those leave that have had their turn, the earliest first, until so many bytes are on their way.
+
+    Returns when the next has had its turn, if more have to leave then.
+    """
+    in_order = sorted(residents, key=lambda resident: resident.stays_until)
+    leaving = sum(resident.num_bytes for resident in in_order if resident.is_leaving)
+    for resident in in_order:
+        if leaving >= num_bytes:
+            return None
+        if not resident.is_leaving:
+            if resident.stays_until > now:
+                return resident.stays_until
+            resident.is_leaving = True
+            leaving += resident.num_bytes
+    return None

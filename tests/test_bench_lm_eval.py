@@ -1,0 +1,39 @@
+"""The table that is made of lm-eval's scores, and what is not judged again."""
+
+from pathlib import Path
+
+from bench.lm_eval import FULL, Outcome, Outcomes, Part, prefills, table, variants
+
+TASK = "ruler_vt"
+FULL_VARIANT, SPARSE = variants("cpu")[:2]
+
+
+def outcome(variant: str, scores: dict[str, float], cached: int = 0) -> Outcome:
+    return Outcome(TASK, 4096, variant, scores, prompt_tokens=100 * len(scores), cached_tokens=cached, seconds=1.0)
+
+
+def test_differences_are_of_the_same_samples() -> None:
+    outcomes = [
+        outcome(FULL, {"0": 1.0, "2": 0.0}),
+        outcome(FULL, {"1": 1.0}),
+        outcome(SPARSE.name, {"1": 0.0, "2": 0.0}),
+    ]
+    full, sparse = table(outcomes, [FULL, SPARSE.name])
+    assert (full["samples"], full["score"], full["difference"]) == (3, 0.6667, 0.0)
+    assert (sparse["samples"], sparse["score"], sparse["difference"]) == (2, 0.0, -0.5)
+    assert sparse["difference_stderr"] == 0.5  # of the values 0 and -1
+
+
+def test_what_is_in_the_file_is_not_judged_again(tmp_path: Path) -> None:
+    path = tmp_path / "outcomes.jsonl"
+    Outcomes(path).add(outcome(FULL, {"0": 1.0, "2": 0.0}))
+    again = Outcomes(path)
+    assert again.has(Part(TASK, 4096, (0, 2)), FULL_VARIANT)
+    assert not again.has(Part(TASK, 4096, (1,)), FULL_VARIANT)
+    assert not again.has(Part(TASK, 8192, (0, 2)), FULL_VARIANT)
+    assert not again.has(Part(TASK, 4096, (0, 2)), SPARSE)
+
+
+def test_tokens_are_told_apart_by_whether_they_were_there() -> None:
+    rows = prefills([outcome(FULL, {"0": 1.0}), outcome(SPARSE.name, {"0": 1.0}, cached=90)], [FULL, SPARSE.name])
+    assert [(row["sent_tokens"], row["computed_tokens"]) for row in rows] == [(100, 100), (100, 10)]

@@ -1,6 +1,8 @@
 """Does the service stand hostile clients? Thousands of bad requests, and how fast /health answers meanwhile.
 
-python -m bench.hostile --url http://127.0.0.1:8000 --key KEY [--requests 5000]
+python -m bench.hostile [--url http://127.0.0.1:8000 --key KEY] [--requests 5000 | --seconds 600] [--json FILE]
+
+Without an address, against a service of its own.
 
 Gate: no 5xx but 503 with Retry-After, no refusal of more than 4 KB, nobody left waiting. Slow clients come on top
 and stay for as long as they are let.
@@ -8,21 +10,25 @@ and stay for as long as they are let.
 
 import argparse
 import asyncio
-import json
 import multiprocessing
 import os
 import random
 import socket
 import statistics
 import sys
+import tempfile
 import time
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from multiprocessing.synchronize import Event
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from bench.hostile_requests import KINDS, Target
+from bench.timing import finish
+from bench.turns.service import MODEL, serving
 
 MAX_REFUSAL_BYTES = 4096
 PATIENCE_S = 60.0  # a reply that takes longer has hung
@@ -39,14 +45,14 @@ class Outcome:
     biggest_refusal_bytes: int = 0
     faults: list[str] = field(default_factory=list)
 
-    def saw(self, kind: str, reply: bytes | None) -> None:
+    def saw(self, what: str, kind: str, reply: bytes | None) -> None:
         status, fault = judged(reply)
         self.statuses[status] += 1
         self.by_kind.setdefault(kind, Counter())[status] += 1
         if reply is not None and status[0] in "45":
             self.biggest_refusal_bytes = max(self.biggest_refusal_bytes, len(reply.partition(b"\r\n\r\n")[2]))
         if fault:
-            self.faults.append(f"{kind}: {fault}")
+            self.faults.append(f"{what}: {fault}")
 
 
 def judged(reply: bytes | None) -> tuple[str, str]:
@@ -66,20 +72,27 @@ def judged(reply: bytes | None) -> tuple[str, str]:
     return status, ""
 
 
-async def attack(target: Target, num_requests: int, concurrency: int, num_slow: int, seed: int) -> Outcome:
-    """Send that many requests of random kinds, so many at once, beside clients that are slow all the while."""
-    rng, outcome = random.Random(seed), Outcome()
-    todo = [rng.choice(list(KINDS)) for _ in range(num_requests)]
+async def attack(
+    target: Target, num_requests: int, concurrency: int, num_slow: int, seed: int, seconds: float | None = None
+) -> Outcome:
+    """Send that many requests of random kinds, so many at once, beside clients that are slow all the while.
+
+    With seconds: however many there is time for.
+    """
+    outcome, until = Outcome(), None if seconds is None else time.monotonic() + seconds
+    todo = iter(range(num_requests if seconds is None else sys.maxsize))
     stop = asyncio.Event()
     slow = [asyncio.create_task(_slow_client(target, stop, outcome)) for _ in range(num_slow)]
 
-    async def work(number: int) -> None:
-        own = random.Random(f"{seed} {number}")
-        while todo:
-            kind = todo.pop()
-            outcome.saw(kind, await _exchange(target, KINDS[kind](own, target), own))
+    async def work() -> None:
+        for number in todo:
+            if until is not None and time.monotonic() > until:
+                return
+            own = random.Random(f"{seed} {number}")  # a fault can be had again by its number
+            kind = own.choice(list(KINDS))
+            outcome.saw(f"{kind} (request {number})", kind, await _exchange(target, KINDS[kind](own, target), own))
 
-    await asyncio.gather(*(work(number) for number in range(concurrency)))
+    await asyncio.gather(*(work() for _ in range(concurrency)))
     stop.set()
     await asyncio.gather(*slow)
     return outcome
@@ -153,7 +166,7 @@ async def _slow_client(target: Target, stop: asyncio.Event, outcome: Outcome) ->
                 writer.write(b"x")
                 await asyncio.sleep(0.2)
             if receiving.done():
-                outcome.saw("slow client, cut off", receiving.result())
+                outcome.saw("slow client", "slow client, cut off", receiving.result())
             receiving.cancel()
             writer.transport.abort()
         except OSError:
@@ -178,7 +191,15 @@ def probe(host: str, port: int, stop: Event, latencies: Any) -> None:
 
 
 def measured(
-    url: str, key: str, model: str, *, num_requests: int, concurrency: int = 16, num_slow: int = 8, seed: int = 0
+    url: str,
+    key: str,
+    model: str,
+    *,
+    num_requests: int = 0,
+    seconds: float | None = None,
+    concurrency: int = 16,
+    num_slow: int = 8,
+    seed: int = 0,
 ) -> dict[str, Any]:
     """Attack and probe at once. The report; `faults` is empty where the service stood it."""
     parts = urlsplit(url)
@@ -191,16 +212,16 @@ def measured(
     # what /health takes while nobody else asks, on this machine as busy as it is
     time.sleep(ALONE_S)
     started_at = time.perf_counter()
-    outcome = asyncio.run(attack(target, num_requests, concurrency, num_slow, seed))
-    seconds = time.perf_counter() - started_at
+    outcome = asyncio.run(attack(target, num_requests, concurrency, num_slow, seed, seconds))
+    took_s = time.perf_counter() - started_at
     stop.set()
     probes = latencies.get(timeout=30)
     prober.join(10)
     alone_ms = sorted(ms for at, ms in probes if at < started_at)
     health_ms = sorted(ms for at, ms in probes if at >= started_at)
     return {
-        "requests": num_requests,
-        "seconds": round(seconds, 1),
+        "requests": outcome.statuses.total(),
+        "seconds": round(took_s, 1),
         "statuses": dict(sorted(outcome.statuses.items())),
         "biggest_refusal_bytes": outcome.biggest_refusal_bytes,
         "faults": outcome.faults[:20],
@@ -222,22 +243,29 @@ def _p99(ascending: list[float]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--url", required=True)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url")
     parser.add_argument("--key", default="")
-    parser.add_argument("--model", default="smollm2-135m@handbook", help="a model id that is ready")
+    parser.add_argument("--model", default=MODEL, help="a model id that is ready")
     parser.add_argument("--requests", type=int, default=5000)
+    parser.add_argument("--seconds", type=float, help="instead: however many there is time for")
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--slow", type=int, default=8, help="clients that are slow all the while")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    report = measured(
-        given.url, given.key, given.model, num_requests=given.requests, concurrency=given.concurrency,
-        num_slow=given.slow, seed=given.seed,
-    )  # fmt: skip
+    with ExitStack() as stack:
+        url = given.url
+        if url is None:
+            store = stack.enter_context(tempfile.TemporaryDirectory())
+            url = stack.enter_context(serving(Path(store))).url
+        report = measured(
+            url, given.key, given.model, num_requests=given.requests, seconds=given.seconds,
+            concurrency=given.concurrency, num_slow=given.slow, seed=given.seed,
+        )  # fmt: skip
     for kind, counts in report["by_kind"].items():
         print(f"{kind:40} {', '.join(f'{status} x {count}' for status, count in sorted(counts.items()))}")
-    print(json.dumps(report))
+    finish({"bench": "hostile", **report}, given.json)
     sys.exit(report["num_faults"] > 0)
 
 

@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,51 @@ class Target:
 
 
 Pieces = list[bytes | float]
+_MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "assistant", "content": None, "tool_calls": [
+        {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]},
+    {"role": "tool", "tool_call_id": "c", "content": "1"},
+    {"role": "user", "content": [{"type": "text", "text": "Say one word."}]},
+]  # fmt: skip
+_SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "enum": [1, 2]}}, "required": ["a"]}
+_FUNCTION = {"name": "f", "description": "", "parameters": _SCHEMA, "strict": True}
+_DRAWN = {
+    "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 1, "presence_penalty": 0.1, "stream": False,
+    "frequency_penalty": 0.1, "repetition_penalty": 1.1, "logit_bias": {"5": 1}, "keep": 0.02, "lookahead": 0,
+    "rest": "none", "selector": "csattn", "cache_salt": "x",
+}  # fmt: skip
+# of each address, a body with all that it takes: any value of it, however deep, may be another
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {
+        "messages": _MESSAGES, "max_tokens": 1, "stop": ["x"], "n": 1, "logprobs": True, "top_logprobs": 1,
+        "tools": [{"type": "function", "function": _FUNCTION}], "tool_choice": "none", "parallel_tool_calls": True,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": _SCHEMA}},
+        "stream_options": {"include_usage": True}, **_DRAWN,
+    },
+    "/v1/completions": {
+        "prompt": ["Say", "one"], "max_tokens": 1, "stop": "x", "n": 1, "logprobs": 1, "echo": True, "suffix": "",
+        "best_of": 1, "stream_options": {"include_usage": True}, **_DRAWN,
+    },
+    "/v1/responses": {
+        "input": [{"role": "user", "content": [{"type": "input_text", "text": "Say one word."}]},
+                  {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+                  {"type": "function_call_output", "call_id": "c", "output": "1"}],
+        "instructions": "Be brief.", "max_output_tokens": 1, "tools": [{"type": "function", **_FUNCTION}],
+        "tool_choice": "none", "text": {"format": {"type": "json_schema", "name": "s", "schema": _SCHEMA}},
+        "include": ["message.output_text.logprobs"], "top_logprobs": 1, "store": False, "metadata": {}, **_DRAWN,
+    },
+    "/tokenize": {"messages": _MESSAGES, "tools": [{"type": "function", "function": _FUNCTION}]},
+    "/detokenize": {"tokens": [1, 2, 3]},
+    "/v1/contexts": {"name": "a b", "text": "x"},
+}  # fmt: skip
+
+
+def places_of(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Of every value in some JSON: what it is in, and where there."""
+    for key in list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield value, key
+        yield from places_of(value[key])
 
 
 def nonsense(rng: random.Random, depth: int = 0) -> Any:
@@ -66,6 +111,44 @@ def wrong_types(rng: random.Random, target: Target) -> Pieces:
         body.setdefault("messages", [{"role": "user", "content": "x"}] if rng.random() < 0.5 else nonsense(rng))
         return target.sent(body, "/v1/chat/completions")
     return target.sent(body)
+
+
+def wrong_somewhere(rng: random.Random, target: Target) -> Pieces:
+    """A value, anywhere in a body with everything, is another, or is gone, or is there under another name."""
+    path = rng.choice(list(BODIES))
+    body = json.loads(json.dumps(BODIES[path] if path == "/v1/contexts" else {"model": target.model, **BODIES[path]}))
+    places = [(inside, key) for inside, key in places_of(body) if key not in ("max_tokens", "max_output_tokens")]
+    for _ in range(rng.choice([0, 1, 1, 1, 3])):
+        inside, key = rng.choice(places)
+        if isinstance(inside, list) or rng.random() < 0.7:
+            inside[key] = nonsense(rng)
+        else:
+            value = inside.pop(key, None)
+            if rng.random() < 0.5:
+                inside[rng.choice(["", "x", key.upper(), "\x00"])] = value
+            places = list(places_of(body))
+    if path in ("/v1/chat/completions", "/v1/completions", "/v1/responses") and rng.random() < 0.3:
+        body["stream"] = True
+    return target.sent(body, path)
+
+
+ODD_TEXTS = (
+    "\ud83d", "\udc00\ud83d", "\u202e\u2066", "e" + "\u0301" * 500, "\ufdd0\uffff", "\U0010ffff", "\x00", "\ufeff",
+    "\u2028", "\u0130" * 50, "\U0001f469\u200d\U0001f469\u200d\U0001f467" * 50,
+)  # fmt: skip
+
+
+def odd_unicode(rng: random.Random, target: Target) -> Pieces:
+    """In a prompt and in a name: half a pair, what turns the line, marks without end, what no Unicode is."""
+    odd = rng.choice(ODD_TEXTS)
+    content = json.dumps(_request(target, prompt=odd, stop=[odd[:9]]), ensure_ascii=rng.random() < 0.5)
+    path = rng.choice(["/v1/completions", "/tokenize"])
+    data = content.encode("utf-8", rng.choice(["surrogatepass", "replace"]))
+    if rng.random() < 0.3:
+        data = rng.choice(
+            [b"\xef\xbb\xbf" + data, content.encode("utf-16", "surrogatepass"), data.replace(b"Say", b"\xc0\x80")]
+        )
+    return target.sent(data, path)
 
 
 def beyond_all_bounds(rng: random.Random, target: Target) -> Pieces:
@@ -112,6 +195,45 @@ def oversize(rng: random.Random, target: Target) -> Pieces:
 def oversize_in_chunks(rng: random.Random, target: Target) -> Pieces:
     head = target.head("POST", "/v1/contexts", None, "Transfer-Encoding: chunked")
     return [head, *[b"100000\r\n" + b"x" * MIB + b"\r\n"] * rng.choice([9, 20]), b"0\r\n\r\n"]
+
+
+def odd_chunks(rng: random.Random, target: Target) -> Pieces:
+    """A good body in chunks: small ones, or with a length, an extension or an end that is none."""
+    data = json.dumps(_request(target)).encode()
+    size = rng.choice([1, 7, len(data)])
+    chunks = [b"%x\r\n%s\r\n" % (len(data[i : i + size]), data[i : i + size]) for i in range(0, len(data), size)]
+    fault = rng.randrange(6)
+    if fault < 4:
+        bad = [b"-1\r\nx\r\n", b"zz\r\nx\r\n", b"ffffffffffffffffff\r\nx\r\n", b"1;" + b"e" * 20_000 + b"\r\nx\r\n"][
+            fault
+        ]
+        chunks.insert(rng.randrange(len(chunks) + 1), bad)
+    head = target.head("POST", "/v1/completions", None, "Transfer-Encoding: chunked")
+    end = b"0\r\n\r\n" if fault != 4 else b"0\r\nX-Trailer: " + b"y" * 40_000 + b"\r\n\r\n"
+    return [head, *chunks, end, 0.05, *([-1.0] if fault < 5 else [])]
+
+
+def pipelined(rng: random.Random, target: Target) -> Pieces:
+    """Many at once on one connection, good ones and bad ones; the client reads one reply and leaves."""
+    kinds = (good, broken_json, wrong_somewhere, odd_address)
+    pieces = [piece for _ in range(rng.choice([2, 20])) for piece in rng.choice(kinds)(rng, target)]
+    return [b"".join(piece for piece in pieces if isinstance(piece, bytes)), 0.05, -1.0]
+
+
+def cuts_a_stream(rng: random.Random, target: Target) -> Pieces:
+    """A stream that is read a little, then cut."""
+    body = _request(target, max_tokens=50, stream=True, n=rng.choice([1, 4]))
+    return [*target.sent(body), rng.random(), -1.0]
+
+
+def huge_header(rng: random.Random, target: Target) -> Pieces:
+    """A name, a value or an address of a megabyte, or ten thousand lines."""
+    what = rng.randrange(4)
+    long = "y" * rng.choice([20_000, MIB])
+    if what == 3:
+        return [target.head("GET", "/?" + long, None)]
+    lines = [[f"X: {long}"], [f"{long}: x"], [f"X-{i}: y" for i in range(10_000)]][what]
+    return [target.head("GET", "/health", None, *lines)]
 
 
 def lies_about_length(rng: random.Random, target: Target) -> Pieces:
@@ -177,6 +299,7 @@ KINDS: dict[str, Callable[[random.Random, Target], Pieces]] = {
     for make in (
         wrong_types, beyond_all_bounds, bad_key, broken_json, deep_json, wide_json, long_number, oversize,
         oversize_in_chunks, lies_about_length, smuggling, no_http, large_header, odd_address, bad_context,
-        wrong_kind_of_body, hangs_up_in_the_body, hangs_up_in_the_answer, good,
+        wrong_kind_of_body, hangs_up_in_the_body, hangs_up_in_the_answer, good, wrong_somewhere, odd_unicode,
+        odd_chunks, pipelined, cuts_a_stream, huge_header,
     )
 }  # fmt: skip

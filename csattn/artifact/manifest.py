@@ -17,6 +17,8 @@ FORMAT_NAME = "csattn-artifact"
 FORMAT_VERSION = 4
 STATE = -1  # in a layer's place among the reaches
 
+_MAX_SHOWN = 200  # characters of what is wrong with a manifest
+
 KvDtype = Literal["float32", "float16", "bfloat16"]
 
 
@@ -169,7 +171,8 @@ class Manifest:
             _require_this_version(document)
             manifest = cls._from_document(document)
         except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
-            raise ArtifactCorruptError(f"the manifest is not one that csattn writes ({error!r})") from error
+            told = f"{type(error).__name__}: {error}"[:_MAX_SHOWN]  # a repr may have all of the manifest in it
+            raise ArtifactCorruptError(f"the manifest is not one that csattn writes ({told})") from error
         if document["artifact_id"] != manifest.spec.artifact_id:
             raise ArtifactCorruptError(
                 f"the manifest calls itself {document['artifact_id']!r} but describes {manifest.spec.artifact_id}"

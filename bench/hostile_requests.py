@@ -119,7 +119,7 @@ def wrong_somewhere(rng: random.Random, target: Target) -> Pieces:
     body = json.loads(json.dumps(BODIES[path] if path == "/v1/contexts" else {"model": target.model, **BODIES[path]}))
     places = [(inside, key) for inside, key in places_of(body) if key not in ("max_tokens", "max_output_tokens")]
     for _ in range(rng.choice([0, 1, 1, 1, 3])):
-        inside, key = rng.choice(places)
+        inside, key = rng.choice(places or [(body, "x")])
         if isinstance(inside, list) or rng.random() < 0.7:
             inside[key] = nonsense(rng)
         else:

@@ -169,14 +169,13 @@ class Manifest:
         try:
             document = json.loads(data, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
             _require_this_version(document)
-            manifest = cls._from_document(document)
+            manifest, name = cls._from_document(document), document["artifact_id"]
         except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
             told = f"{type(error).__name__}: {error}"[:_MAX_SHOWN]  # a repr may have all of the manifest in it
             raise ArtifactCorruptError(f"the manifest is not one that csattn writes ({told})") from error
-        if document["artifact_id"] != manifest.spec.artifact_id:
-            raise ArtifactCorruptError(
-                f"the manifest calls itself {document['artifact_id']!r} but describes {manifest.spec.artifact_id}"
-            )
+        if name != manifest.spec.artifact_id:
+            told = repr(name)[:_MAX_SHOWN]
+            raise ArtifactCorruptError(f"the manifest calls itself {told} but describes {manifest.spec.artifact_id}")
         return manifest
 
     @classmethod

@@ -119,6 +119,7 @@ FORGERIES: dict[str, Callable[[dict[str, Any]], object]] = {
     "enormous context": lambda m: m.update(context_len=10**18),
     "negative context": lambda m: m.update(context_len=-70),
     "other id": lambda m: m.update(artifact_id="0" * 16),
+    "no id": lambda m: m.pop("artifact_id"),
     "other tokenizer": lambda m: m.update(tokenizer_hash="tokenizer-b"),
     "empty tokenizer": lambda m: m.update(tokenizer_hash=""),
     "other kv dtype": lambda m: m.update(kv_dtype="float16"),

@@ -6,6 +6,7 @@ python -m bench.figures --check   exits with 1 where one is not what its result 
 
 import argparse
 import json
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -16,6 +17,33 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 STEPS = "decode-steps-h200.json"
 QUALITY = "quality.json", "quality-cpu.json"  # the second is of the sketch as it is now, of fewer texts
+TEXTS = {
+    ("novel", 7680): "novel, 8K", ("speech", 6441): "speech, 6K", ("code", 7680): "Python, 8K",
+    ("spanish", 7680): "Spanish, 8K", ("dialogue", 7680): "dialogue, 8K", ("decimal", 32768): "Python, 32K",
+    ("decimal", 60752): "Python, 59K", ("manual", 119256): "manual, 116K",
+}  # fmt: skip
+CONTENDERS = (  # a row's name, the contender, its bytes a key on the device, the share of rows (0: all)
+    ("exact Top-K, reads every key", "exact", "128", 0.02),
+    ("**csattn, `default`**", "default", "**16 + 2**", 0.02),
+    ("csattn, chosen a layer ahead", "default+ahead", "16 + 2", 0.02),
+    ("csattn, `default` at 5 % (× exact's at 5 %)", "default", "16 + 2", 0.05),
+    ("csattn, `lists` (corrected Top-L lists)", "lists", "1536", 0.02),
+    ("all rows, KIVI's 4 bits", "KIVI, 4 bits", "80", 0.0),
+    ("all rows, TurboQuant's 4 bits", "TurboQuant, 4 bits", "68", 0.0),
+    ("all rows, llama.cpp's q4_0", "q4_0", "72", 0.0),
+)
+MEANS = (
+    ("exact Top-K, the others dropped", "128", ("exact",)),
+    ("**`default`**", "18", ("default",)),
+    ("`default`, chosen a layer ahead", "18", ("default+ahead",)),
+    ("`default`, the rest by moments; dropped", "18", ("default+rest=moments", "default+rest=none")),
+    (
+        "a sketch of 8; 12; 24 bytes a key",
+        "9; 14; 27",
+        tuple(f"sketch of {n} words" for n in ("2 + 0", "2 + 1", "4 + 2")),
+    ),
+    ("`lists`", "1538", ("lists",)),
+)
 EVERY_STEP, AHEAD = "every step", "one layer ahead"
 Case = dict[str, Any]
 
@@ -79,10 +107,59 @@ def first_screen() -> list[str]:
 
 
 def kl_range(contender: str) -> str:
-    """KL to full attention at 2 % on the real texts, each continued by itself: the newest of each."""
-    cases = [c for name in QUALITY for c in measured(name) if c["contender"] == contender and c["keep"] == 0.02]
-    of_texts = {(c["text"], c["context_len"]): c["kl"] for c in cases if "+" not in c["text"]}
-    return f"{min(of_texts.values()):.4f} to {max(of_texts.values()):.4f}"
+    """KL to full attention at 2 % on the real texts."""
+    values = [case["kl"] for case in on_texts(contender).values()]
+    return f"{min(values):.4f} to {max(values):.4f}"
+
+
+def on_texts(contender: str, keep: float = 0.02) -> dict[tuple[str, int], Case]:
+    """Of each real text, continued by itself, and length: the newest."""
+    cases = [c for name in QUALITY for c in measured(name) if c["contender"] == contender and c["keep"] == keep]
+    return {(c["text"], c["context_len"]): c for c in cases if "+" not in c["text"]}
+
+
+def quality() -> list[str]:
+    """KL by text, beside exact Top-K's, and of full attention over KV in few bits."""
+    texts = [text for text in TEXTS if text in on_texts("default")]
+    head = "| KL at 2 % (× exact) | bytes a key on the device | " + " | ".join(TEXTS[text] for text in texts) + " |"
+    lines = [head, "|---|---:|" + "---:|" * len(texts)]
+    for name, contender, num_bytes, keep in CONTENDERS:
+        cases = on_texts(contender, keep)
+        cells = [kl_cell(cases.get(text), is_bold="**" in name) for text in texts]
+        lines.append(f"| {name} | {num_bytes} | {' | '.join(cells)} |")
+    return lines
+
+
+def kl_cell(of: Case | None, is_bold: bool) -> str:
+    if of is None:
+        return "–"
+    times = "" if of["times_exact"] is None or not of["keep"] else f" ({ratio(of['times_exact'])})"
+    cell = f"**{of['kl']:.4f}{times}**" if is_bold else f"{of['kl']:.4f}{times}"
+    # before version 3, rows that codes tell badly were not marked
+    return f"{cell} †" if of["contender"].startswith("default") and of["version"] < 3 else cell
+
+
+def ratio(value: float) -> str:
+    return f"{value:.2f}" if value < 1 else f"{value:.1f}"
+
+
+def quality_means() -> list[str]:
+    """Geometric means over the texts that each was measured on."""
+    lines = [
+        "| at 2 % of the rows | bytes a key on the device | × the KL of exact Top-K, geometric mean |",
+        "|---|---:|---:|",
+    ]
+    for name, num_bytes, contenders in MEANS:
+        of = "; ".join(geometric_mean([c["times_exact"] for c in on_texts(c).values()]) for c in contenders)
+        lines.append(f"| {name} | {num_bytes} | {'**' + of + '**' if '**' in name else of} |")
+    return lines
+
+
+def geometric_mean(values: list[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    if not known:
+        return "1"  # exact itself
+    return ratio(math.exp(sum(map(math.log, known)) / len(known)))
 
 
 def steps() -> list[str]:
@@ -141,7 +218,9 @@ def capacity() -> list[str]:
 
 TABLES: dict[tuple[str, str], Callable[[], list[str]]] = {
     ("README.md", "first-screen"): first_screen,
+    ("bench/README.md", "quality"): quality_means,
     ("bench/README.md", "steps"): steps,
+    ("docs/quality.md", "kl"): quality,
     ("docs/operate.md", "plan"): capacity,
 }
 

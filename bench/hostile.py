@@ -173,7 +173,7 @@ async def _slow_client(target: Target, stop: asyncio.Event, outcome: Outcome) ->
             await asyncio.sleep(0.2)
 
 
-def probe(host: str, port: int, stop: Event, latencies: Any) -> None:
+def probe(host: str, port: int, begun: Event, stop: Event, latencies: Any) -> None:
     """In a process of its own: how long /health takes, with a connection for each time."""
     found: list[tuple[float, float]] = []  # when, and milliseconds
     request = f"GET /health HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode()
@@ -186,6 +186,7 @@ def probe(host: str, port: int, stop: Event, latencies: Any) -> None:
         except OSError:
             is_ok = False
         found.append((started_at, 1000 * (time.perf_counter() - started_at) if is_ok else float("inf")))
+        begun.set()
         time.sleep(PROBE_EVERY_S)
     latencies.put(found)
 
@@ -206,9 +207,10 @@ def measured(
     assert parts.hostname is not None, f"{url} names no host"
     target = Target(parts.hostname, parts.port or 80, key, model)
     processes = multiprocessing.get_context("spawn")
-    stop, latencies = processes.Event(), processes.Queue()
-    prober = processes.Process(target=probe, args=(target.host, target.port, stop, latencies), daemon=True)
+    begun, stop, latencies = processes.Event(), processes.Event(), processes.Queue()
+    prober = processes.Process(target=probe, args=(target.host, target.port, begun, stop, latencies), daemon=True)
     prober.start()
+    begun.wait()
     # what /health takes while nobody else asks, on this machine as busy as it is
     time.sleep(ALONE_S)
     started_at = time.perf_counter()

@@ -5,6 +5,7 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -44,11 +45,17 @@ def trim_heap() -> None:
         trim(0)
 
 
-def _map_pages(num_bytes: int) -> NDArray[np.uint8]:
+def sparse_zeros(num_bytes: int) -> NDArray[np.uint8]:
+    """Zeros that cost memory where they are written, 4 KiB at a time: numpy's cost 2 MiB for each byte among them."""
+    return _map_pages(num_bytes, "MADV_NOHUGEPAGE")
+
+
+def _map_pages(num_bytes: int, advice: str = "MADV_HUGEPAGE") -> NDArray[np.uint8]:
     # private: shared ones, the default, never become huge pages
     pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
+    if hasattr(mmap, advice):
+        with suppress(OSError):  # a kernel without huge pages refuses both
+            pages.madvise(getattr(mmap, advice))
     return np.frombuffer(pages, np.uint8, count=num_bytes)
 
 

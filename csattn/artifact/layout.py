@@ -129,7 +129,8 @@ def next_query_from_arrays(arrays: Mapping[str, NDArray[Any]]) -> NDArray[np.flo
     """The inverse of `next_query_arrays`, nearly."""
     if "next_query" not in arrays:
         return None
-    rows: NDArray[np.float32] = arrays["next_query"] * arrays["next_query_scale"][..., None]
+    with np.errstate(over="ignore"):  # `fault_of_index` refuses what is not finite
+        rows: NDArray[np.float32] = arrays["next_query"] * arrays["next_query_scale"][..., None]
     return rows
 
 

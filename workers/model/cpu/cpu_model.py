@@ -1,5 +1,6 @@
 """A model's step on the CPU as tapes: weights are read where the model has them, rows are as many as come."""
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from csattn.cpu.tape import Tape
 from csattn.errors import ModelError
 from csattn.models.spec import DeltaSpec, Temper
 from csattn.models.weights import Frequencies, weights_of
+from offload.host_memory import sparse_zeros
 from workers.model.cpu.tape_ops import RowTape, TapeOps
 from workers.model.layers import StepLayers
 from workers.model.ops import DeltaState, Rotation
@@ -44,9 +46,8 @@ class CpuModel:
         # addresses: what predicts the layer's queries, 0: none
         self.maps = np.zeros((shape.num_layers, max_rows), np.int64)
         size = shape.num_layers, num_tails, shape.num_kv_heads, tail_capacity, 2, shape.head_dim
-        # numpy's zeros cost memory once they are written, torch's at once
-        room = np.zeros(size, np.float32 if model.dtype.itemsize == 4 else np.int16)
-        self.all_tails = all_tails = torch.from_numpy(room).view(model.dtype)  # those with an index first
+        room = torch.from_numpy(sparse_zeros(math.prod(size) * model.dtype.itemsize))
+        self.all_tails = all_tails = room.view(model.dtype).view(size)  # those with an index first
         # of each layer, its number among those that have an index; None: it has none
         indexed = shape.indexed_layers
         self.numbers = [indexed.index(i) if i in indexed else None for i in range(shape.num_layers)]

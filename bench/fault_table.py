@@ -1,0 +1,67 @@
+"""Faults, how often each was tried, and wrong answers: a table of what the benchmarks of faults have kept.
+
+`make faults` runs those that a machine without a GPU can run, and makes the table again.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).with_name("results")
+ARTIFACTS = {  # of an artifact's files: what bench.fuzz calls it
+    "bytes flipped": "flip bytes", "values forged": "forge values", "runs of bytes overwritten": "fill bytes",
+    "a file cut off": "cut", "a file too long": "lengthen", "files swapped, or another's": "swap",
+    "a file gone": "remove",
+    "a pipe, a directory or a link in its place": "replace", "a file too many": "add",
+    "the manifest edited": "edit manifest",
+}  # fmt: skip
+CLIENTS = {  # what bench.hostile calls it
+    "values of other types, anywhere in a body": ("wrong types", "wrong somewhere", "bad context"),
+    "values beyond all bounds": ("beyond all bounds",),
+    "JSON broken, too deep, too wide; numbers without end": ("broken json", "deep json", "wide json", "long number"),
+    "Unicode that is none": ("odd unicode",),
+    "bodies too large, whole or in chunks": ("oversize", "oversize in chunks"),
+    "lengths that lie, chunks that are none, smuggling": ("lies about length", "odd chunks", "smuggling"),
+    "no HTTP, odd addresses, other kinds of body": ("no http", "odd address", "wrong kind of body"),
+    "headers too large": ("large header", "huge header"),
+    "keys that are none": ("bad key",),
+    "clients that leave: in the body, in the answer, in a stream": (
+        "hangs up in the body", "hangs up in the answer", "cuts a stream",
+    ),
+    "many requests in one write": ("pipelined",),
+}  # fmt: skip
+
+
+def table() -> list[str]:
+    fuzz, hostile = kept("fuzz"), kept("hostile")
+    kills, turns, tenants = (kept(f"turns-{name}") for name in ("kills", "conversation", "tenants"))
+    require_none(fuzz["faults"], hostile["num_faults"], kills["wrong_tokens"], kills["damaged_files"])
+    require_none(turns["wrong_answers"], tenants["wrong_answers"], tenants["foreign_words"])
+    num_of = {kind: sum(statuses.values()) for kind, statuses in hostile["by_kind"].items()}
+    rows = [
+        (f"an artifact: {name}", fuzz["by_kind"][kind], "refused, or an answer") for name, kind in ARTIFACTS.items()
+    ]
+    for name, kinds in CLIENTS.items():
+        rows.append(
+            (f"a client: {name}", sum(num_of[kind] for kind in kinds), "an answer, or a refusal with its status")
+        )
+    rows += [
+        ("the service killed at random", kills["kills"], f"{kills['whole_answers']} answers, all right"),
+        ("the service killed between turns", turns["turns"] - 1, "each turn found what was written"),
+        ("tenants with the same text", tenants["requests"], "no word of another's"),
+    ]
+    return [
+        "| fault | tries | what came | wrong |",
+        "|---|---:|---|---:|",
+        *(f"| {a} | {b} | {c} | 0 |" for a, b, c in rows),
+    ]
+
+
+def require_none(*faults: int) -> None:
+    """The column of noughts is made of what was counted."""
+    if any(faults):
+        raise ValueError(f"a result file tells of faults ({faults}); mend them, and measure again with `make faults`")
+
+
+def kept(name: str) -> dict[str, Any]:
+    return dict(json.loads((RESULTS / f"{name}.json").read_text()))

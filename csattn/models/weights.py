@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from csattn.models.families import FAMILIES, Family, describe, rope_parameters
+from csattn.models.quantized_weight import QuantizedWeight
 from csattn.models.rope import model_frequencies
 from csattn.models.spec import AttentionSpec, DeltaSpec, ExpertsSpec, ModelSpec
 
@@ -15,12 +16,25 @@ from csattn.models.spec import AttentionSpec, DeltaSpec, ExpertsSpec, ModelSpec
 class Linear:
     """x @ weight.T + bias"""
 
-    weight: Tensor  # [num_out, num_in]
+    weight: Tensor  # [num_out, num_in]; where they are kept in few bits, on a GPU, their words
     bias: Tensor | None = None  # [num_out]
+    quantized: QuantizedWeight | None = None  # the same weights, as a GPU may keep them
+
+    @property
+    def num_in(self) -> int:
+        return self.weight.shape[1] if self.quantized is None else self.quantized.num_in
 
     def outputs(self, first: int, stop: int) -> "Linear":
         """Those outputs alone."""
-        return Linear(self.weight[first:stop], None if self.bias is None else self.bias[first:stop])
+        bias = None if self.bias is None else self.bias[first:stop]
+        quantized = None if self.quantized is None else self.quantized.outputs(first, stop)
+        return Linear(self.weight[first:stop], bias, quantized)
+
+    def plain(self, dtype: torch.dtype) -> Tensor:
+        """[num_out, num_in], decoded where it is kept in few bits."""
+        if self.quantized is None or self.weight.is_floating_point():
+            return self.weight
+        return self.quantized.decoded(dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +119,23 @@ class ModelWeights:
     @property
     def streamed_bytes(self) -> int:
         """Bytes of weights that every decode step reads."""
-        return self.spec.streamed_params * self.dtype.itemsize
+        linears = [self.head]
+        for layer in self.layers:
+            inputs = () if layer.delta is None else layer.delta.inputs
+            linears += [
+                *layer.qkv,
+                *layer.gates,
+                *inputs,
+                layer.out,
+                *layer.gate_up,
+                *([layer.down] if layer.down else []),
+            ]
+        saved = sum(
+            len(linear.weight) * linear.num_in * self.dtype.itemsize - linear.quantized.nbytes
+            for linear in linears
+            if linear.quantized is not None
+        )
+        return self.spec.streamed_params * self.dtype.itemsize - saved
 
 
 def weights_of(model: Any) -> ModelWeights:
@@ -250,7 +280,8 @@ def _parts(module: Any, fused: str, names: tuple[str, ...], widths: list[int] | 
 
 
 def _linear(module: Any) -> Linear:
-    return Linear(module.weight.detach(), None if module.bias is None else module.bias.detach())
+    bias = None if module.bias is None else module.bias.detach()
+    return Linear(module.weight.detach(), bias, getattr(module, "quantized", None))
 
 
 def _norm(module: Any, family: Family) -> Tensor:

@@ -234,7 +234,7 @@ def _prepare(stream: Stream, readers: Readers) -> None:
 def _products(x: Normed, linears: Sequence[Linear]) -> Tensor:
     """float32"""
     scale = _scale(x)
-    products = [functional.linear(x.x, linear.weight).float() * scale for linear in linears]
+    products = [functional.linear(x.x, linear.plain(x.x.dtype)).float() * scale for linear in linears]
     biased = [
         product if linear.bias is None else product + linear.bias.float()
         for product, linear in zip(products, linears, strict=True)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from csattn.errors import ModelError
+from csattn.models.quantized_weight import QuantizedWeight, Rounding, joined
 from csattn.models.rope import rotary_frequencies
 from csattn.models.spec import DeltaSpec, ExpertsSpec, LayerSpec, ModelSpec, RopeSpec
 from csattn.models.weights import (
@@ -57,13 +58,17 @@ def take_weights(
         embedding=embedding,
         layers=tuple(layers),
         final_norm=there.final_norm.to(device),
-        head=Linear(embedding) if tied else _joined([there.head], move),
+        head=Linear(embedding) if tied else _joined([there.head], move, device),
         ropes=tuple(Frequencies(rope.angles.to(device), rope.scale) for rope in there.ropes),
     )
 
 
 def random_weights(
-    spec: ModelSpec, device: torch.device | str, dtype: torch.dtype = torch.bfloat16, seed: int = 0
+    spec: ModelSpec,
+    device: torch.device | str,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+    rounding: Rounding | None = None,  # of linear layers
 ) -> ModelWeights:
     """Weights that keep activations near one; repeatable on the same kind of device."""
     require_dtype(dtype)
@@ -74,9 +79,15 @@ def random_weights(
         empty = torch.empty(num_out, num_in, dtype=dtype, device=device)
         return empty.normal_(std=gain * num_in**-0.5, generator=generator)
 
-    def linear(num_out: int, num_in: int, bias: bool = False, gain: float = 1.0) -> Linear:
+    def linear(
+        num_out: int, num_in: int, bias: bool = False, gain: float = 1.0, to: Rounding | None = rounding
+    ) -> Linear:
         zeros = torch.zeros(num_out, dtype=dtype, device=device) if bias else None
-        return Linear(matrix(num_out, num_in, gain), zeros)
+        weight = matrix(num_out, num_in, gain)
+        if to is None:
+            return Linear(weight, zeros)
+        quantized = QuantizedWeight.rounded(weight, to)
+        return Linear(quantized.words, zeros, quantized)
 
     def norm(size: int, there: bool = True) -> Tensor | None:
         return torch.ones(size, device=device) if there else None
@@ -94,7 +105,7 @@ def random_weights(
         zeros = torch.zeros(sizes[:2], dtype=dtype, device=device) if of.bias else None
         gate_bias, up_bias = (None, None) if zeros is None else zeros.chunk(2, dim=1)
         return ExpertWeights(
-            router=linear(of.num_experts, spec.hidden_size, of.bias),
+            router=linear(of.num_experts, spec.hidden_size, of.bias, to=None),
             gates=gates,
             ups=ups,
             down=down,
@@ -163,25 +174,25 @@ def _moved(
     }
     heads = layer.head_norms
     return LayerWeights(
-        qkv=(_joined(layer.qkv, move),) if layer.qkv else (),
-        gates=(_joined(layer.gates, move),) if layer.gates else (),
+        qkv=(_joined(layer.qkv, move, device),) if layer.qkv else (),
+        gates=(_joined(layer.gates, move, device),) if layer.gates else (),
         delta=None if layer.delta is None else _moved_delta(layer.delta, move, device),
         head_norms=None if heads is None else HeadNorms(heads.q.to(device), heads.k.to(device)),
         sinks=None if layer.sinks is None else layer.sinks.to(device),
-        out=_joined([_centred(layer.out) if centred else layer.out], move),
-        gate_up=(_joined(layer.gate_up, move),) if layer.gate_up else (),
-        down=None if layer.down is None else _joined([_centred(layer.down) if centred else layer.down], move),
-        experts=tuple(_moved_experts(experts, move) for experts in layer.experts),
+        out=_joined([_centred(layer.out) if centred else layer.out], move, device),
+        gate_up=(_joined(layer.gate_up, move, device),) if layer.gate_up else (),
+        down=None if layer.down is None else _joined([_centred(layer.down) if centred else layer.down], move, device),
+        experts=tuple(_moved_experts(experts, move, device) for experts in layer.experts),
         **norms,
     )
 
 
 def _moved_delta(delta: DeltaWeights, move: Callable[..., Tensor], device: torch.device | str) -> DeltaWeights:
     numbers = (x.to(device) for x in (delta.conv, delta.decay, delta.decay_bias, delta.norm))
-    return DeltaWeights((_joined(delta.inputs, move),), *numbers)
+    return DeltaWeights((_joined(delta.inputs, move, device),), *numbers)
 
 
-def _moved_experts(experts: ExpertWeights, move: Callable[..., Tensor]) -> ExpertWeights:
+def _moved_experts(experts: ExpertWeights, move: Callable[..., Tensor], device: torch.device | str) -> ExpertWeights:
     """Of each expert gates and ups in one matrix, of which those are views."""
 
     def join(first: Tensor, second: Tensor) -> tuple[Tensor, ...]:
@@ -197,7 +208,7 @@ def _moved_experts(experts: ExpertWeights, move: Callable[..., Tensor]) -> Exper
     if experts.gate_bias is not None and experts.up_bias is not None:
         gate_bias, up_bias = join(experts.gate_bias, experts.up_bias)
     return ExpertWeights(
-        router=_joined([experts.router], move),
+        router=_joined([experts.router], move, device),
         gates=gates,
         ups=ups,
         down=move(experts.down).contiguous(),
@@ -214,7 +225,11 @@ def _centred(linear: Linear) -> Linear:
     return Linear((linear.weight - linear.weight.float().mean(0)).to(linear.weight.dtype), bias)
 
 
-def _joined(linears: Sequence[Linear], move: Callable[..., Tensor]) -> Linear:
+def _joined(linears: Sequence[Linear], move: Callable[..., Tensor], device: torch.device | str) -> Linear:
     """One matrix of them all."""
     biases = [linear.bias for linear in linears if linear.bias is not None]
-    return Linear(move(*(linear.weight for linear in linears)), move(*biases) if biases else None)
+    bias = move(*biases) if biases else None
+    quantized = [linear.quantized.to(device) for linear in linears if linear.quantized is not None]
+    if len(quantized) == len(linears) and (whole := joined(quantized)) is not None:
+        return Linear(whole.words, bias, whole)
+    return Linear(move(*(linear.weight for linear in linears)), bias)

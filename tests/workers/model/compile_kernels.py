@@ -14,15 +14,20 @@ from workers.model.gpu import delta_kernels, expert_kernels, head_kernels, linea
 # what arguments of these names are; all others are bfloat16 tensors
 TYPES = {
     "*fp32": "squares norm norm_ahead q_norm k_norm frequencies cos sin q_scale shares conv kept memory decay"
-    " decay_bias partials weight logits best",
+    " decay_bias partials weight logits best scales",
     "*i32": "counters chosen context_ids tail_ids tail_lens best_ids",
     "*i64": "turns token_ids positions next_ids",
     "fp32": "eps multiplier scale beta every offset cap",
     "i32": "num_rows num_out num_k num_squares hidden_size half tail_capacity maps_stride vocab_size"
-    " num_logits num_parts num_experts num in_width num_channels",
+    " num_logits num_parts num_experts num in_width num_channels w_len scales_len",
 }
 ROW = {"BLOCK": 1024, "SQUARES_BLOCK": 64}
 TILES = {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "EVEN_K": True, "DOT_PRECISION": "tf32", "BLOCK_SQUARES": 64}
+TILES |= {"FORMAT": "plain", "GROUP": 0, "ZEROS": False, "NATIVE": True}
+QUANTIZED = [
+    TILES | {"FORMAT": format, "GROUP": group, "ZEROS": zeros, "SPLIT_K": 4, "HAS_BIAS": False}
+    for format, group, zeros in (("fp8", 0, False), ("fp8", 128, False), ("int4", 128, True), ("fp4", 32, False))
+]
 HEADS = {"NUM_Q_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": 128, "BLOCK": 64}
 EXPERTS = {name: size for name, size in TILES.items() if name != "EVEN_K"} | {"NUM_CHOSEN": 6, "BLOCK_PAIRS": 64}
 DELTA = {"VERSIONS": 1, "BLOCK_ROWS": 8}
@@ -71,11 +76,13 @@ VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
                 (1, True, False, "relu2", True),
                 (1, True, False, "none", False),
             )
-        ],
+        ]
+        + [tiles | {"NORMED": True, "GATED": True, "ACTIVATION": "silu"} for tiles in QUANTIZED],
     ),
     (
         linear_kernels.linear_add_kernel,
-        [TILES | readers | {"SPLIT_K": 4, "HAS_BIAS": not readers["HAS_NORM"]} for readers in READERS],
+        [TILES | readers | {"SPLIT_K": 4, "HAS_BIAS": not readers["HAS_NORM"]} for readers in READERS]
+        + [tiles | READERS[0] for tiles in QUANTIZED],
     ),
     *(
         (
@@ -90,14 +97,20 @@ VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
 ]
 
 
-def type_of(name: str) -> str:
+def type_of(name: str, format: str) -> str:
+    if format != "plain" and name == "w":
+        return "*i16"
+    if format == "fp4" and name == "scales":
+        return "*u8"
     return next((kind for kind, names in TYPES.items() if name in names.split()), "*bf16")
 
 
 def compile_for_h200(kernel: Any, constants: dict[str, Any]) -> None:
     names = kernel.arg_names
     chosen = {name: value for name, value in (constants | {"PDL": True}).items() if name in names}
-    signature = {name: "constexpr" if name in chosen else type_of(name) for name in names}
+    signature = {
+        name: "constexpr" if name in chosen else type_of(name, chosen.get("FORMAT", "plain")) for name in names
+    }
     constexprs = {(names.index(name),): value for name, value in chosen.items()}
     compiled = triton.compile(ASTSource(kernel, signature, constexprs), target=GPUTarget("cuda", 90, 32))
     assert "ptx" in compiled.asm, f"{kernel.__name__} has become nothing"

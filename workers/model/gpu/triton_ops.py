@@ -118,20 +118,21 @@ class TritonOps:
 
     def _linear(self, x: Normed, linears: Sequence[Linear], out: Tensor, gated: bool, activation: str) -> None:
         (linear,) = linears  # as `take_weights` joins them
-        weight, squares = linear.weight, x.squares
-        tiles = Tiles.of(weight)
+        weight, squares, tiles = linear.weight, x.squares, Tiles.of(linear)
         num_squares = 1 if squares is None else len(squares)
         linear_kernel[(tiles.num_tiles, tiles.split_k)](
             x.x,
             x.x if squares is None else squares,
             weight,
+            weight if linear.quantized is None else linear.quantized.scales,
             weight if linear.bias is None else linear.bias,
             out,
             self._partials,
             self._counters,
             len(x.x),
             out.shape[1],
-            weight.shape[1],
+            linear.num_in,
+            *_strides(linear),
             num_squares,
             x.eps,
             NORMED=squares is not None,
@@ -139,7 +140,7 @@ class TritonOps:
             ACTIVATION=activation,
             HAS_BIAS=linear.bias is not None,
             BLOCK_SQUARES=triton.next_power_of_2(num_squares),
-            **tiles.constants(len(x.x)),
+            **tiles.constants(x.x),
             **self._launch(),
         )
 
@@ -226,23 +227,24 @@ class TritonOps:
         self._add_parts(parts, spec.num_chosen, None, 0.0, multiplier, stream, readers)
 
     def linear_add(self, x: Tensor, linear: Linear, multiplier: float, stream: Stream, readers: Readers) -> None:
-        weight = linear.weight
-        tiles = Tiles.of(weight)
+        weight, tiles = linear.weight, Tiles.of(linear)
         linear_add_kernel[(tiles.num_tiles, tiles.split_k)](
             x,
             weight,
+            weight if linear.quantized is None else linear.quantized.scales,
             weight if linear.bias is None else linear.bias,
             *_written(stream, readers),
             self._partials,
             self._counters,
             len(x),
-            weight.shape[0],
-            weight.shape[1],
+            len(weight),
+            linear.num_in,
+            *_strides(linear),
             multiplier,
             HAS_BIAS=linear.bias is not None,
             HAS_NORM=readers.norm is not None,
             AHEAD=readers.ahead is not None,
-            **tiles.constants(len(x)),
+            **tiles.constants(x),
             **self._launch(),
         )
 
@@ -419,6 +421,11 @@ def _written(stream: Stream, readers: Readers) -> tuple[Tensor, ...]:
     """What a kernel that writes the stream is told; of a norm that is not there, anything."""
     norm, ahead = (stream.hidden if norm is None else norm for norm in (readers.norm, readers.ahead))
     return stream.hidden, norm, stream.scaled, ahead, stream.scaled_ahead, stream.squares
+
+
+def _strides(linear: Linear) -> tuple[int, int]:
+    """From a row of the weights to the next, and from a group's scales."""
+    return linear.weight.stride(0), 0 if linear.quantized is None else linear.quantized.scales.stride(0)
 
 
 def _row_constants(stream: Stream, readers: Readers) -> dict[str, Any]:

@@ -1,0 +1,147 @@
+"""A matrix of weights in 8 or 4 bits, as a GPU keeps it and decodes it in its products."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from csattn.errors import ConfigError
+
+# float8_e4m3fn; 0 to 15, less a zero point; float4_e2m1
+WeightFormat = Literal["fp8", "int4", "fp4"]
+Rounding = Literal["fp8", "int4"]  # formats that weights of 16 bits can be rounded to
+ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
+RUN = 128  # inputs whose codes lie together
+CODES: dict[WeightFormat, int] = {"fp8": 2, "int4": 4, "fp4": 4}  # in a word
+ZERO = 8  # a zero point unless said
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+FP4_EXPONENT_BIAS = 127
+_WORD_BITS, _GROUP_SIZE, _ZERO_BITS = 16, 128, 15
+_NAN = 0x7F  # of float8_e4m3fn, but for its sign
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """[num_out, num_in] numbers: (what a code means - the zero point) * scale, both of a group of a row's inputs.
+
+    A row's inputs come in runs of RUN, of which the last is filled up. Word j of a run has its inputs j, j + width,
+    j + 2 * width, ... from the lowest bits on, where the width is RUN over the codes in a word: a word's codes are of
+    different parts of the run, so that each part is decoded from all words at once.
+    """
+
+    format: WeightFormat
+    words: Tensor  # [num_out, runs * width] int16
+    # [num_groups, num_out] float32, in int4's the lowest four bits are the zero point; fp4's: uint8 exponents of two
+    scales: Tensor
+    num_in: int
+    group_size: int  # 0: all inputs are one group
+    has_zeros: bool  # whether any zero point is another than ZERO
+
+    @staticmethod
+    def can_have(format: WeightFormat, group_size: int) -> bool:
+        """Whether groups fill runs, or lie within a part of one."""
+        is_part = group_size >= RUN // CODES[format] and RUN % max(1, group_size) == 0
+        return group_size % RUN == 0 or is_part
+
+    @classmethod
+    def pack(
+        cls,
+        format: WeightFormat,
+        codes: Tensor,  # [num_out, num_in] uint8
+        scales: Tensor,  # [num_out, num_groups], as they are kept
+        group_size: int,
+        zeros: Tensor | None = None,  # likewise
+    ) -> "QuantizedWeight":
+        assert cls.can_have(format, group_size)
+        (num_out, num_in), parts = codes.shape, CODES[format]
+        bits, width = _WORD_BITS // parts, RUN // parts
+        runs = functional.pad(codes, (0, -num_in % RUN)).view(num_out, -1, parts, width)
+        words = torch.zeros(num_out, runs.shape[1], width, dtype=torch.int32, device=codes.device)
+        for part in range(parts):
+            words |= runs[:, :, part].int() << (bits * part)
+        kept, has_zeros = scales.T.contiguous(), False
+        if format == "int4":
+            zero_of = torch.full_like(kept, ZERO) if zeros is None else zeros.T
+            kept = (kept.view(torch.int32) & ~_ZERO_BITS | zero_of.int()).view(torch.float32)
+            has_zeros = bool((zero_of != ZERO).any())
+        return cls(format, words.flatten(1).to(torch.int16), kept, num_in, group_size, has_zeros)
+
+    @classmethod
+    def rounded(cls, weight: Tensor, format: Rounding) -> "QuantizedWeight":
+        """The nearest codes to weights: in 8 bits of a row's scale, in 4 of those of groups of 128."""
+        num_in = weight.shape[1]
+        group_size = 0 if format == "fp8" else _GROUP_SIZE
+        grouped = _grouped(weight.float(), group_size)
+        at = grouped.abs().argmax(-1, keepdim=True)
+        extreme = grouped.gather(-1, at)  # [num_out, num_groups, 1], with its sign
+        # the lowest code is the one that has no counterpart: the extreme takes it, and the scale its sign
+        scale = extreme.abs() / torch.finfo(torch.float8_e4m3fn).max if format == "fp8" else extreme / -ZERO
+        scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+        if format == "fp8":
+            codes = (grouped / scale).to(torch.float8_e4m3fn).view(torch.uint8)
+        else:
+            codes = ((grouped / scale).round() + ZERO).clamp(0, 2 * ZERO - 1).to(torch.uint8)
+        return cls.pack(format, codes.flatten(1)[:, :num_in], scale[..., 0], group_size)
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    @property
+    def nbytes(self) -> int:
+        return self.words.nbytes + self.scales.nbytes
+
+    def outputs(self, first: int, stop: int) -> "QuantizedWeight":
+        """Those rows alone."""
+        return replace(self, words=self.words[first:stop], scales=self.scales[:, first:stop])
+
+    def to(self, device: torch.device | str) -> "QuantizedWeight":
+        return replace(self, words=self.words.to(device), scales=self.scales.to(device))
+
+    def decoded(self, dtype: torch.dtype) -> Tensor:
+        """The matrix, by float32."""
+        parts = CODES[self.format]
+        bits = _WORD_BITS // parts
+        runs = self.words.int().view(len(self), -1, 1, RUN // parts)
+        shifts = torch.arange(0, _WORD_BITS, bits, dtype=torch.int32, device=self.words.device)
+        codes = ((runs >> shifts[:, None]) & ((1 << bits) - 1)).flatten(1)[:, : self.num_in]
+        if self.format == "fp8":
+            numbers, scales = codes.to(torch.uint8).view(torch.float8_e4m3fn).float(), self.scales.T
+        elif self.format == "fp4":
+            numbers = torch.tensor(FP4_VALUES, device=codes.device)[codes]
+            scales = torch.exp2(self.scales.T.float() - FP4_EXPONENT_BIAS)
+        else:
+            bits_of = self.scales.T.contiguous().view(torch.int32)
+            scales = (bits_of & ~_ZERO_BITS).view(torch.float32)
+            numbers = codes.float()
+        grouped = _grouped(numbers, self.group_size)
+        if self.format == "int4":
+            grouped = grouped - (bits_of & _ZERO_BITS).float()[..., None]
+        return (grouped * scales[..., None]).flatten(1)[:, : self.num_in].to(dtype)
+
+
+def joined(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
+    """One matrix of all their rows; None where they are not of a kind."""
+    first = parts[0]
+    if any(
+        (part.format, part.num_in, part.group_size) != (first.format, first.num_in, first.group_size) for part in parts
+    ):
+        return None
+    words, scales = torch.cat([part.words for part in parts]), torch.cat([part.scales for part in parts], dim=1)
+    return replace(first, words=words, scales=scales, has_zeros=any(part.has_zeros for part in parts))
+
+
+def rounding_named(name: str) -> Rounding:
+    """Raises ConfigError when there is none of that name."""
+    for rounding in ROUNDINGS:
+        if rounding == name:
+            return rounding
+    raise ConfigError(f"weights can be rounded to {' or '.join(ROUNDINGS)}, not to {name!r}")
+
+
+def _grouped(numbers: Tensor, group_size: int) -> Tensor:
+    """[num_out, num_in] -> [num_out, num_groups, inputs of a group], the last group filled up with zeros."""
+    num_out, num_in = numbers.shape
+    return functional.pad(numbers, (0, -num_in % (group_size or num_in))).view(num_out, -1, group_size or num_in)

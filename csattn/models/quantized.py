@@ -1,6 +1,6 @@
-"""Published checkpoints whose weights are in 8 or 4 bits, decoded once, as they are loaded.
+"""Published checkpoints whose weights are in 8 or 4 bits: what they are, and how a GPU may keep them.
 
-What a step reads is then as large as a 16-bit checkpoint's. By `quant_method` of the `quantization_config`:
+By `quant_method` of the `quantization_config`:
 
 * `fp8`: float8_e4m3fn with a scale for each block of weights (DeepSeek-V3, Qwen3-FP8);
 * `fbgemm_fp8`: the same with a scale for each output;
@@ -21,12 +21,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from csattn.errors import ModelError
+from csattn.models.quantized_weight import FP4_EXPONENT_BIAS, FP4_VALUES, QuantizedWeight, WeightFormat
 
 METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "gptq", "awq", "mxfp4")
 _WORD_BITS = 32
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output, of eight, that each of a word's nibbles belongs to
-_MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-_MXFP4_EXPONENT_BIAS = 127
 _BYTE_TYPES = (torch.float8_e4m3fn, torch.int8)
 # what a quantized matrix has besides, and a decoded one does without; the last few scale activations or KV
 _PARTS = (
@@ -84,17 +83,55 @@ class Quantization:
         )
 
 
-def decoded_state(
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """(numbers - zeros) * scales, both of an input's group."""
+
+    numbers: Tensor  # [num_out, num_in], of float8, of int8, or uint8 of `num_bits`
+    num_bits: int
+    scales: Tensor  # [num_out, num_groups] float32
+    zeros: Tensor | None  # likewise int32
+    groups: Tensor  # [num_in]: each input's
+
+    def decoded(self) -> Tensor:
+        """float32"""
+        numbers = self.numbers.float()
+        if self.zeros is not None:
+            numbers = numbers - self.zeros.float()[:, self.groups]
+        return numbers * self.scales[:, self.groups]
+
+    def kept(self) -> QuantizedWeight | None:
+        """As a GPU keeps it; None where it cannot."""
+        is_fp8 = self.numbers.dtype == torch.float8_e4m3fn
+        if not is_fp8 and (self.numbers.dtype != torch.uint8 or self.num_bits != 4):
+            return None
+        format: WeightFormat = "fp8" if is_fp8 else "int4"
+        num_in, num_groups = len(self.groups), self.scales.shape[1]
+        order = self.groups.argsort(stable=True)
+        group_size = int((self.groups == 0).sum()) if num_groups > 1 else 0
+        if not QuantizedWeight.can_have(format, group_size):
+            return None
+        if group_size and not torch.equal(self.groups[order], torch.arange(num_in) // group_size):
+            return None
+        codes = self.numbers.view(torch.uint8)
+        if torch.equal(order, torch.arange(num_in)):
+            return QuantizedWeight.pack(format, codes, self.scales, group_size, self.zeros)
+        return QuantizedWeight.pack(format, codes[:, order], self.scales, group_size, self.zeros, order)
+
+
+def read_state(
     folder: Path,  # with safetensors files
     quantization_config: Mapping[str, Any],
     dtype: torch.dtype,
-) -> dict[str, Tensor]:
-    """All of a checkpoint's tensors, by the names that they have where nothing is quantized, in `dtype`.
+) -> tuple[dict[str, Tensor], dict[str, QuantizedWeight]]:
+    """All of a checkpoint's tensors, by the names that they have where nothing is quantized, in `dtype`; and of which
+    matrices a GPU may keep the few bits.
 
     Raises ModelError where a tensor is missing, has another shape than its scales say, or cannot be read.
     """
     quantization, files = Quantization.read(quantization_config), _Tensors(folder)
     state: dict[str, Tensor] = {}
+    quantized: dict[str, QuantizedWeight] = {}
     for name in files.names:
         module, _, last = name.rpartition(".")
         if last in _PARTS and any(f"{module}.{kind}" in files for kind in ("weight", "qweight", "weight_packed")):
@@ -102,24 +139,35 @@ def decoded_state(
         if name.endswith("_scales") and f"{name.removesuffix('_scales')}_blocks" in files:
             continue
         try:
-            if last == "qweight":
-                decode = _decode_awq if quantization.method == "awq" else _decode_gptq
-                name, tensor = f"{module}.weight", decode(files, module, quantization)
-            elif last == "weight_packed":
-                name, tensor = f"{module}.weight", _decode_packed(files, module, quantization)
-            elif name.endswith("_blocks"):
+            if name.endswith("_blocks"):
                 name = name.removesuffix("_blocks")
                 tensor = _decode_mxfp4(files.read(f"{name}_blocks"), files.read(f"{name}_scales"), dtype)
-            else:
+            elif (matrix := _matrix(files, name, quantization)) is None:
                 tensor = files.read(name)
-                if tensor.dtype in _BYTE_TYPES:
-                    tensor = _decode_scaled(tensor, files.scale(module), quantization)
-        except RuntimeError as error:  # torch's, of shapes that do not fit
+            else:
+                name = f"{module}.weight"
+                kept = matrix.kept()
+                tensor = matrix.decoded() if kept is None else kept.decoded(dtype)
+                if kept is not None:
+                    quantized[name] = kept
+        except (RuntimeError, IndexError) as error:  # torch's, of shapes that do not fit
             raise ModelError(
                 f"{name} cannot be decoded: {str(error).splitlines()[0]}; the checkpoint is damaged"
             ) from error
         state[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
-    return state
+    return state, quantized
+
+
+def _matrix(files: "_Tensors", name: str, quantization: Quantization) -> _Matrix | None:
+    """What a tensor is a part of; None where it is not quantized."""
+    module, _, last = name.rpartition(".")
+    if last == "qweight":
+        return _awq(files, module, quantization) if quantization.method == "awq" else _gptq(files, module, quantization)
+    if last == "weight_packed":
+        return _packed(files, module, quantization)
+    if files.dtype(name) in _BYTE_TYPES:
+        return _scaled(module, files.read(name), files.scale(module), quantization)
+    return None
 
 
 class _Tensors:
@@ -150,17 +198,22 @@ class _Tensors:
         tensor: Tensor = self._file_of[name].get_tensor(name)
         return tensor
 
+    def dtype(self, name: str) -> torch.dtype | None:
+        """That of bytes; None of others."""
+        return {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8}.get(self._file_of[name].get_slice(name).get_dtype())
+
     def scale(self, module: str) -> Tensor:
         """What a byte of its weights is multiplied with."""
         inverse = f"{module}.weight_scale_inv"  # named for what it does to activations: weights are multiplied with it
         return self.read(inverse if inverse in self else f"{module}.weight_scale").float()
 
 
-def _decode_scaled(
+def _scaled(
+    module: str,
     weight: Tensor,  # [num_out, num_in] of a byte each
     scale: Tensor,  # [], [1], [num_out], [num_out, 1], [num_out, groups] or [blocks of outputs, of inputs] float32
     quantization: Quantization,
-) -> Tensor:
+) -> _Matrix:
     if scale.ndim < 2:
         scale = scale.reshape(-1, 1)
     num_out, num_in = weight.shape
@@ -169,45 +222,54 @@ def _decode_scaled(
     expected = -(-num_out // outs), -(-num_in // ins)
     if tuple(scale.shape) != expected:
         raise ModelError(
-            f"weights of shape {tuple(weight.shape)} have scales of shape {tuple(scale.shape)} where {expected} were "
+            f"{module}'s weights of shape {tuple(weight.shape)} have scales of shape {tuple(scale.shape)} where {expected} were "
             "expected; the checkpoint is damaged, or its quantization_config is another's"
         )
-    spread = scale.repeat_interleave(outs, 0)[:num_out].repeat_interleave(ins, 1)[:, :num_in]
-    return weight.float() * spread
+    scales = scale.repeat_interleave(outs, 0)[:num_out]
+    return _Matrix(weight, 8, scales, None, torch.arange(num_in) // ins)
 
 
-def _decode_packed(files: _Tensors, module: str, quantization: Quantization) -> Tensor:
+def _packed(files: _Tensors, module: str, quantization: Quantization) -> _Matrix:
     """`compressed-tensors`: unsigned numbers, by half their range more than they are, packed along inputs."""
     num_out, num_in = files.read(f"{module}.weight_shape").tolist()
     packed, scale, bits = files.read(f"{module}.weight_packed"), files.scale(module), quantization.num_bits
-    middle = 1 << (bits - 1)
-    q = _unpack(packed, bits, 1)[:, :num_in] - middle
     groups = _groups_of(files, f"{module}.weight_g_idx", num_in, scale.shape[1])
-    zeros = torch.zeros_like(scale)
+    zeros = torch.full_like(scale, 1 << (bits - 1), dtype=torch.int32)
     if not quantization.symmetric:
-        zeros = (_unpack(files.read(f"{module}.weight_zero_point"), bits, 0)[:num_out] - middle).float()
-    return (q.float() - zeros[:, groups]) * scale[:, groups]
+        zeros = _unpack(files.read(f"{module}.weight_zero_point"), bits, 0)[:num_out]
+    return _checked(module, _unpack(packed, bits, 1)[:num_out, :num_in], bits, scale, zeros, groups)
 
 
-def _decode_gptq(files: _Tensors, module: str, quantization: Quantization) -> Tensor:
+def _gptq(files: _Tensors, module: str, quantization: Quantization) -> _Matrix:
     """[num_in, num_out], packed along inputs; zero points along outputs."""
     bits = quantization.num_bits
-    q = _unpack(files.read(f"{module}.qweight"), bits, 0)
+    numbers = _unpack(files.read(f"{module}.qweight"), bits, 0)
     scales = files.read(f"{module}.scales").float()  # [groups, num_out]
     stored = _unpack(files.read(f"{module}.qzeros"), bits, 1)[:, : scales.shape[1]]
     zeros = (stored + quantization.zero_offset) & ((1 << bits) - 1)  # 0 is stored as the largest
-    groups = _groups_of(files, f"{module}.g_idx", len(q), len(scales))
-    return ((q.float() - zeros[groups].float()) * scales[groups]).T.contiguous()
+    groups = _groups_of(files, f"{module}.g_idx", len(numbers), len(scales))
+    return _checked(module, numbers.T, bits, scales.T, zeros.T, groups)
 
 
-def _decode_awq(files: _Tensors, module: str, quantization: Quantization) -> Tensor:
+def _awq(files: _Tensors, module: str, quantization: Quantization) -> _Matrix:
     """[num_in, num_out], packed along outputs."""
     if quantization.num_bits != 4:
         raise ModelError(f"its AWQ weights have {quantization.num_bits} bits; take a checkpoint of 4")
     scales = files.read(f"{module}.scales").float()  # [groups, num_out]
-    q, zeros = (_unpack_awq(files.read(f"{module}.{part}")) for part in ("qweight", "qzeros"))
-    groups = _groups_of(files, f"{module}.g_idx", len(q), len(scales))
-    return ((q.float() - zeros[groups].float()) * scales[groups]).T.contiguous()
+    numbers, zeros = (_unpack_awq(files.read(f"{module}.{part}")) for part in ("qweight", "qzeros"))
+    groups = _groups_of(files, f"{module}.g_idx", len(numbers), len(scales))
+    return _checked(module, numbers.T, 4, scales.T, zeros.T, groups)
+
+
+def _checked(module: str, numbers: Tensor, bits: int, scales: Tensor, zeros: Tensor, groups: Tensor) -> _Matrix:
+    """Of numbers in int32."""
+    for what, there in (("scales", scales), ("zero points", zeros)):
+        if there.shape != (len(numbers), scales.shape[1]):
+            raise ModelError(
+                f"{module}'s weights of shape {tuple(numbers.shape)} have {what} of shape {tuple(there.shape)} where "
+                f"({len(numbers)}, {scales.shape[1]}) were expected; the checkpoint is damaged"
+            )
+    return _Matrix(numbers.contiguous().to(torch.uint8), bits, scales.contiguous(), zeros.contiguous(), groups)
 
 
 def _decode_mxfp4(
@@ -216,10 +278,10 @@ def _decode_mxfp4(
     dtype: torch.dtype,
 ) -> Tensor:
     """[experts, num_in, num_out]"""
-    values, experts = torch.tensor(_MXFP4_VALUES), []
+    values, experts = torch.tensor(FP4_VALUES), []
     for block, scale in zip(blocks, scales, strict=True):
         pairs = torch.stack([values[(block & 15).int()], values[(block >> 4).int()]], dim=-1)
-        powers = torch.exp2(scale.float() - _MXFP4_EXPONENT_BIAS)
+        powers = torch.exp2(scale.float() - FP4_EXPONENT_BIAS)
         experts.append((pairs.flatten(-2) * powers[..., None]).flatten(-2).T.to(dtype))
     return torch.stack(experts)
 

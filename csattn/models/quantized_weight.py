@@ -39,6 +39,7 @@ class QuantizedWeight:
     num_in: int
     group_size: int  # 0: all inputs are one group
     has_zeros: bool  # whether any zero point is another than ZERO
+    order: Tensor | None = None  # [num_in] int64: the inputs in the order of their groups, where it is not their own
 
     @staticmethod
     def can_have(format: WeightFormat, group_size: int) -> bool:
@@ -54,6 +55,7 @@ class QuantizedWeight:
         scales: Tensor,  # [num_out, num_groups], as they are kept
         group_size: int,
         zeros: Tensor | None = None,  # likewise
+        order: Tensor | None = None,  # of the inputs
     ) -> "QuantizedWeight":
         assert cls.can_have(format, group_size)
         (num_out, num_in), parts = codes.shape, CODES[format]
@@ -67,7 +69,7 @@ class QuantizedWeight:
             zero_of = torch.full_like(kept, ZERO) if zeros is None else zeros.T
             kept = (kept.view(torch.int32) & ~_ZERO_BITS | zero_of.int()).view(torch.float32)
             has_zeros = bool((zero_of != ZERO).any())
-        return cls(format, words.flatten(1).to(torch.int16), kept, num_in, group_size, has_zeros)
+        return cls(format, words.flatten(1).to(torch.int16), kept, num_in, group_size, has_zeros, order)
 
     @classmethod
     def rounded(cls, weight: Tensor, format: Rounding) -> "QuantizedWeight":
@@ -98,7 +100,8 @@ class QuantizedWeight:
         return replace(self, words=self.words[first:stop], scales=self.scales[:, first:stop])
 
     def to(self, device: torch.device | str) -> "QuantizedWeight":
-        return replace(self, words=self.words.to(device), scales=self.scales.to(device))
+        order = None if self.order is None else self.order.to(device)
+        return replace(self, words=self.words.to(device), scales=self.scales.to(device), order=order)
 
     def decoded(self, dtype: torch.dtype) -> Tensor:
         """The matrix, by float32."""
@@ -119,16 +122,19 @@ class QuantizedWeight:
         grouped = _grouped(numbers, self.group_size)
         if self.format == "int4":
             grouped = grouped - (bits_of & _ZERO_BITS).float()[..., None]
-        return (grouped * scales[..., None]).flatten(1)[:, : self.num_in].to(dtype)
+        decoded = (grouped * scales[..., None]).flatten(1)[:, : self.num_in].to(dtype)
+        return decoded if self.order is None else decoded[:, self.order.argsort()]
 
 
 def joined(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
     """One matrix of all their rows; None where they are not of a kind."""
     first = parts[0]
-    if any(
-        (part.format, part.num_in, part.group_size) != (first.format, first.num_in, first.group_size) for part in parts
-    ):
-        return None
+    for part in parts:
+        if (part.format, part.num_in, part.group_size) != (first.format, first.num_in, first.group_size):
+            return None
+        orders = [each.order for each in (first, part) if each.order is not None]
+        if orders and (len(orders) == 1 or not torch.equal(*orders)):
+            return None
     words, scales = torch.cat([part.words for part in parts]), torch.cat([part.scales for part in parts], dim=1)
     return replace(first, words=words, scales=scales, has_zeros=any(part.has_zeros for part in parts))
 

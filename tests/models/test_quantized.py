@@ -10,12 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from csattn.errors import ModelError
+from csattn.errors import ConfigError, ModelError
 from csattn.models import load_model
-from csattn.models.quantized import decoded_state
+from csattn.models.loader import device_bytes
+from csattn.models.quantized import read_state
 from tests.tiny import save
 
-GROUP = 16
+GROUP = 32
 # What is written in place of a matrix [num_out, num_in], what it stands for, and what the config says of it.
 Written = tuple[dict[str, Tensor], Tensor]
 
@@ -35,10 +36,13 @@ def pack(numbers: np.ndarray, bits: int, order: tuple[int, ...] | None = None) -
     return torch.from_numpy(words.view(np.int32))
 
 
-def gptq(shape: tuple[int, int], rng: np.random.Generator, bits: int = 4, v2: bool = False) -> Written:
+def gptq(
+    shape: tuple[int, int], rng: np.random.Generator, bits: int = 4, v2: bool = False, in_order: bool = False
+) -> Written:
     num_out, num_in = shape
     groups = num_in // GROUP
-    group_of = rng.permutation(num_in) % groups  # as with desc_act
+    # as with desc_act, where matrices of the same input have the same order
+    group_of = np.arange(num_in) // GROUP if in_order else np.random.default_rng(7).permutation(num_in) % groups
     q = rng.integers(0, 1 << bits, (num_in, num_out))
     zeros = rng.integers(0, 1 << bits, (groups, num_out))
     scales = torch.from_numpy(rng.uniform(0.001, 0.1, (groups, num_out))).half()
@@ -84,16 +88,16 @@ def packed(shape: tuple[int, int], rng: np.random.Generator, symmetric: bool) ->
 
 def eight_bits(shape: tuple[int, int], rng: np.random.Generator, of_scales: str) -> Written:
     num_out, num_in = shape
-    block = 40, 24  # divides neither
-    size = {"block": (-(-num_out // 40), -(-num_in // 24)), "output": (num_out, 1), "matrix": (1,)}[of_scales]
+    block = 40, 64 if of_scales == "block" else 24  # divide not both
+    size = {"output": (num_out, 1), "matrix": (1,)}.get(of_scales, (-(-num_out // 40), -(-num_in // block[1])))
     q = torch.from_numpy(rng.normal(size=shape)).to(torch.float8_e4m3fn)
     scales = torch.from_numpy(rng.uniform(0.01, 0.1, size)).float()
     weight = torch.empty(shape)
     for o in range(num_out):
         for i in range(num_in):
-            at = {"block": (o // block[0], i // block[1]), "output": (o, 0), "matrix": (0,)}[of_scales]
+            at = {"output": (o, 0), "matrix": (0,)}.get(of_scales, (o // block[0], i // block[1]))
             weight[o, i] = float(q[o, i]) * float(scales[at])
-    return {"weight": q, "weight_scale_inv" if of_scales == "block" else "weight_scale": scales}, weight
+    return {"weight": q, "weight_scale_inv" if "block" in of_scales else "weight_scale": scales}, weight
 
 
 def compressed(form: str, **weights: Any) -> dict[str, Any]:
@@ -103,6 +107,10 @@ def compressed(form: str, **weights: Any) -> dict[str, Any]:
 FORMATS: dict[str, tuple[Any, dict[str, Any]]] = {
     "fp8 by block": (
         lambda *of: eight_bits(*of, "block"),
+        {"quant_method": "fp8", "weight_block_size": [40, 64], "activation_scheme": "dynamic"},
+    ),
+    "fp8 by small block": (
+        lambda *of: eight_bits(*of, "small block"),
         {"quant_method": "fp8", "weight_block_size": [40, 24], "activation_scheme": "dynamic"},
     ),
     "fp8 by output": (lambda *of: eight_bits(*of, "output"), {"quant_method": "fbgemm_fp8"}),
@@ -124,8 +132,15 @@ FORMATS: dict[str, tuple[Any, dict[str, Any]]] = {
         lambda *of: gptq(*of, v2=True),
         {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "checkpoint_format": "gptq_v2"},
     ),
+    "gptq in order": (
+        lambda *of: gptq(*of, in_order=True),
+        {"quant_method": "gptq", "bits": 4, "group_size": GROUP},
+    ),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}),
 }
+
+
+NOT_KEPT = ("fp8 by small block", "gptq of 8 bits")  # by a GPU, which decodes them once
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +181,10 @@ def test_quantized_weights_are_what_their_format_says(form: str, plain: Path, tm
     untouched = load_file(plain / "model.safetensors")["model.embed_tokens.weight"]
     assert torch.equal(weights["model.embed_tokens.weight"], untouched)
     assert there.model.dtype == torch.float32 and not hasattr(there.model.config, "quantization_config")
+    kept = {name: module.quantized for name, module in there.model.named_modules() if hasattr(module, "quantized")}
+    assert len(kept) == (0 if form in NOT_KEPT else len(meant))
+    for name, weight in kept.items():
+        assert torch.equal(weight.decoded(torch.float32), weights[f"{name}.weight"])
     half = load_model(str(tmp_path / "quantized"), "bfloat16")
     assert {parameter.dtype for parameter in half.model.parameters()} == {torch.bfloat16}
 
@@ -182,8 +201,31 @@ def test_experts_in_four_bits_are_pairs_of_small_floats(tmp_path: Path, rng) -> 
             meant[expert, 32 * group + 2 * pair + half, out] = value
     tensors = {"mlp.experts.up_blocks": torch.from_numpy(blocks), "mlp.experts.up_scales": torch.from_numpy(scales)}
     save_file(tensors, tmp_path / "model.safetensors")
-    state = decoded_state(tmp_path, {"quant_method": "mxfp4"}, torch.float32)
+    state, _ = read_state(tmp_path, {"quant_method": "mxfp4"}, torch.float32)
     assert list(state) == ["mlp.experts.up"] and np.array_equal(state["mlp.experts.up"].numpy(), meant)
+
+
+@pytest.mark.parametrize(("rounding", "most"), [("fp8", 0.03), ("int4", 0.12)])
+def test_weights_can_be_rounded_as_they_are_loaded(rounding: str, most: float, plain: Path) -> None:
+    exact, rounded = load_model(str(plain)), load_model(str(plain), weights=rounding)
+    before, after = dict(exact.model.named_modules()), dict(rounded.model.named_modules())
+    names = [name for name, module in after.items() if hasattr(module, "quantized")]
+    assert len(names) == 7 * 3 and not any("head" in name for name in names)
+    for name in names:
+        assert torch.equal(after[name].weight, after[name].quantized.decoded(torch.float32))
+        assert 0 < (after[name].weight - before[name].weight).norm() < most * before[name].weight.norm()
+    assert rounded.fingerprint not in (exact.fingerprint, load_model(str(plain), "bfloat16", weights=rounding))
+    saved = sum(before[name].weight.nbytes - after[name].quantized.nbytes for name in names)
+    assert device_bytes(exact.model) == sum(parameter.nbytes for parameter in exact.model.parameters())
+    assert device_bytes(rounded.model) == device_bytes(exact.model) - saved
+
+
+def test_what_cannot_be_rounded_is_a_sentence(plain: Path, tmp_path: Path, rng) -> None:
+    with pytest.raises(ConfigError, match="rounded to fp8 or int4, not to 'int3'"):
+        load_model(str(plain), weights="int3")
+    quantize(plain, tmp_path / "quantized", "awq", rng)
+    with pytest.raises(ModelError, match="in few bits as published; load it without rounding them to int4"):
+        load_model(str(tmp_path / "quantized"), weights="int4")
 
 
 MODULE = "model.layers.1.mlp.up_proj"
@@ -191,11 +233,19 @@ DAMAGED = {
     "no scales": (lambda state: state.pop(f"{MODULE}.scales"), f"has no {MODULE}.scales"),
     "scales of another shape": (
         lambda state: state.update({f"{MODULE}.scales": state[f"{MODULE}.scales"][:, :50].contiguous()}),
+        "have scales of shape",
+    ),
+    "zero points of another shape": (
+        lambda state: state.update({f"{MODULE}.qzeros": state[f"{MODULE}.qzeros"][:1].contiguous()}),
+        "have zero points of shape",
+    ),
+    "weights of another type": (
+        lambda state: state.update({f"{MODULE}.qweight": state[f"{MODULE}.qweight"].float()}),
         "cannot be decoded",
     ),
     "a group that is not there": (
         lambda state: state[f"{MODULE}.g_idx"].fill_(99),
-        "does not name one of 4 groups for each of 64 inputs",
+        "does not name one of 2 groups for each of 64 inputs",
     ),
 }
 
@@ -212,7 +262,7 @@ def test_a_damaged_quantized_checkpoint_is_a_sentence(damage: str, plain: Path, 
 
 
 def test_scales_of_another_block_size_are_a_sentence(plain: Path, tmp_path: Path, rng) -> None:
-    quantize(plain, tmp_path / "quantized", "fp8 by block", rng)
+    quantize(plain, tmp_path / "quantized", "fp8 by small block", rng)
     config = tmp_path / "quantized" / "config.json"
     config.write_text(config.read_text().replace("24", "32"))
     with pytest.raises(ModelError, match="have scales of shape"):

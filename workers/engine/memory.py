@@ -6,6 +6,7 @@ from csattn.artifact import Artifact
 from csattn.config import IndexConfig, SketchConfig
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
+from csattn.models.loader import device_bytes
 from csattn.sketch.codes import num_coords
 from offload.budget import MemoryPart, MemoryPlan
 from workers.engine.attend_all import streamed_bytes
@@ -36,7 +37,7 @@ def plan_memory(
     first: Artifact | None = None,  # a context that is to be loaded
 ) -> MemoryPlan:
     """The parts of an engine, each with its bytes."""
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in loaded.model.parameters())
+    weights = device_bytes(loaded.model)
     working = search_bytes(shape) if index_is_on_device(shape, placement) else 0
     kept = 0 if shape.attends_all else schedule_bytes(shape)
     parts = [

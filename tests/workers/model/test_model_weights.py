@@ -6,6 +6,7 @@ import torch
 from csattn.errors import ModelError
 from csattn.models import load_model
 from csattn.models.families import describe
+from csattn.models.quantized_weight import QuantizedWeight
 from csattn.models.rope import rotary_frequencies
 from csattn.models.spec import llama_like
 from tests.tiny import FAMILIES, loaded, make_model, save
@@ -61,6 +62,41 @@ def test_weights_of_a_directory_in_another_dtype(tmp_path) -> None:
     weights = take_weights(model, "cpu", torch.bfloat16)
     assert weights.dtype == torch.bfloat16 and weights.ropes[0].angles.dtype == torch.float32
     torch.testing.assert_close(weights.head.weight, model.lm_head.weight.bfloat16())
+
+
+@pytest.mark.parametrize("rounding", ["fp8", "int4"])
+def test_weights_in_few_bits_are_taken_as_they_are(rounding, tmp_path) -> None:
+    model = load_model(str(save(tmp_path, "qwen2")), weights=rounding).model
+    weights = take_weights(model, "cpu")
+    for layer, there in zip(weights.layers, model.model.layers, strict=True):
+        attention, mlp = there.self_attn, there.mlp
+        parts = {
+            layer.qkv[0]: (attention.q_proj, attention.k_proj, attention.v_proj),
+            layer.out: (attention.o_proj,),
+            layer.gate_up[0]: (mlp.gate_proj, mlp.up_proj),
+            layer.down: (mlp.down_proj,),
+        }
+        for linear, modules in parts.items():
+            assert linear.weight is linear.quantized.words and linear.quantized.format == rounding
+            whole = torch.cat([module.weight for module in modules])
+            assert torch.equal(linear.plain(torch.float32), whole)
+            assert torch.equal(linear.outputs(3, 20).plain(torch.float32), whole[3:20])
+        assert torch.equal(layer.qkv[0].bias, torch.cat([part.bias for part in parts[layer.qkv[0]]]))
+    assert weights.head.quantized is None
+    linears = [linear for layer in weights.layers for linear in (*layer.qkv, layer.out, *layer.gate_up, layer.down)]
+    assert weights.streamed_bytes == sum(linear.quantized.nbytes for linear in linears) + weights.head.weight.nbytes
+
+
+def test_matrices_of_several_kinds_are_joined_decoded(tmp_path) -> None:
+    model = load_model(str(save(tmp_path)), weights="int4").model
+    attention = model.model.layers[0].self_attn
+    attention.k_proj.quantized = QuantizedWeight.rounded(attention.k_proj.weight.data, "fp8")
+    attention.k_proj.weight.data = attention.k_proj.quantized.decoded(torch.float32)
+    joined = take_weights(model, "cpu").layers[0].qkv[0]
+    assert joined.quantized is None
+    assert torch.equal(
+        joined.weight, torch.cat([part.weight for part in (attention.q_proj, attention.k_proj, attention.v_proj)])
+    )
 
 
 def test_half_precision_that_overflows_is_refused() -> None:

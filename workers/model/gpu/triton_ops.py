@@ -120,9 +120,10 @@ class TritonOps:
         (linear,) = linears  # as `take_weights` joins them
         weight, squares, tiles = linear.weight, x.squares, Tiles.of(linear)
         num_squares = 1 if squares is None else len(squares)
+        inputs = self._in_order(x.x, linear)
         linear_kernel[(tiles.num_tiles, tiles.split_k)](
-            x.x,
-            x.x if squares is None else squares,
+            inputs,
+            inputs if squares is None else squares,
             weight,
             weight if linear.quantized is None else linear.quantized.scales,
             weight if linear.bias is None else linear.bias,
@@ -229,7 +230,7 @@ class TritonOps:
     def linear_add(self, x: Tensor, linear: Linear, multiplier: float, stream: Stream, readers: Readers) -> None:
         weight, tiles = linear.weight, Tiles.of(linear)
         linear_add_kernel[(tiles.num_tiles, tiles.split_k)](
-            x,
+            self._in_order(x, linear),
             weight,
             weight if linear.quantized is None else linear.quantized.scales,
             weight if linear.bias is None else linear.bias,
@@ -408,6 +409,13 @@ class TritonOps:
             num_warps=8,
             **self._launch(),
         )
+
+    def _in_order(self, x: Tensor, linear: Linear) -> Tensor:
+        """x as the weights have their inputs."""
+        if linear.quantized is None or linear.quantized.order is None:
+            return x
+        self.break_chain()
+        return x.index_select(1, linear.quantized.order)
 
     def _launch(self) -> dict[str, Any]:
         """How the next kernel starts; the one after it follows one of ours."""

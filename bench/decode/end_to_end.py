@@ -22,6 +22,7 @@ from bench.decode.steps import RecordedQueries, attention_only
 from bench.decode.workload import DTYPE, Workload
 from bench.records import Case
 from csattn.errors import CsattnError
+from csattn.models.quantized_weight import Rounding, rounding_named
 from csattn.models.weights import ModelWeights
 from offload.errors import OffloadError
 from workers.model import ModelRunner, StepAttention, random_weights
@@ -38,13 +39,34 @@ def run_end_to_end(
     batch_sizes: list[int],
     variants: list[str],  # "full", "streamed", "window", or as `variants.of_variant` reads them
     placements: list[str],  # of the latter
+    formats: list[str],  # of the weights of linear layers: "bf16", or what they are rounded to
 ) -> None:
     """Measure whatever the results do not hold yet, shortest contexts first."""
-    weights = random_weights(options.shape, "cuda")
+    for name in formats:
+        rounding = None if name == "bf16" else rounding_named(name)
+        weights = random_weights(options.shape, "cuda", rounding=rounding)
+        _run_with(weights, rounding, results, recording, options, context_lens, batch_sizes, variants, placements)
+        del weights
+        torch.cuda.empty_cache()
+
+
+def _run_with(
+    weights: ModelWeights,
+    rounding: Rounding | None,
+    results: Results,
+    recording: Recording,
+    options: Options,
+    context_lens: list[int],
+    batch_sizes: list[int],
+    variants: list[str],
+    placements: list[str],
+) -> None:
     for context_len in context_lens:
         for batch_size in batch_sizes:
             work = Workload(recording, context_len, batch_size, torch.device("cuda"), options.is_shared)
             for key, prepare in _cases(work, options, variants, placements):
+                if rounding is not None:
+                    key["weights"] = rounding
                 if results.has(**key):
                     continue
                 started = time.perf_counter()

@@ -95,6 +95,7 @@ def end_to_end_table(cases: list[Case], content: dict[str, Any]) -> str:
 def label(case: Case) -> str:
     variant, _, rest = str(case["variant"]).partition("+")
     name = NAMES.get(variant, variant) + (f", rest {rest}" if rest else "")
+    name += f", weights in {case['weights']}" if case.get("weights") else ""
     return name if case["schedule"] in ("none", "every step") else f"{name}, {case['schedule']}"
 
 
@@ -103,9 +104,9 @@ def length(context_len: int) -> str:
 
 
 def full_case(case: Case, cases: list[Case]) -> Case | None:
-    """Full attention of the same run, kind, length and batch, if it was measured."""
+    """Full attention of the same run, kind, length, batch and weights, if it was measured."""
     for other in cases:
-        same = all(other[name] == case[name] for name in ("kind", "context_len", "batch_size"))
+        same = all(other.get(name) == case.get(name) for name in ("kind", "context_len", "batch_size", "weights"))
         if same and other["variant"] == "full" and "p50_us" in other:
             return other
     return None
@@ -117,8 +118,8 @@ def speedup(case: Case, cases: list[Case]) -> float | None:
 
 
 def best_speedup(case: Case, content: dict[str, Any]) -> float | None:
-    """What the roofline allows a whole step of that variant."""
-    if case["variant"] not in INDEXES or case["kind"].startswith("shared"):
+    """What the roofline allows a whole step of that variant, of weights in 16 bits."""
+    if case["variant"] not in INDEXES or case["kind"].startswith("shared") or case.get("weights"):
         return None
     config = INDEXES[case["variant"]]
     shape = shape_named(content["shape"])

@@ -157,7 +157,9 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding 
         else:
             folder = Path(source if Path(source).is_dir() else _fetched(source))
             if weights is not None:
-                raise ModelError(f"its weights are in few bits as published; load it without rounding them to {weights}")
+                raise ModelError(
+                    f"its weights are in few bits as published; load it without rounding them to {weights}"
+                )
             state, quantized = read_state(folder, quantization, dtype)
             del config.quantization_config
             kind = AutoModelForCausalLM._model_mapping[type(config)]

@@ -222,8 +222,8 @@ def _scaled(
     expected = -(-num_out // outs), -(-num_in // ins)
     if tuple(scale.shape) != expected:
         raise ModelError(
-            f"{module}'s weights of shape {tuple(weight.shape)} have scales of shape {tuple(scale.shape)} where {expected} were "
-            "expected; the checkpoint is damaged, or its quantization_config is another's"
+            f"{module}'s weights of shape {tuple(weight.shape)} have scales of shape {tuple(scale.shape)} where "
+            f"{expected} were expected; the checkpoint is damaged, or its quantization_config is another's"
         )
     scales = scale.repeat_interleave(outs, 0)[:num_out]
     return _Matrix(weight, 8, scales, None, torch.arange(num_in) // ins)

@@ -1,9 +1,12 @@
 """The decode loop as CUDA graphs: the same as the calls made one by one, and as transformers on the same device."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from csattn.models.spec import llama_like
+from csattn.models.weights import Linear
 from tests.attention.device_steps import change_rows
 from tests.tiny import FAMILIES, make_model, token_ids
 from tests.workers.model.full_attention import FullAttention
@@ -108,6 +111,37 @@ def test_predictions_are_in_the_graph() -> None:
     assert torch.equal(tokens, want_tokens)
     assert torch.equal(logits, want_logits)
     assert not torch.equal(logits, decoded()[1])
+
+
+@pytest.mark.parametrize("rounding", ["fp8", "int4"])
+def test_a_step_with_weights_in_few_bits_is_one_with_decoded_weights(rounding) -> None:
+    weights = random_weights(SHAPE, "cuda", rounding=rounding)
+
+    def decoded_of(linear: Linear) -> Linear:
+        return Linear(linear.plain(torch.bfloat16), linear.bias)
+
+    layers = [
+        replace(
+            layer,
+            qkv=(decoded_of(layer.qkv[0]),),
+            out=decoded_of(layer.out),
+            gate_up=(decoded_of(layer.gate_up[0]),),
+            down=decoded_of(layer.down),
+        )
+        for layer in weights.layers
+    ]
+    logits = []
+    for each, options in (
+        (weights, {}),
+        (weights, {"use_graphs": False}),
+        (replace(weights, layers=tuple(layers)), {}),
+    ):
+        runner = ModelRunner(each, random_context(), (4,), **options)
+        fill(runner, 4, 3)
+        logits.append(runner.step(4).logits[:3].clone())
+    got, by_calls, want = logits
+    assert torch.equal(got, by_calls)
+    assert (got - want).norm() <= 0.02 * want.norm()
 
 
 @pytest.mark.parametrize("batch_size", [2, 3, 16])

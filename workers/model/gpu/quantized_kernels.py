@@ -144,10 +144,19 @@ def _scaled(product, sums, scales, FORMAT: tl.constexpr, ZEROS: tl.constexpr):
 def _decoded(words, dtype: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
     """A number for each code of the words: of all words the first, the second and so on."""
     if NATIVE and FORMAT == "fp8":
-        return tl.inline_asm_elementwise(_FP8, "=r,=r,r", [words], (tl.bfloat16,) * 2, is_pure=True, pack=2)
+        return tl.inline_asm_elementwise(
+            _FP8, "=r,=r,r", [words], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+        )
     elif NATIVE:
         ASM: tl.constexpr = _INT4 if FORMAT == "int4" else _FP4
-        return tl.inline_asm_elementwise(ASM, "=r,=r,=r,=r,r", [words], (tl.bfloat16,) * 4, is_pure=True, pack=2)
+        return tl.inline_asm_elementwise(
+            ASM,
+            "=r,=r,=r,=r,r",
+            [words],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
     elif FORMAT == "fp8":
         return _number(words, 0, dtype, FORMAT), _number(words, 8, dtype, FORMAT)
     else:

@@ -17,6 +17,7 @@ class BuildOptions:
     model: str | None = None
     preset: str = "default"
     dtype: str = "float32"
+    weights: str | None = None  # that those of the model are rounded to: see `load_model`
     chat: bool = True
     num_fine: int | None = None
     num_coarse: int | None = None

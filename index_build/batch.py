@@ -103,9 +103,9 @@ def run_batch(
 
 def by_model(jobs: Sequence[Job]) -> list[list[int]]:
     """The positions of the jobs of each model, in the order in which models first appear."""
-    groups: dict[tuple[str | None, str], list[int]] = {}
+    groups: dict[tuple[str | None, str, str | None], list[int]] = {}
     for idx, job in enumerate(jobs):
-        groups.setdefault((job.options.model, job.options.dtype), []).append(idx)
+        groups.setdefault((job.options.model, job.options.dtype, job.options.weights), []).append(idx)
     return list(groups.values())
 
 
@@ -164,7 +164,7 @@ def _run_group(
     loaded: LoadedModel | None = None
     fault = ""
     try:
-        loaded = load_model(options.model, options.dtype, device)
+        loaded = load_model(options.model, options.dtype, device, weights=options.weights)
     except Exception as error:
         fault = sentence(error)
     for idx in group:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from csattn.build_options import BuildOptions
 from csattn.models import LoadedModel, load_model
 from index_build.batch import plan_job
 from index_build.job_list import Job
@@ -37,7 +38,7 @@ def run_piece(
     """Do a piece of a job. device: the prefill's; all else needs no GPU."""
     torch.set_num_threads(num_threads)
     if plan is None:  # the index is made on CPUs
-        plan = plan_job(job, _model(job.options.model, job.options.dtype, "cpu"), "cpu")
+        plan = plan_job(job, _model(job.options, "cpu"), "cpu")
         return replace(plan, versions={**plan.versions, "device": device})
     shown_s = time.monotonic()
 
@@ -47,11 +48,15 @@ def run_piece(
             shown_s = time.monotonic()
             board.put.remote(job_idx, progress.layer_idx, progress.done)
 
-    loaded = _model(job.options.model, job.options.dtype, device) if piece.kind == "prefill" else None
+    loaded = _model(job.options, device) if piece.kind == "prefill" else None
     return perform(piece, plan, store, loaded, num_threads, show)
 
 
 @lru_cache(maxsize=1)
-def _model(name: str | None, dtype: str, device: str) -> LoadedModel:
+def _load(name: str | None, dtype: str, device: str, weights: str | None) -> LoadedModel:
     """The model that this process loaded last: tasks of one model follow each other."""
-    return load_model(name, dtype, device)
+    return load_model(name, dtype, device, weights=weights)
+
+
+def _model(options: BuildOptions, device: str) -> LoadedModel:
+    return _load(options.model, options.dtype, device, options.weights)

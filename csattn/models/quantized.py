@@ -44,6 +44,7 @@ class Quantization:
     block: tuple[int, int] | None  # outputs and inputs that share one
     zero_offset: int  # what is missing from zero points as they are stored
     symmetric: bool
+    is_float: bool
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> "Quantization":
@@ -80,7 +81,17 @@ class Quantization:
             block=(int(block[0]), int(block[1])) if block else None,
             zero_offset=int(method == "gptq" and config.get("checkpoint_format", "gptq") != "gptq_v2"),
             symmetric=bool(of_weights.get("symmetric", of_weights.get("sym", True))),
+            is_float=of_weights.get("type") == "float",
         )
+
+    @property
+    def kept(self) -> tuple[WeightFormat, int] | None:
+        """The format and the group size in which a GPU keeps its linear layers; None where it decodes them."""
+        is_fp8 = self.method in ("fp8", "fbgemm_fp8") or (self.num_bits == 8 and self.is_float)
+        format: WeightFormat = "fp8" if is_fp8 else "int4"
+        group_size = (self.block[1] if self.block else self.group_size) or 0
+        has_codes = is_fp8 or (self.num_bits == 4 and self.method in ("gptq", "awq", "compressed-tensors"))
+        return (format, group_size) if has_codes and QuantizedWeight.can_have(format, group_size) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +116,9 @@ class _Matrix:
         is_fp8 = self.numbers.dtype == torch.float8_e4m3fn
         if not is_fp8 and (self.numbers.dtype != torch.uint8 or self.num_bits != 4):
             return None
+        codes = self.numbers.view(torch.uint8)
+        if is_fp8 and bool(((codes & 0x7F) == 0x7F).any()):  # NaN, which products in few bits do not know
+            return None
         format: WeightFormat = "fp8" if is_fp8 else "int4"
         num_in, num_groups = len(self.groups), self.scales.shape[1]
         order = self.groups.argsort(stable=True)
@@ -113,7 +127,6 @@ class _Matrix:
             return None
         if group_size and not torch.equal(self.groups[order], torch.arange(num_in) // group_size):
             return None
-        codes = self.numbers.view(torch.uint8)
         if torch.equal(order, torch.arange(num_in)):
             return QuantizedWeight.pack(format, codes, self.scales, group_size, self.zeros)
         return QuantizedWeight.pack(format, codes[:, order], self.scales, group_size, self.zeros, order)

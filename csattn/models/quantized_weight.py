@@ -20,7 +20,6 @@ ZERO = 8  # a zero point unless said
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 FP4_EXPONENT_BIAS = 127
 _WORD_BITS, _GROUP_SIZE, _ZERO_BITS = 16, 128, 15
-_NAN = 0x7F  # of float8_e4m3fn, but for its sign
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +74,28 @@ class QuantizedWeight:
     def rounded(cls, weight: Tensor, format: Rounding) -> "QuantizedWeight":
         """The nearest codes to weights: in 8 bits of a row's scale, in 4 of those of groups of 128."""
         num_in = weight.shape[1]
-        group_size = 0 if format == "fp8" else _GROUP_SIZE
+        group_size = cls.group_size_of(format)
         grouped = _grouped(weight.float(), group_size)
         at = grouped.abs().argmax(-1, keepdim=True)
         extreme = grouped.gather(-1, at)  # [num_out, num_groups, 1], with its sign
-        # the lowest code is the one that has no counterpart: the extreme takes it, and the scale its sign
-        scale = extreme.abs() / torch.finfo(torch.float8_e4m3fn).max if format == "fp8" else extreme / -ZERO
-        scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+        extreme = torch.where(extreme == 0, torch.ones_like(extreme), extreme)
         if format == "fp8":
+            scale = extreme.abs() / torch.finfo(torch.float8_e4m3fn).max
             codes = (grouped / scale).to(torch.float8_e4m3fn).view(torch.uint8)
-        else:
-            codes = ((grouped / scale).round() + ZERO).clamp(0, 2 * ZERO - 1).to(torch.uint8)
+            return cls.pack(format, codes.flatten(1)[:, :num_in], scale[..., 0], group_size)
+        scale = extreme / -ZERO  # the lowest code is the one without a counterpart: the extreme takes it
+        codes = (grouped / scale).round_().add_(ZERO).clamp_(0, 2 * ZERO - 1).to(torch.uint8)
         return cls.pack(format, codes.flatten(1)[:, :num_in], scale[..., 0], group_size)
+
+    @staticmethod
+    def group_size_of(rounding: Rounding) -> int:
+        return 0 if rounding == "fp8" else _GROUP_SIZE
+
+    @staticmethod
+    def size(format: WeightFormat, group_size: int, num_out: int, num_in: int) -> int:
+        """Bytes of such a matrix."""
+        word_bytes = -(-num_in // RUN) * (RUN // CODES[format]) * _WORD_BITS // 8
+        return num_out * (word_bytes + -(-num_in // (group_size or num_in)) * (1 if format == "fp4" else 4))
 
     def __len__(self) -> int:
         return len(self.words)

@@ -10,11 +10,11 @@ import pytest
 from transformers import MambaConfig
 
 from csattn.artifact.manifest import FORMAT_VERSION
-from csattn.models.loader import geometry_of, num_parameters, read_config
+from csattn.models.loader import geometry_of, read_config, weight_bytes
 from tests.tiny import tiny_config
 from workers.capacity import context_bytes, spec_of
 from workers.doctor import Facts, Finding, examine, facts, gather_facts, probes
-from workers.doctor.checks import CHECKS, check_cpus, check_cupy, check_device, check_faiss, check_numba, release
+from workers.doctor.checks import CHECKS, check_cpus, check_cupy, check_device, check_faiss, check_numba, gib, release
 from workers.doctor.model import examine_model
 
 GIB = 1 << 30
@@ -306,12 +306,28 @@ def test_a_model_is_told_what_it_takes_and_what_it_is_refused_for(tmp_path: Path
     geometry = geometry_of(tiny_config("gemma2"))
     kv, sketch = context_bytes(spec_of(geometry, 32_768))
     assert 0 <= kv - (32_768 + 2 * 37) * 2 * 2 * 16 * 2 < 3 * 8192 and 0 < sketch < kv
-    left = machine().probes["memory"]["available_bytes"] - 2 * num_parameters(read_config(str(tmp_path)))
+    left = machine().probes["memory"]["available_bytes"] - weight_bytes(read_config(str(tmp_path)), 2)[0]
     assert f"this machine has room for: {left // (kv + sketch)} of 32,768." in found[0].text
     assert "1 layers that see everything and 2 that do not" in found[0].text
     assert "9 query heads share a selection" in found[1].text and "capped" in found[2].text
     small = machine(probed={"memory": {"available_bytes": 1000, "total_bytes": 1000, "locked_limit_bytes": 0}})
     assert one(examine_model(str(tmp_path), small)[:1], "model").status == "warning"
+
+
+def test_a_model_is_told_what_it_takes_in_few_bits(tmp_path: Path) -> None:
+    config = tiny_config("llama", hidden_size=1024, intermediate_size=3072, num_hidden_layers=20, vocab_size=1000)
+    config.save_pretrained(tmp_path)
+    matrices = 20 * 1024 * (3 * 3072 + 2 * (config.num_attention_heads + config.num_key_value_heads) * config.head_dim)
+    plain, same = weight_bytes(config, 2)
+    assert plain == same > 2 * matrices
+    assert weight_bytes(config, 2, "fp8")[1] == pytest.approx(plain - matrices, rel=0.01)
+    assert weight_bytes(config, 2, "int4")[1] == plain - 2 * matrices + matrices // 2 + matrices // 128 * 4
+    (found, *_) = examine_model(str(tmp_path), machine(), "int4")
+    assert f"weights take {gib(plain)} in bfloat16. A GPU keeps them in" in found.text
+    config.quantization_config = {"quant_method": "awq", "bits": 4, "group_size": 64}
+    assert weight_bytes(config, 2) == (plain, plain - 2 * matrices + matrices // 2 + matrices // 64 * 4)
+    config.quantization_config = {"quant_method": "gptq", "bits": 8, "group_size": 64}
+    assert weight_bytes(config, 2) == (plain, plain)
 
 
 def test_a_model_that_is_refused_is_a_problem(tmp_path: Path) -> None:

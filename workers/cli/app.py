@@ -24,6 +24,7 @@ from workers.cli.options import (
     SearchPeriod,
     Store,
     Threads,
+    Weights,
     WindowLen,
 )
 from workers.cli.streaming import stream
@@ -76,6 +77,7 @@ def build(
         str | None, typer.Option(help="lists: faiss or torch.", show_default="torch on a GPU, else faiss")
     ] = None,
     dtype: Dtype = _BUILD.dtype,
+    weights: Weights = None,
     chat: Annotated[bool, typer.Option(help="Wrap the context by the model's chat template.")] = _BUILD.chat,
     threads: Threads = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")] = "auto",
@@ -89,7 +91,7 @@ def build(
     building.require_progress(progress, jobs)
     changes: dict[str, Any] = {"num_fine": num_fine, "num_coarse": num_coarse, "segment_len": segment_len}
     changes |= {"num_subspaces": num_subspaces, "num_centroids": num_centroids, "list_len": list_len, "kmeans": kmeans}
-    options = BuildOptions(model=model, preset=preset, dtype=dtype, chat=chat, **changes)
+    options = BuildOptions(model=model, preset=preset, dtype=dtype, weights=weights, chat=chat, **changes)
     if jobs is not None:
         report = batching.build_jobs(jobs, options, store, ray, threads, device)
         if json:
@@ -114,6 +116,7 @@ def generate(
     window_len: WindowLen = _SEARCH.window_len,
     rest: Rest = None,
     model: Model = None,
+    weights: Weights = None,
     threads: Threads = None,
     placement: Placement = None,
     kv_codec: KvCodec = None,
@@ -135,6 +138,7 @@ def generate(
         max_new_tokens=max_new_tokens,
         compare=compare,
         model=model,
+        weights=weights,
         threads=threads,
         placement=placement or "cpu",
         kv_codec=kv_codec,
@@ -162,6 +166,7 @@ def evaluate(
     window_len: WindowLen = _SEARCH.window_len,
     rest: Rest = None,
     dtype: Dtype = _BUILD.dtype,
+    weights: Weights = None,
     stretch: Annotated[float, typer.Option(min=1, help="Times the model's positions, by YaRN.")] = 1.0,
     store: Annotated[Path | None, typer.Option(help="Keep artifacts here.", show_default="a scratch directory")] = None,
     threads: Threads = None,
@@ -181,7 +186,7 @@ def evaluate(
         lookaheads=[int(ahead) for ahead in comparing.names("lookahead", lookahead, ("0", "1"))],
         kv_format=None if kv_codec is None else KvFormat.parse(kv_codec),
     )
-    result = comparing.compare(text, plan, model, dtype, stretch, store, threads)
+    result = comparing.compare(text, plan, model, dtype, stretch, store, threads, weights)
     if json:
         terminal.print_json(result)
 
@@ -251,6 +256,7 @@ def doctor(
     model: Annotated[
         str | None, typer.Argument(help="A directory, a .gguf file or a hub id: what it needs here.")
     ] = None,
+    weights: Weights = None,
     store: LocalStore = Path("store"),
     json: Json = False,
 ) -> None:
@@ -260,7 +266,7 @@ def doctor(
     """
     from workers.cli import examining, terminal
 
-    result = examining.doctor(store, model)
+    result = examining.doctor(store, model, weights)
     if json:
         terminal.print_json(result)
     sys.exit(0 if result["healthy"] else 1)
@@ -279,6 +285,7 @@ def serve(
         list[str] | None, typer.Option(metavar="NAME=ARTIFACT", help="Serve an artifact of the store by that name.")
     ] = None,
     model: Model = None,
+    weights: Weights = None,
     placement: Placement = None,
     kv_codec: KvCodec = None,
     selector: Annotated[
@@ -301,6 +308,6 @@ def serve(
 
     flags: dict[str, object] = {"server.host": host, "server.port": port, "store.path": store, "model.name": model}
     flags |= {"engine.placement": placement, "engine.num_threads": threads, "engine.kv_codec": kv_codec}
-    flags |= {"engine.selector": selector}
+    flags |= {"engine.selector": selector, "model.weights": weights}
     flags |= {"search.keep": keep, "search.lookahead": lookahead}
     serving.serve(file, flags | parse_changes(changes or []), context or [], local, json)

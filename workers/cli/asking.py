@@ -18,6 +18,7 @@ from offload.sizes import parse_size
 from workers.cli.building import show_loading, use_threads
 from workers.cli.terminal import out, steps, table
 from workers.engine.answer import Answer, answer, question_tokens
+from workers.engine.memory import require_weights
 from workers.engine.opening import open_engine, require_together
 from workers.serving.step_engine import StepEngine
 
@@ -40,6 +41,7 @@ class AskOptions:
     max_new_tokens: int = 128
     compare: bool = False  # full attention's answer beside it
     model: str | None = None  # None: the artifact's
+    weights: str | None = None  # what they were rounded to, if they were
     threads: int | None = None  # None: all cores
     placement: str = "cpu"  # or where index and KV lie for a GPU
     kv_codec: str | None = None  # how the context's rows are kept; None: as they were built
@@ -63,7 +65,10 @@ def ask(place: Path | str, prompt: str, config: SearchConfig, options: AskOption
     require_utf8("--prompt", prompt)
     use_threads(options.threads)
     with open_artifact(place) as artifact:
-        loaded = show_loading(options.model or artifact.spec.model_name, artifact.spec.kv_dtype)
+        name, dtype = options.model or artifact.spec.model_name, artifact.spec.kv_dtype
+        if options.placement != "cpu":
+            require_weights(name, dtype, options.weights)
+        loaded = show_loading(name, dtype, weights=options.weights)
         sparse = _answer(loaded, artifact, config, options.selector, prompt, options)
         result = {**sparse.to_json(), **_asked_for(config, sparse, artifact)}
         if options.compare:

@@ -30,7 +30,7 @@ def build(
     make_config(options.preset, options.index_changes, device)  # what cannot be fails before a model is loaded
     ids = None if tokens is None else read_tokens(tokens)
     text = "" if context is None else read_text(context)
-    loaded = show_loading(options.model, options.dtype, device)
+    loaded = show_loading(options.model, options.dtype, device, weights=options.weights)
     if ids is not None:
         plan = plan_tokens(ids, options, loaded, device)
     else:
@@ -68,10 +68,12 @@ def run_build(
     return report
 
 
-def show_loading(model: str | None, dtype: str, device: str = "cpu", stretch: float = 1.0) -> LoadedModel:
+def show_loading(
+    model: str | None, dtype: str, device: str = "cpu", stretch: float = 1.0, weights: str | None = None
+) -> LoadedModel:
     """Load a model and say so: a first load may convert it."""
     err.print(f"loading {model or 'the demo model'}" + (" onto the GPU" if device == "cuda" else ""))
-    return load_model(model, dtype, device, stretch)
+    return load_model(model, dtype, device, stretch, weights)
 
 
 def require_progress(progress: str, jobs: Path | None) -> None:

@@ -37,14 +37,21 @@ class Plan:
 
 
 def compare(
-    text: Path, plan: Plan, model: str | None, dtype: str, stretch: float, store: Path | None, threads: int | None
+    text: Path,
+    plan: Plan,
+    model: str | None,
+    dtype: str,
+    stretch: float,  # times the positions that the model has
+    store: Path | None,
+    threads: int | None,
+    weights: str | None,  # what they are rounded to
 ) -> dict[str, Any]:
-    """Evaluate, and return the verb's JSON object. stretch: times the positions that the model has."""
+    """Evaluate, and return the verb's JSON object."""
     use_threads(threads)
     content = read_text(str(text))
     for name in plan.presets:  # what does not go together is refused before a model is loaded
         resolve_rest(plan.config, "csattn", preset(name).layout)
-    loaded = show_loading(model, dtype, stretch=stretch)
+    loaded = show_loading(model, dtype, stretch=stretch, weights=weights)
     context, following = _cut(text, content, loaded, plan)
     results = []
     with ExitStack() as stack:
@@ -75,6 +82,7 @@ def compare(
         "text": str(text),
         "model": loaded.name,
         "stretch": stretch,
+        "weights": weights,
         "context_len": plan.context_len,
         "eval_len": plan.eval_len,
         "search": asdict(plan.config),

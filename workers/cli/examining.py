@@ -12,14 +12,14 @@ from workers.doctor import Finding, examine, gather_facts
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
 
-def doctor(store: Path, model: str | None) -> dict[str, Any]:
+def doctor(store: Path, model: str | None, weights: str | None) -> dict[str, Any]:
     """Show, and return the verb's JSON object."""
     facts = gather_facts(store)
     findings = examine(facts)
     if model is not None:
         from workers.doctor.model import examine_model  # with which comes torch
 
-        findings += examine_model(model, facts)
+        findings += examine_model(model, facts, weights)
     out.print(_table(findings))
     counts = {status: sum(finding.status == status for finding in findings) for status in _STYLES}
     out.print(f"{counted(counts['problem'], 'problem')}, {counted(counts['warning'], 'warning')}")

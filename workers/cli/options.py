@@ -16,6 +16,9 @@ Model = Annotated[
     str | None, typer.Option(help="Model directory, .gguf file or hub id.", show_default="the installed SmolLM2-135M")
 ]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
+Weights = Annotated[
+    str | None, typer.Option(help="Round linear layers' weights to fp8 or int4.", show_default="as they are")
+]
 Store = Annotated[
     Any, typer.Option(parser=_place, metavar="PLACE", help="Directory or URL (s3://, ...) that holds artifacts.")
 ]

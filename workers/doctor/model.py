@@ -6,7 +6,7 @@ from csattn.artifact import ModelGeometry
 from csattn.attention.device import require_supported
 from csattn.errors import ConfigError, ModelError
 from csattn.models.families import describe
-from csattn.models.loader import geometry_of, num_parameters, read_config
+from csattn.models.loader import geometry_of, read_config, weight_bytes
 from csattn.models.spec import ModelSpec
 from workers.capacity import context_bytes, room_for_contexts, spec_of, told_lens
 from workers.doctor.checks import Finding, gib
@@ -16,22 +16,30 @@ from workers.settings import EngineSettings
 _ITEM_BYTES = 2  # of bfloat16
 
 
-def examine_model(name: str, facts: Facts) -> list[Finding]:
-    """name: as `load_model` takes it."""
+def examine_model(name: str, facts: Facts, weights: str | None = None) -> list[Finding]:
+    """name, weights: as `load_model` takes them."""
     try:
         config = read_config(name)
         spec = describe(config)
+        size = weight_bytes(config, _ITEM_BYTES, weights)
     except ModelError as error:
         return [Finding("model", "problem", f"{name}: {error}", "Use a model of a family that docs/models.md lists.")]
-    weights = _ITEM_BYTES * num_parameters(config)
-    return [*_needs(name, geometry_of(config), weights, facts), *_refusals(spec)]
+    return [*_needs(name, geometry_of(config), *size, facts), *_refusals(spec)]
 
 
-def _needs(name: str, geometry: ModelGeometry, weights: int, facts: Facts) -> list[Finding]:
+def _needs(
+    name: str,
+    geometry: ModelGeometry,
+    weights: int,
+    kept: int,  # of them, on a GPU
+    facts: Facts,
+) -> list[Finding]:
     indexed = len(geometry.indexed_layers)
     local = geometry.num_layers - indexed
     layers = f"{indexed} layers" if not local else f"{indexed} layers that see everything and {local} that do not"
     text = f"{name} has {layers}; its weights take {gib(weights)} in bfloat16."
+    if kept != weights:
+        text += f" A GPU keeps them in {gib(kept)}."
     memory = facts.probes["memory"].get("available_bytes", 0)
     devices = facts.probes["torch"].get("devices") or []
     free = max((device["free_bytes"] for device in devices), default=0)
@@ -39,14 +47,16 @@ def _needs(name: str, geometry: ModelGeometry, weights: int, facts: Facts) -> li
     for spec in specs:
         kv, sketch = context_bytes(spec)
         text += f" {spec.context_len:,} tokens of context: {gib(kv)} of KV, {gib(sketch)} of sketch."
-    if devices and weights + context_bytes(specs[0])[1] > free:
+    if devices and kept + context_bytes(specs[0])[1] > free:
         text += f" The device has {gib(free)} free."
         remedy = "Decode it on the CPU, on a larger device, or take a smaller model."
+        if kept == weights:
+            remedy = f"Keep its weights in 4 bits, by --weights int4; or {remedy[0].lower()}{remedy[1:]}"
         return [Finding("model", "warning", text, remedy)]
     if not devices and weights > memory:
         return [Finding("model", "warning", f"{text} This machine has {gib(memory)}.", "Take a smaller model.")]
     engine = EngineSettings(placement="hybrid" if devices else "cpu")
-    host_bytes, device_bytes = memory if devices else memory - weights, free - weights
+    host_bytes, device_bytes = memory if devices else memory - weights, free - kept
     rooms = [f"{room_for_contexts(spec, engine, host_bytes, device_bytes)} of {spec.context_len:,}" for spec in specs]
     placed = f"`{engine.placement}`, engine.num_contexts {engine.num_contexts}" if devices else "this machine"
     return [Finding("model", "ok", f"{text} Contexts that {placed} has room for: {', '.join(rooms)}.")]

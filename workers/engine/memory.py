@@ -2,13 +2,15 @@
 
 from typing import Literal, get_args
 
+import torch
+
 from csattn.artifact import Artifact
 from csattn.config import IndexConfig, SketchConfig
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
-from csattn.models.loader import device_bytes
+from csattn.models.loader import DTYPES, device_bytes, read_config, weight_bytes
 from csattn.sketch.codes import num_coords
-from offload.budget import MemoryPart, MemoryPlan
+from offload.budget import MemoryPart, MemoryPlan, available_memory
 from workers.engine.attend_all import streamed_bytes
 from workers.engine.far_rows import cache_bytes
 from workers.engine.own_on_device import own_bytes, own_shape
@@ -57,6 +59,18 @@ def plan_memory(
     if first is not None:
         parts += plan_context(shape, first, placement).parts
     return MemoryPlan(tuple(parts), shape.max_context_len)
+
+
+def require_weights(
+    name: str | None,
+    dtype: str,
+    weights: str | None,  # all as `load_model` takes them
+) -> None:
+    """Raise MemoryPlanError, before a model is loaded, where its weights alone are more than the device has."""
+    _, kept_bytes = weight_bytes(read_config(name), DTYPES[dtype].itemsize, weights)
+    needed = {"the model's weights": kept_bytes, "kernels and their workspace": KERNELS_BYTES}
+    parts = tuple(MemoryPart(name=part, device_bytes=size) for part, size in needed.items())
+    MemoryPlan(parts, 0).require(available_memory(torch.device("cuda")))
 
 
 def _own_bytes(shape: EngineShape, config: IndexConfig) -> int:

@@ -11,6 +11,7 @@ from csattn.models import LoadedModel, load_model
 from csattn.sketch.own import Growth
 from workers.engine.cpu_engine import CpuEngine
 from workers.engine.gpu_engine import MAX_ROWS, TAIL_CAPACITY, GpuEngine, require_device, require_selector, step_sizes
+from workers.engine.memory import require_weights
 from workers.searchers.supervisor import Launch
 from workers.searchers.worker import choose_cpus
 from workers.searchers.worker_searcher import WorkerSearcher
@@ -27,11 +28,13 @@ def make_backend(settings: Settings, launch: Launch) -> LocalBackend:
     launch: how search workers are started, if there are to be any.
     """
     _require_engine(settings.engine)
+    if settings.engine.placement != "cpu":
+        require_weights(settings.model.name, settings.build.dtype, settings.model.weights)
     torch.set_num_threads(settings.engine.num_threads or available_cpus())
     with ThreadPoolExecutor(1) as pool:  # search workers come up while the model is loaded
         coming = pool.submit(make_searcher, settings, launch)
         try:
-            loaded = load_model(settings.model.name, settings.build.dtype)
+            loaded = load_model(settings.model.name, settings.build.dtype, weights=settings.model.weights)
         except BaseException:
             if (searcher := coming.result()) is not None:
                 searcher.close()

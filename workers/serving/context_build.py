@@ -54,7 +54,12 @@ async def build_context(
 def _command(source: list[str], store: Path, settings: Settings) -> list[str]:
     build, model = settings.build, settings.model
     options = BuildOptions(
-        model=model.name, preset=build.preset, dtype=build.dtype, chat=build.chat, kmeans=build.kmeans
+        model=model.name,
+        preset=build.preset,
+        dtype=build.dtype,
+        weights=model.weights,
+        chat=build.chat,
+        kmeans=build.kmeans,
     )
     return [
         *(sys.executable, "-c", "from workers.cli import main; main()", "build", "--json", "--progress", "json"),

@@ -121,6 +121,9 @@ class ModelSettings:
     name: str | None = field(
         default=None, metadata=about("Directory, .gguf file or hub id. Not set: the installed SmolLM2-135M.")
     )
+    weights: Literal["fp8", "int4"] | None = field(
+        default=None, metadata=about("That linear layers' are rounded to, and on a GPU kept in.")
+    )
 
     def __post_init__(self) -> None:
         _check(self)

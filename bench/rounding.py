@@ -1,0 +1,56 @@
+"""What it costs to round a model's weights to 8 or 4 bits: KL from its own next-token distributions.
+
+python -m bench.rounding [--model M] [--texts speech,code] [--weights fp8,int4] [--len 2048] [--json FILE]
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.accuracy.texts import find_text, tokenize
+from csattn.models import load_model
+
+UNSEEN = 512  # first tokens, of which predictions are not judged
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model")
+    parser.add_argument("--texts", default="speech,code")
+    parser.add_argument("--weights", default="fp8,int4")
+    parser.add_argument("--len", type=int, default=2048, help="tokens of a text")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    loaded, cases = load_model(arguments.model), []
+    texts = {name: tokenize(find_text(name), loaded.tokenizer)[: arguments.len] for name in arguments.texts.split(",")}
+    exact = {name: log_probs(loaded.model, token_ids) for name, token_ids in texts.items()}
+    for weights in arguments.weights.split(","):
+        rounded = load_model(arguments.model, weights=weights).model
+        for name, token_ids in texts.items():
+            cases.append({"text": name, "weights": weights, **distance(exact[name], log_probs(rounded, token_ids))})
+            line = "{text:8} {weights:5} KL {kl:.4f}, same most likely token {top1_agreement:.3f}"
+            print(line.format(**cases[-1]), flush=True)
+    if arguments.json:
+        content = {"bench": "rounding", "model": loaded.name, "len": arguments.len, "cases": cases}
+        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def log_probs(model: Any, token_ids: Any) -> Tensor:
+    """[tokens, vocab_size], of those after the first."""
+    with torch.no_grad():
+        logits: Tensor = model(torch.tensor(token_ids).long()[None]).logits[0, UNSEEN:]
+    return logits.float().log_softmax(-1)
+
+
+def distance(exact: Tensor, rounded: Tensor) -> dict[str, float]:
+    kl = (exact.exp() * (exact - rounded)).sum(-1).mean()
+    same = (exact.argmax(-1) == rounded.argmax(-1)).float().mean()
+    return {"kl": round(float(kl), 5), "top1_agreement": round(float(same), 4)}
+
+
+if __name__ == "__main__":
+    main()

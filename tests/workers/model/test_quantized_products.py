@@ -1,5 +1,7 @@
 """Products with weights in 8 or 4 bits agree with decoding them first: in Triton's interpreter, or on a GPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -138,3 +140,20 @@ def test_gates_and_what_is_added_to_the_stream(batch_size, num_in, hidden_size, 
     TritonOps(DEVICE).linear_add(want_gated, down, 0.7, got, read)
     TorchOps().linear_add(want_gated, down, 0.7, want, read)
     assert_same_stream(got, want, True)
+
+
+def test_inputs_in_the_order_of_their_groups() -> None:
+    """As a checkpoint with `desc_act` has them."""
+    plain, order = make_quantized(40, 256, "int4", 64, True), torch.randperm(256, device=DEVICE)
+    mixed = replace(plain, order=order)
+    assert torch.equal(mixed.decoded(torch.float32)[:, order], plain.decoded(torch.float32))
+    x = randn(3, 256)
+    got, want = torch.full((2, 3, 40), NAN, device=DEVICE)
+    TritonOps(DEVICE).linear(Normed(x), [Linear(mixed.words, None, mixed)], got)
+    TorchOps().linear(Normed(x[:, order].contiguous()), [Linear(plain.words, None, plain)], want)
+    torch.testing.assert_close(got, want, **tolerance(torch.float32))
+    stream, read = make_stream(3, 40, torch.float32), readers("both", 40)
+    same = copy_of(stream)
+    TritonOps(DEVICE).linear_add(x, Linear(mixed.words, None, mixed), 1.0, stream, read)
+    TorchOps().linear_add(x, Linear(mixed.words, None, mixed), 1.0, same, read)
+    assert_same_stream(stream, same, True)

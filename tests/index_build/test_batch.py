@@ -30,7 +30,12 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     """The models that were loaded."""
     names: list[str | None] = []
     load = index_build.batch.load_model
-    monkeypatch.setattr(index_build.batch, "load_model", lambda name, *rest: [names.append(name), load(name, *rest)][1])
+
+    def noted(name, *rest, **options):
+        names.append(name)
+        return load(name, *rest, **options)
+
+    monkeypatch.setattr(index_build.batch, "load_model", noted)
     return names
 
 

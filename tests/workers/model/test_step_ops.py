@@ -152,7 +152,7 @@ def test_likeliest_of_what_is_no_number_is_no_token(vocab_size, bad) -> None:
 
 
 def test_advance() -> None:
-    got, want = make_rows([0, -1, 3], [0, 1, 2], [5, 0, 1]), make_rows([0, -1, 3], [0, 1, 2], [5, 0, 1])
+    got, want = make_rows([0, 0, -1], [0, 1, 2], [5, 0, 1]), make_rows([0, 0, -1], [0, 1, 2], [5, 0, 1])
     next_ids = torch.tensor([7, -1, 2**40], device=DEVICE)
     TritonOps(DEVICE).advance(got, next_ids)
     TorchOps().advance(want, next_ids)
@@ -320,7 +320,7 @@ DELTAS = [
 @pytest.mark.parametrize("spec", DELTAS)
 def test_delta(spec: DeltaSpec, dtype: torch.dtype, versions: int) -> None:
     """Tokens of one request in one step, beside others and idle rows; of states that nobody reads or writes nothing."""
-    rows = make_rows([0, -1, 1, 0, 0, 1], [3, 0, 2, 3, 5, 2], [1, 1, 5, 2, 1, 6])
+    rows = make_rows([0, 0, 1, 0, -1, 1], [3, 0, 2, 3, 5, 2], [1, 0, 5, 2, 1, 6])
     inputs = randn(6, spec.in_width, dtype=dtype)
     decay, decay_bias = torch.rand(2, spec.num_v_heads, device=DEVICE)
     norm, conv = 1 + randn(spec.v_dim, scale=0.2), randn(spec.num_channels, spec.conv_len)
@@ -447,7 +447,7 @@ HEADS = [
 
 @pytest.mark.parametrize(("num_q_heads", "num_kv_heads", "head_dim", "norm", "rotates", "dtype"), HEADS)
 def test_rotate_append(num_q_heads, num_kv_heads, head_dim, norm, rotates, dtype) -> None:
-    rows = make_rows([0, -1, 1, 1], [2, 0, 0, 0], [5, 1, 1, 2])  # the last two are tokens of one question
+    rows = make_rows([0, 1, -1, -1], [2, 0, 0, 0], [5, 0, 1, 2])  # the last two are tokens of one question
     qkv = randn(4, (num_q_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
     head_norms = make_head_norms(norm, num_q_heads, num_kv_heads, head_dim)
     rotation = rotation_of(rotates, 4, head_dim)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from csattn.artifact import Artifact
 from csattn.config import SearchConfig
 from csattn.models import LoadedModel
+from workers.serving.context_build import Builder
 from workers.serving.contexts import Contexts
 from workers.serving.kept_rows import OwnRows, is_keepable, open_kept_rows, row_identity
 from workers.serving.messages import Ask, ContextNotReadyError, Selector
@@ -62,11 +63,13 @@ class Beginnings:
         engine: StepEngine,
         contexts: Contexts,
         residency: Residency,
+        builder: Builder,
         threads: Executor,
     ) -> None:
         self._loaded, self._settings, self._engine, self._threads = loaded, settings, engine, threads
         self._contexts, self._residency = contexts, residency
-        self._own_contexts, self.kept = OwnContexts(loaded, settings, residency), open_kept_rows(loaded, settings)
+        self._own_contexts = OwnContexts(loaded, settings, residency, builder)
+        self.kept = open_kept_rows(loaded, settings)
 
     async def find(self, ask: Ask, config: SearchConfig, selector: Selector) -> Beginning:
         """With the context loaded. Raises a ServingError for what cannot be."""

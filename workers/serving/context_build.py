@@ -1,10 +1,11 @@
-"""Build a context in a process of its own: the command line's `build`, at a low priority."""
+"""Build contexts in processes of their own: the command line's `build`, at a low priority."""
 
 import asyncio
 import contextlib
 import json
 import os
 import sys
+from asyncio.subprocess import Process
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from csattn.build_options import BuildOptions
 from csattn.errors import CsattnError
 from workers.settings import Settings
 
+SETTLE_S = 10.0  # before a process comes up that nobody needs yet
 BEHIND = 10  # niceness of a build that nobody waits for: decoding comes first
 _GRACE_S = 5.0
 _MAX_LINE_BYTES = 1 << 20
@@ -25,33 +27,71 @@ class BuildFailedError(CsattnError):
     """The build ended without an artifact."""
 
 
-async def build_context(
-    source: list[str], store: Path, settings: Settings, on_progress: OnProgress, nice: int = BEHIND
-) -> dict[str, Any]:
-    """The JSON object of `csattn build`. Cancelling ends the process; a build goes on where one was ended.
+class Builder:
+    """For one event loop. While it is started one process is up that waits for the next build: imports take seconds."""
 
-    source: what it is built of, as the verb's option.
-    """
-    process = await asyncio.create_subprocess_exec(
-        *_command(source, store, settings),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        limit=_MAX_LINE_BYTES,
-        start_new_session=True,  # an interrupt of the service is not one of the build
-    )
-    try:
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, process.pid, os.getpriority(os.PRIO_PROCESS, 0) + nice)
-        assert process.stdout is not None and process.stderr is not None
-        lines, last_words = await asyncio.gather(process.stdout.read(), _follow(process.stderr, on_progress))
-        exit_code = await process.wait()
-    finally:
-        await asyncio.shield(_end(process))
-    return _result(lines, exit_code, last_words)
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._standby: asyncio.Task[Process] | None = None
+
+    def start(self, settle_s: float = SETTLE_S) -> None:
+        """settle_s: before the process comes up, for what is more urgent."""
+        self._standby = asyncio.create_task(self._begin(settle_s))
+
+    async def close(self) -> None:
+        standby, self._standby = self._standby, None
+        if standby is not None:
+            await self._give_up(standby)
+
+    async def build(
+        self, source: list[str], store: Path, on_progress: OnProgress, nice: int = BEHIND
+    ) -> dict[str, Any]:
+        """The JSON object of `csattn build`. Cancelling ends the process; a build goes on where one was ended.
+
+        source: what it is built of, as the verb's option.
+        """
+        process = await self._take()
+        try:
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, process.pid, os.getpriority(os.PRIO_PROCESS, 0) + nice)
+            assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+            process.stdin.write(json.dumps(_arguments(source, store, self._settings)).encode() + b"\n")
+            process.stdin.close()
+            lines, last_words = await asyncio.gather(process.stdout.read(), _follow(process.stderr, on_progress))
+            exit_code = await process.wait()
+        finally:
+            await asyncio.shield(_end(process))
+        return _result(lines, exit_code, last_words)
+
+    async def _take(self) -> Process:
+        """The one that waits, if it is up; then another takes its place, a little later."""
+        standby = self._standby
+        if standby is None:
+            return await self._begin()
+        self.start()
+        if standby.done() and not standby.exception() and standby.result().returncode is None:
+            return standby.result()
+        await self._give_up(standby)
+        return await self._begin()
+
+    async def _begin(self, settle_s: float = 0.0) -> Process:
+        await asyncio.sleep(settle_s)
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", "from workers.cli.standby import main; main()"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            limit=_MAX_LINE_BYTES,
+            start_new_session=True,  # an interrupt of the service is not one of the build
+        )
+
+    async def _give_up(self, standby: asyncio.Task[Process]) -> None:
+        standby.cancel()
+        with contextlib.suppress(asyncio.CancelledError, OSError):
+            await _end(await standby)
 
 
-def _command(source: list[str], store: Path, settings: Settings) -> list[str]:
+def _arguments(source: list[str], store: Path, settings: Settings) -> list[str]:
     build, model = settings.build, settings.model
     options = BuildOptions(
         model=model.name,
@@ -61,10 +101,8 @@ def _command(source: list[str], store: Path, settings: Settings) -> list[str]:
         chat=build.chat,
         kmeans=build.kmeans,
     )
-    return [
-        *(sys.executable, "-c", "from workers.cli import main; main()", "build", "--json", "--progress", "json"),
-        *(*source, "--store", str(store), "--device", build.device, *options.flags),
-    ]
+    where = ["--store", str(store), "--device", build.device]
+    return ["build", "--json", "--progress", "json", *source, *where, *options.flags]
 
 
 async def _follow(stderr: asyncio.StreamReader, on_progress: OnProgress) -> str:
@@ -96,7 +134,7 @@ def _result(lines: bytes, exit_code: int, last_words: str) -> dict[str, Any]:
     )
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
+async def _end(process: Process) -> None:
     """No process is left behind."""
     if process.returncode is not None:
         return

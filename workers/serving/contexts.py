@@ -12,7 +12,7 @@ from pathlib import Path
 from csattn.artifact import Artifact, find_artifact, open_artifact
 from csattn.artifact.durable import store_errors, write_bytes
 from csattn.errors import ArtifactError, ConfigError
-from workers.serving.context_build import build_context
+from workers.serving.context_build import Builder
 from workers.serving.context_file import ContextFile, Record
 from workers.serving.messages import (
     BadRequestError,
@@ -24,7 +24,6 @@ from workers.serving.messages import (
     UnknownContextError,
 )
 from workers.serving.prompts import require_text
-from workers.settings import Settings
 
 TEXTS = "texts"  # directory in the store: texts whose building is not finished
 MAX_BUILDS = 1  # at the same time
@@ -48,8 +47,8 @@ class Contexts:
     several services, of other models too, may share a store.
     """
 
-    def __init__(self, store: Path, settings: Settings, same_text: SameText, fault_of: FaultOf) -> None:
-        self._store, self._settings, self._same_text, self._fault_of = store, settings, same_text, fault_of
+    def __init__(self, store: Path, builder: Builder, same_text: SameText, fault_of: FaultOf) -> None:
+        self._store, self._builder, self._same_text, self._fault_of = store, builder, same_text, fault_of
         self._file = ContextFile(store)
         self._turn_to_build = asyncio.Semaphore(MAX_BUILDS)
         self._builds: dict[str, _Build] = {}
@@ -193,7 +192,7 @@ class Contexts:
             try:
                 assert record.text_sha256 is not None, "what is being built has a text"
                 source = ["--context", str(self._text_path(record.text_sha256))]
-                result = await build_context(source, self._store, self._settings, tell)
+                result = await self._builder.build(source, self._store, tell)
                 done = replace(record, artifact_id=result["artifact"], num_tokens=result["context_len"])
             except Exception as error:  # whatever it is, who asks for the context is told
                 done = replace(record, error=str(error) or type(error).__name__)

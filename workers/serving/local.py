@@ -20,6 +20,7 @@ from csattn.errors import ConfigError
 from csattn.models import LoadedModel
 from csattn.models.prompt import context_ids
 from workers.serving.beginnings import Beginning, Beginnings
+from workers.serving.context_build import Builder
 from workers.serving.contexts import Contexts
 from workers.serving.grammar import Grammar, Grammars
 from workers.serving.messages import (
@@ -88,9 +89,12 @@ class LocalBackend:
         )
         usable = Usable(loaded)
         self._residency = Residency(self._scheduler, engine, usable, settings.engine)
-        self._contexts = Contexts(settings.store.path, settings, self._has_text, usable.fault)
+        self._builder = Builder(settings)
+        self._contexts = Contexts(settings.store.path, self._builder, self._has_text, usable.fault)
         self._tokenisers = ThreadPoolExecutor(_NUM_TOKENISERS, thread_name_prefix="csattn-tokenise")
-        self._beginnings = Beginnings(loaded, settings, engine, self._contexts, self._residency, self._tokenisers)
+        self._beginnings = Beginnings(
+            loaded, settings, engine, self._contexts, self._residency, self._builder, self._tokenisers
+        )
         self._measured.kept_counts = lambda: self._beginnings.kept.counts
         self._form, self._grammars = ChatForm(loaded.tokenizer), Grammars(loaded)
         self._max_chars = longest_question(loaded.tokenizer, engine.max_positions)
@@ -109,12 +113,14 @@ class LocalBackend:
     async def start(self) -> None:
         """Begin to answer, and go on with builds that a service before left unfinished."""
         self._steps = StepThread(self._scheduler, self._engine)
+        self._builder.start()
         await self._contexts.start()
 
     async def close(self, drain_s: float = _DRAIN_S) -> None:
         """Refuse new requests; running ones have so long to finish, then they end with an error."""
         await self._contexts.close()
         await self._beginnings.close()
+        await self._builder.close()
         if self._steps is not None:
             await asyncio.to_thread(self._steps.close, drain_s)
         self._residency.close()

@@ -27,7 +27,7 @@ from csattn.artifact.work import BUILDING_PREFIX
 from csattn.config import preset
 from csattn.errors import ArtifactError, CsattnError
 from csattn.models import LoadedModel
-from workers.serving.context_build import build_context
+from workers.serving.context_build import Builder
 from workers.serving.kept_rows import DIRECTORY
 from workers.serving.messages import ContextNotReadyError
 from workers.serving.residency import Residency
@@ -52,8 +52,8 @@ class Found:
 class OwnContexts:
     """For one event loop. The directories are the truth: several services, of other models too, may share them."""
 
-    def __init__(self, loaded: LoadedModel, settings: Settings, residency: Residency) -> None:
-        self._settings, self._residency = settings, residency
+    def __init__(self, loaded: LoadedModel, settings: Settings, residency: Residency, builder: Builder) -> None:
+        self._settings, self._residency, self._builder = settings, residency, builder
         self._directory = settings.store.path / DIRECTORY
         self._identity = [loaded.fingerprint, loaded.tokenizer_hash]
         self._index_config = preset(settings.build.preset)
@@ -140,7 +140,7 @@ class OwnContexts:
                     await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
                 await asyncio.to_thread(write_bytes, ids_path, json.dumps(ids.tolist()).encode())
                 source = ["--tokens", str(ids_path)]
-                result = await build_context(source, directory, self._settings, lambda share, what: None, nice=0)
+                result = await self._builder.build(source, directory, lambda share, what: None, nice=0)
         except CsattnError as error:
             raise ContextNotReadyError(f"no context could be made of the prompt's beginning: {error}") from error
         finally:

@@ -17,8 +17,7 @@ from tests.tiny import save
 from tests.workers.serving.artifacts import build, text_of
 from tests.workers.serving.full_engine import FullEngine
 from tests.workers.serving.test_local import answer, ask
-from workers.serving import contexts as contexts_module
-from workers.serving.context_build import BuildFailedError
+from workers.serving.context_build import Builder, BuildFailedError
 from workers.serving.context_file import FILE_NAME, ContextFile, Record
 from workers.serving.contexts import TEXTS, Contexts, name_artifact
 from workers.serving.local import LocalBackend
@@ -44,7 +43,8 @@ def settings_of(place: Path, model: Path | None = None) -> Settings:
 
 
 def registry(place: Path, **options: Any) -> Contexts:
-    return Contexts(place / "store", settings_of(place, **options), lambda artifact, text: False, lambda path: "")
+    builder = Builder(settings_of(place, **options))
+    return Contexts(place / "store", builder, lambda artifact, text: False, lambda path: "")
 
 
 async def ended(contexts: Contexts | LocalBackend, name: str) -> ContextInfo:
@@ -160,14 +160,14 @@ def test_builds_wait_for_each_other_fail_with_a_sentence_and_end_when_deleted(pl
 def test_a_build_that_dies_is_told_of_and_can_be_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tries: list[int] = []
 
-    async def die(source: list[str], *args: Any) -> dict[str, Any]:
+    async def die(self: Builder, source: list[str], *args: Any) -> dict[str, Any]:
         tries.append(1)
         assert Path(source[-1]).read_text() == "a text"
         if len(tries) == 1:
             raise BuildFailedError("the build was ended by signal 9")
         return {"artifact": "0" * 16, "context_len": 300}
 
-    monkeypatch.setattr(contexts_module, "build_context", die)
+    monkeypatch.setattr(Builder, "build", die)
 
     async def main() -> None:
         contexts = registry(tmp_path)

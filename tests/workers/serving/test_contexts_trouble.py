@@ -11,8 +11,7 @@ from csattn.errors import StoreFullError
 from tests.workers.serving.artifacts import build, text_of
 from tests.workers.serving.test_contexts import ended, registry
 from workers.serving import context_file
-from workers.serving import contexts as contexts_module
-from workers.serving.context_build import BuildFailedError
+from workers.serving.context_build import Builder, BuildFailedError
 from workers.serving.messages import ContextNotReadyError, NewContext, ServingError
 
 
@@ -21,11 +20,11 @@ def test_a_context_whose_artifact_has_gone_is_built_again(tmp_path: Path, monkey
     artifact_id = build(store, text_of("gone"))
     builds: list[str] = []
 
-    async def built_again(source: list[str], *args: Any) -> dict[str, Any]:
+    async def built_again(self: Builder, source: list[str], *args: Any) -> dict[str, Any]:
         builds.append(Path(source[-1]).read_text())
         return {"artifact": artifact_id, "context_len": 300}
 
-    monkeypatch.setattr(contexts_module, "build_context", built_again)
+    monkeypatch.setattr(Builder, "build", built_again)
 
     async def main() -> None:
         contexts, new = registry(tmp_path), NewContext(name="a", text=text_of("gone"))
@@ -58,7 +57,7 @@ def test_a_build_whose_end_cannot_be_written_down_is_told_of(tmp_path: Path, mon
     def no_room(path: Path, data: bytes) -> None:
         raise StoreFullError(f"cannot write {path}")
 
-    monkeypatch.setattr(contexts_module, "build_context", fill_the_disk)
+    monkeypatch.setattr(Builder, "build", fill_the_disk)
 
     async def main() -> None:
         contexts = registry(tmp_path)

@@ -18,7 +18,8 @@ from csattn.models.loader import wrap_model
 from index_build.pipeline import build_artifact
 from tests.tiny import byte_tokenizer, loaded, make_model
 from workers.engine.cpu_engine import CpuEngine
-from workers.serving import kept_rows, own_contexts
+from workers.serving import kept_rows
+from workers.serving.context_build import Builder
 from workers.serving.kept_rows import BLOCK_ROWS, DIRECTORY
 from workers.serving.local import LocalBackend
 from workers.serving.messages import (
@@ -40,13 +41,13 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Own contexts are built here, instead of in a process: the stores of those that were."""
     made: list[Path] = []
 
-    async def build(source: list[str], store: Path, settings: Settings, tell: Any, nice: int) -> dict[str, Any]:
+    async def build(self: Builder, source: list[str], store: Path, tell: Any, nice: int) -> dict[str, Any]:
         ids = np.array(json.loads(Path(source[-1]).read_text()), np.int32)
         made.append(store)
         report = await asyncio.to_thread(build_artifact, loaded(), ids, preset("default"), store)
         return {"artifact": report.artifact_id, "context_len": len(ids)}
 
-    monkeypatch.setattr(own_contexts, "build_context", build)
+    monkeypatch.setattr(Builder, "build", build)
     return made
 
 
@@ -282,7 +283,7 @@ def test_a_context_that_cannot_be_built_is_a_sentence(tmp_path, monkeypatch) -> 
     async def fail(*_: Any, **__: Any) -> None:
         raise ArtifactError("the disk is full")
 
-    monkeypatch.setattr(own_contexts, "build_context", fail)
+    monkeypatch.setattr(Builder, "build", fail)
     with pytest.raises(ContextNotReadyError, match="made of the prompt's beginning: the disk is full"):
         answers(tmp_path, ask(DOCUMENT))
     assert not list((tmp_path / DIRECTORY).rglob("*.json"))

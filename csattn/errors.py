@@ -47,3 +47,7 @@ class StoreFullError(ArtifactError):
 
 class SearchLostError(CsattnError):
     """A search worker does not start or does not answer, and nobody could search in its place."""
+
+
+class DevicesError(CsattnError):
+    """One of several devices that compute together could not do what the others can."""

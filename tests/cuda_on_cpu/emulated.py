@@ -102,7 +102,7 @@ class Emulator:
     """Compiles kernels into a directory that several processes may share; the same kernel once."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
+        self.directory = directory
         said = [] if COMPILER is None else [subprocess.check_output([COMPILER, "--version"], text=True)]
         said += [" ".join(OPTIONS), *(header.read_text() for header in sorted(HERE.glob("*.h")))]
         self._compiled_by = "\n".join(said)  # what kernels are compiled by and with, besides their own code
@@ -145,7 +145,7 @@ class Emulator:
         return EmulatedKernel(self._compile("\n".join(lines)))
 
     def _compile(self, code: str) -> ctypes.CDLL:
-        stem = self._directory / hashlib.sha256((self._compiled_by + code).encode()).hexdigest()[:24]
+        stem = self.directory / hashlib.sha256((self._compiled_by + code).encode()).hexdigest()[:24]
         library = stem.with_suffix(".so")
         if not library.exists():
             self._run_compiler(code, library, "-x", "c++", "-shared", "-include", str(self._standard_headers()))
@@ -154,7 +154,7 @@ class Emulator:
 
     def _standard_headers(self) -> Path:
         """What the emulator includes, compiled: reading it takes as long as half of a kernel."""
-        headers = self._directory / "standard.h"
+        headers = self.directory / "standard.h"
         if not headers.exists():
             code = "\n".join(re.findall(r"^#include <.*>$", (HERE / "emulator.h").read_text(), re.MULTILINE))
             self._run_compiler(code, headers.with_suffix(".h.gch"), "-x", "c++-header")

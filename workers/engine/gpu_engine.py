@@ -27,12 +27,10 @@ from csattn.config import (
 from csattn.cpus import available_cpus
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
-from csattn.models.families import describe
 from csattn.search import SearchPool
 from csattn.selection import join_choices
 from csattn.selectors import ContextView, resolve_rest, selector_for
 from csattn.sketch.own import Growth, own_top_k
-from offload.budget import available_memory
 from offload.codecs.formats import KvFormat
 from offload.errors import MemoryPlanError, NoDeviceError
 from workers.engine.far_rows import CachedRows
@@ -45,6 +43,7 @@ from workers.engine.row_copies import RowCopies
 from workers.engine.searcher import StepSearcher
 from workers.engine.shape import EngineShape
 from workers.engine.slots import require_free_slot, require_new_context, require_room, require_unused, seen_lens
+from workers.engine.step_model import StepModel, step_model
 from workers.searchers.step_searches import StepSearches
 from workers.serving.messages import Selector
 from workers.serving.step_engine import NO_CONTEXT, EngineCounts, Fidelity, Reading, StepResult, StepRow
@@ -79,7 +78,7 @@ class GpuEngine:
 
     def __init__(
         self,
-        loaded: LoadedModel,
+        loaded: LoadedModel | StepModel,
         config: SearchConfig,
         placement: Placement | str,
         *,
@@ -101,14 +100,15 @@ class GpuEngine:
         """Raises NoDeviceError where there is no GPU to decode on."""
         if not 0 < slot_share <= 1:
             raise ConfigError(f"slot_share must lie in (0, 1], got {slot_share}")
-        self.loaded, self.config, self.placement = loaded, config, placement_named(placement)
+        self.model = loaded if isinstance(loaded, StepModel) else step_model(loaded)
+        self.config, self.placement, spec = config, placement_named(placement), self.model.spec
         self.selector = selector
         require_device()
         require_selector(selector)
         if kv_format is not None:
-            kv_format.row_bytes(loaded.geometry.head_dim)  # which it may not fit
+            kv_format.row_bytes(spec.head_dim)  # which it may not fit
         self.batch_sizes, self.max_rows, self.num_slots = batch_sizes, batch_sizes[-1], num_slots
-        self.max_positions, self.num_layers = loaded.geometry.max_positions, len(loaded.geometry.indexed_layers)
+        self.max_positions, self.num_layers = spec.max_positions, len(spec.indexed_layers)
         self.tail_capacity = min(tail_capacity, self.max_positions)
         self._num_contexts, self._max_context_len, self._slot_share = num_contexts, max_context_len, slot_share
         self._index_config = index_config or preset("default")
@@ -133,6 +133,7 @@ class GpuEngine:
 
     def add_context(self, context_id: int, artifact: Artifact) -> None:
         require_new_context(context_id, self._places, artifact, self.max_positions)
+        artifact = self.model.open(artifact)
         placed = self._planned_for(artifact)
         place = next(i for i in range(self._num_contexts + 1) if i not in self._places.values())
         placed.add_context(place, artifact)
@@ -190,6 +191,11 @@ class GpuEngine:
         if own is not None and request.num_segments:
             own.unload(slot)
         del self._requests[slot]
+
+    def require_rows(self, rows: Sequence[StepRow]) -> None:
+        """Raise what `step` would raise of them, before anything changes."""
+        self._tail_lens(rows)
+        self._ready().runner.require_tokens([row.token_id for row in rows])
 
     @torch.no_grad()
     def step(
@@ -299,7 +305,7 @@ class GpuEngine:
         index_config = self._index_config if first is None else first.spec.index_config
         longest = self._max_context_len or self._longest(index_config, 0 if first is None else first.spec.context_len)
         return PlacedModel(
-            self.loaded,
+            self.model,
             index_config,
             self._shape_for(index_config, longest),
             self.placement,
@@ -317,16 +323,16 @@ class GpuEngine:
         """As many rows as the model has positions, halved until what grows with them takes a quarter of memory."""
 
         def planned_bytes(longest: int) -> int:
-            shape = self._shape_for(index_config, longest)
-            return plan_memory(self.loaded, index_config, shape, self.placement, self._slots_of(longest)).device_bytes
+            shape, num_slots = self._shape_for(index_config, longest), self._slots_of(longest)
+            return plan_memory(self.model.num_bytes, index_config, shape, self.placement, num_slots).device_bytes
 
-        longest, room = self.max_positions, available_memory(self._device).device_bytes // 4
+        longest, room = self.max_positions, self.model.available(self._device).device_bytes // 4
         while longest > max(needed, 1) and planned_bytes(longest) > planned_bytes(1) + room:
             longest //= 2
         return max(longest, needed)
 
     def _shape_for(self, index_config: IndexConfig, longest: int) -> EngineShape:
-        geometry, spec = self.loaded.geometry, describe(self.loaded.model.config)
+        spec = self.model.spec
         attention = spec.layers[spec.indexed_layers[0]].attention
         selector = self.selector
         if isinstance(index_config, ListConfig):  # which name not all keys; by a sketch all can be chosen, or fewer
@@ -334,13 +340,13 @@ class GpuEngine:
         full = selector == "full"
         return EngineShape(
             num_layers=self.num_layers,
-            num_q_heads=geometry.num_q_heads,
-            num_kv_heads=geometry.num_kv_heads,
-            num_index_heads=geometry.num_kv_heads
+            num_q_heads=spec.num_q_heads,
+            num_kv_heads=spec.num_kv_heads,
+            num_index_heads=spec.num_kv_heads
             if full
-            else num_index_heads(index_config, geometry.num_q_heads, geometry.num_kv_heads),
-            head_dim=geometry.head_dim,
-            dtype=self.loaded.dtype,
+            else num_index_heads(index_config, spec.num_q_heads, spec.num_kv_heads),
+            head_dim=spec.head_dim,
+            dtype=self.model.dtype,
             softmax_scale=spec.softmax_scale,
             search=self.config,
             max_context_len=longest,

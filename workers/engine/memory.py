@@ -7,8 +7,7 @@ import torch
 from csattn.artifact import Artifact
 from csattn.config import IndexConfig, SketchConfig
 from csattn.errors import ConfigError
-from csattn.models import LoadedModel
-from csattn.models.loader import DTYPES, device_bytes, read_config, weight_bytes
+from csattn.models.loader import DTYPES, read_config, weight_bytes
 from csattn.sketch.codes import num_coords
 from offload.budget import MemoryPart, MemoryPlan, available_memory
 from workers.engine.attend_all import streamed_bytes
@@ -31,7 +30,7 @@ def placement_named(name: str) -> Placement:
 
 
 def plan_memory(
-    loaded: LoadedModel,
+    weights_bytes: int,
     index_config: IndexConfig,
     shape: EngineShape,
     placement: Placement,
@@ -39,11 +38,10 @@ def plan_memory(
     first: Artifact | None = None,  # a context that is to be loaded
 ) -> MemoryPlan:
     """The parts of an engine, each with its bytes."""
-    weights = device_bytes(loaded.model)
     working = search_bytes(shape) if index_is_on_device(shape, placement) else 0
     kept = 0 if shape.attends_all else schedule_bytes(shape)
     parts = [
-        MemoryPart(name="the model's weights", device_bytes=weights if loaded.device.type == "cpu" else 0),
+        MemoryPart(name="the model's weights", device_bytes=weights_bytes),
         MemoryPart(name="the requests' own KV", device_bytes=shape.tails_bytes),
         MemoryPart(name="the codes of the requests' own KV", device_bytes=_own_bytes(shape, index_config)),
         MemoryPart(name="the resident rows", device_bytes=shape.resident_bytes),

@@ -1,8 +1,7 @@
 """A model and its contexts on a GPU: memory is planned first, then everything is loaded, once."""
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 from torch import Tensor
@@ -10,10 +9,8 @@ from torch import Tensor
 from csattn.artifact import Artifact
 from csattn.config import IndexConfig
 from csattn.errors import ConfigError
-from csattn.models import LoadedModel
-from csattn.models.families import describe
+from csattn.models.weights import ModelWeights
 from csattn.search.device import DeviceLayerIndex, SketchShape, index_shape, to_device
-from offload.budget import available_memory
 from offload.errors import MemoryPlanError, PinningError
 from offload.pinned import PinnedRows
 from workers.engine.attend_all import AttendAll, StreamedRows
@@ -25,8 +22,9 @@ from workers.engine.on_host import SearchOnHost
 from workers.engine.own_on_device import OwnOnDevice
 from workers.engine.searcher import StepSearcher
 from workers.engine.shape import EngineShape
+from workers.engine.step_model import StepModel
 from workers.engine.watch import Watch
-from workers.model import ModelRunner, take_weights
+from workers.model import ModelRunner
 
 _FarRows = DeviceRows | CachedRows | StreamedRows
 Progress = Callable[[str, int, int], None]  # what is being loaded, done, in all
@@ -40,7 +38,7 @@ class PlacedModel:
 
     def __init__(
         self,
-        loaded: LoadedModel,
+        model: StepModel,
         index_config: IndexConfig,  # of all contexts
         shape: EngineShape,
         placement: Placement,
@@ -51,19 +49,20 @@ class PlacedModel:
         on_progress: Progress,
         first: Artifact | None = None,  # a context that will be added: planned with the rest
     ) -> None:
-        self.loaded, self.shape, self.placement, self.device = loaded, shape, placement, device
+        self.model, self.shape, self.placement, self.device = model, shape, placement, device
         self.index_config = index_config
         if first is not None:
             self._require_fit(first)
         self._num_slots = num_slots
-        self.plan = plan_memory(loaded, index_config, shape, placement, num_slots, first)
-        self.plan.require(available_memory(device))
+        self.plan = plan_memory(model.num_bytes, index_config, shape, placement, num_slots, first)
+        self.plan.require(model.available(device))
         self._on_progress = on_progress
         self.artifacts: dict[int, Artifact] = {}
         self._pinned: dict[int, PinnedRows] = {}
         self._searcher = searcher
-        self._spec = describe(loaded.model.config)
-        sinks = sinks_of(loaded.model, device)
+        self._spec = model.spec
+        weights = model.take(device)
+        sinks = _sinks_of(weights)
         self.own: OwnOnDevice | None = None  # where requests grow
         self.far, self.attention = self._place(None if sinks is None else sinks[list(self._spec.indexed_layers)])
         self.watch = Watch(self.attention)
@@ -71,13 +70,13 @@ class PlacedModel:
         if len(self._spec.indexed_layers) < self._spec.num_layers:
             self.local = LocalLayers(shape, self._spec, self.watch, sinks, device)
         self._next_query = _room_for_next_query(shape, device) if self.attention.lookahead else None
-        weights = take_weights(loaded.model, device)
+        attention, grows = self.local or self.watch, self.own is not None
         self.runner = ModelRunner(
-            weights, self.local or self.watch, shape.batch_sizes, self._next_query, grows=self.own is not None
+            weights, attention, shape.batch_sizes, self._next_query, grows=grows, devices=model.devices
         )
 
     def __repr__(self) -> str:
-        return f"<PlacedModel {self.loaded.name} in placement {self.placement}: {self.attention!r}>"
+        return f"<PlacedModel {self.model.name} in placement {self.placement}: {self.attention!r}>"
 
     def close(self) -> None:
         """Give page locks back. No step may be in flight."""
@@ -96,7 +95,7 @@ class PlacedModel:
             )
         assert context_id not in self.artifacts, f"there is a context {context_id} already"
         self._require_fit(artifact)
-        plan_context(self.shape, artifact, self.placement).require(available_memory(self.device))
+        plan_context(self.shape, artifact, self.placement).require(self.model.available(self.device))
         self._load(context_id, artifact)
 
     def has_room_for(self, artifact: Artifact) -> bool:
@@ -117,13 +116,17 @@ class PlacedModel:
             pinned.close()
         del self.artifacts[context_id]
 
+    def _together(self) -> AbstractContextManager[None]:
+        """What is done on one of several devices is done on all, or raises on all."""
+        return nullcontext() if self.model.devices is None else self.model.devices.together()
+
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def _require_fit(self, artifact: Artifact) -> None:
-        artifact.require_model(self.loaded.fingerprint)
-        artifact.require_tokenizer(self.loaded.tokenizer_hash)
+        artifact.require_model(self.model.fingerprint)
+        artifact.require_tokenizer(self.model.tokenizer_hash)
         if artifact.spec.index_config != self.index_config:
             raise ConfigError("the artifacts have different index configurations; start an engine for each")
         if artifact.spec.context_len > self.shape.max_context_len:
@@ -153,7 +156,8 @@ class PlacedModel:
     def _load(self, context_id: int, artifact: Artifact) -> None:
         """All of it, or nothing: who makes room and comes again finds what it held free, and no page locked."""
         with ExitStack() as undo:
-            self._load_parts(context_id, artifact, undo)
+            with self._together():
+                self._load_parts(context_id, artifact, undo)
             undo.pop_all()
         self.artifacts[context_id] = artifact
 
@@ -205,12 +209,10 @@ class PlacedModel:
         return layers
 
 
-def sinks_of(model: Any, device: torch.device) -> Tensor | None:
+def _sinks_of(weights: ModelWeights) -> Tensor | None:
     """[all layers, num_q_heads] float32, where the model has them."""
-    layers = model.model.layers
-    if not hasattr(getattr(layers[0], "self_attn", None), "sinks"):
-        return None
-    return torch.stack([layer.self_attn.sinks.detach() for layer in layers]).to(device, torch.float32)
+    sinks = [layer.sinks for layer in weights.layers if layer.sinks is not None]
+    return torch.stack(sinks) if sinks else None
 
 
 def _room_for_next_query(shape: EngineShape, device: torch.device) -> Tensor:

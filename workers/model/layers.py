@@ -16,6 +16,7 @@ from csattn.batch import StepRows
 from csattn.models.spec import ExpertsSpec
 from csattn.models.weights import Linear, ModelWeights
 from workers.model.attention import KeepsStates, StepAttention
+from workers.model.devices import Devices
 from workers.model.ops import DeltaState, Normed, Readers, Rotation, StepOps, Stream, num_squares
 
 
@@ -60,9 +61,10 @@ class StepLayers:
         ops: StepOps,
         rows: StepRows,
         dtype: torch.dtype,  # of the step's tensors
+        devices: Devices | None = None,  # of whose shares of a model the weights are one
     ) -> None:
         self._weights, self._attention, self._maps, self._ops = weights, attention, maps, ops
-        self._rows = rows
+        self._rows, self._devices = rows, devices
         spec, batch_size = weights.spec, rows.batch_size
 
         def zeros(*sizes: int, dtype: torch.dtype = dtype) -> Tensor:
@@ -93,8 +95,15 @@ class StepLayers:
         self._attended_gates = zeros(spec.q_width) if any(layer.attention.gated for layer in spec.layers) else None
         deltas = {layer.delta for layer in spec.layers if layer.delta is not None}
         self._deltas = {of: (zeros(of.in_width), zeros(of.num_channels), zeros(of.v_width)) for of in deltas}
-        self._branch = zeros(spec.hidden_size) if any(layer.post_norm for layer in spec.layers) else None
+        self._branch: Tensor | None = None  # what is added to the stream, where no product does it itself
+        if devices is not None:
+            self._branch = devices.room(batch_size, spec.hidden_size)
+        elif any(layer.post_norm for layer in spec.layers):
+            self._branch = zeros(spec.hidden_size)
         self.logits = zeros(spec.vocab_size, dtype=torch.float32)  # [batch_size, vocab_size]
+        self._logits_part: Tensor | None = None  # of a share of the vocabulary
+        if len(weights.head.weight) < spec.vocab_size:
+            self._logits_part = zeros(len(weights.head.weight), dtype=torch.float32)
         self.next_ids = zeros(dtype=torch.int64)  # [batch_size]: the likeliest token, or -1
 
     def with_rows(self, rows: StepRows) -> "StepLayers":
@@ -233,16 +242,24 @@ class StepLayers:
 
     def _add(self, x: Tensor, linear: Linear, norm: Tensor | None, multiplier: float, readers: Readers) -> None:
         """Add what a branch gives to the stream, behind its norm."""
-        if norm is None:
+        if norm is None and self._devices is None:
             self._ops.linear_add(x, linear, multiplier, self._stream, readers)
             return
         assert self._branch is not None
         self._ops.linear(Normed(x), [linear], self._branch)
-        self._ops.add_normed(self._branch, norm, self._weights.spec.norm_eps, multiplier, self._stream, readers)
+        added = self._branch
+        if self._devices is not None:
+            added = self._devices.add_over_devices(added)
+            self._ops.break_chain()
+        self._ops.add_normed(added, norm, self._weights.spec.norm_eps, multiplier, self._stream, readers)
 
     def _finish(self) -> None:
         weights, spec = self._weights, self._weights.spec
-        self._ops.linear(self._normed(weights.final_norm, self._stream.scaled), [weights.head], self.logits)
+        part = self.logits if self._logits_part is None else self._logits_part
+        self._ops.linear(self._normed(weights.final_norm, self._stream.scaled), [weights.head], part)
+        if self._devices is not None and self._logits_part is not None:
+            self._devices.gather(self._logits_part, self.logits)
+            self._ops.break_chain()
         if spec.logit_multiplier != 1.0 or spec.logit_cap is not None:
             self._ops.finish_logits(self.logits, spec.logit_multiplier, spec.logit_cap)
         self._ops.likeliest(self.logits, self.next_ids)

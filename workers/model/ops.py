@@ -155,8 +155,8 @@ class StepOps(Protocol):
 
     def add_normed(
         self,
-        x: Tensor,  # [batch_size, hidden_size]
-        norm: Tensor,  # [hidden_size] float32
+        x: Tensor,  # [batch_size, hidden_size], of any float type
+        norm: Tensor | None,  # [hidden_size] float32; None: x itself, the sum of what several devices have
         eps: float,
         multiplier: float,
         stream: Stream,  # all of it is written

@@ -13,6 +13,7 @@ from csattn.batch import StepRows
 from csattn.errors import ConfigError, ContextError
 from csattn.models.weights import ModelWeights
 from workers.model.attention import StepAttention
+from workers.model.devices import Devices
 from workers.model.layers import Call, StepLayers
 from workers.model.ops import StepOps
 from workers.model.rows import RowBuffer
@@ -45,6 +46,7 @@ class ModelRunner:
         next_query: Tensor | None = None,  # [num_contexts, indexed layers, num_q_heads, head_dim + 1, head_dim]
         use_graphs: bool = True,  # on a GPU; False to look for a fault
         grows: bool = False,  # rows may have own segments: steps in which none has are captured apart
+        devices: Devices | None = None,  # of whose shares of a model the weights are one
     ) -> None:
         """next_query: of every context, what tells queries of the indexed layer after each; the last is never read."""
         if not batch_sizes or min(batch_sizes) < 1:
@@ -58,7 +60,7 @@ class ModelRunner:
         ops = _ops_for(weights.device, self.batch_sizes[-1])
         with torch.no_grad():
             self._steps = {
-                batch_size: _Step(weights, attention, next_query, ops, batch_size, grows)
+                batch_size: _Step(weights, attention, next_query, ops, batch_size, grows, devices)
                 for batch_size in self.batch_sizes
             }
             if weights.device.type == "cuda" and use_graphs:
@@ -93,7 +95,7 @@ class ModelRunner:
         own_lens: Sequence[int] | None = None,
     ) -> None:
         """Set the rows of the next step by one copy; rows that are not given are idle."""
-        self._require_tokens(token_ids)
+        self.require_tokens(token_ids)
         step = self._steps[batch_size]
         step.room = self._room(max(tail_lens, default=0))
         step.any_own = any(own_lens or ())
@@ -176,7 +178,8 @@ class ModelRunner:
             )
         return self._tail_capacity - tail_len
 
-    def _require_tokens(self, token_ids: Sequence[int]) -> None:
+    def require_tokens(self, token_ids: Sequence[int]) -> None:
+        """Raise ContextError for one that is none."""
         vocab_size = self.weights.spec.vocab_size
         for token_id in token_ids:
             if not 0 <= token_id < vocab_size:
@@ -194,13 +197,14 @@ class _Step:
         ops: StepOps,
         batch_size: int,
         grows: bool,
+        devices: Devices | None,
     ) -> None:
         self.buffer = RowBuffer(batch_size, weights.device)
         maps: list[Tensor | None] = [None] * weights.spec.num_layers
         for number, layer_idx in enumerate(weights.spec.indexed_layers[1:] if next_query is not None else ()):
             assert next_query is not None
             maps[layer_idx] = next_query[:, number]
-        self.layers = StepLayers(weights, attention, maps, ops, self.buffer.rows, weights.dtype)
+        self.layers = StepLayers(weights, attention, maps, ops, self.buffer.rows, weights.dtype, devices)
         self.calls = self._calls_without_own = list(self.layers.calls(attention.lookahead))
         if grows:
             without_own = self.layers.with_rows(replace(self.buffer.rows, any_own=False))

@@ -122,9 +122,10 @@ class TorchOps:
         _prepare(stream, readers)
 
     def add_normed(
-        self, x: Tensor, norm: Tensor, eps: float, multiplier: float, stream: Stream, readers: Readers
+        self, x: Tensor, norm: Tensor | None, eps: float, multiplier: float, stream: Stream, readers: Readers
     ) -> None:
-        stream.hidden.copy_(stream.hidden.float() + multiplier * _norm(x.float(), norm, eps))
+        added = x.float() if norm is None else _norm(x.float(), norm, eps)
+        stream.hidden.copy_(stream.hidden.float() + multiplier * added)
         _prepare(stream, readers)
 
     def rotate_append(

@@ -10,6 +10,7 @@ from torch import Tensor
 from csattn.errors import ModelError
 from csattn.models.quantized_weight import QuantizedWeight, Rounding, joined
 from csattn.models.rope import rotary_frequencies
+from csattn.models.share import share_of_head, share_of_layer, share_of_spec
 from csattn.models.spec import DeltaSpec, ExpertsSpec, LayerSpec, ModelSpec, RopeSpec
 from csattn.models.weights import (
     DeltaWeights,
@@ -21,6 +22,7 @@ from csattn.models.weights import (
     ModelWeights,
     weights_of,
 )
+from csattn.share import Share
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -30,13 +32,14 @@ def take_weights(
     device: torch.device | str,
     dtype: torch.dtype | None = None,  # the model's own unless said
     consume: bool = False,  # free each of the model's layers once it is copied: the model cannot run again
+    share: Share | None = None,  # of the model, for one of several devices; None: all of it
 ) -> ModelWeights:
     """Copy a loaded model's weights to the device.
 
     Raises ModelError where the decode loop does not reproduce the model.
     """
     there = weights_of(model)
-    centred = there.spec.centred
+    whole, centred = there.spec, there.spec.centred
     require_dtype(dtype or model.dtype)
 
     def move(*parts: Tensor) -> Tensor:
@@ -46,19 +49,26 @@ def take_weights(
     layers = []
     waiting = list(there.layers)
     there = replace(there, layers=())  # whose weights are not to be held any longer than needed
-    for layer in model.model.layers:
-        layers.append(_moved(waiting.pop(0), move, device, centred))
+    for layer, of_layer in zip(model.model.layers, whole.layers, strict=True):
+        part = waiting.pop(0)
+        if share is not None:
+            part = share_of_layer(part, whole, of_layer, share)
+        layers.append(_moved(part, move, device, centred))
         if consume:
             for parameter in layer.parameters():
                 parameter.data = parameter.data.new_empty(0)
     embedding = move(there.embedding)
     tied = there.head.weight.data_ptr() == there.embedding.data_ptr()
+    head = Linear(embedding) if tied else there.head
+    if share is not None:
+        head = share_of_head(head, share)
     return replace(
         there,
+        spec=whole if share is None else share_of_spec(whole, share.num_devices),
         embedding=embedding,
         layers=tuple(layers),
         final_norm=there.final_norm.to(device),
-        head=Linear(embedding) if tied else _joined([there.head], move, device),
+        head=head if tied else _joined([head], move, device),
         ropes=tuple(Frequencies(rope.angles.to(device), rope.scale) for rope in there.ropes),
     )
 

@@ -10,7 +10,7 @@ from offload import gather, slot_cache, step_mail
 from offload.budget import AvailableMemory
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
-from workers.engine import gpu_engine, placed_model
+from workers.engine import gpu_engine, placed_model, step_model
 
 
 def emulate(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,8 +22,7 @@ def emulate(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(placed_model, "PinnedRows", no_lock)
     monkeypatch.setattr(gpu_engine, "require_device", ignore)
     plenty = AvailableMemory(device_bytes=1 << 40, host_bytes=1 << 40)
-    for module in (placed_model, gpu_engine):
-        monkeypatch.setattr(module, "available_memory", lambda device: plenty)
+    monkeypatch.setattr(step_model, "available_memory", lambda device: plenty)
 
 
 def ignore(*_: object, **__: object) -> None:

@@ -227,7 +227,7 @@ def test_memory_is_planned_for_rows_as_they_are_kept(artifacts, codec, row_bytes
     for placement, selector in (("device", "csattn"), ("hybrid", "csattn"), ("hybrid", "full"), ("device", "full")):
         with make_engine(placement, selector=selector, kv_format=form) as ready:
             shape = ready._shape_for(preset("default"), 400)
-            plan = plan_memory(loaded(), preset("default"), shape, placement, 60, artifacts[0])
+            plan = plan_memory(0, preset("default"), shape, placement, 60, artifacts[0])
             more = plan_context(shape, artifacts[0], placement)
             plans[placement, selector] = {part.name: part.device_bytes + part.pinned_bytes for part in plan.parts}
             in_host = rows * row_bytes * (placement == "hybrid")
@@ -290,7 +290,7 @@ def test_requests_without_a_context_answer_as_on_the_cpu(artifacts, placement, s
 
 
 def test_memory_is_planned_again_for_a_longer_context_that_is_alone(artifacts, monkeypatch) -> None:
-    monkeypatch.setattr(gpu_engine, "available_memory", lambda device: AvailableMemory(device_bytes=0, host_bytes=0))
+    monkeypatch.setattr(step_model, "available_memory", lambda device: AvailableMemory(device_bytes=0, host_bytes=0))
     with make_engine("hybrid", max_context_len=None) as ready:
         ready.add_context(0, artifacts[0])
         ready.open(0, 0, CONFIG, "csattn")

@@ -168,7 +168,7 @@ def test_an_answer_ends_and_says_what_it_read(store) -> None:
 @pytest.mark.gpu
 def test_memory_that_is_not_there_is_named_before_any_work(store, monkeypatch) -> None:
     little = AvailableMemory(device_bytes=1 << 20, host_bytes=0)
-    monkeypatch.setattr(placed_model, "available_memory", lambda device: little)
+    monkeypatch.setattr(step_model, "available_memory", lambda device: little)
     with open_artifact(artifact_path(store)) as artifact:
         before = torch.cuda.memory_allocated()
         with pytest.raises(MemoryPlanError, match=r"needs .* bytes .* of device memory and 1,048,576 bytes"):

@@ -181,8 +181,9 @@ class TapeOps:
         self._prepare(stream, readers)
 
     def add_normed(
-        self, x: Tensor, norm: Tensor, eps: float, multiplier: float, stream: Stream, readers: Readers
+        self, x: Tensor, norm: Tensor | None, eps: float, multiplier: float, stream: Stream, readers: Readers
     ) -> None:
+        assert norm is not None, "tapes are of one machine"
         self._prepare(stream, readers, x, norm, multiplier)
 
     def rotate_append(

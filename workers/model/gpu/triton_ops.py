@@ -250,7 +250,7 @@ class TritonOps:
         )
 
     def add_normed(
-        self, x: Tensor, norm: Tensor, eps: float, multiplier: float, stream: Stream, readers: Readers
+        self, x: Tensor, norm: Tensor | None, eps: float, multiplier: float, stream: Stream, readers: Readers
     ) -> None:
         self._add_parts(x, 1, norm, eps, multiplier, stream, readers)
 

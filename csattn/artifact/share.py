@@ -1,0 +1,62 @@
+"""An artifact as one of several devices reads it: some of its heads, as if there were no others."""
+
+from dataclasses import replace
+
+import torch
+
+from csattn.artifact.manifest import ArtifactSpec
+from csattn.artifact.reader import Artifact
+from csattn.index import LayerIndex, NoIndex
+from csattn.share import Share
+from csattn.sketch import SketchIndex
+
+
+class ArtifactShare(Artifact):
+    """Of an open artifact, whose maps it reads: whoever opened that closes it. Nothing of other heads is touched."""
+
+    def __init__(self, whole: Artifact, share: Share) -> None:
+        super().__init__(whole.path, whole.manifest, whole._files)
+        self._whole, self._share = whole, share
+        model, num_devices = whole.spec.model, share.num_devices
+        num_q_heads, num_kv_heads = model.num_q_heads // num_devices, model.num_kv_heads // num_devices
+        self._spec = replace(whole.spec, model=replace(model, num_q_heads=num_q_heads, num_kv_heads=num_kv_heads))
+
+    @property
+    def spec(self) -> ArtifactSpec:
+        """With the heads of the share."""
+        return self._spec
+
+    @property
+    def index_bytes(self) -> int:
+        return super().index_bytes // self._share.num_devices
+
+    def layer_kv(self, layer_idx: int) -> torch.Tensor:
+        kv = super().layer_kv(layer_idx)
+        return kv[self._share.of(len(kv))]
+
+    def _index(self, layer_idx: int) -> LayerIndex | SketchIndex | NoIndex:
+        if layer_idx not in self._indexes:
+            self._indexes[layer_idx] = share_of_index(self._whole._index(layer_idx), self._share)
+        return self._indexes[layer_idx]
+
+
+def share_of_index(index: LayerIndex | SketchIndex | NoIndex, share: Share) -> LayerIndex | SketchIndex | NoIndex:
+    """The heads of the share, of the same arrays."""
+    next_query = None if index.next_query is None else index.next_query[share.of(len(index.next_query))]
+    if isinstance(index, NoIndex):
+        return NoIndex(next_query)
+    heads = share.of(index.num_heads)
+    if isinstance(index, LayerIndex):
+        table = replace(index.table, indices=index.table.indices[heads], scores=index.table.scores[heads])
+        codebooks, key_mean = index.codebooks[heads], index.key_mean[heads]
+        return replace(index, codebooks=codebooks, key_mean=key_mean, table=table, next_query=next_query)
+    return replace(
+        index,
+        codes=index.codes[heads],
+        marks=index.marks[heads],
+        key_mean=index.key_mean[heads],
+        query_transform=index.query_transform[heads],
+        value_mean=index.value_mean[heads],
+        value_transform=index.value_transform[heads],
+        next_query=next_query,
+    )

@@ -1,0 +1,17 @@
+"""`workers.engine.follower` where there is no device: its kernels run on the CPU."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cuda_on_cpu.emulated import Emulator
+from tests.workers.engine.emulated_engine import emulate
+from workers.engine.follower import main
+
+KERNELS = "CSATTN_TEST_KERNELS"  # the environment's name for the directory of compiled kernels
+
+if __name__ == "__main__":
+    emulate(Emulator(Path(os.environ[KERNELS])), pytest.MonkeyPatch())
+    main(*sys.argv[1:])

@@ -1,0 +1,175 @@
+"""The process of one of several devices, but for the first: it does with its heads what that one's process is asked.
+
+Nothing is decided here: the same calls in the same order leave all engines in the same state.
+"""
+
+import os
+import pickle
+import select
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from threading import Lock, Thread
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from csattn.artifact import Artifact, open_artifact
+from csattn.config import SearchConfig
+from csattn.cpus import available_cpus
+from csattn.errors import CsattnError
+from csattn.share import Share
+from offload.errors import OffloadError
+from workers.engine.gpu_engine import GpuEngine
+from workers.engine.step_model import StepModel
+from workers.model.devices import Devices
+from workers.serving.messages import Selector
+from workers.serving.step_engine import EngineCounts, Fidelity, StepRow
+
+SPIN_S = 0.002  # that it looks for the next step without sleeping: waking up takes longer than a step may
+_LOOK_S = 0.5  # from one look for the first process to the next
+EXPECTED = (CsattnError, OffloadError, torch.OutOfMemoryError)  # told, and the process goes on
+
+
+@dataclass(frozen=True, slots=True)
+class FollowerSpec:
+    """What it is told first."""
+
+    share: Share
+    device: torch.device
+    meeting: Path
+    model: StepModel  # `take` and `devices` are its own affair
+    config: SearchConfig
+    placement: str
+    options: dict[str, Any]  # of `GpuEngine`
+
+
+class Follower:
+    """Each public function is one of `StepEngine`, or stands for it; `DONE` in place of what it has answered itself."""
+
+    DONE = object()
+
+    def __init__(self, spec: FollowerSpec, answer: "Answers") -> None:
+        self._answer = answer
+        self._devices = devices = Devices(spec.share, spec.device, spec.meeting)
+        model = replace(spec.model, take=lambda device: devices.receive(), devices=devices)
+        self._engine = GpuEngine(model, spec.config, spec.placement, device=spec.device, **spec.options)
+        self._artifacts: dict[int, Artifact] = {}
+        self._copying = ThreadPoolExecutor(1, "rows")
+
+    def add_context(self, context_id: int, path: Path) -> None:
+        with ExitStack() as undo:
+            with self._devices.together():
+                artifact = undo.enter_context(open_artifact(path))
+            self._engine.add_context(context_id, artifact)
+            undo.pop_all()
+        self._artifacts[context_id] = artifact
+
+    def remove_context(self, context_id: int) -> None:
+        self._engine.remove_context(context_id)
+        self._artifacts.pop(context_id).close()
+
+    def open(self, slot: int, context_id: int, config: SearchConfig, selector: Selector) -> None:
+        self._engine.open(slot, context_id, config, selector)
+
+    def write_rows(self, slot: int, rows: Tensor) -> None:
+        self._engine.write_rows(slot, rows)
+
+    def read_rows(self, number: int, slot: int, start: int, stop: int) -> object:
+        copied = self._engine.read_rows(slot, start, stop)
+        self._copying.submit(lambda: self._answer(number, copied()))
+        return self.DONE
+
+    def close_slot(self, slot: int) -> None:
+        self._engine.close_slot(slot)
+
+    def step(self, slots: Sequence[int], token_ids: Sequence[int], watch: tuple[int, int] | None) -> Fidelity | None:
+        rows = [StepRow(slot, token_id) for slot, token_id in zip(slots, token_ids, strict=True)]
+        return self._engine.step(rows, watch=watch).fidelity
+
+    def counts(self) -> EngineCounts:
+        return self._engine.counts()
+
+    def close(self) -> None:
+        self._copying.shutdown()
+        self._engine.close()
+        for artifact in self._artifacts.values():
+            artifact.close()
+        self._devices.close()
+
+
+class Answers:
+    """The way back, for any thread."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self._lock = connection, Lock()
+
+    def __call__(self, number: int | None, answer: object) -> None:
+        """number: of the question; None: nobody asked, and nothing follows."""
+        data = pickle.dumps((number, answer))
+        with self._lock:
+            self._connection.send_bytes(data)
+
+
+def follow(connection: Connection) -> None:
+    """Until the first process says that it is enough, or is gone."""
+    answer = Answers(connection)
+    try:
+        spec: FollowerSpec = pickle.loads(connection.recv_bytes())
+        torch.set_num_threads(max(1, available_cpus() // spec.share.num_devices))
+        answer(0, None)
+        follower = Follower(spec, answer)
+        while True:
+            number, name, arguments = pickle.loads(_next(connection))
+            try:
+                said = getattr(follower, name)(*arguments)
+            except EXPECTED as error:
+                if number is None:
+                    raise
+                said = error
+            if number is not None and said is not Follower.DONE:
+                answer(number, said)
+            if name == "close":
+                return
+    except EOFError:
+        return
+    except Exception as error:
+        answer(None, f"{type(error).__name__}: {error}")
+        raise
+
+
+def _next(connection: Connection) -> bytes:
+    poll, until = select.poll(), time.monotonic() + SPIN_S
+    poll.register(connection.fileno(), select.POLLIN)
+    while not poll.poll(0) and time.monotonic() < until:
+        pass
+    return connection.recv_bytes()
+
+
+def _end_with(parent: int) -> None:
+    """A device that waits for another whose process is gone waits for ever, and its process with it."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK_S)
+    os._exit(1)
+
+
+def main(descriptor: str, parent: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the first process's business
+    Thread(target=_end_with, args=(int(parent),), daemon=True).start()
+    try:
+        follow(Connection(int(descriptor)))
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        sys.stderr.flush()
+        os._exit(1)  # what the device still waits for is waited for by nobody
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

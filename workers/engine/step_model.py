@@ -1,0 +1,82 @@
+"""What an engine on a GPU knows of its model: all of it, or one device's share."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from csattn.artifact import Artifact
+from csattn.artifact.share import ArtifactShare
+from csattn.models import LoadedModel
+from csattn.models.families import describe
+from csattn.models.share import share_of_spec
+from csattn.models.spec import ModelSpec
+from csattn.models.weights import ModelWeights
+from csattn.share import Share
+from offload.budget import AvailableMemory, available_memory
+from workers.model import take_weights
+from workers.model.devices import Devices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepModel:
+    """Small, but for what `take` holds on to."""
+
+    name: str
+    fingerprint: str
+    tokenizer_hash: str
+    spec: ModelSpec
+    dtype: torch.dtype
+    num_bytes: int  # that its weights take of the device's memory, besides what they take of it already
+    take: Callable[[torch.device], ModelWeights]  # to the device
+    devices: Devices | None = None  # that have the other shares
+
+    def open(self, artifact: Artifact) -> Artifact:
+        """What is read of it."""
+        return artifact if self.devices is None else ArtifactShare(artifact, self.devices.share)
+
+    def available(self, device: torch.device) -> AvailableMemory:
+        """What is left for a share on each of the devices: of theirs the least, and of the host's a part."""
+        found, devices = available_memory(device), self.devices
+        if devices is None:
+            return found
+        device_bytes, host_bytes = devices.least(found.device_bytes), devices.least(found.host_bytes)
+        return AvailableMemory(device_bytes=device_bytes, host_bytes=host_bytes // devices.share.num_devices)
+
+
+def step_model(loaded: LoadedModel) -> StepModel:
+    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in loaded.model.parameters())
+    return StepModel(
+        name=loaded.name,
+        fingerprint=loaded.fingerprint,
+        tokenizer_hash=loaded.tokenizer_hash,
+        spec=describe(loaded.model.config),
+        dtype=loaded.dtype,
+        num_bytes=num_bytes if loaded.device.type == "cpu" else 0,
+        take=partial(take_weights, loaded.model),
+    )
+
+
+def handed_share(loaded: LoadedModel, num_devices: int) -> StepModel:
+    """A device's, of as many; its weights are the affair of who has them."""
+    whole = step_model(loaded)
+    embedding_bytes = whole.spec.vocab_size * whole.spec.hidden_size * whole.dtype.itemsize
+    num_bytes = whole.num_bytes // num_devices + embedding_bytes
+    return replace(whole, spec=share_of_spec(whole.spec, num_devices), num_bytes=num_bytes, take=_not_here)
+
+
+def first_share(loaded: LoadedModel, devices: Devices) -> StepModel:
+    """Of the device whose process has the model: it hands the others theirs."""
+    num_devices = devices.share.num_devices
+
+    def take(device: torch.device) -> ModelWeights:
+        for rank in range(1, num_devices):
+            devices.send(take_weights(loaded.model, "cpu", share=Share(rank, num_devices)), rank)
+        return take_weights(loaded.model, device, share=devices.share)
+
+    return replace(handed_share(loaded, num_devices), take=take, devices=devices)
+
+
+def _not_here(device: torch.device) -> ModelWeights:
+    raise AssertionError("another process has the weights")

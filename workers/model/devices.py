@@ -1,0 +1,163 @@
+"""Several devices of one host that compute the same steps, a process each: how they add up what each has.
+
+All of them call the same functions in the same order.
+"""
+
+import io
+import os
+import pickle
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from csattn.errors import ConfigError, CsattnError, DevicesError
+from csattn.share import Share
+
+# a process that is lost is noticed otherwise; others may pin memory, or compile, for minutes
+_WAIT = timedelta(minutes=60)
+# the network is not needed, and NVLink's multicast neither: a program that is killed while it uses it can do harm
+_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
+
+
+class Devices:
+    """This process's place among them. Sums are the same to the bit on all devices."""
+
+    def __init__(self, share: Share, device: torch.device, meeting: Path) -> None:
+        """meeting: a file that is not there yet, by which they find each other."""
+        if dist.is_initialized():
+            raise ConfigError("this process computes with other devices already; close what does, then begin anew")
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        self.share, self.device = share, device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            init_method=f"file://{meeting}",
+            rank=share.rank,
+            world_size=share.num_devices,
+            timeout=_WAIT,
+        )
+        self._group = dist.group.WORLD
+        self._is_symmetric = False  # whether devices read each other's memory by themselves
+        if device.type == "cuda":
+            self._is_symmetric = self._all(self._adds_symmetric())
+
+    def __repr__(self) -> str:
+        how = "symmetric memory" if self._is_symmetric else dist.get_backend(self._group)
+        return f"<Devices {self.share.rank} of {self.share.num_devices}, by {how}>"
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+    def room(self, *sizes: int) -> Tensor:
+        """Memory for what is to be added up: float32, zeros."""
+        if not self._is_symmetric:
+            return torch.zeros(sizes, device=self.device)
+        import torch.distributed._symmetric_memory as symmetric  # which takes long, and has needs of its own
+
+        room = symmetric.empty(sizes, dtype=torch.float32, device=self.device)
+        symmetric.rendezvous(room, self._group)  # type: ignore[arg-type]  # there is one
+        return room.zero_()
+
+    def add_over_devices(self, x: Tensor) -> Tensor:
+        """Enqueue the sum of all devices' x, which `room` gave, and may be written to again behind it."""
+        if self._is_symmetric:
+            total: Tensor = torch.ops.symm_mem.one_shot_all_reduce(x, "sum", self._group.group_name)  # type: ignore[union-attr]
+            return total
+        dist.all_reduce(x)
+        return x
+
+    def gather(self, part: Tensor, out: Tensor) -> None:
+        """Enqueue out = all devices' parts, side by side. part: [num_rows, columns of out // num_devices]."""
+        parts = part.new_empty(self.share.num_devices, *part.shape)
+        dist.all_gather(list(parts.unbind(0)), part)
+        out.view(len(out), self.share.num_devices, -1).copy_(parts.transpose(0, 1))
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What is done inside is done by all, or raises everywhere."""
+        try:
+            yield
+        except Exception:
+            self._all(False)
+            raise
+        if not self._all(True):
+            raise DevicesError("another of the devices could not do what this one can; its own message says why")
+
+    def send(self, what: Any, rank: int) -> None:
+        """Data classes of tensors, to the process of that rank, which receives it."""
+        tensors: list[Tensor] = []
+        file = io.BytesIO()
+        _Pickler(file, tensors).dump(what)
+        data = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+        for told in (torch.tensor([len(data)]), data, *(tensor.to(self.device).contiguous() for tensor in tensors)):
+            dist.send(told, rank)
+
+    def receive(self, rank: int = 0) -> Any:
+        """Its tensors are on this process's device."""
+
+        def tensor(sizes: Sequence[int], dtype: torch.dtype, device: torch.device | None = self.device) -> Tensor:
+            room = torch.empty(sizes, dtype=dtype, device=device)
+            dist.recv(room, rank)
+            return room
+
+        cpu = torch.device("cpu")
+        data = tensor([int(tensor([1], torch.int64, cpu))], torch.uint8, cpu)
+        return _Unpickler(io.BytesIO(data.numpy().tobytes()), tensor).load()
+
+    def _all(self, is_so: bool) -> bool:
+        """Whether it is so for all."""
+        flag = torch.tensor([int(is_so)])
+        dist.all_reduce(flag, dist.ReduceOp.MIN)
+        return bool(flag)
+
+    def _adds_symmetric(self) -> bool:
+        """Whether this machine can, tried."""
+        try:
+            self._is_symmetric = True
+            ones = self.room(4, 8).fill_(1 + self.share.rank)
+            torch.cuda.synchronize()
+            total = self.add_over_devices(ones)
+            return bool((total == sum(range(1, self.share.num_devices + 1))).all())
+        except (RuntimeError, AttributeError):  # of torch, for links and versions that have no such thing
+            return False
+        finally:
+            self._is_symmetric = False
+
+
+class _Pickler(pickle.Pickler):
+    """Tensors are put aside, in their order."""
+
+    def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, Tensor):
+            return None
+        self._tensors.append(obj)
+        return tuple(obj.shape), obj.dtype
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, tensor: Any) -> None:
+        super().__init__(file)
+        self._tensor = tensor
+
+    def persistent_load(self, pid: Any) -> Tensor:
+        found: Tensor = self._tensor(*pid)
+        return found
+
+
+def require_devices(num_devices: int) -> None:
+    """Raise a sentence where there are not so many."""
+    found = torch.cuda.device_count()
+    if num_devices > found:
+        raise CsattnError(f"{num_devices} devices are asked for, and this process sees {found}; ask for no more")

@@ -38,6 +38,7 @@ from workers.engine.cpu_engine import CpuEngine
 from workers.engine.gpu_engine import GpuEngine
 from workers.engine.memory import PLACEMENTS
 from workers.engine.opening import open_engine
+from workers.engine.split_engine import SplitEngine
 from workers.serving.step_engine import StepRow
 
 TIMED = 64  # steps, at the beginning and at the end
@@ -68,6 +69,7 @@ def main() -> None:
             if arguments.placement != "cpu":
                 options |= {"batch_sizes": (1, 16), "tail_capacity": len(following)}
             with open_engine(loaded, artifact, config, **options) as engine:
+                assert not isinstance(engine, SplitEngine), "of one device"
                 grown, timed = decode(engine, config, following)
                 report |= timed | own_bytes(engine)
     if not arguments.shape:

@@ -26,6 +26,7 @@ from csattn.models.quantized_weight import Rounding, rounding_named
 from csattn.models.weights import ModelWeights
 from offload.errors import OffloadError
 from workers.model import ModelRunner, StepAttention, random_weights
+from workers.model.devices import Devices
 
 WARM_UP_STEPS, SLOW_STEPS = 48, 8  # a slot cache is filled while the steps warm up
 PROFILED_STEPS = 4
@@ -112,7 +113,7 @@ def _cases(
 def measure_steps(work: Workload, weights: ModelWeights, prepared: Prepared, options: Options) -> dict[str, Any]:
     """Time per output token, and what it is made of."""
     attention = RecordedQueries(prepared.attention, work)
-    runner = _runner(work, weights, attention)
+    runner = make_runner(work, weights, attention)
 
     def step() -> None:
         runner.step(work.batch_size)
@@ -121,7 +122,7 @@ def measure_steps(work: Workload, weights: ModelWeights, prepared: Prepared, opt
     for _ in range(2 if prepared.is_slow else WARM_UP_STEPS):
         step()
     prepared.start_counting()
-    times_us = _time_steps(step, SLOW_STEPS if prepared.is_slow else options.num_steps)
+    times_us = time_steps(step, SLOW_STEPS if prepared.is_slow else options.num_steps)
     p50, p99 = (float(x) for x in np.percentile(times_us, [50, 99]))
     mean = float(np.mean(times_us))
     facts = prepared.facts(len(times_us))
@@ -149,9 +150,12 @@ def measure_steps(work: Workload, weights: ModelWeights, prepared: Prepared, opt
     return case
 
 
-def _runner(work: Workload, weights: ModelWeights, attention: RecordedQueries) -> ModelRunner:
+def make_runner(
+    work: Workload, weights: ModelWeights, attention: RecordedQueries, devices: Devices | None = None
+) -> ModelRunner:
     """Every request in the middle of its tail."""
-    runner = ModelRunner(weights, attention, [work.batch_size], _next_query(work, weights, attention))
+    next_query = _next_query(work, weights, attention)
+    runner = ModelRunner(weights, attention, [work.batch_size], next_query, devices=devices)
     requests = list(range(work.batch_size))
     positions = [work.context_len + TAIL_LEN] * work.batch_size
     contexts = [request % work.num_contexts for request in requests]
@@ -167,7 +171,7 @@ def _next_query(work: Workload, weights: ModelWeights, attention: StepAttention)
     return torch.zeros(sizes, dtype=weights.dtype, device=work.device)
 
 
-def _time_steps(step: Callable[[], None], num_steps: int) -> list[float]:
+def time_steps(step: Callable[[], None], num_steps: int) -> list[float]:
     torch.cuda.synchronize()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(num_steps + 1)]
     events[0].record()

@@ -12,6 +12,7 @@ from csattn.selector_names import SELECTOR_NAMES, described
 from workers.cli.configuring import config
 from workers.cli.options import (
     ArtifactPath,
+    Devices,
     Dtype,
     Json,
     Keep,
@@ -119,6 +120,7 @@ def generate(
     weights: Weights = None,
     threads: Threads = None,
     placement: Placement = None,
+    devices: Devices = None,
     kv_codec: KvCodec = None,
     host_budget: Annotated[
         str | None,
@@ -141,6 +143,7 @@ def generate(
         weights=weights,
         threads=threads,
         placement=placement or "cpu",
+        num_devices=1 if devices is None else devices,
         kv_codec=kv_codec,
         host_budget=host_budget,
     )
@@ -287,6 +290,7 @@ def serve(
     model: Model = None,
     weights: Weights = None,
     placement: Placement = None,
+    devices: Devices = None,
     kv_codec: KvCodec = None,
     selector: Annotated[
         str | None, typer.Option(help="Of requests that name none; full: all rows.", show_default="csattn")
@@ -308,6 +312,6 @@ def serve(
 
     flags: dict[str, object] = {"server.host": host, "server.port": port, "store.path": store, "model.name": model}
     flags |= {"engine.placement": placement, "engine.num_threads": threads, "engine.kv_codec": kv_codec}
-    flags |= {"engine.selector": selector, "model.weights": weights}
+    flags |= {"engine.selector": selector, "engine.num_devices": devices, "model.weights": weights}
     flags |= {"search.keep": keep, "search.lookahead": lookahead}
     serving.serve(file, flags | parse_changes(changes or []), context or [], local, json)

@@ -44,11 +44,12 @@ class AskOptions:
     weights: str | None = None  # what they were rounded to, if they were
     threads: int | None = None  # None: all cores
     placement: str = "cpu"  # or where index and KV lie for a GPU
+    num_devices: int = 1  # GPUs that share out the model's heads
     kv_codec: str | None = None  # how the context's rows are kept; None: as they were built
     host_budget: str | None = None  # of host memory for the context's rows; None: all that they take
 
     def __post_init__(self) -> None:
-        require_together(self.placement, self.selector, self.budget_bytes)
+        require_together(self.placement, self.selector, self.budget_bytes, self.num_devices)
         _ = self.kv_format  # which refuses what it cannot read
 
     @property
@@ -98,6 +99,7 @@ def _answer(
             config,
             selector,
             placement=where,
+            num_devices=options.num_devices,
             kv_format=options.kv_format,
             host_budget_bytes=options.budget_bytes,
             num_slots=1,

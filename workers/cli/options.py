@@ -31,6 +31,9 @@ Placement = Annotated[
     str | None,
     typer.Option(help="cpu; or on a GPU device, hybrid or host: where index and KV lie.", show_default="cpu"),
 ]
+Devices = Annotated[
+    int | None, typer.Option("--devices", help="GPUs that share out the model's heads.", min=1, show_default="1")
+]
 KvCodec = Annotated[
     str | None,
     typer.Option(help="Keep rows as q8_0, q4_0, fp8, float16, ... or k=q8_0,v=q4_0.", show_default="as built"),

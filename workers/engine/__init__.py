@@ -10,6 +10,7 @@ from workers.engine.on_host import SearchOnHost
 from workers.engine.opening import open_engine
 from workers.engine.pool_searcher import PoolSearcher
 from workers.engine.shape import EngineShape
+from workers.engine.split_engine import SplitEngine
 
 __all__ = [
     "PLACEMENTS",
@@ -22,6 +23,7 @@ __all__ = [
     "PoolSearcher",
     "SearchOnDevice",
     "SearchOnHost",
+    "SplitEngine",
     "answer",
     "open_engine",
     "question_tokens",

@@ -3,11 +3,8 @@
 Nothing is decided here: the same calls in the same order leave all engines in the same state.
 """
 
-import os
 import pickle
 import select
-import signal
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from threading import Lock, Thread
+from threading import Lock
 from typing import Any
 
 import torch
@@ -34,7 +31,6 @@ from workers.serving.messages import Selector
 from workers.serving.step_engine import EngineCounts, Fidelity, StepRow
 
 SPIN_S = 0.002  # that it looks for the next step without sleeping: waking up takes longer than a step may
-_LOOK_S = 0.5  # from one look for the first process to the next
 EXPECTED = (CsattnError, OffloadError, torch.OutOfMemoryError)  # told, and the process goes on
 
 
@@ -151,25 +147,3 @@ def _next(connection: Connection) -> bytes:
     while not poll.poll(0) and time.monotonic() < until:
         pass
     return connection.recv_bytes()
-
-
-def _end_with(parent: int) -> None:
-    """A device that waits for another whose process is gone waits for ever, and its process with it."""
-    while os.getppid() == parent:
-        time.sleep(_LOOK_S)
-    os._exit(1)
-
-
-def main(descriptor: str, parent: str) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the first process's business
-    Thread(target=_end_with, args=(int(parent),), daemon=True).start()
-    try:
-        follow(Connection(int(descriptor)))
-    except Exception:
-        sys.excepthook(*sys.exc_info())
-        sys.stderr.flush()
-        os._exit(1)  # what the device still waits for is waited for by nobody
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -19,7 +19,7 @@ from typing import Any
 from csattn.errors import DevicesError
 from workers.engine.follower import FollowerSpec
 
-MODULE = "workers.engine.follower"
+MODULE = "workers.engine.follower_process"
 START_S = 180.0  # for a process to import what it needs
 STEP_S = 120.0  # that no step takes
 GRACE_S = 60.0  # for all to say that they have failed, where one has

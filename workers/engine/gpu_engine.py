@@ -273,6 +273,7 @@ class GpuEngine:
         try:
             if self._placed is not None:
                 self._placed.close()
+                self._placed = self._copies = None
         finally:
             if self._searcher is not None:
                 self._searcher.close()

@@ -11,7 +11,8 @@ from offload.codecs.formats import KvFormat
 from workers.engine.cpu_context import HostBudget
 from workers.engine.cpu_engine import CpuEngine
 from workers.engine.gpu_engine import TAIL_CAPACITY, GpuEngine, require_selector
-from workers.engine.memory import PLACEMENTS
+from workers.engine.memory import PLACEMENTS, Placement
+from workers.engine.split_engine import SplitEngine
 
 
 def open_engine(
@@ -25,16 +26,17 @@ def open_engine(
     host_budget_bytes: int | None = None,  # of host memory for the context's rows; None: all that they take
     num_slots: int | None = None,  # requests at the same time; by the placement unless said
     tail_capacity: int | None = None,  # tokens of a request's own; as many as there may be, unless said
+    num_devices: int = 1,  # GPUs that share out the heads
     **options: Any,  # of the engine
-) -> CpuEngine | GpuEngine:
+) -> CpuEngine | GpuEngine | SplitEngine:
     """With the artifact as context 0, ready for requests that search like this. Close it before the artifact.
 
     Raises a sentence for what does not go together.
     """
-    require_together(placement, selector, host_budget_bytes)
+    require_together(placement, selector, host_budget_bytes, num_devices)
     artifact.require_model(loaded.fingerprint)
     artifact.require_tokenizer(loaded.tokenizer_hash)
-    engine: CpuEngine | GpuEngine
+    engine: CpuEngine | GpuEngine | SplitEngine
     if placement == "cpu":
         engine = CpuEngine(
             loaded,
@@ -45,11 +47,12 @@ def open_engine(
             **options,
         )
     else:
-        engine = GpuEngine(
+        engine = gpu_engine(
             loaded,
             config,
             placement,
-            selector=selector,  # type: ignore[arg-type]  # which is refused by name
+            num_devices,
+            selector=selector,
             kv_format=kv_format,
             num_slots=num_slots or 4,
             tail_capacity=tail_capacity or TAIL_CAPACITY,
@@ -64,9 +67,26 @@ def open_engine(
     return engine
 
 
-def require_together(placement: str, selector: str, host_budget_bytes: int | None) -> None:
-    """Raise ConfigError for a placement that is none, and for what there is on the CPU only."""
+def gpu_engine(
+    loaded: LoadedModel,
+    config: SearchConfig,
+    placement: Placement | str,
+    num_devices: int,
+    **options: Any,  # of either engine
+) -> GpuEngine | SplitEngine:
+    """For one GPU, or for several that share out the model's heads."""
+    if num_devices == 1:
+        return GpuEngine(loaded, config, placement, **options)
+    return SplitEngine(loaded, config, placement, num_devices, **options)
+
+
+def require_together(placement: str, selector: str, host_budget_bytes: int | None, num_devices: int = 1) -> None:
+    """Raise ConfigError for a placement that is none, and for what there is on the CPU, or on GPUs, only."""
     if placement == "cpu":
+        if num_devices != 1:
+            raise ConfigError(
+                f"{num_devices} devices are GPUs, and the placement is cpu; choose one device, or another placement"
+            )
         return
     if placement not in PLACEMENTS:
         raise ConfigError(f"unknown placement {placement!r}; choose one of cpu, {', '.join(PLACEMENTS)}")

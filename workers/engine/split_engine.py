@@ -66,8 +66,8 @@ class SplitEngine:
         places = [torch.device(kind, rank) if kind == "cuda" else torch.device(kind) for rank in range(num_devices)]
         options["num_threads"] = max(1, (num_threads or available_cpus()) // num_devices)
         model = handed_share(loaded, num_devices)
-        with ExitStack() as undo, TemporaryDirectory(prefix="csattn-devices-") as directory:
-            meeting = Path(directory) / "meeting"
+        with ExitStack() as undo:
+            meeting = Path(undo.enter_context(TemporaryDirectory(prefix="csattn-devices-"))) / "meeting"
             specs = [
                 FollowerSpec(Share(rank, num_devices), places[rank], meeting, model, config, str(placement), options)
                 for rank in range(1, num_devices)
@@ -78,7 +78,7 @@ class SplitEngine:
             undo.callback(self._devices.close)
             first = first_share(loaded, self._devices)
             self._engine = GpuEngine(first, config, placement, device=places[0], on_progress=on_progress, **options)
-            undo.pop_all()
+            self._undo = undo.pop_all()
         self.max_rows, self.num_slots = self._engine.max_rows, self._engine.num_slots
         self.tail_capacity, self.max_positions = self._engine.tail_capacity, self._engine.max_positions
         self.num_layers = self._engine.num_layers
@@ -165,12 +165,9 @@ class SplitEngine:
 
     def close(self) -> None:
         """No step may be in flight."""
-        try:
+        with self._undo:
             self._followers.let_go()
             self._engine.close()
-            self._devices.close()
-        finally:
-            self._followers.close()
 
     def __enter__(self) -> Self:
         return self

@@ -3,6 +3,7 @@
 All of them call the same functions in the same order.
 """
 
+import gc
 import io
 import os
 import pickle
@@ -16,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from csattn.errors import ConfigError, CsattnError, DevicesError
+from csattn.errors import ConfigError, DevicesError
 from csattn.share import Share
+from offload.errors import NoDeviceError
 
 # a process that is lost is noticed otherwise; others may pin memory, or compile, for minutes
 _WAIT = timedelta(minutes=60)
@@ -43,8 +45,10 @@ class Devices:
             rank=share.rank,
             world_size=share.num_devices,
             timeout=_WAIT,
+            device_id=device if device.type == "cuda" else None,
         )
         self._group = dist.group.WORLD
+        self._handles: dict[int, Any] = {}  # of rooms, by address
         self._is_symmetric = False  # whether devices read each other's memory by themselves
         if device.type == "cuda":
             self._is_symmetric = self._all(self._adds_symmetric())
@@ -54,16 +58,18 @@ class Devices:
         return f"<Devices {self.share.rank} of {self.share.num_devices}, by {how}>"
 
     def close(self) -> None:
+        """No step may be in flight. Graphs that nobody holds any more are freed first: they hold on to this."""
+        gc.collect()
         dist.destroy_process_group()
 
     def room(self, *sizes: int) -> Tensor:
-        """Memory for what is to be added up: float32, zeros."""
+        """Memory for what is to be added up, or gathered: float32, zeros."""
         if not self._is_symmetric:
             return torch.zeros(sizes, device=self.device)
         import torch.distributed._symmetric_memory as symmetric  # which takes long, and has needs of its own
 
         room = symmetric.empty(sizes, dtype=torch.float32, device=self.device)
-        symmetric.rendezvous(room, self._group)  # type: ignore[arg-type]  # there is one
+        self._handles[room.data_ptr()] = symmetric.rendezvous(room, self._group)  # type: ignore[arg-type]  # there is one
         return room.zero_()
 
     def add_over_devices(self, x: Tensor) -> Tensor:
@@ -75,10 +81,22 @@ class Devices:
         return x
 
     def gather(self, part: Tensor, out: Tensor) -> None:
-        """Enqueue out = all devices' parts, side by side. part: [num_rows, columns of out // num_devices]."""
-        parts = part.new_empty(self.share.num_devices, *part.shape)
-        dist.all_gather(list(parts.unbind(0)), part)
-        out.view(len(out), self.share.num_devices, -1).copy_(parts.transpose(0, 1))
+        """Enqueue out = all devices' parts, side by side.
+
+        part: [num_rows, columns of out // num_devices], which `room` gave, and may be written to again behind it.
+        """
+        columns = out.view(len(out), self.share.num_devices, -1).unbind(1)
+        if not self._is_symmetric:
+            parts = part.new_empty(self.share.num_devices, *part.shape)
+            dist.all_gather(list(parts), part)
+            for of_device, own in zip(columns, parts, strict=True):
+                of_device.copy_(own)
+            return
+        handle = self._handles[part.data_ptr()]
+        handle.barrier(channel=0)  # all have written theirs
+        for rank, of_device in enumerate(columns):
+            of_device.copy_(handle.get_buffer(rank, part.shape, part.dtype))
+        handle.barrier(channel=1)  # all have read the others'
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -124,8 +142,10 @@ class Devices:
             self._is_symmetric = True
             ones = self.room(4, 8).fill_(1 + self.share.rank)
             torch.cuda.synchronize()
-            total = self.add_over_devices(ones)
-            return bool((total == sum(range(1, self.share.num_devices + 1))).all())
+            total, parts = self.add_over_devices(ones), torch.zeros(4, 8 * self.share.num_devices, device=self.device)
+            self.gather(ones, parts)
+            ranks = torch.arange(1, self.share.num_devices + 1, device=self.device)
+            return bool((total == ranks.sum()).all() and (parts == ranks.repeat_interleave(8)).all())
         except (RuntimeError, AttributeError):  # of torch, for links and versions that have no such thing
             return False
         finally:
@@ -160,4 +180,4 @@ def require_devices(num_devices: int) -> None:
     """Raise a sentence where there are not so many."""
     found = torch.cuda.device_count()
     if num_devices > found:
-        raise CsattnError(f"{num_devices} devices are asked for, and this process sees {found}; ask for no more")
+        raise NoDeviceError(f"{num_devices} devices are asked for, and this process sees {found}; ask for no more")

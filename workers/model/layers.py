@@ -103,7 +103,8 @@ class StepLayers:
         self.logits = zeros(spec.vocab_size, dtype=torch.float32)  # [batch_size, vocab_size]
         self._logits_part: Tensor | None = None  # of a share of the vocabulary
         if len(weights.head.weight) < spec.vocab_size:
-            self._logits_part = zeros(len(weights.head.weight), dtype=torch.float32)
+            assert devices is not None, "somebody has the others"
+            self._logits_part = devices.room(batch_size, len(weights.head.weight))
         self.next_ids = zeros(dtype=torch.int64)  # [batch_size]: the likeliest token, or -1
 
     def with_rows(self, rows: StepRows) -> "StepLayers":

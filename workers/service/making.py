@@ -10,8 +10,10 @@ from csattn.errors import ConfigError
 from csattn.models import LoadedModel, load_model
 from csattn.sketch.own import Growth
 from workers.engine.cpu_engine import CpuEngine
-from workers.engine.gpu_engine import MAX_ROWS, TAIL_CAPACITY, GpuEngine, require_device, require_selector, step_sizes
+from workers.engine.gpu_engine import MAX_ROWS, TAIL_CAPACITY, require_device, step_sizes
 from workers.engine.memory import require_weights
+from workers.engine.opening import gpu_engine, require_together
+from workers.model.devices import require_devices
 from workers.searchers.supervisor import Launch
 from workers.searchers.worker import choose_cpus
 from workers.searchers.worker_searcher import WorkerSearcher
@@ -58,10 +60,11 @@ def make_engine(settings: Settings, loaded: LoadedModel, searcher: WorkerSearche
     engine, num_requests = settings.engine, settings.limits.max_concurrent_requests
     max_rows = max(num_requests, QUESTION_ROWS)
     if engine.placement != "cpu":
-        return GpuEngine(
+        return gpu_engine(
             loaded,
             settings.search,
             engine.placement,
+            engine.num_devices,
             batch_sizes=step_sizes(min(max_rows, MAX_ROWS)),
             num_slots=num_requests,
             tail_capacity=engine.tail_capacity or TAIL_CAPACITY,
@@ -87,10 +90,17 @@ def make_engine(settings: Settings, loaded: LoadedModel, searcher: WorkerSearche
 
 def _require_engine(engine: EngineSettings) -> None:
     """Before anything is loaded."""
+    require_together(engine.placement, engine.selector, None, engine.num_devices)
     if engine.placement == "cpu":
         return
     require_device()
-    require_selector(engine.selector)
+    if engine.num_devices > 1:
+        require_devices(engine.num_devices)
+    if engine.num_search_workers and engine.num_devices > 1:
+        raise ConfigError(
+            f"engine.num_devices is {engine.num_devices} and engine.num_search_workers {engine.num_search_workers}, "
+            "but search workers serve one device; leave them out, and threads search for several"
+        )
     if engine.num_search_workers and (engine.placement != "host" or engine.selector == "full"):
         searches = "nothing is searched" if engine.selector == "full" else "the GPU searches"
         raise ConfigError(

@@ -78,7 +78,7 @@ def bundles(settings: Settings) -> list[dict[str, int]]:
     """What an attention worker needs of its node, then what each of its search workers needs there."""
     own = {"CPU": settings.engine.num_threads or 1}
     if settings.engine.placement != "cpu":
-        own["GPU"] = 1
+        own["GPU"] = settings.engine.num_devices
     return [own, *({"CPU": 1} for _ in range(settings.engine.num_search_workers))]
 
 

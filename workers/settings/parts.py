@@ -200,6 +200,9 @@ class EngineSettings:
             lowest=1,
         ),
     )
+    num_devices: int = field(
+        default=1, metadata=about("GPUs that share out the model's heads, each with its part of all.", lowest=1)
+    )
     num_threads: int | None = field(
         default=None, metadata=about("That search on the CPU. Not set: one for each CPU.", lowest=1)
     )

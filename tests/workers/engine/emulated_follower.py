@@ -1,4 +1,4 @@
-"""`workers.engine.follower` where there is no device: its kernels run on the CPU."""
+"""`workers.engine.follower_process` where there is no device: its kernels run on the CPU."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ import pytest
 
 from tests.cuda_on_cpu.emulated import Emulator
 from tests.workers.engine.emulated_engine import emulate
-from workers.engine.follower import main
+from workers.engine.follower_process import main
 
 KERNELS = "CSATTN_TEST_KERNELS"  # the environment's name for the directory of compiled kernels
 

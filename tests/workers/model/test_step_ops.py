@@ -372,6 +372,17 @@ def test_add_normed(batch_size, hidden_size, read_by, dtype) -> None:
     torch.testing.assert_close(got.hidden.float(), before.float() + added, **tolerance(dtype))
 
 
+def test_a_sum_over_devices_is_added_as_it_is() -> None:
+    """float32, whatever the stream is; without a norm of its own."""
+    x, read = randn(3, 100, scale=3.0), readers("both", 100)
+    got = make_stream(3, 100, torch.bfloat16)
+    before, want = got.hidden.clone(), copy_of(got)
+    TritonOps(DEVICE).add_normed(x, None, EPS, 0.5, got, read)
+    TorchOps().add_normed(x, None, EPS, 0.5, want, read)
+    assert_same_stream(got, want, read.ahead is not None)
+    torch.testing.assert_close(got.hidden.float(), before.float() + 0.5 * x, **tolerance(torch.bfloat16))
+
+
 def test_a_split_product_can_be_taken_again() -> None:
     """The counters that tell which program came last are zero again after each product."""
     ops, x = TritonOps(DEVICE), randn(2, 1500)

@@ -3,11 +3,13 @@
 import pytest
 
 from csattn.errors import ConfigError
+from offload.errors import NoDeviceError
 from tests.tiny import loaded
 from tests.workers.searchers.searching import Threads
 from workers.searchers.worker import choose_cpus
 from workers.service import making
 from workers.service.making import QUESTION_ROWS, make_backend, make_engine, make_searcher
+from workers.service.ray_cluster import bundles
 from workers.settings import EngineSettings, LimitSettings, RaySettings, Settings
 
 
@@ -46,6 +48,29 @@ def test_a_selector_that_no_gpu_has_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(making, "require_device", lambda: None)
     with pytest.raises(ConfigError, match="selector is 'quest', but a GPU decodes with csattn or full"):
         make_backend(Settings(engine=EngineSettings(placement="hybrid", selector="quest")), Threads())
+
+
+def test_devices_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cpu = Settings(engine=EngineSettings(num_devices=2))
+    with pytest.raises(ConfigError, match="2 devices are GPUs, and the placement is cpu; choose one device"):
+        make_backend(on_cpu, Threads())
+    monkeypatch.setattr(making, "require_device", lambda: None)
+    too_many = Settings(engine=EngineSettings(placement="hybrid", num_devices=99))
+    with pytest.raises(NoDeviceError, match="99 devices are asked for, and this process sees"):
+        make_backend(too_many, Threads())
+
+
+def test_search_workers_beside_several_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(making, "require_device", lambda: None)
+    monkeypatch.setattr(making, "require_devices", lambda num_devices: None)
+    settings = Settings(engine=EngineSettings(placement="host", num_devices=2, num_search_workers=1))
+    with pytest.raises(ConfigError, match=r"num_devices is 2 and engine.num_search_workers 1, but .* serve one device"):
+        make_backend(settings, Threads())
+
+
+def test_an_attention_worker_asks_ray_for_all_its_devices() -> None:
+    settings = Settings(engine=EngineSettings(placement="hybrid", num_devices=4, num_threads=3))
+    assert bundles(settings) == [{"CPU": 3, "GPU": 4}]
 
 
 @pytest.mark.parametrize("num_attention_workers", [1, 2])

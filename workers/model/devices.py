@@ -47,14 +47,14 @@ class Devices:
             timeout=_WAIT,
             device_id=device if device.type == "cuda" else None,
         )
-        self._group = dist.group.WORLD
         self._handles: dict[int, Any] = {}  # of rooms, by address
         self._is_symmetric = False  # whether devices read each other's memory by themselves
+        self._name = f"csattn-{meeting}"  # of the group, for symmetric memory, which keeps a name for good
         if device.type == "cuda":
             self._is_symmetric = self._all(self._adds_symmetric())
 
     def __repr__(self) -> str:
-        how = "symmetric memory" if self._is_symmetric else dist.get_backend(self._group)
+        how = "symmetric memory" if self._is_symmetric else dist.get_backend()
         return f"<Devices {self.share.rank} of {self.share.num_devices}, by {how}>"
 
     def close(self) -> None:
@@ -69,13 +69,13 @@ class Devices:
         import torch.distributed._symmetric_memory as symmetric  # which takes long, and has needs of its own
 
         room = symmetric.empty(sizes, dtype=torch.float32, device=self.device)
-        self._handles[room.data_ptr()] = symmetric.rendezvous(room, self._group)  # type: ignore[arg-type]  # there is one
+        self._handles[room.data_ptr()] = symmetric.rendezvous(room, self._name)  # type: ignore[arg-type]
         return room.zero_()
 
     def add_over_devices(self, x: Tensor) -> Tensor:
         """Enqueue the sum of all devices' x, which `room` gave, and may be written to again behind it."""
         if self._is_symmetric:
-            total: Tensor = torch.ops.symm_mem.one_shot_all_reduce(x, "sum", self._group.group_name)  # type: ignore[union-attr]
+            total: Tensor = torch.ops.symm_mem.one_shot_all_reduce(x, "sum", self._name)
             return total
         dist.all_reduce(x)
         return x
@@ -139,6 +139,7 @@ class Devices:
     def _adds_symmetric(self) -> bool:
         """Whether this machine can, tried."""
         try:
+            self._name_group()
             self._is_symmetric = True
             ones = self.room(4, 8).fill_(1 + self.share.rank)
             torch.cuda.synchronize()
@@ -150,6 +151,17 @@ class Devices:
             return False
         finally:
             self._is_symmetric = False
+
+    def _name_group(self) -> None:
+        """Tell torch of it. By the name that torch would choose, the next engine would find this one's devices."""
+        import torch.distributed._symmetric_memory as symmetric
+        from torch._C._distributed_c10d import _SymmetricMemory
+
+        c10d: Any = dist.distributed_c10d
+        store = c10d.PrefixStore("symmetric", c10d._get_default_store())
+        c10d._register_process_group(self._name, dist.group.WORLD)
+        symmetric._group_name_to_store[self._name] = store
+        _SymmetricMemory.set_group_info(self._name, self.share.rank, self.share.num_devices, store)
 
 
 class _Pickler(pickle.Pickler):

@@ -10,9 +10,11 @@ captured graph and the feeding of its tokens. `add_us` is one sum over devices, 
 import argparse
 import gc
 import json
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -78,10 +80,8 @@ def main() -> None:
     most = max(counts)
     if arguments.process is None:
         gate(torch.cuda.device_count() >= most, f"{most} GPUs are wanted, {torch.cuda.device_count()} are there")
-        with tempfile.TemporaryDirectory() as directory:
-            command = [sys.executable, "-m", "bench.split", *sys.argv[1:], "--process"]
-            children = [subprocess.Popen([*command, str(rank), f"{directory}/meeting"]) for rank in range(most)]
-            sys.exit(max(child.wait() for child in children))
+        _run_processes(most)
+        return
     rank, meeting = int(arguments.process[0]), Path(arguments.process[1])
     assert set(counts) <= {1, most}, "one GPU, and another number of them"
     devices = Devices(Share(rank, most), torch.device("cuda", rank), meeting)
@@ -95,6 +95,21 @@ def main() -> None:
     devices.close()
 
 
+def _run_processes(num: int) -> None:
+    """One for each GPU; all end together, for each waits for the others."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    with tempfile.TemporaryDirectory() as directory:
+        command = [sys.executable, "-m", "bench.split", *sys.argv[1:], "--process"]
+        children = [subprocess.Popen([*command, str(rank), f"{directory}/meeting"]) for rank in range(num)]
+        try:
+            while None in (states := [child.poll() for child in children]) and not any(states):
+                time.sleep(0.1)
+        finally:
+            for child in children:
+                child.kill()
+    sys.exit(int(any(states)))
+
+
 class _Bench:
     def __init__(self, arguments: argparse.Namespace, devices: Devices) -> None:
         self._arguments, self._devices, self._shape = arguments, devices, shape_named(arguments.shape)
@@ -103,7 +118,7 @@ class _Bench:
     def run(self, counts: list[int]) -> list[dict[str, Any]]:
         arguments, devices, found = self._arguments, self._devices, []
         whole = random_weights(self._shape, devices.device)
-        own = _share_of(whole, devices.share)
+        own = share_of(whole, devices.share)
         if devices.share.rank or 1 not in counts:
             del whole
         gc.collect()
@@ -122,7 +137,7 @@ class _Bench:
                     timed, got = self._measure(own, placement, context_len, batch_size, devices.share)
                     timed["add_us"] = self._time_add(batch_size)
                     if logits is not None:
-                        timed |= _compare(got, logits)
+                        timed |= compare(got, logits)
                     found.append({**case, "num_devices": devices.share.num_devices, **timed})
                     if devices.share.rank == 0:
                         print(json.dumps(found[-1]), flush=True)
@@ -189,14 +204,14 @@ def _graph_us(run: Callable[[], None], times: int = 20) -> float:
     return 1e3 * begin.elapsed_time(end) / times
 
 
-def _compare(got: Tensor, want: Tensor) -> dict[str, Any]:
+def compare(got: Tensor, want: Tensor) -> dict[str, Any]:
     apart = float((got - want).abs().max() / want.std())
     gate(apart < CLOSE, f"logits are {apart:.3f} of their spread apart, more than {CLOSE}")
     same = float((got.argmax(1) == want.argmax(1)).float().mean())
     return {"logits_apart": round(apart, 5), "same_tokens": same}
 
 
-def _share_of(weights: ModelWeights, share: Share) -> ModelWeights:
+def share_of(weights: ModelWeights, share: Share) -> ModelWeights:
     """Copies, so that the whole can go."""
 
     def copied(linear: Linear) -> Linear:

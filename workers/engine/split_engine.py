@@ -66,19 +66,30 @@ class SplitEngine:
         places = [torch.device(kind, rank) if kind == "cuda" else torch.device(kind) for rank in range(num_devices)]
         options["num_threads"] = max(1, (num_threads or available_cpus()) // num_devices)
         model = handed_share(loaded, num_devices)
-        with ExitStack() as undo:
+        # before any process is there: this one refuses what the others would
+        self._engine = GpuEngine(model, config, placement, device=places[0], on_progress=on_progress, **options)
+        with ExitStack() as undo, ExitStack() as failed:
+            failed.callback(self._engine.close)
             meeting = Path(undo.enter_context(TemporaryDirectory(prefix="csattn-devices-"))) / "meeting"
             specs = [
-                FollowerSpec(Share(rank, num_devices), places[rank], meeting, model, config, str(placement), options)
+                FollowerSpec(
+                    share=Share(rank, num_devices),
+                    device=places[rank],
+                    meeting=meeting,
+                    model=model,
+                    config=config,
+                    placement=str(placement),
+                    options=options,
+                )
                 for rank in range(1, num_devices)
             ]
             self._followers = Followers(specs, module)
             undo.callback(self._followers.close)
             self._devices = Devices(Share(0, num_devices), places[0], meeting)
             undo.callback(self._devices.close)
-            first = first_share(loaded, self._devices)
-            self._engine = GpuEngine(first, config, placement, device=places[0], on_progress=on_progress, **options)
+            self._engine.model = first_share(loaded, self._devices)
             self._undo = undo.pop_all()
+            failed.pop_all()
         self.max_rows, self.num_slots = self._engine.max_rows, self._engine.num_slots
         self.tail_capacity, self.max_positions = self._engine.tail_capacity, self._engine.max_positions
         self.num_layers = self._engine.num_layers
@@ -167,7 +178,7 @@ class SplitEngine:
         """No step may be in flight."""
         with self._undo:
             self._followers.let_go()
-            self._engine.close()
+            self._engine.close()  # its graphs go before what they were captured with
 
     def __enter__(self) -> Self:
         return self

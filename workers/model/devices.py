@@ -7,6 +7,7 @@ import gc
 import io
 import os
 import pickle
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -24,7 +25,8 @@ from offload.errors import NoDeviceError
 # a process that is lost is noticed otherwise; others may pin memory, or compile, for minutes
 _WAIT = timedelta(minutes=60)
 # the network is not needed, and NVLink's multicast neither: a program that is killed while it uses it can do harm
-_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
+_LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": _LOOPBACK, "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
 
 
 class Devices:

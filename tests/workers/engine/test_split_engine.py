@@ -239,6 +239,8 @@ def test_what_cannot_be_shared_out_is_a_sentence() -> None:
         SplitEngine(loaded("mixtral"), CONFIG, "hybrid", 2, **OPTIONS)
     with pytest.raises(ConfigError, match="search workers serve one device"):
         SplitEngine(loaded(), CONFIG, "host", 2, searcher=object(), **OPTIONS)
+    with pytest.raises(ConfigError, match="unknown placement 'cloud'"):
+        SplitEngine(loaded(), CONFIG, "cloud", 2, **OPTIONS)
     with pytest.raises(DevicesError, match=r"did not start .*look at its output"):
         SplitEngine(loaded(), CONFIG, "hybrid", 2, module="tests.no_such_module", **OPTIONS)
 

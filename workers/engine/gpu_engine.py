@@ -131,6 +131,11 @@ class GpuEngine:
     def __repr__(self) -> str:
         return f"<GpuEngine {self.placement}: {len(self._places)} contexts, {len(self._requests)} requests>"
 
+    @property
+    def is_started(self) -> bool:
+        """Whether memory is planned and steps are captured, for the contexts that there are."""
+        return self._placed is not None
+
     def add_context(self, context_id: int, artifact: Artifact) -> None:
         require_new_context(context_id, self._places, artifact, self.max_positions)
         artifact = self.model.open(artifact)

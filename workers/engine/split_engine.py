@@ -4,9 +4,9 @@ The other processes are told every call that changes something, and do the same 
 to the residual stream is summed up over all of them, inside their graphs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -40,8 +40,6 @@ class SplitEngine:
 
     Where the process of a device is lost, this one ends as well, with a sentence: whoever watches it starts it again.
     """
-
-    needs_context = True
 
     def __init__(
         self,
@@ -105,19 +103,10 @@ class SplitEngine:
 
     def add_context(self, context_id: int, artifact: Artifact) -> None:
         require_new_context(context_id, self._context_ids, artifact, self.max_positions)
-        answers, own = self._followers.ask("add_context", context_id, artifact.path), None
-        try:
+        with self._all_at_once("add_context", context_id, artifact.path):
             with self._devices.together():
                 pass  # all have opened it
             self._engine.add_context(context_id, artifact)
-        except EXPECTED as error:
-            own = error
-        except Exception as error:
-            self._followers.end_all(f"the first device failed at a context ({error!r})")
-        with self._followers.within(GRACE_S):
-            errors = [error for error in (own, *(answer.exception() for answer in answers)) if error is not None]
-        if errors:  # all have failed: first those that say why
-            raise min(errors, key=lambda error: isinstance(error, DevicesError))
         self._context_ids.add(context_id)
 
     def remove_context(self, context_id: int) -> None:
@@ -129,8 +118,12 @@ class SplitEngine:
         """Nothing: all that requests need of a context is there once it is loaded."""
 
     def open(self, slot: int, context_id: int, config: SearchConfig, selector: Selector) -> None:
-        self._engine.open(slot, context_id, config, selector)
-        self._followers.tell("open", slot, context_id, config, selector)
+        if self._engine.is_started:
+            self._engine.open(slot, context_id, config, selector)
+            self._followers.tell("open", slot, context_id, config, selector)
+            return
+        with self._all_at_once("open", slot, context_id, config, selector):
+            self._engine.open(slot, context_id, config, selector)
 
     def write_rows(self, slot: int, rows: Tensor) -> None:
         num_devices = self._devices.share.num_devices
@@ -165,6 +158,21 @@ class SplitEngine:
             self._followers.end_all(f"the first device failed at a step ({error!r})")
             raise
         return replace(result, fidelity=_mean(seen)) if seen else result
+
+    @contextmanager
+    def _all_at_once(self, name: str, *arguments: Any) -> Iterator[None]:
+        """What is done inside, the others do meanwhile: all of them, or none."""
+        answers, own = self._followers.ask(name, *arguments), None
+        try:
+            yield
+        except EXPECTED as error:
+            own = error
+        except Exception as error:
+            self._followers.end_all(f"the first device failed at {name} ({error!r})")
+        with self._followers.within(GRACE_S):
+            errors = [error for error in (own, *(answer.exception() for answer in answers)) if error is not None]
+        if errors:  # of all: first those that say why
+            raise min(errors, key=lambda error: isinstance(error, DevicesError))
 
     def reading(self, slot: int) -> Reading:
         return self._engine.reading(slot)

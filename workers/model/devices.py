@@ -132,11 +132,15 @@ class Devices:
         data = tensor([int(tensor([1], torch.int64, cpu))], torch.uint8, cpu)
         return _Unpickler(io.BytesIO(data.numpy().tobytes()), tensor).load()
 
+    def least(self, number: int) -> int:
+        """Of all devices' numbers."""
+        told = torch.tensor([number])
+        dist.all_reduce(told, dist.ReduceOp.MIN)
+        return int(told)
+
     def _all(self, is_so: bool) -> bool:
         """Whether it is so for all."""
-        flag = torch.tensor([int(is_so)])
-        dist.all_reduce(flag, dist.ReduceOp.MIN)
-        return bool(flag)
+        return bool(self.least(int(is_so)))
 
     def _adds_symmetric(self) -> bool:
         """Whether this machine can, tried."""

@@ -17,7 +17,7 @@ from offload.codecs.formats import KvFormat
 from offload.errors import MemoryPlanError, NoDeviceError
 from tests.tiny import FAMILIES, loaded, token_ids
 from tests.workers.engine.definition import defined_logits
-from workers.engine import PLACEMENTS, GpuEngine, answer, placed_model, question_tokens
+from workers.engine import PLACEMENTS, GpuEngine, answer, question_tokens, step_model
 from workers.serving.step_engine import StepRow
 
 CONTEXT_LEN = 700

@@ -33,12 +33,12 @@ from tests.cuda_on_cpu import emulated
 from tests.tiny import byte_tokenizer, loaded, make_model, token_ids
 from tests.workers.engine.emulated_engine import emulate
 from tests.workers.engine.emulated_follower import KERNELS
-from workers.engine import followers, placed_model
+from workers.engine import followers, step_model
 from workers.engine.gpu_engine import GpuEngine
 from workers.engine.split_engine import SplitEngine
 from workers.model.devices import Devices
 from workers.serving.messages import Selector
-from workers.serving.step_engine import StepEngine, StepRow
+from workers.serving.step_engine import NO_CONTEXT, StepEngine, StepRow
 
 ON_GPUS = torch.cuda.device_count() > 1
 DEVICE = torch.device("cuda", 0) if ON_GPUS else torch.device("cpu")
@@ -137,9 +137,11 @@ def talk(engine: StepEngine, artifacts: list[Artifact], selector: Selector) -> t
 def test_what_one_device_refuses_all_refuse_and_go_on(artifacts, monkeypatch) -> None:
     """Also at the first context, when memory is planned."""
     engine = shared()
+    with pytest.raises(ConfigError, match="no context 0"):
+        engine.open(0, 0, CONFIG, "csattn")
     with monkeypatch.context() as patch:
         little = AvailableMemory(device_bytes=1, host_bytes=1)
-        patch.setattr(placed_model, "available_memory", lambda device: little)
+        patch.setattr(step_model, "available_memory", lambda device: little)
         with pytest.raises(MemoryPlanError, match="device memory"):  # on the first device alone
             engine.add_context(0, artifacts[0])
     engine.add_context(0, artifacts[0])
@@ -230,6 +232,22 @@ def test_segments_of_a_request_are_shared_out_too(tmp_path, rng, lookahead) -> N
                 logits.append(logits_of(engine, 0, [5]))
                 assert engine.reading(0).rows < 300 + 1050
     np.testing.assert_allclose(logits[1], logits[0], rtol=CLOSE, atol=CLOSE)
+
+
+def test_requests_without_a_context_come_first_and_another_kind_of_index_is_planned_for_then(artifacts) -> None:
+    said, lists = [], preset("lists")
+    for make in (one, two):
+        with make("hybrid", max_context_len=None, index_config=lists, batch_sizes=(1,)) as engine:
+            with pytest.raises(ConfigError, match="0 to 1, not 5"):
+                engine.open(5, NO_CONTEXT, CONFIG, "csattn")
+            engine.open(0, NO_CONTEXT, CONFIG, "csattn")
+            said.append(logits_of(engine, 0, [5]))
+            engine.close_slot(0)
+            engine.add_context(0, artifacts[1])
+            engine.open(1, 0, CONFIG, "csattn")
+            said.append(logits_of(engine, 1, [7]))
+    np.testing.assert_allclose(said[2], said[0], rtol=CLOSE, atol=CLOSE)
+    np.testing.assert_allclose(said[3], said[1], rtol=CLOSE, atol=CLOSE)
 
 
 def test_what_cannot_be_shared_out_is_a_sentence() -> None:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.decode.end_to_end import SLOW_STEPS, WARM_UP_STEPS, make_runner, time_steps
+from bench.decode.end_to_end import WARM_UP_STEPS, make_runner, time_steps
 from bench.decode.gpu_timing import device_machine
 from bench.decode.options import Options
 from bench.decode.placements import placed
@@ -149,7 +149,7 @@ class _Bench:
         """Times, and the logits of the first step."""
         device, is_split = self._devices.device, share.num_devices > 1
         work = ShareOfWorkload(self._recording, context_len, batch_size, device, share=share)
-        search = SearchConfig(lookahead=int(placement == "host"))
+        search = SearchConfig(lookahead=0)
         options = Options(shape=weights.spec, search=search, ceilings={}, seconds=0.3)
         prepared = placed(work, options, self._arguments.variant, placement, search)
         try:
@@ -163,7 +163,7 @@ class _Bench:
 
             for _ in range(WARM_UP_STEPS):
                 step()
-            times_us = time_steps(step, self._arguments.steps if placement != "host" else SLOW_STEPS)
+            times_us = time_steps(step, self._arguments.steps)
             p50, p99 = (round(float(x), 1) for x in np.percentile(times_us, [50, 99]))
             timed = {"p50_us": p50, "p99_us": p99, "hbm_bytes": torch.cuda.memory_allocated()}
         finally:

@@ -49,8 +49,7 @@ class AskOptions:
     host_budget: str | None = None  # of host memory for the context's rows; None: all that they take
 
     def __post_init__(self) -> None:
-        require_together(self.placement, self.selector, self.budget_bytes, self.num_devices)
-        _ = self.kv_format  # which refuses what it cannot read
+        require_together(self.placement, self.selector, self.budget_bytes, self.num_devices, self.kv_format)
 
     @property
     def kv_format(self) -> KvFormat | None:
@@ -67,14 +66,14 @@ def ask(place: Path | str, prompt: str, config: SearchConfig, options: AskOption
     use_threads(options.threads)
     with open_artifact(place) as artifact:
         name, dtype = options.model or artifact.spec.model_name, artifact.spec.kv_dtype
-        if options.placement != "cpu":
+        if options.placement != "cpu" and options.num_devices == 1:
             require_weights(name, dtype, options.weights)
         loaded = show_loading(name, dtype, weights=options.weights)
         sparse = _answer(loaded, artifact, config, options.selector, prompt, options)
         result = {**sparse.to_json(), **_asked_for(config, sparse, artifact)}
         if options.compare:
             gc.collect()  # what the engine before has left on the device
-            full = _answer(loaded, artifact, config, "full", prompt, replace(options, kv_codec=None))
+            full = _answer(loaded, artifact, config, "full", prompt, replace(options, kv_codec=None, num_devices=1))
             out.print(comparison(f"keep {100 * config.keep:g} %, rest {result['rest']}", sparse, full))
             result["full"] = full.to_json()
     return result

@@ -12,7 +12,7 @@ from workers.engine.cpu_context import HostBudget
 from workers.engine.cpu_engine import CpuEngine
 from workers.engine.gpu_engine import TAIL_CAPACITY, GpuEngine, require_selector
 from workers.engine.memory import PLACEMENTS, Placement
-from workers.engine.split_engine import SplitEngine
+from workers.engine.split_engine import SplitEngine, require_tried
 
 
 def open_engine(
@@ -33,7 +33,7 @@ def open_engine(
 
     Raises a sentence for what does not go together.
     """
-    require_together(placement, selector, host_budget_bytes, num_devices)
+    require_together(placement, selector, host_budget_bytes, num_devices, kv_format)
     artifact.require_model(loaded.fingerprint)
     artifact.require_tokenizer(loaded.tokenizer_hash)
     engine: CpuEngine | GpuEngine | SplitEngine
@@ -80,7 +80,13 @@ def gpu_engine(
     return SplitEngine(loaded, config, placement, num_devices, **options)
 
 
-def require_together(placement: str, selector: str, host_budget_bytes: int | None, num_devices: int = 1) -> None:
+def require_together(
+    placement: str,
+    selector: str,
+    host_budget_bytes: int | None,
+    num_devices: int = 1,
+    kv_format: KvFormat | None = None,
+) -> None:
     """Raise ConfigError for a placement that is none, and for what there is on the CPU, or on GPUs, only."""
     if placement == "cpu":
         if num_devices != 1:
@@ -91,6 +97,8 @@ def require_together(placement: str, selector: str, host_budget_bytes: int | Non
     if placement not in PLACEMENTS:
         raise ConfigError(f"unknown placement {placement!r}; choose one of cpu, {', '.join(PLACEMENTS)}")
     require_selector(selector)
+    if num_devices > 1:
+        require_tried(placement, selector, kv_format)
     if host_budget_bytes is not None:
         raise ConfigError(
             "a host budget is for decoding on the CPU; leave out the host budget, or choose placement cpu"

@@ -18,21 +18,24 @@ from torch import Tensor
 
 from csattn.artifact import Artifact
 from csattn.config import SearchConfig
-from csattn.cpus import available_cpus
 from csattn.errors import ConfigError, DevicesError
 from csattn.models import LoadedModel
 from csattn.models.share import require_shares
 from csattn.share import Share
+from offload.codecs.formats import KvFormat
 from workers.engine import gpu_engine
 from workers.engine.follower import EXPECTED, FollowerSpec
 from workers.engine.followers import GRACE_S, MODULE, STEP_S, Followers
 from workers.engine.gpu_engine import GpuEngine
-from workers.engine.memory import Placement
+from workers.engine.memory import Placement, placement_named
 from workers.engine.slots import require_new_context
 from workers.engine.step_model import first_share, handed_share, step_model
+from workers.model.deadline import ends_within
 from workers.model.devices import Devices, require_devices
 from workers.serving.messages import Selector
 from workers.serving.step_engine import EngineCounts, Fidelity, Reading, StepResult, StepRow
+
+LOAD_S = 1800.0  # that no context takes, nor the weights and what is captured before the first
 
 
 class SplitEngine:
@@ -48,21 +51,22 @@ class SplitEngine:
         placement: Placement | str,
         num_devices: int,
         *,
-        num_threads: int | None = None,  # of all devices' processes together
         device: torch.device | None = None,  # the first, the others are those after it; the CPU to try it out
         on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
         module: str = MODULE,  # whose main the other processes run
         **options: Any,  # of `GpuEngine`, but for a searcher
     ) -> None:
         if options.pop("searcher", None) is not None:
-            raise ConfigError("search workers serve one device; leave them out, and threads search for several")
+            raise ConfigError("search workers serve one device, in placement host; leave them out")
+        require_tried(placement_named(placement), options.get("selector", "csattn"), options.get("kv_format"))
         gpu_engine.require_device()
         require_shares(step_model(loaded).spec, num_devices)
+        if any(hasattr(module, "quantized") for module in loaded.model.modules()):
+            raise ConfigError("weights of 8 or 4 bits are not shared out among devices; choose one device")
         kind = "cuda" if device is None else device.type
         if kind == "cuda":
             require_devices(num_devices)
         places = [torch.device(kind, rank) if kind == "cuda" else torch.device(kind) for rank in range(num_devices)]
-        options["num_threads"] = max(1, (num_threads or available_cpus()) // num_devices)
         model = handed_share(loaded, num_devices)
         # before any process is there: this one refuses what the others would
         self._engine = GpuEngine(model, config, placement, device=places[0], on_progress=on_progress, **options)
@@ -164,7 +168,8 @@ class SplitEngine:
         """What is done inside, the others do meanwhile: all of them, or none."""
         answers, own = self._followers.ask(name, *arguments), None
         try:
-            yield
+            with ends_within(LOAD_S, "the devices have not loaded together what they began"):
+                yield
         except EXPECTED as error:
             own = error
         except Exception as error:
@@ -195,6 +200,16 @@ class SplitEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def require_tried(placement: str, selector: str, kv_format: KvFormat | None) -> None:
+    """Raise ConfigError for what has not run on several GPUs yet."""
+    if placement == "host" or selector != "csattn" or kv_format is not None:
+        of_rows = "" if kv_format is None else ", and KV in another format"
+        raise ConfigError(
+            f"placement {placement} with selector {selector}{of_rows} has not been tried on several devices; choose "
+            "one device, or placement device or hybrid with selector csattn and KV as it was built"
+        )
 
 
 def _mean(seen: Sequence[Fidelity]) -> Fidelity:

@@ -10,6 +10,7 @@ from csattn.artifact import Artifact
 from csattn.artifact.share import ArtifactShare
 from csattn.models import LoadedModel
 from csattn.models.families import describe
+from csattn.models.loader import device_bytes
 from csattn.models.share import share_of_spec
 from csattn.models.spec import ModelSpec
 from csattn.models.weights import ModelWeights
@@ -46,7 +47,7 @@ class StepModel:
 
 
 def step_model(loaded: LoadedModel) -> StepModel:
-    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in loaded.model.parameters())
+    num_bytes = device_bytes(loaded.model)
     return StepModel(
         name=loaded.name,
         fingerprint=loaded.fingerprint,

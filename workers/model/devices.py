@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,10 @@ from torch import Tensor
 from csattn.errors import ConfigError, DevicesError
 from csattn.share import Share
 from offload.errors import NoDeviceError
+from workers.model.deadline import ends_within
 
+MEET_S = 180.0  # for all to find each other, and each other's memory
+_NOT_MET = "another device has not come to where this one waits for it"
 # a process that is lost is noticed otherwise; others may pin memory, or compile, for minutes
 _WAIT = timedelta(minutes=60)
 # the network is not needed, and NVLink's multicast neither: a program that is killed while it uses it can do harm
@@ -30,30 +33,46 @@ _ENVIRONMENT = {"GLOO_SOCKET_IFNAME": _LOOPBACK, "TORCH_SYMM_MEM_DISABLE_MULTICA
 
 
 class Devices:
-    """This process's place among them. Sums are the same to the bit on all devices."""
+    """This process's place among them. Sums are the same to the bit on all devices.
+
+    GPUs read each other's memory by themselves (torch's symmetric memory); CPUs, to try it out, are joined by gloo.
+    """
+
+    _have_met: ClassVar[bool] = False  # GPUs, in this process: torch counts their meetings as long as it lives
 
     def __init__(self, share: Share, device: torch.device, meeting: Path) -> None:
-        """meeting: a file that is not there yet, by which they find each other."""
+        """meeting: a file that is not there yet, by which they find each other.
+
+        This process ends where they do not. Raises NoDeviceError for GPUs that cannot read each other's memory.
+        """
         if dist.is_initialized():
             raise ConfigError("this process computes with other devices already; close what does, then begin anew")
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         self.share, self.device = share, device
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            init_method=f"file://{meeting}",
-            rank=share.rank,
-            world_size=share.num_devices,
-            timeout=_WAIT,
-            device_id=device if device.type == "cuda" else None,
-        )
         self._handles: dict[int, Any] = {}  # of rooms, by address
-        self._is_symmetric = False  # whether devices read each other's memory by themselves
-        self._name = f"csattn-{meeting}"  # of the group, for symmetric memory, which keeps a name for good
-        if device.type == "cuda":
-            self._is_symmetric = self._all(self._adds_symmetric())
+        self._name = f"csattn-{meeting}"  # of the group, for symmetric memory
+        self._is_symmetric = is_gpu = device.type == "cuda"
+        if is_gpu:
+            _require_first_meeting()
+            Devices._have_met = True
+            torch.cuda.set_device(device)
+        with ends_within(MEET_S, _NOT_MET):
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if is_gpu else "gloo",
+                init_method=f"file://{meeting}",
+                rank=share.rank,
+                world_size=share.num_devices,
+                timeout=_WAIT,
+                device_id=device if is_gpu else None,
+            )
+            adds = not is_gpu or self._all(self._adds_symmetric())
+        if not adds:
+            self.close()
+            raise NoDeviceError(
+                "these GPUs cannot read each other's memory, and several were not tried in another way; choose one "
+                "device"
+            )
 
     def __repr__(self) -> str:
         how = "symmetric memory" if self._is_symmetric else dist.get_backend()
@@ -62,16 +81,19 @@ class Devices:
     def close(self) -> None:
         """No step may be in flight. Graphs that nobody holds any more are freed first: they hold on to this."""
         gc.collect()
-        dist.destroy_process_group()
+        with ends_within(MEET_S, _NOT_MET):
+            dist.destroy_process_group()
 
     def room(self, *sizes: int) -> Tensor:
-        """Memory for what is to be added up, or gathered: float32, zeros."""
+        """Memory for what is to be added up, or gathered: float32, zeros. All ask for theirs at the same time."""
         if not self._is_symmetric:
             return torch.zeros(sizes, device=self.device)
         import torch.distributed._symmetric_memory as symmetric  # which takes long, and has needs of its own
 
-        room = symmetric.empty(sizes, dtype=torch.float32, device=self.device)
-        self._handles[room.data_ptr()] = symmetric.rendezvous(room, self._name)  # type: ignore[arg-type]
+        with self.together():
+            room = symmetric.empty(sizes, dtype=torch.float32, device=self.device)
+        with ends_within(MEET_S, _NOT_MET):
+            self._handles[room.data_ptr()] = symmetric.rendezvous(room, self._name)  # type: ignore[arg-type]
         return room.zero_()
 
     def add_over_devices(self, x: Tensor) -> Tensor:
@@ -145,21 +167,19 @@ class Devices:
     def _adds_symmetric(self) -> bool:
         """Whether this machine can, tried."""
         try:
-            self._name_group()
-            self._is_symmetric = True
+            with self.together():
+                self._name_group()
             ones = self.room(4, 8).fill_(1 + self.share.rank)
             torch.cuda.synchronize()
             total, parts = self.add_over_devices(ones), torch.zeros(4, 8 * self.share.num_devices, device=self.device)
             self.gather(ones, parts)
             ranks = torch.arange(1, self.share.num_devices + 1, device=self.device)
             return bool((total == ranks.sum()).all() and (parts == ranks.repeat_interleave(8)).all())
-        except (RuntimeError, AttributeError):  # of torch, for links and versions that have no such thing
+        except (RuntimeError, AttributeError, ImportError, DevicesError):  # for links and versions without it
             return False
-        finally:
-            self._is_symmetric = False
 
     def _name_group(self) -> None:
-        """Tell torch of it. By the name that torch would choose, the next engine would find this one's devices."""
+        """Tell torch of it, by a name that no other has had."""
         import torch.distributed._symmetric_memory as symmetric
         from torch._C._distributed_c10d import _SymmetricMemory
 
@@ -195,7 +215,17 @@ class _Unpickler(pickle.Unpickler):
 
 
 def require_devices(num_devices: int) -> None:
-    """Raise a sentence where there are not so many."""
+    """Raise a sentence where there are not so many, or where this process cannot meet them any more."""
+    _require_first_meeting()
     found = torch.cuda.device_count()
     if num_devices > found:
         raise NoDeviceError(f"{num_devices} devices are asked for, and this process sees {found}; ask for no more")
+
+
+def _require_first_meeting() -> None:
+    """Keys by which torch's processes find each other's memory are counted in each for as long as it lives, whatever
+    group they are of: a process that has met others and one that has not would wait for each other for ever."""
+    if Devices._have_met:
+        raise ConfigError(
+            "this process has computed with several GPUs already, which a process can begin once; start another"
+        )

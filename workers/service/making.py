@@ -30,7 +30,7 @@ def make_backend(settings: Settings, launch: Launch) -> LocalBackend:
     launch: how search workers are started, if there are to be any.
     """
     _require_engine(settings.engine)
-    if settings.engine.placement != "cpu":
+    if settings.engine.placement != "cpu" and settings.engine.num_devices == 1:
         require_weights(settings.model.name, settings.build.dtype, settings.model.weights)
     torch.set_num_threads(settings.engine.num_threads or available_cpus())
     with ThreadPoolExecutor(1) as pool:  # search workers come up while the model is loaded
@@ -90,17 +90,12 @@ def make_engine(settings: Settings, loaded: LoadedModel, searcher: WorkerSearche
 
 def _require_engine(engine: EngineSettings) -> None:
     """Before anything is loaded."""
-    require_together(engine.placement, engine.selector, None, engine.num_devices)
+    require_together(engine.placement, engine.selector, None, engine.num_devices, engine.kv_format)
     if engine.placement == "cpu":
         return
     require_device()
     if engine.num_devices > 1:
         require_devices(engine.num_devices)
-    if engine.num_search_workers and engine.num_devices > 1:
-        raise ConfigError(
-            f"engine.num_devices is {engine.num_devices} and engine.num_search_workers {engine.num_search_workers}, "
-            "but search workers serve one device; leave them out, and threads search for several"
-        )
     if engine.num_search_workers and (engine.placement != "host" or engine.selector == "full"):
         searches = "nothing is searched" if engine.selector == "full" else "the GPU searches"
         raise ConfigError(

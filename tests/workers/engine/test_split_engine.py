@@ -24,6 +24,7 @@ from csattn.config import SearchConfig, preset
 from csattn.errors import ConfigError, ContextError, CsattnError, DevicesError
 from csattn.models import LoadedModel
 from csattn.models.loader import wrap_model
+from csattn.models.quantized_weight import QuantizedWeight
 from csattn.share import Share
 from csattn.sketch.own import Growth
 from index_build.pipeline import build_artifact
@@ -37,7 +38,6 @@ from workers.engine import followers, step_model
 from workers.engine.gpu_engine import GpuEngine
 from workers.engine.split_engine import SplitEngine
 from workers.model.devices import Devices
-from workers.serving.messages import Selector
 from workers.serving.step_engine import NO_CONTEXT, StepEngine, StepRow
 
 ON_GPUS = torch.cuda.device_count() > 1
@@ -113,12 +113,12 @@ def logits_of(engine: StepEngine, slot: int, tokens: list[int]) -> np.ndarray:
     return result.logits.copy()
 
 
-def talk(engine: StepEngine, artifacts: list[Artifact], selector: Selector) -> tuple[list[list[int]], np.ndarray]:
+def talk(engine: StepEngine, artifacts: list[Artifact]) -> tuple[list[list[int]], np.ndarray]:
     """Two requests over two contexts, in one step where they fit; then the first is kept and goes on elsewhere."""
     for context_id, artifact in enumerate(artifacts):
         engine.add_context(context_id, artifact)
     for slot in range(2):
-        engine.open(slot, slot, CONFIG, selector)
+        engine.open(slot, slot, CONFIG, "csattn")
     engine.step([StepRow(0, token) for token in QUESTIONS[0][:4]])
     last = engine.step([StepRow(0, QUESTIONS[0][4]), *(StepRow(1, token) for token in QUESTIONS[1])]).next_ids
     said = [[int(last[0])], [int(last[-1])]]
@@ -129,7 +129,7 @@ def talk(engine: StepEngine, artifacts: list[Artifact], selector: Selector) -> t
     rows = engine.read_rows(0, 0, 8)()
     engine.close_slot(1)
     engine.remove_context(1)
-    engine.open(1, 0, CONFIG, selector)
+    engine.open(1, 0, CONFIG, "csattn")
     engine.write_rows(1, rows)
     return said, np.concatenate([logits_of(engine, 0, said[0][3:]), logits_of(engine, 1, said[0][3:])])
 
@@ -181,25 +181,14 @@ def test_a_watched_step_tells_of_all_heads(artifacts) -> None:
     assert seen[1].mass == pytest.approx(seen[0].mass, abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("placement", "selector"),
-    [
-        ("hybrid", "csattn"),
-        *(pytest.param(name, "csattn", marks=pytest.mark.gpu) for name in ("device", "host")),
-        *(pytest.param(name, "full", marks=pytest.mark.gpu) for name in ("device", "hybrid")),
-    ],
-)
-def test_two_devices_say_what_one_says(artifacts, placement, selector) -> None:
-    with one(placement, selector=selector) as engine:
-        want_said, want = talk(engine, artifacts, selector)
+@pytest.mark.parametrize("placement", ["hybrid", pytest.param("device", marks=pytest.mark.gpu)])
+def test_two_devices_say_what_one_says(artifacts, placement) -> None:
+    with one(placement) as engine:
+        want_said, want = talk(engine, artifacts)
         want_counts = engine.counts()
-    with (
-        nullcontext(shared())
-        if (placement, selector) == ("hybrid", "csattn")
-        else two(placement, selector=selector) as engine
-    ):
+    with nullcontext(shared()) if placement == "hybrid" else two(placement) as engine:
         before = engine.counts()
-        said, got = talk(engine, artifacts, selector)
+        said, got = talk(engine, artifacts)
         counts = engine.counts()
         assert "1 contexts, 2 requests" in repr(engine)
         tidy(engine)
@@ -215,11 +204,10 @@ def tidy(engine: SplitEngine) -> None:
     engine.remove_context(0)
 
 
-@pytest.mark.parametrize("lookahead", [0, pytest.param(1, marks=pytest.mark.gpu)])
-def test_segments_of_a_request_are_shared_out_too(tmp_path, rng, lookahead) -> None:
+def test_segments_of_a_request_are_shared_out_too(tmp_path, rng) -> None:
     """They are made of rows that were written, and by every device of its own heads."""
     model = wrap_model(make_model("gemma3_text", max_position_embeddings=4096), byte_tokenizer(), "long")
-    config, growth = replace(CONFIG, lookahead=lookahead), Growth(least_near=8)
+    config, growth = replace(CONFIG, lookahead=1), Growth(least_near=8)
     num_layers, heads = len(model.geometry.indexed_layers), model.geometry.num_kv_heads
     rows = torch.from_numpy(rng.standard_normal((num_layers, heads, 1050, 2, 16)).astype(np.float32))
     logits = []
@@ -251,12 +239,19 @@ def test_requests_without_a_context_come_first_and_another_kind_of_index_is_plan
 
 
 def test_what_cannot_be_shared_out_is_a_sentence() -> None:
+    rounded = wrap_model(make_model("llama"), byte_tokenizer(), "rounded")
+    linear = rounded.model.model.layers[0].self_attn.q_proj
+    linear.quantized = QuantizedWeight.rounded(linear.weight.data, "fp8")
     with pytest.raises(ConfigError, match=r"3 devices cannot share 2 KV heads .* 1 or 2 can"):
         SplitEngine(loaded(), CONFIG, "hybrid", 3, **OPTIONS)
     with pytest.raises(ConfigError, match="layers of experts, which are not shared out"):
         SplitEngine(loaded("mixtral"), CONFIG, "hybrid", 2, **OPTIONS)
+    with pytest.raises(ConfigError, match="placement host with selector csattn has not been tried on several"):
+        SplitEngine(loaded(), CONFIG, "host", 2, **OPTIONS)
     with pytest.raises(ConfigError, match="search workers serve one device"):
-        SplitEngine(loaded(), CONFIG, "host", 2, searcher=object(), **OPTIONS)
+        SplitEngine(loaded(), CONFIG, "hybrid", 2, searcher=object(), **OPTIONS)
+    with pytest.raises(ConfigError, match="weights of 8 or 4 bits are not shared out"):
+        SplitEngine(rounded, CONFIG, "hybrid", 2, **OPTIONS)
     with pytest.raises(ConfigError, match="unknown placement 'cloud'"):
         SplitEngine(loaded(), CONFIG, "cloud", 2, **OPTIONS)
     with pytest.raises(DevicesError, match=r"did not start .*look at its output"):

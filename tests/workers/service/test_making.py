@@ -60,12 +60,11 @@ def test_devices_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch)
         make_backend(too_many, Threads())
 
 
-def test_search_workers_beside_several_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(making, "require_device", lambda: None)
-    monkeypatch.setattr(making, "require_devices", lambda num_devices: None)
-    settings = Settings(engine=EngineSettings(placement="host", num_devices=2, num_search_workers=1))
-    with pytest.raises(ConfigError, match=r"num_devices is 2 and engine.num_search_workers 1, but .* serve one device"):
-        make_backend(settings, Threads())
+@pytest.mark.parametrize("settings", [{"placement": "host"}, {"selector": "full"}, {"kv_codec": "q8_0"}])
+def test_what_was_not_tried_on_several_devices_is_refused(settings: dict[str, str]) -> None:
+    engine = EngineSettings(**{"placement": "hybrid", "num_devices": 2, **settings})
+    with pytest.raises(ConfigError, match=r"has not been tried on several devices; .* device or hybrid with"):
+        make_backend(Settings(engine=engine), Threads())
 
 
 def test_an_attention_worker_asks_ray_for_all_its_devices() -> None:

@@ -1,0 +1,19 @@
+"""Where there are several GPUs, each test of them runs in a process of its own: a process begins with them once."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+APART = "CSATTN_TEST_APART"  # in the environment of such a process
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    if pyfuncitem.path.name != "test_split_engine.py" or APART in os.environ or torch.cuda.device_count() < 2:
+        return None
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", pyfuncitem.nodeid]
+    subprocess.run(command, cwd=pyfuncitem.config.rootpath, env=os.environ | {APART: "1"}, check=True, timeout=300)
+    return True

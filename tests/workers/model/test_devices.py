@@ -1,0 +1,50 @@
+"""Devices meet once, or their processes end: torch waits for others with Python's lock held, and for very long."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from csattn.errors import ConfigError
+from workers.model.deadline import ends_within
+from workers.model.devices import Devices, require_devices
+
+ALONE = """
+import torch; from pathlib import Path
+from csattn.share import Share; from workers.model import devices
+devices.MEET_S = 0.5
+devices.Devices(Share(0, 2), torch.device("cpu"), Path({meeting!r}))
+"""
+LOCKED = """
+import ctypes; from workers.model.deadline import ends_within
+with ends_within(0.5, "another device has not come"):
+    ctypes.PyDLL(None).sleep(600)  # with Python's lock
+"""
+
+
+@pytest.mark.parametrize("code", [ALONE, LOCKED])
+def test_a_process_ends_that_waits_for_others(tmp_path: Path, code: str) -> None:
+    command = [sys.executable, "-c", code.format(meeting=str(tmp_path / "meeting"))]
+    done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=100)
+    assert done.returncode == -signal.SIGKILL
+    assert "another device has not come" in done.stderr and "ends: start it again" in done.stderr
+
+
+def test_what_ends_in_time_is_left_alone() -> None:
+    with ends_within(0.3, "too late"):
+        pass
+    with pytest.raises(ValueError, match="as it was"), ends_within(0.3, "too late"):
+        raise ValueError("as it was")
+    time.sleep(0.5)
+
+
+def test_a_process_begins_with_several_gpus_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    require_devices(2)
+    monkeypatch.setattr(Devices, "_have_met", True)
+    with pytest.raises(ConfigError, match=r"computed with several GPUs already, .* once; start another"):
+        require_devices(2)

@@ -1,0 +1,30 @@
+"""An end for what may wait for ever, in whatever way it waits."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_GUARD = """
+import os, select, signal, sys
+pid, seconds, why = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
+if not select.select([0], [], [], seconds)[0] and os.getppid() == pid:
+    os.write(2, f"{why}; process {pid} ends: start it again\\n".encode())
+    os.kill(pid, signal.SIGKILL)
+"""
+
+
+@contextmanager
+def ends_within(seconds: float, why: str) -> Iterator[None]:
+    """Where what is done inside is not done in that time, this process is killed; why is the sentence it leaves.
+
+    A process of its own sees to it: torch waits for other devices' memory with Python's lock held, which stops every
+    thread of this one.
+    """
+    command = [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid()), str(seconds), why]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as guard:
+        try:
+            yield
+        finally:
+            guard.communicate(b"done")

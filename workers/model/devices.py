@@ -29,7 +29,12 @@ _NOT_MET = "another device has not come to where this one waits for it"
 _WAIT = timedelta(minutes=60)
 # the network is not needed, and NVLink's multicast neither: a program that is killed while it uses it can do harm
 _LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
-_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": _LOOPBACK, "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
+_ENVIRONMENT = {
+    "GLOO_SOCKET_IFNAME": _LOOPBACK,
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",  # weights are sent in turn as it is
+}
 
 
 class Devices:

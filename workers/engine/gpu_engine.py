@@ -326,14 +326,15 @@ class GpuEngine:
         return max(1, int(self._slot_share * max_context_len))
 
     def _longest(self, index_config: IndexConfig, needed: int) -> int:
-        """As many rows as the model has positions, halved until what grows with them takes a quarter of memory."""
+        """As many rows as the model has positions, halved until what grows with them takes half of what is left."""
 
         def planned_bytes(longest: int) -> int:
             shape, num_slots = self._shape_for(index_config, longest), self._slots_of(longest)
             return plan_memory(self.model.num_bytes, index_config, shape, self.placement, num_slots).device_bytes
 
-        longest, room = self.max_positions, self.model.available(self._device).device_bytes // 4
-        while longest > max(needed, 1) and planned_bytes(longest) > planned_bytes(1) + room:
+        longest, least = self.max_positions, planned_bytes(1)
+        room = (self.model.available(self._device).device_bytes - least) // 2
+        while longest > max(needed, 1) and planned_bytes(longest) > least + room:
             longest //= 2
         return max(longest, needed)
 

@@ -183,8 +183,8 @@ class EngineSettings:
     max_context_len: int | None = field(
         default=None,
         metadata=about(
-            "On a GPU: rows of the longest context. Not set: as many as the model has positions, or as a quarter of "
-            "the device's memory has room for.",
+            "On a GPU: rows of the longest context. Not set: as many as the model has positions, or as half of the "
+            "device's memory that is left has room for.",
             lowest=1,
         ),
     )

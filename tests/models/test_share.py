@@ -77,7 +77,9 @@ def test_a_vocabulary_that_cannot_be_shared_out_is_on_all_devices() -> None:
     assert share_of_head(head, Share(1, 2)) is head
 
 
-@pytest.mark.parametrize(("fault", "family"), [(fault, name) for fault, names in REFUSED.items() for name in names])
+@pytest.mark.parametrize(
+    ("fault", "family"), [(fault, name) for fault, names in REFUSED.items() for name in sorted(names)]
+)
 def test_what_is_not_shared_out_is_named(fault: str, family: str) -> None:
     with pytest.raises(ConfigError, match=rf"{fault}, which are not shared out among devices; choose one device"):
         require_shares(describe(tiny_config(family)), 2)

@@ -14,7 +14,7 @@ from csattn.build_options import BuildOptions
 from csattn.errors import CsattnError
 from workers.settings import Settings
 
-SETTLE_S = 10.0  # before a process comes up that nobody needs yet
+SETTLE_S = 20.0  # before a process comes up that nobody needs yet
 BEHIND = 10  # niceness of a build that nobody waits for: decoding comes first
 _GRACE_S = 5.0
 _MAX_LINE_BYTES = 1 << 20

@@ -20,11 +20,11 @@ import numpy as np
 
 from bench.timing import finish, gate, machine
 from csattn.artifact import Artifact, open_artifact
+from csattn.artifact.share import index_of_heads
 from csattn.search import LayerSearch, SearchWorkspace, TokenSelections
 from tests.artifact.synthetic import build, make_spec
 from workers.engine.searcher import RowSearch
 from workers.searchers.shares import shares_of
-from workers.searchers.step_searches import index_of_heads
 from workers.searchers.worker import choose_cpus
 from workers.searchers.worker_searcher import WorkerSearcher
 
@@ -62,7 +62,7 @@ class PlainActor:
         self, layer_idx: int, q: Any, first_head: int, num_heads: int, top_k: int, scale: float
     ) -> tuple[Any, Any, int]:
         since = time.perf_counter_ns()
-        index = index_of_heads(self._artifact.layer_index(layer_idx), first_head, num_heads)
+        index = index_of_heads(self._artifact.layer_index(layer_idx), slice(first_head, first_head + num_heads))
         shape = len(q), num_heads
         out = TokenSelections(np.empty((*shape, top_k), np.int32), np.empty(shape, np.int32))
         LayerSearch(q, index, None, SINK_LEN, WINDOW_LEN, scale, out).run(self._workspace)

@@ -45,18 +45,22 @@ def share_of_index(index: LayerIndex | SketchIndex | NoIndex, share: Share) -> L
     next_query = None if index.next_query is None else index.next_query[share.of(len(index.next_query))]
     if isinstance(index, NoIndex):
         return NoIndex(next_query)
-    heads = share.of(index.num_heads)
-    if isinstance(index, LayerIndex):
-        table = replace(index.table, indices=index.table.indices[heads], scores=index.table.scores[heads])
-        codebooks, key_mean = index.codebooks[heads], index.key_mean[heads]
-        return replace(index, codebooks=codebooks, key_mean=key_mean, table=table, next_query=next_query)
-    return replace(
-        index,
-        codes=index.codes[heads],
-        marks=index.marks[heads],
-        key_mean=index.key_mean[heads],
-        query_transform=index.query_transform[heads],
-        value_mean=index.value_mean[heads],
-        value_transform=index.value_transform[heads],
-        next_query=next_query,
-    )
+    return replace(index_of_heads(index, share.of(index.num_heads)), next_query=next_query)
+
+
+def index_of_heads(index: LayerIndex | SketchIndex, heads: slice) -> LayerIndex | SketchIndex:
+    """The index of some heads only, to search in: views, no copies."""
+    if isinstance(index, SketchIndex):
+        return replace(
+            index,
+            codes=index.codes[heads],
+            marks=index.marks[heads],
+            key_mean=index.key_mean[heads],
+            query_transform=index.query_transform[heads],
+            value_mean=index.value_mean[heads],
+            value_transform=index.value_transform[heads],
+            next_query=None,
+        )
+    table = replace(index.table, indices=index.table.indices[heads], scores=index.table.scores[heads])
+    codebooks, key_mean = index.codebooks[heads], index.key_mean[heads]
+    return replace(index, codebooks=codebooks, key_mean=key_mean, table=table, next_query=None)

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from csattn.artifact import Artifact
+from csattn.artifact.share import index_of_heads
 from csattn.errors import SearchLostError
 from csattn.search import LayerSearch, SearchPool, TokenSelections
 from csattn.sketch import SketchIndex
@@ -26,7 +27,7 @@ from workers.searchers.mail import (
     WINDOW,
     Mail,
 )
-from workers.searchers.step_searches import STEP_SEARCH, StepSearches, index_of_heads
+from workers.searchers.step_searches import STEP_SEARCH, StepSearches
 
 MAX_KEPT = 4096  # requests whose searches are kept: as many as layers times kinds of steps that come up again
 
@@ -88,7 +89,9 @@ class ShareSearcher:
         if artifact is None:
             raise SearchLostError(f"context {words[CONTEXT]} is not loaded here; load it before it is searched")
         rows, heads, model = words[ROWS], words[HEADS], artifact.spec.model
-        index = index_of_heads(artifact.indexes()[int(mail.words[LAYER])], words[FIRST_HEAD], heads)
+        index = index_of_heads(
+            artifact.indexes()[int(mail.words[LAYER])], slice(words[FIRST_HEAD], words[FIRST_HEAD] + heads)
+        )
         group_size = model.num_q_heads // artifact.spec.num_index_heads
         q = mail.array(words[Q_AT], (rows, heads * group_size, model.head_dim), np.float32)
         out = TokenSelections(

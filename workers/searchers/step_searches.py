@@ -5,18 +5,18 @@ is a record with places in it. Whoever runs a step does all of its records, or t
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
 
 from csattn.artifact import Artifact
+from csattn.artifact.share import index_of_heads
 from csattn.errors import SearchLostError
 from csattn.index import LayerIndex
 from csattn.search import LayerSearch, SearchPool, SearchSeries, TokenSelections, make_series
 from csattn.sketch import SketchIndex
-from csattn.table.lists import ListTable
 from offload.shared_memory import SharedMemory, array_in
 from workers.searchers.shares import shares_of
 
@@ -160,7 +160,7 @@ class StepSearches:
         layer, context, first_head, num_heads, group_size, head_dim, top_k = (int(record[name]) for name in names)
         if context not in self._layers:
             raise SearchLostError(f"context {context} is not loaded here; load it before it is searched")
-        index = index_of_heads(self._layers[context][layer], first_head, num_heads)
+        index = index_of_heads(self._layers[context][layer], slice(first_head, first_head + num_heads))
         q = array_in(self.memory, record["q_at"], (1, num_heads * group_size, head_dim), np.float32)
         kv_indices = array_in(self.memory, record["kv_at"], (1, num_heads, top_k), np.int32)
         out = TokenSelections(kv_indices, array_in(self.memory, record["len_at"], (1, num_heads), np.int32))
@@ -168,27 +168,3 @@ class StepSearches:
         made = LayerSearch(q, index, None, sink_len, window_len, float(record["softmax_scale"]), out)
         self._searches[record.tobytes()] = made
         return made
-
-
-def index_of_heads(index: LayerIndex | SketchIndex, first_head: int, num_heads: int) -> LayerIndex | SketchIndex:
-    """The index of some heads only: views, no copies."""
-    heads = slice(first_head, first_head + num_heads)
-    if isinstance(index, SketchIndex):
-        return replace(
-            index,
-            codes=index.codes[heads],
-            marks=index.marks[heads],
-            key_mean=index.key_mean[heads],
-            query_transform=index.query_transform[heads],
-            value_mean=index.value_mean[heads],
-            value_transform=index.value_transform[heads],
-            next_query=None,
-        )
-    table = index.table
-    return replace(
-        index,
-        codebooks=index.codebooks[heads],
-        key_mean=index.key_mean[heads],
-        table=ListTable(table.indices[heads], table.scores[heads], table.context_len),
-        next_query=None,
-    )

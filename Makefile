@@ -68,7 +68,8 @@ serve: $(SERVE_STAMP)
 	$(BIN)/csattn serve --local
 
 test: $(DEV_STAMP)
-	$(BIN)/python -m pytest -q --numprocesses $(TEST_PROCESSES) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -q --numprocesses $(TEST_PROCESSES) --maxprocesses 4 --dist loadfile --no-loadscope-reorder \
+	  --max-worker-restart 0
 
 check: $(DEV_STAMP)
 	$(BIN)/ruff format --check .
@@ -84,7 +85,7 @@ format: $(DEV_STAMP)
 
 # the other files of bench/ measure a GPU, or are parts of these
 bench: $(DEV_STAMP)
-	for name in search build accuracy; do $(BIN)/python -m "bench.$$name" || exit 1; done
+	for name in search build "accuracy selectors"; do $(BIN)/python -m bench.$$name || exit 1; done
 
 # about an hour
 faults: $(DEV_STAMP)

@@ -74,7 +74,7 @@ def two_nodes() -> Iterator[tuple[Any, Any]]:
             ray.shutdown()
 
 
-def lose_a_node(jobs: list[Job], store: Path, cluster: Any, node: Any, heads: int | None) -> dict[str, Any]:
+def lose_a_node(jobs: list[Job], store: Path, cluster: Any, node: Any) -> dict[str, Any]:
     """Build all jobs, and remove the node when half of them are in the store."""
     before: dict[str, int] = {}
     lost_s = 0.0
@@ -93,7 +93,7 @@ def lose_a_node(jobs: list[Job], store: Path, cluster: Any, node: Any, heads: in
     remover = threading.Thread(target=remove, daemon=True)
     remover.start()
     try:
-        report = run_on_ray(jobs, store, num_threads=1, heads_per_piece=heads)
+        report = run_on_ray(jobs, store, num_threads=1)
     finally:
         ended.set()
         remover.join()
@@ -116,7 +116,7 @@ def lose_a_node(jobs: list[Job], store: Path, cluster: Any, node: Any, heads: in
 def pieces(report: BatchReport) -> dict[str, int]:
     return {
         "prefilled_layers": sum(result.prefilled_layers for result in report.results),
-        "index_shards": sum(result.index_shards for result in report.results),
+        "indexed_layers": sum(result.indexed_layers for result in report.results),
     }
 
 
@@ -124,7 +124,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contexts", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=2000)
-    parser.add_argument("--heads", type=int, help="KV heads that one task indexes [default: as the package chooses]")
     parser.add_argument("--model", help="a model directory, or demo for the installed SmolLM2 [default: a random one]")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
@@ -136,11 +135,11 @@ def main() -> None:
         gate(in_one_go.count("built") == len(jobs), f"one process: {[one.error for one in in_one_go.results]}")
         result["one_process_s"] = round(in_one_go.seconds, 2)
         with two_nodes() as (cluster, node):
-            warm = run_on_ray(jobs, place / "undisturbed", num_threads=1, heads_per_piece=given.heads)
+            warm = run_on_ray(jobs, place / "undisturbed", num_threads=1)
             gate(warm.count("built") == len(jobs), f"undisturbed: {[one.error for one in warm.results]}")
             result["undisturbed"] = {"seconds": round(warm.seconds, 2), **pieces(warm)}
-            result["node_lost"] = lose_a_node(jobs, place / "store", cluster, node, given.heads)
-            eight = run_on_ray([jobs[0]] * 8, place / "eight", num_threads=1, heads_per_piece=given.heads)
+            result["node_lost"] = lose_a_node(jobs, place / "store", cluster, node)
+            eight = run_on_ray([jobs[0]] * 8, place / "eight", num_threads=1)
         wanted = hashes(place / "in-one-go")
         gate(hashes(place / "undisturbed") == wanted, "a cluster's bytes are not those of one process")
         gate(hashes(place / "store") == wanted, "after a loss the bytes are not those of one process")

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from bench.timing import gate, machine
+from csattn.artifact.layout import index_from_arrays
 from csattn.config import SketchConfig
 from csattn.cpus import available_cpus
 from csattn.models.spec import ModelSpec
 from csattn.sketch import SketchIndex, reference
 from csattn.sketch import build as sketch
-from index_build.layer import as_layer_index, index_arrays
+from index_build.layer import index_arrays
 from index_build.outbox import make_outbox
 from index_build.predictor import fit_predictor, sample_rows
 from workers.model.shapes import shape_named
@@ -94,8 +95,7 @@ def timed_parts(device: torch.device, seconds: dict[str, float]) -> Iterator[Non
 
 def check(q: Tensor, kv: Tensor, arrays: Mapping[str, Tensor], config: SketchConfig) -> float:
     """The gate: of the last queries, what the sketch loses of their logits' variance over the keys of their head."""
-    host = {name: array.cpu() for name, array in arrays.items()}
-    index = as_layer_index(host, config, kv.shape[1], None)
+    index = index_from_arrays(config, kv.shape[1], {name: array.cpu().numpy() for name, array in arrays.items()})
     assert isinstance(index, SketchIndex)
     lost = []
     for row in range(0, len(q), len(q) // len(kv)):

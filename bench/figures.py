@@ -44,6 +44,11 @@ MEANS = (
     ),
     ("`lists`", "1538", ("lists",)),
 )
+LM_EVAL = (
+    "`python -m bench.lm_eval` has [lm-eval](https://github.com/EleutherAI/lm-evaluation-harness), unmodified, ask the "
+    "service RULER's questions, each selection the same ones. The demo model is small and fails",
+    "some of them whatever it attends to: what tells is the difference from full attention, in brackets.",
+)
 EVERY_STEP, AHEAD = "every step", "one layer ahead"
 Case = dict[str, Any]
 
@@ -177,7 +182,7 @@ def lm_eval() -> list[str]:
     if not cases:
         return []
     names = list(dict.fromkeys(case["variant"] for case in cases))
-    lines = ["| score | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
+    lines = [*LM_EVAL, "", "| score | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
     for of in dict.fromkeys((case["task"], case["length"]) for case in cases):
         row = {case["variant"]: case for case in cases if (case["task"], case["length"]) == of}
         cells = [score_cell(row[name]) if name in row else "–" for name in names]
@@ -252,6 +257,18 @@ def faults() -> list[str]:
     return table()
 
 
+def why() -> list[str]:
+    from bench.accuracy.why_report import changes_table
+
+    return changes_table(measured("why.json"), 0.02)
+
+
+def hisa() -> list[str]:
+    from bench.lightning.hisa_real import real_tables
+
+    return real_tables(measured("hisa-real.json"))
+
+
 TABLES: dict[tuple[str, str], Callable[[], list[str]]] = {
     ("README.md", "first-screen"): first_screen,
     ("bench/README.md", "quality"): quality_means,
@@ -259,6 +276,8 @@ TABLES: dict[tuple[str, str], Callable[[], list[str]]] = {
     ("bench/README.md", "faults"): faults,
     ("docs/quality.md", "kl"): quality,
     ("docs/quality.md", "lm-eval"): lm_eval,
+    ("docs/quality.md", "why"): why,
+    ("bench/README.md", "hisa"): hisa,
     ("docs/operate.md", "plan"): capacity,
 }
 

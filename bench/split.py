@@ -60,7 +60,8 @@ class ShareOfWorkload(Workload):
     def _index_arrays(self, layer_idx: int, config: IndexConfig) -> dict[str, Tensor]:
         whole = Workload(self.recording, self.context_len, self.batch_size, self.device, self.is_shared)
         arrays = whole._index_arrays(layer_idx, config)
-        return {name: array[self.share.of(len(array))].contiguous() for name, array in arrays.items()}
+        of_heads = {name: array for name, array in arrays.items() if name != "segment_starts"}
+        return arrays | {name: array[self.share.of(len(array))].contiguous() for name, array in of_heads.items()}
 
 
 def main() -> None:

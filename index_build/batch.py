@@ -36,7 +36,7 @@ class JobResult:
     error: str | None = None  # a sentence, when it failed
     attempts: int = 1  # more than 1 when workers died over a piece of it
     prefilled_layers: int = 0  # in this run
-    index_shards: int = 0  # made in this run: layers, or parts of them
+    indexed_layers: int = 0
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -56,7 +56,7 @@ class JobResult:
             "tokens_per_s": None if rate is None else round(rate, 1),
             "attempts": self.attempts,
             "prefilled_layers": self.prefilled_layers,
-            "index_shards": self.index_shards,
+            "indexed_layers": self.indexed_layers,
             "error": self.error,
         }
 

@@ -22,6 +22,7 @@ from csattn.models.families import describe
 from csattn.models.query import embed
 from csattn.models.rope import position_embeddings
 from csattn.models.spec import AttentionSpec
+from index_build.latent_capture import LatentLayer
 
 CHUNK_LEN = 1024
 CHUNK_LEN_ON_GPU = 8192
@@ -32,7 +33,7 @@ class LayerCapture:
     """One layer's view of the context. The arrays are reused by the next layer: take what you keep."""
 
     layer_idx: int
-    q: Tensor  # [num_q_heads, context_len, head_dim]
+    q: Tensor  # [num_q_heads, context_len, head_dim]; of latents no rows
     kv: Tensor  # [num_kv_heads, context_len, 2, head_dim]: K and V of one key side by side
     hidden_in: Tensor  # [context_len, hidden_size], what entered the layer
     # of a layer that keeps neither: what became of the context, conv and memory; then q and kv are those of another
@@ -132,12 +133,15 @@ def prefill(
     hidden = hidden.to(model.device)
     spec = describe(config)
     plain = all((x.reach, x.sinks, x.logit_cap) == (None, False, None) for x in (y.attention for y in spec.layers))
+    plain = plain and all(layer.latent is None for layer in spec.layers)
     chunk_len = chunk_len or (CHUNK_LEN_ON_GPU if hidden.is_cuda and plain else CHUNK_LEN)
     head_dim = spec.head_dim
     positions = torch.arange(context_len, device=hidden.device)[None]
     embeddings = position_embeddings(body, hidden[None], positions)
-    q = hidden.new_empty(config.num_attention_heads, context_len, head_dim)
-    kv = hidden.new_empty(config.num_key_value_heads, context_len, 2, head_dim)
+    q = hidden.new_empty(spec.num_q_heads, context_len if spec.indexed_layers else 0, head_dim)
+    kv = hidden.new_empty(spec.num_kv_heads, context_len, 2, head_dim)
+    top_k = next((x.latent.top_k for x in spec.layers if x.latent is not None), None)
+    chosen = None if top_k is None else torch.empty(context_len, top_k, dtype=torch.int32, device=hidden.device)
     with attention_implementation(model):
         for layer_idx in range(first_layer, len(body.layers)):
             capture = LayerCapture(layer_idx, q, kv, hidden)
@@ -146,10 +150,17 @@ def prefill(
             if of_layer.delta is None:
                 sinks = getattr(body.layers[layer_idx].self_attn, "sinks", None)
                 cache = _CapturingCache(_CapturingLayer(capture, of_layer.attention, sinks))
-            told = embeddings[layer_idx]
+            told, latent = embeddings[layer_idx], None
+            if of_layer.latent is not None:
+                of_latents = of_layer.latent, spec.softmax_scale, spec.ropes[0].interleaved
+                latent = LatentLayer(body.layers[layer_idx], *of_latents, kv.view(context_len, -1), chosen)
             leaving = torch.empty_like(hidden)
             for start in range(0, context_len, chunk_len):
                 rows = slice(start, min(start + chunk_len, context_len))
+                if latent is not None:
+                    leaving[rows] = latent(hidden[rows], rows, *(x[0, rows] for x in told))
+                    on_chunk(layer_idx, rows.stop - rows.start)
+                    continue
                 leaving[rows] = body.layers[layer_idx](
                     hidden[None, rows],
                     attention_mask=None,
@@ -164,6 +175,12 @@ def prefill(
             _require_finite(capture)
             yield capture, leaving
             hidden = leaving
+
+
+def may_begin(model: Any, layer_idx: int) -> bool:
+    """Whether a prefill can go on at that layer: not where it attends to what a layer before it has chosen."""
+    latent = describe(model.config).layers[layer_idx].latent
+    return latent is None or latent.indexer is not None or latent.top_k is None
 
 
 def attend_chunk_on_gpu(

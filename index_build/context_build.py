@@ -2,13 +2,11 @@
 
 import time
 from collections import Counter
-from functools import cached_property
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from csattn.artifact import ArtifactWriter, cache_store, remote_store, require_space
-from csattn.artifact.handover import has_shard
-from index_build.pieces import Piece, head_groups, is_ready
+from index_build.pieces import Piece, is_ready
 from index_build.plan import Plan
 
 MAX_ATTEMPTS = 5  # per piece: nodes may be lent for minutes
@@ -35,17 +33,11 @@ class _BusyError(Exception):
 class ContextBuild:
     """Holds the artifact's lock from the plan to the end, and knows which pieces are done, in work, or can be done.
 
-    plan: None has it made, by the first piece. heads_per_piece: KV heads of a layer that are indexed together.
-    by_layer: one process prefills and indexes each layer; otherwise prefill hands the layers over.
+    plan: None has it made, by the first piece. by_layer: one process prefills and indexes each layer; otherwise prefill
+    hands the layers over.
     """
 
-    def __init__(
-        self,
-        store: Path | str,
-        plan: Plan | None = None,
-        heads_per_piece: int | None = None,
-        by_layer: bool = False,
-    ):
+    def __init__(self, store: Path | str, plan: Plan | None = None, by_layer: bool = False):
         self.plan = plan
         self.outcome: Outcome | None = None  # as soon as nothing more can be done
         self.error: str | None = None  # a sentence, when it failed
@@ -53,14 +45,12 @@ class ContextBuild:
         self.seconds = 0.0  # from the first piece to the outcome
         self._remote = remote_store(store)
         self.store = Path(store) if self._remote is None else cache_store()  # where the pieces are done
-        self._heads_per_piece = heads_per_piece
         self._by_layer = by_layer
         self._writer: ArtifactWriter | None = None
         self._ready: set[int] = set()  # layers that need no prefill
-        self._shards: dict[int, set[int]] = {}  # of a layer in work: the groups of heads that are done
         self._in_work: set[Piece] = set()
         self._losses: Counter[Piece] = Counter()
-        self.built: Counter[str] = Counter()  # in this run: "prefill", layers; "index", shards of layers
+        self.built: Counter[str] = Counter()  # in this run: layers: "prefill", "index"
         self._first_share = 0.0
         self._uploaded_as: Outcome | None = None  # the outcome of the build itself, while it is uploaded
         self._rows: tuple[int, int] = (-1, 0)  # a layer in prefill, and how many of its rows are done
@@ -101,11 +91,8 @@ class ContextBuild:
             self.built["prefill"] += value
         if piece.kind in ("index", "layers"):
             self.built["index"] += value
-        if piece.kind == "index" and len(self.groups) > 1:
-            self._shards[piece.layer_idx].add(piece.heads.start)
-        else:  # of prefill, layers that have no index are finished
-            for layer_idx in range(piece.layer_idx, max(piece.layer_idx + 1, piece.stop_layer)):
-                self._writer.take_layer(layer_idx)
+        for layer_idx in range(piece.layer_idx, max(piece.layer_idx + 1, piece.stop_layer)):
+            self._writer.take_layer(layer_idx)  # of prefill, those that have no index are finished
         self._finish_if_complete()
 
     def lose(self, piece: Piece, reason: str) -> None:
@@ -162,13 +149,6 @@ class ContextBuild:
             return BuildState(context_len, 0.0, 0.0, "ready to begin")
         where = f"{len(self._ready)} layers prefilled, {self._num_finished} of {self._num_layers} indexed"
         return BuildState(context_len, self._first_share, self._share, where)
-
-    @cached_property
-    def groups(self) -> tuple[range, ...]:
-        """KV heads that are indexed together."""
-        assert self.plan is not None
-        spec = self.plan.spec
-        return head_groups(spec, spec.model.num_kv_heads if self._by_layer else self._heads_per_piece)
 
     @property
     def _num_layers(self) -> int:
@@ -230,13 +210,8 @@ class ContextBuild:
         for layer_idx in sorted(self._ready):
             if self._writer.is_finished(layer_idx) or not self._has_index(layer_idx):
                 self._writer.take_layer(layer_idx)
-                continue
-            if layer_idx not in self._shards:
-                done = {heads.start for heads in self.groups if has_shard(self._writer.work, layer_idx, heads)}
-                self._shards[layer_idx] = done
-            missing = [heads for heads in self.groups if heads.start not in self._shards[layer_idx]]
-            pieces += [Piece("index", layer_idx, heads=heads) for heads in missing]
-            pieces += [] if missing else [Piece("join", layer_idx, groups=self.groups)]
+            else:
+                pieces.append(Piece("index", layer_idx))
         return pieces
 
     def _due_prefill(self) -> list[Piece]:

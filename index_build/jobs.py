@@ -34,7 +34,6 @@ def run_on_ray(
     *,
     device: str = "auto",
     num_threads: int | None = None,
-    heads_per_piece: int | None = None,
     on_progress: OnJobProgress = lambda job_idx, state: None,
     on_result: OnJobResult = lambda job_idx, result: None,
 ) -> BatchReport:
@@ -43,14 +42,13 @@ def run_on_ray(
     address: of the cluster; `auto` finds the one this process belongs to, `local` starts one on this machine for as
     long as the batch takes. Where this process is connected already, that connection is used.
     num_threads: CPUs of each task but a prefill on a GPU, which has one. [default: the smallest node's, at most 8]
-    heads_per_piece: KV heads of a layer that one task indexes. [default: as `head_groups` chooses]
     Raises ConfigError when there is no ray, no such cluster, or no node in it that a task fits on.
     """
     started = time.perf_counter()
     with _connected(address) as ray:
         prefill, index = choose_needs(_nodes(ray), device, num_threads)
         place = store if remote_store(store) is not None else Path(store).absolute()
-        builds = {idx: ContextBuild(place, None, heads_per_piece) for group in by_model(jobs) for idx in group}
+        builds = {idx: ContextBuild(place) for group in by_model(jobs) for idx in group}
         _Dispatch(ray, jobs, builds, prefill, index, on_progress, on_result).run()
     results = tuple(result_of(job, builds[idx]) for idx, job in enumerate(jobs))
     return BatchReport(results, time.perf_counter() - started)

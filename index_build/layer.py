@@ -1,18 +1,12 @@
 """From one layer's captured queries and keys to its index."""
 
-from collections.abc import Mapping
 from concurrent.futures import Executor
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from csattn.config import IndexConfig, ListConfig, SketchConfig
-from csattn.index import LayerIndex
-from csattn.sketch import SketchIndex
 from csattn.sketch.build import sketch_arrays
-from csattn.table.lists import ListTable
 from index_build.codebooks import make_codebooks
 from index_build.tables import make_list_table
 
@@ -24,40 +18,10 @@ def index_arrays(
     config: IndexConfig,
     threads: Executor,  # for what runs on the CPU
 ) -> dict[str, Tensor]:
-    """The arrays of which each head of an index has its part, by name, on the device of q and kv."""
+    """The arrays of a layer's index by name (`csattn.artifact.layout.index_from_arrays`), on the device of q and kv."""
     if isinstance(config, SketchConfig):
         return sketch_arrays(q, kv, config, threads.map)
     return _list_arrays(q, kv, config, threads)
-
-
-def as_layer_index(
-    arrays: Mapping[str, Tensor],  # of `index_arrays`, in host memory; the index uses them without a copy
-    config: IndexConfig,
-    context_len: int,
-    next_query: NDArray[np.float32] | None,  # see `LayerIndex.next_query`
-) -> LayerIndex | SketchIndex:
-    """The index that the arrays make up."""
-    host = {name: array.numpy() for name, array in arrays.items()}
-    if isinstance(config, SketchConfig):
-        return SketchIndex(
-            codes=host["codes"],
-            marks=host["marks"],
-            num_fine=config.words(host["key_mean"].shape[-1])[0],
-            segment_starts=np.array(config.segment_starts(context_len), np.int32),
-            key_mean=host["key_mean"],
-            query_transform=host["query_transform"],
-            value_mean=host["value_mean"],
-            value_transform=host["value_transform"],
-            context_len=context_len,
-            next_query=next_query,
-        )
-    return LayerIndex(
-        codebooks=host["codebooks"],
-        key_mean=host["key_mean"],
-        table=ListTable(indices=host["indices"], scores=host["scores"], context_len=context_len),
-        weigh_by_norm=config.weigh_by_norm,
-        next_query=next_query,
-    )
 
 
 def _list_arrays(q: Tensor, kv: Tensor, config: ListConfig, threads: Executor) -> dict[str, Tensor]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -27,9 +26,7 @@ class Outbox:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Nothing is on its way."""
 
     def take_kv(self, kv: Tensor) -> None:
@@ -49,9 +46,7 @@ class DeviceOutbox(Outbox):
         self._slots = [_Slot(stream) for _ in range(_NUM_SLOTS)]
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="csattn-write")
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._writer.shutdown(wait=True)
         if error is None:
             for slot in self._slots:

@@ -10,7 +10,6 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,31 +20,18 @@ from torch import Tensor
 
 from csattn.artifact import ArtifactSpec, RemoteStore, WorkDir
 from csattn.artifact.durable import FileRecord
-from csattn.artifact.handover import (
-    drop_handover,
-    has_shard,
-    is_captured,
-    load_captured,
-    load_shards,
-    save_captured,
-    save_shard,
-)
-from csattn.artifact.layout import kv_file, state_file
+from csattn.artifact.handover import drop_handover, is_captured, load_captured, save_captured
+from csattn.artifact.layout import index_from_arrays, kv_file, state_file
 from csattn.errors import ArtifactError, ArtifactMismatchError
-from csattn.index import LayerIndex, NoIndex
 from csattn.models import LoadedModel
 from csattn.models.query import queries_before_rope
-from csattn.sketch import SketchIndex
-from index_build.capture import LayerCapture, prefill
+from index_build.capture import LayerCapture, may_begin, prefill
 from index_build.kmeans import set_kmeans_threads
-from index_build.layer import as_layer_index, index_arrays
+from index_build.layer import index_arrays
 from index_build.outbox import make_outbox
 from index_build.plan import Plan
 from index_build.predictor import fit_predictor, sample_rows
 
-# Of a piece of index work: rows of queries, over all its heads. Below, starting the piece and joining its result cost
-# more than they give (bench/log.md).
-_PIECE_ROWS = 2**17
 # On a GPU a layer takes less time than its hidden states take to be written: not every layer gets a checkpoint.
 _CHECKPOINT_EVERY_S, _CHECKPOINT_EVERY_S_ON_GPU = 0.0, 60.0
 
@@ -54,11 +40,9 @@ _CHECKPOINT_EVERY_S, _CHECKPOINT_EVERY_S_ON_GPU = 0.0, 60.0
 class Piece:
     """Something to be done for one context by any process."""
 
-    kind: Literal["plan", "layers", "prefill", "index", "join", "upload"]
+    kind: Literal["plan", "layers", "prefill", "index", "upload"]
     layer_idx: int = -1  # of layers and prefill: the first that is not there
     stop_layer: int = -1  # of layers and prefill
-    heads: range = range(0)  # of index: KV heads
-    groups: tuple[range, ...] = ()  # of join: the KV heads of each shard
     url: str = ""  # of upload: the store
 
 
@@ -100,12 +84,10 @@ def perform(
     on_progress: OnProgress = lambda progress: None,
     times: PhaseTimes | None = None,
 ) -> int:
-    """Do a piece other than the plan; how many layers or shards were not there before."""
+    """Do a piece other than the plan; how many layers were not there before."""
     times = times or PhaseTimes()
     if piece.kind == "index":
-        return index_heads(plan.spec, store, piece.layer_idx, piece.heads, num_threads, times)
-    if piece.kind == "join":
-        return join_layer(plan.spec, store, piece.layer_idx, piece.groups)
+        return index_layer(plan.spec, store, piece.layer_idx, num_threads, times)
     if piece.kind == "upload":
         RemoteStore(piece.url).upload(store / plan.spec.artifact_id)
         return 1
@@ -115,15 +97,6 @@ def perform(
     set_kmeans_threads(1)  # k-means of different subspaces run side by side instead
     with ThreadPoolExecutor(num_threads) as threads:
         return prefill_layers(loaded, plan, store, piece.stop_layer, threads, on_progress, times)
-
-
-def head_groups(spec: ArtifactSpec, heads_per_piece: int | None = None) -> tuple[range, ...]:
-    """KV heads of a layer that are indexed together: so many that a piece takes longer than its start."""
-    rows_per_head = spec.context_len * spec.model.num_q_heads // spec.model.num_kv_heads
-    size = heads_per_piece or max(1, round(_PIECE_ROWS / rows_per_head))
-    num_pieces = -(-spec.model.num_kv_heads // size)
-    bounds = [number * spec.model.num_kv_heads // num_pieces for number in range(num_pieces + 1)]
-    return tuple(range(start, stop) for start, stop in pairwise(bounds))
 
 
 def prefill_layers(
@@ -164,7 +137,8 @@ def prefill_layers(
             with times.timed("prefill"):
                 capture, leaving = next(layers)
             layer_idx, is_last = capture.layer_idx, capture.layer_idx + 1 == stop_layer
-            is_needed = layer_idx + 1 < spec.model.num_layers and (checkpoints.is_due() or is_last)
+            can_resume = layer_idx + 1 < spec.model.num_layers and may_begin(loaded.model, layer_idx + 1)
+            is_needed = can_resume and (checkpoints.is_due() or is_last)
             hidden = leaving.cpu() if is_needed else None
             if not is_ready(work, layer_idx):
                 num_new += 1
@@ -191,34 +165,17 @@ def prefill_layers(
                 return num_new
 
 
-def index_heads(
-    spec: ArtifactSpec, store: Path, layer_idx: int, heads: range, num_threads: int, times: PhaseTimes
-) -> int:
-    """Make the index of those KV heads, and finish the layer if they are all; 0 when that was done before."""
-    work, num_heads = _work_dir(store, spec), spec.model.num_kv_heads
-    if work.finished_layer(layer_idx) is not None or has_shard(work, layer_idx, heads):
-        return 0
-    captured = load_captured(work, layer_idx)
-    group_size = spec.model.num_q_heads // num_heads
-    q = captured.q[heads.start * group_size : heads.stop * group_size]
-    set_kmeans_threads(1)
-    with times.timed("index"), ThreadPoolExecutor(num_threads) as threads:
-        arrays = index_arrays(q, captured.kv[heads.start : heads.stop], spec.index_config, threads)
-    with times.timed("write"):
-        if len(heads) == num_heads:
-            _finish(work, layer_idx, captured.kv_record, arrays, captured.next_query)
-        else:
-            save_shard(work, layer_idx, heads, arrays)
-    return 1
-
-
-def join_layer(spec: ArtifactSpec, store: Path, layer_idx: int, groups: tuple[range, ...]) -> int:
-    """Finish a layer all of whose heads have been indexed; 0 when that was done before."""
+def index_layer(spec: ArtifactSpec, store: Path, layer_idx: int, num_threads: int, times: PhaseTimes) -> int:
+    """Make the index of a layer that was handed over, and finish it; 0 when that was done before."""
     work = _work_dir(store, spec)
     if work.finished_layer(layer_idx) is not None:
         return 0
     captured = load_captured(work, layer_idx)
-    _finish(work, layer_idx, captured.kv_record, load_shards(work, layer_idx, groups), captured.next_query)
+    set_kmeans_threads(1)
+    with times.timed("index"), ThreadPoolExecutor(num_threads) as threads:
+        arrays = index_arrays(captured.q, captured.kv, spec.index_config, threads)
+    with times.timed("write"):
+        _finish(work, layer_idx, captured.kv_record, arrays, captured.next_query)
     return 1
 
 
@@ -287,9 +244,8 @@ def _finish(
     next_query: NDArray[np.float32] | None,
 ) -> None:
     """Write the index of a layer whose KV is there, and remove what it was made from."""
-    index: LayerIndex | SketchIndex | NoIndex = NoIndex(next_query)
-    if arrays:
-        index = as_layer_index(arrays, work.spec.index_config, work.spec.context_len, next_query)
+    host = {name: array.numpy() for name, array in arrays.items()}
+    index = index_from_arrays(work.spec.index_config, work.spec.context_len, host, next_query)
     work.finish_layer(layer_idx, kv_record, index)
     drop_handover(work, layer_idx)
 

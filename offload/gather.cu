@@ -1,11 +1,11 @@
 // Copies rows between memories that the device can address: listed rows of pinned host memory into device slots.
 //
-// Compiled for THREADS, ROW_BYTES, PIECE_BYTES (16, 8 or 4), MAX_LISTS, IN_FLIGHT (loads that a thread issues before it
-// stores the first).
+// Compiled for THREADS, ROW_BYTES (a multiple of 16), MAX_LISTS, IN_FLIGHT (loads that a thread issues before it stores the
+// first).
 
 #include "../csattn/cuda/warps.cuh"
 
-constexpr unsigned kPieces = ROW_BYTES / PIECE_BYTES;  // of a row; consecutive lanes take consecutive pieces
+constexpr unsigned kPieces = ROW_BYTES / 16;  // of a row; consecutive lanes take consecutive pieces
 constexpr unsigned kTile = 32 * IN_FLIGHT;  // pieces that a warp has in flight
 
 // first[i] becomes the number of rows in the lists before list i. Called by one whole warp.
@@ -38,13 +38,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) gather_rows(
     unsigned list = 0;  // only grows, for the pieces of a thread only grow
     for (unsigned tile = warp * kTile; tile < num_pieces; tile += gridDim.x * WARPS * kTile) {
         unsigned long long source[IN_FLIGHT], target[IN_FLIGHT];
-        Piece<PIECE_BYTES> piece[IN_FLIGHT];
+        uint4 piece[IN_FLIGHT];
 #pragma unroll
         for (unsigned i = 0; i < IN_FLIGHT; ++i) {
             const unsigned at = tile + i * 32 + threadIdx.x % 32;
             target[i] = 0;
             if (at >= num_pieces) continue;
-            const unsigned row = at / kPieces, offset = at % kPieces * PIECE_BYTES;
+            const unsigned row = at / kPieces, offset = at % kPieces * 16;
             while (row >= first[list + 1]) ++list;
             const long long entry = list * capacity + (row - first[list]);
             source[i] = from[list] + (unsigned long long)from_rows[entry] * ROW_BYTES + offset;
@@ -52,9 +52,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) gather_rows(
         }
 #pragma unroll
         for (unsigned i = 0; i < IN_FLIGHT; ++i)
-            if (target[i]) read_piece(source[i], piece[i]);
+            if (target[i]) piece[i] = read_once(source[i]);
 #pragma unroll
         for (unsigned i = 0; i < IN_FLIGHT; ++i)
-            if (target[i]) write_piece(target[i], piece[i]);
+            if (target[i]) write_once(target[i], piece[i]);
     }
 }

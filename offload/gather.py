@@ -9,7 +9,7 @@ from torch import Tensor
 from csattn.cuda import cuda_kernel
 from offload.errors import OffloadError
 
-PIECE_BYTES = (16, 8, 4)  # what a thread can copy at once; the first that divides a row is taken
+PIECE_BYTES = 16  # what a thread copies at once
 _SOURCE = Path(__file__).with_name("gather.cu")
 
 
@@ -51,18 +51,16 @@ class RowGather:
         threads: int = 512,
         in_flight: int = 4,  # loads of a thread at the same time
     ) -> None:
-        if row_bytes <= 0 or row_bytes % PIECE_BYTES[-1]:
+        if row_bytes <= 0 or row_bytes % PIECE_BYTES:
             raise OffloadError(
-                f"rows of {row_bytes} bytes cannot be gathered: a row has to be a multiple of {PIECE_BYTES[-1]} bytes; "
+                f"rows of {row_bytes} bytes cannot be gathered: a row has to be a multiple of {PIECE_BYTES} bytes; "
                 f"choose a head_dim and dtype of which that holds, or a placement without a gather"
             )
         self.row_bytes = row_bytes
-        self._piece_bytes = next(num_bytes for num_bytes in PIECE_BYTES if row_bytes % num_bytes == 0)
         self._max_lists = max_lists
         self._num_blocks = num_blocks
         self._threads = threads
-        defines = {"ROW_BYTES": row_bytes, "PIECE_BYTES": self._piece_bytes, "MAX_LISTS": max_lists}
-        defines |= {"THREADS": threads, "IN_FLIGHT": in_flight}
+        defines = {"ROW_BYTES": row_bytes, "MAX_LISTS": max_lists, "THREADS": threads, "IN_FLIGHT": in_flight}
         self._kernel = cuda_kernel(_SOURCE, "gather_rows", defines)
 
     def __repr__(self) -> str:
@@ -72,7 +70,7 @@ class RowGather:
         """Enqueue the copy on torch's current stream. No row may be written that another list entry reads."""
         num_lists, capacity = lists.from_rows.shape
         assert num_lists <= self._max_lists, f"{num_lists} lists; {self!r} was made for {self._max_lists}"
-        num_pieces = num_lists * capacity * self.row_bytes // self._piece_bytes
+        num_pieces = num_lists * capacity * self.row_bytes // PIECE_BYTES
         assert num_pieces < 1 << 32, "the kernel counts pieces in 32 bits"
         self._kernel.launch(
             (self._num_blocks, 1, 1),

@@ -21,6 +21,8 @@ class HostStore:
         self._stream_rows = stream_rows
 
     def __repr__(self) -> str:
+        if not self._kv:
+            return "<HostStore without layers>"
         num_kv_heads, context_len, _, head_dim = self._kv[0].shape
         return f"<HostStore {len(self._kv)} layers x {num_kv_heads} heads x {context_len} rows x {head_dim}>"
 

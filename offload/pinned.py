@@ -3,6 +3,7 @@
 import mmap
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Protocol
 
 from torch import Tensor
@@ -43,9 +44,9 @@ class PinnedRows:
         assert all(layer.is_contiguous() for layer in layers), "rows of a layer have to be contiguous"
         assert 0 < chunk_bytes <= MAX_CHUNK_BYTES and chunk_bytes % _PAGE == 0
         self.layers = list(layers)
-        self._pinner = _Pinner(chunk_bytes, progress or (lambda done, total: None), register, unregister)
         self._chunks: list[tuple[int, int]] = []
-        self.how = self._pin()
+        tell = progress or (lambda done, total: None)
+        self.how = self._pin(partial(_register_all, chunk_bytes, tell, register, unregister))
         # the locks go before the memory does, also when nobody calls `close`
         self._release = weakref.finalize(self, _release, self._chunks, unregister, self.layers)
 
@@ -81,14 +82,14 @@ class PinnedRows:
             registered = sum(max(0, min(end, last) - max(begin, first)) for first, last in self._chunks)
             assert registered == end - begin, f"{self!r} has a layer that is not"
 
-    def _pin(self) -> str:
+    def _pin(self, register_all: Callable[[Sequence[Tensor], bool], list[tuple[int, int]]]) -> str:
         """Where the rows are if that can be, else a copy of them; returns how it went."""
         refusals = []
         for how, read_only in (("in place", False), ("in place, read only", True)):
             try:
                 if any(layer.data_ptr() % _PAGE for layer in self.layers):
                     raise PinningError("they share a page with something else, which could no longer be copied")
-                self._chunks = self._pinner.pin(self.layers, read_only)
+                self._chunks = register_all(self.layers, read_only)
                 return how
             except PinningError as error:
                 refusals.append(error)
@@ -97,7 +98,7 @@ class PinnedRows:
             return f"{refusals[0]}; a copy needs {needed:,} bytes and {available:,} are available"
         copies = copy_rows(self.layers)
         try:
-            self._chunks = self._pinner.pin(copies, read_only=False)
+            self._chunks = register_all(copies, False)
         except PinningError as error:
             limit = locked_limit_bytes()
             return str(error) + (f"; `ulimit -l` allows {limit:,} bytes" if limit < needed else "")
@@ -105,33 +106,29 @@ class PinnedRows:
         return "a copy, for the rows themselves could not be"
 
 
-class _Pinner:
-    """Registers memory chunk by chunk: all of it or nothing."""
-
-    def __init__(
-        self, chunk_bytes: int, progress: Progress, register: Register, unregister: Callable[[int], None]
-    ) -> None:
-        self._chunk_bytes = chunk_bytes
-        self._progress = progress
-        self._register = register
-        self._unregister = unregister
-
-    def pin(self, layers: Sequence[Tensor], read_only: bool) -> list[tuple[int, int]]:
-        """The registered chunks as half-open ranges of addresses."""
-        ranges = _merge(_span(layer) for layer in layers)  # the same layer may be there twice, its pages only once
-        total = sum(end - begin for begin, end in ranges)
-        chunks: list[tuple[int, int]] = []
-        try:
-            for begin, end in ranges:
-                for at in range(begin, end, self._chunk_bytes):
-                    chunk = (at, min(at + self._chunk_bytes, end))
-                    self._register(at, chunk[1] - at, read_only=read_only)
-                    chunks.append(chunk)
-                    self._progress(sum(end - begin for begin, end in chunks), total)
-        except PinningError:
-            _release(chunks, self._unregister)
-            raise
-        return chunks
+def _register_all(
+    chunk_bytes: int,
+    progress: Progress,
+    register: Register,
+    unregister: Callable[[int], None],
+    layers: Sequence[Tensor],
+    read_only: bool,
+) -> list[tuple[int, int]]:
+    """The registered chunks as half-open ranges of addresses: all that the layers lie in, or PinningError and none."""
+    ranges = _merge(_span(layer) for layer in layers)  # the same layer may be there twice, its pages only once
+    total = sum(end - begin for begin, end in ranges)
+    chunks: list[tuple[int, int]] = []
+    try:
+        for begin, end in ranges:
+            for at in range(begin, end, chunk_bytes):
+                chunk = (at, min(at + chunk_bytes, end))
+                register(at, chunk[1] - at, read_only)
+                chunks.append(chunk)
+                progress(sum(end - begin for begin, end in chunks), total)
+    except PinningError:
+        _release(chunks, unregister)
+        raise
+    return chunks
 
 
 def _release(chunks: list[tuple[int, int]], unregister: Callable[[int], None], *_memory: object) -> None:

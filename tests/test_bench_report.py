@@ -1,8 +1,7 @@
-"""Tables, pictures and files of the decode benchmark."""
+"""Tables and files of the decode benchmark."""
 
 import json
 
-from bench.decode.plots import draw_all
 from bench.decode.report import tables
 from bench.decode.results import Results, merge_files
 
@@ -36,15 +35,6 @@ def test_tables_give_ratios_and_say_what_was_refused():
     assert all("| 20.0 | 10.0 | 4.0 |" in line for line in ours)
     assert "requests that share one context, µs" in text
     assert text.count("no room for it") == 8
-
-
-def test_pictures_are_drawn_of_whatever_was_measured(tmp_path):
-    content = make_content()
-    assert len(draw_all(content, tmp_path)) == 5
-    content["cases"] = [case for case in content["cases"] if case["kind"] == "op"]
-    written = draw_all(content, tmp_path / "op")
-    assert [path.name for path in written] == ["decode-attention.png", "decode-split.png", "decode-speedup.png"]
-    assert all(path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" for path in written)
 
 
 def test_results_outlive_the_run_and_are_not_measured_twice(tmp_path):

@@ -26,6 +26,27 @@ _DELTA = {
     "linear_conv_kernel_dim": 4,
     "initializer_range": 0.15,  # what is summed up over all of a context is told apart by rounding otherwise
 }
+_EXPERTS = {
+    "moe_intermediate_size": 36,
+    "n_routed_experts": 12,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+}
+_LATENTS: dict[str, Any] = _EXPERTS | {
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 36,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "first_k_dense_replace": 1,
+}
+# so many heads that none of a few hundred scores is 0, of which any may be chosen
+_INDEXER: dict[str, Any] = _LATENTS | {"index_n_heads": 18, "index_head_dim": 13, "index_topk": 29}
 # by family: its classes' name, and what its config says beside the sizes
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -38,6 +59,21 @@ ALL_FAMILIES = FAMILIES | {
     "arcee": ("Arcee", {"mlp_bias": True}),
     "cohere": ("Cohere", {"attention_bias": True, "logit_scale": 1.0}),
     "cohere2": ("Cohere2", {"sliding_window": 37, "layer_types": _LOCAL}),
+    "deepseek_v3": (
+        "DeepseekV3",
+        _LATENTS
+        | {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 256,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.7,
+            },
+        },
+    ),
+    "deepseek_v32": ("DeepseekV32", _INDEXER),
     "ernie4_5": ("Ernie4_5", {"head_dim": 16, "use_bias": True}),
     "exaone4": ("Exaone4", {"sliding_window": 37, "layer_types": _LOCAL}),
     "gemma": ("Gemma", {"head_dim": 16}),
@@ -68,21 +104,20 @@ ALL_FAMILIES = FAMILIES | {
         },
     ),
     "glm": ("Glm", {"head_dim": 16}),
-    "glm4": ("Glm4", {"head_dim": 16}),
+    "glm4": ("Glm4", {"head_dim": 16, "num_attention_heads": 24, "num_key_value_heads": 2}),
     "glm4_moe": (
         "Glm4Moe",
         {
             "head_dim": 16,
             "attention_bias": True,
             "use_qk_norm": True,
-            "moe_intermediate_size": 36,
-            "n_routed_experts": 12,
-            "n_shared_experts": 2,
-            "num_experts_per_tok": 3,
-            "n_group": 4,
-            "topk_group": 2,
-            "routed_scaling_factor": 1.5,
-        },
+        }
+        | _EXPERTS,
+    ),
+    "glm_moe_dsa": (
+        "GlmMoeDsa",
+        _INDEXER
+        | {"attention_bias": True, "num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]},
     ),
     "gpt_oss": (
         "GptOss",

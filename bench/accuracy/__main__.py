@@ -1,25 +1,24 @@
 """How well a model predicts, finds and answers when it reads a few percent of its context.
 
-    python -m bench.accuracy [variants] [--texts novel,speech,code] [--variants NAME,...] [--json FILE] [--plot FILE]
-    python -m bench.accuracy --show FILE ... [--json FILE] [--plot FILE]     earlier figures, put together
     python -m bench.accuracy selectors [--texts ...] [--selectors all] [--keep 0.05,0.02] [--json FILE]
     python -m bench.accuracy long [--texts ...] [--context-len 32K] [--stretch 4] [--device cuda] [--json FILE]
     python -m bench.accuracy tasks [--tasks ...] [--lengths ...] [--question sparse|dense] [--json FILE] [--plot FILE]
+    python -m bench.accuracy why [--texts ...] [--ways ...] [--seconds 280] [--json FILE] [--plot FILE]
     python -m bench.accuracy longbench FILE ... --prompts FILE [--question sparse|dense] [--json FILE]
 
-`variants` compares indexes, `selectors` what chooses rows, by the predictions of texts; `long` does so at length and on
-any device, with low-bit KV beside them; `tasks` finds things that were hidden in contexts, `longbench` answers the
-questions of the data set of that name.
+`selectors` compares what chooses rows by the predictions of texts; `long` does so at length and on any device, with
+low-bit KV beside it; `why` takes the published method to `default`, one change at a time; `tasks` finds things that
+were hidden in contexts, `longbench` answers the questions of the data set of that name.
 """
 
 import argparse
 import sys
 
-from bench.accuracy import long, longbench, selectors, tasks, variants
+from bench.accuracy import long, longbench, selectors, tasks, why
 from bench.timing import GateError
 from csattn.errors import CsattnError
 
-COMMANDS = {"variants": variants, "selectors": selectors, "long": long, "tasks": tasks, "longbench": longbench}
+COMMANDS = {"selectors": selectors, "long": long, "tasks": tasks, "longbench": longbench, "why": why}
 
 
 def main(words: list[str]) -> None:
@@ -29,8 +28,7 @@ def main(words: list[str]) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, module in COMMANDS.items():
         module.add_arguments(commands.add_parser(name, help=(module.__doc__ or "").splitlines()[0]))
-    is_plain = not words or (words[0].startswith("-") and words[0] not in ("-h", "--help"))
-    arguments = parser.parse_args(["variants", *words] if is_plain else words)
+    arguments = parser.parse_args(words)
     try:
         COMMANDS[arguments.command].run(arguments)
     except (CsattnError, GateError) as error:

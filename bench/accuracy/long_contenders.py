@@ -14,7 +14,7 @@ from bench.accuracy.attending.low_bit import kivi, kvtc, q4_0, turbo_quant
 from bench.accuracy.attending.sketches import SketchCodes, build_sketch
 from bench.accuracy.attending.variants import Variant, VariantCodes
 from bench.timing import gate
-from csattn.config import SearchConfig, SketchConfig
+from csattn.config import ListConfig, SearchConfig, SketchConfig
 
 Make = Callable[[ContextLayer], Codes]
 Group = Literal["ours", "sizes", "lists", "tried", "low-bit"]
@@ -45,7 +45,7 @@ class LongContender:
 def contenders(head_dim: int) -> list[LongContender]:
     """All of them; those that share codes stand side by side."""
     default = partial(_sketch, SketchConfig())
-    lists = ListCodes
+    lists = partial(ListCodes, config=ListConfig(kmeans="torch"))
     return [
         LongContender("exact", "ours", None),
         LongContender("exact+ahead", "ours", None, ahead=True, one_keep=True),

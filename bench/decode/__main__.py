@@ -4,7 +4,7 @@
     python -m bench.decode op  --out FILE [--contexts 16384,131072] [--batches 1,4] [--variants full,default] [--shared]
     python -m bench.decode e2e --out FILE [--placements device,host+2] [--contexts ...] [--batches ...] [--shared]
                                [--weights bf16,fp8,int4]
-    python -m bench.decode show FILE ... [--out FILE] [--markdown FILE] [--plots DIRECTORY]
+    python -m bench.decode show FILE ... [--out FILE] [--markdown FILE]
 
 `op` is one layer's attention, `e2e` the whole model (`host+2`: with two search workers); with `--shared` all requests
 of a batch continue one context. What a file holds already is not measured again. Rows and queries are a small model's,
@@ -17,7 +17,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bench.decode.plots import draw_all
 from bench.decode.recording import default_path, load_recording, record_demo
 from bench.decode.report import tables
 from bench.decode.results import Results, merge_files
@@ -33,7 +32,7 @@ def main() -> None:
     record = commands.add_parser("record", help="run the demo model and keep what the benchmarks need")
     op = commands.add_parser("op", help="measure one layer's attention")
     e2e = commands.add_parser("e2e", help="measure whole steps")
-    show = commands.add_parser("show", help="tables and plots of result files")
+    show = commands.add_parser("show", help="tables of result files")
     for command in (record, op, e2e):
         command.add_argument("--recording", type=Path, default=default_path())
     for command in (op, e2e):
@@ -54,7 +53,6 @@ def main() -> None:
     show.add_argument("files", type=Path, nargs="+")
     show.add_argument("--out", type=Path)
     show.add_argument("--markdown", type=Path)
-    show.add_argument("--plots", type=Path)
     arguments = parser.parse_args()
     if arguments.command == "record":
         record_demo(arguments.recording)
@@ -111,9 +109,6 @@ def _show(arguments: argparse.Namespace) -> None:
     print(text)
     if arguments.markdown:
         arguments.markdown.write_text(text + "\n")
-    if arguments.plots:
-        for path in draw_all(content, arguments.plots):
-            print(f"drawn: {path}")
 
 
 def _names(text: str) -> list[str]:

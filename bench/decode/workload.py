@@ -8,13 +8,14 @@ from torch import Tensor
 
 from bench.decode.recording import Recording
 from bench.decode.widened import NUM_WIDE_LAYERS, Which, tile_rows, wide_context_queries, wide_queries, wide_rows
+from csattn.artifact.layout import index_from_arrays
 from csattn.batch import StepRows, make_step_rows
 from csattn.config import IndexConfig, SketchConfig
 from csattn.cpus import available_cpus
-from csattn.index import LayerIndex
+from csattn.index import LayerIndex, NoIndex
 from csattn.search.device import DeviceLayerIndex, DeviceLists, DeviceSketch
 from csattn.sketch import SketchIndex
-from index_build.layer import as_layer_index, index_arrays
+from index_build.layer import index_arrays
 from offload.host_memory import copy_rows
 
 DTYPE = torch.bfloat16
@@ -68,10 +69,9 @@ class Workload:
         """One context's index in one layer, as searches on the device read it."""
         arrays = self._index_arrays(layer_idx, config)
         if isinstance(config, SketchConfig):
-            starts = torch.tensor(config.segment_starts(self.context_len), dtype=torch.int32, device=self.device)
             return DeviceSketch(
                 codes=arrays["codes"].view(torch.int32),
-                segment_starts=starts,
+                segment_starts=arrays["segment_starts"],
                 key_mean=arrays["key_mean"],
                 query_transform=arrays["query_transform"],
                 value_mean=arrays["value_mean"],
@@ -88,8 +88,9 @@ class Workload:
             for layer_idx in range(num_distinct)
         ]
         layers = [distinct[layer_idx % num_distinct] for layer_idx in range(num_layers)]
-        own = [dict(zip(layer, copy_rows(list(layer.values())), strict=True)) for layer in layers]
-        return [as_layer_index(arrays, config, self.context_len, None) for arrays in own]
+        own = [[array.numpy() for array in copy_rows(list(layer.values()))] for layer in layers]
+        made = [index_from_arrays(config, self.context_len, dict(zip(layers[0], one, strict=True))) for one in own]
+        return [index for index in made if not isinstance(index, NoIndex)]
 
     def _index_arrays(self, layer_idx: int, config: IndexConfig) -> dict[str, Tensor]:
         """What `index_build` makes of a layer's rows and the recorded context's queries."""

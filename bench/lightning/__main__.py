@@ -5,10 +5,11 @@
     python -m bench.lightning tables --out FILE [--tables 2,3] [--max-tokens 1048576] [--seconds 540]
     python -m bench.lightning show   FILE [--markdown FILE] [--plots DIRECTORY]
     python -m bench.lightning topk|decode|hisa [--out FILE] [--seconds 150]
+    python -m bench.lightning real [--texts novel,code] [--context-len 4096] [--out FILE] [--plot FILE] [--seconds 150]
 
 `tables` measures what the file does not hold yet, quick rows first, and begins none after so many seconds. So do the
 suites `topk` (exact selection), `decode` (steps of DSA, workloads of the FlashInfer contest) and `hisa` (its figure);
-each result is compared with its definition before it is timed.
+each result is compared with its definition before it is timed. `real` is HISA's choice on a real model's keys.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import torch
 
 from bench.lightning import decode_suite, hisa_suite, topk_suite
 from bench.lightning.cases import KEY, cases_of
+from bench.lightning.hisa_real import draw_real, real_tables, run_real
 from bench.lightning.inputs import Shape, forget_inputs
 from bench.lightning.plots import draw_all
 from bench.lightning.report import as_markdown
@@ -51,10 +53,21 @@ def main(arguments: list[str] | None = None) -> None:
         suite = commands.add_parser(name, help=f"the suite of bench/lightning/{name}_suite.py")
         suite.add_argument("--out", type=Path)
         suite.add_argument("--seconds", type=float, default=150)
+    real = commands.add_parser("real", help="HISA's choice on a real model's keys, on the CPU")
+    real.add_argument("--texts", default="novel,code")
+    real.add_argument("--context-len", type=int, default=4096)
+    real.add_argument("--out", type=Path)
+    real.add_argument("--plot", type=Path)
+    real.add_argument("--seconds", type=float, default=150)
     chosen = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if chosen.command in SUITES:
         run_suite(SUITES[chosen.command](device), chosen.out, _machine(device), chosen.seconds, device)
+    elif chosen.command == "real":
+        cases = run_real(chosen.out, chosen.texts.split(","), chosen.context_len, chosen.seconds).cases
+        print("\n".join(real_tables(cases)))
+        if chosen.plot:
+            draw_real(cases, chosen.plot)
     elif chosen.command == "check":
         _check(device)
     elif chosen.command == "tune":

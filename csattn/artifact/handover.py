@@ -3,15 +3,12 @@
     artifact/layer-000.kv...      the layer's KV, already where it belongs
     queries-000.safetensors       its queries, and the predictor of the next layer's
     captured-000.json             what both files must be; without it nothing was handed over
-    shard-000-000-004.safetensors the index of KV heads 0 to 4, until the layer's are joined; with a record beside it
 
-Queries and shards go when the layer is finished.
+Queries go when the layer is finished.
 """
 
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,14 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from csattn.artifact.durable import FileRecord
-from csattn.artifact.layout import (
-    index_tensors,
-    kv_file,
-    next_query_arrays,
-    next_query_from_arrays,
-    next_query_tensors,
-    plan,
-)
+from csattn.artifact.layout import kv_file, next_query_arrays, next_query_tensors, plan, take_next_query
 from csattn.artifact.reader import as_tensor, has_hash
 from csattn.artifact.tensor_file import FileLayout, TensorSpec, map_file, plan_file, write_file
 from csattn.artifact.work import WorkDir, files_from_json, files_to_json, read_record, write_record
@@ -79,52 +69,27 @@ def load_captured(work: WorkDir, layer_idx: int) -> Captured:
     return Captured(
         as_tensor(own["q"], is_bfloat16),
         as_tensor(kv, is_bfloat16),
-        next_query_from_arrays(own),
+        take_next_query(own),
         records[kv_file(layer_idx)],
     )
 
 
 def intact_handover(work: WorkDir, layer_idx: int) -> set[str]:
-    """The names in the directory that hold an unfinished layer and its shards; empty when a byte of it differs."""
+    """The names in the directory that hold an unfinished layer; empty when a byte of it differs."""
     records = files_from_json(read_record(work.path / _captured_record(layer_idx)))
     queries = records.pop(_queries_file(layer_idx), None)
     if queries is None or records.keys() != {kv_file(layer_idx)} or not work.is_intact(records):
         return set()
     if not has_hash(work.path / _queries_file(layer_idx), queries.sha256):
         return set()
-    kept = {_captured_record(layer_idx), _queries_file(layer_idx)}
-    for record in work.path.glob(f"shard-{layer_idx:03d}-*.json"):
-        shard = record.with_suffix(".safetensors")
-        wanted = files_from_json(read_record(record)).get(shard.name)
-        if wanted is not None and has_hash(shard, wanted.sha256):
-            kept |= {record.name, shard.name}
-    return kept
-
-
-def save_shard(work: WorkDir, layer_idx: int, heads: range, arrays: Mapping[str, torch.Tensor]) -> None:
-    """Keep the index of some KV heads of a layer."""
-    path = _shard_file(work, layer_idx, heads)
-    record = write_file(path, _shard_layout(work, path.name, heads), arrays)
-    write_record(path.with_suffix(".json"), files_to_json({path.name: record}))
-
-
-def has_shard(work: WorkDir, layer_idx: int, heads: range) -> bool:
-    return _shard_file(work, layer_idx, heads).with_suffix(".json").exists()
-
-
-def load_shards(work: WorkDir, layer_idx: int, groups: Sequence[range]) -> dict[str, torch.Tensor]:
-    """The arrays of a layer's index, joined from those of all its heads."""
-    paths = [_shard_file(work, layer_idx, heads) for heads in groups]
-    shards = [map_file(path, _shard_layout(work, path.name, heads)) for path, heads in zip(paths, groups, strict=True)]
-    return {name: torch.from_numpy(np.concatenate([shard[name] for shard in shards])) for name in shards[0]}
+    return {_captured_record(layer_idx), _queries_file(layer_idx)}
 
 
 def drop_handover(work: WorkDir, layer_idx: int) -> None:
     """Remove what a finished layer no longer needs."""
-    names = [_captured_record(layer_idx), _queries_file(layer_idx)]
     with suppress(OSError):  # the next builder removes what is left
-        for path in [work.path / name for name in names] + list(work.path.glob(f"shard-{layer_idx:03d}-*")):
-            path.unlink(missing_ok=True)
+        for name in (_captured_record(layer_idx), _queries_file(layer_idx)):
+            (work.path / name).unlink(missing_ok=True)
 
 
 def _captured_record(layer_idx: int) -> str:
@@ -135,10 +100,6 @@ def _queries_file(layer_idx: int) -> str:
     return f"queries-{layer_idx:03d}.safetensors"
 
 
-def _shard_file(work: WorkDir, layer_idx: int, heads: range) -> Path:
-    return work.path / f"shard-{layer_idx:03d}-{heads.start:03d}-{heads.stop:03d}.safetensors"
-
-
 def _queries_layout(work: WorkDir, layer_idx: int) -> FileLayout:
     spec = work.spec
     dtype = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}[spec.kv_dtype]
@@ -146,8 +107,3 @@ def _queries_layout(work: WorkDir, layer_idx: int) -> FileLayout:
     if spec.model.is_predicted(layer_idx + 1):
         tensors += next_query_tensors(spec)
     return plan_file(tensors, {"artifact_id": spec.artifact_id, "file": _queries_file(layer_idx)})
-
-
-def _shard_layout(work: WorkDir, name: str, heads: range) -> FileLayout:
-    num_heads = len(heads) * work.spec.num_index_heads // work.spec.model.num_kv_heads
-    return plan_file(index_tensors(work.spec, num_heads), {"artifact_id": work.spec.artifact_id, "file": name})

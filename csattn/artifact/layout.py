@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from csattn.artifact.manifest import ArtifactSpec, KvDtype
 from csattn.artifact.tensor_file import FileLayout, TensorSpec, plan_file
-from csattn.config import SEGMENT_STEP, SketchConfig
+from csattn.config import SEGMENT_STEP, IndexConfig, SketchConfig
 from csattn.index import LayerIndex, NoIndex
 from csattn.sketch import SketchIndex
 from csattn.sketch.codes import BLOCK_KEYS, num_blocks, num_coords, unpack_marks
@@ -60,10 +60,7 @@ def plan(spec: ArtifactSpec, name: str) -> FileLayout:
     else:
         tensors, layer_idx = [], _layer_of(name)
         if layer_idx in spec.model.indexed_layers:
-            tensors += index_tensors(spec, spec.num_index_heads)
-            if isinstance(spec.index_config, SketchConfig):
-                num_segments = len(spec.index_config.segment_starts(spec.context_len))
-                tensors.append(TensorSpec("segment_starts", "I32", (num_segments,)))
+            tensors += index_tensors(spec)
         if spec.model.is_predicted(layer_idx + 1):
             tensors += next_query_tensors(spec)
     return plan_file(tensors, {"artifact_id": spec.artifact_id, "file": name})
@@ -86,9 +83,9 @@ def kv_tensor(spec: ArtifactSpec, layer_idx: int) -> TensorSpec:
     return TensorSpec("kv", _KV_DTYPES[spec.kv_dtype], shape)
 
 
-def index_tensors(spec: ArtifactSpec, num_heads: int) -> list[TensorSpec]:
-    """The arrays of that many heads' index: all that each head has its part of."""
-    config, head_dim = spec.index_config, spec.model.head_dim
+def index_tensors(spec: ArtifactSpec) -> list[TensorSpec]:
+    """The arrays of a layer's index."""
+    config, head_dim, num_heads = spec.index_config, spec.model.head_dim, spec.num_index_heads
     if isinstance(config, SketchConfig):
         words, segments = config.words(head_dim), (num_heads, len(config.segment_starts(spec.context_len)))
         width = num_coords(*words)
@@ -99,6 +96,7 @@ def index_tensors(spec: ArtifactSpec, num_heads: int) -> list[TensorSpec]:
             TensorSpec("query_transform", "F16", (*segments, head_dim, width)),
             TensorSpec("value_mean", "F32", (*segments, head_dim)),
             TensorSpec("value_transform", "F16", (*segments, width, head_dim)),
+            TensorSpec("segment_starts", "I32", segments[1:]),
         ]
     lists = (num_heads, config.num_subspaces, config.num_centroids)
     list_len = config.list_entries(spec.context_len)
@@ -125,12 +123,12 @@ def next_query_arrays(next_query: NDArray[np.float32] | None) -> dict[str, NDArr
     return {"next_query": codes, "next_query_scale": scale}
 
 
-def next_query_from_arrays(arrays: Mapping[str, NDArray[Any]]) -> NDArray[np.float32] | None:
-    """The inverse of `next_query_arrays`, nearly."""
+def take_next_query(arrays: dict[str, NDArray[Any]]) -> NDArray[np.float32] | None:
+    """The inverse of `next_query_arrays`, nearly; these are no longer among the arrays."""
     if "next_query" not in arrays:
         return None
     with np.errstate(over="ignore"):  # `fault_of_index` refuses what is not finite
-        rows: NDArray[np.float32] = arrays["next_query"] * arrays["next_query_scale"][..., None]
+        rows: NDArray[np.float32] = arrays.pop("next_query") * arrays.pop("next_query_scale")[..., None]
     return rows
 
 
@@ -150,29 +148,22 @@ def index_arrays(index: LayerIndex | SketchIndex | NoIndex) -> dict[str, NDArray
     }
 
 
-def index_from_arrays(spec: ArtifactSpec, arrays: Mapping[str, NDArray[Any]]) -> LayerIndex | SketchIndex | NoIndex:
+def index_from_arrays(
+    config: IndexConfig,
+    context_len: int,
+    arrays: Mapping[str, NDArray[Any]],
+    next_query: NDArray[np.float32] | None = None,
+) -> LayerIndex | SketchIndex | NoIndex:
     """The inverse of `index_arrays`."""
-    config = spec.index_config
-    next_query = next_query_from_arrays(arrays)
-    if not arrays.keys() - {"next_query", "next_query_scale"}:
+    if not arrays:
         return NoIndex(next_query)
     if isinstance(config, SketchConfig):
-        return SketchIndex(
-            codes=arrays["codes"],
-            marks=arrays["marks"],
-            num_fine=config.words(spec.model.head_dim)[0],
-            segment_starts=arrays["segment_starts"],
-            key_mean=arrays["key_mean"],
-            query_transform=arrays["query_transform"],
-            value_mean=arrays["value_mean"],
-            value_transform=arrays["value_transform"],
-            context_len=spec.context_len,
-            next_query=next_query,
-        )
+        num_fine, _ = config.words(arrays["key_mean"].shape[-1])
+        return SketchIndex(**arrays, num_fine=num_fine, context_len=context_len, next_query=next_query)
     return LayerIndex(
         codebooks=arrays["codebooks"],
         key_mean=arrays["key_mean"],
-        table=ListTable(arrays["indices"], arrays["scores"], spec.context_len),
+        table=ListTable(arrays["indices"], arrays["scores"], context_len),
         weigh_by_norm=config.weigh_by_norm,
         next_query=next_query,
     )

@@ -15,7 +15,7 @@ from csattn.errors import ArtifactCorruptError, ArtifactMismatchError, ConfigErr
 
 FORMAT_NAME = "csattn-artifact"
 FORMAT_VERSION = 4
-STATE = -1  # in a layer's place among the reaches
+STATE, ALL = -1, -2  # in a layer's place among the reaches
 
 _MAX_SHOWN = 200  # characters of what is wrong with a manifest
 
@@ -33,8 +33,8 @@ class ModelGeometry:
     hidden_size: int
     vocab_size: int
     max_positions: int  # rows that the model's positions allow
-    # of each layer, how many rows of a context a token behind it may see, 0: all, STATE: it keeps what became of them;
-    # empty: all layers see all
+    # of each layer, how many rows of a context a token behind it may see, 0: all, STATE: it keeps what became of them,
+    # ALL: all, without an index, for the model chooses by what is in them; empty: all layers see all
     reaches: tuple[int, ...] = ()
     # sizes of a state: the last inputs of channels [2], and a memory [3]
     state: tuple[int, ...] = ()
@@ -46,9 +46,9 @@ class ModelGeometry:
         has_state = STATE in self.reaches
         if len(self.state) != 5 * has_state or any(type(x) is not int or x < 1 for x in self.state):
             raise ConfigError(f"a state has five positive sizes, where a layer has one, got {self.state}")
-        if self.reaches and (len(self.reaches) != self.num_layers or not self.indexed_layers):
+        if self.reaches and (len(self.reaches) != self.num_layers or not {0, ALL} & set(self.reaches)):
             raise ConfigError(f"of {self.num_layers} layers one at least sees all of a context, got {self.reaches}")
-        if any(type(reach) is not int or reach < STATE for reach in self.reaches):
+        if any(type(reach) is not int or reach < ALL for reach in self.reaches):
             raise ConfigError(f"a layer sees some rows or all of a context, got {self.reaches}")
         if self.num_q_heads % self.num_kv_heads:
             raise ConfigError(
@@ -71,7 +71,8 @@ class ModelGeometry:
         """How many rows of a context that layer keeps: the last; none where it has a state."""
         if self.has_state(layer_idx):
             return 0
-        return min(context_len, self.reaches[layer_idx] or context_len) if self.reaches else context_len
+        reach = self.reaches[layer_idx] if self.reaches else 0
+        return context_len if reach in (0, ALL) else min(context_len, reach)
 
     def to_json(self) -> dict[str, Any]:
         lists = {"reaches": list(self.reaches), "state": list(self.state)}
@@ -106,7 +107,8 @@ class ArtifactSpec:
             raise ConfigError(f"a context needs at least one token, got context_len={self.context_len!r}")
         if self.kv_dtype not in get_args(KvDtype):
             raise ConfigError(f"kv_dtype must be one of {', '.join(get_args(KvDtype))}, got {self.kv_dtype!r}")
-        self.index_config.require_head_dim(self.model.head_dim)
+        if not self.model.reaches or 0 in self.model.reaches:  # some have an index; a forged number is not counted to
+            self.index_config.require_head_dim(self.model.head_dim)
 
     @property
     def artifact_id(self) -> str:

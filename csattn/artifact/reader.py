@@ -5,7 +5,6 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -26,6 +25,7 @@ from csattn.artifact.layout import (
     layer_files,
     plan,
     state_file,
+    take_next_query,
 )
 from csattn.artifact.manifest import ArtifactSpec, Manifest, hash_token_ids
 from csattn.artifact.tensor_file import how_to_heal, map_file, open_regular_file
@@ -116,7 +116,9 @@ class Artifact:
         if index is None:
             name = index_file(layer_idx)
             has_file = name in layer_files(self.spec, layer_idx)
-            index = index_from_arrays(self.spec, self._file(name) if has_file else {})
+            arrays = dict(self._file(name)) if has_file else {}
+            next_query = take_next_query(arrays)
+            index = index_from_arrays(self.spec.index_config, self.spec.context_len, arrays, next_query)
             if fault := fault_of_index(index):
                 raise ArtifactCorruptError(f"{self.path / name}: {fault}; {how_to_heal(self.path)}")
             self._indexes[layer_idx] = index
@@ -148,9 +150,7 @@ class Artifact:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

@@ -91,14 +91,14 @@ __device__ void collect(float* parts, float* posted) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
-    const char* q,                   // [batch_size, NUM_INDEX_HEADS, HEADS, HEAD_DIM]
+    const char* q,                   // [batch_size, ROW_UNITS, HEADS, HEAD_DIM]
     const long long* far_addresses,  // [num_contexts], each of [NUM_KV_HEADS, rows per head] of CONTEXT_ROW_BYTES
     const int* far_rows_per_head,    // [num_contexts]
     const long long* spill_addresses, const int* spill_rows_per_head, const long long* resident_addresses,
     const int* resident_rows_per_head,
     const char* tails,       // [num_tails, NUM_KV_HEADS, tail_capacity, 2, HEAD_DIM]
-    const int* kv_indices,   // [batch_size, NUM_INDEX_HEADS, max_top_k]
-    const int* valid_len,    // [batch_size, NUM_INDEX_HEADS]
+    const int* kv_indices,   // [batch_size, ROW_UNITS / SHARES, max_top_k]
+    const int* valid_len,    // [batch_size, ROW_UNITS / SHARES]
     const int* context_ids,  // [batch_size]; -1: none, the tail is all there is
     const int* tail_ids, const int* tail_lens,  // no rows: the step's row is idle
     const int* own_lens,      // [batch_size]: so many rows of the tail, the first, are attended to by who made `other`
@@ -107,10 +107,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
     const char* moments,     // [num_contexts, NUM_KV_HEADS, 2 + HEAD_DIM, 2, HEAD_DIM], for ESTIMATE_REST
     const int* middle_lens,  // [num_contexts], likewise
     const long long* positions,  // [batch_size], for LOCAL
-    const float* sinks,          // [NUM_INDEX_HEADS, HEADS], for SINKS: logits of heads beside those of rows
-    float* posted,           // [batch_size * NUM_INDEX_HEADS, PARTS, HEADS, PART], ABSENT between launches
+    const float* sinks,          // [ROW_UNITS, HEADS], for SINKS: logits of heads beside those of rows
+    float* posted,           // [batch_size * ROW_UNITS, PARTS, HEADS, PART], ABSENT between launches
     char* out,               // like q
-    float* lse,              // [batch_size, NUM_INDEX_HEADS, HEADS]: log2 of the sum of exponentials, without `other`'s, and sinks
+    float* lse,              // [batch_size, ROW_UNITS, HEADS]: log2 of the sum of exponentials, without `other`'s, and sinks
     int num_items, int max_top_k, int tail_capacity, int num_contexts, int window, int chunk, float scale, float cap) {
     extern __shared__ __align__(16) char shared[];
     float* warp_parts = (float*)(shared + WARPS * RING_BYTES);     // [2][WARPS][HEADS][PART], for every other item
@@ -124,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
     const int end_item = (unsigned)((blockIdx.x + 1) * num_items) / gridDim.x;
     const int first_unit = first_item / NUM_SPLITS;
     for (int u = first_unit + warp; u * NUM_SPLITS < end_item; u += WARPS) {
-        const int b = u / NUM_INDEX_HEADS, kv_head = u % NUM_INDEX_HEADS / (NUM_INDEX_HEADS / NUM_KV_HEADS);
+        const int b = u / ROW_UNITS, kv_head = u % ROW_UNITS / (ROW_UNITS / NUM_KV_HEADS);
         const int context = context_ids[b], tail_id = tail_ids[b], own_len = LOCAL ? 0 : own_lens[b];
         const int tail_len = min(tail_lens[b], tail_capacity) - own_len;
         // each lane looks up a context of its own, so that these loads need not wait for the row's context
@@ -149,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
             unit.resident = resident + resident_rows * head_bytes + (long long)skipped * CONTEXT_ROW_BYTES;
             unit.tail = (long long)tails + ((long long)tail_id * NUM_KV_HEADS + kv_head) * tail_capacity * ROW_BYTES;
             unit.tail += (long long)(own_len + skipped_in_tail) * ROW_BYTES;
-            unit.ids = kv_indices + (long long)u * max_top_k;
+            unit.ids = kv_indices + (long long)(u / SHARES) * max_top_k;
             unit.rest_end = (long long)moments + (max(context, 0) * NUM_KV_HEADS + kv_head + 1) * MOMENTS_BYTES;
             unit.middle_len = context < 0 ? 0 : middle_rows;
             unit.resident_len = context < 0 ? 0 : resident_rows - skipped;
@@ -168,10 +168,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
     // Where others post parts, their kernel is the one before. It lets this one start when all before it have ended and all its
     // blocks have begun: all that is read here is there, and parts arrive by themselves.
     if (ESTIMATE_REST || REST_PARTS == 0) wait_for_earlier_kernels();
-    int id = (unsigned)expected < max_top_k ? kv_indices[(long long)first_unit * max_top_k + expected] : 0;
+    int id = (unsigned)expected < max_top_k ? kv_indices[(long long)(first_unit / SHARES) * max_top_k + expected] : 0;
     if (threadIdx.x < MAX_UNITS && (first_unit + threadIdx.x) * NUM_SPLITS < end_item) {
-        const int context = context_ids[(first_unit + threadIdx.x) / NUM_INDEX_HEADS];
-        const int far_len = valid_len[first_unit + threadIdx.x];
+        const int context = context_ids[(first_unit + threadIdx.x) / ROW_UNITS];
+        const int far_len = valid_len[(first_unit + threadIdx.x) / SHARES];
         units[threadIdx.x].set_far_len(context < 0 ? 0 : min(far_len, max_top_k));
     }
     __syncthreads();
@@ -234,7 +234,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
             float4 x = merge<PARTS>(parts, quad, max, sum);
             const int head = u * HEADS + quad / (HEAD_DIM / 4);
             if (quad % (HEAD_DIM / 4) == 0) lse[head] = sum > 0.f ? max + log2f(sum) : MINUS_INFINITY;
-            if (other && own_lens[u / NUM_INDEX_HEADS] > 0) {
+            if (other && own_lens[u / ROW_UNITS] > 0) {
                 const float4 y = load_four(other + ((long long)u * HEADS * HEAD_DIM + quad * 4) * ELEMENT_BYTES);
                 const float top = fmaxf(max, other_lse[head]), weight = exp2_approx(other_lse[head] - top);
                 const float scale_x = exp2_approx(max - top);
@@ -243,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
                                 scale_x * x.w + weight * y.w);
             }
             if (SINKS) {
-                const float sink = sinks[u % NUM_INDEX_HEADS * HEADS + quad / (HEAD_DIM / 4)] * LOG2E;
+                const float sink = sinks[u % ROW_UNITS * HEADS + quad / (HEAD_DIM / 4)] * LOG2E;
                 const float top = fmaxf(max, sink), kept = exp2_approx(max - top);
                 x.x *= kept, x.y *= kept, x.z *= kept, x.w *= kept;
                 sum = sum * kept + exp2_approx(sink - top);

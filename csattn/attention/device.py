@@ -26,7 +26,7 @@ CODED_FORMATS = (
     "q4_0",
     "fp8",
 )  # as `device_coded.cuh` numbers and describes them
-MAX_GROUP_SIZE = 8  # query heads that share a selection: the columns of one tensor-core product
+MAX_HEADS = 8  # of a unit: the columns of one tensor-core product; a larger group is several units of one selection
 MAX_HEAD_DIM = 256
 
 PART_ENDS = 4  # floats after a part's output
@@ -124,14 +124,17 @@ class DeviceAttention:
         self._dtype = dtype
         self._scale = np.float32(softmax_scale * log2(np.e))  # the kernel's exponentials are powers of 2
 
-        heads, num_units = num_q_heads // num_index_heads, batch_size * num_index_heads
+        shares = num_shares(num_q_heads // num_index_heads)
+        row_units = num_index_heads * shares
+        heads, num_units = num_q_heads // row_units, batch_size * row_units
         num_sms = num_multiprocessors(device)
-        plan = _plan_blocks(num_sms, num_units, num_index_heads, heads, head_dim, dtype, rest, max_context_len)
+        plan = _plan_blocks(num_sms, num_units, row_units, heads, head_dim, dtype, rest, max_context_len)
         self._plan = plan
         defines = {
             "HEAD_DIM": head_dim,
             "HEADS": heads,
-            "NUM_INDEX_HEADS": num_index_heads,
+            "ROW_UNITS": row_units,
+            "SHARES": shares,
             "NUM_KV_HEADS": num_kv_heads,
             "ELEMENT": ELEMENTS[dtype],
             "ELEMENT_BYTES": dtype.itemsize,
@@ -220,7 +223,7 @@ class _Blocks:
     """How the work is dealt out to blocks, one on each SM."""
 
     num_sms: int
-    num_splits: int  # of a unit, which is a row of the batch and an index head
+    num_splits: int  # of a unit
     rest_parts: int  # of a unit, for what is not selected
     num_items: int  # splits of all units
     num_warps: int
@@ -230,8 +233,8 @@ class _Blocks:
 
 def _plan_blocks(
     num_sms: int,
-    num_units: int,
-    num_index_heads: int,
+    num_units: int,  # a row of the batch, and query heads that share a selection
+    row_units: int,  # of a row
     heads: int,  # of a unit
     head_dim: int,
     dtype: torch.dtype,
@@ -252,14 +255,19 @@ def _plan_blocks(
     wanted = min(MOST_REST_PARTS, max(1, -(-max_context_len // REST_PART_KEYS)))
     rest_parts = {"none": 0, "moments": 1, "sketch": min(wanted, most_parts // 2)}[rest]
     # moments take three splits
-    num_splits = max(3 if rest == "moments" else 1, min(num_sms // num_index_heads, most_parts - rest_parts))
+    num_splits = max(3 if rest == "moments" else 1, min(num_sms // row_units, most_parts - rest_parts))
     num_items = num_units * num_splits
     if -(-num_items // num_sms) > (MAX_UNITS_PER_BLOCK - 2) * num_splits:
         raise ConfigError(
-            f"{num_units} pairs of a row and an index head in one step are more than attention on the device takes; "
+            f"{num_units} pairs of a row and a group of heads in one step are more than attention on the device takes; "
             "decode fewer rows in a step"
         )
     return _Blocks(num_sms, num_splits, rest_parts, num_items, num_warps, num_stages, shared_bytes)
+
+
+def num_shares(group_size: int) -> int:
+    """Units that the query heads of a selection are divided among, evenly."""
+    return next(n for n in range(1, group_size + 1) if group_size % n == 0 and group_size // n <= MAX_HEADS)
 
 
 def require_supported(
@@ -269,11 +277,6 @@ def require_supported(
         raise ConfigError(
             f"{num_q_heads} query heads, {num_kv_heads} KV heads and {num_index_heads} selections do not divide into "
             "groups; select once for each KV head or once for each query head"
-        )
-    if num_q_heads // num_index_heads > MAX_GROUP_SIZE:
-        raise ConfigError(
-            f"{num_q_heads // num_index_heads} query heads share a selection, but attention on the device takes at "
-            f"most {MAX_GROUP_SIZE}; select for each query head, or attend on the CPU"
         )
     if head_dim % 16 or not 16 <= head_dim <= MAX_HEAD_DIM:
         raise ConfigError(

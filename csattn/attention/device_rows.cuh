@@ -1,16 +1,16 @@
 // Decode attention of one step, first part: where a unit's KV rows lie, and their way into shared memory.
 //
-// A unit is one row of the batch and one index head with its HEADS query heads. Its KV rows come in this order: the
-// selected far rows, the resident rows, the tail. Before them, at negative positions, lie covariances in the form of rows,
-// whose products with q tell what the rows that are not selected would give (device_rest.cuh). Tiles of 16 rows are shared out
-// to the unit's NUM_SPLITS splits, each of which has neighbouring ones, so that a block stays within few pages of memory, and
-// the first one all covariances; within a split they are dealt out in turn to the warps. What a warp adds up depends neither
-// on the batch nor on where a row lies.
+// A unit is one row of the batch and HEADS of its query heads, which have one selection; SHARES neighbouring units have the
+// same. Its KV rows come in this order: the selected far rows, the resident rows, the tail. Before them, at negative positions,
+// lie covariances in the form of rows, whose products with q tell what the rows that are not selected would give
+// (device_rest.cuh). Tiles of 16 rows are shared out to the unit's NUM_SPLITS splits, each of which has neighbouring ones, so
+// that a block stays within few pages of memory, and the first one all covariances; within a split they are dealt out in turn
+// to the warps. What a warp adds up depends neither on the batch nor on where a row lies.
 //
 // A context's rows may be coded (device_coded.cuh); tails and covariances are not.
 //
-// Defined by the caller: HEAD_DIM, HEADS, NUM_INDEX_HEADS, NUM_KV_HEADS, ELEMENT (bf16, f16 or f32), ELEMENT_BYTES,
-// CODED, CONTEXT_ROW_BYTES, NUM_SPLITS, THREADS, STAGES, ESTIMATE_REST, REST_PARTS, LOCAL, CAPPED, SINKS.
+// Defined by the caller: HEAD_DIM, HEADS, ROW_UNITS (of a row of the batch), SHARES, NUM_KV_HEADS, ELEMENT (bf16, f16 or f32),
+// ELEMENT_BYTES, CODED, CONTEXT_ROW_BYTES, NUM_SPLITS, THREADS, STAGES, ESTIMATE_REST, REST_PARTS, LOCAL, CAPPED, SINKS.
 #pragma once
 
 #include "../cuda/warps.cuh"

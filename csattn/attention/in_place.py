@@ -15,40 +15,14 @@ from numpy.typing import NDArray
 
 from csattn.attention.coded_rows import mix_coded, score_coded
 from csattn.attention.in_place_arguments import (
-    CAP,
-    CONTEXT_LENS,
-    HEAD_DIM,
-    K_READERS,
-    KV,
-    LIST_RANGES,
     MAX_PARTS,
     MAX_RANGES,
-    MOMENTS,
-    NUM_INDEX_HEADS,
-    NUM_KV_HEADS,
-    NUM_Q_HEADS,
-    NUM_ROWS,
-    OUT,
-    OWN_ROWS,
-    PARTS,
-    RESTS,
-    ROW_BYTES,
-    SCALE,
-    SINK_ENDS,
-    SINKS,
-    TAIL_CAPACITY,
-    TAIL_IDS,
-    TAILS,
-    V_OFFSETS,
-    V_READERS,
-    WINDOW_STARTS,
-    Q,
     arguments_at,
     chosen_of,
     list_len_of,
     of_row,
     valid_len_of,
-)  # fmt: skip
+)
 from csattn.attention.in_place_rest import rest_ranges_of
 from csattn.attention.row_math import cap_logits, mix, score_16, weigh
 from csattn.cpu.addresses import Stage, array_at
@@ -74,7 +48,7 @@ def attend_stage(kind: str) -> Stage:
 def merge_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
     """Merge what `attend_stage` and `rest_stage` have left in `parts`. A piece is a query head of a row."""
     args = arguments_at(arguments)
-    _merge(args, piece // args[NUM_Q_HEADS], piece % args[NUM_Q_HEADS])
+    _merge(args, piece // args.num_q_heads, piece % args.num_q_heads)
     return 0
 
 
@@ -108,12 +82,12 @@ def _range_rows(list_len: int) -> int:
 
 
 @exact_kernel
-def _attend(args: NDArray[np.int64], piece: int, like: Any, itemsize: int) -> None:
+def _attend(args: Any, piece: int, like: Any, itemsize: int) -> None:
     # rows that follow each other are likely to read the same of one head: its window, and what many choose
-    num_rows = array_at(args[NUM_ROWS], 1, np.int64(0))[0]
+    num_rows = array_at(args.num_rows, 1, np.int64(0))[0]
     row, head_range = piece % num_rows, piece // num_rows
-    head, number = head_range // args[LIST_RANGES], head_range % args[LIST_RANGES]
-    num_index_heads = of_row(args, NUM_INDEX_HEADS, row)
+    head, number = head_range // args.max_ranges, head_range % args.max_ranges
+    num_index_heads = of_row(args.num_index_heads, row)
     if head >= num_index_heads:
         return
     list_len = list_len_of(args, row, head)
@@ -121,7 +95,7 @@ def _attend(args: NDArray[np.int64], piece: int, like: Any, itemsize: int) -> No
     first, last = number * range_rows, min((number + 1) * range_rows, list_len)
     if first >= last:
         return
-    num_q_heads, head_dim = args[NUM_Q_HEADS], args[HEAD_DIM]
+    num_q_heads, head_dim = args.num_q_heads, args.head_dim
     group_size = num_q_heads // num_index_heads
     count = last - first
     room = -(-count // LANES) * LANES
@@ -131,19 +105,19 @@ def _attend(args: NDArray[np.int64], piece: int, like: Any, itemsize: int) -> No
         rows[i] = rows[count - 1]  # a row that is there; its weight will be 0
     if num_context == count:
         num_context = room
-    coded = of_row(args, K_READERS, row) != 0
-    q = array_at(args[Q] + 4 * (row * num_q_heads + head * group_size) * head_dim, group_size * head_dim, np.float32(0))
-    scale = array_at(args[SCALE], 1, np.float64(0))[0]
+    coded = of_row(args.k_readers, row) != 0
+    q = array_at(args.q + 4 * (row * num_q_heads + head * group_size) * head_dim, group_size * head_dim, np.float32(0))
+    scale = array_at(args.softmax_scale, 1, np.float64(0))[0]
     weights = np.empty(group_size * room, np.float32)
     if coded:
-        reader, row_bytes = of_row(args, K_READERS, row), of_row(args, ROW_BYTES, row)
+        reader, row_bytes = of_row(args.k_readers, row), of_row(args.row_bytes, row)
         score_coded(q, rows, num_context, reader, row_bytes, like, head_dim, group_size, scale, weights)
     else:
         _score(q, rows, like, itemsize, head_dim, group_size, scale, weights)
-    if args[CAP] != 0:
-        cap_logits(weights, array_at(args[CAP], 1, np.float64(0))[0])
+    if args.logit_cap != 0:
+        cap_logits(weights, array_at(args.logit_cap, 1, np.float64(0))[0])
     part_words = head_dim + 2
-    parts = args[PARTS] + 4 * ((row * num_q_heads + head * group_size) * MAX_PARTS + number) * part_words
+    parts = args.parts + 4 * ((row * num_q_heads + head * group_size) * MAX_PARTS + number) * part_words
     for g in range(group_size):
         part = array_at(parts + 4 * g * MAX_PARTS * part_words, part_words, np.float32(0))
         weigh(weights, g * room, count, room, part, head_dim)
@@ -151,7 +125,7 @@ def _attend(args: NDArray[np.int64], piece: int, like: Any, itemsize: int) -> No
         if not coded:
             mix(weights, g * room, rows, 0, room, head_dim, like, head_dim, part)
     if coded:
-        reader, offset = of_row(args, V_READERS, row), of_row(args, V_OFFSETS, row)
+        reader, offset = of_row(args.v_readers, row), of_row(args.v_offsets, row)
         part_bytes = 4 * MAX_PARTS * part_words
         mix_coded(weights, rows, num_context, reader, offset, like, itemsize, head_dim, group_size, parts, part_bytes)
 
@@ -177,17 +151,17 @@ def _score(
 
 @exact_kernel
 def _addresses(
-    args: NDArray[np.int64], row: int, head: int, first: int, count: int, tail_row_bytes: int, rows: NDArray[np.int64]
+    args: Any, row: int, head: int, first: int, count: int, tail_row_bytes: int, rows: NDArray[np.int64]
 ) -> Any:
     """Where rows [first, first + count) of an index head's list lie; how many of them, the first, are the context's."""
-    kv_head = head // (of_row(args, NUM_INDEX_HEADS, row) // args[NUM_KV_HEADS])
-    context_len, capacity = of_row(args, CONTEXT_LENS, row), args[TAIL_CAPACITY]
-    row_bytes = of_row(args, ROW_BYTES, row)
-    context = of_row(args, KV, row) + kv_head * context_len * row_bytes
-    tail = args[TAILS] + (of_row(args, TAIL_IDS, row) * args[NUM_KV_HEADS] + kv_head) * capacity * tail_row_bytes
-    sink_end, window_start = of_row(args, SINK_ENDS, row), of_row(args, WINDOW_STARTS, row)
-    own = row + args[OWN_ROWS]
-    coded, ids, own_ids = of_row(args, WINDOW_STARTS, own), chosen_of(args, row, head), chosen_of(args, own, head)
+    kv_head = head // (of_row(args.num_index_heads, row) // args.num_kv_heads)
+    context_len, capacity = of_row(args.context_lens, row), args.tail_capacity
+    row_bytes = of_row(args.row_bytes, row)
+    context = of_row(args.kv, row) + kv_head * context_len * row_bytes
+    tail = args.tails + (of_row(args.tail_ids, row) * args.num_kv_heads + kv_head) * capacity * tail_row_bytes
+    sink_end, window_start = of_row(args.sink_ends, row), of_row(args.window_starts, row)
+    own = row + args.own_rows
+    coded, ids, own_ids = of_row(args.window_starts, own), chosen_of(args, row, head), chosen_of(args, own, head)
     window_at = sink_end + len(ids)
     tail_at = window_at + context_len - window_start
     recent_at = tail_at + len(own_ids)
@@ -207,18 +181,18 @@ def _addresses(
 
 
 @exact_kernel
-def _merge(args: NDArray[np.int64], row: int, q_head: int) -> None:
-    num_q_heads, head_dim, num_index_heads = args[NUM_Q_HEADS], args[HEAD_DIM], of_row(args, NUM_INDEX_HEADS, row)
+def _merge(args: Any, row: int, q_head: int) -> None:
+    num_q_heads, head_dim, num_index_heads = args.num_q_heads, args.head_dim, of_row(args.num_index_heads, row)
     if num_index_heads == 0:
         return
     head = q_head // (num_q_heads // num_index_heads)
-    words, list_len, own = head_dim + 2, list_len_of(args, row, head), row + args[OWN_ROWS]
+    words, list_len, own = head_dim + 2, list_len_of(args, row, head), row + args.own_rows
     ranges = -(-list_len // _range_rows(list_len))
     rest_ranges, own_ranges = rest_ranges_of(args, row), rest_ranges_of(args, own)
     num_parts = ranges + rest_ranges + own_ranges
     place = (row * num_q_heads + q_head) * MAX_PARTS * words
-    parts = array_at(args[PARTS] + 4 * place, MAX_PARTS * words, np.float32(0))
-    out = array_at(args[OUT] + 4 * (row * num_q_heads + q_head) * head_dim, head_dim, np.float32(0))
+    parts = array_at(args.parts + 4 * place, MAX_PARTS * words, np.float32(0))
+    out = array_at(args.out + 4 * (row * num_q_heads + q_head) * head_dim, head_dim, np.float32(0))
     rest = np.zeros(head_dim, np.float32)
     top = rest_top = _rest(args, row, q_head, rest)
     given, own_given = _given_rest(args, row, q_head), _given_rest(args, own, q_head)
@@ -226,7 +200,7 @@ def _merge(args: NDArray[np.int64], row: int, q_head: int) -> None:
         top = max(top, given[head_dim])
     if len(own_given) > 0:
         top = max(top, own_given[head_dim])
-    sink = np.float32(-np.inf) if args[SINKS] == 0 else array_at(args[SINKS], num_q_heads, np.float32(0))[q_head]
+    sink = np.float32(-np.inf) if args.sinks == 0 else array_at(args.sinks, num_q_heads, np.float32(0))[q_head]
     top = max(top, sink)
     for i in range(num_parts):
         top = max(top, parts[_part_of(i, ranges, rest_ranges) * words + head_dim])
@@ -259,9 +233,9 @@ def _add_part(part: NDArray[np.float32], top: np.float32, out: NDArray[np.float3
 
 
 @exact_kernel
-def _given_rest(args: NDArray[np.int64], row: int, q_head: int) -> NDArray[np.float32]:
+def _given_rest(args: Any, row: int, q_head: int) -> NDArray[np.float32]:
     """The part of the rest that came with the selection; empty: none."""
-    rests, words = of_row(args, RESTS, row), args[HEAD_DIM] + 2
+    rests, words = of_row(args.rests, row), args.head_dim + 2
     part: NDArray[np.float32] = array_at(rests + 4 * q_head * words, words if rests != 0 else 0, np.float32(0))
     return part
 
@@ -276,16 +250,16 @@ def _part_of(number: int, ranges: int, rest_ranges: int) -> int:
 
 
 @exact_kernel
-def _rest(args: NDArray[np.int64], row: int, q_head: int, out: NDArray[np.float32]) -> Any:
+def _rest(args: Any, row: int, q_head: int, out: NDArray[np.float32]) -> Any:
     """An estimate of attention to the rows that could be selected and are not, and its log-sum-exp; -inf: none."""
-    moments, num_q_heads, head_dim = of_row(args, MOMENTS, row), args[NUM_Q_HEADS], args[HEAD_DIM]
+    moments, num_q_heads, head_dim = of_row(args.moments, row), args.num_q_heads, args.head_dim
     if moments == 0:
         return np.float32(-np.inf)
-    head = q_head // (num_q_heads // of_row(args, NUM_INDEX_HEADS, row))
-    kv_head = q_head // (num_q_heads // args[NUM_KV_HEADS])
+    head = q_head // (num_q_heads // of_row(args.num_index_heads, row))
+    kv_head = q_head // (num_q_heads // args.num_kv_heads)
     words = (2 + 2 * head_dim) * head_dim
     table = array_at(moments + 4 * kv_head * words, words, np.float32(0))
-    q = array_at(args[Q] + 4 * (row * num_q_heads + q_head) * head_dim, head_dim, np.float32(0))
-    num_rows = of_row(args, WINDOW_STARTS, row) - of_row(args, SINK_ENDS, row)
-    scale = array_at(args[SCALE], 1, np.float64(0))[0]
+    q = array_at(args.q + 4 * (row * num_q_heads + q_head) * head_dim, head_dim, np.float32(0))
+    num_rows = of_row(args.window_starts, row) - of_row(args.sink_ends, row)
+    scale = array_at(args.softmax_scale, 1, np.float64(0))[0]
     return np.float32(rest_of_head(q, table, valid_len_of(args, row, head), num_rows, scale, out))

@@ -3,9 +3,8 @@
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from csattn.cpu.addresses import array_at
+from csattn.cpu.addresses import array_at, record_at
 from csattn.cpu.jit import exact_kernel
 
 MAX_RANGES = 16  # of a row's list; of each of its two rests as many
@@ -51,43 +50,32 @@ ARGUMENTS = (
     "parts",  # [num_rows, num_q_heads, MAX_PARTS, head_dim + 2] float32
     "out",  # [num_rows, num_q_heads * head_dim] float32
 )
-(
-    NUM_ROWS, OWN_ROWS, Q, NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, SCALE, CAP, SINKS, KV, ROW_BYTES, V_OFFSETS, K_READERS,
-    V_READERS, CONTEXT_LENS, SINK_ENDS, WINDOW_STARTS, NUM_INDEX_HEADS, TOP_KS, KV_INDICES, VALID_LENS, MOMENTS,
-    SKETCHES, RESTS, QUERIES, QUERY_BYTES, REST_RANGES, TAILS, TAIL_CAPACITY, TAIL_IDS, TAIL_LENS,
-    INDEX_HEADS, LIST_RANGES, PARTS, OUT,
-) = range(len(ARGUMENTS))  # fmt: skip
+arguments_at = record_at(np.dtype([(name, np.int64) for name in ARGUMENTS]))
 
 
 @exact_kernel
-def arguments_at(address: int) -> Any:
-    """The words at an address."""
-    return array_at(address, len(ARGUMENTS), np.int64(0))
+def of_row(by_row: int, row: int) -> Any:
+    return array_at(by_row + 8 * row, 1, np.int64(0))[0]
 
 
 @exact_kernel
-def of_row(args: NDArray[np.int64], what: int, row: int) -> Any:
-    return array_at(args[what] + 8 * row, 1, np.int64(0))[0]
-
-
-@exact_kernel
-def valid_len_of(args: NDArray[np.int64], row: int, head: int) -> Any:
-    address = of_row(args, VALID_LENS, row)
+def valid_len_of(args: Any, row: int, head: int) -> Any:
+    address = of_row(args.valid_lens, row)
     if address == 0:
         return np.int64(0)
     return np.int64(array_at(address + 4 * head, 1, np.int32(0))[0])
 
 
 @exact_kernel
-def chosen_of(args: NDArray[np.int64], row: int, head: int) -> Any:
-    address = of_row(args, KV_INDICES, row) + 4 * head * of_row(args, TOP_KS, row)
+def chosen_of(args: Any, row: int, head: int) -> Any:
+    address = of_row(args.kv_indices, row) + 4 * head * of_row(args.top_ks, row)
     return array_at(address, valid_len_of(args, row, head), np.int32(0))
 
 
 @exact_kernel
-def list_len_of(args: NDArray[np.int64], row: int, head: int) -> Any:
-    own = row + args[OWN_ROWS]
-    window_len = of_row(args, CONTEXT_LENS, row) - of_row(args, WINDOW_STARTS, row)
-    recent = of_row(args, TAIL_LENS, row) - of_row(args, WINDOW_STARTS, own)
+def list_len_of(args: Any, row: int, head: int) -> Any:
+    own = row + args.own_rows
+    window_len = of_row(args.context_lens, row) - of_row(args.window_starts, row)
+    recent = of_row(args.tail_lens, row) - of_row(args.window_starts, own)
     chosen = valid_len_of(args, row, head) + valid_len_of(args, own, head)
-    return of_row(args, SINK_ENDS, row) + window_len + recent + chosen
+    return of_row(args.sink_ends, row) + window_len + recent + chosen

@@ -7,29 +7,8 @@ first rows of a row's tail, if they have a sketch: they are the middle of the pl
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from csattn.attention.in_place_arguments import (
-    HEAD_DIM,
-    MAX_PARTS,
-    MAX_RANGES,
-    NUM_KV_HEADS,
-    NUM_Q_HEADS,
-    NUM_ROWS,
-    OWN_ROWS,
-    PARTS,
-    QUERIES,
-    QUERY_BYTES,
-    REST_RANGES,
-    SCALE,
-    SINK_ENDS,
-    SKETCHES,
-    WINDOW_STARTS,
-    Q,
-    arguments_at,
-    chosen_of,
-    of_row,
-)  # fmt: skip
+from csattn.attention.in_place_arguments import MAX_PARTS, MAX_RANGES, arguments_at, chosen_of, of_row
 from csattn.cpu.addresses import array_at
 from csattn.cpu.jit import exact_kernel
 from csattn.search.code_sums import CHUNK_KEYS
@@ -43,16 +22,16 @@ RANGE_ROWS = 16384  # where the middle is longer than MAX_RANGES of them, ranges
 def rest_queries_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
     """What `rest_stage` needs of the queries. A piece is a KV head of a row, of the context, then of the tail."""
     args = arguments_at(arguments)
-    num_kv_heads = args[NUM_KV_HEADS]
+    num_kv_heads = args.num_kv_heads
     row, place = _place_of(args, piece // num_kv_heads)
     head = piece % num_kv_heads
-    if of_row(args, SKETCHES, place) != 0:
-        group_size, head_dim = args[NUM_Q_HEADS] // num_kv_heads, args[HEAD_DIM]
+    if of_row(args.sketches, place) != 0:
+        group_size, head_dim = args.num_q_heads // num_kv_heads, args.head_dim
         at = (row * num_kv_heads + head) * group_size * head_dim
-        q = array_at(args[Q] + 4 * at, group_size * head_dim, np.float32(0))
-        sketch = sketch_at(of_row(args, SKETCHES, place))
-        queries = args[QUERIES] + (place * num_kv_heads + head) * args[QUERY_BYTES]
-        scale = array_at(args[SCALE], 1, np.float64(0))[0]
+        q = array_at(args.q + 4 * at, group_size * head_dim, np.float32(0))
+        sketch = sketch_at(of_row(args.sketches, place))
+        queries = args.queries + (place * num_kv_heads + head) * args.query_bytes
+        scale = array_at(args.softmax_scale, 1, np.float64(0))[0]
         project_queries(sketch, head, widen(q), 0, sketch.num_segments, scale, queries)
         weigh_queries(sketch, group_size, queries)
     return 0
@@ -72,37 +51,37 @@ def num_rest_ranges(middle_end: int) -> int:
 
 
 @exact_kernel
-def rest_ranges_of(args: NDArray[np.int64], place: int) -> Any:
+def rest_ranges_of(args: Any, place: int) -> Any:
     """Into how many ranges the rest of a place is cut; 0: it has none."""
-    return num_rest_ranges(of_row(args, WINDOW_STARTS, place)) if of_row(args, SKETCHES, place) != 0 else 0
+    return num_rest_ranges(of_row(args.window_starts, place)) if of_row(args.sketches, place) != 0 else 0
 
 
 @exact_kernel
-def _attend_rest(args: NDArray[np.int64], piece: int) -> None:
+def _attend_rest(args: Any, piece: int) -> None:
     # rows that follow each other are likely to read the same codes
-    num_rows = array_at(args[NUM_ROWS], 1, np.int64(0))[0]
+    num_rows = array_at(args.num_rows, 1, np.int64(0))[0]
     row, place = _place_of(args, piece % (2 * num_rows))
     head_range = piece // (2 * num_rows)
-    head, number = head_range // args[REST_RANGES], head_range % args[REST_RANGES]
+    head, number = head_range // args.max_rest_ranges, head_range % args.max_rest_ranges
     if number >= rest_ranges_of(args, place):
         return
-    sketch, window_start = sketch_at(of_row(args, SKETCHES, place)), of_row(args, WINDOW_STARTS, place)
+    sketch, window_start = sketch_at(of_row(args.sketches, place)), of_row(args.window_starts, place)
     range_rows = _range_rows(window_start)
-    first, stop = max(number * range_rows, of_row(args, SINK_ENDS, place)), min((number + 1) * range_rows, window_start)
-    num_kv_heads, part_words = args[NUM_KV_HEADS], args[HEAD_DIM] + 2
-    group_size = args[NUM_Q_HEADS] // num_kv_heads
-    queries = args[QUERIES] + (place * num_kv_heads + head) * args[QUERY_BYTES]
-    part = (row * args[NUM_Q_HEADS] + head * group_size) * MAX_PARTS + (1 if place == row else 2) * MAX_RANGES + number
-    parts, chosen = args[PARTS] + 4 * part * part_words, chosen_of(args, place, head)
+    first, stop = max(number * range_rows, of_row(args.sink_ends, place)), min((number + 1) * range_rows, window_start)
+    num_kv_heads, part_words = args.num_kv_heads, args.head_dim + 2
+    group_size = args.num_q_heads // num_kv_heads
+    queries = args.queries + (place * num_kv_heads + head) * args.query_bytes
+    part = (row * args.num_q_heads + head * group_size) * MAX_PARTS + (1 if place == row else 2) * MAX_RANGES + number
+    parts, chosen = args.parts + 4 * part * part_words, chosen_of(args, place, head)
     attend_rows(sketch, head, queries, group_size, first, stop, chosen, parts, MAX_PARTS * part_words)
 
 
 @exact_kernel
-def _place_of(args: NDArray[np.int64], number: int) -> tuple[int, int]:
+def _place_of(args: Any, number: int) -> tuple[int, int]:
     """Of 2 * num_rows the row, and where by-row arrays say it of its context, or of its tail."""
-    num_rows = array_at(args[NUM_ROWS], 1, np.int64(0))[0]
+    num_rows = array_at(args.num_rows, 1, np.int64(0))[0]
     row = number % num_rows
-    return row, row + (args[OWN_ROWS] if number >= num_rows else 0)
+    return row, row + (args.own_rows if number >= num_rows else 0)
 
 
 @exact_kernel

@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import from_dtype, types
 from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
 from numpy.typing import NDArray
 
 from csattn.cpu.jit import c_function
+from csattn.cpu.llvm import by_values
 
 Stage = Callable[[int, int, int, int], int]  # int64 throughout
 
@@ -37,15 +38,12 @@ def aligned(num_bytes: int) -> NDArray[np.uint8]:
 @intrinsic
 def call_stage(typing_context, function, a, b, c, d):  # type: ignore[no-untyped-def]
     """What the stage at the address `function` returns."""
-    i64 = types.int64
-    sig = i64(i64, i64, i64, i64, i64)
+    kind = ir.FunctionType(ir.IntType(64), [ir.IntType(64)] * 4)
 
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        i64 = ir.IntType(64)
-        kind = ir.FunctionType(i64, [i64] * 4)
-        return builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
+    def build(builder: ir.IRBuilder, function: Any, *args: Any) -> Any:
+        return builder.call(builder.inttoptr(function, kind.as_pointer()), args)
 
-    return sig, generate
+    return types.int64(*[types.int64] * 5), by_values(build)
 
 
 @intrinsic
@@ -62,3 +60,16 @@ def array_at(typing_context, address, length, like):  # type: ignore[no-untyped-
         return array._getvalue()
 
     return sig, generate
+
+
+def record_at(dtype: np.dtype[np.void]) -> Any:
+    """For kernels: the record of a dtype at an address."""
+
+    @intrinsic
+    def at(typing_context, address):  # type: ignore[no-untyped-def]
+        def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+            return builder.inttoptr(args[0], context.get_value_type(sig.return_type))
+
+        return from_dtype(dtype)(address), generate
+
+    return at

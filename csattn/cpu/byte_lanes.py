@@ -6,7 +6,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from csattn.cpu.llvm import call, shuffle
+from csattn.cpu.llvm import Generate, by_values, call, shuffle
 from csattn.cpu.simd import Vector
 
 
@@ -26,16 +26,16 @@ def spread_byte(typing_context, value, number):  # type: ignore[no-untyped-def]
     )
 
 
-def _shuffle_bytes(order: list[int]) -> Any:
+def _shuffle_bytes(order: list[int]) -> Generate:
     """In every 16 bytes alike."""
 
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        num_bytes = 4 * sig.return_type.lanes
-        value = builder.bitcast(args[0], ir.VectorType(ir.IntType(8), num_bytes))
+    def build(builder: ir.IRBuilder, value: Any, *_: Any) -> Any:
+        num_bytes = 4 * value.type.count
+        as_bytes = builder.bitcast(value, ir.VectorType(ir.IntType(8), num_bytes))
         places = [first + place for first in range(0, num_bytes, 16) for place in order]
-        return builder.bitcast(shuffle(builder, (value, value), places), args[0].type)
+        return builder.bitcast(shuffle(builder, (as_bytes, as_bytes), places), value.type)
 
-    return generate
+    return by_values(build)
 
 
 @intrinsic
@@ -69,9 +69,7 @@ def add_byte_dots(typing_context, sums, a, b):  # type: ignore[no-untyped-def]
 
     Of each two factors one must be below 16.
     """
-    sig = sums(sums, a, b)
-
-    return sig, _add_byte_dots
+    return sums(sums, a, b), _add_byte_dots
 
 
 @intrinsic

@@ -12,7 +12,7 @@ from numba.extending import intrinsic
 
 from csattn.cpu.jit import exact_kernel
 from csattn.cpu.lanes import fma, lane_0, larger, smaller
-from csattn.cpu.llvm import call, element_pointer, shuffle
+from csattn.cpu.llvm import by_elements, by_values, call, shuffle
 from csattn.cpu.simd import F32x16, I32x16, Vector, as_bits, fill
 
 LANES = 16
@@ -53,41 +53,30 @@ def narrowed(builder: ir.IRBuilder, value: Any, element: types.Type) -> Any:
 @intrinsic
 def load_floats(typing_context, array, start):  # type: ignore[no-untyped-def]
     """Elements start, start + 1, ... start + 15 of a contiguous array as float32."""
-    sig = F32x16(array, start)
 
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        element = sig.args[0].dtype
-        address = element_pointer(context, builder, sig, args)
-        stored = ir.VectorType(context.get_data_type(element), LANES)
-        value = builder.load(builder.bitcast(address, stored.as_pointer()), align=1)
-        return widened(builder, value, element, LANES)
+    def build(builder: ir.IRBuilder, place: Any) -> Any:
+        stored = ir.VectorType(place.type.pointee, LANES)
+        value = builder.load(builder.bitcast(place, stored.as_pointer()), align=1)
+        return widened(builder, value, array.dtype, LANES)
 
-    return sig, generate
+    return F32x16(array, start), by_elements(build)
 
 
 @intrinsic
 def load_float(typing_context, array, at):  # type: ignore[no-untyped-def]
     """One element of a contiguous array as float32."""
     sig = types.float32(array, at)
-
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        value = builder.load(element_pointer(context, builder, sig, args))
-        return widened(builder, value, sig.args[0].dtype)
-
-    return sig, generate
+    return sig, by_elements(lambda builder, place: widened(builder, builder.load(place), array.dtype))
 
 
 @intrinsic
 def store_float(typing_context, array, at, value):  # type: ignore[no-untyped-def]
     """array[at] = value, rounded to the nearest float that the array holds, ties to even."""
-    sig = types.void(array, at, types.float32)
 
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        stored = narrowed(builder, args[2], sig.args[0].dtype)
-        builder.store(stored, element_pointer(context, builder, sig, args))
-        return context.get_dummy_value()
+    def build(builder: ir.IRBuilder, place: Any, value: Any) -> None:
+        builder.store(narrowed(builder, value, array.dtype), place)
 
-    return sig, generate
+    return types.void(array, at, types.float32), by_elements(build)
 
 
 @intrinsic
@@ -96,14 +85,13 @@ def _pair_sums(typing_context, a, b, distance):  # type: ignore[no-untyped-def]
     if not isinstance(distance, types.IntegerLiteral):
         return None
     bit = distance.literal_value
-    sig = a(a, b, distance)
+    low = [LANES + (i ^ bit) if i & bit else i for i in range(LANES)]
+    high = [LANES + i if i & bit else i | bit for i in range(LANES)]
 
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        low = [LANES + (i ^ bit) if i & bit else i for i in range(LANES)]
-        high = [LANES + i if i & bit else i | bit for i in range(LANES)]
-        return builder.fadd(shuffle(builder, args[:2], low), shuffle(builder, args[:2], high))
+    def build(builder: ir.IRBuilder, a: Any, b: Any, _: Any) -> Any:
+        return builder.fadd(shuffle(builder, (a, b), low), shuffle(builder, (a, b), high))
 
-    return sig, generate
+    return a(a, b, distance), by_values(build)
 
 
 @exact_kernel
@@ -146,9 +134,5 @@ def sum_of(vector):  # type: ignore[no-untyped-def]
 @intrinsic
 def largest_of(typing_context, vector):  # type: ignore[no-untyped-def]
     """The largest lane; none may be NaN."""
-    sig = types.float32(vector)
-
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        return call(builder, f"llvm.vector.reduce.fmax.v{LANES}f32", _F32, args)
-
-    return sig, generate
+    name = f"llvm.vector.reduce.fmax.v{LANES}f32"
+    return types.float32(vector), by_values(lambda builder, vector: call(builder, name, _F32, [vector]))

@@ -1,10 +1,39 @@
-"""What intrinsics are made of: places of elements, calls of functions by their names, shuffles."""
+"""What intrinsics are made of: their code by values or by places of elements, calls of functions by name, shuffles."""
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+
+Generate = Callable[[Any, ir.IRBuilder, Any, Any], Any]  # what an intrinsic gives beside its signature
+
+
+def by_values(build: Callable[..., Any]) -> Generate:
+    """The code of an intrinsic, which `build` makes of the builder and all values."""
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        result = build(builder, *args)
+        return context.get_dummy_value() if sig.return_type == types.void else result
+
+    return generate
+
+
+def by_elements(build: Callable[..., Any], *arrays: int) -> Generate:
+    """The same of the builder, places of elements, and the other values.
+
+    arrays: numbers of the arguments that are contiguous arrays, each with its element's number behind it; the first
+    unless said.
+    """
+
+    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+        which = arrays or (0,)
+        places = [element_pointer(context, builder, sig, args, array) for array in which]
+        others = [arg for i, arg in enumerate(args) if i not in which and i - 1 not in which]
+        return by_values(build)(context, builder, sig, [*places, *others])
+
+    return generate
 
 
 def element_pointer(context: Any, builder: ir.IRBuilder, sig: Any, args: Any, which: int = 0) -> Any:

@@ -15,7 +15,7 @@ from numba.core import cgutils
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin, models, register_model, typeof_impl
 
-from csattn.cpu.llvm import call, element_pointer, shuffle
+from csattn.cpu.llvm import Generate, by_elements, by_values, call, shuffle
 
 
 class Vector(types.Type):  # type: ignore[misc]
@@ -89,27 +89,22 @@ for _op, _in_place, _build in (
 @intrinsic
 def load(typing_context, vector, array, start):  # type: ignore[no-untyped-def]
     """The vector of elements start, start + 1, ... of a contiguous array, whose bytes are taken as they are."""
-    sig = vector.instance_type(vector, array, start)
+    pointer = vector.instance_type.llvm_type().as_pointer()
 
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        address = element_pointer(context, builder, sig, args, 1)
-        address = builder.bitcast(address, sig.return_type.llvm_type().as_pointer())
-        return builder.load(address, align=1)
+    def build(builder: ir.IRBuilder, place: Any, _: Any) -> Any:
+        return builder.load(builder.bitcast(place, pointer), align=1)
 
-    return sig, generate
+    return vector.instance_type(vector, array, start), by_elements(build, 1)
 
 
 @intrinsic
 def store(typing_context, array, start, value):  # type: ignore[no-untyped-def]
     """Write a vector to elements start, start + 1, ... of a contiguous array."""
-    sig = types.void(array, start, value)
 
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        address = element_pointer(context, builder, sig, args)
-        builder.store(args[2], builder.bitcast(address, args[2].type.as_pointer()), align=1)
-        return context.get_dummy_value()
+    def build(builder: ir.IRBuilder, place: Any, value: Any) -> None:
+        builder.store(value, builder.bitcast(place, value.type.as_pointer()), align=1)
 
-    return sig, generate
+    return types.void(array, start, value), by_elements(build)
 
 
 @intrinsic
@@ -124,15 +119,13 @@ def prefetch_early(typing_context, array, start):  # type: ignore[no-untyped-def
     return types.void(array, start), _prefetch_near(2)
 
 
-def _prefetch_near(locality: int) -> Callable[..., Any]:
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        address = element_pointer(context, builder, sig, args)
-        address = builder.bitcast(address, cgutils.voidptr_t)
-        i32 = ir.IntType(32)
-        call(builder, "llvm.prefetch.p0", ir.VoidType(), [address, i32(0), i32(locality), i32(1)])
-        return context.get_dummy_value()
+def _prefetch_near(locality: int) -> Generate:
+    how = [ir.IntType(32)(number) for number in (0, locality, 1)]
 
-    return generate
+    def build(builder: ir.IRBuilder, place: Any) -> None:
+        call(builder, "llvm.prefetch.p0", ir.VoidType(), [builder.bitcast(place, cgutils.voidptr_t), *how])
+
+    return by_elements(build)
 
 
 @intrinsic
@@ -152,52 +145,39 @@ def fill(typing_context, vector, scalar):  # type: ignore[no-untyped-def]
 @intrinsic
 def lane_numbers(typing_context, vector):  # type: ignore[no-untyped-def]
     """The integer vector 0, 1, 2, ..."""
-    sig = vector.instance_type(vector)
-
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        return ir.Constant(sig.return_type.llvm_type(), list(range(sig.return_type.lanes)))
-
-    return sig, generate
+    kind = vector.instance_type
+    return kind(vector), by_values(lambda builder, _: ir.Constant(kind.llvm_type(), list(range(kind.lanes))))
 
 
 @intrinsic
 def convert(typing_context, vector, value):  # type: ignore[no-untyped-def]
     """Each lane's value in another element type: integers to wider ones, floats to integers, cut off, any to floats."""
-    sig = vector.instance_type(vector, value)
-
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        source, target = sig.args[1], sig.return_type
-        if source.is_float and not target.is_float:
-            return builder.fptosi(args[1], target.llvm_type())
-        if source.is_float:
-            to_float = builder.fptrunc if target.element < source.element else builder.fpext
-            return to_float(args[1], target.llvm_type())
-        if target.is_float:
-            return builder.sitofp(args[1], target.llvm_type())
-        extend = builder.sext if source.element.signed else builder.zext
-        return extend(args[1], target.llvm_type())
-
-    return sig, generate
+    source, target = value, vector.instance_type
+    if source.is_float and not target.is_float:
+        name = "fptosi"
+    elif source.is_float:
+        name = "fptrunc" if target.element < source.element else "fpext"
+    elif target.is_float:
+        name = "sitofp"
+    else:
+        name = "sext" if source.element.signed else "zext"
+    build = by_values(lambda builder, _, value: getattr(builder, name)(value, target.llvm_type()))
+    return target(vector, value), build
 
 
 @intrinsic
 def floats_of_halves(typing_context, value):  # type: ignore[no-untyped-def]
     """The float32 values of lanes that hold float16 bits."""
-    sig = Vector(types.float32, value.lanes)(value)
+    floats, halves = Vector(types.float32, value.lanes), ir.VectorType(ir.HalfType(), value.lanes)
 
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        halves = builder.bitcast(args[0], ir.VectorType(ir.HalfType(), sig.return_type.lanes))
-        return builder.fpext(halves, sig.return_type.llvm_type())
+    def build(builder: ir.IRBuilder, value: Any) -> Any:
+        return builder.fpext(builder.bitcast(value, halves), floats.llvm_type())
 
-    return sig, generate
+    return floats(value), by_values(build)
 
 
 @intrinsic
 def as_bits(typing_context, vector, value):  # type: ignore[no-untyped-def]
     """The same bits as another vector type of the same size."""
-    sig = vector.instance_type(vector, value)
-
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        return builder.bitcast(args[1], sig.return_type.llvm_type())
-
-    return sig, generate
+    kind = vector.instance_type
+    return kind(vector, value), by_values(lambda builder, _, value: builder.bitcast(value, kind.llvm_type()))

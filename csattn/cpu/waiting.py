@@ -9,7 +9,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from csattn.cpu.jit import exact_kernel
-from csattn.cpu.llvm import call
+from csattn.cpu.llvm import by_values, call
 
 PAUSES = 64  # a few microseconds: waiting any longer, a thread lets others have the core
 
@@ -42,37 +42,24 @@ def pause(typing_context):  # type: ignore[no-untyped-def]
 @intrinsic
 def yield_core(typing_context):  # type: ignore[no-untyped-def]
     """Let another thread have this core, if one waits for it."""
-    sig = types.void()
-
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        call(builder, "sched_yield", ir.IntType(32), [])
-        return context.get_dummy_value()
-
-    return sig, generate
+    return types.void(), by_values(lambda builder: call(builder, "sched_yield", ir.IntType(32), []))
 
 
 @intrinsic
 def sleep_us(typing_context, duration_us):  # type: ignore[no-untyped-def]
     """Sleep at least that long."""
-    sig = types.void(types.int32)
-
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        call(builder, "usleep", ir.IntType(32), list(args))
-        return context.get_dummy_value()
-
-    return sig, generate
+    return types.void(types.int32), by_values(lambda builder, us: call(builder, "usleep", ir.IntType(32), [us]))
 
 
 @intrinsic
 def now_ns(typing_context):  # type: ignore[no-untyped-def]
     """A clock that never goes back."""
-    sig = types.int64()
 
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
+    def build(builder: ir.IRBuilder) -> Any:
         i32, i64 = ir.IntType(32), ir.IntType(64)
         timespec = cgutils.alloca_once(builder, ir.ArrayType(i64, 2))
         call(builder, "clock_gettime", i32, [i32(time.CLOCK_MONOTONIC), builder.bitcast(timespec, cgutils.voidptr_t)])
         seconds, nanoseconds = (builder.extract_value(builder.load(timespec), i) for i in (0, 1))
         return builder.add(builder.mul(seconds, i64(1_000_000_000)), nanoseconds)
 
-    return sig, generate
+    return types.int64(), by_values(build)

@@ -19,7 +19,6 @@ from torch import Tensor
 
 PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MAX_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_PREFERRED_SHARED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, a percentage
 _INCLUDE = re.compile(r'^#include "(.+)".*$', re.MULTILINE)
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64  # of CUtensorMap
 _asked_shared_bytes: dict[int, int] = {}  # dynamic shared memory of a function's launches, at most
@@ -78,11 +77,10 @@ def cuda_kernel(
     shared_bytes: int = 0,  # dynamic shared memory of every launch
     early_start: bool = False,  # may start while the kernel before it ends: then it has to wait before it reads
     architecture: str | None = None,  # to compile for; None: what the device shares with those that come after it
-    most_shared: bool = False,  # shared memory has all it can of the L1 cache: kernels that agree may run side by side
 ) -> CudaKernel:
     """Compile, for the current device, or take what an earlier call compiled."""
     options = tuple(f"-D{key}={value}" for key, value in sorted(defines.items()))
-    function = _function(source, name, options, shared_bytes, architecture, most_shared, torch.cuda.current_device())
+    function = _function(source, name, options, shared_bytes, architecture, torch.cuda.current_device())
     return CudaKernel(name, function, shared_bytes, early_start)
 
 
@@ -172,7 +170,6 @@ def _function(
     options: tuple[str, ...],
     shared_bytes: int,
     architecture: str | None,
-    most_shared: bool,
     device: int,  # that it is loaded on
 ) -> Any:
     function = _module(source, options, architecture, device).get_function(name)
@@ -182,8 +179,6 @@ def _function(
     if shared_bytes > _asked_shared_bytes.get(function.ptr, 0):
         _require(_driver().cuFuncSetAttribute(handle, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes), name)
         _asked_shared_bytes[function.ptr] = shared_bytes
-    if most_shared:
-        _require(_driver().cuFuncSetAttribute(handle, _PREFERRED_SHARED_CARVEOUT, 100), name)
     return function
 
 

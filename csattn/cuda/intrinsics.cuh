@@ -144,33 +144,17 @@ __device__ __forceinline__ void bring_to_l2(const void* from, u32 bytes) {
 #endif
 }
 
-// What a thread copies at once: as much as row sizes are multiples of. Rows are read once and never written while the
-// kernel runs: no reason to keep them in L1.
-template <u32 BYTES> struct Piece;
-template <> struct Piece<16> { u32 x, y, z, w; };
-template <> struct Piece<8> { u32 x, y; };
-template <> struct Piece<4> { u32 x; };
-
-__device__ __forceinline__ void read_piece(u64 address, Piece<16>& p) {
+// What is read once, and never written while the kernel runs: no reason to keep it in L1.
+__device__ __forceinline__ uint4 read_once(u64 address) {
+    uint4 x;
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(p.x), "=r"(p.y), "=r"(p.z), "=r"(p.w)
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
                  : "l"(address));
+    return x;
 }
-__device__ __forceinline__ void read_piece(u64 address, Piece<8>& p) {
-    asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(p.x), "=r"(p.y) : "l"(address));
-}
-__device__ __forceinline__ void read_piece(u64 address, Piece<4>& p) {
-    asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(p.x) : "l"(address));
-}
-__device__ __forceinline__ void write_piece(u64 address, const Piece<16>& p) {
-    asm volatile("st.global.cg.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(p.x), "r"(p.y), "r"(p.z), "r"(p.w)
+__device__ __forceinline__ void write_once(u64 address, uint4 x) {
+    asm volatile("st.global.cg.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
                  : "memory");
-}
-__device__ __forceinline__ void write_piece(u64 address, const Piece<8>& p) {
-    asm volatile("st.global.cg.v2.u32 [%0], {%1, %2};" ::"l"(address), "r"(p.x), "r"(p.y) : "memory");
-}
-__device__ __forceinline__ void write_piece(u64 address, const Piece<4>& p) {
-    asm volatile("st.global.cg.u32 [%0], %1;" ::"l"(address), "r"(p.x) : "memory");
 }
 
 // Copies of 16 bytes into shared memory, which go on behind a thread's back, in groups

@@ -12,7 +12,7 @@ def mlp_width(config: Any, layer_idx: int) -> int | None:
     has_experts = has(config, layer_idx)
     if config.model_type == "llama4_text":
         return int(config.intermediate_size if has_experts else config.intermediate_size_mlp)
-    if config.model_type == "glm4_moe" and has_experts:
+    if config.model_type in _LIKE_DEEPSEEK and has_experts:
         return int(config.moe_intermediate_size * config.n_shared_experts)
     return None if has_experts else int(config.intermediate_size)
 
@@ -29,7 +29,7 @@ def experts_of(config: Any, layer_idx: int, activation: Activation) -> tuple[Exp
         "activation": activation,
     }
     match config.model_type:
-        case "glm4_moe":
+        case name if name in _LIKE_DEEPSEEK:
             groups = (config.n_group, config.topk_group)
             shares = {"normed": config.norm_topk_prob, "scale": float(config.routed_scaling_factor)}
             return (ExpertsSpec(**routed, scores="sigmoid", has_choice_bias=True, groups=groups, **shares),)
@@ -64,9 +64,14 @@ def _every_so_many(config: Any, layer_idx: int) -> bool:
     return is_sparse and (getattr(config, "num_local_experts", None) or config.num_experts) > 0
 
 
+# some chosen in groups, some that all tokens pass
+_LIKE_DEEPSEEK = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm_moe_dsa")
 # whether a layer has them
 _HAVE_EXPERTS: dict[str, Callable[[Any, int], bool]] = {
+    "deepseek_v3": lambda config, layer_idx: layer_idx >= config.first_k_dense_replace,
+    "deepseek_v32": lambda config, layer_idx: config.mlp_layer_types[layer_idx] == "sparse",
     "glm4_moe": lambda config, layer_idx: layer_idx >= config.first_k_dense_replace,
+    "glm_moe_dsa": lambda config, layer_idx: config.mlp_layer_types[layer_idx] == "sparse",
     "gpt_oss": lambda config, layer_idx: True,
     "granitemoe": lambda config, layer_idx: True,
     "llama4_text": lambda config, layer_idx: layer_idx in config.moe_layers,

@@ -1,6 +1,7 @@
 """Which models this project reproduces exactly, read from `transformers` configs; all others are refused by name."""
 
 from dataclasses import dataclass
+from math import log
 from typing import Any, Literal
 
 from csattn.errors import ModelError
@@ -9,6 +10,8 @@ from csattn.models.spec import (
     Activation,
     AttentionSpec,
     DeltaSpec,
+    IndexerSpec,
+    LatentSpec,
     LayerSpec,
     MlpSpec,
     ModelSpec,
@@ -57,7 +60,7 @@ class Family:
     # whether q, k and v, attention's output, and the MLP have biases, or which field of the config says so
     biases: tuple[bool | str, bool | str, bool | str] = (False, False, False)
     qk_norm: Literal["none", "head", "projection"] | str = "none"  # or the field that says whether: of each head
-    interleaved: bool = False  # RoPE
+    interleaved: bool | str = False  # RoPE, or the field that says whether
     gated: bool = True  # the MLP
     scaled_embedding: bool = False  # by the root of the hidden size
     offset_norms: bool = False  # a norm's weights are stored less 1
@@ -67,6 +70,8 @@ class Family:
     tempered: bool = False  # queries grow with their position
     sinks: bool = False
     gated_attention: bool = False
+    latents: bool = False
+    interleaved_indexer: bool | None = None  # its RoPE; None: there is no indexer
     mlp: str = "mlp"  # the module, of experts too
     router: str = "gate"  # of experts
     inputs_first: bool = False  # an expert's weights have a row for each input
@@ -97,12 +102,15 @@ _COHERE: dict[str, Any] = {
     "parallel": True,
     "heeds": ("logit_scale",),
 }
+_LATENTS: dict[str, Any] = {"biases": _ATTENTION_BIAS, "latents": True}
 _QWEN3_NEXT = Family(biases=_ATTENTION_BIAS, qk_norm="head", offset_norms=True, gated_attention=True)
 
 FAMILIES = {
     "arcee": Family(biases=_BY_CONFIG, gated=False),
     "cohere": Family(**_COHERE),
     "cohere2": Family(**_COHERE, rotated="local"),
+    "deepseek_v3": Family(**_LATENTS, interleaved="rope_interleave"),
+    "deepseek_v32": Family(**_LATENTS, interleaved=True, interleaved_indexer=False),
     "ernie4_5": Family(biases=("use_bias", "use_bias", "use_bias"), interleaved=True),
     "exaone4": Family(_BEHIND, qk_norm="head", rotated="local"),
     "gemma": Family(**_GEMMA),
@@ -111,6 +119,7 @@ FAMILIES = {
     "glm": Family(biases=("attention_bias", False, False), interleaved=True),
     "glm4": Family(_GLM4_NORMS, biases=("attention_bias", False, False), interleaved=True),
     "glm4_moe": Family(biases=("attention_bias", False, False), qk_norm="use_qk_norm"),
+    "glm_moe_dsa": Family(**_LATENTS, interleaved=True, interleaved_indexer=True),
     "gpt_oss": Family(biases=_ATTENTION_BIAS, sinks=True, router="router", inputs_first=True),
     "granite": Family(biases=_BY_CONFIG, heeds=_GRANITE_HEEDS),
     "granitemoe": Family(biases=_ATTENTION_BIAS, heeds=_GRANITE_HEEDS, mlp="block_sparse_moe", router="router"),
@@ -157,20 +166,24 @@ def describe(config: Any) -> ModelSpec:
         raise ModelError(f"model family {name!r} is not supported{why}; csattn reproduces {', '.join(FAMILIES)}")
     family = FAMILIES[name]
     _require_reproduced(config, family)
+    layers = tuple(describe_layer(config, layer_idx) for layer_idx in range(config.num_hidden_layers))
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     query_scale = family.field(config, "query_pre_attn_scalar", head_dim) ** -0.5
+    if family.latents:
+        head_dim = -(-max(layer.latent.row_width for layer in layers if layer.latent is not None) // 2)
+        query_scale = _latent_scale(config)
     embedding_scale = config.hidden_size**0.5 if family.scaled_embedding else 1.0
     return ModelSpec(
-        layers=tuple(describe_layer(config, layer_idx) for layer_idx in range(config.num_hidden_layers)),
+        layers=layers,
         hidden_size=config.hidden_size,
         num_q_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
+        num_kv_heads=1 if family.latents else config.num_key_value_heads,
         head_dim=head_dim,
         softmax_scale=float(family.field(config, "attention_multiplier", query_scale)),
         vocab_size=config.vocab_size,
         max_positions=config.max_position_embeddings,
         norm_eps=config.layer_norm_eps if family.centred else config.rms_norm_eps,
-        ropes=(*(_rope(parameters, family) for parameters in rope_parameters(config).values()), *_unrotated(config)),
+        ropes=(*(_rope(config, of_type, family) for of_type in rope_parameters(config).values()), *_unrotated(config)),
         centred=family.centred,
         embedding_multiplier=float(family.field(config, "embedding_multiplier", embedding_scale)),
         logit_multiplier=family.field(config, "logit_scale", 1.0 / family.field(config, "logits_scaling", 1.0)),
@@ -201,6 +214,7 @@ def describe_layer(config: Any, layer_idx: int) -> LayerSpec:
         else MlpSpec(intermediate_size=width, activation=_activation(config), gated=family.gated, bias=mlp_bias),
         experts=experts_of(config, layer_idx, _activation(config)),
         delta=_delta(config) if layer_type(config, layer_idx) == "linear_attention" else None,
+        latent=_latent(config, family, layer_idx) if family.latents else None,
         pre_norm=family.norms[0] is not None,
         post_norm=family.norms[1] is not None,
         residual_multiplier=float(family.field(config, "residual_multiplier", 1.0)),
@@ -210,8 +224,8 @@ def describe_layer(config: Any, layer_idx: int) -> LayerSpec:
 
 def layer_type(config: Any, layer_idx: int) -> str:
     """Its name in `transformers`."""
-    types = getattr(config, "layer_types", None)
-    return types[layer_idx] if types else "full_attention"
+    name = (getattr(config, "layer_types", None) or {layer_idx: "full_attention"})[layer_idx]
+    return _FORMER_TYPES.get(name, name)
 
 
 def rope_parameters(config: Any) -> dict[str, dict[str, Any]]:
@@ -257,6 +271,8 @@ def _require_reproduced(config: Any, family: Family) -> None:
         )
     if getattr(config, "use_bidirectional_attention", False):
         raise ModelError("this model attends to later tokens too, csattn to earlier ones; use one that generates text")
+    if family.interleaved_indexer is not None and getattr(config, "indexer_types", ["full"])[0] != "full":
+        raise ModelError("this model's first layer attends to what a layer before it has chosen, and there is none")
     if getattr(config, "clip_qkv", None) is not None:
         raise ModelError("this model clips queries, keys and values, which csattn does not; use one that does not")
     if config.model_type == "cohere" and config.use_qk_norm:
@@ -266,7 +282,8 @@ def _require_reproduced(config: Any, family: Family) -> None:
 # by the type of a layer, the field of its config that says how far back it sees
 _REACHES = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 
-_LAYER_TYPES = {"full_attention", "linear_attention", *_REACHES}
+_FORMER_TYPES = {"deepseek_sparse_attention": "indexed_attention"}  # in versions of `transformers` before 5.20
+_LAYER_TYPES = {"full_attention", "indexed_attention", "linear_attention", *_REACHES}
 
 
 def _delta(config: Any) -> DeltaSpec:
@@ -279,6 +296,32 @@ def _delta(config: Any) -> DeltaSpec:
         v_dim=config.linear_value_head_dim,
         conv_len=config.linear_conv_kernel_dim,
     )
+
+
+def _latent(config: Any, family: Family, layer_idx: int) -> LatentSpec:
+    indexer, interleaved = None, family.interleaved_indexer
+    if interleaved is not None and getattr(config, "indexer_types", {layer_idx: "full"})[layer_idx] == "full":
+        sizes = {"num_heads": config.index_n_heads, "head_dim": config.index_head_dim}
+        indexer = IndexerSpec(**sizes, interleaved=interleaved)
+    return LatentSpec(
+        num_heads=config.num_attention_heads,
+        q_rank=config.q_lora_rank,
+        kv_rank=config.kv_lora_rank,
+        nope_dim=config.qk_nope_head_dim,
+        rope_dim=config.qk_rope_head_dim,
+        v_dim=config.v_head_dim,
+        indexer=indexer,
+        top_k=None if interleaved is None else config.index_topk,
+    )
+
+
+def _latent_scale(config: Any) -> float:
+    """By the width of a head's queries; where positions are scaled, by that too."""
+    scale: float = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
+    rope = config.rope_parameters
+    if rope.get("rope_type", "default") != "default" and (of_all := rope.get("mscale_all_dim", 0)):
+        scale *= (0.1 * of_all * log(max(rope["factor"], 1.0)) + 1.0) ** 2
+    return scale
 
 
 def _reach(config: Any, family: Family, layer_idx: int) -> Reach | None:
@@ -301,7 +344,7 @@ def _rope_of(config: Any, family: Family, layer_idx: int) -> int | None:
     return 0 if names == [""] else names.index(layer_type(config, layer_idx))
 
 
-def _rope(parameters: dict[str, Any], family: Family) -> RopeSpec:
+def _rope(config: Any, parameters: dict[str, Any], family: Family) -> RopeSpec:
     rope_type = parameters.get("rope_type", "default")
     if rope_type not in SUPPORTED_ROPE_TYPES:
         raise ModelError(
@@ -312,7 +355,10 @@ def _rope(parameters: dict[str, Any], family: Family) -> RopeSpec:
     if family.tempered:
         beta, every = parameters["llama_4_scaling_beta"], parameters["original_max_position_embeddings"]
         temper = Temper(beta=float(beta), every=every)
-    return RopeSpec(parameters=parameters, interleaved=family.interleaved, temper=temper)
+    interleaved = family.interleaved
+    if isinstance(interleaved, str):
+        interleaved = bool(getattr(config, interleaved))
+    return RopeSpec(parameters=parameters, interleaved=interleaved, temper=temper)
 
 
 def _unrotated(config: Any) -> tuple[RopeSpec, ...]:

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 
 from csattn.artifact import ModelGeometry
-from csattn.artifact.manifest import STATE
+from csattn.artifact.manifest import ALL, STATE
 from csattn.errors import ModelError
 from csattn.models.families import FAMILIES, describe, stretch_positions
 from csattn.models.quantized import Quantization, read_state
@@ -323,6 +323,8 @@ def geometry_of(config: Any) -> ModelGeometry:
 def _reach(layer: LayerSpec) -> int:
     if layer.delta is not None:
         return STATE
+    if layer.latent is not None:
+        return ALL
     return 0 if layer.attention.reach is None else layer.attention.reach.num_rows
 
 

@@ -35,6 +35,8 @@ def _fault(layer: LayerSpec) -> str | None:
         return "layers of experts"
     if layer.delta is not None:
         return "layers of linear attention"
+    if layer.latent is not None:
+        return "layers of latents"
     return "norms over all heads together" if layer.attention.qk_norm == "projection" else None
 
 

@@ -113,6 +113,69 @@ class DeltaSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IndexerSpec:
+    """A learned indexer (DeepSeek-V3.2): see `csattn.lightning`. It chooses among all rows that a token may see."""
+
+    num_heads: int
+    head_dim: int
+    interleaved: bool  # RoPE of its first dimensions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentSpec:
+    """Attention in latent space (MLA, arXiv:2405.04434) in attention's place.
+
+    A token's row is its latent, the value of all heads, and besides, for keys alone, a part that RoPE turns; behind
+    them lies its index key, where the layer has an indexer.
+    """
+
+    num_heads: int
+    q_rank: int | None  # of queries' own latents; None: they are projected at once
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+    indexer: IndexerSpec | None = None  # without one, a layer attends to what was chosen last for the token
+    top_k: int | None = None  # rows that are chosen; None: all are attended to
+
+    @property
+    def row_width(self) -> int:
+        """Numbers of a row."""
+        return self.key_width + (self.indexer.head_dim if self.indexer is not None else 0)
+
+    @property
+    def key_width(self) -> int:
+        return self.kv_rank + self.rope_dim
+
+    @property
+    def q_width(self) -> int:
+        return self.num_heads * (self.nope_dim + self.rope_dim)
+
+    @property
+    def v_width(self) -> int:
+        return self.num_heads * self.v_dim
+
+    @property
+    def index_q_width(self) -> int:
+        return self.indexer.num_heads * self.indexer.head_dim if self.indexer is not None else 0
+
+    @property
+    def in_widths(self) -> tuple[int, int, int, int]:
+        """Of what the layer's input is projected to.
+
+        Queries or their latents, the row's key, its index key, and how much each of the indexer's heads counts.
+        """
+        of_index = (0, 0) if self.indexer is None else (self.indexer.head_dim, self.indexer.num_heads)
+        return self.q_rank or self.q_width, self.key_width, *of_index
+
+    def num_params(self, hidden_size: int) -> int:
+        """Of its matrices."""
+        of_queries = 0 if self.q_rank is None else self.q_rank * (self.q_width + self.index_q_width)
+        of_latents = self.kv_rank * self.num_heads * (self.nope_dim + self.v_dim)
+        return hidden_size * (sum(self.in_widths) + self.v_width) + of_queries + of_latents
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """stream += residual_multiplier * post_norm(attention(pre_norm(stream))), then the MLP likewise."""
 
@@ -120,6 +183,7 @@ class LayerSpec:
     experts: tuple[ExpertsSpec, ...] = ()  # whose sums are added to the MLP's
     attention: AttentionSpec = AttentionSpec()
     delta: DeltaSpec | None = None  # in its place
+    latent: LatentSpec | None = None  # likewise
     pre_norm: bool = True
     post_norm: bool = False
     residual_multiplier: float = 1.0
@@ -130,6 +194,7 @@ class LayerSpec:
 class ModelSpec:
     """A decoder. Heads are the same in every layer: a context's rows are of one shape.
 
+    Rows of latents are kept as those of one KV head: `head_dim` is half of their width.
     Norms are RMSNorm, or of a stream of which the mean is taken (`centred`), which makes them LayerNorm without biases.
     """
 
@@ -155,8 +220,8 @@ class ModelSpec:
 
     @property
     def indexed_layers(self) -> tuple[int, ...]:
-        """Those that attend to everything: an index is made of their rows."""
-        return tuple(i for i, x in enumerate(self.layers) if x.delta is None and x.attention.reach is None)
+        """Those that attend to everything: an index is made of their rows. A learned indexer has made its own."""
+        return tuple(i for i, x in enumerate(self.layers) if not (x.delta or x.latent or x.attention.reach))
 
     def is_predicted(self, layer_idx: int) -> bool:
         """Whether its queries are told from the input of the layer before: of indexed layers, all but the first."""
@@ -177,15 +242,17 @@ class ModelSpec:
     @property
     def streamed_params(self) -> int:
         """Parameters of the matrices that a token's step reads: of the embedding a row, of experts the chosen."""
-        columns = self.vocab_size
+        columns, others = self.vocab_size, 0
         for layer in self.layers:
-            if layer.delta is None:
-                columns += self.qkv_width + (1 + layer.attention.gated) * self.q_width
-            else:
+            if layer.delta is not None:
                 columns += layer.delta.in_width + layer.delta.v_width
+            elif layer.latent is not None:
+                others += layer.latent.num_params(self.hidden_size)
+            else:
+                columns += self.qkv_width + (1 + layer.attention.gated) * self.q_width
             columns += layer.mlp.intermediate_size * (2 + layer.mlp.gated) if layer.mlp is not None else 0
             columns += sum(x.num_experts + 3 * x.num_chosen * x.intermediate_size for x in layer.experts)
-        return self.hidden_size * columns
+        return self.hidden_size * columns + others
 
 
 def llama_like(

@@ -9,7 +9,7 @@ from torch import Tensor
 from csattn.models.families import FAMILIES, Family, describe, rope_parameters
 from csattn.models.quantized_weight import QuantizedWeight
 from csattn.models.rope import model_frequencies
-from csattn.models.spec import AttentionSpec, DeltaSpec, ExpertsSpec, ModelSpec
+from csattn.models.spec import AttentionSpec, DeltaSpec, ExpertsSpec, LatentSpec, ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,19 @@ class DeltaWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentWeights:
+    """Of attention in latent space. What makes keys and values of latents is taken into queries and outputs."""
+
+    inputs: tuple[Linear, ...]  # as `LatentSpec.in_widths` says
+    q_norm: Tensor | None  # [q_rank] float32
+    kv_norm: Tensor  # [kv_rank] float32
+    queries: tuple[Linear, ...]  # of queries' latents: queries of all heads, nope before rope, and of the indexer's
+    up_k: Tensor  # [num_heads, nope_dim, kv_rank], a head's rows without a hole
+    up_v: Tensor  # [num_heads, v_dim, kv_rank], likewise
+    index_norm: Tensor | None  # [2, index head_dim] float32: LayerNorm's weights and biases
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
     """Linear layers that come as several have their outputs side by side. Norms are [hidden_size] float32, or None."""
 
@@ -86,6 +99,7 @@ class LayerWeights:
     qkv: tuple[Linear, ...]
     gates: tuple[Linear, ...]  # of what is attended to
     delta: DeltaWeights | None  # in place of both
+    latent: LatentWeights | None  # likewise
     head_norms: HeadNorms | None
     sinks: Tensor | None  # [num_q_heads] float32
     out: Linear
@@ -121,11 +135,11 @@ class ModelWeights:
         """Bytes of weights that every decode step reads."""
         linears = [self.head]
         for layer in self.layers:
-            inputs = () if layer.delta is None else layer.delta.inputs
             linears += [
                 *layer.qkv,
                 *layer.gates,
-                *inputs,
+                *(layer.delta.inputs if layer.delta is not None else ()),
+                *((*layer.latent.inputs, *layer.latent.queries) if layer.latent is not None else ()),
                 layer.out,
                 *layer.gate_up,
                 *([layer.down] if layer.down else []),
@@ -168,9 +182,10 @@ def layer_weights(layer: Any, layer_idx: int, spec: ModelSpec, family: Family) -
         head_norms = HeadNorms(_norm(attention.q_norm, family), _norm(attention.k_norm, family))
     return LayerWeights(
         before_attention=norms[0],
-        qkv=_qkv(attention, of_layer.attention, spec),
+        qkv=() if of_layer.latent is not None else _qkv(attention, of_layer.attention, spec),
         gates=_of_heads(attention.q_proj, spec, 1) if attention is not None and of_layer.attention.gated else (),
         delta=None if of_layer.delta is None else _delta(layer.linear_attn, of_layer.delta),
+        latent=None if of_layer.latent is None else latent_weights(attention, of_layer.latent),
         head_norms=head_norms,
         sinks=None if (sinks := _or_none(attention, "sinks")) is None else sinks.float(),
         out=_linear(attention.o_proj if attention is not None else layer.linear_attn.out_proj),
@@ -217,6 +232,25 @@ def _delta(module: Any, spec: DeltaSpec) -> DeltaWeights:
         decay=module.A_log.detach().float().exp(),
         decay_bias=module.dt_bias.detach().float().clone(),
         norm=module.norm.weight.detach().float().clone(),
+    )
+
+
+def latent_weights(module: Any, spec: LatentSpec) -> LatentWeights:
+    """module: a layer's attention."""
+    indexer = module.indexer if spec.indexer is not None else None
+    names = ["q_proj" if spec.q_rank is None else "q_a_proj", "kv_a_proj_with_mqa"]
+    inputs = [getattr(module, name) for name in names] + ([indexer.wk, indexer.weights_proj] if indexer else [])
+    queries = ([module.q_b_proj] if spec.q_rank is not None else []) + ([indexer.wq_b] if indexer else [])
+    up = module.kv_b_proj.weight.detach().view(spec.num_heads, spec.nope_dim + spec.v_dim, spec.kv_rank)
+    norm = None if indexer is None else torch.stack([indexer.k_norm.weight, indexer.k_norm.bias]).detach().float()
+    return LatentWeights(
+        inputs=tuple(map(_linear, inputs)),
+        q_norm=None if spec.q_rank is None else module.q_a_layernorm.weight.detach().float(),
+        kv_norm=module.kv_a_layernorm.weight.detach().float(),
+        queries=tuple(map(_linear, queries)),
+        up_k=up[:, : spec.nope_dim],
+        up_v=up[:, spec.nope_dim :],
+        index_norm=norm,
     )
 
 

@@ -13,17 +13,13 @@ from csattn.cpu.jit import exact_kernel
 from csattn.cpu.lanes import mask_at_least
 from csattn.cpu.simd import I32x16, fill, lane_numbers, load, store
 from csattn.search.group_scores import (
-    HEADROOM,
     LANES,
     LOG2_E,
-    LOG2_LEAST_SHARE,
     NO_SHIFT,
     NOT_SCORED,
     as_group_scores,
-    group_scores_of_powers,
     group_scores_of_shares,
     share_terms,
-    too_wide,
 )
 from csattn.search.plan import eligible_of, place_of, scratch_at, search_at
 from csattn.search.select import first_rank, guess_threshold, store_lanes, take_best
@@ -36,7 +32,7 @@ def guess_job(search_address: int, scratch_address: int, job: int, _: int) -> in
     slot = scratch.slots + job % scratch.num_slots * scratch.slot_bytes
     group_size, sample_stride = search.group_size, scratch.sample_stride
     if group_size > 1:
-        _settle_shares(search, scratch, slot)
+        _settle_terms(search, scratch, slot)
     sample = array_at(slot + scratch.at_sample, group_size * sample_stride, np.float32(0))
     group_scores = array_at(slot + scratch.at_sample_group_scores, sample_stride, np.int32(0))
     terms = array_at(slot + scratch.at_terms, 4 * group_size, np.float32(0))
@@ -91,18 +87,13 @@ def first_guess(search: Any, scratch: Any, slot: int) -> None:
 
 
 @exact_kernel
-def _settle_shares(search: Any, scratch: Any, slot: int) -> None:
-    """From the ranges' shifts and sums to those over all keys, and to what makes shares of powers and scores."""
+def _settle_terms(search: Any, scratch: Any, slot: int) -> None:
+    """From the ranges' shifts and sums to those over all keys, and to what makes shares of scores."""
     group_size, num_ranges = search.group_size, search.num_ranges
     shifts = array_at(slot + scratch.at_shifts, num_ranges * group_size, np.float64(0))
     totals = array_at(slot + scratch.at_totals, num_ranges * group_size, np.float64(0))
-    lowest = array_at(slot + scratch.at_lowest, num_ranges * group_size, np.float64(0))
-    factors = array_at(slot + scratch.at_factors, num_ranges * group_size, np.float32(0))
     terms = array_at(slot + scratch.at_terms, 4 * group_size, np.float32(0))
-    exact = array_at(slot + scratch.at_exact, num_ranges, np.int64(0))
     slope_of_all = np.float64(np.float32(search.softmax_scale * LOG2_E))
-    for number in range(num_ranges):
-        exact[number] = 0
     for row in range(group_size):
         shift, total = NO_SHIFT, 0.0
         for i in range(row, num_ranges * group_size, group_size):
@@ -111,14 +102,6 @@ def _settle_shares(search: Any, scratch: Any, slot: int) -> None:
             total += np.ldexp(totals[i], int(max(shifts[i] - shift, -2000.0)))
         slope, floor, rounder, factor = share_terms(slope_of_all, shift, total)
         terms[4 * row], terms[4 * row + 1], terms[4 * row + 2], terms[4 * row + 3] = slope, floor, rounder, factor
-        for number in range(num_ranges):
-            i = number * group_size + row
-            factors[i] = 0.0
-            if totals[i] > 0.0:
-                factors[i] = np.ldexp(1.0 / total, HEADROOM + int(max(shifts[i] - shift, -2000.0)))
-                least_share = lowest[i] - shift - np.log2(total)
-                if too_wide(shifts[i], lowest[i]) or not least_share > LOG2_LEAST_SHARE + 1:
-                    exact[number] = 1
 
 
 @exact_kernel
@@ -145,10 +128,7 @@ def _copy_range(search: Any, scratch: Any, job: int, number: int) -> None:
     group_size, stride = search.group_size, scratch.stride
     slot = scratch.slots + job % scratch.num_slots * scratch.slot_bytes
     scores = array_at(slot + scratch.at_scores, group_size * stride, np.float32(0))
-    powers = array_at(slot + scratch.at_powers, group_size * stride, np.float32(0))
-    factors = array_at(slot + scratch.at_factors, search.num_ranges * group_size, np.float32(0))
     terms = array_at(slot + scratch.at_terms, 4 * group_size, np.float32(0))
-    exact = array_at(slot + scratch.at_exact, search.num_ranges, np.int64(0))[number]
     copied = array_at(slot + scratch.at_copied, stride, np.int32(0))
     copied_group_scores = array_at(slot + scratch.at_copied_group_scores, stride, np.int32(0))
     guess = array_at(slot + scratch.at_guess, 1, np.int64(0))[0]
@@ -159,8 +139,6 @@ def _copy_range(search: Any, scratch: Any, job: int, number: int) -> None:
     for at in range(first, last, LANES):
         if group_size == 1:
             group_scores = as_group_scores(scores, at)
-        elif exact == 0:
-            group_scores = group_scores_of_powers(powers, stride, at, factors, number * group_size, group_size)
         else:
             group_scores = group_scores_of_shares(scores, stride, at, terms)
         bits = mask_at_least(group_scores, threshold)

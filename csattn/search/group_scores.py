@@ -5,9 +5,8 @@ computed as 2**HEADROOM times themselves: float32 then reaches from LEAST_SHARE,
 number, to group_size * 2**HEADROOM. Positive floats order like their bits, so the bits of the sum are the group score.
 
 With slope = softmax_scale * log2(e), a share is 2 ** (slope * score) / total, where total is the sum of these
-powers over all scored keys. Keys are cut into ranges, and each range has a shift: its powers are kept, and summed,
-as 2 ** (slope * score - shift). Shifts are even integers, so that scaling by them is exact: neither a share nor
-its rounding depends on where the ranges begin.
+powers over all scored keys. Keys are cut into ranges, and each range has a shift: its powers are summed as
+2 ** (slope * score - shift). Shifts are even integers, so that scaling by them is exact.
 
 Scores are float32; -0.0 marks a key that no list holds.
 """
@@ -20,16 +19,13 @@ from numpy.typing import NDArray
 from csattn.cpu.jit import exact_kernel
 from csattn.cpu.lanes import (
     fma,
-    lane_0,
     larger,
     largest_lane,
-    smaller,
-    smallest_lane,
     sum_of_lanes,
     where_equal,
     where_less,
 )
-from csattn.cpu.simd import F32x16, I32x16, as_bits, fill, lane_numbers, load, store
+from csattn.cpu.simd import F32x16, I32x16, as_bits, fill, lane_numbers, load
 
 LANES = 16
 NOT_SCORED = -(2**31)  # group score of what may not be chosen, and the bits of -0.0
@@ -39,97 +35,29 @@ LOG2_E = 1.4426950408889634
 ROUNDER = 1.5 * 2.0**23  # x + ROUNDER - ROUNDER rounds x to an integer, which the sum's low bits hold
 KEYS_PER_SUM = 1 << 14  # powers summed in float32 before the sum moves to float64
 NO_SHIFT = -1e300  # of a range that has no scored key
-WIDEST = 100.0  # octaves between the powers of a range; where there are more, only their sum is of use
+WIDEST = 100.0  # octaves between the powers of a range: what is further below the largest counts as much as that
 
 
 @exact_kernel
-def keep_powers(
-    scores: NDArray[np.float32],
-    powers: NDArray[np.float32],  # written where the scores are, up to LANES - 1 elements more; 0 for no score
-    start: int,
-    num_keys: int,
-    slope: np.float32,
-) -> tuple[float, float, float]:
-    """Of the keys [start, start + num_keys): their shift, the sum of their powers, slope * the least score.
-
-    If the powers are `too_wide`, they are not kept. Without scored keys: NO_SHIFT, 0 and infinity.
-    """
-    least, largest = extremes(scores, start, num_keys)
-    if largest < least:
-        clear = fill(F32x16, 0)
-        for at in range(start, start + num_keys, LANES):
-            store(powers, at, clear)
-        return NO_SHIFT, 0.0, np.inf
-    lowest, shift = float(slope * least), float(2.0 * np.rint(slope * largest / 2.0))
-    floor = np.float32(-np.inf)
-    keep = not too_wide(shift, lowest)
-    if not keep:
-        floor = np.float32((shift - WIDEST) / slope)
+def sum_powers(scores: NDArray[np.float32], start: int, num_keys: int, slope: np.float32) -> tuple[float, float]:
+    """Of the keys [start, start + num_keys) the shift, and the sum of their powers; NO_SHIFT and 0: none is scored."""
+    largest = _largest_score(scores, start, num_keys)
+    if largest == -np.inf:
+        return NO_SHIFT, 0.0
+    shift = float(2.0 * np.rint(slope * largest / 2.0))
+    floor = np.float32((shift - WIDEST) / slope) if slope > 0.0 else np.float32(-np.inf)
+    slopes, rounder, floors = fill(F32x16, slope), fill(F32x16, ROUNDER - shift), fill(F32x16, floor)
     total = 0.0
     for first in range(start, start + num_keys, KEYS_PER_SUM):
         last = min(first + KEYS_PER_SUM, start + num_keys)
-        if keep:
-            total += _store_powers(scores, powers, first, last, slope, shift)
-        else:
-            total += _sum_of_powers(scores, first, last, slope, shift, floor)
-    return shift, total, lowest
-
-
-@exact_kernel
-def too_wide(shift: float, lowest: float) -> bool:
-    """Whether the powers of a range with that shift and lowest exponent span more than float32 holds."""
-    return not shift - lowest <= WIDEST
-
-
-@exact_kernel
-def _store_powers(
-    scores: NDArray[np.float32], powers: NDArray[np.float32], first: int, last: int, slope: np.float32, shift: float
-) -> np.float32:
-    """powers[i] = 2 ** (slope * score - shift), and their sum, over the scored keys [first, last)."""
-    slopes, rounder = fill(F32x16, slope), fill(F32x16, ROUNDER - shift)
-    sums = fill(F32x16, 0)
-    whole = last - (last - first) % LANES
-    for at in range(first, whole, LANES):
-        power = scored_only(scores, at, exp2_lanes(load(F32x16, scores, at), slopes, rounder))
-        store(powers, at, power)
-        sums += power
-    if whole < last:
-        power = scored_only(scores, whole, exp2_lanes(load(F32x16, scores, whole), slopes, rounder))
-        store(powers, whole, power)
-        sums += where_less(lane_numbers(I32x16), fill(I32x16, last - whole), power, fill(F32x16, 0))
-    total: np.float32 = sum_of_lanes(sums)
-    return total
-
-
-@exact_kernel
-def _sum_of_powers(
-    scores: NDArray[np.float32], first: int, last: int, slope: np.float32, shift: float, floor: np.float32
-) -> np.float32:
-    """The sum of `_store_powers`; scores below the floor count as much as the floor."""
-    slopes, rounder, floors = fill(F32x16, slope), fill(F32x16, ROUNDER - shift), fill(F32x16, floor)
-    sums = fill(F32x16, 0)
-    for at in range(first, last, LANES):
-        power = exp2_lanes(larger(load(F32x16, scores, at), floors), slopes, rounder)
-        power = scored_only(scores, at, power)
-        sums += where_less(lane_numbers(I32x16), fill(I32x16, last - at), power, fill(F32x16, 0))
-    total: np.float32 = sum_of_lanes(sums)
-    return total
-
-
-@exact_kernel
-def group_scores_of_powers(
-    powers: NDArray[np.float32],  # [group_size * stride]
-    stride: int,
-    at: int,
-    factors: NDArray[np.float32],  # [.., group_size, ..] from `first` on: what makes shares of the powers
-    first: int,
-    group_size: int,
-) -> Any:
-    """The group scores of 16 keys from `at` on, as int32 lanes: bits of 0.0 where no row scores a key."""
-    share = load(F32x16, powers, at) * fill(F32x16, factors[first])
-    for row in range(1, group_size):
-        share = fma(load(F32x16, powers, row * stride + at), fill(F32x16, factors[first + row]), share)
-    return as_bits(I32x16, share)
+        sums = fill(F32x16, 0)
+        for at in range(first, last, LANES):
+            power = scored_only(scores, at, exp2_lanes(larger(load(F32x16, scores, at), floors), slopes, rounder))
+            if last - at < LANES:
+                power = where_less(lane_numbers(I32x16), fill(I32x16, last - at), power, fill(F32x16, 0))
+            sums += power
+        total += sum_of_lanes(sums)
+    return shift, total
 
 
 @exact_kernel
@@ -154,7 +82,7 @@ def group_scores_of_shares(
     at: int,
     terms: NDArray[np.float32],  # [4 * group_size]: `share_terms` of each row
 ) -> Any:
-    """What `group_scores_of_powers` gives, to the bit, from the scores, and however small the shares are."""
+    """The group scores of 16 keys from `at` on, as int32 lanes: bits of 0.0 where no row scores a key."""
     share = fill(F32x16, 0)
     for row in range(len(terms) // 4):
         slopes, floors = fill(F32x16, terms[4 * row]), fill(F32x16, terms[4 * row + 1])
@@ -195,23 +123,13 @@ def as_group_scores(scores: NDArray[np.float32], at: int) -> Any:
 
 
 @exact_kernel
-def extremes(scores: NDArray[np.float32], start: int, num_keys: int) -> tuple[float, float]:
-    """The least and the largest score of the scored keys [start, start + num_keys); infinity and its negative: none."""
-    not_scored, none = fill(I32x16, NOT_SCORED), fill(I32x16, 2**31 - 1)
-    lows, highs = none, not_scored
-    for at in range(start, start + num_keys, LANES):
-        group_scores = as_group_scores(scores, at)
-        group_scores = where_less(lane_numbers(I32x16), fill(I32x16, start + num_keys - at), group_scores, not_scored)
-        highs = larger(highs, group_scores)
-        lows = smaller(lows, where_equal(group_scores, not_scored, none, group_scores))
-    if largest_lane(highs) == NOT_SCORED:
-        return np.inf, -np.inf
-    return _float_of(smallest_lane(lows)), _float_of(largest_lane(highs))
-
-
-@exact_kernel
-def _float_of(group_scores: int) -> Any:
-    """The score that `as_group_scores` turned into this group score."""
-    bits = fill(I32x16, group_scores)
-    bits ^= (bits >> fill(I32x16, 31)) & fill(I32x16, 0x7FFFFFFF)
-    return np.float64(lane_0(as_bits(F32x16, bits)))
+def _largest_score(scores: NDArray[np.float32], start: int, num_keys: int) -> Any:
+    """Of the scored keys [start, start + num_keys); negative infinity: there are none."""
+    end, none = start + num_keys, fill(F32x16, -np.inf)
+    highs = none
+    for at in range(start, end, LANES):
+        score = where_equal(load(I32x16, scores, at), fill(I32x16, NOT_SCORED), none, load(F32x16, scores, at))
+        if end - at < LANES:
+            score = where_less(lane_numbers(I32x16), fill(I32x16, end - at), score, none)
+        highs = larger(highs, score)
+    return np.float64(largest_lane(highs))

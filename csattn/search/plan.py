@@ -7,11 +7,9 @@ context and tail apart. Ranges depend on the number of keys only: what is summed
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import from_dtype
-from numba.extending import intrinsic
 from numpy.typing import NDArray
 
+from csattn.cpu.addresses import record_at
 from csattn.cpu.jit import exact_kernel
 
 MAX_PIECES = 64  # of a stage of a job: one bit each in a word
@@ -99,12 +97,8 @@ SCRATCH = np.dtype(
             "at_group_shifts",  # [group_size] uint16: of `best_share`
             "at_parts",  # [num_ranges, group_size, head_dim + 2] float32: of the rest, if it is asked for
             # of lists
-            "at_powers",  # [group_size, stride] float32
-            "at_exact",  # [num_ranges] int64: whether powers do not serve
             "at_shifts",  # [num_ranges, group_size] float64
             "at_totals",  # [num_ranges, group_size] float64
-            "at_lowest",  # [num_ranges, group_size] float64
-            "at_factors",  # [num_ranges, group_size] float32
             "at_terms",  # [group_size, 4] float32: of `group_scores_of_shares`
         )
     ]
@@ -116,20 +110,7 @@ def record(dtype: np.dtype[Any]) -> NDArray[Any]:
     return np.zeros(1, dtype)
 
 
-@intrinsic
-def search_at(typing_context, address):  # type: ignore[no-untyped-def]
-    """The SEARCH at an address."""
-    return from_dtype(SEARCH)(address), _to_record
-
-
-@intrinsic
-def scratch_at(typing_context, address):  # type: ignore[no-untyped-def]
-    """The SCRATCH at an address."""
-    return from_dtype(SCRATCH)(address), _to_record
-
-
-def _to_record(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-    return builder.inttoptr(args[0], context.get_value_type(sig.return_type))
+search_at, scratch_at = record_at(SEARCH), record_at(SCRATCH)
 
 
 @exact_kernel

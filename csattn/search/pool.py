@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -142,9 +141,7 @@ class SearchPool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

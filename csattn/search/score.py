@@ -1,4 +1,4 @@
-"""The first half of a job over lists: match its queries, score its keys and turn scores into powers."""
+"""The first half of a job over lists: match its queries, score its keys and sum up their powers."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from csattn.cpu.addresses import array_at
 from csattn.cpu.jit import exact_kernel
-from csattn.search.group_scores import LOG2_E, keep_powers
+from csattn.search.group_scores import LOG2_E, sum_powers
 from csattn.search.lists import KEYS_PER_STEP, add_list, clear_scores
 from csattn.search.match import match_centroids, widen
 from csattn.search.plan import eligible_of, place_of, range_of, scratch_at, search_at
@@ -97,17 +97,15 @@ def _matches_of(search: Any, scratch: Any, job: int) -> tuple[NDArray[np.int64],
 
 @exact_kernel
 def _keep_range(search: Any, scratch: Any, slot: int, row: int, number: int, scores: NDArray[np.float32]) -> None:
-    """Keep what the second half of the job needs of one range of one query row: powers, their sum, a sample."""
-    group_size, stride = search.group_size, scratch.stride
+    """Keep what the second half of the job needs of one range of one query row: the sum of its powers, a sample."""
+    group_size = search.group_size
     if group_size > 1:
         first, last = range_of(search, number)
         size, i = search.num_ranges * group_size, number * group_size + row
-        powers = array_at(slot + scratch.at_powers, group_size * stride, np.float32(0))
         shifts = array_at(slot + scratch.at_shifts, size, np.float64(0))
         totals = array_at(slot + scratch.at_totals, size, np.float64(0))
-        lowest = array_at(slot + scratch.at_lowest, size, np.float64(0))
         slope = np.float32(search.softmax_scale * LOG2_E)
-        shifts[i], totals[i], lowest[i] = keep_powers(scores, powers, row * stride + first, last - first, slope)
+        shifts[i], totals[i] = sum_powers(scores, row * scratch.stride + first, last - first, slope)
     keep_sample(search, scratch, slot, row, number, scores)
 
 

@@ -7,12 +7,9 @@ and the results are those of `csattn.sketch.reference`, bit for bit.
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import from_dtype
-from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from csattn.cpu.addresses import array_at
+from csattn.cpu.addresses import array_at, record_at
 from csattn.cpu.jit import exact_kernel
 from csattn.cpu.simd import (
     F32x16,
@@ -46,6 +43,7 @@ SKETCH = np.dtype(
         )
     ]
 )
+sketch_at = record_at(SKETCH)
 
 
 def describe_sketch(index: SketchIndex) -> NDArray[Any]:
@@ -56,16 +54,6 @@ def describe_sketch(index: SketchIndex) -> NDArray[Any]:
     values = {name: array.__array_interface__["data"][0] for name, array in arrays.items()}
     values["num_blocks"] = index.codes.shape[1]
     return np.array([tuple(values.get(name, getattr(index, name, 0)) for name in SKETCH.names or ())], SKETCH)
-
-
-@intrinsic
-def sketch_at(typing_context, address):  # type: ignore[no-untyped-def]
-    """The SKETCH at an address."""
-
-    def to_record(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], context.get_value_type(sig.return_type))
-
-    return from_dtype(SKETCH)(address), to_record
 
 
 def query_bytes(index: SketchIndex, group_size: int) -> int:

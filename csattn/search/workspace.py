@@ -118,12 +118,8 @@ def _slot_arrays(group_size: int, stride: int, score_bytes: int, part_words: int
             "at_parts": 4 * per_range * part_words,
         }
     return common | {
-        "at_powers": 4 * group_size * stride if group_size > 1 else 0,
-        "at_exact": 8 * MAX_PIECES,
         "at_shifts": 8 * per_range,
         "at_totals": 8 * per_range,
-        "at_lowest": 8 * per_range,
-        "at_factors": 4 * per_range,
         "at_terms": 4 * 4 * group_size,
     }
 

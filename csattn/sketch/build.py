@@ -57,17 +57,18 @@ def sketch_arrays(
     side_by_side: Map,  # of threads, for what runs on the CPU
     segment_starts: Sequence[int] | None = None,  # as the configuration has them unless said
 ) -> dict[str, Tensor]:
-    """The arrays of `SketchIndex` that every head has its part of, by name, on the device of q and kv."""
+    """The arrays of `SketchIndex` by name, on the device of q and kv."""
     num_heads, context_len, _, head_dim = kv.shape
     queries = q.reshape(num_heads, -1, head_dim)
     starts = config.segment_starts(context_len) if segment_starts is None else segment_starts
     words = config.words(head_dim)
+    arrays = {"segment_starts": torch.tensor(starts, dtype=torch.int32, device=kv.device)}
     with _one_thread():
         if kv.is_cuda:
-            return _sketch_heads(queries, kv, words, starts, side_by_side)
+            return arrays | _sketch_heads(queries, kv, words, starts, side_by_side)
         heads = torch.split(queries, 1), torch.split(kv, 1)
         made = list(side_by_side(lambda q, kv: _sketch_heads(q, kv, words, starts, map), *heads))
-    return {name: torch.cat([of_head[name] for of_head in made]) for name in made[0]}
+    return arrays | {name: torch.cat([of_head[name] for of_head in made]) for name in made[0]}
 
 
 @torch.inference_mode()

@@ -29,7 +29,7 @@ from csattn.sketch.index import SketchIndex
 
 # Rows that came late weigh more than a context's; see bench/log.md.
 OWN_SHARE = 4
-_BY_SEGMENT = "codes", "marks", "key_mean", "query_transform", "value_mean", "value_transform"
+BY_SEGMENT = "codes", "marks", "key_mean", "query_transform", "value_mean", "value_transform"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +74,7 @@ def make_segment(
     finite = rows.isfinite().flatten(1).all(1)
     arrays["value_mean"][~finite] = torch.nan
     host = {name: array.cpu().numpy() for name, array in arrays.items()}
-    starts = np.zeros(1, np.int32)
-    return SketchIndex(**host, num_fine=config.words(head_dim)[0], segment_starts=starts, context_len=num_rows)
+    return SketchIndex(**host, num_fine=config.words(head_dim)[0], context_len=num_rows)
 
 
 def join_segments(parts: Sequence[SketchIndex]) -> SketchIndex:
@@ -84,7 +83,7 @@ def join_segments(parts: Sequence[SketchIndex]) -> SketchIndex:
     assert all(part.context_len % BLOCK_KEYS == 0 for part in parts[:-1])
     before = np.cumsum([0, *(part.context_len for part in parts)])
     starts = [part.segment_starts + rows for part, rows in zip(parts, before[:-1], strict=True)]
-    arrays = {name: np.concatenate([getattr(part, name) for part in parts], axis=1) for name in _BY_SEGMENT}
+    arrays = {name: np.concatenate([getattr(part, name) for part in parts], axis=1) for name in BY_SEGMENT}
     return SketchIndex(
         **arrays,
         num_fine=first.num_fine,

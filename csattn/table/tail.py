@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from csattn.cpu.floats import load_float
 from csattn.cpu.jit import exact_kernel, readonly
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class ListTail:
         _insert_scores(
             scores,
             self._table.context_len + self.num_rows,
-            readonly(self._table.scores.view(np.uint16)),
+            readonly(self._table.scores.view(np.int16)),
             self.num_inserted,
             self.inserted_indices,
             self.inserted_scores,
@@ -133,7 +134,7 @@ def _score_key(
 def _insert_scores(
     scores: NDArray[np.float32],  # [num_index_heads, num_subspaces, num_centroids] of the new key
     kv_index: int,
-    shared_scores: NDArray[np.uint16],  # float16 bits
+    shared_scores: NDArray[np.int16],  # float16 bits
     num_inserted: NDArray[np.int32],
     inserted_indices: NDArray[np.int32],
     inserted_scores: NDArray[np.float32],
@@ -166,15 +167,5 @@ def _insert_scores(
                 kept = list_len - inserted
                 remaining = own[inserted - 1]
                 if kept > 0:
-                    remaining = min(remaining, _half_to_float(shared_scores[head, b, j, kept - 1]))
+                    remaining = min(remaining, load_float(shared_scores[head, b, j], kept - 1))
                 lowest[head, b, j] = remaining
-
-
-@exact_kernel
-def _half_to_float(bits: int) -> float:
-    """The finite float16 with these bits."""
-    exponent = (bits >> 10) & 31
-    mantissa = bits & 1023
-    magnitude = np.ldexp(1024.0 + mantissa, exponent - 25) if exponent > 0 else np.ldexp(float(mantissa), -24)
-    value: float = -magnitude if bits & 0x8000 else magnitude
-    return value

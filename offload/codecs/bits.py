@@ -1,6 +1,5 @@
 """Bits and floats inside kernels: words at any byte, half floats, which numba cannot convert."""
 
-from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -8,11 +7,12 @@ from numba import types
 from numba.extending import intrinsic
 
 from csattn.cpu.floats import narrowed, widened
-from csattn.cpu.llvm import element_pointer
+from csattn.cpu.llvm import Generate, by_elements, by_values
 
 FLOAT32, BFLOAT16, FLOAT16 = types.float32, types.uint16, types.int16  # as `csattn.cpu.floats` takes them
 _F16, _F32 = ir.HalfType(), ir.FloatType()
 _I16, _I32 = ir.IntType(16), ir.IntType(32)
+_STORED = {FLOAT32: _F32, BFLOAT16: _I16, FLOAT16: _I16}
 
 
 @intrinsic
@@ -54,50 +54,37 @@ def store_bfloat16(typing_context, memory, at, value):  # type: ignore[no-untype
 @intrinsic
 def bits_of(typing_context, value):  # type: ignore[no-untyped-def]
     """A float32's bits as uint32."""
-
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], _I32)
-
-    return types.uint32(types.float32), generate
+    return types.uint32(types.float32), by_values(lambda builder, value: builder.bitcast(value, _I32))
 
 
 @intrinsic
 def float_of(typing_context, bits):  # type: ignore[no-untyped-def]
     """The float32 of these bits."""
-
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], _F32)
-
-    return types.float32(types.uint32), generate
+    return types.float32(types.uint32), by_values(lambda builder, bits: builder.bitcast(bits, _F32))
 
 
 @intrinsic
 def float_of_e4m3(typing_context, code):  # type: ignore[no-untyped-def]
     """The value of an e4m3, as float32: its bits are those of a float16 of 2 ** -8 times the value."""
 
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        wide = builder.zext(args[0], _I16)
+    def build(builder: ir.IRBuilder, code: Any) -> Any:
+        wide = builder.zext(code, _I16)
         sign = builder.shl(builder.and_(wide, _I16(0x80)), _I16(8))
         bits = builder.or_(sign, builder.shl(builder.and_(wide, _I16(0x7F)), _I16(7)))
         return builder.fmul(builder.fpext(builder.bitcast(bits, _F16), _F32), _F32(256.0))
 
-    return types.float32(types.uint8), generate
+    return types.float32(types.uint8), by_values(build)
 
 
-def _load(kind: types.Type) -> Callable[..., Any]:
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        return widened(builder, builder.load(_word(context, builder, sig, args, kind), align=1), kind)
+def _load(kind: types.Type) -> Generate:
+    def build(builder: ir.IRBuilder, place: Any) -> Any:
+        return widened(builder, builder.load(builder.bitcast(place, _STORED[kind].as_pointer()), align=1), kind)
 
-    return generate
-
-
-def _store(kind: types.Type) -> Callable[..., Any]:
-    def generate(context: Any, builder: ir.IRBuilder, sig: Any, args: Any) -> Any:
-        builder.store(narrowed(builder, args[2], kind), _word(context, builder, sig, args, kind), align=1)
-        return context.get_dummy_value()
-
-    return generate
+    return by_elements(build)
 
 
-def _word(context: Any, builder: ir.IRBuilder, sig: Any, args: Any, kind: types.Type) -> Any:
-    return builder.bitcast(element_pointer(context, builder, sig, args), context.get_data_type(kind).as_pointer())
+def _store(kind: types.Type) -> Generate:
+    def build(builder: ir.IRBuilder, place: Any, value: Any) -> None:
+        builder.store(narrowed(builder, value, kind), builder.bitcast(place, _STORED[kind].as_pointer()), align=1)
+
+    return by_elements(build)

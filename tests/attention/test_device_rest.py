@@ -11,6 +11,7 @@ from csattn.rest import Moments, moments_of
 from csattn.rest.device import moment_table
 from tests.attention.device_steps import Shape, Step, assert_close, attend_on_device, make_step
 from tests.cuda_on_cpu import emulated
+from tests.cuda_on_cpu.emulated import crossed
 
 CONTEXTS = [(300, 20), (77, 40), (500, 1), (60, 0)]  # context_len and resident_len
 SMALL = Shape(num_q_heads=4, head_dim=32)
@@ -19,11 +20,7 @@ COULD_BE_CHOSEN = [280, 37, 1_000_000, 60]
 MIXED = [(0, 5, 100), (1, 24, 17), (-1, 0, 0), (2, 1, 2), (0, 0, 1), (2, 3, 0), (1, 9, 38), (3, 0, 60)]
 
 
-def on_a_device(*values):
-    return pytest.param(*values, marks=pytest.mark.gpu)
-
-
-DTYPES = [torch.float32, on_a_device(torch.float16), torch.bfloat16]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.fixture(autouse=True)
@@ -52,10 +49,11 @@ def make_estimated(shape: Shape, batch: list[tuple[int, int, int]] = MIXED, size
     return replace(step, q=size * step.q, moments=moments)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+SHAPES = [(9, 3, 3, 64), (8, 2, 8, 16), (7, 1, 1, 80), (32, 2, 2, 16), (8, 2, 2, 128), (16, 2, 2, 256)]
+
+
 @pytest.mark.parametrize(
-    ("num_q_heads", "num_kv_heads", "num_index_heads", "head_dim"),
-    [(9, 3, 3, 64), (8, 2, 8, 16), (7, 1, 1, 80), on_a_device(8, 2, 2, 128), on_a_device(16, 2, 2, 256)],
+    ("num_q_heads", "num_kv_heads", "num_index_heads", "head_dim", "dtype"), crossed(SHAPES, DTYPES)
 )
 def test_agrees_with_the_definition(
     num_q_heads: int, num_kv_heads: int, num_index_heads: int, head_dim: int, dtype: torch.dtype
@@ -74,8 +72,7 @@ def test_agrees_with_the_definition(
     assert (want - replace(step, moments=None).wanted()).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [0.0, 1e-3, 8.0, 60.0])
+@pytest.mark.parametrize(("size", "dtype"), crossed([(0.0,), (1e-3,), (8.0,), (60.0,)], DTYPES))
 def test_agrees_for_queries_of_any_size(size: float, dtype: torch.dtype) -> None:
     """Whose logits are all the same, and whose largest ones are far from the rest."""
     step = make_estimated(replace(SMALL, dtype=dtype), size=size)

@@ -93,15 +93,8 @@ static inline void bring_to_l2(const void* from, u32 bytes) {
     volatile char last = static_cast<const char*>(from)[bytes - 1];  // what is asked for is there
 }
 
-template <u32 BYTES> struct Piece {
-    u32 words[BYTES / 4];
-};
-template <u32 BYTES> static inline void read_piece(u64 address, Piece<BYTES>& piece) {
-    piece = *reinterpret_cast<const Piece<BYTES>*>(address);
-}
-template <u32 BYTES> static inline void write_piece(u64 address, const Piece<BYTES>& piece) {
-    *reinterpret_cast<Piece<BYTES>*>(address) = piece;
-}
+static inline uint4 read_once(u64 address) { return *reinterpret_cast<const uint4*>(address); }
+static inline void write_once(u64 address, uint4 x) { *reinterpret_cast<uint4*>(address) = x; }
 
 // copies into shared memory
 

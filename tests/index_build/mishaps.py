@@ -16,7 +16,7 @@ PATIENCE_S = 60.0
 
 
 def die_once_in_the_last_layer(piece: Piece, job: Job, plan: Plan | None, store: Path, *more: Any) -> Plan | int:
-    """The first worker that indexes heads of the last layer is killed."""
+    """The first worker that indexes the last layer is killed."""
     is_last = plan is not None and piece.layer_idx == plan.spec.model.num_layers - 1
     if piece.kind == "index" and is_last and not (flag := store.parent / "died").exists():
         flag.touch()

@@ -11,14 +11,13 @@ from csattn.models import LoadedModel, load_model
 from index_build.batch import plan_job, result_of, run_batch
 from index_build.context_build import MAX_ATTEMPTS, BuildState, ContextBuild
 from index_build.job_list import Job, read_jobs
-from index_build.pieces import Piece, head_groups, perform
+from index_build.pieces import Piece, perform
 from index_build.pipeline import build_plan
 from index_build.plan import Plan
 from tests.artifact.faults import flip_byte
-from tests.artifact.synthetic import make_spec
 from tests.index_build.batches import hashes, make_place, write_list
 
-NUM_LAYERS, NUM_HEADS = 3, 2
+NUM_LAYERS = 3
 
 
 @pytest.fixture(scope="module")
@@ -61,20 +60,18 @@ def work(build: ContextBuild, job: Job, loaded: LoadedModel, num_pieces: int = 1
     return made
 
 
-@pytest.mark.parametrize("heads_per_piece", [None, 1])
 def test_interrupted_anywhere_it_makes_the_same_bytes_and_nothing_twice(
-    job: Job, loaded: LoadedModel, in_one_go: dict[str, str], tmp_path: Path, heads_per_piece: int | None
+    job: Job, loaded: LoadedModel, in_one_go: dict[str, str], tmp_path: Path
 ) -> None:
-    num_shards = NUM_LAYERS * NUM_HEADS if heads_per_piece else NUM_LAYERS
-    for num_pieces in range(2 + num_shards + (NUM_LAYERS if heads_per_piece else 0)):
+    for num_pieces in range(2 + NUM_LAYERS):
         store = tmp_path / str(num_pieces)
-        first = ContextBuild(store, None, heads_per_piece)
+        first = ContextBuild(store)
         made = work(first, job, loaded, num_pieces)
         assert first.outcome is None
-        second = ContextBuild(store, None, heads_per_piece)
+        second = ContextBuild(store)
         made += work(second, job, loaded)
         assert second.outcome == ("resumed" if num_pieces > 1 else "built")
-        assert (made["prefill"], made["index"]) == (NUM_LAYERS, num_shards)
+        assert (made["prefill"], made["index"]) == (NUM_LAYERS, NUM_LAYERS)
         assert hashes(store) == in_one_go
 
 
@@ -98,7 +95,7 @@ def test_a_store_behind_a_url_gets_the_artifact_from_any_worker(
 def test_a_build_in_one_go_takes_over_from_pieces(
     job: Job, loaded: LoadedModel, in_one_go: dict[str, str], tmp_path: Path
 ) -> None:
-    work(ContextBuild(tmp_path, None, 1), job, loaded, 4)
+    work(ContextBuild(tmp_path), job, loaded, 4)
     before = {path.name: path.stat().st_ino for path in tmp_path.rglob("*.kv.safetensors")}
     assert len(before) == NUM_LAYERS
     assert run_batch([job], tmp_path, device="cpu").results[0].outcome == "resumed"
@@ -122,26 +119,19 @@ def test_pieces_take_over_from_a_build_in_one_go(
 
 
 @pytest.mark.parametrize(
-    ("victim", "again"),
-    [
-        ("queries-001.safetensors", {"prefill": 1, "index": 6}),
-        ("captured-001.json", {"prefill": 1, "index": 6}),
-        ("artifact/layer-001.kv.safetensors", {"prefill": 1, "index": 6}),
-        ("shard-002-000-001.safetensors", {"prefill": 0, "index": 6}),
-    ],
+    "victim", ["queries-001.safetensors", "captured-001.json", "artifact/layer-001.kv.safetensors"]
 )
 def test_what_was_handed_over_and_is_damaged_is_made_again(
-    job: Job, loaded: LoadedModel, in_one_go: dict[str, str], tmp_path: Path, victim: str, again: dict[str, int]
+    job: Job, loaded: LoadedModel, in_one_go: dict[str, str], tmp_path: Path, victim: str
 ) -> None:
-    build = ContextBuild(tmp_path, None, 1)
+    build = ContextBuild(tmp_path)
     work(build, job, loaded, 2)
     assert build.plan is not None
-    perform(Piece("index", 2, heads=range(1)), build.plan, tmp_path, None, 1)
+    perform(Piece("index", 2), build.plan, tmp_path, None, 1)
     (path,) = tmp_path.rglob(victim)
     flip_byte(path, path.stat().st_size * 3 // 4)
-    made = work(ContextBuild(tmp_path, None, 1), job, loaded)
-    whole_shard = 0 if victim.startswith("shard") else 1  # the intact one is kept
-    assert (made["prefill"], made["index"]) == (again["prefill"], again["index"] - whole_shard)
+    made = work(ContextBuild(tmp_path), job, loaded)
+    assert (made["prefill"], made["index"]) == (1, 2)
     assert hashes(tmp_path) == in_one_go
 
 
@@ -200,23 +190,3 @@ def test_a_piece_whose_workers_always_die_fails_its_context(tmp_path: Path) -> N
         build.lose(piece, "power")
     assert build.outcome == "failed"
     assert build.error == f"its worker died {MAX_ATTEMPTS} times, last of power"
-
-
-@pytest.mark.parametrize(
-    ("num_kv_heads", "context_len", "given", "sizes"),
-    [
-        (1, 70, None, [1]),
-        (5, 70, None, [5]),
-        (5, 70, 2, [1, 2, 2]),
-        (4, 70, 1, [1] * 4),
-        (8, 2**15, None, [2] * 4),
-        (8, 2**17, None, [1] * 8),
-    ],
-)
-def test_heads_are_indexed_together_when_they_are_short(
-    num_kv_heads: int, context_len: int, given: int | None, sizes: list[int]
-) -> None:
-    spec = make_spec(context_len, num_kv_heads=num_kv_heads)
-    groups = head_groups(spec, given)
-    assert [len(heads) for heads in groups] == sizes
-    assert [head for heads in groups for head in heads] == list(range(num_kv_heads))

@@ -82,13 +82,11 @@ def test_three_builders_of_one_context_make_one_artifact(two_nodes: Any, tmp_pat
     place, store = make_place(tmp_path / "place", 1), tmp_path / "store"
     jobs = read_jobs(write_list(place, *[{"context": "0.txt", "model": "model"}] * 3))
     lines: list[int] = []
-    report = run_on_ray(
-        jobs, store, num_threads=1, heads_per_piece=1, on_result=lambda job_idx, result: lines.append(result.job.line)
-    )
+    report = run_on_ray(jobs, store, num_threads=1, on_result=lambda job_idx, result: lines.append(result.job.line))
     assert sorted(result.outcome for result in report.results) == sorted(["built"] + ["reused"] * 2)
     assert sorted(result.attempts for result in report.results) == [1] * 2 + [2]
     assert sum(result.prefilled_layers for result in report.results) == 3
-    assert sum(result.index_shards for result in report.results) == 3 * 2
+    assert sum(result.indexed_layers for result in report.results) == 3
     assert sorted(lines) == list(range(1, 4))
     assert [entry.name for entry in store.iterdir()] == [report.results[0].artifact_id]
     run_batch(jobs[:1], tmp_path / "in-one-go", device="cpu")
@@ -116,7 +114,7 @@ def test_a_node_that_dies_half_way_costs_nothing_that_was_finished(two_nodes: An
     assert [result.outcome for result in report.results] == ["reused"] + ["built"] * 5
     assert max(result.attempts for result in report.results) == 2
     assert sum(result.prefilled_layers for result in report.results) == 5 * 3
-    assert sum(result.index_shards for result in report.results) == 5 * 3
+    assert sum(result.indexed_layers for result in report.results) == 5 * 3
     assert len(finished) > 3 * 2
     assert finished.items() <= finished_files(store).items(), "something was made twice"
     for summary in list_store(store):

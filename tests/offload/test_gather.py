@@ -21,8 +21,8 @@ def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_rows_that_no_thread_can_copy_are_refused() -> None:
-    with pytest.raises(OffloadError, match=r"26 bytes cannot be gathered.*multiple of 4"):
-        RowGather(26, max_lists=1)
+    with pytest.raises(OffloadError, match=r"136 bytes cannot be gathered.*multiple of 16"):
+        RowGather(136, max_lists=1)
 
 
 def make_lists(counts: list[int], num_rows: int, sources: torch.Tensor, targets: torch.Tensor) -> RowLists:
@@ -54,9 +54,7 @@ def readable_for_device(rows: torch.Tensor) -> Iterator[None]:
 LISTS = [([0, 7, 0, 1009, 1, 0], 3), ([31, 32, 33] * 40, 16), ([0], 1), ([1], 1)]
 
 
-@pytest.mark.parametrize(
-    ("row_bytes", "lists"), crossed([(16,), (128,), (136,), (204,), (256,), (320,), (1024,), (4096,)], LISTS)
-)
+@pytest.mark.parametrize(("row_bytes", "lists"), crossed([(16,), (128,), (320,), (4096,)], LISTS))
 def test_listed_rows_are_copied_and_no_others(row_bytes: int, lists: tuple[list[int], int]) -> None:
     counts, num_blocks = lists
     num_rows = 1024

@@ -18,6 +18,8 @@ from tests.offload.selections import make_step, masked
 def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU where there is no device."""
     emulator.stand_in(monkeypatch, slot_cache, gather)
+    if DEVICE.type == "cpu":  # where every thread of a block takes time
+        monkeypatch.setattr(slot_cache, "_THREADS", 128)
 
 
 def make_shape(**changes: int) -> SlotCacheShape:

@@ -1,6 +1,7 @@
 """Indexes of random keys, made in a few lines of numpy, and searches over them."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +44,7 @@ def make_keys(spec: IndexSpec, rng: np.random.Generator) -> NDArray[np.float32]:
     return keys
 
 
+@lru_cache(maxsize=16)
 def make_index(spec: IndexSpec) -> LayerIndex | SketchIndex:
     """An index, read-only as a memory map is."""
     index = make_list_index(spec) if spec.layout == "lists" else make_sketch_index(spec)

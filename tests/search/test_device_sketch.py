@@ -1,11 +1,13 @@
 """The search over sketches on the device, and attention to the rest, agree with their definitions."""
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from csattn.attention.device import num_shares
 from csattn.batch import DeviceSelection, make_device_selection
 from csattn.config import SearchConfig
 from csattn.errors import ConfigError
@@ -39,15 +41,18 @@ def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> Non
     emulator.stand_in(monkeypatch, compiling, multiprocessors=3)
 
 
+@lru_cache(maxsize=4)
 def make_index(
     num_rows: int, num_heads: int = 2, group_size: int = 4, head_dim: int = 32, seed: int = 0, **sizes: Any
 ) -> tuple[SketchIndex, np.ndarray]:
-    """A sketch with a few segments, and queries [64, num_q_heads, head_dim]."""
+    """A sketch with a few segments, and queries [64, num_q_heads, head_dim], which may not be written to."""
     rng = np.random.default_rng(seed)
     q, k, v = make_heads(rng, num_heads, group_size, max(num_rows, 64), head_dim)
     starts = tuple(start for start in (0, 1024, 3072) if start < num_rows)
     index = make_sketch(q, k[:, :num_rows], v[:, :num_rows], segment_starts=starts, **sizes)
-    return index, np.ascontiguousarray(q[:, :64].swapaxes(0, 1))
+    queries = np.ascontiguousarray(q[:, :64].swapaxes(0, 1))
+    queries.flags.writeable = False
+    return index, queries
 
 
 class Searched:
@@ -85,9 +90,10 @@ class Searched:
         self.out.kv_indices.fill_(-(2**30))
         ids = torch.tensor(context_ids, dtype=torch.int32, device=DEVICE)
         of_rows = None if top_ks is None else torch.tensor(top_ks, dtype=torch.int32, device=DEVICE)
-        search.search(torch.from_numpy(np.ascontiguousarray(q)).to(DEVICE, dtype), loaded, 0, ids, self.out, of_rows)
-        size = len(q) * self.shape.num_index_heads, REST_PARTS + 2, self.shape.group_size, self.shape.head_dim + 4
-        self.posted = torch.full(size, torch.nan, device=DEVICE)
+        search.search(torch.tensor(q, dtype=dtype, device=DEVICE), loaded, 0, ids, self.out, of_rows)
+        shares = num_shares(self.shape.group_size)
+        num_units, heads = len(q) * self.shape.num_index_heads * shares, self.shape.group_size // shares
+        self.posted = torch.full((num_units, REST_PARTS + 2, heads, self.shape.head_dim + 4), torch.nan, device=DEVICE)
         search.scores.attend_rest(loaded, 0, ids, self.out, self.posted, REST_PARTS)
 
     def scores(self, row: int, q_head: int, num_keys: int) -> np.ndarray:
@@ -100,9 +106,10 @@ class Searched:
 
     def rest(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """out [num_q_heads, head_dim] and lse [num_q_heads], as attend_step would join the parts."""
-        heads, parts = self.shape.num_index_heads, self.posted.cpu().double().numpy()
+        parts = self.posted.cpu().double().numpy()
         assert np.isnan(parts[:, :2]).all(), "parts of attention to other rows were written"
-        of_row = parts[row * heads : (row + 1) * heads, 2:].swapaxes(1, 2)  # [heads, group, parts, head_dim + 4]
+        units = self.shape.num_index_heads * num_shares(self.shape.group_size)
+        of_row = parts[row * units : (row + 1) * units, 2:].swapaxes(1, 2)  # [units, heads, parts, head_dim + 4]
         values, tops, sums = (of_row[..., : self.shape.head_dim], of_row[..., -4], of_row[..., -3])
         top = tops.max(-1, keepdims=True)
         weights = np.where(tops == -np.inf, 0.0, np.exp2(tops - np.where(top == -np.inf, 0.0, top)))
@@ -176,7 +183,7 @@ def test_search_and_rest_agree_with_their_definitions(num_rows: int) -> None:
     assert_rest_is_right(searched, 0, q[0], index)
 
 
-SHAPES = [(1, 64, 2, 2), (2, 80, 2, 2), (3, 96, 3, 3), (4, 128, 4, 4), (5, 24, 1, 0), (7, 64, 2, 1), (16, 256, 8, 8)]
+SHAPES = [(1, 64, 2, 2), (3, 96, 3, 3), (4, 128, 4, 4), (5, 24, 1, 0), (7, 80, 2, 1), (16, 256, 8, 8)]
 
 
 @pytest.mark.parametrize(("group_size", "head_dim", "num_fine", "num_coarse"), SHAPES)
@@ -322,7 +329,7 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_short_queries_are_searched_as_the_numbers_they_are(dtype: torch.dtype) -> None:
     index, q = make_index(1500)
-    rounded = torch.from_numpy(q[:1]).to(dtype).float().numpy()
+    rounded = torch.tensor(q[:1], dtype=dtype).float().numpy()
     searched = Searched([index], q[:1], [0], dtype=dtype)
     assert_scores_are_right(searched, rounded[0], index)
     assert_right(searched.selection(0), rounded[0], index)
@@ -331,6 +338,7 @@ def test_short_queries_are_searched_as_the_numbers_they_are(dtype: torch.dtype) 
 @pytest.mark.parametrize("fault", [0.0, np.nan, np.inf, 1e36, 1e-30])
 def test_a_query_that_is_hardly_one_still_selects(fault: float) -> None:
     index, q = make_index(1500)
+    q = q.copy()
     q[0, 0] = fault if np.isfinite(fault) else q[0, 0]
     q[0, 5, 3] = fault
     searched = Searched([index], q[:1], [0])

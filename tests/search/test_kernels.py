@@ -191,53 +191,40 @@ def scores_of(num_keys: int, rng: np.random.Generator) -> NDArray[np.float32]:
 def test_powers_of_a_range(num_keys: int, slope: float, rng: np.random.Generator) -> None:
     padded = np.full(num_keys + 32, 32_000, np.float32)  # tempting neighbours
     padded[5 : 5 + num_keys] = scores = scores_of(num_keys, rng)
-    powers = np.full(num_keys + 32, np.nan, np.float32)
-    shift, total, lowest = group_scores.keep_powers(padded, powers, 5, num_keys, np.float32(slope))
+    shift, total = group_scores.sum_powers(padded, 5, num_keys, np.float32(slope))
     scored = scores.view(np.int32) != group_scores.NOT_SCORED
     exponents = np.float64(np.float32(slope)) * scores[scored].astype(np.float64)
     assert shift % 2 == 0 and abs(shift - exponents.max()) <= 1
-    assert lowest == pytest.approx(exponents.min(), rel=1e-6, abs=1e-6)
-    want = np.exp2(np.maximum(exponents - shift, -140))
-    assert total == pytest.approx(want.sum(), rel=5e-6)
-    if not group_scores.too_wide(shift, lowest):
-        got = powers[5 : 5 + num_keys]
-        np.testing.assert_allclose(got[scored], want, rtol=5e-6)
-        assert (got[~scored] == 0).all()
-    assert np.isnan(powers[:5]).all()
+    assert total == pytest.approx(np.exp2(np.maximum(exponents - shift, -140)).sum(), rel=5e-6)
 
 
 def test_a_range_without_scores_has_no_powers() -> None:
-    scores, powers = np.full(64, -0.0, np.float32), np.full(64, np.nan, np.float32)
-    assert group_scores.keep_powers(scores, powers, 0, 48, np.float32(1)) == (group_scores.NO_SHIFT, 0.0, np.inf)
-    assert (powers[:48] == 0).all()
+    scores = np.full(64, -0.0, np.float32)
+    assert group_scores.sum_powers(scores, 0, 48, np.float32(1)) == (group_scores.NO_SHIFT, 0.0)
 
 
 @exact_kernel
-def _both_group_scores(scores, powers, stride, factors, terms, by_power, by_share):  # type: ignore[no-untyped-def]
-    for at in range(0, len(by_power), 16):
-        store(by_power, at, group_scores.group_scores_of_powers(powers, stride, at, factors, 0, len(factors)))
-        store(by_share, at, group_scores.group_scores_of_shares(scores, stride, at, terms))
+def _store_shares(scores, stride, terms, out):  # type: ignore[no-untyped-def]
+    for at in range(0, len(out), 16):
+        store(out, at, group_scores.group_scores_of_shares(scores, stride, at, terms))
 
 
-@pytest.mark.parametrize("shifted", [-38, 0, 22])
-def test_group_scores_are_the_same_whether_from_powers_or_from_scores(shifted: int, rng) -> None:
-    """To the bit, and whatever the range's own shift is: a tie across ranges is a tie."""
+def test_group_scores_are_shares(rng: np.random.Generator) -> None:
+    """Of the same bits whatever power of two the sum comes with."""
     slopes, num_keys = (0.003, 0.0011, 0.0047), 800
     scores = np.stack([scores_of(num_keys, rng) for _ in slopes])
-    powers, factors = np.empty((3, num_keys), np.float32), np.empty(3, np.float32)
-    terms = np.empty((3, 4), np.float32)
-    for row, slope in enumerate(slopes):
-        shift, total, _ = group_scores.keep_powers(scores[row], powers[row], 0, num_keys, np.float32(slope))
-        terms[row] = group_scores.share_terms(np.float64(np.float32(slope)), shift + shifted, total * 2.0**-shifted)
-        factors[row] = np.ldexp(1.0 / (total * 2.0**-shifted), group_scores.HEADROOM - shifted)
-    by_power, by_share = np.full((2, num_keys), -777, np.int32)
-    _both_group_scores(scores.reshape(-1), powers.reshape(-1), num_keys, factors, terms.reshape(-1), by_power, by_share)
-    np.testing.assert_array_equal(by_power, by_share)
+    terms, got = np.empty((3, 4), np.float32), np.full((3, num_keys), -777, np.int32)
+    for out, shifted in zip(got, (0, -38, 22), strict=True):
+        for row, slope in enumerate(slopes):
+            shift, total = group_scores.sum_powers(scores[row], 0, num_keys, np.float32(slope))
+            terms[row] = group_scores.share_terms(np.float64(np.float32(slope)), shift + shifted, total * 2.0**-shifted)
+        _store_shares(scores.reshape(-1), num_keys, terms.reshape(-1), out)
+    np.testing.assert_array_equal(got[1:], got[:1].repeat(2, axis=0))
     scored = scores.view(np.int32) != group_scores.NOT_SCORED
     exponents = np.array(slopes)[:, None] * scores.astype(np.float64)
     shares = np.where(scored, np.exp2(exponents - exponents.max(axis=1, keepdims=True)), 0)
     want = (shares / shares.sum(axis=1, keepdims=True)).sum(axis=0)
-    np.testing.assert_allclose(by_power.view(np.float32), want * 2.0**group_scores.HEADROOM, rtol=1e-4)
+    np.testing.assert_allclose(got[0].view(np.float32), want * 2.0**group_scores.HEADROOM, rtol=1e-4)
 
 
 @pytest.mark.parametrize("length", [0, 1, 255, 256, 257, 1000])

@@ -9,12 +9,13 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from csattn.artifact.layout import index_from_arrays
 from csattn.config import SketchConfig
 from csattn.sketch import SketchIndex, reference
 from csattn.sketch import build as sketch
 from csattn.sketch.codes import coord_bits, pack_codes, pack_marks, unpack_codes, unpack_marks
 from csattn.sketch.index import num_marked
-from index_build.layer import as_layer_index, index_arrays
+from index_build.layer import index_arrays
 from tests.sketch.synthetic import Floats, make_heads, make_sketch
 
 SCALE = 0.1
@@ -26,7 +27,10 @@ def build(q: Floats, k: Floats, v: Floats, config: SketchConfig, num_threads: in
     kv = torch.from_numpy(np.stack([k, v], axis=2)).to(device)
     with ThreadPoolExecutor(num_threads) as threads:
         arrays = index_arrays(torch.from_numpy(q).to(device), kv, config, threads)
-    return as_layer_index({name: array.cpu() for name, array in arrays.items()}, config, k.shape[1], None)
+    host = {name: array.cpu().numpy() for name, array in arrays.items()}
+    index = index_from_arrays(config, k.shape[1], host)
+    assert isinstance(index, SketchIndex)
+    return index
 
 
 def assert_gives_the_same(got: SketchIndex, want: SketchIndex, queries: Floats) -> None:

@@ -17,6 +17,8 @@ TITLES = {
     "arcee": "Arcee",
     "cohere": "Command R",
     "cohere2": "Command R7B, Command A",
+    "deepseek_v3": "DeepSeek-V3, R1, V3.1",
+    "deepseek_v32": "DeepSeek-V3.2",
     "ernie4_5": "ERNIE 4.5",
     "exaone4": "EXAONE 4",
     "gemma": "Gemma",
@@ -25,6 +27,7 @@ TITLES = {
     "glm": "GLM-4 (2024)",
     "glm4": "GLM-4 (2025)",
     "glm4_moe": "GLM-4.5, 4.6",
+    "glm_moe_dsa": "GLM-5",
     "gpt_oss": "gpt-oss",
     "granite": "Granite",
     "granitemoe": "Granite 3 MoE",
@@ -80,7 +83,11 @@ def table() -> str:
 
 def attention(spec: ModelSpec) -> str:
     kinds = [layer.attention for layer in spec.layers if layer.delta is None]
+    latents = [layer.latent for layer in spec.layers if layer.latent is not None]
     said = {
+        "latents, all of them": any(latent.top_k is None for latent in latents),
+        "latents, by its own indexer": any(latent.indexer is not None for latent in latents),
+        "of which some layers share a choice": any(x.top_k is not None and x.indexer is None for x in latents),
         "windows": any(kind.reach is not None and not kind.reach.chunked for kind in kinds),
         "chunks": any(kind.reach is not None and kind.reach.chunked for kind in kinds),
         "sink logits": any(kind.sinks for kind in kinds),

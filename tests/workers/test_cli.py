@@ -157,7 +157,7 @@ def test_an_artifact_is_found_by_the_start_of_its_id(capsys, place: Path, artifa
 
 def test_eval_compares_presets_and_selectors(capsys, place: Path) -> None:
     done = in_process(
-        "eval", "--text", place / "text.txt", "--model", place / "model", "--context-len", 400, "--eval-len", 40,
+        "eval", "--text", place / "text.txt", "--model", place / "model", "--context-len", 400, "--eval-len", 16,
         "--keep", 0.2, "--presets", "default,paper", "--selectors", "exact,window,full,quest,magicpig,h2o",
         "--lookahead", "0,1", "--json",
         capsys=capsys,

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +14,9 @@ import torch
 from csattn import __version__
 from tests.workers.test_cli import csattn, in_process, last_line
 from workers.cli import examining, serving, shelf, terminal, version
-from workers.doctor import Facts, examine
+from workers.doctor import Facts, examine, gather_facts
 from workers.settings import example
-from workers.settings.keys import KEYS
+from workers.settings.parts import KEYS
 
 
 @pytest.fixture
@@ -64,8 +65,16 @@ def test_settings_that_cannot_be_are_a_sentence_and_an_exit_code(capsys, argumen
     assert words in json.loads(done.stdout.strip().splitlines()[-1])["error"]["message"]
 
 
-def test_doctor_finds_this_machine_usable(tmp_path: Path) -> None:
-    result = last_line(csattn("doctor", "--store", tmp_path / "store", "--json"))
+def test_doctor_finds_this_machine_usable(tmp_path: Path, capsys, monkeypatch) -> None:
+    found = gather_facts(tmp_path / "store")
+    assert found.python == sys.version_info[:2] and found.num_cpus >= 1
+    assert "torch" in found.packages and "faiss-cpu" in found.packages
+    for name in ("torch", "numba", "faiss", "memory", "store"):
+        assert "error" not in found.probes[name], found.probes[name]
+    assert found.probes["memory"]["available_bytes"] <= found.probes["memory"]["total_bytes"]
+    assert found.openmp_waits == os.environ["OMP_WAIT_POLICY"]
+    monkeypatch.setattr(examining, "gather_facts", lambda store: found)
+    result = last_line(in_process("doctor", "--store", tmp_path / "store", "--json", capsys=capsys))
     assert result["healthy"] and result["problems"] == 0
     assert {"python", "torch", "device", "cupy", "faiss", "numba", "ray", "store"} <= {
         finding["check"] for finding in result["findings"]

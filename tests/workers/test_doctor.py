@@ -1,6 +1,5 @@
 """The doctor: judgements over machines that need not exist, and probes of the one that does."""
 
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +12,8 @@ from csattn.artifact.manifest import FORMAT_VERSION
 from csattn.models.loader import geometry_of, read_config, weight_bytes
 from tests.tiny import tiny_config
 from workers.capacity import context_bytes, spec_of
-from workers.doctor import Facts, Finding, examine, facts, gather_facts, probes
-from workers.doctor.checks import CHECKS, check_cpus, check_cupy, check_device, check_faiss, check_numba, gib, release
+from workers.doctor import Facts, Finding, examine, facts, probes
+from workers.doctor.checks import CHECKS, check_cpus, check_cupy, check_device, check_faiss, gib, release
 from workers.doctor.model import examine_model
 
 GIB = 1 << 30
@@ -72,7 +71,6 @@ SICK = {"pinned": False, "how": "the driver refused to page-lock 1048576 bytes o
 @pytest.mark.parametrize(
     ("sick", "check", "status", "words", "remedy"),
     [
-        (machine(python=(3, 10)), "python", "problem", "3.10; 3.11 or later", "Install"),
         (machine(probed={"torch": MISSING}), "torch", "problem", "cannot be loaded: ModuleNotFound", "pip install"),
         (machine(probed={"torch": {**CPU, "version": "2.5.1"}}), "torch", "problem", "2.6 or later", "--upgrade torch"),
         (machine(gpus=(H200,)), "torch", "warning", "has a GPU that it cannot use", "pytorch.org"),
@@ -256,18 +254,23 @@ def test_numba_without_a_place_for_its_cache_still_compiles(monkeypatch: pytest.
     [
         ("raise ImportError('libcudart.so.12: cannot open')", "ImportError: libcudart.so.12: cannot open"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", "ended by signal 4"),
-        ("import time; time.sleep(60)", "no answer within 5 s"),
         ("import sys; sys.exit(3)", "exit code 3"),
         ("import os; os._exit(0)", "without an answer"),
     ],
-    ids=["error", "signal", "hang", "exit", "silence"],
+    ids=["error", "signal", "exit", "silence"],
 )
 def test_a_library_that_fails_in_any_way_is_an_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, words: str
 ) -> None:
     (tmp_path / "ailing.py").write_text(body)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    assert words in facts.ask("import", "ailing", timeout_s=5.0)["error"]
+    assert words in facts.ask("import", "ailing")["error"]
+
+
+def test_a_library_that_hangs_is_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hanging.py").write_text("import time; time.sleep(60)")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    assert facts.ask("import", "hanging", timeout_s=0.5) == {"error": "no answer within 0.5 s"}
 
 
 def test_a_library_that_talks_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,18 +279,6 @@ def test_a_library_that_talks_is_understood(tmp_path: Path, monkeypatch: pytest.
     )
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     assert facts.ask("import", "chatty") == {"version": "1.2"}
-
-
-def test_this_machine_is_gathered_without_loading_anything(tmp_path: Path) -> None:
-    found = gather_facts(tmp_path / "store")
-    assert found.python == sys.version_info[:2] and found.num_cpus >= 1
-    assert "torch" in found.packages and "faiss-cpu" in found.packages
-    for name in ("torch", "numba", "faiss", "memory", "store"):
-        assert "error" not in found.probes[name], found.probes[name]
-    assert found.probes["memory"]["available_bytes"] <= found.probes["memory"]["total_bytes"]
-    assert check_numba(found)[0].status in ("ok", "warning")
-    assert found.openmp_waits == os.environ["OMP_WAIT_POLICY"]
-    assert one(examine(replace(found, openmp_waits="active")), "openmp").status == "warning"
 
 
 @pytest.mark.gpu
@@ -299,17 +290,17 @@ def test_a_gpu_is_seen_and_pins() -> None:
 
 def test_a_model_is_told_what_it_takes_and_what_it_is_refused_for(tmp_path: Path) -> None:
     """From its config alone: there are no weights here."""
-    sizes = {"max_position_embeddings": 65_536, "num_attention_heads": 18, "hidden_size": 72}
+    sizes = {"max_position_embeddings": 65_536, "head_dim": 24}
     tiny_config("gemma2", **sizes).save_pretrained(tmp_path)
     found = examine_model(str(tmp_path), machine())
     assert [finding.status for finding in found] == ["ok", "warning", "warning", "ok"]
-    geometry = geometry_of(tiny_config("gemma2"))
+    geometry = geometry_of(tiny_config("gemma2", **sizes))
     kv, sketch = context_bytes(spec_of(geometry, 32_768))
-    assert 0 <= kv - (32_768 + 2 * 37) * 2 * 2 * 16 * 2 < 3 * 8192 and 0 < sketch < kv
+    assert 0 <= kv - (32_768 + 2 * 37) * 2 * 2 * 24 * 2 < 3 * 8192 and 0 < sketch < kv
     left = machine().probes["memory"]["available_bytes"] - weight_bytes(read_config(str(tmp_path)), 2)[0]
     assert f"this machine has room for: {left // (kv + sketch)} of 32,768." in found[0].text
     assert "1 layers that see everything and 2 that do not" in found[0].text
-    assert "9 query heads share a selection" in found[1].text and "capped" in found[2].text
+    assert "multiples of 16" in found[1].text and "capped" in found[2].text
     small = machine(probed={"memory": {"available_bytes": 1000, "total_bytes": 1000, "locked_limit_bytes": 0}})
     assert one(examine_model(str(tmp_path), small)[:1], "model").status == "warning"
 
@@ -328,6 +319,14 @@ def test_a_model_is_told_what_it_takes_in_few_bits(tmp_path: Path) -> None:
     assert weight_bytes(config, 2) == (plain, plain - 2 * matrices + matrices // 2 + matrices // 64 * 4)
     config.quantization_config = {"quant_method": "gptq", "bits": 8, "group_size": 64}
     assert weight_bytes(config, 2) == (plain, plain)
+
+
+def test_a_model_that_chooses_by_itself_is_told_where(tmp_path: Path) -> None:
+    tiny_config("deepseek_v32", max_position_embeddings=65_536).save_pretrained(tmp_path)
+    needs, on_gpu, stream = examine_model(str(tmp_path), machine())
+    assert "3 layers of latents, which it chooses from itself" in needs.text and "this machine has room" in needs.text
+    assert [on_gpu.status, stream.status] == ["warning", "ok"]
+    assert "its own indexer chooses 29" in on_gpu.text and "csattn stream" in stream.text
 
 
 def test_a_model_that_is_refused_is_a_problem(tmp_path: Path) -> None:

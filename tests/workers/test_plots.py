@@ -24,7 +24,7 @@ def make_picture(rng: np.random.Generator, num_layers: int, num_kv_heads: int, a
     )
 
 
-@pytest.mark.parametrize(("num_pictures", "num_layers", "num_kv_heads"), [(1, 1, 1), (3, 30, 3), (2, 7, 8)])
+@pytest.mark.parametrize(("num_pictures", "num_layers", "num_kv_heads"), [(1, 1, 1), (3, 30, 3)])
 def test_the_picture_is_a_png_of_the_promised_size(tmp_path, rng, num_pictures, num_layers, num_kv_heads):
     pictures = [make_picture(rng, num_layers, num_kv_heads, 100 + number) for number in range(num_pictures)]
     png = draw(tmp_path / "new" / "map.png", pictures)
@@ -37,12 +37,11 @@ def test_stretches_that_nobody_reads_can_be_drawn(tmp_path):
     assert draw(tmp_path / "map.png", [nothing, nothing])
 
 
-@pytest.mark.parametrize("changed", ["reads", "recall", "answer_at"])
-def test_the_picture_shows_what_was_read_found_and_where_the_answer_is(tmp_path, changed):
+def test_the_picture_shows_what_was_read_found_and_where_the_answer_is(tmp_path):
     values = {"answer_at": 500, "reads": np.full((2, 2, 128), 0.1), "recall": np.full((2, 2), 0.5)}
     other = {"answer_at": 200, "reads": np.full((2, 2, 128), 0.2), "recall": np.full((2, 2), 0.9)}
-    before = draw(tmp_path / "before.png", [AttentionPicture("?", "!", **values)])
-    again = draw(tmp_path / "again.png", [AttentionPicture("?", "!", **values)])
-    after = draw(tmp_path / "after.png", [AttentionPicture("?", "!", **{**values, changed: other[changed]})])
+    before, again = (draw(tmp_path / "same.png", [AttentionPicture("?", "!", **values)]) for _ in range(2))
     assert before == again
-    assert before != after
+    for changed, value in other.items():
+        picture = AttentionPicture("?", "!", **{**values, changed: value})
+        assert draw(tmp_path / "other.png", [picture]) != before, changed

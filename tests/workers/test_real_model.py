@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from workers.serving.step_engine import StepRow
 from workers.session import csattn_session
 
 TEXT = Path(__file__).parents[2] / "bench" / "texts" / "novel.txt"
-NUM_TOKENS = 64
+NUM_TOKENS = 32
 
 
 @pytest.fixture(scope="module")
@@ -79,17 +80,17 @@ def test_the_cpu_engine_says_what_a_session_says_and_together_what_it_says_alone
     ]
     with CpuEngine(demo, max_rows=8, num_slots=3, num_threads=2) as engine:
         engine.add_context(0, artifact)
-        together = greedy(engine, requests, 12)
+        together = greedy(engine, requests, 8)
     with CpuEngine(demo, num_slots=3, num_threads=1) as engine:
         engine.add_context(0, artifact)
-        alone = [greedy(engine, [request], 12)[0] for request in requests]
+        alone = [greedy(engine, [request], 8)[0] for request in requests]
     for (_, config, question), one, other in zip(requests, together, alone, strict=True):
         assert one.token_ids == other.token_ids
         assert torch.equal(torch.stack(one.logits), torch.stack(other.logits))
         with csattn_session(demo, artifact, config) as session:
             arguments = session.continue_with(np.array(question, np.int32))
-            want = demo.model.generate(**arguments, max_new_tokens=12, min_new_tokens=12, do_sample=False)
-        assert one.token_ids == want[0, -12:].tolist()
+            want = demo.model.generate(**arguments, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+        assert one.token_ids == want[0, -8:].tolist()
 
 
 @dataclass
@@ -132,19 +133,17 @@ def test_openmp_is_told_not_to_spin_before_torch_is_loaded() -> None:
     assert done.stdout.split() == ["passive", "False"]
 
 
-@pytest.mark.parametrize("lookahead", [0, 1])
-def test_of_2_percent_and_a_sketch_the_model_says_nearly_what_it_says_of_everything(
-    demo, token_ids, artifact, lookahead
-) -> None:
+def test_of_2_percent_and_a_sketch_the_model_says_nearly_what_it_says_of_everything(demo, token_ids, artifact) -> None:
     following = token_ids[600:641]
     baseline = full_attention(demo, artifact, following)
-    config = SearchConfig(keep=0.02, window_len=32, lookahead=lookahead)
-    sketch, moments, none = (
-        measure(demo, artifact, replace(config, rest=rest), "csattn", following, baseline)
-        for rest in ("sketch", "moments", "none")
+    config = SearchConfig(keep=0.02, window_len=32)
+    changes: list[dict[str, Any]] = [{"rest": "sketch"}, {"rest": "moments"}, {"rest": "none"}, {"lookahead": 1}]
+    sketch, moments, none, ahead = (
+        measure(demo, artifact, replace(config, **change), "csattn", following, baseline) for change in changes
     )
-    assert sketch.kl < 0.010 and sketch.output_error < 0.08  # measured 0.0066 and 0.058, a layer ahead 0.0076 and 0.060
-    assert sketch.kl < 0.9 * moments.kl and moments.kl < 0.25 * none.kl
-    assert sketch.recall_at_k > 0.65
+    for ours in (sketch, ahead):  # measured 0.0066 and 0.058, a layer ahead 0.0076 and 0.060
+        assert ours.kl < 0.010 and ours.output_error < 0.08
+        assert ours.kl < 0.9 * moments.kl and ours.recall_at_k > 0.65
+    assert moments.kl < 0.25 * none.kl
     for other in (moments, none):
         assert sketch.moved_bytes_per_step == pytest.approx(other.moved_bytes_per_step, rel=0.01)

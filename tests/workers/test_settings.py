@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from csattn.config import PRESET_NAMES, SearchConfig
 from csattn.errors import ConfigError
 from workers.settings import Secret, ServerSettings, Settings, example, load_settings
-from workers.settings.keys import KEYS, SECTIONS
 from workers.settings.load import nearest
-from workers.settings.parts import SEARCH_WORDS, BuildSettings, EngineSettings
+from workers.settings.parts import KEYS, SEARCH_WORDS, SECTIONS, BuildSettings, EngineSettings
 from workers.settings.sources import OTHER_VARIABLES, variable_of
 
 

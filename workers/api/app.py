@@ -18,12 +18,11 @@ from workers.api.contexts import context_object, find_context, listed, model_obj
 from workers.api.errors import HttpError, error_reply
 from workers.api.guard import Guard
 from workers.api.measures import Measures
-from workers.api.names import checked_context_name, short_model_name
+from workers.api.names import short_model_name
 from workers.api.responses import read_response
 from workers.api.status import status_object
 from workers.api.tokenizing import read_detokenize, read_tokenize, tokens_object
 from workers.serving.backend import Backend
-from workers.serving.messages import NewContext
 from workers.settings import Settings
 
 STATIC = Path(__file__).with_name("static")
@@ -136,7 +135,7 @@ class Routes:
 
     async def register(self, request: Request) -> Response:
         name, text = read_new_context(await self._bodies.read_json(request))
-        info = await self._backend.register(NewContext(name=checked_context_name(name), text=text))
+        info = await self._backend.register(name, text)
         return _json(context_object(info, self._model), 202 if info.state == "building" else 200)
 
     async def context(self, name: str) -> Response:

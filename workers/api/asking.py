@@ -10,7 +10,7 @@ from workers.api.fields import Fields
 from workers.api.names import context_or_own
 from workers.api.tools import read_format, read_tools
 from workers.api.turns import read_turns, require_answerable
-from workers.serving.messages import Ask, BadRequestError, Sampling, Selector
+from workers.serving.messages import Ask, Sampling, Selector
 from workers.settings import LimitSettings
 
 CHAT_TOKENS = 512  # where a chat does not say how many; OpenAI's own completions have 16
@@ -235,6 +235,4 @@ def read_new_context(body: object) -> tuple[str, str]:
     fields = Fields(body)
     name, text = fields.needed_text("name", 256), fields.needed_text("text", 1 << 62)
     fields.finish()
-    if not text.strip():
-        raise BadRequestError("text is empty, wanted the context itself", "text")
     return name, text

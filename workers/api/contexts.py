@@ -24,29 +24,26 @@ def context_object(info: ContextInfo, model: str) -> dict[str, Any]:
 
 def model_objects(contexts: Sequence[ContextInfo], model: str) -> list[dict[str, Any]]:
     """The model alone, by which a chat program brings its own document; then one for each context that is ready."""
-    ready = [info for info in contexts if info.state == "ready"]
     alone = {"id": model, "object": "model", "created": 0, "owned_by": "csattn"}
-    return [alone, *(_model_object(info, model) for info in ready)]
+    return [alone] + [
+        {
+            **alone,
+            "id": model_id(model, info.name),
+            "created": int(info.created_at),
+            "context_tokens": info.num_tokens,
+        }
+        for info in contexts
+        if info.state == "ready"
+    ]
 
 
 def model_object(contexts: Sequence[ContextInfo], asked: str, model: str) -> dict[str, Any]:
     """One of them."""
-    if asked == model:
-        return model_objects([], model)[0]
+    for found in model_objects(contexts, model):
+        if found["id"] == asked:
+            return found
     info = find_context(contexts, context_of(asked, model))
-    if info.state != "ready":
-        raise UnknownContextError(f"the context {info.name} is {info.state}; GET /v1/contexts/{info.name} says more")
-    return _model_object(info, model)
-
-
-def _model_object(info: ContextInfo, model: str) -> dict[str, Any]:
-    return {
-        "id": model_id(model, info.name),
-        "object": "model",
-        "created": int(info.created_at),
-        "owned_by": "csattn",
-        "context_tokens": info.num_tokens,
-    }
+    raise UnknownContextError(f"the context {info.name} is {info.state}; GET /v1/contexts/{info.name} says more")
 
 
 def listed(objects: list[dict[str, Any]]) -> dict[str, Any]:

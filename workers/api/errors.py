@@ -7,30 +7,10 @@ from typing import Any
 
 from starlette.responses import Response
 
-from workers.serving.messages import (
-    BadRequestError,
-    ContextExistsError,
-    ContextNotReadyError,
-    OverloadedError,
-    ServingError,
-    TimedOutError,
-    UnknownContextError,
-    WorkerLostError,
-)
+from workers.serving.messages import ServingError
 
 MAX_MESSAGE_CHARS = 1000  # written as JSON, at most six times as many bytes: see clipped
 
-# the first that fits: subclasses before their bases
-STATUS: tuple[tuple[type[ServingError], int], ...] = (
-    (BadRequestError, 400),
-    (UnknownContextError, 404),
-    (ContextNotReadyError, 409),
-    (ContextExistsError, 409),
-    (OverloadedError, 429),
-    (WorkerLostError, 503),
-    (TimedOutError, 504),
-    (ServingError, 500),
-)
 TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -55,23 +35,16 @@ class HttpError(ServingError):
         return type(self), (self.status, self.code, self.message, self.param, self.retry_after_s)
 
 
-def status_of(error: ServingError) -> int:
-    if isinstance(error, HttpError):
-        return error.status
-    return next(status for kind, status in STATUS if isinstance(error, kind))
-
-
 def error_body(error: ServingError) -> dict[str, Any]:
     """The object that OpenAI's clients look for, in a reply and in a stream alike."""
-    status = status_of(error)
-    kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    kind = TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
     param = clipped(error.param, 64) if error.param else None
     return {"error": {"message": clipped(error.message), "type": kind, "param": param, "code": error.code}}
 
 
 def error_reply(error: ServingError, headers: Mapping[str, str] | None = None) -> Response:
     """At most 4 KB, whatever the error says."""
-    status = status_of(error)
+    status = error.status
     extra = dict(headers or {})
     retry_after_s = error.retry_after_s if error.retry_after_s is not None else RETRY_AFTER_S.get(status)
     if retry_after_s is not None:

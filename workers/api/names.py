@@ -4,10 +4,9 @@ import re
 from pathlib import PurePath
 
 from workers.api.errors import quoted
-from workers.serving.messages import BadRequestError, UnknownContextError
+from workers.serving.messages import CONTEXT_NAME, UnknownContextError
 
 DEMO_MODEL = "smollm2-135m"  # the installed model, where the settings name none
-CONTEXT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def short_model_name(name: str | None) -> str:
@@ -35,13 +34,3 @@ def context_of(asked: str, model: str) -> str:
 def context_or_own(asked: str, model: str) -> str:
     """The same; empty for the model's name alone: then the prompt begins with what was kept."""
     return "" if asked == model else context_of(asked, model)
-
-
-def checked_context_name(name: str) -> str:
-    if CONTEXT_NAME.fullmatch(name) is None:
-        raise BadRequestError(
-            f"name is {quoted(name)}, wanted 1 to 64 letters, digits, dots, underscores or dashes, "
-            "the first of them a letter or a digit",
-            "name",
-        )
-    return name

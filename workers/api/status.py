@@ -1,13 +1,13 @@
 """What the page for a person shows: the service's state and the few measures that it draws, as one object."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import Metric
 
 from csattn import __version__
 from workers.api.contexts import context_object
-from workers.serving.messages import ContextInfo, Health, WorkerInfo
+from workers.serving.messages import ContextInfo, Health, Standing
 
 # what the page calls it -> the metric it is; a metric that nobody gives is absent, and the page leaves it out
 NUMBERS = {
@@ -15,9 +15,6 @@ NUMBERS = {
     "running": "csattn_running_requests",
     "queued": "csattn_queue_length",
     "new_tokens": "csattn_new_tokens",
-    "search": "csattn_search_seconds",
-    "gather": "csattn_gather_seconds",
-    "attend": "csattn_attend_seconds",
     "slot_hits": "csattn_slot_hits",
     "slot_lookups": "csattn_slot_lookups",
     "kv_bytes": "csattn_kv_bytes",
@@ -30,8 +27,6 @@ NUMBERS = {
 HISTOGRAMS = {
     "ttft": "csattn_http_ttft_seconds",
     "tpot": "csattn_http_tpot_seconds",
-    "step": "csattn_step_seconds",
-    "batch": "csattn_batch_rows",
 }
 OF_CONTEXTS = {"recall": "csattn_fidelity_recall", "mass": "csattn_fidelity_mass"}  # histograms with a context's name
 
@@ -41,7 +36,7 @@ def status_object(
     health: Health,
     contexts: Sequence[ContextInfo],
     metrics: Iterable[Metric],
-    workers: Sequence[WorkerInfo],
+    workers: Mapping[str, Standing | None],
 ) -> dict[str, Any]:
     by_name = {metric.name: metric for metric in metrics}
     fidelity = {key: _of_contexts(by_name[name]) for key, name in OF_CONTEXTS.items() if name in by_name}
@@ -52,11 +47,11 @@ def status_object(
         "why": health.why,
         "numbers": {key: _total(by_name[name]) for key, name in NUMBERS.items() if name in by_name},
         "histograms": {key: _histogram(by_name[name]) for key, name in HISTOGRAMS.items() if name in by_name},
-        "workers": [_worker_object(worker) for worker in workers],
+        "workers": [_worker_object(name, standing) for name, standing in workers.items()],
         "contexts": [
             {
                 **context_object(info, model),
-                "held_by": [worker.name for worker in workers if _holds(worker, info)],
+                "held_by": [name for name, standing in workers.items() if _holds(standing, info)],
                 "fidelity": {key: values[info.name] for key, values in fidelity.items() if info.name in values},
             }
             for info in contexts
@@ -64,11 +59,10 @@ def status_object(
     }
 
 
-def _worker_object(worker: WorkerInfo) -> dict[str, Any]:
+def _worker_object(name: str, standing: Standing | None) -> dict[str, Any]:
     """`since`: null while it does not answer."""
-    standing = worker.standing
     return {
-        "name": worker.name,
+        "name": name,
         "since": standing.since if standing else None,
         "running": standing.num_running if standing else 0,
         "slots": standing.num_slots if standing else 0,
@@ -78,9 +72,9 @@ def _worker_object(worker: WorkerInfo) -> dict[str, Any]:
     }
 
 
-def _holds(worker: WorkerInfo, info: ContextInfo) -> bool:
+def _holds(standing: Standing | None, info: ContextInfo) -> bool:
     """Contexts that are registered lie in the store by their ids."""
-    return worker.standing is not None and any(held.path == info.artifact_id for held in worker.standing.held)
+    return standing is not None and any(held.path == info.artifact_id for held in standing.held)
 
 
 def _total(metric: Metric) -> float:

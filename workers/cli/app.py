@@ -95,13 +95,11 @@ def build(
     options = BuildOptions(model=model, preset=preset, dtype=dtype, weights=weights, chat=chat, **changes)
     if jobs is not None:
         report = batching.build_jobs(jobs, options, store, ray, threads, device)
-        if json:
-            terminal.print_json(report)
+        terminal.end(report, json)
         sys.exit(1 if report["failed"] else 0)
     result = building.build(context, tokens, options, store, device=device, threads=threads, progress=progress)
     terminal.out.print(f"artifact {result['artifact']} in {result['path']}, {terminal.size(result['size_bytes'])}")
-    if json:
-        terminal.print_json(result)
+    terminal.end(result, json)
 
 
 @app.command()
@@ -147,9 +145,7 @@ def generate(
         kv_codec=kv_codec,
         host_budget=host_budget,
     )
-    result = asking.ask(artifact, prompt, config, options)
-    if json:
-        terminal.print_json(result)
+    terminal.end(asking.ask(artifact, prompt, config, options), json)
 
 
 app.command()(stream)
@@ -189,9 +185,7 @@ def evaluate(
         lookaheads=[int(ahead) for ahead in comparing.names("lookahead", lookahead, ("0", "1"))],
         kv_format=None if kv_codec is None else KvFormat.parse(kv_codec),
     )
-    result = comparing.compare(text, plan, model, dtype, stretch, store, threads, weights)
-    if json:
-        terminal.print_json(result)
+    terminal.end(comparing.compare(text, plan, model, dtype, stretch, store, threads, weights), json)
 
 
 @app.command()
@@ -199,9 +193,7 @@ def inspect(artifact: ArtifactPath, json: Json = False) -> None:
     """Show what an artifact holds and how it was made."""
     from workers.cli import shelf, terminal
 
-    result = shelf.inspect(artifact)
-    if json:
-        terminal.print_json(result)
+    terminal.end(shelf.inspect(artifact), json)
 
 
 @app.command()
@@ -209,9 +201,7 @@ def verify(artifact: ArtifactPath, json: Json = False) -> None:
     """Read every byte of an artifact and compare it with its manifest."""
     from workers.cli import shelf, terminal
 
-    result = shelf.verify(artifact)
-    if json:
-        terminal.print_json(result)
+    terminal.end(shelf.verify(artifact), json)
 
 
 @app.command()
@@ -219,9 +209,7 @@ def ls(store: Store = Path("store"), json: Json = False) -> None:
     """List the finished artifacts of a store."""
     from workers.cli import shelf, terminal
 
-    result = shelf.listing(store)
-    if json:
-        terminal.print_json(result)
+    terminal.end(shelf.listing(store), json)
 
 
 @app.command()
@@ -236,9 +224,7 @@ def gc(
     """Remove what interrupted builds left behind, and copies that take too much."""
     from workers.cli import shelf, terminal
 
-    result = shelf.clean(store, cache_bytes)
-    if json:
-        terminal.print_json(result)
+    terminal.end(shelf.clean(store, cache_bytes), json)
 
 
 @app.command()
@@ -249,9 +235,7 @@ def demo(
     """Build from a document that ships with the project, ask three questions, draw what was read."""
     from workers.cli import showing, terminal
 
-    result = showing.run(out)
-    if json:
-        terminal.print_json(result)
+    terminal.end(showing.run(out), json)
 
 
 @app.command()
@@ -270,8 +254,7 @@ def doctor(
     from workers.cli import examining, terminal
 
     result = examining.doctor(store, model, weights)
-    if json:
-        terminal.print_json(result)
+    terminal.end(result, json)
     sys.exit(0 if result["healthy"] else 1)
 
 

@@ -20,6 +20,7 @@ from workers.cli.terminal import out, steps, table
 from workers.engine.answer import Answer, answer, question_tokens
 from workers.engine.memory import require_weights
 from workers.engine.opening import open_engine, require_together
+from workers.engine.own_choice import SELECTOR as OWN_CHOICE
 from workers.serving.step_engine import StepEngine
 
 
@@ -81,6 +82,8 @@ def ask(place: Path | str, prompt: str, config: SearchConfig, options: AskOption
 
 def _asked_for(config: SearchConfig, said: Answer, artifact: Artifact) -> dict[str, Any]:
     """What decided about the answer besides its selector."""
+    if said.selector == OWN_CHOICE:
+        return {"keep": None, "rest": "none"}
     selector = cast(SelectorName, said.selector)
     rest = resolve_rest(config, selector, artifact.spec.index_config.layout)
     return {"keep": config.keep, "rest": rest}

@@ -13,6 +13,7 @@ from csattn.artifact import open_artifact
 from csattn.config import SearchConfig, preset
 from csattn.errors import ConfigError, ContextError
 from csattn.models import LoadedModel
+from csattn.models.families import describe
 from csattn.selector_names import SelectorName
 from csattn.selectors import resolve_rest
 from index_build.inputs import read_text
@@ -20,6 +21,7 @@ from index_build.plan import make_plan
 from offload.codecs.formats import KvFormat
 from workers.cli.building import run_build, show_loading, use_threads
 from workers.cli.terminal import counting, err, out, table
+from workers.engine.own_choice import require_plain_rows
 from workers.evaluate import full_attention, measure
 
 
@@ -52,6 +54,7 @@ def compare(
     for name in plan.presets:  # what does not go together is refused before a model is loaded
         resolve_rest(plan.config, "csattn", preset(name).layout)
     loaded = show_loading(model, dtype, stretch=stretch, weights=weights)
+    require_plain_rows(describe(loaded.model.config), "an evaluation")
     context, following = _cut(text, content, loaded, plan)
     results = []
     with ExitStack() as stack:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from csattn.errors import ConfigError
+from workers.cli.options import Json
 
 config = typer.Typer(help="Show the service's settings, or write a file of them.", no_args_is_help=True)
 
@@ -19,14 +20,12 @@ def show(
     changes: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="As a flag would: over everything else.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
+    json: Json = False,
 ) -> None:
     """Show every setting, its value, and where that came from: flag, environment, file or default."""
     from workers.cli import terminal
 
-    result = settings_table(file, changes or [])
-    if json:
-        terminal.print_json(result)
+    terminal.end(settings_table(file, changes or []), json)
 
 
 @config.command()

@@ -1,5 +1,6 @@
 """`csattn doctor`: what was found of this machine, and what to do about it."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def doctor(store: Path, model: str | None, weights: str | None) -> dict[str, Any
         "healthy": counts["problem"] == 0,
         "problems": counts["problem"],
         "warnings": counts["warning"],
-        "findings": [finding.to_json() for finding in findings],
+        "findings": [asdict(finding) for finding in findings],
         "packages": dict(facts.packages),
     }
 

@@ -23,7 +23,8 @@ def inspect(place: Path | str) -> dict[str, Any]:
     manifest = read_manifest(place)
     spec, size_bytes, index_bytes = manifest.spec, manifest.size_bytes, manifest.index_bytes
     config = spec.index_config
-    bytes_per_key = index_bytes / (spec.context_len * len(spec.model.indexed_layers) * spec.model.num_kv_heads)
+    num_keys = spec.context_len * len(spec.model.indexed_layers) * spec.model.num_kv_heads
+    bytes_per_key = index_bytes / num_keys if num_keys else 0.0
     result = {
         "artifact": spec.artifact_id,
         "path": str(place if is_url(place) else resolve_artifact(Path(place))),
@@ -42,7 +43,7 @@ def inspect(place: Path | str) -> dict[str, Any]:
         ["model", f"{spec.model_name} ({spec.model.num_layers} layers, {spec.model.num_kv_heads} KV heads)"],
         ["context", f"{spec.context_len} tokens from {manifest.build_notes.get('source', 'unknown')}"],
         ["size", f"{size(size_bytes)}, of which {size(index_bytes)} index"],
-        ["index", _described(config)],
+        ["index", _described(config) if num_keys else "none: the model chooses its rows itself"],
         ["index per key and KV head", f"{bytes_per_key:.0f} bytes"],
         ["preset", str(manifest.build_notes.get("preset", "unknown"))],
     ]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from csattn.errors import ConfigError
+from workers.cli.options import Dtype, Json, Model, Threads
 
 if TYPE_CHECKING:  # `csattn --help` should not wait for torch
     from workers.streaming.config import StreamConfig
@@ -22,21 +23,16 @@ def stream(
     ] = None,
     heavy_len: Annotated[int | None, typer.Option(help="h2o: heavy hitters of a KV head.", show_default="256")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="The model may end its text before.")] = 256,
-    model: Annotated[
-        str | None,
-        typer.Option(help="Model directory, .gguf file or hub id.", show_default="the installed SmolLM2-135M"),
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    threads: Annotated[int | None, typer.Option(help="CPU threads.", show_default="all cores")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
+    model: Model = None,
+    dtype: Dtype = "float32",
+    threads: Threads = None,
+    json: Json = False,
 ) -> None:
     """Continue a text without end, in constant memory; tokens appear as they come."""
-    from workers.cli.terminal import print_json
+    from workers.cli.terminal import end
 
     config = stream_config(policy, sink_len, window_len, heavy_len)
-    result = _stream(prompt, config, max_new_tokens, model, dtype, threads)
-    if json:
-        print_json(result)
+    end(_stream(prompt, config, max_new_tokens, model, dtype, threads), json)
 
 
 def stream_config(policy: str, sink_len: int | None, window_len: int | None, heavy_len: int | None) -> "StreamConfig":

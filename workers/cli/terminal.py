@@ -28,6 +28,12 @@ def print_json(value: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
+def end(result: dict[str, Any], json: bool) -> None:
+    """What a verb does last. json: whether `--json` was given."""
+    if json:
+        print_json(result)
+
+
 def table(title: str, columns: list[str], rows: list[list[str]]) -> Table:
     """A table whose first column is text and whose others are figures."""
     shown = Table(title=title, title_justify="left", header_style="bold")

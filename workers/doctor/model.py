@@ -11,6 +11,7 @@ from csattn.models.spec import ModelSpec
 from workers.capacity import context_bytes, room_for_contexts, spec_of, told_lens
 from workers.doctor.checks import Finding, gib
 from workers.doctor.facts import Facts
+from workers.engine.own_choice import require_no_latents
 from workers.settings import EngineSettings
 
 _ITEM_BYTES = 2  # of bfloat16
@@ -37,16 +38,19 @@ def _needs(
     indexed = len(geometry.indexed_layers)
     local = geometry.num_layers - indexed
     layers = f"{indexed} layers" if not local else f"{indexed} layers that see everything and {local} that do not"
+    if not indexed:
+        layers = f"{local} layers of latents, which it chooses from itself"
     text = f"{name} has {layers}; its weights take {gib(weights)} in bfloat16."
     if kept != weights:
         text += f" A GPU keeps them in {gib(kept)}."
     memory = facts.probes["memory"].get("available_bytes", 0)
-    devices = facts.probes["torch"].get("devices") or []
+    devices = facts.probes["torch"].get("devices") or [] if indexed else []
     free = max((device["free_bytes"] for device in devices), default=0)
     specs = [spec_of(geometry, context_len) for context_len in told_lens(geometry)]
     for spec in specs:
         kv, sketch = context_bytes(spec)
-        text += f" {spec.context_len:,} tokens of context: {gib(kv)} of KV, {gib(sketch)} of sketch."
+        rows = f"{gib(kv)} of KV, {gib(sketch)} of sketch" if indexed else f"{gib(kv)} of latents"
+        text += f" {spec.context_len:,} tokens of context: {rows}."
     if devices and kept + context_bytes(specs[0])[1] > free:
         text += f" The device has {gib(free)} free."
         remedy = "Decode it on the CPU, on a larger device, or take a smaller model."
@@ -66,6 +70,7 @@ def _refusals(spec: ModelSpec) -> list[Finding]:
     """What this model will be refused for, in the words of who refuses."""
     findings = []
     try:
+        require_no_latents(spec)
         require_supported(spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads, spec.head_dim, torch.bfloat16)
     except ConfigError as error:
         findings.append(Finding("model", "warning", f"On a GPU: {error}", "Decode it on the CPU: --placement cpu."))
@@ -73,7 +78,7 @@ def _refusals(spec: ModelSpec) -> list[Finding]:
     if any(kind.logit_cap is not None for kind in kinds):
         text = "Its attention's logits are capped: rows that are not chosen count nothing, and `rest` is refused."
         findings.append(Finding("model", "warning", text, "Keep more rows: --keep 0.1."))
-    if any(kind.reach is not None or kind.rope is None or kind.sinks for kind in kinds):
-        text = "`csattn stream` refuses it: its layers are not alike."
+    if any(kind.reach is not None or kind.rope is None or kind.sinks for kind in kinds) or not spec.indexed_layers:
+        text = "`csattn stream` refuses it: its layers are not alike, or keep other rows than keys and values."
         findings.append(Finding("model", "ok", text))
     return findings

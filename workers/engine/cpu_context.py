@@ -89,7 +89,8 @@ class CpuContext:
 
     artifact: Artifact | None  # None: of requests without a context
     kv: list[Tensor]  # per layer [num_kv_heads, context_len, 2, head_dim], where the artifact maps it
-    local_kv: list[Tensor]  # per layer without an index, its last rows, likewise
+    context_len: int
+    local_kv: list[Tensor]  # per layer without an index, its last rows, or its latents, likewise
     store: KvStore  # of the rows that steps attend to
     in_place: bool  # whether they do so where the rows lie; else rows are gathered and streamed
     indexes: list[LayerIndex | SketchIndex]  # per layer
@@ -98,10 +99,6 @@ class CpuContext:
     prepared: dict[SelectorName, list[Prepared]] = field(default_factory=dict)
     # per layer, for estimates of rows that are not read: by which rows may be chosen, made likewise
     moments: dict[tuple[int, int], list[Moments]] = field(default_factory=dict)
-
-    @property
-    def context_len(self) -> int:
-        return int(self.kv[0].shape[1])
 
     @property
     def num_index_heads(self) -> int:
@@ -133,7 +130,8 @@ class CpuContext:
         if isinstance(self.store, CodedStore):
             codec = self.store.codec
             return codec.row_bytes, codec.v_offset, *codec.readers
-        key_bytes = self.kv[0].shape[-1] * self.kv[0].element_size()
+        row = (*self.kv, *self.local_kv)[0]
+        key_bytes = row.shape[-1] * row.element_size()
         return 2 * key_bytes, key_bytes, 0, 0
 
     @property
@@ -166,7 +164,8 @@ def open_context(artifact: Artifact, kv_format: KvFormat | None, budget: HostBud
         store = CodedStore(kv, kv_format)
     else:
         store = HostStore(kv)
-    return CpuContext(artifact, kv, artifact.local_kv(), store, budget is None, artifact.indexes(), artifact.states())
+    rows, in_place, index = artifact.local_kv(), budget is None, artifact.indexes()
+    return CpuContext(artifact, kv, artifact.spec.context_len, rows, store, in_place, index, artifact.states())
 
 
 def no_context(geometry: ModelGeometry, dtype: torch.dtype) -> CpuContext:
@@ -177,7 +176,7 @@ def no_context(geometry: ModelGeometry, dtype: torch.dtype) -> CpuContext:
     parts = {"conv": geometry.state[:2], "memory": geometry.state[2:]}
     begin = {name: np.zeros(sizes, np.float32) for name, sizes in parts.items()}
     kv = [none] * len(geometry.indexed_layers)
-    return CpuContext(None, kv, [none] * num_local, HostStore(kv), True, [], [begin] * num_states)
+    return CpuContext(None, kv, 0, [none] * num_local, HostStore(kv), True, [], [begin] * num_states)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +261,9 @@ class CpuRequest:
 
     @property
     def num_index_heads(self) -> int:
-        return self.context.num_index_heads if self.selector == "csattn" else int(self.context.kv[0].shape[0])
+        if self.selector == "csattn":
+            return self.context.num_index_heads
+        return int((*self.context.kv, *self.context.local_kv)[0].shape[0])
 
     @property
     def longest_list(self) -> int:

@@ -20,6 +20,7 @@ from csattn.cpu.team import Team
 from csattn.cpus import available_cpus
 from csattn.errors import ConfigError, ContextError
 from csattn.models import LoadedModel
+from csattn.models.families import describe
 from csattn.search import SearchPool
 from csattn.selector_names import SelectorName
 from csattn.selectors import ContextView, resolve_rest, selector_for
@@ -31,6 +32,7 @@ from workers.engine.cpu_context import CpuContext, CpuRequest, HostBudget, no_co
 from workers.engine.fidelity import Observer
 from workers.engine.looks import Looks
 from workers.engine.on_cpu import AttendOnCpu
+from workers.engine.own_choice import SELECTOR, latents_of, require_own_choice, require_plain_rows, rows_read
 from workers.engine.own_segments import OwnSegments
 from workers.engine.plain_rows import PlainRows
 from workers.engine.pool_searcher import PoolSearcher
@@ -73,6 +75,9 @@ class CpuEngine:
             raise ConfigError(f"a step has up to {self._growth.least_near} rows, got {max_rows}; leave out some")
         if kv_format is not None and host_budget is not None:
             raise ConfigError("a host budget keeps rows as the artifact has them; leave out the format, or the budget")
+        for what, is_asked in (("a KV codec", kv_format), ("a host budget", host_budget)):
+            if is_asked is not None:
+                require_plain_rows(describe(loaded.model.config), what)
         threads = num_threads or available_cpus()
         self.loaded = loaded
         self.max_rows, self.num_slots = max_rows, num_slots
@@ -81,7 +86,8 @@ class CpuEngine:
         self._kv_format, self._host_budget = kv_format, host_budget
         self._model = CpuModel(loaded.model, max_rows, num_slots, self.tail_capacity)
         self._scale = self._model.shape.softmax_scale
-        self._cap = self._model.shape.layers[self._model.shape.indexed_layers[0]].attention.logit_cap
+        indexed = [self._model.shape.layers[layer_idx] for layer_idx in self._model.shape.indexed_layers]
+        self._cap = indexed[0].attention.logit_cap if indexed else None
         self._attention = AttendOnCpu(self._model, self._scale)
         self._team = Team(threads)
         self._searcher: Searcher = searcher if searcher is not None else PoolSearcher(self._team)
@@ -156,7 +162,9 @@ class CpuEngine:
 
     def observe(self, slot: int, observer: Observer) -> None:
         """From now on, that sees every step of the request, layer by layer."""
-        self.request(slot).observer = observer
+        request = self.request(slot)
+        require_plain_rows(self._model.shape, "a look at what is attended to")
+        request.observer = observer
 
     def close_slot(self, slot: int) -> None:
         if (own := self.request(slot).own) is not None:
@@ -219,7 +227,9 @@ class CpuEngine:
         return self._requests[slot]
 
     def reading(self, slot: int) -> Reading:
-        request = self.request(slot)
+        request, latent = self.request(slot), latents_of(self._model.shape)
+        if latent is not None:
+            return Reading(SELECTOR, rows_read(latent, request.view.context_len, request.tail_len))
         read = request.count.far_rows + request.count.near_rows
         return Reading(request.selector, read / max(1, request.tail_len * self.num_layers))
 
@@ -310,7 +320,8 @@ class CpuEngine:
         """Raises ConfigError for what this engine cannot do."""
         context = self.context(context_id)
         view = ContextView(context.context_len, self._scale, config, self._cap)
-        if context.artifact is None:  # there is nothing to choose from
+        require_own_choice(self._model.shape, config, selector)
+        if context.artifact is None or not context.kv:  # there is nothing to choose from, or the model does
             return Preparation(context_id, context, view, "full", "none")
         name = selector_for(selector, view)
         if self._host_budget is not None:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
-from math import prod
 from types import TracebackType
 from typing import Self
 
@@ -16,12 +15,9 @@ from torch import Tensor
 
 from csattn.artifact import Artifact
 from csattn.config import (
-    SEGMENT_STEP,
     IndexConfig,
-    ListConfig,
     SearchConfig,
     SketchConfig,
-    num_index_heads,
     preset,
 )
 from csattn.cpus import available_cpus
@@ -29,19 +25,19 @@ from csattn.errors import ConfigError
 from csattn.models import LoadedModel
 from csattn.search import SearchPool
 from csattn.selection import join_choices
-from csattn.selectors import ContextView, resolve_rest, selector_for
+from csattn.selectors import ContextView
 from csattn.sketch.own import Growth, own_top_k
 from offload.codecs.formats import KvFormat
 from offload.errors import MemoryPlanError, NoDeviceError
 from workers.engine.far_rows import CachedRows
 from workers.engine.fidelity import Seen, fidelity
-from workers.engine.memory import Placement, placement_named, plan_memory
-from workers.engine.own_on_device import place_sketches, thread_beside
+from workers.engine.memory import Placement, placement_named
+from workers.engine.own_on_device import join_on_device, place_segment, thread_beside
 from workers.engine.own_segments import OwnSegments
 from workers.engine.placed_model import PlacedModel, Progress
 from workers.engine.row_copies import RowCopies
 from workers.engine.searcher import StepSearcher
-from workers.engine.shape import EngineShape
+from workers.engine.sizing import Sizing
 from workers.engine.slots import require_free_slot, require_new_context, require_room, require_unused, seen_lens
 from workers.engine.step_model import StepModel, step_model
 from workers.searchers.step_searches import StepSearches
@@ -98,26 +94,29 @@ class GpuEngine:
         on_progress: Progress = lambda what, done, total: None,
     ) -> None:
         """Raises NoDeviceError where there is no GPU to decode on."""
-        if not 0 < slot_share <= 1:
-            raise ConfigError(f"slot_share must lie in (0, 1], got {slot_share}")
         self.model = loaded if isinstance(loaded, StepModel) else step_model(loaded)
         self.config, self.placement, spec = config, placement_named(placement), self.model.spec
         self.selector = selector
         require_device()
         require_selector(selector)
-        if kv_format is not None:
-            kv_format.row_bytes(spec.head_dim)  # which it may not fit
         self.batch_sizes, self.max_rows, self.num_slots = batch_sizes, batch_sizes[-1], num_slots
         self.max_positions, self.num_layers = spec.max_positions, len(spec.indexed_layers)
         self.tail_capacity = min(tail_capacity, self.max_positions)
-        self._num_contexts, self._max_context_len, self._slot_share = num_contexts, max_context_len, slot_share
-        self._index_config = index_config or preset("default")
-        self._kv_format, self._growth = kv_format, growth or Growth()
-        if self._growth.segment_len % SEGMENT_STEP or self.max_rows > self._growth.least_near:
-            raise ConfigError(
-                f"on a GPU own segments have multiples of {SEGMENT_STEP} rows, got {self._growth.segment_len}, and "
-                f"steps up to {self._growth.least_near}, got {self.max_rows}"
-            )
+        self._index_config, self._growth = index_config or preset("default"), growth or Growth()
+        self._sizing = Sizing(
+            model=self.model,
+            placement=self.placement,
+            search=config,
+            selector=selector,
+            batch_sizes=batch_sizes,
+            num_contexts=num_contexts,
+            max_context_len=max_context_len,
+            num_tails=num_slots,
+            tail_capacity=self.tail_capacity,
+            growth=self._growth,
+            slot_share=slot_share,
+            kv_format=kv_format,
+        )
         self._device, self._on_progress = device or torch.device("cuda", 0), on_progress
         self._beside = thread_beside(self._device)
         self._searcher = searcher
@@ -140,7 +139,7 @@ class GpuEngine:
         require_new_context(context_id, self._places, artifact, self.max_positions)
         artifact = self.model.open(artifact)
         placed = self._planned_for(artifact)
-        place = next(i for i in range(self._num_contexts + 1) if i not in self._places.values())
+        place = next(i for i in range(self._sizing.num_contexts + 1) if i not in self._places.values())
         placed.add_context(place, artifact)
         self._places[context_id] = place
 
@@ -294,7 +293,7 @@ class GpuEngine:
     def _planned_for(self, artifact: Artifact) -> PlacedModel:
         """What the context fits; planned again where it is for others, and nobody uses it."""
         placed = self._placed
-        if placed is not None and not placed.has_room_for(artifact) and self._max_context_len is None:
+        if placed is not None and not placed.has_room_for(artifact) and self._sizing.max_context_len is None:
             if self._places or self._requests:
                 raise MemoryPlanError(
                     f"the context has {artifact.spec.context_len:,} rows, memory is planned for contexts up to "
@@ -309,67 +308,20 @@ class GpuEngine:
 
     def _start(self, first: Artifact | None) -> PlacedModel:
         index_config = self._index_config if first is None else first.spec.index_config
-        longest = self._max_context_len or self._longest(index_config, 0 if first is None else first.spec.context_len)
+        sizing, needed = self._sizing, 0 if first is None else first.spec.context_len
+        longest = sizing.max_context_len or sizing.longest(
+            index_config, needed, self.model.available(self._device).device_bytes
+        )
         return PlacedModel(
             self.model,
             index_config,
-            self._shape_for(index_config, longest),
+            sizing.shape(index_config, longest),
             self.placement,
             device=self._device,
-            num_slots=self._slots_of(longest),
+            num_slots=sizing.num_cached(longest),
             searcher=self._searcher,
             on_progress=self._on_progress,
             first=first,
-        )
-
-    def _slots_of(self, max_context_len: int) -> int:
-        return max(1, int(self._slot_share * max_context_len))
-
-    def _longest(self, index_config: IndexConfig, needed: int) -> int:
-        """As many rows as the model has positions, halved until what grows with them takes half of what is left."""
-
-        def planned_bytes(longest: int) -> int:
-            shape, num_slots = self._shape_for(index_config, longest), self._slots_of(longest)
-            return plan_memory(self.model.num_bytes, index_config, shape, self.placement, num_slots).device_bytes
-
-        longest, least = self.max_positions, planned_bytes(1)
-        room = (self.model.available(self._device).device_bytes - least) // 2
-        while longest > max(needed, 1) and planned_bytes(longest) > least + room:
-            longest //= 2
-        return max(longest, needed)
-
-    def _shape_for(self, index_config: IndexConfig, longest: int) -> EngineShape:
-        spec = self.model.spec
-        attention = spec.layers[spec.indexed_layers[0]].attention
-        selector = self.selector
-        if isinstance(index_config, ListConfig):  # which name not all keys; by a sketch all can be chosen, or fewer
-            selector = selector_for(selector, ContextView(longest, spec.softmax_scale, self.config))
-        full = selector == "full"
-        return EngineShape(
-            num_layers=self.num_layers,
-            num_q_heads=spec.num_q_heads,
-            num_kv_heads=spec.num_kv_heads,
-            num_index_heads=spec.num_kv_heads
-            if full
-            else num_index_heads(index_config, spec.num_q_heads, spec.num_kv_heads),
-            head_dim=spec.head_dim,
-            dtype=self.model.dtype,
-            softmax_scale=spec.softmax_scale,
-            search=self.config,
-            max_context_len=longest,
-            batch_sizes=self.batch_sizes,
-            num_contexts=self._num_contexts,
-            num_tails=self.num_slots,
-            tail_capacity=self.tail_capacity,
-            rest=resolve_rest(self.config, selector, index_config.layout, attention.logit_cap is not None),
-            attends_all=full,
-            kv_format=self._kv_format,
-            growth=self._growth,
-            logit_cap=attention.logit_cap,
-            has_sinks=attention.sinks,
-            local=tuple(x for x in (layer.attention.reach for layer in spec.layers) if x is not None),
-            state_bytes=sum(4 * prod(part) for layer in spec.layers if layer.delta for part in layer.delta.parts),
-            max_segments=len(index_config.segment_starts(longest)) if isinstance(index_config, SketchConfig) else 0,
         )
 
     def _fidelity(self, slot: int, layer_idx: int, tail_len: int) -> Fidelity | None:
@@ -396,8 +348,8 @@ class GpuEngine:
         if placed.own is None or context_id == NO_CONTEXT:
             return None
         assert isinstance(placed.index_config, SketchConfig)
-        tails, place = placed.attention.tails[:, slot], partial(place_sketches, device=placed.device)
-        return OwnSegments(tails, config, placed.index_config, self._growth, self._beside, place)
+        tails, place = placed.attention.tails[:, slot], partial(place_segment, device=placed.device)
+        return OwnSegments(tails, config, placed.index_config, self._growth, self._beside, place, join_on_device)
 
     def _segments(self, slot: int, tail_len: int) -> int:
         own = self._requests[slot].own

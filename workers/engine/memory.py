@@ -7,11 +7,13 @@ import torch
 from csattn.artifact import Artifact
 from csattn.config import IndexConfig, SketchConfig
 from csattn.errors import ConfigError
+from csattn.models.families import describe
 from csattn.models.loader import DTYPES, read_config, weight_bytes
 from csattn.sketch.codes import num_coords
 from offload.budget import MemoryPart, MemoryPlan, available_memory
 from workers.engine.attend_all import streamed_bytes
 from workers.engine.far_rows import cache_bytes
+from workers.engine.own_choice import require_no_latents
 from workers.engine.own_on_device import own_bytes, own_shape
 from workers.engine.schedule import schedule_bytes
 from workers.engine.shape import EngineShape
@@ -64,8 +66,10 @@ def require_weights(
     dtype: str,
     weights: str | None,  # all as `load_model` takes them
 ) -> None:
-    """Raise MemoryPlanError, before a model is loaded, where its weights alone are more than the device has."""
-    _, kept_bytes = weight_bytes(read_config(name), DTYPES[dtype].itemsize, weights)
+    """Raise before a model is loaded that is not decoded there, or whose weights alone are more than the device has."""
+    config = read_config(name)
+    require_no_latents(describe(config))
+    _, kept_bytes = weight_bytes(config, DTYPES[dtype].itemsize, weights)
     needed = {"the model's weights": kept_bytes, "kernels and their workspace": KERNELS_BYTES}
     parts = tuple(MemoryPart(name=part, device_bytes=size) for part, size in needed.items())
     MemoryPlan(parts, 0).require(available_memory(torch.device("cuda")))

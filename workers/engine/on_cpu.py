@@ -11,6 +11,7 @@ from csattn.attention.in_place_arguments import ARGUMENTS, MAX_PARTS
 from csattn.cpu.tape import Tape
 from csattn.reach import Reach
 from csattn.search.sketch import describe_sketch, query_bytes
+from workers.engine.latent_rows import LatentChoice, LatentRows
 from workers.engine.row_plan import KEPT, RowPlan
 from workers.model.cpu.cpu_model import CpuModel
 from workers.model.cpu.tape_ops import word
@@ -39,6 +40,11 @@ class AttendOnCpu:
             for layer_idx, layer in enumerate(shape.layers)
             if layer.attention.reach is not None and layer.delta is None
         ]
+        latents = {i: layer.latent for i, layer in enumerate(shape.layers) if layer.latent is not None}
+        choice = LatentChoice(max_rows, max((latent.top_k or 0 for latent in latents.values()), default=0))
+        self._latent = [LatentRows(layer_idx, latent, model, choice) for layer_idx, latent in latents.items()]
+        # whose contexts and lengths are told alike; a model has one kind of them
+        self._indexless: list[_LocalRows | LatentRows] = [*self._local, *self._latent]
         self._records: list[NDArray[Any]] = []  # that the sketches' addresses are of
         self._queries = np.zeros((places, shape.num_kv_heads, 0), np.uint8)
         sizes = max_rows, shape.num_q_heads, MAX_PARTS, shape.head_dim + 2
@@ -51,6 +57,7 @@ class AttendOnCpu:
         for local in self._local:
             local.take(of_local[local.layer_idx], tapes[local.layer_idx])
         self._tapes = [self._tape(arguments) for arguments in self._arguments]
+        tapes |= {latent.layer_idx: latent.tape for latent in self._latent}
         tapes |= dict(zip(shape.indexed_layers, self._tapes, strict=True))
         self.layers = [tapes.get(layer_idx) for layer_idx in range(shape.num_layers)]  # None: nothing is attended to
         self._pieces = (0, 0, 0, 0)
@@ -72,7 +79,7 @@ class AttendOnCpu:
         )
         for place, of_rows in zip(self._by_row.values(), values, strict=True):
             place[: len(requests)] = of_rows
-        for number, local in enumerate(self._local):
+        for number, local in enumerate(self._indexless):
             local.set_contexts([request.context.local_kv[number] for request in requests])
         self._set_sketches(plan)
         self._chosen[:] = 0
@@ -99,8 +106,10 @@ class AttendOnCpu:
     def set_lens(self, plan: RowPlan, tail_lens: NDArray[np.int64]) -> None:
         """Cut the next step's work into pieces."""
         context_lens = np.array([request.view.context_len for request in plan.requests])
-        for local in self._local:
+        for local in self._indexless:
             local.set_lens(context_lens, tail_lens)
+        if not self._arguments:
+            return
         heads = int(self._by_row["num_index_heads"][: len(tail_lens)].max())
         lists = zip(plan.requests, tail_lens.tolist(), plan.owns, strict=True)
         ranges = max(

@@ -237,6 +237,7 @@ class _StepMail:
         records = np.zeros((shape.num_layers, len(in_use)), STEP_SEARCH)
         records["layer"] = np.arange(shape.num_layers)[:, None]
         records["flag_value"] = records["layer"] + 1
+        records["num_rows"] = 1
         records["num_heads"], records["head_dim"] = shape.num_index_heads, shape.head_dim
         records["group_size"] = shape.num_q_heads // shape.num_index_heads
         records["sink_len"], records["window_len"] = config.sink_len, config.window_len

@@ -10,10 +10,10 @@ from torch import Tensor
 from csattn.attention.device import row_sources
 from csattn.batch import DeviceSelection, StepRows, make_step_rows
 from csattn.config import SearchConfig
-from csattn.search.device import DeviceLayerIndex, SketchShape, to_device
+from csattn.search.device import DeviceLayerIndex, DeviceSketch, SketchShape, to_device
 from csattn.sketch import SketchIndex
 from csattn.sketch.codes import BLOCK_KEYS
-from csattn.sketch.own import own_keep, own_top_k
+from csattn.sketch.own import BY_SEGMENT, own_keep, own_top_k
 from workers.engine.far_rows import RowsInPlace
 from workers.engine.on_device import SearchOnDevice
 from workers.engine.shape import EngineShape
@@ -85,11 +85,24 @@ def thread_beside(device: torch.device) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, "own-segments", take_a_stream)
 
 
-def place_sketches(sketches: Sequence[SketchIndex], device: torch.device) -> list[DeviceLayerIndex]:
-    """Ready to be read by any stream."""
-    layers = [to_device(sketch, device) for sketch in sketches]
+def place_segment(segment: Sequence[SketchIndex], device: torch.device) -> list[DeviceLayerIndex]:
+    """One segment's sketch of each layer, ready to be read by any stream."""
+    layers = [to_device(sketch, device) for sketch in segment]
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
+    return layers
+
+
+def join_on_device(before: Sequence[DeviceSketch], segment: Sequence[DeviceSketch]) -> list[DeviceSketch]:
+    """Segments and the one that follows them. Both may be let go of at once."""
+    layers = []
+    for sketch, more in zip(before, segment, strict=True):
+        num_rows = sketch.codes.shape[1] * BLOCK_KEYS  # of whole blocks
+        parts = {name: torch.cat([getattr(sketch, name), getattr(more, name)], dim=1) for name in BY_SEGMENT}
+        starts = torch.cat([sketch.segment_starts, more.segment_starts + num_rows])
+        layers.append(DeviceSketch(segment_starts=starts, **parts))
+    if layers[0].codes.is_cuda:  # a segment's memory goes back to the stream that it was placed by
+        torch.cuda.current_stream(layers[0].codes.device).synchronize()
     return layers
 
 

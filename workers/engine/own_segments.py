@@ -1,5 +1,6 @@
 """Segments of a request's own rows on the CPU, made beside the steps."""
 
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
@@ -20,6 +21,10 @@ Sketches = list[SketchIndex]  # per layer
 Placed = list[Any]  # likewise, as steps read them
 
 
+def join_sketches(before: Sketches, segment: Sketches) -> Sketches:
+    return [join_segments(parts) for parts in zip(before, segment, strict=True)]
+
+
 class OwnSegments:
     """Of one request. A segment is begun once its rows are there, and waited for only by a row that is to read it."""
 
@@ -30,14 +35,15 @@ class OwnSegments:
         of_context: SketchConfig,
         growth: Growth,
         beside: Executor,  # one thread: what is handed over first is done first
-        place: Callable[[Sketches], Placed] = list,  # in that thread
+        place: Callable[[Sketches], Placed] = list,  # a segment, in that thread
+        join: Callable[[Placed, Placed], Placed] = join_sketches,  # a segment to those before it
     ) -> None:
         self.config = config
         self._tails, self._of_context, self._growth, self._beside = tails, of_context, growth, beside
-        self._place = place
-        # of one segment, of two, ...; those that no row reads any more are gone
-        self._made: list[Future[tuple[Sketches, Placed]]] = []
-        self._num_gone = 0
+        self._place, self._join = place, join
+        self._num_begun = 0
+        self._made: deque[Future[Placed]] = deque()  # segments that are not joined to those before them
+        self._joined: dict[int, Placed] = {}  # the first so many segments; what no row reads any more is gone
         self._is_closed = False
 
     def num_segments(self, tail_len: int) -> int:
@@ -49,31 +55,33 @@ class OwnSegments:
 
     def grow(self, tail_len: int) -> None:
         """Begin what can be made of so many rows, and let go of what is read no more."""
-        for number in range(self._num_gone + len(self._made), tail_len // self._growth.segment_len):
-            before = self._made[-1] if self._made else None
-            self._made.append(self._beside.submit(self._make, number, before))
-        while self._num_gone + 1 < self.num_segments(tail_len + 1):
-            self._made.pop(0)
-            self._num_gone += 1
+        for number in range(self._num_begun, tail_len // self._growth.segment_len):
+            self._made.append(self._beside.submit(self._make, number))
+            self._num_begun += 1
+        in_use = self.num_segments(tail_len + 1)
+        if in_use in self._joined:
+            self._joined = {number: placed for number, placed in self._joined.items() if number >= in_use}
 
     def sketches(self, num_segments: int) -> Placed:
         """Of so many segments, per layer; made, or waited for."""
-        return self._made[num_segments - 1 - self._num_gone].result()[1]
+        for number in range(max(self._joined, default=0) + 1, num_segments + 1):
+            segment, before = self._made[0].result(), self._joined.get(number - 1)
+            self._joined[number] = segment if before is None else self._join(before, segment)
+            self._made.popleft()
+        return self._joined[num_segments]
 
     def close(self) -> None:
         """What is under way is given up; its rows may be overwritten."""
         self._is_closed = True
 
-    def _make(self, number: int, before: Future[tuple[Sketches, Placed]] | None) -> tuple[Sketches, Placed]:
+    def _make(self, number: int) -> Placed:
         made, segment_len = [], self._growth.segment_len
         rows = slice(number * segment_len, (number + 1) * segment_len)
-        for layer_idx, tail in enumerate(self._tails):
+        for tail in self._tails:
             if self._is_closed:
-                return [], []
-            segment = make_segment(tail[:, rows], self._of_context)
-            parts = [segment] if before is None else [before.result()[0][layer_idx], segment]
-            made.append(join_segments(parts))
-        return made, self._place(made)
+                return []
+            made.append(make_segment(tail[:, rows], self._of_context))
+        return self._place(made)
 
 
 @dataclass(frozen=True, slots=True)

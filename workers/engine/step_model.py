@@ -16,6 +16,7 @@ from csattn.models.spec import ModelSpec
 from csattn.models.weights import ModelWeights
 from csattn.share import Share
 from offload.budget import AvailableMemory, available_memory
+from workers.engine.own_choice import require_no_latents
 from workers.model import take_weights
 from workers.model.devices import Devices
 
@@ -47,12 +48,14 @@ class StepModel:
 
 
 def step_model(loaded: LoadedModel) -> StepModel:
-    num_bytes = device_bytes(loaded.model)
+    """Raises ConfigError for a model that is not decoded there."""
+    spec, num_bytes = describe(loaded.model.config), device_bytes(loaded.model)
+    require_no_latents(spec)
     return StepModel(
         name=loaded.name,
         fingerprint=loaded.fingerprint,
         tokenizer_hash=loaded.tokenizer_hash,
-        spec=describe(loaded.model.config),
+        spec=spec,
         dtype=loaded.dtype,
         num_bytes=num_bytes if loaded.device.type == "cpu" else 0,
         take=partial(take_weights, loaded.model),

@@ -6,6 +6,7 @@ from typing import Protocol
 from torch import Tensor
 
 from csattn.batch import StepRows
+from csattn.models.latent import LatentQueries
 from workers.model.ops import DeltaState
 
 
@@ -60,3 +61,10 @@ class KeepsStates(Protocol):
     @property
     def states(self) -> Sequence[DeltaState | None]:
         """Of each layer; the loop reads and writes them."""
+
+
+class AttendsLatents(Protocol):
+    """An attention of models that keep latents: there it is asked instead of `attend`, and tails have one head."""
+
+    def attend_latents(self, layer_idx: int, asked: LatentQueries, rows: StepRows, out: Tensor) -> None:
+        """Attend from each row to what the layer, or one before it, chooses. out: [batch_size, num_heads, kv_rank]."""

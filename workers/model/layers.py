@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from csattn.batch import StepRows
-from csattn.models.spec import ExpertsSpec
-from csattn.models.weights import Linear, ModelWeights
-from workers.model.attention import KeepsStates, StepAttention
+from csattn.models.latent import LatentQueries
+from csattn.models.spec import ExpertsSpec, LatentSpec
+from csattn.models.weights import LatentWeights, Linear, ModelWeights
+from workers.model.attention import AttendsLatents, KeepsStates, StepAttention
 from workers.model.devices import Devices
-from workers.model.ops import DeltaState, Normed, Readers, Rotation, StepOps, Stream, num_squares
+from workers.model.ops import DeltaState, LatentOps, LatentRoom, Normed, Readers, Rotation, StepOps, Stream, num_squares
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,8 @@ class StepLayers:
         self._attended_gates = zeros(spec.q_width) if any(layer.attention.gated for layer in spec.layers) else None
         deltas = {layer.delta for layer in spec.layers if layer.delta is not None}
         self._deltas = {of: (zeros(of.in_width), zeros(of.num_channels), zeros(of.v_width)) for of in deltas}
+        latents = {layer.latent for layer in spec.layers if layer.latent is not None}
+        self._latents = {of: _latent_room(of, zeros) for of in latents}
         self._branch: Tensor | None = None  # what is added to the stream, where no product does it itself
         if devices is not None:
             self._branch = devices.room(batch_size, spec.hidden_size)
@@ -167,6 +170,9 @@ class StepLayers:
             inputs, *_ = self._delta_room(layer_idx)
             self._ops.linear(x, layer.delta.inputs, inputs)
             return
+        if layer.latent is not None:
+            self._project_latents(layer_idx, x, layer.latent)
+            return
         self._ops.linear(x, layer.qkv, self._qkv)
         if layer.gates:
             assert self._attended_gates is not None
@@ -181,8 +187,29 @@ class StepLayers:
             self.q,
         )
 
+    def _project_latents(self, layer_idx: int, x: Normed, weights: LatentWeights) -> None:
+        spec, room = self._weights.spec.layers[layer_idx].latent, self.latents(layer_idx)
+        rotation = self._rotation_in(layer_idx)
+        assert room is not None and spec is not None and rotation is not None
+        self._ops.linear(x, weights.inputs, room.inputs)
+        tail = self._attention.tails[layer_idx]
+        ops = cast(LatentOps, self._ops)
+        ops.append_latents(weights, spec, rotation, self._rows, tail, room)
+        if weights.queries:
+            self._ops.linear(Normed(room.q_latents), weights.queries, room.projected)
+        ops.ask_latents(weights, spec, rotation, room)
+
+    def latents(self, layer_idx: int) -> LatentRoom | None:
+        """What becomes of a step in that layer, where its rows are latents."""
+        latent = self._weights.spec.layers[layer_idx].latent
+        return None if latent is None else self._latents[latent]
+
     def _attend(self, layer_idx: int) -> None:
-        self._attention.attend(layer_idx, self.q, self._rows, self.attended)
+        if (room := self.latents(layer_idx)) is not None:
+            attention = cast(AttendsLatents, self._attention)
+            attention.attend_latents(layer_idx, room.queries, self._rows, room.attended)
+        else:
+            self._attention.attend(layer_idx, self.q, self._rows, self.attended)
         if not self._attention.in_graph:  # then a graph begins here
             self._ops.break_chain()
 
@@ -196,6 +223,9 @@ class StepLayers:
         if layer.delta is not None and spec.delta is not None:
             inputs, mixed, attended = self._delta_room(layer_idx)
             self._ops.delta(inputs, layer.delta, spec.delta, eps, self._rows, self._state(layer_idx), mixed, attended)
+        if (room := self.latents(layer_idx)) is not None and layer.latent is not None and spec.latent is not None:
+            cast(LatentOps, self._ops).latent_values(layer.latent, spec.latent, room)
+            attended = room.values
         before_mlp, times = Readers(layer.before_mlp, None, eps), spec.residual_multiplier
         if spec.parallel:  # the MLP reads what attention has read
             adds = self._mlps(layer_idx)
@@ -289,6 +319,20 @@ class StepLayers:
     def _q_ahead(self, layer_idx: int) -> Tensor:
         """Of an indexed layer."""
         return self.q_ahead[self._weights.spec.indexed_layers.index(layer_idx) % 2]
+
+
+def _latent_room(spec: LatentSpec, zeros: Callable[..., Tensor]) -> LatentRoom:
+    inputs, indexer = zeros(sum(spec.in_widths)), spec.indexer
+    index_q = zeros(indexer.num_heads, indexer.head_dim) if indexer is not None else None
+    index_weights = zeros(indexer.num_heads, dtype=torch.float32) if indexer is not None else None
+    return LatentRoom(
+        inputs,
+        zeros(spec.q_rank or 0),
+        inputs if spec.q_rank is None else zeros(spec.q_width + spec.index_q_width),
+        LatentQueries(zeros(spec.num_heads, spec.key_width), index_q, index_weights),
+        zeros(spec.num_heads, spec.kv_rank),
+        zeros(spec.v_width),
+    )
 
 
 def _first(linears: Sequence[Linear], width: int) -> list[Linear]:

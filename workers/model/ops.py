@@ -13,8 +13,9 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from csattn.batch import StepRows
-from csattn.models.spec import Activation, DeltaSpec, ExpertsSpec, Temper
-from csattn.models.weights import DeltaWeights, ExpertWeights, Frequencies, HeadNorms, Linear
+from csattn.models.latent import LatentQueries
+from csattn.models.spec import Activation, DeltaSpec, ExpertsSpec, LatentSpec, Temper
+from csattn.models.weights import DeltaWeights, ExpertWeights, Frequencies, HeadNorms, LatentWeights, Linear
 
 SQUARES_BLOCK = 64  # columns of the residual stream whose squares are summed in one part
 
@@ -69,6 +70,18 @@ class DeltaState:
     conv: Tensor  # [num_tails, versions, num_channels, conv_len - 1] float32: the channels' last inputs
     memory: Tensor  # [num_tails, versions, num_v_heads, k_dim, v_dim] float32
     turn: Tensor  # [num_tails] int64
+
+
+@dataclass(frozen=True, slots=True)
+class LatentRoom:
+    """What becomes of a step in layers of latents, one after the other."""
+
+    inputs: Tensor  # [batch_size, sum of in_widths]
+    q_latents: Tensor  # [batch_size, q_rank]
+    projected: Tensor  # [batch_size, q_width + index_q_width]; where queries are projected at once, `inputs`
+    queries: LatentQueries
+    attended: Tensor  # [batch_size, num_heads, kv_rank]
+    values: Tensor  # [batch_size, v_width]
 
 
 class StepOps(Protocol):
@@ -221,6 +234,33 @@ class StepOps(Protocol):
 
     def advance(self, rows: StepRows, next_ids: Tensor) -> None:
         """Feed the rows these tokens, 0 for -1; those not idle go one position and one row of their tail further."""
+
+
+class LatentOps(Protocol):
+    """Those of layers of latents, which a tape has, and the definition."""
+
+    def append_latents(
+        self,
+        weights: LatentWeights,
+        spec: LatentSpec,
+        rotation: Rotation,
+        rows: StepRows,
+        tail: Tensor,  # [num_tails, 1, tail_capacity, 2, head_dim]: one layer's
+        room: LatentRoom,  # of which `inputs` are read, and `q_latents` written
+    ) -> None:
+        """Norm the queries' latents, where there are any; rows that are not idle append theirs to their tail."""
+
+    def ask_latents(
+        self,
+        weights: LatentWeights,
+        spec: LatentSpec,
+        rotation: Rotation,
+        room: LatentRoom,  # of which `inputs` and `projected` are read, and `queries` written
+    ) -> None:
+        """What rows ask of latents and of index keys: see `csattn.models.latent.latent_queries`."""
+
+    def latent_values(self, weights: LatentWeights, spec: LatentSpec, room: LatentRoom) -> None:
+        """values = each head's values of what it has attended to"""
 
 
 def num_squares(hidden_size: int) -> int:

@@ -7,9 +7,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from csattn.batch import StepRows
-from csattn.models.spec import Activation, DeltaSpec, ExpertsSpec, Temper
-from csattn.models.weights import DeltaWeights, ExpertWeights, Frequencies, HeadNorms, Linear
-from workers.model.ops import SQUARES_BLOCK, DeltaState, Normed, Readers, Rotation, Stream
+from csattn.models.latent import Turn, latent_queries, latent_rows, latent_values, query_latents
+from csattn.models.spec import Activation, DeltaSpec, ExpertsSpec, LatentSpec, Temper
+from csattn.models.weights import DeltaWeights, ExpertWeights, Frequencies, HeadNorms, LatentWeights, Linear
+from workers.model.ops import SQUARES_BLOCK, DeltaState, LatentRoom, Normed, Readers, Rotation, Stream
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
@@ -187,6 +188,33 @@ class TorchOps:
             version = (int(state.turn[tail]) + 1) % versions
             state.conv[tail, version], state.memory[tail, version] = conv, memory
 
+    def append_latents(
+        self,
+        weights: LatentWeights,
+        spec: LatentSpec,
+        rotation: Rotation,
+        rows: StepRows,
+        tail: Tensor,
+        room: LatentRoom,
+    ) -> None:
+        if spec.q_rank is not None:
+            room.q_latents.copy_(query_latents(room.inputs, weights, spec))
+        own = latent_rows(room.inputs, weights, spec, _turn(rotation), tail.shape[3:].numel())
+        active = rows.tail_lens > 0
+        at = rows.tail_ids[active].long(), 0, rows.tail_lens[active].long() - 1
+        tail[at] = own.view(-1, *tail.shape[3:])[active].to(tail.dtype)
+
+    def ask_latents(self, weights: LatentWeights, spec: LatentSpec, rotation: Rotation, room: LatentRoom) -> None:
+        asked = latent_queries(room.inputs, room.projected, weights, spec, _turn(rotation))
+        places = room.queries
+        places.q.copy_(asked.q)
+        for place, part in ((places.index_q, asked.index_q), (places.index_weights, asked.index_weights)):
+            if place is not None and part is not None:
+                place.copy_(part)
+
+    def latent_values(self, weights: LatentWeights, spec: LatentSpec, room: LatentRoom) -> None:
+        room.values.copy_(latent_values(room.attended, weights))
+
     def predict_query(
         self,
         early: Tensor,
@@ -241,6 +269,10 @@ def _products(x: Normed, linears: Sequence[Linear]) -> Tensor:
         for product, linear in zip(products, linears, strict=True)
     ]
     return torch.cat(biased, dim=-1)
+
+
+def _turn(rotation: Rotation) -> Turn:
+    return Turn(rotation.cos, rotation.sin, rotation.interleaved)
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from csattn.models.weights import (
     ExpertWeights,
     Frequencies,
     HeadNorms,
+    LatentWeights,
     LayerWeights,
     Linear,
     ModelWeights,
@@ -134,6 +135,7 @@ def random_weights(
             qkv=() if of.delta is not None else (linear(spec.qkv_width, hidden_size, attention.qkv_bias),),
             gates=(linear(spec.q_width, hidden_size, attention.qkv_bias),) if attention.gated and not of.delta else (),
             delta=None if of.delta is None else delta(of.delta),
+            latent=None,
             head_norms=of_heads and HeadNorms(*(torch.ones(size, device=device) for size in of_heads)),
             sinks=torch.zeros(spec.num_q_heads, device=device) if attention.sinks else None,
             out=linear(hidden_size, of.delta.v_width if of.delta else spec.q_width, attention.out_bias, into_stream),
@@ -187,6 +189,7 @@ def _moved(
         qkv=(_joined(layer.qkv, move, device),) if layer.qkv else (),
         gates=(_joined(layer.gates, move, device),) if layer.gates else (),
         delta=None if layer.delta is None else _moved_delta(layer.delta, move, device),
+        latent=None if layer.latent is None else _moved_latent(layer.latent, move, device),
         head_norms=None if heads is None else HeadNorms(heads.q.to(device), heads.k.to(device)),
         sinks=None if layer.sinks is None else layer.sinks.to(device),
         out=_joined([_centred(layer.out) if centred else layer.out], move, device),
@@ -200,6 +203,18 @@ def _moved(
 def _moved_delta(delta: DeltaWeights, move: Callable[..., Tensor], device: torch.device | str) -> DeltaWeights:
     numbers = (x.to(device) for x in (delta.conv, delta.decay, delta.decay_bias, delta.norm))
     return DeltaWeights((_joined(delta.inputs, move, device),), *numbers)
+
+
+def _moved_latent(latent: LatentWeights, move: Callable[..., Tensor], device: torch.device | str) -> LatentWeights:
+    return LatentWeights(
+        inputs=tuple(_joined([linear], move, device) for linear in latent.inputs),  # not all of which have biases
+        queries=tuple(_joined([linear], move, device) for linear in latent.queries),
+        up_k=move(latent.up_k).contiguous(),
+        up_v=move(latent.up_v).contiguous(),
+        q_norm=None if latent.q_norm is None else latent.q_norm.to(device),
+        kv_norm=latent.kv_norm.to(device),
+        index_norm=None if latent.index_norm is None else latent.index_norm.to(device),
+    )
 
 
 def _moved_experts(experts: ExpertWeights, move: Callable[..., Tensor], device: torch.device | str) -> ExpertWeights:

@@ -21,7 +21,6 @@ from workers.searchers.mail import (
     COUNT,
     FAILED,
     KIND,
-    LAYER,
     LEAST_BYTES,
     LOOK,
     REPLY_BYTES,
@@ -74,8 +73,8 @@ class Channel:
         try:
             if letter.num_bytes > self.mail.num_bytes:
                 self._send_memory(2 * letter.num_bytes)
-            letter.write(self.mail, searches)
-            self._ask(SEARCH, layer_idx)
+            letter.write(self.mail, layer_idx, searches)
+            self._ask(SEARCH)
         except OSError:
             self.lose()
         return not self.lost
@@ -91,7 +90,7 @@ class Channel:
                 self.mail.array(BODY, (records.size,), records.dtype)[:] = records.reshape(-1)
             self.mail.words[COUNT], self.mail.words[SINCE] = records.size * is_new, since
             self._plan = plan
-            self._ask(STEP, 0)
+            self._ask(STEP)
         except OSError:
             self.lose()
         return not self.lost
@@ -102,7 +101,7 @@ class Channel:
             self.mail.kept.clear()
             self._plan = 0
             self.mail.write_text(text, count_at)
-            self._ask(kind, 0)
+            self._ask(kind)
         except OSError:
             self.lose()
         return not self.lost
@@ -141,9 +140,9 @@ class Channel:
         """Closed with its last user: a descriptor that one thread still waits at must not be given to another file."""
         self.connection.close()
 
-    def _ask(self, kind: int, layer_idx: int) -> None:
+    def _ask(self, kind: int) -> None:
         words = self.mail.words
-        words[KIND], words[LAYER] = kind, layer_idx
+        words[KIND] = kind
         self._asked += 1
         if post(words, ASKED, self._asked, WORKER_SLEEPS):
             self.connection.send(LOOK)

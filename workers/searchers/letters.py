@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from workers.searchers.mail import BODY, CONTEXT, COUNT, RECORD_WORDS, Mail
+from csattn.search import TokenSelections
+from workers.searchers.mail import BODY, COUNT, Mail
 from workers.searchers.shares import Share, shares_of
+from workers.searchers.step_searches import STEP_SEARCH, arrays_of
 
 if TYPE_CHECKING:  # the engine's package brings in all that decodes
     from workers.engine.searcher import RowSearch
@@ -18,49 +20,57 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A share of one search, and where it lies in the mail."""
+    """A share of one search."""
 
     search: int  # which of the layer's
     rows: slice
     q_heads: slice
     heads: slice
-    top_k: int
-    head_dim: int
-    places: tuple[int, int, int, int]  # of queries, kv_indices, valid_len and rest; 0: that is not asked for
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Letter:
-    """One worker's part of a layer's searches. Compared by identity: mails keep their views under it."""
+    """One worker's part of a layer's searches. Compared by identity: mails keep their arrays under it."""
 
     pieces: tuple[Piece, ...]
-    records: NDArray[np.int64]  # [num_pieces, RECORD_WORDS]
+    records: NDArray[np.void]  # [num_pieces] of STEP_SEARCH, but for their layer
     num_bytes: int  # that the mail has to have
 
-    def write(self, mail: Mail, searches: Sequence["RowSearch"]) -> None:
+    def write(self, mail: Mail, layer_idx: int, searches: Sequence["RowSearch"]) -> None:
         """Put records and queries into the mail."""
-        records, views = self._views(mail)
-        records[:] = self.records
+        kept = self._in(mail)
+        kept.words[:] = kept.planned
+        kept.layers[:] = layer_idx
         mail.words[COUNT] = len(self.pieces)
-        for piece, (q, *_) in zip(self.pieces, views, strict=True):
+        for piece, (q, _) in zip(self.pieces, kept.arrays, strict=True):
             q[:] = searches[piece.search].q[piece.rows, piece.q_heads]
 
     def collect(self, mail: Mail, searches: Sequence["RowSearch"]) -> None:
         """Copy the selections from the mail to where they are wanted."""
-        _, views = self._views(mail)
-        for piece, (_, kv_indices, valid_len, *rest) in zip(self.pieces, views, strict=True):
+        for piece, (_, chosen) in zip(self.pieces, self._in(mail).arrays, strict=True):
             out = searches[piece.search].out
-            out.kv_indices[piece.rows, piece.heads] = kv_indices
-            out.valid_len[piece.rows, piece.heads] = valid_len
+            out.kv_indices[piece.rows, piece.heads] = chosen.kv_indices
+            out.valid_len[piece.rows, piece.heads] = chosen.valid_len
             if out.rest is not None:
-                out.rest[piece.rows, piece.q_heads] = rest[0]
+                out.rest[piece.rows, piece.q_heads] = chosen.rest
 
-    def _views(self, mail: Mail) -> tuple[NDArray[np.int64], list[tuple[NDArray[Any], ...]]]:
-        views: tuple[NDArray[np.int64], list[tuple[NDArray[Any], ...]]] | None = mail.kept.get(self)
-        if views is None:
-            records = mail.array(BODY, self.records.shape, np.int64)
-            views = mail.kept[self] = records, [_views_of(piece, mail) for piece in self.pieces]
-        return views
+    def _in(self, mail: Mail) -> "_InMail":
+        if self not in mail.kept:
+            records = mail.array(BODY, self.records.shape, STEP_SEARCH)
+            arrays = [arrays_of(mail.memory, record) for record in self.records]
+            mail.kept[self] = _InMail(records.view(np.int64), self.records.view(np.int64), records["layer"], arrays)
+        found: _InMail = mail.kept[self]
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _InMail:
+    """Where a letter lies: numpy copies words several times as fast as records."""
+
+    words: NDArray[np.int64]  # of the records
+    planned: NDArray[np.int64]
+    layers: NDArray[np.int64]
+    arrays: list[tuple[NDArray[np.float32], TokenSelections]]
 
 
 def write_letters(searches: Sequence["RowSearch"], num_workers: int) -> list[Letter]:
@@ -82,56 +92,29 @@ def _write_letter(searches: Sequence["RowSearch"], worker: int, num_workers: int
         for number, search in enumerate(searches)
         for share in shares_of(worker, num_workers, *search.out.valid_len.shape)
     ]
-    end = BODY + 8 * RECORD_WORDS * len(shares)
-    pieces = []
-    for number, share in shares:
-        piece, end = _place(searches[number], number, share, end)
-        pieces.append(piece)
-    records = np.zeros((len(shares), RECORD_WORDS), np.int64)
-    for record, piece, (number, share) in zip(records, pieces, shares, strict=True):
-        search = searches[number]
-        scale = int(np.float64(search.softmax_scale).view(np.int64))
-        record[CONTEXT:] = (
-            search.context_id,
-            share.num_rows,
-            share.first_head,
-            share.num_heads,
-            piece.top_k,
-            search.sink_len,
-            search.window_len,
-            scale,
-            *piece.places,
-        )
+    records = np.zeros(len(shares), STEP_SEARCH)
+    pieces, end = [], BODY + records.nbytes
+    for record, (number, share) in zip(records, shares, strict=True):
+        end = _fill(record, searches[number], share, end)
+        rows = slice(share.first_row, share.first_row + share.num_rows)
+        heads = slice(share.first_head, share.first_head + share.num_heads)
+        group_size = int(record["group_size"])
+        pieces.append(Piece(number, rows, slice(heads.start * group_size, heads.stop * group_size), heads))
     return Letter(tuple(pieces), records, end)
 
 
-def _place(search: "RowSearch", number: int, share: Share, end: int) -> tuple[Piece, int]:
-    """Where a share's arrays lie behind that byte; and their end."""
-    group_size = search.q.shape[1] // search.out.valid_len.shape[1]
-    head_dim, top_k = search.q.shape[2], search.out.kv_indices.shape[2]
-    jobs = share.num_rows * share.num_heads
-    places = []
-    for num_bytes in (4 * jobs * group_size * head_dim, 4 * jobs * top_k, 4 * jobs):
-        places.append(-(-end // ALIGNMENT) * ALIGNMENT)
-        end = places[-1] + num_bytes
-    rest_at = 0
+def _fill(record: np.void, search: "RowSearch", share: Share, end: int) -> int:
+    """Say what is searched, with its arrays behind that byte. Returns where they end."""
+    num_q_heads, head_dim = search.q.shape[1:]
+    group_size, top_k = num_q_heads // search.out.valid_len.shape[1], search.out.kv_indices.shape[2]
+    record["context"], record["head_dim"], record["group_size"] = search.context_id, head_dim, group_size
+    record["num_rows"], record["first_head"], record["num_heads"] = share.num_rows, share.first_head, share.num_heads
+    record["top_k"], record["sink_len"], record["window_len"] = top_k, search.sink_len, search.window_len
+    record["softmax_scale"] = search.softmax_scale
+    words = {"q_at": group_size * head_dim, "kv_at": top_k, "len_at": 1}  # of a row and head
     if search.out.rest is not None:
-        rest_at = -(-end // ALIGNMENT) * ALIGNMENT
-        end = rest_at + 4 * jobs * group_size * (head_dim + 2)
-    rows = slice(share.first_row, share.first_row + share.num_rows)
-    heads = slice(share.first_head, share.first_head + share.num_heads)
-    q_heads = slice(heads.start * group_size, heads.stop * group_size)
-    return Piece(number, rows, q_heads, heads, top_k, head_dim, (places[0], places[1], places[2], rest_at)), end
-
-
-def _views_of(piece: Piece, mail: Mail) -> tuple[NDArray[Any], ...]:
-    """Queries, kv_indices and valid_len of the piece, and its rest, if that is asked for."""
-    rows, heads, q_heads = (part.stop - part.start for part in (piece.rows, piece.heads, piece.q_heads))
-    q_at, kv_at, len_at, rest_at = piece.places
-    rest = (mail.array(rest_at, (rows, q_heads, piece.head_dim + 2), np.float32),) if rest_at else ()
-    return (
-        mail.array(q_at, (rows, q_heads, piece.head_dim), np.float32),
-        mail.array(kv_at, (rows, heads, piece.top_k), np.int32),
-        mail.array(len_at, (rows, heads), np.int32),
-        *rest,
-    )
+        words["rest_at"] = group_size * (head_dim + 2)
+    for name, size in words.items():
+        begin = -(-end // ALIGNMENT) * ALIGNMENT
+        record[name], end = begin, begin + 4 * share.num_rows * share.num_heads * size
+    return end

@@ -1,7 +1,8 @@
 """The memory through which one worker is asked and answers: a header of words, then the body.
 
-A request is its kind, a layer, and a number of records that say what to search and where in the body queries lie and
-selections go (or a text, for requests that are rare). The worker writes selections in place, then its status.
+A request is its kind and a number of records that say what to search, where queries lie and where selections go: in
+the body for a layer, in the memory of steps for a step. Or it is a text, where it is rare. The worker writes selections
+in place, then its status.
 """
 
 from typing import Any
@@ -14,7 +15,7 @@ from workers.searchers.step_searches import STEP_SEARCH
 from workers.searchers.words import LINE
 
 # of the request; COUNT: records, or bytes of text; SINCE: what a step's flags count from
-KIND, LAYER, COUNT, SINCE = 4 * LINE, 4 * LINE + 1, 4 * LINE + 2, 4 * LINE + 3
+KIND, COUNT, SINCE = 4 * LINE, 4 * LINE + 1, 4 * LINE + 2
 STATUS, REPLY_BYTES, WORKED_NS = 5 * LINE, 5 * LINE + 1, 5 * LINE + 2  # of the answer; REPLY_BYTES: of its text
 HEADER_WORDS = 6 * LINE
 BODY = 8 * HEADER_WORDS  # where it begins, in bytes
@@ -23,11 +24,6 @@ LEAST_BYTES = 1 << 16  # room for any text
 LOOK = b"\0"  # what goes through the socket: look at the memory; new memory comes with it as a descriptor
 SEARCH, LOAD, UNLOAD, ATTACH, STEP = range(5)  # kinds of request; STEP: see `step_searches`
 DONE, FAILED = range(2)  # status
-
-# words of a record
-# SCALE: a float64's bits; REST_AT 0: the rest is not asked for
-CONTEXT, ROWS, FIRST_HEAD, HEADS, TOP_K, SINK, WINDOW, SCALE, Q_AT, KV_AT, LEN_AT, REST_AT = range(12)
-RECORD_WORDS = 12
 
 
 class Mail:
@@ -46,13 +42,9 @@ class Mail:
         """The array at that byte."""
         return array_in(self.memory, at, shape, dtype)
 
-    def records(self) -> NDArray[np.int64]:
-        """The records of the request, [count, RECORD_WORDS]."""
-        return self.array(BODY, (int(self.words[COUNT]), RECORD_WORDS), np.int64)
-
-    def step_records(self) -> NDArray[np.void]:
-        """The records of a request to search a step, [count]."""
-        return self.array(BODY, (int(self.words[COUNT]),), STEP_SEARCH)
+    def request(self) -> bytes:
+        """What is to be searched: [count] of STEP_SEARCH."""
+        return self.memory[BODY : BODY + int(self.words[COUNT]) * STEP_SEARCH.itemsize].tobytes()
 
     def write_text(self, text: str, count_at: int) -> None:
         """Put the text in the body, as much as is sure to have room, and its length into that word."""

@@ -1,12 +1,15 @@
-"""Searches of a whole step, layer after layer, each begun as soon as its queries are there.
+"""Searches as records: those of a whole step, layer after layer, each begun as soon as its queries are there, and those
+of one layer whose queries are all there.
 
-Queries, choices and flags lie in memory that a device, its process and search workers share: what is to be searched
-is a record with places in it. Whoever runs a step does all of its records, or those of some heads.
+Queries, choices and flags lie in memory that a device, its process and search workers share, or an engine and a search
+worker: what is to be searched is a record with places in it. Whoever runs a step does all of its records, or those of
+some heads.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,16 +23,19 @@ from csattn.sketch import SketchIndex
 from offload.shared_memory import SharedMemory, array_in
 from workers.searchers.shares import shares_of
 
+MAX_KEPT = 4096  # requests whose searches are kept: as many as layers times kinds of steps that come up again
 GIVE_UP = 0  # where in the memory the word lies that is not 0 when no more queries will come
 
-# One row's search in one layer, for some neighbouring index heads. Places are bytes from the memory's start, at the
-# first of these heads. Flags: see `csattn.search.SearchSeries`; all have `flag_value`, and each head has a choice flag.
+# A search in one layer, of one row in steps, for some neighbouring index heads. Places are bytes from the start of the
+# memory, at the first of these heads; rest_at 0: the rest is not asked for. Flags are those of steps, see
+# `csattn.search.SearchSeries`: all have `flag_value`, and each head has a choice flag.
 STEP_SEARCH = np.dtype(
     [
-        *((name, np.int64) for name in ("layer", "context", "first_head", "num_heads", "group_size", "head_dim")),
-        *((name, np.int64) for name in ("top_k", "sink_len", "window_len")),
+        *((name, np.int64) for name in ("layer", "context", "num_rows", "first_head", "num_heads", "group_size")),
+        *((name, np.int64) for name in ("head_dim", "top_k", "sink_len", "window_len")),
         ("softmax_scale", np.float64),
-        *((name, np.int64) for name in ("q_at", "kv_at", "len_at", "query_flag_at", "choice_flag_at", "flag_value")),
+        *((name, np.int64) for name in ("q_at", "kv_at", "len_at", "rest_at")),
+        *((name, np.int64) for name in ("query_flag_at", "choice_flag_at", "flag_value")),
     ]
 )
 _numbers = count(1)
@@ -111,8 +117,16 @@ class StepSearches:
         self._forget()
         self.memory = memory.array if isinstance(memory, SharedMemory) else memory
 
+    @property
+    def context_ids(self) -> tuple[int, ...]:
+        return tuple(self._layers)
+
     def load(self, context_id: int, artifact: Artifact) -> None:
-        self.load_layers(context_id, artifact.indexes())
+        """Check every layer's index, and search once so that nothing is left to compile or to open."""
+        indexes = artifact.indexes()
+        self.load_layers(context_id, indexes)
+        if indexes:
+            self.pool.search_layers([_first_search(artifact)])
 
     def load_layers(self, context_id: int, layers: Sequence[LayerIndex | SketchIndex]) -> None:
         self._forget()
@@ -152,19 +166,50 @@ class StepSearches:
         chosen = [(base + int(r["choice_flag_at"]), int(r["flag_value"]), int(r["num_heads"])) for r in records]
         return make_series(searches, arrived, chosen)
 
+    def search_layer(self, memory: NDArray[np.uint8], request: bytes, kept: dict[Any, Any]) -> None:
+        """Do records, as bytes, whose queries are in that memory. kept: by its user with the memory, for requests that
+        come again; cleared when contexts change."""
+        searches = kept.get(request)
+        if searches is None:
+            if len(kept) >= MAX_KEPT:
+                kept.clear()
+            searches = kept[request] = [
+                self._make_search(memory, record) for record in np.frombuffer(request, STEP_SEARCH)
+            ]
+        self.pool.search_layers(searches)
+
     def _search(self, record: np.void) -> LayerSearch:
-        kept = self._searches.get(record.tobytes())
-        if kept is not None:
-            return kept
-        names = ("layer", "context", "first_head", "num_heads", "group_size", "head_dim", "top_k")
-        layer, context, first_head, num_heads, group_size, head_dim, top_k = (int(record[name]) for name in names)
+        key = record.tobytes()
+        if key not in self._searches:
+            self._searches[key] = self._make_search(self.memory, record)
+        return self._searches[key]
+
+    def _make_search(self, memory: NDArray[np.uint8], record: np.void) -> LayerSearch:
+        context, layer = int(record["context"]), int(record["layer"])
         if context not in self._layers:
             raise SearchLostError(f"context {context} is not loaded here; load it before it is searched")
-        index = index_of_heads(self._layers[context][layer], slice(first_head, first_head + num_heads))
-        q = array_in(self.memory, record["q_at"], (1, num_heads * group_size, head_dim), np.float32)
-        kv_indices = array_in(self.memory, record["kv_at"], (1, num_heads, top_k), np.int32)
-        out = TokenSelections(kv_indices, array_in(self.memory, record["len_at"], (1, num_heads), np.int32))
-        sink_len, window_len = int(record["sink_len"]), int(record["window_len"])
-        made = LayerSearch(q, index, None, sink_len, window_len, float(record["softmax_scale"]), out)
-        self._searches[record.tobytes()] = made
-        return made
+        heads = slice(int(record["first_head"]), int(record["first_head"] + record["num_heads"]))
+        index, (q, out) = index_of_heads(self._layers[context][layer], heads), arrays_of(memory, record)
+        resident = int(record["sink_len"]), int(record["window_len"])
+        return LayerSearch(q, index, None, *resident, float(record["softmax_scale"]), out)
+
+
+def arrays_of(memory: NDArray[np.uint8], record: np.void) -> tuple[NDArray[np.float32], TokenSelections]:
+    """Where the record's queries lie, and where its choice goes."""
+    of: dict[str, Any] = dict(zip(STEP_SEARCH.fields or (), record.item(), strict=True))
+    rows, heads, head_dim = of["num_rows"], of["num_heads"], of["head_dim"]
+    q = array_in(memory, of["q_at"], (rows, heads * of["group_size"], head_dim), np.float32)
+    rest = array_in(memory, of["rest_at"], (*q.shape[:2], head_dim + 2), np.float32) if of["rest_at"] else None
+    kv_indices = array_in(memory, of["kv_at"], (rows, heads, of["top_k"]), np.int32)
+    return q, TokenSelections(kv_indices, array_in(memory, of["len_at"], (rows, heads), np.int32), rest)
+
+
+def _first_search(artifact: Artifact) -> LayerSearch:
+    """A search whose answer is of no interest, with all stages that a search of the context may have."""
+    model, num_heads = artifact.spec.model, artifact.spec.num_index_heads
+    q = np.ones((1, model.num_q_heads, model.head_dim), np.float32)
+    index, rest = artifact.indexes()[0], None
+    if isinstance(index, SketchIndex):
+        rest = np.empty((1, model.num_q_heads, model.head_dim + 2), np.float32)
+    out = TokenSelections(np.empty((1, num_heads, 1), np.int32), np.empty((1, num_heads), np.int32), rest)
+    return LayerSearch(q, index, None, 0, 0, 1.0, out)

@@ -119,12 +119,12 @@ class Supervisor:
                     self.channel = channel
                     return
             if memory is not None and attached != memory:
-                attach_memory([channel], memory)
+                tell_all([channel], ATTACH, memory)
                 attached = memory
             for context_id in loaded.keys() - wanted.keys():
-                unload_context([channel], context_id)
+                tell_all([channel], UNLOAD, str(context_id))
             for context_id, path in wanted.items() - loaded.items():
-                load_context([channel], context_id, path)
+                tell_all([channel], LOAD, f"{context_id} {path}")
                 if not channel.lost and channel.failure:  # the client searches in its place what it does not have
                     self.fault = channel.failure
             if channel.lost:
@@ -132,22 +132,11 @@ class Supervisor:
             loaded = wanted
 
 
-def load_context(channels: list[Channel], context_id: int, path: Path) -> None:
-    """Let the workers open the artifact."""
-    _tell(channels, LOAD, f"{context_id} {path}")
+def tell_all(channels: list[Channel], kind: int, text: str) -> None:
+    """Let the workers open an artifact, forget a context, or map the memory in which steps are searched.
 
-
-def attach_memory(channels: list[Channel], path: str) -> None:
-    """Let the workers map the memory in which steps are searched."""
-    _tell(channels, ATTACH, path)
-
-
-def unload_context(channels: list[Channel], context_id: int) -> None:
-    _tell(channels, UNLOAD, str(context_id))
-
-
-def _tell(channels: list[Channel], kind: int, text: str) -> None:
-    """All at the same time; what fails, the channels know."""
+    All at the same time; what fails, the channels know.
+    """
     await_answers([channel for channel in channels if channel.tell(kind, text, COUNT)], LOAD_S)
 
 

@@ -8,7 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from csattn.artifact import Artifact, open_artifact
+from csattn.search import SearchPool
 from offload.shared_memory import map_memory, map_path
 from workers.searchers.mail import (
     ATTACH,
@@ -20,13 +24,14 @@ from workers.searchers.mail import (
     LOOK,
     REPLY_BYTES,
     SEARCH,
+    SINCE,
     STATUS,
     STEP,
     WORKED_NS,
     Mail,
 )
 from workers.searchers.rendezvous import connect
-from workers.searchers.share_searcher import ShareSearcher
+from workers.searchers.step_searches import STEP_SEARCH, StepSearches
 from workers.searchers.words import (
     ANSWERED,
     ASKED,
@@ -49,20 +54,12 @@ class WorkerSpec:
     spin_us: float = 0.0  # how long it looks for the next request before it sleeps
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerState:
-    pid: int
-    number: int
-    context_ids: tuple[int, ...]
-    num_answers: int
-
-
 class SearchWorker:
     """Opens the artifacts that its client names, read-only, and searches in them. It holds no state of any request.
 
-    `serve` blocks its thread until the client has gone, or `close` is called from another thread; `ping` may be called
-    at any time. Its host (a child process, an actor) calls `serve` once and ends its process when that returns. It must
-    not restart it: the client notices at once, and asks its launcher for a new worker.
+    `serve` blocks its thread until the client has gone, or `close` is called from another thread. Its host (a child
+    process, an actor) calls `serve` once and ends its process when that returns. It must not restart it: the client
+    notices at once, and asks its launcher for a new worker.
     """
 
     def __init__(self, spec: WorkerSpec, open_context: Callable[[Path], Artifact] = open_artifact) -> None:
@@ -70,7 +67,9 @@ class SearchWorker:
         self._connection: socket.socket | None = None
         self._closed = False
         self._mail: Mail | None = None
-        self._searcher: ShareSearcher | None = None
+        self._searches: StepSearches | None = None
+        self._step: NDArray[np.void] = np.zeros(0, STEP_SEARCH)  # the records of the last step
+        self._artifacts: dict[int, Artifact] = {}
         self._num_answers = 0
 
     def serve(self) -> None:
@@ -79,7 +78,8 @@ class SearchWorker:
         if cpus is not None and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, cpus[:1])  # of the calling thread
         compile_words()
-        self._searcher = ShareSearcher(self.spec.num_threads, cpus[1:] if cpus is not None else None)
+        own_cpus = cpus[1:] if cpus is not None else None
+        self._searches = StepSearches(SearchPool(self.spec.num_threads, own_cpus))
         self._connection = connect(self.spec.address)
         try:
             while not self._closed and self._await_request(self._num_answers + 1):
@@ -88,11 +88,7 @@ class SearchWorker:
             pass  # the client has gone
         finally:
             self._connection.close()
-            self._searcher.close()
-
-    def ping(self) -> WorkerState:
-        context_ids = self._searcher.context_ids if self._searcher is not None else ()
-        return WorkerState(os.getpid(), self.spec.number, context_ids, self._num_answers)
+            self._searches.close()
 
     def close(self) -> None:
         """Let `serve` return, after the search that is under way."""
@@ -132,20 +128,28 @@ class SearchWorker:
             self._connection.send(LOOK)
 
     def _obey(self, mail: Mail) -> None:
-        assert self._searcher is not None
+        assert self._searches is not None
         kind = int(mail.words[KIND])
         if kind == SEARCH:
-            return self._searcher.search(mail)
+            return self._searches.search_layer(mail.memory, mail.request(), mail.kept)
         if kind == STEP:
-            return self._searcher.search_step(mail)
+            if request := mail.request():  # else that of the step before
+                self._step = np.frombuffer(request, STEP_SEARCH)
+            self._searches.run(self._step, int(mail.words[SINCE]), self._searches.give_up)
+            return None
         if kind == ATTACH:
-            return self._searcher.steps.attach(map_path(mail.read_text(COUNT)))
-        context_id, _, path = mail.read_text(COUNT).partition(" ")
-        old = self._searcher.unload(int(context_id), mail)
-        if old is not None:
+            return self._searches.attach(map_path(mail.read_text(COUNT)))
+        number, _, path = mail.read_text(COUNT).partition(" ")
+        context_id = int(number)
+        mail.kept.clear()
+        self._searches.unload(context_id)
+        if (old := self._artifacts.pop(context_id, None)) is not None:
             old.close()
         if kind == LOAD:
-            self._searcher.load(int(context_id), self._open_context(Path(path)))
+            artifact = self._open_context(Path(path))
+            self._searches.load(context_id, artifact)
+            self._artifacts[context_id] = artifact
+        return None
 
 
 def choose_cpus(num_wanted: int) -> tuple[int, ...] | None:

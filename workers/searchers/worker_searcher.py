@@ -13,16 +13,16 @@ import numpy as np
 from csattn.artifact import Artifact
 from csattn.cpus import available_cpus
 from csattn.errors import ConfigError, SearchLostError
+from csattn.search import SearchPool
 from offload.shared_memory import SharedMemory
 from workers.background import BackgroundThread
 from workers.searchers.channel import Channel, await_answers
 from workers.searchers.letters import Letter, kind_of, write_letters
-from workers.searchers.mail import LAYER, private_mail
+from workers.searchers.mail import ATTACH, LOAD, UNLOAD, private_mail
 from workers.searchers.process import ChildProcess
-from workers.searchers.share_searcher import ShareSearcher
 from workers.searchers.step_run import StepRun
-from workers.searchers.step_searches import StepPlan
-from workers.searchers.supervisor import Contexts, Launch, Supervisor, attach_memory, load_context, unload_context
+from workers.searchers.step_searches import StepPlan, StepSearches
+from workers.searchers.supervisor import Contexts, Launch, Supervisor, tell_all
 from workers.searchers.words import compile_words
 from workers.searchers.worker import WorkerSpec
 
@@ -66,7 +66,7 @@ class WorkerSearcher:
         compile_words()
         self._artifacts: dict[int, Artifact] = {}
         self._contexts = Contexts()
-        self._own = ShareSearcher(threads_per_worker)
+        self._own = StepSearches(SearchPool(threads_per_worker))
         self._own_mail = private_mail(0)
         self._letters: dict[tuple[Any, ...], tuple[list[Letter], float]] = {}
         self._patience_s = 0.0
@@ -94,7 +94,7 @@ class WorkerSearcher:
         self._own.load(context_id, artifact)
         with self._contexts.lock:
             channels = self._channels()
-            load_context(channels, context_id, artifact.path)
+            tell_all(channels, LOAD, f"{context_id} {artifact.path}")
             failures = [channel.failure for channel in channels if not channel.lost and channel.failure]
             if not failures:
                 self._contexts.paths[context_id] = artifact.path
@@ -108,19 +108,20 @@ class WorkerSearcher:
         with self._contexts.lock:
             self._contexts.paths.pop(context_id, None)
             self._artifacts.pop(context_id, None)
-            unload_context(self._channels(), context_id)
-        self._own.unload(context_id, self._own_mail)
+            tell_all(self._channels(), UNLOAD, str(context_id))
+        self._own.unload(context_id)
+        self._own_mail.kept.clear()
         self._letters.clear()
         for channel in self._channels():
             channel.mail.kept.clear()
 
     def attach(self, memory: SharedMemory) -> None:
         """Steps are searched in that memory from now on; it must live as long as they are."""
-        self._own.steps.attach(memory.array)
+        self._own.attach(memory.array)
         with self._contexts.lock:
             self._contexts.step_memory = memory.path
             channels = self._channels()
-            attach_memory(channels, memory.path)
+            tell_all(channels, ATTACH, memory.path)
             failures = [channel.failure for channel in channels if not channel.lost and channel.failure]
         if failures:
             raise SearchLostError(f"a search worker cannot map the memory of the steps: {failures[0]}")
@@ -129,7 +130,7 @@ class WorkerSearcher:
         """`StepSearches.run_step`, shared out among the workers. Called by a thread that does nothing else."""
         specs = [self._artifacts[int(context)].spec for context in np.unique(plan.records["context"])]
         most_keys = max((spec.context_len * spec.model.num_q_heads for spec in specs), default=0)
-        run = StepRun([supervisor.channel for supervisor in self._supervisors], self._own.steps, self._background)
+        run = StepRun([supervisor.channel for supervisor in self._supervisors], self._own, self._background)
         try:
             return run.run(plan, since, HUNG_S + most_keys * SLOWEST_NS * 1e-9)
         finally:
@@ -213,7 +214,7 @@ class WorkerSearcher:
         kept = self._letters.get(kind)
         if kept is None:
             for search in searches:
-                self._require(search)
+                assert search.context_id in self._artifacts, f"context {search.context_id} is not loaded"
             if len(self._letters) >= MAX_PLANS:
                 self._letters.clear()
             lengths = [self._artifacts[search.context_id].spec.context_len for search in searches]
@@ -222,35 +223,21 @@ class WorkerSearcher:
             kept = self._letters[kind] = letters, HUNG_S + num_keys * SLOWEST_NS * 1e-9
         return kept
 
-    def _require(self, search: "RowSearch") -> None:
-        """Raise AssertionError if the search does not fit its context."""
-        assert search.context_id in self._artifacts, f"context {search.context_id} is not loaded"
-        spec, out = self._artifacts[search.context_id].spec, search.out
-        num_rows = search.q.shape[0]
-        assert search.q.shape[1:] == (spec.model.num_q_heads, spec.model.head_dim), f"q has shape {search.q.shape}"
-        wanted = num_rows, spec.num_index_heads
-        assert out.valid_len.shape == wanted, f"out.valid_len has shape {out.valid_len.shape}, wanted {wanted}"
-        wanted_indices = (*wanted, search.top_k)
-        assert out.kv_indices.shape == wanted_indices, f"out has shape {out.kv_indices.shape}, wanted {wanted_indices}"
-        if out.rest is not None:
-            wanted_rest = num_rows, spec.model.num_q_heads, spec.model.head_dim + 2
-            assert out.rest.shape == wanted_rest, f"out.rest has shape {out.rest.shape}, wanted {wanted_rest}"
-
     def _search_here(self, letter: Letter) -> None:
         """Search a worker's share in its place."""
         self._num_searched_here += 1
         if letter.num_bytes > self._own_mail.num_bytes:
             self._own_mail = private_mail(2 * letter.num_bytes)
-        letter.write(self._own_mail, self._searches)
-        self._own_mail.words[LAYER] = self._layer_idx
+        mail = self._own_mail
+        letter.write(mail, self._layer_idx, self._searches)
         try:
-            self._own.search(self._own_mail)
+            self._own.search_layer(mail.memory, mail.request(), mail.kept)
         except Exception as error:
             raise SearchLostError(
                 f"a search worker is lost and its share of layer {self._layer_idx} cannot be searched here "
                 f"({type(error).__name__}: {error}); ask again"
             ) from error
-        letter.collect(self._own_mail, self._searches)
+        letter.collect(mail, self._searches)
 
     def _give_up(self) -> None:
         """Let nothing be under way: the next request must not meet the answer of this one."""
@@ -286,7 +273,7 @@ def _spec(number: int, num_threads: int, cpus: Sequence[int] | None, spin_us: fl
     return WorkerSpec(number=number, address=address, num_threads=num_threads, cpus=own, spin_us=spin_us)
 
 
-def _close(pid: int, supervisors: list[Supervisor], own: ShareSearcher) -> None:
+def _close(pid: int, supervisors: list[Supervisor], own: StepSearches) -> None:
     if pid != os.getpid():
         return  # a forked process: the workers are not its own
     for supervisor in supervisors:

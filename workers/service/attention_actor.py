@@ -4,27 +4,14 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TypeVar
-
-from prometheus_client import Metric
+from typing import Any, TypeVar
 
 from csattn.errors import CsattnError
 from offload.errors import OffloadError
-from workers.serving.messages import (
-    Ask,
-    ContextInfo,
-    Event,
-    Health,
-    Held,
-    NewContext,
-    ServingError,
-    Standing,
-    TokenizeAsk,
-    Tokens,
-)
+from workers.serving.messages import Ask, Event, Health, ServingError, Standing
 from workers.settings import Settings
 
 T = TypeVar("T")
@@ -92,34 +79,14 @@ class AttentionActor:
 
         return await self._told(standing)
 
-    async def hold(self, contexts: Sequence[Held]) -> ServingError | None:
-        return await self._told(lambda: self._backend.hold(contexts))
-
-    async def drop(self, contexts: Sequence[Held]) -> ServingError | None:
-        return await self._told(lambda: self._backend.drop(contexts))
-
-    async def tokenize(self, ask: TokenizeAsk) -> Tokens | ServingError:
-        return await self._told(lambda: self._backend.tokenize(ask))
-
-    async def detokenize(self, ids: tuple[int, ...]) -> str | ServingError:
-        return await self._told(lambda: self._backend.detokenize(ids))
-
-    async def contexts(self) -> list[ContextInfo] | ServingError:
-        return await self._told(self._backend.contexts)
-
-    async def register(self, new: NewContext) -> ContextInfo | ServingError:
-        return await self._told(lambda: self._backend.register(new))
-
-    async def delete(self, name: str) -> ServingError | None:
-        return await self._told(lambda: self._backend.delete(name))
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """A method of its backend, and what it returns or raises."""
+        return await self._told(lambda: getattr(self._backend, method)(*arguments))
 
     async def health(self) -> Health | ServingError:
         if self._failure is not None:
             return Health(False, self._failure)
         return await self._told(self._backend.health)
-
-    async def metrics(self) -> list[Metric] | ServingError:
-        return await self._told(self._backend.metrics)
 
     async def failure(self) -> str | None:
         """Why it could not start, if so. Until this can be asked, it is starting."""

@@ -47,18 +47,12 @@ class RayWorker:
                 with suppress(RayError, ServingError):
                     self._method("end").remote(key)
 
-    async def call(self, method: str, *arguments: Any, timeout_s: float = _ANSWER_S) -> Any:
-        try:
-            answer = await asyncio.wait_for(self._method(method).remote(*arguments), timeout_s)
-        except (RayError, TimeoutError) as error:
-            raise self._lost() from error
-        if isinstance(answer, ServingError):
-            raise answer
-        return answer
+    async def call(self, method: str, *arguments: Any) -> Any:
+        return await self._ask("call", method, *arguments)
 
     async def health(self) -> Health:
         try:
-            health = await self.call("health", timeout_s=_HEALTH_S)
+            health = await self._ask("health", timeout_s=_HEALTH_S)
         except ServingError as error:
             return Health(False, error.message)
         assert isinstance(health, Health)
@@ -66,12 +60,22 @@ class RayWorker:
 
     async def beat(self, ingress: str) -> None:
         try:
-            self.standing = await self.call("beat", ingress, timeout_s=_HEALTH_S)
+            self.standing = await self._ask("beat", ingress, timeout_s=_HEALTH_S)
         except ServingError:
             self.standing = None
         else:
             assert self.standing is not None
             self.num_running = self.standing.num_running
+
+    async def _ask(self, method: str, *arguments: Any, timeout_s: float = _ANSWER_S) -> Any:
+        """Of the actor itself."""
+        try:
+            answer = await asyncio.wait_for(self._method(method).remote(*arguments), timeout_s)
+        except (RayError, TimeoutError) as error:
+            raise self._lost() from error
+        if isinstance(answer, ServingError):
+            raise answer
+        return answer
 
     def _method(self, name: str) -> Any:
         try:

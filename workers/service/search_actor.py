@@ -7,7 +7,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from workers.searchers.worker import SearchWorker, WorkerSpec, WorkerState
+from workers.searchers.worker import SearchWorker, WorkerSpec
 
 
 class SearchActor:
@@ -19,9 +19,6 @@ class SearchActor:
     def serve(self) -> None:
         """Return when the client has gone."""
         self._worker.serve()
-
-    def ping(self) -> WorkerState:
-        return self._worker.ping()
 
 
 class SearchActors:
@@ -38,7 +35,6 @@ class SearchActors:
         options = ray.remote(SearchActor).options(
             num_cpus=1,
             max_restarts=0,
-            max_concurrency=2,
             scheduling_strategy=strategy,
             runtime_env={"env_vars": {"CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "passive"}},
         )

@@ -22,13 +22,11 @@ from workers.serving.messages import (
     Event,
     Health,
     Held,
-    NewContext,
     OverloadedError,
     ServingError,
     Standing,
     TokenizeAsk,
     Tokens,
-    WorkerInfo,
     WorkerLostError,
 )
 
@@ -100,8 +98,8 @@ class SpreadBackend:
             raise answers[0]
         return join_contexts(given)
 
-    async def register(self, new: NewContext) -> ContextInfo:
-        info = await self._ask_one(new.name, "register", new)
+    async def register(self, name: str, text: str) -> ContextInfo:
+        info = await self._ask_one(name, "register", name, text)
         assert isinstance(info, ContextInfo)
         return info
 
@@ -112,9 +110,9 @@ class SpreadBackend:
             if held := [held for held in _held_by(worker) if name in held.asked_for]:
                 await _tell(worker, "drop", held)
 
-    async def workers(self) -> list[WorkerInfo]:
+    async def workers(self) -> dict[str, Standing | None]:
         self._keep_beating()
-        return [WorkerInfo(worker.name, worker.standing) for worker in self._workers]
+        return {worker.name: worker.standing for worker in self._workers}
 
     async def health(self) -> Health:
         """Ready while any worker is."""

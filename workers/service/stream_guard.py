@@ -1,7 +1,7 @@
 """In Serve's proxy: a client whose ingress replica dies is told so, in the form in which it expects to be told."""
 
 import json
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from starlette.middleware import Middleware
@@ -53,12 +53,12 @@ class _Reply:
 
     async def pass_on(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            headers = dict(message.get("headers", ()))
+            headers = {name.lower(): value for name, value in message.get("headers", ())}
             kind = headers.get(b"content-type", b"")
             if message["status"] >= 500 and not kind.startswith(b"application/json"):
                 return  # Serve's own words; ours follow
             self._is_started, self._is_stream = True, kind.startswith(b"text/event-stream")
-            message = {**message, "headers": _one_request_id(message.get("headers", ()))}
+            message = {**message, "headers": list(headers.items())}  # the service names a request, and so does Serve
         elif not self._is_started:
             return
         self._is_complete = message["type"] == "http.response.body" and not message.get("more_body", False)
@@ -80,17 +80,6 @@ async def _answer(send: Send, status: int, error: dict[str, str]) -> None:
         headers.append((b"retry-after", str(_RETRY_AFTER_S).encode()))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
-
-
-def _one_request_id(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """The service names a request, and so does Serve, by the same id."""
-    named, kept = False, []
-    for name, value in headers:
-        is_id = name.lower() == b"x-request-id"
-        if not (is_id and named):
-            kept.append((name, value))
-        named = named or is_id
-    return kept
 
 
 def _shaped(error: dict[str, str]) -> dict[str, str | None]:

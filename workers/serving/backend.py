@@ -5,7 +5,7 @@ from typing import Protocol
 
 from prometheus_client import Metric
 
-from workers.serving.messages import Ask, ContextInfo, Event, Health, NewContext, TokenizeAsk, Tokens, WorkerInfo
+from workers.serving.messages import Ask, ContextInfo, Event, Health, Standing, TokenizeAsk, Tokens
 
 
 class Backend(Protocol):
@@ -25,7 +25,7 @@ class Backend(Protocol):
 
     async def contexts(self) -> list[ContextInfo]: ...
 
-    async def register(self, new: NewContext) -> ContextInfo:
+    async def register(self, name: str, text: str) -> ContextInfo:
         """Start building; the same name with the same text again is the same context."""
         ...
 
@@ -33,8 +33,8 @@ class Backend(Protocol):
         """Forget a context: new requests are refused, running ones finish. Its artifact stays in the store."""
         ...
 
-    async def workers(self) -> list[WorkerInfo]:
-        """Those that decode, in the order of their names."""
+    async def workers(self) -> dict[str, Standing | None]:
+        """Those that decode, by name; None while one does not answer."""
         ...
 
     async def health(self) -> Health: ...

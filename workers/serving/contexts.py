@@ -3,7 +3,6 @@
 import asyncio
 import hashlib
 import logging
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,19 +14,17 @@ from csattn.errors import ArtifactError, ConfigError
 from workers.serving.context_build import Builder
 from workers.serving.context_file import ContextFile, Record
 from workers.serving.messages import (
+    CONTEXT_NAME,
     BadRequestError,
     ContextExistsError,
     ContextInfo,
     ContextNotReadyError,
-    NewContext,
     ServingError,
     UnknownContextError,
 )
-from workers.serving.prompts import require_text
 
 TEXTS = "texts"  # directory in the store: texts whose building is not finished
 MAX_BUILDS = 1  # at the same time
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 SameText = Callable[[Artifact, str], bool]  # whether an artifact was built from that text
 FaultOf = Callable[[Path], str]  # why this service cannot answer from an artifact; empty where it can
@@ -85,18 +82,18 @@ class Contexts:
             raise ContextNotReadyError(f"the context {name!r} could not be built: {record.error}")
         return self._store / record.artifact_id
 
-    async def register(self, new: NewContext) -> ContextInfo:
+    async def register(self, name: str, text: str) -> ContextInfo:
         """Start building, unless this text has this name already; what failed, or is gone, is built again."""
-        require_name(new.name)
-        if not new.text.strip():
+        require_name(name)
+        if not text.strip():
             raise BadRequestError("the context's text is empty; give some text", "text")
-        data = require_text(new.text, "text")
+        data = text.encode()
         digest = hashlib.sha256(data).hexdigest()
         try:
-            record = await asyncio.to_thread(self._enter, new, data, digest)
+            record = await asyncio.to_thread(self._enter, name, text, data, digest)
         except ArtifactError as error:
             raise ServingError(f"the context cannot be registered: {error}") from error
-        if record.state == "building" and new.name not in self._builds:
+        if record.state == "building" and name not in self._builds:
             self._build(record)
         return self._info(record, await asyncio.to_thread(self._fault, record))
 
@@ -128,10 +125,10 @@ class Contexts:
         except ArtifactError as error:
             raise ServingError(str(error)) from error
 
-    def _enter(self, new: NewContext, data: bytes, digest: str) -> Record:
-        known = self._file.read().get(new.name)
+    def _enter(self, name: str, text: str, data: bytes, digest: str) -> Record:
+        known = self._file.read().get(name)
         if known is not None:
-            self._require_same(known, new.text, digest)
+            self._require_same(known, text, digest)
         is_gone = known is not None and known.artifact_id is not None and not self._holds(known.artifact_id)
         if known is None or known.state == "failed" or is_gone:
             text_path = self._text_path(digest)
@@ -140,15 +137,15 @@ class Contexts:
             write_bytes(text_path, data)  # before the record: what is recorded can be built
 
         def edit(records: dict[str, Record]) -> Record:
-            known = records.get(new.name)
+            known = records.get(name)
             if known is None:
-                records[new.name] = Record(name=new.name, created_at=time.time(), text_sha256=digest)
-                return records[new.name]
-            self._require_same(known, new.text, digest)
+                records[name] = Record(name=name, created_at=time.time(), text_sha256=digest)
+                return records[name]
+            self._require_same(known, text, digest)
             if is_gone:
                 known = replace(known, artifact_id=None, num_tokens=None, text_sha256=digest)
-            records[new.name] = replace(known, error="")
-            return records[new.name]
+            records[name] = replace(known, error="")
+            return records[name]
 
         return self._file.change(edit)
 
@@ -246,7 +243,7 @@ class Contexts:
         )
 
 
-def name_artifact(store: Path, name: str, artifact_id: str, dtype: str) -> ContextInfo:
+def name_artifact(store: Path, name: str, artifact_id: str, dtype: str) -> None:
     """Give a name to an artifact of the store, by its id, how that begins, or its path: `csattn serve --context a=id`.
 
     The same name for the same artifact again changes nothing. Raises ConfigError if it is not of the dtype that the
@@ -263,7 +260,7 @@ def name_artifact(store: Path, name: str, artifact_id: str, dtype: str) -> Conte
             f"with --set build.dtype={spec.kv_dtype}, or build the context again with --dtype {dtype}"
         )
 
-    def edit(records: dict[str, Record]) -> Record:
+    def edit(records: dict[str, Record]) -> None:
         known = records.get(name)
         if known is not None and known.artifact_id != spec.artifact_id:
             raise ContextExistsError(
@@ -271,21 +268,13 @@ def name_artifact(store: Path, name: str, artifact_id: str, dtype: str) -> Conte
                 "it first, or choose another name"
             )
         new = Record(name=name, created_at=time.time(), artifact_id=spec.artifact_id, num_tokens=spec.context_len)
-        return records.setdefault(name, new)
+        records.setdefault(name, new)
 
-    record = ContextFile(store).change(edit)
-    return ContextInfo(
-        name=name,
-        state="ready",
-        artifact_id=record.artifact_id,
-        num_tokens=record.num_tokens,
-        created_at=record.created_at,
-        progress=1.0,
-    )
+    ContextFile(store).change(edit)
 
 
 def require_name(name: str) -> None:
-    if not _NAME.fullmatch(name):
+    if not CONTEXT_NAME.fullmatch(name):
         raise BadRequestError(
             f"a context's name has up to 64 letters, digits, dots, underscores and hyphens, and begins with a letter "
             f"or a digit, got {name[:64]!r}",

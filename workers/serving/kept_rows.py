@@ -20,6 +20,7 @@ from torch import Tensor
 
 from csattn import __version__
 from csattn.artifact import ModelGeometry
+from csattn.artifact.manifest import ALL
 from csattn.config import SearchConfig
 from csattn.models import LoadedModel
 from offload.block_files import BlockFiles
@@ -156,4 +157,4 @@ def open_kept_rows(loaded: LoadedModel, settings: Settings) -> KeptRows:
 
 def is_keepable(selector: Selector, config: SearchConfig, geometry: ModelGeometry) -> bool:
     """Whether rows of the layers that see everything are all that a request goes on from."""
-    return selector in _KEEPABLE and config.search_period == 1 and not geometry.reaches
+    return selector in _KEEPABLE and config.search_period == 1 and set(geometry.reaches) <= {0, ALL}

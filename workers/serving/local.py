@@ -31,7 +31,6 @@ from workers.serving.messages import (
     Event,
     Health,
     Held,
-    NewContext,
     OverloadedError,
     Selector,
     ServingError,
@@ -39,16 +38,12 @@ from workers.serving.messages import (
     TimedOutError,
     TokenizeAsk,
     Tokens,
-    WorkerInfo,
     WorkerLostError,
     copy_of,
 )
 from workers.serving.metrics import Metrics
 from workers.serving.outlet import Outlet
 from workers.serving.prompts import (
-    longest_question,
-    require_content,
-    require_possible,
     require_tokens,
     room_for,
     text_of_ids,
@@ -97,7 +92,6 @@ class LocalBackend:
         )
         self._measured.kept_counts = lambda: self._beginnings.kept.counts
         self._form, self._grammars = ChatForm(loaded.tokenizer), Grammars(loaded)
-        self._max_chars = longest_question(loaded.tokenizer, engine.max_positions)
         self._steps: StepThread | None = None
         self._since = time.time()
 
@@ -137,8 +131,6 @@ class LocalBackend:
             timeout_s = self._settings.limits.request_timeout_s
             try:
                 async with asyncio.timeout(timeout_s):
-                    require_content(ask)
-                    require_possible(ask, self._max_chars)
                     self._require_tokens(ask)
                     self._form.require(ask)
                     grammar = await self._grammars.make(ask, self._form)
@@ -173,8 +165,8 @@ class LocalBackend:
     async def contexts(self) -> list[ContextInfo]:
         return await self._contexts.infos()
 
-    async def register(self, new: NewContext) -> ContextInfo:
-        return await self._contexts.register(new)
+    async def register(self, name: str, text: str) -> ContextInfo:
+        return await self._contexts.register(name, text)
 
     async def delete(self, name: str) -> None:
         path = await self._contexts.delete(name)
@@ -188,8 +180,8 @@ class LocalBackend:
     async def detokenize(self, ids: tuple[int, ...]) -> str:
         return await self._beside(text_of_ids, self.loaded.tokenizer, ids)
 
-    async def workers(self) -> list[WorkerInfo]:
-        return [WorkerInfo("this process", self.standing())]
+    async def workers(self) -> dict[str, Standing | None]:
+        return {"this process": self.standing()}
 
     def standing(self) -> Standing:
         """What this engine has to do, and what it holds."""

@@ -1,5 +1,6 @@
 """What crosses between the HTTP side and the side that decodes: plain data, no arrays."""
 
+import re
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, Literal
@@ -11,6 +12,7 @@ from csattn.selector_names import SelectorName
 Selector = SelectorName
 Finish = Literal["stop", "length", "tool_calls"]
 ContextState = Literal["building", "ready", "failed"]
+CONTEXT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 BEGINNING = 1024  # characters, or tokens, by which prompts that may share something are known
 
 
@@ -64,7 +66,8 @@ class Tool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """One request. Either `turns` (chat) or `prompt` (text or tokens that go on where the context ends)."""
+    """One request, checked where it comes in: either `turns` (chat), the last of them to be answered, or `prompt` (text
+    or tokens that go on where the context ends)."""
 
     request_id: str
     context: str  # name, as registered; empty: the longest that the prompt begins with
@@ -157,14 +160,6 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NewContext:
-    """A context to be built in the background."""
-
-    name: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ContextInfo:
     """A registered context, as told to users."""
 
@@ -208,14 +203,6 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerInfo:
-    """An attention worker, as told to users. standing: None while it does not answer."""
-
-    name: str
-    standing: Standing | None
-
-
-@dataclass(frozen=True, slots=True)
 class Health:
     """Whether requests can be answered now; if not, a sentence why."""
 
@@ -224,9 +211,10 @@ class Health:
 
 
 class ServingError(CsattnError):
-    """A request that cannot be answered. `code` is stable, for programs; `param` the field at fault."""
+    """A request that cannot be answered. `code` is for programs, `status` is HTTP's, `param` the field at fault."""
 
     code = "internal_error"
+    status = 500
 
     def __init__(self, message: str, param: str | None = None, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -247,6 +235,7 @@ class BadRequestError(ServingError):
     """The request can never be answered as it is."""
 
     code = "invalid_request"
+    status = 400
 
 
 class ContextTooLongError(BadRequestError):
@@ -259,33 +248,39 @@ class UnknownContextError(ServingError):
     """No context has this name."""
 
     code = "model_not_found"
+    status = 404
 
 
 class ContextNotReadyError(ServingError):
     """The context is still being built, or its building failed."""
 
     code = "context_not_ready"
+    status = 409
 
 
 class ContextExistsError(ServingError):
     """Another text has this name already."""
 
     code = "context_exists"
+    status = 409
 
 
 class OverloadedError(ServingError):
     """The queue is full; `retry_after_s` says when to come again."""
 
     code = "overloaded"
+    status = 429
 
 
 class TimedOutError(ServingError):
     """The request took longer than it may."""
 
     code = "timeout"
+    status = 504
 
 
 class WorkerLostError(ServingError):
     """The process that decoded this request ended; the request may be sent again."""
 
     code = "worker_lost"
+    status = 503

@@ -4,8 +4,8 @@ Nothing here fails: who reads them in earnest meets the error again, and tells o
 """
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 _PIECE_BYTES = 4 << 20
@@ -32,20 +32,11 @@ def drop_pages(artifact: Path) -> None:
         return
     with suppress(OSError):
         for path in artifact.iterdir():
-            with _opened(path) as file:
-                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            with path.open("rb", buffering=0) as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _read(path: Path, is_over: Callable[[], bool]) -> None:
-    with _opened(path) as file:
-        while not is_over() and os.read(file, _PIECE_BYTES):
+    with path.open("rb", buffering=0) as file:
+        while not is_over() and os.read(file.fileno(), _PIECE_BYTES):
             pass
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        yield file
-    finally:
-        os.close(file)

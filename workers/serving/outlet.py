@@ -4,7 +4,6 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from itertools import groupby
 from threading import Lock
 
 from workers.serving.messages import Event, ServingError
@@ -53,13 +52,10 @@ class Outlet:
     @staticmethod
     def wake(outlets: Iterable["Outlet"]) -> None:
         """Tell readers that there is something to read: one call into each event loop, however many readers it has."""
-        awaited = sorted((outlet for outlet in outlets if outlet._loop is not None), key=lambda o: id(o._loop))
-        for _, group in groupby(awaited, key=lambda o: id(o._loop)):
-            together = list(group)
-            loop = together[0]._loop
-            assert loop is not None
+        awaited = [(outlet._loop, outlet._woken) for outlet in outlets if outlet._loop is not None]
+        for loop in {loop for loop, _ in awaited}:
             with suppress(RuntimeError):  # the loop is closed, and with it went the readers
-                loop.call_soon_threadsafe(_set_all, [outlet._woken for outlet in together])
+                loop.call_soon_threadsafe(_set_all, [woken for other, woken in awaited if other is loop])
 
 
 def _set_all(events: list[asyncio.Event]) -> None:

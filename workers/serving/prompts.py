@@ -19,7 +19,6 @@ def prompt_ids(tokenizer: Any, artifact: Artifact, ask: Ask) -> list[int]:
     Takes milliseconds for each thousand tokens of the context, and nothing of it needs to be the caller's thread.
     Raises BadRequestError for what cannot follow the context.
     """
-    require_content(ask)
     wrapping = artifact.manifest.build_notes.get("wrapping", "none")
     if isinstance(ask.prompt, tuple):
         return list(ask.prompt)
@@ -37,7 +36,6 @@ def prompt_ids(tokenizer: Any, artifact: Artifact, ask: Ask) -> list[int]:
 
 def whole_ids(tokenizer: Any, ask: Ask) -> list[int]:
     """All ids of a request that names no context: as the model's own template writes its conversation."""
-    require_content(ask)
     if isinstance(ask.prompt, tuple):
         return list(ask.prompt)
     if ask.prompt is not None:
@@ -107,50 +105,6 @@ def _template_errors(field: str) -> Iterator[None]:
     except Exception as error:
         told = str(error)[:_MAX_TOLD]
         raise BadRequestError(f"the model's chat template refuses these messages: {told}", field) from error
-
-
-def require_content(ask: Ask) -> None:
-    """A request has either messages, the last of them for the model to answer, or a prompt, which is not empty."""
-    if ask.prompt == ():
-        raise BadRequestError("the prompt is empty; give at least one token", "prompt")
-    if (ask.prompt is None) == (not ask.turns):
-        raise BadRequestError("a request has either messages or a prompt; give one of them", _field_of(ask))
-    if ask.turns and ask.turns[-1].role not in ("user", "tool"):
-        raise BadRequestError(
-            f"the last message is of the role {ask.turns[-1].role!r}; end with one of the role user or tool, which "
-            "will be answered",
-            "messages",
-        )
-    if not isinstance(ask.prompt, tuple):
-        for text in [turn.content for turn in ask.turns] or [ask.prompt or ""]:
-            require_text(text, _field_of(ask))
-
-
-def require_text(text: str, field: str) -> bytes:
-    """As UTF-8. JSON can write halves of characters, which are no text."""
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        raise BadRequestError(
-            f"half a character (a lone surrogate) stands at {error.start}; send text", field
-        ) from None
-
-
-def longest_question(tokenizer: Any, num_positions: int) -> int:
-    """Characters that no question of that many tokens can exceed: every token's bytes are counted as characters."""
-    return num_positions * max(map(len, tokenizer.get_vocab()))
-
-
-def require_possible(ask: Ask, max_chars: int) -> None:
-    """Refuse, before any work, a text that is longer than `longest_question`."""
-    num_chars = sum(len(turn.content) for turn in ask.turns) + len(ask.prompt or "")
-    num_chars += sum(len(str(tool.parameters)) for tool in ask.tools)
-    if num_chars > max_chars:
-        raise ContextTooLongError(
-            f"the question has {num_chars:,} characters, and whatever its tokens, the model has no positions for more "
-            f"than {max_chars:,}; ask a shorter question",
-            _field_of(ask),
-        )
 
 
 def room_for(ask: Ask, context_len: int, question_len: int, max_positions: int, tail_capacity: int) -> int:

@@ -226,7 +226,7 @@ class Scheduler:
         if self._num_steps % WATCH_EVERY:
             return None
         sparse = [i for i, (request, _) in enumerate(plan) if request.selector != "full" and request.context_len]
-        if not sparse:
+        if not sparse or not self._engine.num_layers:  # the model chooses
             return None
         turn, layer_idx = divmod(self._num_watched, self._engine.num_layers)
         self._num_watched += 1

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 
 from workers.serving.messages import Ask, CallPart
+from workers.serving.text import overlap
 from workers.serving.tools import THINK, THOUGHT, CallFormat, ChatForm
 
 # Templates that write calls in pieces have the name first; what comes otherwise is read when it is whole.
@@ -184,7 +185,7 @@ class Speech:
             return told, False
         told, found, after = self._rest.partition(marker)
         if not found and not self._is_final:
-            told = told[: len(told) - _overlap(told, marker)]
+            told = told[: len(told) - overlap(told, marker)]
         self._rest = after if found else self._rest[len(told) :]
         return told, bool(found)
 
@@ -226,21 +227,8 @@ def speech_of(ask: Ask, form: ChatForm) -> Speech | None:
     format = form.calls if ask.tools else None
     if not ask.turns or not (form.thinks or format):
         return None
-    names = {tool.name for tool in ask.tools}
-    return Speech(
-        ask.request_id,
-        format,
-        names,
-        thinks=form.thinks,
-        is_thinking=form.is_thinking,
-        parallel_calls=ask.parallel_calls,
-    )
-
-
-def _overlap(text: str, marker: str) -> int:
-    """Characters at the text's end that the marker may begin with."""
-    longest = min(len(text), len(marker) - 1)
-    return next((size for size in range(longest, 0, -1) if text.endswith(marker[:size])), 0)
+    options = {"thinks": form.thinks, "is_thinking": form.is_thinking, "parallel_calls": ask.parallel_calls}
+    return Speech(ask.request_id, format, {tool.name for tool in ask.tools}, **options)
 
 
 def _name(quoted: str) -> str:

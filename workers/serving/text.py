@@ -63,7 +63,7 @@ class StopFinder:
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._matches = [_Match(stop) for stop in stops if stop]
+        self._stops = [stop for stop in stops if stop]
         self._held = ""
         self.found = False
 
@@ -71,12 +71,10 @@ class StopFinder:
         """What of the text, with what was held back, cannot be part of a stop string any more."""
         assert not self.found, "the text has ended"
         seen = self._held + text
-        for at, char in enumerate(text, start=len(self._held) + 1):
-            if ended := [match.length for match in self._matches if match.step(char)]:
-                self.found, self._held = True, ""
-                return seen[: at - max(ended)]
-        num_held = max((match.matched for match in self._matches), default=0)
-        told = len(seen) - num_held
+        if ends := [(at + len(stop), at) for stop in self._stops if (at := seen.find(stop)) >= 0]:
+            self.found, self._held = True, ""
+            return seen[: min(ends)[1]]
+        told = len(seen) - max((overlap(seen, stop) for stop in self._stops), default=0)
         self._held = seen[told:]
         return seen[:told]
 
@@ -86,29 +84,12 @@ class StopFinder:
         return held
 
 
-class _Match:
-    """How much of one stop string the text ends with: Knuth, Morris and Pratt's, so that no text makes it slow."""
-
-    def __init__(self, stop: str) -> None:
-        self._stop = stop
-        self._shorter = [0]  # [matched - 1]: the next shorter start of the stop string that the text ends with
-        self.matched = 0
-        for char in stop[1:]:
-            self._shorter.append(self._next(self._shorter[-1], char))
-
-    @property
-    def length(self) -> int:
-        return len(self._stop)
-
-    def step(self, char: str) -> bool:
-        """Whether the stop string is whole with this character."""
-        self.matched = self._next(self.matched, char)
-        return self.matched == len(self._stop)
-
-    def _next(self, matched: int, char: str) -> int:
-        while matched and self._stop[matched] != char:
-            matched = self._shorter[matched - 1]
-        return matched + 1 if self._stop[matched] == char else 0
+def overlap(text: str, marker: str) -> int:
+    """Characters at the text's end that the marker may begin with, short of all of it."""
+    at = text.find(marker[0], max(0, len(text) - len(marker) + 1))
+    while at >= 0 and not marker.startswith(text[at:]):
+        at = text.find(marker[0], at + 1)
+    return len(text) - at if at >= 0 else 0
 
 
 def token_bytes(tokenizer: Any, token_id: int) -> bytes:
@@ -120,7 +101,7 @@ def token_bytes(tokenizer: Any, token_id: int) -> bytes:
         return str(token).encode()
     if byte := _BYTE_TOKEN.fullmatch(token):
         return bytes([int(byte[1], 16)])
-    alphabet = _bytes_of_characters()
+    alphabet = _byte_alphabet()
     if _is_byte_level(tokenizer) and all(char in alphabet for char in token):
         return bytes(alphabet[char] for char in token)
     return str(token).replace("\u2581", " ").encode()
@@ -132,7 +113,7 @@ def _is_byte_level(tokenizer: Any) -> bool:
 
 
 @cache
-def _bytes_of_characters() -> dict[str, int]:
+def _byte_alphabet() -> dict[str, int]:
     """The characters that byte-level tokenizers write bytes as: printable ones as themselves, others from U+0100."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]

@@ -8,7 +8,7 @@ from workers.settings.parts import Secret
 
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
-_SECRETS = tuple[Secret, ...]
+SECRETS = tuple[Secret, ...]
 _UNIONS = (Union, UnionType)  # a Literal or None is the former
 
 
@@ -24,7 +24,7 @@ def convert(hint: Any, value: Any, *, is_text: bool) -> Any:
         return None if value is None or (is_text and value == "") else convert(inner, value, is_text=is_text)
     if is_text and isinstance(value, str):
         value = _from_text(hint, value)
-    if hint == _SECRETS:
+    if hint == SECRETS:
         if not isinstance(value, list | tuple) or not all(isinstance(item, str | Secret) for item in value):
             raise ValueError
         return tuple(item if isinstance(item, Secret) else Secret(item) for item in value)
@@ -50,7 +50,7 @@ def wanted(hint: Any) -> str:
         return wanted(get_args(hint)[0])
     if get_origin(hint) is Literal:
         return f"one of {', '.join(map(str, get_args(hint)))}"
-    if hint == _SECRETS:
+    if hint == SECRETS:
         return "a list of keys (in an environment variable: with commas between them)"
     return _WORDS[hint]
 
@@ -68,6 +68,6 @@ def _from_text(hint: Any, text: str) -> Any:
         return text.lower() in _TRUE
     if hint in (int, float):
         return hint(text)
-    if hint == _SECRETS:
+    if hint == SECRETS:
         return [part.strip() for part in text.split(",") if part.strip()]
     return text

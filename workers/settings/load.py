@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from csattn.errors import ConfigError
-from workers.settings.convert import convert, shown, wanted
-from workers.settings.keys import KEYS, SECTIONS
-from workers.settings.parts import Secret, Settings, suited_lookahead
+from workers.settings.convert import SECRETS, convert, shown, wanted
+from workers.settings.parts import KEYS, SECTIONS, Secret, Settings, suited_lookahead
 from workers.settings.sources import (
     CONFIG_VARIABLE,
     PREFIX,
@@ -70,7 +69,7 @@ def _put(leaves: dict[str, Leaf], given: Iterable[Given]) -> None:
         except ConfigError as error:
             raise ConfigError(f"{item.key} ({item.origin}): {error}") from None
         except ValueError:
-            got = "***" if spec.is_secret else shown(item.value)
+            got = "***" if spec.hint == SECRETS else shown(item.value)
             raise ConfigError(f"{item.key} ({item.origin}) is {got}, wanted {wanted(spec.hint)}") from None
         leaves[item.key] = Leaf(value, item.origin)
 

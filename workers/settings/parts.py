@@ -5,7 +5,7 @@ Every refusal of a part begins with the name of the field at fault: the loader t
 
 import hmac
 import ipaddress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -37,34 +37,54 @@ class Secret:
         return hmac.compare_digest(self.value.encode(), given.encode())
 
 
-def about(
-    words: str,  # what it means to a person
-    *,
-    lowest: float | None = None,
-    highest: float | None = None,
-    above: float | None = None,  # a lowest value that is itself not allowed
-) -> dict[str, Any]:
-    """A field's metadata."""
-    return {"words": words, "lowest": lowest, "highest": highest, "above": above}
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One setting."""
+
+    default: Any
+    words: str  # what it means to a person
+    lowest: float | None = None
+    highest: float | None = None
+    above: float | None = None  # a lowest value that is itself not allowed
+    hint: Any = None  # its type
+
+    def require(self, name: str, value: Any) -> None:
+        """Written so that NaN is outside of every bound."""
+        if get_origin(self.hint) is Literal and value not in get_args(self.hint):
+            raise ConfigError(f"{name} must be one of {', '.join(map(str, get_args(self.hint)))}, got {value!r}")
+        if self.lowest is not None and not value >= self.lowest:
+            raise ConfigError(f"{name} must be at least {self.lowest}, got {value}")
+        if self.above is not None and not value > self.above:
+            raise ConfigError(f"{name} must be greater than {self.above:g}, got {value}")
+        if self.highest is not None and not value <= self.highest:
+            raise ConfigError(f"{name} must be at most {self.highest:g}, got {value}")
+
+
+def setting(default: Any, words: str, **bounds: float) -> Any:
+    """A field of a part."""
+    return field(default=default, metadata={"key": Key(default, words, **bounds)})
+
+
+class _Part:
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        for name, key in keys_of(type(self)).items():
+            if getattr(self, name) is not None:
+                key.require(name, getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerSettings:
+class ServerSettings(_Part):
     """Where the service listens, and to whom."""
 
-    host: str = field(
-        default="127.0.0.1", metadata=about("Address to listen on; one that others can reach needs an API key.")
-    )
-    port: int = field(default=8000, metadata=about("0: one that is free.", lowest=0, highest=65535))
-    api_keys: tuple[Secret, ...] = field(
-        default=(), metadata=about("Any of them opens everything; without one, nothing is locked.")
-    )
-    api_key_file: Path | None = field(
-        default=None, metadata=about("File with more API keys, one a line; # begins a comment.")
-    )
+    host: str = setting("127.0.0.1", "Address to listen on; one that others can reach needs an API key.")
+    port: int = setting(8000, "0: one that is free.", lowest=0, highest=65535)
+    api_keys: tuple[Secret, ...] = setting((), "Any of them opens everything; without one, nothing is locked.")
+    api_key_file: Path | None = setting(None, "File with more API keys, one a line; # begins a comment.")
 
     def __post_init__(self) -> None:
-        _check(self)
+        _Part.__post_init__(self)
         if not (self.api_keys or self.api_key_file or _is_loopback(self.host)):
             raise ConfigError(
                 f"host is {self.host!r}, which other machines can reach, and there is no API key; "
@@ -77,141 +97,89 @@ class ServerSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LimitSettings:
+class LimitSettings(_Part):
     """What one request, and all of them together, may ask for."""
 
-    max_body_bytes: int = field(
-        default=8 << 20, metadata=about("Of a request; longer ones are refused unread.", lowest=1024)
+    max_body_bytes: int = setting(8 << 20, "Of a request; longer ones are refused unread.", lowest=1024)
+    max_new_tokens: int = setting(4096, "Of an answer; asking for more is refused.", lowest=1)
+    max_concurrent_requests: int = setting(32, "Decoded at the same time.", lowest=1)
+    max_queued_requests: int = setting(64, "Waiting for their turn; more are told to come again.", lowest=0)
+    request_timeout_s: float = setting(600.0, "From a request's arrival to its last token.", above=0.0, highest=86400.0)
+    max_open_requests: int = setting(1024, "Received, waiting or answered at once by one HTTP process.", lowest=1)
+    max_header_bytes: int = setting(16 << 10, "Of a request's header.", lowest=1024)
+    max_json_depth: int = setting(64, "Of lists and objects in each other.", lowest=4)
+    max_json_values: int = setting(100_000, "In one request's JSON.", lowest=100)
+    max_question_chars: int = setting(1 << 20, "Of a request's messages together, or of its prompt.", lowest=1)
+    body_timeout_s: float = setting(60.0, "Within which a request's body has to be here.", above=0.0, highest=3600.0)
+    stall_timeout_s: float = setting(
+        20.0, "After which a client that neither sends nor takes a byte is cut off.", above=0.0, highest=3600.0
     )
-    max_new_tokens: int = field(default=4096, metadata=about("Of an answer; asking for more is refused.", lowest=1))
-    max_concurrent_requests: int = field(default=32, metadata=about("Decoded at the same time.", lowest=1))
-    max_queued_requests: int = field(
-        default=64, metadata=about("Waiting for their turn; more are told to come again.", lowest=0)
-    )
-    request_timeout_s: float = field(
-        default=600.0, metadata=about("From a request's arrival to its last token.", above=0.0, highest=86400.0)
-    )
-    max_open_requests: int = field(
-        default=1024, metadata=about("Received, waiting or answered at once by one HTTP process.", lowest=1)
-    )
-    max_header_bytes: int = field(default=16 << 10, metadata=about("Of a request's header.", lowest=1024))
-    max_json_depth: int = field(default=64, metadata=about("Of lists and objects in each other.", lowest=4))
-    max_json_values: int = field(default=100_000, metadata=about("In one request's JSON.", lowest=100))
-    max_question_chars: int = field(
-        default=1 << 20, metadata=about("Of a request's messages together, or of its prompt.", lowest=1)
-    )
-    body_timeout_s: float = field(
-        default=60.0, metadata=about("Within which a request's body has to be here.", above=0.0, highest=3600.0)
-    )
-    stall_timeout_s: float = field(
-        default=20.0,
-        metadata=about(
-            "After which a client that neither sends nor takes a byte is cut off.", above=0.0, highest=3600.0
-        ),
-    )
-
-    def __post_init__(self) -> None:
-        _check(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSettings:
+class ModelSettings(_Part):
     """The model that answers."""
 
-    name: str | None = field(
-        default=None, metadata=about("Directory, .gguf file or hub id. Not set: the installed SmolLM2-135M.")
-    )
-    weights: Literal["fp8", "int4"] | None = field(
-        default=None, metadata=about("That linear layers' are rounded to, and on a GPU kept in.")
-    )
-
-    def __post_init__(self) -> None:
-        _check(self)
+    name: str | None = setting(None, "Directory, .gguf file or hub id. Not set: the installed SmolLM2-135M.")
+    weights: Literal["fp8", "int4"] | None = setting(None, "That linear layers' are rounded to, and on a GPU kept in.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BuildSettings:
+class BuildSettings(_Part):
     """How contexts that are registered with the service become artifacts: as `csattn build` has it."""
 
-    preset: Literal["default", "lists", "paper"] = field(default=_BUILD.preset, metadata=about("Of the index."))
-    dtype: Literal["float32", "bfloat16", "float16"] = field(
-        default=_BUILD.dtype, metadata=about("Of the model and of the KV.")
+    preset: Literal["default", "lists", "paper"] = setting(_BUILD.preset, "Of the index.")
+    dtype: Literal["float32", "bfloat16", "float16"] = setting(_BUILD.dtype, "Of the model and of the KV.")
+    device: Literal["auto", "cpu", "cuda"] = setting(
+        "auto", "That prefills and indexes; auto: a GPU where there is one."
     )
-    device: Literal["auto", "cpu", "cuda"] = field(
-        default="auto", metadata=about("That prefills and indexes; auto: a GPU where there is one.")
+    kmeans: Literal["faiss", "torch"] | None = setting(
+        None, "lists: places the centroids. Not set: torch on a GPU, else faiss."
     )
-    kmeans: Literal["faiss", "torch"] | None = field(
-        default=None, metadata=about("lists: places the centroids. Not set: torch on a GPU, else faiss.")
-    )
-    chat: bool = field(default=_BUILD.chat, metadata=about("Wrap contexts by the model's chat template."))
-
-    def __post_init__(self) -> None:
-        _check(self)
+    chat: bool = setting(_BUILD.chat, "Wrap contexts by the model's chat template.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSettings:
+class EngineSettings(_Part):
     """Where index and KV lie, and what decodes."""
 
-    placement: Literal["cpu", "device", "hybrid", "host"] = field(
-        default="cpu",
-        metadata=about(
-            "cpu: no GPU. On a GPU, index and KV: both on the device, the index alone (hybrid), or none (host)."
-        ),
+    placement: Literal["cpu", "device", "hybrid", "host"] = setting(
+        "cpu", "cpu: no GPU. On a GPU, index and KV: both on the device, the index alone (hybrid), or none (host)."
     )
-    selector: SelectorName = field(
-        default="csattn",
-        metadata=about("Of requests that name none. On a GPU csattn or full, and then all requests' own."),
+    selector: SelectorName = setting(
+        "csattn", "Of requests that name none. On a GPU csattn or full, and then all requests' own."
     )
-    slot_share: float = field(
-        default=0.15,
-        metadata=about(
-            "hybrid, host: share of a context's rows that have a slot on the device.", above=0.0, highest=1.0
-        ),
+    slot_share: float = setting(
+        0.15, "hybrid, host: share of a context's rows that have a slot on the device.", above=0.0, highest=1.0
     )
-    tail_capacity: int | None = field(
-        default=None,
-        metadata=about(
-            "Rows of a request's own, question and answer: an answer ends where there are none. Not set: on the CPU as "
-            "many as there are positions and memory for, on a GPU 2048.",
-            lowest=1,
-        ),
+    tail_capacity: int | None = setting(
+        None,
+        "Rows of a request's own, question and answer: an answer ends where there are none. Not set: on the CPU as "
+        "many as there are positions and memory for, on a GPU 2048.",
+        lowest=1,
     )
-    num_contexts: int = field(
-        default=4, metadata=about("On a GPU: loaded at the same time; others wait in the store.", lowest=1)
+    num_contexts: int = setting(4, "On a GPU: loaded at the same time; others wait in the store.", lowest=1)
+    max_context_len: int | None = setting(
+        None,
+        "On a GPU: rows of the longest context. Not set: as many as the model has positions, or as half of the "
+        "device's memory that is left has room for.",
+        lowest=1,
     )
-    max_context_len: int | None = field(
-        default=None,
-        metadata=about(
-            "On a GPU: rows of the longest context. Not set: as many as the model has positions, or as half of the "
-            "device's memory that is left has room for.",
-            lowest=1,
-        ),
+    kv_codec: str | None = setting(
+        None, "Keeps contexts' rows as q8_0, q4_0, fp8, float16, ..., or k=q8_0,v=q4_0. Not set: as built."
     )
-    kv_codec: str | None = field(
-        default=None,
-        metadata=about("Keeps contexts' rows as q8_0, q4_0, fp8, float16, ..., or k=q8_0,v=q4_0. Not set: as built."),
+    context_bytes: int | None = setting(
+        None,
+        "Of contexts that are loaded at the same time, KV as it is kept and index, in each attention worker; "
+        "others wait in the store. Not set: as far as there is memory.",
+        lowest=1,
     )
-    context_bytes: int | None = field(
-        default=None,
-        metadata=about(
-            "Of contexts that are loaded at the same time, KV as it is kept and index, in each attention worker; "
-            "others wait in the store. Not set: as far as there is memory.",
-            lowest=1,
-        ),
-    )
-    num_devices: int = field(
-        default=1, metadata=about("GPUs that share out the model's heads, each with its part of all.", lowest=1)
-    )
-    num_threads: int | None = field(
-        default=None, metadata=about("That search on the CPU. Not set: one for each CPU.", lowest=1)
-    )
-    num_search_workers: int = field(
-        default=0, metadata=about("Processes of their own that search on the CPU. 0: threads do.", lowest=0)
-    )
+    num_devices: int = setting(1, "GPUs that share out the model's heads, each with its part of all.", lowest=1)
+    num_threads: int | None = setting(None, "That search on the CPU. Not set: one for each CPU.", lowest=1)
+    num_search_workers: int = setting(0, "Processes of their own that search on the CPU. 0: threads do.", lowest=0)
 
     def __post_init__(self) -> None:
-        _check(self)
+        _Part.__post_init__(self)
         try:
             _ = self.kv_format
         except CodecError as error:
@@ -224,51 +192,35 @@ class EngineSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RaySettings:
+class RaySettings(_Part):
     """The service's processes on a Ray cluster; one process has no use for them."""
 
-    address: str | None = field(
-        default=None, metadata=about("Of the cluster, or auto. Not set: one on this machine, while the service runs.")
+    address: str | None = setting(
+        None, "Of the cluster, or auto. Not set: one on this machine, while the service runs."
     )
-    num_attention_workers: int = field(
-        default=1, metadata=about("Each with the model, and a device of its own where there are GPUs.", lowest=1)
+    num_attention_workers: int = setting(
+        1, "Each with the model, and a device of its own where there are GPUs.", lowest=1
     )
-    num_ingress_replicas: int = field(default=1, metadata=about("Processes that take HTTP requests.", lowest=1))
-
-    def __post_init__(self) -> None:
-        _check(self)
+    num_ingress_replicas: int = setting(1, "Processes that take HTTP requests.", lowest=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoreSettings:
+class StoreSettings(_Part):
     """Where artifacts are."""
 
-    path: Path = field(default=Path("store"), metadata=about("Directory that holds artifacts."))
-
-    def __post_init__(self) -> None:
-        _check(self)
+    path: Path = setting(Path("store"), "Directory that holds artifacts.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeptSettings:
+class KeptSettings(_Part):
     """What is kept of prompts and turns, for those that begin with them."""
 
-    memory_bytes: int = field(
-        default=1 << 30, metadata=about("Of host memory, for rows of turns; 0 keeps none.", lowest=0)
+    memory_bytes: int = setting(1 << 30, "Of host memory, for rows of turns; 0 keeps none.", lowest=0)
+    disk_bytes: int = setting(16 << 30, "Of the store's disk, for rows of turns; 0: memory alone has them.", lowest=0)
+    context_bytes: int = setting(64 << 30, "Of the store's disk, for contexts that prompts have brought.", lowest=0)
+    context_tokens: int = setting(
+        1024, "A prompt of which more is not kept becomes a context first; less goes into steps.", lowest=0
     )
-    disk_bytes: int = field(
-        default=16 << 30, metadata=about("Of the store's disk, for rows of turns; 0: memory alone has them.", lowest=0)
-    )
-    context_bytes: int = field(
-        default=64 << 30, metadata=about("Of the store's disk, for contexts that prompts have brought.", lowest=0)
-    )
-    context_tokens: int = field(
-        default=1024,
-        metadata=about("A prompt of which more is not kept becomes a context first; less goes into steps.", lowest=0),
-    )
-
-    def __post_init__(self) -> None:
-        _check(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,22 +256,14 @@ def suited_lookahead(placement: str, rows_on_disk: bool = False) -> int:
     return int(rows_on_disk or placement == "host")
 
 
-def _check(part: Any) -> None:
-    hints = get_type_hints(type(part))
+def keys_of(part: Any) -> dict[str, Key]:
+    """The settings of a part, by field."""
+    hints = get_type_hints(part)
+    keys = {}
     for item in fields(part):
-        value, bounds = getattr(part, item.name), item.metadata
-        if get_origin(hints[item.name]) is Literal and value not in get_args(hints[item.name]):
-            allowed = ", ".join(map(str, get_args(hints[item.name])))
-            raise ConfigError(f"{item.name} must be one of {allowed}, got {value!r}")
-        if value is None:
-            continue
-        # written so that NaN is outside of every bound
-        if bounds["lowest"] is not None and not value >= bounds["lowest"]:
-            raise ConfigError(f"{item.name} must be at least {bounds['lowest']}, got {value}")
-        if bounds["above"] is not None and not value > bounds["above"]:
-            raise ConfigError(f"{item.name} must be greater than {bounds['above']:g}, got {value}")
-        if bounds["highest"] is not None and not value <= bounds["highest"]:
-            raise ConfigError(f"{item.name} must be at most {bounds['highest']:g}, got {value}")
+        key = item.metadata.get("key") or Key(item.default, SEARCH_WORDS[item.name])
+        keys[item.name] = replace(key, hint=hints[item.name])
+    return keys
 
 
 def _is_loopback(host: str) -> bool:
@@ -327,3 +271,9 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+SECTIONS: dict[str, Any] = get_type_hints(Settings)
+KEYS = {f"{section}.{name}": key for section, part in SECTIONS.items() for name, key in keys_of(part).items()}
+# 0 or 1 where the settings are loaded, as suits engine.placement
+KEYS["search.lookahead"] = replace(KEYS["search.lookahead"], hint=int | None, default=None)

@@ -5,10 +5,9 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from workers.settings.convert import wanted
-from workers.settings.keys import KEYS, SECTIONS, Key
+from workers.settings.convert import SECRETS, wanted
 from workers.settings.load import Loaded
-from workers.settings.parts import Secret
+from workers.settings.parts import KEYS, SECTIONS, Key, Secret
 from workers.settings.sources import variable_of
 
 _HEAD = """\
@@ -39,7 +38,7 @@ def _explain(spec: Key) -> str:
     bounds = [f"at least {spec.lowest:g}"] if spec.lowest is not None else []
     bounds += [f"more than {spec.above:g}"] if spec.above is not None else []
     bounds += [f"at most {spec.highest:g}"] if spec.highest is not None else []
-    takes = "a list of keys" if spec.is_secret else wanted(spec.hint)
+    takes = "a list of keys" if spec.hint == SECRETS else wanted(spec.hint)
     return f"{spec.words} ({', '.join([takes, *bounds])})"
 
 

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from workers.streaming.places import Places
-from workers.streaming.sliding import SlidingRows
+from workers.streaming.sliding import StreamRows
 
 
-class HeavyRows:
+class HeavyRows(StreamRows):
     """One layer of one stream: in each KV head heavy_len rows of most attention, and the last window_len rows.
 
     Positions roll as in the published program's streaming form: they are places among the rows that the head keeps,
@@ -26,9 +26,8 @@ class HeavyRows:
         places: Places,  # heavy_len + window_len or more, and window_len - 1 + block_len
     ):
         num_kv_heads, _, head_dim = like.shape
-        self._heavy_len, self._window_len, self._block_len = heavy_len, window_len, block_len
-        self._places = places
-        self._window = SlidingRows(window_len, block_len, like, places)
+        super().__init__(window_len, block_len, like, places)
+        self._heavy_len = heavy_len
         shape = (num_kv_heads, self._window.k.shape[1])
         # Attention that each row has had. A float32 of a million would not notice a hundredth any more.
         self._window_worth = torch.zeros(shape, dtype=torch.float64, device=like.device)
@@ -37,12 +36,6 @@ class HeavyRows:
         self._heavy_k = like.new_empty(num_kv_heads, heavy_len, head_dim)
         self._heavy_v = like.new_empty(num_kv_heads, heavy_len, head_dim)
         self._num_heavy = 0
-        self._pending: tuple[Tensor, Tensor] | None = None
-        self._kv_len = 0
-
-    @property
-    def kv_len(self) -> int:
-        return self._kv_len
 
     @property
     def num_bytes(self) -> int:
@@ -50,19 +43,12 @@ class HeavyRows:
         heavy = (self._before_rope, self._heavy_k, self._heavy_v, self._heavy_worth, self._window_worth)
         return self._window.num_bytes + sum(tensor.nbytes for tensor in heavy)
 
-    def append(self, k: Tensor, v: Tensor) -> None:
-        """k, v: [num_kv_heads, num_tokens, head_dim], before RoPE; as many tokens as attend next."""
-        assert self._pending is None, "the last step's tokens have not attended"
-        self._pending = k, v
-
     def attend(self, q: Tensor, softmax_scale: float) -> Tensor:
         """q: [num_q_heads, num_tokens, head_dim], before RoPE -> out, same shape."""
-        assert self._pending is not None, "queries come after their tokens' keys"
-        k, v = self._pending
-        self._pending = None
+        k, v = self._take()
         outs, start = [], 0
         while start < q.shape[1]:
-            num_tokens = max(1, min(self._block_len, q.shape[1] - start, self._window_len - self._kv_len))
+            num_tokens = max(1, min(self._block_len, q.shape[1] - start, self._window_len - self.kv_len))
             block = slice(start, start + num_tokens)
             self._store(k[:, block], v[:, block])
             outs.append(self._attend_block(q[:, block], softmax_scale))
@@ -70,7 +56,7 @@ class HeavyRows:
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
     def _store(self, k: Tensor, v: Tensor) -> None:
-        if self._kv_len >= self._window_len:
+        if self.kv_len >= self._window_len:
             self._retire(self._window.end - self._window_len)
         num_new, moved = k.shape[1], self._window.store(k, v)
         end = self._window.end
@@ -78,7 +64,7 @@ class HeavyRows:
             old = end - num_new
             self._window_worth[:, :old] = self._window_worth[:, moved : moved + old].clone()
         self._window_worth[:, end - num_new : end] = 0.0
-        self._kv_len += num_new
+        self.kv_len += num_new
 
     def _retire(self, slot: int) -> None:
         """The row in that slot leaves the window: to the heavy rows, where there is room or a row worth no more."""
@@ -132,9 +118,9 @@ class HeavyRows:
     def check(self) -> None:
         """Raise AssertionError if a row is lost, or attention is counted where no row is."""
         num_rows = self._num_heavy + min(self._window.end, self._window_len)
-        assert num_rows == min(self._kv_len, self._heavy_len + self._window_len), f"{self!r} keeps {num_rows} rows"
+        assert num_rows == min(self.kv_len, self._heavy_len + self._window_len), f"{self!r} keeps {num_rows} rows"
         assert not self._heavy_worth[:, self._num_heavy :].any(), f"{self!r} counts attention where no row is"
 
     def __repr__(self) -> str:
         rows = f"{self._heavy_len} + {self._window_len} rows"
-        return f"<HeavyRows {self._kv_len} tokens, {rows}, {self.num_bytes} bytes>"
+        return f"<HeavyRows {self.kv_len} tokens, {rows}, {self.num_bytes} bytes>"

@@ -35,10 +35,15 @@ class StreamSession:
         """Raises ConfigError when the model has fewer positions than the rows need, or layers without positions."""
         geometry, spec = loaded.geometry, describe(loaded.model.config)
         kinds = {(x.rope, x.reach, x.sinks, x.logit_cap) for x in (layer.attention for layer in spec.layers)}
-        if kinds != {(0, None, False, None)} or spec.ropes[0].temper is not None:
+        if (
+            kinds != {(0, None, False, None)}
+            or spec.ropes[0].temper is not None
+            or len(spec.indexed_layers) < spec.num_layers
+        ):
             raise ConfigError(
                 f"{loaded.name} has layers whose rows cannot be given other places: without RoPE or with RoPE of their "
-                "own, with sinks or capped logits, or that do not see all rows; stream with another model"
+                "own, with sinks or capped logits, with a state or latents, or that do not see all rows; stream with "
+                "another model"
             )
         config.require_positions(geometry.max_positions)
         self.loaded = loaded

@@ -53,3 +53,29 @@ class SlidingRows:
             rows[:, slots] = rows[:, kept].clone()  # old and new slots may overlap
         self.k[:, slots] = self._places.rotate(self.before_rope[:, slots], slots)
         self.end = slots.stop
+
+
+class StreamRows:
+    """One layer of one stream, as `AttendingCache` has it: tokens bring their rows, then they attend."""
+
+    def __init__(
+        self,
+        window_len: int,
+        block_len: int,  # tokens that attend in one go
+        like: Tensor,  # [num_kv_heads, 0, head_dim]: dtype and device
+        places: Places,
+    ):
+        self._window_len, self._block_len, self._places = window_len, block_len, places
+        self._window = SlidingRows(window_len, block_len, like, places)
+        self._pending: tuple[Tensor, Tensor] | None = None
+        self.kv_len = 0
+
+    def append(self, k: Tensor, v: Tensor) -> None:
+        """k, v: [num_kv_heads, num_tokens, head_dim], before RoPE; as many tokens as attend next."""
+        assert self._pending is None, "the last step's tokens have not attended"
+        self._pending = k, v
+
+    def _take(self) -> tuple[Tensor, Tensor]:
+        assert self._pending is not None, "queries come after their tokens' keys"
+        pending, self._pending = self._pending, None
+        return pending

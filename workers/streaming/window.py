@@ -5,10 +5,10 @@ from torch import Tensor
 
 from csattn.attention import attend, merge_state
 from workers.streaming.places import Places
-from workers.streaming.sliding import SlidingRows
+from workers.streaming.sliding import StreamRows
 
 
-class WindowRows:
+class WindowRows(StreamRows):
     """One layer of one stream: its first sink_len rows and its last window_len.
 
     Positions are places among the rows kept. Within the window these are as far apart as the tokens are; only between
@@ -25,32 +25,18 @@ class WindowRows:
         places: Places,  # sink_len + window_len or more, and window_len - 1 + block_len
     ):
         num_kv_heads, _, head_dim = like.shape
-        self._sink_len, self._window_len, self._block_len = sink_len, window_len, block_len
-        self._places = places
+        super().__init__(window_len, block_len, like, places)
+        self._sink_len = sink_len
         self._sinks = like.new_empty(2, num_kv_heads, sink_len, head_dim)  # K, rotated: their places never change; V
-        self._window = SlidingRows(window_len, block_len, like, places)
-        self._pending: tuple[Tensor, Tensor] | None = None
-        self._kv_len = 0
-
-    @property
-    def kv_len(self) -> int:
-        return self._kv_len
 
     @property
     def num_bytes(self) -> int:
         """Of memory, whether rows lie there yet or not."""
         return self._sinks.nbytes + self._window.num_bytes
 
-    def append(self, k: Tensor, v: Tensor) -> None:
-        """k, v: [num_kv_heads, num_tokens, head_dim], before RoPE; as many tokens as attend next."""
-        assert self._pending is None, "the last step's tokens have not attended"
-        self._pending = k, v
-
     def attend(self, q: Tensor, softmax_scale: float) -> Tensor:
         """q: [num_q_heads, num_tokens, head_dim], before RoPE -> out, same shape."""
-        assert self._pending is not None, "queries come after their tokens' keys"
-        k, v = self._pending
-        self._pending = None
+        k, v = self._take()
         outs = []
         for start in range(0, q.shape[1], self._block_len):
             block = slice(start, start + self._block_len)
@@ -61,19 +47,19 @@ class WindowRows:
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
     def _store(self, k: Tensor, v: Tensor) -> None:
-        num_sinks = max(0, min(self._sink_len - self._kv_len, k.shape[1]))
+        num_sinks = max(0, min(self._sink_len - self.kv_len, k.shape[1]))
         if num_sinks:
-            sinks = slice(self._kv_len, self._kv_len + num_sinks)
+            sinks = slice(self.kv_len, self.kv_len + num_sinks)
             self._sinks[0, :, sinks] = self._places.rotate(k[:, :num_sinks], sinks)
             self._sinks[1, :, sinks] = v[:, :num_sinks]
         if num_sinks < k.shape[1]:
             self._window.store(k[:, num_sinks:], v[:, num_sinks:])
-        self._kv_len += k.shape[1]
+        self.kv_len += k.shape[1]
 
     def _attend_sinks(self, q: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
         """From the last tokens stored: out, like q [num_q_heads, num_tokens, head_dim], and lse."""
-        num_sinks, first_token = min(self._sink_len, self._kv_len), self._kv_len - q.shape[1]
-        tokens = torch.arange(first_token, self._kv_len, device=q.device)
+        num_sinks, first_token = min(self._sink_len, self.kv_len), self.kv_len - q.shape[1]
+        tokens = torch.arange(first_token, self.kv_len, device=q.device)
         rotated = self._places.rotate(q, tokens.clamp(max=self._sink_len + self._window_len - 1))
         k, v = self._sinks[:, :, :num_sinks]
         mask = None
@@ -97,13 +83,13 @@ class WindowRows:
 
     def check(self) -> None:
         """Raise AssertionError if the window has lost a row that the next token sees."""
-        kept = max(0, min(self._kv_len - self._sink_len, self._window_len - 1))
+        kept = max(0, min(self.kv_len - self._sink_len, self._window_len - 1))
         assert kept <= self._window.end <= self._window.k.shape[1], (
             f"{self!r} has {self._window.end} rows in its window"
         )
 
     def __repr__(self) -> str:
-        return f"<WindowRows {self._kv_len} tokens, {self._sink_len} + {self._window_len} rows, {self.num_bytes} bytes>"
+        return f"<WindowRows {self.kv_len} tokens, {self._sink_len} + {self._window_len} rows, {self.num_bytes} bytes>"
 
 
 def _attend_grouped(

@@ -25,6 +25,13 @@ class Codes:
         """
         raise NotImplementedError
 
+    def logits_with_own(self, q: Tensor, own_keys: Tensor, joined: Tensor) -> Tensor:
+        """The same, and of the tokens' own rows that have joined what is searched: [..., context_len + num_own].
+
+        own_keys: [num_kv_heads, num_own, head_dim]; joined: [num_tokens, num_own] bool.
+        """
+        raise NotImplementedError
+
     def group_scores(self, q: Tensor, top_k: int) -> Tensor | None:
         """By what a group's top_k rows are chosen [num_kv_heads, num_tokens, context_len]; None: shares by the logits.
 
@@ -52,6 +59,15 @@ class Reading:
     sink_len: int
     window_len: int
     rest: Literal["none", "codes", "moments"]
+    own_window: int | None = None  # of the tokens' own rows the last, which are not searched for; None: all of them
+
+    def near(self, context_len: int, num_own: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Which rows of the context and the tokens' own each token reads unasked, and which it sees: [n, num_rows]."""
+        rows, last = torch.arange(context_len + num_own, device=tokens.device), context_len + tokens[:, None]
+        own = rows >= (context_len if self.own_window is None else (last - self.own_window + 1).clamp_min(context_len))
+        resident = (rows < self.sink_len) | (rows >= context_len - self.window_len) & (rows < context_len)
+        seen = rows <= last
+        return (resident | own) & seen, seen
 
 
 OnChosen = Callable[[Tensor], None]  # gets the chosen rows [num_kv_heads, num_tokens, top_k] of some tokens, in turn
@@ -82,29 +98,37 @@ def _attend_tokens(
     on_chosen: OnChosen,
 ) -> Tensor:
     q, early = step.q[:, :, tokens], step.early[:, :, tokens]
-    scale = layer.softmax_scale
-    exact = scale * _flat(q) @ layer.k.mT
+    scale, context_len, num_own = layer.softmax_scale, layer.context_len, step.k.shape[1]
+    exact = scale * torch.cat([_flat(q) @ layer.k.mT, _flat(q) @ step.k.mT], dim=2)
     ahead = step.early is not step.q
-    coded = exact
-    if codes is not None and (reading.rest == "codes" or not ahead):
+    coded = None
+    if codes is not None and reading.own_window is None and (reading.rest == "codes" or not ahead):
         coded = scale * codes.logits(_flat(q))
-    is_exact = torch.zeros(len(q), q.shape[2], layer.context_len, dtype=torch.bool, device=q.device)
-    is_exact[..., : reading.sink_len] = True
-    is_exact[..., max(0, layer.context_len - reading.window_len) :] = True
+    near, seen = reading.near(context_len, num_own, torch.arange(step.q.shape[2], device=q.device)[tokens])
+    is_exact = near.expand(len(q), -1, -1)
     if reading.top_k > 0:
         group_scores = codes.group_scores(early, reading.top_k) if codes is not None else None
         if group_scores is None:
-            by = coded
-            if ahead:
-                by = scale * (_flat(early) @ layer.k.mT if codes is None else codes.logits(_flat(early)))
+            if reading.own_window is not None:
+                by = exact
+                if codes is not None:
+                    by = scale * codes.logits_with_own(_flat(early), step.k, (seen & ~near)[:, context_len:])
+            elif codes is None:
+                by = scale * _flat(early) @ layer.k.mT if ahead else exact[..., :context_len]
+            else:
+                by = scale * codes.logits(_flat(early)) if ahead or coded is None else coded
             total = codes.log_total(_flat(early)) if codes is not None else None
             group_scores = _group_share(by.unflatten(1, q.shape[1:3]), total)
-        num_chosen = min(reading.top_k, layer.context_len)
-        chosen = group_scores.masked_fill_(is_exact, -torch.inf).topk(num_chosen, dim=-1).indices
-        on_chosen(chosen)
-        is_exact.scatter_(2, chosen, True)
+        may_be_chosen = (seen & ~near)[:, : group_scores.shape[2]]
+        best = group_scores.masked_fill_(~may_be_chosen, -torch.inf).topk(min(reading.top_k, context_len), dim=-1)
+        on_chosen(best.indices)
+        is_chosen = torch.zeros_like(is_exact).scatter_(2, best.indices, best.values > -torch.inf)
+        is_exact = is_exact | is_chosen
     mask = is_exact.repeat(1, q.shape[1], 1)
-    logits = torch.where(mask, exact, coded if reading.rest == "codes" else -torch.inf)
+    logits = exact.masked_fill_(~mask, -torch.inf)
+    if reading.rest == "codes":
+        assert coded is not None
+        logits[..., :context_len] = torch.where(mask[..., :context_len], logits[..., :context_len], coded)
     return _sum_up(layer, step, tokens, logits, mask, codes, reading, moments)
 
 
@@ -112,27 +136,24 @@ def _sum_up(
     layer: ContextLayer,
     step: Step,
     tokens: slice,
-    logits: Tensor,  # [num_kv_heads, group_size * num_tokens, context_len], of exact rows and stand-ins
+    logits: Tensor,  # [num_kv_heads, group_size * num_tokens, num_rows], of exact rows and stand-ins
     is_exact: Tensor,  # likewise
     codes: Codes | None,
     reading: Reading,
     moments: "_Moments | None",
 ) -> Tensor:
-    """One softmax over the context, the rest's estimate and the tail."""
-    q = step.q[:, :, tokens]
-    positions = torch.arange(step.k.shape[1], device=q.device)
-    hidden = positions > positions[tokens, None]  # [num_tokens, tail_len]
-    tail = layer.softmax_scale * _flat(q) @ step.k.mT
-    tail = tail.masked_fill_(hidden.repeat(q.shape[1], 1), -torch.inf)
-    largest = torch.maximum(logits.amax(-1, keepdim=True), tail.amax(-1, keepdim=True))
-    weights, tail = logits.sub_(largest).exp_(), tail.sub_(largest).exp_()
-    total = weights.sum(-1, keepdim=True) + tail.sum(-1, keepdim=True)
-    out = tail @ step.v
+    """One softmax over the context, the rest's estimate and the tokens' own rows."""
+    q, context_len = step.q[:, :, tokens], layer.context_len
+    largest = logits.amax(-1, keepdim=True)
+    weights = logits.sub_(largest).exp_()
+    total = weights.sum(-1, keepdim=True)
+    out = weights[..., context_len:] @ step.v
     if reading.rest == "codes":
         assert codes is not None
-        out += codes.weighted_values(weights.masked_fill(is_exact, 0.0), _flat(q))
+        of_rest = weights.masked_fill(is_exact, 0.0)[..., :context_len]
+        out += codes.weighted_values(of_rest, _flat(q))
         weights = weights.masked_fill_(~is_exact, 0.0)
-    out += weights @ layer.v
+    out += weights[..., :context_len] @ layer.v
     if moments is not None:
         value, lse = moments.estimate(_flat(q))
         weight = (lse - largest[..., 0]).exp()[..., None]

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from csattn.artifact.layout import next_query_arrays, next_query_from_arrays
+from csattn.artifact.layout import next_query_arrays, take_next_query
 from csattn.models import LoadedModel
 from csattn.models.attending_cache import AttendingCache
 from csattn.models.attention_hook import attention_implementation
@@ -98,7 +98,7 @@ def read_context(loaded: LoadedModel, context: NDArray[np.int32], following: NDA
             following_layer = body.layers[capture.layer_idx + 1]
             sampled = sample_rows(rows, geometry.head_dim)
             early, own = (queries_before_rope(following_layer, h[:rows][sampled]) for h in (capture.hidden_in, leaving))
-            stored = next_query_from_arrays(next_query_arrays(fit_predictor(early, own)))
+            stored = take_next_query(next_query_arrays(fit_predictor(early, own)))
             assert stored is not None
             predictor = torch.from_numpy(stored).to(loaded.device)
     log_probs = model.lm_head(body.norm(leaving[-num_tokens:])).float().log_softmax(-1)

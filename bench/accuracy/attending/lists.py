@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,34 +15,60 @@ _INDEX_BYTES, _SCORE_BYTES = 4, 2
 
 
 class ListCodes(Codes):
-    """Every key's float16 score for every centroid, -inf where the centroid's list does not have it."""
+    """Every key's float16 score for every centroid whose list has it. A list is cut when it is asked for."""
 
-    def __init__(self, layer: ContextLayer):
-        context_len = layer.context_len
-        config = ListConfig(kmeans="torch")
-        with ThreadPoolExecutor(1) as threads:
-            self._codebooks = make_codebooks(layer.q.flatten(1, 2), config, threads)
-        keys = (layer.k - layer.k.mean(1, keepdim=True)).unflatten(2, (config.num_subspaces, -1)).permute(0, 2, 3, 1)
-        list_len = config.list_entries(context_len)
-        self._scores = torch.empty(*self._codebooks.shape[:3], context_len, dtype=torch.float16, device=keys.device)
-        for subspace in range(config.num_subspaces):
-            scores = (self._codebooks[:, subspace] @ keys[:, subspace]).half()
-            least = scores.topk(list_len, dim=2).values[..., -1:]
-            self._scores[:, subspace] = scores.masked_fill_(scores < least, -torch.inf)
-        entries = config.num_subspaces * config.num_centroids * list_len
-        self.bytes_per_key = entries * (_INDEX_BYTES + _SCORE_BYTES) / context_len
+    def __init__(self, layer: ContextLayer, config: ListConfig, codebooks: Tensor | None = None):
+        """codebooks: as `make_layer_codebooks` gives them."""
+        self._config = config
+        self._codebooks = make_layer_codebooks(layer, config) if codebooks is None else codebooks
+        self._mean = layer.k.mean(1, keepdim=True) if config.center_keys else torch.zeros_like(layer.k[:, :1])
+        self._keys = layer.k - self._mean
+        entries = config.num_subspaces * config.num_centroids * config.list_len
+        self.bytes_per_key = entries * (_INDEX_BYTES + _SCORE_BYTES)
         self.fixed_bytes = self._codebooks.nbytes
 
     def logits(self, q: Tensor) -> Tensor:
         """Sums of the chosen lists' weighted scores; -inf for keys that are in none of them."""
-        parts = q.unflatten(2, (self._codebooks.shape[1], -1)).transpose(1, 2)  # [num_heads, num_subspaces, n, width]
-        nearest, weights = (parts @ self._codebooks.mT).argmax(-1), parts.norm(dim=-1)
-        sums = torch.zeros(*q.shape[:2], self._scores.shape[3], device=q.device)
+        return self._sums(q, self._keys, None)
+
+    def logits_with_own(self, q: Tensor, own_keys: Tensor, joined: Tensor) -> Tensor:
+        """Rows that join a list take the places of those that score less."""
+        num_tokens = q.shape[1] // len(joined)
+        is_there = torch.nn.functional.pad(joined, (self._keys.shape[1], 0), value=True).repeat(num_tokens, 1)
+        return self._sums(q, torch.cat([self._keys, own_keys - self._mean], dim=1), is_there)
+
+    def _sums(self, q: Tensor, keys: Tensor, is_there: Tensor | None) -> Tensor:
+        """is_there: rows that the lists know of when a query comes [n, num_keys]; None: all."""
+        num_subspaces = self._config.num_subspaces
+        list_len = self._config.list_entries(self._keys.shape[1])
+        sums = torch.zeros(*q.shape[:2], keys.shape[1], device=q.device)
         is_listed = torch.zeros(sums.shape, dtype=torch.bool, device=q.device)
+        q_parts, key_parts = (x.unflatten(2, (num_subspaces, -1)).transpose(1, 2) for x in (q, keys))
         for head in range(len(q)):
-            for subspace in range(parts.shape[1]):
-                scores = self._scores[head, subspace, nearest[head, subspace]].float()
-                in_list = scores > -torch.inf
-                is_listed[head] |= in_list
-                sums[head] += weights[head, subspace, :, None] * scores.masked_fill_(~in_list, 0.0)
+            for codebook, queries, rows in zip(self._codebooks[head], q_parts[head], key_parts[head], strict=True):
+                lists = (queries @ codebook.mT).argmax(-1)
+                of_query = slice(None)
+                if is_there is None:  # queries of one centroid have the same list
+                    lists, of_query = lists.unique(return_inverse=True)
+                scores = (codebook[lists] @ rows.mT).half().float()
+                if is_there is not None:
+                    scores = scores.masked_fill_(~is_there, -torch.inf)
+                in_list = scores >= _nth_largest(scores, list_len)
+                weights = queries.norm(dim=-1, keepdim=True) if self._config.weigh_by_norm else 1.0
+                sums[head] += weights * scores.masked_fill_(~in_list, 0.0)[of_query]
+                is_listed[head] |= in_list[of_query]
         return sums.masked_fill_(~is_listed, -torch.inf)
+
+
+def make_layer_codebooks(layer: ContextLayer, config: ListConfig) -> Tensor:
+    """Of the context's own queries: [num_kv_heads, num_subspaces, num_centroids, subspace_dim]."""
+    with ThreadPoolExecutor(1) as threads:
+        return make_codebooks(layer.q.flatten(1, 2), config, threads)
+
+
+def _nth_largest(scores: Tensor, n: int) -> Tensor:
+    """Of each row: [num_rows, 1]."""
+    if scores.is_cuda:
+        return scores.topk(n, dim=1, sorted=False).values.amin(1, keepdim=True)
+    place = scores.shape[1] - n  # numpy's selection is several times as fast as torch's
+    return torch.from_numpy(np.partition(scores.numpy(), place, axis=1)[:, place : place + 1])

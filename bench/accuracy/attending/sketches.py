@@ -38,9 +38,7 @@ def build_sketch(layer: ContextLayer, config: SketchConfig) -> SketchIndex:
     with ThreadPoolExecutor() as threads:
         arrays = sketch_arrays(layer.q.flatten(0, 1), kv, config, threads.map, starts)
     host = {name: array.cpu().numpy() for name, array in arrays.items()}
-    return SketchIndex(
-        **host, num_fine=num_fine, segment_starts=np.array(starts, np.int32), context_len=layer.context_len
-    )
+    return SketchIndex(**host, num_fine=num_fine, context_len=layer.context_len)
 
 
 class SketchCodes(Codes):

@@ -212,8 +212,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_rest(
     const int* kv_indices,    // [batch_size, num_heads, max_top_k]: the chosen keys, ascending
     const int* valid_len,     // [batch_size, num_heads]
     long long max_top_k,
-    float* posted,            // [slots, num_parts, GROUP_SIZE, PART], of which the last REST_PARTS are written
-    long long num_parts
+    float* posted,            // [slots, shares, num_parts, unit_heads, PART], of which the last REST_PARTS are written
+    long long num_parts,
+    long long unit_heads      // of the GROUP_SIZE, in each share
 ) {
     extern __shared__ uint4 memory[];  // of `Segment`, then [WARPS][FINE_GROUPS][32], then floats [WARPS][GROUP_SIZE][SUMS]
     __shared__ float exponents[GROUP_SIZE], weights[GROUP_SIZE], left[GROUP_SIZE][SUMS], codes[GROUP_SIZE][COORDS];
@@ -271,7 +272,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_rest(
         values.add(out, weights);
         __syncthreads();
     }
-    float* mine = posted + (slot * num_parts + num_parts - REST_PARTS + blockIdx.x) * (GROUP_SIZE * PART);
     for (int i = threadIdx.x; i < GROUP_SIZE * (PART / 4); i += THREADS) {
         const int g = i / (PART / 4), d = i % (PART / 4) * 4;
         float4 four = make_float4(__uint_as_float(0xff800000u), 0, 0, 0);  // of no rows
@@ -280,6 +280,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_rest(
         else if (weights[g] > 0) {
             four = make_float4(exponents[g] + means[slot * max_segments * GROUP_SIZE + g], weights[g], 0, 0);
         }
-        post(mine + g * PART + d, four);
+        const long long unit = slot * (GROUP_SIZE / unit_heads) + g / unit_heads;
+        const long long at = unit * num_parts + num_parts - REST_PARTS + blockIdx.x;
+        post(posted + (at * unit_heads + g % unit_heads) * PART + d, four);
     }
 }

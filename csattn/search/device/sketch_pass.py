@@ -138,19 +138,20 @@ class SketchPass:
         layer_idx: int,
         context_ids: Tensor,
         chosen: DeviceSelection,  # ids of keys
-        posted: Tensor,  # [slots, num_parts, group_size, head_dim + 4]: see `DeviceAttention`
+        posted: Tensor,  # [num_units, num_parts, heads, head_dim + 4]: see `DeviceAttention`
         rest_parts: int,  # the last of them are written
     ) -> None:
         """Enqueue attention to the rows that may be chosen and are not, after `run` with the same rows."""
         shape = self.shape
         assert self._sums_rest, "this pass sums up nothing of the rest"
-        assert posted.shape[2:] == (shape.group_size, shape.head_dim + 4), f"parts have shape {tuple(posted.shape)}"
+        _, num_parts, heads, width = posted.shape
+        assert shape.group_size % heads == 0 and width == shape.head_dim + 4, f"parts have shape {tuple(posted.shape)}"
         self._rest(rest_parts).launch(
             (rest_parts, shape.num_index_heads, self.batch_size),
             REST_THREADS,
             *(indexes.tables[layer_idx], indexes.context_lens, context_ids, *self._queries),
             *(self._exponents, self._sums, self.max_tiles),
-            *(chosen.kv_indices, chosen.valid_len, chosen.kv_indices.shape[2], posted, posted.shape[1]),
+            *(chosen.kv_indices, chosen.valid_len, chosen.kv_indices.shape[2], posted, num_parts, heads),
         )
 
     @property

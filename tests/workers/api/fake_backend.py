@@ -18,7 +18,6 @@ from workers.serving.messages import (
     Finish,
     Health,
     Held,
-    NewContext,
     OverloadedError,
     Piece,
     Standing,
@@ -26,7 +25,6 @@ from workers.serving.messages import (
     Tokens,
     TokenScore,
     UnknownContextError,
-    WorkerInfo,
 )
 
 CONTEXT_TOKENS = 1000
@@ -113,13 +111,13 @@ class FakeBackend:
     async def contexts(self) -> list[ContextInfo]:
         return list(self.infos.values())
 
-    async def register(self, new: NewContext) -> ContextInfo:
-        if self.texts.get(new.name, new.text) != new.text:
-            raise ContextExistsError(f"another text has the name {new.name!r} already", "name")
-        self.texts[new.name] = new.text
-        if new.name not in self.infos:
-            self.add(new.name, state="building", progress=0.0, num_tokens=None, artifact_id=None, what="prefill")
-        return self.infos[new.name]
+    async def register(self, name: str, text: str) -> ContextInfo:
+        if self.texts.get(name, text) != text:
+            raise ContextExistsError(f"another text has the name {name!r} already", "name")
+        self.texts[name] = text
+        if name not in self.infos:
+            self.add(name, state="building", progress=0.0, num_tokens=None, artifact_id=None, what="prefill")
+        return self.infos[name]
 
     async def delete(self, name: str) -> None:
         del self.infos[name]
@@ -128,8 +126,8 @@ class FakeBackend:
     def standing(self) -> Standing:
         return Standing(since=1.7e9, num_running=len(self.running), num_slots=self.num_slots, held=self.held)
 
-    async def workers(self) -> list[WorkerInfo]:
-        return [WorkerInfo("this process", self.standing())]
+    async def workers(self) -> dict[str, Standing | None]:
+        return {"this process": self.standing()}
 
     async def health(self) -> Health:
         return self.health_now

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from workers.api.asking import Asked, read_chat, read_completion, read_new_context
 from workers.api.errors import error_body
-from workers.api.names import checked_context_name, context_of, short_model_name
+from workers.api.names import context_of, short_model_name
 from workers.serving.messages import Ask, BadRequestError, ServingError, Tool, ToolCall, Turn, UnknownContextError
 from workers.settings import LimitSettings
 
@@ -277,12 +277,6 @@ def test_models_that_cannot_be(asked: str) -> None:
     assert context_of(f"{MODEL}@a.b-C_9", MODEL) == "a.b-C_9"
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a b", "a@b", "é", "-a", "a" * 65, "a\n", "a%2f", "\x00"])
-def test_names_that_contexts_cannot_have(name: str) -> None:
-    with pytest.raises(BadRequestError, match="wanted 1 to 64 letters"):
-        checked_context_name(name)
-
-
 @pytest.mark.parametrize(
     ("name", "short"),
     [
@@ -302,7 +296,6 @@ def test_short_names_of_models(name: str | None, short: str) -> None:
         ([], "the body is a list, wanted an object"),
         ({"text": "x"}, "name is missing"),
         ({"name": "a"}, "text is missing"),
-        ({"name": "a", "text": " \n"}, "text is empty"),
         ({"name": "a", "text": "\udfff"}, "half a surrogate pair"),
         ({"name": "a", "text": "x", "path": "/etc/passwd"}, "path is not a field"),
     ],

@@ -11,7 +11,7 @@ from tests.workers.api.running import KEY, serving
 from workers.api.app import PAGE_FILES, STATIC
 from workers.api.measures import Measures
 from workers.api.status import HISTOGRAMS, NUMBERS, OF_CONTEXTS, status_object
-from workers.serving.messages import ContextInfo, Health, Held, Standing, WorkerInfo
+from workers.serving.messages import ContextInfo, Health, Held, Standing
 from workers.serving.metrics import Metrics
 from workers.serving.step_engine import Fidelity
 
@@ -28,10 +28,8 @@ def test_all_that_the_page_draws_is_measured() -> None:
         ContextInfo(name="novel", state="ready", artifact_id="ab"),
         ContextInfo(name="new", state="building", progress=0.5),
     ]
-    workers = [
-        WorkerInfo("lost", None),
-        WorkerInfo("here", Standing(since=1.0, num_running=2, num_slots=4, held=(Held("ab", ("novel",), 7, 1),))),
-    ]
+    here = Standing(since=1.0, num_running=2, num_slots=4, held=(Held("ab", ("novel",), 7, 1),))
+    workers = {"lost": None, "here": here}
     status = status_object("m", Health(True), contexts, [*http.registry.collect(), *decoding.collect()], workers)
     assert set(status["numbers"]) == set(NUMBERS) and set(status["histograms"]) == set(HISTOGRAMS)
     assert status["numbers"]["running"] == 3
@@ -41,15 +39,15 @@ def test_all_that_the_page_draws_is_measured() -> None:
     novel, new = status["contexts"]
     assert novel["fidelity"] == {"recall": {"sum": 1.5, "count": 2}, "mass": {"sum": 1.0, "count": 2}}
     assert novel["held_by"] == ["here"] and new["held_by"] == []
-    lost, here = status["workers"]
+    lost, told = status["workers"]
     assert (lost["since"], lost["running"]) == (None, 0)
-    assert (here["since"], here["running"], here["contexts"], here["held_bytes"]) == (1.0, 2, 1, 7)
+    assert (told["since"], told["running"], told["contexts"], told["held_bytes"]) == (1.0, 2, 1, 7)
     assert new["fidelity"] == {} and new["progress"] == 0.5 and set(OF_CONTEXTS) == set(novel["fidelity"])
     json.dumps(status, allow_nan=False)
 
 
 def test_without_the_decoding_sides_measures_the_page_still_has_a_state() -> None:
-    status = status_object("m", Health(False, "starting"), [], [], [])
+    status = status_object("m", Health(False, "starting"), [], [], {})
     assert (status["ready"], status["why"], status["numbers"], status["histograms"]) == (False, "starting", {}, {})
 
 

@@ -100,7 +100,9 @@ def run_together(engine: CpuEngine, talks: list[Talk], rng: np.random.Generator)
         order = np.argsort(rng.random(len(batch)))
         places = {slot: iter([token for s, token in batch if s == slot]) for slot in running}
         rows = [StepRow(batch[i][0], next(places[batch[i][0]])) for i in order]
-        watch = (int(rng.integers(len(rows))), int(rng.integers(engine.num_layers))) if rng.random() < 0.3 else None
+        watch = None
+        if engine.num_layers and rng.random() < 0.3:
+            watch = int(rng.integers(len(rows))), int(rng.integers(engine.num_layers))
         result = engine.step(rows, want_logits=True, watch=watch)
         assert (result.fidelity is None) == (watch is None)
         for slot in {row.slot for row in rows}:

@@ -226,7 +226,7 @@ def test_memory_is_planned_for_rows_as_they_are_kept(artifacts, codec, row_bytes
     plans = {}
     for placement, selector in (("device", "csattn"), ("hybrid", "csattn"), ("hybrid", "full"), ("device", "full")):
         with make_engine(placement, selector=selector, kv_format=form) as ready:
-            shape = ready._shape_for(preset("default"), 400)
+            shape = ready._sizing.shape(preset("default"), 400)
             plan = plan_memory(0, preset("default"), shape, placement, 60, artifacts[0])
             more = plan_context(shape, artifacts[0], placement)
             plans[placement, selector] = {part.name: part.device_bytes + part.pinned_bytes for part in plan.parts}

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from csattn.batch import StepRows
-from csattn.models.spec import AttentionSpec
+from csattn.models.latent import LatentQueries, attend_latents, choose_rows
+from csattn.models.spec import AttentionSpec, LatentSpec
 from csattn.reach import Reach
 from workers.model.ops import DeltaState
 
@@ -31,6 +32,8 @@ class FullAttention:
         sinks: Sequence[Tensor | None] | None = None,  # [num_q_heads] each
     ) -> None:
         self.states: list[DeltaState | None] = [None] * len(contexts)
+        self.latents: list[LatentSpec | None] = [None] * len(contexts)
+        self._chosen: dict[int, Tensor] = {}  # of the step's rows, by the last layer that has an indexer
         self._kinds, self._sinks = kinds or len(contexts) * [AttentionSpec()], sinks or len(contexts) * [None]
         self._contexts, self._softmax_scale = list(contexts), softmax_scale
         _, num_kv_heads, max_context_len, _, head_dim = contexts[0].shape
@@ -84,6 +87,21 @@ class FullAttention:
         attended = torch.einsum("bhgcn,chnd->bhgd", on_context, context[..., 1, :])
         attended = attended + torch.einsum("bhgn,bhnd->bhgd", on_tail, tail_v)
         out.copy_(attended.reshape(out.shape))
+
+    def attend_latents(self, layer_idx: int, asked: LatentQueries, rows: StepRows, out: Tensor) -> None:
+        spec = self.latents[layer_idx]
+        assert spec is not None
+        for row in (rows.tail_lens > 0).nonzero()[:, 0].tolist():
+            context_id, num_own = int(rows.context_ids[row]), int(rows.tail_lens[row])
+            context = self._contexts[layer_idx][context_id, 0, self._in_context[context_id]]
+            own = self.tails[layer_idx][int(rows.tail_ids[row]), 0, :num_own]
+            seen, one = torch.cat([context, own]).flatten(1).float(), slice(row, row + 1)
+            if spec.indexer is not None:
+                parts = (None if part is None else part[one] for part in (asked.q, asked.index_q, asked.index_weights))
+                lens = torch.tensor([len(seen)], dtype=torch.int32, device=seen.device)
+                self._chosen[row] = choose_rows(LatentQueries(*parts), seen, lens, spec)
+            chosen = None if spec.top_k is None else self._chosen[row]
+            out[one] = attend_latents(asked.q[one], seen, chosen, spec, self._softmax_scale)
 
     def end_step(self, rows: StepRows) -> None:
         pass

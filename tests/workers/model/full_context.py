@@ -4,10 +4,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
-from csattn.models.families import describe
+from csattn.models.families import describe, layer_type
+from csattn.models.spec import ModelSpec
 from tests.tiny import token_ids
 from tests.workers.model.full_attention import FullAttention
 from workers.model import ModelRunner, take_weights
@@ -19,15 +21,36 @@ CONTEXT_LENS = (37, 50)
 @torch.no_grad()
 def context_kv(model: Any, ids: Tensor) -> list[Tensor]:
     """Per layer [num_kv_heads, len(ids), 2, head_dim]; of layers that keep a state zeros."""
-    layers = cache_of(model, ids)
+    layers, spec = cache_of(model, ids), describe(model.config)
+    if spec.layers[0].latent is not None:
+        return [_latent_rows(layer, spec) for layer in layers]
     pairs = [None if isinstance(x, LinearAttentionLayer) else torch.stack([x.keys[0], x.values[0]], 2) for x in layers]
     zeros = torch.zeros_like(next(pair for pair in pairs if pair is not None))
     return [zeros if pair is None else pair for pair in pairs]
 
 
+def _latent_rows(layer: Any, spec: ModelSpec) -> Tensor:
+    """As csattn keeps them: pairs of dimensions that turn together lie side by side, where the model has them so."""
+    index_keys, latent = getattr(layer, "indexer_keys", None), spec.layers[0].latent
+    assert latent is not None
+    turned = _beside(layer.values[0, 0]) if spec.ropes[0].interleaved else layer.values[0, 0]
+    parts = [layer.keys[0, 0], turned]
+    if index_keys is not None and latent.indexer is not None:
+        of_pairs, others = index_keys[0].split([latent.rope_dim, latent.indexer.head_dim - latent.rope_dim], dim=-1)
+        parts += [_beside(of_pairs) if latent.indexer.interleaved else of_pairs, others]
+    rows = torch.cat(parts, dim=-1)
+    return functional.pad(rows, (0, 2 * spec.head_dim - rows.shape[1])).view(1, len(rows), 2, -1)
+
+
+def _beside(x: Tensor) -> Tensor:
+    """i and i + half side by side."""
+    return torch.stack(x.chunk(2, dim=-1), dim=-1).flatten(-2)
+
+
 def cache_of(model: Any, ids: Tensor) -> list[Any]:
     """Of each layer, with all of its rows."""
-    if "linear_attention" not in (getattr(model.config, "layer_types", None) or ()):
+    types = {layer_type(model.config, layer_idx) for layer_idx in range(model.config.num_hidden_layers)}
+    if not {"linear_attention", "indexed_attention"} & types:
         return list(model(ids[None], past_key_values=DynamicCache()).past_key_values.layers)
     return list(model(ids[None], use_cache=True).past_key_values.layers)
 
@@ -52,6 +75,7 @@ def full_attention(model: Any, num_tails: int = 4, tail_capacity: int = 60, begu
     sinks = [getattr(getattr(layer, "self_attn", None), "sinks", None) for layer in model.model.layers]
     kinds = [layer.attention for layer in spec.layers]
     attention = FullAttention(layers, CONTEXT_LENS, num_tails, tail_capacity, spec.softmax_scale, kinds, sinks)
+    attention.latents = [layer.latent for layer in spec.layers]
     for layer_idx, layer in enumerate(spec.layers):
         if layer.delta is not None:
             attention.states[layer_idx] = _begun(model, layer_idx, num_tails, begun)

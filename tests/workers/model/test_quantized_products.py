@@ -97,16 +97,15 @@ SIZES = [
     + [(*size, DTYPES[1]) for size in (SIZES if DEVICE.type == "cuda" else SIZES[:3])],
 )
 def test_linear(batch_size, num_in, num_out, dtype, kind) -> None:
+    """In 16 bits the kernel is nearer to the definition in float32 than the definition in 16, which rounds weights."""
     linear = make_linear(num_out, num_in, kind, bias=batch_size == 3)
     stream = prepared(batch_size, num_in, dtype)
     x = normed(stream) if batch_size % 2 else Normed(stream.scaled)
     got = torch.full((batch_size, num_out), NAN, device=DEVICE)
     want = got.clone()
     TritonOps(DEVICE).linear(x, [linear], got)
-    TorchOps().linear(x, [linear], want)
-    torch.testing.assert_close(
-        got, want, **(tolerance(dtype) if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.01})
-    )
+    TorchOps().linear(replace(x, x=x.x.float()), [linear], want)
+    torch.testing.assert_close(got, want, **tolerance(torch.float32))
 
 
 @pytest.mark.parametrize("kind", KINDS)

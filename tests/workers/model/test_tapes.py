@@ -7,11 +7,13 @@ import torch
 from csattn.batch import StepRows, make_step_rows
 from csattn.cpu.team import Team
 from csattn.errors import ModelError
-from csattn.models.weights import weights_of
+from csattn.models.latent import LatentQueries
+from csattn.models.weights import Linear, weights_of
 from tests.tiny import ALL_FAMILIES, loaded, make_model
 from workers.model.cpu.cpu_model import CpuModel
+from workers.model.cpu.tape_ops import TapeOps
 from workers.model.layers import StepLayers
-from workers.model.ops import DeltaState
+from workers.model.ops import DeltaState, Normed
 from workers.model.torch_ops import TorchOps
 
 TOKENS, POSITIONS, TAIL_IDS, TAIL_LENS = [3, 250, 0, 3, 17], [90, 17, 0, 91, 40], [2, 0, 1, 2, 3], [3, 1, 1, 4, 5]
@@ -42,6 +44,10 @@ class Recorded:
     def attend(self, layer_idx: int, q: torch.Tensor, rows: StepRows, out: torch.Tensor) -> None:
         self.q.append(q.clone())
         out.copy_(attended(q))
+
+    def attend_latents(self, layer_idx: int, asked: LatentQueries, rows: StepRows, out: torch.Tensor) -> None:
+        self.q += [part.clone() for part in (asked.q, asked.index_q, asked.index_weights) if part is not None]
+        out.copy_(attended(asked.q)[..., : out.shape[-1]])
 
     def end_step(self, rows: StepRows) -> None:
         pass
@@ -76,6 +82,16 @@ def run_tapes(
     with Team(num_threads) as team:
         team.run(model.begin[ahead])
         for layer_idx, after in enumerate(model.after[ahead]):
+            if (room := model.latents[layer_idx]) is not None:
+                asked = room.queries
+                q += [
+                    part[:num_rows].numpy().copy()
+                    for part in (asked.q, asked.index_q, asked.index_weights)
+                    if part is not None
+                ]
+                room.attended[:num_rows] = attended(asked.q[:num_rows])[..., : room.attended.shape[-1]]
+                team.run(after)
+                continue
             q.append(model.q[:num_rows].copy())
             if ahead and model.shape.is_predicted(layer_idx):
                 number = model.numbers[layer_idx]
@@ -121,7 +137,7 @@ def test_tapes_compute_what_the_definition_computes(family: str, ahead: bool) ->
         if got_state is not None and state is not None:
             torch.testing.assert_close(got_state.conv, state.conv, rtol=close, atol=close)
             torch.testing.assert_close(got_state.memory, state.memory, rtol=close, atol=close)
-    assert len(predicted) == ahead * (len(model.shape.indexed_layers) - 1)
+    assert len(predicted) == ahead * len(model.shape.indexed_layers[1:])
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
@@ -135,8 +151,8 @@ def test_a_row_has_the_bits_it_has_alone(family: str) -> None:
     for num_threads, rows in ((1, [4, 0]), (2, [1, 2, 3]), (3, [0, 1, 2, 4] if keeps_states else [0, 1, 2, 3, 4])):
         q, predicted, logits = run_tapes(model, rows, True, num_threads)
         for at, row in enumerate(rows):
-            for layer_idx in [i for i, state in enumerate(model.states) if state is None]:
-                np.testing.assert_array_equal(q[layer_idx][at], alone[row][0][layer_idx][0])
+            for number in [i for i in range(len(q)) if not keeps_states or model.states[i] is None]:
+                np.testing.assert_array_equal(q[number][at], alone[row][0][number][0])
             for layer_idx, early in enumerate(predicted):
                 np.testing.assert_array_equal(early[at], alone[row][1][layer_idx][0])
             np.testing.assert_array_equal(logits[at], alone[row][2][0])
@@ -149,6 +165,19 @@ def test_stages_wait_for_those_they_must_not_overtake_and_no_others() -> None:
     # out, prepare, gates, down, prepare, then q, k, v, then the rotation; ahead also the early q, and the prediction
     assert waits[False] == [0, 1, 1, 1, 1, 1, 0, 0, 1]
     assert waits[True] == [0, 1, 1, 1, 1, 1, 0, 0, 0, 1, 0]
+
+
+def test_weights_of_another_dtype_than_the_models_are_read_as_they_are() -> None:
+    """An indexer's weighing of its heads is float32 in models of bfloat16."""
+    x, weight, out = torch.randn(3, 70), torch.randn(21, 70), torch.full((3, 21), torch.nan)
+    ops = TapeOps("bfloat16", np.array([3]))
+    ops.linear(Normed(x), [Linear(weight[:4].bfloat16()), Linear(weight[4:])], out)
+    tape = ops.cut()
+    tape.set_rows(3)
+    with Team(2) as team:
+        team.run(tape.tape)
+    want = torch.cat([x @ weight[:4].bfloat16().float().T, x @ weight[4:].T], dim=1)
+    torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
 
 
 def test_weights_that_tapes_cannot_read_are_refused() -> None:

@@ -6,7 +6,6 @@ import os
 import tempfile
 from pathlib import Path
 
-from workers.searchers.process import ChildProcess
 from workers.searchers.worker import SearchWorker, WorkerSpec
 
 FORKS = multiprocessing.get_context("forkserver")
@@ -34,12 +33,11 @@ class Children:
     """Launches processes and remembers them, the latest of each place."""
 
     def __init__(self) -> None:
-        self.kind: type[ForkedProcess] | type[ChildProcess] = ForkedProcess
-        self.started: list[ForkedProcess | ChildProcess] = []
-        self.latest: dict[int, ForkedProcess | ChildProcess] = {}
+        self.started: list[ForkedProcess] = []
+        self.latest: dict[int, ForkedProcess] = {}
 
-    def __call__(self, spec: WorkerSpec) -> ForkedProcess | ChildProcess:
-        child = self.latest[spec.number] = self.kind(spec)
+    def __call__(self, spec: WorkerSpec) -> ForkedProcess:
+        child = self.latest[spec.number] = ForkedProcess(spec)
         self.started.append(child)
         return child
 

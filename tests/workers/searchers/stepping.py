@@ -99,6 +99,7 @@ class Device:
 
     def _records(self) -> NDArray[np.void]:
         records = np.zeros((self.num_layers, len(self.contexts)), STEP_SEARCH)
+        records["num_rows"] = 1
         base = self.memory.array.ctypes.data
         places = {"q_at": self.q, "kv_at": self.kv, "len_at": self.lens}
         places |= {"query_flag_at": self.arrived, "choice_flag_at": self.chosen}

@@ -14,8 +14,8 @@ from tests.workers.searchers.children import Children
 from tests.workers.searchers.searching import Threads, make_artifact, wait_until
 from tests.workers.searchers.stepping import Device, later
 from workers.searchers import step_run, worker_searcher
-from workers.searchers.share_searcher import ShareSearcher
 from workers.searchers.step_searches import StepSearches
+from workers.searchers.worker import SearchWorker
 from workers.searchers.worker_searcher import WorkerSearcher
 
 
@@ -171,7 +171,7 @@ def test_what_not_even_this_process_can_search_is_an_error(
     device = Device(artifacts, [0], 90)
     with WorkerSearcher(2, launch=Threads()) as searcher:
         load(searcher, device)
-        monkeypatch.setattr(ShareSearcher, "search_step", fail)
+        monkeypatch.setattr(SearchWorker, "_obey", fail)
         device.take_step(searcher.run_step, 1)  # the workers fail, and this process searches
         assert "the disk is gone" in searcher.health().fault
         monkeypatch.setattr(step_run.StepSearches, "run", fail)

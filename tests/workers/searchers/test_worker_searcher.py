@@ -82,7 +82,7 @@ def test_rooms_grow_for_steps_that_need_more(store: Path) -> None:
             sizes.append(searcher._channels()[0].mail.num_bytes)
         assert sizes == sorted(sizes) and sizes[0] < sizes[1] < sizes[3] == sizes[5]
         assert searcher.health().num_searched_here == 0
-        assert launch.started[0].worker.ping().num_answers == 7
+        assert launch.started[0].worker._num_answers == 7
 
 
 def test_no_kernel_is_compiled_again_for_mapped_arrays(store: Path) -> None:
@@ -127,7 +127,7 @@ def test_contexts_come_and_go(store: Path) -> None:
             searcher.start(0, [make_step(long, 2, 20)])
         searcher.load(1, short)
         search_layer(searcher, [make_step(short, 2, 20, context_id=1)], {1: short}, 2)
-        assert {started.worker.ping().context_ids for started in launch.started} == {(1,)}
+        assert {started.worker._searches.context_ids for started in launch.started} == {(1,)}
         assert searcher.health().num_searched_here == 0
 
 

@@ -84,7 +84,7 @@ def test_a_store_that_cannot_be_read_is_told_of_and_not_taken_for_a_lost_worker(
 
     async def run() -> None:
         actor = AttentionActor(Settings())
-        for told in (await actor.health(), await actor.contexts(), await actor.delete("a")):
+        for told in (await actor.health(), await actor.call("contexts"), await actor.call("delete", "a")):
             assert isinstance(told, ServingError) and "move it away" in told.message
         [error] = [event async for events in actor.generate("1", "i", ask("quick")) for event in events]
         assert isinstance(error, ServingError) and "move it away" in error.message
@@ -97,12 +97,12 @@ def test_it_holds_and_drops_what_it_is_told_to(backend: Startable) -> None:
 
     async def run() -> None:
         actor = AttentionActor(Settings())
-        assert await actor.hold([book, verse]) is None
-        assert await actor.drop([verse]) is None
+        assert await actor.call("hold", [book, verse]) is None
+        assert await actor.call("drop", [verse]) is None
         standing = await actor.beat("i")
         assert isinstance(standing, Standing) and standing.held == (book,) and standing.held_bytes == 5
-        await actor.drop([book])
-        assert isinstance(await actor.drop([book]), ServingError)
+        await actor.call("drop", [book])
+        assert isinstance(await actor.call("drop", [book]), ServingError)
 
     asyncio.run(run())
 

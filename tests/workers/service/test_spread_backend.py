@@ -19,7 +19,6 @@ from workers.serving.messages import (
     Event,
     Health,
     Held,
-    NewContext,
     OverloadedError,
     Piece,
     Sampling,
@@ -27,7 +26,6 @@ from workers.serving.messages import (
     Standing,
     Turn,
     UnknownContextError,
-    WorkerInfo,
     WorkerLostError,
 )
 
@@ -190,18 +188,18 @@ def test_contexts_are_those_of_the_workers_that_answer() -> None:
 
 
 def test_a_context_is_built_by_the_worker_that_will_answer_from_it() -> None:
-    new, info = NewContext(name="book", text="text"), ContextInfo(name="book", state="building")
+    new, info = ("book", "text"), ContextInfo(name="book", state="building")
     given = workers(answers={"register": info, "delete": None})
     own = owner(given, "book")
     for worker in given:
         worker.asked.clear()
     backend = SpreadBackend(given)
-    assert asyncio.run(backend.register(new)) == info
+    assert asyncio.run(backend.register(*new)) == info
     asyncio.run(backend.delete("book"))
-    assert own.asked == [("register", new), ("delete", "book")]
+    assert own.asked == [("register", *new), ("delete", "book")]
     own.error = LOST
-    assert asyncio.run(backend.register(new)) == info
-    assert sum(("register", new) in worker.asked for worker in given if worker is not own) == 1
+    assert asyncio.run(backend.register(*new)) == info
+    assert sum(("register", *new) in worker.asked for worker in given if worker is not own) == 1
     own.error = UnknownContextError("there is none")
     with pytest.raises(UnknownContextError):
         asyncio.run(backend.delete("book"))
@@ -326,10 +324,7 @@ def test_a_worker_that_comes_back_is_told_what_it_held(monkeypatch: pytest.Monke
 
     async def main() -> None:
         backend = SpreadBackend(given)
-        assert await backend.workers() == [
-            WorkerInfo("attention-0", lost.standing),
-            WorkerInfo("attention-1", standing()),
-        ]
+        assert await backend.workers() == {"attention-0": lost.standing, "attention-1": standing()}
         await asyncio.sleep(0.01)
         assert lost.asked == []
         lost.standing = None

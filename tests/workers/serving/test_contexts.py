@@ -26,7 +26,6 @@ from workers.serving.messages import (
     ContextExistsError,
     ContextInfo,
     ContextNotReadyError,
-    NewContext,
     UnknownContextError,
 )
 from workers.settings import BuildSettings, ModelSettings, Settings, StoreSettings
@@ -70,20 +69,20 @@ def test_a_text_becomes_a_context_that_answers_and_outlives_its_service(place: P
 
     async def first() -> tuple[str, list[ContextInfo]]:
         async with LocalBackend(FullEngine(loaded), loaded, settings) as backend:
-            info = await backend.register(NewContext(name="otter", text=text))
+            info = await backend.register("otter", text)
             assert (info.state, info.progress) == ("building", 0.0)
             with pytest.raises(ContextNotReadyError, match="being built"):
                 await answer(backend, ask("otter"))
-            assert (await backend.register(NewContext(name="otter", text=text))).created_at == info.created_at
+            assert (await backend.register("otter", text)).created_at == info.created_at
             with pytest.raises(ContextExistsError, match="another text"):
-                await backend.register(NewContext(name="otter", text=text + "!"))
+                await backend.register("otter", text + "!")
             told = {next(iter(await backend.contexts())).progress}
             while (now := (await backend.contexts())[0]).state == "building":
                 told.add(now.progress)
                 await asyncio.sleep(0.005)
             assert now.state == "ready" and now.progress == 1.0 and now.num_tokens
             assert sorted(told)[0] == 0.0 and len(told) > 1, "progress was told"
-            same = await backend.register(NewContext(name="otter", text=text))
+            same = await backend.register("otter", text)
             assert same.artifact_id == now.artifact_id
             return (await answer(backend, ask("otter")))[0], await backend.contexts()
 
@@ -100,12 +99,11 @@ KILLED = """
 import asyncio, sys
 from pathlib import Path
 from tests.workers.serving.test_contexts import registry
-from workers.serving.messages import NewContext
 
 async def main():
     contexts = registry(Path(sys.argv[1]))
     await contexts.start()
-    await contexts.register(NewContext(name="killed", text=sys.argv[2]))
+    await contexts.register("killed", sys.argv[2])
     print("registered", flush=True)
     await asyncio.sleep(1000)
 
@@ -128,7 +126,7 @@ def test_a_service_that_is_killed_goes_on_building_when_it_is_back(place: Path) 
     async def back() -> ContextInfo:
         contexts = registry(place)
         await contexts.start()
-        assert (await contexts.register(NewContext(name="killed", text=text))).state == "building"
+        assert (await contexts.register("killed", text)).state == "building"
         return await ended(contexts, "killed")
 
     assert asyncio.run(back()).state == "ready"
@@ -137,8 +135,8 @@ def test_a_service_that_is_killed_goes_on_building_when_it_is_back(place: Path) 
 def test_builds_wait_for_each_other_fail_with_a_sentence_and_end_when_deleted(place: Path) -> None:
     async def main() -> None:
         contexts = registry(place)
-        await contexts.register(NewContext(name="short", text="too short"))
-        await contexts.register(NewContext(name="waits", text=text_of("waits")))
+        await contexts.register("short", "too short")
+        await contexts.register("waits", text_of("waits"))
         assert next(i for i in await contexts.infos() if i.name == "waits").what == "waits for another build"
         deleted = await contexts.delete("waits")
         assert deleted is None and "waits" not in {info.name for info in await contexts.infos()}
@@ -147,7 +145,7 @@ def test_builds_wait_for_each_other_fail_with_a_sentence_and_end_when_deleted(pl
         with pytest.raises(ContextNotReadyError, match="could not be built: the context has"):
             await contexts.artifact_path("short")
         with pytest.raises(ContextExistsError):
-            await contexts.register(NewContext(name="short", text="other text"))
+            await contexts.register("short", "other text")
         await contexts.delete("short")
         with pytest.raises(UnknownContextError):
             await contexts.delete("short")
@@ -171,9 +169,9 @@ def test_a_build_that_dies_is_told_of_and_can_be_tried_again(tmp_path: Path, mon
 
     async def main() -> None:
         contexts = registry(tmp_path)
-        await contexts.register(NewContext(name="a", text="a text"))
+        await contexts.register("a", "a text")
         assert (await ended(contexts, "a")).what == "the build was ended by signal 9"
-        assert (await contexts.register(NewContext(name="a", text="a text"))).state == "building"
+        assert (await contexts.register("a", "a text")).state == "building"
         assert (await ended(contexts, "a")).state == "ready"
 
     asyncio.run(main())
@@ -182,7 +180,7 @@ def test_a_build_that_dies_is_told_of_and_can_be_tried_again(tmp_path: Path, mon
 def test_closing_ends_builds_and_leaves_no_process(place: Path) -> None:
     async def main() -> None:
         contexts = registry(place)
-        await contexts.register(NewContext(name="closed", text=text_of("closed")))
+        await contexts.register("closed", text_of("closed"))
         await asyncio.sleep(0.5)
         await contexts.close()
 
@@ -197,10 +195,14 @@ def test_closing_ends_builds_and_leaves_no_process(place: Path) -> None:
 
 def test_artifacts_of_a_store_are_named(tmp_path: Path) -> None:
     artifact_id = build(tmp_path, text_of("named"))
-    info = name_artifact(tmp_path, "my.context-1", artifact_id[:6], "float32")
-    assert (info.state, info.artifact_id) == ("ready", artifact_id)
-    assert name_artifact(tmp_path, "my.context-1", artifact_id, "float32") == info
-    assert name_artifact(tmp_path, "my.context-1", str(tmp_path / artifact_id), "float32") == info
+    name_artifact(tmp_path, "my.context-1", artifact_id[:6], "float32")
+    named = ContextFile(tmp_path).read()
+    assert [(record.name, record.state, record.artifact_id) for record in named.values()] == [
+        ("my.context-1", "ready", artifact_id)
+    ]
+    name_artifact(tmp_path, "my.context-1", artifact_id, "float32")
+    name_artifact(tmp_path, "my.context-1", str(tmp_path / artifact_id), "float32")
+    assert ContextFile(tmp_path).read() == named
     other = build(tmp_path, text_of("other"))
     with pytest.raises(ContextExistsError, match=other):
         name_artifact(tmp_path, "my.context-1", other, "float32")
@@ -214,12 +216,12 @@ def test_a_named_artifacts_own_text_is_the_same_context(built: Path) -> None:
     async def main() -> None:
         model = load_tiny()
         backend = LocalBackend(FullEngine(model), model, Settings(store=StoreSettings(path=built)))
-        info = await backend.register(NewContext(name="heron", text=text_of("heron")))
+        info = await backend.register("heron", text_of("heron"))
         assert info.state == "ready"
         from_elsewhere = "\ufeff" + text_of("heron").replace("\n", "\r\n")
-        assert (await backend.register(NewContext(name="heron", text=from_elsewhere))).state == "ready"
+        assert (await backend.register("heron", from_elsewhere)).state == "ready"
         with pytest.raises(ContextExistsError):
-            await backend.register(NewContext(name="heron", text=text_of("other")))
+            await backend.register("heron", text_of("other"))
         await backend.close()
 
     asyncio.run(main())
@@ -231,17 +233,19 @@ def load_tiny() -> Any:
     return loaded()
 
 
-@pytest.mark.parametrize("name", ["", "a b", "../a", ".a", "a/b", "é", "a" * 65, "a\n", "-"])
+@pytest.mark.parametrize(
+    "name", ["", "a b", "../a", ".a", "a/b", "é", "a" * 65, "a\n", "-", "..", "a@b", "a%2f", "\x00"]
+)
 def test_names_that_are_none_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(BadRequestError, match="context's name") as refused:
-        asyncio.run(registry(tmp_path).register(NewContext(name=name, text="x")))
+        asyncio.run(registry(tmp_path).register(name, "x"))
     assert refused.value.param == "name"
     assert not (tmp_path / "store").exists()
 
 
 def test_an_empty_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadRequestError, match="empty"):
-        asyncio.run(registry(tmp_path).register(NewContext(name="a", text=" \n")))
+        asyncio.run(registry(tmp_path).register("a", " \n"))
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"version": 9, "contexts": []}', b'{"version": 1}'])

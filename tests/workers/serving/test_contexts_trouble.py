@@ -12,7 +12,7 @@ from tests.workers.serving.artifacts import build, text_of
 from tests.workers.serving.test_contexts import ended, registry
 from workers.serving import context_file
 from workers.serving.context_build import Builder, BuildFailedError
-from workers.serving.messages import ContextNotReadyError, NewContext, ServingError
+from workers.serving.messages import ContextNotReadyError, ServingError
 
 
 def test_a_context_whose_artifact_has_gone_is_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,12 +27,12 @@ def test_a_context_whose_artifact_has_gone_is_built_again(tmp_path: Path, monkey
     monkeypatch.setattr(Builder, "build", built_again)
 
     async def main() -> None:
-        contexts, new = registry(tmp_path), NewContext(name="a", text=text_of("gone"))
-        await contexts.register(new)
+        contexts, new = registry(tmp_path), ("a", text_of("gone"))
+        await contexts.register(*new)
         assert (await ended(contexts, "a")).state == "ready"
-        assert (await contexts.register(new)).state == "ready" and len(builds) == 1
+        assert (await contexts.register(*new)).state == "ready" and len(builds) == 1
         shutil.rmtree(store / artifact_id)
-        assert (await contexts.register(new)).state == "building"
+        assert (await contexts.register(*new)).state == "building"
         assert (await ended(contexts, "a")).state == "ready" and builds == [text_of("gone")] * 2
 
     asyncio.run(main())
@@ -61,13 +61,13 @@ def test_a_build_whose_end_cannot_be_written_down_is_told_of(tmp_path: Path, mon
 
     async def main() -> None:
         contexts = registry(tmp_path)
-        await contexts.register(NewContext(name="a", text="a text"))
+        await contexts.register("a", "a text")
         assert (await ended(contexts, "a")).what == "no space is left"
         with pytest.raises(ContextNotReadyError, match="no space is left"):
             await contexts.artifact_path("a")
         with pytest.raises(ServingError, match="cannot be deleted: cannot write"):
             await contexts.delete("a")
-        assert (await contexts.register(NewContext(name="a", text="a text"))).state == "building"
+        assert (await contexts.register("a", "a text")).state == "building"
         await contexts.close()
 
     asyncio.run(main())

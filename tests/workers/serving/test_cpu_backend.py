@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,13 @@ from csattn.config import SearchConfig
 from offload import budget
 from offload.codecs.formats import KvFormat
 from tests.tiny import loaded
-from tests.workers.serving.artifacts import SECRETS
+from tests.workers.serving.artifacts import SECRETS, build, text_of
 from tests.workers.serving.test_local import answer, ask
 from workers.engine.cpu_engine import CpuEngine
 from workers.serving.context_file import ContextFile
+from workers.serving.contexts import name_artifact
 from workers.serving.local import LocalBackend
-from workers.serving.messages import Ask, Done
+from workers.serving.messages import Ask, BadRequestError, Done
 from workers.session import csattn_session
 from workers.settings import KeptSettings, Settings, StoreSettings
 
@@ -42,8 +44,8 @@ def kinds() -> Iterator[Ask]:
     for n in range(16):
         yield ask(
             SECRETS[n % 3],
-            "who is it " + "? " * (3 * n),
-            5 + 2 * n,
+            "who is it " + "? " * (2 * n),
+            5 + n,
             temperature=0.8 * (n % 2),
             seed=n,
             top_logprobs=(None, 2)[n % 4 == 3],
@@ -119,3 +121,24 @@ def test_tokens_are_those_of_a_session(built: Path, selector) -> None:
     text, done = asyncio.run(main())
     assert text == want
     assert done.context_tokens + done.question_tokens == arguments["input_ids"].shape[1]
+
+
+def test_a_model_that_chooses_its_rows_itself_is_served(tmp_path: Path) -> None:
+    """From a context, and from turns that are kept; a selector that is not for it is refused, and the others go on."""
+    model = loaded("deepseek_v32")
+    name_artifact(tmp_path, "heron", build(tmp_path, text_of("heron"), model=model), "float32")
+    engine = CpuEngine(model, max_rows=8, num_slots=4, tail_capacity=700, num_threads=2)
+    settings = Settings(store=StoreSettings(path=tmp_path), search=SEARCH, kept=KeptSettings(disk_bytes=0))
+
+    async def main() -> None:
+        async with LocalBackend(engine, model, settings) as backend:
+            asks = [ask("heron", "who is it " + "? " * n, 12, keep=keep) for n, keep in ((0, 0.02), (70, 1.0))]
+            alone = [await answer(backend, each) for each in asks]
+            with pytest.raises(BadRequestError, match="selector 'quest' has nothing to do"):
+                await answer(backend, replace(asks[0], selector="quest"))
+            assert await asyncio.gather(*(answer(backend, each) for each in asks)) == alone
+            done = [event async for event in backend.generate(asks[1])][-1]
+            assert isinstance(done, Done)
+            assert done.cached_tokens > done.context_tokens, "rows of the question are there already"
+
+    asyncio.run(main())

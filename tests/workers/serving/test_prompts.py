@@ -12,7 +12,7 @@ from tests.tiny import byte_tokenizer, loaded
 from tests.workers.serving.artifacts import text_of
 from workers.serving.context_file import ContextFile
 from workers.serving.messages import Ask, BadRequestError, ContextTooLongError, Sampling, Turn
-from workers.serving.prompts import longest_question, prompt_ids, require_possible, room_for
+from workers.serving.prompts import prompt_ids, room_for
 
 TOKENIZER = loaded().tokenizer
 # knows no system role, and trims what is said
@@ -96,20 +96,6 @@ def test_without_a_system_role_system_turns_follow_the_context(built: Path) -> N
     assert tokenizer.decode(ids) == "a<assistant>b<user>c<assistant>"
 
 
-@pytest.mark.parametrize(
-    ("turns", "prompt", "words"),
-    [
-        ([], None, "either messages or a prompt"),
-        ([("user", "a")], "b", "either messages or a prompt"),
-        ([("user", "a"), ("assistant", "b")], None, "end with one of the role user or tool"),
-        ([], "", "empty"),
-    ],
-)
-def test_what_is_no_question_is_refused(artifact, turns, prompt, words) -> None:
-    with pytest.raises(BadRequestError, match=words):
-        prompt_ids(TOKENIZER, artifact, ask(*turns, prompt=prompt))
-
-
 def test_what_the_template_refuses_is_refused_with_its_words(built: Path) -> None:
     tokenizer, opened = user_wrapped(built)
     with pytest.raises(BadRequestError, match="take turns") as refused:
@@ -140,14 +126,6 @@ def test_room_is_what_positions_and_rows_leave() -> None:
             room_for(asked, *sizes)
 
 
-def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised() -> None:
-    most = longest_question(TOKENIZER, 1024)
-    assert most == 1024
-    require_possible(ask(("user", "x" * most)), most)
-    with pytest.raises(ContextTooLongError, match="1,025 characters"):
-        require_possible(ask(("user", "x" * most), ("user", "y")), most)
-
-
 @given(st.text(max_size=30), st.text(max_size=30))
 def test_behind_a_special_token_only_the_end_is_tokenised_and_nothing_changes(text, question) -> None:
     """A context's text may hold special tokens, and beginnings of them, too."""
@@ -171,9 +149,3 @@ def test_behind_a_special_token_only_the_end_is_tokenised_and_nothing_changes(te
     whole = tokenizer.decode(prefix) + f"<|user|>{question}<|end|>\n"
     assert prefix.tolist() + got == tokenizer(whole, add_special_tokens=False).input_ids
     assert seen == [len(f"<|end|>\n<|user|>{question}<|end|>\n")]
-
-
-def test_half_a_character_is_refused(artifact) -> None:
-    for asked in (ask(("user", "a\ud800")), ask(prompt="\udfff")):
-        with pytest.raises(BadRequestError, match="half a character"):
-            prompt_ids(TOKENIZER, artifact, asked)

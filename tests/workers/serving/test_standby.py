@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from tests.tiny import save
-from workers.serving.context_build import Builder, BuildFailedError
+from workers.serving.context_build import Builder
 from workers.settings import BuildSettings, ModelSettings, Settings, StoreSettings
 
 WAIT_S = 60.0
@@ -35,7 +35,7 @@ def build(builder: Builder, settings: Settings) -> Any:
     return builder.build(["--context", str(store.parent / "text.txt")], store, lambda share, what: None, nice=0)
 
 
-def test_a_build_takes_the_process_that_waits_and_another_comes(settings: Settings) -> None:
+def test_a_build_takes_the_process_that_waits_and_another_comes_that_ends_with_the_service(settings: Settings) -> None:
     async def main() -> None:
         builder = Builder(settings)
         builder.start(settle_s=0.0)
@@ -46,8 +46,14 @@ def test_a_build_takes_the_process_that_waits_and_another_comes(settings: Settin
         builder.start(settle_s=0.0)
         second = await waiting(builder)
         assert second.pid != first.pid and second.returncode is None
+        assert second.stdin is not None
+        second.stdin.close()  # as when the service is killed
+        async with asyncio.timeout(WAIT_S):
+            assert await second.wait() == 0
+        builder.start(settle_s=0.0)
+        third = await waiting(builder)
         await builder.close()
-        assert second.returncode is not None and not psutil.pid_exists(second.pid)
+        assert third.returncode is not None and not psutil.pid_exists(third.pid)
 
     asyncio.run(main())
 
@@ -61,22 +67,6 @@ def test_one_that_was_killed_or_is_not_up_yet_is_not_waited_for(settings: Settin
         await process.wait()
         assert "artifact" in await build(builder, settings)
         assert "artifact" in await build(builder, settings), "the next is not up for a while"
-        await builder.close()
-        with pytest.raises(BuildFailedError, match="no-such-file"):
-            await builder.build(["--context", "/no-such-file"], settings.store.path, lambda share, what: None)
-
-    asyncio.run(main())
-
-
-def test_it_ends_with_the_service_whatever_ended_that(settings: Settings) -> None:
-    async def main() -> None:
-        builder = Builder(settings)
-        builder.start(settle_s=0.0)
-        process = await waiting(builder)
-        assert process.stdin is not None
-        process.stdin.close()  # as when the service is killed
-        async with asyncio.timeout(WAIT_S):
-            assert await process.wait() == 0
         await builder.close()
 
     asyncio.run(main())

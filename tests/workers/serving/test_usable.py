@@ -17,7 +17,7 @@ from workers.serving import usable
 from workers.serving.context_file import FILE_NAME
 from workers.serving.contexts import name_artifact
 from workers.serving.local import LocalBackend
-from workers.serving.messages import ContextInfo, ContextNotReadyError, NewContext
+from workers.serving.messages import ContextInfo, ContextNotReadyError
 
 TEXT = text_of("heron")
 
@@ -60,7 +60,7 @@ def test_what_another_model_built_is_not_ready_here(store: Path, other: LoadedMo
                 for _ in range(3):
                     info = await only(theirs)
                     assert info.state == "failed" and "tiny-llama" in info.what and "built with" in info.what
-                assert (await theirs.register(NewContext(name="heron", text=TEXT))).state == "failed"
+                assert (await theirs.register("heron", TEXT)).state == "failed"
                 assert list(opened.values()) == [1], "a poll does not read what is known"
             with pytest.raises(ContextNotReadyError) as refused:
                 await answer(theirs, ask("heron"))

@@ -1,4 +1,4 @@
-// Line charts and stacked bars by hand: a few elements of SVG, colours from the style sheet.
+// Line charts by hand: a few elements of SVG, colours from the style sheet.
 
 const NS = "http://www.w3.org/2000/svg";
 const WIDTH = 500, HEIGHT = 150, LEFT = 52, RIGHT = 8, TOP = 8, BOTTOM = 20;
@@ -19,17 +19,6 @@ export function lineChart(title, describe) {
       legend.replaceChildren(...series.map((line) => legendItem(line, describe)));
     },
   };
-}
-
-export function stackedBar(bar, legend, parts, describe) {
-  const total = parts.reduce((sum, part) => sum + part.value, 0);
-  bar.replaceChildren(...parts.map((part) => {
-    const piece = element("div", part.colour);
-    piece.style.width = `${(100 * part.value) / total}%`;
-    return piece;
-  }));
-  bar.setAttribute("aria-label", parts.map((part) => `${part.name} ${describe(part.value)}`).join(", "));
-  legend.replaceChildren(...parts.map((part) => legendItem({ ...part, values: [part.value] }, describe)));
 }
 
 export function element(name, className = "", text = "") {

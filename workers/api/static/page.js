@@ -1,6 +1,6 @@
 // Asks /v1/status every two seconds and draws it. Counters become rates by the difference of two answers.
 
-import { element, lineChart, stackedBar } from "./charts.js";
+import { element, lineChart } from "./charts.js";
 
 const EVERY_S = 2, NUM_SLOTS = 150, FEW_SLOTS = 30, WINDOW = 5; // a latency is that of the last WINDOW answers
 const KEY = "csattn-api-key";
@@ -64,7 +64,6 @@ function show(status) {
   showCharts(status);
   showContexts(status.contexts);
   showWorkers(status.workers);
-  showStep(status);
 }
 
 function showTiles(status) {
@@ -139,21 +138,6 @@ function showWorkers(workers) {
     row.append(...cells.map((text) => element("td", "number", answers ? text : "–")));
     return row;
   }));
-}
-
-function showStep(status) {
-  const steps = recent((one) => one.histograms.step);
-  const old = answers[0].status.numbers;
-  const parts = [["search", "one"], ["gather", "two"], ["attend", "three"]].map(([name, colour]) => (
-    { name, colour, value: share(status.numbers[name] - old[name], steps?.count) ?? 0 }
-  ));
-  const known = parts.reduce((sum, part) => sum + part.value, 0);
-  const whole = share(steps?.sum, steps?.count);
-  $("step-card").hidden = whole === null && $("step-bar").childElementCount === 0;
-  if (whole === null) return; // nothing was decoded of late: the last picture stays
-  // parts that run beside each other may add up to more than the step
-  parts.push({ name: "the rest of the model", colour: "four", value: Math.max(0, whole - known) });
-  stackedBar($("step-bar"), $("step-legend"), parts, seconds);
 }
 
 function setState(className, text, why) {

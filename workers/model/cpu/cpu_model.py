@@ -13,12 +13,13 @@ from torch import Tensor
 from csattn.batch import StepRows, make_step_rows
 from csattn.cpu.tape import Tape
 from csattn.errors import ModelError
+from csattn.models.latent import LatentQueries
 from csattn.models.spec import DeltaSpec, Temper
 from csattn.models.weights import Frequencies, weights_of
 from offload.host_memory import sparse_zeros
 from workers.model.cpu.tape_ops import RowTape, TapeOps
 from workers.model.layers import StepLayers
-from workers.model.ops import DeltaState, Rotation
+from workers.model.ops import DeltaState, LatentRoom, Rotation
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -66,6 +67,8 @@ class CpuModel:
         rows = replace(rows, token_ids=token_ids, tail_ids=tail_ids, tail_lens=tail_lens)
         layers = StepLayers(self._weights, between, list(self.maps), self._ops, rows, torch.float32)
         self._rotations = layers.rotations
+        # of each layer, what its attention reads and writes instead of q
+        self.latents: list[LatentRoom | None] = [layers.latents(layer_idx) for layer_idx in range(shape.num_layers)]
         self.q, self.q_ahead = layers.q.numpy(), tuple(q.numpy() for q in layers.q_ahead)
         self.attended, self.logits = layers.attended.flatten(1).numpy(), layers.logits.numpy()
         self.begin: dict[bool, Tape] = {}
@@ -138,6 +141,9 @@ class _Cutting:
         pass
 
     def attend(self, layer_idx: int, q: Tensor, rows: StepRows, out: Tensor) -> None:
+        self.tapes.append(self._ops.cut())
+
+    def attend_latents(self, layer_idx: int, asked: LatentQueries, rows: StepRows, out: Tensor) -> None:
         self.tapes.append(self._ops.cut())
 
     def end_step(self, rows: StepRows) -> None:

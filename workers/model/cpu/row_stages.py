@@ -157,7 +157,7 @@ def _prepare(args: NDArray[np.int64], row: int) -> None:
     hidden = _floats(args[0], row, width)
     if args[2] != 0:
         added, weight, multiplier = _floats(args[2], row, width), _floats(args[3], 0, width), _number(args[4])
-        scale = _inverse_rms(added, 0, width, eps)
+        scale = inverse_rms(added, 0, width, eps)
         for i in range(width):
             hidden[i] += multiplier * (added[i] * scale * weight[i])
     if args[10] != 0:
@@ -169,7 +169,7 @@ def _prepare(args: NDArray[np.int64], row: int) -> None:
     if args[5] == 0:
         out[:] = hidden
         return
-    scale = _inverse_rms(hidden, 0, width, eps)
+    scale = inverse_rms(hidden, 0, width, eps)
     _scaled(hidden, scale, _floats(args[5], 0, width), out)
     if args[7] != 0:
         _scaled(hidden, scale, _floats(args[7], 0, width), _floats(args[8], row, width))
@@ -186,13 +186,13 @@ def _rotate(args: NDArray[np.int64], row: int, like: Any, itemsize: int) -> None
     by_row = _of_row(args[10], row)
     q_scale, k_scale, skip = np.float32(0.0), np.float32(0.0), 0
     if together and q_norm != 0:
-        q_scale, k_scale = _inverse_rms(heads, 0, q_width, eps), _inverse_rms(heads, q_width, kv_width, eps)
+        q_scale, k_scale = inverse_rms(heads, 0, q_width, eps), inverse_rms(heads, q_width, kv_width, eps)
         skip = 4 * head_dim
     for head in range(num_q_heads):
         at = head * head_dim
         if q_norm != 0:
             _normalise_head(heads, at, head_dim, q_norm + head * skip, q_scale, eps)
-        _turn(heads, at, head_dim, cos, sin, interleaved, q, at)
+        turn(heads, at, head_dim, cos, sin, interleaved, q, at)
     for i in range(q_width):
         q[i] *= by_row
     capacity = args[14]
@@ -204,7 +204,7 @@ def _rotate(args: NDArray[np.int64], row: int, like: Any, itemsize: int) -> None
         v_at = k_at + kv_width
         if k_norm != 0:
             _normalise_head(heads, k_at, head_dim, k_norm + head * skip, k_scale, eps)
-        _turn(heads, k_at, head_dim, cos, sin, interleaved, turned, 0)
+        turn(heads, k_at, head_dim, cos, sin, interleaved, turned, 0)
         at = ((tail_id * num_kv_heads + head) * capacity + place) * 2 * head_dim
         kv = array_at(args[13] + at * itemsize, 2 * head_dim, like)
         for i in range(head_dim):
@@ -225,7 +225,7 @@ def _predict(args: NDArray[np.int64], piece: int) -> None:
     for i in range(head_dim):
         early[i] = all_heads[head * head_dim + i]
     if q_norm != 0 and together:
-        scale = _inverse_rms(all_heads, 0, len(all_heads), eps)
+        scale = inverse_rms(all_heads, 0, len(all_heads), eps)
         _normalise_head(early, 0, head_dim, q_norm + 4 * head * head_dim, scale, eps)
     elif q_norm != 0:
         _normalise_head(early, 0, head_dim, q_norm, np.float32(0.0), eps)
@@ -243,7 +243,7 @@ def _predict(args: NDArray[np.int64], piece: int) -> None:
         mapped[j] = total + matrix[head_dim * head_dim + j]
     half, interleaved = args[9], args[10] != 0
     cos, sin, q = _floats(args[6], row, half), _floats(args[7], row, half), _floats(args[12], piece, head_dim)
-    _turn(mapped, 0, head_dim, cos, sin, interleaved, q, 0)
+    turn(mapped, 0, head_dim, cos, sin, interleaved, q, 0)
     by_row = _of_row(args[8], row)
     for i in range(head_dim):
         q[i] *= by_row
@@ -284,7 +284,7 @@ def _number(address: int) -> Any:
 
 
 @exact_kernel
-def _inverse_rms(x: NDArray[np.float32], first: int, width: int, eps: float) -> Any:
+def inverse_rms(x: NDArray[np.float32], first: int, width: int, eps: float) -> Any:
     whole = width - width % LANES
     sums = fill(F32x16, 0.0)
     for i in range(first, first + whole, LANES):
@@ -312,14 +312,14 @@ def _normalise_head(
 ) -> None:
     """RMSNorm of one head in place, with the weights at that address. scale: of all heads together, or 0."""
     if scale == 0:
-        scale = _inverse_rms(heads, at, head_dim, eps)
+        scale = inverse_rms(heads, at, head_dim, eps)
     weight = array_at(norm, head_dim, np.float32(0))
     for i in range(head_dim):
         heads[at + i] = heads[at + i] * scale * weight[i]
 
 
 @exact_kernel
-def _turn(
+def turn(
     x: NDArray[np.float32],
     at: int,
     head_dim: int,

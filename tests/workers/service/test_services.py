@@ -1,7 +1,18 @@
-"""What clients send, against `csattn serve` as a process with a model of random weights: OpenAI's own client."""
+"""`csattn serve` as processes, over one store: in one process and on Ray, asked with OpenAI's client and ended.
+
+In one file, because the tests of a file share the services that they start.
+"""
 
 import json
+import random
+import re
+import signal
+import socket
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -9,10 +20,25 @@ import jsonschema
 import openai
 import pytest
 
-from tests.workers.service.serving import Service, serving
+from bench.faults import TARGETS, Plan, prepare, require_sound, try_kill
+from bench.schema_cases import schema_cases
+from bench.schemas import ask_all
+from bench.schemas import require_sound as require_sound_schemas
+from csattn.artifact import find_artifact, open_artifact
+from csattn.config import SearchConfig
+from csattn.errors import CsattnError
+from csattn.models import load_model
+from tests.workers.api.running import eventually
+from tests.workers.service.serving import Service, run, serving
+from workers.cli.serving import serve
+from workers.engine.answer import answer, question_tokens
+from workers.engine.opening import open_engine
+from workers.settings import suited_lookahead
 
 MODEL = "chat@lamps"
 TURNS = 10
+QUESTIONS = ("When is lamp 7 lit?", "Which lamp is lit at 3?", "How many lamps are there?")
+NUM_TOKENS = 150
 SCHEMA = {
     "type": "object",
     "properties": {"lamp": {"type": "integer"}, "is_lit": {"type": "boolean"}},
@@ -36,16 +62,11 @@ TOOLS: list[Any] = [
 ]
 
 
-@pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=pytest.mark.ray)])
-def client(
-    request: pytest.FixtureRequest, talking: Service, talking_options: tuple[str, ...]
-) -> Iterator[openai.OpenAI]:
-    if request.param == "local":
-        with talking.client() as client:
-            yield client
-        return
-    pytest.importorskip("ray", reason="the package ray is not installed; pip install 'csattn[serve]'")
-    with serving(*talking_options) as on_ray, on_ray.client() as client:
+@pytest.fixture(scope="module", params=["local", pytest.param("on_ray", marks=pytest.mark.ray)])
+def client(request: pytest.FixtureRequest, placement: str) -> Iterator[openai.OpenAI]:
+    if placement != "cpu":
+        pytest.skip("what crosses between clients and the service is the same for every placement")
+    with request.getfixturevalue(request.param).client() as client:
         yield client
 
 
@@ -170,8 +191,8 @@ def test_what_cannot_be_done_is_refused_by_name(client: openai.OpenAI, fields: d
     assert refused.value.param is not None and param in refused.value.param
 
 
-def test_a_conversation_brings_its_own_context(client: openai.OpenAI) -> None:
-    """Its long beginning, made by a process of its own; then each turn finds those before."""
+def test_a_conversation_brings_its_own_context(client: openai.OpenAI, request: pytest.FixtureRequest) -> None:
+    """Its long beginning, made by a process of its own; then each turn finds those before. Fewer of them on Ray."""
     text = f"{client.base_url}: " + "".join(f"Door {door} opens at {door % 12}. " for door in range(60))
     told: list[Any] = [{"role": "system", "content": text}, {"role": "user", "content": "When does door 7 open?"}]
 
@@ -184,6 +205,8 @@ def test_a_conversation_brings_its_own_context(client: openai.OpenAI) -> None:
     told += [{"role": "assistant", "content": first.choices[0].message.content}, {"role": "user", "content": "And 8?"}]
     turn = client.chat.completions.create(model="chat", messages=told, max_tokens=8)
     assert cached(turn)[0] >= cached(again)[0]
+    if "on_ray" in request.node.name:
+        return
     salted = client.chat.completions.create(model="chat", messages=told, max_tokens=8, extra_body={"cache_salt": "x"})
     assert cached(salted)[0] == 0 and salted.choices[0].message.content == turn.choices[0].message.content
     assert not any("@" in model.id and "lamps" not in model.id for model in client.models.list()), "they have no names"
@@ -191,3 +214,129 @@ def test_a_conversation_brings_its_own_context(client: openai.OpenAI) -> None:
     assert prompt.usage is not None and prompt.usage.prompt_tokens > 1000
     short = client.chat.completions.create(model="chat", messages=told[1:2], max_tokens=8)
     assert short.choices[0].message.content is not None
+
+
+def test_every_answer_is_of_its_schema(local: Service) -> None:
+    report = ask_all(local.url, "chat@lamps", 100, seed=0)
+    require_sound_schemas(report)
+    assert report.counts.total() == 100
+
+
+def test_the_same_seed_has_the_same_schemas() -> None:
+    assert schema_cases(200, 1) == schema_cases(200, 1) != schema_cases(200, 2)
+
+
+def test_a_context_built_over_http_answers_as_the_command_line_does(
+    local: Service, place: Path, placement: str, options: tuple[str, ...]
+) -> None:
+    with local.client() as client:
+        [alone, model] = client.models.list().data
+        whole = client.chat.completions.create(
+            model=model.id, messages=[{"role": "user", "content": QUESTIONS[0]}], max_tokens=24
+        )
+    assert (alone.id, model.id) == ("chat", MODEL)
+    context = local.get("/v1/contexts/lamps").json()
+    told = "".join(local.ask(MODEL, QUESTIONS[0], 24))
+    loaded = load_model(str(place / "chat"))
+    config = SearchConfig(keep=0.2, lookahead=suited_lookahead(placement))
+    with (
+        open_artifact(find_artifact(Path(options[1]), context["artifact_id"])) as artifact,
+        open_engine(loaded, artifact, config, placement=placement) as engine,
+    ):
+        ids = question_tokens(loaded, artifact, QUESTIONS[0])
+        wanted = answer(engine, loaded, artifact, config, ids, 24)
+    assert told == wanted.text
+    assert whole.choices[0].message.content == told
+    assert whole.usage is not None and whole.usage.prompt_tokens_details is not None
+    assert whole.usage.prompt_tokens_details.cached_tokens == context["num_tokens"]
+
+
+def test_an_artifact_is_served_by_name_and_a_running_answer_ends_before_the_service(
+    options: tuple[str, ...], local: Service
+) -> None:
+    wanted = "".join(local.ask(MODEL, QUESTIONS[0], 100))
+    artifact_id = local.get("/v1/contexts/lamps").json()["artifact_id"]
+    with serving("--local", *options, "--context", f"other={artifact_id[:6]}") as service:
+        told: list[str] = []
+        asking = threading.Thread(target=lambda: told.extend(service.ask("chat@other", QUESTIONS[0], 100)))
+        asking.start()
+        while not told and asking.is_alive():
+            time.sleep(0.001)
+        service.process.send_signal(signal.SIGTERM)
+        assert service.process.wait(30) == 0
+        asking.join()
+    assert "".join(told) == wanted
+
+
+def test_a_port_in_use_is_said_at_once(options: tuple[str, ...]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        done = run("--local", *options, "--port", str(taken.getsockname()[1]))
+    assert done.returncode == 1 and not done.stdout
+    assert done.stderr.startswith("error: port ") and done.stderr.endswith(
+        "name another with --port, or 0 for any that is free\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "contexts", "words"),
+    [
+        ({"model.name": "no/such/model"}, [], "no/such/model"),
+        ({}, ["book"], "--context takes NAME=ARTIFACT"),
+        ({}, ["book=0123abcd"], "0123abcd"),
+        ({}, ["../book=0123abcd"], "a context's name"),
+        ({"server.host": "0.0.0.0"}, [], "there is no API key"),
+        ({"store.path": "/dev/null/store"}, [], "/dev/null/store"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, str) else None,
+)
+def test_what_cannot_be_served_is_a_sentence(
+    place: Path, flags: dict[str, object], contexts: list[str], words: str
+) -> None:
+    given = {"server.port": 0, "store.path": place / "other", "model.name": str(place / "chat"), **flags}
+    with pytest.raises(CsattnError, match=re.escape(words)):
+        serve(None, given, contexts, in_one_process=True, json=False)
+
+
+@pytest.mark.ray
+def test_it_answers_as_one_process_does(on_ray: Service, local: Service) -> None:
+    assert on_ray.get("/v1/contexts").json() == local.get("/v1/contexts").json()
+    for question in QUESTIONS:
+        told = list(on_ray.ask(MODEL, question, NUM_TOKENS))
+        assert "".join(told) == "".join(local.ask(MODEL, question, NUM_TOKENS))
+        assert len(told) > 1
+
+
+@pytest.mark.ray
+def test_a_client_that_leaves_frees_its_slot(on_ray: Service) -> None:
+    for _ in range(5):
+        with closing(on_ray.ask(MODEL, QUESTIONS[0], 600)) as pieces:
+            next(pieces)
+            assert running(on_ray) == 1.0
+        assert eventually(lambda: running(on_ray) == 0.0, 2.0)
+
+
+def running(service: Service) -> float:
+    """Requests being decoded, as the worker measures it."""
+    found = re.search(r'^csattn_running_requests{worker="attention-0"} (\S+)$', service.get("/metrics").text, re.M)
+    assert found is not None
+    return float(found[1])
+
+
+@pytest.mark.ray
+def test_what_is_no_part_of_the_service_is_not_there(on_ray: Service) -> None:
+    for path in ("/-/routes", "/-/healthz", "/docs"):
+        reply = on_ray.get(path)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (404, "not_found")
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("target", TARGETS)
+def test_killed_in_the_middle_of_answers(on_ray: Service, target: str) -> None:
+    """Twice, but the attention worker: it takes the model's loading to come back."""
+    plan = Plan(MODEL, QUESTIONS, NUM_TOKENS)
+    prepare(on_ray, plan)
+    for seed in range(1 if target == "attention worker" else 2):
+        trial = try_kill(on_ray, plan, target, random.Random(seed).uniform(0.0, 0.8))
+        require_sound(target, trial)
+        if target == "search worker":
+            assert trial.outcomes == ["answered"] * len(QUESTIONS)

@@ -1,0 +1,132 @@
+"""Everything that this can tell of a model, on this machine, by one command.
+
+    python -m bench.all --out DIR [--model DIR] [--placement device|hybrid|host] [--only quality,load] [--quick]
+
+Each part is a command of its own, which checks its results before it measures. Figures go to DIR/PART.json, what it
+prints to DIR/report.md. Called again, it goes on where it stopped. On a GPU, quality is measured there, too.
+
+quality    KL to full attention on real texts of 6K to 8K tokens, beside exact Top-K and full attention over low-bit KV
+long       the same at 32K; a model of fewer positions is stretched (YaRN)
+selectors  other published methods over the same contexts
+tasks      passkeys, keys, chains and common words, hidden at all depths
+growing    a long question and a long answer: KL at the end, and a step's time
+codecs     KV in fewer bytes
+rounding   weights in FP8 and 4 bits
+build      the index beside its prefill
+load, load-full
+           a service under conversations about documents: tokens a second, time to the first token; the same with full
+           attention
+"""
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from bench.timing import GateError
+from csattn.errors import CsattnError
+from csattn.models.loader import read_config
+from workers.engine.memory import PLACEMENTS
+
+_LONG = 32768
+
+
+def parts(options: argparse.Namespace) -> dict[str, list[str]]:
+    """Of each part its command, all but --json."""
+    few, device = options.quick, "cpu" if options.placement == "cpu" else "cuda"
+    positions = read_config(options.model).max_position_embeddings
+    stretch = 1.0 if few else max(1.0, (_LONG + 512) / positions)
+    texts, near = ("speech", "1024") if few else ("novel,speech,code,spanish,dialogue", "7680")
+    judged = ["--eval-len", "32" if few else "256"]
+    of_model = ["--model", options.model] if options.model else []
+    long = ["accuracy", "long", "--device", device, *of_model, *judged]
+    load = [
+        *("load", "--store", str(options.out / "store"), "--named"),
+        *(("--contexts", "2", "--sessions", "4", "--turns", "2") if few else ("--contexts", "4", "--sessions", "24")),
+    ]
+    serve = ["--", "--local", *of_model, "--set", f"engine.placement={options.placement}"]
+    return {
+        "quality": [*long, "--texts", texts, "--contenders", "ours,low-bit", "--context-len", near, "--gate"],
+        "long": [
+            *(*long, "--texts", "decimal", "--contenders", "exact,default,default+ahead", "--stretch", f"{stretch:g}"),
+            *("--context-len", "2048" if few else "32K"),
+        ],
+        "selectors": [
+            *("accuracy", "selectors", *of_model, "--texts", texts, "--context-len", near, *judged),
+            *("--selectors", "default,quest" if few else "all"),
+        ],
+        "tasks": [
+            *("accuracy", "tasks", *of_model, "--selectors", "default,exact"),
+            *("--lengths", "1024" if few else "4096,8192"),
+            *(("--tasks", "passkey", "--depths", "2") if few else ()),
+        ],
+        "growing": [
+            *("growing", *of_model, "--placement", options.placement, "--device", device),
+            *(("--context-len", "1500", "--own-len", "1400", *judged) if few else ()),
+        ],
+        "codecs": ["codecs", *of_model, "--texts", texts.split(",")[0]],
+        "rounding": ["rounding", *of_model, *(("--len", "256", "--texts", "speech") if few else ())],
+        "build": ["build", *of_model, "--device", device, "--context-len", "1023" if few else "8191"],
+        "load": [*load, *serve],
+        "load-full": [*load, "--selector", "full", *serve],
+    }
+
+
+def run(name: str, command: list[str], out: Path) -> str:
+    """What it prints, without the JSON object at its end. Raises GateError where it fails."""
+    path = out / f"{name}.json"
+    at = command.index("--") if "--" in command else len(command)
+    command = [*command[:at], "--json", str(path), *command[at:]]
+    shown = shlex.join(["python", "-m", f"bench.{command[0]}", *command[1:]])
+    print(f"{name}: {shown}", file=sys.stderr, flush=True)
+    started = time.monotonic()
+    with (out / f"{name}.log").open("w") as log:
+        done = subprocess.run(
+            [sys.executable, "-m", f"bench.{command[0]}", *command[1:]], stdout=subprocess.PIPE, stderr=log, text=True
+        )
+    if done.returncode:
+        raise GateError(f"{name} ended with {done.returncode}; {out / name}.log says why")
+    print(f"{name}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("{")]
+    if not any(lines):  # all that it says is in its figures
+        figures = {k: v for k, v in json.loads(path.read_text()).items() if isinstance(v, int | float | str)}
+        lines = ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in figures.items())]
+    return "\n".join([f"## {name}", "", f"    {shown}", "", *lines, ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a directory, a .gguf file, a hub id [default: the installed SmolLM2-135M]")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument(
+        "--placement", choices=("cpu", *PLACEMENTS), default="hybrid" if torch.cuda.is_available() else "cpu"
+    )
+    parser.add_argument("--only", default="", help="parts, comma-separated")
+    parser.add_argument("--quick", action="store_true", help="minutes instead of hours, and no figure to keep")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    try:
+        told = parts(options)
+        wanted = [name for name in options.only.split(",") if name] or list(told)
+        if unknown := [name for name in wanted if name not in told]:
+            parser.error(f"there is no part {', '.join(unknown)}; choose of {', '.join(told)}")
+        for name in wanted:
+            section = options.out / f"{name}.md"
+            if not section.exists():
+                section.write_text(run(name, told[name], options.out))
+            sections = [path.read_text() for path in (options.out / f"{name}.md" for name in told) if path.exists()]
+            (options.out / "report.md").write_text("\n".join([f"# {options.model or 'SmolLM2-135M'}\n", *sections]))
+    except (CsattnError, GateError) as error:
+        sys.exit(f"error: {error}")
+    print(options.out / "report.md")
+
+
+if __name__ == "__main__":
+    main()

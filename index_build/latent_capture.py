@@ -1,0 +1,65 @@
+"""Prefill of a layer whose rows are latents, by what csattn decodes with: no scores of a whole chunk in memory."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from csattn.models.latent import (
+    Turn,
+    attend_latents,
+    choose_rows,
+    latent_queries,
+    latent_rows,
+    latent_values,
+    query_latents,
+)
+from csattn.models.spec import LatentSpec
+from csattn.models.weights import Linear, latent_weights
+
+
+class LatentLayer:
+    """A decoder layer of `transformers` over a context, chunk by chunk. Norms and MLP are its own."""
+
+    def __init__(
+        self,
+        layer: Any,
+        spec: LatentSpec,
+        softmax_scale: float,
+        interleaved: bool,
+        rows: Tensor,  # [context_len, width], written
+        chosen: Tensor | None,  # [context_len, top_k] int32: by the layer before; written where this one chooses
+    ) -> None:
+        self._layer, self._spec, self._scale, self._interleaved = layer, spec, softmax_scale, interleaved
+        self._weights = latent_weights(layer.self_attn, spec)
+        self._rows, self._chosen = rows, chosen
+
+    def __call__(self, hidden: Tensor, tokens: slice, cos: Tensor, sin: Tensor) -> Tensor:
+        """What leaves it. hidden: [num_tokens, hidden_size], of these tokens; cos, sin: [num_tokens, rope_dim]."""
+        spec, weights, layer = self._spec, self._weights, self._layer
+        half = spec.rope_dim // 2
+        turn = Turn(cos[:, :half], sin[:, :half], self._interleaved)
+        inputs = _products(layer.input_layernorm(hidden), weights.inputs)
+        projected = inputs
+        if weights.queries:
+            projected = _products(query_latents(inputs, weights, spec), weights.queries)
+        self._rows[tokens] = latent_rows(inputs, weights, spec, turn, self._rows.shape[1]).to(self._rows.dtype)
+        asked, seen = latent_queries(inputs, projected, weights, spec, turn), self._rows[: tokens.stop]
+        chosen = None
+        if self._chosen is not None:
+            if spec.indexer is not None:
+                lens = torch.arange(tokens.start + 1, tokens.stop + 1, dtype=torch.int32, device=seen.device)
+                self._chosen[tokens] = choose_rows(asked, seen, lens, spec)
+            chosen = self._chosen[tokens]
+        attended = attend_latents(asked.q.to(seen.dtype), seen, chosen, spec, self._scale)
+        hidden = hidden + layer.self_attn.o_proj(latent_values(attended, weights).to(hidden.dtype))
+        leaving: Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden)[None])[0]
+        return leaving
+
+
+def _products(x: Tensor, linears: tuple[Linear, ...]) -> Tensor:
+    """Side by side, float32."""
+    return torch.cat(
+        [functional.linear(x.to(each.weight.dtype), each.weight, each.bias).float() for each in linears], dim=-1
+    )

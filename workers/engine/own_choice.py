@@ -1,0 +1,45 @@
+"""Models that choose their rows themselves, by a learned indexer or all of them: what is not for a request to say."""
+
+from csattn.config import SearchConfig
+from csattn.errors import ConfigError
+from csattn.models.spec import LatentSpec, ModelSpec
+
+SELECTOR = "model"  # what such a request's reading names
+
+
+def latents_of(spec: ModelSpec) -> LatentSpec | None:
+    """How its layers keep latents; all do, or none."""
+    return spec.layers[0].latent
+
+
+def rows_read(latent: LatentSpec, context_len: int, tail_len: int) -> float:
+    """Of a request with so many rows of its own: the mean over its tokens."""
+    seen = range(context_len + 1, context_len + tail_len + 1)
+    read = seen if latent.top_k is None else [min(latent.top_k, num_rows) for num_rows in seen]
+    return sum(read) / max(1, tail_len)
+
+
+def require_own_choice(spec: ModelSpec, config: SearchConfig, selector: str) -> None:
+    """Raise ConfigError for a request that says who chooses where the model does. `keep` is not looked at there."""
+    if (latent := latents_of(spec)) is None or (selector in ("csattn", "full") and config.rest in (None, "none")):
+        return
+    asked = f"selector {selector!r}" if selector not in ("csattn", "full") else f"rest {config.rest}"
+    raise ConfigError(f"{_chooses(latent)}, so {asked} has nothing to do there; leave it out")
+
+
+def require_plain_rows(spec: ModelSpec, what: str) -> None:
+    """Raise ConfigError for what there is of keys and values only."""
+    if latents_of(spec) is not None:
+        raise ConfigError(f"{what} is for keys and values, and this model keeps latents instead; leave it out")
+
+
+def require_no_latents(spec: ModelSpec) -> None:
+    """Raise ConfigError where steps on a GPU do not have layers of latents."""
+    if (latent := latents_of(spec)) is not None:
+        raise ConfigError(f"{_chooses(latent)}; csattn decodes that on the CPU only: choose placement cpu")
+
+
+def _chooses(latent: LatentSpec) -> str:
+    if latent.top_k is None:
+        return "this model keeps latents, and attends to all of them"
+    return f"this model keeps latents, of which its own indexer chooses {latent.top_k:,} for each token"

@@ -1,0 +1,98 @@
+"""From what an engine on a GPU is set to, to the sizes that its memory is planned for."""
+
+from dataclasses import dataclass
+from math import prod
+
+from csattn.config import SEGMENT_STEP, IndexConfig, ListConfig, SearchConfig, SketchConfig, num_index_heads
+from csattn.errors import ConfigError
+from csattn.selectors import ContextView, resolve_rest, selector_for
+from csattn.sketch.own import Growth
+from offload.codecs.formats import KvFormat
+from workers.engine.memory import Placement, plan_memory
+from workers.engine.shape import EngineShape
+from workers.engine.step_model import StepModel
+from workers.serving.messages import Selector
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizing:
+    """Settings, named as `GpuEngine` takes them. Contexts tell the rest: their index, and how long they are."""
+
+    model: StepModel
+    placement: Placement
+    search: SearchConfig
+    selector: Selector
+    batch_sizes: tuple[int, ...]
+    num_contexts: int
+    max_context_len: int | None
+    num_tails: int
+    tail_capacity: int
+    growth: Growth
+    slot_share: float
+    kv_format: KvFormat | None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.slot_share <= 1:
+            raise ConfigError(f"slot_share must lie in (0, 1], got {self.slot_share}")
+        if self.kv_format is not None:
+            self.kv_format.row_bytes(self.model.spec.head_dim)  # which it may not fit
+        max_rows = self.batch_sizes[-1]
+        if self.growth.segment_len % SEGMENT_STEP or max_rows > self.growth.least_near:
+            raise ConfigError(
+                f"on a GPU own segments have multiples of {SEGMENT_STEP} rows, got {self.growth.segment_len}, and "
+                f"steps up to {self.growth.least_near}, got {max_rows}"
+            )
+
+    def num_cached(self, longest: int) -> int:
+        """Rows of a context, per layer and KV head, that are kept on the device where its KV is on the host."""
+        return max(1, int(self.slot_share * longest))
+
+    def longest(self, index_config: IndexConfig, needed: int, available_bytes: int) -> int:
+        """As many rows as the model has positions, halved until what grows with them takes half of what is left.
+
+        available_bytes: on the device, now.
+        """
+
+        def planned_bytes(longest: int) -> int:
+            shape, num_slots = self.shape(index_config, longest), self.num_cached(longest)
+            return plan_memory(self.model.num_bytes, index_config, shape, self.placement, num_slots).device_bytes
+
+        longest, least = self.model.spec.max_positions, planned_bytes(1)
+        room = (available_bytes - least) // 2
+        while longest > max(needed, 1) and planned_bytes(longest) > least + room:
+            longest //= 2
+        return max(longest, needed)
+
+    def shape(self, index_config: IndexConfig, longest: int) -> EngineShape:
+        """longest: rows of a context, at most."""
+        spec = self.model.spec
+        attention = spec.layers[spec.indexed_layers[0]].attention
+        selector = self.selector
+        if isinstance(index_config, ListConfig):  # which name not all keys; by a sketch all can be chosen, or fewer
+            selector = selector_for(selector, ContextView(longest, spec.softmax_scale, self.search))
+        full = selector == "full"
+        num_kv_heads = spec.num_kv_heads
+        return EngineShape(
+            num_layers=len(spec.indexed_layers),
+            num_q_heads=spec.num_q_heads,
+            num_kv_heads=num_kv_heads,
+            num_index_heads=num_kv_heads if full else num_index_heads(index_config, spec.num_q_heads, num_kv_heads),
+            head_dim=spec.head_dim,
+            dtype=self.model.dtype,
+            softmax_scale=spec.softmax_scale,
+            search=self.search,
+            max_context_len=longest,
+            batch_sizes=self.batch_sizes,
+            num_contexts=self.num_contexts,
+            num_tails=self.num_tails,
+            tail_capacity=self.tail_capacity,
+            rest=resolve_rest(self.search, selector, index_config.layout, attention.logit_cap is not None),
+            attends_all=full,
+            kv_format=self.kv_format,
+            growth=self.growth,
+            logit_cap=attention.logit_cap,
+            has_sinks=attention.sinks,
+            local=tuple(x for x in (layer.attention.reach for layer in spec.layers) if x is not None),
+            state_bytes=sum(4 * prod(part) for layer in spec.layers if layer.delta for part in layer.delta.parts),
+            max_segments=len(index_config.segment_starts(longest)) if isinstance(index_config, SketchConfig) else 0,
+        )

@@ -224,7 +224,7 @@ def describe_layer(config: Any, layer_idx: int) -> LayerSpec:
 
 def layer_type(config: Any, layer_idx: int) -> str:
     """Its name in `transformers`."""
-    name = (getattr(config, "layer_types", None) or {layer_idx: "full_attention"})[layer_idx]
+    name: str = (getattr(config, "layer_types", None) or {layer_idx: "full_attention"})[layer_idx]
     return _FORMER_TYPES.get(name, name)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -63,6 +64,14 @@ def _stamp(compiled: Any, function: Callable[..., Any]) -> None:
     index = compiled._cache._cache_file
     index._version = index._version, source_stamp(function.__module__)
     index._data_name_pattern = index._data_name_pattern.replace(".nbc", f".{_PROCESS}.nbc")
+    compiled._cache.save_overload = partial(_save_if_it_can_be, compiled._cache.save_overload)
+
+
+def _save_if_it_can_be(save: Callable[..., None], *compiled: Any) -> None:
+    """What cannot be kept is compiled all the same: it was seen, once and on a busy machine, that numba had no object
+    code left of a kernel that it had just compiled."""
+    with suppress(RuntimeError):
+        save(*compiled)
 
 
 def readonly(array: NDArray[Scalar]) -> NDArray[Scalar]:

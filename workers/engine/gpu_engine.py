@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from types import TracebackType
 from typing import Self
 
@@ -28,7 +27,7 @@ from csattn.selection import join_choices
 from csattn.selectors import ContextView
 from csattn.sketch.own import Growth, own_top_k
 from offload.codecs.formats import KvFormat
-from offload.errors import MemoryPlanError, NoDeviceError
+from offload.errors import MemoryPlanError
 from workers.engine.far_rows import CachedRows
 from workers.engine.fidelity import Seen, fidelity
 from workers.engine.memory import Placement, placement_named
@@ -40,6 +39,7 @@ from workers.engine.searcher import StepSearcher
 from workers.engine.sizing import Sizing
 from workers.engine.slots import require_free_slot, require_new_context, require_room, require_unused, seen_lens
 from workers.engine.step_model import StepModel, step_model
+from workers.model.devices import require_device
 from workers.searchers.step_searches import StepSearches
 from workers.serving.messages import Selector
 from workers.serving.step_engine import NO_CONTEXT, EngineCounts, Fidelity, Reading, StepResult, StepRow
@@ -430,18 +430,6 @@ def _joined(first: StepResult, second: StepResult) -> StepResult:
     if first.logits is not None and second.logits is not None:
         logits = np.concatenate([first.logits, second.logits])
     return StepResult(np.concatenate([first.next_ids, second.next_ids]), logits, first.fidelity or second.fidelity)
-
-
-def require_device() -> None:
-    if not torch.cuda.is_available():
-        raise NoDeviceError(
-            "this machine has no CUDA device, or torch is a build without CUDA; leave out the placement to decode on "
-            "the CPU"
-        )
-    if find_spec("cupy") is None:
-        raise NoDeviceError(
-            "the GPU engine needs CuPy, which is not installed: pip install -e '.[gpu]', or '.[gpu-cu13]' for CUDA 13"
-        )
 
 
 def require_selector(selector: str) -> None:

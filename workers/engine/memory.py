@@ -17,6 +17,7 @@ from workers.engine.own_choice import require_no_latents
 from workers.engine.own_on_device import own_bytes, own_shape
 from workers.engine.schedule import schedule_bytes
 from workers.engine.shape import EngineShape
+from workers.model.devices import require_device
 
 Placement = Literal["device", "hybrid", "host"]
 PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
@@ -69,6 +70,7 @@ def require_weights(
     """Raise before a model is loaded that is not decoded there, or whose weights alone are more than the device has."""
     config = read_config(name)
     require_no_latents(describe(config))
+    require_device()
     _, kept_bytes = weight_bytes(config, DTYPES[dtype].itemsize, weights)
     needed = {"the model's weights": kept_bytes, "kernels and their workspace": KERNELS_BYTES}
     parts = tuple(MemoryPart(name=part, device_bytes=size) for part, size in needed.items())

@@ -23,7 +23,6 @@ from csattn.models import LoadedModel
 from csattn.models.share import require_shares
 from csattn.share import Share
 from offload.codecs.formats import KvFormat
-from workers.engine import gpu_engine
 from workers.engine.follower import EXPECTED, FollowerSpec
 from workers.engine.followers import GRACE_S, MODULE, STEP_S, Followers
 from workers.engine.gpu_engine import GpuEngine
@@ -31,7 +30,7 @@ from workers.engine.memory import Placement, placement_named
 from workers.engine.slots import require_new_context
 from workers.engine.step_model import first_share, handed_share, step_model
 from workers.model.deadline import ends_within
-from workers.model.devices import Devices, require_devices
+from workers.model.devices import Devices, require_device, require_devices
 from workers.serving.messages import Selector
 from workers.serving.step_engine import EngineCounts, Fidelity, Reading, StepResult, StepRow
 
@@ -59,7 +58,7 @@ class SplitEngine:
         if options.pop("searcher", None) is not None:
             raise ConfigError("search workers serve one device, in placement host; leave them out")
         require_tried(placement_named(placement), options.get("selector", "csattn"), options.get("kv_format"))
-        gpu_engine.require_device()
+        require_device()
         require_shares(step_model(loaded).spec, num_devices)
         if any(hasattr(module, "quantized") for module in loaded.model.modules()):
             raise ConfigError("weights of 8 or 4 bits are not shared out among devices; choose one device")

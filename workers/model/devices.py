@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -217,6 +218,18 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> Tensor:
         found: Tensor = self._tensor(*pid)
         return found
+
+
+def require_device() -> None:
+    if not torch.cuda.is_available():
+        raise NoDeviceError(
+            "this machine has no CUDA device, or torch is a build without CUDA; leave out the placement to decode on "
+            "the CPU"
+        )
+    if find_spec("cupy") is None:
+        raise NoDeviceError(
+            "the GPU engine needs CuPy, which is not installed: pip install -e '.[gpu]', or '.[gpu-cu13]' for CUDA 13"
+        )
 
 
 def require_devices(num_devices: int) -> None:

@@ -10,10 +10,10 @@ from csattn.errors import ConfigError
 from csattn.models import LoadedModel, load_model
 from csattn.sketch.own import Growth
 from workers.engine.cpu_engine import CpuEngine
-from workers.engine.gpu_engine import MAX_ROWS, TAIL_CAPACITY, require_device, step_sizes
+from workers.engine.gpu_engine import MAX_ROWS, TAIL_CAPACITY, step_sizes
 from workers.engine.memory import require_weights
 from workers.engine.opening import gpu_engine, require_together
-from workers.model.devices import require_devices
+from workers.model.devices import require_device, require_devices
 from workers.searchers.supervisor import Launch
 from workers.searchers.worker import choose_cpus
 from workers.searchers.worker_searcher import WorkerSearcher

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from csattn.errors import ConfigError
 from csattn.models import LoadedModel
 from workers.serving.messages import Ask, BadRequestError, Tool
 from workers.serving.tools import THINK, THOUGHT, CallFormat, ChatForm
@@ -65,7 +64,11 @@ class Grammars:
         try:
             import llguidance
         except ImportError:
-            raise ConfigError("answers held to a schema need llguidance; pip install 'csattn[serve]'") from None
+            raise BadRequestError(
+                "this service cannot hold answers to a schema: llguidance is not installed where it runs "
+                "(pip install 'csattn[serve]'); leave the schema out",
+                field,
+            ) from None
         matcher = llguidance.LLMatcher(self._tokens(), text, log_level=0)
         if matcher.is_error():
             raise BadRequestError(

@@ -10,7 +10,7 @@ from offload import gather, slot_cache, step_mail
 from offload.budget import AvailableMemory
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
-from workers.engine import gpu_engine, placed_model, step_model
+from workers.engine import gpu_engine, placed_model, split_engine, step_model
 
 
 def emulate(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,7 +20,8 @@ def emulate(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> Non
         return
     no_lock = partial(placed_model.PinnedRows, register=ignore, unregister=ignore)
     monkeypatch.setattr(placed_model, "PinnedRows", no_lock)
-    monkeypatch.setattr(gpu_engine, "require_device", ignore)
+    for engine in (gpu_engine, split_engine):
+        monkeypatch.setattr(engine, "require_device", ignore)
     plenty = AvailableMemory(device_bytes=1 << 40, host_bytes=1 << 40)
     monkeypatch.setattr(step_model, "available_memory", lambda device: plenty)
 

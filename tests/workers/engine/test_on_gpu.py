@@ -15,9 +15,10 @@ from index_build.pipeline import build_artifact
 from offload.budget import AvailableMemory
 from offload.codecs.formats import KvFormat
 from offload.errors import MemoryPlanError, NoDeviceError
-from tests.tiny import FAMILIES, loaded, token_ids
+from tests.tiny import FAMILIES, loaded, tiny_config, token_ids
 from tests.workers.engine.definition import defined_logits
 from workers.engine import PLACEMENTS, GpuEngine, answer, question_tokens, step_model
+from workers.engine.memory import require_weights
 from workers.serving.step_engine import StepRow
 
 CONTEXT_LEN = 700
@@ -185,3 +186,10 @@ def test_an_unknown_placement_is_refused() -> None:
 def test_without_a_device_the_engine_says_so() -> None:
     with pytest.raises(NoDeviceError, match="no CUDA device"):
         GpuEngine(loaded(), SearchConfig(), "device")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_without_a_device_nothing_is_loaded_for_one(tmp_path: Path) -> None:
+    tiny_config("llama").save_pretrained(tmp_path)
+    with pytest.raises(NoDeviceError, match="no CUDA device"):
+        require_weights(str(tmp_path), "float32", None)

@@ -1,4 +1,6 @@
-"""What becomes of running answers when a process of the service is killed? `python -m bench.faults [--kills N]`.
+"""What becomes of running answers when a process of the service is killed?
+
+    python -m bench.faults [--kills N] [-- what `csattn serve` takes, such as --set engine.placement=host]
 
 `csattn serve` on Ray, with search workers. In each trial a few streams are under way when one process gets SIGKILL at a
 random time: a search worker, the attention worker, or the ingress replica, in turns.
@@ -182,12 +184,13 @@ def main() -> None:
     parser.add_argument("--search-workers", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("serve", nargs="*", help="behind --: options of `csattn serve`")
     options = parser.parse_args()
     random.seed(options.seed)
     with tempfile.TemporaryDirectory() as scratch:
         model = ["--model", options.model] if options.model else []
         searchers = ["--set", f"engine.num_search_workers={options.search_workers}"]
-        with serving("--store", str(options.store or scratch), *model, *searchers) as service:
+        with serving("--store", str(options.store or scratch), *model, *searchers, *options.serve) as service:
             service.register("faults", TEXT.read_text()[: options.context_chars])
             name = service.get("/v1/contexts/faults").json()["model"]
             plan = Plan(name, QUESTIONS, options.num_tokens)
@@ -200,7 +203,8 @@ def main() -> None:
                     trials[target].append(trial)
                     print(f"{number + 1}/{options.kills} {target}: {trial}", flush=True)
     result = {target: summary(of_target) for target, of_target in trials.items()}
-    finish({"bench": "faults", "machine": machine(), "model": options.model or "smollm2-135m", **result}, options.json)
+    header = {"bench": "faults", "machine": machine(), "model": options.model or "smollm2-135m", "serve": options.serve}
+    finish({**header, **result}, options.json)
 
 
 if __name__ == "__main__":

@@ -2,15 +2,15 @@
 
 python -m bench.load --url http://127.0.0.1:8000 [--pid PID] [--contexts 8] [--context-chars 8000] [--sessions 40]
                      [--per-minute 30] [--turns 4] [--think-s 3] [--answer-tokens 32] [--zipf 1.1] [--selector full]
-                     [--named]
+                     [--named] [--clients 16] [--for-s 600] [--alone-first]
 python -m bench.load --store DIR ... -- [what `csattn serve` takes, such as --local --set engine.context_bytes=N]
 
 Sessions begin at random times; each is about one of the contexts, few of which most sessions are about (Zipf), and
 has as many turns as chance gives, with time to think between them. As chat programs do, each turn sends the whole
 conversation: the document as the system message, the model alone as the model. With --named the documents are contexts
-that were registered before, and asked for by name. Gate: no request fails, conversations that are the same so far have
-the same answer, whoever has them and whenever, and what the service holds of contexts stays within its budget, in every
-sample.
+that were registered before, and asked for by name. With --alone-first all first questions are asked one by one before
+the trace begins. Gate: no request fails, conversations that are the same so far have the same answer, whoever has them
+and whenever, and what the service holds of contexts stays within its budget, in every sample.
 """
 
 import argparse
@@ -69,6 +69,7 @@ class Said:
     prompt_tokens: int
     cached_tokens: int
     num_lost: int = 0  # answers to it that ended with an error event, because the worker was lost
+    differs: bool = False  # from the answer that the same conversation had before
 
 
 Answers = dict[tuple[int, tuple[str, ...]], str]  # by context and what was asked so far
@@ -89,6 +90,12 @@ def make_trace(options: argparse.Namespace) -> list[Session]:
     return sessions
 
 
+def first_questions(options: argparse.Namespace) -> list[Session]:
+    """With which sessions begin, about every context, a few at a time."""
+    asked = [(context, question) for question in QUESTIONS[:FEW_QUESTIONS] for context in range(options.contexts)]
+    return [Session(0.05 * i, context, (question,), (0.0,)) for i, (context, question) in enumerate(asked)]
+
+
 def context_text(number: int, num_chars: int) -> str:
     """A stretch of the texts at hand; where they end, they begin again, shifted."""
     whole = "\n\n".join(path.read_text() for path in sorted(TEXTS.glob("*.txt")))
@@ -99,7 +106,7 @@ def context_text(number: int, num_chars: int) -> str:
 async def replay(
     client: Any, model: str, trace: Sequence[Session], options: argparse.Namespace, answers: Answers | None = None
 ) -> list[Said]:
-    """All sessions side by side. Raises what the client raises, and GateError for an answer that differs.
+    """All sessions side by side, or those that have begun when the time is up. Raises what the client raises.
 
     answers: those that are known, and those that come.
     """
@@ -110,7 +117,8 @@ async def replay(
     async def hold(session: Session) -> None:
         await asyncio.sleep(max(0.0, session.begins_s - (time.perf_counter() - started)))
         async with clients:
-            await converse(session)
+            if options.for_s is None or time.perf_counter() - started < options.for_s:
+                await converse(session)
 
     async def converse(session: Session) -> None:
         messages = [] if options.named else [document(session.context, options)]
@@ -120,12 +128,10 @@ async def replay(
             messages.append({"role": "user", "content": question})
             answer, of_turn = await ask_until_answered(client, of_context, messages, turn, options)
             messages.append({"role": "assistant", "content": answer})
-            said.append(of_turn)
             before = known.setdefault((session.context, session.questions[: turn + 1]), answer)
-            gate(
-                answer == before,
-                f"two answers to {question!r} about document {session.context}: {before!r}, {answer!r}",
-            )
+            if answer != before:
+                print(f"two answers to {question!r} about document {session.context}: {before!r}, {answer!r}")
+            said.append(replace(of_turn, differs=answer != before))
 
     async with asyncio.TaskGroup() as group:
         for session in trace:
@@ -201,9 +207,13 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
         model = options.model or await model_name(client)
         watch = Watch(options)
         watching = asyncio.create_task(watch.run())
+        answers = Answers()
+        if options.alone_first:
+            one_by_one = argparse.Namespace(**{**vars(options), "clients": 1, "for_s": None})
+            await replay(client, model, first_questions(options), one_by_one, answers)
         started = time.perf_counter()
         try:
-            said = await replay(client, model, trace, options)
+            said = await replay(client, model, trace, options, answers)
         finally:
             watching.cancel()
         seconds = time.perf_counter() - started
@@ -215,7 +225,8 @@ def told(said: Sequence[Said], trace: Sequence[Session], seconds: float, options
     new_tokens, prompt_tokens = sum(of.new_tokens for of in said), sum(of.prompt_tokens for of in said)
     first, later = ([of.first_s for of in said if (of.turn == 0) == is_first] for is_first in (True, False))
     each = [(of.whole_s - of.first_s) / (of.new_tokens - 1) for of in said if of.new_tokens > 1]
-    gate(len(said) == sum(len(session.questions) for session in trace), "not all turns were answered")
+    num_asked = sum(len(session.questions) for session in trace)
+    gate(options.for_s is not None or len(said) == num_asked, f"{len(said)} of {num_asked} turns were answered")
     return {
         "trace": {
             name: getattr(options, name)
@@ -225,6 +236,7 @@ def told(said: Sequence[Said], trace: Sequence[Session], seconds: float, options
                 "sessions",
                 "per_minute",
                 "clients",
+                "for_s",
                 "turns",
                 "think_s",
                 "zipf",
@@ -234,7 +246,7 @@ def told(said: Sequence[Said], trace: Sequence[Session], seconds: float, options
         "selector": options.selector or "the service's",
         "turns": len(said),
         "failed": 0,
-        "different_answers": 0,
+        "different_answers": sum(of.differs for of in said),
         "lost_and_asked_again": sum(of.num_lost for of in said),
         "seconds": round(seconds, 1),
         "tokens_per_s": round(new_tokens / seconds, 2),
@@ -348,12 +360,19 @@ def main() -> None:
     parser.add_argument("--model", help="its name; not needed where the service lists one")
     parser.add_argument("--pid", type=int, action="append", help="a process of the server; its children count too")
     parser.add_argument("--store", type=Path, help="of a service that is started for this: see `serve`")
+    parser.add_argument("--alone-first", action="store_true", help="what comes alone is what must come among others")
     parser.add_argument("--named", action="store_true", help="documents are contexts, and asked for by name")
     parser.add_argument("serve", nargs="*", help="behind --: options of `csattn serve`")
     options = parser.parse_args()
     gate((options.url is None) != (options.store is None), "give --url, or --store and what `csattn serve` takes")
     gate(options.url is None or not options.named, "--named wants a service of its own: --store")
-    finish(asyncio.run(run(options)) if options.url else serve_and_run(options), options.json)
+    finish_load(asyncio.run(run(options)) if options.url else serve_and_run(options), options.json)
+
+
+def finish_load(result: dict[str, Any], json_path: Path | None) -> None:
+    """Keep the result, whatever it is, and fail where an answer differs."""
+    finish(result, json_path)
+    gate(not result["different_answers"], f"{result['different_answers']} of {result['turns']} answers differ")
 
 
 def add_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
@@ -363,6 +382,7 @@ def add_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     parser.add_argument("--sessions", type=int, default=40)
     parser.add_argument("--per-minute", type=float, default=30.0, help="sessions that begin")
     parser.add_argument("--clients", type=int, help="sessions at the same time, at most; others begin later")
+    parser.add_argument("--for-s", type=float, help="no session begins later; else all do")
     parser.add_argument("--turns", type=float, default=4, help="of a session, on average")
     parser.add_argument("--think-s", type=float, default=3.0, help="before a turn, on average")
     parser.add_argument("--answer-tokens", type=int, default=32)

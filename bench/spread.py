@@ -26,20 +26,19 @@ import httpx2
 from bench.build_cluster import cluster_of
 from bench.faults import processes, spread
 from bench.load import (
-    FEW_QUESTIONS,
-    QUESTIONS,
     Answers,
-    Session,
     Watch,
     add_options,
     context_name,
     context_text,
+    finish_load,
+    first_questions,
     make_trace,
     model_name,
     replay,
     told,
 )
-from bench.timing import finish, gate, machine
+from bench.timing import gate, machine
 from csattn.artifact import open_artifact
 from csattn.config import preset
 from csattn.models import LoadedModel, load_model
@@ -178,12 +177,6 @@ def status_of(service: Service) -> dict[str, Any]:
         time.sleep(POLL_S)
 
 
-def questions_of(options: argparse.Namespace) -> list[Session]:
-    """All first questions about every context, a few at a time."""
-    asked = [(context, question) for question in QUESTIONS[:FEW_QUESTIONS] for context in range(options.contexts)]
-    return [Session(0.05 * i, context, (question,), (0.0,)) for i, (context, question) in enumerate(asked)]
-
-
 async def run(service: Service, cluster: Any, options: argparse.Namespace) -> dict[str, Any]:
     from openai import AsyncOpenAI
 
@@ -191,7 +184,7 @@ async def run(service: Service, cluster: Any, options: argparse.Namespace) -> di
     trace, answers = make_trace(options), Answers()
     async with AsyncOpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=20, timeout=HUNG_S) as client:
         model = await model_name(client)
-        await replay(client, model, questions_of(options), options, answers)
+        await replay(client, model, first_questions(options), options, answers)
         watch, chaos = Watch(options), Chaos(service, cluster, options)
         beside = [asyncio.create_task(watch.run())]
         if options.every_s:
@@ -248,7 +241,7 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     options = parser().parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        finish(measure(options, Path(scratch)), options.json)
+        finish_load(measure(options, Path(scratch)), options.json)
 
 
 if __name__ == "__main__":

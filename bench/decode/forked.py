@@ -23,6 +23,9 @@ class MadeContext:
         model = SimpleNamespace(num_layers=len(layers), num_q_heads=shape.num_q_heads, head_dim=shape.head_dim)
         self.spec = SimpleNamespace(context_len=layers[0].context_len, num_index_heads=layers[0].num_heads, model=model)
 
+    def indexes(self) -> list[LayerIndex | SketchIndex]:
+        return list(self._layers)
+
     def layer_index(self, layer_idx: int) -> LayerIndex | SketchIndex:
         return self._layers[layer_idx]
 

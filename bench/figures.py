@@ -16,6 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 STEPS = "decode-steps-h200.json"
+PUBLISHED, SCHEDULES = "decode-published-h200.json", "schedules.json"
 QUALITY = "quality.json", "quality-cpu.json"  # the second is of the sketch as it is now, of fewer texts
 TEXTS = {
     ("novel", 7680): "novel, 8K", ("speech", 6441): "speech, 6K", ("code", 7680): "Python, 8K",
@@ -89,8 +90,7 @@ def case(batch_size: int, context_len: int, placement: str, **more: Any) -> Case
     """A case of whole steps; `default`, searched at every step, unless said."""
     wanted = {"variant": "default", "schedule": EVERY_STEP, "kv_codec": None, **more}
     wanted |= {"batch_size": batch_size, "context_len": context_len, "placement": placement}
-    [found] = [case for case in measured(STEPS) if all(case.get(name) == value for name, value in wanted.items())]
-    return dict(found)
+    return dict(only(STEPS, **wanted))
 
 
 def full(batch_size: int, context_len: int) -> Case:
@@ -244,6 +244,41 @@ def milliseconds(of: Case) -> float:
     return float(of["p50_us"]) / 1e3
 
 
+def published() -> list[str]:
+    """The published system's schedules at each length, `default` and full attention beside them."""
+    lengths = sorted({case["context_len"] for case in measured(PUBLISHED)})
+    texts = list(dict.fromkeys(case["text"] for case in measured(SCHEDULES)))
+    head = [f"{context_len // 1024}K" for context_len in lengths]
+    head = ["ms a token, mean", *(f"KL, {text}" for text in texts), *head, f"GB on the device, {head[-1]}"]
+    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
+    full_steps = [
+        ("full attention, all on the device", "full", "device", None, "none"),
+        ("full attention, KV streamed from the host", "streamed", "host", None, "none"),
+    ]
+    ours = [
+        (f"`{variant}`, `{placement}`, {name}", variant, placement, keep, schedule)
+        for variant, placement in (("lists", "host"), ("lists", "hybrid"), ("default", "host"), ("default", "hybrid"))
+        for name, keep, schedule in (
+            ("2 %", 0.02, AHEAD),
+            ("15 % at every 4th token", 0.15, f"{AHEAD}, at every 4th token"),
+            ("20 % at every 8th", 0.2, f"{AHEAD}, at every 8th token"),
+        )
+    ]
+    for name, variant, placement, keep, schedule in full_steps + ours:
+        of = {"variant": variant, "placement": placement, "keep": keep, "schedule": schedule}
+        cases = [only(PUBLISHED, context_len=context_len, **of) for context_len in lengths]
+        kls = [f"{only(SCHEDULES, text=text, preset=variant, keep=keep)['kl']:.4f}" if keep else "" for text in texts]
+        cells = [*kls, *(f"{of['mean_us'] / 1e3:.1f}" for of in cases), f"{cases[-1]['hbm_bytes'] / 1e9:.1f}"]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def only(name: str, **wanted: Any) -> Case:
+    """The one case of a result file that has all these."""
+    [found] = [of for of in measured(name) if all(of.get(field) == value for field, value in wanted.items())]
+    return found
+
+
 def capacity() -> list[str]:
     """What an operator plans with."""
     from bench.plan import table  # which takes cases from here
@@ -273,6 +308,7 @@ TABLES: dict[tuple[str, str], Callable[[], list[str]]] = {
     ("README.md", "first-screen"): first_screen,
     ("bench/README.md", "quality"): quality_means,
     ("bench/README.md", "steps"): steps,
+    ("bench/README.md", "published"): published,
     ("bench/README.md", "faults"): faults,
     ("docs/quality.md", "kl"): quality,
     ("docs/quality.md", "lm-eval"): lm_eval,

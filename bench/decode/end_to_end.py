@@ -107,6 +107,7 @@ def _cases(
                 if options.only_ahead and not schedule.startswith(AHEAD):
                     continue
                 named = {**key, "variant": variant, "placement": placement, "schedule": schedule}
+                named["keep"] = options.search.keep
                 yield named, partial(placed, work, options, variant, placement, search)
 
 

@@ -123,7 +123,7 @@ def best_speedup(case: Case, content: dict[str, Any]) -> float | None:
         return None
     config = INDEXES[case["variant"]]
     shape = shape_named(content["shape"])
-    return best_ratio(shape, config, case["context_len"], case["batch_size"], content["keep"])
+    return best_ratio(shape, config, case["context_len"], case["batch_size"], case.get("keep", content["keep"]))
 
 
 def _share_of_best(case: Case, cases: list[Case], content: dict[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """`csattn build`: read the context, load the model, run the job, show how far it is."""
 
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,16 @@ def show_loading(
 ) -> LoadedModel:
     """Load a model and say so: a first load may convert it."""
     err.print(f"loading {model or 'the demo model'}" + (" onto the GPU" if device == "cuda" else ""))
-    return load_model(model, dtype, device, stretch, weights)
+    return _load_model(model, dtype, device, stretch, weights)
+
+
+_load_model = load_model
+
+
+def keep_model() -> None:
+    """A process that builds more than once loads the same model once."""
+    global _load_model
+    _load_model = lru_cache(maxsize=1)(load_model)
 
 
 def require_progress(progress: str, jobs: Path | None) -> None:

@@ -1,16 +1,22 @@
-"""A verb that has begun before it is known which: it imports what takes seconds, then waits for its arguments."""
+"""Builds that are asked for while they run: what takes seconds is imported before, and a model is loaded once."""
 
 import json
 import sys
 
+BUILT = "built"  # a line of its own behind what a build has said, on stdout and on stderr
+
 
 def main() -> None:
-    import workers.cli.building  # noqa: F401
+    """A line has the arguments of one; the process ends with the first that fails, or when no more can come."""
+    import torch
 
-    line = sys.stdin.readline()
-    if not line:  # who would have asked is gone
-        return
-    sys.argv = ["csattn", *json.loads(line)]
+    from workers.cli import building
     from workers.cli import main as run
 
-    run()
+    building.keep_model()
+    for line in sys.stdin:
+        sys.argv = ["csattn", *json.loads(line)]
+        run()
+        torch.cuda.empty_cache()  # of what the build has left; nothing without a GPU
+        for stream in (sys.stdout, sys.stderr):
+            print(BUILT, file=stream, flush=True)

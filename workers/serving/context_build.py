@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import sys
+from asyncio import StreamReader
 from asyncio.subprocess import Process
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +13,11 @@ from typing import Any
 
 from csattn.build_options import BuildOptions
 from csattn.errors import CsattnError
+from workers.cli.standby import BUILT
 from workers.settings import Settings
 
 SETTLE_S = 20.0  # before a process comes up that nobody needs yet
+KEEP_S = 20.0  # that one which has built keeps its model for another build
 BEHIND = 10  # niceness of a build that nobody waits for: decoding comes first
 _GRACE_S = 5.0
 _MAX_LINE_BYTES = 1 << 20
@@ -28,11 +31,16 @@ class BuildFailedError(CsattnError):
 
 
 class Builder:
-    """For one event loop. While it is started one process is up that waits for the next build: imports take seconds."""
+    """For one event loop. While it is started one process is up that waits for the next build: imports take seconds.
+
+    A process that has built waits, too, for a while: it has the model.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._standby: asyncio.Task[Process] | None = None
+        self._used: Process | None = None
+        self._expiry: asyncio.TimerHandle | None = None  # of the used one
 
     def start(self, settle_s: float = SETTLE_S) -> None:
         """settle_s: before the process comes up, for what is more urgent."""
@@ -40,6 +48,8 @@ class Builder:
 
     async def close(self) -> None:
         standby, self._standby = self._standby, None
+        if (used := self._take_used()) is not None:
+            await _end(used)
         if standby is not None:
             await self._give_up(standby)
 
@@ -50,21 +60,30 @@ class Builder:
 
         source: what it is built of, as the verb's option.
         """
-        process = await self._take()
+        process, is_built = await self._take(nice), False
         try:
-            with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, process.pid, os.getpriority(os.PRIO_PROCESS, 0) + nice)
             assert process.stdin is not None and process.stdout is not None and process.stderr is not None
             process.stdin.write(json.dumps(_arguments(source, store, self._settings)).encode() + b"\n")
-            process.stdin.close()
-            lines, last_words = await asyncio.gather(process.stdout.read(), _follow(process.stderr, on_progress))
-            exit_code = await process.wait()
+            said, told = list[str](), Told(on_progress)
+            is_built, _ = await asyncio.gather(_read(process.stdout, said.append), _read(process.stderr, told.add))
+            exit_code = 0 if is_built else await process.wait()
         finally:
-            await asyncio.shield(_end(process))
-        return _result(lines, exit_code, last_words)
+            if not (is_built and self._keep(process)):
+                await asyncio.shield(_end(process))
+        return _result(said, exit_code, told.last_words)
 
-    async def _take(self) -> Process:
-        """The one that waits, if it is up; then another takes its place, a little later."""
+    async def _take(self, nice: int) -> Process:
+        """The one that has built, or the one that waits; then another takes its place, a little later."""
+        used = self._take_used()
+        if used is not None:
+            if _set_nice(used, nice):
+                return used
+            await _end(used)  # it may not come forward again
+        process = await self._take_standby()
+        _set_nice(process, nice)
+        return process
+
+    async def _take_standby(self) -> Process:
         standby = self._standby
         if standby is None:
             return await self._begin()
@@ -73,6 +92,23 @@ class Builder:
             return standby.result()
         await self._give_up(standby)
         return await self._begin()
+
+    def _take_used(self) -> Process | None:
+        used, self._used = self._used, None
+        if self._expiry is not None:
+            self._expiry.cancel()
+        return None if used is None or used.returncode is not None else used
+
+    def _keep(self, process: Process) -> bool:
+        if self._standby is None or self._used is not None:
+            return False
+        self._used = process
+        self._expiry = asyncio.get_running_loop().call_later(KEEP_S, self._let_go)
+        return True
+
+    def _let_go(self) -> None:
+        if (used := self._take_used()) is not None and used.stdin is not None:
+            used.stdin.close()  # it ends by itself
 
     async def _begin(self, settle_s: float = 0.0) -> Process:
         await asyncio.sleep(settle_s)
@@ -105,22 +141,33 @@ def _arguments(source: list[str], store: Path, settings: Settings) -> list[str]:
     return ["build", "--json", "--progress", "json", *source, *where, *options.flags]
 
 
-async def _follow(stderr: asyncio.StreamReader, on_progress: OnProgress) -> str:
-    """Report progress; return the last line that is none."""
-    last_words = ""
-    while line := await stderr.readline():
+async def _read(stream: StreamReader, add: Callable[[str], None]) -> bool:
+    """All lines of a build; whether it came to its end, and not the process."""
+    while line := await stream.readline():
+        text = line.decode(errors="replace").strip()
+        if text == BUILT:
+            return True
+        add(text)
+    return False
+
+
+class Told:
+    """What a build writes to stderr: how far it is, or words."""
+
+    def __init__(self, on_progress: OnProgress) -> None:
+        self._on_progress, self.last_words = on_progress, ""
+
+    def add(self, line: str) -> None:
         try:
-            line_json = json.loads(line)
-            where = f"layer {line_json['layer']} of {line_json['layers']}, {line_json['phase']}"
-            on_progress(float(line_json["progress"]), where)
+            told = json.loads(line)
+            self._on_progress(float(told["progress"]), f"layer {told['layer']} of {told['layers']}, {told['phase']}")
         except (ValueError, KeyError, TypeError):
-            last_words = line.decode(errors="replace").strip() or last_words
-    return last_words
+            self.last_words = line or self.last_words
 
 
-def _result(lines: bytes, exit_code: int, last_words: str) -> dict[str, Any]:
+def _result(said: list[str], exit_code: int, last_words: str) -> dict[str, Any]:
     try:
-        result: dict[str, Any] = json.loads(lines.decode().strip().splitlines()[-1])
+        result: dict[str, Any] = json.loads(said[-1])
     except (ValueError, IndexError):
         result = {}
     if exit_code == 0 and "artifact" in result:
@@ -132,6 +179,15 @@ def _result(lines: bytes, exit_code: int, last_words: str) -> dict[str, Any]:
         f"the build {how} ({last_words[:_MAX_SHOWN] or 'it said nothing'}); register the context again to go on where "
         "it stopped"
     )
+
+
+def _set_nice(process: Process, nice: int) -> bool:
+    """Behind this process by that much; whether it may be."""
+    try:
+        os.setpriority(os.PRIO_PROCESS, process.pid, os.getpriority(os.PRIO_PROCESS, 0) + nice)
+    except OSError:
+        return False
+    return True
 
 
 async def _end(process: Process) -> None:

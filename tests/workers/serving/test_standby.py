@@ -8,7 +8,8 @@ import psutil
 import pytest
 
 from tests.tiny import save
-from workers.serving.context_build import Builder
+from workers.serving import context_build
+from workers.serving.context_build import Builder, BuildFailedError
 from workers.settings import BuildSettings, ModelSettings, Settings, StoreSettings
 
 WAIT_S = 60.0
@@ -41,7 +42,7 @@ def test_a_build_takes_the_process_that_waits_and_another_comes_that_ends_with_t
         builder.start(settle_s=0.0)
         first = await waiting(builder)
         built = await build(builder, settings)
-        assert first.returncode == 0, "it was that one"
+        assert builder._used is first and first.returncode is None, "it was that one"
         assert (settings.store.path / built["artifact"]).is_dir()
         builder.start(settle_s=0.0)
         second = await waiting(builder)
@@ -53,7 +54,58 @@ def test_a_build_takes_the_process_that_waits_and_another_comes_that_ends_with_t
         builder.start(settle_s=0.0)
         third = await waiting(builder)
         await builder.close()
-        assert third.returncode is not None and not psutil.pid_exists(third.pid)
+        for process in (first, third):
+            assert process.returncode is not None and not psutil.pid_exists(process.pid)
+
+    asyncio.run(main())
+
+
+def test_one_that_has_built_builds_again_with_the_model_that_it_has_until_it_is_let_go(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        builder, seen = Builder(settings), list[tuple[float, str]]()
+        builder.start(settle_s=0.0)
+        process = await waiting(builder)
+        store = settings.store.path
+        for number in range(3):
+            text = store.parent / f"{number}.txt"
+            text.write_text(f"{number} is another text. " * 20)
+            built = await builder.build(["--context", str(text)], store, lambda *told: seen.append(told), nice=0)
+            assert not built["reused"] and builder._used is process
+            assert seen[-1][0] == 1.0, "all that was told of it came before its end"
+        (settings.store.path.parent / "empty.txt").write_text("")
+        with pytest.raises(BuildFailedError, match="empty"):
+            await builder.build(["--context", str(store.parent / "empty.txt")], store, lambda *told: None, nice=0)
+        assert builder._used is None and process.returncode == 1, "one that has failed is not asked again"
+        monkeypatch.setattr(context_build, "KEEP_S", 0.1)
+        await build(builder, settings)
+        last = builder._used
+        assert last is not None
+        async with asyncio.timeout(WAIT_S):
+            assert await last.wait() == 0
+        assert builder._used is None
+        await builder.close()
+
+    asyncio.run(main())
+
+
+def test_one_that_is_behind_does_not_build_what_somebody_waits_for(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*what: int) -> None:
+        raise PermissionError
+
+    async def main() -> None:
+        builder = Builder(settings)
+        builder.start(settle_s=0.0)
+        await build(builder, settings)
+        used = builder._used
+        assert used is not None
+        monkeypatch.setattr("workers.serving.context_build.os.setpriority", refuse)
+        await build(builder, settings)
+        assert used.returncode is not None and builder._used not in (None, used)
+        await builder.close()
 
     asyncio.run(main())
 

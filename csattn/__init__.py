@@ -11,4 +11,4 @@ import os
 # then costs milliseconds instead of microseconds. It must be set before torch, faiss or numba come in.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -8,7 +8,7 @@ import csattn
 
 
 def full_version() -> str:
-    """`0.1.0 (commit 0123456789ab)`; in a checkout with changes, the commit ends in `-dirty`."""
+    """`0.2.0 (commit 0123456789ab)`; in a checkout with changes, the commit ends in `-dirty`."""
     commit = _commit()
     return f"{csattn.__version__} (commit {commit})" if commit else csattn.__version__
 

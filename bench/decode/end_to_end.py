@@ -106,7 +106,7 @@ def _cases(
             for schedule, search in schedules(options.search, placement):
                 if options.only_ahead and not schedule.startswith(AHEAD):
                     continue
-                named = {**key, "variant": variant, "placement": placement, "schedule": schedule}
+                named: Case = {**key, "variant": variant, "placement": placement, "schedule": schedule}
                 named["keep"] = options.search.keep
                 yield named, partial(placed, work, options, variant, placement, search)
 

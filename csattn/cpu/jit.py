@@ -12,6 +12,7 @@ from numba.core.ccallback import CFunc
 from numba.core.sigutils import normalize_signature
 from numpy.typing import NDArray
 
+from csattn.cpu.compile_turn import compile_in_turn
 from csattn.cpu.source_stamp import source_stamp
 
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -39,7 +40,7 @@ def _compile(function: Callable[..., Any], **special: Any) -> Callable[..., Any]
         compiled: Callable[..., Any] = njit(cache=True, **options)(function)
     except RuntimeError:  # no writable place for a cache: read-only site-packages and home
         return njit(**options)(function)  # type: ignore[no-any-return]
-    _stamp(compiled, function)
+    _share(compiled, function)
     return compiled
 
 
@@ -49,9 +50,15 @@ def c_function(function: Callable[..., Any], signature: Any) -> CFunc:
     compiled = CFunc(function, normalize_signature(signature), locals={}, options=options)
     with suppress(RuntimeError):  # no writable place for a cache
         compiled.enable_caching()
-        _stamp(compiled, function)
+        _share(compiled, function)
     compiled.compile()
     return compiled
+
+
+def _share(compiled: Any, function: Callable[..., Any]) -> None:
+    """Let other processes, and later ones, find it in the cache, as long as it is what its sources say."""
+    _stamp(compiled, function)
+    compile_in_turn(compiled, function.__code__.co_filename)
 
 
 def _stamp(compiled: Any, function: Callable[..., Any]) -> None:

@@ -1,0 +1,86 @@
+"""A kernel is compiled once, however many processes want it, and whoever does not end."""
+
+import fcntl
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from numba.core.errors import TypingError
+
+from csattn.cpu import compile_turn
+from csattn.cpu.jit import exact_kernel
+
+KERNEL = """
+import sys, time
+from pathlib import Path
+from csattn.cpu.jit import exact_kernel
+
+@exact_kernel
+def inner(x):
+    total = 0.0
+    for i in range(x):
+        total += i % 7 * 0.5
+    return total
+
+@exact_kernel
+def outer(x):
+    return inner(x) + 1.0
+
+print("up", flush=True)
+while not Path(sys.argv[1]).exists():
+    time.sleep(0.001)
+assert outer(3) == 2.5
+print([sum(kernel.stats.cache_misses.values()) for kernel in (inner, outer)])
+"""
+
+
+def doubled(x):
+    return 2 * x
+
+
+def halved(x):
+    return x / 2
+
+
+def test_of_processes_that_begin_together_one_compiles(tmp_path: Path) -> None:
+    (tmp_path / "kernel.py").write_text(KERNEL)
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, str(tmp_path / "kernel.py"), str(tmp_path / "go")]
+    processes = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    for process in processes:
+        assert process.stdout is not None and process.stdout.readline() == "up\n"
+    (tmp_path / "go").touch()
+    told = sorted(process.communicate(timeout=120)[0].strip() for process in processes)
+    assert told == ["[0, 0]", "[0, 0]", "[1, 1]"]
+
+
+def test_one_that_does_not_end_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compile_turn, "WAIT_S", 0.5)
+    monkeypatch.setattr(compile_turn, "_turn", compile_turn.CompileTurn())
+    with Path(__file__).open() as source:
+        fcntl.flock(source, fcntl.LOCK_EX)
+        since = time.monotonic()
+        assert exact_kernel(doubled)(21) == 42
+        assert time.monotonic() - since > 0.5
+        assert exact_kernel(halved)(42) == 21
+        assert not compile_turn._turn._waits
+
+
+def test_the_turn_ends_with_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
+    with pytest.raises(TypingError):
+        exact_kernel(doubled)(object())
+    assert exact_kernel(doubled)(21) == 42
+    with Path(__file__).open() as source:
+        fcntl.flock(source, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_what_cannot_be_locked_is_compiled_all_the_same(tmp_path: Path) -> None:
+    turn = compile_turn.CompileTurn()
+    with turn:
+        assert not turn.take(str(tmp_path / "archive.zip" / "kernel.py"))
+    assert not turn.take(__file__), "nothing is compiled"

@@ -7,6 +7,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.index_build.batches import hashes
 from tests.tiny import save
 from workers.serving import context_build
 from workers.serving.context_build import Builder, BuildFailedError
@@ -79,7 +80,12 @@ def test_one_that_has_built_builds_again_with_the_model_that_it_has_until_it_is_
             await builder.build(["--context", str(store.parent / "empty.txt")], store, lambda *told: None, nice=0)
         assert builder._used is None and process.returncode == 1, "one that has failed is not asked again"
         monkeypatch.setattr(context_build, "KEEP_S", 0.1)
-        await build(builder, settings)
+        other = store.parent / "other"
+        source = ["--context", str(store.parent / "2.txt")]
+        fresh = await builder.build(source, other, lambda *told: None, nice=0)
+        layers = [hashes(place / made["artifact"]) for place, made in ((other, fresh), (store, built))]
+        assert len(layers[0]) > 2
+        assert all(layers[0][name] == layers[1][name] for name in layers[0] if name != "manifest.json")
         last = builder._used
         assert last is not None
         async with asyncio.timeout(WAIT_S):

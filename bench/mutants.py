@@ -80,6 +80,8 @@ def in_python(text: str) -> Iterator[tuple[int, str]]:
         match node:
             case ast.Raise() | ast.Assert() | ast.JoinedStr() | ast.Import() | ast.ImportFrom() | ast.AnnAssign():
                 return
+            case ast.keyword(arg="strict"):  # of zip: what it refuses does not come
+                return
             case ast.Compare():
                 for left, right in zip([node.left, *node.comparators], node.comparators, strict=False):
                     yield from between(left, right, r"[<>]=?|==|!=")

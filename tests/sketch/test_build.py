@@ -150,6 +150,13 @@ def test_fewer_rows_than_dimensions(num_rows, rng) -> None:
     assert_gives_the_same(build(q, k, v, SketchConfig()), make_sketch(q, k, v, 2, 2), q[:, 0])
 
 
+def test_systems_of_equations_are_solved(rng) -> None:
+    a, x = rng.standard_normal((2, 5, 5)), rng.standard_normal((2, 5, 3))
+    gram = a @ a.swapaxes(1, 2) + np.eye(5)
+    solved = sketch._solve(torch.from_numpy(gram), torch.from_numpy(gram @ x))
+    np.testing.assert_allclose(solved.numpy(), x, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("zero", ["queries", "keys", "values"])
 def test_what_is_constant_gives_what_the_definition_gives(zero, rng) -> None:
     q, k, v = make_heads(rng, 2, 2, 100, 64)

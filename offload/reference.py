@@ -16,12 +16,6 @@ class ReferenceSlotCache:
         self.num_kv_heads = num_kv_heads
         self.num_selected = self.num_found = self.num_moved = self.num_spilled = 0
 
-    def reset(self, context: int) -> None:
-        """Forget which rows of a context are in slots."""
-        for head in range(self.num_kv_heads):
-            self.key_of_slot[context, head] = [-1] * len(self.key_of_slot[context, head])
-            self.unused_for[context, head] = [-1] * len(self.unused_for[context, head])
-
     def look_up(
         self,
         kv_indices: NDArray[np.int32],  # [batch, num_index_heads, max_top_k], ascending, -1 padded

@@ -3,8 +3,6 @@
 import json
 import sys
 
-BUILT = "built"  # a line of its own behind what a build has said, on stdout and on stderr
-
 
 def main() -> None:
     """A line has the arguments of one; the process ends with the first that fails, or when no more can come."""
@@ -12,6 +10,7 @@ def main() -> None:
 
     from workers.cli import building
     from workers.cli import main as run
+    from workers.serving.context_build import BUILT
 
     building.keep_model()
     for line in sys.stdin:

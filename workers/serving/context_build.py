@@ -13,12 +13,12 @@ from typing import Any
 
 from csattn.build_options import BuildOptions
 from csattn.errors import CsattnError
-from workers.cli.standby import BUILT
 from workers.settings import Settings
 
 SETTLE_S = 20.0  # before a process comes up that nobody needs yet
 KEEP_S = 20.0  # that one which has built keeps its model for another build
 BEHIND = 10  # niceness of a build that nobody waits for: decoding comes first
+BUILT = "built"  # a line of its own behind what a build has said, on stdout and on stderr
 _GRACE_S = 5.0
 _MAX_LINE_BYTES = 1 << 20
 _MAX_SHOWN = 500

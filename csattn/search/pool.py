@@ -7,6 +7,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from csattn.cpu.posts import await_others
 from csattn.cpu.team import Crew, Post, Team
 from csattn.search.in_turn import DONE, UNSOUND, SearchSeries, run_series
 from csattn.search.run import LayerSearch
@@ -135,6 +136,8 @@ class SearchPool:
         return num_jobs
 
     def _release(self) -> None:
+        """Threads that have found nothing left to do may still be reading the search's record: it goes after them."""
+        await_others(self._workspace.control)
         self._post.held, self._user = (self._workspace, None), None
         self._lock.release()
 

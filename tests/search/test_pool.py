@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from csattn.cpu import team as teams
-from csattn.cpu.posts import LINE, OPENED
+from csattn.cpu.posts import INSIDE, LINE, OPENED
 from csattn.cpu.tape import Tape
 from csattn.cpu.team import Team
 from csattn.search import LayerSearch, SearchPool, SearchWorkspace, TokenSelections
@@ -220,6 +220,27 @@ def test_a_thread_that_fails_with_a_piece_in_hand_stops_the_wait(monkeypatch: py
         assert taken.wait(WAIT_S)
         with pytest.raises(RuntimeError, match="a thread of the search pool has failed"):
             pool.finish()
+
+
+def test_a_search_is_let_go_only_when_no_thread_reads_it_any_more() -> None:
+    """A thread that comes late finds nothing left to do, and reads the search's record to see so."""
+    search, has_ended = make_search(big_spec()), threading.Event()
+
+    def search_beside_a_late_one() -> None:
+        pool.start(search)
+        pool._workspace.control[INSIDE] = 1
+        pool.finish()
+        has_ended.set()
+
+    with SearchPool(1) as pool:
+        thread = threading.Thread(target=search_beside_a_late_one)
+        thread.start()
+        while not pool._workspace.control[INSIDE] or pool._workspace.control[OPENED]:  # until all pieces are done
+            time.sleep(0.001)
+        was_let_go = has_ended.wait(0.05) or pool._post.held[1] is None
+        pool._workspace.control[INSIDE] = 0
+        thread.join(WAIT_S)
+        assert not was_let_go and has_ended.is_set() and pool._post.held[1] is None
 
 
 def test_a_team_runs_tapes_while_its_threads_search() -> None:

@@ -22,7 +22,7 @@ from bench.timing import gate
 from csattn.attention import merge_state
 from csattn.rest import moments_of
 from csattn.rest.reference import estimate_rest
-from csattn.search.device import DeviceSketch
+from csattn.search.device import DeviceSketch, place_codes
 from csattn.sketch import SketchIndex, reference
 from csattn.sketch.codes import FINE_CODES
 from workers.model import StepAttention
@@ -126,7 +126,7 @@ def on_host(index: DeviceSketch, context_len: int, head: int) -> SketchIndex:
 
     num_words, num_coords = index.codes.shape[2], index.query_transform.shape[3]
     return SketchIndex(
-        codes=of_head(index.codes).view(np.uint32),
+        codes=place_codes(index.codes[head, None]).cpu().numpy().view(np.uint32),
         marks=of_head(index.marks).view(np.uint32),
         num_fine=2 * num_words - num_coords // FINE_CODES,  # a coarse word holds twice as many
         segment_starts=index.segment_starts.cpu().numpy(),

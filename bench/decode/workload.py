@@ -13,7 +13,7 @@ from csattn.batch import StepRows, make_step_rows
 from csattn.config import IndexConfig, SketchConfig
 from csattn.cpus import available_cpus
 from csattn.index import LayerIndex, NoIndex
-from csattn.search.device import DeviceLayerIndex, DeviceLists, DeviceSketch
+from csattn.search.device import DeviceLayerIndex, DeviceLists, DeviceSketch, place_codes
 from csattn.sketch import SketchIndex
 from index_build.layer import index_arrays
 from offload.host_memory import copy_rows
@@ -70,7 +70,7 @@ class Workload:
         arrays = self._index_arrays(layer_idx, config)
         if isinstance(config, SketchConfig):
             return DeviceSketch(
-                codes=arrays["codes"].view(torch.int32),
+                codes=place_codes(arrays["codes"].view(torch.int32)),
                 segment_starts=arrays["segment_starts"],
                 key_mean=arrays["key_mean"],
                 query_transform=arrays["query_transform"],

@@ -22,9 +22,9 @@ __device__ float4 merge(const float* parts, int quad, float& max, float& sum) {
     const int d = quad % (HEAD_DIM / 4) * 4;
     float4 merged = make_float4(0.f, 0.f, 0.f, 0.f);
     max = MINUS_INFINITY, sum = 0.f;
-#pragma unroll 16
+#pragma unroll 4
     for (int i = 0; i < NUM; i++) max = fmaxf(max, part[i * HEADS * PART + ENDS_AT]);
-#pragma unroll 16
+#pragma unroll 4
     for (int i = 0; i < NUM; i++) {
         const float2 ends = *(const float2*)(part + i * HEADS * PART + ENDS_AT);
         const float4 x = *(const float4*)(part + i * HEADS * PART + d);

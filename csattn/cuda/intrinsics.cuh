@@ -199,32 +199,35 @@ __device__ __forceinline__ void barriers_are_made() {
 __device__ __forceinline__ void arrive(u64* barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
-__device__ __forceinline__ void arrive_expecting(u64* barrier, u32 bytes) {
-    const u32 place = shared_address(barrier);
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(place), "r"(bytes) : "memory");
+__device__ __forceinline__ void arrive_expecting(u32 barrier, u32 bytes) {  // its shared_address, here and below
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
+__device__ __forceinline__ void arrive_expecting(u64* barrier, u32 bytes) { arrive_expecting(shared_address(barrier), bytes); }
 // Arrives when all copies that the thread has started are done.
 __device__ __forceinline__ void arrive_when_copied(u64* barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 // Returns when the phase of that parity has ended: the one before the first counts as odd, and ended.
-__device__ __forceinline__ void wait_for(u64* barrier, u32 parity) {
+__device__ __forceinline__ void wait_for(u32 barrier, u32 parity) {
     asm volatile(
         "{\n\t.reg .pred done;\n"
         "AGAIN:\n\t"
         "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
         "@done bra DONE;\n\t"
         "bra AGAIN;\n"
-        "DONE:\n\t}" ::"r"(shared_address(barrier)), "r"(parity)
+        "DONE:\n\t}" ::"r"(barrier), "r"(parity)
         : "memory");
 }
+__device__ __forceinline__ void wait_for(u64* barrier, u32 parity) { wait_for(shared_address(barrier), parity); }
 // A copy behind the thread's back, of a multiple of 16 bytes, that arrive at the barrier.
-__device__ __forceinline__ void load_bytes(void* to, const void* from, u32 bytes, u64* barrier) {
-    const u32 place = shared_address(to), arrival = shared_address(barrier);
+__device__ __forceinline__ void load_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-        ::"r"(place), "l"(from), "r"(bytes), "r"(arrival)
+        ::"r"(to), "l"(from), "r"(bytes), "r"(barrier)
         : "memory");
+}
+__device__ __forceinline__ void load_bytes(void* to, const void* from, u32 bytes, u64* barrier) {
+    load_bytes(shared_address(to), from, bytes, shared_address(barrier));
 }
 
 // Clusters

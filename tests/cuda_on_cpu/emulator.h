@@ -50,7 +50,10 @@ static thread_local uint4 emulated_shared[SHARED_BYTES / 16 + 1];
 static inline size_t __cvta_generic_to_shared(const void* place) {
     return static_cast<const char*>(place) - reinterpret_cast<const char*>(emulated_shared);
 }
-static inline void* __cvta_shared_to_generic(size_t place) { return reinterpret_cast<char*>(emulated_shared) + place; }
+// Kernels keep places in 32 bits; what is declared in a kernel may lie before the memory that a launch asks for.
+static inline void* __cvta_shared_to_generic(size_t place) {
+    return reinterpret_cast<char*>(emulated_shared) + static_cast<int>(place);
+}
 
 #include "fibers.h"
 

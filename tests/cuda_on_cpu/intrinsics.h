@@ -138,11 +138,14 @@ static inline void arrive_expecting(u64* barrier, u32 bytes) {
     --state_of(barrier).pending;
     end_phase_if_all_is_here(state_of(barrier));
 }
+static inline u64* barrier_at(u32 place) { return static_cast<u64*>(__cvta_shared_to_generic(place)); }
+static inline void arrive_expecting(u32 barrier, u32 bytes) { arrive_expecting(barrier_at(barrier), bytes); }
 static inline void arrive(u64* barrier) { arrive_expecting(barrier, 0); }
 static inline void arrive_when_copied(u64* barrier) { arrive(barrier); }
 static inline void wait_for(u64* barrier, u32 parity) {
     while (state_of(barrier).phase == parity) pause_thread();
 }
+static inline void wait_for(u32 barrier, u32 parity) { wait_for(barrier_at(barrier), parity); }
 static inline void bytes_arrive(u64* barrier, u32 bytes) {
     state_of(barrier).missing_bytes -= bytes;
     end_phase_if_all_is_here(state_of(barrier));
@@ -150,6 +153,9 @@ static inline void bytes_arrive(u64* barrier, u32 bytes) {
 static inline void load_bytes(void* to, const void* from, u32 bytes, u64* barrier) {
     std::memcpy(to, from, bytes);
     bytes_arrive(barrier, bytes);
+}
+static inline void load_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
+    load_bytes(__cvta_shared_to_generic(to), from, bytes, barrier_at(barrier));
 }
 
 // clusters; `in_block` is the emulator's

@@ -1,6 +1,13 @@
 """The search on a CUDA device, a batch over several contexts; and attention by codes to what is not chosen."""
 
-from csattn.search.device.indexes import DeviceIndexes, DeviceLayerIndex, DeviceLists, DeviceSketch, to_device
+from csattn.search.device.indexes import (
+    DeviceIndexes,
+    DeviceLayerIndex,
+    DeviceLists,
+    DeviceSketch,
+    place_codes,
+    to_device,
+)
 from csattn.search.device.run import DeviceSearch
 from csattn.search.device.shapes import IndexShape, ListsShape, SketchShape, index_shape
 from csattn.search.device.sketch_pass import SketchPass
@@ -16,5 +23,6 @@ __all__ = [
     "SketchPass",
     "SketchShape",
     "index_shape",
+    "place_codes",
     "to_device",
 ]

@@ -31,9 +31,10 @@ struct Share {
         end = min(end_of_block, first + of_warp);
     }
 
-    // use(unit) for the units that are the thread's.
-    template <class Use> __device__ __forceinline__ void for_each(Use use) const {
-#pragma unroll 2
+    // use(unit) for the units that are the thread's, TOGETHER at a time. What a step runs once costs as much as its instructions
+    // take to come: loops are not unrolled but for loads.
+    template <int TOGETHER, class Use> __device__ __forceinline__ void for_each(Use use) const {
+#pragma unroll TOGETHER
         for (int unit = first + threadIdx.x % 32; unit < end; unit += 32) use(unit);
     }
 };
@@ -43,20 +44,21 @@ struct Normalisers {
     int found[GROUP_SIZE];
     int tops[GROUP_SIZE], floors[GROUP_SIZE];  // no score reaches the top; as many eligible keys as are wanted reach the floor
 
-    // By one warp each. octaves: [GROUP_SIZE][NUM_OCTAVES] counts of units, by their greatest score; enough: that many units have
-    // as many eligible keys as are wanted.
-    __device__ __forceinline__ void find(const u32* octaves, int exponent, u32 enough) {
+    // By one warp each. four: the lane's of its NUM_OCTAVES counts of units, by their greatest score; enough: that many units
+    // have as many eligible keys as are wanted.
+    __device__ __forceinline__ void find(const uint4& four, int exponent, u32 enough) {
         const int lane = threadIdx.x % 32;
-        for (int g = threadIdx.x / 32; g < GROUP_SIZE; g += WARPS) {
-            const uint4 four = __ldcg(reinterpret_cast<const uint4*>(octaves + g * NUM_OCTAVES) + lane);
+        if (const int g = threadIdx.x / 32; g < GROUP_SIZE) {
             const u32 here = four.w ? 4 : four.z ? 3 : four.y ? 2 : four.x ? 1 : 0;
             const int top = static_cast<int>(__reduce_max_sync(ALL_LANES, here ? 4 * lane + here : 0)) - 1;
-            u64 total = 0;
+            u64 of_octaves = 0;
             for (int i = 0; i < 4; ++i) {
                 const int below = top - (4 * lane + i);
-                if (below >= 0 && below <= TOTAL_BITS) total += static_cast<u64>(word_of(four, i)) << (TOTAL_BITS - below);
+                if (below >= 0 && below <= TOTAL_BITS) of_octaves += static_cast<u64>(word_of(four, i)) << (TOTAL_BITS - below);
             }
-            for (int step = 16; step > 0; step >>= 1) total += __shfl_xor_sync(ALL_LANES, total, step);
+            const u32 low = __reduce_add_sync(ALL_LANES, static_cast<u32>(of_octaves) & 0xffffu);
+            const u64 high = __reduce_add_sync(ALL_LANES, static_cast<u32>(of_octaves >> 16));  // below 2 ** 32: no context has as many units
+            const u64 total = (high << 16) + low;
             const u32 of_lane = four.x + four.y + four.z + four.w, up_to = sum_up_to_lane(of_lane);
             u32 reached = __shfl_sync(ALL_LANES, up_to, 31) - up_to, floor = 0;  // units above the lane's octaves
             for (int i = 3; i >= 0; --i) {
@@ -66,7 +68,7 @@ struct Normalisers {
             floor = __reduce_max_sync(ALL_LANES, floor);  // 0: the lowest octave, which has no end
             const int whole = 63 - __clzll(static_cast<long long>(total));
             const int log = (top + LEAST_OCTAVE + whole - TOTAL_BITS - 1) * (1 << LOG_BITS) + static_cast<int>(total >> (whole - LOG_BITS));
-            if (lane > 0) continue;
+            if (lane > 0) return;
             found[g] = log >> (LOG_BITS + exponent);
             tops[g] = top == NUM_OCTAVES - 1 ? 65535 : BIAS + first_score(top + 1, exponent) + (exponent > 0);
             floors[g] = floor == 0 ? 0 : BIAS + first_score(static_cast<int>(floor), exponent);
@@ -118,23 +120,24 @@ __device__ __forceinline__ uint4 worths_of(const uint4* scores, long long plane,
         for (int i = 0; i < 4; ++i) words[i] = __vmaxu2(words[i], less(word_of(eight, i), off));
     }
     const int key = unit * UNIT_KEYS;
-    if (key < context.sink_end || key + UNIT_KEYS > context.window_start)
-        for (int i = 0; i < 4; ++i) words[i] &= eligible(key + 2 * i, context);
-    return make_uint4(words[0], words[1], words[2], words[3]);
+    uint4 all = make_uint4(words[0], words[1], words[2], words[3]);
+    if (key < context.sink_end || key + UNIT_KEYS > context.window_start) {
+#pragma unroll 1
+        for (int i = 0; i < 4; ++i) all = make_uint4(all.y, all.z, all.w, all.x & eligible(key + 2 * i, context));
+    }
+    return all;
 }
 
 // Of eight keys, some of them marked; what may not be chosen stays 0.
 __device__ __forceinline__ uint4 with_marks(const uint4& eight, u32 marked) {
-    u32 words[4];
-    for (int i = 0; i < 4; ++i) {
-        const u32 word = word_of(eight, i), halves = (marked >> 2 * i & 1) * 0xffffu | (marked >> (2 * i + 1) & 1) * 0xffff0000u;
-        words[i] = word | (halves & ((word & 0xffffu ? 0xffffu : 0) | (word >> 16 ? 0xffff0000u : 0)));
+    uint4 words = eight;
+#pragma unroll 1
+    for (int i = 0; i < 4; ++i, marked >>= 2) {
+        const u32 word = words.x, halves = (marked & 1) * 0xffffu | (marked >> 1 & 1) * 0xffff0000u;
+        const u32 with = word | (halves & ((word & 0xffffu ? 0xffffu : 0) | (word >> 16 ? 0xffff0000u : 0)));
+        words = make_uint4(words.y, words.z, words.w, with);
     }
-    return make_uint4(words[0], words[1], words[2], words[3]);
-}
-
-__device__ __forceinline__ u32 worth_of(const uint4& eight, int i) {
-    return i % 2 ? word_of(eight, i / 2) >> 16 : word_of(eight, i / 2) & 0xffffu;
+    return words;
 }
 
 __device__ __forceinline__ u32 greatest_of(const uint4& eight) {
@@ -219,13 +222,22 @@ struct Counts {
         const u32* of_rank = posted[round % 2][rank];
         sampled[threadIdx.x] = __ldcg(of_rank + (place + 1) * PIECE - 1);
         const u32 piece = __syncthreads_count(over_blocks(sampled[threadIdx.x]) < wanted) / BLOCKS;
-        u32 at = 0;
-        for (u32 i = threadIdx.x; i < (PIECE * BLOCKS + THREADS - 1) / THREADS * THREADS; i += THREADS) {
-            const bool takes_part = i < PIECE * BLOCKS;
-            const u32 count = takes_part ? __ldcg(of_rank + piece * PIECE + i / BLOCKS) : 0;
-            if (takes_part) in_piece[i] = count;
-            at += __syncthreads_count(over_blocks(count) < wanted && takes_part) / BLOCKS;
+        constexpr u32 EACH_OF_PIECE = (PIECE * BLOCKS + THREADS - 1) / THREADS;
+        u32 up_to_bin[EACH_OF_PIECE], before = 0;
+#pragma unroll
+        for (u32 k = 0; k < EACH_OF_PIECE; ++k) {
+            const u32 i = threadIdx.x + k * THREADS;
+            up_to_bin[k] = i < PIECE * BLOCKS ? __ldcg(of_rank + piece * PIECE + i / BLOCKS) : 0;
         }
+#pragma unroll
+        for (u32 k = 0; k < EACH_OF_PIECE; ++k) {
+            const u32 i = threadIdx.x + k * THREADS;
+            if (i < PIECE * BLOCKS) in_piece[i] = up_to_bin[k];
+            before += over_blocks(up_to_bin[k]) < wanted && i < PIECE * BLOCKS;
+        }
+        u32 at;
+        sum_before(before, scratch, at);
+        at /= BLOCKS;
         Found found{piece * PIECE + at, 0, 0, 0};
         u32 up_to = 0, above = 0;  // of block `lane`: up to the bin, and before it
         if (lane < BLOCKS) {
@@ -291,33 +303,41 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) choose_cod
     const Meeting blocks{num_arrived + 32 * slot};
     const bool heeds_marks = context_id >= 0 && context.top_k >= marks_from[context_id];
     const u8* marks = heeds_marks ? sketches[context_id].marks : nullptr;
+#pragma unroll 1
     for (u32 i = threadIdx.x; i < NUM_BINS / 4; i += THREADS) counts[i] = make_uint4(0, 0, 0, 0);
     if (threadIdx.x == 0) all.posted = reinterpret_cast<u32 (*)[BLOCKS][NUM_BINS]>(posted) + 2 * slot;
     wait_then_let_next_start(context.num_keys + static_cast<u32>(reinterpret_cast<u64>(marks)));
     const u32 wanted = context.top_k;
     int* chosen = kv_indices + slot * max_top_k;
+#pragma unroll 1
     for (long long i = wanted + blockIdx.x * THREADS + threadIdx.x; i < max_top_k; i += BLOCKS * THREADS) chosen[i] = -1;
     if (blockIdx.x == 0 && threadIdx.x == 0) valid_len[slot] = wanted;
     if (wanted == 0) return;
+    static_assert(GROUP_SIZE <= WARPS && NUM_OCTAVES == 4 * 32, "a warp has the counts of a query");
+    const int of_warp = min(static_cast<int>(threadIdx.x) / 32, GROUP_SIZE - 1);
+    const uint4 of_octaves = __ldcg(reinterpret_cast<const uint4*>(octaves + (slot * GROUP_SIZE + of_warp) * NUM_OCTAVES) + threadIdx.x % 32);
     const int exponent = Unit(Queries{coordinates, means, asked, max_segments}, slot).exponent;
     const long long plane = max_keys / UNIT_KEYS;
     scores += slot * GROUP_SIZE * plane;
     uint4* worths = (IN_SHARED ? memory : set_aside + slot * plane + share.of_block) - share.of_block;
     const int resident = context.sink_end + context.num_keys - context.window_start;  // in so many units, and two more at most
-    if (GROUP_SIZE > 1) normalisers.find(octaves + slot * GROUP_SIZE * NUM_OCTAVES, exponent, wanted + resident / UNIT_KEYS + 4);
+    if (GROUP_SIZE > 1) normalisers.find(of_octaves, exponent, wanted + resident / UNIT_KEYS + 4);
     __syncthreads();
     const Worths of_scores = GROUP_SIZE > 1 ? Worths(normalisers) : Worths();
     if (marks) marks += head * static_cast<long long>((context.num_keys + BLOCK_KEYS - 1) / BLOCK_KEYS) * (BLOCK_KEYS / 8);
 
     // the worth of the last that is chosen
     Bins bins = Bins::over(of_scores.top, of_scores.floor, true);
-    auto count = [&](const uint4& eight) {
+    auto count = [&](uint4 eight) {
         if (greatest_of(eight) < bins.lowest) return;
-#pragma unroll
-        for (int i = 0; i < UNIT_KEYS; ++i)
-            if (bins.has(worth_of(eight, i))) atomicAdd(reinterpret_cast<u32*>(counts) + bins.bin_of(worth_of(eight, i)), 1u);
+#pragma unroll 1
+        for (int i = 0; i < UNIT_KEYS; ++i) {
+            const u32 worth = eight.x & 0xffffu;
+            if (bins.has(worth)) atomicAdd(reinterpret_cast<u32*>(counts) + bins.bin_of(worth), 1u);
+            eight = i % 2 ? make_uint4(eight.y, eight.z, eight.w, 0) : make_uint4(eight.x >> 16, eight.y, eight.z, eight.w);
+        }
     };
-    share.for_each([&](int unit) {
+    share.for_each<2>([&](int unit) {
         const u32 marked = marks ? marks[unit] : 0;
         uint4 eight = worths_of(scores, plane, unit, of_scores.least, context);
         if (marked) eight = with_marks(eight, marked);
@@ -325,6 +345,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) choose_cod
         count(eight);
     });
     u32 above = 0, above_before = 0, equal_before;
+#pragma unroll 1
     for (int round = 0;; ++round) {
         __syncthreads();
         all.post(counts, round);
@@ -334,13 +355,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) choose_cod
         const bool is_one_worth = bins.is_one_worth(found.bin);
         bins = bins.of_bin(found.bin);
         if (is_one_worth) break;
-        share.for_each([&](int unit) { count(worths[unit]); });
+        share.for_each<1>([&](int unit) { count(worths[unit]); });
     }
     const u32 last = bins.lowest, quota = wanted - above;  // of the keys that are worth as much as the last one, so many
 
     // which they are, and how many in the warps before
     u32 here = 0;
-    share.for_each([&](int unit) {
+    share.for_each<1>([&](int unit) {
         const u32 bits = above_and_equal(worths[unit], last);
         worths[unit].x = bits;
         here += count_both(bits);
@@ -352,11 +373,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) choose_cod
     above_before += __reduce_add_sync(ALL_LANES, lane < warp ? of_warps[lane].above : 0);
     equal_before += __reduce_add_sync(ALL_LANES, lane < warp ? of_warps[lane].equal : 0);
 
+#pragma unroll 1
     for (int first = share.first; first < share.end; first += 32) {
         const int unit = first + lane;
         const u32 bits = unit < share.end ? worths[unit].x : 0;
         const u32 both = count_both(bits), up_to = sum_up_to_lane(both), before = up_to - both;
         u32 above_at = above_before + (before & 0xffffu), equal_at = equal_before + (before >> 16);
+#pragma unroll 1
         for (u32 left = (bits | bits >> 8) & 0xffu; left;) {  // in the order of the keys: bits 0, 4, 1, 5, ...
             const int low = __ffs(left & 0xfu) - 1, high = __ffs(left >> 4) - 1;
             const int i = high < 0 || (low >= 0 && low <= high) ? 2 * low : 2 * high + 1, bit = i / 2 + i % 2 * 4;

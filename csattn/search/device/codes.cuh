@@ -1,4 +1,5 @@
-// Products of queries with the codes of a sketch's keys: see csattn.sketch.codes for how codes lie in memory.
+// Products of queries with the codes of a sketch's keys: see csattn.sketch.codes for how codes lie in memory, and
+// `place_of_piece` for how a device has them.
 //
 // Compiled for FINE and COARSE, the words of a key, and TILE_KEYS, those that are summed up together.
 //
@@ -23,7 +24,7 @@ constexpr int SCORE_BITS = 0x4b000000 + BIAS;  // of a score of 0: as a float, i
 // A context's sketch of one layer. Addresses come from a table in device memory, so that a captured graph follows them when
 // another context takes the place.
 struct Sketch {
-    const u32* codes;               // [num_heads, num_blocks, WORDS, BLOCK_KEYS]
+    const u32* codes;               // [num_heads, num_blocks, WORDS, BLOCK_KEYS], in places of `place_of_piece`
     const int* segment_starts;      // [num_segments]
     const float* key_mean;          // [num_heads, num_segments, HEAD_DIM]
     const u16* query_transform;     // [num_heads, num_segments, HEAD_DIM, COORDS] halves
@@ -38,6 +39,7 @@ struct Sketch {
     // For the whole warp: the segment that a key lies in.
     __device__ __forceinline__ int segment_of(int key) const {
         int found = 0;
+#pragma unroll 1
         for (int first = 0; first < num_segments; first += 32) {
             const int segment = first + threadIdx.x % 32;
             found += __popc(__ballot_sync(ALL_LANES, segment < num_segments && segment_starts[segment] <= key));
@@ -66,14 +68,16 @@ __device__ __forceinline__ u32 greatest_bytes(u32 bytes, u32 halves) {
 
 // The unit of a group's scores, and which of its queries are sound.
 struct Unit {
-    int exponent;
-    u32 sound;  // a bit for each query
+    int exponent = 0;
+    u32 sound = 0;  // a bit for each query
 
+    Unit() = default;
     // By four neighbouring lanes; all lanes of the warp take part.
-    __device__ __forceinline__ Unit(const Queries& queries, int slot) : exponent(0), sound(0) {
+    __device__ __forceinline__ Unit(const Queries& queries, int slot) {
         const int num_pieces = static_cast<int>(queries.max_segments / 16);
         const uint4* asked = reinterpret_cast<const uint4*>(queries.asked) + slot * GROUP_SIZE * num_pieces;
         u32 halves[GROUP_SIZE] = {};
+#pragma unroll 1
         for (int i = threadIdx.x % 4; i < num_pieces; i += 4) {
             uint4 pieces[GROUP_SIZE];
 #pragma unroll
@@ -120,24 +124,28 @@ struct QueryRows {
     // The sum of four signed bytes.
     __device__ __forceinline__ static int sum_of_bytes(u32 bytes) { return __dp4a(static_cast<int>(bytes), 0x01010101, 0); }
 
-    // The lane's row of an octet in a segment; any query where it has none. All lanes of the warp take part.
-    __device__ __forceinline__ void load(int octet, const Queries& queries, int slot, int g, int segment) {
-        const Unit unit(queries, slot);
+    // The lane's row of an octet in a segment; any query where it has none. unit: of the slot. All lanes of the warp take part.
+    __device__ __forceinline__ void load(int octet, const Queries& queries, const Unit& unit, int slot, int g, int segment) {
         const long long of_slot = slot * queries.max_segments * GROUP_SIZE, of_segment = of_slot + segment * GROUP_SIZE + g;
+        const float4* row = reinterpret_cast<const float4*>(queries.coordinates + of_segment * COORDS);
+        float4 fours[PRODUCTS][2];  // all that is loaded is asked for before any of it is needed
+#pragma unroll
+        for (int i = 0; i < PRODUCTS; ++i) {
+            const int first = coordinate(i) < COORDS ? coordinate(i) / 4 : 0;
+            fours[i][0] = __ldcg(row + first), fours[i][1] = __ldcg(row + first + 1);
+        }
+        const float mean = __ldcg(queries.means + of_segment), first_mean = __ldcg(queries.means + of_slot + g);
         const float per_octave = unit.sound >> g & 1 ? unit.per_octave() : 0.0f;
         int excess = 0;  // twice what codes stand for when they are 0
 #pragma unroll
         for (int i = 0; i < PRODUCTS; ++i) {
-            const int first = coordinate(i);
-            const float4* fours = reinterpret_cast<const float4*>(queries.coordinates + of_segment * COORDS + (first < COORDS ? first : 0));
-            const float factor = first < COORDS ? per_octave : 0.0f;
-            multipliers[i][octet] = factor == 0 ? 0 : rounded(__ldcg(fours), factor);
-            multipliers[i][octet + 2] = factor == 0 ? 0 : rounded(__ldcg(fours + 1), factor);
+            const float factor = coordinate(i) < COORDS ? per_octave : 0.0f;
+            multipliers[i][octet] = factor == 0 ? 0 : rounded(fours[i][0], factor);
+            multipliers[i][octet + 2] = factor == 0 ? 0 : rounded(fours[i][1], factor);
             const int sum = sum_of_bytes(multipliers[i][octet]) + sum_of_bytes(multipliers[i][octet + 2]);
             excess += sum * (i < FINE_GROUPS ? 15 : 3);
         }
         for (int step = 1; step < 4; step <<= 1) excess += __shfl_xor_sync(ALL_LANES, excess, step);
-        const float mean = __ldcg(queries.means + of_segment), first_mean = __ldcg(queries.means + of_slot + g);
         const double difference = static_cast<double>(mean) - static_cast<double>(first_mean);
         const int shift = per_octave == 0 ? 0 : static_cast<int>(rint(difference * per_octave));
         offsets[2 * octet] = offsets[2 * octet + 1] = SCORE_BITS + shift - (excess >> 1);
@@ -229,17 +237,29 @@ __device__ __forceinline__ float weight_of(u32 score, float slope, float exponen
     return exp2_approx(fmaf(slope, number_of(score), -exponent));
 }
 
-// Where a lane keeps the 16 bytes that it has loaded of a group of words: another reads them without bank conflicts.
-__device__ __forceinline__ int place_of(int lane) { return lane ^ lane >> 3; }
+constexpr int PIECE_KEYS = 4, WORD_PIECES = BLOCK_KEYS / PIECE_KEYS, HALF_PIECES = WORD_PIECES / 2;  // of 16 bytes
 
-// Which of them a lane reads, in bytes: its own words, and those that its sums are made of.
+// Where a block's piece of a word lies among the word's: such that lanes which read different words, the same pieces of each,
+// read different banks of shared memory. See `DeviceSketch`.
+__device__ __forceinline__ int place_of_piece(int word, int piece) { return piece ^ 2 * (word % 4); }
+
+// The word that a lane's c stands for in a group; the last of the kind where it has none.
+__device__ __forceinline__ int word_in_group(int group, int c) {
+    return group < FINE_GROUPS ? min(4 * group + c, FINE - 1) : FINE + min(4 * (group - FINE_GROUPS) + c, COARSE - 1);
+}
+
+// What a lane reads of the first half of a block, in bytes: its own words, and those that its sums are made of.
 struct LanePlaces {
-    u32 own, first, second;
+    u32 own[WORD_GROUPS], summed[FINE_GROUPS];
 
     __device__ __forceinline__ LanePlaces() {
         const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
-        own = kept(16 * place_of(lane)), first = kept(16 * place_of(8 * c + r / 2)), second = kept(16 * place_of(8 * c + 4 + r / 2));
+#pragma unroll
+        for (int i = 0; i < WORD_GROUPS; ++i) own[i] = kept(in_block(word_in_group(i, c), r));
+#pragma unroll
+        for (int v = 0; v < FINE_GROUPS; ++v) summed[v] = kept(in_block(word_in_group(v, r / 2), 2 * c));
     }
+    __device__ __forceinline__ static u32 in_block(int word, int piece) { return 16 * (word * WORD_PIECES + place_of_piece(word, piece)); }
     __device__ __forceinline__ static uint4 read(const uint4* words, u32 place) {
         return *reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(words) + place);
     }
@@ -269,13 +289,12 @@ template <int OCTETS> struct ValueSums {
         for (int o = 0; o < OCTETS; ++o) for_each_of(o, use);
     }
 
-    // words: of 32 keys, as lanes have placed them, by group; weights[o]: of the lane's eight keys and row, two by two.
-    __device__ __forceinline__ void add(const uint4* words, int to_next_group, const LanePlaces& places, const u32 (&weights)[OCTETS][4]) {
+    // half: of a block, 32 keys; weights[o]: of the lane's eight keys and row, two by two.
+    __device__ __forceinline__ void add(const uint4* half, const LanePlaces& places, const u32 (&weights)[OCTETS][4]) {
         const u32 half_of_two = threadIdx.x / 4 % 2 ? 0x7632 : 0x5410;
 #pragma unroll
         for (int v = 0; v < FINE_GROUPS; ++v) {
-            const uint4 x = places.read(words + v * to_next_group, places.first);
-            const uint4 y = places.read(words + v * to_next_group, places.second);
+            const uint4 x = places.read(half, places.summed[v]), y = places.read(half, places.summed[v] + 16);
             const u32 pairs[4] = {__byte_perm(x.x, x.y, half_of_two), __byte_perm(x.z, x.w, half_of_two),
                                   __byte_perm(y.x, y.y, half_of_two), __byte_perm(y.z, y.w, half_of_two)};
 #pragma unroll

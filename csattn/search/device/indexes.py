@@ -16,6 +16,9 @@ from csattn.sketch.index import marks_heeded_from
 from csattn.table.lists import ListTable
 
 
+PIECE_KEYS = 4  # whose codes of a word are 16 bytes
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceLists:
     """What a search on the device reads of one layer's lists. See `LayerIndex` and `ListTable` for the layouts."""
@@ -39,7 +42,7 @@ class DeviceLists:
 class DeviceSketch:
     """What a search and attention to the rest read of one layer's sketch: `SketchIndex`, on the device."""
 
-    codes: Tensor  # [num_kv_heads, num_blocks, num_fine + num_coarse, BLOCK_KEYS] int32
+    codes: Tensor  # [num_kv_heads, num_blocks, num_fine + num_coarse, BLOCK_KEYS] int32, in places of `place_codes`
     segment_starts: Tensor  # [num_segments] int32
     key_mean: Tensor  # [num_kv_heads, num_segments, head_dim] float32
     query_transform: Tensor  # [num_kv_heads, num_segments, head_dim, num_coords] float16
@@ -66,6 +69,19 @@ def num_bytes(index: DeviceLayerIndex) -> int:
     return sum(part.nbytes for part in index.parts)
 
 
+def place_codes(codes: Tensor) -> Tensor:
+    """Codes as a `DeviceSketch` has them, or, of such, as a `SketchIndex` has them: like codes, of int32.
+
+    Of word w of a block, four keys' piece p comes to place p ^ 2 * (w % 4), so that a warp's lanes, which read different
+    words of the same keys, read different banks of shared memory, to which blocks are copied as they are.
+    """
+    num_words = codes.shape[2]
+    pieces = codes.unflatten(3, (-1, PIECE_KEYS))
+    places = torch.arange(pieces.shape[3], device=codes.device)
+    words = torch.arange(num_words, device=codes.device)[:, None]
+    return pieces[:, :, words, places ^ 2 * (words % 4)].flatten(3)
+
+
 def to_device(index: LayerIndex | SketchIndex, device: torch.device) -> DeviceLayerIndex:
     """Copy one layer's index."""
 
@@ -74,7 +90,7 @@ def to_device(index: LayerIndex | SketchIndex, device: torch.device) -> DeviceLa
 
     if isinstance(index, SketchIndex):
         return DeviceSketch(
-            codes=copy(index.codes.view(np.int32)),
+            codes=place_codes(copy(index.codes.view(np.int32))),
             segment_starts=copy(index.segment_starts),
             key_mean=copy(index.key_mean),
             query_transform=copy(index.query_transform),

@@ -12,6 +12,8 @@ __device__ __forceinline__ double most_of(float coordinate, int j) {
     return fabs(static_cast<double>(coordinate)) * (j < 8 * FINE ? 7.5 : 1.5);
 }
 
+constexpr int ROW_PRODUCTS = HEAD_DIM + 1, ROW_MOST = COORDS + 1;  // neighbouring rows begin in other banks
+
 // The exponent of the least power of two that is at least what one segment asks of the unit: reference.unit_asked. most: [COORDS].
 __device__ __forceinline__ u8 unit_exponent(const float* coordinates, const double* most, double difference) {
     double total = 0;
@@ -32,11 +34,11 @@ __device__ __forceinline__ u8 unit_exponent(const float* coordinates, const doub
 
 // What a block makes of its slot's queries; with the most heads and dimensions it is too large for static shared memory.
 struct Projection {
-    double query[GROUP_SIZE][HEAD_DIM];
-    double most[GROUP_SIZE][COORDS];
+    double products[2 * GROUP_SIZE][ROW_PRODUCTS];  // with the mean keys of the segment and of the first
+    double most[GROUP_SIZE][ROW_MOST];
     float scaled[GROUP_SIZE][HEAD_DIM];  // in octaves
     float projected[GROUP_SIZE][COORDS];
-    float mean[GROUP_SIZE][2];  // products with the mean keys of the segment and of the first
+    float mean[GROUP_SIZE][2];  // sums of those products
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS) project_queries(
@@ -55,30 +57,38 @@ extern "C" __global__ void __launch_bounds__(THREADS) project_queries(
     asked += slot * GROUP_SIZE * max_segments + segment;
     if (segment >= num_segments) {
         wait_then_let_next_start(sketch.low_bits());
+#pragma unroll 1
         for (int g = threadIdx.x; g < GROUP_SIZE; g += THREADS) asked[g * max_segments] = 0;
         return;
     }
     const long long of_head = head * sketch.num_segments, here = of_head + segment;
     constexpr int TRANSFORM_UNITS = HEAD_DIM * COORDS / 8;  // of 16 bytes
-    auto& [query, most, scaled, projected, mean] = *reinterpret_cast<Projection*>(memory + TRANSFORM_UNITS + HEAD_DIM / 2);
+    auto& [products, most, scaled, projected, mean] = *reinterpret_cast<Projection*>(memory + TRANSFORM_UNITS + HEAD_DIM / 2);
     const uint4* transform = reinterpret_cast<const uint4*>(sketch.query_transform + here * (HEAD_DIM * COORDS));
     const uint4* mean_key = reinterpret_cast<const uint4*>(sketch.key_mean + here * HEAD_DIM);
+#pragma unroll 1
     for (int i = threadIdx.x; i < TRANSFORM_UNITS; i += THREADS) start_copy(memory + i, transform + i);
     const uint4* first_mean_key = reinterpret_cast<const uint4*>(sketch.key_mean + of_head * HEAD_DIM);
+#pragma unroll 1
     for (int i = threadIdx.x; i < HEAD_DIM / 2; i += THREADS)
         start_copy(memory + TRANSFORM_UNITS + i, i < HEAD_DIM / 4 ? mean_key + i : first_mean_key + i - HEAD_DIM / 4);
     end_copy_group();
-    wait_then_let_next_start(sketch.low_bits());
-    for (int i = threadIdx.x; i < GROUP_SIZE * HEAD_DIM; i += THREADS) {
-        const double wide = as_float(q[static_cast<size_t>(slot) * GROUP_SIZE * HEAD_DIM + i]);
-        query[i / HEAD_DIM][i % HEAD_DIM] = wide, scaled[i / HEAD_DIM][i % HEAD_DIM] = static_cast<float>(octaves * wide);
-    }
     wait_for_copies<0>();
     __syncthreads();
-
+    wait_then_let_next_start(sketch.low_bits());
     const u16* columns = reinterpret_cast<const u16*>(memory);
     const float* mean_keys = reinterpret_cast<const float*>(memory + TRANSFORM_UNITS);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < GROUP_SIZE * HEAD_DIM; i += THREADS) {
+        const int g = i / HEAD_DIM, d = i % HEAD_DIM;
+        const double wide = as_float(q[static_cast<size_t>(slot) * GROUP_SIZE * HEAD_DIM + i]);
+        scaled[g][d] = static_cast<float>(octaves * wide);
+        products[2 * g][d] = wide * mean_keys[d], products[2 * g + 1][d] = wide * mean_keys[HEAD_DIM + d];  // exact
+    }
+    __syncthreads();
+
     const long long of_segment = (slot * max_segments + segment) * GROUP_SIZE;
+#pragma unroll 1
     for (int i = threadIdx.x; i < GROUP_SIZE * PAIRS; i += THREADS) {
         const int g = i / PAIRS, j = i % PAIRS * 2;
         float2 both = make_float2(0, 0);
@@ -92,16 +102,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) project_queries(
         most[g][j] = most_of(both.x, j), most[g][j + 1] = most_of(both.y, j + 1);
         *reinterpret_cast<float2*>(coordinates + (of_segment + g) * COORDS + j) = both;
     }
+#pragma unroll 1
     for (int i = THREADS - 1 - threadIdx.x; i < 2 * GROUP_SIZE; i += THREADS) {  // by threads that have no coordinates
-        const int g = i / 2, which = i % 2;
         double sum = 0;
-#pragma unroll 8
-        for (int d = 0; d < HEAD_DIM; ++d) sum = fma(query[g][d], static_cast<double>(mean_keys[which * HEAD_DIM + d]), sum);
-        mean[g][which] = static_cast<float>(octaves * sum);
+#pragma unroll 16
+        for (int d = 0; d < HEAD_DIM; ++d) sum += products[i][d];
+        mean[i / 2][i % 2] = static_cast<float>(octaves * sum);
     }
     if (octave_counts && segment == 0)
+#pragma unroll 1
         for (int i = threadIdx.x; i < GROUP_SIZE * NUM_OCTAVES; i += THREADS) octave_counts[slot * GROUP_SIZE * NUM_OCTAVES + i] = 0;
     __syncthreads();
+#pragma unroll 1
     for (int g = threadIdx.x; g < GROUP_SIZE; g += THREADS) {
         means[of_segment + g] = mean[g][0];
         asked[g * max_segments] = unit_exponent(projected[g], most[g], static_cast<double>(mean[g][0]) - static_cast<double>(mean[g][1]));

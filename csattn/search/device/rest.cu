@@ -22,6 +22,7 @@ struct Bounds {
 // For the whole block: which of `num` ascending ids lie in [first_key, end_key). scratch: [WARPS].
 __device__ Bounds bounds_of(const int* ids, int num, int first_key, int end_key, u32* scratch) {
     int first = 0, end = 0, step = num;  // both bounds are at most a step further
+#pragma unroll 1
     while (step > 0) {
         const int each = (step + THREADS - 1) / THREADS;
         const int at = (threadIdx.x + 1) * each - 1;
@@ -38,39 +39,56 @@ __device__ Bounds bounds_of(const int* ids, int num, int first_key, int end_key,
     return {first, end};
 }
 
-// The lane's words of 32 chosen keys, as score_half takes them.
-__device__ __forceinline__ void load_words(const Sketch& sketch, int head, int num_keys, const int* ids, int first, int end,
-                                           uint4 (&words)[WORD_GROUPS]) {
-    const int r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
-    const long long first_block = static_cast<long long>(head) * ((num_keys + BLOCK_KEYS - 1) / BLOCK_KEYS);
-    const u32* keys[4];
+// The lane's four of 32 chosen keys, and their words, as score_half takes them.
+struct ChosenKeys {
+    int ids[4];
+
+    __device__ __forceinline__ ChosenKeys(const int* chosen, int first, int end) {
+        const int r = threadIdx.x % 32 / 4;
 #pragma unroll
-    for (int t = 0; t < 4; ++t) {
-        const int id = ids[min(first + 4 * r + t, end - 1)];
-        keys[t] = sketch.codes + (first_block + id / BLOCK_KEYS) * (WORDS * BLOCK_KEYS) + id % BLOCK_KEYS;
+        for (int t = 0; t < 4; ++t) ids[t] = chosen[min(first + 4 * r + t, end - 1)];
     }
+    __device__ __forceinline__ void load(const Sketch& sketch, long long first_block, uint4 (&words)[WORD_GROUPS]) const {
+        const int c = threadIdx.x % 4;
 #pragma unroll
-    for (int i = 0; i < WORD_GROUPS; ++i) {
-        const int word = i < FINE_GROUPS ? min(4 * i + c, FINE - 1) : FINE + min(4 * (i - FINE_GROUPS) + c, COARSE - 1);
-        words[i] = make_uint4(keys[0][word * BLOCK_KEYS], keys[1][word * BLOCK_KEYS], keys[2][word * BLOCK_KEYS],
-                              keys[3][word * BLOCK_KEYS]);
+        for (int i = 0; i < WORD_GROUPS; ++i) {
+            const int word = word_in_group(i, c);
+            auto of_key = [&](int t) {
+                const u32* block = sketch.codes + (first_block + ids[t] / BLOCK_KEYS) * (WORDS * BLOCK_KEYS);
+                const int key = ids[t] % BLOCK_KEYS;
+                return block[word * BLOCK_KEYS + place_of_piece(word, key / PIECE_KEYS) * PIECE_KEYS + key % PIECE_KEYS];
+            };
+            words[i] = make_uint4(of_key(0), of_key(1), of_key(2), of_key(3));
+        }
     }
-}
+};
 
 // By each warp: sum up its share of the chosen rows of a segment. of_warp: [GROUP_SIZE][SUMS], written.
 __device__ __forceinline__ void sum_chosen(const Sketch& sketch, const QueryRows& rows, int head, int num_keys, const int* ids,
                                            const Bounds& chosen, const float* exponents, uint4* tray, float* of_warp) {
+    constexpr int STEP = WARPS * HALF_KEYS;
     const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
+    const long long first_block = static_cast<long long>(head) * ((num_keys + BLOCK_KEYS - 1) / BLOCK_KEYS);
     const LanePlaces places;
     ValueSums<OCTETS> values;
     values.clear();
-    for (int first = chosen.first + threadIdx.x / 32 * HALF_KEYS; first < chosen.end; first += WARPS * HALF_KEYS) {
+    int first = chosen.first + threadIdx.x / 32 * HALF_KEYS;
+    uint4 next_words[WORD_GROUPS];  // on their way, as are the keys after them
+    ChosenKeys(ids, first, chosen.end).load(sketch, first_block, next_words);
+    ChosenKeys next_keys(ids, first + STEP, chosen.end);
+#pragma unroll 1
+    for (; first < chosen.end; first += STEP) {
         uint4 words[WORD_GROUPS];
         u32 scores[OCTETS][8], weights[OCTETS][4];
-        load_words(sketch, head, num_keys, ids, first, chosen.end, words);
+#pragma unroll
+        for (int i = 0; i < WORD_GROUPS; ++i) words[i] = next_words[i];
+        if (first + STEP < chosen.end) {
+            next_keys.load(sketch, first_block, next_words);
+            next_keys = ChosenKeys(ids, first + 2 * STEP, chosen.end);
+        }
         __syncwarp();  // the words before have been read
 #pragma unroll
-        for (int i = 0; i < FINE_GROUPS; ++i) tray[i * 32 + place_of(lane)] = words[i];
+        for (int i = 0; i < FINE_GROUPS; ++i) tray[places.own[i] / 16] = words[i];
         __syncwarp();
         score_half<OCTETS>(words, rows, scores);
 #pragma unroll
@@ -84,7 +102,7 @@ __device__ __forceinline__ void sum_chosen(const Sketch& sketch, const QueryRows
                 weights[o][i] = pack_bf16(at < chosen.end ? low : 0.0f, at + 1 < chosen.end ? high : 0.0f);
             }
         }
-        values.add(tray, 32, places, weights);
+        values.add(tray, places, weights);
     }
 #pragma unroll
     for (int o = 0; o < OCTETS; ++o)
@@ -97,6 +115,7 @@ __device__ __forceinline__ void sum_chosen(const Sketch& sketch, const QueryRows
 __device__ void find_exponents(const float* tile_exponents, long long max_tiles, const Part& part, float* exponents) {
     for (int g = threadIdx.x / 32; g < GROUP_SIZE; g += WARPS) {
         float top = -1e30f;
+#pragma unroll 1
         for (int t = part.first_tile + threadIdx.x % 32; t < part.end_tile; t += 32)
             top = fmaxf(top, __ldcg(tile_exponents + g * max_tiles + t));
         for (int step = 16; step > 0; step >>= 1) top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, step));
@@ -128,6 +147,7 @@ __device__ void sum_tiles(const float* sums, const float* tile_exponents, long l
             if (first + 32 * k < FOURS) reinterpret_cast<float4*>(scratch)[warp * FOURS + first + 32 * k] = sum[k];
     }
     __syncthreads();
+#pragma unroll 1
     for (int i = threadIdx.x; i < GROUP_SIZE * NUM_SUMS; i += THREADS) {
         const int at = i / NUM_SUMS * SUMS + i % NUM_SUMS;
         float sum = 0;
@@ -139,10 +159,12 @@ __device__ void sum_tiles(const float* sums, const float* tile_exponents, long l
 
 // Take out of the sums what the warps have of chosen rows; a weight that is left only by rounding becomes 0.
 __device__ void take_out(const float* taken, int num_warps, float (*left)[SUMS]) {
+#pragma unroll 1
     for (int i = threadIdx.x; i < GROUP_SIZE * NUM_SUMS; i += THREADS) {
         const int g = i / NUM_SUMS, j = i % NUM_SUMS;
         const float all = left[g][j];
         float sum = all;
+#pragma unroll 1
         for (int w = 0; w < num_warps; ++w) sum -= taken[(w * GROUP_SIZE + g) * SUMS + j];
         left[g][j] = j == WEIGHTS_AT && !(sum > LEAST_LEFT * all) ? 0.0f : sum;
     }
@@ -159,9 +181,12 @@ struct Segment {
         const long long here = head * sketch.num_segments + segment;
         const uint4* columns = reinterpret_cast<const uint4*>(sketch.value_transform + here * (COORDS * HEAD_DIM));
         const uint4* mean = reinterpret_cast<const uint4*>(sketch.value_mean + here * HEAD_DIM);
+#pragma unroll 1
         for (int i = threadIdx.x; i < TRANSFORM_UNITS; i += THREADS) start_copy(transform + i, columns + i);
+#pragma unroll 1
         for (int i = threadIdx.x; i < HEAD_DIM / 4; i += THREADS) start_copy(transform + TRANSFORM_UNITS + i, mean + i);
         end_copy_group();
+#pragma unroll 1
         for (int i = threadIdx.x; i < GROUP_SIZE * 16 * COARSE; i += THREADS) {
             const int g = i / (16 * COARSE), j = 8 * FINE + i % (16 * COARSE);
             codes[g][j] = static_cast<float>(1 / LOG2_E) * coordinates[g * COORDS + j];
@@ -182,6 +207,7 @@ struct Segment {
 
     // Add the weighted values of what is left: out [GROUP_SIZE][HEAD_DIM].
     __device__ __forceinline__ void add(float (*out)[HEAD_DIM], float* weights) const {
+#pragma unroll 1
         for (int i = threadIdx.x; i < GROUP_SIZE * 32 * FINE_GROUPS; i += THREADS) {
             const int g = i / (32 * FINE_GROUPS), number = i % (32 * FINE_GROUPS), j = coordinate_of(number);
             if (j < 8 * FINE) codes[g][j] = left[g][number] - 128 * left[g][WEIGHTS_AT];  // they came as 128 + u
@@ -190,6 +216,7 @@ struct Segment {
         __syncthreads();
         const u32* columns = reinterpret_cast<const u32*>(transform);  // two dimensions each
         const float* mean = reinterpret_cast<const float*>(transform + TRANSFORM_UNITS);
+#pragma unroll 1
         for (int i = threadIdx.x; i < GROUP_SIZE * (HEAD_DIM / 2); i += THREADS) {
             const int g = i / (HEAD_DIM / 2), d = i % (HEAD_DIM / 2) * 2;
             const float weight = left[g][WEIGHTS_AT];
@@ -199,6 +226,7 @@ struct Segment {
             out[g][d] += weight * (mean[d] + coarse.x) + fine.x;
             out[g][d + 1] += weight * (mean[d + 1] + coarse.y) + fine.y;
         }
+#pragma unroll 1
         for (int g = threadIdx.x; g < GROUP_SIZE; g += THREADS) weights[g] += left[g][WEIGHTS_AT];
     }
 };
@@ -216,7 +244,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_rest(
     long long num_parts,
     long long unit_heads      // of the GROUP_SIZE, in each share
 ) {
-    extern __shared__ uint4 memory[];  // of `Segment`, then [WARPS][FINE_GROUPS][32], then floats [WARPS][GROUP_SIZE][SUMS]
+    // of `Segment`, then [WARPS][FINE][WORD_PIECES], a block's fine words, then floats [WARPS][GROUP_SIZE][SUMS]
+    extern __shared__ uint4 memory[];
     __shared__ float exponents[GROUP_SIZE], weights[GROUP_SIZE], left[GROUP_SIZE][SUMS], codes[GROUP_SIZE][COORDS];
     __shared__ float out[GROUP_SIZE][HEAD_DIM];
     __shared__ u32 scratch[WARPS];
@@ -226,9 +255,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_rest(
     const Part part{static_cast<int>(num_tiles * blockIdx.x / REST_PARTS),
                     static_cast<int>(num_tiles * (blockIdx.x + 1) / REST_PARTS)};
     const Queries queries{coordinates, means, asked, max_segments};
-    uint4* tray = memory + TRANSFORM_UNITS + HEAD_DIM / 4 + warp * FINE_GROUPS * 32;
-    float* taken = reinterpret_cast<float*>(memory + TRANSFORM_UNITS + HEAD_DIM / 4 + WARPS * FINE_GROUPS * 32);
+    uint4* tray = memory + TRANSFORM_UNITS + HEAD_DIM / 4 + warp * FINE * WORD_PIECES;
+    float* taken = reinterpret_cast<float*>(memory + TRANSFORM_UNITS + HEAD_DIM / 4 + WARPS * FINE * WORD_PIECES);
+#pragma unroll 1
     for (int i = threadIdx.x; i < GROUP_SIZE * HEAD_DIM; i += THREADS) out[i / HEAD_DIM][i % HEAD_DIM] = 0;
+#pragma unroll 1
     for (int g = threadIdx.x; g < GROUP_SIZE; g += THREADS) weights[g] = exponents[g] = 0;
     __syncthreads();
     // after a search, what score_codes has left is there before the last of its launches begins
@@ -237,8 +268,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_rest(
     tile_exponents += slot * GROUP_SIZE * max_tiles;
     sums += slot * GROUP_SIZE * max_tiles * SUMS;
     kv_indices += slot * max_top_k;
+    const Unit unit = part.first_tile < part.end_tile ? Unit(queries, slot) : Unit();
     find_exponents(tile_exponents, max_tiles, part, exponents);
     __syncthreads();
+#pragma unroll 1
     for (int tile = part.first_tile, end_tile; tile < part.end_tile; tile = end_tile) {
         const Sketch& sketch = sketches[context_id];
         const int segment = sketch.segment_of(tile * TILE_KEYS);
@@ -246,11 +279,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_rest(
         const Segment values{memory, left, codes};
         const long long of_segment = (slot * max_segments + segment) * GROUP_SIZE;
         values.begin(sketch, head, segment, coordinates + of_segment * COORDS);
-        sum_tiles(sums, tile_exponents, max_tiles, tile, end_tile, exponents, taken, left);
         QueryRows rows;
         for (int o = 0; o < OCTETS; ++o)
-            rows.load(o, queries, slot, min(8 * o + static_cast<int>(threadIdx.x) % 32 / 4, GROUP_SIZE - 1), segment);
+            rows.load(o, queries, unit, slot, min(8 * o + static_cast<int>(threadIdx.x) % 32 / 4, GROUP_SIZE - 1), segment);
         if (OCTETS == 1) rows.clear_second();
+        sum_tiles(sums, tile_exponents, max_tiles, tile, end_tile, exponents, taken, left);
         // Once before the choice is there, of a key that is, for nothing but to have the instructions at hand.
         int num_warps;
 #pragma unroll 1
@@ -272,6 +305,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_rest(
         values.add(out, weights);
         __syncthreads();
     }
+#pragma unroll 1
     for (int i = threadIdx.x; i < GROUP_SIZE * (PART / 4); i += THREADS) {
         const int g = i / (PART / 4), d = i % (PART / 4) * 4;
         float4 four = make_float4(__uint_as_float(0xff800000u), 0, 0, 0);  // of no rows

@@ -79,34 +79,47 @@ struct Kept {
 // The queries that a warp multiplies codes with, as long as it stays with them, and what it counts of their scores.
 struct Rows {
     const RowGroup* group = nullptr;
-    int head = -1, segment_end = 0;
+    int head = -1, segment = -1, segment_end = 0;
     LanePlaces lanes;
+    Unit units[2];  // of the octets' slots
     QueryRows queries;
     TwinRows twins;  // of four queries at most
     u32* octaves;    // [MOST_QUERIES][NUM_OCTAVES] of the warp
     u32 first_row;   // the lane's of the first octet
 
     __device__ __forceinline__ explicit Rows(u32* all_octaves) : octaves(all_octaves + threadIdx.x / 32 * (MOST_QUERIES * NUM_OCTAVES)) {
-        for (int i = threadIdx.x % 32; COUNTS && i < MOST_QUERIES * NUM_OCTAVES; i += 32) octaves[i] = 0;
+        static_assert(NUM_OCTAVES == 4 * 32, "a lane has four of a query's octaves");
+#pragma unroll 4
+        for (int row = 0; COUNTS && row < MOST_QUERIES; ++row) four_octaves(row) = make_uint4(0, 0, 0, 0);
+    }
+    __device__ __forceinline__ uint4& four_octaves(int row) const {
+        return reinterpret_cast<uint4*>(octaves + row * NUM_OCTAVES)[threadIdx.x % 32];
+    }
+
+    // Of the first tile, before the first `load`: there nobody waits for it.
+    __device__ __forceinline__ void find_segment(const Walk& at, const Sketch* sketches) {
+        const Sketch& sketch = sketches[at.group->context_id];
+        segment = sketch.segment_of(at.tile * TILE_KEYS);
+        segment_end = sketch.segment_end(segment, at.group->num_keys);
     }
 
     __device__ __forceinline__ void load(const Walk& at, const Sketch* sketches, const Queries& all, const RowPlaces& places,
                                          const Kept& kept) {
         const int key = at.tile * TILE_KEYS;
-        const bool stays = at.group == group && at.head == head;
+        const bool is_first = head < 0, stays = at.group == group && at.head == head;
         if (stays && key < segment_end) return;
         if (!stays) hand_over(kept);
+        if (!is_first) find_segment(at, sketches);
         group = at.group, head = at.head;
-        const Sketch& sketch = sketches[group->context_id];
-        const int segment = sketch.segment_of(key), num_queries = group->num_rows * GROUP_SIZE;
-        segment_end = sketch.segment_end(segment, group->num_keys);
+        const int num_queries = group->num_rows * GROUP_SIZE;
         first_row = threadIdx.x % 32 / 4 % (num_queries <= 4 ? 4 : 8);
 #pragma unroll
         for (int o = 0; o < 2; ++o) {
             const int query = static_cast<int>(places.query[places.there[o] ? o : 0]);
-            if (o == 0 || (MOST_QUERIES > 8 && num_queries > 8))
-                queries.load(o, all, query / GROUP_SIZE, query % GROUP_SIZE, segment);
-            else
+            if (o == 0 || (MOST_QUERIES > 8 && num_queries > 8)) {
+                if (!stays) units[o] = Unit(all, query / GROUP_SIZE);
+                queries.load(o, all, units[o], query / GROUP_SIZE, query % GROUP_SIZE, segment);
+            } else
                 queries.clear_second();
         }
         if (num_queries <= 4) twins.load(queries);
@@ -124,14 +137,15 @@ struct Rows {
     __device__ __forceinline__ void hand_over(const Kept& kept) const {
         if (!COUNTS || head < 0) return;
         __syncwarp();
+#pragma unroll 1
         for (int row = 0; row < group->num_rows * GROUP_SIZE; ++row) {
             bool there;
             const long long query = RowPlaces::query_of(*group, head, row, there);
-            for (int i = threadIdx.x % 32; i < NUM_OCTAVES; i += 32) {
-                const u32 count = octaves[row * NUM_OCTAVES + i];
-                if (count) atomicAdd(&kept.octaves[query * NUM_OCTAVES + i], count);
-                octaves[row * NUM_OCTAVES + i] = 0;
-            }
+            u32* all = kept.octaves + query * NUM_OCTAVES + threadIdx.x % 32 * 4;
+            const uint4 four = four_octaves(row);
+            four_octaves(row) = make_uint4(0, 0, 0, 0);
+            for (int i = 0; i < 4; ++i)
+                if (const u32 count = word_of(four, i)) atomicAdd(all + i, count);
         }
         __syncwarp();
     }
@@ -173,7 +187,7 @@ __device__ __forceinline__ void weigh(const u32 (&scores)[OCTETS][8], const Rows
 // A lane's words of half a block.
 __device__ __forceinline__ void read_words(const uint4* half, const LanePlaces& lanes, uint4 (&words)[WORD_GROUPS]) {
 #pragma unroll
-    for (int i = 0; i < WORD_GROUPS; ++i) words[i] = lanes.read(half + 2 * i * CHUNK, lanes.own);
+    for (int i = 0; i < WORD_GROUPS; ++i) words[i] = lanes.read(half, lanes.own[i]);
 }
 
 template <int OCTETS, bool TWINS, bool EDGE>
@@ -185,21 +199,21 @@ __device__ __forceinline__ void add_block(const uint4* block, const Rows& rows, 
     if constexpr (TWINS) {
         uint4 others[WORD_GROUPS];
         read_words(block, rows.lanes, words);
-        read_words(block + CHUNK, rows.lanes, others);
+        read_words(block + HALF_PIECES, rows.lanes, others);
         rows.twins.score(words, others, scores);
         weigh<OCTETS, TWINS, EDGE>(scores, rows, places, key + lane / 16 * HALF_KEYS, context, tile, 0, weights);
         if (!REST) return;
-        tile.values.add(block, 2 * CHUNK, rows.lanes, weights);
+        tile.values.add(block, rows.lanes, weights);
 #pragma unroll
         for (int i = 0; i < 4; ++i) weights[0][i] = __shfl_xor_sync(ALL_LANES, weights[0][i], 16);
-        tile.values.add(block + CHUNK, 2 * CHUNK, rows.lanes, weights);
+        tile.values.add(block + HALF_PIECES, rows.lanes, weights);
     } else {
 #pragma unroll 1
         for (int half = 0; half < 2; ++half) {
-            read_words(block + half * CHUNK, rows.lanes, words);
+            read_words(block + half * HALF_PIECES, rows.lanes, words);
             score_half<OCTETS>(words, rows.queries, scores);
             weigh<OCTETS, TWINS, EDGE>(scores, rows, places, key + half * HALF_KEYS, context, tile, half, weights);
-            if (REST) tile.values.add(block + half * CHUNK, 2 * CHUNK, rows.lanes, weights);
+            if (REST) tile.values.add(block + half * HALF_PIECES, rows.lanes, weights);
         }
     }
 }
@@ -230,10 +244,8 @@ __device__ __forceinline__ void add_tile(Ring& ring, Source& source, const Walk&
         tile.scores[o] = kept.scores + (places.query[o] * kept.max_keys + first_key) / 8 + lane % 4 + TWINS * (lane / 16) * (HALF_KEYS / 8);
 #pragma unroll 1
     for (int key = first_key; key < end_key; key += BLOCK_KEYS) {
-        source.copy_next(ring.at(ring.stage == 0 ? STAGES - 1 : ring.stage - 1));
-        wait_for_copies<STAGES - 1>();
-        __syncwarp();  // lanes read what others have copied
-        const uint4* block = ring.at(ring.stage);
+        ring.fill(ring.last_read(), source);
+        const uint4* block = ring.wait();
         if (key >= context.sink_end && key + BLOCK_KEYS <= context.window_start)
             add_block<OCTETS, TWINS, false>(block, rows, places, key, context, tile);
         else
@@ -254,21 +266,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) score_codes(
     const float* coordinates, const float* means, const u8* asked, long long max_segments,  // `Queries`
     uint4* scores, u32* octaves, float* exponents, float* sums, long long max_keys, long long max_tiles  // `Kept`, written
 ) {
-    // [WARPS][STAGES][BLOCK_CHUNKS][CHUNK]; then, if (COUNTS), [WARPS][MOST_QUERIES][NUM_OCTAVES] counts
+    // [WARPS][STAGES][BLOCK_PIECES]; then, if (COUNTS), [WARPS][MOST_QUERIES][NUM_OCTAVES] counts
     extern __shared__ uint4 memory[];
     __shared__ RowGroup groups[BATCH + 1];
+    __shared__ u64 arrived[WARPS * STAGES];
+    Rows rows(reinterpret_cast<u32*>(memory + WARPS * STAGES * BLOCK_PIECES));
+    Ring ring(memory + threadIdx.x / 32 * (STAGES * BLOCK_PIECES), arrived + threadIdx.x / 32 * STAGES);
     const int num_groups = find_groups(context_ids, context_lens, groups);
-    const long long warp = threadIdx.x / 32 * gridDim.x + blockIdx.x, num_warps = static_cast<long long>(gridDim.x) * WARPS;
-    const long long num_tiles = groups[num_groups].first_tile;
-    const int first = static_cast<int>(warp * num_tiles / num_warps), end = static_cast<int>((warp + 1) * num_tiles / num_warps);
+    const u32 warp = threadIdx.x / 32 * gridDim.x + blockIdx.x, num_warps = gridDim.x * WARPS;
+    const u32 num_tiles = groups[num_groups].first_tile, each = num_tiles / num_warps, left = num_tiles % num_warps;
+    const int first = warp * each + warp * left / num_warps, end = (warp + 1) * each + (warp + 1) * left / num_warps;
     Walk at(groups, first, end);
     Source source(at, sketches);
-    Ring ring{memory + threadIdx.x / 32 * (STAGES * BLOCK_CHUNKS * CHUNK), 0};
-    for (int s = 0; s < STAGES - 1; ++s) source.copy_next(ring.at(s));
-    wait_then_let_next_start();
+    if (at.goes_on()) rows.find_segment(at, sketches);
+#pragma unroll 1
+    for (int s = 0; s < STAGES - 1; ++s) ring.fill(s, source);
+    wait_then_let_next_start(static_cast<u32>(rows.segment_end));
     const Queries queries{coordinates, means, asked, max_segments};
     const Kept kept{scores, octaves, exponents, sums, max_keys, max_tiles};
-    Rows rows(reinterpret_cast<u32*>(memory + WARPS * STAGES * BLOCK_CHUNKS * CHUNK));
     for (; at.goes_on(); at.next()) {
         const int num_queries = at.group->num_rows * GROUP_SIZE;
         const RowPlaces places(*at.group, at.head, num_queries <= 4);
@@ -283,5 +298,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) score_codes(
             add_tile<2, false>(ring, source, at, context, rows, places, kept);
     }
     rows.hand_over(kept);
-    wait_for_copies<0>();
 }

@@ -16,6 +16,7 @@ from csattn.search.device.compiling import (
 )
 from csattn.search.device.indexes import DeviceIndexes
 from csattn.search.device.shapes import SketchShape
+from csattn.sketch.codes import BLOCK_KEYS
 from csattn.sketch.reference import GREATEST_OCTAVE, LEAST_OCTAVE, LOG2_E
 
 LEAST_TILE_KEYS, MOST_TILE_KEYS = 256, 1024
@@ -23,7 +24,8 @@ TILES_OF_CONTEXT = 512  # at least, of long ones: what tiles leave is read by ma
 PASS_WARPS, MOST_STAGES = 12, 4
 MOST_SHARED_BYTES = 208 << 10  # of a ring; a block has more besides
 MOST_GROUP_SCORE_BYTES = 192 << 10
-REST_THREADS = 256
+# of a block; the latter where it has several segments, since few blocks then wait for memory at a time
+REST_THREADS, MOST_REST_THREADS = 128, 256
 CHOOSE_BINS = 4096
 MOST_CHOOSING, LEAST_CHOOSING_KEYS = 16, 4096  # blocks for one slot, and keys of each
 MANY_KEYS = (
@@ -148,7 +150,7 @@ class SketchPass:
         assert shape.group_size % heads == 0 and width == shape.head_dim + 4, f"parts have shape {tuple(posted.shape)}"
         self._rest(rest_parts).launch(
             (rest_parts, shape.num_index_heads, self.batch_size),
-            REST_THREADS,
+            self._rest_threads(rest_parts),
             *(indexes.tables[layer_idx], indexes.context_lens, context_ids, *self._queries),
             *(self._exponents, self._sums, self.max_tiles),
             *(chosen.kv_indices, chosen.valid_len, chosen.kv_indices.shape[2], posted, num_parts, heads),
@@ -160,9 +162,9 @@ class SketchPass:
         return self._coordinates, self._means, self._asked, self._segment_room
 
     @property
-    def _word_groups(self) -> int:
-        """Of four words: what a lane loads of a key is one word of each."""
-        return -(-self.shape.num_fine // 4) + -(-self.shape.num_coarse // 4)
+    def _block_bytes(self) -> int:
+        """Of the codes of BLOCK_KEYS keys."""
+        return 4 * BLOCK_KEYS * (self.shape.num_fine + self.shape.num_coarse)
 
     @property
     def _num_sums(self) -> int:
@@ -176,13 +178,13 @@ class SketchPass:
     @cached_property
     def _project(self) -> CudaKernel:
         head_dim, num_coords, group_size = self.shape.head_dim, self.shape.num_coords, self.shape.group_size
-        of_queries = group_size * (12 * head_dim + 12 * num_coords + 8)
+        of_queries = group_size * (16 * (head_dim + 1) + 8 * (num_coords + 1) + 4 * head_dim + 4 * num_coords + 8)
         how = self._query_dtype, self._project_threads, head_dim * (2 * num_coords + 8) + of_queries
         return compiled("project.cu", "project_queries", self.shape, *how, TILE_KEYS=self._tile_keys)
 
     @cached_property
     def _score(self) -> CudaKernel:
-        stage_bytes = PASS_WARPS * self._word_groups * 1024
+        stage_bytes = PASS_WARPS * self._block_bytes
         together = min(self.batch_size, max(1, 16 // self.shape.group_size)) * self.shape.group_size
         count_bytes = PASS_WARPS * together * NUM_OCTAVES * 4 * (self._keeps_scores and self.shape.group_size > 1)
         stages = max(2, min(MOST_STAGES, (MOST_SHARED_BYTES - count_bytes) // stage_bytes))
@@ -213,12 +215,17 @@ class SketchPass:
         return self._block_group_score_bytes <= MOST_GROUP_SCORE_BYTES
 
     def _rest(self, rest_parts: int) -> CudaKernel:
-        shape, warps = self.shape, REST_THREADS // 32
+        shape, threads = self.shape, self._rest_threads(rest_parts)
+        warps = threads // 32
         transform_bytes = 2 * shape.num_coords * shape.head_dim + 4 * shape.head_dim
-        tray_bytes = warps * -(-shape.num_fine // 4) * 512
+        tray_bytes = warps * 4 * BLOCK_KEYS * shape.num_fine
         shared_bytes = transform_bytes + tray_bytes + warps * shape.group_size * self._num_sums * 4
         more = {"REST_PARTS": rest_parts, "TILE_KEYS": self._tile_keys, "AFTER_SEARCH": int(self._keeps_scores)}
-        return compiled("rest.cu", "attend_rest", shape, self._query_dtype, REST_THREADS, shared_bytes, **more)
+        return compiled("rest.cu", "attend_rest", shape, self._query_dtype, threads, shared_bytes, **more)
+
+    def _rest_threads(self, rest_parts: int) -> int:
+        """The same for every batch: it decides about the order of sums."""
+        return REST_THREADS if self.max_segments <= rest_parts else MOST_REST_THREADS
 
 
 def tile_keys(max_context_len: int) -> int:

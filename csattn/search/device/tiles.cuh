@@ -5,8 +5,7 @@
 
 constexpr int TILE_BLOCKS = TILE_KEYS / BLOCK_KEYS;
 constexpr int GROUP_ROWS = GROUP_SIZE < 16 ? 16 / GROUP_SIZE : 1;  // rows of the batch that go together
-constexpr int CHUNK = 32;                                         // pieces of 16 bytes: of half a block's words of a group
-constexpr int BLOCK_CHUNKS = 2 * WORD_GROUPS;
+constexpr int BLOCK_PIECES = WORDS * WORD_PIECES;                  // of 16 bytes
 constexpr int MOST_QUERIES = (BATCH < GROUP_ROWS ? BATCH : GROUP_ROWS) * GROUP_SIZE;
 constexpr bool COUNTS = SCORES && GROUP_SIZE > 1;  // scores by octave
 static_assert(GROUP_SIZE <= 16, "the queries of a group are rows of one product");
@@ -21,16 +20,20 @@ struct RowGroup {
 // For the whole block: the rows of the batch that go together; one more group follows, of nothing. Returns how many there are.
 __device__ int find_groups(const int* context_ids, const int* context_lens, RowGroup* groups) {
     __shared__ int ids[BATCH], tiles[BATCH];  // of a group's first row: its tiles; -1: of another row
+#pragma unroll 1
     for (int b = threadIdx.x; b < BATCH; b += THREADS) ids[b] = context_ids[b];
     __syncthreads();
+#pragma unroll 1
     for (int b = threadIdx.x; b < BATCH; b += THREADS) {
         int rank = 0;  // among the rows with its context
+#pragma unroll 1
         for (int other = 0; other < b; ++other) rank += ids[other] == ids[b];
         const bool is_first = ids[b] >= 0 && rank % GROUP_ROWS == 0;
         tiles[b] = is_first ? (context_lens[ids[b]] + TILE_KEYS - 1) / TILE_KEYS : -1;
     }
     __syncthreads();
     int num_groups = 0, num_tiles = 0;
+#pragma unroll 1
     for (int b = 0; b < BATCH; ++b) {
         if (tiles[b] < 0) continue;
         if (b % THREADS == threadIdx.x) {
@@ -38,6 +41,7 @@ __device__ int find_groups(const int* context_ids, const int* context_lens, RowG
             group.context_id = ids[b], group.num_keys = context_lens[ids[b]], group.num_tiles = tiles[b];
             group.first_tile = num_tiles;
             group.num_rows = 0;
+#pragma unroll 1
             for (int row = b; row < BATCH && group.num_rows < GROUP_ROWS; ++row)
                 if (ids[row] == ids[b]) group.rows[group.num_rows++] = row;
         }
@@ -77,17 +81,14 @@ struct Walk {
     }
 };
 
-// The blocks of those tiles, copied in their order: of a context they lie one after the other, whatever their heads. Eight lanes
-// copy 32 keys' word, 128 bytes side by side: requests to the second-level cache are few. Who reads what they copy, see codes.cu.
+// The blocks of those tiles, in their order: of a context they lie one after the other, whatever their heads.
 struct Source {
     Walk walk;
     const Sketch* sketches;
-    const u32* block;  // at what the lane copies
-    int blocks_left;   // in the group
-    u32 place;         // in a stage, in bytes
+    const u32* block;
+    int blocks_left;  // in the group
 
-    __device__ __forceinline__ Source(const Walk& walk, const Sketch* sketches)
-        : walk(walk), sketches(sketches), blocks_left(0), place(kept(16 * place_of(threadIdx.x % 8 * 4 + threadIdx.x % 32 / 8))) {
+    __device__ __forceinline__ Source(const Walk& walk, const Sketch* sketches) : walk(walk), sketches(sketches), blocks_left(0) {
         enter_group();
     }
 
@@ -95,9 +96,9 @@ struct Source {
         if (!walk.goes_on()) return;
         const RowGroup& group = *walk.group;
         const int in_group = min(walk.tiles_left, group.num_tiles * NUM_HEADS - (walk.head * group.num_tiles + walk.tile));
-        const int lane = threadIdx.x % 32, first = blocks_before(walk.head * group.num_tiles + walk.tile);
+        const int first = blocks_before(walk.head * group.num_tiles + walk.tile);
         blocks_left = blocks_before(walk.head * group.num_tiles + walk.tile + in_group) - first;
-        block = sketches[group.context_id].codes + static_cast<long long>(first) * (WORDS * BLOCK_KEYS) + lane / 8 * BLOCK_KEYS + lane % 8 * 4;
+        block = sketches[group.context_id].codes + static_cast<long long>(first) * (WORDS * BLOCK_KEYS);
         walk.tiles_left -= in_group;
     }
     __device__ __forceinline__ int blocks_before(int tile) const {
@@ -105,34 +106,48 @@ struct Source {
         return tile / num_tiles * of_head + min(tile % num_tiles * TILE_BLOCKS, of_head);
     }
 
-    template <int I> __device__ __forceinline__ void copy_groups(u32 to) const {
-        constexpr int FIRST = I < FINE_GROUPS ? 4 * I : FINE + 4 * (I - FINE_GROUPS), END = I < FINE_GROUPS ? FINE : WORDS;
-        if (FIRST + 4 <= END || FIRST + static_cast<int>(threadIdx.x) % 32 / 8 < END) {  // for lane 4 r + c, r = lane % 8, c = lane / 8
-            start_copy_at<2 * I * CHUNK * 16, FIRST * BLOCK_KEYS * 4>(to, block);
-            start_copy_at<(2 * I + 1) * CHUNK * 16, (FIRST * BLOCK_KEYS + HALF_KEYS) * 4>(to, block);
+    // The next block; null: there is none.
+    __device__ __forceinline__ const u32* next() {
+        if (blocks_left == 0) return nullptr;
+        const u32* here = block;
+        block += WORDS * BLOCK_KEYS;
+        if (--blocks_left == 0 && walk.goes_on()) {
+            walk.enter_next_group();
+            enter_group();
         }
-        if constexpr (I + 1 < WORD_GROUPS) copy_groups<I + 1>(to);
-    }
-
-    // Start copying the next block, one group of copies, into a stage [BLOCK_CHUNKS][CHUNK].
-    __device__ __forceinline__ void copy_next(uint4* stage) {
-        if (blocks_left > 0) {
-            copy_groups<0>(static_cast<u32>(__cvta_generic_to_shared(stage)) + place);
-            block += WORDS * BLOCK_KEYS;
-            if (--blocks_left == 0 && walk.goes_on()) {
-                walk.enter_next_group();
-                enter_group();
-            }
-        }
-        end_copy_group();
+        return here;
     }
 };
 
-// A warp's ring of blocks, STAGES - 1 of them in flight.
+// A warp's ring of blocks, STAGES - 1 of them on their way by the copy engine: a lane of each warp asks for 64 keys at once.
 struct Ring {
-    uint4* stages;  // [STAGES][BLOCK_CHUNKS][CHUNK]
+    const uint4* stages;  // [STAGES][BLOCK_PIECES]
+    u32 place, arrived;   // shared_address of the stages, and of [STAGES] barriers
     int stage;
+    u32 parity;
 
-    __device__ __forceinline__ uint4* at(int stage) const { return stages + stage * (BLOCK_CHUNKS * CHUNK); }
-    __device__ __forceinline__ void next() { stage = stage + 1 == STAGES ? 0 : stage + 1; }
+    __device__ __forceinline__ Ring(uint4* stages, u64* barriers)
+        : stages(stages), place(kept(shared_address(stages))), arrived(kept(shared_address(barriers))), stage(0), parity(0) {
+        if (threadIdx.x % 32 < STAGES) make_barrier(barriers + threadIdx.x % 32, 1);
+        barriers_are_made();
+        __syncwarp();
+    }
+
+    // Start copying a block into a stage: all lanes have read what was in it.
+    __device__ __forceinline__ void fill(int to, Source& source) const {
+        const u32* block = source.next();
+        if (block == nullptr || threadIdx.x % 32 > 0) return;
+        arrive_expecting(arrived + 8 * to, BLOCK_PIECES * 16);
+        load_bytes(place + to * (BLOCK_PIECES * 16), block, BLOCK_PIECES * 16, arrived + 8 * to);
+    }
+    __device__ __forceinline__ int last_read() const { return stage > 0 ? stage - 1 : STAGES - 1; }
+    // The block that is next, when it is there.
+    __device__ __forceinline__ const uint4* wait() const {
+        wait_for(arrived + 8 * stage, parity);
+        return stages + stage * BLOCK_PIECES;
+    }
+    __device__ __forceinline__ void next() {
+        if (++stage < STAGES) return;
+        stage = 0, parity ^= 1;
+    }
 };

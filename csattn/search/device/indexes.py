@@ -15,7 +15,6 @@ from csattn.sketch import SketchIndex
 from csattn.sketch.index import marks_heeded_from
 from csattn.table.lists import ListTable
 
-
 PIECE_KEYS = 4  # whose codes of a word are 16 bytes
 
 
@@ -72,14 +71,15 @@ def num_bytes(index: DeviceLayerIndex) -> int:
 def place_codes(codes: Tensor) -> Tensor:
     """Codes as a `DeviceSketch` has them, or, of such, as a `SketchIndex` has them: like codes, of int32.
 
-    Of word w of a block, four keys' piece p comes to place p ^ 2 * (w % 4), so that a warp's lanes, which read different
-    words of the same keys, read different banks of shared memory, to which blocks are copied as they are.
+    Of word w of a block, four keys' piece p comes to place p ^ 2 * (w % 4), so that a warp's lanes, which read
+    different words of the same keys, read different banks of shared memory, to which blocks are copied as they are.
     """
     num_words = codes.shape[2]
-    pieces = codes.unflatten(3, (-1, PIECE_KEYS))
+    pieces = codes.view(*codes.shape[:3], -1, PIECE_KEYS)
     places = torch.arange(pieces.shape[3], device=codes.device)
     words = torch.arange(num_words, device=codes.device)[:, None]
-    return pieces[:, :, words, places ^ 2 * (words % 4)].flatten(3)
+    placed: Tensor = pieces[:, :, words, places ^ 2 * (words % 4)]
+    return placed.flatten(3)
 
 
 def to_device(index: LayerIndex | SketchIndex, device: torch.device) -> DeviceLayerIndex:

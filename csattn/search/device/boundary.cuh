@@ -1,4 +1,4 @@
-// Where the top_k-th worth lies: for `find` in either form.
+// Where the top_k-th group score lies: for `find` in either form.
 #pragma once
 
 #include "choice.cuh"
@@ -23,7 +23,7 @@ struct BinCounts {
     }
 };
 
-// The bin that holds the `wanted`-th largest worth; inside is 0 if fewer are counted. scratch: [WARPS].
+// The bin that holds the `wanted`-th largest group score; inside is 0 if fewer are counted. scratch: [WARPS].
 __device__ Boundary find_bin(const BinCounts& mine, u32 wanted, u32* scratch) {
     __shared__ Boundary found;
     u32 sum = 0, total;
@@ -36,12 +36,12 @@ __device__ Boundary find_bin(const BinCounts& mine, u32 wanted, u32* scratch) {
     return found;
 }
 
-// The least shift that leaves a range, of that many worths besides the first, no more bins than there are.
+// The least shift that leaves a range, of that many group scores besides the first, no more bins than there are.
 __device__ __forceinline__ u32 shift_for(u32 width) { return width < NUM_BINS ? 0 : 1 + __clz(NUM_BINS) - __clz(width); }
 
-// One block does it all by itself, over as many passes as it takes: where worths tie, or lie further apart than the bins.
-template <typename Worths>  // by units: uint4
-__device__ void choose_alone(Worths worths, int num_units, u32 wanted, Range range, Boundary boundary, u32* bins,
+// One block does it all by itself, over as many passes as it takes: where group scores tie, or lie further apart than the bins.
+template <typename GroupScores>  // by units: uint4
+__device__ void choose_alone(GroupScores group_scores, int num_units, u32 wanted, Range range, Boundary boundary, u32* bins,
                              u32* scratch, int* chosen) {
     u32 above = boundary.above;
     while (true) {
@@ -51,7 +51,7 @@ __device__ void choose_alone(Worths worths, int num_units, u32 wanted, Range ran
         __syncthreads();
         for (int i = threadIdx.x; i < NUM_BINS; i += THREADS) bins[i] = 0;
         __syncthreads();
-        for (int unit = threadIdx.x; unit < num_units; unit += THREADS) range.count(worths[unit], bins);
+        for (int unit = threadIdx.x; unit < num_units; unit += THREADS) range.count(group_scores[unit], bins);
         __syncthreads();
         boundary = find_bin(bins, wanted - above, scratch);
         above += boundary.above;
@@ -60,9 +60,9 @@ __device__ void choose_alone(Worths worths, int num_units, u32 wanted, Range ran
     u32 inside_before = 0, written = 0;
     for (int first = 0; first < num_units; first += THREADS) {
         const int unit = first + threadIdx.x;
-        const uint4 worth = unit < num_units ? worths[unit] : make_uint4(0, 0, 0, 0);
-        const u32 inside = keys_inside(worth, range);
-        u32 total, taken = keys_above(worth, range), rank = inside_before + sum_before(__popc(inside), scratch, total);
+        const uint4 group_score = unit < num_units ? group_scores[unit] : make_uint4(0, 0, 0, 0);
+        const u32 inside = keys_inside(group_score, range);
+        u32 total, taken = keys_above(group_score, range), rank = inside_before + sum_before(__popc(inside), scratch, total);
         inside_before += total;
         for (int i = 0; i < UNIT_KEYS; ++i)
             if (inside >> i & 1 && rank++ < quota) taken |= 1u << i;

@@ -1,7 +1,7 @@
-// Of lists: what each key is worth to the group, as bits that order keys: the sum of its shares in the query rows' softmaxes, times
-// 2 ** HEADROOM (csattn.search.worth has the same scale); for a single query row, its score. 0: may not be chosen.
+// Of lists: each key's group score, as bits that order keys: the sum of its shares in the query rows' softmaxes, times
+// 2 ** HEADROOM (csattn.search.group_scores has the same scale); for a single query row, its score. 0: may not be chosen.
 //
-// The top_k keys, exactly: worth descending, then key ascending. `combine` counts all worths in bins; `find` takes the bin
+// The top_k keys, exactly: group score descending, then key ascending. `combine` counts all group scores in bins; `find` takes the bin
 // of the top_k-th, marks what lies above it, and lists what lies in it; `write` ranks those, and writes.
 #pragma once
 
@@ -13,7 +13,7 @@ constexpr u32 NUM_BINS = 4096;
 constexpr u32 MAX_CANDIDATES = 512;  // keys in the bin of the top_k-th that are compared one by one
 constexpr u32 MAX_BLOCKS = 256;      // that share the keys of one slot
 constexpr u32 ALONE = 0xffffffffu;   // as a quota: one block has chosen by itself
-constexpr int UNIT_KEYS = 4;         // worths are read and written four at a time
+constexpr int UNIT_KEYS = 4;         // group scores are read and written four at a time
 constexpr int CHUNK_KEYS = 1024;     // the blocks of a slot share out whole chunks
 
 // What the launches of one slot leave for each other. The first one clears the counts.
@@ -23,7 +23,7 @@ struct alignas(16) Choice {
     u32 num_candidates;
     u32 quota;               // how many of the candidates fit
     u32 above[MAX_BLOCKS];   // keys above the bin, by block
-    u32 worths[MAX_CANDIDATES];
+    u32 group_scores[MAX_CANDIDATES];
     u32 keys[MAX_CANDIDATES];
 };
 
@@ -34,21 +34,21 @@ __device__ __forceinline__ void clear_counts(Choice& choice, int part, int num_p
     if (part == 0 && threadIdx.x == 0) choice.num_listed = choice.num_candidates = 0;
 }
 
-// Worths from `low` to `last`, counted in NUM_BINS bins of 2 ** shift; the last bin also has what does not fit below it.
+// Group scores from `low` to `last`, counted in NUM_BINS bins of 2 ** shift; the last bin also has what does not fit below it.
 struct Range {
     u32 low, last, shift;
 
-    __device__ __forceinline__ bool holds(u32 worth) const { return worth >= low && worth <= last; }
+    __device__ __forceinline__ bool holds(u32 group_score) const { return group_score >= low && group_score <= last; }
 
-    __device__ __forceinline__ void count(u32 worth, u32* bins) const {
-        if (holds(worth)) atomicAdd(&bins[min((worth - low) >> shift, NUM_BINS - 1)], 1u);
+    __device__ __forceinline__ void count(u32 group_score, u32* bins) const {
+        if (holds(group_score)) atomicAdd(&bins[min((group_score - low) >> shift, NUM_BINS - 1)], 1u);
     }
 
-    __device__ __forceinline__ void count(uint4 worth, u32* bins) const {
-        count(worth.x, bins);
-        count(worth.y, bins);
-        count(worth.z, bins);
-        count(worth.w, bins);
+    __device__ __forceinline__ void count(uint4 four, u32* bins) const {
+        count(four.x, bins);
+        count(four.y, bins);
+        count(four.z, bins);
+        count(four.w, bins);
     }
 
     __device__ __forceinline__ Range of_bin(u32 bin) const {
@@ -57,9 +57,9 @@ struct Range {
     }
 };
 
-// Where the top_k-th worth is looked for first; if it is not there, one block looks further.
+// Where the top_k-th group score is looked for first; if it is not there, one block looks further.
 //
-// Of a group, the worths of all keys sum up to its size, so that the top_k-th is at most group_size / top_k: 32 octaves
+// Of a group, the group scores of all keys sum up to its size, so that the top_k-th is at most group_size / top_k: 32 octaves
 // below that, in bins of 1/128 octave. Of a single query: the bits of floats.
 __device__ __forceinline__ Range first_range(const Context& context) {
     if (GROUP_SIZE > 1) {
@@ -69,20 +69,20 @@ __device__ __forceinline__ Range first_range(const Context& context) {
     return {1, 0xffffffffu, 20};
 }
 
-// worth, with 0 for keys that may not be chosen; key: the first of the four, in the context.
-__device__ __forceinline__ uint4 eligible_only(uint4 worth, int key, const Context& context) {
-    if (key >= context.sink_end && key + 3 < context.window_start) return worth;
+// Group scores, with 0 for keys that may not be chosen; key: the first of the four, in the context.
+__device__ __forceinline__ uint4 eligible_only(uint4 four, int key, const Context& context) {
+    if (key >= context.sink_end && key + 3 < context.window_start) return four;
     auto eligible = [&](int k) { return k >= context.sink_end && k < context.window_start; };
-    return make_uint4(eligible(key) ? worth.x : 0, eligible(key + 1) ? worth.y : 0, eligible(key + 2) ? worth.z : 0,
-                      eligible(key + 3) ? worth.w : 0);
+    return make_uint4(eligible(key) ? four.x : 0, eligible(key + 1) ? four.y : 0, eligible(key + 2) ? four.z : 0,
+                      eligible(key + 3) ? four.w : 0);
 }
 
 // Which of four keys lie above the range, or in it: a bit for each.
-__device__ __forceinline__ u32 keys_above(uint4 worth, const Range& range) {
-    return (worth.x > range.last) | (worth.y > range.last) << 1 | (worth.z > range.last) << 2 | (worth.w > range.last) << 3;
+__device__ __forceinline__ u32 keys_above(uint4 four, const Range& range) {
+    return (four.x > range.last) | (four.y > range.last) << 1 | (four.z > range.last) << 2 | (four.w > range.last) << 3;
 }
-__device__ __forceinline__ u32 keys_inside(uint4 worth, const Range& range) {
-    return range.holds(worth.x) | range.holds(worth.y) << 1 | range.holds(worth.z) << 2 | range.holds(worth.w) << 3;
+__device__ __forceinline__ u32 keys_inside(uint4 four, const Range& range) {
+    return range.holds(four.x) | range.holds(four.y) << 1 | range.holds(four.z) << 2 | range.holds(four.w) << 3;
 }
 
 // The chunks of keys of one block of `find` and of `write`: both share them out alike.

@@ -1,7 +1,7 @@
 // Third launch of a search over a sketch: the choice. Of one slot, BLOCKS blocks have neighbouring keys each. In integers throughout,
-// so that neither the device nor how keys are shared out makes a difference: see csattn.sketch.reference.worth.
+// so that neither the device nor how keys are shared out makes a difference: see csattn.sketch.reference.group_scores.
 //
-// Worths are counted in bins, one for each where there is room, from the greatest that there may be down to one that as many keys as
+// Group scores are counted in bins, one for each where there is room, from the greatest that there may be down to one that as many keys as
 // are wanted certainly reach. Every block posts, for each bin, how many of its keys are in it or in a higher one. Once they have met,
 // each looks up for itself where the last one to choose lies, and how many the blocks before it choose.
 
@@ -10,7 +10,7 @@
 constexpr u32 NUM_BINS = 4096;
 constexpr int TOTAL_BITS = 24, LOG_BITS = 16;  // of reference.normaliser
 constexpr int UNIT_KEYS = 8;                   // 16 bytes of scores
-constexpr u32 MARKED = 65535, LEAST = 1;       // worths, in 16 bits; 0: may not be chosen
+constexpr u32 MARKED = 65535, LEAST = 1;       // group scores, in 16 bits; 0: may not be chosen
 constexpr u32 TWICE = 0x00010001u;             // times a number of 16 bits: twice side by side
 constexpr u32 EACH = NUM_BINS / THREADS / 4;  // times four bins of a thread
 static_assert(EACH * 4 * THREADS == NUM_BINS, "threads share out the bins");
@@ -39,7 +39,7 @@ struct Share {
     }
 };
 
-// What scores are worth: less what their query's normaliser is more than the least of them. See reference.normaliser.
+// Group scores are scores less what their query's normaliser is more than the least of them. See reference.normaliser.
 struct Normalisers {
     int found[GROUP_SIZE];
     int tops[GROUP_SIZE], floors[GROUP_SIZE];  // no score reaches the top; as many eligible keys as are wanted reach the floor
@@ -81,14 +81,14 @@ struct Normalisers {
 };
 
 // Of a group's scores, in 16 bits.
-struct Worths {
-    u32 least[GROUP_SIZE];  // a score that is worth nothing, twice side by side
-    u32 top, floor;         // no worth is greater; as many keys as are wanted are worth as much
+struct GroupScores {
+    u32 least[GROUP_SIZE];  // what is taken off a query's scores, twice side by side
+    u32 top, floor;         // no group score is greater; as many keys as are wanted reach it
 
-    __device__ __forceinline__ Worths() : top(MARKED), floor(LEAST) {
+    __device__ __forceinline__ GroupScores() : top(MARKED), floor(LEAST) {
         for (int g = 0; g < GROUP_SIZE; ++g) least[g] = 0;
     }
-    __device__ __forceinline__ explicit Worths(const Normalisers& all) {
+    __device__ __forceinline__ explicit GroupScores(const Normalisers& all) {
         int lowest = all.found[0], most = LEAST, reached = LEAST;
         for (int g = 1; g < GROUP_SIZE; ++g) lowest = min(lowest, all.found[g]);
 #pragma unroll
@@ -110,7 +110,7 @@ __device__ __forceinline__ u32 eligible(int key, const Context& context) {
 }
 
 // Of eight keys, in 16 bits each, none of them marked.
-__device__ __forceinline__ uint4 worths_of(const uint4* scores, long long plane, int unit, const u32* least, const Context& context) {
+__device__ __forceinline__ uint4 group_scores_of(const uint4* scores, long long plane, int unit, const u32* least, const Context& context) {
     u32 words[4] = {LEAST * TWICE, LEAST * TWICE, LEAST * TWICE, LEAST * TWICE};
 #pragma unroll
     for (int g = 0; g < GROUP_SIZE; ++g) {
@@ -145,7 +145,7 @@ __device__ __forceinline__ u32 greatest_of(const uint4& eight) {
     return max(both & 0xffffu, both >> 16);
 }
 
-// Worths from `lowest` on, the highest first, in bins of 2 ** shift. Where it is open, the first bin also has what is above `highest`.
+// Group scores from `lowest` on, the highest first, in bins of 2 ** shift. Where it is open, the first bin also has what is above `highest`.
 struct Bins {
     u32 highest, lowest, shift;
     bool is_open;
@@ -154,9 +154,9 @@ struct Bins {
         const u32 width = highest - lowest;
         return {highest, lowest, width < NUM_BINS ? 0 : 32u - __clz(width / NUM_BINS), is_open};
     }
-    __device__ __forceinline__ bool has(u32 worth) const { return worth >= lowest && (worth <= highest || is_open); }
-    __device__ __forceinline__ u32 bin_of(u32 worth) const { return highest - min(worth, highest) >> shift; }
-    __device__ __forceinline__ bool is_one_worth(u32 bin) const { return shift == 0 && !(is_open && bin == 0 && highest < MARKED); }
+    __device__ __forceinline__ bool has(u32 group_score) const { return group_score >= lowest && (group_score <= highest || is_open); }
+    __device__ __forceinline__ u32 bin_of(u32 group_score) const { return highest - min(group_score, highest) >> shift; }
+    __device__ __forceinline__ bool is_one_score(u32 bin) const { return shift == 0 && !(is_open && bin == 0 && highest < MARKED); }
     // Of one bin, in bins again.
     __device__ __forceinline__ Bins of_bin(u32 bin) const {
         const u32 top = highest - (bin << shift), width = min(1u << shift, top - lowest + 1);
@@ -255,7 +255,7 @@ struct Counts {
 // The upper bits of those halves of a word that are not 0.
 __device__ __forceinline__ u32 some_in_halves(u32 word) { return ((word & 0x7fff7fffu) + 0x7fff7fffu | word) & 0x80008000u; }
 
-// Of eight keys, a bit for each that is worth more than the last, at 8 one for each that is worth as much. Key 2 i + h is bit i + 4 h.
+// Of eight keys, a bit for each whose group score is above the last, at 8 one for each whose is equal. Key 2 i + h is bit i + 4 h.
 __device__ __forceinline__ u32 above_and_equal(const uint4& eight, u32 last) {
     u32 not_equal = 0, above = 0;
 #pragma unroll
@@ -285,14 +285,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) choose_cod
     const float* coordinates, const float* means, const u8* asked, long long max_segments,  // `Queries`
     const uint4* scores, long long max_keys,  // as score_codes writes them
     const u32* octaves,       // [slots, GROUP_SIZE, NUM_OCTAVES], likewise
-    uint4* set_aside,         // [slots, max_keys / UNIT_KEYS], where a block's worths do not fit into its memory
+    uint4* set_aside,         // [slots, max_keys / UNIT_KEYS], where a block's group scores do not fit into its memory
     u32* num_arrived,         // [slots, 32]: see `Meeting`
     u32* posted,              // [slots, 2, BLOCKS, NUM_BINS]: see `Counts`
     int* kv_indices,          // [batch_size, num_index_heads, max_top_k], written
     int* valid_len,           // [batch_size, num_index_heads], written
     long long max_top_k
 ) {
-    extern __shared__ uint4 memory[];  // worths of the block's keys
+    extern __shared__ uint4 memory[];  // group scores of the block's keys
     __shared__ Normalisers normalisers;
     __shared__ Counts all;
     __shared__ uint4 counts[NUM_BINS / 4];
@@ -319,29 +319,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) choose_cod
     const int exponent = Unit(Queries{coordinates, means, asked, max_segments}, slot).exponent;
     const long long plane = max_keys / UNIT_KEYS;
     scores += slot * GROUP_SIZE * plane;
-    uint4* worths = (IN_SHARED ? memory : set_aside + slot * plane + share.of_block) - share.of_block;
+    uint4* group_scores = (IN_SHARED ? memory : set_aside + slot * plane + share.of_block) - share.of_block;
     const int resident = context.sink_end + context.num_keys - context.window_start;  // in so many units, and two more at most
     if (GROUP_SIZE > 1) normalisers.find(of_octaves, exponent, wanted + resident / UNIT_KEYS + 4);
     __syncthreads();
-    const Worths of_scores = GROUP_SIZE > 1 ? Worths(normalisers) : Worths();
+    const GroupScores of_scores = GROUP_SIZE > 1 ? GroupScores(normalisers) : GroupScores();
     if (marks) marks += head * static_cast<long long>((context.num_keys + BLOCK_KEYS - 1) / BLOCK_KEYS) * (BLOCK_KEYS / 8);
 
-    // the worth of the last that is chosen
+    // the group score of the last that is chosen
     Bins bins = Bins::over(of_scores.top, of_scores.floor, true);
     auto count = [&](uint4 eight) {
         if (greatest_of(eight) < bins.lowest) return;
 #pragma unroll 1
         for (int i = 0; i < UNIT_KEYS; ++i) {
-            const u32 worth = eight.x & 0xffffu;
-            if (bins.has(worth)) atomicAdd(reinterpret_cast<u32*>(counts) + bins.bin_of(worth), 1u);
+            const u32 group_score = eight.x & 0xffffu;
+            if (bins.has(group_score)) atomicAdd(reinterpret_cast<u32*>(counts) + bins.bin_of(group_score), 1u);
             eight = i % 2 ? make_uint4(eight.y, eight.z, eight.w, 0) : make_uint4(eight.x >> 16, eight.y, eight.z, eight.w);
         }
     };
     share.for_each<2>([&](int unit) {
         const u32 marked = marks ? marks[unit] : 0;
-        uint4 eight = worths_of(scores, plane, unit, of_scores.least, context);
+        uint4 eight = group_scores_of(scores, plane, unit, of_scores.least, context);
         if (marked) eight = with_marks(eight, marked);
-        worths[unit] = eight;
+        group_scores[unit] = eight;
         count(eight);
     });
     u32 above = 0, above_before = 0, equal_before;
@@ -352,18 +352,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) choose_cod
         blocks.meet();
         const Counts::Found found = all.find(wanted - above, round);
         above += found.above, above_before += found.above_in_before, equal_before = found.equal_in_before;
-        const bool is_one_worth = bins.is_one_worth(found.bin);
+        const bool is_one_score = bins.is_one_score(found.bin);
         bins = bins.of_bin(found.bin);
-        if (is_one_worth) break;
-        share.for_each<1>([&](int unit) { count(worths[unit]); });
+        if (is_one_score) break;
+        share.for_each<1>([&](int unit) { count(group_scores[unit]); });
     }
-    const u32 last = bins.lowest, quota = wanted - above;  // of the keys that are worth as much as the last one, so many
+    const u32 last = bins.lowest, quota = wanted - above;  // of the keys with the same group score as the last one, so many
 
     // which they are, and how many in the warps before
     u32 here = 0;
     share.for_each<1>([&](int unit) {
-        const u32 bits = above_and_equal(worths[unit], last);
-        worths[unit].x = bits;
+        const u32 bits = above_and_equal(group_scores[unit], last);
+        group_scores[unit].x = bits;
         here += count_both(bits);
     });
     const u32 above_here = __reduce_add_sync(ALL_LANES, here & 0xffffu), equal_here = __reduce_add_sync(ALL_LANES, here >> 16);
@@ -376,7 +376,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) choose_cod
 #pragma unroll 1
     for (int first = share.first; first < share.end; first += 32) {
         const int unit = first + lane;
-        const u32 bits = unit < share.end ? worths[unit].x : 0;
+        const u32 bits = unit < share.end ? group_scores[unit].x : 0;
         const u32 both = count_both(bits), up_to = sum_up_to_lane(both), before = up_to - both;
         u32 above_at = above_before + (before & 0xffffu), equal_at = equal_before + (before >> 16);
 #pragma unroll 1

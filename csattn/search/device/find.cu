@@ -1,20 +1,20 @@
-// Fourth launch: the bin of the top_k-th worth, a mark for every key above it, a list of the keys in it.
+// Fourth launch: the bin of the top_k-th group score, a mark for every key above it, a list of the keys in it.
 
 #include "boundary.cuh"
 
 // Mark the part's keys above the range, count them, and list those in it.
-__device__ u32 mark_part(const uint4* worths, const Part& part, const Range& range, u32* marks, Choice& choice) {
+__device__ u32 mark_part(const uint4* group_scores, const Part& part, const Range& range, u32* marks, Choice& choice) {
     u32 above = 0;
     for (int key = threadIdx.x * UNIT_KEYS; key < part.num_keys; key += THREADS * UNIT_KEYS) {
-        const uint4 worth = worths[(part.first_key + key) / UNIT_KEYS];
-        const u32 words[UNIT_KEYS] = {worth.x, worth.y, worth.z, worth.w};
-        const u32 inside = keys_inside(worth, range);
-        u32 mark = keys_above(worth, range);
+        const uint4 group_score = group_scores[(part.first_key + key) / UNIT_KEYS];
+        const u32 words[UNIT_KEYS] = {group_score.x, group_score.y, group_score.z, group_score.w};
+        const u32 inside = keys_inside(group_score, range);
+        u32 mark = keys_above(group_score, range);
         above += __popc(mark);
         for (int i = 0; i < UNIT_KEYS; ++i) {
             if (inside >> i & 1) {
                 const u32 at = atomicAdd(&choice.num_candidates, 1u);
-                choice.worths[at] = words[i];
+                choice.group_scores[at] = words[i];
                 choice.keys[at] = part.first_key + key + i;
             }
         }
@@ -28,7 +28,7 @@ __device__ u32 mark_part(const uint4* worths, const Part& part, const Range& ran
 extern "C" __global__ void __launch_bounds__(THREADS) find_keys(
     const int* context_lens, const int* top_ks, const int* context_ids, const int* row_top_ks, long long sink_len,
     long long window_len,
-    const uint4* worths,  // [batch_size, num_index_heads, max_keys / UNIT_KEYS]
+    const uint4* group_scores,  // [batch_size, num_index_heads, max_keys / UNIT_KEYS]
     long long max_keys,
     u32* marks,           // [batch_size, num_index_heads, max_keys / 32], written
     Choice* choices,      // [batch_size, num_index_heads]
@@ -45,17 +45,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) find_keys(
     Choice& choice = choices[slot];
     const int wanted = num_wanted(context, choice);
     if (wanted == 0) return;
-    worths += slot * (max_keys / UNIT_KEYS);
+    group_scores += slot * (max_keys / UNIT_KEYS);
     const Range range = first_range(context);
     const Boundary boundary = find_bin(choice.bins, wanted, scratch);
     if (boundary.inside == 0 || boundary.inside > MAX_CANDIDATES) {
         if (blockIdx.x > 0) return;
         if (threadIdx.x == 0) choice.quota = ALONE;
         const int num_units = (context.num_keys + CHUNK_KEYS - 1) / CHUNK_KEYS * CHUNK_KEYS / UNIT_KEYS;
-        return choose_alone(worths, num_units, wanted, range, boundary, bins, scratch, kv_indices + slot * max_top_k);
+        return choose_alone(group_scores, num_units, wanted, range, boundary, bins, scratch, kv_indices + slot * max_top_k);
     }
     if (blockIdx.x == 0 && threadIdx.x == 0) choice.quota = wanted - boundary.above;
-    const u32 mine = mark_part(worths, part, range.of_bin(boundary.bin), marks + slot * (max_keys / 32), choice);
+    const u32 mine = mark_part(group_scores, part, range.of_bin(boundary.bin), marks + slot * (max_keys / 32), choice);
     const u32 of_warp = __reduce_add_sync(ALL_LANES, mine);
     if (threadIdx.x % 32 == 0 && of_warp) atomicAdd(&above, of_warp);
     __syncthreads();

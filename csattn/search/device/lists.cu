@@ -2,7 +2,7 @@
 //
 // A key occurs once in a list, so the additions of one launch never meet, and launches follow each other: every sum is
 // built in the order of the subspaces. -0.0 marks a key that no list holds; no stored score is -0.0. `combine_lists` makes
-// worths of the sums, counted in bins.
+// group scores of the sums, counted in bins.
 
 #include "list_index.cuh"
 
@@ -103,21 +103,21 @@ __device__ Softmax merge_tiles(const TileStatistics* tiles, int num_tiles, float
     return {top, HEADROOM - log2f(sum_over_warp(total))};
 }
 
-// The worth of a key: 0 where no row lists it. Of a single row's scores, positive ones order like their bits and negative
+// The group score of a key: 0 where no row lists it. Of a single row's scores, positive ones order like their bits and negative
 // ones backwards.
-__device__ __forceinline__ u32 list_worth(const float* scores, long long plane, float slope, const Softmax* rows) {
+__device__ __forceinline__ u32 list_score(const float* scores, long long plane, float slope, const Softmax* rows) {
     if (GROUP_SIZE == 1) {
         const u32 bits = __float_as_uint(*scores);
         if (bits == NOT_LISTED) return 0;
         return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
     }
-    float worth = 0;
+    float group_score = 0;
     for (int g = 0; g < GROUP_SIZE; ++g) {
         const float score = scores[g * plane];
         if (is_listed(score))
-            worth += exp2_approx(fmaxf(fmaf(slope, score - rows[g].top, rows[g].offset), LEAST_EXPONENT));
+            group_score += exp2_approx(fmaxf(fmaf(slope, score - rows[g].top, rows[g].offset), LEAST_EXPONENT));
     }
-    return __float_as_uint(worth);
+    return __float_as_uint(group_score);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) combine_lists(
@@ -126,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine_lists(
     double softmax_scale,
     const float* scores,               // as add_list leaves them
     const TileStatistics* statistics,  // as sum_tiles writes them; of no interest to a single query row
-    uint4* worths,                     // [batch_size, num_index_heads, max_keys / UNIT_KEYS], written
+    uint4* group_scores,               // [batch_size, num_index_heads, max_keys / UNIT_KEYS], written
     long long max_keys,                // whole chunks
     Choice* choices                    // [batch_size, num_index_heads], counted up
 ) {
@@ -146,16 +146,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine_lists(
     }
     __syncthreads();
     scores += static_cast<size_t>(slot) * GROUP_SIZE * max_keys;
-    worths += slot * (max_keys / UNIT_KEYS);
+    group_scores += slot * (max_keys / UNIT_KEYS);
     const Range range = first_range(context);
     u32 listed = 0;
     for (int unit = blockIdx.x * THREADS + threadIdx.x; unit < num_tiles * TILE_KEYS / UNIT_KEYS; unit += gridDim.x * THREADS) {
         u32 four[UNIT_KEYS];
-        for (int i = 0; i < UNIT_KEYS; ++i) four[i] = list_worth(scores + unit * UNIT_KEYS + i, max_keys, slope, rows);
-        const uint4 worth = eligible_only(make_uint4(four[0], four[1], four[2], four[3]), unit * UNIT_KEYS, context);
-        range.count(worth, bins);
-        listed += (worth.x > 0) + (worth.y > 0) + (worth.z > 0) + (worth.w > 0);
-        worths[unit] = worth;
+        for (int i = 0; i < UNIT_KEYS; ++i) four[i] = list_score(scores + unit * UNIT_KEYS + i, max_keys, slope, rows);
+        const uint4 group_score = eligible_only(make_uint4(four[0], four[1], four[2], four[3]), unit * UNIT_KEYS, context);
+        range.count(group_score, bins);
+        listed += (group_score.x > 0) + (group_score.y > 0) + (group_score.z > 0) + (group_score.w > 0);
+        group_scores[unit] = group_score;
     }
     const u32 of_warp = __reduce_add_sync(ALL_LANES, listed);
     if (threadIdx.x % 32 == 0 && of_warp) atomicAdd(&choices[slot].num_listed, of_warp);

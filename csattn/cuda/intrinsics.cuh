@@ -167,10 +167,6 @@ __device__ __forceinline__ u32 shared_address(const void* place) {
 __device__ __forceinline__ void start_copy(void* to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
-// The same, with constant distances in bytes from a place in shared memory and from an address.
-template <int TO, int FROM> __device__ __forceinline__ void start_copy_at(u32 place, const void* from) {
-    asm volatile("cp.async.cg.shared.global [%0 + %2], [%1 + %3], 16;" ::"r"(place), "l"(from), "n"(TO), "n"(FROM) : "memory");
-}
 // Of the 16 bytes `count` are copied, and the others become 0.
 __device__ __forceinline__ void start_copy(u32 to, const void* from, int count) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(count) : "memory");

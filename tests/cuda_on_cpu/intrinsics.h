@@ -101,9 +101,6 @@ static inline void write_once(u64 address, uint4 x) { *reinterpret_cast<uint4*>(
 static inline u32 shared_address(const void* place) { return __cvta_generic_to_shared(place); }
 
 static inline void start_copy(void* to, const void* from) { std::memcpy(to, from, 16); }
-template <int TO, int FROM> static inline void start_copy_at(u32 place, const void* from) {
-    std::memcpy(__cvta_shared_to_generic(place + TO), static_cast<const char*>(from) + FROM, 16);
-}
 static inline void start_copy(u32 to, const void* from, int count) {
     char* place = static_cast<char*>(__cvta_shared_to_generic(to));
     std::memset(place, 0, 16);

@@ -31,8 +31,8 @@ struct Share {
         end = min(end_of_block, first + of_warp);
     }
 
-    // use(unit) for the units that are the thread's, TOGETHER at a time. What a step runs once costs as much as its instructions
-    // take to come: loops are not unrolled but for loads.
+    // use(unit) for the units that are the thread's, TOGETHER of whose loads are under way at a time. Nothing else is unrolled: it
+    // gains nothing, and five kernels a layer are many instructions.
     template <int TOGETHER, class Use> __device__ __forceinline__ void for_each(Use use) const {
 #pragma unroll TOGETHER
         for (int unit = first + threadIdx.x % 32; unit < end; unit += 32) use(unit);
@@ -57,7 +57,7 @@ struct Normalisers {
                 if (below >= 0 && below <= TOTAL_BITS) of_octaves += static_cast<u64>(word_of(four, i)) << (TOTAL_BITS - below);
             }
             const u32 low = __reduce_add_sync(ALL_LANES, static_cast<u32>(of_octaves) & 0xffffu);
-            const u64 high = __reduce_add_sync(ALL_LANES, static_cast<u32>(of_octaves >> 16));  // below 2 ** 32: no context has as many units
+            const u64 high = __reduce_add_sync(ALL_LANES, static_cast<u32>(of_octaves >> 16));  // fits: units are few
             const u64 total = (high << 16) + low;
             const u32 of_lane = four.x + four.y + four.z + four.w, up_to = sum_up_to_lane(of_lane);
             u32 reached = __shfl_sync(ALL_LANES, up_to, 31) - up_to, floor = 0;  // units above the lane's octaves

@@ -23,6 +23,8 @@ _ENVIRONMENT = {
     # callers of a worker that died hear of it in 0.2 s; by default in 2 s
     "RAY_timeout_ms_task_wait_for_death_info": "100",
     "RAY_core_worker_internal_heartbeat_ms": "100",
+    # Ray lets its workers yield to everything else (15): beside a busy process, a start takes minutes
+    "RAY_worker_niceness": "0",
 }
 
 

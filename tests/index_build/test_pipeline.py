@@ -1,6 +1,5 @@
 """The whole offline job on a small model: built once, resumed, refused, and never half there."""
 
-import multiprocessing
 import os
 import random
 import time
@@ -17,6 +16,7 @@ from csattn.errors import CaptureError, ContextError, StoreFullError
 from csattn.models.loader import wrap_model
 from index_build.pieces import BuildProgress
 from index_build.pipeline import build_artifact
+from tests.forks import FORKS
 from tests.tiny import MAX_POSITIONS, byte_tokenizer, loaded, make_model, token_ids
 
 NUM_KILLS = 15
@@ -128,13 +128,11 @@ def _build_in_child(store: Path) -> None:
 @pytest.mark.filterwarnings("ignore:This process")
 def test_a_build_killed_at_any_moment_never_leaves_a_broken_artifact(tmp_path: Path) -> None:
     """Builds are killed at random moments; whatever they leave, the next one completes and verifies."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.index_build.test_pipeline"])
     chance = random.Random(7)
     whole_s = []
     for name in ("warm-up", "timing", "again"):
         started = time.monotonic()
-        child = context.Process(target=_build_in_child, args=(tmp_path / name,))
+        child = FORKS.Process(target=_build_in_child, args=(tmp_path / name,))
         child.start()
         child.join()
         assert child.exitcode == 0
@@ -143,7 +141,7 @@ def test_a_build_killed_at_any_moment_never_leaves_a_broken_artifact(tmp_path: P
     num_interrupted = 0
     for trial in range(NUM_KILLS):
         store = tmp_path / f"store-{trial}"
-        child = context.Process(target=_build_in_child, args=(store,))
+        child = FORKS.Process(target=_build_in_child, args=(store,))
         child.start()
         child.join(timeout=chance.uniform(0, 1.05 * min(whole_s[1:])))
         child.kill()

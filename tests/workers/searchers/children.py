@@ -1,15 +1,12 @@
 """Search workers in processes of their own that tests may kill, and what must not be left of them."""
 
 import contextlib
-import multiprocessing
 import os
 import tempfile
 from pathlib import Path
 
+from tests.forks import FORKS
 from workers.searchers.worker import SearchWorker, WorkerSpec
-
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["workers.searchers.worker", "tests.workers.searchers.warm"])
 
 
 class ForkedProcess:

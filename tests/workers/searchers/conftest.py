@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.workers.searchers.children import FORKS, Children, named_files, num_descriptors, runs
+from tests.forks import FORKS
+from tests.workers.searchers.children import Children, named_files, num_descriptors, runs
 from tests.workers.searchers.searching import wait_until
 from workers.searchers import supervisor
 

@@ -7,6 +7,7 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("RAY_worker_niceness", "0")  # by default Ray's workers yield to all other tests
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # other processes have the other cores
 
@@ -24,14 +25,18 @@ settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
 
-# Files of tests that wait for other processes, most of the time: every third one, as long as there are any.
+# Files of tests that wait for other processes, most of the time: every third one, as long as there are any. The longest
+# come first, so that none of them is left at the end.
 WAITING = (
-    "tests/workers/service/",
-    "tests/workers/searchers/",
+    "tests/workers/service/test_services.py",
     "tests/index_build/test_jobs.py",
-    "tests/artifact/test_interrupted_build.py",
+    "tests/test_bench_spread.py",
+    "tests/workers/searchers/",
     "tests/workers/serving/test_contexts.py",
+    "tests/workers/serving/test_standby.py",
     "tests/workers/test_cli",
+    "tests/artifact/test_interrupted_build.py",
+    "tests/workers/service/",
 )
 
 
@@ -65,7 +70,7 @@ def pytest_sessionfinish() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     files = list(dict.fromkeys(item.nodeid.partition("::")[0] for item in items))
-    waiting = [file for file in files if file.startswith(WAITING)]
+    waiting = dict.fromkeys(file for start in WAITING for file in files if file.startswith(start))
     places = {file: 3 * i for i, file in enumerate(waiting)}
     others = (file for file in files if file not in places)
     places |= {file: i + i // 2 + 1 for i, file in enumerate(others)}

@@ -99,6 +99,7 @@ def serving(*options: str) -> Iterator[Service]:
 
 
 def _environment() -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("CSATTN_SERVER")}
+    set_here = "CSATTN_SERVER", "RAY_worker_niceness"  # which the service is to choose itself
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(set_here)}
     paths = [str(ROOT), *filter(None, [kept.get("PYTHONPATH")])]
     return {**kept, "PYTHONPATH": os.pathsep.join(paths)}

@@ -4,6 +4,7 @@ In one file, because the tests of a file share the services that they start.
 """
 
 import json
+import os
 import re
 import signal
 import socket
@@ -19,7 +20,7 @@ import jsonschema
 import openai
 import pytest
 
-from bench.faults import TARGETS, Plan, prepare, require_sound, try_kill
+from bench.faults import TARGETS, Plan, prepare, processes, require_sound, try_kill
 from bench.schema_cases import schema_cases
 from bench.schemas import ask_all
 from bench.schemas import require_sound as require_sound_schemas
@@ -326,6 +327,14 @@ def test_what_is_no_part_of_the_service_is_not_there(on_ray: Service) -> None:
     for path in ("/-/routes", "/-/healthz", "/docs"):
         reply = on_ray.get(path)
         assert (reply.status_code, reply.json()["error"]["code"]) == (404, "not_found")
+
+
+@pytest.mark.ray
+def test_no_process_yields_to_others_as_rays_workers_do(on_ray: Service) -> None:
+    own = os.getpriority(os.PRIO_PROCESS, on_ray.process.pid)
+    for target in TARGETS:
+        pids = processes(on_ray, target)
+        assert pids and {os.getpriority(os.PRIO_PROCESS, pid) for pid in pids} == {own}
 
 
 @pytest.fixture(scope="module")

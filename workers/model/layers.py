@@ -210,7 +210,7 @@ class StepLayers:
             attention.attend_latents(layer_idx, room.queries, self._rows, room.attended)
         else:
             self._attention.attend(layer_idx, self.q, self._rows, self.attended)
-        if not self._attention.in_graph:  # then a graph begins here
+        if room is not None or not self._attention.in_graph:  # others have worked beside; or a graph begins here
             self._ops.break_chain()
 
     def _finish_layer(self, layer_idx: int, ahead: bool) -> None:

@@ -237,7 +237,7 @@ class StepOps(Protocol):
 
 
 class LatentOps(Protocol):
-    """Those of layers of latents, which a tape has, and the definition."""
+    """Those of layers of latents."""
 
     def append_latents(
         self,

@@ -207,14 +207,24 @@ def _moved_delta(delta: DeltaWeights, move: Callable[..., Tensor], device: torch
 
 def _moved_latent(latent: LatentWeights, move: Callable[..., Tensor], device: torch.device | str) -> LatentWeights:
     return LatentWeights(
-        inputs=tuple(_joined([linear], move, device) for linear in latent.inputs),  # not all of which have biases
-        queries=tuple(_joined([linear], move, device) for linear in latent.queries),
+        inputs=(_joined(_all_biased(latent.inputs), move, device),),
+        queries=(_joined(_all_biased(latent.queries), move, device),) if latent.queries else (),
         up_k=move(latent.up_k).contiguous(),
         up_v=move(latent.up_v).contiguous(),
         q_norm=None if latent.q_norm is None else latent.q_norm.to(device),
         kv_norm=latent.kv_norm.to(device),
         index_norm=None if latent.index_norm is None else latent.index_norm.to(device),
     )
+
+
+def _all_biased(linears: Sequence[Linear]) -> list[Linear]:
+    """The same with zeros where some have biases and others not."""
+    if all(linear.bias is None for linear in linears):
+        return list(linears)
+    return [
+        linear if linear.bias is not None else replace(linear, bias=torch.zeros(len(linear.weight)))
+        for linear in linears
+    ]
 
 
 def _moved_experts(experts: ExpertWeights, move: Callable[..., Tensor], device: torch.device | str) -> ExpertWeights:

@@ -9,17 +9,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from workers.model.gpu import delta_kernels, expert_kernels, head_kernels, linear_kernels, token_kernels
+from workers.model.gpu import delta_kernels, expert_kernels, head_kernels, latent_kernels, linear_kernels, token_kernels
 
 # what arguments of these names are; all others are bfloat16 tensors
 TYPES = {
     "*fp32": "squares norm norm_ahead q_norm k_norm frequencies cos sin q_scale shares conv kept memory decay"
-    " decay_bias partials weight logits best scales",
+    " decay_bias partials weight logits best scales kv_norm index_norm index_weights",
     "*i32": "counters chosen context_ids tail_ids tail_lens best_ids",
     "*i64": "turns token_ids positions next_ids",
-    "fp32": "eps multiplier scale beta every offset cap",
+    "fp32": "eps multiplier scale beta every offset cap weight_scale",
     "i32": "num_rows num_out num_k num_squares hidden_size half tail_capacity maps_stride vocab_size"
-    " num_logits num_parts num_experts num in_width num_channels w_len scales_len",
+    " num_logits num_parts num_experts num in_width num_channels w_len scales_len width projected_width num_in"
+    " x_row x_head ups_head ups_in ups_out out_row out_head",
 }
 ROW = {"BLOCK": 1024, "SQUARES_BLOCK": 64}
 TILES = {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "EVEN_K": True, "DOT_PRECISION": "tf32", "BLOCK_SQUARES": 64}
@@ -28,9 +29,16 @@ QUANTIZED = [
     TILES | {"FORMAT": format, "GROUP": group, "ZEROS": zeros, "SPLIT_K": 4, "HAS_BIAS": False}
     for format, group, zeros in (("fp8", 0, False), ("fp8", 128, False), ("int4", 128, True), ("fp4", 32, False))
 ]
+HEAD_TILES = {"BLOCK_N": 64, "BLOCK_K": 64, "DOT_PRECISION": "tf32"}
 HEADS = {"NUM_Q_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": 128, "BLOCK": 64}
 EXPERTS = {name: size for name, size in TILES.items() if name != "EVEN_K"} | {"NUM_CHOSEN": 6, "BLOCK_PAIRS": 64}
 DELTA = {"VERSIONS": 1, "BLOCK_ROWS": 8}
+LATENTS = [
+    {"KV_RANK": 512, "HALF": 32, "BLOCK_HALF": 32, "INTERLEAVED": rank > 0, "INDEX_INTERLEAVED": False}
+    | {"Q_RANK": rank, "KEY_AT": 1536, "INDEX_DIM": dim, "BLOCK_Q": 2048, "BLOCK_KV": 512, "BLOCK_INDEX": 128}
+    | {"NUM_HEADS": 128, "NOPE_DIM": 128, "NUM_INDEX_HEADS": dim // 2}
+    for rank, dim in ((1536, 128), (0, 0))
+]
 READERS = [{"HAS_NORM": True, "AHEAD": True}, {"HAS_NORM": False, "AHEAD": False}]
 VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
     (token_kernels.begin_kernel, [ROW | readers | {"CENTRED": not readers["AHEAD"]} for readers in READERS]),
@@ -64,6 +72,9 @@ VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
     (token_kernels.finish_logits_kernel, [{"HAS_CAP": cap, "BLOCK": 4096} for cap in (False, True)]),
     (token_kernels.likeliest_of_part_kernel, [{"BLOCK": 4096}]),
     (token_kernels.likeliest_kernel, [{"BLOCK": 32}]),
+    (latent_kernels.append_latents_kernel, LATENTS),
+    (latent_kernels.ask_latents_kernel, LATENTS),
+    (latent_kernels.heads_product_kernel, [{"BLOCK_M": rows, **HEAD_TILES} for rows in (16, 64)]),
     (token_kernels.advance_kernel, [{"BLOCK": 16}]),
     (
         linear_kernels.linear_kernel,

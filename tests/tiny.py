@@ -39,14 +39,14 @@ _LATENTS: dict[str, Any] = _EXPERTS | {
     "num_attention_heads": 6,
     "num_key_value_heads": 6,
     "q_lora_rank": 40,
-    "kv_lora_rank": 36,
+    "kv_lora_rank": 32,  # these: powers of two, as a GPU wants them
     "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8,
+    "qk_rope_head_dim": 16,
     "v_head_dim": 20,
     "first_k_dense_replace": 1,
 }
 # so many heads that none of a few hundred scores is 0, of which any may be chosen
-_INDEXER: dict[str, Any] = _LATENTS | {"index_n_heads": 18, "index_head_dim": 13, "index_topk": 29}
+_INDEXER: dict[str, Any] = _LATENTS | {"index_n_heads": 18, "index_head_dim": 21, "index_topk": 29}
 # by family: its classes' name, and what its config says beside the sizes
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),

@@ -323,10 +323,13 @@ def test_a_model_is_told_what_it_takes_in_few_bits(tmp_path: Path) -> None:
 
 def test_a_model_that_chooses_by_itself_is_told_where(tmp_path: Path) -> None:
     tiny_config("deepseek_v32", max_position_embeddings=65_536).save_pretrained(tmp_path)
-    needs, on_gpu, stream = examine_model(str(tmp_path), machine())
+    found = needs, on_gpu, stream = examine_model(str(tmp_path), machine())
     assert "3 layers of latents, which it chooses from itself" in needs.text and "this machine has room" in needs.text
-    assert [on_gpu.status, stream.status] == ["warning", "ok"]
-    assert "its own indexer chooses 29" in on_gpu.text and "csattn stream" in stream.text
+    assert [finding.status for finding in found[1:]] == ["ok", "ok"]
+    assert "latents lie on the device" in on_gpu.text and "csattn stream" in stream.text
+    tiny_config("deepseek_v32", kv_lora_rank=36).save_pretrained(tmp_path)
+    needs, on_gpu, *_ = examine_model(str(tmp_path), machine())
+    assert on_gpu.status == "warning" and "latents have 36 numbers; a GPU takes powers of two" in on_gpu.text
 
 
 def test_a_model_that_is_refused_is_a_problem(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def ask(place: Path | str, prompt: str, config: SearchConfig, options: AskOption
     with open_artifact(place) as artifact:
         name, dtype = options.model or artifact.spec.model_name, artifact.spec.kv_dtype
         if options.placement != "cpu" and options.num_devices == 1:
-            require_weights(name, dtype, options.weights)
+            require_weights(name, dtype, options.weights, options.placement)
         loaded = show_loading(name, dtype, weights=options.weights)
         sparse = _answer(loaded, artifact, config, options.selector, prompt, options)
         result = {**sparse.to_json(), **_asked_for(config, sparse, artifact)}

@@ -11,7 +11,7 @@ from csattn.models.spec import ModelSpec
 from workers.capacity import context_bytes, room_for_contexts, spec_of, told_lens
 from workers.doctor.checks import Finding, gib
 from workers.doctor.facts import Facts
-from workers.engine.own_choice import require_no_latents
+from workers.engine.own_choice import latents_of, require_latents_placed
 from workers.settings import EngineSettings
 
 _ITEM_BYTES = 2  # of bfloat16
@@ -44,14 +44,15 @@ def _needs(
     if kept != weights:
         text += f" A GPU keeps them in {gib(kept)}."
     memory = facts.probes["memory"].get("available_bytes", 0)
-    devices = facts.probes["torch"].get("devices") or [] if indexed else []
+    devices = facts.probes["torch"].get("devices") or []
     free = max((device["free_bytes"] for device in devices), default=0)
     specs = [spec_of(geometry, context_len) for context_len in told_lens(geometry)]
     for spec in specs:
         kv, sketch = context_bytes(spec)
         rows = f"{gib(kv)} of KV, {gib(sketch)} of sketch" if indexed else f"{gib(kv)} of latents"
         text += f" {spec.context_len:,} tokens of context: {rows}."
-    if devices and kept + context_bytes(specs[0])[1] > free:
+    kv, sketch = context_bytes(specs[0])
+    if devices and kept + (sketch if indexed else kv) > free:
         text += f" The device has {gib(free)} free."
         remedy = "Decode it on the CPU, on a larger device, or take a smaller model."
         if kept == weights:
@@ -59,7 +60,7 @@ def _needs(
         return [Finding("model", "warning", text, remedy)]
     if not devices and weights > memory:
         return [Finding("model", "warning", f"{text} This machine has {gib(memory)}.", "Take a smaller model.")]
-    engine = EngineSettings(placement="hybrid" if devices else "cpu")
+    engine = EngineSettings(placement="cpu" if not devices else "hybrid" if indexed else "device")
     host_bytes, device_bytes = memory if devices else memory - weights, free - kept
     rooms = [f"{room_for_contexts(spec, engine, host_bytes, device_bytes)} of {spec.context_len:,}" for spec in specs]
     placed = f"`{engine.placement}`, engine.num_contexts {engine.num_contexts}" if devices else "this machine"
@@ -70,10 +71,15 @@ def _refusals(spec: ModelSpec) -> list[Finding]:
     """What this model will be refused for, in the words of who refuses."""
     findings = []
     try:
-        require_no_latents(spec)
-        require_supported(spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads, spec.head_dim, torch.bfloat16)
+        if latents_of(spec) is not None:
+            require_latents_placed(spec, "device")
+        else:
+            require_supported(spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads, spec.head_dim, torch.bfloat16)
     except ConfigError as error:
         findings.append(Finding("model", "warning", f"On a GPU: {error}", "Decode it on the CPU: --placement cpu."))
+    if latents_of(spec) is not None:
+        text = "On a GPU all of its latents lie on the device: placements `hybrid` and `host` are refused."
+        findings.append(Finding("model", "ok", text))
     kinds = [layer.attention for layer in spec.layers]
     if any(kind.logit_cap is not None for kind in kinds):
         text = "Its attention's logits are capped: rows that are not chosen count nothing, and `rest` is refused."

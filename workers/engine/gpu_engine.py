@@ -31,6 +31,14 @@ from offload.errors import MemoryPlanError
 from workers.engine.far_rows import CachedRows
 from workers.engine.fidelity import Seen, fidelity
 from workers.engine.memory import Placement, placement_named
+from workers.engine.own_choice import (
+    SELECTOR,
+    latents_of,
+    require_latents_placed,
+    require_own_choice,
+    require_plain_rows,
+    rows_read,
+)
 from workers.engine.own_on_device import join_on_device, place_segment, thread_beside
 from workers.engine.own_segments import OwnSegments
 from workers.engine.placed_model import PlacedModel, Progress
@@ -39,6 +47,7 @@ from workers.engine.searcher import StepSearcher
 from workers.engine.sizing import Sizing
 from workers.engine.slots import require_free_slot, require_new_context, require_room, require_unused, seen_lens
 from workers.engine.step_model import StepModel, step_model
+from workers.engine.watch import Watch
 from workers.model.devices import require_device
 from workers.searchers.step_searches import StepSearches
 from workers.serving.messages import Selector
@@ -69,7 +78,7 @@ class GpuEngine:
     not fit, while there is no other and no request.
 
     All requests select as the engine is set, some of them fewer rows; or all attend to everything. Rows of steps of up
-    to 16 have the same bits alone and among others; in larger steps the last bits may differ.
+    to 16 have the same bits alone and among others; in larger steps, and over latents, the last bits may differ.
     """
 
     def __init__(
@@ -97,8 +106,12 @@ class GpuEngine:
         self.model = loaded if isinstance(loaded, StepModel) else step_model(loaded)
         self.config, self.placement, spec = config, placement_named(placement), self.model.spec
         self.selector = selector
+        require_latents_placed(spec, self.placement)
         require_device()
         require_selector(selector)
+        require_own_choice(spec, config, selector)
+        if kv_format is not None:
+            require_plain_rows(spec, "a KV codec")
         self.batch_sizes, self.max_rows, self.num_slots = batch_sizes, batch_sizes[-1], num_slots
         self.max_positions, self.num_layers = spec.max_positions, len(spec.indexed_layers)
         self.tail_capacity = min(tail_capacity, self.max_positions)
@@ -155,19 +168,21 @@ class GpuEngine:
     def open(self, slot: int, context_id: int, config: SearchConfig, selector: Selector) -> None:
         place = self._place(context_id)
         require_free_slot(slot, self.num_slots, self._requests)
-        if selector != self.selector:
+        chooses = latents_of(self.model.spec) is not None  # itself
+        require_own_choice(self.model.spec, config, selector)
+        if selector != self.selector and not chooses:
             raise ConfigError(
                 f"selector is {selector!r}, but steps on this GPU are captured with {self.selector}; leave it out"
             )
         fits = config.keep <= self.config.keep and replace(config, keep=self.config.keep) == self.config
-        if selector != "full" and not fits:
+        if selector != "full" and not fits and not chooses:
             raise ConfigError(
                 f"keep is {config.keep} and lookahead {config.lookahead}, but steps on a GPU are captured with up to "
                 f"{self.config.keep} and {self.config.lookahead}; ask for no more, and leave the others out"
             )
         if self._placed is None:
             self._placed = self._start(None)
-        if selector != "full" and self._placed.shape.attends_all and config.keep < 1:
+        if selector != "full" and self._placed.shape.attends_all and config.keep < 1 and not chooses:
             raise ConfigError(
                 f"keep is {config.keep}, but over lists this GPU was set to keep all rows, which is full attention; "
                 "leave it out, or start another engine"
@@ -209,6 +224,8 @@ class GpuEngine:
 
         Rows of a request that read other segments of its own than those before them are a step of their own.
         """
+        if watch is not None:
+            require_plain_rows(self.model.spec, "a look at what is attended to")
         lens = self._tail_lens(rows)
         for slot in {row.slot for row in rows}:
             self._take_over(slot)
@@ -232,7 +249,7 @@ class GpuEngine:
         if watch is None:
             output = runner.step(batch_size)
         else:
-            self._ready().watch.look_at(*watch)
+            self._watch().look_at(*watch)
             output = runner.step_by_calls(batch_size)
         next_ids = output.next_ids[: len(rows)].cpu().numpy()
         logits = output.logits[: len(rows)].float().cpu().numpy() if want_logits else None
@@ -248,6 +265,8 @@ class GpuEngine:
     def reading(self, slot: int) -> Reading:
         request = self._request(slot)
         context_len, own = self._context_len(request.context_id), request.own_read / max(1, request.tail_len)
+        if (latent := latents_of(self.model.spec)) is not None:
+            return Reading(SELECTOR, rows_read(latent, context_len, request.tail_len))
         if self._ready().shape.attends_all:
             return Reading("full", context_len + own)
         resident = min(context_len, request.config.sink_len + request.config.window_len)
@@ -333,7 +352,7 @@ class GpuEngine:
         artifact = placed.artifacts[self._place(request.context_id)]
         shape = placed.shape
         view = ContextView(artifact.spec.context_len, shape.softmax_scale, request.config, shape.logit_cap)
-        q, (chosen, *of_own) = placed.watch.seen()
+        q, (chosen, *of_own) = self._watch().seen()
         own_len = request.num_segments * self._growth.segment_len
         if own_len:
             chosen = join_choices(chosen, of_own[0], view.context_len)
@@ -404,6 +423,11 @@ class GpuEngine:
         if self._placed is None:
             raise ConfigError("no context is loaded and no request open yet; begin with one of them")
         return self._placed
+
+    def _watch(self) -> Watch:
+        watch = self._ready().watch
+        assert watch is not None, "refused where there is none"
+        return watch
 
     def _place(self, context_id: int) -> int:
         """Among the placed contexts; -1 of none."""

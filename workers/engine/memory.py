@@ -12,8 +12,9 @@ from csattn.models.loader import DTYPES, read_config, weight_bytes
 from csattn.sketch.codes import num_coords
 from offload.budget import MemoryPart, MemoryPlan, available_memory
 from workers.engine.attend_all import streamed_bytes
+from workers.engine.attend_latents import latents_bytes, latents_working_bytes
 from workers.engine.far_rows import cache_bytes
-from workers.engine.own_choice import require_no_latents
+from workers.engine.own_choice import require_latents_placed
 from workers.engine.own_on_device import own_bytes, own_shape
 from workers.engine.schedule import schedule_bytes
 from workers.engine.shape import EngineShape
@@ -42,6 +43,8 @@ def plan_memory(
 ) -> MemoryPlan:
     """The parts of an engine, each with its bytes."""
     working = search_bytes(shape) if index_is_on_device(shape, placement) else 0
+    if shape.latents:
+        working = latents_working_bytes(shape)
     kept = 0 if shape.attends_all else schedule_bytes(shape)
     parts = [
         MemoryPart(name="the model's weights", device_bytes=weights_bytes),
@@ -53,7 +56,9 @@ def plan_memory(
         MemoryPart(name="the choices that later tokens read", device_bytes=kept),
         MemoryPart(name="kernels and their workspace", device_bytes=KERNELS_BYTES + working),
     ]
-    if placement != "device" and shape.attends_all:
+    if shape.latents:
+        parts.append(MemoryPart(name="the contexts' latents", device_bytes=latents_bytes(shape)))
+    elif placement != "device" and shape.attends_all:
         parts.append(MemoryPart(name="the layers that are streamed", device_bytes=streamed_bytes(shape)))
     elif placement != "device":
         parts.append(MemoryPart(name="the slot cache", device_bytes=cache_bytes(shape, num_slots)))
@@ -66,10 +71,11 @@ def require_weights(
     name: str | None,
     dtype: str,
     weights: str | None,  # all as `load_model` takes them
+    placement: Placement | str,
 ) -> None:
     """Raise before a model is loaded that is not decoded there, or whose weights alone are more than the device has."""
     config = read_config(name)
-    require_no_latents(describe(config))
+    require_latents_placed(describe(config), placement)
     require_device()
     _, kept_bytes = weight_bytes(config, DTYPES[dtype].itemsize, weights)
     needed = {"the model's weights": kept_bytes, "kernels and their workspace": KERNELS_BYTES}
@@ -86,7 +92,9 @@ def _own_bytes(shape: EngineShape, config: IndexConfig) -> int:
 
 
 def plan_context(shape: EngineShape, artifact: Artifact, placement: Placement) -> MemoryPlan:
-    """What one more context takes, its resident rows and slots aside: an engine has them from the start."""
+    """What one more context takes, its resident rows, slots and latents aside: an engine has them from the start."""
+    if shape.latents:
+        return MemoryPlan((), shape.max_context_len)
     kv_bytes = shape.kv_bytes(artifact.spec.context_len)
     kv = {"device_bytes": kv_bytes} if placement == "device" else {"pinned_bytes": kv_bytes}
     parts = [MemoryPart(name="the context's KV", **kv)]

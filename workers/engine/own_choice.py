@@ -5,6 +5,7 @@ from csattn.errors import ConfigError
 from csattn.models.spec import LatentSpec, ModelSpec
 
 SELECTOR = "model"  # what such a request's reading names
+_LEAST_DIM = 16  # of a matrix product on a GPU
 
 
 def latents_of(spec: ModelSpec) -> LatentSpec | None:
@@ -33,10 +34,21 @@ def require_plain_rows(spec: ModelSpec, what: str) -> None:
         raise ConfigError(f"{what} is for keys and values, and this model keeps latents instead; leave it out")
 
 
-def require_no_latents(spec: ModelSpec) -> None:
-    """Raise ConfigError where steps on a GPU do not have layers of latents."""
-    if (latent := latents_of(spec)) is not None:
-        raise ConfigError(f"{_chooses(latent)}; csattn decodes that on the CPU only: choose placement cpu")
+def require_latents_placed(spec: ModelSpec, placement: str) -> None:
+    """Raise ConfigError where a GPU has no such layers, or not in that placement."""
+    if (latent := latents_of(spec)) is None:
+        return
+    if placement != "device":
+        raise ConfigError(
+            f"{_chooses(latent)}; a GPU attends only to latents in its own memory, and placement {placement} leaves "
+            "them on the host: choose placement device, or cpu"
+        )
+    for name, dim in (("latents", latent.kv_rank), ("parts that turn", latent.rope_dim)):
+        if dim < _LEAST_DIM or dim & (dim - 1):
+            raise ConfigError(
+                f"this model's {name} have {dim} numbers; a GPU takes powers of two, at least {_LEAST_DIM}: choose "
+                "placement cpu"
+            )
 
 
 def _chooses(latent: LatentSpec) -> str:

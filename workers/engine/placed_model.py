@@ -14,6 +14,7 @@ from csattn.search.device import DeviceLayerIndex, SketchShape, index_shape, to_
 from offload.errors import MemoryPlanError, PinningError
 from offload.pinned import PinnedRows
 from workers.engine.attend_all import AttendAll, StreamedRows
+from workers.engine.attend_latents import AttendLatents, LatentPlaces
 from workers.engine.far_rows import CachedRows, DeviceRows, context_layers
 from workers.engine.local_layers import LocalLayers
 from workers.engine.memory import Placement, plan_context, plan_memory
@@ -26,7 +27,8 @@ from workers.engine.step_model import StepModel
 from workers.engine.watch import Watch
 from workers.model import ModelRunner
 
-_FarRows = DeviceRows | CachedRows | StreamedRows
+_FarRows = DeviceRows | CachedRows | StreamedRows | LatentPlaces
+_Attention = SearchOnDevice | SearchOnHost | AttendAll | AttendLatents
 Progress = Callable[[str, int, int], None]  # what is being loaded, done, in all
 
 
@@ -65,12 +67,14 @@ class PlacedModel:
         sinks = _sinks_of(weights)
         self.own: OwnOnDevice | None = None  # where requests grow
         self.far, self.attention = self._place(None if sinks is None else sinks[list(self._spec.indexed_layers)])
-        self.watch = Watch(self.attention)
+        self.watch: Watch | None = None  # of latents nobody looks on
+        if not isinstance(self.attention, AttendLatents):
+            self.watch = Watch(self.attention)
         self.local: LocalLayers | None = None
-        if len(self._spec.indexed_layers) < self._spec.num_layers:
+        if self.watch is not None and len(self._spec.indexed_layers) < self._spec.num_layers:
             self.local = LocalLayers(shape, self._spec, self.watch, sinks, device)
         self._next_query = _room_for_next_query(shape, device) if self.attention.lookahead else None
-        attention, grows = self.local or self.watch, self.own is not None
+        attention, grows = self.local or self.watch or self.attention, self.own is not None
         self.runner = ModelRunner(
             weights, attention, shape.batch_sizes, self._next_query, grows=grows, devices=model.devices
         )
@@ -106,7 +110,7 @@ class PlacedModel:
     def remove_context(self, context_id: int) -> None:
         """Forget a context, between steps."""
         self._wait()
-        if not isinstance(self.attention, AttendAll):
+        if not isinstance(self.attention, AttendAll | AttendLatents):
             self.attention.unload(context_id)
         if isinstance(self.attention, SearchOnHost):
             assert self._searcher is not None
@@ -135,8 +139,11 @@ class PlacedModel:
                 f"{self.shape.max_context_len:,}; start it with a larger max_context_len"
             )
 
-    def _place(self, sinks: Tensor | None) -> tuple[_FarRows, SearchOnDevice | SearchOnHost | AttendAll]:
+    def _place(self, sinks: Tensor | None) -> tuple[_FarRows, _Attention]:
         shape, device = self.shape, self.device
+        if shape.latents:
+            places = LatentPlaces(shape, device)
+            return places, AttendLatents(shape, self._spec, places, device)
         if shape.attends_all:
             rows = DeviceRows(shape, device) if self.placement == "device" else StreamedRows(shape, device)
             return rows, AttendAll(shape, rows, device, sinks)
@@ -162,6 +169,10 @@ class PlacedModel:
         self.artifacts[context_id] = artifact
 
     def _load_parts(self, context_id: int, artifact: Artifact, undo: ExitStack) -> None:
+        if isinstance(self.far, LatentPlaces):
+            self.far.load(context_id, artifact.local_kv())
+            undo.callback(self.far.unload, context_id)
+            return
         built = artifact.indexed_kv()
         layers = context_layers(self.shape, built)
         if isinstance(self.far, DeviceRows):

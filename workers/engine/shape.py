@@ -20,7 +20,10 @@ _CODED_ROW_UNIT = 16  # bytes that a device loads at once: coded rows are filled
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineShape:
-    """What a placement is planned for: nothing that grows beyond it is ever allocated. Layers: those with an index."""
+    """What a placement is planned for: nothing that grows beyond it is ever allocated.
+
+    Layers: those with an index, or of latents.
+    """
 
     num_layers: int
     num_q_heads: int
@@ -43,6 +46,7 @@ class EngineShape:
     logit_cap: float | None = None
     has_sinks: bool = False  # heads have logits beside those of rows
     local: tuple[Reach, ...] = ()  # of the layers without an index, which all of the above leaves out but heads
+    latents: bool = False  # all layers keep latents: of a model that chooses from them itself
     state_bytes: int = 0  # of a request or a context, in layers that keep a state instead of rows
 
     @property

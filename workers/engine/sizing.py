@@ -9,6 +9,7 @@ from csattn.selectors import ContextView, resolve_rest, selector_for
 from csattn.sketch.own import Growth
 from offload.codecs.formats import KvFormat
 from workers.engine.memory import Placement, plan_memory
+from workers.engine.own_choice import latents_of
 from workers.engine.shape import EngineShape
 from workers.engine.step_model import StepModel
 from workers.serving.messages import Selector
@@ -66,6 +67,8 @@ class Sizing:
     def shape(self, index_config: IndexConfig, longest: int) -> EngineShape:
         """longest: rows of a context, at most."""
         spec = self.model.spec
+        if latents_of(spec) is not None:
+            return self._shape_of_latents(longest)
         attention = spec.layers[spec.indexed_layers[0]].attention
         selector = self.selector
         if isinstance(index_config, ListConfig):  # which name not all keys; by a sketch all can be chosen, or fewer
@@ -95,4 +98,25 @@ class Sizing:
             local=tuple(x for x in (layer.attention.reach for layer in spec.layers) if x is not None),
             state_bytes=sum(4 * prod(part) for layer in spec.layers if layer.delta for part in layer.delta.parts),
             max_segments=len(index_config.segment_starts(longest)) if isinstance(index_config, SketchConfig) else 0,
+        )
+
+    def _shape_of_latents(self, longest: int) -> EngineShape:
+        """A row is one KV head's; what is chosen is the model's affair."""
+        spec = self.model.spec
+        return EngineShape(
+            num_layers=spec.num_layers,
+            num_q_heads=spec.num_q_heads,
+            num_kv_heads=spec.num_kv_heads,
+            num_index_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            dtype=self.model.dtype,
+            softmax_scale=spec.softmax_scale,
+            search=self.search,
+            max_context_len=longest,
+            batch_sizes=self.batch_sizes,
+            num_contexts=self.num_contexts,
+            num_tails=self.num_tails,
+            tail_capacity=self.tail_capacity,
+            attends_all=True,
+            latents=True,
         )

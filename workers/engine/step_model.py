@@ -16,7 +16,6 @@ from csattn.models.spec import ModelSpec
 from csattn.models.weights import ModelWeights
 from csattn.share import Share
 from offload.budget import AvailableMemory, available_memory
-from workers.engine.own_choice import require_no_latents
 from workers.model import take_weights
 from workers.model.devices import Devices
 
@@ -48,9 +47,7 @@ class StepModel:
 
 
 def step_model(loaded: LoadedModel) -> StepModel:
-    """Raises ConfigError for a model that is not decoded there."""
     spec, num_bytes = describe(loaded.model.config), device_bytes(loaded.model)
-    require_no_latents(spec)
     return StepModel(
         name=loaded.name,
         fingerprint=loaded.fingerprint,

@@ -31,7 +31,7 @@ def make_backend(settings: Settings, launch: Launch) -> LocalBackend:
     """
     _require_engine(settings.engine)
     if settings.engine.placement != "cpu" and settings.engine.num_devices == 1:
-        require_weights(settings.model.name, settings.build.dtype, settings.model.weights)
+        require_weights(settings.model.name, settings.build.dtype, settings.model.weights, settings.engine.placement)
     torch.set_num_threads(settings.engine.num_threads or available_cpus())
     with ThreadPoolExecutor(1) as pool:  # search workers come up while the model is loaded
         coming = pool.submit(make_searcher, settings, launch)

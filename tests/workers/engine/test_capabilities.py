@@ -18,6 +18,7 @@ from csattn.models import LoadedModel
 from csattn.models.loader import wrap_model
 from index_build.pipeline import build_artifact
 from offload.codecs.formats import KvFormat
+from tests import tiny
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
 from tests.tiny import byte_tokenizer, make_model, token_ids
@@ -38,8 +39,10 @@ PART = replace(ALL, keep=0.2)
 
 
 @cache
-def loaded() -> LoadedModel:
-    """Its heads are wide enough for all codecs."""
+def loaded(of_preset: str = "default") -> LoadedModel:
+    """Its heads are wide enough for all codecs; or it chooses itself, whatever the preset."""
+    if of_preset == "latents":
+        return tiny.loaded("deepseek_v32")
     return wrap_model(make_model(num_attention_heads=4, num_key_value_heads=2, head_dim=32), byte_tokenizer(), "wide")
 
 
@@ -70,6 +73,7 @@ CAPABILITIES = {
     "KV in Q4_0": Capability(codec="q4_0"),
     "KV in FP8": Capability(codec="fp8"),
     "full attention": Capability(selector="full"),
+    "a model that keeps latents, several contexts and requests": Capability("latents", num_requests=2),
     "search workers": Capability(num_workers=2),
     "a context partly on disk, within a budget of host memory": Capability(budget_bytes=1 << 21),
     "other selectors over the same artifact": Capability(selector="exact"),
@@ -78,6 +82,7 @@ REFUSALS = {
     1: "where the GPU searches; search workers serve",
     2: "a host budget is for decoding",
     3: "a GPU decodes with",
+    4: "a GPU attends only to latents in its own memory",
 }
 
 
@@ -103,7 +108,7 @@ def kernels(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> Non
 def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[Artifact]]]:
     """Two contexts, by preset."""
     store = tmp_path_factory.mktemp("store")
-    configs = {"default": preset("default")}
+    configs = {name: preset("default") for name in ("default", "latents")}
     for name in ("lists", "paper"):
         of_lists = preset(name)
         assert isinstance(of_lists, ListConfig)
@@ -111,7 +116,9 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, li
     with ExitStack() as stack:
         yield {
             name: [
-                stack.enter_context(open_artifact(build_artifact(loaded(), token_ids(n, seed=n), config, store).path))
+                stack.enter_context(
+                    open_artifact(build_artifact(loaded(name), token_ids(n, seed=n), config, store).path)
+                )
                 for n in CONTEXT_LENS
             ]
             for name, config in configs.items()
@@ -133,7 +140,7 @@ def opened(
         options |= {"batch_sizes": (1, 2), "num_contexts": 2, "max_context_len": max(CONTEXT_LENS)}
     codec = None if asked.codec is None else KvFormat.parse(asked.codec)
     where = {"placement": placement, "kv_format": codec, "host_budget_bytes": asked.budget_bytes}
-    with open_engine(loaded(), artifacts[0], config, asked.selector, **where, **options) as engine:
+    with open_engine(loaded(asked.preset), artifacts[0], config, asked.selector, **where, **options) as engine:
         if asked.num_requests > 1:
             engine.add_context(1, artifacts[1])
         for slot in range(asked.num_requests):
@@ -207,5 +214,5 @@ def test_a_cell_that_keeps_a_part_reads_a_part(artifacts, wanted_of_a_part, name
         np.testing.assert_allclose(logits, wanted_of_a_part(name), rtol=2e-2, atol=2e-2)
         for slot in range(asked.num_requests):
             reading = engine.reading(slot)
-            assert reading.selector == asked.selector
+            assert reading.selector == ("model" if asked.preset == "latents" else asked.selector)
             assert (reading.rows > CONTEXT_LENS[slot]) == (asked.selector == "full")

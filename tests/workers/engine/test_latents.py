@@ -1,6 +1,8 @@
-"""Models that choose their rows themselves, on the CPU engine: what goes on from kept rows, and what is refused."""
+"""Models that choose their rows themselves: what goes on from kept rows, company on a GPU, and what is refused."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,11 +15,15 @@ from csattn.models import LoadedModel
 from csattn.models.loader import wrap_model
 from index_build.pipeline import build_artifact
 from offload.codecs.formats import KvFormat
+from tests.cuda_on_cpu.emulated import DEVICE, Emulator
 from tests.tiny import byte_tokenizer, loaded, make_model, tiny_config, token_ids
+from tests.workers.engine.emulated_engine import emulate
+from workers.engine.attend_latents import LatentPlaces
 from workers.engine.cpu_engine import CpuEngine
+from workers.engine.gpu_engine import GpuEngine
 from workers.engine.memory import require_weights
 from workers.engine.opening import open_engine
-from workers.serving.step_engine import NO_CONTEXT, StepRow
+from workers.serving.step_engine import NO_CONTEXT, StepEngine, StepRow
 
 CONTEXT, QUESTION = token_ids(300), token_ids(7, seed=5).tolist()
 CONFIG = SearchConfig()
@@ -35,7 +41,17 @@ def artifact(model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> It
         yield artifact
 
 
-def logits_of(engine: CpuEngine, slot: int, tokens: list[int]) -> np.ndarray:
+@pytest.fixture
+def on_gpu(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(emulator, monkeypatch)
+
+
+def make_engine(model: LoadedModel, **changes: object) -> GpuEngine:
+    options = {"batch_sizes": (1, 2, 4), "num_slots": 3, "tail_capacity": 32, "num_contexts": 2, "max_context_len": 400}
+    return GpuEngine(model, CONFIG, "device", device=DEVICE, **{**options, **changes})  # type: ignore[arg-type]
+
+
+def logits_of(engine: StepEngine, slot: int, tokens: list[int]) -> np.ndarray:
     logits = engine.step([StepRow(slot, token) for token in tokens], want_logits=True).logits
     assert logits is not None
     return logits.copy()
@@ -58,7 +74,13 @@ def test_a_request_goes_on_from_rows_that_were_kept(model: LoadedModel, artifact
         np.testing.assert_array_equal(logits_of(engine, 0, [3, 4]), logits_of(engine, 1, [3, 4]))
 
 
-@pytest.mark.parametrize("changes", [{}, {"q_lora_rank": None, "rope_interleave": False, "attention_bias": True}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kv_lora_rank": 36, "qk_rope_head_dim": 6},
+        {"q_lora_rank": None, "rope_interleave": False, "attention_bias": True},
+    ],
+)
 def test_without_an_indexer_all_latents_are_read(changes: dict[str, object]) -> None:
     tokens, plain = token_ids(16, seed=3).tolist(), make_model("deepseek_v3", **changes)
     with CpuEngine(wrap_model(plain, byte_tokenizer(), "tiny"), num_threads=2) as engine:
@@ -81,6 +103,79 @@ def test_without_a_context_it_is_the_model_too(model: LoadedModel) -> None:
     np.testing.assert_allclose(got, want.numpy(), rtol=0, atol=1e-3)
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm_moe_dsa"])
+def test_a_gpu_answers_as_the_cpu_does_in_any_company(family: str, tmp_path: Path, on_gpu: None) -> None:
+    """Requests over contexts that come and go, or over none, some of them in one step, one from rows that were kept."""
+    model, contexts = loaded(family), [CONTEXT, token_ids(270, seed=7)]
+    with ExitStack() as stack:
+        built = [build_artifact(model, context, preset("default"), tmp_path) for context in contexts]
+        artifacts = [stack.enter_context(open_artifact(each.path)) for each in built]
+        on_cpu = stack.enter_context(CpuEngine(model, num_threads=2, num_slots=3))
+        for context_id, artifact in enumerate(artifacts):
+            on_cpu.add_context(context_id, artifact)
+        want = {context_id: told(on_cpu, [context_id])[0] for context_id in (0, 1, NO_CONTEXT)}
+        engine = stack.enter_context(make_engine(model))
+        engine.add_context(0, artifacts[0])
+        assert_close(told(engine, [0]), [want[0]])
+        engine.add_context(1, artifacts[1])
+        assert_close(told(engine, [1, NO_CONTEXT, 0]), [want[1], want[NO_CONTEXT], want[0]])
+        engine.remove_context(0)
+        assert_close(told(engine, [1]), [want[1]])
+        engine.add_context(0, artifacts[0])
+        assert_close(told(engine, [NO_CONTEXT, 0]), [want[NO_CONTEXT], want[0]])
+        engine.open(0, 0, CONFIG, "csattn")
+        engine.step([StepRow(0, token) for token in QUESTION[:4]])
+        engine.open(1, 0, CONFIG, "full")
+        engine.write_rows(1, engine.read_rows(0, 0, 4)())
+        np.testing.assert_array_equal(logits_of(engine, 0, QUESTION[4:6]), logits_of(engine, 1, QUESTION[4:6]))
+        assert engine.reading(1).selector == "model" and engine.counts().kv_bytes == sum(
+            artifact.spec.context_len * rows_bytes(artifact) for artifact in artifacts
+        )
+
+
+def told(engine: StepEngine, context_ids: list[int]) -> list[np.ndarray]:
+    """Logits after tokens that requests of these contexts are fed: each its own question, then all in one step."""
+    logits: list[list[np.ndarray]] = [[] for _ in context_ids]
+    for slot, context_id in enumerate(context_ids):
+        engine.open(slot, context_id, CONFIG, "csattn")
+        engine.step([StepRow(slot, token) for token in QUESTION[context_id + 1 :][:2]])
+    for token in token_ids(3, seed=9).tolist():
+        result = engine.step([StepRow(slot, token) for slot in range(len(context_ids))], want_logits=True)
+        assert result.logits is not None
+        for said, of_row in zip(logits, result.logits, strict=True):
+            said.append(of_row.copy())
+    for slot in range(len(context_ids)):
+        engine.close_slot(slot)
+    return [np.stack(said) for said in logits]
+
+
+def assert_close(got: list[np.ndarray], want: list[np.ndarray]) -> None:
+    for said, wanted in zip(got, want, strict=True):
+        np.testing.assert_allclose(said, wanted, rtol=0, atol=1e-3)
+        assert (said.argmax(1) == wanted.argmax(1)).all()
+
+
+def rows_bytes(artifact: Artifact) -> int:
+    geometry = artifact.spec.model
+    return geometry.num_layers * 2 * geometry.head_dim * 4
+
+
+def test_a_gpu_plans_memory_for_all_latents_from_the_start(
+    model: LoadedModel, artifact: Artifact, on_gpu: None
+) -> None:
+    """What is planned is what is there; a context that does not fit is refused."""
+    with make_engine(model, max_context_len=310) as engine:
+        engine.add_context(0, artifact)
+        placed = engine._placed
+        assert placed is not None and isinstance(placed.far, LatentPlaces)
+        planned = {part.name: part.device_bytes for part in placed.plan.parts}
+        rows = placed.far.rows
+        assert planned["the contexts' latents"] + planned["the requests' own KV"] == rows.nbytes
+        assert planned["the contexts' latents"] == 2 * 310 * rows_bytes(artifact)
+        with pytest.raises(ConfigError, match="has 300 rows, the engine was planned for 299"):
+            make_engine(model, max_context_len=299).add_context(0, artifact)
+
+
 def test_in_bfloat16_it_is_the_model_but_for_rounding(tmp_path) -> None:
     """No further from the same weights in float32 than transformers is, in bfloat16."""
     plain = make_model("deepseek_v32", initializer_range=0.1, moe_intermediate_size=32).bfloat16()
@@ -100,18 +195,22 @@ def test_in_bfloat16_it_is_the_model_but_for_rounding(tmp_path) -> None:
     assert ours < 1.5 * theirs < 0.2
 
 
-@pytest.mark.parametrize("placement", ["device", "hybrid", "host"])
-def test_gpus_are_refused_by_a_sentence(model: LoadedModel, artifact: Artifact, placement: str) -> None:
-    with pytest.raises(ConfigError, match=r"its own indexer chooses 29 .* choose placement cpu"):
+@pytest.mark.parametrize("placement", ["hybrid", "host"])
+def test_latents_on_the_host_are_refused_by_a_sentence(model: LoadedModel, artifact: Artifact, placement: str) -> None:
+    with pytest.raises(ConfigError, match=r"its own indexer chooses 29 .* choose placement device, or cpu"):
         open_engine(model, artifact, CONFIG, placement=placement)
 
 
-def test_gpus_are_refused_before_a_weight_is_read(tmp_path) -> None:
+def test_what_a_gpu_does_not_do_is_refused_before_a_weight_is_read(tmp_path) -> None:
     tiny_config("deepseek_v3").save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="attends to all of them; csattn decodes that on the CPU only"):
-        require_weights(str(tmp_path), "float32", None)
+    with pytest.raises(ConfigError, match="attends to all of them; a GPU attends only to latents in its own memory"):
+        require_weights(str(tmp_path), "float32", None, "hybrid")
+    tiny_config("deepseek_v3", qk_rope_head_dim=24).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="parts that turn have 24 numbers; a GPU takes powers of two"):
+        require_weights(str(tmp_path), "float32", None, "device")
 
 
+@pytest.mark.parametrize("placement", ["cpu", "device"])
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -122,13 +221,21 @@ def test_gpus_are_refused_before_a_weight_is_read(tmp_path) -> None:
     ],
 )
 def test_what_is_not_for_a_request_to_say_is_refused(
-    model: LoadedModel, artifact: Artifact, options: dict[str, object], sentence: str
+    model: LoadedModel, artifact: Artifact, options: dict[str, object], sentence: str, placement: str, on_gpu: None
 ) -> None:
+    if placement == "device":  # which has its own sentence for what no model has there
+        sentence = {"selector": "a GPU decodes with", "host_budget_bytes": "decoding on the CPU"}.get(
+            *options, sentence
+        )
     with pytest.raises(ConfigError, match=sentence):
-        open_engine(model, artifact, **{"config": CONFIG, **options})  # type: ignore[arg-type]
+        open_engine(model, artifact, **{"config": CONFIG, "placement": placement, **options})  # type: ignore[arg-type]
 
 
-def test_nobody_looks_on(model: LoadedModel) -> None:
+def test_nobody_looks_on(model: LoadedModel, on_gpu: None) -> None:
+    with make_engine(model) as engine:
+        engine.open(0, NO_CONTEXT, CONFIG, "csattn")
+        with pytest.raises(ConfigError, match="a look at what is attended to"):
+            engine.step([StepRow(0, 3)], watch=(0, 0))
     with CpuEngine(model, num_threads=1) as engine:
         engine.open(0, NO_CONTEXT, CONFIG, "csattn")
         with pytest.raises(ConfigError, match="a look at what is attended to"):

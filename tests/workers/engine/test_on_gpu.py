@@ -192,4 +192,4 @@ def test_without_a_device_the_engine_says_so() -> None:
 def test_without_a_device_nothing_is_loaded_for_one(tmp_path: Path) -> None:
     tiny_config("llama").save_pretrained(tmp_path)
     with pytest.raises(NoDeviceError, match="no CUDA device"):
-        require_weights(str(tmp_path), "float32", None)
+        require_weights(str(tmp_path), "float32", None, "device")

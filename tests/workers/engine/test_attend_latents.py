@@ -1,0 +1,138 @@
+"""Steps over latents on a device agree with their definition, whichever kernels run: each row with all it sees."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from csattn.batch import StepRows, make_step_rows
+from csattn.config import SearchConfig
+from csattn.lightning.mla.rows import SelectedRows
+from csattn.lightning.topk import device as topk_device
+from csattn.models.latent import LatentQueries, attend_latents, choose_rows
+from csattn.models.spec import IndexerSpec, LatentSpec
+from tests.cuda_on_cpu.emulated import DEVICE, Emulator
+from workers.engine import attend_latents as attending
+from workers.engine.attend_latents import AttendLatents, LatentPlaces
+from workers.engine.shape import EngineShape
+
+INDEXER = IndexerSpec(num_heads=5, head_dim=21, interleaved=False)
+CHOOSES = LatentSpec(
+    num_heads=3, q_rank=8, kv_rank=32, nope_dim=4, rope_dim=16, v_dim=4, indexer=INDEXER, top_k=16
+)  # fmt: skip
+SHARES, ALL = replace(CHOOSES, indexer=None), replace(CHOOSES, indexer=None, top_k=None)
+MODELS = {"chooses": [CHOOSES, SHARES, CHOOSES], "all": [ALL, ALL]}
+CONTEXT_LENS = 37, 5
+# context, tail and rows seen of it; two tokens of one request, one of a short context, one without any, an idle row,
+# and those that see as many rows as are chosen, and one more
+ROWS = [(0, 2, 5), (0, 2, 6), (1, 0, 1), (-1, 1, 20), (-1, 0, 0), (1, 3, 11), (1, 3, 12)]
+SCALE = 0.3
+
+
+@pytest.fixture(params=["torch", "kernels"])
+def kernels(request: pytest.FixtureRequest, emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU the facade takes other ways than on a device; then its kernels too, interpreted and emulated."""
+    if request.param == "torch":
+        return
+    if DEVICE.type == "cuda":
+        pytest.skip("the device runs its kernels by itself")
+    pytest.importorskip("triton", reason="Triton, whose interpreter runs these kernels on a CPU, is not installed")
+    from csattn.lightning.mla.triton_kernels import attend_on_device
+    from csattn.lightning.paged.triton_kernels import score_on_device
+
+    emulator.stand_in(monkeypatch, topk_device)
+
+    def score(q: Tensor, weights: Tensor, keys: Any, pages: Tensor, lens: Tensor, longer_than: int, out: Tensor) -> Any:
+        keys.check()
+        score_on_device(q, weights, keys.values, keys.scales, pages, lens, longer_than, out)
+        return out
+
+    def choose(scores: Tensor, k: int, lens: Tensor, order: str, pages: Tensor, out: Tensor) -> None:
+        topk_device.select_on_device(scores, lens, order == "position", pages, 1, out)
+
+    def attend(*told: Any, out: Tensor) -> None:
+        rows = SelectedRows(*told)
+        rows.check()
+        attend_on_device(rows, out, torch.empty(out.shape[:2]))
+
+    for name, kernel in (("score_pages", score), ("top_k", choose), ("sparse_mla", attend)):
+        monkeypatch.setattr(attending, name, kernel)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_rows_attend_to_what_the_model_chooses(kernels: None, model: str) -> None:
+    """Over a context that came after another one in the same place, too; what no row sees is NaN."""
+    layers, generator = MODELS[model], torch.Generator().manual_seed(3)
+    shape = make_shape(len(layers))
+    far = LatentPlaces(shape, DEVICE)
+    attention = AttendLatents(shape, SimpleNamespace(layers=[SimpleNamespace(latent=x) for x in layers]), far, DEVICE)  # type: ignore[arg-type]
+    far.rows.fill_(torch.nan)
+    contexts = [made(generator, len(layers), length) for length in CONTEXT_LENS]
+    far.load(1, list(made(generator, len(layers), 40)))
+    far.unload(1)
+    for context_id, rows in enumerate(contexts):
+        far.load(context_id, list(rows))
+    own = made(generator, len(layers) * shape.num_tails, shape.tail_capacity).view(far.tails.shape)
+    far.tails.copy_(own)
+    rows, chosen = step_rows(), [torch.empty(0)] * len(ROWS)
+    for layer_idx, spec in enumerate(layers):
+        asked, out = make_asked(generator), torch.full((len(ROWS), spec.num_heads, spec.kv_rank), torch.nan).to(DEVICE)
+        attention.attend_latents(layer_idx, asked, rows, out)
+        for row, (context_id, tail_id, tail_len) in enumerate(ROWS):
+            if tail_len == 0:
+                continue
+            of_context = contexts[context_id][layer_idx].flatten(2)[0] if context_id >= 0 else own.new_empty(0, 70)
+            seen = torch.cat([of_context, own[layer_idx, tail_id, 0, :tail_len].flatten(1)]).float()
+            one = slice(row, row + 1)
+            if spec.indexer is not None:
+                parts = [part[one].cpu() for part in (asked.q, asked.index_q, asked.index_weights) if part is not None]
+                lens = torch.tensor([len(seen)], dtype=torch.int32)
+                chosen[row] = choose_rows(LatentQueries(*parts), seen, lens, spec)
+            listed = chosen[row] if spec.top_k else torch.arange(len(seen), dtype=torch.int32)[None]
+            want = attend_latents(asked.q[one].cpu(), seen, listed, spec, SCALE)
+            torch.testing.assert_close(out[one].cpu(), want, rtol=1e-4, atol=1e-5)
+
+
+def make_shape(num_layers: int) -> EngineShape:
+    return EngineShape(
+        num_layers=num_layers,
+        num_q_heads=3,
+        num_kv_heads=1,
+        num_index_heads=1,
+        head_dim=35,  # of which half a number is behind the index key
+        dtype=torch.float32,
+        softmax_scale=SCALE,
+        search=SearchConfig(),
+        max_context_len=41,
+        batch_sizes=(1, len(ROWS)),
+        num_contexts=2,
+        num_tails=4,
+        tail_capacity=23,
+        attends_all=True,
+        latents=True,
+    )
+
+
+def made(generator: torch.Generator, *sizes: int) -> Tensor:
+    """Rows [first, 1, second, 2, 35]. Index keys are small integers: their scores have ties, and are exact."""
+    rows = torch.randn(sizes[0], 1, *sizes[1:], 70, generator=generator)
+    rows[..., CHOOSES.key_width :] = rows[..., CHOOSES.key_width :].round()
+    return rows.view(sizes[0], 1, sizes[1], 2, 35)
+
+
+def make_asked(generator: torch.Generator) -> LatentQueries:
+    num_rows = len(ROWS)
+    q = torch.randn(num_rows, CHOOSES.num_heads, CHOOSES.key_width, generator=generator)
+    index_q = torch.randn(num_rows, INDEXER.num_heads, INDEXER.head_dim, generator=generator).round()
+    weights = torch.randn(num_rows, INDEXER.num_heads, generator=generator).round() / 4
+    return LatentQueries(q.to(DEVICE), index_q.to(DEVICE), weights.to(DEVICE))
+
+
+def step_rows() -> StepRows:
+    rows = make_step_rows(len(ROWS), DEVICE)
+    for tensor, values in zip((rows.context_ids, rows.tail_ids, rows.tail_lens), zip(*ROWS, strict=True), strict=True):
+        tensor.copy_(torch.tensor(values))
+    return rows

@@ -168,21 +168,13 @@ class GpuEngine:
     def open(self, slot: int, context_id: int, config: SearchConfig, selector: Selector) -> None:
         place = self._place(context_id)
         require_free_slot(slot, self.num_slots, self._requests)
-        chooses = latents_of(self.model.spec) is not None  # itself
         require_own_choice(self.model.spec, config, selector)
-        if selector != self.selector and not chooses:
-            raise ConfigError(
-                f"selector is {selector!r}, but steps on this GPU are captured with {self.selector}; leave it out"
-            )
-        fits = config.keep <= self.config.keep and replace(config, keep=self.config.keep) == self.config
-        if selector != "full" and not fits and not chooses:
-            raise ConfigError(
-                f"keep is {config.keep} and lookahead {config.lookahead}, but steps on a GPU are captured with up to "
-                f"{self.config.keep} and {self.config.lookahead}; ask for no more, and leave the others out"
-            )
+        chooses = latents_of(self.model.spec) is not None  # itself, whatever the request's configuration
+        if not chooses:
+            self._require_as_captured(config, selector)
         if self._placed is None:
             self._placed = self._start(None)
-        if selector != "full" and self._placed.shape.attends_all and config.keep < 1 and not chooses:
+        if not chooses and selector != "full" and self._placed.shape.attends_all and config.keep < 1:
             raise ConfigError(
                 f"keep is {config.keep}, but over lists this GPU was set to keep all rows, which is full attention; "
                 "leave it out, or start another engine"
@@ -423,6 +415,18 @@ class GpuEngine:
         if self._placed is None:
             raise ConfigError("no context is loaded and no request open yet; begin with one of them")
         return self._placed
+
+    def _require_as_captured(self, config: SearchConfig, selector: Selector) -> None:
+        if selector != self.selector:
+            raise ConfigError(
+                f"selector is {selector!r}, but steps on this GPU are captured with {self.selector}; leave it out"
+            )
+        fits = config.keep <= self.config.keep and replace(config, keep=self.config.keep) == self.config
+        if selector != "full" and not fits:
+            raise ConfigError(
+                f"keep is {config.keep} and lookahead {config.lookahead}, but steps on a GPU are captured with up to "
+                f"{self.config.keep} and {self.config.lookahead}; ask for no more, and leave the others out"
+            )
 
     def _watch(self) -> Watch:
         watch = self._ready().watch

@@ -1,6 +1,6 @@
 """From what an engine on a GPU is set to, to the sizes that its memory is planned for."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from csattn.config import SEGMENT_STEP, IndexConfig, ListConfig, SearchConfig, SketchConfig, num_index_heads
@@ -67,43 +67,7 @@ class Sizing:
     def shape(self, index_config: IndexConfig, longest: int) -> EngineShape:
         """longest: rows of a context, at most."""
         spec = self.model.spec
-        if latents_of(spec) is not None:
-            return self._shape_of_latents(longest)
-        attention = spec.layers[spec.indexed_layers[0]].attention
-        selector = self.selector
-        if isinstance(index_config, ListConfig):  # which name not all keys; by a sketch all can be chosen, or fewer
-            selector = selector_for(selector, ContextView(longest, spec.softmax_scale, self.search))
-        full = selector == "full"
-        num_kv_heads = spec.num_kv_heads
-        return EngineShape(
-            num_layers=len(spec.indexed_layers),
-            num_q_heads=spec.num_q_heads,
-            num_kv_heads=num_kv_heads,
-            num_index_heads=num_kv_heads if full else num_index_heads(index_config, spec.num_q_heads, num_kv_heads),
-            head_dim=spec.head_dim,
-            dtype=self.model.dtype,
-            softmax_scale=spec.softmax_scale,
-            search=self.search,
-            max_context_len=longest,
-            batch_sizes=self.batch_sizes,
-            num_contexts=self.num_contexts,
-            num_tails=self.num_tails,
-            tail_capacity=self.tail_capacity,
-            rest=resolve_rest(self.search, selector, index_config.layout, attention.logit_cap is not None),
-            attends_all=full,
-            kv_format=self.kv_format,
-            growth=self.growth,
-            logit_cap=attention.logit_cap,
-            has_sinks=attention.sinks,
-            local=tuple(x for x in (layer.attention.reach for layer in spec.layers) if x is not None),
-            state_bytes=sum(4 * prod(part) for layer in spec.layers if layer.delta for part in layer.delta.parts),
-            max_segments=len(index_config.segment_starts(longest)) if isinstance(index_config, SketchConfig) else 0,
-        )
-
-    def _shape_of_latents(self, longest: int) -> EngineShape:
-        """A row is one KV head's; what is chosen is the model's affair."""
-        spec = self.model.spec
-        return EngineShape(
+        all_rows = EngineShape(  # attended to in all layers
             num_layers=spec.num_layers,
             num_q_heads=spec.num_q_heads,
             num_kv_heads=spec.num_kv_heads,
@@ -118,5 +82,26 @@ class Sizing:
             num_tails=self.num_tails,
             tail_capacity=self.tail_capacity,
             attends_all=True,
-            latents=True,
+        )
+        if latents_of(spec) is not None:  # a row is one KV head's; what is chosen is the model's affair
+            return replace(all_rows, latents=True)
+        attention = spec.layers[spec.indexed_layers[0]].attention
+        selector = self.selector
+        if isinstance(index_config, ListConfig):  # which name not all keys; by a sketch all can be chosen, or fewer
+            selector = selector_for(selector, ContextView(longest, spec.softmax_scale, self.search))
+        full = selector == "full"
+        heads = spec.num_kv_heads if full else num_index_heads(index_config, spec.num_q_heads, spec.num_kv_heads)
+        return replace(
+            all_rows,
+            num_layers=len(spec.indexed_layers),
+            num_index_heads=heads,
+            rest=resolve_rest(self.search, selector, index_config.layout, attention.logit_cap is not None),
+            attends_all=full,
+            kv_format=self.kv_format,
+            growth=self.growth,
+            logit_cap=attention.logit_cap,
+            has_sinks=attention.sinks,
+            local=tuple(x for x in (layer.attention.reach for layer in spec.layers) if x is not None),
+            state_bytes=sum(4 * prod(part) for layer in spec.layers if layer.delta for part in layer.delta.parts),
+            max_segments=len(index_config.segment_starts(longest)) if isinstance(index_config, SketchConfig) else 0,
         )

@@ -1,0 +1,125 @@
+"""What a step does to rows of latents by themselves, in Triton: `LatentOps`."""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from csattn.batch import StepRows
+from csattn.models.latent import EPS
+from csattn.models.spec import LatentSpec
+from csattn.models.weights import LatentWeights
+from workers.model.gpu.latent_kernels import append_latents_kernel, ask_latents_kernel, heads_product_kernel
+from workers.model.gpu.tiles import BLOCK_N
+from workers.model.ops import LatentRoom, Rotation
+
+
+class TritonLatentOps:
+    """A part of `TritonOps`."""
+
+    def _launch(self) -> dict[str, Any]:
+        """How the next kernel starts."""
+        raise NotImplementedError
+
+    def append_latents(
+        self,
+        weights: LatentWeights,
+        spec: LatentSpec,
+        rotation: Rotation,
+        rows: StepRows,
+        tail: Tensor,
+        room: LatentRoom,
+    ) -> None:
+        index_dim = 0 if spec.indexer is None else spec.indexer.head_dim
+        append_latents_kernel[(rows.batch_size,)](
+            room.inputs,
+            weights.kv_norm if weights.q_norm is None else weights.q_norm,
+            weights.kv_norm,
+            weights.kv_norm if weights.index_norm is None else weights.index_norm,
+            rotation.cos,
+            rotation.sin,
+            rows.tail_ids,
+            rows.tail_lens,
+            tail,
+            room.q_latents,
+            room.inputs.shape[1],
+            tail.shape[2],
+            tail.shape[3:].numel(),
+            EPS,
+            Q_RANK=spec.q_rank or 0,
+            KEY_AT=spec.in_widths[0],
+            INDEX_DIM=index_dim,
+            BLOCK_Q=triton.next_power_of_2(spec.q_rank or 1),
+            BLOCK_KV=triton.next_power_of_2(spec.kv_rank),
+            BLOCK_INDEX=triton.next_power_of_2(max(1, index_dim)),
+            num_warps=4,
+            **_turn_constants(spec, rotation),
+            **self._launch(),
+        )
+
+    def ask_latents(self, weights: LatentWeights, spec: LatentSpec, rotation: Rotation, room: LatentRoom) -> None:
+        asked, indexer, projected = room.queries, spec.indexer, room.projected
+        num_index_heads, index_dim = (0, 0) if indexer is None else (indexer.num_heads, indexer.head_dim)
+        ask_latents_kernel[(len(projected), spec.num_heads + num_index_heads)](
+            room.inputs,
+            projected,
+            rotation.cos,
+            rotation.sin,
+            asked.q,
+            asked.q if asked.index_q is None else asked.index_q,
+            asked.q if asked.index_weights is None else asked.index_weights,
+            room.inputs.shape[1],
+            projected.shape[1],
+            max(1, num_index_heads * index_dim) ** -0.5,
+            NUM_HEADS=spec.num_heads,
+            NOPE_DIM=spec.nope_dim,
+            NUM_INDEX_HEADS=num_index_heads,
+            INDEX_DIM=index_dim,
+            BLOCK_INDEX=triton.next_power_of_2(max(1, index_dim)),
+            num_warps=1,
+            **_turn_constants(spec, rotation),
+            **self._launch(),
+        )
+        heads = projected[:, : spec.q_width].view(len(projected), spec.num_heads, -1)
+        self._heads_product(heads[..., : spec.nope_dim], weights.up_k, asked.q[..., : spec.kv_rank])
+
+    def latent_values(self, weights: LatentWeights, spec: LatentSpec, room: LatentRoom) -> None:
+        values = room.values.view(len(room.values), spec.num_heads, spec.v_dim)
+        self._heads_product(room.attended, weights.up_v.transpose(1, 2), values)
+
+    def _heads_product(
+        self,
+        x: Tensor,  # [batch_size, num_heads, num_in]
+        weight: Tensor,  # [num_heads, num_in, num_out], strided as it may be
+        out: Tensor,  # [batch_size, num_heads, num_out]
+    ) -> None:
+        batch_size, num_heads, num_out = out.shape
+        heads_product_kernel[(num_heads, triton.cdiv(num_out, BLOCK_N))](
+            x,
+            weight,
+            out,
+            batch_size,
+            x.shape[2],
+            num_out,
+            *x.stride()[:2],
+            *weight.stride(),
+            *out.stride()[:2],
+            DOT_PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+            BLOCK_M=max(16, triton.next_power_of_2(batch_size)),
+            BLOCK_N=BLOCK_N,
+            BLOCK_K=128 // x.element_size(),
+            num_warps=4,
+            **self._launch(),
+        )
+
+
+def _turn_constants(spec: LatentSpec, rotation: Rotation) -> dict[str, Any]:
+    half = rotation.cos.shape[1]
+    return {
+        "KV_RANK": spec.kv_rank,
+        "HALF": half,
+        "INTERLEAVED": rotation.interleaved,
+        "INDEX_INTERLEAVED": spec.indexer is not None and spec.indexer.interleaved,
+        "BLOCK_HALF": triton.next_power_of_2(half),
+    }

@@ -243,7 +243,7 @@ EXPERTS = {
 def test_choose_experts(kind: str, batch_size: int) -> None:
     spec = EXPERTS[kind]
     logits = randn(batch_size, spec.num_experts, scale=2)
-    logits[0] = logits[0, 0]  # of equals the first
+    logits[0] = float(logits[0, 0])  # of equals the first
     bias = randn(spec.num_experts) if spec.has_choice_bias else None
     got_chosen, want_chosen = torch.full((2, batch_size, spec.num_chosen), -1, dtype=torch.int32, device=DEVICE)
     got_shares, want_shares = randn(2, batch_size, spec.num_chosen)

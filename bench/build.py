@@ -20,9 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from bench import build_parts
+from bench.shapes import config_named
 from bench.timing import finish, gate, machine
 from csattn.artifact import open_artifact, verify_artifact
 from csattn.config import IndexConfig
@@ -30,7 +31,6 @@ from csattn.models import LoadedModel, load_model
 from csattn.models.loader import wrap_model
 from index_build.inputs import make_config
 from index_build.pipeline import build_artifact
-from workers.model.shapes import shape_named
 
 TEXT = Path(__file__).parent / "texts" / "novel.txt"
 GIB = 2**30
@@ -51,24 +51,10 @@ def random_model(
     tokenizer: Any = SimpleNamespace(get_vocab=dict, chat_template=None),  # noqa: B008  # knows no text
 ) -> LoadedModel:
     """Weights of no meaning in bfloat16, for a model of that shape."""
-    shape = shape_named(shape_name)
-    mlp = shape.layers[0].mlp
-    assert mlp is not None
-    config = LlamaConfig(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=mlp.intermediate_size,
-        num_hidden_layers=num_layers or shape.num_layers,
-        num_attention_heads=shape.num_q_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=shape.max_positions,
-        rope_parameters=shape.ropes[0].parameters,
-        rms_norm_eps=shape.norm_eps,
-        tie_word_embeddings=True,  # nothing is generated
-    )
+    layers = {} if num_layers is None else {"num_hidden_layers": num_layers}
+    config = config_named(shape_name, tie_word_embeddings=True, **layers)  # nothing is generated
     with torch.device(device):
-        model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     return wrap_model(model, tokenizer, f"random-{shape_name}")
 
 

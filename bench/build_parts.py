@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bench.shapes import shape_named
 from bench.timing import gate, machine
 from csattn.artifact.layout import index_from_arrays
 from csattn.config import SketchConfig
@@ -26,7 +27,6 @@ from csattn.sketch import build as sketch
 from index_build.layer import index_arrays
 from index_build.outbox import make_outbox
 from index_build.predictor import fit_predictor, sample_rows
-from workers.model.shapes import shape_named
 
 PARTS = {
     "queries": "fit_queries",

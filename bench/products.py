@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from bench.decode.gpu_timing import ceilings, device_machine, num_input_sets, time_graph
+from bench.shapes import shape_named
 from csattn.models.quantized_weight import QuantizedWeight, WeightFormat
 from csattn.models.weights import Linear
 from workers.model.gpu.triton_ops import TritonOps
 from workers.model.ops import Normed, Readers, Stream, num_squares
-from workers.model.shapes import shape_named
 from workers.model.torch_ops import TorchOps
 
 DTYPE = torch.bfloat16

@@ -32,12 +32,13 @@ from bench.decode.recording import default_path, load_recording
 from bench.decode.steps import RecordedQueries
 from bench.decode.widened import Which
 from bench.decode.workload import Workload
+from bench.shapes import shape_named
 from bench.timing import gate
 from csattn.config import IndexConfig, SearchConfig
 from csattn.models.share import share_of_head, share_of_layer, share_of_spec
 from csattn.models.weights import Linear, ModelWeights
 from csattn.share import Share
-from workers.model import random_weights, shape_named
+from workers.model import random_weights
 from workers.model.devices import Devices
 
 CLOSE = 0.25  # of the logits' spread: what rounding to bfloat16 in all layers may change of the one it changes most

@@ -29,6 +29,7 @@ from bench.decode.widened import (
     wide_rows,
 )
 from bench.decode.workload import STEPS_BETWEEN_REQUESTS, Workload, clone_index
+from bench.shapes import shape_named
 from bench.timing import GateError
 from csattn.attention import device as attention
 from csattn.batch import StepRows, make_step_rows
@@ -43,7 +44,6 @@ from offload.pinned import PinnedRows
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
 from tests.search.shapes import shape_of
-from workers.model.shapes import shape_named
 
 NUM_LAYERS, NUM_RECORDED_HEADS, GROUP, CONTEXT_LEN, NUM_STEPS, DIM = 4, 3, 3, 96, 10, 64
 SHAPE = shape_named("llama-3.1-8b")

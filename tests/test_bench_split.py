@@ -7,11 +7,12 @@ import torch
 
 from bench.decode.variants import INDEXES
 from bench.decode.workload import Workload
+from bench.shapes import shape_named
 from bench.split import CLOSE, ShareOfWorkload, compare, share_of
 from bench.timing import GateError
 from csattn.share import Share
 from tests.test_bench_decode import built_once, recording  # noqa: F401 (fixtures)
-from workers.model import random_weights, shape_named
+from workers.model import random_weights
 
 CPU = torch.device("cpu")
 

@@ -69,8 +69,8 @@ def _measure(arguments: argparse.Namespace) -> None:
     from bench.decode.gpu_timing import ceilings, device_machine
     from bench.decode.op import run_op_cases
     from bench.decode.options import Options
+    from bench.shapes import shape_named
     from offload.codecs.formats import KvFormat
-    from workers.model.shapes import shape_named
 
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device, and torch finds none; `record` and `show` work without")

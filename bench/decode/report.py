@@ -5,7 +5,7 @@ from typing import Any
 from bench.decode.roofline import best_ratio
 from bench.decode.variants import INDEXES
 from bench.records import Case
-from workers.model.shapes import shape_named
+from bench.shapes import shape_named
 
 NAMES = {
     "full": "full attention",

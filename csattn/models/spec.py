@@ -253,25 +253,3 @@ class ModelSpec:
             columns += layer.mlp.intermediate_size * (2 + layer.mlp.gated) if layer.mlp is not None else 0
             columns += sum(x.num_experts + 3 * x.num_chosen * x.intermediate_size for x in layer.experts)
         return self.hidden_size * columns + others
-
-
-def llama_like(
-    *,
-    num_layers: int,
-    intermediate_size: int,
-    head_dim: int,
-    qkv_bias: bool = False,
-    qk_norm: bool = False,
-    rope: dict[str, Any],
-    **rest: Any,
-) -> ModelSpec:
-    """A model whose layers are all alike, as Llama's are. rest: of `ModelSpec`."""
-    attention = AttentionSpec(qkv_bias=qkv_bias, qk_norm="head" if qk_norm else "none")
-    layer = LayerSpec(attention=attention, mlp=MlpSpec(intermediate_size=intermediate_size))
-    return ModelSpec(
-        layers=(layer,) * num_layers,
-        head_dim=head_dim,
-        softmax_scale=head_dim**-0.5,
-        ropes=(RopeSpec(parameters=rope),),
-        **rest,
-    )

@@ -2,7 +2,6 @@
 
 from workers.model.attention import StepAttention
 from workers.model.runner import ModelRunner, StepOutput
-from workers.model.shapes import shape_named
 from workers.model.weights import random_weights, take_weights
 
 __all__ = [
@@ -10,6 +9,5 @@ __all__ = [
     "StepAttention",
     "StepOutput",
     "random_weights",
-    "shape_named",
     "take_weights",
 ]

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import Qwen3Config
 
-from csattn.models.spec import llama_like
+from csattn.models.families import describe
 from csattn.models.weights import Linear
 from tests.attention.device_steps import change_rows
 from tests.tiny import FAMILIES, make_model, token_ids
@@ -16,19 +17,18 @@ from workers.model import ModelRunner, random_weights, take_weights
 pytestmark = pytest.mark.gpu
 
 QUESTION = token_ids(5, seed=5).tolist()
-SHAPE = llama_like(
-    num_layers=4,
-    hidden_size=512,
-    intermediate_size=1408,
-    num_q_heads=8,
-    num_kv_heads=2,
-    head_dim=64,
-    vocab_size=3000,
-    max_positions=4096,
-    norm_eps=1e-5,
-    rope={"rope_type": "default", "rope_theta": 10_000.0},
-    qkv_bias=True,
-    qk_norm=True,
+SHAPE = describe(
+    Qwen3Config(
+        num_hidden_layers=4,
+        hidden_size=512,
+        intermediate_size=1408,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=3000,
+        max_position_embeddings=4096,
+        attention_bias=True,
+    )
 )
 
 

@@ -2,28 +2,27 @@
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
+from bench.shapes import shape_named
 from csattn.errors import ModelError
 from csattn.models import load_model
 from csattn.models.families import describe
 from csattn.models.quantized_weight import QuantizedWeight
 from csattn.models.rope import rotary_frequencies
-from csattn.models.spec import llama_like
 from tests.tiny import FAMILIES, loaded, make_model, save
-from workers.model import random_weights, shape_named, take_weights
-from workers.model.shapes import SHAPES
+from workers.model import random_weights, take_weights
 
-TINY = llama_like(
-    num_layers=2,
-    hidden_size=64,
-    intermediate_size=96,
-    num_q_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    vocab_size=300,
-    max_positions=512,
-    norm_eps=1e-5,
-    rope={"rope_type": "default", "rope_theta": 10_000.0},
+TINY = describe(
+    LlamaConfig(
+        num_hidden_layers=2,
+        hidden_size=64,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=300,
+        max_position_embeddings=512,
+    )
 )
 
 
@@ -112,29 +111,6 @@ def test_random_weights_repeat() -> None:
     assert torch.equal(first.layers[1].down.weight, second.layers[1].down.weight)
     assert not torch.equal(first.layers[1].down.weight, other.layers[1].down.weight)
     assert first.dtype == torch.bfloat16
-
-
-def test_published_shapes_have_the_published_sizes() -> None:
-    """Parameters in millions, the embedding included, as the models' cards say."""
-    cards = {
-        "llama-3.1-8b": 8030,
-        "llama-3.2-1b": 1236,
-        "llama-3.2-3b": 3213,
-        "qwen2.5-7b": 7616,
-        "qwen3-8b": 8191,
-        "mistral-7b-v0.3": 7248,
-        "smollm2-135m": 134.5,
-    }
-    assert cards.keys() == SHAPES.keys()
-    for name, millions in cards.items():
-        shape = shape_named(name)
-        embedding = 0 if shape.tied_embedding else shape.vocab_size * shape.hidden_size
-        assert (shape.streamed_params + embedding) / 1e6 == pytest.approx(millions, rel=1e-3)
-
-
-def test_an_unknown_shape_is_refused() -> None:
-    with pytest.raises(ModelError, match="no model shape 'gpt-5'; choose one of llama"):
-        shape_named("gpt-5")
 
 
 def test_frequencies_of_a_shape_are_those_of_a_model_of_it() -> None:

@@ -1,0 +1,191 @@
+"""The published shapes of some models, as their configs have them: what speed is measured with."""
+
+from copy import deepcopy
+from typing import Any
+
+from bench.timing import gate
+from csattn.models.families import describe
+from csattn.models.spec import ModelSpec
+
+
+def config_named(name: str, **changes: Any) -> Any:
+    """A model's `transformers` config, with changes."""
+    from transformers import AutoConfig  # seconds, which nobody waits for who only asks for help
+
+    gate(name in CONFIGS, f"there is no model shape {name!r}; choose one of {', '.join(CONFIGS)}")
+    return AutoConfig.for_model(**(deepcopy(CONFIGS[name]) | changes))
+
+
+def shape_named(name: str, **changes: Any) -> ModelSpec:
+    return describe(config_named(name, **changes))
+
+
+def _default_rope(theta: float, **rest: Any) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": theta, **rest}
+
+
+def _llama3_rope(factor: float) -> dict[str, Any]:
+    return {
+        "rope_type": "llama3",
+        "rope_theta": 500_000.0,
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": {
+        "model_type": "llama",
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128_256,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": _llama3_rope(8.0),
+    },
+    "llama-3.2-1b": {
+        "model_type": "llama",
+        "num_hidden_layers": 16,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128_256,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": _llama3_rope(32.0),
+        "tie_word_embeddings": True,
+    },
+    "llama-3.2-3b": {
+        "model_type": "llama",
+        "num_hidden_layers": 28,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "vocab_size": 128_256,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": _llama3_rope(32.0),
+        "tie_word_embeddings": True,
+    },
+    "qwen2.5-7b": {
+        "model_type": "qwen2",
+        "num_hidden_layers": 28,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152_064,
+        "max_position_embeddings": 32_768,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": _default_rope(1e6),
+    },
+    "qwen3-8b": {
+        "model_type": "qwen3",
+        "num_hidden_layers": 36,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151_936,
+        "max_position_embeddings": 40_960,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": _default_rope(1e6),
+    },
+    "mistral-7b-v0.3": {
+        "model_type": "mistral",
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 32_768,
+        "max_position_embeddings": 32_768,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": _default_rope(1e6),
+        "sliding_window": None,
+    },
+    "smollm2-135m": {
+        "model_type": "llama",
+        "num_hidden_layers": 30,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49_152,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": _default_rope(1e5),
+        "tie_word_embeddings": True,
+    },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 48,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 151_936,
+        "max_position_embeddings": 262_144,
+        "rope_parameters": _default_rope(1e7),
+    },
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 24,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "sliding_window": 128,
+        "vocab_size": 201_088,
+        "max_position_embeddings": 131_072,
+    },
+    "gemma-3-27b": {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 62,
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "head_dim": 128,
+        "query_pre_attn_scalar": 168,
+        "sliding_window": 1024,
+        "vocab_size": 262_208,
+        "max_position_embeddings": 131_072,
+    },
+    "qwen3.5-27b": {
+        "model_type": "qwen3_5_text",
+        "num_hidden_layers": 64,
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 48,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "vocab_size": 248_320,
+        "max_position_embeddings": 262_144,
+        "rope_parameters": _default_rope(1e7, partial_rotary_factor=0.25),
+    },
+    "deepseek-v3.2": {
+        "model_type": "deepseek_v32",
+        "max_position_embeddings": 163_840,
+    },
+}

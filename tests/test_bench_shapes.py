@@ -1,0 +1,44 @@
+"""Published shapes: are they what the models' cards say?"""
+
+import pytest
+
+from bench.shapes import CONFIGS, shape_named
+from bench.timing import GateError
+
+CARDS = {  # parameters in millions, the embeddings included: of a token's step, and in all
+    "llama-3.1-8b": (8030, 8030),
+    "llama-3.2-1b": (1236, 1236),
+    "llama-3.2-3b": (3213, 3213),
+    "qwen2.5-7b": (7616, 7616),
+    "qwen3-8b": (8191, 8191),
+    "mistral-7b-v0.3": (7248, 7248),
+    "smollm2-135m": (134.5, 134.5),
+    "qwen3-30b-a3b": (3353, 30532),
+    "gpt-oss-20b": (4186, 20908),
+    "gemma-3-27b": (27008, 27008),  # without what sees images
+    "qwen3.5-27b": (26893, 26893),  # likewise
+    "deepseek-v3.2": (38403, 671877),
+}
+
+
+def test_published_shapes_have_the_published_sizes() -> None:
+    assert CARDS.keys() == CONFIGS.keys()
+    for name, millions in CARDS.items():
+        shape = shape_named(name)
+        others = sum(
+            3 * shape.hidden_size * x.intermediate_size * (x.num_experts - x.num_chosen)
+            for layer in shape.layers
+            for x in layer.experts
+        )
+        of_a_step = shape.streamed_params + (0 if shape.tied_embedding else shape.vocab_size * shape.hidden_size)
+        assert (of_a_step / 1e6, (of_a_step + others) / 1e6) == pytest.approx(millions, rel=1e-3)
+
+
+def test_shapes_have_the_published_kinds_of_layers() -> None:
+    searched = {name: len(shape_named(name).indexed_layers) for name in CONFIGS}
+    assert (searched["gpt-oss-20b"], searched["gemma-3-27b"], searched["qwen3.5-27b"]) == (12, 10, 16)
+
+
+def test_an_unknown_shape_is_refused() -> None:
+    with pytest.raises(GateError, match="no model shape 'gpt-5'; choose one of llama"):
+        shape_named("gpt-5")

@@ -30,7 +30,7 @@ from bench.decode.options import Options
 from bench.decode.placements import placed
 from bench.decode.recording import default_path, load_recording
 from bench.decode.steps import RecordedQueries
-from bench.decode.widened import Which
+from bench.decode.widened import Heads, Which
 from bench.decode.workload import Workload
 from bench.shapes import shape_named
 from bench.timing import gate
@@ -59,7 +59,7 @@ class ShareOfWorkload(Workload):
         return q[:, :, self.share.of(q.shape[2])].contiguous()
 
     def _index_arrays(self, layer_idx: int, config: IndexConfig) -> dict[str, Tensor]:
-        whole = Workload(self.recording, self.context_len, self.batch_size, self.device, self.is_shared)
+        whole = Workload(self.recording, self.heads, self.context_len, self.batch_size, self.device, self.is_shared)
         arrays = whole._index_arrays(layer_idx, config)
         of_heads = {name: array for name, array in arrays.items() if name != "segment_starts"}
         return arrays | {name: array[self.share.of(len(array))].contiguous() for name, array in of_heads.items()}
@@ -150,7 +150,7 @@ class _Bench:
     ) -> tuple[dict[str, Any], Tensor]:
         """Times, and the logits of the first step."""
         device, is_split = self._devices.device, share.num_devices > 1
-        work = ShareOfWorkload(self._recording, context_len, batch_size, device, share=share)
+        work = ShareOfWorkload(self._recording, Heads.of(self._shape), context_len, batch_size, device, share=share)
         search = SearchConfig(lookahead=0)
         options = Options(shape=weights.spec, search=search, ceilings={}, seconds=0.3)
         prepared = placed(work, options, self._arguments.variant, placement, search)

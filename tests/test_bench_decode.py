@@ -7,21 +7,22 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from transformers import GptOssConfig, Qwen3_5TextConfig
 
 from bench.decode import placements, workload
 from bench.decode.baselines import full_attention_ways, reference_attention, relative_error
+from bench.decode.end_to_end import make_runner
 from bench.decode.kernel_times import Span, own_times
 from bench.decode.options import Options
+from bench.decode.other_layers import other_bytes, with_other_layers
 from bench.decode.recording import Recording, load_recording, save_recording
 from bench.decode.roofline import best_ratio, full_bytes, index_bytes, layer_bytes, row_bytes, weight_bytes
 from bench.decode.sparse_op import SparseOp
 from bench.decode.steps import STEPS_BETWEEN_LAYERS, RecordedQueries, apart, together
 from bench.decode.variants import INDEXES, of_variant
 from bench.decode.widened import (
-    GROUP_SIZE,
-    HEAD_DIM,
-    NUM_KV_HEADS,
     NUM_WIDE_LAYERS,
+    Heads,
     recorded_heads,
     tile_rows,
     wide_context_queries,
@@ -36,6 +37,7 @@ from csattn.batch import StepRows, make_step_rows
 from csattn.config import IndexConfig, SearchConfig, SketchConfig
 from csattn.errors import ConfigError
 from csattn.index import LayerIndex
+from csattn.models.families import describe
 from csattn.search.device import compiling, index_shape, to_device
 from csattn.sketch import SketchIndex
 from offload import gather, slot_cache, step_mail
@@ -44,9 +46,12 @@ from offload.pinned import PinnedRows
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
 from tests.search.shapes import shape_of
+from workers.model import random_weights
 
 NUM_LAYERS, NUM_RECORDED_HEADS, GROUP, CONTEXT_LEN, NUM_STEPS, DIM = 4, 3, 3, 96, 10, 64
 SHAPE = shape_named("llama-3.1-8b")
+HEADS = Heads.of(SHAPE)
+NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM = HEADS.num_kv_heads, HEADS.group_size, HEADS.head_dim
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +90,10 @@ def built_once() -> Iterator[None]:
 
 @pytest.mark.parametrize("wide_idx", [0, 1, 3])
 def test_wide_heads_score_as_the_recorded_ones(recording, wide_idx):
-    rows, q = wide_rows(recording, wide_idx), wide_queries(recording, wide_idx, "own")
+    rows, q = wide_rows(recording, wide_idx, HEADS), wide_queries(recording, wide_idx, HEADS, "own")
     assert rows.shape == (NUM_KV_HEADS, CONTEXT_LEN, 2, HEAD_DIM)
     assert q.shape == (NUM_STEPS, NUM_KV_HEADS * GROUP_SIZE, HEAD_DIM)
-    for head, (layer, kv_head) in enumerate(recorded_heads(wide_idx, NUM_LAYERS, NUM_RECORDED_HEADS)):
+    for head, (layer, kv_head) in enumerate(recorded_heads(wide_idx, HEADS, NUM_LAYERS, NUM_RECORDED_HEADS)):
         k = torch.from_numpy(recording.keys[layer, kv_head] * recording.key_steps[layer, kv_head])
         recorded_q = torch.from_numpy(recording.own[layer, kv_head * GROUP : (kv_head + 1) * GROUP]).float()
         want = torch.einsum("gsd,nd->sgn", recorded_q, k) * DIM**-0.5
@@ -99,7 +104,7 @@ def test_wide_heads_score_as_the_recorded_ones(recording, wide_idx):
 
 
 def test_values_are_as_far_apart_as_the_recorded_ones(recording):
-    wide, recorded = wide_rows(recording, 0)[0, :, 1], recording.rows(0)[0, :, 1]
+    wide, recorded = wide_rows(recording, 0, HEADS)[0, :, 1], recording.rows(0)[0, :, 1]
     ratio = torch.cdist(wide, wide)[0, 1:] / torch.cdist(recorded, recorded)[0, 1:]
     torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio))
 
@@ -116,12 +121,12 @@ def test_a_recording_comes_back_and_one_of_another_kind_is_refused(recording, tm
 
 def test_heads_of_a_wide_layer_come_from_different_heads():
     for wide_idx in range(8):
-        assert len(set(recorded_heads(wide_idx, NUM_LAYERS, NUM_RECORDED_HEADS))) == NUM_KV_HEADS
+        assert len(set(recorded_heads(wide_idx, HEADS, NUM_LAYERS, NUM_RECORDED_HEADS))) == NUM_KV_HEADS
 
 
 @pytest.mark.parametrize("context_len", [1, 95, 96, 97, 500])
 def test_a_context_ends_with_the_recorded_rows_behind_copies_with_a_little_noise(recording, context_len):
-    rows = wide_rows(recording, 0)
+    rows = wide_rows(recording, 0, HEADS)
     tiled = tile_rows(rows, context_len, torch.float32, seed=1)
     assert tiled.shape == (NUM_KV_HEADS, context_len, 2, HEAD_DIM)
     torch.testing.assert_close(tiled[:, -96:], rows[:, -context_len:], rtol=0, atol=0)
@@ -134,7 +139,7 @@ def test_a_context_ends_with_the_recorded_rows_behind_copies_with_a_little_noise
 
 @pytest.mark.parametrize("name", INDEXES)
 def test_an_index_on_the_device_is_that_of_the_build(recording, name):
-    work = Workload(recording, 192, batch_size=1, device=torch.device("cpu"))
+    work = Workload(recording, HEADS, 192, batch_size=1, device=torch.device("cpu"))
     config = INDEXES[name]
     got, (built,) = work.index(0, config), work.host_indexes(1, config)
     want = to_device(built, work.device)
@@ -153,7 +158,7 @@ def test_an_index_on_the_device_is_that_of_the_build(recording, name):
 
 
 def test_the_indexes_of_layers_on_the_host_lie_apart(recording):
-    work = Workload(recording, 192, batch_size=1, device=torch.device("cpu"))
+    work = Workload(recording, HEADS, 192, batch_size=1, device=torch.device("cpu"))
     layers = work.host_indexes(NUM_WIDE_LAYERS + 1, INDEXES["default"])
     assert len({layer.codes.ctypes.data for layer in layers}) == NUM_WIDE_LAYERS + 1
     np.testing.assert_array_equal(layers[0].codes, layers[-1].codes)
@@ -162,12 +167,12 @@ def test_the_indexes_of_layers_on_the_host_lie_apart(recording):
 
 def test_a_result_says_what_it_decoded_with(recording):
     device = torch.device("cpu")
-    assert Workload(recording, 96, 1, device).data == "the last 96 of 96 recorded rows"
-    assert Workload(recording, 97, 1, device).data == "96 recorded rows behind copies of them with noise"
+    assert Workload(recording, HEADS, 96, 1, device).data == "the last 96 of 96 recorded rows"
+    assert Workload(recording, HEADS, 97, 1, device).data == "96 recorded rows behind copies of them with noise"
 
 
 def test_queries_of_the_context_are_those_of_the_wide_heads(recording):
-    assert wide_context_queries(recording, 1).shape == (NUM_KV_HEADS * GROUP_SIZE, 24, HEAD_DIM)
+    assert wide_context_queries(recording, 1, HEADS).shape == (NUM_KV_HEADS * GROUP_SIZE, 24, HEAD_DIM)
 
 
 def test_the_roofline_of_an_8b_model():
@@ -221,7 +226,7 @@ class Listening:
 
 
 def test_recorded_queries_take_the_place_of_the_models_step_by_step(recording):
-    work = Workload(recording, 128, batch_size=2, device=torch.device("cpu"))
+    work = Workload(recording, HEADS, 128, batch_size=2, device=torch.device("cpu"))
     listening = Listening()
     attention = RecordedQueries(listening, work)
     rows = make_step_rows(2, work.device)
@@ -237,7 +242,7 @@ def test_recorded_queries_take_the_place_of_the_models_step_by_step(recording):
         for (which, q), name in zip(asked, ("predicted", "own"), strict=True):
             assert which == {"predicted": "ahead", "own": "own"}[name]
             recorded = wide_queries(
-                recording, 0, name
+                recording, 0, HEADS, name
             ).bfloat16()  # layer 8 is wide layer 0 for the third time, at another step
             assert torch.equal(q[0], recorded[(step + 2 * STEPS_BETWEEN_LAYERS) % NUM_STEPS])
             assert torch.equal(q[1], recorded[(step + 2 * STEPS_BETWEEN_LAYERS + STEPS_BETWEEN_REQUESTS) % NUM_STEPS])
@@ -249,7 +254,7 @@ def make_op(
     monkeypatch.setattr("bench.decode.sparse_op.MOST_SETS", 2)
     monkeypatch.setattr(placements, "require_memory", ignore)
     options = Options(shape=SHAPE, search=SearchConfig(keep=0.05, window_len=32), ceilings={}, seconds=0.0)
-    return SparseOp(Workload(recording, 300, 2, DEVICE, is_shared), options, variant)
+    return SparseOp(Workload(recording, HEADS, 300, 2, DEVICE, is_shared), options, variant)
 
 
 @pytest.fixture
@@ -293,7 +298,7 @@ def whole_step_options(monkeypatch: pytest.MonkeyPatch, codec: str | None) -> Op
 
 
 def test_streamed_steps_attend_to_all_rows(kernels, recording, monkeypatch):
-    work, options = Workload(recording, 300, 2, DEVICE), whole_step_options(monkeypatch, None)
+    work, options = Workload(recording, HEADS, 300, 2, DEVICE), whole_step_options(monkeypatch, None)
     prepared = placements.streamed(work, options)
     rows, q, (k, v) = work.step_rows(0), work.queries(1)[0].contiguous(), work.separate_kv(1)
     out = torch.zeros_like(q)
@@ -307,7 +312,7 @@ def test_streamed_steps_attend_to_all_rows(kernels, recording, monkeypatch):
 
 @pytest.mark.parametrize(("variant", "codec"), [("default", None), ("lists", None), ("default", "q8_0")])
 def test_placements_differ_in_where_they_read_only(kernels, recording, monkeypatch, variant, codec):
-    work, options = Workload(recording, 300, 2, DEVICE), whole_step_options(monkeypatch, codec)
+    work, options = Workload(recording, HEADS, 300, 2, DEVICE), whole_step_options(monkeypatch, codec)
     outs = []
     for placement in ("device", "hybrid", "host"):
         prepared = placements.placed(work, options, variant, placement, SearchConfig(keep=0.05, window_len=32))
@@ -358,3 +363,34 @@ def test_full_attention_reads_a_shared_context_once_for_all_requests(num_context
 def test_a_kernel_that_starts_early_counts_from_the_end_of_the_one_before_on_its_stream() -> None:
     spans = [Span("match", 1, 0, 5), Span("score", 1, 2, 15), Span("other", 2, 3, 9), Span("match", 1, 20, 24)]
     assert own_times(spans) == {"match": 9, "score": 10, "other": 6}
+
+
+OTHER_KINDS = {
+    "windows, sinks, experts": GptOssConfig(
+        num_hidden_layers=4, hidden_size=48, intermediate_size=32, num_local_experts=4, num_experts_per_tok=2,
+        num_attention_heads=8, num_key_value_heads=2, head_dim=64, sliding_window=16, vocab_size=200,
+    ),
+    "states, gates": Qwen3_5TextConfig(
+        num_hidden_layers=4, hidden_size=48, intermediate_size=32, num_attention_heads=6, num_key_value_heads=2,
+        head_dim=64, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
+        linear_value_head_dim=16, vocab_size=200,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_steps_of_models_with_other_layers(kernels, recording, monkeypatch, kind):
+    options = replace(whole_step_options(monkeypatch, None), shape=describe(OTHER_KINDS[kind]))
+    work = Workload(recording, options.heads, 300, 2, DEVICE)
+    weights = random_weights(options.shape, DEVICE, workload.DTYPE)
+    logits = []
+    for placement in ("device", "hybrid"):
+        prepared = placements.placed(work, options, "default", placement, SearchConfig(keep=0.05, window_len=32))
+        attention = RecordedQueries(prepared.attention, work)
+        runner = make_runner(work, weights, with_other_layers(work, options, attention))
+        logits.append(runner.step_by_calls(2).logits.clone())
+        prepared.close()
+    assert torch.isfinite(logits[0]).all() and logits[0].std() > 0
+    torch.testing.assert_close(logits[1], logits[0])
+    assert options.num_layers < options.shape.num_layers and other_bytes(work, options) > 0
+    assert other_bytes(Workload(recording, options.heads, 300, 4, DEVICE), options) > other_bytes(work, options)

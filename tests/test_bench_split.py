@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from bench.decode.variants import INDEXES
+from bench.decode.widened import Heads
 from bench.decode.workload import Workload
 from bench.shapes import shape_named
 from bench.split import CLOSE, ShareOfWorkload, compare, share_of
@@ -15,11 +16,12 @@ from tests.test_bench_decode import built_once, recording  # noqa: F401 (fixture
 from workers.model import random_weights
 
 CPU = torch.device("cpu")
+HEADS = Heads.of(shape_named("llama-3.1-8b"))
 
 
 def test_shares_of_a_workload_have_its_heads_each_once(recording) -> None:  # noqa: F811
-    whole = Workload(recording, 192, 2, CPU)
-    parts = [ShareOfWorkload(recording, 192, 2, CPU, share=Share(rank, 2)) for rank in range(2)]
+    whole = Workload(recording, HEADS, 192, 2, CPU)
+    parts = [ShareOfWorkload(recording, HEADS, 192, 2, CPU, share=Share(rank, 2)) for rank in range(2)]
     for layer_idx in range(2):
         assert torch.equal(torch.cat([part.rows(layer_idx) for part in parts]), whole.rows(layer_idx))
         queries = torch.cat([part.queries(layer_idx) for part in parts], dim=2)

@@ -3,7 +3,7 @@
     python -m bench.decode record [--recording FILE]             once, where the demo model is
     python -m bench.decode op  --out FILE [--contexts 16384,131072] [--batches 1,4] [--variants full,default] [--shared]
     python -m bench.decode e2e --out FILE [--placements device,host+2] [--contexts ...] [--batches ...] [--shared]
-                               [--weights bf16,fp8,int4]
+                               [--weights bf16,fp8,int4] [--schedules 'every step'] [--shape gpt-oss-20b,qwen3.5-27b]
     python -m bench.decode show FILE ... [--out FILE] [--markdown FILE]
 
 `op` is one layer's attention, `e2e` the whole model (`host+2`: with two search workers); with `--shared` all requests
@@ -14,9 +14,11 @@ another way to go about the rows that are not chosen.
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bench.decode.options import SCHEDULES
 from bench.decode.recording import default_path, load_recording, record_demo
 from bench.decode.report import tables
 from bench.decode.results import Results, merge_files
@@ -40,7 +42,7 @@ def main() -> None:
         command.add_argument("--contexts", type=_numbers, default=_numbers(CONTEXT_LENS))
         command.add_argument("--batches", type=_numbers, default=[1, 4, 8])
         command.add_argument("--variants", type=_names, default=_names(VARIANTS))
-        command.add_argument("--shape", default="llama-3.1-8b")
+        command.add_argument("--shape", default="llama-3.1-8b", help="of bench.shapes; of whole steps several")
         command.add_argument("--keep", type=float, default=SearchConfig().keep)
         command.add_argument("--seconds", type=float, default=0.3, help="of measuring, per figure")
         command.add_argument("--shared", action="store_true", help="all requests of a batch continue the same context")
@@ -49,7 +51,7 @@ def main() -> None:
     e2e.add_argument("--steps", type=int, default=192, help="that are timed of each case")
     e2e.add_argument("--search-period", type=int, default=1, help="tokens from one search of a request to the next")
     e2e.add_argument("--kv-codec", help="keeps the contexts' rows of streamed and of ours so: q8_0, say")
-    e2e.add_argument("--ahead", action="store_true", help="of our schedules, only the one that looks ahead")
+    e2e.add_argument("--schedules", type=_names, default=list(SCHEDULES), help="of ours [default: %(default)s]")
     show.add_argument("files", type=Path, nargs="+")
     show.add_argument("--out", type=Path)
     show.add_argument("--markdown", type=Path)
@@ -83,13 +85,14 @@ def _measure(arguments: argparse.Namespace) -> None:
     print(json.dumps(header), flush=True)
     torch.cuda.empty_cache()
     search = SearchConfig(keep=arguments.keep, search_period=getattr(arguments, "search_period", 1))
+    names = _names(arguments.shape)
     options = Options(
-        shape=shape_named(arguments.shape),
+        shape=shape_named(names[0]),
         search=search,
         ceilings=header["ceilings"],
         seconds=arguments.seconds,
         num_steps=getattr(arguments, "steps", 0),
-        only_ahead=getattr(arguments, "ahead", False),
+        schedules=tuple(getattr(arguments, "schedules", ())),
         kv_format=KvFormat.parse(arguments.kv_codec) if getattr(arguments, "kv_codec", None) else None,
         is_shared=getattr(arguments, "shared", False),
     )
@@ -97,7 +100,11 @@ def _measure(arguments: argparse.Namespace) -> None:
     which = results, recording, options, arguments.contexts, arguments.batches
     if arguments.command == "op":
         run_op_cases(*which, arguments.variants)
-    else:
+        return
+    for name in names:
+        if len(names) > 1:
+            options = replace(options, shape=shape_named(name), shape_name=name)
+        which = results, recording, options, arguments.contexts, arguments.batches
         run_end_to_end(*which, arguments.variants, arguments.placements, arguments.weights)
 
 

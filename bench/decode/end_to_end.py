@@ -14,7 +14,8 @@ from torch import Tensor
 from bench.decode.gpu_timing import time_replays
 from bench.decode.kernel_times import kernel_times, times_by_purpose
 from bench.decode.options import Options
-from bench.decode.placements import AHEAD, placed, schedules, streamed
+from bench.decode.other_layers import other_bytes, with_other_layers
+from bench.decode.placements import placed, schedules, streamed
 from bench.decode.prepared import TAIL_LEN, Prepared, full_attention, window_only
 from bench.decode.recording import Recording
 from bench.decode.results import Results
@@ -64,7 +65,8 @@ def _run_with(
 ) -> None:
     for context_len in context_lens:
         for batch_size in batch_sizes:
-            work = Workload(recording, context_len, batch_size, torch.device("cuda"), options.is_shared)
+            device = torch.device("cuda")
+            work = Workload(recording, options.heads, context_len, batch_size, device, options.is_shared)
             for key, prepare in _cases(work, options, variants, placements):
                 if rounding is not None:
                     key["weights"] = rounding
@@ -91,6 +93,7 @@ def _cases(
     baselines = {"full": full_attention, "streamed": streamed, "window": window_only}
     key = {
         "kind": "shared" if work.is_shared else "e2e",
+        **({"shape": options.shape_name} if options.shape_name else {}),
         "context_len": work.context_len,
         "batch_size": work.batch_size,
     }
@@ -104,7 +107,7 @@ def _cases(
             continue
         for placement in placements:
             for schedule, search in schedules(options.search, placement):
-                if options.only_ahead and not schedule.startswith(AHEAD):
+                if not schedule.startswith(tuple(options.schedules)):
                     continue
                 named: Case = {**key, "variant": variant, "placement": placement, "schedule": schedule}
                 named["keep"] = options.search.keep
@@ -114,7 +117,7 @@ def _cases(
 def measure_steps(work: Workload, weights: ModelWeights, prepared: Prepared, options: Options) -> dict[str, Any]:
     """Time per output token, and what it is made of."""
     attention = RecordedQueries(prepared.attention, work)
-    runner = make_runner(work, weights, attention)
+    runner = make_runner(work, weights, with_other_layers(work, options, attention))
 
     def step() -> None:
         runner.step(work.batch_size)
@@ -127,7 +130,7 @@ def measure_steps(work: Workload, weights: ModelWeights, prepared: Prepared, opt
     p50, p99 = (float(x) for x in np.percentile(times_us, [50, 99]))
     mean = float(np.mean(times_us))
     facts = prepared.facts(len(times_us))
-    least = weights.streamed_bytes + prepared.step_bytes
+    least = weights.streamed_bytes + prepared.step_bytes + other_bytes(work, options)
     link_us = facts.get("link_bytes", 0) / options.ceilings["h2d_gbps"] / 1e3
     roofline_us = max(least / options.ceilings["read_gbps"] / 1e3, link_us)
     case: dict[str, Any] = {
@@ -143,16 +146,16 @@ def measure_steps(work: Workload, weights: ModelWeights, prepared: Prepared, opt
         **facts,
     }
     if not prepared.is_slow:
-        parts = times_by_purpose(kernel_times(step, PROFILED_STEPS), weights.spec.num_layers)
+        parts = times_by_purpose(kernel_times(step, PROFILED_STEPS), options.num_layers)
         q = torch.zeros(work.batch_size, weights.spec.num_q_heads, weights.spec.head_dim, dtype=DTYPE, device="cuda")
         rows = runner.rows(work.batch_size)
-        alone = time_replays(attention_only(attention, rows, q), weights.spec.num_layers, options.seconds)
+        alone = time_replays(attention_only(attention, rows, q), options.num_layers, options.seconds)
         case |= {"parts_us": parts, "attention_us": round(alone.p50_us, 2)}
     return case
 
 
 def make_runner(
-    work: Workload, weights: ModelWeights, attention: RecordedQueries, devices: Devices | None = None
+    work: Workload, weights: ModelWeights, attention: StepAttention, devices: Devices | None = None
 ) -> ModelRunner:
     """Every request in the middle of its tail."""
     next_query = _next_query(work, weights, attention)
@@ -168,7 +171,7 @@ def _next_query(work: Workload, weights: ModelWeights, attention: StepAttention)
     if not attention.lookahead:
         return None
     shape = weights.spec
-    sizes = work.batch_size, shape.num_layers, shape.num_q_heads, shape.head_dim + 1, shape.head_dim
+    sizes = work.batch_size, len(shape.indexed_layers), shape.num_q_heads, shape.head_dim + 1, shape.head_dim
     return torch.zeros(sizes, dtype=weights.dtype, device=work.device)
 
 

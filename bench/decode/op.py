@@ -40,7 +40,7 @@ def run_op_cases(
     """Measure whatever the results do not hold yet, shortest contexts first."""
     for context_len in context_lens:
         for batch_size in batch_sizes:
-            work = Workload(recording, context_len, batch_size, torch.device("cuda"), options.is_shared)
+            work = Workload(recording, options.heads, context_len, batch_size, torch.device("cuda"), options.is_shared)
             for variant in variants:
                 case = {
                     "kind": "shared op" if work.is_shared else "op",

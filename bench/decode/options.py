@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass
 
+from bench.decode.widened import Heads
 from csattn.config import SearchConfig
 from csattn.models.spec import ModelSpec
 from offload.codecs.formats import KvFormat
+
+EVERY_STEP, AHEAD = SCHEDULES = "every step", "one layer ahead"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,10 +15,20 @@ class Options:
     """Of a run."""
 
     shape: ModelSpec
+    shape_name: str = ""  # that cases tell, where a run has several shapes
     search: SearchConfig
     ceilings: dict[str, float]  # see `gpu_timing.ceilings`
     seconds: float  # of measuring, per figure
     num_steps: int = 192  # that are timed, of whole steps
-    only_ahead: bool = False  # of our schedules
+    schedules: tuple[str, ...] = SCHEDULES  # of ours, which are told by how they begin
     kv_format: KvFormat | None = None  # of contexts' rows, in whole steps of ours
     is_shared: bool = False  # one context for all requests of a batch
+
+    @property
+    def heads(self) -> Heads:
+        return Heads.of(self.shape)
+
+    @property
+    def num_layers(self) -> int:
+        """That are searched, or attend to everything."""
+        return len(self.shape.indexed_layers)

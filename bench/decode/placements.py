@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from bench.decode.forked import MadeContext, forked_searcher
-from bench.decode.options import Options
+from bench.decode.options import AHEAD, EVERY_STEP, Options
 from bench.decode.prepared import TAIL_CAPACITY, TAIL_LEN, Prepared, TooLargeError, require_memory
 from bench.decode.roofline import full_bytes, index_bytes, layer_bytes
 from bench.decode.variants import num_segments, of_variant
@@ -34,7 +35,6 @@ from workers.engine.memory import index_is_on_device
 from workers.engine.searcher import StepSearcher
 from workers.searchers.step_searches import StepSearches
 
-EVERY_STEP, AHEAD = "every step", "one layer ahead"
 SLOTS = 0.14  # of the context: rows that a slot cache holds, and what is chosen at once with room to spare
 KV_BYTES = 16 << 30  # of different layers in pinned memory
 SEARCHED_STEPS = 4  # on the CPU, with no device beside it
@@ -81,12 +81,12 @@ def device_steps(work: Workload, options: Options, config: IndexConfig, search: 
     """Load every context to the device, each at addresses of its own."""
     shape = options.shape
     per_layer = full_bytes(shape, work.context_len) + index_bytes(shape, config, work.context_len)
-    require_memory(work.num_contexts * shape.num_layers * per_layer, "context KV and index on the device")
+    require_memory(work.num_contexts * options.num_layers * per_layer, "context KV and index on the device")
     engine = engine_shape(work, options, config, search)
     far = DeviceRows(engine, work.device)
-    steps = SearchOnDevice(engine, _index_shape(config, shape), far, work.device)
-    kv = layers_of(lambda layer_idx: as_kept(work.rows(layer_idx), engine), shape.num_layers)
-    index = indexes_of(work, shape.num_layers, config)
+    steps = SearchOnDevice(engine, _index_shape(config, shape), far, work.device, sinks=made_sinks(engine, work.device))
+    kv = layers_of(lambda layer_idx: as_kept(work.rows(layer_idx), engine), options.num_layers)
+    index = indexes_of(work, options.num_layers, config)
     for context_id in range(work.num_contexts):
         own_kv = [layer.clone() for layer in kv] if context_id else kv
         far.load(context_id, own_kv)
@@ -102,11 +102,11 @@ def _hybrid(work: Workload, options: Options, config: IndexConfig, search: Searc
     shape = options.shape
     share = slot_share(search)
     per_layer = round(share * full_bytes(shape, work.context_len)) + index_bytes(shape, config, work.context_len)
-    require_memory(work.num_contexts * shape.num_layers * per_layer, "slot cache and index on the device")
+    require_memory(work.num_contexts * options.num_layers * per_layer, "slot cache and index on the device")
     engine = engine_shape(work, options, config, search)
     far = CachedRows(engine, round(share * work.context_len), work.device)
-    steps = SearchOnDevice(engine, _index_shape(config, shape), far, work.device)
-    kv, index = host_rows(work, engine), indexes_of(work, shape.num_layers, config)
+    steps = SearchOnDevice(engine, _index_shape(config, shape), far, work.device, sinks=made_sinks(engine, work.device))
+    kv, index = host_rows(work, engine), indexes_of(work, options.num_layers, config)
     for context_id in range(work.num_contexts):
         far.load(context_id, kv)
         steps.load(context_id, kv.layers, [clone_index(layer) for layer in index] if context_id else index)
@@ -119,10 +119,10 @@ def _on_host(
     work: Workload, options: Options, config: IndexConfig, search: SearchConfig, num_workers: int = 0
 ) -> Prepared:
     shape, engine = options.shape, engine_shape(work, options, config, search)
-    indexed = shape.num_layers * index_bytes(shape, config, work.context_len)
+    indexed = options.num_layers * index_bytes(shape, config, work.context_len)
     codes = work.num_contexts * indexed * index_is_on_device(engine, "host")  # for the rest
     share = slot_share(search)
-    slots_bytes = round(share * full_bytes(shape, work.context_len)) * shape.num_layers * work.num_contexts
+    slots_bytes = round(share * full_bytes(shape, work.context_len)) * options.num_layers * work.num_contexts
     require_memory(slots_bytes + codes, "slot cache and codes on the device")
     stored = min(KV_BYTES, full_bytes(shape, work.context_len) * NUM_WIDE_LAYERS) + indexed
     if stored > host_memory_bytes():
@@ -130,12 +130,14 @@ def _on_host(
             f"KV and index take {stored / 1e9:.1f} GB of {host_memory_bytes() / 1e9:.1f} GB on the host"
         )
     far = CachedRows(engine, round(share * work.context_len), work.device)
-    kv, index = host_rows(work, engine), work.host_indexes(shape.num_layers, config)
+    kv, index = host_rows(work, engine), work.host_indexes(options.num_layers, config)
     pool = SearchPool(available_cpus())
     searcher: StepSearcher = StepSearches(pool)
     if num_workers:
         searcher = forked_searcher(MadeContext(shape, index), num_workers, work.num_contexts)
-    steps = SearchOnHost(engine, _index_shape(config, shape), far, searcher, work.device)
+    steps = SearchOnHost(
+        engine, _index_shape(config, shape), far, searcher, work.device, sinks=made_sinks(engine, work.device)
+    )
     for context_id in range(work.num_contexts):
         far.load(context_id, kv)
         steps.load(context_id, kv.layers, index)
@@ -153,7 +155,7 @@ def _on_host(
 
     moved = least_bytes(work, options, config, replace(search, lookahead=0))
     on_device = moved["rows"] + (moved["index"] if engine.rest == "sketch" else 0)
-    least = shape.num_layers * on_device
+    least = options.num_layers * on_device
     return Prepared(steps, least, facts, far.cache.clear_statistics, close=close)
 
 
@@ -167,7 +169,7 @@ def cache_facts(far: CachedRows, work: Workload, options: Options, num_steps: in
     layers = far.cache.statistics()
     selected = sum(layer.num_selected for layer in layers)
     crossed = sum(layer.num_moved + layer.num_spilled for layer in layers)
-    kv_bytes = work.num_contexts * options.shape.num_layers * full_bytes(options.shape, work.context_len)
+    kv_bytes = work.num_contexts * options.num_layers * full_bytes(options.shape, work.context_len)
     return {
         "hit_rate": round(sum(layer.num_found for layer in layers) / selected, 4),
         "link_bytes": round(crossed * far.cache.shape.row_bytes / num_steps),
@@ -237,7 +239,12 @@ def least_bytes(work: Workload, options: Options, config: IndexConfig, search: S
 
 
 def _step_bytes(work: Workload, options: Options, config: IndexConfig, search: SearchConfig) -> int:
-    return options.shape.num_layers * sum(least_bytes(work, options, config, search).values())
+    return options.num_layers * sum(least_bytes(work, options, config, search).values())
+
+
+def made_sinks(engine: EngineShape, device: torch.device) -> Tensor | None:
+    """Of every layer that is searched: [num_layers, num_q_heads] float32, where the model has them."""
+    return torch.zeros(engine.num_layers, engine.num_q_heads, device=device) if engine.has_sinks else None
 
 
 def _index_shape(config: IndexConfig, shape: ModelSpec) -> IndexShape:
@@ -250,9 +257,9 @@ def engine_shape(
     config: IndexConfig,
     search: SearchConfig,
 ) -> EngineShape:
-    shape = options.shape
+    shape, searched = options.shape, options.shape.layers[options.shape.indexed_layers[0]].attention
     return EngineShape(
-        num_layers=shape.num_layers,
+        num_layers=options.num_layers,
         num_q_heads=shape.num_q_heads,
         num_kv_heads=shape.num_kv_heads,
         num_index_heads=num_index_heads(config, shape.num_q_heads, shape.num_kv_heads),
@@ -268,4 +275,7 @@ def engine_shape(
         rest=search.rest or "none",
         max_segments=num_segments(config, work.context_len),
         kv_format=options.kv_format,
+        logit_cap=searched.logit_cap,
+        has_sinks=searched.sinks,
+        local=tuple(x for x in (layer.attention.reach for layer in shape.layers) if x is not None),
     )

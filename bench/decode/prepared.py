@@ -41,14 +41,14 @@ class Prepared:
 def full_attention(work: Workload, options: Options) -> Prepared:
     """All rows of the context on the device."""
     shape = options.shape
-    moved = work.num_contexts * shape.num_layers * full_bytes(shape, work.context_len)
+    moved = work.num_contexts * options.num_layers * full_bytes(shape, work.context_len)
     require_memory(moved, "the KV of full attention")
-    first = [work.separate_kv(i) for i in range(min(NUM_WIDE_LAYERS, shape.num_layers))]
+    first = [work.separate_kv(i) for i in range(min(NUM_WIDE_LAYERS, options.num_layers))]
     kv = first + [
         (first[i % len(first)][0].clone(), first[i % len(first)][1].clone())
-        for i in range(len(first), shape.num_layers)
+        for i in range(len(first), options.num_layers)
     ]
-    num_sets = num_input_sets(moved // shape.num_layers, len(first))
+    num_sets = num_input_sets(moved // options.num_layers, len(first))
     inputs = [(together(work.queries(i)[i], kv[i][0]), *kv[i]) for i in range(num_sets)]
     full = fastest_full_attention(inputs, seconds=0.05)
     steps = FullAttentionSteps(make_tails(work, options), kv, full.attend)
@@ -62,17 +62,17 @@ def window_only(work: Workload, options: Options) -> Prepared:
     resident_shape = shape.num_kv_heads, num_resident, 2, shape.head_dim
     resident = [
         [torch.randn(resident_shape, dtype=DTYPE, device=work.device) for _ in range(work.batch_size)]
-        for _ in range(shape.num_layers)
+        for _ in range(options.num_layers)
     ]
-    moved = work.batch_size * shape.num_layers * row_bytes(shape) * (num_resident + TAIL_LEN)
-    steps = WindowSteps(make_tails(work, options), resident, work.batch_size, shape.softmax_scale)
+    moved = work.batch_size * options.num_layers * row_bytes(shape) * (num_resident + TAIL_LEN)
+    steps = WindowSteps(make_tails(work, options), resident, work.batch_size, shape.num_q_heads, shape.softmax_scale)
     return Prepared(steps, moved)
 
 
 def make_tails(work: Workload, options: Options) -> Tensor:
     """[num_layers, batch_size, num_kv_heads, TAIL_CAPACITY, 2, head_dim], random."""
     shape = options.shape
-    sizes = shape.num_layers, work.batch_size, shape.num_kv_heads, TAIL_CAPACITY, 2, shape.head_dim
+    sizes = options.num_layers, work.batch_size, shape.num_kv_heads, TAIL_CAPACITY, 2, shape.head_dim
     return torch.randn(sizes, dtype=DTYPE, device=work.device)
 
 

@@ -122,7 +122,7 @@ def best_speedup(case: Case, content: dict[str, Any]) -> float | None:
     if case["variant"] not in INDEXES or case["kind"].startswith("shared") or case.get("weights"):
         return None
     config = INDEXES[case["variant"]]
-    shape = shape_named(content["shape"])
+    shape = shape_named(case.get("shape") or content["shape"])
     return best_ratio(shape, config, case["context_len"], case["batch_size"], case.get("keep", content["keep"]))
 
 

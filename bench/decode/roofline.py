@@ -88,7 +88,7 @@ def best_ratio(shape: ModelSpec, config: IndexConfig, context_len: int, batch_si
 
     As a step is usually counted: all weights once, the context's KV or the index and the kept share of it.
     """
-    full = weight_bytes(shape) + batch_size * shape.num_layers * full_bytes(shape, context_len)
+    full = weight_bytes(shape) + batch_size * len(shape.indexed_layers) * full_bytes(shape, context_len)
     selected = batch_size * selected_bytes(shape, context_len, keep)
     per_layer = search_bytes(shape, config, context_len, batch_size) + selected
-    return full / (weight_bytes(shape) + shape.num_layers * per_layer)
+    return full / (weight_bytes(shape) + len(shape.indexed_layers) * per_layer)

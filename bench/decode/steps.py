@@ -7,7 +7,7 @@ from torch import Tensor
 
 from bench.decode.baselines import Attention
 from bench.decode.gpu_timing import capture
-from bench.decode.widened import GROUP_SIZE, NUM_WIDE_LAYERS, Which
+from bench.decode.widened import NUM_WIDE_LAYERS, Which
 from bench.decode.workload import Workload
 from csattn.attention.device import DeviceAttention, make_row_source
 from csattn.batch import StepRows, make_device_selection
@@ -96,7 +96,9 @@ class WindowSteps:
     lookahead = False
     in_graph = True
 
-    def __init__(self, tails: Tensor, resident: list[list[Tensor]], batch_size: int, softmax_scale: float) -> None:
+    def __init__(
+        self, tails: Tensor, resident: list[list[Tensor]], batch_size: int, num_q_heads: int, softmax_scale: float
+    ) -> None:
         """resident: of each layer and context [num_kv_heads, num_resident, 2, head_dim]."""
         num_kv_heads, tail_capacity, _, head_dim = tails.shape[2:]
         device = tails.device
@@ -106,7 +108,7 @@ class WindowSteps:
         self._nothing = make_device_selection(batch_size, num_kv_heads, 1, device)
         self._attention = DeviceAttention(
             batch_size=batch_size,
-            num_q_heads=num_kv_heads * GROUP_SIZE,
+            num_q_heads=num_q_heads,
             num_kv_heads=num_kv_heads,
             num_index_heads=num_kv_heads,
             head_dim=head_dim,

@@ -1,20 +1,22 @@
-"""Recorded heads of a small model as the heads of a larger shape: 8 KV heads of 4 query heads, 128 wide.
+"""Recorded heads of a small model as the heads of a larger shape.
 
 * **Width.** A wide head is one recorded KV head with its query heads, turned into the larger space by an orthogonal
-  map of its own, and scaled so that its scores after the wider head's smaller softmax scale are what they were. Which
+  map of its own, and scaled so that its scores after the shape's own softmax scale are what they were. Which
   rows matter, how unevenly, and how slowly that changes from step to step are therefore the recorded model's own, and
   so is what values can be told from keys.
   (Two recorded heads side by side fill the width too, but their sum changes more slowly: consecutive steps would
   share 76 % of their rows instead of 63 %, and a slot cache of three times as many rows would hit 96.5 % instead of
   90.5 %.)
-* **Groups.** The recorded model has three query heads per KV head, the shape has four: the fourth is the first one
-  half the recorded steps away. A step earlier would be too close: it would hold what the last step selected.
+* **Groups.** The recorded model has three query heads per KV head. Of a shape that has four, the fourth is the first
+  one half the recorded steps away; of one that has more, the others are as far from one another as they can be. A step
+  earlier would be too close: it would hold what the last step selected.
 * **Layers.** Layer `i` of a model is wide layer `i % NUM_WIDE_LAYERS`.
 * **Length.** A context ends with the recorded rows, which the recorded steps follow; a shorter one has the last of
   them. What a longer one has before them is made up: copies, again and again, that differ by noise of a tenth of each
   dimension's spread, so that they do not tie.
 """
 
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -22,40 +24,56 @@ import torch
 from torch import Tensor
 
 from bench.decode.recording import Recording
+from csattn.models.spec import ModelSpec
 
 NUM_WIDE_LAYERS = 4
-NUM_KV_HEADS, GROUP_SIZE, HEAD_DIM = 8, 4, 128
 NOISE = 0.1  # of a copy, in standard deviations of the dimension
 
 Which = Literal["own", "predicted"]
 
 
-def recorded_heads(wide_idx: int, num_layers: int, num_kv_heads: int) -> list[tuple[int, int]]:
-    """The recorded (layer, KV head) that each KV head of a wide layer comes from: different ones in one layer."""
-    first = wide_idx * NUM_KV_HEADS
-    return [divmod((first + head) % (num_layers * num_kv_heads), num_kv_heads) for head in range(NUM_KV_HEADS)]
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Of a layer of the larger shape."""
+
+    num_kv_heads: int
+    group_size: int  # query heads of each
+    head_dim: int  # a power of two
+    softmax_scale: float
+
+    @classmethod
+    def of(cls, shape: ModelSpec) -> "Heads":
+        group_size = shape.num_q_heads // shape.num_kv_heads
+        return cls(shape.num_kv_heads, group_size, shape.head_dim, shape.softmax_scale)
 
 
-def widening(wide_idx: int, head: int, recorded_dim: int) -> Tensor:
-    """A map from recorded to wide heads [recorded_dim, HEAD_DIM]: rows of a Hadamard matrix, signs changed.
+def recorded_heads(wide_idx: int, heads: Heads, num_layers: int, num_kv_heads: int) -> list[tuple[int, int]]:
+    """The recorded (layer, KV head) that each KV head of a wide layer comes from: different ones, while there are."""
+    first = wide_idx * heads.num_kv_heads
+    numbers = range(first, first + heads.num_kv_heads)
+    return [divmod(number % (num_layers * num_kv_heads), num_kv_heads) for number in numbers]
 
-    Orthogonal up to the factor that keeps scores times head_dim ** -0.5 as they were.
+
+def widening(wide_idx: int, head: int, heads: Heads, recorded_dim: int) -> Tensor:
+    """A map from recorded to wide heads [recorded_dim, head_dim]: rows of a Hadamard matrix, signs changed.
+
+    Orthogonal up to the factor that keeps scores times the softmax scale as they were.
     """
-    rng = np.random.default_rng([wide_idx, head])
-    i = np.arange(HEAD_DIM)
+    rng, head_dim = np.random.default_rng([wide_idx, head]), heads.head_dim
+    i = np.arange(head_dim)
     hadamard = 1 - 2 * (np.bitwise_count(i[:, None] & i) % 2).astype(np.float32)
-    rows = rng.permutation(HEAD_DIM)[:recorded_dim]
-    signs = rng.choice(np.array([-1, 1], np.float32), HEAD_DIM)
-    scale = (HEAD_DIM / recorded_dim) ** 0.25 / HEAD_DIM**0.5
+    rows = rng.permutation(head_dim)[:recorded_dim]
+    signs = rng.choice(np.array([-1, 1], np.float32), head_dim)
+    scale = (recorded_dim**-0.5 / heads.softmax_scale / head_dim) ** 0.5
     return torch.from_numpy(hadamard[rows] * signs * np.float32(scale))
 
 
-def wide_rows(recording: Recording, wide_idx: int) -> Tensor:
-    """A wide layer's rows of the recorded context: [NUM_KV_HEADS, context_len, 2, HEAD_DIM] float32."""
-    rows = []
-    for head, (layer, kv_head) in enumerate(recorded_heads(wide_idx, recording.num_layers, recording.num_kv_heads)):
+def wide_rows(recording: Recording, wide_idx: int, heads: Heads) -> Tensor:
+    """A wide layer's rows of the recorded context: [num_kv_heads, context_len, 2, head_dim] float32."""
+    rows, there = [], (recording.num_layers, recording.num_kv_heads)
+    for head, (layer, kv_head) in enumerate(recorded_heads(wide_idx, heads, *there)):
         recorded = recording.rows(layer)[kv_head]
-        rows.append(recorded @ widening(wide_idx, head, recorded.shape[-1]))
+        rows.append(recorded @ widening(wide_idx, head, heads, recorded.shape[-1]))
     return torch.stack(rows)
 
 
@@ -63,27 +81,29 @@ def wide_heads(
     q: Tensor,  # [num_layers, num_q_heads, num_rows, head_dim], recorded; rows follow one another in time
     num_kv_heads: int,  # of the recorded model
     wide_idx: int,
+    heads: Heads,
 ) -> Tensor:
-    """A wide layer's queries [NUM_KV_HEADS * GROUP_SIZE, num_rows, HEAD_DIM] float32."""
+    """A wide layer's queries [num_q_heads, num_rows, head_dim] float32."""
     recorded_group, num_rows = q.shape[1] // num_kv_heads, q.shape[2]
-    heads = []
-    for head, (layer, kv_head) in enumerate(recorded_heads(wide_idx, q.shape[0], num_kv_heads)):
-        to_wide = widening(wide_idx, head, q.shape[3])
-        for member in range(GROUP_SIZE):
+    num_rounds = -(-heads.group_size // recorded_group)  # that the recorded heads serve
+    wide = []
+    for head, (layer, kv_head) in enumerate(recorded_heads(wide_idx, heads, q.shape[0], num_kv_heads)):
+        to_wide = widening(wide_idx, head, heads, q.shape[3])
+        for member in range(heads.group_size):
             borrowed = q[layer, kv_head * recorded_group + member % recorded_group].float()
-            heads.append(borrowed.roll(member // recorded_group * num_rows // 2, dims=0) @ to_wide)
-    return torch.stack(heads)
+            wide.append(borrowed.roll(member // recorded_group * num_rows // num_rounds, dims=0) @ to_wide)
+    return torch.stack(wide)
 
 
-def wide_queries(recording: Recording, wide_idx: int, which: Which) -> Tensor:
-    """What a wide layer's search gets at each step: [num_steps, num_q_heads, HEAD_DIM] float32."""
+def wide_queries(recording: Recording, wide_idx: int, heads: Heads, which: Which) -> Tensor:
+    """What a wide layer's search gets at each step: [num_steps, num_q_heads, head_dim] float32."""
     recorded = torch.from_numpy(recording.own if which == "own" else recording.predicted)
-    return wide_heads(recorded, recording.num_kv_heads, wide_idx).transpose(0, 1).contiguous()
+    return wide_heads(recorded, recording.num_kv_heads, wide_idx, heads).transpose(0, 1).contiguous()
 
 
-def wide_context_queries(recording: Recording, wide_idx: int) -> Tensor:
-    """Some of the context's own queries in a wide layer: [num_q_heads, num_sampled, HEAD_DIM] float32."""
-    return wide_heads(torch.from_numpy(recording.context_q), recording.num_kv_heads, wide_idx)
+def wide_context_queries(recording: Recording, wide_idx: int, heads: Heads) -> Tensor:
+    """Some of the context's own queries in a wide layer: [num_q_heads, num_sampled, head_dim] float32."""
+    return wide_heads(torch.from_numpy(recording.context_q), recording.num_kv_heads, wide_idx, heads)
 
 
 def tile_rows(

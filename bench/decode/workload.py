@@ -7,7 +7,15 @@ import torch
 from torch import Tensor
 
 from bench.decode.recording import Recording
-from bench.decode.widened import NUM_WIDE_LAYERS, Which, tile_rows, wide_context_queries, wide_queries, wide_rows
+from bench.decode.widened import (
+    NUM_WIDE_LAYERS,
+    Heads,
+    Which,
+    tile_rows,
+    wide_context_queries,
+    wide_queries,
+    wide_rows,
+)
 from csattn.artifact.layout import index_from_arrays
 from csattn.batch import StepRows, make_step_rows
 from csattn.config import IndexConfig, SketchConfig
@@ -27,6 +35,7 @@ class Workload:
     """Makes what a benchmark decodes with. Every call returns memory of its own."""
 
     recording: Recording
+    heads: Heads  # of every layer that is searched
     context_len: int
     batch_size: int
     device: torch.device
@@ -50,7 +59,7 @@ class Workload:
         Layers that come from the same wide layer are equal.
         """
         wide_idx = layer_idx % NUM_WIDE_LAYERS
-        rows = wide_rows(self.recording, wide_idx).to(self.device)
+        rows = wide_rows(self.recording, wide_idx, self.heads).to(self.device)
         return tile_rows(rows, self.context_len, DTYPE, seed=wide_idx)
 
     def keys(self, layer_idx: int) -> Tensor:
@@ -94,13 +103,13 @@ class Workload:
 
     def _index_arrays(self, layer_idx: int, config: IndexConfig) -> dict[str, Tensor]:
         """What `index_build` makes of a layer's rows and the recorded context's queries."""
-        q = wide_context_queries(self.recording, layer_idx % NUM_WIDE_LAYERS).to(self.device)
+        q = wide_context_queries(self.recording, layer_idx % NUM_WIDE_LAYERS, self.heads).to(self.device)
         with ThreadPoolExecutor(available_cpus()) as threads:
             return index_arrays(q, self.rows(layer_idx), config, threads)
 
     def queries(self, layer_idx: int, which: Which = "own") -> Tensor:
         """What the batch brings at each recorded step: [num_steps, batch_size, num_q_heads, head_dim]."""
-        q = wide_queries(self.recording, layer_idx % NUM_WIDE_LAYERS, which).to(self.device, DTYPE)
+        q = wide_queries(self.recording, layer_idx % NUM_WIDE_LAYERS, self.heads, which).to(self.device, DTYPE)
         requests = range(self.batch_size)
         return torch.stack([q.roll(-STEPS_BETWEEN_REQUESTS * request, dims=0) for request in requests], dim=1)
 

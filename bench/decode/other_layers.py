@@ -1,0 +1,59 @@
+"""Layers of a model that are not searched, beside those that a benchmark has filled: windows, states, experts."""
+
+from math import prod
+
+import numpy as np
+import torch
+
+from bench.decode.options import Options
+from bench.decode.placements import engine_shape
+from bench.decode.roofline import ITEM_BYTES, row_bytes
+from bench.decode.workload import DTYPE, Workload
+from csattn.config import SketchConfig
+from csattn.models.spec import ModelSpec
+from workers.engine.local_layers import LocalLayers
+from workers.model import StepAttention
+
+
+def with_other_layers(work: Workload, options: Options, searched: StepAttention) -> StepAttention:
+    """All layers of the shape, each of the others with random last rows of every context, or with an empty state."""
+    spec = options.shape
+    if options.num_layers == spec.num_layers:
+        return searched
+    engine = engine_shape(work, options, SketchConfig(), options.search)
+    sinks = torch.zeros(spec.num_layers, spec.num_q_heads, device=work.device) if engine.has_sinks else None
+    layers = LocalLayers(engine, spec, searched, sinks, work.device)
+    lens = [min(reach.num_rows, work.context_len) for reach in engine.local]
+    sizes = [(spec.num_kv_heads, num_rows, 2, spec.head_dim) for num_rows in lens]
+    kv = [torch.randn(size, dtype=DTYPE, device=work.device) for size in sizes]
+    deltas = [layer.delta for layer in spec.layers if layer.delta is not None]
+    states = [
+        {name: np.zeros(part, np.float32) for name, part in zip(("conv", "memory"), delta.parts, strict=True)}
+        for delta in deltas
+    ]
+    for context_id in range(work.num_contexts):
+        layers.load(context_id, kv, states)
+    return layers
+
+
+def other_bytes(work: Workload, options: Options) -> float:
+    """What a step must read of such layers' rows and states, and write of the latter.
+
+    Besides, for several requests, of experts that not all of them have chosen, if each chooses by lot.
+    """
+    spec, total = options.shape, 0.0
+    for layer in spec.layers:
+        if (reach := layer.attention.reach) is not None:
+            total += work.batch_size * row_bytes(spec) * min(reach.num_rows, work.context_len)
+        if layer.delta is not None:
+            total += work.batch_size * 2 * 4 * sum(prod(part) for part in layer.delta.parts)
+    return total + _bytes_of_more_experts(spec, work.batch_size)
+
+
+def _bytes_of_more_experts(spec: ModelSpec, batch_size: int) -> float:
+    num_params = 0.0
+    for layer in spec.layers:
+        for of in layer.experts:
+            num_read = of.num_experts * (1 - (1 - of.num_chosen / of.num_experts) ** batch_size)
+            num_params += (num_read - of.num_chosen) * 3 * of.intermediate_size * spec.hidden_size
+    return num_params * ITEM_BYTES

@@ -1,6 +1,5 @@
 """One layer's attention of one step, by itself: full attention in its fastest form, the window alone, and ours."""
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -87,9 +86,7 @@ def full_attention_case(work: Workload, options: Options) -> dict[str, Any]:
 
 def streamed_case(work: Workload, options: Options) -> dict[str, Any]:
     """Full attention over KV that is copied from pinned host memory, each layer's during the layer before."""
-    prepared = streamed(
-        work, replace(options, shape=replace(options.shape, layers=options.shape.layers[:STREAMED_LAYERS]))
-    )
+    prepared = streamed(work, options.of_layers(STREAMED_LAYERS))
     attention, rows = prepared.attention, work.step_rows(0)
     kv = work.separate_kv(0)
     q = work.queries(0)[0].contiguous()
@@ -115,9 +112,7 @@ def streamed_case(work: Workload, options: Options) -> dict[str, Any]:
 
 def window_case(work: Workload, options: Options) -> dict[str, Any]:
     """The resident rows alone."""
-    window = window_only(
-        work, replace(options, shape=replace(options.shape, layers=options.shape.layers[:1] * MOST_SETS))
-    )
+    window = window_only(work, options.of_layers(MOST_SETS))
     moved = window.step_bytes / MOST_SETS
     timing = time_graph(AskedSteps(window.attention, work).calls, options.seconds)
     return {

@@ -1,6 +1,6 @@
 """What all cases of a run have in common."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bench.decode.widened import Heads
 from csattn.config import SearchConfig
@@ -23,6 +23,11 @@ class Options:
     schedules: tuple[str, ...] = SCHEDULES  # of ours, which are told by how they begin
     kv_format: KvFormat | None = None  # of contexts' rows, in whole steps of ours
     is_shared: bool = False  # one context for all requests of a batch
+
+    def of_layers(self, num_layers: int) -> "Options":
+        """The same of as many layers that are searched, and no others."""
+        layer = self.shape.layers[self.shape.indexed_layers[0]]
+        return replace(self, shape=replace(self.shape, layers=(layer,) * num_layers))
 
     @property
     def heads(self) -> Heads:

@@ -1,7 +1,6 @@
 """Our attention on the device, by itself: steps of a batch in one layer after another, as an engine takes them."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -45,8 +44,8 @@ class SparseOp:
         self.stored_bytes = work.num_contexts * stored
         wanted = num_input_sets(sum(self.moved.values()), MOST_SETS)
         self.num_sets = int(max(1, min(wanted, SET_BYTES // self.stored_bytes)))
-        self.shape = replace(options.shape, layers=options.shape.layers[:1] * self.num_sets)
-        loaded = device_steps(work, replace(options, shape=self.shape), config, search)
+        of_sets = options.of_layers(self.num_sets)
+        self.shape, loaded = of_sets.shape, device_steps(work, of_sets, config, search)
         self.steps, self.kv, self.index = loaded.steps, loaded.kv[0], loaded.index[0]
         self.steps.tails.normal_()
         self._asked = AskedSteps(self.steps, work)

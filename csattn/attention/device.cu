@@ -14,6 +14,10 @@
 constexpr unsigned ABSENT = 0xffffffff;  // a NaN that no arithmetic makes
 constexpr int QUADS = HEADS * HEAD_DIM / 4;
 constexpr int PARTS = NUM_SPLITS + REST_PARTS;  // of a unit; of the rest, moments have one here, others post theirs before
+// Shared memory: tiles, then what warps have of items; where both were, a unit's parts are collected.
+constexpr int TILES_BYTES = WARPS * RING_BYTES, WARP_PARTS_BYTES = 2 * WARPS * HEADS * PART * 4;
+constexpr int COLLECTED_BYTES = PARTS * HEADS * PART * 4;
+constexpr int UNITS_AT = COLLECTED_BYTES > TILES_BYTES + WARP_PARTS_BYTES ? COLLECTED_BYTES : TILES_BYTES + WARP_PARTS_BYTES;
 
 // Merge NUM parts of one head, four dimensions of it: the output, unnormalised.
 template <int NUM>
@@ -113,9 +117,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
     float* lse,              // [batch_size, ROW_UNITS, HEADS]: log2 of the sum of exponentials, without `other`'s, and sinks
     int num_items, int max_top_k, int tail_capacity, int num_contexts, int window, int chunk, float scale, float cap) {
     extern __shared__ __align__(16) char shared[];
-    float* warp_parts = (float*)(shared + WARPS * RING_BYTES);     // [2][WARPS][HEADS][PART], for every other item
-    Unit* units = (Unit*)(warp_parts + 2 * WARPS * HEADS * PART);  // of the block's items
-    float* products = (float*)(units + MAX_UNITS);                 // [HEADS][2][HEAD_DIM], for ESTIMATE_REST
+    float* warp_parts = (float*)(shared + TILES_BYTES);  // [2][WARPS][HEADS][PART], for every other item
+    Unit* units = (Unit*)(shared + UNITS_AT);            // of the block's items
+    float* products = (float*)(units + MAX_UNITS);       // [HEADS][2][HEAD_DIM], for ESTIMATE_REST
     // each warp arrives once for each item, and waits only when it needs what the others have stored of it
     u64* const all_stored = (u64*)(products + HEADS * 2 * HEAD_DIM * ESTIMATE_REST);
     if (threadIdx.x == 0) make_barrier(all_stored, WARPS);
@@ -221,6 +225,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_step(
     }
     finish(end_item - 1);
     let_next_kernel_start();  // not so early that its blocks take room from this one's
+    if (COLLECTED_BYTES > TILES_BYTES) __syncthreads();  // what the warps had of the last item has been read
 
     // The block of a unit's last item waits for the unit's parts. They come from blocks that begin before it does and
     // that wait for none of the later ones, so some block can always go on.

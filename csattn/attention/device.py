@@ -38,6 +38,7 @@ SHARED_BYTES_PER_BLOCK = 227 << 10
 UNIT_BYTES, ARRIVALS_BYTES = 72, 8  # of the kernel's `Unit` and of its barrier
 MAX_UNITS_PER_BLOCK = 64
 MOST_REST_PARTS, REST_PART_KEYS = 32, 8192  # about as many keys as share a transform
+ENOUGH_PARTS = 24  # of a unit: more than there is room for without taking more are not worth their collection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,18 +246,22 @@ def _plan_blocks(
     tile_bytes = TILE_ROWS * (2 * head_dim * dtype.itemsize + 16)
     part_bytes = heads * (head_dim + PART_ENDS) * 4
     products_bytes = heads * 2 * head_dim * 4 * (rest == "moments")
+    other_bytes = products_bytes + MAX_UNITS_PER_BLOCK * UNIT_BYTES + ARRIVALS_BYTES
     for num_warps, num_stages in BLOCK_SHAPES:
-        ring_bytes = num_warps * num_stages * tile_bytes
-        parts_bytes = 2 * num_warps * part_bytes + products_bytes
-        shared_bytes = ring_bytes + parts_bytes + MAX_UNITS_PER_BLOCK * UNIT_BYTES + ARRIVALS_BYTES
-        if shared_bytes <= SHARED_BYTES_PER_BLOCK:
+        tiles_bytes = num_warps * num_stages * tile_bytes + 2 * num_warps * part_bytes
+        if tiles_bytes + other_bytes <= SHARED_BYTES_PER_BLOCK:
             break
-    most_parts = ring_bytes // part_bytes  # a block collects a unit's parts where the tiles were
+    # that a block collects: where the tiles were, or where it takes memory for it
+    collectable = min(ENOUGH_PARTS, (SHARED_BYTES_PER_BLOCK - other_bytes) // part_bytes)
+    most_parts = max(num_warps * num_stages * tile_bytes // part_bytes, collectable)
+    # a power of two, as numbers of segments often are: then each part has as many of them
+    most_rest_parts = 1 << (2 * most_parts // 3).bit_length() - 1
     wanted = min(MOST_REST_PARTS, max(1, -(-max_context_len // REST_PART_KEYS)))
-    rest_parts = {"none": 0, "moments": 1, "sketch": min(wanted, most_parts // 2)}[rest]
+    rest_parts = {"none": 0, "moments": 1, "sketch": min(wanted, most_rest_parts)}[rest]
     # moments take three splits
     num_splits = max(3 if rest == "moments" else 1, min(num_sms // row_units, most_parts - rest_parts))
-    num_items = num_units * num_splits
+    num_items, collected_bytes = num_units * num_splits, (num_splits + rest_parts) * part_bytes
+    shared_bytes = max(tiles_bytes, collected_bytes) + other_bytes
     if -(-num_items // num_sms) > (MAX_UNITS_PER_BLOCK - 2) * num_splits:
         raise ConfigError(
             f"{num_units} pairs of a row and a group of heads in one step are more than attention on the device takes; "

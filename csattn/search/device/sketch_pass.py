@@ -24,8 +24,9 @@ TILES_OF_CONTEXT = 512  # at least, of long ones: what tiles leave is read by ma
 PASS_WARPS, MOST_STAGES = 12, 4
 MOST_SHARED_BYTES = 208 << 10  # of a ring; a block has more besides
 MOST_GROUP_SCORE_BYTES = 192 << 10
-# of a block; the latter where it has several segments, since few blocks then wait for memory at a time
+# of a block; the latter where few blocks wait for memory at a time: each has several segments, or takes too much room
 REST_THREADS, MOST_REST_THREADS = 128, 256
+SHARED_BYTES = 227 << 10  # of a multiprocessor, for blocks
 CHOOSE_BINS = 4096
 MOST_CHOOSING, LEAST_CHOOSING_KEYS = 16, 4096  # blocks for one slot, and keys of each
 MANY_KEYS = (
@@ -215,17 +216,22 @@ class SketchPass:
         return self._block_group_score_bytes <= MOST_GROUP_SCORE_BYTES
 
     def _rest(self, rest_parts: int) -> CudaKernel:
-        shape, threads = self.shape, self._rest_threads(rest_parts)
-        warps = threads // 32
-        transform_bytes = 2 * shape.num_coords * shape.head_dim + 4 * shape.head_dim
-        tray_bytes = warps * 4 * BLOCK_KEYS * shape.num_fine
-        shared_bytes = transform_bytes + tray_bytes + warps * shape.group_size * self._num_sums * 4
+        threads = self._rest_threads(rest_parts)
+        dtype, shared_bytes = self._query_dtype, self._rest_bytes(threads)
         more = {"REST_PARTS": rest_parts, "TILE_KEYS": self._tile_keys, "AFTER_SEARCH": int(self._keeps_scores)}
-        return compiled("rest.cu", "attend_rest", shape, self._query_dtype, threads, shared_bytes, **more)
+        return compiled("rest.cu", "attend_rest", self.shape, dtype, threads, shared_bytes, **more)
 
     def _rest_threads(self, rest_parts: int) -> int:
         """The same for every batch: it decides about the order of sums."""
-        return REST_THREADS if self.max_segments <= rest_parts else MOST_REST_THREADS
+        is_small = 2 * self._rest_bytes(REST_THREADS) <= SHARED_BYTES
+        return REST_THREADS if is_small and self.max_segments <= rest_parts else MOST_REST_THREADS
+
+    def _rest_bytes(self, threads: int) -> int:
+        """Shared memory of a block of the rest."""
+        shape, warps = self.shape, threads // 32
+        transform_bytes = 2 * shape.num_coords * shape.head_dim + 4 * shape.head_dim
+        tray_bytes = warps * 4 * BLOCK_KEYS * shape.num_fine
+        return transform_bytes + tray_bytes + warps * shape.group_size * self._num_sums * 4
 
 
 def tile_keys(max_context_len: int) -> int:

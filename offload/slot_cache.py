@@ -83,14 +83,17 @@ class LayerStatistics:
 class SlotCache:
     """State of all layers in a few tensors; contexts come and go in the places that it has for them."""
 
-    def __init__(self, shape: SlotCacheShape, device: torch.device) -> None:
+    def __init__(self, shape: SlotCacheShape, device: torch.device, rows: Tensor | None = None) -> None:
+        """rows: the slots, of sizes as below, a layer's in one piece; None: its own."""
         self.shape = shape
         heads = (shape.num_layers, shape.num_contexts, shape.num_kv_heads)
 
         def full(size: tuple[int, ...], value: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.full(size, value, dtype=dtype, device=device)
 
-        self.rows = torch.zeros(*heads, shape.num_slots, shape.row_bytes, dtype=torch.uint8, device=device)
+        slots = *heads, shape.num_slots, shape.row_bytes
+        self.rows = torch.zeros(slots, dtype=torch.uint8, device=device) if rows is None else rows
+        assert self.rows.shape == slots and self.rows.dtype == torch.uint8 and self.rows[0].is_contiguous()
         # where each layer's and context's rows are on the host: [num_kv_heads, context_len] of them each
         self.host_addresses = full((shape.num_layers, shape.num_contexts), 0, torch.int64)
         self.context_lens = full((shape.num_contexts,), 0, torch.int64)

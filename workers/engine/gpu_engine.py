@@ -30,6 +30,7 @@ from offload.codecs.formats import KvFormat
 from offload.errors import MemoryPlanError
 from workers.engine.far_rows import CachedRows
 from workers.engine.fidelity import Seen, fidelity
+from workers.engine.latent_memory import CachedLatents
 from workers.engine.memory import Placement, placement_named
 from workers.engine.own_choice import (
     SELECTOR,
@@ -270,7 +271,7 @@ class GpuEngine:
         if self._placed is None:
             return EngineCounts()
         far, artifacts = self._placed.far, self._placed.artifacts.values()
-        layers = far.cache.statistics() if isinstance(far, CachedRows) else []
+        layers = far.cache.statistics() if isinstance(far, CachedRows | CachedLatents) else []
         return EngineCounts(
             slot_lookups=sum(layer.num_selected for layer in layers),
             slot_hits=sum(layer.num_found for layer in layers),

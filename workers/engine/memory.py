@@ -12,8 +12,8 @@ from csattn.models.loader import DTYPES, read_config, weight_bytes
 from csattn.sketch.codes import num_coords
 from offload.budget import MemoryPart, MemoryPlan, available_memory
 from workers.engine.attend_all import streamed_bytes
-from workers.engine.attend_latents import latents_bytes, latents_working_bytes
 from workers.engine.far_rows import cache_bytes
+from workers.engine.latent_memory import index_key_bytes, latents_bytes, latents_working_bytes
 from workers.engine.own_choice import require_latents_placed
 from workers.engine.own_on_device import own_bytes, own_shape
 from workers.engine.schedule import schedule_bytes
@@ -43,7 +43,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """The parts of an engine, each with its bytes."""
     working = search_bytes(shape) if index_is_on_device(shape, placement) else 0
-    if shape.latents:
+    if shape.latents is not None:
         working = latents_working_bytes(shape)
     kept = 0 if shape.attends_all else schedule_bytes(shape)
     parts = [
@@ -56,12 +56,14 @@ def plan_memory(
         MemoryPart(name="the choices that later tokens read", device_bytes=kept),
         MemoryPart(name="kernels and their workspace", device_bytes=KERNELS_BYTES + working),
     ]
-    if shape.latents:
+    if shape.latents is not None and placement == "device":
         parts.append(MemoryPart(name="the contexts' latents", device_bytes=latents_bytes(shape)))
-    elif placement != "device" and shape.attends_all:
+    elif placement != "device" and shape.attends_all and shape.latents is None:
         parts.append(MemoryPart(name="the layers that are streamed", device_bytes=streamed_bytes(shape)))
     elif placement != "device":
         parts.append(MemoryPart(name="the slot cache", device_bytes=cache_bytes(shape, num_slots)))
+        if shape.latents is not None:
+            parts.append(MemoryPart(name="the contexts' index keys", device_bytes=index_key_bytes(shape)))
     if first is not None:
         parts += plan_context(shape, first, placement).parts
     return MemoryPlan(tuple(parts), shape.max_context_len)
@@ -93,7 +95,7 @@ def _own_bytes(shape: EngineShape, config: IndexConfig) -> int:
 
 def plan_context(shape: EngineShape, artifact: Artifact, placement: Placement) -> MemoryPlan:
     """What one more context takes, its resident rows, slots and latents aside: an engine has them from the start."""
-    if shape.latents:
+    if shape.latents is not None and placement == "device":
         return MemoryPlan((), shape.max_context_len)
     kv_bytes = shape.kv_bytes(artifact.spec.context_len)
     kv = {"device_bytes": kv_bytes} if placement == "device" else {"pinned_bytes": kv_bytes}

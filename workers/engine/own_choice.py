@@ -38,10 +38,15 @@ def require_latents_placed(spec: ModelSpec, placement: str) -> None:
     """Raise ConfigError where a GPU has no such layers, or not in that placement."""
     if (latent := latents_of(spec)) is None:
         return
-    if placement != "device":
+    if placement == "host":
         raise ConfigError(
-            f"{_chooses(latent)}; a GPU attends only to latents in its own memory, and placement {placement} leaves "
-            "them on the host: choose placement device, or cpu"
+            f"{_chooses(latent)}; where a GPU attends it scores their index keys, too, and placement host has the CPU "
+            "search: choose placement hybrid, device, or cpu"
+        )
+    if placement == "hybrid" and latent.top_k is None:
+        raise ConfigError(
+            f"{_chooses(latent)}; placement hybrid would bring all of them over the link for each token: choose "
+            "placement device, or cpu"
         )
     for name, dim in (("latents", latent.kv_rank), ("parts that turn", latent.rope_dim)):
         if dim < _LEAST_DIM or dim & (dim - 1):

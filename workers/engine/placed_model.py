@@ -14,8 +14,9 @@ from csattn.search.device import DeviceLayerIndex, SketchShape, index_shape, to_
 from offload.errors import MemoryPlanError, PinningError
 from offload.pinned import PinnedRows
 from workers.engine.attend_all import AttendAll, StreamedRows
-from workers.engine.attend_latents import AttendLatents, LatentPlaces
+from workers.engine.attend_latents import AttendLatents
 from workers.engine.far_rows import CachedRows, DeviceRows, context_layers
+from workers.engine.latent_memory import CachedLatents, LatentPlaces
 from workers.engine.local_layers import LocalLayers
 from workers.engine.memory import Placement, plan_context, plan_memory
 from workers.engine.on_device import SearchOnDevice
@@ -27,7 +28,7 @@ from workers.engine.step_model import StepModel
 from workers.engine.watch import Watch
 from workers.model import ModelRunner
 
-_FarRows = DeviceRows | CachedRows | StreamedRows | LatentPlaces
+_FarRows = DeviceRows | CachedRows | StreamedRows | LatentPlaces | CachedLatents
 _Attention = SearchOnDevice | SearchOnHost | AttendAll | AttendLatents
 Progress = Callable[[str, int, int], None]  # what is being loaded, done, in all
 
@@ -141,9 +142,10 @@ class PlacedModel:
 
     def _place(self, sinks: Tensor | None) -> tuple[_FarRows, _Attention]:
         shape, device = self.shape, self.device
-        if shape.latents:
-            places = LatentPlaces(shape, device)
-            return places, AttendLatents(shape, self._spec, places, device)
+        if shape.latents is not None:
+            everything = self.placement == "device"
+            latents = LatentPlaces(shape, device) if everything else CachedLatents(shape, self._num_slots, device)
+            return latents, AttendLatents(shape, self._spec, latents, device)
         if shape.attends_all:
             rows = DeviceRows(shape, device) if self.placement == "device" else StreamedRows(shape, device)
             return rows, AttendAll(shape, rows, device, sinks)
@@ -173,7 +175,7 @@ class PlacedModel:
             self.far.load(context_id, artifact.local_kv())
             undo.callback(self.far.unload, context_id)
             return
-        built = artifact.indexed_kv()
+        built = artifact.local_kv() if isinstance(self.far, CachedLatents) else artifact.indexed_kv()
         layers = context_layers(self.shape, built)
         if isinstance(self.far, DeviceRows):
             self.far.load(context_id, layers)

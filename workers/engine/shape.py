@@ -10,6 +10,7 @@ from torch import Tensor
 from csattn.attention.device import RowCoding
 from csattn.config import RestKind, SearchConfig
 from csattn.errors import ConfigError
+from csattn.models.spec import LatentSpec
 from csattn.reach import Reach
 from csattn.rest.device import moments_shape
 from csattn.sketch.own import Growth
@@ -46,7 +47,7 @@ class EngineShape:
     logit_cap: float | None = None
     has_sinks: bool = False  # heads have logits beside those of rows
     local: tuple[Reach, ...] = ()  # of the layers without an index, which all of the above leaves out but heads
-    latents: bool = False  # all layers keep latents: of a model that chooses from them itself
+    latents: LatentSpec | None = None  # all layers keep them: of a model that chooses from them itself
     state_bytes: int = 0  # of a request or a context, in layers that keep a state instead of rows
 
     @property
@@ -67,6 +68,8 @@ class EngineShape:
 
     @property
     def max_top_k(self) -> int:
+        if self.latents is not None:
+            return self.latents.top_k or 1
         return 1 if self.attends_all else self.search.top_k(self.max_context_len)
 
     @property

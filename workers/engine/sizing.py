@@ -46,7 +46,9 @@ class Sizing:
 
     def num_cached(self, longest: int) -> int:
         """Rows of a context, per layer and KV head, that are kept on the device where its KV is on the host."""
-        return max(1, int(self.slot_share * longest))
+        latent = latents_of(self.model.spec)
+        at_once = 1 if latent is None else min(longest, self.batch_sizes[-1] * (latent.top_k or 1))
+        return max(at_once, int(self.slot_share * longest))
 
     def longest(self, index_config: IndexConfig, needed: int, available_bytes: int) -> int:
         """As many rows as the model has positions, halved until what grows with them takes half of what is left.
@@ -83,8 +85,8 @@ class Sizing:
             tail_capacity=self.tail_capacity,
             attends_all=True,
         )
-        if latents_of(spec) is not None:  # a row is one KV head's; what is chosen is the model's affair
-            return replace(all_rows, latents=True)
+        if (latent := latents_of(spec)) is not None:  # a row is one KV head's; what is chosen is the model's affair
+            return replace(all_rows, latents=latent)
         attention = spec.layers[spec.indexed_layers[0]].attention
         selector = self.selector
         if isinstance(index_config, ListConfig):  # which name not all keys; by a sketch all can be chosen, or fewer

@@ -10,12 +10,12 @@ from offload import gather, slot_cache, step_mail
 from offload.budget import AvailableMemory
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
-from workers.engine import gpu_engine, placed_model, split_engine, step_model
+from workers.engine import gpu_engine, latent_memory, placed_model, split_engine, step_model
 
 
 def emulate(emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the test ends, and only where there is no device."""
-    emulator.stand_in(monkeypatch, compiling, attention, gather, slot_cache, step_mail)
+    emulator.stand_in(monkeypatch, compiling, attention, gather, slot_cache, step_mail, latent_memory)
     if DEVICE.type == "cuda":
         return
     no_lock = partial(placed_model.PinnedRows, register=ignore, unregister=ignore)

@@ -14,9 +14,15 @@ from csattn.lightning.mla.rows import SelectedRows
 from csattn.lightning.topk import device as topk_device
 from csattn.models.latent import LatentQueries, attend_latents, choose_rows
 from csattn.models.spec import IndexerSpec, LatentSpec
+from offload import gather, slot_cache
+from offload.host_memory import copy_rows
+from offload.pinned import PinnedRows
 from tests.cuda_on_cpu.emulated import DEVICE, Emulator
+from tests.workers.engine.emulated_engine import ignore
 from workers.engine import attend_latents as attending
-from workers.engine.attend_latents import AttendLatents, LatentPlaces
+from workers.engine import latent_memory
+from workers.engine.attend_latents import AttendLatents
+from workers.engine.latent_memory import CachedLatents, LatentPlaces, slots_of_step
 from workers.engine.shape import EngineShape
 
 INDEXER = IndexerSpec(num_heads=5, head_dim=21, interleaved=False)
@@ -30,6 +36,7 @@ CONTEXT_LENS = 37, 5
 # and those that see as many rows as are chosen, and one more
 ROWS = [(0, 2, 5), (0, 2, 6), (1, 0, 1), (-1, 1, 20), (-1, 0, 0), (1, 3, 11), (1, 3, 12)]
 SCALE = 0.3
+HEAD_DIM = 36  # three numbers are behind the index key
 
 
 @pytest.fixture(params=["torch", "kernels"])
@@ -62,21 +69,46 @@ def kernels(request: pytest.FixtureRequest, emulator: Emulator, monkeypatch: pyt
         monkeypatch.setattr(attending, name, kernel)
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_rows_attend_to_what_the_model_chooses(kernels: None, model: str) -> None:
+@pytest.mark.parametrize(("model", "placement"), [("chooses", "device"), ("chooses", "hybrid"), ("all", "device")])
+def test_rows_attend_to_what_the_model_chooses(
+    kernels: None, emulator: Emulator, monkeypatch: pytest.MonkeyPatch, model: str, placement: str
+) -> None:
     """Over a context that came after another one in the same place, too; what no row sees is NaN."""
+    emulator.stand_in(monkeypatch, gather, slot_cache, latent_memory)
     layers, generator = MODELS[model], torch.Generator().manual_seed(3)
-    shape = make_shape(len(layers))
-    far = LatentPlaces(shape, DEVICE)
+    shape = make_shape(len(layers), layers[0])
+    num_slots = slots_of_step(shape)  # no more than a step may need
+    far = LatentPlaces(shape, DEVICE) if placement == "device" else CachedLatents(shape, num_slots, DEVICE)
     attention = AttendLatents(shape, SimpleNamespace(layers=[SimpleNamespace(latent=x) for x in layers]), far, DEVICE)  # type: ignore[arg-type]
-    far.rows.fill_(torch.nan)
+    everything = far.rows if isinstance(far, LatentPlaces) else far.memory
+    everything.fill_(torch.nan)
     contexts = [made(generator, len(layers), length) for length in CONTEXT_LENS]
-    far.load(1, list(made(generator, len(layers), 40)))
+    load(far, 1, made(generator, len(layers), 40))
     far.unload(1)
     for context_id, rows in enumerate(contexts):
-        far.load(context_id, list(rows))
+        load(far, context_id, rows)
     own = made(generator, len(layers) * shape.num_tails, shape.tail_capacity).view(far.tails.shape)
     far.tails.copy_(own)
+    for _ in range(3):  # rows that were fetched may stay where they are
+        step(attention, layers, contexts, own, generator)
+    if isinstance(far, CachedLatents):
+        far.cache.check()
+        counts = far.cache.statistics()
+        assert sum(layer.num_found for layer in counts) > 0 and not sum(layer.num_spilled for layer in counts)
+
+
+def load(far: LatentPlaces | CachedLatents, context_id: int, rows: Tensor) -> None:
+    if isinstance(far, LatentPlaces):
+        far.load(context_id, list(rows))
+        return
+    locks = {} if DEVICE.type == "cuda" else {"register": ignore, "unregister": ignore}
+    far.load(context_id, PinnedRows(copy_rows(list(rows)), **locks))  # type: ignore[arg-type]
+
+
+def step(
+    attention: AttendLatents, layers: list[LatentSpec], contexts: list[Tensor], own: Tensor, generator: torch.Generator
+) -> None:
+    """All layers of one, each beside its definition."""
     rows, chosen = step_rows(), [torch.empty(0)] * len(ROWS)
     for layer_idx, spec in enumerate(layers):
         asked, out = make_asked(generator), torch.full((len(ROWS), spec.num_heads, spec.kv_rank), torch.nan).to(DEVICE)
@@ -84,7 +116,9 @@ def test_rows_attend_to_what_the_model_chooses(kernels: None, model: str) -> Non
         for row, (context_id, tail_id, tail_len) in enumerate(ROWS):
             if tail_len == 0:
                 continue
-            of_context = contexts[context_id][layer_idx].flatten(2)[0] if context_id >= 0 else own.new_empty(0, 70)
+            of_context = (
+                contexts[context_id][layer_idx].flatten(2)[0] if context_id >= 0 else own.new_empty(0, 2 * HEAD_DIM)
+            )
             seen = torch.cat([of_context, own[layer_idx, tail_id, 0, :tail_len].flatten(1)]).float()
             one = slice(row, row + 1)
             if spec.indexer is not None:
@@ -96,13 +130,13 @@ def test_rows_attend_to_what_the_model_chooses(kernels: None, model: str) -> Non
             torch.testing.assert_close(out[one].cpu(), want, rtol=1e-4, atol=1e-5)
 
 
-def make_shape(num_layers: int) -> EngineShape:
+def make_shape(num_layers: int, latents: LatentSpec) -> EngineShape:
     return EngineShape(
         num_layers=num_layers,
         num_q_heads=3,
         num_kv_heads=1,
         num_index_heads=1,
-        head_dim=35,  # of which half a number is behind the index key
+        head_dim=HEAD_DIM,
         dtype=torch.float32,
         softmax_scale=SCALE,
         search=SearchConfig(),
@@ -112,15 +146,15 @@ def make_shape(num_layers: int) -> EngineShape:
         num_tails=4,
         tail_capacity=23,
         attends_all=True,
-        latents=True,
+        latents=latents,
     )
 
 
 def made(generator: torch.Generator, *sizes: int) -> Tensor:
-    """Rows [first, 1, second, 2, 35]. Index keys are small integers: their scores have ties, and are exact."""
-    rows = torch.randn(sizes[0], 1, *sizes[1:], 70, generator=generator)
+    """Rows [first, 1, second, 2, HEAD_DIM]. Index keys are small integers: their scores have ties, and are exact."""
+    rows = torch.randn(sizes[0], 1, *sizes[1:], 2 * HEAD_DIM, generator=generator)
     rows[..., CHOOSES.key_width :] = rows[..., CHOOSES.key_width :].round()
-    return rows.view(sizes[0], 1, sizes[1], 2, 35)
+    return rows.view(sizes[0], 1, sizes[1], 2, HEAD_DIM)
 
 
 def make_asked(generator: torch.Generator) -> LatentQueries:

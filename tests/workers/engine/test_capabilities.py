@@ -82,7 +82,7 @@ REFUSALS = {
     1: "where the GPU searches; search workers serve",
     2: "a host budget is for decoding",
     3: "a GPU decodes with",
-    4: "a GPU attends only to latents in its own memory",
+    4: "where a GPU attends it scores their index keys",
 }
 
 

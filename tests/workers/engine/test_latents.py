@@ -18,9 +18,9 @@ from offload.codecs.formats import KvFormat
 from tests.cuda_on_cpu.emulated import DEVICE, Emulator
 from tests.tiny import byte_tokenizer, loaded, make_model, tiny_config, token_ids
 from tests.workers.engine.emulated_engine import emulate
-from workers.engine.attend_latents import LatentPlaces
 from workers.engine.cpu_engine import CpuEngine
 from workers.engine.gpu_engine import GpuEngine
+from workers.engine.latent_memory import CachedLatents, LatentPlaces
 from workers.engine.memory import require_weights
 from workers.engine.opening import open_engine
 from workers.serving.step_engine import NO_CONTEXT, StepEngine, StepRow
@@ -46,9 +46,9 @@ def on_gpu(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(emulator, monkeypatch)
 
 
-def make_engine(model: LoadedModel, **changes: object) -> GpuEngine:
+def make_engine(model: LoadedModel, placement: str = "device", **changes: object) -> GpuEngine:
     options = {"batch_sizes": (1, 2, 4), "num_slots": 3, "tail_capacity": 32, "num_contexts": 2, "max_context_len": 400}
-    return GpuEngine(model, CONFIG, "device", device=DEVICE, **{**options, **changes})  # type: ignore[arg-type]
+    return GpuEngine(model, CONFIG, placement, device=DEVICE, **{**options, **changes})  # type: ignore[arg-type]
 
 
 def logits_of(engine: StepEngine, slot: int, tokens: list[int]) -> np.ndarray:
@@ -103,8 +103,12 @@ def test_without_a_context_it_is_the_model_too(model: LoadedModel) -> None:
     np.testing.assert_allclose(got, want.numpy(), rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm_moe_dsa"])
-def test_a_gpu_answers_as_the_cpu_does_in_any_company(family: str, tmp_path: Path, on_gpu: None) -> None:
+@pytest.mark.parametrize(
+    ("family", "placement"), [("deepseek_v3", "device"), ("glm_moe_dsa", "device"), ("glm_moe_dsa", "hybrid")]
+)
+def test_a_gpu_answers_as_the_cpu_does_in_any_company(
+    family: str, placement: str, tmp_path: Path, on_gpu: None
+) -> None:
     """Requests over contexts that come and go, or over none, some of them in one step, one from rows that were kept."""
     model, contexts = loaded(family), [CONTEXT, token_ids(270, seed=7)]
     with ExitStack() as stack:
@@ -114,7 +118,7 @@ def test_a_gpu_answers_as_the_cpu_does_in_any_company(family: str, tmp_path: Pat
         for context_id, artifact in enumerate(artifacts):
             on_cpu.add_context(context_id, artifact)
         want = {context_id: told(on_cpu, [context_id])[0] for context_id in (0, 1, NO_CONTEXT)}
-        engine = stack.enter_context(make_engine(model))
+        engine = stack.enter_context(make_engine(model, placement))
         engine.add_context(0, artifacts[0])
         assert_close(told(engine, [0]), [want[0]])
         engine.add_context(1, artifacts[1])
@@ -195,15 +199,32 @@ def test_in_bfloat16_it_is_the_model_but_for_rounding(tmp_path) -> None:
     assert ours < 1.5 * theirs < 0.2
 
 
-@pytest.mark.parametrize("placement", ["hybrid", "host"])
-def test_latents_on_the_host_are_refused_by_a_sentence(model: LoadedModel, artifact: Artifact, placement: str) -> None:
-    with pytest.raises(ConfigError, match=r"its own indexer chooses 29 .* choose placement device, or cpu"):
-        open_engine(model, artifact, CONFIG, placement=placement)
+def test_latents_in_host_memory_take_a_cache_and_their_index_keys(
+    model: LoadedModel, artifact: Artifact, on_gpu: None
+) -> None:
+    """What is planned is what is there, and the cache has room for all that a step may choose."""
+    with make_engine(model, "hybrid", max_context_len=310) as engine:
+        engine.add_context(0, artifact)
+        placed = engine._placed
+        assert placed is not None and isinstance(placed.far, CachedLatents)
+        planned = {part.name: part for part in placed.plan.parts}
+        keys, slots = planned["the contexts' index keys"].device_bytes, placed.far.cache.rows.nbytes
+        assert keys + slots + planned["the requests' own KV"].device_bytes == placed.far.memory.nbytes
+        assert planned["the slot cache"].device_bytes > slots == 2 * 4 * 29 * rows_bytes(artifact)
+        assert planned["the context's KV"].pinned_bytes == 300 * rows_bytes(artifact)
+        engine.open(0, 0, CONFIG, "csattn")
+        engine.step([StepRow(0, token) for token in QUESTION[:4]])
+        assert engine.counts().slot_lookups > 0 and not any(x.num_spilled for x in placed.far.cache.statistics())
+
+
+def test_latents_that_the_cpu_would_choose_are_refused_by_a_sentence(model: LoadedModel, artifact: Artifact) -> None:
+    with pytest.raises(ConfigError, match=r"its own indexer chooses 29 .* choose placement hybrid, device, or cpu"):
+        open_engine(model, artifact, CONFIG, placement="host")
 
 
 def test_what_a_gpu_does_not_do_is_refused_before_a_weight_is_read(tmp_path) -> None:
     tiny_config("deepseek_v3").save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="attends to all of them; a GPU attends only to latents in its own memory"):
+    with pytest.raises(ConfigError, match="attends to all of them; placement hybrid would bring all"):
         require_weights(str(tmp_path), "float32", None, "hybrid")
     tiny_config("deepseek_v3", qk_rope_head_dim=24).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="parts that turn have 24 numbers; a GPU takes powers of two"):

@@ -12,16 +12,18 @@ def rotary_frequencies(
     head_dim: int,
     max_positions: int,
 ) -> tuple[Tensor, float]:
-    """The angle per position [head_dim // 2] float32, and the factor on cos and sin."""
+    """The angle per position of each pair of dimensions that turn, float32, and the factor on cos and sin."""
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+    parameters = dict(rope_parameters)
+    num_turned = int(head_dim * (parameters.pop("partial_rotary_factor", None) or 1.0))
     config = LlamaConfig(
-        head_dim=head_dim,
-        hidden_size=head_dim,
+        head_dim=num_turned,
+        hidden_size=num_turned,
         num_attention_heads=1,
         max_position_embeddings=max_positions,
-        rope_parameters=dict(rope_parameters),
+        rope_parameters=parameters,
     )
     return model_frequencies(LlamaRotaryEmbedding(config))
 

@@ -11,7 +11,7 @@ from csattn.errors import ModelError
 from csattn.models.quantized_weight import QuantizedWeight, Rounding, joined
 from csattn.models.rope import rotary_frequencies
 from csattn.models.share import share_of_head, share_of_layer, share_of_spec
-from csattn.models.spec import DeltaSpec, ExpertsSpec, LayerSpec, ModelSpec, RopeSpec
+from csattn.models.spec import DeltaSpec, ExpertsSpec, LatentSpec, LayerSpec, ModelSpec, RopeSpec
 from csattn.models.weights import (
     DeltaWeights,
     ExpertWeights,
@@ -108,6 +108,21 @@ def random_weights(
         ones = [torch.ones(size, device=device) for size in (of.num_v_heads, of.num_v_heads, of.v_dim)]
         return DeltaWeights((linear(of.in_width, spec.hidden_size),), conv, *ones)
 
+    def latent(of: LatentSpec, bias: bool) -> LatentWeights:
+        index_norm = None
+        if of.indexer is not None:
+            index_norm = torch.stack([torch.ones(of.indexer.head_dim), torch.zeros(of.indexer.head_dim)]).to(device)
+        num_queries = of.q_width + of.index_q_width
+        return LatentWeights(
+            inputs=(linear(sum(of.in_widths), spec.hidden_size, bias),),
+            queries=() if of.q_rank is None else (linear(num_queries, of.q_rank),),
+            up_k=matrix(of.num_heads * of.nope_dim, of.kv_rank).view(of.num_heads, of.nope_dim, of.kv_rank),
+            up_v=matrix(of.num_heads * of.v_dim, of.kv_rank).view(of.num_heads, of.v_dim, of.kv_rank),
+            q_norm=None if of.q_rank is None else torch.ones(of.q_rank, device=device),
+            kv_norm=torch.ones(of.kv_rank, device=device),
+            index_norm=index_norm,
+        )
+
     def experts(of: ExpertsSpec) -> ExpertWeights:
         sizes = of.num_experts, 2 * of.intermediate_size, spec.hidden_size
         both = matrix(sizes[0] * sizes[1], sizes[2]).view(sizes)
@@ -129,18 +144,20 @@ def random_weights(
     def layer(of: LayerSpec) -> LayerWeights:
         attention, mlp, hidden_size = of.attention, of.mlp, spec.hidden_size
         sizes = {"none": None, "head": (spec.head_dim,) * 2, "projection": (spec.q_width, spec.kv_width)}
-        of_heads = sizes[attention.qk_norm]
+        plain = of.delta is None and of.latent is None
+        of_heads = sizes[attention.qk_norm] if plain else None
+        attended = of.delta.v_width if of.delta else of.latent.v_width if of.latent else spec.q_width
         return LayerWeights(
             before_attention=norm(hidden_size, of.pre_norm),
-            qkv=() if of.delta is not None else (linear(spec.qkv_width, hidden_size, attention.qkv_bias),),
+            qkv=(linear(spec.qkv_width, hidden_size, attention.qkv_bias),) if plain else (),
             gates=(linear(spec.q_width, hidden_size, attention.qkv_bias),) if attention.gated and not of.delta else (),
             delta=None if of.delta is None else delta(of.delta),
-            latent=None,
-            head_norms=of_heads and HeadNorms(*(torch.ones(size, device=device) for size in of_heads)),
+            latent=None if of.latent is None else latent(of.latent, attention.qkv_bias),
+            head_norms=HeadNorms(*(torch.ones(size, device=device) for size in of_heads)) if of_heads else None,
             sinks=torch.zeros(spec.num_q_heads, device=device) if attention.sinks else None,
-            out=linear(hidden_size, of.delta.v_width if of.delta else spec.q_width, attention.out_bias, into_stream),
+            out=linear(hidden_size, attended, attention.out_bias, into_stream),
             behind_attention=norm(hidden_size, of.post_norm),
-            before_mlp=norm(hidden_size, of.pre_norm),
+            before_mlp=norm(hidden_size, of.pre_norm and not of.parallel),
             gate_up=() if mlp is None else (linear((1 + mlp.gated) * mlp.intermediate_size, hidden_size, mlp.bias),),
             down=None if mlp is None else linear(hidden_size, mlp.intermediate_size, mlp.bias, into_stream),
             experts=tuple(experts(each) for each in of.experts),
@@ -170,7 +187,9 @@ def require_dtype(dtype: torch.dtype) -> None:
 def _frequencies(spec: ModelSpec, rope: RopeSpec, device: torch.device | str) -> Frequencies:
     if rope.parameters is None:
         return Frequencies(torch.empty(0, device=device))
-    angles, scale = rotary_frequencies(rope.parameters, spec.head_dim, spec.max_positions)
+    latent = spec.layers[0].latent
+    head_dim = spec.head_dim if latent is None else latent.rope_dim
+    angles, scale = rotary_frequencies(rope.parameters, head_dim, spec.max_positions)
     return Frequencies(angles.to(device), scale)
 
 

@@ -1,5 +1,8 @@
 """Where weights come from: a loaded model, a directory, or chance."""
 
+from dataclasses import fields, is_dataclass
+from typing import Any
+
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -10,7 +13,8 @@ from csattn.models import load_model
 from csattn.models.families import describe
 from csattn.models.quantized_weight import QuantizedWeight
 from csattn.models.rope import rotary_frequencies
-from tests.tiny import FAMILIES, loaded, make_model, save
+from csattn.models.spec import ModelSpec
+from tests.tiny import ALL_FAMILIES, FAMILIES, loaded, make_model, save
 from workers.model import random_weights, take_weights
 
 TINY = describe(
@@ -103,6 +107,24 @@ def test_half_precision_that_overflows_is_refused() -> None:
         take_weights(loaded().model, "cpu", torch.float16)
     with pytest.raises(ModelError, match="float32 or bfloat16, not float16"):
         random_weights(TINY, "cpu", torch.float16)
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_random_weights_are_of_the_sizes_of_a_models(family: str) -> None:
+    model = loaded(family).model
+    taken, drawn = take_weights(model, "cpu"), random_weights(describe(model.config), "cpu", model.dtype)
+    assert sizes_of(drawn) == sizes_of(taken)
+
+
+def sizes_of(part: Any) -> Any:
+    """Of all tensors of weights."""
+    if isinstance(part, torch.Tensor):
+        return tuple(part.shape), part.dtype
+    if isinstance(part, tuple):
+        return [sizes_of(each) for each in part]
+    if is_dataclass(part) and not isinstance(part, ModelSpec):
+        return {field.name: sizes_of(getattr(part, field.name)) for field in fields(part)}
+    return part is None
 
 
 def test_random_weights_repeat() -> None:

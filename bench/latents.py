@@ -1,0 +1,193 @@
+"""Steps of models that keep latents, at their real widths: latents on the device, or in host memory; chosen, or all.
+
+    python -m bench.latents [--layers 8] [--experts 16] [--contexts 131072] [--batches 1,8] [--json FILE]
+
+DeepSeek-V3.2's shape with fewer layers and experts and random weights, each request over a context of its own, made up;
+beside it the same without an indexer (DeepSeek-V3), which attends to all latents. Random weights choose other rows for
+each token; a model's choices change less. So steps are timed twice: `fed`, with the token that the last step said, and
+`again`, the same step over and over, whose rows are all in the slots: what a model takes lies between, and by how much
+`hit_rate` says. Gate: the same tokens from both placements.
+"""
+
+import argparse
+import gc
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bench.decode.end_to_end import time_steps
+from bench.decode.gpu_timing import device_machine
+from bench.decode.kernel_times import kernel_times
+from bench.shapes import shape_named
+from bench.timing import finish, gate
+from csattn.config import SearchConfig, SketchConfig
+from csattn.models.spec import ModelSpec
+from csattn.models.weights import ModelWeights
+from workers.engine.gpu_engine import GpuEngine
+from workers.engine.latent_memory import CachedLatents
+from workers.engine.step_model import StepModel
+from workers.model import random_weights
+from workers.serving.step_engine import StepRow
+
+DTYPE, TAIL_CAPACITY, WARM_UP_STEPS, PROFILED_STEPS = torch.bfloat16, 512, 16, 4
+SAID = 8  # tokens that both placements must say alike
+PURPOSES = {  # part of a kernel's name -> what it is for
+    "_score_kernel": "score",
+    "select_": "choose",
+    "count_far": "gather",
+    "look_up_rows": "gather",
+    "gather_rows": "gather",
+    "place_chosen": "gather",
+    "_attend_kernel": "attend",
+    "_merge_kernel": "attend",
+    "attend_prefill": "attend",
+}
+
+
+class MadeContext:
+    """What an engine asks of an artifact: latents of bell-shaped numbers, as norms leave them."""
+
+    index_bytes = 0
+
+    def __init__(self, spec: ModelSpec, context_len: int, seed: int, like: Tensor) -> None:
+        """like: of the dtype, on the device that draws them."""
+        self.spec = SimpleNamespace(context_len=context_len, index_config=SketchConfig())
+        generator, size = torch.Generator(like.device).manual_seed(seed), (1, context_len, 2, spec.head_dim)
+        made: dict[str, Any] = {"dtype": like.dtype, "device": like.device, "generator": generator}
+        self._layers = [torch.randn(size, **made).cpu() for _ in range(spec.num_layers)]
+
+    def local_kv(self) -> list[Tensor]:
+        return self._layers
+
+    def require_model(self, fingerprint: str) -> None:
+        """It is any model's."""
+
+    def require_tokenizer(self, tokenizer_hash: str) -> None:
+        """Likewise."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--experts", type=int, default=16)
+    parser.add_argument("--contexts", default="131072")
+    parser.add_argument("--batches", default="1,8")
+    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    gate(torch.cuda.is_available(), "this benchmark needs a CUDA device, and torch finds none")
+    changes = fewer(arguments.layers, arguments.experts)
+    shapes = {
+        "chosen": shape_named("deepseek-v3.2", **changes),
+        "all": shape_named("deepseek-v3.2", model_type="deepseek_v3", **changes),
+    }
+    report: dict[str, Any] = {"bench": "latents", "machine": device_machine(), "layers": arguments.layers, "cases": []}
+    with torch.no_grad():
+        for kind, spec in shapes.items():
+            weights = random_weights(spec, "cuda", DTYPE)
+            for context_len in _numbers(arguments.contexts):
+                most = max(_numbers(arguments.batches))
+                contexts = [MadeContext(spec, context_len, seed, weights.embedding) for seed in range(most)]
+                for batch_size in _numbers(arguments.batches):
+                    said: dict[str, list[Any]] = {}
+                    for placement in ("device", "hybrid") if kind == "chosen" else ("device",):
+                        case = {"latents": kind, "context_len": context_len, "batch_size": batch_size}
+                        timed, said[placement] = measure(weights, contexts[:batch_size], placement, arguments.steps)
+                        gc.collect()  # graphs and what they hold
+                        torch.cuda.empty_cache()
+                        report["cases"].append({**case, "placement": placement, **timed})
+                        print(report["cases"][-1], flush=True)
+                    gate(len({str(tokens) for tokens in said.values()}) == 1, f"other tokens by placement: {said}")
+            del weights
+            gc.collect()
+            torch.cuda.empty_cache()
+    finish(report, arguments.json)
+
+
+def fewer(num_layers: int, num_experts: int) -> dict[str, Any]:
+    """Changes of a config: one layer is dense, the others have experts, which are not in groups."""
+    kinds = ["dense"] + ["sparse"] * (num_layers - 1)
+    sizes = {"num_hidden_layers": num_layers, "n_routed_experts": num_experts, "first_k_dense_replace": 1}
+    return {**sizes, "mlp_layer_types": kinds, "n_group": 1, "topk_group": 1}
+
+
+def measure(
+    weights: ModelWeights, contexts: list[MadeContext], placement: str, num_steps: int
+) -> tuple[dict[str, Any], list[Any]]:
+    """Times of steps, and what the first ones have said."""
+    batch_size, spec = len(contexts), weights.spec
+    model = StepModel(
+        name="random",
+        fingerprint="",
+        tokenizer_hash="",
+        spec=spec,
+        dtype=weights.dtype,
+        num_bytes=0,
+        take=lambda _: weights,
+    )
+    engine = GpuEngine(
+        model,
+        SearchConfig(),
+        placement,
+        batch_sizes=(batch_size,),
+        num_slots=batch_size,
+        tail_capacity=TAIL_CAPACITY,
+        num_contexts=batch_size,
+        max_context_len=contexts[0].spec.context_len,
+        device=weights.device,
+    )
+    with engine:
+        for number, context in enumerate(contexts):
+            engine.add_context(number, context)  # type: ignore[arg-type]
+            engine.open(number, number, SearchConfig(), "csattn")
+        said, tokens = [], [7 + number for number in range(batch_size)]
+        for _ in range(SAID):
+            tokens = engine.step([StepRow(number, token) for number, token in enumerate(tokens)]).next_ids.tolist()
+            said.append(tokens)
+        placed = engine._placed
+        assert placed is not None
+        runner, far = placed.runner, placed.far
+
+        def again() -> None:
+            runner.step(batch_size)
+
+        def fed() -> None:
+            runner.step(batch_size)
+            runner.advance(batch_size)
+
+        timed: dict[str, Any] = {"hbm_bytes": torch.cuda.memory_allocated()}
+        for name, step in (("again", again), ("fed", fed)):
+            for _ in range(WARM_UP_STEPS):
+                step()
+            if isinstance(far, CachedLatents):
+                far.cache.clear_statistics()
+            times_us = time_steps(step, num_steps)
+            p50, p99 = (round(float(x), 1) for x in np.percentile(times_us, [50, 99]))
+            timed |= {f"{name}_p50_us": p50, f"{name}_p99_us": p99}
+            if isinstance(far, CachedLatents):
+                counts = far.cache.statistics()
+                found, selected = (sum(getattr(x, part) for x in counts) for part in ("num_found", "num_selected"))
+                timed[f"{name}_hit_rate"] = round(found / selected, 4)
+        timed["parts_us"] = _parts(kernel_times(again, PROFILED_STEPS), spec.num_layers)
+    return timed, said
+
+
+def _parts(times_us: dict[str, float], num_layers: int) -> dict[str, float]:
+    """Purpose -> µs a layer; the rest are products, norms and what projects."""
+    sums = dict.fromkeys([*PURPOSES.values(), "other"], 0.0)
+    for name, us in times_us.items():
+        purpose = next((of for part, of in PURPOSES.items() if part in name), "other")
+        sums[purpose] += us / num_layers
+    return {purpose: round(us, 1) for purpose, us in sums.items() if us}
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+if __name__ == "__main__":
+    main()

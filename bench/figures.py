@@ -16,6 +16,13 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 STEPS = "decode-steps-h200.json"
+MODELS, LAYER, LATENTS = "models-h200.json", "layer-h200.json", "latents-h200.json"
+SHAPES = {  # of MODELS: a name, and what is searched of it
+    "qwen3-30b-a3b": "Qwen3-30B-A3B: 48 layers, 128 experts",
+    "gpt-oss-20b": "gpt-oss-20b: 12 of 24 layers, the others see 128 rows",
+    "gemma-3-27b": "Gemma 3 27B: 10 of 62 layers, the others see 1024 rows",
+    "qwen3.5-27b": "Qwen3.5-27B: 16 of 64 layers, the others are linear",
+}
 PUBLISHED, SCHEDULES = "decode-published-h200.json", "schedules.json"
 QUALITY = "quality.json", "quality-cpu.json"  # the second is of the sketch as it is now, of fewer texts
 TEXTS = {
@@ -244,6 +251,53 @@ def milliseconds(of: Case) -> float:
     return float(of["p50_us"]) / 1e3
 
 
+def models() -> list[str]:
+    """Whole steps of other shapes, beside full attention."""
+    head = "| ms a step (GB on the device) | requests | full attention | `device` | of what bytes allow | `hybrid` |"
+    lines = [head, "|---|---:|---:|---:|---:|---:|"]
+    for shape, name in SHAPES.items():
+        sizes = sorted({(of["context_len"], of["batch_size"]) for of in measured(MODELS) if of["shape"] == shape})
+        for context_len, batch_size in sizes:
+            of = {"shape": shape, "context_len": context_len, "batch_size": batch_size}
+            whole = only(MODELS, **of, variant="full")
+            device, hybrid = (only(MODELS, **of, variant="default", placement=where) for where in ("device", "hybrid"))
+            share = f"{device['of_roofline']:.0%}".replace("%", " %") if "of_roofline" in device else ""
+            cells = [str(batch_size), step_cell(whole), step_cell(device), share, step_cell(hybrid)]
+            lines.append(f"| {name}; {context_len // 1024}K | {' | '.join(cells)} |")
+    return lines
+
+
+def step_cell(of: Case) -> str:
+    return "does not fit" if "refused" in of else f"{milliseconds(of):.2f} ({of['hbm_bytes'] / 1e9:.0f})"
+
+
+def layer() -> list[str]:
+    """One layer's search and attention, beside full attention."""
+    lines = ["| one layer, µs | full attention | `default` | × |", "|---|---:|---:|---:|"]
+    for of in (case for case in measured(LAYER) if case["variant"] == "default"):
+        whole = only(LAYER, variant="full", **{name: of[name] for name in ("kind", "context_len", "batch_size")})
+        length, batch_size = of["context_len"] // 1024, of["batch_size"]
+        contexts = "on one context" if of["kind"].startswith("shared") else "with contexts of their own"
+        requests = "one request" if batch_size == 1 else f"{batch_size} requests {contexts}"
+        times = whole["p50_us"] / of["p50_us"]
+        lines.append(f"| {requests}, {length}K | {whole['p50_us']:.0f} | {of['p50_us']:.0f} | {times:.2f} |")
+    return lines
+
+
+def latents() -> list[str]:
+    """Steps of a model that keeps latents, and the parts of a layer."""
+    parts = ("score", "choose", "gather", "attend", "other")
+    named = ["ms a step: as fed, all rows in slots", "GB on the device", *(f"µs a layer: {parts[0]}", *parts[1:])]
+    lines = ["| 128K of context | " + " | ".join(named) + " |", "|---|" + "---:|" * len(named)]
+    for of in measured(LATENTS):
+        what = f"`{of['placement']}`" if of["latents"] == "chosen" else "`device`, all latents"
+        requests = "one request" if of["batch_size"] == 1 else f"{of['batch_size']} requests"
+        times = f"{of['fed_p50_us'] / 1e3:.2f}, {of['again_p50_us'] / 1e3:.2f}"
+        cells = [times, f"{of['hbm_bytes'] / 1e9:.1f}", *(f"{of['parts_us'].get(part, 0):.0f}" for part in parts)]
+        lines.append(f"| {requests}, {what} | {' | '.join(cells)} |")
+    return lines
+
+
 def published() -> list[str]:
     """The published system's schedules at each length, `default` and full attention beside them."""
     lengths = sorted({case["context_len"] for case in measured(PUBLISHED)})
@@ -309,6 +363,9 @@ TABLES: dict[tuple[str, str], Callable[[], list[str]]] = {
     ("bench/README.md", "quality"): quality_means,
     ("bench/README.md", "steps"): steps,
     ("bench/README.md", "published"): published,
+    ("bench/README.md", "models"): models,
+    ("bench/README.md", "layer"): layer,
+    ("bench/README.md", "latents"): latents,
     ("bench/README.md", "faults"): faults,
     ("docs/quality.md", "kl"): quality,
     ("docs/quality.md", "lm-eval"): lm_eval,

@@ -42,10 +42,17 @@ def context_bytes(spec: ArtifactSpec, kv_format: KvFormat | None = None) -> tupl
     return kv, others
 
 
-def room_for_contexts(spec: ArtifactSpec, engine: EngineSettings, host_bytes: int, device_bytes: int) -> int:
-    """How many contexts like this may be loaded at the same time. host_bytes, device_bytes: free beside the weights."""
+def room_for_contexts(
+    spec: ArtifactSpec,
+    engine: EngineSettings,
+    host_bytes: int,  # free beside the weights, as device_bytes are
+    device_bytes: int,
+    index_key_share: float = 0.0,  # of rows, see `own_choice`
+) -> int:
+    """How many contexts like this may be loaded at the same time."""
     kv, index = context_bytes(spec, engine.kv_format)
-    on_device = {"cpu": 0, "device": kv + index}.get(engine.placement, index + int(engine.slot_share * kv))
+    searched = index + int((index_key_share + engine.slot_share) * kv)
+    on_device = {"cpu": 0, "device": kv + index}.get(engine.placement, searched)
     on_host = {"cpu": kv + index, "device": 0}.get(engine.placement, kv)
     bounds = [have // takes for have, takes in ((host_bytes, on_host), (device_bytes, on_device)) if takes]
     if engine.context_bytes is not None:

@@ -326,7 +326,9 @@ def test_a_model_that_chooses_by_itself_is_told_where(tmp_path: Path) -> None:
     found = needs, on_gpu, stream = examine_model(str(tmp_path), machine())
     assert "3 layers of latents, which it chooses from itself" in needs.text and "this machine has room" in needs.text
     assert [finding.status for finding in found[1:]] == ["ok", "ok"]
-    assert "latents lie on the device" in on_gpu.text and "csattn stream" in stream.text
+    assert "placement `host` is refused" in on_gpu.text and "csattn stream" in stream.text
+    tiny_config("deepseek_v3", max_position_embeddings=65_536).save_pretrained(tmp_path)
+    assert "all of its latents lie on the device" in examine_model(str(tmp_path), machine())[1].text
     tiny_config("deepseek_v32", kv_lora_rank=36).save_pretrained(tmp_path)
     needs, on_gpu, *_ = examine_model(str(tmp_path), machine())
     assert on_gpu.status == "warning" and "latents have 36 numbers; a GPU takes powers of two" in on_gpu.text

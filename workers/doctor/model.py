@@ -1,5 +1,7 @@
 """What one model needs here, in bytes, and what it will be refused for: from its config alone, no weight is read."""
 
+from functools import partial
+
 import torch
 
 from csattn.artifact import ModelGeometry
@@ -11,7 +13,7 @@ from csattn.models.spec import ModelSpec
 from workers.capacity import context_bytes, room_for_contexts, spec_of, told_lens
 from workers.doctor.checks import Finding, gib
 from workers.doctor.facts import Facts
-from workers.engine.own_choice import latents_of, require_latents_placed
+from workers.engine.own_choice import index_key_share, latents_of, require_latents_placed
 from workers.settings import EngineSettings
 
 _ITEM_BYTES = 2  # of bfloat16
@@ -25,7 +27,7 @@ def examine_model(name: str, facts: Facts, weights: str | None = None) -> list[F
         size = weight_bytes(config, _ITEM_BYTES, weights)
     except ModelError as error:
         return [Finding("model", "problem", f"{name}: {error}", "Use a model of a family that docs/models.md lists.")]
-    return [*_needs(name, geometry_of(config), *size, facts), *_refusals(spec)]
+    return [*_needs(name, geometry_of(config), *size, index_key_share(spec), facts), *_refusals(spec)]
 
 
 def _needs(
@@ -33,6 +35,7 @@ def _needs(
     geometry: ModelGeometry,
     weights: int,
     kept: int,  # of them, on a GPU
+    key_share: float,  # of latents, that are index keys
     facts: Facts,
 ) -> list[Finding]:
     indexed = len(geometry.indexed_layers)
@@ -52,7 +55,8 @@ def _needs(
         rows = f"{gib(kv)} of KV, {gib(sketch)} of sketch" if indexed else f"{gib(kv)} of latents"
         text += f" {spec.context_len:,} tokens of context: {rows}."
     kv, sketch = context_bytes(specs[0])
-    if devices and kept + (sketch if indexed else kv) > free:
+    leaves_kv = bool(indexed or key_share)  # in host memory
+    if devices and kept + (sketch + int(key_share * kv) if leaves_kv else kv) > free:
         text += f" The device has {gib(free)} free."
         remedy = "Decode it on the CPU, on a larger device, or take a smaller model."
         if kept == weights:
@@ -60,9 +64,10 @@ def _needs(
         return [Finding("model", "warning", text, remedy)]
     if not devices and weights > memory:
         return [Finding("model", "warning", f"{text} This machine has {gib(memory)}.", "Take a smaller model.")]
-    engine = EngineSettings(placement="cpu" if not devices else "hybrid" if indexed else "device")
+    engine = EngineSettings(placement="cpu" if not devices else "hybrid" if leaves_kv else "device")
     host_bytes, device_bytes = memory if devices else memory - weights, free - kept
-    rooms = [f"{room_for_contexts(spec, engine, host_bytes, device_bytes)} of {spec.context_len:,}" for spec in specs]
+    room = partial(room_for_contexts, engine=engine, host_bytes=host_bytes, device_bytes=device_bytes)
+    rooms = [f"{room(spec, index_key_share=key_share)} of {spec.context_len:,}" for spec in specs]
     placed = f"`{engine.placement}`, engine.num_contexts {engine.num_contexts}" if devices else "this machine"
     return [Finding("model", "ok", f"{text} Contexts that {placed} has room for: {', '.join(rooms)}.")]
 
@@ -78,7 +83,9 @@ def _refusals(spec: ModelSpec) -> list[Finding]:
     except ConfigError as error:
         findings.append(Finding("model", "warning", f"On a GPU: {error}", "Decode it on the CPU: --placement cpu."))
     if latents_of(spec) is not None:
-        text = "On a GPU all of its latents lie on the device: placements `hybrid` and `host` are refused."
+        text = "On a GPU placement `host` is refused: its index keys are scored where it attends."
+        if not index_key_share(spec):
+            text = "On a GPU all of its latents lie on the device: placements `hybrid` and `host` are refused."
         findings.append(Finding("model", "ok", text))
     kinds = [layer.attention for layer in spec.layers]
     if any(kind.logit_cap is not None for kind in kinds):

@@ -13,6 +13,12 @@ def latents_of(spec: ModelSpec) -> LatentSpec | None:
     return spec.layers[0].latent
 
 
+def index_key_share(spec: ModelSpec) -> float:
+    """Of the bytes of rows, those of the index keys that the model chooses by; 0: it has none."""
+    latent = latents_of(spec)
+    return 0.0 if latent is None or latent.indexer is None else latent.indexer.head_dim / (2 * spec.head_dim)
+
+
 def rows_read(latent: LatentSpec, context_len: int, tail_len: int) -> float:
     """Of a request with so many rows of its own: the mean over its tokens."""
     seen = range(context_len + 1, context_len + tail_len + 1)

@@ -6,10 +6,12 @@ import torch
 
 from csattn.cpus import available_cpus
 from csattn.models import LoadedModel
+from csattn.models.families import describe
 from offload.budget import host_memory_bytes
 from workers.capacity import room_for_contexts, spec_of, told_lens
 from workers.doctor.checks import gib
 from workers.doctor.facts import Gpu, visible_gpus
+from workers.engine.own_choice import index_key_share
 from workers.settings import Settings
 
 
@@ -19,10 +21,11 @@ def found_here(settings: Settings, loaded: LoadedModel) -> str:
     if settings.engine.placement != "cpu":
         weights = sum(parameter.numel() * parameter.element_size() for parameter in loaded.model.parameters())
         device_bytes = torch.cuda.mem_get_info()[0] - weights
-    rooms = []
+    rooms, key_share = [], index_key_share(describe(loaded.model.config))
     for context_len in told_lens(loaded.geometry):
         spec = spec_of(loaded.geometry, context_len, settings.build.dtype, settings.build.preset)
-        rooms.append(f"{room_for_contexts(spec, settings.engine, host_bytes, device_bytes)} of {context_len:,}")
+        room = room_for_contexts(spec, settings.engine, host_bytes, device_bytes, key_share)
+        rooms.append(f"{room} of {context_len:,}")
     free_bytes = shutil.disk_usage(settings.store.path).free
     return (
         f"{_gpus(visible_gpus())}, {available_cpus()} CPUs, {gib(host_bytes)} of memory and {gib(free_bytes)} of disk "

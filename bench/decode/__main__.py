@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.decode.options import SCHEDULES
+from bench.decode.options import SCHEDULES, SLOTS
 from bench.decode.recording import default_path, load_recording, record_demo
 from bench.decode.report import tables
 from bench.decode.results import Results, merge_files
@@ -51,6 +51,7 @@ def main() -> None:
     e2e.add_argument("--steps", type=int, default=192, help="that are timed of each case")
     e2e.add_argument("--search-period", type=int, default=1, help="tokens from one search of a request to the next")
     e2e.add_argument("--kv-codec", help="keeps the contexts' rows of streamed and of ours so: q8_0, say")
+    e2e.add_argument("--slots", type=float, help=f"of a context's rows, on the device in hybrid and host [{SLOTS}]")
     e2e.add_argument("--schedules", type=_names, default=list(SCHEDULES), help="of ours [default: %(default)s]")
     show.add_argument("files", type=Path, nargs="+")
     show.add_argument("--out", type=Path)
@@ -92,6 +93,7 @@ def _measure(arguments: argparse.Namespace) -> None:
         ceilings=header["ceilings"],
         seconds=arguments.seconds,
         num_steps=getattr(arguments, "steps", 0),
+        slots=getattr(arguments, "slots", None),
         schedules=tuple(getattr(arguments, "schedules", ())),
         kv_format=KvFormat.parse(arguments.kv_codec) if getattr(arguments, "kv_codec", None) else None,
         is_shared=getattr(arguments, "shared", False),

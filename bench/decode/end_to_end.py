@@ -111,6 +111,8 @@ def _cases(
                     continue
                 named: Case = {**key, "variant": variant, "placement": placement, "schedule": schedule}
                 named["keep"] = options.search.keep
+                if options.slots is not None and placement != "device":
+                    named["slots"] = options.slots
                 yield named, partial(placed, work, options, variant, placement, search)
 
 

@@ -7,6 +7,7 @@ from csattn.config import SearchConfig
 from csattn.models.spec import ModelSpec
 from offload.codecs.formats import KvFormat
 
+SLOTS = 0.14  # of a context: rows that a slot cache holds, and what is chosen at once with room to spare
 EVERY_STEP, AHEAD = SCHEDULES = "every step", "one layer ahead"
 
 
@@ -21,6 +22,7 @@ class Options:
     seconds: float  # of measuring, per figure
     num_steps: int = 192  # that are timed, of whole steps
     schedules: tuple[str, ...] = SCHEDULES  # of ours, which are told by how they begin
+    slots: float | None = None  # of a context; None: SLOTS
     kv_format: KvFormat | None = None  # of contexts' rows, in whole steps of ours
     is_shared: bool = False  # one context for all requests of a batch
 

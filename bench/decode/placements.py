@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bench.decode.forked import MadeContext, forked_searcher
-from bench.decode.options import AHEAD, EVERY_STEP, Options
+from bench.decode.options import AHEAD, EVERY_STEP, SLOTS, Options
 from bench.decode.prepared import TAIL_CAPACITY, TAIL_LEN, Prepared, TooLargeError, require_memory
 from bench.decode.roofline import full_bytes, index_bytes, layer_bytes
 from bench.decode.variants import num_segments, of_variant
@@ -35,7 +35,6 @@ from workers.engine.memory import index_is_on_device
 from workers.engine.searcher import StepSearcher
 from workers.searchers.step_searches import StepSearches
 
-SLOTS = 0.14  # of the context: rows that a slot cache holds, and what is chosen at once with room to spare
 KV_BYTES = 16 << 30  # of different layers in pinned memory
 SEARCHED_STEPS = 4  # on the CPU, with no device beside it
 
@@ -100,7 +99,7 @@ def _on_device(work: Workload, options: Options, config: IndexConfig, search: Se
 
 def _hybrid(work: Workload, options: Options, config: IndexConfig, search: SearchConfig) -> Prepared:
     shape = options.shape
-    share = slot_share(search)
+    share = slot_share(options, search)
     per_layer = round(share * full_bytes(shape, work.context_len)) + index_bytes(shape, config, work.context_len)
     require_memory(work.num_contexts * options.num_layers * per_layer, "slot cache and index on the device")
     engine = engine_shape(work, options, config, search)
@@ -121,7 +120,7 @@ def _on_host(
     shape, engine = options.shape, engine_shape(work, options, config, search)
     indexed = options.num_layers * index_bytes(shape, config, work.context_len)
     codes = work.num_contexts * indexed * index_is_on_device(engine, "host")  # for the rest
-    share = slot_share(search)
+    share = slot_share(options, search)
     slots_bytes = round(share * full_bytes(shape, work.context_len)) * options.num_layers * work.num_contexts
     require_memory(slots_bytes + codes, "slot cache and codes on the device")
     stored = min(KV_BYTES, full_bytes(shape, work.context_len) * NUM_WIDE_LAYERS) + indexed
@@ -159,9 +158,9 @@ def _on_host(
     return Prepared(steps, least, facts, far.cache.clear_statistics, close=close)
 
 
-def slot_share(search: SearchConfig) -> float:
+def slot_share(options: Options, search: SearchConfig) -> float:
     """Rows of a context that a slot cache holds: a choice of 20 % for eight tokens stays on the device."""
-    return max(SLOTS, 1.25 * search.keep)
+    return max(options.slots or SLOTS, 1.25 * search.keep)
 
 
 def cache_facts(far: CachedRows, work: Workload, options: Options, num_steps: int) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property, partial
 from threading import Lock
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -256,9 +255,7 @@ class CpuEngine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def _run(self, plan: RowPlan, plain: PlainRows, looks: Looks) -> None:

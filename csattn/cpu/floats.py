@@ -1,7 +1,4 @@
-"""Floats of any width as vectors of 16 float32, sums of vectors in one fixed order, and the exponential.
-
-Arrays of bfloat16 come as uint16, arrays of float16 as int16: numba has a type for neither.
-"""
+"""Floats of any width as vectors of 16 float32, sums of vectors in one fixed order, and the exponential."""
 
 from typing import Any
 
@@ -17,14 +14,13 @@ from csattn.cpu.simd import F32x16, I32x16, Vector, as_bits, fill
 
 LANES = 16
 F32x4 = Vector(types.float32, 4)
-KINDS: dict[str, Any] = {"float32": np.float32(0), "bfloat16": np.uint16(0), "float16": np.int16(0)}  # by torch's names
 
 _F32 = ir.FloatType()
 _ROUNDER = np.float32(12582912.0)  # 1.5 * 2 ** 23: added and taken away, it rounds to the nearest integer
 
 
 def widened(builder: ir.IRBuilder, value: Any, element: types.Type, lanes: int = 1) -> Any:
-    """What was loaded from an array of that element type (see `KINDS`), as float32."""
+    """What was loaded from an array of that element type (see `csattn.cpu.addresses.KINDS`), as float32."""
 
     def kind(scalar: ir.Type) -> ir.Type:
         return ir.VectorType(scalar, lanes) if lanes > 1 else scalar

@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from csattn.batch import StepRows
-from csattn.cpu.addresses import Stage
+from csattn.cpu.addresses import KindStage, Stage
+from csattn.cpu.arguments import words_of
 from csattn.cpu.tape import Tape
 from csattn.models.spec import Activation, DeltaSpec, ExpertsSpec, LatentSpec, Temper
 from csattn.models.weights import DeltaWeights, ExpertWeights, Frequencies, HeadNorms, LatentWeights, Linear
@@ -19,13 +20,27 @@ from workers.model.cpu.expert_stages import (
     CHOOSE,
     EXPERTS,
     SCORES,
+    add_experts_stage,
     choose_stage,
     expert_pieces,
-    expert_stage,
+    experts_stage,
 )
-from workers.model.cpu.latent_stages import APPEND, ASK, VALUES, latent_stage
+from workers.model.cpu.latent_stages import APPEND, ASK, VALUES, append_stage, ask_stage, values_stage
 from workers.model.cpu.linear_stage import ACTIVATIONS, LINEAR, linear_pieces, linear_stage
-from workers.model.cpu.row_stages import EMBED, FINISH_LOGITS, GATE, PREDICT, PREPARE, ROTATE, row_stage
+from workers.model.cpu.row_stages import (
+    EMBED,
+    FINISH_LOGITS,
+    GATE,
+    PREDICT,
+    PREPARE,
+    ROTATE,
+    embed_stage,
+    finish_logits_stage,
+    gate_stage,
+    predict_stage,
+    prepare_stage,
+    rotate_stage,
+)
 from workers.model.ops import DeltaState, LatentRoom, Normed, Readers, Rotation, Stream
 
 
@@ -62,7 +77,7 @@ class TapeOps:
     ) -> None:
         vocab_size, width = embedding.shape
         self._note(
-            row_stage("embed", self._kind),
+            KindStage(embed_stage, self._kind),
             EMBED,
             reads=[],
             writes=[stream.hidden],
@@ -122,7 +137,7 @@ class TapeOps:
         bias = weights.gate_bias
         assert weights.gates.stride() == weights.ups.stride() and weights.gates.stride(2) == 1
         self._note(
-            expert_stage("experts", self._kind),
+            KindStage(experts_stage, self._kind),
             EXPERTS,
             reads=[x.x, chosen, shares],
             writes=[gated],
@@ -159,7 +174,7 @@ class TapeOps:
     ) -> None:
         hidden_size = stream.hidden.shape[1]
         self._note(
-            expert_stage("add_experts", self._kind),
+            KindStage(add_experts_stage, self._kind),
             ADD_EXPERTS,
             reads=[gated, chosen, shares, stream.hidden],
             writes=[stream.hidden],
@@ -199,7 +214,7 @@ class TapeOps:
     ) -> None:
         _, num_kv_heads, tail_capacity, _, _ = tail.shape
         self._note(
-            row_stage("rotate", self._kind),
+            KindStage(rotate_stage, self._kind),
             ROTATE,
             reads=[qkv],
             writes=[qkv, tail, q],
@@ -216,8 +231,7 @@ class TapeOps:
 
     def gate(self, x: Tensor, gates: Tensor) -> None:
         width = x.shape[1]
-        stage = row_stage("gate", self._kind)
-        self._note(stage, GATE, reads=[x, gates], writes=[x], per_row=1, x=x, gates=gates, width=width)
+        self._note(gate_stage, GATE, reads=[x, gates], writes=[x], per_row=1, x=x, gates=gates, width=width)
 
     def delta(
         self,
@@ -280,7 +294,7 @@ class TapeOps:
         _, _, tail_capacity, _, head_dim = tail.shape
         indexer, (key_at, key_width, index_dim, _) = spec.indexer, spec.in_widths
         self._note(
-            latent_stage("append", self._kind),
+            KindStage(append_stage, self._kind),
             APPEND,
             reads=[room.inputs],
             writes=[tail, room.q_latents],
@@ -311,7 +325,7 @@ class TapeOps:
         index = [] if asked.index_q is None or asked.index_weights is None else [asked.index_q, asked.index_weights]
         assert weights.up_k.stride()[1:] == (spec.kv_rank, 1)
         self._note(
-            latent_stage("ask", self._kind),
+            KindStage(ask_stage, self._kind),
             ASK,
             reads=[room.inputs, room.projected],
             writes=[asked.q, *index],
@@ -338,7 +352,7 @@ class TapeOps:
     def latent_values(self, weights: LatentWeights, spec: LatentSpec, room: LatentRoom) -> None:
         assert weights.up_v.stride()[1:] == (spec.kv_rank, 1)
         self._note(
-            latent_stage("values", self._kind),
+            KindStage(values_stage, self._kind),
             VALUES,
             reads=[room.attended],
             writes=[room.values],
@@ -363,7 +377,7 @@ class TapeOps:
         q: Tensor,
     ) -> None:
         self._note(
-            row_stage("predict", self._kind),
+            predict_stage,
             PREDICT,
             reads=[early],
             writes=[q],
@@ -375,7 +389,7 @@ class TapeOps:
 
     def finish_logits(self, logits: Tensor, multiplier: float, cap: float | None) -> None:
         self._note(
-            row_stage("finish_logits", self._kind),
+            finish_logits_stage,
             FINISH_LOGITS,
             reads=[logits],
             writes=[logits],
@@ -403,7 +417,7 @@ class TapeOps:
     ) -> None:
         num_out, num_in = linear.weight.shape
         self._note(
-            linear_stage(str(linear.weight.dtype).removeprefix("torch.")),  # not all are of the model's
+            KindStage(linear_stage, str(linear.weight.dtype).removeprefix("torch.")),  # not all are of the model's
             LINEAR,
             reads=[x] if multiplier is None else [x, out],
             writes=[out],
@@ -431,7 +445,7 @@ class TapeOps:
         multiplier: float = 1.0,
     ) -> None:
         self._note(
-            row_stage("prepare", self._kind),
+            prepare_stage,
             PREPARE,
             reads=[stream.hidden] if added is None else [stream.hidden, added],
             writes=[
@@ -480,8 +494,7 @@ class TapeOps:
         per_row: int = 0,
         **values: Any,  # the arguments: numbers, arrays and tensors
     ) -> None:
-        assert values.keys() == set(names), f"the stage wants {names}, got {tuple(values)}"
-        arguments = np.array([word(values[name]) for name in names], np.int64)
+        arguments = words_of(names, values)
         level, held = self._levels.of(reads, writes), (*reads, *writes, *values.values())
         self._noted.append(_Stage(stage, arguments, fixed, per_row, level, held))
 
@@ -544,13 +557,3 @@ class _Levels:
         for levels, tensors in ((self._read, read), (self._written, written)):
             levels.update({tensor: max(level, levels.get(tensor, -1)) for tensor in tensors})
         return level
-
-
-def word(value: Any) -> int:
-    """A stage's argument: a number, or where an array begins; None is 0."""
-    if value is None:
-        return 0
-    if isinstance(value, Tensor):
-        assert value.is_contiguous()
-        return value.data_ptr()
-    return value.ctypes.data if isinstance(value, np.ndarray) else int(value)

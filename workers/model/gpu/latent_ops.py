@@ -1,4 +1,4 @@
-"""What a step does to rows of latents by themselves, in Triton: `LatentOps`."""
+"""What a step does to rows of latents by themselves, in Triton."""
 
 from typing import Any
 

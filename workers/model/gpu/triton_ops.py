@@ -25,7 +25,7 @@ from workers.model.gpu.token_kernels import (
     likeliest_of_part_kernel,
     turn_kernel,
 )
-from workers.model.ops import SQUARES_BLOCK, DeltaState, Normed, Readers, Rotation, Stream
+from workers.model.ops import SQUARES_BLOCK, DeltaRoom, DeltaState, ExpertRoom, Normed, Readers, Rotation, Stream
 
 _GATE_BLOCK, _MIX_BLOCK = 1024, 128
 _LOGITS_BLOCK = 4096  # that a program looks through
@@ -146,15 +146,13 @@ class TritonOps(TritonLatentOps):
             **self._launch(),
         )
 
-    def choose_experts(
-        self, logits: Tensor, bias: Tensor | None, spec: ExpertsSpec, chosen: Tensor, shares: Tensor
-    ) -> None:
+    def choose_experts(self, bias: Tensor | None, spec: ExpertsSpec, room: ExpertRoom) -> None:
         num_groups, num_kept = spec.groups
-        choose_kernel[(len(logits),)](
-            logits,
-            logits if bias is None else bias,
-            chosen,
-            shares,
+        choose_kernel[(len(room.logits),)](
+            room.logits,
+            room.logits if bias is None else bias,
+            room.chosen,
+            room.shares,
             spec.num_experts,
             spec.scale,
             SCORES=spec.scores,
@@ -169,9 +167,7 @@ class TritonOps(TritonLatentOps):
             **self._launch(),
         )
 
-    def experts(
-        self, x: Normed, weights: ExpertWeights, spec: ExpertsSpec, chosen: Tensor, shares: Tensor, gated: Tensor
-    ) -> None:
+    def experts(self, x: Normed, weights: ExpertWeights, spec: ExpertsSpec, room: ExpertRoom) -> None:
         """gates and ups: parts of one matrix, as `take_weights` joins them."""
         width, squares, bias = spec.intermediate_size, x.squares, weights.gate_bias
         num_squares = 1 if squares is None else len(squares)
@@ -181,9 +177,9 @@ class TritonOps(TritonLatentOps):
             x.x if squares is None else squares,
             weights.gates,
             weights.gates if bias is None else bias,
-            chosen,
-            shares,
-            gated,
+            room.chosen,
+            room.shares,
+            room.gated,
             len(x.x),
             width,
             x.x.shape[1],
@@ -200,33 +196,30 @@ class TritonOps(TritonLatentOps):
 
     def experts_add(
         self,
-        gated: Tensor,
         weights: ExpertWeights,
         spec: ExpertsSpec,
-        chosen: Tensor,
-        shares: Tensor,
-        parts: Tensor,
+        room: ExpertRoom,
         multiplier: float,
         stream: Stream,
         readers: Readers,
     ) -> None:
-        hidden_size, bias = parts.shape[2], weights.down_bias
+        hidden_size, bias = room.parts.shape[2], weights.down_bias
         experts_down_kernel[(triton.cdiv(hidden_size, BLOCK_N), spec.num_experts)](
-            gated,
+            room.gated,
             weights.down,
             weights.down if bias is None else bias,
-            chosen,
-            shares,
-            parts,
-            len(gated),
+            room.chosen,
+            room.shares,
+            room.parts,
+            len(room.gated),
             hidden_size,
             spec.intermediate_size,
             ON_INPUT=spec.on_input,
             HAS_BIAS=bias is not None,
-            **_expert_constants(weights.down, spec, len(gated)),
+            **_expert_constants(weights.down, spec, len(room.gated)),
             **self._launch(),
         )
-        self._add_parts(parts, spec.num_chosen, None, 0.0, multiplier, stream, readers)
+        self._add_parts(room.parts, spec.num_chosen, None, 0.0, multiplier, stream, readers)
 
     def linear_add(self, x: Tensor, linear: Linear, multiplier: float, stream: Stream, readers: Readers) -> None:
         weight, tiles = linear.weight, Tiles.of(linear)
@@ -329,25 +322,23 @@ class TritonOps(TritonLatentOps):
 
     def delta(
         self,
-        inputs: Tensor,
         weights: DeltaWeights,
         spec: DeltaSpec,
         eps: float,
         rows: StepRows,
         state: DeltaState,
-        mixed: Tensor,
-        out: Tensor,
+        room: DeltaRoom,
     ) -> None:
-        num_rows, in_width = inputs.shape
+        num_rows, in_width = room.inputs.shape
         requests = {"VERSIONS": state.conv.shape[1], "BLOCK_ROWS": triton.next_power_of_2(num_rows)}
         mix_kernel[(num_rows, triton.cdiv(spec.num_channels, _MIX_BLOCK))](
-            inputs,
+            room.inputs,
             weights.conv,
             rows.tail_lens,
             rows.tail_ids,
             state.turn,
             state.conv,
-            mixed,
+            room.mixed,
             num_rows,
             in_width,
             spec.num_channels,
@@ -359,8 +350,8 @@ class TritonOps(TritonLatentOps):
             **self._launch(),
         )
         remember_kernel[(num_rows, spec.num_v_heads)](
-            inputs,
-            mixed,
+            room.inputs,
+            room.mixed,
             weights.decay,
             weights.decay_bias,
             weights.norm,
@@ -368,7 +359,7 @@ class TritonOps(TritonLatentOps):
             rows.tail_ids,
             state.turn,
             state.memory,
-            out,
+            room.out,
             num_rows,
             in_width,
             spec.num_channels,

@@ -38,7 +38,15 @@ from workers.engine.pool_searcher import PoolSearcher
 from workers.engine.preparation import Preparation
 from workers.engine.row_plan import RowPlan, RowPlans
 from workers.engine.searcher import Searcher
-from workers.engine.slots import require_free_slot, require_new_context, require_room, require_unused, seen_lens
+from workers.engine.slots import (
+    loaded_context,
+    open_request,
+    require_free_slot,
+    require_new_context,
+    require_room,
+    require_unused,
+    seen_lens,
+)
 from workers.model.cpu.cpu_model import CpuModel
 from workers.serving.step_engine import NO_CONTEXT, EngineCounts, Fidelity, Reading, StepResult, StepRow
 
@@ -213,17 +221,11 @@ class CpuEngine:
 
     def context(self, context_id: int) -> CpuContext:
         """The context that is loaded under that number."""
-        if context_id == NO_CONTEXT:
-            return self._no_context
-        if context_id not in self._contexts:
-            raise ConfigError(f"there is no context {context_id}; load it first")
-        return self._contexts[context_id]
+        return self._no_context if context_id == NO_CONTEXT else loaded_context(context_id, self._contexts)
 
     def request(self, slot: int) -> CpuRequest:
         """The request that is open there."""
-        if slot not in self._requests:
-            raise ConfigError(f"slot {slot} is not open; open it first")
-        return self._requests[slot]
+        return open_request(slot, self._requests)
 
     def reading(self, slot: int) -> Reading:
         request, latent = self.request(slot), latents_of(self._model.shape)

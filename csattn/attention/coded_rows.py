@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from csattn.attention.row_math import mix, score_16
 from csattn.cpu.addresses import array_at, call_stage
-from csattn.cpu.floats import LANES, load_float
+from csattn.cpu.floats import load_float
 from csattn.cpu.jit import exact_kernel
-from csattn.cpu.simd import prefetch
+from csattn.cpu.simd import LANES, prefetch
 
 
 @exact_kernel

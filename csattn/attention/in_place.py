@@ -26,9 +26,9 @@ from csattn.attention.in_place_rest import rest_ranges_of
 from csattn.attention.row_math import cap_logits, mix, score_16, weigh
 from csattn.cpu.addresses import array_at
 from csattn.cpu.arguments import bytes_of, word_of
-from csattn.cpu.floats import LANES, exp_lanes
+from csattn.cpu.floats import exp_lanes
 from csattn.cpu.jit import exact_kernel
-from csattn.cpu.simd import F32x16, fill, prefetch, store
+from csattn.cpu.simd import LANES, F32x16, fill, prefetch, store
 from csattn.rest.estimate import rest_of_head
 
 RANGE_ROWS = 256

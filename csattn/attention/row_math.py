@@ -6,10 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from csattn.cpu.addresses import array_at
-from csattn.cpu.floats import LANES, exp_lanes, largest_of, load_float, load_floats, sum_of, sums_of_4, sums_of_16
+from csattn.cpu.floats import exp_lanes, largest_of, load_float, load_floats, sum_of, sums_of_4, sums_of_16
 from csattn.cpu.jit import exact_kernel
 from csattn.cpu.lanes import fma, larger, where_less
-from csattn.cpu.simd import F32x16, I32x16, fill, lane_numbers, load, store
+from csattn.cpu.simd import LANES, F32x16, I32x16, fill, lane_numbers, load, store
 
 
 @exact_kernel

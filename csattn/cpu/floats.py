@@ -10,13 +10,12 @@ from numba.extending import intrinsic
 from csattn.cpu.jit import exact_kernel
 from csattn.cpu.lanes import fma, lane_0, larger, smaller
 from csattn.cpu.llvm import by_elements, by_values, call, shuffle
-from csattn.cpu.simd import F32x16, I32x16, Vector, as_bits, fill
+from csattn.cpu.simd import LANES, F32x16, I32x16, Vector, as_bits, fill
 
-LANES = 16
 F32x4 = Vector(types.float32, 4)
 
 _F32 = ir.FloatType()
-_ROUNDER = np.float32(12582912.0)  # 1.5 * 2 ** 23: added and taken away, it rounds to the nearest integer
+ROUNDER = np.float32(12582912.0)  # 1.5 * 2 ** 23: added and taken away, it rounds to the nearest integer
 
 
 def widened(builder: ir.IRBuilder, value: Any, element: types.Type, lanes: int = 1) -> Any:
@@ -106,8 +105,8 @@ def sums_of_16(a, b, c, d):  # type: ignore[no-untyped-def]
 def exp_lanes(x):  # type: ignore[no-untyped-def]
     """e ** x within two units in the last place, for x up to 88; 0 below -87."""
     clipped = smaller(larger(x, fill(F32x16, -87.5)), fill(F32x16, 88.5))
-    shifted = fma(clipped, fill(F32x16, 1.4426950408889634), fill(F32x16, _ROUNDER))
-    whole = shifted - fill(F32x16, _ROUNDER)
+    shifted = fma(clipped, fill(F32x16, 1.4426950408889634), fill(F32x16, ROUNDER))
+    whole = shifted - fill(F32x16, ROUNDER)
     rest = fma(whole, fill(F32x16, -0.693145751953125), clipped)
     rest = fma(whole, fill(F32x16, -1.428606765330187e-06), rest)
     power = fma(fill(F32x16, 1.9875691500e-4), rest, fill(F32x16, 1.3981999507e-3))

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 from csattn.cpu.addresses import array_at
 from csattn.cpu.jit import exact_kernel
 from csattn.cpu.lanes import mask_at_least
-from csattn.cpu.simd import I32x16, fill, lane_numbers, load, store
+from csattn.cpu.simd import LANES, I32x16, fill, lane_numbers, load, store
 from csattn.search.group_scores import (
-    LANES,
     LOG2_E,
     NO_SHIFT,
     NOT_SCORED,

@@ -12,11 +12,10 @@ from numpy.typing import NDArray
 from csattn.cpu.byte_lanes import add_byte_dots, spread_byte, turn_fours
 from csattn.cpu.jit import exact_kernel, inlined_kernel
 from csattn.cpu.lanes import fma, larger, largest_lane, sum_of_lanes, where_equal
-from csattn.cpu.simd import F32x16, I32x16, U16x16, U16x32, as_bits, convert, fill, load, prefetch_early, store
+from csattn.cpu.simd import LANES, F32x16, I32x16, U16x16, U16x32, as_bits, convert, fill, load, prefetch_early, store
 from csattn.search.sketch_group_scores import NOT_COUNTED
 from csattn.sketch.codes import BLOCK_KEYS, FINE_BITS
 
-LANES = 16
 CHUNK_KEYS = 512  # whose weights stay in the first-level cache
 WEIGHT_BITS = 15  # of the largest
 WEIGHT_BYTES = 8  # of a key: both bytes, four times

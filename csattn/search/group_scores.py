@@ -25,9 +25,8 @@ from csattn.cpu.lanes import (
     where_equal,
     where_less,
 )
-from csattn.cpu.simd import F32x16, I32x16, as_bits, fill, lane_numbers, load
+from csattn.cpu.simd import LANES, F32x16, I32x16, as_bits, fill, lane_numbers, load
 
-LANES = 16
 NOT_SCORED = -(2**31)  # group score of what may not be chosen, and the bits of -0.0
 HEADROOM = 94
 LOG2_LEAST_SHARE = -216  # of reference.LEAST_SHARE

@@ -9,10 +9,10 @@ import numpy as np
 
 from csattn.cpu.addresses import array_at
 from csattn.cpu.arguments import bytes_of, floats_of, number_at, word_of, words_at
-from csattn.cpu.floats import LANES, exp_lanes, largest_of, load_float
+from csattn.cpu.floats import exp_lanes, largest_of, load_float
 from csattn.cpu.jit import exact_kernel
 from csattn.cpu.lanes import fma, larger
-from csattn.cpu.simd import F32x16, fill, load, store
+from csattn.cpu.simd import LANES, F32x16, fill, load, store
 from workers.model.cpu.linear import TILE, products
 
 # All three stages' arguments: sizes, and addresses of float32 but where something else is said.

@@ -48,16 +48,14 @@ class SearchOnDevice:
         self.lookahead = bool(shape.search.lookahead)
         self.tails = shape.make_tails(device) if tails is None else tails
         self._resident = ResidentRows(shape, device)
-        self.indexes = self._indexes = DeviceIndexes(
-            shape.num_layers, shape.num_contexts, shape.search, device, shape.max_segments
-        )
+        self.indexes = DeviceIndexes(shape.num_layers, shape.num_contexts, shape.search, device, shape.max_segments)
         self._plans = plan_batches(shape, device, sinks)
         self._searches = _make_searches(shape, index, device)
         self._coded_rest: CodedRest | None = None
         self._schedule = Schedule(shape, device)
         if shape.sums_rest_apart:
             assert isinstance(index, SketchShape)
-            self._coded_rest = CodedRest(shape, index, self._indexes, device)
+            self._coded_rest = CodedRest(shape, index, self.indexes, device)
         # where rows move, beside attention to the others by their codes; None: they have no way to go
         self._link: torch.cuda.Stream | None = None
         if far.cross_link and device.type == "cuda":  # an emulated device does one thing after the other
@@ -70,7 +68,7 @@ class SearchOnDevice:
         self._fetched: dict[int, _Fetched] = {}  # by layer, until it attends
 
     def __repr__(self) -> str:
-        return f"<SearchOnDevice {self._indexes!r}, {self.far!r}>"
+        return f"<SearchOnDevice {self.indexes!r}, {self.far!r}>"
 
     def load(
         self,
@@ -82,11 +80,11 @@ class SearchOnDevice:
         """Give a place to a context whose rows `far` has. No step may be in flight."""
         context_len = self.shape.require_context(kv)
         self._resident.load(context_id, kv, plain)
-        self._indexes.load(context_id, context_len, list(index))
+        self.indexes.load(context_id, context_len, list(index))
 
     def unload(self, context_id: int) -> None:
         """Forget a context. No step may be in flight."""
-        self._indexes.unload(context_id)
+        self.indexes.unload(context_id)
 
     def chosen(self, layer_idx: int, rows: StepRows) -> DeviceSelection:
         """What the step has selected in that layer, until it searches for the layer after the next."""
@@ -145,12 +143,12 @@ class SearchOnDevice:
             return self._coded_rest.post(layer_idx, selected, rows, plan.attention)
         searched = self._searches[rows.batch_size].scores
         assert isinstance(searched, SketchPass)
-        post_rest(searched, self._indexes, layer_idx, selected, rows, plan.attention)
+        post_rest(searched, self.indexes, layer_idx, selected, rows, plan.attention)
 
     def _search(self, layer_idx: int, q: Tensor, rows: StepRows) -> "_Fetched":
         """Enqueue the search on the current stream, and the way of its rows."""
         selection, search_ids = self._plans[rows.batch_size].selection(layer_idx), self._schedule.search_ids(rows)
-        self._searches[rows.batch_size].search(q, self._indexes, layer_idx, search_ids, selection, rows.top_ks)
+        self._searches[rows.batch_size].search(q, self.indexes, layer_idx, search_ids, selection, rows.top_ks)
         self._schedule.share_out(layer_idx, selection, rows)
         fetched = self.far.fetch(layer_idx, selection, rows.context_ids, self._link)
         is_there = self._link.record_event() if self._link else None

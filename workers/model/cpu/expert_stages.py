@@ -9,7 +9,8 @@ from csattn.cpu.addresses import array_at
 from csattn.cpu.arguments import bytes_of, floats_of, number_at, words_at
 from csattn.cpu.floats import load_float
 from csattn.cpu.jit import exact_kernel
-from workers.model.cpu.linear import LANES, TILE, products
+from csattn.cpu.simd import LANES
+from workers.model.cpu.linear import TILE, products
 from workers.model.cpu.linear_stage import activate
 
 # The stages' arguments: sizes, and addresses of float32 but where something else is said.

@@ -6,9 +6,9 @@ import numpy as np
 
 from csattn.cpu.addresses import array_at
 from csattn.cpu.arguments import bytes_of, floats_of, number_at, word_of, words_at
-from csattn.cpu.floats import LANES, load_float, load_floats, store_float
+from csattn.cpu.floats import load_float, load_floats, store_float
 from csattn.cpu.lanes import fma
-from csattn.cpu.simd import F32x16, fill, store
+from csattn.cpu.simd import LANES, F32x16, fill, store
 from workers.model.cpu.linear import TILE, products
 from workers.model.cpu.row_stages import inverse_rms, turn
 

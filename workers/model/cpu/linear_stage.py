@@ -10,8 +10,8 @@ from csattn.cpu.arguments import number_at, word_of, words_at
 from csattn.cpu.floats import exp_lanes, load_float
 from csattn.cpu.jit import exact_kernel
 from csattn.cpu.lanes import fma, larger
-from csattn.cpu.simd import F32x16, fill, load, store
-from workers.model.cpu.linear import LANES, TILE, products
+from csattn.cpu.simd import LANES, F32x16, fill, load, store
+from workers.model.cpu.linear import TILE, products
 
 # arguments: addresses, sizes, and what is done with the product
 LINEAR = (

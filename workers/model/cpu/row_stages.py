@@ -7,10 +7,10 @@ from numpy.typing import NDArray
 
 from csattn.cpu.addresses import array_at
 from csattn.cpu.arguments import bytes_of, floats_of, number_at, word_of, words_at
-from csattn.cpu.floats import LANES, exp_lanes, load_float, store_float, sum_of
+from csattn.cpu.floats import exp_lanes, load_float, store_float, sum_of
 from csattn.cpu.jit import exact_kernel
 from csattn.cpu.lanes import fma
-from csattn.cpu.simd import F32x16, fill, load, store
+from csattn.cpu.simd import LANES, F32x16, fill, load, store
 
 # The stages' arguments: sizes, and addresses of float32 but where something else is said. eps, multiplier and cap are
 # addresses of float64.

@@ -142,7 +142,8 @@ class PredictionsRecorded(FullAttention):
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_predicted_queries_are_those_of_the_layers_own_modules(family) -> None:
     """As the session predicts them: the next layer's norm and projection of this layer's input, the map, RoPE."""
-    from csattn.models.query import queries_before_rope, rotate_for
+    from bench.accuracy.attending.rotation import rotate_for
+    from csattn.models.query import queries_before_rope
 
     model = loaded(family).model
     attention = PredictionsRecorded(full_attention(model, begun=1))

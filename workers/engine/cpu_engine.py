@@ -17,7 +17,7 @@ from csattn.artifact import Artifact
 from csattn.config import SearchConfig, SketchConfig
 from csattn.cpu.team import Team
 from csattn.cpus import available_cpus
-from csattn.errors import ConfigError, ContextError
+from csattn.errors import ConfigError
 from csattn.models import LoadedModel
 from csattn.models.families import describe
 from csattn.search import SearchPool
@@ -43,11 +43,13 @@ from workers.engine.slots import (
     open_request,
     require_free_slot,
     require_new_context,
+    require_num_rows,
     require_room,
     require_unused,
     seen_lens,
 )
 from workers.model.cpu.cpu_model import CpuModel
+from workers.model.rows import require_tokens
 from workers.serving.step_engine import NO_CONTEXT, EngineCounts, Fidelity, Reading, StepResult, StepRow
 
 
@@ -346,12 +348,8 @@ class CpuEngine:
 
     def _require_rows(self, rows: Sequence[StepRow], watch: tuple[int, int] | None) -> None:
         """Raise before anything changes."""
-        if not 1 <= len(rows) <= self.max_rows:
-            raise ConfigError(f"a step has 1 to {self.max_rows} rows, got {len(rows)}")
-        vocab_size = self.loaded.geometry.vocab_size
-        for row in rows:
-            if not 0 <= row.token_id < vocab_size:
-                raise ContextError(f"token id {row.token_id} is not in the model's vocabulary of {vocab_size}")
+        require_num_rows(len(rows), self.max_rows)
+        require_tokens([row.token_id for row in rows], self.loaded.geometry.vocab_size)
         for slot, num_new in Counter(row.slot for row in rows).items():
             self._require_room(slot, num_new)
         if watch is not None and not (0 <= watch[0] < len(rows) and 0 <= watch[1] < self.num_layers):

@@ -48,6 +48,7 @@ from workers.engine.slots import (
     open_request,
     require_free_slot,
     require_new_context,
+    require_num_rows,
     require_room,
     require_unused,
     seen_lens,
@@ -357,8 +358,7 @@ class GpuEngine:
 
     def _tail_lens(self, rows: Sequence[StepRow]) -> list[int]:
         """Rows of its tail that each row sees, its own included. Raises before anything changes."""
-        if not 1 <= len(rows) <= self.max_rows:
-            raise ConfigError(f"a step has 1 to {self.max_rows} rows, got {len(rows)}")
+        require_num_rows(len(rows), self.max_rows)
         for slot, num_new in Counter(row.slot for row in rows).items():
             self._require_room(slot, num_new)
         return seen_lens([row.slot for row in rows], {row.slot: self._requests[row.slot].tail_len for row in rows})

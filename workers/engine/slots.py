@@ -48,6 +48,12 @@ def require_free_slot(slot: int, num_slots: int, taken: Collection[int]) -> None
         raise ConfigError(f"slot {slot} is taken; close it first")
 
 
+def require_num_rows(num_rows: int, max_rows: int) -> None:
+    """Of a step."""
+    if not 1 <= num_rows <= max_rows:
+        raise ConfigError(f"a step has 1 to {max_rows} rows, got {num_rows}")
+
+
 def require_room(slot: int, num_rows: int, room: int) -> None:
     """num_rows: of the request's own, with the new ones."""
     if num_rows > room:

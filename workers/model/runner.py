@@ -16,7 +16,7 @@ from workers.model.attention import StepAttention
 from workers.model.devices import Devices
 from workers.model.layers import Call, StepLayers
 from workers.model.ops import StepOps
-from workers.model.rows import RowBuffer
+from workers.model.rows import RowBuffer, require_tokens
 from workers.model.torch_ops import TorchOps
 
 
@@ -180,10 +180,7 @@ class ModelRunner:
 
     def require_tokens(self, token_ids: Sequence[int]) -> None:
         """Raise ContextError for one that is none."""
-        vocab_size = self.weights.spec.vocab_size
-        for token_id in token_ids:
-            if not 0 <= token_id < vocab_size:
-                raise ContextError(f"token id {token_id} is not in the model's vocabulary of {vocab_size}")
+        require_tokens(token_ids, self.weights.spec.vocab_size)
 
 
 class _Step:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from workers.engine.resident import ResidentRows
 from workers.engine.schedule import Schedule
 from workers.engine.shape import EngineShape
 
+if TYPE_CHECKING:  # which searches by the class below
+    from workers.engine.own_on_device import OwnOnDevice
+
 
 class SearchOnDevice:
     """`StepAttention` whose steps are one graph. Owns the contexts' indexes, their resident rows and all tails.
@@ -41,7 +44,7 @@ class SearchOnDevice:
         far: FarRows,
         device: torch.device,
         tails: Tensor | None = None,  # as `make_tails` has them; None: its own
-        own: "Own | None" = None,  # who attends to requests' own segments, beside
+        own: "OwnOnDevice | None" = None,  # who attends to requests' own segments, beside
         sinks: Tensor | None = None,  # [num_layers, num_q_heads] float32, where the shape has them
     ) -> None:
         self.shape, self.far, self.own = shape, far, own
@@ -130,7 +133,7 @@ class SearchOnDevice:
     def end_step(self, rows: StepRows) -> None:
         """Nothing is left to do."""
 
-    def _own(self, rows: StepRows) -> "Own | None":
+    def _own(self, rows: StepRows) -> "OwnOnDevice | None":
         return self.own if rows.any_own else None
 
     def _post_rest(self, layer_idx: int, rows: StepRows) -> None:
@@ -153,22 +156,6 @@ class SearchOnDevice:
         fetched = self.far.fetch(layer_idx, selection, rows.context_ids, self._link)
         is_there = self._link.record_event() if self._link else None
         return _Fetched(fetched, self._ahead.record_event() if self._ahead else None, is_there)
-
-
-class Own(Protocol):
-    """See `OwnOnDevice`."""
-
-    def begin_step(self, rows: StepRows) -> None: ...
-
-    def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None: ...
-
-    def begin(self, layer_idx: int, q: Tensor, rows: StepRows) -> None: ...
-
-    def join(self) -> None: ...
-
-    def attended(self, rows: StepRows) -> tuple[Tensor, Tensor]: ...
-
-    def chosen(self, layer_idx: int, rows: StepRows) -> DeviceSelection: ...
 
 
 @dataclass(frozen=True, slots=True)

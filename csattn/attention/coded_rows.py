@@ -68,7 +68,7 @@ def mix_coded(
         _read_16(reader, rows, block, num_context, v_offset, head_dim * itemsize, like, head_dim, values)
         for g in range(group_size):
             part = array_at(parts + g * part_bytes, head_dim, np.float32(0))
-            mix(weights, g * room + block, places, 0, LANES, 0, np.float32(0), head_dim, part)
+            mix(weights, g * room + block, places, LANES, 0, np.float32(0), head_dim, part)
 
 
 @exact_kernel

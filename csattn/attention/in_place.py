@@ -102,7 +102,7 @@ def _attend(args: Any, piece: int, like: Any, itemsize: int) -> None:
         weigh(weights, g * room, count, room, part, head_dim)
         part[:head_dim] = 0.0
         if not coded:
-            mix(weights, g * room, rows, 0, room, head_dim, like, head_dim, part)
+            mix(weights, g * room, rows, room, head_dim, like, head_dim, part)
     if coded:
         reader, offset = word_of(args.v_readers, row), word_of(args.v_offsets, row)
         part_bytes = 4 * MAX_PARTS * part_words

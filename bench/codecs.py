@@ -24,6 +24,8 @@ from csattn.artifact import open_artifact
 from csattn.attention import in_place
 from csattn.attention.in_place_arguments import ARGUMENTS, MAX_PARTS
 from csattn.config import SearchConfig, preset
+from csattn.cpu.addresses import KindStage
+from csattn.cpu.arguments import words_of
 from csattn.cpu.tape import Tape
 from csattn.cpu.team import Team
 from csattn.models import LoadedModel, load_model
@@ -130,9 +132,9 @@ def _attention(rows: Tensor, q: Tensor, chosen: Tensor, layout: tuple[int, int, 
     }  # fmt: skip
     unused = "queries", "query_bytes", "max_rest_ranges", "logit_cap", "sinks"  # no sketch, plain logits
     values = {name: array.ctypes.data for name, array in arrays.items()} | sizes | dict.fromkeys(unused, 0)
-    arguments = np.array([values[name] for name in ARGUMENTS], np.int64)
+    arguments = words_of(ARGUMENTS, values)
     tape, team = Tape(), Team(1)
-    tape.add(in_place.attend_stage(kind), arguments, HEADS * num_ranges)
+    tape.add(KindStage(in_place.attend_stage, kind), arguments, HEADS * num_ranges)
     tape.add(in_place.merge_stage, arguments, HEADS * GROUP_SIZE)
     kept = rows, q, chosen, tail, valid_len, arrays  # what the arguments point to
 

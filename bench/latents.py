@@ -148,7 +148,7 @@ def measure(
         for _ in range(SAID):
             tokens = engine.step([StepRow(number, token) for number, token in enumerate(tokens)]).next_ids.tolist()
             said.append(tokens)
-        placed = engine._placed
+        placed = engine._placing.placed
         assert placed is not None
         runner, far = placed.runner, placed.far
 

@@ -8,8 +8,8 @@ import faiss
 import numpy as np
 from numpy.typing import NDArray
 
-# Below this norm the direction of a query part is rounding error: it is not clustered.
-_SMALLEST_NORM = 1e-12
+from index_build.kmeans_torch import SMALLEST_NORM
+
 # faiss-gpu reserves device memory for each k-means: there is room for one at a time
 _gpu_turn = Lock()
 
@@ -27,7 +27,7 @@ def spherical_kmeans(
     when FAISS was built for one.
     """
     norms = np.linalg.norm(points, axis=1)
-    directions = points[norms > _SMALLEST_NORM] / norms[norms > _SMALLEST_NORM, None]
+    directions = points[norms > SMALLEST_NORM] / norms[norms > SMALLEST_NORM, None]
     if len(directions) <= num_centroids:
         return _repeat_to(directions, num_centroids, points.shape[1])
     has_gpu = _num_gpus() > 0

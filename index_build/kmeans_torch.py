@@ -13,7 +13,7 @@ _SEED_CANDIDATES = 4  # tried for every seed
 _CHUNK = 1024  # points that one matrix product sums over
 _SCORE_ELEMENTS, _SCORE_ELEMENTS_ON_GPU = 1 << 24, 1 << 28  # problems share a pass up to this
 # Below this norm the direction of a query part is rounding error: it is not clustered.
-_SMALLEST_NORM = 1e-12
+SMALLEST_NORM = 1e-12
 _NUDGE = 1e-3  # between the two centroids that share a cluster which is split
 
 
@@ -43,7 +43,7 @@ def spherical_kmeans_batch(
 
 def _cluster(points: Tensor, num_centroids: int, num_iterations: int, seed: int) -> Tensor:
     norms = points.norm(dim=2, keepdim=True)
-    counts = (norms > _SMALLEST_NORM).float()  # 1, or 0 for a point that is left out
+    counts = (norms > SMALLEST_NORM).float()  # 1, or 0 for a point that is left out
     directions = points / torch.where(counts > 0, norms, torch.inf)
     generator = torch.Generator().manual_seed(seed)
     num_seed_points = _SEED_POINTS_PER_CENTROID * num_centroids
@@ -118,4 +118,4 @@ def _normalised(vectors: Tensor) -> Tensor:
     """Unit vectors; the first axis for what has no direction (a mean of opposite points, or no points at all)."""
     norms = vectors.norm(dim=2, keepdim=True)
     first_axis = torch.eye(1, vectors.shape[2], device=vectors.device)
-    return torch.where(norms > _SMALLEST_NORM, vectors / norms.clamp_min(_SMALLEST_NORM), first_axis)
+    return torch.where(norms > SMALLEST_NORM, vectors / norms.clamp_min(SMALLEST_NORM), first_axis)

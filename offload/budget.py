@@ -63,14 +63,6 @@ class MemoryPlan:
         needed = [(part.name, part.pinned_bytes) for part in self.parts]
         _require("pinned host memory", needed, available.host_bytes)
 
-    def require_context(self, context_len: int) -> None:
-        """Raise MemoryPlanError if a context is longer than it was planned for."""
-        if context_len > self.max_context_len:
-            raise MemoryPlanError(
-                f"the context has {context_len:,} rows, memory was planned for contexts of up to "
-                f"{self.max_context_len:,}; start the engine with a larger maximal context length"
-            )
-
 
 def _require(place: str, parts: Sequence[tuple[str, int]], available_bytes: int) -> None:
     needed_bytes = sum(num_bytes for _, num_bytes in parts)

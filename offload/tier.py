@@ -41,10 +41,6 @@ class Tier:
     def num_used(self) -> int:
         return len(self._page_in) - self._num_free
 
-    @property
-    def num_free(self) -> int:
-        return self._num_free
-
     def look_up(self, pages: Pages) -> Slots:
         """The slot of each page, NOWHERE where it has none."""
         return self._slot_of[pages].astype(np.int64)

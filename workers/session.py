@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from functools import update_wrapper
 from pathlib import Path
 from threading import Lock
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -85,9 +84,7 @@ class Session:
         self._is_open = True
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._forward.end_session()
         with self._lock:
             self._is_open = False

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from csattn.attention.row_math import mix, score_16
 from csattn.cpu.addresses import array_at, call_stage
-from csattn.cpu.floats import LANES, load_float
+from csattn.cpu.floats import load_float
 from csattn.cpu.jit import exact_kernel
-from csattn.cpu.simd import prefetch
+from csattn.cpu.simd import LANES, prefetch
 
 
 @exact_kernel
@@ -68,7 +68,7 @@ def mix_coded(
         _read_16(reader, rows, block, num_context, v_offset, head_dim * itemsize, like, head_dim, values)
         for g in range(group_size):
             part = array_at(parts + g * part_bytes, head_dim, np.float32(0))
-            mix(weights, g * room + block, places, 0, LANES, 0, np.float32(0), head_dim, part)
+            mix(weights, g * room + block, places, LANES, 0, np.float32(0), head_dim, part)
 
 
 @exact_kernel

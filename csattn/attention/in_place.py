@@ -20,15 +20,15 @@ from csattn.attention.in_place_arguments import (
     arguments_at,
     chosen_of,
     list_len_of,
-    of_row,
     valid_len_of,
 )
 from csattn.attention.in_place_rest import rest_ranges_of
 from csattn.attention.row_math import cap_logits, mix, score_16, weigh
-from csattn.cpu.addresses import Stage, array_at
-from csattn.cpu.floats import LANES, exp_lanes
+from csattn.cpu.addresses import array_at
+from csattn.cpu.arguments import bytes_of, word_of
+from csattn.cpu.floats import exp_lanes
 from csattn.cpu.jit import exact_kernel
-from csattn.cpu.simd import F32x16, fill, prefetch, store
+from csattn.cpu.simd import LANES, F32x16, fill, prefetch, store
 from csattn.rest.estimate import rest_of_head
 
 RANGE_ROWS = 256
@@ -40,9 +40,10 @@ def num_ranges(list_len: int) -> int:
     return ranges
 
 
-def attend_stage(kind: str) -> Stage:
-    """For KV of that dtype. A piece is a range of one index head's list: max_index_heads * max_ranges a row."""
-    return _STAGES[kind]
+def attend_stage(arguments: int, piece: int, thread: int, like: Any) -> int:
+    """For KV of that type. A piece is a range of one index head's list: max_index_heads * max_ranges a row."""
+    _attend(arguments_at(arguments), piece, like, bytes_of(like))
+    return 0
 
 
 def merge_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
@@ -50,28 +51,6 @@ def merge_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
     args = arguments_at(arguments)
     _merge(args, piece // args.num_q_heads, piece % args.num_q_heads)
     return 0
-
-
-def _attend_float32(arguments: int, piece: int, thread: int, unused: int) -> int:
-    _attend(arguments_at(arguments), piece, np.float32(0), 4)
-    return 0
-
-
-def _attend_bfloat16(arguments: int, piece: int, thread: int, unused: int) -> int:
-    _attend(arguments_at(arguments), piece, np.uint16(0), 2)
-    return 0
-
-
-def _attend_float16(arguments: int, piece: int, thread: int, unused: int) -> int:
-    _attend(arguments_at(arguments), piece, np.int16(0), 2)
-    return 0
-
-
-_STAGES: dict[str, Stage] = {
-    "float32": _attend_float32,
-    "bfloat16": _attend_bfloat16,
-    "float16": _attend_float16,
-}
 
 
 @exact_kernel
@@ -87,7 +66,7 @@ def _attend(args: Any, piece: int, like: Any, itemsize: int) -> None:
     num_rows = array_at(args.num_rows, 1, np.int64(0))[0]
     row, head_range = piece % num_rows, piece // num_rows
     head, number = head_range // args.max_ranges, head_range % args.max_ranges
-    num_index_heads = of_row(args.num_index_heads, row)
+    num_index_heads = word_of(args.num_index_heads, row)
     if head >= num_index_heads:
         return
     list_len = list_len_of(args, row, head)
@@ -105,12 +84,12 @@ def _attend(args: Any, piece: int, like: Any, itemsize: int) -> None:
         rows[i] = rows[count - 1]  # a row that is there; its weight will be 0
     if num_context == count:
         num_context = room
-    coded = of_row(args.k_readers, row) != 0
+    coded = word_of(args.k_readers, row) != 0
     q = array_at(args.q + 4 * (row * num_q_heads + head * group_size) * head_dim, group_size * head_dim, np.float32(0))
     scale = array_at(args.softmax_scale, 1, np.float64(0))[0]
     weights = np.empty(group_size * room, np.float32)
     if coded:
-        reader, row_bytes = of_row(args.k_readers, row), of_row(args.row_bytes, row)
+        reader, row_bytes = word_of(args.k_readers, row), word_of(args.row_bytes, row)
         score_coded(q, rows, num_context, reader, row_bytes, like, head_dim, group_size, scale, weights)
     else:
         _score(q, rows, like, itemsize, head_dim, group_size, scale, weights)
@@ -123,9 +102,9 @@ def _attend(args: Any, piece: int, like: Any, itemsize: int) -> None:
         weigh(weights, g * room, count, room, part, head_dim)
         part[:head_dim] = 0.0
         if not coded:
-            mix(weights, g * room, rows, 0, room, head_dim, like, head_dim, part)
+            mix(weights, g * room, rows, room, head_dim, like, head_dim, part)
     if coded:
-        reader, offset = of_row(args.v_readers, row), of_row(args.v_offsets, row)
+        reader, offset = word_of(args.v_readers, row), word_of(args.v_offsets, row)
         part_bytes = 4 * MAX_PARTS * part_words
         mix_coded(weights, rows, num_context, reader, offset, like, itemsize, head_dim, group_size, parts, part_bytes)
 
@@ -154,14 +133,14 @@ def _addresses(
     args: Any, row: int, head: int, first: int, count: int, tail_row_bytes: int, rows: NDArray[np.int64]
 ) -> Any:
     """Where rows [first, first + count) of an index head's list lie; how many of them, the first, are the context's."""
-    kv_head = head // (of_row(args.num_index_heads, row) // args.num_kv_heads)
-    context_len, capacity = of_row(args.context_lens, row), args.tail_capacity
-    row_bytes = of_row(args.row_bytes, row)
-    context = of_row(args.kv, row) + kv_head * context_len * row_bytes
-    tail = args.tails + (of_row(args.tail_ids, row) * args.num_kv_heads + kv_head) * capacity * tail_row_bytes
-    sink_end, window_start = of_row(args.sink_ends, row), of_row(args.window_starts, row)
+    kv_head = head // (word_of(args.num_index_heads, row) // args.num_kv_heads)
+    context_len, capacity = word_of(args.context_lens, row), args.tail_capacity
+    row_bytes = word_of(args.row_bytes, row)
+    context = word_of(args.kv, row) + kv_head * context_len * row_bytes
+    tail = args.tails + (word_of(args.tail_ids, row) * args.num_kv_heads + kv_head) * capacity * tail_row_bytes
+    sink_end, window_start = word_of(args.sink_ends, row), word_of(args.window_starts, row)
     own = row + args.own_rows
-    coded, ids, own_ids = of_row(args.window_starts, own), chosen_of(args, row, head), chosen_of(args, own, head)
+    coded, ids, own_ids = word_of(args.window_starts, own), chosen_of(args, row, head), chosen_of(args, own, head)
     window_at = sink_end + len(ids)
     tail_at = window_at + context_len - window_start
     recent_at = tail_at + len(own_ids)
@@ -182,7 +161,7 @@ def _addresses(
 
 @exact_kernel
 def _merge(args: Any, row: int, q_head: int) -> None:
-    num_q_heads, head_dim, num_index_heads = args.num_q_heads, args.head_dim, of_row(args.num_index_heads, row)
+    num_q_heads, head_dim, num_index_heads = args.num_q_heads, args.head_dim, word_of(args.num_index_heads, row)
     if num_index_heads == 0:
         return
     head = q_head // (num_q_heads // num_index_heads)
@@ -235,7 +214,7 @@ def _add_part(part: NDArray[np.float32], top: np.float32, out: NDArray[np.float3
 @exact_kernel
 def _given_rest(args: Any, row: int, q_head: int) -> NDArray[np.float32]:
     """The part of the rest that came with the selection; empty: none."""
-    rests, words = of_row(args.rests, row), args.head_dim + 2
+    rests, words = word_of(args.rests, row), args.head_dim + 2
     part: NDArray[np.float32] = array_at(rests + 4 * q_head * words, words if rests != 0 else 0, np.float32(0))
     return part
 
@@ -252,14 +231,14 @@ def _part_of(number: int, ranges: int, rest_ranges: int) -> int:
 @exact_kernel
 def _rest(args: Any, row: int, q_head: int, out: NDArray[np.float32]) -> Any:
     """An estimate of attention to the rows that could be selected and are not, and its log-sum-exp; -inf: none."""
-    moments, num_q_heads, head_dim = of_row(args.moments, row), args.num_q_heads, args.head_dim
+    moments, num_q_heads, head_dim = word_of(args.moments, row), args.num_q_heads, args.head_dim
     if moments == 0:
         return np.float32(-np.inf)
-    head = q_head // (num_q_heads // of_row(args.num_index_heads, row))
+    head = q_head // (num_q_heads // word_of(args.num_index_heads, row))
     kv_head = q_head // (num_q_heads // args.num_kv_heads)
     words = (2 + 2 * head_dim) * head_dim
     table = array_at(moments + 4 * kv_head * words, words, np.float32(0))
     q = array_at(args.q + 4 * (row * num_q_heads + q_head) * head_dim, head_dim, np.float32(0))
-    num_rows = of_row(args.window_starts, row) - of_row(args.sink_ends, row)
+    num_rows = word_of(args.window_starts, row) - word_of(args.sink_ends, row)
     scale = array_at(args.softmax_scale, 1, np.float64(0))[0]
     return np.float32(rest_of_head(q, table, valid_len_of(args, row, head), num_rows, scale, out))

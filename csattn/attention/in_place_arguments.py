@@ -4,7 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from csattn.cpu.addresses import array_at, record_at
+from csattn.cpu.addresses import array_at
+from csattn.cpu.arguments import word_of, words_at
 from csattn.cpu.jit import exact_kernel
 
 MAX_RANGES = 16  # of a row's list; of each of its two rests as many
@@ -50,17 +51,12 @@ ARGUMENTS = (
     "parts",  # [num_rows, num_q_heads, MAX_PARTS, head_dim + 2] float32
     "out",  # [num_rows, num_q_heads * head_dim] float32
 )
-arguments_at = record_at(np.dtype([(name, np.int64) for name in ARGUMENTS]))
-
-
-@exact_kernel
-def of_row(by_row: int, row: int) -> Any:
-    return array_at(by_row + 8 * row, 1, np.int64(0))[0]
+arguments_at = words_at(ARGUMENTS)
 
 
 @exact_kernel
 def valid_len_of(args: Any, row: int, head: int) -> Any:
-    address = of_row(args.valid_lens, row)
+    address = word_of(args.valid_lens, row)
     if address == 0:
         return np.int64(0)
     return np.int64(array_at(address + 4 * head, 1, np.int32(0))[0])
@@ -68,14 +64,14 @@ def valid_len_of(args: Any, row: int, head: int) -> Any:
 
 @exact_kernel
 def chosen_of(args: Any, row: int, head: int) -> Any:
-    address = of_row(args.kv_indices, row) + 4 * head * of_row(args.top_ks, row)
+    address = word_of(args.kv_indices, row) + 4 * head * word_of(args.top_ks, row)
     return array_at(address, valid_len_of(args, row, head), np.int32(0))
 
 
 @exact_kernel
 def list_len_of(args: Any, row: int, head: int) -> Any:
     own = row + args.own_rows
-    window_len = of_row(args.context_lens, row) - of_row(args.window_starts, row)
-    recent = of_row(args.tail_lens, row) - of_row(args.window_starts, own)
+    window_len = word_of(args.context_lens, row) - word_of(args.window_starts, row)
+    recent = word_of(args.tail_lens, row) - word_of(args.window_starts, own)
     chosen = valid_len_of(args, row, head) + valid_len_of(args, own, head)
-    return of_row(args.sink_ends, row) + window_len + recent + chosen
+    return word_of(args.sink_ends, row) + window_len + recent + chosen

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from csattn.attention.in_place_arguments import MAX_PARTS, MAX_RANGES, arguments_at, chosen_of, of_row
+from csattn.attention.in_place_arguments import MAX_PARTS, MAX_RANGES, arguments_at, chosen_of
 from csattn.cpu.addresses import array_at
+from csattn.cpu.arguments import word_of
 from csattn.cpu.jit import exact_kernel
 from csattn.search.code_sums import CHUNK_KEYS
 from csattn.search.match import widen
@@ -25,11 +26,11 @@ def rest_queries_stage(arguments: int, piece: int, thread: int, unused: int) -> 
     num_kv_heads = args.num_kv_heads
     row, place = _place_of(args, piece // num_kv_heads)
     head = piece % num_kv_heads
-    if of_row(args.sketches, place) != 0:
+    if word_of(args.sketches, place) != 0:
         group_size, head_dim = args.num_q_heads // num_kv_heads, args.head_dim
         at = (row * num_kv_heads + head) * group_size * head_dim
         q = array_at(args.q + 4 * at, group_size * head_dim, np.float32(0))
-        sketch = sketch_at(of_row(args.sketches, place))
+        sketch = sketch_at(word_of(args.sketches, place))
         queries = args.queries + (place * num_kv_heads + head) * args.query_bytes
         scale = array_at(args.softmax_scale, 1, np.float64(0))[0]
         project_queries(sketch, head, widen(q), 0, sketch.num_segments, scale, queries)
@@ -53,7 +54,7 @@ def num_rest_ranges(middle_end: int) -> int:
 @exact_kernel
 def rest_ranges_of(args: Any, place: int) -> Any:
     """Into how many ranges the rest of a place is cut; 0: it has none."""
-    return num_rest_ranges(of_row(args.window_starts, place)) if of_row(args.sketches, place) != 0 else 0
+    return num_rest_ranges(word_of(args.window_starts, place)) if word_of(args.sketches, place) != 0 else 0
 
 
 @exact_kernel
@@ -65,9 +66,9 @@ def _attend_rest(args: Any, piece: int) -> None:
     head, number = head_range // args.max_rest_ranges, head_range % args.max_rest_ranges
     if number >= rest_ranges_of(args, place):
         return
-    sketch, window_start = sketch_at(of_row(args.sketches, place)), of_row(args.window_starts, place)
+    sketch, window_start = sketch_at(word_of(args.sketches, place)), word_of(args.window_starts, place)
     range_rows = _range_rows(window_start)
-    first, stop = max(number * range_rows, of_row(args.sink_ends, place)), min((number + 1) * range_rows, window_start)
+    first, stop = max(number * range_rows, word_of(args.sink_ends, place)), min((number + 1) * range_rows, window_start)
     num_kv_heads, part_words = args.num_kv_heads, args.head_dim + 2
     group_size = args.num_q_heads // num_kv_heads
     queries = args.queries + (place * num_kv_heads + head) * args.query_bytes

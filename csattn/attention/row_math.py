@@ -6,10 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from csattn.cpu.addresses import array_at
-from csattn.cpu.floats import LANES, exp_lanes, largest_of, load_float, load_floats, sum_of, sums_of_4, sums_of_16
+from csattn.cpu.floats import exp_lanes, largest_of, load_float, load_floats, sum_of, sums_of_4, sums_of_16
 from csattn.cpu.jit import exact_kernel
 from csattn.cpu.lanes import fma, larger, where_less
-from csattn.cpu.simd import F32x16, I32x16, fill, lane_numbers, load, store
+from csattn.cpu.simd import LANES, F32x16, I32x16, fill, lane_numbers, load, store
 
 
 @exact_kernel
@@ -85,9 +85,8 @@ def weigh(weights: NDArray[np.float32], at: int, count: int, room: int, part: ND
 def mix(
     weights: NDArray[np.float32],  # those from `at` on are the rows'
     at: int,
-    rows: NDArray[np.int64],  # addresses; `count` from `first` on, a multiple of 4
-    first: int,
-    count: int,
+    rows: NDArray[np.int64],  # addresses
+    count: int,  # of the first rows, a multiple of 4
     start: int,  # where a row's value begins, in elements
     like: Any,  # values are of its type
     head_dim: int,
@@ -95,10 +94,10 @@ def mix(
 ) -> None:
     """part[:head_dim] += the sum of weights times values."""
     whole, end = head_dim - head_dim % LANES, start + head_dim
-    for i in range(first, first + count, 4):
+    for i in range(0, count, 4):
         v0, v1 = array_at(rows[i], end, like), array_at(rows[i + 1], end, like)
         v2, v3 = array_at(rows[i + 2], end, like), array_at(rows[i + 3], end, like)
-        place = at + i - first
+        place = at + i
         w0, w1, w2, w3 = weights[place], weights[place + 1], weights[place + 2], weights[place + 3]
         for j in range(0, whole, LANES):
             mixed = fma(fill(F32x16, w0), load_floats(v0, start + j), load(F32x16, part, j))

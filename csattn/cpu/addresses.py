@@ -1,12 +1,13 @@
 """What kernels are told of by its address: arrays, and functions of four numbers, which are called stages."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import from_dtype, types
+from numba import from_dtype, typeof, types
 from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
 from numpy.typing import NDArray
@@ -14,8 +15,19 @@ from numpy.typing import NDArray
 from csattn.cpu.jit import c_function
 from csattn.cpu.llvm import by_values
 
-Stage = Callable[[int, int, int, int], int]  # int64 throughout
 
+@dataclass(frozen=True, slots=True)
+class KindStage:
+    """A stage for arrays of one kind of floats. Its fourth number tells by its type what they are: it has no value."""
+
+    function: Callable[[int, int, int, Any], int]
+    kind: str  # of KINDS
+
+
+Stage = Callable[[int, int, int, int], int] | KindStage  # int64 throughout
+
+# By torch's names. Arrays of bfloat16 come as uint16, arrays of float16 as int16: numba has a type for neither.
+KINDS: dict[str, Any] = {"float32": np.float32(0), "bfloat16": np.uint16(0), "float16": np.int16(0)}
 LINE_BYTES = 64  # of a cache line
 _KEPT: list[Any] = []  # so that the code is not freed
 
@@ -23,7 +35,10 @@ _KEPT: list[Any] = []  # so that the code is not freed
 @cache
 def compiled_address(stage: Stage) -> int:
     """Where the compiled function is; it stays there. Compiles when it is first wanted."""
-    compiled = c_function(stage, types.int64(types.int64, types.int64, types.int64, types.int64))
+    function, fourth = (
+        (stage.function, typeof(KINDS[stage.kind])) if isinstance(stage, KindStage) else (stage, types.int64)
+    )
+    compiled = c_function(function, types.int64(types.int64, types.int64, types.int64, fourth))
     _KEPT.append(compiled)
     return int(compiled.address)
 

@@ -1,7 +1,4 @@
-"""Floats of any width as vectors of 16 float32, sums of vectors in one fixed order, and the exponential.
-
-Arrays of bfloat16 come as uint16, arrays of float16 as int16: numba has a type for neither.
-"""
+"""Floats of any width as vectors of 16 float32, sums of vectors in one fixed order, and the exponential."""
 
 from typing import Any
 
@@ -13,18 +10,16 @@ from numba.extending import intrinsic
 from csattn.cpu.jit import exact_kernel
 from csattn.cpu.lanes import fma, lane_0, larger, smaller
 from csattn.cpu.llvm import by_elements, by_values, call, shuffle
-from csattn.cpu.simd import F32x16, I32x16, Vector, as_bits, fill
+from csattn.cpu.simd import LANES, F32x16, I32x16, Vector, as_bits, fill
 
-LANES = 16
 F32x4 = Vector(types.float32, 4)
-KINDS: dict[str, Any] = {"float32": np.float32(0), "bfloat16": np.uint16(0), "float16": np.int16(0)}  # by torch's names
 
 _F32 = ir.FloatType()
-_ROUNDER = np.float32(12582912.0)  # 1.5 * 2 ** 23: added and taken away, it rounds to the nearest integer
+ROUNDER = np.float32(12582912.0)  # 1.5 * 2 ** 23: added and taken away, it rounds to the nearest integer
 
 
 def widened(builder: ir.IRBuilder, value: Any, element: types.Type, lanes: int = 1) -> Any:
-    """What was loaded from an array of that element type (see `KINDS`), as float32."""
+    """What was loaded from an array of that element type (see `csattn.cpu.addresses.KINDS`), as float32."""
 
     def kind(scalar: ir.Type) -> ir.Type:
         return ir.VectorType(scalar, lanes) if lanes > 1 else scalar
@@ -110,8 +105,8 @@ def sums_of_16(a, b, c, d):  # type: ignore[no-untyped-def]
 def exp_lanes(x):  # type: ignore[no-untyped-def]
     """e ** x within two units in the last place, for x up to 88; 0 below -87."""
     clipped = smaller(larger(x, fill(F32x16, -87.5)), fill(F32x16, 88.5))
-    shifted = fma(clipped, fill(F32x16, 1.4426950408889634), fill(F32x16, _ROUNDER))
-    whole = shifted - fill(F32x16, _ROUNDER)
+    shifted = fma(clipped, fill(F32x16, 1.4426950408889634), fill(F32x16, ROUNDER))
+    whole = shifted - fill(F32x16, ROUNDER)
     rest = fma(whole, fill(F32x16, -0.693145751953125), clipped)
     rest = fma(whole, fill(F32x16, -1.428606765330187e-06), rest)
     power = fma(fill(F32x16, 1.9875691500e-4), rest, fill(F32x16, 1.3981999507e-3))

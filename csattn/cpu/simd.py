@@ -49,6 +49,7 @@ def _typeof_vector_type(vector: Vector, _context: Any) -> types.TypeRef:
     return types.TypeRef(vector)
 
 
+LANES = 16  # of the vectors that kernels take most
 U16x16 = Vector(types.uint16, 16)
 U16x32 = Vector(types.uint16, 32)
 I32x16 = Vector(types.int32, 16)

@@ -40,8 +40,7 @@ def context_ids(tokenizer: Any, text: str, wrapping: Wrapping) -> NDArray[np.int
     """
     if wrapping == "none":
         return np.asarray(tokenizer(text).input_ids, dtype=np.int32)
-    before, _ = _affixes(tokenizer, wrapping, "")
-    whole = before + text.strip() + _separator(tokenizer, wrapping)
+    whole = _before(tokenizer, wrapping) + text.strip() + _separator(tokenizer, wrapping)
     ids = np.asarray(tokenizer(whole, add_special_tokens=False).input_ids, dtype=np.int32)
     try:
         question_ids(tokenizer, ids, "?", wrapping)
@@ -83,7 +82,7 @@ def conversation_ids(
     """
     before, between, after = _render_turns(tokenizer, wrapping, turns, tools).partition(_PROBE)
     separator = _separator(tokenizer, wrapping)
-    follows = between and after.startswith(separator) and before == _affixes(tokenizer, wrapping, "")[0]
+    follows = between and after.startswith(separator) and before == _before(tokenizer, wrapping)
     if not follows and tools and wrapping == "system":
         text = _apply(tokenizer, turns, tools).removeprefix(tokenizer.bos_token or "")
     elif follows:
@@ -148,9 +147,9 @@ def _apply(tokenizer: Any, messages: list[dict[str, Any]], tools: list[dict[str,
     return tokenizer.apply_chat_template(messages, tools=tools, **options)  # type: ignore[no-any-return]
 
 
-def _affixes(tokenizer: Any, wrapping: str, question: str) -> tuple[str, str]:
-    before, _, after = _render(tokenizer, wrapping, question).partition(_PROBE)
-    return before, after
+def _before(tokenizer: Any, wrapping: str) -> str:
+    """What the template writes before the context."""
+    return _render(tokenizer, wrapping, "").partition(_PROBE)[0]
 
 
 def _separator(tokenizer: Any, wrapping: str) -> str:

@@ -12,11 +12,10 @@ from numpy.typing import NDArray
 from csattn.cpu.byte_lanes import add_byte_dots, spread_byte, turn_fours
 from csattn.cpu.jit import exact_kernel, inlined_kernel
 from csattn.cpu.lanes import fma, larger, largest_lane, sum_of_lanes, where_equal
-from csattn.cpu.simd import F32x16, I32x16, U16x16, U16x32, as_bits, convert, fill, load, prefetch_early, store
+from csattn.cpu.simd import LANES, F32x16, I32x16, U16x16, U16x32, as_bits, convert, fill, load, prefetch_early, store
 from csattn.search.sketch_group_scores import NOT_COUNTED
 from csattn.sketch.codes import BLOCK_KEYS, FINE_BITS
 
-LANES = 16
 CHUNK_KEYS = 512  # whose weights stay in the first-level cache
 WEIGHT_BITS = 15  # of the largest
 WEIGHT_BYTES = 8  # of a key: both bytes, four times
@@ -24,9 +23,8 @@ FURTHEST = 40  # octaves from the largest weight: what is below counts as much, 
 AHEAD_BLOCKS = 32  # prefetch distance
 MANTISSA_BITS = 23
 _MANTISSA, _ONE = 2**MANTISSA_BITS - 1, 127 << MANTISSA_BITS  # bits of a float32; those of 1.0
-# 2**(x - 1) of x from 1 to 2 is C0 + C1 x + C2 x**2 + C3 x**3 but for a relative error of POLY_ERROR at most
+# 2**(x - 1) of x from 1 to 2 is C0 + C1 x + C2 x**2 + C3 x**3 but for a relative error of 7.5e-5 at most
 C0, C1, C2, C3 = 0.45213589, 0.4777697, -0.0080044232, 0.078024112
-POLY_ERROR = 7.5e-5
 _FINE_MASK = 0x0F0F0F0F
 _DITHER = (((np.arange(BLOCK_KEYS) * 37) % BLOCK_KEYS + 0.5) / BLOCK_KEYS).astype(np.float32)
 
@@ -72,7 +70,7 @@ def weigh_chunk(
 
 @inlined_kernel
 def _power_of_two(x):  # type: ignore[no-untyped-def]
-    """2 ** (x / 2**MANTISSA_BITS) of integers, with a relative error of POLY_ERROR at most."""
+    """2 ** (x / 2**MANTISSA_BITS) of integers, with a relative error of 7.5e-5 at most."""
     bits = as_bits(F32x16, (x & fill(I32x16, _MANTISSA)) | fill(I32x16, _ONE))  # from 1.0 to 2.0
     power = fma(fill(F32x16, C3), bits, fill(F32x16, C2))
     power = fma(power, bits, fill(F32x16, C1))

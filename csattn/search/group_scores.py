@@ -25,13 +25,11 @@ from csattn.cpu.lanes import (
     where_equal,
     where_less,
 )
-from csattn.cpu.simd import F32x16, I32x16, as_bits, fill, lane_numbers, load
+from csattn.cpu.simd import LANES, F32x16, I32x16, as_bits, fill, lane_numbers, load
 
-LANES = 16
 NOT_SCORED = -(2**31)  # group score of what may not be chosen, and the bits of -0.0
 HEADROOM = 94
 LOG2_LEAST_SHARE = -216  # of reference.LEAST_SHARE
-LOG2_E = 1.4426950408889634
 ROUNDER = 1.5 * 2.0**23  # x + ROUNDER - ROUNDER rounds x to an integer, which the sum's low bits hold
 KEYS_PER_SUM = 1 << 14  # powers summed in float32 before the sum moves to float64
 NO_SHIFT = -1e300  # of a range that has no scored key

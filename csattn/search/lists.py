@@ -4,9 +4,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from csattn.cpu.jit import exact_kernel
-from csattn.cpu.simd import F32x16, I32x16, U16x16, as_bits, convert, fill, load, prefetch, store
+from csattn.cpu.simd import LANES, F32x16, I32x16, U16x16, as_bits, convert, fill, load, prefetch, store
 
-LANES = 16
 KEYS_PER_STEP = 256  # scores converted at a time: their float32 values stay in the L1 cache
 AHEAD = 1024  # prefetch distance in entries: the scattered additions leave hardware prefetching no room
 

@@ -9,9 +9,7 @@ from numpy.typing import NDArray
 
 from csattn.cpu.jit import exact_kernel
 from csattn.cpu.lanes import fma, larger
-from csattn.cpu.simd import F32x16, F64x16, convert, fill, load, store
-
-LANES = 16
+from csattn.cpu.simd import LANES, F32x16, F64x16, convert, fill, load, store
 
 
 @exact_kernel

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from csattn.cpu.addresses import array_at
 from csattn.cpu.jit import exact_kernel
 from csattn.cpu.lanes import fma, lane_0
-from csattn.cpu.simd import F32x16, U16x16, fill, floats_of_halves, load, store
+from csattn.cpu.simd import LANES, F32x16, U16x16, fill, floats_of_halves, load, store
 from csattn.search.code_sums import CHUNK_KEYS, WEIGHT_BITS, WEIGHT_BYTES, add_code_sums, weigh_chunk
 from csattn.search.group_scores import ROUNDER, exp2_lanes
 from csattn.search.sketch import exponent_of, four_rows, query_places, rows_of_segment
@@ -21,7 +21,6 @@ from csattn.search.sketch_scores import score_range
 from csattn.sketch.codes import BLOCK_KEYS, FINE_CODES
 from csattn.sketch.reference import LOG2_E
 
-LANES = 16
 LEAST_OCTAVES = -120.0
 
 

@@ -7,10 +7,11 @@ from numpy.typing import NDArray
 
 from csattn.cpu.addresses import array_at
 from csattn.cpu.jit import exact_kernel
-from csattn.search.group_scores import LOG2_E, sum_powers
+from csattn.search.group_scores import sum_powers
 from csattn.search.lists import KEYS_PER_STEP, add_list, clear_scores
 from csattn.search.match import match_centroids, widen
 from csattn.search.plan import eligible_of, place_of, range_of, scratch_at, search_at
+from csattn.sketch.reference import LOG2_E
 
 
 def match_piece(search_address: int, scratch_address: int, job: int, piece: int) -> int:

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from csattn.cpu.jit import exact_kernel
 from csattn.cpu.lanes import larger, largest_lane, mask_at_least, pack_lanes, population, store_first
-from csattn.cpu.simd import I32x16, fill, load
-from csattn.search.group_scores import LANES, NOT_SCORED
+from csattn.cpu.simd import LANES, I32x16, fill, load
+from csattn.search.group_scores import NOT_SCORED
 from csattn.search.plan import SAMPLE
 
 SAMPLE_ROOM = 2 * SAMPLE + LANES  # for the group scores of sampled keys, in whole vectors

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from csattn.cpu.addresses import array_at, record_at
 from csattn.cpu.jit import exact_kernel
 from csattn.cpu.simd import (
+    LANES,
     F32x16,
     U16x16,
     fill,
@@ -24,7 +25,6 @@ from csattn.sketch.codes import COARSE_BITS, COARSE_CODES, FINE_BITS, FINE_CODES
 from csattn.sketch.index import SketchIndex
 from csattn.sketch.reference import LARGEST_EXPONENT, LARGEST_MULTIPLIER, LOG2_E, SCORE_ROOM
 
-LANES = 16
 LARGEST_FINE, LARGEST_COARSE = 2**FINE_BITS - 1, 2**COARSE_BITS - 1
 _ARRAYS = "codes", "marks", "segment_starts", "key_mean", "query_transform", "value_mean", "value_transform"
 SKETCH = np.dtype(

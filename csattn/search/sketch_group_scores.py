@@ -19,10 +19,9 @@ from csattn.cpu.lanes import (
     sum_of_lanes,
     where_less,
 )
-from csattn.cpu.simd import I32x16, U16x16, U16x32, convert, fill, lane_numbers, load, store
+from csattn.cpu.simd import LANES, I32x16, U16x16, U16x32, convert, fill, lane_numbers, load, store
 from csattn.sketch.reference import GREATEST_OCTAVE, LEAST_OCTAVE, LOG_BITS, NORMALISER_KEYS, TOTAL_BITS
 
-LANES = 16
 BIAS = 2**15  # of the scores that are kept
 NOT_COUNTED = 0  # instead of a score
 VECTORS_PER_SUM = 1 << 6  # whose weights add up to less than 2**31 in each lane

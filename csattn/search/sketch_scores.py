@@ -11,13 +11,12 @@ from numpy.typing import NDArray
 from csattn.cpu.addresses import array_at
 from csattn.cpu.byte_lanes import add_half_dots, bits_of_bytes, join_halves
 from csattn.cpu.jit import exact_kernel, inlined_kernel
-from csattn.cpu.simd import I32x16, fill, load, prefetch_early, store
+from csattn.cpu.simd import LANES, I32x16, fill, load, prefetch_early, store
 from csattn.search.sketch import query_places, rows_of_segment
 from csattn.search.sketch_group_scores import BIAS, keep_greatest
 from csattn.sketch.codes import BLOCK_KEYS, COARSE_BITS, FINE_BITS
 from csattn.sketch.reference import NORMALISER_KEYS
 
-LANES = 16
 AHEAD_WORDS = 16384  # prefetch distance: 64 KiB; hardware stops at every page
 STEP_KEYS = 1024  # whose codes stay in the caches while all of the group's rows are scored
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from csattn.cpu.addresses import array_at
 from csattn.cpu.jit import exact_kernel
 from csattn.cpu.lanes import mask_at_least, trailing_zeros
-from csattn.cpu.simd import I32x16, U16x16, U16x32, convert, fill, load, store
+from csattn.cpu.simd import LANES, I32x16, U16x16, U16x32, convert, fill, load, store
 from csattn.search.choose import first_guess, num_sampled
 from csattn.search.match import widen
 from csattn.search.plan import eligible_of, place_of, range_of, scratch_at, search_at
@@ -23,8 +23,6 @@ from csattn.search.sketch_group_scores import MARKED, best_share, normaliser
 from csattn.search.sketch_scores import score_range
 from csattn.sketch.codes import BLOCK_KEYS
 from csattn.sketch.reference import NORMALISER_KEYS
-
-LANES = 16
 
 
 def project_piece(search_address: int, scratch_address: int, job: int, piece: int) -> int:

@@ -7,48 +7,30 @@ from numba import types
 from numba.extending import intrinsic
 
 from csattn.cpu.floats import narrowed, widened
-from csattn.cpu.llvm import Generate, by_elements, by_values
+from csattn.cpu.llvm import by_elements, by_values
 
-FLOAT32, BFLOAT16, FLOAT16 = types.float32, types.uint16, types.int16  # as `csattn.cpu.floats` takes them
 _F16, _F32 = ir.HalfType(), ir.FloatType()
 _I16, _I32 = ir.IntType(16), ir.IntType(32)
-_STORED = {FLOAT32: _F32, BFLOAT16: _I16, FLOAT16: _I16}
 
 
 @intrinsic
-def load_float32(typing_context, memory, at):  # type: ignore[no-untyped-def]
-    """The float32 at byte `at` of an array of bytes."""
-    return types.float32(memory, at), _load(FLOAT32)
+def read_float(typing_context, memory, at, like):  # type: ignore[no-untyped-def]
+    """The float at byte `at` of an array of bytes, as float32. like: one of `csattn.cpu.addresses.KINDS`."""
+
+    def build(builder: ir.IRBuilder, place: Any, _: Any) -> Any:
+        return widened(builder, builder.load(_place_of(builder, place, like), align=1), like)
+
+    return types.float32(memory, at, like), by_elements(build)
 
 
 @intrinsic
-def load_float16(typing_context, memory, at):  # type: ignore[no-untyped-def]
-    """The float16 at byte `at` of an array of bytes, as float32."""
-    return types.float32(memory, at), _load(FLOAT16)
+def write_float(typing_context, memory, at, like, value):  # type: ignore[no-untyped-def]
+    """Write the nearest such float, ties to even, to byte `at` and those behind it. A bfloat16 not of NaN."""
 
+    def build(builder: ir.IRBuilder, place: Any, _: Any, value: Any) -> None:
+        builder.store(narrowed(builder, value, like), _place_of(builder, place, like), align=1)
 
-@intrinsic
-def load_bfloat16(typing_context, memory, at):  # type: ignore[no-untyped-def]
-    """The bfloat16 at byte `at` of an array of bytes, as float32."""
-    return types.float32(memory, at), _load(BFLOAT16)
-
-
-@intrinsic
-def store_float32(typing_context, memory, at, value):  # type: ignore[no-untyped-def]
-    """Write a float32 to byte `at` of an array of bytes and those behind it."""
-    return types.void(memory, at, types.float32), _store(FLOAT32)
-
-
-@intrinsic
-def store_float16(typing_context, memory, at, value):  # type: ignore[no-untyped-def]
-    """Write the nearest float16, ties to even."""
-    return types.void(memory, at, types.float32), _store(FLOAT16)
-
-
-@intrinsic
-def store_bfloat16(typing_context, memory, at, value):  # type: ignore[no-untyped-def]
-    """Write the nearest bfloat16, ties to even. Not for NaN."""
-    return types.void(memory, at, types.float32), _store(BFLOAT16)
+    return types.void(memory, at, like, types.float32), by_elements(build)
 
 
 @intrinsic
@@ -76,15 +58,5 @@ def float_of_e4m3(typing_context, code):  # type: ignore[no-untyped-def]
     return types.float32(types.uint8), by_values(build)
 
 
-def _load(kind: types.Type) -> Generate:
-    def build(builder: ir.IRBuilder, place: Any) -> Any:
-        return widened(builder, builder.load(builder.bitcast(place, _STORED[kind].as_pointer()), align=1), kind)
-
-    return by_elements(build)
-
-
-def _store(kind: types.Type) -> Generate:
-    def build(builder: ir.IRBuilder, place: Any, value: Any) -> None:
-        builder.store(narrowed(builder, value, kind), builder.bitcast(place, _STORED[kind].as_pointer()), align=1)
-
-    return by_elements(build)
+def _place_of(builder: ir.IRBuilder, place: Any, like: types.Type) -> Any:
+    return builder.bitcast(place, (_F32 if like == types.float32 else _I16).as_pointer())

@@ -7,8 +7,8 @@ from numba import types
 from numba.extending import intrinsic
 
 from csattn.cpu.llvm import by_elements, call, shuffle
+from csattn.cpu.simd import LANES
 
-LANES = 16  # of `decode_e4m3`
 _F16, _F32 = ir.HalfType(), ir.FloatType()
 _I1, _I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
 _HALF = list(range(16))  # the first half of 32 lanes

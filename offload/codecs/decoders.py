@@ -5,8 +5,9 @@ from numpy.typing import NDArray
 
 from csattn.cpu.addresses import Stage, array_at, compiled_address
 from csattn.cpu.jit import exact_kernel
-from offload.codecs.bits import float_of_e4m3, load_bfloat16, load_float16, load_float32
-from offload.codecs.blocks import LANES, decode_e4m3, decode_q4_0, decode_q8_0
+from csattn.cpu.simd import LANES
+from offload.codecs.bits import float_of_e4m3, read_float
+from offload.codecs.blocks import decode_e4m3, decode_q4_0, decode_q8_0
 from offload.codecs.formats import (
     BFLOAT16,
     BLOCK_LEN,
@@ -46,13 +47,13 @@ def decode_vector(number: int, coded: NDArray[np.uint8], at: int, head_dim: int,
     """out[:head_dim] = the vector that begins at byte `at`."""
     if number == FLOAT32:
         for j in range(head_dim):
-            out[j] = load_float32(coded, at + 4 * j)
+            out[j] = read_float(coded, at + 4 * j, np.float32(0))
     elif number == BFLOAT16:
         for j in range(head_dim):
-            out[j] = load_bfloat16(coded, at + 2 * j)
+            out[j] = read_float(coded, at + 2 * j, np.uint16(0))
     elif number == FLOAT16:
         for j in range(head_dim):
-            out[j] = load_float16(coded, at + 2 * j)
+            out[j] = read_float(coded, at + 2 * j, np.int16(0))
     elif number == Q8_0:
         for block in range(head_dim // BLOCK_LEN):
             decode_q8_0(coded, at + Q8_0_BYTES * block, out, BLOCK_LEN * block)
@@ -60,7 +61,7 @@ def decode_vector(number: int, coded: NDArray[np.uint8], at: int, head_dim: int,
         for block in range(head_dim // BLOCK_LEN):
             decode_q4_0(coded, at + Q4_0_BYTES * block, out, BLOCK_LEN * block)
     else:
-        d, whole = load_float32(coded, at), head_dim - head_dim % LANES
+        d, whole = read_float(coded, at, np.float32(0)), head_dim - head_dim % LANES
         for j in range(0, whole, LANES):
             decode_e4m3(coded, at + FP8_HEAD_BYTES + j, out, j, d)
         for j in range(whole, head_dim):

@@ -3,8 +3,9 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from csattn.cpu.floats import ROUNDER
 from csattn.cpu.jit import exact_kernel
-from offload.codecs.bits import bits_of, float_of, store_bfloat16, store_float16, store_float32
+from offload.codecs.bits import bits_of, float_of, write_float
 from offload.codecs.blocks import largest_of_block, write_q4_0, write_q8_0
 from offload.codecs.formats import (
     BFLOAT16,
@@ -23,7 +24,6 @@ DONE, NOT_FINITE, TOO_LARGE = range(3)
 _INFINITE = np.uint32(0x7F800000)
 _TOO_LARGE_FLOAT16 = np.float32(65520)  # rounds to infinity, and so does all above
 _TOO_LARGE_BFLOAT16 = np.uint32(0x7F7F8000)
-_ROUNDER = np.float32(12582912.0)  # 1.5 * 2 ** 23: added and taken away, it rounds to the nearest integer
 
 
 @exact_kernel
@@ -54,17 +54,17 @@ def _encode(number: int, x: NDArray[np.float32], out: NDArray[np.uint8], at: int
         return NOT_FINITE
     if number == FLOAT32:
         for j in range(len(x)):
-            store_float32(out, at + 4 * j, x[j])
+            write_float(out, at + 4 * j, np.float32(0), x[j])
     elif number == BFLOAT16:
         if largest >= _TOO_LARGE_BFLOAT16:
             return TOO_LARGE
         for j in range(len(x)):
-            store_bfloat16(out, at + 2 * j, x[j])
+            write_float(out, at + 2 * j, np.uint16(0), x[j])
     elif number == FLOAT16:
         if largest >= bits_of(_TOO_LARGE_FLOAT16):
             return TOO_LARGE
         for j in range(len(x)):
-            store_float16(out, at + 2 * j, x[j])
+            write_float(out, at + 2 * j, np.int16(0), x[j])
     elif number == Q8_0:
         for block in range(len(x) // BLOCK_LEN):
             if not _encode_q8_0(x, block * BLOCK_LEN, out, at + block * Q8_0_BYTES):
@@ -98,7 +98,7 @@ def _encode_q8_0(x: NDArray[np.float32], first: int, out: NDArray[np.uint8], at:
     d = abs(largest_of_block(x, first)) / np.float32(127)
     if d >= _TOO_LARGE_FLOAT16:
         return False
-    store_float16(out, at, d)
+    write_float(out, at, np.int16(0), d)
     write_q8_0(x, first, out, at + 2, _inverse(d))
     return True
 
@@ -108,7 +108,7 @@ def _encode_q4_0(x: NDArray[np.float32], first: int, out: NDArray[np.uint8], at:
     d = (largest_of_block(x, first) + np.float32(0)) / np.float32(-8)  # -0.0 counts as 0.0
     if abs(d) >= _TOO_LARGE_FLOAT16:
         return False
-    store_float16(out, at, d)
+    write_float(out, at, np.int16(0), d)
     write_q4_0(x, first, out, at + 2, _inverse(d))
     return True
 
@@ -116,7 +116,7 @@ def _encode_q4_0(x: NDArray[np.float32], first: int, out: NDArray[np.uint8], at:
 @exact_kernel
 def _encode_fp8(x: NDArray[np.float32], largest: np.float32, out: NDArray[np.uint8], at: int) -> None:
     d = largest / np.float32(448)
-    store_float32(out, at, d)
+    write_float(out, at, np.float32(0), d)
     inverse = _inverse(d)
     for j in range(len(x)):
         scaled = x[j] * inverse
@@ -125,6 +125,6 @@ def _encode_fp8(x: NDArray[np.float32], largest: np.float32, out: NDArray[np.uin
         # normal numbers lose 20 bits of mantissa, ties to even; below 2 ** -6 the codes count 2 ** -9
         odd = np.uint32((magnitude >> np.uint32(20)) & np.uint32(1))
         normal = np.uint32((magnitude + np.uint32(0x7FFFF) + odd) >> np.uint32(20)) - np.uint32(120 << 3)
-        small = np.uint32((abs(scaled) * np.float32(512) + _ROUNDER) - _ROUNDER)
+        small = np.uint32((abs(scaled) * np.float32(512) + ROUNDER) - ROUNDER)
         code = small if magnitude < np.uint32(121 << 23) else min(normal, np.uint32(0x7E))
         out[at + FP8_HEAD_BYTES + j] = np.uint8(code | np.uint32((bits >> np.uint32(24)) & np.uint32(0x80)))

@@ -10,6 +10,8 @@ from csattn.attention import attend, in_place, merge_state
 from csattn.attention.in_place_arguments import ARGUMENTS, MAX_PARTS
 from csattn.attention.in_place_reference import OwnChoice, attend_row
 from csattn.attention.in_place_rest import RANGE_ROWS, num_rest_ranges, rest_queries_stage, rest_stage
+from csattn.cpu.addresses import KindStage
+from csattn.cpu.arguments import words_of
 from csattn.cpu.tape import Tape
 from csattn.cpu.team import Team
 from csattn.rest import Moments, moments_of
@@ -148,12 +150,12 @@ def run(
     }
     if logit_cap is None:
         values["logit_cap"] = 0
-    arguments = np.array([values[name] for name in ARGUMENTS], np.int64)
+    arguments = words_of(ARGUMENTS, values)
     tape = Tape()
     pieces = num_rows * values["max_index_heads"] * values["max_ranges"]
     tape.add(rest_queries_stage, arguments, 2 * num_rows * num_kv_heads)
     tape.add(rest_stage, arguments, 2 * num_rows * num_kv_heads * values["max_rest_ranges"])
-    tape.add(in_place.attend_stage(str(tails.dtype).removeprefix("torch.")), arguments, pieces, waits=False)
+    tape.add(KindStage(in_place.attend_stage, str(tails.dtype).removeprefix("torch.")), arguments, pieces, waits=False)
     tape.add(in_place.merge_stage, arguments, num_rows * num_q_heads)
     with Team(num_threads) as team:
         team.run(tape)

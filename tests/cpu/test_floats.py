@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from csattn.cpu.floats import LANES, F32x16, exp_lanes, largest_of, load_float, load_floats, store_float, sum_of
+from csattn.cpu.floats import F32x16, exp_lanes, largest_of, load_float, load_floats, store_float, sum_of
 from csattn.cpu.jit import exact_kernel
-from csattn.cpu.simd import load, store
+from csattn.cpu.simd import LANES, load, store
 
 DTYPES = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.int16}
 

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from bench.accuracy.attending.rotation import rotate_for
 from csattn.errors import ArtifactMismatchError, ModelError
 from csattn.models import load_model
 from csattn.models.families import describe, stretch_positions
 from csattn.models.loader import wrap_model
 from csattn.models.prompt import choose_wrapping, context_ids, question_ids
-from csattn.models.query import queries_before_rope, rotate_for
+from csattn.models.query import queries_before_rope
 from csattn.models.rope import model_frequencies
 from index_build.capture import prefill
 from tests.tiny import ALL_FAMILIES, byte_tokenizer, loaded, make_model, save, tiny_config, token_ids

@@ -26,6 +26,7 @@ from tests.cuda_on_cpu.emulated import DEVICE, Emulator
 from tests.tiny import ALL_FAMILIES, loaded, token_ids
 from tests.workers.engine.emulated_engine import emulate
 from tests.workers.engine.talks import Talk, alone, assert_same, run_together
+from tests.workers.model.decoding import decode, prefill
 from tests.workers.model.full_context import CONTEXT_LENS, greedy, logits_after, make_runner
 from workers.engine.cpu_engine import CpuEngine
 from workers.engine.gpu_engine import GpuEngine
@@ -255,9 +256,9 @@ def test_the_definition_says_what_transformers_says(name: str) -> None:
     """The decode loop on a CPU: the same description, over operations in torch."""
     model = loaded(name).model
     runner, context_len = make_runner(model), CONTEXT_LENS[0]
-    output = runner.prefill(QUESTION, 0, context_len, 0)
+    output = prefill(runner, QUESTION, 0, context_len, 0)
     torch.testing.assert_close(output.logits, logits_after(model, 0, QUESTION)[-1:], rtol=0, atol=1e-3)
     first = int(output.next_ids)
     runner.fill(1, [first], [context_len + len(QUESTION)], [0], [0], [len(QUESTION) + 1])
     num_tokens = 50  # which still fit the tail
-    assert [first, *runner.decode(1, num_tokens - 1)[:, 0].tolist()] == greedy(model, 0, QUESTION, num_tokens)
+    assert [first, *decode(runner, 1, num_tokens - 1)[:, 0].tolist()] == greedy(model, 0, QUESTION, num_tokens)

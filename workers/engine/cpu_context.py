@@ -11,6 +11,7 @@ from torch import Tensor
 
 from csattn.artifact import Artifact, ModelGeometry
 from csattn.config import SearchConfig
+from csattn.cpu.arguments import word
 from csattn.errors import ConfigError
 from csattn.index import LayerIndex
 from csattn.models.loader import DTYPES
@@ -28,7 +29,6 @@ from offload.row_files import FileSpan
 from offload.tiered_store import TieredStore
 from workers.engine.fidelity import Observer
 from workers.engine.own_segments import OwnSegments
-from workers.model.cpu.tape_ops import word
 
 WITHOUT_ALL_KEYS = ("csattn", "full", "window")  # selectors that do not read the keys themselves
 _SELECTED_STREAM_ROWS = 64  # where nothing is streamed but what stays resident: the budget is for rows

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property, partial
 from threading import Lock
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -18,7 +17,7 @@ from csattn.artifact import Artifact
 from csattn.config import SearchConfig, SketchConfig
 from csattn.cpu.team import Team
 from csattn.cpus import available_cpus
-from csattn.errors import ConfigError, ContextError
+from csattn.errors import ConfigError
 from csattn.models import LoadedModel
 from csattn.models.families import describe
 from csattn.search import SearchPool
@@ -39,8 +38,18 @@ from workers.engine.pool_searcher import PoolSearcher
 from workers.engine.preparation import Preparation
 from workers.engine.row_plan import RowPlan, RowPlans
 from workers.engine.searcher import Searcher
-from workers.engine.slots import require_free_slot, require_new_context, require_room, require_unused, seen_lens
+from workers.engine.slots import (
+    loaded_context,
+    open_request,
+    require_free_slot,
+    require_new_context,
+    require_num_rows,
+    require_room,
+    require_unused,
+    seen_lens,
+)
 from workers.model.cpu.cpu_model import CpuModel
+from workers.model.rows import require_tokens
 from workers.serving.step_engine import NO_CONTEXT, EngineCounts, Fidelity, Reading, StepResult, StepRow
 
 
@@ -214,17 +223,11 @@ class CpuEngine:
 
     def context(self, context_id: int) -> CpuContext:
         """The context that is loaded under that number."""
-        if context_id == NO_CONTEXT:
-            return self._no_context
-        if context_id not in self._contexts:
-            raise ConfigError(f"there is no context {context_id}; load it first")
-        return self._contexts[context_id]
+        return self._no_context if context_id == NO_CONTEXT else loaded_context(context_id, self._contexts)
 
     def request(self, slot: int) -> CpuRequest:
         """The request that is open there."""
-        if slot not in self._requests:
-            raise ConfigError(f"slot {slot} is not open; open it first")
-        return self._requests[slot]
+        return open_request(slot, self._requests)
 
     def reading(self, slot: int) -> Reading:
         request, latent = self.request(slot), latents_of(self._model.shape)
@@ -256,9 +259,7 @@ class CpuEngine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def _run(self, plan: RowPlan, plain: PlainRows, looks: Looks) -> None:
@@ -347,12 +348,8 @@ class CpuEngine:
 
     def _require_rows(self, rows: Sequence[StepRow], watch: tuple[int, int] | None) -> None:
         """Raise before anything changes."""
-        if not 1 <= len(rows) <= self.max_rows:
-            raise ConfigError(f"a step has 1 to {self.max_rows} rows, got {len(rows)}")
-        vocab_size = self.loaded.geometry.vocab_size
-        for row in rows:
-            if not 0 <= row.token_id < vocab_size:
-                raise ContextError(f"token id {row.token_id} is not in the model's vocabulary of {vocab_size}")
+        require_num_rows(len(rows), self.max_rows)
+        require_tokens([row.token_id for row in rows], self.loaded.geometry.vocab_size)
         for slot, num_new in Counter(row.slot for row in rows).items():
             self._require_room(slot, num_new)
         if watch is not None and not (0 <= watch[0] < len(rows) and 0 <= watch[1] < self.num_layers):

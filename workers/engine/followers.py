@@ -12,11 +12,11 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import count
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from threading import Thread
 from typing import Any
 
 from csattn.errors import DevicesError
+from workers.child import module_command
 from workers.engine.follower import FollowerSpec
 
 MODULE = "workers.engine.follower_process"
@@ -25,7 +25,6 @@ STEP_S = 120.0  # that no step takes
 GRACE_S = 60.0  # for all to say that they have failed, where one has
 CLOSE_S = 5.0
 _LOOK_S = 1.0
-_ROOT = Path(__file__).resolve().parents[2]  # where a process finds the packages
 _log = logging.getLogger(__name__)
 
 
@@ -156,12 +155,7 @@ class Followers:
 
 def _start(module: str) -> tuple[Connection, "subprocess.Popen[bytes]"]:
     ours, theirs = socket.socketpair()
-    paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     with theirs:
-        child = subprocess.Popen(
-            [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid())],
-            stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-        )
+        command, environment = module_command(module, str(theirs.fileno()), str(os.getpid()))
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment)
     return Connection(ours.detach()), child

@@ -1,11 +1,9 @@
 """Steps on a GPU of rows that belong to any requests: what the scheduler asks for, of the engine of whole steps."""
 
-import gc
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -27,7 +25,6 @@ from csattn.selection import join_choices
 from csattn.selectors import ContextView
 from csattn.sketch.own import Growth, own_top_k
 from offload.codecs.formats import KvFormat
-from offload.errors import MemoryPlanError
 from workers.engine.far_rows import CachedRows
 from workers.engine.fidelity import Seen, fidelity
 from workers.engine.latent_memory import CachedLatents
@@ -42,11 +39,20 @@ from workers.engine.own_choice import (
 )
 from workers.engine.own_on_device import join_on_device, place_segment, thread_beside
 from workers.engine.own_segments import OwnSegments
-from workers.engine.placed_model import PlacedModel, Progress
-from workers.engine.row_copies import RowCopies
+from workers.engine.placed_model import Progress
+from workers.engine.placing import Placing
 from workers.engine.searcher import StepSearcher
 from workers.engine.sizing import Sizing
-from workers.engine.slots import require_free_slot, require_new_context, require_room, require_unused, seen_lens
+from workers.engine.slots import (
+    loaded_context,
+    open_request,
+    require_free_slot,
+    require_new_context,
+    require_num_rows,
+    require_room,
+    require_unused,
+    seen_lens,
+)
 from workers.engine.step_model import StepModel, step_model
 from workers.engine.watch import Watch
 from workers.model.devices import require_device
@@ -75,8 +81,7 @@ class _Request:
 class GpuEngine:
     """A `StepEngine` of one placement.
 
-    Memory is planned, and steps are captured, when the first request or context comes; again for a context that does
-    not fit, while there is no other and no request.
+    Memory is planned, and steps are captured, when the first request or context comes: see `Placing`.
 
     All requests select as the engine is set, some of them fewer rows; or all attend to everything. Rows of steps of up
     to 16 have the same bits alone and among others; in larger steps, and over latents, the last bits may differ.
@@ -116,8 +121,8 @@ class GpuEngine:
         self.batch_sizes, self.max_rows, self.num_slots = batch_sizes, batch_sizes[-1], num_slots
         self.max_positions, self.num_layers = spec.max_positions, len(spec.indexed_layers)
         self.tail_capacity = min(tail_capacity, self.max_positions)
-        self._index_config, self._growth = index_config or preset("default"), growth or Growth()
-        self._sizing = Sizing(
+        self._num_contexts, self._growth = num_contexts, growth or Growth()
+        sizing = Sizing(
             model=self.model,
             placement=self.placement,
             search=config,
@@ -131,15 +136,14 @@ class GpuEngine:
             slot_share=slot_share,
             kv_format=kv_format,
         )
-        self._device, self._on_progress = device or torch.device("cuda", 0), on_progress
-        self._beside = thread_beside(self._device)
+        device = device or torch.device("cuda", 0)
+        self._beside = thread_beside(device)
         self._searcher = searcher
         if self.placement == "host" and selector != "full" and searcher is None:
             self._searcher = StepSearches(SearchPool(num_threads or available_cpus()))
-        self._placed: PlacedModel | None = None
+        self._placing = Placing(sizing, index_config or preset("default"), self._searcher, device, on_progress)
         self._places: dict[int, int] = {}  # of the scheduler's contexts among the placed ones
         self._requests: dict[int, _Request] = {}  # by slot
-        self._copies: RowCopies | None = None
 
     def __repr__(self) -> str:
         return f"<GpuEngine {self.placement}: {len(self._places)} contexts, {len(self._requests)} requests>"
@@ -147,20 +151,20 @@ class GpuEngine:
     @property
     def is_started(self) -> bool:
         """Whether memory is planned and steps are captured, for the contexts that there are."""
-        return self._placed is not None
+        return self._placing.placed is not None
 
     def add_context(self, context_id: int, artifact: Artifact) -> None:
         require_new_context(context_id, self._places, artifact, self.max_positions)
         artifact = self.model.open(artifact)
-        placed = self._planned_for(artifact)
-        place = next(i for i in range(self._sizing.num_contexts + 1) if i not in self._places.values())
+        placed = self._placing.start_for(artifact, self.model, is_used=bool(self._places or self._requests))
+        place = next(i for i in range(self._num_contexts + 1) if i not in self._places.values())
         placed.add_context(place, artifact)
         self._places[context_id] = place
 
     def remove_context(self, context_id: int) -> None:
         place = self._place(context_id)
         require_unused(context_id, {slot: request.context_id for slot, request in self._requests.items()})
-        self._ready().remove_context(place)
+        self._placing.ready().remove_context(place)
         del self._places[context_id]
 
     def preparation(self, context_id: int, config: SearchConfig, selector: Selector) -> None:
@@ -173,31 +177,31 @@ class GpuEngine:
         chooses = latents_of(self.model.spec) is not None  # itself, whatever the request's configuration
         if not chooses:
             self._require_as_captured(config, selector)
-        if self._placed is None:
-            self._placed = self._start(None)
-        if not chooses and selector != "full" and self._placed.shape.attends_all and config.keep < 1:
+        self._placing.start(self.model)
+        placed = self._placing.ready()
+        if not chooses and selector != "full" and placed.shape.attends_all and config.keep < 1:
             raise ConfigError(
                 f"keep is {config.keep}, but over lists this GPU was set to keep all rows, which is full attention; "
                 "leave it out, or start another engine"
             )
-        self._copied().join()  # rows of the slot's last request may still be read
-        if (local := self._ready().local) is not None:
+        self._placing.copies().join()  # rows of the slot's last request may still be read
+        if (local := placed.local) is not None:
             local.begin_request(slot, place)
         self._requests[slot] = _Request(context_id, config, self._own_segments(slot, context_id, config))
 
     def write_rows(self, slot: int, rows: Tensor) -> None:
         request = self._request(slot)
         self._require_room(slot, rows.shape[2])
-        self._copied().write(slot, request.tail_len, rows)
+        self._placing.copies().write(slot, request.tail_len, rows)
         request.tail_len += rows.shape[2]
         request.is_written = True
 
     def read_rows(self, slot: int, start: int, stop: int) -> Callable[[], Tensor]:
         assert 0 <= start < stop <= self._request(slot).tail_len, f"rows {start} to {stop} are not all there"
-        return self._copied().read(slot, start, stop)
+        return self._placing.copies().read(slot, start, stop)
 
     def close_slot(self, slot: int) -> None:
-        request, own = self._request(slot), self._ready().own
+        request, own = self._request(slot), self._placing.ready().own
         if request.own is not None:
             request.own.close()
         if own is not None and request.num_segments:
@@ -207,7 +211,7 @@ class GpuEngine:
     def require_rows(self, rows: Sequence[StepRow]) -> None:
         """Raise what `step` would raise of them, before anything changes."""
         self._tail_lens(rows)
-        self._ready().runner.require_tokens([row.token_id for row in rows])
+        self._placing.ready().runner.require_tokens([row.token_id for row in rows])
 
     @torch.no_grad()
     def step(
@@ -230,7 +234,7 @@ class GpuEngine:
             first = _kept(self.step(rows[:stop], want_logits, watch if watch and watch[0] < stop else None))
             late = (watch[0] - stop, watch[1]) if watch and watch[0] >= stop else None
             return _joined(first, self.step(rows[stop:], want_logits, late))
-        runner = self._ready().runner
+        runner = self._placing.ready().runner
         batch_size = runner.batch_size_for(len(rows))
         requests = [self._requests[row.slot] for row in rows]
         context_lens = [self._context_len(request.context_id) for request in requests]
@@ -260,7 +264,7 @@ class GpuEngine:
         context_len, own = self._context_len(request.context_id), request.own_read / max(1, request.tail_len)
         if (latent := latents_of(self.model.spec)) is not None:
             return Reading(SELECTOR, rows_read(latent, context_len, request.tail_len))
-        if self._ready().shape.attends_all:
+        if self._placing.ready().shape.attends_all:
             return Reading("full", context_len + own)
         resident = min(context_len, request.config.sink_len + request.config.window_len)
         far = min(request.config.top_k(context_len), context_len - resident)
@@ -268,16 +272,17 @@ class GpuEngine:
 
     def counts(self) -> EngineCounts:
         """On a GPU the parts of a step are not timed one by one: they run side by side."""
-        if self._placed is None:
+        placed = self._placing.placed
+        if placed is None:
             return EngineCounts()
-        far, artifacts = self._placed.far, self._placed.artifacts.values()
+        far, artifacts = placed.far, placed.artifacts.values()
         layers = far.cache.statistics() if isinstance(far, CachedRows | CachedLatents) else []
         return EngineCounts(
             slot_lookups=sum(layer.num_selected for layer in layers),
             slot_hits=sum(layer.num_found for layer in layers),
-            kv_bytes=sum(self._placed.shape.kv_bytes(artifact.spec.context_len) for artifact in artifacts),
+            kv_bytes=sum(placed.shape.kv_bytes(artifact.spec.context_len) for artifact in artifacts),
             index_bytes=sum(artifact.index_bytes for artifact in artifacts),
-            device_bytes=torch.cuda.memory_allocated(self._placed.device) if torch.cuda.is_available() else 0,
+            device_bytes=torch.cuda.memory_allocated(placed.device) if torch.cuda.is_available() else 0,
         )
 
     def close(self) -> None:
@@ -287,9 +292,7 @@ class GpuEngine:
                 request.own.close()
         self._beside.shutdown(cancel_futures=True)
         try:
-            if self._placed is not None:
-                self._placed.close()
-                self._placed = self._copies = None
+            self._placing.close()
         finally:
             if self._searcher is not None:
                 self._searcher.close()
@@ -297,50 +300,14 @@ class GpuEngine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
-
-    def _planned_for(self, artifact: Artifact) -> PlacedModel:
-        """What the context fits; planned again where it is for others, and nobody uses it."""
-        placed = self._placed
-        if placed is not None and not placed.has_room_for(artifact) and self._sizing.max_context_len is None:
-            if self._places or self._requests:
-                raise MemoryPlanError(
-                    f"the context has {artifact.spec.context_len:,} rows, memory is planned for contexts up to "
-                    f"{placed.shape.max_context_len:,} while others are in use; set engine.max_context_len"
-                )
-            placed.close()
-            self._placed = self._copies = placed = None
-            gc.collect()  # its memory hangs in circles
-        if placed is None:
-            placed = self._placed = self._start(artifact)
-        return placed
-
-    def _start(self, first: Artifact | None) -> PlacedModel:
-        index_config = self._index_config if first is None else first.spec.index_config
-        sizing, needed = self._sizing, 0 if first is None else first.spec.context_len
-        longest = sizing.max_context_len or sizing.longest(
-            index_config, needed, self.model.available(self._device).device_bytes
-        )
-        return PlacedModel(
-            self.model,
-            index_config,
-            sizing.shape(index_config, longest),
-            self.placement,
-            device=self._device,
-            num_slots=sizing.num_cached(longest),
-            searcher=self._searcher,
-            on_progress=self._on_progress,
-            first=first,
-        )
 
     def _fidelity(self, slot: int, layer_idx: int, tail_len: int) -> Fidelity | None:
         """None without a context."""
         if self._requests[slot].context_id == NO_CONTEXT:
             return None
-        placed = self._ready()
+        placed = self._placing.ready()
         request = self._requests[slot]
         artifact = placed.artifacts[self._place(request.context_id)]
         shape = placed.shape
@@ -356,7 +323,7 @@ class GpuEngine:
         )
 
     def _own_segments(self, slot: int, context_id: int, config: SearchConfig) -> OwnSegments | None:
-        placed = self._ready()
+        placed = self._placing.ready()
         if placed.own is None or context_id == NO_CONTEXT:
             return None
         assert isinstance(placed.index_config, SketchConfig)
@@ -374,14 +341,14 @@ class GpuEngine:
         """Rows that were written: from now on they are like those of steps."""
         request = self._requests[slot]
         if request.is_written:
-            self._copied().wait()
+            self._placing.copies().wait()
             request.is_written = False
             if request.own is not None:
                 request.own.grow(request.tail_len)
 
     def _grow(self, slot: int, tail_len: int) -> None:
         """Put to use what a row reads that sees so many rows of the tail."""
-        request, num_segments, own = self._requests[slot], self._segments(slot, tail_len), self._ready().own
+        request, num_segments, own = self._requests[slot], self._segments(slot, tail_len), self._placing.ready().own
         if num_segments == request.num_segments:
             return
         assert request.own is not None and own is not None
@@ -391,8 +358,7 @@ class GpuEngine:
 
     def _tail_lens(self, rows: Sequence[StepRow]) -> list[int]:
         """Rows of its tail that each row sees, its own included. Raises before anything changes."""
-        if not 1 <= len(rows) <= self.max_rows:
-            raise ConfigError(f"a step has 1 to {self.max_rows} rows, got {len(rows)}")
+        require_num_rows(len(rows), self.max_rows)
         for slot, num_new in Counter(row.slot for row in rows).items():
             self._require_room(slot, num_new)
         return seen_lens([row.slot for row in rows], {row.slot: self._requests[row.slot].tail_len for row in rows})
@@ -402,20 +368,10 @@ class GpuEngine:
         room = min(self.tail_capacity, self.max_positions - self._context_len(request.context_id))
         require_room(slot, request.tail_len + num_new, room)
 
-    def _copied(self) -> RowCopies:
-        if self._copies is None:
-            self._copies = RowCopies(self._ready().attention.tails)
-        return self._copies
-
     def _context_len(self, context_id: int) -> int:
         if context_id == NO_CONTEXT:
             return 0
-        return int(self._ready().artifacts[self._place(context_id)].spec.context_len)
-
-    def _ready(self) -> PlacedModel:
-        if self._placed is None:
-            raise ConfigError("no context is loaded and no request open yet; begin with one of them")
-        return self._placed
+        return int(self._placing.ready().artifacts[self._place(context_id)].spec.context_len)
 
     def _require_as_captured(self, config: SearchConfig, selector: Selector) -> None:
         if selector != self.selector:
@@ -430,22 +386,16 @@ class GpuEngine:
             )
 
     def _watch(self) -> Watch:
-        watch = self._ready().watch
+        watch = self._placing.ready().watch
         assert watch is not None, "refused where there is none"
         return watch
 
     def _place(self, context_id: int) -> int:
         """Among the placed contexts; -1 of none."""
-        if context_id == NO_CONTEXT:
-            return -1
-        if context_id not in self._places:
-            raise ConfigError(f"there is no context {context_id}; load it first")
-        return self._places[context_id]
+        return -1 if context_id == NO_CONTEXT else loaded_context(context_id, self._places)
 
     def _request(self, slot: int) -> _Request:
-        if slot not in self._requests:
-            raise ConfigError(f"slot {slot} is not open; open it first")
-        return self._requests[slot]
+        return open_request(slot, self._requests)
 
 
 def _kept(result: StepResult) -> StepResult:

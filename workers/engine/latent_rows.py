@@ -4,11 +4,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from csattn.cpu.addresses import KindStage
+from csattn.cpu.arguments import word, words_of
 from csattn.cpu.tape import Tape
 from csattn.models.spec import LatentSpec
-from workers.engine.latent_stages import ARGUMENTS, attend_pieces, choose_stage, latent_stage, score_pieces
+from workers.engine.latent_stages import ARGUMENTS, attend_pieces, attend_stage, choose_stage, score_pieces, score_stage
 from workers.model.cpu.cpu_model import CpuModel
-from workers.model.cpu.tape_ops import word
 
 
 class LatentChoice:
@@ -61,12 +62,12 @@ class LatentRows:
             "out": room.attended,
         }
         self._room = room  # which the tape has addresses of, as of the choice
-        self._arguments = np.array([word(values[name]) for name in ARGUMENTS], np.int64)
+        self._arguments = words_of(ARGUMENTS, values)
         self.tape = Tape()
         if indexer is not None:
-            self.tape.add(latent_stage("score", model.kind), self._arguments)
+            self.tape.add(KindStage(score_stage, model.kind), self._arguments)
             self.tape.add(choose_stage, self._arguments)
-        self.tape.add(latent_stage("attend", model.kind), self._arguments)
+        self.tape.add(KindStage(attend_stage, model.kind), self._arguments)
 
     def set_contexts(self, kv: list[Tensor]) -> None:
         """kv: of the rows' contexts, [1, context_len, 2, head_dim] each."""

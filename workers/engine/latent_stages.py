@@ -6,13 +6,13 @@ A row sees its context, then its own tail. Rows of both lie in one piece each: t
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from csattn.cpu.addresses import Stage, array_at
-from csattn.cpu.floats import LANES, exp_lanes, largest_of, load_float
+from csattn.cpu.addresses import array_at
+from csattn.cpu.arguments import bytes_of, floats_of, number_at, word_of, words_at
+from csattn.cpu.floats import exp_lanes, largest_of, load_float
 from csattn.cpu.jit import exact_kernel
 from csattn.cpu.lanes import fma, larger
-from csattn.cpu.simd import F32x16, fill, load, store
+from csattn.cpu.simd import LANES, F32x16, fill, load, store
 from workers.model.cpu.linear import TILE, products
 
 # All three stages' arguments: sizes, and addresses of float32 but where something else is said.
@@ -40,7 +40,7 @@ ARGUMENTS = (
     "num_chosen",  # [num_rows] int64, written
     "out",  # [num_rows, num_heads, kv_rank], written
 )
-_NUM = len(ARGUMENTS)
+_arguments_at = words_at(ARGUMENTS)
 KEYS = 512  # that a piece scores
 HEADS = 16  # that a piece attends from
 _BINS = 2048  # of a digit of a score, of which it has three
@@ -56,72 +56,26 @@ def attend_pieces(num_heads: int) -> int:
     return -(-num_heads // HEADS)
 
 
-def choose_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
-    """A piece is a row: the best of its scores, of equals the first, NaN last (`csattn.lightning.top_k_reference`)."""
-    _choose(array_at(arguments, _NUM, np.int64(0)), piece)
-    return 0
-
-
-def latent_stage(name: str, kind: str) -> Stage:
-    """score takes some keys of a row for a piece, attend some of its heads. kind: dtype of the rows."""
-    return _STAGES[name][kind]
-
-
-def _score_float32(arguments: int, piece: int, thread: int, unused: int) -> int:
-    _score(array_at(arguments, _NUM, np.int64(0)), piece, np.float32(0), 4)
-    return 0
-
-
-def _score_bfloat16(arguments: int, piece: int, thread: int, unused: int) -> int:
-    _score(array_at(arguments, _NUM, np.int64(0)), piece, np.uint16(0), 2)
-    return 0
-
-
-def _score_float16(arguments: int, piece: int, thread: int, unused: int) -> int:
-    _score(array_at(arguments, _NUM, np.int64(0)), piece, np.int16(0), 2)
-    return 0
-
-
-def _attend_float32(arguments: int, piece: int, thread: int, unused: int) -> int:
-    _attend(array_at(arguments, _NUM, np.int64(0)), piece, np.float32(0), 4)
-    return 0
-
-
-def _attend_bfloat16(arguments: int, piece: int, thread: int, unused: int) -> int:
-    _attend(array_at(arguments, _NUM, np.int64(0)), piece, np.uint16(0), 2)
-    return 0
-
-
-def _attend_float16(arguments: int, piece: int, thread: int, unused: int) -> int:
-    _attend(array_at(arguments, _NUM, np.int64(0)), piece, np.int16(0), 2)
-    return 0
-
-
-_STAGES: dict[str, dict[str, Stage]] = {
-    "score": {"float32": _score_float32, "bfloat16": _score_bfloat16, "float16": _score_float16},
-    "attend": {"float32": _attend_float32, "bfloat16": _attend_bfloat16, "float16": _attend_float16},
-}
-
-
-@exact_kernel
-def _score(args: NDArray[np.int64], piece: int, like: Any, itemsize: int) -> None:
-    blocks = -(-args[17] // KEYS)
+def score_stage(arguments: int, piece: int, thread: int, like: Any) -> int:
+    """A piece is some keys of a row. like: of the rows."""
+    args, itemsize = _arguments_at(arguments), bytes_of(like)
+    blocks = -(-args.scores_width // KEYS)
     row, first = piece // blocks, piece % blocks * KEYS
     context, context_len, tail, tail_len = _seen(args, row, itemsize)
     stop = min(first + KEYS, context_len + tail_len)
-    if context_len + tail_len <= args[18]:  # all are chosen
-        return
-    width, num_heads, dim = args[6], args[12], args[13]
-    q = array_at(args[14] + 4 * row * num_heads * dim, num_heads * dim, np.float32(0))
-    weights = array_at(args[15] + 4 * row * num_heads, num_heads, np.float32(0))
-    scores = array_at(args[16] + 4 * row * args[17], args[17], np.float32(0))
+    if context_len + tail_len <= args.top_k:  # all are chosen
+        return 0
+    width, num_heads, dim = args.width, args.num_index_heads, args.index_dim
+    q = array_at(args.index_q + 4 * row * num_heads * dim, num_heads * dim, np.float32(0))
+    weights = floats_of(args.index_weights, row, num_heads)
+    scores = floats_of(args.scores, row, args.scores_width)
     sums, sixteen = np.empty((num_heads + TILE) * LANES, np.float32), np.empty(LANES, np.float32)
     zero = fill(F32x16, 0.0)
     while first < stop:
         is_own = first >= context_len
         base, at, end = (tail, first - context_len, stop) if is_own else (context, first, min(stop, context_len))
         count = min(LANES, end - first)
-        keys = array_at(base + (at * width + args[8]) * itemsize, (count - 1) * width + dim, like)
+        keys = array_at(base + (at * width + args.key_width) * itemsize, (count - 1) * width + dim, like)
         products(q, num_heads, keys, width, 0, count, dim, sums)
         total = zero
         for head in range(num_heads):
@@ -130,19 +84,20 @@ def _score(args: NDArray[np.int64], piece: int, like: Any, itemsize: int) -> Non
         for i in range(count):
             scores[first + i] = sixteen[i]
         first += count
+    return 0
 
 
-@exact_kernel
-def _choose(args: NDArray[np.int64], row: int) -> None:
-    top_k, num_seen = args[18], 0
-    num_seen += array_at(args[1], row + 1, np.int64(0))[row] + array_at(args[5], row + 1, np.int64(0))[row]
-    chosen = array_at(args[19] + 4 * row * top_k, top_k, np.int32(0))
-    array_at(args[20], row + 1, np.int64(0))[row] = min(top_k, num_seen)
+def choose_stage(arguments: int, row: int, thread: int, unused: int) -> int:
+    """A piece is a row: the best of its scores, of equals the first, NaN last (`csattn.lightning.top_k_reference`)."""
+    args = _arguments_at(arguments)
+    top_k, num_seen = args.top_k, word_of(args.context_lens, row) + word_of(args.tail_lens, row)
+    chosen = array_at(args.chosen + 4 * row * top_k, top_k, np.int32(0))
+    array_at(args.num_chosen + 8 * row, 1, np.int64(0))[0] = min(top_k, num_seen)
     if num_seen <= top_k:
         for i in range(num_seen):
             chosen[i] = i
-        return
-    scores = array_at(args[16] + 4 * row * args[17], num_seen, np.int32(0))  # their bits
+        return 0
+    scores = array_at(args.scores + 4 * row * args.scores_width, num_seen, np.int32(0))  # their bits
     counts, prefix, mask, left = np.empty(_BINS, np.int64), 0, 0, top_k
     for shift in (21, 10, 0):  # digit by digit, what the last that is chosen begins with
         counts[:] = 0
@@ -164,6 +119,7 @@ def _choose(args: NDArray[np.int64], row: int) -> None:
                 left -= 1
             chosen[count] = i
             count += 1
+    return 0
 
 
 @exact_kernel
@@ -177,24 +133,25 @@ def _ordered(bits: int) -> int:
     return (0xFFFFFFFF - word) if word & 0x80000000 else (word | 0x80000000)
 
 
-@exact_kernel
-def _attend(args: NDArray[np.int64], piece: int, like: Any, itemsize: int) -> None:
-    width, kv_rank, key_width, num_heads, top_k = args[6], args[7], args[8], args[9], args[18]
+def attend_stage(arguments: int, piece: int, thread: int, like: Any) -> int:
+    """A piece is some heads of a row. like: of the rows."""
+    args, itemsize = _arguments_at(arguments), bytes_of(like)
+    width, kv_rank, key_width, num_heads, top_k = args.width, args.kv_rank, args.key_width, args.num_heads, args.top_k
     blocks = -(-num_heads // HEADS)
     row, first_head = piece // blocks, piece % blocks * HEADS
     heads = min(HEADS, num_heads - first_head)
     context, context_len, tail, tail_len = _seen(args, row, itemsize)
     num_rows = context_len + tail_len
-    chosen = array_at(args[19] + 4 * row * top_k, top_k, np.int32(0))
+    chosen = array_at(args.chosen + 4 * row * top_k, top_k, np.int32(0))
     if top_k > 0:
-        num_rows = array_at(args[20], row + 1, np.int64(0))[row]
+        num_rows = word_of(args.num_chosen, row)
     at = row * num_heads + first_head
-    q = array_at(args[10] + 4 * at * key_width, heads * key_width, np.float32(0))
+    q = array_at(args.q + 4 * at * key_width, heads * key_width, np.float32(0))
     stride, acc_width = -(-key_width // LANES) * LANES, -(-kv_rank // LANES) * LANES
     block, out = np.zeros(LANES * stride, np.float32), np.zeros(heads * acc_width, np.float32)
     sums, shares = np.empty((heads + TILE) * LANES, np.float32), np.empty(LANES, np.float32)
     largest, total = np.full(heads, -np.inf, np.float32), np.zeros(heads, np.float32)
-    scale = fill(F32x16, np.float32(array_at(args[11], 1, np.float64(0))[0]))
+    scale = fill(F32x16, number_at(args.softmax_scale))
     for start in range(0, num_rows, LANES):
         count = min(LANES, num_rows - start)
         for i in range(count):
@@ -223,16 +180,15 @@ def _attend(args: NDArray[np.int64], piece: int, like: Any, itemsize: int) -> No
                 for i in range(count):
                     of_head = fma(fill(F32x16, shares[i]), load(F32x16, block, i * stride + j), of_head)
                 store(out, head * acc_width + j, of_head)
-    written = array_at(args[21] + 4 * at * kv_rank, heads * kv_rank, np.float32(0))
+    written = array_at(args.out + 4 * at * kv_rank, heads * kv_rank, np.float32(0))
     for head in range(heads):
         for j in range(kv_rank):
             written[head * kv_rank + j] = out[head * acc_width + j] / total[head]
+    return 0
 
 
 @exact_kernel
-def _seen(args: NDArray[np.int64], row: int, itemsize: int) -> Any:
+def _seen(args: Any, row: int, itemsize: int) -> Any:
     """Where the row's context begins and how long it is, then its tail."""
-    tail_id = array_at(args[4], row + 1, np.int64(0))[row]
-    tail = args[2] + tail_id * args[3] * args[6] * itemsize
-    context, context_len = array_at(args[0], row + 1, np.int64(0))[row], array_at(args[1], row + 1, np.int64(0))[row]
-    return context, context_len, tail, array_at(args[5], row + 1, np.int64(0))[row]
+    tail = args.tails + word_of(args.tail_ids, row) * args.tail_capacity * args.width * itemsize
+    return word_of(args.contexts, row), word_of(args.context_lens, row), tail, word_of(args.tail_lens, row)

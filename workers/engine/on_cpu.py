@@ -8,13 +8,14 @@ from torch import Tensor
 
 from csattn.attention import in_place, in_place_rest
 from csattn.attention.in_place_arguments import ARGUMENTS, MAX_PARTS
+from csattn.cpu.addresses import KindStage
+from csattn.cpu.arguments import word, words_of
 from csattn.cpu.tape import Tape
 from csattn.reach import Reach
 from csattn.search.sketch import describe_sketch, query_bytes
 from workers.engine.latent_rows import LatentChoice, LatentRows
 from workers.engine.row_plan import KEPT, RowPlan
 from workers.model.cpu.cpu_model import CpuModel
-from workers.model.cpu.tape_ops import word
 
 _BY_ROW = ("context_lens", "sink_ends", "window_starts", "num_index_heads", "top_ks")
 _LAYOUT = ("row_bytes", "v_offsets", "k_readers", "v_readers")
@@ -195,13 +196,13 @@ class AttendOnCpu:
             **dict.fromkeys(nothing, self._nothing),
             **of_rows,
         }
-        return np.array([word(values[name]) for name in ARGUMENTS], np.int64)
+        return words_of(ARGUMENTS, values)
 
     def _tape(self, arguments: NDArray[np.int64]) -> Tape:
         tape = Tape()
         tape.add(in_place_rest.rest_queries_stage, arguments)
         tape.add(in_place_rest.rest_stage, arguments)
-        tape.add(in_place.attend_stage(self._model.kind), arguments, waits=False)
+        tape.add(KindStage(in_place.attend_stage, self._model.kind), arguments, waits=False)
         tape.add(in_place.merge_stage, arguments)
         return tape
 

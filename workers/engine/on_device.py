@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from workers.engine.resident import ResidentRows
 from workers.engine.schedule import Schedule
 from workers.engine.shape import EngineShape
 
+if TYPE_CHECKING:  # which searches by the class below
+    from workers.engine.own_on_device import OwnOnDevice
+
 
 class SearchOnDevice:
     """`StepAttention` whose steps are one graph. Owns the contexts' indexes, their resident rows and all tails.
@@ -41,23 +44,21 @@ class SearchOnDevice:
         far: FarRows,
         device: torch.device,
         tails: Tensor | None = None,  # as `make_tails` has them; None: its own
-        own: "Own | None" = None,  # who attends to requests' own segments, beside
+        own: "OwnOnDevice | None" = None,  # who attends to requests' own segments, beside
         sinks: Tensor | None = None,  # [num_layers, num_q_heads] float32, where the shape has them
     ) -> None:
         self.shape, self.far, self.own = shape, far, own
         self.lookahead = bool(shape.search.lookahead)
         self.tails = shape.make_tails(device) if tails is None else tails
         self._resident = ResidentRows(shape, device)
-        self.indexes = self._indexes = DeviceIndexes(
-            shape.num_layers, shape.num_contexts, shape.search, device, shape.max_segments
-        )
+        self.indexes = DeviceIndexes(shape.num_layers, shape.num_contexts, shape.search, device, shape.max_segments)
         self._plans = plan_batches(shape, device, sinks)
         self._searches = _make_searches(shape, index, device)
         self._coded_rest: CodedRest | None = None
         self._schedule = Schedule(shape, device)
         if shape.sums_rest_apart:
             assert isinstance(index, SketchShape)
-            self._coded_rest = CodedRest(shape, index, self._indexes, device)
+            self._coded_rest = CodedRest(shape, index, self.indexes, device)
         # where rows move, beside attention to the others by their codes; None: they have no way to go
         self._link: torch.cuda.Stream | None = None
         if far.cross_link and device.type == "cuda":  # an emulated device does one thing after the other
@@ -70,7 +71,7 @@ class SearchOnDevice:
         self._fetched: dict[int, _Fetched] = {}  # by layer, until it attends
 
     def __repr__(self) -> str:
-        return f"<SearchOnDevice {self._indexes!r}, {self.far!r}>"
+        return f"<SearchOnDevice {self.indexes!r}, {self.far!r}>"
 
     def load(
         self,
@@ -82,11 +83,11 @@ class SearchOnDevice:
         """Give a place to a context whose rows `far` has. No step may be in flight."""
         context_len = self.shape.require_context(kv)
         self._resident.load(context_id, kv, plain)
-        self._indexes.load(context_id, context_len, list(index))
+        self.indexes.load(context_id, context_len, list(index))
 
     def unload(self, context_id: int) -> None:
         """Forget a context. No step may be in flight."""
-        self._indexes.unload(context_id)
+        self.indexes.unload(context_id)
 
     def chosen(self, layer_idx: int, rows: StepRows) -> DeviceSelection:
         """What the step has selected in that layer, until it searches for the layer after the next."""
@@ -132,7 +133,7 @@ class SearchOnDevice:
     def end_step(self, rows: StepRows) -> None:
         """Nothing is left to do."""
 
-    def _own(self, rows: StepRows) -> "Own | None":
+    def _own(self, rows: StepRows) -> "OwnOnDevice | None":
         return self.own if rows.any_own else None
 
     def _post_rest(self, layer_idx: int, rows: StepRows) -> None:
@@ -145,32 +146,16 @@ class SearchOnDevice:
             return self._coded_rest.post(layer_idx, selected, rows, plan.attention)
         searched = self._searches[rows.batch_size].scores
         assert isinstance(searched, SketchPass)
-        post_rest(searched, self._indexes, layer_idx, selected, rows, plan.attention)
+        post_rest(searched, self.indexes, layer_idx, selected, rows, plan.attention)
 
     def _search(self, layer_idx: int, q: Tensor, rows: StepRows) -> "_Fetched":
         """Enqueue the search on the current stream, and the way of its rows."""
         selection, search_ids = self._plans[rows.batch_size].selection(layer_idx), self._schedule.search_ids(rows)
-        self._searches[rows.batch_size].search(q, self._indexes, layer_idx, search_ids, selection, rows.top_ks)
+        self._searches[rows.batch_size].search(q, self.indexes, layer_idx, search_ids, selection, rows.top_ks)
         self._schedule.share_out(layer_idx, selection, rows)
         fetched = self.far.fetch(layer_idx, selection, rows.context_ids, self._link)
         is_there = self._link.record_event() if self._link else None
         return _Fetched(fetched, self._ahead.record_event() if self._ahead else None, is_there)
-
-
-class Own(Protocol):
-    """See `OwnOnDevice`."""
-
-    def begin_step(self, rows: StepRows) -> None: ...
-
-    def look_ahead(self, layer_idx: int, q: Tensor, rows: StepRows) -> None: ...
-
-    def begin(self, layer_idx: int, q: Tensor, rows: StepRows) -> None: ...
-
-    def join(self) -> None: ...
-
-    def attended(self, rows: StepRows) -> tuple[Tensor, Tensor]: ...
-
-    def chosen(self, layer_idx: int, rows: StepRows) -> DeviceSelection: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from workers.background import BackgroundThread
 from workers.engine.batch_plan import plan_batches
 from workers.engine.coded_rest import CodedRest
 from workers.engine.far_rows import CachedRows
-from workers.engine.on_device import Own
+from workers.engine.own_on_device import OwnOnDevice
 from workers.engine.resident import ResidentRows
 from workers.engine.schedule import Schedule
 from workers.engine.searcher import StepSearcher
@@ -53,7 +53,7 @@ class SearchOnHost:
         searcher: StepSearcher,
         device: torch.device,
         tails: Tensor | None = None,  # as `SearchOnDevice` takes them, and own, and sinks
-        own: Own | None = None,
+        own: OwnOnDevice | None = None,
         sinks: Tensor | None = None,
     ) -> None:
         """searcher: has what this one loads, by the same numbers."""
@@ -162,7 +162,7 @@ class SearchOnHost:
                 break
         self._searching = None
 
-    def _own(self, rows: StepRows) -> Own | None:
+    def _own(self, rows: StepRows) -> OwnOnDevice | None:
         return self.own if rows.any_own else None
 
     def _search(self, mail: "_StepMail", plan: StepPlan, since: int) -> None:

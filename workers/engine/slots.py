@@ -1,9 +1,12 @@
 """What every engine asks of contexts, slots and rows before it takes them; each refusal is a sentence."""
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import TypeVar
 
 from csattn.artifact import Artifact
 from csattn.errors import ConfigError, ContextError, ModelError
+
+Found = TypeVar("Found")
 
 
 def require_new_context(context_id: int, loaded: Collection[int], artifact: Artifact, max_positions: int) -> None:
@@ -15,6 +18,20 @@ def require_new_context(context_id: int, loaded: Collection[int], artifact: Arti
             f"the context has {artifact.spec.context_len:,} rows and the model {max_positions:,} positions: "
             "nothing can follow it; build a shorter one"
         )
+
+
+def loaded_context(context_id: int, contexts: Mapping[int, Found]) -> Found:
+    """What is kept of the context."""
+    if context_id not in contexts:
+        raise ConfigError(f"there is no context {context_id}; load it first")
+    return contexts[context_id]
+
+
+def open_request(slot: int, requests: Mapping[int, Found]) -> Found:
+    """What is kept of the request."""
+    if slot not in requests:
+        raise ConfigError(f"slot {slot} is not open; open it first")
+    return requests[slot]
 
 
 def require_unused(context_id: int, contexts: Mapping[int, int]) -> None:
@@ -29,6 +46,12 @@ def require_free_slot(slot: int, num_slots: int, taken: Collection[int]) -> None
         raise ConfigError(f"there are slots 0 to {num_slots - 1}, not {slot}")
     if slot in taken:
         raise ConfigError(f"slot {slot} is taken; close it first")
+
+
+def require_num_rows(num_rows: int, max_rows: int) -> None:
+    """Of a step."""
+    if not 1 <= num_rows <= max_rows:
+        raise ConfigError(f"a step has 1 to {max_rows} rows, got {num_rows}")
 
 
 def require_room(slot: int, num_rows: int, room: int) -> None:

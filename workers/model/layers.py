@@ -18,7 +18,18 @@ from csattn.models.spec import ExpertsSpec, LatentSpec
 from csattn.models.weights import LatentWeights, Linear, ModelWeights
 from workers.model.attention import AttendsLatents, KeepsStates, StepAttention
 from workers.model.devices import Devices
-from workers.model.ops import DeltaState, LatentOps, LatentRoom, Normed, Readers, Rotation, StepOps, Stream, num_squares
+from workers.model.ops import (
+    DeltaRoom,
+    DeltaState,
+    ExpertRoom,
+    LatentRoom,
+    Normed,
+    Readers,
+    Rotation,
+    StepOps,
+    Stream,
+    num_squares,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,28 +38,6 @@ class Call:
 
     run: Callable[[], None]
     on_host: bool = False  # at every step; other calls only enqueue work on the device
-
-
-@dataclass(frozen=True, slots=True)
-class _Experts:
-    """What becomes of a step in layers of experts, one after the other."""
-
-    logits: Tensor  # [batch_size, num_experts] float32
-    chosen: Tensor  # [batch_size, num_chosen] int32
-    shares: Tensor  # likewise float32
-    gated: Tensor  # [batch_size, num_chosen, intermediate_size]
-    parts: Tensor  # [batch_size, num_chosen, hidden_size]
-
-    @classmethod
-    def of(cls, spec: ExpertsSpec, hidden_size: int, zeros: Callable[..., Tensor]) -> "_Experts":
-        each = spec.num_chosen
-        return cls(
-            zeros(spec.num_experts, dtype=torch.float32),
-            zeros(each, dtype=torch.int32),
-            zeros(each, dtype=torch.float32),
-            zeros(each, spec.intermediate_size),
-            zeros(each, hidden_size),
-        )
 
 
 class StepLayers:
@@ -92,10 +81,10 @@ class StepLayers:
         widths = {layer.mlp.intermediate_size for layer in spec.layers if layer.mlp is not None}
         self._gated = {width: zeros(width) for width in widths}
         kinds = {(number, experts) for layer in spec.layers for number, experts in enumerate(layer.experts)}
-        self._experts = {kind: _Experts.of(kind[1], spec.hidden_size, zeros) for kind in kinds}
+        self._experts = {kind: _expert_room(kind[1], spec.hidden_size, zeros) for kind in kinds}
         self._attended_gates = zeros(spec.q_width) if any(layer.attention.gated for layer in spec.layers) else None
         deltas = {layer.delta for layer in spec.layers if layer.delta is not None}
-        self._deltas = {of: (zeros(of.in_width), zeros(of.num_channels), zeros(of.v_width)) for of in deltas}
+        self._deltas = {of: DeltaRoom(zeros(of.in_width), zeros(of.num_channels), zeros(of.v_width)) for of in deltas}
         latents = {layer.latent for layer in spec.layers if layer.latent is not None}
         self._latents = {of: _latent_room(of, zeros) for of in latents}
         self._branch: Tensor | None = None  # what is added to the stream, where no product does it itself
@@ -167,8 +156,7 @@ class StepLayers:
         """q, k and v of the layer; k and v go to the tails."""
         layer, x = self._weights.layers[layer_idx], self._normed_input(layer_idx)
         if layer.delta is not None:
-            inputs, *_ = self._delta_room(layer_idx)
-            self._ops.linear(x, layer.delta.inputs, inputs)
+            self._ops.linear(x, layer.delta.inputs, self._delta_room(layer_idx).inputs)
             return
         if layer.latent is not None:
             self._project_latents(layer_idx, x, layer.latent)
@@ -193,11 +181,10 @@ class StepLayers:
         assert room is not None and spec is not None and rotation is not None
         self._ops.linear(x, weights.inputs, room.inputs)
         tail = self._attention.tails[layer_idx]
-        ops = cast(LatentOps, self._ops)
-        ops.append_latents(weights, spec, rotation, self._rows, tail, room)
+        self._ops.append_latents(weights, spec, rotation, self._rows, tail, room)
         if weights.queries:
             self._ops.linear(Normed(room.q_latents), weights.queries, room.projected)
-        ops.ask_latents(weights, spec, rotation, room)
+        self._ops.ask_latents(weights, spec, rotation, room)
 
     def latents(self, layer_idx: int) -> LatentRoom | None:
         """What becomes of a step in that layer, where its rows are latents."""
@@ -221,10 +208,11 @@ class StepLayers:
             assert self._attended_gates is not None
             self._ops.gate(attended, self._attended_gates)
         if layer.delta is not None and spec.delta is not None:
-            inputs, mixed, attended = self._delta_room(layer_idx)
-            self._ops.delta(inputs, layer.delta, spec.delta, eps, self._rows, self._state(layer_idx), mixed, attended)
+            of_delta = self._delta_room(layer_idx)
+            self._ops.delta(layer.delta, spec.delta, eps, self._rows, self._state(layer_idx), of_delta)
+            attended = of_delta.out
         if (room := self.latents(layer_idx)) is not None and layer.latent is not None and spec.latent is not None:
-            cast(LatentOps, self._ops).latent_values(layer.latent, spec.latent, room)
+            self._ops.latent_values(layer.latent, spec.latent, room)
             attended = room.values
         before_mlp, times = Readers(layer.before_mlp, None, eps), spec.residual_multiplier
         if spec.parallel:  # the MLP reads what attention has read
@@ -238,8 +226,7 @@ class StepLayers:
             add(Readers(None, None, eps))
         last(self._readers(layer_idx + 1, ahead))
 
-    def _delta_room(self, layer_idx: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Inputs, channels and what is read of a layer's memory."""
+    def _delta_room(self, layer_idx: int) -> DeltaRoom:
         delta = self._weights.spec.layers[layer_idx].delta
         assert delta is not None
         return self._deltas[delta]
@@ -265,10 +252,9 @@ class StepLayers:
         for number, (of, weights) in enumerate(zip(spec.experts, layer.experts, strict=True)):
             room = self._experts[number, of]
             self._ops.linear(x, [weights.router], room.logits)
-            self._ops.choose_experts(room.logits, weights.choice_bias, of, room.chosen, room.shares)
-            self._ops.experts(x, weights, of, room.chosen, room.shares, room.gated)
-            told = weights, of, room.chosen, room.shares, room.parts
-            adds.append(partial(self._ops.experts_add, room.gated, *told, spec.residual_multiplier, self._stream))
+            self._ops.choose_experts(weights.choice_bias, of, room)
+            self._ops.experts(x, weights, of, room)
+            adds.append(partial(self._ops.experts_add, weights, of, room, spec.residual_multiplier, self._stream))
         return adds
 
     def _add(self, x: Tensor, linear: Linear, norm: Tensor | None, multiplier: float, readers: Readers) -> None:
@@ -319,6 +305,17 @@ class StepLayers:
     def _q_ahead(self, layer_idx: int) -> Tensor:
         """Of an indexed layer."""
         return self.q_ahead[self._weights.spec.indexed_layers.index(layer_idx) % 2]
+
+
+def _expert_room(spec: ExpertsSpec, hidden_size: int, zeros: Callable[..., Tensor]) -> ExpertRoom:
+    each = spec.num_chosen
+    return ExpertRoom(
+        zeros(spec.num_experts, dtype=torch.float32),
+        zeros(each, dtype=torch.int32),
+        zeros(each, dtype=torch.float32),
+        zeros(each, spec.intermediate_size),
+        zeros(each, hidden_size),
+    )
 
 
 def _latent_room(spec: LatentSpec, zeros: Callable[..., Tensor]) -> LatentRoom:

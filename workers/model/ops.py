@@ -73,6 +73,26 @@ class DeltaState:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertRoom:
+    """What becomes of a step in layers of experts, one after the other."""
+
+    logits: Tensor  # [batch_size, num_experts] float32
+    chosen: Tensor  # [batch_size, num_chosen] int32
+    shares: Tensor  # likewise float32
+    gated: Tensor  # [batch_size, num_chosen, intermediate_size]
+    parts: Tensor  # [batch_size, num_chosen, hidden_size]
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaRoom:
+    """What becomes of a step in layers that keep a state, one after the other."""
+
+    inputs: Tensor  # [batch_size, in_width]: what `DeltaWeights.inputs` give
+    mixed: Tensor  # [batch_size, num_channels]
+    out: Tensor  # [batch_size, v_width]; of idle rows any
+
+
+@dataclass(frozen=True, slots=True)
 class LatentRoom:
     """What becomes of a step in layers of latents, one after the other."""
 
@@ -123,33 +143,20 @@ class StepOps(Protocol):
 
     def choose_experts(
         self,
-        logits: Tensor,  # [batch_size, num_experts] float32
         bias: Tensor | None,  # [num_experts] float32
         spec: ExpertsSpec,
-        chosen: Tensor,  # [batch_size, num_chosen] int32, written: the best first, of equals the first
-        shares: Tensor,  # likewise float32
+        room: ExpertRoom,  # of which `logits` are read; `chosen` and `shares` are written
     ) -> None:
-        """Each row's experts and their shares."""
+        """Each row's experts, the best first, of equals the first, and their shares."""
 
-    def experts(
-        self,
-        x: Normed,
-        weights: ExpertWeights,
-        spec: ExpertsSpec,
-        chosen: Tensor,
-        shares: Tensor,
-        gated: Tensor,  # [batch_size, num_chosen, intermediate_size]
-    ) -> None:
+    def experts(self, x: Normed, weights: ExpertWeights, spec: ExpertsSpec, room: ExpertRoom) -> None:
         """gated = activation(gates(x)) * ups(x) of each chosen expert; where shares are the input's, of share * x"""
 
     def experts_add(
         self,
-        gated: Tensor,
         weights: ExpertWeights,
         spec: ExpertsSpec,
-        chosen: Tensor,
-        shares: Tensor,
-        parts: Tensor,  # [batch_size, num_chosen, hidden_size], to be written to
+        room: ExpertRoom,  # of which `parts` are to be written to
         multiplier: float,
         stream: Stream,  # all of it is written
         readers: Readers,
@@ -194,16 +201,37 @@ class StepOps(Protocol):
 
     def delta(
         self,
-        inputs: Tensor,  # [batch_size, in_width]: what `DeltaWeights.inputs` give
         weights: DeltaWeights,
         spec: DeltaSpec,
         eps: float,
         rows: StepRows,
         state: DeltaState,  # those of the rows' tails are written, of rows that are not idle
-        mixed: Tensor,  # [batch_size, num_channels], to be written to
-        out: Tensor,  # [batch_size, v_width]; of idle rows any
+        room: DeltaRoom,  # of which `inputs` are read, `mixed` is to be written to, `out` written
     ) -> None:
         """Each row's part of its request's memory, which it changes. Rows of a request in their order."""
+
+    def append_latents(
+        self,
+        weights: LatentWeights,
+        spec: LatentSpec,
+        rotation: Rotation,
+        rows: StepRows,
+        tail: Tensor,  # [num_tails, 1, tail_capacity, 2, head_dim]: one layer's
+        room: LatentRoom,  # of which `inputs` are read, and `q_latents` written
+    ) -> None:
+        """Norm the queries' latents, where there are any; rows that are not idle append theirs to their tail."""
+
+    def ask_latents(
+        self,
+        weights: LatentWeights,
+        spec: LatentSpec,
+        rotation: Rotation,
+        room: LatentRoom,  # of which `inputs` and `projected` are read, and `queries` written
+    ) -> None:
+        """What rows ask of latents and of index keys: see `csattn.models.latent.latent_queries`."""
+
+    def latent_values(self, weights: LatentWeights, spec: LatentSpec, room: LatentRoom) -> None:
+        """values = each head's values of what it has attended to"""
 
     def predict_query(
         self,
@@ -234,33 +262,6 @@ class StepOps(Protocol):
 
     def advance(self, rows: StepRows, next_ids: Tensor) -> None:
         """Feed the rows these tokens, 0 for -1; those not idle go one position and one row of their tail further."""
-
-
-class LatentOps(Protocol):
-    """Those of layers of latents."""
-
-    def append_latents(
-        self,
-        weights: LatentWeights,
-        spec: LatentSpec,
-        rotation: Rotation,
-        rows: StepRows,
-        tail: Tensor,  # [num_tails, 1, tail_capacity, 2, head_dim]: one layer's
-        room: LatentRoom,  # of which `inputs` are read, and `q_latents` written
-    ) -> None:
-        """Norm the queries' latents, where there are any; rows that are not idle append theirs to their tail."""
-
-    def ask_latents(
-        self,
-        weights: LatentWeights,
-        spec: LatentSpec,
-        rotation: Rotation,
-        room: LatentRoom,  # of which `inputs` and `projected` are read, and `queries` written
-    ) -> None:
-        """What rows ask of latents and of index keys: see `csattn.models.latent.latent_queries`."""
-
-    def latent_values(self, weights: LatentWeights, spec: LatentSpec, room: LatentRoom) -> None:
-        """values = each head's values of what it has attended to"""
 
 
 def num_squares(hidden_size: int) -> int:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from csattn.batch import ANY_TOP_K, StepRows
+from csattn.errors import ContextError
 
 _INT64_FIELDS, _INT32_FIELDS = 2, 5
 _ROW_BYTES = 8 * _INT64_FIELDS + 4 * _INT32_FIELDS
@@ -54,6 +55,13 @@ class RowBuffer:
         self._device.copy_(self._host, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
+
+
+def require_tokens(token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raise ContextError for one that is none."""
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise ContextError(f"token id {token_id} is not in the model's vocabulary of {vocab_size}")
 
 
 def _views(buffer: Tensor, batch_size: int) -> StepRows:

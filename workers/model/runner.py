@@ -1,4 +1,4 @@
-"""The decode loop: steps of a batch as CUDA graphs, tokens fed back on the device, nothing waited for."""
+"""Steps of a batch as CUDA graphs, nothing waited for."""
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +16,7 @@ from workers.model.attention import StepAttention
 from workers.model.devices import Devices
 from workers.model.layers import Call, StepLayers
 from workers.model.ops import StepOps
-from workers.model.rows import RowBuffer
+from workers.model.rows import RowBuffer, require_tokens
 from workers.model.torch_ops import TorchOps
 
 
@@ -30,9 +30,8 @@ class StepOutput(NamedTuple):
 class ModelRunner:
     """Runs steps of a few batch sizes. Work is enqueued on torch's current stream and never waited for.
 
-        runner.prefill(question_ids, context_id=0, first_position=context_len, tail_id=0)
-        runner.fill(1, [first_id], [position], [0], [0], [tail_len])
-        token_ids = runner.decode(1, num_steps=100)
+        runner.fill(2, token_ids, positions, context_ids, tail_ids, tail_lens)
+        next_ids = runner.step(2).next_ids
 
     When it is made it runs one step of each batch size with idle rows, then captures it: rows, attention and outputs
     of a batch size stay at fixed addresses. On a CPU a step is the same calls, made one by one.
@@ -126,45 +125,6 @@ class ModelRunner:
         step.room -= 1
         step.advance()
 
-    @torch.no_grad()
-    def decode(self, batch_size: int, num_steps: int) -> Tensor:
-        """Run steps that each feed the next. Returns their tokens [num_steps, batch_size] int64, on the device.
-
-        Afterwards the rows hold the last token, ready for another call.
-        """
-        out = torch.empty(num_steps, batch_size, dtype=torch.int64, device=self.weights.device)
-        for token_ids in out:
-            token_ids.copy_(self.step(batch_size).next_ids)
-            self.advance(batch_size)
-        return out
-
-    def prefill(
-        self,
-        token_ids: Sequence[int],
-        context_id: int,
-        first_position: int,  # of the first token, in the sequence
-        tail_id: int,
-        tail_len: int = 0,  # rows the tail has already
-    ) -> StepOutput:
-        """Feed a question in as few steps as possible. Returns what followed its last token: one row."""
-        if not token_ids:
-            raise ContextError("there is nothing to prefill; give at least one token")
-        self._room(tail_len + len(token_ids))
-        for start in range(0, len(token_ids), self.batch_sizes[-1]):
-            chunk = list(token_ids[start : start + self.batch_sizes[-1]])
-            num_rows = len(chunk)
-            batch_size = self.batch_size_for(num_rows)
-            self.fill(
-                batch_size,
-                chunk,
-                [first_position + start + row for row in range(num_rows)],
-                [context_id] * num_rows,
-                [tail_id] * num_rows,
-                [tail_len + start + row + 1 for row in range(num_rows)],
-            )
-            output = self.step(batch_size)
-        return StepOutput(output.logits[num_rows - 1 : num_rows], output.next_ids[num_rows - 1 : num_rows])
-
     @property
     def _tail_capacity(self) -> int:
         return self.attention.tails[0].shape[2]
@@ -180,10 +140,7 @@ class ModelRunner:
 
     def require_tokens(self, token_ids: Sequence[int]) -> None:
         """Raise ContextError for one that is none."""
-        vocab_size = self.weights.spec.vocab_size
-        for token_id in token_ids:
-            if not 0 <= token_id < vocab_size:
-                raise ContextError(f"token id {token_id} is not in the model's vocabulary of {vocab_size}")
+        require_tokens(token_ids, self.weights.spec.vocab_size)
 
 
 class _Step:

@@ -10,7 +10,17 @@ from csattn.batch import StepRows
 from csattn.models.latent import Turn, latent_queries, latent_rows, latent_values, query_latents
 from csattn.models.spec import Activation, DeltaSpec, ExpertsSpec, LatentSpec, Temper
 from csattn.models.weights import DeltaWeights, ExpertWeights, Frequencies, HeadNorms, LatentWeights, Linear
-from workers.model.ops import SQUARES_BLOCK, DeltaState, LatentRoom, Normed, Readers, Rotation, Stream
+from workers.model.ops import (
+    SQUARES_BLOCK,
+    DeltaRoom,
+    DeltaState,
+    ExpertRoom,
+    LatentRoom,
+    Normed,
+    Readers,
+    Rotation,
+    Stream,
+)
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
@@ -64,9 +74,8 @@ class TorchOps:
         else:
             out.copy_(ACTIVATIONS[activation](products))
 
-    def choose_experts(
-        self, logits: Tensor, bias: Tensor | None, spec: ExpertsSpec, chosen: Tensor, shares: Tensor
-    ) -> None:
+    def choose_experts(self, bias: Tensor | None, spec: ExpertsSpec, room: ExpertRoom) -> None:
+        logits = room.logits
         scores = {"softmax": logits.softmax(-1), "sigmoid": logits.sigmoid()}.get(spec.scores, logits)
         ranked = scores if bias is None else scores + bias
         num_groups, num_kept = spec.groups
@@ -81,14 +90,12 @@ class TorchOps:
             of_chosen = of_chosen.softmax(-1)
         if spec.normed:
             of_chosen = of_chosen / of_chosen.sum(-1, keepdim=True)
-        chosen.copy_(ids)
-        shares.copy_(of_chosen * spec.scale)
+        room.chosen.copy_(ids)
+        room.shares.copy_(of_chosen * spec.scale)
 
-    def experts(
-        self, x: Normed, weights: ExpertWeights, spec: ExpertsSpec, chosen: Tensor, shares: Tensor, gated: Tensor
-    ) -> None:
-        ids, scale = chosen.long(), _scale(x)
-        by_share = shares if spec.on_input else torch.ones_like(shares)
+    def experts(self, x: Normed, weights: ExpertWeights, spec: ExpertsSpec, room: ExpertRoom) -> None:
+        ids, scale = room.chosen.long(), _scale(x)
+        by_share = room.shares if spec.on_input else torch.ones_like(room.shares)
 
         def product(matrices: Tensor, bias: Tensor | None) -> Tensor:
             products = torch.einsum("bh,bkih->bki", x.x.float(), matrices[ids].float())
@@ -96,26 +103,23 @@ class TorchOps:
             return products if bias is None else products + bias[ids].float()
 
         gate, up = product(weights.gates, weights.gate_bias), product(weights.ups, weights.up_bias)
-        gated.copy_(activated(spec.activation, gate, up))
+        room.gated.copy_(activated(spec.activation, gate, up))
 
     def experts_add(
         self,
-        gated: Tensor,
         weights: ExpertWeights,
         spec: ExpertsSpec,
-        chosen: Tensor,
-        shares: Tensor,
-        parts: Tensor,
+        room: ExpertRoom,
         multiplier: float,
         stream: Stream,
         readers: Readers,
     ) -> None:
-        ids = chosen.long()
-        products = torch.einsum("bki,bkhi->bkh", gated.float(), weights.down[ids].float())
+        ids = room.chosen.long()
+        products = torch.einsum("bki,bkhi->bkh", room.gated.float(), weights.down[ids].float())
         if weights.down_bias is not None:
             products = products + weights.down_bias[ids].float()
-        parts.copy_(products if spec.on_input else products * shares[..., None])
-        stream.hidden.copy_(stream.hidden.float() + multiplier * parts.float().sum(1))
+        room.parts.copy_(products if spec.on_input else products * room.shares[..., None])
+        stream.hidden.copy_(stream.hidden.float() + multiplier * room.parts.float().sum(1))
         _prepare(stream, readers)
 
     def linear_add(self, x: Tensor, linear: Linear, multiplier: float, stream: Stream, readers: Readers) -> None:
@@ -155,14 +159,12 @@ class TorchOps:
 
     def delta(
         self,
-        inputs: Tensor,
         weights: DeltaWeights,
         spec: DeltaSpec,
         eps: float,
         rows: StepRows,
         state: DeltaState,
-        mixed: Tensor,
-        out: Tensor,
+        room: DeltaRoom,
     ) -> None:
         versions, kept = state.conv.shape[1], dict[int, tuple[Tensor, Tensor]]()
         for row in (rows.tail_lens > 0).nonzero()[:, 0].tolist():
@@ -170,10 +172,10 @@ class TorchOps:
             version = int(state.turn[tail])
             conv, memory = kept.get(tail) or (state.conv[tail, version], state.memory[tail, version])
             widths = [spec.num_channels, spec.v_width, spec.num_v_heads, spec.num_v_heads]
-            channels, z, write, forget = torch.split(inputs[row].float(), widths)
+            channels, z, write, forget = torch.split(room.inputs[row].float(), widths)
             seen = torch.cat([conv, channels[:, None]], dim=1)
-            mixed[row] = functional.silu((seen * weights.conv).sum(1))
-            q, k, v = torch.split(mixed[row].float(), [*2 * [spec.num_k_heads * spec.k_dim], spec.v_width])
+            room.mixed[row] = functional.silu((seen * weights.conv).sum(1))
+            q, k, v = torch.split(room.mixed[row].float(), [*2 * [spec.num_k_heads * spec.k_dim], spec.v_width])
             q, k = (
                 _unit(x.view(-1, spec.k_dim)).repeat_interleave(spec.num_v_heads // spec.num_k_heads, 0) for x in (q, k)
             )
@@ -182,7 +184,7 @@ class TorchOps:
             change = (v.view(-1, spec.v_dim) - torch.einsum("hkv,hk->hv", memory, k)) * write.sigmoid()[:, None]
             memory = memory + k[:, :, None] * change[:, None]
             read = torch.einsum("hkv,hk->hv", memory, q) * spec.k_dim**-0.5
-            out[row] = (_norm(read, weights.norm, eps) * functional.silu(z.view(read.shape))).flatten()
+            room.out[row] = (_norm(read, weights.norm, eps) * functional.silu(z.view(read.shape))).flatten()
             kept[tail] = seen[:, 1:], memory
         for tail, (conv, memory) in kept.items():
             version = (int(state.turn[tail]) + 1) % versions

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from csattn.cpu.posts import LINE
 from offload.shared_memory import array_in
 from workers.searchers.step_searches import STEP_SEARCH
-from workers.searchers.words import LINE
 
 # of the request; COUNT: records, or bytes of text; SINCE: what a step's flags count from
 KIND, COUNT, SINCE = 4 * LINE, 4 * LINE + 1, 4 * LINE + 2

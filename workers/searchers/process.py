@@ -2,28 +2,21 @@
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
 from dataclasses import asdict
-from pathlib import Path
 
+from workers.child import module_command
 from workers.searchers.worker import SearchWorker, WorkerSpec
-
-ROOT = Path(__file__).resolve().parents[2]  # where the child finds the packages
 
 
 class ChildProcess:
     """A `WorkerHandle` of a child."""
 
     def __init__(self, spec: WorkerSpec) -> None:
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        self._child = subprocess.Popen(
-            [sys.executable, "-P", "-m", "workers.searchers.process", json.dumps(asdict(spec))],
-            stdin=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-        )
+        command, environment = module_command("workers.searchers.process", json.dumps(asdict(spec)))
+        self._child = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
 
     @property
     def pid(self) -> int:

@@ -9,14 +9,13 @@ from numpy.typing import NDArray
 
 from csattn.cpu.atomics import load_acquire, store_release
 from csattn.cpu.jit import exact_kernel
-from csattn.cpu.waiting import now_ns, pause, yield_core
+from csattn.cpu.posts import LINE
+from csattn.cpu.waiting import PAUSES, now_ns, pause, yield_core
 
-LINE = 8  # words of a cache line
 ASKED = 0 * LINE  # number of the last request
 ANSWERED = 1 * LINE  # number of the last request that is answered
 WORKER_SLEEPS = 2 * LINE
 CLIENT_SLEEPS = 3 * LINE
-PAUSES = 64  # some microseconds: then whoever waits for the core may have it
 
 
 @exact_kernel

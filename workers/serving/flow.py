@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable
 from threading import Lock
 
-from workers.serving.messages import OverloadedError, ServingError
+from workers.serving.messages import OverloadedError, ServingError, copy_of
 
 _REMEMBERED = 32  # ends of requests, of which the rate is told
 _UNMEASURED_S = 1.0  # to come again, before any request has ended
@@ -33,7 +33,7 @@ class Flow:
         """Take a place, at once or not at all."""
         with self._lock:
             if (error := self.refusal) is not None:
-                raise type(error)(error.message, retry_after_s=error.retry_after_s)
+                raise copy_of(error)
             if self.num_in_flight >= self.max_running + self.max_queued:
                 self.num_refused += 1
                 retry_after_s = self._retry_after_s()

@@ -27,7 +27,7 @@ def prompt_ids(tokenizer: Any, artifact: Artifact, ask: Ask) -> list[int]:
         if ask.prompt is not None or wrapping == "none":
             text = _only_turn(ask) if ask.prompt is None else ask.prompt
             return question_ids(tokenizer, context, text, "none").tolist()  # type: ignore[no-any-return]
-        with _template_errors("messages"):
+        with _template_errors():
             turns, tools = messages_of(ask.turns), tool_specs(ask.tools)
             return conversation_ids(tokenizer, context, turns, wrapping, tools).tolist()  # type: ignore[no-any-return]
     except (ArtifactMismatchError, ModelError) as error:
@@ -62,7 +62,7 @@ def _written(tokenizer: Any, ask: Ask | TokenizeAsk, speaks_next: bool) -> str:
     """The conversation as the model's own template has it."""
     if not tokenizer.chat_template:
         raise BadRequestError("this service's model has no chat template; send a prompt", "messages")
-    with _template_errors("messages"):
+    with _template_errors():
         text: str = tokenizer.apply_chat_template(
             messages_of(ask.turns),
             tools=tool_specs(ask.tools),
@@ -96,7 +96,7 @@ def require_embedded(ids: Iterable[int], vocab_size: int, field: str) -> None:
 
 
 @contextmanager
-def _template_errors(field: str) -> Iterator[None]:
+def _template_errors() -> Iterator[None]:
     """Templates raise errors of their own, of any class; what they were given is not theirs alone to judge."""
     try:
         yield
@@ -104,7 +104,7 @@ def _template_errors(field: str) -> Iterator[None]:
         raise
     except Exception as error:
         told = str(error)[:_MAX_TOLD]
-        raise BadRequestError(f"the model's chat template refuses these messages: {told}", field) from error
+        raise BadRequestError(f"the model's chat template refuses these messages: {told}", "messages") from error
 
 
 def room_for(ask: Ask, context_len: int, question_len: int, max_positions: int, tail_capacity: int) -> int:

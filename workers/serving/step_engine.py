@@ -53,7 +53,6 @@ class EngineCounts:
     """What an engine has done since it was made."""
 
     search_s: float = 0.0
-    gather_s: float = 0.0
     attend_s: float = 0.0
     slot_lookups: int = 0  # rows asked of the slot cache
     slot_hits: int = 0

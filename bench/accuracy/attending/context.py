@@ -10,11 +10,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from bench.accuracy.attending.rotation import rotate_for
 from csattn.artifact.layout import next_query_arrays, take_next_query
 from csattn.models import LoadedModel
 from csattn.models.attending_cache import AttendingCache
 from csattn.models.attention_hook import attention_implementation
-from csattn.models.query import queries_before_rope, rotate_for
+from csattn.models.query import queries_before_rope
 from index_build.capture import prefill
 from index_build.predictor import fit_predictor, sample_rows
 

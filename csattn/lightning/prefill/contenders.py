@@ -62,11 +62,6 @@ class Sampling:
         """Scores of the sample: those of whole blocks."""
         return num_keys // (hopper.KEYS * self.step) * hopper.KEYS
 
-    @property
-    def fits(self) -> bool:
-        """Whether a block has room for a list."""
-        return self.capacity <= MAX_CAPACITY
-
 
 class Contenders:
     """Memory for the queries of a tile, used again for the next: a row is first a sample, then a list."""

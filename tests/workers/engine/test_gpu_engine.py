@@ -226,7 +226,7 @@ def test_memory_is_planned_for_rows_as_they_are_kept(artifacts, codec, row_bytes
     plans = {}
     for placement, selector in (("device", "csattn"), ("hybrid", "csattn"), ("hybrid", "full"), ("device", "full")):
         with make_engine(placement, selector=selector, kv_format=form) as ready:
-            shape = ready._sizing.shape(preset("default"), 400)
+            shape = ready._placing._sizing.shape(preset("default"), 400)
             plan = plan_memory(0, preset("default"), shape, placement, 60, artifacts[0])
             more = plan_context(shape, artifacts[0], placement)
             plans[placement, selector] = {part.name: part.device_bytes + part.pinned_bytes for part in plan.parts}
@@ -314,7 +314,7 @@ def test_a_row_of_nan_has_no_next_token(artifacts: list[Artifact]) -> None:
     engine = make_engine("device")
     try:
         engine.add_context(0, artifacts[0])
-        next_ids = next_ids_beside_nan(engine, engine._ready().runner.weights.embedding, CONFIG)
+        next_ids = next_ids_beside_nan(engine, engine._placing.ready().runner.weights.embedding, CONFIG)
     finally:
         engine.close()
     assert next_ids[0] >= 0 and next_ids[1] == -1

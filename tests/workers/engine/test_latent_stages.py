@@ -7,13 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from csattn.cpu.addresses import KindStage
+from csattn.cpu.arguments import word, words_of
 from csattn.cpu.tape import Tape
 from csattn.cpu.team import Team
 from csattn.lightning import top_k_reference
 from csattn.models.latent import LatentQueries, attend_latents, attend_listed, choose_rows
 from csattn.models.spec import IndexerSpec, LatentSpec
-from workers.engine.latent_stages import ARGUMENTS, attend_pieces, choose_stage, latent_stage, score_pieces
-from workers.model.cpu.tape_ops import word
+from workers.engine.latent_stages import ARGUMENTS, attend_pieces, attend_stage, choose_stage, score_pieces, score_stage
 
 SPEC = LatentSpec(
     num_heads=19,
@@ -81,12 +82,12 @@ class Case:
             **{"index_weights": weights, "scores": scores, "scores_width": scores.shape[1], "top_k": top_k or 0},
             **{"chosen": chosen, "num_chosen": num_chosen, "out": out},
         }
-        arguments = np.array([word(values[name]) for name in ARGUMENTS])
+        arguments = words_of(ARGUMENTS, values)
         kind, tape = str(self.tails.dtype).removeprefix("torch."), Tape()
         if top_k is not None:
-            tape.add(latent_stage("score", kind), arguments, len(rows) * score_pieces(scores.shape[1]))
+            tape.add(KindStage(score_stage, kind), arguments, len(rows) * score_pieces(scores.shape[1]))
             tape.add(choose_stage, arguments, len(rows))
-        tape.add(latent_stage("attend", kind), arguments, len(rows) * attend_pieces(SPEC.num_heads))
+        tape.add(KindStage(attend_stage, kind), arguments, len(rows) * attend_pieces(SPEC.num_heads))
         with Team(num_threads) as team:
             team.run(tape)
         return chosen, num_chosen, out
@@ -152,7 +153,7 @@ def test_the_choice_is_that_of_the_total_order(scores: list[float]) -> None:
         lens = {"context_lens": np.array([len(scores) - 1]), "tail_lens": np.array([1])}
         values |= lens | {"chosen": chosen, "num_chosen": num_chosen}
         tape = Tape()
-        tape.add(choose_stage, np.array([word(values[name]) for name in ARGUMENTS]), 1)
+        tape.add(choose_stage, words_of(ARGUMENTS, values), 1)
         with Team(1) as team:
             team.run(tape)
         want = top_k_reference(torch.from_numpy(made), top_k, torch.tensor([len(scores)], dtype=torch.int32))

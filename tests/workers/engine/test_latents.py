@@ -170,7 +170,7 @@ def test_a_gpu_plans_memory_for_all_latents_from_the_start(
     """What is planned is what is there; a context that does not fit is refused."""
     with make_engine(model, max_context_len=310) as engine:
         engine.add_context(0, artifact)
-        placed = engine._placed
+        placed = engine._placing.placed
         assert placed is not None and isinstance(placed.far, LatentPlaces)
         planned = {part.name: part.device_bytes for part in placed.plan.parts}
         rows = placed.far.rows
@@ -205,7 +205,7 @@ def test_latents_in_host_memory_take_a_cache_and_their_index_keys(
     """What is planned is what is there, and the cache has room for all that a step may choose."""
     with make_engine(model, "hybrid", max_context_len=310) as engine:
         engine.add_context(0, artifact)
-        placed = engine._placed
+        placed = engine._placing.placed
         assert placed is not None and isinstance(placed.far, CachedLatents)
         planned = {part.name: part for part in placed.plan.parts}
         keys, slots = planned["the contexts' index keys"].device_bytes, placed.far.cache.rows.nbytes

@@ -58,7 +58,7 @@ def give_rows(engine: CpuEngine | GpuEngine, slot: int, rows: torch.Tensor) -> N
         engine._model.indexed_tails[:, slot, :, :num_rows] = rows
         request = engine.request(slot)
     else:
-        engine._ready().attention.tails[:, slot, :, :num_rows] = rows.to(DEVICE)
+        engine._placing.ready().attention.tails[:, slot, :, :num_rows] = rows.to(DEVICE)
         request = engine._request(slot)
     request.tail_len = num_rows
     request.own.grow(num_rows)

@@ -28,6 +28,7 @@ from tests.cuda_on_cpu.emulated import DEVICE
 from tests.search.shapes import shape_of
 from tests.tiny import loaded, token_ids
 from tests.workers.engine.definition import defined_logits
+from tests.workers.model.decoding import prefill
 from tests.workers.searchers.searching import Threads
 from workers.engine import CachedRows, DeviceRows, EngineShape, SearchOnDevice, SearchOnHost
 from workers.engine.far_rows import context_layers
@@ -148,7 +149,7 @@ def decode(
 ) -> tuple[list[int], torch.Tensor]:
     """The greedy continuation of the question, and each step's logits."""
     runner = ModelRunner(take_weights(loaded().model, DEVICE), attention, attention.shape.batch_sizes, next_query)
-    output = runner.prefill(QUESTION.tolist(), 0, CONTEXT_LEN, 0)
+    output = prefill(runner, QUESTION.tolist(), 0, CONTEXT_LEN, 0)
     tokens, logits = [int(output.next_ids[0])], [output.logits[0].clone()]
     runner.fill(1, tokens, [CONTEXT_LEN + len(QUESTION)], [0], [0], [len(QUESTION) + 1])
     for _ in range(NUM_STEPS - 1):

@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 import torch
 
+from csattn.cpu.addresses import KindStage
+from csattn.cpu.arguments import words_of
 from csattn.cpu.tape import Tape
 from csattn.cpu.team import Team
 from workers.model.cpu import reference
 from workers.model.cpu.linear_stage import ACTIVATIONS, LINEAR, linear_pieces, linear_stage
-from workers.model.cpu.tape_ops import word
 
 DTYPES = ["float32", "bfloat16", "float16"]
 NAN = float("nan")
@@ -37,10 +38,9 @@ def run(
     num_rows, times = np.array([len(x)]), None if multiplier is None else np.array([multiplier])
     product = num_rows, x, num_in, weight, bias, ACTIVATIONS.index(activation or "none"), up_weight, up_bias
     values = *product, num_out, out.data_ptr(), out.stride(0), times
-    assert len(values) == len(LINEAR)
     tape = Tape()
-    arguments = np.array([word(value) for value in values], np.int64)
-    tape.add(linear_stage(str(weight.dtype).removeprefix("torch.")), arguments, linear_pieces(num_out))
+    arguments = words_of(LINEAR, dict(zip(LINEAR, values, strict=True)))
+    tape.add(KindStage(linear_stage, str(weight.dtype).removeprefix("torch.")), arguments, linear_pieces(num_out))
     with Team(num_threads) as team:
         team.run(tape)
 

@@ -10,6 +10,7 @@ from csattn.models.families import describe
 from csattn.models.weights import Linear
 from tests.attention.device_steps import change_rows
 from tests.tiny import FAMILIES, make_model, token_ids
+from tests.workers.model.decoding import decode, prefill
 from tests.workers.model.full_attention import FullAttention
 from tests.workers.model.full_context import CONTEXT_LENS, full_attention, greedy, logits_after, make_runner
 from workers.model import ModelRunner, random_weights, take_weights
@@ -81,7 +82,7 @@ def decoded(kind: type[FullAttention] = FullAttention, num_steps: int = 12, **op
     weights = random_weights(SHAPE, "cuda")
     runner = ModelRunner(weights, random_context(kind), (4,), **options)
     fill(runner, 4, 3)
-    tokens = runner.decode(4, num_steps)[:, :3].clone()
+    tokens = decode(runner, 4, num_steps)[:, :3].clone()
     return tokens, runner.step(4).logits[:3].clone()
 
 
@@ -100,7 +101,7 @@ def test_an_attention_on_the_host_is_called_between_graphs() -> None:
     runner = ModelRunner(random_weights(SHAPE, "cuda"), random_context(AskedOnTheHost), (1,))
     fill(runner, 1, 1)
     runner.attention.num_calls = 0
-    runner.decode(1, 3)
+    decode(runner, 1, 3)
     assert runner.attention.num_calls == 3 * SHAPE.num_layers
 
 
@@ -169,9 +170,9 @@ class RowByRow(FullAttention):
 def test_float32_says_the_tokens_of_transformers(family) -> None:
     model = make_model(family).cuda()
     runner = make_runner(model, (1, 3))
-    first = int(runner.prefill(QUESTION, 1, CONTEXT_LENS[1], tail_id=0).next_ids)
+    first = int(prefill(runner, QUESTION, 1, CONTEXT_LENS[1], tail_id=0).next_ids)
     runner.fill(1, [first], [CONTEXT_LENS[1] + len(QUESTION)], [1], [0], [len(QUESTION) + 1])
-    assert [first, *runner.decode(1, 31)[:, 0].tolist()] == greedy(model, 1, QUESTION, 32)
+    assert [first, *decode(runner, 1, 31)[:, 0].tolist()] == greedy(model, 1, QUESTION, 32)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -186,8 +187,8 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(family, batch_size) -
     runner = ModelRunner(take_weights(model, "cuda"), full_attention(model), (batch_size,))
     got = torch.stack(
         [
-            runner.prefill(question[start : start + batch_size], 0, CONTEXT_LENS[0] + start, 0, start).logits[0].clone()
-            for start in range(0, len(question), batch_size)
+            prefill(runner, question[at : at + batch_size], 0, CONTEXT_LENS[0] + at, 0, at).logits[0].clone()
+            for at in range(0, len(question), batch_size)
         ]
     )
     ends = [min(start + batch_size, len(question)) - 1 for start in range(0, len(question), batch_size)]

@@ -5,6 +5,7 @@ import torch
 
 from csattn.errors import ConfigError, ContextError
 from tests.tiny import ALL_FAMILIES, loaded, make_model, token_ids
+from tests.workers.model.decoding import decode, prefill
 from tests.workers.model.full_attention import FullAttention
 from tests.workers.model.full_context import (
     CONTEXT_LENS,
@@ -41,9 +42,9 @@ ROPES = {
 def ask(runner: ModelRunner, context_id: int, tail_id: int, question: list[int], num_tokens: int) -> list[int]:
     """Prefill a question and decode, alone."""
     context_len = CONTEXT_LENS[context_id]
-    first = int(runner.prefill(question, context_id, context_len, tail_id).next_ids)
+    first = int(prefill(runner, question, context_id, context_len, tail_id).next_ids)
     runner.fill(1, [first], [context_len + len(question)], [context_id], [tail_id], [len(question) + 1])
-    return [first, *runner.decode(1, num_tokens - 1)[:, 0].tolist()]
+    return [first, *decode(runner, 1, num_tokens - 1)[:, 0].tolist()]
 
 
 def test_greedy_tokens_are_those_of_transformers() -> None:
@@ -73,10 +74,10 @@ def test_requests_in_one_batch_say_what_they_say_alone() -> None:
     rows = []
     for tail_id, question in enumerate(QUESTIONS):
         context_id = tail_id % 2
-        first = int(runner.prefill(question, context_id, CONTEXT_LENS[context_id], tail_id).next_ids)
+        first = int(prefill(runner, question, context_id, CONTEXT_LENS[context_id], tail_id).next_ids)
         rows.append((first, CONTEXT_LENS[context_id] + len(question), context_id, tail_id, len(question) + 1))
     runner.fill(4, *zip(*rows, strict=True))
-    together = runner.decode(4, 20).T.tolist()
+    together = decode(runner, 4, 20).T.tolist()
     for row, (question, tokens) in enumerate(zip(QUESTIONS, together, strict=False)):
         assert [rows[row][0], *tokens] == greedy(model, row % 2, question, 21)
 
@@ -85,7 +86,7 @@ def test_idle_rows_stay_as_they_are() -> None:
     runner = make_runner(loaded().model)
     runner.fill(3, [5], [40], [0], [1], [1])
     before = runner.attention.tails.clone()
-    runner.decode(3, 4)
+    decode(runner, 3, 4)
     rows = runner.rows(3)
     assert rows.context_ids.tolist() == [0, -1, -1]
     assert rows.positions.tolist() == [44, 0, 0]
@@ -98,7 +99,7 @@ def test_idle_rows_stay_as_they_are() -> None:
 def test_a_question_may_come_in_chunks_of_any_size(batch_sizes) -> None:
     model = loaded("qwen2").model
     question = token_ids(11, seed=3).tolist()
-    logits = make_runner(model, batch_sizes).prefill(question, 1, CONTEXT_LENS[1], tail_id=2).logits
+    logits = prefill(make_runner(model, batch_sizes), question, 1, CONTEXT_LENS[1], tail_id=2).logits
     want = logits_after(model, 1, question)[-1:]
     torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-4)
 
@@ -109,7 +110,7 @@ def test_a_question_may_follow_an_answer() -> None:
     answer = ask(runner, 0, 0, QUESTIONS[1], 6)
     so_far = [*QUESTIONS[1], *answer[:-1]]  # the last token is said, not yet fed
     follow_up = [answer[-1], *QUESTIONS[2]]
-    output = runner.prefill(follow_up, 0, CONTEXT_LENS[0] + len(so_far), tail_id=0, tail_len=len(so_far))
+    output = prefill(runner, follow_up, 0, CONTEXT_LENS[0] + len(so_far), tail_id=0, tail_len=len(so_far))
     want = logits_after(model, 0, [*so_far, *follow_up])[-1:]
     torch.testing.assert_close(output.logits, want, rtol=1e-4, atol=1e-4)
 
@@ -142,7 +143,8 @@ class PredictionsRecorded(FullAttention):
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_predicted_queries_are_those_of_the_layers_own_modules(family) -> None:
     """As the session predicts them: the next layer's norm and projection of this layer's input, the map, RoPE."""
-    from csattn.models.query import queries_before_rope, rotate_for
+    from bench.accuracy.attending.rotation import rotate_for
+    from csattn.models.query import queries_before_rope
 
     model = loaded(family).model
     attention = PredictionsRecorded(full_attention(model, begun=1))
@@ -150,7 +152,7 @@ def test_predicted_queries_are_those_of_the_layers_own_modules(family) -> None:
     maps = torch.randn(2, shape.num_layers, shape.num_q_heads, shape.head_dim + 1, shape.head_dim) * 0.3
     runner = ModelRunner(take_weights(model, "cpu"), attention, (2,), next_query=maps)
     question, context_id = QUESTIONS[1][:2], 1
-    runner.prefill(question, context_id, CONTEXT_LENS[context_id], tail_id=0)
+    prefill(runner, question, context_id, CONTEXT_LENS[context_id], tail_id=0)
 
     ids = torch.cat([contexts_of(model)[context_id], torch.tensor(question)])[None]
     with torch.no_grad():
@@ -189,14 +191,12 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match="4 rows do not fit a step of 3"):
         runner.batch_size_for(4)
     with pytest.raises(ContextError, match="token id 256 is not in the model's vocabulary of 256"):
-        runner.prefill([1, 256], 0, CONTEXT_LENS[0], 0)
+        prefill(runner, [1, 256], 0, CONTEXT_LENS[0], 0)
     with pytest.raises(ContextError, match="a tail of 61 rows was asked for, tails hold 60"):
-        runner.prefill([1] * 61, 0, CONTEXT_LENS[0], 0)
-    with pytest.raises(ContextError, match="nothing to prefill"):
-        runner.prefill([], 0, CONTEXT_LENS[0], 0)
+        prefill(runner, [1] * 61, 0, CONTEXT_LENS[0], 0)
     runner.fill(1, [1], [95], [0], [0], [59])
     with pytest.raises(ContextError, match="a tail of 60 rows is full"):
-        runner.decode(1, 3)
+        decode(runner, 1, 3)
     with pytest.raises(ConfigError, match="batch sizes must be positive"):
         make_runner(model, ())
     with pytest.raises(ConfigError, match="needs next_query"):

@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="Triton, whose interpreter runs these kerne
 
 from csattn.models.quantized_weight import CODES, QuantizedWeight, WeightFormat
 from csattn.models.weights import Linear
-from tests.workers.model.test_step_ops import (
+from tests.workers.model.step_ops import (
     DEVICE,
     DTYPES,
     assert_same_stream,

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from csattn.models import load_model
+from tests.workers.model.decoding import decode, prefill
 from tests.workers.model.full_attention import FullAttention
 from tests.workers.model.full_context import context_kv
 from workers.model import ModelRunner, take_weights
@@ -37,9 +38,9 @@ def make_runner(model, ids, batch_sizes) -> ModelRunner:
 def test_the_demo_model_says_the_tokens_of_transformers() -> None:
     model, ids = demo_model("float32")
     runner = make_runner(model, ids, (1, 8))
-    first = int(runner.prefill(ids[CONTEXT_LEN:].tolist(), 0, CONTEXT_LEN, 0).next_ids)
+    first = int(prefill(runner, ids[CONTEXT_LEN:].tolist(), 0, CONTEXT_LEN, 0).next_ids)
     runner.fill(1, [first], [len(ids)], [0], [0], [QUESTION_LEN + 1])
-    got = [first, *runner.decode(1, NUM_TOKENS - 1)[:, 0].tolist()]
+    got = [first, *decode(runner, 1, NUM_TOKENS - 1)[:, 0].tolist()]
     with torch.no_grad():
         whole = model.generate(
             ids[None],
@@ -62,6 +63,6 @@ def test_the_demo_model_in_bfloat16_is_as_near_to_float32_as_transformers_is() -
         want = exact(ids[None]).logits[0, CONTEXT_LEN:]
         peer = model(ids[None]).logits[0, CONTEXT_LEN:].float()
     runner = make_runner(model, ids, (QUESTION_LEN,))
-    runner.prefill(ids[CONTEXT_LEN:].tolist(), 0, CONTEXT_LEN, 0)
+    prefill(runner, ids[CONTEXT_LEN:].tolist(), 0, CONTEXT_LEN, 0)
     got = runner.step(QUESTION_LEN).logits
     assert (got - want).norm() <= 1.3 * (peer - want).norm()

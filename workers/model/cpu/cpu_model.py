@@ -17,7 +17,8 @@ from csattn.models.latent import LatentQueries
 from csattn.models.spec import DeltaSpec, Temper
 from csattn.models.weights import Frequencies, weights_of
 from offload.host_memory import sparse_zeros
-from workers.model.cpu.tape_ops import RowTape, TapeOps
+from workers.model.cpu.notes import RowTape
+from workers.model.cpu.tape_ops import TapeOps
 from workers.model.layers import StepLayers
 from workers.model.ops import DeltaState, LatentRoom, Rotation
 

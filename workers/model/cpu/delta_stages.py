@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from csattn.cpu.addresses import array_at
+from csattn.cpu.arguments import floats_of, number_at, word_of, words_at
 from csattn.cpu.jit import exact_kernel
 
 # The stages' arguments: sizes, and addresses of float32 but where something else is said. Of a state there are two
@@ -42,6 +43,7 @@ REMEMBER = (
     "out",  # [num_rows, num_v_heads * v_dim], written
 )
 BLOCK = 64  # channels
+_mix_at, _remember_at = words_at(MIX), words_at(REMEMBER)
 
 
 def mix_pieces(num_channels: int) -> int:
@@ -51,24 +53,24 @@ def mix_pieces(num_channels: int) -> int:
 
 def mix_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
     """The channels' convolution. A piece is a block of channels of a row: of the first of a request for all of its."""
-    args = array_at(arguments, 10, np.int64(0))
-    blocks = -(-args[5] // BLOCK)
+    args = _mix_at(arguments)
+    blocks = -(-args.num_channels // BLOCK)
     _mix(args, piece // blocks, piece % blocks * BLOCK)
     return 0
 
 
 def remember_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
     """The memory's part. A piece is a value head of a row: of the first of a request for all of its."""
-    args = array_at(arguments, 17, np.int64(0))
-    _remember(args, piece // args[8], piece % args[8])
+    args = _remember_at(arguments)
+    _remember(args, piece // args.num_v_heads, piece % args.num_v_heads)
     return 0
 
 
 @exact_kernel
-def _rows_of(args: NDArray[np.int64], row: int) -> NDArray[np.int64]:
+def _rows_of(args: Any, row: int) -> NDArray[np.int64]:
     """Rows of the row's request, where it is the first of them; else none."""
-    num_rows = array_at(args[0], 1, np.int64(0))[0]
-    tails, found = array_at(args[1], num_rows, np.int64(0)), np.empty(num_rows, np.int64)
+    num_rows = word_of(args.num_rows, 0)
+    tails, found = array_at(args.tail_ids, num_rows, np.int64(0)), np.empty(num_rows, np.int64)
     count = 0
     for other in range(num_rows):
         if tails[other] == tails[row]:
@@ -80,27 +82,27 @@ def _rows_of(args: NDArray[np.int64], row: int) -> NDArray[np.int64]:
 
 
 @exact_kernel
-def _mix(args: NDArray[np.int64], row: int, first: int) -> None:
+def _mix(args: Any, row: int, first: int) -> None:
     rows = _rows_of(args, row)
     if len(rows) == 0:
         return
-    in_width, num_channels, size = args[4], args[5], args[7]
-    tail = array_at(args[1], row + 1, np.int64(0))[row]
-    turn = array_at(args[2], tail + 1, np.int64(0))[tail]
+    in_width, num_channels, size = args.in_width, args.num_channels, args.conv_len
+    tail = word_of(args.tail_ids, row)
+    turn = word_of(args.turns, tail)
     count, places = min(BLOCK, num_channels - first), num_channels * (size - 1)
-    conv = array_at(args[6], num_channels * size, np.float32(0))
-    before = array_at(args[8] + 4 * (2 * tail + turn) * places, places, np.float32(0))
-    after = array_at(args[8] + 4 * (2 * tail + 1 - turn) * places, places, np.float32(0))
+    conv = array_at(args.conv, num_channels * size, np.float32(0))
+    before = floats_of(args.kept, 2 * tail + turn, places)
+    after = floats_of(args.kept, 2 * tail + 1 - turn, places)
     seen = np.empty(size, np.float32)
     for channel in range(first, first + count):
         for i in range(size - 1):
             seen[i] = before[channel * (size - 1) + i]
         for other in rows:
-            seen[size - 1] = array_at(args[3] + 4 * other * in_width, in_width, np.float32(0))[channel]
+            seen[size - 1] = floats_of(args.inputs, other, in_width)[channel]
             total = np.float32(0.0)
             for i in range(size):
                 total += seen[i] * conv[channel * size + i]
-            mixed = array_at(args[9] + 4 * other * num_channels, num_channels, np.float32(0))
+            mixed = floats_of(args.mixed, other, num_channels)
             mixed[channel] = total * _sigmoid(total)
             for i in range(size - 1):
                 seen[i] = seen[i + 1]
@@ -109,32 +111,26 @@ def _mix(args: NDArray[np.int64], row: int, first: int) -> None:
 
 
 @exact_kernel
-def _remember(args: NDArray[np.int64], row: int, head: int) -> None:
+def _remember(args: Any, row: int, head: int) -> None:
     rows = _rows_of(args, row)
     if len(rows) == 0:
         return
-    in_width, num_channels, num_k_heads, num_v_heads, k_dim, v_dim = (
-        args[4],
-        args[5],
-        args[7],
-        args[8],
-        args[9],
-        args[10],
-    )
-    tail = array_at(args[1], row + 1, np.int64(0))[row]
-    turn, size = array_at(args[2], tail + 1, np.int64(0))[tail], k_dim * v_dim
-    decay = array_at(args[11], num_v_heads, np.float32(0))[head]
-    decay_bias = array_at(args[12], num_v_heads, np.float32(0))[head]
-    norm, eps = array_at(args[13], v_dim, np.float32(0)), np.float32(array_at(args[14], 1, np.float64(0))[0])
-    before = array_at(args[15] + 4 * ((2 * tail + turn) * num_v_heads + head) * size, size, np.float32(0))
-    memory = array_at(args[15] + 4 * ((2 * tail + 1 - turn) * num_v_heads + head) * size, size, np.float32(0))
+    in_width, num_channels, k_dim, v_dim = args.in_width, args.num_channels, args.k_dim, args.v_dim
+    num_k_heads, num_v_heads = args.num_k_heads, args.num_v_heads
+    tail = word_of(args.tail_ids, row)
+    turn, size = word_of(args.turns, tail), k_dim * v_dim
+    decay = array_at(args.decay, num_v_heads, np.float32(0))[head]
+    decay_bias = array_at(args.decay_bias, num_v_heads, np.float32(0))[head]
+    norm, eps = array_at(args.norm, v_dim, np.float32(0)), number_at(args.eps)
+    before = floats_of(args.memory, (2 * tail + turn) * num_v_heads + head, size)
+    memory = floats_of(args.memory, (2 * tail + 1 - turn) * num_v_heads + head, size)
     memory[:] = before
     k_head, k_width = head // (num_v_heads // num_k_heads), num_k_heads * k_dim
     q, k = np.empty(k_dim, np.float32), np.empty(k_dim, np.float32)
     change, read = np.empty(v_dim, np.float32), np.empty(v_dim, np.float32)
     for other in rows:
-        inputs = array_at(args[3] + 4 * other * in_width, in_width, np.float32(0))
-        mixed = array_at(args[6] + 4 * other * num_channels, num_channels, np.float32(0))
+        inputs = floats_of(args.inputs, other, in_width)
+        mixed = floats_of(args.mixed, other, num_channels)
         _unit(mixed, k_head * k_dim, q)
         _unit(mixed, k_width + k_head * k_dim, k)
         v_at, z_at = 2 * k_width + head * v_dim, num_channels + head * v_dim
@@ -157,7 +153,7 @@ def _remember(args: NDArray[np.int64], row: int, head: int) -> None:
             read[j] *= scale
             total += read[j] * read[j]
         rms = np.float32(1.0) / np.sqrt(total / np.float32(v_dim) + eps)
-        out = array_at(args[16] + 4 * (other * num_v_heads + head) * v_dim, v_dim, np.float32(0))
+        out = floats_of(args.out, other * num_v_heads + head, v_dim)
         for j in range(v_dim):
             z = inputs[z_at + j]
             out[j] = read[j] * rms * norm[j] * z * _sigmoid(z)

@@ -5,10 +5,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from csattn.cpu.addresses import Stage, array_at
+from csattn.cpu.addresses import array_at
+from csattn.cpu.arguments import bytes_of, floats_of, number_at, words_at
 from csattn.cpu.floats import load_float
 from csattn.cpu.jit import exact_kernel
-from workers.model.cpu.linear import LANES, TILE, products
+from csattn.cpu.simd import LANES
+from workers.model.cpu.linear import TILE, products
 from workers.model.cpu.linear_stage import activate
 
 # The stages' arguments: sizes, and addresses of float32 but where something else is said.
@@ -56,12 +58,7 @@ ADD_EXPERTS = (
     "out",  # [num_rows, num_out]: this is added to it, times
     "multiplier",  # at the address of a float64
 )
-
-
-def choose_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
-    """A piece is a row."""
-    _choose(array_at(arguments, 11, np.int64(0)), piece)
-    return 0
+_choose_at, _experts_at, _add_at = words_at(CHOOSE), words_at(EXPERTS), words_at(ADD_EXPERTS)
 
 
 def expert_pieces(num_out: int) -> int:
@@ -69,51 +66,11 @@ def expert_pieces(num_out: int) -> int:
     return -(-num_out // LANES)
 
 
-def expert_stage(name: str, kind: str) -> Stage:
-    """experts or add_experts, for weights of that dtype."""
-    return _STAGES[name][kind]
-
-
-def _experts_float32(arguments: int, piece: int, thread: int, unused: int) -> int:
-    _experts(array_at(arguments, 16, np.int64(0)), piece, np.float32(0), 4)
-    return 0
-
-
-def _experts_bfloat16(arguments: int, piece: int, thread: int, unused: int) -> int:
-    _experts(array_at(arguments, 16, np.int64(0)), piece, np.uint16(0), 2)
-    return 0
-
-
-def _experts_float16(arguments: int, piece: int, thread: int, unused: int) -> int:
-    _experts(array_at(arguments, 16, np.int64(0)), piece, np.int16(0), 2)
-    return 0
-
-
-def _add_float32(arguments: int, piece: int, thread: int, unused: int) -> int:
-    _add(array_at(arguments, 10, np.int64(0)), piece, np.float32(0), 4)
-    return 0
-
-
-def _add_bfloat16(arguments: int, piece: int, thread: int, unused: int) -> int:
-    _add(array_at(arguments, 10, np.int64(0)), piece, np.uint16(0), 2)
-    return 0
-
-
-def _add_float16(arguments: int, piece: int, thread: int, unused: int) -> int:
-    _add(array_at(arguments, 10, np.int64(0)), piece, np.int16(0), 2)
-    return 0
-
-
-_STAGES: dict[str, dict[str, Stage]] = {
-    "experts": {"float32": _experts_float32, "bfloat16": _experts_bfloat16, "float16": _experts_float16},
-    "add_experts": {"float32": _add_float32, "bfloat16": _add_bfloat16, "float16": _add_float16},
-}
-
-
-@exact_kernel
-def _choose(args: NDArray[np.int64], row: int) -> None:
-    num_experts, num_chosen, kind = args[2], args[3], args[4]
-    logits = array_at(args[0] + 4 * row * num_experts, num_experts, np.float32(0))
+def choose_stage(arguments: int, row: int, thread: int, unused: int) -> int:
+    """A piece is a row."""
+    args = _choose_at(arguments)
+    num_experts, num_chosen, kind = args.num_experts, args.num_chosen, args.scores
+    logits = floats_of(args.logits, row, num_experts)
     scores, ranked = np.empty(num_experts, np.float32), np.empty(num_experts, np.float32)
     if kind == 0:
         _softmax(logits, scores)
@@ -122,22 +79,23 @@ def _choose(args: NDArray[np.int64], row: int) -> None:
             scores[i] = np.float32(1.0) / (np.float32(1.0) + np.exp(-logits[i])) if kind == 1 else logits[i]
     for i in range(num_experts):
         ranked[i] = scores[i]
-    if args[1] != 0:
-        ranked += array_at(args[1], num_experts, np.float32(0))
-    if args[5] > 1:
-        _keep_groups(ranked, args[5], args[6])
-    chosen = array_at(args[9] + 4 * row * num_chosen, num_chosen, np.int32(0))
-    shares = array_at(args[10] + 4 * row * num_chosen, num_chosen, np.float32(0))
+    if args.bias != 0:
+        ranked += array_at(args.bias, num_experts, np.float32(0))
+    if args.num_groups > 1:
+        _keep_groups(ranked, args.num_groups, args.num_kept)
+    chosen = array_at(args.chosen + 4 * row * num_chosen, num_chosen, np.int32(0))
+    shares = floats_of(args.shares, row, num_chosen)
     for k in range(num_chosen):
         best = _largest(ranked)
         chosen[k], shares[k], ranked[best] = best, scores[best], -np.inf
     if kind == 2:
         _softmax(shares, shares)
-    total, scale = np.float32(1.0), np.float32(array_at(args[8], 1, np.float64(0))[0])
-    if args[7] != 0:
+    total, scale = np.float32(1.0), number_at(args.scale)
+    if args.normed != 0:
         total = shares.sum()
     for k in range(num_chosen):
         shares[k] = shares[k] / total * scale
+    return 0
 
 
 @exact_kernel
@@ -181,52 +139,58 @@ def _keep_groups(ranked: NDArray[np.float32], num_groups: int, num_kept: int) ->
             ranked[i] = -np.inf
 
 
-@exact_kernel
-def _experts(args: NDArray[np.int64], piece: int, like: Any, itemsize: int) -> None:
-    num_in, num_chosen, num_out = args[1], args[4], args[14]
+def experts_stage(arguments: int, piece: int, thread: int, like: Any) -> int:
+    """A piece is some outputs of an expert of a row. like: of the model's weights."""
+    args, itemsize = _experts_at(arguments), bytes_of(like)
+    num_in, num_chosen, num_out = args.num_in, args.num_chosen, args.num_out
     blocks = -(-num_out // LANES)
     pair, first = piece // blocks, piece % blocks * LANES  # a pair is a row and one of its experts
     count, row = min(LANES, num_out - first), pair // num_chosen
-    expert = np.int64(array_at(args[2] + 4 * pair, 1, np.int32(0))[0])
-    share = np.float32(1.0) if args[3] == 0 else array_at(args[3] + 4 * pair, 1, np.float32(0))[0]
-    x = array_at(args[0] + 4 * row * num_in, num_in, np.float32(0))
+    expert = np.int64(array_at(args.chosen + 4 * pair, 1, np.int32(0))[0])
+    share = np.float32(1.0) if args.shares == 0 else array_at(args.shares + 4 * pair, 1, np.float32(0))[0]
+    x = floats_of(args.x, row, num_in)
     gates, ups = np.empty(LANES + TILE, np.float32), np.empty(LANES + TILE, np.float32)
-    for sums, matrix, bias in ((gates, args[5], args[9]), (ups, args[6], args[10])):
-        weight = array_at(matrix + expert * args[7] * itemsize, (num_out - 1) * args[8] + num_in, like)
-        products(x, 1, weight, args[8], first, count, num_in, sums)
+    for sums, matrix, bias in ((gates, args.gates, args.gate_bias), (ups, args.ups, args.up_bias)):
+        weight = array_at(
+            matrix + expert * args.expert_stride * itemsize, (num_out - 1) * args.row_stride + num_in, like
+        )
+        products(x, 1, weight, args.row_stride, first, count, num_in, sums)
         for i in range(count):
             sums[i] *= share
         if bias != 0:
-            of_expert = array_at(bias + expert * args[11] * itemsize, (num_out - 1) * args[12] + 1, like)
+            of_expert = array_at(bias + expert * args.bias_stride * itemsize, (num_out - 1) * args.bias_step + 1, like)
             for i in range(count):
-                sums[i] += load_float(of_expert, (first + i) * args[12])
-    activate(args[13], gates, ups, 0, count)
-    out = array_at(args[15] + 4 * pair * num_out, num_out, np.float32(0))
+                sums[i] += load_float(of_expert, (first + i) * args.bias_step)
+    activate(args.activation, gates, ups, 0, count)
+    out = floats_of(args.out, pair, num_out)
     for i in range(count):
         out[first + i] = gates[i]
+    return 0
 
 
-@exact_kernel
-def _add(args: NDArray[np.int64], piece: int, like: Any, itemsize: int) -> None:
-    num_in, num_chosen, num_out = args[1], args[4], args[7]
+def add_experts_stage(arguments: int, piece: int, thread: int, like: Any) -> int:
+    """A piece is some outputs of a row. like: of the model's weights."""
+    args, itemsize = _add_at(arguments), bytes_of(like)
+    num_in, num_chosen, num_out = args.num_in, args.num_chosen, args.num_out
     blocks = -(-num_out // LANES)
     row, first = piece // blocks, piece % blocks * LANES
     count = min(LANES, num_out - first)
     total, sums = np.zeros(LANES, np.float32), np.empty(LANES + TILE, np.float32)
     for k in range(num_chosen):
         pair = row * num_chosen + k
-        expert = np.int64(array_at(args[2] + 4 * pair, 1, np.int32(0))[0])
-        share = np.float32(1.0) if args[3] == 0 else array_at(args[3] + 4 * pair, 1, np.float32(0))[0]
-        weight = array_at(args[5] + expert * num_out * num_in * itemsize, num_out * num_in, like)
-        x = array_at(args[0] + 4 * pair * num_in, num_in, np.float32(0))
+        expert = np.int64(array_at(args.chosen + 4 * pair, 1, np.int32(0))[0])
+        share = np.float32(1.0) if args.shares == 0 else array_at(args.shares + 4 * pair, 1, np.float32(0))[0]
+        weight = array_at(args.down + expert * num_out * num_in * itemsize, num_out * num_in, like)
+        x = floats_of(args.x, pair, num_in)
         products(x, 1, weight, num_in, first, count, num_in, sums)
-        if args[6] != 0:
-            bias = array_at(args[6] + expert * num_out * itemsize, num_out, like)
+        if args.bias != 0:
+            bias = array_at(args.bias + expert * num_out * itemsize, num_out, like)
             for i in range(count):
                 sums[i] += load_float(bias, first + i)
         for i in range(count):
             total[i] += share * sums[i]
-    multiplier = np.float32(array_at(args[9], 1, np.float64(0))[0])
-    out = array_at(args[8] + 4 * row * num_out, num_out, np.float32(0))
+    multiplier = number_at(args.multiplier)
+    out = floats_of(args.out, row, num_out)
     for i in range(count):
         out[first + i] += multiplier * total[i]
+    return 0

@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from csattn.cpu.floats import F32x4, load_float, load_floats, sums_of_4, sums_of_16
 from csattn.cpu.jit import exact_kernel
 from csattn.cpu.lanes import fma, part
-from csattn.cpu.simd import F32x16, fill, load, prefetch_early, store
+from csattn.cpu.simd import LANES, F32x16, fill, load, prefetch_early, store
 
-LANES = 16
 TILE = 4  # rows and outputs whose sums stay in registers
 
 

@@ -5,12 +5,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from csattn.cpu.addresses import Stage, array_at
-from csattn.cpu.floats import KINDS, exp_lanes, load_float
+from csattn.cpu.addresses import array_at
+from csattn.cpu.arguments import number_at, word_of, words_at
+from csattn.cpu.floats import exp_lanes, load_float
 from csattn.cpu.jit import exact_kernel
 from csattn.cpu.lanes import fma, larger
-from csattn.cpu.simd import F32x16, fill, load, store
-from workers.model.cpu.linear import LANES, TILE, products
+from csattn.cpu.simd import LANES, F32x16, fill, load, store
+from workers.model.cpu.linear import TILE, products
 
 # arguments: addresses, sizes, and what is done with the product
 LINEAR = (
@@ -27,7 +28,7 @@ LINEAR = (
     "out_width",
     "multiplier",  # address of a float64: this much of it is added to what is there; 0: it takes its place
 )
-NUM_ROWS, X, NUM_IN, WEIGHT, BIAS, ACTIVATION, UP_WEIGHT, UP_BIAS, NUM_OUT, OUT, OUT_WIDTH, MULTIPLIER = range(12)
+_linear_at = words_at(LINEAR)
 ACTIVATIONS = ("none", "silu", "gelu_tanh", "quick_gelu", "relu", "relu2", "clamped")
 NONE, SILU, GELU_TANH, QUICK_GELU, RELU, RELU2, CLAMPED = range(7)
 
@@ -36,60 +37,33 @@ def linear_pieces(num_out: int) -> int:
     return -(-num_out // LANES)
 
 
-def linear_stage(kind: str) -> Stage:
-    """For weights of that dtype; x and out are float32."""
-    return _STAGES[kind]
-
-
-def _linear_float32(arguments: int, piece: int, thread: int, unused: int) -> int:
-    _linear(arguments, piece, np.float32(0))
-    return 0
-
-
-def _linear_bfloat16(arguments: int, piece: int, thread: int, unused: int) -> int:
-    _linear(arguments, piece, np.uint16(0))
-    return 0
-
-
-def _linear_float16(arguments: int, piece: int, thread: int, unused: int) -> int:
-    _linear(arguments, piece, np.int16(0))
-    return 0
-
-
-_STAGES: dict[str, Stage] = {
-    "float32": _linear_float32,
-    "bfloat16": _linear_bfloat16,
-    "float16": _linear_float16,
-}
-assert _STAGES.keys() == KINDS.keys()
-
-
-@exact_kernel
-def _linear(arguments: int, piece: int, like: Any) -> None:
-    args = array_at(arguments, 12, np.int64(0))
-    num_rows = array_at(args[NUM_ROWS], 1, np.int64(0))[0]
-    num_in, num_out, width, first = args[NUM_IN], args[NUM_OUT], args[OUT_WIDTH], piece * LANES
+def linear_stage(arguments: int, piece: int, thread: int, like: Any) -> int:
+    """like: of the weights; x and out are float32."""
+    args = _linear_at(arguments)
+    num_rows = word_of(args.num_rows, 0)
+    num_in, num_out, width, first = args.num_in, args.num_out, args.out_width, piece * LANES
     count = min(LANES, num_out - first)
-    x = array_at(args[X], num_rows * num_in, np.float32(0))
-    out = array_at(args[OUT], num_rows * width, np.float32(0))
+    x = array_at(args.x, num_rows * num_in, np.float32(0))
+    out = array_at(args.out, num_rows * width, np.float32(0))
     room = (num_rows + TILE) * LANES
     sums = np.empty(room, np.float32)
-    products(x, num_rows, array_at(args[WEIGHT], num_out * num_in, like), num_in, first, count, num_in, sums)
-    if args[BIAS] != 0:
-        _add_bias(sums, num_rows, array_at(args[BIAS], num_out, like), first, count)
-    if args[ACTIVATION] != NONE:
+    products(x, num_rows, array_at(args.weight, num_out * num_in, like), num_in, first, count, num_in, sums)
+    if args.bias != 0:
+        _add_bias(sums, num_rows, array_at(args.bias, num_out, like), first, count)
+    if args.activation != NONE:
         factors = np.empty(room, np.float32)
-        if args[UP_WEIGHT] != 0:
-            up_weight = array_at(args[UP_WEIGHT], num_out * num_in, like)
+        if args.up_weight != 0:
+            up_weight = array_at(args.up_weight, num_out * num_in, like)
             products(x, num_rows, up_weight, num_in, first, count, num_in, factors)
-            if args[UP_BIAS] != 0:
-                _add_bias(factors, num_rows, array_at(args[UP_BIAS], num_out, like), first, count)
+            if args.up_bias != 0:
+                _add_bias(factors, num_rows, array_at(args.up_bias, num_out, like), first, count)
         else:
             factors[:] = 1.0
         for row in range(num_rows):
-            activate(args[ACTIVATION], sums, factors, row * LANES, count)
+            activate(args.activation, sums, factors, row * LANES, count)
     for row in range(num_rows):
-        _write(sums, row * LANES, out, row * width + first, count, args[MULTIPLIER])
+        _write(sums, row * LANES, out, row * width + first, count, args.multiplier)
+    return 0
 
 
 @exact_kernel
@@ -128,7 +102,7 @@ def activate(kind: int, x: NDArray[np.float32], factors: NDArray[np.float32], at
 @exact_kernel
 def _write(sums: NDArray[np.float32], at: int, out: NDArray[np.float32], to: int, count: int, multiplier: int) -> None:
     """multiplier: its address, or 0."""
-    times = np.float32(1.0) if multiplier == 0 else np.float32(array_at(multiplier, 1, np.float64(0))[0])
+    times = np.float32(1.0) if multiplier == 0 else number_at(multiplier)
     if count == LANES:
         value = load(F32x16, sums, at)
         if multiplier != 0:

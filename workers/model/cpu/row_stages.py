@@ -5,11 +5,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from csattn.cpu.addresses import Stage, array_at
-from csattn.cpu.floats import LANES, exp_lanes, load_float, store_float, sum_of
+from csattn.cpu.addresses import array_at
+from csattn.cpu.arguments import bytes_of, floats_of, number_at, word_of, words_at
+from csattn.cpu.floats import exp_lanes, load_float, store_float, sum_of
 from csattn.cpu.jit import exact_kernel
 from csattn.cpu.lanes import fma
-from csattn.cpu.simd import F32x16, fill, load, store
+from csattn.cpu.simd import LANES, F32x16, fill, load, store
 
 # The stages' arguments: sizes, and addresses of float32 but where something else is said. eps, multiplier and cap are
 # addresses of float64.
@@ -71,119 +72,55 @@ PREDICT = (
 )
 GATE = ("x", "gates", "width")  # [num_rows, width] both; x *= sigmoid(gates)
 FINISH_LOGITS = ("logits", "vocab_size", "multiplier", "cap")  # [num_rows, vocab_size], written; no cap: 0
+_embed_at, _prepare_at, _rotate_at = words_at(EMBED), words_at(PREPARE), words_at(ROTATE)
+_predict_at, _gate_at, _finish_logits_at = words_at(PREDICT), words_at(GATE), words_at(FINISH_LOGITS)
 
 
-def row_stage(name: str, kind: str) -> Stage:
-    """predict takes a query head of a row for a piece, the others a row. kind: dtype of the model's weights."""
-    return _STAGES[name].get(kind) or _STAGES[name]["any"]
-
-
-def _embed_float32(arguments: int, piece: int, thread: int, unused: int) -> int:
-    _embed(array_at(arguments, 6, np.int64(0)), piece, np.float32(0))
-    return 0
-
-
-def _embed_bfloat16(arguments: int, piece: int, thread: int, unused: int) -> int:
-    _embed(array_at(arguments, 6, np.int64(0)), piece, np.uint16(0))
-    return 0
-
-
-def _embed_float16(arguments: int, piece: int, thread: int, unused: int) -> int:
-    _embed(array_at(arguments, 6, np.int64(0)), piece, np.int16(0))
-    return 0
-
-
-def _rotate_float32(arguments: int, piece: int, thread: int, unused: int) -> int:
-    _rotate(array_at(arguments, 18, np.int64(0)), piece, np.float32(0), 4)
-    return 0
-
-
-def _rotate_bfloat16(arguments: int, piece: int, thread: int, unused: int) -> int:
-    _rotate(array_at(arguments, 18, np.int64(0)), piece, np.uint16(0), 2)
-    return 0
-
-
-def _rotate_float16(arguments: int, piece: int, thread: int, unused: int) -> int:
-    _rotate(array_at(arguments, 18, np.int64(0)), piece, np.int16(0), 2)
-    return 0
-
-
-def _prepare_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
-    _prepare(array_at(arguments, 11, np.int64(0)), piece)
-    return 0
-
-
-def _predict_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
-    _predict(array_at(arguments, 13, np.int64(0)), piece)
-    return 0
-
-
-def _gate_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
-    args = array_at(arguments, 3, np.int64(0))
-    x, gates = _floats(args[0], piece, args[2]), _floats(args[1], piece, args[2])
-    for i in range(args[2]):
-        x[i] /= np.float32(1.0) + np.exp(-gates[i])
-    return 0
-
-
-def _finish_logits_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
-    _finish_logits(array_at(arguments, 4, np.int64(0)), piece)
-    return 0
-
-
-_STAGES: dict[str, dict[str, Stage]] = {
-    "embed": {"float32": _embed_float32, "bfloat16": _embed_bfloat16, "float16": _embed_float16},
-    "rotate": {"float32": _rotate_float32, "bfloat16": _rotate_bfloat16, "float16": _rotate_float16},
-    "prepare": {"any": _prepare_stage},
-    "predict": {"any": _predict_stage},
-    "gate": {"any": _gate_stage},
-    "finish_logits": {"any": _finish_logits_stage},
-}
-
-
-@exact_kernel
-def _embed(args: NDArray[np.int64], row: int, like: Any) -> None:
-    token_ids, embedding, vocab_size, width, out = args[0], args[1], args[2], args[3], args[5]
-    token_id = array_at(token_ids, row + 1, np.int64(0))[row]
-    words = array_at(embedding, vocab_size * width, like)
-    stream, multiplier = _floats(out, row, width), _number(args[4])
+def embed_stage(arguments: int, row: int, thread: int, like: Any) -> int:
+    """A piece is a row, as of the other stages but one. like: of the model's weights."""
+    args = _embed_at(arguments)
+    width, token_id = args.width, word_of(args.token_ids, row)
+    words = array_at(args.embedding, args.vocab_size * width, like)
+    stream, multiplier = floats_of(args.out, row, width), number_at(args.multiplier)
     for i in range(width):
         stream[i] = multiplier * load_float(words, token_id * width + i)
+    return 0
 
 
-@exact_kernel
-def _prepare(args: NDArray[np.int64], row: int) -> None:
-    width, eps = args[1], _number(args[9])
-    hidden = _floats(args[0], row, width)
-    if args[2] != 0:
-        added, weight, multiplier = _floats(args[2], row, width), _floats(args[3], 0, width), _number(args[4])
-        scale = inverse_rms(added, 0, width, eps)
+def prepare_stage(arguments: int, row: int, thread: int, unused: int) -> int:
+    args = _prepare_at(arguments)
+    width, eps = args.width, number_at(args.eps)
+    hidden = floats_of(args.hidden, row, width)
+    if args.added != 0:
+        added, weight = floats_of(args.added, row, width), floats_of(args.added_norm, 0, width)
+        scale, multiplier = inverse_rms(added, 0, width, eps), number_at(args.multiplier)
         for i in range(width):
             hidden[i] += multiplier * (added[i] * scale * weight[i])
-    if args[10] != 0:
+    if args.centred != 0:
         total = np.float32(0.0)
         for i in range(width):
             total += hidden[i]
         hidden -= total / np.float32(width)
-    out = _floats(args[6], row, width)
-    if args[5] == 0:
+    out = floats_of(args.out, row, width)
+    if args.norm == 0:
         out[:] = hidden
-        return
+        return 0
     scale = inverse_rms(hidden, 0, width, eps)
-    _scaled(hidden, scale, _floats(args[5], 0, width), out)
-    if args[7] != 0:
-        _scaled(hidden, scale, _floats(args[7], 0, width), _floats(args[8], row, width))
+    _scaled(hidden, scale, floats_of(args.norm, 0, width), out)
+    if args.norm_ahead != 0:
+        _scaled(hidden, scale, floats_of(args.norm_ahead, 0, width), floats_of(args.out_ahead, row, width))
+    return 0
 
 
-@exact_kernel
-def _rotate(args: NDArray[np.int64], row: int, like: Any, itemsize: int) -> None:
-    num_q_heads, num_kv_heads, head_dim = args[1], args[2], args[3]
+def rotate_stage(arguments: int, row: int, thread: int, like: Any) -> int:
+    args, itemsize = _rotate_at(arguments), bytes_of(like)
+    num_q_heads, num_kv_heads, head_dim = args.num_q_heads, args.num_kv_heads, args.head_dim
     q_width, kv_width = num_q_heads * head_dim, num_kv_heads * head_dim
-    heads = _floats(args[0], row, q_width + 2 * kv_width)
-    q_norm, k_norm, together, eps = args[4], args[5], args[6] != 0, _number(args[7])
-    half, interleaved = args[11], args[12] != 0
-    cos, sin, q = _floats(args[8], row, half), _floats(args[9], row, half), _floats(args[17], row, q_width)
-    by_row = _of_row(args[10], row)
+    heads = floats_of(args.qkv, row, q_width + 2 * kv_width)
+    q_norm, k_norm, together, eps = args.q_norm, args.k_norm, args.together != 0, number_at(args.eps)
+    half, interleaved = args.half, args.interleaved != 0
+    cos, sin, q = floats_of(args.cos, row, half), floats_of(args.sin, row, half), floats_of(args.q, row, q_width)
+    by_row = _of_row(args.q_scale, row)
     q_scale, k_scale, skip = np.float32(0.0), np.float32(0.0), 0
     if together and q_norm != 0:
         q_scale, k_scale = inverse_rms(heads, 0, q_width, eps), inverse_rms(heads, q_width, kv_width, eps)
@@ -195,9 +132,9 @@ def _rotate(args: NDArray[np.int64], row: int, like: Any, itemsize: int) -> None
         turn(heads, at, head_dim, cos, sin, interleaved, q, at)
     for i in range(q_width):
         q[i] *= by_row
-    capacity = args[14]
-    tail_id = array_at(args[15], row + 1, np.int64(0))[row]
-    place = array_at(args[16], row + 1, np.int64(0))[row] - 1
+    capacity = args.tail_capacity
+    tail_id = word_of(args.tail_ids, row)
+    place = word_of(args.tail_lens, row) - 1
     turned = np.empty(head_dim, np.float32)
     for head in range(num_kv_heads):
         k_at = q_width + head * head_dim
@@ -206,21 +143,24 @@ def _rotate(args: NDArray[np.int64], row: int, like: Any, itemsize: int) -> None
             _normalise_head(heads, k_at, head_dim, k_norm + head * skip, k_scale, eps)
         turn(heads, k_at, head_dim, cos, sin, interleaved, turned, 0)
         at = ((tail_id * num_kv_heads + head) * capacity + place) * 2 * head_dim
-        kv = array_at(args[13] + at * itemsize, 2 * head_dim, like)
+        kv = array_at(args.tails + at * itemsize, 2 * head_dim, like)
         for i in range(head_dim):
             store_float(kv, i, turned[i])
             store_float(kv, head_dim + i, heads[v_at + i])
+    return 0
 
 
-@exact_kernel
-def _predict(args: NDArray[np.int64], piece: int) -> None:
-    num_q_heads, head_dim, q_norm, together, eps = args[1], args[2], args[3], args[4] != 0, _number(args[5])
+def predict_stage(arguments: int, piece: int, thread: int, unused: int) -> int:
+    """A piece is a query head of a row."""
+    args = _predict_at(arguments)
+    num_q_heads, head_dim = args.num_q_heads, args.head_dim
+    q_norm, together, eps = args.q_norm, args.together != 0, number_at(args.eps)
     row, head = piece // num_q_heads, piece % num_q_heads
-    maps = array_at(args[11], row + 1, np.int64(0))[row]
+    maps = word_of(args.maps, row)
     if maps == 0:
-        return
-    matrix = _floats(maps, head, (head_dim + 1) * head_dim)
-    all_heads = _floats(args[0], row, num_q_heads * head_dim)  # which the row's other pieces read too
+        return 0
+    matrix = floats_of(maps, head, (head_dim + 1) * head_dim)
+    all_heads = floats_of(args.early, row, num_q_heads * head_dim)  # which the row's other pieces read too
     early = np.empty(head_dim, np.float32)
     for i in range(head_dim):
         early[i] = all_heads[head * head_dim + i]
@@ -241,18 +181,27 @@ def _predict(args: NDArray[np.int64], piece: int) -> None:
         for i in range(head_dim):
             total += early[i] * matrix[i * head_dim + j]
         mapped[j] = total + matrix[head_dim * head_dim + j]
-    half, interleaved = args[9], args[10] != 0
-    cos, sin, q = _floats(args[6], row, half), _floats(args[7], row, half), _floats(args[12], piece, head_dim)
+    half, interleaved = args.half, args.interleaved != 0
+    cos, sin, q = floats_of(args.cos, row, half), floats_of(args.sin, row, half), floats_of(args.q, piece, head_dim)
     turn(mapped, 0, head_dim, cos, sin, interleaved, q, 0)
-    by_row = _of_row(args[8], row)
+    by_row = _of_row(args.q_scale, row)
     for i in range(head_dim):
         q[i] *= by_row
+    return 0
 
 
-@exact_kernel
-def _finish_logits(args: NDArray[np.int64], row: int) -> None:
-    logits, multiplier = _floats(args[0], row, args[1]), _number(args[2])
-    cap = np.float32(0.0) if args[3] == 0 else _number(args[3])
+def gate_stage(arguments: int, row: int, thread: int, unused: int) -> int:
+    args = _gate_at(arguments)
+    x, gates = floats_of(args.x, row, args.width), floats_of(args.gates, row, args.width)
+    for i in range(args.width):
+        x[i] /= np.float32(1.0) + np.exp(-gates[i])
+    return 0
+
+
+def finish_logits_stage(arguments: int, row: int, thread: int, unused: int) -> int:
+    args = _finish_logits_at(arguments)
+    logits, multiplier = floats_of(args.logits, row, args.vocab_size), number_at(args.multiplier)
+    cap = np.float32(0.0) if args.cap == 0 else number_at(args.cap)
     part, powers = np.zeros(LANES, np.float32), np.empty(LANES, np.float32)
     for first in range(0, len(logits), LANES):
         count = min(LANES, len(logits) - first)
@@ -265,22 +214,12 @@ def _finish_logits(args: NDArray[np.int64], row: int) -> None:
             for i in range(count):
                 if logits[first + i] == logits[first + i]:  # what is no number stays none
                     logits[first + i] = cap * (np.float32(1.0) - np.float32(2.0) / (np.float32(1.0) + powers[i]))
-
-
-@exact_kernel
-def _floats(address: int, row: int, width: int) -> Any:
-    """A row of float32."""
-    return array_at(address + 4 * row * width, width, np.float32(0))
+    return 0
 
 
 @exact_kernel
 def _of_row(q_scale: int, row: int) -> Any:
     return np.float32(1.0) if q_scale == 0 else array_at(q_scale, row + 1, np.float32(0))[row]
-
-
-@exact_kernel
-def _number(address: int) -> Any:
-    return np.float32(array_at(address, 1, np.float64(0))[0])
 
 
 @exact_kernel

@@ -1,7 +1,6 @@
 """`StepOps` that note a step on tapes, to be done later by a team of threads, for as many rows as come."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,45 +8,34 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from csattn.batch import StepRows
-from csattn.cpu.addresses import Stage
-from csattn.cpu.tape import Tape
-from csattn.models.spec import Activation, DeltaSpec, ExpertsSpec, LatentSpec, Temper
-from csattn.models.weights import DeltaWeights, ExpertWeights, Frequencies, HeadNorms, LatentWeights, Linear
-from workers.model.cpu.delta_stages import MIX, REMEMBER, mix_pieces, mix_stage, remember_stage
-from workers.model.cpu.expert_stages import (
-    ADD_EXPERTS,
-    CHOOSE,
-    EXPERTS,
-    SCORES,
-    choose_stage,
-    expert_pieces,
-    expert_stage,
-)
-from workers.model.cpu.latent_stages import APPEND, ASK, VALUES, latent_stage
+from csattn.cpu.addresses import KindStage
+from csattn.models.spec import Activation, Temper
+from csattn.models.weights import Frequencies, HeadNorms, Linear
+from workers.model.cpu.delta_ops import TapeDeltaOps
+from workers.model.cpu.expert_ops import TapeExpertOps
+from workers.model.cpu.latent_ops import TapeLatentOps
 from workers.model.cpu.linear_stage import ACTIVATIONS, LINEAR, linear_pieces, linear_stage
-from workers.model.cpu.row_stages import EMBED, FINISH_LOGITS, GATE, PREDICT, PREPARE, ROTATE, row_stage
-from workers.model.ops import DeltaState, LatentRoom, Normed, Readers, Rotation, Stream
+from workers.model.cpu.row_stages import (
+    EMBED,
+    FINISH_LOGITS,
+    GATE,
+    PREDICT,
+    ROTATE,
+    embed_stage,
+    finish_logits_stage,
+    gate_stage,
+    predict_stage,
+    rotate_stage,
+)
+from workers.model.ops import Normed, Readers, Rotation, Stream
 
 
-class TapeOps:
-    """Notes operations until `cut`, which makes a tape of them.
+class TapeOps(TapeExpertOps, TapeDeltaOps, TapeLatentOps):
+    """Notes operations.
 
-    A stage begins when those are done that it must not overtake: stages that have nothing to do with each other stand
-    side by side. The stream's `scaled` is the normed stream; its `squares` are not used. Rotations are computed, and
-    tokens drawn, by whoever fills the rows.
+    The stream's `scaled` is the normed stream; its `squares` are not used. Rotations are computed, and tokens drawn, by
+    whoever fills the rows.
     """
-
-    def __init__(self, kind: str, num_rows: NDArray[np.int64]) -> None:
-        """kind: dtype of the model's weights. num_rows: [1], of the next step."""
-        self._kind, self._num_rows = kind, num_rows
-        self._noted: list[_Stage] = []
-        self._numbers: dict[float, NDArray[np.float64]] = {}
-        self._levels = _Levels()
-
-    def cut(self) -> "RowTape":
-        """What was noted since the last cut."""
-        noted, self._noted, self._levels = self._noted, [], _Levels()
-        return RowTape(noted)
 
     def break_chain(self) -> None:
         pass
@@ -62,7 +50,7 @@ class TapeOps:
     ) -> None:
         vocab_size, width = embedding.shape
         self._note(
-            row_stage("embed", self._kind),
+            KindStage(embed_stage, self._kind),
             EMBED,
             reads=[],
             writes=[stream.hidden],
@@ -93,90 +81,6 @@ class TapeOps:
         else:
             self._linear(x.x, up, out, activation)
 
-    def choose_experts(
-        self, logits: Tensor, bias: Tensor | None, spec: ExpertsSpec, chosen: Tensor, shares: Tensor
-    ) -> None:
-        num_groups, num_kept = spec.groups
-        self._note(
-            choose_stage,
-            CHOOSE,
-            reads=[logits],
-            writes=[chosen, shares],
-            per_row=1,
-            logits=logits,
-            bias=bias,
-            num_experts=spec.num_experts,
-            num_chosen=spec.num_chosen,
-            scores=SCORES.index(spec.scores),
-            num_groups=num_groups,
-            num_kept=num_kept,
-            normed=spec.normed,
-            scale=self._number(spec.scale),
-            chosen=chosen,
-            shares=shares,
-        )
-
-    def experts(
-        self, x: Normed, weights: ExpertWeights, spec: ExpertsSpec, chosen: Tensor, shares: Tensor, gated: Tensor
-    ) -> None:
-        bias = weights.gate_bias
-        assert weights.gates.stride() == weights.ups.stride() and weights.gates.stride(2) == 1
-        self._note(
-            expert_stage("experts", self._kind),
-            EXPERTS,
-            reads=[x.x, chosen, shares],
-            writes=[gated],
-            per_row=spec.num_chosen * expert_pieces(spec.intermediate_size),
-            x=x.x,
-            num_in=x.x.shape[1],
-            chosen=chosen,
-            shares=shares if spec.on_input else None,
-            num_chosen=spec.num_chosen,
-            gates=weights.gates.data_ptr(),
-            ups=weights.ups.data_ptr(),
-            expert_stride=weights.gates.stride(0),
-            row_stride=weights.gates.stride(1),
-            gate_bias=0 if bias is None else bias.data_ptr(),
-            up_bias=0 if weights.up_bias is None else weights.up_bias.data_ptr(),
-            bias_stride=0 if bias is None else bias.stride(0),
-            bias_step=0 if bias is None else bias.stride(1),
-            activation=ACTIVATIONS.index(spec.activation),
-            num_out=spec.intermediate_size,
-            out=gated,
-        )
-
-    def experts_add(
-        self,
-        gated: Tensor,
-        weights: ExpertWeights,
-        spec: ExpertsSpec,
-        chosen: Tensor,
-        shares: Tensor,
-        parts: Tensor,
-        multiplier: float,
-        stream: Stream,
-        readers: Readers,
-    ) -> None:
-        hidden_size = stream.hidden.shape[1]
-        self._note(
-            expert_stage("add_experts", self._kind),
-            ADD_EXPERTS,
-            reads=[gated, chosen, shares, stream.hidden],
-            writes=[stream.hidden],
-            per_row=expert_pieces(hidden_size),
-            x=gated,
-            num_in=spec.intermediate_size,
-            chosen=chosen,
-            shares=None if spec.on_input else shares,
-            num_chosen=spec.num_chosen,
-            down=weights.down,
-            bias=weights.down_bias,
-            num_out=hidden_size,
-            out=stream.hidden,
-            multiplier=self._number(multiplier),
-        )
-        self._prepare(stream, readers)
-
     def linear_add(self, x: Tensor, linear: Linear, multiplier: float, stream: Stream, readers: Readers) -> None:
         self._linear(x, linear, stream.hidden, multiplier=multiplier)
         self._prepare(stream, readers)
@@ -199,7 +103,7 @@ class TapeOps:
     ) -> None:
         _, num_kv_heads, tail_capacity, _, _ = tail.shape
         self._note(
-            row_stage("rotate", self._kind),
+            KindStage(rotate_stage, self._kind),
             ROTATE,
             reads=[qkv],
             writes=[qkv, tail, q],
@@ -216,141 +120,7 @@ class TapeOps:
 
     def gate(self, x: Tensor, gates: Tensor) -> None:
         width = x.shape[1]
-        stage = row_stage("gate", self._kind)
-        self._note(stage, GATE, reads=[x, gates], writes=[x], per_row=1, x=x, gates=gates, width=width)
-
-    def delta(
-        self,
-        inputs: Tensor,
-        weights: DeltaWeights,
-        spec: DeltaSpec,
-        eps: float,
-        rows: StepRows,
-        state: DeltaState,
-        mixed: Tensor,
-        out: Tensor,
-    ) -> None:
-        """state: of two versions."""
-        told: dict[str, Any] = {
-            "num_rows": self._num_rows,
-            "tail_ids": rows.tail_ids,
-            "turns": state.turn,
-            "inputs": inputs,
-        }
-        told |= {"in_width": spec.in_width, "num_channels": spec.num_channels, "mixed": mixed}
-        self._note(
-            mix_stage,
-            MIX,
-            reads=[inputs],
-            writes=[mixed],
-            per_row=mix_pieces(spec.num_channels),
-            conv=weights.conv,
-            conv_len=spec.conv_len,
-            kept=state.conv,
-            **told,
-        )
-        self._note(
-            remember_stage,
-            REMEMBER,
-            reads=[inputs, mixed],
-            writes=[out],
-            per_row=spec.num_v_heads,
-            num_k_heads=spec.num_k_heads,
-            num_v_heads=spec.num_v_heads,
-            k_dim=spec.k_dim,
-            v_dim=spec.v_dim,
-            decay=weights.decay,
-            decay_bias=weights.decay_bias,
-            norm=weights.norm,
-            eps=self._number(eps),
-            memory=state.memory,
-            out=out,
-            **told,
-        )
-
-    def append_latents(
-        self,
-        weights: LatentWeights,
-        spec: LatentSpec,
-        rotation: Rotation,
-        rows: StepRows,
-        tail: Tensor,
-        room: LatentRoom,
-    ) -> None:
-        _, _, tail_capacity, _, head_dim = tail.shape
-        indexer, (key_at, key_width, index_dim, _) = spec.indexer, spec.in_widths
-        self._note(
-            latent_stage("append", self._kind),
-            APPEND,
-            reads=[room.inputs],
-            writes=[tail, room.q_latents],
-            per_row=1,
-            inputs=room.inputs,
-            in_width=room.inputs.shape[1],
-            q_rank=spec.q_rank or 0,
-            key_at=key_at,
-            kv_rank=spec.kv_rank,
-            index_at=key_at + key_width,
-            index_dim=index_dim,
-            index_interleaved=indexer is not None and indexer.interleaved,
-            q_norm=weights.q_norm,
-            kv_norm=weights.kv_norm,
-            index_norm=weights.index_norm,
-            tails=tail,
-            tail_capacity=tail_capacity,
-            width=2 * head_dim,
-            tail_ids=rows.tail_ids,
-            tail_lens=rows.tail_lens,
-            q_latents=room.q_latents,
-            **_turning(rotation),
-        )
-
-    def ask_latents(self, weights: LatentWeights, spec: LatentSpec, rotation: Rotation, room: LatentRoom) -> None:
-        indexer, asked = spec.indexer, room.queries
-        num_index_heads, index_dim = (0, 0) if indexer is None else (indexer.num_heads, indexer.head_dim)
-        index = [] if asked.index_q is None or asked.index_weights is None else [asked.index_q, asked.index_weights]
-        assert weights.up_k.stride()[1:] == (spec.kv_rank, 1)
-        self._note(
-            latent_stage("ask", self._kind),
-            ASK,
-            reads=[room.inputs, room.projected],
-            writes=[asked.q, *index],
-            per_row=spec.num_heads + num_index_heads,
-            inputs=room.inputs,
-            in_width=room.inputs.shape[1],
-            projected=room.projected,
-            projected_width=room.projected.shape[1],
-            num_heads=spec.num_heads,
-            nope_dim=spec.nope_dim,
-            kv_rank=spec.kv_rank,
-            up_k=weights.up_k.data_ptr(),
-            head_stride=weights.up_k.stride(0),
-            num_index_heads=num_index_heads,
-            index_dim=index_dim,
-            index_interleaved=indexer is not None and indexer.interleaved,
-            weight_scale=self._number((num_index_heads * index_dim) ** -0.5 if indexer is not None else 0.0),
-            q=asked.q,
-            index_q=asked.index_q,
-            index_weights=asked.index_weights,
-            **_turning(rotation),
-        )
-
-    def latent_values(self, weights: LatentWeights, spec: LatentSpec, room: LatentRoom) -> None:
-        assert weights.up_v.stride()[1:] == (spec.kv_rank, 1)
-        self._note(
-            latent_stage("values", self._kind),
-            VALUES,
-            reads=[room.attended],
-            writes=[room.values],
-            per_row=spec.num_heads,
-            attended=room.attended,
-            num_heads=spec.num_heads,
-            kv_rank=spec.kv_rank,
-            up_v=weights.up_v.data_ptr(),
-            head_stride=weights.up_v.stride(0),
-            v_dim=spec.v_dim,
-            values=room.values,
-        )
+        self._note(gate_stage, GATE, reads=[x, gates], writes=[x], per_row=1, x=x, gates=gates, width=width)
 
     def predict_query(
         self,
@@ -363,7 +133,7 @@ class TapeOps:
         q: Tensor,
     ) -> None:
         self._note(
-            row_stage("predict", self._kind),
+            predict_stage,
             PREDICT,
             reads=[early],
             writes=[q],
@@ -375,7 +145,7 @@ class TapeOps:
 
     def finish_logits(self, logits: Tensor, multiplier: float, cap: float | None) -> None:
         self._note(
-            row_stage("finish_logits", self._kind),
+            finish_logits_stage,
             FINISH_LOGITS,
             reads=[logits],
             writes=[logits],
@@ -403,7 +173,7 @@ class TapeOps:
     ) -> None:
         num_out, num_in = linear.weight.shape
         self._note(
-            linear_stage(str(linear.weight.dtype).removeprefix("torch.")),  # not all are of the model's
+            KindStage(linear_stage, str(linear.weight.dtype).removeprefix("torch.")),  # not all are of the model's
             LINEAR,
             reads=[x] if multiplier is None else [x, out],
             writes=[out],
@@ -422,37 +192,6 @@ class TapeOps:
             multiplier=None if multiplier is None else self._number(multiplier),
         )
 
-    def _prepare(
-        self,
-        stream: Stream,
-        readers: Readers,
-        added: Tensor | None = None,
-        added_norm: Tensor | None = None,
-        multiplier: float = 1.0,
-    ) -> None:
-        self._note(
-            row_stage("prepare", self._kind),
-            PREPARE,
-            reads=[stream.hidden] if added is None else [stream.hidden, added],
-            writes=[
-                stream.scaled,
-                stream.scaled_ahead,
-                *([stream.hidden] if stream.centred or added is not None else []),
-            ],
-            per_row=1,
-            hidden=stream.hidden,
-            width=stream.hidden.shape[1],
-            added=added,
-            added_norm=added_norm,
-            multiplier=self._number(multiplier),
-            norm=readers.norm,
-            out=stream.scaled,
-            norm_ahead=readers.ahead,
-            out_ahead=stream.scaled_ahead,
-            eps=self._number(readers.eps),
-            centred=stream.centred,
-        )
-
     def _of_heads(self, norms: HeadNorms | None, eps: float, rotation: Rotation | None, q: Tensor) -> dict[str, Any]:
         _, num_q_heads, head_dim = q.shape
         return {
@@ -468,89 +207,3 @@ class TapeOps:
             "interleaved": rotation is not None and rotation.interleaved,
             "q": q,
         }
-
-    def _note(
-        self,
-        stage: Stage,
-        names: tuple[str, ...],  # of its arguments, in their order
-        *,
-        reads: Sequence[Tensor],  # of what stages write
-        writes: Sequence[Tensor],
-        fixed: int = 0,  # pieces
-        per_row: int = 0,
-        **values: Any,  # the arguments: numbers, arrays and tensors
-    ) -> None:
-        assert values.keys() == set(names), f"the stage wants {names}, got {tuple(values)}"
-        arguments = np.array([word(values[name]) for name in names], np.int64)
-        level, held = self._levels.of(reads, writes), (*reads, *writes, *values.values())
-        self._noted.append(_Stage(stage, arguments, fixed, per_row, level, held))
-
-    def _number(self, value: float) -> NDArray[np.float64]:
-        """Where it can be read."""
-        return self._numbers.setdefault(value, np.array([value]))
-
-
-def _turning(rotation: Rotation) -> dict[str, Any]:
-    return {
-        "cos": rotation.cos,
-        "sin": rotation.sin,
-        "half": rotation.cos.shape[1],
-        "interleaved": rotation.interleaved,
-    }
-
-
-class RowTape:
-    """A tape whose stages have pieces by the number of rows."""
-
-    def __init__(self, stages: Sequence["_Stage"]) -> None:
-        self.tape = Tape()
-        self._stages = in_order = sorted(stages, key=lambda stage: stage.level)
-        for before, stage in zip([None, *in_order], in_order, strict=False):
-            waits = before is not None and before.level < stage.level
-            self.tape.add(stage.stage, stage.arguments, waits=waits)
-        self._fixed = np.array([stage.fixed for stage in in_order])
-        self._per_row = np.array([stage.per_row for stage in in_order])
-
-    def set_rows(self, num_rows: int) -> None:
-        self.tape.pieces[:] = self._fixed + num_rows * self._per_row
-
-
-@dataclass(frozen=True, slots=True)
-class _Stage:
-    """A stage that is noted, and how many stages have to follow each other before it."""
-
-    stage: Stage
-    arguments: NDArray[np.int64]
-    fixed: int
-    per_row: int
-    level: int
-    held: tuple[Any, ...]  # what the arguments are addresses of
-
-
-class _Levels:
-    """Which stages must wait for which: whoever reads a tensor for whoever wrote it, whoever writes it for its readers.
-
-    Two that write to it with no reader in between write to different parts.
-    """
-
-    def __init__(self) -> None:
-        self._written: dict[int, int] = {}  # by tensor, the last level that writes it
-        self._read: dict[int, int] = {}
-
-    def of(self, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> int:
-        read, written = ([tensor.untyped_storage().data_ptr() for tensor in tensors] for tensors in (reads, writes))
-        before = [self._written.get(tensor, -1) for tensor in read] + [self._read.get(tensor, -1) for tensor in written]
-        level = 1 + max(before, default=-1)
-        for levels, tensors in ((self._read, read), (self._written, written)):
-            levels.update({tensor: max(level, levels.get(tensor, -1)) for tensor in tensors})
-        return level
-
-
-def word(value: Any) -> int:
-    """A stage's argument: a number, or where an array begins; None is 0."""
-    if value is None:
-        return 0
-    if isinstance(value, Tensor):
-        assert value.is_contiguous()
-        return value.data_ptr()
-    return value.ctypes.data if isinstance(value, np.ndarray) else int(value)

@@ -35,9 +35,9 @@ def rotate_append_kernel(
 ):
     row = tl.program_id(0)
     head = tl.program_id(1)  # query heads, then key heads
-    inside, first_at, second_at = _pairs(HALF, INTERLEAVED, HEAD_DIM, BLOCK)
+    inside, first_at, second_at = pairs(HALF, INTERLEAVED, HEAD_DIM, BLOCK)
     dtype = q.dtype.element_ty
-    c, s = _angles(cos, sin, row, HALF, BLOCK)
+    c, s = angles(cos, sin, row, HALF, BLOCK)
     scale = tl.load(q_scale + row) if ROTATED else 1.0
     slot = tl.load(tail_lens + row) - 1
     active = (slot >= 0) & (slot < tail_capacity)
@@ -95,9 +95,9 @@ def predict_query_kernel(
 ):
     row = tl.program_id(0)
     head = tl.program_id(1)
-    inside, first_at, second_at = _pairs(HALF, INTERLEAVED, HEAD_DIM, BLOCK)
+    inside, first_at, second_at = pairs(HALF, INTERLEAVED, HEAD_DIM, BLOCK)
     dtype = q.dtype.element_ty
-    c, s = _angles(cos, sin, row, HALF, BLOCK)
+    c, s = angles(cos, sin, row, HALF, BLOCK)
     scale = tl.load(q_scale + row) if ROTATED else 1.0
     context_id = tl.maximum(tl.load(context_ids + row), 0).to(tl.int64)
     matrix = maps + context_id * maps_stride + head * (HEAD_DIM + 1) * HEAD_DIM
@@ -130,7 +130,7 @@ def predict_query_kernel(
 
 
 @triton.jit
-def _pairs(HALF: tl.constexpr, INTERLEAVED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr):
+def pairs(HALF: tl.constexpr, INTERLEAVED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr):
     """Which dimensions of a head turn together; those that do not turn, in pairs of any kind behind them."""
     i = tl.arange(0, BLOCK)
     if INTERLEAVED:
@@ -144,7 +144,7 @@ def _pairs(HALF: tl.constexpr, INTERLEAVED: tl.constexpr, HEAD_DIM: tl.constexpr
 
 
 @triton.jit
-def _angles(cos, sin, row, HALF: tl.constexpr, BLOCK: tl.constexpr):
+def angles(cos, sin, row, HALF: tl.constexpr, BLOCK: tl.constexpr):
     """cos and sin of the pairs: 1 and 0 of those that do not turn."""
     i = tl.arange(0, BLOCK)
     c = tl.load(cos + row * HALF + i, mask=i < HALF, other=1.0)

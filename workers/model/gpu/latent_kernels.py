@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from workers.model.gpu.head_kernels import angles, pairs
+
 
 @triton.jit
 def append_latents_kernel(
@@ -52,17 +54,13 @@ def append_latents_kernel(
         tl.store(q_latents + row * Q_RANK + of_q, latent.to(q_latents.dtype.element_ty), mask=of_q < Q_RANK)
     if active:
         dtype = tail.dtype.element_ty
-        c, s, is_pair = _angles(cos, sin, row, HALF, BLOCK_HALF)
+        c, s = angles(cos, sin, row, HALF, BLOCK_HALF)
         x += KEY_AT
         of_kv = tl.arange(0, BLOCK_KV)
         tl.store(kept + of_kv, _rms_normed(x, kv_norm, of_kv, KV_RANK, eps).to(dtype), mask=of_kv < KV_RANK)
         x += KV_RANK
         kept += KV_RANK
-        first_at, second_at = _pairs(HALF, INTERLEAVED, BLOCK_HALF)
-        first = tl.load(x + first_at, mask=is_pair, other=0.0).to(tl.float32)
-        second = tl.load(x + second_at, mask=is_pair, other=0.0).to(tl.float32)
-        tl.store(kept + first_at, (first * c - second * s).to(dtype), mask=is_pair)
-        tl.store(kept + second_at, (second * c + first * s).to(dtype), mask=is_pair)
+        _turn(x, kept, c, s, HALF, INTERLEAVED, BLOCK_HALF)
         if INDEX_DIM:
             x += 2 * HALF
             kept += 2 * HALF
@@ -75,7 +73,7 @@ def append_latents_kernel(
             bias = tl.load(index_norm + INDEX_DIM + i, mask=i < INDEX_DIM, other=0.0)
             stays = (i >= 2 * HALF) & (i < INDEX_DIM)
             tl.store(kept + i, (key * scale * weight + bias).to(dtype), mask=stays)
-            first_at, second_at = _pairs(HALF, INDEX_INTERLEAVED, BLOCK_HALF)
+            is_pair, first_at, second_at = pairs(HALF, INDEX_INTERLEAVED, 2 * HALF, BLOCK_HALF)
             first = _layer_normed(x, index_norm, first_at, is_pair, mean, scale, INDEX_DIM)
             second = _layer_normed(x, index_norm, second_at, is_pair, mean, scale, INDEX_DIM)
             tl.store(kept + first_at, (first * c - second * s).to(dtype), mask=is_pair)
@@ -108,7 +106,7 @@ def ask_latents_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)  # of the attention, then of the indexer
-    c, s, is_pair = _angles(cos, sin, row, HALF, BLOCK_HALF)
+    c, s = angles(cos, sin, row, HALF, BLOCK_HALF)
     if PDL:  # what is read above is older than the kernel in front, and complete: that one has waited for it
         gdc_wait()
         gdc_launch_dependents()
@@ -116,11 +114,7 @@ def ask_latents_kernel(
     if head < NUM_HEADS:
         out = q + (row * NUM_HEADS + head) * (KV_RANK + 2 * HALF) + KV_RANK
         x += head * (NOPE_DIM + 2 * HALF) + NOPE_DIM
-        first_at, second_at = _pairs(HALF, INTERLEAVED, BLOCK_HALF)
-        first = tl.load(x + first_at, mask=is_pair, other=0.0).to(tl.float32)
-        second = tl.load(x + second_at, mask=is_pair, other=0.0).to(tl.float32)
-        tl.store(out + first_at, (first * c - second * s).to(q.dtype.element_ty), mask=is_pair)
-        tl.store(out + second_at, (second * c + first * s).to(q.dtype.element_ty), mask=is_pair)
+        _turn(x, out, c, s, HALF, INTERLEAVED, BLOCK_HALF)
     elif NUM_INDEX_HEADS:
         head -= NUM_HEADS
         of_head = row * NUM_INDEX_HEADS + head
@@ -131,11 +125,7 @@ def ask_latents_kernel(
         i = tl.arange(0, BLOCK_INDEX)
         stays = (i >= 2 * HALF) & (i < INDEX_DIM)
         tl.store(out + i, tl.load(x + i, mask=stays, other=0.0).to(index_q.dtype.element_ty), mask=stays)
-        first_at, second_at = _pairs(HALF, INDEX_INTERLEAVED, BLOCK_HALF)
-        first = tl.load(x + first_at, mask=is_pair, other=0.0).to(tl.float32)
-        second = tl.load(x + second_at, mask=is_pair, other=0.0).to(tl.float32)
-        tl.store(out + first_at, (first * c - second * s).to(index_q.dtype.element_ty), mask=is_pair)
-        tl.store(out + second_at, (second * c + first * s).to(index_q.dtype.element_ty), mask=is_pair)
+        _turn(x, out, c, s, HALF, INDEX_INTERLEAVED, BLOCK_HALF)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -196,19 +186,10 @@ def _layer_normed(x, norm, at, is_there, mean, scale, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _angles(cos, sin, row, HALF: tl.constexpr, BLOCK: tl.constexpr):
-    """cos and sin of the pairs that turn, and which these are."""
-    i = tl.arange(0, BLOCK)
-    c = tl.load(cos + row * HALF + i, mask=i < HALF, other=1.0)
-    return c, tl.load(sin + row * HALF + i, mask=i < HALF, other=0.0), i < HALF
-
-
-@triton.jit
-def _pairs(HALF: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):
-    """Which dimensions turn together."""
-    i = tl.arange(0, BLOCK)
-    if INTERLEAVED:
-        first_at, second_at = 2 * i, 2 * i + 1
-    else:
-        first_at, second_at = i, i + HALF
-    return first_at, second_at
+def _turn(x, out, c, s, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):
+    """Write 2 * HALF numbers, turned by angles with these cosines and sines."""
+    is_pair, first_at, second_at = pairs(HALF, INTERLEAVED, 2 * HALF, BLOCK)
+    first = tl.load(x + first_at, mask=is_pair, other=0.0).to(tl.float32)
+    second = tl.load(x + second_at, mask=is_pair, other=0.0).to(tl.float32)
+    tl.store(out + first_at, (first * c - second * s).to(out.dtype.element_ty), mask=is_pair)
+    tl.store(out + second_at, (second * c + first * s).to(out.dtype.element_ty), mask=is_pair)

@@ -1,4 +1,4 @@
-"""What a step does to rows of latents by themselves, in Triton: `LatentOps`."""
+"""What a step does to rows of latents by themselves, in Triton."""
 
 from typing import Any
 
@@ -11,16 +11,13 @@ from csattn.models.latent import EPS
 from csattn.models.spec import LatentSpec
 from csattn.models.weights import LatentWeights
 from workers.model.gpu.latent_kernels import append_latents_kernel, ask_latents_kernel, heads_product_kernel
+from workers.model.gpu.stream_ops import Launches
 from workers.model.gpu.tiles import BLOCK_N
 from workers.model.ops import LatentRoom, Rotation
 
 
-class TritonLatentOps:
+class TritonLatentOps(Launches):
     """A part of `TritonOps`."""
-
-    def _launch(self) -> dict[str, Any]:
-        """How the next kernel starts."""
-        raise NotImplementedError
 
     def append_latents(
         self,

@@ -1,0 +1,81 @@
+"""What tests of a decode step's operations work on."""
+
+import torch
+
+from csattn.batch import StepRows, make_step_rows
+from csattn.models.weights import Linear
+from workers.model.ops import Normed, Readers, Rotation, Stream, num_squares
+from workers.model.torch_ops import TorchOps
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPES = [torch.float32, torch.bfloat16] if DEVICE.type == "cuda" else [torch.float32, torch.float16]
+EPS = 1e-5
+
+
+def tolerance(dtype: torch.dtype) -> dict[str, float]:
+    return {"rtol": 2e-5, "atol": 2e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(shape) * scale).to(dtype).to(DEVICE)
+
+
+def make_stream(batch_size: int, hidden_size: int, dtype: torch.dtype) -> Stream:
+    """Everything but the residual stream itself is NaN until it is written."""
+    poison = torch.full((batch_size, hidden_size), torch.nan, dtype=dtype, device=DEVICE)
+    squares = torch.full((num_squares(hidden_size), batch_size), torch.nan, device=DEVICE)
+    return Stream(randn(batch_size, hidden_size, dtype=dtype), poison.clone(), poison.clone(), squares)
+
+
+def copy_of(stream: Stream) -> Stream:
+    hidden, scaled, ahead = stream.hidden.clone(), stream.scaled.clone(), stream.scaled_ahead.clone()
+    return Stream(hidden, scaled, ahead, stream.squares.clone(), stream.centred)
+
+
+def assert_same_stream(got: Stream, want: Stream, ahead: bool) -> None:
+    close = tolerance(want.hidden.dtype)
+    torch.testing.assert_close(got.hidden, want.hidden, **close)
+    torch.testing.assert_close(got.scaled, want.scaled, **close)
+    torch.testing.assert_close(got.squares, want.squares, rtol=3e-2, atol=3e-2)  # of a rounded stream
+    if ahead:
+        torch.testing.assert_close(got.scaled_ahead, want.scaled_ahead, **close)
+    else:
+        assert got.scaled_ahead.isnan().all()
+
+
+def prepared(batch_size: int, hidden_size: int, dtype: torch.dtype) -> Stream:
+    stream = make_stream(batch_size, hidden_size, dtype)
+    linear = Linear(randn(hidden_size, 8, dtype=dtype))
+    TorchOps().linear_add(randn(batch_size, 8, dtype=dtype), linear, 1.0, stream, readers("both", hidden_size))
+    return stream
+
+
+def normed(stream: Stream) -> Normed:
+    return Normed(stream.scaled, stream.squares, EPS)
+
+
+READERS = ["none", "one", "both"]
+
+
+def readers(kind: str, hidden_size: int) -> Readers:
+    norm, ahead = 1 + randn(2, hidden_size, scale=0.3)
+    return Readers(None if kind == "none" else norm, ahead if kind == "both" else None, EPS)
+
+
+def make_linear(num_out: int, num_in: int, dtype: torch.dtype, bias: bool = False, scale: float = 1.0) -> Linear:
+    weight = randn(num_out, num_in, dtype=dtype, scale=scale * num_in**-0.5)
+    return Linear(weight, randn(num_out, dtype=dtype) if bias else None)
+
+
+def make_rotation(batch_size: int, half: int, interleaved: bool = False) -> Rotation:
+    angles = torch.randn(batch_size, half, device=DEVICE) * 3
+    return Rotation(angles.cos(), angles.sin(), 1 + torch.rand(batch_size, device=DEVICE), interleaved)
+
+
+def make_rows(context_ids: list[int], tail_ids: list[int], tail_lens: list[int]) -> StepRows:
+    rows = make_step_rows(len(context_ids), DEVICE)
+    for tensor, values in zip(
+        (rows.context_ids, rows.tail_ids, rows.tail_lens), (context_ids, tail_ids, tail_lens), strict=True
+    ):
+        tensor.copy_(torch.tensor(values))
+    return rows

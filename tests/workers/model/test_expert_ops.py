@@ -1,0 +1,115 @@
+"""The Triton operations of experts agree with their definition in torch."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton, whose interpreter runs these kernels on a CPU, is not installed")
+
+from csattn.models.spec import ExpertsSpec
+from csattn.models.weights import ExpertWeights
+from tests.workers.model.step_ops import (
+    DEVICE,
+    DTYPES,
+    assert_same_stream,
+    copy_of,
+    make_linear,
+    make_stream,
+    normed,
+    prepared,
+    randn,
+    readers,
+    tolerance,
+)
+from workers.model.gpu.triton_ops import TritonOps
+from workers.model.ops import ExpertRoom, Normed
+from workers.model.torch_ops import TorchOps
+
+EXPERTS = {
+    "plain": ExpertsSpec(num_experts=5, num_chosen=2, intermediate_size=33, scores="softmax", normed=True),
+    "one": ExpertsSpec(num_experts=1, num_chosen=1, intermediate_size=40, scores="sigmoid"),
+    "all": ExpertsSpec(num_experts=3, num_chosen=3, intermediate_size=32, scores="sigmoid", on_input=True),
+    "groups": ExpertsSpec(
+        num_experts=12, num_chosen=3, intermediate_size=20, scores="sigmoid", has_choice_bias=True, groups=(4, 2),
+        normed=True, scale=1.5,
+    ),
+    "clamped": ExpertsSpec(
+        num_experts=7, num_chosen=4, intermediate_size=65, scores="softmax_of_chosen", activation="clamped", bias=True
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+@pytest.mark.parametrize("batch_size", [1, 3, 17])
+def test_choose_experts(kind: str, batch_size: int) -> None:
+    spec = EXPERTS[kind]
+    logits = randn(batch_size, spec.num_experts, scale=2)
+    logits[0] = float(logits[0, 0])  # of equals the first
+    bias = randn(spec.num_experts) if spec.has_choice_bias else None
+    got, want = (make_room(spec, batch_size, 1, torch.float32, logits) for _ in range(2))
+    TritonOps(DEVICE).choose_experts(bias, spec, got)
+    TorchOps().choose_experts(bias, spec, want)
+    assert torch.equal(got.chosen, want.chosen)
+    torch.testing.assert_close(got.shares, want.shares, **tolerance(torch.float32))
+
+
+def test_experts_of_what_is_no_number_are_some() -> None:
+    spec = replace(EXPERTS["plain"], scores="sigmoid", normed=False)
+    room = make_room(spec, 2, 1, torch.float32, torch.full((2, 5), torch.nan, device=DEVICE))
+    TritonOps(DEVICE).choose_experts(None, spec, room)
+    assert room.chosen.min() >= 0 and room.chosen.max() < 5
+
+
+def make_room(
+    spec: ExpertsSpec, batch_size: int, hidden_size: int, dtype: torch.dtype, logits: torch.Tensor
+) -> ExpertRoom:
+    """What is to be written is NaN, or no expert."""
+
+    def nan(*sizes: int, of: torch.dtype = dtype) -> torch.Tensor:
+        return torch.full((batch_size, spec.num_chosen, *sizes), torch.nan, dtype=of, device=DEVICE)
+
+    chosen = torch.full((batch_size, spec.num_chosen), -1, dtype=torch.int32, device=DEVICE)
+    return ExpertRoom(logits, chosen, nan(of=torch.float32), nan(spec.intermediate_size), nan(hidden_size))
+
+
+def make_experts(spec: ExpertsSpec, hidden_size: int, dtype: torch.dtype) -> ExpertWeights:
+    num, width = spec.num_experts, spec.intermediate_size
+    both = randn(num, 2 * width, hidden_size, dtype=dtype, scale=2 * hidden_size**-0.5)
+    biases = randn(num, 2 * width, dtype=dtype).chunk(2, dim=1) if spec.bias else (None, None)
+    return ExpertWeights(
+        router=make_linear(num, hidden_size, dtype),
+        gates=both[:, :width],
+        ups=both[:, width:],
+        down=randn(num, hidden_size, width, dtype=dtype, scale=width**-0.5),
+        gate_bias=biases[0],
+        up_bias=biases[1],
+        down_bias=randn(num, hidden_size, dtype=dtype) if spec.bias else None,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", EXPERTS)
+@pytest.mark.parametrize(("batch_size", "hidden_size"), [(1, 64), (3, 100), (17, 130)])
+def test_experts(batch_size: int, hidden_size: int, kind: str, dtype: torch.dtype) -> None:
+    """Of rows that share experts, more than a tile of them, and of experts that no row has."""
+    spec, stream = EXPERTS[kind], prepared(batch_size, hidden_size, dtype)
+    weights = make_experts(spec, hidden_size, dtype)
+    chosen = torch.stack([torch.randperm(max(1, spec.num_experts - 1))[: spec.num_chosen] for _ in range(batch_size)])
+    if chosen.shape[1] < spec.num_chosen:
+        chosen = torch.arange(spec.num_chosen).repeat(batch_size, 1)
+    shares, logits = torch.rand(batch_size, spec.num_chosen, device=DEVICE), randn(batch_size, spec.num_experts)
+    got, want = (make_room(spec, batch_size, hidden_size, dtype, logits) for _ in range(2))
+    for room in (got, want):
+        room.chosen.copy_(chosen)
+        room.shares.copy_(shares)
+    x = normed(stream) if batch_size != 3 else Normed(stream.scaled)
+    TritonOps(DEVICE).experts(x, weights, spec, got)
+    TorchOps().experts(x, weights, spec, want)
+    torch.testing.assert_close(got.gated, want.gated, **tolerance(dtype))
+    got_stream = make_stream(batch_size, hidden_size, dtype)
+    want_stream, read = copy_of(got_stream), readers("both", hidden_size)
+    got.gated.copy_(want.gated)
+    TritonOps(DEVICE).experts_add(weights, spec, got, 0.5, got_stream, read)
+    TorchOps().experts_add(weights, spec, want, 0.5, want_stream, read)
+    assert_same_stream(got_stream, want_stream, ahead=True)

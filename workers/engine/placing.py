@@ -1,0 +1,89 @@
+"""When memory on a GPU is planned, and steps are captured: with the first context or request."""
+
+import gc
+
+import torch
+
+from csattn.artifact import Artifact
+from csattn.config import IndexConfig
+from csattn.errors import ConfigError
+from offload.errors import MemoryPlanError
+from workers.engine.placed_model import PlacedModel, Progress
+from workers.engine.row_copies import RowCopies
+from workers.engine.searcher import StepSearcher
+from workers.engine.sizing import Sizing
+from workers.engine.step_model import StepModel
+
+
+class Placing:
+    """Owns the placed model, from when there is one. It is planned again for a context that it has no room for, while
+    nobody uses it."""
+
+    def __init__(
+        self,
+        sizing: Sizing,
+        index_config: IndexConfig,  # until there is a context
+        searcher: StepSearcher | None,
+        device: torch.device,
+        on_progress: Progress,
+    ) -> None:
+        self._sizing, self._index_config, self._searcher = sizing, index_config, searcher
+        self.device, self._on_progress = device, on_progress
+        self.placed: PlacedModel | None = None
+        self._copies: RowCopies | None = None
+
+    def ready(self) -> PlacedModel:
+        if self.placed is None:
+            raise ConfigError("no context is loaded and no request open yet; begin with one of them")
+        return self.placed
+
+    def copies(self) -> RowCopies:
+        """Of rows of the placed model's tails."""
+        if self._copies is None:
+            self._copies = RowCopies(self.ready().attention.tails)
+        return self._copies
+
+    def start(self, model: StepModel) -> None:
+        """For requests without a context."""
+        if self.placed is None:
+            self.placed = self._plan(model, None)
+
+    def start_for(self, artifact: Artifact, model: StepModel, is_used: bool) -> PlacedModel:
+        """What the context fits."""
+        placed = self.placed
+        if placed is not None and not placed.has_room_for(artifact) and self._sizing.max_context_len is None:
+            if is_used:
+                raise MemoryPlanError(
+                    f"the context has {artifact.spec.context_len:,} rows, memory is planned for contexts up to "
+                    f"{placed.shape.max_context_len:,} while others are in use; set engine.max_context_len"
+                )
+            self.close()
+            placed = None
+            gc.collect()  # its memory hangs in circles
+        if placed is None:
+            placed = self.placed = self._plan(model, artifact)
+        return placed
+
+    def close(self) -> None:
+        """No step may be in flight."""
+        if self.placed is not None:
+            self.placed.close()
+            self.placed = self._copies = None
+
+    def _plan(self, model: StepModel, first: Artifact | None) -> PlacedModel:
+        index_config = self._index_config if first is None else first.spec.index_config
+        sizing, needed = self._sizing, 0 if first is None else first.spec.context_len
+        longest = sizing.max_context_len or sizing.longest(
+            index_config, needed, model.available(self.device).device_bytes
+        )
+        return PlacedModel(
+            model,
+            index_config,
+            sizing.shape(index_config, longest),
+            sizing.placement,
+            device=self.device,
+            num_slots=sizing.num_cached(longest),
+            searcher=self._searcher,
+            on_progress=self._on_progress,
+            first=first,
+        )

@@ -1,0 +1,133 @@
+"""What is noted of a step, and the tapes that are made of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from csattn.cpu.addresses import Stage
+from csattn.cpu.arguments import words_of
+from csattn.cpu.tape import Tape
+from workers.model.cpu.row_stages import PREPARE, prepare_stage
+from workers.model.ops import Readers, Stream
+
+
+class Notes:
+    """Notes stages until `cut`, which makes a tape of them.
+
+    A stage begins when those are done that it must not overtake: stages that have nothing to do with each other stand
+    side by side.
+    """
+
+    def __init__(self, kind: str, num_rows: NDArray[np.int64]) -> None:
+        """kind: dtype of the model's weights. num_rows: [1], of the next step."""
+        self._kind, self._num_rows = kind, num_rows
+        self._noted: list[_Stage] = []
+        self._numbers: dict[float, NDArray[np.float64]] = {}
+        self._levels = _Levels()
+
+    def cut(self) -> "RowTape":
+        """What was noted since the last cut."""
+        noted, self._noted, self._levels = self._noted, [], _Levels()
+        return RowTape(noted)
+
+    def _note(
+        self,
+        stage: Stage,
+        names: tuple[str, ...],  # of its arguments, in their order
+        *,
+        reads: Sequence[Tensor],  # of what stages write
+        writes: Sequence[Tensor],
+        fixed: int = 0,  # pieces
+        per_row: int = 0,
+        **values: Any,  # the arguments: numbers, arrays and tensors
+    ) -> None:
+        arguments = words_of(names, values)
+        level, held = self._levels.of(reads, writes), (*reads, *writes, *values.values())
+        self._noted.append(_Stage(stage, arguments, fixed, per_row, level, held))
+
+    def _prepare(
+        self,
+        stream: Stream,
+        readers: Readers,
+        added: Tensor | None = None,
+        added_norm: Tensor | None = None,
+        multiplier: float = 1.0,
+    ) -> None:
+        """Make of the stream, to which something may be added before, what its readers want."""
+        self._note(
+            prepare_stage,
+            PREPARE,
+            reads=[stream.hidden] if added is None else [stream.hidden, added],
+            writes=[
+                stream.scaled,
+                stream.scaled_ahead,
+                *([stream.hidden] if stream.centred or added is not None else []),
+            ],
+            per_row=1,
+            hidden=stream.hidden,
+            width=stream.hidden.shape[1],
+            added=added,
+            added_norm=added_norm,
+            multiplier=self._number(multiplier),
+            norm=readers.norm,
+            out=stream.scaled,
+            norm_ahead=readers.ahead,
+            out_ahead=stream.scaled_ahead,
+            eps=self._number(readers.eps),
+            centred=stream.centred,
+        )
+
+    def _number(self, value: float) -> NDArray[np.float64]:
+        """Where it can be read."""
+        return self._numbers.setdefault(value, np.array([value]))
+
+
+class RowTape:
+    """A tape whose stages have pieces by the number of rows."""
+
+    def __init__(self, stages: Sequence["_Stage"]) -> None:
+        self.tape = Tape()
+        self._stages = in_order = sorted(stages, key=lambda stage: stage.level)
+        for before, stage in zip([None, *in_order], in_order, strict=False):
+            waits = before is not None and before.level < stage.level
+            self.tape.add(stage.stage, stage.arguments, waits=waits)
+        self._fixed = np.array([stage.fixed for stage in in_order])
+        self._per_row = np.array([stage.per_row for stage in in_order])
+
+    def set_rows(self, num_rows: int) -> None:
+        self.tape.pieces[:] = self._fixed + num_rows * self._per_row
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """A stage that is noted, and how many stages have to follow each other before it."""
+
+    stage: Stage
+    arguments: NDArray[np.int64]
+    fixed: int
+    per_row: int
+    level: int
+    held: tuple[Any, ...]  # what the arguments are addresses of
+
+
+class _Levels:
+    """Which stages must wait for which: whoever reads a tensor for whoever wrote it, whoever writes it for its readers.
+
+    Two that write to it with no reader in between write to different parts.
+    """
+
+    def __init__(self) -> None:
+        self._written: dict[int, int] = {}  # by tensor, the last level that writes it
+        self._read: dict[int, int] = {}
+
+    def of(self, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> int:
+        read, written = ([tensor.untyped_storage().data_ptr() for tensor in tensors] for tensors in (reads, writes))
+        before = [self._written.get(tensor, -1) for tensor in read] + [self._read.get(tensor, -1) for tensor in written]
+        level = 1 + max(before, default=-1)
+        for levels, tensors in ((self._read, read), (self._written, written)):
+            levels.update({tensor: max(level, levels.get(tensor, -1)) for tensor in tensors})
+        return level

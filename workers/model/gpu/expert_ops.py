@@ -1,0 +1,106 @@
+"""What a step does in layers of experts, in Triton."""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from csattn.models.spec import ExpertsSpec
+from csattn.models.weights import ExpertWeights
+from workers.model.gpu.expert_kernels import choose_kernel, experts_down_kernel, experts_kernel
+from workers.model.gpu.stream_ops import TritonStreamOps
+from workers.model.gpu.tiles import BLOCK_N
+from workers.model.ops import ExpertRoom, Normed, Readers, Stream
+
+
+class TritonExpertOps(TritonStreamOps):
+    """A part of `TritonOps`."""
+
+    def choose_experts(self, bias: Tensor | None, spec: ExpertsSpec, room: ExpertRoom) -> None:
+        num_groups, num_kept = spec.groups
+        choose_kernel[(len(room.logits),)](
+            room.logits,
+            room.logits if bias is None else bias,
+            room.chosen,
+            room.shares,
+            spec.num_experts,
+            spec.scale,
+            SCORES=spec.scores,
+            HAS_BIAS=bias is not None,
+            NUM_GROUPS=num_groups,
+            NUM_KEPT=num_kept,
+            NUM_CHOSEN=spec.num_chosen,
+            NORMED=spec.normed,
+            BLOCK=triton.next_power_of_2(spec.num_experts),
+            BLOCK_CHOSEN=triton.next_power_of_2(spec.num_chosen),
+            num_warps=1,
+            **self._launch(),
+        )
+
+    def experts(self, x: Normed, weights: ExpertWeights, spec: ExpertsSpec, room: ExpertRoom) -> None:
+        """gates and ups: parts of one matrix, as `take_weights` joins them."""
+        width, squares, bias = spec.intermediate_size, x.squares, weights.gate_bias
+        num_squares = 1 if squares is None else len(squares)
+        assert weights.ups.data_ptr() - weights.gates.data_ptr() == weights.gates[0].nbytes
+        experts_kernel[(triton.cdiv(2 * width, BLOCK_N), spec.num_experts)](
+            x.x,
+            x.x if squares is None else squares,
+            weights.gates,
+            weights.gates if bias is None else bias,
+            room.chosen,
+            room.shares,
+            room.gated,
+            len(x.x),
+            width,
+            x.x.shape[1],
+            num_squares,
+            x.eps,
+            NORMED=squares is not None,
+            ON_INPUT=spec.on_input,
+            ACTIVATION=spec.activation,
+            HAS_BIAS=bias is not None,
+            BLOCK_SQUARES=triton.next_power_of_2(num_squares),
+            **_expert_constants(weights.gates, spec, len(x.x)),
+            **self._launch(),
+        )
+
+    def experts_add(
+        self,
+        weights: ExpertWeights,
+        spec: ExpertsSpec,
+        room: ExpertRoom,
+        multiplier: float,
+        stream: Stream,
+        readers: Readers,
+    ) -> None:
+        hidden_size, bias = room.parts.shape[2], weights.down_bias
+        experts_down_kernel[(triton.cdiv(hidden_size, BLOCK_N), spec.num_experts)](
+            room.gated,
+            weights.down,
+            weights.down if bias is None else bias,
+            room.chosen,
+            room.shares,
+            room.parts,
+            len(room.gated),
+            hidden_size,
+            spec.intermediate_size,
+            ON_INPUT=spec.on_input,
+            HAS_BIAS=bias is not None,
+            **_expert_constants(weights.down, spec, len(room.gated)),
+            **self._launch(),
+        )
+        self._add_parts(room.parts, spec.num_chosen, None, 0.0, multiplier, stream, readers)
+
+
+def _expert_constants(weight: Tensor, spec: ExpertsSpec, batch_size: int) -> dict[str, Any]:
+    return {
+        "NUM_CHOSEN": spec.num_chosen,
+        "BLOCK_PAIRS": triton.next_power_of_2(batch_size * spec.num_chosen),
+        "BLOCK_M": 16,
+        "BLOCK_N": BLOCK_N,
+        "BLOCK_K": 256 // weight.element_size(),
+        "DOT_PRECISION": "ieee" if weight.dtype == torch.float32 else "tf32",
+        "num_warps": 4,
+        "num_stages": 4,
+    }

@@ -1,0 +1,104 @@
+"""How kernels follow each other, and what a step does to the residual stream row by row, in Triton."""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from csattn.batch import StepRows
+from workers.model.gpu.token_kernels import add_normed_kernel, begin_kernel
+from workers.model.ops import SQUARES_BLOCK, Readers, Stream
+
+
+class Launches:
+    """What all parts of `TritonOps` have.
+
+    Each kernel starts while the one before it ends, if that one is ours too: it waits on the device before it reads
+    what that one writes, and lets the next one start only after it has waited itself.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"  # else Triton's interpreter runs the kernels
+        self._chained = False
+
+    def break_chain(self) -> None:
+        self._chained = False
+
+    def _launch(self) -> dict[str, Any]:
+        """How the next kernel starts; the one after it follows one of ours."""
+        chained, self._chained = self._chained, True
+        if not self._on_gpu:
+            return {"PDL": False}
+        return {"PDL": True, "launch_pdl": chained}
+
+
+class TritonStreamOps(Launches):
+    """A part of `TritonOps`."""
+
+    def begin(
+        self,
+        rows: StepRows,
+        embedding: Tensor,
+        multiplier: float,
+        stream: Stream,
+        readers: Readers,
+    ) -> None:
+        batch_size, hidden_size = stream.hidden.shape
+        begin_kernel[(batch_size,)](
+            rows.token_ids,
+            embedding,
+            *written(stream, readers),
+            stream.squares.shape[0],
+            hidden_size,
+            multiplier,
+            CENTRED=stream.centred,
+            **_row_constants(stream, readers),
+        )
+
+    def add_normed(
+        self, x: Tensor, norm: Tensor | None, eps: float, multiplier: float, stream: Stream, readers: Readers
+    ) -> None:
+        self._add_parts(x, 1, norm, eps, multiplier, stream, readers)
+
+    def _add_parts(
+        self,
+        x: Tensor,  # [batch_size, num_parts, hidden_size], or without the middle
+        num_parts: int,
+        norm: Tensor | None,
+        eps: float,
+        multiplier: float,
+        stream: Stream,
+        readers: Readers,
+    ) -> None:
+        batch_size, hidden_size = stream.hidden.shape
+        add_normed_kernel[(batch_size,)](
+            x,
+            x if norm is None else norm,
+            *written(stream, readers),
+            stream.squares.shape[0],
+            hidden_size,
+            eps,
+            multiplier,
+            NUM_PARTS=num_parts,
+            IS_NORMED=norm is not None,
+            **_row_constants(stream, readers),
+            **self._launch(),
+        )
+
+
+def written(stream: Stream, readers: Readers) -> tuple[Tensor, ...]:
+    """What a kernel that writes the stream is told; of a norm that is not there, anything."""
+    norm, ahead = (stream.hidden if norm is None else norm for norm in (readers.norm, readers.ahead))
+    return stream.hidden, norm, stream.scaled, ahead, stream.scaled_ahead, stream.squares
+
+
+def _row_constants(stream: Stream, readers: Readers) -> dict[str, Any]:
+    """Of kernels whose programs own a row of the stream each."""
+    return {
+        "HAS_NORM": readers.norm is not None,
+        "AHEAD": readers.ahead is not None,
+        "BLOCK": max(SQUARES_BLOCK, triton.next_power_of_2(stream.hidden.shape[1])),
+        "SQUARES_BLOCK": SQUARES_BLOCK,
+        "num_warps": 8,
+    }

@@ -16,11 +16,12 @@ from typing import Any
 from csattn.artifact import remote_store
 from csattn.errors import ConfigError
 from index_build.batch import BatchReport, OnJobProgress, OnJobResult, by_model, failing, result_of, sentence
+from index_build.board import Board
 from index_build.context_build import ContextBuild
 from index_build.job_list import Job
 from index_build.needs import TaskNeeds, choose_needs
 from index_build.pieces import Piece
-from index_build.tasks import Board, run_piece
+from index_build.tasks import run_piece
 
 NO_ROOM_S = 600.0  # how long a cluster may be without a node for a task
 _CONNECT_S = 5.0

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -25,12 +25,14 @@ from csattn.artifact.layout import index_from_arrays, kv_file, state_file
 from csattn.errors import ArtifactError, ArtifactMismatchError
 from csattn.models import LoadedModel
 from csattn.models.query import queries_before_rope
-from index_build.capture import LayerCapture, may_begin, prefill
 from index_build.kmeans import set_kmeans_threads
 from index_build.layer import index_arrays
 from index_build.outbox import make_outbox
 from index_build.plan import Plan
 from index_build.predictor import fit_predictor, sample_rows
+
+if TYPE_CHECKING:  # transformers comes with it, which takes seconds: an index is made without
+    from index_build.capture import LayerCapture
 
 # On a GPU a layer takes less time than its hidden states take to be written: not every layer gets a checkpoint.
 _CHECKPOINT_EVERY_S, _CHECKPOINT_EVERY_S_ON_GPU = 0.0, 60.0
@@ -109,6 +111,8 @@ def prefill_layers(
     times: PhaseTimes,
 ) -> int:
     """Make the layers up to `stop_layer`, from the last checkpoint on; how many were not there before."""
+    from index_build.capture import may_begin, prefill
+
     spec, work = plan.spec, _work_dir(store, plan.spec)
     if loaded.fingerprint != spec.model_fingerprint:
         raise ArtifactMismatchError(
@@ -204,7 +208,7 @@ class _CheckpointClock:
         return due
 
 
-def _fit_next_query(model: Any, capture: LayerCapture, leaving: Tensor) -> NDArray[np.float32]:
+def _fit_next_query(model: Any, capture: "LayerCapture", leaving: Tensor) -> NDArray[np.float32]:
     """How the next layer's query is predicted from this layer's input."""
     layers = model.model.layers
     rows = sample_rows(len(leaving), capture.q.shape[2])

@@ -18,20 +18,6 @@ from index_build.plan import Plan
 _SHOW_EVERY_S = 0.5
 
 
-class Board:
-    """An actor that keeps where each job's prefill is until it is asked for."""
-
-    def __init__(self) -> None:
-        self._latest: dict[int, tuple[int, int]] = {}
-
-    def put(self, job_idx: int, layer_idx: int, num_rows: int) -> None:
-        self._latest[job_idx] = (layer_idx, num_rows)
-
-    def take(self) -> dict[int, tuple[int, int]]:
-        latest, self._latest = self._latest, {}
-        return latest
-
-
 def run_piece(
     piece: Piece, job: Job, plan: Plan | None, store: Path, device: str, num_threads: int, job_idx: int, board: Any
 ) -> Plan | int:

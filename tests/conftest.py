@@ -1,5 +1,6 @@
 """What all tests share: repeatable randomness, threads that do not fight, no network, no GPU where there is none."""
 
+import atexit
 import gc
 import os
 
@@ -62,10 +63,7 @@ def pytest_collection_finish() -> None:
     """What was imported stays: collecting garbage need not look through it after every test."""
     gc.collect()
     gc.freeze()
-
-
-def pytest_sessionfinish() -> None:
-    gc.unfreeze()
+    atexit.register(gc.unfreeze)  # later than pytest collects garbage for the last time
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

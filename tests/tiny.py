@@ -301,9 +301,9 @@ def byte_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedToken
     return fast
 
 
-def save(directory: Path, family: str = "llama", seed: int = 0) -> Path:
+def save(directory: Path, family: str = "llama", seed: int = 0, **changes: Any) -> Path:
     """A model directory as `transformers` saves it."""
-    make_model(family, seed).save_pretrained(directory)
+    make_model(family, seed, **changes).save_pretrained(directory)
     byte_tokenizer().save_pretrained(directory)
     return directory
 

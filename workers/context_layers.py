@@ -12,8 +12,6 @@ from csattn.artifact.manifest import STATE
 from csattn.attention import attend_chunk
 from csattn.errors import ConfigError
 from csattn.models import LoadedModel
-from csattn.models.attending_cache import AttendingCache
-from csattn.models.attention_hook import attention_implementation
 from csattn.models.families import describe
 from csattn.models.spec import AttentionSpec
 from csattn.selectors import ContextLayer
@@ -43,6 +41,10 @@ def attention_received(loaded: LoadedModel, artifact: Artifact) -> list[Tensor]:
     The context passes through the model again, against the artifact's rows: as long as a prefill takes.
     Returns [num_q_heads, context_len] float32 of each layer.
     """
+    # with them comes all of transformers, which takes seconds: processes without its models do without
+    from csattn.models.attending_cache import AttendingCache
+    from csattn.models.attention_hook import attention_implementation
+
     if STATE in loaded.geometry.reaches:
         raise ConfigError(
             f"what tokens of the context attended to is asked for, which {loaded.name}, a model with linear attention, "

@@ -17,6 +17,7 @@ from csattn.models.quantized import read_state
 from tests.tiny import save
 
 GROUP = 32
+NUM_LAYERS = 2
 # What is written in place of a matrix [num_out, num_in], what it stands for, and what the config says of it.
 Written = tuple[dict[str, Tensor], Tensor]
 
@@ -46,10 +47,10 @@ def gptq(
     q = rng.integers(0, 1 << bits, (num_in, num_out))
     zeros = rng.integers(0, 1 << bits, (groups, num_out))
     scales = torch.from_numpy(rng.uniform(0.001, 0.1, (groups, num_out))).half()
-    weight = np.empty(shape, np.float32)
+    weight, steps = np.empty(shape, np.float32), scales.float().numpy()
     for i in range(num_in):
         for o in range(num_out):
-            weight[o, i] = (q[i, o] - zeros[group_of[i], o]) * float(scales[group_of[i], o])
+            weight[o, i] = (q[i, o] - zeros[group_of[i], o]) * float(steps[group_of[i], o])
     return {
         "qweight": pack(q.T, bits).T.contiguous(),
         "qzeros": pack((zeros - (not v2)) & ((1 << bits) - 1), bits),
@@ -63,10 +64,10 @@ def awq(shape: tuple[int, int], rng: np.random.Generator) -> Written:
     q = rng.integers(0, 16, (num_in, num_out))
     zeros = rng.integers(0, 16, (num_in // GROUP, num_out))
     scales = torch.from_numpy(rng.uniform(0.001, 0.1, (num_in // GROUP, num_out))).half()
-    weight = np.empty(shape, np.float32)
+    weight, steps = np.empty(shape, np.float32), scales.float().numpy()
     for i in range(num_in):
         for o in range(num_out):
-            weight[o, i] = (q[i, o] - zeros[i // GROUP, o]) * float(scales[i // GROUP, o])
+            weight[o, i] = (q[i, o] - zeros[i // GROUP, o]) * float(steps[i // GROUP, o])
     order = (0, 2, 4, 6, 1, 3, 5, 7)
     return {"qweight": pack(q, 4, order), "qzeros": pack(zeros, 4, order), "scales": scales}, torch.from_numpy(weight)
 
@@ -76,10 +77,10 @@ def packed(shape: tuple[int, int], rng: np.random.Generator, symmetric: bool) ->
     q = rng.integers(-8, 8, shape)
     zeros = np.zeros((num_out, num_in // GROUP), int) if symmetric else rng.integers(-8, 8, (num_out, num_in // GROUP))
     scales = torch.from_numpy(rng.uniform(0.001, 0.1, zeros.shape)).bfloat16()
-    weight = np.empty(shape, np.float32)
+    weight, steps = np.empty(shape, np.float32), scales.float().numpy()
     for o in range(num_out):
         for i in range(num_in):
-            weight[o, i] = (q[o, i] - zeros[o, i // GROUP]) * float(scales[o, i // GROUP])
+            weight[o, i] = (q[o, i] - zeros[o, i // GROUP]) * float(steps[o, i // GROUP])
     parts = {"weight_packed": pack(q + 8, 4), "weight_scale": scales, "weight_shape": torch.tensor(shape)}
     if not symmetric:
         parts["weight_zero_point"] = pack((zeros + 8).T, 4).T.contiguous()
@@ -92,12 +93,13 @@ def eight_bits(shape: tuple[int, int], rng: np.random.Generator, of_scales: str)
     size = {"output": (num_out, 1), "matrix": (1,)}.get(of_scales, (-(-num_out // 40), -(-num_in // block[1])))
     q = torch.from_numpy(rng.normal(size=shape)).to(torch.float8_e4m3fn)
     scales = torch.from_numpy(rng.uniform(0.01, 0.1, size)).float()
-    weight = torch.empty(shape)
+    weight, numbers, steps = np.empty(shape, np.float32), q.float().numpy(), scales.numpy()
     for o in range(num_out):
         for i in range(num_in):
             at = {"output": (o, 0), "matrix": (0,)}.get(of_scales, (o // block[0], i // block[1]))
-            weight[o, i] = float(q[o, i]) * float(scales[at])
-    return {"weight": q, "weight_scale_inv" if "block" in of_scales else "weight_scale": scales}, weight
+            weight[o, i] = float(numbers[o, i]) * float(steps[at])
+    name = "weight_scale_inv" if "block" in of_scales else "weight_scale"
+    return {"weight": q, name: scales}, torch.from_numpy(weight)
 
 
 def compressed(form: str, **weights: Any) -> dict[str, Any]:
@@ -145,7 +147,14 @@ NOT_KEPT = ("fp8 by small block", "gptq of 8 bits")  # by a GPU, which decodes t
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("plain"))
+    return save(tmp_path_factory.mktemp("plain"), num_hidden_layers=NUM_LAYERS)
+
+
+@pytest.fixture(scope="module")
+def in_gptq(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    to = tmp_path_factory.mktemp("gptq")
+    quantize(plain, to, "gptq", np.random.default_rng(1))
+    return to
 
 
 def quantize(plain: Path, to: Path, form: str, rng: np.random.Generator) -> dict[str, Tensor]:
@@ -175,7 +184,7 @@ def test_quantized_weights_are_what_their_format_says(form: str, plain: Path, tm
     meant = quantize(plain, tmp_path / "quantized", form, rng)
     there = load_model(str(tmp_path / "quantized"))
     weights = dict(there.model.named_parameters())
-    assert len(meant) == 7 * 3
+    assert len(meant) == 7 * NUM_LAYERS
     for name, expected in meant.items():
         torch.testing.assert_close(weights[name].data, expected, rtol=1e-6, atol=1e-7)
     untouched = load_file(plain / "model.safetensors")["model.embed_tokens.weight"]
@@ -210,7 +219,7 @@ def test_weights_can_be_rounded_as_they_are_loaded(rounding: str, most: float, p
     exact, rounded = load_model(str(plain)), load_model(str(plain), weights=rounding)
     before, after = dict(exact.model.named_modules()), dict(rounded.model.named_modules())
     names = [name for name, module in after.items() if hasattr(module, "quantized")]
-    assert len(names) == 7 * 3 and not any("head" in name for name in names)
+    assert len(names) == 7 * NUM_LAYERS and not any("head" in name for name in names)
     for name in names:
         assert torch.equal(after[name].weight, after[name].quantized.decoded(torch.float32))
         assert 0 < (after[name].weight - before[name].weight).norm() < most * before[name].weight.norm()
@@ -251,12 +260,11 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("damage", DAMAGED)
-def test_a_damaged_quantized_checkpoint_is_a_sentence(damage: str, plain: Path, tmp_path: Path, rng) -> None:
-    quantize(plain, tmp_path / "quantized", "gptq", rng)
-    state = load_file(tmp_path / "quantized" / "model.safetensors")
+def test_a_damaged_quantized_checkpoint_is_a_sentence(damage: str, in_gptq: Path, tmp_path: Path) -> None:
+    state = load_file(in_gptq / "model.safetensors")
     do, match = DAMAGED[damage]
     do(state)
-    save_file(state, tmp_path / "quantized" / "model.safetensors", metadata={"format": "pt"})
+    change(in_gptq, tmp_path / "quantized", state)
     with pytest.raises(ModelError, match=match):
         load_model(str(tmp_path / "quantized"))
 

@@ -8,6 +8,7 @@ def main() -> None:
     """A line has the arguments of one; the process ends with the first that fails, or when no more can come."""
     import torch
 
+    import index_build.capture  # noqa: F401  # with it transformers, which takes longest
     from workers.cli import building
     from workers.cli import main as run
     from workers.serving.context_build import BUILT

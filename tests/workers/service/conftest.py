@@ -46,9 +46,11 @@ def local(options: tuple[str, ...]) -> Iterator[Service]:
 
 @pytest.fixture(scope="session")
 def on_ray(options: tuple[str, ...], local: Service) -> Iterator[Service]:
-    """With search workers, over the store in which the service in one process has built a context."""
+    """With search workers, over the store in which the service in one process has built a context: two names for it."""
     pytest.importorskip("ray", reason="the package ray is not installed; pip install 'csattn[serve]'")
-    with serving(*options, "--set", "engine.num_search_workers=2") as service:
+    artifact_id = local.get("/v1/contexts/lamps").json()["artifact_id"]
+    named = "--context", f"other={artifact_id[:6]}"
+    with serving(*options, *named, "--set", "engine.num_search_workers=2") as service:
         yield service
         assert service.process.poll() is None
     assert service.process.returncode == 0

@@ -29,13 +29,14 @@ from csattn.config import SearchConfig
 from csattn.errors import CsattnError
 from csattn.models import load_model
 from tests.workers.api.running import eventually
-from tests.workers.service.serving import Service, run, serving
+from tests.workers.service.serving import Service, run
 from workers.cli.serving import serve
 from workers.engine.answer import answer, question_tokens
 from workers.engine.opening import open_engine
 from workers.settings import suited_lookahead
 
 MODEL = "chat@lamps"
+NAMED = "chat@other"  # the same artifact, by the command line
 TURNS = 10
 QUESTIONS = ("When is lamp 7 lit?", "Which lamp is lit at 3?", "How many lamps are there?")
 NUM_TOKENS = 150
@@ -209,7 +210,7 @@ def test_a_conversation_brings_its_own_context(client: openai.OpenAI, request: p
         return
     salted = client.chat.completions.create(model="chat", messages=told, max_tokens=8, extra_body={"cache_salt": "x"})
     assert cached(salted)[0] == 0 and salted.choices[0].message.content == turn.choices[0].message.content
-    assert not any("@" in model.id and "lamps" not in model.id for model in client.models.list()), "they have no names"
+    assert {model.id for model in client.models.list()} <= {"chat", MODEL, NAMED}, "they have no names"
     prompt = client.completions.create(model="chat", prompt=text, max_tokens=8)
     assert prompt.usage is not None and prompt.usage.prompt_tokens > 1000
     short = client.chat.completions.create(model="chat", messages=told[1:2], max_tokens=8)
@@ -230,7 +231,7 @@ def test_a_context_built_over_http_answers_as_the_command_line_does(
     local: Service, place: Path, placement: str, options: tuple[str, ...]
 ) -> None:
     with local.client() as client:
-        [alone, model] = client.models.list().data
+        [alone, model] = [model for model in client.models.list().data if model.id != NAMED]
         whole = client.chat.completions.create(
             model=model.id, messages=[{"role": "user", "content": QUESTIONS[0]}], max_tokens=24
         )
@@ -249,23 +250,6 @@ def test_a_context_built_over_http_answers_as_the_command_line_does(
     assert whole.choices[0].message.content == told
     assert whole.usage is not None and whole.usage.prompt_tokens_details is not None
     assert whole.usage.prompt_tokens_details.cached_tokens == context["num_tokens"]
-
-
-def test_an_artifact_is_served_by_name_and_a_running_answer_ends_before_the_service(
-    options: tuple[str, ...], local: Service
-) -> None:
-    wanted = "".join(local.ask(MODEL, QUESTIONS[0], 100))
-    artifact_id = local.get("/v1/contexts/lamps").json()["artifact_id"]
-    with serving("--local", *options, "--context", f"other={artifact_id[:6]}") as service:
-        told: list[str] = []
-        asking = threading.Thread(target=lambda: told.extend(service.ask("chat@other", QUESTIONS[0], 100)))
-        asking.start()
-        while not told and asking.is_alive():
-            time.sleep(0.001)
-        service.process.send_signal(signal.SIGTERM)
-        assert service.process.wait(30) == 0
-        asking.join()
-    assert "".join(told) == wanted
 
 
 def test_a_port_in_use_is_said_at_once(options: tuple[str, ...]) -> None:
@@ -304,6 +288,7 @@ def test_it_answers_as_one_process_does(on_ray: Service, local: Service) -> None
         told = list(on_ray.ask(MODEL, question, NUM_TOKENS))
         assert "".join(told) == "".join(local.ask(MODEL, question, NUM_TOKENS))
         assert len(told) > 1
+    assert "".join(on_ray.ask(NAMED, QUESTIONS[0], 24)) == "".join(local.ask(MODEL, QUESTIONS[0], 24))
 
 
 @pytest.mark.ray
@@ -352,3 +337,17 @@ def test_killed_in_the_middle_of_answers(on_ray: Service, plan: Plan, target: st
     require_sound(target, trial)
     if target == "search worker":
         assert trial.outcomes == ["answered"] * len(QUESTIONS)
+
+
+def test_a_running_answer_ends_before_the_service(local: Service) -> None:
+    """The last of this file: it ends the service that others ask."""
+    wanted = "".join(local.ask(MODEL, QUESTIONS[0], 100))
+    told: list[str] = []
+    asking = threading.Thread(target=lambda: told.extend(local.ask(MODEL, QUESTIONS[0], 100)))
+    asking.start()
+    while not told and asking.is_alive():
+        time.sleep(0.001)
+    local.process.send_signal(signal.SIGTERM)
+    assert local.process.wait(30) == 0
+    asking.join()
+    assert "".join(told) == wanted

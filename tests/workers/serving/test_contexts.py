@@ -16,6 +16,7 @@ from csattn.models import load_model
 from tests.tiny import save
 from tests.workers.serving.artifacts import build, text_of
 from tests.workers.serving.full_engine import FullEngine
+from tests.workers.serving.registry import registry, settings_of
 from tests.workers.serving.test_local import answer, ask
 from workers.serving.context_build import Builder, BuildFailedError
 from workers.serving.context_file import FILE_NAME, ContextFile, Record
@@ -28,22 +29,9 @@ from workers.serving.messages import (
     ContextNotReadyError,
     UnknownContextError,
 )
-from workers.settings import BuildSettings, ModelSettings, Settings, StoreSettings
+from workers.settings import Settings, StoreSettings
 
 TIMEOUT_S = 120.0
-
-
-def settings_of(place: Path, model: Path | None = None) -> Settings:
-    return Settings(
-        store=StoreSettings(path=place / "store"),
-        model=ModelSettings(name=str(model or place / "model")),
-        build=BuildSettings(device="cpu"),
-    )
-
-
-def registry(place: Path, **options: Any) -> Contexts:
-    builder = Builder(settings_of(place, **options))
-    return Contexts(place / "store", builder, lambda artifact, text: False, lambda path: "")
 
 
 async def ended(contexts: Contexts | LocalBackend, name: str) -> ContextInfo:
@@ -98,7 +86,7 @@ def test_a_text_becomes_a_context_that_answers_and_outlives_its_service(place: P
 KILLED = """
 import asyncio, sys
 from pathlib import Path
-from tests.workers.serving.test_contexts import registry
+from tests.workers.serving.registry import registry
 
 async def main():
     contexts = registry(Path(sys.argv[1]))

@@ -9,7 +9,8 @@ import pytest
 
 from csattn.errors import StoreFullError
 from tests.workers.serving.artifacts import build, text_of
-from tests.workers.serving.test_contexts import ended, registry
+from tests.workers.serving.registry import registry
+from tests.workers.serving.test_contexts import ended
 from workers.serving import context_file
 from workers.serving.context_build import Builder, BuildFailedError
 from workers.serving.messages import ContextNotReadyError, ServingError

@@ -37,7 +37,14 @@ def build(builder: Builder, settings: Settings) -> Any:
     return builder.build(["--context", str(store.parent / "text.txt")], store, lambda share, what: None, nice=0)
 
 
-def test_a_build_takes_the_process_that_waits_and_another_comes_that_ends_with_the_service(settings: Settings) -> None:
+def test_a_build_takes_the_process_that_waits_and_another_comes_that_ends_with_the_service(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is behind does not build what somebody waits for, nor is one that is not up yet waited for."""
+
+    def refuse(*what: int) -> None:
+        raise PermissionError
+
     async def main() -> None:
         builder = Builder(settings)
         builder.start(settle_s=0.0)
@@ -45,18 +52,23 @@ def test_a_build_takes_the_process_that_waits_and_another_comes_that_ends_with_t
         built = await build(builder, settings)
         assert builder._used is first and first.returncode is None, "it was that one"
         assert (settings.store.path / built["artifact"]).is_dir()
-        builder.start(settle_s=0.0)
-        second = await waiting(builder)
-        assert second.pid != first.pid and second.returncode is None
-        assert second.stdin is not None
-        second.stdin.close()  # as when the service is killed
-        async with asyncio.timeout(WAIT_S):
-            assert await second.wait() == 0
+        with monkeypatch.context() as patch:
+            patch.setattr("workers.serving.context_build.os.setpriority", refuse)
+            await build(builder, settings)
+        second = builder._used
+        assert first.returncode is not None and second not in (None, first)
         builder.start(settle_s=0.0)
         third = await waiting(builder)
+        assert third not in (first, second) and third.returncode is None
+        assert third.stdin is not None
+        third.stdin.close()  # as when the service is killed
+        async with asyncio.timeout(WAIT_S):
+            assert await third.wait() == 0
+        builder.start(settle_s=0.0)
+        last = await waiting(builder)
         await builder.close()
-        for process in (first, third):
-            assert process.returncode is not None and not psutil.pid_exists(process.pid)
+        for process in (first, second, last):
+            assert process is not None and process.returncode is not None and not psutil.pid_exists(process.pid)
 
     asyncio.run(main())
 
@@ -64,6 +76,8 @@ def test_a_build_takes_the_process_that_waits_and_another_comes_that_ends_with_t
 def test_one_that_has_built_builds_again_with_the_model_that_it_has_until_it_is_let_go(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """After one that was killed while it waited, another builds."""
+
     async def main() -> None:
         builder, seen = Builder(settings), list[tuple[float, str]]()
         builder.start(settle_s=0.0)
@@ -79,6 +93,10 @@ def test_one_that_has_built_builds_again_with_the_model_that_it_has_until_it_is_
         with pytest.raises(BuildFailedError, match="empty"):
             await builder.build(["--context", str(store.parent / "empty.txt")], store, lambda *told: None, nice=0)
         assert builder._used is None and process.returncode == 1, "one that has failed is not asked again"
+        builder.start(settle_s=0.0)
+        killed = await waiting(builder)
+        killed.kill()
+        await killed.wait()
         monkeypatch.setattr(context_build, "KEEP_S", 0.1)
         other = store.parent / "other"
         source = ["--context", str(store.parent / "2.txt")]
@@ -91,40 +109,6 @@ def test_one_that_has_built_builds_again_with_the_model_that_it_has_until_it_is_
         async with asyncio.timeout(WAIT_S):
             assert await last.wait() == 0
         assert builder._used is None
-        await builder.close()
-
-    asyncio.run(main())
-
-
-def test_one_that_is_behind_does_not_build_what_somebody_waits_for(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*what: int) -> None:
-        raise PermissionError
-
-    async def main() -> None:
-        builder = Builder(settings)
-        builder.start(settle_s=0.0)
-        await build(builder, settings)
-        used = builder._used
-        assert used is not None
-        monkeypatch.setattr("workers.serving.context_build.os.setpriority", refuse)
-        await build(builder, settings)
-        assert used.returncode is not None and builder._used not in (None, used)
-        await builder.close()
-
-    asyncio.run(main())
-
-
-def test_one_that_was_killed_or_is_not_up_yet_is_not_waited_for(settings: Settings) -> None:
-    async def main() -> None:
-        builder = Builder(settings)
-        builder.start(settle_s=0.0)
-        process = await waiting(builder)
-        process.kill()
-        await process.wait()
-        assert "artifact" in await build(builder, settings)
-        assert "artifact" in await build(builder, settings), "the next is not up for a while"
         await builder.close()
 
     asyncio.run(main())

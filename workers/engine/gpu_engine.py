@@ -219,7 +219,8 @@ class GpuEngine:
     ) -> StepResult:
         """Rows see what stands before them, in this step too.
 
-        Rows of a request that read other segments of its own than those before them are a step of their own.
+        Rows of a request that read other segments of its own than those before them are a step of their own, and so
+        are rows over a context that has slots for no more of them at once.
         """
         if watch is not None:
             require_plain_rows(self.model.spec, "a look at what is attended to")
@@ -227,10 +228,7 @@ class GpuEngine:
         for slot in {row.slot for row in rows}:
             self._take_over(slot)
             self._grow(slot, lens[next(i for i, row in enumerate(rows) if row.slot == slot)])
-        grown = (
-            i for i, row in enumerate(rows) if self._segments(row.slot, lens[i]) != self._segments_in_use(row.slot)
-        )
-        if stop := next(grown, 0):
+        if stop := self._end_of_step(rows, lens):
             first = _kept(self.step(rows[:stop], want_logits, watch if watch and watch[0] < stop else None))
             late = (watch[0] - stop, watch[1]) if watch and watch[0] >= stop else None
             return _joined(first, self.step(rows[stop:], want_logits, late))
@@ -258,6 +256,17 @@ class GpuEngine:
                 request.own.grow(request.tail_len)
         seen = None if watch is None else self._fidelity(rows[watch[0]].slot, watch[1], lens[watch[0]])
         return StepResult(next_ids, logits, seen)
+
+    def _end_of_step(self, rows: Sequence[StepRow], lens: Sequence[int]) -> int:
+        """How many of the rows are a step of their own; 0: all of them are one."""
+        far, of_context = self._placing.ready().far, Counter[int]()
+        most = far.rows_at_once if isinstance(far, CachedLatents) else len(rows)
+        for i, row in enumerate(rows):
+            context_id = self._requests[row.slot].context_id
+            of_context[context_id] += context_id != NO_CONTEXT
+            if of_context[context_id] > most or self._segments(row.slot, lens[i]) != self._segments_in_use(row.slot):
+                return i
+        return 0
 
     def reading(self, slot: int) -> Reading:
         request = self._request(slot)

@@ -18,6 +18,7 @@ from offload.slot_cache import SlotCache
 from workers.engine.far_rows import cache_shape
 from workers.engine.shape import EngineShape
 
+ROWS_AT_ONCE = 8  # of a step over one context, for which there are slots at least
 _SOURCE = Path(__file__).with_name("latent_places.cu")
 _THREADS = 256
 _ALIGNMENT = 16  # bytes: of rows that the device copies
@@ -117,9 +118,10 @@ class CachedLatents:
     """
 
     def __init__(self, shape: EngineShape, num_slots: int, device: torch.device) -> None:
-        """num_slots: per layer and context, at least `slots_of_step`."""
+        """num_slots: per layer and context, at least `least_slots`."""
         spec, width = _latents(shape), 2 * shape.head_dim
-        assert spec.indexer is not None and num_slots >= slots_of_step(shape), f"{num_slots} slots are too few"
+        least = least_slots(spec, shape.max_context_len, shape.batch_sizes)
+        assert spec.indexer is not None and num_slots >= least, f"{num_slots} slots, at least {least} are needed"
         self._shape, self._index_dim, num_cached = shape, spec.indexer.head_dim, shape.num_contexts * num_slots
         keys = _key_numbers(shape)
         num_numbers = (num_cached + shape.num_tails * shape.tail_capacity) * width
@@ -150,6 +152,12 @@ class CachedLatents:
     def __repr__(self) -> str:
         return f"<CachedLatents {self.cache!r}>"
 
+    @property
+    def rows_at_once(self) -> int:
+        """Of a step, over one context: all that they choose of it has slots at the same time."""
+        num_slots, most = self.cache.shape.num_slots, max(self._shape.batch_sizes)
+        return most if num_slots >= self._shape.max_context_len else min(most, num_slots // self._shape.max_top_k)
+
     def load(self, context_id: int, kv: PinnedRows) -> None:
         """Give a place to a context, whose rows stay on the host. No step may be in flight."""
         context_len, spec = self._shape.require_context(kv.layers), _latents(self._shape)
@@ -177,7 +185,7 @@ class CachedLatents:
         return None
 
     def attended(self, layer_idx: int, rows: StepRows, seen: Seen) -> tuple[Tensor, Tensor]:
-        """Brings what is chosen of contexts and is not in their slots."""
+        """Brings what is chosen of contexts and is not in their slots; of a context by `rows_at_once` rows at most."""
         to, lens = self._places[rows.batch_size], self._numbers.lens
         batch_size, top_k = to.places.shape
         contexts, tails = rows.context_ids, rows.tail_ids
@@ -235,9 +243,9 @@ class _Chosen:
         return cls(num_far, torch.full((batch_size, shape.max_top_k), -1, dtype=torch.int32, device=device))
 
 
-def slots_of_step(shape: EngineShape) -> int:
-    """Of a context: the rows that a step's rows may choose of it, all of which have their slots at once."""
-    return min(shape.max_context_len, max(shape.batch_sizes) * shape.max_top_k)
+def least_slots(spec: LatentSpec, context_len: int, batch_sizes: Sequence[int]) -> int:
+    """Of a context: for all that some rows of a step may choose of it."""
+    return min(context_len, min(ROWS_AT_ONCE, max(batch_sizes)) * (spec.top_k or 1))
 
 
 def latents_bytes(shape: EngineShape) -> int:

@@ -18,6 +18,7 @@ from offload.codecs.formats import KvFormat
 from tests.cuda_on_cpu.emulated import DEVICE, Emulator
 from tests.tiny import byte_tokenizer, loaded, make_model, tiny_config, token_ids
 from tests.workers.engine.emulated_engine import emulate
+from workers.engine import latent_memory
 from workers.engine.cpu_engine import CpuEngine
 from workers.engine.gpu_engine import GpuEngine
 from workers.engine.latent_memory import CachedLatents, LatentPlaces
@@ -52,7 +53,11 @@ def make_engine(model: LoadedModel, placement: str = "device", **changes: object
 
 
 def logits_of(engine: StepEngine, slot: int, tokens: list[int]) -> np.ndarray:
-    logits = engine.step([StepRow(slot, token) for token in tokens], want_logits=True).logits
+    return logits_after(engine, [StepRow(slot, token) for token in tokens])
+
+
+def logits_after(engine: StepEngine, rows: list[StepRow]) -> np.ndarray:
+    logits = engine.step(rows, want_logits=True).logits
     assert logits is not None
     return logits.copy()
 
@@ -215,6 +220,29 @@ def test_latents_in_host_memory_take_a_cache_and_their_index_keys(
         engine.open(0, 0, CONFIG, "csattn")
         engine.step([StepRow(0, token) for token in QUESTION[:4]])
         assert engine.counts().slot_lookups > 0 and not any(x.num_spilled for x in placed.far.cache.statistics())
+
+
+def test_rows_without_slots_at_once_are_steps_of_their_own(
+    model: LoadedModel, artifact: Artifact, on_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(latent_memory, "ROWS_AT_ONCE", 1)
+    logits = []
+    for placement, options in (("device", {}), ("hybrid", {"slot_share": 0.2})):
+        with make_engine(model, placement, **options) as engine:
+            engine.add_context(0, artifact)
+            for slot, context_id in enumerate((0, 0, NO_CONTEXT)):
+                engine.open(slot, context_id, CONFIG, "csattn")
+            mixed = [StepRow(slot, token) for token, slot in zip(QUESTION, (2, 0, 2, 1), strict=False)]
+            logits.append(logits_after(engine, mixed))
+            far = engine._placing.ready().far
+            if isinstance(far, CachedLatents):
+                assert far.cache.shape.num_slots == 80 and far.rows_at_once == 2
+                monkeypatch.setattr(CachedLatents, "rows_at_once", 1)
+            logits.append(logits_after(engine, [StepRow(0, 5), StepRow(1, 5), StepRow(0, 6)]))
+            if isinstance(far, CachedLatents):
+                assert not any(layer.num_spilled for layer in far.cache.statistics())
+    for at in (0, 1):
+        np.testing.assert_allclose(logits[2 + at], logits[at], rtol=0, atol=1e-3)
 
 
 def test_latents_that_the_cpu_would_choose_are_refused_by_a_sentence(model: LoadedModel, artifact: Artifact) -> None:

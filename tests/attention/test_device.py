@@ -142,6 +142,25 @@ def test_agrees_where_rows_are_cut_into_splits(dtype: torch.dtype) -> None:
     assert_close(attend_on_device(step), step.wanted())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_agrees_where_a_block_collects_more_parts_than_it_has_had_tiles(
+    dtype: torch.dtype, emulator: emulated.Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulator.stand_in(monkeypatch, device, multiprocessors=60)
+    shape = Shape(num_q_heads=16, num_kv_heads=2, num_index_heads=2, head_dim=256, dtype=dtype, max_top_k=900)
+    blocks = device._plan_blocks(60, 2, 2, 8, 256, dtype, "none", 2000)
+    assert blocks.num_splits == device.ENOUGH_PARTS
+    step = make_step(shape, [(2000, 40)], [(0, 24, 900)], num_spilled=20)
+    assert_close(attend_on_device(step), step.wanted())
+
+
+def test_a_contexts_rest_has_a_part_for_each_segment_of_128k_also_where_heads_are_wide() -> None:
+    for heads, head_dim, row_units in ((4, 128, 8), (8, 128, 4), (8, 64, 8), (2, 128, 16), (6, 256, 4), (8, 256, 2)):
+        blocks = device._plan_blocks(132, row_units, row_units, heads, head_dim, torch.bfloat16, "sketch", 131_072)
+        assert blocks.rest_parts == 16 and blocks.num_splits >= 8
+        assert blocks.shared_bytes <= device.SHARED_BYTES_PER_BLOCK
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [1, 15, 16, 17, 255, 256, 257, 2047, 2048, 2049, 4095, 4097])
 def test_agrees_around_the_sizes_of_tiles_and_splits(num_rows: int) -> None:

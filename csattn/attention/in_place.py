@@ -63,7 +63,7 @@ def _range_rows(list_len: int) -> int:
 @exact_kernel
 def _attend(args: Any, piece: int, like: Any, itemsize: int) -> None:
     # rows that follow each other are likely to read the same of one head: its window, and what many choose
-    num_rows = array_at(args.num_rows, 1, np.int64(0))[0]
+    num_rows = word_of(args.num_rows, 0)
     row, head_range = piece % num_rows, piece // num_rows
     head, number = head_range // args.max_ranges, head_range % args.max_ranges
     num_index_heads = word_of(args.num_index_heads, row)

@@ -60,7 +60,7 @@ def rest_ranges_of(args: Any, place: int) -> Any:
 @exact_kernel
 def _attend_rest(args: Any, piece: int) -> None:
     # rows that follow each other are likely to read the same codes
-    num_rows = array_at(args.num_rows, 1, np.int64(0))[0]
+    num_rows = word_of(args.num_rows, 0)
     row, place = _place_of(args, piece % (2 * num_rows))
     head_range = piece // (2 * num_rows)
     head, number = head_range // args.max_rest_ranges, head_range % args.max_rest_ranges
@@ -80,7 +80,7 @@ def _attend_rest(args: Any, piece: int) -> None:
 @exact_kernel
 def _place_of(args: Any, number: int) -> tuple[int, int]:
     """Of 2 * num_rows the row, and where by-row arrays say it of its context, or of its tail."""
-    num_rows = array_at(args.num_rows, 1, np.int64(0))[0]
+    num_rows = word_of(args.num_rows, 0)
     row = number % num_rows
     return row, row + (args.own_rows if number >= num_rows else 0)
 

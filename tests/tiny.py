@@ -45,8 +45,8 @@ _LATENTS: dict[str, Any] = _EXPERTS | {
     "v_head_dim": 20,
     "first_k_dense_replace": 1,
 }
-# so many heads that none of a few hundred scores is 0, of which any may be chosen; rows of whole pieces of 16 bytes
-_INDEXER: dict[str, Any] = _LATENTS | {"index_n_heads": 18, "index_head_dim": 20, "index_topk": 29}
+# so many heads that none of a few hundred scores is 0, of which any may be chosen
+_INDEXER: dict[str, Any] = _LATENTS | {"index_n_heads": 18, "index_head_dim": 21, "index_topk": 29}
 # by family: its classes' name, and what its config says beside the sizes
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),

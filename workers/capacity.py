@@ -5,7 +5,9 @@ import mmap
 from csattn.artifact import ArtifactSpec, KvDtype, ModelGeometry
 from csattn.artifact.layout import file_names, plan
 from csattn.config import preset
+from csattn.models.spec import ModelSpec
 from offload.codecs.formats import KvFormat
+from workers.engine.own_choice import index_key_share, latents_of, least_slots
 from workers.settings.parts import EngineSettings
 
 CONTEXT_LENS = (32_768, 131_072, 1_048_576)  # that are told, as far as the model has positions
@@ -47,11 +49,14 @@ def room_for_contexts(
     engine: EngineSettings,
     host_bytes: int,  # free beside the weights, as device_bytes are
     device_bytes: int,
-    index_key_share: float = 0.0,  # of rows, see `own_choice`
+    model: ModelSpec | None = None,  # of latents: said where it may be one
 ) -> int:
     """How many contexts like this may be loaded at the same time."""
     kv, index = context_bytes(spec, engine.kv_format)
-    searched = index + int((index_key_share + engine.slot_share) * kv)
+    searched = index + int(engine.slot_share * kv)
+    if model is not None and (latent := latents_of(model)) is not None:
+        slot_share = max(engine.slot_share, least_slots(latent, spec.context_len) / spec.context_len)
+        searched = int((index_key_share(model) + slot_share) * kv)
     on_device = {"cpu": 0, "device": kv + index}.get(engine.placement, searched)
     on_host = {"cpu": kv + index, "device": 0}.get(engine.placement, kv)
     bounds = [have // takes for have, takes in ((host_bytes, on_host), (device_bytes, on_device)) if takes]

@@ -22,6 +22,7 @@ from bench.decode.options import SCHEDULES, SLOTS
 from bench.decode.recording import default_path, load_recording, record_demo
 from bench.decode.report import tables
 from bench.decode.results import Results, merge_files
+from bench.timing import gate
 from csattn.config import SearchConfig
 
 CONTEXT_LENS = "8192,16384,32768,65536,131072,262144,524288,1048576"
@@ -86,7 +87,8 @@ def _measure(arguments: argparse.Namespace) -> None:
     print(json.dumps(header), flush=True)
     torch.cuda.empty_cache()
     search = SearchConfig(keep=arguments.keep, search_period=getattr(arguments, "search_period", 1))
-    names = _names(arguments.shape)
+    names, asked = _names(arguments.shape), tuple(getattr(arguments, "schedules", ()))
+    gate(set(asked) <= set(SCHEDULES), f"schedules are {', '.join(SCHEDULES)}, not {', '.join(asked)}")
     options = Options(
         shape=shape_named(names[0]),
         search=search,
@@ -94,7 +96,7 @@ def _measure(arguments: argparse.Namespace) -> None:
         seconds=arguments.seconds,
         num_steps=getattr(arguments, "steps", 0),
         slots=getattr(arguments, "slots", None),
-        schedules=tuple(getattr(arguments, "schedules", ())),
+        schedules=asked,
         kv_format=KvFormat.parse(arguments.kv_codec) if getattr(arguments, "kv_codec", None) else None,
         is_shared=getattr(arguments, "shared", False),
     )

@@ -46,6 +46,9 @@ _REFUSED = {
 }
 
 
+_ROW_UNIT = 8  # numbers: rows of latents are filled up, to be copied in pieces of 16 bytes
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """What the code of a family's model says, and its configs do not."""
@@ -170,7 +173,8 @@ def describe(config: Any) -> ModelSpec:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     query_scale = family.field(config, "query_pre_attn_scalar", head_dim) ** -0.5
     if family.latents:
-        head_dim = -(-max(layer.latent.row_width for layer in layers if layer.latent is not None) // 2)
+        width = max(layer.latent.row_width for layer in layers if layer.latent is not None)
+        head_dim = -(-width // _ROW_UNIT) * _ROW_UNIT // 2
         query_scale = _latent_scale(config)
     embedding_scale = config.hidden_size**0.5 if family.scaled_embedding else 1.0
     return ModelSpec(

@@ -27,15 +27,15 @@ def examine_model(name: str, facts: Facts, weights: str | None = None) -> list[F
         size = weight_bytes(config, _ITEM_BYTES, weights)
     except ModelError as error:
         return [Finding("model", "problem", f"{name}: {error}", "Use a model of a family that docs/models.md lists.")]
-    return [*_needs(name, geometry_of(config), *size, index_key_share(spec), facts), *_refusals(spec)]
+    return [*_needs(name, spec, geometry_of(config), *size, facts), *_refusals(spec)]
 
 
 def _needs(
     name: str,
+    model: ModelSpec,
     geometry: ModelGeometry,
     weights: int,
     kept: int,  # of them, on a GPU
-    key_share: float,  # of latents, that are index keys
     facts: Facts,
 ) -> list[Finding]:
     indexed = len(geometry.indexed_layers)
@@ -55,6 +55,7 @@ def _needs(
         rows = f"{gib(kv)} of KV, {gib(sketch)} of sketch" if indexed else f"{gib(kv)} of latents"
         text += f" {spec.context_len:,} tokens of context: {rows}."
     kv, sketch = context_bytes(specs[0])
+    key_share = index_key_share(model)
     leaves_kv = bool(indexed or key_share)  # in host memory
     if devices and kept + (sketch + int(key_share * kv) if leaves_kv else kv) > free:
         text += f" The device has {gib(free)} free."
@@ -66,8 +67,8 @@ def _needs(
         return [Finding("model", "warning", f"{text} This machine has {gib(memory)}.", "Take a smaller model.")]
     engine = EngineSettings(placement="cpu" if not devices else "hybrid" if leaves_kv else "device")
     host_bytes, device_bytes = memory if devices else memory - weights, free - kept
-    room = partial(room_for_contexts, engine=engine, host_bytes=host_bytes, device_bytes=device_bytes)
-    rooms = [f"{room(spec, index_key_share=key_share)} of {spec.context_len:,}" for spec in specs]
+    room = partial(room_for_contexts, engine=engine, host_bytes=host_bytes, device_bytes=device_bytes, model=model)
+    rooms = [f"{room(spec)} of {spec.context_len:,}" for spec in specs]
     placed = f"`{engine.placement}`, engine.num_contexts {engine.num_contexts}" if devices else "this machine"
     return [Finding("model", "ok", f"{text} Contexts that {placed} has room for: {', '.join(rooms)}.")]
 

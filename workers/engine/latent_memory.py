@@ -16,9 +16,9 @@ from csattn.models.spec import LatentSpec
 from offload.pinned import PinnedRows
 from offload.slot_cache import SlotCache
 from workers.engine.far_rows import cache_shape
+from workers.engine.own_choice import least_slots
 from workers.engine.shape import EngineShape
 
-ROWS_AT_ONCE = 8  # of a step over one context, for which there are slots at least
 _SOURCE = Path(__file__).with_name("latent_places.cu")
 _THREADS = 256
 _ALIGNMENT = 16  # bytes: of rows that the device copies
@@ -114,13 +114,14 @@ class CachedLatents:
     """`LatentMemory` of contexts in pinned host memory: their index keys, slots for rows, and tails on the device.
 
     All three lie in one piece of a layer's, so that a kernel that has one address reads contexts' and own rows. A place
-    is a number of units, of which an index key and a row have whole numbers each.
+    is a number of units, of which an index key and a row have whole numbers each. Layers are alike: one without an
+    indexer has room for index keys, too, which nobody reads.
     """
 
     def __init__(self, shape: EngineShape, num_slots: int, device: torch.device) -> None:
         """num_slots: per layer and context, at least `least_slots`."""
         spec, width = _latents(shape), 2 * shape.head_dim
-        least = least_slots(spec, shape.max_context_len, shape.batch_sizes)
+        least = least_slots(spec, shape.max_context_len, max(shape.batch_sizes))
         assert spec.indexer is not None and num_slots >= least, f"{num_slots} slots, at least {least} are needed"
         self._shape, self._index_dim, num_cached = shape, spec.indexer.head_dim, shape.num_contexts * num_slots
         keys = _key_numbers(shape)
@@ -241,11 +242,6 @@ class _Chosen:
     def of(cls, shape: EngineShape, batch_size: int, device: torch.device) -> "_Chosen":
         num_far = torch.zeros(batch_size, 1, dtype=torch.int32, device=device)
         return cls(num_far, torch.full((batch_size, shape.max_top_k), -1, dtype=torch.int32, device=device))
-
-
-def least_slots(spec: LatentSpec, context_len: int, batch_sizes: Sequence[int]) -> int:
-    """Of a context: for all that some rows of a step may choose of it."""
-    return min(context_len, min(ROWS_AT_ONCE, max(batch_sizes)) * (spec.top_k or 1))
 
 
 def latents_bytes(shape: EngineShape) -> int:

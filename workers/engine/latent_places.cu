@@ -40,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) place_chosen(
     int place = -1;
     if (at >= context_len)
         place = first_own + tail_ids[row] * tail_capacity + at - context_len;
-    else if (at >= 0)
+    else if (at >= 0 && slots[row * top_k + i] >= 0)  // who makes the step sees to it that there is a slot for each
         place = context * num_slots + slots[row * top_k + i];
     places[row * top_k + i] = place;
 }

@@ -5,6 +5,7 @@ from csattn.errors import ConfigError
 from csattn.models.spec import LatentSpec, ModelSpec
 
 SELECTOR = "model"  # what such a request's reading names
+ROWS_AT_ONCE = 8  # of a step over one context, for which there are slots at least
 _LEAST_DIM = 16  # of a matrix product on a GPU
 
 
@@ -17,6 +18,11 @@ def index_key_share(spec: ModelSpec) -> float:
     """Of the bytes of rows, those of the index keys that the model chooses by; 0: it has none."""
     latent = latents_of(spec)
     return 0.0 if latent is None or latent.indexer is None else latent.indexer.head_dim / (2 * spec.head_dim)
+
+
+def least_slots(latent: LatentSpec, context_len: int, most_rows: int = ROWS_AT_ONCE) -> int:
+    """Of a context, where its rows lie on the host: for all that some rows of a step, of so many, may choose of it."""
+    return min(context_len, min(ROWS_AT_ONCE, most_rows) * (latent.top_k or 1))
 
 
 def rows_read(latent: LatentSpec, context_len: int, tail_len: int) -> float:
@@ -44,15 +50,15 @@ def require_latents_placed(spec: ModelSpec, placement: str) -> None:
     """Raise ConfigError where a GPU has no such layers, or not in that placement."""
     if (latent := latents_of(spec)) is None:
         return
+    if placement != "device" and latent.top_k is None:
+        raise ConfigError(
+            f"{_chooses(latent)}; placement {placement} would bring all of them over the link for each token: choose "
+            "placement device, or cpu"
+        )
     if placement == "host":
         raise ConfigError(
             f"{_chooses(latent)}; where a GPU attends it scores their index keys, too, and placement host has the CPU "
             "search: choose placement hybrid, device, or cpu"
-        )
-    if placement == "hybrid" and latent.top_k is None:
-        raise ConfigError(
-            f"{_chooses(latent)}; placement hybrid would bring all of them over the link for each token: choose "
-            "placement device, or cpu"
         )
     for name, dim in (("latents", latent.kv_rank), ("parts that turn", latent.rope_dim)):
         if dim < _LEAST_DIM or dim & (dim - 1):

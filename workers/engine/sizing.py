@@ -8,9 +8,8 @@ from csattn.errors import ConfigError
 from csattn.selectors import ContextView, resolve_rest, selector_for
 from csattn.sketch.own import Growth
 from offload.codecs.formats import KvFormat
-from workers.engine.latent_memory import least_slots
 from workers.engine.memory import Placement, plan_memory
-from workers.engine.own_choice import latents_of
+from workers.engine.own_choice import latents_of, least_slots
 from workers.engine.shape import EngineShape
 from workers.engine.step_model import StepModel
 from workers.serving.messages import Selector
@@ -48,7 +47,7 @@ class Sizing:
     def num_cached(self, longest: int) -> int:
         """Rows of a context, per layer and KV head, that are kept on the device where its KV is on the host."""
         latent = latents_of(self.model.spec)
-        least = 1 if latent is None else least_slots(latent, longest, self.batch_sizes)
+        least = 1 if latent is None else least_slots(latent, longest, self.batch_sizes[-1])
         return max(least, int(self.slot_share * longest))
 
     def longest(self, index_config: IndexConfig, needed: int, available_bytes: int) -> int:

@@ -11,7 +11,6 @@ from offload.budget import host_memory_bytes
 from workers.capacity import room_for_contexts, spec_of, told_lens
 from workers.doctor.checks import gib
 from workers.doctor.facts import Gpu, visible_gpus
-from workers.engine.own_choice import index_key_share
 from workers.settings import Settings
 
 
@@ -21,10 +20,10 @@ def found_here(settings: Settings, loaded: LoadedModel) -> str:
     if settings.engine.placement != "cpu":
         weights = sum(parameter.numel() * parameter.element_size() for parameter in loaded.model.parameters())
         device_bytes = torch.cuda.mem_get_info()[0] - weights
-    rooms, key_share = [], index_key_share(describe(loaded.model.config))
+    rooms, model = [], describe(loaded.model.config)
     for context_len in told_lens(loaded.geometry):
         spec = spec_of(loaded.geometry, context_len, settings.build.dtype, settings.build.preset)
-        room = room_for_contexts(spec, settings.engine, host_bytes, device_bytes, key_share)
+        room = room_for_contexts(spec, settings.engine, host_bytes, device_bytes, model)
         rooms.append(f"{room} of {context_len:,}")
     free_bytes = shutil.disk_usage(settings.store.path).free
     return (

@@ -26,7 +26,7 @@ MOST_SHARED_BYTES = 208 << 10  # of a ring; a block has more besides
 MOST_GROUP_SCORE_BYTES = 192 << 10
 # of a block; the latter where few blocks wait for memory at a time: each has several segments, or takes too much room
 REST_THREADS, MOST_REST_THREADS = 128, 256
-SHARED_BYTES = 227 << 10  # of a multiprocessor, for blocks
+SHARED_BYTES, BLOCK_BYTES = 228 << 10, 2 << 10  # of a multiprocessor; what each block takes besides, and little things
 CHOOSE_BINS = 4096
 MOST_CHOOSING, LEAST_CHOOSING_KEYS = 16, 4096  # blocks for one slot, and keys of each
 MANY_KEYS = (
@@ -223,11 +223,13 @@ class SketchPass:
 
     def _rest_threads(self, rest_parts: int) -> int:
         """The same for every batch: it decides about the order of sums."""
-        is_small = 2 * self._rest_bytes(REST_THREADS) <= SHARED_BYTES
+        shape = self.shape
+        static_bytes = 4 * shape.group_size * (self._num_sums + shape.num_coords + shape.head_dim)  # of the kernel
+        is_small = 2 * (self._rest_bytes(REST_THREADS) + static_bytes + BLOCK_BYTES) <= SHARED_BYTES
         return REST_THREADS if is_small and self.max_segments <= rest_parts else MOST_REST_THREADS
 
     def _rest_bytes(self, threads: int) -> int:
-        """Shared memory of a block of the rest."""
+        """Shared memory that a block of the rest is launched with."""
         shape, warps = self.shape, threads // 32
         transform_bytes = 2 * shape.num_coords * shape.head_dim + 4 * shape.head_dim
         tray_bytes = warps * 4 * BLOCK_KEYS * shape.num_fine

@@ -20,9 +20,10 @@ from offload.pinned import PinnedRows
 from tests.cuda_on_cpu.emulated import DEVICE, Emulator
 from tests.workers.engine.emulated_engine import ignore
 from workers.engine import attend_latents as attending
-from workers.engine import latent_memory
+from workers.engine import latent_memory, own_choice
 from workers.engine.attend_latents import AttendLatents
-from workers.engine.latent_memory import CachedLatents, LatentPlaces, least_slots
+from workers.engine.latent_memory import CachedLatents, LatentPlaces
+from workers.engine.own_choice import least_slots
 from workers.engine.shape import EngineShape
 
 INDEXER = IndexerSpec(num_heads=5, head_dim=21, interleaved=False)
@@ -75,10 +76,10 @@ def test_rows_attend_to_what_the_model_chooses(
 ) -> None:
     """Over a context that came after another one in the same place, too; what no row sees is NaN."""
     emulator.stand_in(monkeypatch, gather, slot_cache, latent_memory)
-    monkeypatch.setattr(latent_memory, "ROWS_AT_ONCE", 2)  # so many see the longer context
+    monkeypatch.setattr(own_choice, "ROWS_AT_ONCE", 2)  # so many see the longer context
     layers, generator = MODELS[model], torch.Generator().manual_seed(3)
     shape = make_shape(len(layers), layers[0])
-    num_slots = least_slots(layers[0], shape.max_context_len, shape.batch_sizes)  # no more than a step may need
+    num_slots = least_slots(layers[0], shape.max_context_len, len(ROWS))  # no more than a step may need
     far = LatentPlaces(shape, DEVICE) if placement == "device" else CachedLatents(shape, num_slots, DEVICE)
     attention = AttendLatents(shape, SimpleNamespace(layers=[SimpleNamespace(latent=x) for x in layers]), far, DEVICE)  # type: ignore[arg-type]
     everything = far.rows if isinstance(far, LatentPlaces) else far.memory

@@ -1,8 +1,10 @@
 """Models that choose their rows themselves: what goes on from kept rows, company on a GPU, and what is refused."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from offload.codecs.formats import KvFormat
 from tests.cuda_on_cpu.emulated import DEVICE, Emulator
 from tests.tiny import byte_tokenizer, loaded, make_model, tiny_config, token_ids
 from tests.workers.engine.emulated_engine import emulate
-from workers.engine import latent_memory
+from workers.engine import own_choice
 from workers.engine.cpu_engine import CpuEngine
 from workers.engine.gpu_engine import GpuEngine
 from workers.engine.latent_memory import CachedLatents, LatentPlaces
@@ -225,22 +227,28 @@ def test_latents_in_host_memory_take_a_cache_and_their_index_keys(
 def test_rows_without_slots_at_once_are_steps_of_their_own(
     model: LoadedModel, artifact: Artifact, on_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(latent_memory, "ROWS_AT_ONCE", 1)
-    logits = []
-    for placement, options in (("device", {}), ("hybrid", {"slot_share": 0.2})):
-        with make_engine(model, placement, **options) as engine:
+    """Of a context that has slots for one row's choice; rows without a context take none."""
+    monkeypatch.setattr(own_choice, "ROWS_AT_ONCE", 1)
+    logits, num_steps = [], Counter[str]()
+    for placement, slot_share in (("device", 1.0), ("hybrid", 0.05)):
+        with make_engine(model, placement, slot_share=slot_share) as engine:
             engine.add_context(0, artifact)
+            placed = engine._placing.ready()
+            run = placed.runner.step
+
+            def counted(batch_size: int, placement: str = placement, run: Any = run) -> Any:
+                num_steps[placement] += 1
+                return run(batch_size)
+
+            monkeypatch.setattr(placed.runner, "step", counted)
             for slot, context_id in enumerate((0, 0, NO_CONTEXT)):
                 engine.open(slot, context_id, CONFIG, "csattn")
             mixed = [StepRow(slot, token) for token, slot in zip(QUESTION, (2, 0, 2, 1), strict=False)]
-            logits.append(logits_after(engine, mixed))
-            far = engine._placing.ready().far
-            if isinstance(far, CachedLatents):
-                assert far.cache.shape.num_slots == 80 and far.rows_at_once == 2
-                monkeypatch.setattr(CachedLatents, "rows_at_once", 1)
-            logits.append(logits_after(engine, [StepRow(0, 5), StepRow(1, 5), StepRow(0, 6)]))
-            if isinstance(far, CachedLatents):
-                assert not any(layer.num_spilled for layer in far.cache.statistics())
+            logits += [logits_after(engine, mixed), logits_after(engine, [StepRow(slot, 5) for slot in (0, 1, 0)])]
+            if isinstance(placed.far, CachedLatents):
+                assert placed.far.cache.shape.num_slots == 29
+                assert not any(layer.num_spilled for layer in placed.far.cache.statistics())
+    assert num_steps == {"device": 2, "hybrid": 2 + 3}
     for at in (0, 1):
         np.testing.assert_allclose(logits[2 + at], logits[at], rtol=0, atol=1e-3)
 
@@ -252,8 +260,9 @@ def test_latents_that_the_cpu_would_choose_are_refused_by_a_sentence(model: Load
 
 def test_what_a_gpu_does_not_do_is_refused_before_a_weight_is_read(tmp_path) -> None:
     tiny_config("deepseek_v3").save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="attends to all of them; placement hybrid would bring all"):
-        require_weights(str(tmp_path), "float32", None, "hybrid")
+    for placement in ("hybrid", "host"):
+        with pytest.raises(ConfigError, match=f"attends to all of them; placement {placement} would bring all"):
+            require_weights(str(tmp_path), "float32", None, placement)
     tiny_config("deepseek_v3", qk_rope_head_dim=24).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="parts that turn have 24 numbers; a GPU takes powers of two"):
         require_weights(str(tmp_path), "float32", None, "device")

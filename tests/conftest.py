@@ -32,6 +32,7 @@ WAITING = (
     "tests/workers/service/test_services.py",
     "tests/index_build/test_jobs.py",
     "tests/test_bench_spread.py",
+    "tests/test_bench_turns.py",
     "tests/workers/searchers/",
     "tests/workers/serving/test_contexts.py",
     "tests/workers/serving/test_standby.py",
@@ -70,7 +71,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     files = list(dict.fromkeys(item.nodeid.partition("::")[0] for item in items))
     waiting = dict.fromkeys(file for start in WAITING for file in files if file.startswith(start))
     places = {file: 3 * i for i, file in enumerate(waiting)}
-    others = (file for file in files if file not in places)
+    others = (file for file in reversed(files) if file not in places)  # most of the long ones come last
     places |= {file: i + i // 2 + 1 for i, file in enumerate(others)}
     items.sort(key=lambda item: places[item.nodeid.partition("::")[0]])
     if torch.cuda.is_available():

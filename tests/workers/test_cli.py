@@ -1,5 +1,6 @@
 """The command line as a user meets it: a process, its exit code, its last line."""
 
+import io
 import json
 import os
 import subprocess
@@ -14,11 +15,14 @@ from workers.cli import main
 ENV = {**os.environ, "HF_HUB_OFFLINE": "1"}
 
 
-def in_process(*arguments: object, capsys: pytest.CaptureFixture[str]) -> subprocess.CompletedProcess[str]:
+def in_process(
+    *arguments: object, capsys: pytest.CaptureFixture[str], stdin: bytes = b""
+) -> subprocess.CompletedProcess[str]:
     """The same without a new process, which would take seconds to import torch."""
     exit_code = 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["csattn", *map(str, arguments)])
+        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
         capsys.readouterr()
         try:
             main()
@@ -28,9 +32,9 @@ def in_process(*arguments: object, capsys: pytest.CaptureFixture[str]) -> subpro
     return subprocess.CompletedProcess(sys.argv, exit_code, printed.out, printed.err)
 
 
-def csattn(*arguments: object, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+def csattn(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", "from workers.cli import main; main()", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, input=stdin, env=ENV, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=120)
 
 
 def last_line(done: subprocess.CompletedProcess[str]) -> dict:
@@ -58,14 +62,14 @@ def artifact(place: Path) -> Path:
     return Path(json.loads((place / "built.json").read_text())["path"])
 
 
-def test_build_reports_what_it_made_and_reuses_it(place: Path, artifact: Path) -> None:
+def test_build_reports_what_it_made_and_reuses_it(capsys, place: Path, artifact: Path) -> None:
     built = json.loads((place / "built.json").read_text())
     assert (artifact / "manifest.json").is_file()
     assert built["artifact"] == artifact.name
     assert built["reused"] is False
-    again = csattn(
+    again = in_process(
         "build", "--context", "-", "--model", place / "model", "--store", place / "store", "--json",
-        stdin=(place / "text.txt").read_text(),
+        capsys=capsys, stdin=(place / "text.txt").read_bytes(),
     )  # fmt: skip
     assert last_line(again)["reused"] is True
 

@@ -23,6 +23,7 @@ from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
 from tests.tiny import byte_tokenizer, make_model, token_ids
 from tests.workers.engine.emulated_engine import emulate, ignore
+from tests.workers.searchers.searching import Threads
 from workers.engine import PLACEMENTS, gpu_engine, opening
 from workers.engine.opening import open_engine
 from workers.searchers.worker_searcher import WorkerSearcher
@@ -137,7 +138,7 @@ def opened(
     config = replace(like, **asked.search)
     options: dict[str, Any] = {"num_slots": 2, "tail_capacity": 16, "num_threads": 2}
     if asked.num_workers:
-        options["searcher"] = WorkerSearcher(asked.num_workers)
+        options["searcher"] = WorkerSearcher(asked.num_workers, launch=Threads())
     if placement != "cpu":
         options |= {"batch_sizes": (1, 2), "num_contexts": 2, "max_context_len": max(CONTEXT_LENS)}
     codec = None if asked.codec is None else KvFormat.parse(asked.codec)

@@ -1,6 +1,5 @@
 """`csattn stream` as a user meets it."""
 
-import io
 import json
 from pathlib import Path
 
@@ -30,14 +29,13 @@ def test_stream_continues_a_text_beyond_its_window(capsys, model, policy, kept) 
     assert "50 tokens after 16" in done.stderr
 
 
-def test_a_short_stream_says_what_generate_says(capsys, model, monkeypatch) -> None:
+def test_a_short_stream_says_what_generate_says(capsys, model) -> None:
     """Nothing has left, so the policies and full attention agree; the prompt may come from standard input."""
     said = []
     for policy in ("window", "h2o"):
-        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"the tide")))
         done = in_process(
             "stream", "--prompt", "-", "--model", model, "--policy", policy, "--window-len", 60,
-            "--max-new-tokens", 12, capsys=capsys,
+            "--max-new-tokens", 12, capsys=capsys, stdin=b"the tide",
         )  # fmt: skip
         said.append(done.stdout)
     tokenizer = byte_tokenizer()
@@ -62,9 +60,8 @@ def test_a_short_stream_says_what_generate_says(capsys, model, monkeypatch) -> N
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_bad_input_is_a_sentence_and_an_exit_code(capsys, monkeypatch, model, arguments, exit_code, words) -> None:
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b" \n")))
-    done = in_process("stream", *arguments, "--model", model, "--json", capsys=capsys)
+def test_bad_input_is_a_sentence_and_an_exit_code(capsys, model, arguments, exit_code, words) -> None:
+    done = in_process("stream", *arguments, "--model", model, "--json", capsys=capsys, stdin=b" \n")
     assert done.returncode == exit_code, done.stderr
     assert words in done.stderr
     assert "Traceback" not in done.stderr

@@ -67,8 +67,9 @@ demo: setup
 serve: $(SERVE_STAMP)
 	$(BIN)/csattn serve --local
 
+# Tests start processes, which read the bytecode that others have written.
 test: $(DEV_STAMP)
-	$(BIN)/python -m pytest -q --numprocesses $(TEST_PROCESSES) --maxprocesses 4 --dist loadfile --no-loadscope-reorder \
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -q --numprocesses $(TEST_PROCESSES) --maxprocesses 4 --dist loadfile --no-loadscope-reorder \
 	  --max-worker-restart 0
 
 check: $(DEV_STAMP)

@@ -13,6 +13,7 @@ import asyncio
 import multiprocessing
 import os
 import random
+import re
 import socket
 import statistics
 import sys
@@ -50,7 +51,7 @@ class Outcome:
         self.statuses[status] += 1
         self.by_kind.setdefault(kind, Counter())[status] += 1
         if reply is not None and status[0] in "45":
-            self.biggest_refusal_bytes = max(self.biggest_refusal_bytes, len(reply.partition(b"\r\n\r\n")[2]))
+            self.biggest_refusal_bytes = max(self.biggest_refusal_bytes, body_bytes(reply))
         if fault:
             self.faults.append(f"{what}: {fault}")
 
@@ -67,9 +68,16 @@ def judged(reply: bytes | None) -> tuple[str, str]:
         return status, f"no HTTP: {reply[:60]!r}"
     if status[0] == "5" and not (status == "503" and b"retry-after:" in head.lower()):
         return status, f"status {status}: {body[:200]!r}"
-    if status[0] in "45" and len(body) > MAX_REFUSAL_BYTES:
-        return status, f"a refusal of {len(body)} bytes"
+    if status[0] in "45" and body_bytes(reply) > MAX_REFUSAL_BYTES:
+        return status, f"a refusal of {body_bytes(reply)} bytes"
     return status, ""
+
+
+def body_bytes(reply: bytes) -> int:
+    """Of the first reply: those to requests that were sent with it may stand behind."""
+    head, _, rest = reply.partition(b"\r\n\r\n")
+    told = re.search(rb"\r\ncontent-length: (\d+)", head.lower())
+    return int(told[1]) if told else len(rest)
 
 
 async def attack(

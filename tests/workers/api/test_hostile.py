@@ -1,6 +1,6 @@
 """A few hundred hostile requests, beside clients that are slow all the while; `python -m bench.hostile` sends more."""
 
-from bench.hostile import measured
+from bench.hostile import judged, measured
 from bench.hostile_requests import KINDS
 from tests.workers.api.fake_backend import FakeBackend, Script
 from tests.workers.api.running import KEY, eventually, serving, settings_with
@@ -17,3 +17,10 @@ def test_the_service_stands_hostile_clients() -> None:
         assert set(report["by_kind"]) >= set(KINDS)
         assert report["health_p99_ms"] < 2000  # a sign of life on any machine; the figure is the benchmark's
         assert eventually(lambda: not backend.running and not backend.num_queued)
+
+
+def test_a_refusal_is_as_long_as_it_says_whatever_follows_it() -> None:
+    refusal = b"HTTP/1.1 400 Bad Request\r\nContent-Length: 3\r\n\r\nabc"
+    assert judged(refusal + 9000 * b"x") == ("400", "")
+    assert judged(refusal.replace(b": 3", b": 9000"))[1] == "a refusal of 9000 bytes"
+    assert judged(b"HTTP/1.1 400 Bad Request\r\n\r\n" + 9000 * b"x")[1] == "a refusal of 9000 bytes"

@@ -74,9 +74,7 @@ CAPABILITIES = {
     "KV in Q4_0": Capability(codec="q4_0"),
     "KV in FP8": Capability(codec="fp8"),
     "full attention": Capability(selector="full"),
-    "a model that keeps latents and chooses among them, several contexts and requests": Capability(
-        "latents", num_requests=2
-    ),
+    "a model that keeps latents and chooses among them, several requests": Capability("latents", num_requests=2),
     "search workers": Capability(num_workers=2),
     "a context partly on disk, within a budget of host memory": Capability(budget_bytes=1 << 21),
     "other selectors over the same artifact": Capability(selector="exact"),

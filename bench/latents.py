@@ -21,16 +21,16 @@ from torch import Tensor
 
 from bench.decode.end_to_end import time_steps
 from bench.decode.gpu_timing import device_machine
-from bench.decode.kernel_times import kernel_times
+from bench.decode.kernel_times import kernel_times, times_by_purpose
+from bench.random_weights import random_weights
 from bench.shapes import shape_named
-from bench.timing import finish, gate
+from bench.timing import finish, gate, numbers
 from csattn.config import SearchConfig, SketchConfig
 from csattn.models.spec import ModelSpec
 from csattn.models.weights import ModelWeights
 from workers.engine.gpu_engine import GpuEngine
 from workers.engine.latent_memory import CachedLatents
 from workers.engine.step_model import StepModel
-from workers.model import random_weights
 from workers.serving.step_engine import StepRow
 
 DTYPE, TAIL_CAPACITY, WARM_UP_STEPS, PROFILED_STEPS = torch.bfloat16, 512, 16, 4
@@ -89,10 +89,10 @@ def main() -> None:
     with torch.no_grad():
         for kind, spec in shapes.items():
             weights = random_weights(spec, "cuda", DTYPE)
-            for context_len in _numbers(arguments.contexts):
-                most = max(_numbers(arguments.batches))
+            for context_len in numbers(arguments.contexts):
+                most = max(numbers(arguments.batches))
                 contexts = [MadeContext(spec, context_len, seed, weights.embedding) for seed in range(most)]
-                for batch_size in _numbers(arguments.batches):
+                for batch_size in numbers(arguments.batches):
                     said: dict[str, list[Any]] = {}
                     for placement in ("device", "hybrid") if kind == "chosen" else ("device",):
                         case = {"latents": kind, "context_len": context_len, "batch_size": batch_size}
@@ -177,16 +177,9 @@ def measure(
 
 
 def _parts(times_us: dict[str, float], num_layers: int) -> dict[str, float]:
-    """Purpose -> µs a layer; the rest are products, norms and what projects."""
-    sums = dict.fromkeys([*PURPOSES.values(), "other"], 0.0)
-    for name, us in times_us.items():
-        purpose = next((of for part, of in PURPOSES.items() if part in name), "other")
-        sums[purpose] += us / num_layers
-    return {purpose: round(us, 1) for purpose, us in sums.items() if us}
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
+    """Purpose -> µs a layer; the others are products, norms and what projects."""
+    parts = times_by_purpose(times_us, num_layers, PURPOSES)
+    return {**parts, "other": round(sum(times_us.values()) / num_layers - sum(parts.values()), 2)}
 
 
 if __name__ == "__main__":

@@ -32,13 +32,13 @@ from bench.decode.recording import default_path, load_recording
 from bench.decode.steps import RecordedQueries
 from bench.decode.widened import Heads, Which
 from bench.decode.workload import Workload
+from bench.random_weights import random_weights
 from bench.shapes import shape_named
-from bench.timing import gate
+from bench.timing import gate, numbers
 from csattn.config import IndexConfig, SearchConfig
 from csattn.models.share import share_of_head, share_of_layer, share_of_spec
 from csattn.models.weights import Linear, ModelWeights
 from csattn.share import Share
-from workers.model import random_weights
 from workers.model.devices import Devices
 
 CLOSE = 0.25  # of the logits' spread: what rounding to bfloat16 in all layers may change of the one it changes most
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--process", nargs=2, help=argparse.SUPPRESS)  # the rank, and where they meet
     arguments = parser.parse_args()
-    counts = _numbers(arguments.devices)
+    counts = numbers(arguments.devices)
     most = max(counts)
     if arguments.process is None:
         gate(torch.cuda.device_count() >= most, f"{most} GPUs are wanted, {torch.cuda.device_count()} are there")
@@ -125,8 +125,8 @@ class _Bench:
             del whole
         gc.collect()
         torch.cuda.empty_cache()
-        for context_len in _numbers(arguments.contexts):
-            for batch_size in _numbers(arguments.batches):
+        for context_len in numbers(arguments.contexts):
+            for batch_size in numbers(arguments.batches):
                 for placement in arguments.placements.split(","):
                     case = {"context_len": context_len, "batch_size": batch_size, "placement": placement}
                     logits = None
@@ -228,10 +228,6 @@ def share_of(weights: ModelWeights, share: Share) -> ModelWeights:
         layers.append(replace(part, qkv=joined(part.qkv), gate_up=joined(part.gate_up)))
     head = copied(share_of_head(weights.head, share))
     return replace(weights, spec=share_of_spec(spec, share.num_devices), layers=tuple(layers), head=head)
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
 
 
 if __name__ == "__main__":

@@ -29,6 +29,11 @@ def gate(condition: bool, message: str) -> None:
         raise GateError(message)
 
 
+def numbers(text: str) -> list[int]:
+    """Of an option: 1,4,8."""
+    return [int(number) for number in text.split(",") if number.strip()]
+
+
 def measure(run: Callable[[], object], seconds: float = 0.5, least: int = 5) -> dict[str, float]:
     """p50, p99 and the least time of `run` in ms, after one run to warm up, over about that many seconds.
 

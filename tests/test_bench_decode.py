@@ -30,6 +30,7 @@ from bench.decode.widened import (
     wide_rows,
 )
 from bench.decode.workload import STEPS_BETWEEN_REQUESTS, Workload, clone_index
+from bench.random_weights import random_weights
 from bench.shapes import shape_named
 from bench.timing import GateError
 from csattn.attention import device as attention
@@ -46,7 +47,6 @@ from offload.pinned import PinnedRows
 from tests.cuda_on_cpu import emulated
 from tests.cuda_on_cpu.emulated import DEVICE
 from tests.search.shapes import shape_of
-from workers.model import random_weights
 
 NUM_LAYERS, NUM_RECORDED_HEADS, GROUP, CONTEXT_LEN, NUM_STEPS, DIM = 4, 3, 3, 96, 10, 64
 SHAPE = shape_named("llama-3.1-8b")

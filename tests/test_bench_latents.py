@@ -8,10 +8,10 @@ import torch
 
 from bench import latents
 from bench.latents import MadeContext, fewer, measure
+from bench.random_weights import random_weights
 from bench.shapes import shape_named
 from tests.cuda_on_cpu.emulated import DEVICE, Emulator
 from tests.workers.engine.emulated_engine import emulate
-from workers.model import random_weights
 
 TINY = {
     "hidden_size": 64, "intermediate_size": 48, "moe_intermediate_size": 16, "num_attention_heads": 4, "vocab_size": 90,

@@ -8,12 +8,12 @@ import torch
 from bench.decode.variants import INDEXES
 from bench.decode.widened import Heads
 from bench.decode.workload import Workload
+from bench.random_weights import random_weights
 from bench.shapes import shape_named
 from bench.split import CLOSE, ShareOfWorkload, compare, share_of
 from bench.timing import GateError
 from csattn.share import Share
 from tests.test_bench_decode import built_once, recording  # noqa: F401 (fixtures)
-from workers.model import random_weights
 
 CPU = torch.device("cpu")
 HEADS = Heads.of(shape_named("llama-3.1-8b"))

@@ -22,7 +22,7 @@ from bench.decode.options import SCHEDULES, SLOTS
 from bench.decode.recording import default_path, load_recording, record_demo
 from bench.decode.report import tables
 from bench.decode.results import Results, merge_files
-from bench.timing import gate
+from bench.timing import gate, numbers
 from csattn.config import SearchConfig
 
 CONTEXT_LENS = "8192,16384,32768,65536,131072,262144,524288,1048576"
@@ -40,8 +40,8 @@ def main() -> None:
         command.add_argument("--recording", type=Path, default=default_path())
     for command in (op, e2e):
         command.add_argument("--out", type=Path)
-        command.add_argument("--contexts", type=_numbers, default=_numbers(CONTEXT_LENS))
-        command.add_argument("--batches", type=_numbers, default=[1, 4, 8])
+        command.add_argument("--contexts", type=numbers, default=numbers(CONTEXT_LENS))
+        command.add_argument("--batches", type=numbers, default=[1, 4, 8])
         command.add_argument("--variants", type=_names, default=_names(VARIANTS))
         command.add_argument("--shape", default="llama-3.1-8b", help="of bench.shapes; of whole steps several")
         command.add_argument("--keep", type=float, default=SearchConfig().keep)
@@ -124,10 +124,6 @@ def _show(arguments: argparse.Namespace) -> None:
 
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(name) for name in _names(text)]
 
 
 if __name__ == "__main__":

@@ -21,12 +21,13 @@ from bench.decode.recording import Recording
 from bench.decode.results import Results
 from bench.decode.steps import RecordedQueries, attention_only
 from bench.decode.workload import DTYPE, Workload
+from bench.random_weights import random_weights
 from bench.records import Case
 from csattn.errors import CsattnError
 from csattn.models.quantized_weight import Rounding, rounding_named
 from csattn.models.weights import ModelWeights
 from offload.errors import OffloadError
-from workers.model import ModelRunner, StepAttention, random_weights
+from workers.model import ModelRunner, StepAttention
 from workers.model.devices import Devices
 
 WARM_UP_STEPS, SLOW_STEPS = 48, 8  # a slot cache is filled while the steps warm up

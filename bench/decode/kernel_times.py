@@ -1,7 +1,7 @@
 """What the kernels of a captured step take, one by one, by torch's profiler."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -65,11 +65,13 @@ def own_times(spans: list[Span]) -> dict[str, float]:
     return sums
 
 
-def times_by_purpose(times_us: dict[str, float], num_calls: int) -> dict[str, float]:
+def times_by_purpose(
+    times_us: dict[str, float], num_calls: int, purposes: Mapping[str, str] = PURPOSES
+) -> dict[str, float]:
     """Purpose -> µs, as far as there are such kernels, per call of those in a run."""
     sums: dict[str, float] = {}
     for name, us in times_us.items():
-        for part, purpose in PURPOSES.items():
+        for part, purpose in purposes.items():
             if part in name:
                 sums[purpose] = sums.get(purpose, 0.0) + us / num_calls
     return {purpose: round(us, 2) for purpose, us in sums.items()}

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from bench.decode.options import Options
-from bench.decode.placements import engine_shape
+from bench.decode.placements import engine_shape, made_sinks
 from bench.decode.roofline import ITEM_BYTES, row_bytes
 from bench.decode.workload import DTYPE, Workload
 from csattn.config import SketchConfig
@@ -21,8 +21,7 @@ def with_other_layers(work: Workload, options: Options, searched: StepAttention)
     if options.num_layers == spec.num_layers:
         return searched
     engine = engine_shape(work, options, SketchConfig(), options.search)
-    sinks = torch.zeros(spec.num_layers, spec.num_q_heads, device=work.device) if engine.has_sinks else None
-    layers = LocalLayers(engine, spec, searched, sinks, work.device)
+    layers = LocalLayers(engine, spec, searched, made_sinks(engine, work.device, spec.num_layers), work.device)
     lens = [min(reach.num_rows, work.context_len) for reach in engine.local]
     sizes = [(spec.num_kv_heads, num_rows, 2, spec.head_dim) for num_rows in lens]
     kv = [torch.randn(size, dtype=DTYPE, device=work.device) for size in sizes]

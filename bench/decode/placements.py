@@ -241,9 +241,9 @@ def _step_bytes(work: Workload, options: Options, config: IndexConfig, search: S
     return options.num_layers * sum(least_bytes(work, options, config, search).values())
 
 
-def made_sinks(engine: EngineShape, device: torch.device) -> Tensor | None:
-    """Of every layer that is searched: [num_layers, num_q_heads] float32, where the model has them."""
-    return torch.zeros(engine.num_layers, engine.num_q_heads, device=device) if engine.has_sinks else None
+def made_sinks(engine: EngineShape, device: torch.device, num_layers: int | None = None) -> Tensor | None:
+    """[num_layers, num_q_heads] float32, where the model has them; of those that are searched, unless said."""
+    return torch.zeros(num_layers or engine.num_layers, engine.num_q_heads, device=device) if engine.has_sinks else None
 
 
 def _index_shape(config: IndexConfig, shape: ModelSpec) -> IndexShape:

@@ -2,12 +2,11 @@
 
 from workers.model.attention import StepAttention
 from workers.model.runner import ModelRunner, StepOutput
-from workers.model.weights import random_weights, take_weights
+from workers.model.weights import take_weights
 
 __all__ = [
     "ModelRunner",
     "StepAttention",
     "StepOutput",
-    "random_weights",
     "take_weights",
 ]

@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from csattn.errors import ModelError
-from csattn.models.quantized_weight import QuantizedWeight, Rounding, joined
-from csattn.models.rope import rotary_frequencies
+from csattn.models.quantized_weight import joined
 from csattn.models.share import share_of_head, share_of_layer, share_of_spec
-from csattn.models.spec import DeltaSpec, ExpertsSpec, LatentSpec, LayerSpec, ModelSpec, RopeSpec
 from csattn.models.weights import (
     DeltaWeights,
     ExpertWeights,
@@ -74,123 +72,12 @@ def take_weights(
     )
 
 
-def random_weights(
-    spec: ModelSpec,
-    device: torch.device | str,
-    dtype: torch.dtype = torch.bfloat16,
-    seed: int = 0,
-    rounding: Rounding | None = None,  # of linear layers
-) -> ModelWeights:
-    """Weights that keep activations near one; repeatable on the same kind of device."""
-    require_dtype(dtype)
-    generator = torch.Generator(device).manual_seed(seed)
-    into_stream = (2 * spec.num_layers) ** -0.5  # each layer adds to the stream twice
-
-    def matrix(num_out: int, num_in: int, gain: float = 1.0) -> Tensor:
-        empty = torch.empty(num_out, num_in, dtype=dtype, device=device)
-        return empty.normal_(std=gain * num_in**-0.5, generator=generator)
-
-    def linear(
-        num_out: int, num_in: int, bias: bool = False, gain: float = 1.0, to: Rounding | None = rounding
-    ) -> Linear:
-        zeros = torch.zeros(num_out, dtype=dtype, device=device) if bias else None
-        weight = matrix(num_out, num_in, gain)
-        if to is None:
-            return Linear(weight, zeros)
-        quantized = QuantizedWeight.rounded(weight, to)
-        return Linear(quantized.words, zeros, quantized)
-
-    def norm(size: int, there: bool = True) -> Tensor | None:
-        return torch.ones(size, device=device) if there else None
-
-    def delta(of: DeltaSpec) -> DeltaWeights:
-        conv = torch.randn(of.num_channels, of.conv_len, device=device, generator=generator) * of.conv_len**-0.5
-        ones = [torch.ones(size, device=device) for size in (of.num_v_heads, of.num_v_heads, of.v_dim)]
-        return DeltaWeights((linear(of.in_width, spec.hidden_size),), conv, *ones)
-
-    def latent(of: LatentSpec, bias: bool) -> LatentWeights:
-        index_norm = None
-        if of.indexer is not None:
-            index_norm = torch.stack([torch.ones(of.indexer.head_dim), torch.zeros(of.indexer.head_dim)]).to(device)
-        num_queries = of.q_width + of.index_q_width
-        return LatentWeights(
-            inputs=(linear(sum(of.in_widths), spec.hidden_size, bias),),
-            queries=() if of.q_rank is None else (linear(num_queries, of.q_rank),),
-            up_k=matrix(of.num_heads * of.nope_dim, of.kv_rank).view(of.num_heads, of.nope_dim, of.kv_rank),
-            up_v=matrix(of.num_heads * of.v_dim, of.kv_rank).view(of.num_heads, of.v_dim, of.kv_rank),
-            q_norm=None if of.q_rank is None else torch.ones(of.q_rank, device=device),
-            kv_norm=torch.ones(of.kv_rank, device=device),
-            index_norm=index_norm,
-        )
-
-    def experts(of: ExpertsSpec) -> ExpertWeights:
-        sizes = of.num_experts, 2 * of.intermediate_size, spec.hidden_size
-        both = matrix(sizes[0] * sizes[1], sizes[2]).view(sizes)
-        down = matrix(sizes[0] * sizes[2], of.intermediate_size, into_stream).view(sizes[0], sizes[2], -1)
-        gates, ups = both.chunk(2, dim=1)
-        zeros = torch.zeros(sizes[:2], dtype=dtype, device=device) if of.bias else None
-        gate_bias, up_bias = (None, None) if zeros is None else zeros.chunk(2, dim=1)
-        return ExpertWeights(
-            router=linear(of.num_experts, spec.hidden_size, of.bias, to=None),
-            gates=gates,
-            ups=ups,
-            down=down,
-            choice_bias=torch.zeros(of.num_experts, device=device) if of.has_choice_bias else None,
-            gate_bias=gate_bias,
-            up_bias=up_bias,
-            down_bias=torch.zeros(sizes[0], sizes[2], dtype=dtype, device=device) if of.bias else None,
-        )
-
-    def layer(of: LayerSpec) -> LayerWeights:
-        attention, mlp, hidden_size = of.attention, of.mlp, spec.hidden_size
-        sizes = {"none": None, "head": (spec.head_dim,) * 2, "projection": (spec.q_width, spec.kv_width)}
-        plain = of.delta is None and of.latent is None
-        of_heads = sizes[attention.qk_norm] if plain else None
-        attended = of.delta.v_width if of.delta else of.latent.v_width if of.latent else spec.q_width
-        return LayerWeights(
-            before_attention=norm(hidden_size, of.pre_norm),
-            qkv=(linear(spec.qkv_width, hidden_size, attention.qkv_bias),) if plain else (),
-            gates=(linear(spec.q_width, hidden_size, attention.qkv_bias),) if attention.gated and not of.delta else (),
-            delta=None if of.delta is None else delta(of.delta),
-            latent=None if of.latent is None else latent(of.latent, attention.qkv_bias),
-            head_norms=HeadNorms(*(torch.ones(size, device=device) for size in of_heads)) if of_heads else None,
-            sinks=torch.zeros(spec.num_q_heads, device=device) if attention.sinks else None,
-            out=linear(hidden_size, attended, attention.out_bias, into_stream),
-            behind_attention=norm(hidden_size, of.post_norm),
-            before_mlp=norm(hidden_size, of.pre_norm and not of.parallel),
-            gate_up=() if mlp is None else (linear((1 + mlp.gated) * mlp.intermediate_size, hidden_size, mlp.bias),),
-            down=None if mlp is None else linear(hidden_size, mlp.intermediate_size, mlp.bias, into_stream),
-            experts=tuple(experts(each) for each in of.experts),
-            behind_mlp=norm(hidden_size, of.post_norm),
-        )
-
-    layers = tuple(layer(of) for of in spec.layers)
-    embedding = matrix(spec.vocab_size, spec.hidden_size, spec.hidden_size**0.5)
-    return ModelWeights(
-        spec=spec,
-        embedding=embedding,
-        layers=layers,
-        final_norm=torch.ones(spec.hidden_size, device=device),
-        head=Linear(embedding if spec.tied_embedding else matrix(spec.vocab_size, spec.hidden_size)),
-        ropes=tuple(_frequencies(spec, rope, device) for rope in spec.ropes),
-    )
-
-
 def require_dtype(dtype: torch.dtype) -> None:
     if dtype not in DTYPES:
         raise ModelError(
             f"the decode loop runs in float32 or bfloat16, not {str(dtype).removeprefix('torch.')}: the residual "
             "stream of some models outgrows float16; load the model with dtype='bfloat16'"
         )
-
-
-def _frequencies(spec: ModelSpec, rope: RopeSpec, device: torch.device | str) -> Frequencies:
-    if rope.parameters is None:
-        return Frequencies(torch.empty(0, device=device))
-    latent = spec.layers[0].latent
-    head_dim = spec.head_dim if latent is None else latent.rope_dim
-    angles, scale = rotary_frequencies(rope.parameters, head_dim, spec.max_positions)
-    return Frequencies(angles.to(device), scale)
 
 
 def _moved(

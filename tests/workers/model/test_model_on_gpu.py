@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
+from bench.random_weights import random_weights
 from csattn.models.families import describe
 from csattn.models.weights import Linear
 from tests.attention.device_steps import change_rows
@@ -13,7 +14,7 @@ from tests.tiny import FAMILIES, make_model, token_ids
 from tests.workers.model.decoding import decode, prefill
 from tests.workers.model.full_attention import FullAttention
 from tests.workers.model.full_context import CONTEXT_LENS, full_attention, greedy, logits_after, make_runner
-from workers.model import ModelRunner, random_weights, take_weights
+from workers.model import ModelRunner, take_weights
 
 pytestmark = pytest.mark.gpu
 

@@ -7,15 +7,15 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from bench.random_weights import random_weights, rotary_frequencies
 from bench.shapes import shape_named
 from csattn.errors import ModelError
 from csattn.models import load_model
 from csattn.models.families import describe
 from csattn.models.quantized_weight import QuantizedWeight
-from csattn.models.rope import rotary_frequencies
 from csattn.models.spec import ModelSpec
 from tests.tiny import ALL_FAMILIES, FAMILIES, loaded, make_model, save
-from workers.model import random_weights, take_weights
+from workers.model import take_weights
 
 TINY = describe(
     LlamaConfig(

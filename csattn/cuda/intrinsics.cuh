@@ -33,6 +33,13 @@ __device__ __forceinline__ u32 pack_bf16(float low, float high) {
     return both;
 }
 
+// a * b + c, of two bfloat16 numbers side by side.
+__device__ __forceinline__ u32 fma_bf16(u32 a, u32 b, u32 c) {
+    u32 both;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(both) : "r"(a), "r"(b), "r"(c));
+    return both;
+}
+
 // (x & mask) | bits in one operation: it takes one constant, and the compiler would make two operations of two.
 __device__ __forceinline__ u32 and_or(u32 x, u32 mask, u32 bits) {
     u32 result;

@@ -120,7 +120,7 @@ def weight_bytes(config: Any, item_bytes: int, weights: str | None = None) -> tu
     elif weights is not None:
         kept = (rounding := rounding_named(weights)), QuantizedWeight.group_size_of(rounding)
     decoded = size = sum(parameter.numel() for parameter in model.parameters()) * item_bytes
-    if kept is not None:
+    if kept is not None and item_bytes == 2:
         for name, linear in _linears(model):
             if not any(part in name for part in skipped):
                 size += QuantizedWeight.size(*kept, *linear.weight.shape) - linear.weight.numel() * item_bytes
@@ -200,7 +200,9 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding 
 
 
 def _keep(model: Any, quantized: dict[str, QuantizedWeight]) -> None:
-    """Have a GPU keep linear layers in these few bits: their modules get a `quantized`."""
+    """Have a GPU keep linear layers in these few bits, which it multiplies with bfloat16: modules get a `quantized`."""
+    if model.dtype != torch.bfloat16:
+        return
     for name, module in [*_linears(model), ("lm_head", model.lm_head)]:
         if f"{name}.weight" in quantized:
             module.quantized = quantized[f"{name}.weight"]

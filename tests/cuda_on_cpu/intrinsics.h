@@ -25,6 +25,11 @@ static inline u32 pack_bf16(float low, float high) {
     };
     return rounded(low) | rounded(high) << 16;
 }
+static inline u32 fma_bf16(u32 a, u32 b, u32 c) {
+    auto low = [](u32 pair) { return __uint_as_float(pair << 16); };
+    auto high = [](u32 pair) { return __uint_as_float(pair & 0xffff0000u); };
+    return pack_bf16(std::fma(low(a), low(b), low(c)), std::fma(high(a), high(b), high(c)));
+}
 static inline u32 and_or(u32 x, u32 mask, u32 bits) { return (x & mask) | bits; }
 static inline u32 kept(u32 x) { return x; }
 

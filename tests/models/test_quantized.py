@@ -190,12 +190,13 @@ def test_quantized_weights_are_what_their_format_says(form: str, plain: Path, tm
     untouched = load_file(plain / "model.safetensors")["model.embed_tokens.weight"]
     assert torch.equal(weights["model.embed_tokens.weight"], untouched)
     assert there.model.dtype == torch.float32 and not hasattr(there.model.config, "quantization_config")
-    kept = {name: module.quantized for name, module in there.model.named_modules() if hasattr(module, "quantized")}
+    assert not any(hasattr(module, "quantized") for module in there.model.modules())
+    half = load_model(str(tmp_path / "quantized"), "bfloat16")
+    assert {parameter.dtype for parameter in half.model.parameters()} == {torch.bfloat16}
+    kept = {name: module.quantized for name, module in half.model.named_modules() if hasattr(module, "quantized")}
     assert len(kept) == (0 if form in NOT_KEPT else len(meant))
     for name, weight in kept.items():
         assert torch.equal(weight.decoded(torch.float32), weights[f"{name}.weight"])
-    half = load_model(str(tmp_path / "quantized"), "bfloat16")
-    assert {parameter.dtype for parameter in half.model.parameters()} == {torch.bfloat16}
 
 
 def test_experts_in_four_bits_are_pairs_of_small_floats(tmp_path: Path, rng) -> None:
@@ -216,12 +217,12 @@ def test_experts_in_four_bits_are_pairs_of_small_floats(tmp_path: Path, rng) -> 
 
 @pytest.mark.parametrize(("rounding", "most"), [("fp8", 0.03), ("int4", 0.12)])
 def test_weights_can_be_rounded_as_they_are_loaded(rounding: str, most: float, plain: Path) -> None:
-    exact, rounded = load_model(str(plain)), load_model(str(plain), weights=rounding)
+    exact, rounded = load_model(str(plain), "bfloat16"), load_model(str(plain), "bfloat16", weights=rounding)
     before, after = dict(exact.model.named_modules()), dict(rounded.model.named_modules())
     names = [name for name, module in after.items() if hasattr(module, "quantized")]
     assert len(names) == 7 * NUM_LAYERS and not any("head" in name for name in names)
     for name in names:
-        assert torch.equal(after[name].weight, after[name].quantized.decoded(torch.float32))
+        assert torch.equal(after[name].weight, after[name].quantized.decoded(torch.bfloat16))
         assert 0 < (after[name].weight - before[name].weight).norm() < most * before[name].weight.norm()
     assert rounded.fingerprint not in (exact.fingerprint, load_model(str(plain), "bfloat16", weights=rounding))
     saved = sum(before[name].weight.nbytes - after[name].quantized.nbytes for name in names)

@@ -17,7 +17,7 @@ from csattn.models.latent import LatentQueries
 from csattn.models.spec import Activation, DeltaSpec, ExpertsSpec, LatentSpec, Temper
 from csattn.models.weights import DeltaWeights, ExpertWeights, Frequencies, HeadNorms, LatentWeights, Linear
 
-SQUARES_BLOCK = 64  # columns of the residual stream whose squares are summed in one part
+SQUARES_BLOCK = 32  # columns of the residual stream whose squares are summed in one part
 
 
 @dataclass(frozen=True, slots=True)

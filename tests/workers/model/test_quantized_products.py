@@ -1,5 +1,6 @@
-"""Products with weights in 8 or 4 bits agree with decoding them first: in Triton's interpreter, or on a GPU."""
+"""Products with weights in 8 or 4 bits agree with decoding them first: on an emulated GPU, or on one."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -9,9 +10,10 @@ pytest.importorskip("triton", reason="Triton, whose interpreter runs these kerne
 
 from csattn.models.quantized_weight import CODES, QuantizedWeight, WeightFormat
 from csattn.models.weights import Linear
+from tests.cuda_on_cpu.emulated import Emulator
 from tests.workers.model.step_ops import (
     DEVICE,
-    DTYPES,
+    READERS,
     assert_same_stream,
     copy_of,
     make_stream,
@@ -21,6 +23,7 @@ from tests.workers.model.step_ops import (
     readers,
     tolerance,
 )
+from workers.model.gpu import quantized_ops
 from workers.model.gpu.triton_ops import TritonOps
 from workers.model.ops import Normed
 from workers.model.torch_ops import TorchOps
@@ -32,6 +35,15 @@ KINDS: list[tuple[WeightFormat, int, bool]] = [
     ("int4", 128, False), ("int4", 128, True), ("int4", 32, True), ("int4", 64, False), ("int4", 0, True),
     ("int4", 256, False), ("fp4", 32, False),
 ]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def device(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Of two multiprocessors, so that a block has several tiles."""
+    emulator.stand_in(monkeypatch, quantized_ops, multiprocessors=2)
+    quantized_ops._kernel.cache_clear()
+    yield
+    quantized_ops._kernel.cache_clear()
 
 
 def make_quantized(num_out: int, num_in: int, format: WeightFormat, group_size: int, zeros: bool) -> QuantizedWeight:
@@ -48,7 +60,7 @@ def make_quantized(num_out: int, num_in: int, format: WeightFormat, group_size: 
 
 def make_linear(num_out: int, num_in: int, kind: tuple[WeightFormat, int, bool], bias: bool = False) -> Linear:
     quantized = make_quantized(num_out, num_in, *kind)
-    return Linear(quantized.words, randn(num_out) if bias else None, quantized)
+    return Linear(quantized.words, randn(num_out, dtype=torch.bfloat16) if bias else None, quantized)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -82,30 +94,40 @@ SIZES = [
     (1, 128, 64),
     (2, 77, 33),
     (3, 300, 65),
-    (5, 576, 40),
+    (5, 576, 200),
+    (8, 1024, 31),
+    (9, 1208, 32),
     (16, 129, 7),
     (17, 1500, 100),
     (32, 256, 16),
     (33, 64, 1),
+    (64, 200, 40),
 ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("batch_size", "num_in", "num_out", "dtype"),
-    [(*size, DTYPES[0]) for size in SIZES]
-    + [(*size, DTYPES[1]) for size in (SIZES if DEVICE.type == "cuda" else SIZES[:3])],
-)
-def test_linear(batch_size, num_in, num_out, dtype, kind) -> None:
-    """In 16 bits the kernel is nearer to the definition in float32 than the definition in 16, which rounds weights."""
-    linear = make_linear(num_out, num_in, kind, bias=batch_size == 3)
-    stream = prepared(batch_size, num_in, dtype)
-    x = normed(stream) if batch_size % 2 else Normed(stream.scaled)
-    got = torch.full((batch_size, num_out), NAN, device=DEVICE)
-    want = got.clone()
-    TritonOps(DEVICE).linear(x, [linear], got)
-    TorchOps().linear(replace(x, x=x.x.float()), [linear], want)
-    torch.testing.assert_close(got, want, **tolerance(torch.float32))
+def test_linear(kind) -> None:
+    for batch_size, num_in, num_out in SIZES if kind in KINDS[:2] or DEVICE.type == "cuda" else SIZES[1:4]:
+        linear = make_linear(num_out, num_in, kind, bias=batch_size == 3)
+        stream = prepared(batch_size, num_in, torch.bfloat16)
+        x = normed(stream) if batch_size % 2 else Normed(stream.scaled)
+        got = torch.full((batch_size, num_out), NAN, device=DEVICE)
+        want = got.clone()
+        TritonOps(DEVICE).linear(x, [linear], got)
+        TorchOps().linear(replace(x, x=x.x.float()), [linear], want)
+        torch.testing.assert_close(got, want, **tolerance(torch.float32))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_does_not_depend_on_the_rows_beside_it(kind) -> None:
+    linear, x = make_linear(70, 700, kind), randn(20, 700, dtype=torch.bfloat16)
+    alone, together = torch.full((2, 20, 70), NAN, dtype=torch.bfloat16, device=DEVICE)
+    for rows in ([0], [1, 2, 3, 4, 5, 6, 7], [*range(8, 20)]):
+        got = torch.full((len(rows), 70), NAN, dtype=torch.bfloat16, device=DEVICE)
+        TritonOps(DEVICE).linear(Normed(x[rows]), [linear], got)
+        alone[rows] = got
+    TritonOps(DEVICE).linear(Normed(x), [linear], together)
+    assert torch.equal(alone, together) and not alone.isnan().any()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -116,29 +138,32 @@ def test_what_lies_behind_a_row_is_not_read(kind) -> None:
     poison[:, 3:43] = whole.scales[:, 3:43]
     linear = Linear(whole.words, None, whole).outputs(3, 43)
     beside = QuantizedWeight(whole.format, whole.words, poison, 200, whole.group_size, whole.has_zeros).outputs(3, 43)
-    buffer = torch.full((6 * 200 + 500,), NAN, device=DEVICE)
+    buffer = torch.full((6 * 200 + 500,), NAN, dtype=torch.bfloat16, device=DEVICE)
     x = buffer[200:800].view(3, 200)
     x.copy_(randn(3, 200))
     got, want = torch.full((2, 3, 40), NAN, device=DEVICE)
     TritonOps(DEVICE).linear(Normed(x), [Linear(linear.weight, None, beside)], got)
-    TorchOps().linear(Normed(x), [linear], want)
+    TorchOps().linear(Normed(x.float()), [linear], want)
     torch.testing.assert_close(got, want, **tolerance(torch.float32))
 
 
 @pytest.mark.parametrize("kind", [KINDS[1], KINDS[4], KINDS[9]])
-@pytest.mark.parametrize(("batch_size", "num_in", "hidden_size"), [(1, 512, 64), (3, 1500, 100), (2, 300, 576)])
+@pytest.mark.parametrize(("batch_size", "num_in", "hidden_size"), [(1, 512, 64), (3, 1500, 100), (18, 300, 576)])
 def test_gates_and_what_is_added_to_the_stream(batch_size, num_in, hidden_size, kind) -> None:
-    stream = prepared(batch_size, hidden_size, torch.float32)
+    stream = prepared(batch_size, hidden_size, torch.bfloat16)
     gate_up, down = make_linear(2 * num_in, hidden_size, kind), make_linear(hidden_size, num_in, kind, bias=True)
     gated, want_gated = torch.full((2, batch_size, num_in), NAN, device=DEVICE)
-    TritonOps(DEVICE).mlp(normed(stream), [gate_up], True, "silu", gated)
-    TorchOps().mlp(normed(stream), [gate_up], True, "silu", want_gated)
-    torch.testing.assert_close(gated, want_gated, **tolerance(torch.float32))
-    got, read = make_stream(batch_size, hidden_size, torch.float32), readers("both", hidden_size)
-    want = copy_of(got)
-    TritonOps(DEVICE).linear_add(want_gated, down, 0.7, got, read)
-    TorchOps().linear_add(want_gated, down, 0.7, want, read)
-    assert_same_stream(got, want, True)
+    x = normed(stream)
+    for activation in ("silu", "gelu_tanh", "quick_gelu", "relu", "relu2"):
+        TritonOps(DEVICE).mlp(x, [gate_up], True, activation, gated)
+        TorchOps().mlp(replace(x, x=x.x.float()), [gate_up], True, activation, want_gated)
+        torch.testing.assert_close(gated, want_gated, **tolerance(torch.float32))
+    for kind_of_readers in READERS:
+        got, read = make_stream(batch_size, hidden_size, torch.bfloat16), readers(kind_of_readers, hidden_size)
+        want = copy_of(got)
+        TritonOps(DEVICE).linear_add(gated.bfloat16(), down, 0.7, got, read)
+        TorchOps().linear_add(gated.bfloat16().float(), down, 0.7, want, read)
+        assert_same_stream(got, want, kind_of_readers == "both")
 
 
 def test_inputs_in_the_order_of_their_groups() -> None:
@@ -146,12 +171,12 @@ def test_inputs_in_the_order_of_their_groups() -> None:
     plain, order = make_quantized(40, 256, "int4", 64, True), torch.randperm(256, device=DEVICE)
     mixed = replace(plain, order=order)
     assert torch.equal(mixed.decoded(torch.float32)[:, order], plain.decoded(torch.float32))
-    x = randn(3, 256)
+    x = randn(3, 256, dtype=torch.bfloat16)
     got, want = torch.full((2, 3, 40), NAN, device=DEVICE)
     TritonOps(DEVICE).linear(Normed(x), [Linear(mixed.words, None, mixed)], got)
-    TorchOps().linear(Normed(x[:, order].contiguous()), [Linear(plain.words, None, plain)], want)
+    TorchOps().linear(Normed(x[:, order].float()), [Linear(plain.words, None, plain)], want)
     torch.testing.assert_close(got, want, **tolerance(torch.float32))
-    stream, read = make_stream(3, 40, torch.float32), readers("both", 40)
+    stream, read = make_stream(3, 40, torch.bfloat16), readers("both", 40)
     same = copy_of(stream)
     TritonOps(DEVICE).linear_add(x, Linear(mixed.words, None, mixed), 1.0, stream, read)
     TorchOps().linear_add(x, Linear(mixed.words, None, mixed), 1.0, same, read)

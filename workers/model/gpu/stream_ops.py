@@ -27,10 +27,13 @@ class Launches:
 
     def _launch(self) -> dict[str, Any]:
         """How the next kernel starts; the one after it follows one of ours."""
+        chained = self._chain()
+        return {"PDL": True, "launch_pdl": chained} if self._on_gpu else {"PDL": False}
+
+    def _chain(self) -> bool:
+        """Whether the next kernel follows one of ours; the one after it does."""
         chained, self._chained = self._chained, True
-        if not self._on_gpu:
-            return {"PDL": False}
-        return {"PDL": True, "launch_pdl": chained}
+        return chained
 
 
 class TritonStreamOps(Launches):

@@ -16,6 +16,7 @@ from workers.model.gpu.expert_ops import TritonExpertOps
 from workers.model.gpu.head_kernels import predict_query_kernel, rotate_append_kernel
 from workers.model.gpu.latent_ops import TritonLatentOps
 from workers.model.gpu.linear_kernels import linear_add_kernel, linear_kernel
+from workers.model.gpu.quantized_ops import QuantizedOps
 from workers.model.gpu.stream_ops import written
 from workers.model.gpu.tiles import BLOCK_N, MAX_BATCH_SIZE, MAX_SPLIT_PROGRAMS, Tiles
 from workers.model.gpu.token_kernels import (
@@ -25,13 +26,13 @@ from workers.model.gpu.token_kernels import (
     likeliest_of_part_kernel,
     turn_kernel,
 )
-from workers.model.ops import Normed, Readers, Rotation, Stream
+from workers.model.ops import SQUARES_BLOCK, Normed, Readers, Rotation, Stream
 
 _GATE_BLOCK = 1024
 _LOGITS_BLOCK = 4096  # that a program looks through
 
 
-class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps):
+class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps, QuantizedOps):
     """Owns the scratch memory of split sums, so its operations must follow each other on one stream.
 
     A row's results do not depend on the rows beside it, nor, up to 16 of them, on their number: sums are taken in the
@@ -92,14 +93,14 @@ class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps):
 
     def _linear(self, x: Normed, linears: Sequence[Linear], out: Tensor, gated: bool, activation: str) -> None:
         (linear,) = linears  # as `take_weights` joins them
+        if linear.quantized is not None:
+            return self._multiply(x, linear, linear.quantized, out, gated, activation)
         weight, squares, tiles = linear.weight, x.squares, Tiles.of(linear)
         num_squares = 1 if squares is None else len(squares)
-        inputs = self._in_order(x.x, linear)
         linear_kernel[(tiles.num_tiles, tiles.split_k)](
-            inputs,
-            inputs if squares is None else squares,
+            x.x,
+            x.x if squares is None else squares,
             weight,
-            weight if linear.quantized is None else linear.quantized.scales,
             weight if linear.bias is None else linear.bias,
             out,
             self._partials,
@@ -107,7 +108,7 @@ class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps):
             len(x.x),
             out.shape[1],
             linear.num_in,
-            *_strides(linear),
+            weight.stride(0),
             num_squares,
             x.eps,
             NORMED=squares is not None,
@@ -120,11 +121,12 @@ class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps):
         )
 
     def linear_add(self, x: Tensor, linear: Linear, multiplier: float, stream: Stream, readers: Readers) -> None:
+        if linear.quantized is not None:
+            return self._multiply_and_add(x, linear, linear.quantized, multiplier, stream, readers)
         weight, tiles = linear.weight, Tiles.of(linear)
         linear_add_kernel[(tiles.num_tiles, tiles.split_k)](
-            self._in_order(x, linear),
+            x,
             weight,
-            weight if linear.quantized is None else linear.quantized.scales,
             weight if linear.bias is None else linear.bias,
             *written(stream, readers),
             self._partials,
@@ -132,11 +134,12 @@ class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps):
             len(x),
             len(weight),
             linear.num_in,
-            *_strides(linear),
+            weight.stride(0),
             multiplier,
             HAS_BIAS=linear.bias is not None,
             HAS_NORM=readers.norm is not None,
             AHEAD=readers.ahead is not None,
+            SQUARES_BLOCK=SQUARES_BLOCK,
             **tiles.constants(x),
             **self._launch(),
         )
@@ -214,18 +217,6 @@ class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps):
             num_warps=8,
             **self._launch(),
         )
-
-    def _in_order(self, x: Tensor, linear: Linear) -> Tensor:
-        """x as the weights have their inputs."""
-        if linear.quantized is None or linear.quantized.order is None:
-            return x
-        self.break_chain()
-        return x.index_select(1, linear.quantized.order)
-
-
-def _strides(linear: Linear) -> tuple[int, int]:
-    """From a row of the weights to the next, and from a group's scales."""
-    return linear.weight.stride(0), 0 if linear.quantized is None else linear.quantized.scales.stride(0)
 
 
 def _head_constants(norms: HeadNorms | None, rotation: Rotation | None, q: Tensor) -> dict[str, Any]:

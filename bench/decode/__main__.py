@@ -53,6 +53,7 @@ def main() -> None:
     e2e.add_argument("--search-period", type=int, default=1, help="tokens from one search of a request to the next")
     e2e.add_argument("--kv-codec", help="keeps the contexts' rows of streamed and of ours so: q8_0, say")
     e2e.add_argument("--slots", type=float, help=f"of a context's rows, on the device in hybrid and host [{SLOTS}]")
+    e2e.add_argument("--device-gb", type=float, help="all that may be allocated on the device, as if it had no more")
     e2e.add_argument("--schedules", type=_names, default=list(SCHEDULES), help="of ours [default: %(default)s]")
     show.add_argument("files", type=Path, nargs="+")
     show.add_argument("--out", type=Path)
@@ -84,8 +85,11 @@ def _measure(arguments: argparse.Namespace) -> None:
     recording = load_recording(arguments.recording)
     header: dict[str, Any] = {"machine": machine, "ceilings": rates, "shape": arguments.shape, "keep": arguments.keep}
     header |= {"recording": recording.describe(), "kv_codec": getattr(arguments, "kv_codec", None)}
-    print(json.dumps(header), flush=True)
     torch.cuda.empty_cache()
+    if (device_gb := getattr(arguments, "device_gb", None)) is not None:
+        header["device_gb"] = device_gb
+        torch.cuda.set_per_process_memory_fraction(device_gb * 1e9 / machine["hbm_bytes"])
+    print(json.dumps(header), flush=True)
     search = SearchConfig(keep=arguments.keep, search_period=getattr(arguments, "search_period", 1))
     names, asked = _names(arguments.shape), tuple(getattr(arguments, "schedules", ()))
     gate(set(asked) <= set(SCHEDULES), f"schedules are {', '.join(SCHEDULES)}, not {', '.join(asked)}")

@@ -178,7 +178,11 @@ __device__ __forceinline__ void start_copy(void* to, const void* from) {
 __device__ __forceinline__ void start_copy(u32 to, const void* from, int count) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(count) : "memory");
 }
-// The same by way of L1: more are in flight than past it.
+// Of 4 bytes.
+__device__ __forceinline__ void start_copy_of_word(void* to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+// Of 16, by way of L1: more are in flight than past it.
 __device__ __forceinline__ void start_copy_through_l1(u32 to, u64 from, int count) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(count) : "memory");
 }

@@ -73,7 +73,6 @@ static inline void wait_then_let_next_start(u32 known = 0) {}
 // global memory
 
 template <class T> static inline T load_now(const T* from) { return *from; }
-
 static inline void post(float* to, float4 x) { std::memcpy(to, &x, sizeof x); }
 static inline float4 peek(const float* from) {
     pause_thread();  // another may be about to post
@@ -111,6 +110,7 @@ static inline void start_copy(u32 to, const void* from, int count) {
     std::memset(place, 0, 16);
     if (count > 0) std::memcpy(place, from, count);
 }
+static inline void start_copy_of_word(void* to, const void* from) { std::memcpy(to, from, 4); }
 static inline void start_copy_through_l1(u32 to, u64 from, int count) {
     start_copy(to, reinterpret_cast<const void*>(from), count);
 }

@@ -2,34 +2,37 @@
 // codes lie: they become bfloat16 numbers in registers, on their way to the tensor cores. A group's scale multiplies its
 // sum, not its weights.
 //
-// A block has tiles of 32 outputs, one after the other. Of each output it reads 64 bytes at a time, a unit; its warps take
-// units in turns, and what they have is summed in the order of the warps: a sum depends on nothing but its row and its
-// weights. A warp's copies go on behind its back, from one tile to the next, and the first begin while the kernel before
-// ends: weights are what no kernel of a step writes.
+// A block has tiles of 32 outputs, one after the other. Of each output it reads 128 bytes at a time, a unit: what is asked for
+// in smaller pieces comes at half the rate. MULTIPLIERS warps take units in turns, wait for nobody but their own copies, which
+// go on behind their backs from one tile to the next, and begin while the kernel before ends: weights are what no kernel of a
+// step writes. The other warps add what those have, in their order, so that a sum depends on nothing but its row and its
+// weights, and do what follows.
 //
-// Compiled for FORMAT, GROUP (inputs of a scale; 0: all), OCTETS of rows, and STAGES of copies.
+// Compiled for FORMAT, GROUP (inputs of a scale; 0: all), ROWS of the step that go together, MULTIPLIERS, and STAGES of copies.
 
 #include "../../../csattn/cuda/warps.cuh"
 
 enum Format { FP8, INT4, FP4 };
 
 constexpr int RUN = 128, PARTS = FORMAT == FP8 ? 2 : 4, PART = RUN / PARTS;  // inputs of a run, codes of a word, inputs of a part
-constexpr int UNIT_BYTES = 64, UNITS_OF_RUN = FORMAT == FP8 ? 2 : 1;
+constexpr int UNIT_BYTES = 128, RUNS = FORMAT == FP8 ? 1 : 2;  // of a unit; a half of it is half of a run, or one
 constexpr int TILE = 32;                                   // outputs: two products of 16
-constexpr int ROWS = 8 * OCTETS;                           // of the step
-constexpr int SCALES = GROUP > 0 && GROUP < RUN ? RUN / GROUP : 1;  // of a unit
+constexpr int OCTETS = (ROWS + 7) / 8;                     // of rows, in products; fewer than eight are there again
+constexpr int SCALES = GROUP > 0 && GROUP < RUN ? RUN / GROUP : 1;  // of a run
 constexpr int PARTS_OF_GROUP = PARTS / SCALES;
 constexpr int SUMS = 2 * OCTETS * 4;                       // of a lane, in a tile
+constexpr int FINISHERS = WARPS - MULTIPLIERS, TURNS = OCTETS > 1 ? 1 : 2;  // of tiles that have memory for sums
+static_assert(FINISHERS == 2 * OCTETS, "two warps finish the sums of an octet");
 #if FORMAT == 2
 typedef u8 Scale;  // an exponent of two
 #else
 typedef u32 Scale;  // a float, whose lowest four bits are the zero point in 4 bits
 #endif
 
-// Two codes of neighbouring inputs, of one part, from two words: as bfloat16.
-template <int P> __device__ __forceinline__ u32 decode(u32 words, u32 less) {
-    constexpr u32 ONE = 0x3f803f80u, NO_ZERO = 0x80008000u, SIGNS = 0x80008000u;
-    if (FORMAT == INT4) return fma_bf16(and_or(words >> 4 * P, 0x000f000fu, 0x43004300u), ONE, less);  // 128 + code
+// Two codes of neighbouring inputs, of one part, from two words: as bfloat16. Of INT4 it is 128 + code.
+template <int P> __device__ __forceinline__ u32 decode(u32 words) {
+    constexpr u32 NO_ZERO = 0x80008000u, SIGNS = 0x80008000u;
+    if (FORMAT == INT4) return and_or(words >> 4 * P, 0x000f000fu, 0x43004300u);
     // sign, exponent and mantissa come to where bfloat16 has them; the power of two is what that exponent is short of
     const u32 sign = (FORMAT == FP8 ? words << 8 * (1 - P) : words << 4 * (3 - P)) & SIGNS;
     if (FORMAT == FP8) return fma_bf16(and_or(P ? words >> 4 : words << 4, 0x07f007f0u, sign), 0x7b807b80u, NO_ZERO);
@@ -41,26 +44,29 @@ __device__ __forceinline__ float number_of(Scale scale) {
     if (FORMAT == FP4) return __uint_as_float(static_cast<u32>(scale) << 23);
     return __uint_as_float(FORMAT == INT4 ? scale & ~15u : scale);
 }
-// What takes the zero point off 128 + code.
-__device__ __forceinline__ u32 zero_point(Scale scale) { return FORMAT == INT4 ? 0xc300c300u | (scale & 15) * 0x00010001u : 0; }
+// What stands for 0 in 4 bits, and 128.
+__device__ __forceinline__ float zero_of(Scale scale) { return static_cast<float>(128 + (scale & 15)); }
 
 struct Weights {
     const u8* codes;
     const Scale* scales;   // [groups, scales_len]
-    long long row_bytes, scales_len;
-    int num_out, num_in;
-    bool gated;  // 2 * num_out rows: gates, then ups; a tile has both of 16 outputs
+    u32 row_bytes;  // of all rows fewer than 2 ** 32
+    int scales_len, num_out, num_in;
+    bool gated;  // 2 * num_out rows: gates, then ups; a tile has those of 16 outputs
 
-    __device__ __forceinline__ int num_units() const { return (num_in + RUN - 1) / RUN * UNITS_OF_RUN; }
-    // The row of weights that is number r of a tile; of those past the end the last. Eight gates, then their ups.
+    __device__ __forceinline__ int num_units() const { return (num_in + RUNS * RUN - 1) / (RUNS * RUN); }
+    // Of a tile: its first output, and how many outputs are between rows 15 and 16 besides.
+    __device__ __forceinline__ int first_of(int tile) const { return tile * (gated ? TILE / 2 : TILE); }
+    __device__ __forceinline__ int jump() const { return gated ? num_out - TILE / 2 : 0; }
+    // Which row of weights is number r of a tile; past the end a last one.
     __device__ __forceinline__ int row_of(int tile, int r) const {
         if (!gated) return min(tile * TILE + r, num_out - 1);
-        return min(tile * (TILE / 2) + r / 16 * 8 + r % 8, num_out - 1) + (r / 8 % 2) * num_out;
+        return min(tile * (TILE / 2) + r % 16, num_out - 1) + r / 16 * num_out;
     }
-    // Of a unit's groups; past the inputs' end the last one's.
-    __device__ __forceinline__ Scale scale_of(int unit, int s, int row) const {
-        const int at = unit / UNITS_OF_RUN * RUN + s * (RUN / SCALES);
-        return scales[(GROUP ? min(at, num_in - 1) / max(GROUP, 1) : 0) * scales_len + row];
+    // Of a run's groups; past the inputs' end the last one's.
+    __device__ __forceinline__ const Scale* scale_of(int run, int s, int row) const {
+        const int at = run * RUN + s * (RUN / SCALES);
+        return scales + (GROUP ? min(at, num_in - 1) / max(GROUP, 1) : 0) * scales_len + row;
     }
 };
 
@@ -70,55 +76,103 @@ struct Way {
 
     __device__ __forceinline__ bool goes_on(int num_tiles) const { return tile < num_tiles; }
     __device__ __forceinline__ void next(int num_units) {
-        if ((unit += WARPS) < num_units) return;
+        if ((unit += MULTIPLIERS) < num_units) return;
         tile += gridDim.x, unit = threadIdx.x / 32;
-    }
-};
-
-// A warp's copies. A lane reads what it has copied itself, so that nobody has to meet.
-struct Ring {
-    uint4* mine;  // [STAGES][4] of the lane, 32 apart
-    Way ahead;
-    int to, from, num_tiles, num_units;
-
-    __device__ __forceinline__ Ring(uint4* memory, const Weights& weights, int num_tiles_)
-        : mine(memory + threadIdx.x / 32 * (STAGES * 4 * 32) + threadIdx.x % 32), to(0), from(0), num_tiles(num_tiles_),
-          num_units(weights.num_units()) {
-        const int warp = threadIdx.x / 32;
-        ahead = {warp < num_units ? static_cast<int>(blockIdx.x) : num_tiles, warp};
-    }
-    // Begin the next unit's copies; a group of copies also where there are none.
-    __device__ __forceinline__ void fill(const Weights& weights) {
-        if (ahead.goes_on(num_tiles)) {
-            const u8* unit = weights.codes + ahead.unit * UNIT_BYTES + threadIdx.x % 4 * 16;
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-                start_copy(mine + (to * 4 + j) * 32, unit + weights.row_of(ahead.tile, 8 * j + threadIdx.x % 32 / 4) * weights.row_bytes);
-            ahead.next(num_units);
-        }
-        end_copy_group();
-        to = to + 1 < STAGES ? to + 1 : 0;
-    }
-    __device__ __forceinline__ void take(uint4 (&codes)[4]) {
-        wait_for_copies<STAGES - 1>();
-#pragma unroll
-        for (int j = 0; j < 4; ++j) codes[j] = mine[(from * 4 + j) * 32];
-        from = from + 1 < STAGES ? from + 1 : 0;
     }
 };
 
 // The rows of the step.
 struct Inputs {
-    const u16* x;  // of the block's first row: bfloat16
-    int num_rows, num_in;
+    const u16* x;       // of the block's first row: bfloat16
+    int row_len, num_rows;  // the former a multiple of 8; what is not an input is 0
+};
 
-    // Eight neighbouring inputs; what is not there is 0.
-    __device__ __forceinline__ uint4 eight(int row, int k) const {
-        if (row >= num_rows || k >= num_in) return make_uint4(0, 0, 0, 0);
-        const u16* from = x + static_cast<long long>(row) * num_in + k;
-        if (num_in % 8 == 0) return *reinterpret_cast<const uint4*>(from);
-        auto two = [&](int i) { return (k + i < num_in ? from[i] : 0u) | (k + i + 1 < num_in ? from[i + 1] : 0u) << 16; };
-        return make_uint4(two(0), two(2), two(4), two(6));
+// What a warp needs for a unit.
+struct Stage {
+    uint4 codes[TILE][8];          // 16 bytes of an output, each in its place ^ 4 of odd outputs: no two lanes read one bank
+    uint4 x[2][PARTS][ROWS][4];    // eight neighbouring inputs each, by halves of the unit
+    u32 scales[RUNS][SCALES][TILE];  // words that have them
+
+    // The lane's codes of a half: of outputs 8 apart.
+    __device__ __forceinline__ uint4 codes_of(int half, int j) const {
+        const int r = threadIdx.x % 32 / 4;
+        return codes[8 * j + r][(half * 4 + threadIdx.x % 4) ^ r % 2 * 4];
+    }
+};
+
+// The first input of a part of a half of a unit.
+__device__ __forceinline__ int first_input(int unit, int half, int part) {
+    return FORMAT == FP8 ? unit * RUN + part * PART + half * 32 : (2 * unit + half) * RUN + part * PART;
+}
+
+// A warp's copies, in groups: what is asked for for a unit, in the order of units.
+struct Ring {
+    Stage* stages;
+    Way ahead;
+    int to, from, num_tiles, num_units;
+
+    __device__ __forceinline__ Ring(Stage* all, const Weights& weights, int num_tiles_)
+        : stages(all + threadIdx.x / 32 * STAGES), to(0), from(0), num_tiles(num_tiles_), num_units(weights.num_units()) {
+        const int warp = threadIdx.x / 32;
+        ahead = {warp < num_units ? static_cast<int>(blockIdx.x) : num_tiles, warp};
+    }
+    // Begin the copies of the next unit's codes and scales. Returns the unit; -1: there is none.
+    __device__ __forceinline__ int fill_weights(const Weights& weights) {
+        Stage& stage = stages[to];
+        to = to + 1 < STAGES ? to + 1 : 0;
+        if (!ahead.goes_on(num_tiles)) return -1;
+        const int lane = threadIdx.x % 32, unit = ahead.unit, tile = ahead.tile, first = weights.first_of(tile) + lane / 8;
+        const u32 in_row = unit * UNIT_BYTES + lane % 8 * 16;
+        const int left = in_row < weights.row_bytes ? weights.num_out - first : 0;  // the last unit may be half of one
+        u32 at = first * weights.row_bytes + in_row;
+        const u32 place = shared_address(&stage.codes[lane / 8][lane % 8 ^ lane / 8 % 2 * 4]);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            if (j == 4) at += weights.jump() * weights.row_bytes;
+            start_copy(place + j * (4 * 8 * 16), weights.codes + at, (weights.gated ? j % 4 : j) * 4 < left ? 16 : 0);
+            at += 4 * weights.row_bytes;
+        }
+        for (int i = 0; GROUP && i < RUNS; ++i)
+            for (int s = 0; s < SCALES; ++s)
+                start_copy_of_word(&stage.scales[i][s][lane], word_with(weights.scale_of(unit * RUNS + i, s, weights.row_of(tile, lane))));
+        ahead.next(num_units);
+        return unit;
+    }
+    // The same of the unit's inputs, of all of which its group ends.
+    __device__ __forceinline__ void fill_inputs(Stage& stage, int unit, const Inputs& inputs) const {
+        constexpr int PIECES = 2 * PARTS * ROWS * 4;
+#pragma unroll
+        for (int i = threadIdx.x % 32; i < (PIECES + 31) / 32 * 32; i += 32) {
+            const int row = i / 4 % ROWS, part = i / (4 * ROWS) % PARTS, half = i / (4 * ROWS * PARTS);
+            const int k = first_input(unit, half, part) + i % 4 * 8;
+            if (unit >= 0 && i < PIECES)
+                start_copy(shared_address(&stage.x[0][0][0][0] + i), inputs.x + row * inputs.row_len + k,
+                           row < inputs.num_rows && k < inputs.row_len ? 16 : 0);
+        }
+        end_copy_group();
+    }
+    // The copies of the first units, all but one stage. Inputs are there when the kernels before have ended.
+    __device__ __forceinline__ void begin(const Weights& weights, const Inputs& inputs) {
+        int units[STAGES - 1];
+#pragma unroll
+        for (int s = 0; s < STAGES - 1; ++s) units[s] = fill_weights(weights);
+        wait_for_earlier_kernels();
+#pragma unroll
+        for (int s = 0; s < STAGES - 1; ++s) fill_inputs(stages[s], units[s], inputs);
+    }
+    // The next unit, when it is there; what was read before is copied over.
+    __device__ __forceinline__ const Stage& next(const Weights& weights, const Inputs& inputs) {
+        wait_for_copies<STAGES - 2>();
+        __syncwarp();
+        Stage& filled = stages[to];
+        fill_inputs(filled, fill_weights(weights), inputs);
+        const Stage& here = stages[from];
+        from = from + 1 < STAGES ? from + 1 : 0;
+        return here;
+    }
+    // What has a scale in it.
+    __device__ __forceinline__ static const void* word_with(const Scale* scale) {
+        return reinterpret_cast<const void*>(reinterpret_cast<u64>(scale) & ~3ull);
     }
 };
 
@@ -132,120 +186,178 @@ __device__ __forceinline__ void clear(Sums& sums) {
             for (int i = 0; i < 4; ++i) sums[m][o][i] = 0;
 }
 
-// Of the lane's four outputs, 8 apart, what another lane holds each.
-template <class Use> __device__ __forceinline__ void for_outputs(Scale held, Use use) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) use(j, static_cast<Scale>(__shfl_sync(ALL_LANES, static_cast<u32>(held), 8 * j + threadIdx.x % 32 / 4)));
-}
+// Products with a group's codes; of INT4 also sums of its inputs, which times the zero points are to be taken off.
+struct Products {
+    Sums of_codes;
+    float of_ones[OCTETS][4];
 
-// sums += scale * products
-__device__ __forceinline__ void add_scaled(Sums& sums, const Sums& products, Scale held) {
-    for_outputs(held, [&](int j, Scale scale) {
-        const float factor = number_of(scale);
-#pragma unroll
+    __device__ __forceinline__ void begin() {
+        clear(of_codes);
         for (int o = 0; o < OCTETS; ++o)
+            for (int i = 0; i < 4; ++i) of_ones[o][i] = 0;
+    }
+    __device__ __forceinline__ void add_inputs(int o, u32 x0, u32 x1) {
+        constexpr u32 ONES[4] = {0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80};
+        if (FORMAT == INT4) multiply_values(of_ones[o], ONES, x0, x1);
+    }
+    // sums += scale * products, of the lane's outputs
+    __device__ __forceinline__ void add_to(Sums& sums, const Scale (&scales)[4]) const {
 #pragma unroll
-            for (int e = 0; e < 2; ++e) sums[j / 2][o][j % 2 * 2 + e] = fmaf(factor, products[j / 2][o][j % 2 * 2 + e], sums[j / 2][o][j % 2 * 2 + e]);
-    });
-}
+        for (int j = 0; j < 4; ++j) {
+            const float factor = number_of(scales[j]), zero = FORMAT == INT4 ? zero_of(scales[j]) : 0;
+#pragma unroll
+            for (int o = 0; o < OCTETS; ++o)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const float product = of_codes[j / 2][o][j % 2 * 2 + e];
+                    float& sum = sums[j / 2][o][j % 2 * 2 + e];
+                    sum = fmaf(factor, FORMAT == INT4 ? fmaf(-zero, of_ones[o][e], product) : product, sum);
+                }
+        }
+    }
+};
 
-// One part of a unit's codes times the rows.
+// A half of a unit that is there.
+struct Half {
+    const Stage& stage;
+    const Weights& weights;
+    int tile, unit, half;
+
+    // Of the lane's outputs, of a run's group s.
+    __device__ __forceinline__ void take_scales(int s, Scale (&scales)[4]) const {
+        const int i = half % RUNS, run = unit * RUNS + i;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const int r = 8 * j + threadIdx.x % 32 / 4;
+            u32 word = stage.scales[i][s][r];
+            if (FORMAT == FP4) word = word >> 8 * (reinterpret_cast<u64>(weights.scale_of(run, s, weights.row_of(tile, r))) & 3) & 0xff;
+            scales[j] = static_cast<Scale>(word);
+        }
+    }
+};
+
+// Part P of a half's codes, and those after it, times the rows. scales: of the group of the part before.
 template <int P>
-__device__ __forceinline__ void multiply_part(const uint4 (&codes)[4], const u32 (&less)[4], const Inputs& inputs, int unit, Sums& products) {
-    const int lane = threadIdx.x % 32, k = unit / UNITS_OF_RUN * RUN + P * PART + unit % UNITS_OF_RUN * 32 + lane % 4 * 8;
+__device__ __forceinline__ void multiply_parts(const uint4 (&codes)[4], const Half& at, Scale (&scales)[4], Products& products, Sums& sums) {
+    const int lane = threadIdx.x % 32;
+    if (GROUP && P % PARTS_OF_GROUP == 0) at.take_scales(P / PARTS_OF_GROUP, scales);
     uint4 x[OCTETS];
 #pragma unroll
-    for (int o = 0; o < OCTETS; ++o) x[o] = inputs.eight(8 * o + lane / 4, k);
+    for (int o = 0; o < OCTETS; ++o) x[o] = at.stage.x[at.half][P][(8 * o + lane / 4) % ROWS][lane % 4];
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
+    for (int k = 0; k < 2; ++k) {
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
             u32 numbers[4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) numbers[i] = decode<P>(word_of(codes[2 * m + i % 2], 2 * half + i / 2), less[2 * m + i % 2]);
+            for (int i = 0; i < 4; ++i) numbers[i] = decode<P>(word_of(codes[2 * m + i % 2], 2 * k + i / 2));
 #pragma unroll
-            for (int o = 0; o < OCTETS; ++o) multiply_values(products[m][o], numbers, word_of(x[o], 2 * half), word_of(x[o], 2 * half + 1));
+            for (int o = 0; o < OCTETS; ++o) multiply_values(products.of_codes[m][o], numbers, word_of(x[o], 2 * k), word_of(x[o], 2 * k + 1));
         }
-}
-
-template <int P>
-__device__ __forceinline__ void multiply_parts(const uint4 (&codes)[4], const Scale (&held)[SCALES], const Inputs& inputs, int unit,
-                                               Sums& products, Sums& sums) {
-    constexpr int S = P / PARTS_OF_GROUP;
-    u32 less[4] = {0, 0, 0, 0};
-    if (FORMAT == INT4) for_outputs(held[S], [&](int j, Scale scale) { less[j] = zero_point(scale); });
-    multiply_part<P>(codes, less, inputs, unit, GROUP ? products : sums);
+#pragma unroll
+        for (int o = 0; o < OCTETS; ++o) products.add_inputs(o, word_of(x[o], 2 * k), word_of(x[o], 2 * k + 1));
+    }
     if (GROUP && (P + 1) % PARTS_OF_GROUP == 0) {
-        add_scaled(sums, products, held[S]);
-        clear(products);
+        products.add_to(sums, scales);
+        products.begin();
     }
-    if constexpr (P + 1 < PARTS) multiply_parts<P + 1>(codes, held, inputs, unit, products, sums);
+    if constexpr (P + 1 < PARTS) multiply_parts<P + 1>(codes, at, scales, products, sums);
 }
 
-// What the warp has of a tile: its units times the rows. coming: the scales of its next unit, of the lane's output.
-__device__ __forceinline__ void multiply_units(Ring& ring, Way& at, const Weights& weights, const Inputs& inputs, Scale (&coming)[SCALES],
-                                               Sums& sums) {
+// What the warp has of a tile: its units times the rows.
+__device__ __forceinline__ void multiply_units(Ring& ring, Way& at, const Weights& weights, const Inputs& inputs, Sums& sums) {
     const int tile = at.tile;
-    Sums products;
-    clear(products);
+    Scale scales[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int j = 0; GROUP == 0 && j < 4; ++j) scales[j] = *weights.scale_of(0, 0, weights.row_of(tile, 8 * j + threadIdx.x % 32 / 4));
+    Products products;
+    products.begin();
     clear(sums);
-    Scale held[SCALES];
-    while (at.tile == tile) {
-        ring.fill(weights);
-        const int unit = at.unit;
-        at.next(ring.num_units);
-        for (int s = 0; s < SCALES; ++s) held[s] = coming[s];
-        if (at.goes_on(ring.num_tiles))
-            for (int s = 0; s < SCALES; ++s) coming[s] = weights.scale_of(at.unit, s, weights.row_of(at.tile, threadIdx.x % 32));
-        uint4 codes[4];
-        ring.take(codes);
-        multiply_parts<0>(codes, held, inputs, unit, products, sums);
+    for (; at.tile == tile; at.next(ring.num_units)) {
+        const Stage& stage = ring.next(weights, inputs);
+#pragma unroll 1
+        for (int half = 0; half < 2; ++half) {
+            uint4 codes[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) codes[j] = stage.codes_of(half, j);
+            multiply_parts<0>(codes, Half{stage, weights, tile, at.unit, half}, scales, products, sums);
+        }
     }
-    if (GROUP) return;
-    for (int m = 0; m < 2; ++m)
-        for (int o = 0; o < OCTETS; ++o)
-            for (int i = 0; i < 4; ++i) products[m][o][i] = sums[m][o][i];
-    clear(sums);
-    add_scaled(sums, products, held[0]);
+    if (GROUP == 0) products.add_to(sums, scales);
 }
 
-// The block's tiles, one after the other. finish(tile, octet, row, sums) for the sums of four outputs, 8 apart, of one row, by
-// neighbouring lanes: those of the same row are 4 lanes apart. What `before` returns for them is read while weights come.
-template <class Before, class Finish>
-__device__ __forceinline__ void for_tiles(const Weights& weights, Inputs inputs, int num_tiles, Before before, Finish finish) {
-    extern __shared__ uint4 memory[];  // [WARPS][STAGES][4][32] of copies; then [2][WARPS][SUMS][32] sums, in turns of two tiles
+// The block's sums on their way from warp to warp, in turns.
+struct Exchange {
+    float* sums;  // [TURNS][MULTIPLIERS][SUMS][32]
+    u64 *full, *empty;  // [TURNS] each: all multipliers have written, all finishers have read
+    int turn;
+    u32 parity;
+
+    __device__ __forceinline__ void next() {
+        if (++turn < TURNS) return;
+        turn = 0, parity ^= 1;
+    }
+    __device__ __forceinline__ float* of(int warp) const { return sums + (turn * MULTIPLIERS + warp) * (SUMS * 32) + threadIdx.x % 32; }
+
+    __device__ __forceinline__ void put(const Sums& mine) const {
+        wait_for(empty + turn, parity ^ 1);
+        float* to = of(threadIdx.x / 32);
+#pragma unroll
+        for (int i = 0; i < SUMS; ++i) to[i * 32] = (&mine[0][0][0])[i];
+        tell(full + turn);
+    }
+    // Of an octet's four outputs, 8 apart, and of the lane's first or second row.
+    __device__ __forceinline__ void take(int octet, int e, float (&all)[4]) const {
+        wait_for(full + turn, parity);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) all[j] = 0;
+#pragma unroll
+        for (int w = 0; w < MULTIPLIERS; ++w)
+#pragma unroll
+            for (int j = 0; j < 4; ++j) all[j] += of(w)[((j / 2 * OCTETS + octet) * 4 + j % 2 * 2 + e) * 32];
+        tell(empty + turn);
+    }
+    __device__ __forceinline__ static void tell(u64* barrier) {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) arrive(barrier);
+    }
+};
+
+// The block's tiles, one after the other. finish(tile, row, sums) for the sums of four outputs, 8 apart, of one row, by
+// neighbouring lanes: those of the same row are 4 lanes apart. Before them begin(row) when inputs are there, and before(tile,
+// row) while weights come; what they return is handed on.
+template <class Begin, class Before, class Finish>
+__device__ __forceinline__ void for_tiles(const Weights& weights, const Inputs& inputs, int num_tiles, Begin begin, Before before, Finish finish) {
+    extern __shared__ uint4 memory[];  // [MULTIPLIERS] stages of copies; then sums
+    __shared__ u64 barriers[2][TURNS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    float* all_sums = reinterpret_cast<float*>(memory + WARPS * STAGES * 4 * 32);
-    Ring ring(memory, weights, num_tiles);
-    Way at = ring.ahead;
-    Scale coming[SCALES];
-    if (at.goes_on(num_tiles))
-        for (int s = 0; s < SCALES; ++s) coming[s] = weights.scale_of(at.unit, s, weights.row_of(at.tile, lane));
-    for (int s = 0; s < STAGES - 1; ++s) ring.fill(weights);
-    wait_for_earlier_kernels();
-    // of the threads that finish a tile
-    const int octet = warp / 2, row = 8 * octet + lane % 4 * 2 + warp % 2;
-    const bool finishes = octet < OCTETS;
-    int turn = 0;
-    for (int tile = blockIdx.x; tile < num_tiles; tile += gridDim.x, turn ^= 1) {
-        auto read = before(tile, row, finishes);
-        Sums sums;
-        if (at.tile == tile)
-            multiply_units(ring, at, weights, inputs, coming, sums);
-        else
-            clear(sums);
-        float* of_turn = all_sums + turn * (WARPS * SUMS * 32);
-#pragma unroll
-        for (int i = 0; i < SUMS; ++i) of_turn[(warp * SUMS + i) * 32 + lane] = (&sums[0][0][0])[i];
-        if (tile + static_cast<int>(gridDim.x) >= num_tiles) let_next_kernel_start();
-        __syncthreads();
-        if (!finishes) continue;
-        float of_outputs[4] = {0, 0, 0, 0};
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-#pragma unroll
-            for (int w = 0; w < WARPS; ++w) of_outputs[j] += of_turn[(w * SUMS + (j / 2 * OCTETS + octet) * 4 + j % 2 * 2 + warp % 2) * 32 + lane];
-        finish(tile, row, of_outputs, read);
+    if (threadIdx.x < 2 * TURNS) make_barrier(barriers[0] + threadIdx.x, threadIdx.x < TURNS ? MULTIPLIERS : FINISHERS);
+    barriers_are_made();
+    __syncthreads();
+    Exchange exchange{reinterpret_cast<float*>(memory + MULTIPLIERS * STAGES * sizeof(Stage) / 16), barriers[0], barriers[1], 0, 0};
+    if (warp < MULTIPLIERS) {
+        Ring ring(reinterpret_cast<Stage*>(memory), weights, num_tiles);
+        Way at = ring.ahead;
+        ring.begin(weights, inputs);
+        for (int tile = blockIdx.x; tile < num_tiles; tile += gridDim.x, exchange.next()) {
+            Sums sums;
+            if (at.tile == tile)
+                multiply_units(ring, at, weights, inputs, sums);
+            else
+                clear(sums);
+            exchange.put(sums);
+        }
+    } else {
+        const int octet = (warp - MULTIPLIERS) / 2, e = warp % 2, row = 8 * octet + lane % 4 * 2 + e;
+        wait_for_earlier_kernels();
+        const auto begun = begin(row);
+        for (int tile = blockIdx.x; tile < num_tiles; tile += gridDim.x, exchange.next()) {
+            const auto read = before(tile, row);
+            if (tile + static_cast<int>(gridDim.x) >= num_tiles) let_next_kernel_start();
+            float sums[4];
+            exchange.take(octet, e, sums);
+            finish(tile, row, sums, begun, read);
+        }
     }
 }
 
@@ -262,11 +374,10 @@ __device__ __forceinline__ float activated(float x, int activation) {
     return x / (1 + expf(-inner));
 }
 
-static_assert(2 * OCTETS <= WARPS, "two warps finish an octet's sums");
-
 // Outputs of rows, which may be divided by their root mean squares, of which `squares` has parts.
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) multiply(
-    const u16* x,          // [num_rows, num_in] bfloat16
+extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(
+    const u16* x,          // [num_rows, row_len] bfloat16, with zeros behind num_in
+    long long row_len,     // a multiple of 8
     const float* squares,  // [num_squares, num_rows], or null
     const u8* codes, const Scale* scales, long long row_bytes, long long scales_len,  // `Weights`
     const u16* bias,  // [num_out (* 2 where gated)] bfloat16, or null
@@ -275,32 +386,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) multiply(
     long long gated,  // out = activated gate * up
     long long activation
 ) {
-    __shared__ float factors[ROWS];
-    const int first = blockIdx.y * ROWS, rows_here = min(ROWS, static_cast<int>(num_rows) - first), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const Weights weights{codes, scales, row_bytes, scales_len, static_cast<int>(num_out), static_cast<int>(num_in), gated != 0};
+    const int first = blockIdx.y * ROWS, rows_here = min(ROWS, static_cast<int>(num_rows) - first), lane = threadIdx.x % 32;
+    const Weights weights{codes, scales, static_cast<u32>(row_bytes), static_cast<int>(scales_len), static_cast<int>(num_out), static_cast<int>(num_in), gated != 0};
     const int of_tile = gated ? TILE / 2 : TILE, num_tiles = (weights.num_out + of_tile - 1) / of_tile;
-    bool first_tile = true;
-    auto before = [&](int tile, int row, bool finishes) {
-        if (first_tile && squares)  // others read them when all threads have met
-            for (int r = warp; r < rows_here; r += WARPS) {
-                float sum = 0;
-                for (int s = lane; s < num_squares; s += 32) sum += squares[s * num_rows + first + r];
-                sum = sum_over_warp(sum);
-                if (lane == 0) factors[r] = 1 / sqrtf(sum / static_cast<float>(num_in) + static_cast<float>(eps));
-            }
-        first_tile = false;
-        float4 biases = make_float4(0, 0, 0, 0);
-        if (bias && finishes) {
-            const int r = lane / 4;
-            biases = make_float4(bf16_as_float(bias[weights.row_of(tile, r)]), bf16_as_float(bias[weights.row_of(tile, r + 8)]),
-                                 bf16_as_float(bias[weights.row_of(tile, r + 16)]), bf16_as_float(bias[weights.row_of(tile, r + 24)]));
+    auto factor_of = [&](int row) {  // of the four rows of neighbouring lanes, which the warp has
+        float mine = 1;
+        for (int k = 0; squares && k < 4; ++k) {
+            const int r = row + (k - lane % 4) * 2;
+            float sum = 0;
+            for (int s = lane; r < rows_here && s < num_squares; s += 32) sum += squares[s * num_rows + first + r];
+            sum = sum_over_warp(sum);
+            if (k == lane % 4) mine = 1 / sqrtf(sum / static_cast<float>(num_in) + static_cast<float>(eps));
         }
-        return biases;
+        return mine;
     };
-    for_tiles(weights, Inputs{x + static_cast<long long>(first) * num_in, rows_here, weights.num_in}, num_tiles, before,
-              [&](int tile, int row, float (&sums)[4], const float4& biases) {
+    auto biases_of = [&](int tile, int row) {
+        if (!bias) return make_float4(0, 0, 0, 0);
+        const int r = lane / 4;
+        return make_float4(bf16_as_float(bias[weights.row_of(tile, r)]), bf16_as_float(bias[weights.row_of(tile, r + 8)]),
+                           bf16_as_float(bias[weights.row_of(tile, r + 16)]), bf16_as_float(bias[weights.row_of(tile, r + 24)]));
+    };
+    for_tiles(weights, Inputs{x + first * row_len, static_cast<int>(row_len), rows_here}, num_tiles, factor_of, biases_of,
+              [&](int tile, int row, float (&sums)[4], float factor, const float4& biases) {
                   if (row >= rows_here) return;
-                  const float factor = squares ? factors[row] : 1;
                   const float with_bias[4] = {sums[0] * factor + biases.x, sums[1] * factor + biases.y, sums[2] * factor + biases.z,
                                               sums[3] * factor + biases.w};
                   auto store = [&](int n, float value) {
@@ -314,10 +422,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) multiply(
                   const int r = lane / 4;
 #pragma unroll
                   for (int j = 0; j < 4; ++j) {
-                      if (gated && j % 2) continue;
+                      if (gated && j >= 2) continue;
                       const float value = activated(with_bias[j], static_cast<int>(activation));
                       if (gated)
-                          store(tile * (TILE / 2) + j / 2 * 8 + r, value * with_bias[(j + 1) % 4]);
+                          store(tile * (TILE / 2) + 8 * j + r, value * with_bias[(j + 2) % 4]);
                       else
                           store(tile * TILE + 8 * j + r, value);
                   }
@@ -325,8 +433,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) multiply(
 }
 
 // The residual stream plus outputs times a multiplier, and what those who read it next want: see `workers.model.ops.Stream`.
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) multiply_and_add(
-    const u16* x,  // [num_rows, num_in] bfloat16
+extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply_and_add(
+    const u16* x,  // [num_rows, row_len] bfloat16, with zeros behind num_in
+    long long row_len,  // a multiple of 8
     const u8* codes, const Scale* scales, long long row_bytes, long long scales_len,  // `Weights`
     const u16* bias,          // [num_out] bfloat16, or null
     u16* hidden,              // [num_rows, num_out] bfloat16: added to
@@ -338,14 +447,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) multiply_an
     long long num_rows, long long num_out, long long num_in, double multiplier
 ) {
     const int first = blockIdx.y * ROWS, rows_here = min(ROWS, static_cast<int>(num_rows) - first), r = threadIdx.x % 32 / 4;
-    const Weights weights{codes, scales, row_bytes, scales_len, static_cast<int>(num_out), static_cast<int>(num_in), false};
+    const Weights weights{codes, scales, static_cast<u32>(row_bytes), static_cast<int>(scales_len), static_cast<int>(num_out), static_cast<int>(num_in), false};
     const int num_tiles = (weights.num_out + TILE - 1) / TILE;
     struct Read {
         float hidden[4], bias[4], norm[4], ahead[4];
     };
-    auto before = [&](int tile, int row, bool finishes) {
-        Read read;
-        if (!finishes || row >= rows_here) return read;
+    auto before = [&](int tile, int row) {
+        Read read = {};
+        if (row >= rows_here) return read;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             const int n = weights.row_of(tile, 8 * j + r);
@@ -356,8 +465,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) multiply_an
         }
         return read;
     };
-    for_tiles(weights, Inputs{x + static_cast<long long>(first) * num_in, rows_here, weights.num_in}, num_tiles, before,
-              [&](int tile, int row, float (&sums)[4], const Read& read) {
+    for_tiles(weights, Inputs{x + first * row_len, static_cast<int>(row_len), rows_here}, num_tiles, [](int row) { return 0; }, before,
+              [&](int tile, int row, float (&sums)[4], int begun, const Read& read) {
                   float square = 0;
 #pragma unroll
                   for (int j = 0; j < 4; ++j) {

@@ -6,18 +6,19 @@ from typing import get_args
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from csattn.cuda import CudaKernel, cuda_kernel, num_multiprocessors
-from csattn.models.quantized_weight import QuantizedWeight, WeightFormat
+from csattn.models.quantized_weight import CODES, RUN, QuantizedWeight, WeightFormat
 from csattn.models.spec import Activation
 from csattn.models.weights import Linear
 from workers.model.gpu.stream_ops import Launches
 from workers.model.ops import SQUARES_BLOCK, Normed, Readers, Stream
 
 _SOURCE = Path(__file__).with_name("quantized.cu")
-_THREADS, _TILE, _STAGES = 256, SQUARES_BLOCK, 4  # a tile's outputs are a part of the squares
-_OCTETS = 1, 2, 4  # of rows that a block takes together, at most
-_BLOCKS_PER_SM = {1: 2, 2: 2, 4: 1}  # side by side, by octets
+_MULTIPLIERS, _TILE = 8, SQUARES_BLOCK  # a tile's outputs are a part of the squares
+_MOST_STAGES, _SHARED_BYTES = 3, 226 << 10  # that a block has, besides a few barriers
+_ROWS = 1, 2, 4, 8, 16  # that a block takes together
 _FORMATS = get_args(WeightFormat)
 _ACTIVATIONS = "none", "silu", "gelu_tanh", "quick_gelu", "relu", "relu2"
 assert set(get_args(Activation)) - set(_ACTIVATIONS) == {"clamped"}  # which experts alone have
@@ -35,7 +36,7 @@ class QuantizedOps(Launches):
             len(x.x),
             weight,
             out.shape[1] * (2 if gated else 1),
-            self._in_order(x.x, weight),
+            self._as_read(x.x, weight),
             0 if x.squares is None else x.squares,
             *_weights(weight),
             0 if linear.bias is None else linear.bias,
@@ -57,7 +58,7 @@ class QuantizedOps(Launches):
             len(x),
             weight,
             len(weight),
-            self._in_order(x, weight),
+            self._as_read(x, weight),
             *_weights(weight),
             0 if linear.bias is None else linear.bias,
             stream.hidden,
@@ -75,17 +76,18 @@ class QuantizedOps(Launches):
     def _run(self, name: str, num_rows: int, weight: QuantizedWeight, num_out: int, x: Tensor, *args: object) -> None:
         """Launch on the rows x, in bfloat16, as many of them together as a block takes."""
         assert x.dtype == torch.bfloat16, f"weights of few bits meet rows of bfloat16, not {x.dtype}"
-        octets = next((octets for octets in _OCTETS if 8 * octets >= num_rows), _OCTETS[-1])
-        kernel = _kernel(name, weight.format, weight.group_size, octets, self._chain())
-        blocks = min(-(-num_out // _TILE), _BLOCKS_PER_SM[octets] * num_multiprocessors(x.device))
-        kernel.launch((blocks, -(-num_rows // (8 * octets)), 1), _THREADS, x, *args)
+        rows = next((rows for rows in _ROWS if rows >= num_rows), _ROWS[-1])
+        kernel = _kernel(name, weight.format, weight.group_size, rows, self._chain())
+        blocks = min(-(-num_out // _TILE), num_multiprocessors(x.device))
+        kernel.launch((blocks, -(-num_rows // rows), 1), _threads(rows), x, x.shape[1], *args)
 
-    def _in_order(self, x: Tensor, weight: QuantizedWeight) -> Tensor:
-        """x as the weights have their inputs."""
-        if weight.order is None:
+    def _as_read(self, x: Tensor, weight: QuantizedWeight) -> Tensor:
+        """x as the weights have their inputs, in whole pieces of 16 bytes."""
+        if weight.order is None and weight.num_in % 8 == 0:
             return x
         self.break_chain()
-        return x.index_select(1, weight.order)
+        ordered = x if weight.order is None else x.index_select(1, weight.order)
+        return functional.pad(ordered, (0, -weight.num_in % 8))
 
 
 def _weights(weight: QuantizedWeight) -> tuple[Tensor | int, ...]:
@@ -93,16 +95,27 @@ def _weights(weight: QuantizedWeight) -> tuple[Tensor | int, ...]:
     return weight.words, weight.scales, weight.words.stride(0) * weight.words.element_size(), weight.scales.stride(0)
 
 
+def _octets(rows: int) -> int:
+    return -(-rows // 8)
+
+
+def _threads(rows: int) -> int:
+    """Two warps finish an octet of rows."""
+    return 32 * (_MULTIPLIERS + 2 * _octets(rows))
+
+
 @cache
-def _kernel(name: str, format: WeightFormat, group_size: int, octets: int, early_start: bool) -> CudaKernel:
-    warps = _THREADS // 32
-    copies, sums = warps * _STAGES * 4 * 32 * 16, 2 * warps * 8 * octets * 32 * 4
+def _kernel(name: str, format: WeightFormat, group_size: int, rows: int, early_start: bool) -> CudaKernel:
+    scales, runs = RUN // group_size if 0 < group_size < RUN else 1, 1 if format == "fp8" else 2
+    stage = _TILE * 128 + 2 * CODES[format] * rows * 64 + runs * scales * _TILE * 4  # as in the source
+    sums = _MULTIPLIERS * (1 if _octets(rows) > 1 else 2) * 8 * _octets(rows) * 32 * 4
+    stages = min(_MOST_STAGES, (_SHARED_BYTES - sums) // (_MULTIPLIERS * stage))
     defines = {
-        "THREADS": _THREADS,
+        "THREADS": _threads(rows),
+        "MULTIPLIERS": _MULTIPLIERS,
         "FORMAT": _FORMATS.index(format),
         "GROUP": group_size,
-        "OCTETS": octets,
-        "STAGES": _STAGES,
-        "BLOCKS_PER_SM": _BLOCKS_PER_SM[octets],
+        "ROWS": rows,
+        "STAGES": stages,
     }
-    return cuda_kernel(_SOURCE, name, defines, copies + sums, early_start)
+    return cuda_kernel(_SOURCE, name, defines, _MULTIPLIERS * stages * stage + sums, early_start)

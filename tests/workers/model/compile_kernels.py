@@ -19,11 +19,16 @@ TYPES = {
     "*i64": "turns token_ids positions next_ids",
     "fp32": "eps multiplier scale beta every offset cap weight_scale",
     "i32": "num_rows num_out num_k num_squares hidden_size half tail_capacity maps_stride vocab_size"
-    " num_logits num_parts num_experts num in_width num_channels w_len width projected_width num_in"
+    " num_logits num_parts num_experts num in_width num_channels w_len scales_len width projected_width num_in"
     " x_row x_head ups_head ups_in ups_out out_row out_head",
 }
 ROW = {"BLOCK": 1024, "SQUARES_BLOCK": 32}
 TILES = {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "EVEN_K": True, "DOT_PRECISION": "tf32", "BLOCK_SQUARES": 128}
+TILES |= {"FORMAT": "plain", "GROUP": 0, "ZEROS": False, "NATIVE": True}
+QUANTIZED = [
+    TILES | {"FORMAT": format, "GROUP": group, "ZEROS": zeros, "SPLIT_K": 4, "HAS_BIAS": False}
+    for format, group, zeros in (("fp8", 0, False), ("fp8", 128, False), ("int4", 128, True), ("fp4", 32, False))
+]
 HEAD_TILES = {"BLOCK_N": 64, "BLOCK_K": 64, "DOT_PRECISION": "tf32"}
 HEADS = {"NUM_Q_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": 128, "BLOCK": 64}
 EXPERTS = {name: size for name, size in TILES.items() if name != "EVEN_K"} | {"NUM_CHOSEN": 6, "BLOCK_PAIRS": 64}
@@ -82,14 +87,16 @@ VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
                 (1, True, False, "relu2", True),
                 (1, True, False, "none", False),
             )
-        ],
+        ]
+        + [tiles | {"NORMED": True, "GATED": True, "ACTIVATION": "silu"} for tiles in QUANTIZED[1::2]],
     ),
     (
         linear_kernels.linear_add_kernel,
         [
             TILES | readers | {"SPLIT_K": 4, "HAS_BIAS": not readers["HAS_NORM"], "SQUARES_BLOCK": 32}
             for readers in READERS
-        ],
+        ]
+        + [tiles | READERS[0] | {"SQUARES_BLOCK": 32} for tiles in QUANTIZED[::2]],
     ),
     *(
         (
@@ -104,14 +111,20 @@ VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
 ]
 
 
-def type_of(name: str) -> str:
+def type_of(name: str, format: str) -> str:
+    if format != "plain" and name == "w":
+        return "*i16"
+    if format == "fp4" and name == "scales":
+        return "*u8"
     return next((kind for kind, names in TYPES.items() if name in names.split()), "*bf16")
 
 
 def compile_for_h200(kernel: Any, constants: dict[str, Any]) -> None:
     names = kernel.arg_names
     chosen = {name: value for name, value in (constants | {"PDL": True}).items() if name in names}
-    signature = {name: "constexpr" if name in chosen else type_of(name) for name in names}
+    signature = {
+        name: "constexpr" if name in chosen else type_of(name, chosen.get("FORMAT", "plain")) for name in names
+    }
     constexprs = {(names.index(name),): value for name, value in chosen.items()}
     compiled = triton.compile(ASTSource(kernel, signature, constexprs), target=GPUTarget("cuda", 90, 32))
     assert "ptx" in compiled.asm, f"{kernel.__name__} has become nothing"

@@ -1,5 +1,7 @@
 """Products of a few rows with a weight matrix, bound by the reading of the weights.
 
+Weights of 16 or 32 bits, or of 8 and 4, which are decoded on the way (`quantized_kernels`; of a few rows, see
+`quantized_ops`).
 A program owns BLOCK_N rows of the weights (and, with SPLIT_K, a part of their columns) and streams them once through
 the tensor cores; the step's rows are the narrow side of the product. Everything that follows a product in a
 transformer layer is done where its sum is finished; what that needs besides is loaded before the weights, so that in
@@ -14,12 +16,15 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from workers.model.gpu.quantized_kernels import quantized_product
+
 
 @triton.jit(do_not_specialize=["num_rows"])
 def linear_kernel(
     x,  # [num_rows, num_k]; NORMED: hidden * norm weight, not yet divided by the row's root mean square
     squares,  # [num_squares, num_rows] float32: parts of the sum of hidden² of each row, or x when not NORMED
-    w,  # [num_out (* 2 when GATED: gates, then ups), num_k]
+    w,  # [num_out (* 2 when GATED: gates, then ups), num_k], or as FORMAT has it
+    scales,  # of FORMAT, or w
     bias,  # likewise [num_out (* 2)], or w when not HAS_BIAS
     out,  # [num_rows, num_out]
     partials,
@@ -28,6 +33,7 @@ def linear_kernel(
     num_out,
     num_k,
     w_len,  # of a row of w
+    scales_len,  # of a group's scales
     num_squares,
     eps,
     NORMED: tl.constexpr,
@@ -40,6 +46,10 @@ def linear_kernel(
     BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr,
     EVEN_K: tl.constexpr,
+    FORMAT: tl.constexpr,  # "plain", or as in `QuantizedWeight`
+    GROUP: tl.constexpr,  # this and what follows: as in `quantized_product`
+    ZEROS: tl.constexpr,
+    NATIVE: tl.constexpr,
     PDL: tl.constexpr,
     DOT_PRECISION: tl.constexpr,
 ):
@@ -53,8 +63,8 @@ def linear_kernel(
         gdc_wait()
     parts = tl.load(squares + s[:, None] * num_rows + m[None, :], mask=seen, other=0.0) if NORMED else 0.0
     acc, complete = _stream(
-        x, w, partials, counters, row, num_rows, num_k, w_len, tile,
-        BLOCK_M, BLOCK_N, BLOCK_K, SPLIT_K, EVEN_K, PDL, DOT_PRECISION,
+        x, w, scales, partials, counters, row, num_rows, num_k, w_len, scales_len, tile,
+        BLOCK_M, BLOCK_N, BLOCK_K, SPLIT_K, EVEN_K, FORMAT, GROUP, ZEROS, NATIVE, PDL, DOT_PRECISION,
     )  # fmt: skip
     if complete:
         if NORMED:
@@ -93,7 +103,8 @@ def activated(x, ACTIVATION: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows"])
 def linear_add_kernel(
     x,  # [num_rows, num_k]
-    w,  # [num_out, num_k]
+    w,  # [num_out, num_k], or as FORMAT has it
+    scales,  # of FORMAT, or w
     bias,  # [num_out], or w when not HAS_BIAS
     hidden,  # [num_rows, num_out]: the product times multiplier is added to it
     norm,  # [num_out] float32: weight of the norm that reads hidden next, or w when not HAS_NORM
@@ -107,6 +118,7 @@ def linear_add_kernel(
     num_out,
     num_k,
     w_len,  # of a row of w
+    scales_len,  # of a group's scales
     multiplier,
     HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr,
@@ -117,6 +129,10 @@ def linear_add_kernel(
     BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr,
     EVEN_K: tl.constexpr,
+    FORMAT: tl.constexpr,  # "plain", or as in `QuantizedWeight`
+    GROUP: tl.constexpr,  # this and what follows: as in `quantized_product`
+    ZEROS: tl.constexpr,
+    NATIVE: tl.constexpr,
     PDL: tl.constexpr,
     DOT_PRECISION: tl.constexpr,
 ):
@@ -134,8 +150,8 @@ def linear_add_kernel(
         gdc_wait()
     before = tl.load(hidden + at, mask=inside, other=0.0)
     acc, complete = _stream(
-        x, w, partials, counters, row, num_rows, num_k, w_len, tile,
-        BLOCK_M, BLOCK_N, BLOCK_K, SPLIT_K, EVEN_K, PDL, DOT_PRECISION,
+        x, w, scales, partials, counters, row, num_rows, num_k, w_len, scales_len, tile,
+        BLOCK_M, BLOCK_N, BLOCK_K, SPLIT_K, EVEN_K, FORMAT, GROUP, ZEROS, NATIVE, PDL, DOT_PRECISION,
     )  # fmt: skip
     if complete:
         dtype = hidden.dtype.element_ty
@@ -166,8 +182,9 @@ def _weight_rows(tile, num_out, GATED: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _stream(
-    x, w, partials, counters, row, num_rows, num_k, w_len, tile,
+    x, w, scales, partials, counters, row, num_rows, num_k, w_len, scales_len, tile,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, NATIVE: tl.constexpr,
     PDL: tl.constexpr, DOT_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """w[row] @ x.T, [BLOCK_N, BLOCK_M] float32, and whether this program is the one that has the whole sum."""
@@ -177,20 +194,26 @@ def _stream(
     stop = tl.minimum(start + part_len, num_k)
     m = tl.arange(0, BLOCK_M)
     w_rows, x_rows = w + row.to(tl.int64)[:, None] * w_len, x + m[None, :] * num_k
-    k = start + tl.arange(0, BLOCK_K)
-    w_at, x_at = w_rows + k[None, :], x_rows + k[:, None]
-    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    for at in range(start, stop, BLOCK_K):
-        if EVEN_K:
-            w_tile = tl.load(w_at, eviction_policy="evict_first")
-            x_tile = tl.load(x_at, mask=(m < num_rows)[None, :], other=0.0)
-        else:
-            inside = at + tl.arange(0, BLOCK_K) < stop
-            w_tile = tl.load(w_at, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
-            x_tile = tl.load(x_at, mask=(m < num_rows)[None, :] & inside[:, None], other=0.0)
-        acc = tl.dot(w_tile, x_tile, acc, input_precision=DOT_PRECISION)
-        w_at += BLOCK_K
-        x_at += BLOCK_K
+    if FORMAT == "plain":
+        k = start + tl.arange(0, BLOCK_K)
+        w_at, x_at = w_rows + k[None, :], x_rows + k[:, None]
+        acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+        for at in range(start, stop, BLOCK_K):
+            if EVEN_K:
+                w_tile = tl.load(w_at, eviction_policy="evict_first")
+                x_tile = tl.load(x_at, mask=(m < num_rows)[None, :], other=0.0)
+            else:
+                inside = at + tl.arange(0, BLOCK_K) < stop
+                w_tile = tl.load(w_at, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+                x_tile = tl.load(x_at, mask=(m < num_rows)[None, :] & inside[:, None], other=0.0)
+            acc = tl.dot(w_tile, x_tile, acc, input_precision=DOT_PRECISION)
+            w_at += BLOCK_K
+            x_at += BLOCK_K
+    else:
+        acc = quantized_product(
+            w_rows, x_rows, scales + row, m < num_rows, scales_len, start, stop,
+            BLOCK_M, BLOCK_N, EVEN_K, FORMAT, GROUP, ZEROS, NATIVE, DOT_PRECISION,
+        )  # fmt: skip
     if PDL:  # only now: what starts earlier takes bandwidth and room from programs that still stream
         gdc_launch_dependents()
     complete = True

@@ -16,13 +16,11 @@ enum Format { FP8, INT4, FP4 };
 
 constexpr int RUN = 128, PARTS = FORMAT == FP8 ? 2 : 4, PART = RUN / PARTS;  // inputs of a run, codes of a word, inputs of a part
 constexpr int UNIT_BYTES = 128, RUNS = FORMAT == FP8 ? 1 : 2;  // of a unit; a half of it is half of a run, or one
-constexpr int TILE = 32;                                   // outputs: two products of 16
-constexpr int OCTETS = (ROWS + 7) / 8;                     // of rows, in products; fewer than eight are there again
-constexpr int SCALES = GROUP > 0 && GROUP < RUN ? RUN / GROUP : 1;  // of a run
+constexpr int TILE = 32, SUMS = 2 * 4;                                        // outputs: of two products; of a lane
+constexpr int SCALES = GROUP > 0 && GROUP < RUN ? RUN / GROUP : 1;             // of a run
 constexpr int PARTS_OF_GROUP = PARTS / SCALES;
-constexpr int SUMS = 2 * OCTETS * 4;                       // of a lane, in a tile
-constexpr int FINISHERS = WARPS - MULTIPLIERS, TURNS = OCTETS > 1 ? 1 : 2;  // of tiles that have memory for sums
-static_assert(FINISHERS == 2 * OCTETS, "two warps finish the sums of an octet");
+constexpr int FINISHERS = 2, TURNS = 2;  // warps that finish sums; tiles that have memory for them
+static_assert(ROWS <= 8 && WARPS == MULTIPLIERS + FINISHERS, "rows are the narrow side of a product");
 #if FORMAT == 2
 typedef u8 Scale;  // an exponent of two
 #else
@@ -49,11 +47,12 @@ __device__ __forceinline__ float zero_of(Scale scale) { return static_cast<float
 
 struct Weights {
     const u8* codes;
-    const Scale* scales;   // [groups, scales_len]
-    u32 row_bytes;  // of all rows fewer than 2 ** 32
+    const Scale* scales;  // [groups, scales_len]
+    u32 row_bytes;        // of all rows fewer than 2 ** 32
     int scales_len, num_out, num_in;
     bool gated;  // 2 * num_out rows: gates, then ups; a tile has those of 16 outputs
 
+    __device__ __forceinline__ int num_tiles() const { return (num_out + first_of(1) - 1) / first_of(1); }
     __device__ __forceinline__ int num_units() const { return (num_in + RUNS * RUN - 1) / (RUNS * RUN); }
     // Of a tile: its first output, and how many outputs are between rows 15 and 16 besides.
     __device__ __forceinline__ int first_of(int tile) const { return tile * (gated ? TILE / 2 : TILE); }
@@ -70,6 +69,11 @@ struct Weights {
     }
 };
 
+__device__ __forceinline__ Weights weights_of(const u8* codes, const Scale* scales, long long row_bytes, long long scales_len,
+                                              long long num_out, long long num_in, bool gated) {
+    return {codes, scales, static_cast<u32>(row_bytes), static_cast<int>(scales_len), static_cast<int>(num_out), static_cast<int>(num_in), gated};
+}
+
 // A warp's way through units: of each tile those that are its own, then of the block's next tile.
 struct Way {
     int tile, unit;
@@ -83,14 +87,14 @@ struct Way {
 
 // The rows of the step.
 struct Inputs {
-    const u16* x;       // of the block's first row: bfloat16
+    const u16* x;           // bfloat16
     int row_len, num_rows;  // the former a multiple of 8; what is not an input is 0
 };
 
 // What a warp needs for a unit.
 struct Stage {
-    uint4 codes[TILE][8];          // 16 bytes of an output, each in its place ^ 4 of odd outputs: no two lanes read one bank
-    uint4 x[2][PARTS][ROWS][4];    // eight neighbouring inputs each, by halves of the unit
+    uint4 codes[TILE][8];            // 16 bytes of an output, each in its place ^ 4 of odd outputs: no two lanes read one bank
+    uint4 x[2][PARTS][ROWS][4];      // eight neighbouring inputs each, by halves of the unit
     u32 scales[RUNS][SCALES][TILE];  // words that have them
 
     // The lane's codes of a half: of outputs 8 apart.
@@ -178,27 +182,24 @@ struct Ring {
 
 __device__ __forceinline__ u32 word_of(const uint4& four, int i) { return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w; }
 
-typedef float Sums[2][OCTETS][4];  // of 16 outputs each, as a product has them
+typedef float Sums[2][4];  // of 16 outputs each, as a product has them
 
 __device__ __forceinline__ void clear(Sums& sums) {
-    for (int m = 0; m < 2; ++m)
-        for (int o = 0; o < OCTETS; ++o)
-            for (int i = 0; i < 4; ++i) sums[m][o][i] = 0;
+    for (int i = 0; i < SUMS; ++i) sums[i / 4][i % 4] = 0;
 }
 
 // Products with a group's codes; of INT4 also sums of its inputs, which times the zero points are to be taken off.
 struct Products {
     Sums of_codes;
-    float of_ones[OCTETS][4];
+    float of_ones[4];
 
     __device__ __forceinline__ void begin() {
         clear(of_codes);
-        for (int o = 0; o < OCTETS; ++o)
-            for (int i = 0; i < 4; ++i) of_ones[o][i] = 0;
+        for (int i = 0; i < 4; ++i) of_ones[i] = 0;
     }
-    __device__ __forceinline__ void add_inputs(int o, u32 x0, u32 x1) {
+    __device__ __forceinline__ void add_inputs(u32 x0, u32 x1) {
         constexpr u32 ONES[4] = {0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80};
-        if (FORMAT == INT4) multiply_values(of_ones[o], ONES, x0, x1);
+        if (FORMAT == INT4) multiply_values(of_ones, ONES, x0, x1);
     }
     // sums += scale * products, of the lane's outputs
     __device__ __forceinline__ void add_to(Sums& sums, const Scale (&scales)[4]) const {
@@ -206,13 +207,11 @@ struct Products {
         for (int j = 0; j < 4; ++j) {
             const float factor = number_of(scales[j]), zero = FORMAT == INT4 ? zero_of(scales[j]) : 0;
 #pragma unroll
-            for (int o = 0; o < OCTETS; ++o)
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const float product = of_codes[j / 2][o][j % 2 * 2 + e];
-                    float& sum = sums[j / 2][o][j % 2 * 2 + e];
-                    sum = fmaf(factor, FORMAT == INT4 ? fmaf(-zero, of_ones[o][e], product) : product, sum);
-                }
+            for (int e = 0; e < 2; ++e) {
+                const float product = of_codes[j / 2][j % 2 * 2 + e];
+                float& sum = sums[j / 2][j % 2 * 2 + e];
+                sum = fmaf(factor, FORMAT == INT4 ? fmaf(-zero, of_ones[e], product) : product, sum);
+            }
         }
     }
 };
@@ -241,21 +240,18 @@ template <int P>
 __device__ __forceinline__ void multiply_parts(const uint4 (&codes)[4], const Half& at, Scale (&scales)[4], Products& products, Sums& sums) {
     const int lane = threadIdx.x % 32;
     if (GROUP && P % PARTS_OF_GROUP == 0) at.take_scales(P / PARTS_OF_GROUP, scales);
-    uint4 x[OCTETS];
-#pragma unroll
-    for (int o = 0; o < OCTETS; ++o) x[o] = at.stage.x[at.half][P][(8 * o + lane / 4) % ROWS][lane % 4];
+    const uint4 x = at.stage.x[at.half][P][lane / 4 % ROWS][lane % 4];
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
+        const u32 x0 = word_of(x, 2 * k), x1 = word_of(x, 2 * k + 1);
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
             u32 numbers[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) numbers[i] = decode<P>(word_of(codes[2 * m + i % 2], 2 * k + i / 2));
-#pragma unroll
-            for (int o = 0; o < OCTETS; ++o) multiply_values(products.of_codes[m][o], numbers, word_of(x[o], 2 * k), word_of(x[o], 2 * k + 1));
+            multiply_values(products.of_codes[m], numbers, x0, x1);
         }
-#pragma unroll
-        for (int o = 0; o < OCTETS; ++o) products.add_inputs(o, word_of(x[o], 2 * k), word_of(x[o], 2 * k + 1));
+        products.add_inputs(x0, x1);
     }
     if (GROUP && (P + 1) % PARTS_OF_GROUP == 0) {
         products.add_to(sums, scales);
@@ -288,7 +284,7 @@ __device__ __forceinline__ void multiply_units(Ring& ring, Way& at, const Weight
 
 // The block's sums on their way from warp to warp, in turns.
 struct Exchange {
-    float* sums;  // [TURNS][MULTIPLIERS][SUMS][32]
+    float* sums;        // [TURNS][MULTIPLIERS][SUMS][32]
     u64 *full, *empty;  // [TURNS] each: all multipliers have written, all finishers have read
     int turn;
     u32 parity;
@@ -303,18 +299,18 @@ struct Exchange {
         wait_for(empty + turn, parity ^ 1);
         float* to = of(threadIdx.x / 32);
 #pragma unroll
-        for (int i = 0; i < SUMS; ++i) to[i * 32] = (&mine[0][0][0])[i];
+        for (int i = 0; i < SUMS; ++i) to[i * 32] = mine[i / 4][i % 4];
         tell(full + turn);
     }
-    // Of an octet's four outputs, 8 apart, and of the lane's first or second row.
-    __device__ __forceinline__ void take(int octet, int e, float (&all)[4]) const {
+    // Of four outputs, 8 apart, and of the lane's first or second row.
+    __device__ __forceinline__ void take(int e, float (&all)[4]) const {
         wait_for(full + turn, parity);
 #pragma unroll
         for (int j = 0; j < 4; ++j) all[j] = 0;
 #pragma unroll
         for (int w = 0; w < MULTIPLIERS; ++w)
 #pragma unroll
-            for (int j = 0; j < 4; ++j) all[j] += of(w)[((j / 2 * OCTETS + octet) * 4 + j % 2 * 2 + e) * 32];
+            for (int j = 0; j < 4; ++j) all[j] += of(w)[(2 * j + e) * 32];
         tell(empty + turn);
     }
     __device__ __forceinline__ static void tell(u64* barrier) {
@@ -327,10 +323,10 @@ struct Exchange {
 // neighbouring lanes: those of the same row are 4 lanes apart. Before them begin(row) when inputs are there, and before(tile,
 // row) while weights come; what they return is handed on.
 template <class Begin, class Before, class Finish>
-__device__ __forceinline__ void for_tiles(const Weights& weights, const Inputs& inputs, int num_tiles, Begin begin, Before before, Finish finish) {
+__device__ __forceinline__ void for_tiles(const Weights& weights, const Inputs& inputs, Begin begin, Before before, Finish finish) {
     extern __shared__ uint4 memory[];  // [MULTIPLIERS] stages of copies; then sums
     __shared__ u64 barriers[2][TURNS];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, num_tiles = weights.num_tiles();
     if (threadIdx.x < 2 * TURNS) make_barrier(barriers[0] + threadIdx.x, threadIdx.x < TURNS ? MULTIPLIERS : FINISHERS);
     barriers_are_made();
     __syncthreads();
@@ -348,14 +344,14 @@ __device__ __forceinline__ void for_tiles(const Weights& weights, const Inputs& 
             exchange.put(sums);
         }
     } else {
-        const int octet = (warp - MULTIPLIERS) / 2, e = warp % 2, row = 8 * octet + lane % 4 * 2 + e;
+        const int e = warp - MULTIPLIERS, row = lane % 4 * 2 + e;
         wait_for_earlier_kernels();
         const auto begun = begin(row);
         for (int tile = blockIdx.x; tile < num_tiles; tile += gridDim.x, exchange.next()) {
             const auto read = before(tile, row);
             if (tile + static_cast<int>(gridDim.x) >= num_tiles) let_next_kernel_start();
             float sums[4];
-            exchange.take(octet, e, sums);
+            exchange.take(e, sums);
             finish(tile, row, sums, begun, read);
         }
     }
@@ -386,15 +382,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(
     long long gated,  // out = activated gate * up
     long long activation
 ) {
-    const int first = blockIdx.y * ROWS, rows_here = min(ROWS, static_cast<int>(num_rows) - first), lane = threadIdx.x % 32;
-    const Weights weights{codes, scales, static_cast<u32>(row_bytes), static_cast<int>(scales_len), static_cast<int>(num_out), static_cast<int>(num_in), gated != 0};
-    const int of_tile = gated ? TILE / 2 : TILE, num_tiles = (weights.num_out + of_tile - 1) / of_tile;
+    const int lane = threadIdx.x % 32;
+    const Weights weights = weights_of(codes, scales, row_bytes, scales_len, num_out, num_in, gated != 0);
     auto factor_of = [&](int row) {  // of the four rows of neighbouring lanes, which the warp has
         float mine = 1;
         for (int k = 0; squares && k < 4; ++k) {
             const int r = row + (k - lane % 4) * 2;
             float sum = 0;
-            for (int s = lane; r < rows_here && s < num_squares; s += 32) sum += squares[s * num_rows + first + r];
+            for (int s = lane; r < num_rows && s < num_squares; s += 32) sum += squares[s * num_rows + r];
             sum = sum_over_warp(sum);
             if (k == lane % 4) mine = 1 / sqrtf(sum / static_cast<float>(num_in) + static_cast<float>(eps));
         }
@@ -406,13 +401,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(
         return make_float4(bf16_as_float(bias[weights.row_of(tile, r)]), bf16_as_float(bias[weights.row_of(tile, r + 8)]),
                            bf16_as_float(bias[weights.row_of(tile, r + 16)]), bf16_as_float(bias[weights.row_of(tile, r + 24)]));
     };
-    for_tiles(weights, Inputs{x + first * row_len, static_cast<int>(row_len), rows_here}, num_tiles, factor_of, biases_of,
+    for_tiles(weights, Inputs{x, static_cast<int>(row_len), static_cast<int>(num_rows)}, factor_of, biases_of,
               [&](int tile, int row, float (&sums)[4], float factor, const float4& biases) {
-                  if (row >= rows_here) return;
+                  if (row >= num_rows) return;
                   const float with_bias[4] = {sums[0] * factor + biases.x, sums[1] * factor + biases.y, sums[2] * factor + biases.z,
                                               sums[3] * factor + biases.w};
                   auto store = [&](int n, float value) {
-                      const long long at = (first + row) * num_out + n;
+                      const long long at = row * num_out + n;
                       if (n >= num_out) return;
                       if (out_is_float)
                           static_cast<float*>(out)[at] = value;
@@ -434,7 +429,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply(
 
 // The residual stream plus outputs times a multiplier, and what those who read it next want: see `workers.model.ops.Stream`.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply_and_add(
-    const u16* x,  // [num_rows, row_len] bfloat16, with zeros behind num_in
+    const u16* x,       // [num_rows, row_len] bfloat16, with zeros behind num_in
     long long row_len,  // a multiple of 8
     const u8* codes, const Scale* scales, long long row_bytes, long long scales_len,  // `Weights`
     const u16* bias,          // [num_out] bfloat16, or null
@@ -446,41 +441,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply_and_add(
     float* squares,  // [tiles, num_rows] <- sums of hidden² over the outputs of a tile
     long long num_rows, long long num_out, long long num_in, double multiplier
 ) {
-    const int first = blockIdx.y * ROWS, rows_here = min(ROWS, static_cast<int>(num_rows) - first), r = threadIdx.x % 32 / 4;
-    const Weights weights{codes, scales, static_cast<u32>(row_bytes), static_cast<int>(scales_len), static_cast<int>(num_out), static_cast<int>(num_in), false};
-    const int num_tiles = (weights.num_out + TILE - 1) / TILE;
+    const int r = threadIdx.x % 32 / 4;
+    const Weights weights = weights_of(codes, scales, row_bytes, scales_len, num_out, num_in, false);
     struct Read {
         float hidden[4], bias[4], norm[4], ahead[4];
     };
     auto before = [&](int tile, int row) {
         Read read = {};
-        if (row >= rows_here) return read;
+        if (row >= num_rows) return read;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             const int n = weights.row_of(tile, 8 * j + r);
-            read.hidden[j] = bf16_as_float(hidden[(first + row) * num_out + n]);
+            read.hidden[j] = bf16_as_float(hidden[row * num_out + n]);
             read.bias[j] = bias ? bf16_as_float(bias[n]) : 0;
             read.norm[j] = norm ? norm[n] : 1;
             read.ahead[j] = norm_ahead ? norm_ahead[n] : 1;
         }
         return read;
     };
-    for_tiles(weights, Inputs{x + first * row_len, static_cast<int>(row_len), rows_here}, num_tiles, [](int row) { return 0; }, before,
+    for_tiles(weights, Inputs{x, static_cast<int>(row_len), static_cast<int>(num_rows)}, [](int row) { return 0; }, before,
               [&](int tile, int row, float (&sums)[4], int begun, const Read& read) {
                   float square = 0;
 #pragma unroll
                   for (int j = 0; j < 4; ++j) {
                       const int n = tile * TILE + 8 * j + r;
-                      if (row >= rows_here || n >= num_out) continue;
+                      if (row >= num_rows || n >= num_out) continue;
                       const u16 bits = as_bf16(fmaf(static_cast<float>(multiplier), sums[j] + read.bias[j], read.hidden[j]));
                       const float value = bf16_as_float(bits);
-                      const long long at = (first + row) * num_out + n;
+                      const long long at = row * num_out + n;
                       hidden[at] = bits;
                       scaled[at] = as_bf16(value * read.norm[j]);
                       if (norm_ahead) scaled_ahead[at] = as_bf16(value * read.ahead[j]);
                       square += value * value;
                   }
                   for (int step = 4; step < 32; step <<= 1) square += __shfl_xor_sync(ALL_LANES, square, step);
-                  if (r == 0 && row < rows_here) squares[tile * num_rows + first + row] = square;
+                  if (r == 0 && row < num_rows) squares[tile * num_rows + row] = square;
               });
 }

@@ -17,8 +17,10 @@ from workers.model.ops import SQUARES_BLOCK, Normed, Readers, Stream
 
 _SOURCE = Path(__file__).with_name("quantized.cu")
 _MULTIPLIERS, _TILE = 8, SQUARES_BLOCK  # a tile's outputs are a part of the squares
+_THREADS = 32 * (_MULTIPLIERS + 2)  # two warps finish
 _MOST_STAGES, _SHARED_BYTES = 3, 226 << 10  # that a block has, besides a few barriers
-_ROWS = 1, 2, 4, 8, 16  # that a block takes together
+_ROWS = 1, 2, 4, 8  # that a block takes together
+MOST_ROWS = _ROWS[-1]  # beyond, inputs are as many bytes as weights, and Triton's larger tiles read them less often
 _FORMATS = get_args(WeightFormat)
 _ACTIVATIONS = "none", "silu", "gelu_tanh", "quick_gelu", "relu", "relu2"
 assert set(get_args(Activation)) - set(_ACTIVATIONS) == {"clamped"}  # which experts alone have
@@ -74,20 +76,26 @@ class QuantizedOps(Launches):
         )
 
     def _run(self, name: str, num_rows: int, weight: QuantizedWeight, num_out: int, x: Tensor, *args: object) -> None:
-        """Launch on the rows x, in bfloat16, as many of them together as a block takes."""
         assert x.dtype == torch.bfloat16, f"weights of few bits meet rows of bfloat16, not {x.dtype}"
-        rows = next((rows for rows in _ROWS if rows >= num_rows), _ROWS[-1])
+        rows = next(rows for rows in _ROWS if rows >= num_rows)
         kernel = _kernel(name, weight.format, weight.group_size, rows, self._chain())
         blocks = min(-(-num_out // _TILE), num_multiprocessors(x.device))
-        kernel.launch((blocks, -(-num_rows // rows), 1), _threads(rows), x, x.shape[1], *args)
+        kernel.launch((blocks, 1, 1), _THREADS, x, x.shape[1], *args)
 
     def _as_read(self, x: Tensor, weight: QuantizedWeight) -> Tensor:
         """x as the weights have their inputs, in whole pieces of 16 bytes."""
-        if weight.order is None and weight.num_in % 8 == 0:
+        ordered = self._in_order(x, weight)
+        if (filling := -weight.num_in % 8) == 0:
+            return ordered
+        self.break_chain()
+        return functional.pad(ordered, (0, filling))
+
+    def _in_order(self, x: Tensor, weight: QuantizedWeight | None) -> Tensor:
+        """x as the weights have their inputs."""
+        if weight is None or weight.order is None:
             return x
         self.break_chain()
-        ordered = x if weight.order is None else x.index_select(1, weight.order)
-        return functional.pad(ordered, (0, -weight.num_in % 8))
+        return x.index_select(1, weight.order)
 
 
 def _weights(weight: QuantizedWeight) -> tuple[Tensor | int, ...]:
@@ -95,27 +103,19 @@ def _weights(weight: QuantizedWeight) -> tuple[Tensor | int, ...]:
     return weight.words, weight.scales, weight.words.stride(0) * weight.words.element_size(), weight.scales.stride(0)
 
 
-def _octets(rows: int) -> int:
-    return -(-rows // 8)
-
-
-def _threads(rows: int) -> int:
-    """Two warps finish an octet of rows."""
-    return 32 * (_MULTIPLIERS + 2 * _octets(rows))
-
-
 @cache
 def _kernel(name: str, format: WeightFormat, group_size: int, rows: int, early_start: bool) -> CudaKernel:
     scales, runs = RUN // group_size if 0 < group_size < RUN else 1, 1 if format == "fp8" else 2
-    stage = _TILE * 128 + 2 * CODES[format] * rows * 64 + runs * scales * _TILE * 4  # as in the source
-    sums = _MULTIPLIERS * (1 if _octets(rows) > 1 else 2) * 8 * _octets(rows) * 32 * 4
-    stages = min(_MOST_STAGES, (_SHARED_BYTES - sums) // (_MULTIPLIERS * stage))
+    # as the source has them, of a multiplier
+    stage = _TILE * 128 + 2 * CODES[format] * rows * 64 + runs * scales * _TILE * 4
+    sums = 2 * 8 * 32 * 4
+    stages = min(_MOST_STAGES, (_SHARED_BYTES // _MULTIPLIERS - sums) // stage)
     defines = {
-        "THREADS": _threads(rows),
+        "THREADS": _THREADS,
         "MULTIPLIERS": _MULTIPLIERS,
         "FORMAT": _FORMATS.index(format),
         "GROUP": group_size,
         "ROWS": rows,
         "STAGES": stages,
     }
-    return cuda_kernel(_SOURCE, name, defines, _MULTIPLIERS * stages * stage + sums, early_start)
+    return cuda_kernel(_SOURCE, name, defines, _MULTIPLIERS * (stages * stage + sums), early_start)

@@ -16,7 +16,7 @@ from workers.model.gpu.expert_ops import TritonExpertOps
 from workers.model.gpu.head_kernels import predict_query_kernel, rotate_append_kernel
 from workers.model.gpu.latent_ops import TritonLatentOps
 from workers.model.gpu.linear_kernels import linear_add_kernel, linear_kernel
-from workers.model.gpu.quantized_ops import QuantizedOps
+from workers.model.gpu.quantized_ops import MOST_ROWS, QuantizedOps
 from workers.model.gpu.stream_ops import written
 from workers.model.gpu.tiles import BLOCK_N, MAX_BATCH_SIZE, MAX_SPLIT_PROGRAMS, Tiles
 from workers.model.gpu.token_kernels import (
@@ -36,7 +36,7 @@ class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps, QuantizedOps):
     """Owns the scratch memory of split sums, so its operations must follow each other on one stream.
 
     A row's results do not depend on the rows beside it, nor, up to 16 of them, on their number: sums are taken in the
-    same order. In larger steps the last bits may differ.
+    same order. In larger steps the last bits may differ; with weights of few bits, in those of more than MOST_ROWS.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -93,14 +93,16 @@ class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps, QuantizedOps):
 
     def _linear(self, x: Normed, linears: Sequence[Linear], out: Tensor, gated: bool, activation: str) -> None:
         (linear,) = linears  # as `take_weights` joins them
-        if linear.quantized is not None:
+        if linear.quantized is not None and len(x.x) <= MOST_ROWS:
             return self._multiply(x, linear, linear.quantized, out, gated, activation)
         weight, squares, tiles = linear.weight, x.squares, Tiles.of(linear)
         num_squares = 1 if squares is None else len(squares)
+        inputs = self._in_order(x.x, linear.quantized)
         linear_kernel[(tiles.num_tiles, tiles.split_k)](
-            x.x,
-            x.x if squares is None else squares,
+            inputs,
+            inputs if squares is None else squares,
             weight,
+            weight if linear.quantized is None else linear.quantized.scales,
             weight if linear.bias is None else linear.bias,
             out,
             self._partials,
@@ -108,7 +110,7 @@ class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps, QuantizedOps):
             len(x.x),
             out.shape[1],
             linear.num_in,
-            weight.stride(0),
+            *_strides(linear),
             num_squares,
             x.eps,
             NORMED=squares is not None,
@@ -121,12 +123,13 @@ class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps, QuantizedOps):
         )
 
     def linear_add(self, x: Tensor, linear: Linear, multiplier: float, stream: Stream, readers: Readers) -> None:
-        if linear.quantized is not None:
+        if linear.quantized is not None and len(x) <= MOST_ROWS:
             return self._multiply_and_add(x, linear, linear.quantized, multiplier, stream, readers)
         weight, tiles = linear.weight, Tiles.of(linear)
         linear_add_kernel[(tiles.num_tiles, tiles.split_k)](
-            x,
+            self._in_order(x, linear.quantized),
             weight,
+            weight if linear.quantized is None else linear.quantized.scales,
             weight if linear.bias is None else linear.bias,
             *written(stream, readers),
             self._partials,
@@ -134,7 +137,7 @@ class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps, QuantizedOps):
             len(x),
             len(weight),
             linear.num_in,
-            weight.stride(0),
+            *_strides(linear),
             multiplier,
             HAS_BIAS=linear.bias is not None,
             HAS_NORM=readers.norm is not None,
@@ -217,6 +220,11 @@ class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps, QuantizedOps):
             num_warps=8,
             **self._launch(),
         )
+
+
+def _strides(linear: Linear) -> tuple[int, int]:
+    """From a row of the weights to the next, and from a group's scales."""
+    return linear.weight.stride(0), 0 if linear.quantized is None else linear.quantized.scales.stride(0)
 
 
 def _head_constants(norms: HeadNorms | None, rotation: Rotation | None, q: Tensor) -> dict[str, Any]:

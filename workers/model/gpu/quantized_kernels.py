@@ -1,0 +1,178 @@
+"""Products with weights of 8 or 4 bits, which are decoded in registers on their way to the tensor cores.
+
+What is decoded is exact in bfloat16: a group's scale multiplies its sum, not its weights. `QuantizedWeight` says how
+codes lie: two or four in a word of 16 bits, each of another part of a run of 128 inputs.
+"""
+
+# Triton kernels are untyped, and their constants upper case by custom.
+# ruff: noqa: N803, N806
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, index"
+
+import triton
+import triton.language as tl
+
+RUN = tl.constexpr(128)
+
+# Two words to two bfloat16 numbers for each of their codes, a code's place at a time. A code's bits come to where
+# bfloat16 has its mantissa and the lowest bits of its exponent; a product with a power of two, or a difference, puts
+# right what they then mean.
+_FP8 = tl.constexpr("""{
+.reg .b32 low, high, sign, scale;
+mov.b32 scale, 0x7b807b80;
+shl.b32 low, $2, 8;
+and.b32 sign, low, 0x80008000;
+shl.b32 low, $2, 4;
+lop3.b32 low, low, 0x07f007f0, sign, 0xea;
+mul.bf16x2 $0, low, scale;
+and.b32 sign, $2, 0x80008000;
+shr.b32 high, $2, 4;
+lop3.b32 high, high, 0x07f007f0, sign, 0xea;
+mul.bf16x2 $1, high, scale;
+}""")
+_INT4 = tl.constexpr("""{
+.reg .b32 code, less;
+mov.b32 less, 0x43084308;
+lop3.b32 code, $4, 0x000f000f, 0x43004300, 0xea;
+sub.bf16x2 $0, code, less;
+shr.b32 code, $4, 4;
+lop3.b32 code, code, 0x000f000f, 0x43004300, 0xea;
+sub.bf16x2 $1, code, less;
+shr.b32 code, $4, 8;
+lop3.b32 code, code, 0x000f000f, 0x43004300, 0xea;
+sub.bf16x2 $2, code, less;
+shr.b32 code, $4, 12;
+lop3.b32 code, code, 0x000f000f, 0x43004300, 0xea;
+sub.bf16x2 $3, code, less;
+}""")
+_FP4 = tl.constexpr("""{
+.reg .b32 code, sign, scale;
+mov.b32 scale, 0x7e807e80;
+shl.b32 sign, $4, 12;
+and.b32 sign, sign, 0x80008000;
+shl.b32 code, $4, 6;
+lop3.b32 code, code, 0x01c001c0, sign, 0xea;
+mul.bf16x2 $0, code, scale;
+shl.b32 sign, $4, 8;
+and.b32 sign, sign, 0x80008000;
+shl.b32 code, $4, 2;
+lop3.b32 code, code, 0x01c001c0, sign, 0xea;
+mul.bf16x2 $1, code, scale;
+shl.b32 sign, $4, 4;
+and.b32 sign, sign, 0x80008000;
+shr.b32 code, $4, 2;
+lop3.b32 code, code, 0x01c001c0, sign, 0xea;
+mul.bf16x2 $2, code, scale;
+and.b32 sign, $4, 0x80008000;
+shr.b32 code, $4, 6;
+lop3.b32 code, code, 0x01c001c0, sign, 0xea;
+mul.bf16x2 $3, code, scale;
+}""")
+
+
+@triton.jit
+def quantized_product(
+    w_at,  # [BLOCK_N, 1] pointers to the rows of words
+    x_at,  # [1, BLOCK_M] pointers to the rows of x
+    scale_at,  # [BLOCK_N] pointers to the rows' scales of the first group
+    there,  # [BLOCK_M]: which rows of x there are
+    scales_len,  # of a group
+    start,
+    stop,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EVEN_K: tl.constexpr,  # inputs are full runs
+    FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,  # inputs of a group; 0: all
+    ZEROS: tl.constexpr,
+    NATIVE: tl.constexpr,  # decode to bfloat16 by the GPU's own instructions
+    DOT_PRECISION: tl.constexpr,
+):
+    """weights @ x.T over inputs from `start`, a multiple of RUN, to `stop`: [BLOCK_N, BLOCK_M] float32."""
+    dtype = x_at.dtype.element_ty
+    PARTS: tl.constexpr = 2 if FORMAT == "fp8" else 4
+    WIDTH: tl.constexpr = RUN // PARTS
+    SHORT: tl.constexpr = GROUP > 0 and GROUP < RUN
+    j = tl.arange(0, WIDTH)
+    nothing = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    ones = tl.full((BLOCK_N, WIDTH), 1.0, dtype)
+    acc = nothing
+    coming = tl.load(_scales_of(scale_at, start, stop, scales_len, GROUP))
+    for at in range(start, stop, RUN):
+        scales = coming  # a run's are loaded a run ahead: Triton puts nothing but operands in line
+        coming = tl.load(_scales_of(scale_at, at + RUN, stop, scales_len, GROUP))
+        words = tl.load(w_at + (at // PARTS + j)[None, :], eviction_policy="evict_first")
+        numbers = _decoded(words, dtype, FORMAT, NATIVE)
+        product, sums = nothing, nothing
+        for part in tl.static_range(PARTS):
+            k = at + part * WIDTH + j
+            if EVEN_K:
+                x = tl.load(x_at + k[:, None], mask=there[None, :], other=0.0)
+            else:
+                x = tl.load(x_at + k[:, None], mask=there[None, :] & (k < stop)[:, None], other=0.0)
+            product = tl.dot(numbers[part], x, product, input_precision=DOT_PRECISION)
+            if ZEROS:
+                sums = tl.dot(ones, x, sums, input_precision=DOT_PRECISION)
+            if SHORT and (part + 1) * WIDTH % GROUP == 0:
+                of_group = tl.load(_scales_of(scale_at, at + part * WIDTH, stop, scales_len, GROUP))
+                acc += _scaled(product, sums, of_group, FORMAT, ZEROS)
+                product, sums = nothing, nothing
+        if not SHORT:
+            acc += _scaled(product, sums, scales, FORMAT, ZEROS)
+    return acc
+
+
+@triton.jit
+def _scales_of(scale_at, at, stop, scales_len, GROUP: tl.constexpr):
+    """Where the scales of an input's group are; of those past the end the last's."""
+    return scale_at if GROUP == 0 else scale_at + tl.minimum(at, stop - 1) // GROUP * scales_len
+
+
+@triton.jit
+def _scaled(product, sums, scales, FORMAT: tl.constexpr, ZEROS: tl.constexpr):
+    """scale * (product - zero * sums)"""
+    if FORMAT == "fp4":
+        scales = (scales.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    if FORMAT == "int4":
+        bits = scales.to(tl.int32, bitcast=True)
+        if ZEROS:
+            product -= ((bits & 15) - 8).to(tl.float32)[:, None] * sums
+        scales = (bits & -16).to(tl.float32, bitcast=True)
+    return scales[:, None] * product
+
+
+@triton.jit
+def _decoded(words, dtype: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
+    """A number for each code of the words: of all words the first, the second and so on."""
+    if NATIVE and FORMAT == "fp8":
+        return tl.inline_asm_elementwise(
+            _FP8, "=r,=r,r", [words], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+        )
+    elif NATIVE:
+        ASM: tl.constexpr = _INT4 if FORMAT == "int4" else _FP4
+        return tl.inline_asm_elementwise(
+            ASM,
+            "=r,=r,=r,=r,r",
+            [words],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    elif FORMAT == "fp8":
+        return _number(words, 0, dtype, FORMAT), _number(words, 8, dtype, FORMAT)
+    else:
+        low, high = _number(words, 0, dtype, FORMAT), _number(words, 4, dtype, FORMAT)
+        return low, high, _number(words, 8, dtype, FORMAT), _number(words, 12, dtype, FORMAT)
+
+
+@triton.jit
+def _number(words, shift: tl.constexpr, dtype: tl.constexpr, FORMAT: tl.constexpr):
+    """What the code at that bit is, by float32: sign, exponent and mantissa where it has them, times a power of two."""
+    code = words.to(tl.uint32) >> shift
+    if FORMAT == "fp8":
+        bits = ((code & 0x80) << 24) | ((code & 0x7F) << 20)
+        return (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(dtype)  # 2^120
+    elif FORMAT == "fp4":
+        bits = ((code & 8) << 28) | ((code & 7) << 22)
+        return (bits.to(tl.float32, bitcast=True) * 8.507059173023462e37).to(dtype)  # 2^126
+    else:
+        return ((code & 15).to(tl.float32) - 8.0).to(dtype)

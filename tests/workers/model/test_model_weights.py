@@ -69,7 +69,7 @@ def test_weights_of_a_directory_in_another_dtype(tmp_path) -> None:
 
 @pytest.mark.parametrize("rounding", ["fp8", "int4"])
 def test_weights_in_few_bits_are_taken_as_they_are(rounding, tmp_path) -> None:
-    model = load_model(str(save(tmp_path, "qwen2")), weights=rounding).model
+    model = load_model(str(save(tmp_path, "qwen2")), "bfloat16", weights=rounding).model
     weights = take_weights(model, "cpu")
     for layer, there in zip(weights.layers, model.model.layers, strict=True):
         attention, mlp = there.self_attn, there.mlp
@@ -82,8 +82,8 @@ def test_weights_in_few_bits_are_taken_as_they_are(rounding, tmp_path) -> None:
         for linear, modules in parts.items():
             assert linear.weight is linear.quantized.words and linear.quantized.format == rounding
             whole = torch.cat([module.weight for module in modules])
-            assert torch.equal(linear.plain(torch.float32), whole)
-            assert torch.equal(linear.outputs(3, 20).plain(torch.float32), whole[3:20])
+            assert torch.equal(linear.plain(torch.bfloat16), whole)
+            assert torch.equal(linear.outputs(3, 20).plain(torch.bfloat16), whole[3:20])
         assert torch.equal(layer.qkv[0].bias, torch.cat([part.bias for part in parts[layer.qkv[0]]]))
     assert weights.head.quantized is None
     linears = [linear for layer in weights.layers for linear in (*layer.qkv, layer.out, *layer.gate_up, layer.down)]
@@ -91,10 +91,10 @@ def test_weights_in_few_bits_are_taken_as_they_are(rounding, tmp_path) -> None:
 
 
 def test_matrices_of_several_kinds_are_joined_decoded(tmp_path) -> None:
-    model = load_model(str(save(tmp_path)), weights="int4").model
+    model = load_model(str(save(tmp_path)), "bfloat16", weights="int4").model
     attention = model.model.layers[0].self_attn
     attention.k_proj.quantized = QuantizedWeight.rounded(attention.k_proj.weight.data, "fp8")
-    attention.k_proj.weight.data = attention.k_proj.quantized.decoded(torch.float32)
+    attention.k_proj.weight.data = attention.k_proj.quantized.decoded(torch.bfloat16)
     joined = take_weights(model, "cpu").layers[0].qkv[0]
     assert joined.quantized is None
     assert torch.equal(

@@ -188,6 +188,19 @@ def test_without_a_device_the_engine_says_so() -> None:
         GpuEngine(loaded(), SearchConfig(), "device")
 
 
+def test_weights_of_few_bits_want_bfloat16(tmp_path: Path) -> None:
+    config = tiny_config("llama")
+    config.save_pretrained(tmp_path)
+    with pytest.raises(
+        ConfigError, match="bits with bfloat16, not with float32; build the context with --dtype bfloat16"
+    ):
+        require_weights(str(tmp_path), "float32", "int4", "hybrid")
+    config.quantization_config = {"quant_method": "awq", "bits": 4, "group_size": 64}
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="not with float32"):
+        require_weights(str(tmp_path), "float32", None, "device")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_without_a_device_nothing_is_loaded_for_one(tmp_path: Path) -> None:
     tiny_config("llama").save_pretrained(tmp_path)

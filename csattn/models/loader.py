@@ -107,7 +107,8 @@ def read_config(name: str | None) -> Any:
 def weight_bytes(config: Any, item_bytes: int, weights: str | None = None) -> tuple[int, int]:
     """Of the model that a config describes, which is not made: decoded, and as a GPU keeps it.
 
-    weights: as `load_model` takes it. Raises ModelError for a quantization that is not read.
+    item_bytes: of a number; 2 are bfloat16. weights: as `load_model` takes it. Raises ModelError for a quantization
+    that is not read.
     """
     from transformers import AutoModelForCausalLM
 

@@ -84,7 +84,8 @@ class GpuEngine:
     Memory is planned, and steps are captured, when the first request or context comes: see `Placing`.
 
     All requests select as the engine is set, some of them fewer rows; or all attend to everything. Rows of steps of up
-    to 16 have the same bits alone and among others; in larger steps, and over latents, the last bits may differ.
+    to 16, with weights of few bits to 8, have the same bits alone and among others; in larger steps, and over latents,
+    the last bits may differ.
     """
 
     def __init__(

@@ -62,6 +62,8 @@ def linear_kernel(
     if PDL:
         gdc_wait()
     parts = tl.load(squares + s[:, None] * num_rows + m[None, :], mask=seen, other=0.0) if NORMED else 0.0
+    if NORMED and BLOCK_M > 16:  # which would take too many registers until they are wanted
+        parts = tl.sum(parts, axis=0)[None, :]
     acc, complete = _stream(
         x, w, scales, partials, counters, row, num_rows, num_k, w_len, scales_len, tile,
         BLOCK_M, BLOCK_N, BLOCK_K, SPLIT_K, EVEN_K, FORMAT, GROUP, ZEROS, NATIVE, PDL, DOT_PRECISION,

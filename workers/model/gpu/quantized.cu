@@ -2,8 +2,8 @@
 // codes lie: they become bfloat16 numbers in registers, on their way to the tensor cores. A group's scale multiplies its
 // sum, not its weights.
 //
-// A block has tiles of 32 outputs, one after the other. Of each output it reads 128 bytes at a time, a unit: what is asked for
-// in smaller pieces comes at half the rate. MULTIPLIERS warps take units in turns, wait for nobody but their own copies, which
+// A block has tiles of 32 outputs, one after the other. Of each output it reads 128 bytes at a time, a unit: in pieces of 64 they
+// would come at half the rate. MULTIPLIERS warps take units in turns, wait for nobody but their own copies, which
 // go on behind their backs from one tile to the next, and begin while the kernel before ends: weights are what no kernel of a
 // step writes. The other warps add what those have, in their order, so that a sum depends on nothing but its row and its
 // weights, and do what follows.

@@ -29,6 +29,10 @@ assert set(get_args(Activation)) - set(_ACTIVATIONS) == {"clamped"}  # which exp
 class QuantizedOps(Launches):
     """A part of `TritonOps`: products of rows in bfloat16. A row's results do not depend on the rows beside it."""
 
+    def _is_for_few(self, weight: QuantizedWeight, num_rows: int) -> bool:
+        """Whether the products of so many rows are those here."""
+        return num_rows <= MOST_ROWS and _has_room(weight.words.device)
+
     def _multiply(
         self, x: Normed, linear: Linear, weight: QuantizedWeight, out: Tensor, gated: bool, activation: str
     ) -> None:
@@ -78,7 +82,8 @@ class QuantizedOps(Launches):
     def _run(self, name: str, num_rows: int, weight: QuantizedWeight, num_out: int, x: Tensor, *args: object) -> None:
         assert x.dtype == torch.bfloat16, f"weights of few bits meet rows of bfloat16, not {x.dtype}"
         rows = next(rows for rows in _ROWS if rows >= num_rows)
-        kernel = _kernel(name, weight.format, weight.group_size, rows, self._chain())
+        assert weight.words.nbytes < 1 << 32, f"{weight.words.nbytes} bytes of weights, a kernel counts them in 32 bits"
+        kernel = _kernel(name, weight.format, weight.group_size, rows, self._chain(), x.device)
         blocks = min(-(-num_out // _TILE), num_multiprocessors(x.device))
         kernel.launch((blocks, 1, 1), _THREADS, x, x.shape[1], *args)
 
@@ -104,7 +109,20 @@ def _weights(weight: QuantizedWeight) -> tuple[Tensor | int, ...]:
 
 
 @cache
-def _kernel(name: str, format: WeightFormat, group_size: int, rows: int, early_start: bool) -> CudaKernel:
+def _has_room(device: torch.device) -> bool:
+    """Whether blocks may have as much shared memory as they have on Hopper, and on Blackwell but for desktops'."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+@cache
+def _kernel(
+    name: str,
+    format: WeightFormat,
+    group_size: int,
+    rows: int,
+    early_start: bool,
+    device: torch.device,  # that it is loaded on
+) -> CudaKernel:
     scales, runs = RUN // group_size if 0 < group_size < RUN else 1, 1 if format == "fp8" else 2
     # as the source has them, of a multiplier
     stage = _TILE * 128 + 2 * CODES[format] * rows * 64 + runs * scales * _TILE * 4

@@ -16,7 +16,7 @@ from workers.model.gpu.expert_ops import TritonExpertOps
 from workers.model.gpu.head_kernels import predict_query_kernel, rotate_append_kernel
 from workers.model.gpu.latent_ops import TritonLatentOps
 from workers.model.gpu.linear_kernels import linear_add_kernel, linear_kernel
-from workers.model.gpu.quantized_ops import MOST_ROWS, QuantizedOps
+from workers.model.gpu.quantized_ops import QuantizedOps
 from workers.model.gpu.stream_ops import written
 from workers.model.gpu.tiles import BLOCK_N, MAX_BATCH_SIZE, MAX_SPLIT_PROGRAMS, Tiles
 from workers.model.gpu.token_kernels import (
@@ -36,7 +36,7 @@ class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps, QuantizedOps):
     """Owns the scratch memory of split sums, so its operations must follow each other on one stream.
 
     A row's results do not depend on the rows beside it, nor, up to 16 of them, on their number: sums are taken in the
-    same order. In larger steps the last bits may differ; with weights of few bits, in those of more than MOST_ROWS.
+    same order. In larger steps the last bits may differ; with weights of few bits, in those of more than 8.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -93,7 +93,7 @@ class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps, QuantizedOps):
 
     def _linear(self, x: Normed, linears: Sequence[Linear], out: Tensor, gated: bool, activation: str) -> None:
         (linear,) = linears  # as `take_weights` joins them
-        if linear.quantized is not None and len(x.x) <= MOST_ROWS:
+        if linear.quantized is not None and self._is_for_few(linear.quantized, len(x.x)):
             return self._multiply(x, linear, linear.quantized, out, gated, activation)
         weight, squares, tiles = linear.weight, x.squares, Tiles.of(linear)
         num_squares = 1 if squares is None else len(squares)
@@ -123,7 +123,7 @@ class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps, QuantizedOps):
         )
 
     def linear_add(self, x: Tensor, linear: Linear, multiplier: float, stream: Stream, readers: Readers) -> None:
-        if linear.quantized is not None and len(x) <= MOST_ROWS:
+        if linear.quantized is not None and self._is_for_few(linear.quantized, len(x)):
             return self._multiply_and_add(x, linear, linear.quantized, multiplier, stream, readers)
         weight, tiles = linear.weight, Tiles.of(linear)
         linear_add_kernel[(tiles.num_tiles, tiles.split_k)](

@@ -1,10 +1,14 @@
-// Sums over warps and blocks, and bins. Compiled for THREADS.
+// Sums over warps and blocks, words of four, and bins. Compiled for THREADS.
 #pragma once
 
 #include "intrinsics.cuh"
 
 constexpr int WARPS = THREADS / 32;
 constexpr u32 ALL_LANES = 0xffffffffu;
+
+__device__ __forceinline__ u32 word_of(uint4 words, int i) {
+    return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
+}
 
 __device__ __forceinline__ float sum_over_warp(float value) {
     for (int step = 16; step > 0; step >>= 1) value += __shfl_xor_sync(ALL_LANES, value, step);

@@ -160,10 +160,6 @@ struct QueryRows {
     }
 };
 
-__device__ __forceinline__ u32 word_of(uint4 words, int t) {
-    return t == 0 ? words.x : t == 1 ? words.y : t == 2 ? words.z : words.w;
-}
-
 // d = c + the products of one key's words with the rows.
 __device__ __forceinline__ void multiply_words(int (&d)[4], const u32 (&multipliers)[PRODUCTS][4], const uint4 (&words)[WORD_GROUPS], int t,
                                                const int (&c)[4]) {

@@ -180,8 +180,6 @@ struct Ring {
     }
 };
 
-__device__ __forceinline__ u32 word_of(const uint4& four, int i) { return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w; }
-
 typedef float Sums[2][4];  // of 16 outputs each, as a product has them
 
 __device__ __forceinline__ void clear(Sums& sums) {

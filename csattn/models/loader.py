@@ -107,8 +107,7 @@ def read_config(name: str | None) -> Any:
 def weight_bytes(config: Any, item_bytes: int, weights: str | None = None) -> tuple[int, int]:
     """Of the model that a config describes, which is not made: decoded, and as a GPU keeps it.
 
-    item_bytes: of a number; 2 are bfloat16. weights: as `load_model` takes it. Raises ModelError for a quantization
-    that is not read.
+    weights: as `load_model` takes it. Raises ModelError for a quantization that is not read.
     """
     from transformers import AutoModelForCausalLM
 
@@ -121,7 +120,7 @@ def weight_bytes(config: Any, item_bytes: int, weights: str | None = None) -> tu
     elif weights is not None:
         kept = (rounding := rounding_named(weights)), QuantizedWeight.group_size_of(rounding)
     decoded = size = sum(parameter.numel() for parameter in model.parameters()) * item_bytes
-    if kept is not None and item_bytes == 2:
+    if kept is not None:
         for name, linear in _linears(model):
             if not any(part in name for part in skipped):
                 size += QuantizedWeight.size(*kept, *linear.weight.shape) - linear.weight.numel() * item_bytes

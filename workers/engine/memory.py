@@ -78,14 +78,13 @@ def require_weights(
     """Raise before a model is loaded that is not decoded there, or whose weights alone are more than the device has."""
     config = read_config(name)
     require_latents_placed(describe(config), placement)
-    decoded_bytes, in_bfloat16 = weight_bytes(config, DTYPES["bfloat16"].itemsize, weights)
-    if dtype != "bfloat16" and in_bfloat16 < decoded_bytes:
+    decoded_bytes, kept_bytes = weight_bytes(config, DTYPES[dtype].itemsize, weights)
+    if dtype != "bfloat16" and kept_bytes < decoded_bytes:
         raise ConfigError(
             f"a GPU multiplies weights of 8 or 4 bits with bfloat16, not with {dtype}; "
             "build the context with --dtype bfloat16, and serve with --set build.dtype=bfloat16"
         )
     require_device()
-    _, kept_bytes = weight_bytes(config, DTYPES[dtype].itemsize, weights)
     needed = {"the model's weights": kept_bytes, "kernels and their workspace": KERNELS_BYTES}
     parts = tuple(MemoryPart(name=part, device_bytes=size) for part, size in needed.items())
     MemoryPlan(parts, 0).require(available_memory(torch.device("cuda")))

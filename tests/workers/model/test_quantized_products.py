@@ -24,6 +24,7 @@ from tests.workers.model.step_ops import (
     prepared,
     randn,
     readers,
+    tolerance,
 )
 from workers.model.gpu import quantized_ops
 from workers.model.gpu.quantized_ops import MOST_ROWS
@@ -38,7 +39,7 @@ KINDS: list[tuple[WeightFormat, int, bool]] = [
     ("int4", 128, False), ("int4", 128, True), ("int4", 32, True), ("int4", 64, False), ("int4", 0, True),
     ("int4", 256, False), ("fp4", 32, False),
 ]  # fmt: skip
-CLOSE = {"rtol": 1e-4, "atol": 1e-4}  # zero points are taken off sums of 128 + code
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}  # of few rows: zero points are taken off sums of 128 + code
 
 
 @pytest.fixture(autouse=True)
@@ -123,7 +124,7 @@ def test_linear(kind) -> None:
         want = got.clone()
         TritonOps(DEVICE).linear(x, [linear], got)
         TorchOps().linear(replace(x, x=x.x.float()), [linear], want)
-        torch.testing.assert_close(got, want, **CLOSE)
+        torch.testing.assert_close(got, want, **(CLOSE if batch_size <= MOST_ROWS else tolerance(torch.float32)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -168,7 +169,9 @@ def test_gates_and_what_is_added_to_the_stream(batch_size, num_in, hidden_size, 
     for activation in ("silu", "gelu_tanh", "quick_gelu", "relu", "relu2"):
         TritonOps(DEVICE).mlp(x, [gate_up], True, activation, gated)
         TorchOps().mlp(replace(x, x=x.x.float()), [gate_up], True, activation, want_gated)
-        torch.testing.assert_close(gated, want_gated, **CLOSE)
+        torch.testing.assert_close(
+            gated, want_gated, **(CLOSE if batch_size <= MOST_ROWS else tolerance(torch.float32))
+        )
     for kind_of_readers in READERS:
         got, read = make_stream(batch_size, hidden_size, dtype), readers(kind_of_readers, hidden_size)
         want = copy_of(got)

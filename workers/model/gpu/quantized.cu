@@ -8,7 +8,8 @@
 // step writes. The other warps add what those have, in their order, so that a sum depends on nothing but its row and its
 // weights, and do what follows.
 //
-// Compiled for FORMAT, GROUP (inputs of a scale; 0: all), ROWS of the step that go together, MULTIPLIERS, and STAGES of copies.
+// Compiled for FORMAT, GROUP (inputs of a scale; 0: all), ROWS of the step that go together, MULTIPLIERS, STAGES of copies, and the
+// SQUARES_BLOCK of `workers.model.ops`.
 
 #include "../../../csattn/cuda/warps.cuh"
 
@@ -20,6 +21,7 @@ constexpr int TILE = 32, SUMS = 2 * 4;                                        //
 constexpr int SCALES = GROUP > 0 && GROUP < RUN ? RUN / GROUP : 1;             // of a run
 constexpr int PARTS_OF_GROUP = PARTS / SCALES;
 constexpr int FINISHERS = 2, TURNS = 2;  // warps that finish sums; tiles that have memory for them
+static_assert(TILE == SQUARES_BLOCK, "a tile's outputs are a part of the squares");
 static_assert(ROWS <= 8 && WARPS == MULTIPLIERS + FINISHERS, "rows are the narrow side of a product");
 #if FORMAT == 2
 typedef u8 Scale;  // an exponent of two

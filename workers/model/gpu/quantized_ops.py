@@ -39,9 +39,7 @@ class QuantizedOps(Launches):
         num_squares = 0 if x.squares is None else len(x.squares)
         self._run(
             "multiply",
-            len(x.x),
             weight,
-            out.shape[1] * (2 if gated else 1),
             self._as_read(x.x, weight),
             0 if x.squares is None else x.squares,
             *_weights(weight),
@@ -61,9 +59,7 @@ class QuantizedOps(Launches):
     ) -> None:
         self._run(
             "multiply_and_add",
-            len(x),
             weight,
-            len(weight),
             self._as_read(x, weight),
             *_weights(weight),
             0 if linear.bias is None else linear.bias,
@@ -79,12 +75,12 @@ class QuantizedOps(Launches):
             multiplier,
         )
 
-    def _run(self, name: str, num_rows: int, weight: QuantizedWeight, num_out: int, x: Tensor, *args: object) -> None:
+    def _run(self, name: str, weight: QuantizedWeight, x: Tensor, *args: object) -> None:
         assert x.dtype == torch.bfloat16, f"weights of few bits meet rows of bfloat16, not {x.dtype}"
-        rows = next(rows for rows in _ROWS if rows >= num_rows)
+        rows = next(rows for rows in _ROWS if rows >= len(x))
         assert weight.words.nbytes < 1 << 32, f"{weight.words.nbytes} bytes of weights, a kernel counts them in 32 bits"
         kernel = _kernel(name, weight.format, weight.group_size, rows, self._chain(), x.device)
-        blocks = min(-(-num_out // _TILE), num_multiprocessors(x.device))
+        blocks = min(-(-len(weight) // _TILE), num_multiprocessors(x.device))
         kernel.launch((blocks, 1, 1), _THREADS, x, x.shape[1], *args)
 
     def _as_read(self, x: Tensor, weight: QuantizedWeight) -> Tensor:
@@ -135,5 +131,6 @@ def _kernel(
         "GROUP": group_size,
         "ROWS": rows,
         "STAGES": stages,
+        "SQUARES_BLOCK": SQUARES_BLOCK,
     }
     return cuda_kernel(_SOURCE, name, defines, _MULTIPLIERS * (stages * stage + sums), early_start)

@@ -1,27 +1,33 @@
 """How near a step's products come to the speed of the device's memory, with weights of 16, 8 and 4 bits.
 
     python -m bench.products [--shape llama-3.1-8b] [--rows 1,4,16,32] [--formats bfloat16,fp8,int4,...] [--json]
+    python -m bench.products --shape gpt-oss-20b,qwen3-30b-a3b --formats bfloat16,fp8,int4,mxfp4
 
 Each product of a layer by itself, over as many copies of its weights as the L2 cache cannot hold, and the four one
-after the other. Every result is checked against decoding first, before anything is timed. `share` is of the rate at
-which the device reads memory at best.
+after the other; of a layer of experts both products together, with experts chosen by lot. Every result is checked
+against decoding first, before anything is timed. `share` is of the rate at which the device reads memory at best.
 """
 
 import argparse
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from itertools import product as each_with_each
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from bench.decode.gpu_timing import ceilings, device_machine, num_input_sets, time_graph
+from bench.random_weights import FEW, random_weights
 from bench.shapes import shape_named
 from csattn.models.quantized_weight import QuantizedWeight, WeightFormat
+from csattn.models.spec import ModelSpec
 from csattn.models.weights import Linear
 from workers.model.gpu.triton_ops import TritonOps
-from workers.model.ops import Normed, Readers, Stream, num_squares
+from workers.model.layers import expert_room
+from workers.model.ops import ExpertRoom, Normed, Readers, Stream, num_squares
 from workers.model.torch_ops import TorchOps
 
 DTYPE = torch.bfloat16
@@ -36,6 +42,7 @@ FORMATS: dict[str, tuple[WeightFormat, int, bool] | None] = {
     "fp4 in groups of 32": ("fp4", 32, False),
 }
 MOST_SETS = 16
+T = TypeVar("T")
 CLOSE = 1e-2  # of the norm of the difference from decoding first, in that of the product
 
 
@@ -51,21 +58,65 @@ def main() -> None:
         raise SystemExit("this benchmark needs a CUDA device, and torch finds none")
     rate = ceilings()["read_gbps"]
     cases = []
-    for name in arguments.formats.split(","):
-        for num_rows in map(int, arguments.rows.split(",")):
-            for case in measure(arguments.shape, name, num_rows, rate, arguments.seconds):
-                cases.append(case)
-                print(
-                    "{weights:24} rows {rows:2} {product:8} {us:8.2f} µs {gbps:7.0f} GB/s {share:6.1%}".format(**case)
+    of = (each.split(",") for each in (arguments.shape, arguments.formats, arguments.rows))
+    for shape, name, num_rows in each_with_each(*of):
+        for case in measured(shape, name, int(num_rows), rate, arguments.seconds):
+            cases.append(case)
+            print(
+                "{shape:14} {weights:24} rows {rows:2} {product:8} {us:8.2f} µs {gbps:7.0f} GB/s {share:6.1%}".format(
+                    **case
                 )
+            )
     if arguments.json:
         print(json.dumps({"machine": device_machine(), "read_gbps": rate, "cases": cases}))
 
 
-def measure(shape: str, name: str, num_rows: int, read_gbps: float, seconds: float) -> list[dict[str, Any]]:
+def measured(shape: str, name: str, num_rows: int, read_gbps: float, seconds: float) -> list[dict[str, Any]]:
+    spec = shape_named(shape)
+    times = (time_experts if spec.layers[0].experts else time_products)(spec, name, num_rows, seconds)
+    return [
+        {
+            "shape": shape, "weights": name, "rows": num_rows, "product": name_of, "bytes": nbytes, "us": round(us, 2),
+            "gbps": round(nbytes / us / 1e3, 1), "share": round(nbytes / us / 1e3 / read_gbps, 3),
+        }
+        for name_of, nbytes, us in times
+    ]  # fmt: skip
+
+
+Time = tuple[str, int, float]  # what, bytes, microseconds
+
+
+def time_experts(spec: ModelSpec, name: str, num_rows: int, seconds: float) -> list[Time]:
+    """From a layer's input to what its experts add; of bytes, the weights of those that are chosen."""
+    few, ops = next((few for few in FEW if few == name), None), TritonOps(torch.device("cuda"))
+    if few is None and name != "bfloat16":
+        raise SystemExit(f"experts' weights are bfloat16, {', '.join(FEW)}, not {name!r}")
+    layer = random_weights(replace(spec, layers=spec.layers[:1], vocab_size=8), "cuda", few=few).layers[0]
+    of, weights = spec.layers[0].experts[0], layer.experts[0]
+    x, stream, readers = step_of(num_rows, spec.hidden_size, spec.hidden_size)
+    rooms = []
+    for _ in range(MOST_SETS):
+        room = expert_room(of, spec.hidden_size, lambda *sizes, dtype=DTYPE: empty(num_rows, *sizes, dtype=dtype))
+        chosen = torch.rand(num_rows, of.num_experts, device="cuda").topk(of.num_chosen).indices
+        room.chosen.copy_(chosen)
+        room.shares.fill_(1 / of.num_chosen)
+        rooms.append(room)
+
+    def run(ops: TritonOps | TorchOps, room: ExpertRoom) -> Tensor:
+        ops.experts(x, weights, of, room)
+        ops.experts_add(weights, of, room, 1.0, stream, readers)
+        return room.parts
+
+    require_close(ops, run, rooms)
+    each = sum(matrix.nbytes for matrix in (weights.gates, weights.ups, weights.down))
+    each = (each if weights.quantized is None else weights.quantized.nbytes) // of.num_experts
+    nbytes = sum(len(room.chosen.unique()) for room in rooms) * each // len(rooms)
+    return [("experts", nbytes, time_graph([partial(run, ops, room) for room in rooms], seconds).p50_us)]
+
+
+def time_products(spec: ModelSpec, name: str, num_rows: int, seconds: float) -> list[Time]:
     """A layer's products, and all of them in turn."""
-    spec, ops = shape_named(shape), TritonOps(torch.device("cuda"))
-    mlp = spec.layers[0].mlp
+    mlp, ops = spec.layers[0].mlp, TritonOps(torch.device("cuda"))
     assert mlp is not None
     sizes = {
         "qkv": (spec.qkv_width, spec.hidden_size),
@@ -86,13 +137,7 @@ def measure(shape: str, name: str, num_rows: int, read_gbps: float, seconds: flo
         all_bytes += nbytes
     in_turn = [calls[number % len(calls)] for number in range(MOST_SETS) for calls in turns]
     cases.append(("layer", all_bytes, len(turns) * time_graph(in_turn, seconds).p50_us))
-    return [
-        {
-            "weights": name, "rows": num_rows, "product": product, "bytes": nbytes, "us": round(us, 2),
-            "gbps": round(nbytes / us / 1e3, 1), "share": round(nbytes / us / 1e3 / read_gbps, 3),
-        }
-        for product, nbytes, us in cases
-    ]  # fmt: skip
+    return cases
 
 
 def make_linear(num_out: int, num_in: int, name: str) -> Linear:
@@ -115,23 +160,30 @@ def linear_bytes(linear: Linear) -> int:
     return linear.weight.nbytes if linear.quantized is None else linear.quantized.nbytes
 
 
+def empty(*sizes: int, dtype: torch.dtype = DTYPE) -> Tensor:
+    return torch.zeros(sizes, dtype=dtype, device="cuda")
+
+
+def step_of(num_rows: int, num_in: int, num_out: int) -> tuple[Normed, Stream, Readers]:
+    """An input, and a stream that is added to."""
+    x = torch.randn(num_rows, num_in, dtype=DTYPE, device="cuda")
+    blocks = torch.nn.functional.pad(x.float().square(), (0, -num_in % 64)).view(num_rows, -1, 64)
+    squares = empty(num_squares(num_out), num_rows, dtype=torch.float32)
+    stream = Stream(empty(num_rows, num_out), empty(num_rows, num_out), empty(num_rows, num_out), squares)
+    return (
+        Normed(x, blocks.sum(-1).T.contiguous(), 1e-5),
+        stream,
+        Readers(torch.ones(num_out, device="cuda"), None, 1e-5),
+    )
+
+
 Run = Callable[[TritonOps | TorchOps, Linear], Tensor]
 
 
 def product_of(product: str, num_rows: int, num_in: int, num_out: int) -> Run:
     """As a step has it: behind a norm, with an activation, or added to the stream."""
-
-    def empty(*sizes: int, dtype: torch.dtype = DTYPE) -> Tensor:
-        return torch.zeros(sizes, dtype=dtype, device="cuda")
-
-    x = torch.randn(num_rows, num_in, dtype=DTYPE, device="cuda")
-    blocks = torch.nn.functional.pad(x.float().square(), (0, -num_in % 64)).view(num_rows, -1, 64)
-    normed = Normed(x, blocks.sum(-1).T.contiguous(), 1e-5)
-    width = num_out // 2 if product == "gate_up" else num_out
-    out = empty(num_rows, width)
-    squares = empty(num_squares(num_out), num_rows, dtype=torch.float32)
-    stream = Stream(empty(num_rows, num_out), empty(num_rows, num_out), empty(num_rows, num_out), squares)
-    readers = Readers(torch.ones(num_out, device="cuda"), None, 1e-5)
+    normed, stream, readers = step_of(num_rows, num_in, num_out)
+    out = empty(num_rows, num_out // 2 if product == "gate_up" else num_out)
 
     def run(ops: TritonOps | TorchOps, linear: Linear) -> Tensor:
         if product == "qkv":
@@ -139,20 +191,20 @@ def product_of(product: str, num_rows: int, num_in: int, num_out: int) -> Run:
         elif product == "gate_up":
             ops.mlp(normed, [linear], True, "silu", out)
         else:
-            ops.linear_add(x, linear, 1.0, stream, readers)
+            ops.linear_add(normed.x, linear, 1.0, stream, readers)
             return stream.hidden
         return out
 
     return run
 
 
-def require_close(ops: TritonOps, run: Run, linears: list[Linear]) -> None:
+def require_close(ops: TritonOps, run: Callable[[TritonOps | TorchOps, T], Tensor], sets: list[T]) -> None:
     """Each product with its own weights, beside decoding them first."""
-    for linear in linears[:2]:
+    for one in sets[:2]:
         results = []
         for each in (ops, TorchOps()):
-            run(each, linear).zero_()
-            results.append(run(each, linear).float().clone())
+            run(each, one).zero_()
+            results.append(run(each, one).float().clone())
         got, want = results
         difference = float((got - want).norm() / want.norm())
         if not difference < CLOSE:

@@ -1,11 +1,11 @@
 """Weights of any shape that mean nothing: what speed is measured with."""
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from csattn.models.quantized_weight import QuantizedWeight, Rounding
+from csattn.models.quantized_weight import ROUNDINGS, QuantizedExperts, QuantizedWeight, Rounding
 from csattn.models.rope import model_frequencies
 from csattn.models.spec import DeltaSpec, ExpertsSpec, LatentSpec, LayerSpec, ModelSpec, RopeSpec
 from csattn.models.weights import (
@@ -20,13 +20,16 @@ from csattn.models.weights import (
 )
 from workers.model.weights import require_dtype
 
+Few = Rounding | Literal["mxfp4"]  # of linear layers and experts; the last: of experts alone
+FEW: tuple[Few, ...] = (*ROUNDINGS, "mxfp4")
+
 
 def random_weights(
     spec: ModelSpec,
     device: torch.device | str,
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
-    rounding: Rounding | None = None,  # of linear layers
+    few: Few | None = None,  # bits
 ) -> ModelWeights:
     """Weights that keep activations near one; repeatable on the same kind of device."""
     require_dtype(dtype)
@@ -38,7 +41,11 @@ def random_weights(
         return empty.normal_(std=gain * num_in**-0.5, generator=generator)
 
     def linear(
-        num_out: int, num_in: int, bias: bool = False, gain: float = 1.0, to: Rounding | None = rounding
+        num_out: int,
+        num_in: int,
+        bias: bool = False,
+        gain: float = 1.0,
+        to: Rounding | None = None if few == "mxfp4" else few,
     ) -> Linear:
         zeros = torch.zeros(num_out, dtype=dtype, device=device) if bias else None
         weight = matrix(num_out, num_in, gain)
@@ -70,22 +77,29 @@ def random_weights(
             index_norm=index_norm,
         )
 
+    def in_few(weight: Tensor, of: Few) -> QuantizedWeight:
+        return _in_mxfp4(weight, generator) if of == "mxfp4" else QuantizedWeight.rounded(weight, of)
+
     def experts(of: ExpertsSpec) -> ExpertWeights:
         sizes = of.num_experts, 2 * of.intermediate_size, spec.hidden_size
-        both = matrix(sizes[0] * sizes[1], sizes[2]).view(sizes)
-        down = matrix(sizes[0] * sizes[2], of.intermediate_size, into_stream).view(sizes[0], sizes[2], -1)
-        gates, ups = both.chunk(2, dim=1)
+        both = matrix(sizes[0] * sizes[1], sizes[2])
+        down = matrix(sizes[0] * sizes[2], of.intermediate_size, into_stream)
+        quantized = None if few is None else QuantizedExperts(in_few(both, few), in_few(down, few))
+        if quantized is not None:
+            both, down = quantized.gate_up.words, quantized.down.words
+        gates, ups = both.view(*sizes[:2], -1).chunk(2, dim=1)
         zeros = torch.zeros(sizes[:2], dtype=dtype, device=device) if of.bias else None
         gate_bias, up_bias = (None, None) if zeros is None else zeros.chunk(2, dim=1)
         return ExpertWeights(
             router=linear(of.num_experts, spec.hidden_size, of.bias, to=None),
             gates=gates,
             ups=ups,
-            down=down,
+            down=down.view(sizes[0], sizes[2], -1),
             choice_bias=torch.zeros(of.num_experts, device=device) if of.has_choice_bias else None,
             gate_bias=gate_bias,
             up_bias=up_bias,
             down_bias=torch.zeros(sizes[0], sizes[2], dtype=dtype, device=device) if of.bias else None,
+            quantized=quantized,
         )
 
     def layer(of: LayerSpec) -> LayerWeights:
@@ -121,6 +135,14 @@ def random_weights(
         head=Linear(embedding if spec.tied_embedding else matrix(spec.vocab_size, spec.hidden_size)),
         ropes=tuple(_frequencies(spec, rope, device) for rope in spec.ropes),
     )
+
+
+def _in_mxfp4(weight: Tensor, generator: torch.Generator) -> QuantizedWeight:
+    """As many random codes, of about that size."""
+    scale = torch.log2(weight.float().std() / 3).round() + 127
+    codes = torch.randint(0, 16, weight.shape, dtype=torch.uint8, device=weight.device, generator=generator)
+    scales = scale.to(torch.uint8).expand(len(weight), -(-weight.shape[1] // 32))
+    return QuantizedWeight.pack("fp4", codes, scales, 32)
 
 
 def _frequencies(spec: ModelSpec, rope: RopeSpec, device: torch.device | str) -> Frequencies:

@@ -3,7 +3,7 @@
     python -m bench.decode record [--recording FILE]             once, where the demo model is
     python -m bench.decode op  --out FILE [--contexts 16384,131072] [--batches 1,4] [--variants full,default] [--shared]
     python -m bench.decode e2e --out FILE [--placements device,host+2] [--contexts ...] [--batches ...] [--shared]
-                               [--weights bf16,fp8,int4] [--schedules 'every step'] [--shape gpt-oss-20b,qwen3.5-27b]
+                               [--weights bf16,fp8,int4,mxfp4] [--schedules 'every step'] [--shape gpt-oss-20b]
     python -m bench.decode show FILE ... [--out FILE] [--markdown FILE]
 
 `op` is one layer's attention, `e2e` the whole model (`host+2`: with two search workers); with `--shared` all requests
@@ -48,7 +48,7 @@ def main() -> None:
         command.add_argument("--seconds", type=float, default=0.3, help="of measuring, per figure")
         command.add_argument("--shared", action="store_true", help="all requests of a batch continue the same context")
     e2e.add_argument("--placements", type=_names, default=_names("device,hybrid,host"))
-    e2e.add_argument("--weights", type=_names, default=["bf16"], help="of linear layers: bf16,fp8,int4")
+    e2e.add_argument("--weights", type=_names, default=["bf16"], help="bf16,fp8,int4; mxfp4: of experts alone")
     e2e.add_argument("--steps", type=int, default=192, help="that are timed of each case")
     e2e.add_argument("--search-period", type=int, default=1, help="tokens from one search of a request to the next")
     e2e.add_argument("--kv-codec", help="keeps the contexts' rows of streamed and of ours so: q8_0, say")

@@ -21,10 +21,9 @@ from bench.decode.recording import Recording
 from bench.decode.results import Results
 from bench.decode.steps import RecordedQueries, attention_only
 from bench.decode.workload import DTYPE, Workload
-from bench.random_weights import random_weights
+from bench.random_weights import FEW, Few, random_weights
 from bench.records import Case
-from csattn.errors import CsattnError
-from csattn.models.quantized_weight import Rounding, rounding_named
+from csattn.errors import ConfigError, CsattnError
 from csattn.models.weights import ModelWeights
 from offload.errors import OffloadError
 from workers.model import ModelRunner, StepAttention
@@ -42,20 +41,22 @@ def run_end_to_end(
     batch_sizes: list[int],
     variants: list[str],  # "full", "streamed", "window", or as `variants.of_variant` reads them
     placements: list[str],  # of the latter
-    formats: list[str],  # of the weights of linear layers: "bf16", or what they are rounded to
+    formats: list[str],  # of weights: "bf16", or as `Few` has them
 ) -> None:
     """Measure whatever the results do not hold yet, shortest contexts first."""
     for name in formats:
-        rounding = None if name == "bf16" else rounding_named(name)
-        weights = random_weights(options.shape, "cuda", rounding=rounding)
-        _run_with(weights, rounding, results, recording, options, context_lens, batch_sizes, variants, placements)
+        if name not in ("bf16", *FEW):
+            raise ConfigError(f"weights are bf16, {', '.join(FEW)}, not {name!r}")
+        few = next((few for few in FEW if few == name), None)
+        weights = random_weights(options.shape, "cuda", few=few)
+        _run_with(weights, few, results, recording, options, context_lens, batch_sizes, variants, placements)
         del weights
         torch.cuda.empty_cache()
 
 
 def _run_with(
     weights: ModelWeights,
-    rounding: Rounding | None,
+    few: Few | None,
     results: Results,
     recording: Recording,
     options: Options,
@@ -69,8 +70,8 @@ def _run_with(
             device = torch.device("cuda")
             work = Workload(recording, options.heads, context_len, batch_size, device, options.is_shared)
             for key, prepare in _cases(work, options, variants, placements):
-                if rounding is not None:
-                    key["weights"] = rounding
+                if few is not None:
+                    key["weights"] = few
                 if results.has(**key):
                     continue
                 started = time.perf_counter()

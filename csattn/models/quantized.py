@@ -21,10 +21,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from csattn.errors import ModelError
-from csattn.models.quantized_weight import FP4_EXPONENT_BIAS, FP4_VALUES, QuantizedWeight, WeightFormat
+from csattn.models.quantized_weight import QuantizedWeight, WeightFormat, joined
 
 METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "gptq", "awq", "mxfp4")
-_WORD_BITS = 32
+_WORD_BITS, _MXFP4_GROUP = 32, 32
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output, of eight, that each of a word's nibbles belongs to
 _BYTE_TYPES = (torch.float8_e4m3fn, torch.int8)
 # what a quantized matrix has besides, and a decoded one does without; the last few scale activations or KV
@@ -85,6 +85,11 @@ class Quantization:
         )
 
     @property
+    def kept_experts(self) -> tuple[WeightFormat, int] | None:
+        """The same of the matrices of experts."""
+        return ("fp4", _MXFP4_GROUP) if self.method == "mxfp4" else self.kept
+
+    @property
     def kept(self) -> tuple[WeightFormat, int] | None:
         """The format and the group size in which a GPU keeps its linear layers; None where it decodes them."""
         is_fp8 = self.method in ("fp8", "fbgemm_fp8") or (self.num_bits == 8 and self.is_float)
@@ -138,7 +143,7 @@ def read_state(
     dtype: torch.dtype,
 ) -> tuple[dict[str, Tensor], dict[str, QuantizedWeight]]:
     """All of a checkpoint's tensors, by the names that they have where nothing is quantized, in `dtype`; and of which
-    matrices a GPU may keep the few bits.
+    matrices a GPU may keep the few bits; of experts that are one tensor, they are one below the other.
 
     Raises ModelError where a tensor is missing, has another shape than its scales say, or cannot be read.
     """
@@ -154,7 +159,10 @@ def read_state(
         try:
             if name.endswith("_blocks"):
                 name = name.removesuffix("_blocks")
-                tensor = _decode_mxfp4(files.read(f"{name}_blocks"), files.read(f"{name}_scales"), dtype)
+                experts = _mxfp4(files.read(f"{name}_blocks"), files.read(f"{name}_scales"))
+                tensor = torch.stack([expert.decoded(dtype).T for expert in experts])  # [experts, num_in, num_out]
+                if (kept := joined(experts)) is not None:
+                    quantized[name] = kept
             elif (matrix := _matrix(files, name, quantization)) is None:
                 tensor = files.read(name)
             else:
@@ -285,18 +293,18 @@ def _checked(module: str, numbers: Tensor, bits: int, scales: Tensor, zeros: Ten
     return _Matrix(numbers.contiguous().to(torch.uint8), bits, scales.contiguous(), zeros.contiguous(), groups)
 
 
-def _decode_mxfp4(
+def _mxfp4(
     blocks: Tensor,  # [experts, num_out, groups, 16] uint8: of two numbers the first is the lower half
     scales: Tensor,  # [experts, num_out, groups] uint8
-    dtype: torch.dtype,
-) -> Tensor:
-    """[experts, num_in, num_out]"""
-    values, experts = torch.tensor(FP4_VALUES), []
+) -> list[QuantizedWeight]:
+    """Of each expert [num_out, num_in]."""
+    experts = []
     for block, scale in zip(blocks, scales, strict=True):
-        pairs = torch.stack([values[(block & 15).int()], values[(block >> 4).int()]], dim=-1)
-        powers = torch.exp2(scale.float() - FP4_EXPONENT_BIAS)
-        experts.append((pairs.flatten(-2) * powers[..., None]).flatten(-2).T.to(dtype))
-    return torch.stack(experts)
+        codes = torch.stack([block & 15, block >> 4], dim=-1).flatten(1)
+        if scale.shape != block.shape[:2]:
+            raise RuntimeError(f"scales of shape {tuple(scale.shape)} for blocks of shape {tuple(block.shape)}")
+        experts.append(QuantizedWeight.pack("fp4", codes, scale, _MXFP4_GROUP))
+    return experts
 
 
 def _unpack(words: Tensor, bits: int, dim: int) -> Tensor:

@@ -104,9 +104,9 @@ class QuantizedWeight:
     def nbytes(self) -> int:
         return self.words.nbytes + self.scales.nbytes
 
-    def outputs(self, first: int, stop: int) -> "QuantizedWeight":
+    def outputs(self, which: slice | Tensor) -> "QuantizedWeight":
         """Those rows alone."""
-        return replace(self, words=self.words[first:stop], scales=self.scales[:, first:stop])
+        return replace(self, words=self.words[which], scales=self.scales[:, which])
 
     def to(self, device: torch.device | str) -> "QuantizedWeight":
         order = None if self.order is None else self.order.to(device)
@@ -133,6 +133,29 @@ class QuantizedWeight:
             grouped = grouped - (bits_of & _ZERO_BITS).float()[..., None]
         decoded = (grouped * scales[..., None]).flatten(1)[:, : self.num_in].to(dtype)
         return decoded if self.order is None else decoded[:, self.order.argsort()]
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedExperts:
+    """The matrices of all of a layer's experts, one below the other."""
+
+    gate_up: QuantizedWeight  # [num_experts * 2 * intermediate_size, hidden_size]: of each expert gates, then ups
+    down: QuantizedWeight  # [num_experts * hidden_size, intermediate_size]
+
+    @classmethod
+    def of(cls, gates_ups: Sequence[QuantizedWeight], downs: Sequence[QuantizedWeight]) -> "QuantizedExperts | None":
+        """Of each expert gates and ups, in turn; None where they are not of a kind, or their inputs not in order."""
+        gate_up, down = joined(gates_ups), joined(downs)
+        if gate_up is None or down is None or gate_up.order is not None or down.order is not None:
+            return None
+        return cls(gate_up, down)
+
+    @property
+    def nbytes(self) -> int:
+        return self.gate_up.nbytes + self.down.nbytes
+
+    def to(self, device: torch.device | str) -> "QuantizedExperts":
+        return QuantizedExperts(self.gate_up.to(device), self.down.to(device))
 
 
 def joined(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:

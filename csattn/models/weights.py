@@ -1,13 +1,13 @@
 """A loaded model's weights by their part in a step, where the model has them: nothing is copied but norms."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from csattn.models.families import FAMILIES, Family, describe, rope_parameters
-from csattn.models.quantized_weight import QuantizedWeight
+from csattn.models.quantized_weight import QuantizedExperts, QuantizedWeight
 from csattn.models.rope import model_frequencies
 from csattn.models.spec import AttentionSpec, DeltaSpec, ExpertsSpec, LatentSpec, ModelSpec
 
@@ -27,7 +27,7 @@ class Linear:
     def outputs(self, first: int, stop: int) -> "Linear":
         """Those outputs alone."""
         bias = None if self.bias is None else self.bias[first:stop]
-        quantized = None if self.quantized is None else self.quantized.outputs(first, stop)
+        quantized = None if self.quantized is None else self.quantized.outputs(slice(first, stop))
         return Linear(self.weight[first:stop], bias, quantized)
 
     def plain(self, dtype: torch.dtype) -> Tensor:
@@ -55,7 +55,10 @@ class Frequencies:
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """An MLP for each expert, and what tells which are a token's. A row of a matrix lies without a hole."""
+    """An MLP for each expert, and what tells which are a token's. A row of a matrix lies without a hole.
+
+    Where matrices are kept in few bits, on a GPU, they are words.
+    """
 
     router: Linear  # [num_experts, hidden_size]
     gates: Tensor  # [num_experts, intermediate_size, hidden_size]
@@ -65,6 +68,18 @@ class ExpertWeights:
     gate_bias: Tensor | None = None  # [num_experts, intermediate_size]
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None  # [num_experts, hidden_size]
+    quantized: QuantizedExperts | None = None  # the same matrices, as a GPU may keep them
+
+    def plain(self, dtype: torch.dtype) -> "ExpertWeights":
+        """Decoded where they are kept in few bits."""
+        if self.quantized is None or self.gates.is_floating_point():
+            return self
+        gate_up, down = (
+            matrix.decoded(dtype).view(len(self.gates), -1, matrix.num_in)
+            for matrix in (self.quantized.gate_up, self.quantized.down)
+        )
+        gates, ups = gate_up.chunk(2, dim=1)
+        return replace(self, gates=gates, ups=ups, down=down)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +164,11 @@ class ModelWeights:
             for linear in linears
             if linear.quantized is not None
         )
+        for layer, of_layer in zip(self.layers, self.spec.layers, strict=True):
+            for experts, of in zip(layer.experts, of_layer.experts, strict=True):
+                if experts.quantized is not None:
+                    plain = 3 * of.num_experts * of.intermediate_size * self.spec.hidden_size * self.dtype.itemsize
+                    saved += (plain - experts.quantized.nbytes) * of.num_chosen // of.num_experts
         return self.spec.streamed_params * self.dtype.itemsize - saved
 
 
@@ -281,14 +301,18 @@ def _routed(block: Any, spec: ExpertsSpec, family: Family) -> ExpertWeights:
         up_bias=None if biases is None else biases[:, ups],
         down=rows(experts.down_proj),
         down_bias=_or_none(experts, "down_proj_bias"),
+        quantized=getattr(experts, "quantized", None),
     )
 
 
 def _shared(block: Any) -> ExpertWeights:
     """One that all tokens have, by a share of their own: an expert without a choice."""
     mlp = block.shared_expert
-    gates, ups, down = (linear.weight.detach()[None] for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
-    return ExpertWeights(router=_linear(block.shared_expert_gate), gates=gates, ups=ups, down=down)
+    linears = [_linear(module) for module in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
+    gates, ups, down = (linear.weight[None] for linear in linears)
+    kept = [linear.quantized for linear in linears if linear.quantized is not None]
+    quantized = QuantizedExperts.of(kept[:2], kept[2:]) if len(kept) == len(linears) else None
+    return ExpertWeights(router=_linear(block.shared_expert_gate), gates=gates, ups=ups, down=down, quantized=quantized)
 
 
 def _rows_first(weight: torch.nn.Parameter) -> Tensor:

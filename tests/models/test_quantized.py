@@ -12,7 +12,7 @@ from torch import Tensor
 
 from csattn.errors import ConfigError, ModelError
 from csattn.models import load_model
-from csattn.models.loader import device_bytes
+from csattn.models.loader import device_bytes, read_config, weight_bytes
 from csattn.models.quantized import read_state
 from tests.tiny import save
 
@@ -161,7 +161,7 @@ def quantize(plain: Path, to: Path, form: str, rng: np.random.Generator) -> dict
     """A copy whose layers' matrices are of a format; what they stand for, by name."""
     write, config = FORMATS[form]
     state, meant = load_file(plain / "model.safetensors"), {}
-    for name in [name for name in state if "_proj." in name]:
+    for name in [name for name in state if "_proj." in name or ".experts." in name]:
         parts, meant[name] = write(tuple(state.pop(name).shape), rng)
         module = name.removesuffix(".weight")
         state |= {f"{module}.{part}": tensor for part, tensor in parts.items()}
@@ -199,6 +199,90 @@ def test_quantized_weights_are_what_their_format_says(form: str, plain: Path, tm
         assert torch.equal(weight.decoded(torch.float32), weights[f"{name}.weight"])
 
 
+def kept_of_experts(half: Any) -> list[tuple[Any, Tensor, Tensor]]:
+    """Of a model's layers: experts that are kept, and the matrices that they stand for."""
+    found = []
+    for layer in half.model.model.layers:
+        experts = layer.mlp.experts
+        matrices = (experts.gate_up_proj.data, experts.down_proj.data)
+        if experts.__class__.__name__.startswith("GptOss"):  # [num_in, num_out], gates and ups in turn
+            gate_up, down = (matrix.mT for matrix in matrices)
+            matrices = torch.cat([gate_up[:, ::2], gate_up[:, 1::2]], dim=1), down
+        found.append((experts.quantized, *(matrix.flatten(0, 1) for matrix in matrices)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "form"), [("qwen3_moe", "fp8 by block"), ("mixtral", "awq"), ("olmoe", "gptq in order")]
+)
+def test_experts_with_a_matrix_each_are_kept_together(family: str, form: str, tmp_path: Path, rng) -> None:
+    sizes = {"moe_intermediate_size": 96} if family == "qwen3_moe" else {}
+    meant = quantize(save(tmp_path / "plain", family, **sizes), tmp_path / "quantized", form, rng)
+    exact, half = (load_model(str(tmp_path / "quantized"), dtype) for dtype in ("float32", "bfloat16"))
+    experts = exact.model.model.layers[1].mlp.experts
+    names = ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    of_last = [next(x for name, x in meant.items() if f"layers.1.{block}.experts.4.{part}." in name)
+               for block in ["block_sparse_moe" if family == "mixtral" else "mlp"] for part in names]  # fmt: skip
+    torch.testing.assert_close(experts.gate_up_proj[4].data, torch.cat(of_last[:2]), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(experts.down_proj[4].data, of_last[2], rtol=1e-6, atol=1e-7)
+    for quantized, gate_up, down in kept_of_experts(half):
+        assert torch.equal(quantized.gate_up.decoded(torch.bfloat16), gate_up)
+        assert torch.equal(quantized.down.decoded(torch.bfloat16), down)
+    require_bytes_of(tmp_path / "quantized", half)
+
+
+def require_bytes_of(folder: Path, half: Any, weights: str | None = None) -> None:
+    """What a config tells of bytes is what a loaded model has."""
+    decoded = sum(parameter.nbytes for parameter in half.model.parameters())
+    assert weight_bytes(read_config(str(folder)), 2, weights) == (decoded, device_bytes(half.model))
+
+
+def test_experts_in_order_of_their_groups_alone_are_kept(tmp_path: Path, rng) -> None:
+    quantize(save(tmp_path / "plain", "olmoe"), tmp_path / "quantized", "gptq", rng)
+    half = load_model(str(tmp_path / "quantized"), "bfloat16")
+    assert not any(hasattr(layer.mlp.experts, "quantized") for layer in half.model.model.layers)
+
+
+def in_mxfp4(plain: Path, to: Path, rng: np.random.Generator) -> None:
+    """A copy whose experts are random blocks."""
+    state = load_file(plain / "model.safetensors")
+    for name in [name for name in state if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        num, num_in, num_out = state.pop(name).shape
+        size = num, num_out, num_in // 32
+        state[f"{name}_blocks"] = torch.from_numpy(rng.integers(0, 256, (*size, 16), dtype=np.uint8))
+        state[f"{name}_scales"] = torch.from_numpy(rng.integers(118, 126, size, dtype=np.uint8))
+    change(plain, to, state, quantization_config={"quant_method": "mxfp4"})
+
+
+def test_experts_in_four_bits_are_kept_so(tmp_path: Path, rng) -> None:
+    in_mxfp4(save(tmp_path / "plain", "gpt_oss", intermediate_size=96), tmp_path / "quantized", rng)
+    half = load_model(str(tmp_path / "quantized"), "bfloat16")
+    for quantized, gate_up, down in kept_of_experts(half):
+        assert quantized.gate_up.format == quantized.down.format == "fp4"
+        assert torch.equal(quantized.gate_up.decoded(torch.bfloat16), gate_up) and gate_up.norm() > 1
+        assert torch.equal(quantized.down.decoded(torch.bfloat16), down)
+    assert not hasattr(half.model.model.layers[0].self_attn.q_proj, "quantized")
+    require_bytes_of(tmp_path / "quantized", half)
+    state = load_file(tmp_path / "quantized" / "model.safetensors")
+    state["model.layers.1.mlp.experts.down_proj_scales"] = state["model.layers.1.mlp.experts.down_proj_scales"][:, :9]
+    change(tmp_path / "quantized", tmp_path / "damaged", {name: x.contiguous() for name, x in state.items()})
+    with pytest.raises(ModelError, match="down_proj cannot be decoded: scales of shape"):
+        load_model(str(tmp_path / "damaged"), "bfloat16")
+
+
+@pytest.mark.parametrize(("family", "rounding"), [("gpt_oss", "int4"), ("qwen3_moe", "fp8")])
+def test_experts_can_be_rounded_as_they_are_loaded(family: str, rounding: str, tmp_path: Path) -> None:
+    folder = save(tmp_path, family)
+    exact, rounded = load_model(str(folder), "bfloat16"), load_model(str(folder), "bfloat16", weights=rounding)
+    before = [layer.mlp.experts.gate_up_proj for layer in exact.model.model.layers]
+    for old, layer in zip(before, rounded.model.model.layers, strict=True):
+        assert 0 < (layer.mlp.experts.gate_up_proj - old).norm() < 0.12 * old.norm()
+    for quantized, gate_up, down in kept_of_experts(rounded):
+        assert torch.equal(quantized.gate_up.decoded(torch.bfloat16), gate_up)
+        assert torch.equal(quantized.down.decoded(torch.bfloat16), down)
+    require_bytes_of(folder, rounded, rounding)
+
+
 def test_experts_in_four_bits_are_pairs_of_small_floats(tmp_path: Path, rng) -> None:
     values = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
     blocks = rng.integers(0, 256, (2, 5, 3, 16), dtype=np.uint8)  # experts, outputs, groups of 32 inputs
@@ -211,7 +295,8 @@ def test_experts_in_four_bits_are_pairs_of_small_floats(tmp_path: Path, rng) -> 
             meant[expert, 32 * group + 2 * pair + half, out] = value
     tensors = {"mlp.experts.up_blocks": torch.from_numpy(blocks), "mlp.experts.up_scales": torch.from_numpy(scales)}
     save_file(tensors, tmp_path / "model.safetensors")
-    state, _ = read_state(tmp_path, {"quant_method": "mxfp4"}, torch.float32)
+    state, kept = read_state(tmp_path, {"quant_method": "mxfp4"}, torch.float32)
+    assert np.array_equal(kept["mlp.experts.up"].decoded(torch.float32).view(2, 5, 96).mT.numpy(), meant)
     assert list(state) == ["mlp.experts.up"] and np.array_equal(state["mlp.experts.up"].numpy(), meant)
 
 

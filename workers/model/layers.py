@@ -81,7 +81,7 @@ class StepLayers:
         widths = {layer.mlp.intermediate_size for layer in spec.layers if layer.mlp is not None}
         self._gated = {width: zeros(width) for width in widths}
         kinds = {(number, experts) for layer in spec.layers for number, experts in enumerate(layer.experts)}
-        self._experts = {kind: _expert_room(kind[1], spec.hidden_size, zeros) for kind in kinds}
+        self._experts = {kind: expert_room(kind[1], spec.hidden_size, zeros) for kind in kinds}
         self._attended_gates = zeros(spec.q_width) if any(layer.attention.gated for layer in spec.layers) else None
         deltas = {layer.delta for layer in spec.layers if layer.delta is not None}
         self._deltas = {of: DeltaRoom(zeros(of.in_width), zeros(of.num_channels), zeros(of.v_width)) for of in deltas}
@@ -307,7 +307,7 @@ class StepLayers:
         return self.q_ahead[self._weights.spec.indexed_layers.index(layer_idx) % 2]
 
 
-def _expert_room(spec: ExpertsSpec, hidden_size: int, zeros: Callable[..., Tensor]) -> ExpertRoom:
+def expert_room(spec: ExpertsSpec, hidden_size: int, zeros: Callable[..., Tensor]) -> ExpertRoom:
     each = spec.num_chosen
     return ExpertRoom(
         zeros(spec.num_experts, dtype=torch.float32),

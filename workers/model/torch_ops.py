@@ -96,6 +96,7 @@ class TorchOps:
     def experts(self, x: Normed, weights: ExpertWeights, spec: ExpertsSpec, room: ExpertRoom) -> None:
         ids, scale = room.chosen.long(), _scale(x)
         by_share = room.shares if spec.on_input else torch.ones_like(room.shares)
+        weights = weights.plain(x.x.dtype)
 
         def product(matrices: Tensor, bias: Tensor | None) -> Tensor:
             products = torch.einsum("bh,bkih->bki", x.x.float(), matrices[ids].float())
@@ -114,8 +115,8 @@ class TorchOps:
         stream: Stream,
         readers: Readers,
     ) -> None:
-        ids = room.chosen.long()
-        products = torch.einsum("bki,bkhi->bkh", room.gated.float(), weights.down[ids].float())
+        ids, down = room.chosen.long(), weights.plain(room.gated.dtype).down
+        products = torch.einsum("bki,bkhi->bkh", room.gated.float(), down[ids].float())
         if weights.down_bias is not None:
             products = products + weights.down_bias[ids].float()
         room.parts.copy_(products if spec.on_input else products * room.shares[..., None])

@@ -56,6 +56,9 @@ def take_weights(
         if consume:
             for parameter in layer.parameters():
                 parameter.data = parameter.data.new_empty(0)
+            for module in layer.modules():
+                if hasattr(module, "quantized"):
+                    del module.quantized
     embedding = move(there.embedding)
     tied = there.head.weight.data_ptr() == there.embedding.data_ptr()
     head = Linear(embedding) if tied else there.head
@@ -144,7 +147,13 @@ def _moved_experts(experts: ExpertWeights, move: Callable[..., Tensor], device: 
             part.copy_(rows)
         return parts
 
-    gates, ups = join(experts.gates, experts.ups)
+    if (kept := experts.quantized) is None:
+        gates, ups = join(experts.gates, experts.ups)
+        down = move(experts.down).contiguous()
+    else:
+        kept, num_experts = kept.to(device), len(experts.gates)
+        gates, ups = kept.gate_up.words.view(num_experts, -1, kept.gate_up.words.shape[1]).chunk(2, dim=1)
+        down = kept.down.words.view(num_experts, -1, kept.down.words.shape[1])
     gate_bias, up_bias = None, None
     if experts.gate_bias is not None and experts.up_bias is not None:
         gate_bias, up_bias = join(experts.gate_bias, experts.up_bias)
@@ -152,11 +161,12 @@ def _moved_experts(experts: ExpertWeights, move: Callable[..., Tensor], device: 
         router=_joined([experts.router], move, device),
         gates=gates,
         ups=ups,
-        down=move(experts.down).contiguous(),
+        down=down,
         choice_bias=None if experts.choice_bias is None else experts.choice_bias.to(gates.device),
         gate_bias=gate_bias,
         up_bias=up_bias,
         down_bias=None if experts.down_bias is None else move(experts.down_bias),
+        quantized=kept,
     )
 
 

@@ -117,7 +117,7 @@ def test_predictions_are_in_the_graph() -> None:
 
 @pytest.mark.parametrize("rounding", ["fp8", "int4"])
 def test_a_step_with_weights_in_few_bits_is_one_with_decoded_weights(rounding) -> None:
-    weights = random_weights(SHAPE, "cuda", rounding=rounding)
+    weights = random_weights(SHAPE, "cuda", few=rounding)
 
     def decoded_of(linear: Linear) -> Linear:
         return Linear(linear.plain(torch.bfloat16), linear.bias)

@@ -92,7 +92,7 @@ def test_a_packed_weight_is_what_its_codes_say(kind) -> None:
             scale = 2.0 ** (int(scales[row, group]) - 127) if format == "fp4" else float(scales[row, group])
             assert float(got[row, i]) == want * scale
     assert len(weight) == 3 and weight.words.shape == (3, 384 // CODES[format])
-    assert torch.equal(weight.outputs(1, 3).decoded(torch.float32), got[1:])
+    assert torch.equal(weight.outputs(slice(1, 3)).decoded(torch.float32), got[1:])
 
 
 def dtype_of(num_rows: int) -> torch.dtype:
@@ -146,7 +146,9 @@ def test_what_lies_behind_a_row_is_not_read(kind) -> None:
     poison = torch.full_like(whole.scales, 255 if kind[0] == "fp4" else NAN)
     poison[:, 3:43] = whole.scales[:, 3:43]
     linear = Linear(whole.words, None, whole).outputs(3, 43)
-    beside = QuantizedWeight(whole.format, whole.words, poison, 200, whole.group_size, whole.has_zeros).outputs(3, 43)
+    beside = QuantizedWeight(whole.format, whole.words, poison, 200, whole.group_size, whole.has_zeros).outputs(
+        slice(3, 43)
+    )
     buffer = torch.full((6 * 200 + 500,), NAN, dtype=torch.bfloat16, device=DEVICE)
     x = buffer[200:800].view(3, 200)
     x.copy_(randn(3, 200))

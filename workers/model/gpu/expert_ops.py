@@ -9,13 +9,14 @@ from torch import Tensor
 from csattn.models.spec import ExpertsSpec
 from csattn.models.weights import ExpertWeights
 from workers.model.gpu.expert_kernels import choose_kernel, experts_down_kernel, experts_kernel
+from workers.model.gpu.quantized_ops import QuantizedOps
 from workers.model.gpu.stream_ops import TritonStreamOps
 from workers.model.gpu.tiles import BLOCK_N
 from workers.model.ops import ExpertRoom, Normed, Readers, Stream
 
 
-class TritonExpertOps(TritonStreamOps):
-    """A part of `TritonOps`."""
+class TritonExpertOps(TritonStreamOps, QuantizedOps):
+    """A part of `TritonOps`. Matrices of few bits are multiplied in CUDA C."""
 
     def choose_experts(self, bias: Tensor | None, spec: ExpertsSpec, room: ExpertRoom) -> None:
         num_groups, num_kept = spec.groups
@@ -41,6 +42,10 @@ class TritonExpertOps(TritonStreamOps):
     def experts(self, x: Normed, weights: ExpertWeights, spec: ExpertsSpec, room: ExpertRoom) -> None:
         """gates and ups: parts of one matrix, as `take_weights` joins them."""
         width, squares, bias = spec.intermediate_size, x.squares, weights.gate_bias
+        if (kept := weights.quantized) is not None:
+            shares = room.shares if spec.on_input else None
+            self._multiply_experts(x, kept.gate_up, bias, room.chosen, shares, None, room.gated, True, spec.activation)
+            return
         num_squares = 1 if squares is None else len(squares)
         assert weights.ups.data_ptr() - weights.gates.data_ptr() == weights.gates[0].nbytes
         experts_kernel[(triton.cdiv(2 * width, BLOCK_N), spec.num_experts)](
@@ -75,6 +80,12 @@ class TritonExpertOps(TritonStreamOps):
         readers: Readers,
     ) -> None:
         hidden_size, bias = room.parts.shape[2], weights.down_bias
+        if (kept := weights.quantized) is not None:
+            gated = Normed(room.gated.flatten(0, 1))
+            shares = None if spec.on_input else room.shares
+            self._multiply_experts(gated, kept.down, bias, room.chosen, None, shares, room.parts, False, "none")
+            self._add_parts(room.parts, spec.num_chosen, None, 0.0, multiplier, stream, readers)
+            return
         experts_down_kernel[(triton.cdiv(hidden_size, BLOCK_N), spec.num_experts)](
             room.gated,
             weights.down,

@@ -1,5 +1,6 @@
-"""Products with weights of 8 or 4 bits, in CUDA C: `quantized.cu` says how."""
+"""Products with weights of 8 or 4 bits, in CUDA C: `quantized.cuh` says how."""
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import get_args
@@ -15,15 +16,16 @@ from csattn.models.weights import Linear
 from workers.model.gpu.stream_ops import Launches
 from workers.model.ops import SQUARES_BLOCK, Normed, Readers, Stream
 
-_SOURCE = Path(__file__).with_name("quantized.cu")
+_OF_STEPS, _OF_EXPERTS = (Path(__file__).with_name(name) for name in ("quantized.cu", "experts.cu"))
 _MULTIPLIERS, _TILE = 8, SQUARES_BLOCK  # a tile's outputs are a part of the squares
 _THREADS = 32 * (_MULTIPLIERS + 2)  # two warps finish
 _MOST_STAGES, _SHARED_BYTES = 3, 226 << 10  # that a block has, besides a few barriers
 _ROWS = 1, 2, 4, 8  # that a block takes together
 MOST_ROWS = _ROWS[-1]  # beyond, inputs are as many bytes as weights, and Triton's larger tiles read them less often
 _FORMATS = get_args(WeightFormat)
-_ACTIVATIONS = "none", "silu", "gelu_tanh", "quick_gelu", "relu", "relu2"
-assert set(get_args(Activation)) - set(_ACTIVATIONS) == {"clamped"}  # which experts alone have
+_ACTIVATIONS = "none", "silu", "gelu_tanh", "quick_gelu", "relu", "relu2", "clamped"
+assert set(_ACTIVATIONS) == {"none", *get_args(Activation)}
+_MOST_PAIRS = 1024  # of a step's rows and the experts of each
 
 
 class QuantizedOps(Launches):
@@ -31,7 +33,7 @@ class QuantizedOps(Launches):
 
     def _is_for_few(self, weight: QuantizedWeight, num_rows: int) -> bool:
         """Whether the products of so many rows are those here."""
-        return num_rows <= MOST_ROWS and _has_room(weight.words.device)
+        return num_rows <= MOST_ROWS
 
     def _multiply(
         self, x: Normed, linear: Linear, weight: QuantizedWeight, out: Tensor, gated: bool, activation: str
@@ -75,12 +77,56 @@ class QuantizedOps(Launches):
             multiplier,
         )
 
+    def _multiply_experts(
+        self,
+        x: Normed,  # of rows, or of pairs of a row and an expert of its
+        weight: QuantizedWeight,  # of all experts
+        bias: Tensor | None,  # [num_experts, outputs of one], without a hole
+        chosen: Tensor,  # [batch_size, num_chosen] int32, as is what follows
+        in_shares: Tensor | None,
+        out_shares: Tensor | None,
+        out: Tensor,  # [batch_size, num_chosen, outputs] <-
+        gated: bool,
+        activation: str,
+    ) -> None:
+        num_pairs, num_out, rows = chosen.numel(), out.shape[2], min(MOST_ROWS, len(chosen))
+        assert num_pairs <= _MOST_PAIRS, f"{num_pairs} pairs of a row and an expert, a kernel sorts {_MOST_PAIRS}"
+        self._launch_product(
+            _OF_EXPERTS,
+            "multiply_experts",
+            weight,
+            rows,
+            num_pairs * -(-num_out // (_TILE // 2 if gated else _TILE)),
+            self._as_read(x.x, weight),
+            num_pairs // len(x.x),
+            0 if x.squares is None else x.squares,
+            *_weights(weight),
+            0 if bias is None else bias,
+            chosen,
+            0 if in_shares is None else in_shares,
+            0 if out_shares is None else out_shares,
+            out,
+            num_pairs,
+            num_out,
+            weight.num_in,
+            0 if x.squares is None else len(x.squares),
+            x.eps,
+            int(gated),
+            _ACTIVATIONS.index(activation),
+        )
+
     def _run(self, name: str, weight: QuantizedWeight, x: Tensor, *args: object) -> None:
-        assert x.dtype == torch.bfloat16, f"weights of few bits meet rows of bfloat16, not {x.dtype}"
-        rows = next(rows for rows in _ROWS if rows >= len(x))
         assert weight.words.nbytes < 1 << 32, f"{weight.words.nbytes} bytes of weights, a kernel counts them in 32 bits"
-        kernel = _kernel(name, weight.format, weight.group_size, rows, self._chain(), x.device)
-        blocks = min(-(-len(weight) // _TILE), num_multiprocessors(x.device))
+        self._launch_product(_OF_STEPS, name, weight, len(x), -(-len(weight) // _TILE), x, *args)
+
+    def _launch_product(
+        self, source: Path, name: str, weight: QuantizedWeight, num_rows: int, num_tiles: int, x: Tensor, *args: object
+    ) -> None:
+        """num_rows: that go together. num_tiles: at most."""
+        assert x.dtype == torch.bfloat16, f"weights of few bits meet rows of bfloat16, not {x.dtype}"
+        rows = next(rows for rows in _ROWS if rows >= num_rows)
+        kernel = _kernel(source, name, weight.format, weight.group_size, rows, self._chain(), x.device)
+        blocks = min(num_tiles, num_multiprocessors(x.device))
         kernel.launch((blocks, 1, 1), _THREADS, x, x.shape[1], *args)
 
     def _as_read(self, x: Tensor, weight: QuantizedWeight) -> Tensor:
@@ -105,13 +151,8 @@ def _weights(weight: QuantizedWeight) -> tuple[Tensor | int, ...]:
 
 
 @cache
-def _has_room(device: torch.device) -> bool:
-    """Whether blocks may have as much shared memory as they have on Hopper, and on Blackwell but for desktops'."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
-
-
-@cache
 def _kernel(
+    source: Path,
     name: str,
     format: WeightFormat,
     group_size: int,
@@ -120,11 +161,14 @@ def _kernel(
     device: torch.device,  # that it is loaded on
 ) -> CudaKernel:
     scales, runs = RUN // group_size if 0 < group_size < RUN else 1, 1 if format == "fp8" else 2
-    # as the source has them, of a multiplier
+    # as the source has them, of a multiplier; then what it has besides
     stage = _TILE * 128 + 2 * CODES[format] * rows * 64 + runs * scales * _TILE * 4
     sums = 2 * 8 * 32 * 4
-    stages = min(_MOST_STAGES, (_SHARED_BYTES // _MULTIPLIERS - sums) // stage)
+    more: Mapping[str, int] = {"MOST_PAIRS": _MOST_PAIRS} if source == _OF_EXPERTS else {}
+    slots_bytes = 6 * _MOST_PAIRS + 8 if more else 0
+    stages = min(_MOST_STAGES, ((_SHARED_BYTES - slots_bytes) // _MULTIPLIERS - sums) // stage)
     defines = {
+        **more,
         "THREADS": _THREADS,
         "MULTIPLIERS": _MULTIPLIERS,
         "FORMAT": _FORMATS.index(format),
@@ -133,4 +177,4 @@ def _kernel(
         "STAGES": stages,
         "SQUARES_BLOCK": SQUARES_BLOCK,
     }
-    return cuda_kernel(_SOURCE, name, defines, _MULTIPLIERS * (stages * stage + sums), early_start)
+    return cuda_kernel(source, name, defines, _MULTIPLIERS * (stages * stage + sums) + slots_bytes, early_start)

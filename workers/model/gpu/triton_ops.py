@@ -16,7 +16,6 @@ from workers.model.gpu.expert_ops import TritonExpertOps
 from workers.model.gpu.head_kernels import predict_query_kernel, rotate_append_kernel
 from workers.model.gpu.latent_ops import TritonLatentOps
 from workers.model.gpu.linear_kernels import linear_add_kernel, linear_kernel
-from workers.model.gpu.quantized_ops import QuantizedOps
 from workers.model.gpu.stream_ops import written
 from workers.model.gpu.tiles import BLOCK_N, MAX_BATCH_SIZE, MAX_SPLIT_PROGRAMS, Tiles
 from workers.model.gpu.token_kernels import (
@@ -32,7 +31,7 @@ _GATE_BLOCK = 1024
 _LOGITS_BLOCK = 4096  # that a program looks through
 
 
-class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps, QuantizedOps):
+class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps):
     """Owns the scratch memory of split sums, so its operations must follow each other on one stream.
 
     A row's results do not depend on the rows beside it, nor, up to 16 of them, on their number: sums are taken in the

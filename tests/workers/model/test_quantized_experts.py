@@ -1,0 +1,146 @@
+"""Experts with weights in 8 or 4 bits agree with decoding them first: on an emulated GPU, or on one."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton, whose interpreter runs the other kernels on a CPU, is not installed")
+
+from csattn.models.quantized_weight import QuantizedExperts, QuantizedWeight, WeightFormat
+from csattn.models.spec import ExpertsSpec
+from csattn.models.weights import ExpertWeights
+from tests.cuda_on_cpu.emulated import Emulator
+from tests.workers.model.step_ops import (
+    DEVICE,
+    copy_of,
+    make_stream,
+    normed,
+    prepared,
+    randn,
+    readers,
+)
+from tests.workers.model.test_expert_ops import EXPERTS, make_room
+from tests.workers.model.test_quantized_products import CLOSE, make_quantized
+from workers.model.gpu import quantized_ops
+from workers.model.gpu.triton_ops import TritonOps
+from workers.model.ops import Normed
+from workers.model.torch_ops import TorchOps
+
+# experts, format, inputs of a group, whether there are zero points
+KINDS: list[tuple[str, WeightFormat, int, bool]] = [
+    ("clamped", "fp4", 32, False), ("plain", "fp8", 128, False), ("all", "int4", 128, True),
+    ("one", "fp8", 0, False), ("groups", "int4", 32, True),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def device(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Of two multiprocessors, so that a block has several tiles."""
+    emulator.stand_in(monkeypatch, quantized_ops, multiprocessors=2)
+    quantized_ops._kernel.cache_clear()
+    yield
+    quantized_ops._kernel.cache_clear()
+
+
+def make_experts(spec: ExpertsSpec, hidden_size: int, kind: tuple[WeightFormat, int, bool]) -> ExpertWeights:
+    num, width, dtype = spec.num_experts, spec.intermediate_size, torch.bfloat16
+    gate_up = make_quantized(num * 2 * width, hidden_size, *kind)
+    down = make_quantized(num * hidden_size, width, *kind)
+    gates, ups = gate_up.words.view(num, 2 * width, -1).chunk(2, dim=1)
+    biases = randn(num, 2 * width, dtype=dtype).chunk(2, dim=1) if spec.bias else (None, None)
+    return ExpertWeights(
+        router=None,  # type: ignore[arg-type]
+        gates=gates,
+        ups=ups,
+        down=down.words.view(num, hidden_size, -1),
+        gate_bias=biases[0],
+        up_bias=biases[1],
+        down_bias=randn(num, hidden_size, dtype=dtype) if spec.bias else None,
+        quantized=QuantizedExperts(gate_up, down),
+    )
+
+
+def choose(spec: ExpertsSpec, batch_size: int) -> torch.Tensor:
+    """Without the last expert, where there are others."""
+    several = max(spec.num_chosen, spec.num_experts - 1)
+    return torch.stack([torch.randperm(several)[: spec.num_chosen] for _ in range(batch_size)]).int()
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind[0]}-{kind[1]}-{kind[2]}")
+@pytest.mark.parametrize(("batch_size", "hidden_size"), [(1, 128), (3, 260), (17, 70), (64, 33)])
+def test_experts(batch_size: int, hidden_size: int, kind: tuple[str, WeightFormat, int, bool]) -> None:
+    """Of rows that share experts, more than go together of them, and of experts that no row has."""
+    spec, dtype = EXPERTS[kind[0]], torch.bfloat16
+    weights, stream = make_experts(spec, hidden_size, kind[1:]), prepared(batch_size, hidden_size, dtype)
+    shares, logits = torch.rand(batch_size, spec.num_chosen, device=DEVICE), randn(batch_size, spec.num_experts)
+    got = make_room(spec, batch_size, hidden_size, dtype, logits)
+    want = make_room(spec, batch_size, hidden_size, torch.float32, logits)
+    for room in (got, want):
+        room.chosen.copy_(choose(spec, batch_size) if room is got else got.chosen)
+        room.shares.copy_(shares)
+    x = normed(stream) if batch_size != 3 else Normed(stream.scaled)
+    TritonOps(DEVICE).experts(x, weights, spec, got)
+    TorchOps().experts(replace(x, x=x.x.float()), weights, spec, want)
+    torch.testing.assert_close(got.gated.float(), want.gated, rtol=8e-3, atol=1e-3)
+    got_stream = make_stream(batch_size, hidden_size, dtype)
+    want_stream, read = copy_of(got_stream), readers("both", hidden_size)
+    before = got_stream.hidden.float()
+    want.gated.copy_(got.gated)
+    TritonOps(DEVICE).experts_add(weights, spec, got, 0.5, got_stream, read)
+    TorchOps().experts_add(weights, spec, want, 0.5, want_stream, read)
+    torch.testing.assert_close(got.parts.float(), want.parts, rtol=8e-3, atol=1e-3)
+    added = before + 0.5 * got.parts.float().sum(1)
+    torch.testing.assert_close(got_stream.hidden.float(), added, rtol=8e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind[0]}-{kind[1]}-{kind[2]}")
+def test_a_row_does_not_depend_on_the_rows_beside_it(kind: tuple[str, WeightFormat, int, bool]) -> None:
+    """Nor, then, on which tiles a block has before its own."""
+    spec, hidden_size, batch_size = EXPERTS[kind[0]], 700, 12
+    weights, x = make_experts(spec, hidden_size, kind[1:]), randn(batch_size, hidden_size, dtype=torch.bfloat16)
+    chosen, shares = choose(spec, batch_size), torch.rand(batch_size, spec.num_chosen, device=DEVICE)
+    results = []
+    for parts in ([list(range(batch_size))], [[0], [1, 2], [3, 4, 5, 6, 7], list(range(8, batch_size))]):
+        gated, added = [], []
+        for rows in parts:
+            room = make_room(spec, len(rows), hidden_size, torch.bfloat16, randn(len(rows), spec.num_experts))
+            room.chosen.copy_(chosen[rows])
+            room.shares.copy_(shares[rows])
+            TritonOps(DEVICE).experts(Normed(x[rows]), weights, spec, room)
+            stream = make_stream(len(rows), hidden_size, torch.bfloat16)
+            TritonOps(DEVICE).experts_add(weights, spec, room, 1.0, stream, readers("both", hidden_size))
+            gated.append(room.gated)
+            added.append(room.parts)
+        results.append([torch.cat(each) for each in (gated, added)])
+    for together, alone in zip(*results, strict=True):
+        assert torch.equal(together, alone) and not together.isnan().any()
+
+
+def test_what_lies_beside_an_expert_is_not_read() -> None:
+    """The scales of all experts but those that are chosen are NaN, and so is what lies behind a row."""
+    spec = EXPERTS["plain"]
+    weights = make_experts(spec, 200, ("fp8", 64, False))
+    assert weights.quantized is not None
+    chosen = torch.tensor([[1, 3]], dtype=torch.int32, device=DEVICE)
+
+    def poisoned(matrix: QuantizedWeight) -> QuantizedWeight:
+        scales = torch.full_like(matrix.scales, torch.nan).view(len(matrix.scales), spec.num_experts, -1)
+        scales[:, [1, 3]] = matrix.scales.view(scales.shape)[:, [1, 3]]
+        return replace(matrix, scales=scales.view(matrix.scales.shape))
+
+    kept = weights.quantized
+    poison = replace(weights, quantized=QuantizedExperts(poisoned(kept.gate_up), poisoned(kept.down)))
+    got, want = (make_room(spec, 1, 200, torch.bfloat16, randn(1, spec.num_experts)) for _ in range(2))
+    buffer = torch.full((600,), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+    x = buffer[200:400].view(1, 200)
+    x.copy_(randn(1, 200))
+    for room, of in ((got, poison), (want, weights)):
+        room.chosen.copy_(chosen)
+        room.shares.fill_(0.5)
+        TritonOps(DEVICE).experts(Normed(x), of, spec, room)
+        stream = make_stream(1, 200, torch.bfloat16)
+        TritonOps(DEVICE).experts_add(of, spec, room, 1.0, stream, readers("both", 200))
+    assert not got.parts.isnan().any()
+    torch.testing.assert_close(got.parts, want.parts, **CLOSE)

@@ -1,0 +1,140 @@
+// Products of a step's rows with the experts that are theirs: see `quantized.cuh`.
+//
+// Pairs of a row and an expert are sorted by their experts. Up to ROWS pairs of one expert are a slot, which has all tiles of that
+// expert's matrix: weights are read once for as many rows. Which experts they are, the kernel before has chosen, so
+// that nothing can be read while it ends.
+//
+// Compiled also for MOST_PAIRS.
+
+#include "quantized.cuh"
+
+constexpr u16 STARTS = 0x8000;  // of a pair: a slot begins with it
+constexpr int MOST_ROWS = 64;
+static_assert(MOST_PAIRS < STARTS, "a pair's number leaves one bit");
+
+// In shared memory.
+struct Slots {
+    u16 experts[MOST_PAIRS];      // of pairs, in the order of rows
+    u16 pairs[MOST_PAIRS];        // by experts
+    u16 starts[MOST_PAIRS + 1];   // of slots, among those; then their end
+    int num;
+
+    __device__ __forceinline__ int size_of(int slot) const { return starts[slot + 1] - starts[slot]; }
+    __device__ __forceinline__ int pair_of(int slot, int i) const { return pairs[starts[slot] + i] & ~STARTS; }
+    __device__ __forceinline__ int expert_of(int slot) const { return experts[pair_of(slot, 0)]; }
+
+    // By the whole block.
+    __device__ __forceinline__ void find(const int* chosen, int num_pairs) {
+        for (int p = threadIdx.x; p < num_pairs; p += THREADS) experts[p] = static_cast<u16>(chosen[p]);
+        __syncthreads();
+        for (int p = threadIdx.x; p < num_pairs; p += THREADS) {
+            const u16 mine = experts[p];
+            int place = 0, rank = 0;
+            for (int other = 0; other < num_pairs; ++other) {
+                const bool is_before = experts[other] == mine && other < p;
+                rank += is_before;
+                place += is_before || experts[other] < mine;
+            }
+            pairs[place] = static_cast<u16>(p) | (rank % ROWS == 0 ? STARTS : 0);
+        }
+        __syncthreads();
+        if (threadIdx.x < 32) {
+            int count = 0;
+            for (int first = 0; first < num_pairs; first += 32) {
+                const int at = first + threadIdx.x;
+                const bool is_start = at < num_pairs && pairs[at] & STARTS;
+                const u32 all = __ballot_sync(ALL_LANES, is_start);
+                if (is_start) starts[count + __popc(all & ((1u << threadIdx.x) - 1))] = static_cast<u16>(at);
+                count += __popc(all);
+            }
+            if (threadIdx.x == 0) starts[count] = static_cast<u16>(num_pairs), num = count;
+        }
+        __syncthreads();
+    }
+};
+
+struct ExpertTiles {
+    const Slots& slots;
+    const Weights& first;  // the first expert's
+    const u16* x;
+    int row_len, pairs_of_input, tiles_of_slot;
+
+    __device__ __forceinline__ int num_tiles() const { return slots.num * tiles_of_slot; }
+    __device__ __forceinline__ int slot_of(int tile) const { return tile / tiles_of_slot; }
+    __device__ __forceinline__ int number_of(int tile) const { return tile % tiles_of_slot; }
+    __device__ __forceinline__ Weights weights_of(int tile) const {
+        Weights weights = first;
+        const int rows = slots.expert_of(slot_of(tile)) * (first.gated ? 2 : 1) * first.num_out;
+        weights.codes += static_cast<u64>(rows) * first.row_bytes;
+        weights.scales += rows;
+        return weights;
+    }
+    // -1: there is none
+    __device__ __forceinline__ int pair_of(int tile, int row) const {
+        const int slot = slot_of(tile);
+        return row < slots.size_of(slot) ? slots.pair_of(slot, row) : -1;
+    }
+    __device__ __forceinline__ const u16* inputs_of(int tile, int row) const {
+        const int pair = pair_of(tile, row);
+        return pair < 0 ? nullptr : x + static_cast<long long>(pair / pairs_of_input) * row_len;
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply_experts(
+    const u16* x,              // [num_pairs / pairs_of_input, row_len] bfloat16, with zeros behind num_in
+    long long row_len,         // a multiple of 8
+    long long pairs_of_input,  // a row's, or one
+    const float* squares,      // [num_squares, num_rows] as in `multiply`, or null
+    const u8* codes, const Scale* scales, long long row_bytes, long long scales_len,  // `Weights` of all experts, one after the other
+    const u16* bias,           // [num_experts, num_out (* 2 where gated)] bfloat16, or null
+    const int* chosen,         // [num_pairs]
+    const float* in_shares,    // [num_pairs], of inputs, or null
+    const float* out_shares,   // likewise of outputs
+    u16* out,                  // [num_pairs, num_out] bfloat16
+    long long num_pairs, long long num_out, long long num_in, long long num_squares, double eps,
+    long long gated,           // out = activated gate * up
+    long long activation
+) {
+    extern __shared__ uint4 memory[];
+    __shared__ float factors[MOST_ROWS];  // of rows
+    Slots& slots = *reinterpret_cast<Slots*>(reinterpret_cast<u8*>(memory) + TILES_BYTES);
+    const int lane = threadIdx.x % 32, num_rows = static_cast<int>(num_pairs / pairs_of_input);
+    const Weights first = weights_of(codes, scales, row_bytes, scales_len, num_out, num_in, gated != 0);
+    wait_for_earlier_kernels();
+    for (int row = threadIdx.x / 32; squares && row < num_rows; row += WARPS) {
+        float sum = 0;
+        for (int s = lane; s < num_squares; s += 32) sum += squares[s * num_rows + row];
+        sum = sum_over_warp(sum);
+        if (lane == 0) factors[row] = 1 / sqrtf(sum / static_cast<float>(num_in) + static_cast<float>(eps));
+    }
+    slots.find(chosen, static_cast<int>(num_pairs));
+    const ExpertTiles tiles{slots, first, x, static_cast<int>(row_len), static_cast<int>(pairs_of_input), first.num_tiles()};
+    struct Read {
+        int pair;
+        float in_factor, out_factor, bias[4];
+    };
+    auto before = [&](int tile, int row) {
+        Read read = {tiles.pair_of(tile, row), 1, 1};
+        if (read.pair < 0) return read;
+        if (squares) read.in_factor = factors[read.pair / pairs_of_input];
+        if (in_shares) read.in_factor *= in_shares[read.pair];
+        if (out_shares) read.out_factor = out_shares[read.pair];
+        const u16* biases = bias + static_cast<long long>(slots.experts[read.pair]) * (gated ? 2 : 1) * num_out;
+        for (int j = 0; bias && j < 4; ++j) read.bias[j] = bf16_as_float(biases[first.row_of(tiles.number_of(tile), 8 * j + lane / 4)]);
+        return read;
+    };
+    for_tiles(memory, tiles, first.num_units(), [](int row) { return 0; }, before, [&](int tile, int row, float (&sums)[4], int begun, const Read& read) {
+        if (read.pair < 0) return;
+        float values[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) values[j] = sums[j] * read.in_factor + read.bias[j];
+        const int n = first.first_of(tiles.number_of(tile)) + lane / 4;
+        u16* to = out + read.pair * num_out + n;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            if (n + 8 * j >= num_out || (gated && j >= 2)) continue;
+            const float value = gated ? gated_by(values[j], values[(j + 2) % 4], static_cast<int>(activation)) : values[j];
+            to[8 * j] = as_bf16(value * read.out_factor);
+        }
+    });
+}

@@ -1,0 +1,398 @@
+// Products of rows with weights of 8 or 4 bits, bound by the reading of the weights. `QuantizedWeight` says how
+// codes lie: they become bfloat16 numbers in registers, on their way to the tensor cores. A group's scale multiplies its
+// sum, not its weights.
+//
+// A block has tiles of 32 outputs, one after the other. Of each output it reads 128 bytes at a time, a unit: in pieces of 64 they
+// would come at half the rate. MULTIPLIERS warps take units in turns, wait for nobody but their own copies, which
+// go on behind their backs from one tile to the next, and begin while the kernel before ends: weights are what no kernel of a
+// step writes. The other warps add what those have, in their order, so that a sum depends on nothing but its row and its
+// weights, and do what follows.
+//
+// What a tile is of, its Work says:
+//     int num_tiles() const;
+//     Weights weights_of(int tile) const;             // the matrix
+//     int number_of(int tile) const;                  // of the tile in its matrix
+//     const u16* inputs_of(int tile, int row) const;  // bfloat16, of one of the ROWS that go together; null: there is none
+//     int row_len;                                    // of those inputs, a multiple of 8; what is not an input is 0
+//
+// Compiled for FORMAT, GROUP (inputs of a scale; 0: all), ROWS, MULTIPLIERS, STAGES of copies, and the SQUARES_BLOCK of
+// `workers.model.ops`.
+#pragma once
+
+#include "../../../csattn/cuda/warps.cuh"
+
+enum Format { FP8, INT4, FP4 };
+
+constexpr int RUN = 128, PARTS = FORMAT == FP8 ? 2 : 4, PART = RUN / PARTS;  // inputs of a run, codes of a word, inputs of a part
+constexpr int UNIT_BYTES = 128, RUNS = FORMAT == FP8 ? 1 : 2;  // of a unit; a half of it is half of a run, or one
+constexpr int TILE = 32, SUMS = 2 * 4;                                        // outputs: of two products; of a lane
+constexpr int SCALES = GROUP > 0 && GROUP < RUN ? RUN / GROUP : 1;             // of a run
+constexpr int PARTS_OF_GROUP = PARTS / SCALES;
+constexpr int FINISHERS = 2, TURNS = 2;  // warps that finish sums; tiles that have memory for them
+static_assert(TILE == SQUARES_BLOCK, "a tile's outputs are a part of the squares");
+static_assert(ROWS <= 8 && WARPS == MULTIPLIERS + FINISHERS, "rows are the narrow side of a product");
+#if FORMAT == 2
+typedef u8 Scale;  // an exponent of two
+#else
+typedef u32 Scale;  // a float, whose lowest four bits are the zero point in 4 bits
+#endif
+
+// Two codes of neighbouring inputs, of one part, from two words: as bfloat16. Of INT4 it is 128 + code.
+template <int P> __device__ __forceinline__ u32 decode(u32 words) {
+    constexpr u32 NO_ZERO = 0x80008000u, SIGNS = 0x80008000u;
+    if (FORMAT == INT4) return and_or(words >> 4 * P, 0x000f000fu, 0x43004300u);
+    // sign, exponent and mantissa come to where bfloat16 has them; the power of two is what that exponent is short of
+    const u32 sign = (FORMAT == FP8 ? words << 8 * (1 - P) : words << 4 * (3 - P)) & SIGNS;
+    if (FORMAT == FP8) return fma_bf16(and_or(P ? words >> 4 : words << 4, 0x07f007f0u, sign), 0x7b807b80u, NO_ZERO);
+    constexpr int UP = 6 - 4 * P;
+    return fma_bf16(and_or(UP > 0 ? words << max(UP, 0) : words >> max(-UP, 0), 0x01c001c0u, sign), 0x7e807e80u, NO_ZERO);
+}
+
+__device__ __forceinline__ float number_of(Scale scale) {
+    if (FORMAT == FP4) return __uint_as_float(static_cast<u32>(scale) << 23);
+    return __uint_as_float(FORMAT == INT4 ? scale & ~15u : scale);
+}
+// What stands for 0 in 4 bits, and 128.
+__device__ __forceinline__ float zero_of(Scale scale) { return static_cast<float>(128 + (scale & 15)); }
+
+struct Weights {
+    const u8* codes;
+    const Scale* scales;  // [groups, scales_len]
+    u32 row_bytes;        // of all rows fewer than 2 ** 32
+    int scales_len, num_out, num_in;
+    bool gated;  // 2 * num_out rows: gates, then ups; a tile has those of 16 outputs
+
+    __device__ __forceinline__ int num_tiles() const { return (num_out + first_of(1) - 1) / first_of(1); }
+    __device__ __forceinline__ int num_units() const { return (num_in + RUNS * RUN - 1) / (RUNS * RUN); }
+    // Of a tile: its first output, and how many outputs are between rows 15 and 16 besides.
+    __device__ __forceinline__ int first_of(int tile) const { return tile * (gated ? TILE / 2 : TILE); }
+    __device__ __forceinline__ int jump() const { return gated ? num_out - TILE / 2 : 0; }
+    // Which row of weights is number r of a tile; past the end a last one.
+    __device__ __forceinline__ int row_of(int tile, int r) const {
+        if (!gated) return min(tile * TILE + r, num_out - 1);
+        return min(tile * (TILE / 2) + r % 16, num_out - 1) + r / 16 * num_out;
+    }
+    // Of a run's groups; past the inputs' end the last one's.
+    __device__ __forceinline__ const Scale* scale_of(int run, int s, int row) const {
+        const int at = run * RUN + s * (RUN / SCALES);
+        return scales + (GROUP ? min(at, num_in - 1) / max(GROUP, 1) : 0) * scales_len + row;
+    }
+};
+
+__device__ __forceinline__ Weights weights_of(const u8* codes, const Scale* scales, long long row_bytes, long long scales_len,
+                                              long long num_out, long long num_in, bool gated) {
+    return {codes, scales, static_cast<u32>(row_bytes), static_cast<int>(scales_len), static_cast<int>(num_out), static_cast<int>(num_in), gated};
+}
+
+// A warp's way through units: a block's go round among its multipliers, from one tile to the next.
+struct Way {
+    int tile, unit;
+
+    __device__ __forceinline__ void begin(int num_units) {
+        tile = blockIdx.x, unit = threadIdx.x / 32;
+        settle(num_units);
+    }
+    __device__ __forceinline__ void next(int num_units) {
+        unit += MULTIPLIERS;
+        settle(num_units);
+    }
+    __device__ __forceinline__ void settle(int num_units) {
+        for (; unit >= num_units; unit -= num_units) tile += gridDim.x;
+    }
+};
+
+// What a warp needs for a unit.
+struct Stage {
+    uint4 codes[TILE][8];            // 16 bytes of an output, each in its place ^ 4 of odd outputs: no two lanes read one bank
+    uint4 x[2][PARTS][ROWS][4];      // eight neighbouring inputs each, by halves of the unit
+    u32 scales[RUNS][SCALES][TILE];  // words that have them
+
+    // The lane's codes of a half: of outputs 8 apart.
+    __device__ __forceinline__ uint4 codes_of(int half, int j) const {
+        const int r = threadIdx.x % 32 / 4;
+        return codes[8 * j + r][(half * 4 + threadIdx.x % 4) ^ r % 2 * 4];
+    }
+};
+
+// The first input of a part of a half of a unit.
+__device__ __forceinline__ int first_input(int unit, int half, int part) {
+    return FORMAT == FP8 ? unit * RUN + part * PART + half * 32 : (2 * unit + half) * RUN + part * PART;
+}
+
+// A warp's copies, in groups: what is asked for for a unit, in the order of units.
+template <class Work> struct Ring {
+    const Work& work;
+    Stage* stages;
+    Weights weights;  // of the tile ahead
+    Way ahead;
+    int number, to, from, num_tiles, num_units;
+
+    __device__ __forceinline__ Ring(Stage* all, const Work& work_, int num_tiles_, int num_units_)
+        : work(work_), stages(all + threadIdx.x / 32 * STAGES), number(0), to(0), from(0), num_tiles(num_tiles_), num_units(num_units_) {
+        ahead.begin(num_units);
+        find_tile();
+    }
+    __device__ __forceinline__ void find_tile() {
+        if (ahead.tile < num_tiles) weights = work.weights_of(ahead.tile), number = work.number_of(ahead.tile);
+    }
+    // Begin the copies of the next unit's codes and scales. Returns where it is; a tile of -1: there is none.
+    __device__ __forceinline__ Way fill_weights() {
+        Stage& stage = stages[to];
+        to = to + 1 < STAGES ? to + 1 : 0;
+        if (ahead.tile >= num_tiles) return {-1, 0};
+        const Way here = ahead;
+        const int lane = threadIdx.x % 32, first = weights.first_of(number) + lane / 8;
+        const u32 in_row = here.unit * UNIT_BYTES + lane % 8 * 16;
+        const int left = in_row < weights.row_bytes ? weights.num_out - first : 0;  // the last unit may be half of one
+        u32 at = first * weights.row_bytes + in_row;
+        const u32 place = shared_address(&stage.codes[lane / 8][lane % 8 ^ lane / 8 % 2 * 4]);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            if (j == 4) at += weights.jump() * weights.row_bytes;
+            start_copy(place + j * (4 * 8 * 16), weights.codes + at, (weights.gated ? j % 4 : j) * 4 < left ? 16 : 0);
+            at += 4 * weights.row_bytes;
+        }
+        for (int i = 0; GROUP && i < RUNS; ++i)
+            for (int s = 0; s < SCALES; ++s)
+                start_copy_of_word(&stage.scales[i][s][lane],
+                                   word_with(weights.scale_of(here.unit * RUNS + i, s, weights.row_of(number, lane))));
+        ahead.next(num_units);
+        if (ahead.tile != here.tile) find_tile();
+        return here;
+    }
+    // The same of the unit's inputs, of all of which its group ends.
+    __device__ __forceinline__ void fill_inputs(Stage& stage, const Way& here) const {
+        constexpr int PIECES = 2 * PARTS * ROWS * 4;
+#pragma unroll
+        for (int i = threadIdx.x % 32; i < (PIECES + 31) / 32 * 32; i += 32) {
+            const int row = i / 4 % ROWS, part = i / (4 * ROWS) % PARTS, half = i / (4 * ROWS * PARTS);
+            const int k = first_input(here.unit, half, part) + i % 4 * 8;
+            if (here.tile < 0 || i >= PIECES) continue;
+            const u16* inputs = k < work.row_len ? work.inputs_of(here.tile, row) : nullptr;
+            start_copy(shared_address(&stage.x[0][0][0][0] + i), inputs ? inputs + k : nullptr, inputs ? 16 : 0);
+        }
+        end_copy_group();
+    }
+    // The copies of the first units, all but one stage. Inputs are there when the kernels before have ended.
+    __device__ __forceinline__ void begin() {
+        Way first[STAGES - 1];
+#pragma unroll
+        for (int s = 0; s < STAGES - 1; ++s) first[s] = fill_weights();
+        wait_for_earlier_kernels();
+#pragma unroll
+        for (int s = 0; s < STAGES - 1; ++s) fill_inputs(stages[s], first[s]);
+    }
+    // The next unit, when it is there; what was read before is copied over.
+    __device__ __forceinline__ const Stage& next() {
+        wait_for_copies<STAGES - 2>();
+        __syncwarp();
+        Stage& filled = stages[to];
+        fill_inputs(filled, fill_weights());
+        const Stage& here = stages[from];
+        from = from + 1 < STAGES ? from + 1 : 0;
+        return here;
+    }
+    // What has a scale in it.
+    __device__ __forceinline__ static const void* word_with(const Scale* scale) {
+        return reinterpret_cast<const void*>(reinterpret_cast<u64>(scale) & ~3ull);
+    }
+};
+
+typedef float Sums[2][4];  // of 16 outputs each, as a product has them
+
+__device__ __forceinline__ void clear(Sums& sums) {
+    for (int i = 0; i < SUMS; ++i) sums[i / 4][i % 4] = 0;
+}
+
+// Products with a group's codes; of INT4 also sums of its inputs, which times the zero points are to be taken off.
+struct Products {
+    Sums of_codes;
+    float of_ones[4];
+
+    __device__ __forceinline__ void begin() {
+        clear(of_codes);
+        for (int i = 0; i < 4; ++i) of_ones[i] = 0;
+    }
+    __device__ __forceinline__ void add_inputs(u32 x0, u32 x1) {
+        constexpr u32 ONES[4] = {0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80};
+        if (FORMAT == INT4) multiply_values(of_ones, ONES, x0, x1);
+    }
+    // sums += scale * products, of the lane's outputs
+    __device__ __forceinline__ void add_to(Sums& sums, const Scale (&scales)[4]) const {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const float factor = number_of(scales[j]), zero = FORMAT == INT4 ? zero_of(scales[j]) : 0;
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const float product = of_codes[j / 2][j % 2 * 2 + e];
+                float& sum = sums[j / 2][j % 2 * 2 + e];
+                sum = fmaf(factor, FORMAT == INT4 ? fmaf(-zero, of_ones[e], product) : product, sum);
+            }
+        }
+    }
+};
+
+// A half of a unit that is there.
+struct Half {
+    const Stage& stage;
+    const Weights& weights;
+    int number, unit, half;  // of the tile in the matrix, of the unit in the tile
+
+    // Of the lane's outputs, of a run's group s.
+    __device__ __forceinline__ void take_scales(int s, Scale (&scales)[4]) const {
+        const int i = half % RUNS, run = unit * RUNS + i;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const int r = 8 * j + threadIdx.x % 32 / 4;
+            u32 word = stage.scales[i][s][r];
+            if (FORMAT == FP4) word = word >> 8 * (reinterpret_cast<u64>(weights.scale_of(run, s, weights.row_of(number, r))) & 3) & 0xff;
+            scales[j] = static_cast<Scale>(word);
+        }
+    }
+};
+
+// Part P of a half's codes, and those after it, times the rows. scales: of the group of the part before.
+template <int P>
+__device__ __forceinline__ void multiply_parts(const uint4 (&codes)[4], const Half& at, Scale (&scales)[4], Products& products, Sums& sums) {
+    const int lane = threadIdx.x % 32;
+    if (GROUP && P % PARTS_OF_GROUP == 0) at.take_scales(P / PARTS_OF_GROUP, scales);
+    const uint4 x = at.stage.x[at.half][P][lane / 4 % ROWS][lane % 4];
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+        const u32 x0 = word_of(x, 2 * k), x1 = word_of(x, 2 * k + 1);
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+            u32 numbers[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) numbers[i] = decode<P>(word_of(codes[2 * m + i % 2], 2 * k + i / 2));
+            multiply_values(products.of_codes[m], numbers, x0, x1);
+        }
+        products.add_inputs(x0, x1);
+    }
+    if (GROUP && (P + 1) % PARTS_OF_GROUP == 0) {
+        products.add_to(sums, scales);
+        products.begin();
+    }
+    if constexpr (P + 1 < PARTS) multiply_parts<P + 1>(codes, at, scales, products, sums);
+}
+
+// What the warp has of a tile: its units times the rows.
+template <class Work>
+__device__ __forceinline__ void multiply_units(Ring<Work>& ring, Way& at, Sums& sums) {
+    const int tile = at.tile, number = ring.work.number_of(tile);
+    const Weights weights = ring.work.weights_of(tile);
+    Scale scales[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int j = 0; GROUP == 0 && j < 4; ++j) scales[j] = *weights.scale_of(0, 0, weights.row_of(number, 8 * j + threadIdx.x % 32 / 4));
+    Products products;
+    products.begin();
+    clear(sums);
+    for (; at.tile == tile; at.next(ring.num_units)) {
+        const Stage& stage = ring.next();
+#pragma unroll 1
+        for (int half = 0; half < 2; ++half) {
+            uint4 codes[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) codes[j] = stage.codes_of(half, j);
+            multiply_parts<0>(codes, Half{stage, weights, number, at.unit, half}, scales, products, sums);
+        }
+    }
+    if (GROUP == 0) products.add_to(sums, scales);
+}
+
+// The block's sums on their way from warp to warp, in turns.
+struct Exchange {
+    float* sums;        // [TURNS][MULTIPLIERS][SUMS][32]
+    u64 *full, *empty;  // [TURNS] each: all multipliers have written, all finishers have read
+    int turn;
+    u32 parity;
+
+    __device__ __forceinline__ void next() {
+        if (++turn < TURNS) return;
+        turn = 0, parity ^= 1;
+    }
+    __device__ __forceinline__ float* of(int warp) const { return sums + (turn * MULTIPLIERS + warp) * (SUMS * 32) + threadIdx.x % 32; }
+
+    __device__ __forceinline__ void put(const Sums& mine) const {
+        wait_for(empty + turn, parity ^ 1);
+        float* to = of(threadIdx.x / 32);
+#pragma unroll
+        for (int i = 0; i < SUMS; ++i) to[i * 32] = mine[i / 4][i % 4];
+        tell(full + turn);
+    }
+    // Of four outputs, 8 apart, and of the lane's first or second row: added from the warp on that had the tile's first unit.
+    __device__ __forceinline__ void take(int e, int first, float (&all)[4]) const {
+        wait_for(full + turn, parity);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) all[j] = 0;
+#pragma unroll
+        for (int w = 0; w < MULTIPLIERS; ++w)
+#pragma unroll
+            for (int j = 0; j < 4; ++j) all[j] += of((first + w) % MULTIPLIERS)[(2 * j + e) * 32];
+        tell(empty + turn);
+    }
+    __device__ __forceinline__ static void tell(u64* barrier) {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) arrive(barrier);
+    }
+};
+
+// Bytes of shared memory that for_tiles has.
+constexpr int TILES_BYTES = MULTIPLIERS * (STAGES * static_cast<int>(sizeof(Stage)) + TURNS * SUMS * 32 * 4);
+
+// The block's tiles, one after the other. finish(tile, row, sums) for the sums of four outputs, 8 apart, of one row, by
+// neighbouring lanes: those of the same row are 4 lanes apart. Before them begin(row) when inputs are there, and before(tile,
+// row) while weights come; what they return is handed on.
+template <class Work, class Begin, class Before, class Finish>
+__device__ __forceinline__ void for_tiles(uint4* memory, const Work& work, int num_units, Begin begin, Before before, Finish finish) {
+    __shared__ u64 barriers[2][TURNS];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, num_tiles = work.num_tiles();
+    if (threadIdx.x < 2 * TURNS) make_barrier(barriers[0] + threadIdx.x, threadIdx.x < TURNS ? MULTIPLIERS : FINISHERS);
+    barriers_are_made();
+    __syncthreads();
+    Stage* stages = reinterpret_cast<Stage*>(memory);
+    Exchange exchange{reinterpret_cast<float*>(stages + MULTIPLIERS * STAGES), barriers[0], barriers[1], 0, 0};
+    if (warp < MULTIPLIERS) {
+        Ring<Work> ring(stages, work, num_tiles, num_units);
+        Way at = ring.ahead;
+        ring.begin();
+        for (int tile = blockIdx.x; tile < num_tiles; tile += gridDim.x, exchange.next()) {
+            Sums sums;
+            if (at.tile == tile)
+                multiply_units(ring, at, sums);
+            else
+                clear(sums);
+            exchange.put(sums);
+        }
+    } else {
+        const int e = warp - MULTIPLIERS, row = lane % 4 * 2 + e;
+        wait_for_earlier_kernels();
+        const auto begun = begin(row);
+        int first = 0;  // the warp that has the tile's first unit
+        for (int tile = blockIdx.x; tile < num_tiles; tile += gridDim.x, first += num_units, exchange.next()) {
+            const auto read = before(tile, row);
+            if (tile + static_cast<int>(gridDim.x) >= num_tiles) let_next_kernel_start();
+            float sums[4];
+            exchange.take(e, first, sums);
+            finish(tile, row, sums, begun, read);
+        }
+    }
+}
+
+__device__ __forceinline__ float bf16_as_float(u16 bits) { return __uint_as_float(static_cast<u32>(bits) << 16); }
+__device__ __forceinline__ u16 as_bf16(float x) { return static_cast<u16>(pack_bf16(x, x)); }
+
+enum Activation { NONE, SILU, GELU_TANH, QUICK_GELU, RELU, RELU2, CLAMPED };
+
+__device__ __forceinline__ float activated(float x, int activation) {
+    if (activation == NONE) return x;
+    if (activation == RELU) return relu(x);
+    if (activation == RELU2) return relu(x) * relu(x);
+    const float inner = activation == SILU ? x : activation == QUICK_GELU ? 1.702f * x : 1.5957691216057308f * (x + 0.044715f * x * x * x);
+    return x / (1 + expf(-inner));
+}
+
+__device__ __forceinline__ float gated_by(float gate, float up, int activation) {
+    if (activation != CLAMPED) return activated(gate, activation) * up;
+    return activated(fminf(gate, 7), QUICK_GELU) * (fminf(fmaxf(up, -7), 7) + 1);
+}

@@ -39,7 +39,6 @@ FORMATS: dict[str, tuple[WeightFormat, int, bool] | None] = {
     "int4": ("int4", 128, False),
     "int4 with zero points": ("int4", 128, True),
     "int4 in groups of 32": ("int4", 32, True),
-    "fp4 in groups of 32": ("fp4", 32, False),
 }
 MOST_SETS = 16
 T = TypeVar("T")
@@ -149,8 +148,6 @@ def make_linear(num_out: int, num_in: int, name: str) -> Linear:
     codes[(codes & 0x7F) == 0x7F] = 0  # NaN in fp8
     groups = num_out, num_in // (group_size or num_in)
     scales = (0.5 + torch.rand(groups, device="cuda")) * num_in**-0.5 / (100 if format == "fp8" else 4)
-    if format == "fp4":
-        scales = torch.randint(117, 123, groups, dtype=torch.uint8, device="cuda")
     zero_of = torch.randint(0, 16, groups, device="cuda") if zeros else None
     quantized = QuantizedWeight.pack(format, codes, scales, group_size, zero_of)
     return Linear(quantized.words, None, quantized)

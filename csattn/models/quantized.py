@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from csattn.errors import ModelError
-from csattn.models.quantized_weight import QuantizedWeight, WeightFormat, joined
+from csattn.models.quantized_weight import FP4_MOST_EXPONENT, QuantizedWeight, WeightFormat, joined
 
 METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "gptq", "awq", "mxfp4")
 _WORD_BITS, _MXFP4_GROUP = 32, 32
@@ -161,7 +161,7 @@ def read_state(
                 name = name.removesuffix("_blocks")
                 experts = _mxfp4(files.read(f"{name}_blocks"), files.read(f"{name}_scales"))
                 tensor = torch.stack([expert.decoded(dtype).T for expert in experts])  # [experts, num_in, num_out]
-                if (kept := joined(experts)) is not None:
+                if (kept := joined(experts)) is not None and int(kept.scales.max()) <= FP4_MOST_EXPONENT:
                     quantized[name] = kept
             elif (matrix := _matrix(files, name, quantization)) is None:
                 tensor = files.read(name)

@@ -19,6 +19,7 @@ CODES: dict[WeightFormat, int] = {"fp8": 2, "int4": 4, "fp4": 4}  # in a word
 ZERO = 8  # a zero point unless said
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 FP4_EXPONENT_BIAS = 127
+FP4_MOST_EXPONENT = 128  # of a scale, by which a GPU multiplies codes as bfloat16
 _WORD_BITS, _GROUP_SIZE, _ZERO_BITS = 16, 128, 15
 
 
@@ -56,7 +57,7 @@ class QuantizedWeight:
         zeros: Tensor | None = None,  # likewise
         order: Tensor | None = None,  # of the inputs
     ) -> "QuantizedWeight":
-        assert cls.can_have(format, group_size)
+        assert cls.can_have(format, group_size), f"groups of {group_size} do not fit runs of {RUN}"
         (num_out, num_in), parts = codes.shape, CODES[format]
         bits, width = _WORD_BITS // parts, RUN // parts
         runs = functional.pad(codes, (0, -num_in % RUN)).view(num_out, -1, parts, width)

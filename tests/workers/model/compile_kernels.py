@@ -27,7 +27,7 @@ TILES = {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "EVEN_K": True, "DOT_PREC
 TILES |= {"FORMAT": "plain", "GROUP": 0, "ZEROS": False, "NATIVE": True}
 QUANTIZED = [
     TILES | {"FORMAT": format, "GROUP": group, "ZEROS": zeros, "SPLIT_K": 4, "HAS_BIAS": False}
-    for format, group, zeros in (("fp8", 0, False), ("fp8", 128, False), ("int4", 128, True), ("fp4", 32, False))
+    for format, group, zeros in (("fp8", 0, False), ("fp8", 128, False), ("int4", 128, True))
 ]
 HEAD_TILES = {"BLOCK_N": 64, "BLOCK_K": 64, "DOT_PRECISION": "tf32"}
 HEADS = {"NUM_Q_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": 128, "BLOCK": 64}
@@ -88,7 +88,7 @@ VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
                 (1, True, False, "none", False),
             )
         ]
-        + [tiles | {"NORMED": True, "GATED": True, "ACTIVATION": "silu"} for tiles in QUANTIZED[1::2]],
+        + [tiles | {"NORMED": True, "GATED": True, "ACTIVATION": "silu"} for tiles in QUANTIZED[1:]],
     ),
     (
         linear_kernels.linear_add_kernel,
@@ -114,8 +114,6 @@ VARIANTS: list[tuple[Any, list[dict[str, Any]]]] = [
 def type_of(name: str, format: str) -> str:
     if format != "plain" and name == "w":
         return "*i16"
-    if format == "fp4" and name == "scales":
-        return "*u8"
     return next((kind for kind, names in TYPES.items() if name in names.split()), "*bf16")
 
 

@@ -37,7 +37,7 @@ NAN = float("nan")
 KINDS: list[tuple[WeightFormat, int, bool]] = [
     ("fp8", 0, False), ("fp8", 128, False), ("fp8", 64, False),
     ("int4", 128, False), ("int4", 128, True), ("int4", 32, True), ("int4", 64, False), ("int4", 0, True),
-    ("int4", 256, False), ("fp4", 32, False),
+    ("int4", 256, False),
 ]  # fmt: skip
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}  # of few rows: zero points are taken off sums of 128 + code
 
@@ -49,6 +49,9 @@ def device(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     quantized_ops._kernel.cache_clear()
     yield
     quantized_ops._kernel.cache_clear()
+
+
+PACKED = [*KINDS, ("fp4", 32, False)]  # which experts alone are kept in
 
 
 def make_quantized(num_out: int, num_in: int, format: WeightFormat, group_size: int, zeros: bool) -> QuantizedWeight:
@@ -68,7 +71,7 @@ def make_linear(num_out: int, num_in: int, kind: tuple[WeightFormat, int, bool],
     return Linear(quantized.words, randn(num_out, dtype=torch.bfloat16) if bias else None, quantized)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", PACKED)
 def test_a_packed_weight_is_what_its_codes_say(kind) -> None:
     format, group_size, zeros = kind
     codes = torch.randint(0, 256 if format == "fp8" else 16, (3, 300), dtype=torch.uint8)
@@ -143,7 +146,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(kind) -> None:
 def test_what_lies_behind_a_row_is_not_read(kind) -> None:
     """Of x what is beside its rows, of weights the scales beside those of the outputs: both are NaN."""
     whole = make_quantized(70, 200, *kind)
-    poison = torch.full_like(whole.scales, 255 if kind[0] == "fp4" else NAN)
+    poison = torch.full_like(whole.scales, NAN)
     poison[:, 3:43] = whole.scales[:, 3:43]
     linear = Linear(whole.words, None, whole).outputs(3, 43)
     beside = QuantizedWeight(whole.format, whole.words, poison, 200, whole.group_size, whole.has_zeros).outputs(
@@ -158,7 +161,7 @@ def test_what_lies_behind_a_row_is_not_read(kind) -> None:
     torch.testing.assert_close(got, want, **CLOSE)
 
 
-@pytest.mark.parametrize("kind", [KINDS[1], KINDS[4], KINDS[9]])
+@pytest.mark.parametrize("kind", [KINDS[1], KINDS[4], KINDS[5]])
 @pytest.mark.parametrize(
     ("batch_size", "num_in", "hidden_size"), [(1, 512, 64), (3, 1500, 100), (8, 300, 576), (18, 300, 100)]
 )

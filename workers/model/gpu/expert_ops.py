@@ -44,7 +44,9 @@ class TritonExpertOps(TritonStreamOps, QuantizedOps):
         width, squares, bias = spec.intermediate_size, x.squares, weights.gate_bias
         if (kept := weights.quantized) is not None:
             shares = room.shares if spec.on_input else None
-            self._multiply_experts(x, kept.gate_up, bias, room.chosen, shares, None, room.gated, True, spec.activation)
+            self._multiply_experts(
+                x, kept.gate_up, bias, room.chosen, False, shares, None, room.gated, True, spec.activation
+            )
             return
         num_squares = 1 if squares is None else len(squares)
         assert weights.ups.data_ptr() - weights.gates.data_ptr() == weights.gates[0].nbytes
@@ -83,7 +85,7 @@ class TritonExpertOps(TritonStreamOps, QuantizedOps):
         if (kept := weights.quantized) is not None:
             gated = Normed(room.gated.flatten(0, 1))
             shares = None if spec.on_input else room.shares
-            self._multiply_experts(gated, kept.down, bias, room.chosen, None, shares, room.parts, False, "none")
+            self._multiply_experts(gated, kept.down, bias, room.chosen, True, None, shares, room.parts, False, "none")
             self._add_parts(room.parts, spec.num_chosen, None, 0.0, multiplier, stream, readers)
             return
         experts_down_kernel[(triton.cdiv(hidden_size, BLOCK_N), spec.num_experts)](

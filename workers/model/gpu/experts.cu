@@ -1,8 +1,7 @@
 // Products of a step's rows with the experts that are theirs: see `quantized.cuh`.
 //
 // Pairs of a row and an expert are sorted by their experts. Up to ROWS pairs of one expert are a slot, which has all tiles of that
-// expert's matrix: weights are read once for as many rows. Which experts they are, the kernel before has chosen, so
-// that nothing can be read while it ends.
+// expert's matrix: weights are read once for as many rows.
 //
 // Compiled also for MOST_PAIRS.
 
@@ -84,10 +83,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply_experts(
     const u16* x,              // [num_pairs / pairs_of_input, row_len] bfloat16, with zeros behind num_in
     long long row_len,         // a multiple of 8
     long long pairs_of_input,  // a row's, or one
-    const float* squares,      // [num_squares, num_rows] as in `multiply`, or null
+    const float* squares,      // [num_squares, num_rows] as in `multiply`, or null: then chosen may be early
     const u8* codes, const Scale* scales, long long row_bytes, long long scales_len,  // `Weights` of all experts, one after the other
     const u16* bias,           // [num_experts, num_out (* 2 where gated)] bfloat16, or null
     const int* chosen,         // [num_pairs]
+    long long chosen_early,    // before the kernel before this one, which waited for it: weights may come while that one ends
     const float* in_shares,    // [num_pairs], of inputs, or null
     const float* out_shares,   // likewise of outputs
     u16* out,                  // [num_pairs, num_out] bfloat16
@@ -100,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply_experts(
     Slots& slots = *reinterpret_cast<Slots*>(reinterpret_cast<u8*>(memory) + TILES_BYTES);
     const int lane = threadIdx.x % 32, num_rows = static_cast<int>(num_pairs / pairs_of_input);
     const Weights first = weights_of(codes, scales, row_bytes, scales_len, num_out, num_in, gated != 0);
-    wait_for_earlier_kernels();
+    if (!chosen_early) wait_for_earlier_kernels();
     for (int row = threadIdx.x / 32; squares && row < num_rows; row += WARPS) {
         float sum = 0;
         for (int s = lane; s < num_squares; s += 32) sum += squares[s * num_rows + row];

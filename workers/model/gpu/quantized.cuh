@@ -1,6 +1,6 @@
 // Products of rows with weights of 8 or 4 bits, bound by the reading of the weights. `QuantizedWeight` says how
 // codes lie: they become bfloat16 numbers in registers, on their way to the tensor cores. A group's scale multiplies its
-// sum, not its weights.
+// sum, not its weights; but of FP4, whose scales are powers of two, the weights, which have to be multiplied by one anyway.
 //
 // A block has tiles of 32 outputs, one after the other. Of each output it reads 128 bytes at a time, a unit: in pieces of 64 they
 // would come at half the rate. MULTIPLIERS warps take units in turns, wait for nobody but their own copies, which
@@ -28,6 +28,7 @@ constexpr int UNIT_BYTES = 128, RUNS = FORMAT == FP8 ? 1 : 2;  // of a unit; a h
 constexpr int TILE = 32, SUMS = 2 * 4;                                        // outputs: of two products; of a lane
 constexpr int SCALES = GROUP > 0 && GROUP < RUN ? RUN / GROUP : 1;             // of a run
 constexpr int PARTS_OF_GROUP = PARTS / SCALES;
+constexpr bool AT_ONCE = GROUP == 0 || FORMAT == FP4;  // sums of all groups are added as one
 constexpr int FINISHERS = 2, TURNS = 2;  // warps that finish sums; tiles that have memory for them
 static_assert(TILE == SQUARES_BLOCK, "a tile's outputs are a part of the squares");
 static_assert(ROWS <= 8 && WARPS == MULTIPLIERS + FINISHERS, "rows are the narrow side of a product");
@@ -37,19 +38,20 @@ typedef u8 Scale;  // an exponent of two
 typedef u32 Scale;  // a float, whose lowest four bits are the zero point in 4 bits
 #endif
 
-// Two codes of neighbouring inputs, of one part, from two words: as bfloat16. Of INT4 it is 128 + code.
-template <int P> __device__ __forceinline__ u32 decode(u32 words) {
+// Two codes of neighbouring inputs, of one part, from two words: as bfloat16. Of INT4 it is 128 + code, of FP4 the weight itself.
+template <int P> __device__ __forceinline__ u32 decode(u32 words, Scale scale) {
     constexpr u32 NO_ZERO = 0x80008000u, SIGNS = 0x80008000u;
     if (FORMAT == INT4) return and_or(words >> 4 * P, 0x000f000fu, 0x43004300u);
     // sign, exponent and mantissa come to where bfloat16 has them; the power of two is what that exponent is short of
     const u32 sign = (FORMAT == FP8 ? words << 8 * (1 - P) : words << 4 * (3 - P)) & SIGNS;
     if (FORMAT == FP8) return fma_bf16(and_or(P ? words >> 4 : words << 4, 0x07f007f0u, sign), 0x7b807b80u, NO_ZERO);
     constexpr int UP = 6 - 4 * P;
-    return fma_bf16(and_or(UP > 0 ? words << max(UP, 0) : words >> max(-UP, 0), 0x01c001c0u, sign), 0x7e807e80u, NO_ZERO);
+    const u32 power = (scale + 126) * 0x00800080u;  // what the scale is of, times that: an exponent in both halves
+    return fma_bf16(and_or(UP > 0 ? words << max(UP, 0) : words >> max(-UP, 0), 0x01c001c0u, sign), power, NO_ZERO);
 }
 
 __device__ __forceinline__ float number_of(Scale scale) {
-    if (FORMAT == FP4) return __uint_as_float(static_cast<u32>(scale) << 23);
+    if (FORMAT == FP4) return 1;  // weights have it already
     return __uint_as_float(FORMAT == INT4 ? scale & ~15u : scale);
 }
 // What stands for 0 in 4 bits, and 128.
@@ -119,28 +121,37 @@ __device__ __forceinline__ int first_input(int unit, int half, int part) {
     return FORMAT == FP8 ? unit * RUN + part * PART + half * 32 : (2 * unit + half) * RUN + part * PART;
 }
 
+struct Filled {
+    int unit;
+    const u16* inputs;
+};
+
 // A warp's copies, in groups: what is asked for for a unit, in the order of units.
 template <class Work> struct Ring {
     const Work& work;
     Stage* stages;
-    Weights weights;  // of the tile ahead
+    Weights weights;    // of the tile ahead
+    const u16* inputs;  // of the lane's row in it, which copies its pieces; null: there is none
     Way ahead;
     int number, to, from, num_tiles, num_units;
 
     __device__ __forceinline__ Ring(Stage* all, const Work& work_, int num_tiles_, int num_units_)
-        : work(work_), stages(all + threadIdx.x / 32 * STAGES), number(0), to(0), from(0), num_tiles(num_tiles_), num_units(num_units_) {
+        : work(work_), stages(all + threadIdx.x / 32 * STAGES), inputs(nullptr), number(0), to(0), from(0), num_tiles(num_tiles_), num_units(num_units_) {
         ahead.begin(num_units);
         find_tile();
     }
     __device__ __forceinline__ void find_tile() {
-        if (ahead.tile < num_tiles) weights = work.weights_of(ahead.tile), number = work.number_of(ahead.tile);
+        if (ahead.tile >= num_tiles) return;
+        weights = work.weights_of(ahead.tile), number = work.number_of(ahead.tile);
+        inputs = work.inputs_of(ahead.tile, threadIdx.x % 32 / 4 % ROWS);
     }
-    // Begin the copies of the next unit's codes and scales. Returns where it is; a tile of -1: there is none.
-    __device__ __forceinline__ Way fill_weights() {
+    // Begin the copies of the next unit's codes and scales. Returns of what it is.
+    __device__ __forceinline__ Filled fill_weights() {
         Stage& stage = stages[to];
         to = to + 1 < STAGES ? to + 1 : 0;
-        if (ahead.tile >= num_tiles) return {-1, 0};
+        if (ahead.tile >= num_tiles) return {0, nullptr};
         const Way here = ahead;
+        const Filled filled = {here.unit, inputs};
         const int lane = threadIdx.x % 32, first = weights.first_of(number) + lane / 8;
         const u32 in_row = here.unit * UNIT_BYTES + lane % 8 * 16;
         const int left = in_row < weights.row_bytes ? weights.num_out - first : 0;  // the last unit may be half of one
@@ -158,24 +169,22 @@ template <class Work> struct Ring {
                                    word_with(weights.scale_of(here.unit * RUNS + i, s, weights.row_of(number, lane))));
         ahead.next(num_units);
         if (ahead.tile != here.tile) find_tile();
-        return here;
+        return filled;
     }
-    // The same of the unit's inputs, of all of which its group ends.
-    __device__ __forceinline__ void fill_inputs(Stage& stage, const Way& here) const {
+    // The same of the unit's inputs, of all of which its group ends. Where there is no row, nothing is read of what comes out.
+    __device__ __forceinline__ void fill_inputs(Stage& stage, const Filled& of) const {
         constexpr int PIECES = 2 * PARTS * ROWS * 4;
 #pragma unroll
         for (int i = threadIdx.x % 32; i < (PIECES + 31) / 32 * 32; i += 32) {
-            const int row = i / 4 % ROWS, part = i / (4 * ROWS) % PARTS, half = i / (4 * ROWS * PARTS);
-            const int k = first_input(here.unit, half, part) + i % 4 * 8;
-            if (here.tile < 0 || i >= PIECES) continue;
-            const u16* inputs = k < work.row_len ? work.inputs_of(here.tile, row) : nullptr;
-            start_copy(shared_address(&stage.x[0][0][0][0] + i), inputs ? inputs + k : nullptr, inputs ? 16 : 0);
+            const int part = i / (4 * ROWS) % PARTS, half = i / (4 * ROWS * PARTS);
+            const int k = first_input(of.unit, half, part) + i % 4 * 8;
+            if (of.inputs && i < PIECES) start_copy(shared_address(&stage.x[0][0][0][0] + i), of.inputs + k, k < work.row_len ? 16 : 0);
         }
         end_copy_group();
     }
     // The copies of the first units, all but one stage. Inputs are there when the kernels before have ended.
     __device__ __forceinline__ void begin() {
-        Way first[STAGES - 1];
+        Filled first[STAGES - 1];
 #pragma unroll
         for (int s = 0; s < STAGES - 1; ++s) first[s] = fill_weights();
         wait_for_earlier_kernels();
@@ -264,12 +273,12 @@ __device__ __forceinline__ void multiply_parts(const uint4 (&codes)[4], const Ha
         for (int m = 0; m < 2; ++m) {
             u32 numbers[4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) numbers[i] = decode<P>(word_of(codes[2 * m + i % 2], 2 * k + i / 2));
+            for (int i = 0; i < 4; ++i) numbers[i] = decode<P>(word_of(codes[2 * m + i % 2], 2 * k + i / 2), scales[2 * m + i % 2]);
             multiply_values(products.of_codes[m], numbers, x0, x1);
         }
         products.add_inputs(x0, x1);
     }
-    if (GROUP && (P + 1) % PARTS_OF_GROUP == 0) {
+    if (!AT_ONCE && (P + 1) % PARTS_OF_GROUP == 0) {
         products.add_to(sums, scales);
         products.begin();
     }
@@ -297,7 +306,7 @@ __device__ __forceinline__ void multiply_units(Ring<Work>& ring, Way& at, Sums& 
             multiply_parts<0>(codes, Half{stage, weights, number, at.unit, half}, scales, products, sums);
         }
     }
-    if (GROUP == 0) products.add_to(sums, scales);
+    if (AT_ONCE) products.add_to(sums, scales);
 }
 
 // The block's sums on their way from warp to warp, in turns.

@@ -44,29 +44,6 @@ shr.b32 code, $4, 12;
 lop3.b32 code, code, 0x000f000f, 0x43004300, 0xea;
 sub.bf16x2 $3, code, less;
 }""")
-_FP4 = tl.constexpr("""{
-.reg .b32 code, sign, scale;
-mov.b32 scale, 0x7e807e80;
-shl.b32 sign, $4, 12;
-and.b32 sign, sign, 0x80008000;
-shl.b32 code, $4, 6;
-lop3.b32 code, code, 0x01c001c0, sign, 0xea;
-mul.bf16x2 $0, code, scale;
-shl.b32 sign, $4, 8;
-and.b32 sign, sign, 0x80008000;
-shl.b32 code, $4, 2;
-lop3.b32 code, code, 0x01c001c0, sign, 0xea;
-mul.bf16x2 $1, code, scale;
-shl.b32 sign, $4, 4;
-and.b32 sign, sign, 0x80008000;
-shr.b32 code, $4, 2;
-lop3.b32 code, code, 0x01c001c0, sign, 0xea;
-mul.bf16x2 $2, code, scale;
-and.b32 sign, $4, 0x80008000;
-shr.b32 code, $4, 6;
-lop3.b32 code, code, 0x01c001c0, sign, 0xea;
-mul.bf16x2 $3, code, scale;
-}""")
 
 
 @triton.jit
@@ -130,8 +107,6 @@ def _scales_of(scale_at, at, stop, scales_len, GROUP: tl.constexpr):
 @triton.jit
 def _scaled(product, sums, scales, FORMAT: tl.constexpr, ZEROS: tl.constexpr):
     """scale * (product - zero * sums)"""
-    if FORMAT == "fp4":
-        scales = (scales.to(tl.int32) << 23).to(tl.float32, bitcast=True)
     if FORMAT == "int4":
         bits = scales.to(tl.int32, bitcast=True)
         if ZEROS:
@@ -148,9 +123,8 @@ def _decoded(words, dtype: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.conste
             _FP8, "=r,=r,r", [words], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
         )
     elif NATIVE:
-        ASM: tl.constexpr = _INT4 if FORMAT == "int4" else _FP4
         return tl.inline_asm_elementwise(
-            ASM,
+            _INT4,
             "=r,=r,=r,=r,r",
             [words],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
@@ -171,8 +145,5 @@ def _number(words, shift: tl.constexpr, dtype: tl.constexpr, FORMAT: tl.constexp
     if FORMAT == "fp8":
         bits = ((code & 0x80) << 24) | ((code & 0x7F) << 20)
         return (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(dtype)  # 2^120
-    elif FORMAT == "fp4":
-        bits = ((code & 8) << 28) | ((code & 7) << 22)
-        return (bits.to(tl.float32, bitcast=True) * 8.507059173023462e37).to(dtype)  # 2^126
     else:
         return ((code & 15).to(tl.float32) - 8.0).to(dtype)

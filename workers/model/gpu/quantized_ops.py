@@ -82,8 +82,9 @@ class QuantizedOps(Launches):
         x: Normed,  # of rows, or of pairs of a row and an expert of its
         weight: QuantizedWeight,  # of all experts
         bias: Tensor | None,  # [num_experts, outputs of one], without a hole
-        chosen: Tensor,  # [batch_size, num_chosen] int32, as is what follows
-        in_shares: Tensor | None,
+        chosen: Tensor,  # [batch_size, num_chosen] int32
+        chosen_early: bool,  # by a kernel for which the one before this one has waited
+        in_shares: Tensor | None,  # like chosen, float32
         out_shares: Tensor | None,
         out: Tensor,  # [batch_size, num_chosen, outputs] <-
         gated: bool,
@@ -103,6 +104,7 @@ class QuantizedOps(Launches):
             *_weights(weight),
             0 if bias is None else bias,
             chosen,
+            int(chosen_early),
             0 if in_shares is None else in_shares,
             0 if out_shares is None else out_shares,
             out,

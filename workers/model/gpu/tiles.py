@@ -14,7 +14,7 @@ BLOCK_N = 64  # rows of the weights that a program owns
 # Programs among which one product is split: two fit on each multiprocessor of an H200. A constant, not a property of
 # the device at hand: it decides the order of sums.
 MAX_SPLIT_PROGRAMS = 264
-_NUM_STAGES: dict[WeightFormat | None, int] = {None: 4, "fp8": 5, "int4": 6, "fp4": 6}  # blocks on their way
+_NUM_STAGES: dict[WeightFormat | None, int] = {None: 4, "fp8": 5, "int4": 6}  # blocks on their way
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from transformers import Qwen3Config
 
 from bench.random_weights import random_weights
 from csattn.models.families import describe
+from csattn.models.spec import ExpertsSpec
 from csattn.models.weights import Linear
 from tests.attention.device_steps import change_rows
 from tests.tiny import FAMILIES, make_model, token_ids
@@ -143,6 +144,24 @@ def test_a_step_with_weights_in_few_bits_is_one_with_decoded_weights(rounding) -
         logits.append(runner.step(4).logits[:3].clone())
     got, by_calls, want = logits
     assert torch.equal(got, by_calls)
+    assert (got - want).norm() <= 0.02 * want.norm()
+
+
+@pytest.mark.parametrize("few", ["fp8", "int4", "mxfp4"])
+def test_a_step_with_experts_in_few_bits_is_one_with_decoded_ones(few) -> None:
+    experts = ExpertsSpec(num_experts=8, num_chosen=3, intermediate_size=320, scores="softmax", normed=True)
+    layers = tuple(replace(layer, mlp=None, experts=(experts,)) for layer in SHAPE.layers)
+    weights = random_weights(replace(SHAPE, layers=layers), "cuda", few=few)
+    decoded = []
+    for layer in weights.layers:
+        plain = layer.experts[0].plain(torch.bfloat16)
+        decoded.append(replace(layer, experts=(replace(plain, quantized=None),)))
+    logits = []
+    for each in (weights, replace(weights, layers=tuple(decoded))):
+        runner = ModelRunner(each, random_context(), (16,))
+        fill(runner, 16, 13)
+        logits.append(runner.step(16).logits[:13].clone())
+    got, want = logits
     assert (got - want).norm() <= 0.02 * want.norm()
 
 

@@ -14,6 +14,7 @@ from csattn.models import load_model
 from csattn.models.families import describe
 from csattn.models.quantized_weight import QuantizedWeight
 from csattn.models.spec import ModelSpec
+from csattn.models.weights import weights_of
 from tests.tiny import ALL_FAMILIES, FAMILIES, loaded, make_model, save
 from workers.model import take_weights
 
@@ -88,6 +89,22 @@ def test_weights_in_few_bits_are_taken_as_they_are(rounding, tmp_path) -> None:
     assert weights.head.quantized is None
     linears = [linear for layer in weights.layers for linear in (*layer.qkv, layer.out, *layer.gate_up, layer.down)]
     assert weights.streamed_bytes == sum(linear.quantized.nbytes for linear in linears) + weights.head.weight.nbytes
+
+
+@pytest.mark.parametrize(("family", "shared"), [("gpt_oss", False), ("qwen3_next", True)])
+def test_experts_in_few_bits_are_taken_as_they_are(family, shared, tmp_path) -> None:
+    model = load_model(str(save(tmp_path, family)), "bfloat16", weights="int4").model
+    want = [layer.experts for layer in weights_of(model).layers]
+    weights = take_weights(model, "cpu", consume=True)
+    for layer, there in zip(weights.layers, want, strict=True):
+        assert len(layer.experts) == (0 if layer.gate_up else 1 + shared)
+        for experts, plain in zip(layer.experts, there, strict=True):
+            assert experts.gates.dtype == torch.int16 and experts.quantized.down.format == "int4"
+            assert experts.ups.data_ptr() - experts.gates.data_ptr() == experts.gates[0].nbytes
+            got = experts.plain(torch.bfloat16)
+            for name in ("gates", "ups", "down"):
+                assert torch.equal(getattr(got, name), getattr(plain, name))
+    assert not any(hasattr(module, "quantized") for module in model.model.layers.modules())
 
 
 def test_matrices_of_several_kinds_are_joined_decoded(tmp_path) -> None:

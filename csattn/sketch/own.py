@@ -36,7 +36,7 @@ BY_SEGMENT = "codes", "marks", "key_mean", "query_transform", "value_mean", "val
 class Growth:
     """When own rows become segments."""
 
-    segment_len: int = 1024
+    segment_len: int = 2048
     # of the tail, at least so many rows stay near, and the window: while as many come, a segment's sketch is made, and
     # no more may come in one step
     least_near: int = 256

@@ -15,10 +15,10 @@ from csattn.sketch.own import Growth, join_segments, make_segment, own_top_k
 def test_a_segment_is_in_use_once_its_last_row_has_left_the_window(window_len: int, near: int) -> None:
     growth = Growth()
     for number in (0, 1, 7):
-        first = number * 1024 + near
+        first = number * 2048 + near
         assert growth.num_segments(first, window_len) == number
-        assert growth.num_segments(first + 1023, window_len) == number
-        assert growth.num_segments(first + 1024, window_len) == number + 1
+        assert growth.num_segments(first + 2047, window_len) == number
+        assert growth.num_segments(first + 2048, window_len) == number + 1
     assert growth.num_segments(1, window_len) == 0
 
 

@@ -2,7 +2,7 @@
 
 The hidden states of the whole context pass through layer 0, then through layer 1, and so on, in chunks of rows.
 So memory holds one layer's q, k and v whatever the depth, and a build can resume at any layer from the hidden
-states that enter it. Everything is held where the model is.
+states that enter it. Everything is held where the model is; layers that are not there are lent to it in their turn.
 """
 
 from collections.abc import Callable, Generator
@@ -19,6 +19,7 @@ from csattn.attention import attend_chunk
 from csattn.errors import CaptureError
 from csattn.models.attention_hook import attention_implementation
 from csattn.models.families import describe
+from csattn.models.lending import lent
 from csattn.models.query import embed
 from csattn.models.rope import position_embeddings
 from csattn.models.spec import AttentionSpec
@@ -144,32 +145,32 @@ def prefill(
     chosen = None if top_k is None else torch.empty(context_len, top_k, dtype=torch.int32, device=hidden.device)
     with attention_implementation(model):
         for layer_idx in range(first_layer, len(body.layers)):
-            capture = LayerCapture(layer_idx, q, kv, hidden)
+            capture, leaving = LayerCapture(layer_idx, q, kv, hidden), torch.empty_like(hidden)
             of_layer, sinks = spec.layers[layer_idx], None
             cache: _StateCache | _CapturingCache = _StateCache()
-            if of_layer.delta is None:
-                sinks = getattr(body.layers[layer_idx].self_attn, "sinks", None)
-                cache = _CapturingCache(_CapturingLayer(capture, of_layer.attention, sinks))
             told, latent = embeddings[layer_idx], None
-            if of_layer.latent is not None:
-                of_latents = of_layer.latent, spec.softmax_scale, spec.ropes[0].interleaved
-                latent = LatentLayer(body.layers[layer_idx], *of_latents, kv.view(context_len, -1), chosen)
-            leaving = torch.empty_like(hidden)
-            for start in range(0, context_len, chunk_len):
-                rows = slice(start, min(start + chunk_len, context_len))
-                if latent is not None:
-                    leaving[rows] = latent(hidden[rows], rows, *(x[0, rows] for x in told))
+            with lent(model, layer_idx) as layer:
+                if of_layer.delta is None:
+                    sinks = getattr(layer.self_attn, "sinks", None)
+                    cache = _CapturingCache(_CapturingLayer(capture, of_layer.attention, sinks))
+                if of_layer.latent is not None:
+                    of_latents = of_layer.latent, spec.softmax_scale, spec.ropes[0].interleaved
+                    latent = LatentLayer(layer, *of_latents, kv.view(context_len, -1), chosen)
+                for start in range(0, context_len, chunk_len):
+                    rows = slice(start, min(start + chunk_len, context_len))
+                    if latent is not None:
+                        leaving[rows] = latent(hidden[rows], rows, *(x[0, rows] for x in told))
+                    else:
+                        of_rows = tuple(x[:, rows] for x in told) if isinstance(told, tuple) else told[:, rows]
+                        leaving[rows] = layer(
+                            hidden[None, rows],
+                            attention_mask=None,
+                            position_ids=positions[:, rows],
+                            past_key_values=cache,
+                            use_cache=True,
+                            position_embeddings=of_rows,
+                        )[0]
                     on_chunk(layer_idx, rows.stop - rows.start)
-                    continue
-                leaving[rows] = body.layers[layer_idx](
-                    hidden[None, rows],
-                    attention_mask=None,
-                    position_ids=positions[:, rows],
-                    past_key_values=cache,
-                    use_cache=True,
-                    position_embeddings=tuple(x[:, rows] for x in told) if isinstance(told, tuple) else told[:, rows],
-                )[0]
-                on_chunk(layer_idx, rows.stop - rows.start)
             if isinstance(cache, _StateCache):
                 capture.state = cache.arrays()
             _require_finite(capture)

@@ -24,6 +24,7 @@ from csattn.artifact.handover import drop_handover, is_captured, load_captured, 
 from csattn.artifact.layout import index_from_arrays, kv_file, state_file
 from csattn.errors import ArtifactError, ArtifactMismatchError
 from csattn.models import LoadedModel
+from csattn.models.lending import lent
 from csattn.models.query import queries_before_rope
 from index_build.kmeans import set_kmeans_threads
 from index_build.layer import index_arrays
@@ -210,10 +211,8 @@ class _CheckpointClock:
 
 def _fit_next_query(model: Any, capture: "LayerCapture", leaving: Tensor) -> NDArray[np.float32]:
     """How the next layer's query is predicted from this layer's input."""
-    layers = model.model.layers
     rows = sample_rows(len(leaving), capture.q.shape[2])
-    following = layers[capture.layer_idx + 1]
-    with torch.inference_mode():
+    with torch.inference_mode(), lent(model, capture.layer_idx + 1) as following:
         return fit_predictor(
             queries_before_rope(following, capture.hidden_in[rows]), queries_before_rope(following, leaving[rows])
         )

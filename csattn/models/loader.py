@@ -20,6 +20,7 @@ from csattn.artifact import ModelGeometry
 from csattn.artifact.manifest import ALL, STATE
 from csattn.errors import ModelError
 from csattn.models.families import FAMILIES, describe, stretch_positions
+from csattn.models.lending import place
 from csattn.models.quantized import Quantization, read_state
 from csattn.models.quantized_weight import (
     QuantizedExperts,
@@ -76,7 +77,7 @@ def load_model(
     stretch: float = 1.0,
     weights: str | None = None,
 ) -> LoadedModel:
-    """Load a model of a supported family onto a device.
+    """Load a model of a supported family onto a device: layers that it has no room for stay on the host, and are lent.
 
     name: a directory, a `.gguf` file, a hub id, or None for the demo model. A GGUF file is converted once into
     the cache directory ($CSATTN_CACHE, else ~/.cache/csattn). stretch: times the positions that the model has (YaRN).
@@ -97,7 +98,7 @@ def load_model(
         describe(config)
         stretch_positions(config, stretch)
         tokenizer = AutoTokenizer.from_pretrained(source)
-        model = _load_whole(source, config, DTYPES[dtype], rounding).eval().to(device)
+        model = place(_load_whole(source, config, DTYPES[dtype], rounding).eval(), device)
     except ModelError as error:
         raise ModelError(f"{name} could not be loaded: {error}") from error
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:

@@ -11,6 +11,8 @@ import torch
 
 from csattn.artifact import list_store, open_artifact, verify_artifact
 from csattn.config import IndexConfig, ListConfig, SearchConfig, SketchConfig
+from csattn.models import lending
+from csattn.models.lending import place
 from csattn.models.loader import LoadedModel, wrap_model
 from index_build.capture import prefill
 from index_build.layer import index_arrays
@@ -48,6 +50,18 @@ def test_prefill_on_the_gpu_is_prefill_on_the_cpu(dtype: torch.dtype) -> None:
             assert error < (1e-3 if dtype == torch.float32 else 0.2), error
         if dtype == torch.bfloat16:
             break  # random weights amplify rounding from layer to layer
+
+
+def test_a_model_of_which_the_gpu_has_no_room_for_all_builds_the_same(tmp_path, monkeypatch) -> None:
+    want = build(tmp_path / "whole", on_gpu())
+    monkeypatch.setattr(lending, "_has_room", lambda model, device: False)
+    model = place(make_model(), "cuda")
+    assert next(model.model.layers.parameters()).device.type == "cpu" and model.device.type == "cuda"
+    got = build(tmp_path / "lent", wrap_model(model, byte_tokenizer(), "tiny-llama"))
+    assert next(model.model.layers.parameters()).device.type == "cpu"
+    with open_artifact(want.path) as whole, open_artifact(got.path) as lent:
+        for a, b in zip(whole.indexed_kv(), lent.indexed_kv(), strict=True):
+            assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize(

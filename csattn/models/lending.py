@@ -1,0 +1,47 @@
+"""A model on a device that may not have room for all of it: layers that stay on the host are lent, one at a time."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+MOST_SHARE = 0.75  # of the device's free memory for weights: what passes through layers needs some, too
+
+
+def place(model: Any, device: str) -> Any:
+    """Move a model to a device, its layers only if that has room for all."""
+    model.layers_are_lent = device != "cpu" and not _has_room(model, device)
+    if not model.layers_are_lent:
+        return model.to(device)
+    body = model.model
+    for name, part in body.named_children():
+        if name != "layers":
+            part.to(device)
+    for tensor in (*body.parameters(recurse=False), *body.buffers(recurse=False)):
+        tensor.data = tensor.data.to(device)
+    return model
+
+
+@contextmanager
+def lent(model: Any, layer_idx: int) -> Iterator[Any]:
+    """A layer of a placed model, with its weights where the model is: meanwhile, where they are not there always."""
+    layer = model.model.layers[layer_idx]
+    if not getattr(model, "layers_are_lent", False):
+        yield layer
+        return
+    tensors = [*layer.parameters(), *layer.buffers()]
+    homes = [tensor.data for tensor in tensors]
+    try:
+        for tensor in tensors:
+            tensor.data = tensor.data.to(model.device, copy=True)
+        yield layer
+    finally:
+        for tensor, home in zip(tensors, homes, strict=True):
+            tensor.data = home
+
+
+def _has_room(model: Any, device: str) -> bool:
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    needed = sum(int(parameter.nbytes) for parameter in model.parameters())
+    return needed <= MOST_SHARE * free_bytes

@@ -1,0 +1,52 @@
+"""Layers that stay on the host compute the same where they are lent, and are home again afterwards."""
+
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+
+from csattn.models import lending
+from csattn.models.lending import lent, place
+from index_build.capture import prefill
+from tests.tiny import make_model, token_ids
+
+
+def addresses(model: Any) -> list[int]:
+    return [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3_next", "deepseek_v32", "gemma3_text", "phi3"])
+def test_a_prefill_by_lent_layers_is_the_same(family: str) -> None:
+    model, ids = make_model(family), torch.from_numpy(token_ids(70)).long()
+    want = [leaving.clone() for _, leaving in prefill(model, ids, chunk_len=32)]
+    homes, layers, seen = addresses(model), model.model.layers, []
+    for layer in layers:
+        layer.mlp.register_forward_pre_hook(lambda mlp, _: seen.append(next(mlp.parameters()).data_ptr()))
+    model.layers_are_lent = True
+    got = [leaving.clone() for _, leaving in prefill(model, ids, chunk_len=32)]
+    assert all(map(torch.equal, got, want)) and len(got) == len(layers)
+    assert len(seen) == 3 * len(layers) and not set(seen) & set(homes)
+    assert addresses(model) == homes
+
+
+def test_what_was_lent_is_home_after_an_error() -> None:
+    model = make_model()
+    model.layers_are_lent = True
+    homes = addresses(model)
+    with suppress(KeyError), lent(model, 1) as layer:
+        assert layer is model.model.layers[1] and addresses(model) != homes
+        raise KeyError
+    assert addresses(model) == homes
+
+
+def test_layers_stay_where_a_device_has_no_room_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lending.torch.cuda, "mem_get_info", lambda device: (1000, 1000))
+    model = place(make_model(), "meta")  # a device without any memory
+    assert model.layers_are_lent and model.device.type == "meta"
+    kinds = {name: tensor.device.type for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    assert all((kind == "cpu") == (".layers." in name or "lm_head" in name) for name, kind in kinds.items())
+    monkeypatch.setattr(lending.torch.cuda, "mem_get_info", lambda device: (1 << 30, 1 << 30))
+    whole = place(make_model(), "meta")
+    assert not whole.layers_are_lent and {parameter.device.type for parameter in whole.parameters()} == {"meta"}
+    assert not place(make_model(), "cpu").layers_are_lent

@@ -1,26 +1,26 @@
 // Products of a step's rows with the experts that are theirs: see `quantized.cuh`.
 //
-// Pairs of a row and an expert are sorted by their experts. Up to ROWS pairs of one expert are a slot, which has all tiles of that
+// Pairs of a row and an expert are sorted by their experts. Up to ROWS pairs of one expert are a bundle, which has all tiles of that
 // expert's matrix: weights are read once for as many rows.
 //
-// Compiled also for MOST_PAIRS.
+// Compiled also for MOST_PAIRS, and MOST_STEP_ROWS, the rows of a step.
 
 #include "quantized.cuh"
 
-constexpr u16 STARTS = 0x8000;  // of a pair: a slot begins with it
-constexpr int MOST_ROWS = 64;
+constexpr u16 STARTS = 0x8000;  // of a pair: a bundle begins with it
+
 static_assert(MOST_PAIRS < STARTS, "a pair's number leaves one bit");
 
 // In shared memory.
-struct Slots {
+struct Bundles {
     u16 experts[MOST_PAIRS];      // of pairs, in the order of rows
     u16 pairs[MOST_PAIRS];        // by experts
-    u16 starts[MOST_PAIRS + 1];   // of slots, among those; then their end
+    u16 starts[MOST_PAIRS + 1];   // of bundles, among those; then their end
     int num;
 
-    __device__ __forceinline__ int size_of(int slot) const { return starts[slot + 1] - starts[slot]; }
-    __device__ __forceinline__ int pair_of(int slot, int i) const { return pairs[starts[slot] + i] & ~STARTS; }
-    __device__ __forceinline__ int expert_of(int slot) const { return experts[pair_of(slot, 0)]; }
+    __device__ __forceinline__ int size_of(int bundle) const { return starts[bundle + 1] - starts[bundle]; }
+    __device__ __forceinline__ int pair_of(int bundle, int i) const { return pairs[starts[bundle] + i] & ~STARTS; }
+    __device__ __forceinline__ int expert_of(int bundle) const { return experts[pair_of(bundle, 0)]; }
 
     // By the whole block.
     __device__ __forceinline__ void find(const int* chosen, int num_pairs) {
@@ -53,25 +53,25 @@ struct Slots {
 };
 
 struct ExpertTiles {
-    const Slots& slots;
+    const Bundles& bundles;
     const Weights& first;  // the first expert's
     const u16* x;
-    int row_len, pairs_of_input, tiles_of_slot;
+    int row_len, pairs_of_input, tiles_of_bundle;
 
-    __device__ __forceinline__ int num_tiles() const { return slots.num * tiles_of_slot; }
-    __device__ __forceinline__ int slot_of(int tile) const { return tile / tiles_of_slot; }
-    __device__ __forceinline__ int number_of(int tile) const { return tile % tiles_of_slot; }
+    __device__ __forceinline__ int num_tiles() const { return bundles.num * tiles_of_bundle; }
+    __device__ __forceinline__ int bundle_of(int tile) const { return tile / tiles_of_bundle; }
+    __device__ __forceinline__ int number_of(int tile) const { return tile % tiles_of_bundle; }
     __device__ __forceinline__ Weights weights_of(int tile) const {
         Weights weights = first;
-        const int rows = slots.expert_of(slot_of(tile)) * (first.gated ? 2 : 1) * first.num_out;
+        const int rows = bundles.expert_of(bundle_of(tile)) * (first.gated ? 2 : 1) * first.num_out;
         weights.codes += static_cast<u64>(rows) * first.row_bytes;
         weights.scales += rows;
         return weights;
     }
     // -1: there is none
     __device__ __forceinline__ int pair_of(int tile, int row) const {
-        const int slot = slot_of(tile);
-        return row < slots.size_of(slot) ? slots.pair_of(slot, row) : -1;
+        const int bundle = bundle_of(tile);
+        return row < bundles.size_of(bundle) ? bundles.pair_of(bundle, row) : -1;
     }
     __device__ __forceinline__ const u16* inputs_of(int tile, int row) const {
         const int pair = pair_of(tile, row);
@@ -96,8 +96,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply_experts(
     long long activation
 ) {
     extern __shared__ uint4 memory[];
-    __shared__ float factors[MOST_ROWS];  // of rows
-    Slots& slots = *reinterpret_cast<Slots*>(reinterpret_cast<u8*>(memory) + TILES_BYTES);
+    __shared__ float factors[MOST_STEP_ROWS];  // of rows
+    Bundles& bundles = *reinterpret_cast<Bundles*>(reinterpret_cast<u8*>(memory) + TILES_BYTES);
     const int lane = threadIdx.x % 32, num_rows = static_cast<int>(num_pairs / pairs_of_input);
     const Weights first = weights_of(codes, scales, row_bytes, scales_len, num_out, num_in, gated != 0);
     if (!chosen_early) wait_for_earlier_kernels();
@@ -107,8 +107,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply_experts(
         sum = sum_over_warp(sum);
         if (lane == 0) factors[row] = 1 / sqrtf(sum / static_cast<float>(num_in) + static_cast<float>(eps));
     }
-    slots.find(chosen, static_cast<int>(num_pairs));
-    const ExpertTiles tiles{slots, first, x, static_cast<int>(row_len), static_cast<int>(pairs_of_input), first.num_tiles()};
+    bundles.find(chosen, static_cast<int>(num_pairs));
+    const ExpertTiles tiles{bundles, first, x, static_cast<int>(row_len), static_cast<int>(pairs_of_input), first.num_tiles()};
     struct Read {
         int pair;
         float in_factor, out_factor, bias[4];
@@ -119,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) multiply_experts(
         if (squares) read.in_factor = factors[read.pair / pairs_of_input];
         if (in_shares) read.in_factor *= in_shares[read.pair];
         if (out_shares) read.out_factor = out_shares[read.pair];
-        const u16* biases = bias + static_cast<long long>(slots.experts[read.pair]) * (gated ? 2 : 1) * num_out;
+        const u16* biases = bias + static_cast<long long>(bundles.experts[read.pair]) * (gated ? 2 : 1) * num_out;
         for (int j = 0; bias && j < 4; ++j) read.bias[j] = bf16_as_float(biases[first.row_of(tiles.number_of(tile), 8 * j + lane / 4)]);
         return read;
     };

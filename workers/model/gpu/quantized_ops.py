@@ -1,6 +1,5 @@
 """Products with weights of 8 or 4 bits, in CUDA C: `quantized.cuh` says how."""
 
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import get_args
@@ -14,6 +13,7 @@ from csattn.models.quantized_weight import CODES, RUN, QuantizedWeight, WeightFo
 from csattn.models.spec import Activation
 from csattn.models.weights import Linear
 from workers.model.gpu.stream_ops import Launches
+from workers.model.gpu.tiles import MAX_BATCH_SIZE
 from workers.model.ops import SQUARES_BLOCK, Normed, Readers, Stream
 
 _OF_STEPS, _OF_EXPERTS = (Path(__file__).with_name(name) for name in ("quantized.cu", "experts.cu"))
@@ -166,9 +166,9 @@ def _kernel(
     # as the source has them, of a multiplier; then what it has besides
     stage = _TILE * 128 + 2 * CODES[format] * rows * 64 + runs * scales * _TILE * 4
     sums = 2 * 8 * 32 * 4
-    more: Mapping[str, int] = {"MOST_PAIRS": _MOST_PAIRS} if source == _OF_EXPERTS else {}
-    slots_bytes = 6 * _MOST_PAIRS + 8 if more else 0
-    stages = min(_MOST_STAGES, ((_SHARED_BYTES - slots_bytes) // _MULTIPLIERS - sums) // stage)
+    more = {"MOST_PAIRS": _MOST_PAIRS, "MOST_STEP_ROWS": MAX_BATCH_SIZE} if source == _OF_EXPERTS else {}
+    more_bytes = 6 * _MOST_PAIRS + 8 if more else 0
+    stages = min(_MOST_STAGES, ((_SHARED_BYTES - more_bytes) // _MULTIPLIERS - sums) // stage)
     defines = {
         **more,
         "THREADS": _THREADS,
@@ -179,4 +179,4 @@ def _kernel(
         "STAGES": stages,
         "SQUARES_BLOCK": SQUARES_BLOCK,
     }
-    return cuda_kernel(source, name, defines, _MULTIPLIERS * (stages * stage + sums) + slots_bytes, early_start)
+    return cuda_kernel(source, name, defines, _MULTIPLIERS * (stages * stage + sums) + more_bytes, early_start)

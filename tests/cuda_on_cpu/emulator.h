@@ -1,19 +1,18 @@
 // Runs the kernels of this project on a CPU: a block's threads are fibers that take turns at every barrier and every
-// exchange within a warp. Blocks run one after the other, those of a cluster side by side, each in a thread of the system
-// whose thread-local variables are the block's shared memory.
+// exchange within a warp. Blocks run one after the other, those of a cluster in turns. What is thread-local in this library
+// is a block's, its shared memory too: where another block goes on, all of it is copied out and in.
 //
 // Defined by whoever includes it: THREADS, SHARED_BYTES, and CLUSTER where a kernel has clusters, or BLOCKS where so many
 // neighbouring blocks wait for each other.
 
-#include <pthread.h>
-#include <sched.h>
+#include <link.h>
 
 #include <atomic>
-
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <utility>
+#include <vector>
 
 #define __device__
 #define __global__
@@ -102,7 +101,7 @@ static inline int __syncthreads_count(int value) {
 static inline void __syncwarp() { warps[threadIdx.x / 32].wait(num_ended_of_warp[threadIdx.x / 32]); }
 
 // The barrier of a cluster, in two halves; all threads take part.
-static std::atomic<int> cluster_arrived, cluster_round;
+static int cluster_arrived, cluster_round;
 static inline int arrive_at_cluster() {
     const int round = cluster_round;
     if (++cluster_arrived == CLUSTER * THREADS) {
@@ -112,14 +111,51 @@ static inline int arrive_at_cluster() {
     return round;
 }
 static inline void wait_for_cluster(int round) {
-    while (cluster_round == round) pause_thread();
+    if (cluster_round == round) pause_until_changed(&cluster_round, round);
 }
 
-// What another block has at the same place of its shared memory: thread-local variables of one library lie alike.
+// What is thread-local in this library, and a copy of it for each block of a cluster that has gone as far as it could.
 static thread_local char anchor;
-static char* anchors[CLUSTER];
+static struct {
+    char* here;
+    const char* at_first;
+    size_t size, size_at_first;  // behind the latter there are zeros
+} of_block;
+static std::vector<char> copies[CLUSTER];
+static int running;  // its rank
+
+// What another block has at the same place of its shared memory.
 template <class T> static inline T* in_block(const T* here, int rank) {
-    return reinterpret_cast<T*>(anchors[rank] + (reinterpret_cast<const char*>(here) - &anchor));
+    char* base = rank == running ? of_block.here : copies[rank].data();
+    return reinterpret_cast<T*>(base + (reinterpret_cast<const char*>(here) - of_block.here));
+}
+static int find_what_is_of_a_block(dl_phdr_info* library, size_t, void*) {
+    for (int i = 0; i < library->dlpi_phnum; ++i) {
+        const auto& part = library->dlpi_phdr[i];
+        char* here = static_cast<char*>(library->dlpi_tls_data);
+        if (part.p_type != PT_TLS || !here || &anchor < here || here + part.p_memsz <= &anchor) continue;
+        of_block = {here, reinterpret_cast<const char*>(library->dlpi_addr + part.p_vaddr), part.p_memsz, part.p_filesz};
+        return 1;
+    }
+    return 0;
+}
+static void begin_block(dim3 place);
+static void run_cluster(dim3 first) {
+    bool is_left[CLUSTER];
+    for (running = 0; running < CLUSTER; ++running) {
+        begin_block({first.x + running, first.y, first.z});
+        is_left[running] = true;
+        if (CLUSTER > 1) copies[running].assign(of_block.here, of_block.here + of_block.size);
+    }
+    for (bool is_any_left = true; is_any_left;) {
+        is_any_left = false;
+        for (running = 0; running < CLUSTER; ++running) {
+            if (!is_left[running]) continue;
+            if (CLUSTER > 1) std::memcpy(of_block.here, copies[running].data(), of_block.size);
+            is_any_left |= is_left[running] = run_threads();
+            if (CLUSTER > 1) std::memcpy(copies[running].data(), of_block.here, of_block.size);
+        }
+    }
 }
 
 // exchanges within a warp, of all 32 lanes
@@ -216,7 +252,7 @@ static inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
 static inline unsigned __vmaxu2(unsigned a, unsigned b) {
     return max(a & 0xffffu, b & 0xffffu) | max(a >> 16, b >> 16) << 16;
 }
-static inline void __nanosleep(unsigned) { sched_yield(); }
+static inline void __nanosleep(unsigned) { pause_thread(); }
 static inline void __threadfence_system() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 static inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 template <class T> static inline T __ldg(const T* place) { return *place; }
@@ -261,21 +297,14 @@ template <class... A> struct Kernel {
 
 static Fiber* fibers_of_rank;  // [CLUSTER * THREADS]
 
-static void* run_in_cluster(void* place) {
-    blockIdx = *static_cast<dim3*>(place);
-    anchors[blockIdx.x % CLUSTER] = &anchor;
-    fibers = fibers_of_rank + blockIdx.x % CLUSTER * THREADS;
-    for (Barrier& warp : warps) warp = {32};
+static void begin_block(dim3 place) {
+    std::memcpy(of_block.here, of_block.at_first, of_block.size_at_first);
+    std::memset(of_block.here + of_block.size_at_first, 0, of_block.size - of_block.size_at_first);
     std::memset(emulated_shared, 0xff, sizeof emulated_shared);
-    static pthread_barrier_t all_are_here = [] {
-        pthread_barrier_t barrier;
-        pthread_barrier_init(&barrier, nullptr, CLUSTER);
-        return barrier;
-    }();
-    pthread_barrier_wait(&all_are_here);
-    run_block();
-    pthread_barrier_wait(&all_are_here);  // a block's shared memory stays as long as its cluster
-    return nullptr;
+    blockIdx = place;
+    fibers = fibers_of_rank + running * THREADS;
+    for (Barrier& warp : warps) warp = {32};
+    for (int t = 0; t < THREADS; ++t) make_fiber(fibers[t].state, fibers[t].stack);
 }
 
 template <class... A> static void launch(void (*kernel)(A...), const int* grid, void** args, void* memory) {
@@ -284,15 +313,9 @@ template <class... A> static void launch(void (*kernel)(A...), const int* grid, 
     kernel_args = args;
     gridDim = {grid[0], grid[1], grid[2]};
     fibers_of_rank = static_cast<Fiber*>(memory);
+    anchor = 0;  // from here on it has a place
+    dl_iterate_phdr(find_what_is_of_a_block, nullptr);
     for (int z = 0; z < grid[2]; ++z)
         for (int y = 0; y < grid[1]; ++y)
-            for (int x = 0; x < grid[0]; x += CLUSTER) {
-                pthread_t blocks[CLUSTER];
-                dim3 places[CLUSTER];
-                for (int rank = 0; rank < CLUSTER; ++rank) {
-                    places[rank] = {x + rank, y, z};
-                    pthread_create(&blocks[rank], nullptr, run_in_cluster, &places[rank]);
-                }
-                for (pthread_t block : blocks) pthread_join(block, nullptr);
-            }
+            for (int x = 0; x < grid[0]; x += CLUSTER) run_cluster({x, y, z});
 }

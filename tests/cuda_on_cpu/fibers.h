@@ -2,7 +2,6 @@
 
 #pragma once
 
-#include <sched.h>
 #include <ucontext.h>
 
 #include <cstdint>
@@ -37,7 +36,7 @@ struct Fiber {
     char stack[STACK_BYTES];
 };
 static thread_local Fiber* fibers;  // [THREADS]
-// a thread of the system runs one block: these begin as zeros
+// of a block, as is all that is thread-local: these begin as zeros
 static thread_local bool done[THREADS];
 static thread_local int num_ended, num_ended_of_warp[THREADS / 32];
 static thread_local FiberState scheduler;
@@ -61,17 +60,22 @@ static void run_thread() {
     pause_thread();  // for good
 }
 
-static void run_block() {
-    for (int t = 0; t < THREADS; ++t) make_fiber(fibers[t].state, fibers[t].stack);
-    for (bool alive = true; alive;) {
-        alive = false;
+constexpr int PASSES_AT_ONCE = 8;  // of a block's threads, where they may wait for another block
+
+// Give them their turns, until they have ended or wait. Returns whether any is left.
+static bool run_threads() {
+    for (int pass = 0; CLUSTER == 1 || pass < PASSES_AT_ONCE; ++pass) {
+        bool is_any_left = false, has_moved = false;
         for (int t = 0; t < THREADS; ++t) {
             if (done[t]) continue;
-            alive = true;
+            is_any_left = true;
             if (awaited[t].word && *awaited[t].word == awaited[t].value) continue;
+            has_moved = true;
             threadIdx.x = t;
             switch_fiber(&scheduler, &fibers[t].state);
         }
-        if (CLUSTER > 1) sched_yield();  // a barrier may wait for another block
+        if (!is_any_left) return false;
+        if (!has_moved) return true;
     }
+    return true;
 }

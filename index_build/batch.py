@@ -164,7 +164,7 @@ def _run_group(
     loaded: LoadedModel | None = None
     fault = ""
     try:
-        loaded = load_model(options.model, options.dtype, device, weights=options.weights)
+        loaded = load_model(options.model, options.dtype, device, weights=options.weights, may_lend=True)
     except Exception as error:
         fault = sentence(error)
     for idx in group:

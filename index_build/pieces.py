@@ -25,7 +25,7 @@ from csattn.artifact.layout import index_from_arrays, kv_file, state_file
 from csattn.errors import ArtifactError, ArtifactMismatchError
 from csattn.models import LoadedModel
 from csattn.models.lending import lent
-from csattn.models.query import queries_before_rope
+from csattn.models.query import PROJECTS_QUERIES, queries_before_rope
 from index_build.kmeans import set_kmeans_threads
 from index_build.layer import index_arrays
 from index_build.outbox import make_outbox
@@ -212,7 +212,7 @@ class _CheckpointClock:
 def _fit_next_query(model: Any, capture: "LayerCapture", leaving: Tensor) -> NDArray[np.float32]:
     """How the next layer's query is predicted from this layer's input."""
     rows = sample_rows(len(leaving), capture.q.shape[2])
-    with torch.inference_mode(), lent(model, capture.layer_idx + 1) as following:
+    with torch.inference_mode(), lent(model, capture.layer_idx + 1, PROJECTS_QUERIES) as following:
         return fit_predictor(
             queries_before_rope(following, capture.hidden_in[rows]), queries_before_rope(following, leaving[rows])
         )

@@ -41,7 +41,7 @@ def run_piece(
 @lru_cache(maxsize=1)
 def _load(name: str | None, dtype: str, device: str, weights: str | None) -> LoadedModel:
     """The model that this process loaded last: tasks of one model follow each other."""
-    return load_model(name, dtype, device, weights=weights)
+    return load_model(name, dtype, device, weights=weights, may_lend=True)
 
 
 def _model(options: BuildOptions, device: str) -> LoadedModel:

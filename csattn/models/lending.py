@@ -10,8 +10,8 @@ MOST_SHARE = 0.75  # of the device's free memory for weights: what passes throug
 
 
 def place(model: Any, device: str) -> Any:
-    """Move a model to a device, its layers only if that has room for all."""
-    model.layers_are_lent = device != "cpu" and not _has_room(model, device)
+    """Move a model to a device, its layers only if that has room for all of them."""
+    model.layers_are_lent = not _has_room(model, device)
     if not model.layers_are_lent:
         return model.to(device)
     body = model.model
@@ -24,13 +24,17 @@ def place(model: Any, device: str) -> Any:
 
 
 @contextmanager
-def lent(model: Any, layer_idx: int) -> Iterator[Any]:
-    """A layer of a placed model, with its weights where the model is: meanwhile, where they are not there always."""
+def lent(model: Any, layer_idx: int, parts: tuple[str, ...] = ()) -> Iterator[Any]:
+    """A layer of a placed model, with its weights where the model is: meanwhile, where they are not there always.
+
+    parts: of the layer, those that are wanted; else all of it.
+    """
     layer = model.model.layers[layer_idx]
-    if not getattr(model, "layers_are_lent", False):
+    if not are_lent(model):
         yield layer
         return
-    tensors = [*layer.parameters(), *layer.buffers()]
+    modules = [getattr(layer, part) for part in parts if hasattr(layer, part)] or [layer]
+    tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
     homes = [tensor.data for tensor in tensors]
     try:
         for tensor in tensors:
@@ -41,7 +45,14 @@ def lent(model: Any, layer_idx: int) -> Iterator[Any]:
             tensor.data = home
 
 
+def are_lent(model: Any) -> bool:
+    """Whether its layers stay on the host."""
+    return getattr(model, "layers_are_lent", False)
+
+
 def _has_room(model: Any, device: str) -> bool:
+    if torch.device(device).type != "cuda":
+        return True
     free_bytes, _ = torch.cuda.mem_get_info(device)
     needed = sum(int(parameter.nbytes) for parameter in model.parameters())
     return needed <= MOST_SHARE * free_bytes

@@ -36,7 +36,7 @@ DEMO_MODEL = "smollm2-135m-instruct"  # the GGUF file inside the package llm-smo
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SAMPLED_ROWS = 4096
 # where checkpoints have a matrix for each expert: layer, expert, matrix
-_OF_EXPERT = re.compile(r"\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight$")
+_OF_EXPERT = re.compile(r"^model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight$")
 _GATES, _UPS, _DOWNS = ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")
 
 # MKL's vector functions find out about the CPU in their first call. When two threads make it at once, cosines of
@@ -76,12 +76,14 @@ def load_model(
     device: str = "cpu",
     stretch: float = 1.0,
     weights: str | None = None,
+    may_lend: bool = False,
 ) -> LoadedModel:
-    """Load a model of a supported family onto a device: layers that it has no room for stay on the host, and are lent.
+    """Load a model of a supported family onto a device.
 
     name: a directory, a `.gguf` file, a hub id, or None for the demo model. A GGUF file is converted once into
     the cache directory ($CSATTN_CACHE, else ~/.cache/csattn). stretch: times the positions that the model has (YaRN).
-    weights: fp8 or int4, which those of linear layers are rounded to; the model is then another, of these numbers.
+    weights: fp8 or int4, which those of linear layers and experts are rounded to; the model is then another, of these
+    numbers. may_lend: its layers stay on the host where the device has no room for them, for `lending.lent`.
     Raises ModelError when it cannot be found, loaded, or is of an unsupported kind.
     """
     from transformers import AutoConfig, AutoTokenizer
@@ -98,7 +100,8 @@ def load_model(
         describe(config)
         stretch_positions(config, stretch)
         tokenizer = AutoTokenizer.from_pretrained(source)
-        model = place(_load_whole(source, config, DTYPES[dtype], rounding).eval(), device)
+        model = _load_whole(source, config, DTYPES[dtype], rounding).eval()
+        model = place(model, device) if may_lend else model.to(device)
     except ModelError as error:
         raise ModelError(f"{name} could not be loaded: {error}") from error
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
@@ -148,7 +151,7 @@ def weight_bytes(config: Any, item_bytes: int, weights: str | None = None) -> tu
 
 def _linears(model: Any) -> list[tuple[str, torch.nn.Linear]]:
     """Of layers, those that a GPU may keep in few bits: not what chooses experts, nor what loses its mean there."""
-    others = ("gate", *(("o_proj", "down_proj") if describe(model.config).centred else ()))
+    others = ("gate", "router", *(("o_proj", "down_proj") if describe(model.config).centred else ()))
     return [
         (name, module)
         for name, module in model.model.layers.named_modules(prefix="model.layers")
@@ -239,7 +242,8 @@ def _keep(model: Any, quantized: dict[str, QuantizedWeight]) -> None:
     for name, module in [*_linears(model), ("lm_head", model.lm_head)]:
         if f"{name}.weight" in quantized:
             module.quantized = quantized[f"{name}.weight"]
-    parts = {found.groups(): weight for name, weight in quantized.items() if (found := _OF_EXPERT.search(name))}
+    of_experts = [(found.groups(), name) for name in quantized if (found := _OF_EXPERT.search(name))]
+    parts = {key: quantized.pop(name) for key, name in of_experts}
     for name, module, spec in _experts(model):
         kept = _experts_in_one(name, spec, quantized) or _experts_by_one(name.split(".")[2], spec, parts)
         if kept is not None:
@@ -250,7 +254,10 @@ def _experts_in_one(name: str, spec: ExpertsSpec, quantized: dict[str, Quantized
     """Of a checkpoint that has all experts in one tensor."""
     if not {(gate_up := f"{name}.gate_up_proj"), (down := f"{name}.down_proj")} <= quantized.keys():
         return None
-    return QuantizedExperts(quantized[gate_up].outputs(_gates_then_ups(spec)), quantized[down])
+    gates_ups = quantized.pop(gate_up)
+    if spec.activation == "clamped":  # they alternate
+        gates_ups = gates_ups.outputs(_gates_then_ups(spec))
+    return QuantizedExperts(gates_ups, quantized.pop(down))
 
 
 def _experts_by_one(
@@ -260,7 +267,7 @@ def _experts_by_one(
 
     def some(*kinds: tuple[str, ...]) -> list[QuantizedWeight]:
         keys = ((layer, str(expert), name) for expert in range(spec.num_experts) for x in kinds for name in x)
-        return [parts[key] for key in keys if key in parts]
+        return [parts.pop(key) for key in keys if key in parts]
 
     gates_ups, downs = some(_GATES, _UPS), some(_DOWNS)
     if (len(gates_ups), len(downs)) != (2 * spec.num_experts, spec.num_experts):
@@ -269,11 +276,10 @@ def _experts_by_one(
 
 
 def _gates_then_ups(spec: ExpertsSpec) -> torch.Tensor:
-    """Of the rows of all experts' gates and ups, as their module has them, first each expert's gates."""
+    """Of the rows of all experts' gates and ups in turn, each expert's gates, then its ups."""
     rows = torch.arange(2 * spec.intermediate_size)
-    if spec.activation == "clamped":  # they alternate
-        rows = torch.cat([rows[::2], rows[1::2]])
-    return (torch.arange(spec.num_experts)[:, None] * len(rows) + rows).flatten()
+    in_order = torch.cat([rows[::2], rows[1::2]])
+    return (torch.arange(spec.num_experts)[:, None] * len(rows) + in_order).flatten()
 
 
 def _round(model: Any, rounding: Rounding) -> None:

@@ -45,6 +45,7 @@ class Quantization:
     zero_offset: int  # what is missing from zero points as they are stored
     symmetric: bool
     is_float: bool
+    in_order: bool  # whether neighbouring inputs are of a group
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> "Quantization":
@@ -82,12 +83,15 @@ class Quantization:
             zero_offset=int(method == "gptq" and config.get("checkpoint_format", "gptq") != "gptq_v2"),
             symmetric=bool(of_weights.get("symmetric", of_weights.get("sym", True))),
             is_float=of_weights.get("type") == "float",
+            in_order=not (config.get("desc_act") or of_weights.get("actorder") == "group"),
         )
 
     @property
     def kept_experts(self) -> tuple[WeightFormat, int] | None:
         """The same of the matrices of experts."""
-        return ("fp4", _MXFP4_GROUP) if self.method == "mxfp4" else self.kept
+        if self.method == "mxfp4":
+            return "fp4", _MXFP4_GROUP
+        return self.kept if self.in_order else None
 
     @property
     def kept(self) -> tuple[WeightFormat, int] | None:

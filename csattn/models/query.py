@@ -7,6 +7,8 @@ from torch import Tensor
 
 from csattn.models.families import FAMILIES
 
+PROJECTS_QUERIES = "input_layernorm", "self_attn"  # parts of a layer that `queries_before_rope` reads
+
 
 def embed(model: Any, token_ids: Tensor) -> Tensor:
     """What enters the first layer of a supported model: [..., hidden_size]."""

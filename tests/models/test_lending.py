@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from csattn.models import lending
-from csattn.models.lending import lent, place
+from csattn.models.lending import are_lent, lent, place
+from csattn.models.query import PROJECTS_QUERIES
 from index_build.capture import prefill
 from tests.tiny import make_model, token_ids
 
@@ -41,12 +42,27 @@ def test_what_was_lent_is_home_after_an_error() -> None:
 
 
 def test_layers_stay_where_a_device_has_no_room_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lending.torch.cuda, "mem_get_info", lambda device: (1000, 1000))
+    monkeypatch.setattr(lending, "_has_room", lambda model, device: False)
     model = place(make_model(), "meta")  # a device without any memory
-    assert model.layers_are_lent and model.device.type == "meta"
+    assert are_lent(model) and model.device.type == "meta"
     kinds = {name: tensor.device.type for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     assert all((kind == "cpu") == (".layers." in name or "lm_head" in name) for name, kind in kinds.items())
-    monkeypatch.setattr(lending.torch.cuda, "mem_get_info", lambda device: (1 << 30, 1 << 30))
+    monkeypatch.undo()
     whole = place(make_model(), "meta")
-    assert not whole.layers_are_lent and {parameter.device.type for parameter in whole.parameters()} == {"meta"}
-    assert not place(make_model(), "cpu").layers_are_lent
+    assert not are_lent(whole) and {parameter.device.type for parameter in whole.parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize("free_bytes", [1000, 1 << 30])
+def test_room_is_what_is_free_on_the_device(free_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lending.torch.cuda, "mem_get_info", lambda device: (free_bytes, 1 << 40))
+    assert lending._has_room(make_model(), "cuda") == (free_bytes > 1000) and lending._has_room(make_model(), "cpu")
+
+
+def test_parts_of_a_layer_are_lent_alone() -> None:
+    model = make_model()
+    model.layers_are_lent = True
+    mlp, q = (part.weight for part in (model.model.layers[0].mlp.up_proj, model.model.layers[0].self_attn.q_proj))
+    homes = mlp.data_ptr(), q.data_ptr()
+    with lent(model, 0, PROJECTS_QUERIES):
+        assert mlp.data_ptr() == homes[0] and q.data_ptr() != homes[1]
+    assert (mlp.data_ptr(), q.data_ptr()) == homes

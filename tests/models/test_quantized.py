@@ -241,6 +241,21 @@ def test_experts_in_order_of_their_groups_alone_are_kept(tmp_path: Path, rng) ->
     quantize(save(tmp_path / "plain", "olmoe"), tmp_path / "quantized", "gptq", rng)
     half = load_model(str(tmp_path / "quantized"), "bfloat16")
     assert not any(hasattr(layer.mlp.experts, "quantized") for layer in half.model.model.layers)
+    require_bytes_of(tmp_path / "quantized", half)
+
+
+def test_experts_of_layers_that_predict_further_tokens_are_not_taken_for_the_first_layers(tmp_path: Path, rng) -> None:
+    quantize(
+        save(tmp_path / "plain", "qwen3_next", moe_intermediate_size=96), tmp_path / "quantized", "fp8 by block", rng
+    )
+    state = load_file(tmp_path / "quantized" / "model.safetensors")
+    for name in [name for name in state if name.startswith("model.layers.0.mlp.experts.")]:
+        state[name.replace("model.", "mtp.", 1)] = state[name].flip(0).contiguous()
+    config = json.loads((tmp_path / "quantized" / "config.json").read_text())
+    change(tmp_path / "quantized", tmp_path / "with mtp", state, **config)
+    layer = load_model(str(tmp_path / "with mtp"), "bfloat16").model.model.layers[0]
+    quantized = layer.mlp.experts.quantized
+    assert torch.equal(quantized.gate_up.decoded(torch.bfloat16), layer.mlp.experts.gate_up_proj.flatten(0, 1))
 
 
 def in_mxfp4(plain: Path, to: Path, rng: np.random.Generator) -> None:

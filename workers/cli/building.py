@@ -74,7 +74,7 @@ def show_loading(
 ) -> LoadedModel:
     """Load a model and say so: a first load may convert it."""
     err.print(f"loading {model or 'the demo model'}" + (" onto the GPU" if device == "cuda" else ""))
-    return _load_model(model, dtype, device, stretch, weights)
+    return _load_model(model, dtype, device, stretch, weights, may_lend=True)
 
 
 _load_model = load_model

@@ -1,4 +1,4 @@
-"""What a step does in layers of experts, in Triton."""
+"""What a step does in layers of experts: in Triton, and in CUDA C where their matrices are of few bits."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from workers.model.ops import ExpertRoom, Normed, Readers, Stream
 
 
 class TritonExpertOps(TritonStreamOps, QuantizedOps):
-    """A part of `TritonOps`. Matrices of few bits are multiplied in CUDA C."""
+    """A part of `TritonOps`."""
 
     def choose_experts(self, bias: Tensor | None, spec: ExpertsSpec, room: ExpertRoom) -> None:
         num_groups, num_kept = spec.groups

@@ -15,7 +15,7 @@
 //     const u16* inputs_of(int tile, int row) const;  // bfloat16, of one of the ROWS that go together; null: there is none
 //     int row_len;                                    // of those inputs, a multiple of 8; what is not an input is 0
 //
-// Compiled for FORMAT, GROUP (inputs of a scale; 0: all), ROWS, MULTIPLIERS, STAGES of copies, and the SQUARES_BLOCK of
+// Compiled for THREADS, FORMAT, GROUP (inputs of a scale; 0: all), ROWS, MULTIPLIERS, STAGES of copies, and the SQUARES_BLOCK of
 // `workers.model.ops`.
 #pragma once
 

@@ -17,6 +17,7 @@ from csattn.models.weights import (
     LayerWeights,
     Linear,
     ModelWeights,
+    by_expert,
 )
 from workers.model.weights import require_dtype
 
@@ -87,14 +88,14 @@ def random_weights(
         quantized = None if few is None else QuantizedExperts(in_few(both, few), in_few(down, few))
         if quantized is not None:
             both, down = quantized.gate_up.words, quantized.down.words
-        gates, ups = both.view(*sizes[:2], -1).chunk(2, dim=1)
+        gates, ups, down = by_expert(both, down, of.num_experts)
         zeros = torch.zeros(sizes[:2], dtype=dtype, device=device) if of.bias else None
         gate_bias, up_bias = (None, None) if zeros is None else zeros.chunk(2, dim=1)
         return ExpertWeights(
             router=linear(of.num_experts, spec.hidden_size, of.bias, to=None),
             gates=gates,
             ups=ups,
-            down=down.view(sizes[0], sizes[2], -1),
+            down=down,
             choice_bias=torch.zeros(of.num_experts, device=device) if of.has_choice_bias else None,
             gate_bias=gate_bias,
             up_bias=up_bias,

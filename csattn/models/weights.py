@@ -1,4 +1,7 @@
-"""A loaded model's weights by their part in a step, where the model has them: nothing is copied but norms."""
+"""A loaded model's weights by their part in a step, where the model has them.
+
+Nothing is copied but norms, and the few bits of an expert that all tokens share.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -74,12 +77,19 @@ class ExpertWeights:
         """Decoded where they are kept in few bits."""
         if self.quantized is None or self.gates.is_floating_point():
             return self
-        gate_up, down = (
-            matrix.decoded(dtype).view(len(self.gates), -1, matrix.num_in)
-            for matrix in (self.quantized.gate_up, self.quantized.down)
-        )
-        gates, ups = gate_up.chunk(2, dim=1)
+        matrices = self.quantized.gate_up.decoded(dtype), self.quantized.down.decoded(dtype)
+        gates, ups, down = by_expert(*matrices, len(self.gates))
         return replace(self, gates=gates, ups=ups, down=down)
+
+
+def by_expert(
+    gate_up: Tensor,  # of all experts one below the other, of each gates, then ups
+    down: Tensor,
+    num_experts: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gates, ups and down, as `ExpertWeights` has them: views."""
+    gates, ups = gate_up.view(num_experts, -1, gate_up.shape[1]).chunk(2, dim=1)
+    return gates, ups, down.view(num_experts, -1, down.shape[1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ MOST_STATIC_SHARED_BYTES = 48 * 1024
 # -Og: what is compiled runs for less time than it takes to compile
 # -U: where it is the default, a jump to another stack is taken for an error
 OPTIONS = (
-    *("-std=c++17", "-Og", "-fPIC", "-w", "-pthread", "-U_FORTIFY_SOURCE"),
+    *("-std=c++17", "-Og", "-fPIC", "-w", "-U_FORTIFY_SOURCE"),
     *(["-mtls-dialect=gnu2"] if platform.machine() == "x86_64" else []),  # what is thread_local is what is read most
 )
 

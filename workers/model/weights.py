@@ -19,6 +19,7 @@ from csattn.models.weights import (
     LayerWeights,
     Linear,
     ModelWeights,
+    by_expert,
     weights_of,
 )
 from csattn.share import Share
@@ -151,9 +152,8 @@ def _moved_experts(experts: ExpertWeights, move: Callable[..., Tensor], device: 
         gates, ups = join(experts.gates, experts.ups)
         down = move(experts.down).contiguous()
     else:
-        kept, num_experts = kept.to(device), len(experts.gates)
-        gates, ups = kept.gate_up.words.view(num_experts, -1, kept.gate_up.words.shape[1]).chunk(2, dim=1)
-        down = kept.down.words.view(num_experts, -1, kept.down.words.shape[1])
+        kept = kept.to(device)
+        gates, ups, down = by_expert(kept.gate_up.words, kept.down.words, len(experts.gates))
     gate_bias, up_bias = None, None
     if experts.gate_bias is not None and experts.up_bias is not None:
         gate_bias, up_bias = join(experts.gate_bias, experts.up_bias)

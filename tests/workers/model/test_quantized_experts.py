@@ -1,6 +1,5 @@
 """Experts with weights in 8 or 4 bits agree with decoding them first: on an emulated GPU, or on one."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -10,8 +9,7 @@ pytest.importorskip("triton", reason="Triton, whose interpreter runs the other k
 
 from csattn.models.quantized_weight import QuantizedExperts, QuantizedWeight, WeightFormat
 from csattn.models.spec import ExpertsSpec
-from csattn.models.weights import ExpertWeights
-from tests.cuda_on_cpu.emulated import Emulator
+from csattn.models.weights import ExpertWeights, by_expert
 from tests.workers.model.step_ops import (
     DEVICE,
     copy_of,
@@ -23,10 +21,11 @@ from tests.workers.model.step_ops import (
 )
 from tests.workers.model.test_expert_ops import EXPERTS, make_room
 from tests.workers.model.test_quantized_products import CLOSE, make_quantized
-from workers.model.gpu import quantized_ops
 from workers.model.gpu.triton_ops import TritonOps
 from workers.model.ops import Normed
 from workers.model.torch_ops import TorchOps
+
+pytestmark = pytest.mark.usefixtures("two_multiprocessors")
 
 # experts, format, inputs of a group, whether there are zero points
 KINDS: list[tuple[str, WeightFormat, int, bool]] = [
@@ -35,26 +34,17 @@ KINDS: list[tuple[str, WeightFormat, int, bool]] = [
 ]  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def device(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Of two multiprocessors, so that a block has several tiles."""
-    emulator.stand_in(monkeypatch, quantized_ops, multiprocessors=2)
-    quantized_ops._kernel.cache_clear()
-    yield
-    quantized_ops._kernel.cache_clear()
-
-
 def make_experts(spec: ExpertsSpec, hidden_size: int, kind: tuple[WeightFormat, int, bool]) -> ExpertWeights:
     num, width, dtype = spec.num_experts, spec.intermediate_size, torch.bfloat16
     gate_up = make_quantized(num * 2 * width, hidden_size, *kind)
     down = make_quantized(num * hidden_size, width, *kind)
-    gates, ups = gate_up.words.view(num, 2 * width, -1).chunk(2, dim=1)
+    gates, ups, downs = by_expert(gate_up.words, down.words, num)
     biases = randn(num, 2 * width, dtype=dtype).chunk(2, dim=1) if spec.bias else (None, None)
     return ExpertWeights(
         router=None,  # type: ignore[arg-type]
         gates=gates,
         ups=ups,
-        down=down.words.view(num, hidden_size, -1),
+        down=downs,
         gate_bias=biases[0],
         up_bias=biases[1],
         down_bias=randn(num, hidden_size, dtype=dtype) if spec.bias else None,

@@ -3,7 +3,6 @@
 In CUDA C for few rows, by Triton for more: its interpreter multiplies in float32.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -13,7 +12,6 @@ pytest.importorskip("triton", reason="Triton, whose interpreter runs these kerne
 
 from csattn.models.quantized_weight import CODES, QuantizedWeight, WeightFormat
 from csattn.models.weights import Linear
-from tests.cuda_on_cpu.emulated import Emulator
 from tests.workers.model.step_ops import (
     DEVICE,
     READERS,
@@ -26,11 +24,12 @@ from tests.workers.model.step_ops import (
     readers,
     tolerance,
 )
-from workers.model.gpu import quantized_ops
 from workers.model.gpu.quantized_ops import MOST_ROWS
 from workers.model.gpu.triton_ops import TritonOps
 from workers.model.ops import Normed
 from workers.model.torch_ops import TorchOps
+
+pytestmark = pytest.mark.usefixtures("two_multiprocessors")
 
 NAN = float("nan")
 # format, inputs of a group, whether there are zero points
@@ -40,15 +39,6 @@ KINDS: list[tuple[WeightFormat, int, bool]] = [
     ("int4", 256, False),
 ]  # fmt: skip
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}  # of few rows: zero points are taken off sums of 128 + code
-
-
-@pytest.fixture(autouse=True)
-def device(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Of two multiprocessors, so that a block has several tiles."""
-    emulator.stand_in(monkeypatch, quantized_ops, multiprocessors=2)
-    quantized_ops._kernel.cache_clear()
-    yield
-    quantized_ops._kernel.cache_clear()
 
 
 PACKED = [*KINDS, ("fp4", 32, False)]  # which experts alone are kept in

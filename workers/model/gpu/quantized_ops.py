@@ -31,10 +31,6 @@ _MOST_PAIRS = 1024  # of a step's rows and the experts of each
 class QuantizedOps(Launches):
     """A part of `TritonOps`: products of rows in bfloat16. A row's results do not depend on the rows beside it."""
 
-    def _is_for_few(self, weight: QuantizedWeight, num_rows: int) -> bool:
-        """Whether the products of so many rows are those here."""
-        return num_rows <= MOST_ROWS
-
     def _multiply(
         self, x: Normed, linear: Linear, weight: QuantizedWeight, out: Tensor, gated: bool, activation: str
     ) -> None:

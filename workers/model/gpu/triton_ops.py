@@ -16,6 +16,7 @@ from workers.model.gpu.expert_ops import TritonExpertOps
 from workers.model.gpu.head_kernels import predict_query_kernel, rotate_append_kernel
 from workers.model.gpu.latent_ops import TritonLatentOps
 from workers.model.gpu.linear_kernels import linear_add_kernel, linear_kernel
+from workers.model.gpu.quantized_ops import MOST_ROWS
 from workers.model.gpu.stream_ops import written
 from workers.model.gpu.tiles import BLOCK_N, MAX_BATCH_SIZE, MAX_SPLIT_PROGRAMS, Tiles
 from workers.model.gpu.token_kernels import (
@@ -92,7 +93,7 @@ class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps):
 
     def _linear(self, x: Normed, linears: Sequence[Linear], out: Tensor, gated: bool, activation: str) -> None:
         (linear,) = linears  # as `take_weights` joins them
-        if linear.quantized is not None and self._is_for_few(linear.quantized, len(x.x)):
+        if linear.quantized is not None and len(x.x) <= MOST_ROWS:
             return self._multiply(x, linear, linear.quantized, out, gated, activation)
         weight, squares, tiles = linear.weight, x.squares, Tiles.of(linear)
         num_squares = 1 if squares is None else len(squares)
@@ -122,7 +123,7 @@ class TritonOps(TritonExpertOps, TritonDeltaOps, TritonLatentOps):
         )
 
     def linear_add(self, x: Tensor, linear: Linear, multiplier: float, stream: Stream, readers: Readers) -> None:
-        if linear.quantized is not None and self._is_for_few(linear.quantized, len(x)):
+        if linear.quantized is not None and len(x) <= MOST_ROWS:
             return self._multiply_and_add(x, linear, linear.quantized, multiplier, stream, readers)
         weight, tiles = linear.weight, Tiles.of(linear)
         linear_add_kernel[(tiles.num_tiles, tiles.split_k)](

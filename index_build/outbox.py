@@ -1,26 +1,31 @@
-"""A finished layer's way to the disk: at once, or from a GPU in the background, beside the next layer's work."""
+"""A layer's way to the disk: at once, or from a GPU in the background, beside the next layers' prefill."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Self
 
 import torch
 from torch import Tensor
 
-Write = Callable[[Mapping[str, Tensor]], None]  # takes arrays in host memory, which it may not keep
+Arrays = Mapping[str, Tensor]
+Make = Callable[[], Arrays]  # the arrays of a layer's index, from what was captured of it
+Write = Callable[[Arrays], None]  # takes arrays in host memory, which it may not keep
+Then = Callable[[], None]
 
-_NUM_SLOTS = 2  # layers that may be between the device and the disk
+# A file is hashed and written by one thread, at half of what a prefill makes.
+_NUM_WRITERS = 3
+_NUM_SLOTS = _NUM_WRITERS + 1  # layers that may be between the device and the disk
 
 
 def make_outbox(device: torch.device) -> "Outbox":
-    """For layers whose arrays are made on that device."""
+    """For layers that are on that device."""
     return DeviceOutbox(device) if device.type == "cuda" else Outbox()
 
 
 class Outbox:
-    """Takes each layer's KV as soon as it is there, and the index when it is made; used as a context manager.
+    """Takes each layer's KV, and how its index is made, as soon as the layer is there; used as a context manager.
 
-    Writes at once, from the memory in which the arrays were made.
+    Makes and writes at once, from the memory in which the arrays are.
     """
 
     def __enter__(self) -> Self:
@@ -29,41 +34,69 @@ class Outbox:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Nothing is on its way."""
 
-    def take_kv(self, kv: Tensor) -> None:
-        """Begin a layer: kv [num_kv_heads, context_len, 2, head_dim] stays as it is until `send` returns."""
-        self._kv = kv
+    def send(self, kv: Tensor, make: Make, write: Write, then: Then | None = None) -> None:
+        """Have a layer's index made, and it and the layer's KV, under the name `kv`, written.
 
-    def send(self, arrays: Mapping[str, Tensor], write: Write) -> None:
-        """Have the layer's arrays, and its KV under the name `kv`, written. Earlier errors may be raised here."""
-        write({"kv": self._kv, **arrays})
+        kv: [num_kv_heads, num_kept, 2, head_dim]. It, and what `make` reads, stay as they are until the next `send` has
+        returned. `then` is called when this layer and all before it are written. Earlier errors may be raised here.
+        """
+        write({"kv": kv, **make()})
+        self.skip(then)
+
+    def skip(self, then: Then | None = None) -> None:
+        """The same for a layer of which nothing has to be made."""
+        if then is not None:
+            then()
 
 
 class DeviceOutbox(Outbox):
-    """Copies to page-locked memory on a stream of its own, and writes from there on a thread of its own."""
+    """Makes indexes by a thread on a stream of its own, copies to page-locked memory, writes from there by threads."""
 
     def __init__(self, device: torch.device) -> None:
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._slots = [_Slot(stream) for _ in range(_NUM_SLOTS)]
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="csattn-write")
+        self._index_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._slots = [_Slot(copy_stream) for _ in range(_NUM_SLOTS)]  # that of the last layer is the last
+        self._indexer = ThreadPoolExecutor(1, thread_name_prefix="csattn-index")
+        self._writers = ThreadPoolExecutor(_NUM_WRITERS, thread_name_prefix="csattn-write")
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._writer.shutdown(wait=True)
+        self._indexer.shutdown(wait=True)
+        self._writers.shutdown(wait=True)
         if error is None:
             for slot in self._slots:
                 slot.raise_error()
 
-    def take_kv(self, kv: Tensor) -> None:
-        slot = self._slots.pop(0)
-        self._slots.append(slot)
+    def send(self, kv: Tensor, make: Make, write: Write, then: Then | None = None) -> None:
+        slot = self._slots[0]
         slot.raise_error()
-        slot.arrays = {}
-        self._kv_copied = slot.copy({"kv": kv})
+        captured = torch.cuda.current_stream().record_event()
+        slot.made = self._indexer.submit(self._make, slot, captured, kv, make)
+        slot.written = self._writers.submit(_write, slot.made, slot.arrays, write)
+        self._wait_for_last()
+        self._slots = [*self._slots[1:], slot]
+        self._call_then(then)
 
-    def send(self, arrays: Mapping[str, Tensor], write: Write) -> None:
-        slot = self._slots[-1]
-        copied = slot.copy(arrays)
-        slot.written = self._writer.submit(_write_copied, copied, slot.arrays, write)
-        torch.cuda.current_stream().wait_event(self._kv_copied)  # the next layer's KV goes where this one's was
+    def skip(self, then: Then | None = None) -> None:
+        self._wait_for_last()
+        self._call_then(then)
+
+    def _wait_for_last(self) -> None:
+        """Before what the last layer was captured in is written again."""
+        if (last := self._slots[-1].made) is not None:
+            for event in last.result():
+                torch.cuda.current_stream().wait_event(event)
+
+    def _call_then(self, then: Then | None) -> None:
+        if then is not None:
+            last, written = self._slots[-1], [slot.written for slot in self._slots]
+            last.written = self._writers.submit(_call_when_written, written, then)
+
+    def _make(self, slot: "_Slot", captured: torch.cuda.Event, kv: Tensor, make: Make) -> "list[torch.cuda.Event]":
+        """Events after which the layer's own arrays have been read; with the last all that is written is copied."""
+        with torch.cuda.stream(self._index_stream):
+            self._index_stream.wait_event(captured)
+            slot.arrays.clear()
+            return [slot.copy({"kv": kv}), slot.copy(make())]
 
 
 class _Slot:
@@ -74,14 +107,16 @@ class _Slot:
         # by name and sizes, kept from layer to layer: locking memory is slow
         self._buffers: dict[tuple[str, torch.Size], Tensor] = {}
         self.arrays: dict[str, Tensor] = {}  # of the layer at hand
-        self.written: Future[None] | None = None  # the layer that was here last
+        # of the layer that was here last
+        self.made: Future[list[torch.cuda.Event]] | None = None
+        self.written: Future[None] | None = None
 
     def raise_error(self) -> None:
         """Wait until the last layer has been written, and raise what went wrong with it."""
         if self.written is not None:
             self.written.result()
 
-    def copy(self, arrays: Mapping[str, Tensor]) -> torch.cuda.Event:
+    def copy(self, arrays: Arrays) -> torch.cuda.Event:
         """Start copying what the current stream computes up to here; the event has passed when it is done."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -96,6 +131,13 @@ class _Slot:
         return event
 
 
-def _write_copied(copied: torch.cuda.Event, arrays: Mapping[str, Tensor], write: Write) -> None:
-    copied.synchronize()
+def _write(made: "Future[list[torch.cuda.Event]]", arrays: Arrays, write: Write) -> None:
+    made.result()[-1].synchronize()
     write(arrays)
+
+
+def _call_when_written(layers: Sequence["Future[None] | None"], then: Then) -> None:
+    for written in layers:
+        if written is not None:
+            written.result()
+    then()

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -55,7 +56,7 @@ class BuildProgress:
 
     layer_idx: int
     num_layers: int
-    phase: str  # "prefill", "index" or "write"
+    phase: str  # "prefill", "index", or "write": the layer is written, or on its way to be
     done: int
     total: int
 
@@ -64,10 +65,11 @@ OnProgress = Callable[[BuildProgress], None]
 
 
 class PhaseTimes:
-    """How long each part of a build took; on a GPU, writing goes on beside the other two."""
+    """How long each part of a build took; on a GPU all go on beside each other, and some layers are written at once."""
 
     def __init__(self) -> None:
         self.seconds = {"prefill": 0.0, "index": 0.0, "write": 0.0}
+        self._lock = Lock()
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -75,7 +77,8 @@ class PhaseTimes:
         try:
             yield
         finally:
-            self.seconds[phase] += time.perf_counter() - started
+            with self._lock:
+                self.seconds[phase] += time.perf_counter() - started
 
 
 def perform(
@@ -145,26 +148,20 @@ def prefill_layers(
             can_resume = layer_idx + 1 < spec.model.num_layers and may_begin(loaded.model, layer_idx + 1)
             is_needed = can_resume and (checkpoints.is_due() or is_last)
             hidden = leaving.cpu() if is_needed else None
+            keep = None if hidden is None else partial(work.save_checkpoint, layer_idx + 1, hidden)
             if not is_ready(work, layer_idx):
                 num_new += 1
                 report(layer_idx, "index")
-                num_kept = spec.model.num_kept(layer_idx, spec.context_len)
-                outbox.take_kv(capture.kv[:, spec.context_len - num_kept :])
-                with times.timed("index"):
-                    is_predicted = spec.model.is_predicted(layer_idx + 1)
-                    next_query = _fit_next_query(loaded.model, capture, leaving) if is_predicted else None
-                    if layer_idx not in spec.model.indexed_layers:
-                        arrays = capture.state or {}
-                    elif index_threads is None:  # q is copied while the next layer is computed
-                        arrays = {"q": capture.q.clone() if on_gpu else capture.q}
-                    else:
-                        arrays = index_arrays(capture.q, capture.kv, spec.index_config, index_threads)
-                        if on_gpu:
-                            torch.cuda.current_stream().synchronize()  # for the clock's sake
+                next_query = None
+                if spec.model.is_predicted(layer_idx + 1):
+                    with times.timed("index"):
+                        next_query = _fit_next_query(loaded.model, capture, leaving)
+                kv = capture.kv[:, spec.context_len - spec.model.num_kept(layer_idx, spec.context_len) :]
+                make = partial(_make, capture, spec, index_threads, times)
+                outbox.send(kv, make, partial(_write, work, layer_idx, next_query, times), keep)
                 report(layer_idx, "write")
-                outbox.send(arrays, partial(_write, work, layer_idx, next_query, hidden, times))
-            elif hidden is not None:
-                work.save_checkpoint(layer_idx + 1, hidden)
+            else:
+                outbox.skip(keep)
             done = 0
             if is_last:
                 return num_new
@@ -218,13 +215,27 @@ def _fit_next_query(model: Any, capture: "LayerCapture", leaving: Tensor) -> NDA
         )
 
 
+def _make(
+    capture: "LayerCapture", spec: ArtifactSpec, index_threads: Executor | None, times: PhaseTimes
+) -> Mapping[str, Tensor]:
+    """The queries to hand over, the arrays of the index, or the state of a layer that has no rows."""
+    if capture.layer_idx not in spec.model.indexed_layers:
+        return capture.state or {}
+    if index_threads is None:
+        return {"q": capture.q}
+    with times.timed("index"):
+        arrays = index_arrays(capture.q, capture.kv, spec.index_config, index_threads)
+        if capture.q.is_cuda:
+            torch.cuda.current_stream().synchronize()  # for the clock's sake
+    return arrays
+
+
 def _write(
     work: WorkDir,
     layer_idx: int,
     next_query: NDArray[np.float32] | None,
-    hidden: Tensor | None,  # what leaves the layer, when it is to be kept
     times: PhaseTimes,
-    arrays: Mapping[str, Tensor],  # KV, and the queries to hand over or the arrays of the index
+    arrays: Mapping[str, Tensor],  # KV, and what `_make` made
 ) -> None:
     with times.timed("write"):
         if "q" in arrays:
@@ -235,8 +246,6 @@ def _write(
         else:
             kv_record = work.write_part(kv_file(layer_idx), {"kv": arrays["kv"]})
             _finish(work, layer_idx, kv_record, {name: arrays[name] for name in arrays if name != "kv"}, next_query)
-        if hidden is not None:
-            work.save_checkpoint(layer_idx + 1, hidden)
 
 
 def _finish(

@@ -107,7 +107,7 @@ def test_pieces_take_over_from_a_build_in_one_go(
     job: Job, loaded: LoadedModel, in_one_go: dict[str, str], tmp_path: Path
 ) -> None:
     def interrupt(job_idx: int, state: BuildState) -> None:
-        if state.where == "layer 2/3 write":
+        if state.where == "layer 2/3 index":
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

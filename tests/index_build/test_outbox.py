@@ -1,11 +1,13 @@
-"""A layer's way to the disk: in order, from memory that nobody changes meanwhile, errors not lost.
+"""A layer's way to the disk: from memory that nobody changes meanwhile, no errors lost, `then` in order.
 
 The device is played by memory copies here; with a real one see `test_pipeline_gpu.py`.
 """
 
 import threading
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -19,23 +21,40 @@ from index_build.outbox import DeviceOutbox, Outbox, make_outbox
 @pytest.fixture
 def device_outbox(monkeypatch: pytest.MonkeyPatch) -> DeviceOutbox:
     """Copies are made at once, events have always passed."""
+    event = SimpleNamespace(synchronize=lambda: None)
+    stream = SimpleNamespace(wait_event=lambda event: None, record_event=lambda: event)
 
     def copy(slot, arrays: Mapping[str, Tensor]):
         slot.arrays.update({name: array.clone() for name, array in arrays.items()})
-        return SimpleNamespace(synchronize=lambda: None)
+        return event
 
     monkeypatch.setattr(outbox_module._Slot, "copy", copy)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_event=lambda event: None))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     return DeviceOutbox(torch.device("cpu"))
 
 
-def send(outbox, layer: int, write) -> None:
-    """A layer whose arrays all hold its number; its KV is overwritten as soon as it was sent."""
-    kv = torch.full((3,), float(layer))
-    outbox.take_kv(kv)
-    outbox.send({"codes": torch.full((2,), float(layer))}, write)
-    kv.fill_(-1.0)
+class Sender:
+    """Layers whose arrays all hold their number, in memory that every second of them is captured in."""
+
+    def __init__(self, outbox) -> None:
+        self._outbox, self._memory, self._layer = outbox, [torch.empty(3), torch.empty(3)], 0
+
+    def send(self, write, then=None, make_s: float = 0.0) -> None:
+        captured = self._memory[self._layer % 2].fill_(float(self._layer))
+        self._layer += 1
+
+        def make() -> dict[str, Tensor]:
+            time.sleep(make_s)
+            return {"codes": captured[:2].clone()}
+
+        self._outbox.send(captured, make, write, then)
+
+    def skip(self) -> None:
+        self._memory[self._layer % 2].fill_(-1.0)
+        self._layer += 1
+        self._outbox.skip()
 
 
 def test_on_the_cpu_a_layer_is_written_before_send_returns() -> None:
@@ -43,48 +62,100 @@ def test_on_the_cpu_a_layer_is_written_before_send_returns() -> None:
     with make_outbox(torch.device("cpu")) as outbox:
         assert type(outbox) is Outbox
         kv, codes = torch.zeros(3), torch.zeros(2)
-        outbox.take_kv(kv)
-        outbox.send({"codes": codes}, lambda arrays: seen.append(dict(arrays)))
+        outbox.send(kv, lambda: {"codes": codes}, lambda arrays: seen.append(dict(arrays)), lambda: seen.append({}))
         assert seen[0]["kv"] is kv, "nothing is copied"
         assert seen[0]["codes"] is codes
+        assert seen[1] == {}
+        outbox.skip(seen.clear)
+        assert seen == []
 
 
-def test_layers_are_written_in_order_and_as_they_were_sent(device_outbox: DeviceOutbox) -> None:
-    seen: list[tuple[float, float]] = []
+def test_every_layer_is_written_as_it_was_sent(device_outbox: DeviceOutbox) -> None:
+    """An index that takes long is of a layer that is not overwritten: by the next but one, sent or not."""
+    seen: set[tuple[float, float]] = set()
+
+    def write(arrays: Mapping[str, Tensor]) -> None:
+        seen.add((float(arrays["kv"].sum()), float(arrays["codes"].sum())))
+
     with device_outbox as outbox:
-        for layer in range(7):
-            send(outbox, layer, lambda arrays: seen.append((float(arrays["kv"].sum()), float(arrays["codes"].sum()))))
-    assert seen == [(3.0 * layer, 2.0 * layer) for layer in range(7)]
+        sender = Sender(outbox)
+        for layer in range(12):
+            if layer % 5 == 3:
+                sender.skip()
+            else:
+                sender.send(write, make_s=0.02 * (layer % 2))
+    assert seen == {(3.0 * layer, 2.0 * layer) for layer in range(12) if layer % 5 != 3}
 
 
-def test_the_device_is_at_most_two_layers_ahead_of_the_disk(device_outbox: DeviceOutbox) -> None:
-    may_write, num_written = threading.Event(), []
+def test_then_is_called_when_all_layers_before_are_written(device_outbox: DeviceOutbox) -> None:
+    written, when_called = [], {}
+
+    def write(arrays: Mapping[str, Tensor]) -> None:
+        layer = int(arrays["kv"][0])
+        time.sleep(0.02 * (2 - layer % 3))  # later ones are faster
+        written.append(layer)
+
+    with device_outbox as outbox:
+        sender = Sender(outbox)
+        for layer in range(9):
+            sender.send(write, lambda layer=layer: when_called.update({layer: set(written)}))
+    assert written != sorted(written), "some were written at once"
+    for layer in range(9):
+        assert when_called[layer] >= set(range(layer + 1))
+
+
+def test_then_is_not_called_behind_a_layer_that_was_not_written(device_outbox: DeviceOutbox) -> None:
+    called: list[int] = []
+
+    def fail(arrays: Mapping[str, Tensor]) -> None:
+        time.sleep(0.05)
+        raise OSError("disk full")
+
+    def build() -> None:
+        with device_outbox as outbox:
+            sender = Sender(outbox)
+            sender.send(fail)
+            sender.send(lambda arrays: None, lambda: called.append(1))
+
+    with pytest.raises(OSError, match="disk full"):
+        build()
+    assert called == []
+
+
+def test_the_device_is_only_some_layers_ahead_of_the_disk(device_outbox: DeviceOutbox) -> None:
+    may_write, num_written, num_slots = threading.Event(), [], outbox_module._NUM_SLOTS
 
     def write(arrays: Mapping[str, Tensor]) -> None:
         may_write.wait(timeout=30)
         num_written.append(float(arrays["kv"][0]))
 
     with device_outbox as outbox, ThreadPoolExecutor(1) as computing:
-        send(outbox, 0, write)
-        send(outbox, 1, write)
-        third = computing.submit(send, outbox, 2, write)
+        sender = Sender(outbox)
+        for _ in range(num_slots):
+            sender.send(write)
+        one_more = computing.submit(sender.send, write)
         with pytest.raises(TimeoutError):
-            third.result(timeout=0.2)
+            one_more.result(timeout=0.2)
         may_write.set()
-        third.result(timeout=30)
-    assert num_written == [0.0, 1.0, 2.0]
+        one_more.result(timeout=30)
+    assert sorted(num_written) == list(range(num_slots + 1))
 
 
 @pytest.mark.parametrize("num_later_layers", [0, 1, 5])
-def test_an_error_of_the_writing_is_raised(device_outbox: DeviceOutbox, num_later_layers: int) -> None:
-    def fail(arrays: Mapping[str, Tensor]) -> None:
+@pytest.mark.parametrize("of", ["index", "write"])
+def test_an_error_on_the_way_is_raised(device_outbox: DeviceOutbox, of: str, num_later_layers: int) -> None:
+    def fail(*arrays: object) -> dict[str, Tensor]:
         raise OSError("disk full")
 
     def build() -> None:
         with device_outbox as outbox:
-            send(outbox, 0, fail)
-            for layer in range(num_later_layers):
-                send(outbox, 1 + layer, lambda arrays: None)
+            sender = Sender(outbox)
+            if of == "write":
+                sender.send(fail)
+            else:
+                outbox.send(torch.zeros(1), fail, lambda arrays: None)
+            for _ in range(num_later_layers):
+                sender.send(lambda arrays: None)
 
     with pytest.raises(OSError, match="disk full"):
         build()
@@ -95,7 +166,7 @@ def test_an_interrupted_build_finishes_what_was_sent_and_keeps_its_own_error(dev
 
     def build() -> None:
         with device_outbox as outbox:
-            send(outbox, 0, seen.append)
+            Sender(outbox).send(seen.append)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
